@@ -31,7 +31,7 @@ NOT_DESCRIBED = ("num_tokens", "mtp_own_embedding", "mtp_own_head")
 # Conventions of MTP modules that differ between families; written if a model differs from its family.
 MTP_CONVENTIONS = (
     *("mtp_chaining", "mtp_input", "mtp_hidden_post_norm", "mtp_chain_post_norm", "mtp_mask_first"),
-    *("mtp_dense", "mtp_output_norm", "mtp_layer_type"),
+    *("mtp_dense", "mtp_output_norm", "mtp_layer_type", "mtp_norm_differs"),
 )
 
 

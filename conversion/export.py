@@ -4,7 +4,7 @@ from collections.abc import Callable, Iterator, Mapping
 
 import numpy as np
 
-from conversion.read_params import E4M3, ScaleMap, dequantize, scale_spec
+from conversion.read_params import E4M3, ScaleMap, dequantize, encode_scales, scale_spec
 from conversion.shards import TensorEntry
 from conversion.tensor_slice import ParamSpec, TensorSlice
 
@@ -91,7 +91,7 @@ class TensorAssembler:
         for path, spec, piece in self.parts[name]:
             index, kept = _index(piece, scale_spec(spec, self.scales).shape)
             piece.write(rows[slice(*piece.rows)], self.read(f"{path}/scales", index)[kept])
-        return rows[:: self.scales.rows].astype(entry.dtype)
+        return encode_scales(rows[:: self.scales.rows], entry.dtype)
 
 
 def _index(piece: TensorSlice, shape: tuple[int, ...]) -> tuple[tuple[slice, ...], tuple[int | slice, ...]]:

@@ -18,12 +18,13 @@ from collections.abc import Callable
 from typing import Any
 
 from conversion.families import Layout
-from conversion.files import INDEX, CheckpointFiles
+from conversion.files import CheckpointFiles
 from conversion.fp8_blocks import dequantized_blocks
 from conversion.gguf_files import open_checkpoint
 from conversion.load_plan import LoadPlan, make_plan
 from conversion.read_params import BF16
 from conversion.shards import TensorEntry, copy_files, entry_of, index_bytes, make_shard, write_shards
+from conversion.weight_files import INDEX
 from mtpjax.atomic import atomic_folder
 from mtpjax.errors import CheckpointError, CheckpointFileError
 from mtpjax.models.config import ModelConfig
@@ -87,7 +88,7 @@ def export_mtp(source, target, *, model_type: str | None = None, progress: Calla
         FileExistsError: `target` is neither empty nor an export.
     """
     with open_checkpoint(source) as files:
-        plan = make_plan(files, model_type=model_type, allow_extra=True)
+        plan = make_plan(files, model_type=model_type, is_copied=True)
         config = plan.config
         if not config.num_mtp_modules:
             raise CheckpointFileError(
@@ -130,7 +131,7 @@ def exported_name(name: str, config: ModelConfig, layout: Layout) -> str | None:
 
     The decoder layer of module k becomes `model.layers.k`. Tensors around the layer move up to `model.` if there is one
     module, and stay with their layer if there are several, a case that xLLM's script rejects. Qwen, MiMo and Ernie keep
-    their names.
+    their names, under `mtp.` and `model.`.
 
     Args:
         name: the tensor's name in the checkpoint.
@@ -141,13 +142,14 @@ def exported_name(name: str, config: ModelConfig, layout: Layout) -> str | None:
         The name in the export, or `None` if the tensor does not belong to a module.
     """
     if layout.is_under_mtp:
-        return name if name.startswith(("mtp.", "model.mtp.")) else None
+        return f"mtp.{name.removeprefix(layout.modules)}" if name.startswith(layout.modules) else None
     if layout.mtp in ("mimo", "mimo_v2", "ernie"):
-        return name if name.startswith((f"{layout.trunk}mtp_", f"{layout.trunk}mtp.")) else None
+        is_of_module = name.startswith((f"{layout.modules}mtp_", f"{layout.modules}mtp."))
+        return f"model.{name.removeprefix(layout.modules)}" if is_of_module else None
     if name == "rot.weight":  # a rotation that some quantized checkpoints have
         return "model.rot.weight"
     # Modules are the decoder layers behind those of the trunk.
-    found = re.fullmatch(rf"{re.escape(layout.trunk)}layers\.(\d+)\.(.+)", name)
+    found = re.fullmatch(rf"{re.escape(layout.modules)}layers\.(\d+)\.(.+)", name)
     if found is None or int(found[1]) < config.num_hidden_layers:
         return None
     if config.num_mtp_modules == 1 and found[2].startswith(AROUND):
@@ -169,15 +171,17 @@ def original_name(name: str, config: ModelConfig, layout: Layout) -> str:
     Raises:
         CheckpointFileError: an export has no tensor of this name.
     """
+    if layout.is_under_mtp:
+        return re.sub(r"^(?:[\w.]+\.)?mtp\.", layout.modules, name)
     if layout.mtp != "layers":
-        return name
+        return layout.modules + name.removeprefix("model.")
     if name == "model.rot.weight":
         return "rot.weight"
     # Tensors of a single module have no layer number, except those of its decoder layer.
     found = re.fullmatch(r"model\.(?:layers\.(\d+)\.)?(.+)", name)
     if found is None:
         raise CheckpointFileError(f"tensor {name} does not belong to an MTP module")
-    return f"{layout.trunk}layers.{config.num_hidden_layers + int(found[1] or 0)}.{found[2]}"
+    return f"{layout.modules}layers.{config.num_hidden_layers + int(found[1] or 0)}.{found[2]}"
 
 
 def shared_tensors(config: ModelConfig, layout: Layout) -> list[str]:
@@ -191,8 +195,7 @@ def shared_tensors(config: ModelConfig, layout: Layout) -> list[str]:
         The tensors' names.
     """
     # The engines run Qwen's export as a complete model, so it needs both.
-    embedding = f"{layout.trunk}embed_tokens.weight"
-    return [embedding] if config.tie_word_embeddings else [embedding, layout.head]
+    return [layout.embedding] if config.tie_word_embeddings else [layout.embedding, layout.head]
 
 
 def belongs_to_checkpoint(name: str) -> bool:

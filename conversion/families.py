@@ -10,6 +10,8 @@ class Layout:
 
     trunk: str = "model."  # prefix of embedding, layers and final norm
     head: str = "lm_head.weight"
+    shared_embedding: str = ""  # a tied embedding that is stored under another name, that of the head
+    module_root: str | None = None  # prefix of the modules' names; None: the trunk's, or none before `mtp.`
     # MTP modules are further "layers" (DeepSeek, GLM), under "mtp" (Qwen), "mtp_each", "mimo", "mimo_v2" or "ernie".
     mtp: str = "layers"
     mtp_norm: str = "shared_head.norm"  # the final norm of modules that are further layers, and their head
@@ -27,8 +29,21 @@ class Layout:
     fused_experts: bool = False  # new files hold the trunk's experts stacked, as Qwen3.5's do
 
     @property
+    def embedding(self) -> str:
+        """Name of the embedding."""
+        return self.shared_embedding or f"{self.trunk}embed_tokens.weight"
+
+    @property
+    def modules(self) -> str:
+        """Prefix of the modules' names, up to `mtp.` where they have it."""
+        root = self.module_root
+        if self.is_under_mtp:
+            return f"{root or ''}mtp."
+        return self.trunk if root is None else root
+
+    @property
     def is_under_mtp(self) -> bool:
-        """True if the tensors of MTP modules begin with `mtp.`."""
+        """True if the tensors of MTP modules are under `mtp.`."""
         return self.mtp in ("mtp", "mtp_each")
 
 
@@ -258,5 +273,13 @@ IGNORED_KEYS = {
     *("attention_chunk_size", "need_fp32_gate", "moe_every_n_layer", "moe_layer_offset", "max_seq_len", "norm_dtype"),
     *("fp32_residual_connection", "projector_bias", "understand_projector_stride", "initial_context_length"),
     "experts_per_token",
-    *("language_model_only", "scale_fmt", "moe_router_dtype", "rope_parameters", "rope_scaling", "name_or_path"),
+    *(
+        "language_model_only",
+        "scale_fmt",
+        "moe_router_dtype",
+        "quantization",
+        "rope_parameters",
+        "rope_scaling",
+        "name_or_path",
+    ),
 }

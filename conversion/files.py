@@ -16,14 +16,13 @@ import numpy as np
 
 from conversion.array_checks import count_nonfinite
 from conversion.safetensors_header import MAX_HEADER_BYTES, MAX_TENSORS, TensorInfo, parse_header, parse_json
+from conversion.weight_files import INDEX, PICKLE_SUFFIXES, choose_weight_files, safetensors_files
 from mtpjax.errors import CheckpointFileError, UnsafeFileError
 from mtpjax.safe_open import allowed_root, is_gguf, open_inside
 
 log = logging.getLogger("mtpjax.conversion")
 
 BLOCK_BYTES = 4 << 20  # of a tensor that is read, reordered or written at once
-SINGLE, INDEX = "model.safetensors", "model.safetensors.index.json"
-PICKLE_SUFFIXES = (".bin", ".pt", ".pth", ".ckpt", ".gguf")
 
 
 class TensorSource(Protocol):
@@ -51,7 +50,10 @@ class CheckpointFiles:
         metadata: the `__metadata__` of each safetensors file.
         sizes: the size of each safetensors file in bytes.
         index: the content of `model.safetensors.index.json`, if there is one.
+        unread: safetensors files of the directory that belong to neither the index nor a checkpoint of one file.
     """
+
+    unread: tuple[str, ...] = ()
 
     def __init__(self, directory, *, strict: bool = False, only: str | None = None):
         """Opens the files and checks their headers.
@@ -81,7 +83,12 @@ class CheckpointFiles:
         self.index: dict[str, Any] | None = None
         self.tensors: dict[str, TensorInfo] = {}
         try:
-            self._read_headers(self._shards() if only is None else [only])
+            shards = [] if only is None else [only]
+            if only is None:
+                has_index = os.path.lexists(self.path / INDEX)
+                shards, self.index = choose_weight_files(self.path, self.json(INDEX) if has_index else None)
+                self.unread = tuple(sorted(set(safetensors_files(self.path)) - set(shards)))
+            self._read_headers(shards)
         except BaseException:
             self.close()
             raise
@@ -116,6 +123,33 @@ class CheckpointFiles:
         if size > MAX_HEADER_BYTES * 4:
             raise CheckpointFileError(f"{self.path / name} has {size} bytes: too large for a JSON description")
         return parse_json(_pread(descriptor, size, 0, self.path / name), self.path / name)
+
+    def peek(self, file: str) -> list[TensorInfo]:
+        """Reads the header of one of the files of `unread`, without taking its tensors.
+
+        Args:
+            file: the file's name.
+
+        Returns:
+            Its tensors.
+
+        Raises:
+            CheckpointFileError: the file is damaged or cannot be opened safely.
+        """
+        try:
+            return self._read_header(file)
+        finally:
+            for kept in (self.headers, self.metadata, self.sizes):
+                kept.pop(file, None)
+
+    def adopt(self, file: str) -> None:
+        """Takes the tensors of one of the files of `unread`. Tensors that are known already must be equal.
+
+        Args:
+            file: the file's name.
+        """
+        self.tensors = {tensor.name: tensor for tensor in self._read_header(file)} | self.tensors
+        self.unread = tuple(name for name in self.unread if name != file)
 
     def other_files(self) -> list[str]:
         """Lists the files beside the weights: configuration, tokenizer, text.
@@ -217,44 +251,6 @@ class CheckpointFiles:
         for name in dict.fromkeys(name for name, _ in self._nonfinite):
             count = sum(count for (other, _), count in self._nonfinite.items() if other == name)
             log.warning("tensor %s has %d infinite or NaN elements", name, count)
-
-    def _shards(self) -> list[str]:
-        """Lists the safetensors files: those that the index names, or the single one."""
-        if os.path.lexists(self.path / INDEX):
-            return self._indexed_shards()
-        if os.path.lexists(self.path / SINGLE):
-            return [SINGLE]
-        # Say why nothing can be read: an index is missing, or the weights have another format.
-        found = sorted(file.name for file in self.path.iterdir())
-        shards = [name for name in found if name.endswith(".safetensors")]
-        if shards:
-            raise CheckpointFileError(f"{self.path} has {len(shards)} safetensors shards but no {INDEX}")
-        other = [name for name in found if name.endswith(PICKLE_SUFFIXES)]
-        if other:
-            raise CheckpointFileError(
-                f"{self.path} contains {other[0]}, an unsupported weight format; supported: safetensors. Convert it "
-                "with the tools of that format first"
-            )
-        raise CheckpointFileError(f"{self.path} contains no safetensors files")
-
-    def _indexed_shards(self) -> list[str]:
-        """Reads the index, and checks that it names files of this directory that exist."""
-        self.index = self.json(INDEX)
-        weight_map = self.index.get("weight_map") if isinstance(self.index, dict) else None
-        if not isinstance(weight_map, dict) or not weight_map:
-            raise CheckpointFileError(f"{self.path / INDEX} has no weight_map")
-        # A name such as "../other.safetensors" would leave the directory.
-        files = list(dict.fromkeys(weight_map.values()))
-        for file in files:
-            if not isinstance(file, str) or file != os.path.basename(file) or not file or "\0" in file:
-                raise CheckpointFileError(f"{self.path / INDEX} names {file!r}, which is not a file of the directory")
-        # Name all missing shards at once: an interrupted download usually lacks several.
-        missing = [file for file in files if not os.path.lexists(self.path / file)]
-        if missing:
-            raise CheckpointFileError(
-                f"{self.path} is incomplete: {len(missing)} of {len(files)} shards are missing: {', '.join(missing)}"
-            )
-        return sorted(files)
 
     def _read_headers(self, files: list[str]) -> None:
         """Reads all headers, and checks that they and the index name the same tensors in the same files."""

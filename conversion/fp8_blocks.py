@@ -5,8 +5,18 @@ from collections.abc import Iterator
 import numpy as np
 
 from conversion.files import BLOCK_BYTES, CheckpointFiles
-from conversion.read_params import BF16, E4M3, ScaleMap, dequantize
+from conversion.read_params import (
+    BF16,
+    E4M3,
+    E8M0,
+    ScaleMap,
+    decode_scales,
+    dequantize,
+    encode_scales,
+    read_scale_blocks,
+)
 
+FLOAT32 = np.dtype(np.float32)
 FP8_MAX = 448.0  # the largest finite float8_e4m3fn
 
 
@@ -31,21 +41,24 @@ def dequantized_blocks(files: CheckpointFiles, scales: ScaleMap, name: str, dtyp
     step = max(1, BLOCK_BYTES // (side * columns * 4)) * side
     for begin in range(0, rows, step):
         end = min(begin + step, rows)
-        part = files.read(scales.names[name], begin // side, -(-end // side)).astype(np.float32)
+        part = read_scale_blocks(files, scales.names[name], begin // side, -(-end // side))
         part = np.repeat(part, side, axis=0)[: end - begin]
         yield dequantize(files.read_checked(name, begin, end), part, 1, scales.columns, 0).astype(dtype)
 
 
-def quantized_blocks(blocks: Iterator[np.ndarray], block: tuple[int, int]) -> Iterator[tuple[np.ndarray, np.ndarray]]:
+def quantized_blocks(
+    blocks: Iterator[np.ndarray], block: tuple[int, int], scale_dtype: np.dtype = FLOAT32
+) -> Iterator[tuple[np.ndarray, np.ndarray]]:
     """Quantizes the rows of a tensor to fp8 with one scale per block.
 
     Args:
         blocks: the tensor's rows in order, cut anywhere.
         block: rows and columns that share a scale.
+        scale_dtype: dtype of the scales in the file. Values are divided by the scales that this dtype can hold.
 
     Yields:
-        `(values, scales)`: float8_e4m3fn rows, and the float32 scales of their blocks. At least one row of blocks is
-        quantized at a time.
+        `(values, scales)`: float8_e4m3fn rows, and the scales of their blocks in `scale_dtype`. At least one row of
+        blocks is quantized at a time.
     """
     rows, columns = block
     rest: np.ndarray | None = None
@@ -55,14 +68,14 @@ def quantized_blocks(blocks: Iterator[np.ndarray], block: tuple[int, int]) -> It
         rest = part if rest is None else np.concatenate([rest, part])
         whole = len(rest) // rows * rows
         if whole:
-            yield _quantize(rest[:whole], rows, columns)
+            yield _quantize(rest[:whole], rows, columns, scale_dtype)
             rest = rest[whole:]
     # The last blocks may have fewer rows than the others.
     if rest is not None and len(rest):
-        yield _quantize(rest, rows, columns)
+        yield _quantize(rest, rows, columns, scale_dtype)
 
 
-def _quantize(values: np.ndarray, rows: int, columns: int) -> tuple[np.ndarray, np.ndarray]:
+def _quantize(values: np.ndarray, rows: int, columns: int, scale_dtype: np.dtype) -> tuple[np.ndarray, np.ndarray]:
     """Quantizes rows as DeepSeek-V3 does: a block's scale is its largest magnitude / 448, or 1 if all are zero."""
     height, width = values.shape
     # Pad to whole blocks with zeros, which do not change the largest magnitude.
@@ -71,6 +84,11 @@ def _quantize(values: np.ndarray, rows: int, columns: int) -> tuple[np.ndarray, 
     padded[:height, :width] = np.abs(values)
     largest = padded.reshape(grid[0], rows, grid[1], columns).max(axis=(1, 3))
     scales = np.where(largest > 0, largest / FP8_MAX, 1.0).astype(np.float32)
+    # Exponents (e8m0) hold powers of two: take the next one above, so that no value overflows.
+    if scale_dtype in (np.uint8, E8M0):
+        scales = np.exp2(np.ceil(np.log2(scales))).astype(np.float32)
+    stored = encode_scales(scales, scale_dtype)
+    scales = decode_scales(stored)
     # Divide each value by its block's scale, and round once, to fp8.
     spread = np.repeat(np.repeat(scales, rows, axis=0), columns, axis=1)[:height, :width]
-    return (values / spread).astype(E4M3), scales
+    return np.clip(values / spread, -FP8_MAX, FP8_MAX).astype(E4M3), stored

@@ -116,13 +116,16 @@ def describe_config(
         raise ConfigError(
             f"{data.architecture}.nextn_predict_layers is {modules}, and block_count, which includes them, is {blocks}"
         )
+    # Programs drop the modules and keep their number; then every block that the file holds is the trunk's.
+    is_dropped = modules and not any(".nextn." in name for name in header.tensors)
+    trunk = blocks if is_dropped and any(f"blk.{blocks - 1}." in name for name in header.tensors) else blocks - modules
     vocabulary = header.tensors.get("token_embd.weight")
     return {
         "model_type": model_type,
         "vocab_size": vocabulary.shape[0] if vocabulary else data.get("vocab_size"),
         "hidden_size": width,
         "intermediate_size": data.get("feed_forward_length"),
-        "num_hidden_layers": blocks - modules,
+        "num_hidden_layers": trunk,
         **({"num_nextn_predict_layers": modules} if modules else {}),
         "num_attention_heads": heads,
         "max_position_embeddings": data.get("context_length"),

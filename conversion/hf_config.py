@@ -48,9 +48,12 @@ def parse_config(values: Any, model_type: str | None = None) -> ParsedConfig:
     if not isinstance(model_type, str) or model_type not in FAMILIES:
         raise ConfigError(f"unsupported model_type {model_type!r}; supported: {', '.join(FAMILIES)}")
     family = FAMILIES[model_type]
-    # Multimodal checkpoints nest the language model's values; those of the nested section win.
+    # Multimodal checkpoints nest the language model's values; those of the nested section win. As in transformers, the
+    # outer file says whether the head is tied.
     text = ConfigReader(values).section("text_config")
+    tied = values.get("tie_word_embeddings")
     values = {**dict(family.defaults), **values, **text.values}
+    values |= {} if tied is None else {"tie_word_embeddings": tied}
     values = expand_step(values) if model_type in STEP else values
     reader = ConfigReader(values, dict(family.keys))
     # Collect the fields of ModelConfig, part by part; later parts read the fields of earlier ones.
@@ -292,7 +295,7 @@ def _mtp_conventions(reader: ConfigReader) -> dict[str, Any]:
     """Reads how MTP modules are fed and chained, where an mtpjax export differs from the family."""
     names = ("mtp_chaining", "mtp_input", "mtp_output_norm", "mtp_layer_type")
     made = {key: value for key in names if (value := reader.get(key)) is not None}
-    for key in ("mtp_hidden_post_norm", "mtp_chain_post_norm", "mtp_mask_first", "mtp_dense"):
+    for key in ("mtp_hidden_post_norm", "mtp_chain_post_norm", "mtp_mask_first", "mtp_dense", "mtp_norm_differs"):
         if reader.get(key) is not None:
             made[key] = reader.flag(key, False)
     return made

@@ -13,7 +13,7 @@ from typing import Any
 import numpy as np
 
 from conversion.array_checks import streams_equal
-from conversion.files import INDEX, CheckpointFiles
+from conversion.files import CheckpointFiles
 from conversion.fp8_blocks import dequantized_blocks, quantized_blocks
 from conversion.gguf_files import open_checkpoint
 from conversion.hf_config_write import edit_config
@@ -21,6 +21,7 @@ from conversion.load_plan import LoadPlan, make_plan
 from conversion.merge_sources import ModuleTensors, read_modules
 from conversion.safetensors_header import parse_header
 from conversion.shards import Shard, TensorEntry, copy_files, entry_of, make_shard, write_index, write_shards
+from conversion.weight_files import INDEX
 from mtpjax.atomic import atomic_folder
 from mtpjax.errors import CheckpointFileError
 from mtpjax.hub import resolve
@@ -64,7 +65,7 @@ def merge_export(
     """
     modules = resolve(modules)
     with open_checkpoint(base) as files:
-        plan = make_plan(files, model_type=model_type, allow_extra=True)
+        plan = make_plan(files, model_type=model_type, is_copied=True)
         if not is_gguf(modules) and not (pathlib.Path(modules) / "config.json").is_file():
             raise CheckpointFileError(
                 f"{modules} is neither an export of MTP modules nor a checkpoint: it has no config.json"
@@ -116,8 +117,9 @@ def merge_tensors(
             yield from files.blocks(name)
         # Changed, and fp8 in the base: quantize, and yield the values or the scales, whichever the entry is.
         elif name in plan.scales.names:
-            for values, scales in quantized_blocks(modules.blocks(name), (plan.scales.rows, plan.scales.columns)):
-                yield values if entry.name == name else scales.astype(entry.dtype)
+            kind = files.tensors[plan.scales.names[name]].dtype
+            for values, scales in quantized_blocks(modules.blocks(name), (plan.scales.rows, plan.scales.columns), kind):
+                yield values if entry.name == name else scales
         # Changed or added: cast.
         else:
             for part in modules.blocks(name):

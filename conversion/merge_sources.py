@@ -11,7 +11,7 @@ from conversion.array_checks import streams_equal
 from conversion.export_mtp import WEIGHTS, exported_name, original_name
 from conversion.files import CheckpointFiles
 from conversion.fp8_blocks import dequantized_blocks
-from conversion.load_plan import LoadPlan, make_plan
+from conversion.load_plan import LoadPlan, inspect_files
 from conversion.names import HEADS, TRUNK_PREFIXES, mtp_names, param_specs
 from conversion.read_params import BF16
 from conversion.shards import TensorEntry, entry_of
@@ -64,7 +64,7 @@ def _from_export(exported: CheckpointFiles, base: CheckpointFiles, plan: LoadPla
             f"{exported.path} has {count!r} MTP modules, but {base.path} has {plan.config.num_mtp_modules}"
         )
     # Modules of dense models are under `mtp.`, or further layers in older exports.
-    has_mtp = any(name.startswith("mtp.") for name in exported.tensors)
+    has_mtp = any(".mtp." in f".{name}" for name in exported.tensors)
     plan = _with_modules(plan, count, "layers" if plan.layout.mtp == "mtp_each" and not has_mtp else plan.layout.mtp)
     config = plan.config
     # Qwen's exports hold the trunk's embedding and head, under whichever prefix the original had. They belong to the
@@ -73,7 +73,7 @@ def _from_export(exported: CheckpointFiles, base: CheckpointFiles, plan: LoadPla
     for name in exported.tensors:
         trunk = next((each for each in TRUNK_PREFIXES if name == f"{each}embed_tokens.weight"), None)
         if plan.layout.is_under_mtp and (trunk or name in HEADS):
-            kept = f"{plan.layout.trunk}embed_tokens.weight" if trunk else plan.layout.head
+            kept = plan.layout.embedding if trunk else plan.layout.head
             if kept in base.tensors and not streams_equal(base.blocks(kept), exported.blocks(name)):
                 log.warning("%s of the export differs from the checkpoint's, which is kept", name)
         else:
@@ -82,7 +82,7 @@ def _from_export(exported: CheckpointFiles, base: CheckpointFiles, plan: LoadPla
     # Copies in the modules: an export does not show if they equalled the trunk's, so mtpjax's exports say it.
     own_embedding = values.get("mtp_use_dedicated_embeddings") is True
     own = {"embedding": own_embedding, "head": values.get("mtp_use_dedicated_head") is True}
-    originals = {"embedding": f"{plan.layout.trunk}embed_tokens.weight", "head": plan.layout.head}
+    originals = {"embedding": plan.layout.embedding, "head": plan.layout.head}
     for part, copies in _copies(config, plan).items():
         for copy in [copy for copy in copies if copy in names and not own[part]]:
             old = names.pop(copy)
@@ -94,16 +94,23 @@ def _from_export(exported: CheckpointFiles, base: CheckpointFiles, plan: LoadPla
 
 
 def _from_full(source: CheckpointFiles, base: CheckpointFiles, plan: LoadPlan) -> ModuleTensors:
-    """Lists the tensors of the modules of a full checkpoint, such as the original release."""
-    given = make_plan(source, allow_extra=True)
+    """Lists the tensors of the modules of a full checkpoint, such as the original release, or of its modules alone."""
+    given = inspect_files(source, is_copied=True)
+    needed = {piece.name for path, spec in given.specs.items() if path.startswith("mtp_") for piece in spec.slices}
+    # A folder that holds the file of the modules alone, under their original names, lacks the whole trunk.
+    has_modules_alone = bool(needed) and needed <= source.tensors.keys()
+    has_modules_alone &= not any(name in source.tensors for name in _trunk_names(given))
+    if given.problems and not has_modules_alone:
+        raise CheckpointFileError(given.problems[0])
     count = given.config.num_mtp_modules
     if not count or plan.config.num_mtp_modules not in (0, count):
         raise CheckpointFileError(
             f"{source.path} has {count} MTP modules, but {base.path} has {plan.config.num_mtp_modules}"
         )
-    if given.config.zero_centred_norm != plan.config.zero_centred_norm:
+    if given.config.of_modules.zero_centred_norm != plan.config.of_modules.zero_centred_norm:
         raise CheckpointFileError(
-            f"{source.path} and {base.path} store norm weights differently, as w and as 1 + w: convert one first"
+            f"the modules of {source.path} store norm weights as {_stored_as(given.config)}, those of {base.path} as "
+            f"{_stored_as(plan.config)}: give the modules of a release whose norms are stored like those of the base"
         )
     plan = _with_modules(plan, count, given.layout.mtp)
     # fp8 modules stay fp8 where they are added to a checkpoint of the same blocks; elsewhere they become bfloat16.
@@ -130,6 +137,15 @@ def _from_full(source: CheckpointFiles, base: CheckpointFiles, plan: LoadPlan) -
         return dequantized_blocks(source, given.scales, names[name])
 
     return ModuleTensors(count, entries, read, plan, given.config.mtp_own_embedding)
+
+
+def _trunk_names(plan: LoadPlan) -> set[str]:
+    """Names the tensors of the trunk's layers."""
+    return {piece.name for path, spec in plan.specs.items() if path.startswith("trunk/") for piece in spec.slices}
+
+
+def _stored_as(config: ModelConfig) -> str:
+    return "w of 1 + w" if config.of_modules.zero_centred_norm else "1 + w"
 
 
 def _with_modules(plan: LoadPlan, count: int, mtp: str) -> LoadPlan:

@@ -35,7 +35,7 @@ def param_specs(config: ModelConfig, layout: Layout, has: Callable[[str], bool])
     """
     D, V = config.hidden_size, config.vocab_size
     # The trunk: embedding, final norm, head (unless it is the embedding), and the decoder layers.
-    specs = {"embedding": copied(f"{layout.trunk}embed_tokens.weight", V, D)}
+    specs = {"embedding": copied(layout.embedding, V, D)}
     specs["norm_final/scale"] = copied(f"{layout.trunk}norm.weight", D)
     if not config.tie_word_embeddings:
         specs["head"] = linear(layout.head, D, V)
@@ -78,8 +78,8 @@ def mtp_names(config: ModelConfig, layout: Layout, number: int) -> tuple[str, di
     # Qwen: modules share the projection and the norms, if there are several. Dense models of mtpjax ("mtp_each") have
     # the same names, and repeat these tensors in the layer of each module if there are several.
     if layout.is_under_mtp:
-        prefix = f"mtp.layers.{number}."
-        shared = prefix if layout.mtp == "mtp_each" and config.num_mtp_modules > 1 else "mtp."
+        prefix = f"{layout.modules}layers.{number}."
+        shared = prefix if layout.mtp == "mtp_each" and config.num_mtp_modules > 1 else layout.modules
         around = {
             "project": f"{shared}fc.weight",
             "norm_embedding": f"{shared}pre_fc_norm_embedding.weight",
@@ -92,7 +92,7 @@ def mtp_names(config: ModelConfig, layout: Layout, number: int) -> tuple[str, di
     # MiMo: a list of layers beside the trunk's, which never repeats embedding and head.
     if layout.mtp in MIMO:
         layers, project, norm_embedding, norm_hidden = MIMO[layout.mtp]
-        prefix = f"{layout.trunk}{layers}.{number}."
+        prefix = f"{layout.modules}{layers}.{number}."
         around = {
             "project": f"{prefix}{project}.weight",
             "norm_embedding": f"{prefix}{norm_embedding}.weight",
@@ -103,13 +103,13 @@ def mtp_names(config: ModelConfig, layout: Layout, number: int) -> tuple[str, di
     # Ernie: a list per part of the module.
     if layout.mtp == "ernie":
         around = {
-            "project": f"{layout.trunk}mtp_linear_proj.{number}.weight",
-            "norm_embedding": f"{layout.trunk}mtp_emb_norm.{number}.weight",
-            "norm_hidden": f"{layout.trunk}mtp_hidden_norm.{number}.weight",
+            "project": f"{layout.modules}mtp_linear_proj.{number}.weight",
+            "norm_embedding": f"{layout.modules}mtp_emb_norm.{number}.weight",
+            "norm_hidden": f"{layout.modules}mtp_hidden_norm.{number}.weight",
         }
-        return f"{layout.trunk}mtp_block.{number}.", around
+        return f"{layout.modules}mtp_block.{number}.", around
     # DeepSeek-V3, GLM, Kimi and Hunyuan: further decoder layers behind the trunk's.
-    prefix = f"{layout.trunk}layers.{config.num_hidden_layers + number}."
+    prefix = f"{layout.modules}layers.{config.num_hidden_layers + number}."
     around = {
         "project": f"{prefix}eh_proj.weight",
         "norm_embedding": f"{prefix}enorm.weight",
@@ -130,16 +130,26 @@ def stored_layout(layout: Layout, config: ModelConfig, has: Callable[[str], bool
         has: returns whether the checkpoint contains a tensor.
 
     Returns:
-        The layout with the prefix of the trunk that the checkpoint has, and the place of its MTP modules.
+        The layout with the prefix of the trunk that the checkpoint has, the tensor of a tied embedding, and the place
+        of its MTP modules.
     """
     # transformers saves the text model of Qwen3.5 as `model.`; the published files have `model.language_model.`.
-    for trunk in (layout.trunk, *TRUNK_PREFIXES):
-        if has(f"{trunk}embed_tokens.weight"):
-            layout = dataclasses.replace(layout, trunk=trunk)
-            break
+    trunks = (layout.trunk, *TRUNK_PREFIXES)
+    trunk = next((trunk for trunk in trunks if has(f"{trunk}embed_tokens.weight") or has(f"{trunk}norm.weight")), None)
+    layout = dataclasses.replace(layout, trunk=trunk or layout.trunk)
     layout = dataclasses.replace(layout, head=next(filter(has, (layout.head, *HEADS)), layout.head))
+    # A tied tensor that is stored once may have the name of the head.
+    if config.tie_word_embeddings and has(layout.head) and not has(layout.embedding):
+        layout = dataclasses.replace(layout, shared_embedding=layout.head)
+    # The modules may have another prefix than the trunk: `language_model.mtp.`, or `mtp.` beside `model.`.
+    for root in (layout.module_root, "", *TRUNK_PREFIXES, "language_model."):
+        moved = dataclasses.replace(layout, module_root=root)
+        prefix, around = mtp_names(config, moved, 0)
+        if has(f"{prefix}input_layernorm.weight") or has(around["project"]):
+            layout = moved
+            break
     # Several modules that share nothing repeat the projection and the norms in the layer of each.
-    if layout.mtp == "mtp" and has("mtp.layers.0.fc.weight"):
+    if layout.mtp == "mtp" and has(f"{layout.modules}layers.0.fc.weight"):
         layout = dataclasses.replace(layout, mtp="mtp_each")
     # Modules of dense models may also be further layers, as DeepSeek's are.
     if layout.mtp == "mtp_each" and has(f"{layout.trunk}layers.{config.num_hidden_layers}.input_layernorm.weight"):
@@ -158,9 +168,9 @@ def module_prefixes(config: ModelConfig, layout: Layout) -> tuple[str, ...]:
         The prefixes; at least one, also without modules.
     """
     if layout.is_under_mtp:
-        return ("mtp.",)
+        return (layout.modules,)
     if layout.mtp == "ernie":
-        return (f"{layout.trunk}mtp_",)
+        return (f"{layout.modules}mtp_",)
     return tuple(mtp_names(config, layout, number)[0] for number in range(max(config.num_mtp_modules, 1)))
 
 
@@ -176,9 +186,9 @@ def tied_copies(config: ModelConfig, layout: Layout) -> Iterator[tuple[str, str]
     Yields:
         `(copy, original)` names.
     """
-    embedding = f"{layout.trunk}embed_tokens.weight"
+    embedding = layout.embedding
     head = embedding if config.tie_word_embeddings else layout.head
-    if config.tie_word_embeddings:
+    if config.tie_word_embeddings and embedding != layout.head:
         yield layout.head, embedding
     for number in range(config.num_mtp_modules):
         _, around = mtp_names(config, layout, number)

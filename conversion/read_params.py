@@ -1,8 +1,9 @@
 """Reads parameters, or parts of them, from the tensors of a checkpoint, and dequantizes block-scaled fp8.
 
-fp8 checkpoints (DeepSeek-V3) store `[out, in]` weights as float8_e4m3fn, with one float32 scale per block, usually of
-128 x 128. A parameter keeps the scales along its input axis per block, and repeats them along the rows, so that any
-transposition of the weight applies to its scales too.
+fp8 checkpoints (DeepSeek-V3) store `[out, in]` weights as float8_e4m3fn, with one scale per block, usually of
+128 x 128. Scales are floats, or powers of two that are stored as exponents (e8m0). A parameter keeps the scales along
+its input axis per block, and repeats them along the rows, so that any transposition of the weight applies to its scales
+too.
 """
 
 import dataclasses
@@ -14,9 +15,11 @@ import numpy as np
 
 from conversion.files import TensorSource
 from conversion.tensor_slice import ParamSpec, TensorSlice, copy_into
+from mtpjax.errors import CheckpointFileError
 
 BF16 = np.dtype(ml_dtypes.bfloat16)
 E4M3 = np.dtype(ml_dtypes.float8_e4m3fn)
+E8M0 = np.dtype(ml_dtypes.float8_e8m0fnu)
 _E4M3_VALUES = np.arange(256, dtype=np.uint8).view(E4M3).astype(np.float32)  # looking values up is faster than casting
 
 Index = tuple[tuple[int, int], ...]  # begin, end of each axis of a parameter
@@ -71,13 +74,15 @@ def read_as(files: TensorSource, scales: ScaleMap, spec: ParamSpec, index: Index
     Returns:
         The part.
     """
-    values = read_values(files, spec, index)
-    if spec.slices[0].name in scales.names:
-        # A part may begin inside a block, so all scales along the input axis are read, and the part's are cut out.
-        axis = spec.in_axis % len(spec.shape)
-        whole = (*index[:axis], (0, scale_spec(spec, scales).shape[axis]), *index[axis + 1 :])
-        values = dequantize(values, read_scales(files, scales, spec, whole), axis, scales.columns, index[axis][0])
-    return values if values.dtype == dtype else values.astype(dtype)
+
+    def rows(piece: TensorSlice, begin: int, end: int) -> np.ndarray:
+        values = files.read_checked(piece.name, begin, end)
+        if piece.name not in scales.names:
+            return values
+        # The rows of a tensor have all of its columns, so the scales need no cutting.
+        return dequantize(values, _read_scale_rows(files, scales, piece.name, begin, end), 1, scales.columns, 0)
+
+    return _assemble(spec, index, dtype, rows)
 
 
 def dequantize(values: np.ndarray, scales: np.ndarray, axis: int, block: int, begin: int) -> np.ndarray:
@@ -125,16 +130,66 @@ def read_scales(files: TensorSource, scales: ScaleMap, spec: ParamSpec, index: I
     Returns:
         float32 scales, repeated along the tensors' rows.
     """
-    # Scales are stored per block of rows, and a parameter wants them per row.
-    side = scales.rows
 
     def rows(piece: TensorSlice, begin: int, end: int) -> np.ndarray:
-        # Repeat each row of scales for the rows of its block, then cut out the rows that were asked for.
-        first = begin // side
-        blocks = files.read(scales.names[piece.name], first, -(-end // side)).astype(np.float32)
-        return np.repeat(blocks, side, axis=0)[begin - first * side : end - first * side]
+        return _read_scale_rows(files, scales, piece.name, begin, end)
 
     return _assemble(scale_spec(spec, scales), index, np.dtype(np.float32), rows)
+
+
+def _read_scale_rows(files: TensorSource, scales: ScaleMap, name: str, begin: int, end: int) -> np.ndarray:
+    """Reads the scales of rows of an fp8 tensor, one row of scales for each row of the tensor."""
+    # Repeat each row of scales for the rows of its block, then cut out the rows that were asked for.
+    side = scales.rows
+    first = begin // side
+    blocks = read_scale_blocks(files, scales.names[name], first, -(-end // side))
+    return np.repeat(blocks, side, axis=0)[begin - first * side : end - first * side]
+
+
+def read_scale_blocks(files: TensorSource, name: str, begin: int, end: int) -> np.ndarray:
+    """Reads rows of a tensor of scales as numbers.
+
+    Args:
+        files: the checkpoint.
+        name: the tensor of the scales.
+        begin: the first row.
+        end: one after the last row.
+
+    Returns:
+        float32 scales.
+
+    Raises:
+        CheckpointFileError: an exponent is 255, which is NaN.
+    """
+    scales = decode_scales(stored := files.read_checked(name, begin, end))
+    if stored.dtype in (np.uint8, E8M0) and np.isnan(scales).any():
+        raise CheckpointFileError(f"tensor {name} holds exponents (e8m0), and some are 255, which is NaN")
+    return scales
+
+
+def decode_scales(stored: np.ndarray) -> np.ndarray:
+    """Turns scales as files hold them into numbers.
+
+    Args:
+        stored: floats, or exponents (e8m0) as float8_e8m0fnu or as bytes: 2^(x - 127).
+
+    Returns:
+        float32 scales.
+    """
+    return (stored.view(E8M0) if stored.dtype == np.uint8 else stored).astype(np.float32)
+
+
+def encode_scales(scales: np.ndarray, dtype: np.dtype) -> np.ndarray:
+    """Inverts `decode_scales`.
+
+    Args:
+        scales: float32.
+        dtype: dtype of the file's scales. Exponents need powers of two.
+
+    Returns:
+        The scales as the file holds them.
+    """
+    return scales.astype(E8M0).view(np.uint8) if dtype == np.uint8 else scales.astype(dtype)
 
 
 def _assemble(

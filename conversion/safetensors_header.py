@@ -119,8 +119,10 @@ def _tensor(name: str, entry: Any, file: str, path, data_begin: int) -> TensorIn
     try:
         dtype, shape, (begin, end) = DTYPES[entry["dtype"]], tuple(entry["shape"]), entry["data_offsets"]
     except (KeyError, TypeError, ValueError) as error:
+        kind = entry.get("dtype") if isinstance(entry, dict) else None
         raise CheckpointFileError(
-            f"{problem} has no valid shape and offsets or an unsupported dtype; supported: {', '.join(DTYPES)}"
+            f"{problem} has no valid shape and offsets or an unsupported dtype ({printable(kind, 40)}); supported: "
+            f"{', '.join(DTYPES)}"
         ) from error
     # Check every number before it is used in arithmetic or in an allocation.
     numbers = (*shape, begin, end)

@@ -13,8 +13,8 @@ from typing import NamedTuple
 
 import numpy as np
 
-from conversion.files import INDEX, SINGLE
 from conversion.safetensors_header import DTYPE_NAMES, TensorInfo
+from conversion.weight_files import INDEX, SINGLE
 from mtpjax.errors import CheckpointFileError
 
 SHARD_BYTES = 5 << 30  # of a new shard, as Hugging Face has it

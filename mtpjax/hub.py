@@ -33,7 +33,10 @@ TOKENIZER_FILES = (
     *("tokenizer.model", "tiktoken.model", "vocab.json", "merges.txt"),
 )
 # Small files that say which of the large ones are needed. `digests.json` is a file of mtpjax's own checkpoints.
-_DESCRIPTION = (*TOKENIZER_FILES, INDEX, "digests.json", "mtpjax_self_check.json")
+_DESCRIPTION = (
+    *(*TOKENIZER_FILES, INDEX, "digests.json", "mtpjax_self_check.json", "adapter_config.json"),
+    *("hf_quant_config.json", "quantize_config.json"),
+)
 _OWN_FILES = ("params/*", "huggingface/*", "huggingface.json", "huggingface.safetensors")
 
 
@@ -75,6 +78,9 @@ def _download(repository: str, revision: str | None, file: str, weights: bool) -
     folder = _fetch(repository, revision, _DESCRIPTION if weights else TOKENIZER_FILES, name)
     if not weights:
         return folder
+    # An adapter is downloaded no further: `mtpjax.folder_kinds` says what to do with it.
+    if (folder / "adapter_config.json").exists() and not (folder / "config.json").exists():
+        return folder
     if not (folder / "config.json").exists():
         raise CheckpointError(
             f"the repository {name} has no config.json; name a GGUF file in it as {repository}/FILE.gguf"
@@ -100,7 +106,8 @@ def _weight_files(folder: pathlib.Path) -> tuple[str, ...]:
     files = {name for name in named if isinstance(name, str) and name.endswith(".safetensors")}
     if len(files) > MAX_SHARDS:
         raise CheckpointError(f"{folder / INDEX} names {len(files)} files; at most {MAX_SHARDS} are accepted")
-    return tuple(map(glob.escape, sorted(files)))
+    # MTP modules may lie in a file that the index does not name.
+    return (*map(glob.escape, sorted(files)), "*mtp*.safetensors")
 
 
 def _fetch(repository: str, revision: str | None, patterns: tuple[str, ...], name: str) -> pathlib.Path:

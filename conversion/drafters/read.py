@@ -16,11 +16,13 @@ from conversion.drafters.eagle3_config import SPECFORGE_CLASS, AuxLayers, TrunkS
 from conversion.drafters.eagle3_names import IS_DRAFTED, OFFSETS, eagle3_specs, read_draft_ids
 from conversion.drafters.medusa import TOKEN_MAP, is_medusa, medusa_specs, parse_medusa
 from conversion.drafters.torch_file import TorchFile
-from conversion.files import INDEX, SINGLE, CheckpointFiles
-from conversion.load_plan import IGNORED_SUFFIXES, param_dtype
+from conversion.files import CheckpointFiles
+from conversion.load_plan import IGNORED_SUFFIXES, find_packing
 from conversion.read_params import ScaleMap, read_as
 from conversion.safetensors_header import MAX_HEADER_BYTES, parse_json
 from conversion.tensor_slice import ParamSpec
+from conversion.tensor_types import param_dtype
+from conversion.weight_files import INDEX, SINGLE
 from mtpjax.errors import CheckpointFileError, ConfigError
 from mtpjax.models.dflash import DFlashConfig
 from mtpjax.models.eagle3 import Eagle3Config
@@ -153,6 +155,8 @@ def make_drafter_plan(
             "'dspark', medusa_num_heads, model_type 'medusa'"
         )
     wanted = {piece.name: piece.shape for spec in specs.values() for piece in spec.slices}
+    if packed := find_packing(files, values):
+        raise CheckpointFileError(packed)
     missing = sorted(wanted.keys() - files.tensors.keys())
     if missing:
         raise CheckpointFileError(f"{path} lacks {len(missing)} tensors: {', '.join(missing[:5])}")

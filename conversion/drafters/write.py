@@ -26,7 +26,7 @@ from conversion.drafters.read import (
 )
 from conversion.drafters.torch_file import TorchFile
 from conversion.export import TensorAssembler
-from conversion.files import SINGLE, CheckpointFiles
+from conversion.files import CheckpointFiles
 from conversion.shards import (
     Shard,
     TensorEntry,
@@ -38,6 +38,7 @@ from conversion.shards import (
     write_shards,
 )
 from conversion.tensor_slice import ParamSpec
+from conversion.weight_files import SINGLE
 from mtpjax.atomic import atomic_folder
 from mtpjax.errors import CheckpointFileError, ConfigError
 from mtpjax.models.dflash import DFlashConfig

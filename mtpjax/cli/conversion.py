@@ -16,7 +16,7 @@ def add_commands(commands) -> None:
         commands: the subcommands of the `mtpjax` parser.
     """
     inspect = command_parser(
-        "Describe a checkpoint without reading its weights. The exit code is 3 if tensors are missing or unknown."
+        "Describe a checkpoint without reading its weights. The exit code is 3 if it cannot be loaded."
     )
     inspect.add_argument(
         "path",
@@ -90,7 +90,7 @@ def _inspect(options) -> int:
     # Read the configuration and the tensor headers, and print one of two forms.
     facts = inspect(options.path, mesh=parse_mesh(options.mesh), model_type=model_type(options))
     print(json.dumps(facts, indent=1) if options.json else "\n".join(format_lines(facts)))
-    return 3 if facts["missing"] or facts["extra"] else 0
+    return 3 if facts["problems"] else 0
 
 
 def _convert(options) -> int:

@@ -15,6 +15,7 @@ import pathlib
 from typing import Any
 
 from mtpjax.errors import CheckpointError, UnsafeFileError
+from mtpjax.folder_kinds import reject_other_folder
 from mtpjax.hub import resolve
 from mtpjax.safe_open import allowed_root, open_inside, parse_json, read_inside
 
@@ -37,22 +38,27 @@ def is_checkpoint(path) -> bool:
     return read_config(pathlib.Path(path)) is not None
 
 
-def find_checkpoint(path) -> pathlib.Path:
+def find_checkpoint(path, *, is_model: bool = True) -> pathlib.Path:
     """Finds the checkpoint that a user means by `path`.
 
     Args:
         path: a run folder of `mtpjax train`, a checkpoint, a Hugging Face directory, a GGUF file, or the name of a
             repository on the Hugging Face Hub (`mtpjax.hub`), which is downloaded.
+        is_model: a folder that is not a model, such as an adapter, is an error that says what it is.
 
     Returns:
         The `checkpoint/` folder inside a run folder, the downloaded snapshot of a repository, otherwise `path` itself.
 
     Raises:
-        CheckpointError: a repository cannot be downloaded.
+        CheckpointError: a repository cannot be downloaded, or the folder is not a model.
     """
     path = resolve(path)
     # A run folder holds states of the training too; decoding wants the model alone.
-    return path / "checkpoint" if is_checkpoint(path / "checkpoint") else path
+    if is_checkpoint(path / "checkpoint"):
+        return path / "checkpoint"
+    if is_model and not is_checkpoint(path):
+        reject_other_folder(path)
+    return path
 
 
 def checkpoint_bytes(path) -> int:

@@ -15,7 +15,7 @@ import numpy as np
 
 from conversion.export import TensorAssembler
 from conversion.families import Layout
-from conversion.files import INDEX, CheckpointFiles
+from conversion.files import CheckpointFiles
 from conversion.gguf_files import open_checkpoint
 from conversion.hf_config import parse_config
 from conversion.hf_config_write import edit_config
@@ -34,6 +34,7 @@ from conversion.shards import (
     write_shards,
 )
 from conversion.tensor_slice import ParamSpec
+from conversion.weight_files import INDEX
 from mtpjax.atomic import atomic_folder
 from mtpjax.errors import CheckpointFileError, ConfigError
 from mtpjax.io import checkpoint
@@ -91,7 +92,8 @@ def to_mtpjax(
             (folder / HUGGINGFACE_FOLDER).mkdir()
             copy_files(folder / HUGGINGFACE_FOLDER, files.bytes_of, files.other_files())
             headers = {file: header[8:].decode() for file, header in files.headers.items()}
-            (folder / HEADERS_FILE).write_text(json.dumps({"model_type": plan.model_type, "headers": headers}))
+            described = {"model_type": plan.model_type, "headers": headers, "keeps_dtypes": dtype is None}
+            (folder / HEADERS_FILE).write_text(json.dumps(described))
             if plan.other:
                 entries = [entry_of(files.tensors[name]) for name in plan.other]
                 shards = [make_shard(OTHER_TENSORS_FILE, entries, None)]
@@ -168,6 +170,12 @@ def to_hugging_face(
     specs = param_specs(config, layout, has)
     tied = {copy: name for copy, name in tied_copies(config, layout) if copy in before}
     entries = _tensor_entries(reader, specs, dtype)
+    # A parameter of several dtypes has become float32, which holds the values of all: each tensor gets its dtype back,
+    # but fp8 does only where the checkpoint keeps its scales.
+    if dtype is None and original.keeps_dtypes:
+        kept = {name for path in reader.scaled for name in (piece.name for piece in specs[path].slices)}
+        names = [name for name in entries if name in before and (before[name].dtype != E4M3 or name in kept)]
+        entries |= {name: entries[name]._replace(dtype=before[name].dtype) for name in names}
     entries |= {copy: entries[name]._replace(name=copy) for copy, name in tied.items()}
     scales = _original_scales(original, before, entries)
     # Tensors that are cast from fp8 lose their scales.
@@ -196,7 +204,10 @@ def to_hugging_face(
         copy_kept_files(reader, folder, rewritten)
         if is_changed:
             dtypes = {str(entry.dtype) for entry in entries.values()}
-            content = edit_config(original.content, layout, dtypes=dtypes, drop_quantization=bool(dropped))
+            has_fp8 = any(entries[name].dtype == E4M3 for name in scales.names)
+            content = edit_config(
+                original.content, layout, dtypes=dtypes, drop_quantization=bool(dropped) and not has_fp8
+            )
             (folder / "config.json").write_text(json.dumps(content, indent=2) + "\n")
             write_index(folder, shards)
             if converted is None:

@@ -14,10 +14,11 @@ import numpy as np
 from conversion.families import Layout
 from conversion.files import CheckpointFiles
 from conversion.gguf_files import open_checkpoint
-from conversion.load_plan import LoadPlan, inspect_files
+from conversion.load_plan import LoadPlan, describe_mixed, inspect_files
 from conversion.names import param_specs
-from conversion.read_params import scale_spec
+from conversion.read_params import E4M3, scale_spec
 from conversion.safetensors_header import DTYPE_NAMES
+from mtpjax.errors import CheckpointFileError
 from mtpjax.io.checkpoint_format import find_checkpoint, is_checkpoint
 from mtpjax.io.checkpoint_reader import CheckpointReader
 from mtpjax.io.param_tree import unflatten
@@ -43,10 +44,11 @@ def inspect(path, *, mesh: dict[str, int] | None = None, model_type: str | None 
     Returns:
         Values that JSON can hold: format, family, dtypes, files, missing and unknown tensors, the configuration, the
         number of trunk layers by kind of attention, and numbers and bytes of the parameters. Also the sizes that the
-        mesh does not divide, of which devices hold copies.
+        mesh does not divide, of which devices hold copies; "problems", the first of which loading raises; and "notes",
+        what loading warns of.
 
     Raises:
-        CheckpointError: the checkpoint is damaged or not supported. Missing or unknown tensors raise no error.
+        CheckpointError: the checkpoint is damaged or not supported. Problems with its tensors raise no error.
     """
     found = find_checkpoint(path)
     # Read the description of either format; `config` and `sizes` are intermediate values, the rest is reported.
@@ -83,6 +85,8 @@ def stored_params(path, *, model_type: str | None = None) -> tuple[ModelConfig, 
     """
     found = find_checkpoint(path)
     facts = _inspect_mtpjax(found) if is_checkpoint(found) else _inspect_hugging_face(path, model_type)
+    if facts["problems"]:
+        raise CheckpointFileError(facts["problems"][0])
     leaves: dict[str, Any] = {
         name: jax.ShapeDtypeStruct(shape, dtype) for name, (shape, dtype) in facts["sizes"].items()
     }
@@ -179,12 +183,14 @@ def format_lines(facts: dict[str, Any]) -> list[str]:
         ("memory", f"{format_bytes(facts['bytes_per_device'])} of parameters per device on {mesh}"),
     ]
     rows += [("copies", problem) for problem in facts["copies"]]
+    rows += [("note", note) for note in facts["notes"]]
+    rows += [("not loadable", problem) for problem in facts["problems"][:4]]
     # List what differs from a plain, complete checkpoint, with a few names of each.
     for name in ("tied", "other", "missing", "extra"):
         found = facts[name]
         if found:
             rows.append((f"{name} tensors", f"{len(found)}: {', '.join(found[:4])}{', …' if len(found) > 4 else ''}"))
-    if not facts["missing"] and not facts["extra"]:
+    if not facts["problems"]:
         rows.append(("complete", "no tensor is missing, none is unknown"))
     # Continue long values below their beginning.
     fill = textwrap.TextWrapper(
@@ -218,23 +224,37 @@ def _inspect_hugging_face(path, model_type: str | None) -> dict[str, Any]:
             "extra": list(plan.extra),
             "tied": list(plan.tied),
             "other": list(plan.other),
+            "unread": list(files.unread),
+            "notes": _notes(files, plan),
+            "problems": list(plan.problems),
             "config": plan.config,
-            "sizes": dict(_param_sizes(files, plan)),
+            "sizes": dict(_param_sizes(plan)),
             "scaled": {
                 path: (spec.in_axis, plan.scales.columns)
                 for path, spec in plan.specs.items()
-                if spec.slices[0].name in plan.scales.names
+                if plan.dtypes[path] == E4M3
             },
         }
 
 
-def _param_sizes(files: CheckpointFiles, plan: LoadPlan):
+def _notes(files: CheckpointFiles, plan: LoadPlan) -> list[str]:
+    """Lists what is unusual about a checkpoint that loads."""
+    notes = []
+    if plan.mixed:
+        notes.append(
+            f"{len(plan.mixed)} parameters have tensors of several dtypes, and become float32: "
+            f"{describe_mixed(plan, files)}"
+        )
+    if files.unread:
+        notes.append(f"files that are not read: {', '.join(files.unread)}")
+    return notes
+
+
+def _param_sizes(plan: LoadPlan):
     """Yields `(path, (shape, dtype))` of each parameter as it would be in memory."""
     for path, spec in plan.specs.items():
-        # A missing tensor counts as float32, so that an incomplete checkpoint can still be described.
-        tensor = files.tensors.get(spec.slices[0].name)
-        yield path, (spec.shape, tensor.dtype if tensor else np.dtype(np.float32))
-        if tensor and tensor.name in plan.scales.names:
+        yield path, (spec.shape, plan.dtypes[path])
+        if plan.dtypes[path] == E4M3:
             yield f"{path}/scales", (scale_spec(spec, plan.scales).shape, np.dtype(np.float32))
 
 
@@ -256,6 +276,9 @@ def _inspect_mtpjax(path: pathlib.Path) -> dict[str, Any]:
         "extra": [],
         "tied": [],
         "other": [],
+        "unread": [],
+        "notes": [],
+        "problems": [],
         "config": config,
         "sizes": sizes,
         "scaled": stored.scaled,

@@ -48,7 +48,7 @@ def merge_mtp(
     if not is_checkpoint(path):
         return merge_export(base, modules, target, model_type=model_type, progress=progress)
     with open_checkpoint(base) as files:
-        plan = make_plan(files, model_type=model_type, allow_extra=True)
+        plan = make_plan(files, model_type=model_type, is_copied=True)
         return merge_tensors(files, plan, _module_tensors(CheckpointReader(path), plan), target, progress=progress)
 
 

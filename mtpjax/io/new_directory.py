@@ -28,6 +28,7 @@ class OriginalDirectory(NamedTuple):
     model_type: str
     content: dict[str, Any]  # of config.json
     headers: dict[str, bytes]  # by file; empty if the checkpoint was not converted
+    keeps_dtypes: bool = False  # the conversion cast nothing on request
 
     @property
     def layout(self) -> Layout:
@@ -64,9 +65,8 @@ def read_original(reader: CheckpointReader) -> OriginalDirectory | None:
     content = _parse(
         read_kept(reader.path, f"{HUGGINGFACE_FOLDER}/config.json"), reader.path / HUGGINGFACE_FOLDER / "config.json"
     )
-    return OriginalDirectory(
-        model_type, content, {file: len(text).to_bytes(8, "little") + text for file, text in encoded.items()}
-    )
+    headers = {file: len(text).to_bytes(8, "little") + text for file, text in encoded.items()}
+    return OriginalDirectory(model_type, content, headers, kept.get("keeps_dtypes") is True)
 
 
 def describe_directory(reader: CheckpointReader, config: ModelConfig, model_type: str | None) -> OriginalDirectory:
@@ -155,8 +155,9 @@ def _begun_from(reader: CheckpointReader) -> dict[str, Any] | None:
     # A multimodal model was trained as text alone, so its text section describes what there is.
     if isinstance(values.get("text_config"), dict):
         model_type = f"{values.get('model_type')}_text"
-        outer = {key: values[key] for key in ("tie_word_embeddings", "dtype", "torch_dtype") if key in values}
-        values = {**outer, **values["text_config"], "model_type": model_type}
+        outer = {key: values[key] for key in ("dtype", "torch_dtype") if key in values}
+        tied = {key: values[key] for key in ("tie_word_embeddings",) if values.get(key) is not None}
+        values = {**outer, **values["text_config"], **tied, "model_type": model_type}
     if values.get("model_type") not in FAMILIES:
         return None
     # Training's weights are not quantized.

@@ -160,6 +160,7 @@ class ModelConfig:
         mtp_output_norm: final norm of a module before the head: its "own", the "trunk"'s (Ernie-4.5), or "none".
         mtp_own_embedding: each module has its own embedding.
         mtp_own_head: each module has its own head.
+        mtp_norm_differs: the modules' norms multiply by w where the trunk's multiply by 1 + w, or the reverse.
 
     Raises:
         ValueError: for values that do not fit together, with the numbers.
@@ -263,6 +264,7 @@ class ModelConfig:
     mtp_output_norm: Literal["own", "trunk", "none"] = "own"
     mtp_own_embedding: bool = False
     mtp_own_head: bool = False
+    mtp_norm_differs: bool = False
 
     def __post_init__(self):
         # Sizes and choices.
@@ -397,6 +399,11 @@ class ModelConfig:
         """Returns the config whose heads and rotary embedding are those of attention layers of a kind."""
         return _sliding_config(self) if kind.is_sliding else self
 
+    @property
+    def of_modules(self) -> "ModelConfig":
+        """The config whose norms are those of the MTP modules."""
+        return _module_config(self) if self.mtp_norm_differs else self
+
     def has_sinks(self, kind: LayerKind) -> bool:
         """Returns whether attention layers of a kind have a learned sink per head."""
         return self.attention_sinks == "all" or (self.attention_sinks == "sliding" and kind.is_sliding)
@@ -441,6 +448,12 @@ class ModelConfig:
         if isinstance(scaling, dict):
             scaling = Llama3Scaling(**scaling) if "low_freq_factor" in scaling else Yarn(**scaling)
         return cls(**{**values, "rope_scaling": scaling})
+
+
+@functools.cache
+def _module_config(config: ModelConfig) -> ModelConfig:
+    """Puts the modules' convention of norms in the place of the trunk's."""
+    return dataclasses.replace(config, zero_centred_norm=not config.zero_centred_norm, mtp_norm_differs=False)
 
 
 @functools.cache

@@ -27,7 +27,7 @@ class MTPModule(nn.Module):
     def __call__(
         self, hidden: jax.Array, embedding: jax.Array, view: View, layer_cache: Entries | Recycled | None = None
     ) -> tuple[jax.Array, jax.Array, Entries]:
-        config = self.config
+        config = self.config.of_modules
 
         def norm(name: str) -> RMSNorm:
             return RMSNorm(config.rms_norm_eps, config.zero_centred_norm, self.implementation, name=name)

@@ -140,6 +140,18 @@ def test_dropped_tensors_of_modules_leave_a_trunk_with_a_warning(tmp_path, caplo
     assert "1 MTP module" in caplog.text
 
 
+def test_a_count_of_modules_without_tensors_leaves_a_trunk_of_all_blocks(tmp_path, caplog):
+    """The count is left over, and `block_count` is that of the trunk."""
+    path = write_gguf(
+        golden.path("glm4_moe"),
+        tmp_path / "model.gguf",
+        modules=False,
+        change=lambda writer: writer.add_uint32("glm4moe.nextn_predict_layers", 1),
+    )
+    model, _ = mtpjax.load(path)
+    assert (model.config.num_hidden_layers, model.config.num_mtp_modules) == (4, 0) and "1 MTP module" in caplog.text
+
+
 @pytest.mark.parametrize("is_gguf", [(True, False), (False, True), (True, True)])
 def test_modules_are_merged_from_and_into_gguf_files(is_gguf, tmp_path):
     original, has = golden.path("glm4_moe"), dict(zip(("base", "modules"), is_gguf, strict=True))

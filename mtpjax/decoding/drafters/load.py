@@ -82,7 +82,7 @@ def load_drafter(
     choices["sample_from_anchor"] = sample_from_anchor
     if aux_layers not in (None, "entered", "output"):
         raise UsageError(f"aux_layers must be 'entered' or 'output', got {aux_layers!r}")
-    found = find_checkpoint(path)
+    found = find_checkpoint(path, is_model=False)
     found = found / DRAFTER_FOLDER if (found / DRAFTER_FOLDER / "config.json").is_file() else found
     stored = read_drafter(found, trunk, dtype=dtype, **choices)
     own, ids = stored.config, None if stored.draft_ids is None else jnp.asarray(stored.draft_ids)
@@ -152,4 +152,4 @@ def save_drafter(
         )
     if like is not None and format is not None:
         raise UsageError(f"format {format!r} with like: the files of like decide the format")
-    write_drafter(path, stored, like=None if like is None else find_checkpoint(like), form=format)
+    write_drafter(path, stored, like=None if like is None else find_checkpoint(like, is_model=False), form=format)

@@ -1,0 +1,113 @@
+"""Checks the dtypes of tensors: which ones weights and scales may have, and which dtype a parameter gets from them."""
+
+from collections.abc import Mapping
+
+import numpy as np
+
+from conversion.files import TensorSource
+from conversion.quantized_formats import ORIGINAL
+from conversion.read_params import BF16, E4M3, ScaleMap
+from conversion.safetensors_header import DTYPES, TensorInfo
+from conversion.tensor_slice import ParamSpec
+from mtpjax.errors import CheckpointFileError
+
+FLOAT32 = np.dtype(np.float32)
+FLOATS = (FLOAT32, np.dtype(np.float16), BF16)
+# Scales: numbers, or exponents (e8m0: 2^(x - 127)), which some programs store as plain bytes.
+EXPONENTS = (DTYPES["F8_E8M0"], DTYPES["U8"])
+SCALES = (*FLOATS, *EXPONENTS)
+SUPPORTED = "float32, float16, bfloat16, and float8_e4m3fn with a scale for each block"
+SCALE_ENDS = ("_scale_inv", "_scale")  # of the names of scales: DeepSeek's, and those of some other programs
+
+
+def param_dtype(path: str, spec: ParamSpec, files: TensorSource, scales: ScaleMap, dtype) -> np.dtype:
+    """Chooses a parameter's dtype, and rejects tensors of dtypes that are not read.
+
+    A parameter that is assembled from tensors of several dtypes, such as q in bfloat16 beside k in float32, becomes
+    float32, which holds the values of all of them. This is the one check of dtypes: of trunks, modules and drafters.
+
+    Args:
+        path: the parameter's flat name, for messages.
+        spec: the parameter.
+        files: the checkpoint.
+        scales: its scales.
+        dtype: the dtype to cast to; None keeps the files' dtype.
+
+    Returns:
+        The dtype.
+
+    Raises:
+        CheckpointFileError: a tensor has a dtype that is not read.
+    """
+    for piece in spec.slices:
+        problem = _find_problem(piece.name, files.tensors[piece.name], scales, dtype is not None)
+        if problem is not None:
+            raise CheckpointFileError(f"{files.path}: {problem}")
+    if dtype is not None:
+        return np.dtype(dtype)
+    found = {files.tensors[piece.name].dtype for piece in spec.slices}
+    return found.pop() if len(found) == 1 else FLOAT32
+
+
+def _find_problem(name: str, tensor: TensorInfo, scales: ScaleMap, is_cast: bool) -> str | None:
+    """Returns what is wrong with the dtype of a tensor of weights, norms, biases or routers; None if it is read."""
+    if tensor.dtype in FLOATS or name in scales.names:
+        return None
+    what = f"tensor {name} has unsupported dtype {tensor.dtype}"
+    if tensor.dtype == np.float64:
+        # The only wider dtype: casting it changes values, so the user decides.
+        return None if is_cast else f"{what}; cast it: mtpjax convert --dtype float32 (mtpjax.load: dtype)"
+    if tensor.dtype == E4M3:
+        return f"{what}, which is read for matrices that have scales"
+    # Integers and other 8-bit floats need scales whose meaning is not known.
+    return f"{what}; supported: {SUPPORTED}"
+
+
+def find_scales(
+    tensors: Mapping[str, TensorInfo], wanted: dict[str, tuple[int, ...]], block: tuple[int, int] | None, said: str
+) -> tuple[dict[str, str], list[str]]:
+    """Finds the scales of every fp8 tensor: `weight_scale_inv`, or `weight_scale` as some checkpoints name them.
+
+    Args:
+        tensors: the checkpoint's tensors.
+        wanted: names and shapes of the tensors that are read.
+        block: rows and columns that share a scale; None: the configuration does not describe fp8.
+        said: the configuration's words about quantization, for messages.
+
+    Returns:
+        The names of the scales by those of the tensors, and what is wrong with some of them.
+    """
+    scales, problems = {}, []
+    for name, shape in wanted.items():
+        if name not in tensors or tensors[name].dtype != E4M3 or len(shape) != 2:
+            continue
+        found = next((f"{name}{end}" for end in SCALE_ENDS if f"{name}{end}" in tensors), None)
+        if found is None:
+            problems.append(f"tensor {name} is float8_e4m3fn, but its scales {name}_scale_inv are missing")
+        elif block is None:
+            problems.append(
+                f"tensor {name} is float8_e4m3fn, and its scales {found} have shape {tensors[found].shape}, but the "
+                f"configuration does not describe block-wise fp8 (quant_method fp8): {said or 'it says nothing'}"
+            )
+        elif (problem := _find_scale_problem(found, tensors[found], shape, block)) is not None:
+            problems.append(problem)
+        else:
+            scales[name] = found
+    return scales, problems
+
+
+def _find_scale_problem(name: str, tensor: TensorInfo, shape: tuple[int, ...], block: tuple[int, int]) -> str | None:
+    # There is one scale per block; blocks at the edges are smaller.
+    grid = tuple(-(-size // side) for size, side in zip(shape, block, strict=True))
+    kinds = {(): "one scale per tensor", (1,): "one scale per tensor", (1, 1): "one scale per tensor"}
+    kinds |= {(shape[0],): "one scale per output", (shape[0], 1): "one scale per output"}
+    if tensor.shape != grid:
+        kind = kinds.get(tensor.shape)
+        form = f": the weights are fp8 with {kind}, which is not supported. What to do: {ORIGINAL}" if kind else ""
+        return f"tensor {name} has shape {tensor.shape}; {shape} in blocks of {block} needs {grid}{form}"
+    if tensor.dtype not in SCALES:
+        return (
+            f"tensor {name} holds scales of unsupported dtype {tensor.dtype}; supported: float32, float16, bfloat16, "
+            "and exponents (e8m0) as float8_e8m0fnu or uint8"
+        )
+    return None
