@@ -18,10 +18,12 @@ class ConfigReader:
         values: the object.
         seen: the keys that were asked for.
         names: the object's own names for some keys, by the names that callers use.
+        unknown_within: keys of nested objects that nothing asked for, as `section.key`.
     """
 
     def __init__(self, values: dict[str, Any], names: dict[str, str] | None = None):
         self.values, self.seen, self.names = values, set(), names or {}
+        self.unknown_within: set[str] = set()
 
     def get(self, key: str) -> Any:
         """Returns the unchecked value of `key`, or `None`."""

@@ -6,8 +6,9 @@ from typing import Any
 from conversion.describe_windows import describe_windows
 from conversion.families import FAMILIES
 from conversion.hf_config import parse_config
+from conversion.rope import describe_scaling
 from mtpjax.errors import ConfigError
-from mtpjax.models.config import Llama3Scaling, ModelConfig
+from mtpjax.models.config import ModelConfig
 
 # Families for models that were not converted from a checkpoint: the plainest one that fits comes first.
 ORDER = (
@@ -143,8 +144,7 @@ def _values(config: ModelConfig, model_type: str) -> dict[str, Any]:
     if config.index_topk and not config.indexer_types:
         values["indexer_types"] = ["full"] * config.num_hidden_layers
     if config.rope_scaling is not None:
-        kind = "llama3" if isinstance(config.rope_scaling, Llama3Scaling) else "yarn"
-        values["rope_scaling"] = {"rope_type": kind, **dataclasses.asdict(config.rope_scaling)}
+        values["rope_scaling"] = describe_scaling(config.rope_scaling)
     if family.has_windows:
         values |= describe_windows(config, model_type)
     if config.linear_output_gate == "sigmoid":

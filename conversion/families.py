@@ -46,6 +46,7 @@ class Family:
     defaults: tuple[tuple[str, Any], ...] = ()
     required: tuple[tuple[str, Any], ...] = ()
     has_windows: bool = False  # some layers attend to a window (`conversion.windows`)
+    rotates_part: bool = True  # transformers' class reads `partial_rotary_factor`
 
 
 # Qwen3-Next and Qwen3.5: norms scale by 1 + weight, gated attention outputs, a gated shared expert.
@@ -56,8 +57,15 @@ _QWEN_HYBRID = (
     ("scoring_func", "softmax"),
     ("shared_expert_gate", True),
 )
+_QUARTER_ROTARY = (("partial_rotary_factor", 0.25),)
 # DeepSeek-V3 and its relatives: interleaved rotary pairs, and a router with a correction bias per expert.
 _DEEPSEEK = (("rope_interleave", True), ("router_correction_bias", True))
+_DEEPSEEK_ROUTING = (
+    *(("first_k_dense_replace", 3), ("n_group", 8), ("topk_group", 4)),
+    ("routed_scaling_factor", 2.5),
+)
+# `attention_bias` puts a bias on q, k, v and the output, except in these families' classes.
+_NO_OUTPUT_BIAS = ("attention_output_bias", False)
 
 _STEP_LAYOUT = Layout(
     mtp_norm="transformer.shared_head.norm",
@@ -102,16 +110,27 @@ _STEP: dict[str, Any] = {
 
 # By `model_type`. Everything that `config.json` states itself is read from there, not listed here.
 FAMILIES = {
-    "deepseek_v3": Family(attention="latent", fixed=_DEEPSEEK, architecture="DeepseekV3ForCausalLM"),
-    "kimi_k2": Family(attention="latent", fixed=_DEEPSEEK, architecture="DeepseekV3ForCausalLM"),
-    "deepseek_v32": Family(attention="latent", fixed=_DEEPSEEK, architecture="DeepseekV32ForCausalLM"),
-    "glm_moe_dsa": Family(attention="latent", fixed=_DEEPSEEK, architecture="GlmMoeDsaForCausalLM"),
+    "deepseek_v3": Family(
+        attention="latent", fixed=_DEEPSEEK, architecture="DeepseekV3ForCausalLM", defaults=_DEEPSEEK_ROUTING
+    ),
+    "kimi_k2": Family(
+        attention="latent", fixed=_DEEPSEEK, architecture="DeepseekV3ForCausalLM", defaults=_DEEPSEEK_ROUTING
+    ),
+    "deepseek_v32": Family(
+        attention="latent", fixed=_DEEPSEEK, architecture="DeepseekV32ForCausalLM", defaults=_DEEPSEEK_ROUTING
+    ),
+    "glm_moe_dsa": Family(
+        attention="latent",
+        fixed=_DEEPSEEK,
+        architecture="GlmMoeDsaForCausalLM",
+        defaults=(("rms_norm_eps", 1e-5), ("routed_scaling_factor", 2.5)),
+    ),
     # GLM-4.7-Flash.
     "glm4_moe_lite": Family(
         attention="latent",
         fixed=_DEEPSEEK,
         architecture="Glm4MoeLiteForCausalLM",
-        defaults=(("first_k_dense_replace", 1), ("rms_norm_eps", 1e-5)),
+        defaults=(("first_k_dense_replace", 1), ("rms_norm_eps", 1e-5), ("routed_scaling_factor", 1.8)),
     ),
     # Kimi-K2.5 and K2.6: DeepSeek-V3's trunk beside a vision tower.
     "kimi_k25": Family(
@@ -119,34 +138,65 @@ FAMILIES = {
         attention="latent",
         fixed=_DEEPSEEK,
         architecture="DeepseekV3ForCausalLM",
+        defaults=_DEEPSEEK_ROUTING,
     ),
-    "glm4_moe": Family(fixed=(("router_correction_bias", True),), architecture="Glm4MoeForCausalLM"),
-    "qwen3_next": Family(Layout(mtp="mtp", packed_delta=True), fixed=_QWEN_HYBRID, architecture="Qwen3NextForCausalLM"),
+    "glm4_moe": Family(
+        fixed=(("router_correction_bias", True), _NO_OUTPUT_BIAS),
+        architecture="Glm4MoeForCausalLM",
+        defaults=(("rms_norm_eps", 1e-5), ("partial_rotary_factor", 0.5), ("first_k_dense_replace", 1)),
+    ),
+    "qwen3_next": Family(
+        Layout(mtp="mtp", packed_delta=True),
+        fixed=_QWEN_HYBRID,
+        architecture="Qwen3NextForCausalLM",
+        defaults=_QUARTER_ROTARY,
+    ),
     "qwen3_5": Family(
-        Layout("model.language_model.", mtp="mtp"), fixed=_QWEN_HYBRID, architecture="Qwen3_5ForConditionalGeneration"
+        Layout("model.language_model.", mtp="mtp"),
+        fixed=_QWEN_HYBRID,
+        architecture="Qwen3_5ForConditionalGeneration",
+        defaults=_QUARTER_ROTARY,
     ),
-    "qwen3_5_text": Family(Layout(mtp="mtp"), fixed=_QWEN_HYBRID, architecture="Qwen3_5ForCausalLM"),
+    "qwen3_5_text": Family(
+        Layout(mtp="mtp"), fixed=_QWEN_HYBRID, architecture="Qwen3_5ForCausalLM", defaults=_QUARTER_ROTARY
+    ),
     "qwen3_5_moe": Family(
         Layout("model.language_model.", mtp="mtp", fused_experts=True),
         fixed=_QWEN_HYBRID,
         architecture="Qwen3_5MoeForConditionalGeneration",
+        defaults=_QUARTER_ROTARY,
     ),
     "qwen3_5_moe_text": Family(
-        Layout(mtp="mtp", fused_experts=True), fixed=_QWEN_HYBRID, architecture="Qwen3_5MoeForCausalLM"
+        Layout(mtp="mtp", fused_experts=True),
+        fixed=_QWEN_HYBRID,
+        architecture="Qwen3_5MoeForCausalLM",
+        defaults=_QUARTER_ROTARY,
     ),
     # Neither family has published modules. Ours have Qwen3.5's names, or are further layers as in older exports.
-    "qwen3": Family(Layout(mtp="mtp_each"), fixed=(("use_qk_norm", True),), architecture="Qwen3ForCausalLM"),
+    "qwen3": Family(
+        Layout(mtp="mtp_each"),
+        fixed=(("use_qk_norm", True),),
+        architecture="Qwen3ForCausalLM",
+        rotates_part=False,
+    ),
     "qwen3_moe": Family(
         Layout(mtp="mtp_each"),
         fixed=(("use_qk_norm", True), ("scoring_func", "softmax")),
         architecture="Qwen3MoeForCausalLM",
         defaults=(("norm_topk_prob", False),),
+        rotates_part=False,
     ),
-    "llama": Family(Layout(mtp="mtp_each"), architecture="LlamaForCausalLM"),
+    "llama": Family(Layout(mtp="mtp_each"), architecture="LlamaForCausalLM", rotates_part=False),
     "mimo": Family(
         Layout(mtp="mimo"),
-        fixed=(("mtp_input", "hidden_embedding"), ("mtp_chaining", "trunk"), ("attention_bias", True)),
+        fixed=(
+            ("mtp_input", "hidden_embedding"),
+            ("mtp_chaining", "trunk"),
+            ("attention_bias", True),
+            _NO_OUTPUT_BIAS,
+        ),
         architecture="MiMoForCausalLM",
+        rotates_part=False,
     ),
     # MiMo-V2-Flash: three dense MTP modules with a window, which all read the trunk's states. SGLang hands them over
     # before the final norm, vLLM after it.
@@ -159,6 +209,7 @@ FAMILIES = {
             ("mtp_chain_post_norm", False),
             ("mtp_layer_type", "sliding_attention"),
             ("mtp_dense", True),
+            _NO_OUTPUT_BIAS,
         ),
         architecture="MiMoV2FlashForCausalLM",
         defaults=(("attention_value_scale", 0.707), ("rms_norm_eps", 1e-5)),
@@ -174,15 +225,24 @@ FAMILIES = {
         Layout(mtp="mtp_each", router="router"),
         fixed=(
             ("attention_bias", True),
-            ("attention_output_bias", True),
             ("attention_sinks", "all"),
             ("scoring_func", "softmax"),
             ("expert_bias", True),
         ),
         architecture="GptOssForCausalLM",
         keys=(("moe_intermediate_size", "intermediate_size"), ("n_routed_experts", "num_local_experts")),
-        defaults=(("rms_norm_eps", 1e-5), ("rope_theta", 150000.0), ("swiglu_alpha", 1.702), ("swiglu_limit", 7.0)),
+        defaults=(
+            *(("rms_norm_eps", 1e-5), ("rope_theta", 150000.0), ("swiglu_alpha", 1.702), ("swiglu_limit", 7.0)),
+            (
+                "rope_parameters",
+                {
+                    **{"rope_type": "yarn", "factor": 32.0, "truncate": False},
+                    **{"original_max_position_embeddings": 4096, "beta_fast": 32.0, "beta_slow": 1.0},
+                },
+            ),
+        ),
         required=(("attention_bias", True),),
+        rotates_part=False,
         has_windows=True,
     ),
     # Hunyuan-3.
@@ -202,7 +262,11 @@ FAMILIES = {
             ("norm_topk_prob", "route_norm"),
             ("routed_scaling_factor", "router_scaling_factor"),
         ),
-        defaults=(("first_k_dense_replace", 1), ("rms_norm_eps", 1e-5), ("rope_theta", 11158840.0)),
+        defaults=(
+            *(("first_k_dense_replace", 1), ("rms_norm_eps", 1e-5), ("rope_theta", 11158840.0)),
+            *(("router_scaling_factor", 2.826), ("num_shared_experts", 1)),
+        ),
+        rotates_part=False,
         required=(("use_cla", False),),
     ),
     # Ernie-4.5: a dense MTP module that reads states before the trunk's final norm and shares this norm, as its authors
@@ -238,6 +302,7 @@ FAMILIES = {
             ("moe_gate_act", "softmax"),
             ("compression_ratio", 1),
         ),
+        rotates_part=False,
     ),
 }
 

@@ -9,10 +9,11 @@ from typing import Any
 
 from conversion.config_reader import ConfigReader
 from conversion.families import FAMILIES, IGNORED_KEYS, Layout
+from conversion.rope import read_rope
 from conversion.step_config import STEP, expand_step
 from conversion.windows import read_windows
 from mtpjax.errors import ConfigError
-from mtpjax.models.config import Llama3Scaling, ModelConfig, Yarn
+from mtpjax.models.config import ModelConfig
 
 MODULE_KEYS = ("num_nextn_predict_layers", "mtp_num_hidden_layers", "num_mtp_layers")  # the number of MTP modules
 
@@ -50,7 +51,12 @@ def parse_config(values: Any, model_type: str | None = None) -> ParsedConfig:
     family = FAMILIES[model_type]
     # Multimodal checkpoints nest the language model's values; those of the nested section win.
     text = ConfigReader(values).section("text_config")
-    values = {**dict(family.defaults), **values, **text.values}
+    stated = {**values, **text.values}
+    # transformers reads `rope_scaling` in the place of the family's default section.
+    defaults = {
+        key: value for key, value in family.defaults if key != "rope_parameters" or not stated.get("rope_scaling")
+    }
+    values = {**defaults, **stated}
     values = expand_step(values) if model_type in STEP else values
     reader = ConfigReader(values, dict(family.keys))
     # Collect the fields of ModelConfig, part by part; later parts read the fields of earlier ones.
@@ -59,6 +65,7 @@ def parse_config(values: Any, model_type: str | None = None) -> ParsedConfig:
         for key, value in family.required:
             reader.require(key, value)
         fields |= _common(reader)
+        fields |= read_rope(reader, rotates_part=family.rotates_part)
         fields |= {"latent": _latent, "grouped": _grouped}[family.attention](reader, fields)
         fields |= read_windows(reader, fields, model_type) if family.has_windows else _linear(reader, fields)
         fields |= _experts(reader, fields)
@@ -72,7 +79,7 @@ def parse_config(values: Any, model_type: str | None = None) -> ParsedConfig:
         raise
     except (ValueError, TypeError) as error:
         raise ConfigError(f"config.json: {error}") from error
-    unknown = tuple(sorted(set(reader.values) - reader.seen - IGNORED_KEYS))
+    unknown = tuple(sorted((set(reader.values) - reader.seen - IGNORED_KEYS) | reader.unknown_within))
     return ParsedConfig(model_type, model, family.layout, _fp8_block(reader), names_modules, unknown)
 
 
@@ -92,56 +99,7 @@ def _common(reader: ConfigReader) -> dict[str, Any]:
         "max_position_embeddings": reader.integer("max_position_embeddings", 4096),
         "rms_norm_eps": reader.number("layernorm_epsilon", reader.number("rms_norm_eps", 1e-6)),
         "tie_word_embeddings": reader.flag("tie_word_embeddings", False),
-        **_rope(reader),
     }
-
-
-def _rope(reader: ConfigReader) -> dict[str, Any]:
-    """Reads rotary embeddings: `rope_parameters` (transformers 5) or `rope_scaling` and `rope_theta` (before)."""
-    # The newer section wins. It may have a section for each type of layer.
-    scaling = reader.section("rope_parameters")
-    scaling = scaling if scaling.values else reader.section("rope_scaling")
-    if "full_attention" not in scaling.values:
-        return _rope_section(scaling, reader)
-    made, sliding = (_rope_section(scaling.section(name), reader) for name in ("full_attention", "sliding_attention"))
-    own = sliding.pop("rope_scaling")
-    if own not in (None, made["rope_scaling"]):
-        raise ConfigError("config.json: rope_parameters with another scaling for sliding_attention are not supported")
-    made["sliding_rope_scaling"] = own == made["rope_scaling"]
-    return made | {f"sliding_{name}": value for name, value in sliding.items()}
-
-
-def _rope_section(scaling: ConfigReader, reader: ConfigReader) -> dict[str, Any]:
-    """Reads one section about rotary embeddings; `rope_theta` may be in it or beside it."""
-    theta = scaling.number("rope_theta", reader.number("rope_theta", 10000.0))
-    partial = scaling.number("partial_rotary_factor", reader.number("partial_rotary_factor", 1.0))
-    kind = scaling.get("rope_type") or scaling.get("type") or "default"
-    if kind not in ("default", "yarn", "mrope", "llama3"):
-        raise ConfigError(f"config.json: unsupported rope_type {kind!r}; supported: default, yarn, llama3, mrope")
-    # On text alone, mrope's three sections have the same positions, so it equals the default.
-    made: Yarn | Llama3Scaling | None = None
-    if kind in ("yarn", "llama3"):
-        longest = reader.get("max_position_embeddings")
-        sizes: dict[str, Any] = {
-            "factor": scaling.number("factor", 1.0),
-            "original_max_position_embeddings": scaling.integer("original_max_position_embeddings", longest),
-        }
-        if kind == "llama3":
-            # Llama 3 scales low frequencies only, with a smooth transition.
-            low, high = scaling.number("low_freq_factor", 1.0), scaling.number("high_freq_factor", 4.0)
-            made = Llama3Scaling(**sizes, low_freq_factor=low, high_freq_factor=high)
-        else:
-            # YaRN, with the two softmax terms of DeepSeek.
-            scaling.require("attention_factor")
-            made = Yarn(
-                **sizes,
-                beta_fast=scaling.number("beta_fast", 32.0),
-                beta_slow=scaling.number("beta_slow", 1.0),
-                mscale=scaling.number("mscale", 1.0),
-                mscale_all_dim=scaling.number("mscale_all_dim", 1.0) if scaling.get("mscale_all_dim") else 0.0,
-                truncate=scaling.flag("truncate", True),
-            )
-    return {"rope_theta": theta, "partial_rotary_factor": partial, "rope_scaling": made}
 
 
 def _grouped(reader: ConfigReader, fields: dict[str, Any]) -> dict[str, Any]:

@@ -4,6 +4,7 @@ import dataclasses
 import difflib
 import functools
 import math
+from collections.abc import Mapping
 from typing import Any, Literal, NamedTuple, get_args
 
 Implementation = Literal["auto", "xla", "triton", "interpreted"]  # of the kernels: `pallas_kernels.dispatch`
@@ -46,13 +47,23 @@ class Yarn:
     original_max_position_embeddings: int
     beta_fast: float = 32.0
     beta_slow: float = 1.0
-    mscale: float = 1.0
-    mscale_all_dim: float = 0.0
+    mscale: float = 0.0  # 0: not set
+    mscale_all_dim: float = 0.0  # 0: not set
     truncate: bool = True  # the ramp begins and ends at whole pairs
+    attention_factor: float | None = None  # of cosines and sines; None: `rotation_factor` computes it
 
-    def magnitude(self, mscale: float) -> float:
+    def magnitude(self, mscale: float = 1.0) -> float:
         """Returns YaRN's attention temperature, `0.1 * mscale * ln(factor) + 1`."""
-        return 0.1 * mscale * math.log(self.factor) + 1.0 if self.factor > 1 and mscale else 1.0
+        return 0.1 * mscale * math.log(self.factor) + 1.0 if self.factor > 1 else 1.0
+
+    @property
+    def rotation_factor(self) -> float:
+        """Factor of cosines and sines: as transformers, `mscale` counts only together with `mscale_all_dim`."""
+        if self.attention_factor is not None:
+            return self.attention_factor
+        if self.mscale and self.mscale_all_dim:
+            return self.magnitude(self.mscale) / self.magnitude(self.mscale_all_dim)
+        return self.magnitude()
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -67,6 +78,34 @@ class Llama3Scaling:
     def __post_init__(self):
         low, high = self.low_freq_factor, self.high_freq_factor
         require(low < high, f"low_freq_factor ({low}) must be below high_freq_factor ({high})")
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class LinearScaling:
+    """Linear rotary scaling, which divides every frequency (position interpolation, 2306.15595)."""
+
+    factor: float
+    rope_type: Literal["linear"] = "linear"  # tells the type when only the values are kept
+
+
+RopeScaling = Yarn | Llama3Scaling | LinearScaling
+
+
+def make_scaling(values: Mapping[str, Any]) -> RopeScaling:
+    """Makes a rotary scaling from its values.
+
+    Args:
+        values: fields of the scaling. `rope_type` "linear" or the key `low_freq_factor` tell the type; others are YaRN.
+
+    Returns:
+        The scaling.
+
+    Raises:
+        TypeError: a field is missing or unknown.
+    """
+    if values.get("rope_type") == "linear":
+        return LinearScaling(**values)
+    return Llama3Scaling(**values) if "low_freq_factor" in values else Yarn(**values)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -128,7 +167,7 @@ class ModelConfig:
         rope_theta: base of the rotary frequencies.
         rope_interleave: rotate channel pairs (2j, 2j+1) instead of halves.
         partial_rotary_factor: share of each grouped head that rotates.
-        rope_scaling: `Yarn`, `Llama3Scaling` or None.
+        rope_scaling: `Yarn`, `Llama3Scaling`, `LinearScaling` or None.
         n_routed_experts: routed experts per layer, E; 0: dense layers only.
         num_experts_per_tok: experts per token.
         moe_intermediate_size: width of a routed expert.
@@ -229,7 +268,7 @@ class ModelConfig:
     rope_theta: float = 10000.0
     rope_interleave: bool = False
     partial_rotary_factor: float = 1.0
-    rope_scaling: Yarn | Llama3Scaling | None = None
+    rope_scaling: RopeScaling | None = None
 
     # Mixture of experts.
     n_routed_experts: int = 0
@@ -439,7 +478,7 @@ class ModelConfig:
             require(name in known, f"unknown model setting '{name}'{hint}")
         scaling = values.get("rope_scaling")
         if isinstance(scaling, dict):
-            scaling = Llama3Scaling(**scaling) if "low_freq_factor" in scaling else Yarn(**scaling)
+            scaling = make_scaling(scaling)
         return cls(**{**values, "rope_scaling": scaling})
 
 
