@@ -61,7 +61,7 @@ def grouped_names(
     if V != H:
         specs["value"] = _by_heads(f"{prefix}v_proj.weight", K, V, D)
     if config.attention_bias:
-        specs["qkv_bias"] = ParamSpec((K, G + 2, H), tuple(slices("bias")))
+        specs["qkv_bias"] = ParamSpec((K, heads, H), tuple(slices("bias")))
     if config.use_qk_norm:
         specs["norm_q/scale"] = copied(f"{prefix}q_norm.weight", H)
         specs["norm_k/scale"] = copied(f"{prefix}k_norm.weight", H)

@@ -21,7 +21,7 @@ QWEN_HYBRID = ("qwen3_next", "qwen3_5", "qwen3_5_text", "qwen3_5_moe", "qwen3_5_
 # These name each layer's kind instead of the number of dense layers.
 LISTS_FEED_FORWARD = ("glm4_moe_lite", "hy_v3", "mimo_v2_flash", "step3p5", "step3p7")
 # Fields that transformers' class of a family fixes, whatever `config.json` says.
-_PLAIN = {"attention_bias": False, "partial_rotary_factor": 1.0, "n_group": 1, "shared_expert_intermediate_size": 0}
+_PLAIN = {"n_group": 1, "shared_expert_intermediate_size": 0}
 FIXED_THERE: dict[str, dict[str, Any]] = {
     "qwen3_moe": {**_PLAIN, "use_qk_norm": True, "n_shared_experts": 0, "routed_scaling_factor": 1.0},
     "hy_v3": {**_PLAIN, "use_qk_norm": True, "norm_topk_prob": True},
@@ -86,10 +86,9 @@ def differing_fields(found: ModelConfig, config: ModelConfig) -> list[str]:
 def _unsupported(config: ModelConfig, model_type: str) -> list[str]:
     """Lists fields that mtpjax reads for a family, but that transformers' class of it does not compute."""
     wrong = []
-    # In transformers, Llama also has a bias on the output, Qwen3 has no experts, and neither rotates a part of a head.
+    # In transformers, Llama and Qwen3 have no experts.
     if model_type in ("llama", "qwen3"):
-        wrong += [name for name in ("attention_bias", "n_routed_experts") if getattr(config, name)]
-        wrong += ["partial_rotary_factor"] if config.partial_rotary_factor != 1.0 else []
+        wrong += ["n_routed_experts"] if config.n_routed_experts else []
         wrong += ["use_qk_norm"] if config.use_qk_norm and model_type == "llama" else []
     # The other mixture-of-experts classes of transformers fix more values, and have no dense form.
     if model_type in FIXED_THERE:

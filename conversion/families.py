@@ -298,6 +298,7 @@ FAMILIES = {
         ),
         required=(
             ("use_bias", False),
+            ("attention_bias", False),
             ("moe_use_aux_free", True),
             ("moe_gate_act", "softmax"),
             ("compression_ratio", 1),

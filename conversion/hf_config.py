@@ -53,10 +53,8 @@ def parse_config(values: Any, model_type: str | None = None) -> ParsedConfig:
     text = ConfigReader(values).section("text_config")
     stated = {**values, **text.values}
     # transformers reads `rope_scaling` in the place of the family's default section.
-    defaults = {
-        key: value for key, value in family.defaults if key != "rope_parameters" or not stated.get("rope_scaling")
-    }
-    values = {**defaults, **stated}
+    is_replaced = {"rope_parameters": bool(stated.get("rope_scaling"))}
+    values = {**{key: value for key, value in family.defaults if not is_replaced.get(key)}, **stated}
     values = expand_step(values) if model_type in STEP else values
     reader = ConfigReader(values, dict(family.keys))
     # Collect the fields of ModelConfig, part by part; later parts read the fields of earlier ones.
@@ -105,10 +103,13 @@ def _common(reader: ConfigReader) -> dict[str, Any]:
 def _grouped(reader: ConfigReader, fields: dict[str, Any]) -> dict[str, Any]:
     """Reads grouped-query attention."""
     heads = fields["num_attention_heads"]
+    bias = reader.flag("attention_bias", fields.get("attention_bias", False))
     made = {
         "num_key_value_heads": reader.integer("num_key_value_heads", heads),
         "head_dim": reader.integer("head_dim", fields["hidden_size"] // heads or 1),
-        "attention_bias": reader.flag("attention_bias", fields.get("attention_bias", False)),
+        "attention_bias": bias,
+        # Most classes of transformers have one more bias on the output; families that do not say so in `fixed`.
+        "attention_output_bias": bias and fields.get("attention_output_bias", True),
     }
     # A family that always normalizes queries and keys has it in its fixed fields; exports of mtpjax name it too.
     if fields.get("use_qk_norm"):
