@@ -123,10 +123,12 @@ def _grouped(reader: ConfigReader, fields: dict[str, Any]) -> dict[str, Any]:
 
 def _latent(reader: ConfigReader, fields: dict[str, Any]) -> dict[str, Any]:
     """Reads multi-head latent attention, and the indexer of sparse attention if there is one."""
-    reader.require("attention_bias", False)
+    bias = reader.flag("attention_bias", False)
     reader.seen |= {"head_dim", "num_key_value_heads", "qk_head_dim"}  # implied by the other sizes
     made = {
         "attention": "latent",
+        "attention_bias": bias,
+        "attention_output_bias": bias,
         "q_lora_rank": reader.integer("q_lora_rank", 0, low=0),
         "kv_lora_rank": reader.integer("kv_lora_rank"),
         "qk_nope_head_dim": reader.integer("qk_nope_head_dim"),

@@ -130,7 +130,8 @@ class ModelConfig:
         attention: "grouped" (grouped-query) or "latent" (multi-head latent) full attention.
         num_key_value_heads: key/value heads of grouped attention, K; 0: as many as query heads.
         head_dim: head width of grouped attention, H; 0: `hidden_size / num_attention_heads`.
-        attention_bias: bias on q, k and v, and on the gates of `attn_output_gate`.
+        attention_bias: bias on q, k and v, and on the gates of `attn_output_gate`; of latent attention on the two
+            projections to latents.
         attention_output_bias: bias on the output of attention.
         use_qk_norm: RMSNorm over each query and key head, before rotary.
         attn_output_gate: attention output times sigmoid of a gate, before the output projection.

@@ -47,7 +47,7 @@ def test_every_key_is_known_and_written_again(name):
         ("hy_v3", {"use_cla": True}, "use_cla True is not supported"),
         ("hy_v3", {"qk_norm": False}, "qk_norm False is not supported"),
         ("hy_v3", {"expert_hidden_dim": 12}, "expert_hidden_dim 12 is not supported; supported: 8"),
-        ("glm4_moe_lite", {"attention_bias": True}, "attention_bias True is not supported"),
+        ("glm4_moe_lite", {"attention_bias": "true"}, "attention_bias is 'true', not true or false"),
         ("qwen3_moe", {"use_sliding_window": True}, "use_sliding_window True is not supported"),
         ("mimo_v2_flash", {"swa_head_dim": 16}, "swa_head_dim 16 is not supported; supported: 12"),
         ("mimo_v2_flash", {"hybrid_block_size": 4}, "hybrid_block_size 4 is not supported"),

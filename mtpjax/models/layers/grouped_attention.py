@@ -105,7 +105,7 @@ class GroupedAttention(nn.Module):
         product = add_parts(product, config.num_key_value_heads, "tensor")
         if config.attention_output_bias:
             bias = self.param("output_bias", nn.initializers.zeros, (self.output_size or D,))
-            product = PartialSums((product.total() + bias.astype(x.dtype)[None, None])[None], product.dtype)
+            product = product.plus(bias)
         return product, entries, selection
 
     def _split_narrow(self, projected: jax.Array, view: View) -> tuple[jax.Array, jax.Array]:
