@@ -348,8 +348,7 @@ class ModelConfig:
         if self.attention == "grouped":
             self._check_grouped()
         else:
-            for name in ("kv_lora_rank", "qk_nope_head_dim", "qk_rope_head_dim", "v_head_dim"):
-                require(getattr(self, name) > 0, f"latent attention needs a positive {name}, not {getattr(self, name)}")
+            self._check_latent()
         if self.has_sliding_layers:
             self._check_sliding()
         require(self.rotary_dim % 2 == 0, f"the rotated width {self.rotary_dim} is odd")
@@ -371,6 +370,15 @@ class ModelConfig:
             self.value_dim == self.head_dim or is_plain,
             f"v_head_dim {self.v_head_dim} other than head_dim {self.head_dim} excludes biases, norms and output gates",
         )
+
+    def _check_latent(self):
+        for name in ("kv_lora_rank", "qk_nope_head_dim", "qk_rope_head_dim", "v_head_dim"):
+            require(getattr(self, name) > 0, f"latent attention needs a positive {name}, not {getattr(self, name)}")
+        # Options of grouped attention, which latent attention does not compute.
+        absent = {"use_qk_norm": False, "attn_output_gate": False, "attn_head_gate": False, "attention_sinks": "none"}
+        for name, neutral in (absent | {"attention_value_scale": 1.0, "partial_rotary_factor": 1.0}).items():
+            value = getattr(self, name)
+            require(value == neutral, f"latent attention has no {name}: it must be {neutral!r}, not {value!r}")
 
     def _check_sliding(self):
         require(self.attention == "grouped", "sliding attention must be grouped-query attention")
@@ -398,6 +406,8 @@ class ModelConfig:
         require(
             self.moe_intermediate_size > 0, f"experts need a moe_intermediate_size, not {self.moe_intermediate_size}"
         )
+        has_gate = self.shared_expert_gate and not self.shared_width
+        require(not has_gate, "shared_expert_gate needs n_shared_experts or shared_expert_intermediate_size")
         _require_divisible("n_routed_experts", experts, "n_group", groups)
         require(1 <= self.topk_group <= groups, f"topk_group must be within 1..{groups}, got {self.topk_group}")
         reach = self.topk_group * (experts // groups)
@@ -444,11 +454,11 @@ class ModelConfig:
     def layer_kind(self, layer: int) -> LayerKind:
         """Returns the kind of trunk layer `layer`, from 0."""
         is_moe = self.is_moe and layer >= self.first_k_dense_replace and layer not in self.mlp_only_layers
+        limits = tuple(limits[layer] if limits else 0.0 for limits in (self.swiglu_limits, self.swiglu_limits_shared))
         if self.layer_types and self.layer_types[layer] == "linear_attention":
-            return LayerKind("delta", is_moe)
+            return LayerKind("delta", is_moe, "", False, *limits)
         indexer = (self.indexer_types[layer] if self.indexer_types else "full") if self.index_topk else ""
         is_sliding = bool(self.layer_types) and self.layer_types[layer] == "sliding_attention"
-        limits = (limits[layer] if limits else 0.0 for limits in (self.swiglu_limits, self.swiglu_limits_shared))
         return LayerKind(self.attention, is_moe, indexer, is_sliding, *limits)
 
     @property
