@@ -88,13 +88,13 @@ def parse_config(values: Any, model_type: str | None = None) -> ParsedConfig:
         raise
     except (ValueError, TypeError) as error:
         raise ConfigError(f"config.json: {error}") from error
-    unknown = tuple(sorted((set(reader.values) - reader.seen - IGNORED_KEYS) | reader.unknown_within))
     notes = ()
     if reader.flag("index_share_for_mtp_iteration", False) and model.index_topk and model.num_mtp_modules:
         notes = (
             "index_share_for_mtp_iteration is not supported: every draft step of an MTP module selects keys of its own,"
             " so drafts after the first can differ from those that the release was trained for; texts stay the same",
         )
+    unknown = tuple(sorted((set(reader.values) - reader.seen - IGNORED_KEYS) | reader.unknown_within))
     return ParsedConfig(model_type, model, family.layout, _fp8_block(reader), names_modules, unknown, notes)
 
 
