@@ -61,7 +61,7 @@ def grouped_names(
     if V != H:
         specs["value"] = _by_heads(f"{prefix}v_proj.weight", K, V, D)
     if config.attention_bias:
-        specs["qkv_bias"] = ParamSpec((K, G + 2, H), tuple(slices("bias")))
+        specs["qkv_bias"] = ParamSpec((K, heads, H), tuple(slices("bias")))
     if config.use_qk_norm:
         specs["norm_q/scale"] = copied(f"{prefix}q_norm.weight", H)
         specs["norm_k/scale"] = copied(f"{prefix}k_norm.weight", H)
@@ -109,6 +109,11 @@ def latent_names(config: ModelConfig, kind: LayerKind, prefix: str, layout: Layo
         specs["query_up"] = linear(f"{prefix}q_b_proj.weight", L, N * (C + P))
     else:
         specs["query"] = linear(f"{prefix}q_proj.weight", D, N * (C + P))
+    if config.attention_bias:
+        specs["latent_down_bias"] = copied(f"{prefix}kv_a_proj_with_mqa.bias", R + P)
+        specs |= {"query_down_bias": copied(f"{prefix}q_a_proj.bias", L)} if L else {}
+    if config.attention_output_bias:
+        specs["output_bias"] = copied(f"{prefix}o_proj.bias", D)
     # Layers whose indexer is "shared" reuse the selection of an earlier layer, and have no tensors for it.
     if kind.indexer == "full":
         J, width = config.index_n_heads, config.index_head_dim

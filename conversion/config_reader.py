@@ -18,10 +18,12 @@ class ConfigReader:
         values: the object.
         seen: the keys that were asked for.
         names: the object's own names for some keys, by the names that callers use.
+        unknown_within: keys of nested objects that nothing asked for, as `section.key`.
     """
 
     def __init__(self, values: dict[str, Any], names: dict[str, str] | None = None):
         self.values, self.seen, self.names = values, set(), names or {}
+        self.unknown_within: set[str] = set()
 
     def get(self, key: str) -> Any:
         """Returns the unchecked value of `key`, or `None`."""
@@ -66,6 +68,30 @@ class ConfigReader:
             names = " or ".join(one.__name__ for one in (kind if isinstance(kind, tuple) else (kind,)))
             raise ConfigError(f"config.json: {key} must be a list of {names}")
         return tuple(value)
+
+    def per_layer(self, key: str, kind: type, layers: int, modules: int) -> tuple[tuple, Any]:
+        """Returns a list with an entry per layer, and the entry of the MTP modules: behind them, or in `mtp_{key}`.
+
+        Args:
+            key: the key.
+            kind: type of the entries.
+            layers: the trunk's layers.
+            modules: MTP modules.
+
+        Returns:
+            The entries of the layers, empty if the key is missing, and the one that all modules have, or None.
+        """
+        listed = self.items(key, kind)
+        own = listed[layers:] or self.items(f"mtp_{key}", kind)
+        key = self.names.get(key, key)
+        if listed and len(listed) not in (layers, layers + modules):
+            raise ConfigError(
+                f"config.json: {key} has {len(listed)} entries; supported: one for each of {layers} layers, or also "
+                f"for {modules} MTP modules behind them"
+            )
+        if len(set(own)) > 1:
+            raise ConfigError(f"config.json: {key} has modules of several kinds, {list(own)}, which is not supported")
+        return listed[:layers], own[0] if own else None
 
     def section(self, key: str) -> "ConfigReader":
         """Returns a reader of a nested object; empty if missing."""

@@ -6,8 +6,9 @@ from typing import Any
 from conversion.describe_windows import describe_windows
 from conversion.families import FAMILIES
 from conversion.hf_config import parse_config
+from conversion.rope import describe_scaling
 from mtpjax.errors import ConfigError
-from mtpjax.models.config import Llama3Scaling, ModelConfig
+from mtpjax.models.config import ModelConfig
 
 # Families for models that were not converted from a checkpoint: the plainest one that fits comes first.
 ORDER = (
@@ -19,13 +20,6 @@ ORDER = (
 QWEN_HYBRID = ("qwen3_next", "qwen3_5", "qwen3_5_text", "qwen3_5_moe", "qwen3_5_moe_text")
 # These name each layer's kind instead of the number of dense layers.
 LISTS_FEED_FORWARD = ("glm4_moe_lite", "hy_v3", "mimo_v2_flash", "step3p5", "step3p7")
-# Fields that transformers' class of a family fixes, whatever `config.json` says.
-_PLAIN = {"attention_bias": False, "partial_rotary_factor": 1.0, "n_group": 1, "shared_expert_intermediate_size": 0}
-FIXED_THERE: dict[str, dict[str, Any]] = {
-    "qwen3_moe": {**_PLAIN, "use_qk_norm": True, "n_shared_experts": 0, "routed_scaling_factor": 1.0},
-    "hy_v3": {**_PLAIN, "use_qk_norm": True, "norm_topk_prob": True},
-    "ernie4_5_moe": {**_PLAIN, "use_qk_norm": False, "norm_topk_prob": True, "routed_scaling_factor": 1.0},
-}
 # Fields that the files or the tokenizer decide, not `config.json`.
 NOT_DESCRIBED = ("num_tokens", "mtp_own_embedding", "mtp_own_head")
 # Conventions of MTP modules that differ between families; written if a model differs from its family.
@@ -85,15 +79,13 @@ def differing_fields(found: ModelConfig, config: ModelConfig) -> list[str]:
 def _unsupported(config: ModelConfig, model_type: str) -> list[str]:
     """Lists fields that mtpjax reads for a family, but that transformers' class of it does not compute."""
     wrong = []
-    # In transformers, Llama also has a bias on the output, Qwen3 has no experts, and neither rotates a part of a head.
+    # In transformers, Llama and Qwen3 have no experts.
     if model_type in ("llama", "qwen3"):
-        wrong += [name for name in ("attention_bias", "n_routed_experts") if getattr(config, name)]
-        wrong += ["partial_rotary_factor"] if config.partial_rotary_factor != 1.0 else []
+        wrong += ["n_routed_experts"] if config.n_routed_experts else []
         wrong += ["use_qk_norm"] if config.use_qk_norm and model_type == "llama" else []
-    # The other mixture-of-experts classes of transformers fix more values, and have no dense form.
-    if model_type in FIXED_THERE:
-        wrong += [name for name, value in FIXED_THERE[model_type].items() if getattr(config, name) != value]
-        wrong += [] if config.is_moe else ["n_routed_experts"]
+    # These mixture-of-experts classes of transformers have no dense form.
+    if model_type in ("qwen3_moe", "hy_v3", "ernie4_5_moe") and not config.is_moe:
+        wrong.append("n_routed_experts")
     # Qwen3-Next and some others mix dense layers with expert layers; Qwen3.5 does not.
     dense = bool(config.mlp_only_layers or (config.is_moe and config.first_k_dense_replace))
     if model_type.startswith("qwen3_5") and dense:
@@ -107,9 +99,6 @@ def _unsupported(config: ModelConfig, model_type: str) -> list[str]:
         doubled = config.sliding_num_key_value_heads == 2 * config.num_key_value_heads
         wrong += [] if doubled else ["sliding_num_key_value_heads"]
         wrong += ["attention_sinks"] if config.attention_sinks != "sliding" else []
-    # transformers fixes how the indexer rotates: DeepSeek by halves, GLM interleaved.
-    if model_type in ("deepseek_v32", "glm_moe_dsa") and config.index_topk:
-        wrong += ["indexer_rope_interleave"] if config.indexer_rope_interleave != (model_type == "glm_moe_dsa") else []
     if model_type == "deepseek_v32" and "shared" in config.indexer_types:
         wrong.append("indexer_types")
     return wrong
@@ -143,8 +132,7 @@ def _values(config: ModelConfig, model_type: str) -> dict[str, Any]:
     if config.index_topk and not config.indexer_types:
         values["indexer_types"] = ["full"] * config.num_hidden_layers
     if config.rope_scaling is not None:
-        kind = "llama3" if isinstance(config.rope_scaling, Llama3Scaling) else "yarn"
-        values["rope_scaling"] = {"rope_type": kind, **dataclasses.asdict(config.rope_scaling)}
+        values["rope_scaling"] = describe_scaling(config.rope_scaling)
     if family.has_windows:
         values |= describe_windows(config, model_type)
     if config.linear_output_gate == "sigmoid":

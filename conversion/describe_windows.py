@@ -1,12 +1,10 @@
 """Makes the keys of `config.json` about layers that attend to a window, as each family spells them."""
 
-import dataclasses
 from typing import Any
 
+from conversion.rope import FULL, SLIDING, describe_scaling
 from conversion.step_config import STEP
-from mtpjax.models.config import Llama3Scaling, ModelConfig, Yarn
-
-FULL, SLIDING = "full_attention", "sliding_attention"
+from mtpjax.models.config import ModelConfig
 
 
 def describe_windows(config: ModelConfig, model_type: str) -> dict[str, Any]:
@@ -22,7 +20,7 @@ def describe_windows(config: ModelConfig, model_type: str) -> dict[str, Any]:
     values: dict[str, Any] = {"layer_types": list(config.layer_types), "sliding_window": config.sliding_window}
     if model_type == "gpt_oss":
         limit = {"swiglu_limit": config.swiglu_limits[0]} if config.swiglu_limits else {}
-        rope = {"rope_parameters": {**_scaling(config.rope_scaling), "rope_theta": config.rope_theta}}
+        rope = {"rope_parameters": {**describe_scaling(config.rope_scaling), "rope_theta": config.rope_theta}}
         return values | limit | rope | {"swiglu_alpha": config.swiglu_alpha}
     if model_type in STEP:
         return values | _describe_step(config)
@@ -35,12 +33,12 @@ def describe_windows(config: ModelConfig, model_type: str) -> dict[str, Any]:
         "add_swa_attention_sink_bias": config.attention_sinks != "none",
         "rope_parameters": {
             FULL: {
-                **_scaling(config.rope_scaling),
+                **describe_scaling(config.rope_scaling),
                 "rope_theta": config.rope_theta,
                 "partial_rotary_factor": config.partial_rotary_factor,
             },
             SLIDING: {
-                **_scaling(config.rope_scaling if config.sliding_rope_scaling else None),
+                **describe_scaling(config.rope_scaling if config.sliding_rope_scaling else None),
                 "rope_theta": config.sliding_rope_theta,
                 "partial_rotary_factor": config.sliding_partial_rotary_factor,
             },
@@ -70,12 +68,5 @@ def _describe_step(config: ModelConfig) -> dict[str, Any]:
         limits = getattr(config, name)
         values[name] = [*limits, *[0.0] * config.num_mtp_modules] if limits else None
     if config.rope_scaling is not None:
-        values["rope_scaling"] = _scaling(config.rope_scaling)
+        values["rope_scaling"] = describe_scaling(config.rope_scaling)
     return values
-
-
-def _scaling(scaling: Yarn | Llama3Scaling | None) -> dict[str, Any]:
-    """Makes a section about rotary scaling."""
-    if scaling is None:
-        return {"rope_type": "default"}
-    return {"rope_type": "llama3" if isinstance(scaling, Llama3Scaling) else "yarn", **dataclasses.asdict(scaling)}

@@ -61,6 +61,9 @@ class Family:
     defaults: tuple[tuple[str, Any], ...] = ()
     required: tuple[tuple[str, Any], ...] = ()
     has_windows: bool = False  # some layers attend to a window (`conversion.windows`)
+    rotates_part: bool = True  # transformers' class reads `partial_rotary_factor`
+    computes: tuple[tuple[str, Any], ...] = ()  # fields that transformers' class fixes, whatever `config.json` says
+    nulls: tuple[str, ...] = ()  # keys of `NOT_NULL` that are null in published files, which means the default
 
 
 # Qwen3-Next and Qwen3.5: norms scale by 1 + weight, gated attention outputs, a gated shared expert.
@@ -71,8 +74,17 @@ _QWEN_HYBRID = (
     ("scoring_func", "softmax"),
     ("shared_expert_gate", True),
 )
+_QUARTER_ROTARY = (("partial_rotary_factor", 0.25),)
 # DeepSeek-V3 and its relatives: interleaved rotary pairs, and a router with a correction bias per expert.
 _DEEPSEEK = (("rope_interleave", True), ("router_correction_bias", True))
+_ONE_GROUP = (("n_group", 1), ("topk_group", 1))
+_PLAIN_ROUTING = (*_ONE_GROUP, ("routed_scaling_factor", 1.0), ("n_shared_experts", 0))
+_DEEPSEEK_ROUTING = (
+    *(("first_k_dense_replace", 3), ("n_group", 8), ("topk_group", 4)),
+    ("routed_scaling_factor", 2.5),
+)
+# `attention_bias` puts a bias on q, k, v and the output, except in these families' classes.
+_NO_OUTPUT_BIAS = ("attention_output_bias", False)
 
 _STEP_LAYOUT = Layout(
     mtp_norm="transformer.shared_head.norm",
@@ -101,6 +113,7 @@ _STEP: dict[str, Any] = {
         ("norm_topk_prob", "norm_expert_weight"),
     ),
     "defaults": (("rms_norm_eps", 1e-5),),
+    "computes": (*_ONE_GROUP, ("norm_topk_prob", True)),
     "required": (
         ("use_head_wise_attn_gate", True),
         ("use_moe", True),
@@ -117,16 +130,32 @@ _STEP: dict[str, Any] = {
 
 # By `model_type`. Everything that `config.json` states itself is read from there, not listed here.
 FAMILIES = {
-    "deepseek_v3": Family(attention="latent", fixed=_DEEPSEEK, architecture="DeepseekV3ForCausalLM"),
-    "kimi_k2": Family(attention="latent", fixed=_DEEPSEEK, architecture="DeepseekV3ForCausalLM"),
-    "deepseek_v32": Family(attention="latent", fixed=_DEEPSEEK, architecture="DeepseekV32ForCausalLM"),
-    "glm_moe_dsa": Family(attention="latent", fixed=_DEEPSEEK, architecture="GlmMoeDsaForCausalLM"),
+    "deepseek_v3": Family(
+        attention="latent", fixed=_DEEPSEEK, architecture="DeepseekV3ForCausalLM", defaults=_DEEPSEEK_ROUTING
+    ),
+    "kimi_k2": Family(
+        attention="latent", fixed=_DEEPSEEK, architecture="DeepseekV3ForCausalLM", defaults=_DEEPSEEK_ROUTING
+    ),
+    "deepseek_v32": Family(
+        attention="latent",
+        fixed=_DEEPSEEK,
+        architecture="DeepseekV32ForCausalLM",
+        defaults=_DEEPSEEK_ROUTING,
+        computes=(("rope_interleave", True), ("indexer_rope_interleave", False)),
+    ),
+    "glm_moe_dsa": Family(
+        attention="latent",
+        fixed=_DEEPSEEK,
+        architecture="GlmMoeDsaForCausalLM",
+        defaults=(("rms_norm_eps", 1e-5), ("routed_scaling_factor", 2.5), ("indexer_rope_interleave", True)),
+        computes=(("rope_interleave", True), ("indexer_rope_interleave", True)),
+    ),
     # GLM-4.7-Flash.
     "glm4_moe_lite": Family(
         attention="latent",
         fixed=_DEEPSEEK,
         architecture="Glm4MoeLiteForCausalLM",
-        defaults=(("first_k_dense_replace", 1), ("rms_norm_eps", 1e-5)),
+        defaults=(("first_k_dense_replace", 1), ("rms_norm_eps", 1e-5), ("routed_scaling_factor", 1.8)),
     ),
     # Kimi-K2.5 and K2.6: DeepSeek-V3's trunk beside a vision tower.
     "kimi_k25": Family(
@@ -134,34 +163,69 @@ FAMILIES = {
         attention="latent",
         fixed=_DEEPSEEK,
         architecture="DeepseekV3ForCausalLM",
+        defaults=_DEEPSEEK_ROUTING,
     ),
-    "glm4_moe": Family(fixed=(("router_correction_bias", True),), architecture="Glm4MoeForCausalLM"),
-    "qwen3_next": Family(Layout(mtp="mtp", packed_delta=True), fixed=_QWEN_HYBRID, architecture="Qwen3NextForCausalLM"),
+    "glm4_moe": Family(
+        fixed=(("router_correction_bias", True), _NO_OUTPUT_BIAS),
+        architecture="Glm4MoeForCausalLM",
+        defaults=(("rms_norm_eps", 1e-5), ("partial_rotary_factor", 0.5), ("first_k_dense_replace", 1)),
+    ),
+    "qwen3_next": Family(
+        Layout(mtp="mtp", packed_delta=True),
+        fixed=_QWEN_HYBRID,
+        architecture="Qwen3NextForCausalLM",
+        defaults=_QUARTER_ROTARY,
+        computes=_PLAIN_ROUTING,
+    ),
     "qwen3_5": Family(
-        Layout("model.language_model.", mtp="mtp"), fixed=_QWEN_HYBRID, architecture="Qwen3_5ForConditionalGeneration"
+        Layout("model.language_model.", mtp="mtp"),
+        fixed=_QWEN_HYBRID,
+        architecture="Qwen3_5ForConditionalGeneration",
+        defaults=_QUARTER_ROTARY,
     ),
-    "qwen3_5_text": Family(Layout(mtp="mtp"), fixed=_QWEN_HYBRID, architecture="Qwen3_5ForCausalLM"),
+    "qwen3_5_text": Family(
+        Layout(mtp="mtp"), fixed=_QWEN_HYBRID, architecture="Qwen3_5ForCausalLM", defaults=_QUARTER_ROTARY
+    ),
     "qwen3_5_moe": Family(
         Layout("model.language_model.", mtp="mtp", fused_experts=True),
         fixed=_QWEN_HYBRID,
         architecture="Qwen3_5MoeForConditionalGeneration",
+        defaults=_QUARTER_ROTARY,
+        computes=(*_PLAIN_ROUTING, ("norm_topk_prob", True)),
     ),
     "qwen3_5_moe_text": Family(
-        Layout(mtp="mtp", fused_experts=True), fixed=_QWEN_HYBRID, architecture="Qwen3_5MoeForCausalLM"
+        Layout(mtp="mtp", fused_experts=True),
+        fixed=_QWEN_HYBRID,
+        architecture="Qwen3_5MoeForCausalLM",
+        defaults=_QUARTER_ROTARY,
+        computes=(*_PLAIN_ROUTING, ("norm_topk_prob", True)),
     ),
     # Neither family has published modules. Ours have Qwen3.5's names, or are further layers as in older exports.
-    "qwen3": Family(Layout(mtp="mtp_each"), fixed=(("use_qk_norm", True),), architecture="Qwen3ForCausalLM"),
+    "qwen3": Family(
+        Layout(mtp="mtp_each"),
+        fixed=(("use_qk_norm", True),),
+        architecture="Qwen3ForCausalLM",
+        rotates_part=False,
+    ),
     "qwen3_moe": Family(
         Layout(mtp="mtp_each"),
         fixed=(("use_qk_norm", True), ("scoring_func", "softmax")),
         architecture="Qwen3MoeForCausalLM",
         defaults=(("norm_topk_prob", False),),
+        rotates_part=False,
+        computes=(*_PLAIN_ROUTING, ("shared_expert_intermediate_size", 0)),
     ),
-    "llama": Family(Layout(mtp="mtp_each"), architecture="LlamaForCausalLM"),
+    "llama": Family(Layout(mtp="mtp_each"), architecture="LlamaForCausalLM", rotates_part=False),
     "mimo": Family(
         Layout(mtp="mimo"),
-        fixed=(("mtp_input", "hidden_embedding"), ("mtp_chaining", "trunk"), ("attention_bias", True)),
+        fixed=(
+            ("mtp_input", "hidden_embedding"),
+            ("mtp_chaining", "trunk"),
+            ("attention_bias", True),
+            _NO_OUTPUT_BIAS,
+        ),
         architecture="MiMoForCausalLM",
+        rotates_part=False,
     ),
     # MiMo-V2-Flash: three dense MTP modules with a window, which all read the trunk's states. SGLang hands them over
     # before the final norm, vLLM after it.
@@ -174,9 +238,11 @@ FAMILIES = {
             ("mtp_chain_post_norm", False),
             ("mtp_layer_type", "sliding_attention"),
             ("mtp_dense", True),
+            _NO_OUTPUT_BIAS,
         ),
         architecture="MiMoV2FlashForCausalLM",
         defaults=(("attention_value_scale", 0.707), ("rms_norm_eps", 1e-5)),
+        nulls=("routed_scaling_factor",),
         required=(("hybrid_block_size", None),),
         has_windows=True,
     ),
@@ -189,15 +255,25 @@ FAMILIES = {
         Layout(mtp="mtp_each", router="router"),
         fixed=(
             ("attention_bias", True),
-            ("attention_output_bias", True),
             ("attention_sinks", "all"),
             ("scoring_func", "softmax"),
             ("expert_bias", True),
         ),
         architecture="GptOssForCausalLM",
         keys=(("moe_intermediate_size", "intermediate_size"), ("n_routed_experts", "num_local_experts")),
-        defaults=(("rms_norm_eps", 1e-5), ("rope_theta", 150000.0), ("swiglu_alpha", 1.702), ("swiglu_limit", 7.0)),
+        defaults=(
+            *(("rms_norm_eps", 1e-5), ("rope_theta", 150000.0), ("swiglu_alpha", 1.702), ("swiglu_limit", 7.0)),
+            (
+                "rope_parameters",
+                {
+                    **{"rope_type": "yarn", "factor": 32.0, "truncate": False},
+                    **{"original_max_position_embeddings": 4096, "beta_fast": 32.0, "beta_slow": 1.0},
+                },
+            ),
+        ),
         required=(("attention_bias", True),),
+        rotates_part=False,
+        computes=(*_PLAIN_ROUTING, ("norm_topk_prob", True), ("shared_expert_intermediate_size", 0)),
         has_windows=True,
     ),
     # Hunyuan-3.
@@ -217,7 +293,12 @@ FAMILIES = {
             ("norm_topk_prob", "route_norm"),
             ("routed_scaling_factor", "router_scaling_factor"),
         ),
-        defaults=(("first_k_dense_replace", 1), ("rms_norm_eps", 1e-5), ("rope_theta", 11158840.0)),
+        defaults=(
+            *(("first_k_dense_replace", 1), ("rms_norm_eps", 1e-5), ("rope_theta", 11158840.0)),
+            *(("router_scaling_factor", 2.826), ("num_shared_experts", 1)),
+        ),
+        rotates_part=False,
+        computes=(*_ONE_GROUP, ("norm_topk_prob", True), ("shared_expert_intermediate_size", 0)),
         required=(("use_cla", False),),
     ),
     # Ernie-4.5: a dense MTP module that reads states before the trunk's final norm and shares this norm, as its authors
@@ -249,37 +330,49 @@ FAMILIES = {
         ),
         required=(
             ("use_bias", False),
+            ("attention_bias", False),
             ("moe_use_aux_free", True),
             ("moe_gate_act", "softmax"),
             ("compression_ratio", 1),
+            ("moe_norm_min", 1e-12),
+        ),
+        rotates_part=False,
+        computes=(
+            *_ONE_GROUP,
+            ("use_qk_norm", False),
+            ("norm_topk_prob", True),
+            ("routed_scaling_factor", 1.0),
+            ("shared_expert_intermediate_size", 0),
         ),
     ),
 }
 
-# Keys of `config.json` that do not change what the model computes: about training, special tokens, caches, and what
-# other programs want to know. Every other unknown key is reported with a warning.
+# Keys whose null has no meaning in transformers, where our own default would be a guess.
+NOT_NULL = (
+    *("rms_norm_eps", "layernorm_epsilon", "hidden_act", "max_position_embeddings", "norm_topk_prob", "route_norm"),
+    *("routed_scaling_factor", "router_scaling_factor", "moe_router_scaling_factor", "rope_interleave"),
+    *("attention_value_scale", "swiglu_alpha", "swiglu_limit", "attention_bias"),
+)
+# Keys of `config.json` that do not change what the model computes. Every other unknown key is reported with a warning.
 IGNORED_KEYS = {
-    *("architectures", "model_type", "auto_map", "torch_dtype", "dtype", "transformers_version", "use_cache"),
-    *("bos_token_id", "eos_token_id", "pad_token_id", "attention_dropout", "initializer_range", "pretraining_tp"),
-    *("ep_size", "aux_loss_alpha", "seq_aux", "router_aux_loss_coef", "output_router_logits", "mlp_bias"),
-    *("max_window_layers", "sliding_window", "use_sliding_window", "index_topk_freq", "index_topk_pattern"),
-    *("index_skip_topk_offset", "index_share_for_mtp_iteration", "mamba_ssm_dtype", "vision_config", "text_config"),
-    *("image_token_id", "video_token_id", "vision_start_token_id", "vision_end_token_id", "quantization_config"),
-    # Kimi-K2.5's vision tower and its tokens, Hunyuan-3's precisions, and Ernie-4.5's training and division guard.
-    *("projection_hidden_size", "projection_layer_norm_eps", "media_placeholder_token_id"),
-    *("use_unified_vision_chunk", "video_placeholder", "ignore_index", "enable_moe_fp32_combine"),
-    *("enable_attention_fp32_softmax", "enable_lm_head_fp32", "moe_capacity", "moe_gate", "moe_norm_min"),
-    # MiMo-V2's kernel chunks, Step-3.5's precisions and layer patterns (its lists repeat these), and gpt-oss.
-    *("attention_chunk_size", "need_fp32_gate", "moe_every_n_layer", "moe_layer_offset", "max_seq_len", "norm_dtype"),
-    *("fp32_residual_connection", "projector_bias", "understand_projector_stride", "initial_context_length"),
-    "experts_per_token",
-    *(
-        "language_model_only",
-        "scale_fmt",
-        "moe_router_dtype",
-        "quantization",
-        "rope_parameters",
-        "rope_scaling",
-        "name_or_path",
-    ),
+    # Names, special tokens, caches, and training (mtpjax trains without dropout and auxiliary losses).
+    *("architectures", "model_type", "auto_map", "torch_dtype", "dtype", "transformers_version", "name_or_path"),
+    *("bos_token_id", "eos_token_id", "pad_token_id", "attention_dropout", "initializer_range", "use_cache"),
+    *("aux_loss_alpha", "seq_aux", "router_aux_loss_coef", "output_router_logits", "moe_capacity", "moe_gate"),
+    # How other programs split the work: `pretraining_tp` and `ep_size` give the same sums.
+    *("pretraining_tp", "ep_size", "attention_chunk_size", "max_seq_len"),
+    # Without `use_sliding_window`, which must be false, and without `index_topk`, these are not used.
+    *("max_window_layers", "sliding_window", "index_topk_freq", "index_topk_pattern", "index_skip_topk_offset"),
+    # Precisions of single operations, which mtpjax computes in float32.
+    *("mamba_ssm_dtype", "moe_router_dtype", "enable_moe_fp32_combine", "enable_attention_fp32_softmax"),
+    *("enable_lm_head_fp32", "need_fp32_gate", "norm_dtype", "fp32_residual_connection", "scale_fmt"),
+    # Vision and its tokens.
+    *("vision_config", "image_token_id", "video_token_id", "vision_start_token_id", "vision_end_token_id"),
+    *("projection_hidden_size", "projection_layer_norm_eps", "media_placeholder_token_id", "language_model_only"),
+    *("use_unified_vision_chunk", "video_placeholder", "ignore_index", "projector_bias"),
+    "understand_projector_stride",
+    # Other keys of the file repeat these: Step-3.5's lists of layers, and gpt-oss's section about rotary embeddings.
+    *("moe_every_n_layer", "moe_layer_offset", "initial_context_length"),
+    # Read in sections of their own.
+    *("text_config", "quantization_config", "quantization", "rope_parameters", "rope_scaling"),
 }

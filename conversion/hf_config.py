@@ -8,11 +8,12 @@ import dataclasses
 from typing import Any
 
 from conversion.config_reader import ConfigReader
-from conversion.families import FAMILIES, IGNORED_KEYS, Layout
+from conversion.families import FAMILIES, IGNORED_KEYS, NOT_NULL, Layout
+from conversion.rope import read_rope
 from conversion.step_config import STEP, expand_step
 from conversion.windows import read_windows
 from mtpjax.errors import ConfigError
-from mtpjax.models.config import Llama3Scaling, ModelConfig, Yarn
+from mtpjax.models.config import ModelConfig
 
 MODULE_KEYS = ("num_nextn_predict_layers", "mtp_num_hidden_layers", "num_mtp_layers")  # the number of MTP modules
 
@@ -27,6 +28,7 @@ class ParsedConfig:
     block: tuple[int, int] | None  # rows, columns that share an fp8 scale
     names_modules: bool  # the file says how many MTP modules there are
     unknown: tuple[str, ...]  # keys that are neither used nor known to be irrelevant
+    notes: tuple[str, ...] = ()  # what the file asks for and mtpjax does otherwise, a sentence each
 
 
 def parse_config(values: Any, model_type: str | None = None) -> ParsedConfig:
@@ -52,8 +54,10 @@ def parse_config(values: Any, model_type: str | None = None) -> ParsedConfig:
     # outer file says whether the head is tied.
     text = ConfigReader(values).section("text_config")
     tied = values.get("tie_word_embeddings")
-    values = {**dict(family.defaults), **values, **text.values}
-    values |= {} if tied is None else {"tie_word_embeddings": tied}
+    stated = {**values, **text.values} | ({} if tied is None else {"tie_word_embeddings": tied})
+    # transformers reads `rope_scaling` in the place of the family's default section.
+    is_replaced = {"rope_parameters": bool(stated.get("rope_scaling"))}
+    values = {**{key: value for key, value in family.defaults if not is_replaced.get(key)}, **stated}
     values = expand_step(values) if model_type in STEP else values
     reader = ConfigReader(values, dict(family.keys))
     # Collect the fields of ModelConfig, part by part; later parts read the fields of earlier ones.
@@ -61,22 +65,39 @@ def parse_config(values: Any, model_type: str | None = None) -> ParsedConfig:
     try:
         for key, value in family.required:
             reader.require(key, value)
+        for key in NOT_NULL:
+            if key in values and values[key] is None and key not in family.nulls:
+                raise ConfigError(f"config.json: {key} is null: give it a value, or leave it out")
         fields |= _common(reader)
+        fields |= read_rope(reader, rotates_part=family.rotates_part)
+        fields["num_mtp_modules"], names_modules = _mtp(reader)
         fields |= {"latent": _latent, "grouped": _grouped}[family.attention](reader, fields)
         fields |= read_windows(reader, fields, model_type) if family.has_windows else _linear(reader, fields)
         fields |= _experts(reader, fields)
-        fields["num_mtp_modules"], names_modules = _mtp(reader)
         fields |= _mtp_conventions(reader)
         fields["mtp_own_embedding"] = reader.flag("mtp_use_dedicated_embeddings", False)
         if model_type == "deepseek_v3" and fields.get("index_topk"):
             raise ConfigError("config.json: index_topk with model_type deepseek_v3; sparse attention is deepseek_v32")
         model = ModelConfig(**fields)
+        for name, value in family.computes:
+            found = fields.get(name, value)
+            if found != value:
+                raise ConfigError(
+                    f"config.json: {dict(family.keys).get(name, name)} {found!r} is not supported; models of type "
+                    f"{model_type} have {value!r}"
+                )
     except ConfigError:
         raise
     except (ValueError, TypeError) as error:
         raise ConfigError(f"config.json: {error}") from error
-    unknown = tuple(sorted(set(reader.values) - reader.seen - IGNORED_KEYS))
-    return ParsedConfig(model_type, model, family.layout, _fp8_block(reader), names_modules, unknown)
+    notes = ()
+    if reader.flag("index_share_for_mtp_iteration", False) and model.index_topk and model.num_mtp_modules:
+        notes = (
+            "index_share_for_mtp_iteration is not supported: every draft step of an MTP module selects keys of its own,"
+            " so drafts after the first can differ from those that the release was trained for; texts stay the same",
+        )
+    unknown = tuple(sorted((set(reader.values) - reader.seen - IGNORED_KEYS) | reader.unknown_within))
+    return ParsedConfig(model_type, model, family.layout, _fp8_block(reader), names_modules, unknown, notes)
 
 
 def _common(reader: ConfigReader) -> dict[str, Any]:
@@ -95,65 +116,19 @@ def _common(reader: ConfigReader) -> dict[str, Any]:
         "max_position_embeddings": reader.integer("max_position_embeddings", 4096),
         "rms_norm_eps": reader.number("layernorm_epsilon", reader.number("rms_norm_eps", 1e-6)),
         "tie_word_embeddings": reader.flag("tie_word_embeddings", False),
-        **_rope(reader),
     }
-
-
-def _rope(reader: ConfigReader) -> dict[str, Any]:
-    """Reads rotary embeddings: `rope_parameters` (transformers 5) or `rope_scaling` and `rope_theta` (before)."""
-    # The newer section wins. It may have a section for each type of layer.
-    scaling = reader.section("rope_parameters")
-    scaling = scaling if scaling.values else reader.section("rope_scaling")
-    if "full_attention" not in scaling.values:
-        return _rope_section(scaling, reader)
-    made, sliding = (_rope_section(scaling.section(name), reader) for name in ("full_attention", "sliding_attention"))
-    own = sliding.pop("rope_scaling")
-    if own not in (None, made["rope_scaling"]):
-        raise ConfigError("config.json: rope_parameters with another scaling for sliding_attention are not supported")
-    made["sliding_rope_scaling"] = own == made["rope_scaling"]
-    return made | {f"sliding_{name}": value for name, value in sliding.items()}
-
-
-def _rope_section(scaling: ConfigReader, reader: ConfigReader) -> dict[str, Any]:
-    """Reads one section about rotary embeddings; `rope_theta` may be in it or beside it."""
-    theta = scaling.number("rope_theta", reader.number("rope_theta", 10000.0))
-    partial = scaling.number("partial_rotary_factor", reader.number("partial_rotary_factor", 1.0))
-    kind = scaling.get("rope_type") or scaling.get("type") or "default"
-    if kind not in ("default", "yarn", "mrope", "llama3"):
-        raise ConfigError(f"config.json: unsupported rope_type {kind!r}; supported: default, yarn, llama3, mrope")
-    # On text alone, mrope's three sections have the same positions, so it equals the default.
-    made: Yarn | Llama3Scaling | None = None
-    if kind in ("yarn", "llama3"):
-        longest = reader.get("max_position_embeddings")
-        sizes: dict[str, Any] = {
-            "factor": scaling.number("factor", 1.0),
-            "original_max_position_embeddings": scaling.integer("original_max_position_embeddings", longest),
-        }
-        if kind == "llama3":
-            # Llama 3 scales low frequencies only, with a smooth transition.
-            low, high = scaling.number("low_freq_factor", 1.0), scaling.number("high_freq_factor", 4.0)
-            made = Llama3Scaling(**sizes, low_freq_factor=low, high_freq_factor=high)
-        else:
-            # YaRN, with the two softmax terms of DeepSeek.
-            scaling.require("attention_factor")
-            made = Yarn(
-                **sizes,
-                beta_fast=scaling.number("beta_fast", 32.0),
-                beta_slow=scaling.number("beta_slow", 1.0),
-                mscale=scaling.number("mscale", 1.0),
-                mscale_all_dim=scaling.number("mscale_all_dim", 1.0) if scaling.get("mscale_all_dim") else 0.0,
-                truncate=scaling.flag("truncate", True),
-            )
-    return {"rope_theta": theta, "partial_rotary_factor": partial, "rope_scaling": made}
 
 
 def _grouped(reader: ConfigReader, fields: dict[str, Any]) -> dict[str, Any]:
     """Reads grouped-query attention."""
     heads = fields["num_attention_heads"]
+    bias = reader.flag("attention_bias", fields.get("attention_bias", False))
     made = {
         "num_key_value_heads": reader.integer("num_key_value_heads", heads),
         "head_dim": reader.integer("head_dim", fields["hidden_size"] // heads or 1),
-        "attention_bias": reader.flag("attention_bias", fields.get("attention_bias", False)),
+        "attention_bias": bias,
+        # Most classes of transformers have one more bias on the output; families that do not say so in `fixed`.
+        "attention_output_bias": bias and fields.get("attention_output_bias", True),
     }
     # A family that always normalizes queries and keys has it in its fixed fields; exports of mtpjax name it too.
     if fields.get("use_qk_norm"):
@@ -167,10 +142,12 @@ def _grouped(reader: ConfigReader, fields: dict[str, Any]) -> dict[str, Any]:
 
 def _latent(reader: ConfigReader, fields: dict[str, Any]) -> dict[str, Any]:
     """Reads multi-head latent attention, and the indexer of sparse attention if there is one."""
-    reader.require("attention_bias", False)
+    bias = reader.flag("attention_bias", False)
     reader.seen |= {"head_dim", "num_key_value_heads", "qk_head_dim"}  # implied by the other sizes
     made = {
         "attention": "latent",
+        "attention_bias": bias,
+        "attention_output_bias": bias,
         "q_lora_rank": reader.integer("q_lora_rank", 0, low=0),
         "kv_lora_rank": reader.integer("kv_lora_rank"),
         "qk_nope_head_dim": reader.integer("qk_nope_head_dim"),
@@ -185,22 +162,22 @@ def _latent(reader: ConfigReader, fields: dict[str, Any]) -> dict[str, Any]:
             "index_n_heads": reader.integer("index_n_heads"),
             "index_head_dim": reader.integer("index_head_dim"),
             "indexer_rope_interleave": reader.flag("indexer_rope_interleave", False),
-            "indexer_types": _indexer_types(reader, fields["num_hidden_layers"]),
+            "indexer_types": _indexer_types(reader, fields["num_hidden_layers"], fields["num_mtp_modules"]),
         }
     return made
 
 
-def _indexer_types(reader: ConfigReader, layers: int) -> tuple[str, ...]:
+def _indexer_types(reader: ConfigReader, layers: int, modules: int) -> tuple[str, ...]:
     """Returns "full" or "shared" for each layer; empty if every layer has its own indexer."""
-    types = _listed_indexer_types(reader, layers)
+    listed, of_modules = reader.per_layer("indexer_types", str, layers, modules)
+    if of_modules not in (None, "full"):
+        raise ConfigError(f"config.json: indexer_types with MTP modules of type {of_modules!r} is not supported")
+    types = listed or _patterned_indexer_types(reader, layers)
     return () if set(types) == {"full"} else types
 
 
-def _listed_indexer_types(reader: ConfigReader, layers: int) -> tuple[str, ...]:
-    """Reads which layers share an earlier layer's indexer: from a list, a pattern of letters, or a frequency."""
-    listed = reader.items("indexer_types", str)
-    if listed:
-        return listed
+def _patterned_indexer_types(reader: ConfigReader, layers: int) -> tuple[str, ...]:
+    """Reads which layers share an earlier layer's indexer from a pattern of letters, or a frequency."""
     # GLM's pattern: a letter per layer.
     pattern = reader.get("index_topk_pattern")
     if isinstance(pattern, str) and pattern:
@@ -214,18 +191,21 @@ def _listed_indexer_types(reader: ConfigReader, layers: int) -> tuple[str, ...]:
 
 def _linear(reader: ConfigReader, fields: dict[str, Any]) -> dict[str, Any]:
     """Reads which layers have linear attention (Qwen3-Next, Qwen3.5), and its sizes."""
-    interval = reader.get("full_attention_interval")
+    interval, count = reader.get("full_attention_interval"), fields["num_hidden_layers"]
+    types, of_modules = reader.per_layer("layer_types", str, count, fields["num_mtp_modules"])
+    # transformers writes "indexed_attention" for sparse attention, which `index_topk` already implies.
+    full = ("full_attention", "indexed_attention") if fields.get("index_topk") else ("full_attention",)
+    if of_modules not in (None, *full):
+        raise ConfigError(f"config.json: layer_types with MTP modules of type {of_modules!r} is not supported")
     if interval is None and not fields.get("zero_centred_norm"):
-        # transformers writes "indexed_attention" for sparse attention, which `index_topk` already implies.
-        count = fields["num_hidden_layers"]
-        kinds = ["indexed_attention" if fields.get("index_topk") else "full_attention"]
-        reader.require("layer_types", ["full_attention"] * count, kinds * count)
+        for kind in types:
+            if kind not in full:
+                raise ConfigError(f"config.json: layer_types with {kind!r} is not supported in this family")
         return {}
     # Qwen lists the layers' types, or gives the interval of those with full attention.
-    layers = range(1, fields["num_hidden_layers"] + 1)
     interval = reader.integer("full_attention_interval", 4)
-    types = reader.items("layer_types", str) or tuple(
-        "linear_attention" if layer % interval else "full_attention" for layer in layers
+    types = types or tuple(
+        "linear_attention" if layer % interval else "full_attention" for layer in range(1, count + 1)
     )
     names = ("num_key_heads", "num_value_heads", "key_head_dim", "value_head_dim", "conv_kernel_dim")
     sizes = {
@@ -240,6 +220,8 @@ def _experts(reader: ConfigReader, fields: dict[str, Any]) -> dict[str, Any]:
     """Reads the mixture of experts, and which layers are dense."""
     aliases = ("n_routed_experts", "num_experts", "num_local_experts")  # the last one by transformers 5 for Qwen3-MoE
     names = [name for name in aliases if reader.get(name) is not None]
+    for name in names[1:]:
+        reader.require(name, reader.get(names[0]))
     # A dense model: drop the family's fields about experts.
     if not names or not reader.integer(names[0], low=0):
         for field in ("scoring_func", "shared_expert_gate", "router_correction_bias"):
@@ -250,7 +232,8 @@ def _experts(reader: ConfigReader, fields: dict[str, Any]) -> dict[str, Any]:
         return {}
     reader.require("topk_method", "noaux_tc")
     reader.require("scoring_func", fields.get("scoring_func", "sigmoid"))
-    layers = fields["num_hidden_layers"]
+    layers, modules = fields["num_hidden_layers"], fields["num_mtp_modules"]
+    reader.require("experts_per_token", reader.get("num_experts_per_tok"))
     width = reader.integer("moe_intermediate_size", reader.get("expert_hidden_dim"))
     reader.require("expert_hidden_dim", width)
     made = {
@@ -266,14 +249,21 @@ def _experts(reader: ConfigReader, fields: dict[str, Any]) -> dict[str, Any]:
     }
     # Dense layers: the first and last few, those listed, all but every n-th, or as each layer's type says.
     first = reader.integer("first_k_dense_replace", 0, low=0)
-    marks = reader.items("moe_layer_freq", int) if isinstance(reader.get("moe_layer_freq"), list) else ()  # MiMo-V2
+    marks, of_modules = (), None
+    if isinstance(reader.get("moe_layer_freq"), list):  # MiMo-V2
+        marks, of_modules = reader.per_layer("moe_layer_freq", int, layers, modules)
     each = 1 if marks else reader.integer("moe_layer_freq", reader.integer("decoder_sparse_step", 1))
     phase = 0 if reader.get("moe_layer_freq") is not None else 1  # DeepSeek counts layers from 0, Qwen from 1
     last = reader.integer("moe_layer_end_index", -1, low=-1)  # Ernie's; -1: the last layer
     only = {*reader.items("mlp_only_layers", int), *range(last + 1 if last >= 0 else layers, layers)}
-    kinds = reader.items("mlp_layer_types", str) or tuple("sparse" if mark else "dense" for mark in marks)
-    if kinds and len(kinds) != layers:
-        raise ConfigError(f"config.json names the feed-forward kind of {len(kinds)} layers, and has {layers}")
+    kinds, kind_of_modules = reader.per_layer("mlp_layer_types", str, layers, modules)
+    if not kinds:
+        kinds, names = tuple("sparse" if mark else "dense" for mark in marks), {None: None, 0: "dense"}
+        kind_of_modules = names.get(of_modules, "sparse")
+    for kind in {*kinds, kind_of_modules} - {None, "dense", "sparse"}:
+        raise ConfigError(f"config.json: mlp_layer_types with {kind!r} is not supported; supported: dense, sparse")
+    if kind_of_modules is not None:
+        made["mtp_dense"] = kind_of_modules == "dense"
     dense = [
         kinds[layer] == "dense" if kinds else layer < first or layer in only or (layer + phase) % each != 0
         for layer in range(layers)

@@ -6,6 +6,12 @@ from typing import Any
 from conversion.families import Layout
 from conversion.hf_config import MODULE_KEYS
 
+# Keys whose lists have an entry per layer, and may go on with the MTP modules.
+PER_LAYER = (
+    *("layer_types", "mlp_layer_types", "hybrid_layer_pattern", "moe_layer_freq", "indexer_types", "swiglu_limits"),
+    *("swiglu_limits_shared", "rope_theta", "partial_rotary_factors", "use_rope_layers"),
+)
+
 
 def edit_config(
     values: dict[str, Any],
@@ -37,6 +43,7 @@ def edit_config(
     if "text_config" in values:
         level = values["text_config"] = {**values["text_config"]}
     if num_mtp_modules is not None:
+        level |= _resize_lists(level, num_mtp_modules)
         # A file may name the number in several ways; all that it has must agree.
         keys = [key for key in MODULE_KEYS if key in level]
         keys = keys or ["mtp_num_hidden_layers" if layout.mtp == "mtp" else "num_nextn_predict_layers"]
@@ -50,3 +57,16 @@ def edit_config(
             if key in part and (drop_quantization or part[key] not in dtypes):
                 part[key] = main
     return values
+
+
+def _resize_lists(level: dict[str, Any], num_mtp_modules: int) -> dict[str, list]:
+    """Makes lists with entries for layers and modules fit another number of modules: all modules are of one kind."""
+    layers, counts = level.get("num_hidden_layers"), [level[key] for key in MODULE_KEYS if level.get(key)]
+    made = {}
+    for key in PER_LAYER if counts else ():
+        value = level.get(key)
+        if isinstance(value, list) and len(value) == layers + counts[0]:
+            made[key] = value[:layers] + value[layers : layers + 1] * num_mtp_modules
+        if isinstance(level.get(f"mtp_{key}"), list):
+            made[f"mtp_{key}"] = level[f"mtp_{key}"][:1] * num_mtp_modules
+    return made

@@ -135,6 +135,8 @@ def inspect_files(
         log.warning("config.json has auto_map: remote code is not run")
     if parsed.unknown:
         log.warning("config.json has unknown keys, which are ignored: %s", ", ".join(parsed.unknown))
+    for note in parsed.notes:
+        log.warning("config.json: %s", note)
     # The configuration does not say everything: the files decide how many modules there are, whether these have an
     # embedding and a head of their own, and how norms are stored.
     read_module_files(files, parsed)

@@ -34,6 +34,11 @@ def expand_step(values: dict[str, Any]) -> dict[str, Any]:
             raise ConfigError(f"config.json: {key} is not a list of {layers} layers and {modules} modules: {value!r}")
         return value
 
+    # transformers saves the modules' kinds under keys of their own.
+    for key in ("layer_types", "mlp_layer_types"):
+        if isinstance(values.get(f"mtp_{key}"), list) and len(listed(key, str)) == layers:
+            values = {**values, key: [*values[key], *values[f"mtp_{key}"]]}
+        values = {name: value for name, value in values.items() if name != f"mtp_{key}"}
     types = listed("layer_types", str)
     if not types or (modules and len(types) == layers):
         raise ConfigError(f"config.json: layer_types must name the type of {layers} layers and {modules} modules")

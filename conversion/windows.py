@@ -21,14 +21,19 @@ def read_windows(reader: ConfigReader, fields: dict[str, Any], model_type: str) 
     Raises:
         ConfigError: the keys contradict each other, or need arithmetic that the model does not implement.
     """
-    types = reader.items("layer_types", str)
+    sizes = fields["num_hidden_layers"], fields["num_mtp_modules"]
+    types, of_modules = reader.per_layer("layer_types", str, *sizes)
     # MiMo-V2 marks layers with a window by 1.
-    pattern = reader.items("hybrid_layer_pattern", int)
+    pattern, mark_of_modules = reader.per_layer("hybrid_layer_pattern", int, *sizes)
     if pattern and not types:
-        types = tuple("sliding_attention" if mark else "full_attention" for mark in pattern)
+        names = {None: None, 0: "full_attention"}
+        types = tuple(names.get(mark, "sliding_attention") for mark in pattern)
+        of_modules = names.get(mark_of_modules, "sliding_attention")
     if not types:
         raise ConfigError("config.json lacks layer_types")
     made: dict[str, Any] = {"layer_types": types, "sliding_window": _window(reader)}
+    if of_modules is not None:
+        made["mtp_layer_type"] = of_modules
     # Files written by transformers do not say that MiMo-V2 has twice the key/value heads there.
     kv_heads = fields["num_key_value_heads"] * (2 if model_type == "mimo_v2_flash" else 1)
     made["sliding_num_attention_heads"] = reader.integer("swa_num_attention_heads", fields["num_attention_heads"])

@@ -36,6 +36,11 @@ class PartialSums:
         """Adds the parts in a fixed order, so that results repeat bit for bit: [..., F] in `dtype`."""
         return functools.reduce(jnp.add, list(self.parts)).astype(self.dtype)
 
+    def plus(self, bias: jax.Array) -> "PartialSums":
+        """Adds a bias [F] to the value: one part."""
+        bias = bias.astype(self.dtype).reshape((1,) * (len(self.shape) - 1) + bias.shape)
+        return PartialSums((self.total() + bias)[None], self.dtype)
+
     def reshape(self, *shape: int) -> "PartialSums":
         """Reshapes the value."""
         return dataclasses.replace(self, parts=self.parts.reshape(len(self.parts), *shape))

@@ -52,6 +52,8 @@ def small_config(attention: str = "grouped", **changes) -> ModelConfig:
         values |= {
             "zero_centred_norm": True,
             "use_qk_norm": True,
+            "attention_bias": True,
+            "attention_output_bias": True,
             "attn_output_gate": True,
             "partial_rotary_factor": 0.5,
         }
@@ -80,6 +82,7 @@ def small_config(attention: str = "grouped", **changes) -> ModelConfig:
     if attention == "sparse":
         values |= {"num_hidden_layers": 3, "indexer_types": ("full", "shared", "full")}
         values |= {"index_topk": 7, "index_n_heads": 3, "index_head_dim": 6}
+        values |= {"attention_bias": True, "attention_output_bias": True}
     # Latent attention and grouped experts, with the options of DeepSeek-V3.
     if kind == "latent":
         values |= {

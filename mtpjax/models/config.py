@@ -4,6 +4,7 @@ import dataclasses
 import difflib
 import functools
 import math
+from collections.abc import Mapping
 from typing import Any, Literal, NamedTuple, get_args
 
 Implementation = Literal["auto", "xla", "triton", "interpreted"]  # of the kernels: `pallas_kernels.dispatch`
@@ -46,13 +47,23 @@ class Yarn:
     original_max_position_embeddings: int
     beta_fast: float = 32.0
     beta_slow: float = 1.0
-    mscale: float = 1.0
-    mscale_all_dim: float = 0.0
+    mscale: float = 0.0  # 0: not set
+    mscale_all_dim: float = 0.0  # 0: not set
     truncate: bool = True  # the ramp begins and ends at whole pairs
+    attention_factor: float | None = None  # of cosines and sines; None: `rotation_factor` computes it
 
-    def magnitude(self, mscale: float) -> float:
+    def magnitude(self, mscale: float = 1.0) -> float:
         """Returns YaRN's attention temperature, `0.1 * mscale * ln(factor) + 1`."""
-        return 0.1 * mscale * math.log(self.factor) + 1.0 if self.factor > 1 and mscale else 1.0
+        return 0.1 * mscale * math.log(self.factor) + 1.0 if self.factor > 1 else 1.0
+
+    @property
+    def rotation_factor(self) -> float:
+        """Factor of cosines and sines: as transformers, `mscale` counts only together with `mscale_all_dim`."""
+        if self.attention_factor is not None:
+            return self.attention_factor
+        if self.mscale and self.mscale_all_dim:
+            return self.magnitude(self.mscale) / self.magnitude(self.mscale_all_dim)
+        return self.magnitude()
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -67,6 +78,34 @@ class Llama3Scaling:
     def __post_init__(self):
         low, high = self.low_freq_factor, self.high_freq_factor
         require(low < high, f"low_freq_factor ({low}) must be below high_freq_factor ({high})")
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class LinearScaling:
+    """Linear rotary scaling, which divides every frequency (position interpolation, 2306.15595)."""
+
+    factor: float
+    rope_type: Literal["linear"] = "linear"  # tells the type when only the values are kept
+
+
+RopeScaling = Yarn | Llama3Scaling | LinearScaling
+
+
+def make_scaling(values: Mapping[str, Any]) -> RopeScaling:
+    """Makes a rotary scaling from its values.
+
+    Args:
+        values: fields of the scaling. `rope_type` "linear" or the key `low_freq_factor` tell the type; others are YaRN.
+
+    Returns:
+        The scaling.
+
+    Raises:
+        TypeError: a field is missing or unknown.
+    """
+    if values.get("rope_type") == "linear":
+        return LinearScaling(**values)
+    return Llama3Scaling(**values) if "low_freq_factor" in values else Yarn(**values)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -91,7 +130,8 @@ class ModelConfig:
         attention: "grouped" (grouped-query) or "latent" (multi-head latent) full attention.
         num_key_value_heads: key/value heads of grouped attention, K; 0: as many as query heads.
         head_dim: head width of grouped attention, H; 0: `hidden_size / num_attention_heads`.
-        attention_bias: bias on q, k and v.
+        attention_bias: bias on q, k and v, and on the gates of `attn_output_gate`; of latent attention on the two
+            projections to latents.
         attention_output_bias: bias on the output of attention.
         use_qk_norm: RMSNorm over each query and key head, before rotary.
         attn_output_gate: attention output times sigmoid of a gate, before the output projection.
@@ -128,7 +168,7 @@ class ModelConfig:
         rope_theta: base of the rotary frequencies.
         rope_interleave: rotate channel pairs (2j, 2j+1) instead of halves.
         partial_rotary_factor: share of each grouped head that rotates.
-        rope_scaling: `Yarn`, `Llama3Scaling` or None.
+        rope_scaling: `Yarn`, `Llama3Scaling`, `LinearScaling` or None.
         n_routed_experts: routed experts per layer, E; 0: dense layers only.
         num_experts_per_tok: experts per token.
         moe_intermediate_size: width of a routed expert.
@@ -230,7 +270,7 @@ class ModelConfig:
     rope_theta: float = 10000.0
     rope_interleave: bool = False
     partial_rotary_factor: float = 1.0
-    rope_scaling: Yarn | Llama3Scaling | None = None
+    rope_scaling: RopeScaling | None = None
 
     # Mixture of experts.
     n_routed_experts: int = 0
@@ -310,8 +350,7 @@ class ModelConfig:
         if self.attention == "grouped":
             self._check_grouped()
         else:
-            for name in ("kv_lora_rank", "qk_nope_head_dim", "qk_rope_head_dim", "v_head_dim"):
-                require(getattr(self, name) > 0, f"latent attention needs a positive {name}, not {getattr(self, name)}")
+            self._check_latent()
         if self.has_sliding_layers:
             self._check_sliding()
         require(self.rotary_dim % 2 == 0, f"the rotated width {self.rotary_dim} is odd")
@@ -333,6 +372,15 @@ class ModelConfig:
             self.value_dim == self.head_dim or is_plain,
             f"v_head_dim {self.v_head_dim} other than head_dim {self.head_dim} excludes biases, norms and output gates",
         )
+
+    def _check_latent(self):
+        for name in ("kv_lora_rank", "qk_nope_head_dim", "qk_rope_head_dim", "v_head_dim"):
+            require(getattr(self, name) > 0, f"latent attention needs a positive {name}, not {getattr(self, name)}")
+        # Options of grouped attention, which latent attention does not compute.
+        absent = {"use_qk_norm": False, "attn_output_gate": False, "attn_head_gate": False, "attention_sinks": "none"}
+        for name, neutral in (absent | {"attention_value_scale": 1.0, "partial_rotary_factor": 1.0}).items():
+            value = getattr(self, name)
+            require(value == neutral, f"latent attention has no {name}: it must be {neutral!r}, not {value!r}")
 
     def _check_sliding(self):
         require(self.attention == "grouped", "sliding attention must be grouped-query attention")
@@ -360,6 +408,8 @@ class ModelConfig:
         require(
             self.moe_intermediate_size > 0, f"experts need a moe_intermediate_size, not {self.moe_intermediate_size}"
         )
+        has_gate = self.shared_expert_gate and not self.shared_width
+        require(not has_gate, "shared_expert_gate needs n_shared_experts or shared_expert_intermediate_size")
         _require_divisible("n_routed_experts", experts, "n_group", groups)
         require(1 <= self.topk_group <= groups, f"topk_group must be within 1..{groups}, got {self.topk_group}")
         reach = self.topk_group * (experts // groups)
@@ -411,11 +461,11 @@ class ModelConfig:
     def layer_kind(self, layer: int) -> LayerKind:
         """Returns the kind of trunk layer `layer`, from 0."""
         is_moe = self.is_moe and layer >= self.first_k_dense_replace and layer not in self.mlp_only_layers
+        limits = tuple(limits[layer] if limits else 0.0 for limits in (self.swiglu_limits, self.swiglu_limits_shared))
         if self.layer_types and self.layer_types[layer] == "linear_attention":
-            return LayerKind("delta", is_moe)
+            return LayerKind("delta", is_moe, "", False, *limits)
         indexer = (self.indexer_types[layer] if self.indexer_types else "full") if self.index_topk else ""
         is_sliding = bool(self.layer_types) and self.layer_types[layer] == "sliding_attention"
-        limits = (limits[layer] if limits else 0.0 for limits in (self.swiglu_limits, self.swiglu_limits_shared))
         return LayerKind(self.attention, is_moe, indexer, is_sliding, *limits)
 
     @property
@@ -446,7 +496,7 @@ class ModelConfig:
             require(name in known, f"unknown model setting '{name}'{hint}")
         scaling = values.get("rope_scaling")
         if isinstance(scaling, dict):
-            scaling = Llama3Scaling(**scaling) if "low_freq_factor" in scaling else Yarn(**scaling)
+            scaling = make_scaling(scaling)
         return cls(**{**values, "rope_scaling": scaling})
 
 

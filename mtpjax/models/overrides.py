@@ -6,7 +6,7 @@ import typing
 from collections.abc import Iterable, Mapping
 from typing import Any
 
-from mtpjax.models.config import Llama3Scaling, ModelConfig, Yarn, require
+from mtpjax.models.config import ModelConfig, make_scaling, require
 
 MODEL_FIELDS: dict[str, Any] = typing.get_type_hints(ModelConfig)  # the type of each field
 # Types that a value of a plain field may have. An int is a float, but a truth value is not an int here.
@@ -61,11 +61,10 @@ def model_changes(model: ModelConfig | Mapping[str, Any] | Iterable[tuple[str, A
 def _hashable_value(name: str, value: Any) -> Any:
     """Turns lists into tuples and the rotary scaling into its dataclass. Raises `ValueError` for a wrong type."""
     if name == "rope_scaling" and isinstance(value, Mapping):
-        kind = Llama3Scaling if "low_freq_factor" in value else Yarn
         try:
-            return kind(**value)
+            return make_scaling(value)
         except TypeError as error:
-            raise ValueError(f"model.rope_scaling is not a {kind.__name__}: {error}") from error
+            raise ValueError(f"model.rope_scaling is no rotary scaling: {error}") from error
     wanted = MODEL_FIELDS[name]
     if wanted in _PLAIN_TYPES:
         is_right = isinstance(value, _PLAIN_TYPES[wanted]) and (wanted is bool or not isinstance(value, bool))

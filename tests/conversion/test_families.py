@@ -11,6 +11,7 @@ import mtpjax
 from conversion.describe_config import describe_config
 from conversion.files import CheckpointFiles
 from conversion.hf_config import parse_config
+from conversion.hf_config_write import edit_config
 from conversion.load_plan import make_plan
 from mtpjax.errors import CheckpointFileError, ConfigError
 from tests.golden import RENAMED, WINDOWS, path
@@ -47,7 +48,7 @@ def test_every_key_is_known_and_written_again(name):
         ("hy_v3", {"use_cla": True}, "use_cla True is not supported"),
         ("hy_v3", {"qk_norm": False}, "qk_norm False is not supported"),
         ("hy_v3", {"expert_hidden_dim": 12}, "expert_hidden_dim 12 is not supported; supported: 8"),
-        ("glm4_moe_lite", {"attention_bias": True}, "attention_bias True is not supported"),
+        ("glm4_moe_lite", {"attention_bias": "true"}, "attention_bias is 'true', not true or false"),
         ("qwen3_moe", {"use_sliding_window": True}, "use_sliding_window True is not supported"),
         ("mimo_v2_flash", {"swa_head_dim": 16}, "swa_head_dim 16 is not supported; supported: 12"),
         ("mimo_v2_flash", {"hybrid_block_size": 4}, "hybrid_block_size 4 is not supported"),
@@ -176,3 +177,129 @@ def test_ernies_module_can_run_as_in_the_engines(tmp_path):
     found = mtpjax.forward(params, tokens[None], model=model).mtp_logits[0][0, :-1]
     _, wanted = run_module(tensors, config_of("ernie4_5_moe"), hidden[:-1], tokens[1:], as_engines=True)
     np.testing.assert_allclose(found, wanted, rtol=1e-4, atol=1e-4)
+
+
+@pytest.mark.parametrize(
+    ("name", "changes", "words"),
+    [
+        ("qwen3", {"rms_norm_eps": None}, "rms_norm_eps is null: give it a value, or leave it out"),
+        ("qwen3", {"hidden_act": None}, "hidden_act is null"),
+        ("qwen3", {"hidden_act": "gelu"}, "hidden_act 'gelu' is not supported"),
+        ("qwen3", {"use_sliding_window": "false"}, "use_sliding_window 'false' is not supported"),
+        ("qwen3", {"rms_norm_eps": "1e-6"}, "rms_norm_eps is '1e-6', not a positive number"),
+        ("qwen3", {"attention_bias": 1}, "attention_bias is 1, not true or false"),
+        ("deepseek_v3", {"norm_topk_prob": None}, "norm_topk_prob is null"),
+        ("deepseek_v3", {"routed_scaling_factor": None}, "routed_scaling_factor is null"),
+        ("deepseek_v3", {"num_local_experts": 6}, "num_local_experts 6 is not supported; supported: 12"),
+        # transformers' classes do not read these keys.
+        ("deepseek_v32", {"rope_interleave": False}, "rope_interleave False is not supported"),
+        ("glm_moe_dsa", {"indexer_rope_interleave": False}, "type glm_moe_dsa have True"),
+        ("qwen3_moe", {"routed_scaling_factor": 2.5}, "routed_scaling_factor 2.5 is not supported"),
+        ("qwen3_5_moe", {"norm_topk_prob": False}, "norm_topk_prob False is not supported"),
+        ("qwen3_next", {"n_group": 2}, "n_group 2 is not supported"),
+        ("hy_v3", {"route_norm": False}, "route_norm False is not supported"),
+        ("gpt_oss", {"norm_topk_prob": False}, "norm_topk_prob False is not supported"),
+        ("gpt_oss", {"experts_per_token": 1}, "experts_per_token 1 is not supported; supported: 2"),
+        ("ernie4_5_moe", {"moe_norm_min": 0.1}, "moe_norm_min 0.1 is not supported"),
+        ("ernie4_5_moe", {"attention_bias": True}, "attention_bias True is not supported"),
+    ],
+)
+def test_a_key_that_would_be_guessed_or_not_read_is_refused(name, changes, words):
+    with pytest.raises(ConfigError, match=words):
+        parse_config({**config_of(name), **changes})
+
+
+@pytest.mark.parametrize(
+    ("name", "key", "field", "value"),
+    [
+        ("glm4_moe", "partial_rotary_factor", "partial_rotary_factor", 0.5),
+        ("glm4_moe", "rms_norm_eps", "rms_norm_eps", 1e-5),
+        ("qwen3_next", "partial_rotary_factor", "partial_rotary_factor", 0.25),
+        ("glm_moe_dsa", "rms_norm_eps", "rms_norm_eps", 1e-5),
+        ("glm_moe_dsa", "indexer_rope_interleave", "indexer_rope_interleave", True),
+        ("glm_moe_dsa", "routed_scaling_factor", "routed_scaling_factor", 2.5),
+        ("deepseek_v3", "routed_scaling_factor", "routed_scaling_factor", 2.5),
+        ("deepseek_v3", "topk_group", "topk_group", 4),
+        ("hy_v3", "router_scaling_factor", "routed_scaling_factor", 2.826),
+    ],
+)
+def test_a_missing_key_has_the_default_of_transformers_class(name, key, field, value):
+    values = {name: value for name, value in config_of(name).items() if name != key}
+    for section in ("rope_parameters", "rope_scaling"):
+        if isinstance(values.get(section), dict):
+            values[section] = {name: value for name, value in values[section].items() if name != key}
+    assert getattr(parse_config(values).model, field) == value
+
+
+def test_sharing_the_indexer_between_draft_steps_is_said_to_be_missing(caplog):
+    values = config_of("glm_moe_dsa")
+    [note] = parse_config(values).notes
+    assert note.startswith("index_share_for_mtp_iteration is not supported: every draft step")
+    assert parse_config({**values, "index_share_for_mtp_iteration": False}).notes == ()
+    assert parse_config({**values, "num_nextn_predict_layers": 0}).notes == ()
+    with CheckpointFiles(path("glm_moe_dsa")) as files:
+        make_plan(files)
+    assert "config.json: index_share_for_mtp_iteration is not supported" in caplog.text
+
+
+@pytest.mark.parametrize(
+    ("name", "key", "of_modules", "field", "value"),
+    [
+        ("glm4_moe_lite", "mlp_layer_types", ["sparse"], "mtp_dense", False),
+        ("glm4_moe_lite", "mlp_layer_types", ["dense"], "mtp_dense", True),
+        ("hy_v3", "mlp_layer_types", ["dense"], "mtp_dense", True),
+        ("mimo_v2_flash", "layer_types", ["full_attention"] * 3, "mtp_layer_type", "full_attention"),
+        ("mimo_v2_flash", "mlp_layer_types", ["dense"] * 3, "mtp_dense", True),
+        ("qwen3_5", "layer_types", ["full_attention"], "mtp_layer_type", "full_attention"),
+        ("glm_moe_dsa", "indexer_types", ["full"], "mtp_layer_type", "full_attention"),
+    ],
+)
+def test_a_list_of_layers_may_go_on_with_the_modules(name, key, of_modules, field, value):
+    values = config_of(name)
+    level = values.get("text_config", values)
+    wanted = dataclasses.replace(parse_config(values).model, **{field: value})
+    # Behind the layers, or, as transformers saves them, under a key of their own.
+    for longer in ({key: [*level[key], *of_modules]}, {f"mtp_{key}": of_modules}):
+        parsed = parse_config({**values, "text_config": {**level, **longer}} if level is not values else level | longer)
+        assert parsed.model == wanted and parsed.unknown == ()
+
+
+def test_step_saved_by_transformers_has_its_modules_under_keys_of_their_own():
+    values = config_of("step3p5")
+    types = values["layer_types"]
+    split = values | {"layer_types": types[:4], "mtp_layer_types": types[4:]}
+    assert parse_config(split).model == parse_config(values).model and parse_config(split).unknown == ()
+
+
+@pytest.mark.parametrize(
+    ("name", "changes", "words"),
+    [
+        (
+            "hy_v3",
+            {"mlp_layer_types": ["dense"] * 6},
+            "has 6 entries; supported: one for each of 3 layers, or also for 1",
+        ),
+        ("hy_v3", {"mlp_layer_types": ["dense", "moe", "dense"]}, "mlp_layer_types with 'moe' is not supported"),
+        (
+            "mimo_v2_flash",
+            {"mlp_layer_types": ["dense", *["sparse"] * 4, "dense", "dense"]},
+            r"modules of several kinds, \['sparse', 'dense', 'dense'\]",
+        ),
+        ("glm_moe_dsa", {"indexer_types": ["full"] * 6 + ["shared"]}, "MTP modules of type 'shared'"),
+        ("qwen3", {"layer_types": ["sliding_attention"] * 3}, "layer_types"),
+    ],
+)
+def test_a_list_of_layers_that_does_not_fit_is_refused(name, changes, words):
+    with pytest.raises(ConfigError, match=words):
+        parse_config({**config_of(name), **changes})
+
+
+@pytest.mark.parametrize("count", [0, 1, 4])
+def test_lists_that_go_on_with_the_modules_follow_their_number(count):
+    values = config_of("step3p5") | {"mtp_mlp_layer_types": ["dense"] * 2}
+    parsed = parse_config(values)
+    edited = edit_config(values, parsed.layout, num_mtp_modules=count)
+    found = parse_config(edited).model
+    assert found == dataclasses.replace(parsed.model, num_mtp_modules=count, mtp_layer_type=found.mtp_layer_type)
+    assert count == 0 or found.mtp_layer_type == parsed.model.mtp_layer_type
+    assert len(values["layer_types"]) == 6 and len(edited["layer_types"]) == 4 + count

@@ -166,7 +166,7 @@ class Experts(nn.Module):
         if placement is not None:
             ids = jnp.where(ids < E, choose_slots(jnp.minimum(ids, E - 1), placement), num_slots)
         form = functools.partial(mix_experts, inference=cached, implementation=self.implementation)
-        if self.limit or config.expert_bias:
+        if self.limit or config.expert_bias or config.swiglu_alpha:
             form = functools.partial(mix_clamped_experts, biases=biases, limit=self.limit, alpha=config.swiglu_alpha)
             gate_up, down = gate_up.astype(x.dtype), down.astype(x.dtype)
         # Inside `shard_map` ids of other devices' experts become the number of own ones, which no expert has.

@@ -44,13 +44,13 @@ class GroupedAttention(nn.Module):
         G = config.num_attention_heads // config.num_key_value_heads
         parts = [G, 1] + [1] * (V == H) + [G] * config.attn_output_gate
 
-        # Project to queries, key, value and gates of each key/value head. The gates have no bias and no norm.
+        # Project to queries, key, value and gates of each key/value head. The gates have no norm.
         initial = nn.initializers.variance_scaling(1.0, "fan_in", "normal", in_axis=0, out_axis=(1, 2, 3))
         kernel = self.param("qkv", initial, (D, K, sum(parts), H))
         projected = partial_product(x, kernel, implementation=self.implementation).reshape(B, T, K, sum(parts), H)
-        bias = norms = None
+        bias = gate_bias = norms = None
         if config.attention_bias:
-            bias = self.param("qkv_bias", nn.initializers.zeros, (K, G + 2, H))
+            bias, gate_bias = jnp.split(self.param("qkv_bias", nn.initializers.zeros, (K, sum(parts), H)), [G + 2], 1)
         if config.use_qk_norm:
             norm_q, norm_k = (NormScale(H, config.zero_centred_norm, name=name) for name in ("norm_q", "norm_k"))
             norms = norm_q(), norm_k()
@@ -91,7 +91,9 @@ class GroupedAttention(nn.Module):
         # Gate and project back to the model width.
         output = output.swapaxes(1, 2)
         if config.attn_output_gate:
-            output = output * jax.nn.sigmoid(projected.total()[:, :, :, G + 2 :])
+            gates = projected.total()[:, :, :, G + 2 :]
+            gates = gates if gate_bias is None else gates + gate_bias.astype(x.dtype)[None, None]
+            output = output * jax.nn.sigmoid(gates)
         if config.attn_head_gate:
             initial = nn.initializers.variance_scaling(1.0, "fan_in", "normal", in_axis=0, out_axis=(1, 2))
             kernel = self.param("head_gate", initial, (D, K, G))
@@ -103,7 +105,7 @@ class GroupedAttention(nn.Module):
         product = add_parts(product, config.num_key_value_heads, "tensor")
         if config.attention_output_bias:
             bias = self.param("output_bias", nn.initializers.zeros, (self.output_size or D,))
-            product = PartialSums((product.total() + bias.astype(x.dtype)[None, None])[None], product.dtype)
+            product = product.plus(bias)
         return product, entries, selection
 
     def _split_narrow(self, projected: jax.Array, view: View) -> tuple[jax.Array, jax.Array]:

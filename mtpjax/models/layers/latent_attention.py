@@ -55,6 +55,11 @@ class LatentAttention(nn.Module):
         first_name, first_width = ("query_down", config.q_lora_rank) if config.q_lora_rank else ("query", wide)
         down = [self.param(first_name, matrix, (D, first_width)), self.param("latent_down", matrix, (D, R + P))]
         query, latent = partial_products(x, down, implementation=self.implementation)
+        if config.attention_bias:
+            # Of the projections to the latents alone, as transformers has it.
+            zeros = nn.initializers.zeros
+            latent = latent.plus(self.param("latent_down_bias", zeros, (R + P,)))
+            query = query.plus(self.param("query_down_bias", zeros, (first_width,))) if config.q_lora_rank else query
         query_latent = x
         if config.q_lora_rank:
             norm_query = AddRMSNorm(config.latent_norm_eps, implementation=self.implementation, name="norm_query")
@@ -129,7 +134,10 @@ class LatentAttention(nn.Module):
             else:
                 output = attended[:, 0]
         output = partial_product(output.reshape(B, T, N * V), project, implementation=self.implementation)
-        return add_parts(output, config.num_attention_heads, "tensor"), entries, selection
+        output = add_parts(output, config.num_attention_heads, "tensor")
+        if config.attention_output_bias:
+            output = output.plus(self.param("output_bias", nn.initializers.zeros, (D,)))
+        return output, entries, selection
 
     def _new_entry(self, latent: jax.Array, norm_scale: jax.Array, view: View) -> jax.Array:
         """Computes cache entries `[B, T, R + P]`: the normalised latent, and the rotated key of all heads."""

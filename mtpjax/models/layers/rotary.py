@@ -1,4 +1,4 @@
-"""Rotary position embedding: half-split, interleaved or partial, with YaRN or Llama 3.1 scaling."""
+"""Rotary position embedding: half-split, interleaved or partial, with linear, YaRN or Llama 3.1 scaling."""
 
 import math
 
@@ -6,7 +6,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from mtpjax.models.config import Llama3Scaling, ModelConfig, Yarn
+from mtpjax.models.config import LinearScaling, Llama3Scaling, ModelConfig, Yarn
 
 
 def inverse_frequencies(config: ModelConfig) -> np.ndarray:
@@ -27,6 +27,8 @@ def inverse_frequencies(config: ModelConfig) -> np.ndarray:
     yarn = config.rope_scaling
     if yarn is None:
         return plain.astype(np.float32)
+    if isinstance(yarn, LinearScaling):
+        return (plain / yarn.factor).astype(np.float32)
     # Llama 3.1: interpolate by the number of turns over the original length.
     if isinstance(yarn, Llama3Scaling):
         turns = yarn.original_max_position_embeddings * plain / (2 * math.pi)
@@ -41,21 +43,23 @@ def inverse_frequencies(config: ModelConfig) -> np.ndarray:
     low, high = pair_that_turns(yarn.beta_fast), pair_that_turns(yarn.beta_slow)
     if yarn.truncate:
         low, high = math.floor(low), math.ceil(high)
+    # With an extreme base or length the bounds are in reverse order; the ramp then falls, as in transformers.
     low, high = max(low, 0), min(high, dim - 1)
-    slow = np.clip((np.arange(dim // 2) - low) / max(high - low, 0.001), 0, 1)
+    slow = np.clip((np.arange(dim // 2) - low) / ((high - low) or 0.001), 0, 1)
     return (plain * (1 - slow) + plain / yarn.factor * slow).astype(np.float32)
 
 
 def rotary_angles(config: ModelConfig, positions: jax.Array) -> tuple[jax.Array, jax.Array]:
-    """Computes cosines and sines `[B, T, P]` float32 of positions `[B, T]`, times YaRN's ratio of magnitudes."""
+    """Computes cosines and sines `[B, T, P]` float32 of positions `[B, T]`, times YaRN's factor."""
     angles = positions[:, :, None].astype(jnp.float32) * inverse_frequencies(config)[None, None, :]
     yarn = config.rope_scaling
-    is_yarn = isinstance(yarn, Yarn)
-    ratio = yarn.magnitude(yarn.mscale) / yarn.magnitude(yarn.mscale_all_dim) if is_yarn else 1.0
+    ratio = yarn.rotation_factor if isinstance(yarn, Yarn) else 1.0
     return jnp.cos(angles) * ratio, jnp.sin(angles) * ratio
 
 
 def softmax_scale(config: ModelConfig, width: int) -> float:
-    """Returns `width^-0.5`, times the square of YaRN's magnitude if the checkpoint sets `mscale_all_dim`."""
+    """Returns `width^-0.5`; latent attention multiplies it by YaRN's squared magnitude if `mscale_all_dim` is set."""
     yarn = config.rope_scaling
-    return width**-0.5 * (yarn.magnitude(yarn.mscale_all_dim) ** 2 if isinstance(yarn, Yarn) else 1.0)
+    if config.attention != "latent" or not isinstance(yarn, Yarn) or not yarn.mscale_all_dim:
+        return width**-0.5
+    return width**-0.5 * yarn.magnitude(yarn.mscale_all_dim) ** 2

@@ -78,11 +78,13 @@ def test_yarn_matches_its_formula():
         assert found == pytest.approx(plain * kept + plain / YARN.factor * (1 - kept), rel=1e-6)
 
 
-def test_yarn_scales_softmax_and_rotation():
+def test_yarn_scales_rotation_and_the_softmax_of_latent_attention():
     config = dataclasses.replace(CONFIG, rope_scaling=YARN)
     of_all, of_rotation = 0.05 * np.log(8) + 1, 0.1 * np.log(8) + 1
-    assert softmax_scale(config, 16) == pytest.approx(0.25 * of_all**2)
-    assert softmax_scale(CONFIG, 16) == 0.25
+    latent = {"kv_lora_rank": 8, "qk_nope_head_dim": 8, "qk_rope_head_dim": 16, "v_head_dim": 8}
+    latent = dataclasses.replace(config, attention="latent", **latent)
+    assert softmax_scale(latent, 16) == pytest.approx(0.25 * of_all**2)
+    assert softmax_scale(config, 16) == softmax_scale(CONFIG, 16) == 0.25
     cos, sin = rotary_angles(config, POSITIONS)
     np.testing.assert_allclose(cos**2 + sin**2, (of_rotation / of_all) ** 2, rtol=1e-5)
 

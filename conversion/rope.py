@@ -1,0 +1,175 @@
+"""Rotary embeddings in `config.json`: `rope_parameters` (transformers 5), or `rope_scaling` and `rope_theta` (before).
+
+Every value has the meaning that transformers gives it. A value that transformers refuses, or that needs frequencies
+which depend on the length of the text, is an error.
+"""
+
+import dataclasses
+from typing import Any
+
+from conversion.config_reader import ConfigReader
+from mtpjax.errors import ConfigError
+from mtpjax.models.config import LinearScaling, Llama3Scaling, RopeScaling, Yarn
+
+FULL, SLIDING = "full_attention", "sliding_attention"
+# On text alone, mrope's three sections have the same positions, so it equals the default. "dynamic" rescales only
+# texts above `max_position_embeddings`, which decoding refuses.
+SUPPORTED = ("default", "linear", "dynamic", "yarn", "llama3", "mrope")
+
+
+def read_rope(reader: ConfigReader, *, rotates_part: bool) -> dict[str, Any]:
+    """Reads the fields of `ModelConfig` about rotary embeddings.
+
+    Args:
+        reader: the values of `config.json`.
+        rotates_part: the family's class in transformers can rotate a part of each head.
+
+    Returns:
+        The fields.
+
+    Raises:
+        ConfigError: the values are damaged or not supported.
+    """
+    section = _section(reader)
+    if FULL not in section.values:
+        return _read_section(section, reader, rotates_part)
+    # A section for each type of layer.
+    for name in (FULL, SLIDING):
+        if name in section.values and section.get(name) is None:
+            raise ConfigError(f"config.json: rope_parameters with {name} null (no rotary embedding) is not supported")
+    full, sliding = (
+        _read_section(section.section(name), reader, rotates_part, is_nested=True) for name in (FULL, SLIDING)
+    )
+    own = sliding.pop("rope_scaling")
+    if own not in (None, full["rope_scaling"]):
+        raise ConfigError(f"config.json: rope_parameters with another scaling for {SLIDING} are not supported")
+    full["sliding_rope_scaling"] = own == full["rope_scaling"]
+    return full | {f"sliding_{name}": value for name, value in sliding.items()}
+
+
+def describe_scaling(scaling: RopeScaling | None) -> dict[str, Any]:
+    """Writes a rotary scaling as `config.json` has it.
+
+    Args:
+        scaling: the scaling; None: no scaling.
+
+    Returns:
+        The keys and values of a section. Optional keys that are not set are left out.
+    """
+    kinds = {Yarn: "yarn", Llama3Scaling: "llama3", LinearScaling: "linear", type(None): "default"}
+    values = {} if scaling is None else dataclasses.asdict(scaling)
+    is_set = {name: value for name, value in values.items() if value not in (None, 0.0) or value is False}
+    return {"rope_type": kinds[type(scaling)], **is_set}
+
+
+def _section(reader: ConfigReader) -> ConfigReader:
+    """Returns the section about rotary embeddings; a file that has both must say the same in both."""
+    new, old = reader.section("rope_parameters"), reader.section("rope_scaling")
+    if not new.values or not old.values:
+        return new if new.values else old
+    differing = ["rope_type"] if _kind(new) != _kind(old) else []
+    for key in sorted((new.values.keys() | old.values.keys()) - {"rope_type", "type"}):
+        mine, other = new.values.get(key), old.values.get(key)
+        # The older keys have base and rotated share beside the section.
+        is_beside = other is None and key in ("rope_theta", "partial_rotary_factor")
+        differing += [key] if mine != other and not is_beside else []
+    if differing:
+        raise ConfigError(
+            f"config.json: rope_parameters and rope_scaling differ in {', '.join(differing)}: keep one of them"
+        )
+    return new
+
+
+def _kind(section: ConfigReader) -> str:
+    """Returns the type of scaling; "default" for an empty section."""
+    names = [section.get(key) for key in ("rope_type", "type")]
+    given = [name for name in names if name is not None]
+    if not given and (section.get("factor") is not None or section.values.keys() & {"rope_type", "type"}):
+        raise ConfigError('config.json: the section about rotary embeddings lacks rope_type (such as "yarn")')
+    kind = given[0] if given else "default"
+    if len(set(given) - {"mrope", "default"}) + (len(set(given) & {"mrope", "default"}) > 0) > 1:
+        raise ConfigError(f"config.json: rope_type is {names[0]!r}, and type is {names[1]!r}: keep one of them")
+    if kind == "longrope":
+        raise ConfigError(
+            "config.json: rope_type 'longrope' is not supported: its frequencies change with the length of the text"
+        )
+    if kind not in SUPPORTED:
+        raise ConfigError(f"config.json: unsupported rope_type {kind!r}; supported: {', '.join(SUPPORTED)}")
+    return kind
+
+
+def _read_section(
+    section: ConfigReader, reader: ConfigReader, rotates_part: bool, *, is_nested: bool = False
+) -> dict[str, Any]:
+    """Reads one section; `rope_theta` and `partial_rotary_factor` may be in it or beside it."""
+    for of in (section, reader):
+        if "rope_theta" in of.values and of.get("rope_theta") is None:
+            raise ConfigError("config.json: rope_theta is null, not a positive number")
+    theta = section.number("rope_theta", reader.number("rope_theta", 10000.0))
+    partial = section.number("partial_rotary_factor", reader.number("partial_rotary_factor", 1.0))
+    if partial > 1 or (partial < 1 and not rotates_part):
+        allowed = "a number up to 1" if rotates_part else "1.0 in this family"
+        raise ConfigError(f"config.json: partial_rotary_factor is {partial}; supported: {allowed}")
+    scaling = _read_scaling(section, reader, is_nested)
+    # What mrope says about images changes nothing for text.
+    ignored = {"mrope_section", "mrope_interleaved"}
+    reader.unknown_within |= {f"rope_parameters.{key}" for key in section.values.keys() - section.seen - ignored}
+    return {"rope_theta": theta, "partial_rotary_factor": partial, "rope_scaling": scaling}
+
+
+def _read_scaling(section: ConfigReader, reader: ConfigReader, is_nested: bool) -> RopeScaling | None:
+    """Reads the scaling of one section."""
+    kind = _kind(section)
+    if kind in ("default", "mrope"):
+        section.seen.discard("factor")  # not used: reported
+        return None
+
+    def needed(key: str) -> float:
+        if section.get(key) is None:
+            state = "null" if key in section.values else "missing"
+            raise ConfigError(f"config.json: {key} is {state}, which rotary scaling of type {kind!r} needs")
+        return section.number(key, 1.0)
+
+    if kind == "dynamic":
+        # With Hunyuan's `alpha` the frequencies of every position change.
+        section.require("alpha")
+        needed("factor")
+        section.seen.add("original_max_position_embeddings")
+        return None
+    if kind == "linear":
+        return LinearScaling(factor=needed("factor"))
+    original = _original_length(section, reader, is_nested)
+    if kind == "llama3":
+        # Llama 3 scales low frequencies only, with a smooth transition.
+        low, high = needed("low_freq_factor"), needed("high_freq_factor")
+        return Llama3Scaling(
+            factor=needed("factor"),
+            original_max_position_embeddings=original,
+            low_freq_factor=low,
+            high_freq_factor=high,
+        )
+    # YaRN. A factor of null is the ratio of the lengths; null and 0 of some optional keys mean that they are not set.
+    is_null = "factor" in section.values and section.get("factor") is None
+    factor = reader.integer("max_position_embeddings") / original if is_null else needed("factor")
+    if "truncate" in section.values and section.get("truncate") is None:
+        raise ConfigError("config.json: truncate is null, not true or false")
+    optional = {
+        key: section.number(key, 1.0)
+        for key in ("beta_fast", "beta_slow", "mscale", "mscale_all_dim")
+        if section.get(key) not in (None, 0) or isinstance(section.get(key), bool)
+    }
+    if section.get("attention_factor") is not None:
+        optional["attention_factor"] = section.number("attention_factor", 1.0)
+    truncate = section.flag("truncate", True)
+    return Yarn(factor=factor, original_max_position_embeddings=original, truncate=truncate, **optional)
+
+
+def _original_length(section: ConfigReader, reader: ConfigReader, is_nested: bool) -> int:
+    """Reads the positions before scaling: beside the section, in it, or else `max_position_embeddings`."""
+    key = "original_max_position_embeddings"
+    inside = section.get(key)
+    if not is_nested and reader.get(key) is not None:
+        return reader.integer(key)
+    if key in section.values and inside is None:
+        raise ConfigError(f"config.json: {key} is null, not an integer")
+    return section.integer(key, reader.integer("max_position_embeddings"))
