@@ -133,6 +133,38 @@ def _describe(config: Config, form: Any) -> tuple[dict[str, ParamSpec], dict[str
     return medusa_specs(config, form), describe_medusa(config, form)
 
 
+def find_form(config: Config, *, has_draft_ids: bool) -> Any:
+    """Finds a format that can express a drafter.
+
+    EAGLE-3 is written as speculators and vLLM read it, because SpecForge's list of layers has two readings. The others
+    are written as their authors do, or, with a draft vocabulary, as vLLM reads Medusa and speculators the blocks.
+
+    Args:
+        config: the architecture.
+        has_draft_ids: the drafter has a draft vocabulary.
+
+    Returns:
+        The name of the format.
+
+    Raises:
+        ConfigError: no format can.
+    """
+    if isinstance(config, Eagle3Config):
+        forms = ["speculators"]
+    elif isinstance(config, MedusaConfig):
+        forms = ["medusa", "vllm"]
+    else:
+        forms = ["deepspec" if isinstance(config, DSparkConfig) else "z-lab", "speculators"]
+    reasons = []
+    for form in reversed(forms) if has_draft_ids else forms:
+        try:
+            _describe(config, form)
+            return form
+        except ConfigError as error:
+            reasons.append(f"{form}: {error}")
+    raise ConfigError(f"no format can express this drafter ({'; '.join(reasons)})")
+
+
 def _choose_form(form: str | None, name: str, forms: tuple[str, str]) -> Any:
     """Returns the format to write; None is the first one."""
     if form not in (None, *forms):

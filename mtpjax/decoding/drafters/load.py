@@ -92,6 +92,9 @@ def load_drafter(
         raise UsageError(f"last_layer_state must be {' or '.join(map(repr, STATES))}, got {last_layer_state!r}")
     if aux_layers not in (None, "entered", "output"):
         raise UsageError(f"aux_layers must be 'entered' or 'output', got {aux_layers!r}")
+    for name in ("norm_before_residual", "sample_from_anchor"):
+        if choices[name] not in (None, False, True):
+            raise UsageError(f"{name} must be True or False, got {choices[name]!r}")
     found = find_checkpoint(path)
     found = found / DRAFTER_FOLDER if (found / DRAFTER_FOLDER / "config.json").is_file() else found
     stored = read_drafter(found, trunk, dtype=dtype, **choices)
