@@ -127,28 +127,14 @@ def make_drafter_plan(
         raise ConfigError(f"{CONFIG} contains a {type(values).__name__}, not an object")
     names = names_in_files(files.tensors, path)
     shapes = {plain: files.tensors[name].shape for plain, name in names.items()}
-    has_own = {"has_embedding": "embed_tokens.weight" in shapes, "has_head": "lm_head.weight" in shapes}
-    last: Any = {"last_layer_state": reading.get("last_layer_state")}
     # 1. The architecture, and the tensors that it has.
-    known = {OFFSETS, IS_DRAFTED}
     try:
-        method = find_method(values, shapes)
-        if method == "medusa":
-            config, form = parse_medusa(values, shapes, trunk)
-            specs, known = medusa_specs(config, form), {TOKEN_MAP}
-        elif method == "eagle3":
-            choices = {name: reading.get(name) for name in ("aux_layers", "norm_before_residual")}
-            config, _ = parse_eagle3(values, trunk, names=shapes, **has_own, **last, **choices)
-            specs = eagle3_specs(config)
-        else:
-            choice = reading.get("sample_from_anchor")
-            config, _ = parse_dflash(values, trunk, shapes=shapes, **has_own, **last, sample_from_anchor=choice)
-            specs = dflash_specs(config)
+        config, specs, others = _parse(values, shapes, trunk, reading)
     except ConfigError as error:
         raise ConfigError(f"{path}: {error}") from error
     # 2. Each tensor once, and of the shape that the configuration implies.
     wanted = {piece.name: piece.shape for spec in specs.values() for piece in spec.slices}
-    missing, extra = sorted(wanted.keys() - shapes.keys()), sorted(shapes.keys() - wanted.keys() - known)
+    missing, extra = sorted(wanted.keys() - shapes.keys()), sorted(shapes.keys() - wanted.keys() - others)
     quantization = values.get("quantization_config") or {}
     quantized = f" Packed or scaled weights ({quantization}) of drafters are not supported." if quantization else ""
     if missing:
@@ -165,6 +151,28 @@ def make_drafter_plan(
                 f"tensor {names[plain]} has shape {shapes[plain]}; {CONFIG} implies {shape}.{quantized}"
             )
     return DrafterPlan(config, rename_slices(specs, names), names)
+
+
+def _parse(
+    values: dict[str, Any], shapes: dict[str, tuple[int, ...]], trunk: TrunkSizes, reading: Reading
+) -> tuple[Config, dict[str, ParamSpec], set[str]]:
+    """Returns the architecture, the specs of its parameters, and tensors that are none of them; all by plain names."""
+    method = find_method(values, shapes)
+    if method == "medusa":
+        config, form = parse_medusa(values, shapes, trunk)
+        return config, medusa_specs(config, form), {TOKEN_MAP}
+    common: Any = {
+        "has_embedding": "embed_tokens.weight" in shapes,
+        "has_head": "lm_head.weight" in shapes,
+        "last_layer_state": reading.get("last_layer_state"),
+    }
+    if method == "eagle3":
+        common |= {name: reading.get(name) for name in ("aux_layers", "norm_before_residual")}
+        eagle3, _ = parse_eagle3(values, trunk, names=shapes, **common)
+        return eagle3, eagle3_specs(eagle3), {OFFSETS, IS_DRAFTED}
+    common["sample_from_anchor"] = reading.get("sample_from_anchor")
+    block, _ = parse_dflash(values, trunk, shapes=shapes, **common)
+    return block, dflash_specs(block), {OFFSETS, IS_DRAFTED}
 
 
 def _names_of(names: dict[str, str], plain: list[str]) -> str:

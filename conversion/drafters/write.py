@@ -106,8 +106,9 @@ def _plan_like(path: pathlib.Path, files: CheckpointFiles | TorchFile, config: C
         trunk = TrunkSizes(config.vocab_size, config.hidden_size, 0)
     for aux_layers, switch, state in itertools.product(("entered", "output"), (False, True), STATES):
         reading: Reading = {"aux_layers": aux_layers, "norm_before_residual": switch, "sample_from_anchor": switch}
+        reading["last_layer_state"] = state
         try:
-            plan = make_drafter_plan(path, files, trunk, **reading, last_layer_state=state)
+            plan = make_drafter_plan(path, files, trunk, **reading)
         except ConfigError:
             continue
         if plan.config == config:

@@ -1,6 +1,5 @@
 """Makes the drafter that a run begins with: new weights of an architecture, or those of a drafter's files."""
 
-import copy
 import pathlib
 from typing import Any, NamedTuple
 
@@ -9,6 +8,7 @@ import jax.numpy as jnp
 
 from conversion.drafters.write import find_form
 from mtpjax.decoding.drafters.load import TrainedParams, load_drafter
+from mtpjax.decoding.drafters.medusa import MedusaParams
 from mtpjax.errors import UsageError
 from mtpjax.models.draft_forward import DraftArchitecture
 from mtpjax.models.dspark import DSparkConfig
@@ -86,11 +86,12 @@ def add_drafter(
 
 def network_of(params: TrainedParams) -> dict[str, Any]:
     """Returns the parameters of a drafter's network."""
-    return copy.copy(params.heads if hasattr(params, "heads") else params.network)
+    return dict(params.heads if isinstance(params, MedusaParams) else params.network)
 
 
 def _check_settings(config: TrainConfig, found: DraftArchitecture) -> None:
     """Raises `UsageError` if settings differ from what the files hold."""
+    own: dict[str, Any]
     if isinstance(found, Eagle3Config):
         kind, own = "eagle3", {"draft_layers": found.layer_ids}
     elif isinstance(found, MedusaConfig):

@@ -426,6 +426,8 @@ def _settings_json(config: TrainConfig, objective: ObjectiveFunction | None) -> 
     # The whole architecture, so that a run resumes with it wherever it is named from, and `mtpjax compare` shows the
     # fields that differ. A checkpoint has its own, of which the settings change only the number of modules.
     settings["model"] = config.model_config.to_dict() if config.init_from is None else dict(values["model"])
+    # Runs of drafters from before there were two readings resume without one.
+    settings["draft_reading"] = dict(config.draft_reading) or None
     # Runs of MTP modules from before there were other drafters resume without these settings.
     if config.drafter == "mtp":
         settings = {name: value for name, value in settings.items() if not name.startswith("draft")}
