@@ -32,13 +32,11 @@ log = logging.getLogger("mtpjax.conversion")
 
 Format = Literal["z-lab", "deepspec", "speculators"]
 ZLAB_CLASS, DEEPSPEC_CLASS = "DFlashDraftModel", "Qwen3DSparkModel"
-# Classes that name no family: their layers are Qwen3's.
-PLAIN_CLASSES = {ZLAB_CLASS, "DFlashForCausalLM", "DFlashModel", "DSparkDraftModel", "DSparkForCausalLM", "DSparkModel"}
 KNOWN_KEYS = {
-    *("block_size", "dflash_config", "num_target_layers", "is_causal", "num_anchors", "target_layer_ids"),
-    *("mask_token_id", "sample_from_anchor", "markov_rank", "markov_head_type", "enable_confidence_head"),
-    *("confidence_head_with_markov", "draft_vocab_size", "target_hidden_size", "is_neox_style"),
-    *("target_num_hidden_layers", "projector_type", "attention_mode", LAST_LAYER_STATE),
+    *("block_size", "dflash_config", "dspark_config", "num_target_layers", "is_causal", "num_anchors"),
+    *("target_layer_ids", "mask_token_id", "sample_from_anchor", "markov_rank", "markov_head_type"),
+    *("enable_confidence_head", "confidence_head_with_markov", "draft_vocab_size", "target_hidden_size"),
+    *("is_neox_style", "target_num_hidden_layers", "projector_type", "attention_mode", LAST_LAYER_STATE),
 }
 # Keys of `dflash_config`; others are warned of.
 SECTION_KEYS = {
@@ -91,10 +89,10 @@ def parse_dflash(
     Raises:
         ConfigError: the configuration is damaged or not supported, or does not say which trunk states are read.
     """
-    reader, shapes, classes = ConfigReader(values), shapes or {}, class_names(values)
+    reader, shapes = ConfigReader(values), shapes or {}
     is_dspark = find_method(values, shapes) == "dspark"
     form: Format = "speculators" if is_speculators(values) else "deepspec" if is_dspark else "z-lab"
-    section = reader.section("dflash_config")
+    section = reader.section("dflash_config" if reader.get("dflash_config") is not None else "dspark_config")
     layers = reader.section("transformer_layer_config") if form == "speculators" else reader
     for key, allowed in NOT_SUPPORTED.items():
         for each in (reader, section, layers):
@@ -106,9 +104,8 @@ def parse_dflash(
         if None not in (section.values[key], values[key]) and section.values[key] != values[key]:
             raise ConfigError(f"config.json: {key} is {values[key]!r}, and {section.values[key]!r} in dflash_config")
     own = {key: value for key, value in {**section.values, **values}.items() if value is not None}
-    classes = (*classes, *(["Qwen3"] if PLAIN_CLASSES & set(classes) and form != "speculators" else []))
     own_layers = {key: value for key, value in layers.values.items() if key not in ATTENTION_KEYS}
-    block = parse_layers(own_layers, KNOWN_KEYS, shapes, classes=classes)
+    block = parse_layers(own_layers, KNOWN_KEYS, shapes, classes=class_names(values))
     # Some programs write the number of trunk states in the place of that of layers, and the latter beside it.
     key = "target_num_hidden_layers" if "target_num_hidden_layers" in own else "num_target_layers"
     num_layers = reader.integer(key, trunk.num_hidden_layers)

@@ -100,6 +100,9 @@ def parse_eagle3(
     block = parse_layers(layers, KNOWN_KEYS, names, classes=class_names(values))
     for key, allowed in EAGLE_KEYS.items():
         eagle.require(key, *allowed)
+    known = {*EAGLE_KEYS, *SWITCHES, LAYER_IDS, LAST_LAYER_STATE, "num_aux_hidden_states"}
+    if unknown := sorted(eagle.values.keys() - known):
+        log.warning("eagle_config has unknown keys, which are ignored: %s", ", ".join(unknown))
     reader.require("bias", False)
     for section in (reader, ConfigReader(layers)):
         section.require("tie_word_embeddings", False)

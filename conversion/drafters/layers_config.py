@@ -20,8 +20,10 @@ LLAMA, QWEN3 = "llama", "qwen3"
 LATENT = re.compile(r"\.(kv_a_proj|kv_b_proj|q_a_proj|q_b_proj|fused_qkv_a_proj|kv_a_layernorm)")
 QUERY_NORM = ".self_attn.q_norm.weight"
 EXPERT_KEYS = ("n_routed_experts", "num_experts", "num_local_experts")
-# Trunks whose layers are no Llama's in any format: a drafter of grouped attention that is named so is one by its class.
-LATENT_TYPES = ("deepseek", "kimi")
+# Families in the names of classes whose layers are Llama's, if their tensors are.
+LIKE_LLAMA = (LLAMA, QWEN3, "mistral", "deepseek", "kimi")
+# Words in the names of classes that name no family. SGLang and vLLM run these classes as Llama, or blocks as Qwen3.
+NO_FAMILY = re.compile(r"eagle3|dflash|dspark|speculator|draft|model|forcausallm|deep")
 
 
 def parse_layers(
@@ -62,16 +64,14 @@ def parse_layers(
 
 def _layer_type(model_type: Any, names: Collection[str], classes: tuple[str, ...]) -> str:
     """Returns the family whose arithmetic the layers have."""
-    text = " ".join(classes).lower()
-    has_query_norm = any(name.endswith(QUERY_NORM) for name in names)
-    # Of these only the norms of queries and keys differ, which the tensors show.
-    is_named = any(family in text for family in (LLAMA, QWEN3, *LATENT_TYPES))
-    if is_named or model_type == LLAMA or str(model_type).startswith(LATENT_TYPES):
-        is_qwen = model_type == QWEN3 and LLAMA not in text
-        return QWEN3 if has_query_norm or is_qwen else LLAMA
-    if model_type != QWEN3:
+    text = [name.lower() for name in classes]
+    others = [name for name in text if not any(each in name for each in LIKE_LLAMA) and NO_FAMILY.sub("", name)]
+    if others and model_type not in (LLAMA, QWEN3):
         raise ConfigError(
             f"config.json: model_type {model_type!r} of a drafter is not supported: {LLAMA} and {QWEN3} are, and "
-            f"others where the class in architectures names one of them, unlike {list(classes)}"
+            f"others where no class in architectures names another family, unlike {list(classes)}"
         )
-    return QWEN3
+    # The two differ in the norms of queries and keys, which the tensors show.
+    has_query_norm = any(name.endswith(QUERY_NORM) for name in names)
+    is_qwen = model_type == QWEN3 and not any(LLAMA in name for name in text)
+    return QWEN3 if has_query_norm or is_qwen else LLAMA

@@ -20,7 +20,7 @@ from conversion.drafters.tensor_names import names_in_files, rename_slices
 from conversion.drafters.torch_file import TorchFile
 from conversion.drafters.trunk_layers import LastLayerState
 from conversion.files import INDEX, SINGLE, CheckpointFiles
-from conversion.load_plan import param_dtype
+from conversion.load_plan import FLOATS, param_dtype
 from conversion.read_params import ScaleMap, read_as
 from conversion.safetensors_header import MAX_HEADER_BYTES, parse_json
 from conversion.tensor_slice import ParamSpec
@@ -32,6 +32,7 @@ from mtpjax.safe_open import read_inside
 
 CONFIG = "config.json"
 MEDUSA_SAFETENSORS, MEDUSA_TORCH = "medusa_lm_head.safetensors", "medusa_lm_head.pt"
+WEIGHT_DTYPES = (*FLOATS, np.dtype(np.float64))
 NO_SCALES = ScaleMap({}, None)
 Config = Eagle3Config | MedusaConfig | DFlashConfig
 
@@ -132,7 +133,7 @@ def make_drafter_plan(
         config, specs, others = _parse(values, shapes, trunk, reading)
     except ConfigError as error:
         raise ConfigError(f"{path}: {error}") from error
-    # 2. Each tensor once, and of the shape that the configuration implies.
+    # 2. Each tensor once, of a type that can be read and of the shape that the configuration implies.
     wanted = {piece.name: piece.shape for spec in specs.values() for piece in spec.slices}
     missing, extra = sorted(wanted.keys() - shapes.keys()), sorted(shapes.keys() - wanted.keys() - others)
     quantization = values.get("quantization_config") or {}
@@ -146,6 +147,12 @@ def make_drafter_plan(
     if extra:
         raise CheckpointFileError(f"{path} has {len(extra)} unknown tensors: {_names_of(names, extra)}.{quantized}")
     for plain, shape in wanted.items():
+        # Integers and 8-bit floats need scales, whatever dtype they are cast to.
+        if (kind := files.tensors[names[plain]].dtype) not in WEIGHT_DTYPES:
+            raise CheckpointFileError(
+                f"tensor {names[plain]} has unsupported weight dtype {kind}; supported in drafters: float32, float16, "
+                f"bfloat16, float64 with a dtype to cast to.{quantized}"
+            )
         if shapes[plain] != shape:
             raise CheckpointFileError(
                 f"tensor {names[plain]} has shape {shapes[plain]}; {CONFIG} implies {shape}.{quantized}"

@@ -96,6 +96,18 @@ def test_a_drafter_named_after_its_trunk_has_the_layers_of_its_tensors(model_typ
     same_drafter(read_drafter(path, TRUNK), read_drafter(draft("eagle3"), TRUNK))
 
 
+def test_nested_layers_may_be_named_after_the_trunk(tmp_path):
+    layers = json.loads((draft("eagle31") / "config.json").read_text())["transformer_layer_config"]
+    path = variant(tmp_path / "draft", "eagle31", transformer_layer_config=layers | {"model_type": "gpt_oss"})
+    same_drafter(read_drafter(path, TRUNK), read_drafter(draft("eagle31"), TRUNK))
+
+
+@pytest.mark.parametrize("name", ["dflash", "dspark"])
+def test_blocks_may_be_named_after_the_trunk(name, tmp_path):
+    path = variant(tmp_path / "draft", name, model_type="glm4_moe")
+    same_drafter(read_drafter(path, TRUNK), read_drafter(draft(name), TRUNK))
+
+
 def test_query_norms_are_found_by_their_tensors(tmp_path):
     norms = {f"midlayer.self_attn.{each}_norm.weight": np.full(16, 2, np.float32) for each in "qk"}
     config = read_drafter(variant(tmp_path / "draft", "eagle3", tensors=norms, model_type="kimi_k2"), TRUNK).config
@@ -138,14 +150,15 @@ def test_a_nested_configuration_is_speculators_without_its_type(tmp_path):
     same_drafter(read_drafter(path, TRUNK), read_drafter(draft("eagle31"), TRUNK))
 
 
+@pytest.mark.parametrize("key", ["dflash_config", "dspark_config"])
 @pytest.mark.parametrize("has_copies", [False, True])
-def test_dspark_of_specforge_names_its_keys_in_a_section(has_copies, tmp_path):
+def test_dspark_of_specforge_names_its_keys_in_a_section(has_copies, key, tmp_path):
     """The heads are then those of the tensors."""
     keys = ("mask_token_id", "target_layer_ids", "markov_rank", "enable_confidence_head", "confidence_head_with_markov")
     values = json.loads((draft("dspark") / "config.json").read_text())
-    section = {key: values[key] for key in keys[:2]} | {"projector_type": "dspark", "attention_mode": "gqa"}
+    section = {each: values[each] for each in keys[:2]} | {"projector_type": "dspark", "attention_mode": "gqa"}
     removed: dict = {} if has_copies else dict.fromkeys((*keys, "markov_head_type", "num_target_layers"))
-    changes = {"architectures": ["DSparkDraftModel"], "dflash_config": section, **removed}
+    changes = {"architectures": ["DSparkDraftModel"], key: section, **removed}
     path = variant(tmp_path / "draft", "dspark", **changes)
     same_drafter(read_drafter(path, TRUNK), read_drafter(draft("dspark"), TRUNK))
     with pytest.raises(ConfigError, match=r"mask_token_id is 1, and 319 in dflash_config"):
@@ -233,7 +246,15 @@ def test_weights_of_integers_are_refused(name, dtype, tmp_path):
     tensor = {"eagle3": "fc.weight", "medusa": "0.0.linear.weight", "dspark": "markov_head.markov_w1.weight"}[name]
     zeros = np.zeros_like(load_file(draft(name) / "model.safetensors")[tensor])
     path = variant(tmp_path / "draft", name, tensors={tensor: zeros.astype(dtype)})
-    with pytest.raises(CheckpointFileError, match="unsupported weight dtype"):
+    for cast in (None, np.float32):
+        with pytest.raises(CheckpointFileError, match=f"{tensor} has unsupported weight dtype"):
+            read_drafter(path, TRUNK, dtype=cast)
+
+
+def test_a_quantised_drafter_is_named_so(tmp_path):
+    packed = {"fc.weight": np.zeros((64, 24), np.int32)}
+    path = variant(tmp_path / "draft", "eagle3", tensors=packed, quantization_config={"quant_method": "awq"})
+    with pytest.raises(CheckpointFileError, match=r"weight dtype int32.*quant_method.*awq.* of drafters are not supp"):
         read_drafter(path, TRUNK)
 
 
@@ -314,6 +335,14 @@ def test_written_blocks_say_which_state_of_the_last_layer_they_read(form, last, 
     config, _ = parse_dflash(values, TRUNK, has_embedding=False, has_head=False, last_layer_state=last)
     written = describe_dflash(config, form)
     assert parse_dflash(written, TRUNK, has_embedding=False, has_head=False)[0] == config and not caplog.text
+
+
+def test_unknown_keys_of_sections_are_warned_of(tmp_path, caplog):
+    read_drafter(variant(tmp_path / "eagle", "eagle3", eagle_config={"next_layer": True}), TRUNK)
+    section = json.loads((draft("dflash") / "config.json").read_text())["dflash_config"]
+    read_drafter(variant(tmp_path / "dflash", "dflash", dflash_config=section | {"other": 1}), TRUNK)
+    assert "eagle_config has unknown keys, which are ignored: next_layer" in caplog.text
+    assert "dflash_config has unknown keys, which are ignored: other" in caplog.text
 
 
 def test_unknown_keys_of_eagle_config_that_change_the_network_are_refused(tmp_path):
