@@ -18,7 +18,8 @@ import ml_dtypes
 import numpy as np
 import safetensors.numpy
 
-from conversion.files import INDEX, SINGLE, CheckpointFiles
+from conversion.files import CheckpointFiles
+from conversion.weight_files import INDEX, SINGLE
 
 GOLDEN = pathlib.Path(__file__).resolve().parent.parent / "tests" / "golden"
 BASES = ("qwen3", "qwen3_5_tied_bf16", "glm4_moe_lite", "ernie4_5_moe", "hy_v3", "deepseek_v3_fp8", "gpt_oss")

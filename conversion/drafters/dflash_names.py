@@ -3,8 +3,6 @@
 Axes: D width, V vocabulary, R draft vocabulary, r rank of the Markov head.
 """
 
-from collections.abc import Callable
-
 from conversion.attention_names import grouped_names
 from conversion.families import Layout
 from conversion.layer_names import prefixed
@@ -12,27 +10,23 @@ from conversion.tensor_slice import ParamSpec, copied, gate_up, linear
 from mtpjax.models.dflash import DFlashConfig
 from mtpjax.models.dspark import DSparkConfig
 
-# Projection and norm of the context; the second pair is in files of Muse.
-CONTEXT, MUSE_CONTEXT = ("fc", "hidden_norm"), ("encoder.fc", "encoder.output_norm_enc")
 STEPS = {"gated": "gate_proj", "rnn": "joint_proj"}  # of the Markov head
 
 
-def dflash_specs(config: DFlashConfig, has: Callable[[str], bool]) -> dict[str, ParamSpec]:
-    """Lists every parameter with the tensors that hold it.
+def dflash_specs(config: DFlashConfig) -> dict[str, ParamSpec]:
+    """Lists every parameter with the tensors that hold it, by their plain names (`conversion.drafters.tensor_names`).
 
     Args:
         config: the architecture.
-        has: returns whether the files contain a tensor.
 
     Returns:
         The specs by flat parameter name.
     """
     block, R = config.block, config.draft_vocab_size
     D, V = block.hidden_size, block.vocab_size
-    projection, norm = MUSE_CONTEXT if has(f"{MUSE_CONTEXT[0]}.weight") else CONTEXT
     specs = {
-        "fc": linear(f"{projection}.weight", config.features_size, D),
-        "norm_context/scale": copied(f"{norm}.weight", D),
+        "fc": linear("fc.weight", config.features_size, D),
+        "norm_context/scale": copied("hidden_norm.weight", D),
         "norm_final/scale": copied("norm.weight", D),
     }
     for index, kind in enumerate(config.kinds):

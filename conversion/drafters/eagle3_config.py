@@ -5,15 +5,22 @@ Both leave something unsaid that changes what the network computes. Such files a
 the caller names one.
 """
 
-import dataclasses
 import logging
+from collections.abc import Collection
 from typing import Any, Literal, NamedTuple
 
 from conversion.config_reader import ConfigReader
 from conversion.describe_config import describe_config
-from conversion.hf_config import parse_config
+from conversion.drafters.layers_config import parse_layers
+from conversion.drafters.method import class_names, is_speculators
+from conversion.drafters.trunk_layers import (
+    LAST_LAYER_STATE,
+    LastLayerState,
+    describe_last_layer,
+    entered_layers,
+    read_last_layer_state,
+)
 from mtpjax.errors import ConfigError
-from mtpjax.models.config import ModelConfig
 from mtpjax.models.eagle3 import Eagle3Config
 
 log = logging.getLogger("mtpjax.conversion")
@@ -26,7 +33,18 @@ LAYER_IDS = "eagle_aux_hidden_state_layer_ids"
 SWITCHES = ("norm_before_fc", "fc_norm", "norm_output")
 KNOWN_KEYS = {
     *("draft_vocab_size", "target_hidden_size", "num_aux_hidden_states", "eagle_config", "norm_before_residual"),
-    *(LAYER_IDS, "bias", "speculators_config", "speculators_model_type", "speculators_version", *SWITCHES),
+    *(LAYER_IDS, LAST_LAYER_STATE, "bias", *SWITCHES),
+    *("speculators_config", "speculators_model_type", "speculators_version"),
+}
+
+
+# Keys of `eagle_config` in exports of ModelOpt, with the values that change nothing.
+EAGLE_KEYS = {
+    "use_aux_hidden_state": (True,),
+    "use_input_layernorm_in_first_layer": (True,),
+    "use_last_layernorm": (True,),
+    "use_mtp_layernorm": (False,),
+    "parallel_draft_step": (1,),
 }
 
 
@@ -51,6 +69,8 @@ def parse_eagle3(
     has_head: bool,
     aux_layers: AuxLayers | None = None,
     norm_before_residual: bool | None = None,
+    last_layer_state: LastLayerState | None = None,
+    names: Collection[str] = (),
 ) -> tuple[Eagle3Config, Format]:
     """Parses the content of a `config.json`.
 
@@ -62,6 +82,9 @@ def parse_eagle3(
         aux_layers: what listed layer ids mean: the states that enter these layers, or the outputs of these layers.
             None: as the format's producer means them, if that is known.
         norm_before_residual: the value of this switch if the file lacks it.
+        last_layer_state: which output of the last trunk layer is read, if any and if the file does not say it. None:
+            the one before the final norm, with a warning.
+        names: the plain names of the tensors, which say what the layers are; may be empty.
 
     Returns:
         The architecture, and the format of the file.
@@ -71,14 +94,15 @@ def parse_eagle3(
     """
     reader = ConfigReader(values)
     eagle = reader.section("eagle_config")
-    kind = reader.get("speculators_model_type")
-    if kind not in (None, "eagle3"):
-        raise ConfigError(f"config.json: speculators_model_type {kind!r} is not supported here; supported: 'eagle3'")
     # speculators nests the keys of the layers; SpecForge has them beside its own.
-    form: Format = "specforge" if kind is None else "speculators"
-    layers = values if kind is None else reader.section("transformer_layer_config").values
-    block = parse_layers(layers, KNOWN_KEYS)
-    eagle.require("use_aux_hidden_state", True)
+    form: Format = "speculators" if is_speculators(values) else "specforge"
+    layers = reader.section("transformer_layer_config").values if form == "speculators" else values
+    block = parse_layers(layers, KNOWN_KEYS, names, classes=class_names(values))
+    for key, allowed in EAGLE_KEYS.items():
+        eagle.require(key, *allowed)
+    known = {*EAGLE_KEYS, *SWITCHES, LAYER_IDS, LAST_LAYER_STATE, "num_aux_hidden_states"}
+    if unknown := sorted(eagle.values.keys() - known):
+        log.warning("eagle_config has unknown keys, which are ignored: %s", ", ".join(unknown))
     reader.require("bias", False)
     for section in (reader, ConfigReader(layers)):
         section.require("tie_word_embeddings", False)
@@ -106,7 +130,7 @@ def parse_eagle3(
     try:
         return Eagle3Config(
             block=block,
-            layer_ids=_layer_ids(reader, eagle, trunk, form, aux_layers),
+            layer_ids=_layer_ids(reader, eagle, trunk, form, aux_layers, last_layer_state),
             num_target_layers=trunk.num_hidden_layers,
             target_hidden_size=reader.integer("target_hidden_size", block.hidden_size),
             draft_vocab_size=reader.integer("draft_vocab_size", block.vocab_size),
@@ -121,37 +145,13 @@ def parse_eagle3(
         raise ConfigError(f"config.json: {error}") from error
 
 
-def parse_layers(values: dict[str, Any], known_keys: set[str]) -> ModelConfig:
-    """Parses the sizes of a drafter's own layers, which are Llama's or Qwen3's.
-
-    Args:
-        values: the keys of the layers, perhaps beside others.
-        known_keys: the others; further keys are warned of.
-
-    Returns:
-        The sizes.
-
-    Raises:
-        ConfigError: the layers are damaged or not supported.
-    """
-    model_type = values.get("model_type")
-    if values.get("kv_lora_rank") is not None or str(model_type).startswith(("deepseek", "kimi")):
-        raise ConfigError(
-            f"config.json: drafters with latent attention (model_type {model_type!r}) are not supported: the attention "
-            "of the first layer reads an input of twice the width, for which no latent form is implemented; supported: "
-            "llama, qwen3"
-        )
-    if model_type not in ("llama", "qwen3"):
-        raise ConfigError(f"config.json: model_type {model_type!r} of a drafter is not supported: llama, qwen3 are")
-    parsed = parse_config(values, model_type)
-    unknown = set(parsed.unknown) - known_keys
-    if unknown:
-        log.warning("config.json has unknown keys, which are ignored: %s", ", ".join(sorted(unknown)))
-    return dataclasses.replace(parsed.model, num_mtp_modules=0)
-
-
 def _layer_ids(
-    reader: ConfigReader, eagle: ConfigReader, trunk: TrunkSizes, form: Format, aux_layers: AuxLayers | None
+    reader: ConfigReader,
+    eagle: ConfigReader,
+    trunk: TrunkSizes,
+    form: Format,
+    aux_layers: AuxLayers | None,
+    last_layer_state: LastLayerState | None,
 ) -> tuple[int, ...]:
     """Reads which trunk states the drafter reads, as the ids of the layers that they enter."""
     count = reader.integer("num_aux_hidden_states", eagle.integer("num_aux_hidden_states", 0, low=0), low=0)
@@ -177,7 +177,16 @@ def _layer_ids(
             f"EAGLE), or the outputs of these layers, which enter {list(output)} (SGLang){usual}. Pass aux_layers "
             "'entered' or 'output' (--aux-layers); the better one is accepted far more often on any text"
         )
-    return output if aux_layers == "output" else entered
+    # SGLang and vLLM capture the last layer before the norm.
+    return entered_layers(
+        listed,
+        LAYER_IDS,
+        trunk.num_hidden_layers,
+        are_outputs=aux_layers == "output",
+        stated=read_last_layer_state(eagle, reader),
+        usual="before_norm",
+        choice=last_layer_state,
+    )
 
 
 def describe_eagle3(config: Eagle3Config, form: Format) -> dict[str, Any]:
@@ -200,12 +209,14 @@ def describe_eagle3(config: Eagle3Config, form: Format) -> dict[str, Any]:
     layers.pop("mtp_num_hidden_layers", None)
     switches = {name: getattr(config, name) for name in SWITCHES}
     sizes = {"draft_vocab_size": config.draft_vocab_size, "target_hidden_size": config.target_hidden_size}
+    listed, last_layer = describe_last_layer(config.layer_ids, config.num_target_layers)
     if form == "speculators":
         layers.pop("architectures")
         return {
             "architectures": [SPECULATORS_CLASS],
             **sizes,
-            LAYER_IDS: list(config.layer_ids),
+            LAYER_IDS: listed,
+            **last_layer,
             "norm_before_residual": config.norm_before_residual,
             **switches,
             "speculators_config": {
@@ -224,6 +235,6 @@ def describe_eagle3(config: Eagle3Config, form: Format) -> dict[str, Any]:
     if config.layer_ids != default_layer_ids(config.num_target_layers):
         if min(config.layer_ids) == 0:
             raise ConfigError("this format has no id for the embedding as a state: write speculators' format")
-        eagle[LAYER_IDS] = [layer - 1 for layer in config.layer_ids]
+        eagle |= {LAYER_IDS: [layer - 1 for layer in listed], **last_layer}
     present = {name: value for name, value in switches.items() if value}
     return {**layers, "architectures": [SPECFORGE_CLASS], **sizes, "eagle_config": eagle, **present}

@@ -3,13 +3,12 @@
 Axes: D width of the drafter, Dt of the trunk, V vocabulary, R draft vocabulary.
 """
 
-from collections.abc import Callable
+from collections.abc import Mapping
 from typing import Any
 
 import numpy as np
 
 from conversion.attention_names import grouped_names
-from conversion.drafters.eagle3_config import Format
 from conversion.families import Layout
 from conversion.layer_names import prefixed
 from conversion.tensor_slice import ParamSpec, copied, gate_up, linear
@@ -18,16 +17,13 @@ from mtpjax.models.dflash import DFlashConfig
 from mtpjax.models.eagle3 import Eagle3Config
 
 OFFSETS, IS_DRAFTED = "d2t", "t2d"  # of the draft vocabulary
-OLDER_NORMS = ("aux_norm_low", "aux_norm_mid", "aux_norm_high")  # of three states; later `fc_norm.0` to `fc_norm.2`
 
 
-def eagle3_specs(config: Eagle3Config, form: Format, has: Callable[[str], bool]) -> dict[str, ParamSpec]:
-    """Lists every parameter with the tensors that hold it.
+def eagle3_specs(config: Eagle3Config) -> dict[str, ParamSpec]:
+    """Lists every parameter with the tensors that hold it, by their plain names (`conversion.drafters.tensor_names`).
 
     Args:
         config: the architecture.
-        form: the format, which decides the name of the first layer.
-        has: returns whether the files contain a tensor; older files use other names for some tensors.
 
     Returns:
         The specs by flat parameter name.
@@ -38,12 +34,10 @@ def eagle3_specs(config: Eagle3Config, form: Format, has: Callable[[str], bool])
     if config.norm_before_fc:
         specs["norm_features/scale"] = copied("input_norm.weight", config.features_size)
     if config.fc_norm:
-        names = [f"fc_norm.{index}" for index in range(len(config.layer_ids))]
-        names = OLDER_NORMS if has(f"{OLDER_NORMS[0]}.weight") else names
-        for index, name in enumerate(names):
-            specs[f"norm_state_{index}/scale"] = copied(f"{name}.weight", Dt)
+        for index in range(len(config.layer_ids)):
+            specs[f"norm_state_{index}/scale"] = copied(f"fc_norm.{index}.weight", Dt)
     for index, kind in enumerate(block.trunk_kinds):
-        prefix = "midlayer." if form == "specforge" else f"layers.{index}."
+        prefix = f"layers.{index}."
         # The first layer normalises its two inputs one by one; its attention reads both.
         first = {"norm_embedding": "input_layernorm", "norm_hidden": "hidden_norm"}
         norms = (first if index == 0 else {"norm_attention": "input_layernorm"}) | {
@@ -62,36 +56,80 @@ def eagle3_specs(config: Eagle3Config, form: Format, has: Callable[[str], bool])
     return specs
 
 
-def read_draft_ids(files: Any, config: Eagle3Config | DFlashConfig) -> np.ndarray | None:
+def read_draft_ids(files: Any, names: Mapping[str, str], config: Eagle3Config | DFlashConfig) -> np.ndarray | None:
     """Reads the draft vocabulary: `d2t` holds offsets, so column j of the head is token `j + d2t[j]`.
 
     Args:
         files: the checkpoint.
+        names: the tensors' names in the files, by plain name.
         config: the architecture.
 
     Returns:
         `[R]` int32 token ids; None if every token can be drafted and the files do not list them.
 
     Raises:
-        CheckpointFileError: the vocabulary is missing, or does not fit.
+        CheckpointFileError: the vocabulary is missing, does not fit, or has two readings.
     """
     R, V = config.draft_vocab_size, config.block.vocab_size
-    if OFFSETS not in files.tensors:
+    marks = _read_marks(files, names, V)
+    if OFFSETS not in names:
         if R < V:
             raise CheckpointFileError(f"{files.path} lacks {OFFSETS}: which {R} of {V} tokens are drafted is unknown")
+        if marks is not None and not marks.all():
+            raise CheckpointFileError(
+                f"{files.path}: {IS_DRAFTED} marks {marks.sum()} of {V} tokens, but the head drafts all of them"
+            )
         return None
-    offsets = files.read(OFFSETS)
-    if offsets.shape != (R,) or offsets.dtype.kind != "i":
+    offsets = files.read(names[OFFSETS])
+    if offsets.shape != (R,) or offsets.dtype.kind not in "iu":
         raise CheckpointFileError(
             f"{files.path}: {OFFSETS} is {offsets.dtype}{list(offsets.shape)}, not integers [{R}]"
         )
-    ids = offsets.astype(np.int64) + np.arange(R)
-    # Absolute ids in the place of offsets lead out of the vocabulary or name tokens twice.
-    if ids.min() < 0 or ids.max() >= V or len(np.unique(ids)) < R:
-        raise CheckpointFileError(f"{files.path}: {OFFSETS} names tokens outside 0..{V - 1}, or one twice")
-    if IS_DRAFTED in files.tensors and not np.array_equal(files.read(IS_DRAFTED), is_drafted(ids, V)):
-        raise CheckpointFileError(f"{files.path}: {IS_DRAFTED} and {OFFSETS} name different draft vocabularies")
+    values = offsets.astype(np.int64)
+    ids = values + np.arange(R)
+    # Absolute ids in the place of offsets are other tokens, all of them valid ones for a small vocabulary.
+    is_offsets, is_absolute = (_are_tokens(each, V) for each in (ids, values))
+    if marks is not None:
+        is_offsets = is_offsets and np.array_equal(marks, is_drafted(ids, V))
+        is_absolute = is_absolute and np.array_equal(marks, is_drafted(values, V))
+    if is_absolute and not is_offsets:
+        raise CheckpointFileError(
+            f"{files.path}: {OFFSETS} holds token ids ({values[0]}, {values[1 % R]}, ...) where offsets belong: column "
+            f"j of the head is token j + {OFFSETS}[j], for SGLang and vLLM too; subtract j from element j"
+        )
+    if not is_offsets:
+        if marks is not None and _are_tokens(ids, V):
+            raise CheckpointFileError(
+                f"{files.path}: {IS_DRAFTED} and {OFFSETS} name different draft vocabularies: {IS_DRAFTED} marks "
+                f"{marks.sum()} tokens, of which {OFFSETS} names {marks[ids].sum()}"
+            )
+        raise CheckpointFileError(
+            f"{files.path}: {OFFSETS} names tokens outside 0..{V - 1}, or one twice: j + {OFFSETS}[j] is from "
+            f"{ids.min()} to {ids.max()}"
+        )
+    if is_absolute and marks is None and R > 1:
+        raise CheckpointFileError(
+            f"{files.path}: {OFFSETS} has two readings without {IS_DRAFTED}: its elements are different tokens both as "
+            f"offsets and as ids; add {IS_DRAFTED}, bool [{V}], which is True for the tokens that can be drafted"
+        )
     return ids.astype(np.int32)
+
+
+def _are_tokens(ids: np.ndarray, vocab_size: int) -> bool:
+    """Returns whether ids are different ones of the vocabulary."""
+    return bool(ids.min() >= 0 and ids.max() < vocab_size and len(np.unique(ids)) == len(ids))
+
+
+def _read_marks(files: Any, names: Mapping[str, str], vocab_size: int) -> np.ndarray | None:
+    """Reads `t2d`, which marks the tokens that can be drafted, as bool or as the integers 0 and 1."""
+    if IS_DRAFTED not in names:
+        return None
+    marks = files.read(names[IS_DRAFTED])
+    if marks.shape != (vocab_size,) or marks.dtype.kind not in "biu" or not np.isin(marks, (0, 1)).all():
+        raise CheckpointFileError(
+            f"{files.path}: {IS_DRAFTED} is {marks.dtype}{list(marks.shape)}, not bool [{vocab_size}] or zeros and ones"
+        )
+    return marks.astype(bool)
 
 
 def is_drafted(ids: np.ndarray, vocab_size: int) -> np.ndarray:

@@ -6,7 +6,7 @@ and `lm_heads.k.weight`. Published configurations name the wrong number of heads
 
 import logging
 import re
-from collections.abc import Callable
+from collections.abc import Mapping
 from typing import Any, Literal
 
 from conversion.config_reader import ConfigReader
@@ -19,20 +19,16 @@ log = logging.getLogger("mtpjax.conversion")
 
 Format = Literal["medusa", "vllm"]
 TOKEN_MAP = "token_map"
-PREFIX = "medusa_heads."  # in front of vLLM's names in some files
 
 
-def is_medusa(values: dict[str, Any]) -> bool:
-    """Returns whether a `config.json` describes Medusa heads."""
-    return "medusa_num_heads" in values or values.get("model_type") == "medusa"
-
-
-def parse_medusa(values: dict[str, Any], tensors: dict[str, Any], trunk: TrunkSizes) -> tuple[MedusaConfig, Format]:
+def parse_medusa(
+    values: dict[str, Any], shapes: Mapping[str, tuple[int, ...]], trunk: TrunkSizes
+) -> tuple[MedusaConfig, Format]:
     """Parses the content of a `config.json`, beside the names and shapes of the tensors.
 
     Args:
         values: the JSON value.
-        tensors: the tensors by name; each has a shape.
+        shapes: shapes of the tensors by plain name.
         trunk: sizes of the trunk.
 
     Returns:
@@ -43,25 +39,24 @@ def parse_medusa(values: dict[str, Any], tensors: dict[str, Any], trunk: TrunkSi
         ConfigError: the configuration is damaged or not supported.
     """
     reader = ConfigReader(values)
-    form: Format = "medusa" if "medusa_num_heads" in values else "vllm"
+    form: Format = "vllm" if any(name.startswith(("blocks.", "lm_heads.")) for name in shapes) else "medusa"
     if form == "medusa":
         keys = ("medusa_num_heads", "medusa_num_layers")
         head, layer, output = r"(\d+)\.", r"0\.(\d+)\.linear\.weight", "0.{}.weight"
     else:
         keys = ("num_heads", "num_hidden_layers")
         head, layer, output = r"blocks\.(\d+)\.", r"blocks\.0\.layers\.(\d+)\.weight", "lm_heads.0.weight"
-    names = {name.removeprefix(PREFIX): name for name in tensors}
-    heads = {int(found[1]) for name in names if (found := re.match(head, name))}
-    layers = {int(found[1]) for name in names if (found := re.fullmatch(layer, name))}
-    output = names.get(output.format(len(layers)))
-    if output is None or heads != set(range(len(heads))) or layers != set(range(len(layers))):
-        raise CheckpointFileError(f"the tensors are not those of Medusa heads: {', '.join(sorted(tensors)[:5])}")
+    heads = {int(found[1]) for name in shapes if (found := re.match(head, name))}
+    layers = {int(found[1]) for name in shapes if (found := re.fullmatch(layer, name))}
+    output = output.format(len(layers))
+    if len(shapes.get(output, ())) != 2 or heads != set(range(len(heads))) or layers != set(range(len(layers))):
+        raise CheckpointFileError(f"the tensors are not those of Medusa heads: {', '.join(sorted(shapes)[:5])}")
     for key, found in zip(keys, (len(heads), len(layers)), strict=True):
         named = reader.integer(key, found, low=0)
         if named != found:
             log.warning("config.json has %s %d; the files hold %d, which are used", key, named, found)
     vocab_size = reader.integer("vocab_size", trunk.vocab_size)
-    draft_size = tensors[output].shape[0]
+    draft_size = shapes[output][0]
     if form == "vllm" and draft_size != reader.integer("truncated_vocab_size", vocab_size):
         raise ConfigError(f"config.json: truncated_vocab_size is not the {draft_size} rows of {output}")
     reader.require("logit_scale", 1.0, 1)
@@ -70,25 +65,24 @@ def parse_medusa(values: dict[str, Any], tensors: dict[str, Any], trunk: TrunkSi
         vocab_size=vocab_size,
         num_heads=len(heads),
         num_layers=len(layers),
-        has_bias=any(name.endswith(".bias") for name in names),
+        has_bias=any(name.endswith(".bias") for name in shapes),
         draft_vocab_size=draft_size,
         shares_output=form == "vllm" and reader.flag("original_lm_head", False),
     ), form
 
 
-def medusa_specs(config: MedusaConfig, form: Format, has: Callable[[str], bool]) -> dict[str, ParamSpec]:
-    """Lists every parameter with the tensor that holds it; arguments as in `eagle3_specs`."""
+def medusa_specs(config: MedusaConfig, form: Format) -> dict[str, ParamSpec]:
+    """Lists every parameter with the tensor that holds it, by its plain name in a format."""
     D, R = config.hidden_size, config.draft_vocab_size
-    prefix = PREFIX if has(f"{PREFIX}lm_heads.0.weight") else ""
     specs = {}
     for k in range(config.num_heads):
         for j in range(config.num_layers):
-            name = f"{k}.{j}.linear" if form == "medusa" else f"{prefix}blocks.{k}.layers.{j}"
+            name = f"{k}.{j}.linear" if form == "medusa" else f"blocks.{k}.layers.{j}"
             specs[f"block_{k}/kernel_{j}"] = linear(f"{name}.weight", D, D)
             if config.has_bias:
                 specs[f"block_{k}/bias_{j}"] = copied(f"{name}.bias", D)
         if k == 0 or not config.shares_output:
-            name = f"{k}.{config.num_layers}" if form == "medusa" else f"{prefix}lm_heads.{k}"
+            name = f"{k}.{config.num_layers}" if form == "medusa" else f"lm_heads.{k}"
             specs[f"output_{k}"] = linear(f"{name}.weight", D, R)
     return specs
 

@@ -4,20 +4,23 @@ import contextlib
 import dataclasses
 import pathlib
 from collections.abc import Iterator
-from typing import Any
+from typing import Any, TypedDict, Unpack
 
 import jax
 import numpy as np
 from flax.traverse_util import unflatten_dict
 
-from conversion.drafters.dflash_config import DEEPSPEC_CLASS, ZLAB_CLASS, is_dflash, parse_dflash
+from conversion.drafters.dflash_config import parse_dflash
 from conversion.drafters.dflash_names import dflash_specs
-from conversion.drafters.eagle3_config import SPECFORGE_CLASS, AuxLayers, TrunkSizes, parse_eagle3
+from conversion.drafters.eagle3_config import AuxLayers, TrunkSizes, parse_eagle3
 from conversion.drafters.eagle3_names import IS_DRAFTED, OFFSETS, eagle3_specs, read_draft_ids
-from conversion.drafters.medusa import TOKEN_MAP, is_medusa, medusa_specs, parse_medusa
+from conversion.drafters.medusa import TOKEN_MAP, medusa_specs, parse_medusa
+from conversion.drafters.method import find_method
+from conversion.drafters.tensor_names import names_in_files, rename_slices
 from conversion.drafters.torch_file import TorchFile
+from conversion.drafters.trunk_layers import LastLayerState
 from conversion.files import CheckpointFiles
-from conversion.load_plan import IGNORED_SUFFIXES, find_packing
+from conversion.load_plan import find_packing
 from conversion.read_params import ScaleMap, read_as
 from conversion.safetensors_header import MAX_HEADER_BYTES, parse_json
 from conversion.tensor_slice import ParamSpec
@@ -49,28 +52,27 @@ class DrafterPlan:
     """A drafter's configuration, and the tensors of its parameters."""
 
     config: Config
-    specs: dict[str, ParamSpec]
-    form: str  # of the files
+    specs: dict[str, ParamSpec]  # by the names in the files
+    names: dict[str, str]  # of the tensors in the files, by plain name
 
 
-def read_drafter(
-    path,
-    trunk: TrunkSizes,
-    *,
-    dtype=None,
-    aux_layers: AuxLayers | None = None,
-    norm_before_residual: bool | None = None,
-    sample_from_anchor: bool | None = None,
-) -> StoredDrafter:
+class Reading(TypedDict, total=False):
+    """How to read files that do not say it, by the argument of `mtpjax.load_drafter`."""
+
+    aux_layers: AuxLayers | None  # as in `parse_eagle3`
+    norm_before_residual: bool | None  # as in `parse_eagle3`
+    sample_from_anchor: bool | None  # as in `parse_dflash`
+    last_layer_state: LastLayerState | None  # as in both
+
+
+def read_drafter(path, trunk: TrunkSizes, *, dtype=None, **reading: Unpack[Reading]) -> StoredDrafter:
     """Reads a drafter.
 
     Args:
         path: a directory with `config.json` and safetensors files, or Medusa's `.pt` file.
         trunk: sizes of the trunk.
         dtype: dtype to cast the parameters to. None keeps those of the files.
-        aux_layers: as in `parse_eagle3`.
-        norm_before_residual: as in `parse_eagle3`.
-        sample_from_anchor: as in `parse_dflash`.
+        **reading: how to read what the files do not say.
 
     Returns:
         The drafter.
@@ -81,16 +83,16 @@ def read_drafter(
     """
     path = pathlib.Path(path)
     with open_drafter(path) as files:
-        plan = make_drafter_plan(path, files, trunk, aux_layers, norm_before_residual, sample_from_anchor)
+        plan = make_drafter_plan(path, files, trunk, **reading)
         params = {}
         for name, spec in plan.specs.items():
             kind = param_dtype(name, spec, files, NO_SCALES, dtype)
             index = tuple((0, size) for size in spec.shape)
             params[tuple(name.split("/"))] = jax.device_put(read_as(files, NO_SCALES, spec, index, kind))
         if isinstance(plan.config, MedusaConfig):
-            draft_ids = _read_token_map(files, plan.config)
+            draft_ids = _read_token_map(files, plan.names, plan.config)
         else:
-            draft_ids = read_draft_ids(files, plan.config)
+            draft_ids = read_draft_ids(files, plan.names, plan.config)
         if isinstance(files, CheckpointFiles):
             files.report()
     return StoredDrafter(plan.config, unflatten_dict(params), draft_ids)
@@ -119,64 +121,76 @@ def config_bytes(path: pathlib.Path) -> bytes:
 
 
 def make_drafter_plan(
-    path: pathlib.Path,
-    files: CheckpointFiles | TorchFile,
-    trunk: TrunkSizes,
-    aux_layers: AuxLayers | None,
-    norm_before_residual: bool | None,
-    sample_from_anchor: bool | None,
+    path: pathlib.Path, files: CheckpointFiles | TorchFile, trunk: TrunkSizes, **reading: Unpack[Reading]
 ) -> DrafterPlan:
     """Parses the configuration, and checks that the files hold its tensors and no others."""
     values = parse_json(config_bytes(path), path / CONFIG)
     if not isinstance(values, dict):
         raise ConfigError(f"{CONFIG} contains a {type(values).__name__}, not an object")
-    has = files.tensors.__contains__
-    if is_medusa(values):
-        config, form = parse_medusa(values, files.tensors, trunk)
-        specs, known = medusa_specs(config, form, has), {TOKEN_MAP}
-    elif is_dflash(values):
-        has_own = {"has_embedding": has("embed_tokens.weight"), "has_head": has("lm_head.weight")}
-        config, form = parse_dflash(values, trunk, **has_own, sample_from_anchor=sample_from_anchor)
-        specs, known = dflash_specs(config, has), {OFFSETS, IS_DRAFTED}
-    elif values.get("speculators_model_type") is not None or SPECFORGE_CLASS in (values.get("architectures") or ()):
-        config, form = parse_eagle3(
-            values,
-            trunk,
-            has_embedding=has("embed_tokens.weight"),
-            has_head=has("lm_head.weight"),
-            aux_layers=aux_layers,
-            norm_before_residual=norm_before_residual,
-        )
-        specs, known = eagle3_specs(config, form, has), {OFFSETS, IS_DRAFTED}
-    else:
-        raise ConfigError(
-            f"{path} is no drafter that is supported: architectures {values.get('architectures')}; supported: "
-            f"{SPECFORGE_CLASS}, {ZLAB_CLASS}, {DEEPSPEC_CLASS}, speculators_model_type 'eagle3', 'dflash' or "
-            "'dspark', medusa_num_heads, model_type 'medusa'"
-        )
-    wanted = {piece.name: piece.shape for spec in specs.values() for piece in spec.slices}
     if packed := find_packing(files, values):
         raise CheckpointFileError(packed)
-    missing = sorted(wanted.keys() - files.tensors.keys())
+    names = names_in_files(files.tensors, path)
+    shapes = {plain: files.tensors[name].shape for plain, name in names.items()}
+    # 1. The architecture, and the tensors that it has.
+    try:
+        config, specs, others = _parse(values, shapes, trunk, reading)
+    except ConfigError as error:
+        raise ConfigError(f"{path}: {error}") from error
+    # 2. Each tensor once, of the shape that the configuration implies.
+    wanted = {piece.name: piece.shape for spec in specs.values() for piece in spec.slices}
+    missing, extra = sorted(wanted.keys() - shapes.keys()), sorted(shapes.keys() - wanted.keys() - others)
+    quantization = values.get("quantization_config") or {}
+    quantized = f" Packed or scaled weights ({quantization}) of drafters are not supported." if quantization else ""
     if missing:
-        raise CheckpointFileError(f"{path} lacks {len(missing)} tensors: {', '.join(missing[:5])}")
+        raise CheckpointFileError(
+            f"{path} lacks {len(missing)} tensors: {', '.join(missing[:5])}; it holds {len(names)}: "
+            f"{_names_of(names, sorted(extra) or sorted(names))}.{quantized}"
+        )
     # A tensor that nothing reads would change what the drafter computes.
-    extra = [name for name in files.tensors.keys() - wanted.keys() - known if not name.endswith(IGNORED_SUFFIXES)]
     if extra:
-        raise CheckpointFileError(f"{path} has {len(extra)} unknown tensors: {', '.join(sorted(extra)[:5])}")
-    for name, shape in wanted.items():
-        if files.tensors[name].shape != shape:
-            raise CheckpointFileError(f"tensor {name} has shape {files.tensors[name].shape}; {CONFIG} implies {shape}")
-    return DrafterPlan(config, specs, form)
+        raise CheckpointFileError(f"{path} has {len(extra)} unknown tensors: {_names_of(names, extra)}.{quantized}")
+    for plain, shape in wanted.items():
+        if shapes[plain] != shape:
+            raise CheckpointFileError(
+                f"tensor {names[plain]} has shape {shapes[plain]}; {CONFIG} implies {shape}.{quantized}"
+            )
+    return DrafterPlan(config, rename_slices(specs, names), names)
 
 
-def _read_token_map(files: Any, config: MedusaConfig) -> np.ndarray | None:
+def _parse(
+    values: dict[str, Any], shapes: dict[str, tuple[int, ...]], trunk: TrunkSizes, reading: Reading
+) -> tuple[Config, dict[str, ParamSpec], set[str]]:
+    """Returns the architecture, the specs of its parameters, and tensors that are none of them; all by plain names."""
+    method = find_method(values, shapes)
+    if method == "medusa":
+        config, form = parse_medusa(values, shapes, trunk)
+        return config, medusa_specs(config, form), {TOKEN_MAP}
+    common: Any = {
+        "has_embedding": "embed_tokens.weight" in shapes,
+        "has_head": "lm_head.weight" in shapes,
+        "last_layer_state": reading.get("last_layer_state"),
+    }
+    if method == "eagle3":
+        common |= {name: reading.get(name) for name in ("aux_layers", "norm_before_residual")}
+        eagle3, _ = parse_eagle3(values, trunk, names=shapes, **common)
+        return eagle3, eagle3_specs(eagle3), {OFFSETS, IS_DRAFTED}
+    common["sample_from_anchor"] = reading.get("sample_from_anchor")
+    block, _ = parse_dflash(values, trunk, shapes=shapes, **common)
+    return block, dflash_specs(block), {OFFSETS, IS_DRAFTED}
+
+
+def _names_of(names: dict[str, str], plain: list[str]) -> str:
+    """Lists the names in the files of some tensors, at most five."""
+    return ", ".join(names[each] for each in plain[:5]) or "none"
+
+
+def _read_token_map(files: Any, names: dict[str, str], config: MedusaConfig) -> np.ndarray | None:
     """Reads vLLM's draft vocabulary of Medusa: column j of a head is token `token_map[j]`."""
-    if config.draft_vocab_size == config.vocab_size and TOKEN_MAP not in files.tensors:
+    if config.draft_vocab_size == config.vocab_size and TOKEN_MAP not in names:
         return None
-    if TOKEN_MAP not in files.tensors:
+    if TOKEN_MAP not in names:
         raise CheckpointFileError(f"{files.path} lacks {TOKEN_MAP}")
-    ids = files.read(TOKEN_MAP)
+    ids = files.read(names[TOKEN_MAP])
     is_valid = ids.shape == (config.draft_vocab_size,) and ids.dtype.kind == "i" and len(np.unique(ids)) == len(ids)
     if not is_valid or ids.min() < 0 or ids.max() >= config.vocab_size:
         raise CheckpointFileError(f"{files.path}: {TOKEN_MAP} does not name {config.draft_vocab_size} different tokens")

@@ -1,9 +1,10 @@
 """Writes a drafter in a published format: with the bytes of the original, or as new files."""
 
 import contextlib
+import itertools
 import json
 import pathlib
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
 import numpy as np
@@ -11,7 +12,7 @@ from flax.traverse_util import flatten_dict
 
 from conversion.drafters.dflash_config import describe_dflash
 from conversion.drafters.dflash_names import dflash_specs
-from conversion.drafters.eagle3_config import AuxLayers, TrunkSizes, describe_eagle3
+from conversion.drafters.eagle3_config import TrunkSizes, describe_eagle3
 from conversion.drafters.eagle3_names import IS_DRAFTED, OFFSETS, eagle3_specs, is_drafted
 from conversion.drafters.medusa import TOKEN_MAP, describe_medusa, medusa_specs
 from conversion.drafters.read import (
@@ -19,12 +20,15 @@ from conversion.drafters.read import (
     NO_SCALES,
     Config,
     DrafterPlan,
+    Reading,
     StoredDrafter,
     config_bytes,
     make_drafter_plan,
     open_drafter,
 )
+from conversion.drafters.tensor_names import ALIASES, MIDLAYER, rename_slices
 from conversion.drafters.torch_file import TorchFile
+from conversion.drafters.trunk_layers import STATES
 from conversion.export import TensorAssembler
 from conversion.files import CheckpointFiles
 from conversion.shards import (
@@ -66,16 +70,17 @@ def write_drafter(path, drafter: StoredDrafter, *, like=None, form: str | None =
     """
     with contextlib.ExitStack() as stack:
         if like is None:
-            files, small_files = None, ()
+            files, small_files, names = None, (), {}
             specs, values = _describe(drafter.config, form)
             content = (json.dumps(values, indent=2) + "\n").encode()
         else:
             like = pathlib.Path(like)
             files = stack.enter_context(open_drafter(like))
-            specs = _plan_like(like, files, drafter.config).specs
+            plan = _plan_like(like, files, drafter.config)
+            specs, names = plan.specs, plan.names
             content = config_bytes(like)
             small_files = files.other_files() if isinstance(files, CheckpointFiles) else ()
-        blocks = _tensor_blocks(specs, drafter)
+        blocks = _tensor_blocks(specs, drafter, names)
         if isinstance(files, CheckpointFiles):
             groups = {
                 file: [entry_of(each) for each in files.tensors.values() if each.file == file] for file in files.headers
@@ -100,32 +105,66 @@ def _plan_like(path: pathlib.Path, files: CheckpointFiles | TorchFile, config: C
         trunk = TrunkSizes(config.block.vocab_size, config.block.hidden_size, config.num_target_layers)
     else:
         trunk = TrunkSizes(config.vocab_size, config.hidden_size, 0)
-    readings: tuple[AuxLayers, ...] = ("entered", "output")
-    for aux_layers in readings:
-        for switch in (False, True):
-            try:
-                plan = make_drafter_plan(path, files, trunk, aux_layers, switch, switch)
-            except ConfigError:
-                continue
-            if plan.config == config:
-                return plan
+    for aux_layers, switch, state in itertools.product(("entered", "output"), (False, True), STATES):
+        reading: Reading = {"aux_layers": aux_layers, "norm_before_residual": switch, "sample_from_anchor": switch}
+        reading["last_layer_state"] = state
+        try:
+            plan = make_drafter_plan(path, files, trunk, **reading)
+        except ConfigError:
+            continue
+        if plan.config == config:
+            return plan
     raise CheckpointFileError(f"{path} is a drafter of another architecture: name a format instead")
 
 
 def _describe(config: Config, form: Any) -> tuple[dict[str, ParamSpec], dict[str, Any]]:
     """Returns the tensors and the configuration of a new file."""
-    has: Callable[[str], bool] = lambda name: False
     if isinstance(config, Eagle3Config):
         form = _choose_form(form, "EAGLE-3", ("speculators", "specforge"))
-        return eagle3_specs(config, form, has), describe_eagle3(config, form)
+        specs, first = eagle3_specs(config), ALIASES[MIDLAYER]
+        # SpecForge's own name of the only layer.
+        names = {part.name: part.name.replace(first, MIDLAYER) for spec in specs.values() for part in spec.slices}
+        return rename_slices(specs, names if form == "specforge" else {}), describe_eagle3(config, form)
     if isinstance(config, DSparkConfig):
         form = _choose_form(form, "DSpark", ("deepspec", "speculators"))
-        return dflash_specs(config, has), describe_dflash(config, form)
+        return dflash_specs(config), describe_dflash(config, form)
     if isinstance(config, DFlashConfig):
         form = _choose_form(form, "DFlash", ("z-lab", "speculators"))
-        return dflash_specs(config, has), describe_dflash(config, form)
+        return dflash_specs(config), describe_dflash(config, form)
     form = _choose_form(form, "Medusa", ("medusa", "vllm"))
-    return medusa_specs(config, form, has), describe_medusa(config, form)
+    return medusa_specs(config, form), describe_medusa(config, form)
+
+
+def find_form(config: Config, *, has_draft_ids: bool) -> Any:
+    """Finds a format that can express a drafter.
+
+    EAGLE-3 is written as speculators and vLLM read it, because SpecForge's list of layers has two readings. The others
+    are written as their authors do, or, with a draft vocabulary, as vLLM reads Medusa and speculators the blocks.
+
+    Args:
+        config: the architecture.
+        has_draft_ids: the drafter has a draft vocabulary.
+
+    Returns:
+        The name of the format.
+
+    Raises:
+        ConfigError: no format can.
+    """
+    if isinstance(config, Eagle3Config):
+        forms = ["speculators"]
+    elif isinstance(config, MedusaConfig):
+        forms = ["medusa", "vllm"]
+    else:
+        forms = ["deepspec" if isinstance(config, DSparkConfig) else "z-lab", "speculators"]
+    reasons = []
+    for form in reversed(forms) if has_draft_ids else forms:
+        try:
+            _describe(config, form)
+            return form
+        except ConfigError as error:
+            reasons.append(f"{form}: {error}")
+    raise ConfigError(f"no format can express this drafter ({'; '.join(reasons)})")
 
 
 def _choose_form(form: str | None, name: str, forms: tuple[str, str]) -> Any:
@@ -150,10 +189,11 @@ def _flat(drafter: StoredDrafter) -> dict[str, np.ndarray]:
 
 
 def _tensor_blocks(
-    specs: dict[str, ParamSpec], drafter: StoredDrafter
+    specs: dict[str, ParamSpec], drafter: StoredDrafter, names: Mapping[str, str]
 ) -> Callable[[TensorEntry], Iterator[np.ndarray]]:
     """Returns the function that makes the rows of a tensor, block after block."""
-    flat, ids = _flat(drafter), _ids_tensors(drafter)
+    flat = _flat(drafter)
+    ids = {names.get(plain, plain): array for plain, array in _ids_tensors(drafter).items()}
     different = sorted(flat.keys() ^ specs.keys())
     if different:
         raise CheckpointFileError(f"the parameters are not the drafter's: {', '.join(different[:5])}")

@@ -5,11 +5,12 @@ import hashlib
 import pathlib
 import shlex
 from collections.abc import Sequence
-from typing import Any, Literal
+from typing import Any, Literal, Unpack
 
 import jax
 import numpy as np
 
+from conversion.drafters.read import Reading
 from mtpjax.decoding.config import DecodeConfig
 from mtpjax.decoding.drafters.base import Drafter
 from mtpjax.decoding.drafters.load import load_drafter
@@ -67,8 +68,7 @@ def load_methods(
     *,
     model: MTPModel,
     model_path: Any = None,
-    aux_layers: Literal["entered", "output"] | None = None,
-    sample_from_anchor: bool | None = None,
+    **reading: Unpack[Reading],
 ) -> tuple[DraftMethod, ...]:
     """Loads the drafters that `--drafters` names.
 
@@ -76,8 +76,7 @@ def load_methods(
         values: "mtp", "lookup" or "ngram", or what `mtpjax.load_drafter` reads: a folder, a training run, a repository.
         model: the trunk that all of them draft for.
         model_path: where the model was read from: the training cost of its MTP modules is read there.
-        aux_layers: as in `load_drafter`.
-        sample_from_anchor: as in `load_drafter`.
+        **reading: how to read files that do not say it, as in `load_drafter`.
 
     Returns:
         One method per value, without duplicates.
@@ -101,8 +100,7 @@ def load_methods(
             training = None if value == "lookup" or model_path is None else read_training_cost(model_path)
             methods.append(DraftMethod(value, NAMES[value], training=training))
             continue
-        switches: dict[str, Any] = {"aux_layers": aux_layers, "sample_from_anchor": sample_from_anchor}
-        drafter, params = load_drafter(value, model=model, **switches)
+        drafter, params = load_drafter(value, model=model, **reading)
         # Any drafter can draft one token, unless it is for another trunk.
         drafter.check(model, DecodeConfig(num_steps=1, drafter=drafter))
         digest, training = drafter_digest(drafter, params), read_training_cost(value)

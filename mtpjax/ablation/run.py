@@ -15,10 +15,11 @@ import platform
 import re
 import time
 from collections.abc import Callable, Sequence
-from typing import Any, Literal
+from typing import Any, Unpack
 
 import jax
 
+from conversion.drafters.read import Reading
 from mtpjax.ablation.bench import Bench, Workload, find_workload
 from mtpjax.ablation.drafters import MTP, DraftMethod, load_methods
 from mtpjax.ablation.grid import Cell, Settings, list_cells
@@ -161,8 +162,7 @@ def run(
     chat: bool = False,
     plot_formats: Sequence[str] = DEFAULT_FORMATS,
     drafters: Sequence[str] = ("mtp",),
-    aux_layers: Literal["entered", "output"] | None = None,
-    sample_from_anchor: bool | None = None,
+    **reading: Unpack[Reading],
 ) -> int:
     """Measures the grid, writes the results and prints them.
 
@@ -180,8 +180,7 @@ def run(
         chat: apply the chat template.
         plot_formats: formats of the pictures: "png", "svg", "pdf".
         drafters: what drafts, as in `load_methods`, like the arguments after it.
-        aux_layers: the meaning of listed trunk layers.
-        sample_from_anchor: whether the first slot of a block drafts too.
+        **reading: how to read files of drafters that do not say it, as in `mtpjax.load_drafter`.
 
     Returns:
         The exit status: 0, 4 if a text differs from plain decoding, or 75 if the run was stopped early.
@@ -196,8 +195,7 @@ def run(
     path = find_checkpoint(model_path)
     model, params = load(path, model_type=model_type, implementation=implementation)
     # Load all drafters before anything is measured: one that cannot be read is an error now.
-    switches: dict[str, Any] = {"aux_layers": aux_layers, "sample_from_anchor": sample_from_anchor}
-    methods = load_methods(drafters, model=model, model_path=model_path, **switches)
+    methods = load_methods(drafters, model=model, model_path=model_path, **reading)
     # List the cells, and print why combinations were left out.
     cells, reasons = list_cells(settings, model=model, methods=methods)
     for reason, count in reasons.items():

@@ -68,6 +68,13 @@ def add_reading_flags(parser) -> None:
         help="the first slot of a DFlash block drafts too, where its file does not say so",
     )
     parser.add_argument(
+        "--last-layer-state",
+        choices=("before_norm", "after_norm"),
+        default=None,
+        help="which output of the last trunk layer a drafter reads, where it reads one and its file does not say it: "
+        "before the final norm (SGLang, vLLM), or after it (transformers)",
+    )
+    parser.add_argument(
         "--speculative-dspark-confidence-threshold",
         type=float,
         default=None,
@@ -80,6 +87,11 @@ def add_reading_flags(parser) -> None:
 def name_of_drafter(drafter: Any) -> str:
     """Returns SGLang's name of a drafter with its own files."""
     return next(name for name, of in ALGORITHMS.items() if of == type(drafter).__name__)
+
+
+def reading_of(options) -> dict[str, Any]:
+    """Returns the arguments of `mtpjax.load_drafter` that the flags of `add_reading_flags` give."""
+    return {name: getattr(options, name) for name in ("aux_layers", "sample_from_anchor", "last_layer_state")}
 
 
 def load_drafter_of(options, settings: dict[str, Any], model) -> tuple[dict[str, Any], Any]:
@@ -102,8 +114,7 @@ def load_drafter_of(options, settings: dict[str, Any], model) -> tuple[dict[str,
     if path is None:
         needs_files = {
             "--speculative-algorithm": options.speculative_algorithm in ALGORITHMS,
-            "--aux-layers": options.aux_layers is not None,
-            "--sample-from-anchor": options.sample_from_anchor is not None,
+            **{f"--{name.replace('_', '-')}": value is not None for name, value in reading_of(options).items()},
             "--speculative-dspark-confidence-threshold": options.speculative_dspark_confidence_threshold is not None,
         }
         for flag in (flag for flag, is_needed in needs_files.items() if is_needed):
@@ -114,8 +125,7 @@ def load_drafter_of(options, settings: dict[str, Any], model) -> tuple[dict[str,
     from mtpjax.decoding.drafters.load import load_drafter
 
     # 2. Load the drafter, and check that it is of the kind that the flags name.
-    switches = {"aux_layers": options.aux_layers, "sample_from_anchor": options.sample_from_anchor}
-    drafter, draft_params = load_drafter(path, model=model, **switches)
+    drafter, draft_params = load_drafter(path, model=model, **reading_of(options))
     kind, wanted = name_of_drafter(drafter), options.speculative_algorithm
     if wanted is not None and ALIASES.get(wanted.upper(), wanted.upper()) != kind:
         raise ValueError(f"--speculative-algorithm is {wanted}, but {path} is {kind}")

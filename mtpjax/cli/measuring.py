@@ -15,7 +15,7 @@ from mtpjax.cli.common import (
     show_bytes_read,
 )
 from mtpjax.cli.config_flags import DRAFT_FIELDS, SHAPE_FIELDS, add_config_flags, decode_settings, flag_names
-from mtpjax.cli.drafter_flags import add_drafter_flags, add_reading_flags, load_drafter_of
+from mtpjax.cli.drafter_flags import add_drafter_flags, add_reading_flags, load_drafter_of, reading_of
 from mtpjax.cli.help import command_parser
 from mtpjax.cli.mesh_flags import add_mesh_flags, load_on_mesh, open_mesh
 from mtpjax.cli.planning import add_plan, run_plan
@@ -398,8 +398,7 @@ def _ablate(options) -> int:
         chat=options.chat,
         plot_formats=options.plot_formats,
         drafters=options.drafters,
-        aux_layers=options.aux_layers,
-        sample_from_anchor=options.sample_from_anchor,
+        **reading_of(options),
     )
 
 

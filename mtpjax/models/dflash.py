@@ -32,7 +32,7 @@ class DFlashConfig:
     Args:
         block: sizes of the drafter's own layers, of which it has `num_hidden_layers`; `vocab_size` is V.
         layer_ids: the n trunk layers whose input states are read, in the order of the projection's inputs. The number
-            of trunk layers means the output of the last one, before the final norm.
+            of trunk layers means the output of the last one, before the final norm, and one more that of this norm.
         num_target_layers: layers of the trunk.
         block_size: slots of a block, X.
         mask_token_id: the token of the slots behind the anchor.

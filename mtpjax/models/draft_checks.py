@@ -7,7 +7,8 @@ def check_layer_ids(layer_ids: tuple[int, ...], num_target_layers: int) -> None:
     """Checks the trunk layers whose input states a drafter reads.
 
     Args:
-        layer_ids: the layers; `num_target_layers` means the output of the last one.
+        layer_ids: the layers; `num_target_layers` means the output of the last one, before the final norm, and one more
+            the output of this norm.
         num_target_layers: layers of the trunk.
 
     Raises:
@@ -15,8 +16,9 @@ def check_layer_ids(layer_ids: tuple[int, ...], num_target_layers: int) -> None:
     """
     ids, layers = layer_ids, num_target_layers
     require(
-        bool(ids) and len(set(ids)) == len(ids) and all(0 <= layer <= layers for layer in ids),
-        f"layer_ids {list(ids)} must be different layers within 0..{layers} of a trunk of {layers}",
+        bool(ids) and len(set(ids)) == len(ids) and all(0 <= layer <= layers + 1 for layer in ids),
+        f"layer_ids {list(ids)} must be different layers within 0..{layers + 1}; {layers} is the output of the last "
+        f"one of a trunk of {layers}, {layers + 1} that of the final norm",
     )
 
 

@@ -30,7 +30,7 @@ class Eagle3Config:
     Args:
         block: sizes of the drafter's own layers, of which it has `num_hidden_layers`; `vocab_size` is V.
         layer_ids: the n trunk layers whose input states are read, in the order of the projection's inputs. The number
-            of trunk layers means the output of the last one, before the final norm.
+            of trunk layers means the output of the last one, before the final norm, and one more that of this norm.
         num_target_layers: layers of the trunk.
         target_hidden_size: width of the trunk, Dt.
         draft_vocab_size: tokens that can be drafted, R.

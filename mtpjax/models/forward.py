@@ -141,7 +141,7 @@ def trunk_states(
         segment_ids: `[B, T]` int32 documents; 0 is padding.
         model: the model.
         layer_ids: n layers whose input states are returned as well; needs unrolled layers. The number of layers means
-            the output of the last one, before the final norm.
+            the output of the last one, before the final norm, and one more the output of this norm.
 
     Returns:
         `[B, T, (n + 1) * D]`: the states that enter the layers `layer_ids`, side by side, and then those that the MTP
@@ -149,10 +149,12 @@ def trunk_states(
     """
     if not layer_ids:
         return _trunk_pass(params, tokens, segment_ids, model)[0]
-    inside = tuple(sorted({layer for layer in layer_ids if layer < model.config.num_hidden_layers}))
+    num_layers = model.config.num_hidden_layers
+    inside = tuple(sorted({layer for layer in layer_ids if layer < num_layers}))
     view = full_view(model.config, segment_ids)
     output = bind(model, params)(tokens, view, method="run_trunk", layer_ids=inside)
-    states = dict(zip(inside, output.states, strict=True)) | {model.config.num_hidden_layers: output.prenorm}
+    states = dict(zip(inside, output.states, strict=True))
+    states |= {num_layers: output.prenorm, num_layers + 1: output.hidden}
     return jnp.concatenate([*(states[layer] for layer in layer_ids), model.mtp_input_hidden(output)], axis=-1)
 
 

@@ -5,6 +5,7 @@ import math
 from collections.abc import Mapping
 from typing import Any, Literal
 
+from conversion.drafters.read import Reading
 from mtpjax.data.config import Source
 from mtpjax.errors import printable
 from mtpjax.models.config import IMPLEMENTATIONS, Implementation, ModelConfig, require, require_choice
@@ -16,8 +17,11 @@ MAX_DEPTHS = 64  # each depth is compiled: many more would compile for hours
 OBJECTIVES = ("cross_entropy", "kl", "total_variation", "lk_hybrid", "end_to_end_tv")
 DRAFTERS = ("mtp", "eagle3", "medusa", "dflash", "dspark")
 BLOCK_DRAFTERS = ("dflash", "dspark")
+READING = tuple(Reading.__annotations__)  # arguments of `load_drafter`
 # Settings of drafters with their own files, and the drafters that each one applies to.
 DRAFTER_SETTINGS = {
+    "draft_init_from": DRAFTERS[1:],
+    "draft_reading": DRAFTERS[1:],
     "draft_vocab_size": DRAFTERS[1:],
     "draft_layers": ("eagle3", *BLOCK_DRAFTERS),
     "draft_num_layers": BLOCK_DRAFTERS,
@@ -113,10 +117,17 @@ class TrainConfig:
             on the frozen trunk of `init_from`: "eagle3" (2503.01840) over `num_depths` levels, "medusa" (2401.10774)
             with `num_depths` heads, "dflash" (2602.06036) or "dspark" (2607.05147) with blocks of `num_depths` drafts.
             The trunk's MTP modules are then left out, and `trains` is "modules".
+        draft_init_from: drafter to continue training, instead of a new one: a folder or a repository of the Hugging
+            Face Hub that `mtpjax.load_drafter` reads, or the run folder that trained it. Its architecture and draft
+            vocabulary are kept: settings that begin with draft_ are then left out, or equal to those of the drafter.
+            `num_depths` is the number of its Medusa heads, or of the drafts of its block.
+        draft_reading: arguments of `load_drafter` that say how to read `draft_init_from`, such as
+            `{"aux_layers": "output"}`, as a dict or as pairs. On the command line `draft_reading.aux_layers=output`.
         draft_vocab_size: tokens that a new drafter can draft: the most frequent ones of the training rows. 0: all.
         draft_layers: trunk layers whose input states EAGLE-3, DFlash and DSpark read; the number of layers means the
-            last one's output. (): for EAGLE-3 layers 2, L / 2 and L - 3, or thirds of a trunk of fewer than 7 layers.
-            For the others five layers from 2 to L - 2, or from 1 to L of a trunk of fewer than 8 layers.
+            last one's output, and one more that of the final norm. (): for EAGLE-3
+            layers 2, L / 2 and L - 3, or thirds of a trunk of fewer than 7 layers. For the others five layers from 2 to
+            L - 2, or from 1 to L of a trunk of fewer than 8 layers.
         draft_num_layers: layers of DFlash and DSpark. None: 5.
         draft_anchors: most blocks of DFlash and DSpark in a row. Every update draws new anchors. None: 512.
         draft_mask_token: token of the slots behind an anchor. None: the rarest one of the training rows.
@@ -196,6 +207,8 @@ class TrainConfig:
     init_from: str | None = None
     model_type: str | None = None
     drafter: Literal["mtp", "eagle3", "medusa", "dflash", "dspark"] = "mtp"
+    draft_init_from: str | None = None
+    draft_reading: Mapping[str, bool | str] | tuple[tuple[str, bool | str], ...] = ()
     draft_vocab_size: int = 0
     draft_layers: tuple[int, ...] = ()
     draft_num_layers: int | None = None
@@ -324,6 +337,13 @@ class TrainConfig:
         """Checks the settings of a separate drafter, which trains on a frozen trunk."""
         require_choice("drafter", self.drafter, DRAFTERS)
         object.__setattr__(self, "draft_layers", tuple(self.draft_layers))
+        object.__setattr__(self, "draft_reading", tuple(dict(self.draft_reading).items()))
+        for name, _ in self.draft_reading:
+            require_choice("draft_reading", name, READING)
+        require(
+            not self.draft_reading or self.draft_init_from is not None,
+            "draft_reading says how to read the files of draft_init_from: set it, too",
+        )
         require(self.draft_vocab_size >= 0, f"draft_vocab_size must not be negative, is {self.draft_vocab_size}")
         # A setting that the drafter would ignore is a mistake.
         for name, drafters in DRAFTER_SETTINGS.items():

@@ -44,7 +44,8 @@ def read_training_cost(folder) -> TrainingCost | None:
     try:
         settings = read_json_file(folder / SETTINGS_FILE, max_bytes=MAX_SETTINGS_BYTES)["settings"]
         # A run that trained trunk and modules together does not show the cost of the modules.
-        if settings["trains"] != "modules":
+        # Nor does one that continued to train a drafter show the cost of the updates before.
+        if settings["trains"] != "modules" or settings.get("draft_init_from"):
             return None
         tokens_per_update = int(settings["batch_size"]) * int(settings["row_length"])
         history = read_metrics(folder / METRICS_FILE)

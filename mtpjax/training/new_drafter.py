@@ -9,6 +9,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from conversion.drafters.write import find_form
 from mtpjax.data.draft_vocabulary import choose_vocabulary
 from mtpjax.decoding.drafters.dflash import DFlashDrafter, DFlashParams
 from mtpjax.decoding.drafters.dspark import DSparkDrafter
@@ -132,8 +133,7 @@ def to_decoding(params: dict, architecture: DraftArchitecture) -> tuple[TrainedD
 def save_trained_drafter(output: pathlib.Path, params: dict, architecture: DraftArchitecture) -> pathlib.Path:
     """Saves a trained drafter in a published format, in the place of an older one of the same run.
 
-    EAGLE-3 is written as speculators and vLLM read it, because SpecForge's list of layers has two readings. The others
-    are written as their authors do, or, if the vocabulary is reduced, as vLLM reads Medusa and speculators the blocks.
+    The format is the first one of `find_form` that can express it.
 
     Args:
         output: the run folder.
@@ -145,8 +145,8 @@ def save_trained_drafter(output: pathlib.Path, params: dict, architecture: Draft
     """
     path, unfinished = output / DRAFTER_FOLDER, output / f".{DRAFTER_FOLDER}-new"
     shutil.rmtree(unfinished, ignore_errors=True)
-    form = "vllm" if isinstance(architecture, MedusaConfig) else "speculators"
-    save_drafter(unfinished, *to_decoding(params, architecture), format=form if DRAFT_IDS in params else None)
+    form = find_form(architecture, has_draft_ids=DRAFT_IDS in params)
+    save_drafter(unfinished, *to_decoding(params, architecture), format=form)
     shutil.rmtree(path, ignore_errors=True)
     unfinished.rename(path)
     return path

@@ -1,6 +1,5 @@
 """Sizes of a run, computed from its settings and data without training."""
 
-import functools
 import math
 
 import jax
@@ -8,11 +7,10 @@ import jax
 from mtpjax.models.draft_forward import draft_layer_ids
 from mtpjax.training.config import TrainConfig
 from mtpjax.training.corpus import load_corpus
-from mtpjax.training.draft_architecture import draft_architecture
 from mtpjax.training.gradients import trainable_params
 from mtpjax.training.hidden_state_cache import bytes_per_token
+from mtpjax.training.initial_drafter import add_drafter, initial_drafter
 from mtpjax.training.initial_model import init_model, num_trained_depths
-from mtpjax.training.new_drafter import add_new_drafter, choose_draft_ids
 from mtpjax.training.step import make_optimizer
 
 
@@ -31,13 +29,13 @@ def compute_run_sizes(config: TrainConfig) -> dict[str, int]:
     """
     # Shapes only: neither parameters nor optimiser state are allocated.
     model, make_params = init_model(config)
-    architecture = draft_architecture(config, model.config)
+    drafter, architecture = initial_drafter(config, model), None
     params = jax.eval_shape(make_params)
     corpus = load_corpus(config, model.config.vocab_size, num_depths=num_trained_depths(config, model))
-    if architecture is not None:
-        ids = choose_draft_ids(corpus, architecture, model.config.vocab_size)
-        make = functools.partial(add_new_drafter, model=model, architecture=architecture, draft_ids=ids)
-        params = jax.eval_shape(lambda params: make(params, key=jax.random.key(0)), params)
+    if drafter is not None:
+        architecture = drafter.architecture
+        settings = {"config": config, "corpus": corpus, "model": model}
+        params = jax.eval_shape(lambda params: add_drafter(params, drafter, **settings)[0], params)
     state = (params, jax.eval_shape(make_optimizer(config).init, trainable_params(params, config.trains)))
     sizes = {
         "rows": sum(len(rows.tokens) for rows in corpus.source_rows),

@@ -32,20 +32,14 @@ from mtpjax.training.config import TrainConfig
 from mtpjax.training.corpus import Corpus, load_corpus
 from mtpjax.training.data_parallel import make_run_mesh, shard_batch, shard_train_state
 from mtpjax.training.decoding_eval import PanelDecoder
-from mtpjax.training.draft_architecture import draft_architecture
 from mtpjax.training.hidden_state_cache import HiddenStateCache, open_hidden_state_cache
+from mtpjax.training.initial_drafter import add_drafter, initial_drafter
 from mtpjax.training.initial_model import init_model, num_trained_depths
 from mtpjax.training.log import MetricsLog, peak_memory_bytes, trace_window
 from mtpjax.training.loss_inputs import ObjectiveFunction, describe_objective
 from mtpjax.training.losses import mtp_scale_at
 from mtpjax.training.model_yaml import model_to_yaml
-from mtpjax.training.new_drafter import (
-    add_new_drafter,
-    choose_draft_ids,
-    save_trained_drafter,
-    to_decoding,
-    with_mask_token,
-)
+from mtpjax.training.new_drafter import save_trained_drafter, to_decoding
 from mtpjax.training.panel import Panel, acceptance_panel
 from mtpjax.training.plots import plot_run
 from mtpjax.training.progress import ProgressClock, learning_rate_at
@@ -138,16 +132,14 @@ def train(
     check_callbacks(callbacks)
     mesh, is_main_process = make_run_mesh(config), distributed.is_main_process()
     model, make_params = init_model(config, mesh)
-    architecture = draft_architecture(config, model.config)
+    drafter = initial_drafter(config, model)
     num_depths = num_trained_depths(config, model)
     # Medusa's heads and the slots of a block draft the trained levels, and no others.
     panel_depths = max(num_depths, panel_depths) if config.drafter in ("mtp", "eagle3") else num_depths
     corpus = load_corpus(config, model.config.vocab_size, num_depths=num_depths)
-    params = make_params()
-    if architecture is not None:
-        architecture = with_mask_token(architecture, config, corpus)
-        ids, key = choose_draft_ids(corpus, architecture, model.config.vocab_size), jax.random.key(config.seed)
-        params = add_new_drafter(params, model=model, architecture=architecture, draft_ids=ids, key=key)
+    params, architecture = make_params(), None
+    if drafter is not None:
+        params, architecture = add_drafter(params, drafter, config=config, corpus=corpus, model=model)
     state, jitted_step = _init_state_and_step(config, model, params, num_depths, mesh, objective, architecture)
     # Tracing without computing finds a faulty objective before an old run is replaced.
     if objective is not None:
@@ -434,6 +426,8 @@ def _settings_json(config: TrainConfig, objective: ObjectiveFunction | None) -> 
     # The whole architecture, so that a run resumes with it wherever it is named from, and `mtpjax compare` shows the
     # fields that differ. A checkpoint has its own, of which the settings change only the number of modules.
     settings["model"] = config.model_config.to_dict() if config.init_from is None else dict(values["model"])
+    # Runs of drafters from before there were two readings resume without one.
+    settings["draft_reading"] = dict(config.draft_reading) or None
     # Runs of MTP modules from before there were other drafters resume without these settings.
     if config.drafter == "mtp":
         settings = {name: value for name, value in settings.items() if not name.startswith("draft")}

@@ -3,7 +3,7 @@
 import argparse
 import dataclasses
 import difflib
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 import jsonargparse
@@ -30,7 +30,7 @@ def read_train_config(path=None, overrides: Sequence[str] = ()) -> TrainConfig:
     """
     parser = jsonargparse.ArgumentParser(exit_on_error=False)
     parser.add_class_arguments(TrainConfig, skip={"model"})
-    known = [*parser.get_defaults().keys(), "model"]
+    known = {**dict(parser.get_defaults().items()), "model": None}
     # Check the keys of both first, so that the message for an unknown key can name the nearest one.
     values = {} if path is None else read_yaml(path)
     for key in _dotted_keys(values):
@@ -68,10 +68,11 @@ def _dotted_keys(values: dict[str, Any], prefix: str = "") -> Iterator[str]:
             yield f"{prefix}{key}"
 
 
-def _check_key(key: str, known: list[str]) -> None:
-    """Raises `ValueError` for an unknown key."""
-    # A setting such as `mesh` has its own keys, so a key may also begin with a known one.
-    if not any(f"{key}.".startswith(f"{name}.") for name in known):
+def _check_key(key: str, known: Mapping[str, Any]) -> None:
+    """Raises `ValueError` for an unknown key; `known` has the defaults of all settings."""
+    # A setting such as `mesh` has its own keys, so a key may also begin with a known one that is not a single value.
+    parents = [name for name, default in known.items() if not isinstance(default, str | int | float)]
+    if key not in known and not any(key.startswith(f"{name}.") for name in parents):
         near = difflib.get_close_matches(key, known, n=1)
         raise ValueError(
             f"unknown setting {key}: "

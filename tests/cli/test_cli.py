@@ -500,6 +500,7 @@ def test_generate_drafts_with_blocks(algorithm, flags, checkpoint, tmp_path, cap
     ("flags", "message"),
     [
         (["--sample-from-anchor"], "--sample-from-anchor needs --speculative-draft-model-path"),
+        (["--last-layer-state", "after_norm"], "--last-layer-state needs --speculative-draft-model-path"),
         (["--speculative-algorithm", "EAGLE3"], "--speculative-algorithm needs --speculative-draft-model-path"),
         (["--speculative-dspark-confidence-threshold", "0"], "threshold needs --speculative-draft-model-path"),
         (

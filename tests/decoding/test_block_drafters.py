@@ -367,7 +367,7 @@ def test_another_trunk_or_missing_parameters_are_refused(trunk, small):
 def test_sizes_that_do_not_fit_are_refused():
     for config, changes, message in (
         (dflash()[0].architecture, {"layer_ids": (0, 0)}, "different layers"),
-        (dflash()[0].architecture, {"layer_ids": (0, 3)}, "within 0..2"),
+        (dflash()[0].architecture, {"layer_ids": (0, 4)}, "within 0..3"),
         (dflash()[0].architecture, {"windows": (1,)}, "1 windows for 2 layers"),
         (dflash()[0].architecture, {"mask_token_id": 11}, "not within the vocabulary of 11"),
         (dflash()[0].architecture, {"own_head": False}, "the trunk's head has the columns of all tokens"),

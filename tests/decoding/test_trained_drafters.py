@@ -273,7 +273,7 @@ def test_sizes_that_do_not_fit_are_refused():
     config = eagle()[0].architecture
     for changes, message in (
         ({"layer_ids": (0, 0)}, "different layers"),
-        ({"layer_ids": (0, 3)}, "within 0..2"),
+        ({"layer_ids": (0, 4)}, "within 0..3"),
         ({"draft_vocab_size": 12}, "not within 1..11"),
         ({"own_head": False}, "the trunk's head has the columns of all tokens"),
         ({"target_hidden_size": 16}, "needs its own embedding and head"),

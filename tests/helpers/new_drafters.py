@@ -21,7 +21,7 @@ KIND_SETTINGS = {"eagle3": {}, "medusa": {}, "dflash": BLOCKS, "dspark": BLOCKS 
 
 
 def settings(kind, **changes):
-    return TrainConfig(drafter=kind, init_from="unused", num_depths=LEVELS, **KIND_SETTINGS[kind] | changes)
+    return TrainConfig(drafter=kind, init_from="unused", **{"num_depths": LEVELS} | KIND_SETTINGS[kind] | changes)
 
 
 @functools.cache

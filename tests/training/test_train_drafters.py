@@ -230,7 +230,7 @@ def test_wrong_settings_are_refused(changes, message):
     ("changes", "message"),
     [
         ({"draft_vocab_size": 99}, "exceeds the vocabulary of 61"),
-        ({"draft_layers": (0, 9)}, "within 0..2"),
+        ({"draft_layers": (0, 9)}, "within 0..3"),
         ({"draft_mask_token": 61}, "not within the vocabulary of 61"),
     ],
 )

@@ -6,6 +6,7 @@ import jax.numpy as jnp
 
 from conversion.drafters.eagle3_config import TrunkSizes
 from conversion.drafters.read import StoredDrafter, read_drafter
+from conversion.drafters.trunk_layers import STATES, LastLayerState
 from conversion.drafters.write import write_drafter
 from mtpjax.decoding.drafters.dflash import DFlashDrafter, DFlashParams
 from mtpjax.decoding.drafters.dspark import DSparkDrafter
@@ -31,15 +32,19 @@ def load_drafter(
     aux_layers: Literal["entered", "output"] | None = None,
     norm_before_residual: bool | None = None,
     sample_from_anchor: bool | None = None,
+    last_layer_state: LastLayerState | None = None,
 ) -> tuple[TrainedDrafter, TrainedParams]:
     """Loads a published drafter for a trunk.
 
     Reads these formats, and a `.pt` file without unpickling it:
 
-    - EAGLE-3 and 3.1: SpecForge and SGLang (`LlamaForCausalLMEagle3`), speculators and vLLM (`Eagle3Speculator`).
+    - EAGLE-3 and 3.1: SpecForge and SGLang (`LlamaForCausalLMEagle3`), speculators and vLLM (`Eagle3Speculator`), with
+      layers of Llama or Qwen3, whatever `model_type` says.
     - Medusa: its authors' (`medusa_lm_head`, safetensors or `.pt`), vLLM.
     - DFlash: z-lab (`DFlashDraftModel`), speculators.
-    - DSpark: DeepSpec (`Qwen3DSparkModel`), speculators.
+    - DSpark: DeepSpec (`Qwen3DSparkModel`), SpecForge (`DSparkDraftModel`), speculators.
+
+    Names of tensors may have the prefixes of training programs, such as `model.` or `module.`.
 
     Args:
         path: the drafter's directory, the run folder that trained it, or a repository of the Hugging Face Hub (extra
@@ -51,6 +56,9 @@ def load_drafter(
         norm_before_residual: this switch of EAGLE-3, for a speculators file without it.
         sample_from_anchor: this switch of DFlash, for a file without it: the first slot of a block drafts too. None
             takes it as True for DeepSpec's files, and as False for others.
+        last_layer_state: which output of the last trunk layer a drafter reads, if it reads one and its file does not
+            say it: before the final norm, or after it. None takes the latter for z-lab's and DeepSpec's files and the
+            former for others, with a warning.
 
     Returns:
         `(drafter, draft_params)`, for `DecodeConfig(drafter=drafter)` and `speculative_generate(draft_params=...)`.
@@ -79,9 +87,14 @@ def load_drafter(
     config = model.config
     trunk = TrunkSizes(config.vocab_size, config.hidden_size, config.num_hidden_layers)
     choices: dict[str, Any] = {"aux_layers": aux_layers, "norm_before_residual": norm_before_residual}
-    choices["sample_from_anchor"] = sample_from_anchor
+    choices |= {"sample_from_anchor": sample_from_anchor, "last_layer_state": last_layer_state}
+    if last_layer_state not in (None, *STATES):
+        raise UsageError(f"last_layer_state must be {' or '.join(map(repr, STATES))}, got {last_layer_state!r}")
     if aux_layers not in (None, "entered", "output"):
         raise UsageError(f"aux_layers must be 'entered' or 'output', got {aux_layers!r}")
+    for name in ("norm_before_residual", "sample_from_anchor"):
+        if choices[name] not in (None, False, True):
+            raise UsageError(f"{name} must be True or False, got {choices[name]!r}")
     found = find_checkpoint(path, is_model=False)
     found = found / DRAFTER_FOLDER if (found / DRAFTER_FOLDER / "config.json").is_file() else found
     stored = read_drafter(found, trunk, dtype=dtype, **choices)

@@ -11,7 +11,7 @@ def inner_layers(layer_ids: tuple[int, ...], num_layers: int) -> tuple[int, ...]
 
     Args:
         layer_ids: layers of a drafter's architecture; `num_layers` means the output of the last one, which enters no
-            layer.
+            layer, and one more the output of the final norm.
         num_layers: layers of the trunk.
 
     Returns:
@@ -32,5 +32,5 @@ def join_states(output: TrunkOutput, layer_ids: tuple[int, ...], num_layers: int
         `[B, T, n * D]` in the order of `layer_ids`.
     """
     states = dict(zip(inner_layers(layer_ids, num_layers), output.states, strict=True))
-    states[num_layers] = output.prenorm
+    states |= {num_layers: output.prenorm, num_layers + 1: output.hidden}
     return jnp.concatenate([states[layer] for layer in layer_ids], axis=-1)

@@ -1,0 +1,82 @@
+"""The plain names of a drafter's tensors: without what training programs put around them.
+
+Programs save the drafter inside of other modules (`model.fc.weight`, `draft_model.layers.0...`, `module.fc.weight` of
+PyTorch's DDP), and formats name a few modules differently. The specs of parameters use the plain names.
+"""
+
+import dataclasses
+from collections.abc import Iterable, Mapping
+
+from conversion.load_plan import IGNORED_SUFFIXES
+from conversion.tensor_slice import ParamSpec
+from mtpjax.errors import CheckpointFileError
+
+# Wrappers of DDP, torch.compile, FSDP and activation checkpointing, which occur anywhere in a name.
+WRAPPERS = {"module", "_orig_mod", "_fsdp_wrapped_module", "_checkpoint_wrapped_module"}
+# Attributes that hold the whole drafter, in front of its names.
+OWNERS = {
+    *("model", "draft_model", "draft", "drafter", "speculator"),
+    *("eagle_module", "eagle", "eagle3", "medusa_heads", "medusa_head", "medusa", "dflash", "dspark"),
+}
+MIDLAYER = "midlayer."  # the first layer in EAGLE's and SpecForge's files; `layers.0.` in speculators'
+# Other names of modules, and the plain ones: older norms of EAGLE-3.1's three states, and Muse's context of DFlash.
+ALIASES = {
+    MIDLAYER: "layers.0.",
+    "aux_norm_low.": "fc_norm.0.",
+    "aux_norm_mid.": "fc_norm.1.",
+    "aux_norm_high.": "fc_norm.2.",
+    "encoder.fc.": "fc.",
+    "encoder.output_norm_enc.": "hidden_norm.",
+}
+
+
+def plain_name(name: str) -> str:
+    """Returns the plain name of a tensor."""
+    parts = [part for part in name.split(".") if part not in WRAPPERS]
+    while len(parts) > 1 and parts[0] in OWNERS:
+        parts = parts[1:]
+    name = ".".join(parts)
+    for other, plain in ALIASES.items():
+        if name.startswith(other):
+            return plain + name.removeprefix(other)
+    return name
+
+
+def names_in_files(tensors: Iterable[str], path) -> dict[str, str]:
+    """Maps plain names to those in the files.
+
+    Args:
+        tensors: the names in the files.
+        path: what an error message names.
+
+    Returns:
+        The names in the files by plain name.
+
+    Raises:
+        CheckpointFileError: two tensors have the same plain name, so that one of them belongs to something else.
+    """
+    names: dict[str, str] = {}
+    for name in sorted(tensors):
+        if name.endswith(IGNORED_SUFFIXES):
+            continue
+        other = names.setdefault(plain_name(name), name)
+        if other != name:
+            raise CheckpointFileError(
+                f"{path} holds {other} and {name}, which are both {plain_name(name)} of a drafter: keep the tensors of "
+                "one drafter"
+            )
+    return names
+
+
+def rename_slices(specs: dict[str, ParamSpec], names: Mapping[str, str]) -> dict[str, ParamSpec]:
+    """Returns specs that name tensors as files do.
+
+    Args:
+        specs: specs with plain names.
+        names: names in the files by plain name; others are kept.
+
+    Returns:
+        The specs.
+    """
+    rename = lambda part: part._replace(name=names.get(part.name, part.name))
+    return {path: dataclasses.replace(spec, slices=tuple(map(rename, spec.slices))) for path, spec in specs.items()}
