@@ -8,8 +8,8 @@ import time
 import pytest
 
 from mtpjax.data import template_worker
+from mtpjax.data.chat_template import render_chat
 from mtpjax.data.template_worker import TemplateFailure, TemplateWorker
-from mtpjax.data.tokenizer import render_chat
 from mtpjax.errors import ConversationError, TokenizerError
 
 MESSAGES = [{"role": "user", "content": "hi"}]

@@ -250,7 +250,7 @@ def test_a_checkpoint_tokenizer_with_a_template(tmp_path):
 
 def test_a_model_without_a_chat_template_says_so(tmp_path):
     tokenizer = chatml.save_tokenizer(tmp_path)
-    tokenizer._template = None
+    tokenizer.chat_templates.templates.clear()
     with api_client(tokenizer=tokenizer) as (client, _):
         response = chat(client)
         assert response.status_code == 400 and "no chat template" in response.json()["error"]["message"]

@@ -1,0 +1,211 @@
+"""Decides the forms in which a chat template reads messages, by trying them on probe messages.
+
+Templates differ in what they read: arguments of tool calls as an object or as text, content as text or as parts, and so
+on. What a template does not read often vanishes without an error. So a conversation's shape is rendered first with a
+word of its own in place of each text, and a form is right if every word reaches the prompt.
+"""
+
+import functools
+import itertools
+import json
+import re
+from collections.abc import Sequence
+from typing import Any, NamedTuple
+
+from mtpjax.data.chat_messages import Forms, in_forms, text_of
+from mtpjax.data.template_worker import WORKER, Rendered, TemplateFailure
+from mtpjax.errors import DroppedTextError, printable
+
+MAX_PERIOD = 6  # messages of a repeated turn, such as question, call, result, answer
+MAX_CALLS = 2  # probe calls of one message
+
+
+class Choice(NamedTuple):
+    """The outcome of the probes of one shape.
+
+    Attributes:
+        forms: the forms to use.
+        lost: index of the message whose text does not reach the prompt in any form, or -1 for the tools.
+        problem: what is lost; "": nothing.
+    """
+
+    forms: Forms
+    lost: int = 0
+    problem: str = ""
+
+
+class _Problem(NamedTuple):
+    """How bad a rendered probe is: 0 right, 1 quoted twice or as a Python value, 2 something is missing, 3 failed."""
+
+    rank: int
+    lost: int = 0
+    what: str = ""
+
+
+def choose_forms(
+    template: str, messages: Sequence[dict[str, Any]], tools: list[Any] | None, variables: dict[str, Any]
+) -> Forms:
+    """Finds the forms in which a template reads a conversation.
+
+    Probes are cached by the template and the shape of the conversation: roles, and which fields the messages have. A
+    turn that repeats counts as two.
+
+    Args:
+        template: jinja2 source.
+        messages: clean messages.
+        tools: clean tools, or None.
+        variables: further variables of the template, which have a JSON form.
+
+    Returns:
+        The forms. If the template fails on every probe, the usual ones: it then fails on the messages too, or it looks
+        at their text.
+
+    Raises:
+        DroppedTextError: the template writes the conversation without the text of a message, without a tool call or
+            without the tools, in every form.
+        TemplateFailure: the template exceeds a limit.
+    """
+    kept = _without_repetitions(list(map(_shape, messages)))
+    probe = [_probe_message(messages[index], number) for number, index in enumerate(kept)]
+    probe_tools = None if tools is None else [_probe_tool(tools[0])]
+    choice = _choose(template, json.dumps([probe, probe_tools, variables], sort_keys=True))
+    if choice.problem:
+        index = kept[choice.lost] if choice.lost >= 0 else -1
+        place = ""
+        if index >= 0:
+            place = f" of message {index + 1} of {len(messages)} (role {printable(messages[index]['role'], 40)})"
+        raise DroppedTextError(
+            f"the chat template does not write the {choice.problem}{place}, so the model would not see it", index
+        )
+    return choice.forms
+
+
+@functools.lru_cache(maxsize=1024)
+def _choose(template: str, probe_text: str) -> Choice:
+    """Tries the usual forms, and all others only if those are not right."""
+    messages, tools, variables = json.loads(probe_text)
+    usual, *others = _candidates(messages, tools)
+    [problem] = _try([usual], template, messages, tools, variables)
+    if not problem.rank:
+        return Choice(usual)
+    problems = [problem, *_try(others, template, messages, tools, variables)]
+    best = min(range(len(problems)), key=lambda number: problems[number].rank)
+    if problems[best].rank < 2:
+        return Choice([usual, *others][best])
+    return Choice(usual) if problem.rank == 3 else Choice(usual, problem.lost, problem.what)
+
+
+def _candidates(messages: list[dict[str, Any]], tools: list[Any] | None) -> list[Forms]:
+    """Returns all forms that make a difference for this conversation, the usual ones first."""
+    calls = [call for message in messages for call in message.get("tool_calls", ())]
+    has_empty = any("content" not in message for message in messages)
+    has_developer = any(message["role"] == "developer" for message in messages)
+    choices = {
+        "tools": ["given", "wrapped", "bare"] if tools and isinstance(tools[0], dict) else ["given"],
+        "calls": ["wrapped", "bare"] if calls else ["wrapped"],
+        "developer": ["developer", "system"] if has_developer else ["developer"],
+        "empty": ["text", "null", "absent"] if has_empty else ["text"],
+        "arguments": ["given", "object", "text"] if calls else ["given"],
+        "content": ["given", "text", "parts", "parts after system"],
+    }
+    return [Forms(**dict(zip(choices, values, strict=True))) for values in itertools.product(*choices.values())]
+
+
+def _try(
+    candidates: list[Forms],
+    template: str,
+    messages: list[dict[str, Any]],
+    tools: list[Any] | None,
+    variables: dict[str, Any],
+) -> list[_Problem]:
+    shaped = [in_forms(messages, tools, forms) for forms in candidates]
+    sets = [{**variables, "messages": each, "tools": its_tools} for each, its_tools in shaped]
+    results = WORKER.render_all(template, sets)
+    return [
+        _Problem(3) if isinstance(result, TemplateFailure) else _judge(result, messages, tools, forms)
+        for result, forms in zip(results, candidates, strict=True)
+    ]
+
+
+def _judge(result: Rendered, messages: list[dict[str, Any]], tools: list[Any] | None, forms: Forms) -> _Problem:
+    """Checks that everything in a probe reached the text, and in a right form."""
+    text = result.text.casefold()
+    if tools is not None and _word("tool", 0) not in text:
+        return _Problem(2, -1, "tools")
+    words = []
+    for index, message in enumerate(messages):
+        if text_of(message.get("content")) and _word("text", index) not in text:
+            return _Problem(2, index, "text")
+        for call in message.get("tool_calls", ()):
+            function = call["function"]
+            arguments = function["arguments"]
+            arguments = json.loads(arguments) if isinstance(arguments, str) else arguments
+            words += arguments
+            if any(word not in text for word in (function["name"], *arguments, *arguments.values())):
+                return _Problem(2, index, "tool call")
+    # A key in single quotes or after a backslash belongs to a Python value, or to JSON text that was quoted again.
+    if any(f"'{word}'" in text or f'\\"{word}' in text for word in words):
+        return _Problem(1)
+    is_part_written = re.search(r"""['"]text\\?['"]: ?\\?['"]xqtext""", text)
+    if forms.empty == "null" and "None" in result.text:
+        return _Problem(2, 0, "missing text")
+    return _Problem(1 if is_part_written else 0)
+
+
+def _probe_message(message: dict[str, Any], number: int) -> dict[str, Any]:
+    """Returns a message with the same fields, whose texts are words of its own."""
+    probe: dict[str, Any] = {"role": message["role"]}
+    if "content" in message:
+        word = _word("text", number) if text_of(message["content"]).strip() else ""
+        probe["content"] = word if isinstance(message["content"], str) else [{"type": "text", "text": word}]
+    for name in ("reasoning_content", "thinking", "name"):
+        if name in message:
+            probe[name] = _word(name.replace("_", ""), number)
+    if "tool_calls" in message:
+        calls = enumerate(message["tool_calls"][:MAX_CALLS])
+        probe["tool_calls"] = [_probe_call(call, f"{number}p{n}") for n, call in calls]
+    if "tool_call_id" in message:
+        probe["tool_call_id"] = "probecall"
+    return probe
+
+
+def _probe_call(call: dict[str, Any], number: str) -> dict[str, Any]:
+    given = call["function"]["arguments"]
+    arguments: Any = {_word("key", number): _word("value", number)} if given not in ({}, "", "{}") else {}
+    arguments = json.dumps(arguments) if isinstance(given, str) else arguments
+    function = {"name": _word("call", number), "arguments": arguments}
+    # Mistral's templates ask for ids of nine characters.
+    return {"id": "probecall", "type": "function", "function": function}
+
+
+def _probe_tool(tool: Any) -> Any:
+    word = _word("tool", 0)
+    if not isinstance(tool, dict):
+        return word
+    properties = {"a": {"type": "string", "description": "b"}}
+    parameters = {"type": "object", "properties": properties, "required": ["a"]}
+    function = {"name": word, "description": word, "parameters": parameters}
+    return {"type": "function", "function": function} if isinstance(tool.get("function"), dict) else function
+
+
+def _shape(message: dict[str, Any]) -> str:
+    return json.dumps(_probe_message(message, 0), sort_keys=True)
+
+
+def _without_repetitions(shapes: list[str]) -> list[int]:
+    """Returns the indices of the messages without those of a turn that repeats more than twice in a row."""
+    kept: list[int] = []
+    names: list[str] = []
+    for index, shape in enumerate(shapes):
+        kept.append(index)
+        names.append(shape)
+        for period in range(1, MAX_PERIOD + 1):
+            last, before, first = names[-period:], names[-2 * period : -period], names[-3 * period : -2 * period]
+            if len(first) == period and last == before == first:
+                del kept[-period:], names[-period:]
+                break
+    return kept
+
+
+def _word(kind: str, number: int | str) -> str:
+    return f"xq{kind}{number}qx"
