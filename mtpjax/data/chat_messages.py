@@ -22,8 +22,10 @@ class Forms:
     """The forms in which a template gets what messages hold.
 
     Attributes:
-        content: as "given", as "text", as "parts", or "parts after system": a text in system and developer messages.
-        empty: the content of an answer without text: "text" (an empty one), "null" or "absent".
+        content: as "given", as "text", as "parts", or as "one part".
+        text_roles: roles whose content is a text all the same.
+        empty: the content of an answer without text: "text" (an empty one), "null" or "absent"; "usual": as OpenAI's
+            API writes it, null beside tool calls, and else an empty text.
         arguments: of tool calls: as "given", as "object", or as JSON "text".
         calls: "wrapped" in a "function" field, or "bare".
         developer: the role of developer messages.
@@ -31,7 +33,8 @@ class Forms:
     """
 
     content: str = "given"
-    empty: str = "text"
+    text_roles: tuple[str, ...] = ()
+    empty: str = "usual"
     arguments: str = "given"
     calls: str = "wrapped"
     developer: str = "developer"
@@ -120,12 +123,13 @@ def in_forms(
         role = message["role"]
         if role == "developer":
             message["role"] = forms.developer
-        if "content" not in message:
-            empty = [{"type": "text", "text": ""}] if forms.content.startswith("parts") else ""
-            message |= {"text": {"content": empty}, "null": {"content": None}, "absent": {}}[forms.empty]
-        elif forms.content != "given":
-            is_text = forms.content == "text" or (forms.content != "parts" and role in ("system", "developer"))
-            message["content"] = text_of(message["content"]) if is_text else _parts(message["content"])
+        content_form = "text" if role in forms.text_roles else forms.content
+        if "content" in message:
+            message["content"] = _content_in_form(message["content"], content_form)
+        else:
+            form = forms.empty if forms.empty != "usual" else "null" if message.get("tool_calls") else "text"
+            empty = _content_in_form("", content_form)
+            message |= {"text": {"content": empty}, "null": {"content": None}, "absent": {}}[form]
         if "tool_calls" in message:
             calls = enumerate(message["tool_calls"], start=1)
             message["tool_calls"] = [_call_in_form(c, forms, f"message {number}: tool call {n}") for n, c in calls]
@@ -219,6 +223,14 @@ def _clean_tool(tool: Any, place: str) -> Any:
     return tool
 
 
+def _content_in_form(content: str | list[dict[str, Any]], form: str) -> str | list[dict[str, Any]]:
+    if form == "text":
+        return text_of(content)
+    if form == "given" or (form == "parts" and isinstance(content, list)):
+        return content
+    return [{"type": "text", "text": text_of(content)}]
+
+
 def _call_in_form(call: dict[str, Any], forms: Forms, place: str) -> dict[str, Any]:
     arguments = call["function"]["arguments"]
     if forms.arguments == "text" and not isinstance(arguments, str):
@@ -241,10 +253,6 @@ def _tool_in_form(tool: Any, form: str) -> Any:
     if form == "wrapped" and not is_wrapped:
         return {"type": "function", "function": _without(tool, "type")}
     return tool["function"] if form == "bare" and is_wrapped else tool
-
-
-def _parts(content: str | list[dict[str, Any]]) -> list[dict[str, Any]]:
-    return [{"type": "text", "text": content}] if isinstance(content, str) else content
 
 
 def _parse(text: str, place: str) -> Any:

@@ -17,7 +17,9 @@ from mtpjax.data.template_worker import WORKER, Rendered, TemplateFailure
 from mtpjax.errors import DroppedTextError, printable
 
 MAX_PERIOD = 6  # messages of a repeated turn, such as question, call, result, answer
-MAX_CALLS = 2  # probe calls of one message
+MAX_CALLS = MAX_PARTS = 2  # probe calls, and parts of content, of one message
+SYSTEM_ROLES = ("system", "developer")
+CALL_ID = "probecall"  # Mistral's templates ask for nine characters
 
 
 class Choice(NamedTuple):
@@ -67,7 +69,10 @@ def choose_forms(
     """
     kept = _without_repetitions(list(map(_shape, messages)))
     probe = [_probe_message(messages[index], number) for number, index in enumerate(kept)]
-    probe_tools = None if tools is None else [_probe_tool(tools[0])]
+    probe_tools = None
+    if tools is not None:
+        kinds = {_tool_kind(tool): tool for tool in tools}
+        probe_tools = [_probe_tool(kinds[kind], number) for number, kind in enumerate(sorted(kinds))]
     choice = _choose(template, json.dumps([probe, probe_tools, variables], sort_keys=True))
     if choice.problem:
         index = kept[choice.lost] if choice.lost >= 0 else -1
@@ -84,29 +89,35 @@ def choose_forms(
 def _choose(template: str, probe_text: str) -> Choice:
     """Tries the usual forms, and all others only if those are not right."""
     messages, tools, variables = json.loads(probe_text)
-    usual, *others = _candidates(messages, tools)
-    [problem] = _try([usual], template, messages, tools, variables)
-    if not problem.rank:
-        return Choice(usual)
-    problems = [problem, *_try(others, template, messages, tools, variables)]
+    # Forms that give the template the same are tried once.
+    first: dict[str, Forms] = {}
+    for forms in _candidates(messages, tools):
+        first.setdefault(json.dumps(in_forms(messages, tools, forms)), forms)
+    candidates = list(first.values())
+    problems = _try(candidates[:1], template, messages, tools, variables)
+    if problems[0].rank:
+        problems += _try(candidates[1:], template, messages, tools, variables)
     best = min(range(len(problems)), key=lambda number: problems[number].rank)
     if problems[best].rank < 2:
-        return Choice([usual, *others][best])
-    return Choice(usual) if problem.rank == 3 else Choice(usual, problem.lost, problem.what)
+        return Choice(candidates[best])
+    if problems[best].rank == 3:
+        return Choice(candidates[0])
+    return Choice(candidates[0], problems[best].lost, problems[best].what)
 
 
 def _candidates(messages: list[dict[str, Any]], tools: list[Any] | None) -> list[Forms]:
-    """Returns all forms that make a difference for this conversation, the usual ones first."""
+    """Returns the forms that may make a difference for this conversation, the usual ones first."""
     calls = [call for message in messages for call in message.get("tool_calls", ())]
     has_empty = any("content" not in message for message in messages)
     has_developer = any(message["role"] == "developer" for message in messages)
     choices = {
-        "tools": ["given", "wrapped", "bare"] if tools and isinstance(tools[0], dict) else ["given"],
+        "tools": ["given", "wrapped", "bare"] if tools else ["given"],
         "calls": ["wrapped", "bare"] if calls else ["wrapped"],
         "developer": ["developer", "system"] if has_developer else ["developer"],
-        "empty": ["text", "null", "absent"] if has_empty else ["text"],
+        "empty": ["usual", "text", "null", "absent"] if has_empty else ["usual"],
         "arguments": ["given", "object", "text"] if calls else ["given"],
-        "content": ["given", "text", "parts", "parts after system"],
+        "text_roles": [(), SYSTEM_ROLES, ("tool",), (*SYSTEM_ROLES, "tool")],
+        "content": ["given", "text", "parts", "one part"],
     }
     return [Forms(**dict(zip(choices, values, strict=True))) for values in itertools.product(*choices.values())]
 
@@ -122,42 +133,49 @@ def _try(
     sets = [{**variables, "messages": each, "tools": its_tools} for each, its_tools in shaped]
     results = WORKER.render_all(template, sets)
     return [
-        _Problem(3) if isinstance(result, TemplateFailure) else _judge(result, messages, tools, forms)
-        for result, forms in zip(results, candidates, strict=True)
+        _Problem(3) if isinstance(result, TemplateFailure) else _judge(result, messages, tools, each)
+        for result, (each, _) in zip(results, shaped, strict=True)
     ]
 
 
-def _judge(result: Rendered, messages: list[dict[str, Any]], tools: list[Any] | None, forms: Forms) -> _Problem:
-    """Checks that everything in a probe reached the text, and in a right form."""
+def _judge(
+    result: Rendered, messages: list[dict[str, Any]], tools: list[Any] | None, shaped: list[dict[str, Any]]
+) -> _Problem:
+    """Checks that everything in a probe reached the text, and in a right form.
+
+    `shaped` are the messages as the template got them.
+    """
     text = result.text.casefold()
-    if tools is not None and _word("tool", 0) not in text:
+    if any(_word("tool", number) not in text for number in range(len(tools or ()))):
         return _Problem(2, -1, "tools")
     words = []
     for index, message in enumerate(messages):
-        if text_of(message.get("content")) and _word("text", index) not in text:
+        if any(word not in text for word in text_of(message.get("content")).split()):
             return _Problem(2, index, "text")
         for call in message.get("tool_calls", ()):
-            function = call["function"]
-            arguments = function["arguments"]
+            name, arguments = call["function"]["name"], call["function"]["arguments"]
             arguments = json.loads(arguments) if isinstance(arguments, str) else arguments
             words += arguments
-            if any(word not in text for word in (function["name"], *arguments, *arguments.values())):
+            # Some templates write the id alone, which holds the name (Kimi's).
+            is_named = name in text or ("id" in call and CALL_ID in text)
+            if not is_named or any(word not in text for word in (*arguments, *arguments.values())):
                 return _Problem(2, index, "tool call")
+    nulls = [index for index, each in enumerate(shaped) if each.get("content", "") is None]
+    if nulls and "None" in result.text:
+        return _Problem(2, nulls[0], "missing content")
     # A key in single quotes or after a backslash belongs to a Python value, or to JSON text that was quoted again.
-    if any(f"'{word}'" in text or f'\\"{word}' in text for word in words):
-        return _Problem(1)
-    is_part_written = re.search(r"""['"]text\\?['"]: ?\\?['"]xqtext""", text)
-    if forms.empty == "null" and "None" in result.text:
-        return _Problem(2, 0, "missing text")
-    return _Problem(1 if is_part_written else 0)
+    is_quoted = any(f"'{word}'" in text or f'\\"{word}' in text for word in words)
+    return _Problem(1 if is_quoted or re.search(r"""['"]text\\?['"]: ?\\?['"]xqtext""", text) else 0)
 
 
 def _probe_message(message: dict[str, Any], number: int) -> dict[str, Any]:
     """Returns a message with the same fields, whose texts are words of its own."""
     probe: dict[str, Any] = {"role": message["role"]}
     if "content" in message:
-        word = _word("text", number) if text_of(message["content"]).strip() else ""
-        probe["content"] = word if isinstance(message["content"], str) else [{"type": "text", "text": word}]
+        content = message["content"]
+        texts = [content] if isinstance(content, str) else [part["text"] for part in content[:MAX_PARTS]]
+        words = [_word("text", f"{number}p{n}") if text.strip() else "" for n, text in enumerate(texts)]
+        probe["content"] = words[0] if isinstance(content, str) else [{"type": "text", "text": w} for w in words]
     for name in ("reasoning_content", "thinking", "name"):
         if name in message:
             probe[name] = _word(name.replace("_", ""), number)
@@ -165,7 +183,7 @@ def _probe_message(message: dict[str, Any], number: int) -> dict[str, Any]:
         calls = enumerate(message["tool_calls"][:MAX_CALLS])
         probe["tool_calls"] = [_probe_call(call, f"{number}p{n}") for n, call in calls]
     if "tool_call_id" in message:
-        probe["tool_call_id"] = "probecall"
+        probe["tool_call_id"] = CALL_ID
     return probe
 
 
@@ -174,18 +192,21 @@ def _probe_call(call: dict[str, Any], number: str) -> dict[str, Any]:
     arguments: Any = {_word("key", number): _word("value", number)} if given not in ({}, "", "{}") else {}
     arguments = json.dumps(arguments) if isinstance(given, str) else arguments
     function = {"name": _word("call", number), "arguments": arguments}
-    # Mistral's templates ask for ids of nine characters.
-    return {"id": "probecall", "type": "function", "function": function}
+    return {**({"id": CALL_ID} if "id" in call else {}), "type": "function", "function": function}
 
 
-def _probe_tool(tool: Any) -> Any:
-    word = _word("tool", 0)
+def _tool_kind(tool: Any) -> str:
+    return "text" if not isinstance(tool, dict) else "wrapped" if isinstance(tool.get("function"), dict) else "bare"
+
+
+def _probe_tool(tool: Any, number: int) -> Any:
+    word = _word("tool", number)
     if not isinstance(tool, dict):
         return word
     properties = {"a": {"type": "string", "description": "b"}}
     parameters = {"type": "object", "properties": properties, "required": ["a"]}
     function = {"name": word, "description": word, "parameters": parameters}
-    return {"type": "function", "function": function} if isinstance(tool.get("function"), dict) else function
+    return {"type": "function", "function": function} if _tool_kind(tool) == "wrapped" else function
 
 
 def _shape(message: dict[str, Any]) -> str:

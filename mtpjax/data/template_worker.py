@@ -250,6 +250,7 @@ def _failure(error: Exception, *, is_template: bool) -> dict[str, Any]:
 def _environment():
     """Makes the sandbox, with the settings, tags, filters and functions that transformers gives to chat templates."""
     import jinja2
+    import jinja2.nodes
     from jinja2.ext import Extension
     from jinja2.sandbox import ImmutableSandboxedEnvironment
 
@@ -260,12 +261,12 @@ def _environment():
 
         def parse(self, parser):
             line = next(parser.stream).lineno
-            self.environment.has_generation = True
+            vars(self.environment)["has_generation"] = True
             body = parser.parse_statements(("name:endgeneration",), drop_needle=True)
             return jinja2.nodes.CallBlock(self.call_method("_marked"), [], [], body).set_lineno(line)
 
         def _marked(self, caller):
-            mark = self.environment.generation_mark
+            mark = vars(self.environment)["generation_mark"]
             return mark + caller() + mark
 
     def raise_exception(message: str):
