@@ -15,12 +15,11 @@ from mtpjax.data.template_probe import choose_forms
 from mtpjax.data.template_worker import WORKER, Rendered, TemplateFailure
 from mtpjax.errors import ConversationError, TokenizerError, printable
 from mtpjax.io.huggingface_files import read_small_file
-from mtpjax.safe_open import is_gguf, parse_json
+from mtpjax.safe_open import list_chat_templates, parse_json
 
 MAX_TEMPLATE_CHARACTERS = 1 << 20
 MAX_MESSAGES = 10_000
 DEFAULT, TOOL_USE = "default", "tool_use"
-ADDITIONAL_FOLDER = "additional_chat_templates"
 
 
 @dataclasses.dataclass(frozen=True)
@@ -204,9 +203,7 @@ def read_chat_templates(folder: pathlib.Path, settings: Mapping[str, Any]) -> di
         TokenizerError: a file is not UTF-8 text or not JSON.
     """
     found = {DEFAULT: "chat_template.jinja"}
-    if not is_gguf(folder):
-        files = sorted((folder / ADDITIONAL_FOLDER).glob("*.jinja"))
-        found |= {file.name.removesuffix(".jinja"): f"{ADDITIONAL_FOLDER}/{file.name}" for file in files}
+    found |= {pathlib.PurePath(file).stem: file for file in list_chat_templates(folder)}
     contents = {name: _read_text(folder, file) for name, file in found.items()}
     templates = {name: content for name, content in contents.items() if content is not None}
     if DEFAULT in templates:

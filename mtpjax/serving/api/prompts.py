@@ -9,6 +9,7 @@ from mtpjax.serving.api.option_tables import MAX_PROMPTS
 from mtpjax.serving.api.server import ApiServer
 
 MAX_MESSAGES = 2048
+MAX_TOOLS = 128  # as OpenAI's API
 ROLES = ("system", "developer", "user", "assistant", "tool")
 # Fields of a message that templates read besides role and content.
 _MESSAGE_FIELDS = ("name", "tool_call_id", "tool_calls", "function_call", *REASONING_FIELDS)
@@ -77,8 +78,11 @@ async def read_chat(server: ApiServer, body: Body, *, add_generation_prompt: boo
             f"messages has {num_characters} characters; at most {server.max_prompt_characters} are allowed",
             param="messages",
         )
+    tools = check_list(body["tools"], "tools", MAX_TOOLS) if body.get("tools") is not None else []
+    _check_strings(tools, "tools", server.max_prompt_characters)
     variables = _template_variables(body.get("chat_template_kwargs"), server.settings.template_variables)
-    return await server.encode_chat(messages, {**variables, "add_generation_prompt": add_generation_prompt})
+    variables = {**variables, "tools": tools, "add_generation_prompt": add_generation_prompt}
+    return await server.encode_chat(messages, variables)
 
 
 def _token_ids(value: Any, param: str, engine: Any) -> list[int]:
