@@ -308,6 +308,7 @@ def run_serve(options) -> int:
 def _serve_on(mesh, options, disaggregation) -> int:
     import logging
 
+    from mtpjax.data.prompts import read_text
     from mtpjax.data.tokenizer import load_tokenizer
     from mtpjax.decoding.config import DecodeConfig
     from mtpjax.distributed import is_main_process
@@ -326,7 +327,8 @@ def _serve_on(mesh, options, disaggregation) -> int:
         )
     if options.tokenizer_path and not os.path.exists(options.tokenizer_path):
         raise TokenizerError(f"--tokenizer-path: there is no {options.tokenizer_path}")
-    tokenizer = load_tokenizer(options.tokenizer_path or path, model.config.vocab_size)
+    template = None if options.chat_template is None else read_text(options.chat_template)
+    tokenizer = load_tokenizer(options.tokenizer_path or path, model.config.vocab_size, chat_template=template)
     chosen = engine_settings(options, loaded_config.num_mtp_modules)
     with explain_full_memory("give the model more devices with --tp-size"):
         chosen, draft_params = load_drafter_of(options, chosen, model)

@@ -230,7 +230,8 @@ class ConversationTask:
 
 def _checked_messages(record: dict[str, Any]) -> list[dict[str, Any]]:
     messages = find_messages(record)
-    if any(message.get("tool_calls") for message in messages):
+    # Calls of weight 0 are part of the prompt.
+    if any(message.get("tool_calls") and message.get("weight") != 0 for message in messages):
         raise SkippedRecordError("unreadable", "contains tool calls, which regenerated answers do not make")
     return messages
 

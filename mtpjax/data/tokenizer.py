@@ -10,7 +10,7 @@ from collections.abc import Callable, Iterable
 from typing import Any, Protocol
 
 from mtpjax.data.chat_messages import clean_messages, clean_tools, text_of
-from mtpjax.data.chat_template import ChatTemplates, RenderedChat, read_chat_templates
+from mtpjax.data.chat_template import DEFAULT, ChatTemplates, RenderedChat, read_chat_templates
 from mtpjax.data.tokenizer_checks import check_expansion, rust_errors
 from mtpjax.errors import ConversationError, TokenizerError, printable
 from mtpjax.io.huggingface_files import MAX_TOKENIZER_BYTES, has_tokenizer, huggingface_folder, read_small_file
@@ -153,12 +153,13 @@ class HuggingFaceTokenizer:
     Args:
         folder: the directory, or the GGUF file.
         vocab_size: V of the model.
+        chat_template: a chat template in place of those in the files.
 
     Raises:
         TokenizerError: a file is damaged, or a token is outside `vocab_size`.
     """
 
-    def __init__(self, folder: pathlib.Path, vocab_size: int):
+    def __init__(self, folder: pathlib.Path, vocab_size: int, *, chat_template: str | None = None):
         import tokenizers
 
         content = read_small_file(folder, "tokenizer.json", max_bytes=MAX_TOKENIZER_BYTES)
@@ -181,7 +182,7 @@ class HuggingFaceTokenizer:
         self._special_names = [token.content for token in added.values() if token.special]
         self._settings = _read_json(folder, "tokenizer_config.json")
         self.eos_token_ids = _eos_token_ids(folder, vocab_size) or self._named_token_ids("eos_token")
-        templates = read_chat_templates(folder, self._settings)
+        templates = read_chat_templates(folder, self._settings) if chat_template is None else {DEFAULT: chat_template}
         self.chat_templates = ChatTemplates(templates, self._special_tokens(), self._special_names)
         self._content = content
         # The digest covers everything that decides the tokens, so that a resumed run notices a changed template.
@@ -289,23 +290,27 @@ class HuggingFaceTokenizer:
         return () if index is None else (index,)
 
 
-def load_tokenizer(path, vocab_size: int) -> Tokenizer:
+def load_tokenizer(path, vocab_size: int, *, chat_template: str | None = None) -> Tokenizer:
     """Loads the tokenizer of a checkpoint.
 
     Args:
         path: a Hugging Face directory, a GGUF file, or a checkpoint, whose Hugging Face directory is used if it came
             from one.
         vocab_size: V of the model.
+        chat_template: a chat template in place of the checkpoint's.
 
     Returns:
         A `HuggingFaceTokenizer` if there is a `tokenizer.json`, else a `ByteTokenizer`.
 
     Raises:
-        TokenizerError: there is no `tokenizer.json`, and the vocabulary is not the 256 bytes.
+        TokenizerError: there is no `tokenizer.json`, and the vocabulary is not the 256 bytes, or there is a chat
+            template, which bytes have no use for.
     """
     folder = huggingface_folder(path)
     if has_tokenizer(folder):
-        return HuggingFaceTokenizer(folder, vocab_size)
+        return HuggingFaceTokenizer(folder, vocab_size, chat_template=chat_template)
+    if chat_template is not None:
+        raise TokenizerError(f"{folder} has no tokenizer.json, which a chat template needs")
     if vocab_size == ByteTokenizer.vocab_size:
         return ByteTokenizer()
     raise TokenizerError(f"{folder} has no tokenizer.json, and the model has {vocab_size} tokens, not the 256 bytes")

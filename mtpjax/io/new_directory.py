@@ -14,9 +14,8 @@ from mtpjax.errors import CheckpointFileError, ConfigError
 from mtpjax.io.checkpoint_format import read_kept
 from mtpjax.io.checkpoint_reader import CheckpointReader
 from mtpjax.io.huggingface_files import HEADERS_FILE, HUGGINGFACE_FOLDER
-from mtpjax.safe_open import ADDITIONAL_TEMPLATES
 from mtpjax.models.config import ModelConfig
-from mtpjax.safe_open import parse_json
+from mtpjax.safe_open import ADDITIONAL_TEMPLATES, parse_json
 
 log = logging.getLogger("mtpjax.conversion")
 

@@ -15,7 +15,8 @@ GLM = (
     _VISIBLE
     + "{%- if tools %}<|system|>\n{% for t in tools %}{{ t | tojson(ensure_ascii=False) }}\n{% endfor %}{% endif -%}"
     "{%- for m in messages %}{%- if m.role == 'user' %}<|user|>\n{{ visible(m.content) }}"
-    "{{- '/nothink' if enable_thinking is defined and not enable_thinking and not visible(m.content).endswith('/nothink')"
+    "{{- '/nothink' if enable_thinking is defined and not enable_thinking and not"
+    " visible(m.content).endswith('/nothink')"
     " else '' }}{%- elif m.role == 'system' %}<|system|>\n{{ visible(m.content) }}{%- elif m.role == 'assistant' %}"
     "<|assistant|>\n{{ visible(m.content) }}{%- for c in m.tool_calls or [] %}{%- set c = c.function or c %}"
     "<call>{{ c.name }}{%- for k, v in (c.arguments or {}).items() %}<key>{{ k }}</key><value>"
@@ -37,8 +38,8 @@ DEEPSEEK = (
 )
 # Both forms of arguments; a call is written by its id; parts are read.
 KIMI = (
-    _VISIBLE
-    + "{%- if tools %}{{ tools | tojson }}{%- endif %}{%- for m in messages %}<|im_start|>{{ m.get('name') or m.role }}\n"
+    _VISIBLE + "{%- if tools %}{{ tools | tojson }}{%- endif %}"
+    "{%- for m in messages %}<|im_start|>{{ m.get('name') or m.role }}\n"
     "{%- if m.content is not none %}{{ visible(m.content) }}{%- endif %}{%- for c in m.get('tool_calls') or [] %}"
     "<call>{{ c['id'] }}{%- if c['function']['arguments'] is string %}{{ c['function']['arguments'] }}{%- else %}"
     "{{ c['function']['arguments'] | tojson }}{%- endif %}</call>{%- endfor %}<|im_end|>\n{%- endfor %}"
@@ -86,7 +87,8 @@ QWEN = (
     '{%- for t in m.tool_calls or [] %}{%- set t = t.function or t %}{{ \'<tool_call>{"name": "\' + t.name }}'
     '{{ \'", "arguments": \' }}{{ t.arguments if t.arguments is string else t.arguments | tojson }}'
     "{{ '}</tool_call>' }}{%- endfor %}{%- elif m.role in ['user', 'system', 'tool'] %}{{ m.content }}{%- endif %}"
-    "{{ '<|im_end|>\\n' }}{%- endfor %}{%- if add_generation_prompt %}{{ '<|im_start|>assistant\\n<think>\\n' }}{%- endif %}"
+    "{{ '<|im_end|>\\n' }}{%- endfor %}"
+    "{%- if add_generation_prompt %}{{ '<|im_start|>assistant\\n<think>\\n' }}{%- endif %}"
 )
 # Only user and model, a first system message joins the question; anything else is an error.
 GEMMA = (
@@ -101,13 +103,18 @@ GEMMA = (
 )
 # Roles have names of their own; thoughts are under `thinking`.
 GPT_OSS = (
-    "{%- if tools %}<|im_start|>developer\n{%- for t in tools %}{{ t.function.name + ': ' + t.function.parameters | tojson }}"
+    "{%- if tools %}<|im_start|>developer\n"
+    "{%- for t in tools %}{{ t.function.name + ': ' + t.function.parameters | tojson }}"
     "{%- endfor %}<|im_end|>{%- endif %}{%- for m in messages %}{%- if m.role in ['system', 'developer'] %}"
-    "<|im_start|>developer\n{{ m.content }}<|im_end|>{%- elif m.role == 'user' %}<|im_start|>user\n{{ m.content }}<|im_end|>"
-    "{%- elif m.role == 'assistant' %}{%- if m.thinking is defined and loop.last %}<|im_start|>analysis\n{{ m.thinking }}"
+    "<|im_start|>developer\n{{ m.content }}<|im_end|>"
+    "{%- elif m.role == 'user' %}<|im_start|>user\n{{ m.content }}<|im_end|>"
+    "{%- elif m.role == 'assistant' %}"
+    "{%- if m.thinking is defined and loop.last %}<|im_start|>analysis\n{{ m.thinking }}"
     "<|im_end|>{%- endif %}{%- for c in m.tool_calls or [] %}<|im_start|>call {{ c.function.name }}\n"
-    "{{ c.function.arguments | tojson }}<|im_end|>{%- endfor %}{%- if m.content %}<|im_start|>final\n{{ m.content }}<|im_end|>"
-    "{%- endif %}{%- elif m.role == 'tool' %}<|im_start|>result\n{{ m.content | tojson }}<|im_end|>{%- endif %}{%- endfor %}"
+    "{{ c.function.arguments | tojson }}<|im_end|>{%- endfor %}"
+    "{%- if m.content %}<|im_start|>final\n{{ m.content }}<|im_end|>"
+    "{%- endif %}{%- elif m.role == 'tool' %}<|im_start|>result\n{{ m.content | tojson }}<|im_end|>"
+    "{%- endif %}{%- endfor %}"
     "{%- if add_generation_prompt %}<|im_start|>{%- endif %}"
 )
 # Content as parts in every message.
