@@ -158,7 +158,7 @@ class ChatTemplates:
         spans = hidden.find(marked, plain.text)
         restored, restored_spans = hidden.restore(marked)
         for ending in hidden.endings(messages) if spans is None else ():
-            if restored.count(ending) > plain.text.count(ending):
+            if restored.count(ending) > plain.text.count(ending) > 0:
                 marked = render(hidden.hide(messages, keep_ending=ending), hidden_tools).text
                 spans = spans or hidden.find(marked, plain.text)
         if spans is None:

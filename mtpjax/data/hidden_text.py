@@ -87,7 +87,11 @@ class HiddenText:
             if number % 2:
                 name = self.texts[int(part)]
                 forms = (name, json.dumps(name, ensure_ascii=False)[1:-1], json.dumps(name)[1:-1])
-                part = next((form for form in forms if plain.startswith(form, place)), None)
+                # A template may change the case of a whole text.
+                parts = (plain[place : place + len(form)] for form in forms)
+                part = next(
+                    (each for each, form in zip(parts, forms, strict=True) if each.lower() == form.lower()), None
+                )
                 if part is None:
                     return None
                 spans.append((place, place + len(part)))

@@ -243,7 +243,7 @@ def test_marks_survive_filters_and_json():
     text, hidden = hidden_texts(template.replace("| upper ", ""), [{"role": "user", "content": ' é9<|"|>9000000000 '}])
     assert text == r'"\u00e99<|\"|>9000000000"' and hidden == [r"<|\"|>"]
     text, hidden = hidden_texts(template, [{"role": "user", "content": " é<|user|>"}])
-    assert text.endswith('<|user|>"') and hidden == ["<|user|>"]
+    assert text.endswith('<|USER|>"') and hidden == ["<|USER|>"]
 
 
 @pytest.mark.parametrize("question", ["Hi /nothink", "Hi/nothink", "<|user|> hi/nothink"])
