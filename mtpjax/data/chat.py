@@ -166,7 +166,7 @@ def _mark_blocks(
     """Marks the tokens of generation blocks."""
     is_target = np.zeros(len(tokens) + 1, bool)
     starts, ends = np.array(offsets, np.int64).reshape(-1, 2).T
-    # Tokenizers may leave the space that a token begins with out of its offsets: a token begins where the last one ends.
+    # Offsets may leave out the space that a token begins with, so a token begins where the last one ends.
     starts = np.minimum(starts, np.maximum.accumulate(np.append(0, ends))[:-1])
     for start, stop in blocks:
         begin, end = int(np.searchsorted(ends, start, "right")), int(np.searchsorted(starts, stop, "left"))

@@ -286,7 +286,8 @@ def test_three_doors_give_the_same_prompt(name, tmp_path):
     from tests.helpers.fake_engine import FakeEngine
 
     tokenizer = chatml.save_tokenizer(tmp_path, TEMPLATES[name])
-    server = ApiServer(FakeEngine(max_length=2000), tokenizer, ApiSettings(model_name="tiny"))
+    engine = FakeEngine(max_length=2000)
+    server = ApiServer(engine, tokenizer, ApiSettings(model_name="tiny"))
     tools = None if name in ("deepseek", "chatml", "parts", "blocks") else [TOOL]
     for kind, messages in CONVERSATIONS.items():
         if kind.startswith("call") and name in ("chatml", "parts", "blocks"):
@@ -304,6 +305,7 @@ def test_three_doors_give_the_same_prompt(name, tmp_path):
         [document] = reading.documents
         assert document.loss_mask is not None and document.loss_mask.argmax() == len(prompt)
         assert document.tokens[: len(prompt)].tolist() == prompt
+    engine.close()
 
 
 def test_a_plain_render_passes_what_it_gets():
