@@ -204,6 +204,15 @@ def test_named_templates_are_read_chosen_and_saved(tmp_path):
         render({"rag": QWEN}, [QUESTION])
 
 
+def test_another_template_takes_the_place_of_the_files(tmp_path):
+    chatml.save_tokenizer(tmp_path)
+    tokenizer = load_tokenizer(tmp_path, 300, chat_template=QWEN)
+    assert tokenizer.apply_chat_template([QUESTION]) == tokenizer.encode(render(QWEN, [QUESTION]))
+    (tmp_path / "tokenizer.json").unlink()
+    with pytest.raises(TokenizerError, match=r"has no tokenizer\.json, which a chat template needs"):
+        load_tokenizer(tmp_path, 256, chat_template=QWEN)
+
+
 def test_a_template_in_chat_template_json_is_read(tmp_path):
     (tmp_path / "chat_template.json").write_text(json.dumps({"chat_template": "x"}))
     assert read_chat_templates(tmp_path, {}) == {"default": "x"}
@@ -306,6 +315,18 @@ def test_three_doors_give_the_same_prompt(name, tmp_path):
         assert document.loss_mask is not None and document.loss_mask.argmax() == len(prompt)
         assert document.tokens[: len(prompt)].tolist() == prompt
     engine.close()
+
+
+def test_a_conversation_of_several_turns_is_regenerated_under_a_thinking_template(tmp_path):
+    tokenizer = chatml.save_tokenizer(tmp_path, QWEN)
+    record = {"messages": [QUESTION, {"role": "assistant", "content": None}, QUESTION], "tools": json.dumps([TOOL])}
+    task = make_task(json.dumps(record).encode(), tokenizer, kind="conversations", max_prompt_tokens=2000)
+    written = [QUESTION]
+    for answer in ("hm\n</think>\n\nyes", "\n</think>\n\nno"):
+        assert task.prompt == tokenizer.apply_chat_template(written, tools=[TOOL])
+        assert task.add_answer(tokenizer.encode(answer), "stop")
+        written += [{"role": "assistant", "content": answer}, QUESTION]
+    assert task.prompt is None and task.record()["messages"] == written[:-1]
 
 
 def test_a_plain_render_passes_what_it_gets():
