@@ -320,6 +320,7 @@ def _serve_on(mesh, options, disaggregation) -> int:
     check_expert_devices(options, mesh)
     # 1. The model, its tokenizer and its drafter.
     path = find_checkpoint(options.model_path)
+    template = None if options.chat_template is None else read_text(options.chat_template)
     check_same_start(options, path)
     with explain_full_memory("give the model more devices with --tp-size"):
         model, params, loaded_config = load_on_mesh(
@@ -327,7 +328,6 @@ def _serve_on(mesh, options, disaggregation) -> int:
         )
     if options.tokenizer_path and not os.path.exists(options.tokenizer_path):
         raise TokenizerError(f"--tokenizer-path: there is no {options.tokenizer_path}")
-    template = None if options.chat_template is None else read_text(options.chat_template)
     tokenizer = load_tokenizer(options.tokenizer_path or path, model.config.vocab_size, chat_template=template)
     chosen = engine_settings(options, loaded_config.num_mtp_modules)
     with explain_full_memory("give the model more devices with --tp-size"):

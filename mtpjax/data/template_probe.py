@@ -17,6 +17,8 @@ from mtpjax.data.template_worker import WORKER, Rendered, TemplateFailure
 from mtpjax.errors import DroppedTextError, printable
 
 MAX_PERIOD = 6  # messages of a repeated turn, such as question, call, result, answer
+MAX_PROBES, MAX_PROBE_MESSAGES = 128, 4096  # renderings of a shape, and messages in all of them
+PROBES_AT_ONCE = 32
 MAX_CALLS = MAX_PARTS = 2  # probe calls, and parts of content, of one message
 SYSTEM_ROLES = ("system", "developer")
 CALL_ID = "probecall"  # Mistral's templates ask for nine characters
@@ -89,14 +91,13 @@ def choose_forms(
 def _choose(template: str, probe_text: str) -> Choice:
     """Tries the usual forms, and all others only if those are not right."""
     messages, tools, variables = json.loads(probe_text)
-    # Forms that give the template the same are tried once.
-    first: dict[str, Forms] = {}
-    for forms in _candidates(messages, tools):
-        first.setdefault(json.dumps(in_forms(messages, tools, forms)), forms)
-    candidates = list(first.values())
-    problems = _try(candidates[:1], template, messages, tools, variables)
-    if problems[0].rank:
-        problems += _try(candidates[1:], template, messages, tools, variables)
+    candidates = _candidates(messages, tools)
+    problems: list[_Problem] = []
+    # The first form alone is right for most; the others follow in requests that stay within the limit of time.
+    for start, end in itertools.pairwise([0, 1, *range(1 + PROBES_AT_ONCE, len(candidates), PROBES_AT_ONCE), None]):
+        problems += _try(candidates[start:end], template, messages, tools, variables)
+        if len(problems) == len(candidates) or min(problem.rank for problem in problems) == 0:
+            break
     best = min(range(len(problems)), key=lambda number: problems[number].rank)
     if problems[best].rank < 2:
         return Choice(candidates[best])
@@ -106,20 +107,29 @@ def _choose(template: str, probe_text: str) -> Choice:
 
 
 def _candidates(messages: list[dict[str, Any]], tools: list[Any] | None) -> list[Forms]:
-    """Returns the forms that may make a difference for this conversation, the usual ones first."""
-    calls = [call for message in messages for call in message.get("tool_calls", ())]
+    """Returns the forms that may make a difference, the usual ones first, and those nearest to them next."""
+    roles = {message["role"] for message in messages}
+    calls = [call["function"]["arguments"] for message in messages for call in message.get("tool_calls", ())]
+    has_parts = any(isinstance(message.get("content"), list) for message in messages)
     has_empty = any("content" not in message for message in messages)
-    has_developer = any(message["role"] == "developer" for message in messages)
+    groups = [group for group in (SYSTEM_ROLES, ("tool",), (*SYSTEM_ROLES, "tool")) if roles.intersection(group)]
     choices = {
-        "tools": ["given", "wrapped", "bare"] if tools else ["given"],
-        "calls": ["wrapped", "bare"] if calls else ["wrapped"],
-        "developer": ["developer", "system"] if has_developer else ["developer"],
-        "empty": ["usual", "text", "null", "absent"] if has_empty else ["usual"],
+        "content": ["given", "text", "parts", "one part"] if has_parts else ["given", "parts"],
+        "text_roles": [(), *groups],
         "arguments": ["given", "object", "text"] if calls else ["given"],
-        "text_roles": [(), SYSTEM_ROLES, ("tool",), (*SYSTEM_ROLES, "tool")],
-        "content": ["given", "text", "parts", "one part"],
+        "empty": ["usual", "text", "null", "absent"] if has_empty else ["usual"],
+        "developer": ["developer", "system"] if "developer" in roles else ["developer"],
+        "calls": ["wrapped", "bare"] if calls else ["wrapped"],
+        "tools": ["given", "wrapped", "bare"] if tools else ["given"],
     }
-    return [Forms(**dict(zip(choices, values, strict=True))) for values in itertools.product(*choices.values())]
+    usual = [values[0] for values in choices.values()]
+    products = sorted(
+        itertools.product(*choices.values()),
+        key=lambda values: sum(value != first for value, first in zip(values, usual, strict=True)),
+    )
+    # A client must not be able to ask for many renderings of many messages.
+    count = max(8, min(MAX_PROBES, MAX_PROBE_MESSAGES // max(1, len(messages))))
+    return [Forms(**dict(zip(choices, values, strict=True))) for values in products[:count]]
 
 
 def _try(
