@@ -251,18 +251,17 @@ def test_a_checkpoint_tokenizer_with_a_template(tmp_path):
 @pytest.fixture
 def ask(tmp_path):
     """`ask(template, messages, **body)` -> the response, and the text of the prompt that reached the engine."""
-    engine = FakeEngine(reply="ok", max_length=500)
-    engine.vocab_size = 300
 
     def ask(template, messages, **body):
+        engine = FakeEngine(reply="ok", max_length=500)
+        engine.vocab_size = 300
         tokenizer = chatml.save_tokenizer(tmp_path, template)
         with api_client(engine, tokenizer) as (client, _):
             response = client.post("/v1/chat/completions", json={"messages": messages, "max_tokens": 2, **body})
         tokens = engine.requests[-1].prompt if response.status_code == 200 else []
         return response, tokenizer._tokenizer.decode(tokens, skip_special_tokens=False)
 
-    yield ask
-    engine.close()
+    return ask
 
 
 CALL = {"id": "call00001", "type": "function", "function": {"name": "f", "arguments": '{"city": "Köln"}'}}
