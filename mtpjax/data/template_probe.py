@@ -5,6 +5,7 @@ on. What a template does not read often vanishes without an error. So a conversa
 word of its own in place of each text, and a form is right if every word reaches the prompt.
 """
 
+import dataclasses
 import functools
 import itertools
 import json
@@ -77,12 +78,16 @@ def choose_forms(
         probe_tools = [_probe_tool(kinds[kind], number) for number, kind in enumerate(sorted(kinds))]
     choice = _choose(template, json.dumps([probe, probe_tools, variables], sort_keys=True))
     if choice.problem:
-        index = kept[choice.lost] if choice.lost >= 0 else -1
-        place = ""
-        if index >= 0:
-            place = f" of message {index + 1} of {len(messages)} (role {printable(messages[index]['role'], 40)})"
+        if choice.lost < 0:
+            raise DroppedTextError(
+                "the chat template does not write the tools, so the model would not see them; put them into a system"
+                " message, or leave them out",
+                -1,
+            )
+        index = kept[choice.lost]
+        place = f"message {index + 1} of {len(messages)} (role {printable(messages[index]['role'], 40)})"
         raise DroppedTextError(
-            f"the chat template does not write the {choice.problem}{place}, so the model would not see it", index
+            f"the chat template does not write the {choice.problem} of {place}, so the model would not see it", index
         )
     return choice.forms
 
@@ -102,7 +107,8 @@ def _choose(template: str, probe_text: str) -> Choice:
     if problems[best].rank < 2:
         return Choice(candidates[best])
     if problems[best].rank == 3:
-        return Choice(candidates[0])
+        # An empty text causes fewer failures of its own than a null.
+        return Choice(dataclasses.replace(candidates[0], empty="text"))
     return Choice(candidates[0], problems[best].lost, problems[best].what)
 
 

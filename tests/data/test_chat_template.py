@@ -109,7 +109,7 @@ def test_tools_are_parsed_and_wrapped_as_the_template_reads_them():
         == render(MISTRAL, [QUESTION], tools="")
         == "[INST]Weather?[/INST]"
     )
-    with pytest.raises(DroppedTextError, match="does not write the tools, so the model would not see it"):
+    with pytest.raises(DroppedTextError, match="does not write the tools, so the model would not see them"):
         render(DEEPSEEK, [QUESTION], tools=[TOOL])
     for wrong, problem in (("{", "tools is text that is not JSON"), (5, "tools is a number, not a list of objects")):
         with pytest.raises(ConversationError, match=problem):
