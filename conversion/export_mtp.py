@@ -50,6 +50,7 @@ CHECKPOINT_FILES = (
     "vocab.txt",
     "merges.txt",
     "chat_template.*",
+    "additional_chat_templates/*.jinja",
     "*processor_config.json",
     "quant_model_description*.json",
     "configuration_*.py",  # code that config.json names in auto_map

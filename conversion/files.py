@@ -18,7 +18,7 @@ from conversion.array_checks import count_nonfinite
 from conversion.safetensors_header import MAX_HEADER_BYTES, MAX_TENSORS, TensorInfo, parse_header, parse_json
 from conversion.weight_files import INDEX, PICKLE_SUFFIXES, choose_weight_files, safetensors_files
 from mtpjax.errors import CheckpointFileError, UnsafeFileError
-from mtpjax.safe_open import allowed_root, is_gguf, open_inside
+from mtpjax.safe_open import allowed_root, is_gguf, list_chat_templates, open_inside
 
 log = logging.getLogger("mtpjax.conversion")
 
@@ -155,11 +155,11 @@ class CheckpointFiles:
         """Lists the files beside the weights: configuration, tokenizer, text.
 
         Returns:
-            File names. Folders, pickles, and files that cannot be opened safely are left out; the latter with a
-            warning.
+            File names. Pickles, files that cannot be opened safely, and folders but the one of chat templates are left
+            out; the unsafe files with a warning.
         """
         kept = []
-        for name in sorted(os.listdir(self.path)):
+        for name in [*sorted(os.listdir(self.path)), *list_chat_templates(self.path)]:
             if name.endswith((".safetensors", *PICKLE_SUFFIXES)) or (self.path / name).is_dir():
                 continue
             try:

@@ -73,12 +73,21 @@ def tokenizer_files(metadata: dict[str, Any]) -> dict[str, Any]:
         "model": model,
     }
     settings = {name: token for name, token in names.items() if token is not None}
-    if isinstance(metadata.get("tokenizer.chat_template"), str):
-        settings["chat_template"] = metadata["tokenizer.chat_template"]
+    settings |= _chat_templates(metadata)
     # Instruction-tuned models may end an answer (`eot`) with another token than a document.
     ends = [_token_id(metadata, f"{key}_token_id", tokens) for key in ("eos", "eot")]
     generation = {"eos_token_id": [index for index in dict.fromkeys(ends) if index is not None]}
     return {"tokenizer.json": tokenizer, "tokenizer_config.json": settings, "generation_config.json": generation}
+
+
+def _chat_templates(metadata: dict[str, Any]) -> dict[str, Any]:
+    """Returns the setting of the default chat template, or of all by name, such as `tool_use`."""
+    prefix = "tokenizer.chat_template"
+    texts = {key: each for key, each in metadata.items() if key.startswith(prefix) and isinstance(each, str)}
+    named = {key.removeprefix(prefix).removeprefix(".") or "default": each for key, each in texts.items()}
+    if list(named) in ([], ["default"]):
+        return {"chat_template": named["default"]} if named else {}
+    return {"chat_template": [{"name": name, "template": each} for name, each in named.items()]}
 
 
 _SPECIAL = {"bos_token": "bos", "eos_token": "eos", "pad_token": "padding", "unk_token": "unknown"}

@@ -172,6 +172,7 @@ def copy_files(folder: pathlib.Path, content: Callable[[str], Iterator[memoryvie
         names: the files' names.
     """
     for name in names:
+        (folder / name).parent.mkdir(exist_ok=True)
         with open(folder / name, "xb") as file:
             file.writelines(content(name))
 

@@ -70,8 +70,24 @@ class TokenizerError(CheckpointError):
     """A tokenizer or chat template is missing, damaged, or does not fit the model."""
 
 
+class AnswerLocationError(TokenizerError):
+    """The answers of a conversation cannot be located in the text that the chat template writes, or in its tokens."""
+
+
 class ConversationError(TokenizerError, UsageError):
     """A chat template rejects a conversation or fails on it: the request is at fault, not the checkpoint."""
+
+
+class DroppedTextError(ConversationError):
+    """A chat template would write a conversation without the text of a message, a tool call or the tools.
+
+    Attributes:
+        index: place of the message, from 0; -1: the tools.
+    """
+
+    def __init__(self, message: str, index: int):
+        super().__init__(message)
+        self.index = index
 
 
 class MemoryTooSmall(ValueError):

@@ -29,6 +29,7 @@ INDEX, SINGLE = "model.safetensors.index.json", "model.safetensors"
 MAX_INDEX_BYTES, MAX_SHARDS = 512 << 20, 10_000
 TOKENIZER_FILES = (
     *("config.json", "generation_config.json", "chat_template.jinja", "chat_template.json"),
+    "additional_chat_templates/*.jinja",
     *("tokenizer.json", "tokenizer_config.json", "special_tokens_map.json", "added_tokens.json"),
     *("tokenizer.model", "tiktoken.model", "vocab.json", "merges.txt"),
 )

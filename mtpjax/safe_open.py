@@ -16,6 +16,7 @@ from typing import Any
 from mtpjax.errors import UnsafeFileError, printable
 
 MAX_JSON_DEPTH = 64  # numpy arrays have at most 64 dimensions; configurations and records nest less than ten deep
+ADDITIONAL_TEMPLATES = "additional_chat_templates"  # the folder of a Hugging Face directory's named chat templates
 # Strings, whose brackets do not count, or single brackets.
 _BRACKETS = re.compile(rb'"(?:[^"\\]|\\.)*+"?|[\[\]{}]', re.DOTALL)
 
@@ -103,6 +104,19 @@ def read_inside(folder: pathlib.Path, name: str, *, max_bytes: int) -> bytes | N
     if len(content) > max_bytes:
         raise UnsafeFileError(f"{path} is larger than {max_bytes} bytes")
     return content
+
+
+def list_chat_templates(folder: pathlib.Path) -> list[str]:
+    """Lists the chat templates that a Hugging Face directory keeps beside its default one.
+
+    Args:
+        folder: the directory.
+
+    Returns:
+        Names relative to the directory, such as "additional_chat_templates/tool_use.jinja", sorted.
+    """
+    files = sorted((folder / ADDITIONAL_TEMPLATES).glob("*.jinja"))
+    return [f"{ADDITIONAL_TEMPLATES}/{file.name}" for file in files]
 
 
 def open_regular(path: str | os.PathLike) -> io.BufferedReader:

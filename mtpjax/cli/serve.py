@@ -285,6 +285,7 @@ def run_serve(options) -> int:
 def _serve_on(mesh, options, disaggregation) -> int:
     import logging
 
+    from mtpjax.data.prompts import read_text
     from mtpjax.data.tokenizer import load_tokenizer
     from mtpjax.decoding.config import DecodeConfig
     from mtpjax.distributed import is_main_process
@@ -296,6 +297,7 @@ def _serve_on(mesh, options, disaggregation) -> int:
     check_expert_devices(options, mesh)
     # 1. The model, its tokenizer and its drafter.
     path = find_checkpoint(options.model_path)
+    template = None if options.chat_template is None else read_text(options.chat_template)
     check_same_start(options, path)
     with explain_full_memory("give the model more devices with --tp-size"):
         model, params, loaded_config = load_on_mesh(
@@ -303,7 +305,7 @@ def _serve_on(mesh, options, disaggregation) -> int:
         )
     if options.tokenizer_path and not os.path.exists(options.tokenizer_path):
         raise TokenizerError(f"--tokenizer-path: there is no {options.tokenizer_path}")
-    tokenizer = load_tokenizer(options.tokenizer_path or path, model.config.vocab_size)
+    tokenizer = load_tokenizer(options.tokenizer_path or path, model.config.vocab_size, chat_template=template)
     chosen = engine_settings(options, loaded_config.num_mtp_modules)
     with explain_full_memory("give the model more devices with --tp-size"):
         chosen, draft_params = load_drafter_of(options, chosen, model)

@@ -6,26 +6,12 @@ from typing import Any
 
 import numpy as np
 
+from mtpjax.data.hidden_text import Spans
 from mtpjax.data.tokenizer import HuggingFaceTokenizer, Tokenizer, TokenizerError
+from mtpjax.errors import AnswerLocationError, ConversationError, DroppedTextError
 
 # The date for templates that write one, so that tokens do not change by day.
 TEMPLATE_DATE = datetime.datetime(2025, 1, 1)
-
-
-def is_conversation(value: Any) -> bool:
-    """Checks for a list of messages in OpenAI's form.
-
-    Args:
-        value: any JSON value.
-
-    Returns:
-        True if it is a list, not empty, of objects with a string `role`.
-    """
-    return (
-        isinstance(value, list)
-        and len(value) > 0
-        and all(isinstance(message, dict) and isinstance(message.get("role"), str) for message in value)
-    )
 
 
 def encode_chat(
@@ -33,9 +19,10 @@ def encode_chat(
 ) -> tuple[list[int], np.ndarray]:
     """Encodes a conversation, and marks the tokens of the assistant's answers as targets.
 
-    An answer is the text that the template writes after the prompt that decoding would see, up to and including its
-    last end token. If the template writes no end token there, the next token is a target if it is an end token, because
-    it stops decoding (GLM's `<|user|>`); so is the end of the conversation. Messages of `"weight": 0` do not count.
+    An answer is what the template's `{% generation %}` blocks hold. A template without them writes an answer after the
+    prompt that decoding would see. An answer ends with its last end token. If the template writes no end token there,
+    the next token is a target if it is an end token, because it stops decoding (GLM's `<|user|>`); so is the end of the
+    conversation. Messages of `"weight": 0` do not count.
 
     Args:
         messages: the conversation, in OpenAI's form.
@@ -47,19 +34,86 @@ def encode_chat(
         adds.
 
     Raises:
-        TokenizerError: the answers cannot be located, because the template writes a message differently when more
+        AnswerLocationError: the answers cannot be located, because the template writes a message differently when more
             messages follow, or because a token spans the start or end of an answer.
-        ConversationError: the template rejects these messages.
+        TokenizerError: the tokenizer has no chat template, or it does not compile.
+        ConversationError: the template rejects these messages, or would drop the text of one.
     """
     template_variables = {"strftime_now": TEMPLATE_DATE, **template_variables}
     messages = list(messages)
-    # Encode the whole conversation once. Each answer is located by encoding what comes before it and through it: both
-    # must be prefixes of the whole, or positions would not match what decoding sees.
-    tokens = tokenizer.apply_chat_template(messages, add_generation_prompt=False, **template_variables)
+    if isinstance(tokenizer, HuggingFaceTokenizer):
+        try:
+            rendered = tokenizer.chat_templates.render(
+                messages, add_generation_prompt=False, with_generation=True, **template_variables
+            )
+        except DroppedTextError as error:
+            # A template that forgets earlier answers may still write each of them when it is the last.
+            if error.index not in _answer_indices(messages):
+                raise
+            place = f"the answer in message {error.index + 1} of {len(messages)}"
+            raise AnswerLocationError(f"{place} cannot be located: {error}") from error
+        tokens, offsets = tokenizer.encode_rendered(rendered)
+        if (blocks := _counted_blocks(rendered.generation, messages)) is not None:
+            return tokens, _mark_blocks(tokens, offsets, blocks, tokenizer)
+    else:
+        tokens = tokenizer.apply_chat_template(messages, add_generation_prompt=False, **template_variables)
+    return tokens, _mark_by_prefixes(tokens, messages, tokenizer, template_variables)
+
+
+def encode_answers(
+    messages: Sequence[dict[str, Any]], tokenizer: Tokenizer, **template_variables: Any
+) -> tuple[list[tuple[list[int], np.ndarray]], list[str]]:
+    """Encodes a conversation as documents in which all answers that can be located are targets.
+
+    This is one document if `encode_chat` can locate every answer. Otherwise each answer gets a document of its own: the
+    prompt as decoding sees it, and the answer as the template writes it last. Templates for reasoning models, for
+    example, remove the thoughts of earlier answers.
+
+    Args:
+        messages: the conversation, in OpenAI's form.
+        tokenizer: a tokenizer with a chat template.
+        **template_variables: variables of the template, such as `tools`.
+
+    Returns:
+        The tokens and targets of each document, as `encode_chat` returns them, and the problem of each answer that
+        cannot be located.
+
+    Raises:
+        AnswerLocationError: no answer can be located.
+        TokenizerError: the tokenizer has no chat template, or it does not compile.
+        ConversationError: the template rejects these messages, or would drop the text of one.
+    """
+    messages = list(messages)
+    try:
+        return [encode_chat(messages, tokenizer, **template_variables)], []
+    except AnswerLocationError:
+        if not isinstance(tokenizer, HuggingFaceTokenizer):
+            raise
+    documents, problems = [], []
+    for index in _answer_indices(messages):
+        try:
+            documents.append(_encode_answer(messages, index, tokenizer, template_variables))
+        except (AnswerLocationError, ConversationError) as error:
+            problems.append(str(error))
+    if not documents:
+        raise AnswerLocationError(problems[0])
+    return documents, problems
+
+
+def _answer_indices(messages: Sequence[dict[str, Any]]) -> list[int]:
+    """Returns the places of the answers that count."""
+    return [n for n, each in enumerate(messages) if each["role"] == "assistant" and each.get("weight") != 0]
+
+
+def _mark_by_prefixes(
+    tokens: list[int], messages: list[dict[str, Any]], tokenizer: Tokenizer, template_variables: dict[str, Any]
+) -> np.ndarray:
+    """Locates each answer by encoding what comes before it and through it.
+
+    Both must be prefixes of the whole, or positions would not match what decoding sees.
+    """
     is_target = np.zeros(len(tokens) + 1, bool)
-    for index, message in enumerate(messages):
-        if message["role"] != "assistant" or message.get("weight") == 0:
-            continue
+    for index in _answer_indices(messages):
         # The prompt as decoding sees it, and the conversation through this answer.
         prompt = tokenizer.apply_chat_template(messages[:index], add_generation_prompt=True, **template_variables)
         through = tokenizer.apply_chat_template(
@@ -67,18 +121,72 @@ def encode_chat(
         )
         begin, end = len(prompt), len(through)
         if begin > end or tokens[:begin] != prompt or tokens[:end] != through:
-            raise TokenizerError(
+            raise AnswerLocationError(
                 f"the answer in message {index + 1} of {len(messages)} cannot be located: the chat template or the"
                 " tokenizer writes the text before it or in it differently than in the whole conversation"
             )
-        # End the answer at its end token. Text that the template writes after it, such as a newline, is not a target.
-        stops = [place for place in range(begin, end) if tokens[place] in tokenizer.eos_token_ids]
-        if stops:
-            end = stops[-1] + 1
-        elif end == len(tokens) or tokens[end] in tokenizer.eos_token_ids:
-            end += 1
-        is_target[begin:end] = True
+        is_target[begin : _answer_end(tokens, begin, end, tokenizer)] = True
+    return is_target
+
+
+def _encode_answer(
+    messages: list[dict[str, Any]], index: int, tokenizer: HuggingFaceTokenizer, template_variables: dict[str, Any]
+) -> tuple[list[int], np.ndarray]:
+    """Encodes the prompt of an answer, and then the answer: no token spans both, as none does in decoding."""
+    template_variables = {"strftime_now": TEMPLATE_DATE, **template_variables}
+    render = tokenizer.chat_templates.render
+    prompt = render(messages[:index], add_generation_prompt=True, **template_variables)
+    through = render(messages[: index + 1], add_generation_prompt=False, **template_variables)
+    if not through.text.startswith(prompt.text):
+        raise AnswerLocationError(
+            f"the answer in message {index + 1} of {len(messages)} cannot be located: the chat template does not write"
+            " it after the prompt that decoding would see"
+        )
+    tokens, _ = tokenizer.encode_rendered(prompt)
+    begin = len(tokens)
+    tokens = tokens + tokenizer.encode_rendered(through, len(prompt.text))[0]
+    is_target = np.zeros(len(tokens) + 1, bool)
+    is_target[begin : _answer_end(tokens, begin, len(tokens), tokenizer)] = True
     return tokens, is_target
+
+
+def _counted_blocks(blocks: Spans | None, messages: list[dict[str, Any]]) -> Spans | None:
+    """Returns the generation blocks whose answers count, or None where blocks do not tell them apart."""
+    answers = [message for message in messages if message["role"] == "assistant"]
+    if blocks is None or all(message.get("weight") != 0 for message in answers):
+        return blocks
+    if len(blocks) != len(answers):
+        return None
+    return [block for block, message in zip(blocks, answers, strict=True) if message.get("weight") != 0]
+
+
+def _mark_blocks(
+    tokens: list[int], offsets: list[tuple[int, int]], blocks: Spans, tokenizer: HuggingFaceTokenizer
+) -> np.ndarray:
+    """Marks the tokens of generation blocks."""
+    is_target = np.zeros(len(tokens) + 1, bool)
+    starts, ends = np.array(offsets, np.int64).reshape(-1, 2).T
+    # Offsets may leave out the space that a token begins with, so a token begins where the last one ends.
+    starts = np.minimum(starts, np.maximum.accumulate(np.append(0, ends))[:-1])
+    for start, stop in blocks:
+        begin, end = int(np.searchsorted(ends, start, "right")), int(np.searchsorted(starts, stop, "left"))
+        if begin < end and (starts[begin] < start or ends[end - 1] > stop):
+            raise AnswerLocationError(
+                f"the answer at characters {start} to {stop} cannot be located: a token spans its start or end"
+            )
+        is_target[begin : _answer_end(tokens, begin, end, tokenizer)] = True
+    return is_target
+
+
+def _answer_end(tokens: list[int], begin: int, end: int, tokenizer: Tokenizer) -> int:
+    """Returns where the targets of an answer end: after its last end token, or after the one that follows it.
+
+    Text that the template writes after the end token, such as a newline, is not a target.
+    """
+    stops = [place for place in range(begin, end) if tokens[place] in tokenizer.eos_token_ids]
+    if stops:
+        return stops[-1] + 1
+    return end + (end == len(tokens) or tokens[end] in tokenizer.eos_token_ids)
 
 
 def encode_formatted(text: str, tokenizer: Tokenizer) -> tuple[list[int], np.ndarray]:
@@ -98,7 +206,7 @@ def encode_formatted(text: str, tokenizer: Tokenizer) -> tuple[list[int], np.nda
     """
     if not isinstance(tokenizer, HuggingFaceTokenizer):
         raise TokenizerError("text that a chat template has written needs the tokenizer of that template")
-    header = tokenizer.generation_prompt
+    header = tokenizer.chat_templates.generation_prompt
     if not header:
         raise TokenizerError("the chat template writes nothing before an answer, so answers cannot be located")
     tokens, starts = tokenizer.encode_with_starts(text)

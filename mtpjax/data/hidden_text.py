@@ -2,64 +2,125 @@
 
 import json
 import re
-from collections.abc import Iterable
+from collections.abc import Sequence
 from typing import Any
 
-FOREIGN_ROLES = ("user", "tool")
+TRUSTED_ROLES = ("system", "developer", "assistant")
+_COUNTER_DIGITS = 7
+
+Spans = list[tuple[int, int]]  # start and end of parts of a text, ascending
 
 
-def hide_special_text(
-    messages: list[dict[str, Any]], names: Iterable[str], template: str
-) -> tuple[list[dict[str, Any]], dict[str, str]]:
-    """Replaces special tokens in messages of users and tools by marks, which a chat template leaves as they are.
+class HiddenText:
+    """Special tokens in what users, tools and tool calls say, replaced by marks while a chat template runs.
+
+    A mark is a number. A template that trims, changes case or writes JSON leaves it as it is, and it can stand in a
+    JSON string.
 
     Args:
-        messages: the conversation.
         names: the special tokens.
+        given: the values that will be hidden, which have a JSON form.
         template: the chat template.
-
-    Returns:
-        The messages, and the text that each mark replaces.
     """
-    # The longest first: one name may begin another.
-    special = re.compile("|".join(map(re.escape, sorted(names, key=len, reverse=True))) or "(?!)")
-    # A mark is a number between two private-use characters that are in neither the messages nor the template.
-    everything = json.dumps(messages, ensure_ascii=False, default=str) + template
-    character = next(chr(code) for code in range(0xE000, 0xF900) if chr(code) not in everything)
-    hidden: dict[str, str] = {}
 
-    def hide(match: re.Match[str]) -> str:
-        mark = f"{character}{len(hidden)}{character}"
-        hidden[mark] = match[0]
-        return mark
+    def __init__(self, names: Sequence[str], given: Any, template: str):
+        # The longest first: one name may begin another.
+        self._special = re.compile("|".join(map(re.escape, sorted(names, key=len, reverse=True))) or "(?!)")
+        # A mark begins with a 9 and nine digits from 0 to 7, which are in neither the messages nor the template. No
+        # part of such a prefix is another's beginning, so digits beside a mark cannot be taken for one.
+        everything = json.dumps(given, ensure_ascii=False, default=str) + template
+        self._prefix = next(mark for n in range(8**9) if (mark := f"9{n:09o}") not in everything)
+        self.texts: list[str] = []
 
-    def cleaned(content: Any) -> Any:
-        if isinstance(content, str):
-            return special.sub(hide, content)
-        if isinstance(content, list):
-            return [cleaned(part) for part in content]
-        if isinstance(content, dict) and "text" in content:
-            return content | {"text": cleaned(content["text"])}
-        return content
+    def hide(self, messages: list[dict[str, Any]], *, keep_ending: str | None = None) -> list[dict[str, Any]]:
+        """Replaces special tokens in messages, except those of trusted roles, and in all tool calls.
 
-    def is_foreign(message: Any) -> bool:
-        return isinstance(message, dict) and message.get("role") in FOREIGN_ROLES and "content" in message
+        Args:
+            messages: the conversation.
+            keep_ending: a special token that stays where it ends a message's text.
 
-    return [
-        message | {"content": cleaned(message["content"])} if is_foreign(message) else message for message in messages
-    ], hidden
+        Returns:
+            The messages with marks.
+        """
+        hidden = []
+        for message in messages:
+            if message.get("role") not in TRUSTED_ROLES:
+                ending = self._ending(message.get("content"))
+                message = self.hide_value(message)
+                if ending and ending == keep_ending:
+                    content = message["content"]
+                    message["content"] = content[: -len(self._prefix) - _COUNTER_DIGITS] + ending
+            elif "tool_calls" in message:
+                message = message | {"tool_calls": self.hide_value(message["tool_calls"])}
+            hidden.append(message)
+        return hidden
 
+    def endings(self, messages: list[dict[str, Any]]) -> list[str]:
+        """Returns the special tokens, each once, that end the text of a message whose role is not trusted."""
+        foreign = [message for message in messages if message.get("role") not in TRUSTED_ROLES]
+        return sorted({self._ending(message.get("content")) for message in foreign} - {""})
 
-def split_at_marks(text: str, hidden: dict[str, str]) -> list[tuple[str, bool]]:
-    """Splits a rendered conversation.
+    def hide_value(self, value: Any) -> Any:
+        """Replaces special tokens in all strings of a JSON value."""
+        if isinstance(value, str):
+            return self._special.sub(self._mark, value)
+        if isinstance(value, list):
+            return [self.hide_value(each) for each in value]
+        if isinstance(value, dict):
+            return {self.hide_value(key): self.hide_value(each) for key, each in value.items()}
+        return value
 
-    Args:
-        text: the text, with marks.
-        hidden: the text of each mark, from `hide_special_text`.
+    def find(self, marked: str, plain: str) -> Spans | None:
+        """Finds the hidden text in a rendered conversation.
 
-    Returns:
-        The parts of the text without marks, each with True where it was hidden.
-    """
-    if not hidden:
-        return [(text, False)]
-    return [(hidden.get(part, part), part in hidden) for part in re.split(f"({'|'.join(hidden)})", text)]
+        Args:
+            marked: the conversation, rendered with marks.
+            plain: the conversation, rendered without hiding anything.
+
+        Returns:
+            Where `plain` has the hidden text, perhaps as part of a JSON string. None: the template wrote the
+            conversation differently, because it looks at the text that is hidden.
+        """
+        spans, place = [], 0
+        for number, part in enumerate(self._split(marked)):
+            # Texts and marks take turns.
+            if number % 2:
+                name = self.texts[int(part)]
+                forms = (name, json.dumps(name, ensure_ascii=False)[1:-1], json.dumps(name)[1:-1])
+                # A template may change the case of a whole text.
+                parts = (plain[place : place + len(form)] for form in forms)
+                part = next(
+                    (each for each, form in zip(parts, forms, strict=True) if each.lower() == form.lower()), None
+                )
+                if part is None:
+                    return None
+                spans.append((place, place + len(part)))
+            elif not plain.startswith(part, place):
+                return None
+            place += len(part)
+        return spans if place == len(plain) else None
+
+    def restore(self, marked: str) -> tuple[str, Spans]:
+        """Returns a rendered conversation with the hidden text in place of the marks, and where it is."""
+        pieces, spans, place = [], [], 0
+        for number, part in enumerate(self._split(marked)):
+            piece = self.texts[int(part)] if number % 2 else part
+            if number % 2:
+                spans.append((place, place + len(piece)))
+            pieces.append(piece)
+            place += len(piece)
+        return "".join(pieces), spans
+
+    def _split(self, marked: str) -> list[str]:
+        """Returns texts and numbers of marks in turns."""
+        return re.split(rf"{self._prefix}(\d{{{_COUNTER_DIGITS}}})", marked)
+
+    def _mark(self, match: re.Match[str]) -> str:
+        self.texts.append(match[0])
+        return f"{self._prefix}{len(self.texts) - 1:0{_COUNTER_DIGITS}d}"
+
+    def _ending(self, content: Any) -> str:
+        """Returns the special token that ends a text, or ""."""
+        if not isinstance(content, str):
+            return ""
+        return next((match[0] for match in self._special.finditer(content) if match.end() == len(content)), "")

@@ -29,6 +29,7 @@ class Document:
         loss_mask: `[n + 1]` bool, true where a token is a target, the last entry for the end token; None: all are
             targets.
         category: the group under which evaluations report it.
+        origin: digest of the record that it is a part of; "": it is a whole one.
 
     Example:
         >>> import numpy as np
@@ -40,6 +41,7 @@ class Document:
     tokens: np.ndarray
     loss_mask: np.ndarray | None = None
     category: str = ""
+    origin: str = ""
 
 
 class Batch(NamedTuple):
@@ -119,8 +121,8 @@ def split_held_out(documents: Sequence[Document], fraction=0.05) -> tuple[list[D
     """Splits documents into training and held-out ones.
 
     The sha256 of a document's content alone decides its side. Paths, order and other documents change nothing, and
-    copies of a file get the same side. So a few documents may all get the same side. If there is a single text, its
-    last part is held out; in bytes this part begins at the start of a line.
+    copies of a file get the same side, and so do the parts of one record. So a few documents may all get the same side.
+    If there is a single text, its last part is held out; in bytes this part begins at the start of a line.
 
     Args:
         documents: the documents.
@@ -140,7 +142,8 @@ def split_held_out(documents: Sequence[Document], fraction=0.05) -> tuple[list[D
         return _split_text(documents[0], fraction)
     for document in documents:
         # The first 8 bytes of the digest are a uniform number; those below the fraction are held out.
-        digest = hashlib.sha256(np.ascontiguousarray(document.tokens).data).digest()
+        origin = document.origin.encode() or np.ascontiguousarray(document.tokens).data
+        digest = hashlib.sha256(origin).digest()
         is_held_out = int.from_bytes(digest[:8], "big") < fraction * 2**64
         (held_out if is_held_out else train).append(document)
     return train, held_out

@@ -9,6 +9,7 @@ Names and roles are those that LLaMA-Factory documents (data/README.md), and Fas
 
 from typing import Any
 
+from mtpjax.data.chat_messages import drop_nulls
 from mtpjax.data.jsonl import SkippedRecordError, json_type_name
 from mtpjax.errors import printable
 
@@ -47,7 +48,7 @@ def find_messages(record: dict[str, Any], field: str = "messages") -> list[dict[
             ShareGPT's `conversations` or Alpaca's `instruction`.
 
     Returns:
-        Messages in OpenAI's form.
+        Messages in OpenAI's form, without null fields.
 
     Raises:
         SkippedRecordError: as "corrupt"; the message names the field that is missing or wrong.
@@ -57,7 +58,8 @@ def find_messages(record: dict[str, Any], field: str = "messages") -> list[dict[
             field = "conversations"
         elif "instruction" in record:
             return _from_alpaca(record)
-    messages = record.get(field)
+    # Arrow fills missing fields with nulls, which mean the same as no field.
+    messages = drop_nulls(record.get(field))
     if not isinstance(messages, list) or not messages:
         raise SkippedRecordError("corrupt", f"has no '{field}', a list of objects with a role each")
     # The form of a list shows in its objects: ShareGPT's have `from`, OpenAI's `role`.

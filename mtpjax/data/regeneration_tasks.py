@@ -4,10 +4,12 @@ import pathlib
 from collections.abc import Sequence
 from typing import Any, Literal, Protocol
 
-from mtpjax.data.chat import TEMPLATE_DATE, encode_chat, is_conversation
+from mtpjax.data.chat import TEMPLATE_DATE, encode_answers
 from mtpjax.data.jsonl import SkippedRecordError, decode_utf8, parse_json_object, read_raw_records
 from mtpjax.data.prompts import ID_KEYS, TEXT_KEYS
+from mtpjax.data.record_forms import find_messages
 from mtpjax.data.tokenizer import ConversationError, Tokenizer, TokenizerError
+from mtpjax.errors import DroppedTextError
 
 TASK_SKIP_REASONS = ("corrupt", "empty", "too long", "unreadable")  # why a record is skipped
 DOCUMENT_PROMPT_TOKENS = 64  # tokens of a document that are kept as its prompt
@@ -166,7 +168,7 @@ class ConversationTask:
         extra_fields: dict[str, Any],
     ):
         self.tokenizer, self.max_prompt_tokens, self.extra_fields = tokenizer, max_prompt_tokens, extra_fields
-        self.template_variables = {"tools": extra_fields["tools"]} if "tools" in extra_fields else {}
+        self.template_variables = {"tools": extra_fields.get("tools")}
         self.remaining = [*messages, {"role": "assistant"}] if messages[-1]["role"] == "user" else list(messages)
         self.messages: list[dict[str, Any]] = []
         self.finish_reasons: list[str] = []
@@ -188,7 +190,7 @@ class ConversationTask:
 
     def record(self) -> dict[str, Any]:
         try:
-            encode_chat(self.messages, self.tokenizer, **self.template_variables)
+            encode_answers(self.messages, self.tokenizer, **self.template_variables)
         except TokenizerError as error:
             raise SkippedRecordError("unreadable", str(error)) from error
         return {**self.extra_fields, "messages": self.messages, "finish_reasons": self.finish_reasons}
@@ -208,7 +210,8 @@ class ConversationTask:
                 # A template that rejects the first prompt makes the record unusable; later, the conversation ends
                 # there.
                 if not self.finish_reasons:
-                    raise SkippedRecordError("corrupt", str(error)) from error
+                    reason = "unreadable" if isinstance(error, DroppedTextError) else "corrupt"
+                    raise SkippedRecordError(reason, str(error)) from error
                 prompt = None
             if prompt is not None and len(prompt) <= self.max_prompt_tokens:
                 self.prompt = prompt
@@ -226,10 +229,9 @@ class ConversationTask:
 
 
 def _checked_messages(record: dict[str, Any]) -> list[dict[str, Any]]:
-    messages = record.get("messages", [])
-    if not is_conversation(messages):
-        raise SkippedRecordError("corrupt", "has no 'messages', a list of objects with a role each")
-    if any(message.get("tool_calls") for message in messages):
+    messages = find_messages(record)
+    # Calls of weight 0 are part of the prompt.
+    if any(message.get("tool_calls") and message.get("weight") != 0 for message in messages):
         raise SkippedRecordError("unreadable", "contains tool calls, which regenerated answers do not make")
     return messages
 

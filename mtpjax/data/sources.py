@@ -9,15 +9,18 @@ from typing import Any
 
 import numpy as np
 
-from mtpjax.data.chat import encode_chat, encode_formatted
+from mtpjax.data.chat import encode_answers, encode_formatted
 from mtpjax.data.config import Source
 from mtpjax.data.jsonl import FileDigest, SkippedRecordError, decode_utf8
 from mtpjax.data.packing import Document, list_python_sources
 from mtpjax.data.record_files import as_object, is_record_file, read_file_records
 from mtpjax.data.record_forms import find_messages, has_conversation
 from mtpjax.data.tokenizer import ByteTokenizer, ConversationError, Tokenizer, TokenizerError
+from mtpjax.errors import AnswerLocationError
 
 SKIP_REASONS = ("corrupt", "empty", "vocabulary")  # reasons to skip a document
+
+Encoded = tuple[np.ndarray, np.ndarray | None]  # tokens `[n]`, and the loss mask `[n + 1]` of a conversation
 
 
 @dataclasses.dataclass(frozen=True)
@@ -28,13 +31,15 @@ class SourceContents:
         documents: the documents.
         skipped: number of skipped documents by reason.
         files: the files that were read.
-        last_problem: place and problem of the last skipped document; "": none.
+        last_problem: place and problem of the last skipped document or answer; "": none.
+        lost_answers: number of answers that cannot be located, in conversations of which others can.
     """
 
     documents: list[Document]
     skipped: dict[str, int]
     files: list[FileDigest]
     last_problem: str = ""
+    lost_answers: int = 0
 
 
 def list_source_files(source: Source) -> list[pathlib.Path]:
@@ -79,8 +84,9 @@ def read_source(source: Source, tokenizer: Tokenizer, *, vocab_size: int) -> Sou
     """Reads a source into documents, in the order of its files and lines.
 
     Skips and counts documents of three kinds: `corrupt` (not UTF-8, not JSON, a missing field, a conversation that the
-    chat template rejects, text that contains the end token), `empty` (also conversations without an answer), and
-    `vocabulary` (ids outside the vocabulary). Ignores blank lines of JSONL.
+    chat template rejects or of which no answer can be located, text that contains the end token), `empty` (also
+    conversations without an answer), and `vocabulary` (ids outside the vocabulary). Ignores blank lines of JSONL.
+    Conversations may become several documents, see `encode_answers`; answers that cannot be located are counted.
 
     Args:
         source: the source.
@@ -93,7 +99,8 @@ def read_source(source: Source, tokenizer: Tokenizer, *, vocab_size: int) -> Sou
     Raises:
         ValueError: more than `source.most_skipped` documents are skipped; the message has the counts and the last
             place.
-        TokenizerError: the answers of a conversation cannot be located; the message has the place.
+        TokenizerError: the tokenizer has no chat template for a conversation, or it does not compile; the message has
+            the place.
         FileNotFoundError: there are no files.
         OSError: a file cannot be read.
     """
@@ -101,7 +108,7 @@ def read_source(source: Source, tokenizer: Tokenizer, *, vocab_size: int) -> Sou
     documents: list[Document] = []
     skipped: dict[str, int] = dict.fromkeys(SKIP_REASONS, 0)
     files: list[FileDigest] = []
-    last_problem = ""
+    last_problem, lost_answers = "", 0
     # The place of a text is its file's name alone; records add line, item or row.
     is_text = lambda place: source.kind == "text" or (source.kind == "auto" and place in texts)
     by_line = {"auto": None, "text": False}.get(source.kind, True)
@@ -109,10 +116,13 @@ def read_source(source: Source, tokenizer: Tokenizer, *, vocab_size: int) -> Sou
     texts = {str(path) for path in paths if not is_record_file(path)}
     for place, content in read_file_records(paths, by_line=by_line, files=files):
         try:
-            tokens, loss_mask, category = _encode_document(content, source, tokenizer, is_text=is_text(place))
+            encoded, category, problems = _encode_record(content, source, tokenizer, is_text=is_text(place))
             # Conversations contain end tokens after each answer, so only other documents are checked for them.
-            tokens = _check_tokens(tokens, vocab_size, end if loss_mask is None else None)
-            documents.append(Document(place, tokens, loss_mask, category))
+            parts = [(_check_tokens(each, vocab_size, end if mask is None else None), mask) for each, mask in encoded]
+            origin = _digest([each for each, _ in parts]) if parts[1:] else ""
+            documents += [Document(place, each, mask, category, origin) for each, mask in parts]
+            lost_answers += len(problems)
+            last_problem = f"{place}: {problems[-1]}" if problems else last_problem
         except SkippedRecordError as error:
             # A few bad records are normal in large data; many mean a wrong field or tokenizer.
             skipped[error.reason] += 1
@@ -125,7 +135,7 @@ def read_source(source: Source, tokenizer: Tokenizer, *, vocab_size: int) -> Sou
                 ) from error
         except TokenizerError as error:
             raise TokenizerError(f"{place}: {error}") from error
-    return SourceContents(documents, skipped, files, last_problem)
+    return SourceContents(documents, skipped, files, last_problem, lost_answers)
 
 
 def fingerprint(
@@ -161,15 +171,19 @@ def _kind_and_field(source: Source, content: SourceContents) -> dict[str, str]:
     return {"kind": source.kind, "field": source.field}
 
 
-def _encode_document(
+def _digest(parts: Sequence[np.ndarray]) -> str:
+    return hashlib.sha256(b"".join(np.ascontiguousarray(part).tobytes() for part in parts)).hexdigest()
+
+
+def _encode_record(
     content: bytes | dict[str, Any], source: Source, tokenizer: Tokenizer, *, is_text: bool
-) -> tuple[np.ndarray, np.ndarray | None, str]:
-    """Returns tokens `[n]`, the loss mask `[n + 1]` of a conversation, else None, and the record's category or "".
+) -> tuple[list[Encoded], str, list[str]]:
+    """Returns the documents of a record, its category or "", and the problem of each answer that is lost.
 
     Raises `SkippedRecordError` and TokenizerError.
     """
     if is_text and isinstance(content, bytes):
-        return _encode_text(decode_utf8(content), tokenizer), None, ""
+        return [(_encode_text(decode_utf8(content), tokenizer), None)], "", []
     # A record: the text or the conversation is in the source's field; a category is optional.
     record = as_object(content)
     category = record.get("category")
@@ -180,15 +194,16 @@ def _encode_document(
         is_chat = isinstance(record.get(source.field), list) if source.field else has_conversation(record)
     if is_chat:
         messages = find_messages(record, source.field or "messages")
-        return *_encode_messages(messages, record, tokenizer), category
+        documents, problems = _encode_messages(messages, record, tokenizer)
+        return documents, category, problems
     field = source.field or "text"
     text = record.get(field)
     if not isinstance(text, str):
         other = "" if source.field else ", and no 'messages', 'conversations' or 'instruction'"
         raise SkippedRecordError("corrupt", f"has no text '{field}'{other}")
     if source.kind == "formatted":
-        return *_with_answers(*encode_formatted(text, tokenizer)), category
-    return _encode_text(text, tokenizer), None, category
+        return [_with_answers(*encode_formatted(text, tokenizer))], category, []
+    return [(_encode_text(text, tokenizer), None)], category, []
 
 
 def _encode_text(text: str, tokenizer: Tokenizer) -> np.ndarray:
@@ -208,12 +223,12 @@ def _encode_text(text: str, tokenizer: Tokenizer) -> np.ndarray:
 
 def _encode_messages(
     messages: list[dict[str, Any]], record: dict[str, Any], tokenizer: Tokenizer
-) -> tuple[np.ndarray, np.ndarray]:
-    template_variables = {"tools": record["tools"]} if "tools" in record else {}
+) -> tuple[list[Encoded], list[str]]:
     try:
-        return _with_answers(*encode_chat(messages, tokenizer, **template_variables))
-    except ConversationError as error:
-        raise SkippedRecordError("corrupt", str(error)) from error
+        documents, problems = encode_answers(messages, tokenizer, tools=record.get("tools"))
+    except (AnswerLocationError, ConversationError) as error:
+        raise SkippedRecordError("corrupt", f"is skipped: {error}") from error
+    return [_with_answers(*document) for document in documents], problems
 
 
 def _with_answers(tokens: list[int], is_target: np.ndarray) -> tuple[np.ndarray, np.ndarray]:

@@ -16,7 +16,8 @@ import signal
 import subprocess
 import sys
 import threading
-from typing import Any
+from collections.abc import Sequence
+from typing import Any, NamedTuple
 
 MAX_SECONDS = 10  # for one conversation; the published templates need milliseconds
 MAX_MEMORY = 512 << 20  # bytes of address space of the worker (macOS does not enforce this; time bounds it there)
@@ -30,6 +31,19 @@ class TemplateFailure(Exception):
     def __init__(self, message: str, *, is_template: bool = False):
         super().__init__(message)
         self.is_template = is_template
+
+
+class Rendered(NamedTuple):
+    """A rendered template.
+
+    Attributes:
+        text: the text.
+        generation: start and end in `text` of each `{% generation %}` block, ascending. None: the template has no such
+            block, nobody asked, or the template changes the text of a block afterwards.
+    """
+
+    text: str
+    generation: list[tuple[int, int]] | None = None
 
 
 class TemplateWorker:
@@ -56,8 +70,37 @@ class TemplateWorker:
             TypeError: a variable has no JSON form.
             ValueError: a variable refers to itself.
         """
-        request = {"template": template, "variables": variables, "date": date and date.isoformat()}
-        line = json.dumps(request).encode() + b"\n"
+        [result] = self.render_all(template, [variables], date=date)
+        if isinstance(result, TemplateFailure):
+            raise result
+        return result.text
+
+    def render_all(
+        self,
+        template: str,
+        variable_sets: Sequence[dict[str, Any]],
+        *,
+        date: datetime.datetime | None = None,
+        with_generation: bool = False,
+    ) -> list[Rendered | TemplateFailure]:
+        """Renders a template several times in one request, within one limit of time.
+
+        Args:
+            template: jinja2 source.
+            variable_sets: the variables of each rendering, which must have a JSON form.
+            date: the date for `strftime_now`; None: now.
+            with_generation: locate the `{% generation %}` blocks.
+
+        Returns:
+            For each rendering its text, or its failure.
+
+        Raises:
+            TemplateFailure: a limit is exceeded.
+            TypeError: a variable has no JSON form.
+            ValueError: a variable refers to itself.
+        """
+        request = {"template": template, "renders": list(variable_sets), "date": date and date.isoformat()}
+        line = json.dumps({**request, "with_generation": with_generation}).encode() + b"\n"
         # One request at a time: the answer belongs to the request before it.
         with self._lock:
             process = self._start()
@@ -77,10 +120,7 @@ class TemplateWorker:
                 if code == -signal.SIGALRM:
                     raise TemplateFailure(f"it ran for more than {MAX_SECONDS} seconds")
                 raise TemplateFailure(f"its process ended with code {code}, probably out of {MAX_MEMORY >> 20} MiB")
-        result = json.loads(answer)
-        if "text" in result:
-            return result["text"]
-        raise TemplateFailure(result["error"], is_template=result["is_template"])
+        return [_to_result(each) for each in json.loads(answer)]
 
     def close(self) -> None:
         """Ends the process. A later `render` starts a new one."""
@@ -118,6 +158,13 @@ class TemplateWorker:
         return code
 
 
+def _to_result(answer: dict[str, Any]) -> Rendered | TemplateFailure:
+    if "text" not in answer:
+        return TemplateFailure(answer["error"], is_template=answer["is_template"])
+    spans = answer["generation"]
+    return Rendered(answer["text"], spans and [(start, end) for start, end in spans])
+
+
 WORKER = TemplateWorker()
 atexit.register(WORKER.close)
 
@@ -136,50 +183,104 @@ def serve() -> None:
     for line in sys.stdin.buffer:
         # Without a handler the alarm ends the process, even inside one long computation of the interpreter.
         signal.setitimer(signal.ITIMER_REAL, MAX_SECONDS)
-        answer = json.dumps(_answer(json.loads(line), compiled)).encode() + b"\n"
+        answer = json.dumps(_answer_all(json.loads(line), compiled)).encode() + b"\n"
         signal.setitimer(signal.ITIMER_REAL, 0)
         sys.stdout.buffer.write(answer)
         sys.stdout.buffer.flush()
 
 
-def _answer(request: dict[str, Any], compiled: dict[str, Any]) -> dict[str, Any]:
-    """Renders one request: a dict with "text", or with "error" and "is_template"."""
+def _answer_all(request: dict[str, Any], compiled: dict[str, Any]) -> list[dict[str, Any]]:
+    """Renders a request: for each rendering a dict with "text" and "generation", or with "error" and "is_template"."""
     template, date = request["template"], request["date"]
-    is_template = True
     try:
         if template not in compiled:
             if len(compiled) >= _COMPILED_TEMPLATES:
                 compiled.clear()
             compiled[template] = _environment().from_string(template)
-        # From here on the messages may be at fault. Any exception can come out of a template.
-        is_template = False
-        moment = datetime.datetime.fromisoformat(date) if date else None
-        strftime_now = lambda form: (moment or datetime.datetime.now()).strftime(form)
-        parts, size = [], 0
-        for part in compiled[template].generate({"strftime_now": strftime_now, **request["variables"]}):
-            parts.append(part)
-            size += len(part)
-            if size > MAX_OUTPUT_CHARACTERS:
-                raise ValueError(f"its text has more than {MAX_OUTPUT_CHARACTERS} characters")
-        text = "".join(parts)
-        text.encode()  # lone surrogates have no tokens
-        return {"text": text}
     except Exception as error:
-        return {"error": f"{type(error).__name__}: {str(error)[:200]}", "is_template": is_template}
+        return [_failure(error, is_template=True)] * len(request["renders"])
+    moment = datetime.datetime.fromisoformat(date) if date else None
+    strftime_now = lambda form: (moment or datetime.datetime.now()).strftime(form)
+    answers = []
+    for variables in request["renders"]:
+        # From here on the messages may be at fault. Any exception can come out of a template.
+        try:
+            variables = {"strftime_now": strftime_now, **variables}
+            answers.append(_answer(compiled[template], variables, with_generation=request["with_generation"]))
+        except Exception as error:
+            answers.append(_failure(error, is_template=False))
+    return answers
+
+
+def _answer(template: Any, variables: dict[str, Any], *, with_generation: bool) -> dict[str, Any]:
+    """Renders once, and a second time with a mark around each generation block, if there are any."""
+    environment = template.environment
+    environment.generation_mark = ""
+    text = _render(template, variables)
+    text.encode()  # lone surrogates have no tokens
+    if not (with_generation and environment.has_generation):
+        return {"text": text, "generation": None}
+    # A template may move, trim or drop the text of a block, so the marks are trusted only if the text stays the same.
+    mark = next(chr(code) for code in range(0xF0000, 0xFFFFE) if chr(code) not in text)
+    environment.generation_mark = mark
+    pieces = _render(template, variables).split(mark)
+    if "".join(pieces) != text or len(pieces) % 2 == 0:
+        return {"text": text, "generation": None}
+    # The pieces with odd numbers are the blocks.
+    ends = [0]
+    for piece in pieces:
+        ends.append(ends[-1] + len(piece))
+    return {"text": text, "generation": [(ends[n], ends[n + 1]) for n in range(1, len(pieces), 2) if pieces[n]]}
+
+
+def _render(template: Any, variables: dict[str, Any]) -> str:
+    parts, size = [], 0
+    for part in template.generate(variables):
+        parts.append(part)
+        size += len(part)
+        if size > MAX_OUTPUT_CHARACTERS:
+            raise ValueError(f"its text has more than {MAX_OUTPUT_CHARACTERS} characters")
+    return "".join(parts)
+
+
+def _failure(error: Exception, *, is_template: bool) -> dict[str, Any]:
+    return {"error": f"{type(error).__name__}: {str(error)[:200]}", "is_template": is_template}
 
 
 def _environment():
-    """Makes the sandbox, with the settings, filters and functions that transformers gives to chat templates."""
+    """Makes the sandbox, with the settings, tags, filters and functions that transformers gives to chat templates."""
     import jinja2
+    import jinja2.nodes
+    from jinja2.ext import Extension
     from jinja2.sandbox import ImmutableSandboxedEnvironment
+
+    class Generation(Extension):
+        """`{% generation %}` ... `{% endgeneration %}` around what the model writes: renders as its body."""
+
+        tags = {"generation"}  # noqa: RUF012, jinja2's interface
+
+        def parse(self, parser):
+            line = next(parser.stream).lineno
+            vars(self.environment)["has_generation"] = True
+            body = parser.parse_statements(("name:endgeneration",), drop_needle=True)
+            return jinja2.nodes.CallBlock(self.call_method("_marked"), [], [], body).set_lineno(line)
+
+        def _marked(self, caller):
+            mark = vars(self.environment)["generation_mark"]
+            return mark + caller() + mark
 
     def raise_exception(message: str):
         raise jinja2.TemplateError(message)
 
+    def tojson(value, ensure_ascii=False, indent=None, separators=None, sort_keys=False):
+        return json.dumps(value, ensure_ascii=ensure_ascii, indent=indent, separators=separators, sort_keys=sort_keys)
+
     environment = ImmutableSandboxedEnvironment(
         trim_blocks=True, lstrip_blocks=True, extensions=["jinja2.ext.loopcontrols"]
     )
-    environment.filters["tojson"] = lambda value, indent=None: json.dumps(value, ensure_ascii=False, indent=indent)
+    environment.extend(generation_mark="", has_generation=False)
+    environment.add_extension(Generation)
+    environment.filters["tojson"] = tojson
     environment.globals["raise_exception"] = raise_exception
     return environment
 

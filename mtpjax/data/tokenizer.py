@@ -8,18 +8,16 @@ import pathlib
 from collections.abc import Callable, Iterable
 from typing import Any, Protocol
 
+from mtpjax.data.chat_messages import clean_messages, clean_tools, text_of
+from mtpjax.data.chat_template import DEFAULT, ChatTemplates, RenderedChat, read_chat_templates
 from mtpjax.data.decoder_stages import Utf8Stage
 from mtpjax.data.end_tokens import find_end_tokens
-from mtpjax.data.hidden_text import hide_special_text, split_at_marks
 from mtpjax.data.incremental_decoder import IncrementalDecoder, TokenizerDecoder
-from mtpjax.data.template_worker import WORKER, TemplateFailure
 from mtpjax.data.tokenizer_checks import check_expansion, rust_errors
 from mtpjax.errors import ConversationError, TokenizerError
 from mtpjax.io.huggingface_files import MAX_TOKENIZER_BYTES, has_tokenizer, huggingface_folder, read_small_file
 from mtpjax.safe_open import parse_json
 
-MAX_TEMPLATE_CHARACTERS = 1 << 20
-MAX_MESSAGES = 10_000
 OTHER_FORMATS = ("tokenizer.model", "vocab.json", "vocab.txt")  # SentencePiece's, and those of older classes
 SPECIAL_NAMES = ("bos_token", "eos_token", "pad_token", "unk_token")  # that a template may name
 
@@ -122,19 +120,21 @@ class ByteTokenizer:
 
         Args:
             messages: the conversation.
-            **template_variables: `add_generation_prompt`; others are ignored.
+            **template_variables: `add_generation_prompt` and `tools`; others are ignored.
 
         Returns:
             The tokens.
 
         Raises:
-            ConversationError: a message has no text, or text without an encoding.
+            ConversationError: a message has no text, text without an encoding, or tool calls; or there are tools.
         """
         tokens: list[int] = []
-        for number, message in enumerate(messages, start=1):
-            role, content = message.get("role"), message.get("content")
-            if not isinstance(role, str) or not isinstance(content, str):
-                raise ConversationError(f"message {number}: a model of bytes needs a role and a content that are texts")
+        if clean_tools(template_variables.get("tools")):
+            raise ConversationError("a model of bytes has no form for tools")
+        for number, message in enumerate(clean_messages(messages), start=1):
+            if "tool_calls" in message:
+                raise ConversationError(f"message {number}: a model of bytes has no form for tool calls")
+            role, content = message["role"], text_of(message.get("content"))
             is_answer = role == "assistant"
             try:
                 tokens += self.encode(f"{role}: {content}" if is_answer else f"{role}: {content}\n")
@@ -156,12 +156,13 @@ class HuggingFaceTokenizer:
     Args:
         folder: the directory, or the GGUF file.
         vocab_size: V of the model.
+        chat_template: a chat template in place of those in the files.
 
     Raises:
         TokenizerError: a file is damaged, or a token is outside `vocab_size`.
     """
 
-    def __init__(self, folder: pathlib.Path, vocab_size: int):
+    def __init__(self, folder: pathlib.Path, vocab_size: int, *, chat_template: str | None = None):
         import tokenizers
 
         content = read_small_file(folder, "tokenizer.json", max_bytes=MAX_TOKENIZER_BYTES)
@@ -192,10 +193,12 @@ class HuggingFaceTokenizer:
         }
         eos_token = self._special_tokens().get("eos_token")
         self.eos_token_ids = find_end_tokens(folder, self._tokenizer, eos_token, vocab_size=vocab_size, **files)
-        self._template = _read_chat_template(folder, self._settings)
+        templates = read_chat_templates(folder, self._settings) if chat_template is None else {DEFAULT: chat_template}
+        self.chat_templates = ChatTemplates(templates, self._special_tokens(), self._special_names)
         self._content = content
         # The digest covers everything that decides the tokens, so that a resumed run notices a changed template.
-        digest_parts = [hashlib.sha256(content).hexdigest(), self._template, self._special_tokens(), self.eos_token_ids]
+        chat_setting = self.chat_templates.setting
+        digest_parts = [hashlib.sha256(content).hexdigest(), chat_setting, self._special_tokens(), self.eos_token_ids]
         self.digest = hashlib.sha256(json.dumps(digest_parts, sort_keys=True).encode()).hexdigest()
 
     def encode(self, text: str) -> list[int]:
@@ -218,17 +221,31 @@ class HuggingFaceTokenizer:
 
     def apply_chat_template(self, messages: list[dict[str, Any]], **template_variables: Any) -> list[int]:
         """Encodes a conversation; `template_variables` are variables of the template, such as `enable_thinking`."""
-        if self._template is None:
-            raise TokenizerError("the checkpoint has no chat template")
-        # The template writes the special tokens itself. Those in messages of users are hidden from the tokenizer.
-        messages, hidden = hide_special_text(messages, self._special_names, self._template)
-        text = render_chat(self._template, messages, **{**self._special_tokens(), **template_variables})
+        return self.encode_rendered(self.chat_templates.render(messages, **template_variables))[0]
+
+    def encode_rendered(self, rendered: RenderedChat, start: int = 0) -> tuple[list[int], list[tuple[int, int]]]:
+        """Encodes a conversation that the chat template has written.
+
+        Args:
+            rendered: the conversation.
+            start: the character to begin at.
+
+        Returns:
+            The tokens, and the start and end of the characters that each stands for.
+
+        Raises:
+            TokenizerError: the tokenizer fails.
+        """
         tokens: list[int] = []
+        offsets: list[tuple[int, int]] = []
         with rust_errors("the tokenizer cannot encode this conversation"):
-            for part, is_hidden in split_at_marks(text, hidden):
+            for place, piece, is_hidden in rendered.pieces(start):
+                # The template writes the special tokens itself. Those in messages of users are only characters.
                 tokenizer = self._plain_tokenizer if is_hidden else self._tokenizer
-                tokens += tokenizer.encode(part, add_special_tokens=False).ids
-        return tokens
+                encoding = tokenizer.encode(piece, add_special_tokens=False)
+                tokens += encoding.ids
+                offsets += [(place + begin, place + end) for begin, end in encoding.offsets]
+        return tokens, offsets
 
     @functools.cached_property
     def _plain_tokenizer(self) -> Any:
@@ -238,16 +255,6 @@ class HuggingFaceTokenizer:
         plain = tokenizers.Tokenizer.from_buffer(self._content)
         plain.encode_special_tokens = True
         return plain
-
-    @functools.cached_property
-    def generation_prompt(self) -> str:
-        """The text that the chat template writes before an answer; "" if none."""
-        if self._template is None:
-            raise TokenizerError("the checkpoint has no chat template")
-        render = functools.partial(render_chat, self._template, [{"role": "user", "content": "a"}])
-        before = render(**{**self._special_tokens(), "add_generation_prompt": False})
-        prompt = render(**{**self._special_tokens(), "add_generation_prompt": True})
-        return prompt.removeprefix(before) if prompt.startswith(before) else ""
 
     def encode_with_starts(self, text: str) -> tuple[list[int], list[int]]:
         """Encodes a text that has its special tokens already.
@@ -272,7 +279,9 @@ class HuggingFaceTokenizer:
             folder: an existing folder.
         """
         (folder / "tokenizer.json").write_bytes(self._content)
-        (folder / "tokenizer_config.json").write_text(json.dumps(self._settings | {"chat_template": self._template}))
+        (folder / "tokenizer_config.json").write_text(
+            json.dumps(self._settings | {"chat_template": self.chat_templates.setting})
+        )
         (folder / "generation_config.json").write_text(json.dumps({"eos_token_id": list(self.eos_token_ids)}))
 
     def to_json(self) -> str:
@@ -285,23 +294,27 @@ class HuggingFaceTokenizer:
         return {name: _token_text(settings[name]) for name in SPECIAL_NAMES if settings.get(name) is not None}
 
 
-def load_tokenizer(path, vocab_size: int) -> Tokenizer:
+def load_tokenizer(path, vocab_size: int, *, chat_template: str | None = None) -> Tokenizer:
     """Loads the tokenizer of a checkpoint.
 
     Args:
         path: a Hugging Face directory, a GGUF file, or a checkpoint, whose Hugging Face directory is used if it came
             from one.
         vocab_size: V of the model.
+        chat_template: a chat template in place of the checkpoint's.
 
     Returns:
         A `HuggingFaceTokenizer` if there is a `tokenizer.json` or a `tiktoken.model`, else a `ByteTokenizer`.
 
     Raises:
-        TokenizerError: there is neither, and the vocabulary is not the 256 bytes.
+        TokenizerError: there is neither, and the vocabulary is not the 256 bytes, or there is a chat template, which
+            bytes have no use for.
     """
     folder = huggingface_folder(path)
     if has_tokenizer(folder):
-        return HuggingFaceTokenizer(folder, vocab_size)
+        return HuggingFaceTokenizer(folder, vocab_size, chat_template=chat_template)
+    if chat_template is not None:
+        raise TokenizerError(f"{folder} has no tokenizer.json, which a chat template needs")
     if vocab_size == ByteTokenizer.vocab_size:
         return ByteTokenizer()
     other = [name for name in OTHER_FORMATS if (folder / name).exists()]
@@ -314,55 +327,6 @@ def load_tokenizer(path, vocab_size: int) -> Tokenizer:
     raise TokenizerError(
         f"{folder} has no tokenizer.json, and the model has {vocab_size} tokens, not the 256 bytes{way_on}"
     )
-
-
-def render_chat(template: str, messages: list[dict[str, Any]], **variables: Any) -> str:
-    """Renders a conversation with a jinja2 template.
-
-    The template runs in a sandbox, in a process with limits of time, memory and output (`template_worker`).
-
-    Args:
-        template: jinja2 source.
-        messages: the conversation.
-        **variables: variables of the template, which must have a JSON form; `strftime_now` may be a date, which the
-            template's function of that name then takes for today.
-
-    Returns:
-        The text.
-
-    Raises:
-        TokenizerError: the template does not compile.
-        ConversationError: the template fails or rejects these messages, exceeds a limit, or they are too large.
-    """
-    if len(template) > MAX_TEMPLATE_CHARACTERS or len(messages) > MAX_MESSAGES:
-        raise ConversationError(
-            f"a chat template of {len(template)} characters, or {len(messages)} messages: too large"
-        )
-    variables = {"messages": messages, "add_generation_prompt": True, **variables}
-    date = variables.pop("strftime_now", None)
-    try:
-        return WORKER.render(template, variables, date=date)
-    except TemplateFailure as error:
-        # A template that does not compile is the tokenizer's error; one that fails on these messages is theirs.
-        kind = TokenizerError if error.is_template else ConversationError
-        raise kind(f"the chat template failed: {error}") from error
-    except (TypeError, ValueError, RecursionError) as error:
-        raise ConversationError(f"the chat template failed: a variable has no JSON form: {error}") from error
-
-
-def _read_chat_template(folder: pathlib.Path, settings: dict[str, Any]) -> str | None:
-    content = read_small_file(folder, "chat_template.jinja", max_bytes=MAX_TEMPLATE_CHARACTERS)
-    if content is not None:
-        try:
-            return content.decode("utf-8")
-        except UnicodeDecodeError as error:
-            raise TokenizerError(f"{folder / 'chat_template.jinja'} is not UTF-8 text") from error
-    template = settings.get("chat_template")
-    # A checkpoint may have several templates by name.
-    if isinstance(template, list):
-        named = {entry.get("name"): entry.get("template") for entry in template if isinstance(entry, dict)}
-        template = named.get("default")
-    return template if isinstance(template, str) else None
 
 
 def _read_json(folder: pathlib.Path, name: str) -> dict[str, Any]:

@@ -15,7 +15,7 @@ from mtpjax.io.checkpoint_format import read_kept
 from mtpjax.io.checkpoint_reader import CheckpointReader
 from mtpjax.io.huggingface_files import HEADERS_FILE, HUGGINGFACE_FOLDER
 from mtpjax.models.config import ModelConfig
-from mtpjax.safe_open import parse_json
+from mtpjax.safe_open import ADDITIONAL_TEMPLATES, parse_json
 
 log = logging.getLogger("mtpjax.conversion")
 
@@ -125,11 +125,15 @@ def copy_kept_files(reader: CheckpointReader, folder: pathlib.Path, without: set
         CheckpointFileError: a file cannot be opened safely.
     """
     for file in sorted(reader.files):
-        # Only files whose digests were verified, and only those directly in the folder.
+        # Only files whose digests were verified, and only those directly in the folder, or chat templates.
         place = pathlib.PurePosixPath(file)
-        if place.parent != pathlib.PurePosixPath(HUGGINGFACE_FOLDER) or place.name in without:
+        if not place.is_relative_to(HUGGINGFACE_FOLDER) or place.name in without:
             continue
-        (folder / place.name).write_bytes(read_kept(reader.path, file))
+        kept = folder / place.relative_to(HUGGINGFACE_FOLDER)
+        if kept.parent not in (folder, folder / ADDITIONAL_TEMPLATES):
+            continue
+        kept.parent.mkdir(exist_ok=True)
+        kept.write_bytes(read_kept(reader.path, file))
 
 
 def write_generation_config(folder: pathlib.Path, content: dict[str, Any]) -> None:

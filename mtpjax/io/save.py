@@ -10,9 +10,13 @@ from mtpjax.io.huggingface_files import count_token_ids, has_tokenizer, huggingf
 from mtpjax.models.model import MTPModel
 from mtpjax.models.params import check_params
 from mtpjax.models.trunk import unstack_layers
+from mtpjax.safe_open import list_chat_templates
 
 # Files that decide the tokens of a text and of a conversation, and the end tokens.
-TOKENIZER_FILES = ("tokenizer.json", "tokenizer_config.json", "generation_config.json", "chat_template.jinja")
+TOKENIZER_FILES = (
+    *("tokenizer.json", "tokenizer_config.json", "generation_config.json"),
+    *("chat_template.jinja", "chat_template.json"),
+)
 NUM_BYTES = 256  # vocabulary of the models that read bytes
 
 
@@ -82,9 +86,11 @@ class _TokenizerWriter:
     def save(self, folder: pathlib.Path) -> None:
         """Writes the files into an existing folder."""
         if self.folder is not None:
-            contents = {name: read_small_file(self.folder, name) for name in TOKENIZER_FILES}
+            names = (*TOKENIZER_FILES, *list_chat_templates(self.folder))
+            contents = {name: read_small_file(self.folder, name) for name in names}
             for name, content in contents.items():
                 if content is not None:
+                    (folder / name).parent.mkdir(exist_ok=True)
                     (folder / name).write_bytes(content)
         # transformers writes a folder; the tokenizers package, one file.
         elif hasattr(self.tokenizer, "save_pretrained"):

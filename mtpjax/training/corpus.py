@@ -144,6 +144,13 @@ def load_corpus(config: TrainConfig, vocab_size: int, *, num_depths: int = 0) ->
         if any(reading.skipped.values()):
             counts = " ".join(f"{reason}={count}" for reason, count in reading.skipped.items())
             print(f"skipped documents of {printable(source.path)}: {counts}", file=sys.stderr, flush=True)
+        if reading.lost_answers:
+            print(
+                f"skipped answers of {printable(source.path)}: {reading.lost_answers} that cannot be located; the last:"
+                f" {printable(reading.last_problem, 400)}",
+                file=sys.stderr,
+                flush=True,
+            )
     # One fixed batch of held-out rows serves every evaluation. Its seed is fixed too, so that `mtpjax compare` compares
     # runs of different seeds on the same rows.
     # With nothing held out, training rows take their place, and a message says so.
@@ -159,6 +166,7 @@ def load_corpus(config: TrainConfig, vocab_size: int, *, num_depths: int = 0) ->
     _check_targets([panel_rows], num_depths, "the held-out rows")
     digest = fingerprint(sources, readings, tokenizer, vocab_size=vocab_size)
     summary = {"fingerprint": digest, "skipped": [reading.skipped for reading in readings]}
+    summary["lost_answers"] = [reading.lost_answers for reading in readings]
     source_weights = [source.weight for source in sources]
     return Corpus(source_rows, source_weights, panel_rows, held_out, file_tokenizer, summary)
 

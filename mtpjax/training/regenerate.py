@@ -31,7 +31,7 @@ from mtpjax.models.model import MTPModel
 from mtpjax.program_memory import free_programs_if_full
 
 # Raised when equal settings would give another output: an output of another version is not continued.
-OUTPUT_VERSION = 1
+OUTPUT_VERSION = 2
 BATCHES_PER_WINDOW = 8
 
 

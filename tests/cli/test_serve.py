@@ -158,6 +158,8 @@ def test_a_server_starts_drains_and_leaves_nothing_behind(serve, tmp_path):
         (["--ep-num-redundant-experts", "2"], 2, "the model has no routed experts"),
         (["--acceptance", "threshold"], 2, "use --allow-lossy"),
         (["--tokenizer-path", "/no/such/folder"], 3, "/no/such/folder"),
+        (["--chat-template", "/no/such/file"], 2, "/no/such/file"),
+        (["--chat-template", "README.md"], 3, "has no tokenizer.json, which a chat template needs"),
     ],
 )
 def test_wrong_flags_are_one_line_and_an_exit_code(checkpoint, capsys, flags, code, message):

@@ -57,9 +57,12 @@ def test_an_export_holds_only_files_of_a_checkpoint(tmp_path):
     left_out = {"notes.txt", "results.json", "figure.png", "profile.json", "mtpjax_self_check.json", "README.md"}
     for name in kept | left_out:
         (source / name).write_text("{}")
+    (source / "additional_chat_templates").mkdir()
+    (source / "additional_chat_templates" / "tool_use.jinja").write_text("x")
     export_mtp(source, tmp_path / "export")
     names = {file.name for file in (tmp_path / "export").iterdir()}
-    assert names == kept | {"config.json", "model.safetensors.index.json", WEIGHTS}
+    assert names == kept | {"config.json", "model.safetensors.index.json", WEIGHTS, "additional_chat_templates"}
+    assert (tmp_path / "export" / "additional_chat_templates" / "tool_use.jinja").read_text() == "x"
 
 
 @pytest.mark.parametrize("name", MTP_SETS)

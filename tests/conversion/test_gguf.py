@@ -95,7 +95,7 @@ def write_gguf(
     writer.add_token_merges(["h e", "l l", "he ll", "hell o"])
     writer.add_bos_token_id(0)
     writer.add_eos_token_id(1)
-    writer.add_chat_template(TEMPLATE)
+    writer.add_chat_template([{"name": "default", "template": TEMPLATE}, {"name": "tool_use", "template": "x"}])
     for key, value in (metadata or {}).items():
         writer.add_uint32(key, value)
     if factors is not None:
@@ -169,6 +169,7 @@ def test_tokenizer_and_chat_template_come_from_the_file(tmp_path):
     text = "hello, 日本 42\n\té"
     assert tokenizer.decode(tokenizer.encode(text)) == text
     assert tokenizer.apply_chat_template([{"role": "user", "content": "hello"}]) == [0, *hello, 1]
+    assert tokenizer.chat_templates.templates == {"default": TEMPLATE, "tool_use": "x"}
 
 
 def test_conversion_writes_the_dequantized_checkpoint(tmp_path):

@@ -8,11 +8,13 @@ import numpy as np
 import pytest
 
 from mtpjax.data import packing
-from mtpjax.data.chat import encode_chat
+from mtpjax.data.chat import encode_answers, encode_chat
 from mtpjax.data.config import Source
 from mtpjax.data.sources import read_source
 from mtpjax.data.tokenizer import ByteTokenizer, ConversationError, TokenizerError
+from mtpjax.errors import AnswerLocationError
 from mtpjax.training.losses import depth_targets
+from tests.helpers.chat_templates import GENERATION, PARTS, QWEN
 from tests.helpers.chatml import CHATML, save_tokenizer
 
 BARE = (  # nothing ends an answer but the next message
@@ -109,7 +111,157 @@ def test_the_tokens_are_the_same_on_another_day(make):
     assert tokenizer.decode(tokens).startswith("2025-01-01")
 
 
+# Templates that mark what the model writes.
+
+BLOCKS = CHATML.replace(  # the end token is outside of the block, as in many trainers' templates
+    "{{ message.content }}",
+    "{% if message.role == 'assistant' %}{% generation %}{{ message.content }}{% endgeneration %}"
+    "{% else %}{{ message.content }}{% endif %}",
+)
+
+
+@pytest.mark.parametrize("template", [GENERATION, BLOCKS])
+@pytest.mark.parametrize("weights", [(1, 1), (0, 1), (1, 0)])
+def test_generation_blocks_and_prefixes_mark_the_same_answers(make, template, weights):
+    messages = [dict(message) for message in TALK]
+    messages[2]["weight"], messages[4]["weight"] = weights
+    blocks, prefixes = encode_chat(messages, make(template)), encode_chat(messages, make(CHATML))
+    assert blocks[0] == prefixes[0]
+    np.testing.assert_array_equal(blocks[1], prefixes[1])
+
+
+def test_generation_blocks_locate_answers_that_prefixes_cannot(make):
+    """The template writes a text of its own before an answer, which the generation prompt lacks."""
+    part = BARE.replace(
+        "{{ message.content }}",
+        "{% if message.role == 'assistant' %}hm:{% generation %}{{ message.content }}<|end|>{% endgeneration %}"
+        "{% else %}{{ message.content }}{% endif %}",
+    )
+    tokenizer = make(part, ("<|end|>",))
+    pieces = [("<|user|>ä?<|assistant|>hm:", False), ("yes é<|end|>", True)]
+    check(tokenizer, TALK[1:3], pieces, end=False)
+
+
+def test_a_token_that_spans_the_start_of_a_block_is_refused_and_split(make):
+    plain = PLAIN.replace(
+        "{{ message.content }}\n",
+        "{% if message.role == 'assistant' %}{% generation %}{{ message.content }}\n{% endgeneration %}"
+        "{% else %}{{ message.content }}\n{% endif %}",
+    )
+    tokenizer = make(plain, merges=[("Ġ", "y")])
+    assert len(encode_answers(TALK[1:3], make(plain))[0]) == 1
+    with pytest.raises(AnswerLocationError, match="a token spans its start or end"):
+        encode_chat(TALK[1:3], tokenizer)
+    [(tokens, is_target)], problems = encode_answers(TALK[1:3], tokenizer)
+    prompt = tokenizer.apply_chat_template(TALK[1:2])
+    assert tokens == prompt + tokenizer.encode("yes é\n") and not problems
+    assert is_target.tolist() == [False] * len(prompt) + [True] * (len(tokens) - len(prompt) + 1)
+
+
+# Conversations whose answers are located one by one.
+
+
+@pytest.mark.parametrize("thought", ["", "<think>\nhm\n</think>\n\n"])
+def test_a_thinking_template_gives_a_document_for_each_answer(make, thought):
+    tokenizer = make(QWEN)
+    talk = [m | {"content": thought + m["content"]} if m["role"] == "assistant" else m for m in TALK]
+    with pytest.raises(AnswerLocationError, match="the answer in message 3 of 5 cannot be located"):
+        encode_chat(talk, tokenizer)
+    documents, problems = encode_answers(talk, tokenizer)
+    assert not problems and len(documents) == 2
+    written = "hm\n</think>\n\n" if thought else "\n</think>\n\n"
+    for (tokens, is_target), index, answer in zip(documents, (2, 4), ("yes é", "no"), strict=True):
+        prompt = tokenizer.apply_chat_template(talk[:index])
+        whole = tokenizer.apply_chat_template(talk[: index + 1], add_generation_prompt=False)
+        assert tokens == whole and tokens[: len(prompt)] == prompt
+        assert np.flatnonzero(is_target)[0] == len(prompt)
+        assert np.array(tokens)[is_target[:-1]].tolist() == tokenizer.encode(f"{written}{answer}<|im_end|>")
+    # One turn needs no split, and gives the same as the plain way.
+    [one], _ = encode_answers(talk[:3], tokenizer)
+    assert one[0] == documents[0][0] and one[1].tolist() == documents[0][1].tolist()
+
+
+def test_a_merge_across_the_answers_start_is_cut_as_in_decoding(make):
+    tokenizer = make(PLAIN, merges=[("Ġ", "y")])
+    documents, problems = encode_answers(TALK[1:], tokenizer)
+    assert [len(documents), problems] == [2, []]
+    for (tokens, _), index in zip(documents, (2, 4), strict=True):
+        prompt = tokenizer.apply_chat_template(TALK[1:index])
+        assert tokens == prompt + tokenizer.encode(TALK[index]["content"] + "\n")
+
+
+def test_what_cannot_be_located_is_counted_and_never_ends_a_run(make, tmp_path):
+    file = tmp_path / "talks.jsonl"
+    one, two = {"messages": TALK[1:3]}, {"messages": TALK[1:]}
+    file.write_text("".join(json.dumps(record) + "\n" for record in (one, two)))
+    source = Source(path=str(file), kind="chat")
+    # This template forgets earlier answers: the first answer of two is located, and the second has a wrong prompt.
+    reading = read_source(source, make(FORGETFUL), vocab_size=300)
+    assert len(reading.documents) == 2 and reading.lost_answers == 1 and not any(reading.skipped.values())
+    assert "line 2: the chat template does not write the text of message 2 of 3" in reading.last_problem
+    # This one never writes an answer after its prompt.
+    reading = read_source(source, make(THINKING), vocab_size=300)
+    assert not reading.documents and reading.skipped["corrupt"] == 2
+    assert "line 2 is skipped: the answer in message 2 of 4 cannot be located: the chat" in reading.last_problem
+    with pytest.raises(ValueError, match=r"over 1 unusable documents \(2 corrupt\); the last: .* cannot be located"):
+        read_source(dataclasses.replace(source, most_skipped=1), make(THINKING), vocab_size=300)
+
+
+def test_the_parts_of_a_conversation_are_held_out_together(make, tmp_path):
+    file = tmp_path / "talks.jsonl"
+    talks = [[*TALK[1:-1], {"role": "assistant", "content": f"no {number}"}] for number in range(40)]
+    file.write_text("".join(json.dumps({"messages": talk}) + "\n" for talk in talks))
+    documents = read_source(Source(path=str(file)), make(QWEN), vocab_size=300).documents
+    assert len(documents) == 80
+    train, held_out = packing.split_held_out(documents, 0.3)
+    assert {each.name for each in train}.isdisjoint(each.name for each in held_out) and len(train) > len(held_out) > 0
+
+
 # JSONL of conversations.
+
+
+def test_columns_that_are_json_text_or_null_are_read(make, tmp_path):
+    tool = {"type": "function", "function": {"name": "weather", "parameters": {"type": "object"}}}
+    call = {"type": "function", "function": {"name": "weather", "arguments": {"city": "Köln", "other": None}}}
+    messages = [TALK[1], {"role": "assistant", "content": None, "tool_calls": [call]}]
+    null = [{"tool_calls": None, "name": None, "from": None, **message} for message in messages]
+    file, tokenizer = tmp_path / "talks.jsonl", make(QWEN)
+    documents = []
+    for record in (
+        {"messages": messages, "tools": [tool]},
+        {"messages": null, "tools": json.dumps([tool])},
+        {"messages": null, "tools": [{**tool, "strict": None}]},
+    ):
+        file.write_text(json.dumps(record))
+        documents += read_source(Source(path=str(file)), tokenizer, vocab_size=300).documents
+    assert len({document.tokens.tobytes() for document in documents}) == 1 and len(documents) == 3
+    assert '"arguments": {"city": "Köln"}' in tokenizer.decode(documents[0].tokens)
+    file.write_text(json.dumps({"messages": json.dumps(messages)}))
+    problem = read_source(Source(path=str(file)), tokenizer, vocab_size=300).last_problem
+    assert "has no 'messages', a list of objects with a role each" in problem
+
+
+def test_parquet_rows_have_no_fields_of_other_rows(make, tmp_path):
+    parquet = pytest.importorskip("pyarrow.parquet")
+    import pyarrow
+
+    calls = [{"name": "weather", "arguments": {"city": "Köln"}}, {"name": "time", "arguments": {"zone": "CET"}}]
+    talks = [[TALK[1], {"role": "assistant", "content": None, "tool_calls": [call]}] for call in calls]
+    parquet.write_table(pyarrow.Table.from_pylist([{"messages": talk} for talk in talks]), tmp_path / "talks.parquet")
+    tokenizer = make(QWEN)
+    documents = read_source(Source(path=str(tmp_path / "talks.parquet")), tokenizer, vocab_size=300).documents
+    for document, talk in zip(documents, talks, strict=True):
+        text = tokenizer.decode(document.tokens)
+        assert json.dumps(talk[1]["tool_calls"][0]["arguments"], ensure_ascii=False) in text and "null" not in text
+
+
+def test_a_template_of_parts_gets_the_text_of_training_data(make, tmp_path):
+    file = tmp_path / "talks.jsonl"
+    file.write_text(json.dumps({"messages": TALK}))
+    [document] = read_source(Source(path=str(file)), make(PARTS), vocab_size=300).documents
+    tokens, is_target = encode_chat(TALK, make(CHATML))
+    assert document.tokens.tolist() == tokens
+    np.testing.assert_array_equal(document.loss_mask, is_target)
 
 
 def test_conversations_are_read_with_their_masks_and_bad_ones_are_counted(make, tmp_path):
@@ -152,8 +304,6 @@ def test_conversations_of_no_use_stop_reading_at_the_limit(make, tmp_path):
 def test_a_tokenizer_that_cannot_read_conversations_stops_at_the_first(make, tmp_path):
     file = tmp_path / "talks.jsonl"
     file.write_text(json.dumps({"messages": TALK}) + "\n")
-    with pytest.raises(TokenizerError, match=r"talks\.jsonl line 1: the answer in message 3 of 5"):
-        read_source(Source(path=str(file), kind="chat"), make(FORGETFUL), vocab_size=300)
     with pytest.raises(TokenizerError, match=r"talks\.jsonl line 1: the chat template failed: TemplateSyntaxError"):
         read_source(Source(path=str(file), kind="chat"), make("{% if %}"), vocab_size=300)
 

@@ -8,8 +8,8 @@ import time
 import pytest
 
 from mtpjax.data import template_worker
+from mtpjax.data.chat_template import render_chat
 from mtpjax.data.template_worker import TemplateFailure, TemplateWorker
-from mtpjax.data.tokenizer import render_chat
 from mtpjax.errors import ConversationError, TokenizerError
 
 MESSAGES = [{"role": "user", "content": "hi"}]
@@ -84,3 +84,53 @@ def test_a_worker_that_was_killed_is_replaced(worker):
     worker._process.wait()
     assert worker.render("b", {}) == "b"
     assert worker._owner == os.getpid()
+
+
+def test_tojson_takes_the_keywords_of_transformers(worker):
+    value = {"b": "<é>", "a": [1, {}]}
+    for keywords, text in (
+        ("", '{"b": "<é>", "a": [1, {}]}'),
+        ("(ensure_ascii=False)", '{"b": "<é>", "a": [1, {}]}'),
+        ("(ensure_ascii=True)", '{"b": "<\\u00e9>", "a": [1, {}]}'),
+        ("(separators=(',', ':'))", '{"b":"<é>","a":[1,{}]}'),
+        ("(sort_keys=True, indent=None)", '{"a": [1, {}], "b": "<é>"}'),
+        ("(indent=1)", '{\n "b": "<é>",\n "a": [\n  1,\n  {}\n ]\n}'),
+    ):
+        assert worker.render("{{ value | tojson" + keywords + " }}", {"value": value}) == text
+
+
+# The spans are those that transformers 5.24 reports for these templates.
+@pytest.mark.parametrize(
+    ("template", "text", "spans"),
+    [
+        ("a{% generation %}b{{ c }}{% endgeneration %}d", "abcd", [(1, 3)]),
+        ("a {%- generation -%} b {%- endgeneration -%} d", "abd", [(1, 2)]),
+        ("a\n{% generation %}\nb\n{% endgeneration %}\nd", "a\nb\nd", [(2, 4)]),
+        (
+            "{% macro f(x) %}{% generation %}{{ x }}{% endgeneration %}{% endmacro %}[{{ f(c) }}]{{ f('e') }}",
+            "[c]e",
+            None,
+        ),
+        (
+            "{% for i in [1, 2] %}{% if c %}{% generation %}{{ i }}{% endgeneration %}{% endif %}{% endfor %}",
+            "12",
+            None,
+        ),
+        ("{% set x %} {% generation %} b {% endgeneration %}{% endset %}{{ x | trim }}", "b", []),
+        ("no blocks {{ c }}", "no blocks c", []),
+    ],
+)
+def test_generation_blocks_render_as_their_bodies_and_are_located(template, text, spans, worker):
+    [plain] = worker.render_all(template, [{"c": "c"}])
+    [marked] = worker.render_all(template, [{"c": "c"}], with_generation=True)
+    assert plain.text == marked.text == text and plain.generation is None
+    if spans is not None:  # else: blocks in macros and loops
+        assert (marked.generation or []) == spans
+    else:
+        assert [text[start:end] for start, end in marked.generation] == [each for each in text if each not in "[]"]
+
+
+def test_several_renderings_fail_one_by_one(worker):
+    good, bad = worker.render_all("{{ 1 // n }}", [{"n": 1}, {"n": 0}])
+    assert good.text == "1" and isinstance(bad, TemplateFailure) and "ZeroDivisionError" in str(bad)
+    assert all(each.is_template for each in worker.render_all("{% if %}", [{}, {}]))

@@ -5,12 +5,12 @@ import pytest
 import tokenizers
 
 from mtpjax import DecodeConfig, SamplingParams, load, speculative_generate
+from mtpjax.data.chat_template import render_chat
 from mtpjax.data.tokenizer import (
     ByteTokenizer,
     HuggingFaceTokenizer,
     TokenizerError,
     load_tokenizer,
-    render_chat,
 )
 from mtpjax.errors import UnsafeFileError
 from mtpjax.io.checkpoint import save_model

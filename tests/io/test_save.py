@@ -30,6 +30,8 @@ def tokenizer_folder(tmp_path):
     words.save(str(folder / "tokenizer.json"))
     (folder / "generation_config.json").write_text('{"eos_token_id": 30}')
     (folder / "chat_template.jinja").write_text("{% for m in messages %}w1 {{ m.content }} {% endfor %}")
+    (folder / "additional_chat_templates").mkdir()
+    (folder / "additional_chat_templates" / "tool_use.jinja").write_text("w2")
     return folder
 
 
@@ -70,6 +72,9 @@ def test_the_tokenizer_comes_back_with_its_template_and_end_tokens(kind, params,
     assert loaded.encode("w3 w255") == [3, 255]
     if kind != "library":  # that one has a vocabulary and nothing else
         assert loaded.digest == ours.digest and loaded.eos_token_ids == (30,)
+        assert (
+            loaded.chat_templates.templates == ours.chat_templates.templates and len(ours.chat_templates.templates) == 2
+        )
         assert loaded.apply_chat_template([{"role": "user", "content": "w9"}]) == [1, 9]
     assert load(tmp_path / "mine")[0].config == CONFIG
 

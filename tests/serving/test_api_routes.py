@@ -7,7 +7,7 @@ pytest.importorskip("httpx")
 
 from mtpjax.decoding.config import SamplingParams
 from mtpjax.serving.request import Finish
-from tests.helpers import chatml
+from tests.helpers import chat_templates, chatml
 from tests.helpers.api_client import api_client, chat, completion, events
 from tests.helpers.fake_engine import REPLY, FakeEngine
 
@@ -248,9 +248,73 @@ def test_a_checkpoint_tokenizer_with_a_template(tmp_path):
         assert completion(client, prompt="a\0b", max_tokens=3).status_code == 200
 
 
+@pytest.fixture
+def ask(tmp_path):
+    """`ask(template, messages, **body)` -> the response, and the text of the prompt that reached the engine."""
+
+    def ask(template, messages, **body):
+        engine = FakeEngine(reply="ok", max_length=500)
+        engine.vocab_size = 300
+        tokenizer = chatml.save_tokenizer(tmp_path, template)
+        with api_client(engine, tokenizer) as (client, _):
+            response = client.post("/v1/chat/completions", json={"messages": messages, "max_tokens": 2, **body})
+        tokens = engine.requests[-1].prompt if response.status_code == 200 else []
+        return response, tokenizer._tokenizer.decode(tokens, skip_special_tokens=False)
+
+    return ask
+
+
+CALL = {"id": "call00001", "type": "function", "function": {"name": "f", "arguments": '{"city": "Köln"}'}}
+A, B = {"role": "user", "content": "A"}, {"role": "user", "content": "B"}
+
+
+@pytest.mark.parametrize(
+    "answer",
+    [{}, {"content": None}, {"content": []}, {"content": ""}, {"content": None, "reasoning_content": "hm"}],
+    ids=["absent", "null", "empty list", "empty", "reasoning only"],
+)
+def test_an_answer_without_text_may_be_sent_back(ask, answer):
+    response, prompt = ask(chatml.CHATML, [A, {"role": "assistant", **answer}, B])
+    assert response.status_code == 200
+    expected = (
+        "user\nA<|im_end|>\n<|im_start|>assistant\n<|im_end|>\n<|im_start|>user\nB<|im_end|>\n<|im_start|>assistant\n"
+    )
+    assert prompt == "<|im_start|>" + expected
+
+
+@pytest.mark.parametrize("content", [None, []])
+def test_a_question_without_text_is_refused_by_name(ask, content):
+    response, _ = ask(chatml.CHATML, [A, {"role": "user", "content": content}])
+    assert response.status_code == 400 and response.json()["error"]["param"] == "messages[1].content"
+
+
+def test_a_template_gets_a_chat_in_the_forms_that_it_reads(ask):
+    history = [A, {"role": "assistant", "content": None, "tool_calls": [CALL]}, {"role": "tool", "content": "r"}, B]
+    assert "<key>city</key><value>Köln</value>" in ask(chat_templates.GLM, history)[1]
+    assert 'f{"city": "Köln"}</call>' in ask(chat_templates.DEEPSEEK, history)[1]
+    assert "user\nA<|im_end|>" in ask(chat_templates.PARTS, [A])[1]
+    parts = {"role": "user", "content": [{"type": "text", "text": "A"}, {"type": "text", "text": "B"}]}
+    assert "user\nA\nB<|im_end|>" in ask(chatml.CHATML, [parts])[1]
+    response, _ = ask(chatml.CHATML, history)
+    assert response.status_code == 400 and "does not write the tool call of message 2 of 4" in response.text
+    bad = [A, {"role": "assistant", "tool_calls": [{"function": {"name": "f", "arguments": "{"}}]}, B]
+    response, _ = ask(chat_templates.GLM, bad)
+    assert response.status_code == 400 and "message 2: tool call 1: arguments is text that is not JSON" in response.text
+
+
+def test_tools_are_shown_to_the_model_only_if_it_may_not_call_them(ask):
+    tools = [{"type": "function", "function": {"name": "weather", "parameters": {}}}]
+    response, _ = ask(chat_templates.QWEN, [A], tools=tools)
+    assert response.status_code == 400 and "tool_choice none" in response.json()["error"]["message"]
+    response, prompt = ask(chat_templates.QWEN, [A], tools=tools, tool_choice="none")
+    assert response.status_code == 200 and prompt.startswith('{"type": "function", "function": {"name": "weather"')
+    response, _ = ask(chatml.CHATML, [A], tools=tools, tool_choice="none")
+    assert response.status_code == 400 and "does not write the tools" in response.text
+
+
 def test_a_model_without_a_chat_template_says_so(tmp_path):
     tokenizer = chatml.save_tokenizer(tmp_path)
-    tokenizer._template = None
+    tokenizer.chat_templates.templates.clear()
     with api_client(tokenizer=tokenizer) as (client, _):
         response = chat(client)
         assert response.status_code == 400 and "no chat template" in response.json()["error"]["message"]

@@ -242,7 +242,7 @@ def test_answers_that_training_would_read_otherwise_are_counted_or_left_out(rig,
     everything = SamplingParams(allowed_tokens=[256 + SPECIAL.index("<|user|>")])
     written, tally = run(TALKS, sampling=everything)
     assert tally.changed == 4 and written[0]["messages"][1]["content"] == ""
-    forgetful = CHATML.replace("message.content", "message.content if loop.last or message.role == 'user' else ''")
+    forgetful = CHATML.replace("message.content", "message.content if loop.last or message.role != 'assistant' else ''")
     letters = SamplingParams(allowed_tokens=[rig[2].encode("a")[0]])
     _, tally = run(TALKS, "f.jsonl", tokenizer=save_tokenizer(tmp_path, forgetful), sampling=letters)
     assert (tally.regenerated, tally.skipped["unreadable"]) == (2, 1)

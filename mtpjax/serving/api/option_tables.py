@@ -77,7 +77,7 @@ GENERATE_SAMPLING = {
 STREAM_OPTIONS = {"include_usage": FLAG, "continuous_usage_stats": FLAG}
 # Options without a table entry: lists and objects, which have checks of their own.
 STRUCTURED = ("prompt", "messages", "text", "input_ids", "sampling_params", "stream_options", "stop", "stop_token_ids")
-STRUCTURED += ("logit_bias", "chat_template_kwargs")
+STRUCTURED += ("logit_bias", "chat_template_kwargs", "tool_choice")
 STRUCTURED += ("response_format", "json_schema", "regex", "guided_json", "guided_regex", "structured_outputs")
 
 # Options of OpenAI, vLLM and SGLang that would change the text, and are missing here. Accepting them without effect

@@ -195,8 +195,15 @@ def reject_unsupported(body: Body, prefix: str = "") -> None:
     """Raises ApiError if a body asks for an option that would change the text and is missing here."""
     for name, harmless in tables.UNSUPPORTED.items():
         value = body.get(name)
-        if value is not None and value not in harmless:
-            raise ApiError(f"{prefix}{name} is not supported", param=prefix + name, code="unsupported_option")
+        if value is None or value in harmless:
+            continue
+        hint = ""
+        if name == "tools" and "messages" in body:
+            # The template writes tools, but nobody reads calls out of an answer.
+            if body.get("tool_choice") == "none":
+                continue
+            hint = ", because calls are not read out of answers; tool_choice none only shows the tools to the model"
+        raise ApiError(f"{prefix}{name} is not supported{hint}", param=prefix + name, code="unsupported_option")
 
 
 def reject_unknown(body: Body, fields: Mapping[str, Field]) -> None:

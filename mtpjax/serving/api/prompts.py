@@ -2,15 +2,17 @@
 
 from typing import Any
 
+from mtpjax.data.chat_messages import REASONING_FIELDS, text_of
 from mtpjax.serving.api.errors import ApiError
 from mtpjax.serving.api.fields import MAX_NAME_CHARACTERS, Body, check_list, check_text, check_tokens
 from mtpjax.serving.api.option_tables import MAX_PROMPTS
 from mtpjax.serving.api.server import ApiServer
 
 MAX_MESSAGES = 2048
+MAX_TOOLS = 128  # as OpenAI's API
 ROLES = ("system", "developer", "user", "assistant", "tool")
 # Fields of a message that templates read besides role and content.
-_MESSAGE_FIELDS = ("name", "tool_call_id", "tool_calls", "reasoning_content")
+_MESSAGE_FIELDS = ("name", "tool_call_id", "tool_calls", "function_call", *REASONING_FIELDS)
 _ROLE_LIST = ", ".join(ROLES)
 
 
@@ -70,14 +72,17 @@ async def read_chat(server: ApiServer, body: Body, *, add_generation_prompt: boo
     if not messages:
         raise ApiError("messages is empty", param="messages")
     messages = [_message(message, f"messages[{index}]", server) for index, message in enumerate(messages)]
-    num_characters = sum(len(message["content"] or "") for message in messages)
+    num_characters = sum(len(text_of(message.get("content"))) for message in messages)
     if num_characters > server.max_prompt_characters:
         raise ApiError(
             f"messages has {num_characters} characters; at most {server.max_prompt_characters} are allowed",
             param="messages",
         )
+    tools = check_list(body["tools"], "tools", MAX_TOOLS) if body.get("tools") is not None else []
+    _check_strings(tools, "tools", server.max_prompt_characters)
     variables = _template_variables(body.get("chat_template_kwargs"), server.settings.template_variables)
-    return await server.encode_chat(messages, {**variables, "add_generation_prompt": add_generation_prompt})
+    variables = {**variables, "tools": tools, "add_generation_prompt": add_generation_prompt}
+    return await server.encode_chat(messages, variables)
 
 
 def _token_ids(value: Any, param: str, engine: Any) -> list[int]:
@@ -90,13 +95,14 @@ def _token_ids(value: Any, param: str, engine: Any) -> list[int]:
 
 
 def _message(message: Any, param: str, server: ApiServer) -> dict[str, Any]:
-    """Returns a message whose content is one text."""
+    """Returns a message with its known fields; the chat template decides about their forms."""
     if not isinstance(message, dict):
         raise ApiError(f"{param} must be an object", param=param)
     role = message.get("role")
     if role not in ROLES:
         raise ApiError(f"{param}.role must be one of {_ROLE_LIST}", param=f"{param}.role")
-    checked = {"role": role, "content": _content(message, param, server)}
+    content = _content(message, param, server)
+    checked = {"role": role} if content is None else {"role": role, "content": content}
     for name in _MESSAGE_FIELDS:
         if message.get(name) is not None:
             _check_strings(message[name], f"{param}.{name}", server.max_prompt_characters)
@@ -104,23 +110,25 @@ def _message(message: Any, param: str, server: ApiServer) -> dict[str, Any]:
     return checked
 
 
-def _content(message: dict[str, Any], param: str, server: ApiServer) -> str | None:
+def _content(message: dict[str, Any], param: str, server: ApiServer) -> str | list[dict[str, Any]] | None:
+    """Returns a text, parts of text, or None."""
     content, param = message.get("content"), f"{param}.content"
+    # An answer may have no text: it only calls tools, or was cut while the model reasoned.
+    if message["role"] == "assistant" and (content is None or content == []):
+        return None
     if content is None:
-        # An answer that calls tools may have no text.
-        if message["role"] == "assistant" and message.get("tool_calls"):
-            return None
         raise ApiError(f"{param} is missing", param=param)
     if isinstance(content, str):
         return check_text(content, param, server.max_prompt_characters)
-    texts = []
+    parts = []
     for index, part in enumerate(check_list(content, param, MAX_MESSAGES)):
         if not isinstance(part, dict) or part.get("type") != "text":
             raise ApiError(f"{param}[{index}] must be of type text; other types are not supported", param=param)
-        texts.append(check_text(part.get("text"), f"{param}[{index}].text", server.max_prompt_characters))
-    if not texts:
+        text = check_text(part.get("text"), f"{param}[{index}].text", server.max_prompt_characters)
+        parts.append({"type": "text", "text": text})
+    if not parts:
         raise ApiError(f"{param} is empty", param=param)
-    return "\n".join(texts)  # as vLLM joins them
+    return parts
 
 
 def _check_strings(value: Any, param: str, max_characters: int) -> None:

@@ -44,11 +44,14 @@ _PART = {
 }
 _MESSAGE = {
     "type": "object",
-    "required": ["role", "content"],
+    "required": ["role"],  # answers may have no content
     "properties": {
         "role": {"enum": list(ROLES)},
-        "content": {"anyOf": [{"type": "string"}, _list_of(_PART, MAX_MESSAGES)]},
+        "content": {"anyOf": [{"type": "string"}, _list_of(_PART, MAX_MESSAGES), {"type": "null"}]},
         "name": {"type": "string"},
+        "reasoning_content": {"type": ["string", "null"]},
+        "tool_calls": {"anyOf": [_list_of({"type": "object"}, MAX_MESSAGES), {"type": "null"}]},
+        "tool_call_id": {"type": ["string", "null"]},
     },
 }
 

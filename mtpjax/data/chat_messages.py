@@ -1,0 +1,266 @@
+"""Messages and tools as clients and data sets write them, in one clean form, and in the forms that templates read.
+
+Clean messages are OpenAI's, without null fields. `content` is a text or a list of parts of text; an answer without text
+has none. `tool_calls` is a list of `{"type": "function", "function": {"name", "arguments"}}`, whose arguments stay an
+object or JSON text as they were given.
+"""
+
+import dataclasses
+import json
+from collections.abc import Sequence
+from typing import Any
+
+from mtpjax.data.jsonl import json_type_name
+from mtpjax.errors import ConversationError, printable
+from mtpjax.safe_open import parse_json
+
+REASONING_FIELDS = ("reasoning_content", "thinking", "reasoning")  # the first is the one that most templates read
+
+
+@dataclasses.dataclass(frozen=True)
+class Forms:
+    """The forms in which a template gets what messages hold.
+
+    Attributes:
+        content: as "given", as "text", as "parts", or as "one part".
+        text_roles: roles whose content is a text all the same.
+        empty: the content of an answer without text: "text" (an empty one), "null" or "absent"; "usual": as OpenAI's
+            API writes it, null beside tool calls, and else an empty text.
+        arguments: of tool calls: as "given", as "object", or as JSON "text".
+        calls: "wrapped" in a "function" field, or "bare".
+        developer: the role of developer messages.
+        tools: as "given", "wrapped" in a "function" field, or "bare".
+    """
+
+    content: str = "given"
+    text_roles: tuple[str, ...] = ()
+    empty: str = "usual"
+    arguments: str = "given"
+    calls: str = "wrapped"
+    developer: str = "developer"
+    tools: str = "given"
+
+
+def drop_nulls(value: Any) -> Any:
+    """Removes fields that are null, at every depth: Arrow and `model_dump()` write them for fields that are missing.
+
+    Args:
+        value: a JSON value.
+
+    Returns:
+        The value without them. Nulls in lists stay.
+    """
+    if isinstance(value, dict):
+        return {key: drop_nulls(each) for key, each in value.items() if each is not None}
+    if isinstance(value, list):
+        return [drop_nulls(each) for each in value]
+    return value
+
+
+def clean_messages(messages: Sequence[Any]) -> list[dict[str, Any]]:
+    """Brings a conversation into the clean form.
+
+    Args:
+        messages: the conversation, in OpenAI's form.
+
+    Returns:
+        The clean messages.
+
+    Raises:
+        ConversationError: a message has another form; the error names it.
+    """
+    return [_clean_message(message, f"message {n}") for n, message in enumerate(messages, start=1)]
+
+
+def clean_tools(tools: Any) -> list[Any] | None:
+    """Brings the tools of a conversation into one form.
+
+    Args:
+        tools: a list of tools, one tool, or the JSON text of either; a tool is an object or its JSON text.
+
+    Returns:
+        The tools, without null fields, and with parameters that are objects; None if there are none.
+
+    Raises:
+        ConversationError: `tools` is something else.
+    """
+    if isinstance(tools, str):
+        tools = _parse(tools, "tools") if tools.strip() else None
+    if isinstance(tools, dict):
+        tools = [tools]
+    if not tools:
+        return None
+    if not isinstance(tools, list):
+        raise ConversationError(f"tools is {json_type_name(tools)}, not a list of objects")
+    return [_clean_tool(tool, f"tool {number}") for number, tool in enumerate(tools, start=1)]
+
+
+def text_of(content: str | list[dict[str, Any]] | None) -> str:
+    """Returns the text of clean content; parts are joined by newlines, as vLLM does."""
+    return content if isinstance(content, str) else "\n".join(part["text"] for part in content or ())
+
+
+def in_forms(
+    messages: Sequence[dict[str, Any]], tools: list[Any] | None, forms: Forms
+) -> tuple[list[dict[str, Any]], list[Any] | None]:
+    """Brings clean messages and tools into the forms that a template reads.
+
+    Args:
+        messages: clean messages.
+        tools: clean tools, or None.
+        forms: the forms.
+
+    Returns:
+        The messages and tools.
+
+    Raises:
+        ConversationError: the arguments of a tool call are not the JSON text of an object, where the template needs an
+            object.
+    """
+    shaped = []
+    for number, message in enumerate(messages, start=1):
+        message = dict(message)
+        role = message["role"]
+        if role == "developer":
+            message["role"] = forms.developer
+        content_form = "text" if role in forms.text_roles else forms.content
+        if "content" in message:
+            message["content"] = _content_in_form(message["content"], content_form)
+        else:
+            form = forms.empty if forms.empty != "usual" else "null" if message.get("tool_calls") else "text"
+            empty = _content_in_form("", content_form)
+            message |= {"text": {"content": empty}, "null": {"content": None}, "absent": {}}[form]
+        if "tool_calls" in message:
+            calls = enumerate(message["tool_calls"], start=1)
+            message["tool_calls"] = [_call_in_form(c, forms, f"message {number}: tool call {n}") for n, c in calls]
+        shaped.append(message)
+    if tools is not None and forms.tools != "given":
+        tools = [_tool_in_form(tool, forms.tools) for tool in tools]
+    return shaped, tools
+
+
+def _clean_message(message: Any, place: str) -> dict[str, Any]:
+    if not isinstance(message, dict):
+        raise ConversationError(f"{place} is {json_type_name(message)}, not an object with a role")
+    message = drop_nulls(message)
+    if not isinstance(message.get("role"), str):
+        raise ConversationError(f"{place} has no role")
+    content = _clean_content(message.pop("content", None), place)
+    if content is not None:
+        message["content"] = content
+    elif message["role"] != "assistant":
+        # An answer may have no text: it was cut while it reasoned, or it only calls tools.
+        raise ConversationError(f"{place} (role {printable(message['role'], 40)}) has no content")
+    # Templates read reasoning under one of three names.
+    reasoning = next((message[name] for name in REASONING_FIELDS if isinstance(message.get(name), str)), None)
+    if reasoning:
+        message = {"thinking": reasoning, **message, "reasoning_content": reasoning}
+    calls = message.pop("tool_calls", None)
+    if not calls and isinstance(message.get("function_call"), dict | str):
+        calls = message.pop("function_call")  # OpenAI's older name of a single call
+    if calls:
+        message["tool_calls"] = _clean_calls(calls, place)
+    return message
+
+
+def _clean_content(content: Any, place: str) -> str | list[dict[str, Any]] | None:
+    if isinstance(content, dict):
+        content = [content]
+    if isinstance(content, str):
+        return content
+    if content is None or content == []:
+        return None
+    if not isinstance(content, list):
+        raise ConversationError(f"{place}: content is {json_type_name(content)}, not text or a list of parts")
+    parts = []
+    for number, part in enumerate(content, start=1):
+        part = {"text": part} if isinstance(part, str) else part
+        kind = part.get("type", "text") if isinstance(part, dict) else json_type_name(part)
+        if kind != "text" or not isinstance(part.get("text"), str):
+            what = "has no text" if kind == "text" else f"is of type {printable(kind, 40)}"
+            raise ConversationError(f"{place}: part {number} of content {what}; only parts of type text are supported")
+        parts.append({"type": "text", "text": part["text"]})
+    return parts
+
+
+def _clean_calls(calls: Any, place: str) -> list[dict[str, Any]]:
+    if isinstance(calls, str):
+        calls = _parse(calls, f"{place}: tool_calls")
+    calls = [calls] if isinstance(calls, dict) else calls
+    if not isinstance(calls, list):
+        raise ConversationError(f"{place}: tool_calls is {json_type_name(calls)}, not a list of objects")
+    cleaned = []
+    for number, call in enumerate(calls, start=1):
+        if not isinstance(call, dict):
+            raise ConversationError(f"{place}: tool call {number} is {json_type_name(call)}, not an object")
+        call = {key: each for key, each in call.items() if each is not None}
+        function = call.pop("function", None)
+        if not isinstance(function, dict):
+            function = {key: call.pop(key) for key in ("name", "arguments") if key in call}
+            call = {"type": "function", **call}
+        if not isinstance(function.get("name"), str):
+            raise ConversationError(f"{place}: tool call {number} has no name")
+        arguments = function.get("arguments")
+        arguments = {} if arguments is None else arguments
+        if not isinstance(arguments, dict | str):
+            raise ConversationError(
+                f"{place}: tool call {number}: arguments is {json_type_name(arguments)}, not an object or its JSON text"
+            )
+        cleaned.append(call | {"function": function | {"arguments": arguments}})
+    return cleaned
+
+
+def _clean_tool(tool: Any, place: str) -> Any:
+    if isinstance(tool, str) and tool.lstrip().startswith("{"):
+        tool = _parse(tool, place)
+    tool = drop_nulls(tool)
+    if isinstance(tool, dict):
+        function = tool["function"] if isinstance(tool.get("function"), dict) else tool
+        if isinstance(function.get("parameters"), str):
+            parameters = _parse(function["parameters"] or "{}", f"{place}: parameters")
+            parsed = function | {"parameters": parameters}
+            tool = tool | {"function": parsed} if function is not tool else parsed
+    return tool
+
+
+def _content_in_form(content: str | list[dict[str, Any]], form: str) -> str | list[dict[str, Any]]:
+    if form == "text":
+        return text_of(content)
+    if form == "given" or (form == "parts" and isinstance(content, list)):
+        return content
+    return [{"type": "text", "text": text_of(content)}]
+
+
+def _call_in_form(call: dict[str, Any], forms: Forms, place: str) -> dict[str, Any]:
+    arguments = call["function"]["arguments"]
+    if forms.arguments == "text" and not isinstance(arguments, str):
+        arguments = json.dumps(arguments, ensure_ascii=False)
+    elif forms.arguments == "object" and isinstance(arguments, str):
+        arguments = _parse(arguments, f"{place}: arguments") if arguments.strip() else {}
+        arguments = {} if arguments is None else arguments
+        if not isinstance(arguments, dict):
+            raise ConversationError(
+                f"{place}: arguments is {json_type_name(arguments)}; the chat template needs an object"
+            )
+    function = call["function"] | {"arguments": arguments}
+    return call | {"function": function} if forms.calls == "wrapped" else {**_without(call, "function"), **function}
+
+
+def _tool_in_form(tool: Any, form: str) -> Any:
+    if not isinstance(tool, dict):
+        return tool
+    is_wrapped = isinstance(tool.get("function"), dict)
+    if form == "wrapped" and not is_wrapped:
+        return {"type": "function", "function": _without(tool, "type")}
+    return tool["function"] if form == "bare" and is_wrapped else tool
+
+
+def _parse(text: str, place: str) -> Any:
+    try:
+        return parse_json(text)
+    except (ValueError, RecursionError) as error:
+        raise ConversationError(f"{place} is text that is not JSON: {printable(error, 100)}") from error
+
+
+def _without(value: dict[str, Any], key: str) -> dict[str, Any]:
+    return {name: each for name, each in value.items() if name != key}

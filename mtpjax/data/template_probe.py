@@ -1,0 +1,248 @@
+"""Decides the forms in which a chat template reads messages, by trying them on probe messages.
+
+Templates differ in what they read: arguments of tool calls as an object or as text, content as text or as parts, and so
+on. What a template does not read often vanishes without an error. So a conversation's shape is rendered first with a
+word of its own in place of each text, and a form is right if every word reaches the prompt.
+"""
+
+import dataclasses
+import functools
+import itertools
+import json
+import re
+from collections.abc import Sequence
+from typing import Any, NamedTuple
+
+from mtpjax.data.chat_messages import Forms, in_forms, text_of
+from mtpjax.data.template_worker import WORKER, Rendered, TemplateFailure
+from mtpjax.errors import DroppedTextError, printable
+
+MAX_PERIOD = 6  # messages of a repeated turn, such as question, call, result, answer
+MAX_PROBES, MAX_PROBE_MESSAGES = 128, 4096  # renderings of a shape, and messages in all of them
+PROBES_AT_ONCE = 32
+MAX_CALLS = MAX_PARTS = 2  # probe calls, and parts of content, of one message
+SYSTEM_ROLES = ("system", "developer")
+CALL_ID = "probecall"  # Mistral's templates ask for nine characters
+
+
+class Choice(NamedTuple):
+    """The outcome of the probes of one shape.
+
+    Attributes:
+        forms: the forms to use.
+        lost: index of the message whose text does not reach the prompt in any form, or -1 for the tools.
+        problem: what is lost; "": nothing.
+    """
+
+    forms: Forms
+    lost: int = 0
+    problem: str = ""
+
+
+class _Problem(NamedTuple):
+    """How bad a rendered probe is: 0 right, 1 quoted twice or as a Python value, 2 something is missing, 3 failed."""
+
+    rank: int
+    lost: int = 0
+    what: str = ""
+
+
+def choose_forms(
+    template: str, messages: Sequence[dict[str, Any]], tools: list[Any] | None, variables: dict[str, Any]
+) -> Forms:
+    """Finds the forms in which a template reads a conversation.
+
+    Probes are cached by the template and the shape of the conversation: roles, and which fields the messages have. A
+    turn that repeats counts as two.
+
+    Args:
+        template: jinja2 source.
+        messages: clean messages.
+        tools: clean tools, or None.
+        variables: further variables of the template, which have a JSON form.
+
+    Returns:
+        The forms. If the template fails on every probe, the usual ones: it then fails on the messages too, or it looks
+        at their text.
+
+    Raises:
+        DroppedTextError: the template writes the conversation without the text of a message, without a tool call or
+            without the tools, in every form.
+        TemplateFailure: the template exceeds a limit.
+    """
+    kept = _without_repetitions(list(map(_shape, messages)))
+    probe = [_probe_message(messages[index], number) for number, index in enumerate(kept)]
+    probe_tools = None
+    if tools is not None:
+        kinds = {_tool_kind(tool): tool for tool in tools}
+        probe_tools = [_probe_tool(kinds[kind], number) for number, kind in enumerate(sorted(kinds))]
+    choice = _choose(template, json.dumps([probe, probe_tools, variables], sort_keys=True))
+    if choice.problem:
+        if choice.lost < 0:
+            raise DroppedTextError(
+                "the chat template does not write the tools, so the model would not see them; put them into a system"
+                " message, or leave them out",
+                -1,
+            )
+        index = kept[choice.lost]
+        place = f"message {index + 1} of {len(messages)} (role {printable(messages[index]['role'], 40)})"
+        raise DroppedTextError(
+            f"the chat template does not write the {choice.problem} of {place}, so the model would not see it", index
+        )
+    return choice.forms
+
+
+@functools.lru_cache(maxsize=1024)
+def _choose(template: str, probe_text: str) -> Choice:
+    """Tries the usual forms, and all others only if those are not right."""
+    messages, tools, variables = json.loads(probe_text)
+    candidates = _candidates(messages, tools)
+    problems: list[_Problem] = []
+    # The first form alone is right for most; the others follow in requests that stay within the limit of time.
+    for start, end in itertools.pairwise([0, 1, *range(1 + PROBES_AT_ONCE, len(candidates), PROBES_AT_ONCE), None]):
+        problems += _try(candidates[start:end], template, messages, tools, variables)
+        if len(problems) == len(candidates) or min(problem.rank for problem in problems) == 0:
+            break
+    best = min(range(len(problems)), key=lambda number: problems[number].rank)
+    if problems[best].rank < 2:
+        return Choice(candidates[best])
+    if problems[best].rank == 3:
+        # An empty text causes fewer failures of its own than a null.
+        return Choice(dataclasses.replace(candidates[0], empty="text"))
+    return Choice(candidates[0], problems[best].lost, problems[best].what)
+
+
+def _candidates(messages: list[dict[str, Any]], tools: list[Any] | None) -> list[Forms]:
+    """Returns the forms that may make a difference, the usual ones first, and those nearest to them next."""
+    roles = {message["role"] for message in messages}
+    calls = [call["function"]["arguments"] for message in messages for call in message.get("tool_calls", ())]
+    has_parts = any(isinstance(message.get("content"), list) for message in messages)
+    has_empty = any("content" not in message for message in messages)
+    groups = [group for group in (SYSTEM_ROLES, ("tool",), (*SYSTEM_ROLES, "tool")) if roles.intersection(group)]
+    choices = {
+        "content": ["given", "text", "parts", "one part"] if has_parts else ["given", "parts"],
+        "text_roles": [(), *groups],
+        "arguments": ["given", "object", "text"] if calls else ["given"],
+        "empty": ["usual", "text", "null", "absent"] if has_empty else ["usual"],
+        "developer": ["developer", "system"] if "developer" in roles else ["developer"],
+        "calls": ["wrapped", "bare"] if calls else ["wrapped"],
+        "tools": ["given", "wrapped", "bare"] if tools else ["given"],
+    }
+    usual = [values[0] for values in choices.values()]
+    products = sorted(
+        itertools.product(*choices.values()),
+        key=lambda values: sum(value != first for value, first in zip(values, usual, strict=True)),
+    )
+    # A client must not be able to ask for many renderings of many messages.
+    count = max(8, min(MAX_PROBES, MAX_PROBE_MESSAGES // max(1, len(messages))))
+    return [Forms(**dict(zip(choices, values, strict=True))) for values in products[:count]]
+
+
+def _try(
+    candidates: list[Forms],
+    template: str,
+    messages: list[dict[str, Any]],
+    tools: list[Any] | None,
+    variables: dict[str, Any],
+) -> list[_Problem]:
+    shaped = [in_forms(messages, tools, forms) for forms in candidates]
+    sets = [{**variables, "messages": each, "tools": its_tools} for each, its_tools in shaped]
+    results = WORKER.render_all(template, sets)
+    return [
+        _Problem(3) if isinstance(result, TemplateFailure) else _judge(result, messages, tools, each)
+        for result, (each, _) in zip(results, shaped, strict=True)
+    ]
+
+
+def _judge(
+    result: Rendered, messages: list[dict[str, Any]], tools: list[Any] | None, shaped: list[dict[str, Any]]
+) -> _Problem:
+    """Checks that everything in a probe reached the text, and in a right form.
+
+    `shaped` are the messages as the template got them.
+    """
+    text = result.text.casefold()
+    if any(_word("tool", number) not in text for number in range(len(tools or ()))):
+        return _Problem(2, -1, "tools")
+    words = []
+    for index, message in enumerate(messages):
+        if any(word not in text for word in text_of(message.get("content")).split()):
+            return _Problem(2, index, "text")
+        for call in message.get("tool_calls", ()):
+            name, arguments = call["function"]["name"], call["function"]["arguments"]
+            arguments = json.loads(arguments) if isinstance(arguments, str) else arguments
+            words += arguments
+            # Some templates write the id alone, which holds the name (Kimi's).
+            is_named = name in text or ("id" in call and CALL_ID in text)
+            if not is_named or any(word not in text for word in (*arguments, *arguments.values())):
+                return _Problem(2, index, "tool call")
+    nulls = [index for index, each in enumerate(shaped) if each.get("content", "") is None]
+    if nulls and "None" in result.text:
+        return _Problem(2, nulls[0], "missing content")
+    # A key in single quotes or after a backslash belongs to a Python value, or to JSON text that was quoted again.
+    is_quoted = any(f"'{word}'" in text or f'\\"{word}' in text for word in words)
+    return _Problem(1 if is_quoted or re.search(r"""['"]text\\?['"]: ?\\?['"]xqtext""", text) else 0)
+
+
+def _probe_message(message: dict[str, Any], number: int) -> dict[str, Any]:
+    """Returns a message with the same fields, whose texts are words of its own."""
+    probe: dict[str, Any] = {"role": message["role"]}
+    if "content" in message:
+        content = message["content"]
+        texts = [content] if isinstance(content, str) else [part["text"] for part in content[:MAX_PARTS]]
+        words = [_word("text", f"{number}p{n}") if text.strip() else "" for n, text in enumerate(texts)]
+        probe["content"] = words[0] if isinstance(content, str) else [{"type": "text", "text": w} for w in words]
+    for name in ("reasoning_content", "thinking", "name"):
+        if name in message:
+            probe[name] = _word(name.replace("_", ""), number)
+    if "tool_calls" in message:
+        calls = enumerate(message["tool_calls"][:MAX_CALLS])
+        probe["tool_calls"] = [_probe_call(call, f"{number}p{n}") for n, call in calls]
+    if "tool_call_id" in message:
+        probe["tool_call_id"] = CALL_ID
+    return probe
+
+
+def _probe_call(call: dict[str, Any], number: str) -> dict[str, Any]:
+    given = call["function"]["arguments"]
+    arguments: Any = {_word("key", number): _word("value", number)} if given not in ({}, "", "{}") else {}
+    arguments = json.dumps(arguments) if isinstance(given, str) else arguments
+    function = {"name": _word("call", number), "arguments": arguments}
+    return {**({"id": CALL_ID} if "id" in call else {}), "type": "function", "function": function}
+
+
+def _tool_kind(tool: Any) -> str:
+    return "text" if not isinstance(tool, dict) else "wrapped" if isinstance(tool.get("function"), dict) else "bare"
+
+
+def _probe_tool(tool: Any, number: int) -> Any:
+    word = _word("tool", number)
+    if not isinstance(tool, dict):
+        return word
+    properties = {"a": {"type": "string", "description": "b"}}
+    parameters = {"type": "object", "properties": properties, "required": ["a"]}
+    function = {"name": word, "description": word, "parameters": parameters}
+    return {"type": "function", "function": function} if _tool_kind(tool) == "wrapped" else function
+
+
+def _shape(message: dict[str, Any]) -> str:
+    return json.dumps(_probe_message(message, 0), sort_keys=True)
+
+
+def _without_repetitions(shapes: list[str]) -> list[int]:
+    """Returns the indices of the messages without those of a turn that repeats more than twice in a row."""
+    kept: list[int] = []
+    names: list[str] = []
+    for index, shape in enumerate(shapes):
+        kept.append(index)
+        names.append(shape)
+        for period in range(1, MAX_PERIOD + 1):
+            last, before, first = names[-period:], names[-2 * period : -period], names[-3 * period : -2 * period]
+            if len(first) == period and last == before == first:
+                del kept[-period:], names[-period:]
+                break
+    return kept
+
+
+def _word(kind: str, number: int | str) -> str:
+    return f"xq{kind}{number}qx"
