@@ -47,16 +47,16 @@ def entered_layers(
     if are_outputs and -1 in listed[1:]:
         raise ConfigError(
             f"config.json: {key} {list(listed)} has two readings: -1 is the embedding in this format, and the last "
-            f"layer in others; name the embedding first, or the last layer as {num_layers - 1}"
+            f"layer in others; write the last layer as {num_layers - 1}, and the embedding after other layers in "
+            "speculators' format, as 0 of aux_hidden_state_layer_ids"
         )
     layers = tuple(layer + are_outputs for layer in listed)
     if len(set(layers)) != len(layers) or not all(0 <= layer <= num_layers for layer in layers):
-        hint = f"; if the ids count from 1, subtract 1 from each: the last layer is {num_layers - 1}"
+        counts = f"; if the ids count from 1, subtract 1 from each: the last layer is {num_layers - 1}"
+        hint = counts if are_outputs and max(listed) == num_layers else ""
         raise ConfigError(
             f"config.json: {key} {list(listed)} mean the states that enter the layers {list(layers)}, which are not "
-            f"different ones within 0..{num_layers} of a trunk of {num_layers} layers"
-            + hint
-            * (are_outputs and max(listed) == num_layers)
+            f"different ones within 0..{num_layers} of a trunk of {num_layers} layers{hint}"
         )
     if num_layers not in layers:
         return layers

@@ -289,7 +289,7 @@ def test_the_last_layer_is_read_after_the_norm_and_a_warning_says_so(name, caplo
     ("ids", "message"),
     [
         ([1, 3, 8], r"\[2, 4, 9\], which are not different ones within 0\.\.8.*count from 1, subtract 1"),
-        ([1, 3, -1], r"two readings: -1 is the embedding .* last layer as 7"),
+        ([1, 3, -1], r"two readings: -1 is the embedding .* write the last layer as 7"),
         ([-2, 1], r"within 0\.\.8"),
         ([1, 1], "not different ones"),
     ],
