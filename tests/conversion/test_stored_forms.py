@@ -320,6 +320,16 @@ def test_other_files_are_reported_and_not_read(tmp_path, caplog):
     assert any("other.safetensors" in line for line in format_lines(inspect(source)))
 
 
+def test_tensors_that_the_index_lacks_are_read(tmp_path, caplog):
+    source = rewrite(path("qwen3_next"), tmp_path / "source", lambda name, array: array)
+    with CheckpointFiles(source) as files:
+        names = {name: "model.safetensors" for name in files.tensors if not name.startswith("mtp.")}
+    (source / "model.safetensors.index.json").write_text(json.dumps({"weight_map": names}))
+    assert mtpjax.load(source)[0].config.num_mtp_modules == 1
+    assert "but not in it, and are read: mtp." in caplog.text
+    assert_round_trip(source, tmp_path)
+
+
 @pytest.mark.parametrize("prefix", ["language_model.", "model.", "model.language_model."])
 def test_modules_may_have_another_prefix(prefix, tmp_path):
     moved = lambda name, array: (f"{prefix}{name}", array) if name.startswith("mtp.") else array
