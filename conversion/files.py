@@ -86,7 +86,7 @@ class CheckpointFiles:
             shards = [] if only is None else [only]
             if only is None:
                 has_index = os.path.lexists(self.path / INDEX)
-                shards, self.index = choose_weight_files(self.path, self.json(INDEX) if has_index else None)
+                shards, self.index = choose_weight_files(self.path, (self.json(INDEX) or {}) if has_index else None)
                 self.unread = tuple(sorted(set(safetensors_files(self.path)) - set(shards)))
             self._read_headers(shards)
         except BaseException:
