@@ -43,7 +43,7 @@ def load(
         allow_copies: let devices hold copies of what an axis of the mesh does not divide.
         layout: the layout for decoding, or the one for training.
         model_type: the family to use instead of the one that `config.json` names.
-        allow_extra: skip unknown tensors instead of raising an error.
+        allow_extra: skip unknown tensors outside of the language model instead of raising an error.
         strict: raise an error for infinite or NaN weights instead of a warning.
         progress: called with the bytes of every parameter that is loaded.
 

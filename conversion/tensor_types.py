@@ -87,7 +87,8 @@ def find_scales(
         elif block is None:
             problems.append(
                 f"tensor {name} is float8_e4m3fn, and its scales {found} have shape {tensors[found].shape}, but the "
-                f"configuration does not describe block-wise fp8 (quant_method fp8): {said or 'it says nothing'}"
+                f"configuration does not describe block-wise fp8 (quant_method fp8): {said or 'it says nothing'}. "
+                f"What to do: {ORIGINAL}"
             )
         elif (problem := _find_scale_problem(found, tensors[found], shape, block)) is not None:
             problems.append(problem)

@@ -38,7 +38,9 @@ def add_commands(commands) -> None:
     convert.add_argument(
         "--dtype", default=None, help="float32, float16 or bfloat16 (default: keep each dtype, also fp8)"
     )
-    convert.add_argument("--allow-extra", action="store_true", help="keep unknown tensors")
+    convert.add_argument(
+        "--allow-extra", action="store_true", help="keep unknown tensors outside of the language model"
+    )
     convert.add_argument("--strict", action="store_true", help="fail on weights that are infinite or NaN")
     add_model_type_flag(convert)
     commands.add_subcommand("convert", convert, help="convert between Hugging Face and mtpjax checkpoints")

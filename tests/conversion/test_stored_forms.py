@@ -14,7 +14,8 @@ import mtpjax
 from conversion.export_mtp import WEIGHTS, export_mtp
 from conversion.files import CheckpointFiles
 from conversion.fp8_blocks import quantized_blocks
-from conversion.read_params import E8M0, decode_scales
+from conversion.load_plan import make_plan
+from conversion.read_params import E8M0, decode_scales, read_scale_blocks
 from mtpjax.errors import CheckpointFileError
 from mtpjax.io import convert
 from mtpjax.io.inspect import format_lines, inspect
@@ -157,11 +158,18 @@ def fp8_source(tmp_path, kind: str) -> pathlib.Path:
 
 
 @pytest.mark.parametrize("kind", ["U8", "F8_E8M0", "BF16"])
-def test_scales_may_be_exponents(kind, tmp_path):
-    source = fp8_source(tmp_path, kind)
-    assert_same(mtpjax.load(source)[1], mtpjax.load(fp8_source(tmp_path, "F32"))[1])
-    if kind != "U8":
-        return
+def test_scales_may_be_exponents_or_short_floats(kind, tmp_path):
+    found = []
+    for each in (kind, "F32"):
+        with CheckpointFiles(fp8_source(tmp_path, each)) as files:
+            names = make_plan(files).scales.names.values()
+            found.append({name: read_scale_blocks(files, name, 0, files.tensors[name].shape[0]) for name in names})
+    assert found[0]
+    assert_same(*found)
+
+
+def test_exponents_are_written_back(tmp_path):
+    source = fp8_source(tmp_path, "U8")
     assert_round_trip(source, tmp_path)
     export_mtp(source, tmp_path / "mtp")
     assert merge_mtp(source, tmp_path / "mtp", tmp_path / "merged").replaced == 0
@@ -310,6 +318,16 @@ def test_other_files_are_reported_and_not_read(tmp_path, caplog):
     mtpjax.load(source)
     assert "are not read: other.safetensors" in caplog.text and "consolidated" not in caplog.text
     assert any("other.safetensors" in line for line in format_lines(inspect(source)))
+
+
+def test_tensors_that_the_index_lacks_are_read(tmp_path, caplog):
+    source = rewrite(path("qwen3_next"), tmp_path / "source", lambda name, array: array)
+    with CheckpointFiles(source) as files:
+        names = {name: "model.safetensors" for name in files.tensors if not name.startswith("mtp.")}
+    (source / "model.safetensors.index.json").write_text(json.dumps({"weight_map": names}))
+    assert mtpjax.load(source)[0].config.num_mtp_modules == 1
+    assert "but not in it, and are read: mtp." in caplog.text
+    assert_round_trip(source, tmp_path)
 
 
 @pytest.mark.parametrize("prefix", ["language_model.", "model.", "model.language_model."])
