@@ -12,6 +12,12 @@ from mtpjax.errors import ConfigError
 ROPE_FACTORS = "rope_freqs.weight"
 MAX_EXPERTS = 1 << 17  # matrices of all experts; Kimi-K2 has 69,000
 SIGMOID = 2  # llama.cpp's number of the router's scoring function
+# Keys that would change every logit, with the only value that is supported: they change nothing.
+NEUTRAL = {
+    **{"attention.scale": 0.0, "attention.clamp_kqv": 0.0, "attention.max_alibi_bias": 0.0, "attention.causal": True},
+    **{"logit_scale": 0.0, "residual_scale": 0.0, "embedding_scale": 0.0, "attention.sliding_window": 0},
+    **{"attn_logit_softcapping": 0.0, "final_logit_softcapping": 0.0},
+}
 
 
 class Metadata:
@@ -98,6 +104,9 @@ def describe_config(
         raise ConfigError(f"the GGUF file is one of {parts} parts: join them first (llama-gguf-split --merge)")
     data = Metadata(header)
     model_type, attention, has_experts = ARCHITECTURES[data.architecture]
+    for key, neutral in NEUTRAL.items():
+        if data.get(key, neutral) != neutral:
+            raise ConfigError(f"{data.architecture}.{key} is {data.get(key)!r}; supported: {neutral!r}")
     if data.get("expert_count", 0) and not has_experts:
         raise ConfigError(
             f"{data.architecture}.expert_count is {data.get('expert_count')!r}: experts are not supported in GGUF "
@@ -131,6 +140,7 @@ def describe_config(
         "max_position_embeddings": data.get("context_length"),
         "rms_norm_eps": data.get("attention.layer_norm_rms_epsilon"),
         "attention_bias": "blk.0.attn_q.bias" in header.tensors,
+        "attention_output_bias": "blk.0.attn_output.bias" in header.tensors,
         "tie_word_embeddings": "output.weight" not in header.tensors,
         "rope_theta": data.get("rope.freq_base", 10000.0),
         **attention(data, heads, width, rope_factors),
@@ -239,9 +249,13 @@ def _rope_scaling(data: Metadata, head_dim: int, factors: np.ndarray | None) -> 
     """Reads rotary scaling: named in the metadata, or as Llama 3.1's factors per frequency."""
     if factors is not None:
         return _llama3_scaling(np.asarray(factors, np.float64), data.get("rope.freq_base", 10000.0), head_dim)
-    kind = data.get("rope.scaling.type", "none")
-    if kind == "none":
+    # A factor without a type is linear scaling, as llama.cpp reads it; old files have it in a key of its own.
+    kind = data.get("rope.scaling.type", "linear")
+    factor = data.get("rope.scaling.factor", data.get("rope.scale_linear", 1.0))
+    if kind == "none" or (kind == "linear" and factor in (0, 1)):
         return None
+    if kind == "linear":
+        return {"rope_type": kind, "factor": factor}
     # Factors that replace YaRN's own would change every logit, so they must not be passed over.
     for key in ("attn_factor", "yarn_attn_factor", "yarn_ext_factor"):
         if data.get(f"rope.scaling.{key}", 1.0) != 1.0:
@@ -250,7 +264,7 @@ def _rope_scaling(data: Metadata, head_dim: int, factors: np.ndarray | None) -> 
     original = data.get("rope.scaling.original_context_length", data.get("context_length"))
     scaling = {
         "rope_type": kind,
-        "factor": data.get("rope.scaling.factor", 1.0),
+        "factor": factor,
         "original_max_position_embeddings": original,
     }
     betas = {name: data.get(f"rope.scaling.yarn_{name}", 0) for name in ("beta_fast", "beta_slow")}

@@ -68,7 +68,7 @@ def parse_config(values: Any, model_type: str | None = None) -> ParsedConfig:
         for key in NOT_NULL:
             if key in values and values[key] is None and key not in family.nulls:
                 raise ConfigError(f"config.json: {key} is null: give it a value, or leave it out")
-        fields |= _common(reader)
+        fields |= _common(reader, "layernorm_epsilon" if model_type == "mimo_v2_flash" else "rms_norm_eps")
         fields |= read_rope(reader, rotates_part=family.rotates_part)
         fields["num_mtp_modules"], names_modules = _mtp(reader)
         fields |= {"latent": _latent, "grouped": _grouped}[family.attention](reader, fields)
@@ -100,8 +100,8 @@ def parse_config(values: Any, model_type: str | None = None) -> ParsedConfig:
     return ParsedConfig(model_type, model, family.layout, _fp8_block(reader), names_modules, unknown, notes)
 
 
-def _common(reader: ConfigReader) -> dict[str, Any]:
-    """Reads what every family has."""
+def _common(reader: ConfigReader, epsilon: str) -> dict[str, Any]:
+    """Reads what every family has; `epsilon` is the key of the norms' epsilon in published files."""
     # Values that the model does not implement are errors.
     reader.require("hidden_act", "silu", "swish")
     reader.require("use_sliding_window", False)
@@ -114,7 +114,7 @@ def _common(reader: ConfigReader) -> dict[str, Any]:
         "num_attention_heads": reader.integer("num_attention_heads"),
         "intermediate_size": reader.integer("intermediate_size", moe_width),
         "max_position_embeddings": reader.integer("max_position_embeddings", 4096),
-        "rms_norm_eps": reader.number("layernorm_epsilon", reader.number("rms_norm_eps", 1e-6)),
+        "rms_norm_eps": reader.number(epsilon, reader.number("rms_norm_eps", 1e-6)),
         "tie_word_embeddings": reader.flag("tie_word_embeddings", False),
     }
 
@@ -123,12 +123,14 @@ def _grouped(reader: ConfigReader, fields: dict[str, Any]) -> dict[str, Any]:
     """Reads grouped-query attention."""
     heads = fields["num_attention_heads"]
     bias = reader.flag("attention_bias", fields.get("attention_bias", False))
+    # Most classes of transformers have one more bias on the output; other families have it in their fixed fields. The
+    # key is written for GGUF files, whose tensors tell.
+    has_output_bias = reader.flag("attention_output_bias", fields.get("attention_output_bias", True))
     made = {
         "num_key_value_heads": reader.integer("num_key_value_heads", heads),
         "head_dim": reader.integer("head_dim", fields["hidden_size"] // heads or 1),
         "attention_bias": bias,
-        # Most classes of transformers have one more bias on the output; families that do not say so in `fixed`.
-        "attention_output_bias": bias and fields.get("attention_output_bias", True),
+        "attention_output_bias": bias and has_output_bias,
     }
     # A family that always normalizes queries and keys has it in its fixed fields; exports of mtpjax name it too.
     if fields.get("use_qk_norm"):
@@ -143,7 +145,12 @@ def _grouped(reader: ConfigReader, fields: dict[str, Any]) -> dict[str, Any]:
 def _latent(reader: ConfigReader, fields: dict[str, Any]) -> dict[str, Any]:
     """Reads multi-head latent attention, and the indexer of sparse attention if there is one."""
     bias = reader.flag("attention_bias", False)
-    reader.seen |= {"head_dim", "num_key_value_heads", "qk_head_dim"}  # implied by the other sizes
+    reader.seen |= {
+        "head_dim",
+        "num_key_value_heads",
+        "qk_head_dim",
+        "attention_output_bias",
+    }  # implied by the other sizes
     made = {
         "attention": "latent",
         "attention_bias": bias,

@@ -346,6 +346,10 @@ class ModelConfig:
             require(
                 min(self.index_n_heads, self.index_head_dim) > 0, "an indexer needs index_n_heads and index_head_dim"
             )
+            require(
+                self.index_head_dim >= self.qk_rope_head_dim,
+                f"index_head_dim ({self.index_head_dim}) must be at least qk_rope_head_dim ({self.qk_rope_head_dim})",
+            )
             require(self.indexer_types[:1] != ("shared",), "the first layer has no indexer before it to share")
         if self.attention == "grouped":
             self._check_grouped()

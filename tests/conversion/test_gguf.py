@@ -14,11 +14,13 @@ import pytest
 import mtpjax
 from conversion.files import CheckpointFiles
 from conversion.gguf_config import describe_config
-from conversion.gguf_header import GGUFHeader
+from conversion.gguf_header import GGUFHeader, GGUFTensor
 from conversion.gguf_tokenizer import tokenizer_files
+from conversion.hf_config import parse_config
 from mtpjax.cli.main import main
 from mtpjax.data.tokenizer import load_tokenizer
-from mtpjax.errors import CheckpointError, TokenizerError
+from mtpjax.errors import CheckpointError, ConfigError, TokenizerError
+from mtpjax.models.config import LinearScaling
 
 gguf = pytest.importorskip("gguf", reason="needs the extra gguf")
 
@@ -301,3 +303,40 @@ def test_without_the_package_the_error_names_the_extra(tmp_path, monkeypatch):
     monkeypatch.setitem(sys.modules, "gguf", None)
     with pytest.raises(CheckpointError, match=r"pip install 'mtpjax\[gguf\]'"):
         mtpjax.load(tmp_path / "model.gguf")
+
+
+def parsed_llama(**metadata):
+    """Parses a header of a llama with further metadata."""
+    names = {
+        "embedding_length": D,
+        "block_count": 1,
+        "feed_forward_length": F,
+        "context_length": 64,
+        "attention.head_count": HEADS,
+        "attention.layer_norm_rms_epsilon": 1e-5,
+    } | metadata
+    values = {"general.architecture": "llama"} | {f"llama.{key}": value for key, value in names.items()}
+    tensor = GGUFTensor("token_embd.weight", (V, D), 0, 0, 0)
+    return parse_config(describe_config(GGUFHeader(values, {tensor.name: tensor}), {})).model
+
+
+def test_a_factor_without_a_type_is_linear_scaling():
+    """As llama.cpp reads it."""
+    assert parsed_llama(**{"rope.scaling.factor": 4.0}).rope_scaling == LinearScaling(factor=4.0)
+    assert parsed_llama(**{"rope.scale_linear": 4.0}).rope_scaling == LinearScaling(factor=4.0)
+    assert parsed_llama(**{"rope.scaling.type": "linear", "rope.scaling.factor": 2.0}).rope_scaling.factor == 2.0
+    assert parsed_llama(**{"rope.scaling.type": "none", "rope.scaling.factor": 4.0}).rope_scaling is None
+    assert parsed_llama(**{"rope.scaling.factor": 1.0}).rope_scaling is None
+
+
+@pytest.mark.parametrize(
+    ("key", "value"),
+    [
+        *(("attention.scale", 0.5), ("attention.clamp_kqv", 8.0), ("logit_scale", 0.1), ("residual_scale", 0.2)),
+        *(("embedding_scale", 12.0), ("attention.sliding_window", 32), ("final_logit_softcapping", 30.0)),
+        *(("attention.causal", False), ("rope.scaling.type", "longrope")),
+    ],
+)
+def test_metadata_that_would_change_every_logit_is_refused(key, value):
+    with pytest.raises(ConfigError, match=value if isinstance(value, str) else f"is {value!r}; supported"):
+        parsed_llama(**{key: value})
