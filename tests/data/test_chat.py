@@ -255,6 +255,26 @@ def test_parquet_rows_have_no_fields_of_other_rows(make, tmp_path):
         assert json.dumps(talk[1]["tool_calls"][0]["arguments"], ensure_ascii=False) in text and "null" not in text
 
 
+@pytest.mark.parametrize(
+    "keywords, separators, keys",
+    [
+        ("ensure_ascii=False", None, False),
+        ("separators=(',', ':')", (",", ":"), False),
+        ("sort_keys=True", None, True),
+    ],
+)
+def test_templates_that_give_keywords_to_tojson_are_read(make, tmp_path, keywords, separators, keys):
+    tool = {"type": "function", "function": {"name": "weather", "description": "Weather in Köln"}}
+    file, tokenizer = (
+        tmp_path / "talks.jsonl",
+        make("{% for t in tools %}{{ t | tojson(" + keywords + ") }}{% endfor %}" + CHATML),
+    )
+    file.write_text(json.dumps({"messages": TALK[1:3], "tools": [tool]}))
+    [document] = read_source(Source(path=str(file)), tokenizer, vocab_size=300).documents
+    written = json.dumps(tool, ensure_ascii=False, separators=separators, sort_keys=keys)
+    assert tokenizer.decode(document.tokens).startswith(written)
+
+
 def test_a_template_of_parts_gets_the_text_of_training_data(make, tmp_path):
     file = tmp_path / "talks.jsonl"
     file.write_text(json.dumps({"messages": TALK}))

@@ -1,13 +1,16 @@
 """The training data of a run."""
 
 import dataclasses
+import json
 
 import numpy as np
 import pytest
 
 from mtpjax import TrainConfig, presets, train
+from mtpjax.data.sources import SKIP_REASONS
 from mtpjax.training.corpus import load_corpus
 from tests.helpers import training_runs
+from tests.helpers.chatml import CHATML, save_tokenizer
 
 
 def test_runs_of_all_seeds_are_evaluated_on_the_same_held_out_rows(tmp_path):
@@ -41,6 +44,19 @@ def test_data_without_a_usable_record_names_the_field(tmp_path):
     file.write_text('{"prompt": "a"}\n' * 3)
     with pytest.raises(ValueError, match=r"talks.jsonl has no usable document; the last: .*line 3 has no text 'text'"):
         load_corpus(TrainConfig(data=str(file), row_length=32), 256)
+
+
+def test_answers_that_cannot_be_located_are_counted_and_told(tmp_path, capsys):
+    forgetful = CHATML.replace("message.content", "message.content if loop.last or message.role == 'user' else ''")
+    save_tokenizer(tmp_path, forgetful)
+    file = tmp_path / "talks.jsonl"
+    turn = [{"role": "user", "content": "Hello?"}, {"role": "assistant", "content": "Yes, what is it?"}]
+    records = [{"messages": turn}, {"messages": turn * 2}, {"messages": turn * 3}]
+    file.write_text("".join(json.dumps(record) + "\n" for record in records))
+    settings = {"data": str(file), "tokenizer": str(tmp_path), "row_length": 64, "held_out_fraction": 0.0}
+    corpus = load_corpus(TrainConfig(**settings), 300, num_depths=1)
+    assert corpus.summary["lost_answers"] == [3] and corpus.summary["skipped"] == [dict.fromkeys(SKIP_REASONS, 0)]
+    assert f"skipped answers of {file}: 3 that cannot be located; the last: {file} line 3" in capsys.readouterr().err
 
 
 @pytest.mark.slow
