@@ -100,6 +100,11 @@ class ByteFallbackStage:
         self._decoder = codecs.getincrementaldecoder("utf-8")()
         self._num_bytes, self._text, self._is_broken = 0, "", False
 
+    @property
+    def has_whole_characters(self) -> bool:
+        """The run, which may still break, is whole characters so far."""
+        return bool(self._text) and not self._is_broken and not self._decoder.getstate()[0]
+
     def push(self, piece: str | bytes) -> Iterable[str]:
         if isinstance(piece, str):
             return (*self.finish(), piece) if self._num_bytes else (piece,)

@@ -15,6 +15,7 @@ text. Each stage here takes one piece at a time and returns the pieces that noth
 A stage that is not in this list holds back all text to the end, and then runs once over everything.
 """
 
+import copy
 import functools
 import json
 import re
@@ -62,6 +63,17 @@ class IncrementalDecoder:
         for stage in self._others:
             pieces = [text for piece in pieces for text in stage.push(piece)]
         return "".join(pieces)
+
+    def pending(self) -> str:
+        """Returns the whole characters that would follow if the text ended here; "" if there are none.
+
+        Stop strings end a text at these: "\\n" is a byte token of Llama 2, and no other token need follow it.
+        """
+        stages = (self._first, *self._others)
+        is_held = isinstance(self._first, ByteFallbackStage) and self._first.has_whole_characters
+        if not is_held or any(isinstance(stage, WholeTextStage) for stage in stages):
+            return ""
+        return IncrementalDecoder(self._piece_of, [copy.copy(stage) for stage in stages])(None)
 
     def _finish(self) -> str:
         pieces = list(self._first.finish())

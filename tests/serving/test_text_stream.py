@@ -119,15 +119,30 @@ def test_a_checkpoint_tokenizer_gives_whole_characters_and_hides_special_tokens(
     assert made.push(tokens).text + made.finish().text == TEXT == tokenizer.decode(tokens)
 
 
-@pytest.mark.parametrize("stop", [(), ("the",), (" a", "\ufffd\ufffd")])
+@pytest.mark.parametrize("stop", [(), ("the",), (" a", "\ufffd\ufffd"), ("A", "é")])
 def test_any_tokens_of_a_byte_fallback_tokenizer_give_the_text_of_all_tokens(stop, tmp_path):
     make_tokenizer(*KINDS["byte-fallback, Llama"]).save(str(tmp_path / "tokenizer.json"))
     tokenizer, rng = HuggingFaceTokenizer(tmp_path, 320), random.Random(0)
     for _ in range(200):
-        tokens = [rng.choice((rng.randrange(250), rng.randrange(250, 276))) for _ in range(rng.randrange(12))]
-        expected = tokenizer.decode(tokens)
-        places = [place for each in stop if (place := expected.find(each)) >= 0]
+        tokens = [rng.choice((66, rng.randrange(250), rng.randrange(250, 276))) for _ in range(rng.randrange(12))]
         for size in (1, 3, 100):
             made = TextStream(tokenizer.incremental_decoder(), stop=stop)
             pieces = [made.push(tokens[place : place + size]).text for place in range(0, len(tokens), size)]
-            assert "".join([*pieces, made.finish().text]) == expected[: min(places, default=len(expected))]
+            text = "".join([*pieces, made.finish().text])
+            whole = tokenizer.decode(tokens[: made.num_tokens])
+            places = [place for each in stop if (place := whole.find(each)) >= 0]
+            assert text == whole[: min(places, default=len(whole))]
+            assert made.is_stopped == bool(places) and (places or made.num_tokens == len(tokens))
+
+
+def test_a_stop_string_of_byte_tokens_needs_no_token_behind_it(tmp_path):
+    made = make_tokenizer(*KINDS["byte-fallback, Llama"])
+    made.save(str(tmp_path / "tokenizer.json"))
+    tokenizer = HuggingFaceTokenizer(tmp_path, 320)
+    tokens = [made.token_to_id(name) for name in ("▁the", "<0x0A>", "<0xC3>", "<0xA9>", "a")]
+    for stop, text, num_tokens in (("\n", "the", 2), ("\né", "the", 4), ("e\n", "th", 2), ("é", "the\n", 4)):
+        stream = TextStream(tokenizer.incremental_decoder(), stop=(stop,))
+        assert (stream.push(tokens).text + stream.finish().text, stream.num_tokens) == (text, num_tokens)
+    # Before the least number of tokens, a stop string is text.
+    stream = TextStream(tokenizer.incremental_decoder(), stop=("\n",), min_tokens=3)
+    assert (stream.push(tokens[:2]).text + stream.finish().text, stream.is_stopped) == ("the\n", False)

@@ -58,6 +58,7 @@ class TextStream:
         min_tokens: int = 0,
     ):
         self._decoder, self._stop = decoder, tuple(stop)
+        self._pending: Callable[[], str] = getattr(decoder, "pending", str)
         self._hidden_tokens, self._min_tokens = frozenset(hidden_tokens), min_tokens
         self._held: list[Span] = []
         self._level = 0  # of the last token
@@ -86,6 +87,7 @@ class TextStream:
                 self.matched = token
             else:
                 released += self._release(self._decoder(token))
+                released += self._stop_at_pending()
         return Piece(released, self.num_tokens - before)
 
     def finish(self) -> Piece:
@@ -97,6 +99,14 @@ class TextStream:
         if not self.is_stopped:
             spans, self._held = spans + self._held, []
         return Piece(spans)
+
+    def _stop_at_pending(self) -> list[Span]:
+        """Ends the text if whole characters that the decoder holds back complete a stop string."""
+        pending = self._pending() if self._stop and not self.is_stopped else ""
+        if not pending or self.num_tokens < self._min_tokens:
+            return []
+        text = "".join(span.text for span in self._held) + pending
+        return self._release(pending) if any(stop in text for stop in self._stop) else []
 
     def _release(self, text: str) -> list[Span]:
         """Returns the text that is safe to show once `text`, of the last token, follows what is held back."""
