@@ -45,7 +45,7 @@ def read_module_files(files: CheckpointFiles, parsed: hf_config.ParsedConfig) ->
                 *(files.path / file, len(tensors), len(is_module)),
             )
             files.adopt(file)
-        elif is_module:
+        elif is_module and other is not None:
             unused.append(
                 f"{file} (it holds MTP modules, but {other} differs from that of {files.tensors[other].file})"
             )

@@ -65,9 +65,10 @@ def find_method(values: dict[str, Any], names: Collection[str]) -> Method:
             + ", ".join(map(repr, SPECULATORS_METHODS))
         )
     # 2. Keys of one method.
-    for key, method in {"medusa_num_heads": "medusa", "dspark_config": "dspark"}.items():
-        if key in values:
-            return method
+    if "medusa_num_heads" in values:
+        return "medusa"
+    if "dspark_config" in values:
+        return "dspark"
     blocks = values.get("dflash_config")
     for each in (values, blocks if isinstance(blocks, dict) else {}):
         if each.get("projector_type") == "dspark":
