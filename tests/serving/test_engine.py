@@ -1,5 +1,6 @@
 """The engine: every request gets the tokens that `speculative_generate` gives it alone, whatever runs beside it."""
 
+import collections
 import dataclasses
 import logging
 import queue
@@ -364,3 +365,13 @@ def test_a_graph_that_fails_in_the_warm_up_gives_one_warning_and_the_same_texts(
     assert engine.close(timeout=30)
     [message] = [record.message for record in caplog.records if record.name == gpu_graph.__name__]
     assert "cuGraphInstantiate" in message and recorded.calls == 2
+
+
+def test_a_warm_up_with_graphs_calls_each_program_twice(small, monkeypatch):
+    model, params = small("grouped")
+    executor, calls = Executor(params, model=model, config=CONFIG, settings=ONE_SIZE), collections.Counter()
+    monkeypatch.setattr(executor, "_compile", lambda work: None)
+    monkeypatch.setattr(executor, "_run", lambda work: calls.update([id(work)]))
+    monkeypatch.setattr(executor, "score", lambda tokens, num_top: calls.update([f"score {len(tokens)}"]))
+    executor._warm_up(lambda done, total: None, num_calls=2)
+    assert len(calls) > 5 and set(calls.values()) == {2}
