@@ -26,6 +26,7 @@ SIGNS: dict[str, Method] = {
     "0.0.linear.weight": "medusa",
     "blocks.0.layers.0.weight": "medusa",
 }
+KEYS: dict[str, Method] = {"medusa_num_heads": "medusa", "dspark_config": "dspark"}  # that only one method has
 NUM_SHOWN = 5  # names of tensors in a message
 
 
@@ -65,10 +66,9 @@ def find_method(values: dict[str, Any], names: Collection[str]) -> Method:
             + ", ".join(map(repr, SPECULATORS_METHODS))
         )
     # 2. Keys of one method.
-    if "medusa_num_heads" in values:
-        return "medusa"
-    if "dspark_config" in values:
-        return "dspark"
+    for key, method in KEYS.items():
+        if key in values:
+            return method
     blocks = values.get("dflash_config")
     for each in (values, blocks if isinstance(blocks, dict) else {}):
         if each.get("projector_type") == "dspark":
