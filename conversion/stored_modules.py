@@ -38,17 +38,16 @@ def read_module_files(files: CheckpointFiles, parsed: hf_config.ParsedConfig) ->
         prefixes = module_prefixes(parsed.model, layout)
         is_module = [name for name in tensors if name.startswith(prefixes) and name not in files.tensors]
         again = sorted(tensors.keys() & files.tensors.keys()) if is_module else []
-        other = next((name for name in again if _differs(files, file, name)), None)
-        if is_module and other is None:
+        differing = [name for name in again if _differs(files, file, name)]
+        if is_module and not differing:
             log.warning(
                 "%s is not named by the index; its %d tensors, %d of them of MTP modules, are read",
                 *(files.path / file, len(tensors), len(is_module)),
             )
             files.adopt(file)
-        elif is_module and other is not None:
-            unused.append(
-                f"{file} (it holds MTP modules, but {other} differs from that of {files.tensors[other].file})"
-            )
+        elif is_module:
+            name = differing[0]
+            unused.append(f"{file} (it holds MTP modules, but {name} differs from that of {files.tensors[name].file})")
         elif not file.startswith(KNOWN_FILE):
             unused.append(file)
     if unused:
