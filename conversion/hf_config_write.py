@@ -61,7 +61,7 @@ def edit_config(
 
 def _resize_lists(level: dict[str, Any], num_mtp_modules: int) -> dict[str, list]:
     """Makes lists with entries for layers and modules fit another number of modules: all modules are of one kind."""
-    layers, counts = level.get("num_hidden_layers"), [level[key] for key in MODULE_KEYS if level.get(key)]
+    layers, counts = level.get("num_hidden_layers", 0), [level[key] for key in MODULE_KEYS if level.get(key)]
     made = {}
     for key in PER_LAYER if counts else ():
         value = level.get(key)
