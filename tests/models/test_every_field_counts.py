@@ -65,7 +65,7 @@ def other_values(config, name):
         return [chosen[name]]
     if isinstance(value, bool):
         return [not value]
-    return [value / 2 or 0.5] if isinstance(value, float) else [value + 1, 2 * value or 4, value + 2]
+    return [value / 2 or 0.5] if isinstance(value, float) else [int(value) + 1, 2 * int(value) or 4, int(value) + 2]
 
 
 def constants(jaxpr):
