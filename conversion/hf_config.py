@@ -56,8 +56,12 @@ def parse_config(values: Any, model_type: str | None = None) -> ParsedConfig:
     tied = values.get("tie_word_embeddings")
     stated = {**values, **text.values} | ({} if tied is None else {"tie_word_embeddings": tied})
     # transformers reads `rope_scaling` in the place of the family's default section.
-    is_replaced = {"rope_parameters": bool(stated.get("rope_scaling"))}
-    values = {**{key: value for key, value in family.defaults if not is_replaced.get(key)}, **stated}
+    defaults = dict(family.defaults)
+    if stated.get("rope_scaling"):
+        defaults.pop("rope_parameters", None)
+    elif stated.get("rope_parameters") is None:
+        stated.pop("rope_parameters", None)
+    values = {**defaults, **stated}
     values = expand_step(values) if model_type in STEP else values
     reader = ConfigReader(values, dict(family.keys))
     # Collect the fields of ModelConfig, part by part; later parts read the fields of earlier ones.
@@ -65,6 +69,11 @@ def parse_config(values: Any, model_type: str | None = None) -> ParsedConfig:
     try:
         for key, value in family.required:
             reader.require(key, value)
+        for usual, own in family.keys:
+            if usual in values and values.get(own) not in (None, values[usual]):
+                raise ConfigError(
+                    f"config.json: {usual} is {values[usual]!r}, and {own} is {values[own]!r}: keep {own}"
+                )
         for key in NOT_NULL:
             if key in values and values[key] is None and key not in family.nulls:
                 raise ConfigError(f"config.json: {key} is null: give it a value, or leave it out")

@@ -46,13 +46,14 @@ def read_windows(reader: ConfigReader, fields: dict[str, Any], model_type: str) 
         made["sliding_rope_theta"] = reader.number("swa_rope_theta", fields["rope_theta"])
     if "attention_sinks" not in fields:
         made["attention_sinks"] = _sinks(reader)
-    made["attention_value_scale"] = reader.number("attention_value_scale", 1.0)
+    # Other families' classes do not read these keys.
+    if model_type == "mimo_v2_flash":
+        made["attention_value_scale"] = reader.number("attention_value_scale", 1.0)
     # Clamped activations: a bound for each layer (Step-3.5), or one for all (gpt-oss).
     for key in ("swiglu_limits", "swiglu_limits_shared"):
         made[key] = _limits(reader, key)
-    if reader.get("swiglu_limit") is not None:
+    if model_type == "gpt_oss":
         made["swiglu_limits"] = (reader.number("swiglu_limit", 0.0),) * fields["num_hidden_layers"]
-    if reader.get("swiglu_alpha") is not None:
         made["swiglu_alpha"] = reader.number("swiglu_alpha", 0.0)
     method = reader.section("quantization_config").get("quant_method")
     if method == "mxfp4":

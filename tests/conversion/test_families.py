@@ -200,6 +200,7 @@ def test_ernies_module_can_run_as_in_the_engines(tmp_path):
         ("hy_v3", {"route_norm": False}, "route_norm False is not supported"),
         ("gpt_oss", {"norm_topk_prob": False}, "norm_topk_prob False is not supported"),
         ("gpt_oss", {"experts_per_token": 1}, "experts_per_token 1 is not supported; supported: 2"),
+        ("ernie4_5_moe", {"num_experts_per_tok": 1}, "num_experts_per_tok is 1, and moe_k is 2: keep moe_k"),
         ("ernie4_5_moe", {"moe_norm_min": 0.1}, "moe_norm_min 0.1 is not supported"),
         ("ernie4_5_moe", {"attention_bias": True}, "attention_bias True is not supported"),
     ],
@@ -303,3 +304,23 @@ def test_lists_that_go_on_with_the_modules_follow_their_number(count):
     assert found == dataclasses.replace(parsed.model, num_mtp_modules=count, mtp_layer_type=found.mtp_layer_type)
     assert count == 0 or found.mtp_layer_type == parsed.model.mtp_layer_type
     assert len(values["layer_types"]) == 6 and len(edited["layer_types"]) == 4 + count
+
+
+def test_keys_of_other_families_change_nothing_and_are_reported():
+    """As in transformers, whose classes do not read them."""
+    for name, key in (
+        ("gpt_oss", "attention_value_scale"),
+        ("step3p5", "swiglu_alpha"),
+        ("mimo_v2_flash", "swiglu_limit"),
+        ("qwen3", "layernorm_epsilon"),
+    ):
+        values = config_of(name)
+        parsed = parse_config({**values, key: 0.5})
+        assert parsed.model == parse_config(values).model and parsed.unknown == (key,)
+
+
+def test_gpt_oss_without_a_rotary_section_has_yarn():
+    values = {key: value for key, value in config_of("gpt_oss").items() if key != "rope_parameters"}
+    for given in ({}, {"rope_parameters": None}, {"rope_scaling": None}):
+        scaling = parse_config({**values, **given}).model.rope_scaling
+        assert (scaling.factor, scaling.truncate, scaling.original_max_position_embeddings) == (32.0, False, 4096)

@@ -2,6 +2,7 @@
 
 import dataclasses
 import functools
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -43,7 +44,8 @@ ABSENT = {
 
 def other_values(config, name):
     """Lists values that differ from the config's; one of them must change the logits, or all be refused."""
-    value, layers = getattr(config, name), config.num_hidden_layers
+    layers = config.num_hidden_layers
+    value: Any = getattr(config, name)
     chosen = {
         "indexer_types": ("full",) * layers,
         "layer_types": ("full_attention",) * layers if value else ("sliding_attention",) * layers,
@@ -63,7 +65,7 @@ def other_values(config, name):
         return [chosen[name]]
     if isinstance(value, bool):
         return [not value]
-    return [value / 2 or 0.5] if isinstance(value, float) else [value + 1, 2 * value or 4, value + 2]
+    return [value / 2 or 0.5] if isinstance(value, float) else [int(value) + 1, 2 * int(value) or 4, int(value) + 2]
 
 
 def constants(jaxpr):
