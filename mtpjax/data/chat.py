@@ -132,7 +132,7 @@ def _mark_by_prefixes(
 def _encode_answer(
     messages: list[dict[str, Any]], index: int, tokenizer: HuggingFaceTokenizer, template_variables: dict[str, Any]
 ) -> tuple[list[int], np.ndarray]:
-    """Encodes the prompt of an answer, and then the answer: no token spans both, as none does in decoding."""
+    """Encodes the prompt of an answer and the answer."""
     template_variables = {"strftime_now": TEMPLATE_DATE, **template_variables}
     render = tokenizer.chat_templates.render
     prompt = render(messages[:index], add_generation_prompt=True, **template_variables)
@@ -142,9 +142,11 @@ def _encode_answer(
             f"the answer in message {index + 1} of {len(messages)} cannot be located: the chat template does not write"
             " it after the prompt that decoding would see"
         )
-    tokens, _ = tokenizer.encode_rendered(prompt)
-    begin = len(tokens)
-    tokens = tokens + tokenizer.encode_rendered(through, len(prompt.text))[0]
+    before, (tokens, _) = tokenizer.encode_rendered(prompt)[0], tokenizer.encode_rendered(through)
+    begin = len(before)
+    if tokens[:begin] != before:
+        # A token spans the prompt and the answer. In decoding none does, so they are encoded one after the other.
+        tokens = before + tokenizer.encode_rendered(through, len(prompt.text))[0]
     is_target = np.zeros(len(tokens) + 1, bool)
     is_target[begin : _answer_end(tokens, begin, len(tokens), tokenizer)] = True
     return tokens, is_target

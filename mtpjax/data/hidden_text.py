@@ -1,5 +1,6 @@
 """Keeps the text of users in a conversation from becoming special tokens: a message could end its own turn."""
 
+import functools
 import json
 import re
 from collections.abc import Sequence
@@ -26,11 +27,17 @@ class HiddenText:
     def __init__(self, names: Sequence[str], given: Any, template: str):
         # The longest first: one name may begin another.
         self._special = re.compile("|".join(map(re.escape, sorted(names, key=len, reverse=True))) or "(?!)")
-        # A mark begins with a 9 and nine digits from 0 to 7, which are in neither the messages nor the template. No
-        # part of such a prefix is another's beginning, so digits beside a mark cannot be taken for one.
-        everything = json.dumps(given, ensure_ascii=False, default=str) + template
-        self._prefix = next(mark for n in range(8**9) if (mark := f"9{n:09o}") not in everything)
+        self._given, self._template = given, template
         self.texts: list[str] = []
+
+    @functools.cached_property
+    def _prefix(self) -> str:
+        """What marks begin with: a 9 and nine digits from 0 to 7, which are in neither the messages nor the template.
+
+        No end of such a prefix is its beginning, so digits beside a mark cannot be taken for one.
+        """
+        everything = json.dumps(self._given, ensure_ascii=False, default=str) + self._template
+        return next(mark for n in range(8**9) if (mark := f"9{n:09o}") not in everything)
 
     def hide(self, messages: list[dict[str, Any]], *, keep_ending: str | None = None) -> list[dict[str, Any]]:
         """Replaces special tokens in messages, except those of trusted roles, and in all tool calls.

@@ -179,9 +179,11 @@ def _judge(
     nulls = [index for index, each in enumerate(shaped) if each.get("content", "") is None]
     if nulls and "None" in result.text:
         return _Problem(2, nulls[0], "missing content")
+    # A part that was written with its field names is not read as a part.
+    if part := re.search(r"""['"]text\\?['"]: ?\\?['"]xqtext(\d+)p""", text):
+        return _Problem(2, int(part[1]), "text")
     # A key in single quotes or after a backslash belongs to a Python value, or to JSON text that was quoted again.
-    is_quoted = any(f"'{word}'" in text or f'\\"{word}' in text for word in words)
-    return _Problem(1 if is_quoted or re.search(r"""['"]text\\?['"]: ?\\?['"]xqtext""", text) else 0)
+    return _Problem(int(any(f"'{word}'" in text or f'\\"{word}' in text for word in words)))
 
 
 def _probe_message(message: dict[str, Any], number: int) -> dict[str, Any]:

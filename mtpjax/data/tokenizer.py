@@ -243,9 +243,26 @@ class HuggingFaceTokenizer:
                 # The template writes the special tokens itself. Those in messages of users are only characters.
                 tokenizer = self._plain_tokenizer if is_hidden else self._tokenizer
                 encoding = tokenizer.encode(piece, add_special_tokens=False)
-                tokens += encoding.ids
-                offsets += [(place + begin, place + end) for begin, end in encoding.offsets]
+                ids, spans = encoding.ids, encoding.offsets
+                if place and self._adds_space:
+                    # A piece within a text gets no space in front: encode it after a newline, and drop that.
+                    encoding = tokenizer.encode("\n" + piece, add_special_tokens=False)
+                    num_before = len(tokenizer.encode("\n", add_special_tokens=False).ids)
+                    ids, spans = (
+                        encoding.ids[num_before:],
+                        [(max(0, a - 1), b - 1) for a, b in encoding.offsets[num_before:]],
+                    )
+                tokens += ids
+                offsets += [(place + begin, place + end) for begin, end in spans]
         return tokens, offsets
+
+    @functools.cached_property
+    def _adds_space(self) -> bool:
+        """True if the tokenizer puts a space in front of a text, as those of SentencePiece do."""
+        after, newline, letter = (
+            self._tokenizer.encode(each, add_special_tokens=False).ids for each in ("\na", "\n", "a")
+        )
+        return after != newline + letter and after[: len(newline)] == newline
 
     @functools.cached_property
     def _plain_tokenizer(self) -> Any:

@@ -151,6 +151,7 @@ def test_developer_messages_become_system_messages_where_they_would_vanish(templ
         (LLAMA, call(ARGUMENTS, content="Let me see."), r"text of message 2 of 3 \(role assistant\)"),
         (chatml.CHATML, call(ARGUMENTS), r"tool call of message 2 of 3 \(role assistant\)"),
         (KIMI, call(None, tool_calls=[{"name": "weather"}]), r"tool call of message 2 of 3"),  # it writes the id alone
+        ("{{ messages[0].content[0] }}", [QUESTION], r"text of message 1 of 1 \(role user\)"),
         (GLM, [*[QUESTION] * 9, {"role": "critic", "content": "x"}], r"text of message 10 of 10 \(role critic\)"),
     ],
 )

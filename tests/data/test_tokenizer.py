@@ -266,6 +266,19 @@ def test_a_panic_of_the_tokenizers_package_is_a_tokenizer_error(folder, monkeypa
         assert str(raised.value).isprintable()
 
 
+def test_a_piece_within_a_conversation_gets_no_space_in_front(tmp_path):
+    """Tokenizers of SentencePiece put a space in front of a text; the pieces around hidden text are not texts."""
+    vocab = {piece: index for index, piece in enumerate(["<unk>", "\u2581", *"abcdelmnrsu<>|_\n"])}
+    made = tokenizers.Tokenizer(tokenizers.models.BPE(vocab=vocab, merges=[], unk_token="<unk>"))
+    made.normalizer = tokenizers.normalizers.Prepend("\u2581")
+    made.add_special_tokens(["<end>"])
+    made.save(str(tmp_path / "tokenizer.json"))
+    (tmp_path / "chat_template.jinja").write_text("{{ messages[0].content }}")
+    tokenizer = HuggingFaceTokenizer(tmp_path, 320)
+    tokens = tokenizer.apply_chat_template([{"role": "user", "content": "ab<end>cd"}])
+    assert [made.id_to_token(index) for index in tokens] == ["\u2581", *"ab<end>cd"]
+
+
 @pytest.mark.parametrize("parts", [False, True])
 def test_special_tokens_that_a_user_writes_stay_text(parts, tmp_path):
     tokenizer = chatml.save_tokenizer(tmp_path, merges=(("h", "i"),))

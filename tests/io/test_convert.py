@@ -64,6 +64,17 @@ def test_a_converted_checkpoint_loads_as_the_original(name, converted):
     assert_same_params(params, wanted)
 
 
+def test_named_chat_templates_go_there_and_back(tmp_path):
+    source = pathlib.Path(shutil.copytree(path("qwen3_next"), tmp_path / "source"))
+    name = pathlib.Path("additional_chat_templates", "tool_use.jinja")
+    (source / name).parent.mkdir()
+    (source / name).write_text("x")
+    convert.to_mtpjax(source, tmp_path / "ours")
+    assert (tmp_path / "ours" / "huggingface" / name).read_text() == "x"
+    convert.to_hugging_face(tmp_path / "ours", tmp_path / "back")
+    assert (tmp_path / "back" / name).read_text() == "x"
+
+
 @pytest.mark.slow
 def test_several_chunks_are_one_array(tmp_path, monkeypatch):
     monkeypatch.setattr("conversion.tensor_slice.BLOCK_BYTES", 2000)

@@ -182,7 +182,7 @@ def test_stop_ends_an_answer_in_order(browser):
 
 def test_the_chat_works_with_a_key_and_without_a_chat_template(browser, tmp_path):
     tokenizer = chatml.save_tokenizer(tmp_path)
-    tokenizer._template = None
+    tokenizer.chat_templates.templates.clear()
     engine = FakeEngine()
     with serve(engine, tokenizer, api_keys=("sécret",)) as address:
         browser.open(f"{address}/")
