@@ -6,15 +6,17 @@ tokens on the host and computes the mask of the tokens that may follow.
 
 import json
 import math
+import re
 from collections.abc import Iterator, Sequence
 from decimal import Decimal
 from typing import Any, Literal
 
 import numpy as np
 
-from mtpjax.data.tokenizer import ByteTokenizer, HuggingFaceTokenizer, Tokenizer
+from mtpjax.data.tokenizer import Tokenizer
 from mtpjax.errors import printable
 from mtpjax.safe_open import parse_json
+from mtpjax.serving.grammar_vocabulary import llguidance_tokenizer
 
 GrammarKind = Literal["json_schema", "regex"]
 
@@ -45,7 +47,9 @@ class Matcher:
         Raises:
             GrammarError: the grammar forbids one of them, or exceeds a limit. The matcher is unusable then.
         """
-        if self._matcher.try_consume_tokens(list(tokens)) < len(tokens):
+        num_consumed = self._matcher.try_consume_tokens(list(tokens))
+        self._check()
+        if num_consumed < len(tokens):
             raise GrammarError("the grammar failed: it forbids a token that its mask allowed")
 
     def fill_masks(self, masks: np.ndarray, tokens: Sequence[int], parents: Sequence[int] | None = None) -> None:
@@ -68,13 +72,21 @@ class Matcher:
         for node in range(len(tokens)):
             path = [tokens[step] for step in _path_to(node, parents)]
             num_consumed = self._matcher.try_consume_tokens(path)
+            # A limit that is exceeded here looks like a forbidden token, but the mask before it allowed this one.
+            self._check()
             if num_consumed == len(path):
                 fill_next_token_bitmask(self._matcher, masks, node)
-                if self._matcher.is_error() or not masks[node].any():
-                    message = self._matcher.get_error() or "no token of the vocabulary continues the text"
-                    raise GrammarError(f"the grammar failed: {_one_line(message)}")
+                self._check()
+                if not masks[node].any():
+                    raise GrammarError("the grammar failed: no token of the vocabulary continues the text")
             if num_consumed:
                 self._matcher.rollback(num_consumed)
+                self._check()
+
+    def _check(self) -> None:
+        """Raises GrammarError if the matcher has failed: it then stays so, and its masks mean nothing."""
+        if self._matcher.is_error():
+            raise GrammarError(f"the grammar failed: {_reason(self._matcher.get_error())}")
 
 
 class Grammar:
@@ -119,14 +131,13 @@ class Grammars:
 
     def __init__(self, tokenizer: Tokenizer, vocab_size: int):
         try:
-            import llguidance
+            import llguidance  # noqa: F401
         except ImportError as error:
             raise ImportError("llguidance is missing: pip install 'mtpjax[serve]'", name="llguidance") from error
         self.eos_token_ids = tuple(tokenizer.eos_token_ids)
         if not self.eos_token_ids:
             raise ValueError("grammars need a tokenizer with an end token")
-        ends = {"n_vocab": vocab_size, "eos_token": list(self.eos_token_ids)}
-        self._tokenizer = llguidance.LLTokenizer(_tokenizer_source(tokenizer), **ends)
+        self._tokenizer = llguidance_tokenizer(tokenizer, vocab_size)
         self._vocab_size = vocab_size
 
     def compile(self, kind: GrammarKind, source: str) -> Grammar:
@@ -154,7 +165,7 @@ class Grammars:
             compiled = LLMatcher.grammar_from_regex(source)
         matcher = LLMatcher(self._tokenizer, compiled, log_level=0, limits=LLParserLimits(**_LIMITS))
         if matcher.is_error():
-            raise GrammarError(f"the grammar does not compile: {_one_line(matcher.get_error())}")
+            raise GrammarError(f"the grammar does not compile: {_reason(matcher.get_error())}")
         return Grammar(matcher, self._vocab_size)
 
 
@@ -170,28 +181,6 @@ def _path_to(node: int, parents: Sequence[int] | None) -> list[int]:
         path.append(node)
         node = node - 1 if parents is None else parents[node]
     return path[::-1]
-
-
-def _tokenizer_source(tokenizer: Tokenizer) -> Any:
-    """Returns a tokenizer in a form that llguidance takes."""
-    from llguidance import TokenizerWrapper
-
-    if isinstance(tokenizer, HuggingFaceTokenizer):
-        return tokenizer.to_json()
-    if isinstance(tokenizer, ByteTokenizer):
-        return TokenizerWrapper(_Bytes())
-    raise ValueError(f"grammars do not support a {type(tokenizer).__name__}")
-
-
-class _Bytes:
-    """`ByteTokenizer` in the form that `llguidance.TokenizerWrapper` takes."""
-
-    eos_token_id, bos_token_id = ByteTokenizer.eos_token_id, None
-    special_token_ids = ByteTokenizer.special_token_ids
-    tokens = tuple(bytes([token]) for token in range(ByteTokenizer.vocab_size))
-
-    def __call__(self, text: bytes) -> list[int]:
-        return list(text)
 
 
 def _checked_schema(source: str) -> str:
@@ -216,6 +205,16 @@ def _multiples(schema: Any) -> Iterator[int | float]:
     if isinstance(schema, dict | list):
         for part in schema.values() if isinstance(schema, dict) else schema:
             yield from _multiples(part)
+
+
+def _reason(message: str) -> str:
+    """Returns an error of llguidance in one line, in words for a client."""
+    if found := re.search(r"row has (\d+) items; max is (\d+)", message):
+        return (
+            f"it allows {found[1]} alternatives at one place, more than {found[2]}; an object has about four for each "
+            "of its optional properties, so make some of them required, or ask for fewer"
+        )
+    return _one_line(message.replace("<non-verbose/>", ""))
 
 
 def _one_line(message: str) -> str:

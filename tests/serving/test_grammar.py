@@ -426,6 +426,18 @@ def test_a_wrong_grammar_is_refused_in_one_line(kind, source, message):
     assert message in str(error.value) and "\n" not in str(error.value) and len(str(error.value)) < 300
 
 
+def test_a_limit_of_alternatives_is_told_with_its_numbers_and_no_mask_stays_open():
+    properties = {f"p{index}": {"type": "integer"} for index in range(600)}
+    grammar = GRAMMARS.compile("json_schema", json.dumps({"type": "object", "properties": properties}))
+    message = "it allows 24.. alternatives at one place, more than 2000; an object has about four for each"
+    with pytest.raises(GrammarError, match=message):
+        grammar.start().consume(b"{")
+    # A draft reaches the limit before the text does.
+    masks = np.full((2, num_words(256)), -1, np.int32)
+    with pytest.raises(GrammarError, match=message):
+        grammar.start().fill_masks(masks, [0, ord("{")])
+
+
 def test_masks_of_a_tree_follow_the_parents():
     matcher = compact({"enum": ["ab", "cd", "ce"]}).start()
     matcher.consume(b'"')
