@@ -79,6 +79,7 @@ class Engine:
         grammars: compiles the grammars of requests; None: requests have none.
         page_shapes: shapes and dtypes of a page's entries.
         busy_since: time (`time.monotonic`) at which the running tick began; None while the engine waits.
+        progress_at: time at which the device answered last, or work came after a pause.
     """
 
     def __init__(
@@ -119,6 +120,7 @@ class Engine:
         self._num_warm_up_programs = 0
         self._is_closing = False
         self.busy_since: float | None = None
+        self.progress_at = time.monotonic()
         self._thread = threading.Thread(target=self._run, name="mtpjax-engine", daemon=True)
 
     def warm_up(self, progress: Callable[[int, int], None] = lambda done, total: None) -> None:
@@ -271,6 +273,11 @@ class Engine:
             self._totals["received_pages"] += len(pages)
 
         self._ask(put)
+
+    @property
+    def max_requests(self) -> int:
+        """Most requests that run and wait at the same time."""
+        return self.settings.num_slots + self.settings.max_waiting
 
     @property
     def shares_pages(self) -> bool:
@@ -434,6 +441,7 @@ class Engine:
                     if self._is_closing:
                         return
                     self._changed.wait()
+                    self.progress_at = time.monotonic()
                 actions, self._inbox = self._inbox, []
                 self.busy_since = time.monotonic()
             # One request's fault must never end the thread.
@@ -500,6 +508,7 @@ class Engine:
     def _take_report(self, call: Call) -> None:
         """Delivers the new tokens of a call, and ends the rows that are done."""
         report, before = call.read(), self._drafts
+        self.progress_at = time.monotonic()
         num_rounds = 0
         for sequence, row in zip(call.rows, report.rows(), strict=True):
             if sequence is not None:

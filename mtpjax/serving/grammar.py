@@ -7,6 +7,7 @@ tokens on the host and computes the mask of the tokens that may follow.
 import json
 import math
 import re
+import signal
 from collections.abc import Iterator, Sequence
 from decimal import Decimal
 from typing import Any, Literal
@@ -16,11 +17,14 @@ import numpy as np
 from mtpjax.data.tokenizer import Tokenizer
 from mtpjax.errors import printable
 from mtpjax.safe_open import parse_json
+from mtpjax.serving.grammar_check import COMPILE_CHECK, MAX_MEMORY, MAX_WALL_SECONDS
 from mtpjax.serving.grammar_vocabulary import llguidance_tokenizer
+from mtpjax.worker_process import WorkerEnded
 
 GrammarKind = Literal["json_schema", "regex"]
 
 MAX_GRAMMAR_BYTES = 1 << 16
+MAX_COMPILE_SECONDS = 10.0  # of CPU time
 MAX_SCHEMA_DEPTH = 64
 MAX_MULTIPLE = 10_000  # llguidance makes an automaton with a state per remainder
 # Each lexer state takes 1-2 kB, and a step of 100,000 units of fuel takes about 10 ms.
@@ -29,6 +33,13 @@ _LIMITS = {"max_lexer_states": 50_000, "step_lexer_fuel": 100_000, "verbose_erro
 
 class GrammarError(ValueError):
     """A grammar does not compile, or exceeds a limit while a text is made. One line that is meant for the client."""
+
+
+class GrammarTooSlow(GrammarError):
+    """A grammar takes too long to compile."""
+
+    def __init__(self, seconds: float):
+        super().__init__(f"the grammar takes more than {seconds:g} seconds to compile")
 
 
 class Matcher:
@@ -140,18 +151,20 @@ class Grammars:
         self._tokenizer = llguidance_tokenizer(tokenizer, vocab_size)
         self._vocab_size = vocab_size
 
-    def compile(self, kind: GrammarKind, source: str) -> Grammar:
+    def compile(self, kind: GrammarKind, source: str, *, seconds: float = MAX_COMPILE_SECONDS) -> Grammar:
         """Compiles a grammar; callable from any thread.
 
         Args:
             kind: of the source.
             source: a JSON schema as JSON, or a regular expression, which the whole text must match.
+            seconds: of CPU time that compiling may take.
 
         Returns:
             The grammar.
 
         Raises:
             GrammarError: the source is wrong, unsupported or too large, in one line.
+            GrammarTooSlow: it takes longer.
         """
         from llguidance import LLMatcher, LLParserLimits
 
@@ -163,6 +176,11 @@ class Grammars:
             if (len(source) - len(source.rstrip("\\"))) % 2:  # llguidance would escape its own delimiter
                 raise GrammarError("the regular expression ends with an incomplete escape")
             compiled = LLMatcher.grammar_from_regex(source)
+        # Another process compiles it first, because this one could not stop.
+        try:
+            COMPILE_CHECK(compiled, _LIMITS, seconds)
+        except WorkerEnded as ended:
+            raise _compile_failure(ended.code, seconds) from ended
         matcher = LLMatcher(self._tokenizer, compiled, log_level=0, limits=LLParserLimits(**_LIMITS))
         if matcher.is_error():
             raise GrammarError(f"the grammar does not compile: {_reason(matcher.get_error())}")
@@ -205,6 +223,16 @@ def _multiples(schema: Any) -> Iterator[int | float]:
     if isinstance(schema, dict | list):
         for part in schema.values() if isinstance(schema, dict) else schema:
             yield from _multiples(part)
+
+
+def _compile_failure(code: int | None, seconds: float) -> GrammarError:
+    """Returns the error for a grammar whose check ended with an exit code; None: it did not end."""
+    if code == -signal.SIGPROF:
+        return GrammarTooSlow(seconds)
+    if code is None:
+        return GrammarError(f"the grammar did not compile within {MAX_WALL_SECONDS:.0f} seconds")
+    limit = f"{MAX_MEMORY >> 20} MiB"
+    return GrammarError(f"compiling the grammar ended with code {code}, probably because it needs more than {limit}")
 
 
 def _reason(message: str) -> str:

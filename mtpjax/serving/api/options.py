@@ -34,6 +34,7 @@ class Limits:
         eos_token_ids: they end a text unless the request ignores them.
         max_prompt_characters: longer prompts are rejected before they are tokenized.
         max_requests: most texts of one request.
+        max_queued: most texts that the server holds at the same time.
     """
 
     max_length: int
@@ -41,6 +42,7 @@ class Limits:
     eos_token_ids: tuple[int, ...]
     max_prompt_characters: int
     max_requests: int
+    max_queued: int
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -95,9 +97,17 @@ class Options:
         Raises:
             ApiError: a text would be too long, or there are too many.
         """
-        if len(prompts) * self.num_choices > limits.max_requests:
+        num_texts = len(prompts) * self.num_choices
+        if num_texts > limits.max_requests:
             message = f"{len(prompts)} prompts with n {self.num_choices} are more than {limits.max_requests} texts"
             raise ApiError(message, param="n")
+        # Such a request would find the queue full at any time.
+        if num_texts > limits.max_queued:
+            message = (
+                f"{len(prompts)} prompts with n {self.num_choices} are {num_texts} texts; the server holds at most "
+                f"{limits.max_queued} at the same time, running and waiting: send fewer in one request"
+            )
+            raise ApiError(message, param=param if len(prompts) > 1 else "n", code="batch_too_large")
         # Each choice is a separate engine request, whose seed is one higher than that of the choice before.
         jobs = []
         for prompt in prompts:
