@@ -6,6 +6,7 @@ import functools
 import hashlib
 import json
 import pathlib
+import re
 from collections.abc import Callable, Iterable
 from typing import Any, Protocol
 
@@ -37,6 +38,14 @@ class Tokenizer(Protocol):
         ...
 
     def encode(self, text: str) -> list[int]: ...
+
+    def encode_plain(self, text: str) -> list[int]:
+        """Encodes a text without the tokens that `encode` puts around it."""
+        ...
+
+    def reads_template_variable(self, name: str) -> bool:
+        """Returns whether the chat template names a variable."""
+        ...
 
     def decode(self, ids: Iterable[int]) -> str: ...
 
@@ -114,6 +123,11 @@ class ByteTokenizer:
             return decoder.decode(bytes([token]) if token != self.eos_token_id else b"")
 
         return step
+
+    encode_plain = encode
+
+    def reads_template_variable(self, name: str) -> bool:
+        return name == "add_generation_prompt"
 
     def apply_chat_template(self, messages: list[dict[str, Any]], **template_variables: Any) -> list[int]:
         """Encodes a conversation as plain text: a line `role: content` per message; an answer ends with the end token.
@@ -208,6 +222,13 @@ class HuggingFaceTokenizer:
                 return "" if token is None else stream.step(self._tokenizer, int(token)) or ""
 
         return step
+
+    def encode_plain(self, text: str) -> list[int]:
+        _encode_utf8(text)
+        return self.encode_with_starts(text)[0]
+
+    def reads_template_variable(self, name: str) -> bool:
+        return self._template is not None and re.search(rf"\b{name}\b", self._template) is not None
 
     def apply_chat_template(self, messages: list[dict[str, Any]], **template_variables: Any) -> list[int]:
         """Encodes a conversation; `template_variables` are variables of the template, such as `enable_thinking`."""

@@ -15,6 +15,7 @@ from mtpjax.serving.api.errors import ApiError, shutting_down
 from mtpjax.serving.api.fields import FLAG, NAME, Field, check_list, check_text, check_tokens, read_fields
 from mtpjax.serving.api.generation import Generation, Job, new_id
 from mtpjax.serving.api.http import check_admin, check_origin, read_json, run_while_connected
+from mtpjax.serving.api.option_tables import ADD_SPECIAL_TOKENS
 from mtpjax.serving.api.prompts import read_chat
 from mtpjax.serving.api.route_steps import owner_of, read_body
 from mtpjax.serving.api.server import ApiServer
@@ -25,7 +26,12 @@ from mtpjax.version import __version__
 HEALTH_SECONDS = 20.0  # in which a device that has work must answer something; SGLang's limit
 IDLE_HEALTH_SECONDS = 20.0  # the same for the token of `/health_generate`
 ABORT = {"rid": NAME, "abort_all": FLAG}
-TOKENIZE = {"model": NAME, "add_generation_prompt": Field("boolean", default=True)}
+TOKENIZE = {
+    "model": NAME,
+    "add_generation_prompt": Field("boolean", default=True),
+    "add_special_tokens": ADD_SPECIAL_TOKENS,  # of a text; a template writes those of a conversation
+    "reasoning_effort": NAME,
+}
 DETOKENIZE = {"model": NAME}
 _STRING = {"type": "string"}
 _IDS = {"type": "array", "items": {"type": "integer", "minimum": 0}}
@@ -141,7 +147,8 @@ def admin_router(server: ApiServer) -> APIRouter:
         else:
             # An error names the field that the client used.
             param = "text" if body.get("prompt") is None and "text" in body else "prompt"
-            [tokens] = await server.encode([check_text(body.get(param), param, server.max_prompt_characters)])
+            text = check_text(body.get(param), param, server.max_prompt_characters)
+            [tokens] = await server.encode([text], add_special_tokens=values["add_special_tokens"])
         return {"tokens": tokens, "count": len(tokens), "max_model_len": engine.max_length}
 
     @router.post("/detokenize", openapi_extra=schemas.request_body(DETOKENIZE, {"tokens": _IDS}, ["tokens"]))

@@ -185,7 +185,8 @@ def openai_router(server: ApiServer) -> APIRouter:
             message = "a stream has no alternatives: logprobs must be 0, or stream false"
             raise ApiError(message, param="logprobs", code="unsupported_option")
         grammar = await server.compile_grammar(options.grammar, client_of(request))
-        prompts = await read_prompts(server, body.get("prompt"), "prompt")
+        add_special_tokens = values["add_special_tokens"]
+        prompts = await read_prompts(server, body.get("prompt"), "prompt", add_special_tokens=add_special_tokens)
         if values["echo"] and values["stream"] and values["logprobs"] is not None:
             message = "a stream has no log-probabilities of the prompt: set echo or stream to false"
             raise ApiError(message, param="echo", code="unsupported_option")

@@ -193,7 +193,7 @@ def read_generate(body: Body, limits: Limits) -> tuple[dict[str, Any], Options]:
     """
     values, prefix = read_fields(tables.GENERATE, body), "sampling_params."
     sampling = _object(body, "sampling_params")
-    reject_unsupported(sampling, prefix)
+    reject_unsupported(sampling, tables.GENERATE_SAMPLING, prefix)
     values |= read_fields(tables.GENERATE_SAMPLING, sampling, prefix)
     names = {"length": values["max_new_tokens"], "is_explicit": sampling.get("max_new_tokens") is not None}
     names |= {"logprobs": values["return_logprob"], "min_tokens": "min_new_tokens", "seed": "sampling_seed"}
@@ -201,12 +201,16 @@ def read_generate(body: Body, limits: Limits) -> tuple[dict[str, Any], Options]:
     return values, _options(sampling, values, limits, prefix=prefix, **names)
 
 
-def reject_unsupported(body: Body, prefix: str = "") -> None:
-    """Raises ApiError if a body asks for an option that would change the text and is missing here."""
+def reject_unsupported(body: Body, fields: Mapping[str, Field], prefix: str = "") -> None:
+    """Raises ApiError if a body asks for an option that would change the text and is missing in its table of fields."""
     for name, harmless in tables.UNSUPPORTED.items():
         value = body.get(name)
-        if value is not None and value not in harmless:
-            raise ApiError(f"{prefix}{name} is not supported", param=prefix + name, code="unsupported_option")
+        if name in fields or value is None or value in harmless:
+            continue
+        # A template variable has another place.
+        advice = ": put it into chat_template_kwargs" if name in ("enable_thinking", "thinking") else ""
+        message = f"{prefix}{name} is not supported{advice}"
+        raise ApiError(message, param=prefix + name, code="unsupported_option")
 
 
 def reject_unknown(body: Body, fields: Mapping[str, Field]) -> None:

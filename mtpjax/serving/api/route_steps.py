@@ -31,7 +31,7 @@ async def read_body(server: ApiServer, request: Request, fields: Mapping[str, Fi
     if server.is_stopping:
         raise shutting_down()
     body = await read_json(request, server.settings)
-    reject_unsupported(body)
+    reject_unsupported(body, fields)
     if server.settings.strict_fields:
         reject_unknown(body, fields)
     return body

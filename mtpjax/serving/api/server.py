@@ -194,9 +194,10 @@ class ApiServer:
             self._mailbox = Mailbox(loop)
         return self._mailbox
 
-    async def encode(self, texts: Sequence[str]) -> list[list[int]]:
+    async def encode(self, texts: Sequence[str], *, add_special_tokens: bool = True) -> list[list[int]]:
         """Encodes texts outside the event loop. Raises ApiError if the tokenizer cannot encode one."""
-        encode = lambda: [self.tokenizer.encode(text) for text in texts]
+        encode_one = self.tokenizer.encode if add_special_tokens else self.tokenizer.encode_plain
+        encode = lambda: [encode_one(text) for text in texts]
         return await self._in_thread(self._tokenizer_threads, encode, "prompt")
 
     async def encode_chat(self, messages: list[dict[str, Any]], variables: dict[str, Any]) -> list[int]:

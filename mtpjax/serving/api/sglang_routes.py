@@ -88,7 +88,7 @@ def generate_router(server: ApiServer) -> APIRouter:
         grammar = await server.compile_grammar(options.grammar, client_of(request))
         param, value = given[0], body[given[0]]
         is_batch = isinstance(value, list) and isinstance(value[0] if value else None, str | list)
-        prompts = await read_prompts(server, value, param)
+        prompts = await read_prompts(server, value, param, add_special_tokens=values["add_special_tokens"])
         jobs = options.jobs(prompts, limits, salt=prefix_salt(request, None), param=param, grammar=grammar)
         return await GenerateReply(server, values, jobs, is_list=is_batch or len(jobs) > 1).respond(request)
 
