@@ -6,6 +6,7 @@ Server, `regenerate`, `generate` and training all render conversations here, so 
 import dataclasses
 import functools
 import pathlib
+import re
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
@@ -73,6 +74,10 @@ class ChatTemplates:
         if list(self.templates) in ([], [DEFAULT]):
             return self.templates.get(DEFAULT)
         return [{"name": name, "template": template} for name, template in self.templates.items()]
+
+    def reads(self, name: str) -> bool:
+        """Returns whether a template names a variable."""
+        return any(re.search(rf"\b{name}\b", template) for template in self.templates.values())
 
     def render(
         self, messages: Sequence[Any], *, tools: Any = None, with_generation: bool = False, **variables: Any

@@ -2,24 +2,22 @@
 
 Templates come with checkpoints, which are untrusted. jinja2's sandbox keeps a template away from Python objects, but a
 single expression such as `'a' * 10**9` or `9**(9**9)` can still use all memory or never end, and no thread can stop it.
-A separate process can be stopped, from any thread and on every Unix. This file imports no other file of the package,
-because the worker runs it as a script, without JAX.
+A separate process can be stopped, from any thread and on every Unix. It runs this file as a script, without JAX and
+without the package, so only what `TemplateWorker` needs is imported from there, and not at the top.
 """
 
 import atexit
 import contextlib
 import datetime
 import json
-import os
 import resource
 import signal
-import subprocess
 import sys
-import threading
 from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 MAX_SECONDS = 10  # for one conversation; the published templates need milliseconds
+ANSWER_SECONDS = 2  # more for the answer to arrive, and for a worker that starts
 MAX_MEMORY = 512 << 20  # bytes of address space of the worker (macOS does not enforce this; time bounds it there)
 MAX_OUTPUT_CHARACTERS = 16 << 20
 _COMPILED_TEMPLATES = 8
@@ -50,9 +48,10 @@ class TemplateWorker:
     """A process that renders templates one after the other. It starts at the first call, and again after a limit."""
 
     def __init__(self):
-        self._lock = threading.Lock()
-        self._process: subprocess.Popen | None = None
-        self._owner = 0  # pid; a forked process must not share its parent's pipes
+        # Not for the worker itself, which runs this file as a script.
+        from mtpjax.worker_process import WorkerProcess
+
+        self._worker = WorkerProcess(__file__)
 
     def render(self, template: str, variables: dict[str, Any], *, date: datetime.datetime | None = None) -> str:
         """Renders a template.
@@ -99,63 +98,37 @@ class TemplateWorker:
             TypeError: a variable has no JSON form.
             ValueError: a variable refers to itself.
         """
+        from mtpjax.worker_process import WorkerEnded
+
         request = {"template": template, "renders": list(variable_sets), "date": date and date.isoformat()}
-        line = json.dumps({**request, "with_generation": with_generation}).encode() + b"\n"
-        # One request at a time: the answer belongs to the request before it.
-        with self._lock:
-            process = self._start()
-            assert process.stdin is not None and process.stdout is not None
+        line, seconds = (
+            json.dumps({**request, "with_generation": with_generation}).encode(),
+            MAX_SECONDS + ANSWER_SECONDS,
+        )
+        try:
             try:
-                process.stdin.write(line)
-                process.stdin.flush()
-                answer = process.stdout.readline()
-            except OSError:
-                answer = b""
-            except BaseException:
-                # Ctrl-C here would leave an answer that nobody reads: drop the worker.
-                self._stop()
-                raise
-            if not answer.endswith(b"\n"):
-                code = self._stop()
-                if code == -signal.SIGALRM:
-                    raise TemplateFailure(f"it ran for more than {MAX_SECONDS} seconds")
-                raise TemplateFailure(f"its process ended with code {code}, probably out of {MAX_MEMORY >> 20} MiB")
+                answer = self._worker.ask(line, seconds)
+            except WorkerEnded as ended:
+                # The process ends itself after MAX_SECONDS. One that does not was stopped: ask a new one.
+                if ended.code is not None:
+                    raise
+                answer = self._worker.ask(line, seconds)
+        except WorkerEnded as ended:
+            if ended.code == -signal.SIGALRM:
+                raise TemplateFailure(f"it ran for more than {MAX_SECONDS} seconds") from ended
+            if ended.code is None:
+                raise TemplateFailure(f"its process did not answer within {seconds} seconds") from ended
+            message = f"its process ended with code {ended.code}, probably out of {MAX_MEMORY >> 20} MiB"
+            raise TemplateFailure(message) from ended
         return [_to_result(each) for each in json.loads(answer)]
 
     def close(self) -> None:
         """Ends the process. A later `render` starts a new one."""
-        with self._lock:
-            if self._owner == os.getpid():
-                self._stop()
+        self._worker.close()
 
-    def _start(self) -> subprocess.Popen:
-        if self._process is not None and self._owner == os.getpid() and self._process.poll() is None:
-            return self._process
-        if self._process is not None and self._owner == os.getpid():
-            self._stop()
-        # -P: this folder has modules with common names, which must not hide others.
-        command = [sys.executable, "-P", os.path.abspath(__file__)]
-        pipe = subprocess.PIPE
-        self._process = subprocess.Popen(command, stdin=pipe, stdout=pipe, stderr=subprocess.DEVNULL)
-        self._owner = os.getpid()
-        return self._process
-
-    def _stop(self) -> int | None:
-        """Ends the process and returns its exit code."""
-        process, self._process = self._process, None
-        if process is None:
-            return None
-        assert process.stdin is not None and process.stdout is not None
-        # A process that has closed its output may still be ending by itself, with the code that tells why.
-        with contextlib.suppress(OSError):
-            process.stdin.close()
-        try:
-            code = process.wait(timeout=1)
-        except subprocess.TimeoutExpired:
-            process.kill()
-            code = process.wait()
-        process.stdout.close()
-        return code
+    def kill(self) -> None:
+        """Ends the process at once, also in the middle of a template, whose call then fails."""
+        self._worker.kill()
 
 
 def _to_result(answer: dict[str, Any]) -> Rendered | TemplateFailure:
@@ -165,8 +138,9 @@ def _to_result(answer: dict[str, Any]) -> Rendered | TemplateFailure:
     return Rendered(answer["text"], spans and [(start, end) for start, end in spans])
 
 
-WORKER = TemplateWorker()
-atexit.register(WORKER.close)
+if __name__ != "__main__":
+    WORKER = TemplateWorker()
+    atexit.register(WORKER.close)
 
 
 def serve() -> None:

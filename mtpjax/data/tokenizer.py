@@ -40,6 +40,14 @@ class Tokenizer(Protocol):
 
     def encode(self, text: str) -> list[int]: ...
 
+    def encode_plain(self, text: str) -> list[int]:
+        """Encodes a text without the tokens that `encode` puts around it."""
+        ...
+
+    def reads_template_variable(self, name: str) -> bool:
+        """Returns whether the chat template names a variable."""
+        ...
+
     def decode(self, ids: Iterable[int]) -> str: ...
 
     def incremental_decoder(self) -> Callable[[int | None], str]:
@@ -112,6 +120,11 @@ class ByteTokenizer:
         if not 0 <= token < self.vocab_size:
             raise ValueError(f"token id {token} is outside the vocabulary of {self.vocab_size}")
         return bytes([token]) if token != self.eos_token_id else None
+
+    encode_plain = encode
+
+    def reads_template_variable(self, name: str) -> bool:
+        return name == "add_generation_prompt"
 
     def apply_chat_template(self, messages: list[dict[str, Any]], **template_variables: Any) -> list[int]:
         """Encodes a conversation as plain text: a line `role: content` per message; an answer ends with the end token.
@@ -218,6 +231,13 @@ class HuggingFaceTokenizer:
 
     def incremental_decoder(self) -> Callable[[int | None], str]:
         return self._decoder.start()
+
+    def encode_plain(self, text: str) -> list[int]:
+        _encode_utf8(text)
+        return self.encode_with_starts(text)[0]
+
+    def reads_template_variable(self, name: str) -> bool:
+        return self.chat_templates.reads(name)
 
     def apply_chat_template(self, messages: list[dict[str, Any]], **template_variables: Any) -> list[int]:
         """Encodes a conversation; `template_variables` are variables of the template, such as `enable_thinking`."""

@@ -8,7 +8,7 @@ from mtpjax.data.tokenizer import Tokenizer
 from mtpjax.serving.api import schemas
 from mtpjax.serving.api.admin_routes import admin_router
 from mtpjax.serving.api.errors import ApiError
-from mtpjax.serving.api.http import KeyCheck, error_handler
+from mtpjax.serving.api.http import FramingCheck, KeyCheck, error_handler
 from mtpjax.serving.api.openai_routes import openai_router
 from mtpjax.serving.api.page_routes import page_router
 from mtpjax.serving.api.server import ApiServer, ApiSettings, Engine
@@ -57,4 +57,5 @@ def make_app(engine: Engine, tokenizer: Tokenizer, settings: ApiSettings, metric
             return Response(body, media_type=content_type)
 
     app.add_middleware(KeyCheck, settings=settings)
+    app.add_middleware(FramingCheck)  # before the keys: the one that is added last comes first
     return app

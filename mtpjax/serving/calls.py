@@ -10,6 +10,7 @@ from mtpjax.decoding.drafters.base import Draft
 from mtpjax.decoding.gpu_graph import OneGraph
 from mtpjax.serving.programs import Batch, PackedReport, Report
 from mtpjax.serving.scheduler import Sequence
+from mtpjax.serving.scoring import ScoredChunk
 
 
 @dataclasses.dataclass(frozen=True)
@@ -38,6 +39,23 @@ class Call:
     def read(self) -> Report:
         """Waits for the call; returns its report as arrays on the host."""
         return self.report.read()
+
+
+@dataclasses.dataclass
+class ScoreCall:
+    """A dispatched call that scores a chunk of texts.
+
+    Attributes:
+        rows: the request of each row, and the positions of its chunk; None for padding.
+        scores: arrays on the device.
+    """
+
+    rows: list[tuple[Sequence, int, int] | None]
+    scores: ScoredChunk
+
+    def read(self) -> ScoredChunk:
+        """Waits for the call; returns arrays on the host."""
+        return jax.device_get(self.scores)
 
 
 @dataclasses.dataclass

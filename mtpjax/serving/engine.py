@@ -13,6 +13,7 @@ import functools
 import itertools
 import logging
 import math
+import queue
 import threading
 import time
 from collections.abc import Callable
@@ -25,7 +26,7 @@ from mtpjax.decoding.config import DecodeConfig, SamplingParams
 from mtpjax.distributed import is_runtime_error
 from mtpjax.errors import LostProcess, printable
 from mtpjax.models.model import MTPModel
-from mtpjax.serving.calls import Call, DraftCall
+from mtpjax.serving.calls import Call, DraftCall, ScoreCall
 from mtpjax.serving.depth import AdaptiveDepth, Costs, measure_costs
 from mtpjax.serving.executor import Executor
 from mtpjax.serving.grammar import GrammarError
@@ -48,6 +49,7 @@ from mtpjax.serving.request import (
     Scores,
 )
 from mtpjax.serving.scheduler import Scheduler, SchedulerSettings, Sequence
+from mtpjax.serving.scoring import ScoredText, check_text
 from mtpjax.serving.sizes import EngineSettings
 from mtpjax.serving.snapshots import SnapshotRows
 
@@ -76,9 +78,11 @@ class Engine:
     Attributes:
         max_length: most tokens of a text, prompt included.
         vocab_size: ids are 0 .. vocab_size - 1.
+        max_requests: most requests that run and wait at the same time.
         grammars: compiles the grammars of requests; None: requests have none.
         page_shapes: shapes and dtypes of a page's entries.
         busy_since: time (`time.monotonic`) at which the running tick began; None while the engine waits.
+        progress_at: time at which the device answered last, or work came after a pause.
     """
 
     def __init__(
@@ -99,6 +103,7 @@ class Engine:
         )
         self.max_length, self.vocab_size = self._executor.sizes.max_length, model.config.vocab_size
         self._max_depth = self._executor.spec.num_steps
+        self.max_requests = self.settings.num_slots + self.settings.max_waiting
         self.grammars = self.settings.grammars
         self.page_shapes = page_shapes(self._executor.state)
         self._depth: AdaptiveDepth | None = None
@@ -112,13 +117,14 @@ class Engine:
         self._inbox: list[Callable[[], None]] = []  # what other threads ask the engine's own to do
         self._sequences: dict[int, Sequence] = {}
         self._ids = itertools.count()
-        self._in_flight: list[Call] = []
+        self._in_flight: list[Call | ScoreCall] = []
         self._totals: collections.Counter[str] = collections.Counter()
         self._no_counts = [0] * (1 + 2 * self._max_depth)
         self._drafts = self._no_counts  # passes, and proposed and accepted drafts per level
         self._num_warm_up_programs = 0
         self._is_closing = False
         self.busy_since: float | None = None
+        self.progress_at = time.monotonic()
         self._thread = threading.Thread(target=self._run, name="mtpjax-engine", daemon=True)
 
     def warm_up(self, progress: Callable[[int, int], None] = lambda done, total: None) -> None:
@@ -160,6 +166,9 @@ class Engine:
             ValueError: for a prompt or an option out of range, in one line.
             QueueFull: too many requests wait, or the engine shuts down.
         """
+        return self._enter(request, deliver)
+
+    def _enter(self, request: Request, deliver: Deliver, scored: ScoredText | None = None) -> int:
         rows = self._executor.make_rows(request)
         is_plain = dataclasses.replace(request.sampling, seed=None) == SamplingParams() and not request.logprobs
         sequence = Sequence(
@@ -172,13 +181,14 @@ class Engine:
             is_plain=is_plain,
             matcher=None if request.grammar is None else request.grammar.start(),
             times=RequestTimes(time.monotonic()),
+            scored=scored,
         )
         with self._changed:
             if self._is_closing:
                 raise QueueFull("the server shuts down")
             # A request that finds a free slot does not wait, also if it has not entered yet.
             num_waiting = len(self._sequences) - self.settings.num_slots
-            if num_waiting >= self.settings.max_waiting:
+            if num_waiting >= self.settings.max_waiting and scored is None:
                 raise QueueFull(f"{num_waiting} requests wait already; try again later")
             self._sequences[sequence.id] = sequence
             self._inbox.append(lambda: self._scheduler.add(sequence))
@@ -201,7 +211,7 @@ class Engine:
         self._post(end)
 
     def score(self, tokens: TokenSequence[int], num_top: int) -> Scores:
-        """Computes the log-probabilities of a text under the trunk. Blocks until a tick has time for it.
+        """Computes the log-probabilities of a text under the trunk. Blocks while it is processed, as a prompt is.
 
         Args:
             tokens: the text.
@@ -212,9 +222,21 @@ class Engine:
 
         Raises:
             ValueError: for a text or a number out of range.
-            QueueFull: the engine shuts down.
+            QueueFull: the engine shuts down, or the text ran out of time.
+            RuntimeError: a call of the engine failed.
         """
-        return self._ask(lambda: self._executor.score(list(tokens), num_top))
+        text = ScoredText(list(tokens), num_top)
+        check_text(text.tokens, num_top, vocab_size=self.vocab_size, max_length=self.max_length)
+        if len(text.tokens) > 1:
+            # The last token is scored, but nothing follows it.
+            request, ended = Request(prompt=tuple(text.tokens[:-1]), max_new_tokens=1), queue.SimpleQueue()
+            self._enter(request, ended.put, text)
+            finish = ended.get()
+            if finish.reason == "error":
+                raise RuntimeError(finish.message)
+            if finish.reason != "stop":
+                raise QueueFull("the text could not be scored in time")
+        return text.result()
 
     def flush_cache(self) -> int:
         """Forgets the pages that no request uses.
@@ -434,6 +456,7 @@ class Engine:
                     if self._is_closing:
                         return
                     self._changed.wait()
+                    self.progress_at = time.monotonic()
                 actions, self._inbox = self._inbox, []
                 self.busy_since = time.monotonic()
             # One request's fault must never end the thread.
@@ -450,7 +473,8 @@ class Engine:
         self._end_late_requests()
         # 1. Dispatch this tick's calls. The device runs them in this order.
         plan = self._scheduler.plan()
-        calls, leaving = [], []
+        calls: list[Call | ScoreCall] = []
+        leaving = []
         for pool in self._scheduler.pools:
             if pool.outgoing or pool.incoming:
                 leaving += [(pool.host, copies) for copies in self._executor.move_pages(pool)]
@@ -459,13 +483,17 @@ class Engine:
             # Before `saved` may overwrite these rows.
             self._executor.restore_snapshots(plan.restored)
             for sequence in plan.admitted:
-                if sequence.times.started is None:
+                if sequence.scored is not None:
+                    sequence.scored.rows.clear()  # it begins again if it was preempted
+                elif sequence.times.started is None:
                     sequence.times.started = time.monotonic()
                     self._totals["prompt_tokens"] += len(sequence.request.prompt)
                     self._totals["cached_tokens"] += sequence.num_cached or 0
-        if plan.prefills:
-            calls.append(self._executor.prefill(plan.prefills))
+        prompts = [chunk for chunk in plan.prefills if chunk[0].scored is None]
+        if prompts:
+            calls.append(self._executor.prefill(prompts))
             self._executor.save_snapshots(plan.saved)
+        calls += [self._executor.score(chunk) for chunk in plan.prefills if chunk[0].scored is not None]
         drafts = [self._executor.draft(sequences, depth) for depth, sequences in plan.constrained.items()]
         for depth, sequences in plan.advances.items():
             calls.append(self._executor.advance(sequences, depth, plan.num_rounds))
@@ -475,7 +503,10 @@ class Engine:
                 self._rebalancer.tick()
         # 2. Read the reports of the tick before.
         for call in self._in_flight:
-            self._take_report(call)
+            if isinstance(call, ScoreCall):
+                self._take_scores(call)
+            else:
+                self._take_report(call)
         # 3. The text of the rows with a grammar is known now, so that their drafts can be masked and verified.
         calls += [self._executor.verify(draft, self._allowed(draft)) for draft in drafts]
         self._in_flight = calls
@@ -497,9 +528,26 @@ class Engine:
                 self._end(sequence, "invalid", str(error))
         return allowed
 
+    def _take_scores(self, call: ScoreCall) -> None:
+        """Collects the scores of a chunk, and ends texts that are complete."""
+        chunk = call.read()
+        self.progress_at = time.monotonic()
+        for index, row in enumerate(call.rows):
+            if row is None:
+                continue
+            sequence, start, end = row
+            sequence.num_unread -= 1
+            # A text that was preempted after this call begins again.
+            if sequence.has_ended or sequence.slot is None or sequence.scored is None:
+                continue
+            sequence.scored.add(chunk, index, end - start)
+            if end == sequence.num_to_prefill:
+                self._end(sequence, "stop")
+
     def _take_report(self, call: Call) -> None:
         """Delivers the new tokens of a call, and ends the rows that are done."""
         report, before = call.read(), self._drafts
+        self.progress_at = time.monotonic()
         num_rounds = 0
         for sequence, row in zip(call.rows, report.rows(), strict=True):
             if sequence is not None:
@@ -555,9 +603,11 @@ class Engine:
         if self._rebalancer is not None and sequence.num_new:
             self._rebalancer.add(sequence)
         del self._sequences[sequence.id]
-        self._totals["requests"] += 1
-        self._totals["aborted"] += reason in ("abort", "timeout")
-        self._totals["failed"] += has_failed
+        # Scores are a part of a request that was counted.
+        is_counted = sequence.scored is None
+        self._totals["requests"] += is_counted
+        self._totals["aborted"] += is_counted and reason in ("abort", "timeout")
+        self._totals["failed"] += is_counted and has_failed
         totals, depth = sequence.totals or self._no_counts, self._max_depth
         finish = Finish(
             reason,
@@ -572,7 +622,8 @@ class Engine:
         )
         self._deliver(sequence, finish)
         try:
-            self._observe(finish, sequence.times)
+            if is_counted:
+                self._observe(finish, sequence.times)
         except Exception:
             _log.exception("request %d: its metrics are lost", sequence.id)
 

@@ -38,15 +38,15 @@ from mtpjax.models.expert_placement import STACKS, num_expert_devices, placement
 from mtpjax.models.model import MTPModel
 from mtpjax.models.pages import NO_PAGE
 from mtpjax.serving import host_pages, programs
-from mtpjax.serving.calls import Call, DraftCall, Work
+from mtpjax.serving.calls import Call, DraftCall, ScoreCall, Work
 from mtpjax.serving.expert_programs import count_experts, move_experts
 from mtpjax.serving.grammar import num_words
 from mtpjax.serving.host_pages import Outgoing, copy_in, copy_out
 from mtpjax.serving.page_pool import PagePool
 from mtpjax.serving.programs import NO_START, Batch, Features
-from mtpjax.serving.request import Request, Scores
+from mtpjax.serving.request import Request
 from mtpjax.serving.scheduler import Sequence
-from mtpjax.serving.scoring import score, score_sizes, score_text
+from mtpjax.serving.scoring import score_chunk
 from mtpjax.serving.sizes import EngineSettings, bucket, resolve_sizes
 from mtpjax.serving.snapshots import NO_ROW, States, copy_rows, make_snapshots
 
@@ -244,6 +244,25 @@ class Executor:
         work = self._prefill(batch, start, first_token, allowed, end)
         return self._call(list(itertools.chain(*grid)), work, is_prefill=True)
 
+    def score(self, chunk: tuple[Sequence, int, int]) -> ScoreCall:
+        """Processes a chunk of a text to score, between the given positions."""
+        sequence, begin, end = chunk
+        grid = self._grid([sequence], (1,))
+        batch = self._batch(grid)
+        start, targets = self._no_targets(batch)
+        assert sequence.scored is not None
+        start[sequence.part, 0] = begin
+        targets[sequence.part, 0, : end - begin] = sequence.scored.tokens[begin + 1 : end + 1]
+        scores = self._run(self._score(batch, start, targets))
+        for leaf in jax.tree.leaves(scores):
+            leaf.copy_to_host_async()
+        return ScoreCall([None if row is None else chunk for row in itertools.chain(*grid)], scores)
+
+    def _no_targets(self, batch: Batch) -> tuple[np.ndarray, np.ndarray]:
+        """Returns start and targets of a batch whose rows are all padding."""
+        shape = batch.slots.shape
+        return np.full(shape, NO_START, np.int32), np.zeros((*shape, self.spec.prefill_chunk), np.int32)
+
     def advance(self, sequences: list[Sequence], depth: int, rounds: int) -> Call:
         """Runs rounds of `depth` draft levels on rows."""
         grid = self._grid(sequences, self.sizes.batch_sizes)
@@ -316,11 +335,6 @@ class Executor:
             else:
                 own, self.snapshots = copy_rows((own, self.snapshots), slots, rows, config=config)
         self.state = self.state.replace(trunk=replace_recurrent_entries(self.state.trunk, own))
-
-    def score(self, tokens: list[int], num_top: int) -> Scores:
-        """Computes the log-probabilities of a text; see `Scores`."""
-        with self._on_device(score):
-            return score_text(self.params, tokens, num_top, model=self.model, max_length=self.sizes.max_length)
 
     def expert_placements(self) -> dict[str, np.ndarray]:
         """Returns the expert in each slot, `[S]` int32, by layer."""
@@ -410,6 +424,8 @@ class Executor:
         for *shape, features, depth in itertools.product(sizes.batch_sizes, sizes.table_widths, kinds, sizes.depths):
             works.append(self._advance(self._empty_batch(*shape), features, depth, 0))
         works.append(self._clearing(0, [NO_PAGE]))
+        for batch in (self._empty_batch(1, width) for width in sizes.table_widths):
+            works.append(self._score(batch, *self._no_targets(batch)))
         # Rows with a grammar have programs for the widest table only.
         has_grammars = self.settings.grammars is not None
         batches = [self._empty_batch(size, width) for size in sizes.batch_sizes]
@@ -418,8 +434,7 @@ class Executor:
             batch = self._empty_batch(size, width)
             works.append(self._empty_prefill(batch, self.all_allowed(batch.slots.shape)))
         works += [self._draft(batch, depth) for batch, depth in rounds]
-        score_lengths = score_sizes(sizes.max_length)
-        total = len(works) + len(rounds) + len(score_lengths)
+        total = len(works) + len(rounds)
         steps = itertools.count(1)
 
         # Compile, then run each: the first call of a program also prepares its dispatch.
@@ -443,10 +458,6 @@ class Executor:
                 nowhere = np.full(sizes.num_parts, NO_ROW, np.int32)
                 for to_state in (False, True):
                     self.copy_snapshots(nowhere, nowhere, to_state=to_state)
-        for length in score_lengths:
-            for _ in range(num_calls):
-                self.score([0] * length, 1)
-            progress(next(steps), total)
         jax.block_until_ready(self.state)
 
     # Calls on arrays.
@@ -487,6 +498,9 @@ class Executor:
         """Returns the static settings of a round."""
         min_rows = self.sizes.min_rows[self.sizes.batch_sizes.index(batch.slots.shape[1])]
         return {"drafter": self.drafter, "spec": self.spec, "depth": depth, "min_rows": min_rows}
+
+    def _score(self, batch: Batch, start: np.ndarray, targets: np.ndarray) -> Work:
+        return Work(score_chunk, (batch, start, targets), {})
 
     def _clearing(self, part: int, pages: list[int]) -> Work:
         ids = np.full((self.sizes.num_parts, NUM_CLEARED), NO_PAGE, np.int32)

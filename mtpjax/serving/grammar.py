@@ -4,19 +4,31 @@ llguidance compiles a grammar against the bytes of the tokenizer's tokens. Each 
 tokens on the host and computes the mask of the tokens that may follow.
 """
 
+import signal
 from collections.abc import Sequence
 from typing import Any, Literal
 
 import numpy as np
 
-from mtpjax.data.tokenizer import ByteTokenizer, HuggingFaceTokenizer, Tokenizer
+from mtpjax.data.tokenizer import Tokenizer
 from mtpjax.serving.grammar_checks import GrammarError, checked_schema, explain
+from mtpjax.serving.grammar_vocabulary import llguidance_tokenizer
+from mtpjax.serving.trial_compile import MAX_MEMORY, MAX_WALL_SECONDS, TRIAL_COMPILE
+from mtpjax.worker_process import WorkerEnded
 
 GrammarKind = Literal["json_schema", "regex"]
 
 MAX_GRAMMAR_BYTES = 1 << 16
+MAX_COMPILE_SECONDS = 10.0  # of CPU time
 # Each lexer state takes 1-2 kB, and a step of 100,000 units of fuel takes about 10 ms.
 _LIMITS = {"max_lexer_states": 50_000, "step_lexer_fuel": 100_000, "verbose_errors": False}
+
+
+class GrammarTooSlow(GrammarError):
+    """A grammar takes too long to compile."""
+
+    def __init__(self, seconds: float):
+        super().__init__(f"the grammar takes more than {seconds:g} seconds to compile")
 
 
 class Matcher:
@@ -35,7 +47,9 @@ class Matcher:
         Raises:
             GrammarError: the grammar forbids one of them, or exceeds a limit. The matcher is unusable then.
         """
-        if self._matcher.try_consume_tokens(list(tokens)) < len(tokens):
+        num_consumed = self._matcher.try_consume_tokens(list(tokens))
+        self._check()
+        if num_consumed < len(tokens):
             raise GrammarError("the grammar failed: it forbids a token that its mask allowed")
 
     def fill_masks(self, masks: np.ndarray, tokens: Sequence[int], parents: Sequence[int] | None = None) -> None:
@@ -58,13 +72,21 @@ class Matcher:
         for node in range(len(tokens)):
             path = [tokens[step] for step in _path_to(node, parents)]
             num_consumed = self._matcher.try_consume_tokens(path)
+            # A limit that is exceeded here looks like a forbidden token, but the mask before it allowed this one.
+            self._check()
             if num_consumed == len(path):
                 fill_next_token_bitmask(self._matcher, masks, node)
-                if self._matcher.is_error() or not masks[node].any():
-                    message = self._matcher.get_error() or "no token of the vocabulary continues the text"
-                    raise GrammarError(f"the grammar failed: {explain(message)}")
+                self._check()
+                if not masks[node].any():
+                    raise GrammarError("the grammar failed: no token of the vocabulary continues the text")
             if num_consumed:
                 self._matcher.rollback(num_consumed)
+                self._check()
+
+    def _check(self) -> None:
+        """Raises GrammarError if the matcher has failed: it then stays so, and its masks mean nothing."""
+        if self._matcher.is_error():
+            raise GrammarError(f"the grammar failed: {explain(self._matcher.get_error())}")
 
 
 class Grammar:
@@ -109,28 +131,29 @@ class Grammars:
 
     def __init__(self, tokenizer: Tokenizer, vocab_size: int):
         try:
-            import llguidance
+            import llguidance  # noqa: F401
         except ImportError as error:
             raise ImportError("llguidance is missing: pip install 'mtpjax[serve]'", name="llguidance") from error
         self.eos_token_ids = tuple(tokenizer.eos_token_ids)
         if not self.eos_token_ids:
             raise ValueError("grammars need a tokenizer with an end token")
-        ends = {"n_vocab": vocab_size, "eos_token": list(self.eos_token_ids)}
-        self._tokenizer = llguidance.LLTokenizer(_tokenizer_source(tokenizer), **ends)
+        self._tokenizer = llguidance_tokenizer(tokenizer, vocab_size)
         self._vocab_size = vocab_size
 
-    def compile(self, kind: GrammarKind, source: str) -> Grammar:
+    def compile(self, kind: GrammarKind, source: str, *, seconds: float = MAX_COMPILE_SECONDS) -> Grammar:
         """Compiles a grammar; callable from any thread.
 
         Args:
             kind: of the source.
             source: a JSON schema as JSON, or a regular expression, which the whole text must match.
+            seconds: of CPU time that compiling may take.
 
         Returns:
             The grammar.
 
         Raises:
             GrammarError: the source is wrong, unsupported or too large, in one line.
+            GrammarTooSlow: it takes longer.
         """
         from llguidance import LLMatcher, LLParserLimits
 
@@ -142,6 +165,11 @@ class Grammars:
             if (len(source) - len(source.rstrip("\\"))) % 2:  # llguidance would escape its own delimiter
                 raise GrammarError("the regular expression ends with an incomplete escape")
             compiled = LLMatcher.grammar_from_regex(source)
+        # Another process compiles it first, because this one could not stop.
+        try:
+            TRIAL_COMPILE(compiled, _LIMITS, seconds)
+        except WorkerEnded as ended:
+            raise _compile_failure(ended.code, seconds) from ended
         matcher = LLMatcher(self._tokenizer, compiled, log_level=0, limits=LLParserLimits(**_LIMITS))
         if matcher.is_error():
             raise GrammarError(f"the grammar does not compile: {explain(matcher.get_error())}")
@@ -162,23 +190,11 @@ def _path_to(node: int, parents: Sequence[int] | None) -> list[int]:
     return path[::-1]
 
 
-def _tokenizer_source(tokenizer: Tokenizer) -> Any:
-    """Returns a tokenizer in a form that llguidance takes."""
-    from llguidance import TokenizerWrapper
-
-    if isinstance(tokenizer, HuggingFaceTokenizer):
-        return tokenizer.to_json()
-    if isinstance(tokenizer, ByteTokenizer):
-        return TokenizerWrapper(_Bytes())
-    raise ValueError(f"grammars do not support a {type(tokenizer).__name__}")
-
-
-class _Bytes:
-    """`ByteTokenizer` in the form that `llguidance.TokenizerWrapper` takes."""
-
-    eos_token_id, bos_token_id = ByteTokenizer.eos_token_id, None
-    special_token_ids = ByteTokenizer.special_token_ids
-    tokens = tuple(bytes([token]) for token in range(ByteTokenizer.vocab_size))
-
-    def __call__(self, text: bytes) -> list[int]:
-        return list(text)
+def _compile_failure(code: int | None, seconds: float) -> GrammarError:
+    """Returns the error for a grammar whose trial ended with an exit code; None: it did not end."""
+    if code == -signal.SIGPROF:
+        return GrammarTooSlow(seconds)
+    if code is None:
+        return GrammarError(f"the grammar did not compile within {MAX_WALL_SECONDS:.0f} seconds")
+    limit = f"{MAX_MEMORY >> 20} MiB"
+    return GrammarError(f"compiling the grammar ended with code {code}, probably because it needs more than {limit}")

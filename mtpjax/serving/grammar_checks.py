@@ -22,6 +22,7 @@ _MEANINGS = {
     "coerce_one_of": "oneOf is not supported here: use anyOf",
     "lookarounds not supported": "^, $ and \\b are not supported in it; the whole text must match anyway",
 }
+_TOO_MANY = re.compile(r"row has (?P<items>\d+) items; max is (?P<limit>\d+)")
 # A regular expression is compiled as a part of a larger grammar, whose place and text say nothing to a client.
 _WRAPPED = re.compile(r'^at \d+\(\d+\): invalid regex ".*" \(in regex\): (?P<problem>.*?)( \d+ \| start: .*)?$')
 
@@ -33,6 +34,11 @@ class GrammarError(ValueError):
 def explain(message: str) -> str:
     """Returns a message of llguidance in one line, without its internal words."""
     message = " ".join(message.split()).removesuffix("<non-verbose/>").strip()
+    if found := _TOO_MANY.search(message):
+        return (
+            f"it allows {found['items']} alternatives at one place, more than {found['limit']}; an object has about "
+            "four for each of its optional properties, so make some of them required, or ask for fewer"
+        )
     found = _WRAPPED.match(message)
     message = found["problem"] if found else message
     message = next((meaning for word, meaning in _MEANINGS.items() if word in message), message)

@@ -13,7 +13,7 @@ from typing import TextIO
 import uvicorn
 from starlette.types import ASGIApp
 
-from mtpjax.serving.header_timeout import protocol_with_timeout
+from mtpjax.serving.header_limits import limited_protocol
 
 
 def listen(host: str, port: int) -> socket.socket:
@@ -93,7 +93,7 @@ def run_app(
 
     config = uvicorn.Config(
         app,
-        http=protocol_with_timeout(header_seconds),
+        http=limited_protocol(header_seconds),
         log_level=log_level,
         access_log=False,
         server_header=False,
@@ -121,7 +121,7 @@ def serve_in_thread(
     Yields:
         The address.
     """
-    http = protocol_with_timeout(header_seconds)
+    http = limited_protocol(header_seconds)
     config = uvicorn.Config(app, http=http, ws="none", log_level=log_level, timeout_graceful_shutdown=1)
     with listen("127.0.0.1", port) as listener:
         server = uvicorn.Server(config)

@@ -161,7 +161,7 @@ def admit(
     """
 
     def admit_part(_: dict, __: Any, state: DecodeState, rows: NewRows, slots: jax.Array) -> DecodeState:
-        rows, slots = _of_part(state, (rows, slots))
+        rows, slots = of_part(state, (rows, slots))
         taken = gather_rows(state, slots)
         # Attention masks slots behind the text. A recurrent layer's state must be zero at the start of a text.
         taken = taken.replace(trunk=reset_rows(taken.trunk, jnp.ones(len(slots), bool)))
@@ -210,14 +210,14 @@ def prefill_chunk(
 
     def prefill_part(params, draft_params, state, batch, start, first_token, allowed, end):
         prepared = drafter.prepare(params, draft_params, model=model, dtype=params["embedding"].dtype)
-        batch, start, first_token, allowed, end = _of_part(state, (batch, start, first_token, allowed, end))
+        batch, start, first_token, allowed, end = of_part(state, (batch, start, first_token, allowed, end))
         # Take the rows without the options that none of them uses, process a chunk, and write the rows back.
-        rows, row_spec = features.reduce(_take(state, batch), spec)
+        rows, row_spec = features.reduce(take(state, batch), spec)
         rows = prefill(
             params, prepared, rows, start, model=model, drafter=drafter, spec=row_spec, max_chunks=1,
             first_token=first_token, allowed=allowed, end=end,
         )  # fmt: skip
-        return _put(state, rows, batch, features)
+        return put(state, rows, batch, features)
 
     # The report holds what the rows gained, so remember their lengths.
     before = _lengths(state, batch)
@@ -268,8 +268,8 @@ def advance(
 
     def advance_part(params, draft_params, state, batch, rounds):
         prepared = drafter.prepare(params, draft_params, model=model, dtype=params["embedding"].dtype)
-        batch = _of_part(state, batch)
-        rows, row_spec = features.reduce(_take(state, batch), spec)
+        batch = of_part(state, batch)
+        rows, row_spec = features.reduce(take(state, batch), spec)
         # Chains change their depth, so their drafter may have a backlog of rounds without drafts.
         is_adaptive = row_spec.is_adaptive
         rows = run_rounds(
@@ -282,7 +282,7 @@ def advance(
             spec=row_spec if is_adaptive else _round_spec(row_spec, depth),
             depth=depth if is_adaptive else None,
         )
-        return _put(state, rows, batch, features)
+        return put(state, rows, batch, features)
 
     before = _lengths(state, batch)
     state = run_in_parts(advance_part, model.config, params, draft_params, state, batch, rounds)
@@ -322,7 +322,7 @@ def draft_round(
 
     def draft_part(params, draft_params, state, batch):
         prepared = drafter.prepare(params, draft_params, model=model, dtype=params["embedding"].dtype)
-        batch = _of_part(state, batch)
+        batch = of_part(state, batch)
 
         def propose(carry):
             rows, _ = carry
@@ -335,11 +335,11 @@ def draft_round(
                 draft = draft.replace(probabilities=Vocabulary.of(vocab_size).gather(q))
             return rows, draft
 
-        rows = _take(state, batch)
+        rows = take(state, batch)
         _, draft = jax.eval_shape(propose, (rows, None))
         no_draft = jax.tree.map(lambda leaf: jnp.zeros(leaf.shape, leaf.dtype), draft)
-        rows, draft = _run_once(propose, (rows, no_draft))
-        return _put(state, rows, batch, Features(plain=False)), draft
+        rows, draft = run_once(propose, (rows, no_draft))
+        return put(state, rows, batch, Features(plain=False)), draft
 
     state, draft = run_in_parts(draft_part, model.config, params, draft_params, state, batch, has_row_outputs=True)
     return state, in_every_process(draft)
@@ -381,14 +381,14 @@ def verify_round(
     spec = dataclasses.replace(spec, min_rows=min_rows)
 
     def verify_part(params, _, state, batch, draft, allowed):
-        batch, draft, allowed = _of_part(state, (batch, draft, allowed))
+        batch, draft, allowed = of_part(state, (batch, draft, allowed))
 
         def finish(carry):
             settings = {"model": model, "drafter": drafter, "spec": _round_spec(spec, depth), "allowed": allowed}
             return (finish_round(params, carry[0], draft, **settings),)
 
-        (rows,) = _run_once(finish, (_take(state, batch),))
-        return _put(state, rows, batch, Features(plain=False))
+        (rows,) = run_once(finish, (take(state, batch),))
+        return put(state, rows, batch, Features(plain=False))
 
     before, num_parts = _lengths(state, batch), len(batch.slots)
     draft, allowed = jax.tree.map(lambda leaf: leaf.reshape(num_parts, -1, *leaf.shape[1:]), (draft, allowed))
@@ -403,7 +403,7 @@ def clear_pages(
     """Zeroes pages `[P, n]` int32 that a failed row wrote: XLA's attention multiplies what it masks by 0, also NaN."""
 
     def clear_part(_: dict, __: Any, state: DecodeState, pages: jax.Array) -> DecodeState:
-        pages = _of_part(state, pages)
+        pages = of_part(state, pages)
         clear = lambda node: clear_cache_pages(node, pages) if isinstance(node, Cache) else node
         return jax.tree.map(clear, state, is_leaf=lambda node: isinstance(node, Cache))
 
@@ -417,7 +417,7 @@ def _round_spec(spec: DecodeSpec, depth: int) -> DecodeSpec:
     return dataclasses.replace(spec.at_depth(depth), topk=1)
 
 
-def _run_once(function: Callable[[Any], Any], carry: Any) -> Any:
+def run_once(function: Callable[[Any], Any], carry: Any) -> Any:
     """Computes `function(carry)`, unless all rows of `carry[0]` have ended.
 
     Outside of a loop, jit rejects donated caches whose layout is pinned (`mtpjax.models.layers.entries.pin_layout`).
@@ -425,14 +425,14 @@ def _run_once(function: Callable[[Any], Any], carry: Any) -> Any:
     return cond_as_while_loop(function, over_rows(jnp.any, ~carry[0].done), carry)
 
 
-def _of_part(state: DecodeState, tree: Any) -> Any:
+def of_part(state: DecodeState, tree: Any) -> Any:
     """Returns this device's part of arrays `[P, ...]`; `state` is the device's part of the state."""
     own = len(state.length)
     part = first_row(own) // own
     return jax.tree.map(lambda leaf: leaf[part], tree)
 
 
-def _take(state: DecodeState, batch: Batch) -> DecodeState:
+def take(state: DecodeState, batch: Batch) -> DecodeState:
     """Returns the batch's rows, which read and write the pages of its table. Padding rows are done."""
     rows = gather_rows(state, batch.slots)
     assert rows.pages is not None
@@ -442,7 +442,7 @@ def _take(state: DecodeState, batch: Batch) -> DecodeState:
     )
 
 
-def _put(state: DecodeState, rows: DecodeState, batch: Batch, features: Features) -> DecodeState:
+def put(state: DecodeState, rows: DecodeState, batch: Batch, features: Features) -> DecodeState:
     """Writes the batch's rows back."""
     without = dict.fromkeys(features.unchanged)
     written = scatter_rows(state.replace(**without), rows.replace(**without), batch.slots)

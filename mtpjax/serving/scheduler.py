@@ -14,6 +14,7 @@ from typing import Any
 from mtpjax.serving.grammar import Matcher
 from mtpjax.serving.page_pool import Lease, PagePool
 from mtpjax.serving.request import Deliver, Request, RequestTimes
+from mtpjax.serving.scoring import ScoredText
 
 
 @dataclasses.dataclass(eq=False)
@@ -28,6 +29,7 @@ class Sequence:
         limit: most tokens of the text.
         rows: the request as arrays, for the executor.
         is_plain: greedy, without sampling options and log-probabilities.
+        scored: the text is not continued: its log-probabilities are collected here. None for all other requests.
         matcher: follows the text through the request's grammar, up to the end of `text`; None: no grammar.
         times: when things happened to it, of `time.monotonic`.
         part: part of the mesh's `data` whose slots and pages it uses.
@@ -57,6 +59,7 @@ class Sequence:
     is_plain: bool
     matcher: Matcher | None
     times: RequestTimes
+    scored: ScoredText | None = None
     part: int = 0
     slot: int | None = None
     lease: Lease | None = None
@@ -156,8 +159,11 @@ class Scheduler:
         return len(self.waiting) + len(self._preempted)
 
     def add(self, sequence: Sequence) -> None:
-        """Appends a request to the queue."""
-        self.waiting.append(sequence)
+        """Appends a request to the queue; a text to score comes first, because its request has waited already."""
+        if sequence.scored is None:
+            self.waiting.append(sequence)
+        else:
+            self.waiting.appendleft(sequence)
 
     def plan(self) -> Plan:
         """Chooses the calls of the next tick. The caller dispatches all of them.
@@ -229,7 +235,7 @@ class Scheduler:
 
     def _may_go_on(self, sequence: Sequence) -> bool:
         """Returns whether the row may have tokens to decode after the calls that were dispatched."""
-        return sequence.min_length < sequence.limit
+        return sequence.scored is None and sequence.min_length < sequence.limit
 
     def _num_pages(self, length: int, limit: int) -> int:
         """Returns the pages for a text of `length` tokens and the tick behind it."""
@@ -268,7 +274,9 @@ class Scheduler:
         # The newest token of a text is pending: the trunk has not processed it.
         num_to_prefill = len(sequence.text) - is_resumed
         # Without sharing, a preempted request must not find its own pages either: a recurrent state may be lost.
-        known_text = sequence.text[:num_to_prefill] if self.settings.shares_prefixes else []
+        # Scores need every position.
+        can_share = self.settings.shares_prefixes and sequence.scored is None
+        known_text = sequence.text[:num_to_prefill] if can_share else []
         num_pages = self._num_pages(num_to_prefill + 1, sequence.limit)
         lease = self.pools[part].acquire(known_text, num_pages, salt=sequence.request.salt)
         if lease is None:
@@ -286,7 +294,7 @@ class Scheduler:
         """Chooses where to keep the recurrent state of a request that has just entered."""
         pool, lease, position = self.pools[sequence.part], sequence.lease, sequence.position
         assert lease is not None
-        if pool.snapshots is None:
+        if pool.snapshots is None or sequence.scored is not None:
             return []
         # The borders that later requests are likely to continue from: where this prompt leaves a text that another
         # request had (Marconi, 2411.19379), and the last one of the prompt. Each costs a call for the rest of a chunk,

@@ -1,26 +1,66 @@
-"""Log-probabilities of a given text, for `echo` and for clients that compare answers by their likelihood."""
+"""Log-probabilities of a given text, for `echo` and for clients that compare answers by their likelihood.
 
+A text to score takes a slot and pages like a prompt, and is processed chunk by chunk between the rounds of others.
+"""
+
+import dataclasses
+from typing import Any
+
+import flax.struct
 import jax
 import jax.numpy as jnp
 import numpy as np
 
 from mtpjax.decoding.gpu_graph import one_graph
-from mtpjax.distributed import gather_processes
-from mtpjax.models.forward import forward
-from mtpjax.models.model import MTPModel
+from mtpjax.decoding.state import DecodeState, view_pass
+from mtpjax.models.cache import commit
+from mtpjax.models.decoding_layout import run_in_parts
+from mtpjax.models.layers.entries import read_rows
+from mtpjax.models.model import MTPModel, bind
+from mtpjax.models.vocabulary import Vocabulary
+from mtpjax.serving.programs import Batch, Features, in_every_process, of_part, put, run_once, take
 from mtpjax.serving.request import Scores
-from mtpjax.serving.sizes import bucket, fractions_of
 
 MAX_TOP = 20  # alternatives per token
+MAX_LOGITS = 2**24  # numbers, of the logits that exist at the same time: 64 MiB
 
 
-def score_sizes(max_length: int) -> tuple[int, ...]:
-    """Returns the lengths that texts are padded to, ascending; each has its own program."""
-    return fractions_of(8, max_length, 64)
+@dataclasses.dataclass
+class ScoredText:
+    """A text whose log-probabilities are computed.
+
+    Attributes:
+        tokens: the text.
+        num_top: alternatives per token.
+        rows: per token from the second on, as far as computed: log-probability, best ids, and their log-probabilities.
+    """
+
+    tokens: list[int]
+    num_top: int
+    rows: list[tuple[float, list[int], list[float]]] = dataclasses.field(default_factory=list)
+
+    def add(self, chunk: "ScoredChunk", row: int, count: int) -> None:
+        """Takes the first `count` results of a row of a chunk on the host."""
+        top = slice(0, self.num_top)
+        columns = (chunk.logprobs[row, :count], chunk.ids[row, :count, top], chunk.values[row, :count, top])
+        self.rows += zip(*(column.tolist() for column in columns), strict=True)
+
+    def result(self) -> Scores:
+        """Returns the log-probabilities of the whole text."""
+        logprobs, ids, values = zip((None, [], []), *self.rows, strict=True)
+        return Scores(logprobs=list(logprobs), top_ids=list(ids), top_logprobs=list(values))
+
+
+class ScoredChunk(flax.struct.PyTreeNode):
+    """Log-probabilities of the tokens after each of C positions, in R rows."""
+
+    logprobs: Any  # [R, C] float32
+    ids: Any  # [R, C, n] int32 the best tokens, n = min(MAX_TOP, V)
+    values: Any  # [R, C, n] float32 their log-probabilities
 
 
 def check_text(tokens: list[int], num_top: int, *, vocab_size: int, max_length: int) -> None:
-    """Checks the arguments of `score_text`.
+    """Checks a text to score.
 
     Args:
         tokens: the text.
@@ -39,41 +79,78 @@ def check_text(tokens: list[int], num_top: int, *, vocab_size: int, max_length: 
         raise ValueError(f"num_top must be within 0..{MAX_TOP}, got {num_top}")
 
 
-def score_text(params: dict, tokens: list[int], num_top: int, *, model: MTPModel, max_length: int) -> Scores:
-    """Scores a text with the trunk.
+@one_graph(donate_argnames=("state",), static_argnames=("model",))
+def score_chunk(
+    params: dict,
+    draft_params: Any,
+    state: DecodeState,
+    batch: Batch,
+    start: jax.Array,
+    targets: jax.Array,
+    *,
+    model: MTPModel,
+) -> tuple[DecodeState, ScoredChunk]:
+    """Runs the trunk over a chunk of each row's text, and scores the tokens that follow.
 
     Args:
         params: model parameters.
-        tokens: the text.
-        num_top: alternatives per token, at most `MAX_TOP`.
+        draft_params: the drafter's own parameters, for the layout of a mesh.
+        state: the state; donated. Only the trunk's cache changes.
+        batch: the rows.
+        start: `[P, b]` int32 first position of each row's chunk; the caches hold the positions before it. `NO_START`
+            for padding.
+        targets: `[P, b, C]` int32 token after each position; any where the text has ended.
         model: the model.
-        max_length: most tokens of a text.
 
     Returns:
-        The log-probability of each token, given those before it.
-
-    Raises:
-        ValueError: for an empty or too long text, ids outside the vocabulary, or too many alternatives.
+        The new state and the scores.
     """
-    check_text(tokens, num_top, vocab_size=model.config.vocab_size, max_length=max_length)
-    padded = np.zeros((1, bucket(len(tokens), score_sizes(max_length))), np.int32)
-    padded[0, : len(tokens)] = tokens
-    scored = score(params, padded, np.array([len(tokens)], np.int32), model=model)
-    logprobs, ids, top = jax.device_get(gather_processes(scored))
-    count = len(tokens) - 1
-    return Scores(
-        logprobs=[None, *logprobs[0, :count].tolist()],
-        top_ids=[[], *ids[0, :count, :num_top].tolist()],
-        top_logprobs=[[], *top[0, :count, :num_top].tolist()],
+
+    def score_part(params, _, state, batch, start, targets):
+        batch, start, targets = of_part(state, (batch, start, targets))
+        vocab_size, width = model.config.vocab_size, targets.shape[-1]
+        apply, vocabulary = bind(model, params), Vocabulary.of(vocab_size)
+
+        def score_piece(piece):
+            hidden, given = piece  # [b, c, D], [b, c]
+            logits = apply(hidden, method="own_logits").astype(jnp.float32)
+            total, rows = vocabulary.logsumexp(logits), logits.reshape(-1, logits.shape[-1])
+            own = vocabulary.at(rows, np.arange(len(rows)), given.reshape(-1)).reshape(given.shape)
+            values, ids = vocabulary.top_k(logits, min(MAX_TOP, vocab_size))
+            return ScoredChunk(own - total, ids, values - total[..., None])
+
+        def process(carry):
+            rows, _ = carry
+            # 1. The trunk, over the chunk, as in prefill.
+            begin = jnp.minimum(start, rows.length)
+            num_valid = jnp.clip(rows.length - begin, 0, width)
+            view = view_pass(rows, model.config, begin, width, num_used=num_valid, num_valid=num_valid)
+            output = apply(read_rows(rows.tokens, begin, width), view, rows.trunk, method="run_trunk")
+            # 2. The head, over a few positions at a time: the logits of all of them may not fit.
+            size = piece_size(width, len(begin) * vocab_size)
+            split = lambda leaf: jnp.moveaxis(leaf.reshape(len(leaf), -1, size, *leaf.shape[2:]), 1, 0)
+            join = lambda leaf: jnp.moveaxis(leaf, 0, 1).reshape(leaf.shape[1], width, *leaf.shape[3:])
+            scores = jax.tree.map(join, jax.lax.map(score_piece, (split(output.hidden), split(targets))))
+            return rows.replace(trunk=commit(output.cache, begin + num_valid)), scores
+
+        rows = take(state, batch)
+        _, scores = jax.eval_shape(process, (rows, None))
+        no_scores = jax.tree.map(lambda leaf: jnp.zeros(leaf.shape, leaf.dtype), scores)
+        rows, scores = run_once(process, (rows, no_scores))
+        return put(state, rows, batch, Features(plain=False)), scores
+
+    rest = batch, start, targets
+    state, scores = run_in_parts(score_part, model.config, params, draft_params, state, *rest, has_row_outputs=True)
+    return state, in_every_process(scores)
+
+
+def piece_size(width: int, row_size: int) -> int:
+    """Returns the most positions whose logits may exist at the same time: a divisor of `width`.
+
+    Args:
+        width: positions of the chunk.
+        row_size: logits of one position of all rows.
+    """
+    return max(
+        size for size in range(1, width + 1) if width % size == 0 and (size == 1 or size * row_size <= MAX_LOGITS)
     )
-
-
-@one_graph(static_argnames=("model",))
-def score(
-    params: dict, tokens: jax.Array, lengths: jax.Array, *, model: MTPModel
-) -> tuple[jax.Array, jax.Array, jax.Array]:
-    """Returns the log-probabilities of tokens 1.. `[1, T-1]`, and ids and log-probabilities of the best ones."""
-    logits = forward(params, tokens, model=model, lengths=lengths, num_depths=0).logits[:, :-1]
-    logprobs = jax.nn.log_softmax(logits.astype(jnp.float32))
-    values, ids = jax.lax.top_k(logprobs, min(MAX_TOP, logprobs.shape[-1]))
-    return jnp.take_along_axis(logprobs, tokens[:, 1:, None], axis=-1)[..., 0], ids, values

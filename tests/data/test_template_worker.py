@@ -3,6 +3,7 @@
 import concurrent.futures
 import os
 import pathlib
+import signal
 import time
 
 import pytest
@@ -48,7 +49,7 @@ def test_a_template_that_does_not_end_is_stopped(template, monkeypatch, tmp_path
     source = pathlib.Path(template_worker.__file__).read_text()
     assert "MAX_SECONDS = 10" in source
     (tmp_path / "short.py").write_text(source.replace("MAX_SECONDS = 10", "MAX_SECONDS = 1"))
-    monkeypatch.setattr(template_worker, "__file__", str(tmp_path / "short.py"))
+    monkeypatch.setattr(worker._worker, "_script", str(tmp_path / "short.py"))
     begin = time.monotonic()
     with pytest.raises(TemplateFailure, match="ran for more than"):
         worker.render(template, {"messages": MESSAGES})
@@ -80,10 +81,10 @@ def test_threads_share_a_worker_and_get_their_own_answers(worker):
 
 def test_a_worker_that_was_killed_is_replaced(worker):
     assert worker.render("a", {}) == "a"
-    worker._process.kill()
-    worker._process.wait()
+    worker._worker._process.kill()
+    worker._worker._process.wait()
     assert worker.render("b", {}) == "b"
-    assert worker._owner == os.getpid()
+    assert worker._worker._owner == os.getpid()
 
 
 def test_tojson_takes_the_keywords_of_transformers(worker):
@@ -134,3 +135,28 @@ def test_several_renderings_fail_one_by_one(worker):
     good, bad = worker.render_all("{{ 1 // n }}", [{"n": 1}, {"n": 0}])
     assert good.text == "1" and isinstance(bad, TemplateFailure) and "ZeroDivisionError" in str(bad)
     assert all(each.is_template for each in worker.render_all("{% if %}", [{}, {}]))
+
+
+def test_a_worker_that_was_stopped_is_replaced(worker, monkeypatch):
+    monkeypatch.setattr(template_worker, "MAX_SECONDS", 0.5)
+    monkeypatch.setattr(template_worker, "ANSWER_SECONDS", 0)
+    assert worker.render("a", {}) == "a"
+    stopped = worker._worker._process
+    stopped.send_signal(signal.SIGSTOP)
+    # More than a pipe holds: the request cannot even be written.
+    assert worker.render("{{ b }}", {"b": "c" * 300_000}) == "c" * 300_000
+    assert stopped.poll() == -signal.SIGKILL
+
+
+def test_a_killed_worker_ends_its_calls_at_once(worker):
+    worker.render("a", {})
+    worker._worker._process.send_signal(signal.SIGSTOP)
+    with concurrent.futures.ThreadPoolExecutor(3) as pool:
+        waiting = [pool.submit(worker.render, "a", {}) for _ in range(3)]
+        time.sleep(0.1)
+        begin = time.monotonic()
+        worker.kill()
+        # One of them was running. The others get a new process.
+        failures = [error for each in waiting if (error := each.exception()) is not None]
+    assert time.monotonic() - begin < 5  # not the ten seconds of a template
+    assert [type(error) for error in failures] == [TemplateFailure]

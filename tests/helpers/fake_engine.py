@@ -1,4 +1,4 @@
-"""An engine without a model: its tokens are scripted, and a thread delivers them in deltas of one to three."""
+"""An engine without a model: its tokens are scripted, and a thread delivers them in small deltas."""
 
 import itertools
 import threading
@@ -24,6 +24,7 @@ class FakeEngine:
     def __init__(self, reply=REPLY, *, max_length=200, delay=0.0, max_requests=10_000, fail_after=None, grammars=None):
         self.reply, self.max_length, self.vocab_size, self.delay = reply, max_length, 256, delay
         self.max_requests, self.fail_after = max_requests, fail_after
+        self.sizes, self.progress_at = (1, 3, 2), time.monotonic()  # tokens per delta; read at each request
         self.logprob, self.grammars, self.failure = -0.5, grammars, ""
         self.requests, self.reasons, self.num_aborted = [], [], 0
         self._ids, self._running, self._aborted = itertools.count(), {}, {}
@@ -80,7 +81,7 @@ class FakeEngine:
                 return
 
     def _deltas(self, request):
-        tokens, sizes, num_steps, num_new = self._tokens(request), itertools.cycle((1, 3, 2)), 0, 0
+        tokens, sizes, num_steps, num_new = self._tokens(request), itertools.cycle(self.sizes), 0, 0
         while part := list(itertools.islice(tokens, next(sizes))):
             num_steps, num_new = num_steps + 1, num_new + len(part)
             if self.fail_after is not None and num_new > self.fail_after:

@@ -1,7 +1,10 @@
 """Over real connections: clients that leave, read slowly or send nothing cost the engine nothing, and others go on."""
 
 import asyncio
+import contextlib
+import importlib
 import json
+import select
 import socket
 import threading
 import time
@@ -15,6 +18,7 @@ pytest.importorskip("uvicorn")
 import httpx
 
 from mtpjax.data.tokenizer import ByteTokenizer
+from mtpjax.serving import header_limits
 from mtpjax.serving.api.server import ApiSettings
 from mtpjax.serving.app import make_app
 from tests.helpers.api_server import serve
@@ -135,6 +139,27 @@ def test_running_requests_finish_or_are_told_when_the_server_stops():
     asyncio.run(run())
 
 
+def test_a_request_id_belongs_to_a_key():
+    engine = FakeEngine(delay=0.01, max_length=100_000)
+    with serve(engine, api_keys=("a", "b"), admin_api_keys=("admin",)) as address:
+        headers = {key: {"Authorization": f"Bearer {key}"} for key in ("a", "b", "admin")}
+        abort = lambda key: httpx.post(f"{address}/abort_request", json={"rid": "x"}, headers=headers[key]).json()
+        body = {**LONG, "stream": True, "rid": "x"}
+
+        def stream(key):
+            return httpx.stream("POST", f"{address}/v1/completions", json=body, headers=headers[key])
+
+        with stream("a") as mine, stream("b") as other:
+            assert mine.status_code == other.status_code == 200
+            with stream("a") as again:
+                assert again.status_code == 400
+            assert abort("b") == {"num_aborted": 1}
+            assert '"finish_reason":"abort"' in other.read().decode()
+            assert engine.status().num_running == 1 and abort("b") == {"num_aborted": 0}
+            assert abort("admin") == {"num_aborted": 1}
+            assert '"finish_reason":"abort"' in mine.read().decode()
+
+
 def connect(address, body, *, length=None, buffer_bytes=1 << 16):
     """Returns a connection that has sent a completion's body."""
     host, port = address.removeprefix("http://").split(":")
@@ -181,6 +206,80 @@ def test_a_header_that_does_not_arrive_closes_the_connection(before, data):
             client.sendall(data)
             # Uvicorn itself closes a connection that is idle after a request.
             assert client.recv(4096) == b""
+
+
+@pytest.fixture(params=["h11", "httptools"])
+def parser(request, monkeypatch):
+    """Lets uvicorn use one of its two parsers."""
+    pytest.importorskip(request.param)
+    kind = importlib.import_module(f"uvicorn.protocols.http.{request.param}_impl")
+    chosen = kind.H11Protocol if request.param == "h11" else kind.HttpToolsProtocol
+    monkeypatch.setattr(header_limits, "AutoHTTPProtocol", chosen)
+
+
+def send_until_closed(address, begin, repeated, max_bytes):
+    """Sends bytes until the server closes the connection; returns its answer and how many it took."""
+    host, port = address.removeprefix("http://").split(":")
+    answer, num_sent = b"", 0
+    with socket.create_connection((host, int(port)), timeout=20) as client:
+        client.sendall(begin)
+        with contextlib.suppress(ConnectionError):
+            while num_sent < max_bytes:
+                num_sent += client.send(repeated)
+                if select.select([client], [], [], 0)[0]:
+                    if not (part := client.recv(4096)):
+                        break
+                    answer += part
+            while part := client.recv(4096):
+                answer += part
+    return answer, num_sent
+
+
+GET, CHUNKED = b"GET / HTTP/1.1\r\nHost: tiny\r\n", b"POST /tokenize HTTP/1.1\r\nHost: tiny\r\n"
+CHUNKED += b"Content-Type: application/json\r\nTransfer-Encoding: chunked\r\n\r\n"
+
+
+@pytest.mark.parametrize(
+    ("begin", "repeated"),
+    [
+        (GET, b"X: " + b"a" * 1000 + b"\r\n"),
+        (GET + b"X: ", b"a" * 60_000),
+        (b"GET /", b"a" * 1000),
+    ],
+)
+def test_a_header_without_end_is_431_before_any_key_is_checked(parser, begin, repeated):
+    with serve(FakeEngine(), api_keys=("key",)) as address:
+        answer, num_sent = send_until_closed(address, begin, repeated, 50 << 20)
+        assert httpx.get(f"{address}/health").status_code == 200
+    assert num_sent < 20 << 20  # what the buffers of two sockets hold; the server keeps 16 KiB
+    assert answer.startswith(b"HTTP/1.1 431") or not answer  # a reset may overtake the answer
+
+
+@pytest.mark.parametrize("begin", [CHUNKED + b"1\r\n{\r\n0\r\nX: ", CHUNKED + b"1;", GET + b"\r\n" + GET + b"X: "])
+def test_a_trailer_a_chunk_or_a_later_header_without_end_closes_the_connection(parser, begin):
+    with serve(FakeEngine()) as address:
+        _, num_sent = send_until_closed(address, begin, b"a" * 1000, 50 << 20)
+        assert httpx.get(f"{address}/health").status_code == 200
+    assert num_sent < 20 << 20
+
+
+def test_headers_below_the_limit_and_many_requests_of_a_connection_pass(parser):
+    with serve(FakeEngine()) as address, httpx.Client(headers={"X": "a" * 12_000}) as client:
+        for _ in range(5):
+            body = {"prompt": "x" * 90, "stop": ["y" * 400], "user": "é" * 500}
+            assert client.post(f"{address}/v1/completions", json=body).status_code == 200
+            assert client.get(f"{address}/health").status_code == 200
+        # A large body in small chunks.
+        chunks = (b'{"prompt": "a"', b" " * 70_000, *[b" "] * 3000, b"}")
+        headers = {"Content-Type": "application/json"}
+        assert client.post(f"{address}/v1/completions", content=iter(chunks), headers=headers).status_code == 200
+
+
+def test_two_lengths_of_a_body_are_400_and_close_the_connection(parser):
+    with serve(FakeEngine()) as address:
+        begin = CHUNKED.replace(b"\r\n\r\n", b"\r\nContent-Length: 5\r\n\r\n") + b"0\r\n\r\n" + GET + b"\r\n"
+        answer, _ = send_until_closed(address, begin, b"", 0)
+    assert answer.startswith(b"HTTP/1.1 400") and answer.count(b"HTTP/1.1") == 1
 
 
 def test_a_long_response_outlives_the_time_for_headers():

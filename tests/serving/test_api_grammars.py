@@ -1,6 +1,9 @@
 """The fields that ask for a grammar reach the engine, and a wrong grammar is a 400."""
 
+import asyncio
+import concurrent.futures
 import threading
+import time
 
 import numpy as np
 import pytest
@@ -11,7 +14,8 @@ pytest.importorskip("llguidance")
 
 from mtpjax.data.tokenizer import ByteTokenizer
 from mtpjax.serving.api import server as api_server
-from mtpjax.serving.grammar import Grammars, num_words
+from mtpjax.serving.api.turns import Turns
+from mtpjax.serving.grammar import Grammars, GrammarTooSlow, num_words
 from mtpjax.serving.request import Finish
 from tests.helpers.api_client import api_client, chat, completion, events
 from tests.helpers.fake_engine import FakeEngine
@@ -133,10 +137,58 @@ def test_a_grammar_that_compiles_for_too_long_is_a_400(server, monkeypatch):
     client, engine = server
     ends = threading.Event()
     monkeypatch.setattr(api_server, "GRAMMAR_SECONDS", 0.05)
-    monkeypatch.setattr(engine.grammars, "compile", lambda *_: ends.wait(30))
+    monkeypatch.setattr(engine.grammars, "compile", lambda *_, seconds: ends.wait(30))
     response = completion(client, regex="a")
     ends.set()
     assert response.status_code == 400 and "too long" in response.json()["error"]["message"]
+
+
+def test_a_small_grammar_does_not_wait_for_large_ones(monkeypatch):
+    large_may_end, begun = threading.Event(), []
+
+    class Slow(Grammars):
+        def compile(self, kind, source, *, seconds):
+            if source.startswith("large"):
+                begun.append(seconds)
+                if seconds < 1:
+                    raise GrammarTooSlow(seconds)
+                assert large_may_end.wait(30)
+            return super().compile(kind, source, seconds=seconds)
+
+    monkeypatch.setattr(api_server, "GRAMMAR_SECONDS", 0.5)
+    with api_client(FakeEngine(grammars=Slow(ByteTokenizer(), 256))) as (client, _):
+        with concurrent.futures.ThreadPoolExecutor(6) as threads:
+            waiting = [threads.submit(completion, client, regex=f"large{index}") for index in range(6)]
+            while len(begun) < 6 + api_server.SLOW_GRAMMARS:
+                time.sleep(0.01)
+            assert completion(client, regex="[a-z]").status_code == 200
+            # Those that run have taken too long. The time of those that wait has not begun.
+            first = concurrent.futures.wait(waiting, timeout=1)
+            assert {each.result().status_code for each in first.done} == {400}
+            large_may_end.set()
+        assert [each.result().status_code for each in waiting].count(200) == 6 - len(first.done) == 4
+
+
+def test_turns_go_round_the_clients():
+    async def run():
+        turns, order = Turns(1), []
+
+        async def work(client):
+            await turns.take(client)
+            order.append(client)
+            await asyncio.sleep(0)
+            turns.release()
+
+        await turns.take("first")
+        tasks = [asyncio.create_task(work(client)) for client in "aaaabbc"]
+        await asyncio.sleep(0)
+        tasks[1].cancel()
+        turns.release()
+        await asyncio.gather(*tasks, return_exceptions=True)
+        assert "".join(order) == "abcaba"
+        await turns.take("last")  # the place is free again
+
+    asyncio.run(run())
 
 
 def test_a_grammar_that_fails_while_decoding_is_a_400(server, monkeypatch):

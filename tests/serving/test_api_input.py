@@ -1,5 +1,6 @@
 """Bad requests are answered with 4xx and OpenAI's error object, and never reach the engine."""
 
+import gzip
 import json
 import time
 
@@ -180,6 +181,15 @@ def test_other_content_types_are_rejected(client, headers):
 def test_content_types_may_have_parameters(client):
     headers = {"Content-Type": "Application/JSON; charset=utf-8"}
     assert post(client, b'{"prompt": "a"}', headers=headers).status_code == 200
+
+
+@pytest.mark.parametrize("encoding", ["gzip", "br", "GZIP, identity", "x" * 99])
+def test_compressed_bodies_are_rejected_as_such(client, encoding):
+    headers = {**JSON, "Content-Encoding": encoding}
+    for path in ("/v1/completions", "/v1/chat/completions", "/generate", "/tokenize", "/abort_request"):
+        response = post(client, gzip.compress(b'{"prompt": "a"}'), path, headers)
+        assert "send it uncompressed" in assert_error(response, 415, code="unsupported_content_encoding")
+    assert post(client, b'{"prompt": "a"}', headers={**JSON, "Content-Encoding": "identity"}).status_code == 200
 
 
 def test_unknown_models_paths_and_methods_have_their_status(client):

@@ -1,12 +1,17 @@
 """The routes give OpenAI's and SGLang's responses, and a stream gives the same text as a plain response."""
 
+import random
+import time
+
 import pytest
 
 pytest.importorskip("fastapi")
 pytest.importorskip("httpx")
 
 from mtpjax.decoding.config import SamplingParams
-from mtpjax.serving.request import Finish
+from mtpjax.serving.api import admin_routes
+from mtpjax.serving.api.admin_routes import HEALTH_SECONDS
+from mtpjax.serving.request import Finish, Request
 from tests.helpers import chat_templates, chatml
 from tests.helpers.api_client import api_client, chat, completion, events
 from tests.helpers.fake_engine import REPLY, FakeEngine
@@ -222,7 +227,7 @@ def test_information_about_server_and_model(client):
         assert client.get(path).json()["model_path"] == "tiny"
     assert [card["id"] for card in client.get("/v1/models").json()["data"]] == ["tiny", "small"]
     assert client.get("/v1/models/small").json()["max_model_len"] == 200
-    assert client.get("/flush_cache").json() == client.post("/flush_cache").json() == {"success": True, "num_pages": 3}
+    assert client.post("/flush_cache").json() == {"success": True, "num_pages": 3}
 
 
 def test_health_and_readiness():
@@ -369,7 +374,6 @@ def test_what_changes_the_server_for_everybody_needs_an_admin_key(keys, sent, st
         status = 401  # nobody knows this key
     with api_client(api_keys=keys, admin_api_keys=("admin", "second")) as (client, _):
         responses = [
-            client.get("/flush_cache", headers=headers),
             client.post("/flush_cache", headers=headers),
             client.post("/abort_request", json={"abort_all": True}, headers=headers),
         ]
@@ -391,6 +395,47 @@ def test_without_an_admin_key_an_ordinary_one_is_enough():
         headers = [("Authorization", b"Bearer " + KEY.encode())]
         assert client.post("/flush_cache", headers=headers).status_code == 200
         assert client.post("/abort_request", json={"abort_all": True}, headers=headers).status_code == 200
+
+
+@pytest.mark.parametrize("origin", ["http://evil.example", "null", "http://testserver", "http://127.0.0.1:1"])
+def test_no_web_page_of_another_site_empties_the_cache(origin):
+    # A name such as testserver may be the page's own, which now leads to this machine.
+    with api_client() as (client, _):
+        assert client.get("/flush_cache").status_code == 405
+        response = client.post("/flush_cache", headers={"Origin": origin})
+        assert response.status_code == 403 and response.json()["error"]["code"] == "other_origin"
+        own = {"Origin": "http://127.0.0.1:30000", "Host": "127.0.0.1:30000"}
+        assert client.post("/flush_cache", headers=own).status_code == 200
+
+
+def test_a_page_with_a_key_may_empty_the_cache():
+    with api_client(api_keys=(KEY,)) as (client, _):
+        headers = [("Authorization", b"Bearer " + KEY.encode()), ("Origin", b"https://chat.example")]
+        assert client.post("/flush_cache", headers=headers).status_code == 200
+
+
+def test_a_busy_engine_is_healthy_while_its_device_answers():
+    with api_client(FakeEngine(delay=0.02, max_length=10_000, max_requests=1)) as (client, engine):
+        running = client.app.state.server.engine.submit(
+            Request(prompt=(1,), max_new_tokens=9000, stop_token_ids=()), lambda event: None
+        )
+        begin = time.monotonic()
+        assert client.get("/health_generate").status_code == 200  # the queue is full
+        assert time.monotonic() - begin < 1 and len(engine.requests) == 1
+        engine.progress_at -= HEALTH_SECONDS + 1
+        response = client.get("/health_generate")
+        assert response.status_code == 503 and "the device has not answered for 21 s" in response.text
+        engine.abort(running)
+        assert engine.wait_until_idle()
+
+
+def test_an_idle_engine_that_makes_no_token_is_not_healthy(monkeypatch):
+    monkeypatch.setattr(admin_routes, "IDLE_HEALTH_SECONDS", 0.1)
+    with api_client(FakeEngine(delay=0.5)) as (client, engine):
+        assert client.get("/health_generate").status_code == 200  # others' work may have come first
+        assert engine.wait_until_idle()
+        engine.progress_at -= HEALTH_SECONDS + 1
+        assert client.get("/health_generate").status_code == 503
 
 
 def test_clients_with_different_keys_share_no_pages():
@@ -442,13 +487,44 @@ def test_unexpected_exceptions_are_errors_with_an_id_only(monkeypatch):
 
 
 def test_a_full_queue_is_429_and_nothing_is_lost():
-    with api_client(FakeEngine(max_requests=2)) as (client, engine):
+    with api_client(FakeEngine(max_requests=3)) as (client, engine):
+        engine.max_requests = 2  # another request has a place
         for stream in (False, True):
             response = completion(client, n=3, stream=stream)
             assert response.status_code == 429 and int(response.headers["retry-after"]) >= 1
             assert engine.wait_until_idle()
             assert not client.app.state.server.running
         assert completion(client, n=2).status_code == 200
+
+
+def test_a_batch_that_never_fits_is_400_with_the_numbers():
+    with api_client(FakeEngine(max_requests=12)) as (client, engine):
+        responses = [
+            completion(client, prompt=["a"] * 13),
+            completion(client, n=13),
+            chat(client, n=13, stream=True),
+            client.post("/generate", json={"input_ids": [[1]] * 7, "sampling_params": {"n": 2}}),
+        ]
+        for response in responses:
+            assert response.status_code == 400 and response.json()["error"]["code"] == "batch_too_large"
+            assert "at most 12 at the same time" in response.json()["error"]["message"]
+        assert [response.json()["error"]["param"] for response in responses] == ["prompt", "n", "n", "input_ids"]
+        assert not engine.requests and completion(client, prompt=["a"] * 12).status_code == 200
+
+
+def test_offsets_of_a_stream_are_those_of_the_plain_response():
+    rng, pieces = random.Random(0), ["a", "é", "€", "🙂", " ", "ab", "\xff", "xyz"]
+    with api_client(FakeEngine(max_length=400)) as (client, engine):
+        for _ in range(200):
+            engine.reply = "".join(rng.choices(pieces, k=20))
+            engine.sizes = rng.choices((1, 2, 3, 7), k=4)
+            stop = rng.choice([None, None, ["b€", "yz a"], ["🙂a"]])
+            body = {"logprobs": 0, "max_tokens": rng.randint(1, 60), "stop": stop}
+            plain = completion(client, **body).json()["choices"][0]
+            chunks = [event["choices"][0] for event in events(completion(client, **body, stream=True))[:-1]]
+            streamed = [chunk["logprobs"] for chunk in chunks if chunk["logprobs"]]
+            offsets = [offset for each in streamed for offset in each["text_offset"]]
+            assert offsets == plain["logprobs"]["text_offset"], (engine.reply, engine.sizes, body)
 
 
 def test_time_limits_of_the_engine_are_told(monkeypatch):

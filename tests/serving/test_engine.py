@@ -1,6 +1,7 @@
 """The engine: every request gets the tokens that `speculative_generate` gives it alone, whatever runs beside it."""
 
 import collections
+import concurrent.futures
 import dataclasses
 import logging
 import queue
@@ -297,22 +298,42 @@ def test_a_receiver_that_fails_disturbs_nobody(engines):
 
 
 def test_scores_are_those_of_a_forward_pass(engines):
+    engine, model, params = engines()
+    rng = np.random.default_rng(5)
+    # One token, parts of chunks, whole ones, and the longest text. Others run meanwhile, and preempt.
+    lengths = (1, 2, 8, 9, 10, 21, 95, 96)
+    texts = [rng.integers(0, 61, length).tolist() for length in lengths]
+    client = Client(engine)
+    others = [client.submit(request) for request in random_requests(8, 6, new_tokens=(20, 40))]
+    with concurrent.futures.ThreadPoolExecutor(4) as threads:
+        results = list(threads.map(lambda text: engine.score(text, 3), texts))
+    for text, scores in zip(texts, results, strict=True):
+        check_scores(scores, text, model, params)
+    for other in others:
+        client.finish(other)
+    check_idle(engine)
+    for text in ([], texts[-1] + [1], [61]):
+        with pytest.raises(ValueError, match="text"):
+            engine.score(text, 1)
+    with pytest.raises(ValueError, match="num_top"):
+        engine.score([1], 21)
+
+
+def check_scores(scores, text, model, params):
+    """The plain twin: one forward pass over the whole text."""
     import jax
 
     from mtpjax import forward
 
-    engine, model, params = engines()
-    text = np.random.default_rng(5).integers(0, 61, 21).tolist()
-    scores = engine.score(text, 3)
-    logprobs = jax.nn.log_softmax(forward(params, np.array([text]), model=model).logits[0])
-    expected = np.take_along_axis(np.asarray(logprobs[:-1]), np.array(text[1:])[:, None], axis=1)[:, 0]
+    padded = np.array([text + [0] * (96 - len(text))])  # one program for all lengths
+    logprobs = jax.nn.log_softmax(forward(params, padded, model=model).logits[0])
+    expected = [float(logprobs[index, token]) for index, token in enumerate(text[1:])]
+    assert len(scores.logprobs) == len(scores.top_ids) == len(scores.top_logprobs) == len(text)
     assert scores.logprobs[0] is None and scores.top_ids[0] == []
     np.testing.assert_allclose(scores.logprobs[1:], expected, atol=1e-4)
     for row, ids, values in zip(np.asarray(logprobs), scores.top_ids[1:], scores.top_logprobs[1:], strict=False):
         assert ids == np.argsort(-row)[:3].tolist()
         np.testing.assert_allclose(values, np.sort(row)[::-1][:3], atol=1e-4)
-    with pytest.raises(ValueError, match="tokens, got 0"):
-        engine.score([], 1)
 
 
 @pytest.mark.parametrize("how", ["dispatch", "read"])

@@ -18,7 +18,7 @@ from mtpjax.data.tokenizer import ByteTokenizer, load_tokenizer
 from mtpjax.decoding.sampling import SamplingArrays, SamplingFeatures, distribution, draw_target
 from mtpjax.serving import programs
 from mtpjax.serving.engine import Engine
-from mtpjax.serving.grammar import MAX_GRAMMAR_BYTES, GrammarError, Grammars, Matcher, num_words
+from mtpjax.serving.grammar import MAX_GRAMMAR_BYTES, GrammarError, Grammars, GrammarTooSlow, Matcher, num_words
 from mtpjax.serving.request import Finish, Request
 from mtpjax.serving.sizes import EngineSettings
 from tests.helpers.engine_client import Client, check_idle
@@ -424,6 +424,28 @@ def test_a_wrong_grammar_is_refused_in_one_line(kind, source, message):
     with pytest.raises(GrammarError) as error:
         GRAMMARS.compile(kind, source)
     assert message in str(error.value) and "\n" not in str(error.value) and len(str(error.value)) < 300
+
+
+def test_a_limit_of_alternatives_is_told_with_its_numbers_and_no_mask_stays_open():
+    properties = {f"p{index}": {"type": "integer"} for index in range(600)}
+    grammar = GRAMMARS.compile("json_schema", json.dumps({"type": "object", "properties": properties}))
+    message = "it allows 24.. alternatives at one place, more than 2000; an object has about four for each"
+    with pytest.raises(GrammarError, match=message):
+        grammar.start().consume(b"{")
+    # A draft reaches the limit before the text does.
+    masks = np.full((2, num_words(256)), -1, np.int32)
+    with pytest.raises(GrammarError, match=message):
+        grammar.start().fill_masks(masks, [0, ord("{")])
+
+
+def test_a_schema_that_takes_minutes_is_stopped():
+    # 1.9 kB; each pair of patterns is compared.
+    schema = {"allOf": [{"type": "string", "pattern": f"a{index}"} for index in range(50)]}
+    begin = time.process_time()
+    with pytest.raises(GrammarTooSlow, match=r"the grammar takes more than 0\.2 seconds to compile"):
+        GRAMMARS.compile("json_schema", json.dumps(schema), seconds=0.2)
+    assert time.process_time() - begin < 5
+    assert GRAMMARS.compile("regex", "[a-z]").first_mask.any()
 
 
 def test_masks_of_a_tree_follow_the_parents():

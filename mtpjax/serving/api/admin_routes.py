@@ -1,6 +1,9 @@
 """Routes about the server and its tokenizer: health, settings, the cache, aborts, tokenizing."""
 
+import asyncio
+import contextlib
 import math
+import time
 from typing import Any
 
 from fastapi import APIRouter, Request
@@ -11,15 +14,24 @@ from mtpjax.serving.api import schemas
 from mtpjax.serving.api.errors import ApiError, shutting_down
 from mtpjax.serving.api.fields import FLAG, NAME, Field, check_list, check_text, check_tokens, read_fields
 from mtpjax.serving.api.generation import Generation, Job, new_id
-from mtpjax.serving.api.http import check_admin, read_json, run_while_connected
+from mtpjax.serving.api.http import check_admin, check_origin, read_json, run_while_connected
+from mtpjax.serving.api.option_tables import ADD_SPECIAL_TOKENS
 from mtpjax.serving.api.prompts import read_chat
-from mtpjax.serving.api.route_steps import read_body
+from mtpjax.serving.api.route_steps import owner_of, read_body
 from mtpjax.serving.api.server import ApiServer
+from mtpjax.serving.request import QueueFull
 from mtpjax.serving.request import Request as EngineRequest
 from mtpjax.version import __version__
 
+HEALTH_SECONDS = 20.0  # in which a device that has work must answer something; SGLang's limit
+IDLE_HEALTH_SECONDS = 20.0  # the same for the token of `/health_generate`
 ABORT = {"rid": NAME, "abort_all": FLAG}
-TOKENIZE = {"model": NAME, "add_generation_prompt": Field("boolean", default=True)}
+TOKENIZE = {
+    "model": NAME,
+    "add_generation_prompt": Field("boolean", default=True),
+    "add_special_tokens": ADD_SPECIAL_TOKENS,  # of a text; a template writes those of a conversation
+    "reasoning_effort": NAME,
+}
 DETOKENIZE = {"model": NAME}
 _STRING = {"type": "string"}
 _IDS = {"type": "array", "items": {"type": "integer", "minimum": 0}}
@@ -49,18 +61,31 @@ def admin_router(server: ApiServer) -> APIRouter:
             raise shutting_down()
         return Response()
 
+    def check_progress() -> None:
+        if (seconds := time.monotonic() - engine.progress_at) > HEALTH_SECONDS:
+            raise ApiError(f"the device has not answered for {seconds:.0f} s", status=503, code="unhealthy")
+
     @router.get("/health_generate", response_class=Response)
     async def health_generate(request: Request) -> Response:
-        """Answers 200 after the engine has made one token."""
+        """Answers 200 if the device works: it has answered just now, or makes a token if nothing runs."""
         check_health()
-        # A token shows that the device answers, which `/health` does not test.
+        status = engine.status()
+        if status.num_running or status.num_waiting:
+            # A token of its own would wait for those of others, whose progress shows the same.
+            check_progress()
+            return Response()
         job = Job(EngineRequest(prompt=(0,), max_new_tokens=1, sampling=SamplingParams()))
 
         async def make_token() -> None:
             with Generation(server, [job], new_id("health")) as generation:
                 await generation.run()
 
-        await run_while_connected(request, make_token())
+        # Others may have come first.
+        with contextlib.suppress(TimeoutError, QueueFull):
+            async with asyncio.timeout(IDLE_HEALTH_SECONDS):
+                await run_while_connected(request, make_token())
+                return Response()
+        check_progress()
         return Response()
 
     @router.get("/model_info")
@@ -91,22 +116,26 @@ def admin_router(server: ApiServer) -> APIRouter:
         info = {"served_model_name": settings.model_name, "version": __version__, "context_length": engine.max_length}
         return {**settings.server_info, **info, "internal_states": [state]}
 
-    @router.get("/flush_cache")
     @router.post("/flush_cache")
     async def flush_cache(request: Request) -> dict[str, Any]:
         """Forgets prefix pages that no request uses; needs the admin key, if there is one."""
         check_admin(request, settings)
+        check_origin(request)
         return {"success": True, "num_pages": engine.flush_cache()}
 
     @router.post("/abort_request", openapi_extra=schemas.request_body(ABORT, {}, []))
     async def abort_request(request: Request) -> dict[str, Any]:
-        """Aborts the request of an id, or all, which needs the admin key, if there is one."""
+        """Aborts the client's own requests of an id, or all, which needs the admin key, if there is one."""
         values = read_fields(ABORT, await read_json(request, settings))  # also while the server stops
         if not values["rid"] and not values["abort_all"]:
             raise ApiError("give rid, or abort_all true", param="rid")
         if values["abort_all"]:
             check_admin(request, settings)
-        return {"num_aborted": server.abort(None if values["abort_all"] else values["rid"])}
+        if values["abort_all"]:
+            return {"num_aborted": server.abort()}
+        # A client names its own requests; the admin names anybody's.
+        owner = None if request.scope.get("is_admin") else owner_of(request)
+        return {"num_aborted": server.abort(values["rid"], owner)}
 
     @router.post("/tokenize", openapi_extra=schemas.request_body(TOKENIZE, {"prompt": _STRING}, ["prompt"]))
     async def tokenize(request: Request) -> dict[str, Any]:
@@ -118,7 +147,8 @@ def admin_router(server: ApiServer) -> APIRouter:
         else:
             # An error names the field that the client used.
             param = "text" if body.get("prompt") is None and "text" in body else "prompt"
-            [tokens] = await server.encode([check_text(body.get(param), param, server.max_prompt_characters)])
+            text = check_text(body.get(param), param, server.max_prompt_characters)
+            [tokens] = await server.encode([text], add_special_tokens=values["add_special_tokens"])
         return {"tokens": tokens, "count": len(tokens), "max_model_len": engine.max_length}
 
     @router.post("/detokenize", openapi_extra=schemas.request_body(DETOKENIZE, {"tokens": _IDS}, ["tokens"]))

@@ -100,6 +100,7 @@ class Generation:
         server: state of the API.
         jobs: the texts.
         name: the HTTP request's id.
+        owner: whose request it is, as in `ApiServer.running`.
         is_streaming: the client reads while the text is made, so it may be too slow.
 
     Raises:
@@ -107,12 +108,14 @@ class Generation:
         QueueFull: the queue is full. Then no request runs.
     """
 
-    def __init__(self, server: ApiServer, jobs: Sequence[Job], name: str, *, is_streaming: bool = False):
+    def __init__(
+        self, server: ApiServer, jobs: Sequence[Job], name: str, *, owner: bytes = b"", is_streaming: bool = False
+    ):
         if server.is_stopping:
             raise shutting_down()
-        if name in server.running:
+        self._key, self._server = (owner, name), server
+        if self._key in server.running:
             raise ApiError("a request with this rid is running", param="rid")
-        self.name, self._server = name, server
         self.started = time.monotonic()
         self._max_bytes = server.settings.max_buffer_bytes if is_streaming else math.inf
         self._mailbox = server.mailbox()
@@ -122,7 +125,7 @@ class Generation:
         self._is_closed = self._is_too_slow = False
         self.choices: list[Choice] = []
         self._open: set[int] = set()
-        server.running[name] = self._open
+        server.running[self._key] = self._open
         try:
             for index, job in enumerate(jobs):
                 self.choices.append(self._submit(index, job))
@@ -222,8 +225,8 @@ class Generation:
         self._forget_if_done()
 
     def _forget_if_done(self) -> None:
-        if not self._open and self._server.running.get(self.name) is self._open:
-            del self._server.running[self.name]
+        if not self._open and self._server.running.get(self._key) is self._open:
+            del self._server.running[self._key]
 
     def __enter__(self) -> "Generation":
         return self

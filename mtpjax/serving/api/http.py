@@ -4,8 +4,10 @@ import asyncio
 import contextlib
 import hashlib
 import hmac
+import ipaddress
 import json
 import time
+import urllib.parse
 from collections.abc import AsyncGenerator, Callable, Coroutine
 from typing import Any, TypeVar
 
@@ -24,6 +26,25 @@ LARGE_BODY_BYTES = 1 << 16  # parsed outside the event loop
 CHECKS_PER_TIMEOUT = 4  # of a stream's writes
 _ENCODER = json.JSONEncoder(ensure_ascii=False, allow_nan=False, separators=(",", ":"))
 T = TypeVar("T")
+
+
+class FramingCheck:
+    """Answers requests whose end is ambiguous with 400: proxies may see another request in the same bytes.
+
+    Args:
+        app: the application behind it.
+    """
+
+    def __init__(self, app: ASGIApp):
+        self._app = app
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        names = {name for name, _ in scope["headers"]} if scope["type"] == "http" else set()
+        if {b"content-length", b"transfer-encoding"} <= names:
+            message = "a request has either Content-Length or Transfer-Encoding"
+            error = ApiError(message, code="ambiguous_length", headers={"Connection": "close"})
+            return await error_response(error)(scope, receive, send)
+        await self._app(scope, receive, send)
 
 
 class KeyCheck:
@@ -76,6 +97,31 @@ def check_admin(request: Request, settings: ApiSettings) -> None:
     raise ApiError("this needs the admin API key", status=403, code="admin_api_key_needed")
 
 
+def check_origin(request: Request) -> None:
+    """Checks that no web page of another site sent a request, for routes without a body, which browsers let them send.
+
+    Args:
+        request: the request.
+
+    Raises:
+        ApiError: a page sent it without a key, and not a page of this server: 403. A name that leads to this machine
+            may be the page's own, so only the address of this server counts, or localhost.
+    """
+    origin = request.headers.get("origin")
+    if origin is None or request.scope.get("has_key"):
+        return
+    own = urllib.parse.urlsplit(f"//{request.headers.get('host', '')}")
+    if urllib.parse.urlsplit(origin).netloc != own.netloc or not _is_address(own.hostname or ""):
+        raise ApiError("a web page of another site may not do this", status=403, code="other_origin")
+
+
+def _is_address(host: str) -> bool:
+    try:
+        return host == "localhost" or bool(ipaddress.ip_address(host))
+    except ValueError:
+        return False
+
+
 def _invalid_key(kind: str) -> ApiError:
     message = f"a valid {kind} is needed: Authorization: Bearer KEY"
     return ApiError(message, status=401, code="invalid_api_key", headers={"WWW-Authenticate": "Bearer"})
@@ -101,6 +147,11 @@ async def read_json(request: Request, settings: ApiSettings) -> dict[str, Any]:
     Raises:
         ApiError: the body has another type, is too large, takes too long, or is not a JSON object.
     """
+    encoding = request.headers.get("content-encoding", "identity").strip().lower()
+    if encoding not in ("", "identity"):
+        message = f"the body has Content-Encoding {encoding[:32]}: send it uncompressed"
+        headers = {"Accept-Encoding": "identity"}
+        raise ApiError(message, status=415, param=None, code="unsupported_content_encoding", headers=headers)
     media_type = request.headers.get("content-type", "").partition(";")[0].strip().lower()
     if media_type != "application/json":
         message = "the body must be JSON, with Content-Type: application/json"

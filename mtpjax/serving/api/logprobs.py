@@ -52,22 +52,39 @@ async def score_choice(server: ApiServer, choice: Choice, num_top: int, *, with_
     return TokenScores(tokens, logprobs, alternatives[start:] if num_top else None)
 
 
-def completion_logprobs(tokenizer: Tokenizer, scores: TokenScores, start: int = 0) -> dict[str, Any]:
+class TextOffsets:
+    """Tells where the tokens of a text begin in it. A stream keeps one for each text.
+
+    Args:
+        tokenizer: gives the tokens' texts.
+    """
+
+    def __init__(self, tokenizer: Tokenizer):
+        self._decoder, self._length = tokenizer.incremental_decoder(), 0
+
+    def push(self, tokens: Iterable[int]) -> list[int]:
+        """Takes the next tokens; returns the characters before each."""
+        offsets = []
+        for token in tokens:
+            offsets.append(self._length)
+            self._length += len(self._decoder(token))
+        return offsets
+
+
+def completion_logprobs(
+    tokenizer: Tokenizer, scores: TokenScores, offsets: TextOffsets | None = None
+) -> dict[str, Any]:
     """Makes the `logprobs` object of a completion.
 
     Args:
         tokenizer: gives the tokens' texts.
         scores: of the tokens.
-        start: characters of the text before the first of them.
+        offsets: has had the tokens before them; None: there are none.
 
     Returns:
         The lists `tokens`, `token_logprobs`, `top_logprobs` (None without alternatives) and `text_offset`.
     """
     text_of = _TokenTexts(tokenizer)
-    offsets, decoder = [], tokenizer.incremental_decoder()
-    for token in scores.tokens:
-        offsets.append(start)
-        start += len(decoder(token))
     top = None
     if scores.alternatives is not None:
         # Tokens of equal text share a key: the most likely one keeps it.
@@ -77,7 +94,7 @@ def completion_logprobs(tokenizer: Tokenizer, scores: TokenScores, start: int = 
         "tokens": [text_of(token) for token in scores.tokens],
         "token_logprobs": list(scores.logprobs),
         "top_logprobs": top,
-        "text_offset": offsets,
+        "text_offset": (offsets or TextOffsets(tokenizer)).push(scores.tokens),
     }
 
 

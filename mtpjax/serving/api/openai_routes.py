@@ -10,11 +10,11 @@ from fastapi.responses import Response
 from mtpjax.serving.api import schemas
 from mtpjax.serving.api.errors import ApiError
 from mtpjax.serving.api.generation import Choice, Generation, Job, Update, new_id
-from mtpjax.serving.api.logprobs import TokenScores, chat_logprobs, completion_logprobs, score_choice
+from mtpjax.serving.api.logprobs import TextOffsets, TokenScores, chat_logprobs, completion_logprobs, score_choice
 from mtpjax.serving.api.option_tables import CHAT, COMPLETION
 from mtpjax.serving.api.options import read_openai
 from mtpjax.serving.api.prompts import read_chat, read_prompts
-from mtpjax.serving.api.route_steps import check_model, limits_of, prefix_salt, read_body, respond
+from mtpjax.serving.api.route_steps import check_model, client_of, limits_of, prefix_salt, read_body, respond
 from mtpjax.serving.api.server import ApiServer
 from mtpjax.serving.api.usage import speculation, usage
 
@@ -72,7 +72,7 @@ class Reply:
         if choice.request.logprobs:
             num_top = self._values["top_logprobs"] if self._is_chat else self._values["logprobs"]
             scores = await score_choice(self._server, choice, num_top, with_prompt=bool(self._prompt_texts))
-            logprobs = self._logprobs(scores, 0)
+            logprobs = self._logprobs(scores)
         if self._is_chat:
             content = {"message": {"role": "assistant", "content": choice.text, "refusal": None}}
         else:
@@ -89,22 +89,19 @@ class Reply:
             return {**self._head(kind), "choices": [content], **({"usage": counts} if with_usage else {})}
 
         # The beginning: the role of each answer, or the prompt.
-        lengths = [0] * len(generation.choices)
+        offsets = [TextOffsets(self._server.tokenizer) for _ in generation.choices]
         for choice in generation.choices:
             if self._is_chat:
                 yield chunk(self._delta(choice, {"role": "assistant", "content": ""}))
             elif self._prompt_texts:
-                text = self._prompt_text(choice)
-                lengths[choice.index] = len(text)
-                yield chunk(self._delta(choice, {"text": text}))
+                yield chunk(self._delta(choice, {"text": self._prompt_text(choice)}))
         # Send a chunk once there is text, a log-probability or the end. Tokens whose text is held back wait until then.
         async for update in generation.updates():
             choice = update.choice
             if update.text or update.logprobs or choice.finish:
                 content = {"content": update.text} if update.text or not choice.finish else {}
                 fields = content if self._is_chat else {"text": update.text}
-                yield chunk({**self._delta(choice, fields, update, lengths), **self._reason(choice)})
-                lengths[choice.index] += len(update.text)
+                yield chunk({**self._delta(choice, fields, update, offsets[choice.index]), **self._reason(choice)})
         if with_usage:
             yield {**self._head(kind), "choices": [], **self._counts(generation.choices)}
         yield "[DONE]"
@@ -114,7 +111,7 @@ class Reply:
         choice: Choice,
         fields: dict[str, Any],
         update: Update | None = None,
-        lengths: Sequence[int] = (),
+        offsets: TextOffsets | None = None,
     ) -> dict[str, Any]:
         """Makes the choice of a chunk.
 
@@ -123,16 +120,16 @@ class Reply:
         """
         logprobs = None
         if update is not None and update.logprobs:
-            logprobs = self._logprobs(TokenScores(update.tokens, update.logprobs), lengths[choice.index])
+            logprobs = self._logprobs(TokenScores(update.tokens, update.logprobs), offsets)
         content = {"delta": fields} if self._is_chat else fields
         if update is not None and self._values["return_draft_levels"]:
             content = {**content, "draft_levels": [span._asdict() for span in update.spans]}
         return {"index": choice.index, **content, "logprobs": logprobs, "finish_reason": None}
 
-    def _logprobs(self, scores: TokenScores, start: int) -> dict[str, Any]:
+    def _logprobs(self, scores: TokenScores, offsets: TextOffsets | None = None) -> dict[str, Any]:
         if self._is_chat:
             return chat_logprobs(self._server.tokenizer, scores)
-        return completion_logprobs(self._server.tokenizer, scores, start)
+        return completion_logprobs(self._server.tokenizer, scores, offsets)
 
     def _reason(self, choice: Choice) -> dict[str, Any]:
         """Returns why a text ended; `stop_reason` is the stop string or token of the request, as in vLLM."""
@@ -187,8 +184,9 @@ def openai_router(server: ApiServer) -> APIRouter:
         if values["stream"] and values["logprobs"]:
             message = "a stream has no alternatives: logprobs must be 0, or stream false"
             raise ApiError(message, param="logprobs", code="unsupported_option")
-        grammar = await server.compile_grammar(options.grammar)
-        prompts = await read_prompts(server, body.get("prompt"), "prompt")
+        grammar = await server.compile_grammar(options.grammar, client_of(request))
+        add_special_tokens = values["add_special_tokens"]
+        prompts = await read_prompts(server, body.get("prompt"), "prompt", add_special_tokens=add_special_tokens)
         if values["echo"] and values["stream"] and values["logprobs"] is not None:
             message = "a stream has no log-probabilities of the prompt: set echo or stream to false"
             raise ApiError(message, param="echo", code="unsupported_option")
@@ -208,7 +206,7 @@ def openai_router(server: ApiServer) -> APIRouter:
         if values["stream"] and values["top_logprobs"]:
             message = "a stream has no alternatives: top_logprobs must be 0, or stream false"
             raise ApiError(message, param="top_logprobs", code="unsupported_option")
-        grammar = await server.compile_grammar(options.grammar)
+        grammar = await server.compile_grammar(options.grammar, client_of(request))
         prompt = await read_chat(server, body, add_generation_prompt=values["add_generation_prompt"])
         salt = prefix_salt(request, values["cache_salt"])
         jobs = options.jobs([prompt], limits, salt=salt, param="messages", grammar=grammar)

@@ -34,6 +34,7 @@ SAMPLING = {
 _SEED = Field("integer", None, -(2**63), 2**64 - 1)
 _TOKENS = Field("integer", None, 1)
 _MIN_TOKENS = Field("integer", 0, 0)
+ADD_SPECIAL_TOKENS = Field("boolean", default=True)
 BIAS = Field("number", None, -100, 100)
 _OPENAI = {
     **SAMPLING,
@@ -51,6 +52,7 @@ _OPENAI = {
 }
 COMPLETION = {
     **_OPENAI,
+    "add_special_tokens": ADD_SPECIAL_TOKENS,
     "best_of": Field("integer", None, 1, MAX_CHOICES),
     "echo": FLAG,
     "logprobs": Field("integer", None, 0, MAX_LOGPROBS),
@@ -61,8 +63,10 @@ CHAT = {
     "logprobs": FLAG,
     "top_logprobs": Field("integer", 0, 0, MAX_LOGPROBS),
     "add_generation_prompt": Field("boolean", default=True),
+    "reasoning_effort": NAME,  # a variable of the chat template
 }
 GENERATE = {
+    "add_special_tokens": ADD_SPECIAL_TOKENS,
     "rid": NAME,
     "stream": FLAG,
     "return_logprob": FLAG,
@@ -83,15 +87,25 @@ STRUCTURED += ("response_format", "json_schema", "regex", "guided_json", "guided
 # Options of OpenAI, vLLM and SGLang that would change the text, and are missing here. Accepting them without effect
 # would give a wrong answer. The values in the second column have no effect.
 UNSUPPORTED: dict[str, tuple[Any, ...]] = {
+    "add_special_tokens": (False,),  # of chats, whose templates write them; other routes have the field
     "allowed_token_ids": (),
+    "audio": (),
+    "audio_data": ([],),
     "bad_words": ([],),
     "chat_template": (),
     "continue_final_message": (False,),
     "custom_logit_processor": (),
+    "custom_params": ({},),
+    "documents": ([],),
     "ebnf": (),
+    "echo": (False,),  # of chats
+    "enable_thinking": (),  # belongs into chat_template_kwargs
+    "function_call": ("none", "auto"),
     "functions": ([],),
+    "grammar": (),
     "guided_choice": (),
     "guided_grammar": (),
+    "guided_whitespace_pattern": (),
     "image_data": ([],),
     "include_stop_str_in_output": (False,),
     "input_embeds": (),
@@ -99,18 +113,30 @@ UNSUPPORTED: dict[str, tuple[Any, ...]] = {
     "logprob_start_len": (-1,),
     "logits_processors": ([],),
     "lora_path": (),
+    "mm_processor_kwargs": ({},),
     "modalities": (["text"], []),
     "no_stop_trim": (False,),
     "prompt_embeds": (),
     "prompt_logprobs": (),
+    "reasoning": (),
+    "reasoning_effort": (),  # chats have the field
+    "repetition_detection": (),
     "return_hidden_states": (False,),
     "return_tokens_as_token_ids": (False,),
+    "session_params": (),
     "skip_special_tokens": (True,),
     "stop_regex": ([],),
+    "structural_tag": (),
     "suffix": ("",),
+    "thinking": (),  # belongs into chat_template_kwargs
+    "thinking_token_budget": (),
     "token_ids_logprob": ([],),
+    "tool_choice": ("none", "auto"),  # without tools, neither changes anything
     "tools": ([],),
     "top_logprobs_num": (0,),
     "truncate_prompt_tokens": (),
     "use_beam_search": (False,),
+    "verbosity": ("medium",),
+    "video_data": ([],),
+    "web_search_options": (),
 }

@@ -34,6 +34,7 @@ class Limits:
         eos_token_ids: they end a text unless the request ignores them.
         max_prompt_characters: longer prompts are rejected before they are tokenized.
         max_requests: most texts of one request.
+        max_queued: most texts that the server holds at the same time.
     """
 
     max_length: int
@@ -41,6 +42,7 @@ class Limits:
     eos_token_ids: tuple[int, ...]
     max_prompt_characters: int
     max_requests: int
+    max_queued: int
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -95,9 +97,17 @@ class Options:
         Raises:
             ApiError: a text would be too long, or there are too many.
         """
-        if len(prompts) * self.num_choices > limits.max_requests:
+        num_texts = len(prompts) * self.num_choices
+        if num_texts > limits.max_requests:
             message = f"{len(prompts)} prompts with n {self.num_choices} are more than {limits.max_requests} texts"
             raise ApiError(message, param="n")
+        # Such a request would find the queue full at any time.
+        if num_texts > limits.max_queued:
+            message = (
+                f"{len(prompts)} prompts with n {self.num_choices} are {num_texts} texts; the server holds at most "
+                f"{limits.max_queued} at the same time, running and waiting: send fewer in one request"
+            )
+            raise ApiError(message, param=param if len(prompts) > 1 else "n", code="batch_too_large")
         # Each choice is a separate engine request, whose seed is one higher than that of the choice before.
         jobs = []
         for prompt in prompts:
@@ -183,7 +193,7 @@ def read_generate(body: Body, limits: Limits) -> tuple[dict[str, Any], Options]:
     """
     values, prefix = read_fields(tables.GENERATE, body), "sampling_params."
     sampling = _object(body, "sampling_params")
-    reject_unsupported(sampling, prefix)
+    reject_unsupported(sampling, tables.GENERATE_SAMPLING, prefix)
     values |= read_fields(tables.GENERATE_SAMPLING, sampling, prefix)
     names = {"length": values["max_new_tokens"], "is_explicit": sampling.get("max_new_tokens") is not None}
     names |= {"logprobs": values["return_logprob"], "min_tokens": "min_new_tokens", "seed": "sampling_seed"}
@@ -191,19 +201,21 @@ def read_generate(body: Body, limits: Limits) -> tuple[dict[str, Any], Options]:
     return values, _options(sampling, values, limits, prefix=prefix, **names)
 
 
-def reject_unsupported(body: Body, prefix: str = "") -> None:
-    """Raises ApiError if a body asks for an option that would change the text and is missing here."""
+def reject_unsupported(body: Body, fields: Mapping[str, Field], prefix: str = "") -> None:
+    """Raises ApiError if a body asks for an option that would change the text and is missing in its table of fields."""
     for name, harmless in tables.UNSUPPORTED.items():
         value = body.get(name)
-        if value is None or value in harmless:
+        if name in fields or value is None or value in harmless:
             continue
-        hint = ""
+        advice = ""
         if name == "tools" and "messages" in body:
             # The template writes tools, but nobody reads calls out of an answer.
             if body.get("tool_choice") == "none":
                 continue
-            hint = ", because calls are not read out of answers; tool_choice none only shows the tools to the model"
-        raise ApiError(f"{prefix}{name} is not supported{hint}", param=prefix + name, code="unsupported_option")
+            advice = ", because calls are not read out of answers; tool_choice none only shows the tools to the model"
+        elif name in ("enable_thinking", "thinking"):
+            advice = ": put it into chat_template_kwargs"  # a template variable has another place
+        raise ApiError(f"{prefix}{name} is not supported{advice}", param=prefix + name, code="unsupported_option")
 
 
 def reject_unknown(body: Body, fields: Mapping[str, Field]) -> None:

@@ -16,13 +16,16 @@ _MESSAGE_FIELDS = ("name", "tool_call_id", "tool_calls", "function_call", *REASO
 _ROLE_LIST = ", ".join(ROLES)
 
 
-async def read_prompts(server: ApiServer, value: Any, param: str) -> list[list[int]]:
+async def read_prompts(
+    server: ApiServer, value: Any, param: str, *, add_special_tokens: bool = True
+) -> list[list[int]]:
     """Reads the prompts of a completion.
 
     Args:
         server: its tokenizer encodes the texts.
         value: a text, a list of texts, a list of token ids, or a list of such lists.
         param: the field, for messages.
+        add_special_tokens: texts get the tokens that the tokenizer puts around a text, such as one of its beginning.
 
     Returns:
         Token ids of each prompt.
@@ -49,7 +52,7 @@ async def read_prompts(server: ApiServer, value: Any, param: str) -> list[list[i
         num_characters += len(check_text(text, param, server.max_prompt_characters))
         if num_characters > server.settings.max_body_bytes:
             raise ApiError(f"{param} has too many characters", param=param)
-    return await server.encode(value)
+    return await server.encode(value, add_special_tokens=add_special_tokens)
 
 
 async def read_chat(server: ApiServer, body: Body, *, add_generation_prompt: bool) -> list[int]:
@@ -81,8 +84,22 @@ async def read_chat(server: ApiServer, body: Body, *, add_generation_prompt: boo
     tools = check_list(body["tools"], "tools", MAX_TOOLS) if body.get("tools") is not None else []
     _check_strings(tools, "tools", server.max_prompt_characters)
     variables = _template_variables(body.get("chat_template_kwargs"), server.settings.template_variables)
+    variables |= _reasoning_effort(body.get("reasoning_effort"), variables, server)
     variables = {**variables, "tools": tools, "add_generation_prompt": add_generation_prompt}
     return await server.encode_chat(messages, variables)
+
+
+def _reasoning_effort(value: Any, variables: dict[str, Any], server: ApiServer) -> dict[str, Any]:
+    """Returns OpenAI's `reasoning_effort` as a variable of the chat template."""
+    name = "reasoning_effort"
+    if value is None:
+        return {}
+    if not server.tokenizer.reads_template_variable(name):
+        message = f"{name} is not supported: the chat template of this model does not read it"
+        raise ApiError(message, param=name, code="unsupported_option")
+    if variables.get(name, value) != value:
+        raise ApiError(f"{name} and chat_template_kwargs.{name} differ", param=name)
+    return {name: check_text(value, name, MAX_NAME_CHARACTERS)}
 
 
 def _token_ids(value: Any, param: str, engine: Any) -> list[int]:

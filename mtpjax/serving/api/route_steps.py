@@ -1,6 +1,6 @@
 """Steps that the routes with a body share."""
 
-from collections.abc import AsyncGenerator, Awaitable, Callable, Mapping, Sequence
+from collections.abc import AsyncGenerator, Awaitable, Callable, Hashable, Mapping, Sequence
 from typing import Any
 
 from starlette.requests import Request
@@ -31,7 +31,7 @@ async def read_body(server: ApiServer, request: Request, fields: Mapping[str, Fi
     if server.is_stopping:
         raise shutting_down()
     body = await read_json(request, server.settings)
-    reject_unsupported(body)
+    reject_unsupported(body, fields)
     if server.settings.strict_fields:
         reject_unknown(body, fields)
     return body
@@ -45,6 +45,7 @@ def limits_of(server: ApiServer) -> Limits:
         eos_token_ids=tuple(server.tokenizer.eos_token_ids),
         max_prompt_characters=server.max_prompt_characters,
         max_requests=server.settings.max_requests,
+        max_queued=server.engine.max_requests,
     )
 
 
@@ -57,7 +58,17 @@ def check_model(server: ApiServer, name: str | None) -> None:
 
 def prefix_salt(request: Request, cache_salt: str | None) -> bytes:
     """Returns what a prompt's pages depend on besides its tokens: the client's key, and the salt that it gives."""
-    return request.scope.get("prefix_salt", b"") + (cache_salt or "").encode()
+    return owner_of(request) + (cache_salt or "").encode()
+
+
+def owner_of(request: Request) -> bytes:
+    """Returns whose request it is: a digest of the client's key; nothing without a key."""
+    return request.scope.get("prefix_salt", b"")
+
+
+def client_of(request: Request) -> Hashable:
+    """Returns who shares the turns of waiting work: a key, or without one an address."""
+    return owner_of(request) or (request.client and request.client.host)
 
 
 async def respond(
@@ -86,16 +97,17 @@ async def respond(
         ApiError: the engine rejects a text, or a text ends with an error.
         QueueFull: the engine's queue is full.
     """
+    owner = owner_of(request)
     if server.prepare is not None:
         await server.prepare([job.request for job in jobs])
     if events is not None:
         # Submit before the status is sent, so that a full queue is still a 429.
-        generation = Generation(server, jobs, name, is_streaming=True)
+        generation = Generation(server, jobs, name, owner=owner, is_streaming=True)
         timeout = server.settings.write_timeout
         return EventStream(events(generation), write_timeout=timeout, on_close=generation.close)
 
     async def run() -> Any:
-        with Generation(server, jobs, name) as generation:
+        with Generation(server, jobs, name, owner=owner) as generation:
             return await complete(generation)
 
     return JSONResponse(await run_while_connected(request, run()))

@@ -7,19 +7,28 @@ import contextlib
 import dataclasses
 import hashlib
 import time
-from collections.abc import Awaitable, Callable, Sequence
-from typing import Any, Protocol
+from collections.abc import Awaitable, Callable, Hashable, Sequence
+from typing import Any, Protocol, TypeVar
 
+from mtpjax.data.template_worker import WORKER
 from mtpjax.data.tokenizer import Tokenizer
-from mtpjax.serving.api.errors import ApiError
+from mtpjax.serving.api.errors import ApiError, server_busy, shutting_down
 from mtpjax.serving.api.grammars import GrammarField
-from mtpjax.serving.grammar import Grammar, Grammars
+from mtpjax.serving.api.turns import Turns
+from mtpjax.serving.grammar import MAX_COMPILE_SECONDS, Grammar, Grammars, GrammarTooSlow
 from mtpjax.serving.request import Deliver, EngineStatus, FinishReason, Request, Scores
+from mtpjax.serving.trial_compile import TRIAL_COMPILE
 from mtpjax.version import __version__
 
 DRAIN_INTERVAL = 0.02
 ABORT_SECONDS = 2.0
-GRAMMAR_SECONDS = 10.0
+QUICK_GRAMMAR_SECONDS = 0.25  # of CPU time; grammars that need more wait for each other, and not the others for them
+GRAMMAR_WAIT_SECONDS = 60.0  # for the turn of a grammar
+GRAMMAR_SECONDS = 90.0  # from its turn on, whatever llguidance does
+SLOW_GRAMMARS = 2  # that compile at the same time
+
+
+T = TypeVar("T")
 
 
 class Engine(Protocol):
@@ -28,12 +37,16 @@ class Engine(Protocol):
     Attributes:
         max_length: most tokens of a text; a prompt may have one less.
         vocab_size: valid ids are 0 .. vocab_size - 1.
+        max_requests: most requests that run and wait at the same time.
         grammars: compiles the grammars of requests; None: requests have none.
+        progress_at: time (`time.monotonic`) at which the device answered last, or work came after a pause.
     """
 
     max_length: int
     vocab_size: int
+    max_requests: int
     grammars: Grammars | None
+    progress_at: float
 
     @property
     def failure(self) -> str:
@@ -154,14 +167,15 @@ class ApiServer:
     Attributes:
         is_stopping: new requests are answered with 503.
         prepare: called with the requests of an HTTP request before they enter the engine; None: nothing is to be done.
-        running: engine ids by the name of the request they belong to, for `/abort_request`.
+        running: engine ids by the owner and the name of the request they belong to, for `/abort_request`. An owner is a
+            client's key as `KeyCheck` gives it, so clients with different keys may use the same name.
     """
 
     def __init__(self, engine: Engine, tokenizer: Tokenizer, settings: ApiSettings):
         self.engine, self.tokenizer, self.settings = engine, tokenizer, settings
-        self.is_stopping = False
+        self.is_stopping = self._is_closed = False
         self.prepare: Callable[[Sequence[Request]], Awaitable[None]] | None = None
-        self.running: dict[str, set[int]] = {}
+        self.running: dict[tuple[bytes, str], set[int]] = {}
         self._mailbox: Mailbox | None = None
         self.max_prompt_characters = settings.max_prompt_characters or 64 * engine.max_length
         digest = hashlib.sha256(f"{__version__} {settings.model_name} {tokenizer.digest}".encode()).hexdigest()
@@ -169,8 +183,9 @@ class ApiServer:
         # A slow chat template, or a long wait for scores, must not hold up the tokenizing of other requests.
         self._tokenizer_threads = concurrent.futures.ThreadPoolExecutor(2, "tokenize")
         self._chat_threads = concurrent.futures.ThreadPoolExecutor(2, "chat")
-        self._grammar_threads = concurrent.futures.ThreadPoolExecutor(2, "grammar")
+        self._grammar_threads = concurrent.futures.ThreadPoolExecutor(1 + SLOW_GRAMMARS, "grammar")
         self._score_threads = concurrent.futures.ThreadPoolExecutor(4, "score")
+        self._quick_grammars, self._slow_grammars = Turns(1), Turns(SLOW_GRAMMARS)
 
     def mailbox(self) -> Mailbox:
         """Returns the mailbox of the running event loop."""
@@ -179,51 +194,80 @@ class ApiServer:
             self._mailbox = Mailbox(loop)
         return self._mailbox
 
-    async def encode(self, texts: Sequence[str]) -> list[list[int]]:
+    async def encode(self, texts: Sequence[str], *, add_special_tokens: bool = True) -> list[list[int]]:
         """Encodes texts outside the event loop. Raises ApiError if the tokenizer cannot encode one."""
-        encode = lambda: [self.tokenizer.encode(text) for text in texts]
-        return await _in_thread(self._tokenizer_threads, encode, "prompt")
+        encode_one = self.tokenizer.encode if add_special_tokens else self.tokenizer.encode_plain
+        encode = lambda: [encode_one(text) for text in texts]
+        return await self._in_thread(self._tokenizer_threads, encode, "prompt")
 
     async def encode_chat(self, messages: list[dict[str, Any]], variables: dict[str, Any]) -> list[int]:
         """Encodes a conversation outside the event loop. Raises ApiError if the chat template rejects it."""
         encode = lambda: self.tokenizer.apply_chat_template(messages, **variables)
-        return await _in_thread(self._chat_threads, encode, "messages")
+        return await self._in_thread(self._chat_threads, encode, "messages")
 
     async def decode(self, tokens: Sequence[int]) -> str:
         """Decodes tokens outside the event loop. Raises ApiError if the tokenizer cannot."""
-        return await _in_thread(self._tokenizer_threads, lambda: self.tokenizer.decode(tokens), "tokens")
+        return await self._in_thread(self._tokenizer_threads, lambda: self.tokenizer.decode(tokens), "tokens")
 
-    async def compile_grammar(self, field: GrammarField | None) -> Grammar | None:
-        """Compiles a request's grammar outside the event loop. Raises ApiError if it is wrong or takes too long."""
+    async def compile_grammar(self, field: GrammarField | None, client: Hashable) -> Grammar | None:
+        """Compiles a request's grammar outside the event loop.
+
+        Args:
+            field: the grammar; None: the request has none.
+            client: whose request it is. Clients with many grammars do not hold up the others.
+
+        Returns:
+            The grammar.
+
+        Raises:
+            ApiError: it is wrong or takes too long, or too many others wait.
+        """
         if field is None:
             return None
         grammars = self.engine.grammars
         if grammars is None:
             message = f"{field.param} is not supported: the server was started without grammars"
             raise ApiError(message, param=field.param, code="unsupported_option")
+        work = lambda seconds: lambda: grammars.compile(field.kind, field.source, seconds=seconds)
         try:
-            async with asyncio.timeout(GRAMMAR_SECONDS):
-                work = lambda: grammars.compile(field.kind, field.source)
-                return await _in_thread(self._grammar_threads, work, field.param)
+            try:
+                return await self._take_turn(self._quick_grammars, client, work(QUICK_GRAMMAR_SECONDS))
+            except GrammarTooSlow:
+                return await self._take_turn(self._slow_grammars, client, work(MAX_COMPILE_SECONDS))
+        except ValueError as error:
+            raise ApiError(str(error), param=field.param) from error
         except TimeoutError as error:
             raise ApiError(f"{field.param} takes too long to compile", param=field.param) from error
 
+    async def _take_turn(self, turns: Turns, client: Hashable, work: Callable[[], Grammar]) -> Grammar:
+        """Runs work in a thread when it is the client's turn. Raises TimeoutError if it then takes too long."""
+        try:
+            async with asyncio.timeout(GRAMMAR_WAIT_SECONDS):
+                await turns.take(client)
+        except TimeoutError as error:
+            raise server_busy() from error
+        # The place is free again when the thread is, which nobody can stop. The limit does not count the wait before.
+        mailbox, running = self.mailbox(), self._submit(self._grammar_threads, work)
+        running.add_done_callback(lambda _: mailbox.post(turns.release))
+        async with asyncio.timeout(GRAMMAR_SECONDS):
+            return await self._result(running)
+
     async def score(self, tokens: Sequence[int], num_top: int) -> Scores:
         """Returns the engine's log-probabilities of a text."""
-        loop = asyncio.get_running_loop()
-        return await loop.run_in_executor(self._score_threads, self.engine.score, tokens, num_top)
+        return await self._result(self._submit(self._score_threads, lambda: self.engine.score(tokens, num_top)))
 
-    def abort(self, name: str | None = None) -> int:
+    def abort(self, name: str | None = None, owner: bytes | None = None) -> int:
         """Aborts running requests.
 
         Args:
-            name: the request; None: all.
+            name: of the requests; None: any.
+            owner: whose requests, as in `running`; None: anybody's.
 
         Returns:
             The number of texts that were aborted.
         """
-        names = list(self.running) if name is None else [name]
-        ids = [request_id for each in names for request_id in self.running.get(each, ())]
+        chosen = [ids for key, ids in self.running.items() if owner in (None, key[0]) and name in (None, key[1])]
+        ids = [request_id for each in chosen for request_id in each]
         for request_id in ids:
             self.engine.abort(request_id)
         return len(ids)
@@ -243,10 +287,31 @@ class ApiServer:
         end = time.monotonic() + ABORT_SECONDS
         while self.running and time.monotonic() < end:
             await asyncio.sleep(DRAIN_INTERVAL)
+        # Neither must a thread, which Python waits for: end the processes whose answers they wait for.
+        self._is_closed = True
+        for threads in (self._tokenizer_threads, self._chat_threads, self._grammar_threads, self._score_threads):
+            threads.shutdown(wait=False, cancel_futures=True)
+        WORKER.kill()
+        TRIAL_COMPILE.kill()
 
+    async def _in_thread(self, threads: concurrent.futures.Executor, function: Callable[[], T], param: str) -> T:
+        """Runs a function in a thread. Raises ApiError, which names the field, for its ValueErrors."""
+        try:
+            return await self._result(self._submit(threads, function))
+        except ValueError as error:  # those of tokenizers have a text that is meant for users
+            raise ApiError(str(error), param=param) from error
 
-async def _in_thread(threads: concurrent.futures.Executor, function: Callable[[], Any], param: str) -> Any:
-    try:
-        return await asyncio.get_running_loop().run_in_executor(threads, function)
-    except ValueError as error:  # those of tokenizers and grammars have a text that is meant for users
-        raise ApiError(str(error), param=param) from error
+    def _submit(self, threads: concurrent.futures.Executor, function: Callable[[], T]) -> concurrent.futures.Future[T]:
+        if self._is_closed:
+            raise shutting_down()
+        return threads.submit(function)
+
+    async def _result(self, running: concurrent.futures.Future[T]) -> T:
+        """Waits for a thread."""
+        try:
+            return await asyncio.wrap_future(running)
+        except asyncio.CancelledError:
+            task = asyncio.current_task()
+            if self._is_closed and task is not None and not task.cancelling():
+                raise shutting_down() from None
+            raise

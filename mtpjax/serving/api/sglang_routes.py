@@ -13,7 +13,7 @@ from mtpjax.serving.api.generation import Choice, Generation, Job, new_id
 from mtpjax.serving.api.option_tables import GENERATE
 from mtpjax.serving.api.options import read_generate
 from mtpjax.serving.api.prompts import read_prompts
-from mtpjax.serving.api.route_steps import limits_of, prefix_salt, read_body, respond
+from mtpjax.serving.api.route_steps import client_of, limits_of, prefix_salt, read_body, respond
 from mtpjax.serving.api.server import ApiServer
 from mtpjax.serving.api.usage import meta_info
 
@@ -85,10 +85,10 @@ def generate_router(server: ApiServer) -> APIRouter:
         given = [name for name in ("text", "input_ids") if body.get(name) is not None]
         if len(given) != 1:
             raise ApiError("give either text or input_ids", param="text")
-        grammar = await server.compile_grammar(options.grammar)
+        grammar = await server.compile_grammar(options.grammar, client_of(request))
         param, value = given[0], body[given[0]]
         is_batch = isinstance(value, list) and isinstance(value[0] if value else None, str | list)
-        prompts = await read_prompts(server, value, param)
+        prompts = await read_prompts(server, value, param, add_special_tokens=values["add_special_tokens"])
         jobs = options.jobs(prompts, limits, salt=prefix_salt(request, None), param=param, grammar=grammar)
         return await GenerateReply(server, values, jobs, is_list=is_batch or len(jobs) > 1).respond(request)
 

@@ -39,9 +39,6 @@ class FollowerExecutor(Executor):
         elif name == "reset":
             self._drafts.clear()
             self.reset()
-        elif name == "score":
-            tokens, num_top = arguments
-            self.score(list(tokens), num_top)
         elif name == "count_experts":
             self.count_experts(*arguments)
         elif name == "move_experts":

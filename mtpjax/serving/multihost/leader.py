@@ -10,8 +10,6 @@ from mtpjax.serving.calls import Work
 from mtpjax.serving.executor import Executor
 from mtpjax.serving.multihost.connection import Followers
 from mtpjax.serving.multihost.plan import encode, encode_work
-from mtpjax.serving.request import Scores
-from mtpjax.serving.scoring import check_text
 
 
 class LeaderExecutor(Executor):
@@ -51,14 +49,6 @@ class LeaderExecutor(Executor):
         if not self._is_warming_up:
             self._followers.send(encode("move_experts", layer, expert_of_slot))
         super().move_experts(layer, expert_of_slot)
-
-    def score(self, tokens: list[int], num_top: int) -> Scores:
-        """Computes the log-probabilities of a text; see `Executor.score`."""
-        # A text that is rejected must not reach the other processes.
-        check_text(tokens, num_top, vocab_size=self.model.config.vocab_size, max_length=self.sizes.max_length)
-        if not self._is_warming_up:
-            self._followers.send(encode("score", tokens, num_top))
-        return super().score(tokens, num_top)
 
     def warm_up(self, progress: Callable[[int, int], None] = lambda done, total: None) -> None:
         """Compiles every program in every process."""

@@ -15,7 +15,7 @@ from mtpjax.decoding.drafters.base import Draft
 from mtpjax.decoding.gpu_graph import OneGraph
 from mtpjax.decoding.sampling import SamplingArrays, SamplingFeatures
 from mtpjax.decoding.state import NewRows, RowSettings
-from mtpjax.serving import programs
+from mtpjax.serving import programs, scoring
 from mtpjax.serving.calls import Work
 from mtpjax.serving.disaggregation import protocol
 from mtpjax.serving.programs import Batch, Features
@@ -69,7 +69,7 @@ def decode_work(name: str, arrays: tuple[Any, ...], settings: dict[str, Any], ow
     Raises:
         ValueError: the program does not exist.
     """
-    program = getattr(programs, name, None)
+    program = getattr(programs, name, None) or getattr(scoring, name, None)
     if not isinstance(program, OneGraph):
         _reject(name)
     return Work(program, arrays, {key: own.get(key, value) for key, value in settings.items()})

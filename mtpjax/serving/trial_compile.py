@@ -1,0 +1,84 @@
+"""Compiles a grammar in another process first: llguidance has no limit of time, and no thread can be stopped.
+
+A JSON schema of 2 kB can take minutes: the patterns of `allOf` and of `patternProperties` are compared with each other.
+The process runs this file as a script, without the package.
+"""
+
+import atexit
+import contextlib
+import json
+import os
+import resource
+import signal
+import sys
+
+MAX_WALL_SECONDS = 60.0  # for a process that gets little of the machine, or is stopped
+MAX_MEMORY = 2 << 30  # bytes of address space (macOS does not enforce this; time bounds it there)
+
+
+class TrialCompile:
+    """Compiles grammars under limits, and forgets the results. May be called from any thread."""
+
+    def __init__(self):
+        self._workers: list = []
+        self._idle: list = []  # those of them that compile nothing
+
+    def __call__(self, grammar: str, limits: dict[str, int], seconds: float) -> None:
+        """Compiles a grammar. An error in it is not told: compiling it again tells it.
+
+        Args:
+            grammar: from `llguidance.LLMatcher.grammar_from_json_schema` or `grammar_from_regex`.
+            limits: of `llguidance.LLParserLimits`.
+            seconds: of CPU time that it may take.
+
+        Raises:
+            WorkerEnded: it exceeds a limit. The code is -SIGPROF for that of time, and None for that of the clock.
+        """
+        from mtpjax.worker_process import WorkerProcess
+
+        try:
+            worker = self._idle.pop()
+        except IndexError:
+            worker = WorkerProcess(__file__)
+            self._workers.append(worker)
+        try:
+            worker.ask(
+                json.dumps({"grammar": grammar, "limits": limits, "seconds": seconds}).encode(), MAX_WALL_SECONDS
+            )
+        finally:
+            self._idle.append(worker)
+
+    def close(self) -> None:
+        """Ends the processes. Later grammars start new ones."""
+        for worker in self._workers:
+            worker.close()
+
+    def kill(self) -> None:
+        """Ends the processes at once, also in the middle of a grammar, which then fails."""
+        for worker in self._workers:
+            worker.kill()
+
+
+def _serve() -> None:
+    """Answers each line of standard input, a grammar with limits, with a line."""
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    import llguidance
+
+    with contextlib.suppress(ValueError, OSError):  # a platform without this limit, or a lower one is in force
+        resource.setrlimit(resource.RLIMIT_AS, (MAX_MEMORY, MAX_MEMORY))
+        resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
+    for line in sys.stdin.buffer:
+        request = json.loads(line)
+        limits = llguidance.LLParserLimits(**request["limits"])
+        # Without a handler the signal ends the process, also inside one long computation.
+        signal.setitimer(signal.ITIMER_PROF, request["seconds"])
+        llguidance.LLMatcher.validate_grammar(request["grammar"], limits=limits)
+        signal.setitimer(signal.ITIMER_PROF, 0)
+        os.write(sys.stdout.fileno(), b"{}\n")
+
+
+if __name__ == "__main__":
+    _serve()
+else:
+    TRIAL_COMPILE = TrialCompile()
+    atexit.register(TRIAL_COMPILE.close)
