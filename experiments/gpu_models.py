@@ -158,6 +158,12 @@ class NumberTokenizer:
         """Reads numbers."""
         return [int(word) for word in text.split()]
 
+    encode_plain = encode
+
+    def reads_template_variable(self, name: str) -> bool:
+        """There is no template."""
+        return False
+
     def decode(self, ids: Iterable[int]) -> str:
         """Writes numbers."""
         return "".join(f"{token} " for token in ids)
