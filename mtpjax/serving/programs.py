@@ -338,7 +338,7 @@ def draft_round(
         rows = take(state, batch)
         _, draft = jax.eval_shape(propose, (rows, None))
         no_draft = jax.tree.map(lambda leaf: jnp.zeros(leaf.shape, leaf.dtype), draft)
-        rows, draft = run_once(propose, (rows, no_draft))
+        rows, draft = _run_once(propose, (rows, no_draft))
         return put(state, rows, batch, Features(plain=False)), draft
 
     state, draft = run_in_parts(draft_part, model.config, params, draft_params, state, batch, has_row_outputs=True)
@@ -387,7 +387,7 @@ def verify_round(
             settings = {"model": model, "drafter": drafter, "spec": _round_spec(spec, depth), "allowed": allowed}
             return (finish_round(params, carry[0], draft, **settings),)
 
-        (rows,) = run_once(finish, (take(state, batch),))
+        (rows,) = _run_once(finish, (take(state, batch),))
         return put(state, rows, batch, Features(plain=False))
 
     before, num_parts = _lengths(state, batch), len(batch.slots)
@@ -417,7 +417,7 @@ def _round_spec(spec: DecodeSpec, depth: int) -> DecodeSpec:
     return dataclasses.replace(spec.at_depth(depth), topk=1)
 
 
-def run_once(function: Callable[[Any], Any], carry: Any) -> Any:
+def _run_once(function: Callable[[Any], Any], carry: Any) -> Any:
     """Computes `function(carry)`, unless all rows of `carry[0]` have ended.
 
     Outside of a loop, jit rejects donated caches whose layout is pinned (`mtpjax.models.layers.entries.pin_layout`).

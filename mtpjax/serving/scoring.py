@@ -11,18 +11,21 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from mtpjax.decoding.capacity import MIN_PREFILL_CHUNK
 from mtpjax.decoding.gpu_graph import one_graph
 from mtpjax.decoding.state import DecodeState, view_pass
 from mtpjax.models.cache import commit
 from mtpjax.models.decoding_layout import run_in_parts
 from mtpjax.models.layers.entries import read_rows
 from mtpjax.models.model import MTPModel, bind
+from mtpjax.models.parallel import over_rows
 from mtpjax.models.vocabulary import Vocabulary
-from mtpjax.serving.programs import Batch, Features, in_every_process, of_part, put, run_once, take
+from mtpjax.serving.programs import Batch, Features, in_every_process, of_part, put, take
 from mtpjax.serving.request import Scores
 
 MAX_TOP = 20  # alternatives per token
 MAX_LOGITS = 2**24  # numbers, of the logits that exist at the same time: 64 MiB
+MAX_ATTENTION_SCORES = 2**26  # the same for the scores of attention in one layer: 256 MiB
 
 
 @dataclasses.dataclass
@@ -110,6 +113,12 @@ def score_chunk(
         batch, start, targets = of_part(state, (batch, start, targets))
         vocab_size, width = model.config.vocab_size, targets.shape[-1]
         apply, vocabulary = bind(model, params), Vocabulary.of(vocab_size)
+        assert state.pages is not None
+        num_slots = batch.table.shape[-1] * state.pages.size
+        trunk_width = pass_width(width, len(start) * model.config.num_attention_heads * num_slots)
+        size = piece_size(trunk_width, len(start) * vocab_size)
+        split = lambda leaf: jnp.moveaxis(leaf.reshape(len(leaf), -1, size, *leaf.shape[2:]), 1, 0)
+        join = lambda leaf: jnp.moveaxis(leaf, 0, 1).reshape(leaf.shape[1], trunk_width, *leaf.shape[3:])
 
         def score_piece(piece):
             hidden, given = piece  # [b, c, D], [b, c]
@@ -119,24 +128,29 @@ def score_chunk(
             values, ids = vocabulary.top_k(logits, min(MAX_TOP, vocab_size))
             return ScoredChunk(own - total, ids, values - total[..., None])
 
-        def process(carry):
-            rows, _ = carry
-            # 1. The trunk, over the chunk, as in prefill.
-            begin = jnp.minimum(start, rows.length)
-            num_valid = jnp.clip(rows.length - begin, 0, width)
-            view = view_pass(rows, model.config, begin, width, num_used=num_valid, num_valid=num_valid)
-            output = apply(read_rows(rows.tokens, begin, width), view, rows.trunk, method="run_trunk")
-            # 2. The head, over a few positions at a time: the logits of all of them may not fit.
-            size = piece_size(width, len(begin) * vocab_size)
-            split = lambda leaf: jnp.moveaxis(leaf.reshape(len(leaf), -1, size, *leaf.shape[2:]), 1, 0)
-            join = lambda leaf: jnp.moveaxis(leaf, 0, 1).reshape(leaf.shape[1], width, *leaf.shape[3:])
-            scores = jax.tree.map(join, jax.lax.map(score_piece, (split(output.hidden), split(targets))))
-            return rows.replace(trunk=commit(output.cache, begin + num_valid)), scores
+        def score_pass(carry):
+            index, rows, scores = carry
+            # 1. The trunk, over as many positions as the scores of attention have room for.
+            offset = index * trunk_width
+            begin = jnp.minimum(start + offset, rows.length)
+            num_valid = jnp.clip(rows.length - begin, 0, trunk_width)
+            view = view_pass(rows, model.config, begin, trunk_width, num_used=num_valid, num_valid=num_valid)
+            output = apply(read_rows(rows.tokens, begin, trunk_width), view, rows.trunk, method="run_trunk")
+            # 2. The head, over as many of them as the logits have room for.
+            given = jax.lax.dynamic_slice_in_dim(targets, offset, trunk_width, axis=1)
+            new = jax.tree.map(join, jax.lax.map(score_piece, (split(output.hidden), split(given))))
+            place = lambda all_scores, own: jax.lax.dynamic_update_slice_in_dim(all_scores, own, offset, axis=1)
+            rows = rows.replace(trunk=commit(output.cache, begin + num_valid))
+            return index + 1, rows, jax.tree.map(place, scores, new)
 
         rows = take(state, batch)
-        _, scores = jax.eval_shape(process, (rows, None))
-        no_scores = jax.tree.map(lambda leaf: jnp.zeros(leaf.shape, leaf.dtype), scores)
-        rows, scores = run_once(process, (rows, no_scores))
+        num_top, shape = min(MAX_TOP, vocab_size), targets.shape
+        empty = lambda dtype, *rest: jnp.zeros((*shape, *rest), dtype)
+        scores = ScoredChunk(empty(jnp.float32), empty(jnp.int32, num_top), empty(jnp.float32, num_top))
+        num_left = over_rows(jnp.max, jnp.where(rows.done, 0, jnp.clip(rows.length - start, 0, width)))
+        num_passes = (num_left + trunk_width - 1) // trunk_width
+        carry = (jnp.int32(0), rows, scores)
+        _, rows, scores = jax.lax.while_loop(lambda carry: carry[0] < num_passes, score_pass, carry)
         return put(state, rows, batch, Features(plain=False)), scores
 
     rest = batch, start, targets
@@ -144,13 +158,25 @@ def score_chunk(
     return state, in_every_process(scores)
 
 
+def pass_width(width: int, row_size: int) -> int:
+    """Returns the most positions that one pass of the trunk may have: a divisor of `width`.
+
+    Args:
+        width: positions of the chunk.
+        row_size: numbers of the scores of attention for one position of all rows, where XLA computes them.
+    """
+    return _largest_divisor(width, max(MAX_ATTENTION_SCORES // row_size, MIN_PREFILL_CHUNK))
+
+
 def piece_size(width: int, row_size: int) -> int:
     """Returns the most positions whose logits may exist at the same time: a divisor of `width`.
 
     Args:
-        width: positions of the chunk.
+        width: positions of the pass.
         row_size: logits of one position of all rows.
     """
-    return max(
-        size for size in range(1, width + 1) if width % size == 0 and (size == 1 or size * row_size <= MAX_LOGITS)
-    )
+    return _largest_divisor(width, MAX_LOGITS // row_size)
+
+
+def _largest_divisor(width: int, limit: int) -> int:
+    return max(size for size in range(1, width + 1) if width % size == 0 and size <= max(limit, 1))

@@ -5,6 +5,7 @@ import contextlib
 import importlib
 import json
 import select
+import signal
 import socket
 import threading
 import time
@@ -17,10 +18,12 @@ pytest.importorskip("uvicorn")
 
 import httpx
 
+from mtpjax.data import template_worker
 from mtpjax.data.tokenizer import ByteTokenizer
 from mtpjax.serving import header_limits
 from mtpjax.serving.api.server import ApiSettings
 from mtpjax.serving.app import make_app
+from tests.helpers import chatml
 from tests.helpers.api_server import serve
 from tests.helpers.fake_engine import REPLY, FakeEngine
 
@@ -137,6 +140,30 @@ def test_running_requests_finish_or_are_told_when_the_server_stops():
         assert short.json()["choices"][0]["finish_reason"] == "length"
 
     asyncio.run(run())
+
+
+def test_a_stopped_template_process_does_not_hold_up_the_end(tmp_path):
+    tokenizer = chatml.save_tokenizer(tmp_path)
+    tokenizer.apply_chat_template([{"role": "user", "content": "a"}])
+    template_worker.WORKER._worker._process.send_signal(signal.SIGSTOP)
+    engine = FakeEngine()
+    app = make_app(engine, tokenizer, ApiSettings(model_name="tiny"))
+
+    async def run():
+        transport = httpx.ASGITransport(app)
+        async with httpx.AsyncClient(transport=transport, base_url="http://tiny", timeout=60) as client:
+            body = {"messages": [{"role": "user", "content": "a"}]}
+            tasks = [asyncio.create_task(client.post("/v1/chat/completions", json=body)) for _ in range(5)]
+            await asyncio.sleep(0.2)
+            begin = time.monotonic()
+            await app.state.server.drain(0.1)
+            responses = [await task for task in tasks]
+            assert time.monotonic() - begin < 5  # the worker's own limit is 12 seconds
+            assert {response.status_code for response in responses} <= {400, 503}
+
+    asyncio.run(run())
+    engine.close()
+    assert tokenizer.apply_chat_template([{"role": "user", "content": "a"}])  # in a new process
 
 
 def test_a_request_id_belongs_to_a_key():

@@ -347,6 +347,50 @@ def test_options_that_would_have_no_effect_are_rejected(client, name, value):
     assert_error(completion(client, **{name: value}), param=name, code="unsupported_option")
 
 
+TEXT_CHANGING = {
+    "documents": [{"text": "a"}],
+    "structural_tag": "{}",
+    "grammar": "root ::= a",
+    "tool_choice": "required",
+    "function_call": {"name": "f"},
+    "verbosity": "low",
+    "guided_whitespace_pattern": " ",
+    "thinking": {"type": "disabled"},
+    "enable_thinking": False,
+    "thinking_token_budget": 5,
+    "web_search_options": {},
+    "custom_params": {"a": 1},
+    "repetition_detection": {"max_pattern_size": 5},
+}
+
+
+@pytest.mark.parametrize("name", TEXT_CHANGING)
+def test_fields_that_would_change_the_text_are_rejected_in_every_route(client, name):
+    value = TEXT_CHANGING[name]
+    responses = {
+        name: [completion(client, **{name: value}), chat(client, **{name: value})],
+        f"sampling_params.{name}": [client.post("/generate", json={"text": "a", "sampling_params": {name: value}})],
+    }
+    for param, sent in responses.items():
+        for response in sent:
+            assert name in assert_error(response, param=param, code="unsupported_option")
+    assert completion(client, **{name: None}).status_code == 200
+
+
+def test_fields_that_change_no_text_are_ignored(client):
+    body = {"metadata": {"a": "b"}, "store": True, "service_tier": "auto", "parallel_tool_calls": True, "priority": 1}
+    body |= {"tool_choice": "auto", "prediction": {"type": "content", "content": "a"}, "prompt_cache_key": "a"}
+    assert chat(client, **body).status_code == completion(client, **body).status_code == 200
+
+
+def test_a_chat_template_that_does_not_read_the_effort_says_so(client):
+    message = assert_error(chat(client, reasoning_effort="high"), param="reasoning_effort", code="unsupported_option")
+    assert "does not read it" in message and chat(client, reasoning_effort=None).status_code == 200
+    assert_error(completion(client, reasoning_effort="high"), param="reasoning_effort")
+    assert_error(chat(client, add_special_tokens=True), param="add_special_tokens")
+    assert chat(client, add_special_tokens=False).status_code == 200
+
+
 def test_options_whose_value_has_no_effect_are_allowed(client):
     body = {"tools": [], "response_format": {"type": "text"}, "suffix": None, "logprobs": None, "best_of": 1}
     assert completion(client, **body).status_code == 200

@@ -7,6 +7,7 @@ import pytest
 
 pytest.importorskip("fastapi")
 pytest.importorskip("httpx")
+import tokenizers
 
 from mtpjax.decoding.config import SamplingParams
 from mtpjax.serving.api import admin_routes
@@ -412,6 +413,37 @@ def test_a_page_with_a_key_may_empty_the_cache():
     with api_client(api_keys=(KEY,)) as (client, _):
         headers = [("Authorization", b"Bearer " + KEY.encode()), ("Origin", b"https://chat.example")]
         assert client.post("/flush_cache", headers=headers).status_code == 200
+
+
+def test_the_effort_of_reasoning_reaches_the_template(tmp_path):
+    template = chatml.CHATML + "effort {{ reasoning_effort }}"
+    tokenizer = chatml.save_tokenizer(tmp_path, template)
+    with api_client(FakeEngine(max_length=300), tokenizer) as (client, engine):
+        engine.vocab_size = 300
+        assert chat(client, reasoning_effort="high").status_code == 200
+        assert tokenizer.decode(engine.requests[-1].prompt).endswith("effort high")
+        both = {"reasoning_effort": "low", "chat_template_kwargs": {"reasoning_effort": "low"}}
+        assert chat(client, **both).status_code == 200
+        response = chat(client, **{**both, "reasoning_effort": "high"})
+        assert response.status_code == 400 and response.json()["error"]["param"] == "reasoning_effort"
+        assert chat(client, reasoning_effort=["high"]).status_code == 400
+
+
+def test_special_tokens_around_a_text_can_be_left_out(tmp_path):
+    tokenizer = chatml.save_tokenizer(tmp_path)
+    first = tokenizer.encode("<|im_start|>")[0]
+    tokenizer._tokenizer.post_processor = tokenizers.processors.TemplateProcessing(
+        single="<|im_start|> $A", special_tokens=[("<|im_start|>", first)]
+    )
+    with api_client(FakeEngine(), tokenizer) as (client, engine):
+        engine.vocab_size = 300
+        for body, has_first in (({}, True), ({"add_special_tokens": False}, False)):
+            assert completion(client, **body).status_code == 200
+            assert (engine.requests[-1].prompt[0] == first) is has_first
+            assert client.post("/generate", json={"text": "Hi", **body}).status_code == 200
+            assert (engine.requests[-1].prompt[0] == first) is has_first
+            tokens = client.post("/tokenize", json={"prompt": "Hi", **body}).json()["tokens"]
+            assert (tokens[0] == first) is has_first and len(tokens) == 2 + has_first
 
 
 def test_a_busy_engine_is_healthy_while_its_device_answers():
