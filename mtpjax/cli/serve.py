@@ -30,6 +30,7 @@ from mtpjax.cli.serve_settings import (
 )
 from mtpjax.decoding.config import LOSSY_RULES
 from mtpjax.errors import TokenizerError, UsageError
+from mtpjax.host import raise_descriptor_limit
 
 # SGLang's names of draft methods without files of their own, and ours.
 ALGORITHMS = {"NEXTN": "mtp", "EAGLE": "mtp", "MTP": "mtp", "NGRAM": "lookup", "NONE": None}
@@ -299,8 +300,10 @@ def run_serve(options) -> int:
     # Check the flags before the model is loaded, which may take minutes.
     check_expert_flags(options)
     engine_settings(options, num_modules=1)
-    disaggregation = disaggregation_settings(options)
+    # The number of threads and the compilation cache are set before anything imports JAX.
     set_threads(options.model_path)
+    disaggregation = disaggregation_settings(options)
+    raise_descriptor_limit()
     with open_mesh(options) as mesh:
         return _serve_on(mesh, options, disaggregation)
 

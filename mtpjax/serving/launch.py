@@ -15,7 +15,7 @@ from mtpjax.decoding.config import DecodeConfig
 from mtpjax.decoding.requests import make_drafter
 from mtpjax.decoding.spec import DecodeSpec
 from mtpjax.distributed import gather_values
-from mtpjax.errors import MemoryTooSmall, printable
+from mtpjax.errors import MemoryTooSmall, is_memory_error, printable
 from mtpjax.models.cache import empty_cache, recurrent_entries
 from mtpjax.models.config import ModelConfig
 from mtpjax.models.model import MTPModel
@@ -144,7 +144,7 @@ def explain_full_memory(advice: str) -> Iterator[None]:
     try:
         yield
     except (RuntimeError, MemoryError) as error:  # JAX's errors are RuntimeErrors
-        if not isinstance(error, MemoryError) and "RESOURCE_EXHAUSTED" not in str(error):
+        if not is_memory_error(error):
             raise
         raise MemoryTooSmall(f"memory is too small: {advice} ({printable(error, 200)})") from error
 
