@@ -5,6 +5,7 @@ import io
 import logging
 import signal
 import sys
+from typing import NoReturn
 
 import jsonargparse
 
@@ -51,6 +52,17 @@ def main(arguments: list[str] | None = None) -> None:
     """
     if arguments is None:
         defer_interrupts()
+    try:
+        _run(arguments)
+    except SystemExit as end:
+        # Only the process of a command of its own may end at once.
+        if arguments is None:
+            _end_while_compiling(end.code)
+        raise
+
+
+def _run(arguments: list[str] | None) -> NoReturn:
+    """Runs a command and exits; see `main`."""
     name, advice = "mtpjax", ""
     try:
         options = _parse(arguments)
@@ -79,6 +91,15 @@ def main(arguments: list[str] | None = None) -> None:
         # The user's fault, not the program's: one line without a traceback.
         print(f"{name}: {printable(error)}", file=sys.stderr)
         sys.exit(_exit_code(type(error)))
+
+
+def _end_while_compiling(code: object) -> None:
+    """Ends the process at once if a thread of it compiles: XLA would crash when the interpreter ends under it."""
+    background = sys.modules.get("mtpjax.serving.background")
+    if background is not None and background.is_compiling():
+        from mtpjax.distributed import exit_without_shutdown
+
+        exit_without_shutdown(code if isinstance(code, int) else int(code is not None))
 
 
 def _watch_for_aborts(name: str, has_peers: bool, advice: str) -> None:
