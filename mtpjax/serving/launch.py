@@ -2,6 +2,7 @@
 
 import contextlib
 import dataclasses
+import gc
 import logging
 import socket
 import sys
@@ -189,6 +190,9 @@ def running_engine(
         engine.warm_up(progress, server.warm_up)
         if num_programs:
             tell(f"mtpjax serve: {num_programs} programs in {time.perf_counter() - begin:.0f} s", sys.stderr)
+    # What is loaded now lives as long as the server. A collection of garbage stops all threads, and need not search it.
+    gc.collect()
+    gc.freeze()
     engine.start()
     if followers is not None:
 
