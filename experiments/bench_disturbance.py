@@ -213,7 +213,7 @@ def main(argv: list[str] | None = None) -> int:
             save_model(model, *make_model("tiny" if options.quick else "larger", vocab_size=256))
         command = [sys.executable, "-m", "mtpjax.cli.start", "serve", "--model", str(model), "--enable-metrics"]
         command += ["--max-running-requests", "16", "--context-length", str(LONG_TEXT + 64), "--num-steps", "2"]
-        command += ["--precompile-bs-paddings", "16"]
+        command += ["--precompile-bs-paddings", "16", "--wait-for-warm-up"]
         with server(command, folder / "server.log") as url:
             found = asyncio.run(measure(url, turns, new_tokens, count))
     console = Console(highlight=False)

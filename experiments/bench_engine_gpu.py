@@ -16,7 +16,6 @@ One request is also compared with `speculative_generate`, and the host's time pe
 """
 
 import argparse
-import concurrent.futures
 import dataclasses
 import datetime
 import itertools
@@ -42,7 +41,6 @@ from mtpjax.console import narrow_table
 from mtpjax.evaluation.machine import describe_machine
 from mtpjax.serving.bench.speedup import PUBLISHED
 from mtpjax.serving.engine import Engine
-from mtpjax.serving.programs import Features
 from mtpjax.serving.request import Request
 from mtpjax.serving.sizes import EngineSettings
 
@@ -66,16 +64,10 @@ def make_engine(subject: gpu_models.Subject, counts: list[int], new_tokens: int)
 def compile_plain(engine: Engine) -> int:
     """Compiles the programs of greedy requests, on all cores; returns how many."""
     executor = engine._executor
-    sizes, features = executor.sizes, Features(plain=True)
-    works = [
-        executor._empty_prefill(executor._empty_batch(*shape))
-        for shape in itertools.product(sizes.prefill_sizes, sizes.table_widths)
-    ]
-    for size, width, depth in itertools.product(sizes.batch_sizes, sizes.table_widths, sizes.depths):
-        works.append(executor._advance(executor._empty_batch(size, width), features, depth, 0))
-    with concurrent.futures.ThreadPoolExecutor(len(works)) as threads:
-        list(threads.map(executor._compile, works))
-    return len(works)
+    kinds = {"prefill": (False,), "advance": (executor.has_plain,)}
+    keys = [key for key in executor.all_programs() if key.plain in kinds.get(key.kind, ())]
+    executor.warm_up(keys=keys)
+    return len(keys)
 
 
 def make_requests(subject: gpu_models.Subject, count: int, new_tokens: int) -> list[Request]:

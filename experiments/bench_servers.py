@@ -25,6 +25,7 @@ import tempfile
 import time
 from collections.abc import Iterator
 
+import httpx
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -82,8 +83,10 @@ def server(command: list[str], log: pathlib.Path) -> Iterator[str]:
     try:
         deadline = time.monotonic() + START_SECONDS
         while True:
-            with contextlib.suppress(OSError), socket.create_connection(("127.0.0.1", port), timeout=1):
-                break
+            # A server that loads answers 503, or not at all.
+            with contextlib.suppress(httpx.HTTPError):
+                if httpx.get(f"http://127.0.0.1:{port}/v1/models", timeout=10).is_success:
+                    break
             if process.poll() is not None or time.monotonic() > deadline:
                 raise SystemExit(f"a server did not start:\n{log.read_text()[-2000:]}")
             time.sleep(0.2)
@@ -246,7 +249,14 @@ def main(argv: list[str] | None = None) -> int:
             gguf, flags = write_smollm2(folder)
             model = folder / "checkpoint"
         ours = [sys.executable, "-m", "mtpjax.cli.start", "serve", "--model", str(model), *flags]
-        ours += ["--enable-metrics", "--max-running-requests", str(max(options.counts)), "--context-length", "1024"]
+        ours += [
+            "--enable-metrics",
+            "--wait-for-warm-up",
+            "--max-running-requests",
+            str(max(options.counts)),
+            "--context-length",
+            "1024",
+        ]
         ours += ["--num-steps", str(options.num_steps), "--precompile-bs-paddings", *map(str, sorted(options.counts))]
         url = stack.enter_context(server(ours, folder / "mtpjax.log"))
         # SmolLM2 is an instruct model: without its chat template it ends many answers at once.

@@ -94,6 +94,24 @@ class MemoryTooSmall(ValueError):
     """The model, or what the settings ask for, does not fit into memory. The command line exits with 5."""
 
 
+# How the system, XLA and native libraries say that memory is full, where the class of the exception does not.
+_MEMORY_MESSAGES = ("RESOURCE_EXHAUSTED", "can't start new thread", "bad_alloc", "Cannot allocate memory")
+_MEMORY_MESSAGES += ("failed to map segment", "error while initializing the extension")
+
+
+def is_memory_error(error: BaseException) -> bool:
+    """Returns whether an exception, or one that it was raised from, says that memory is full."""
+    cause: BaseException | None = error
+    while cause is not None:
+        # Errors about input quote it, so their text says nothing.
+        quotes_input = isinstance(cause, UsageError | CheckpointError)
+        says_so = not quotes_input and any(text in str(cause) for text in _MEMORY_MESSAGES)
+        if says_so or isinstance(cause, MemoryError | MemoryTooSmall):
+            return True
+        cause = cause.__cause__ or (None if cause.__suppress_context__ else cause.__context__)
+    return False
+
+
 class ResumableError(Exception):
     """The run was interrupted and saved what it needs to continue. The command line exits with 75 (EX_TEMPFAIL)."""
 

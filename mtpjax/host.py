@@ -1,5 +1,6 @@
 """The process's threads and memory on the host CPU. Imports no JAX: both must be set before JAX starts."""
 
+import contextlib
 import os
 import sys
 
@@ -45,6 +46,32 @@ def choose_num_threads(checkpoint_bytes: int) -> int:
     if _env_num_threads():
         return 0
     return 1 if checkpoint_bytes < _SMALL_MODEL_BYTES else 0
+
+
+def raise_descriptor_limit() -> None:
+    """Raises this process's limit of open files and connections as far as the system allows.
+
+    A server needs one per connection. Many systems start programs with a soft limit of 1024, for those that cannot
+    handle more, and a hard limit of many thousands.
+    """
+    try:
+        import resource  # not on Windows
+    except ImportError:
+        return
+    _, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    # Some systems do not allow what they report.
+    with contextlib.suppress(ValueError, OSError):
+        resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))
+
+
+def address_space_limit() -> int | None:
+    """Returns the bytes of address space that this process may have (`ulimit -v`); None: no limit."""
+    try:
+        import resource
+    except ImportError:
+        return None
+    soft, _ = resource.getrlimit(resource.RLIMIT_AS)
+    return None if soft == resource.RLIM_INFINITY else soft
 
 
 # glibc reads these when a process starts: blocks of up to 4 GB come from the heap, the heap shrinks only where 8 GB are

@@ -98,9 +98,10 @@ def read_inside(folder: pathlib.Path, name: str, *, max_bytes: int) -> bytes | N
     # `lexists` is true for a broken symlink, which `open_inside` then reports.
     if not os.path.lexists(path):
         return None
-    # Read one byte more than allowed: the size that the file system reports can change while the file is read.
+    # Read one byte more than allowed: the size that the file system reports can change while the file is read. A read
+    # reserves memory for all that it may return, so a small file must not ask for the largest size.
     with open(open_inside(path, allowed_root(folder)), "rb") as stream:
-        content = stream.read(max_bytes + 1)
+        content = stream.read(min(os.fstat(stream.fileno()).st_size, max_bytes) + 1)
     if len(content) > max_bytes:
         raise UnsafeFileError(f"{path} is larger than {max_bytes} bytes")
     return content

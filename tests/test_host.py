@@ -7,7 +7,7 @@ import sys
 import pytest
 
 from mtpjax.cli.common import set_threads
-from mtpjax.host import choose_num_threads, num_threads
+from mtpjax.host import choose_num_threads, num_threads, raise_descriptor_limit
 from mtpjax.io.checkpoint import save_model
 from mtpjax.io.checkpoint_format import checkpoint_bytes
 
@@ -59,3 +59,14 @@ def test_of_a_run_the_checkpoint_alone_counts(tmp_path, small, monkeypatch):
 def test_threads_below_none_are_an_error(tmp_path):
     with pytest.raises(ValueError, match="threads must be at least 0, got -1"):
         set_threads(str(tmp_path), -1)
+
+
+def test_a_server_may_open_as_many_files_as_the_system_allows():
+    resource = pytest.importorskip("resource")
+    limits = resource.getrlimit(resource.RLIMIT_NOFILE)
+    try:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (min(256, limits[1]), limits[1]))
+        raise_descriptor_limit()
+        assert resource.getrlimit(resource.RLIMIT_NOFILE) == (limits[1], limits[1])
+    finally:
+        resource.setrlimit(resource.RLIMIT_NOFILE, limits)

@@ -45,7 +45,7 @@ def add_disaggregation_flags(parser) -> None:
 
 
 def disaggregation_settings(options) -> Any:
-    """Reads the flags.
+    """Reads the flags. With a mode, this imports JAX, so the number of threads must be set before.
 
     Args:
         options: the parsed flags.
@@ -58,11 +58,11 @@ def disaggregation_settings(options) -> Any:
         ValueError: the secret is too short.
         OSError: the secret's file cannot be read.
     """
-    from mtpjax.serving.disaggregation.setup import DisaggregationSettings
-
     mode, url = options.disaggregation_mode, options.disaggregation_prefill_url
     if mode in (None, "null"):  # SGLang's default
         return None
+    from mtpjax.serving.disaggregation.setup import DisaggregationSettings
+
     if options.disable_radix_cache:
         raise UsageError("--disaggregation-mode needs the prefix cache: leave --disable-radix-cache out")
     if mode == "decode" and not (url or "").startswith(("http://", "https://")):

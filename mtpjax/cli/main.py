@@ -5,15 +5,24 @@ import io
 import logging
 import signal
 import sys
+from typing import NoReturn
 
 import jsonargparse
 
 from mtpjax.cli import conversion, decoding, measuring, serve, serving, training
 from mtpjax.cli.help import HelpFormatter
 from mtpjax.cli.interrupts import INTERRUPTED, defer_interrupts
-from mtpjax.cli.supervisor import continue_in_child
-from mtpjax.errors import CheckpointError, LostProcess, MemoryTooSmall, ResumableError, UsageError, printable
-from mtpjax.host import keep_freed_memory
+from mtpjax.cli.supervisor import LOST_PROCESS, continue_in_child
+from mtpjax.errors import (
+    CheckpointError,
+    LostProcess,
+    MemoryTooSmall,
+    ResumableError,
+    UsageError,
+    is_memory_error,
+    printable,
+)
+from mtpjax.host import address_space_limit, keep_freed_memory
 from mtpjax.version import __version__
 
 GROUPS = (training, decoding, conversion, measuring, serving)
@@ -43,14 +52,25 @@ def main(arguments: list[str] | None = None) -> None:
     """
     if arguments is None:
         defer_interrupts()
+    try:
+        _run(arguments)
+    except SystemExit as end:
+        # Only the process of a command of its own may end at once.
+        if arguments is None:
+            _end_while_compiling(end.code)
+        raise
+
+
+def _run(arguments: list[str] | None) -> NoReturn:
+    """Runs a command and exits; see `main`."""
     name, advice = "mtpjax", ""
     try:
         options = _parse(arguments)
         name = f"mtpjax {options.subcommand}"
         advice = "; continue with --resume" if name == "mtpjax train" else ""
         _prepare_process(options.subcommand, is_own=arguments is None)
-        if arguments is None and getattr(options[options.subcommand], "nnodes", 1) > 1:
-            continue_in_child(name, _exit_code(LostProcess), advice)
+        if arguments is None:
+            _watch_for_aborts(name, getattr(options[options.subcommand], "nnodes", 1) > 1, advice)
         sys.exit(COMMANDS[options.subcommand](options[options.subcommand]))
     except KeyboardInterrupt:
         print(f"{name}: interrupted", file=sys.stderr)
@@ -61,10 +81,43 @@ def main(arguments: list[str] | None = None) -> None:
 
         # A normal exit would wait in JAX's shutdown barrier for the lost process, and then abort.
         exit_without_shutdown(_exit_code(LostProcess))
-    except (ValueError, OSError, ResumableError) as error:
+    except Exception as error:
+        # A full memory shows up as all kinds of errors: of an import, of a thread, of a file that cannot be read.
+        if is_memory_error(error) and not isinstance(error, MemoryTooSmall):
+            print(f"{name}: {_describe_full_memory(error)}", file=sys.stderr)
+            sys.exit(_exit_code(MemoryTooSmall))
+        if not isinstance(error, ValueError | OSError | ResumableError):
+            raise
         # The user's fault, not the program's: one line without a traceback.
         print(f"{name}: {printable(error)}", file=sys.stderr)
         sys.exit(_exit_code(type(error)))
+
+
+def _end_while_compiling(code: object) -> None:
+    """Ends the process at once if a thread of it compiles: XLA would crash when the interpreter ends under it."""
+    background = sys.modules.get("mtpjax.serving.background")
+    if background is not None and background.is_compiling():
+        from mtpjax.distributed import exit_without_shutdown
+
+        exit_without_shutdown(code if isinstance(code, int) else int(code is not None))
+
+
+def _watch_for_aborts(name: str, has_peers: bool, advice: str) -> None:
+    """Continues in a child process where native code may abort this one for a reason that the user should read."""
+    if has_peers:
+        continue_in_child(name, _exit_code(LostProcess), LOST_PROCESS + advice)
+    elif (limit := address_space_limit()) is not None:
+        message = f"memory is too small: native code ended the process. `ulimit -v` allows {limit >> 20} MiB of address"
+        message += " space, which counts reserved memory too: raise it"
+        signals = (signal.SIGABRT, signal.SIGSEGV, signal.SIGBUS)
+        continue_in_child(name, _exit_code(MemoryTooSmall), message, signals)
+
+
+def _describe_full_memory(error: BaseException) -> str:
+    """Returns one line about an error of memory, with the limit of the address space if there is one."""
+    limit = address_space_limit()
+    advice = "" if limit is None else f"; `ulimit -v` allows {limit >> 20} MiB of address space: raise it"
+    return f"memory is too small ({type(error).__name__}: {printable(error, 200)}){advice}"
 
 
 def _exit_code(kind: type[Exception]) -> int:

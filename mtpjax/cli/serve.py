@@ -1,5 +1,6 @@
 """`mtpjax serve`: flags by SGLang's names."""
 
+import contextlib
 import os
 from typing import Any
 
@@ -31,6 +32,7 @@ from mtpjax.cli.serve_settings import (
 )
 from mtpjax.decoding.config import LOSSY_RULES
 from mtpjax.errors import TokenizerError, UsageError
+from mtpjax.host import raise_descriptor_limit
 
 # SGLang's names of draft methods without files of their own, and ours.
 ALGORITHMS = {"NEXTN": "mtp", "EAGLE": "mtp", "MTP": "mtp", "NGRAM": "lookup", "NONE": None}
@@ -82,6 +84,12 @@ def _add_server_flags(parser) -> None:
     parser.add_argument("--log-level", default="info", choices=("debug", "info", "warning", "error"))
     parser.add_argument("--watchdog-timeout", type=float, default=300.0, help="seconds after which a call is hung")
     parser.add_argument("--drain-timeout", type=float, default=30.0, help="seconds for running requests at the end")
+    parser.add_argument(
+        "--wait-for-warm-up",
+        action="store_true",
+        help="be ready when every program is compiled; otherwise when one request can run, and the other programs are "
+        "compiled meanwhile",
+    )
     parser.add_argument("--skip-server-warmup", action="store_true", help="compile programs at their first use")
 
 
@@ -271,13 +279,17 @@ def run_serve(options) -> int:
     except ImportError as error:
         raise UsageError(f"{error.name} is missing: pip install 'mtpjax[serve]'") from error
     check_process_flags(options)
+    if options.wait_for_warm_up and options.skip_server_warmup:
+        raise UsageError("--wait-for-warm-up and --skip-server-warmup exclude each other")
     options.mesh = _mesh_text(options)
     # Check the flags before the model is loaded, which may take minutes.
     check_expert_flags(options)
     check_used(options)
     engine_settings(options, num_modules=1)
-    disaggregation = disaggregation_settings(options)
+    # The number of threads and the compilation cache are set before anything imports JAX.
     set_threads(options.model_path)
+    disaggregation = disaggregation_settings(options)
+    raise_descriptor_limit()
     with open_mesh(options) as mesh:
         return _serve_on(mesh, options, disaggregation)
 
@@ -291,40 +303,53 @@ def _serve_on(mesh, options, disaggregation) -> int:
     from mtpjax.distributed import is_main_process
     from mtpjax.evaluation.self_check import check_acceptance
     from mtpjax.io.checkpoint_format import find_checkpoint
+    from mtpjax.serving.http_server import listen
     from mtpjax.serving.launch import explain_full_memory, running_engine, serve
+    from mtpjax.serving.loading import open_port
 
     logging.getLogger("mtpjax").setLevel(options.log_level.upper())
     check_expert_devices(options, mesh)
-    # 1. The model, its tokenizer and its drafter.
-    path = find_checkpoint(options.model_path)
-    template = None if options.chat_template is None else read_text(options.chat_template)
-    check_same_start(options, path)
-    with explain_full_memory("give the model more devices with --tp-size"):
-        model, params, loaded_config = load_on_mesh(
-            path, options, mesh, rearrange=lambda params: place_experts_by_flags(params, options, mesh)
-        )
-    if options.tokenizer_path and not os.path.exists(options.tokenizer_path):
-        raise TokenizerError(f"--tokenizer-path: there is no {options.tokenizer_path}")
-    tokenizer = load_tokenizer(options.tokenizer_path or path, model.config.vocab_size, chat_template=template)
-    chosen = engine_settings(options, loaded_config.num_mtp_modules)
-    with explain_full_memory("give the model more devices with --tp-size"):
-        chosen, draft_params = load_drafter_of(options, chosen, model)
-    config = DecodeConfig(**chosen)
-    if config.num_steps and config.drafter == "mtp":
-        check_acceptance(path, model, params)
-    # 2. The engine, which processes other than the main one follow. Pages of a prefill server arrive in host memory.
-    uses_host = options.enable_hierarchical_cache or disaggregation is not None
-    grammars = load_grammars(options.grammar_backend, tokenizer, model.config.vocab_size)
-    settings = engine_sizes(options, params, model=model, config=config, grammars=grammars, uses_host=uses_host)
-    api, server = api_settings(options, path, config, settings), server_settings(options)
-    arguments = {"model": model, "config": config, "settings": settings, "draft_params": draft_params}
-    with connect_followers(options, params, arguments) as followers:
-        if not is_main_process():
+    server = server_settings(options)
+    with contextlib.ExitStack() as stack:
+        # 1. The port is open from the beginning: clients hear that the server loads.
+        listener = stack.enter_context(listen(options.host, options.port)) if is_main_process() else None
+        loading = stack.enter_context(contextlib.ExitStack())
+        report = loading.enter_context(open_port(listener, "mtpjax serve")).report
+        # 2. The model, its tokenizer and its drafter.
+        path = find_checkpoint(options.model_path)
+        template = None if options.chat_template is None else read_text(options.chat_template)
+        check_same_start(options, path)
+        report("loading the weights")
+        with explain_full_memory("give the model more devices with --tp-size"):
+            model, params, loaded_config = load_on_mesh(
+                path, options, mesh, rearrange=lambda params: place_experts_by_flags(params, options, mesh)
+            )
+        if options.tokenizer_path and not os.path.exists(options.tokenizer_path):
+            raise TokenizerError(f"--tokenizer-path: there is no {options.tokenizer_path}")
+        tokenizer = load_tokenizer(options.tokenizer_path or path, model.config.vocab_size, chat_template=template)
+        chosen = engine_settings(options, loaded_config.num_mtp_modules)
+        with explain_full_memory("give the model more devices with --tp-size"):
+            chosen, draft_params = load_drafter_of(options, chosen, model)
+        config = DecodeConfig(**chosen)
+        if config.num_steps and config.drafter == "mtp":
+            report("checking the drafts")
+            check_acceptance(path, model, params)
+        # 3. The engine, which processes other than the main one follow. Pages of a prefill server arrive in host
+        #    memory.
+        uses_host = options.enable_hierarchical_cache or disaggregation is not None
+        grammars = load_grammars(options.grammar_backend, tokenizer, model.config.vocab_size)
+        settings = engine_sizes(options, params, model=model, config=config, grammars=grammars, uses_host=uses_host)
+        api = api_settings(options, path, config, settings)
+        arguments = {"model": model, "config": config, "settings": settings, "draft_params": draft_params}
+        if listener is None:
+            loading.close()
+        followers = stack.enter_context(connect_followers(options, params, arguments))
+        if listener is None:
             return 0
-        # 3. The server.
-        started = {"server": server, "model_name": api.model_name, "followers": followers}
-        with running_engine(params, **arguments, **started) as (engine, metrics):
-            shown = metrics if options.enable_metrics else None
-            should_stop = None if followers is None else followers.should_drain
-            serve(engine, tokenizer, api, server, shown, disaggregation, should_stop)
+        # 4. The server.
+        started = {"server": server, "model_name": api.model_name, "followers": followers, "report": report}
+        engine, metrics = stack.enter_context(running_engine(params, **arguments, **started))
+        shown = metrics if options.enable_metrics else None
+        should_stop = None if followers is None else followers.should_drain
+        serve(engine, tokenizer, api, server, shown, disaggregation, should_stop, listener=listener, loading=loading)
     return 0

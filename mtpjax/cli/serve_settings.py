@@ -80,7 +80,7 @@ def server_settings(options):
         port=options.port,
         watchdog_seconds=options.watchdog_timeout or None,
         drain_seconds=options.drain_timeout,
-        warms_up=not options.skip_server_warmup,
+        warm_up="none" if options.skip_server_warmup else "all" if options.wait_for_warm_up else "first",
     )
 
 

@@ -1,7 +1,8 @@
-"""Gives a process of a multi-process run a parent, which turns aborts of JAX's runtime into an exit code.
+"""Gives a process a parent, which turns aborts of JAX's runtime into an exit code.
 
-When the process that coordinates the run dies, or another one sends no heartbeats, JAX's runtime aborts the process
-from its own thread. Python code of the same process cannot prevent that, and schedulers would read it as a crash.
+When the process that coordinates a multi-process run dies, or another one sends no heartbeats, JAX's runtime aborts the
+process from its own thread. Native threads abort it too when `ulimit -v` leaves no memory for them. Python code of the
+same process cannot prevent that, and schedulers would read it as a crash.
 """
 
 import ctypes
@@ -13,15 +14,19 @@ FORWARDED = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 PR_SET_PDEATHSIG = 1  # from <linux/prctl.h>
 
 
-def continue_in_child(name: str, exit_code: int, advice: str = "") -> None:
+LOST_PROCESS = "another process of this run has ended or cannot be reached: JAX's runtime aborted this one"
+
+
+def continue_in_child(name: str, exit_code: int, message: str, signals: tuple[int, ...] = (signal.SIGABRT,)) -> None:
     """Continues in a child process. The parent waits for it, and exits with its exit code or by the same signal.
 
     Must run before anything starts threads, and so before JAX is used.
 
     Args:
         name: the command, with which the message begins.
-        exit_code: the parent's exit code if JAX's runtime aborts the child.
-        advice: what the user can do in that case; the end of the message.
+        exit_code: the parent's exit code if one of `signals` ends the child.
+        message: why, and what the user can do, in one line.
+        signals: by which native code ends the child.
     """
     parent = os.getpid()
     child = os.fork()
@@ -31,9 +36,8 @@ def continue_in_child(name: str, exit_code: int, advice: str = "") -> None:
     for number in FORWARDED:
         signal.signal(number, lambda number, frame: os.kill(child, number))
     code = os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
-    if code == -signal.SIGABRT:
-        message = "another process of this run has ended or cannot be reached: JAX's runtime aborted this one"
-        print(f"{name}: {message}{advice}", file=sys.stderr, flush=True)
+    if -code in signals:
+        print(f"{name}: {message}", file=sys.stderr, flush=True)
         code = exit_code
     if code < 0:  # ended by another signal: end by the same one
         if -code != signal.SIGKILL:  # it has no handler

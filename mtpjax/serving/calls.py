@@ -8,6 +8,7 @@ import numpy as np
 
 from mtpjax.decoding.drafters.base import Draft
 from mtpjax.decoding.gpu_graph import OneGraph
+from mtpjax.serving.program_set import ProgramKey
 from mtpjax.serving.programs import Batch, PackedReport, Report
 from mtpjax.serving.scheduler import Sequence
 from mtpjax.serving.scoring import ScoredChunk
@@ -15,11 +16,15 @@ from mtpjax.serving.scoring import ScoredChunk
 
 @dataclasses.dataclass(frozen=True)
 class Work:
-    """A call that is not dispatched yet: a program of `mtpjax.serving.programs`, and its arguments behind the state."""
+    """A call that is not dispatched yet: a program of `mtpjax.serving.programs`, and its arguments behind the state.
+
+    `key` names the compiled program; None for calls that another process has sent.
+    """
 
     program: OneGraph
     arrays: tuple[Any, ...]
     settings: dict[str, Any]
+    key: ProgramKey | None = None
 
 
 @dataclasses.dataclass

@@ -8,6 +8,7 @@ computes from the drafts and the text so far.
 
 import collections
 import concurrent.futures
+import contextlib
 import dataclasses
 import functools
 import itertools
@@ -18,7 +19,7 @@ import threading
 import time
 from collections.abc import Callable
 from collections.abc import Sequence as TokenSequence
-from typing import Any, TypeVar
+from typing import Any, Literal, TypeVar
 
 import numpy as np
 
@@ -26,6 +27,7 @@ from mtpjax.decoding.config import DecodeConfig, SamplingParams
 from mtpjax.distributed import is_runtime_error
 from mtpjax.errors import LostProcess, printable
 from mtpjax.models.model import MTPModel
+from mtpjax.serving.background import BackgroundCompiler
 from mtpjax.serving.calls import Call, DraftCall, ScoreCall
 from mtpjax.serving.depth import AdaptiveDepth, Costs, measure_costs
 from mtpjax.serving.executor import Executor
@@ -35,6 +37,7 @@ from mtpjax.serving.model_digest import model_digest
 from mtpjax.serving.multihost.connection import Followers
 from mtpjax.serving.multihost.leader import LeaderExecutor
 from mtpjax.serving.page_pool import PagePool
+from mtpjax.serving.program_set import ProgramKey, split_rows
 from mtpjax.serving.programs import RowReport
 from mtpjax.serving.rebalancing import ExpertRebalancer
 from mtpjax.serving.request import (
@@ -54,8 +57,11 @@ from mtpjax.serving.sizes import EngineSettings
 from mtpjax.serving.snapshots import SnapshotRows
 
 RETRY_SECONDS = 1.0  # between two attempts to make the state anew
+ASK_SECONDS = 1.0  # after which a caller looks whether the engine's thread still lives
+HELD_SECONDS = 0.5  # after which time limits of requests that wait for a program are checked again
 
 T = TypeVar("T")
+WarmUp = Literal["all", "first", "none"]
 _log = logging.getLogger(__name__)
 
 
@@ -81,8 +87,7 @@ class Engine:
         max_requests: most requests that run and wait at the same time.
         grammars: compiles the grammars of requests; None: requests have none.
         page_shapes: shapes and dtypes of a page's entries.
-        busy_since: time (`time.monotonic`) at which the running tick began; None while the engine waits.
-        progress_at: time at which the device answered last, or work came after a pause.
+        progress_at: time (`time.monotonic`) at which the device answered last, or work came after a pause.
     """
 
     def __init__(
@@ -122,25 +127,51 @@ class Engine:
         self._no_counts = [0] * (1 + 2 * self._max_depth)
         self._drafts = self._no_counts  # passes, and proposed and accepted drafts per level
         self._num_warm_up_programs = 0
+        self._compiler: BackgroundCompiler | None = None
+        self._program_errors: dict[ProgramKey, Exception] = {}
+        self._later_programs: list[ProgramKey] = []
+        self._held: dict[int, Sequence] = {}  # requests that wait for a program
+        self._num_held = 0  # so far
         self._is_closing = False
-        self.busy_since: float | None = None
         self.progress_at = time.monotonic()
+        self._tick_began: float | None = None
         self._thread = threading.Thread(target=self._run, name="mtpjax-engine", daemon=True)
 
-    def warm_up(self, progress: Callable[[int, int], None] = lambda done, total: None) -> None:
-        """Compiles all programs; call it before `start`.
+    def warm_up(
+        self, progress: Callable[[int, int], None] = lambda done, total: None, programs: WarmUp = "all"
+    ) -> None:
+        """Compiles programs; call it before `start`.
+
+        With "first" and "none" a thread compiles the others while requests run. A request that needs one that is not
+        there waits for it. Several processes, experts that move and depths that are measured need all of them: "first"
+        is then the same as "all", and "none" compiles a program in the call that uses it first.
 
         Args:
             progress: called with the number of programs done and of all programs.
+            programs: which ones: all that requests may need; "first": those that serve any request without a grammar,
+                and the others after `start`; "none": each when a request needs it.
         """
-        self._executor.warm_up(progress)
+        executor, settings = self._executor, self.settings
+        is_measured = settings.adapts_depth and settings.depth_costs is None
+        has_thread = self._followers is None and settings.rebalance_experts_every is None and not is_measured
+        if has_thread and programs != "all":
+            executor.warm_up(progress, executor.first_programs() if programs == "first" else [])
+            executor.programs.ready = set(executor.first_programs()) if programs == "first" else set()
+            executor.programs.on_missing = self._want
+            if programs == "first":
+                keys = [key for key in executor.all_programs() if key not in executor.programs.ready]
+                self._later_programs, executor.planned = keys, set(keys)
+        elif programs != "none":
+            executor.warm_up(progress)
         self._measure_depths()
-        self._num_warm_up_programs = self._executor.num_compiled
+        self._num_warm_up_programs = executor.num_compiled
 
     def start(self) -> None:
-        """Starts the thread that serves requests."""
+        """Starts the threads: one that serves requests, and one that compiles what `warm_up` has left."""
         self._measure_depths()
         self._thread.start()
+        if self._executor.programs.ready is not None:
+            self._compiler = BackgroundCompiler(self._later_programs, self._compile, self._end_compiling)
 
     def _measure_depths(self) -> None:
         if self.settings.adapts_depth and self._max_depth and self._depth is None:
@@ -166,9 +197,9 @@ class Engine:
             ValueError: for a prompt or an option out of range, in one line.
             QueueFull: too many requests wait, or the engine shuts down.
         """
-        return self._enter(request, deliver)
+        return self._submit(request, deliver)
 
-    def _enter(self, request: Request, deliver: Deliver, scored: ScoredText | None = None) -> int:
+    def _submit(self, request: Request, deliver: Deliver, scored: ScoredText | None = None) -> int:
         rows = self._executor.make_rows(request)
         is_plain = dataclasses.replace(request.sampling, seed=None) == SamplingParams() and not request.logprobs
         sequence = Sequence(
@@ -191,7 +222,7 @@ class Engine:
             if num_waiting >= self.settings.max_waiting and scored is None:
                 raise QueueFull(f"{num_waiting} requests wait already; try again later")
             self._sequences[sequence.id] = sequence
-            self._inbox.append(lambda: self._scheduler.add(sequence))
+            self._inbox.append(lambda: self._enter(sequence))
             self._changed.notify()
         return sequence.id
 
@@ -230,7 +261,7 @@ class Engine:
         if len(text.tokens) > 1:
             # The last token is scored, but nothing follows it.
             request, ended = Request(prompt=tuple(text.tokens[:-1]), max_new_tokens=1), queue.SimpleQueue()
-            self._enter(request, ended.put, text)
+            self._submit(request, ended.put, text)
             finish = ended.get()
             if finish.reason == "error":
                 raise RuntimeError(finish.message)
@@ -327,6 +358,8 @@ class Engine:
             accepted=tuple(drafts[1 + depth :]),
             num_compilations=self._executor.num_compiled - self._num_warm_up_programs,
             compile_seconds=self._executor.compile_seconds,
+            num_programs_left=0 if self._compiler is None else self._compiler.num_left,
+            num_compile_waits=self._num_held,
             num_rebalancings=0 if self._rebalancer is None else self._rebalancer.num_rebalancings,
             expert_imbalance=(math.nan, math.nan) if self._rebalancer is None else self._rebalancer.imbalance,
             **{f"num_{name}": self._totals[name] for name in _TOTALS},
@@ -357,6 +390,15 @@ class Engine:
                 _log.exception("request %d: its receiver failed", sequence.id)
 
     @property
+    def busy_since(self) -> float | None:
+        """Time (`time.monotonic`) at which the running tick began; None while the engine waits or compiles."""
+        if self._executor.is_compiling:
+            return None
+        # What the tick does after it has compiled has its own time.
+        began, compiled = self._tick_began, self._executor.compiled_at
+        return began if began is None else max(began, compiled)
+
+    @property
     def failure(self) -> str:
         """Why the engine does not answer; "" if it does."""
         begin, limit = self.busy_since, self.settings.max_tick_seconds
@@ -380,6 +422,8 @@ class Engine:
         is_running = self._thread.ident is not None
         while is_running and self._sequences and (deadline is None or time.monotonic() < deadline):
             time.sleep(0.01)
+        if self._compiler is not None:
+            self._compiler.stop()
         left = list(self._sequences)
         for request_id in left:
             self.abort(request_id)
@@ -394,8 +438,10 @@ class Engine:
         def depth_of(num_rows: int) -> int:
             limit = settings.disable_drafts_at
             if limit is not None and num_rows >= limit:
-                return 0
-            return self._max_depth if self._depth is None else self._depth.choose(-(-num_rows // sizes.num_parts))
+                depth = 0
+            else:
+                depth = self._max_depth if self._depth is None else self._depth.choose(-(-num_rows // sizes.num_parts))
+            return depth if self._has_depth(depth) else self._max_depth
 
         return Scheduler(
             SchedulerSettings(
@@ -439,7 +485,14 @@ class Engine:
                 future.set_exception(error)
 
         self._post(run)
-        return future.result()
+        while True:
+            try:
+                return future.result(ASK_SECONDS)
+            except TimeoutError:
+                if future.done():  # the function's own error
+                    raise
+                if not self._thread.is_alive():
+                    raise QueueFull("the server shuts down") from None
 
     def _post(self, action: Callable[[], None]) -> None:
         with self._changed:
@@ -451,14 +504,17 @@ class Engine:
     def _run(self) -> None:
         while True:
             with self._changed:
-                self.busy_since = None
-                while not (self._inbox or self._in_flight or self._sequences):
-                    if self._is_closing:
+                self._tick_began = None
+                # A request that waits for a program leaves the engine nothing to do but to look at its time limits.
+                while not (self._inbox or self._in_flight or len(self._sequences) > len(self._held)):
+                    if self._is_closing and not self._held:
                         return
-                    self._changed.wait()
+                    is_notified = self._changed.wait(HELD_SECONDS if self._held else None)
                     self.progress_at = time.monotonic()
+                    if not is_notified:
+                        break
                 actions, self._inbox = self._inbox, []
-                self.busy_since = time.monotonic()
+                self._tick_began = time.monotonic()
             # One request's fault must never end the thread.
             try:
                 for action in actions:
@@ -478,8 +534,9 @@ class Engine:
         for pool in self._scheduler.pools:
             if pool.outgoing or pool.incoming:
                 leaving += [(pool.host, copies) for copies in self._executor.move_pages(pool)]
+        for rows in self._split("admit", plan.admitted):
+            self._executor.admit(rows)
         if plan.admitted:
-            self._executor.admit(plan.admitted)
             # Before `saved` may overwrite these rows.
             self._executor.restore_snapshots(plan.restored)
             for sequence in plan.admitted:
@@ -491,12 +548,18 @@ class Engine:
                     self._totals["cached_tokens"] += sequence.num_cached or 0
         prompts = [chunk for chunk in plan.prefills if chunk[0].scored is None]
         if prompts:
-            calls.append(self._executor.prefill(prompts))
+            chunks = {sequence.id: chunk for chunk in prompts for sequence in chunk[:1]}
+            for rows in self._split("prefill", [sequence for sequence, *_ in prompts]):
+                calls.append(self._executor.prefill([chunks[sequence.id] for sequence in rows]))
             self._executor.save_snapshots(plan.saved)
         calls += [self._executor.score(chunk) for chunk in plan.prefills if chunk[0].scored is not None]
-        drafts = [self._executor.draft(sequences, depth) for depth, sequences in plan.constrained.items()]
+        drafts = []
+        for depth, sequences in plan.constrained.items():
+            for rows in self._split("masked round", sequences, depth):
+                drafts.append(self._executor.draft(rows, depth))
         for depth, sequences in plan.advances.items():
-            calls.append(self._executor.advance(sequences, depth, plan.num_rounds))
+            for rows in self._split("advance", sequences, depth):
+                calls.append(self._executor.advance(rows, depth, plan.num_rounds))
         if calls or drafts:
             self._totals["ticks"] += 1
             if self._rebalancer is not None:
@@ -513,6 +576,73 @@ class Engine:
         # 4. Pages that left the pool were copied before this tick's calls.
         for host, copies in leaving:
             copies.arrive(host)
+
+    # Programs that are compiled while requests run.
+
+    def _split(self, kind: str, rows: list[Sequence], depth: int = 0) -> list[list[Sequence]]:
+        """Splits the rows of a call if no program that is there has enough."""
+        if not rows or self._executor.programs.ready is None:
+            return [rows] if rows else []
+        size = self._executor.choose_program(kind, rows, depth).size
+        return split_rows(rows, size, lambda row: row.part)
+
+    def _enter(self, sequence: Sequence) -> None:
+        """Puts a request into the scheduler's queue, once the programs that it needs alone are there."""
+        if self._enter_if_ready(sequence):
+            return
+        self._held[sequence.id] = sequence
+        self._num_held += 1
+        for key in self._executor.programs.missing(self._executor.needed_programs(sequence)):
+            self._want(key)
+
+    def _enter_if_ready(self, sequence: Sequence) -> bool:
+        missing = self._executor.programs.missing(self._executor.needed_programs(sequence))
+        if not missing:
+            self._scheduler.add(sequence)
+            return True
+        for error in (self._program_errors[key] for key in missing if key in self._program_errors):
+            self._end(sequence, "error", f"request {sequence.id} failed: its program does not compile: {error}")
+            return True
+        return False
+
+    def _has_depth(self, depth: int) -> bool:
+        """Returns whether rows can have so many draft levels; if not, their program is compiled next."""
+        executor = self._executor
+        if executor.programs.ready is None or depth == self._max_depth:
+            return True
+        size, width = executor.sizes.batch_sizes[0], executor.sizes.table_widths[-1]
+        kinds = ("advance", "masked round") if self.grammars is not None else ("advance",)
+        missing = executor.programs.missing([ProgramKey(kind, size, width, False, depth) for kind in kinds])
+        for key in missing:
+            self._want(key)
+        return not missing
+
+    def _want(self, key: ProgramKey) -> None:
+        if self._compiler is not None:
+            self._compiler.want(key)
+
+    def _compile(self, key: ProgramKey) -> None:
+        """Compiles a program in the compiler's thread; its first call takes its turn with the ticks."""
+        self._executor.compile_program(key, self._ask)
+
+    def _end_compiling(self, key: ProgramKey, error: Exception | None) -> None:
+        """Lets the requests go on that wait for a program."""
+
+        def end() -> None:
+            programs = self._executor.programs
+            if error is not None:
+                self._program_errors[key] = error
+            elif programs.ready is not None:
+                programs.ready.add(key)
+                # Calls need not look for what is there once everything is.
+                if programs.ready.issuperset(self._executor.all_programs()):
+                    programs.ready = None
+            for sequence in list(self._held.values()):
+                if self._enter_if_ready(sequence):
+                    self._held.pop(sequence.id, None)
+
+        with contextlib.suppress(QueueFull):
+            self._post(end)
 
     def _allowed(self, call: DraftCall) -> np.ndarray:
         """Computes the tokens `[R, W, ceil(V/32)]` that may follow each node; ends rows whose grammar fails."""
@@ -603,6 +733,7 @@ class Engine:
         if self._rebalancer is not None and sequence.num_new:
             self._rebalancer.add(sequence)
         del self._sequences[sequence.id]
+        self._held.pop(sequence.id, None)
         # Scores are a part of a request that was counted.
         is_counted = sequence.scored is None
         self._totals["requests"] += is_counted
@@ -631,7 +762,7 @@ class Engine:
         """Ends requests that have waited or run for too long."""
         now, settings = time.monotonic(), self.settings
         if settings.max_queue_seconds is not None:
-            for sequence in list(self._scheduler.waiting):
+            for sequence in [*self._scheduler.waiting, *self._held.values()]:
                 if now - sequence.times.arrived > settings.max_queue_seconds and not sequence.num_new:
                     self._end(sequence, "timeout")
         if settings.max_run_seconds is not None:

@@ -1,12 +1,15 @@
 """Runs the calls of a tick: turns requests and page tables into arrays, and keeps the decoding state on the device."""
 
+import collections
 import concurrent.futures
 import contextlib
 import dataclasses
 import itertools
 import os
+import threading
 import time
 from collections.abc import Callable, Iterator
+from collections.abc import Sequence as Rows
 from typing import Any
 
 import jax
@@ -19,7 +22,7 @@ from mtpjax.decoding import gpu_graph
 from mtpjax.decoding.capacity import round_up_capacity
 from mtpjax.decoding.config import DecodeConfig
 from mtpjax.decoding.drafters.own_params import require_whole_trunk
-from mtpjax.decoding.generate import choose_min_rows, device_settings, make_state
+from mtpjax.decoding.generate import choose_min_rows, device_settings, make_state, platform_of
 from mtpjax.decoding.requests import (
     check_request,
     check_settings,
@@ -43,6 +46,7 @@ from mtpjax.serving.expert_programs import count_experts, move_experts
 from mtpjax.serving.grammar import num_words
 from mtpjax.serving.host_pages import Outgoing, copy_in, copy_out
 from mtpjax.serving.page_pool import PagePool
+from mtpjax.serving.program_set import SMALL_VOCABULARY, ProgramKey, ProgramSet, all_programs, first_programs
 from mtpjax.serving.programs import NO_START, Batch, Features
 from mtpjax.serving.request import Request
 from mtpjax.serving.scheduler import Sequence
@@ -126,6 +130,14 @@ class Executor:
             self._check_rebalancing()
         self.num_compiled = 0  # programs
         self.compile_seconds = 0.0
+        self.programs = ProgramSet()
+        self.planned: set[ProgramKey] = set()  # programs that do not count as compiled, whenever that happens
+        self._used: set[ProgramKey] = set()  # programs that are compiled
+        self._first_uses: set[ProgramKey] = set()  # that run now
+        self.compiled_at = 0.0  # end of the last first use, of `time.monotonic`
+        # Trees of greedy rows are dynamic, which saves passes, so they need programs of their own.
+        has_few_logits = model.config.vocab_size <= SMALL_VOCABULARY and config.topk == 1
+        self.has_plain = platform_of(mesh) != "cpu" or not has_few_logits
         self.state = self._new_state()
         self.snapshots = self._new_snapshots()
 
@@ -219,20 +231,21 @@ class Executor:
 
     def admit(self, sequences: list[Sequence]) -> None:
         """Puts requests into their slots."""
-        grid = self._grid(sequences, self.sizes.batch_sizes)
+        key = self.choose_program("admit", sequences)
+        grid = self._grid(sequences, key.size)
         # Padding repeats a request; its slot does not exist.
         rows = [[_text_rows(sequence or sequences[0]) for sequence in row] for row in grid]
         parts = [jax.tree.map(lambda *leaves: np.concatenate(leaves), *row) for row in rows]
         rows = jax.tree.map(lambda *leaves: np.stack(leaves), *parts)
-        self._run(self._admission(rows, self._batch(grid).slots))
+        self._run(self._admission(rows, self._batch(grid, 1).slots))
 
     def prefill(self, prefills: list[tuple[Sequence, int, int]]) -> Call:
         """Processes a chunk of each row's prompt, between the given positions."""
         chunks = {sequence.id: (start, end) for sequence, start, end in prefills}
-        grid = self._grid([sequence for sequence, *_ in prefills], self.sizes.prefill_sizes)
-        is_constrained = any(sequence.request.grammar is not None for sequence, *_ in prefills)
-        batch = self._batch(grid, is_constrained=is_constrained)
-        allowed = self.all_allowed(batch.slots.shape) if is_constrained else None
+        key = self.choose_program("prefill", [sequence for sequence, *_ in prefills])
+        grid = self._grid([sequence for sequence, *_ in prefills], key.size)
+        batch = self._batch(grid, key.width)
+        allowed = self.all_allowed(batch.slots.shape) if key.kind == "masked prefill" else None
         start = np.full(batch.slots.shape, NO_START, np.int32)
         end, first_token = start.copy(), np.full_like(start, -1)
         for part, column, sequence in _cells(grid):
@@ -247,8 +260,9 @@ class Executor:
     def score(self, chunk: tuple[Sequence, int, int]) -> ScoreCall:
         """Processes a chunk of a text to score, between the given positions."""
         sequence, begin, end = chunk
-        grid = self._grid([sequence], (1,))
-        batch = self._batch(grid)
+        key = self.choose_program("score", [sequence])
+        grid = self._grid([sequence], key.size)
+        batch = self._batch(grid, key.width)
         start, targets = self._no_targets(batch)
         assert sequence.scored is not None
         start[sequence.part, 0] = begin
@@ -265,15 +279,16 @@ class Executor:
 
     def advance(self, sequences: list[Sequence], depth: int, rounds: int) -> Call:
         """Runs rounds of `depth` draft levels on rows."""
-        grid = self._grid(sequences, self.sizes.batch_sizes)
-        features = Features(plain=all(sequence.is_plain for sequence in sequences))
-        work = self._advance(self._batch(grid), features, depth, rounds)
+        key = self.choose_program("advance", sequences, depth)
+        grid = self._grid(sequences, key.size)
+        work = self._advance(self._batch(grid, key.width), Features(plain=key.plain), depth, rounds)
         return self._call(list(itertools.chain(*grid)), work)
 
     def draft(self, sequences: list[Sequence], depth: int) -> DraftCall:
         """Begins a round of `depth` draft levels on rows with a grammar."""
-        grid = self._grid(sequences, self.sizes.batch_sizes)
-        batch = self._batch(grid, is_constrained=True)
+        key = self.choose_program("masked round", sequences, depth)
+        grid = self._grid(sequences, key.size)
+        batch = self._batch(grid, key.width)
         return DraftCall(list(itertools.chain(*grid)), batch, depth, self._run(self._draft(batch, depth)))
 
     def verify(self, call: DraftCall, allowed: np.ndarray) -> Call:
@@ -383,87 +398,157 @@ class Executor:
         for leaf in jax.tree.leaves(moving):
             leaf.delete()
 
-    def warm_up(self, progress: Callable[[int, int], None] = lambda done, total: None) -> None:
-        """Compiles every program that requests may need, on all cores.
+    def choose_program(self, kind: str, sequences: Rows[Sequence], depth: int = 0) -> ProgramKey:
+        """Chooses the program of a call on these rows; see `ProgramSet.choose`.
+
+        Args:
+            kind: of the program; "prefill" becomes "masked prefill" where a row has a grammar.
+            sequences: the rows.
+            depth: draft levels.
+        """
+        sizes, width = self.sizes, 0
+        is_masked = kind == "masked round" or any(sequence.request.grammar is not None for sequence in sequences)
+        if kind == "prefill" and is_masked:
+            kind = "masked prefill"
+        if kind != "admit":
+            widest = max(len(sequence.lease.pages) for sequence in sequences if sequence.lease is not None)
+            # Rows with a grammar have programs for the widest table only.
+            widths = sizes.table_widths[-1:] if kind.startswith("masked") else sizes.table_widths
+            width = bucket(min(widest, sizes.max_pages), widths)
+        is_plain = kind == "advance" and self.has_plain and all(sequence.is_plain for sequence in sequences)
+        num_rows = max(collections.Counter(sequence.part for sequence in sequences).values())
+        # Texts are scored one by one.
+        choices = (1,) if kind == "score" else sizes.prefill_sizes if kind.endswith("prefill") else sizes.batch_sizes
+        size = bucket(num_rows, choices)
+        return self.programs.choose(ProgramKey(kind, size, width, is_plain, depth))
+
+    def needed_programs(self, sequence: Sequence) -> list[ProgramKey]:
+        """Returns the programs with which a request can run alone, whatever the length of its text."""
+        sizes = self.sizes
+        depth = self.sizes.depths[0] if sequence.request.speculative else 0
+        width = bucket(min(sizes.num_pages_of(sequence.limit), sizes.max_pages), sizes.table_widths)
+        admission, prefill = ProgramKey("admit", sizes.batch_sizes[0]), sizes.prefill_sizes[0]
+        if sequence.scored is not None:
+            return [admission, ProgramKey("score", 1, width)]
+        if sequence.request.grammar is not None:
+            width = sizes.table_widths[-1]
+            rounds = ProgramKey("masked round", sizes.batch_sizes[0], width, False, depth)
+            return [admission, ProgramKey("masked prefill", prefill, width), rounds]
+        is_plain = self.has_plain and sequence.is_plain
+        rounds = ProgramKey("advance", sizes.batch_sizes[0], width, is_plain, depth)
+        return [admission, ProgramKey("prefill", prefill, width), rounds]
+
+    def first_programs(self) -> list[ProgramKey]:
+        """Returns the programs that serve every request without a grammar, row by row."""
+        return first_programs(self.sizes)
+
+    def all_programs(self) -> list[ProgramKey]:
+        """Returns all programs that requests may need, in the order in which they are compiled."""
+        has_grammars = self.settings.grammars is not None
+        return all_programs(self.sizes, has_grammars=has_grammars, has_plain=self.has_plain)
+
+    def warm_up(
+        self,
+        progress: Callable[[int, int], None] = lambda done, total: None,
+        keys: Rows[ProgramKey] | None = None,
+    ) -> None:
+        """Compiles programs on all cores, and the small ones that move pages and experts.
 
         Where programs run as CUDA graphs, they are recorded too. If that fails, they are compiled without graphs.
 
         Args:
             progress: called with the number of programs done and of all programs.
+            keys: the programs; None: all that requests may need.
         """
+        keys = self.all_programs() if keys is None else keys
         begin, graphs = time.perf_counter(), gpu_graph.GRAPHS
         with self._on_device():
             mesh = jax.sharding.get_mesh()
             has_graphs = compat.is_cuda() and graphs.options(mesh) is not None
         # XLA records a program's graph in its second call. No request has entered yet, so the state may get lost.
-        if not has_graphs or not graphs.attempt(mesh, lambda: self._warm_up(progress, num_calls=2)):
+        if not has_graphs or not graphs.attempt(mesh, lambda: self._warm_up(progress, keys, num_calls=2)):
             if has_graphs:
                 self.reset()
-            self._warm_up(progress, num_calls=1)
+            self._warm_up(progress, keys, num_calls=1)
         # The threads compiled at the same time.
         self.compile_seconds = time.perf_counter() - begin
 
-    def _warm_up(self, progress: Callable[[int, int], None], *, num_calls: int) -> None:
-        """Compiles every program, calls each `num_calls` times, and waits for the calls."""
-        sizes, width = self.sizes, self.sizes.table_widths[-1]
-        request = self.make_rows(Request(prompt=(0,), max_new_tokens=1))
+    def _warm_up(self, progress: Callable[[int, int], None], keys: Rows[ProgramKey], *, num_calls: int) -> None:
+        """Compiles programs, calls each `num_calls` times, and waits for the calls."""
+        lock = threading.Lock()
+        progress(0, len(keys))
         # Moves come first: all later calls take what they return.
         for _ in range(0 if self.settings.rebalance_experts_every is None else num_calls):
             for layer, slots in self.expert_placements().items():
                 self.move_experts(layer, slots)
             self.count_experts(np.zeros(self.count_shape, np.int32), np.zeros(self.count_shape[:-1], np.int32))
-        # Every row is padding, so the calls change nothing.
-        works: list[Work] = []
-        for size in sizes.batch_sizes:
-            shape = (sizes.num_parts, size)
-            rows = jax.tree.map(lambda leaf, shape=shape: np.broadcast_to(leaf[0], (*shape, *leaf.shape[1:])), request)
-            works.append(self._admission(rows, self._empty_batch(size, 1).slots))
-        for shape in itertools.product(sizes.prefill_sizes, sizes.table_widths):
-            works.append(self._empty_prefill(self._empty_batch(*shape)))
-        kinds = (Features(plain=True), Features(plain=False))
-        for *shape, features, depth in itertools.product(sizes.batch_sizes, sizes.table_widths, kinds, sizes.depths):
-            works.append(self._advance(self._empty_batch(*shape), features, depth, 0))
-        works.append(self._clearing(0, [NO_PAGE]))
-        for batch in (self._empty_batch(1, width) for width in sizes.table_widths):
-            works.append(self._score(batch, *self._no_targets(batch)))
-        # Rows with a grammar have programs for the widest table only.
-        has_grammars = self.settings.grammars is not None
-        batches = [self._empty_batch(size, width) for size in sizes.batch_sizes]
-        rounds = list(itertools.product(batches, sizes.depths)) if has_grammars else []
-        for size in sizes.prefill_sizes if has_grammars else ():
-            batch = self._empty_batch(size, width)
-            works.append(self._empty_prefill(batch, self.all_allowed(batch.slots.shape)))
-        works += [self._draft(batch, depth) for batch, depth in rounds]
-        total = len(works) + len(rounds)
-        steps = itertools.count(1)
 
-        # Compile, then run each: the first call of a program also prepares its dispatch.
-        def warm(works: list[Work]) -> list[Any]:
-            with concurrent.futures.ThreadPoolExecutor(os.cpu_count()) as threads:
-                for _ in threads.map(self._compile, works):
-                    progress(next(steps), total)
-            results = []
-            for _ in range(num_calls):
-                results = jax.block_until_ready([self._run(work) for work in works])
-            return results
+        def run_alone(call: Callable[[], Any]) -> Any:
+            with lock:
+                return [jax.block_until_ready(call()) for _ in range(num_calls)][-1]
 
-        drafts = warm(works)[len(works) - len(rounds) :]
-        calls = [DraftCall([], batch, depth, draft) for (batch, depth), draft in zip(rounds, drafts, strict=True)]
-        warm([self._verify(call, self.all_allowed(call.draft.tokens.shape)) for call in calls])
+        with concurrent.futures.ThreadPoolExecutor(os.cpu_count()) as threads:
+            compiled = threads.map(lambda key: self.compile_program(key, run_alone), keys)
+            for done, _ in enumerate(compiled, 1):
+                progress(done, len(keys))
         for _ in range(num_calls):
             if self.settings.host_bytes:
                 with self._on_device(*host_pages.PROGRAMS):
                     self.state = host_pages.warm_up(self.state)
             if self.snapshots:
-                nowhere = np.full(sizes.num_parts, NO_ROW, np.int32)
+                nowhere = np.full(self.sizes.num_parts, NO_ROW, np.int32)
                 for to_state in (False, True):
                     self.copy_snapshots(nowhere, nowhere, to_state=to_state)
         jax.block_until_ready(self.state)
 
+    def compile_program(self, key: ProgramKey, run: Callable[[Callable[[], Any]], Any]) -> None:
+        """Compiles a program, and runs it once: the first call of a program also prepares its dispatch.
+
+        Args:
+            key: the program. Compiling happens in the caller's thread, while other calls may run.
+            run: runs a function that calls programs on the state, while no other thread does.
+        """
+        begin = time.perf_counter()
+        if key.kind == "masked round":
+            batch = self._empty_batch(key.size, key.width)
+            draft = self._compile_and_run(self._draft(batch, key.depth), run)
+            call = DraftCall([], batch, key.depth, draft)
+            self._compile_and_run(self._verify(call, self.all_allowed(draft.tokens.shape)), run)
+        else:
+            self._compile_and_run(self._empty_work(key), run)
+        self.compile_seconds += time.perf_counter() - begin
+
+    def _compile_and_run(self, work: Work, run: Callable[[Callable[[], Any]], Any]) -> Any:
+        with self._on_device():
+            work.program.compile(
+                self.params, self.draft_params, self.state, *work.arrays, model=self.model, **work.settings
+            )
+        # From now on a call that does not return is hung, not compiling.
+        if work.key is not None:
+            self._used.add(work.key)
+        return run(lambda: self._run(work))
+
+    def _empty_work(self, key: ProgramKey) -> Work:
+        """Returns a call of a program. Every row is padding, so the call changes nothing."""
+        if key.kind == "admit":
+            shape = (self.sizes.num_parts, key.size)
+            row = self.make_rows(Request(prompt=(0,), max_new_tokens=1))
+            rows = jax.tree.map(lambda leaf: np.broadcast_to(leaf[0], (*shape, *leaf.shape[1:])), row)
+            return self._admission(rows, self._empty_batch(key.size, 1).slots)
+        if key.kind == "clear":
+            return self._clearing(0, [NO_PAGE])
+        batch = self._empty_batch(key.size, key.width)
+        if key.kind == "score":
+            return self._score(batch, *self._no_targets(batch))
+        if key.kind == "advance":
+            return self._advance(batch, Features(plain=key.plain), key.depth, 0)
+        is_masked = key.kind == "masked prefill"
+        return self._empty_prefill(batch, self.all_allowed(batch.slots.shape) if is_masked else None)
+
     # Calls on arrays.
 
     def _admission(self, rows: NewRows, slots: Any) -> Work:
-        return Work(programs.admit, (rows, slots), {})
+        return Work(programs.admit, (rows, slots), {}, ProgramKey("admit", slots.shape[1]))
 
     def _prefill(
         self,
@@ -476,7 +561,8 @@ class Executor:
         settings = {"drafter": self.drafter, "spec": self.spec, "features": Features(plain=False)}
         # Only for snapshots do chunks end before their width.
         arrays = (batch, start, first_token, allowed, end if self.sizes.part_snapshots else None)
-        return Work(programs.prefill_chunk, arrays, settings)
+        key = _key("prefill" if allowed is None else "masked prefill", batch)
+        return Work(programs.prefill_chunk, arrays, settings, key)
 
     def _empty_prefill(self, batch: Batch, allowed: np.ndarray | None = None) -> Work:
         nowhere = np.full_like(batch.slots, NO_START)
@@ -484,15 +570,16 @@ class Executor:
 
     def _advance(self, batch: Batch, features: Features, depth: int, rounds: int) -> Work:
         settings = self._round_settings(batch, depth) | {"features": features}
-        arrays = (batch, np.int32(rounds))
-        return Work(programs.advance, arrays, settings | {"max_rounds": self.settings.rounds_per_call})
+        arrays, key = (batch, np.int32(rounds)), _key("advance", batch, depth, plain=features.plain)
+        return Work(programs.advance, arrays, settings | {"max_rounds": self.settings.rounds_per_call}, key)
 
     def _draft(self, batch: Batch, depth: int) -> Work:
-        return Work(programs.draft_round, (batch,), self._round_settings(batch, depth))
+        settings = self._round_settings(batch, depth)
+        return Work(programs.draft_round, (batch,), settings, _key("draft", batch, depth))
 
     def _verify(self, call: DraftCall, allowed: np.ndarray) -> Work:
-        arrays = (call.batch, call.draft, allowed)
-        return Work(programs.verify_round, arrays, self._round_settings(call.batch, call.depth))
+        arrays, settings = (call.batch, call.draft, allowed), self._round_settings(call.batch, call.depth)
+        return Work(programs.verify_round, arrays, settings, _key("verify", call.batch, call.depth))
 
     def _round_settings(self, batch: Batch, depth: int) -> dict[str, Any]:
         """Returns the static settings of a round."""
@@ -500,12 +587,12 @@ class Executor:
         return {"drafter": self.drafter, "spec": self.spec, "depth": depth, "min_rows": min_rows}
 
     def _score(self, batch: Batch, start: np.ndarray, targets: np.ndarray) -> Work:
-        return Work(score_chunk, (batch, start, targets), {})
+        return Work(score_chunk, (batch, start, targets), {}, _key("score", batch))
 
     def _clearing(self, part: int, pages: list[int]) -> Work:
         ids = np.full((self.sizes.num_parts, NUM_CLEARED), NO_PAGE, np.int32)
         ids[part, : len(pages)] = pages
-        return Work(programs.clear_pages, (ids,), {})
+        return Work(programs.clear_pages, (ids,), {}, ProgramKey("clear"))
 
     def _call(self, rows: list[Sequence | None], work: Work, *, is_prefill: bool = False) -> Call:
         """Dispatches a call that has a report."""
@@ -516,17 +603,36 @@ class Executor:
 
     def _run(self, work: Work) -> Any:
         """Dispatches a call; returns its report, if it has one."""
-        with self._on_device(work.program):
+        with self._first_use(work.key), self._on_device(*self._counted(work.program, work.key)):
             self.state, report = work.program(
                 self.params, self.draft_params, self.state, *work.arrays, model=self.model, **work.settings
             )
         return report
 
-    def _compile(self, work: Work) -> None:
-        with self._on_device(work.program):
-            work.program.compile(
-                self.params, self.draft_params, self.state, *work.arrays, model=self.model, **work.settings
-            )
+    def _counted(self, program: Any, key: ProgramKey | None) -> tuple[Any, ...]:
+        """Returns the program if compiling it counts."""
+        if key is not None and key.kind in ("draft", "verify"):
+            key = key._replace(kind="masked round")
+        return () if key in self.planned else (program,)
+
+    @property
+    def is_compiling(self) -> bool:
+        """True while a call uses a program for the first time, and so may compile it."""
+        return bool(self._first_uses)
+
+    @contextlib.contextmanager
+    def _first_use(self, key: ProgramKey | None) -> Iterator[None]:
+        """Marks the first call of a program, which may take minutes without being hung."""
+        if key is None or key in self._used:
+            yield
+            return
+        self._first_uses.add(key)
+        try:
+            yield
+            self._used.add(key)
+        finally:
+            self.compiled_at = time.monotonic()
+            self._first_uses.discard(key)
 
     @contextlib.contextmanager
     def _on_device(self, *calls: Any) -> Iterator[None]:
@@ -544,12 +650,11 @@ class Executor:
 
     # Batches.
 
-    def _grid(self, sequences: list[Sequence], sizes: tuple[int, ...]) -> list[list[Sequence | None]]:
-        """Returns the requests of each part, padded to one of `sizes`."""
+    def _grid(self, sequences: list[Sequence], size: int) -> list[list[Sequence | None]]:
+        """Returns the requests of each part, padded to `size`."""
         grid: list[list[Sequence | None]] = [[] for _ in range(self.sizes.num_parts)]
         for sequence in sequences:
             grid[sequence.part].append(sequence)
-        size = bucket(max(map(len, grid)), sizes)
         return [row + [None] * (size - len(row)) for row in grid]
 
     def _empty_batch(self, size: int, width: int) -> Batch:
@@ -564,18 +669,22 @@ class Executor:
         """Returns masks `[..., ceil(V/32)]` that allow every token."""
         return np.full((*shape, num_words(self.model.config.vocab_size)), -1, np.int32)
 
-    def _batch(self, grid: list[list[Sequence | None]], *, is_constrained: bool = False) -> Batch:
-        """Makes the arrays of rows in slots."""
-        widest = max(len(sequence.lease.pages) for _, _, sequence in _cells(grid) if sequence.lease is not None)
-        widths = self.sizes.table_widths[-1:] if is_constrained else self.sizes.table_widths
-        batch = self._empty_batch(len(grid[0]), bucket(min(widest, self.sizes.max_pages), widths))
+    def _batch(self, grid: list[list[Sequence | None]], width: int) -> Batch:
+        """Makes the arrays of rows in slots, with `width` pages of each; a call that reads no pages needs none."""
+        batch = self._empty_batch(len(grid[0]), width)
         for part, column, sequence in _cells(grid):
             assert sequence.lease is not None and sequence.slot is not None
-            pages = sequence.lease.pages[: self.sizes.max_pages]
+            pages = sequence.lease.pages[: min(self.sizes.max_pages, width)]
             batch.slots[part, column] = sequence.slot
             batch.table[part, column, : len(pages)] = pages
             batch.num_shared[part, column] = sequence.lease.num_cached
         return batch
+
+
+def _key(kind: str, batch: Batch, depth: int = 0, *, plain: bool = False) -> ProgramKey:
+    """Returns the key of a program for a batch."""
+    _, size, width = batch.table.shape
+    return ProgramKey(kind, size, width, plain, depth)
 
 
 def _num_programs(calls: tuple[Any, ...]) -> int:

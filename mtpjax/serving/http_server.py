@@ -121,19 +121,55 @@ def serve_in_thread(
     Yields:
         The address.
     """
-    http = limited_protocol(header_seconds)
-    config = uvicorn.Config(app, http=http, ws="none", log_level=log_level, timeout_graceful_shutdown=1)
     with listen("127.0.0.1", port) as listener:
-        server = uvicorn.Server(config)
-        thread = threading.Thread(target=server.run, args=([listener],))
-        thread.start()
-        while not server.started:
-            time.sleep(0.01)
-        try:
-            yield address_of(listener)
-        finally:
-            server.should_exit = True
-            thread.join()
+        address = address_of(listener)
+        with run_in_thread(app, listener, header_seconds=header_seconds, log_level=log_level):
+            yield address
+
+
+@contextlib.contextmanager
+def run_in_thread(
+    app: ASGIApp,
+    listener: socket.socket,
+    *,
+    header_seconds: float = 30.0,
+    last_seconds: float = 0.0,
+    log_level: str = "error",
+) -> Iterator[None]:
+    """Serves an application on an open port in a thread while the context is open; then closes the port.
+
+    Args:
+        app: the application.
+        listener: from `listen`.
+        header_seconds: time in which a client must send the header of a request.
+        last_seconds: time that open connections get at the end, if they need it.
+        log_level: of the HTTP server's own log.
+    """
+
+    class Server(uvicorn.Server):
+        """Lets connections end that were accepted just before the end."""
+
+        async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
+            for each in [*self.servers, *(sockets or ())]:
+                each.close()
+            end = time.monotonic() + last_seconds
+            while self.server_state.connections and time.monotonic() < end:
+                await asyncio.sleep(0.01)
+            await super().shutdown(sockets)
+
+    http = limited_protocol(header_seconds)
+    # Without a `log_config` of its own, uvicorn closes no handlers of this process.
+    settings = {"ws": "none", "log_config": None, "log_level": log_level, "timeout_graceful_shutdown": 1}
+    server = Server(uvicorn.Config(app, http=http, **settings))
+    thread = threading.Thread(target=server.run, args=([listener],))
+    thread.start()
+    while not server.started and thread.is_alive():
+        time.sleep(0.01)
+    try:
+        yield
+    finally:
+        server.should_exit = True
+        thread.join()
 
 
 @contextlib.contextmanager

@@ -2,7 +2,9 @@
 
 import contextlib
 import dataclasses
+import gc
 import logging
+import socket
 import sys
 import threading
 import time
@@ -15,7 +17,7 @@ from mtpjax.decoding.config import DecodeConfig
 from mtpjax.decoding.requests import make_drafter
 from mtpjax.decoding.spec import DecodeSpec
 from mtpjax.distributed import gather_values
-from mtpjax.errors import MemoryTooSmall, printable
+from mtpjax.errors import MemoryTooSmall, is_memory_error, printable
 from mtpjax.models.cache import empty_cache, recurrent_entries
 from mtpjax.models.config import ModelConfig
 from mtpjax.models.model import MTPModel
@@ -24,8 +26,8 @@ from mtpjax.serving.api.server import ApiSettings
 from mtpjax.serving.app import make_app
 from mtpjax.serving.disaggregation.protocol import PATH
 from mtpjax.serving.disaggregation.setup import DisaggregationSettings, set_up
-from mtpjax.serving.engine import Engine
-from mtpjax.serving.http_server import address_of, listen, run_app, tell
+from mtpjax.serving.engine import Engine, WarmUp
+from mtpjax.serving.http_server import address_of, run_app, tell
 from mtpjax.serving.metric_names import WATCHDOG
 from mtpjax.serving.metrics import Metrics
 from mtpjax.serving.multihost.connection import Followers
@@ -48,7 +50,7 @@ class ServerSettings:
         watchdog_seconds: a call that takes longer ends the process; None: no limit.
         drain_seconds: time that running requests get to end after SIGTERM.
         header_seconds: time in which a client must send the header of a request.
-        warms_up: compile every program before the port opens.
+        warm_up: programs that are compiled before the server is ready; see `Engine.warm_up`.
         log_level: of the HTTP server's own log.
     """
 
@@ -57,7 +59,7 @@ class ServerSettings:
     watchdog_seconds: float | None = 300.0
     drain_seconds: float = 30.0
     header_seconds: float = 30.0
-    warms_up: bool = True
+    warm_up: WarmUp = "first"
     log_level: str = "warning"
 
 
@@ -144,7 +146,7 @@ def explain_full_memory(advice: str) -> Iterator[None]:
     try:
         yield
     except (RuntimeError, MemoryError) as error:  # JAX's errors are RuntimeErrors
-        if not isinstance(error, MemoryError) and "RESOURCE_EXHAUSTED" not in str(error):
+        if not is_memory_error(error):
             raise
         raise MemoryTooSmall(f"memory is too small: {advice} ({printable(error, 200)})") from error
 
@@ -160,10 +162,12 @@ def running_engine(
     model_name: str,
     followers: Followers | None = None,
     draft_params: Any = None,
+    report: Callable[[str, int, int], None] = lambda stage, done, total: None,
 ) -> Iterator[tuple[Engine, Metrics]]:
     """Starts an engine and its metrics; on exit lets its requests end, for at most `drain_seconds`, and stops it.
 
-    If one of `followers` is lost, requests that run end with an error, and this process ends.
+    If one of `followers` is lost, requests that run end with an error, and this process ends. `report` takes what the
+    process does, and how much of it is done.
     """
     with explain_full_memory("lower --max-total-tokens, --max-running-requests or --chunked-prefill-size"):
         engine = Engine(
@@ -176,9 +180,19 @@ def running_engine(
             draft_params=draft_params,
         )
         metrics = Metrics(engine.status, model_name=model_name)
-        if server.warms_up:
-            with _progress() as progress:
-                engine.warm_up(progress)
+        begin, num_programs = time.perf_counter(), 0
+
+        def progress(done: int, total: int) -> None:
+            nonlocal num_programs
+            num_programs = total
+            report("compiling", done, total)
+
+        engine.warm_up(progress, server.warm_up)
+        if num_programs:
+            tell(f"mtpjax serve: {num_programs} programs in {time.perf_counter() - begin:.0f} s", sys.stderr)
+    # What is loaded now lives as long as the server. A collection of garbage stops all threads, and need not search it.
+    gc.collect()
+    gc.freeze()
     engine.start()
     if followers is not None:
 
@@ -208,6 +222,9 @@ def serve(
     metrics: Metrics | None = None,
     disaggregation: DisaggregationSettings | None = None,
     should_stop: threading.Event | None = None,
+    *,
+    listener: socket.socket,
+    loading: contextlib.ExitStack,
 ) -> None:
     """Serves requests until SIGTERM or Ctrl-C.
 
@@ -219,9 +236,10 @@ def serve(
         metrics: what `/metrics` answers; None: nothing.
         disaggregation: makes this a prefill server or a decode server; None: it is both.
         should_stop: ends it too, when it is set.
+        listener: the open port.
+        loading: closed as soon as the application takes over the port from `open_port`.
 
     Raises:
-        OSError: the port cannot be opened.
         ValueError: the engine cannot be a prefill server or a decode server.
     """
     if disaggregation is not None:
@@ -231,37 +249,19 @@ def serve(
     if disaggregation is not None:
         set_up(app, engine, disaggregation, metrics)
     drafter = api.server_info.get("speculative_algorithm")
-    with listen(server.host, server.port) as listener:
-        line = (
-            f"mtpjax serve: {api.model_name} is ready at {address_of(listener)}: {engine.settings.num_slots} slots of "
-            f"up to {engine.max_length} tokens, {engine.status().num_pages} pages of {engine.settings.page_size}, "
-            f"{f'drafts by {drafter}' if drafter else 'no drafts'}"
-        )
-        run_app(
-            app,
-            listener,
-            line,
-            lambda: app.state.server.drain(server.drain_seconds),
-            app.state.server.abort,
-            header_seconds=server.header_seconds,
-            should_stop=should_stop,
-            log_level=server.log_level,
-        )
-
-
-@contextlib.contextmanager
-def _progress() -> Iterator[Callable[[int, int], None]]:
-    """Shows how many programs are compiled: a bar on a terminal, elsewhere a line at the end."""
-    import rich.console
-    from rich.progress import Progress
-
-    console, begin, done = rich.console.Console(stderr=True), time.perf_counter(), [0]
-    with Progress(console=console, transient=True, disable=not console.is_terminal) as bar:
-        task = bar.add_task("compiling")
-
-        def show(count: int, total: int) -> None:
-            done[0] = count
-            bar.update(task, completed=count, total=total)
-
-        yield show
-    tell(f"mtpjax serve: {done[0]} programs in {time.perf_counter() - begin:.0f} s", sys.stderr)
+    line = (
+        f"mtpjax serve: {api.model_name} is ready at {address_of(listener)}: {engine.settings.num_slots} slots of "
+        f"up to {engine.max_length} tokens, {engine.status().num_pages} pages of {engine.settings.page_size}, "
+        f"{f'drafts by {drafter}' if drafter else 'no drafts'}"
+    )
+    loading.close()
+    run_app(
+        app,
+        listener,
+        line,
+        lambda: app.state.server.drain(server.drain_seconds),
+        app.state.server.abort,
+        header_seconds=server.header_seconds,
+        should_stop=should_stop,
+        log_level=server.log_level,
+    )

@@ -50,6 +50,9 @@ GAUGES: dict[Names, Callable[[EngineStatus], float]] = {
     Names("spec_accept_rate", "spec_accept_rate", "", "Accepted drafts per proposed draft."): (
         lambda status: sum(status.accepted) / sum(status.proposed) if sum(status.proposed) else math.nan
     ),
+    Names("programs_left", "", "", "Programs that are compiled while requests run, and are not there yet."): (
+        lambda status: status.num_programs_left
+    ),
     Names(
         "expert_imbalance_before", "", "", "Busiest device's expert load over the mean, before the last placement."
     ): (lambda status: status.expert_imbalance[0]),
@@ -92,6 +95,7 @@ COUNTERS: dict[Names, Callable[[EngineStatus], float]] = {
     Names("compile_seconds", "", "", "Seconds of compiling programs, at the start and since."): (
         lambda status: status.compile_seconds
     ),
+    Names("compile_waits", "", "", "Requests that waited for a program."): lambda status: status.num_compile_waits,
     Names("spec_verify_calls", "spec_verify_calls", "", "Verification passes of all rows."): (
         lambda status: status.num_steps
     ),

@@ -145,6 +145,8 @@ class EngineStatus:
         accepted: per draft level, passes that accepted it.
         num_compilations: programs compiled since the engine was ready.
         compile_seconds: time that compiling took, at the start and since.
+        num_programs_left: programs that a thread will compile while requests run.
+        num_compile_waits: requests that have waited for one of them.
         num_rebalancings: times that experts were placed anew.
         expert_imbalance: load of the busiest device over the mean, before and after the newest placement, as in
             `ExpertRebalancer`; nan: the experts stay, or were not counted yet.
@@ -171,6 +173,8 @@ class EngineStatus:
     accepted: tuple[int, ...] = ()
     num_compilations: int = 0
     compile_seconds: float = 0.0
+    num_programs_left: int = 0
+    num_compile_waits: int = 0
     num_rebalancings: int = 0
     expert_imbalance: tuple[float, float] = (math.nan, math.nan)
 

@@ -157,6 +157,7 @@ def test_a_server_starts_drains_and_leaves_nothing_behind(serve, tmp_path):
         (["--eplb-algorithm", "x"], 2, "is a flag of SGLang that mtpjax does not support"),
         (["--ep-num-redundant-experts", "2"], 2, "the model has no routed experts"),
         (["--acceptance", "threshold"], 2, "use --allow-lossy"),
+        (["--wait-for-warm-up"], 2, "--wait-for-warm-up and --skip-server-warmup exclude each other"),
         (["--tokenizer-path", "/no/such/folder"], 3, "/no/such/folder"),
         (["--chat-template", "/no/such/file"], 2, "/no/such/file"),
         (["--chat-template", "README.md"], 3, "has no tokenizer.json, which a chat template needs"),
@@ -456,6 +457,32 @@ def test_a_signal_during_warm_up_ends_the_server_quickly(serve, number):
 
 
 @pytest.mark.slow
+def test_a_server_that_compiles_while_requests_run_ends_in_order(serve):
+    """The thread that compiles cannot be interrupted, and must not crash the process."""
+    server = serve("--port", "0", "--max-running-requests", "64", "--context-length", "200")
+    assert complete(server.wait_until_ready(), max_tokens=3).status_code == 200
+    begin = time.monotonic()
+    assert server.end(signal.SIGTERM) == 0, server.errors
+    assert time.monotonic() - begin < 10
+    assert "compiling 1/" in server.errors and "Traceback" not in server.errors
+
+
+@pytest.mark.slow
+def test_a_second_start_compiles_nothing(serve, tmp_path):
+    environment = {"JAX_ENABLE_COMPILATION_CACHE": "true", "XDG_CACHE_HOME": str(tmp_path)}
+    environment["JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS"] = "0"
+    kept, texts = [], []
+    for _ in range(2):
+        server = serve(*SIZES, "--wait-for-warm-up", "--port", "0", environment=environment)
+        texts.append(complete(server.wait_until_ready()).json()["choices"][0]["text"])
+        assert server.end(signal.SIGTERM) == 0, server.errors
+        files = (tmp_path / "mtpjax" / "compiled").glob("*/*-cache")
+        kept.append({path.name: path.stat().st_mtime_ns for path in files})
+    assert texts[0] == texts[1] and kept[0] == kept[1]
+    assert len(kept[0]) > 10
+
+
+@pytest.mark.slow
 def test_a_second_interrupt_ends_running_requests(serve):
     """50: the first one lets them end."""
     server = serve(*QUICK, code=SLOW_CALLS.format(name="advance", seconds=0.5))
@@ -497,8 +524,13 @@ def test_a_hang_makes_the_server_unhealthy_shows_the_stacks_and_ends_it(serve):
     server = serve(*QUICK, "--watchdog-timeout", "6", code=SLOW_CALLS.format(name="admit", seconds=1000))
     address = server.wait_until_ready()
     assert httpx.get(f"{address}/health").status_code == 200
-    with contextlib.suppress(httpx.TransportError):
-        httpx.post(f"{address}/v1/completions", json={"prompt": "Hi", "max_tokens": 5}, timeout=0.5)
+
+    def ask():
+        with contextlib.suppress(httpx.TransportError):
+            complete(address, seconds=120)
+
+    # It enters when its programs are compiled, and hangs.
+    threading.Thread(target=ask).start()
     statuses = set()
     with contextlib.suppress(httpx.TransportError):
         while True:
@@ -524,7 +556,7 @@ def test_standard_output_on_a_full_disk_does_not_stop_the_server(checkpoint):
         end = time.monotonic() + START_SECONDS
         while time.monotonic() < end and process.poll() is None:
             with contextlib.suppress(httpx.TransportError):
-                if httpx.get(f"http://127.0.0.1:{port}/health").status_code == 200:
+                if httpx.get(f"http://127.0.0.1:{port}/ready").status_code == 200:
                     break
             time.sleep(0.2)
         assert complete(f"http://127.0.0.1:{port}", max_tokens=3).status_code == 200

@@ -6,8 +6,8 @@ import sys
 
 import pytest
 
-PARENT = "import os, signal, sys, time\nfrom mtpjax.cli.supervisor import continue_in_child\n"
-PARENT += "continue_in_child('mtpjax train', 75, '; continue with --resume')\n"
+PARENT = "import os, signal, sys, time\nfrom mtpjax.cli.supervisor import LOST_PROCESS, continue_in_child\n"
+PARENT += "continue_in_child('mtpjax train', 75, LOST_PROCESS + '; continue with --resume')\n"
 
 
 @pytest.fixture
@@ -60,3 +60,16 @@ def test_child_ends_with_a_killed_parent(start):
     assert child != process.pid
     process.kill()
     process.communicate(timeout=30)  # the output is open until the child has ended too
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="other systems do not enforce the limit")
+@pytest.mark.parametrize("mebibytes", [200, 512, 1024])
+def test_a_limit_of_address_space_is_one_line_and_exit_code_5(checkpoint, mebibytes):
+    """Imports, threads and reads fail in Python, and native threads abort; which of them, depends on the limit."""
+    limit = f"import resource; resource.setrlimit(resource.RLIMIT_AS, ({mebibytes} << 20,) * 2)\n"
+    code = f"{limit}from mtpjax.cli.start import main\nmain()"
+    command = [sys.executable, "-c", code, "serve", "--model-path", str(checkpoint), "--port", "0"]
+    result = subprocess.run(command, capture_output=True, text=True, timeout=120)
+    last = result.stderr.splitlines()[-1]
+    assert result.returncode == 5, result.stderr
+    assert last.startswith("mtpjax serve: memory is too small") and f"allows {mebibytes} MiB of address space" in last

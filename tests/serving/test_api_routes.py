@@ -351,14 +351,14 @@ def test_keys(headers, status):
             assert response.json()["error"]["code"] == "invalid_api_key"
 
 
-def test_every_route_but_health_needs_a_key():
+def test_every_route_but_those_for_probes_needs_a_key():
     with api_client(api_keys=(KEY,)) as (client, _):
         paths = client.app.openapi()["paths"]
         assert len(paths) > 15
         for path, methods in paths.items():
             for method in methods:
                 response = client.request(method.upper(), path.replace("{name}", "tiny"))
-                assert response.status_code == (200 if path == "/health" else 401), path
+                assert response.status_code == (200 if path in ("/health", "/ready") else 401), path
         for path in ("/openapi.json", "/docs", "/unknown", "//health", "/health/", "/health/../v1/models"):
             assert client.get(f"http://testserver{path}").status_code == 401
         assert client.get("/metrics").status_code == 401

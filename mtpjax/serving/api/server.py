@@ -112,7 +112,7 @@ class ApiSettings:
     model_aliases: tuple[str, ...] = ()
     api_keys: tuple[str, ...] = ()
     admin_api_keys: tuple[str, ...] = ()
-    open_paths: frozenset[str] = frozenset({"/health", "/", "/page.css", "/page.js"})
+    open_paths: frozenset[str] = frozenset({"/health", "/ready", "/", "/page.css", "/page.js"})
     max_body_bytes: int = 32 << 20
     max_prompt_characters: int | None = None
     max_requests: int = 4096

@@ -1,0 +1,118 @@
+"""Compiles the engine's programs in a thread while requests run."""
+
+import collections
+import contextlib
+import logging
+import sys
+import threading
+import time
+from collections.abc import Callable, Iterable, Iterator
+
+from mtpjax.serving.program_set import ProgramKey
+
+THREAD_NAME = "mtpjax-compile"
+LINE_SECONDS = 10.0  # between two lines of the log
+SWITCH_SECONDS = (
+    0.0005  # after which the compiling thread gives the interpreter to another one; Python's default is 5 ms
+)
+
+_log = logging.getLogger(__name__)
+
+
+class BackgroundCompiler:
+    """A thread that compiles programs, those that requests wait for first.
+
+    Args:
+        keys: programs to compile, in this order; those that `want` names come before them.
+        compile_program: compiles one.
+        on_end: called after each, with None or its error.
+    """
+
+    def __init__(
+        self,
+        keys: Iterable[ProgramKey],
+        compile_program: Callable[[ProgramKey], None],
+        on_end: Callable[[ProgramKey, Exception | None], None],
+    ):
+        self._compile, self._on_end = compile_program, on_end
+        self._queue: collections.deque[ProgramKey] = collections.deque(keys)
+        self._wanted: collections.deque[ProgramKey] = collections.deque()
+        self._known: set[ProgramKey] = set()  # begun or wanted
+        self._changed, self._is_stopped = threading.Condition(), False
+        self._num_left = self._num_planned = len(self._queue)
+        self._thread = threading.Thread(target=self._run, name=THREAD_NAME, daemon=True)
+        self._thread.start()
+
+    @property
+    def num_left(self) -> int:
+        """Programs that are not compiled yet, the one that is being compiled included."""
+        return self._num_left
+
+    def want(self, key: ProgramKey) -> None:
+        """Moves a program to the front of the queue; adds one that is not in it."""
+        with self._changed:
+            if key in self._known:
+                return
+            self._known.add(key)
+            self._wanted.append(key)
+            if key in self._queue:
+                self._queue.remove(key)
+            else:
+                self._num_left += 1
+                self._num_planned += bool(self._num_planned)
+            self._changed.notify()
+
+    def stop(self) -> None:
+        """Begins no other program. One that is being compiled cannot be interrupted: its thread goes on."""
+        with self._changed:
+            self._is_stopped = True
+            self._changed.notify()
+
+    def _next(self) -> ProgramKey | None:
+        """Waits for the next program; returns None at the end."""
+        with self._changed:
+            while not (self._wanted or self._queue or self._is_stopped):
+                self._changed.wait()
+            if self._is_stopped:
+                return None
+            key = (self._wanted or self._queue).popleft()
+            self._known.add(key)
+            return key
+
+    def _run(self) -> None:
+        next_line = begin = time.monotonic()
+        while (key := self._next()) is not None:
+            error: Exception | None = None
+            try:
+                with _short_turns():
+                    self._compile(key)
+            # The others may compile. Requests that need this one hear of the error.
+            except Exception as caught:
+                error = caught
+                _log.error("a program does not compile: %s", key, exc_info=caught)
+            with self._changed:
+                self._num_left -= 1
+            if self._is_stopped:
+                return
+            self._on_end(key, error)
+            # A server that compiles on demand has no plan, and says nothing.
+            now, num_done = time.monotonic(), self._num_planned - self._num_left
+            if self._num_planned and (now >= next_line or not self._num_left):
+                next_line = now + LINE_SECONDS
+                _log.info("compiling %d/%d while requests run (%.0f s)", num_done, self._num_planned, now - begin)
+
+
+@contextlib.contextmanager
+def _short_turns() -> Iterator[None]:
+    """Lets other threads have the interpreter sooner than usual: tracing takes it for seconds."""
+    before = sys.getswitchinterval()
+    sys.setswitchinterval(SWITCH_SECONDS)
+    try:
+        yield
+    finally:
+        sys.setswitchinterval(before)
+
+
+def is_compiling() -> bool:
+    """Returns whether a thread of this process still compiles. An interpreter that ends normally could crash then."""
+    return any(thread.name == THREAD_NAME for thread in threading.enumerate())
