@@ -6,7 +6,8 @@ from collections.abc import Sequence
 from typing import Any
 
 TRUSTED_ROLES = ("system", "developer", "assistant")
-_COUNTER_DIGITS = 7
+_COUNTER_DIGITS = 8
+_PREFIX = re.compile(r"(?=(9[0-7]{9}))")  # of marks; also where several overlap
 
 Spans = list[tuple[int, int]]  # start and end of parts of a text, ascending
 
@@ -29,7 +30,9 @@ class HiddenText:
         # A mark begins with a 9 and nine digits from 0 to 7, which are in neither the messages nor the template. No
         # part of such a prefix is another's beginning, so digits beside a mark cannot be taken for one.
         everything = json.dumps(given, ensure_ascii=False, default=str) + template
-        self._prefix = next(mark for n in range(8**9) if (mark := f"9{n:09o}") not in everything)
+        # A client may write many of them: find all in one pass, rather than look for each.
+        taken = set(_PREFIX.findall(everything))
+        self._prefix = next(mark for n in range(8**9) if (mark := f"9{n:09o}") not in taken)
         self.texts: list[str] = []
 
     def hide(self, messages: list[dict[str, Any]], *, keep_ending: str | None = None) -> list[dict[str, Any]]:

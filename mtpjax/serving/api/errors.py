@@ -53,6 +53,12 @@ def queue_full() -> ApiError:
     return ApiError(message, status=429, code="queue_full", headers={"Retry-After": "1"})
 
 
+def server_busy() -> ApiError:
+    """Returns the error for requests that have waited too long for work of the host."""
+    message = "the server is busy; try again later"
+    return ApiError(message, status=503, code="server_busy", headers={"Retry-After": "5"})
+
+
 def shutting_down() -> ApiError:
     """Returns the error for requests that come while the server ends."""
     message = "the server is shutting down"

@@ -13,6 +13,7 @@ from typing import Any, Protocol
 from mtpjax.data.tokenizer import Tokenizer
 from mtpjax.serving.api.errors import ApiError
 from mtpjax.serving.api.grammars import GrammarField
+from mtpjax.serving.api.readers import Readers
 from mtpjax.serving.grammar import Grammar, Grammars
 from mtpjax.serving.request import Deliver, EngineStatus, FinishReason, Request, Scores
 from mtpjax.version import __version__
@@ -91,6 +92,8 @@ class ApiSettings:
         write_timeout: seconds after which a client that does not read its stream is cut off.
         max_buffer_bytes: most bytes of undelivered tokens per stream.
         template_variables: variables of the chat template that requests may set.
+        num_readers: processes that parse, check and tokenize the bodies of requests, at least 2; 0: threads of this
+            process, as with tokenizers that are not the package's own.
         strict_fields: answer unknown fields with 400.
         server_info: settings of the server that `/server_info` shows.
     """
@@ -107,6 +110,7 @@ class ApiSettings:
     write_timeout: float = 60.0
     max_buffer_bytes: int = 1 << 20
     template_variables: tuple[str, ...] = ("enable_thinking", "thinking", "reasoning_effort")
+    num_readers: int = 2
     strict_fields: bool = False
     server_info: dict[str, Any] = dataclasses.field(default_factory=dict)
 
@@ -154,6 +158,7 @@ class ApiServer:
     Attributes:
         is_stopping: new requests are answered with 503.
         prepare: called with the requests of an HTTP request before they enter the engine; None: nothing is to be done.
+        readers: read the bodies of requests; `make_app` sets them.
         running: engine ids by the name of the request they belong to, for `/abort_request`.
     """
 
@@ -161,14 +166,12 @@ class ApiServer:
         self.engine, self.tokenizer, self.settings = engine, tokenizer, settings
         self.is_stopping = False
         self.prepare: Callable[[Sequence[Request]], Awaitable[None]] | None = None
+        self.readers: Readers
         self.running: dict[str, set[int]] = {}
         self._mailbox: Mailbox | None = None
         self.max_prompt_characters = settings.max_prompt_characters or 64 * engine.max_length
         digest = hashlib.sha256(f"{__version__} {settings.model_name} {tokenizer.digest}".encode()).hexdigest()
         self.fingerprint = f"fp_{digest[:12]}"
-        # A slow chat template, or a long wait for scores, must not hold up the tokenizing of other requests.
-        self._tokenizer_threads = concurrent.futures.ThreadPoolExecutor(2, "tokenize")
-        self._chat_threads = concurrent.futures.ThreadPoolExecutor(2, "chat")
         self._grammar_threads = concurrent.futures.ThreadPoolExecutor(2, "grammar")
         self._score_threads = concurrent.futures.ThreadPoolExecutor(4, "score")
 
@@ -178,20 +181,6 @@ class ApiServer:
         if self._mailbox is None or self._mailbox.loop is not loop:
             self._mailbox = Mailbox(loop)
         return self._mailbox
-
-    async def encode(self, texts: Sequence[str]) -> list[list[int]]:
-        """Encodes texts outside the event loop. Raises ApiError if the tokenizer cannot encode one."""
-        encode = lambda: [self.tokenizer.encode(text) for text in texts]
-        return await _in_thread(self._tokenizer_threads, encode, "prompt")
-
-    async def encode_chat(self, messages: list[dict[str, Any]], variables: dict[str, Any]) -> list[int]:
-        """Encodes a conversation outside the event loop. Raises ApiError if the chat template rejects it."""
-        encode = lambda: self.tokenizer.apply_chat_template(messages, **variables)
-        return await _in_thread(self._chat_threads, encode, "messages")
-
-    async def decode(self, tokens: Sequence[int]) -> str:
-        """Decodes tokens outside the event loop. Raises ApiError if the tokenizer cannot."""
-        return await _in_thread(self._tokenizer_threads, lambda: self.tokenizer.decode(tokens), "tokens")
 
     async def compile_grammar(self, field: GrammarField | None) -> Grammar | None:
         """Compiles a request's grammar outside the event loop. Raises ApiError if it is wrong or takes too long."""
@@ -243,6 +232,7 @@ class ApiServer:
         end = time.monotonic() + ABORT_SECONDS
         while self.running and time.monotonic() < end:
             await asyncio.sleep(DRAIN_INTERVAL)
+        self.readers.close()
 
 
 async def _in_thread(threads: concurrent.futures.Executor, function: Callable[[], Any], param: str) -> Any:

@@ -1,0 +1,145 @@
+"""A child process that answers requests one after the other, and is ended when it does not answer in time.
+
+Python cannot stop a thread. Work that may never end, or use all memory, runs in such a process.
+"""
+
+import contextlib
+import os
+import selectors
+import subprocess
+import sys
+import threading
+import time
+
+_READ_BYTES = 1 << 20
+_EXIT_SECONDS = 1.0  # in which a process that has closed its output may end by itself
+
+
+class WorkerEnded(Exception):
+    """The process gave no answer.
+
+    Attributes:
+        code: its exit code, negative for a signal; None: it was ended because its time was over.
+    """
+
+    def __init__(self, code: int | None):
+        super().__init__(
+            "the process did not answer in time" if code is None else f"the process ended with code {code}"
+        )
+        self.code = code
+
+
+class WorkerProcess:
+    """Runs a script that answers each line of its input with a line. All methods may be called from any thread.
+
+    The process starts at the first request, and again after it has ended.
+
+    Args:
+        script: path of the script. It runs with this interpreter, and does not see the modules beside it.
+    """
+
+    def __init__(self, script: str):
+        self._script = script
+        self._lock = threading.Lock()
+        self._process: subprocess.Popen | None = None
+        self._owner = 0  # pid; a forked process must not share its parent's pipes
+
+    def ask(self, line: bytes, seconds: float) -> bytes:
+        """Sends a request and waits for its answer, after those of other threads.
+
+        Args:
+            line: the request, without a line end.
+            seconds: time from the turn of this request to the whole answer.
+
+        Returns:
+            The answer.
+
+        Raises:
+            WorkerEnded: there is no answer. The next request starts a new process.
+        """
+        # One request at a time: the answer belongs to the request before it.
+        with self._lock:
+            process = self._start()
+            try:
+                answer = _exchange(process, line + b"\n", time.monotonic() + seconds)
+            except TimeoutError:
+                self._stop(kill=True)
+                raise WorkerEnded(None) from None
+            except BaseException:
+                # Ctrl-C here would leave an answer that nobody reads: drop the process.
+                self._stop(kill=True)
+                raise
+            if not answer.endswith(b"\n"):
+                raise WorkerEnded(self._stop())
+            return answer
+
+    def close(self) -> None:
+        """Ends the process. A later request starts a new one."""
+        with self._lock:
+            if self._owner == os.getpid():
+                self._stop()
+
+    def kill(self) -> None:
+        """Ends the process at once, also in the middle of a request, which then fails."""
+        if (process := self._process) is not None and self._owner == os.getpid():
+            process.kill()
+
+    def _start(self) -> subprocess.Popen:
+        if self._process is not None and self._owner == os.getpid():
+            if self._process.poll() is None:
+                return self._process
+            self._stop()
+        # -P: the folder of a script may have modules with common names, which must not hide others.
+        command, pipe = [sys.executable, "-P", os.path.abspath(self._script)], subprocess.PIPE
+        process = subprocess.Popen(command, stdin=pipe, stdout=pipe, stderr=subprocess.DEVNULL, bufsize=0)
+        for stream in (process.stdin, process.stdout):
+            os.set_blocking(stream.fileno(), False)  # type: ignore[union-attr]
+        self._process, self._owner = process, os.getpid()
+        return process
+
+    def _stop(self, *, kill: bool = False) -> int | None:
+        """Ends the process and returns its exit code."""
+        process, self._process = self._process, None
+        if process is None:
+            return None
+        assert process.stdin is not None and process.stdout is not None
+        if kill:
+            process.kill()
+        # A process that has closed its output may still be ending by itself, with the code that tells why.
+        with contextlib.suppress(OSError):
+            process.stdin.close()
+        try:
+            code = process.wait(timeout=_EXIT_SECONDS)
+        except subprocess.TimeoutExpired:
+            process.kill()
+            code = process.wait()
+        process.stdout.close()
+        return code
+
+
+def _exchange(process: subprocess.Popen, line: bytes, end: float) -> bytes:
+    """Writes a line and reads one. Returns a part of it if the process ends; raises TimeoutError at the time `end`."""
+    source, target = process.stdout, process.stdin
+    assert source is not None and target is not None
+    unsent, parts = memoryview(line), [b""]
+    with selectors.DefaultSelector() as selector:
+        selector.register(source, selectors.EVENT_READ)
+        selector.register(target, selectors.EVENT_WRITE)
+        # Answers hold no line end but their last byte.
+        while not parts[-1].endswith(b"\n"):
+            ready = selector.select(max(end - time.monotonic(), 0))
+            if not ready:
+                raise TimeoutError
+            for key, _ in ready:
+                if key.fileobj is target:
+                    try:
+                        unsent = unsent[os.write(key.fd, unsent) :]
+                    except OSError:  # it has ended; its output says so too
+                        unsent = unsent[:0]
+                    if not unsent:
+                        selector.unregister(target)
+                else:
+                    parts.append(os.read(key.fd, _READ_BYTES))
+                    if not parts[-1]:
+                        return b"".join(parts)
+    return b"".join(parts)
