@@ -12,7 +12,7 @@ from mtpjax.serving.api.errors import ApiError, shutting_down
 from mtpjax.serving.api.generation import Generation, Job, new_id
 from mtpjax.serving.api.http import check_admin, run_while_connected
 from mtpjax.serving.api.option_tables import ABORT, DETOKENIZE, TOKENIZE
-from mtpjax.serving.api.readers import Reading
+from mtpjax.serving.api.read_messages import Reading
 from mtpjax.serving.api.route_steps import read_body
 from mtpjax.serving.api.server import ApiServer
 from mtpjax.serving.request import Request as EngineRequest

@@ -27,41 +27,51 @@ def main() -> None:
 
     from mtpjax.data.template_worker import WORKER
     from mtpjax.serving.api import reading  # noqa: F401, for `pickle`
-    from mtpjax.serving.api.readers import MAX_CPU_SECONDS, MAX_MEMORY
 
     WORKER.render_here()
-    with contextlib.suppress(ValueError, OSError):  # a platform without this limit, or a lower one is in force
-        resource.setrlimit(resource.RLIMIT_AS, (MAX_MEMORY, MAX_MEMORY))
-        resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
-    reader, source = None, sys.stdin.buffer
+    reader: Any = None
+    limits: Any = None
+    source = sys.stdin.buffer
     while head := source.readline():
         kind, size = head.split()
         raw = source.read(int(size))
         source.readline()
-        # Without a handler the signal ends the process, also inside one long computation.
-        signal.setitimer(signal.ITIMER_PROF, MAX_CPU_SECONDS)
         if kind == b"start":
-            (reader, niceness), answer = pickle.loads(raw), {}
+            (reader, limits, niceness), answer = pickle.loads(raw), {}
             os.nice(niceness)
+            _limit_memory(limits.memory)
+        elif reader is None:
+            answer = {"is_new": True}
         else:
-            answer = {"is_new": True} if reader is None else _read(reader, kind.decode(), raw)
+            # Without a handler the signal ends the process, also inside one long computation.
+            signal.setitimer(signal.ITIMER_PROF, limits.cpu_seconds)
+            answer = _read(reader, kind.decode(), raw, limits.memory)
         line = memoryview(json.dumps(answer).encode() + b"\n")
         signal.setitimer(signal.ITIMER_PROF, 0)
         while line:
             line = line[os.write(answers, line) :]
         del raw, answer, line
-        if _has_grown(MAX_MEMORY // 2):
+        if limits is not None and _has_grown(limits.memory // 2):
             return  # Python rarely gives memory back
 
 
-def _read(reader: Any, kind: str, raw: bytes) -> dict[str, Any]:
-    from mtpjax.serving.api.readers import out_of_memory, to_answer
+def _limit_memory(num_bytes: int) -> None:
+    with contextlib.suppress(ValueError, OSError):  # a platform without this limit, or a lower one is in force
+        resource.setrlimit(resource.RLIMIT_AS, (num_bytes, num_bytes))
+        resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
+
+
+def _read(reader: Any, kind: str, raw: bytes, memory: int) -> dict[str, Any]:
+    from mtpjax.serving.api.read_messages import out_of_memory, to_answer
+
+    def read() -> Any:
+        try:
+            return reader.read(kind, raw)
+        except MemoryError:
+            raise out_of_memory(memory) from None
 
     try:
-        return to_answer(lambda: reader.read(kind, raw))
-    except MemoryError:
-        error = out_of_memory()
-        return {"error": [str(error), error.status, error.param, error.code, error.headers]}
+        return to_answer(read)
     except Exception:
         return {"fault": traceback.format_exc()}
 

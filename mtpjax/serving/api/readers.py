@@ -6,7 +6,6 @@ processes reads only small bodies, so that large ones do not hold them up.
 """
 
 import asyncio
-import base64
 import concurrent.futures
 import contextlib
 import dataclasses
@@ -17,41 +16,35 @@ import pickle
 import signal
 import threading
 import weakref
-from array import array
 from collections.abc import Callable, Hashable, Sequence
 from typing import Any, Protocol
 
 from mtpjax.serving.api.errors import ApiError, server_busy, shutting_down
+from mtpjax.serving.api.read_messages import Reading, from_answer, out_of_memory, to_request
 from mtpjax.serving.api.read_queue import ReadQueue
 from mtpjax.worker_process import WorkerEnded, WorkerProcess
 
 SMALL_BODY_BYTES = 1 << 14
-ANSWER_SECONDS = 40.0  # in which a process must answer; one that works ends itself before (`MAX_CPU_SECONDS`)
+START_SECONDS = 60.0  # of a process: imports, and a tokenizer
 LARGE_NICENESS = 10  # of the processes for large bodies
-MAX_CPU_SECONDS = 20.0  # for one body
-MAX_MEMORY = 2 << 30  # bytes of address space of a process
 _SCRIPT = str(pathlib.Path(__file__).with_name("reader_worker.py"))
 _MEMORY_SIGNALS = (signal.SIGABRT, signal.SIGSEGV, signal.SIGBUS)  # native code ends so when there is no memory
 _log = logging.getLogger(__name__)
 
 
 @dataclasses.dataclass(frozen=True)
-class Reading:
-    """What the event loop needs of a body that has been read and checked.
+class ReadLimits:
+    """Limits of one body.
 
     Attributes:
-        body: the JSON object without prompts, messages and tools. Its size is limited.
-        prompts: token ids of each prompt.
-        texts: of the prompts, if the response repeats them; or the body of the response.
-        param: the field that gave the prompts.
-        is_batch: there may be several prompts.
+        answer_seconds: in which a process must answer; one that works ends itself before.
+        cpu_seconds: CPU time.
+        memory: bytes of address space of a process.
     """
 
-    body: dict[str, Any]
-    prompts: Sequence[tuple[int, ...]] = ()
-    texts: Sequence[str] = ()
-    param: str = ""
-    is_batch: bool = False
+    answer_seconds: float = 40.0
+    cpu_seconds: float = 20.0
+    memory: int = 2 << 30
 
 
 class Reader(Protocol):
@@ -76,20 +69,19 @@ class Readers:
     Args:
         reader: reads a body; has a pickled form if there are processes.
         num_workers: processes, at least 2; 0: two threads of this process do the same.
-        answer_seconds: limit of time for one body.
+        limits: of one body, in a process.
 
     Raises:
         ValueError: there is one process, which would read small bodies after large ones.
     """
 
-    def __init__(self, reader: Reader, num_workers: int, *, answer_seconds: float = ANSWER_SECONDS):
+    def __init__(self, reader: Reader, num_workers: int, limits: ReadLimits = ReadLimits()):
         if num_workers < 0 or num_workers == 1:
             raise ValueError(f"num_workers must be 0 or at least 2, got {num_workers}")
         self._lock, self._queue, self._is_closed = threading.Lock(), ReadQueue(), False
         # On a full machine, the event loop and the engine come before large bodies.
         self._workers: list[Any] = [
-            _Process(reader, niceness=LARGE_NICENESS if number else 0, seconds=answer_seconds)
-            for number in range(num_workers)
+            _Process(reader, limits, niceness=LARGE_NICENESS if number else 0) for number in range(num_workers)
         ] or [_Thread(reader), _Thread(reader)]
         self._idle = set(self._workers)
         self._threads = concurrent.futures.ThreadPoolExecutor(len(self._workers), "read")
@@ -185,9 +177,9 @@ class _Thread:
 class _Process:
     """Reads in another process, one body at a time. A process that is stopped, or that ends, is replaced."""
 
-    def __init__(self, reader: Reader, *, niceness: int, seconds: float):
-        self._start_data, self._seconds = (reader, niceness), seconds
-        self._process, self._is_killed = WorkerProcess(_SCRIPT), False
+    def __init__(self, reader: Reader, limits: ReadLimits, *, niceness: int):
+        self._reader, self._limits, self._niceness = reader, limits, niceness
+        self._process, self._is_started, self._is_killed = WorkerProcess(_SCRIPT), False, False
 
     def warm(self) -> None:
         """Starts the process."""
@@ -221,58 +213,36 @@ class _Process:
         self._process.kill()
 
     def _read(self, kind: str, raw: bytes) -> Reading:
-        request = to_request(kind, raw)
-        answer = json.loads(self._process.ask(request, self._seconds))
-        if answer.get("is_new"):
+        if not self._is_started:
             self._start()
-            answer = json.loads(self._process.ask(request, self._seconds))
+        answer = self._ask(kind, raw)
+        if answer.get("is_new"):  # the process had ended, and was replaced
+            self._start()
+            answer = self._ask(kind, raw)
         return from_answer(answer)
+
+    def _ask(self, kind: str, raw: bytes, seconds: float | None = None) -> dict[str, Any]:
+        seconds = self._limits.answer_seconds if seconds is None else seconds
+        try:
+            return json.loads(self._process.ask(to_request(kind, raw), seconds))
+        except WorkerEnded:
+            self._is_started = False
+            raise
 
     def _start(self) -> None:
         """Sends the reader to a new process."""
-        self._process.ask(to_request("start", pickle.dumps(self._start_data)), self._seconds)
+        self._ask("start", pickle.dumps((self._reader, self._limits, self._niceness)), START_SECONDS)
+        self._is_started = True
 
     def _explain(self, ended: WorkerEnded) -> ApiError:
         if self._is_killed:
             return shutting_down()
         if ended.code == -signal.SIGPROF:
-            message = f"the request takes more than {MAX_CPU_SECONDS:g} seconds to read: send a shorter one"
+            message = f"the request takes more than {self._limits.cpu_seconds:g} seconds to read: send a shorter one"
             return ApiError(message, code="request_too_slow")
         if ended.code is not None and -ended.code in _MEMORY_SIGNALS:
-            return out_of_memory()
+            return out_of_memory(self._limits.memory)
         return server_busy()
-
-
-def out_of_memory() -> ApiError:
-    """Returns the error for a body that takes too much memory."""
-    message = f"the request takes more than {MAX_MEMORY >> 20} MiB of memory to read: send a shorter one"
-    return ApiError(message, code="request_too_large")
-
-
-def to_request(kind: str, raw: bytes) -> bytes:
-    """Returns a request to the process: a line with the kind and the size, and the body."""
-    return b"%s %d\n%s" % (kind.encode(), len(raw), raw)
-
-
-def to_answer(read: Callable[[], Reading]) -> dict[str, Any]:
-    """Reads, and returns the outcome as a JSON object."""
-    try:
-        reading = read()
-    except ApiError as error:
-        return {"error": [str(error), error.status, error.param, error.code, error.headers]}
-    prompts = [base64.b64encode(array("i", prompt).tobytes()).decode() for prompt in reading.prompts]
-    return vars(reading) | {"prompts": prompts, "texts": list(reading.texts)}
-
-
-def from_answer(answer: dict[str, Any]) -> Reading:
-    """Returns the outcome that `to_answer` describes, or raises its error."""
-    if "error" in answer:
-        message, status, param, code, headers = answer["error"]
-        raise ApiError(message, status=status, param=param, code=code, headers=headers)
-    if "fault" in answer:
-        raise RuntimeError(f"a process that reads requests failed:\n{answer['fault']}")
-    prompts = [tuple(array("i", base64.b64decode(prompt))) for prompt in answer["prompts"]]
-    return Reading(**{**answer, "prompts": prompts})
 
 
 def _close_all(workers: Sequence[Any]) -> None:

@@ -13,7 +13,7 @@ from mtpjax.serving.api.errors import ApiError
 from mtpjax.serving.api.fields import Body, Field, check_list, check_text, check_tokens, parse_body, read_fields
 from mtpjax.serving.api.options import Limits, Options, read_generate, read_openai, reject_unknown, reject_unsupported
 from mtpjax.serving.api.prompts import PromptLimits, encode_text, read_chat, read_prompts
-from mtpjax.serving.api.readers import Reading
+from mtpjax.serving.api.read_messages import Reading
 
 MAX_VALUES = 1 << 17  # of JSON in a body, besides the ids of prompts
 MAX_OPTION_BYTES = 1 << 18  # of a body's JSON without prompts, messages and tools: a grammar may have 64 kB
@@ -71,7 +71,7 @@ class BodyReader:
         reading = self._reading(body, options, prompts, "prompt")
         # With echo the prompt's text comes first, also for prompts of token ids.
         texts = [self._decode(prompt, "prompt") for prompt in prompts] if values["echo"] else []
-        return dataclasses.replace(reading, texts=texts)
+        return dataclasses.replace(reading, texts=tuple(texts))
 
     def _generate(self, body: Body) -> Reading:
         _, options = read_generate(body, self.limits)
@@ -94,13 +94,13 @@ class BodyReader:
             text = check_text(body.get(param), param, self.prompt_limits.max_characters)
             tokens = encode_text(self.tokenizer, text, param)
         answer = {"tokens": tokens, "count": len(tokens), "max_model_len": self.limits.max_length}
-        return Reading({}, texts=[json.dumps(answer)])
+        return Reading({}, texts=(json.dumps(answer),))
 
     def _detokenize(self, body: Body) -> Reading:
         read_fields(tables.DETOKENIZE, body)
         tokens = check_list(body.get("tokens"), "tokens", self.limits.max_length)
         text = self._decode(check_tokens(tokens, "tokens", self.limits.vocab_size), "tokens")
-        return Reading({}, texts=[json.dumps({"text": text, "prompt": text})])
+        return Reading({}, texts=(json.dumps({"text": text, "prompt": text}),))
 
     def _abort(self, body: Body) -> Reading:
         return Reading(read_fields(tables.ABORT, body))
@@ -113,7 +113,7 @@ class BodyReader:
 
     def _reading(self, body: Body, options: Options, prompts: list[list[int]], param: str) -> Reading:
         """Checks the lengths, and keeps the fields that are left."""
-        tuples = [tuple(prompt) for prompt in prompts]
+        tuples = tuple(tuple(prompt) for prompt in prompts)
         options.jobs(tuples, self.limits, salt=b"", param=param)
         rest = {name: value for name, value in body.items() if name not in _READ_FIELDS}
         size = len(json.dumps(rest))

@@ -11,7 +11,8 @@ from mtpjax.serving.api.generation import Generation, Job
 from mtpjax.serving.api.http import EventStream, read_json, run_while_connected
 from mtpjax.serving.api.options import Limits
 from mtpjax.serving.api.prompts import PromptLimits
-from mtpjax.serving.api.readers import SMALL_BODY_BYTES, Reading
+from mtpjax.serving.api.read_messages import Reading
+from mtpjax.serving.api.readers import SMALL_BODY_BYTES
 from mtpjax.serving.api.reading import BodyReader
 from mtpjax.serving.api.server import ApiServer
 
