@@ -1,6 +1,7 @@
 """Over real connections: clients that leave, read slowly or send nothing cost the engine nothing, and others go on."""
 
 import asyncio
+import contextlib
 import http.client
 import json
 import select
@@ -231,8 +232,10 @@ class FailingTokenizer(ByteTokenizer):
 
 
 def test_a_connection_outlives_an_internal_error():
-    with serve(FakeEngine(), FailingTokenizer()) as address:
-        connection = http.client.HTTPConnection(address.removeprefix("http://"))
+    with (
+        serve(FakeEngine(), FailingTokenizer()) as address,
+        contextlib.closing(http.client.HTTPConnection(address.removeprefix("http://"))) as connection,
+    ):
         for prompt, status in (("fail", 500), ("Hi", 200), ("fail", 500), ("Hi", 200)):
             connection.request("POST", "/v1/completions", json.dumps({"prompt": prompt}), JSON)
             response = connection.getresponse()
