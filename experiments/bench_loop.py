@@ -49,7 +49,7 @@ def attacks() -> dict[str, bytes]:
         "3 million values": {"messages": [user, call({"a": [1] * 3_000_000})]},
         "a million keys": {"messages": [user]} | {f"key{n}": 1 for n in range(1_000_000)},
     }
-    return {name: json.dumps(body).encode() for name, body in bodies.items()}
+    return {name: json.dumps(body | {"max_tokens": 1}).encode() for name, body in bodies.items()}
 
 
 class CallbackTimes:
@@ -76,7 +76,8 @@ def serve(folder: str, num_readers: int | None, connection: Any) -> None:
 
     engine: Any = SteadyEngine(0.01, 0.001, 1)
     times = CallbackTimes()
-    settings = ApiSettings(model_name="steady", **({} if num_readers is None else {"num_readers": num_readers}))
+    chosen: dict[str, Any] = {} if num_readers is None else {"num_readers": num_readers}
+    settings = ApiSettings(model_name="steady", **chosen)
     app = make_app(engine, save_tokenizer(pathlib.Path(folder)), settings)
     with serve_in_thread(app) as url:
         connection.send(url)

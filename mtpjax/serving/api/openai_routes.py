@@ -35,7 +35,7 @@ class Reply:
         jobs: Sequence[Job],
         *,
         is_chat: bool,
-        prompt_texts: Sequence[str] = (),
+        prompt_texts: tuple[str, ...] = (),
     ):
         self._server, self._values, self._jobs, self._is_chat = server, values, jobs, is_chat
         self._prompt_texts = prompt_texts

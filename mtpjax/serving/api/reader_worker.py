@@ -30,7 +30,7 @@ def main() -> None:
 
     WORKER.render_here()
     reader: Any = None
-    limits: Any = None
+    limits: Any = None  # ReadLimits, as soon as there is a reader
     source = sys.stdin.buffer
     while head := source.readline():
         kind, size = head.split()

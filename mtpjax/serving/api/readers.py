@@ -137,6 +137,8 @@ class Readers:
     def _dispatch(self) -> None:
         """Gives waiting requests to idle workers."""
         with self._lock:
+            if self._is_closed:
+                return
             # The worker for small bodies comes first, so that the others are free for large ones.
             for worker in [each for each in self._workers if each in self._idle]:
                 taken = self._queue.take(small_only=worker is self._workers[0])
@@ -155,8 +157,7 @@ class Readers:
             with self._lock:
                 self._queue.finish(client)
                 self._idle.add(worker)
-            if not self._is_closed:
-                self._dispatch()
+            self._dispatch()
 
 
 class _Thread:
@@ -223,6 +224,8 @@ class _Process:
 
     def _ask(self, kind: str, raw: bytes, seconds: float | None = None) -> dict[str, Any]:
         seconds = self._limits.answer_seconds if seconds is None else seconds
+        if self._is_killed:
+            raise WorkerEnded(None)
         try:
             return json.loads(self._process.ask(to_request(kind, raw), seconds))
         except WorkerEnded:
@@ -247,4 +250,5 @@ class _Process:
 
 def _close_all(workers: Sequence[Any]) -> None:
     for worker in workers:
+        worker.kill()
         worker.close()

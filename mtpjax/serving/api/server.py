@@ -224,15 +224,17 @@ class ApiServer:
             seconds: after which the rest is aborted. Their clients get the text so far, with finish reason "abort".
         """
         self.is_stopping = True
-        end = time.monotonic() + seconds
-        while self.running and time.monotonic() < end:
-            await asyncio.sleep(DRAIN_INTERVAL)
-        self.abort()
-        # An engine that does not answer must not keep the process alive.
-        end = time.monotonic() + ABORT_SECONDS
-        while self.running and time.monotonic() < end:
-            await asyncio.sleep(DRAIN_INTERVAL)
-        self.readers.close()
+        try:
+            end = time.monotonic() + seconds
+            while self.running and time.monotonic() < end:
+                await asyncio.sleep(DRAIN_INTERVAL)
+            self.abort()
+            # An engine that does not answer must not keep the process alive.
+            end = time.monotonic() + ABORT_SECONDS
+            while self.running and time.monotonic() < end:
+                await asyncio.sleep(DRAIN_INTERVAL)
+        finally:
+            self.readers.close()
 
 
 async def _in_thread(threads: concurrent.futures.Executor, function: Callable[[], Any], param: str) -> Any:
