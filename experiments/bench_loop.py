@@ -9,11 +9,13 @@ without a pause: a megabyte of special tokens in one message, bodies of ten mega
 tool calls with millions of values, a million unknown keys. Turns alternate, since the machine changes with time.
 
 Shown are the latencies of `/health`, the gaps between the events of streams, and the CPU time of the longest callback
-of the event loop, which a debug hook of this process measures.
+of the event loop, which a debug hook of this process measures; a callback may include a garbage collection, whose
+longest is shown beside it.
 """
 
 import argparse
 import asyncio
+import gc
 import json
 import multiprocessing
 import pathlib
@@ -56,9 +58,17 @@ class CallbackTimes:
     """Measures the CPU time of each callback of the event loops of this process, from now on."""
 
     def __init__(self):
-        self.longest = 0.0
+        self.longest, self.gc_seconds, self._gc_began = 0.0, 0.0, 0.0
+        gc.callbacks.append(self._note_gc)
         self._run = asyncio.Handle._run
         asyncio.Handle._run = lambda handle: self._measure(handle)  # type: ignore[method-assign]
+
+    def _note_gc(self, phase: str, info: dict[str, int]) -> None:
+        now = time.thread_time()
+        if phase == "start":
+            self._gc_began = now
+        else:
+            self.gc_seconds = max(self.gc_seconds, now - self._gc_began)
 
     def _measure(self, handle: asyncio.Handle) -> None:
         begin = time.thread_time()
@@ -82,8 +92,8 @@ def serve(folder: str, num_readers: int | None, connection: Any) -> None:
     with serve_in_thread(app) as url:
         connection.send(url)
         while connection.recv():
-            connection.send(times.longest)
-            times.longest = 0.0
+            connection.send((times.longest, times.gc_seconds))
+            times.longest = times.gc_seconds = 0.0
 
 
 class Watcher:
@@ -139,12 +149,17 @@ def turn(url: str, body: bytes | None, seconds: float, context: Any, ask: Any) -
         process.start()
         time.sleep(1.0)  # in which it begins to send
     asyncio.run(watcher.run(seconds))
-    longest = ask()
+    longest, collection = ask()
     should_stop.set()
     if process is not None:
         process.join()
     p99 = lambda values: 1e3 * float(np.percentile(values, 99))
-    return {"health_ms": p99(watcher.health), "gap_ms": p99(watcher.gaps), "callback_ms": 1e3 * longest}
+    return {
+        "health_ms": p99(watcher.health),
+        "gap_ms": p99(watcher.gaps),
+        "callback_ms": 1e3 * longest,
+        "gc_ms": 1e3 * collection,
+    }
 
 
 def main(argv: list[str] | None = None) -> int:
@@ -168,7 +183,7 @@ def main(argv: list[str] | None = None) -> int:
         process.start()
         url = ours.recv()
 
-        def ask() -> float:
+        def ask() -> tuple[float, float]:
             ours.send(True)
             return ours.recv()
 
@@ -185,19 +200,30 @@ def main(argv: list[str] | None = None) -> int:
                 row[f"{key}_ratio"] = median(beside[key] / alone[key] for alone, beside in pairs)
             row["callback_ms"] = max(beside["callback_ms"] for _, beside in pairs)
             row["callback_alone_ms"] = max(alone["callback_ms"] for alone, _ in pairs)
+            row["gc_ms"] = max(each["gc_ms"] for pair in pairs for each in pair)
             rows.append(row)
         ours.send(False)
         process.join(20)
         process.kill()
     table = narrow_table()
-    for heading in ("attack", "/health p99, ms", "ratio", "gap p99, ms", "ratio", "longest callback, CPU ms"):
+    for heading in (
+        "attack",
+        "/health p99, ms",
+        "ratio",
+        "gap p99, ms",
+        "ratio",
+        "longest callback, CPU ms",
+        "longest GC, ms",
+    ):
         table.add_column(heading, justify="left" if heading == "attack" else "right")
     for row in rows:
         shown = [
             f"{row[key][0]:.1f} -> {row[key][1]:.1f}" if not key.endswith("ratio") else f"{row[key]:.2f}"
             for key in ("health_ms", "health_ms_ratio", "gap_ms", "gap_ms_ratio")
         ]
-        table.add_row(row["attack"], *shown, f"{row['callback_alone_ms']:.1f} -> {row['callback_ms']:.1f}")
+        table.add_row(
+            row["attack"], *shown, f"{row['callback_alone_ms']:.1f} -> {row['callback_ms']:.1f}", f"{row['gc_ms']:.1f}"
+        )
     Console(highlight=False).print(table)
     if options.output is not None:
         found = {"machine": describe_machine(), "argv": sys.argv[1:] if argv is None else argv, "rows": rows}
