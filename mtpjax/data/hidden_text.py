@@ -7,7 +7,8 @@ from collections.abc import Sequence
 from typing import Any
 
 TRUSTED_ROLES = ("system", "developer", "assistant")
-_COUNTER_DIGITS = 7
+_COUNTER_DIGITS = 8
+_PREFIX = re.compile(r"(?=(9[0-7]{9}))")  # of marks; also where several overlap
 
 Spans = list[tuple[int, int]]  # start and end of parts of a text, ascending
 
@@ -37,7 +38,9 @@ class HiddenText:
         No end of such a prefix is its beginning, so digits beside a mark cannot be taken for one.
         """
         everything = json.dumps(self._given, ensure_ascii=False, default=str) + self._template
-        return next(mark for n in range(8**9) if (mark := f"9{n:09o}") not in everything)
+        # A client may write many of them: find all in one pass, rather than look for each.
+        taken = set(_PREFIX.findall(everything))
+        return next(mark for n in range(8**9) if (mark := f"9{n:09o}") not in taken)
 
     def hide(self, messages: list[dict[str, Any]], *, keep_ending: str | None = None) -> list[dict[str, Any]]:
         """Replaces special tokens in messages, except those of trusted roles, and in all tool calls.

@@ -52,6 +52,11 @@ class TemplateWorker:
         from mtpjax.worker_process import WorkerProcess
 
         self._worker = WorkerProcess(__file__)
+        self._compiled: dict[str, Any] | None = None  # templates, if this process renders itself
+
+    def render_here(self) -> None:
+        """Renders in this process from now on, for a process that has limits of time and memory of its own."""
+        self._compiled = {}
 
     def render(self, template: str, variables: dict[str, Any], *, date: datetime.datetime | None = None) -> str:
         """Renders a template.
@@ -101,10 +106,10 @@ class TemplateWorker:
         from mtpjax.worker_process import WorkerEnded
 
         request = {"template": template, "renders": list(variable_sets), "date": date and date.isoformat()}
-        line, seconds = (
-            json.dumps({**request, "with_generation": with_generation}).encode(),
-            MAX_SECONDS + ANSWER_SECONDS,
-        )
+        line = json.dumps({**request, "with_generation": with_generation}).encode()
+        if self._compiled is not None:
+            return [_to_result(each) for each in _answer_all(json.loads(line), self._compiled)]
+        seconds = MAX_SECONDS + ANSWER_SECONDS
         try:
             try:
                 answer = self._worker.ask(line, seconds)

@@ -19,6 +19,7 @@ from mtpjax.io.huggingface_files import MAX_TOKENIZER_BYTES, has_tokenizer, hugg
 from mtpjax.safe_open import parse_json
 
 OTHER_FORMATS = ("tokenizer.model", "vocab.json", "vocab.txt")  # SentencePiece's, and those of older classes
+_BUILT = ("_tokenizer", "_decoder", "_plain_tokenizer")  # from `_content`
 SPECIAL_NAMES = ("bos_token", "eos_token", "pad_token", "unk_token")  # that a template may name
 
 
@@ -176,18 +177,12 @@ class HuggingFaceTokenizer:
     """
 
     def __init__(self, folder: pathlib.Path, vocab_size: int, *, chat_template: str | None = None):
-        import tokenizers
-
         content = read_small_file(folder, "tokenizer.json", max_bytes=MAX_TOKENIZER_BYTES)
         if content is None:
             raise TokenizerError(f"{folder} has no tokenizer.json")
         check_expansion(content, folder / "tokenizer.json")
         with rust_errors(f"{folder / 'tokenizer.json'} cannot be read"):
-            self._tokenizer = tokenizers.Tokenizer.from_buffer(content)
-        # Files may ask for padding or truncation, which would change the tokens of a text by its length.
-        self._tokenizer.no_padding()
-        self._tokenizer.no_truncation()
-        self._decoder = TokenizerDecoder(self._tokenizer)
+            self._build(content)
         # A token outside the model's vocabulary would index its embedding outside its rows without an error.
         largest = max(self._tokenizer.get_vocab(with_added_tokens=True).values(), default=-1)
         if largest >= vocab_size:
@@ -208,11 +203,28 @@ class HuggingFaceTokenizer:
         self.eos_token_ids = find_end_tokens(folder, self._tokenizer, eos_token, vocab_size=vocab_size, **files)
         templates = read_chat_templates(folder, self._settings) if chat_template is None else {DEFAULT: chat_template}
         self.chat_templates = ChatTemplates(templates, self._special_tokens(), self._special_names)
-        self._content = content
         # The digest covers everything that decides the tokens, so that a resumed run notices a changed template.
         chat_setting = self.chat_templates.setting
         digest_parts = [hashlib.sha256(content).hexdigest(), chat_setting, self._special_tokens(), self.eos_token_ids]
         self.digest = hashlib.sha256(json.dumps(digest_parts, sort_keys=True).encode()).hexdigest()
+
+    def _build(self, content: bytes) -> None:
+        """Makes what the package reads from a `tokenizer.json`."""
+        import tokenizers
+
+        self._content, self._tokenizer = content, tokenizers.Tokenizer.from_buffer(content)
+        # Files may ask for padding or truncation, which would change the tokens of a text by its length.
+        self._tokenizer.no_padding()
+        self._tokenizer.no_truncation()
+        self._decoder = TokenizerDecoder(self._tokenizer)
+
+    def __getstate__(self) -> dict[str, Any]:
+        """Returns what another process needs: the content of the file stands for what is made from it."""
+        return {name: each for name, each in vars(self).items() if name not in _BUILT}
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        vars(self).update(state)
+        self._build(self._content)
 
     def encode(self, text: str) -> list[int]:
         """Encodes a text. Raises ValueError for lone surrogates."""
@@ -258,23 +270,32 @@ class HuggingFaceTokenizer:
         """
         tokens: list[int] = []
         offsets: list[tuple[int, int]] = []
+        encoded: dict[tuple[str, bool], Any] = {}  # few hidden pieces differ, but a message may repeat them many times
         with rust_errors("the tokenizer cannot encode this conversation"):
             for place, piece, is_hidden in rendered.pieces(start):
                 # The template writes the special tokens itself. Those in messages of users are only characters.
-                tokenizer = self._plain_tokenizer if is_hidden else self._tokenizer
-                encoding = tokenizer.encode(piece, add_special_tokens=False)
-                ids, spans = encoding.ids, encoding.offsets
-                if place and self._adds_space:
-                    # A piece within a text gets no space in front: encode it after a newline, and drop that.
-                    encoding = tokenizer.encode("\n" + piece, add_special_tokens=False)
-                    num_before = len(tokenizer.encode("\n", add_special_tokens=False).ids)
-                    ids, spans = (
-                        encoding.ids[num_before:],
-                        [(max(0, a - 1), b - 1) for a, b in encoding.offsets[num_before:]],
-                    )
+                key = (piece, bool(place))
+                found = encoded.get(key) if is_hidden else None
+                if found is None:
+                    tokenizer = self._plain_tokenizer if is_hidden else self._tokenizer
+                    found = self._encode_piece(tokenizer, piece, is_first=not place)
+                if is_hidden:
+                    encoded[key] = found
+                ids, spans = found
                 tokens += ids
                 offsets += [(place + begin, place + end) for begin, end in spans]
         return tokens, offsets
+
+    def _encode_piece(self, tokenizer: Any, piece: str, *, is_first: bool) -> tuple[list[int], list[tuple[int, int]]]:
+        """Returns the tokens of a piece of a text, and the characters of each."""
+        if is_first or not self._adds_space:
+            encoding = tokenizer.encode(piece, add_special_tokens=False)
+            return encoding.ids, encoding.offsets
+        # A piece within a text gets no space in front: encode it after a newline, and drop that.
+        encoding = tokenizer.encode("\n" + piece, add_special_tokens=False)
+        num_before = len(tokenizer.encode("\n", add_special_tokens=False).ids)
+        spans = [(max(0, begin - 1), end - 1) for begin, end in encoding.offsets[num_before:]]
+        return encoding.ids[num_before:], spans
 
     @functools.cached_property
     def _adds_space(self) -> bool:

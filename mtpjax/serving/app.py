@@ -4,13 +4,15 @@ from fastapi import FastAPI
 from starlette.exceptions import HTTPException
 from starlette.responses import Response
 
-from mtpjax.data.tokenizer import Tokenizer
+from mtpjax.data.tokenizer import ByteTokenizer, HuggingFaceTokenizer, Tokenizer
 from mtpjax.serving.api import schemas
 from mtpjax.serving.api.admin_routes import admin_router
 from mtpjax.serving.api.errors import ApiError
-from mtpjax.serving.api.http import FramingCheck, KeyCheck, error_handler
+from mtpjax.serving.api.http import FaultHandler, FramingCheck, KeyCheck, error_handler
 from mtpjax.serving.api.openai_routes import openai_router
 from mtpjax.serving.api.page_routes import page_router
+from mtpjax.serving.api.readers import Readers
+from mtpjax.serving.api.route_steps import make_reader
 from mtpjax.serving.api.server import ApiServer, ApiSettings, Engine
 from mtpjax.serving.api.sglang_routes import generate_router
 from mtpjax.serving.metrics import Metrics
@@ -34,6 +36,9 @@ def make_app(engine: Engine, tokenizer: Tokenizer, settings: ApiSettings, metric
         An ASGI application, for uvicorn.
     """
     server = ApiServer(engine, tokenizer, settings)
+    # Other tokenizers may not be known to another process.
+    num_readers = settings.num_readers if type(tokenizer) in (ByteTokenizer, HuggingFaceTokenizer) else 0
+    server.readers = Readers(make_reader(server), num_readers)
 
     # Pages of documentation would load scripts from elsewhere; the schema alone does not.
     app = FastAPI(
@@ -43,7 +48,7 @@ def make_app(engine: Engine, tokenizer: Tokenizer, settings: ApiSettings, metric
         redoc_url=None,
         redirect_slashes=False,
         responses=schemas.ERRORS,
-        exception_handlers={each: error_handler for each in (ApiError, QueueFull, HTTPException, Exception)},
+        exception_handlers={each: error_handler for each in (ApiError, QueueFull, HTTPException)},
     )
     app.state.server = server
     for router in (openai_router(server), generate_router(server), admin_router(server), page_router(server)):
@@ -58,4 +63,5 @@ def make_app(engine: Engine, tokenizer: Tokenizer, settings: ApiSettings, metric
 
     app.add_middleware(KeyCheck, settings=settings)
     app.add_middleware(FramingCheck)  # before the keys: the one that is added last comes first
+    app.add_middleware(FaultHandler)
     return app

@@ -246,6 +246,7 @@ def serve(
         # Decode servers have the secret in the place of a key.
         api = dataclasses.replace(api, open_paths=api.open_paths | {PATH})
     app = make_app(engine, tokenizer, api, metrics)
+    app.state.server.readers.warm()
     if disaggregation is not None:
         set_up(app, engine, disaggregation, metrics)
     drafter = api.server_info.get("speculative_algorithm")

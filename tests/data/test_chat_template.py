@@ -1,6 +1,5 @@
 """What a chat template needs is found by trying it: nothing that a message says may be missing from the prompt."""
 
-import asyncio
 import json
 
 import pytest
@@ -291,20 +290,18 @@ TEMPLATES = PUBLISHED | {"chatml": chatml.CHATML, "parts": chat_templates.PARTS,
 @pytest.mark.parametrize("name", TEMPLATES)
 def test_three_doors_give_the_same_prompt(name, tmp_path):
     pytest.importorskip("fastapi")
-    from mtpjax.serving.api.prompts import read_chat
-    from mtpjax.serving.api.server import ApiServer, ApiSettings
-    from tests.helpers.fake_engine import FakeEngine
+    from mtpjax.serving.api.prompts import PromptLimits, read_chat
 
     tokenizer = chatml.save_tokenizer(tmp_path, TEMPLATES[name])
-    engine = FakeEngine(max_length=2000)
-    server = ApiServer(engine, tokenizer, ApiSettings(model_name="tiny"))
+    sizes = {"max_length": 2000, "vocab_size": 300, "max_characters": 10_000, "max_total_characters": 10_000}
+    limits = PromptLimits(**sizes, template_variables=())
     tools = None if name in ("deepseek", "chatml", "parts", "blocks") else [TOOL]
     for kind, messages in CONVERSATIONS.items():
         if kind.startswith("call") and name in ("chatml", "parts", "blocks"):
             continue  # they write no calls
         record = {"messages": messages, "tools": tools}
         body = {**record, "tool_choice": "none"}
-        prompt = asyncio.run(read_chat(server, body, add_generation_prompt=True))
+        prompt = read_chat(tokenizer, body, limits, add_generation_prompt=True)
         task = make_task(json.dumps(record).encode(), tokenizer, kind="conversations", max_prompt_tokens=2000)
         assert task.prompt == prompt
         file = tmp_path / "data.jsonl"
@@ -315,7 +312,6 @@ def test_three_doors_give_the_same_prompt(name, tmp_path):
         [document] = reading.documents
         assert document.loss_mask is not None and document.loss_mask.argmax() == len(prompt)
         assert document.tokens[: len(prompt)].tolist() == prompt
-    engine.close()
 
 
 def test_a_conversation_of_several_turns_is_regenerated_under_a_thinking_template(tmp_path):

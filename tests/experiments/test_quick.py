@@ -8,7 +8,7 @@ import pytest
 
 from mtpjax import TrainConfig, train
 
-NAMES = ["bench_load", "bench_train", "bench_trained", "bench_gpu", "bench_http", "bench_disturbance"]
+NAMES = ["bench_load", "bench_train", "bench_trained", "bench_gpu", "bench_http", "bench_disturbance", "bench_loop"]
 ROOT = pathlib.Path(__file__).resolve().parents[2]
 
 

@@ -15,10 +15,20 @@ from tests.helpers.fake_engine import FakeEngine
 def api_client(engine=None, tokenizer=None, metrics=None, **settings):
     """Yields a client and its engine."""
     engine = engine or FakeEngine()
-    app = make_app(engine, tokenizer or ByteTokenizer(), ApiSettings(model_name="tiny", **settings), metrics)
+    app = make_app(
+        engine,
+        tokenizer or ByteTokenizer(),
+        api_settings(**settings),
+        metrics,
+    )
     with TestClient(app, raise_server_exceptions=False) as client:
         yield client, engine
     engine.close()
+
+
+def api_settings(**settings):
+    """Returns settings; bodies are read in threads, since processes need time to start."""
+    return ApiSettings(**{"model_name": "tiny", "num_readers": 0, **settings})
 
 
 def events(response):

@@ -2,6 +2,7 @@
 
 import asyncio
 import contextlib
+import http.client
 import importlib
 import json
 import select
@@ -27,6 +28,7 @@ from tests.helpers import chatml
 from tests.helpers.api_server import serve
 from tests.helpers.fake_engine import REPLY, FakeEngine
 
+JSON = {"Content-Type": "application/json"}
 LONG = {"prompt": "Hi", "max_tokens": 50_000, "ignore_eos": True}
 
 
@@ -342,3 +344,28 @@ def test_the_openai_client_reads_the_same_text_in_both_ways():
             pytest.raises(openai.AuthenticationError),
         ):
             client.models.list()
+
+
+class FailingTokenizer(ByteTokenizer):
+    """Fails at one text as a fault of the program would."""
+
+    def encode(self, text):
+        if text == "fail":
+            raise RuntimeError("injected")
+        return super().encode(text)
+
+
+def test_a_connection_outlives_an_internal_error():
+    with (
+        serve(FakeEngine(), FailingTokenizer()) as address,
+        contextlib.closing(http.client.HTTPConnection(address.removeprefix("http://"))) as connection,
+    ):
+        for prompt, status in (("fail", 500), ("Hi", 200), ("fail", 500), ("Hi", 200)):
+            connection.request("POST", "/v1/completions", json.dumps({"prompt": prompt}), JSON)
+            response = connection.getresponse()
+            assert (response.status, response.will_close) == (status, False)
+            body = json.loads(response.read())
+            if status == 500:
+                assert "injected" not in body["error"]["message"] and body["error"]["code"] == "internal_error"
+                time.sleep(0.1)  # in which a server that closes the connection does so
+                assert connection.sock is not None and select.select([connection.sock], [], [], 0)[0] == []

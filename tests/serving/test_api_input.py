@@ -127,6 +127,53 @@ def test_empty_prompts_are_rejected(client, prompt):
     assert_error(completion(client, prompt=prompt), param="prompt")
 
 
+@pytest.mark.parametrize(
+    "make",
+    [
+        lambda text: {"name": text},
+        lambda text: {"reasoning_content": text},
+        lambda text: {"tool_calls": [{"function": {"name": text, "arguments": "{}"}}]},
+        lambda text: {"tool_calls": [{"function": {"name": "f", "arguments": {"a": [text]}}}]},
+        lambda text: {"tool_calls": [{"function": {"name": "f", "arguments": {text: 1}}}]},
+        lambda text: {"tool_calls": [{"function": {"name": "f", "arguments": {"a": [10**4000] * 50}}}]},
+    ],
+)
+def test_every_text_of_a_message_counts_as_its_prompt(client, make):
+    message = {"role": "assistant", "content": "a", **make("x" * 60_000)}
+    answer = client.post("/v1/chat/completions", json={"messages": [message, message]})
+    assert "100000 characters" in assert_error(answer)
+
+
+def test_the_text_of_tools_counts_as_that_of_messages(client):
+    tools = [{"type": "function", "function": {"name": "f", "description": "x" * 60_000}}]
+    body = {"messages": [{"role": "user", "content": "y" * 60_000}], "tools": tools, "tool_choice": "none"}
+    assert "100000 characters" in assert_error(client.post("/v1/chat/completions", json=body), param="tools")
+
+
+@pytest.mark.parametrize(
+    "extra",
+    [
+        {"metadata": [0] * 140_000},
+        {"metadata": {str(number): [0] for number in range(70_000)}},
+        {
+            "messages": [
+                {"role": "assistant", "tool_calls": [{"function": {"name": "f", "arguments": {"a": [0] * 140_000}}}]}
+            ]
+        },
+    ],
+)
+def test_the_values_of_a_body_are_limited(client, extra):
+    body = {"messages": [{"role": "user", "content": "a"}], **extra}
+    assert "131072 JSON values" in assert_error(
+        client.post("/v1/chat/completions", json=body), code="request_too_large"
+    )
+
+
+def test_the_fields_beside_the_prompt_are_limited(client):
+    assert "300" in assert_error(completion(client, metadata="x" * 300_000), code="request_too_large")
+    assert completion(client, metadata="x" * 200_000).status_code == 200
+
+
 def test_empty_messages_are_rejected(client):
     assert_error(client.post("/v1/chat/completions", json={"messages": []}), param="messages")
 

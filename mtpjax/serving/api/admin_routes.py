@@ -12,11 +12,10 @@ from fastapi.responses import Response
 from mtpjax.decoding.config import SamplingParams
 from mtpjax.serving.api import schemas
 from mtpjax.serving.api.errors import ApiError, shutting_down
-from mtpjax.serving.api.fields import FLAG, NAME, Field, check_list, check_text, check_tokens, read_fields
 from mtpjax.serving.api.generation import Generation, Job, new_id
-from mtpjax.serving.api.http import check_admin, check_origin, read_json, run_while_connected
-from mtpjax.serving.api.option_tables import ADD_SPECIAL_TOKENS
-from mtpjax.serving.api.prompts import read_chat
+from mtpjax.serving.api.http import check_admin, check_origin, run_while_connected
+from mtpjax.serving.api.option_tables import ABORT, DETOKENIZE, TOKENIZE
+from mtpjax.serving.api.read_messages import Reading
 from mtpjax.serving.api.route_steps import owner_of, read_body
 from mtpjax.serving.api.server import ApiServer
 from mtpjax.serving.request import QueueFull
@@ -25,14 +24,6 @@ from mtpjax.version import __version__
 
 HEALTH_SECONDS = 20.0  # in which a device that has work must answer something; SGLang's limit
 IDLE_HEALTH_SECONDS = 20.0  # the same for the token of `/health_generate`
-ABORT = {"rid": NAME, "abort_all": FLAG}
-TOKENIZE = {
-    "model": NAME,
-    "add_generation_prompt": Field("boolean", default=True),
-    "add_special_tokens": ADD_SPECIAL_TOKENS,  # of a text; a template writes those of a conversation
-    "reasoning_effort": NAME,
-}
-DETOKENIZE = {"model": NAME}
 _STRING = {"type": "string"}
 _IDS = {"type": "array", "items": {"type": "integer", "minimum": 0}}
 
@@ -126,7 +117,7 @@ def admin_router(server: ApiServer) -> APIRouter:
     @router.post("/abort_request", openapi_extra=schemas.request_body(ABORT, {}, []))
     async def abort_request(request: Request) -> dict[str, Any]:
         """Aborts the client's own requests of an id, or all, which needs the admin key, if there is one."""
-        values = read_fields(ABORT, await read_json(request, settings))  # also while the server stops
+        values = (await read_body(server, request, "abort")).body  # also while the server stops
         if not values["rid"] and not values["abort_all"]:
             raise ApiError("give rid, or abort_all true", param="rid")
         if values["abort_all"]:
@@ -138,25 +129,18 @@ def admin_router(server: ApiServer) -> APIRouter:
         return {"num_aborted": server.abort(values["rid"], owner)}
 
     @router.post("/tokenize", openapi_extra=schemas.request_body(TOKENIZE, {"prompt": _STRING}, ["prompt"]))
-    async def tokenize(request: Request) -> dict[str, Any]:
+    async def tokenize(request: Request) -> Response:
         """Encodes a text (`prompt` or `text`) or a conversation (`messages`)."""
-        body = await read_body(server, request, TOKENIZE)
-        values = read_fields(TOKENIZE, body)
-        if body.get("messages") is not None:
-            tokens = await read_chat(server, body, add_generation_prompt=values["add_generation_prompt"])
-        else:
-            # An error names the field that the client used.
-            param = "text" if body.get("prompt") is None and "text" in body else "prompt"
-            text = check_text(body.get(param), param, server.max_prompt_characters)
-            [tokens] = await server.encode([text], add_special_tokens=values["add_special_tokens"])
-        return {"tokens": tokens, "count": len(tokens), "max_model_len": engine.max_length}
+        return _json_response(await read_body(server, request, "tokenize"))
 
     @router.post("/detokenize", openapi_extra=schemas.request_body(DETOKENIZE, {"tokens": _IDS}, ["tokens"]))
-    async def detokenize(request: Request) -> dict[str, Any]:
+    async def detokenize(request: Request) -> Response:
         """Decodes token ids."""
-        body = await read_body(server, request, DETOKENIZE)
-        tokens = check_list(body.get("tokens"), "tokens", engine.max_length)
-        text = await server.decode(check_tokens(tokens, "tokens", engine.vocab_size))
-        return {"text": text, "prompt": text}
+        return _json_response(await read_body(server, request, "detokenize"))
 
     return router
+
+
+def _json_response(reading: Reading) -> Response:
+    """Makes the response of a body whose reading is the answer."""
+    return Response(reading.texts[0], media_type="application/json")

@@ -14,15 +14,13 @@ from typing import Any, TypeVar
 from starlette.exceptions import HTTPException
 from starlette.requests import ClientDisconnect, Request
 from starlette.responses import JSONResponse, Response
-from starlette.types import ASGIApp, Receive, Scope, Send
+from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from mtpjax.serving.api.errors import ApiError, queue_full
-from mtpjax.serving.api.fields import parse_body
 from mtpjax.serving.api.generation import log_fault
 from mtpjax.serving.api.server import ApiSettings
 from mtpjax.serving.request import QueueFull
 
-LARGE_BODY_BYTES = 1 << 16  # parsed outside the event loop
 CHECKS_PER_TIMEOUT = 4  # of a stream's writes
 _ENCODER = json.JSONEncoder(ensure_ascii=False, allow_nan=False, separators=(",", ":"))
 T = TypeVar("T")
@@ -45,6 +43,36 @@ class FramingCheck:
             error = ApiError(message, code="ambiguous_length", headers={"Connection": "close"})
             return await error_response(error)(scope, receive, send)
         await self._app(scope, receive, send)
+
+
+class FaultHandler:
+    """Answers an exception that no route expects with 500, and keeps the connection.
+
+    A handler of `Exception` would not: Starlette raises the exception again after its response, and uvicorn then closes
+    the connection, on which the client's next request may be under way.
+
+    Args:
+        app: the application behind it.
+    """
+
+    def __init__(self, app: ASGIApp):
+        self._app = app
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        has_begun = False
+
+        async def send_on(message: Message) -> None:
+            nonlocal has_begun
+            has_begun = True
+            await send(message)
+
+        try:
+            await self._app(scope, receive, send_on)
+        except Exception as error:
+            # The rest of a response that has begun cannot come: the connection ends.
+            if has_begun or scope["type"] != "http":
+                raise
+            await error_response(log_fault(error))(scope, receive, send)
 
 
 class KeyCheck:
@@ -134,18 +162,18 @@ def _bearer_digest(scope: Scope) -> bytes:
     return hashlib.sha256(key.strip()).digest() if scheme.lower() == b"bearer" and key.strip() else b""
 
 
-async def read_json(request: Request, settings: ApiSettings) -> dict[str, Any]:
-    """Reads a JSON body.
+async def read_json(request: Request, settings: ApiSettings) -> bytes:
+    """Reads the bytes of a JSON body, without parsing them.
 
     Args:
         request: the request.
         settings: limits of size and time.
 
     Returns:
-        The JSON object.
+        The body.
 
     Raises:
-        ApiError: the body has another type, is too large, takes too long, or is not a JSON object.
+        ApiError: the body has another type, is too large or takes too long.
     """
     encoding = request.headers.get("content-encoding", "identity").strip().lower()
     if encoding not in ("", "identity"):
@@ -156,8 +184,7 @@ async def read_json(request: Request, settings: ApiSettings) -> dict[str, Any]:
     if media_type != "application/json":
         message = "the body must be JSON, with Content-Type: application/json"
         raise ApiError(message, status=415, code="unsupported_media_type")
-    raw = await read_bytes(request, settings.max_body_bytes, settings.body_timeout)
-    return await asyncio.to_thread(parse_body, raw) if len(raw) > LARGE_BODY_BYTES else parse_body(raw)
+    return await read_bytes(request, settings.max_body_bytes, settings.body_timeout)
 
 
 async def read_bytes(request: Request, max_bytes: int, seconds: float) -> bytes:
@@ -286,7 +313,7 @@ class EventStream(Response):
 
 
 async def error_handler(request: Request, error: Exception) -> Response:
-    """Makes the response to any exception of a route."""
+    """Makes the response to an exception that a route raises on purpose."""
     if isinstance(error, ApiError):
         return error_response(error)
     if isinstance(error, QueueFull):
@@ -296,7 +323,7 @@ async def error_handler(request: Request, error: Exception) -> Response:
         message, code = known.get(error.status_code, (str(error.detail), None))
         headers = dict(error.headers or {})
         return error_response(ApiError(message, status=error.status_code, code=code, headers=headers))
-    return error_response(log_fault(error))
+    raise error
 
 
 def error_response(error: ApiError) -> Response:

@@ -11,9 +11,7 @@ from mtpjax.serving.api import schemas
 from mtpjax.serving.api.errors import ApiError
 from mtpjax.serving.api.generation import Choice, Generation, Job, Update, new_id
 from mtpjax.serving.api.logprobs import TextOffsets, TokenScores, chat_logprobs, completion_logprobs, score_choice
-from mtpjax.serving.api.option_tables import CHAT, COMPLETION
 from mtpjax.serving.api.options import read_openai
-from mtpjax.serving.api.prompts import read_chat, read_prompts
 from mtpjax.serving.api.route_steps import check_model, client_of, limits_of, prefix_salt, read_body, respond
 from mtpjax.serving.api.server import ApiServer
 from mtpjax.serving.api.usage import speculation, usage
@@ -37,10 +35,10 @@ class Reply:
         jobs: Sequence[Job],
         *,
         is_chat: bool,
-        prompt_texts: list[str] | None = None,
+        prompt_texts: tuple[str, ...] = (),
     ):
         self._server, self._values, self._jobs, self._is_chat = server, values, jobs, is_chat
-        self._prompt_texts = prompt_texts or []
+        self._prompt_texts = prompt_texts
         self._id = values["rid"] or new_id("chatcmpl" if is_chat else "cmpl")
         self._created = int(time.time())
 
@@ -177,39 +175,34 @@ def openai_router(server: ApiServer) -> APIRouter:
     @router.post("/completions", openapi_extra=schemas.completion())
     async def complete(request: Request) -> Response:
         """Continues texts. With `return_draft_levels`, a stream tells which drafts the text comes from."""
-        body = await read_body(server, request, COMPLETION)
-        values, options = read_openai(body, limits, is_chat=False)
+        reading = await read_body(server, request, "completion")
+        values, options = read_openai(reading.body, limits, is_chat=False)
         check_model(server, values["model"])
         # Alternatives take another pass over the whole text, which a stream does not have yet.
         if values["stream"] and values["logprobs"]:
             message = "a stream has no alternatives: logprobs must be 0, or stream false"
             raise ApiError(message, param="logprobs", code="unsupported_option")
         grammar = await server.compile_grammar(options.grammar, client_of(request))
-        add_special_tokens = values["add_special_tokens"]
-        prompts = await read_prompts(server, body.get("prompt"), "prompt", add_special_tokens=add_special_tokens)
         if values["echo"] and values["stream"] and values["logprobs"] is not None:
             message = "a stream has no log-probabilities of the prompt: set echo or stream to false"
             raise ApiError(message, param="echo", code="unsupported_option")
-        # With echo the prompt's text comes first, also for prompts of token ids.
-        texts = [await server.decode(prompt) for prompt in prompts] if values["echo"] else []
         # Only requests with the same key and salt share pages of the prefix cache.
         salt = prefix_salt(request, values["cache_salt"])
-        jobs = options.jobs(prompts, limits, salt=salt, param="prompt", grammar=grammar)
-        return await Reply(server, values, jobs, is_chat=False, prompt_texts=texts).respond(request)
+        jobs = options.jobs(reading.prompts, limits, salt=salt, param=reading.param, grammar=grammar)
+        return await Reply(server, values, jobs, is_chat=False, prompt_texts=reading.texts).respond(request)
 
     @router.post("/chat/completions", openapi_extra=schemas.chat())
     async def chat(request: Request) -> Response:
         """Answers a conversation. With `return_draft_levels`, a stream tells which drafts the text comes from."""
-        body = await read_body(server, request, CHAT)
-        values, options = read_openai(body, limits, is_chat=True)
+        reading = await read_body(server, request, "chat")
+        values, options = read_openai(reading.body, limits, is_chat=True)
         check_model(server, values["model"])
         if values["stream"] and values["top_logprobs"]:
             message = "a stream has no alternatives: top_logprobs must be 0, or stream false"
             raise ApiError(message, param="top_logprobs", code="unsupported_option")
         grammar = await server.compile_grammar(options.grammar, client_of(request))
-        prompt = await read_chat(server, body, add_generation_prompt=values["add_generation_prompt"])
         salt = prefix_salt(request, values["cache_salt"])
-        jobs = options.jobs([prompt], limits, salt=salt, param="messages", grammar=grammar)
+        jobs = options.jobs(reading.prompts, limits, salt=salt, param=reading.param, grammar=grammar)
         return await Reply(server, values, jobs, is_chat=True).respond(request)
 
     return router

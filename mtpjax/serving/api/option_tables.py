@@ -78,6 +78,14 @@ GENERATE_SAMPLING = {
     "min_new_tokens": _MIN_TOKENS,
     "sampling_seed": _SEED,
 }
+ABORT = {"rid": NAME, "abort_all": FLAG}
+TOKENIZE = {
+    "model": NAME,
+    "add_generation_prompt": Field("boolean", default=True),
+    "add_special_tokens": ADD_SPECIAL_TOKENS,  # of a text; a template writes those of a conversation
+    "reasoning_effort": NAME,
+}
+DETOKENIZE = {"model": NAME}
 STREAM_OPTIONS = {"include_usage": FLAG, "continuous_usage_stats": FLAG}
 # Options without a table entry: lists and objects, which have checks of their own.
 STRUCTURED = ("prompt", "messages", "text", "input_ids", "sampling_params", "stream_options", "stop", "stop_token_ids")

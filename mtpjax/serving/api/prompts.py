@@ -1,12 +1,13 @@
 """Reads the prompts of a request: texts, token ids or a conversation."""
 
+import dataclasses
 from typing import Any
 
-from mtpjax.data.chat_messages import REASONING_FIELDS, text_of
+from mtpjax.data.chat_messages import REASONING_FIELDS
+from mtpjax.data.tokenizer import Tokenizer
 from mtpjax.serving.api.errors import ApiError
 from mtpjax.serving.api.fields import MAX_NAME_CHARACTERS, Body, check_list, check_text, check_tokens
 from mtpjax.serving.api.option_tables import MAX_PROMPTS
-from mtpjax.serving.api.server import ApiServer
 
 MAX_MESSAGES = 2048
 MAX_TOOLS = 128  # as OpenAI's API
@@ -16,15 +17,35 @@ _MESSAGE_FIELDS = ("name", "tool_call_id", "tool_calls", "function_call", *REASO
 _ROLE_LIST = ", ".join(ROLES)
 
 
-async def read_prompts(
-    server: ApiServer, value: Any, param: str, *, add_special_tokens: bool = True
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class PromptLimits:
+    """What prompts are checked against.
+
+    Attributes:
+        max_length: most tokens of a text; a prompt has fewer.
+        vocab_size: valid ids are 0 .. vocab_size - 1.
+        max_characters: of one prompt.
+        max_total_characters: of all prompts of a request.
+        template_variables: variables of the chat template that requests may set.
+    """
+
+    max_length: int
+    vocab_size: int
+    max_characters: int
+    max_total_characters: int
+    template_variables: tuple[str, ...]
+
+
+def read_prompts(
+    tokenizer: Tokenizer, value: Any, param: str, limits: PromptLimits, *, add_special_tokens: bool = True
 ) -> list[list[int]]:
     """Reads the prompts of a completion.
 
     Args:
-        server: its tokenizer encodes the texts.
+        tokenizer: encodes the texts.
         value: a text, a list of texts, a list of token ids, or a list of such lists.
         param: the field, for messages.
+        limits: of the prompts.
         add_special_tokens: texts get the tokens that the tokenizer puts around a text, such as one of its beginning.
 
     Returns:
@@ -46,55 +67,63 @@ async def read_prompts(
         value = [value]
     check_list(value, param, MAX_PROMPTS)
     if isinstance(value[0], list):
-        return [_token_ids(each, param, server.engine) for each in value]
+        return [_token_ids(each, param, limits) for each in value]
     num_characters = 0
     for text in value:
-        num_characters += len(check_text(text, param, server.max_prompt_characters))
-        if num_characters > server.settings.max_body_bytes:
+        num_characters += len(check_text(text, param, limits.max_characters))
+        if num_characters > limits.max_total_characters:
             raise ApiError(f"{param} has too many characters", param=param)
-    return await server.encode(value, add_special_tokens=add_special_tokens)
+    return [encode_text(tokenizer, text, param, add_special_tokens=add_special_tokens) for text in value]
 
 
-async def read_chat(server: ApiServer, body: Body, *, add_generation_prompt: bool) -> list[int]:
+def encode_text(tokenizer: Tokenizer, text: str, param: str, *, add_special_tokens: bool) -> list[int]:
+    """Encodes a text. Raises ApiError, which names the field, if the tokenizer cannot."""
+    try:
+        return tokenizer.encode(text) if add_special_tokens else tokenizer.encode_plain(text)
+    except ValueError as error:  # those of tokenizers have a text that is meant for users
+        raise ApiError(str(error), param=param) from error
+
+
+def read_chat(tokenizer: Tokenizer, body: Body, limits: PromptLimits, *, add_generation_prompt: bool) -> list[int]:
     """Reads the conversation of a chat.
 
     Args:
-        server: its tokenizer has the chat template.
+        tokenizer: has the chat template.
         body: the JSON object.
+        limits: of the prompt.
         add_generation_prompt: begin the answer.
 
     Returns:
         Token ids.
 
     Raises:
-        ApiError: the messages have another form, or the chat template rejects them.
+        ApiError: the messages have another form or are too long, or the chat template rejects them.
     """
     if body.get("messages") is None:
         raise ApiError("messages is missing", param="messages")
     messages = check_list(body["messages"], "messages", MAX_MESSAGES)
     if not messages:
         raise ApiError("messages is empty", param="messages")
-    messages = [_message(message, f"messages[{index}]", server) for index, message in enumerate(messages)]
-    num_characters = sum(len(text_of(message.get("content"))) for message in messages)
-    if num_characters > server.max_prompt_characters:
-        raise ApiError(
-            f"messages has {num_characters} characters; at most {server.max_prompt_characters} are allowed",
-            param="messages",
-        )
+    size = _Size(limits.max_characters)
+    messages = [_message(message, f"messages[{index}]", size) for index, message in enumerate(messages)]
     tools = check_list(body["tools"], "tools", MAX_TOOLS) if body.get("tools") is not None else []
-    _check_strings(tools, "tools", server.max_prompt_characters)
-    variables = _template_variables(body.get("chat_template_kwargs"), server.settings.template_variables)
-    variables |= _reasoning_effort(body.get("reasoning_effort"), variables, server)
-    variables = {**variables, "tools": tools, "add_generation_prompt": add_generation_prompt}
-    return await server.encode_chat(messages, variables)
+    size.add(tools, "tools")
+    variables = _template_variables(body.get("chat_template_kwargs"), limits.template_variables)
+    variables |= _reasoning_effort(body.get("reasoning_effort"), variables, tokenizer)
+    try:
+        return tokenizer.apply_chat_template(
+            messages, tools=tools, add_generation_prompt=add_generation_prompt, **variables
+        )
+    except ValueError as error:
+        raise ApiError(str(error), param="messages") from error
 
 
-def _reasoning_effort(value: Any, variables: dict[str, Any], server: ApiServer) -> dict[str, Any]:
+def _reasoning_effort(value: Any, variables: dict[str, Any], tokenizer: Tokenizer) -> dict[str, Any]:
     """Returns OpenAI's `reasoning_effort` as a variable of the chat template."""
     name = "reasoning_effort"
     if value is None:
         return {}
-    if not server.tokenizer.reads_template_variable(name):
+    if not tokenizer.reads_template_variable(name):
         message = f"{name} is not supported: the chat template of this model does not read it"
         raise ApiError(message, param=name, code="unsupported_option")
     if variables.get(name, value) != value:
@@ -102,32 +131,60 @@ def _reasoning_effort(value: Any, variables: dict[str, Any], server: ApiServer) 
     return {name: check_text(value, name, MAX_NAME_CHARACTERS)}
 
 
-def _token_ids(value: Any, param: str, engine: Any) -> list[int]:
+class _Size:
+    """Counts the characters of everything that a chat template may write.
+
+    Args:
+        max_characters: of all messages and tools.
+    """
+
+    def __init__(self, max_characters: int):
+        self._max_characters, self._num_characters = max_characters, 0
+
+    def add(self, value: Any, param: str) -> None:
+        """Counts the strings, keys and long numbers of a JSON value, and checks that all strings have a UTF-8 form."""
+        open_values = [value]
+        while open_values:
+            value = open_values.pop()
+            if isinstance(value, str):
+                self._num_characters += len(check_text(value, param, self._max_characters))
+            elif isinstance(value, dict):
+                open_values += [*value.keys(), *value.values()]
+            elif isinstance(value, list):
+                open_values += value
+            elif isinstance(value, int):
+                self._num_characters += value.bit_length() // 3
+        if self._num_characters > self._max_characters:
+            message = f"the text of messages and tools has more than {self._max_characters} characters"
+            raise ApiError(message, param=param.partition("[")[0])
+
+
+def _token_ids(value: Any, param: str, limits: PromptLimits) -> list[int]:
     if not isinstance(value, list):
         raise ApiError(f"{param} mixes token ids with other values", param=param)
-    if len(value) >= engine.max_length:
-        message = f"{param} has {len(value)} tokens; the longest text has {engine.max_length} tokens, one of them new"
+    if len(value) >= limits.max_length:
+        message = f"{param} has {len(value)} tokens; the longest text has {limits.max_length} tokens, one of them new"
         raise ApiError(message, param=param, code="context_length_exceeded")
-    return check_tokens(value, param, engine.vocab_size)
+    return check_tokens(value, param, limits.vocab_size)
 
 
-def _message(message: Any, param: str, server: ApiServer) -> dict[str, Any]:
+def _message(message: Any, param: str, size: _Size) -> dict[str, Any]:
     """Returns a message with its known fields; the chat template decides about their forms."""
     if not isinstance(message, dict):
         raise ApiError(f"{param} must be an object", param=param)
     role = message.get("role")
     if role not in ROLES:
         raise ApiError(f"{param}.role must be one of {_ROLE_LIST}", param=f"{param}.role")
-    content = _content(message, param, server)
+    content = _content(message, param, size)
     checked = {"role": role} if content is None else {"role": role, "content": content}
     for name in _MESSAGE_FIELDS:
         if message.get(name) is not None:
-            _check_strings(message[name], f"{param}.{name}", server.max_prompt_characters)
+            size.add(message[name], f"{param}.{name}")
             checked[name] = message[name]
     return checked
 
 
-def _content(message: dict[str, Any], param: str, server: ApiServer) -> str | list[dict[str, Any]] | None:
+def _content(message: dict[str, Any], param: str, size: _Size) -> str | list[dict[str, Any]] | None:
     """Returns a text, parts of text, or None."""
     content, param = message.get("content"), f"{param}.content"
     # An answer may have no text: it only calls tools, or was cut while the model reasoned.
@@ -136,29 +193,19 @@ def _content(message: dict[str, Any], param: str, server: ApiServer) -> str | li
     if content is None:
         raise ApiError(f"{param} is missing", param=param)
     if isinstance(content, str):
-        return check_text(content, param, server.max_prompt_characters)
+        size.add(content, param)
+        return content
     parts = []
     for index, part in enumerate(check_list(content, param, MAX_MESSAGES)):
         if not isinstance(part, dict) or part.get("type") != "text":
             raise ApiError(f"{param}[{index}] must be of type text; other types are not supported", param=param)
-        text = check_text(part.get("text"), f"{param}[{index}].text", server.max_prompt_characters)
+        if not isinstance(text := part.get("text"), str):
+            raise ApiError(f"{param}[{index}].text must be a string", param=f"{param}[{index}].text")
+        size.add(text, f"{param}[{index}].text")
         parts.append({"type": "text", "text": text})
     if not parts:
         raise ApiError(f"{param} is empty", param=param)
     return parts
-
-
-def _check_strings(value: Any, param: str, max_characters: int) -> None:
-    """Checks all strings of a JSON value."""
-    open_values = [value]
-    while open_values:
-        value = open_values.pop()
-        if isinstance(value, str):
-            check_text(value, param, max_characters)
-        elif isinstance(value, dict):
-            open_values += [*value.keys(), *value.values()]
-        elif isinstance(value, list):
-            open_values += value
 
 
 def _template_variables(value: Any, allowed: tuple[str, ...]) -> dict[str, Any]:

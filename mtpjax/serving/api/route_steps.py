@@ -1,40 +1,42 @@
 """Steps that the routes with a body share."""
 
-from collections.abc import AsyncGenerator, Awaitable, Callable, Hashable, Mapping, Sequence
+from collections.abc import AsyncGenerator, Awaitable, Callable, Hashable, Sequence
 from typing import Any
 
 from starlette.requests import Request
 from starlette.responses import JSONResponse, Response
 
 from mtpjax.serving.api.errors import ApiError, shutting_down
-from mtpjax.serving.api.fields import Field
 from mtpjax.serving.api.generation import Generation, Job
 from mtpjax.serving.api.http import EventStream, read_json, run_while_connected
-from mtpjax.serving.api.options import Limits, reject_unknown, reject_unsupported
+from mtpjax.serving.api.options import Limits
+from mtpjax.serving.api.prompts import PromptLimits
+from mtpjax.serving.api.read_messages import Reading
+from mtpjax.serving.api.readers import SMALL_BODY_BYTES
+from mtpjax.serving.api.reading import BodyReader
 from mtpjax.serving.api.server import ApiServer
 
 
-async def read_body(server: ApiServer, request: Request, fields: Mapping[str, Field]) -> dict[str, Any]:
-    """Reads the body of a request that makes text.
+async def read_body(server: ApiServer, request: Request, kind: str) -> Reading:
+    """Reads and checks the body of a request, outside the event loop.
 
     Args:
         server: state of the API.
         request: the request.
-        fields: the table of its fields.
+        kind: a key of `reading.KINDS`.
 
     Returns:
-        The JSON object.
+        The prompts, and the other fields.
 
     Raises:
         ApiError: the server stops, the body is not acceptable, or it asks for an unsupported option.
     """
-    if server.is_stopping:
+    if server.is_stopping and kind != "abort":
         raise shutting_down()
-    body = await read_json(request, server.settings)
-    reject_unsupported(body, fields)
-    if server.settings.strict_fields:
-        reject_unknown(body, fields)
-    return body
+    raw = await read_json(request, server.settings)
+    reading = server.readers.read(kind, raw, client_of(request))
+    # Large bodies may wait for long, and need not be read for a client that left.
+    return await (run_while_connected(request, reading) if len(raw) > SMALL_BODY_BYTES else reading)
 
 
 def limits_of(server: ApiServer) -> Limits:
@@ -46,6 +48,21 @@ def limits_of(server: ApiServer) -> Limits:
         max_prompt_characters=server.max_prompt_characters,
         max_requests=server.settings.max_requests,
         max_queued=server.engine.max_requests,
+    )
+
+
+def make_reader(server: ApiServer) -> BodyReader:
+    """Makes what reads the bodies of requests."""
+    limits, settings = limits_of(server), server.settings
+    prompt_limits = PromptLimits(
+        max_length=limits.max_length,
+        vocab_size=limits.vocab_size,
+        max_characters=limits.max_prompt_characters,
+        max_total_characters=settings.max_body_bytes,
+        template_variables=settings.template_variables,
+    )
+    return BodyReader(
+        tokenizer=server.tokenizer, limits=limits, prompt_limits=prompt_limits, strict_fields=settings.strict_fields
     )
 
 

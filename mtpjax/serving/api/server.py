@@ -14,6 +14,7 @@ from mtpjax.data.template_worker import WORKER
 from mtpjax.data.tokenizer import Tokenizer
 from mtpjax.serving.api.errors import ApiError, server_busy, shutting_down
 from mtpjax.serving.api.grammars import GrammarField
+from mtpjax.serving.api.readers import Readers
 from mtpjax.serving.api.turns import Turns
 from mtpjax.serving.grammar import MAX_COMPILE_SECONDS, Grammar, Grammars, GrammarTooSlow
 from mtpjax.serving.request import Deliver, EngineStatus, FinishReason, Request, Scores
@@ -104,6 +105,8 @@ class ApiSettings:
         write_timeout: seconds after which a client that does not read its stream is cut off.
         max_buffer_bytes: most bytes of undelivered tokens per stream.
         template_variables: variables of the chat template that requests may set.
+        num_readers: processes that parse, check and tokenize the bodies of requests, at least 2; 0: threads of this
+            process, as with tokenizers that are not the package's own.
         strict_fields: answer unknown fields with 400.
         server_info: settings of the server that `/server_info` shows.
     """
@@ -120,6 +123,7 @@ class ApiSettings:
     write_timeout: float = 60.0
     max_buffer_bytes: int = 1 << 20
     template_variables: tuple[str, ...] = ("enable_thinking", "thinking", "reasoning_effort")
+    num_readers: int = 2
     strict_fields: bool = False
     server_info: dict[str, Any] = dataclasses.field(default_factory=dict)
 
@@ -167,6 +171,7 @@ class ApiServer:
     Attributes:
         is_stopping: new requests are answered with 503.
         prepare: called with the requests of an HTTP request before they enter the engine; None: nothing is to be done.
+        readers: read the bodies of requests; `make_app` sets them.
         running: engine ids by the owner and the name of the request they belong to, for `/abort_request`. An owner is a
             client's key as `KeyCheck` gives it, so clients with different keys may use the same name.
     """
@@ -175,14 +180,12 @@ class ApiServer:
         self.engine, self.tokenizer, self.settings = engine, tokenizer, settings
         self.is_stopping = self._is_closed = False
         self.prepare: Callable[[Sequence[Request]], Awaitable[None]] | None = None
+        self.readers: Readers
         self.running: dict[tuple[bytes, str], set[int]] = {}
         self._mailbox: Mailbox | None = None
         self.max_prompt_characters = settings.max_prompt_characters or 64 * engine.max_length
         digest = hashlib.sha256(f"{__version__} {settings.model_name} {tokenizer.digest}".encode()).hexdigest()
         self.fingerprint = f"fp_{digest[:12]}"
-        # A slow chat template, or a long wait for scores, must not hold up the tokenizing of other requests.
-        self._tokenizer_threads = concurrent.futures.ThreadPoolExecutor(2, "tokenize")
-        self._chat_threads = concurrent.futures.ThreadPoolExecutor(2, "chat")
         self._grammar_threads = concurrent.futures.ThreadPoolExecutor(1 + SLOW_GRAMMARS, "grammar")
         self._score_threads = concurrent.futures.ThreadPoolExecutor(4, "score")
         self._quick_grammars, self._slow_grammars = Turns(1), Turns(SLOW_GRAMMARS)
@@ -193,21 +196,6 @@ class ApiServer:
         if self._mailbox is None or self._mailbox.loop is not loop:
             self._mailbox = Mailbox(loop)
         return self._mailbox
-
-    async def encode(self, texts: Sequence[str], *, add_special_tokens: bool = True) -> list[list[int]]:
-        """Encodes texts outside the event loop. Raises ApiError if the tokenizer cannot encode one."""
-        encode_one = self.tokenizer.encode if add_special_tokens else self.tokenizer.encode_plain
-        encode = lambda: [encode_one(text) for text in texts]
-        return await self._in_thread(self._tokenizer_threads, encode, "prompt")
-
-    async def encode_chat(self, messages: list[dict[str, Any]], variables: dict[str, Any]) -> list[int]:
-        """Encodes a conversation outside the event loop. Raises ApiError if the chat template rejects it."""
-        encode = lambda: self.tokenizer.apply_chat_template(messages, **variables)
-        return await self._in_thread(self._chat_threads, encode, "messages")
-
-    async def decode(self, tokens: Sequence[int]) -> str:
-        """Decodes tokens outside the event loop. Raises ApiError if the tokenizer cannot."""
-        return await self._in_thread(self._tokenizer_threads, lambda: self.tokenizer.decode(tokens), "tokens")
 
     async def compile_grammar(self, field: GrammarField | None, client: Hashable) -> Grammar | None:
         """Compiles a request's grammar outside the event loop.
@@ -279,20 +267,23 @@ class ApiServer:
             seconds: after which the rest is aborted. Their clients get the text so far, with finish reason "abort".
         """
         self.is_stopping = True
-        end = time.monotonic() + seconds
-        while self.running and time.monotonic() < end:
-            await asyncio.sleep(DRAIN_INTERVAL)
-        self.abort()
-        # An engine that does not answer must not keep the process alive.
-        end = time.monotonic() + ABORT_SECONDS
-        while self.running and time.monotonic() < end:
-            await asyncio.sleep(DRAIN_INTERVAL)
-        # Neither must a thread, which Python waits for: end the processes whose answers they wait for.
-        self._is_closed = True
-        for threads in (self._tokenizer_threads, self._chat_threads, self._grammar_threads, self._score_threads):
-            threads.shutdown(wait=False, cancel_futures=True)
-        WORKER.kill()
-        TRIAL_COMPILE.kill()
+        try:
+            end = time.monotonic() + seconds
+            while self.running and time.monotonic() < end:
+                await asyncio.sleep(DRAIN_INTERVAL)
+            self.abort()
+            # An engine that does not answer must not keep the process alive.
+            end = time.monotonic() + ABORT_SECONDS
+            while self.running and time.monotonic() < end:
+                await asyncio.sleep(DRAIN_INTERVAL)
+        finally:
+            # Neither must a thread, which Python waits for: end the processes whose answers they wait for.
+            self._is_closed = True
+            for threads in (self._grammar_threads, self._score_threads):
+                threads.shutdown(wait=False, cancel_futures=True)
+            self.readers.close()
+            WORKER.kill()
+            TRIAL_COMPILE.kill()
 
     async def _in_thread(self, threads: concurrent.futures.Executor, function: Callable[[], T], param: str) -> T:
         """Runs a function in a thread. Raises ApiError, which names the field, for its ValueErrors."""

@@ -8,11 +8,8 @@ from fastapi import APIRouter, Request
 from fastapi.responses import Response
 
 from mtpjax.serving.api import schemas
-from mtpjax.serving.api.errors import ApiError
 from mtpjax.serving.api.generation import Choice, Generation, Job, new_id
-from mtpjax.serving.api.option_tables import GENERATE
 from mtpjax.serving.api.options import read_generate
-from mtpjax.serving.api.prompts import read_prompts
 from mtpjax.serving.api.route_steps import client_of, limits_of, prefix_salt, read_body, respond
 from mtpjax.serving.api.server import ApiServer
 from mtpjax.serving.api.usage import meta_info
@@ -80,16 +77,11 @@ def generate_router(server: ApiServer) -> APIRouter:
     @router.post("/generate", openapi_extra=schemas.generate())
     async def generate(request: Request) -> Response:
         """Continues texts. In a stream, each event has the whole text so far."""
-        body = await read_body(server, request, GENERATE)
-        values, options = read_generate(body, limits)
-        given = [name for name in ("text", "input_ids") if body.get(name) is not None]
-        if len(given) != 1:
-            raise ApiError("give either text or input_ids", param="text")
+        reading = await read_body(server, request, "generate")
+        values, options = read_generate(reading.body, limits)
         grammar = await server.compile_grammar(options.grammar, client_of(request))
-        param, value = given[0], body[given[0]]
-        is_batch = isinstance(value, list) and isinstance(value[0] if value else None, str | list)
-        prompts = await read_prompts(server, value, param, add_special_tokens=values["add_special_tokens"])
-        jobs = options.jobs(prompts, limits, salt=prefix_salt(request, None), param=param, grammar=grammar)
-        return await GenerateReply(server, values, jobs, is_list=is_batch or len(jobs) > 1).respond(request)
+        salt = prefix_salt(request, None)
+        jobs = options.jobs(reading.prompts, limits, salt=salt, param=reading.param, grammar=grammar)
+        return await GenerateReply(server, values, jobs, is_list=reading.is_batch or len(jobs) > 1).respond(request)
 
     return router

@@ -1,0 +1,60 @@
+"""What goes to a process that reads bodies, and what comes back."""
+
+import base64
+import dataclasses
+from array import array
+from collections.abc import Callable
+from typing import Any
+
+from mtpjax.serving.api.errors import ApiError
+
+
+@dataclasses.dataclass(frozen=True)
+class Reading:
+    """What the event loop needs of a body that has been read and checked.
+
+    Attributes:
+        body: the JSON object without prompts, messages and tools. Its size is limited.
+        prompts: token ids of each prompt.
+        texts: of the prompts, if the response repeats them; or the body of the response.
+        param: the field that gave the prompts.
+        is_batch: there may be several prompts.
+    """
+
+    body: dict[str, Any]
+    prompts: tuple[tuple[int, ...], ...] = ()
+    texts: tuple[str, ...] = ()
+    param: str = ""
+    is_batch: bool = False
+
+
+def out_of_memory(limit: int) -> ApiError:
+    """Returns the error for a body that takes more memory than a process may have."""
+    message = f"the request takes more than {limit >> 20} MiB of memory to read: send a shorter one"
+    return ApiError(message, code="request_too_large")
+
+
+def to_request(kind: str, raw: bytes) -> bytes:
+    """Returns a request to the process: a line with the kind and the size, and the body."""
+    return b"%s %d\n%s" % (kind.encode(), len(raw), raw)
+
+
+def to_answer(read: Callable[[], Reading]) -> dict[str, Any]:
+    """Reads, and returns the outcome as a JSON object."""
+    try:
+        reading = read()
+    except ApiError as error:
+        return {"error": [str(error), error.status, error.param, error.code, error.headers]}
+    prompts = [base64.b64encode(array("i", prompt).tobytes()).decode() for prompt in reading.prompts]
+    return vars(reading) | {"prompts": prompts}
+
+
+def from_answer(answer: dict[str, Any]) -> Reading:
+    """Returns the outcome that `to_answer` describes, or raises its error."""
+    if "error" in answer:
+        message, status, param, code, headers = answer["error"]
+        raise ApiError(message, status=status, param=param, code=code, headers=headers)
+    if "fault" in answer:
+        raise RuntimeError(f"a process that reads requests failed:\n{answer['fault']}")
+    prompts = tuple(tuple(array("i", base64.b64decode(prompt))) for prompt in answer["prompts"])
+    return Reading(**{**answer, "prompts": prompts, "texts": tuple(answer["texts"])})

@@ -1,0 +1,86 @@
+"""The process that reads the bodies of requests, run as a script by `readers`. It does not import JAX."""
+
+import contextlib
+import json
+import os
+import pathlib
+import pickle
+import resource
+import signal
+import sys
+import traceback
+from typing import Any
+
+
+def main() -> None:
+    """Answers requests, a line of JSON each, from standard input until it ends."""
+    # Ctrl-C reaches every process of the terminal; the server decides when this one ends.
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    # Whatever else writes to standard output must not be taken for an answer.
+    answers = os.dup(sys.stdout.fileno())
+    os.dup2(sys.stderr.fileno(), sys.stdout.fileno())
+    # This package, and not another that may be installed.
+    sys.path.insert(0, str(pathlib.Path(__file__).resolve().parents[3]))
+    # Import before the limits, so that a low limit cannot fail here.
+    import jinja2.ext
+    import jinja2.sandbox  # noqa: F401
+
+    from mtpjax.data.template_worker import WORKER
+    from mtpjax.serving.api import reading  # noqa: F401, for `pickle`
+
+    WORKER.render_here()
+    reader: Any = None
+    limits: Any = None  # ReadLimits, as soon as there is a reader
+    source = sys.stdin.buffer
+    while head := source.readline():
+        kind, size = head.split()
+        raw = source.read(int(size))
+        source.readline()
+        if kind == b"start":
+            (reader, limits, niceness), answer = pickle.loads(raw), {}
+            os.nice(niceness)
+            _limit_memory(limits.memory)
+        elif limits is None:
+            answer = {"is_new": True}
+        else:
+            # Without a handler the signal ends the process, also inside one long computation.
+            signal.setitimer(signal.ITIMER_PROF, limits.cpu_seconds)
+            answer = _read(reader, kind.decode(), raw, limits.memory)
+        line = memoryview(json.dumps(answer).encode() + b"\n")
+        signal.setitimer(signal.ITIMER_PROF, 0)
+        while line:
+            line = line[os.write(answers, line) :]
+        del raw, answer, line
+        if limits is not None and _has_grown(limits.memory // 2):
+            return  # Python rarely gives memory back
+
+
+def _limit_memory(num_bytes: int) -> None:
+    with contextlib.suppress(ValueError, OSError):  # a platform without this limit, or a lower one is in force
+        resource.setrlimit(resource.RLIMIT_AS, (num_bytes, num_bytes))
+        resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
+
+
+def _read(reader: Any, kind: str, raw: bytes, memory: int) -> dict[str, Any]:
+    from mtpjax.serving.api.read_messages import out_of_memory, to_answer
+
+    def read() -> Any:
+        try:
+            return reader.read(kind, raw)
+        except MemoryError:
+            raise out_of_memory(memory) from None
+
+    try:
+        return to_answer(read)
+    except Exception:
+        return {"fault": traceback.format_exc()}
+
+
+def _has_grown(num_bytes: int) -> bool:
+    """Returns whether the process ever had more memory."""
+    unit = 1 if sys.platform == "darwin" else 1024
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * unit > num_bytes
+
+
+if __name__ == "__main__":
+    main()

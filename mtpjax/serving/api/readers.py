@@ -1,0 +1,254 @@
+"""Reads the bodies of requests outside the event loop: in a few processes, fair between clients, and within limits.
+
+Parsing, checks, chat templates and tokenizing take time that grows with a body. A thread would hold Python's lock, and
+so the event loop and the engine, for as long as one of these steps takes; and nobody can stop a thread. One of the
+processes reads only small bodies, so that large ones do not hold them up.
+"""
+
+import asyncio
+import concurrent.futures
+import contextlib
+import dataclasses
+import json
+import logging
+import pathlib
+import pickle
+import signal
+import threading
+import weakref
+from collections.abc import Callable, Hashable, Sequence
+from typing import Any, Protocol
+
+from mtpjax.serving.api.errors import ApiError, server_busy, shutting_down
+from mtpjax.serving.api.read_messages import Reading, from_answer, out_of_memory, to_request
+from mtpjax.serving.api.read_queue import ReadQueue
+from mtpjax.worker_process import WorkerEnded, WorkerProcess
+
+SMALL_BODY_BYTES = 1 << 14
+START_SECONDS = 60.0  # of a process: imports, and a tokenizer
+LARGE_NICENESS = 10  # of the processes for large bodies
+_SCRIPT = str(pathlib.Path(__file__).with_name("reader_worker.py"))
+_MEMORY_SIGNALS = (signal.SIGABRT, signal.SIGSEGV, signal.SIGBUS)  # native code ends so when there is no memory
+_log = logging.getLogger(__name__)
+
+
+@dataclasses.dataclass(frozen=True)
+class ReadLimits:
+    """Limits of one body.
+
+    Attributes:
+        answer_seconds: in which a process must answer; one that works ends itself before.
+        cpu_seconds: CPU time.
+        memory: bytes of address space of a process.
+    """
+
+    answer_seconds: float = 40.0
+    cpu_seconds: float = 20.0
+    memory: int = 2 << 30
+
+
+class Reader(Protocol):
+    """Reads bodies, as `reading.BodyReader` does."""
+
+    def read(self, kind: str, raw: bytes) -> Reading:
+        """Reads a body.
+
+        Args:
+            kind: of the request.
+            raw: the body.
+
+        Raises:
+            ApiError: the body is not acceptable.
+        """
+        ...
+
+
+class Readers:
+    """Reads bodies in other processes, or in threads of this one. All methods may be called from any thread.
+
+    Args:
+        reader: reads a body; has a pickled form if there are processes.
+        num_workers: processes, at least 2; 0: two threads of this process do the same.
+        limits: of one body, in a process.
+
+    Raises:
+        ValueError: there is one process, which would read small bodies after large ones.
+    """
+
+    def __init__(self, reader: Reader, num_workers: int, limits: ReadLimits = ReadLimits()):
+        if num_workers < 0 or num_workers == 1:
+            raise ValueError(f"num_workers must be 0 or at least 2, got {num_workers}")
+        self._lock, self._queue, self._is_closed = threading.Lock(), ReadQueue(), False
+        # On a full machine, the event loop and the engine come before large bodies.
+        self._workers: list[Any] = [
+            _Process(reader, limits, niceness=LARGE_NICENESS if number else 0) for number in range(num_workers)
+        ] or [_Thread(reader), _Thread(reader)]
+        self._idle = set(self._workers)
+        self._threads = concurrent.futures.ThreadPoolExecutor(len(self._workers), "read")
+        # Processes must not outlive their owner.
+        self._finalizer = weakref.finalize(self, _close_all, self._workers)
+
+    def warm(self) -> None:
+        """Starts the process for small bodies, without waiting for it."""
+        self._threads.submit(self._workers[0].warm)
+
+    async def read(self, kind: str, raw: bytes, client: Hashable) -> Reading:
+        """Reads a body, when it is the client's turn.
+
+        Args:
+            kind: of the request.
+            raw: the body.
+            client: whose request it is. Clients with many or large requests do not hold up the others.
+
+        Returns:
+            What the event loop needs of it.
+
+        Raises:
+            ApiError: the body is not acceptable, exceeds a limit of time or memory, or too many others wait.
+        """
+        result: concurrent.futures.Future[Reading] = concurrent.futures.Future()
+        item = (lambda worker: worker.read(kind, raw), result)
+        is_small = len(raw) <= SMALL_BODY_BYTES
+        with self._lock:
+            if self._is_closed:
+                raise shutting_down()
+            if not self._queue.add(client, len(raw), item, is_small=is_small):
+                raise server_busy()
+        self._dispatch()
+        try:
+            return await asyncio.wrap_future(result)
+        except asyncio.CancelledError:
+            with self._lock:
+                self._queue.discard(client, item, is_small=is_small)
+            raise
+
+    def close(self) -> None:
+        """Ends the processes at once. Requests that wait are answered with 503."""
+        with self._lock:
+            self._is_closed = True
+            waiting = self._queue.clear()
+        for _, result in waiting:
+            if result.set_running_or_notify_cancel():
+                result.set_exception(shutting_down())
+        for worker in self._workers:
+            worker.kill()
+        self._threads.shutdown(wait=False)
+
+    def _dispatch(self) -> None:
+        """Gives waiting requests to idle workers."""
+        with self._lock:
+            if self._is_closed:
+                return
+            # The worker for small bodies comes first, so that the others are free for large ones.
+            for worker in [each for each in self._workers if each in self._idle]:
+                taken = self._queue.take(small_only=worker is self._workers[0])
+                if taken is not None:
+                    self._idle.remove(worker)
+                    self._threads.submit(self._run, worker, *taken)
+
+    def _run(self, worker: Any, client: Hashable, item: tuple[Callable, concurrent.futures.Future]) -> None:
+        work, result = item
+        try:
+            if result.set_running_or_notify_cancel():
+                result.set_result(work(worker))
+        except BaseException as error:
+            result.set_exception(error)
+        finally:
+            with self._lock:
+                self._queue.finish(client)
+                self._idle.add(worker)
+            self._dispatch()
+
+
+class _Thread:
+    """Reads in the thread that calls it: the plain twin of `_Process`."""
+
+    def __init__(self, reader: Reader):
+        self.read = reader.read
+
+    def warm(self) -> None:
+        pass
+
+    def close(self) -> None:
+        pass
+
+    kill = close
+
+
+class _Process:
+    """Reads in another process, one body at a time. A process that is stopped, or that ends, is replaced."""
+
+    def __init__(self, reader: Reader, limits: ReadLimits, *, niceness: int):
+        self._reader, self._limits, self._niceness = reader, limits, niceness
+        self._process, self._is_started, self._is_killed = WorkerProcess(_SCRIPT), False, False
+
+    def warm(self) -> None:
+        """Starts the process."""
+        with contextlib.suppress(WorkerEnded, OSError):
+            self._start()
+
+    def read(self, kind: str, raw: bytes) -> Reading:
+        """Reads a body, as `Reader.read` does. Raises ApiError also if it exceeds a limit."""
+        try:
+            try:
+                return self._read(kind, raw)
+            except WorkerEnded as ended:
+                # Its own limits end it with these signals. Otherwise somebody else stopped or killed it: try again.
+                if self._is_killed or (ended.code is not None and -ended.code in (signal.SIGPROF, *_MEMORY_SIGNALS)):
+                    raise
+                _log.warning("a process that reads requests was replaced: %s", ended)
+                return self._read(kind, raw)
+        except WorkerEnded as ended:
+            raise self._explain(ended) from ended
+        except OSError as error:
+            _log.warning("a process that reads requests cannot start: %s", error)
+            raise server_busy() from error
+
+    def close(self) -> None:
+        """Ends the process."""
+        self._process.close()
+
+    def kill(self) -> None:
+        """Ends the process for ever, also while it reads."""
+        self._is_killed = True
+        self._process.kill()
+
+    def _read(self, kind: str, raw: bytes) -> Reading:
+        if not self._is_started:
+            self._start()
+        answer = self._ask(kind, raw)
+        if answer.get("is_new"):  # the process had ended, and was replaced
+            self._start()
+            answer = self._ask(kind, raw)
+        return from_answer(answer)
+
+    def _ask(self, kind: str, raw: bytes, seconds: float | None = None) -> dict[str, Any]:
+        seconds = self._limits.answer_seconds if seconds is None else seconds
+        if self._is_killed:
+            raise WorkerEnded(None)
+        try:
+            return json.loads(self._process.ask(to_request(kind, raw), seconds))
+        except WorkerEnded:
+            self._is_started = False
+            raise
+
+    def _start(self) -> None:
+        """Sends the reader to a new process."""
+        self._ask("start", pickle.dumps((self._reader, self._limits, self._niceness)), START_SECONDS)
+        self._is_started = True
+
+    def _explain(self, ended: WorkerEnded) -> ApiError:
+        if self._is_killed:
+            return shutting_down()
+        if ended.code == -signal.SIGPROF:
+            message = f"the request takes more than {self._limits.cpu_seconds:g} seconds to read: send a shorter one"
+            return ApiError(message, code="request_too_slow")
+        if ended.code is not None and -ended.code in _MEMORY_SIGNALS:
+            return out_of_memory(self._limits.memory)
+        return server_busy()
+
+
+def _close_all(workers: Sequence[Any]) -> None:
+    for worker in workers:
+        worker.kill()
+        worker.close()
