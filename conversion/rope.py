@@ -9,7 +9,7 @@ from typing import Any
 
 from conversion.config_reader import ConfigReader
 from mtpjax.errors import ConfigError
-from mtpjax.models.config import LinearScaling, Llama3Scaling, RopeScaling, Yarn
+from mtpjax.models.rope_scaling import LinearScaling, Llama3Scaling, RopeScaling, Yarn
 
 FULL, SLIDING = "full_attention", "sliding_attention"
 # On text alone, mrope's three sections have the same positions, so it equals the default. "dynamic" rescales only

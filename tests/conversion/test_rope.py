@@ -8,8 +8,8 @@ import pytest
 from conversion.describe_config import describe_config
 from conversion.hf_config import parse_config
 from mtpjax.errors import ConfigError
-from mtpjax.models.config import Yarn
 from mtpjax.models.layers.rotary import inverse_frequencies, softmax_scale
+from mtpjax.models.rope_scaling import Yarn
 from tests.golden import HERE
 from tests.golden import path as golden_path
 
