@@ -51,10 +51,10 @@ def parse_config(values: Any, model_type: str | None = None) -> ParsedConfig:
         raise ConfigError(f"unsupported model_type {model_type!r}; supported: {', '.join(FAMILIES)}")
     family = FAMILIES[model_type]
     # Multimodal checkpoints nest the language model's values; those of the nested section win. As in transformers, the
-    # outer file says whether the head is tied.
+    # outer file says whether the head is tied, and how weights are quantized.
     text = ConfigReader(values).section("text_config")
-    tied = values.get("tie_word_embeddings")
-    stated = {**values, **text.values} | ({} if tied is None else {"tie_word_embeddings": tied})
+    outer = {key: values[key] for key in ("tie_word_embeddings", "quantization_config") if values.get(key) is not None}
+    stated = {**values, **text.values, **outer}
     values = with_defaults(stated, dict(family.defaults), model_type)
     values = expand_step(values) if model_type in STEP else values
     reader = ConfigReader(values, dict(family.keys))

@@ -100,6 +100,9 @@ def read_drafter(path, trunk: TrunkSizes, *, dtype=None, **reading: Unpack[Readi
             draft_ids = read_draft_ids(files, plan.names, plan.config)
         if isinstance(files, CheckpointFiles):
             files.report()
+            # Without a head or an embedding of its own, a drafter uses those of the trunk: the missing one may be here.
+            if files.unread:
+                log.warning("%s has safetensors files that are not read: %s", path, ", ".join(files.unread))
     return StoredDrafter(plan.config, unflatten_dict(params), draft_ids)
 
 

@@ -361,5 +361,13 @@ def test_tensors_of_several_dtypes_become_float32_with_a_warning(tmp_path, caplo
     assert {leaf.dtype for leaf in jax.tree.leaves(found.params)} == {np.dtype(np.float32)}
 
 
+def test_files_that_are_not_read_are_named(tmp_path, caplog):
+    """A head in a file of its own would be replaced by the trunk's without a word."""
+    path = variant(tmp_path / "draft", "dflash")
+    save_file({"lm_head.weight": np.zeros((320, 64), np.float32)}, path / "head.safetensors")
+    assert not read_drafter(path, TRUNK).config.own_head
+    assert "has safetensors files that are not read: head.safetensors" in caplog.text
+
+
 def _tensor(name, key):
     return load_file(draft(name) / "model.safetensors")[key]

@@ -344,3 +344,12 @@ def test_mimo_v2_with_two_epsilons_is_refused():
     assert parse_config({**values, "layernorm_epsilon": 1e-3}).model.rms_norm_eps == 1e-3
     with pytest.raises(ConfigError, match=r"layernorm_epsilon is .* and rms_norm_eps is"):
         parse_config({**values, "layernorm_epsilon": 1e-3, "rms_norm_eps": 1e-5})
+
+
+def test_the_outer_configuration_says_how_weights_are_quantized():
+    """transformers reads it there; a nested section often has a null."""
+    values = config_of("qwen3_5")
+    text = values["text_config"] | {"quantization_config": None}
+    fp8 = {"quant_method": "fp8", "weight_block_size": [4, 8]}
+    assert parse_config(values | {"quantization_config": fp8, "text_config": text}).block == (4, 8)
+    assert parse_config(values | {"text_config": text | {"quantization_config": fp8}}).block == (4, 8)
