@@ -107,11 +107,7 @@ def _from_full(source: CheckpointFiles, base: CheckpointFiles, plan: LoadPlan) -
         raise CheckpointFileError(
             f"{source.path} has {count} MTP modules, but {base.path} has {plan.config.num_mtp_modules}"
         )
-    if given.config.of_modules.zero_centred_norm != plan.config.of_modules.zero_centred_norm:
-        raise CheckpointFileError(
-            f"the modules of {source.path} store norm weights as {_stored_as(given.config)}, those of {base.path} as "
-            f"{_stored_as(plan.config)}: give the modules of a release whose norms are stored like those of the base"
-        )
+    require_same_norms(source.path, given.config, base.path, plan.config)
     plan = _with_modules(plan, count, given.layout.mtp)
     # fp8 modules stay fp8 where they are added to a checkpoint of the same blocks; elsewhere they become bfloat16.
     has_modules = any(path.startswith("mtp_") for path in plan.specs)
@@ -137,6 +133,25 @@ def _from_full(source: CheckpointFiles, base: CheckpointFiles, plan: LoadPlan) -
         return dequantized_blocks(source, given.scales, names[name])
 
     return ModuleTensors(count, entries, read, plan, given.config.mtp_own_embedding)
+
+
+def require_same_norms(path, given: ModelConfig, base_path, base: ModelConfig) -> None:
+    """Rejects modules whose norm weights are stored otherwise than those of the base.
+
+    Args:
+        path: the checkpoint that gives the modules.
+        given: its model.
+        base_path: the base of the merge.
+        base: its model.
+
+    Raises:
+        CheckpointFileError: one stores w of 1 + w and the other 1 + w.
+    """
+    if given.of_modules.zero_centred_norm != base.of_modules.zero_centred_norm:
+        raise CheckpointFileError(
+            f"the modules of {path} store norm weights as {_stored_as(given)}, those of {base_path} as "
+            f"{_stored_as(base)}: give the modules of a release whose norms are stored like those of the base"
+        )
 
 
 def _trunk_names(plan: LoadPlan) -> set[str]:

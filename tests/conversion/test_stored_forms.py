@@ -146,8 +146,10 @@ def test_modules_of_the_other_convention_are_not_merged(tmp_path):
     change = lambda name, array: array + 1 if is_shifted_norm(name) and name.startswith("mtp.") else array
     shifted = rewrite(path("qwen3_next"), tmp_path / "shifted", change)
     base = drop_modules(path("qwen3_next"), tmp_path / "base")
-    with pytest.raises(CheckpointFileError, match=r"store norm weights as 1 \+ w, those of"):
-        merge_mtp(base, shifted, tmp_path / "merged")
+    convert.to_mtpjax(shifted, tmp_path / "ours")
+    for modules in (shifted, tmp_path / "ours"):
+        with pytest.raises(CheckpointFileError, match=r"store norm weights as 1 \+ w, those of"):
+            merge_mtp(base, modules, tmp_path / "merged")
 
 
 # Dtypes
