@@ -147,7 +147,8 @@ def test_modules_of_the_other_convention_are_not_merged(tmp_path):
     shifted = rewrite(path("qwen3_next"), tmp_path / "shifted", change)
     base = drop_modules(path("qwen3_next"), tmp_path / "base")
     convert.to_mtpjax(shifted, tmp_path / "ours")
-    for modules in (shifted, tmp_path / "ours"):
+    export_mtp(shifted, tmp_path / "export")
+    for modules in (shifted, tmp_path / "ours", tmp_path / "export"):
         with pytest.raises(CheckpointFileError, match=r"store norm weights as 1 \+ w, those of"):
             merge_mtp(base, modules, tmp_path / "merged")
 
