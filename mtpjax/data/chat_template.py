@@ -156,6 +156,10 @@ class ChatTemplates:
         # 3. Find the marks' places. A template that looks at the text may write it differently: one that ends a message
         # with a token of its own unless the user wrote it already (GLM's `/nothink`). The user's then stands for it.
         spans = hidden.find(marked, plain.text)
+        if spans is None:
+            alike = HiddenText(self._special_names, None, "", keep_length=True)
+            shown = render(alike.hide(messages), alike.hide_value(tools)).text
+            spans = alike.find_alike(shown, plain.text)
         restored, restored_spans = hidden.restore(marked)
         for ending in hidden.endings(messages) if spans is None else ():
             if restored.count(ending) > plain.text.count(ending) > 0:

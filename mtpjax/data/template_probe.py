@@ -77,6 +77,14 @@ def choose_forms(
         kinds = {_tool_kind(tool): tool for tool in tools}
         probe_tools = [_probe_tool(kinds[kind], number) for number, kind in enumerate(sorted(kinds))]
     choice = _choose(template, json.dumps([probe, probe_tools, variables], sort_keys=True))
+    if choice is None or choice.problem == "tool call":
+        # Some templates look into the ids of tool calls, so try again with the conversation's own.
+        probe = [_probe_message(messages[index], number, own_ids=True) for number, index in enumerate(kept)]
+        choice = _choose(template, json.dumps([probe, probe_tools, variables], sort_keys=True))
+    if choice is None:
+        # The template fails on the messages too, or it looks at their text. An empty text causes fewer failures of its
+        # own than a null.
+        return Forms(empty="text")
     if choice.problem:
         if choice.lost < 0:
             raise DroppedTextError(
@@ -93,8 +101,8 @@ def choose_forms(
 
 
 @functools.lru_cache(maxsize=1024)
-def _choose(template: str, probe_text: str) -> Choice:
-    """Tries the usual forms, and all others only if those are not right."""
+def _choose(template: str, probe_text: str) -> Choice | None:
+    """Tries the usual forms, and all others only if those are not right. None: the template fails on all."""
     messages, tools, variables = json.loads(probe_text)
     candidates = _candidates(messages, tools)
     problems: list[_Problem] = []
@@ -103,13 +111,32 @@ def _choose(template: str, probe_text: str) -> Choice:
         problems += _try(candidates[start:end], template, messages, tools, variables)
         if len(problems) == len(candidates) or min(problem.rank for problem in problems) == 0:
             break
-    best = min(range(len(problems)), key=lambda number: problems[number].rank)
+    # Of forms that lose something, the one that loses the latest tells most about the cause.
+    best = min(range(len(problems)), key=lambda number: (problems[number].rank, -problems[number].lost))
     if problems[best].rank < 2:
-        return Choice(candidates[best])
+        return Choice(_with_objects(candidates[best], template, messages, tools, variables))
     if problems[best].rank == 3:
-        # An empty text causes fewer failures of its own than a null.
-        return Choice(dataclasses.replace(candidates[0], empty="text"))
+        return None
     return Choice(candidates[0], problems[best].lost, problems[best].what)
+
+
+def _with_objects(
+    forms: Forms, template: str, messages: list[dict[str, Any]], tools: list[Any] | None, variables: dict[str, Any]
+) -> Forms:
+    """Lets a template that reads arguments in both forms write them from objects, if it then writes them differently.
+
+    It has a form of its own for objects (XML, say), and would copy JSON text as it is.
+    """
+    calls = [call for message in messages for call in message.get("tool_calls", ())]
+    if forms.arguments != "given" or not any(isinstance(call["function"]["arguments"], str) for call in calls):
+        return forms
+    as_objects = dataclasses.replace(forms, arguments="object or text")
+    shaped = [in_forms(messages, tools, each) for each in (forms, as_objects)]
+    sets = [{**variables, "messages": each, "tools": its_tools} for each, its_tools in shaped]
+    as_given, result = WORKER.render_all(template, sets)
+    if isinstance(result, TemplateFailure) or result == as_given:
+        return forms
+    return forms if _judge(result, messages, tools, shaped[1][0]).rank else as_objects
 
 
 def _candidates(messages: list[dict[str, Any]], tools: list[Any] | None) -> list[Forms]:
@@ -173,7 +200,7 @@ def _judge(
             arguments = json.loads(arguments) if isinstance(arguments, str) else arguments
             words += arguments
             # Some templates write the id alone, which holds the name (Kimi's).
-            is_named = name in text or ("id" in call and CALL_ID in text)
+            is_named = name in text or ("id" in call and (call["id"] != CALL_ID or CALL_ID in text))
             if not is_named or any(word not in text for word in (*arguments, *arguments.values())):
                 return _Problem(2, index, "tool call")
     nulls = [index for index, each in enumerate(shaped) if each.get("content", "") is None]
@@ -183,10 +210,10 @@ def _judge(
     if part := re.search(r"""['"]text\\?['"]: ?\\?['"]xqtext(\d+)p""", text):
         return _Problem(2, int(part[1]), "text")
     # A key in single quotes or after a backslash belongs to a Python value, or to JSON text that was quoted again.
-    return _Problem(int(any(f"'{word}'" in text or f'\\"{word}' in text for word in words)))
+    return _Problem(int(any(f"'{word}':" in text or f'\\"{word}' in text for word in words)))
 
 
-def _probe_message(message: dict[str, Any], number: int) -> dict[str, Any]:
+def _probe_message(message: dict[str, Any], number: int, *, own_ids: bool = False) -> dict[str, Any]:
     """Returns a message with the same fields, whose texts are words of its own."""
     probe: dict[str, Any] = {"role": message["role"]}
     if "content" in message:
@@ -199,18 +226,20 @@ def _probe_message(message: dict[str, Any], number: int) -> dict[str, Any]:
             probe[name] = _word(name.replace("_", ""), number)
     if "tool_calls" in message:
         calls = enumerate(message["tool_calls"][:MAX_CALLS])
-        probe["tool_calls"] = [_probe_call(call, f"{number}p{n}") for n, call in calls]
+        probe["tool_calls"] = [
+            _probe_call(call, f"{number}p{n}", call.get("id") if own_ids else CALL_ID) for n, call in calls
+        ]
     if "tool_call_id" in message:
-        probe["tool_call_id"] = CALL_ID
+        probe["tool_call_id"] = message["tool_call_id"] if own_ids else CALL_ID
     return probe
 
 
-def _probe_call(call: dict[str, Any], number: str) -> dict[str, Any]:
+def _probe_call(call: dict[str, Any], number: str, call_id: Any) -> dict[str, Any]:
     given = call["function"]["arguments"]
     arguments: Any = {_word("key", number): _word("value", number)} if given not in ({}, "", "{}") else {}
     arguments = json.dumps(arguments) if isinstance(given, str) else arguments
     function = {"name": _word("call", number), "arguments": arguments}
-    return {**({"id": CALL_ID} if "id" in call else {}), "type": "function", "function": function}
+    return {**({"id": call_id} if "id" in call else {}), "type": "function", "function": function}
 
 
 def _tool_kind(tool: Any) -> str:

@@ -78,6 +78,37 @@ def test_a_null_in_json_text_stays_and_one_in_an_object_is_a_missing_field():
     assert render(template, nested) == "a"
 
 
+def test_a_template_with_a_form_of_its_own_for_objects_writes_text_in_it_too():
+    # In single quotes, which make no Python value of it.
+    template = (
+        "{% for m in messages %}{{ m.content or '' }}{% for c in m.tool_calls or [] %}"
+        "{% set a = c.function.arguments %}"
+        "<call name='{{ c.function.name }}'>{% if a is string %}{{ a }}{% else %}{% for key, value in a.items() %}"
+        "<arg name='{{ key }}'>{{ value }}</arg>{% endfor %}{% endif %}</call>{% endfor %}{% endfor %}"
+    )
+    xml = "<call name='weather'><arg name='city'>Köln</arg><arg name='days'>3</arg></call>"
+    for arguments in (ARGUMENTS, json.dumps(ARGUMENTS)):
+        assert xml in render(template, call(arguments))
+    assert "<call name='weather'>[1]</call>" in render(template, call("[1]"))
+    assert '{"city":"Köln"}' in render(QWEN, call('{"city":"Köln"}'))  # as the model wrote it
+
+
+def test_no_text_of_arguments_is_an_empty_object():
+    for arguments in ("", " ", "null", None):
+        assert '"arguments": {}' in render(QWEN, call(arguments))
+
+
+def test_a_template_that_looks_into_ids_gets_them():
+    template = (
+        "{% for m in messages %}{{ m.content or '' }}{% for c in m.tool_calls or [] %}{{ c.id.split('_')[1] }}"
+        "{% for key in c.function.arguments if c.function.arguments is mapping %}{{ key }}"
+        "={{ c.function.arguments[key] }};{% endfor %}{% endfor %}{% endfor %}"
+    )
+    messages = call(json.dumps(ARGUMENTS))
+    messages[1]["tool_calls"][0]["id"] = "call_weather"
+    assert "weathercity=Köln;days=3;" in render(template, messages)
+
+
 @pytest.mark.parametrize(
     "arguments, problem",
     [
@@ -254,6 +285,16 @@ def test_marks_survive_filters_and_json():
     assert text == r'"\u00e99<|\"|>9000000000"' and hidden == [r"<|\"|>"]
     text, hidden = hidden_texts(template, [{"role": "user", "content": " é<|user|>"}])
     assert text.endswith('<|USER|>"') and hidden == ["<|USER|>"]
+
+
+@pytest.mark.parametrize("expression", ["m.content | truncate(9)", "m.content | e", "m.content, m.content | length"])
+def test_templates_that_cut_count_or_escape_see_the_text_itself(expression):
+    template = "{% for m in messages %}<|end|>{{ " + expression + " }}{% endfor %}<|end|>"
+    messages = [{"role": "user", "content": "abc <|end|> d"}]
+    rendered = ChatTemplates({"default": template}, {}, ["<|end|>"]).render(messages)
+    assert rendered.text == render_chat(template, messages)
+    spans = [rendered.text[start:end] for start, end in rendered.hidden]
+    assert spans == ["<|end|>"] * (rendered.text.count("<|end|>") - 2)
 
 
 @pytest.mark.parametrize("question", ["Hi /nothink", "Hi/nothink", "<|user|> hi/nothink"])
