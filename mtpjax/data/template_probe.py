@@ -20,6 +20,7 @@ from mtpjax.errors import DroppedTextError, printable
 MAX_PERIOD = 6  # messages of a repeated turn, such as question, call, result, answer
 MAX_PROBES, MAX_PROBE_MESSAGES = 128, 4096  # renderings of a shape, and messages in all of them
 PROBES_AT_ONCE = 32
+MAX_STEPS = 4  # changes of one field each, after those probes
 MAX_CALLS = MAX_PARTS = 2  # probe calls, and parts of content, of one message
 SYSTEM_ROLES = ("system", "developer")
 CALL_ID = "probecall"  # Mistral's templates ask for nine characters
@@ -104,20 +105,32 @@ def choose_forms(
 def _choose(template: str, probe_text: str) -> Choice | None:
     """Tries the usual forms, and all others only if those are not right. None: the template fails on all."""
     messages, tools, variables = json.loads(probe_text)
-    candidates = _candidates(messages, tools)
-    problems: list[_Problem] = []
+    choices = _choices(messages, tools)
+    candidates = _candidates(choices, len(messages))
+    tried: dict[Forms, _Problem] = {}
     # The first form alone is right for most; the others follow in requests that stay within the limit of time.
     for start, end in itertools.pairwise([0, 1, *range(1 + PROBES_AT_ONCE, len(candidates), PROBES_AT_ONCE), None]):
-        problems += _try(candidates[start:end], template, messages, tools, variables)
-        if len(problems) == len(candidates) or min(problem.rank for problem in problems) == 0:
+        part = candidates[start:end]
+        tried |= zip(part, _try(part, template, messages, tools, variables), strict=True)
+        if min(problem.rank for problem in tried.values()) == 0:
             break
-    # Of forms that lose something, the one that loses the latest tells most about the cause.
-    best = min(range(len(problems)), key=lambda number: (problems[number].rank, -problems[number].lost))
-    if problems[best].rank < 2:
-        return Choice(_with_objects(candidates[best], template, messages, tools, variables))
-    if problems[best].rank == 3:
+    # Of forms that lose something, the one that loses the latest is nearest. A template that needs several changes is
+    # reached from there, one change after the other.
+    badness = lambda forms: (tried[forms].rank, -tried[forms].lost)
+    best = min(tried, key=badness)
+    for _ in range(MAX_STEPS if tried[best].rank else 0):
+        changed = [dataclasses.replace(best, **{name: value}) for name in choices for value in choices[name]]
+        nearby = [each for each in changed if each not in tried]
+        tried |= zip(nearby, _try(nearby, template, messages, tools, variables), strict=True)
+        before, best = best, min(tried, key=badness)
+        if best == before or tried[best].rank == 0:
+            break
+    problem = tried[best]
+    if problem.rank < 2:
+        return Choice(_with_objects(best, template, messages, tools, variables))
+    if problem.rank == 3:
         return None
-    return Choice(candidates[0], problems[best].lost, problems[best].what)
+    return Choice(best, problem.lost, problem.what)
 
 
 def _with_objects(
@@ -139,14 +152,14 @@ def _with_objects(
     return forms if _judge(result, messages, tools, shaped[1][0]).rank else as_objects
 
 
-def _candidates(messages: list[dict[str, Any]], tools: list[Any] | None) -> list[Forms]:
-    """Returns the forms that may make a difference, the usual ones first, and those nearest to them next."""
+def _choices(messages: list[dict[str, Any]], tools: list[Any] | None) -> dict[str, list[Any]]:
+    """Returns the values of each field of `Forms` that may make a difference, the usual one first."""
     roles = {message["role"] for message in messages}
     calls = [call["function"]["arguments"] for message in messages for call in message.get("tool_calls", ())]
     has_parts = any(isinstance(message.get("content"), list) for message in messages)
     has_empty = any("content" not in message for message in messages)
     groups = [group for group in (SYSTEM_ROLES, ("tool",), (*SYSTEM_ROLES, "tool")) if roles.intersection(group)]
-    choices = {
+    return {
         "content": ["given", "text", "parts", "one part"] if has_parts else ["given", "parts"],
         "text_roles": [(), *groups],
         "arguments": ["given", "object", "text"] if calls else ["given"],
@@ -155,13 +168,17 @@ def _candidates(messages: list[dict[str, Any]], tools: list[Any] | None) -> list
         "calls": ["wrapped", "bare"] if calls else ["wrapped"],
         "tools": ["given", "wrapped", "bare"] if tools else ["given"],
     }
+
+
+def _candidates(choices: dict[str, list[Any]], num_messages: int) -> list[Forms]:
+    """Returns forms, the usual ones first, and those nearest to them next."""
     usual = [values[0] for values in choices.values()]
     products = sorted(
         itertools.product(*choices.values()),
         key=lambda values: sum(value != first for value, first in zip(values, usual, strict=True)),
     )
     # A client must not be able to ask for many renderings of many messages.
-    count = max(8, min(MAX_PROBES, MAX_PROBE_MESSAGES // max(1, len(messages))))
+    count = max(8, min(MAX_PROBES, MAX_PROBE_MESSAGES // max(1, num_messages)))
     return [Forms(**dict(zip(choices, values, strict=True))) for values in products[:count]]
 
 

@@ -191,6 +191,22 @@ def test_a_template_that_drops_a_text_is_an_error_that_names_the_message(templat
         render(template, messages)
 
 
+def test_a_template_that_needs_several_forms_is_found_also_for_long_conversations():
+    # Parts, objects, system in place of developer; one text is no part, so that content needs another form too.
+    template = (
+        "{% for m in messages if m.role != 'developer' %}{% for p in m.content or [] %}{{ p.text }}{% endfor %}"
+        "{% for c in m.tool_calls or [] %}{{ c.function.name }}{% for key, value in c.function.arguments.items() %}"
+        "{{ key }}={{ value }};{% endfor %}{% endfor %}{% endfor %}"
+    )
+    parts = [{"type": "text", "text": "Weather?"}]
+    rule = {"role": "developer", "content": "Brief."}
+    short = [rule, {"role": "user", "content": parts}, *call(json.dumps(ARGUMENTS))[1:]]
+    assert render(template, short) == "Brief.Weather?weathercity=Köln;days=3;12 degrees"
+    # Turns that do not repeat: the number of probes is limited.
+    long = short + [m for n in range(60) for m in [*[QUESTION] * (n % 7), *call(json.dumps(ARGUMENTS))]]
+    assert render(template, long).count("city=Köln;days=3;") == 61
+
+
 def test_probes_are_few_and_shared_by_conversations_of_a_shape(monkeypatch):
     rendered = []
     real = template_probe.WORKER.render_all
