@@ -18,9 +18,9 @@ from mtpjax.data.template_worker import WORKER, Rendered, TemplateFailure
 from mtpjax.errors import DroppedTextError, printable
 
 MAX_PERIOD = 6  # messages of a repeated turn, such as question, call, result, answer
-MAX_PROBES, MAX_PROBE_MESSAGES = 128, 4096  # renderings of a shape, and messages in all of them
+MAX_PROBES, MAX_PROBE_MESSAGES = 128, 4096  # renderings of a shape in one step, and messages in all of them
 PROBES_AT_ONCE = 32
-MAX_STEPS = 4  # changes of one field each, after those probes
+MAX_STEPS = 3
 MAX_CALLS = MAX_PARTS = 2  # probe calls, and parts of content, of one message
 SYSTEM_ROLES = ("system", "developer")
 CALL_ID = "probecall"  # Mistral's templates ask for nine characters
@@ -106,24 +106,21 @@ def _choose(template: str, probe_text: str) -> Choice | None:
     """Tries the usual forms, and all others only if those are not right. None: the template fails on all."""
     messages, tools, variables = json.loads(probe_text)
     choices = _choices(messages, tools)
-    candidates = _candidates(choices, len(messages))
+    best = Forms()
     tried: dict[Forms, _Problem] = {}
-    # The first form alone is right for most; the others follow in requests that stay within the limit of time.
-    for start, end in itertools.pairwise([0, 1, *range(1 + PROBES_AT_ONCE, len(candidates), PROBES_AT_ONCE), None]):
-        part = candidates[start:end]
-        tried |= zip(part, _try(part, template, messages, tools, variables), strict=True)
-        if min(problem.rank for problem in tried.values()) == 0:
-            break
-    # Of forms that lose something, the one that loses the latest is nearest. A template that needs several changes is
-    # reached from there, one change after the other.
     badness = lambda forms: (tried[forms].rank, -tried[forms].lost)
-    best = min(tried, key=badness)
-    for _ in range(MAX_STEPS if tried[best].rank else 0):
-        changed = [dataclasses.replace(best, **{name: value}) for name in choices for value in choices[name]]
-        nearby = [each for each in changed if each not in tried]
-        tried |= zip(nearby, _try(nearby, template, messages, tools, variables), strict=True)
+    # Of forms that lose something, the one that loses the latest is nearest: a template that needs several changes is
+    # reached from there.
+    for _ in range(MAX_STEPS):
+        candidates = [each for each in _candidates(choices, best, len(messages)) if each not in tried]
+        # The first form alone is right for most; the others follow in requests that stay within the limit of time.
+        for start, end in itertools.pairwise([0, 1, *range(1 + PROBES_AT_ONCE, len(candidates), PROBES_AT_ONCE), None]):
+            part = candidates[start:end]
+            tried |= zip(part, _try(part, template, messages, tools, variables), strict=True)
+            if min(problem.rank for problem in tried.values()) == 0:
+                break
         before, best = best, min(tried, key=badness)
-        if best == before or tried[best].rank == 0:
+        if tried[best].rank == 0 or best == before:
             break
     problem = tried[best]
     if problem.rank < 2:
@@ -170,15 +167,16 @@ def _choices(messages: list[dict[str, Any]], tools: list[Any] | None) -> dict[st
     }
 
 
-def _candidates(choices: dict[str, list[Any]], num_messages: int) -> list[Forms]:
-    """Returns forms, the usual ones first, and those nearest to them next."""
-    usual = [values[0] for values in choices.values()]
+def _candidates(choices: dict[str, list[Any]], first: Forms, num_messages: int) -> list[Forms]:
+    """Returns forms, `first` and those nearest to it."""
+    usual = [getattr(first, name) for name in choices]
     products = sorted(
         itertools.product(*choices.values()),
-        key=lambda values: sum(value != first for value, first in zip(values, usual, strict=True)),
+        key=lambda values: sum(value != other for value, other in zip(values, usual, strict=True)),
     )
-    # A client must not be able to ask for many renderings of many messages.
-    count = max(8, min(MAX_PROBES, MAX_PROBE_MESSAGES // max(1, num_messages)))
+    # A client must not be able to ask for many renderings of many messages. Each single change is tried.
+    count = max(1, min(MAX_PROBES, MAX_PROBE_MESSAGES // max(1, num_messages)) - 1)
+    count = 1 + max(count, sum(len(values) - 1 for values in choices.values()))
     return [Forms(**dict(zip(choices, values, strict=True))) for values in products[:count]]
 
 

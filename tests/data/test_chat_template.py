@@ -203,7 +203,9 @@ def test_a_template_that_needs_several_forms_is_found_also_for_long_conversation
     short = [rule, {"role": "user", "content": parts}, *call(json.dumps(ARGUMENTS))[1:]]
     assert render(template, short) == "Brief.Weather?weathercity=Köln;days=3;12 degrees"
     # Turns that do not repeat: the number of probes is limited.
-    long = short + [m for n in range(60) for m in [*[QUESTION] * (n % 7), *call(json.dumps(ARGUMENTS))]]
+    long = [{**rule, "content": parts}, *short[1:]] + [
+        m for n in range(60) for m in [*[short[1]] * (n % 7), *call(json.dumps(ARGUMENTS))[1:]]
+    ]
     assert render(template, long).count("city=Köln;days=3;") == 61
 
 
