@@ -8,6 +8,7 @@ import pytest
 from mtpjax.data import chat_messages, template_probe
 from mtpjax.data.chat_template import ChatTemplates, read_chat_templates, render_chat
 from mtpjax.data.config import Source
+from mtpjax.data.record_forms import find_messages
 from mtpjax.data.regeneration_tasks import make_task
 from mtpjax.data.sources import read_source
 from mtpjax.data.tokenizer import HuggingFaceTokenizer, load_tokenizer
@@ -68,6 +69,14 @@ def test_calls_are_read_in_the_forms_that_data_sets_have():
     )
     only_bare += "{{ c.arguments | tojson }}{% endif %}{% endfor %}{% endfor %}"
     assert 'weather{"city": "Köln", "days": 3}' in render(only_bare, call(ARGUMENTS))
+
+
+def test_a_function_call_of_sharegpt_is_a_tool_call():
+    made = {"name": "weather", "arguments": ARGUMENTS}
+    turns = [("human", "Weather?"), ("function_call", json.dumps(made)), ("observation", "12 degrees")]
+    messages = find_messages({"conversations": [{"from": role, "value": text} for role, text in turns]})
+    assert render(QWEN, messages) == render(QWEN, call(ARGUMENTS))
+    assert find_messages({"conversations": [{"from": "function_call", "value": "{"}]})[0]["content"] == "{"
 
 
 def test_a_null_in_json_text_stays_and_one_in_an_object_is_a_missing_field():
