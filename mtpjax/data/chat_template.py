@@ -233,10 +233,12 @@ def _read_text(folder: pathlib.Path, name: str) -> str | None:
 
 
 def _check_size(template: str, messages: Sequence[Any]) -> None:
-    if len(template) > MAX_TEMPLATE_CHARACTERS or len(messages) > MAX_MESSAGES:
-        raise ConversationError(
-            f"a chat template of {len(template)} characters, or {len(messages)} messages: too large"
-        )
+    for count, limit, what in (
+        (len(template), MAX_TEMPLATE_CHARACTERS, "characters in the chat template"),
+        (len(messages), MAX_MESSAGES, "messages"),
+    ):
+        if count > limit:
+            raise ConversationError(f"{count} {what}: at most {limit} are allowed")
 
 
 def _render_once(
