@@ -249,6 +249,7 @@ def test_named_templates_are_read_chosen_and_saved(tmp_path):
     (tmp_path / "additional_chat_templates" / "tool_use.jinja").write_text(QWEN)
     named = load_tokenizer(tmp_path, 300)
     assert named.digest != tokenizer.digest
+    assert isinstance(named, HuggingFaceTokenizer)
     assert named.chat_templates.render([QUESTION]).text == render(chatml.CHATML, [QUESTION])
     assert named.chat_templates.render([QUESTION], tools=[TOOL]).text == render(QWEN, [QUESTION], tools=[TOOL])
     # Calls that the default template would drop.
