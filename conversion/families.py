@@ -241,7 +241,16 @@ FAMILIES = {
             _NO_OUTPUT_BIAS,
         ),
         architecture="MiMoV2FlashForCausalLM",
-        defaults=(("attention_value_scale", 0.707), ("rms_norm_eps", 1e-5)),
+        defaults=(
+            *(("attention_value_scale", 0.707), ("rms_norm_eps", 1e-5)),
+            (
+                "rope_parameters",
+                {
+                    "full_attention": {"rope_theta": 5e6, "partial_rotary_factor": 0.334},
+                    "sliding_attention": {"rope_theta": 1e4, "partial_rotary_factor": 0.334},
+                },
+            ),
+        ),
         nulls=("routed_scaling_factor",),
         required=(("hybrid_block_size", None),),
         has_windows=True,

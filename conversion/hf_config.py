@@ -9,7 +9,7 @@ from typing import Any
 
 from conversion.config_reader import ConfigReader
 from conversion.families import FAMILIES, IGNORED_KEYS, NOT_NULL, Layout
-from conversion.rope import read_rope
+from conversion.rope import read_rope, with_defaults
 from conversion.step_config import STEP, expand_step
 from conversion.windows import read_windows
 from mtpjax.errors import ConfigError
@@ -51,17 +51,11 @@ def parse_config(values: Any, model_type: str | None = None) -> ParsedConfig:
         raise ConfigError(f"unsupported model_type {model_type!r}; supported: {', '.join(FAMILIES)}")
     family = FAMILIES[model_type]
     # Multimodal checkpoints nest the language model's values; those of the nested section win. As in transformers, the
-    # outer file says whether the head is tied.
+    # outer file says whether the head is tied, and how weights are quantized.
     text = ConfigReader(values).section("text_config")
-    tied = values.get("tie_word_embeddings")
-    stated = {**values, **text.values} | ({} if tied is None else {"tie_word_embeddings": tied})
-    # transformers reads `rope_scaling` in the place of the family's default section.
-    defaults = dict(family.defaults)
-    if stated.get("rope_scaling"):
-        defaults.pop("rope_parameters", None)
-    elif stated.get("rope_parameters") is None:
-        stated.pop("rope_parameters", None)
-    values = {**defaults, **stated}
+    outer = {key: values[key] for key in ("tie_word_embeddings", "quantization_config") if values.get(key) is not None}
+    stated = {**values, **text.values, **outer}
+    values = with_defaults(stated, dict(family.defaults), model_type)
     values = expand_step(values) if model_type in STEP else values
     reader = ConfigReader(values, dict(family.keys))
     # Collect the fields of ModelConfig, part by part; later parts read the fields of earlier ones.
@@ -70,14 +64,17 @@ def parse_config(values: Any, model_type: str | None = None) -> ParsedConfig:
         for key, value in family.required:
             reader.require(key, value)
         for usual, own in family.keys:
-            if usual in values and values.get(own) not in (None, values[usual]):
+            if values.get(usual) is not None and values.get(own) not in (None, values[usual]):
                 raise ConfigError(
                     f"config.json: {usual} is {values[usual]!r}, and {own} is {values[own]!r}: keep {own}"
                 )
-        for key in NOT_NULL:
-            if key in values and values[key] is None and key not in family.nulls:
-                raise ConfigError(f"config.json: {key} is null: give it a value, or leave it out")
-        fields |= _common(reader, "layernorm_epsilon" if model_type == "mimo_v2_flash" else "rms_norm_eps")
+        epsilon = "layernorm_epsilon" if model_type == "mimo_v2_flash" else "rms_norm_eps"
+        given = {key: stated[key] for key in (epsilon, "rms_norm_eps") if stated.get(key) is not None}
+        if len(set(given.values())) > 1:
+            raise ConfigError(
+                f"config.json: {' and '.join(f'{key} is {value!r}' for key, value in given.items())}: keep one of them"
+            )
+        fields |= _common(reader, epsilon)
         fields |= read_rope(reader, rotates_part=family.rotates_part)
         fields["num_mtp_modules"], names_modules = _mtp(reader)
         fields |= {"latent": _latent, "grouped": _grouped}[family.attention](reader, fields)
@@ -87,6 +84,10 @@ def parse_config(values: Any, model_type: str | None = None) -> ParsedConfig:
         fields["mtp_own_embedding"] = reader.flag("mtp_use_dedicated_embeddings", False)
         if model_type == "deepseek_v3" and fields.get("index_topk"):
             raise ConfigError("config.json: index_topk with model_type deepseek_v3; sparse attention is deepseek_v32")
+        # Keys that nothing has read are of no family like this one.
+        for key in NOT_NULL:
+            if key in reader.seen and key in values and values[key] is None and key not in family.nulls:
+                raise ConfigError(f"config.json: {key} is null: give it a value, or leave it out")
         model = ModelConfig(**fields)
         for name, value in family.computes:
             found = fields.get(name, value)

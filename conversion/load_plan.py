@@ -24,7 +24,7 @@ from conversion.stored_modules import (
     with_stored_modules,
 )
 from conversion.tensor_slice import ParamSpec
-from conversion.tensor_types import FLOAT32, SCALE_ENDS, SUPPORTED, find_scales, param_dtype
+from conversion.tensor_types import FLOAT32, SCALE_ENDS, SUPPORTED, describe_mixed, find_scales, param_dtype
 from mtpjax.errors import CheckpointFileError, ConfigError
 from mtpjax.models.config import ModelConfig
 
@@ -57,7 +57,7 @@ class LoadPlan:
     missing: tuple[str, ...]
     extra: tuple[str, ...]  # unknown tensors
     dtypes: dict[str, np.dtype]  # of each parameter; float32 for one that cannot be read
-    mixed: tuple[str, ...]  # parameters that are assembled from tensors of several dtypes
+    mixed: str  # names parameters that are assembled from tensors of several dtypes; empty: none
     problems: tuple[str, ...]  # why the checkpoint cannot be loaded
 
 
@@ -89,10 +89,7 @@ def make_plan(
     if plan.problems:
         raise CheckpointFileError(plan.problems[0])
     if plan.mixed and dtype is None:
-        log.warning(
-            "%d parameters are assembled from tensors of several dtypes, and become float32, which holds them all: %s",
-            *(len(plan.mixed), describe_mixed(plan, files)),
-        )
+        log.warning("%s", plan.mixed)
     return dataclasses.replace(plan, other=(*plan.other, *plan.extra))
 
 
@@ -172,7 +169,7 @@ def inspect_files(
         missing=tuple(sorted(wanted.keys() - files.tensors.keys())),
         extra=tuple(extra),
         dtypes=dict.fromkeys(specs, FLOAT32),
-        mixed=(),
+        mixed="",
         problems=(packed,) if packed else (),
     )
     if packed:
@@ -201,14 +198,6 @@ def read_descriptions(files: TensorSource) -> dict[str, Any]:
     if not isinstance(files, CheckpointFiles):
         return {}
     return {name: files.json(name) for name in DESCRIPTIONS if (files.path / name).is_file()}
-
-
-def describe_mixed(plan: LoadPlan, files: CheckpointFiles) -> str:
-    """Names one of the parameters of several dtypes, with its tensors."""
-    path = plan.mixed[0]
-    tensors = dict.fromkeys(piece.name for piece in plan.specs[path].slices)
-    named = [f"{name} {files.tensors[name].dtype}" for name in tensors]
-    return f"{path} from {', '.join(named[:3])}{', …' if len(named) > 3 else ''}"
 
 
 def _find_shape_problems(plan: LoadPlan, files: CheckpointFiles, wanted: dict[str, tuple[int, ...]]) -> list[str]:
@@ -253,7 +242,7 @@ def _is_inside(name: str, layout: Layout) -> bool:
 
 def _with_dtypes(plan: LoadPlan, files: CheckpointFiles, dtype, problems: list[str], last: list[str]) -> LoadPlan:
     """Adds the dtypes of the parameters, and the problems in the order in which loading raises them."""
-    dtypes, mixed = dict(plan.dtypes), []
+    dtypes = dict(plan.dtypes)
     missing = set(plan.missing)
     for path, spec in plan.specs.items():
         names = {piece.name for piece in spec.slices}
@@ -263,6 +252,5 @@ def _with_dtypes(plan: LoadPlan, files: CheckpointFiles, dtype, problems: list[s
             dtypes[path] = param_dtype(path, spec, files, plan.scales, dtype)
         except CheckpointFileError as error:
             problems.append(str(error))
-        if len({files.tensors[name].dtype for name in names}) > 1:
-            mixed.append(path)
-    return dataclasses.replace(plan, dtypes=dtypes, mixed=tuple(mixed), problems=(*problems, *last))
+    mixed = describe_mixed(plan.specs, files)
+    return dataclasses.replace(plan, dtypes=dtypes, mixed=mixed, problems=(*problems, *last))

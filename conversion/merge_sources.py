@@ -9,10 +9,12 @@ import numpy as np
 
 from conversion.array_checks import streams_equal
 from conversion.export_mtp import WEIGHTS, exported_name, original_name
+from conversion.families import FAMILIES
 from conversion.files import CheckpointFiles
 from conversion.fp8_blocks import dequantized_blocks
 from conversion.load_plan import LoadPlan, inspect_files
 from conversion.names import HEADS, TRUNK_PREFIXES, mtp_names, param_specs
+from conversion.norm_storage import find_norm_storage
 from conversion.read_params import BF16
 from conversion.shards import TensorEntry, entry_of
 from mtpjax.errors import CheckpointFileError
@@ -89,6 +91,7 @@ def _from_export(exported: CheckpointFiles, base: CheckpointFiles, plan: LoadPla
             tied = originals["embedding" if config.tie_word_embeddings else part]
             if tied in base.tensors and not streams_equal(base.blocks(tied), exported.blocks(old)):
                 log.warning("%s of the export differs from the checkpoint's %s, which is used instead", old, tied)
+    _check_norms_of_export(exported, names, base, plan)
     entries = {name: entry_of(exported.tensors[old])._replace(name=name) for name, old in names.items()}
     return ModuleTensors(count, entries, lambda name: exported.blocks(names[name]), plan, own_embedding)
 
@@ -107,11 +110,7 @@ def _from_full(source: CheckpointFiles, base: CheckpointFiles, plan: LoadPlan) -
         raise CheckpointFileError(
             f"{source.path} has {count} MTP modules, but {base.path} has {plan.config.num_mtp_modules}"
         )
-    if given.config.of_modules.zero_centred_norm != plan.config.of_modules.zero_centred_norm:
-        raise CheckpointFileError(
-            f"the modules of {source.path} store norm weights as {_stored_as(given.config)}, those of {base.path} as "
-            f"{_stored_as(plan.config)}: give the modules of a release whose norms are stored like those of the base"
-        )
+    require_same_norms(source.path, given.config.of_modules.zero_centred_norm, base.path, plan.config)
     plan = _with_modules(plan, count, given.layout.mtp)
     # fp8 modules stay fp8 where they are added to a checkpoint of the same blocks; elsewhere they become bfloat16.
     has_modules = any(path.startswith("mtp_") for path in plan.specs)
@@ -139,13 +138,42 @@ def _from_full(source: CheckpointFiles, base: CheckpointFiles, plan: LoadPlan) -
     return ModuleTensors(count, entries, read, plan, given.config.mtp_own_embedding)
 
 
+def require_same_norms(path, is_centred: bool, base_path, base: ModelConfig) -> None:
+    """Rejects modules whose norm weights are stored otherwise than those of the base.
+
+    Args:
+        path: the checkpoint that gives the modules.
+        is_centred: it stores w of 1 + w.
+        base_path: the base of the merge.
+        base: its model.
+
+    Raises:
+        CheckpointFileError: one stores w of 1 + w and the other 1 + w.
+    """
+    kinds = {True: "w of 1 + w", False: "1 + w"}
+    expected = base.of_modules.zero_centred_norm
+    if is_centred != expected:
+        raise CheckpointFileError(
+            f"the modules of {path} store norm weights as {kinds[is_centred]}, those of {base_path} as "
+            f"{kinds[expected]}: give the modules of a release whose norms are stored like those of the base"
+        )
+
+
+def _check_norms_of_export(exported: CheckpointFiles, names: dict[str, str], base: CheckpointFiles, plan: LoadPlan):
+    """Compares how the norms of an export are stored with those of the base. `names` are by name in the base."""
+    if not dict(FAMILIES[plan.model_type].fixed).get("zero_centred_norm"):
+        return
+    specs = param_specs(plan.config, plan.layout, names.__contains__)
+    norms = [spec.slices[0].name for path, spec in specs.items() if path.startswith("mtp_") and path.endswith("/scale")]
+    means = [float(exported.read(names[name]).astype(np.float32).mean()) for name in norms if name in names]
+    default = plan.config.of_modules.zero_centred_norm
+    is_centred = find_norm_storage(f"the modules of {exported.path}", means, default=default)
+    require_same_norms(exported.path, is_centred, base.path, plan.config)
+
+
 def _trunk_names(plan: LoadPlan) -> set[str]:
     """Names the tensors of the trunk's layers."""
     return {piece.name for path, spec in plan.specs.items() if path.startswith("trunk/") for piece in spec.slices}
-
-
-def _stored_as(config: ModelConfig) -> str:
-    return "w of 1 + w" if config.of_modules.zero_centred_norm else "1 + w"
 
 
 def _with_modules(plan: LoadPlan, count: int, mtp: str) -> LoadPlan:

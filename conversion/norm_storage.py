@@ -44,7 +44,7 @@ def with_norm_storage(config: ModelConfig, specs: dict[str, ParamSpec], files: C
     trunk = {name: found for name, found in means.items() if not name.startswith("mtp_")}
     # The final norm and those of queries and keys may move far from 1; the norms before attention do not.
     first = [found for name, found in trunk.items() if name.endswith("norm_attention/scale")]
-    is_centred = _is_centred("the trunk", [mean for _, mean, _ in first], default=True)
+    is_centred = find_norm_storage("the trunk", [mean for _, mean, _ in first], default=True)
     if not is_centred:
         log.warning(
             "norm weights have a mean of %.2f: the files store 1 + w, so 1 is not added to them",
@@ -56,7 +56,7 @@ def with_norm_storage(config: ModelConfig, specs: dict[str, ParamSpec], files: C
     for number in range(config.num_mtp_modules):
         own = [each for name, each in means.items() if name.startswith(f"mtp_{number}/")]
         default = is_centred != config.mtp_norm_differs
-        found[number] = _is_centred(f"MTP module {number}", [mean for _, mean, _ in own], default=default)
+        found[number] = find_norm_storage(f"MTP module {number}", [mean for _, mean, _ in own], default=default)
         _warn_of_mixture(f"MTP module {number}", own, found[number])
     if len(set(found.values())) > 1:
         raise CheckpointFileError(
@@ -86,8 +86,17 @@ def _norm_means(specs: dict[str, ParamSpec], files: CheckpointFiles) -> dict[str
     return means
 
 
-def _is_centred(what: str, means: list[float], *, default: bool) -> bool:
-    """Decides by the median of the norms' means. Between the two limits the default holds, with a warning."""
+def find_norm_storage(what: str, means: list[float], *, default: bool) -> bool:
+    """Decides how norms are stored, by the median of their means.
+
+    Args:
+        what: what has the norms, for a warning.
+        means: the means of their weights.
+        default: the answer without norms, and, with a warning, where they show no convention.
+
+    Returns:
+        True for w of `1 + w`, False for `1 + w`.
+    """
     if not means:
         return default
     typical = float(np.median(means))

@@ -9,12 +9,54 @@ from typing import Any
 
 from conversion.config_reader import ConfigReader
 from mtpjax.errors import ConfigError
-from mtpjax.models.config import LinearScaling, Llama3Scaling, RopeScaling, Yarn
+from mtpjax.models.rope_scaling import LinearScaling, Llama3Scaling, RopeScaling, Yarn
 
 FULL, SLIDING = "full_attention", "sliding_attention"
 # On text alone, mrope's three sections have the same positions, so it equals the default. "dynamic" rescales only
 # texts above `max_position_embeddings`, which decoding refuses.
 SUPPORTED = ("default", "linear", "dynamic", "yarn", "llama3", "mrope")
+
+
+# The older keys of MiMo-V2, whose two types of layers differ: one without the others has no known meaning.
+OLDER_KEYS = ("rope_theta", "swa_rope_theta", "partial_rotary_factor")
+
+
+def with_defaults(stated: dict[str, Any], defaults: dict[str, Any], model_type: str) -> dict[str, Any]:
+    """Adds a family's defaults; its section about rotary embeddings only where transformers takes it.
+
+    Args:
+        stated: the values of `config.json`.
+        defaults: the family's default values.
+        model_type: the family.
+
+    Returns:
+        The values with the defaults.
+
+    Raises:
+        ConfigError: the family has a section for each type of layer, and the file states a part of the older keys.
+    """
+    is_stated = stated.get("rope_parameters") is not None
+    stated = {key: value for key, value in stated.items() if key != "rope_parameters" or is_stated}
+    section = defaults.get("rope_parameters")
+    if section is None:
+        return defaults | stated
+    # transformers reads `rope_scaling` in the place of the default section.
+    given = [stated.get(key) for key in ("rope_parameters", "rope_scaling")]
+    given = [value for value in given if isinstance(value, dict) and value]
+    without = {key: value for key, value in defaults.items() if key != "rope_parameters"} | stated
+    if FULL not in section:
+        return without if given else defaults | stated
+    if any(FULL in value for value in given):
+        return without
+    found = {key for values in (stated, *given) for key in OLDER_KEYS if values.get(key) is not None}
+    if not (found or given or is_stated):
+        return defaults | stated
+    if missing := [key for key in OLDER_KEYS if key not in found]:
+        raise ConfigError(
+            f"config.json lacks {', '.join(missing)}: rotary embeddings of {model_type} need {', '.join(OLDER_KEYS)}, "
+            f"or rope_parameters with {FULL} and {SLIDING}"
+        )
+    return without
 
 
 def read_rope(reader: ConfigReader, *, rotates_part: bool) -> dict[str, Any]:
@@ -37,6 +79,8 @@ def read_rope(reader: ConfigReader, *, rotates_part: bool) -> dict[str, Any]:
     for name in (FULL, SLIDING):
         if name in section.values and section.get(name) is None:
             raise ConfigError(f"config.json: rope_parameters with {name} null (no rotary embedding) is not supported")
+    if SLIDING not in section.values:
+        raise ConfigError(f"config.json: rope_parameters has {FULL} and lacks {SLIDING}")
     full, sliding = (
         _read_section(section.section(name), reader, rotates_part, is_nested=True) for name in (FULL, SLIDING)
     )

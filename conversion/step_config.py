@@ -34,6 +34,11 @@ def expand_step(values: dict[str, Any]) -> dict[str, Any]:
             raise ConfigError(f"config.json: {key} is not a list of {layers} layers and {modules} modules: {value!r}")
         return value
 
+    if values.get("rope_parameters") is not None:
+        raise ConfigError(
+            "config.json: rope_parameters, as transformers writes them for this family, are not supported: take the "
+            "config.json of the release, with rope_theta for each layer"
+        )
     # transformers saves the modules' kinds under keys of their own.
     for key in ("layer_types", "mlp_layer_types"):
         if isinstance(values.get(f"mtp_{key}"), list) and len(listed(key, str)) == layers:

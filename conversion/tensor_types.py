@@ -49,6 +49,30 @@ def param_dtype(path: str, spec: ParamSpec, files: TensorSource, scales: ScaleMa
     return found.pop() if len(found) == 1 else FLOAT32
 
 
+def describe_mixed(specs: Mapping[str, ParamSpec], files: TensorSource) -> str:
+    """Describes the parameters that are assembled from tensors of several dtypes.
+
+    Args:
+        specs: the parameters, by flat name.
+        files: the checkpoint. Tensors that it lacks are left out.
+
+    Returns:
+        A clause that says how many there are, and names one with its tensors; empty if there are none.
+    """
+    mixed = {}
+    for path, spec in specs.items():
+        names = dict.fromkeys(piece.name for piece in spec.slices if piece.name in files.tensors)
+        if len({files.tensors[name].dtype for name in names}) > 1:
+            mixed[path] = [f"{name} {files.tensors[name].dtype}" for name in names]
+    if not mixed:
+        return ""
+    path, named = next(iter(mixed.items()))
+    return (
+        f"{len(mixed)} parameters have tensors of several dtypes, and become float32, which holds them all: {path} "
+        f"from {', '.join(named[:3])}{', …' if len(named) > 3 else ''}"
+    )
+
+
 def _find_problem(name: str, tensor: TensorInfo, scales: ScaleMap, is_cast: bool) -> str | None:
     """Returns what is wrong with the dtype of a tensor of weights, norms, biases or routers; None if it is read."""
     if tensor.dtype in FLOATS or name in scales.names:

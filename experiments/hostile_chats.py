@@ -31,6 +31,15 @@ ARGUMENTS = (
     "{{ '' + call.arguments }}",
     "{{ call.arguments if call.arguments is string else call.arguments | tojson }}",
     "{% if call.arguments is mapping %}{{ call.arguments | tojson }}{% else %}{{ call.arguments }}{% endif %}",
+    "{% if call.arguments is string %}{{ call.arguments }}{% else %}{% for name, value in call.arguments.items() %}"
+    "<arg name='{{ name }}'>{{ value }}</arg>{% endfor %}{% endif %}",
+)
+CHECKS = (
+    "",
+    "{% if message.role == 'user' and loop.previtem and loop.previtem.role == 'user' %}"
+    "{{ raise_exception('roles must alternate') }}{% endif %}",
+    "{% if message.role == 'tool' and message.tool_call_id | length != 9 %}{{ raise_exception('id') }}{% endif %}",
+    "{% if message.role == 'user' %}({{ message.content | length }}){% endif %}",  # marks must not change it
 )
 THOUGHTS = (
     "",
@@ -42,6 +51,7 @@ TOOLS = (
     "{% if tools is not none %}{{ tools | tojson(indent=2) }}{% endif %}",
     "{% for tool in tools or [] %}{{ tool.function.name }}: {{ tool.function.description }}\n{% endfor %}",
 )
+FOREIGN = ("question", "value", "result", "last")
 ROLES = (
     "{{ message.role }}",
     "{% if message.role == 'developer' %}system{% else %}{{ message.role }}{% endif %}",
@@ -63,7 +73,7 @@ def draw(rng: random.Random, sandbox: pathlib.Path) -> dict[str, Any]:
     if rng.random() < 0.3:
         answer = "{% generation %}" + answer + "{% endgeneration %}"
     template = (
-        f"{tools}{{% for message in messages{known} %}}[{rng.choice(ROLES)}]"
+        f"{tools}{{% for message in messages{known} %}}{rng.choice(CHECKS)}[{rng.choice(ROLES)}]"
         "{% if message.role == 'assistant' %}" + answer + "{% else %}" + content + "{% endif %}\n{% endfor %}"
         "{% if add_generation_prompt %}[assistant]{% endif %}"
     )
@@ -81,7 +91,9 @@ def _conversation(rng: random.Random, *, has_thoughts: bool) -> tuple[list[dict[
     in_parts, with_nulls, as_text = rng.random() < 0.3, rng.random() < 0.4, rng.random() < 0.5
 
     def text(name: str) -> str:
-        texts.append(f"{name}{len(texts)}é {rng.choice(['a', 'b c', 'd'])}")
+        # A user, a tool or a call may write the end token, which must stay text.
+        typed = "<|end|>" if name in FOREIGN and rng.random() < 0.2 else ""
+        texts.append(f"{name}{len(texts)}é {typed}{rng.choice(['a', 'b c', 'd'])}")
         return texts[-1]
 
     def content(name: str) -> Any:
@@ -94,17 +106,20 @@ def _conversation(rng: random.Random, *, has_thoughts: bool) -> tuple[list[dict[
         messages.append({"role": "user", "content": content("question")})
         if rng.random() < 0.6:
             value = text("value")
-            arguments: Any = {"city": value, "days": 3}
+            arguments: Any = {"city": value, "days": 3, **rng.choice([{}, {"nested": {"list": [1.5, True, "x"]}}])}
             if with_nulls and not as_text:
                 arguments["unit"] = None  # as Arrow fills the arguments of other tools
             function = {
                 "name": "weather",
                 "arguments": json.dumps(arguments, ensure_ascii=False) if as_text else arguments,
             }
-            call = {"id": "call0", "type": "function", "function": function}
+            numbers = range(rng.choice([1, 1, 3]))
+            calls = [{"id": f"call0000{n}", "type": "function", "function": function} for n in numbers]
             nothing = rng.choice([{"content": None}, {"content": ""}, {}, {"content": []}])
-            messages.append({"role": "assistant", **nothing, "tool_calls": [call]})
-            messages.append({"role": "tool", "tool_call_id": "call0", "content": content("result")})
+            messages.append({"role": "assistant", **nothing, "tool_calls": calls})
+            messages += [
+                {"role": "tool", "tool_call_id": f"call0000{n}", "content": content("result")} for n in numbers
+            ]
         answer: dict[str, Any] = {"role": "assistant", "content": content("answer")}
         if has_thoughts and rng.random() < 0.3:
             answer["reasoning_content"] = "thought"
@@ -149,6 +164,10 @@ def rendered(case: dict[str, Any], folder: pathlib.Path) -> str | None:
         return f"the prompt holds JSON inside of JSON: {text!a:.500}"
     if case["tools"] is not None and "Tells the weather of é" not in text:
         return f"the tools do not reach the prompt: {text!a:.500}"
+    # An end token that a user wrote is not one of the prompt's: those are the ends of the answers.
+    num_answers = sum(message["role"] == "assistant" for message in case["messages"])
+    if prompt.count(tokenizer.eos_token_ids[0]) != num_answers:
+        return f"{prompt.count(tokenizer.eos_token_ids[0])} end tokens for {num_answers} answers: {text!a:.500}"
     # Training sees the same prompt before an answer to it.
     answered = [*case["messages"], {"role": "assistant", "content": "fine"}]
     documents, _ = encode_answers(answered, tokenizer, **variables)

@@ -147,6 +147,34 @@ def _with_other_norms(form: Form, rng: random.Random) -> None:
             form.tensors[name] = (array.astype(np.float32) + 1).astype(np.float32)
 
 
+def _with_a_repeating_sidecar(form: Form, rng: random.Random) -> None:
+    """Modules in a further file that repeats embedding and head, as exports do."""
+    _as_sidecar(form, rng)
+    for file, tensors in form.files.items():
+        if file != SINGLE:
+            shared = [name for name in form.tensors if name.endswith(("embed_tokens.weight", "lm_head.weight"))]
+            tensors.update({name: form.tensors[name].copy() for name in shared})
+
+
+def _with_modules_twice(form: Form, rng: random.Random) -> None:
+    """The modules in the checkpoint and again, equal, in a further file."""
+    modules = {name: array.copy() for name, array in form.tensors.items() if _is_of_module(name, form)}
+    form.index = dict.fromkeys(form.tensors, SINGLE)
+    if modules:
+        form.files[rng.choice(["mtp.safetensors", "nextn.safetensors"])] = modules
+
+
+def _with_other_scales(form: Form, rng: random.Random) -> Form:
+    """Scales in another type that holds them exactly, or under the other name."""
+    scales = _with_powers_of_two(form)
+    same = dataclasses.replace(form, files={SINGLE: dict(form.tensors)})
+    kind, end = rng.choice([ml_dtypes.bfloat16, np.float32]), rng.choice(["_scale", "_scale_inv"])
+    for name, array in scales.items():
+        form.tensors.pop(name)
+        form.tensors[name.removesuffix("_scale_inv") + end] = array.astype(kind)
+    return same
+
+
 def _with_another_tie(form: Form, rng: random.Random) -> None:
     """A tied head: under its own name alone, under both names, or said at the other level of the configuration."""
     text = form.config.get("text_config", form.config)
@@ -211,6 +239,9 @@ SAME: dict[str, Callable[[Form, random.Random], Form | None]] = {
     "scales as exponents": _with_exponents,
     "norms stored otherwise": _with_other_norms,
     "a tie written otherwise": _with_another_tie,
+    "a further file that repeats embedding and head": _with_a_repeating_sidecar,
+    "modules twice": _with_modules_twice,
+    "scales of another type or name": _with_other_scales,
 }
 CHANGED: dict[str, Callable[[Form, random.Random], None]] = {
     "a tensor is missing": _without_a_tensor,
@@ -252,7 +283,22 @@ def rewritten(case: dict[str, Any], folder: pathlib.Path) -> str | None:
     found = mtpjax.load(folder / "rewritten")
     if case["how"] in CHANGED:
         return "loads, but the files mean another model"
-    return _compare(found, mtpjax.load(folder / "expected"))
+    return _compare(found, mtpjax.load(folder / "expected")) or _convert_and_back(folder)
+
+
+def _convert_and_back(folder: pathlib.Path) -> str | None:
+    """Converts the rewritten checkpoint there and back, which must give the same files, but for those not read."""
+    from mtpjax.io import convert
+    from mtpjax.io.inspect import inspect
+
+    convert.to_mtpjax(folder / "rewritten", folder / "ours")
+    convert.to_hugging_face(folder / "ours", folder / "back")
+    before, after = (
+        {file.name: file.read_bytes() for file in (folder / name).iterdir()} for name in ("rewritten", "back")
+    )
+    names = (before.keys() | after.keys()) - set(inspect(folder / "rewritten")["unread"])
+    differing = sorted(name for name in names if before.get(name) != after.get(name))
+    return f"conversion there and back changes {', '.join(differing)}" if differing else None
 
 
 def _compare(found: tuple[Any, Any], expected: tuple[Any, Any]) -> str | None:

@@ -98,6 +98,8 @@ def run_case(case: dict[str, Any], sandbox: str) -> dict[str, Any]:
     shown = out.getvalue() + err.getvalue()
     if problem is None and "Traceback (most recent call last)" in shown:
         problem = f"prints a traceback: {shown[-500:]}"
+    # `generate` writes the model's text to a pipe as it is, whatever characters the model chose.
+    shown = err.getvalue() if case.get("arguments", [""])[0] == "generate" else shown
     if problem is None and any(not (char.isprintable() or char in "\n\t\r") for char in shown):
         problem = f"prints control characters: {shown[:300]!r}"
     grown = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before

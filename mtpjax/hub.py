@@ -88,7 +88,15 @@ def _download(repository: str, revision: str | None, file: str, weights: bool) -
         )
     # The small files say which weights belong to the checkpoint; other files, such as copies in another format, stay.
     # The folder is named after its commit: both downloads are of the same one.
-    _fetch(repository, folder.name, _weight_files(folder), name)
+    patterns = _weight_files(folder)
+    if (folder / INDEX).exists() and SINGLE not in patterns and _has_file(repository, folder.name, SINGLE):
+        # As in a folder: one of the two is left over, and programs differ in which one they read.
+        raise CheckpointError(
+            f"the repository {name} has {SINGLE} and also {INDEX}, which names other files: only one of the two is the "
+            f"checkpoint. Download it (hf download {repository} --local-dir FOLDER), delete one of the two, and take "
+            "FOLDER"
+        )
+    _fetch(repository, folder.name, patterns, name)
     return folder
 
 
@@ -109,6 +117,17 @@ def _weight_files(folder: pathlib.Path) -> tuple[str, ...]:
         raise CheckpointError(f"{folder / INDEX} names {len(files)} files; at most {MAX_SHARDS} are accepted")
     # MTP modules may lie in a file that the index does not name.
     return (*map(glob.escape, sorted(files)), "*mtp*.safetensors")
+
+
+def _has_file(repository: str, commit: str, file: str) -> bool:
+    """Returns whether a repository has a file; False if the Hub cannot be asked, as for a snapshot in the cache."""
+    from huggingface_hub import HfApi, constants
+
+    try:
+        return HfApi(endpoint=constants.ENDPOINT).file_exists(repository, file, revision=commit)
+    # The download, which knows the cache, reports errors of the connection.
+    except Exception:
+        return False
 
 
 def _fetch(repository: str, revision: str | None, patterns: tuple[str, ...], name: str) -> pathlib.Path:

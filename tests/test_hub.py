@@ -213,6 +213,14 @@ def test_a_damaged_index_is_the_loaders_error(repository, hub):
         mtpjax.load("org/small")
 
 
+def test_a_single_file_beside_an_index_of_others_is_refused_as_in_a_folder(repository, hub):
+    (repository / "model.safetensors").write_bytes((repository / "model-00001-of-00003.safetensors").read_bytes())
+    for name in ("org/small", repository):
+        with pytest.raises(CheckpointError, match=r"which names .*: only one of the two is the checkpoint"):
+            mtpjax.load(name)
+    assert not [file for file in hub.downloaded if file.endswith(".safetensors")]
+
+
 def test_an_index_of_too_many_files_is_rejected(repository, hub):
     weight_map = {str(number): f"{number}.safetensors" for number in range(names.MAX_SHARDS + 1)}
     (repository / names.INDEX).write_text(json.dumps({"weight_map": weight_map}))

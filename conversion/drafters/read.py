@@ -2,6 +2,7 @@
 
 import contextlib
 import dataclasses
+import logging
 import pathlib
 from collections.abc import Iterator
 from typing import Any, TypedDict, Unpack
@@ -24,13 +25,15 @@ from conversion.load_plan import find_packing
 from conversion.read_params import ScaleMap, read_as
 from conversion.safetensors_header import MAX_HEADER_BYTES, parse_json
 from conversion.tensor_slice import ParamSpec
-from conversion.tensor_types import param_dtype
+from conversion.tensor_types import describe_mixed, param_dtype
 from conversion.weight_files import INDEX, SINGLE
 from mtpjax.errors import CheckpointFileError, ConfigError
 from mtpjax.models.dflash import DFlashConfig
 from mtpjax.models.eagle3 import Eagle3Config
 from mtpjax.models.medusa import MedusaConfig
 from mtpjax.safe_open import read_inside
+
+log = logging.getLogger("mtpjax.conversion")
 
 CONFIG = "config.json"
 MEDUSA_SAFETENSORS, MEDUSA_TORCH = "medusa_lm_head.safetensors", "medusa_lm_head.pt"
@@ -84,6 +87,8 @@ def read_drafter(path, trunk: TrunkSizes, *, dtype=None, **reading: Unpack[Readi
     path = pathlib.Path(path)
     with open_drafter(path) as files:
         plan = make_drafter_plan(path, files, trunk, **reading)
+        if dtype is None and (mixed := describe_mixed(plan.specs, files)):
+            log.warning("%s: %s", path, mixed)
         params = {}
         for name, spec in plan.specs.items():
             kind = param_dtype(name, spec, files, NO_SCALES, dtype)
@@ -95,6 +100,9 @@ def read_drafter(path, trunk: TrunkSizes, *, dtype=None, **reading: Unpack[Readi
             draft_ids = read_draft_ids(files, plan.names, plan.config)
         if isinstance(files, CheckpointFiles):
             files.report()
+            # Without a head or an embedding of its own, a drafter uses those of the trunk: the missing one may be here.
+            if files.unread:
+                log.warning("%s has safetensors files that are not read: %s", path, ", ".join(files.unread))
     return StoredDrafter(plan.config, unflatten_dict(params), draft_ids)
 
 

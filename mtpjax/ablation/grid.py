@@ -163,7 +163,7 @@ def list_cells(
                 config = DecodeConfig(
                     num_steps=num_steps,
                     topk=topk,
-                    num_draft_tokens=num_draft_tokens or None if topk > 1 else None,
+                    num_draft_tokens=num_draft_tokens or None if topk > 1 and num_steps else None,
                     acceptance=rule,  # pyright: ignore[reportArgumentType]
                     drafter=method.drafter,
                 )

@@ -26,7 +26,8 @@ class Forms:
         text_roles: roles whose content is a text all the same.
         empty: the content of an answer without text: "text" (an empty one), "null" or "absent"; "usual": as OpenAI's
             API writes it, null beside tool calls, and else an empty text.
-        arguments: of tool calls: as "given", as "object", or as JSON "text".
+        arguments: of tool calls: as "given", as "object", as JSON "text", or as "object or text", which is text only
+            where it is not the JSON text of an object.
         calls: "wrapped" in a "function" field, or "bare".
         developer: the role of developer messages.
         tools: as "given", "wrapped" in a "function" field, or "bare".
@@ -201,7 +202,8 @@ def _clean_calls(calls: Any, place: str) -> list[dict[str, Any]]:
         if not isinstance(function.get("name"), str):
             raise ConversationError(f"{place}: tool call {number} has no name")
         arguments = function.get("arguments")
-        arguments = {} if arguments is None else arguments
+        # Clients send an empty text for a call without arguments.
+        arguments = {} if arguments is None else "{}" if str(arguments).strip() in ("", "null") else arguments
         if not isinstance(arguments, dict | str):
             raise ConversationError(
                 f"{place}: tool call {number}: arguments is {json_type_name(arguments)}, not an object or its JSON text"
@@ -235,9 +237,10 @@ def _call_in_form(call: dict[str, Any], forms: Forms, place: str) -> dict[str, A
     arguments = call["function"]["arguments"]
     if forms.arguments == "text" and not isinstance(arguments, str):
         arguments = json.dumps(arguments, ensure_ascii=False)
+    elif forms.arguments == "object or text" and isinstance(arguments, str):
+        arguments = _object_or_text(arguments)
     elif forms.arguments == "object" and isinstance(arguments, str):
-        arguments = _parse(arguments, f"{place}: arguments") if arguments.strip() else {}
-        arguments = {} if arguments is None else arguments
+        arguments = _parse(arguments, f"{place}: arguments")
         if not isinstance(arguments, dict):
             raise ConversationError(
                 f"{place}: arguments is {json_type_name(arguments)}; the chat template needs an object"
@@ -253,6 +256,14 @@ def _tool_in_form(tool: Any, form: str) -> Any:
     if form == "wrapped" and not is_wrapped:
         return {"type": "function", "function": _without(tool, "type")}
     return tool["function"] if form == "bare" and is_wrapped else tool
+
+
+def _object_or_text(text: str) -> Any:
+    try:
+        value = parse_json(text)
+    except (ValueError, RecursionError):
+        return text
+    return value if isinstance(value, dict) else text
 
 
 def _parse(text: str, place: str) -> Any:

@@ -161,6 +161,10 @@ class ChatTemplates:
         # 3. Find the marks' places. A template that looks at the text may write it differently: one that ends a message
         # with a token of its own unless the user wrote it already (GLM's `/nothink`). The user's then stands for it.
         spans = hidden.find(marked, plain.text)
+        if spans is None:
+            alike = HiddenText(self._special_names, None, "", keep_length=True)
+            shown = render(alike.hide(messages), alike.hide_value(tools)).text
+            spans = alike.find_alike(shown, plain.text)
         restored, restored_spans = hidden.restore(marked)
         for ending in hidden.endings(messages) if spans is None else ():
             if restored.count(ending) > plain.text.count(ending) > 0:
@@ -234,10 +238,12 @@ def _read_text(folder: pathlib.Path, name: str) -> str | None:
 
 
 def _check_size(template: str, messages: Sequence[Any]) -> None:
-    if len(template) > MAX_TEMPLATE_CHARACTERS or len(messages) > MAX_MESSAGES:
-        raise ConversationError(
-            f"a chat template of {len(template)} characters, or {len(messages)} messages: too large"
-        )
+    for count, limit, what in (
+        (len(template), MAX_TEMPLATE_CHARACTERS, "characters in the chat template"),
+        (len(messages), MAX_MESSAGES, "messages"),
+    ):
+        if count > limit:
+            raise ConversationError(f"{count} {what}: at most {limit} are allowed")
 
 
 def _render_once(

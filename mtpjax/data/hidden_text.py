@@ -23,13 +23,15 @@ class HiddenText:
         names: the special tokens.
         given: the values that will be hidden, which have a JSON form.
         template: the chat template.
+        keep_length: a mark is the special token with another character in it, for templates that count or cut.
     """
 
-    def __init__(self, names: Sequence[str], given: Any, template: str):
+    def __init__(self, names: Sequence[str], given: Any, template: str, *, keep_length: bool = False):
         # The longest first: one name may begin another.
         self._special = re.compile("|".join(map(re.escape, sorted(names, key=len, reverse=True))) or "(?!)")
         self._given, self._template = given, template
         self.texts: list[str] = []
+        self._keep_length = keep_length
 
     @functools.cached_property
     def _prefix(self) -> str:
@@ -110,6 +112,15 @@ class HiddenText:
             place += len(part)
         return spans if place == len(plain) else None
 
+    def find_alike(self, marked: str, plain: str) -> Spans | None:
+        """Finds the hidden text, as `find` does, by the characters that marks of `keep_length` change."""
+        pairs = {(a, b) for name in self.texts for a, b in zip(name, self._alike(name), strict=True)}
+        pairs |= {(a.lower(), b) for a, b in pairs} | {(a.upper(), b) for a, b in pairs}
+        is_alike = len(marked) == len(plain) and all(self._alike(name) != name for name in self.texts)
+        if not is_alike or any(p != m and (p, m) not in pairs for p, m in zip(plain, marked, strict=True)):
+            return None
+        return [each.span() for each in self._special.finditer(plain) if marked[slice(*each.span())] != each[0]]
+
     def restore(self, marked: str) -> tuple[str, Spans]:
         """Returns a rendered conversation with the hidden text in place of the marks, and where it is."""
         pieces, spans, place = [], [], 0
@@ -127,7 +138,15 @@ class HiddenText:
 
     def _mark(self, match: re.Match[str]) -> str:
         self.texts.append(match[0])
+        if self._keep_length:
+            return self._alike(match[0])
         return f"{self._prefix}{len(self.texts) - 1:0{_COUNTER_DIGITS}d}"
+
+    def _alike(self, name: str) -> str:
+        """Returns a text of the same length that is not a special token."""
+        places = sorted(range(len(name)), key=lambda place: not name[place].isalnum())
+        changed = (f"{name[:place]}{digit}{name[place + 1 :]}" for place in places for digit in "0123456789")
+        return next((each for each in changed if not self._special.search(each)), name)
 
     def _ending(self, content: Any) -> str:
         """Returns the special token that ends a text, or ""."""

@@ -12,6 +12,7 @@ from typing import Any
 from mtpjax.data.chat_messages import drop_nulls
 from mtpjax.data.jsonl import SkippedRecordError, json_type_name
 from mtpjax.errors import printable
+from mtpjax.safe_open import parse_json
 
 # `from` of ShareGPT -> role of OpenAI.
 SHAREGPT_ROLES = {
@@ -94,7 +95,19 @@ def _from_sharegpt(message: Any, place: str) -> dict[str, Any]:
             "corrupt", f"{place}: 'from' is {printable(repr(sender), 60)}, not one of {', '.join(SHAREGPT_ROLES)}"
         )
     _check_text(message.get("value"), f"{place}: 'value'")
+    if sender == "function_call" and (calls := _parse_calls(message["value"])):
+        return {"role": "assistant", "tool_calls": calls}
     return {"role": SHAREGPT_ROLES[sender], "content": message["value"]}
+
+
+def _parse_calls(text: str) -> list[dict[str, Any]]:
+    """Returns the tool calls of a text that is the JSON of one call or of a list; other text has none."""
+    try:
+        value = parse_json(text)
+    except (ValueError, RecursionError):
+        return []
+    calls = value if isinstance(value, list) else [value]
+    return calls if all(isinstance(call, dict) and isinstance(call.get("name"), str) for call in calls) else []
 
 
 def _from_alpaca(record: dict[str, Any]) -> list[dict[str, Any]]:

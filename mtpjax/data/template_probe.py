@@ -18,8 +18,9 @@ from mtpjax.data.template_worker import WORKER, Rendered, TemplateFailure
 from mtpjax.errors import DroppedTextError, printable
 
 MAX_PERIOD = 6  # messages of a repeated turn, such as question, call, result, answer
-MAX_PROBES, MAX_PROBE_MESSAGES = 128, 4096  # renderings of a shape, and messages in all of them
+MAX_PROBES, MAX_PROBE_MESSAGES = 128, 4096  # renderings of a shape in one step, and messages in all of them
 PROBES_AT_ONCE = 32
+MAX_STEPS = 3
 MAX_CALLS = MAX_PARTS = 2  # probe calls, and parts of content, of one message
 SYSTEM_ROLES = ("system", "developer")
 CALL_ID = "probecall"  # Mistral's templates ask for nine characters
@@ -77,6 +78,14 @@ def choose_forms(
         kinds = {_tool_kind(tool): tool for tool in tools}
         probe_tools = [_probe_tool(kinds[kind], number) for number, kind in enumerate(sorted(kinds))]
     choice = _choose(template, json.dumps([probe, probe_tools, variables], sort_keys=True))
+    if choice is None or choice.problem == "tool call":
+        # Some templates look into the ids of tool calls, so try again with the conversation's own.
+        probe = [_probe_message(messages[index], number, own_ids=True) for number, index in enumerate(kept)]
+        choice = _choose(template, json.dumps([probe, probe_tools, variables], sort_keys=True))
+    if choice is None:
+        # The template fails on the messages too, or it looks at their text. An empty text causes fewer failures of its
+        # own than a null.
+        return Forms(empty="text")
     if choice.problem:
         if choice.lost < 0:
             raise DroppedTextError(
@@ -93,33 +102,61 @@ def choose_forms(
 
 
 @functools.lru_cache(maxsize=1024)
-def _choose(template: str, probe_text: str) -> Choice:
-    """Tries the usual forms, and all others only if those are not right."""
+def _choose(template: str, probe_text: str) -> Choice | None:
+    """Tries the usual forms, and all others only if those are not right. None: the template fails on all."""
     messages, tools, variables = json.loads(probe_text)
-    candidates = _candidates(messages, tools)
-    problems: list[_Problem] = []
-    # The first form alone is right for most; the others follow in requests that stay within the limit of time.
-    for start, end in itertools.pairwise([0, 1, *range(1 + PROBES_AT_ONCE, len(candidates), PROBES_AT_ONCE), None]):
-        problems += _try(candidates[start:end], template, messages, tools, variables)
-        if len(problems) == len(candidates) or min(problem.rank for problem in problems) == 0:
+    choices = _choices(messages, tools)
+    best = Forms()
+    tried: dict[Forms, _Problem] = {}
+    badness = lambda forms: (tried[forms].rank, -tried[forms].lost)
+    # Of forms that lose something, the one that loses the latest is nearest: a template that needs several changes is
+    # reached from there.
+    for _ in range(MAX_STEPS):
+        candidates = [each for each in _candidates(choices, best, len(messages)) if each not in tried]
+        # The first form alone is right for most; the others follow in requests that stay within the limit of time.
+        for start, end in itertools.pairwise([0, 1, *range(1 + PROBES_AT_ONCE, len(candidates), PROBES_AT_ONCE), None]):
+            part = candidates[start:end]
+            tried |= zip(part, _try(part, template, messages, tools, variables), strict=True)
+            if min(problem.rank for problem in tried.values()) == 0:
+                break
+        before, best = best, min(tried, key=badness)
+        if tried[best].rank == 0 or best == before:
             break
-    best = min(range(len(problems)), key=lambda number: problems[number].rank)
-    if problems[best].rank < 2:
-        return Choice(candidates[best])
-    if problems[best].rank == 3:
-        # An empty text causes fewer failures of its own than a null.
-        return Choice(dataclasses.replace(candidates[0], empty="text"))
-    return Choice(candidates[0], problems[best].lost, problems[best].what)
+    problem = tried[best]
+    if problem.rank < 2:
+        return Choice(_with_objects(best, template, messages, tools, variables))
+    if problem.rank == 3:
+        return None
+    return Choice(best, problem.lost, problem.what)
 
 
-def _candidates(messages: list[dict[str, Any]], tools: list[Any] | None) -> list[Forms]:
-    """Returns the forms that may make a difference, the usual ones first, and those nearest to them next."""
+def _with_objects(
+    forms: Forms, template: str, messages: list[dict[str, Any]], tools: list[Any] | None, variables: dict[str, Any]
+) -> Forms:
+    """Lets a template that reads arguments in both forms write them from objects, if it then writes them differently.
+
+    It has a form of its own for objects (XML, say), and would copy JSON text as it is.
+    """
+    calls = [call for message in messages for call in message.get("tool_calls", ())]
+    if forms.arguments != "given" or not any(isinstance(call["function"]["arguments"], str) for call in calls):
+        return forms
+    as_objects = dataclasses.replace(forms, arguments="object or text")
+    shaped = [in_forms(messages, tools, each) for each in (forms, as_objects)]
+    sets = [{**variables, "messages": each, "tools": its_tools} for each, its_tools in shaped]
+    as_given, result = WORKER.render_all(template, sets)
+    if isinstance(result, TemplateFailure) or result == as_given:
+        return forms
+    return forms if _judge(result, messages, tools, shaped[1][0]).rank else as_objects
+
+
+def _choices(messages: list[dict[str, Any]], tools: list[Any] | None) -> dict[str, list[Any]]:
+    """Returns the values of each field of `Forms` that may make a difference, the usual one first."""
     roles = {message["role"] for message in messages}
     calls = [call["function"]["arguments"] for message in messages for call in message.get("tool_calls", ())]
     has_parts = any(isinstance(message.get("content"), list) for message in messages)
     has_empty = any("content" not in message for message in messages)
     groups = [group for group in (SYSTEM_ROLES, ("tool",), (*SYSTEM_ROLES, "tool")) if roles.intersection(group)]
-    choices = {
+    return {
         "content": ["given", "text", "parts", "one part"] if has_parts else ["given", "parts"],
         "text_roles": [(), *groups],
         "arguments": ["given", "object", "text"] if calls else ["given"],
@@ -128,13 +165,18 @@ def _candidates(messages: list[dict[str, Any]], tools: list[Any] | None) -> list
         "calls": ["wrapped", "bare"] if calls else ["wrapped"],
         "tools": ["given", "wrapped", "bare"] if tools else ["given"],
     }
-    usual = [values[0] for values in choices.values()]
+
+
+def _candidates(choices: dict[str, list[Any]], first: Forms, num_messages: int) -> list[Forms]:
+    """Returns forms, `first` and those nearest to it."""
+    usual = [getattr(first, name) for name in choices]
     products = sorted(
         itertools.product(*choices.values()),
-        key=lambda values: sum(value != first for value, first in zip(values, usual, strict=True)),
+        key=lambda values: sum(value != other for value, other in zip(values, usual, strict=True)),
     )
-    # A client must not be able to ask for many renderings of many messages.
-    count = max(8, min(MAX_PROBES, MAX_PROBE_MESSAGES // max(1, len(messages))))
+    # A client must not be able to ask for many renderings of many messages. Each single change is tried.
+    count = max(1, min(MAX_PROBES, MAX_PROBE_MESSAGES // max(1, num_messages)) - 1)
+    count = 1 + max(count, sum(len(values) - 1 for values in choices.values()))
     return [Forms(**dict(zip(choices, values, strict=True))) for values in products[:count]]
 
 
@@ -173,7 +215,7 @@ def _judge(
             arguments = json.loads(arguments) if isinstance(arguments, str) else arguments
             words += arguments
             # Some templates write the id alone, which holds the name (Kimi's).
-            is_named = name in text or ("id" in call and CALL_ID in text)
+            is_named = name in text or ("id" in call and (call["id"] != CALL_ID or CALL_ID in text))
             if not is_named or any(word not in text for word in (*arguments, *arguments.values())):
                 return _Problem(2, index, "tool call")
     nulls = [index for index, each in enumerate(shaped) if each.get("content", "") is None]
@@ -183,10 +225,10 @@ def _judge(
     if part := re.search(r"""['"]text\\?['"]: ?\\?['"]xqtext(\d+)p""", text):
         return _Problem(2, int(part[1]), "text")
     # A key in single quotes or after a backslash belongs to a Python value, or to JSON text that was quoted again.
-    return _Problem(int(any(f"'{word}'" in text or f'\\"{word}' in text for word in words)))
+    return _Problem(int(any(f"'{word}':" in text or f'\\"{word}' in text for word in words)))
 
 
-def _probe_message(message: dict[str, Any], number: int) -> dict[str, Any]:
+def _probe_message(message: dict[str, Any], number: int, *, own_ids: bool = False) -> dict[str, Any]:
     """Returns a message with the same fields, whose texts are words of its own."""
     probe: dict[str, Any] = {"role": message["role"]}
     if "content" in message:
@@ -199,18 +241,20 @@ def _probe_message(message: dict[str, Any], number: int) -> dict[str, Any]:
             probe[name] = _word(name.replace("_", ""), number)
     if "tool_calls" in message:
         calls = enumerate(message["tool_calls"][:MAX_CALLS])
-        probe["tool_calls"] = [_probe_call(call, f"{number}p{n}") for n, call in calls]
+        probe["tool_calls"] = [
+            _probe_call(call, f"{number}p{n}", call.get("id") if own_ids else CALL_ID) for n, call in calls
+        ]
     if "tool_call_id" in message:
-        probe["tool_call_id"] = CALL_ID
+        probe["tool_call_id"] = message["tool_call_id"] if own_ids else CALL_ID
     return probe
 
 
-def _probe_call(call: dict[str, Any], number: str) -> dict[str, Any]:
+def _probe_call(call: dict[str, Any], number: str, call_id: Any) -> dict[str, Any]:
     given = call["function"]["arguments"]
     arguments: Any = {_word("key", number): _word("value", number)} if given not in ({}, "", "{}") else {}
     arguments = json.dumps(arguments) if isinstance(given, str) else arguments
     function = {"name": _word("call", number), "arguments": arguments}
-    return {**({"id": CALL_ID} if "id" in call else {}), "type": "function", "function": function}
+    return {**({"id": call_id} if "id" in call else {}), "type": "function", "function": function}
 
 
 def _tool_kind(tool: Any) -> str:

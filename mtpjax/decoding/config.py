@@ -76,7 +76,8 @@ class DecodeConfig:
     """Settings of a decoding call.
 
     Shapes and rules are static: a change compiles a new program. Limits, stop sequences, thresholds, costs and
-    vocabularies enter the compiled call as arrays, so a change of their values compiles nothing.
+    vocabularies enter the compiled call as arrays, so a change of their values compiles nothing. A setting that has no
+    effect beside the others is named in a warning.
 
     Attributes:
         max_new_tokens: maximum number of new tokens per row, at least 1.

@@ -16,6 +16,7 @@ from mtpjax.decoding.drafters.lookup import LookupDrafter
 from mtpjax.decoding.drafters.mtp import MTPDrafter
 from mtpjax.decoding.sampling_params import make_sampling_arrays
 from mtpjax.decoding.state import NewRows, RowSettings
+from mtpjax.decoding.unused_settings import warn_of_unused_settings
 from mtpjax.models.model import MTPModel
 from mtpjax.models.params import check_params
 from pallas_kernels.verify_attention import MAX_QUERY_TOKENS
@@ -193,7 +194,7 @@ def check_request(rows: list[np.ndarray], model: MTPModel, config: DecodeConfig,
 
 
 def check_settings(model: MTPModel, config: DecodeConfig, drafter: Drafter) -> int:
-    """Checks settings against a model.
+    """Checks settings against a model, and warns of settings that have no effect.
 
     Args:
         model: the model.
@@ -206,6 +207,7 @@ def check_settings(model: MTPModel, config: DecodeConfig, drafter: Drafter) -> i
     Raises:
         ValueError: for the first violation, in one line with the value and the limit.
     """
+    warn_of_unused_settings(config)
     # The model was trained on positions up to `max_position_embeddings`; `max_length` may only lower that limit.
     max_positions, vocab_size = model.config.max_position_embeddings, model.config.vocab_size
     limit = max_positions if config.max_length is None else config.max_length

@@ -14,7 +14,7 @@ import numpy as np
 from conversion.families import Layout
 from conversion.files import CheckpointFiles
 from conversion.gguf_files import open_checkpoint
-from conversion.load_plan import LoadPlan, describe_mixed, inspect_files
+from conversion.load_plan import LoadPlan, inspect_files
 from conversion.names import param_specs
 from conversion.read_params import E4M3, scale_spec
 from conversion.safetensors_header import DTYPE_NAMES
@@ -239,12 +239,7 @@ def _inspect_hugging_face(path, model_type: str | None) -> dict[str, Any]:
 
 def _notes(files: CheckpointFiles, plan: LoadPlan) -> list[str]:
     """Lists what is unusual about a checkpoint that loads."""
-    notes = []
-    if plan.mixed:
-        notes.append(
-            f"{len(plan.mixed)} parameters have tensors of several dtypes, and become float32: "
-            f"{describe_mixed(plan, files)}"
-        )
+    notes = [plan.mixed] if plan.mixed else []
     if files.unread:
         notes.append(f"files that are not read: {', '.join(files.unread)}")
     return notes

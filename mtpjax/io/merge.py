@@ -10,7 +10,7 @@ from conversion.export import TensorAssembler
 from conversion.gguf_files import open_checkpoint
 from conversion.load_plan import LoadPlan, make_plan
 from conversion.merge_mtp import MergeReport, merge_export, merge_tensors
-from conversion.merge_sources import ModuleTensors
+from conversion.merge_sources import ModuleTensors, require_same_norms
 from conversion.names import param_specs
 from conversion.read_params import BF16, ScaleMap
 from conversion.shards import TensorEntry
@@ -49,10 +49,12 @@ def merge_mtp(
         return merge_export(base, modules, target, model_type=model_type, progress=progress)
     with open_checkpoint(base) as files:
         plan = make_plan(files, model_type=model_type, is_copied=True)
-        return merge_tensors(files, plan, _module_tensors(CheckpointReader(path), plan), target, progress=progress)
+        return merge_tensors(
+            files, plan, _module_tensors(CheckpointReader(path), plan, base), target, progress=progress
+        )
 
 
-def _module_tensors(reader: CheckpointReader, plan: LoadPlan) -> ModuleTensors:
+def _module_tensors(reader: CheckpointReader, plan: LoadPlan, base) -> ModuleTensors:
     """Lists the tensors of a checkpoint's MTP modules under their Hugging Face names."""
     config = reader.model_config()
     if not config.num_mtp_modules:
@@ -62,6 +64,8 @@ def _module_tensors(reader: CheckpointReader, plan: LoadPlan) -> ModuleTensors:
     own = ("num_mtp_modules", "mtp_own_embedding", "mtp_own_head", "num_tokens")
     expected = dataclasses.replace(plan.config, **{name: getattr(config, name) for name in own})
     differing = [key for key, value in expected.to_dict().items() if config.to_dict()[key] != value]
+    if differing and set(differing) <= {"zero_centred_norm", "mtp_norm_differs"}:
+        require_same_norms(reader.path, config.of_modules.zero_centred_norm, base, plan.config)
     if differing:
         raise CheckpointFileError(f"{reader.path} is another model: it differs in {', '.join(differing)}")
     # Name the tensors as the base names its own: its layout, and its experts stacked or separate.

@@ -2,7 +2,8 @@
 
 import dataclasses
 
-from mtpjax.models.config import ModelConfig, Yarn
+from mtpjax.models.config import ModelConfig
+from mtpjax.models.rope_scaling import Yarn
 
 
 class _Presets(dict[str, ModelConfig]):

@@ -247,14 +247,14 @@ def test_weights_of_integers_are_refused(name, dtype, tmp_path):
     zeros = np.zeros_like(load_file(draft(name) / "model.safetensors")[tensor])
     path = variant(tmp_path / "draft", name, tensors={tensor: zeros.astype(dtype)})
     for cast in (None, np.float32):
-        with pytest.raises(CheckpointFileError, match=f"{tensor} has unsupported weight dtype"):
+        with pytest.raises(CheckpointFileError, match=f"{tensor} has unsupported dtype"):
             read_drafter(path, TRUNK, dtype=cast)
 
 
 def test_a_quantised_drafter_is_named_so(tmp_path):
     packed = {"fc.weight": np.zeros((64, 24), np.int32)}
     path = variant(tmp_path / "draft", "eagle3", tensors=packed, quantization_config={"quant_method": "awq"})
-    with pytest.raises(CheckpointFileError, match=r"weight dtype int32.*quant_method.*awq.* of drafters are not supp"):
+    with pytest.raises(CheckpointFileError, match=r"quant_method.*awq.* of drafters are not supported"):
         read_drafter(path, TRUNK)
 
 
@@ -350,3 +350,24 @@ def test_unknown_keys_of_eagle_config_that_change_the_network_are_refused(tmp_pa
         path = variant(tmp_path / key, "eagle3", eagle_config={key: value})
         with pytest.raises(CheckpointError, match=f"{key} {value} is not supported"):
             read_drafter(path, TRUNK)
+
+
+def test_tensors_of_several_dtypes_become_float32_with_a_warning(tmp_path, caplog):
+    part = "midlayer.mlp.gate_proj.weight"
+    path = variant(tmp_path / "draft", "eagle3", tensors={part: _tensor("eagle3", part).astype(ml_dtypes.bfloat16)})
+    found = read_drafter(path, TRUNK)
+    named = [line for line in caplog.messages if "1 parameters have tensors of several dtypes" in line]
+    assert len(named) == 1 and f"{part} bfloat16" in named[0] and "become float32" in named[0]
+    assert {leaf.dtype for leaf in jax.tree.leaves(found.params)} == {np.dtype(np.float32)}
+
+
+def test_files_that_are_not_read_are_named(tmp_path, caplog):
+    """A head in a file of its own would be replaced by the trunk's without a word."""
+    path = variant(tmp_path / "draft", "dflash")
+    save_file({"lm_head.weight": np.zeros((320, 64), np.float32)}, path / "head.safetensors")
+    assert not read_drafter(path, TRUNK).config.own_head
+    assert "has safetensors files that are not read: head.safetensors" in caplog.text
+
+
+def _tensor(name, key):
+    return load_file(draft(name) / "model.safetensors")[key]

@@ -324,3 +324,32 @@ def test_gpt_oss_without_a_rotary_section_has_yarn():
     for given in ({}, {"rope_parameters": None}, {"rope_scaling": None}):
         scaling = parse_config({**values, **given}).model.rope_scaling
         assert (scaling.factor, scaling.truncate, scaling.original_max_position_embeddings) == (32.0, False, 4096)
+
+
+def test_null_keys_that_a_family_does_not_read_are_accepted():
+    for name, key in (
+        ("qwen3", "routed_scaling_factor"),
+        ("qwen3", "rope_interleave"),
+        ("step3p5", "num_key_value_heads"),
+        ("hy_v3", "n_shared_experts"),
+    ):
+        values = config_of(name)
+        assert parse_config({**values, key: None}).model == parse_config(values).model
+    with pytest.raises(ConfigError, match="norm_topk_prob is null"):
+        parse_config({**config_of("qwen3_moe"), "norm_topk_prob": None})
+
+
+def test_mimo_v2_with_two_epsilons_is_refused():
+    values = {key: value for key, value in config_of("mimo_v2_flash").items() if key != "rms_norm_eps"}
+    assert parse_config({**values, "layernorm_epsilon": 1e-3}).model.rms_norm_eps == 1e-3
+    with pytest.raises(ConfigError, match=r"layernorm_epsilon is .* and rms_norm_eps is"):
+        parse_config({**values, "layernorm_epsilon": 1e-3, "rms_norm_eps": 1e-5})
+
+
+def test_the_outer_configuration_says_how_weights_are_quantized():
+    """transformers reads it there; a nested section often has a null."""
+    values = config_of("qwen3_5")
+    text = values["text_config"] | {"quantization_config": None}
+    fp8 = {"quant_method": "fp8", "weight_block_size": [4, 8]}
+    assert parse_config(values | {"quantization_config": fp8, "text_config": text}).block == (4, 8)
+    assert parse_config(values | {"text_config": text | {"quantization_config": fp8}}).block == (4, 8)

@@ -20,7 +20,7 @@ from conversion.hf_config import parse_config
 from mtpjax.cli.main import main
 from mtpjax.data.tokenizer import load_tokenizer
 from mtpjax.errors import CheckpointError, ConfigError, TokenizerError
-from mtpjax.models.config import LinearScaling
+from mtpjax.models.rope_scaling import LinearScaling
 
 gguf = pytest.importorskip("gguf", reason="needs the extra gguf")
 

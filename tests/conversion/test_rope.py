@@ -8,9 +8,10 @@ import pytest
 from conversion.describe_config import describe_config
 from conversion.hf_config import parse_config
 from mtpjax.errors import ConfigError
-from mtpjax.models.config import Yarn
 from mtpjax.models.layers.rotary import inverse_frequencies, softmax_scale
+from mtpjax.models.rope_scaling import Yarn
 from tests.golden import HERE
+from tests.golden import path as golden_path
 
 RECORDED = json.loads((HERE / "rope.json").read_text())
 YARN = {"rope_type": "yarn", "factor": 8.0, "original_max_position_embeddings": 32}
@@ -89,3 +90,40 @@ def test_keys_of_a_section_that_change_nothing_are_reported():
     assert parse_config(values_of("llama", {"rope_scaling": section})).unknown == ("rope_parameters.factor",)
     section = {**YARN, "low_freq_factor": 1.0}
     assert parse_config(values_of("llama", {"rope_scaling": section})).unknown == ("rope_parameters.low_freq_factor",)
+
+
+MIMO_KEYS = ("rope_theta", "swa_rope_theta", "partial_rotary_factor")
+
+
+def mimo(**changes):
+    values = json.loads((golden_path("mimo_v2_flash") / "config.json").read_text())
+    return {key: value for key, value in values.items() if key != "rope_parameters"} | changes
+
+
+@pytest.mark.parametrize("empty", [{}, {"rope_parameters": None, "rope_scaling": None}])
+def test_mimo_v2_without_rotary_keys_has_transformers_defaults(empty):
+    model = parse_config(mimo(head_dim=192, swa_head_dim=192, **empty)).model
+    assert (model.rope_theta, model.sliding_rope_theta) == (5e6, 1e4)
+    assert (model.partial_rotary_factor, model.sliding_partial_rotary_factor) == (0.334, 0.334)
+
+
+def test_mimo_v2_needs_all_of_its_older_rotary_keys():
+    older = dict(zip(MIMO_KEYS, (7e6, 3e4, 0.5), strict=True))
+    model = parse_config(mimo(**older)).model
+    assert (model.rope_theta, model.sliding_rope_theta, model.sliding_partial_rotary_factor) == (7e6, 3e4, 0.5)
+    # transformers moves two of the keys into a section where a class of the repository's own saves the file.
+    section = {"rope_type": "default", "rope_theta": 7e6, "partial_rotary_factor": 0.5}
+    assert parse_config(mimo(rope_parameters=section, swa_rope_theta=3e4)).model == model
+    for key in MIMO_KEYS:
+        with pytest.raises(ConfigError, match=f"config.json lacks {key}: rotary embeddings of mimo_v2_flash need"):
+            parse_config(mimo(**{name: value for name, value in older.items() if name != key}))
+    with pytest.raises(ConfigError, match="rope_parameters has full_attention and lacks sliding_attention"):
+        parse_config(mimo(rope_parameters={"full_attention": {"rope_theta": 7e6}}))
+
+
+def test_step_with_rotary_sections_of_transformers_is_refused():
+    """Their values would not be read: the release has lists with an entry per layer."""
+    values = json.loads((golden_path("step3p5") / "config.json").read_text())
+    sections = {"full_attention": {"rope_theta": 5e6}, "sliding_attention": {"rope_theta": 1e4}}
+    with pytest.raises(ConfigError, match="rope_parameters, as transformers writes them"):
+        parse_config(values | {"rope_parameters": sections})

@@ -134,12 +134,23 @@ def test_norms_that_show_no_convention_are_reported(tmp_path, caplog):
     assert "model.language_model.norm.weight has a mean of 1.00" in caplog.text
 
 
+def test_modules_that_disagree_about_their_norms_are_refused(tmp_path):
+    """The model has one convention for all modules."""
+    second = lambda name, array: array + 1 if name.startswith("model.layers.5.") and is_shifted_norm(name) else array
+    shifted = rewrite(path("step3p5"), tmp_path / "shifted", second)
+    with pytest.raises(CheckpointFileError, match=r"others as 1 \+ w: module 0: w, module 1: 1 \+ w$"):
+        mtpjax.load(shifted)
+
+
 def test_modules_of_the_other_convention_are_not_merged(tmp_path):
     change = lambda name, array: array + 1 if is_shifted_norm(name) and name.startswith("mtp.") else array
     shifted = rewrite(path("qwen3_next"), tmp_path / "shifted", change)
     base = drop_modules(path("qwen3_next"), tmp_path / "base")
-    with pytest.raises(CheckpointFileError, match=r"store norm weights as 1 \+ w, those of"):
-        merge_mtp(base, shifted, tmp_path / "merged")
+    convert.to_mtpjax(shifted, tmp_path / "ours")
+    export_mtp(shifted, tmp_path / "export")
+    for modules in (shifted, tmp_path / "ours", tmp_path / "export"):
+        with pytest.raises(CheckpointFileError, match=r"store norm weights as 1 \+ w, those of"):
+            merge_mtp(base, modules, tmp_path / "merged")
 
 
 # Dtypes

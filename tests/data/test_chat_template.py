@@ -7,6 +7,7 @@ import pytest
 from mtpjax.data import chat_messages, template_probe
 from mtpjax.data.chat_template import ChatTemplates, read_chat_templates, render_chat
 from mtpjax.data.config import Source
+from mtpjax.data.record_forms import find_messages
 from mtpjax.data.regeneration_tasks import make_task
 from mtpjax.data.sources import read_source
 from mtpjax.data.tokenizer import HuggingFaceTokenizer, load_tokenizer
@@ -69,12 +70,51 @@ def test_calls_are_read_in_the_forms_that_data_sets_have():
     assert 'weather{"city": "Köln", "days": 3}' in render(only_bare, call(ARGUMENTS))
 
 
+def test_a_function_call_of_sharegpt_is_a_tool_call():
+    made = {"name": "weather", "arguments": ARGUMENTS}
+    turns = [("human", "Weather?"), ("function_call", json.dumps(made)), ("observation", "12 degrees")]
+    messages = find_messages({"conversations": [{"from": role, "value": text} for role, text in turns]})
+    assert render(QWEN, messages) == render(QWEN, call(ARGUMENTS))
+    assert find_messages({"conversations": [{"from": "function_call", "value": "{"}]})[0]["content"] == "{"
+
+
 def test_a_null_in_json_text_stays_and_one_in_an_object_is_a_missing_field():
     assert '{"city": null}' in render(LLAMA, call('{"city": null}'))
     assert '"parameters": {}' in render(LLAMA, call({"city": None}))
     nested = [{"role": "user", "content": [{"type": "text", "text": "a", "image_url": None}], "tool_calls": None}]
     template = "{% for m in messages %}{{ m.content if m.tool_calls is not defined else m.tool_calls }}{% endfor %}"
     assert render(template, nested) == "a"
+
+
+def test_a_template_with_a_form_of_its_own_for_objects_writes_text_in_it_too():
+    # In single quotes, which make no Python value of it.
+    template = (
+        "{% for m in messages %}{{ m.content or '' }}{% for c in m.tool_calls or [] %}"
+        "{% set a = c.function.arguments %}"
+        "<call name='{{ c.function.name }}'>{% if a is string %}{{ a }}{% else %}{% for key, value in a.items() %}"
+        "<arg name='{{ key }}'>{{ value }}</arg>{% endfor %}{% endif %}</call>{% endfor %}{% endfor %}"
+    )
+    xml = "<call name='weather'><arg name='city'>Köln</arg><arg name='days'>3</arg></call>"
+    for arguments in (ARGUMENTS, json.dumps(ARGUMENTS)):
+        assert xml in render(template, call(arguments))
+    assert "<call name='weather'>[1]</call>" in render(template, call("[1]"))
+    assert '{"city":"Köln"}' in render(QWEN, call('{"city":"Köln"}'))  # as the model wrote it
+
+
+def test_no_text_of_arguments_is_an_empty_object():
+    for arguments in ("", " ", "null", None):
+        assert '"arguments": {}' in render(QWEN, call(arguments))
+
+
+def test_a_template_that_looks_into_ids_gets_them():
+    template = (
+        "{% for m in messages %}{{ m.content or '' }}{% for c in m.tool_calls or [] %}{{ c.id.split('_')[1] }}"
+        "{% for key in c.function.arguments if c.function.arguments is mapping %}{{ key }}"
+        "={{ c.function.arguments[key] }};{% endfor %}{% endfor %}{% endfor %}"
+    )
+    messages = call(json.dumps(ARGUMENTS))
+    messages[1]["tool_calls"][0]["id"] = "call_weather"
+    assert "weathercity=Köln;days=3;" in render(template, messages)
 
 
 @pytest.mark.parametrize(
@@ -159,6 +199,24 @@ def test_a_template_that_drops_a_text_is_an_error_that_names_the_message(templat
         render(template, messages)
 
 
+def test_a_template_that_needs_several_forms_is_found_also_for_long_conversations():
+    # Parts, objects, system in place of developer; one text is no part, so that content needs another form too.
+    template = (
+        "{% for m in messages if m.role != 'developer' %}{% for p in m.content or [] %}{{ p.text }}{% endfor %}"
+        "{% for c in m.tool_calls or [] %}{{ c.function.name }}{% for key, value in c.function.arguments.items() %}"
+        "{{ key }}={{ value }};{% endfor %}{% endfor %}{% endfor %}"
+    )
+    parts = [{"type": "text", "text": "Weather?"}]
+    rule = {"role": "developer", "content": "Brief."}
+    short = [rule, {"role": "user", "content": parts}, *call(json.dumps(ARGUMENTS))[1:]]
+    assert render(template, short) == "Brief.Weather?weathercity=Köln;days=3;12 degrees"
+    # Turns that do not repeat: the number of probes is limited.
+    long = [{**rule, "content": parts}, *short[1:]] + [
+        m for n in range(60) for m in [*[short[1]] * (n % 7), *call(json.dumps(ARGUMENTS))[1:]]
+    ]
+    assert render(template, long).count("city=Köln;days=3;") == 61
+
+
 def test_probes_are_few_and_shared_by_conversations_of_a_shape(monkeypatch):
     rendered = []
     real = template_probe.WORKER.render_all
@@ -190,6 +248,7 @@ def test_named_templates_are_read_chosen_and_saved(tmp_path):
     (tmp_path / "additional_chat_templates" / "tool_use.jinja").write_text(QWEN)
     named = load_tokenizer(tmp_path, 300)
     assert named.digest != tokenizer.digest
+    assert isinstance(named, HuggingFaceTokenizer)
     assert named.chat_templates.render([QUESTION]).text == render(chatml.CHATML, [QUESTION])
     assert named.chat_templates.render([QUESTION], tools=[TOOL]).text == render(QWEN, [QUESTION], tools=[TOOL])
     # Calls that the default template would drop.
@@ -253,6 +312,16 @@ def test_marks_survive_filters_and_json():
     assert text == r'"\u00e99<|\"|>9000000000"' and hidden == [r"<|\"|>"]
     text, hidden = hidden_texts(template, [{"role": "user", "content": " é<|user|>"}])
     assert text.endswith('<|USER|>"') and hidden == ["<|USER|>"]
+
+
+@pytest.mark.parametrize("expression", ["m.content | truncate(9)", "m.content | e", "m.content, m.content | length"])
+def test_templates_that_cut_count_or_escape_see_the_text_itself(expression):
+    template = "{% for m in messages %}<|end|>{{ " + expression + " }}{% endfor %}<|end|>"
+    messages = [{"role": "user", "content": "abc <|end|> d"}]
+    rendered = ChatTemplates({"default": template}, {}, ["<|end|>"]).render(messages)
+    assert rendered.text == render_chat(template, messages)
+    spans = [rendered.text[start:end] for start, end in rendered.hidden]
+    assert spans == ["<|end|>"] * (rendered.text.count("<|end|>") - 2)
 
 
 @pytest.mark.parametrize("question", ["Hi /nothink", "Hi/nothink", "<|user|> hi/nothink"])

@@ -13,7 +13,7 @@ import mtpjax
 from mtpjax import DecodeConfig, MTPModel, generate, speculative_generate
 from mtpjax.evaluation.small_models import constructed_params, random_params, small_config
 from mtpjax.io import checkpoint, convert
-from mtpjax.models.config import Llama3Scaling
+from mtpjax.models.rope_scaling import Llama3Scaling
 from tests.golden import path
 
 torch = pytest.importorskip("torch", reason="torch is not installed")

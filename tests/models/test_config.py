@@ -5,7 +5,7 @@ import pytest
 
 from mtpjax import DecodeConfig, ModelConfig, Objective, TrainConfig, presets
 from mtpjax.data.config import Source
-from mtpjax.models.config import Yarn
+from mtpjax.models.rope_scaling import Yarn
 
 BASE = {"vocab_size": 61, "hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 4, "intermediate_size": 48}
 LATENT = {"attention": "latent", "kv_lora_rank": 8, "qk_nope_head_dim": 8, "qk_rope_head_dim": 4, "v_head_dim": 8}

@@ -10,10 +10,11 @@ import numpy as np
 import pytest
 
 from mtpjax.evaluation.small_models import small_config
-from mtpjax.models.config import LinearScaling, ModelConfig
+from mtpjax.models.config import ModelConfig
 from mtpjax.models.forward import forward
 from mtpjax.models.model import MTPModel
 from mtpjax.models.params import param_shapes
+from mtpjax.models.rope_scaling import LinearScaling
 
 FIELDS = {field.name: field for field in dataclasses.fields(ModelConfig)}
 NO_EFFECT_ON_LOGITS = {

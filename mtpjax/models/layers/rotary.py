@@ -6,7 +6,8 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from mtpjax.models.config import LinearScaling, Llama3Scaling, ModelConfig, Yarn
+from mtpjax.models.config import ModelConfig
+from mtpjax.models.rope_scaling import LinearScaling, Llama3Scaling, Yarn
 
 
 def inverse_frequencies(config: ModelConfig) -> np.ndarray:

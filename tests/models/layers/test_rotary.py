@@ -7,8 +7,8 @@ import numpy as np
 import pytest
 
 from mtpjax import ModelConfig
-from mtpjax.models.config import Llama3Scaling, Yarn
 from mtpjax.models.layers.rotary import inverse_frequencies, rotary_angles, softmax_scale
+from mtpjax.models.rope_scaling import Llama3Scaling, Yarn
 from pallas_kernels.rotation import rotate
 
 CONFIG = ModelConfig(

@@ -1,0 +1,60 @@
+"""Finds settings of `DecodeConfig` that change nothing beside the others, so that users learn of it."""
+
+import dataclasses
+import functools
+import logging
+
+from mtpjax.decoding.config import DecodeConfig
+
+log = logging.getLogger("mtpjax.decoding")
+
+# Parameters of acceptance rules, by rule.
+RULE_SETTINGS = {
+    "threshold": ("threshold_single", "threshold_acc"),
+    "typical": ("typical_epsilon", "typical_delta"),
+    "relaxed": ("relaxed_topk", "relaxed_delta"),
+}
+
+
+def find_unused_settings(config: DecodeConfig) -> dict[str, str]:
+    """Finds the settings that differ from their defaults and have no effect.
+
+    Args:
+        config: the settings.
+
+    Returns:
+        For each of them, by name, what would make it count.
+    """
+    # Plain decoding reads no setting about drafts. Callers make it of any configuration, so only a number of drafted
+    # tokens contradicts it.
+    if not config.num_steps:
+        return {} if config.num_draft_tokens is None else {"num_draft_tokens": "num_steps above 0"}
+    needs = {
+        name: f"acceptance '{rule}'"
+        for rule, names in RULE_SETTINGS.items()
+        for name in names
+        if config.acceptance != rule
+    }
+    if config.depth_policy != "adaptive":
+        needs |= dict.fromkeys(("depth_costs", "depth_rates"), "depth_policy 'adaptive'")
+    if config.drafter != "lookup":
+        needs |= dict.fromkeys(("prompt_lookup_min", "prompt_lookup_max"), "drafter 'lookup'")
+    if config.draft_window is None:
+        needs["draft_sinks"] = "draft_window"
+    defaults = {field.name: field.default for field in dataclasses.fields(config)}
+    return {name: need for name, need in needs.items() if getattr(config, name) != defaults[name]}
+
+
+def warn_of_unused_settings(config: DecodeConfig) -> None:
+    """Logs a warning for each setting that has no effect.
+
+    Args:
+        config: the settings.
+    """
+    for name, need in find_unused_settings(config).items():
+        _warn_once(f"{name} {getattr(config, name)} has no effect: it needs {need}")
+
+
+@functools.lru_cache(maxsize=256)  # a program decodes many batches with the same settings
+def _warn_once(text: str) -> None:
+    log.warning("%s", text)

@@ -1,0 +1,76 @@
+"""Scalings of rotary frequencies beyond the length that a model was first trained on; static and hashable."""
+
+import dataclasses
+import math
+from collections.abc import Mapping
+from typing import Any, Literal
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Yarn:
+    """YaRN rotary scaling (2309.00071) with DeepSeek's two softmax terms; names as in Hugging Face's `rope_scaling`."""
+
+    factor: float
+    original_max_position_embeddings: int
+    beta_fast: float = 32.0
+    beta_slow: float = 1.0
+    mscale: float = 0.0  # 0: not set
+    mscale_all_dim: float = 0.0  # 0: not set
+    truncate: bool = True  # the ramp begins and ends at whole pairs
+    attention_factor: float | None = None  # of cosines and sines; None: `rotation_factor` computes it
+
+    def magnitude(self, mscale: float = 1.0) -> float:
+        """Returns YaRN's attention temperature, `0.1 * mscale * ln(factor) + 1`."""
+        return 0.1 * mscale * math.log(self.factor) + 1.0 if self.factor > 1 else 1.0
+
+    @property
+    def rotation_factor(self) -> float:
+        """Factor of cosines and sines: as transformers, `mscale` counts only together with `mscale_all_dim`."""
+        if self.attention_factor is not None:
+            return self.attention_factor
+        if self.mscale and self.mscale_all_dim:
+            return self.magnitude(self.mscale) / self.magnitude(self.mscale_all_dim)
+        return self.magnitude()
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Llama3Scaling:
+    """Llama 3.1's rotary scaling by wavelength; names as in Hugging Face's `rope_scaling` of type "llama3"."""
+
+    factor: float
+    original_max_position_embeddings: int
+    low_freq_factor: float = 1.0
+    high_freq_factor: float = 4.0
+
+    def __post_init__(self):
+        low, high = self.low_freq_factor, self.high_freq_factor
+        if not low < high:
+            raise ValueError(f"low_freq_factor ({low}) must be below high_freq_factor ({high})")
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class LinearScaling:
+    """Linear rotary scaling, which divides every frequency (position interpolation, 2306.15595)."""
+
+    factor: float
+    rope_type: Literal["linear"] = "linear"  # tells the type when only the values are kept
+
+
+RopeScaling = Yarn | Llama3Scaling | LinearScaling
+
+
+def make_scaling(values: Mapping[str, Any]) -> RopeScaling:
+    """Makes a rotary scaling from its values.
+
+    Args:
+        values: fields of the scaling. `rope_type` "linear" or the key `low_freq_factor` tell the type; others are YaRN.
+
+    Returns:
+        The scaling.
+
+    Raises:
+        TypeError: a field is missing or unknown.
+    """
+    if values.get("rope_type") == "linear":
+        return LinearScaling(**values)
+    return Llama3Scaling(**values) if "low_freq_factor" in values else Yarn(**values)
