@@ -370,7 +370,7 @@ def test_a_graph_that_fails_in_the_warm_up_gives_one_warning_and_the_same_texts(
     recorded = FailingCall(how, number=2, result=clear.plain, donated=2)  # XLA records a graph in the second call
     monkeypatch.setattr(clear, "_on_one_gpu", recorded)
 
-    def warm_up(executor, progress, *, num_calls):
+    def warm_up(executor, progress, keys, *, num_calls):
         for _ in range(num_calls):
             state = executor._run(executor._clearing(0, [0]))
             jax.block_until_ready((executor.state, state))
@@ -391,8 +391,8 @@ def test_a_graph_that_fails_in_the_warm_up_gives_one_warning_and_the_same_texts(
 def test_a_warm_up_with_graphs_calls_each_program_twice(small, monkeypatch):
     model, params = small("grouped")
     executor, calls = Executor(params, model=model, config=CONFIG, settings=ONE_SIZE), collections.Counter()
-    monkeypatch.setattr(executor, "_compile", lambda work: None)
-    monkeypatch.setattr(executor, "_run", lambda work: calls.update([id(work)]))
-    monkeypatch.setattr(executor, "score", lambda tokens, num_top: calls.update([f"score {len(tokens)}"]))
-    executor._warm_up(lambda done, total: None, num_calls=2)
-    assert len(calls) > 5 and set(calls.values()) == {2}
+    call = lambda work, run: run(lambda: calls.update([work.key]))
+    monkeypatch.setattr(executor, "_compile_and_run", call)
+    keys = executor.all_programs()
+    executor._warm_up(lambda done, total: None, keys, num_calls=2)
+    assert calls == dict.fromkeys(keys, 2)
