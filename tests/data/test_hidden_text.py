@@ -30,9 +30,6 @@ def test_many_numbers_that_could_begin_a_mark_take_linear_time():
 def test_ten_thousand_hidden_tokens_are_encoded_as_each_alone(tmp_path):
     tokenizer = chatml.save_tokenizer(tmp_path)
     one, many = (tokenizer.apply_chat_template(messages("<|im_end|>" * count)) for count in (1, 10_000))
-    start = next(n for n in range(len(one)) if one[n] != many[n] or n == len(one) - 1)
     hidden = tokenizer._plain_tokenizer.encode("<|im_end|>", add_special_tokens=False).ids
     assert len(many) - len(one) == 9_999 * len(hidden)
-    assert many[:start] + hidden * 0 == one[:start]
-    text = tokenizer.decode(many)
-    assert text.count("<|im_end|>") == 10_000
+    assert tokenizer.decode(many).count("<|im_end|>") == 10_000
