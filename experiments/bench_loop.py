@@ -28,12 +28,17 @@ import numpy as np
 from rich.console import Console
 
 from experiments.bench_http import SteadyEngine
+from experiments.hostile_streams import SPECIAL, save_tokenizer
 from mtpjax.atomic import write_text
 from mtpjax.console import narrow_table
 from mtpjax.evaluation.machine import describe_machine
 
 NUM_STREAMS = 4
-MARK = "<|im_end|>"
+TEMPLATE = (
+    "{% for message in messages %}<tool>{{ message.role }}{{ message.reasoning_content }}{{ message.content }}"
+    "{% for call in message.tool_calls or [] %}{{ call.function.name }}{{ call.function.arguments | tojson }}"
+    f"{{% endfor %}}{SPECIAL}{{% endfor %}}"
+)
 HEADERS = {"Content-Type": "application/json"}
 
 
@@ -43,7 +48,7 @@ def attacks() -> dict[str, bytes]:
     text = "x" * 10_000_000
     call = lambda arguments: {"role": "assistant", "tool_calls": [{"function": {"name": "f", "arguments": arguments}}]}
     bodies: dict[str, Any] = {
-        "1 MB of marks": {"messages": [{"role": "user", "content": MARK * 100_000}]},
+        "1 MB of marks": {"messages": [{"role": "user", "content": SPECIAL * 150_000}]},
         "numbers like marks": {"messages": [{"role": "user", "content": "".join(f"9{n:09o}" for n in range(50_000))}]},
         "10 MB of reasoning": {"messages": [user, {"role": "assistant", "content": "b", "reasoning_content": text}]},
         "a name of 10 MB": {"messages": [user | {"name": text}]},
@@ -82,13 +87,15 @@ def serve(folder: str, num_readers: int | None, connection: Any) -> None:
     from mtpjax.serving.api.server import ApiSettings
     from mtpjax.serving.app import make_app
     from mtpjax.serving.http_server import serve_in_thread
-    from tests.helpers.chatml import save_tokenizer
 
     engine: Any = SteadyEngine(0.01, 0.001, 1)
     times = CallbackTimes()
     chosen: dict[str, Any] = {} if num_readers is None else {"num_readers": num_readers}
     settings = ApiSettings(model_name="steady", **chosen)
-    app = make_app(engine, save_tokenizer(pathlib.Path(folder)), settings)
+    app = make_app(engine, save_tokenizer(pathlib.Path(folder), TEMPLATE), settings)
+    # As `running_engine` does: what the start made stays, and full collections need not look at it.
+    gc.collect()
+    gc.freeze()
     with serve_in_thread(app) as url:
         connection.send(url)
         while connection.recv():

@@ -10,7 +10,7 @@ import pathlib
 import random
 from typing import Any
 
-from experiments.hostile_streams import DECODERS, make_tokenizer, vocabulary
+from experiments.hostile_streams import save_tokenizer
 
 CONTENT = (
     "{{ message.content }}",
@@ -144,13 +144,8 @@ def rendered(case: dict[str, Any], folder: pathlib.Path) -> str | None:
         ConversationError: the conversation is refused.
     """
     from mtpjax.data.chat import encode_answers
-    from mtpjax.data.tokenizer import HuggingFaceTokenizer
 
-    tokens = vocabulary("byte-level")
-    (folder / "tokenizer.json").write_text(json.dumps(make_tokenizer(tokens, DECODERS["byte-level"])))
-    settings = {"eos_token": "<|end|>", "chat_template": case["template"]}
-    (folder / "tokenizer_config.json").write_text(json.dumps(settings))
-    tokenizer = HuggingFaceTokenizer(folder, len(tokens) + 3)
+    tokenizer = save_tokenizer(folder, case["template"])
     variables = {} if case["tools"] is None else {"tools": case["tools"]}
     prompt = tokenizer.apply_chat_template(case["messages"], **variables)
     text, position = tokenizer.decode(prompt), 0

@@ -9,6 +9,8 @@ import pathlib
 import random
 from typing import Any
 
+from mtpjax.data.tokenizer import HuggingFaceTokenizer
+
 WORDS = ("the", "cat", "s", "é", "日本", "🙂", "n't", ".", ",", " ", "  ", "\n", "ing", "'", "12", "a\u0301")
 SPECIAL = "<|end|>"
 BYTE_FALLBACK = {"type": "ByteFallback"}
@@ -52,8 +54,6 @@ def streamed(case: dict[str, Any], folder: pathlib.Path) -> str | None:
     Returns:
         What is wrong with the text; None: nothing.
     """
-    from mtpjax.data.tokenizer import HuggingFaceTokenizer
-
     (folder / "tokenizer.json").write_text(case["tokenizer"])
     tokenizer = HuggingFaceTokenizer(folder, case["size"])
     step = tokenizer.incremental_decoder()
@@ -95,6 +95,15 @@ def make_tokenizer(tokens: list[str], decoder: dict[str, Any] | None) -> dict[st
             _added(len(tokens) + 1, "<tool>", is_special=False),
         ],
     }
+
+
+def save_tokenizer(folder: pathlib.Path, template: str) -> HuggingFaceTokenizer:
+    """Writes a byte-level tokenizer with a chat template into a folder, and loads it."""
+    tokens = vocabulary("byte-level")
+    (folder / "tokenizer.json").write_text(json.dumps(make_tokenizer(tokens, DECODERS["byte-level"])))
+    settings = {"eos_token": SPECIAL, "chat_template": template}
+    (folder / "tokenizer_config.json").write_text(json.dumps(settings))
+    return HuggingFaceTokenizer(folder, len(tokens) + 3)
 
 
 def _added(index: int, content: str, *, is_special: bool) -> dict[str, Any]:
