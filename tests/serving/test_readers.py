@@ -2,8 +2,10 @@
 
 import asyncio
 import contextlib
+import dataclasses
 import json
 import os
+import resource
 import signal
 import subprocess
 import sys
@@ -127,6 +129,13 @@ def test_a_body_that_exceeds_a_limit_is_an_error_and_the_next_one_is_read(odd, k
 def test_a_fault_of_the_reader_tells_its_traceback(odd):
     with pytest.raises(RuntimeError, match="KeyError: 'odd'"):
         read(odd, "fail")
+
+
+def test_the_memory_of_the_server_does_not_count_as_that_of_its_processes():
+    peak = b"x" * (400 << 20)
+    assert resource.getrusage(resource.RUSAGE_SELF).ru_maxrss << 10 >= len(peak) > 256 << 20
+    with reading(OddReader(), limits=dataclasses.replace(LIMITS, memory=512 << 20)) as readers:
+        assert len({pid_of(readers) for _ in range(3)}) == 1
 
 
 def test_what_a_library_prints_is_not_taken_for_an_answer(odd):

@@ -51,7 +51,7 @@ def main() -> None:
         while line:
             line = line[os.write(answers, line) :]
         del raw, answer, line
-        if limits is not None and _has_grown(limits.memory // 2):
+        if limits is not None and _memory_in_use() > limits.memory // 2:
             return  # Python rarely gives memory back
 
 
@@ -76,10 +76,13 @@ def _read(reader: Any, kind: str, raw: bytes, memory: int) -> dict[str, Any]:
         return {"fault": traceback.format_exc()}
 
 
-def _has_grown(num_bytes: int) -> bool:
-    """Returns whether the process ever had more memory."""
+def _memory_in_use() -> int:
+    """Returns the bytes of memory that this process has; without /proc, the most that it ever had."""
+    with contextlib.suppress(OSError):
+        # Not `ru_maxrss`: Linux hands the peak of a large parent on to its children.
+        return int(pathlib.Path("/proc/self/statm").read_text().split()[1]) * resource.getpagesize()
     unit = 1 if sys.platform == "darwin" else 1024
-    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * unit > num_bytes
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * unit
 
 
 if __name__ == "__main__":
