@@ -119,7 +119,7 @@ class TrainConfig:
             The trunk's MTP modules are then left out, and `trains` is "modules".
         draft_init_from: drafter to continue training, instead of a new one: a folder or a repository of the Hugging
             Face Hub that `mtpjax.load_drafter` reads, or the run folder that trained it. Its architecture and draft
-            vocabulary are kept: settings that begin with draft_ are then left out, or equal to those of the drafter.
+            vocabulary are kept: settings that begin with `draft_` are then left out, or equal to those of the drafter.
             `num_depths` is the number of its Medusa heads, or of the drafts of its block.
         draft_reading: arguments of `load_drafter` that say how to read `draft_init_from`, such as
             `{"aux_layers": "output"}`, as a dict or as pairs. On the command line `draft_reading.aux_layers=output`.
