@@ -28,7 +28,6 @@ MODEL: dict[str, Any] = {
     "num_mtp_modules": 1,
 }
 OUTPUT = "out"  # the only folder of the sandbox that a case may change
-GOLDEN = pathlib.Path(__file__).resolve().parent.parent / "tests" / "golden"
 FLAG_VALUES = (
     *(
         "",
@@ -138,7 +137,8 @@ def make_sandbox(folder: pathlib.Path) -> pathlib.Path:
     config = mtpjax.ModelConfig(**MODEL)
     model = mtpjax.MTPModel(config)
     save_model(sandbox / "own", model, mtpjax.init_params(model, jax.random.key(0)), metadata={"tokenizer": "bytes"})
-    shutil.copytree(GOLDEN / "qwen3", sandbox / "hugging_face", ignore=shutil.ignore_patterns("expected*"))
+    golden, ignored = hostile_rewritten.GOLDEN / "qwen3", shutil.ignore_patterns("expected*")
+    shutil.copytree(golden, sandbox / "hugging_face", ignore=ignored)
     words = {f"{index:c}": index - 32 for index in range(33, 127)} | {"[UNK]": 0}
     tokenizer = {
         "version": "1.0",

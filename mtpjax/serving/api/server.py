@@ -285,13 +285,6 @@ class ApiServer:
             WORKER.kill()
             TRIAL_COMPILE.kill()
 
-    async def _in_thread(self, threads: concurrent.futures.Executor, function: Callable[[], T], param: str) -> T:
-        """Runs a function in a thread. Raises ApiError, which names the field, for its ValueErrors."""
-        try:
-            return await self._result(self._submit(threads, function))
-        except ValueError as error:  # those of tokenizers have a text that is meant for users
-            raise ApiError(str(error), param=param) from error
-
     def _submit(self, threads: concurrent.futures.Executor, function: Callable[[], T]) -> concurrent.futures.Future[T]:
         if self._is_closed:
             raise shutting_down()
