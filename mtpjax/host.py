@@ -64,14 +64,16 @@ def raise_descriptor_limit() -> None:
         resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))
 
 
-def address_space_limit() -> int | None:
-    """Returns the bytes of address space that this process may have (`ulimit -v`); None: no limit."""
+def describe_address_limit() -> str:
+    """Returns how much address space this process may have and what to do about it; "" without a limit."""
     try:
         import resource
     except ImportError:
-        return None
+        return ""
     soft, _ = resource.getrlimit(resource.RLIMIT_AS)
-    return None if soft == resource.RLIM_INFINITY else soft
+    if soft == resource.RLIM_INFINITY:
+        return ""
+    return f"`ulimit -v` allows {soft >> 20} MiB of address space, which counts reserved memory too: raise it"
 
 
 # glibc reads these when a process starts: blocks of up to 4 GB come from the heap, the heap shrinks only where 8 GB are

@@ -22,7 +22,7 @@ from mtpjax.errors import (
     is_memory_error,
     printable,
 )
-from mtpjax.host import address_space_limit, keep_freed_memory
+from mtpjax.host import describe_address_limit, keep_freed_memory
 from mtpjax.version import __version__
 
 GROUPS = (training, decoding, conversion, measuring, serving)
@@ -106,18 +106,16 @@ def _watch_for_aborts(name: str, has_peers: bool, advice: str) -> None:
     """Continues in a child process where native code may abort this one for a reason that the user should read."""
     if has_peers:
         continue_in_child(name, _exit_code(LostProcess), LOST_PROCESS + advice)
-    elif (limit := address_space_limit()) is not None:
-        message = f"memory is too small: native code ended the process. `ulimit -v` allows {limit >> 20} MiB of address"
-        message += " space, which counts reserved memory too: raise it"
+    elif limit := describe_address_limit():
+        message = f"memory is too small: native code ended the process; {limit}"
         signals = (signal.SIGABRT, signal.SIGSEGV, signal.SIGBUS)
         continue_in_child(name, _exit_code(MemoryTooSmall), message, signals)
 
 
 def _describe_full_memory(error: BaseException) -> str:
     """Returns one line about an error of memory, with the limit of the address space if there is one."""
-    limit = address_space_limit()
-    advice = "" if limit is None else f"; `ulimit -v` allows {limit >> 20} MiB of address space: raise it"
-    return f"memory is too small ({type(error).__name__}: {printable(error, 200)}){advice}"
+    parts = [f"memory is too small ({type(error).__name__}: {printable(error, 200)})", describe_address_limit()]
+    return "; ".join(filter(None, parts))
 
 
 def _exit_code(kind: type[Exception]) -> int:

@@ -18,6 +18,7 @@ from mtpjax.decoding.requests import make_drafter
 from mtpjax.decoding.spec import DecodeSpec
 from mtpjax.distributed import gather_values
 from mtpjax.errors import MemoryTooSmall, is_memory_error, printable
+from mtpjax.host import describe_address_limit
 from mtpjax.models.cache import empty_cache, recurrent_entries
 from mtpjax.models.config import ModelConfig
 from mtpjax.models.model import MTPModel
@@ -138,7 +139,7 @@ def explain_full_memory(advice: str) -> Iterator[None]:
     """Turns JAX's error for full memory into one line with advice.
 
     Args:
-        advice: what to change.
+        advice: what to change, unless the memory is full because `ulimit -v` limits it.
 
     Raises:
         MemoryTooSmall: memory was full.
@@ -148,6 +149,7 @@ def explain_full_memory(advice: str) -> Iterator[None]:
     except (RuntimeError, MemoryError) as error:  # JAX's errors are RuntimeErrors
         if not is_memory_error(error):
             raise
+        advice = describe_address_limit() or advice
         raise MemoryTooSmall(f"memory is too small: {advice} ({printable(error, 200)})") from error
 
 

@@ -196,7 +196,9 @@ def test_the_chat_works_with_a_key_and_without_a_chat_template(browser, tmp_path
 
 
 def test_errors_are_told_and_the_message_is_kept(browser):
-    with serve(FakeEngine(max_requests=0)) as address:
+    engine = FakeEngine(max_requests=1)
+    with serve(engine) as address:
+        engine.max_requests = 0  # another request has the only place
         browser.open(f"{address}/")
         send(browser, "Hi")
         assert "too many requests" in browser.text("#log .error")
