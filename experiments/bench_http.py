@@ -36,7 +36,7 @@ VOCAB_SIZE = 1000
 class SteadyEngine:
     """Delivers `num_tokens` tokens to each request every `tick` seconds, and computes for `busy` seconds of them."""
 
-    max_length, vocab_size, grammars, failure = 1 << 20, VOCAB_SIZE, None, ""
+    max_length, vocab_size, max_requests, grammars, failure = 1 << 20, VOCAB_SIZE, 1 << 20, None, ""
 
     def __init__(self, tick: float, busy: float, num_tokens: int):
         self._tick, self._busy, self._num_tokens = tick, busy, num_tokens
