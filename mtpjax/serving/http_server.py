@@ -16,6 +16,11 @@ from starlette.types import ASGIApp
 from mtpjax.serving.header_limits import limited_protocol
 
 
+# Idle connections stay open for longer than clients keep them (httpx: 5 s). A client that sends a request just as the
+# server closes the connection would get an error.
+KEEP_ALIVE_SECONDS = 30
+
+
 def listen(host: str, port: int) -> socket.socket:
     """Opens a port, so that an address in use is an error in one line, and port 0 is known.
 
@@ -100,7 +105,7 @@ def run_app(
         # Without it, uvicorn logs nothing at a second Ctrl-C.
         lifespan="on" if has_lifespan else "off",
         timeout_graceful_shutdown=5,  # after the drain: clients that do not read the rest
-        timeout_keep_alive=30,
+        timeout_keep_alive=KEEP_ALIVE_SECONDS,
     )
     with _expected_sigterm():
         Server(config).run(sockets=[listener])
@@ -160,7 +165,7 @@ def run_in_thread(
     http = limited_protocol(header_seconds)
     # Without a `log_config` of its own, uvicorn closes no handlers of this process.
     settings = {"ws": "none", "log_config": None, "log_level": log_level, "timeout_graceful_shutdown": 1}
-    server = Server(uvicorn.Config(app, http=http, **settings))
+    server = Server(uvicorn.Config(app, http=http, timeout_keep_alive=KEEP_ALIVE_SECONDS, **settings))
     thread = threading.Thread(target=server.run, args=([listener],))
     thread.start()
     while not server.started and thread.is_alive():
