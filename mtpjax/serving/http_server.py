@@ -15,7 +15,6 @@ from starlette.types import ASGIApp
 
 from mtpjax.serving.header_limits import limited_protocol
 
-
 # Idle connections stay open for longer than clients keep them (httpx: 5 s). A client that sends a request just as the
 # server closes the connection would get an error.
 KEEP_ALIVE_SECONDS = 30
