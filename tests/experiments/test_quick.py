@@ -9,8 +9,16 @@ import pytest
 
 from mtpjax import TrainConfig, train
 
-NAMES = ["bench_load", "bench_train", "bench_trained", "bench_gpu", "bench_http", "bench_disturbance", "bench_loop"]
-NAMES += ["trace_host"]
+NAMES = [
+    "bench_load",
+    "bench_train",
+    "bench_trained",
+    "bench_gpu",
+    "bench_http",
+    "bench_disturbance",
+    "bench_loop",
+    "trace_host",
+]
 ROOT = pathlib.Path(__file__).resolve().parents[2]
 
 

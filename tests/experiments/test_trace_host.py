@@ -19,9 +19,9 @@ def test_an_op_runs_its_kernel_inside_the_context_only():
     rules = dict(dispatch._KERNEL_BY_RULE)
     with bench_engine_gpu.kernels_of("verify_attention") as implementation:
         assert implementation == "auto" and dispatch._KERNEL_BY_RULE["verify_attention"]({})
-    assert dispatch._KERNEL_BY_RULE == rules
+    assert rules == dispatch._KERNEL_BY_RULE
     with bench_engine_gpu.kernels_of("triton") as implementation:
-        assert implementation == "triton" and dispatch._KERNEL_BY_RULE == rules
+        assert implementation == "triton" and rules == dispatch._KERNEL_BY_RULE
 
 
 def test_an_unknown_op_is_refused(capsys):
