@@ -1,18 +1,25 @@
 """What to run first on a GPU, in order, each step in a process of its own with a time limit.
 
-    python -m experiments.gpu_check                      # every step; results/gpu_check/ keeps what is done
-    python -m experiments.gpu_check --steps loop 16B     # some steps
+    python -m experiments.gpu_check                      # the first steps; results/gpu_check/ keeps what is done
+    python -m experiments.gpu_check --minutes 9          # within this time
+    python -m experiments.gpu_check --steps loop 16B     # some steps, also those that are not among the first
     python -m experiments.gpu_check --list
     python -m experiments.gpu_check --quick              # on any machine: shows that the steps start
 
 A step that has a result is not run again, so a call that was cut off continues where it stopped; `--again` runs it
-anew. After each step its exit code, time and last lines are in `summary.json`, and the page of predictions is compared
-with what was measured. Compiled programs are kept between steps.
+anew. After each step its exit code and time are in `summary.json`, with versions and device. STEP.json has its figures
+and STEP.log its output, both also of a step that was cut off. The page of predictions is compared with what was
+measured. Compiled programs, and the kernels that XLA's trials chose, are kept between steps.
+
+With `--minutes`, a step starts only if its planned time is left, and may take half as long again. The steps are in the
+order of their importance, so an early one may take time from the last ones.
 """
 
 import argparse
 import dataclasses
 import datetime
+import importlib.metadata
+import importlib.util
 import json
 import os
 import pathlib
@@ -20,16 +27,20 @@ import shutil
 import signal
 import subprocess
 import sys
-import tempfile
 import time
+from collections.abc import Mapping
 from typing import Any
 
+from mtpjax.atomic import write_text
+from mtpjax.evaluation.machine import describe_machine
 from mtpjax.evaluation.roofline import DEVICES, predict_round
 
 FOLDER = pathlib.Path(__file__).parent / "results" / "gpu_check"
 # Devices of the predictions, by the first words of what JAX calls them. Other H100s have less bandwidth.
 KINDS = {"NVIDIA H100 80GB HBM3": "h100", "NVIDIA H200": "h200", "AMD Instinct MI300X": "mi300x"}
+OVERRUN = 1.5  # times its planned time, after which a step is ended
 KEPT_LINES = 40  # of a step's output
+BLOCK_SCALE = "0.0031552670417893266"  # of constructed 1B weights, for an accept length near 2.24
 
 
 @dataclasses.dataclass(frozen=True)
@@ -40,9 +51,10 @@ class Step:
         name: what `--steps` calls it.
         asks: the question that it answers.
         command: arguments; "{python}" is this interpreter and "{output}" the step's JSON file.
-        minutes: time limit.
+        minutes: planned time, and the time limit without `--minutes`.
         needs: programs that must be installed, else the step is skipped.
         quick: the command with `--quick`; None: the step needs a GPU.
+        environment: variables of the process.
     """
 
     name: str
@@ -51,21 +63,117 @@ class Step:
     minutes: float
     needs: tuple[str, ...] = ()
     quick: tuple[str, ...] | None = None
+    environment: Mapping[str, str] = dataclasses.field(default_factory=dict)
+
+
+def _module(name: str, *flags: str) -> tuple[str, ...]:
+    return ("{python}", "-m", f"experiments.{name}", *flags, "--output", "{output}")
 
 
 def _bench(*flags: str) -> tuple[str, ...]:
-    return ("{python}", "-m", "experiments.bench_gpu", *flags, "--output", "{output}")
+    return _module("bench_gpu", *flags)
 
 
 def _kernels(op: str) -> tuple[str, ...]:
-    return ("{python}", "-m", "experiments.bench_kernels", "--op", op, "--output", "{output}")
+    return _module("bench_kernels", "--op", op)
 
 
 _PYTEST = ("{python}", "-m", "pytest", "-n", "0", "-q")
 # Tests spend their time compiling on the host, so many share the GPU.
 _GPU_TESTS = ("{python}", "-m", "pytest", "-n", "auto", "--maxprocesses=12", "--dist=load", "-q", "-m", "gpu")
 _GROUPED = ("{python}", "-m", "experiments.bench_kernels", "--op", "grouped_matmul", "--rounds", "1")
-STEPS = (
+_PLAIN = ("--only-plain", "--repeats", "3")
+_SERVE = ("--block-scale", BLOCK_SCALE, "--no-single", "--turns", "2")
+_KEPT_ADDRESSES = {
+    "XLA_FLAGS": "--xla_gpu_command_buffer_update_mode=SKIP_PROFILED",
+    "XLA_PYTHON_CLIENT_ALLOCATOR": "vmm",
+}
+# The planned times are for 16 cores. Most of each is XLA's trials of matrix products and compiling.
+FIRST_STEPS = (
+    Step(
+        "plain",
+        "How near to the memory's limit is plain decoding, by XLA and by the kernels?",
+        _bench("--models", "8B", "1B", *_PLAIN),
+        2.1,
+        quick=_bench("--quick", *_PLAIN),
+    ),
+    Step(
+        "plain-no-pdl",
+        "What does it cost if no kernel starts before the one before it has ended?",
+        _bench("--models", "1B", "8B", *_PLAIN),
+        1.3,
+        quick=_bench("--quick", *_PLAIN),
+        environment={"XLA_FLAGS": "--xla_gpu_enable_pdl=false"},
+    ),
+    Step(
+        "torch",
+        "How fast is PyTorch?",
+        _module("bench_torch", "--models", "8B", "1B"),
+        1.7,
+        quick=_module("bench_torch", "--quick"),
+        environment={"JAX_PLATFORMS": "cpu"},  # JAX is imported, but must not take the GPU's memory
+    ),
+    Step(
+        "host",
+        "What does the host do in a call?",
+        _module("trace_host"),
+        0.8,
+        quick=_module("trace_host", "--quick"),
+    ),
+    Step(
+        "host-kept-addresses",
+        "Does XLA update its graphs less with fixed addresses?",
+        _module("trace_host"),
+        0.7,
+        environment=_KEPT_ADDRESSES,
+    ),
+    Step(
+        "host-updates",
+        "Which addresses make XLA update its graphs?",
+        _module("trace_host", "--new-tokens", "24"),
+        0.4,
+        quick=_module("trace_host", "--quick"),
+        environment={"TF_CPP_VMODULE": "command_buffer_thunk=3", "TF_CPP_MIN_LOG_LEVEL": "0"},
+    ),
+    Step(
+        "rounds-per-call",
+        "How many rounds per call hide the host at one request?",
+        _module(
+            "bench_engine_gpu", "--models", "quickstart", "SmolLM2", "1B", "--counts", "1",
+            "--rounds-per-call", "2", "4", "8", "16", "--new-tokens", "256", *_SERVE,
+        ),
+        1.4,
+        quick=_module("bench_engine_gpu", "--quick", "--no-single"),
+    ),
+    Step(
+        "pages",
+        "Does attention over pages in place pay at 64 requests?",
+        _module(
+            "bench_engine_gpu", "--counts", "64", "--implementation", "auto", "verify_attention",
+            "--new-tokens", "512", *_SERVE,
+        ),
+        1.1,
+        quick=_module("bench_engine_gpu", "--quick", "--no-single"),
+    ),
+    Step(
+        "verify",
+        "What does verifying four tokens cost?",
+        _bench("--models", "8B", "1B", "--only-parts", "--implementation", "xla", "--repeats", "5"),
+        1.2,
+        quick=_bench("--quick", "--only-parts"),
+    ),
+    Step(
+        "draft-heads",
+        "What does a smaller head for drafts save, at 1 and 64 requests?",
+        _module(
+            "bench_engine_gpu", "--counts", "1", "64", "--draft-vocabulary", "32768", "0",
+            "--new-tokens", "512", *_SERVE,
+        ),
+        1.4,
+        quick=_module("bench_engine_gpu", "--quick", "--no-single", "--draft-vocabulary", "0", "32"),
+    ),
+)  # fmt: skip
+MORE_STEPS = (
     Step(
         "kernels",
         "Do the compiled kernels give the reference's numbers?",
@@ -84,7 +192,7 @@ STEPS = (
         "How near is 16B-A2.4B to the memory's limit, with kernels and without?",
         _bench("--models", "16B-A2.4B"),
         10,
-        quick=("{python}", "-m", "experiments.bench_gpu", "--quick", "--output", "{output}"),
+        quick=_bench("--quick"),
     ),
     Step(
         "16B-loop-outside",
@@ -92,14 +200,13 @@ STEPS = (
         _bench("--models", "16B-A2.4B", "--loop-outside"),
         10,
     ),
-    Step("1B", "1B beside PyTorch", _bench("--models", "1B"), 8),
-    Step("1B-loop-outside", "The same without the graph", _bench("--models", "1B", "--loop-outside"), 8),
+    Step("1B-loop-outside", "1B without the graph", _bench("--models", "1B", "--loop-outside"), 8),
     Step(
         "serving",
         "What does the engine gain from MTP at 1 .. 64 requests?",
-        ("{python}", "-m", "experiments.bench_engine_gpu", "--output", "{output}"),
+        _module("bench_engine_gpu"),
         10,
-        quick=("{python}", "-m", "experiments.bench_engine_gpu", "--quick", "--output", "{output}"),
+        quick=_module("bench_engine_gpu", "--quick"),
     ),
     Step("grouped_matmul", "How fast are the experts' kernels?", _kernels("grouped_matmul"), 9),
     Step("block_scaled_matmul", "How fast are products of few rows?", _kernels("block_scaled_matmul"), 9),
@@ -110,7 +217,6 @@ STEPS = (
         6,
         needs=("ncu",),
     ),
-    Step("8B", "8B beside PyTorch", _bench("--models", "8B"), 10),
     Step("verify_attention", "How fast is attention over the cache?", _kernels("verify_attention"), 10),
     Step("prefill_attention", "How fast is attention of a prefill chunk?", _kernels("prefill_attention"), 10),
     Step(
@@ -121,15 +227,19 @@ STEPS = (
         needs=("compute-sanitizer",),
     ),
 )
+STEPS = (*FIRST_STEPS, *MORE_STEPS)
 
 
-def run_step(step: Step, *, is_quick: bool, folder: pathlib.Path, platform: str = "cuda") -> dict[str, Any]:
+def run_step(
+    step: Step, *, is_quick: bool, folder: pathlib.Path, seconds: float, platform: str = "cuda"
+) -> dict[str, Any]:
     """Runs one step.
 
     Args:
         step: the step.
         is_quick: run the quick form.
         folder: where its output goes.
+        seconds: time limit.
         platform: "cuda" or "rocm".
 
     Returns:
@@ -141,34 +251,60 @@ def run_step(step: Step, *, is_quick: bool, folder: pathlib.Path, platform: str 
     missing = [program for program in step.needs if shutil.which(program) is None]
     if missing:
         return {"skipped": f"{missing[0]} is not installed"}
-    output = folder / f"{step.name}.json"
+    output, log = folder / f"{step.name}.json", folder / f"{step.name}.log"
     filled = [part.replace("{python}", sys.executable).replace("{output}", str(output)) for part in command]
     environment = {
         **os.environ,
+        "PYTHONUNBUFFERED": "1",
         "XLA_PYTHON_CLIENT_PREALLOCATE": "false",
         "JAX_COMPILATION_CACHE_DIR": str(folder / "compiled"),
+        "JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS": "0.1",
     }
     if not is_quick:
         environment["JAX_PLATFORMS"] = f"{platform},cpu"
+    environment |= step.environment
     begin = time.monotonic()
-    with tempfile.TemporaryFile("w+", errors="replace") as log:
+    with log.open("w") as written:
         # A session of its own, so that the time limit ends the command's children too.
-        child = subprocess.Popen(filled, env=environment, stdout=log, stderr=log, start_new_session=True)
+        child = subprocess.Popen(filled, env=environment, stdout=written, stderr=written, start_new_session=True)
         try:
-            code = child.wait(timeout=60 * step.minutes)
+            code = child.wait(timeout=seconds)
         except BaseException as reason:
             os.killpg(child.pid, signal.SIGKILL)
             child.wait()
             if not isinstance(reason, subprocess.TimeoutExpired):
                 raise
             code = None
-        log.seek(0)
-        text = log.read()
     return {
         "command": " ".join(command),
+        "environment": dict(step.environment),
         "exit_code": code,  # None: it ran into the time limit
         "seconds": round(time.monotonic() - begin, 1),
-        "last_lines": text.splitlines()[-KEPT_LINES:],
+        "last_lines": log.read_text(errors="replace").splitlines()[-KEPT_LINES:],
+    }
+
+
+def time_limit(step: Step, seconds_left: float) -> float | None:
+    """Returns a step's time limit in seconds, for `--minutes`; None: too little time is left.
+
+    Args:
+        step: the step.
+        seconds_left: of the budget.
+    """
+    planned = 60 * step.minutes
+    return min(OVERRUN * planned, seconds_left) if seconds_left >= planned else None
+
+
+def describe_device() -> dict[str, Any]:
+    """Returns the machine, its GPU and the versions, without taking the GPU's memory."""
+    names = ("jax", "jaxlib", "flax", "torch", "triton")
+    query = ["nvidia-smi", "--query-gpu=name,driver_version,memory.total", "--format=csv,noheader"]
+    found = subprocess.run(query, capture_output=True, text=True) if shutil.which(query[0]) else None
+    return {
+        **describe_machine(),
+        "gpu": None if found is None else found.stdout.strip(),
+        "python": sys.version.split()[0],
+        **{name: importlib.metadata.version(name) for name in names if importlib.util.find_spec(name) is not None},
     }
 
 
@@ -208,6 +344,7 @@ def main(argv: list[str] | None = None) -> int:
     """Runs the steps."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--steps", nargs="+", choices=[step.name for step in STEPS], default=None)
+    parser.add_argument("--minutes", type=float, default=None, help="time for all steps (default: no limit)")
     parser.add_argument("--list", action="store_true", help="list the steps")
     parser.add_argument("--again", action="store_true", help="run also steps that have a result")
     parser.add_argument("--quick", action="store_true", help="on any machine: show that the steps start")
@@ -218,23 +355,31 @@ def main(argv: list[str] | None = None) -> int:
     options = parser.parse_args(argv)
     if options.list:
         for step in STEPS:
-            print(f"{step.name:20} {step.minutes:3.0f} min  {step.asks}")
+            print(f"{step.name:20} {step.minutes:4.1f} min  {step.asks}")
         return 0
     options.output.mkdir(parents=True, exist_ok=True)
     # Quick results do not count for the real run.
     summary = options.output / ("quick.json" if options.quick else "summary.json")
     results: dict[str, Any] = json.loads(summary.read_text()) if summary.exists() else {}
-    for step in STEPS:
-        if options.steps and step.name not in options.steps:
-            continue
+    write_text(options.output / "machine.json", json.dumps(describe_device(), indent=1) + "\n")
+    begin = time.monotonic()
+    for step in [step for step in STEPS if step.name in options.steps] if options.steps else FIRST_STEPS:
         if step.name in results and not options.again and results[step.name].get("exit_code") == 0:
             print(f"{step.name}: has a result of {results[step.name]['date']}")
             continue
+        seconds: float | None = 60 * step.minutes
+        if options.minutes is not None:
+            seconds = time_limit(step, 60 * options.minutes - (time.monotonic() - begin))
         print(f"{step.name}: {step.asks}", flush=True)
-        result = run_step(step, is_quick=options.quick, folder=options.output, platform=options.platform)
+        if seconds is None:
+            result: dict[str, Any] = {"skipped": "not enough time left"}
+        else:
+            result = run_step(
+                step, is_quick=options.quick, folder=options.output, seconds=seconds, platform=options.platform
+            )
         results[step.name] = {"date": datetime.date.today().isoformat(), **result}
         # Keep each result before the next step begins.
-        summary.write_text(json.dumps(results, indent=1) + "\n")
+        write_text(summary, json.dumps(results, indent=1) + "\n")
         if "skipped" in result:
             print(f"  skipped: {result['skipped']}")
             continue

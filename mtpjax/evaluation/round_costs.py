@@ -6,7 +6,6 @@ drafter runs as it does in decoding.
 """
 
 import dataclasses
-import functools
 import time
 from collections.abc import Callable
 from typing import Any, Literal
@@ -17,6 +16,7 @@ import numpy as np
 
 from mtpjax.decoding.config import DecodeConfig
 from mtpjax.decoding.drafters.base import Drafter
+from mtpjax.decoding.gpu_graph import one_graph
 from mtpjax.evaluation.round_loops import (
     PLAIN_STEP,
     RoundLoop,
@@ -240,8 +240,9 @@ def _timer(arguments: tuple[Any, Any], timed: RoundLoop, *, seconds: float) -> C
 
     inputs = timed.inputs
 
-    # The parameters are arguments, as in decoding: XLA would fold constants and store them in the program.
-    @functools.partial(jax.jit, donate_argnums=2)
+    # The parameters are arguments, as in decoding: XLA would fold constants and store them in the program. On CUDA the
+    # loop is one graph, as there.
+    @one_graph(donate_argnums=2)
     def loop(limit, arguments, inputs):
         prepared = timed.prepare(*arguments)
         return jax.lax.while_loop(

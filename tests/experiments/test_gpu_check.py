@@ -22,6 +22,7 @@ def steps(monkeypatch):
         Step("program", "?", (), 1, needs=("no-such-program",), quick=script(0)),
     )
     monkeypatch.setattr(gpu_check, "STEPS", made)
+    monkeypatch.setattr(gpu_check, "FIRST_STEPS", made)
 
 
 def test_results_are_kept_and_a_later_call_continues(steps, tmp_path, capsys):
@@ -30,6 +31,8 @@ def test_results_are_kept_and_a_later_call_continues(steps, tmp_path, capsys):
     found = json.loads((tmp_path / "quick.json").read_text())
     assert (found["good"]["exit_code"], found["bad"]["exit_code"], found["late"]["exit_code"]) == (0, 3, None)
     assert found["good"]["last_lines"] == ["done"]
+    # The output of a step that was cut off is kept too.
+    assert (tmp_path / "late.log").read_text() == "1\n"
     assert found["gpu"]["skipped"] == "needs a GPU"
     assert found["program"]["skipped"] == "no-such-program is not installed"
     assert "failed: bad, late" in capsys.readouterr().err
@@ -38,6 +41,21 @@ def test_results_are_kept_and_a_later_call_continues(steps, tmp_path, capsys):
     assert ((tmp_path / "good.json").read_text(), (tmp_path / "bad.json").read_text()) == ("1", "11")
     gpu_check.main([*flags, "--steps", "good", "--again"])
     assert (tmp_path / "good.json").read_text() == "11"
+
+
+def test_a_step_starts_only_if_its_planned_time_is_left(steps, tmp_path):
+    flags = ["--quick", "--output", str(tmp_path), "--steps", "good", "late"]
+    assert gpu_check.main([*flags, "--minutes", "0.5"]) == 1
+    found = json.loads((tmp_path / "quick.json").read_text())
+    assert found["good"]["skipped"] == "not enough time left"
+    assert found["late"]["exit_code"] is None and found["late"]["seconds"] < 5
+
+
+def test_a_step_gets_its_variables(tmp_path):
+    command = (sys.executable, "-c", "import os; print(os.environ['XLA_FLAGS'])")
+    step = Step("flags", "?", command, 1, quick=command, environment={"XLA_FLAGS": "--some"})
+    found = gpu_check.run_step(step, is_quick=True, folder=tmp_path, seconds=20)
+    assert (found["last_lines"], found["environment"]) == (["--some"], {"XLA_FLAGS": "--some"})
 
 
 def test_measured_times_are_compared_with_the_prediction(tmp_path):

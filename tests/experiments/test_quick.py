@@ -1,5 +1,6 @@
 """The benchmarks run: their `--quick` forms, each in a process of its own."""
 
+import json
 import pathlib
 import subprocess
 import sys
@@ -8,7 +9,16 @@ import pytest
 
 from mtpjax import TrainConfig, train
 
-NAMES = ["bench_load", "bench_train", "bench_trained", "bench_gpu", "bench_http", "bench_disturbance", "bench_loop"]
+NAMES = [
+    "bench_load",
+    "bench_train",
+    "bench_trained",
+    "bench_gpu",
+    "bench_http",
+    "bench_disturbance",
+    "bench_loop",
+    "trace_host",
+]
 ROOT = pathlib.Path(__file__).resolve().parents[2]
 
 
@@ -25,6 +35,14 @@ def test_a_benchmark_runs(name):
     code, output, errors = run_quick(name)
     assert code == 0, output[-2000:] + errors[-2000:]
     assert output
+
+
+@pytest.mark.slow
+def test_the_benchmark_of_pytorch_runs(tmp_path):
+    pytest.importorskip("torch")
+    code, output, errors = run_quick("bench_torch", "--output", str(tmp_path / "torch.json"))
+    assert code == 0, output[-2000:] + errors[-2000:]
+    assert json.loads((tmp_path / "torch.json").read_text())["cells"][0]["seconds"][0] > 0
 
 
 @pytest.mark.slow
