@@ -3,6 +3,7 @@
 Python cannot stop a thread. Work that may never end, or use all memory, runs in such a process.
 """
 
+import collections
 import contextlib
 import os
 import selectors
@@ -10,6 +11,7 @@ import subprocess
 import sys
 import threading
 import time
+from collections.abc import Sequence
 
 _READ_BYTES = 1 << 20
 _EXIT_SECONDS = 1.0  # in which a process that has closed its output may end by itself
@@ -44,11 +46,11 @@ class WorkerProcess:
         self._process: subprocess.Popen | None = None
         self._owner = 0  # pid; a forked process must not share its parent's pipes
 
-    def ask(self, line: bytes, seconds: float) -> bytes:
+    def ask(self, line: Sequence[bytes], seconds: float) -> bytes:
         """Sends a request and waits for its answer, after those of other threads.
 
         Args:
-            line: the request, without a line end.
+            line: the request in parts, which are not joined; without a line end.
             seconds: time from the turn of this request to the whole answer.
 
         Returns:
@@ -61,7 +63,7 @@ class WorkerProcess:
         with self._lock:
             process = self._start()
             try:
-                answer = _exchange(process, line + b"\n", time.monotonic() + seconds)
+                answer = _exchange(process, [*line, b"\n"], time.monotonic() + seconds)
             except TimeoutError:
                 self._stop(kill=True)
                 raise WorkerEnded(None) from None
@@ -117,11 +119,11 @@ class WorkerProcess:
         return code
 
 
-def _exchange(process: subprocess.Popen, line: bytes, end: float) -> bytes:
-    """Writes a line and reads one. Returns a part of it if the process ends; raises TimeoutError at the time `end`."""
+def _exchange(process: subprocess.Popen, line: Sequence[bytes], end: float) -> bytes:
+    """Writes a line in parts and reads one, or a part of one if the process ends. Raises TimeoutError at `end`."""
     source, target = process.stdout, process.stdin
     assert source is not None and target is not None
-    unsent, parts = memoryview(line), [b""]
+    unsent, parts = collections.deque(memoryview(part) for part in line if part), [b""]
     with selectors.DefaultSelector() as selector:
         selector.register(source, selectors.EVENT_READ)
         selector.register(target, selectors.EVENT_WRITE)
@@ -132,10 +134,12 @@ def _exchange(process: subprocess.Popen, line: bytes, end: float) -> bytes:
                 raise TimeoutError
             for key, _ in ready:
                 if key.fileobj is target:
+                    part = unsent.popleft()
                     try:
-                        unsent = unsent[os.write(key.fd, unsent) :]
+                        if rest := part[os.write(key.fd, part) :]:
+                            unsent.appendleft(rest)
                     except OSError:  # it has ended; its output says so too
-                        unsent = unsent[:0]
+                        unsent.clear()
                     if not unsent:
                         selector.unregister(target)
                 else:

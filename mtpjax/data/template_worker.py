@@ -112,12 +112,12 @@ class TemplateWorker:
         seconds = MAX_SECONDS + ANSWER_SECONDS
         try:
             try:
-                answer = self._worker.ask(line, seconds)
+                answer = self._worker.ask([line], seconds)
             except WorkerEnded as ended:
                 # The process ends itself after MAX_SECONDS. One that does not was stopped: ask a new one.
                 if ended.code is not None:
                     raise
-                answer = self._worker.ask(line, seconds)
+                answer = self._worker.ask([line], seconds)
         except WorkerEnded as ended:
             if ended.code == -signal.SIGALRM:
                 raise TemplateFailure(f"it ran for more than {MAX_SECONDS} seconds") from ended

@@ -43,7 +43,7 @@ class TrialCompile:
             self._workers.append(worker)
         try:
             worker.ask(
-                json.dumps({"grammar": grammar, "limits": limits, "seconds": seconds}).encode(), MAX_WALL_SECONDS
+                [json.dumps({"grammar": grammar, "limits": limits, "seconds": seconds}).encode()], MAX_WALL_SECONDS
             )
         finally:
             self._idle.append(worker)

@@ -9,6 +9,7 @@ import resource
 import signal
 import subprocess
 import sys
+import zlib
 
 import pytest
 
@@ -39,7 +40,7 @@ def reading(reader, num_workers=2, limits=LIMITS):
 
 
 def read(readers, kind, raw=b"", client="a"):
-    return asyncio.run(readers.read(kind, raw, client))
+    return asyncio.run(readers.read(kind, [raw], client))
 
 
 def outcome(readers, kind, body):
@@ -145,10 +146,10 @@ def test_what_a_library_prints_is_not_taken_for_an_answer(odd):
 def test_closing_ends_what_is_being_read():
     async def run(readers):
         # Two are read, and one waits.
-        sent = [asyncio.ensure_future(readers.read("sleep", raw, "a")) for raw in (b"60", LARGE + b"60", b"60")]
+        sent = [asyncio.ensure_future(readers.read("sleep", [raw], "a")) for raw in (b"60", LARGE + b"60", b"60")]
         await asyncio.sleep(0.1)
         readers.close()
-        return await asyncio.gather(*sent, readers.read("nothing", b"", "a"), return_exceptions=True)
+        return await asyncio.gather(*sent, readers.read("nothing", [], "a"), return_exceptions=True)
 
     with reading(OddReader(), limits=ReadLimits()) as readers:
         pid = pid_of(readers)
@@ -238,3 +239,11 @@ def test_texts_are_those_of_a_server_without_processes(num_readers):
         assert client.post("/tokenize", json={"text": "ab"}).json()["tokens"] == [97, 98]
         assert client.post("/detokenize", json={"tokens": [97]}).json() == {"text": "a", "prompt": "a"}
         assert client.post("/abort_request", json={"rid": "none"}).json() == {"num_aborted": 0}
+
+
+@pytest.mark.parametrize("num_workers", [0, 2])
+def test_parts_of_a_body_are_read_as_one(num_workers):
+    parts = [b" " * 100_000, b"", b'"' + b"x" * 200_000, b'y"']
+    with reading(OddReader(), num_workers) as readers:
+        joined = asyncio.run(readers.read("nothing", parts, "a"))
+    assert joined.body["checksum"] == zlib.crc32(b"".join(parts))

@@ -21,6 +21,7 @@ from mtpjax.serving.api.generation import log_fault
 from mtpjax.serving.api.server import ApiSettings
 from mtpjax.serving.request import QueueFull
 
+PART_BYTES = 1 << 16  # of a body that is kept in parts
 CHECKS_PER_TIMEOUT = 4  # of a stream's writes
 _ENCODER = json.JSONEncoder(ensure_ascii=False, allow_nan=False, separators=(",", ":"))
 T = TypeVar("T")
@@ -162,7 +163,7 @@ def _bearer_digest(scope: Scope) -> bytes:
     return hashlib.sha256(key.strip()).digest() if scheme.lower() == b"bearer" and key.strip() else b""
 
 
-async def read_json(request: Request, settings: ApiSettings) -> bytes:
+async def read_json(request: Request, settings: ApiSettings) -> list[bytes]:
     """Reads the bytes of a JSON body, without parsing them.
 
     Args:
@@ -170,7 +171,7 @@ async def read_json(request: Request, settings: ApiSettings) -> bytes:
         settings: limits of size and time.
 
     Returns:
-        The body.
+        The body, in parts.
 
     Raises:
         ApiError: the body has another type, is too large or takes too long.
@@ -184,11 +185,16 @@ async def read_json(request: Request, settings: ApiSettings) -> bytes:
     if media_type != "application/json":
         message = "the body must be JSON, with Content-Type: application/json"
         raise ApiError(message, status=415, code="unsupported_media_type")
-    return await read_bytes(request, settings.max_body_bytes, settings.body_timeout)
+    return await read_parts(request, settings.max_body_bytes, settings.body_timeout)
 
 
 async def read_bytes(request: Request, max_bytes: int, seconds: float) -> bytes:
-    """Reads a body.
+    """Reads a body, as `read_parts` does."""
+    return b"".join(await read_parts(request, max_bytes, seconds))
+
+
+async def read_parts(request: Request, max_bytes: int, seconds: float) -> list[bytes]:
+    """Reads a body. It stays in parts, since one copy of a large one would hold up the event loop.
 
     Args:
         request: the request.
@@ -196,7 +202,7 @@ async def read_bytes(request: Request, max_bytes: int, seconds: float) -> bytes:
         seconds: time in which it must arrive.
 
     Returns:
-        The body.
+        The body, in parts of `PART_BYTES` or more, but for the last.
 
     Raises:
         ApiError: the body is too large or takes too long, or the client left.
@@ -211,18 +217,23 @@ async def read_bytes(request: Request, max_bytes: int, seconds: float) -> bytes:
         raise ApiError("the client left") from error
 
 
-async def _read_body(request: Request, max_bytes: int) -> bytes:
+async def _read_body(request: Request, max_bytes: int) -> list[bytes]:
     too_large = ApiError(f"the body has more than {max_bytes} bytes", status=413, code="body_too_large")
     length = request.headers.get("content-length", "")
     if length.isdecimal() and (len(length) > 15 or int(length) > max_bytes):
         raise too_large
-    # A chunked body has no length: count.
-    body = bytearray()
+    # A chunked body has no length: count. Its chunks may be of one byte each, and are then joined.
+    parts: list[bytes] = []
+    tail, num_bytes = bytearray(), 0
     async for chunk in request.stream():
-        body += chunk
-        if len(body) > max_bytes:
+        num_bytes += len(chunk)
+        if num_bytes > max_bytes:
             raise too_large
-    return bytes(body)
+        tail += chunk
+        if len(tail) >= PART_BYTES:
+            parts.append(bytes(tail))
+            tail.clear()
+    return [*parts, bytes(tail)]
 
 
 async def run_while_connected(request: Request, work: Coroutine[Any, Any, T]) -> T:

@@ -3,7 +3,7 @@
 import base64
 import dataclasses
 from array import array
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 from mtpjax.serving.api.errors import ApiError
@@ -34,9 +34,9 @@ def out_of_memory(limit: int) -> ApiError:
     return ApiError(message, code="request_too_large")
 
 
-def to_request(kind: str, raw: bytes) -> bytes:
-    """Returns a request to the process: a line with the kind and the size, and the body."""
-    return b"%s %d\n%s" % (kind.encode(), len(raw), raw)
+def to_request(kind: str, parts: Sequence[bytes]) -> list[bytes]:
+    """Returns a request to the process, in parts: a line with the kind and the size, and the body."""
+    return [b"%s %d\n" % (kind.encode(), sum(map(len, parts))), *parts]
 
 
 def to_answer(read: Callable[[], Reading]) -> dict[str, Any]:

@@ -92,12 +92,12 @@ class Readers:
         """Starts the process for small bodies, without waiting for it."""
         self._threads.submit(self._workers[0].warm)
 
-    async def read(self, kind: str, raw: bytes, client: Hashable) -> Reading:
+    async def read(self, kind: str, parts: Sequence[bytes], client: Hashable) -> Reading:
         """Reads a body, when it is the client's turn.
 
         Args:
             kind: of the request.
-            raw: the body.
+            parts: the body. They are not joined here: a copy of a large body would hold up the event loop.
             client: whose request it is. Clients with many or large requests do not hold up the others.
 
         Returns:
@@ -107,12 +107,12 @@ class Readers:
             ApiError: the body is not acceptable, exceeds a limit of time or memory, or too many others wait.
         """
         result: concurrent.futures.Future[Reading] = concurrent.futures.Future()
-        item = (lambda worker: worker.read(kind, raw), result)
-        is_small = len(raw) <= SMALL_BODY_BYTES
+        item, num_bytes = (lambda worker: worker.read(kind, parts), result), sum(map(len, parts))
+        is_small = num_bytes <= SMALL_BODY_BYTES
         with self._lock:
             if self._is_closed:
                 raise shutting_down()
-            if not self._queue.add(client, len(raw), item, is_small=is_small):
+            if not self._queue.add(client, num_bytes, item, is_small=is_small):
                 raise server_busy()
         self._dispatch()
         try:
@@ -164,7 +164,10 @@ class _Thread:
     """Reads in the thread that calls it: the plain twin of `_Process`."""
 
     def __init__(self, reader: Reader):
-        self.read = reader.read
+        self._reader = reader
+
+    def read(self, kind: str, parts: Sequence[bytes]) -> Reading:
+        return self._reader.read(kind, b"".join(parts))
 
     def warm(self) -> None:
         pass
@@ -187,17 +190,17 @@ class _Process:
         with contextlib.suppress(WorkerEnded, OSError):
             self._start()
 
-    def read(self, kind: str, raw: bytes) -> Reading:
+    def read(self, kind: str, parts: Sequence[bytes]) -> Reading:
         """Reads a body, as `Reader.read` does. Raises ApiError also if it exceeds a limit."""
         try:
             try:
-                return self._read(kind, raw)
+                return self._read(kind, parts)
             except WorkerEnded as ended:
                 # Its own limits end it with these signals. Otherwise somebody else stopped or killed it: try again.
                 if self._is_killed or (ended.code is not None and -ended.code in (signal.SIGPROF, *_MEMORY_SIGNALS)):
                     raise
                 _log.warning("a process that reads requests was replaced: %s", ended)
-                return self._read(kind, raw)
+                return self._read(kind, parts)
         except WorkerEnded as ended:
             raise self._explain(ended) from ended
         except OSError as error:
@@ -213,28 +216,28 @@ class _Process:
         self._is_killed = True
         self._process.kill()
 
-    def _read(self, kind: str, raw: bytes) -> Reading:
+    def _read(self, kind: str, parts: Sequence[bytes]) -> Reading:
         if not self._is_started:
             self._start()
-        answer = self._ask(kind, raw)
+        answer = self._ask(kind, parts)
         if answer.get("is_new"):  # the process had ended, and was replaced
             self._start()
-            answer = self._ask(kind, raw)
+            answer = self._ask(kind, parts)
         return from_answer(answer)
 
-    def _ask(self, kind: str, raw: bytes, seconds: float | None = None) -> dict[str, Any]:
+    def _ask(self, kind: str, parts: Sequence[bytes], seconds: float | None = None) -> dict[str, Any]:
         seconds = self._limits.answer_seconds if seconds is None else seconds
         if self._is_killed:
             raise WorkerEnded(None)
         try:
-            return json.loads(self._process.ask(to_request(kind, raw), seconds))
+            return json.loads(self._process.ask(to_request(kind, parts), seconds))
         except WorkerEnded:
             self._is_started = False
             raise
 
     def _start(self) -> None:
         """Sends the reader to a new process."""
-        self._ask("start", pickle.dumps((self._reader, self._limits, self._niceness)), START_SECONDS)
+        self._ask("start", [pickle.dumps((self._reader, self._limits, self._niceness))], START_SECONDS)
         self._is_started = True
 
     def _explain(self, ended: WorkerEnded) -> ApiError:

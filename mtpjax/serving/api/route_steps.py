@@ -33,10 +33,10 @@ async def read_body(server: ApiServer, request: Request, kind: str) -> Reading:
     """
     if server.is_stopping and kind != "abort":
         raise shutting_down()
-    raw = await read_json(request, server.settings)
-    reading = server.readers.read(kind, raw, client_of(request))
+    parts = await read_json(request, server.settings)
+    reading = server.readers.read(kind, parts, client_of(request))
     # Large bodies may wait for long, and need not be read for a client that left.
-    return await (run_while_connected(request, reading) if len(raw) > SMALL_BODY_BYTES else reading)
+    return await (run_while_connected(request, reading) if sum(map(len, parts)) > SMALL_BODY_BYTES else reading)
 
 
 def limits_of(server: ApiServer) -> Limits:
