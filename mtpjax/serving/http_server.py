@@ -8,16 +8,12 @@ import sys
 import threading
 import time
 from collections.abc import Awaitable, Callable, Iterator
-from typing import TextIO
+from typing import Any, TextIO
 
 import uvicorn
 from starlette.types import ASGIApp
 
 from mtpjax.serving.header_limits import limited_protocol
-
-# Idle connections stay open for longer than clients keep them (httpx: 5 s). A client that sends a request just as the
-# server closes the connection would get an error.
-KEEP_ALIVE_SECONDS = 30
 
 
 def listen(host: str, port: int) -> socket.socket:
@@ -69,7 +65,7 @@ def run_app(
         line: printed when the port accepts connections.
         drain: awaited before connections are closed.
         abort: ends what still runs; called at a second Ctrl-C.
-        header_seconds: time in which a client must send the header of a request.
+        header_seconds: time in which a client must send the header of a request, the next one of a connection too.
         has_lifespan: the application takes the events of its start and end.
         should_stop: ends the server as SIGTERM does, when it is set.
         log_level: of the HTTP server's own log.
@@ -104,7 +100,9 @@ def run_app(
         # Without it, uvicorn logs nothing at a second Ctrl-C.
         lifespan="on" if has_lifespan else "off",
         timeout_graceful_shutdown=5,  # after the drain: clients that do not read the rest
-        timeout_keep_alive=KEEP_ALIVE_SECONDS,
+        # A client that sends a request just as the server closes an idle connection gets an error. httpx keeps idle
+        # connections for 5 s, as uvicorn would: keep them for longer.
+        timeout_keep_alive=header_seconds,  # type: ignore[arg-type]
     )
     with _expected_sigterm():
         Server(config).run(sockets=[listener])
@@ -119,7 +117,7 @@ def serve_in_thread(
     Args:
         app: the application.
         port: port to listen on; 0 takes a free one.
-        header_seconds: time in which a client must send the header of a request.
+        header_seconds: time in which a client must send the header of a request, the next one of a connection too.
         log_level: of the HTTP server's own log.
 
     Yields:
@@ -145,7 +143,7 @@ def run_in_thread(
     Args:
         app: the application.
         listener: from `listen`.
-        header_seconds: time in which a client must send the header of a request.
+        header_seconds: time in which a client must send the header of a request, the next one of a connection too.
         last_seconds: time that open connections get at the end, if they need it.
         log_level: of the HTTP server's own log.
     """
@@ -163,8 +161,9 @@ def run_in_thread(
 
     http = limited_protocol(header_seconds)
     # Without a `log_config` of its own, uvicorn closes no handlers of this process.
-    settings = {"ws": "none", "log_config": None, "log_level": log_level, "timeout_graceful_shutdown": 1}
-    server = Server(uvicorn.Config(app, http=http, timeout_keep_alive=KEEP_ALIVE_SECONDS, **settings))
+    settings: dict[str, Any] = {"ws": "none", "log_config": None, "log_level": log_level}
+    settings |= {"timeout_keep_alive": header_seconds, "timeout_graceful_shutdown": 1}
+    server = Server(uvicorn.Config(app, http=http, **settings))
     thread = threading.Thread(target=server.run, args=([listener],))
     thread.start()
     while not server.started and thread.is_alive():
