@@ -120,21 +120,22 @@ def test_a_wrong_path_that_looks_like_a_name_is_first_said_not_to_exist(is_onlin
     monkeypatch.chdir(tmp_path)
     for name in ("quickstart", "other", ".hidden"):
         (tmp_path / "runs" / name).mkdir(parents=True)
+    (tmp_path / "text.txt").write_text("text to train on\n" * 400)
     model, prompt = ["--model-path", "runs/quickstrat"], ["--prompt", "x"]
     output = ["--output-dir", "out"]
     for command in (
         ["generate", *model, *prompt],
         ["serve", *model],
-        ["eval", "acceptance", *model, "--prompts", "x"],
+        ["eval", "acceptance", *model, "--prompts", "text.txt"],
         ["profile", *model],
         ["ablate", *model, "--output", "out"],
         ["inspect", model[1]],
         ["convert", model[1], "out"],
         ["export-mtp", "--input-dir", model[1], *output],
         ["merge-mtp", "--input-dir", model[1], "--mtp-dir", model[1], *output],
-        ["vocabulary", *model, "--data", "x", "--size", "9", "--output", "out"],
-        ["regenerate", *model, "--data", ".", "--output", "out.jsonl"],
-        ["train", f"init_from={model[1]}", "output=out"],
+        ["vocabulary", *model, "--data", "text.txt", "--size", "9", "--output", "out"],
+        ["regenerate", *model, "--data", "text.txt", "--output", "out.jsonl"],
+        ["train", f"init_from={model[1]}", "data=text.txt", "output=out"],
     ):
         error = run_and_read(command)
         said = rf"^mtpjax {command[0]}: runs/quickstrat does not exist; its folder holds quickstart and 1 more\. "

@@ -29,7 +29,8 @@ def run_generate(options) -> int:
     """
     set_threads(options.model_path)
     # Check the flags and read the prompts before the model is loaded, which may take minutes.
-    settings = decode_settings(options)
+    # The flag `--logprobs` is a number, and its pass over the finished texts needs nothing of decoding.
+    settings = decode_settings(options) | {"logprobs": False}
     _check_flags(options, settings)
     prompts = _read_prompts(options)
     with open_mesh(options) as mesh:

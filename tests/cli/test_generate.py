@@ -81,7 +81,7 @@ def test_prompts_of_a_file_end_at_stop_strings_as_plain_decoding_cut_there_does(
     stops = [text_of(plain[0][6:9]), text_of(plain[3][11:13]), "never in a text"]
     flags = [*flags, *(f"--stop={stop}" for stop in stops)]
     code, out, err = run("--prompts", prompts_file, "--batch-size", 2, "--json", "--check", "--num-steps", 3, *flags)
-    assert code == 0 and "identical to plain decoding: yes" in err and f"5 prompts in {prompts_file}" in err
+    assert code == 0 and "identical to plain decoding: yes" in err and f"5 prompts in {prompts_file}" in err, err
     found = [json.loads(line) for line in out.splitlines()]
     assert [each["prompt"] for each in found] == PROMPTS and [each["id"] for each in found] == list("12345")
     for each in found:
