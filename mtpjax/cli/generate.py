@@ -219,9 +219,8 @@ class _Output:
 
     def _format_scores(self, tokens: list[int], scores) -> list[str]:
         """Formats a line per token: its log-probability, its text, and the most likely tokens in its place."""
-        lines = [
-            "  logprob  token" + (f"            {self._options.logprobs} most likely" if scores.top_ids[0] else "")
-        ]
+        num_top = self._options.logprobs
+        lines = ["  logprob  token" + (f"            {num_top} most likely" if num_top else "")]
         for token, logprob, top_ids, top in zip(tokens, *scores, strict=True):
             best = "  ".join(f"{self._text_of(each)!r} {value:.3f}" for each, value in zip(top_ids, top, strict=True))
             lines.append(f"{logprob:9.3f}  {self._text_of(token)!r:<15}  {best}".rstrip())

@@ -171,7 +171,7 @@ def test_a_file_of_json_lines_gives_its_prompts_and_ids(run, tmp_path):
         ([], "give --prompt TEXT, --prompt - or --prompts FILE"),
         (["--prompt", "x", "--prompts", "FILE"], "--prompt and --prompts are both given"),
         (["--prompts", "missing.txt"], "missing.txt"),
-        (["--prompts", "FOLDER"], "is not a regular file"),
+        (["--prompts", "FOLDER"], "is a folder, not a file"),
         (["--prompts", "EMPTY"], "contains no prompt, only white space"),
         (["--prompts", "BINARY"], "line 2 is not UTF-8 text"),
         (["--prompts", "-"], "--prompt - reads one prompt from standard input"),
