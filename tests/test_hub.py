@@ -152,7 +152,8 @@ def test_a_wrong_path_of_a_drafter_is_first_said_not_to_exist(hub, checkpoint):
 def run_and_read(command):
     with contextlib.redirect_stderr(io.StringIO()) as error:
         assert run(command) == 3
-    return error.getvalue()
+    # The hub of the test runs in this process, and reports connections that the client closes.
+    return "".join(line for line in error.getvalue().splitlines(keepends=True) if line.startswith("mtpjax"))
 
 
 def test_the_tokenizer_alone_leaves_the_weights(repository, hub):

@@ -123,7 +123,7 @@ def test_generate_says_where_a_text_leaves_plain_decoding(
         for completions, result in complete(params, prompts, config=config, **keywords):
             # Passes as wide as those of the drafts give the same tokens, where the second comparison finds them equal.
             if config.num_steps or (as_wide and config.min_rows):
-                yield completions, result
+                yield CompletedBatch(completions, result)
                 continue
             tokens = [[*each.tokens[:3], *((token + 1) % 61 for token in each.tokens[3:])] for each in completions]
             changed = map(lambda each, own: dataclasses.replace(each, tokens=own), completions, tokens)
@@ -311,7 +311,7 @@ def test_conversion_commands_answer_and_refuse(command, tmp_path, capsys):
     }[command]
     assert exit_code([command, *arguments]) == 3
     captured = capsys.readouterr()
-    assert captured.err == f"mtpjax {command}: {missing} is not a directory\n"
+    assert captured.err == f"mtpjax {command}: {missing} does not exist; its folder is empty\n"
     assert list(tmp_path.iterdir()) == []
 
 
