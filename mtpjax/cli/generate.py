@@ -215,7 +215,7 @@ class _Output:
         return json.dumps(values, ensure_ascii=False)
 
     def _entry(self, token: int, logprob: float) -> dict[str, Any]:
-        return {"token": self._text_of(token), "id": token, "logprob": max(logprob, MIN_LOGPROB)}
+        return {"token": self._text_of(token), "id": token, "logprob": round(max(logprob, MIN_LOGPROB), 6)}
 
     def _format_scores(self, tokens: list[int], scores) -> list[str]:
         """Formats a line per token: its log-probability, its text, and the most likely tokens in its place."""
@@ -259,7 +259,11 @@ def _print_stats(results: list, texts: list[list[int]], config) -> None:
     parts = {name: np.concatenate([getattr(result.stats, name) for result in results]) for name in names}
     stats = DecodeStats(**parts)
     rates = " ".join(f"{rate:.2f}" for rate in stats.survival_rates)
-    line = f"{sum(map(len, texts))} tokens in {stats.steps.sum()} rounds, accept length {stats.accept_length:.2f}"
+    num_tokens = sum(map(len, texts))
+    # Rounds go on until the next search for stop strings, and until the other texts of the batch have ended.
+    num_behind = int(stats.emitted.sum()) - num_tokens
+    behind = f" and {num_behind} behind stop strings" if num_behind else ""
+    line = f"{num_tokens} tokens{behind} in {stats.steps.sum()} rounds, accept length {stats.accept_length:.2f}"
     # Without drafts there are no rates to show.
     if rates:
         line += f", accepted per level {rates}"

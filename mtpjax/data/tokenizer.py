@@ -84,6 +84,8 @@ class Tokenizer(Protocol):
 
 
 def _encode_utf8(text: str) -> bytes:
+    if not isinstance(text, str):
+        raise ValueError(f"text must be a string, got {type(text).__name__}: encode several texts one by one")
     try:
         return text.encode("utf-8")
     except UnicodeEncodeError as error:
@@ -106,10 +108,11 @@ class ByteTokenizer:
         Raises:
             ValueError: the text contains NUL or lone surrogates.
         """
+        encoded = _encode_utf8(text)
         position = text.find("\0")
         if position >= 0:
             raise ValueError(f"text holds NUL at character {position}: byte 0 is the end token")
-        return list(_encode_utf8(text))
+        return list(encoded)
 
     def decode(self, ids: Iterable[int]) -> str:
         """Decodes ids, ints or a 1-D integer array; skips end tokens, and replaces bytes that are not UTF-8 by U+FFFD.

@@ -4,6 +4,7 @@ import dataclasses
 import io
 import json
 import math
+import re
 import sys
 
 import jax
@@ -107,7 +108,10 @@ def test_decoding_ends_soon_after_the_stop_string(run, plain):
     stop = text_of(plain[0][4:7])
     _, out, err = run("--prompt", PROMPTS[0], "--stop", stop, "--num-steps", 0)
     assert out == PROMPTS[0] + cut(plain[0], [stop])[0] + "\n"
-    rounds = int(err.split(" tokens in ")[1].split(" rounds")[0])
+    tokens, behind, rounds = map(
+        int, re.match(r"(\d+) tokens and (\d+) behind stop strings in (\d+) rounds", err).groups()
+    )
+    assert tokens == len(cut(plain[0], [stop])[1]) and tokens + behind == 1 + rounds
     assert rounds <= 16 < NEW_TOKENS
 
 

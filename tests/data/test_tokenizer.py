@@ -36,7 +36,14 @@ def test_the_end_token_is_skipped_and_broken_bytes_are_replaced():
     assert TOKENIZER.decode(ids[:-2]) == "a\ufffd"
 
 
-@pytest.mark.parametrize("text, problem", [("ab\0c", "NUL at character 2"), ("a\ud800", "surrogate at character 1")])
+@pytest.mark.parametrize(
+    "text, problem",
+    [
+        ("ab\0c", "NUL at character 2"),
+        ("a\ud800", "surrogate at character 1"),
+        (["a", "b"], "text must be a string, got list: encode several texts one by one"),
+    ],
+)
 def test_text_without_an_encoding_is_refused(text, problem):
     with pytest.raises(ValueError, match=problem):
         TOKENIZER.encode(text)
