@@ -86,6 +86,15 @@ class GGUFFiles(CheckpointFiles):
         entries = [TensorEntry(tensor.name, tensor.dtype, tensor.shape) for tensor in self.tensors.values()]
         self.headers = {WEIGHTS_FILE: make_shard(WEIGHTS_FILE, entries, {"format": "pt"}).header}
 
+    def stored_types(self) -> dict[str, dict[str, int]]:
+        """Counts tensors and bytes of the file by llama.cpp's type, such as "Q4_1"; the type with most bytes first."""
+        kinds: dict[str, dict[str, int]] = {}
+        for tensor in self._header.tensors.values():
+            kind = kinds.setdefault(self._quants.GGMLQuantizationType(tensor.kind).name, {"tensors": 0, "bytes": 0})
+            kind["tensors"] += 1
+            kind["bytes"] += tensor.end - tensor.begin
+        return dict(sorted(kinds.items(), key=lambda item: -item[1]["bytes"]))
+
     def json(self, name: str) -> Any:
         """Returns the content that a JSON file of a directory would have.
 

@@ -7,6 +7,7 @@ from mtpjax.version import __version__
 
 # Type checkers and editors follow these imports; at run time `__getattr__` imports the names.
 if TYPE_CHECKING:
+    from mtpjax.data.tokenizer import load_tokenizer
     from mtpjax.decoding.config import DecodeConfig, SamplingParams
     from mtpjax.decoding.drafters.load import load_drafter, save_drafter
     from mtpjax.decoding.generate import generate, speculative_generate
@@ -43,6 +44,7 @@ __all__ = [
     "insert",
     "load",
     "load_drafter",
+    "load_tokenizer",
     "presets",
     "run",
     "save",
@@ -55,6 +57,7 @@ __all__ = [
 # The module that defines each public name. `__getattr__` imports it on first use, since importing JAX takes seconds
 # and `mtpjax --help` must answer at once.
 _HOMES = {
+    "data.tokenizer": ("load_tokenizer",),
     "decoding.config": ("DecodeConfig", "SamplingParams"),
     "decoding.drafters.load": ("load_drafter", "save_drafter"),
     "decoding.generate": ("generate", "speculative_generate"),

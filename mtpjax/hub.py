@@ -8,6 +8,7 @@ A path that exists is always that path. The package `huggingface_hub` downloads 
 variables (HF_HOME, HF_TOKEN, HF_ENDPOINT, HF_HUB_OFFLINE) hold as usual.
 """
 
+import difflib
 import functools
 import glob
 import os
@@ -49,21 +50,37 @@ def resolve(name, *, weights: bool = True) -> pathlib.Path:
         weights: download the weights too; False: only the tokenizer's files.
 
     Returns:
-        The path itself if it exists or does not name a repository, else the snapshot's folder or the file in it.
+        The path itself if it exists, else the snapshot's folder or the file in it.
 
     Raises:
-        CheckpointError: the package is missing, the repository, revision or file does not exist, access is refused, or
-            the Hub cannot be reached and the cache lacks the files.
+        CheckpointError: nothing exists at the path, and it does not name a repository, or the package is missing, the
+            repository, revision or file does not exist, access is refused, or the Hub cannot be reached and the cache
+            lacks the files.
     """
     text = os.fspath(name)
-    match = _NAME.fullmatch(text)
     # `lexists`: a broken link is a local problem, not a name.
-    if match is None or ".." in text or os.path.lexists(text):
+    if os.path.lexists(text):
         return pathlib.Path(text)
-    repository, file, revision = match["repository"], match["file"], match["revision"]
-    if pathlib.PurePath(repository).suffix.lower() in _FILE_SUFFIXES:
-        return pathlib.Path(text)
-    return _download(repository, revision, (file or "").removeprefix("/"), weights)
+    match = None if ".." in text else _NAME.fullmatch(text)
+    if match is None or pathlib.PurePath(match["repository"]).suffix.lower() in _FILE_SUFFIXES:
+        raise CheckpointError(_describe_missing(text))
+    return _download(match["repository"], match["revision"], (match["file"] or "").removeprefix("/"), weights)
+
+
+def _describe_missing(text: str) -> str:
+    """Says that nothing exists at a path, and what its folder holds instead."""
+    folder, path = pathlib.Path(text).parent, printable(repr(text) if not text.strip() else text, 300)
+    try:
+        names = sorted(file.name for file in folder.iterdir() if not file.name.startswith("."))
+    except OSError:
+        return f"{path} does not exist"
+    if folder == pathlib.Path("."):
+        return f"{path} does not exist here, and it is not the name of a repository of the Hugging Face Hub (org/name)"
+    near = difflib.get_close_matches(pathlib.Path(text).name, names, n=4, cutoff=0.4) or names[:4]
+    if not names:
+        return f"{path} does not exist; its folder is empty"
+    others = f" and {len(names) - len(near)} more" if len(names) > len(near) else ""
+    return f"{path} does not exist; its folder holds {printable(', '.join(near), 300)}{others}"
 
 
 @functools.cache  # one command asks several times, and must get one snapshot
@@ -136,8 +153,8 @@ def _fetch(repository: str, revision: str | None, patterns: tuple[str, ...], nam
         import huggingface_hub
     except ImportError as error:
         raise CheckpointError(
-            f"{name} does not exist; a repository of the Hugging Face Hub needs the package huggingface_hub: "
-            "pip install 'mtpjax[hub]'"
+            f"{_describe_missing(name)}. If it is a repository of the Hugging Face Hub, install the package that "
+            "downloads it: pip install 'mtpjax[hub]'"
         ) from error
     try:
         return pathlib.Path(
@@ -159,16 +176,17 @@ def _explain(error: Exception, repository: str, revision: str | None, name: str)
         return f"the repository {repository} has no revision {revision!r}"
     if isinstance(error, errors.RepositoryNotFoundError):
         return (
-            f"{name} does not exist as a path, and {constants.ENDPOINT} has no such repository, or it is private: then"
-            " set HF_TOKEN to your token"
+            f"{_describe_missing(name)}. {constants.ENDPOINT} has no such repository either, or it is private: then "
+            "set HF_TOKEN to your token"
         )
     if isinstance(error, errors.LocalEntryNotFoundError):
         cause = "HF_HUB_OFFLINE is set"
         if not constants.HF_HUB_OFFLINE:
             cause = f"{constants.ENDPOINT} cannot be reached ({type(error.__cause__ or error).__name__})"
         return (
-            f"{name} does not exist as a path, {cause}, and the cache {constants.HF_HUB_CACHE} does not hold all of the"
-            " repository's files"
+            f"{_describe_missing(name)}. As a repository of the Hugging Face Hub it cannot be read: {cause}, and the "
+            f"cache {constants.HF_HUB_CACHE} does not hold all of its files"
         )
     first_line = str(error).strip().partition("\n")[0]
-    return f"{name} cannot be downloaded: {type(error).__name__}: {printable(first_line, 300)}"
+    problem = f"{type(error).__name__}: {printable(first_line, 300)}"
+    return f"{_describe_missing(name)}. As a repository of the Hugging Face Hub it cannot be downloaded: {problem}"

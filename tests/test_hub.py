@@ -1,9 +1,11 @@
 """Names of repositories in the place of paths, against a local endpoint."""
 
+import contextlib
 import importlib
+import io
 import json
 import os
-import pathlib
+import re
 import shutil
 import subprocess
 import sys
@@ -106,8 +108,52 @@ def test_an_existing_path_wins(repository, hub, tmp_path, monkeypatch):
     "path", ["./org/small", "/org/small", "org", "org/small/extra", "../org/small", "org/model.gguf", "org/a..b/c"]
 )
 def test_other_paths_are_never_looked_up(path, hub):
-    assert find_checkpoint(path) == pathlib.Path(path)
+    with pytest.raises(CheckpointError, match=f"^{re.escape(path)} does not exist"):
+        find_checkpoint(path)
     assert not hub.num_requests
+
+
+@pytest.mark.parametrize("is_online", [True, False])
+def test_a_wrong_path_that_looks_like_a_name_is_first_said_not_to_exist(is_online, hub, tmp_path, monkeypatch):
+    """Everywhere where a model or a drafter is given, and with the names that its folder holds."""
+    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", not is_online)
+    monkeypatch.chdir(tmp_path)
+    for name in ("quickstart", "other", ".hidden"):
+        (tmp_path / "runs" / name).mkdir(parents=True)
+    (tmp_path / "text.txt").write_text("text to train on\n" * 400)
+    model, prompt = ["--model-path", "runs/quickstrat"], ["--prompt", "x"]
+    output = ["--output-dir", "out"]
+    for command in (
+        ["generate", *model, *prompt],
+        ["serve", *model],
+        ["eval", "acceptance", *model, "--prompts", "text.txt"],
+        ["profile", *model],
+        ["ablate", *model, "--output", "out"],
+        ["inspect", model[1]],
+        ["convert", model[1], "out"],
+        ["export-mtp", "--input-dir", model[1], *output],
+        ["merge-mtp", "--input-dir", model[1], "--mtp-dir", model[1], *output],
+        ["vocabulary", *model, "--data", "text.txt", "--size", "9", "--output", "out"],
+        ["regenerate", *model, "--data", "text.txt", "--output", "out.jsonl"],
+        ["train", f"init_from={model[1]}", "data=text.txt", "output=out"],
+    ):
+        error = run_and_read(command)
+        said = rf"^mtpjax {command[0]}: runs/quickstrat does not exist; its folder holds quickstart and 1 more\. "
+        assert re.search(said, error) and error.count("\n") == 1, (command, error)
+
+
+def test_a_wrong_path_of_a_drafter_is_first_said_not_to_exist(hub, checkpoint):
+    error = run_and_read(
+        ["generate", "--model", str(checkpoint), "--prompt", "x", "--speculative-draft-model-path", "runs/nope"]
+    )
+    assert error.startswith("mtpjax generate: runs/nope does not exist. http") and error.count("\n") == 1
+
+
+def run_and_read(command):
+    with contextlib.redirect_stderr(io.StringIO()) as error:
+        assert run(command) == 3
+    # The hub of the test runs in this process, and reports connections that the client closes.
+    return "".join(line for line in error.getvalue().splitlines(keepends=True) if line.startswith("mtpjax"))
 
 
 def test_the_tokenizer_alone_leaves_the_weights(repository, hub):
@@ -176,7 +222,7 @@ def test_a_gguf_file_of_a_repository(hub, tmp_path):
 
 def test_what_is_missing_is_one_plain_line(repository, hub, monkeypatch):
     for name, message in [
-        ("org/absent", "org/absent does not exist as a path, and .* no such repository, or it is private"),
+        ("org/absent", "^org/absent does not exist\\. .* has no such repository either, or it is private"),
         ("org/small@v9", "org/small has no revision 'v9'"),
     ]:
         with pytest.raises(CheckpointError, match=message) as error:
@@ -249,5 +295,5 @@ def test_the_environment_variables_of_the_package_hold(repository, hub, tmp_path
 def test_without_the_package_the_error_names_the_extra(monkeypatch):
     names._download.cache_clear()
     monkeypatch.setitem(sys.modules, "huggingface_hub", None)
-    with pytest.raises(CheckpointError, match=r"org/absent does not exist; .* pip install 'mtpjax\[hub\]'"):
+    with pytest.raises(CheckpointError, match=r"^org/absent does not exist\. .* pip install 'mtpjax\[hub\]'"):
         mtpjax.load("org/absent")

@@ -194,6 +194,12 @@ def choose_num_steps(flag_value: int | None, drafter: str, num_mtp_modules: int)
     return DEFAULT_MTP_STEPS if num_mtp_modules else 0
 
 
+def with_num_steps(settings: dict[str, Any], config) -> dict[str, Any]:
+    """Returns arguments of `DecodeConfig` with the draft levels that `choose_num_steps` chooses for this model."""
+    steps = choose_num_steps(settings["num_steps"], settings["drafter"], config.num_mtp_modules)
+    return settings | {"num_steps": steps}
+
+
 def sampling_params(options, num_prompts: int) -> SamplingParams:
     """Makes the sampling parameters of a batch.
 

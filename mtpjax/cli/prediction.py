@@ -1,10 +1,12 @@
 """`mtpjax profile --predict`."""
 
+import difflib
 import json
 import pathlib
 
 from mtpjax.atomic import check_output_file
 from mtpjax.cli.common import model_type
+from mtpjax.errors import UsageError
 
 MAX_CONFIG_BYTES = 16 * 2**20  # of a config.json
 
@@ -82,6 +84,10 @@ def read_model(path: str, family: str | None):
 
     Returns:
         The config, and the shapes of the parameters as they are stored; None for a preset, which has no files.
+
+    Raises:
+        UsageError: the name is neither that of a preset nor a path.
+        CheckpointError: the checkpoint is missing, damaged or not supported.
     """
     from conversion.hf_config import parse_config
     from mtpjax.evaluation.compiled_call import stored_shapes
@@ -93,6 +99,9 @@ def read_model(path: str, family: str | None):
     folder = pathlib.Path(path)
     if path in presets and not folder.exists():
         return presets[path], None
+    if "/" not in path and not folder.exists():
+        near = ", ".join(difflib.get_close_matches(path, presets, n=3) or presets)
+        raise UsageError(f"{path} does not exist here, and it is not a preset; presets are {near}")
     has_config_alone = (folder / "config.json").is_file() and not any(folder.glob("*.safetensors"))
     if has_config_alone and not is_checkpoint(folder):
         parsed = parse_config(read_json_file(folder / "config.json", max_bytes=MAX_CONFIG_BYTES), family)

@@ -4,6 +4,7 @@ import dataclasses
 import math
 from typing import Literal
 
+from mtpjax.field_types import check_scalar_fields
 from mtpjax.models.config import require, require_choice
 
 
@@ -36,6 +37,7 @@ class Source:
     most_skipped: int = 100
 
     def __post_init__(self):
+        check_scalar_fields(self)
         require_choice("kind", self.kind, ("auto", "text", "jsonl", "chat", "formatted"))
         require(self.path is not None or self.kind in ("auto", "text"), f"a source of kind '{self.kind}' needs a path")
         require(0 < self.weight < math.inf, f"weight must be positive, not {self.weight}")

@@ -15,7 +15,13 @@ from mtpjax.data.end_tokens import find_end_tokens
 from mtpjax.data.incremental_decoder import IncrementalDecoder, TokenizerDecoder
 from mtpjax.data.tokenizer_checks import check_expansion, rust_errors
 from mtpjax.errors import ConversationError, TokenizerError
-from mtpjax.io.huggingface_files import MAX_TOKENIZER_BYTES, has_tokenizer, huggingface_folder, read_small_file
+from mtpjax.io.huggingface_files import (
+    MAX_TOKENIZER_BYTES,
+    has_tokenizer,
+    huggingface_folder,
+    read_small_file,
+    read_vocab_size,
+)
 from mtpjax.safe_open import parse_json
 
 OTHER_FORMATS = ("tokenizer.model", "vocab.json", "vocab.txt")  # SentencePiece's, and those of older classes
@@ -78,6 +84,8 @@ class Tokenizer(Protocol):
 
 
 def _encode_utf8(text: str) -> bytes:
+    if not isinstance(text, str):
+        raise ValueError(f"text must be a string, got {type(text).__name__}: encode several texts one by one")
     try:
         return text.encode("utf-8")
     except UnicodeEncodeError as error:
@@ -100,10 +108,11 @@ class ByteTokenizer:
         Raises:
             ValueError: the text contains NUL or lone surrogates.
         """
+        encoded = _encode_utf8(text)
         position = text.find("\0")
         if position >= 0:
             raise ValueError(f"text holds NUL at character {position}: byte 0 is the end token")
-        return list(_encode_utf8(text))
+        return list(encoded)
 
     def decode(self, ids: Iterable[int]) -> str:
         """Decodes ids, ints or a 1-D integer array; skips end tokens, and replaces bytes that are not UTF-8 by U+FFFD.
@@ -352,22 +361,44 @@ class HuggingFaceTokenizer:
         return {name: _token_text(settings[name]) for name in SPECIAL_NAMES if settings.get(name) is not None}
 
 
-def load_tokenizer(path, vocab_size: int, *, chat_template: str | None = None) -> Tokenizer:
+def load_tokenizer(path, vocab_size: int | None = None, *, chat_template: str | None = None) -> Tokenizer:
     """Loads the tokenizer of a checkpoint.
 
     Args:
-        path: a Hugging Face directory, a GGUF file, or a checkpoint, whose Hugging Face directory is used if it came
-            from one.
-        vocab_size: V of the model.
+        path: whatever `mtpjax.load` takes: a checkpoint, a run folder that holds one, a Hugging Face directory, a GGUF
+            file, or `org/name` of the Hugging Face Hub. Of a checkpoint that came from a Hugging Face directory, the
+            tokenizer of that directory.
+        vocab_size: V of the model; None: that of the checkpoint's `config.json`.
         chat_template: a chat template in place of the checkpoint's.
 
     Returns:
-        A `HuggingFaceTokenizer` if there is a `tokenizer.json` or a `tiktoken.model`, else a `ByteTokenizer`.
+        A tokenizer with `encode(text)`, `decode(ids)`, `apply_chat_template(messages)` and `eos_token_ids`: a
+        `HuggingFaceTokenizer` if there is a `tokenizer.json` or a `tiktoken.model`, else a `ByteTokenizer`.
 
     Raises:
+        CheckpointError: the path does not exist.
         TokenizerError: there is neither, and the vocabulary is not the 256 bytes, or there is a chat template, which
             bytes have no use for.
+
+    Example:
+        >>> import tempfile
+        >>> import jax, mtpjax
+        >>> model = mtpjax.MTPModel(mtpjax.presets["tiny"])  # a model of bytes
+        >>> folder = tempfile.mkdtemp() + "/checkpoint"
+        >>> mtpjax.save(folder, model, mtpjax.init_params(model, jax.random.key(0)))
+        >>> tokenizer = mtpjax.load_tokenizer(folder)
+        >>> tokenizer.encode("def ")
+        [100, 101, 102, 32]
+        >>> tokenizer.decode([100, 101, 102, 32])
+        'def '
     """
+    if vocab_size is not None and type(vocab_size) is not int:
+        raise ValueError(
+            f"vocab_size must be an integer, such as model.config.vocab_size, got {type(vocab_size).__name__}"
+        )
+    vocab_size = read_vocab_size(path) if vocab_size is None else vocab_size
+    if vocab_size is None:
+        raise TokenizerError(f"{path} has no config.json with a vocab_size: give that of the model as vocab_size")
     folder = huggingface_folder(path)
     if has_tokenizer(folder):
         return HuggingFaceTokenizer(folder, vocab_size, chat_template=chat_template)

@@ -7,6 +7,7 @@ import operator
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any, Literal
 
+from mtpjax.decoding.sampling_ranges import check_sampling
 from mtpjax.models.config import IMPLEMENTATIONS, Implementation, require, require_choice
 
 MAX_STEPS = 127  # draft levels are reported as int8
@@ -213,6 +214,11 @@ class DecodeConfig:
         # 3. Choices by name. Drafters and rules may also be the user's own objects.
         if isinstance(self.drafter, str):
             require(self.drafter in DRAFTERS, f"unknown drafter '{self.drafter}'; supported: {', '.join(DRAFTERS)}")
+        else:
+            is_drafter = hasattr(self.drafter, "propose") and not isinstance(self.drafter, type)
+            require(
+                is_drafter, f"drafter must be {' or '.join(map(repr, DRAFTERS))}, or a Drafter, got {self.drafter!r}"
+            )
         if not callable(self.acceptance):
             rules = ("auto", *EXACT_RULES, *LOSSY_RULES)
             require(
@@ -228,6 +234,9 @@ class DecodeConfig:
         require_choice("kv_cache_dtype", self.kv_cache_dtype, tuple(KV_CACHE_DTYPES))
         for name in ("threshold_single", "threshold_acc"):
             require(0 <= getattr(self, name) <= 1, f"{name} must be within 0..1, got {getattr(self, name)}")
+        for name in ("typical_epsilon", "typical_delta", "relaxed_delta"):
+            value = getattr(self, name)
+            require(0 <= value < math.inf, f"{name} must be finite and at least 0, got {value}")
         require(self.relaxed_topk >= 1, f"relaxed_topk must be at least 1, got {self.relaxed_topk}")
         require(all(self.stop_sequences), "stop_sequences contains an empty sequence")
         # 4. Combinations of values.
@@ -346,6 +355,10 @@ class SamplingParams:
         banned_tokens: ids to ban; same form as allowed_tokens.
         seed: seed of the row's random numbers, 0..2^64-1; None derives it from the call's key.
 
+    Raises:
+        ValueError: a value has the wrong type or is out of range. A call also compares token ids with the vocabulary,
+            and lengths with the number of rows.
+
     Example:
         >>> from mtpjax import SamplingParams
         >>> SamplingParams(temperature=[0.0, 0.8], top_p=0.95, seed=[1, 2]).top_p
@@ -369,10 +382,7 @@ class SamplingParams:
         # An iterator can be read once only, and these fields are read several times. Keep its elements instead.
         for field in dataclasses.fields(self):
             object.__setattr__(self, field.name, _materialise(getattr(self, field.name)))
-        for name in ("allowed_tokens", "banned_tokens"):
-            value = getattr(self, name)
-            if value is not None:
-                _elements(name, value)
+        check_sampling(vars(self))
 
 
 def _materialise(value: Any) -> Any:

@@ -51,7 +51,7 @@ def generate(
     prompts: Any,
     *,
     model: MTPModel,
-    config: DecodeConfig,
+    config: DecodeConfig | None = None,
     sampling: SamplingParams | None = None,
     key: jax.Array | None = None,
     lengths: Any = None,
@@ -63,7 +63,7 @@ def generate(
         params: parameters of `model` with unrolled layers.
         prompts: token lists, or an array `[B, T]`.
         model: the model.
-        config: settings; those of drafting and acceptance are ignored.
+        config: settings; those of drafting and acceptance are ignored. None: `DecodeConfig()`.
         sampling: sampling parameters per row; None picks the arg-max.
         key: seeds for rows without one.
         lengths: `[B]` prompt lengths of a right-padded array.
@@ -84,13 +84,25 @@ def generate(
         >>> generate(params, [[1, 2, 3]], model=model, config=DecodeConfig(max_new_tokens=5)).tokens.shape
         (1, 5)
     """
+    config = DecodeConfig() if config is None else config
     make_drafter(config)  # checks its type
-    # Depth 0 of the same loop: every round verifies only the pending token and appends one token from the trunk.
-    plain = dataclasses.replace(
-        config, num_steps=0, topk=1, num_draft_tokens=None, acceptance="auto", depth_policy="fixed"
-    )
+    plain = without_drafts(config)
     return speculative_generate(
         params, prompts, model=model, config=plain, sampling=sampling, key=key, lengths=lengths, mesh=mesh
+    )
+
+
+def without_drafts(config: DecodeConfig) -> DecodeConfig:
+    """Returns the settings of plain decoding.
+
+    Args:
+        config: settings with drafts.
+
+    Returns:
+        Depth 0 of the same loop: every round verifies only the pending token and appends one token from the trunk.
+    """
+    return dataclasses.replace(
+        config, num_steps=0, topk=1, num_draft_tokens=None, acceptance="auto", depth_policy="fixed"
     )
 
 
@@ -100,7 +112,7 @@ def speculative_generate(
     prompts: Any,
     *,
     model: MTPModel,
-    config: DecodeConfig,
+    config: DecodeConfig | None = None,
     sampling: SamplingParams | None = None,
     key: jax.Array | None = None,
     lengths: Any = None,
@@ -119,7 +131,7 @@ def speculative_generate(
         params: parameters of `model` with unrolled layers.
         prompts: token lists, or an array `[B, T]`.
         model: the model.
-        config: settings.
+        config: settings; None: `DecodeConfig()`.
         sampling: sampling parameters per row; None picks the arg-max.
         key: a `jax.random` key that seeds rows without a seed. A row's random numbers depend on its seed alone, or on
             the key and the row's number.
@@ -150,6 +162,7 @@ def speculative_generate(
     # 1. Check the request on the host, because the compiled call would silently clamp values that are out of range.
     check_argument_types(params, prompts, sampling, key, model=model)
     params = params_to_device(params)
+    config = DecodeConfig() if config is None else config
     sampling = sampling or SamplingParams()
     drafter = make_drafter(config)
     model = with_implementation(model, config)

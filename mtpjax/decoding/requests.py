@@ -117,6 +117,11 @@ def prompts_to_arrays(prompts: Any, lengths: Any = None) -> list[np.ndarray]:
     Raises:
         ValueError: for shapes that do not fit, or text instead of token ids.
     """
+    texts = [prompts] if isinstance(prompts, str) else prompts if isinstance(prompts, (list, tuple)) else []
+    if any(isinstance(row, str) for row in texts):
+        raise ValueError(
+            "prompts must be token ids, not text: encode each text with mtpjax.load_tokenizer(path).encode(text)"
+        )
     # An array may be padded; its lengths say how much of each row is prompt.
     if isinstance(prompts, (np.ndarray, jax.Array)):
         prompts = np.asarray(prompts)
@@ -136,8 +141,8 @@ def prompts_to_arrays(prompts: Any, lengths: Any = None) -> list[np.ndarray]:
         raise ValueError(f"prompts must be [B, T] or a list of token lists, got {type(prompts).__name__}")
     if lengths is not None:
         raise ValueError("lengths must come with an array of prompts, not with a list")
-    if any(not np.iterable(row) or isinstance(row, str) for row in prompts):
-        raise ValueError("prompts must be [B, T] or a list of token lists; encode text first")
+    if any(not np.iterable(row) for row in prompts):
+        raise ValueError("prompts must be [B, T] or a list of token lists; a single prompt is a list of one token list")
     try:
         return [np.asarray(row) for row in prompts]
     except ValueError as error:  # numpy's message of a ragged list names no prompt

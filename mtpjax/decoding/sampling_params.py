@@ -1,9 +1,7 @@
 """Sampling parameters on the host: checks `SamplingParams` and converts them to arrays for a batch."""
 
-import dataclasses
-import math
 from collections.abc import Callable, Mapping
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import numpy as np
@@ -11,39 +9,33 @@ import numpy as np
 from mtpjax.decoding.config import SamplingParams
 from mtpjax.decoding.rng import seeds_from_key
 from mtpjax.decoding.sampling import SamplingArrays, SamplingFeatures
+from mtpjax.decoding.sampling_ranges import check_numbers, check_seed
 from mtpjax.models.config import ModelConfig
 
 
-@dataclasses.dataclass(frozen=True)
-class SamplingOption:
-    """The range and the neutral value of a numeric sampling option.
+class SamplingOption(NamedTuple):
+    """How a numeric sampling option is passed to the compiled call.
 
     Attributes:
         feature: its name in `SamplingArrays` and `SamplingFeatures`.
         dtype: dtype of its array.
         neutral: the value that turns the option off.
-        min_value: smallest allowed value.
-        max_value: largest allowed value.
-        is_positive: True if 0 is not allowed.
     """
 
     feature: str
     dtype: Any
     neutral: float
-    min_value: float
-    max_value: float
-    is_positive: bool = False
 
 
 # Numeric options by their names in `SamplingParams`.
 OPTIONS = {
-    "top_k": SamplingOption("top_k", np.int32, 0, 0, np.inf),
-    "top_p": SamplingOption("top_p", np.float32, 1, 0, 1, is_positive=True),
-    "min_p": SamplingOption("min_p", np.float32, 0, 0, 1),
-    "repetition_penalty": SamplingOption("repetition", np.float32, 1, 0, np.inf, is_positive=True),
-    "frequency_penalty": SamplingOption("frequency", np.float32, 0, -np.inf, np.inf),
-    "presence_penalty": SamplingOption("presence", np.float32, 0, -np.inf, np.inf),
-    "min_new_tokens": SamplingOption("min_new", np.int32, 0, 0, np.inf),
+    "top_k": SamplingOption("top_k", np.int32, 0),
+    "top_p": SamplingOption("top_p", np.float32, 1),
+    "min_p": SamplingOption("min_p", np.float32, 0),
+    "repetition_penalty": SamplingOption("repetition", np.float32, 1),
+    "frequency_penalty": SamplingOption("frequency", np.float32, 0),
+    "presence_penalty": SamplingOption("presence", np.float32, 0),
+    "min_new_tokens": SamplingOption("min_new", np.int32, 0),
 }
 
 
@@ -60,7 +52,7 @@ def temperatures(sampling: SamplingParams, batch: int) -> np.ndarray:
     Raises:
         ValueError: for a temperature that is negative or not finite, or a sequence whose length is not B.
     """
-    return _per_row_numbers(sampling, "temperature", batch, np.float32, 0, np.inf)
+    return _per_row_numbers(sampling, "temperature", batch, np.float32)
 
 
 def make_sampling_arrays(
@@ -94,9 +86,7 @@ def make_sampling_arrays(
     arrays: dict[str, Any] = {}  # host arrays, which jit transfers
     used: dict[str, bool] = {}
     for name, option in OPTIONS.items():
-        values = _per_row_numbers(sampling, name, batch, option.dtype, option.min_value, option.max_value)
-        if option.is_positive and (values == 0).any():
-            raise ValueError(f"{name} must be above 0, got {getattr(sampling, name)}")
+        values = _per_row_numbers(sampling, name, batch, option.dtype)
         arrays[option.feature], used[option.feature] = values, bool((values != option.neutral).any())
     # Users write top_k 0 for "all tokens"; on the device V means the same and needs no special case.
     arrays["top_k"] = np.where(arrays["top_k"] == 0, V, arrays["top_k"]).astype(np.int32)
@@ -120,23 +110,16 @@ def make_sampling_arrays(
     return SamplingArrays(features=features, **arrays)
 
 
-def _per_row_numbers(
-    sampling: SamplingParams, name: str, batch: int, dtype, min_value: float, max_value: float
-) -> np.ndarray:
+def _per_row_numbers(sampling: SamplingParams, name: str, batch: int, dtype) -> np.ndarray:
     """Returns one value per row, `[B]`; raises `ValueError` for values out of range."""
-    # Check in float64, so that large integers and values near the bounds are judged before they are rounded.
+    # Check before the conversion, which rounds large integers and values near the bounds.
+    check_numbers(name, getattr(sampling, name))
     try:
         values = np.asarray(getattr(sampling, name), np.float64)
     except (TypeError, ValueError) as error:
         raise ValueError(f"{name} must be a number or one per row, got {getattr(sampling, name)!r}") from error
     if values.ndim > 1 or (values.ndim and len(values) != batch):
         raise ValueError(f"{name} has shape {values.shape}, but there are {batch} rows")
-    # Plain numbers are compared faster than small arrays, and this runs for every option of every call.
-    for value in values.reshape(-1).tolist():
-        if not (min_value <= value <= max_value and math.isfinite(value)):
-            raise ValueError(f"{name} {getattr(sampling, name)} must be within {min_value}..{max_value}")
-        if dtype is np.int32 and not value.is_integer():
-            raise ValueError(f"{name} must be an integer, got {getattr(sampling, name)}")
     return np.full(batch, np.minimum(values, 2**31 - 1), dtype)
 
 
@@ -229,7 +212,5 @@ def _seeds(sampling: SamplingParams, batch: int, key: jax.Array | None, *, is_ne
     seeds = list(given)
     if len(seeds) != batch:
         raise ValueError(f"seed has {len(seeds)} values, but there are {batch} rows")
-    for seed in seeds:
-        if not isinstance(seed, (int, np.integer)) or not 0 <= seed < 2**64:
-            raise ValueError(f"seed must be an integer within 0..2^64-1, got {seed!r}")
+    check_seed(seeds)
     return np.array([divmod(int(seed), 2**32) for seed in seeds], np.uint32)

@@ -50,15 +50,18 @@ def find_checkpoint(path, *, is_model: bool = True) -> pathlib.Path:
         The `checkpoint/` folder inside a run folder, the downloaded snapshot of a repository, otherwise `path` itself.
 
     Raises:
-        CheckpointError: a repository cannot be downloaded, or the folder is not a model.
+        CheckpointError: the path does not exist, a repository cannot be downloaded, or the folder is not a model.
     """
-    path = resolve(path)
-    # A run folder holds states of the training too; decoding wants the model alone.
-    if is_checkpoint(path / "checkpoint"):
-        return path / "checkpoint"
+    path = checkpoint_of_run(resolve(path))
     if is_model and not is_checkpoint(path):
         reject_other_folder(path)
     return path
+
+
+def checkpoint_of_run(path: pathlib.Path) -> pathlib.Path:
+    """Returns the `checkpoint/` folder inside a run folder of `mtpjax train`, and any other path as it is."""
+    # A run folder holds states of the training too; decoding wants the model alone.
+    return path / "checkpoint" if is_checkpoint(path / "checkpoint") else path
 
 
 def checkpoint_bytes(path) -> int:

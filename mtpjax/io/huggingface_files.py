@@ -8,7 +8,7 @@ huggingface.safetensors   tensors that are not parameters of the model, such as 
 import pathlib
 
 from mtpjax.hub import resolve
-from mtpjax.io.checkpoint_format import find_checkpoint, is_checkpoint
+from mtpjax.io.checkpoint_format import checkpoint_of_run, find_checkpoint, is_checkpoint, read_config
 from mtpjax.io.tiktoken_files import TIKTOKEN_FILE, tokenizer_json
 from mtpjax.safe_open import is_gguf, parse_json, read_inside
 
@@ -62,16 +62,16 @@ def huggingface_folder(path) -> pathlib.Path:
     """Finds the Hugging Face files, such as the tokenizer, of a checkpoint.
 
     Args:
-        path: an mtpjax checkpoint, a Hugging Face directory, or the name of a repository on the Hugging Face Hub, of
-            which only the tokenizer's files are downloaded.
+        path: an mtpjax checkpoint, a run folder that holds one, a Hugging Face directory, or the name of a repository
+            on the Hugging Face Hub, of which only the tokenizer's files are downloaded.
 
     Returns:
         The `huggingface/` folder of an mtpjax checkpoint, if it has one; otherwise `path` itself.
 
     Raises:
-        CheckpointError: a repository cannot be downloaded.
+        CheckpointError: the path does not exist, or a repository cannot be downloaded.
     """
-    path = resolve(path, weights=False)
+    path = checkpoint_of_run(resolve(path, weights=False))
     # Converting keeps the original's small files in this folder.
     kept = path / HUGGINGFACE_FOLDER
     return kept if kept.is_dir() else path
@@ -92,6 +92,29 @@ def read_kept_config(path) -> bytes | None:
     if folder == found and is_checkpoint(found):
         return None
     return read_small_file(folder, "config.json")
+
+
+def read_vocab_size(path) -> int | None:
+    """Reads the size of a model's vocabulary.
+
+    Args:
+        path: as for `huggingface_folder`.
+
+    Returns:
+        V; None if no `config.json` says it.
+
+    Raises:
+        CheckpointError: the path does not exist, or a repository cannot be downloaded.
+    """
+    found = checkpoint_of_run(resolve(path, weights=False))
+    own = read_config(found)
+    try:
+        values = own["config"] if own is not None else parse_json(read_small_file(found, "config.json") or b"null")
+        # A multimodal checkpoint nests the settings of its text model.
+        values = values.get("text_config") or values
+        return values["vocab_size"] if type(values["vocab_size"]) is int else None
+    except (ValueError, KeyError, TypeError, AttributeError):
+        return None
 
 
 def count_token_ids(path) -> int | None:

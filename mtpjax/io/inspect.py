@@ -13,7 +13,7 @@ import numpy as np
 
 from conversion.families import Layout
 from conversion.files import CheckpointFiles
-from conversion.gguf_files import open_checkpoint
+from conversion.gguf_files import GGUFFiles, open_checkpoint
 from conversion.load_plan import LoadPlan, inspect_files
 from conversion.names import param_specs
 from conversion.read_params import E4M3, scale_spec
@@ -29,6 +29,7 @@ from mtpjax.models.sharding import num_shards
 from mtpjax.safe_open import is_gguf
 
 LINE_WIDTH, NAME_WIDTH = 80, 14  # columns of a printed line, and of the names at its beginning
+UNQUANTIZED = ("F64", "F32", "F16", "BF16")  # llama.cpp's types of plain numbers
 # `inspect`'s names of `LayerKind.attention`: Hugging Face's layer_types, which have no name for latent attention.
 ATTENTION_NAMES = {"grouped": "full_attention", "delta": "linear_attention", "latent": "latent_attention"}
 
@@ -42,7 +43,8 @@ def inspect(path, *, mesh: dict[str, int] | None = None, model_type: str | None 
         model_type: the family to use instead of the one that `config.json` names.
 
     Returns:
-        Values that JSON can hold: format, family, dtypes, files, missing and unknown tensors, the configuration, the
+        Values that JSON can hold: format, family, dtypes of the tensors as they are read ("dtypes") and llama.cpp's
+        types in a GGUF file ("stored_types"), files, missing and unknown tensors, the configuration, the
         number of trunk layers by kind of attention, and numbers and bytes of the parameters. Also the sizes that the
         mesh does not divide, of which devices hold copies; "problems", the first of which loading raises; and "notes",
         what loading warns of.
@@ -160,7 +162,11 @@ def format_lines(facts: dict[str, Any]) -> list[str]:
         if config["n_routed_experts"]
         else "dense"
     )
-    dtypes = (f"{kind['tensors']} {name} ({format_bytes(kind['bytes'])})" for name, kind in facts["dtypes"].items())
+    dtypes = _format_types(facts["dtypes"])
+    stored_types, quantization = facts["stored_types"], json.dumps(facts["quantization"] or "none").strip('"')
+    if stored_types and facts["quantization"]:
+        quantization = f"{', '.join(facts['quantization']['types'])}, dequantized when the file is loaded"
+    num_shards, size = len(facts["shards"]), format_bytes(facts["bytes"])
     mesh = " x ".join(f"{name}={count}" for name, count in facts["mesh"].items()) or "one device"
     rows = [
         ("checkpoint", f"{facts['path']} ({facts['format']})"),
@@ -177,9 +183,13 @@ def format_lines(facts: dict[str, Any]) -> list[str]:
             f"{parameters['trunk']:,} in the trunk, {parameters['active']:,} of them active; "
             f"{parameters['mtp']:,} in MTP modules, {parameters['mtp_active']:,} active",
         ),
-        ("dtypes", ", ".join(dtypes)),
-        ("quantization", json.dumps(facts["quantization"]) if facts["quantization"] else "none"),
-        ("files", f"{len(facts['shards'])} shards, {facts['tensors']} tensors, {format_bytes(facts['bytes'])}"),
+        *(
+            [("stored as", _format_types(stored_types)), ("loaded as", dtypes)]
+            if stored_types
+            else [("dtypes", dtypes)]
+        ),
+        ("quantization", quantization),
+        ("files", f"{num_shards} shard{'s' if num_shards > 1 else ''}, {facts['tensors']} tensors, {size}"),
         ("memory", f"{format_bytes(facts['bytes_per_device'])} of parameters per device on {mesh}"),
     ]
     rows += [("copies", problem) for problem in facts["copies"]]
@@ -199,6 +209,10 @@ def format_lines(facts: dict[str, Any]) -> list[str]:
     return [line for name, value in rows for line in fill.wrap(f"{name:<{NAME_WIDTH}} {value}")]
 
 
+def _format_types(kinds: dict[str, dict[str, int]]) -> str:
+    return ", ".join(f"{kind['tensors']} {name} ({format_bytes(kind['bytes'])})" for name, kind in kinds.items())
+
+
 def format_bytes(count: float) -> str:
     """Formats a number of bytes with a decimal unit, such as "1.5 GB"."""
     units = ("B", "kB", "MB", "GB", "TB")
@@ -210,12 +224,15 @@ def _inspect_hugging_face(path, model_type: str | None) -> dict[str, Any]:
     with open_checkpoint(path) as files:
         # Unlike `make_plan`, this lists missing and unknown tensors instead of raising an error.
         plan = inspect_files(files, model_type=model_type)
-        content = files.json("config.json")
+        stored_types = files.stored_types() if isinstance(files, GGUFFiles) else {}
+        quantized = [name for name in stored_types if name not in UNQUANTIZED]
+        quantization = {"quant_method": "gguf", "types": quantized} if quantized else None
         return {
             "path": str(path),
             "format": "GGUF" if is_gguf(path) else "Hugging Face",
             "model_type": plan.model_type,
-            "quantization": content.get("quantization_config"),
+            "quantization": files.json("config.json").get("quantization_config") or quantization,
+            "stored_types": stored_types,
             "dtypes": _count_by_dtype((tensor.shape, tensor.dtype) for tensor in files.tensors.values()),
             "shards": dict(files.sizes),
             "tensors": len(files.tensors),
@@ -263,6 +280,7 @@ def _inspect_mtpjax(path: pathlib.Path) -> dict[str, Any]:
         "format": "mtpjax",
         "model_type": "described by the configuration",
         "quantization": {"block": next(iter(stored.scaled.values()))[1]} if stored.scaled else None,
+        "stored_types": {},
         "dtypes": _count_by_dtype(sizes.values()),
         "shards": {name: (path / name).stat().st_size for name in stored.files},
         "tensors": len(sizes),

@@ -3,8 +3,10 @@
 import dataclasses
 import difflib
 import functools
+import math
 from typing import Any, Literal, NamedTuple, get_args
 
+from mtpjax.field_types import check_scalar_fields
 from mtpjax.models.rope_scaling import RopeScaling, make_scaling
 
 Implementation = Literal["auto", "xla", "triton", "interpreted"]  # of the kernels: `pallas_kernels.dispatch`
@@ -238,13 +240,16 @@ class ModelConfig:
     mtp_norm_differs: bool = False
 
     def __post_init__(self):
+        check_scalar_fields(self)
         # Sizes and choices.
-        for name in ("vocab_size", "hidden_size", "num_hidden_layers", "num_attention_heads", "intermediate_size"):
+        sizes = ("vocab_size", "hidden_size", "num_hidden_layers", "num_attention_heads", "intermediate_size")
+        for name in (*sizes, "max_position_embeddings"):
             require(getattr(self, name) > 0, f"{name} must be positive, not {getattr(self, name)}")
         require(
             0 <= self.num_tokens <= self.vocab_size, f"num_tokens {self.num_tokens} is not within 0..{self.vocab_size}"
         )
         require(self.num_mtp_modules >= 0, f"num_mtp_modules must not be negative, is {self.num_mtp_modules}")
+        require(0 <= self.rms_norm_eps < math.inf, f"rms_norm_eps must be at least 0, is {self.rms_norm_eps}")
         # Loading lists a name per layer and expert: an absurd number in a damaged file must not take minutes.
         for name in ("num_hidden_layers", "num_mtp_modules", "n_routed_experts"):
             require(getattr(self, name) <= MAX_PARTS, f"{name} must be at most {MAX_PARTS}, is {getattr(self, name)}")

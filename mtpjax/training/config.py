@@ -2,12 +2,14 @@
 
 import dataclasses
 import math
+import numbers
 from collections.abc import Mapping
 from typing import Any, Literal
 
 from conversion.drafters.read import Reading
 from mtpjax.data.config import Source
 from mtpjax.errors import printable
+from mtpjax.field_types import check_mapping, check_scalar_fields
 from mtpjax.models.config import IMPLEMENTATIONS, Implementation, ModelConfig, require, require_choice
 from mtpjax.models.overrides import model_changes, override_config
 from mtpjax.models.presets import presets
@@ -71,11 +73,13 @@ class Objective:
     vocab_chunk: int = 0
 
     def __post_init__(self):
+        check_scalar_fields(self)
         # A mapping becomes pairs, so that the objective is hashable and can be a static argument of jit.
         for field in ("mix", "start"):
-            weights = dict(getattr(self, field))
+            weights = check_mapping(field, getattr(self, field))
             for name, weight in weights.items():
                 require_choice("objective", name, OBJECTIVES)
+                require(isinstance(weight, numbers.Real), f"the weight of {name} must be a number, got {weight!r:.80}")
                 require(0 <= weight < math.inf, f"the weight of {name} must be finite and at least 0, not {weight}")
             object.__setattr__(self, field, tuple(weights.items()))
         # A warm-up needs a mix to start from, and a start needs a warm-up that leaves it.
@@ -260,6 +264,7 @@ class TrainConfig:
     seed: int = 0
 
     def __post_init__(self):
+        check_scalar_fields(self)
         self._check_model()
         self._check_drafter()
         # Ranges of single values.
@@ -269,6 +274,8 @@ class TrainConfig:
         require(self.extra_tokens >= 0, f"extra_tokens must not be negative, is {self.extra_tokens}")
         # Sources replace `data`. A list becomes a tuple, so that the config is hashable.
         require(self.data is None or not self.sources, "data and sources are both given: name the folder as a source")
+        is_sources = not isinstance(self.sources, str) and all(isinstance(each, Source) for each in self.sources)
+        require(is_sources, f"sources must be a sequence of Source, got {self.sources!r:.80}")
         object.__setattr__(self, "sources", tuple(self.sources))
         for name, maximum in (("row_length", 2**20), ("batch_size", 2**20), ("seed", 2**63 - 1)):
             require(getattr(self, name) <= maximum, f"{name} must be at most {maximum}, not {getattr(self, name)}")
@@ -336,8 +343,10 @@ class TrainConfig:
     def _check_drafter(self):
         """Checks the settings of a separate drafter, which trains on a frozen trunk."""
         require_choice("drafter", self.drafter, DRAFTERS)
+        require(not isinstance(self.draft_layers, int), f"draft_layers must be a sequence, got {self.draft_layers!r}")
         object.__setattr__(self, "draft_layers", tuple(self.draft_layers))
-        object.__setattr__(self, "draft_reading", tuple(dict(self.draft_reading).items()))
+        reading = check_mapping("draft_reading", self.draft_reading)
+        object.__setattr__(self, "draft_reading", tuple(reading.items()))
         for name, _ in self.draft_reading:
             require_choice("draft_reading", name, READING)
         require(
@@ -369,7 +378,7 @@ class TrainConfig:
             f"drafter 'dspark' needs num_depths of at least 2, the slots of its block, not {self.num_depths}",
         )
         require(not self.model, f"drafter '{self.drafter}' leaves MTP modules out: do not set model.num_mtp_modules")
-        require(not dict(self.mesh), f"drafter '{self.drafter}' trains on one device: leave out mesh")
+        require(not check_mapping("mesh", self.mesh), f"drafter '{self.drafter}' trains on one device: leave out mesh")
         require(
             self.attention_layout == "ttt",
             f"drafter '{self.drafter}' trains as it decodes: attention_layout must be 'ttt', not "
@@ -397,9 +406,10 @@ class TrainConfig:
 
     def _check_mesh(self):
         """Checks the mesh, and that every device gets the same number of rows of each part of a batch."""
-        sizes = dict(self.mesh)
+        sizes = check_mapping("mesh", self.mesh)
         for name, size in sizes.items():
             require_choice("mesh axis", name, ("data", "fsdp", "expert"))
+            require(type(size) is int, f"mesh axis {name} must be an integer, got {size!r:.80}")
             require(size >= 1, f"mesh axis {name} must be at least 1, not {size}")
         object.__setattr__(self, "mesh", tuple(sizes.items()))
         parts, rows = self.accumulation * math.prod(sizes.values()), self.batch_size

@@ -195,6 +195,30 @@ def test_commands_take_a_file(tmp_path, capsys):
     assert "3 tokens" in capsys.readouterr().err
 
 
+def test_inspect_says_what_the_file_holds_and_what_it_becomes(tmp_path, capsys):
+    """Types and bytes of the file by llama.cpp's names, as its own package reads them, and those in memory."""
+    gguf = pytest.importorskip("gguf")
+    for name, kind in (("small", "Q4_1"), ("half", "BF16")):
+        path = tmp_path / f"{name}.gguf"
+        write_gguf(path, kind=kind)
+        assert run(["inspect", str(path), "--json"]) == 0
+        facts = json.loads(capsys.readouterr().out)
+        expected: dict = {}
+        for tensor in gguf.GGUFReader(path).tensors:
+            found = expected.setdefault(tensor.tensor_type.name, {"tensors": 0, "bytes": 0})
+            found["tensors"] += 1
+            found["bytes"] += int(tensor.n_bytes)
+        assert kind in expected and facts["stored_types"] == expected
+        assert facts["dtypes"].keys() == {"BF16" if kind == "BF16" else "F32"}
+        assert facts["bytes"] == path.stat().st_size
+        assert run(["inspect", str(path)]) == 0
+        shown = " ".join(capsys.readouterr().out.split())
+        assert f"stored as {next(iter(expected.values()))['tensors']} {next(iter(expected))} (" in shown
+        assert f"loaded as {facts['dtypes'][next(iter(facts['dtypes']))]['tensors']} " in shown
+        quantized = "Q4_1, dequantized when the file is loaded" if kind == "Q4_1" else "none"
+        assert f"quantization {quantized} files 1 shard, " in shown
+
+
 def test_a_missing_tensor_is_named(tmp_path):
     write_gguf(tmp_path / "model.gguf", drop=("model.norm.weight",))
     with pytest.raises(CheckpointError, match=r"model\.norm\.weight"):

@@ -1,10 +1,13 @@
+import dataclasses
 import json
 
+import jax
 import numpy as np
 import pytest
 import tokenizers
 
-from mtpjax import DecodeConfig, SamplingParams, load, speculative_generate
+import mtpjax
+from mtpjax import DecodeConfig, MTPModel, SamplingParams, init_params, load, presets, speculative_generate
 from mtpjax.data.chat_template import render_chat
 from mtpjax.data.tokenizer import (
     ByteTokenizer,
@@ -12,7 +15,7 @@ from mtpjax.data.tokenizer import (
     TokenizerError,
     load_tokenizer,
 )
-from mtpjax.errors import UnsafeFileError
+from mtpjax.errors import CheckpointError, UnsafeFileError
 from mtpjax.io.checkpoint import save_model
 from mtpjax.io.huggingface_files import count_token_ids
 from tests.helpers import chatml
@@ -33,7 +36,14 @@ def test_the_end_token_is_skipped_and_broken_bytes_are_replaced():
     assert TOKENIZER.decode(ids[:-2]) == "a\ufffd"
 
 
-@pytest.mark.parametrize("text, problem", [("ab\0c", "NUL at character 2"), ("a\ud800", "surrogate at character 1")])
+@pytest.mark.parametrize(
+    "text, problem",
+    [
+        ("ab\0c", "NUL at character 2"),
+        ("a\ud800", "surrogate at character 1"),
+        (["a", "b"], "text must be a string, got list: encode several texts one by one"),
+    ],
+)
 def test_text_without_an_encoding_is_refused(text, problem):
     with pytest.raises(ValueError, match=problem):
         TOKENIZER.encode(text)
@@ -163,6 +173,37 @@ def test_the_number_of_tokens_is_read_from_the_file(folder):
     assert count_token_ids(folder) == 259 and count_token_ids(folder / "none") is None
     (folder / "tokenizer.json").write_text("{,")
     assert count_token_ids(folder) is None
+
+
+def test_the_vocabulary_s_size_is_read_from_the_checkpoint(folder, tmp_path_factory):
+    root = tmp_path_factory.mktemp("run")
+    for config in ({"vocab_size": 320}, {"text_config": {"vocab_size": 320}}):
+        (folder / "config.json").write_text(json.dumps(config))
+        assert mtpjax.load_tokenizer(folder).digest == load_tokenizer(folder, 320).digest
+    (folder / "config.json").write_text(json.dumps({"vocab_size": 258}))
+    with pytest.raises(TokenizerError, match="has token 258; the model has 258 tokens"):
+        mtpjax.load_tokenizer(folder)
+    # A run folder: the tokenizer that its checkpoint keeps, or bytes.
+    model = MTPModel(dataclasses.replace(presets["tiny"], vocab_size=320))
+    params = init_params(model, jax.random.key(0))
+    mtpjax.save(root / "words" / "checkpoint", model, params, tokenizer=load_tokenizer(folder, 320))
+    assert mtpjax.load_tokenizer(root / "words").encode("hello") == load_tokenizer(folder, 320).encode("hello")
+    model = MTPModel(presets["tiny"])
+    mtpjax.save(root / "bytes" / "checkpoint", model, init_params(model, jax.random.key(0)))
+    assert isinstance(mtpjax.load_tokenizer(root / "bytes"), ByteTokenizer)
+
+
+def test_a_tokenizer_that_cannot_be_found_is_one_line(folder):
+    (folder / "config.json").unlink(missing_ok=True)
+    with pytest.raises(TokenizerError, match=r"has no config.json with a vocab_size: give that of the model"):
+        mtpjax.load_tokenizer(folder)
+    with pytest.raises(CheckpointError, match="none does not exist"):
+        mtpjax.load_tokenizer(folder / "none")
+    with pytest.raises(
+        ValueError, match=r"vocab_size must be an integer, such as model.config.vocab_size, got MTPModel"
+    ):
+        mtpjax.load_tokenizer(folder, MTPModel(presets["tiny"]))  # type: ignore[arg-type]
+    assert "load_tokenizer" in dir(mtpjax)
 
 
 def test_a_folder_without_a_tokenizer_has_bytes_or_none(tmp_path):

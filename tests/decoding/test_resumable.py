@@ -191,7 +191,7 @@ def test_bad_requests_are_refused_and_leave_the_state_usable(small):
         ([1], [[1] * 250], {}, "room for"),
         ([1], [[]], {}, "empty"),
         ([1], [[1, 2]], {"num_cached": [3]}, "num_cached must be within"),
-        ([1], [[1, 2]], {"sampling": SamplingParams(temperature=-1.0)}, "temperature"),
+        ([1], [[1, 2]], {"sampling": SamplingParams(temperature=[0.5, 0.5])}, "temperature"),
         ([1], [[1, 2]], {"pages": [[0, 1]]}, "state with a pool"),
     ]
     for slots, prompts, changes, message in bad:

@@ -47,7 +47,7 @@ def state(params):
         ({"prompts": 3}, r"prompts must be \[B, T\] or a list of token lists, got int"),
         ({"prompts": [[1, [2]]]}, "prompts must be lists of token ids"),
         ({"num_cached": [1.5]}, "num_cached must be an integer, got 1.5"),
-        ({"sampling": SamplingParams(logit_bias=3.0)}, "logit_bias must be a mapping"),  # pyright: ignore
+        ({"sampling": SamplingParams(top_p=[0.5, 0.5])}, r"top_p has shape \(2,\), but there are 1 rows"),
     ],
 )
 def test_insert_refuses_a_wrong_type_in_one_line(changes, said, params, state):

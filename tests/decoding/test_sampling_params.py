@@ -6,7 +6,7 @@ import jax
 import numpy as np
 import pytest
 
-from mtpjax import DecodeConfig, SamplingParams, speculative_generate
+from mtpjax import DecodeConfig, SamplingParams, generate, speculative_generate
 from mtpjax.decoding.loop import decode
 from mtpjax.decoding.sampling import SamplingFeatures
 from mtpjax.decoding.sampling_params import make_sampling_arrays
@@ -48,6 +48,85 @@ def test_requests_that_cannot_be_are_refused(values, message, small):
 @pytest.mark.parametrize(
     ("values", "message"),
     [
+        ({"temperature": -1}, "temperature -1 must be within 0..inf"),
+        ({"temperature": 10**400}, "temperature 1.* must be within"),
+        ({"temperature": float("inf")}, "temperature inf must be within"),
+        ({"temperature": "0.7"}, "temperature must be a number or one per row, got '0.7'"),
+        ({"temperature": True}, "temperature must be a number"),
+        ({"temperature": [0.5, None]}, "temperature must be a number"),
+        ({"temperature": {0: 0.5}}, "temperature must be a number"),
+        ({"temperature": np.array([[0.5]])}, "temperature must be a number"),
+        ({"top_k": [3, 1.5]}, "top_k must be an integer"),
+        ({"top_p": np.array([0.5, 2.0])}, "top_p .* must be within 0..1"),
+        ({"top_p": jax.numpy.array([0.5, 0.0])}, "top_p must be above 0"),
+        ({"min_p": float("nan")}, "min_p nan must be within 0..1"),
+        ({"frequency_penalty": float("-inf")}, "frequency_penalty -inf must be within"),
+        ({"min_new_tokens": -2}, "min_new_tokens -2 must be within"),
+        ({"seed": [1, None]}, "seed must be an integer within .*, got None"),
+        ({"seed": 2**64}, "seed must be an integer within"),
+        ({"seed": True}, "seed must be an integer within"),
+        ({"logit_bias": [{3: 1.0}, 5]}, "logit_bias must be a mapping or one per row"),
+        ({"logit_bias": {"a": 1.0}}, "logit_bias must hold token ids, got 'a'"),
+        ({"logit_bias": {3: float("nan")}}, "logit_bias holds a value that is not finite"),
+        ({"allowed_tokens": "abc"}, "allowed_tokens must be a sequence"),
+        ({"allowed_tokens": [[1], [0.5]]}, "allowed_tokens must hold token ids, got 0.5"),
+        ({"banned_tokens": np.array([3, -1])}, "banned_tokens holds token id -1, which is negative"),
+    ],
+)
+def test_sampling_parameters_are_checked_when_they_are_made(values, message):
+    with pytest.raises(ValueError, match=message) as caught:
+        SamplingParams(**values)
+    assert "\n" not in str(caught.value)
+
+
+def test_arrays_and_traced_values_stay_sampling_parameters(small):
+    """Of NumPy and JAX, alone and within lists; values of a trace are not known yet."""
+    for values in (
+        {"temperature": np.float32(0.5), "top_k": np.int64(4), "seed": np.uint32(3)},
+        {"temperature": jax.numpy.array([0.1, 0.2], jax.numpy.bfloat16), "seed": jax.numpy.arange(2)},
+        {"top_k": 3.0, "allowed_tokens": [None, [1], np.array([2]), {3}], "banned_tokens": ()},
+        {"logit_bias": [None, {np.int64(3): jax.numpy.float32(1.0)}]},
+    ):
+        SamplingParams(**values)
+
+    def temperature(values):
+        sampling = SamplingParams(temperature=values, top_p=[values[0], 0.5], seed=values, banned_tokens=[values])
+        return sampling.temperature
+
+    np.testing.assert_array_equal(jax.jit(temperature)(jax.numpy.ones(2)), 1)
+    model, params = small("grouped", "mixed")
+    arguments = {"model": model, "config": DecodeConfig(max_new_tokens=3)}
+    rows = [
+        speculative_generate(params, [[1, 2]], **arguments, sampling=SamplingParams(temperature=t, seed=s)).rows()
+        for t, s in ((0.5, 3), (jax.numpy.array([0.5]), jax.numpy.array([3])))
+    ]
+    assert rows[0] == rows[1]
+
+
+def test_a_list_that_changed_is_checked_again(small):
+    model, _ = small("grouped", "mixed")
+    temperature = np.zeros(2)
+    sampling = SamplingParams(temperature=temperature)
+    temperature[1] = -1
+    with pytest.raises(ValueError, match=r"temperature .* must be within 0\.\.inf"):
+        make_sampling_arrays(sampling, 2, model.config, None)
+
+
+def test_a_call_without_settings_takes_the_default_ones(small):
+    model, params = small("grouped", "mixed")
+    expected = speculative_generate(params, [[1, 2]], model=model, config=DecodeConfig()).rows()
+    assert speculative_generate(params, [[1, 2]], model=model).rows() == expected
+    assert generate(params, [[1, 2]], model=model).rows() == expected
+    with pytest.raises(ValueError, match="config must be a DecodeConfig, got dict"):
+        speculative_generate(params, [[1, 2]], model=model, config={})  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize(
+    ("values", "message"),
+    [
+        ({"drafter": 5}, "drafter must be 'mtp' or 'lookup', or a Drafter, got 5"),
+        ({"typical_epsilon": -1}, "typical_epsilon must be finite and at least 0, got -1"),
+        ({"relaxed_delta": float("nan")}, "relaxed_delta must be finite and at least 0, got nan"),
         ({"topk": 4, "num_steps": 1, "num_draft_tokens": 8}, "num_draft_tokens must be at most 5 for topk 4"),
         ({"topk": 1, "num_steps": 3, "num_draft_tokens": 3}, r"num_draft_tokens must be 4 for a chain .*, got 3"),
         ({"topk": 2, "acceptance": "block"}, "'block' supports only chains: set topk to 1"),

@@ -116,6 +116,6 @@ def test_a_mesh_that_is_none_is_refused(mesh, capsys):
 
 def test_a_folder_that_is_no_checkpoint_is_refused(tmp_path, capsys):
     code, captured = run([tmp_path / "nothing"], capsys)
-    assert code == 3 and "is not a directory" in captured.err
+    assert code == 3 and captured.err.startswith(f"mtpjax inspect: {tmp_path / 'nothing'} does not exist")
     code, captured = run([tmp_path], capsys)
     assert code == 3 and "contains no safetensors" in captured.err

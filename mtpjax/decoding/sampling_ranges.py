@@ -1,0 +1,160 @@
+"""The types and ranges of sampling parameters. Imports neither JAX nor NumPy, because `mtpjax --help` needs the fields.
+
+`SamplingParams` checks its fields when it is made. A call checks them again, because lists and arrays can change.
+"""
+
+import math
+import numbers
+import operator
+import sys
+from collections.abc import Iterable, Mapping
+from typing import Any, NamedTuple
+
+
+class Range(NamedTuple):
+    """The values that a number may have.
+
+    Attributes:
+        minimum: smallest value.
+        maximum: largest value; infinity itself is not allowed.
+        is_positive: 0 is not allowed.
+        is_integer: only whole numbers are allowed.
+    """
+
+    minimum: float
+    maximum: float
+    is_positive: bool = False
+    is_integer: bool = False
+
+
+# By the names in `SamplingParams`.
+RANGES = {
+    "temperature": Range(0, math.inf),
+    "top_k": Range(0, math.inf, is_integer=True),
+    "top_p": Range(0, 1, is_positive=True),
+    "min_p": Range(0, 1),
+    "repetition_penalty": Range(0, math.inf, is_positive=True),
+    "frequency_penalty": Range(-math.inf, math.inf),
+    "presence_penalty": Range(-math.inf, math.inf),
+    "min_new_tokens": Range(0, math.inf, is_integer=True),
+}
+MAX_SEED = 2**64 - 1
+
+
+def check_sampling(values: Mapping[str, Any]) -> None:
+    """Checks the fields of `SamplingParams` as far as neither the model nor the number of rows is needed.
+
+    Args:
+        values: the fields by name.
+
+    Raises:
+        ValueError: a value has the wrong type or is out of range. The message names field and value.
+    """
+    for name in RANGES:
+        check_numbers(name, values[name])
+    check_seed(values["seed"])
+    _check_biases(values["logit_bias"])
+    for name in ("allowed_tokens", "banned_tokens"):
+        _check_tokens(name, values[name])
+
+
+def check_numbers(name: str, value: Any) -> None:
+    """Checks a number, or one number per row.
+
+    Args:
+        name: the field.
+        value: a number, a sequence or an array. Values that JAX traces are not known yet and pass.
+
+    Raises:
+        ValueError: an element is not a number, or out of range.
+    """
+    minimum, maximum, is_positive, is_integer = RANGES[name]
+    plain = _plain(value)
+    for number in plain if isinstance(plain, list) else [plain]:
+        if number is _TRACED:
+            continue
+        if not _is_number(number):
+            raise ValueError(f"{name} must be a number or one per row, got {value!r}")
+        if not (minimum <= number <= maximum and abs(number) <= sys.float_info.max):
+            raise ValueError(f"{name} {value} must be within {minimum}..{maximum}")
+        if is_integer and number != int(number):
+            raise ValueError(f"{name} must be an integer, got {value}")
+        if is_positive and not number:
+            raise ValueError(f"{name} must be above 0, got {value}")
+
+
+def check_seed(value: Any) -> None:
+    """Checks a seed, or one seed per row; None is allowed. Raises ValueError as `check_numbers` does."""
+    plain = _plain(value)
+    if plain is None:
+        return
+    for seed in plain if isinstance(plain, list) else [plain]:
+        if seed is not _TRACED and not (_is_integer(seed) and 0 <= seed <= MAX_SEED):
+            raise ValueError(f"seed must be an integer within 0..2^64-1, got {seed!r}")
+
+
+def _check_biases(value: Any) -> None:
+    """Raises ValueError unless this is a mapping from token ids to finite numbers, or one (or None) per row."""
+    if value is None:
+        return
+    if not isinstance(value, Mapping | list | tuple):
+        raise ValueError(f"logit_bias must be a mapping or one per row, got {value!r}")
+    for mapping in [value] if isinstance(value, Mapping) else value:
+        if mapping is None:
+            continue
+        if not isinstance(mapping, Mapping):
+            raise ValueError(f"logit_bias must be a mapping or one per row, got {value!r}")
+        _check_tokens("logit_bias", list(mapping))
+        for bias in map(_plain, mapping.values()):
+            if bias is _TRACED:
+                continue
+            if not _is_number(bias):
+                raise ValueError(f"logit_bias must hold numbers, got {bias!r}")
+            if not abs(bias) <= sys.float_info.max:
+                raise ValueError("logit_bias holds a value that is not finite; use banned_tokens to ban a token")
+
+
+def _check_tokens(name: str, value: Any) -> None:
+    """Raises ValueError unless this is None, a sequence of token ids, or one (or None) per row."""
+    if value is None:
+        return
+    if isinstance(value, str | bytes | Mapping) or not isinstance(value, Iterable):
+        raise ValueError(f"{name} must be a sequence, got {value!r}")
+    elements: Any = _plain(value)
+    for each in [] if elements is _TRACED else elements:
+        is_row = isinstance(each, Iterable) and not isinstance(each, str | bytes)
+        row: Any = _plain(each) if is_row else [] if each is None else [each]
+        for token in [] if row is _TRACED else row:
+            if token is _TRACED:
+                continue
+            if not _is_integer(token):
+                raise ValueError(f"{name} must hold token ids, got {token!r}")
+            if token < 0:
+                raise ValueError(f"{name} holds token id {token}, which is negative")
+
+
+_TRACED = object()  # in place of a value that JAX traces
+
+
+def _plain(value: Any) -> Any:
+    """Returns a value as Python numbers: arrays, sets and sequences as lists, all else as it is."""
+    if hasattr(value, "tolist"):
+        try:
+            return value.tolist()
+        # JAX raises a TypeError where a value is traced, as inside of `jax.jit`.
+        except TypeError:
+            return _TRACED
+    if isinstance(value, Iterable) and not isinstance(value, str | bytes | Mapping):
+        return [_plain(each) if hasattr(each, "tolist") else each for each in value]
+    return value
+
+
+def _is_number(value: Any) -> bool:
+    return isinstance(value, numbers.Real) and not isinstance(value, bool)
+
+
+def _is_integer(value: Any) -> bool:
+    try:
+        return not isinstance(value, bool) and operator.index(value) is not None
+    except TypeError:
+        return False

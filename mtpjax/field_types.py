@@ -1,0 +1,82 @@
+"""Checks the types of a settings dataclass when it is made, so that a wrong one is not found in the middle of a run."""
+
+import dataclasses
+import functools
+import numbers
+import operator
+import os
+import types
+import typing
+from typing import Any
+
+SCALARS = (bool, int, float, str)
+NAMES = {bool: "True or False", int: "an integer", float: "a number", str: "a string"}
+
+
+def check_scalar_fields(config: Any) -> None:
+    """Checks the fields whose annotation is `bool`, `int`, `float` or `str`, or one of them and None.
+
+    Numbers of NumPy and paths become Python's own numbers and strings, which JSON can hold.
+
+    Args:
+        config: a dataclass, frozen or not.
+
+    Raises:
+        ValueError: a value has another type. The message names the field.
+    """
+    for name, (kind, is_optional) in _scalar_fields(type(config)).items():
+        value = getattr(config, name)
+        if type(value) is kind or (value is None and is_optional):
+            continue
+        object.__setattr__(config, name, _convert(name, value, kind, is_optional))
+
+
+@functools.cache
+def _scalar_fields(kind: type) -> dict[str, tuple[type, bool]]:
+    """Returns the type of each scalar field of a dataclass, and whether it may be None."""
+    found, hints = {}, typing.get_type_hints(kind)
+    for field in dataclasses.fields(kind):
+        hint = hints[field.name]
+        is_union = typing.get_origin(hint) in (typing.Union, types.UnionType)
+        options = typing.get_args(hint) if is_union else (hint,)
+        plain = [each for each in options if each is not type(None)]
+        if len(plain) == 1 and plain[0] in SCALARS:
+            found[field.name] = (plain[0], len(options) > 1)
+    return found
+
+
+def _convert(name: str, value: Any, kind: type, is_optional: bool) -> Any:
+    """Returns a value as its field's type; an integer may stand for a float, and stays one."""
+    # By name: this file does not import NumPy.
+    is_bool = type(value).__name__ in ("bool", "bool_")
+    if kind is bool and is_bool:
+        return bool(value)
+    if kind is int and not is_bool:
+        try:
+            return operator.index(value)
+        except TypeError:
+            pass
+    if kind is float and not is_bool and isinstance(value, numbers.Real):
+        return value if isinstance(value, int) else float(value)
+    if kind is str and isinstance(value, str | os.PathLike):
+        return os.fspath(value)
+    raise ValueError(f"{name} must be {NAMES[kind]}{' or None' if is_optional else ''}, got {value!r:.80}")
+
+
+def check_mapping(name: str, value: Any) -> dict[Any, Any]:
+    """Reads a field that is a mapping or pairs.
+
+    Args:
+        name: the field, for the message.
+        value: the mapping, or an iterable of pairs.
+
+    Returns:
+        The values by key.
+
+    Raises:
+        ValueError: it is something else.
+    """
+    try:
+        return dict(value)
+    except (TypeError, ValueError) as error:
+        raise ValueError(f"{name} must be a mapping or pairs, got {value!r:.80}") from error
