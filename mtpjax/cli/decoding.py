@@ -17,7 +17,7 @@ from mtpjax.cli.config_flags import (
     sampling_params,
 )
 from mtpjax.cli.drafter_flags import add_drafter_flags, load_drafter_of
-from mtpjax.cli.help import command_parser
+from mtpjax.cli.help import command_parser, flag_group
 from mtpjax.cli.mesh_flags import add_mesh_flags, load_on_mesh, open_mesh
 from mtpjax.errors import printable
 
@@ -41,19 +41,30 @@ def _add_generate(commands) -> None:
     parser = command_parser("Continue prompts with a trained model. On a terminal, accepted drafts are coloured.")
     add_model_path_flag(parser)
     add_implementation_flag(parser)
-    parser.add_argument("--prompt", action="append", required=True, help="text to continue; repeat for more prompts")
+    flag_group(parser, "prompts").add_argument(
+        "--prompt",
+        action="append",
+        required=True,
+        metavar="TEXT",
+        help="prompt to continue; give the flag again for each further prompt: all are decoded as one batch",
+    )
+    flag_group(parser, "prompts").add_argument(
+        "--chat", action="store_true", help="make each prompt a user message of the model's chat template"
+    )
     add_config_flags(parser, (*DECODE_FIELDS, "depth_policy"), **DECODE_DEFAULTS)
-    parser.add_argument(
+    flag_group(parser, "drafts").add_argument(
         "--profile",
         default=None,
-        help="file of `mtpjax profile`, for --depth-policy adaptive (default: profile.json in the folder of the model, "
-        "or of --speculative-draft-model-path)",
+        metavar="FILE",
+        help="file of `mtpjax profile`, for --depth-policy adaptive (default: profile.json in the folder of the "
+        "drafter or the model)",
     )
     add_drafter_flags(parser)
     add_sampling_flags(parser)
     add_mesh_flags(parser)
-    parser.add_argument("--chat", action="store_true", help="make each prompt a user message of the chat template")
-    parser.add_argument("--check", action="store_true", help="decode without drafts too; exit with 4 if a text differs")
+    flag_group(parser, "output").add_argument(
+        "--check", action="store_true", help="decode without drafts too, and exit with code 4 if a text differs"
+    )
     commands.add_subcommand("generate", parser, help="continue prompts with a trained model")
 
 
@@ -66,22 +77,28 @@ def _add_regenerate(commands) -> None:
     )
     add_model_path_flag(parser)
     add_implementation_flag(parser)
-    parser.add_argument(
+    group = flag_group(parser, "data")
+    group.add_argument(
         "--data",
         required=True,
+        metavar="PATH",
         help="a file, or a folder of one kind: JSONL of conversations (OpenAI's 'messages'; every assistant message is "
         "written anew), JSONL of prompts (Spec-Bench, GSM8K and others), or documents (any other file)",
     )
-    parser.add_argument("--pattern", default="*", help="which files of a folder (default: %(default)s)")
-    parser.add_argument("--output", required=True, help="JSONL file to write or to continue")
-    parser.add_argument("--chat", action="store_true", help="make each prompt a user message of the chat template")
-    parser.add_argument(
+    group.add_argument("--pattern", default="*", help="files of a folder to read, such as '*.jsonl'")
+    group.add_argument(
+        "--chat", action="store_true", help="make each prompt a user message of the model's chat template"
+    )
+    group.add_argument(
         "--prompt-tokens",
         type=int,
         default=None,
         help="tokens to keep of each prompt or document (default: whole prompts, 64 tokens of a document)",
     )
-    parser.add_argument("--batch-size", type=int, default=8, help="records decoded together (default: %(default)s)")
+    group.add_argument("--batch-size", type=int, default=8, help="records decoded together")
+    flag_group(parser, "output").add_argument(
+        "--output", required=True, metavar="FILE", help="JSONL file to write or to continue"
+    )
     add_config_flags(parser, DECODE_FIELDS, **DECODE_DEFAULTS)
     add_mesh_flags(parser)
     add_sampling_flags(parser, seed="seed of the run; a record's random numbers depend on it and the record's number")
