@@ -134,7 +134,7 @@ def time_decoding(trained: Trained, config: DecodeConfig, prompts: list[list[int
                 seconds[name].append(time.perf_counter() - begin)
             if name == "drafts":
                 tokens = sum(len(row) for result in results for row in result.rows())
-                rounds = sum(int(result.stats.steps.sum()) for result in results)
+                rounds = sum(int(result.stats.rounds.sum()) for result in results)
     of = {name: float(np.median(times)) for name, times in seconds.items()}
     return {
         "plain_step_seconds": of["plain"] / tokens,
@@ -187,7 +187,7 @@ def count_accepted(trained: Trained, config: DecodeConfig, prompts: list[list[in
         asked = sampling_arguments(temperature, list(range(len(prompts))))
         arguments = {"model": trained.model, "config": config, "draft_params": trained.draft_params, **asked}
         stats = speculative_generate(trained.params, prompts, **arguments).stats
-        counts[f"{temperature:g}"] = {"rounds": stats.steps.tolist(), "accepted": stats.accepted.tolist()}
+        counts[f"{temperature:g}"] = {"rounds": stats.rounds.tolist(), "accepted": stats.accepted.tolist()}
     return counts
 
 

@@ -133,7 +133,7 @@ async def _run_once(options, client, requests) -> int:
         print("the client itself was too busy: latencies are too long", file=sys.stderr)
     _print_errors(summary["errors"])
     if interrupted:
-        print(f"interrupted after {len(outcomes)} of {len(requests)} requests", file=sys.stderr)
+        print(f"interrupted after {len(outcomes)} of {count_of(len(requests), 'request')}", file=sys.stderr)
         return INTERRUPTED
     return 0 if summary["completed"] else 1
 
@@ -197,7 +197,7 @@ async def _compare(options, client, requests) -> int:
             console.print(f"- {note}", highlight=False, markup=False)
         print(f"wrote {' and '.join(printable(file) for file in files)}", file=sys.stderr)
     if interrupted:
-        print(f"interrupted after {len(runs)} of {num_runs} runs", file=sys.stderr)
+        print(f"interrupted after {len(runs)} of {count_of(num_runs, 'run')}", file=sys.stderr)
         return INTERRUPTED
     return 0 if rows else 1
 

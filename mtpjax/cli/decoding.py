@@ -20,6 +20,7 @@ from mtpjax.cli.drafter_flags import add_drafter_flags, load_drafter_of
 from mtpjax.cli.help import command_parser, flag_group
 from mtpjax.cli.mesh_flags import add_mesh_flags, load_on_mesh, open_mesh
 from mtpjax.errors import printable
+from mtpjax.messages import count_of
 
 # `num_steps=None` lets `choose_num_steps` choose by drafter and model.
 DECODE_DEFAULTS: dict[str, Any] = {"max_new_tokens": 256, "num_steps": None}
@@ -166,8 +167,9 @@ def _tell_of_limit(prompts: list[list[int]], config, positions: int) -> None:
     longest = max(map(len, prompts))
     if config.max_length is None and longest + config.max_new_tokens > positions:
         print(
-            f"mtpjax generate: a prompt of {longest} tokens and --max-new-tokens {config.max_new_tokens} are more than "
-            f"the {positions} positions of the model: its text has at most {positions - longest} new tokens",
+            f"mtpjax generate: a prompt of {count_of(longest, 'token')} and --max-new-tokens {config.max_new_tokens} "
+            f"are more than the {positions} positions of the model: its text has at most "
+            f"{count_of(positions - longest, 'new token')}",
             file=sys.stderr,
         )
 
@@ -175,7 +177,8 @@ def _tell_of_limit(prompts: list[list[int]], config, positions: int) -> None:
 def _print_stats(result, config) -> None:
     stats = result.stats
     rates = " ".join(f"{rate:.2f}" for rate in stats.survival_rates)
-    line = f"{stats.emitted.sum()} tokens in {stats.steps.sum()} steps, accept length {stats.accept_length:.2f}"
+    counts = f"{count_of(stats.emitted.sum(), 'token')} in {count_of(stats.rounds.sum(), 'round')}"
+    line = f"{counts}, accept length {stats.accept_length:.2f}"
     # Without drafts there are no rates to show.
     if rates:
         line += f", accepted per level {rates}"
@@ -287,7 +290,7 @@ def _regenerate_on(mesh, options) -> int:
         task = bar.add_task("compiling", total=1.0)
 
         def show(tally, share: float) -> None:
-            bar.update(task, completed=share, description=f"{tally.regenerated} records")
+            bar.update(task, completed=share, description=f"{count_of(tally.regenerated, 'record')}")
             if not console.is_terminal and prints:
                 print(f"{share:.0%} done: {tally}", file=sys.stderr, flush=True)
 

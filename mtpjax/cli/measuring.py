@@ -23,6 +23,7 @@ from mtpjax.cli.tuning import add_tune, run_tune
 from mtpjax.cli.vocabulary import add_vocabulary, run_vocabulary
 from mtpjax.decoding.config import EXACT_RULES, LOSSY_RULES
 from mtpjax.errors import printable
+from mtpjax.messages import count_of
 
 DEFAULT_PROFILE_STEPS = 5  # deepest draft of `mtpjax profile` with MTP modules
 
@@ -287,7 +288,7 @@ def _eval_acceptance_on(mesh, options) -> int:
     console = rich.console.Console()
     # Cut prompts change what is measured, so say so.
     if cut:
-        print(f"{cut} of {len(prompts)} prompts were cut to {most} tokens", file=sys.stderr)
+        print(f"cut to {count_of(most, 'token')}: {cut} of {count_of(len(prompts), 'prompt')}", file=sys.stderr)
     with progress_bar() as bar:
         task = bar.add_task("prompts", total=len(prompts))
         acceptance = measure_acceptance(

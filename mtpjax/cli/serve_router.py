@@ -2,6 +2,7 @@
 
 from mtpjax.cli.help import command_parser, flag_group
 from mtpjax.errors import UsageError
+from mtpjax.messages import count_of
 
 
 def add_serve_router(commands) -> None:
@@ -41,7 +42,7 @@ def run_serve_router(options) -> int:
     logging.getLogger("mtpjax").setLevel(options.log_level.upper())
     router = Router(options.decode_urls)
     with listen(options.host, options.port) as listener:
-        line = f"mtpjax serve-router: {len(router.upstreams)} servers behind {address_of(listener)}"
+        line = f"mtpjax serve-router: {count_of(len(router.upstreams), 'server')} behind {address_of(listener)}"
         # At a second Ctrl-C the connections are closed, which ends the requests.
         drain = lambda: router.drain(options.drain_timeout)
         run_app(router, listener, line, drain, lambda: None, has_lifespan=True, log_level="warning")

@@ -6,6 +6,7 @@ from mtpjax.cli.common import add_model_path_flag, model_type, progress_bar, set
 from mtpjax.cli.config_flags import SHAPE_FIELDS, add_config_flags, decode_settings
 from mtpjax.cli.help import command_parser, flag_group
 from mtpjax.errors import printable
+from mtpjax.messages import count_of
 
 
 def add_tune(commands) -> None:
@@ -68,7 +69,10 @@ def run_tune(options) -> int:
         for op, shape in left:
             table.add_row(op, _shape_text(shape), "", "")
         console.print(table)
-        print(f"{len(questions)} shapes, {len(questions) - len(left)} of them measured before", file=sys.stderr)
+        print(
+            f"{count_of(len(questions), 'shape')}, {len(questions) - len(left)} of them measured before",
+            file=sys.stderr,
+        )
         if not is_gpu:
             print("the kernels run on a GPU, and JAX has none here: 'auto' is always XLA", file=sys.stderr)
         return 0

@@ -22,6 +22,7 @@ from mtpjax.errors import CheckpointFileError
 from mtpjax.io.checkpoint_format import find_checkpoint, is_checkpoint
 from mtpjax.io.checkpoint_reader import CheckpointReader
 from mtpjax.io.param_tree import unflatten
+from mtpjax.messages import count_of
 from mtpjax.models.config import ModelConfig
 from mtpjax.models.decoding_layout import find_copies, param_part_spec
 from mtpjax.models.quantized import BlockScaled
@@ -179,7 +180,11 @@ def format_lines(facts: dict[str, Any]) -> list[str]:
         ),
         ("dtypes", ", ".join(dtypes)),
         ("quantization", json.dumps(facts["quantization"]) if facts["quantization"] else "none"),
-        ("files", f"{len(facts['shards'])} shards, {facts['tensors']} tensors, {format_bytes(facts['bytes'])}"),
+        (
+            "files",
+            f"{count_of(len(facts['shards']), 'shard')}, {count_of(facts['tensors'], 'tensor')}, "
+            f"{format_bytes(facts['bytes'])}",
+        ),
         ("memory", f"{format_bytes(facts['bytes_per_device'])} of parameters per device on {mesh}"),
     ]
     rows += [("copies", problem) for problem in facts["copies"]]

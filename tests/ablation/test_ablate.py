@@ -399,7 +399,7 @@ def test_a_killed_run_goes_on(checkpoint, tmp_path):
     first = (output / "cells.jsonl").read_bytes()
     assert first.count(b"\n") == 1 and not (output / "cells.csv").exists()
     done = subprocess.run(command, stdout=subprocess.PIPE, text=True, env=environment, check=True)
-    assert "1 of 2 cells are already measured" in done.stdout
+    assert "already measured: 1 of 2 cells" in done.stdout
     content = (output / "cells.jsonl").read_bytes()
     assert content.startswith(first) and content.count(b"\n") == 2
     assert {file.name for file in output.iterdir()} == {

@@ -85,7 +85,7 @@ def test_greedy_texts_are_those_of_plain_decoding(rig, run):
     assert tally.finished == {
         reason: sum(record["finish_reasons"] == [reason] for record in written) for reason in ("stop", "length")
     }
-    assert tally.accept_length == 1 + tally.accepted / tally.steps <= 3
+    assert tally.accept_length == 1 + tally.accepted / tally.rounds <= 3
     assert tally.tokens > 5 and tally.tokens_per_second > 0
 
 
