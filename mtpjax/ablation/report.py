@@ -168,8 +168,8 @@ def format_recommendation(
             if method.path
         ),
         "- ratio: tokens/s over plain decoding of the same prompts, batch and temperature, in turns; 95 % intervals",
-        "- ideal: accept length over the cost of a round's passes (verifying and drafting) in plain rounds; without the "
-        "cost of acceptance and sampling",
+        "- ideal: accept length over the cost of a round's passes (verifying and drafting) in plain rounds; without "
+        "the cost of acceptance and sampling",
     ]
     # A single batch of prompts cannot be resampled, so its interval says nothing about other prompts.
     single_batch_sizes = sorted(size for size in settings.batch_sizes if len(workload.batches(size)) == 1)

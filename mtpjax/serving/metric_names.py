@@ -109,9 +109,7 @@ COUNTERS: dict[Names, Callable[[EngineStatus], float]] = {
     ),
 }
 # Counter of the watchdog.
-WATCHDOG = Names(
-    "watchdog", "", "", "Iterations of the scheduler that took longer than half of the watchdog's timeout."
-)
+WATCHDOG = Names("watchdog", "", "", "Iterations of the scheduler longer than half of the watchdog's timeout.")
 # Counters of a decode server, read from its `RemotePrefill`.
 REMOTE_PREFILLS = Names("remote_prefills", "", "", "Prompts whose pages came from the prefill server.")
 PREFILL_FALLBACKS = Names("prefill_fallbacks", "", "", "Prompts prefilled here because the prefill server failed.")
