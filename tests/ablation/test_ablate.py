@@ -416,7 +416,7 @@ def test_a_killed_run_goes_on(checkpoint, tmp_path):
         (["--num-steps", "0"], 2, "num_steps must be at least 1"),
         (["--num-steps", "1", "127"], 2, "num_steps must be at most 32, not 127"),
         (["--output", "/dev/null"], 2, "/dev/null is not a folder"),
-        (["--acceptance", "fast"], 2, "acceptance 'fast' is not one of"),
+        (["--acceptance", "fast"], 2, "--acceptance must be one of auto, exact, greedy"),
         (["--prompts", "missing.jsonl"], 2, "missing.jsonl"),
         (["--num-prompts", "0"], 2, "at least 1, not 0"),
         (["--max-new-tokens", "256"], 2, "leaves no room"),
