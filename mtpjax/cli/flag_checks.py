@@ -129,7 +129,7 @@ def check_flags(
     """
     known, seen = parser._option_string_actions, set()
     checked, wrong, bad_values = [], [], []
-    action, num_values = None, 0.0  # the flag that the next values belong to, and how many it takes
+    flag, action, num_values = "", None, 0.0  # the flag that the next values belong to, and how many it takes
     for place, argument in enumerate(arguments):
         if argument == "--":
             checked += arguments[place:]
@@ -138,18 +138,18 @@ def check_flags(
         name = name.replace("_", "-")
         # As for argparse, a text with spaces that is not a flag is a value.
         if _FLAG.match(name) and (name in known or " " not in argument):
-            action = known.get(name)
+            flag, action = name, known.get(name)
             if action is None:
                 wrong += [] if name in wrong else [name]
             else:
                 seen.add(action)
                 num_values = {None: 1, "?": 1, "*": math.inf, "+": math.inf}.get(action.nargs, 0)
                 if equals:
-                    bad_values, num_values = [*bad_values, *_value_problem(action, value)], 0
+                    bad_values, num_values = [*bad_values, *_value_problem(flag, action, value)], 0
             checked.append(name + equals + value)
             continue
         if action is not None and num_values:
-            bad_values += _value_problem(action, argument)
+            bad_values += _value_problem(flag, action, argument)
             num_values -= 1
         checked.append(argument)
     # Flags that have the same origin and need the same are told together.
@@ -167,9 +167,9 @@ def check_flags(
     return checked
 
 
-def _value_problem(action: Any, value: str) -> Iterator[str]:
+def _value_problem(name: str, action: Any, value: str) -> Iterator[str]:
     """Yields what is wrong with a flag's value, unless the parser must tell."""
-    name, kind = action.option_strings[0], getattr(action, "_typehint", action.type)
+    kind = getattr(action, "_typehint", action.type)
     if action.choices is not None and value not in action.choices:
         choices = list(map(str, action.choices))
         yield f"{name} must be one of {', '.join(choices)}, got {value}{did_you_mean(value, choices)}"

@@ -63,10 +63,11 @@ def main(arguments: list[str] | None = None) -> None:
 def _run(arguments: list[str] | None) -> NoReturn:
     """Runs a command and exits; see `main`."""
     given = sys.argv[1:] if arguments is None else arguments
-    name, advice = " ".join(["mtpjax", *given[: given[:1] != [] and given[0] in COMMANDS]]), ""
+    command = given[0] if given and given[0] in COMMANDS else ""
+    name, advice = f"mtpjax {command}".rstrip(), ""
     try:
         options = _parse(given)
-        advice = "; continue with --resume" if name == "mtpjax train" else ""
+        advice = "; continue with --resume" if command == "train" else ""
         _prepare_process(options.subcommand, is_own=arguments is None)
         if arguments is None:
             _watch_for_aborts(name, getattr(options[options.subcommand], "nnodes", 1) > 1, advice)

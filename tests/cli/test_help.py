@@ -143,6 +143,7 @@ def test_a_wrong_flag_is_one_line_with_a_suggestion(line, flag, capsys):
         ("inspect m --mesh", "mtpjax inspect: argument --mesh: expected one argument; see --help"),
         ("quickstart extra", "mtpjax quickstart: unrecognized arguments: extra; see --help"),
         ("train --nnodes two", "mtpjax train: --nnodes must be an integer, got two"),
+        ("tune --model m --speculative_num_steps=x", "mtpjax tune: --speculative-num-steps must be an integer, got x"),
     ],
 )
 def test_a_wrong_command_line_is_one_line(line, told, capsys):
