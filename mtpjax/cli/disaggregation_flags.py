@@ -19,7 +19,7 @@ def add_disaggregation_flags(parser) -> None:
         metavar="MODE",
         choices=("null", "prefill", "decode"),
         help="prefill: also prefill the prompts of decode servers; decode: fetch the KV cache of prompts from a "
-        "prefill server; null: neither (default: null)",
+        "prefill server (default: neither)",
     )
     group.add_argument(
         "--disaggregation-prefill-url", default=None, help="for a decode server: address of the prefill server"
