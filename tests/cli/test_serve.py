@@ -142,7 +142,7 @@ def test_a_server_starts_drains_and_leaves_nothing_behind(serve, tmp_path):
             2,
             "--num-steps has no effect with --speculative-algorithm NONE; --topk has no effect with",
         ),
-        (["--speculative-algorithm", "EAGLE4"], 2, "unknown --speculative-algorithm EAGLE4"),
+        (["--speculative-algorithm", "EAGLE4"], 2, "got EAGLE4: did you mean EAGLE?"),
         (["--speculative-algorithm", "medusa"], 2, "MEDUSA needs --speculative-draft-model-path"),
         (
             ["--speculative-algorithm", "NGRAM", "--speculative-draft-model-path", "x"],
