@@ -38,7 +38,7 @@ def add_commands(commands) -> None:
         "Train a model together with its MTP modules, or draft modules on a frozen model. --print-config prints "
         "every setting with its value, and `mtpjax.TrainConfig` documents them. model.* changes a field of the "
         "architecture (--print-model prints them), and model=FILE.yaml gives a whole one. model.num_mtp_modules is "
-        "the number of modules that the model has, and num_depths the number of draft depths that get a loss: give "
+        "the number of MTP modules that the model has, and num_depths the number of draft depths that get a loss: give "
         "both the same number to train every module."
     )
     group = flag_group(train, "settings")
