@@ -5,6 +5,7 @@ from typing import Any
 import numpy as np
 
 from mtpjax.errors import TokenizerError
+from mtpjax.messages import count_of
 
 CONTROL, USER_DEFINED = 3, 4  # token types: special tokens, and other tokens that are found in text first
 _QWEN2 = (
@@ -45,7 +46,7 @@ def tokenizer_files(metadata: dict[str, Any]) -> dict[str, Any]:
     tokens, merges = _strings(metadata, "tokens"), _strings(metadata, "merges")
     vocabulary = {token: index for index, token in enumerate(tokens)}
     if len(vocabulary) != len(tokens):
-        raise TokenizerError(f"the GGUF tokenizer lists {len(tokens) - len(vocabulary)} tokens twice")
+        raise TokenizerError(f"the GGUF tokenizer lists {count_of(len(tokens) - len(vocabulary), 'token')} twice")
     types = metadata.get("tokenizer.ggml.token_type", np.ones(len(tokens), np.int32))
     if not isinstance(types, np.ndarray) or len(types) != len(tokens):
         raise TokenizerError(f"tokenizer.ggml.token_type must have {len(tokens)} entries, one per token")

@@ -26,6 +26,7 @@ from conversion.stored_modules import (
 from conversion.tensor_slice import ParamSpec
 from conversion.tensor_types import FLOAT32, SCALE_ENDS, SUPPORTED, describe_mixed, find_scales, param_dtype
 from mtpjax.errors import CheckpointFileError, ConfigError
+from mtpjax.messages import count_of
 from mtpjax.models.config import ModelConfig
 
 log = logging.getLogger("mtpjax.conversion")
@@ -207,7 +208,8 @@ def _find_shape_problems(plan: LoadPlan, files: CheckpointFiles, wanted: dict[st
         found, named = count_stored_modules(plan.config, plan.layout, files), plan.config.num_mtp_modules
         modules = f"; config.json names {named} MTP modules, the files hold {found}" if found < named else ""
         problems.append(
-            f"{files.path} lacks {len(plan.missing)} tensors{modules}; missing: {', '.join(plan.missing[:5])}"
+            f"{files.path} lacks {count_of(len(plan.missing), 'tensor')}{modules}; missing: "
+            f"{', '.join(plan.missing[:5])}"
         )
     for name, shape in wanted.items():
         if name in files.tensors and files.tensors[name].shape != shape:
@@ -222,7 +224,7 @@ def _find_extra_problems(plan: LoadPlan, files: CheckpointFiles, allow_extra: bo
     inside = [name for name in plan.extra if _is_inside(name, plan.layout)]
     if inside:
         return [
-            f"{files.path} has {len(inside)} tensors that the model of config.json does not compute: "
+            f"{files.path} has {count_of(len(inside), 'tensor')} that the model of config.json does not compute: "
             f"{', '.join(inside[:5])}; without them its results would be wrong"
         ]
     if allow_extra:

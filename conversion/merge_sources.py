@@ -18,6 +18,7 @@ from conversion.norm_storage import find_norm_storage
 from conversion.read_params import BF16
 from conversion.shards import TensorEntry, entry_of
 from mtpjax.errors import CheckpointFileError
+from mtpjax.messages import count_of
 from mtpjax.models.config import ModelConfig
 
 log = logging.getLogger("mtpjax.conversion")
@@ -198,7 +199,9 @@ def _check_tensors(modules: ModuleTensors, where: str) -> None:
     unknown = names - wanted.keys() - copies - scales - {"rot.weight"}
     for problem, found in (("lacks", wanted.keys() - names - copies), ("has unknown", unknown)):
         if found:
-            raise CheckpointFileError(f"{where} {problem} {len(found)} tensors: {', '.join(sorted(found)[:5])}")
+            raise CheckpointFileError(
+                f"{where} {problem} {count_of(len(found), 'tensor')}: {', '.join(sorted(found)[:5])}"
+            )
     for name, piece in wanted.items():
         if name in names and modules.entries[name].shape != piece.shape:
             raise CheckpointFileError(

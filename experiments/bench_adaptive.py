@@ -59,7 +59,7 @@ def prompt_sets(path: str, params, model, count: int, num_steps: int):
     # Sort by accept length, measured with `num_steps` draft levels.
     config = DecodeConfig(max_new_tokens=NEW_TOKENS, num_steps=num_steps)
     decoded = speculative_generate(params, pool, model=model, config=config).stats
-    order = np.argsort(-(decoded.accepted.sum(axis=1) / decoded.steps))
+    order = np.argsort(-(decoded.accepted.sum(axis=1) / decoded.rounds))
     easy, hard = ([pool[index] for index in part] for part in (order[:count], order[count:]))
     mixed = [prompt for pair in zip(easy, hard, strict=True) for prompt in pair][:count]
     counted = measure_acceptance(params, others, model=model, config=config, batch_size=len(others))
@@ -76,8 +76,8 @@ def modelled_time(results, costs: tuple[float, ...]) -> float:
     """
     total = 0.0
     for stats in (result.stats for result in results):
-        row = int(stats.steps.argmax())
-        reached = np.concatenate([[stats.steps[row]], stats.proposed[row]])  # rounds of at least each depth
+        row = int(stats.rounds.argmax())
+        reached = np.concatenate([[stats.rounds[row]], stats.proposed[row]])  # rounds of at least each depth
         rounds = reached - np.append(reached[1:], 0)
         total += float(rounds @ np.array(costs[: len(rounds)]))
     return total

@@ -220,7 +220,7 @@ def count_rounds(engine: Engine, requests: Sequence[Request]) -> dict[str, int]:
     for traced in trace.calls:
         if traced.call.is_prefill:
             continue
-        steps = traced.call.report.read().steps
+        steps = traced.call.report.read().rounds
         advanced = 0
         for row, sequence in enumerate(traced.call.rows):
             if sequence is not None:

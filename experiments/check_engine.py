@@ -293,7 +293,7 @@ def run_alone(
                     tokens,
                     result.logprobs[row, : len(tokens)].tolist(),
                     result.finish_reasons[row],
-                    int(result.stats.steps[row]),
+                    int(result.stats.rounds[row]),
                     tuple(result.stats.accepted[row].tolist()),
                 )
     return [expected[number] for number in range(len(requests))]

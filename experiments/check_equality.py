@@ -160,7 +160,7 @@ def check_cell(
         result = speculative_generate(params, reference.prompts, model=model, config=config)
         result.stats.check()
         stats = stats or result.stats
-        if expected_length and result.stats.steps.any() and result.stats.accept_length != expected_length:
+        if expected_length and result.stats.rounds.any() and result.stats.accept_length != expected_length:
             differences.append(
                 f"{cell} {draft_quality} {call}: accept length {result.stats.accept_length}, not {expected_length}"
             )

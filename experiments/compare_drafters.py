@@ -15,10 +15,10 @@ times the drafters of complete cells again, on a machine that is quiet now.
     accept length     tokens per round with the bonus token; 95 % over prompts
     position k        share of rounds that accepted at least k drafts, at temperature 0
     seconds / step    of a training update, the trunk's pass included; the median
-    round             duration of a round in plain steps, at batch 1 and temperature 0
+    round             duration of a round in plain rounds, at batch 1 and temperature 0
     speed-up          over plain decoding, in the same calls
     ideal             that speed-up if drafting and accepting cost nothing: accept length over the trunk's pass over
-                      all drafts, in plain steps
+                      all drafts, in plain rounds
 """
 
 import argparse
@@ -134,7 +134,7 @@ def time_decoding(trained: Trained, config: DecodeConfig, prompts: list[list[int
                 seconds[name].append(time.perf_counter() - begin)
             if name == "drafts":
                 tokens = sum(len(row) for result in results for row in result.rows())
-                rounds = sum(int(result.stats.steps.sum()) for result in results)
+                rounds = sum(int(result.stats.rounds.sum()) for result in results)
     of = {name: float(np.median(times)) for name, times in seconds.items()}
     return {
         "plain_step_seconds": of["plain"] / tokens,
@@ -187,7 +187,7 @@ def count_accepted(trained: Trained, config: DecodeConfig, prompts: list[list[in
         asked = sampling_arguments(temperature, list(range(len(prompts))))
         arguments = {"model": trained.model, "config": config, "draft_params": trained.draft_params, **asked}
         stats = speculative_generate(trained.params, prompts, **arguments).stats
-        counts[f"{temperature:g}"] = {"rounds": stats.steps.tolist(), "accepted": stats.accepted.tolist()}
+        counts[f"{temperature:g}"] = {"rounds": stats.rounds.tolist(), "accepted": stats.accepted.tolist()}
     return counts
 
 
@@ -216,7 +216,7 @@ def print_tables(console: Console, methods: dict[str, dict[str, Any]]) -> None:
     lengths = narrow_table(f"chains of {levels} drafts: accept length (95 %), and acceptance by position at T 0")
     for heading in ("method", *(f"T {each:g}" for each in TEMPERATURES), *map(str, range(1, levels + 1))):
         lengths.add_column(heading, justify="left" if heading == "method" else "right")
-    costs = narrow_table("training and rounds at batch 1, temperature 0; rounds in plain steps")
+    costs = narrow_table("training and rounds at batch 1, temperature 0; rounds in plain rounds")
     for heading in ("method", "seconds / step", "round", "speed-up", "ideal", "waited"):
         costs.add_column(heading, justify="left" if heading == "method" else "right")
     for name, found in methods.items():

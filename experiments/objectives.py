@@ -86,7 +86,7 @@ def decode(path: pathlib.Path, prompts: list[list[int]], temperature: float) -> 
     config = DecodeConfig(max_new_tokens=NEW_TOKENS, num_steps=LEVELS)
     asked = sampling_arguments(temperature, list(range(len(prompts))))
     stats = speculative_generate(params, prompts, model=model, config=config, **asked).stats
-    return stats.steps, stats.accepted
+    return stats.rounds, stats.accepted
 
 
 def figures(steps: np.ndarray, accepted: np.ndarray, base: tuple[np.ndarray, np.ndarray]) -> dict[str, Any]:

@@ -39,7 +39,7 @@ def measure_acceptance(
     for group, prompts in batches(rows):
         plain = generate(params, prompts, model=model, config=config).rows()
         result = speculative_generate(params, prompts, model=model, config=config)
-        steps[group], accepted[group] = result.stats.steps[: len(group)], result.stats.accepted[: len(group)]
+        steps[group], accepted[group] = result.stats.rounds[: len(group)], result.stats.accepted[: len(group)]
         # Where texts differ, keep how close the trunk's two logits are: a near tie is rounding.
         divergences = first_divergences(params, prompts, result.rows(), plain, model=model)[: len(group)]
         differing += [
@@ -99,7 +99,7 @@ def count_accepted(
         seeds = (group + [group[-1]] * len(prompts))[: len(prompts)]
         asked = sampling_arguments(temperature, seeds)
         result = speculative_generate(params, prompts, model=model, config=config, draft_params=draft_params, **asked)
-        values = result.stats.steps.tolist(), result.stats.accepted.tolist(), result.rows()
+        values = result.stats.rounds.tolist(), result.stats.accepted.tolist(), result.rows()
         for name, of_rows in zip(found, values, strict=True):
             for number, value in zip(group, of_rows, strict=False):
                 found[name][number] = value
@@ -171,7 +171,7 @@ def check_law(
         result = speculative_generate(params, [prompt] * batch, model=model, config=config, sampling=sampling)
         for row in result.rows():
             counts[texts.index(tuple(row))] += 1
-        steps, accepted = steps + int(result.stats.steps.sum()), accepted + int(result.stats.accepted.sum())
+        steps, accepted = steps + int(result.stats.rounds.sum()), accepted + int(result.stats.accepted.sum())
     report = pearson(counts, expected) | {"samples": int(counts.sum()), "accept_length": 1 + accepted / steps}
     # Rule "sample" draws each token from the target with noise of its position, as plain sampling does.
     sampling = SamplingParams(temperature=1.0, seed=list(range(min(8, batch))))

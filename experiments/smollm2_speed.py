@@ -46,7 +46,7 @@ def make_engines(
             vocabulary = tuple(draft_vocabulary) if num_steps else None
             config = DecodeConfig(max_new_tokens=new_tokens, num_steps=num_steps, draft_vocabulary=vocabulary)
             result = speculative_generate(params, [prompt], model=model, config=config)
-            return result.rows()[0], int(result.stats.steps[0])
+            return result.rows()[0], int(result.stats.rounds[0])
 
         return run
 

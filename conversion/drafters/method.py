@@ -10,6 +10,7 @@ from collections.abc import Collection
 from typing import Any, Literal, get_args
 
 from mtpjax.errors import ConfigError
+from mtpjax.messages import count_of
 
 Method = Literal["eagle3", "medusa", "dflash", "dspark"]
 METHODS: tuple[Method, ...] = get_args(Method)
@@ -100,8 +101,9 @@ def _describe_what_was_found(values: dict[str, Any], names: Collection[str]) -> 
     elif any(other in plain for other in NOT_SUPPORTED):
         hint = "; P-EAGLE and DFlash 2 are not supported"
     return (
-        f"this is no drafter that is supported: config.json has {found}; the files hold {len(names)} tensors "
-        f"({shown}). Supported are EAGLE-3, Medusa, DFlash and DSpark, by a class in architectures such as "
+        f"this is no drafter that is supported: config.json has {found}; the files hold "
+        f"{count_of(len(names), 'tensor')} ({shown}). Supported are EAGLE-3, Medusa, DFlash and "
+        "DSpark, by a class in architectures such as "
         "LlamaForCausalLMEagle3, DFlashDraftModel or Qwen3DSparkModel, by speculators_model_type, medusa_num_heads or "
         f"model_type 'medusa', or by their tensors{hint}"
     )

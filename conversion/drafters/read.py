@@ -28,6 +28,7 @@ from conversion.tensor_slice import ParamSpec
 from conversion.tensor_types import describe_mixed, param_dtype
 from conversion.weight_files import INDEX, SINGLE
 from mtpjax.errors import CheckpointFileError, ConfigError
+from mtpjax.messages import count_of
 from mtpjax.models.dflash import DFlashConfig
 from mtpjax.models.eagle3 import Eagle3Config
 from mtpjax.models.medusa import MedusaConfig
@@ -151,7 +152,7 @@ def make_drafter_plan(
     quantized = f" Packed or scaled weights ({quantization}) of drafters are not supported." if quantization else ""
     if missing:
         raise CheckpointFileError(
-            f"{path} lacks {len(missing)} tensors: {', '.join(missing[:5])}; it holds {len(names)}: "
+            f"{path} lacks {count_of(len(missing), 'tensor')}: {', '.join(missing[:5])}; it holds {len(names)}: "
             f"{_names_of(names, sorted(extra) or sorted(names))}.{quantized}"
         )
     # A tensor that nothing reads would change what the drafter computes.

@@ -34,8 +34,12 @@ def commands(parser: argparse.ArgumentParser, name: str, summary: str = "") -> I
     yield f"{marked_up(parser.description or summary)}\n"
     yield "\n".join(["```text", " ".join([name, *flags, *values, "[options]"]), "```\n"])
     yield f"```{{program}} {name}\n```\n"
-    for action in actions:
-        yield f"::::{{option}} {signature(parser, action)}\n{described(parser, action)}\n::::\n"
+    for group in parser._action_groups:
+        flags = [action for action in group._group_actions if action in actions]
+        if flags:
+            yield f"**{group.title}**\n"
+        for action in flags:
+            yield f"::::{{option}} {signature(parser, action)}\n{described(parser, action)}\n::::\n"
 
 
 def signature(parser: argparse.ArgumentParser, action: argparse.Action) -> str:

@@ -33,6 +33,7 @@ from mtpjax.evaluation.round_costs import CostMeter, RoundCosts
 from mtpjax.evaluation.round_loops import PLAIN_STEP, RoundShape, max_slots_written
 from mtpjax.io.checkpoint_format import is_checkpoint
 from mtpjax.io.checkpoint_reader import CheckpointReader
+from mtpjax.messages import count_of
 from mtpjax.models.model import MTPModel
 from mtpjax.training.decoding_eval import is_looping
 
@@ -103,7 +104,9 @@ def find_workload(
         # Prompts of a file, drawn evenly over its categories.
         chosen = choose_prompts(read_prompts(prompts), num_prompts, categories=categories, seed=settings.seed)
         rows, cut = encode_prompts(chosen, tokenizer, max_tokens=max_tokens, chat=chat)
-        source = f"{len(rows)} prompts of {prompts}" + (f", {cut} of them cut to {max_tokens} tokens" if cut else "")
+        source = f"{count_of(len(rows), 'prompt')} of {prompts}" + (
+            f", {cut} of them cut to {max_tokens} tokens" if cut else ""
+        )
         of_prompts = tuple(prompt.category for prompt in chosen)
         return Workload(rows, source, tuple(tokenizer.eos_token_ids), of_prompts)
     # Without a file, only byte-level models have prompts: the files that their training held out.
@@ -113,7 +116,9 @@ def find_workload(
         raise ValueError(f"the number of prompts must be at least 1, not {num_prompts}")
     length = min(PROMPT_TOKENS, max_tokens)
     chosen = _non_looping_prompts(path, model, params, settings, num_prompts=num_prompts, length=length)
-    return Workload(chosen, f"{len(chosen)} prompts of {length} bytes from held-out files, none of which loops")
+    return Workload(
+        chosen, f"{count_of(len(chosen), 'prompt')} of {length} bytes from held-out files, none of which loops"
+    )
 
 
 def _non_looping_prompts(path, model: MTPModel, params, settings: Settings, *, num_prompts: int, length: int):
@@ -217,7 +222,7 @@ class Bench:
                 rows[form] = result.rows()
                 # Acceptance: greedy repeats give the same tokens, so only the first counts.
                 if form and (cell.temperature or not repeat):
-                    steps[number] += result.stats.steps
+                    steps[number] += result.stats.rounds
                     accepted[number] += result.stats.accepted
             decoded[repeat, number] = rows
         if not steps.any():

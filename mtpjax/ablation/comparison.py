@@ -30,12 +30,12 @@ def best_of_each_drafter(rows: Iterable[Row]) -> dict[Group, list[Row]]:
 
 
 def round_cost(row: Row) -> float:
-    """Returns the measured cost of a round, in plain steps: accept length over ratio."""
+    """Returns the measured cost of a round, in plain rounds: accept length over ratio."""
     return row["accept_length"]["value"] / row["ratio"]["value"]
 
 
 def parts_cost(row: Row) -> float:
-    """Returns the cost of a round's passes alone, in plain steps."""
+    """Returns the cost of a round's passes alone, in plain rounds."""
     return row["costs"]["parts"] / row["costs"]["plain"]
 
 
@@ -63,7 +63,7 @@ def format_comparison(rows: list[Row], methods: Sequence[DraftMethod]) -> list[s
 
 def _drafter_tables(best: dict[Group, list[Row]]) -> Iterator[str]:
     headings = ("drafter", "setting", "accept length (95 %)", "accepted at least k drafts, k = 1, 2, ...")
-    headings += ("round in plain steps", "of these its passes", "ratio to plain (95 %)", "ideal", "text")
+    headings += ("round in plain rounds", "of these its passes", "ratio to plain (95 %)", "ideal", "text")
     for (batch_size, temperature), group in best.items():
         yield from ("", f"Batch {batch_size}, temperature {temperature:g}:", "")
         body = []

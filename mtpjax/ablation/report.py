@@ -15,6 +15,7 @@ from mtpjax.ablation.drafters import MTP, DraftMethod
 from mtpjax.ablation.grid import Cell, Settings
 from mtpjax.console import narrow_table
 from mtpjax.evaluation.machine import MAX_WAITING_SHARE
+from mtpjax.messages import count_of
 
 
 def cell_of(row: dict[str, Any]) -> Cell:
@@ -157,7 +158,8 @@ def format_recommendation(
     # Last how it was measured, with everything that limits what the numbers mean.
     lines += ["", "## Measured", ""]
     lines += [
-        f"- {len(rows)} cells, {settings.repeats} repeats, {settings.max_new_tokens} new tokens; {workload.source}",
+        f"- {count_of(len(rows), 'cell')}, {count_of(settings.repeats, 'repeat')}, "
+        f"{count_of(settings.max_new_tokens, 'new token')}; {workload.source}",
         f"- {environment['device']}, {environment['processor']}",
         f"- jax {environment['jax']}, model {environment['model']}",
         *(
@@ -166,8 +168,8 @@ def format_recommendation(
             if method.path
         ),
         "- ratio: tokens/s over plain decoding of the same prompts, batch and temperature, in turns; 95 % intervals",
-        "- ideal: accept length over the cost of a round's passes (verifying and drafting) in plain steps; without the "
-        "cost of acceptance and sampling",
+        "- ideal: accept length over the cost of a round's passes (verifying and drafting) in plain rounds; without "
+        "the cost of acceptance and sampling",
     ]
     # A single batch of prompts cannot be resampled, so its interval says nothing about other prompts.
     single_batch_sizes = sorted(size for size in settings.batch_sizes if len(workload.batches(size)) == 1)
@@ -180,7 +182,7 @@ def format_recommendation(
     impossible = sum(map(is_impossible, rows))
     if impossible:
         lines += [f"- impossible ratios, not positive or above the accept length: {impossible}. Run it again"]
-    lines += [f"- left out: {reason} ({count} cells)" for reason, count in reasons.items()]
+    lines += [f"- left out: {reason} ({count_of(count, 'cell')})" for reason, count in reasons.items()]
     return "\n".join(lines) + "\n"
 
 

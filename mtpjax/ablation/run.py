@@ -35,6 +35,7 @@ from mtpjax.evaluation.plot_style import DEFAULT_FORMATS, picture_paths
 from mtpjax.host import num_threads
 from mtpjax.io.checkpoint import load
 from mtpjax.io.checkpoint_format import checkpoint_digest, find_checkpoint
+from mtpjax.messages import count_of
 from mtpjax.models.config import Implementation
 from mtpjax.program_memory import free_programs_if_full
 
@@ -125,7 +126,7 @@ def run_cells(
         log(f"{cell.name}: its line in {writer.path} is damaged and measured again")
         del rows[cell]
     if rows:
-        log(f"{len(rows)} of {len(cells)} cells are already measured")
+        log(f"already measured: {len(rows)} of {count_of(len(cells), 'cell')}")
     # Measure the others. Each row is on disk before the next cell starts.
     remaining = bench.cells = [cell for cell in cells if cell not in rows]
     begin = time.perf_counter()
@@ -199,7 +200,7 @@ def run(
     # List the cells, and print why combinations were left out.
     cells, reasons = list_cells(settings, model=model, methods=methods)
     for reason, count in reasons.items():
-        console.print(f"left out: {reason} ({count} cells)", highlight=False)
+        console.print(f"left out: {reason} ({count_of(count, 'cell')})", highlight=False)
     if not cells:
         raise ValueError("no combination of the settings is possible: the reasons are above")
     # Choose the prompts, the same for all cells.
@@ -216,7 +217,7 @@ def run(
     )
     environment = describe_environment(path, model_type, implementation)
     output.mkdir(parents=True, exist_ok=True)
-    console.print(f"{len(cells)} cells; {workload.source}", highlight=False, soft_wrap=True)
+    console.print(f"{count_of(len(cells), 'cell')}; {workload.source}", highlight=False, soft_wrap=True)
     bench = Bench(model, params, settings, workload, methods=methods)
 
     def log(line: str) -> None:
@@ -230,7 +231,9 @@ def run(
         text = format_recommendation(rows, reasons, workload, settings, environment, methods)
         _report(output, rows, text, plot_formats, console=console)
     if not is_complete:
-        console.print(f"stopped after {len(rows)} of {len(cells)} cells: run it again to continue", soft_wrap=True)
+        console.print(
+            f"stopped after {len(rows)} of {count_of(len(cells), 'cell')}: run it again to continue", soft_wrap=True
+        )
         return 75
     return 4 if any(row["lossless"] == "DIFFERS" for row in rows) else 0
 

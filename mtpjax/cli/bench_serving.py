@@ -10,11 +10,18 @@ from collections import Counter
 from collections.abc import Mapping
 
 from mtpjax.atomic import check_output_file
-from mtpjax.cli.bench_flags import add_comparison_flags, add_dataset_flags, add_server_flags, add_traffic_flags
+from mtpjax.cli.bench_flags import (
+    add_comparison_flags,
+    add_dataset_flags,
+    add_output_flags,
+    add_server_flags,
+    add_traffic_flags,
+)
 from mtpjax.cli.common import progress_bar
 from mtpjax.cli.help import command_parser
 from mtpjax.cli.interrupts import INTERRUPTED
 from mtpjax.errors import UsageError, printable
+from mtpjax.messages import count_of
 from mtpjax.serving.bench.backends import BACKENDS
 
 
@@ -24,13 +31,14 @@ def add_bench_serving(commands) -> None:
         "Measure latency and throughput of a running server over HTTP. Flags and table are those of SGLang's "
         "benchmark. Tokens are the server's counts, not chunks of the stream, because one chunk holds several tokens. "
         "The accept length is 1 + accepted drafts / verification passes, bonus token included. "
-        "--with-and-without-mtp instead runs the same requests with and without drafts at several concurrencies. "
-        "The API key comes from the environment: MTPJAX_API_KEY, else OPENAI_API_KEY."
+        "--with-and-without-mtp instead compares runs with and without drafts at several concurrencies. The API key "
+        "comes from the environment: MTPJAX_API_KEY, else OPENAI_API_KEY."
     )
     add_server_flags(bench)
     add_dataset_flags(bench)
     add_traffic_flags(bench)
     add_comparison_flags(bench)
+    add_output_flags(bench)
     commands.add_subcommand("bench-serving", bench, help="measure latency and throughput of a running server")
 
 
@@ -85,7 +93,7 @@ async def _connect_and_run(options, lengths) -> int:
             seed=options.seed,
         )
         if len(requests) < options.num_prompts:
-            print(f"{options.dataset_path} has only {len(requests)} prompts", file=sys.stderr)
+            print(f"{options.dataset_path} has only {count_of(len(requests), 'prompt')}", file=sys.stderr)
         if options.with_and_without_mtp:
             _check_concurrencies(options.concurrencies, len(requests))
         # Warm up what will be measured: connections, and the server's programs.
@@ -125,7 +133,7 @@ async def _run_once(options, client, requests) -> int:
         print("the client itself was too busy: latencies are too long", file=sys.stderr)
     _print_errors(summary["errors"])
     if interrupted:
-        print(f"interrupted after {len(outcomes)} of {len(requests)} requests", file=sys.stderr)
+        print(f"interrupted after {len(outcomes)} of {count_of(len(requests), 'request')}", file=sys.stderr)
         return INTERRUPTED
     return 0 if summary["completed"] else 1
 
@@ -142,7 +150,7 @@ def _check_concurrencies(concurrencies: list[int], num_requests: int) -> None:
 async def _compare(options, client, requests) -> int:
     import rich.console
 
-    from mtpjax.serving.bench.speedup import Run, compare, speedups
+    from mtpjax.serving.bench.speedup import PUBLISHED, Run, compare, speedups
     from mtpjax.serving.bench.speedup_report import notes, speedup_table, write_report
 
     runs: list[Run] = []
@@ -180,14 +188,16 @@ async def _compare(options, client, requests) -> int:
     # Report the pairs that are complete, even if Ctrl-C ended the comparison.
     _print_errors(sum((Counter(run.summary["errors"]) for run in runs), Counter()))
     if rows := speedups(runs):
-        files = write_report(options.output, rows, runs, settings, options.plot_formats)
+        # Speed-ups of another machine stand beside the user's own only when asked for.
+        reference = PUBLISHED if options.reference else {}
+        files = write_report(options.output, rows, runs, settings, options.plot_formats, reference)
         console = rich.console.Console()
-        console.print(speedup_table(rows))
-        for note in (*notes(rows), f"prefix cache: {settings['prefix_cache']}"):
+        console.print(speedup_table(rows, reference))
+        for note in (*notes(rows, reference), f"prefix cache: {settings['prefix_cache']}"):
             console.print(f"- {note}", highlight=False, markup=False)
         print(f"wrote {' and '.join(printable(file) for file in files)}", file=sys.stderr)
     if interrupted:
-        print(f"interrupted after {len(runs)} of {num_runs} runs", file=sys.stderr)
+        print(f"interrupted after {len(runs)} of {count_of(num_runs, 'run')}", file=sys.stderr)
         return INTERRUPTED
     return 0 if rows else 1
 
@@ -225,7 +235,7 @@ def _append(path: str, *parts: dict) -> None:
 
 def _print_errors(errors: Mapping[str, int]) -> None:
     for message, count in errors.items():
-        print(f"{count} request{'s' * (count > 1)} failed: {message}", file=sys.stderr)
+        print(f"{count_of(count, 'request')} failed: {message}", file=sys.stderr)
 
 
 def _headers(pairs: list[str]) -> dict[str, str]:

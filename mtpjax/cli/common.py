@@ -7,6 +7,7 @@ import time
 from collections.abc import Callable, Iterator
 
 from mtpjax import compilation_cache
+from mtpjax.cli.help import flag_group
 from mtpjax.errors import printable
 from mtpjax.evaluation.plot_style import DEFAULT_FORMATS, FORMATS
 from mtpjax.models.config import IMPLEMENTATIONS
@@ -14,7 +15,7 @@ from mtpjax.models.config import IMPLEMENTATIONS
 
 def add_model_path_flag(parser) -> None:
     """Adds `--model-path`, the flag that names a checkpoint, and `--model-type`."""
-    parser.add_argument(
+    flag_group(parser, "model").add_argument(
         "--model-path",
         "--model",
         required=True,
@@ -26,22 +27,23 @@ def add_model_path_flag(parser) -> None:
 
 def add_model_type_flag(parser) -> None:
     """Adds `--model-type`, which `model_type` reads."""
-    parser.add_argument(
+    flag_group(parser, "model").add_argument(
         "--model-type",
         default="auto",
-        help="family to read a Hugging Face checkpoint as, in place of the model_type that its config.json names "
-        "(default: %(default)s)",
+        help="family to read a Hugging Face checkpoint as, such as qwen3_next (default: the model_type of its "
+        "config.json)",
     )
 
 
 def add_implementation_flag(parser) -> None:
     """Adds `--implementation`, for commands that run a model."""
-    parser.add_argument(
+    flag_group(parser, "model").add_argument(
         "--implementation",
         choices=IMPLEMENTATIONS,
         default="auto",
-        help="what runs the model's kernels: xla (plain JAX), triton (GPU kernels), interpreted (the GPU kernels on "
-        "any machine, slowly), or auto, which on a GPU takes those of experts and fp8 weights (default: %(default)s)",
+        metavar="NAME",
+        help="what runs the model: xla (plain JAX), triton (GPU kernels), interpreted (the GPU kernels on any "
+        "machine, slowly), or auto, which on a GPU takes the kernels of experts and fp8 weights",
     )
 
 
@@ -59,13 +61,13 @@ def model_type(options) -> str | None:
 
 def add_plot_formats_flag(parser) -> None:
     """Adds `--plot-formats`, the flag that chooses the formats of pictures."""
-    parser.add_argument(
+    flag_group(parser, "output").add_argument(
         "--plot-formats",
         nargs="*",
         choices=FORMATS,
         default=list(DEFAULT_FORMATS),
         metavar="FORMAT",
-        help=f"formats of the pictures: {', '.join(FORMATS)}; no value: no pictures",
+        help=f"formats of the pictures: {', '.join(FORMATS)}; the flag without a value writes no pictures",
     )
 
 

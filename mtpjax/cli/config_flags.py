@@ -10,6 +10,7 @@ import typing
 from collections.abc import Iterable, Mapping
 from typing import Any
 
+from mtpjax.cli.help import flag_group
 from mtpjax.decoding.config import EXACT_RULES, LOSSY_RULES, DecodeConfig, SamplingParams
 
 # SGLang's server flags for the same settings, accepted as aliases.
@@ -59,12 +60,21 @@ SAMPLING_FIELDS = (
     "presence_penalty",
     "min_new_tokens",
 )
+# The group of flags in `--help` that a field belongs to.
+GROUPS = {
+    "model": ("kv_cache_dtype", "deterministic"),
+    "length": ("max_new_tokens", "max_length", "min_new_tokens"),
+    "drafts": ("drafter", *SHAPE_FIELDS, "depth_policy", *MTP_FIELDS, *LOOKUP_FIELDS),
+    "acceptance": ACCEPTANCE_FIELDS,
+    "sampling": (*SAMPLING_FIELDS[:-1], "seed"),
+    "devices": ("allow_copies",),
+}
 # Fields whose flag takes something else than the field does.
 _HELP = {
     "acceptance": f"acceptance rule: auto, {', '.join(EXACT_RULES)}; {', '.join(LOSSY_RULES)} change the text's "
     "distribution. auto is greedy if every prompt is at temperature 0, else block for a chain and recursive for a tree",
-    "drafter": "what proposes tokens: 'mtp' (the model's MTP modules) or 'lookup' (n-grams copied from the row's own "
-    "text; needs no MTP modules)",
+    "drafter": "what drafts: mtp (the model's MTP modules) or lookup (n-grams copied from the row's own text, which "
+    "needs no MTP modules)",
     "draft_vocabulary": "file that `mtpjax vocabulary` wrote: the MTP modules draft only its tokens",
 }
 # Draft levels where the command line names none: copied n-grams are often right for longer than MTP drafts.
@@ -90,23 +100,40 @@ def add_sampling_flags(parser, *, seed: str = "seed of the first prompt; each fu
         seed: the help of `--seed`.
     """
     _add_flags(parser, SamplingParams, SAMPLING_FIELDS, {})
-    parser.add_argument("--seed", type=int, default=0, help=f"{seed} (default: %(default)s)")
+    flag_group(parser, _group_of("seed")).add_argument("--seed", type=int, default=0, help=seed)
 
 
 def _add_flags(parser, kind: type, fields: Iterable[str], defaults: Mapping[str, Any]) -> None:
-    texts = field_docs(kind) | _HELP
+    texts = {name: _flag_text(text) for name, text in field_docs(kind).items()} | _HELP
     types = typing.get_type_hints(kind)
     own_defaults = {field.name: field.default for field in dataclasses.fields(kind)}
     for name in fields:
         default = defaults.get(name, own_defaults[name])
-        # The text of a setting explains a default of None.
-        shown = "" if default is None else " (default: %(default)s)"
+        text = texts.get(name, "")
         if name == "num_steps" and default is None:
-            shown = f"; by default {DEFAULT_MTP_STEPS} with MTP modules, {DEFAULT_LOOKUP_STEPS} for lookup, else 0"
-        # jsonargparse replaces only names such as `%(default)s`, so a literal "%" stays single.
-        text = texts.get(name, "") + shown
+            text += f" (default: {DEFAULT_MTP_STEPS} with MTP modules, {DEFAULT_LOOKUP_STEPS} for lookup, else 0)"
         kind_of_flag = {"action": "store_true"} if types[name] is bool else {"type": _number_or_text(types[name])}
-        parser.add_argument(*flag_names(name), default=default, help=text, **kind_of_flag)
+        if choices := _names_of(types[name]):
+            kind_of_flag |= {"choices": choices, "metavar": name.rsplit("_")[-1].upper()}
+        flag_group(parser, _group_of(name)).add_argument(*flag_names(name), default=default, help=text, **kind_of_flag)
+
+
+def _group_of(name: str) -> str:
+    """Returns the group of flags that a field belongs to."""
+    return next(group for group, names in GROUPS.items() if name in names)
+
+
+def _flag_text(text: str) -> str:
+    """Returns the help of a flag: what the docstring says of its field, in the words of the command line."""
+    # SGLang's name is an alias of the flag, and None cannot be given.
+    text = re.sub(r"[.] SGLang: `\w+`", "", text)
+    text = re.sub(r"[.;] None: (.*)$", r" (default: \1)", text)
+    return re.sub(r"`?\b(topk|[a-z]+_[a-z_]+)\b", lambda match: _flag_of(match[0], match[1]), text).replace("`", "")
+
+
+def _flag_of(text: str, name: str) -> str:
+    """Returns a field's flag; other text stays as it is."""
+    return f"--{name.replace('_', '-')}" if name in FLAG_FIELDS + SAMPLING_FIELDS else text
 
 
 def flag_names(name: str) -> list[str]:
@@ -136,6 +163,12 @@ def field_docs(kind: type) -> dict[str, str]:
     # An entry is `name: text` at 8 spaces; deeper lines continue it.
     entries = re.findall(r"^ {8}(\w+): (.*(?:\n {9,}.*)*)", section, flags=re.MULTILINE)
     return {name: re.sub(r"\s+", " ", text).rstrip(".") for name, text in entries}
+
+
+def _names_of(annotation: Any) -> tuple[str, ...]:
+    """Returns the names that a setting may have, of `Literal[...]` in its type; empty: any."""
+    parts = (annotation, *typing.get_args(annotation))
+    return next((typing.get_args(part) for part in parts if typing.get_origin(part) is typing.Literal), ())
 
 
 def _number_or_text(annotation: Any) -> type:

@@ -5,7 +5,7 @@ from typing import Any
 
 from mtpjax import compilation_cache
 from mtpjax.cli.common import add_model_type_flag, model_type, show_bytes_read
-from mtpjax.cli.help import command_parser
+from mtpjax.cli.help import command_parser, flag_group
 from mtpjax.cli.mesh_flags import parse_mesh
 
 
@@ -18,14 +18,21 @@ def add_commands(commands) -> None:
     inspect = command_parser(
         "Describe a checkpoint without reading its weights. The exit code is 3 if it cannot be loaded."
     )
-    inspect.add_argument(
+    group = flag_group(inspect, "model")
+    group.add_argument(
         "path",
         help="a Hugging Face directory, a GGUF file, an mtpjax checkpoint, a run folder that holds one, or a "
         "repository of the Hugging Face Hub, which is downloaded: org/name or org/name@revision",
     )
-    inspect.add_argument("--mesh", default="", help="mesh to divide the memory by, such as tensor=8,expert=4")
-    inspect.add_argument("--json", action="store_true", help="print everything as JSON")
     add_model_type_flag(inspect)
+    group = flag_group(inspect, "output")
+    group.add_argument(
+        "--mesh",
+        default="",
+        metavar="AXIS=SIZE,...",
+        help="show the memory per device of this mesh, such as tensor=8,expert=4 (default: one device)",
+    )
+    group.add_argument("--json", action="store_true", help="print everything as JSON")
     commands.add_subcommand("inspect", inspect, help="show family, sizes, dtypes, missing tensors, memory per device")
 
     convert = command_parser(
@@ -33,56 +40,64 @@ def add_commands(commands) -> None:
         "to a Hugging Face directory. Converting back gives the same bytes for everything that has not changed. "
         "--model-type also chooses the family that a trained model is written as."
     )
-    convert.add_argument("source", help="folder, GGUF file or repository (org/name, org/name@revision) to read")
-    convert.add_argument("target", help="folder to write; it appears only when it is complete")
-    convert.add_argument(
-        "--dtype", default=None, help="float32, float16 or bfloat16 (default: keep each dtype, also fp8)"
-    )
-    convert.add_argument(
-        "--allow-extra", action="store_true", help="keep unknown tensors outside of the language model"
-    )
-    convert.add_argument("--strict", action="store_true", help="fail on weights that are infinite or NaN")
+    group = flag_group(convert, "model")
+    group.add_argument("source", help="folder, GGUF file or repository (org/name, org/name@revision) to read")
     add_model_type_flag(convert)
+    group.add_argument("--allow-extra", action="store_true", help="keep unknown tensors outside of the language model")
+    group.add_argument("--strict", action="store_true", help="fail on weights that are infinite or NaN")
+    group = flag_group(convert, "output")
+    group.add_argument("target", help="folder to write; it appears only when it is complete")
+    group.add_argument(
+        "--dtype",
+        default=None,
+        choices=("float32", "float16", "bfloat16"),
+        metavar="DTYPE",
+        help="convert all weights to float32, float16 or bfloat16 (default: keep each dtype, also fp8)",
+    )
     commands.add_subcommand("convert", convert, help="convert between Hugging Face and mtpjax checkpoints")
 
     export = command_parser(
         "Write the MTP modules of a Hugging Face directory as a checkpoint of their own, with the tensor "
         "names and the configuration of xLLM's export_mtp.py. Block-scaled fp8 becomes bfloat16."
     )
-    export.add_argument(
+    flag_group(export, "model").add_argument(
         "--input-dir",
         required=True,
         help="a full Hugging Face checkpoint or repository, an mtpjax checkpoint, a GGUF file, or a run folder",
     )
-    export.add_argument("--output-dir", required=True, help="folder to write; it appears only when it is complete")
     add_model_type_flag(export)
+    flag_group(export, "output").add_argument(
+        "--output-dir", required=True, help="folder to write; it appears only when it is complete"
+    )
     commands.add_subcommand("export-mtp", export, help="write the MTP modules as a checkpoint of their own")
 
     merge = command_parser(
         "Put MTP modules into a full Hugging Face checkpoint. Every unchanged tensor keeps its bytes; a "
         "changed one is stored in the dtype of the tensor it replaces."
     )
-    merge.add_argument(
+    group = flag_group(merge, "model")
+    group.add_argument(
         "--input-dir",
         required=True,
         help="a full Hugging Face checkpoint, a repository (org/name, org/name@revision) or a GGUF file, with or "
         "without MTP modules",
     )
-    merge.add_argument(
+    group.add_argument(
         "--mtp-dir",
         required=True,
         help="folder that export-mtp wrote, a full Hugging Face checkpoint, repository or GGUF file such as the "
         "original of a fine-tuned model, a trained mtpjax checkpoint, or a run folder",
     )
-    merge.add_argument("--output-dir", required=True, help="folder to write; it appears only when it is complete")
-    merge.add_argument(
+    add_model_type_flag(merge)
+    group = flag_group(merge, "output")
+    group.add_argument("--output-dir", required=True, help="folder to write; it appears only when it is complete")
+    group.add_argument(
         "--check",
         default=None,
         metavar="PROMPTS",
         help="file of prompts, as for eval: decode them before and after the merge, and print both accept lengths",
     )
-    merge.add_argument("--max-new-tokens", type=int, default=64, help="tokens per prompt of --check (default: 64)")
-    add_model_type_flag(merge)
+    group.add_argument("--max-new-tokens", type=int, default=64, help="new tokens per prompt of --check")
     commands.add_subcommand("merge-mtp", merge, help="put trained MTP modules into a full checkpoint")
 
 
@@ -104,8 +119,6 @@ def _convert(options) -> int:
 
     # The dtypes that weights may be converted to; fp8 is only kept, never made.
     dtypes = {"float32": np.float32, "float16": np.float16, "bfloat16": ml_dtypes.bfloat16}
-    if options.dtype is not None and options.dtype not in dtypes:
-        raise ValueError(f"--dtype {options.dtype!r} is not one of {', '.join(dtypes)}")
     choice: dict[str, Any] = {"dtype": options.dtype and dtypes[options.dtype], "model_type": model_type(options)}
     # The source's kind decides the direction: an mtpjax checkpoint goes to Hugging Face, anything else comes from it.
     source = find_checkpoint(options.source)

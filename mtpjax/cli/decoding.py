@@ -17,9 +17,10 @@ from mtpjax.cli.config_flags import (
 )
 from mtpjax.cli.drafter_flags import add_drafter_flags
 from mtpjax.cli.generate import run_generate
-from mtpjax.cli.help import command_parser
+from mtpjax.cli.help import command_parser, flag_group
 from mtpjax.cli.mesh_flags import add_mesh_flags, load_on_mesh, open_mesh
 from mtpjax.errors import printable
+from mtpjax.messages import count_of
 
 # `num_steps=None` lets `choose_num_steps` choose by drafter and model.
 DECODE_DEFAULTS: dict[str, Any] = {"max_new_tokens": 256, "num_steps": None}
@@ -41,55 +42,64 @@ def _add_generate(commands) -> None:
     parser = command_parser("Continue prompts with a trained model. On a terminal, accepted drafts are coloured.")
     add_model_path_flag(parser)
     add_implementation_flag(parser)
-    parser.add_argument(
+    prompts = flag_group(parser, "prompts")
+    prompts.add_argument(
         "--prompt",
         action="append",
         default=[],
-        help="text to continue; repeat for more prompts. - reads a text from standard input, without the newline at "
-        "its end",
+        metavar="TEXT",
+        help="text to continue; give the flag again for each further one. - reads a text from standard input, without "
+        "the newline at its end",
     )
-    parser.add_argument(
+    prompts.add_argument(
         "--prompts",
         default=None,
+        metavar="FILE",
         help="file of prompts: JSONL of prompts (Spec-Bench, GSM8K and others), or any other text file, with a prompt "
         "per line, or per paragraph if it has blank lines",
     )
-    parser.add_argument("--batch-size", type=int, default=8, help="prompts decoded together (default: %(default)s)")
+    prompts.add_argument("--batch-size", type=int, default=8, help="prompts decoded together (default: %(default)s)")
+    prompts.add_argument(
+        "--chat",
+        action="store_true",
+        help="make each prompt a user message of the model's chat template, and print the answer alone",
+    )
     add_config_flags(parser, (*DECODE_FIELDS, "depth_policy"), **DECODE_DEFAULTS)
-    parser.add_argument(
+    flag_group(parser, "drafts").add_argument(
         "--profile",
         default=None,
-        help="file of `mtpjax profile`, for --depth-policy adaptive (default: profile.json in the folder of the model, "
-        "or of --speculative-draft-model-path)",
+        metavar="FILE",
+        help="file of `mtpjax profile`, for --depth-policy adaptive (default: profile.json in the folder of the "
+        "drafter or the model)",
     )
     add_drafter_flags(parser)
     add_sampling_flags(parser)
     add_mesh_flags(parser)
-    parser.add_argument(
-        "--chat",
-        action="store_true",
-        help="make each prompt a user message of the chat template, and print the answer alone",
-    )
-    parser.add_argument(
+    output = flag_group(parser, "output")
+    output.add_argument(
         "--stop",
         action="append",
         default=[],
-        help="end a text before this string; repeat for more strings. A newline is $'\\n' in the shell",
+        metavar="TEXT",
+        help="end a text before this string; repeat the flag for further ones. A newline is $'\\n' in the shell",
     )
-    parser.add_argument(
+    output.add_argument(
         "--logprobs",
         type=int,
         default=None,
-        help="print the log-probability of each new token, and the tokens that were most likely in its place, this "
-        "many; 0: none. Under the model's own logits, at temperature 1",
+        metavar="N",
+        help="print the log-probability of each new token and of the N most likely tokens in its place, under the "
+        "model's logits at temperature 1",
     )
-    parser.add_argument(
+    output.add_argument(
         "--json",
         action="store_true",
-        help="print a JSON object per prompt, one a line: prompt, text, tokens, finish_reason, matched_stop, and with "
+        help="print one JSON object per prompt and line: prompt, text, tokens, finish_reason, matched_stop, and with "
         "--logprobs logprobs",
     )
-    parser.add_argument("--check", action="store_true", help="decode without drafts too; exit with 4 if a text differs")
+    output.add_argument(
+        "--check", action="store_true", help="decode without drafts too, and exit with code 4 if a text differs"
+    )
     commands.add_subcommand("generate", parser, help="continue prompts with a trained model")
 
 
@@ -102,22 +112,28 @@ def _add_regenerate(commands) -> None:
     )
     add_model_path_flag(parser)
     add_implementation_flag(parser)
-    parser.add_argument(
+    group = flag_group(parser, "data")
+    group.add_argument(
         "--data",
         required=True,
+        metavar="PATH",
         help="a file, or a folder of one kind: JSONL of conversations (OpenAI's 'messages'; every assistant message is "
         "written anew), JSONL of prompts (Spec-Bench, GSM8K and others), or documents (any other file)",
     )
-    parser.add_argument("--pattern", default="*", help="which files of a folder (default: %(default)s)")
-    parser.add_argument("--output", required=True, help="JSONL file to write or to continue")
-    parser.add_argument("--chat", action="store_true", help="make each prompt a user message of the chat template")
-    parser.add_argument(
+    group.add_argument("--pattern", default="*", help="files of a folder to read, such as '*.jsonl'")
+    group.add_argument(
+        "--chat", action="store_true", help="make each prompt a user message of the model's chat template"
+    )
+    group.add_argument(
         "--prompt-tokens",
         type=int,
         default=None,
         help="tokens to keep of each prompt or document (default: whole prompts, 64 tokens of a document)",
     )
-    parser.add_argument("--batch-size", type=int, default=8, help="records decoded together (default: %(default)s)")
+    group.add_argument("--batch-size", type=int, default=8, help="records decoded together")
+    flag_group(parser, "output").add_argument(
+        "--output", required=True, metavar="FILE", help="JSONL file to write or to continue"
+    )
     add_config_flags(parser, DECODE_FIELDS, **DECODE_DEFAULTS)
     add_mesh_flags(parser)
     add_sampling_flags(parser, seed="seed of the run; a record's random numbers depend on it and the record's number")
@@ -163,7 +179,7 @@ def _regenerate_on(mesh, options) -> int:
         task = bar.add_task("compiling", total=1.0)
 
         def show(tally, share: float) -> None:
-            bar.update(task, completed=share, description=f"{tally.regenerated} records")
+            bar.update(task, completed=share, description=f"{count_of(tally.regenerated, 'record')}")
             if not console.is_terminal and prints:
                 print(f"{share:.0%} done: {tally}", file=sys.stderr, flush=True)
 

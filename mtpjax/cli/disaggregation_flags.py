@@ -4,6 +4,7 @@ import os
 import pathlib
 from typing import Any
 
+from mtpjax.cli.help import flag_group
 from mtpjax.errors import UsageError
 
 SECRET_VARIABLE = "MTPJAX_DISAGGREGATION_SECRET"
@@ -11,36 +12,40 @@ SECRET_VARIABLE = "MTPJAX_DISAGGREGATION_SECRET"
 
 def add_disaggregation_flags(parser) -> None:
     """Adds the flags."""
-    parser.add_argument(
+    group = flag_group(parser, "prefill and decode on different machines")
+    group.add_argument(
         "--disaggregation-mode",
         default=None,
         metavar="MODE",
         choices=("null", "prefill", "decode"),
-        help="prefill: compute prompts for decode servers too; decode: fetch pages of prompts from a prefill server",
+        help="prefill: also prefill the prompts of decode servers; decode: fetch the KV cache of prompts from a "
+        "prefill server (default: neither)",
     )
-    parser.add_argument("--disaggregation-prefill-url", default=None, help="the prefill server, for a decode server")
-    parser.add_argument(
+    group.add_argument(
+        "--disaggregation-prefill-url", default=None, help="for a decode server: address of the prefill server"
+    )
+    group.add_argument(
         "--disaggregation-transfer-backend",
         default="jax",
         choices=("jax", "http"),
-        help="jax: pages travel over jax.experimental.transfer; http: within the prefill server's answer",
+        help="how the KV cache travels: jax.experimental.transfer, or in the prefill server's HTTP answer",
     )
-    parser.add_argument(
+    group.add_argument(
         "--disaggregation-bootstrap-port",
         type=int,
         default=8998,
         help="port of the prefill server from which jax fetches pages; 0: a free one",
     )
-    parser.add_argument(
+    group.add_argument(
         "--disaggregation-secret-file",
         default=None,
         help=f"file with the secret that both servers share (default: ${SECRET_VARIABLE})",
     )
-    parser.add_argument(
+    group.add_argument(
         "--disaggregation-timeout",
         type=float,
         default=30.0,
-        help="seconds that a request waits for its pages; then the decode server prefills itself",
+        help="seconds that a request waits for its KV cache; then the decode server prefills the prompt itself",
     )
 
 

@@ -3,6 +3,8 @@
 import dataclasses
 from typing import Any
 
+from mtpjax.cli.help import flag_group
+
 # SGLang's names -> the drafters' classes.
 ALGORITHMS = {
     "EAGLE3": "Eagle3Drafter",
@@ -21,12 +23,13 @@ def add_drafter_flags(parser) -> None:
     Args:
         parser: an argument parser.
     """
-    parser.add_argument(
+    flag_group(parser, "drafts").add_argument(
         "--speculative-algorithm",
         choices=tuple(ALGORITHMS),
         metavar="NAME",
         default=None,
-        help=f"what the drafter must be, {', '.join(ALGORITHMS)}; by default its files say so",
+        help=f"kind of the drafter in --speculative-draft-model-path: {', '.join(ALGORITHMS)} (default: as its files "
+        "say)",
     )
     add_path_flags(parser)
 
@@ -37,13 +40,13 @@ def add_path_flags(parser) -> None:
     Args:
         parser: an argument parser.
     """
-    parser.add_argument(
+    flag_group(parser, "drafts").add_argument(
         "--speculative-draft-model-path",
         "--speculative-draft-model",
         default=None,
-        help="folder or Hub repository of an EAGLE-3, Medusa, DFlash or DSpark drafter for this model (SpecForge, "
-        f"speculators, vLLM, z-lab, DeepSpec); --num-steps then defaults to {DEFAULT_EAGLE3_STEPS}, to the number of "
-        "Medusa heads, or to the drafts of a block",
+        help="folder or Hub repository of a drafter for this model: EAGLE-3, Medusa, DFlash or DSpark, in the format "
+        "of SpecForge, speculators, vLLM, z-lab or DeepSpec. --num-steps is then by default "
+        f"{DEFAULT_EAGLE3_STEPS} for EAGLE-3, else as many levels as the drafter has",
     )
     add_reading_flags(parser)
 
@@ -54,33 +57,34 @@ def add_reading_flags(parser) -> None:
     Args:
         parser: an argument parser.
     """
-    parser.add_argument(
+    group = flag_group(parser, "drafts")
+    group.add_argument(
         "--aux-layers",
         choices=("entered", "output"),
         default=None,
-        help="what the trunk layers that an EAGLE-3 file lists mean, where its format does not say: the states that "
-        "enter these layers (vLLM), or the outputs of these layers (SGLang)",
+        help="how to read the list of trunk layers of an EAGLE-3 drafter whose files do not say it: the drafter reads "
+        "the states that enter these layers (vLLM), or their outputs (SGLang)",
     )
-    parser.add_argument(
+    group.add_argument(
         "--sample-from-anchor",
         action="store_true",
         default=None,
-        help="the first slot of a DFlash block drafts too, where its file does not say so",
+        help="for a DFlash drafter whose files do not say it: the first slot of a block drafts too",
     )
-    parser.add_argument(
+    group.add_argument(
         "--last-layer-state",
         choices=("before_norm", "after_norm"),
         default=None,
-        help="which output of the last trunk layer a drafter reads, where it reads one and its file does not say it: "
-        "before the final norm (SGLang, vLLM), or after it (transformers)",
+        help="for a drafter that reads the last trunk layer and whose files do not say how: its output before the "
+        "final norm (SGLang, vLLM), or after it (transformers)",
     )
-    parser.add_argument(
+    group.add_argument(
         "--speculative-dspark-confidence-threshold",
         type=float,
         default=None,
         metavar="CHANCE",
-        help="end a row's draft before the first slot whose chance of acceptance, as a DSpark drafter predicts it, is "
-        "lower; 0..1 (default: 0, drafts of --num-steps levels)",
+        help="for a DSpark drafter: end a draft before the first slot whose predicted chance of acceptance is lower, "
+        "0..1 (default: 0, which never ends one early)",
     )
 
 

@@ -2,6 +2,7 @@
 
 from typing import Any
 
+from mtpjax.cli.help import flag_group
 from mtpjax.errors import UsageError
 
 MAX_COUNTS_BYTES = 64 << 20  # of a file of --init-expert-location
@@ -13,29 +14,31 @@ def add_expert_flags(parser) -> None:
     Args:
         parser: an argument parser.
     """
-    parser.add_argument(
+    group = flag_group(parser, "experts")
+    group.add_argument(
         "--ep-num-redundant-experts",
         type=int,
         default=0,
-        help="copies of experts per layer, so that devices have equal work; of the experts that "
-        "--init-expert-location says are chosen most",
+        help="copies of experts per layer, so that devices have equal work: copies of those that "
+        "--init-expert-location counts most",
     )
-    parser.add_argument(
+    group.add_argument(
         "--init-expert-location",
         default="trivial",
-        help="JSON file with 'logical_count', for each layer the tokens that chose each expert; trivial: all experts "
-        "count the same, and stay where they are without copies (default: %(default)s)",
+        metavar="FILE",
+        help="JSON file with 'logical_count': for each layer, how many tokens chose each expert; trivial counts all "
+        "experts alike",
     )
-    parser.add_argument(
+    group.add_argument(
         "--enable-eplb",
         action="store_true",
-        help="count while the server runs how often texts choose each expert, and place the experts anew by it",
+        help="count how often texts choose each expert while the server runs, and move the experts to balance the work",
     )
-    parser.add_argument(
+    group.add_argument(
         "--eplb-rebalance-num-iterations",
         type=int,
         default=1000,
-        help="for --enable-eplb: ticks of the server between two placements (default: %(default)s)",
+        help="for --enable-eplb: iterations of the server's loop between two moves",
     )
 
 

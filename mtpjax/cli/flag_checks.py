@@ -1,12 +1,16 @@
-"""Checks the flags of `mtpjax serve`: one message names the unknown ones, those of SGLang and vLLM, and bad values."""
+"""Checks a command line: one message names unknown commands and flags, those of SGLang and vLLM, and bad values."""
 
-import difflib
+import argparse
+import functools
 import importlib.resources
+import math
 import re
-from collections.abc import Collection, Iterator, Mapping
+from collections.abc import Callable, Iterator
 from typing import Any
 
+from mtpjax.cli.help import CommandParser
 from mtpjax.errors import UsageError
+from mtpjax.messages import did_you_mean
 
 # What to give in place of a flag of SGLang that is not supported. Others can only be left out.
 SGLANG_ADVICE = {
@@ -40,6 +44,9 @@ SGLANG_ADVICE = {
 }
 # Flags of vLLM under other names than SGLang's.
 VLLM_ADVICE = {
+    "-dp": "use --dp-size",
+    "-pp": "use --tp-size",
+    "-tp": "use --tp-size",
     "--block-size": "use --page-size",
     "--chat-template-content-format": "leave it out: the template tells",
     "--disable-log-requests": "leave it out: requests are not logged",
@@ -71,45 +78,101 @@ VLLM_ADVICE = {
 _FLAG = re.compile(r"--?[A-Za-z]")
 
 
-def check_flags(arguments: list[str], known: Mapping[str, Any]) -> list[str]:
-    """Checks flags before they are parsed: a parser stops at the first that is wrong, and says only that it is.
+def check_command_line(arguments: list[str], parser: CommandParser) -> list[str]:
+    """Checks the command and its flags before they are parsed: a parser stops at the first that is wrong.
 
     Args:
-        arguments: the command line behind `mtpjax serve`.
-        known: the parser's actions by the names of the flags.
+        arguments: the command line after `mtpjax`.
+        parser: the parser of `mtpjax`.
 
     Returns:
         The arguments, with dashes for underscores in the names of flags.
 
     Raises:
-        UsageError: flags are unknown, or those of SGLang or vLLM and not supported, or have values that are no number
-            or no choice. The message names each, and what to do.
+        UsageError: the command is unknown or missing, or as `check_flags` raises it.
     """
-    checked, wrong, bad_values, action = [], [], [], None
-    for argument in arguments:
+    command: list[str] = []
+    # `eval` has commands of its own.
+    while commands := next((each for each in parser._actions if isinstance(each, argparse._SubParsersAction)), None):
+        name, names = next(iter(arguments[len(command) :]), None), commands._name_parser_map
+        if name is None:
+            raise UsageError(f"a command is missing; `{' '.join(['mtpjax', *command, '--help'])}` lists the commands")
+        # Flags before the command.
+        if name.startswith("-"):
+            break
+        if name not in names:
+            others = did_you_mean(name, names) or f": the commands are {', '.join(names)}"
+            raise UsageError(f"unknown command '{name}'{others}")
+        parser, command = names[name], [*command, name]
+    advise = _advise_server if command == ["serve"] else None
+    return [*command, *check_flags(arguments[len(command) :], parser, advise)]
+
+
+def check_flags(
+    arguments: list[str],
+    parser: CommandParser,
+    advise: Callable[[str], tuple[str, str] | None] | None = None,
+) -> list[str]:
+    """Checks the flags of a command.
+
+    Args:
+        arguments: the command line after the name of the command.
+        parser: the parser of the command.
+        advise: returns whose flag an unknown one is, and what to do, if it is known from another server.
+
+    Returns:
+        The arguments, with dashes for underscores in the names of flags.
+
+    Raises:
+        UsageError: flags are unknown or missing, or have values that are no number or no choice. The message names
+            each, and what to do.
+    """
+    known, seen = parser._option_string_actions, set()
+    checked, wrong, bad_values = [], [], []
+    flag, action, num_values = "", None, 0.0  # the flag that the next values belong to, and how many it takes
+    for place, argument in enumerate(arguments):
+        if argument == "--":
+            checked += arguments[place:]
+            break
         name, equals, value = argument.partition("=")
-        if _FLAG.match(name):
-            name = name.replace("_", "-")
-            action = known.get(name)
-            wrong += [] if action is not None or name in wrong else [name]
-        if action is not None and (equals or not _FLAG.match(name)):
-            bad_values += _value_problem(action, value if equals and _FLAG.match(name) else argument)
-        checked.append(name + equals + value)
+        name = name.replace("_", "-")
+        # As for argparse, a text with spaces that is not a flag is a value.
+        if _FLAG.match(name) and (name in known or " " not in argument):
+            flag, action = name, known.get(name)
+            if action is None:
+                wrong += [] if name in wrong else [name]
+            else:
+                seen.add(action)
+                num_values = {None: 1, "?": 1, "*": math.inf, "+": math.inf}.get(action.nargs, 0)
+                if equals:
+                    bad_values, num_values = [*bad_values, *_value_problem(flag, action, value)], 0
+            checked.append(name + equals + value)
+            continue
+        if action is not None and num_values:
+            bad_values += _value_problem(flag, action, argument)
+            num_values -= 1
+        checked.append(argument)
     # Flags that have the same origin and need the same are told together.
-    sglang, groups = sglang_flags(), {}
+    groups: dict[tuple[str, str], list[str]] = {}
     for name in wrong:
-        groups.setdefault(_problem(name, known, sglang), []).append(name)
+        problem = (advise and advise(name)) or ("", did_you_mean(name, known).removeprefix(": "))
+        groups.setdefault(problem, []).append(name)
     problems = [_told(names, *problem) for problem, names in groups.items()] + bad_values
     if problems:
         raise UsageError("; ".join(problems))
+    missing = [each.option_strings[0] for each in parser._actions if each.required and each.option_strings]
+    missing = [name for name in missing if known[name] not in seen]
+    if missing and known["--help"] not in seen:
+        raise UsageError(f"{', '.join(missing)} {'is' if len(missing) == 1 else 'are'} missing; see --help")
     return checked
 
 
-def _value_problem(action: Any, value: str) -> Iterator[str]:
+def _value_problem(name: str, action: Any, value: str) -> Iterator[str]:
     """Yields what is wrong with a flag's value, unless the parser must tell."""
-    name, kind = action.option_strings[-1], getattr(action, "_typehint", action.type)
+    kind = getattr(action, "_typehint", action.type)
     if action.choices is not None and value not in action.choices:
-        yield f"{name} must be one of {', '.join(map(str, action.choices))}, got {value}"
+        choices = list(map(str, action.choices))
+        yield f"{name} must be one of {', '.join(choices)}, got {value}{did_you_mean(value, choices)}"
     elif kind in (int, float):
         try:
             kind(value)
@@ -117,26 +180,24 @@ def _value_problem(action: Any, value: str) -> Iterator[str]:
             yield f"{name} must be {'an integer' if kind is int else 'a number'}, got {value}"
 
 
+@functools.cache
 def sglang_flags() -> frozenset[str]:
     """Returns the names of SGLang's server flags, as of version 0.5.23."""
     text = importlib.resources.files("mtpjax.cli").joinpath("sglang_flags.txt").read_text()
     return frozenset(text.split())
 
 
-def _problem(name: str, known: Collection[str], sglang: Collection[str]) -> tuple[str, str]:
-    """Returns whose flag this is, "" for nobody's, and what to do."""
-    if name in sglang:
+def _advise_server(name: str) -> tuple[str, str] | None:
+    """Returns whose flag this is, and what to do; None if it is nobody's."""
+    if name in sglang_flags():
         return "SGLang", SGLANG_ADVICE.get(name, "leave it out")
-    if name in VLLM_ADVICE:
-        return "vLLM", VLLM_ADVICE[name]
-    near = difflib.get_close_matches(name, known, n=1)
-    return "", f"did you mean {near[0]}?" if near else ""
+    return ("vLLM", VLLM_ADVICE[name]) if name in VLLM_ADVICE else None
 
 
 def _told(names: list[str], origin: str, advice: str) -> str:
     is_one, listed = len(names) == 1, ", ".join(names)
     if not origin:
-        return f"unknown flag{'' if is_one else 's'} {listed}" + (f"; {advice}" if advice else "")
+        return f"unknown flag{'' if is_one else 's'} {listed}" + (f": {advice}" if advice else "")
     kind = "is a flag" if is_one else "are flags"
     advice = advice if is_one else re.sub(r"^leave it out", "leave them out", advice)
     return f"{listed} {kind} of {origin} that mtpjax does not support: {advice}"

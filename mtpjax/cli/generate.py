@@ -12,6 +12,7 @@ from mtpjax.cli.config_flags import decode_settings, sampling_params, with_num_s
 from mtpjax.cli.drafter_flags import load_drafter_of
 from mtpjax.cli.mesh_flags import load_on_mesh, open_mesh
 from mtpjax.errors import UsageError, printable
+from mtpjax.messages import count_of
 
 MAX_TOP = 20  # alternatives per token, as on the server
 MIN_LOGPROB = -9999.0  # JSON has no infinity; vLLM's value
@@ -261,9 +262,10 @@ def _print_stats(results: list, texts: list[list[int]], config) -> None:
     rates = " ".join(f"{rate:.2f}" for rate in stats.survival_rates)
     num_tokens = sum(map(len, texts))
     # Rounds go on until the next search for stop strings, and until the other texts of the batch have ended.
-    num_behind = int(stats.emitted.sum()) - num_tokens
-    behind = f" and {num_behind} behind stop strings" if num_behind else ""
-    line = f"{num_tokens} tokens{behind} in {stats.steps.sum()} rounds, accept length {stats.accept_length:.2f}"
+    num_after = int(stats.emitted.sum()) - num_tokens
+    after = f" and {num_after} after stop strings" if num_after else ""
+    counts = f"{count_of(num_tokens, 'token')}{after} in {count_of(stats.rounds.sum(), 'round')}"
+    line = f"{counts}, accept length {stats.accept_length:.2f}"
     # Without drafts there are no rates to show.
     if rates:
         line += f", accepted per level {rates}"
@@ -277,8 +279,9 @@ def _tell_of_limit(prompts: list[list[int]], config, positions: int) -> None:
     longest = max(map(len, prompts))
     if config.max_length is None and longest + config.max_new_tokens > positions:
         print(
-            f"mtpjax generate: a prompt of {longest} tokens and --max-new-tokens {config.max_new_tokens} are more than "
-            f"the {positions} positions of the model: its text has at most {positions - longest} new tokens",
+            f"mtpjax generate: a prompt of {count_of(longest, 'token')} and --max-new-tokens {config.max_new_tokens} "
+            f"are more than the {positions} positions of the model: its text has at most "
+            f"{count_of(positions - longest, 'new token')}",
             file=sys.stderr,
         )
 

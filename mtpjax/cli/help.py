@@ -1,10 +1,14 @@
-"""The parsers of `mtpjax` and the look of their `--help`, which fits 80 columns. Imports no JAX."""
+"""The parsers of `mtpjax`: flags in groups, help of at most 80 columns, errors of one line. Imports no JAX."""
 
 import argparse
 import re
-from typing import Any
+import textwrap
+from collections.abc import Iterable
+from typing import Any, NoReturn
 
 import jsonargparse
+
+from mtpjax.errors import UsageError
 
 
 class HelpFormatter(jsonargparse.DefaultHelpFormatter):
@@ -14,6 +18,22 @@ class HelpFormatter(jsonargparse.DefaultHelpFormatter):
         # jsonargparse repeats "[options]" for every level of subcommands, which pushes the usage to the right.
         super().__init__(prog.replace(" [options]", ""), **settings)
 
+    def add_usage(self, usage: str | None, actions: Iterable[argparse.Action], groups: Any, prefix: Any = None) -> None:
+        """Shows in the usage only what a command cannot do without: the groups list all flags."""
+        actions = [each for each in actions if not isinstance(each, argparse._HelpAction | argparse._VersionAction)]
+        shown = [action for action in actions if action.required or not action.option_strings]
+        if len(shown) < len(actions):
+            shown.append(argparse.Action([], dest="options", metavar="[options]"))
+        super().add_usage(usage, shown, groups, prefix)
+
+    def _split_lines(self, text: str, width: int) -> list[str]:
+        """Breaks lines between words: a flag that is broken at a dash cannot be copied or searched for."""
+        return textwrap.wrap(" ".join(text.split()), width, break_on_hyphens=False)
+
+    def _fill_text(self, text: str, width: int, indent: str) -> str:
+        """Fills a description in the same way."""
+        return textwrap.indent("\n".join(self._split_lines(text, width - len(indent))), indent)
+
     def _get_default_metavar_for_optional(self, action: argparse.Action) -> str:
         """Names a flag's value: N for integers, X for other numbers, else the last word of the flag."""
         numbers: dict[Any, str] = {int: "N", float: "X"}
@@ -22,7 +42,7 @@ class HelpFormatter(jsonargparse.DefaultHelpFormatter):
         return numbers.get(kind) or action.dest.rsplit("_")[-1].upper()
 
     def _format_action_invocation(self, action: argparse.Action) -> str:
-        """Shows the value once, behind all names of the flag: `--num-steps, --speculative-num-steps N`."""
+        """Shows the value once, after all names of the flag: `--num-steps, --speculative-num-steps N`."""
         if not action.option_strings or action.nargs == 0:
             return super()._format_action_invocation(action)
         value = self._format_args(action, self._get_default_metavar_for_optional(action))
@@ -35,8 +55,8 @@ class HelpFormatter(jsonargparse.DefaultHelpFormatter):
             return super()._get_help_string(action)
         if action.required and action.option_strings:
             return f"{text} (required)"
-        # Switches are off by default; the text explains a default of None.
-        has_default = action.default is not None and action.default is not False and action.default != []
+        # Switches are off by default; the text explains defaults that are empty.
+        has_default = action.default is not None and action.default is not False and action.default not in ("", [])
         is_told = not has_default or action.default == argparse.SUPPRESS or re.search(r"default:|by default", text)
         if is_told or not action.option_strings:
             return text
@@ -44,7 +64,17 @@ class HelpFormatter(jsonargparse.DefaultHelpFormatter):
         return f"{text} (default: {' '.join(map(str, values))})"
 
 
-def command_parser(description: str) -> jsonargparse.ArgumentParser:
+class CommandParser(jsonargparse.ArgumentParser):
+    """A parser that raises an error of one line, where `argparse` prints the usage and ends the process."""
+
+    def error(self, message: str, ex: Exception | None = None) -> NoReturn:
+        """Raises `UsageError`: `mtpjax.cli.main` prints it, and ends with exit code 2."""
+        # jsonargparse names missing arguments by where it stores them, such as "convert.source".
+        text = re.sub(r"(?<=[ ,])[\w-]+[.](?=\w)", "", " ".join(message.split()))
+        raise UsageError(f"{text}; see --help") from ex
+
+
+def command_parser(description: str) -> CommandParser:
     """Makes the parser of a command.
 
     Args:
@@ -53,4 +83,18 @@ def command_parser(description: str) -> jsonargparse.ArgumentParser:
     Returns:
         A parser without flags.
     """
-    return jsonargparse.ArgumentParser(description=description, formatter_class=HelpFormatter)
+    return CommandParser(description=description, formatter_class=HelpFormatter, allow_abbrev=False)
+
+
+def flag_group(parser: jsonargparse.ArgumentParser, title: str) -> Any:
+    """Returns a group of flags of a parser, and makes it at the first call.
+
+    Args:
+        parser: the parser.
+        title: heading of the group in `--help`.
+
+    Returns:
+        The group, whose `add_argument` adds a flag.
+    """
+    groups = parser.groups or {}
+    return groups[title] if title in groups else parser.add_argument_group(title, name=title)

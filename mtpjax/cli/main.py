@@ -7,10 +7,9 @@ import signal
 import sys
 from typing import NoReturn
 
-import jsonargparse
-
-from mtpjax.cli import conversion, decoding, measuring, serve, serving, training
-from mtpjax.cli.help import HelpFormatter
+from mtpjax.cli import conversion, decoding, measuring, serving, training
+from mtpjax.cli.flag_checks import check_command_line
+from mtpjax.cli.help import CommandParser, HelpFormatter
 from mtpjax.cli.interrupts import INTERRUPTED, defer_interrupts
 from mtpjax.cli.supervisor import LOST_PROCESS, continue_in_child
 from mtpjax.errors import (
@@ -63,11 +62,12 @@ def main(arguments: list[str] | None = None) -> None:
 
 def _run(arguments: list[str] | None) -> NoReturn:
     """Runs a command and exits; see `main`."""
-    name, advice = "mtpjax", ""
+    given = sys.argv[1:] if arguments is None else arguments
+    command = given[0] if given and given[0] in COMMANDS else ""
+    name, advice = f"mtpjax {command}".rstrip(), ""
     try:
-        options = _parse(arguments)
-        name = f"mtpjax {options.subcommand}"
-        advice = "; continue with --resume" if name == "mtpjax train" else ""
+        options = _parse(given)
+        advice = "; continue with --resume" if command == "train" else ""
         _prepare_process(options.subcommand, is_own=arguments is None)
         if arguments is None:
             _watch_for_aborts(name, getattr(options[options.subcommand], "nnodes", 1) > 1, advice)
@@ -136,19 +136,16 @@ def _prepare_process(command: str, *, is_own: bool) -> None:
             signal.signal(number, lambda number, frame: sys.exit(128 + number))
 
 
-def _parse(arguments: list[str] | None):
+def _parse(arguments: list[str]):
     """Parses the flags. Help that cannot be written, as on a full disk, is an error and not a success."""
-    arguments = sys.argv[1:] if arguments is None else arguments
-    if arguments[:1] == ["serve"]:
-        arguments = ["serve", *serve.check_flags(arguments[1:])]
+    parser = make_parser()
+    arguments = check_command_line(arguments, parser)
     # argparse ignores errors of writing, so it writes into memory.
-    printed, errors = io.StringIO(), io.StringIO()
+    printed = io.StringIO()
     try:
-        with contextlib.redirect_stdout(printed), contextlib.redirect_stderr(errors):
-            return make_parser().parse_args(arguments)
+        with contextlib.redirect_stdout(printed):
+            return parser.parse_args(arguments)
     except SystemExit:
-        # The message quotes the flag as it was given, which may hold control characters.
-        sys.stderr.write("".join(printable(line) + "\n" for line in errors.getvalue().splitlines()))
         try:
             sys.stdout.write(printed.getvalue())
             sys.stdout.flush()
@@ -160,20 +157,22 @@ def _parse(arguments: list[str] | None):
         raise
 
 
-def make_parser() -> jsonargparse.ArgumentParser:
+def make_parser() -> CommandParser:
     """Makes the parser of the `mtpjax` command with all subcommands.
 
     Returns:
         The parser.
     """
     # Every group adds its own commands. This runs without JAX, so `--help` answers at once.
-    parser = jsonargparse.ArgumentParser(
+    parser = CommandParser(
         prog="mtpjax",
-        description="Multi-token prediction in JAX.",
+        description="Multi-token prediction in JAX: training, speculative decoding, conversion and a server. "
+        "`mtpjax COMMAND --help` explains a command.",
         version=__version__,
         formatter_class=HelpFormatter,
+        allow_abbrev=False,
     )
-    commands = parser.add_subcommands(title="commands", metavar="COMMAND")
+    commands = parser.add_subcommands(title="commands", metavar="COMMAND", description=None)
     for group in GROUPS:
         group.add_commands(commands)
     return parser

@@ -12,16 +12,18 @@ from mtpjax.cli.common import (
     model_type,
     progress_bar,
     set_threads,
-    show_bytes_read,
 )
 from mtpjax.cli.config_flags import DRAFT_FIELDS, SHAPE_FIELDS, add_config_flags, decode_settings, flag_names
 from mtpjax.cli.drafter_flags import add_drafter_flags, add_reading_flags, load_drafter_of, reading_of
-from mtpjax.cli.help import command_parser
+from mtpjax.cli.help import command_parser, flag_group
 from mtpjax.cli.mesh_flags import add_mesh_flags, load_on_mesh, open_mesh
 from mtpjax.cli.planning import add_plan, run_plan
 from mtpjax.cli.prediction import add_prediction_flags, run_prediction
 from mtpjax.cli.tuning import add_tune, run_tune
+from mtpjax.cli.vocabulary import add_vocabulary, run_vocabulary
+from mtpjax.decoding.config import EXACT_RULES, LOSSY_RULES
 from mtpjax.errors import printable
+from mtpjax.messages import count_of
 
 DEFAULT_PROFILE_STEPS = 5  # deepest draft of `mtpjax profile` with MTP modules
 
@@ -35,66 +37,55 @@ def add_commands(commands) -> None:
     _add_profile(commands)
     add_tune(commands)
     add_plan(commands)
-    _add_vocabulary(commands)
+    add_vocabulary(commands)
     _add_eval(commands)
     _add_ablate(commands)
 
 
 def _add_profile(commands) -> None:
     profile = command_parser(
-        "Measure on this device how long rounds of 0..num-steps draft levels take, per batch size. "
+        "Measure on this device how long decoding rounds of 0 to --num-steps draft levels take, per batch size. "
         "`mtpjax generate --depth-policy adaptive` reads the file."
     )
     add_model_path_flag(profile)
     add_implementation_flag(profile)
-    profile.add_argument("--batch-size", type=int, nargs="+", default=[1], help="batch sizes to measure")
-    profile.add_argument(
+    flag_group(profile, "drafts").add_argument(
         *flag_names("num_steps"),
         type=int,
         default=None,
-        help=f"deepest draft; by default {DEFAULT_PROFILE_STEPS} with MTP modules, else as "
-        "--speculative-draft-model-path says",
+        help=f"most draft levels to measure (default: {DEFAULT_PROFILE_STEPS} with MTP modules, else as many as the "
+        "drafter has)",
     )
     add_config_flags(profile, SHAPE_FIELDS[1:])
     add_drafter_flags(profile)
-    profile.add_argument("--context", type=int, default=512, help="tokens in the KV caches (default: %(default)s)")
-    profile.add_argument(
-        "--temperature", type=float, default=0.0, help="above 0: measure rounds that sample (default: %(default)s)"
-    )
-    profile.add_argument(
+    group = flag_group(profile, "measurement")
+    group.add_argument("--batch-size", type=int, nargs="+", default=[1], help="batch sizes to measure")
+    group.add_argument("--context", type=int, default=512, help="tokens in the KV caches")
+    group.add_argument("--temperature", type=float, default=0.0, help="0: greedy rounds; above 0: rounds that sample")
+    group.add_argument("--repeats", type=int, default=48, help="most measurements of each round")
+    group.add_argument(
         "--acceptance-rates",
         default=None,
         metavar="FILE",
         help="file of `mtpjax eval acceptance --output`, measured on similar prompts: adaptive depth starts from its "
         "acceptance rates",
     )
-    profile.add_argument("--repeats", type=int, default=48, help="most measurements per loop (default: %(default)s)")
-    profile.add_argument(
-        "--output", default=None, help="file to write (default: profile.json in the folder of the drafter or the model)"
+    flag_group(profile, "output").add_argument(
+        "--output",
+        default=None,
+        metavar="FILE",
+        help="file to write (default: profile.json in the folder of the drafter or the model)",
     )
     add_prediction_flags(profile)
     commands.add_subcommand("profile", profile, help="measure what drafting costs, by depth and batch size")
-
-
-def _add_vocabulary(commands) -> None:
-    vocabulary = command_parser(
-        "Count the tokens of a corpus and write the most frequent ones to a file. With --draft-vocabulary, "
-        "MTP modules draft only those tokens, which makes their output head smaller."
-    )
-    add_model_path_flag(vocabulary)
-    vocabulary.add_argument("--data", required=True, help="a text or JSONL file, or a folder of them")
-    vocabulary.add_argument("--pattern", default="*", help="which files of a folder (default: %(default)s)")
-    vocabulary.add_argument("--size", type=int, required=True, help="token ids to keep, special tokens included")
-    vocabulary.add_argument("--output", required=True, help="JSON file to write")
-    commands.add_subcommand("vocabulary", vocabulary, help="choose the tokens that MTP modules may draft")
 
 
 def _add_eval(commands) -> None:
     acceptance = command_parser(
         "Measure accept length and acceptance rates per draft level, for each category of prompts and "
         "for all: by decoding, and teacher-forced along the model's own text, with 95 % intervals over prompts. The "
-        "accept length is 1 + accepted drafts / steps. A conditional rate counts the steps that accepted the levels "
-        "before; a survival rate counts all steps."
+        "accept length is 1 + accepted drafts / rounds. A conditional rate counts the rounds that accepted the levels "
+        "before; a survival rate counts all rounds."
     )
     add_model_path_flag(acceptance)
     add_implementation_flag(acceptance)
@@ -102,15 +93,20 @@ def _add_eval(commands) -> None:
     add_config_flags(acceptance, (*DRAFT_FIELDS, "kv_cache_dtype"), num_steps=3)
     add_drafter_flags(acceptance)
     add_mesh_flags(acceptance)
-    acceptance.add_argument("--temperature", type=float, default=0.0, help="0: greedy (default: %(default)s)")
-    acceptance.add_argument("--batch-size", type=int, default=8, help="prompts decoded together (default: %(default)s)")
-    acceptance.add_argument(
-        "--output", default=None, help="JSON file to write, with all counts; its pictures get the same name"
+    flag_group(acceptance, "prompts").add_argument("--batch-size", type=int, default=8, help="prompts decoded together")
+    group = flag_group(acceptance, "sampling")
+    group.add_argument("--temperature", type=float, default=0.0, help="softmax temperature; 0 is greedy")
+    group.add_argument("--seed", type=int, default=0, help="seed of prompt choice and sampling")
+    flag_group(acceptance, "output").add_argument(
+        "--output",
+        default=None,
+        metavar="FILE",
+        help="JSON file to write, with all counts; its pictures get the same name",
     )
     add_plot_formats_flag(acceptance)
-    evaluate = command_parser("Evaluate a trained model.")
+    evaluate = command_parser("Evaluate a trained model. `mtpjax eval WHAT --help` explains a command.")
     commands.add_subcommand("eval", evaluate, help="evaluate a model on prompts")
-    kinds = evaluate.add_subcommands(title="what", metavar="WHAT", dest="what")
+    kinds = evaluate.add_subcommands(title="commands", metavar="WHAT", dest="what", description=None)
     kinds.add_subcommand("acceptance", acceptance, help="accept length and acceptance rates on prompts")
 
 
@@ -123,9 +119,8 @@ def _add_ablate(commands) -> None:
     )
     add_model_path_flag(ablate)
     add_implementation_flag(ablate)
-    ablate.add_argument("--output", required=True, help="folder to write or to continue")
     _add_prompt_flags(ablate, required=False, count=12)
-    ablate.add_argument(
+    flag_group(ablate, "drafts").add_argument(
         "--drafters",
         nargs="+",
         default=["mtp"],
@@ -137,8 +132,8 @@ def _add_ablate(commands) -> None:
     # The flags of single settings, which take several values here; the grid is their product.
     grid: list[tuple[str, type, list, str]] = [
         ("num_steps", int, [1, 2, 3], "draft levels per round"),
-        ("topk", int, [1, 2], "candidates per tree node; 1: chains"),
-        ("num_draft_tokens", int, [0], "nodes verified per round; 0: as many as depth and topk allow, up to 64"),
+        ("topk", int, [1, 2], "candidates that each level drafts per node; 1: chains"),
+        ("num_draft_tokens", int, [0], "nodes verified per round; 0: as many as levels and --topk allow, up to 64"),
         (
             "acceptance",
             str,
@@ -148,18 +143,24 @@ def _add_ablate(commands) -> None:
         ("temperature", float, [0.0, 1.0], "softmax temperatures; 0: greedy"),
         ("batch_size", int, [1, 4], "prompts decoded together"),
     ]
+    grid_flags = flag_group(ablate, "grid: every combination is measured")
     for name, kind, default, meaning in grid:
-        ablate.add_argument(*flag_names(name), type=kind, nargs="+", default=default, help=meaning)
-    add_plot_formats_flag(ablate)
-    ablate.add_argument(
-        "--repeats", type=int, default=5, help="rounds of plain and speculative decoding (default: %(default)s)"
-    )
-    ablate.add_argument(
+        rules = ("auto", "exact", *EXACT_RULES, *LOSSY_RULES)
+        choices = {"choices": rules, "metavar": "RULE"} if name == "acceptance" else {}
+        grid_flags.add_argument(*flag_names(name), type=kind, nargs="+", default=default, help=meaning, **choices)
+    group = flag_group(ablate, "measurement")
+    group.add_argument("--repeats", type=int, default=5, help="times that each setting and plain decoding alternate")
+    group.add_argument("--seed", type=int, default=0, help="seed of prompt choice and sampling")
+    group.add_argument(
         "--threads",
         type=int,
         default=0,
-        help="XLA's CPU threads; 0: one for a model below 16 MiB, else all cores (default: %(default)s)",
+        help="XLA's CPU threads; 0: one for a model below 16 MiB, else all cores",
     )
+    flag_group(ablate, "output").add_argument(
+        "--output", required=True, metavar="FOLDER", help="folder to write or to continue"
+    )
+    add_plot_formats_flag(ablate)
     commands.add_subcommand("ablate", ablate, help="measure a grid of draft settings and recommend one")
 
 
@@ -167,18 +168,22 @@ def _add_prompt_flags(parser, *, required: bool, count: int) -> None:
     # Without a file, `mtpjax ablate` takes held-out files of the model's own training data.
     kinds = "JSONL of prompts (Spec-Bench, GSM8K and others), or a text file with a prompt per paragraph"
     otherwise = "" if required else " (default: held-out files of the training data, for byte-level models)"
-    parser.add_argument("--prompts", required=required, default=None, help=kinds + otherwise)
-    parser.add_argument(
-        "--num-prompts",
-        type=int,
-        default=count,
-        help="prompts in all, spread over the categories (default: %(default)s)",
+    group = flag_group(parser, "prompts")
+    group.add_argument("--prompts", required=required, default=None, metavar="FILE", help=kinds + otherwise)
+    group.add_argument("--num-prompts", type=int, default=count, help="prompts in all, spread over the categories")
+    group.add_argument(
+        "--categories", nargs="+", default=[], metavar="NAME", help="only these categories (default: all)"
     )
-    parser.add_argument("--categories", nargs="+", default=[], help="only these categories (default: all)")
-    parser.add_argument("--prompt-tokens", type=int, default=None, help="longest prompt in tokens (default: what fits)")
-    parser.add_argument("--chat", action="store_true", help="make each prompt a user message of the chat template")
-    parser.add_argument("--max-new-tokens", type=int, default=96, help="per prompt (default: %(default)s)")
-    parser.add_argument("--seed", type=int, default=0, help="seed of prompt choice and sampling (default: %(default)s)")
+    group.add_argument(
+        "--prompt-tokens",
+        type=int,
+        default=None,
+        help="cut prompts to this many tokens (default: as many as the model has room for)",
+    )
+    group.add_argument(
+        "--chat", action="store_true", help="make each prompt a user message of the model's chat template"
+    )
+    group.add_argument("--max-new-tokens", type=int, default=96, help="new tokens per prompt")
 
 
 def _profile(options) -> int:
@@ -238,52 +243,6 @@ def _profile(options) -> int:
     return 0
 
 
-def _vocabulary(options) -> int:
-    import numpy as np
-    import rich.console
-    import rich.table
-
-    from mtpjax.data import draft_vocabulary
-    from mtpjax.data.tokenizer import load_tokenizer
-    from mtpjax.io.checkpoint_format import find_checkpoint
-    from mtpjax.io.inspect import inspect
-
-    path = find_checkpoint(options.model_path)
-    vocab_size = inspect(path, model_type=model_type(options))["configuration"]["vocab_size"]
-    tokenizer = load_tokenizer(path, vocab_size)
-    # Always keep the special tokens: without end-of-text, MTP modules could not draft the end of an answer.
-    kept = {*tokenizer.eos_token_ids, *tokenizer.special_token_ids}
-    # Raise for a wrong output and size before the corpus is read.
-    check_output_file(options.output)
-    draft_vocabulary.choose_vocabulary(np.zeros(vocab_size), options.size, required_ids=kept)
-    # Count the corpus once; every size below is chosen from the same counts.
-    files = draft_vocabulary.list_corpus_files(options.data, options.pattern)
-    with show_bytes_read(options.data, options.output) as progress:
-        corpus = draft_vocabulary.count_tokens(files, tokenizer, vocab_size, progress=progress)
-
-    def choose(size: int) -> tuple[int, ...]:
-        return draft_vocabulary.choose_vocabulary(corpus.counts, size, required_ids=kept)
-
-    # Report how much of the corpus other sizes would cover, to help choose one.
-    sizes = draft_vocabulary.report_sizes(options.size, vocab_size, len(kept))
-    shares = {size: draft_vocabulary.coverage(corpus.counts, choose(size)) for size in sizes}
-    ids = choose(options.size)
-    draft_vocabulary.save_vocabulary(options.output, ids, counts=corpus.counts, source=options.data, sizes=shares)
-    # Show the sizes with the chosen one in bold.
-    table = rich.table.Table(box=None, padding=(0, 2, 0, 0))
-    for heading in ("size", "of the vocabulary", "of the corpus"):
-        table.add_column(heading, justify="right")
-    for size, share in shares.items():
-        chosen = "bold" if size == options.size else ""
-        table.add_row(str(size), f"{size / vocab_size:.1%}", f"{share:.2%}", style=chosen)
-    rich.console.Console().print(table)
-    # Name what was not read, so that a wrong --pattern does not pass unnoticed.
-    skipped = f", {len(corpus.skipped)} files skipped, which are not text" if corpus.skipped else ""
-    counted = f"{corpus.counts.sum()} tokens of {corpus.num_files} files{skipped}"
-    print(f"{counted}; {len(ids)} ids in {printable(options.output)}")
-    return 0
-
-
 def _eval(options) -> int:
     return {"acceptance": _eval_acceptance}[options.what](options[options.what])
 
@@ -329,7 +288,7 @@ def _eval_acceptance_on(mesh, options) -> int:
     console = rich.console.Console()
     # Cut prompts change what is measured, so say so.
     if cut:
-        print(f"{cut} of {len(prompts)} prompts were cut to {most} tokens", file=sys.stderr)
+        print(f"cut to {count_of(most, 'token')}: {cut} of {count_of(len(prompts), 'prompt')}", file=sys.stderr)
     with progress_bar() as bar:
         task = bar.add_task("prompts", total=len(prompts))
         acceptance = measure_acceptance(
@@ -406,7 +365,7 @@ COMMANDS = {
     "profile": _profile,
     "tune": run_tune,
     "plan": run_plan,
-    "vocabulary": _vocabulary,
+    "vocabulary": run_vocabulary,
     "eval": _eval,
     "ablate": _ablate,
 }

@@ -5,13 +5,14 @@ from collections.abc import Iterator
 
 from mtpjax.cli.common import model_type
 from mtpjax.cli.config_flags import add_config_flags
+from mtpjax.cli.help import flag_group
 
 AXES = ("data", "fsdp", "expert", "tensor")
 
 
 def add_mesh_flags(parser) -> None:
     """Adds `--mesh`, `--allow-copies`, and the flags of several processes."""
-    parser.add_argument(
+    flag_group(parser, "devices").add_argument(
         "--mesh",
         default="",
         metavar="AXIS=SIZE,...",
@@ -24,15 +25,16 @@ def add_mesh_flags(parser) -> None:
 
 def add_process_flags(parser) -> None:
     """Adds SGLang's flags of several processes: `--nnodes`, `--node-rank` and `--dist-init-addr`."""
-    parser.add_argument(
-        "--nnodes", type=int, default=1, help="processes that work together, one per host (default: %(default)s)"
+    group = flag_group(parser, "devices")
+    group.add_argument("--nnodes", type=int, default=1, help="processes that work together, one per host")
+    group.add_argument(
+        "--node-rank", type=int, default=None, help="number of this process, from 0 (default: the launcher's)"
     )
-    parser.add_argument("--node-rank", type=int, default=None, help="number of this process, from 0")
-    parser.add_argument(
+    group.add_argument(
         "--dist-init-addr",
         default=None,
         metavar="HOST:PORT",
-        help="address of process 0; without it and --node-rank, the launcher gives both (Slurm, Open MPI, Kubernetes)",
+        help="address of process 0 (default: the launcher's: Slurm, Open MPI or Kubernetes)",
     )
 
 

@@ -7,9 +7,9 @@ import sys
 from mtpjax.atomic import check_output_file
 from mtpjax.cli.common import add_model_type_flag, add_plot_formats_flag, model_type
 from mtpjax.cli.config_flags import flag_names
-from mtpjax.cli.help import command_parser
+from mtpjax.cli.help import command_parser, flag_group
 from mtpjax.cli.mesh_flags import parse_mesh
-from mtpjax.cli.prediction import read_model
+from mtpjax.cli.prediction import DEVICE_NAMES, read_model
 
 
 def add_plan(commands) -> None:
@@ -20,54 +20,68 @@ def add_plan(commands) -> None:
         "arithmetic. Temporary memory and times are estimates of what the kernels of this package could do, not "
         "measurements; --compile compiles the call for H100s instead, without a GPU."
     )
-    plan.add_argument(
+    group = flag_group(plan, "model")
+    group.add_argument(
         "model", help="a preset, such as deepseek-v3, a checkpoint, or a folder with nothing but config.json"
     )
     add_model_type_flag(plan)
-    plan.add_argument("--device", default="h100", help="the GPU: h100, h200, mi300x (default: %(default)s)")
-    plan.add_argument("--count", type=int, default=8, help="GPUs (default: %(default)s)")
-    plan.add_argument("--mesh", default="", metavar="AXIS=SIZE,...", help="one mesh (default: all of data x tensor)")
-    plan.add_argument(
-        *flag_names("batch_size"), type=int, default=8, help="rows decoded together (default: %(default)s)"
+    group.add_argument(
+        "--weights",
+        choices=("stored", "fp8", "bfloat16"),
+        default="stored",
+        help="dtype of the matrices; stored: the checkpoint's, and bfloat16 for a preset",
     )
-    plan.add_argument(
-        "--context", type=int, default=None, help="tokens of a row (default: 4096, if the model has them)"
+    group = flag_group(plan, "devices")
+    group.add_argument(
+        "--device",
+        default="h100",
+        choices=DEVICE_NAMES,
+        metavar="NAME",
+        help=f"kind of GPU: {', '.join(DEVICE_NAMES)}",
     )
-    plan.add_argument(
+    group.add_argument("--count", type=int, default=8, help="number of GPUs")
+    group.add_argument(
+        "--mesh", default="", metavar="AXIS=SIZE,...", help="plan this mesh only (default: all of data x tensor)"
+    )
+    group.add_argument(
+        "--compile",
+        action="store_true",
+        help="also compile the fastest mesh that fits, for H100s and without one; takes minutes",
+    )
+    group = flag_group(plan, "requests")
+    group.add_argument(*flag_names("batch_size"), type=int, default=8, help="rows decoded together")
+    group.add_argument(
+        "--context", type=int, default=None, help="tokens of a row (default: 4096, if the model has as many positions)"
+    )
+    group.add_argument(
+        "--prefill-chunk", type=int, default=None, help="tokens of a prefill pass (default: as decoding chooses)"
+    )
+    group = flag_group(plan, "drafts")
+    group.add_argument(
         *flag_names("num_steps"),
         type=int,
         default=None,
         help="draft levels per round (default: 1, and 0 for a model without MTP modules)",
     )
-    plan.add_argument(
+    group.add_argument(
         "--accept-length",
         type=float,
         default=None,
-        help="tokens per round that the drafts are assumed to give, the bonus token included (by default 0.8 of each "
-        "level, given those before it)",
+        help="tokens per round to assume, the bonus token included (default: as if each level were accepted with "
+        "probability 0.8, given that the levels before it are)",
     )
-    plan.add_argument(
-        "--weights",
-        choices=("stored", "fp8", "bfloat16"),
-        default="stored",
-        help="dtype of the matrices: stored is the checkpoint's, and bfloat16 for a preset (default: %(default)s)",
-    )
-    plan.add_argument(
-        "--prefill-chunk", type=int, default=None, help="tokens of a prefill pass (by default as decoding chooses)"
-    )
-    plan.add_argument(
+    flag_group(plan, "training").add_argument(
         "--train",
         nargs="?",
         const="all",
         default=None,
         choices=("all", "modules"),
-        help="bytes of parameters and optimiser in training instead, of everything or of the MTP modules on a frozen "
-        "trunk as it is stored",
+        help="plan training instead: bytes of parameters and optimiser, for all parameters (default) or for the MTP "
+        "modules on a frozen trunk",
     )
-    plan.add_argument(
-        "--compile", action="store_true", help="compile the fastest layout that fits for H100s; takes minutes"
+    flag_group(plan, "output").add_argument(
+        "--output", default=None, metavar="FILE", help="JSON file to write; its picture gets the same name"
     )
-    plan.add_argument("--output", default=None, help="JSON file to write; its picture gets the same name")
     add_plot_formats_flag(plan)
     commands.add_subcommand("plan", plan, help="what a model needs on many GPUs, and how fast it could be there")
 
@@ -86,8 +100,6 @@ def run_plan(options) -> int:
     # 1. Check the flags before the model is read.
     if options.output is not None:
         check_output_file(options.output)
-    if options.device not in DEVICES:
-        raise ValueError(f"device {options.device!r} is not one of {', '.join(DEVICES)}")
     if options.count < 1:
         raise ValueError(f"count must be at least 1, got {options.count}")
     if options.compile and options.device != "h100":

@@ -6,29 +6,36 @@ import pathlib
 
 from mtpjax.atomic import check_output_file
 from mtpjax.cli.common import model_type
+from mtpjax.cli.help import flag_group
 from mtpjax.errors import UsageError
 
+DEVICE_NAMES = ("h100", "h200", "mi300x")  # of `mtpjax.evaluation.roofline.DEVICES`, which imports JAX
 MAX_CONFIG_BYTES = 16 * 2**20  # of a config.json
 
 
 def add_prediction_flags(profile) -> None:
     """Adds the flags of the prediction to the parser of `profile`."""
-    predict = profile.add_argument_group("prediction, without a GPU and without weights")
+    predict = flag_group(profile, "prediction, without a GPU and without weights")
     predict.add_argument(
         "--predict",
         action="store_true",
-        help="predict rounds on GPUs from bytes, operations and launches, and measure nothing. --model may be a "
-        "preset, such as deepseek-v3, or a folder with nothing but config.json",
+        help="measure nothing: predict the time of rounds on GPUs from bytes, operations and launches. --model-path "
+        "may be a preset, such as deepseek-v3, or a folder with nothing but config.json",
     )
     predict.add_argument(
-        "--device", nargs="+", default=["h100", "h200", "mi300x"], metavar="NAME", help="GPUs: h100, h200, mi300x"
+        "--device",
+        nargs="+",
+        default=list(DEVICE_NAMES),
+        choices=DEVICE_NAMES,
+        metavar="NAME",
+        help=f"GPUs to predict: {', '.join(DEVICE_NAMES)}",
     )
-    predict.add_argument("--num-devices", type=int, default=1, help="GPUs that share the model (default: %(default)s)")
+    predict.add_argument("--num-devices", type=int, default=1, help="GPUs that share the model")
     predict.add_argument(
         "--assumed-acceptance",
         type=float,
         default=0.8,
-        help="probability that a draft level is accepted, given the levels before it (default: %(default)s)",
+        help="probability that a draft level is accepted, given that the levels before it are",
     )
     predict.add_argument(
         "--weight-bytes", type=float, default=None, help="bytes of a weight (default: the checkpoint's, else 2)"

@@ -1,29 +1,21 @@
-"""`mtpjax serve`: flags by SGLang's names."""
+"""`mtpjax serve`."""
 
 import contextlib
 import os
 from typing import Any
 
-from mtpjax.cli import flag_checks
-from mtpjax.cli.common import add_implementation_flag, add_model_path_flag, set_threads
+from mtpjax.cli.common import set_threads
 from mtpjax.cli.config_flags import (
-    DRAFT_FIELDS,
-    LOOKUP_FIELDS,
-    add_config_flags,
     choose_num_steps,
     decode_settings,
 )
-from mtpjax.cli.disaggregation_flags import add_disaggregation_flags, disaggregation_settings
+from mtpjax.cli.disaggregation_flags import disaggregation_settings
 from mtpjax.cli.drafter_flags import ALGORITHMS as OF_FILES
-from mtpjax.cli.drafter_flags import ALIASES, add_path_flags, load_drafter_of
-from mtpjax.cli.expert_flags import add_expert_flags, check_expert_devices, check_expert_flags, place_experts_by_flags
-from mtpjax.cli.help import command_parser
-from mtpjax.cli.mesh_flags import add_mesh_flags, load_on_mesh, open_mesh
+from mtpjax.cli.drafter_flags import ALIASES, load_drafter_of
+from mtpjax.cli.expert_flags import check_expert_devices, check_expert_flags, place_experts_by_flags
+from mtpjax.cli.mesh_flags import load_on_mesh, open_mesh
 from mtpjax.cli.serve_processes import check_process_flags, check_same_start, connect_followers
 from mtpjax.cli.serve_settings import (
-    ADMIN_KEY_VARIABLE,
-    DEFAULT_HOST_GB,
-    KEY_VARIABLE,
     api_settings,
     check_used,
     engine_sizes,
@@ -33,166 +25,10 @@ from mtpjax.cli.serve_settings import (
 from mtpjax.decoding.config import LOSSY_RULES
 from mtpjax.errors import TokenizerError, UsageError
 from mtpjax.host import raise_descriptor_limit
+from mtpjax.messages import did_you_mean
 
 # SGLang's names of draft methods without files of their own, and ours.
 ALGORITHMS = {"NEXTN": "mtp", "EAGLE": "mtp", "MTP": "mtp", "NGRAM": "lookup", "NONE": None}
-
-
-def make_parser():
-    """Makes the command's parser."""
-    parser = command_parser(
-        "Serve a model over HTTP: OpenAI's routes /v1/completions and /v1/chat/completions, SGLang's /generate, and a "
-        "page with a chat and the server's state at /. Flags have SGLang's names. It listens on this machine alone "
-        "unless --host says otherwise. SIGTERM lets running requests end."
-    )
-    add_model_path_flag(parser)
-    add_implementation_flag(parser)
-    _add_server_flags(parser)
-    _add_size_flags(parser)
-    _add_draft_flags(parser)
-    _add_mesh_flags(parser)
-    add_disaggregation_flags(parser)
-    return parser
-
-
-def _add_server_flags(parser) -> None:
-    parser.add_argument("--tokenizer-path", default=None, help="folder of the tokenizer (default: the model's)")
-    parser.add_argument("--served-model-name", default=None, help="name for clients (default: the model's folder)")
-    parser.add_argument("--host", default="127.0.0.1", help="address to listen on")
-    parser.add_argument("--port", type=int, default=30000, help="port to listen on; 0: a free one")
-    parser.add_argument(
-        "--api-key",
-        default=None,
-        help=f"requests need this key as bearer token; several are separated by commas (default: ${KEY_VARIABLE}, "
-        "which other users of the machine cannot see)",
-    )
-    parser.add_argument(
-        "--admin-api-key",
-        default=None,
-        help="requests that change the server for everybody (/flush_cache, /abort_request for all) need this key; "
-        f"several are separated by commas (default: ${ADMIN_KEY_VARIABLE})",
-    )
-    parser.add_argument("--chat-template", default=None, help="file of a Jinja chat template (default: the model's)")
-    parser.add_argument(
-        "--grammar-backend",
-        default=None,
-        choices=("llguidance", "none"),
-        help="compiler of requests' JSON schemas and regular expressions (default: llguidance, if it is installed "
-        "and knows the tokenizer)",
-    )
-    parser.add_argument("--enable-metrics", action="store_true", help="answer /metrics, for Prometheus")
-    parser.add_argument("--log-level", default="info", choices=("debug", "info", "warning", "error"))
-    parser.add_argument("--watchdog-timeout", type=float, default=300.0, help="seconds after which a call is hung")
-    parser.add_argument("--drain-timeout", type=float, default=30.0, help="seconds for running requests at the end")
-    parser.add_argument(
-        "--wait-for-warm-up",
-        action="store_true",
-        help="be ready when every program is compiled; otherwise when one request can run, and the other programs are "
-        "compiled meanwhile",
-    )
-    parser.add_argument("--skip-server-warmup", action="store_true", help="compile programs at their first use")
-
-
-def _add_size_flags(parser) -> None:
-    parser.add_argument("--context-length", type=int, default=None, help="most tokens of a text (default: the model's)")
-    parser.add_argument("--max-running-requests", type=int, default=8, help="requests that run at the same time")
-    parser.add_argument("--max-queued-requests", type=int, default=1024, help="requests that wait; others get 429")
-    parser.add_argument(
-        "--max-total-tokens",
-        type=int,
-        default=None,
-        help="tokens of the pool of pages (default: by --mem-fraction-static; on a CPU at most 1 GiB)",
-    )
-    parser.add_argument(
-        "--mem-fraction-static", type=float, default=0.9, help="share of the accelerator's memory for weights and pages"
-    )
-    parser.add_argument("--page-size", type=int, default=16, help="positions per page")
-    parser.add_argument(
-        "--chunked-prefill-size", type=int, default=None, help="prompt tokens per call (default: 4 chunks of a prompt)"
-    )
-    parser.add_argument(
-        "--num-continuous-decode-steps",
-        type=int,
-        default=2,
-        help="decoding rounds per call while no request waits; 1 otherwise",
-    )
-    parser.add_argument(
-        "--precompile-bs-paddings",
-        type=int,
-        nargs="*",
-        default=[],
-        help="numbers of rows that programs are compiled for (SGLang-JAX's name; default: powers of four)",
-    )
-    add_config_flags(parser, ("kv_cache_dtype",))
-    parser.add_argument("--disable-radix-cache", action="store_true", help="share no pages between requests")
-    parser.add_argument(
-        "--max-mamba-cache-size",
-        type=int,
-        default=None,
-        help="for models with linear attention: recurrent states that the prefix cache keeps on the device; 0: such "
-        "models share no pages (default: four per slot)",
-    )
-    parser.add_argument(
-        "--enable-hierarchical-cache",
-        action="store_true",
-        help="keep pages of the prefix cache in host memory when their place is needed (one device)",
-    )
-    parser.add_argument(
-        "--hicache-size", type=float, default=None, help=f"GB of host memory for them (default: {DEFAULT_HOST_GB:g})"
-    )
-    parser.add_argument("--max-queue-seconds", type=float, default=None, help="longest wait of a request")
-    parser.add_argument("--max-run-seconds", type=float, default=None, help="longest time from arrival to the end")
-
-
-def _add_draft_flags(parser) -> None:
-    parser.add_argument(
-        "--speculative-algorithm",
-        default=None,
-        help=f"NEXTN, EAGLE or MTP: the model's MTP modules; {', '.join(OF_FILES)}: the drafter of "
-        "--speculative-draft-model-path; NGRAM: n-grams of the text; NONE (default: that drafter, else the modules, if "
-        "the model has any)",
-    )
-    add_path_flags(parser)
-    add_config_flags(parser, (*DRAFT_FIELDS, *LOOKUP_FIELDS), num_steps=None)
-    parser.add_argument("--speculative-use-rejection-sampling", action="store_true", help="--acceptance token")
-    parser.add_argument("--speculative-use-block-verification", action="store_true", help="--acceptance block")
-    parser.add_argument("--allow-lossy", action="store_true", help="allow rules that change the text's distribution")
-    parser.add_argument(
-        "--speculative-adaptive",
-        action="store_true",
-        help="choose the draft levels of each call, at most --num-steps, by acceptance and by the cost of a round, "
-        "which is measured at the start; --acceptance auto is then sample",
-    )
-    parser.add_argument(
-        "--speculative-disable-by-batch-size",
-        type=int,
-        default=None,
-        help="draft nothing while at least this many requests decode (vLLM's name); --acceptance auto is then sample",
-    )
-
-
-def _add_mesh_flags(parser) -> None:
-    parser.add_argument("--tp-size", type=int, default=None, help="devices; the same as --mesh tensor=N")
-    parser.add_argument(
-        "--dp-size",
-        type=int,
-        default=1,
-        help="parts of --tp-size with rows of their own; the same as --mesh data=N,...",
-    )
-    parser.add_argument("--enable-dp-attention", action="store_true", help="split the rows over --dp-size")
-    parser.add_argument(
-        "--ep-size",
-        type=int,
-        default=None,
-        help="parts of --tp-size with experts of their own; the same as --mesh expert=N,... (default: --dp-size)",
-    )
-    add_expert_flags(parser)
-    add_mesh_flags(parser)
-
-
-def check_flags(arguments: list[str]) -> list[str]:
-    """Checks all flags of a command line (`flag_checks`), and returns it with dashes for underscores in the names."""
-    return flag_checks.check_flags(arguments, make_parser()._option_string_actions)
 
 
 def engine_settings(options, num_modules: int) -> dict[str, Any]:
@@ -212,8 +48,9 @@ def engine_settings(options, num_modules: int) -> dict[str, Any]:
     # 1. The drafter.
     algorithm = (options.speculative_algorithm or "MTP").upper()
     if algorithm not in (*ALGORITHMS, *OF_FILES):
-        known = ", ".join((*ALGORITHMS, *OF_FILES))
-        raise ValueError(f"unknown --speculative-algorithm {algorithm}; supported: {known}")
+        known = (*ALGORITHMS, *OF_FILES)
+        hint = did_you_mean(algorithm, known)
+        raise ValueError(f"--speculative-algorithm must be one of {', '.join(known)}, got {algorithm}{hint}")
     has_files = options.speculative_draft_model_path is not None
     if has_files and options.speculative_algorithm and algorithm not in (*OF_FILES, *ALIASES):
         raise ValueError(

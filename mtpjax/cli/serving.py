@@ -1,6 +1,6 @@
 """`mtpjax serve`, `mtpjax serve-router` and `mtpjax bench-serving`."""
 
-from mtpjax.cli import serve
+from mtpjax.cli import serve, serve_flags
 from mtpjax.cli.bench_serving import add_bench_serving, run_bench_serving
 from mtpjax.cli.serve_router import add_serve_router, run_serve_router
 
@@ -12,7 +12,7 @@ def add_commands(commands) -> None:
         commands: the subcommands of the `mtpjax` parser.
     """
     text = "serve a model over HTTP, with OpenAI's and SGLang's routes"
-    commands.add_subcommand("serve", serve.make_parser(), help=text)
+    commands.add_subcommand("serve", serve_flags.make_parser(), help=text)
     add_serve_router(commands)
     add_bench_serving(commands)
 

@@ -6,7 +6,7 @@ import sys
 from mtpjax import compilation_cache
 from mtpjax.atomic import check_output_file
 from mtpjax.cli.common import add_model_type_flag, add_plot_formats_flag, model_type
-from mtpjax.cli.help import command_parser
+from mtpjax.cli.help import command_parser, flag_group
 from mtpjax.cli.mesh_flags import add_process_flags
 from mtpjax.errors import printable
 
@@ -25,40 +25,41 @@ def add_commands(commands) -> None:
         "Train a small model with an MTP module on the standard library of this Python, decode held-out "
         "prompts with and without drafts, and compare. Takes about three minutes on two cores and downloads nothing."
     )
-    quickstart.add_argument("--output", default="runs/quickstart", help="folder to write (default: %(default)s)")
-    quickstart.add_argument("--preset", default="tiny", help="name in `mtpjax.presets` (default: %(default)s)")
-    quickstart.add_argument("--seconds", type=float, default=90.0, help="seconds of training (default: %(default)s)")
-    quickstart.add_argument("--seed", type=int, default=0, help="seed of weights and data order (default: %(default)s)")
+    group = flag_group(quickstart, "training")
+    group.add_argument("--preset", default="tiny", help="architecture: a name in `mtpjax.presets`, such as small")
+    group.add_argument("--seconds", type=float, default=90.0, help="seconds of training")
+    group.add_argument("--seed", type=int, default=0, help="seed of weights and data order")
+    group.add_argument("--quick", action="store_true", help="only a few updates and prompts, to see that it works")
+    flag_group(quickstart, "output").add_argument("--output", default="runs/quickstart", help="folder to write")
     add_plot_formats_flag(quickstart)
-    quickstart.add_argument(
-        "--quick", action="store_true", help="run a few steps and prompts only, to see that it works"
-    )
     commands.add_subcommand("quickstart", quickstart, help="train a small model, decode with it, and see the speed-up")
 
     train = command_parser(
-        "Train a model together with its MTP modules. `mtpjax.training.config.TrainConfig` documents every "
-        "setting; --print-config prints them with their values. The settings model.* change fields of the preset's "
-        "architecture (`mtpjax.ModelConfig`; --print-model prints them), and model=FILE.yaml names a whole one. "
-        "model.num_mtp_modules is the number of MTP modules that the model has, and num_depths the number of draft "
-        "depths that get a loss: depth k is module k, and depths beyond the last module run that module again. Modules "
-        "beyond num_depths are not trained, so set both to the same number to train every module."
+        "Train a model together with its MTP modules, or draft modules on a frozen model. --print-config prints "
+        "every setting with its value, and `mtpjax.TrainConfig` documents them. model.* changes a field of the "
+        "architecture (--print-model prints them), and model=FILE.yaml gives a whole one. model.num_mtp_modules is "
+        "the number of MTP modules that the model has, and num_depths the number of draft depths that get a loss: give "
+        "both the same number to train every module."
     )
-    train.add_argument("--config", default=None, help="YAML file of settings (default: the defaults of TrainConfig)")
-    train.add_argument("settings", nargs="*", default=[], metavar="key=value", help=SETTINGS_HELP)
+    group = flag_group(train, "settings")
+    group.add_argument("--config", default=None, metavar="FILE", help="YAML file of settings (default: none)")
+    group.add_argument("settings", nargs="*", default=[], metavar="key=value", help=SETTINGS_HELP)
     add_model_type_flag(train)
-    train.add_argument("--resume", action="store_true", help="continue the run in the output folder")
-    train.add_argument("--overwrite", action="store_true", help="replace the run in the output folder")
-    train.add_argument(
+    group = flag_group(train, "runs that exist")
+    group.add_argument("--resume", action="store_true", help="continue the run in the output folder")
+    group.add_argument("--overwrite", action="store_true", help="replace the run in the output folder")
+    group.add_argument(
         "--allow-config-change",
         nargs="+",
         default=[],
-        metavar="key",
+        metavar="KEY",
         help="settings that may differ from the resumed run's; 'data' allows changed files too",
     )
     add_process_flags(train)
-    train.add_argument("--dry-run", action="store_true", help="check settings and data, print sizes, and exit")
-    train.add_argument("--print-config", action="store_true", help="print every setting as YAML, and exit")
-    train.add_argument(
+    group = flag_group(train, "look without training")
+    group.add_argument("--dry-run", action="store_true", help="check settings and data, print sizes, and exit")
+    group.add_argument("--print-config", action="store_true", help="print every setting as YAML, and exit")
+    group.add_argument(
         "--print-model",
         action="store_true",
         help="print the architecture of new weights as YAML, to edit and pass as model=FILE.yaml, and exit",
@@ -69,12 +70,13 @@ def add_commands(commands) -> None:
         "Show training runs side by side: the settings that differ, the last losses, and accept lengths on "
         "held-out prompts, measured by decoding and predicted along the trunk's own text."
     )
-    compare.add_argument("runs", nargs="+", metavar="RUN", help="folder of a training run")
-    compare.add_argument(
+    flag_group(compare, "runs").add_argument("runs", nargs="+", metavar="RUN", help="folder of a training run")
+    flag_group(compare, "output").add_argument(
         "--output",
         default=None,
         metavar="PICTURE",
-        help="picture to write, with the loss curves: .png, .svg or .pdf; without a suffix one file per --plot-formats",
+        help="picture of the loss curves to write: .png, .svg or .pdf; without a suffix one file for each of "
+        "--plot-formats",
     )
     add_plot_formats_flag(compare)
     commands.add_subcommand("compare", compare, help="compare training runs")
@@ -86,7 +88,7 @@ def _quickstart(options) -> int:
     from mtpjax.training import quickstart
     from mtpjax.training.config import TrainConfig
 
-    # --quick stops after a few steps; otherwise the clock ends the training.
+    # --quick stops after a few updates; otherwise the clock ends the training.
     steps, seconds = (20, math.inf) if options.quick else (10**9, options.seconds)
     config = TrainConfig(
         preset=options.preset,

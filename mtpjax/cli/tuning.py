@@ -4,28 +4,28 @@ import sys
 
 from mtpjax.cli.common import add_model_path_flag, model_type, progress_bar, set_threads
 from mtpjax.cli.config_flags import SHAPE_FIELDS, add_config_flags, decode_settings
-from mtpjax.cli.help import command_parser
+from mtpjax.cli.help import command_parser, flag_group
 from mtpjax.errors import printable
+from mtpjax.messages import count_of
 
 
 def add_tune(commands) -> None:
     """Adds the command and its flags to the subcommands of the `mtpjax` parser."""
     tune = command_parser(
         "Measure on this GPU whether each kernel or XLA is faster at the shapes that a model uses when it decodes. "
-        "The implementation 'auto' then chooses by these times, which are kept in the user's cache folder, for this "
-        "kind of device, version of JAX and version of the kernels. Each time is kept as soon as it is measured: run "
-        "the same command again to continue."
+        "--implementation auto then chooses by these times, which are kept in the user's cache folder, for this kind "
+        "of device, version of JAX and version of the kernels. Each time is kept as soon as it is measured: run the "
+        "same command again to continue."
     )
     add_model_path_flag(tune)
-    tune.add_argument("--batch-size", type=int, nargs="+", default=[1, 8], help="batch sizes (default: 1 8)")
     add_config_flags(tune, SHAPE_FIELDS, num_steps=3)
-    tune.add_argument("--context", type=int, default=2048, help="slots in the KV caches (default: %(default)s)")
-    tune.add_argument(
-        "--prefill-chunk", type=int, default=512, help="tokens per row of a prefill pass (default: %(default)s)"
-    )
-    tune.add_argument("--repeats", type=int, default=5, help="measurements of each form (default: %(default)s)")
-    tune.add_argument("--dry-run", action="store_true", help="list what would be measured, and measure nothing")
-    tune.add_argument("--again", action="store_true", help="measure also what was measured before")
+    group = flag_group(tune, "measurement")
+    group.add_argument("--batch-size", type=int, nargs="+", default=[1, 8], help="batch sizes to measure")
+    group.add_argument("--context", type=int, default=2048, help="tokens of a row that the KV cache has room for")
+    group.add_argument("--prefill-chunk", type=int, default=512, help="tokens per row of a prefill pass")
+    group.add_argument("--repeats", type=int, default=5, help="measurements of each kernel and of XLA")
+    group.add_argument("--dry-run", action="store_true", help="list what would be measured, and measure nothing")
+    group.add_argument("--again", action="store_true", help="measure again what was measured before")
     commands.add_subcommand("tune", tune, help="measure which kernels are fastest for a model on this GPU")
 
 
@@ -69,7 +69,10 @@ def run_tune(options) -> int:
         for op, shape in left:
             table.add_row(op, _shape_text(shape), "", "")
         console.print(table)
-        print(f"{len(questions)} shapes, {len(questions) - len(left)} of them measured before", file=sys.stderr)
+        print(
+            f"{count_of(len(questions), 'shape')}, {len(questions) - len(left)} of them measured before",
+            file=sys.stderr,
+        )
         if not is_gpu:
             print("the kernels run on a GPU, and JAX has none here: 'auto' is always XLA", file=sys.stderr)
         return 0

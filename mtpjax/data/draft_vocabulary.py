@@ -16,6 +16,7 @@ from mtpjax.atomic import write_text
 from mtpjax.data.jsonl import read_json_objects
 from mtpjax.data.prompts import read_text
 from mtpjax.data.tokenizer import Tokenizer
+from mtpjax.messages import count_of
 from mtpjax.safe_open import read_json_file
 
 FORMAT = "mtpjax-vocabulary"
@@ -106,7 +107,7 @@ def count_tokens(
         # Report the bytes that are not text too, such as JSON syntax, so that progress reaches the files' sizes.
         progress(max(file.stat().st_size - bytes_counted, 0))
     if not counts.any():
-        raise ValueError(f"{len(files)} files hold no token")
+        raise ValueError(f"there is no token in {count_of(len(files), 'file')}")
     return CorpusCounts(counts=counts, num_files=len(files) - len(skipped), skipped=tuple(skipped))
 
 

@@ -15,6 +15,7 @@ from typing import Any
 from mtpjax.atomic import write_text
 from mtpjax.data.jsonl_writer import JsonlWriter
 from mtpjax.data.regeneration_tasks import TASK_SKIP_REASONS
+from mtpjax.messages import count_of
 from mtpjax.safe_open import read_json_file
 
 FORMAT = "mtpjax-regenerated"
@@ -23,7 +24,7 @@ MAX_MANIFEST_BYTES = 1 << 20
 
 @dataclasses.dataclass
 class Tally:
-    """Counts of a regeneration so far; `steps` and `accepted` as in `DecodeStats`.
+    """Counts of a regeneration so far; `rounds` and `accepted` as in `DecodeStats`.
 
     Attributes:
         read: records read.
@@ -33,7 +34,7 @@ class Tally:
         finished: answers by finish reason.
         changed: answers that training will tokenize differently from the decoded tokens.
         tokens: decoded tokens.
-        steps: verification steps.
+        rounds: verification passes.
         accepted: accepted draft tokens.
         seconds: time of reading, compiling and decoding.
     """
@@ -45,14 +46,14 @@ class Tally:
     finished: dict[str, int] = dataclasses.field(default_factory=lambda: {"stop": 0, "length": 0})
     changed: int = 0
     tokens: int = 0
-    steps: int = 0
+    rounds: int = 0
     accepted: int = 0
     seconds: float = 0.0
 
     @property
     def accept_length(self) -> float:
         """Mean tokens per step, the bonus token included."""
-        return 1 + self.accepted / self.steps if self.steps else float("nan")
+        return 1 + self.accepted / self.rounds if self.rounds else float("nan")
 
     @property
     def tokens_per_second(self) -> float:
@@ -62,7 +63,7 @@ class Tally:
         skipped = ", ".join(f"{count} {reason}" for reason, count in self.skipped.items() if count)
         answers = ", ".join(f"{count} by {reason}" for reason, count in self.finished.items())
         return (
-            f"{self.read} records: {self.regenerated} regenerated"
+            f"{count_of(self.read, 'record')}: {self.regenerated} regenerated"
             + (f" ({self.cut} of them cut)" if self.cut else "")
             + f", {sum(self.skipped.values())} skipped"
             + (f" ({skipped})" if skipped else "")

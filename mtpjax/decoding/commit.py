@@ -69,7 +69,7 @@ def commit(
         was_proposed &= levels[:, :-1] <= draft.num_drafted[:, None]
     padding = ((0, 0), (0, state.proposed.shape[1] - K))
     state = state.replace(
-        steps=state.steps + is_running.astype(jnp.int32),
+        rounds=state.rounds + is_running.astype(jnp.int32),
         proposed=state.proposed + jnp.pad(was_proposed.astype(jnp.int32), padding),
         accepted=state.accepted + jnp.pad(was_accepted.astype(jnp.int32), padding),
     )

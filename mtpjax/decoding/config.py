@@ -87,27 +87,31 @@ class DecodeConfig:
             `load_drafter`, or one of your own.
         num_steps: draft levels per round; 0 is plain decoding. Levels beyond the number of MTP modules run the last
             module again on its own output. SGLang: `speculative_num_steps`.
-        topk: candidates per tree node; 1 drafts a chain. More than 1 drafts a tree, for which "mtp" needs exactly one
-            MTP module. SGLang: `speculative_eagle_topk`.
+        topk: candidates that each level drafts per node: 1 drafts a chain, more a tree. A tree needs a model with
+            exactly one MTP module if the drafter is "mtp". SGLang: `speculative_eagle_topk`.
         num_draft_tokens: nodes verified per round, including the pending token. None: `num_steps + 1` for a chain; for
             a tree as many as topk and num_steps allow, up to 64. SGLang: `speculative_num_draft_tokens`.
         acceptance: the acceptance rule (`mtpjax.decoding.acceptance`), by name or as a callable. "auto" is "greedy" if
             every row is at temperature 0, else "block" for a chain and "recursive" for a tree. On a chain "recursive"
             is "token" and "traversal" is "block". "threshold", "typical" and "relaxed" are lossy: they change the
             distribution of the text.
-        depth_policy: "fixed", or "adaptive" to choose 0..num_steps levels before each round. Chains only.
+        depth_policy: "fixed" drafts num_steps levels in every round; "adaptive" chooses 0..num_steps before each round,
+            for chains only.
         depth_costs: duration of a round at each depth 0..num_steps, in any unit (`mtpjax profile` measures them).
             Required by "adaptive".
         depth_rates: conditional acceptance rate of each level 1..num_steps (given that the levels before it were
             accepted), measured on similar texts (`mtpjax eval acceptance`). "adaptive" starts from them. None: unknown.
         prompt_lookup_min: shortest n-gram that "lookup" matches, in tokens.
         prompt_lookup_max: longest n-gram that "lookup" matches, in tokens.
-        threshold_single: SGLang's `speculative_accept_threshold_single`, for "threshold"; 1 is exact.
-        threshold_acc: SGLang's `speculative_accept_threshold_acc`, for "threshold"; 1 is exact.
-        typical_epsilon: Medusa's posterior threshold, for "typical".
-        typical_delta: Medusa's posterior alpha, for "typical".
-        relaxed_topk: TensorRT-LLM's number of candidates, for "relaxed".
-        relaxed_delta: TensorRT-LLM's probability margin, for "relaxed".
+        threshold_single: for "threshold": accept every draft that the model gives at least this probability; 1 is
+            exact. SGLang: `speculative_accept_threshold_single`.
+        threshold_acc: for "threshold": divide the probability of acceptance by this number; 1 is exact. SGLang:
+            `speculative_accept_threshold_acc`.
+        typical_epsilon: for "typical", Medusa's posterior threshold: accept a draft of more than this probability.
+        typical_delta: for "typical", Medusa's posterior alpha: accept a draft of more than this number times
+            exp(-entropy) too.
+        relaxed_topk: for "relaxed", TensorRT-LLM's rule: accept only drafts among this number of most likely tokens.
+        relaxed_delta: for "relaxed": accept only drafts at most this much less probable than the most likely token.
         draft_vocabulary: token ids that the MTP modules may draft (FR-Spec, 2502.14856); None: all. The text keeps its
             distribution.
         draft_window: number of newest positions that the MTP modules attend to, besides the first `draft_sinks`; None:
@@ -124,7 +128,7 @@ class DecodeConfig:
         kv_cache_dtype: dtype of keys, values and latents in the caches, by SGLang's names: "auto" (the embedding's),
             "bfloat16" or "fp8_e4m3". fp8 halves the bytes of a bfloat16 cache, and rounds its entries to 3 bits of
             fraction, without scales: numbers beyond 448 become 448. Speculation then equals plain decoding with the
-            same caches. Recurrent layers keep theirs.
+            same caches. The states of recurrent layers keep their dtype.
         deterministic: a row's text does not depend on the rows beside it. Every kernel splits its work in one way,
             whatever the batch, which takes longer (docs/guides/kernels.md). Needs the kernels: a GPU, or
             implementation "interpreted".

@@ -17,6 +17,7 @@ from mtpjax.decoding.drafters.mtp import MTPDrafter
 from mtpjax.decoding.sampling_params import make_sampling_arrays
 from mtpjax.decoding.state import NewRows, RowSettings
 from mtpjax.decoding.unused_settings import warn_of_unused_settings
+from mtpjax.messages import count_of
 from mtpjax.models.model import MTPModel
 from mtpjax.models.params import check_params
 from pallas_kernels.verify_attention import MAX_QUERY_TOKENS
@@ -194,7 +195,9 @@ def check_request(rows: list[np.ndarray], model: MTPModel, config: DecodeConfig,
             if not 0 <= token < vocab_size:
                 raise ValueError(f"prompt {number} holds token id {token}, outside 0..{vocab_size - 1}")
         if row.size >= limit:
-            raise ValueError(f"prompt {number} has {row.size} tokens; max_length {limit} leaves room for {limit - 1}")
+            raise ValueError(
+                f"prompt {number} has {count_of(row.size, 'token')}; max_length {limit} leaves room for {limit - 1}"
+            )
     return limit
 
 

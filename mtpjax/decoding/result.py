@@ -19,17 +19,17 @@ class DecodeStats:
     A step is one verification pass. It proposes each level of its depth once, whatever number of nodes a tree has
     there. Prefill emits one token, and each step emits the accepted drafts and one bonus token. Drafts that a stop
     sequence or limit cut off count as accepted, and `discarded` counts all tokens cut off. So
-    `emitted + discarded == 1 + steps + accepted`, with `accepted` summed over the levels.
+    `emitted + discarded == 1 + rounds + accepted`, with `accepted` summed over the levels.
 
     Attributes:
-        steps: `[B]` verification passes.
-        proposed: `[B, K]` steps that drafted at least this many levels.
+        rounds: `[B]` verification passes.
+        proposed: `[B, K]` rounds that drafted at least this many levels.
         accepted: `[B, K]` accepted drafts per level.
         discarded: `[B]` tokens cut off at a stop sequence or limit.
         emitted: `[B]` new tokens.
     """
 
-    steps: np.ndarray
+    rounds: np.ndarray
     proposed: np.ndarray
     accepted: np.ndarray
     discarded: np.ndarray
@@ -39,14 +39,14 @@ class DecodeStats:
     def accept_length(self) -> float:
         """Mean tokens per step over all rows, including the bonus token and tokens that were cut off.
 
-        1.0 without drafts, nan without steps. The micro average, as in vLLM's mean acceptance length.
+        1.0 without drafts, nan without rounds. The micro average, as in vLLM's mean acceptance length.
         """
-        steps = self.steps.sum()
-        return float(1 + self.accepted.sum() / steps) if steps else float("nan")
+        rounds = self.rounds.sum()
+        return float(1 + self.accepted.sum() / rounds) if rounds else float("nan")
 
     @property
     def survival_rates(self) -> np.ndarray:
-        """Unconditional acceptance rates `[K]`: accepted drafts per level over the steps that proposed the level.
+        """Unconditional acceptance rates `[K]`: accepted drafts per level over the rounds that proposed the level.
 
         At a fixed depth, the accept length is one plus their sum. vLLM reports these per position.
         """
@@ -69,12 +69,12 @@ class DecodeStats:
             AssertionError: if the counts contradict each other.
         """
         # Every emitted or discarded token is the prefill's, a step's bonus token or an accepted draft.
-        gained = 1 + self.steps + self.accepted.sum(axis=1)
+        gained = 1 + self.rounds + self.accepted.sum(axis=1)
         assert (self.emitted + self.discarded == gained).all(), (self.emitted, self.discarded, gained)
         # A draft is accepted only in a step that proposed its level, and only if the levels before it were accepted.
-        assert (self.proposed <= self.steps[:, None]).all(), (self.proposed, self.steps)
+        assert (self.proposed <= self.rounds[:, None]).all(), (self.proposed, self.rounds)
         assert (self.accepted <= self.proposed).all(), (self.accepted, self.proposed)
-        assert (np.diff(self.accepted, axis=1, prepend=self.steps[:, None]) <= 0).all(), self.accepted
+        assert (np.diff(self.accepted, axis=1, prepend=self.rounds[:, None]) <= 0).all(), self.accepted
 
 
 @dataclasses.dataclass(frozen=True)
@@ -140,7 +140,7 @@ def collect(state: DecodeState, slots: Sequence[int] | None = None, *, is_exact:
         ('running',)
     """
     # 1. Copy all fields in one transfer. The caches stay on the device.
-    names = ("tokens", "origin", "length", "done", "stopped", "steps", "proposed", "accepted", "discarded", "logprobs")
+    names = ("tokens", "origin", "length", "done", "stopped", "rounds", "proposed", "accepted", "discarded", "logprobs")
     fields = {name: getattr(state, name) for name in names} | {"prompt_length": state.settings.prompt_length}
     host = jax.device_get(gather_processes(fields))
     if slots is not None:
@@ -159,7 +159,7 @@ def collect(state: DecodeState, slots: Sequence[int] | None = None, *, is_exact:
         "stop" if stopped else "length" if done else "running"
         for stopped, done in zip(host["stopped"], host["done"], strict=True)
     ]
-    counts = {name: host[name] for name in ("steps", "proposed", "accepted", "discarded")}
+    counts = {name: host[name] for name in ("rounds", "proposed", "accepted", "discarded")}
     return GenerationResult(
         tokens=new_tokens("tokens"),
         lengths=lengths,

@@ -46,6 +46,7 @@ from mtpjax.decoding.sampling import SamplingFeatures
 from mtpjax.decoding.spec import DecodeSpec
 from mtpjax.decoding.state import DecodeState, NewRows
 from mtpjax.distributed import gather_processes
+from mtpjax.messages import count_of
 from mtpjax.models.decoding_layout import fit_to_mesh, run_in_parts
 from mtpjax.models.model import MTPModel
 from mtpjax.models.pages import NO_PAGE, Pages
@@ -204,7 +205,7 @@ def insert(
     limit = min(limit, capacity - max_slots - 1)
     for number, row in enumerate(rows):
         if row.size >= limit:
-            raise ValueError(f"prompt {number} has {row.size} tokens; the state has room for {limit - 1}")
+            raise ValueError(f"prompt {number} has {count_of(row.size, 'token')}; the state has room for {limit - 1}")
     slot_ids = _check_slots(state, slots, len(rows))
     num_cached_array = _check_num_cached(num_cached, rows, model)
     if (pages is None) != (state.pages is None):

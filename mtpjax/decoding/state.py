@@ -47,7 +47,7 @@ class DecodeState(flax.struct.PyTreeNode):
     pages: Pages | None  # where the caches keep each row's entries; None: contiguous caches
     policy: DepthPolicy | None  # chooses the depth of an adaptive call; None: fixed depth
     drafting_disabled: jax.Array  # [] bool: no depth can pay at these costs, so rounds do not extend the drafter
-    steps: jax.Array  # [B] int32 verification passes
+    rounds: jax.Array  # [B] int32 verification passes
     proposed: jax.Array  # [B, K] int32 rounds that drafted at least this many levels
     accepted: jax.Array  # [B, K] int32 accepted drafts per level, including those cut off at a stop or limit
     discarded: jax.Array  # [B] int32 tokens cut off at a stop or limit
@@ -154,7 +154,7 @@ def empty_state(
         pages=pages,
         policy=None if depth_costs is None else init_policy(depth_costs, batch, prior=depth_rates),
         drafting_disabled=jnp.asarray(drafting_disabled),
-        steps=zeros(),
+        rounds=zeros(),
         proposed=zeros(spec.num_steps),
         accepted=zeros(spec.num_steps),
         discarded=zeros(),
@@ -199,7 +199,7 @@ def start_rows(state: DecodeState, rows: NewRows, *, vocab_size: int) -> DecodeS
         stopped=jnp.zeros_like(state.stopped),
         failed=jnp.zeros_like(state.failed),
         history=history,
-        steps=jnp.zeros_like(state.steps),
+        rounds=jnp.zeros_like(state.rounds),
         proposed=jnp.zeros_like(state.proposed),
         accepted=jnp.zeros_like(state.accepted),
         discarded=jnp.zeros_like(state.discarded),

@@ -66,28 +66,28 @@ class AcceptanceCounts:
 
     Attributes:
         teacher_forced: sums of the teacher-forced pass.
-        steps: `[P]` verification passes of decoding.
+        rounds: `[P]` verification passes of decoding.
         accepted: `[P, K]` accepted drafts of decoding per level.
         predicted_accepted: `[P, K]` float64 predicted accepted drafts per level; nan unless `is_predictable`.
-        steps_at_depth: `[P, K]` float64 predicted steps if rounds had 1..K levels; nan unless `is_predictable`.
+        rounds_at_depth: `[P, K]` float64 predicted rounds if rounds had 1..K levels; nan unless `is_predictable`.
         accepted_at_depth: `[P, K]` float64 predicted accepted drafts of all levels if rounds had 1..K levels.
         is_identical: `[P]` bool, True if decoding with drafts returned plain decoding's text (`equals_plain_decoding`).
         texts: new tokens of plain decoding.
     """
 
     teacher_forced: TeacherForcedSums
-    steps: np.ndarray
+    rounds: np.ndarray
     accepted: np.ndarray
     predicted_accepted: np.ndarray
-    steps_at_depth: np.ndarray
+    rounds_at_depth: np.ndarray
     accepted_at_depth: np.ndarray
     is_identical: np.ndarray
     texts: list[list[int]]
 
     @property
-    def predicted_steps(self) -> np.ndarray:
-        """`[P]` float64 predicted steps at the depth of the call."""
-        return self.steps_at_depth[:, -1]
+    def predicted_rounds(self) -> np.ndarray:
+        """`[P]` float64 predicted rounds at the depth of the call."""
+        return self.rounds_at_depth[:, -1]
 
     def select(self, mask: np.ndarray) -> "AcceptanceCounts":
         """Returns the counts of the prompts in `mask [P]` bool."""
@@ -99,8 +99,8 @@ class AcceptanceCounts:
 
 
 # The per-prompt arrays of `AcceptanceCounts`, which batches and groups of prompts concatenate or index alike.
-_PREDICTED = ("predicted_accepted", "steps_at_depth", "accepted_at_depth")
-_COUNTS = ("steps", "accepted", *_PREDICTED, "is_identical")
+_PREDICTED = ("predicted_accepted", "rounds_at_depth", "accepted_at_depth")
+_COUNTS = ("rounds", "accepted", *_PREDICTED, "is_identical")
 
 
 def measure_acceptance(
@@ -178,9 +178,9 @@ def measure_acceptance(
             )
         else:
             teacher_forced, predicted = _no_teacher_forced(len(rows), config.num_steps)
-        steps, accepted = result.stats.steps, result.stats.accepted
+        rounds, accepted = result.stats.rounds, result.stats.accepted
         parts.append(
-            AcceptanceCounts(teacher_forced, steps, accepted, **predicted, is_identical=is_identical, texts=texts)
+            AcceptanceCounts(teacher_forced, rounds, accepted, **predicted, is_identical=is_identical, texts=texts)
         )
         progress(len(rows))
         free_programs_if_full()
@@ -368,16 +368,16 @@ def _teacher_forced(
     is_greedy = temperatures == 0
     rule = DecodeSpec.from_config(config, is_greedy=bool(is_greedy.all())).rule
     # Expected counts for every depth 1..K; `accepted` keeps those of the deepest, the depth of the call.
-    accepted, steps_at_depth, accepted_at_depth = np.full((3, len(prompts), config.num_steps), np.nan)
+    accepted, rounds_at_depth, accepted_at_depth = np.full((3, len(prompts), config.num_steps), np.nan)
     if is_predictable(config, rule):
         assert isinstance(rule, str)  # custom rules, which are callables, are not predictable
         probabilities = acceptance_probabilities(comparison.matches_text, comparison.log_ratio, is_greedy, rule=rule)
         for depth in range(1, config.num_steps + 1):
-            steps_at_depth[:, depth - 1], accepted = expected_rounds(probabilities[:, :, :depth], starts, ends)
+            rounds_at_depth[:, depth - 1], accepted = expected_rounds(probabilities[:, :, :depth], starts, ends)
             accepted_at_depth[:, depth - 1] = accepted.sum(axis=1)
     predicted = {
         "predicted_accepted": accepted,
-        "steps_at_depth": steps_at_depth,
+        "rounds_at_depth": rounds_at_depth,
         "accepted_at_depth": accepted_at_depth,
     }
     return _sum_over_positions(comparison, starts, ends), predicted

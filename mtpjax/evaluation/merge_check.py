@@ -72,6 +72,6 @@ def _measure(path, prompts: Sequence[Prompt], max_new_tokens: int, model_type: s
     rounds = tokens = 0.0
     for begin in range(0, len(rows), 8):
         stats = speculative_generate(params, rows[begin : begin + 8], model=model, config=config).stats
-        steps = float(stats.steps.sum())
-        rounds, tokens = rounds + steps, tokens + (stats.accept_length * steps if steps else 0.0)
+        count = float(stats.rounds.sum())
+        rounds, tokens = rounds + count, tokens + (stats.accept_length * count if count else 0.0)
     return MergeCheck(model.config.num_mtp_modules, tokens / rounds if rounds else 1.0)

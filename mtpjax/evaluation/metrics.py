@@ -2,7 +2,7 @@
 
 Rates have the names of `mtpjax.decoding.result`: a level's *conditional* rate is the share of accepted drafts among the
 positions where all levels before it were accepted, its *survival* the share among all positions. Accept lengths include
-the bonus token unless their name says otherwise. *Micro* averages over all steps, *macro* over the prompts' own accept
+the bonus token unless their name says otherwise. *Micro* averages over all rounds, *macro* over the prompts' own accept
 lengths. Intervals resample whole prompts (`mtpjax.evaluation.intervals`).
 """
 
@@ -38,31 +38,31 @@ def _ratio(numerator: np.ndarray, denominator: np.ndarray) -> np.ndarray:
     return np.where(denominator > 0, numerator / np.where(denominator > 0, denominator, 1), np.nan)
 
 
-def decoded_rates(steps: np.ndarray, accepted: np.ndarray) -> dict[str, Any]:
+def decoded_rates(rounds: np.ndarray, accepted: np.ndarray) -> dict[str, Any]:
     """Computes accept lengths and rates of decoding.
 
     Args:
-        steps: `[P]` verification passes per prompt.
+        rounds: `[P]` verification passes per prompt.
         accepted: `[P, K]` accepted drafts per prompt and level.
 
     Returns:
         Estimates: "accept_length" (micro), "accept_length_macro", "accept_length_without_bonus" (micro), and lists over
         levels, "conditional" and "survival".
     """
-    steps, accepted = np.asarray(steps), np.asarray(accepted)
+    rounds, accepted = np.asarray(rounds), np.asarray(accepted)
     # Level k is reached in every step that accepted level k-1.
-    reached = np.concatenate([steps[:, None], accepted[:, :-1]], axis=1)
-    (micro,) = estimate(accepted.sum(axis=1, keepdims=True), steps[:, None], offset=1.0)
-    # Prompts without steps have no accept length of their own and do not count.
-    has_steps = steps > 0
-    accepted_per_step = accepted.sum(axis=1) / np.maximum(steps, 1)
-    (macro,) = estimate(np.where(has_steps, accepted_per_step, 0)[:, None], has_steps[:, None], offset=1.0)
+    reached = np.concatenate([rounds[:, None], accepted[:, :-1]], axis=1)
+    (micro,) = estimate(accepted.sum(axis=1, keepdims=True), rounds[:, None], offset=1.0)
+    # Prompts without rounds have no accept length of their own and do not count.
+    has_rounds = rounds > 0
+    accepted_per_round = accepted.sum(axis=1) / np.maximum(rounds, 1)
+    (macro,) = estimate(np.where(has_rounds, accepted_per_round, 0)[:, None], has_rounds[:, None], offset=1.0)
     return {
         "accept_length": micro,
         "accept_length_macro": macro,
         "accept_length_without_bonus": Estimate(micro.value - 1, micro.low - 1, micro.high - 1),
         "conditional": estimate(accepted, reached),
-        "survival": estimate(accepted, steps[:, None]),
+        "survival": estimate(accepted, rounds[:, None]),
     }
 
 
@@ -99,7 +99,7 @@ def report(acceptance: AcceptanceCounts, categories: Sequence[str]) -> dict[str,
         categories: the category of each prompt.
 
     Returns:
-        Metrics by category, "overall" first: counts ("prompts", "steps", "identical") and the groups "decoded",
+        Metrics by category, "overall" first: counts ("prompts", "rounds", "identical") and the groups "decoded",
         "predicted" and "teacher_forced". A single category has no entry besides "overall". A category that is named
         "overall" becomes "category overall".
     """
@@ -113,12 +113,12 @@ def report(acceptance: AcceptanceCounts, categories: Sequence[str]) -> dict[str,
         part = acceptance.select(mask)
         result[name] = {
             "prompts": int(mask.sum()),
-            "steps": int(part.steps.sum()),
+            "rounds": int(part.rounds.sum()),
             "identical": int(part.is_identical.sum()),
-            "decoded": decoded_rates(part.steps, part.accepted),
+            "decoded": decoded_rates(part.rounds, part.accepted),
             "predicted": {
-                **decoded_rates(part.predicted_steps, part.predicted_accepted),
-                "accept_length_at_depth": estimate(part.accepted_at_depth, part.steps_at_depth, offset=1.0),
+                **decoded_rates(part.predicted_rounds, part.predicted_accepted),
+                "accept_length_at_depth": estimate(part.accepted_at_depth, part.rounds_at_depth, offset=1.0),
             },
             "teacher_forced": teacher_forced_rates(part.teacher_forced),
         }

@@ -87,6 +87,22 @@ def picture(path, size: tuple[float, float], formats: Sequence[str] = DEFAULT_FO
             figure.savefig(file, metadata=_METADATA.get(file.suffix[1:]))
 
 
+def plain_log_ticks(axis: Any, values: Sequence[float]) -> None:
+    """Labels a logarithmic axis with plain numbers, such as 400 where matplotlib writes 4 x 10^2.
+
+    Args:
+        axis: the `matplotlib.axis.Axis`.
+        values: what is drawn along it.
+    """
+    import matplotlib.ticker as ticker
+
+    # Over a narrow range, powers of ten and their multiples would leave the axis nearly without ticks.
+    is_wide = max(values) > 8 * min(values)
+    axis.set_major_locator(ticker.LogLocator(subs=(1, 2, 5)) if is_wide else ticker.MaxNLocator(6, steps=[1, 2, 5, 10]))
+    axis.set_major_formatter(ticker.StrMethodFormatter("{x:,.10g}"))
+    axis.set_minor_locator(ticker.NullLocator())
+
+
 def level_colour(level: int) -> str:
     """Returns the colour of a draft level; level 0 is the trunk, which is black."""
     return colour(level - 1) if level else "black"

@@ -127,7 +127,7 @@ def measure(
         raise ValueError(f"context {context} leaves no room for a round in {config.max_position_embeddings} positions")
     context = min(context, config.max_position_embeddings - max_slots)
     capacity = -(-(context + 2 * max_slots) // CAPACITY_STEP) * CAPACITY_STEP
-    # Steps of the progress: compiled loops (3 per shape, 4 with a drafter other than MTP modules, 2 for plain steps, 1
+    # Steps of the progress: compiled loops (3 per shape, 4 with a drafter other than MTP modules, 2 for plain rounds, 1
     # for chains in turn), then measurements.
     per_batch = (3 + (drafter != "mtp")) * len(shapes) + 2 + (topk == 1) + rounds
     total, done, costs = per_batch * len(batches), 0, []
@@ -270,7 +270,7 @@ def read(path) -> tuple[dict[str, Any], tuple[RoundCosts, ...]]:
         raise ValueError(f"{path} is not a profile: {error}") from error
     if not isinstance(profile, dict) or (profile.get("format"), profile.get("version")) != (FORMAT, VERSION):
         raise ValueError(f"{path} is not a profile of format {FORMAT!r}, version {VERSION}")
-    # 2. Check that every shape has positive, finite durations of each kind, including plain steps.
+    # 2. Check that every shape has positive, finite durations of each kind, including plain rounds.
     try:
         costs = tuple(RoundCosts.from_json(stored) for stored in profile["batches"])
         complete = bool(costs) and all(
@@ -424,7 +424,7 @@ def break_even_rate(relative_cost: float, num_steps: int) -> float | None:
     """Computes the acceptance rate from which a round with drafts is faster than plain decoding.
 
     Args:
-        relative_cost: cost of the round, in plain steps.
+        relative_cost: cost of the round, in plain rounds.
         num_steps: draft levels, K.
 
     Returns:
@@ -467,14 +467,14 @@ def tables(profile: dict[str, Any]):
             "verify's\nshare",
             # The column of drafting takes the width of the last two.
             *(
-                ("plain steps\n= break-even\nlength", "rate per\nlevel to\nbreak even")
+                ("plain rounds\n= break-even\nlength", "rate per\nlevel to\nbreak even")
                 if costs.draft
-                else ("plain steps =\nbreak-even length", "rate per level\nto break even")
+                else ("plain rounds =\nbreak-even length", "rate per level\nto break even")
             ),
         )
         for heading in headings:
             table.add_column(heading, justify="right", no_wrap=True)
-        # A round breaks even if its accept length equals its cost in plain steps.
+        # A round breaks even if its accept length equals its cost in plain rounds.
         for shape, seconds in costs.round.items():
             relative_cost = seconds / costs.round[PLAIN_STEP]
             rate = break_even_rate(relative_cost, shape.num_steps) if shape.num_steps else 0.0

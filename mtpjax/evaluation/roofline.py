@@ -367,7 +367,7 @@ def tables(
         if num_steps:
             table.caption += f", and {count_launches(config, 1) - launches} more for each draft level"
         table.caption += "."
-        for heading in ("rows", "steps", "GB", "dense", "experts", "cache", "MTP", "launch", "round", "token", "gain"):
+        for heading in ("rows", "levels", "GB", "dense", "experts", "cache", "MTP", "launch", "round", "token", "gain"):
             table.add_column(heading, justify="right")
         # Depth 0 comes first: speed-ups are over plain decoding at the same batch size.
         for batch in batches:

@@ -112,7 +112,7 @@ class _RequestHandler:
             stats.check()
             seconds.append(sorted(times)[len(times) // 2])
             tokens, accepted = result.rows()[0], stats.accepted[0].tolist()
-            rows.append({"tokens": tokens, "steps": int(stats.steps[0]), "accepted": accepted})
+            rows.append({"tokens": tokens, "rounds": int(stats.rounds[0]), "accepted": accepted})
         return {"rows": rows, "seconds": seconds}
 
     def costs(self, *, num_steps, context: int, capacity: int) -> dict[str, Any]:

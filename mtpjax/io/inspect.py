@@ -22,6 +22,7 @@ from mtpjax.errors import CheckpointFileError
 from mtpjax.io.checkpoint_format import find_checkpoint, is_checkpoint
 from mtpjax.io.checkpoint_reader import CheckpointReader
 from mtpjax.io.param_tree import unflatten
+from mtpjax.messages import count_of
 from mtpjax.models.config import ModelConfig
 from mtpjax.models.decoding_layout import find_copies, param_part_spec
 from mtpjax.models.quantized import BlockScaled
@@ -189,7 +190,7 @@ def format_lines(facts: dict[str, Any]) -> list[str]:
             else [("dtypes", dtypes)]
         ),
         ("quantization", quantization),
-        ("files", f"{num_shards} shard{'s' if num_shards > 1 else ''}, {facts['tensors']} tensors, {size}"),
+        ("files", f"{count_of(num_shards, 'shard')}, {count_of(facts['tensors'], 'tensor')}, {size}"),
         ("memory", f"{format_bytes(facts['bytes_per_device'])} of parameters per device on {mesh}"),
     ]
     rows += [("copies", problem) for problem in facts["copies"]]

@@ -1,12 +1,12 @@
 """`ModelConfig`: the static, hashable description of an architecture."""
 
 import dataclasses
-import difflib
 import functools
 import math
 from typing import Any, Literal, NamedTuple, get_args
 
 from mtpjax.field_types import check_scalar_fields
+from mtpjax.messages import did_you_mean
 from mtpjax.models.rope_scaling import RopeScaling, make_scaling
 
 Implementation = Literal["auto", "xla", "triton", "interpreted"]  # of the kernels: `pallas_kernels.dispatch`
@@ -23,7 +23,8 @@ def require(condition: bool, message: str) -> None:
 
 def require_choice(name: str, value: str, choices: tuple[str, ...]) -> None:
     """Raises `ValueError` unless the value is one of the choices."""
-    require(value in choices, f"{name} '{value}' is not one of {', '.join(choices)}")
+    hint = did_you_mean(str(value), choices)
+    require(value in choices, f"{name} '{value}' is not one of {', '.join(choices)}{hint}")
 
 
 def _require_divisible(name: str, value: int, by_name: str, by: int) -> None:
@@ -431,9 +432,7 @@ class ModelConfig:
         """Makes a config from the result of `to_dict`. Raises `ValueError` for an unknown key, with the nearest one."""
         known = [field.name for field in dataclasses.fields(cls)]
         for name in values:
-            nearest = difflib.get_close_matches(name, known, 1)
-            hint = f"; did you mean {nearest[0]}?" if nearest else ""
-            require(name in known, f"unknown model setting '{name}'{hint}")
+            require(name in known, f"unknown model setting '{name}'{did_you_mean(name, known)}")
         scaling = values.get("rope_scaling")
         if isinstance(scaling, dict):
             scaling = make_scaling(scaling)

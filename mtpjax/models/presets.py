@@ -2,13 +2,14 @@
 
 import dataclasses
 
+from mtpjax.messages import did_you_mean
 from mtpjax.models.config import ModelConfig
 from mtpjax.models.rope_scaling import Yarn
 
 
 class _Presets(dict[str, ModelConfig]):
     def __missing__(self, name: str):
-        raise ValueError(f"unknown preset '{name}'; there are {', '.join(self)}")
+        raise ValueError(f"unknown preset '{name}'{did_you_mean(name, self)}; there are {', '.join(self)}")
 
 
 _SMALL = {

@@ -26,6 +26,7 @@ import numpy as np
 from mtpjax.decoding.config import DecodeConfig, SamplingParams
 from mtpjax.distributed import is_runtime_error
 from mtpjax.errors import LostProcess, printable
+from mtpjax.messages import count_of
 from mtpjax.models.model import MTPModel
 from mtpjax.serving.background import BackgroundCompiler
 from mtpjax.serving.calls import Call, DraftCall, ScoreCall
@@ -220,7 +221,7 @@ class Engine:
             # A request that finds a free slot does not wait, also if it has not entered yet.
             num_waiting = len(self._sequences) - self.settings.num_slots
             if num_waiting >= self.settings.max_waiting and scored is None:
-                raise QueueFull(f"{num_waiting} requests wait already; try again later")
+                raise QueueFull(f"the queue is full ({count_of(num_waiting, 'request')}): try again later")
             self._sequences[sequence.id] = sequence
             self._inbox.append(lambda: self._enter(sequence))
             self._changed.notify()

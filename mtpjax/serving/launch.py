@@ -19,6 +19,7 @@ from mtpjax.decoding.spec import DecodeSpec
 from mtpjax.distributed import gather_values
 from mtpjax.errors import MemoryTooSmall, is_memory_error, printable
 from mtpjax.host import describe_address_limit
+from mtpjax.messages import count_of
 from mtpjax.models.cache import empty_cache, recurrent_entries
 from mtpjax.models.config import ModelConfig
 from mtpjax.models.model import MTPModel
@@ -253,8 +254,9 @@ def serve(
         set_up(app, engine, disaggregation, metrics)
     drafter = api.server_info.get("speculative_algorithm")
     line = (
-        f"mtpjax serve: {api.model_name} is ready at {address_of(listener)}: {engine.settings.num_slots} slots of "
-        f"up to {engine.max_length} tokens, {engine.status().num_pages} pages of {engine.settings.page_size}, "
+        f"mtpjax serve: {api.model_name} is ready at {address_of(listener)}: "
+        f"{count_of(engine.settings.num_slots, 'slot')} of up to {engine.max_length} tokens, "
+        f"{count_of(engine.status().num_pages, 'page')} of {engine.settings.page_size}, "
         f"{f'drafts by {drafter}' if drafter else 'no drafts'}"
     )
     loading.close()

@@ -50,7 +50,7 @@ GAUGES: dict[Names, Callable[[EngineStatus], float]] = {
     Names("spec_accept_rate", "spec_accept_rate", "", "Accepted drafts per proposed draft."): (
         lambda status: sum(status.accepted) / sum(status.proposed) if sum(status.proposed) else math.nan
     ),
-    Names("programs_left", "", "", "Programs that are compiled while requests run, and are not there yet."): (
+    Names("programs_left", "", "", "Programs that are still to be compiled while requests run."): (
         lambda status: status.num_programs_left
     ),
     Names(
@@ -87,10 +87,8 @@ COUNTERS: dict[Names, Callable[[EngineStatus], float]] = {
     Names("received_pages", "", "", "Pages of the prefix cache that came from a prefill server."): (
         lambda status: status.num_received_pages
     ),
-    Names("num_rebalancings", "", "", "Times that the experts were placed anew."): (
-        lambda status: status.num_rebalancings
-    ),
-    Names("num_ticks", "", "", "Ticks of the scheduler that called the device."): lambda status: status.num_ticks,
+    Names("num_rebalancings", "", "", "Times that the experts were moved."): (lambda status: status.num_rebalancings),
+    Names("num_ticks", "", "", "Iterations of the scheduler that called the device."): lambda status: status.num_ticks,
     Names("compile", "", "", "Programs compiled since the engine was ready."): lambda status: status.num_compilations,
     Names("compile_seconds", "", "", "Seconds of compiling programs, at the start and since."): (
         lambda status: status.compile_seconds
@@ -111,12 +109,15 @@ COUNTERS: dict[Names, Callable[[EngineStatus], float]] = {
     ),
 }
 # Counter of the watchdog.
-WATCHDOG = Names("watchdog", "", "", "Ticks that took longer than half of the watchdog's timeout.")
+WATCHDOG = Names("watchdog", "", "", "Iterations of the scheduler longer than half of the watchdog's timeout.")
 # Counters of a decode server, read from its `RemotePrefill`.
 REMOTE_PREFILLS = Names("remote_prefills", "", "", "Prompts whose pages came from the prefill server.")
-PREFILL_FALLBACKS = Names("prefill_fallbacks", "", "", "Prompts prefilled here since the prefill server did not help.")
+PREFILL_FALLBACKS = Names("prefill_fallbacks", "", "", "Prompts prefilled here because the prefill server failed.")
 ACCEPTED_PER_POSITION = Names(
-    "spec_decode_num_accepted_tokens_per_pos", "", "spec_decode_num_accepted_tokens_per_pos", "Accepted, by position."
+    "spec_decode_num_accepted_tokens_per_pos",
+    "",
+    "spec_decode_num_accepted_tokens_per_pos",
+    "Accepted drafts, by draft level.",
 )
 THROUGHPUT = Names("gen_throughput", "gen_throughput", "", "Tokens delivered per second since the previous scrape.")
 FINISHED = Names("request_finished", "", "request_success", "Requests that ended, by reason.")

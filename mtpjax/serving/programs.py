@@ -56,7 +56,7 @@ class RowReport(NamedTuple):
     done: bool
     stopped: bool
     failed: bool
-    counts: list[int]  # [1 + 2 K]: steps, and proposed and accepted drafts per level
+    counts: list[int]  # [1 + 2 K]: rounds, and proposed and accepted drafts per level
     num_final: int
 
 
@@ -70,14 +70,14 @@ class Report(NamedTuple):
     done: Any  # [R] bool
     stopped: Any  # [R] bool
     failed: Any  # [R] bool
-    steps: Any  # [R] int32, as in `DecodeState`
+    rounds: Any  # [R] int32, as in `DecodeState`
     proposed: Any  # [R, K] int32
     accepted: Any  # [R, K] int32
     num_final: Any  # [R] int32 positions at the beginning whose entries will not change
 
     def rows(self) -> Iterator[RowReport]:
         """Yields the rows of a report on the host. Reading arrays element by element would take longer."""
-        counts = np.concatenate([self.steps[:, None], self.proposed, self.accepted], axis=1)
+        counts = np.concatenate([self.rounds[:, None], self.proposed, self.accepted], axis=1)
         flags = (self.done, self.stopped, self.failed)
         columns = (self.tokens, self.origins, self.num_new, *flags, counts, self.num_final)
         lists = zip(*(column.tolist() for column in columns), strict=True)
@@ -107,7 +107,7 @@ class PackedReport(flax.struct.PyTreeNode):
         """Waits for the call; returns arrays of the host."""
         # One copy from the device; the rest are views.
         fields = Report(*np.split(jax.device_get(self.values), np.cumsum(self.widths)[:-1], axis=1))
-        flat = {name: getattr(fields, name)[:, 0] for name in ("num_new", "steps", "num_final")}
+        flat = {name: getattr(fields, name)[:, 0] for name in ("num_new", "rounds", "num_final")}
         flags = {name: getattr(fields, name)[:, 0].astype(bool) for name in ("done", "stopped", "failed")}
         return fields._replace(logprobs=fields.logprobs.view(np.float32), **flat, **flags)
 
@@ -476,7 +476,8 @@ def _report(state: DecodeState, batch: Batch, before: jax.Array, max_new: int, d
         origins=new(state.origin),
         logprobs=new(state.logprobs) if state.logprobs.shape[1] else state.logprobs[slots],
         num_new=take(state.length) - before,
-        **{name: take(getattr(state, name)) for name in ("done", "stopped", "failed", "steps", "proposed", "accepted")},
+        **{name: take(getattr(state, name)) for name in ("done", "stopped", "failed")},
+        **{name: take(getattr(state, name)) for name in ("rounds", "proposed", "accepted")},
         num_final=num_final,
     )
     return in_every_process(PackedReport.pack(report))

@@ -104,7 +104,7 @@ def _metrics(run: Run) -> dict[str, float]:
     """Returns the metrics of a run's last evaluation by name, in the order of the table."""
     panel, found = (
         run.last_evaluation["eval"],
-        {"steps": run.last_evaluation["step"], "seconds": run.last_evaluation["seconds"]},
+        {"updates": run.last_evaluation["step"], "seconds": run.last_evaluation["seconds"]},
     )
     # Teacher-forced: the loss of the trunk (level 0) and of each draft level, then the rates of each level.
     for level, bits in enumerate(panel["bits_per_token"]):

@@ -189,11 +189,11 @@ class PanelDecoder:
             part = acceptance.select(temperatures == temperature)
             looping = np.array([is_looping(text) for text in part.texts])
             for name, metrics in report(part, categories).items():
-                if not metrics["steps"]:
+                if not metrics["rounds"]:
                     continue  # every text ended with its first token, so there was no round
                 is_in = np.array([name in ("overall", category) for category in categories])
                 decoded.setdefault(name, {})[kind] = _decoded_metrics(metrics, kind, int(looping[is_in].sum()))
-                counts[name, kind] = part.steps[is_in], part.accepted[is_in]
+                counts[name, kind] = part.rounds[is_in], part.accepted[is_in]
         return decoded, counts
 
     def _add_speed_up(

@@ -94,7 +94,7 @@ class MetricsLog:
         self.record(row)
         if self.show:
             text = " ".join(f"{'main' if depth == 0 else f'mtp{depth}'}={loss:.3f}" for depth, loss in enumerate(bits))
-            self.show(progress, f"step={step} {text} tokens/s={rate:.0f}", seconds)
+            self.show(progress, f"update={step} {text} tokens/s={rate:.0f}", seconds)
 
 
 def peak_memory_bytes() -> int:

@@ -1,4 +1,4 @@
-"""Plots of training runs: losses and acceptance over the steps, for one run or for several side by side."""
+"""Plots of training runs: losses and acceptance over the updates, for one run or for several side by side."""
 
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
@@ -10,7 +10,7 @@ History = Sequence[Mapping[str, Any]]  # rows of metrics.jsonl
 
 
 def plot_run(path, history: History, formats: Sequence[str] = DEFAULT_FORMATS) -> None:
-    """Plots losses, agreement and survival by level, and accept lengths over the steps of a run.
+    """Plots losses, agreement and survival by level, and accept lengths over the updates of a run.
 
     Args:
         path: the picture, as in `plot_style.picture_paths`.
@@ -44,11 +44,11 @@ def _draw_run(figure, history: History) -> None:
             at, predicted = list(decoded), [row["predicted"] for row in decoded.values()]
             lengths.errorbar(at, *_accept_lengths(decoded.values()), **look, fmt="o-", label=f"{name}, decoded (95 %)")
             lengths.plot(at, predicted, "x", **look, markersize=9, label=f"{name}, predicted")
-    _style_axis(lengths, "accept length", "tokens per step", ylim=(1, None))
+    _style_axis(lengths, "accept length", "tokens per round", ylim=(1, None))
 
 
 def plot_comparison(path, runs: Mapping[str, History], formats: Sequence[str] = DEFAULT_FORMATS) -> None:
-    """Plots runs side by side: the trunk's loss over the steps, survival and accept lengths at the last evaluation.
+    """Plots runs side by side: the trunk's loss over the updates, survival and accept lengths at the last evaluation.
 
     Args:
         path: the picture, as in `plot_style.picture_paths`.
@@ -80,7 +80,7 @@ def _draw_comparison(figure, runs: Mapping[str, History]) -> None:
     )
     _style_axis(losses, "trunk's loss on held-out text", "bits per token")
     _style_axis(rates, "survival, teacher-forced, at the last evaluation", "share", xlabel="draft level", ylim=(0, 1))
-    _style_axis(lengths, "accept length, decoded (95 %)", "tokens per step", xlabel="")
+    _style_axis(lengths, "accept length, decoded (95 %)", "tokens per round", xlabel="")
 
 
 def _draw_losses(axis, history: History, evaluations: History) -> None:
@@ -108,7 +108,7 @@ def _accept_lengths(decoded: Iterable[Mapping[str, float]]) -> tuple[list[float]
     return [row["real"] for row in rows], sides
 
 
-def _style_axis(axis, title: str, ylabel: str, *, xlabel: str = "steps", **limits) -> None:
+def _style_axis(axis, title: str, ylabel: str, *, xlabel: str = "updates", **limits) -> None:
     axis.set(title=title, xlabel=xlabel, ylabel=ylabel, **limits)
     if axis.get_legend_handles_labels()[0]:
         axis.legend(fontsize=7)

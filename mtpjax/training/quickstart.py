@@ -17,6 +17,7 @@ from mtpjax.evaluation.round_costs import RoundCosts
 from mtpjax.evaluation.round_loops import chain_shape
 from mtpjax.evaluation.timing_worker import TimingWorker
 from mtpjax.host import num_threads
+from mtpjax.messages import count_of
 from mtpjax.training.config import TrainConfig
 from mtpjax.training.decoding_eval import is_looping
 from mtpjax.training.panel import print_panel
@@ -126,7 +127,7 @@ def run(config: TrainConfig, *, depths: tuple[int, ...] = (1, 2, 3), rounds: int
 
 
 def _training_length(config: TrainConfig) -> str:
-    return f"{config.seconds:.0f} s" if np.isfinite(config.seconds) else f"{config.steps} steps"
+    return f"{config.seconds:.0f} s" if np.isfinite(config.seconds) else count_of(config.steps, "update")
 
 
 def _find_prompts(workers: dict[int, TimingWorker], settings, trained: TrainResult, count: int) -> list[list[int]]:
@@ -174,7 +175,8 @@ def _measure_settings(
     with console.status("measuring") as status:
         for number in range(rounds):
             status.update(
-                f"measuring: round {number + 1} of {rounds}, {len(prompts)} prompts x {len(settings)} settings"
+                f"measuring: round {number + 1} of {rounds}, {count_of(len(prompts), 'prompt')}, "
+                f"{len(settings)} settings each"
             )
             for setting in settings if number % 2 == 0 else reversed(settings):
                 _send_prompts(workers, setting, prompts)
@@ -206,9 +208,9 @@ def _depth_result(depth: int, plain: DecoderSetting, settings, seconds, answers,
     setting = min(own, key=lambda setting: np.median(seconds[setting].sum(1)))
     # Acceptance, from the counts over all prompts.
     rows = answers[setting]
-    steps = sum(row["steps"] for row in rows)
+    num_rounds = sum(row["rounds"] for row in rows)
     accepted = np.sum([row["accepted"] for row in rows], axis=0)
-    accept_length = float(1 + accepted.sum() / steps)
+    accept_length = float(1 + accepted.sum() / num_rounds)
     # Pair the times of the same prompt and round, and bootstrap the median ratio by drawing whole prompts, because the
     # rounds of one prompt are not independent.
     pairs = seconds[plain] / seconds[setting]  # [rounds, prompts]
@@ -220,7 +222,7 @@ def _depth_result(depth: int, plain: DecoderSetting, settings, seconds, answers,
         num_steps=depth,
         setting=setting,
         accept_length=accept_length,
-        survival=(accepted / steps).tolist(),
+        survival=(accepted / num_rounds).tolist(),
         tokens_per_second=tokens / float(np.median(seconds[setting].sum(1))),
         ratio=ratio.value,
         interval=(ratio.low, ratio.high),
@@ -260,7 +262,7 @@ def _print_result(
     console.print(f"identical: {'yes' if identical else 'NO'}", style="bold green" if identical else "bold red")
     low, high = best.interval
     console.print(
-        f"speculative/plain: {best.ratio:.2f} ({low:.2f}-{high:.2f}) with {best.num_steps} drafts; "
+        f"speculative/plain: {best.ratio:.2f} ({low:.2f}-{high:.2f}) with {count_of(best.num_steps, 'draft')}; "
         f"{best.ratio / best.ideal:.2f} of the ideal {best.ideal:.2f}",
         soft_wrap=True,
     )

@@ -219,7 +219,7 @@ def _answer_tasks(
                 tally.changed += not task.add_answer(tokens[: len(tokens) - len(ends)], reason)
                 tally.finished[reason] += 1
             tally.tokens += int(result.lengths[:count].sum())
-            tally.steps += int(result.stats.steps[:count].sum())
+            tally.rounds += int(result.stats.rounds[:count].sum())
             tally.accepted += int(result.stats.accepted[:count].sum())
 
 

@@ -232,7 +232,7 @@ def save_state(folder: pathlib.Path, state: Any, *, step: int, keep: int, metada
     try:
         checkpoint.save(path, {"tree": _describe_tree(state)}, leaves, metadata={"step": step, **metadata})
     except OSError as error:
-        log.error("the state after step %d could not be saved; the run continues without it: %s", step, error)
+        log.error("the state after update %d could not be saved; the run continues without it: %s", step, error)
         return False
     # Only now remove old states, and hidden leftovers of a killed process; the lock makes sure no other process writes.
     if is_main_process:

@@ -168,7 +168,7 @@ def train(
             state, metadata = restored
             clock = ProgressClock(config, step=metadata["step"], seconds=metadata["seconds"])
         if is_main_process:
-            began = f"resuming at step {clock.step}" if clock.step else "starting at step 0"
+            began = f"resuming at update {clock.step}" if clock.step else "starting at update 0"
             print(f"{printable(output)}: {began} of {config.steps}", file=sys.stderr, flush=True)
         # 4. Open the log, the trackers and the profiler's window; other processes log nothing.
         send = stack.enter_context(open_trackers(output, clock.step, config, settings)) if is_main_process else None
@@ -236,11 +236,11 @@ def train(
             # The update skips itself if it is not finite. Too many in a row mean divergence, and the run stops.
             bad_steps = 0 if metrics["is_finite"] else bad_steps + 1
             if bad_steps:
-                logger.warning("step %d is not finite and was skipped", clock.step)
+                logger.warning("update %d is not finite and was skipped", clock.step)
             if bad_steps >= config.most_bad_steps:
                 save()
                 raise FloatingPointError(
-                    f"{bad_steps} steps in a row up to {clock.step} had no finite loss or gradient and were skipped:"
+                    f"{bad_steps} updates in a row up to {clock.step} had no finite loss or gradient and were skipped:"
                     f" lower learning_rate {config.learning_rate}"
                 )
             if clock.step % config.log_every == 0:
@@ -265,13 +265,17 @@ def train(
             # A signal to one process stops all of them at the same update, after the state is saved.
             if distributed.any_process(should_stop()):
                 if not save():
-                    raise OSError(f"{output} was told to stop, but step {clock.step} could not be saved")
+                    raise OSError(f"{output} was told to stop, but update {clock.step} could not be saved")
                 notify_saved(run_dir.state_path(output, clock.step))
-                raise Preempted(f"{output} was told to stop and is saved at step {clock.step}: continue with --resume")
+                raise Preempted(
+                    f"{output} was told to stop and is saved at update {clock.step}: continue with --resume"
+                )
             if config.save_every and clock.step % config.save_every == 0 and save():
                 notify_saved(run_dir.state_path(output, clock.step))
         if is_stopped and is_main_process:
-            print(f"{printable(output)}: a callback stopped the run at step {clock.step}", file=sys.stderr, flush=True)
+            print(
+                f"{printable(output)}: a callback stopped the run at update {clock.step}", file=sys.stderr, flush=True
+            )
         # 6. Save what was trained before anything else can fail: the state, from which a resumed run repeats only the
         # evaluation, and the model in its form for decoding.
         is_state_saved = save()

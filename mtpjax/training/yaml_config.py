@@ -2,13 +2,13 @@
 
 import argparse
 import dataclasses
-import difflib
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 import jsonargparse
 import yaml
 
+from mtpjax.messages import did_you_mean
 from mtpjax.training.config import TrainConfig
 from mtpjax.training.model_yaml import read_model_setting, read_yaml, split_model_pairs
 
@@ -73,8 +73,4 @@ def _check_key(key: str, known: Mapping[str, Any]) -> None:
     # A setting such as `mesh` has its own keys, so a key may also begin with a known one that is not a single value.
     parents = [name for name, default in known.items() if not isinstance(default, str | int | float)]
     if key not in known and not any(key.startswith(f"{name}.") for name in parents):
-        near = difflib.get_close_matches(key, known, n=1)
-        raise ValueError(
-            f"unknown setting {key}: "
-            + (f"did you mean {near[0]}?" if near else f"the settings are {', '.join(known)}")
-        )
+        raise ValueError(f"unknown setting {key}{did_you_mean(key, known) or ': the settings are ' + ', '.join(known)}")

@@ -399,7 +399,7 @@ def test_a_killed_run_goes_on(checkpoint, tmp_path):
     first = (output / "cells.jsonl").read_bytes()
     assert first.count(b"\n") == 1 and not (output / "cells.csv").exists()
     done = subprocess.run(command, stdout=subprocess.PIPE, text=True, env=environment, check=True)
-    assert "1 of 2 cells are already measured" in done.stdout
+    assert "already measured: 1 of 2 cells" in done.stdout
     content = (output / "cells.jsonl").read_bytes()
     assert content.startswith(first) and content.count(b"\n") == 2
     assert {file.name for file in output.iterdir()} == {
@@ -416,7 +416,7 @@ def test_a_killed_run_goes_on(checkpoint, tmp_path):
         (["--num-steps", "0"], 2, "num_steps must be at least 1"),
         (["--num-steps", "1", "127"], 2, "num_steps must be at most 32, not 127"),
         (["--output", "/dev/null"], 2, "/dev/null is not a folder"),
-        (["--acceptance", "fast"], 2, "acceptance 'fast' is not one of"),
+        (["--acceptance", "fast"], 2, "--acceptance must be one of auto, exact, greedy"),
         (["--prompts", "missing.jsonl"], 2, "missing.jsonl"),
         (["--num-prompts", "0"], 2, "at least 1, not 0"),
         (["--max-new-tokens", "256"], 2, "leaves no room"),

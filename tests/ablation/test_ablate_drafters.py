@@ -270,11 +270,11 @@ def test_ablate_over_drafters_resumes_and_measures_a_changed_one_again(
     assert (tmp_path / "out" / "positions.png").is_file()
     # An unchanged grid measures nothing.
     printed, again = run()
-    assert "6 of 6 cells are already measured" in printed and again == rows
+    assert "already measured: 6 of 6 cells" in printed and again == rows
     # Other heads are another drafter: its two cells are measured, and the others kept.
     save_drafter(tmp_path / "new", *constructed_drafter("medusa", *trunk, seed=1), format="vllm")
     for file in (tmp_path / "new").iterdir():
         file.replace(paths[1] / file.name)
     printed, third = run()
-    assert "4 of 6 cells are already measured" in printed
+    assert "already measured: 4 of 6 cells" in printed
     assert third[:6] == rows and [row["cell"]["drafter"] for row in third[6:]] == ["medusa"] * 2

@@ -222,7 +222,7 @@ def test_generate_drafts_by_lookup_with_and_without_mtp_modules(num_mtp_modules,
     assert exit_code([*arguments, "--drafter", "lookup", "--topk", "2"]) == 2
     assert "drafter 'lookup' supports only chains" in capsys.readouterr().err
     assert exit_code([*arguments, "--drafter", "n-gram"]) == 2
-    assert "unknown drafter 'n-gram'; supported: mtp, lookup" in capsys.readouterr().err
+    assert "--drafter must be one of mtp, lookup, got n-gram" in capsys.readouterr().err
     if not num_mtp_modules:
         assert exit_code(arguments) == 0
         assert "accepted per level" not in capsys.readouterr().err
@@ -318,7 +318,7 @@ def test_conversion_commands_answer_and_refuse(command, tmp_path, capsys):
 def test_converting_to_a_dtype_that_is_none_is_refused(tmp_path, capsys):
     arguments = ["convert", str(golden.path("deepseek_v3_fp8")), str(tmp_path / "ours"), "--dtype", "int4"]
     assert exit_code(arguments) == 2
-    assert "--dtype 'int4' is not one of float32, float16, bfloat16" in capsys.readouterr().err
+    assert "--dtype must be one of float32, float16, bfloat16, got int4" in capsys.readouterr().err
 
 
 @pytest.mark.slow  # .ci/run has the command

@@ -116,7 +116,7 @@ def test_listed_layers_of_specforge_have_two_readings(tmp_path):
         ("eagle31", {"norm_before_residual": None}, "speculators takes for false and vLLM for true"),
         ("eagle31", {"speculators_model_type": "peagle"}, "'peagle' is not supported here"),
         ("eagle31", {"fc_norm": False}, "3 unknown tensors: fc_norm.0.weight"),
-        ("eagle31", {"norm_before_fc": True}, "lacks 1 tensors: input_norm.weight"),
+        ("eagle31", {"norm_before_fc": True}, "lacks 1 tensor: input_norm.weight"),
         ("eagle31", {"eagle_aux_hidden_state_layer_ids": [2, 4, 9]}, "within 0..8"),
         ("eagle3", {"num_hidden_layers": 2}, "disagree about the residual"),
         (

@@ -208,7 +208,7 @@ def test_what_does_not_fit_is_refused(exported, tmp_path, key):
     save_file(tensors, tmp_path / "modules" / WEIGHTS)
     index = {"weight_map": dict.fromkeys(tensors, WEIGHTS)}
     (tmp_path / "modules" / "model.safetensors.index.json").write_text(json.dumps(index))
-    with pytest.raises(CheckpointFileError, match=r"lacks 1 tensors: model.layers.4.eh_proj.weight"):
+    with pytest.raises(CheckpointFileError, match=r"lacks 1 tensor: model.layers.4.eh_proj.weight"):
         merge_mtp(source, tmp_path / "modules", tmp_path / "merged")
     model, params = mtpjax.load(path("qwen3_5_tied_bf16"))
     checkpoint.save_model(tmp_path / "other", model, params)

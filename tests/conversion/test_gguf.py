@@ -318,7 +318,7 @@ def test_other_tokenizers_are_rejected():
     with pytest.raises(TokenizerError, match="'llama'"):
         tokenizer_files({"tokenizer.ggml.model": "llama"})
     broken = {"tokenizer.ggml.model": "gpt2", "tokenizer.ggml.tokens": ["a", "a"], "tokenizer.ggml.merges": []}
-    with pytest.raises(TokenizerError, match="1 tokens twice"):
+    with pytest.raises(TokenizerError, match="1 token twice"):
         tokenizer_files(broken)
 
 

@@ -170,7 +170,7 @@ def test_modules_are_merged_from_and_into_gguf_files(is_gguf, tmp_path):
     "form, message",
     [
         (without("blk.0.attn_v_b.weight"), r"'blk\.0\.attn_k_b\.weight', but not 'blk\.0\.attn_v_b\.weight'"),
-        (without("blk.4.nextn.hnorm.weight"), r"lacks 1 tensors.*model\.layers\.4\.hnorm\.weight"),
+        (without("blk.4.nextn.hnorm.weight"), r"lacks 1 tensor.*model\.layers\.4\.hnorm\.weight"),
         (replaced("blk.1.attn_v_b.weight", np.ones((4, 12, 19), np.float32)), r"\[4, 12, 19\], not \[heads"),
         (replaced("blk.2.ffn_up_exps.weight", np.ones((3, 20, 48), np.float32)), "expert_count is 12.*3, 20, 48"),
         (replaced("blk.2.ffn_up_exps.weight", np.ones((12, 20, 32), np.float32)), "shape.*20, 32"),

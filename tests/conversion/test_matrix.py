@@ -142,7 +142,7 @@ def test_some_of_the_modules_tensors_are_an_error(name, lost, tmp_path):
 @pytest.mark.parametrize("lost", ["layers.4.input_layernorm.weight"])
 def test_a_module_without_its_first_norm_is_an_error_too(lost, tmp_path):
     folder = rewrite(path("deepseek_v3"), tmp_path / "part", lambda key, array: None if lost in key else array)
-    with pytest.raises(CheckpointFileError, match=r"lacks 1 tensors.*input_layernorm"):
+    with pytest.raises(CheckpointFileError, match=r"lacks 1 tensor.*input_layernorm"):
         mtpjax.load(folder)
 
 

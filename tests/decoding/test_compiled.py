@@ -427,4 +427,4 @@ def test_the_program_has_a_while_and_no_way_to_the_host():
 def test_generate_ignores_the_number_of_draft_steps(small):
     model, params = small("grouped", num_mtp_modules=1)
     result = generate(params, [[1, 2, 3]], model=model, config=DecodeConfig(max_new_tokens=5, num_steps=1))
-    assert result.stats.proposed.shape == (1, 0) and result.stats.steps.tolist() == [4]
+    assert result.stats.proposed.shape == (1, 0) and result.stats.rounds.tolist() == [4]

@@ -54,21 +54,21 @@ def test_counts_agree_with_each_other(result):
     stats = result.stats
     stats.check()
     assert (stats.emitted == result.lengths).all()
-    assert (stats.emitted + stats.discarded == 1 + stats.steps + stats.accepted.sum(axis=1)).all()
+    assert (stats.emitted + stats.discarded == 1 + stats.rounds + stats.accepted.sum(axis=1)).all()
     assert stats.accept_length == pytest.approx(1 + stats.survival_rates.sum()) == 3
     assert stats.conditional_rates.tolist() == [1, 1]
     assert stats.discarded[1] == 2  # the stop stands first in the second round
 
 
 def test_counts_that_contradict_each_other_are_refused(result):
-    for name in ("steps", "emitted", "proposed", "accepted"):
+    for name in ("rounds", "emitted", "proposed", "accepted"):
         wrong = dataclasses.replace(result.stats, **{name: getattr(result.stats, name) + 1})
         with pytest.raises(AssertionError):
             wrong.check()
 
 
 def test_rates_of_known_counts():
-    counts = {"steps": [4, 6], "proposed": [[4, 4], [6, 6]], "accepted": [[3, 1], [2, 1]], "discarded": [0, 0]}
+    counts = {"rounds": [4, 6], "proposed": [[4, 4], [6, 6]], "accepted": [[3, 1], [2, 1]], "discarded": [0, 0]}
     stats = DecodeStats(**{name: np.array(value) for name, value in counts.items()}, emitted=np.array([9, 10]))
     stats.check()
     assert stats.accept_length == 1.7

@@ -46,7 +46,7 @@ def test_one_graph_gives_the_tokens_of_many(model_and_params, monkeypatch):
     monkeypatch.setattr(compat, "is_cuda", lambda: False)
     plain = speculative_generate(params, PROMPTS, model=model, config=CHAIN)
     assert as_graph.rows() == plain.rows()
-    assert as_graph.stats.steps.tolist() == plain.stats.steps.tolist()
+    assert as_graph.stats.rounds.tolist() == plain.stats.rounds.tolist()
 
 
 def test_a_mesh_in_one_node_records_its_collectives(small):

@@ -216,7 +216,7 @@ def assert_reads_nothing_else(model, params, spec):
 
     clean = decode(params, own, started(free_state(model, spec)), **statics)
     spoiled = decode(params, own, started(spoil(free_state(model, spec))), **statics)
-    for name in ("length", "steps", "accepted", "discarded", "stopped"):
+    for name in ("length", "rounds", "accepted", "discarded", "stopped"):
         assert (getattr(clean, name) == getattr(spoiled, name)).all()
     for row, limit in enumerate(LIMITS):
         assert clean.tokens[row, :limit].tolist() == spoiled.tokens[row, :limit].tolist()

@@ -61,7 +61,7 @@ def assert_same(folder, prompts):
         assert decode_there(theirs, prompt) == generate(params, [prompt], model=model, config=config).rows()[0]
         passes.clear()
         assert decode_there(theirs, prompt, use_mtp=True) == result.rows()[0]
-        assert len(passes) == 1 + result.stats.steps.sum()  # one of them is the prompt's
+        assert len(passes) == 1 + result.stats.rounds.sum()  # one of them is the prompt's
         emitted, rounds = emitted + NEW_TOKENS - 1, rounds + len(passes) - 1
     return emitted / rounds
 

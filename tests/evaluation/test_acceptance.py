@@ -119,7 +119,7 @@ def test_identities_hold_in_every_category(mixed):
         assert forced["accept_length"] == pytest.approx(1 + sum(rate.value for rate in forced["survival"]))
         for rate in (*decoded["survival"], *forced["agreement"], decoded["accept_length"]):
             assert rate.low <= rate.value <= rate.high
-    own = 1 + acceptance.accepted.sum(axis=1) / acceptance.steps
+    own = 1 + acceptance.accepted.sum(axis=1) / acceptance.rounds
     assert figures["overall"]["decoded"]["accept_length_macro"].value == pytest.approx(own.mean())
 
 

@@ -162,7 +162,7 @@ def test_the_command(tmp_path, capsys):
 @pytest.mark.parametrize(
     ("flags", "named"),
     [
-        (["--device", "a100"], "device 'a100' is not one of h100, h200, mi300x"),
+        (["--device", "a100"], "--device must be one of h100, h200, mi300x, got a100"),
         (["--count", "0"], "count must be at least 1, got 0"),
         (["--batch-size", "0"], "batch must be at least 1, got 0"),
         (["--num-steps", "-1"], "num_steps must be at least 0, got -1"),

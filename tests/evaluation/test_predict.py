@@ -23,7 +23,7 @@ def make_prompts(count, vocab_size=61, most=9):
 def assert_exact(acceptance):
     """Rounds and accepted drafts of every prompt."""
     assert acceptance.is_identical.all()
-    assert acceptance.predicted_steps.tolist() == acceptance.steps.tolist()
+    assert acceptance.predicted_rounds.tolist() == acceptance.rounds.tolist()
     assert acceptance.predicted_accepted.tolist() == acceptance.accepted.tolist()
 
 
@@ -41,7 +41,7 @@ def test_greedy_rounds_are_predicted_one_by_one(attention, modules, chaining, nu
     prompts = make_prompts(16)
     acceptance = measure_acceptance(params, prompts, model=model, config=config, batch_size=16)
     assert_exact(acceptance)
-    assert 0 < acceptance.accepted.sum() < acceptance.steps.sum() * num_steps
+    assert 0 < acceptance.accepted.sum() < acceptance.rounds.sum() * num_steps
 
 
 @pytest.mark.slow
@@ -51,7 +51,7 @@ def test_rounds_of_fewer_levels_are_predicted_on_the_way(small):
     acceptance = measure_acceptance(params, prompts, model=model, config=CONFIG, batch_size=16)
     at_two = dataclasses.replace(CONFIG, num_steps=2)
     stats = speculative_generate(params, prompts, model=model, config=at_two).stats
-    assert acceptance.steps_at_depth[:, 1].tolist() == stats.steps.tolist() != acceptance.steps.tolist()
+    assert acceptance.rounds_at_depth[:, 1].tolist() == stats.rounds.tolist() != acceptance.rounds.tolist()
     assert acceptance.accepted_at_depth[:, 1].tolist() == stats.accepted.sum(axis=1).tolist()
     figures = report(acceptance, ["all"] * 16)["overall"]
     lengths = [length.value for length in figures["predicted"]["accept_length_at_depth"]]
@@ -109,7 +109,7 @@ def test_sampled_accept_lengths_are_predicted_in_expectation(rule, small):
     assert_exact(greedy)
     assert not warm.is_identical.all()
     lengths = []
-    for steps, accepted in ((warm.steps, warm.accepted), (warm.predicted_steps, warm.predicted_accepted)):
+    for steps, accepted in ((warm.rounds, warm.accepted), (warm.predicted_rounds, warm.predicted_accepted)):
         rates = decoded_rates(steps, accepted)
         lengths.append(rates["accept_length"])
         assert all(0.1 < rate.value < 0.7 for rate in rates["survival"])

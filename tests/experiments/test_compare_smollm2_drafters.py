@@ -89,7 +89,7 @@ def test_counts_belong_to_their_prompts(small, monkeypatch):
     found = smollm2_measure.count_accepted(params, rows, **given, temperature=0.0)
     result = speculative_generate(params, rows, model=model, config=config)
     assert found["texts"] == result.rows() == smollm2_measure.plain_texts(params, rows, model=model, config=config)
-    assert found["rounds"] == result.stats.steps.tolist() and found["accepted"] == result.stats.accepted.tolist()
+    assert found["rounds"] == result.stats.rounds.tolist() and found["accepted"] == result.stats.accepted.tolist()
 
 
 def test_cpu_time_counts_over_interruptions(tmp_path, monkeypatch):

@@ -48,7 +48,7 @@ def test_an_unknown_preset_is_refused():
 
 
 def test_an_unknown_setting_is_refused_with_the_nearest():
-    with pytest.raises(ValueError, match=r"'hiden_size'; did you mean hidden_size"):
+    with pytest.raises(ValueError, match=r"'hiden_size': did you mean hidden_size"):
         ModelConfig.from_dict({**BASE, "hiden_size": 3})
 
 

@@ -4,11 +4,13 @@ import asyncio
 import itertools
 import json
 import os
+import re
 import signal
 import subprocess
 import sys
 import threading
 
+import matplotlib.figure
 import pytest
 
 pytest.importorskip("httpx")
@@ -20,7 +22,7 @@ from mtpjax.serving.bench.client import Client, merge
 from mtpjax.serving.bench.outcome import Outcome
 from mtpjax.serving.bench.sending import measure, send_all
 from mtpjax.serving.bench.speedup import PUBLISHED, Run, Speedup, speedups
-from mtpjax.serving.bench.speedup_report import format_markdown, notes, plot_speedup
+from mtpjax.serving.bench.speedup_report import format_markdown, notes, plot_speedup, speedup_table, write_report
 from mtpjax.serving.bench.summary import format_table, summarize
 from mtpjax.serving.bench.workload import RandomLengths, arrival_times, random_requests, read_dataset
 from tests.helpers.generation_server import FIRST_SECONDS, STEP_SECONDS, TOKENS_PER_STEP, serve_generation
@@ -132,6 +134,32 @@ def test_failures_are_counted_and_named(server, late):
     assert summary["completed"] == 4 and summary["failed"] == 2
     assert summary["errors"] == {"out of luck" if late else "HTTP 500: out of luck": 2}
     assert summary["total_output_tokens"] == 40
+
+
+@pytest.mark.parametrize(
+    "arrivals",
+    [
+        # Less than a second: a count of tokens is not their number per second.
+        [(0.25, 8)],
+        # A second and a half: the window of the last second would be cut short.
+        [(0.1, 50), (1.5, 100)],
+        [(0.5, 1), (1.01, 2)],
+        # Bursts at the borders of windows.
+        [(1.0, 10), (2.0, 20), (3.0, 30)],
+        [(0.9999, 10), (1.9999, 20), (2.9999, 400)],
+    ],
+)
+def test_peak_throughput_is_at_least_the_mean(arrivals):
+    summary = summarize([Outcome(REQUEST, 0.0, arrivals), Outcome(REQUEST, 0.0, arrivals[:1])])
+    assert summary["max_output_tokens_per_s"] >= summary["output_throughput"] > 0
+
+
+def test_peak_throughput_is_that_of_the_busiest_window():
+    summary = summarize([Outcome(REQUEST, 0.0, [(0.5, 10), (1.5, 100), (2.5, 110), (4.0, 120)])])
+    assert summary["max_output_tokens_per_s"] == 90 and summary["output_throughput"] == 30
+    # One window: its rate is the run's.
+    assert summarize([Outcome(REQUEST, 0.0, [(0.5, 10)])])["max_output_tokens_per_s"] == 20
+    assert summarize([])["max_output_tokens_per_s"] is None
 
 
 def test_accept_length_weighs_requests_by_their_passes():
@@ -309,15 +337,18 @@ def test_with_and_without_mtp(server, capsys, tmp_path):
     prompts = [sorted(tuple(body["input_ids"]) for body in server.bodies[2 + 3 * n : 5 + 3 * n]) for n in range(8)]
     assert all(each == prompts[0] for each in prompts)
     result = json.loads((tmp_path / "speed.json").read_text())
-    for row, published in zip(result["speedups"], (PUBLISHED[1], None), strict=True):
+    for row in result["speedups"]:
         # 30 tokens after the first take 10 steps with drafts and 30 without: (0.03 + 0.3) / (0.03 + 0.1).
         assert row["ratio"]["value"] == pytest.approx(2.5, abs=1.0)
         assert row["ratio"]["low"] <= row["ratio"]["value"] <= row["ratio"]["high"]
-        assert row["accept_length"] == 3 and row["accept_length_without"] == 1 and row["published"] == published
+        assert row["accept_length"] == 3 and row["accept_length_without"] == 1
+    # Speed-ups of another machine are neither in the files nor in the table, unless --reference asks for them.
+    assert "published" not in result
     assert len(result["runs"]) == 8 and result["settings"]["model"] == "fake"
     assert (tmp_path / "speed.png").stat().st_size > 10_000
     assert "| 1 |" in (tmp_path / "speed.md").read_text()
     printed = capsys.readouterr()
+    assert "AMD" not in (tmp_path / "speed.md").read_text() + printed.out
     assert max(map(len, printed.out.splitlines())) <= 80 and "…" not in printed.out
     assert "run 8 of 8: 3 at once, with MTP" in printed.err
 
@@ -339,18 +370,52 @@ def test_speedups_pair_runs_and_leave_out_what_has_no_partner():
 def test_notes_name_a_server_that_drafts_all_the_same():
     runs = [fake_run(1, 0, True, 10, accept_length=2.0), fake_run(1, 0, False, 10, accept_length=2.0, failed=3)]
     runs += [fake_run(2, 0, side, 10, client_cpu_share=0.9) for side in (True, False)]
-    text = format_markdown(speedups(runs), {"model": "fake"})
+    text = format_markdown(speedups(runs), {"model": "fake"}, {})
     assert "the client itself was too busy at 2 requests at once" in text
     assert "this is no comparison" in text and "3 requests failed" in text and "raise --repeats" in text
-    assert len(notes(speedups([fake_run(1, n, side, 10) for n in (0, 1) for side in (True, False)]))) == 3
+    assert len(notes(speedups([fake_run(1, n, side, 10) for n in (0, 1) for side in (True, False)]), {})) == 2
+
+
+def comparisons(*concurrencies, speed=10.0):
+    return [
+        Speedup(n, Estimate(1.5, 1.4, 1.6), (speed * n, 1.5 * speed * n), (9.0, 9.0), (9.0, 6.0), 2.0, 1.0, 3, 0)
+        for n in concurrencies
+    ]
+
+
+def test_published_speedups_are_shown_only_on_request(tmp_path):
+    rows, settings = comparisons(1, 3), {"model": "fake"}
+    for reference, count in (({}, 0), (PUBLISHED, 1)):
+        write_report(tmp_path / "speed", rows, [], settings, ["svg"], reference)
+        content = json.loads((tmp_path / "speed.json").read_text())
+        assert ("published" in content) == bool(reference)
+        [heading] = [line for line in (tmp_path / "speed.md").read_text().splitlines() if line.startswith("| at once")]
+        assert heading.count("AMD") == count and len(speedup_table(rows, reference).columns) == 7 + count
+        assert (tmp_path / "speed.svg").read_text().count("AMD") == count
+    # The published value stands in the row of its own concurrency only.
+    assert "| 2.11 |" in (tmp_path / "speed.md").read_text() and "| - |" in (tmp_path / "speed.md").read_text()
+
+
+@pytest.mark.parametrize("speed", [0.4, 40.0, 150.0, 40_000.0])
+@pytest.mark.parametrize("concurrencies", [(1, 2), (1, 4, 64)])
+def test_throughput_is_labelled_with_plain_numbers(concurrencies, speed, tmp_path):
+    figures, savefig = [], matplotlib.figure.Figure.savefig
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(matplotlib.figure.Figure, "savefig", lambda self, *_, **__: figures.append(self))
+        plot_speedup(tmp_path / "speed", comparisons(*concurrencies, speed=speed), ("png",), {})
+    [figure] = figures
+    savefig(figure, tmp_path / "speed.png")
+    low, high = figure.axes[0].get_ylim()
+    labels = [
+        label.get_text()
+        for label in figure.axes[0].get_yticklabels(which="both")
+        if low <= label.get_position()[1] <= high
+    ]
+    assert len(labels) >= 2 and all(re.fullmatch(r"[\d,]*\d(\.\d+)?", label) for label in labels), labels
 
 
 def test_picture_has_every_format(tmp_path):
-    rows = [
-        Speedup(n, Estimate(1.5, 1.4, 1.6), (10.0 * n, 15.0 * n), (9.0, 9.0), (9.0, 6.0), 2.0, 1.0, 3, 0)
-        for n in (1, 2)
-    ]
-    plot_speedup(tmp_path / "speed", rows, ("png", "svg", "pdf"))
+    plot_speedup(tmp_path / "speed", comparisons(1, 2), ("png", "svg", "pdf"), {})
     assert {path.suffix for path in tmp_path.iterdir()} == {".png", ".svg", ".pdf"}
 
 

@@ -264,7 +264,7 @@ def test_a_full_queue_refuses_and_a_closed_engine_too(small):
     # Its thread has not started, so nothing runs yet: one will get the slot, and two wait.
     for _ in range(3):
         engine.submit(Request(prompt=(1,), max_new_tokens=3), events.put)
-    with pytest.raises(QueueFull, match="2 requests wait already"):
+    with pytest.raises(QueueFull, match=r"the queue is full \(2 requests\)"):
         engine.submit(Request(prompt=(1,), max_new_tokens=3), events.put)
     engine.start()
     closer = threading.Thread(target=engine.close)

@@ -84,7 +84,7 @@ def test_a_callback_ends_the_run_as_if_it_were_complete(moment, config, capsys):
     result = train(config, callbacks=[recorder], evaluations=2)
     assert [row["step"] for row in result.history if "bits" in row] == [1, 2]
     assert result.history[-1]["step"] == 2 and "eval" in result.history[-1]
-    assert "a callback stopped the run at step 2" in capsys.readouterr().err
+    assert "a callback stopped the run at update 2" in capsys.readouterr().err
     load(config.output)
     assert recorder.order[-1] == "save 2"
 

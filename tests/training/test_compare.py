@@ -55,7 +55,7 @@ def test_settings_and_figures_stand_side_by_side(tmp_path, capsys):
         "seed 0 1",
         "objective.warmup 0.0 0.5",
         "data (fingerprint) aaaaaaaa bbbbbbbb",
-        "steps 10 10",
+        "updates 10 10",
         "bits per token, draft 1 3.000 3.000 (+0.000)",
         "survival, level 1 0.500 0.750 (+0.250)",
         "greedy: accept length 1.500 1.750 (+0.250)",

@@ -330,5 +330,5 @@ def test_a_run_that_is_told_to_end_goes_on_with_its_states(origin, tmp_path, mon
 
     told_after(2, r"told to stop with 2 of \d+ blocks in .*states: continue with resume", resume=False)
     rest = -(-compute_run_sizes(config)["rows"] // 4) - 2
-    told_after(rest + 3, "is saved at step 4", resume=True)
+    told_after(rest + 3, "is saved at update 4", resume=True)
     assert_same(train(config, evaluations=1, resume=True), plain)

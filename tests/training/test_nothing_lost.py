@@ -94,7 +94,7 @@ def test_rows_have_learning_rate_gradient_norm_tokens_and_memory(config, capsys)
     assert all((row["gradient_norm"] > 0 and row["learning_rate"] > 0) or row["step"] == 1 for row in rows)
     assert all(row["memory_bytes"] > 2**20 for row in rows)
     said = capsys.readouterr().err
-    assert "starting at step 0 of 3" in said and "compiling the first update" in said
+    assert "starting at update 0 of 3" in said and "compiling the first update" in said
 
 
 def test_ctrl_c_is_noted_and_a_second_one_ends_at_once():
@@ -182,6 +182,6 @@ def test_ctrl_c_during_an_update_saves_the_state(config, monkeypatch):
 
     with monkeypatch.context() as patch:
         patch.setattr(trainer, "learning_rate_at", interrupted)
-        with pytest.raises(Preempted, match="is saved at step 2: continue with --resume"):
+        with pytest.raises(Preempted, match="is saved at update 2: continue with --resume"):
             train(dataclasses.replace(config, log_every=10), evaluations=1)
     assert train(dataclasses.replace(config, log_every=10), evaluations=1, resume=True).panel.survival

@@ -85,7 +85,7 @@ def test_greedy_texts_are_those_of_plain_decoding(rig, run):
     assert tally.finished == {
         reason: sum(record["finish_reasons"] == [reason] for record in written) for reason in ("stop", "length")
     }
-    assert tally.accept_length == 1 + tally.accepted / tally.steps <= 3
+    assert tally.accept_length == 1 + tally.accepted / tally.rounds <= 3
     assert tally.tokens > 5 and tally.tokens_per_second > 0
 
 
@@ -280,7 +280,7 @@ def test_only_what_was_begun_is_gone_on_with(run, tmp_path):
     ("content", "changes", "said"),
     [
         (b"nonsense\n", {}, "holds no record: no line of it is a JSON object"),
-        (b'{"messages": 3}', {}, "no record could be used: 1 records: 0 regenerated, 1 skipped"),
+        (b'{"messages": 3}', {}, "no record could be used: 1 record: 0 regenerated, 1 skipped"),
         (b'{"text": "x"}', {"batch_size": 0}, "batch_size must be at least 1, not 0"),
         (b'{"text": "x"}', {"seed": -1}, "seed must be at least 0"),
         (b'{"text": "x"}', {"prompt_tokens": 0}, "prompt_tokens must be at least 1"),

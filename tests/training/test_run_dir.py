@@ -112,7 +112,7 @@ def test_a_full_disk_costs_one_state(tmp_path, monkeypatch, caplog):
 
     monkeypatch.setattr(checkpoint, "write_arrays", full)
     assert not run_dir.save_state(tmp_path, state_at(20), step=20, keep=1, metadata={})
-    assert "the state after step 20 could not be saved" in caplog.text and "No space left" in caplog.text
+    assert "the state after update 20 could not be saved" in caplog.text and "No space left" in caplog.text
     monkeypatch.undo()
     assert os.listdir(tmp_path / "states") == ["00000010"]
     assert_state(tmp_path, 10)
@@ -231,11 +231,11 @@ def test_a_run_that_is_told_to_end_says_so_and_goes_on(text, env, unbroken, tmp_
     run = subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, env=env, text=True)
     assert run.stderr is not None
     for line in run.stderr:
-        if line.startswith("step=7 "):
+        if line.startswith("update=7 "):
             run.terminate()
             break
     said = run.communicate()[1]
-    assert run.returncode == 75 and "was told to stop and is saved at step " in said
+    assert run.returncode == 75 and "was told to stop and is saved at update " in said
     assert len(run_dir._state_folders(tmp_path)) == 1
     subprocess.run([*command, "--resume"], check=True, capture_output=True, env=env)
     assert training_runs.read_losses(tmp_path) == unbroken(settings)
@@ -245,7 +245,7 @@ def test_steps_that_are_not_finite_are_skipped_and_end_the_run(text, tmp_path, c
     """T11: a learning rate that overflows; parameters stay as they were."""
     monkeypatch.setattr("mtpjax.training.trainer.learning_rate_at", lambda progress, config: 1e38)
     config = TrainConfig(data=str(text), output=str(tmp_path), **SETTINGS | {"most_bad_steps": 3, "warmup": 0.0})
-    with pytest.raises(FloatingPointError, match="3 steps in a row up to"):
+    with pytest.raises(FloatingPointError, match="3 updates in a row up to"):
         train(config, evaluations=1)
     assert "is not finite and was skipped" in caplog.text
     assert len(run_dir._state_folders(tmp_path)) == 1  # as good as it was

@@ -283,11 +283,11 @@ def test_training_raises_acceptance_to_what_the_trainer_predicts(kind, trunk, co
     before = measured(untrained, untrained.drafter, untrained.draft_params)
     after = measured(result, result.drafter, result.draft_params)
     assert after.is_identical.all() and before.is_identical.all()
-    rates = [counts.accepted.sum() / counts.steps.sum() / LEVELS for counts in (before, after)]
+    rates = [counts.accepted.sum() / counts.rounds.sum() / LEVELS for counts in (before, after)]
     assert rates[1] > 0.5 and rates[1] > rates[0] + 0.3
     # At temperature 0 the prediction along the trunk's own text is exact.
     np.testing.assert_allclose(after.predicted_accepted, after.accepted)
-    np.testing.assert_allclose(after.predicted_steps, after.steps)
+    np.testing.assert_allclose(after.predicted_rounds, after.rounds)
     # Above it, it is the expectation; the panel's interval is over prompts.
     row = result.panel.decoded["overall"]["sampled"]
     assert abs(row.predicted - row.accept_length) < 0.6

@@ -6,6 +6,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from mtpjax.decoding.config import SamplingParams
+from mtpjax.messages import count_of
 from mtpjax.serving.api import option_tables as tables
 from mtpjax.serving.api.errors import ApiError
 from mtpjax.serving.api.fields import (
@@ -98,14 +99,15 @@ class Options:
             ApiError: a text would be too long, or there are too many.
         """
         num_texts = len(prompts) * self.num_choices
+        asked = f"{count_of(num_texts, 'text')} ({count_of(len(prompts), 'prompt')}, n {self.num_choices})"
         if num_texts > limits.max_requests:
-            message = f"{len(prompts)} prompts with n {self.num_choices} are more than {limits.max_requests} texts"
+            message = f"a request may ask for {count_of(limits.max_requests, 'text')}, not for {asked}"
             raise ApiError(message, param="n")
         # Such a request would find the queue full at any time.
         if num_texts > limits.max_queued:
             message = (
-                f"{len(prompts)} prompts with n {self.num_choices} are {num_texts} texts; the server holds at most "
-                f"{limits.max_queued} at the same time, running and waiting: send fewer in one request"
+                f"the request asks for {asked}; the server holds at most {limits.max_queued} at the same time, running "
+                "and waiting: send fewer in one request"
             )
             raise ApiError(message, param=param if len(prompts) > 1 else "n", code="batch_too_large")
         # Each choice is a separate engine request, whose seed is one higher than that of the choice before.
@@ -133,7 +135,7 @@ class Options:
         wanted = self.max_new_tokens or max(left, 1)
         if left < 1 or (self.is_explicit and wanted > left):
             message = (
-                f"the prompt has {num_prompt_tokens} tokens and max_tokens is {wanted}, together "
+                f"the prompt has {count_of(num_prompt_tokens, 'token')} and max_tokens is {wanted}, together "
                 f"{num_prompt_tokens + wanted}; the longest text has {max_length} tokens"
             )
             raise ApiError(message, param=param, code="context_length_exceeded")

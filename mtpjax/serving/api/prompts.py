@@ -5,6 +5,7 @@ from typing import Any
 
 from mtpjax.data.chat_messages import REASONING_FIELDS
 from mtpjax.data.tokenizer import Tokenizer
+from mtpjax.messages import count_of
 from mtpjax.serving.api.errors import ApiError
 from mtpjax.serving.api.fields import MAX_NAME_CHARACTERS, Body, check_list, check_text, check_tokens
 from mtpjax.serving.api.option_tables import MAX_PROMPTS
@@ -163,7 +164,8 @@ def _token_ids(value: Any, param: str, limits: PromptLimits) -> list[int]:
     if not isinstance(value, list):
         raise ApiError(f"{param} mixes token ids with other values", param=param)
     if len(value) >= limits.max_length:
-        message = f"{param} has {len(value)} tokens; the longest text has {limits.max_length} tokens, one of them new"
+        given = count_of(len(value), "token")
+        message = f"{param} has {given}; the longest text has {limits.max_length} tokens, one of them new"
         raise ApiError(message, param=param, code="context_length_exceeded")
     return check_tokens(value, param, limits.vocab_size)
 

@@ -12,7 +12,7 @@ from mtpjax.serving.bench.client import Client
 from mtpjax.serving.bench.sending import measure
 from mtpjax.serving.bench.summary import is_client_busy
 
-# Speed-ups by concurrency, to compare with.
+# Speed-ups by concurrency, which `--reference` shows beside the measured ones.
 PUBLISHED = {1: 2.11, 2: 2.04, 4: 1.84, 8: 1.70, 16: 1.53, 32: 1.44, 64: 1.25}
 PUBLISHED_SOURCE = "AMD, DeepSeek with MTP on MI300X"
 WITHOUT_DRAFTS = {"speculative": False}  # added to the body of a request
@@ -101,14 +101,9 @@ class Speedup:
     num_failed: int
     is_client_busy: bool = False
 
-    @property
-    def published(self) -> float | None:
-        """The published speed-up at this concurrency."""
-        return PUBLISHED.get(self.concurrency)
-
     def to_dict(self) -> dict[str, Any]:
         """Returns the fields for JSON."""
-        return {**dataclasses.asdict(self), "ratio": self.ratio.to_dict(), "published": self.published}
+        return {**dataclasses.asdict(self), "ratio": self.ratio.to_dict()}
 
 
 def speedups(runs: Sequence[Run]) -> list[Speedup]:

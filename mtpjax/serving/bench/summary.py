@@ -67,7 +67,7 @@ def summarize(outcomes: Sequence[Outcome], counts: tuple[float, float] | None = 
         "total_input_tokens": num_input,
         "total_output_tokens": num_output,
         **{name: amount / duration if duration else None for name, amount in rates.items()},
-        "max_output_tokens_per_s": _peak_tokens(done, begin),
+        "max_output_tokens_per_s": _peak_throughput(done, begin, duration),
         "max_concurrent_requests": _peak_requests(done),
         "accept_length": _accept_length(done, counts),
         "accept_length_by_category": _by_category(done),
@@ -126,15 +126,21 @@ def _by_category(done: Sequence[Outcome]) -> dict[str, float | None]:
     return {name: _accept_length(groups[name], None) for name in sorted(groups)} if len(groups) > 1 else {}
 
 
-def _peak_tokens(done: Sequence[Outcome], begin: float) -> int:
-    """Returns the most tokens that arrived within one second of the run's clock."""
+def _peak_throughput(done: Sequence[Outcome], begin: float, duration: float) -> float | None:
+    """Returns the most tokens per second within a window of at least one second; None for a run without tokens."""
+    if not duration:
+        return None
+    # Windows of equal length that divide the run: the mean of the run is the mean of its windows, so the highest one
+    # cannot be below it. A short run is one window, and the last window is as long as the others.
+    num_windows = max(int(duration), 1)
     tokens: Counter[int] = Counter()
     for outcome in done:
         before = 0
         for now, count in outcome.arrivals:
-            tokens[int(now - begin)] += count - before
+            window = int((now - begin) / duration * num_windows)
+            tokens[min(window, num_windows - 1)] += count - before
             before = count
-    return max(tokens.values(), default=0)
+    return max(tokens.values()) * num_windows / duration
 
 
 def _peak_requests(done: Sequence[Outcome]) -> int:

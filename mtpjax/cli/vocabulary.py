@@ -1,0 +1,70 @@
+"""`mtpjax vocabulary`."""
+
+from mtpjax.atomic import check_output_file
+from mtpjax.cli.common import add_model_path_flag, model_type, show_bytes_read
+from mtpjax.cli.help import command_parser, flag_group
+from mtpjax.errors import printable
+from mtpjax.messages import count_of
+
+
+def add_vocabulary(commands) -> None:
+    """Adds the command and its flags to the subcommands of the `mtpjax` parser."""
+    vocabulary = command_parser(
+        "Count the tokens of a corpus and write the most frequent ones to a file. With --draft-vocabulary, "
+        "MTP modules draft only those tokens, which makes their output head smaller."
+    )
+    add_model_path_flag(vocabulary)
+    group = flag_group(vocabulary, "data")
+    group.add_argument("--data", required=True, metavar="PATH", help="a text or JSONL file, or a folder of them")
+    group.add_argument("--pattern", default="*", help="files of a folder to read, such as '*.jsonl'")
+    group = flag_group(vocabulary, "output")
+    group.add_argument("--size", type=int, required=True, help="token ids to keep, special tokens included")
+    group.add_argument("--output", required=True, metavar="FILE", help="JSON file to write")
+    commands.add_subcommand("vocabulary", vocabulary, help="choose the tokens that MTP modules may draft")
+
+
+def run_vocabulary(options) -> int:
+    """Writes the vocabulary, and returns the exit code."""
+    import numpy as np
+    import rich.console
+    import rich.table
+
+    from mtpjax.data import draft_vocabulary
+    from mtpjax.data.tokenizer import load_tokenizer
+    from mtpjax.io.checkpoint_format import find_checkpoint
+    from mtpjax.io.inspect import inspect
+
+    path = find_checkpoint(options.model_path)
+    vocab_size = inspect(path, model_type=model_type(options))["configuration"]["vocab_size"]
+    tokenizer = load_tokenizer(path, vocab_size)
+    # Always keep the special tokens: without end-of-text, MTP modules could not draft the end of an answer.
+    kept = {*tokenizer.eos_token_ids, *tokenizer.special_token_ids}
+    # Raise for a wrong output and size before the corpus is read.
+    check_output_file(options.output)
+    draft_vocabulary.choose_vocabulary(np.zeros(vocab_size), options.size, required_ids=kept)
+    # Count the corpus once; every size below is chosen from the same counts.
+    files = draft_vocabulary.list_corpus_files(options.data, options.pattern)
+    with show_bytes_read(options.data, options.output) as progress:
+        corpus = draft_vocabulary.count_tokens(files, tokenizer, vocab_size, progress=progress)
+
+    def choose(size: int) -> tuple[int, ...]:
+        return draft_vocabulary.choose_vocabulary(corpus.counts, size, required_ids=kept)
+
+    # Report how much of the corpus other sizes would cover, to help choose one.
+    sizes = draft_vocabulary.report_sizes(options.size, vocab_size, len(kept))
+    shares = {size: draft_vocabulary.coverage(corpus.counts, choose(size)) for size in sizes}
+    ids = choose(options.size)
+    draft_vocabulary.save_vocabulary(options.output, ids, counts=corpus.counts, source=options.data, sizes=shares)
+    # Show the sizes with the chosen one in bold.
+    table = rich.table.Table(box=None, padding=(0, 2, 0, 0))
+    for heading in ("size", "of the vocabulary", "of the corpus"):
+        table.add_column(heading, justify="right")
+    for size, share in shares.items():
+        chosen = "bold" if size == options.size else ""
+        table.add_row(str(size), f"{size / vocab_size:.1%}", f"{share:.2%}", style=chosen)
+    rich.console.Console().print(table)
+    # Name what was not read, so that a wrong --pattern does not pass unnoticed.
+    skipped = f", {count_of(len(corpus.skipped), 'file')} skipped, not text" if corpus.skipped else ""
+    counted = f"{count_of(corpus.counts.sum(), 'token')} of {count_of(corpus.num_files, 'file')}{skipped}"
+    print(f"{counted}; {count_of(len(ids), 'id')} in {printable(options.output)}")
+    return 0

@@ -1,0 +1,41 @@
+"""Wording that messages share: numbers with their noun, and the nearest known name. Imports nothing of mtpjax."""
+
+import difflib
+from collections.abc import Iterable
+
+
+def count_of(number: int, noun: str) -> str:
+    """Returns a number and its noun, which has an s unless the number is 1.
+
+    Args:
+        number: how many.
+        noun: the noun in the singular, such as "round".
+
+    Returns:
+        Such as "1 round" or "3 rounds".
+    """
+    return f"{number} {noun}" if number == 1 else f"{number} {noun}s"
+
+
+def nearest(name: str, known: Iterable[str]) -> str | None:
+    """Returns the known name that a misspelt one most likely means.
+
+    Args:
+        name: the name as it was given.
+        known: the names that exist.
+
+    Returns:
+        The name that begins with `name`, if there is one only; else the one of the most similar spelling. None if no
+        name is similar.
+    """
+    known = list(known)
+    longer = [each for each in known if each.startswith(name)]
+    if len(longer) == 1:
+        return longer[0]
+    return next(iter(difflib.get_close_matches(name, known, n=1)), None)
+
+
+def did_you_mean(name: str, known: Iterable[str]) -> str:
+    """Returns the end of a message about an unknown name: ": did you mean X?", or nothing if no name is similar."""
+    found = nearest(name, known)
+    return f": did you mean {found}?" if found else ""
