@@ -6,9 +6,6 @@ import pathlib
 import platform
 import time
 
-# A measurement counts as undisturbed if its threads waited at most this share of the time for a core.
-MAX_WAITING_SHARE = 0.03
-
 
 def describe_machine() -> dict[str, str | int]:
     """Returns the processor's name and the number of cores that this process may use."""
@@ -17,26 +14,9 @@ def describe_machine() -> dict[str, str | int]:
     return {"cpu": names[0] if names else platform.processor(), "cores": len(os.sched_getaffinity(0))}
 
 
-def timing_problem(speed_up: float, accept_length: float, waited: float) -> str | None:
-    """Says why a measured speed-up cannot be trusted.
-
-    A round costs at least one plain step, so the speed-up over plain decoding cannot exceed the accept length.
-
-    Args:
-        speed_up: the measured speed-up.
-        accept_length: tokens per round, bonus token included.
-        waited: share of the measurement's time that threads waited for a core.
-
-    Returns:
-        The reason, which begins with "impossible" or "disturbed"; None if the speed-up can be trusted.
-    """
-    if speed_up <= 0:  # the time of a one-token call is subtracted from every call
-        return "impossible: a call for all tokens took no longer than a call for one"
-    if speed_up > accept_length:
-        return f"impossible: above the accept length {accept_length:.2f}"
-    if waited > MAX_WAITING_SHARE:
-        return f"disturbed: waited {waited:.0%} of the time for a core"
-    return None
+def has_waiting_times() -> bool:
+    """Returns whether this system says how long threads wait for a core: Linux with schedstat."""
+    return os.path.exists("/proc/self/schedstat")
 
 
 class Stopwatch:

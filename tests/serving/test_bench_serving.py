@@ -345,6 +345,29 @@ def test_notes_name_a_server_that_drafts_all_the_same():
     assert len(notes(speedups([fake_run(1, n, side, 10) for n in (0, 1) for side in (True, False)]))) == 3
 
 
+def test_a_speed_up_that_cannot_be_trusted_is_marked(tmp_path):
+    """A ratio above the accept length, one of a client that waited for a core, and one without an interval."""
+    runs = [fake_run(1, n, side, 250 if side else 100) for n in (0, 1) for side in (True, False)]
+    busy = {"client_waited_share": 0.5}
+    runs += [fake_run(2, n, side, 150 if side else 100, **busy) for n in (0, 1) for side in (True, False)]
+    runs += [fake_run(4, 0, side, 150 if side else 100) for side in (True, False)]
+    runs += [fake_run(8, n, side, 150 if side else 100) for n in (0, 1) for side in (True, False)]
+    rows = speedups(runs)
+    assert [row.problem for row in rows] == [
+        "impossible: above the accept length 2.00",
+        "disturbed: waited 50% of the time for a core",
+        "uncertain: one measurement has no interval",
+        None,
+    ]
+    text = format_markdown(rows, {})
+    assert text.splitlines()[2].startswith("trust in the timings: for 1 of 4 (1 impossible, 1 disturbed, 1 uncertain,")
+    assert "| 2.50 2.50-2.50 ? |" in text and "| 1.50 1.50-1.50 |" in text
+    assert "- at 1 requests at once: impossible: above the accept length 2.00" in text
+    for part in (rows, rows[:1]):
+        plot_speedup(tmp_path / "speed", part, ("svg",))
+    assert json.dumps([row.to_dict() for row in rows], allow_nan=False)
+
+
 def test_picture_has_every_format(tmp_path):
     rows = [
         Speedup(n, Estimate(1.5, 1.4, 1.6), (10.0 * n, 15.0 * n), (9.0, 9.0), (9.0, 6.0), 2.0, 1.0, 3, 0)

@@ -29,6 +29,8 @@ from mtpjax.training.yaml_config import read_train_config
         ("seed", -1),
         ("num_depths", 10**20),
         ("num_depths", 65),
+        ("min_steps", -1),
+        ("min_steps", 1001),  # of 1000 steps
         ("objective", None),
         ("objective", 3),
     ],

@@ -10,6 +10,8 @@ import rich.table
 from mtpjax.atomic import write_text
 from mtpjax.console import narrow_table
 from mtpjax.evaluation.plot_style import DEFAULT_FORMATS, GREY, colour, picture
+from mtpjax.evaluation.plots import plot_speed_ups
+from mtpjax.evaluation.trust import mark, verdict
 from mtpjax.serving.bench.speedup import PUBLISHED, PUBLISHED_SOURCE, Run, Speedup
 
 HEADINGS = (
@@ -35,12 +37,12 @@ def speedup_table(rows: Sequence[Speedup]) -> rich.table.Table:
 
 
 def _cells(row: Speedup) -> list[str]:
-    ratio = f"{row.ratio.value:.2f} {row.ratio.low:.2f}-{row.ratio.high:.2f}"
+    interval = f" {row.ratio.low:.2f}-{row.ratio.high:.2f}" if row.num_pairs > 1 else ""
     return [
         str(row.concurrency),
         f"{row.throughput[0]:.0f}",
         f"{row.throughput[1]:.0f}",
-        ratio if row.num_pairs > 1 else f"{row.ratio.value:.2f}",
+        f"{row.ratio.value:.2f}{interval}{mark(row.problem)}",
         _number(row.published, 2),
         _number(row.accept_length, 2),
         "/".join(_number(value, 0) for value in row.ttft),
@@ -50,6 +52,11 @@ def _cells(row: Speedup) -> list[str]:
 
 def _number(value: float | None, digits: int) -> str:
     return "-" if value is None else f"{value:.{digits}f}"
+
+
+def rows_verdict(rows: Sequence[Speedup]) -> str:
+    """Says in one line which speed-ups can be trusted. It comes before the table."""
+    return verdict([row.problem for row in rows], max(row.waited for row in rows))
 
 
 def notes(rows: Sequence[Speedup]) -> list[str]:
@@ -62,6 +69,7 @@ def notes(rows: Sequence[Speedup]) -> list[str]:
     ]
     if failed := sum(row.num_failed for row in rows):
         result.append(f"{failed} requests failed; their tokens do not count")
+    result += [f"at {row.concurrency} requests at once: {row.problem}" for row in rows if row.problem]
     if any(row.num_pairs == 1 for row in rows):
         result.append("one pair of runs has no interval: raise --repeats")
     if any(row.accept_length is None for row in rows):
@@ -105,7 +113,7 @@ def write_report(
 
 def format_markdown(rows: Sequence[Speedup], settings: dict[str, Any]) -> str:
     """Formats the comparison as Markdown: table, notes and settings."""
-    lines = ["# Serving with and without MTP", ""]
+    lines = ["# Serving with and without MTP", "", rows_verdict(rows), ""]
     lines.append(f"| {' | '.join(heading.replace(chr(10), ' ') for heading in HEADINGS)} |")
     lines.append("|" + "--:|" * len(HEADINGS))
     lines += [f"| {' | '.join(_cells(row))} |" for row in rows]
@@ -131,16 +139,14 @@ def plot_speedup(path, rows: Sequence[Speedup], formats: Sequence[str] = DEFAULT
             throughput.plot(places, [row.throughput[side] for row in rows], "o-", **look)
         throughput.set(title="output tokens per second", xlabel="requests at once", yscale="log")
         # Right: the speed-up with its interval, beside the published one at the same concurrencies.
-        below = [max(row.ratio.value - row.ratio.low, 0) for row in rows]
-        above = [max(row.ratio.high - row.ratio.value, 0) for row in rows]
-        ratios = [row.ratio.value for row in rows]
-        speed.errorbar(places, ratios, [below, above], fmt="o-", color=colour(0), label="measured (95 % over pairs)")
+        points = [(row.concurrency, row.ratio, row.problem) for row in rows]
+        plot_speed_ups(speed, points, label="measured (95 % over pairs)")
         published = [(row.concurrency, row.published) for row in rows if row.published is not None]
         if published:
             speed.plot(*zip(*published, strict=True), "s--", color=GREY, label=PUBLISHED_SOURCE)
         speed.axhline(1, color="black", linewidth=0.8)
         speed.set(title="speed-up by MTP", xlabel="requests at once", ylabel="ratio")
-        speed.set_ylim(bottom=min(0.9, *(value - error for value, error in zip(ratios, below, strict=True))))
+        speed.set_ylim(bottom=min(0.9, speed.get_ylim()[0]))
         for axes in (throughput, speed):
             axes.set_xscale("log", base=2)
             axes.set_xticks(places, [str(place) for place in places])
