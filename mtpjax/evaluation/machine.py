@@ -1,10 +1,13 @@
 """Describes the machine of a measurement, and measures how much other programs disturbed it. Imports no JAX."""
 
 import contextlib
+import math
 import os
 import pathlib
 import platform
 import time
+
+_TICK = 1 / os.sysconf("SC_CLK_TCK") if hasattr(os, "sysconf") else 0.01  # seconds per unit of /proc/stat
 
 
 def describe_machine() -> dict[str, str | int]:
@@ -19,6 +22,22 @@ def has_waiting_times() -> bool:
     return os.path.exists("/proc/self/schedstat")
 
 
+def busy_seconds() -> float:
+    """Returns how long the cores that this process may use were not idle since the system started.
+
+    Time that a hypervisor gave to other machines counts as busy. nan where the system does not say it.
+    """
+    try:
+        lines = pathlib.Path("/proc/stat").read_text().splitlines()
+        own = {f"cpu{number}" for number in os.sched_getaffinity(0)}
+    except (OSError, AttributeError):
+        return float("nan")
+    # Columns: user, nice, system, idle, iowait, irq, softirq, steal. The kernel measures idle time exactly and samples
+    # the others, so what is busy follows from the clock.
+    idle = [sum(map(int, line.split()[4:6])) for line in lines if line.split()[0] in own]
+    return len(idle) * time.perf_counter() - sum(idle) * _TICK
+
+
 class Stopwatch:
     """Measures wall time, CPU time, and the time that this process's threads waited for a core.
 
@@ -28,23 +47,32 @@ class Stopwatch:
     def __init__(self):
         self.begin = self._now()
 
-    def _now(self) -> tuple[float, float, float]:
-        """Returns wall, CPU and waiting time in seconds. Where the kernel has no schedstat, waiting time is 0."""
+    def _now(self) -> tuple[float, float, float, float]:
+        """Returns wall, CPU, waiting and busy time in seconds. Where the kernel has no schedstat, waiting time is 0."""
         # The second number of Linux's schedstat counts the nanoseconds that a thread was ready but not running.
         waited = 0
         for task in pathlib.Path("/proc/self/task").glob("*/schedstat"):
             # A thread may end between the listing and the reading.
             with contextlib.suppress(OSError):
                 waited += int(task.read_text().split()[1])
-        return time.perf_counter(), time.process_time(), waited * 1e-9
+        return time.perf_counter(), time.process_time(), waited * 1e-9, busy_seconds()
 
     def read(self) -> dict[str, float]:
-        """Returns `seconds`, `cpu_seconds` and `waited_seconds` since the start."""
-        names = ("seconds", "cpu_seconds", "waited_seconds")
-        return {name: now - begin for name, begin, now in zip(names, self.begin, self._now(), strict=True)}
+        """Returns `seconds`, `cpu_seconds` and `waited_seconds` since the start.
+
+        A thread also waits for other threads of its own process, which disturbs nothing. So the waiting time is at most
+        as long as other programs ran on these cores.
+        """
+        seconds, cpu, waited, busy = (now - begin for begin, now in zip(self.begin, self._now(), strict=True))
+        # Threads that have ended take their waiting time with them.
+        waited = max(waited, 0.0)
+        if not math.isnan(busy):
+            # Each core's idle time is known up to a tick.
+            others = busy - cpu - len(os.sched_getaffinity(0)) * _TICK
+            waited = min(waited, max(others, 0.0))
+        return {"seconds": seconds, "cpu_seconds": cpu, "waited_seconds": waited}
 
     def waited_share(self) -> float:
         """Returns the share of the time since the start that threads waited for a core, added up over the threads."""
         elapsed = self.read()
-        # Threads that have ended take their waiting time with them.
-        return max(elapsed["waited_seconds"], 0.0) / max(elapsed["seconds"], 1e-9)
+        return elapsed["waited_seconds"] / max(elapsed["seconds"], 1e-9)
