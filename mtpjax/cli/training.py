@@ -24,7 +24,8 @@ def add_commands(commands) -> None:
     """
     quickstart = command_parser(
         "Train a small model with an MTP module on the standard library of this Python, decode held-out "
-        "prompts with and without drafts, and compare. Takes about three minutes on two cores and downloads nothing."
+        "prompts with and without drafts, and compare. Takes about three minutes on two idle cores, and downloads "
+        "nothing."
     )
     quickstart.add_argument("--output", default="runs/quickstart", help="folder to write (default: %(default)s)")
     quickstart.add_argument("--preset", default="tiny", help="name in `mtpjax.presets` (default: %(default)s)")

@@ -187,7 +187,7 @@ def _lengths_table(decoded: Mapping[str, Mapping[str, DecodedMetrics]]):
 
 
 def _speed_up_table(decoded: Mapping[str, Mapping[str, DecodedMetrics]]):
-    table = narrow_table("speed-up over plain decoding at batch 1 that the measured costs of a round allow")
+    table = narrow_table("speed-up over plain decoding at batch 1\nthat the measured costs of a round allow")
     table.add_column("category", overflow="fold")
     for heading in ("T", "accept\nlength", "speed-up (95 %)"):
         table.add_column(heading, justify="right", no_wrap=True)
