@@ -60,6 +60,7 @@ class DepthResult:
         ratio: speed-up over the fastest plain setting, the median over prompts and rounds.
         interval: 95 % interval of `ratio`, from resampled prompts.
         ideal: speed-up that the accept length and the measured costs of a round's parts allow.
+        waited: largest share of the time of this setting, the plain one or the costs that threads waited for a core.
         problem: the reason why the speed-up cannot be trusted (`mtpjax.evaluation.trust`); None: there is none.
     """
 
@@ -71,6 +72,7 @@ class DepthResult:
     ratio: float
     interval: tuple[float, float]
     ideal: float
+    waited: float = 0.0
     problem: str | None = None
 
 
@@ -93,11 +95,6 @@ class Measured:
     negative: set[DecoderSetting]
     costs: RoundCosts
     waited_for_costs: float
-
-    @property
-    def most_waited(self) -> float:
-        """Returns the largest share of a measurement's time that threads waited for a core."""
-        return max(*self.waited.values(), self.waited_for_costs)
 
 
 def run(config: TrainConfig, *, depths: tuple[int, ...] = (1, 2, 3), rounds: int = 5, num_prompts: int = 16) -> int:
@@ -151,7 +148,7 @@ def run(config: TrainConfig, *, depths: tuple[int, ...] = (1, 2, 3), rounds: int
         with console.status("looking for a prompt to continue with"):
             example = _choose_example(workers[1], best.num_steps)
     # First of all say whether the speeds can be trusted.
-    trust = verdict([row.problem for row in rows], measured.most_waited)
+    trust = verdict([row.problem for row in rows], max(row.waited for row in rows))
     print_parts(console, ["", trust])
     texts_are = f"{num_lively} of {num_decoded} continuations of held-out text do not loop"
     _print_result(console, plain, measured.seconds[plain], rows, best, identical=identical, loops=not num_lively)
@@ -307,10 +304,11 @@ def _depth_result(depth: int, plain: DecoderSetting, settings, measured: Measure
     # ratio.
     ideal = measured.costs.ideal_ratio(accept_length, chain_shape(depth))
     has_own_costs = (setting.threads, 1) == (plain.threads, plain.min_rows)
+    waited = max(measured.waited[setting], measured.waited[plain], measured.waited_for_costs)
     problem = speed_up_problem(
         ratio,
         accept_length,
-        waited=max(measured.waited[setting], measured.waited[plain], measured.waited_for_costs),
+        waited=waited,
         ideal=ideal if has_own_costs else None,
         is_negative=bool(measured.negative & {setting, plain}),
     )
@@ -323,6 +321,7 @@ def _depth_result(depth: int, plain: DecoderSetting, settings, measured: Measure
         ratio=ratio.value,
         interval=(ratio.low, ratio.high),
         ideal=ideal,
+        waited=waited,
         problem=problem,
     )
 
