@@ -33,7 +33,8 @@ from rich.table import Table
 
 from experiments.decode_checkpoints import SHAPES, bytes_per_round, write_checkpoint
 from experiments.decode_engines import Child
-from mtpjax.evaluation.machine import MAX_WAITING_SHARE, describe_machine
+from mtpjax.evaluation.machine import describe_machine
+from mtpjax.evaluation.trust import MAX_WAITING_SHARE
 
 
 @dataclasses.dataclass(frozen=True)

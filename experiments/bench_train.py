@@ -32,7 +32,8 @@ from rich.table import Table
 from experiments.bench_decode import count, disturbance, spread, spread_text, write_json
 from experiments.decode_engines import Child
 from experiments.train_engines import SHAPES, loss_memory, step_flops, write_start
-from mtpjax.evaluation.machine import MAX_WAITING_SHARE, describe_machine
+from mtpjax.evaluation.machine import describe_machine
+from mtpjax.evaluation.trust import MAX_WAITING_SHARE
 
 TOLERANCE = 1e-4  # of the losses of the first updates
 FIRST_UPDATES = 3

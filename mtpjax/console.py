@@ -1,6 +1,9 @@
 """Tables for the terminal."""
 
+from collections.abc import Iterable
+
 import rich.box
+import rich.console
 import rich.table
 
 
@@ -17,3 +20,14 @@ def narrow_table(title: str | None = None) -> rich.table.Table:
     return rich.table.Table(
         title=title, title_style="", title_justify="left", box=rich.box.SIMPLE_HEAD, padding=(0, 1, 0, 0)
     )
+
+
+def print_parts(console: rich.console.Console, parts: Iterable[rich.table.Table | str]) -> None:
+    """Prints tables, and lines as they are: neither wrapped, nor coloured, nor read as markup.
+
+    Args:
+        console: where to print.
+        parts: tables and lines.
+    """
+    for part in parts:
+        console.print(part, soft_wrap=isinstance(part, str), highlight=False, markup=False)

@@ -27,10 +27,11 @@ from mtpjax.decoding.generate import generate, speculative_generate
 from mtpjax.decoding.requests import make_drafter
 from mtpjax.evaluation.acceptance import equals_plain_decoding, sampling_arguments
 from mtpjax.evaluation.intervals import Estimate, estimate_from, resample
-from mtpjax.evaluation.machine import Stopwatch, timing_problem
+from mtpjax.evaluation.machine import Stopwatch
 from mtpjax.evaluation.metrics import decoded_rates, to_json
 from mtpjax.evaluation.round_costs import CostMeter, RoundCosts
 from mtpjax.evaluation.round_loops import PLAIN_STEP, RoundShape, max_slots_written
+from mtpjax.evaluation.trust import seconds_beyond, speed_up_problem, time_calls, waiting_problem
 from mtpjax.io.checkpoint_format import is_checkpoint
 from mtpjax.io.checkpoint_reader import CheckpointReader
 from mtpjax.messages import count_of
@@ -172,7 +173,7 @@ class Bench:
 
     def __post_init__(self):
         self._min_rows_cache: dict[int, int | None] = {}
-        self._costs_cache: dict[tuple[int, str], RoundCosts] = {}
+        self._costs_cache: dict[tuple[int, str], tuple[RoundCosts, float]] = {}
         longest = max(map(len, self.workload.prompts)) + self.settings.max_new_tokens
         self._max_length = min(self.model.config.max_position_embeddings, longest)
         self._plain_config = DecodeConfig(
@@ -233,14 +234,15 @@ class Bench:
         num_prompts = len(self.workload.prompts)  # the last batch repeats some
         steps, accepted = steps.reshape(-1)[:num_prompts], accepted.reshape(-1, cell.num_steps)[:num_prompts]
         rates = decoded_rates(steps, accepted)
-        # Subtract the prefill: the shortest one-token call of each batch and form.
-        seconds = call_seconds - one_token_seconds.min(axis=1, keepdims=True)
-        speeds = [float(np.median(tokens[form].sum(1) / seconds[form].sum(1))) for form in (0, 1)]
-        costs = self._part_costs(cell)
+        # Subtract the prefill: the shortest one-token call of each batch and form. Texts of one token have no more.
+        prefill = np.broadcast_to(one_token_seconds.min(axis=1, keepdims=True), call_seconds.shape)
+        seconds = np.where(tokens > 0, seconds_beyond(prefill, call_seconds), 0.0)
+        is_negative = bool(((call_seconds <= prefill) & (tokens > 0)).any())
+        speeds = [float(np.median(tokens[form].sum(1) / np.maximum(seconds[form].sum(1), 1e-9))) for form in (0, 1)]
+        costs, waited_for_costs = self._part_costs(cell)
         ratio, accept_length = paired_ratio(seconds, tokens), rates["accept_length"].value
-        ideal_ratio = costs.ideal_ratio(accept_length, cell.shape)
-        # Check the larger ratio, unless the measured one is negative.
-        doubtful_ratio = max(ratio.value, ideal_ratio) if ratio.value > 0 else ratio.value
+        ideal_ratio, waited = costs.ideal_ratio(accept_length, cell.shape), max(waited, waited_for_costs)
+        problem = speed_up_problem(ratio, accept_length, waited=waited, ideal=ideal_ratio, is_negative=is_negative)
         return {
             "cell": dataclasses.asdict(cell),
             **{name: to_json(value) for name, value in rates.items()},
@@ -249,12 +251,12 @@ class Bench:
             "ratio": to_json(ratio),
             "ideal_ratio": ideal_ratio,
             "costs": {"plain": costs.plain, "verify": costs.verify[cell.shape], "parts": costs.parts[cell.shape]},
-            "categories": self._rates_by_category(cell, costs, steps, accepted, seconds, tokens),
+            "categories": self._rates_by_category(cell, costs, waited, steps, accepted, seconds, tokens),
             "lossless": lossless_status(cell, differing),
             "differing_rows": differing,
             "compared_rows": compared,
             "waited": waited,  # share of the time, for a core
-            "problem": timing_problem(doubtful_ratio, accept_length, waited),
+            "problem": problem,
             "seconds": time.perf_counter() - begin,
         }
 
@@ -262,7 +264,9 @@ class Bench:
         """Returns the drafter that a cell names."""
         return next(method for method in self.methods if method.name == cell.drafter)
 
-    def _rates_by_category(self, cell: Cell, costs: RoundCosts, steps, accepted, seconds, tokens) -> dict[str, Any]:
+    def _rates_by_category(
+        self, cell: Cell, costs: RoundCosts, waited: float, steps, accepted, seconds, tokens
+    ) -> dict[str, Any]:
         """Computes rates and ratios per category of prompts; nothing for a single category.
 
         A ratio needs batches of one category each, which batches of one prompt are.
@@ -275,13 +279,15 @@ class Bench:
                 continue
             rates = decoded_rates(steps[is_in], accepted[is_in])
             # Batches of one prompt are the prompts in their order, so the mask picks a category's batches.
-            is_measured = cell.batch_size == 1
+            ratio = paired_ratio(seconds[..., is_in], tokens[..., is_in]) if cell.batch_size == 1 else None
+            length = rates["accept_length"].value
             result[category] = {
                 "prompts": int(is_in.sum()),
                 "accept_length": to_json(rates["accept_length"]),
                 "survival": to_json(rates["survival"]),
-                "ratio": to_json(paired_ratio(seconds[..., is_in], tokens[..., is_in])) if is_measured else None,
-                "ideal_ratio": costs.ideal_ratio(rates["accept_length"].value, cell.shape),
+                "ratio": to_json(ratio),
+                "ideal_ratio": costs.ideal_ratio(length, cell.shape),
+                "problem": None if ratio is None else speed_up_problem(ratio, length, waited=waited),
             }
         return result
 
@@ -314,13 +320,11 @@ class Bench:
         """Returns the seconds of a one-token call and of the whole call, and the result."""
         first_only = dataclasses.replace(config, max_new_tokens=1)
         arguments = (temperature, repeat, number, draft_params)
-        begin = time.perf_counter()
-        self._decode(batch, first_only, *arguments)
-        middle = time.perf_counter()
-        result = self._decode(batch, config, *arguments)
-        end = time.perf_counter()
-        result.stats.check()
-        return middle - begin, end - middle, result
+        timed = time_calls(
+            lambda: self._decode(batch, first_only, *arguments), lambda: self._decode(batch, config, *arguments)
+        )
+        timed[2].stats.check()
+        return timed
 
     def _fastest_min_rows(self, batch_size: int) -> int | None:
         """Returns the `min_rows` of the faster plain form: a lone row runs alone or beside one that is discarded.
@@ -338,13 +342,15 @@ class Bench:
             self._min_rows_cache[batch_size] = min(times, key=lambda rows: min(times[rows]))
         return self._min_rows_cache[batch_size]
 
-    def _part_costs(self, cell: Cell) -> RoundCosts:
+    def _part_costs(self, cell: Cell) -> tuple[RoundCosts, float]:
         """Measures the costs of the parts for all cells of a batch size and drafter at once.
 
-        Plain steps are measured in their faster form.
+        Plain steps are measured in their faster form. Returns the costs with the share of the time that threads waited
+        for a core meanwhile.
         """
         batch_size, method, key = cell.batch_size, self.method(cell), (cell.batch_size, cell.drafter)
-        if key not in self._costs_cache:
+        # Costs that other programs disturbed must not spoil the cells to come: they are measured again.
+        if key not in self._costs_cache or waiting_problem(self._costs_cache[key][1]):
             # One meter measures every shape of the batch size in turns. A second one measures plain steps in the faster
             # form if decoding's own form is the other.
             alike = (other for other in (*self.cells, cell) if (other.batch_size, other.drafter) == key)
@@ -353,11 +359,12 @@ class Bench:
             meters = [self._make_meter(method, batch_size, shapes, default_rows)]
             if (fastest_rows := self._fastest_min_rows(batch_size) or default_rows) != default_rows:
                 meters.append(self._make_meter(method, batch_size, (), fastest_rows))
+            stopwatch = Stopwatch()
             for meter in meters:
                 meter.measure()
             costs = meters[0].costs()
             costs.parts[PLAIN_STEP] = meters[-1].costs().plain
-            self._costs_cache[key] = costs
+            self._costs_cache[key] = costs, stopwatch.waited_share()
         return self._costs_cache[key]
 
     def _make_meter(
@@ -417,9 +424,10 @@ def paired_ratio(seconds: np.ndarray, tokens: np.ndarray) -> Estimate:
 
     def ratio(chosen_repeats, chosen):
         # Sum over batches within a repeat, divide within the repeat, and take the median: a pause hits few repeats.
+        # A sample whose texts all ended with their first token has no rounds, and counts as 1.
         total_seconds = seconds[:, chosen_repeats[..., :, None], chosen[..., None, :]].sum(axis=-1)
         total_tokens = tokens[:, chosen_repeats[..., :, None], chosen[..., None, :]].sum(axis=-1)
-        speed = np.maximum(total_tokens, 1) / total_seconds
+        speed = np.maximum(total_tokens, 1) / np.maximum(total_seconds, 1e-9)
         return np.median(speed[1] / speed[0], axis=-1)
 
     # Batches and repeats are resampled independently, because both prompts and timing vary.

@@ -4,16 +4,18 @@ A row is a line of `cells.jsonl`.
 """
 
 from collections.abc import Iterable, Iterator, Sequence
+from typing import Any
 
 from mtpjax.ablation.drafters import DraftMethod
 from mtpjax.ablation.grid import Cell
-from mtpjax.ablation.panels import Group, Row
+from mtpjax.ablation.panels import Group, Row, by_speed
+from mtpjax.evaluation.trust import mark
 
 HEADING = "The fastest setting of each drafter, an exact one where there is one."
 
 
 def best_of_each_drafter(rows: Iterable[Row]) -> dict[Group, list[Row]]:
-    """Picks the setting with the highest ratio of each drafter, among its exact settings if it has any.
+    """Picks the fastest setting of each drafter, among its exact settings and trusted measurements if it has any.
 
     Args:
         rows: rows of `cells.jsonl`.
@@ -22,11 +24,11 @@ def best_of_each_drafter(rows: Iterable[Row]) -> dict[Group, list[Row]]:
         A row per drafter, fastest first, for each batch size and temperature in ascending order.
     """
     best: dict[Group, dict[str, Row]] = {}
-    # Exact settings come first, each kind from fast to slow, and the first row of a drafter counts.
-    for row in sorted(rows, key=lambda row: (row["lossless"] in ("lossy", "DIFFERS"), -row["ratio"]["value"])):
+    # Exact settings come first, then trusted measurements, each from fast to slow. A drafter's first row counts.
+    for row in sorted(rows, key=lambda row: (row["lossless"] in ("lossy", "DIFFERS"), *by_speed(row))):
         cell = Cell(**row["cell"])
         best.setdefault((cell.batch_size, cell.temperature), {}).setdefault(cell.drafter, row)
-    return {group: sorted(of.values(), key=lambda row: -row["ratio"]["value"]) for group, of in sorted(best.items())}
+    return {group: sorted(of.values(), key=by_speed) for group, of in sorted(best.items())}
 
 
 def round_cost(row: Row) -> float:
@@ -71,7 +73,7 @@ def _drafter_tables(best: dict[Group, list[Row]]) -> Iterator[str]:
             cell = Cell(**row["cell"])
             # The difference of the two costs is what acceptance, commit and the loop itself take.
             costs = (f"{round_cost(row):.2f}", f"{parts_cost(row):.2f}")
-            speed = (format_interval(row["ratio"]), f"{row['ideal_ratio']:.2f}", row["lossless"])
+            speed = (format_ratio(row), f"{row['ideal_ratio']:.2f}", row["lossless"])
             setting = f"{cell.shape_text}, {cell.acceptance}"
             lengths = (format_interval(row["accept_length"]), format_rates(row["survival"]))
             body.append((cell.drafter, setting, *lengths, *costs, *speed))
@@ -89,7 +91,7 @@ def _category_tables(best: dict[Group, list[Row]]) -> Iterator[str]:
             for row in (row for row in group if category in row["categories"]):
                 rates = row["categories"][category]
                 # Batches of several prompts mix the categories, so that their time has no parts.
-                ratio = "-" if rates["ratio"] is None else format_interval(rates["ratio"])
+                ratio = "-" if rates["ratio"] is None else format_ratio(rates)
                 lengths = (format_interval(rates["accept_length"]), format_rates(rates["survival"]))
                 speed = (ratio, f"{rates['ideal_ratio']:.2f}")
                 body.append((category, str(rates["prompts"]), row["cell"]["drafter"], *lengths, *speed))
@@ -123,6 +125,11 @@ def _table(headings: Sequence[str], body: Iterable[Sequence[str]]) -> Iterator[s
 def format_interval(estimate: dict[str, float]) -> str:
     """Formats an estimate with its 95 % interval, such as "1.50 (1.45-1.55)"."""
     return f"{estimate['value']:.2f} ({estimate['low']:.2f}-{estimate['high']:.2f})"
+
+
+def format_ratio(row: dict[str, Any]) -> str:
+    """Formats the ratio of a row, or of one of its categories, with its interval, marked if it cannot be trusted."""
+    return format_interval(row["ratio"]) + mark(row["problem"])
 
 
 def format_rates(rates: Iterable[dict[str, float | None]]) -> str:

@@ -7,6 +7,7 @@ from typing import Any, NamedTuple
 from mtpjax.ablation.panels import Row, group_by_batch_and_temperature, list_drafters, panel_rows, panels
 from mtpjax.ablation.report import advise
 from mtpjax.evaluation.plot_style import DEFAULT_FORMATS, GREY, picture
+from mtpjax.evaluation.trust import mark as problem_mark
 
 # Round ratios that the colour bar labels, as far as they are in its range.
 TICKS = (0.25, 0.33, 0.5, 0.67, 0.8, 1, 1.25, 1.5, 2, 3, 4)
@@ -47,8 +48,9 @@ def _draw(figure, rows: list[Row], groups, layout, *, depths, trees, drafters) -
     import matplotlib.colors
 
     # All panels share one logarithmic colour scale, symmetric about 1, so that white means as fast as plain decoding.
-    ratios = [row["ratio"]["value"] for row in rows]
-    max_ratio = max(1.25, *ratios, *(1 / ratio for ratio in ratios))
+    # Only measurements that can be trusted have a colour.
+    ratios = [row["ratio"]["value"] for row in rows if not row["problem"]]
+    max_ratio = max([1.25, *ratios, *(1 / ratio for ratio in ratios)])
     norm = matplotlib.colors.LogNorm(1 / max_ratio, max_ratio)
     colours = matplotlib.colormaps["RdBu"].with_extremes(bad="#eeeeee")
     axes = figure.subplots(len(layout), len(layout[0]), squeeze=False)
@@ -61,6 +63,7 @@ def _draw(figure, rows: list[Row], groups, layout, *, depths, trees, drafters) -
     bar.set_ticks(ticks, labels=[f"{tick:g}" for tick in ticks])
     bar.ax.minorticks_off()
     title = "speed-up over plain decoding of the same batch, with its 95 % interval; a frame marks the recommended cell"
+    title += "; a question mark on grey cannot be trusted" * any(row["problem"] for row in rows)
     figure.suptitle(title, fontsize=10, wrap=True)
 
 
@@ -70,8 +73,10 @@ def _draw_panel(axis, title: str, rows, *, depths, trees, drafters, colours, nor
 
     grid = {(_line(row, drafters), row["cell"]["num_steps"]): row for row in rows}
     [advice] = advise(rows)
-    # Combinations that were not measured are nan, which the colour map shows in grey.
-    values = [[grid[t, d]["ratio"]["value"] if (t, d) in grid else float("nan") for d in depths] for t in trees]
+    # Combinations that were not measured, or not so that they can be trusted, are nan, which the colour map shows in
+    # grey.
+    trusted = {place: row["ratio"]["value"] for place, row in grid.items() if not row["problem"]}
+    values = [[trusted.get((tree, depth), float("nan")) for depth in depths] for tree in trees]
     axis.imshow(values, cmap=colours, norm=norm, aspect="auto")
     axis.grid(visible=False)
     for (y, tree), (x, depth) in itertools.product(enumerate(trees), enumerate(depths)):
@@ -81,7 +86,7 @@ def _draw_panel(axis, title: str, rows, *, depths, trees, drafters, colours, nor
             continue
         # Each cell shows its ratio, the interval and the accept length, in white or black, whichever contrasts with the
         # cell's luminance.
-        red, green, blue, _ = colours(norm(row["ratio"]["value"]))
+        red, green, blue, _ = colours(norm(trusted.get((tree, depth), float("nan"))))
         style = {"ha": "center", "color": "white" if 0.3 * red + 0.59 * green + 0.11 * blue < 0.5 else "black"}
         for text, height, size in zip(cell_texts(row), (-0.14, 0.1, 0.3), (12, 7, 7), strict=True):
             weight = "bold" if size > 7 else "normal"
@@ -112,8 +117,11 @@ def cell_texts(row: Row) -> tuple[str, str, str]:
     """
     ratio, length = row["ratio"], row["accept_length"]["value"]
     mark = ", DIFFERS" if row["lossless"] == "DIFFERS" else ""
-    doubt = " ?" if row.get("problem") else ""
-    return f"{ratio['value']:.2f}{doubt}", f"{ratio['low']:.2f}-{ratio['high']:.2f}", f"{length:.2f} tok/step{mark}"
+    return (
+        f"{ratio['value']:.2f}{problem_mark(row['problem'])}",
+        f"{ratio['low']:.2f}-{ratio['high']:.2f}",
+        f"{length:.2f} tok/step{mark}",
+    )
 
 
 def _line(row: dict[str, Any], drafters: list[str]) -> Line:

@@ -23,6 +23,11 @@ def group_by_batch_and_temperature(rows: list[Row]) -> dict[Group, list[Row]]:
     return dict(sorted(groups.items()))
 
 
+def by_speed(row: Row) -> tuple[bool, float]:
+    """Sorts rows: those that can be trusted first, each kind from fast to slow."""
+    return bool(row["problem"]), -row["ratio"]["value"]
+
+
 def list_drafters(rows: list[Row]) -> list[str]:
     """Lists the names of the drafters of these rows, in the order of the rows."""
     return list(dict.fromkeys(row["cell"]["drafter"] for row in rows))

@@ -6,6 +6,7 @@ from typing import Any
 
 from mtpjax.ablation.panels import Row, group_by_batch_and_temperature, list_drafters, panel_rows, panels
 from mtpjax.evaluation.plot_style import DEFAULT_FORMATS, GREY, colour, picture
+from mtpjax.evaluation.trust import is_impossible
 
 MARKERS = "os^DvP"  # of topk, from the smallest
 
@@ -23,9 +24,9 @@ def plot_pareto(path, rows: list[Row], formats: Sequence[str] = DEFAULT_FORMATS)
     """
     groups = group_by_batch_and_temperature(rows)
     layout = panel_rows(groups)
-    # A disturbed measurement can give a ratio that is not positive, from which no cost follows.
-    rows = [row for row in rows if row["ratio"]["value"] > 0]
-    groups = {key: [row for row in group if row["ratio"]["value"] > 0] for key, group in groups.items()}
+    # An impossible ratio gives a cost that no round has, so such rows have no point.
+    rows = [row for row in rows if not is_impossible(row["problem"])]
+    groups = {key: [row for row in of if not is_impossible(row["problem"])] for key, of in groups.items()}
     with picture(path, (5.2 * len(layout[0]), 4.2 * len(layout) + 0.4), formats) as figure:
         _draw(figure, rows, groups, layout)
 
@@ -50,8 +51,12 @@ def _draw(figure, rows: list[Row], groups, layout) -> None:
         axis.set(xscale="log", yscale="log", xlim=xlim, ylim=ylim)
         _draw_speed_up_lines(axis, xlim, ylim)
         axis.plot(1, 1, "*", color="black", markersize=11, zorder=3)
-        # 2. A point per setting with its interval; hollow markers are lossy rules.
+        # 2. A point per setting with its interval; hollow markers are lossy rules. Measurements that cannot be trusted
+        # are grey question marks, and not on the frontier.
         for row in group:
+            if row["problem"]:
+                axis.plot(*_cost_and_length(row), marker="$?$", linestyle="", color=GREY, markersize=9, zorder=3)
+                continue
             (cost, length), spread, cell = _cost_and_length(row), row["accept_length"], row["cell"]
             error = [[max(length - spread["low"], 0)], [max(spread["high"] - length, 0)]]
             axis.errorbar(cost, length, error, color=colour_of(cell), alpha=0.35, linewidth=1, zorder=1)
@@ -81,6 +86,10 @@ def _draw(figure, rows: list[Row], groups, layout) -> None:
     handles.append(axes[0][0].plot([], [], "*", color="black", markersize=11, label="plain")[0])
     if any(row["lossless"] == "lossy" for row in rows):
         handles.append(axes[0][0].plot([], [], "o", color=GREY, markerfacecolor="white", label="lossy")[0])
+    if any(row["problem"] for row in rows):
+        handles.append(
+            axes[0][0].plot([], [], marker="$?$", linestyle="", color=GREY, markersize=9, label="cannot be trusted")[0]
+        )
     figure.legend(handles=handles, loc="outside lower center", ncols=len(handles))
     # Labels avoid each other in pixels, so they come last, when the layout is final.
     figure.draw_without_rendering()
@@ -155,9 +164,10 @@ def _cost_and_length(row: dict[str, Any]) -> tuple[float, float]:
 
 
 def _frontier(group: list[dict[str, Any]]) -> list[dict[str, Any]]:
-    """Returns the Pareto frontier from cheap to expensive: no row is both cheaper and longer."""
+    """Returns the Pareto frontier of the trusted rows from cheap to expensive: no row is both cheaper and longer."""
     frontier: list[dict[str, Any]] = []
-    for row in sorted(group, key=lambda row: (_cost_and_length(row)[0], -_cost_and_length(row)[1])):
+    trusted = [row for row in group if not row["problem"]]
+    for row in sorted(trusted, key=lambda row: (_cost_and_length(row)[0], -_cost_and_length(row)[1])):
         if not frontier or _cost_and_length(row)[1] > _cost_and_length(frontier[-1])[1]:
             frontier.append(row)
     return frontier

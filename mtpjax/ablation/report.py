@@ -10,11 +10,12 @@ from collections.abc import Iterable, Sequence
 from typing import Any
 
 from mtpjax.ablation.bench import Workload
-from mtpjax.ablation.comparison import format_comparison, format_interval, format_rates, parts_cost, round_cost
+from mtpjax.ablation.comparison import format_comparison, format_rates, format_ratio, parts_cost, round_cost
 from mtpjax.ablation.drafters import MTP, DraftMethod
 from mtpjax.ablation.grid import Cell, Settings
-from mtpjax.console import narrow_table
-from mtpjax.evaluation.machine import MAX_WAITING_SHARE
+from mtpjax.ablation.panels import by_speed
+from mtpjax.console import narrow_table, print_parts
+from mtpjax.evaluation.trust import mark, verdict
 from mtpjax.messages import count_of
 
 
@@ -24,9 +25,12 @@ def cell_of(row: dict[str, Any]) -> Cell:
 
 
 def group_rows(rows: Iterable[dict[str, Any]]) -> dict[tuple[int, float], list[dict[str, Any]]]:
-    """Groups rows by (batch size, temperature), in ascending order; each group is sorted fastest first."""
+    """Groups rows by (batch size, temperature), in ascending order.
+
+    A group begins with the rows that can be trusted; both parts are sorted fastest first.
+    """
     groups: dict[tuple[int, float], list[dict[str, Any]]] = {}
-    for row in sorted(rows, key=lambda row: -row["ratio"]["value"]):
+    for row in sorted(rows, key=by_speed):
         cell = cell_of(row)
         groups.setdefault((cell.batch_size, cell.temperature), []).append(row)
     return dict(sorted(groups.items()))
@@ -39,9 +43,10 @@ class Advice:
     Attributes:
         batch_size: the batch size.
         temperature: the temperature.
-        best: the row of the setting to use; None where plain decoding is best.
+        best: the row of the setting to use; None where plain decoding is best, or nothing is known.
         text: the advice in words.
         certainty: how certain it is, in words.
+        is_known: at least one exact setting has a measurement that can be trusted.
     """
 
     batch_size: int
@@ -49,12 +54,14 @@ class Advice:
     best: dict[str, Any] | None
     text: str
     certainty: str
+    is_known: bool = True
 
 
 def advise(rows: Iterable[dict[str, Any]]) -> list[Advice]:
     """Chooses the fastest exact setting of each batch size and temperature.
 
-    A setting is advised only if the interval of its ratio is above 1 and its texts passed their check.
+    A setting is advised only if its measurement can be trusted, the interval of its ratio is above 1, and its texts
+    passed their check.
 
     Args:
         rows: rows of `cells.jsonl`.
@@ -67,38 +74,45 @@ def advise(rows: Iterable[dict[str, Any]]) -> list[Advice]:
         # Lossy rules change the distribution, so they are reported but never advised.
         exact = [row for row in group if row["lossless"] not in ("lossy", "DIFFERS")]
         if not exact:
-            result.append(Advice(batch_size, temperature, None, "no exact setting was measured", ""))
+            result.append(Advice(batch_size, temperature, None, "no exact setting was measured", "", is_known=False))
+            continue
+        fastest, trusted = exact[0], [row for row in exact if not row["problem"]]
+        if not trusted:
+            text = "not known: no measurement can be trusted; measure again"
+            why = f"the fastest, {cell_of(fastest).setting}, has ratio to plain {format_ratio(fastest)}: "
+            why += fastest["problem"]
+            result.append(Advice(batch_size, temperature, None, text, why, is_known=False))
             continue
         # Speculation pays only if the lower end of the ratio's interval is above 1.
-        fastest, paying = exact[0], [row for row in exact if row["ratio"]["low"] > 1]
+        paying = [row for row in trusted if row["ratio"]["low"] > 1]
+        left_out = len(exact) - len(trusted)
+        also = f"; not compared, because they cannot be trusted: {left_out}" if left_out else ""
         if not paying:
             is_slower = fastest["ratio"]["value"] <= 1
             text = "do not speculate" if is_slower else "speculation is not shown to pay: decode plainly"
-            why = f"the fastest, {cell_of(fastest).setting}, has ratio to plain {format_interval(fastest['ratio'])}"
-            result.append(Advice(batch_size, temperature, None, text, why))
+            why = f"the fastest, {cell_of(fastest).setting}, has ratio to plain {format_ratio(fastest)}"
+            result.append(Advice(batch_size, temperature, None, text, why + also))
             continue
         best = paying[0]
-        length, ratio = best["accept_length"]["value"], format_interval(best["ratio"])
+        length, ratio = best["accept_length"]["value"], format_ratio(best)
         text = f"{cell_of(best).setting}: accept length {length:.2f}, ratio to plain {ratio}"
-        if is_impossible(best):
-            text += " (above the accept length, which is impossible: measure again)"
-        others = [row for row in exact if row is not best]
-        result.append(Advice(batch_size, temperature, best, text, _certainty(best, others)))
+        others = [row for row in trusted if row is not best]
+        result.append(Advice(batch_size, temperature, best, text, _certainty(best, others) + also))
     return result
 
 
-def is_impossible(row: dict[str, Any]) -> bool:
-    """Returns whether a row's ratio is above its accept length, so that something disturbed the measurement."""
-    return (row.get("problem") or "").startswith("impossible")
+def rows_verdict(rows: Sequence[dict[str, Any]]) -> str:
+    """Says in one line which of the rows can be trusted."""
+    return verdict([row["problem"] for row in rows], max(row["waited"] for row in rows))
 
 
 def _certainty(best: dict[str, Any], others: list[dict[str, Any]]) -> str:
     """Compares the best setting with the runner-up by their intervals."""
     if not others:
-        return "no other setting was measured"
+        return "no other setting to compare with"
     # Intervals that do not overlap are clear. A best interval above the runner-up's value is probable.
     second = others[0]
-    measured = f"{cell_of(second).setting}: {format_interval(second['ratio'])}"
+    measured = f"{cell_of(second).setting}: {format_ratio(second)}"
     if best["ratio"]["low"] > second["ratio"]["high"]:
         return f"clearly faster than {measured}"
     if best["ratio"]["low"] > second["ratio"]["value"]:
@@ -128,8 +142,9 @@ def format_recommendation(
     Returns:
         Markdown.
     """
-    # First the advice: what to use where, how certain it is, and the flags.
-    lines, advices = ["# Which draft settings to use", ""], advise(rows)
+    # First whether the measurements can be trusted. Then the advice: what to use where, how certain it is, and the
+    # flags.
+    lines, advices = ["# Which draft settings to use", "", rows_verdict(rows), ""], advise(rows)
     drafter_flags = {method.name: method.flags for method in methods}
     for advice in advices:
         lines.append(f"- **batch {advice.batch_size}, temperature {advice.temperature:g}**: {advice.text}")
@@ -139,9 +154,12 @@ def format_recommendation(
             cell = cell_of(advice.best)
             lines.append(f"  - `{' '.join(filter(None, [drafter_flags[cell.drafter], cell.flags]))}`")
     plain_cases = [
-        f"batch {advice.batch_size} at temperature {advice.temperature:g}" for advice in advices if not advice.best
+        f"batch {advice.batch_size} at temperature {advice.temperature:g}"
+        for advice in advices
+        if advice.is_known and not advice.best
     ]
-    lines += ["", "When not to speculate: " + (", ".join(plain_cases) or "in none of the measured cases") + "."]
+    if any(advice.is_known for advice in advices):
+        lines += ["", "When not to speculate: " + (", ".join(plain_cases) or "in none of the known cases") + "."]
     # Then what the advice leaves out: lossy rules, and settings whose texts differ from plain decoding.
     lossy = [row for row in rows if row["lossless"] == "lossy"]
     if lossy:
@@ -176,12 +194,7 @@ def format_recommendation(
     if single_batch_sizes:
         sizes = ", ".join(map(str, single_batch_sizes))
         lines.append(f"- the prompts are one batch of {sizes}: intervals there cover timing, not other prompts")
-    waited = max(row["waited"] for row in rows)
-    if waited > MAX_WAITING_SHARE:
-        lines += [f"- the machine was busy: it waited for a core up to {waited:.0%} of a cell's time. Run it again"]
-    impossible = sum(map(is_impossible, rows))
-    if impossible:
-        lines += [f"- impossible ratios, not positive or above the accept length: {impossible}. Run it again"]
+    lines += [f"- {cell_of(row).name}: {row['problem']}" for row in rows if row["problem"]]
     lines += [f"- left out: {reason} ({count_of(count, 'cell')})" for reason, count in reasons.items()]
     return "\n".join(lines) + "\n"
 
@@ -249,7 +262,7 @@ def to_csv(rows: Iterable[dict[str, Any]]) -> str:
                 **{name: "" if value is None else f"{value:.5g}" for name, value in numbers.items()},
                 **{name: " ".join(_format_rate(rate) for rate in row[name]) for name in ("conditional", "survival")},
                 "lossless": row["lossless"],
-                "problem": row.get("problem") or "",
+                "problem": row["problem"] or "",
             }
         )
     return file.getvalue()
@@ -260,7 +273,7 @@ def _format_rate(rate: dict[str, float | None]) -> str:
 
 
 def print_cells(console, rows: list[dict[str, Any]]) -> None:
-    """Prints a table per batch size and temperature, at most 80 columns wide.
+    """Prints whether the cells can be trusted, and a table per batch size and temperature, at most 80 columns wide.
 
     Args:
         console: a `rich` console.
@@ -268,10 +281,12 @@ def print_cells(console, rows: list[dict[str, Any]]) -> None:
     """
     from rich.markup import escape
 
+    print_parts(console, [rows_verdict(rows)])
     # A column names the drafter where there are others than MTP modules; it takes the place of the tokens/s.
     has_drafters = any(row["cell"]["drafter"] != MTP.name for row in rows)
     for (batch_size, temperature), group in group_rows(rows).items():
-        plain = f"plain {group[0]['plain_tokens_per_second']:.0f} tokens/s"
+        # Every cell has measured plain decoding; the group's first one is trusted if any is.
+        plain = f"plain {group[0]['plain_tokens_per_second']:.0f} tokens/s{mark(group[0]['problem'])}"
         table = narrow_table(f"batch {batch_size}, temperature {temperature:g}: {plain}")
         headings = ["depth", "topk/\nnodes", "rule", "accept\nlength", "survival", "ratio (95 %)", "ideal"]
         headings.insert(*((0, "drafter") if has_drafters else (5, "tokens/s")))
@@ -289,15 +304,13 @@ def print_cells(console, rows: list[dict[str, Any]]) -> None:
                 cell.acceptance + {"lossy": " *", "DIFFERS": " !"}.get(row["lossless"], ""),
                 f"{row['accept_length']['value']:.2f}",
                 format_rates(row["survival"]),
-                f"{ratio['value']:.2f} {ratio['low']:.2f}-{ratio['high']:.2f}" + " ?" * bool(row.get("problem")),
+                f"{ratio['value']:.2f} {ratio['low']:.2f}-{ratio['high']:.2f}{mark(row['problem'])}",
                 f"{row['ideal_ratio']:.2f}",
             ]
             values.insert(*((0, escape(cell.drafter)) if has_drafters else (5, f"{row['tokens_per_second']:.0f}")))
             table.add_row(*values)
         console.print(table)
-    # Explain the marks of the columns for ratio and rule.
-    if any(row.get("problem") for row in rows):
-        console.print("? impossible (ratio above the accept length or negative) or disturbed: measure again")
+    # Explain the marks of the columns for rule; the verdict above explains the question mark.
     kinds = {row["lossless"] for row in rows}
     if "lossy" in kinds:
         console.print("* lossy: changes the distribution of the text")
@@ -307,6 +320,4 @@ def print_cells(console, rows: list[dict[str, Any]]) -> None:
 
 def format_summary(row: dict[str, Any]) -> str:
     """Formats a row in a line: accept length, ratio with its interval, and the check of its texts."""
-    return (
-        f"accept length {row['accept_length']['value']:.2f}, ratio {format_interval(row['ratio'])}, {row['lossless']}"
-    )
+    return f"accept length {row['accept_length']['value']:.2f}, ratio {format_ratio(row)}, {row['lossless']}"

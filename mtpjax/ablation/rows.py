@@ -29,6 +29,7 @@ def is_whole(row: dict[str, Any], cell: Cell) -> bool:
         and all(_is_number(row.get(name)) for name in NUMBERS)
         and all(_is_estimate(row.get(name)) for name in ESTIMATES)
         and row["ratio"]["value"] > 0
+        and min(row["tokens_per_second"], row["plain_tokens_per_second"]) >= 0
         and all(isinstance(rates, list) and len(rates) == cell.num_steps for rates in levels)
         # A level that no step reached has no rate.
         and all(_is_estimate(rate, can_lack=True) for rates in levels for rate in rates or ())
@@ -50,6 +51,7 @@ def _is_category(rates: Any, cell: Cell) -> bool:
         and _is_number(rates.get("ideal_ratio"))
         and _is_estimate(rates.get("accept_length"))
         and (rates.get("ratio") is None or _is_estimate(rates["ratio"]))
+        and isinstance(rates.get("problem"), str | None)
         and isinstance(rates.get("survival"), list)
         and len(rates["survival"]) == cell.num_steps
         and all(_is_estimate(rate, can_lack=True) for rate in rates["survival"])

@@ -32,6 +32,7 @@ from mtpjax.atomic import write_text
 from mtpjax.data.jsonl_writer import JsonlWriter
 from mtpjax.evaluation.machine import describe_machine
 from mtpjax.evaluation.plot_style import DEFAULT_FORMATS, picture_paths
+from mtpjax.evaluation.trust import can_pass
 from mtpjax.host import num_threads
 from mtpjax.io.checkpoint import load
 from mtpjax.io.checkpoint_format import checkpoint_digest, find_checkpoint
@@ -39,7 +40,7 @@ from mtpjax.messages import count_of
 from mtpjax.models.config import Implementation
 from mtpjax.program_memory import free_programs_if_full
 
-CELL_VERSION = 6  # format of a cell's line; lines of another version are measured again
+CELL_VERSION = 7  # format of a cell's line; lines of another version are measured again
 
 
 def fingerprint(
@@ -128,8 +129,12 @@ def run_cells(
     if rows:
         log(f"already measured: {len(rows)} of {count_of(len(cells), 'cell')}")
     # Measure the others. Each row is on disk before the next cell starts.
-    remaining = bench.cells = [cell for cell in cells if cell not in rows]
-    begin = time.perf_counter()
+    # Cells that other programs disturbed are measured again, after those that have no row yet.
+    disturbed = [cell for cell, row in rows.items() if can_pass(row["problem"])]
+    if disturbed:
+        log(f"measured again, because they could not be trusted: {len(disturbed)}")
+    remaining = bench.cells = [*(cell for cell in cells if cell not in rows), *disturbed]
+    begin, num_measured = time.perf_counter(), 0
     try:
         for number, cell in enumerate(remaining, start=1):
             row = {"fingerprint": fingerprints[cell], "about": environment, **bench.measure(cell)}
@@ -137,11 +142,12 @@ def run_cells(
             rows[cell] = row
             # The time left assumes that the cells to come take as long as the measured ones.
             left = (time.perf_counter() - begin) / number * (len(remaining) - number)
-            log(f"{len(rows)}/{len(cells)} {cell.name}: {format_summary(row)}; {_format_duration(left)} left")
+            num_measured, done = number, len(cells) - len(remaining) + number
+            log(f"{done}/{len(cells)} {cell.name}: {format_summary(row)}; {_format_duration(left)} left")
             free_programs_if_full()
     except KeyboardInterrupt:
         pass
-    return [rows[cell] for cell in cells if cell in rows], len(rows) == len(cells)
+    return [rows[cell] for cell in cells if cell in rows], num_measured == len(remaining)
 
 
 def _format_duration(seconds: float) -> str:

@@ -150,8 +150,9 @@ def _check_concurrencies(concurrencies: list[int], num_requests: int) -> None:
 async def _compare(options, client, requests) -> int:
     import rich.console
 
+    from mtpjax.console import print_parts
     from mtpjax.serving.bench.speedup import PUBLISHED, Run, compare, speedups
-    from mtpjax.serving.bench.speedup_report import notes, speedup_table, write_report
+    from mtpjax.serving.bench.speedup_report import notes, rows_verdict, speedup_table, write_report
 
     runs: list[Run] = []
     interrupted, num_runs = False, 2 * options.repeats * len(options.concurrencies)
@@ -192,7 +193,7 @@ async def _compare(options, client, requests) -> int:
         reference = PUBLISHED if options.reference else {}
         files = write_report(options.output, rows, runs, settings, options.plot_formats, reference)
         console = rich.console.Console()
-        console.print(speedup_table(rows, reference))
+        print_parts(console, [rows_verdict(rows), speedup_table(rows, reference)])
         for note in (*notes(rows, reference), f"prefix cache: {settings['prefix_cache']}"):
             console.print(f"- {note}", highlight=False, markup=False)
         print(f"wrote {' and '.join(printable(file) for file in files)}", file=sys.stderr)

@@ -196,6 +196,7 @@ def _profile(options) -> int:
     set_threads(options.model_path)
     import rich.console
 
+    from mtpjax.console import print_parts
     from mtpjax.evaluation import profile
     from mtpjax.io.checkpoint import load
 
@@ -236,9 +237,7 @@ def _profile(options) -> int:
         )
     # Save before printing: the tables are only a summary of the file.
     profile.save(output, measured)
-    console = rich.console.Console()
-    for table in profile.tables(measured):
-        console.print(table)
+    print_parts(rich.console.Console(), profile.tables(measured))
     print(f"wrote {printable(output)}", file=sys.stderr)
     return 0
 

@@ -13,6 +13,7 @@ from mtpjax.errors import printable
 SETTINGS_HELP = (
     "settings that override the file's, such as steps=500, num_depths=3, model.num_mtp_modules=3 or model=FILE.yaml"
 )
+QUICKSTART_UPDATES = 500  # fewer leave a model whose greedy texts loop
 
 
 def add_commands(commands) -> None:
@@ -23,11 +24,17 @@ def add_commands(commands) -> None:
     """
     quickstart = command_parser(
         "Train a small model with an MTP module on the standard library of this Python, decode held-out "
-        "prompts with and without drafts, and compare. Takes about three minutes on two cores and downloads nothing."
+        "prompts with and without drafts, and compare. Takes about three minutes on two idle cores, and downloads "
+        "nothing."
     )
     group = flag_group(quickstart, "training")
     group.add_argument("--preset", default="tiny", help="architecture: a name in `mtpjax.presets`, such as small")
-    group.add_argument("--seconds", type=float, default=90.0, help="seconds of training")
+    group.add_argument(
+        "--seconds",
+        type=float,
+        default=90.0,
+        help=f"seconds of training, which makes at least {QUICKSTART_UPDATES} updates even if they take longer",
+    )
     group.add_argument("--seed", type=int, default=0, help="seed of weights and data order")
     group.add_argument("--quick", action="store_true", help="only a few updates and prompts, to see that it works")
     flag_group(quickstart, "output").add_argument("--output", default="runs/quickstart", help="folder to write")
@@ -88,14 +95,16 @@ def _quickstart(options) -> int:
     from mtpjax.training import quickstart
     from mtpjax.training.config import TrainConfig
 
-    # --quick stops after a few updates; otherwise the clock ends the training.
-    steps, seconds = (20, math.inf) if options.quick else (10**9, options.seconds)
+    # --quick stops after a few updates. Otherwise the clock ends the training, but not before a model is trained whose
+    # texts do not loop, however slow or busy the machine is.
+    steps, seconds, min_steps = (20, math.inf, 0) if options.quick else (10**9, options.seconds, QUICKSTART_UPDATES)
     config = TrainConfig(
         preset=options.preset,
         output=options.output,
         seed=options.seed,
         steps=steps,
         seconds=seconds,
+        min_steps=min_steps,
         panel_prompts=2 if options.quick else 32,
         plot_formats=tuple(options.plot_formats),
     )
@@ -165,6 +174,7 @@ def _train(options) -> int:
 def _compare(options) -> int:
     import rich.console
 
+    from mtpjax.console import print_parts
     from mtpjax.evaluation.plot_style import picture_paths
     from mtpjax.training.compare import read_run, tables
     from mtpjax.training.plots import plot_comparison
@@ -175,8 +185,7 @@ def _compare(options) -> int:
     # Read all runs first: a wrong folder fails before anything is printed.
     runs = [read_run(folder) for folder in options.runs]
     console = rich.console.Console()
-    for table in tables(runs):
-        console.print(table)
+    print_parts(console, tables(runs))
     if options.output is not None:
         plot_comparison(options.output, {run.name: run.history for run in runs}, options.plot_formats)
         print(f"wrote {', '.join(map(str, pictures))}", file=sys.stderr)

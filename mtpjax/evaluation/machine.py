@@ -1,13 +1,13 @@
 """Describes the machine of a measurement, and measures how much other programs disturbed it. Imports no JAX."""
 
 import contextlib
+import math
 import os
 import pathlib
 import platform
 import time
 
-# A measurement counts as undisturbed if its threads waited at most this share of the time for a core.
-MAX_WAITING_SHARE = 0.03
+_TICK = 1 / os.sysconf("SC_CLK_TCK") if hasattr(os, "sysconf") else 0.01  # seconds per unit of /proc/stat
 
 
 def describe_machine() -> dict[str, str | int]:
@@ -17,26 +17,25 @@ def describe_machine() -> dict[str, str | int]:
     return {"cpu": names[0] if names else platform.processor(), "cores": len(os.sched_getaffinity(0))}
 
 
-def timing_problem(speed_up: float, accept_length: float, waited: float) -> str | None:
-    """Says why a measured speed-up cannot be trusted.
+def has_waiting_times() -> bool:
+    """Returns whether this system says how long threads wait for a core: Linux with schedstat."""
+    return os.path.exists("/proc/self/schedstat")
 
-    A round costs at least one plain step, so the speed-up over plain decoding cannot exceed the accept length.
 
-    Args:
-        speed_up: the measured speed-up.
-        accept_length: tokens per round, bonus token included.
-        waited: share of the measurement's time that threads waited for a core.
+def busy_seconds() -> float:
+    """Returns how long the cores that this process may use were not idle since the system started.
 
-    Returns:
-        The reason, which begins with "impossible" or "disturbed"; None if the speed-up can be trusted.
+    Time that a hypervisor gave to other machines counts as busy. nan where the system does not say it.
     """
-    if speed_up <= 0:  # the time of a one-token call is subtracted from every call
-        return "impossible: a call for all tokens took no longer than a call for one"
-    if speed_up > accept_length:
-        return f"impossible: above the accept length {accept_length:.2f}"
-    if waited > MAX_WAITING_SHARE:
-        return f"disturbed: waited {waited:.0%} of the time for a core"
-    return None
+    try:
+        lines = pathlib.Path("/proc/stat").read_text().splitlines()
+        own = {f"cpu{number}" for number in os.sched_getaffinity(0)}
+    except (OSError, AttributeError):
+        return float("nan")
+    # Columns: user, nice, system, idle, iowait, irq, softirq, steal. The kernel measures idle time exactly and samples
+    # the others, so what is busy follows from the clock.
+    idle = [sum(map(int, line.split()[4:6])) for line in lines if line.split()[0] in own]
+    return len(idle) * time.perf_counter() - sum(idle) * _TICK
 
 
 class Stopwatch:
@@ -48,23 +47,32 @@ class Stopwatch:
     def __init__(self):
         self.begin = self._now()
 
-    def _now(self) -> tuple[float, float, float]:
-        """Returns wall, CPU and waiting time in seconds. Where the kernel has no schedstat, waiting time is 0."""
+    def _now(self) -> tuple[float, float, float, float]:
+        """Returns wall, CPU, waiting and busy time in seconds. Where the kernel has no schedstat, waiting time is 0."""
         # The second number of Linux's schedstat counts the nanoseconds that a thread was ready but not running.
         waited = 0
         for task in pathlib.Path("/proc/self/task").glob("*/schedstat"):
             # A thread may end between the listing and the reading.
             with contextlib.suppress(OSError):
                 waited += int(task.read_text().split()[1])
-        return time.perf_counter(), time.process_time(), waited * 1e-9
+        return time.perf_counter(), time.process_time(), waited * 1e-9, busy_seconds()
 
     def read(self) -> dict[str, float]:
-        """Returns `seconds`, `cpu_seconds` and `waited_seconds` since the start."""
-        names = ("seconds", "cpu_seconds", "waited_seconds")
-        return {name: now - begin for name, begin, now in zip(names, self.begin, self._now(), strict=True)}
+        """Returns `seconds`, `cpu_seconds` and `waited_seconds` since the start.
+
+        A thread also waits for other threads of its own process, which disturbs nothing. So the waiting time is at most
+        as long as other programs ran on these cores.
+        """
+        seconds, cpu, waited, busy = (now - begin for begin, now in zip(self.begin, self._now(), strict=True))
+        # Threads that have ended take their waiting time with them.
+        waited = max(waited, 0.0)
+        if not math.isnan(busy):
+            # Each core's idle time is known up to a tick.
+            others = busy - cpu - len(os.sched_getaffinity(0)) * _TICK
+            waited = min(waited, max(others, 0.0))
+        return {"seconds": seconds, "cpu_seconds": cpu, "waited_seconds": waited}
 
     def waited_share(self) -> float:
         """Returns the share of the time since the start that threads waited for a core, added up over the threads."""
         elapsed = self.read()
-        # Threads that have ended take their waiting time with them.
-        return max(elapsed["waited_seconds"], 0.0) / max(elapsed["seconds"], 1e-9)
+        return elapsed["waited_seconds"] / max(elapsed["seconds"], 1e-9)

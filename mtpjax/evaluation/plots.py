@@ -3,7 +3,9 @@
 from collections.abc import Sequence
 from typing import Any
 
+from mtpjax.evaluation.intervals import Estimate
 from mtpjax.evaluation.plot_style import COLOURS, DEFAULT_FORMATS, GREY, colour, level_colour, picture
+from mtpjax.evaluation.trust import is_impossible
 
 
 def plot_quickstart(path, history: list[dict[str, Any]], rows, formats: Sequence[str] = DEFAULT_FORMATS) -> None:
@@ -46,16 +48,43 @@ def _draw_quickstart(figure, history: list[dict[str, Any]], rows) -> None:
 
     # 3. Measured speed-up with intervals, beside the ideal from measured costs and the limit of free drafts.
     num_steps = [row.num_steps for row in rows]
-    errors = [[row.ratio - row.interval[0] for row in rows], [row.interval[1] - row.ratio for row in rows]]
-    errors = [[max(error, 0) for error in side] for side in errors]
-    ratios, lengths = [row.ratio for row in rows], [row.accept_length for row in rows]
-    speed.errorbar(num_steps, ratios, errors, fmt="o-", color=colour(0), label="measured / best plain (95 %)")
+    lengths = [row.accept_length for row in rows]
+    points = [(row.num_steps, Estimate(row.ratio, *row.interval), row.problem) for row in rows]
+    plot_speed_ups(speed, points, label="measured / best plain (95 %)")
     speed.plot(num_steps, [row.ideal for row in rows], "s--", color=GREY, label="ideal, from measured costs")
     speed.plot(num_steps, lengths, "^:", color=colour(2), label="accept length (if drafts were free)")
     speed.axhline(1, color="black", linewidth=0.8)
     speed.set(title="speed-up against drafts per round", xlabel="drafts per round", ylabel="ratio", xticks=num_steps)
     speed.set_ylim(bottom=0.5)
     speed.legend()
+
+
+def plot_speed_ups(axis, points: Sequence[tuple[float, Estimate, str | None]], *, label: str) -> None:
+    """Plots measured speed-ups with their intervals, as far as they can be trusted.
+
+    Those that cannot be trusted are grey question marks without an interval, and impossible ones have no point.
+
+    Args:
+        axis: the panel.
+        points: the place on the x axis, the speed-up, and its problem (`mtpjax.evaluation.trust`).
+        label: what the legend says.
+    """
+    trusted = [(place, ratio) for place, ratio, problem in points if not problem]
+    if trusted:
+        places, ratios = [place for place, _ in trusted], [ratio.value for _, ratio in trusted]
+        sides = [[max(each.value - each.low, 0) for _, each in trusted]]
+        sides += [[max(each.high - each.value, 0) for _, each in trusted]]
+        axis.errorbar(places, ratios, sides, fmt="o-", color=colour(0), label=label)
+    doubtful = [(place, ratio.value) for place, ratio, problem in points if problem and not is_impossible(problem)]
+    if doubtful:
+        axis.plot(
+            *zip(*doubtful, strict=True),
+            marker="$?$",
+            linestyle="",
+            color=GREY,
+            markersize=9,
+            label="measured, cannot be trusted",
+        )
 
 
 def plot_objectives(path, settings: dict[str, dict[str, Any]], formats: Sequence[str] = DEFAULT_FORMATS) -> None:

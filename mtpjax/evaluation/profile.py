@@ -18,8 +18,10 @@ from mtpjax.decoding.capacity import min_rows_per_pass
 from mtpjax.decoding.config import LOSSY_RULES, DecodeConfig, largest_tree
 from mtpjax.decoding.drafters.base import Drafter
 from mtpjax.decoding.requests import check_settings, make_drafter
+from mtpjax.evaluation.machine import Stopwatch
 from mtpjax.evaluation.round_costs import MAX_MEASURED_STEPS, CostMeter, RoundCosts
 from mtpjax.evaluation.round_loops import PLAIN_STEP, RoundShape, max_slots_written
+from mtpjax.evaluation.trust import mark, verdict, waiting_problem
 from mtpjax.host import num_threads
 from mtpjax.models.config import ModelConfig
 from mtpjax.models.model import MTPModel
@@ -130,7 +132,7 @@ def measure(
     # Steps of the progress: compiled loops (3 per shape, 4 with a drafter other than MTP modules, 2 for plain rounds, 1
     # for chains in turn), then measurements.
     per_batch = (3 + (drafter != "mtp")) * len(shapes) + 2 + (topk == 1) + rounds
-    total, done, costs = per_batch * len(batches), 0, []
+    total, done, costs, waited = per_batch * len(batches), 0, [], 0.0
 
     def advance(by: int = 1) -> None:
         nonlocal done
@@ -154,7 +156,10 @@ def measure(
             drafter=drafter,
             draft_params=draft_params,
         )
+        # Compiling is over, so the stopwatch measures only disturbances of the timings.
+        stopwatch = Stopwatch()
         _measure_within_time_limit(meter, rounds, advance)
+        waited = max(waited, stopwatch.waited_share())
         costs.append(meter.costs().to_json())
     # Store the machine and the model's configuration too, so that a reader can tell whether the costs apply.
     return {
@@ -169,6 +174,8 @@ def measure(
         "temperature": temperature,
         "capacity": capacity,
         "acceptance": acceptance,
+        "waited": waited,  # largest share of a batch size's time, for a core
+        "problem": waiting_problem(waited),
         "batches": costs,
     }
 
@@ -295,7 +302,8 @@ def load_depth_settings(
 ) -> dict[str, Any]:
     """Reads the settings of adaptive depth from a profile: `DecodeConfig(depth_policy="adaptive", …, **settings)`.
 
-    Logs a warning if the profile was measured with another device, JAX version or number of threads.
+    Logs a warning if the profile cannot be trusted, or was measured with another device, JAX version or number of
+    threads.
 
     Args:
         path: a profile, or a folder that contains `profile.json`.
@@ -319,6 +327,10 @@ def load_depth_settings(
         raise ValueError(
             f"{path} was measured with {found or 'MTP modules'}, not with {wanted or 'MTP modules'}: run `mtpjax "
             "profile` for this drafter, with --speculative-draft-model-path if it has its own checkpoint"
+        )
+    if profile.get("problem"):
+        log.warning(
+            "%s cannot be trusted: it was %s; run `mtpjax profile` on an idle machine", path, profile["problem"]
         )
     for name, current in _device_properties().items():
         if profile.get(name) != current:
@@ -441,19 +453,21 @@ def break_even_rate(relative_cost: float, num_steps: int) -> float | None:
 
 
 def tables(profile: dict[str, Any]):
-    """Makes a `rich` table per batch size, within 80 columns.
+    """Makes a line that says whether the times can be trusted, and a `rich` table per batch size, within 80 columns.
 
     Args:
         profile: the result of `measure`.
 
     Yields:
-        The tables.
+        The line and the tables.
     """
     from mtpjax.console import narrow_table
 
+    problem = profile["problem"]
+    yield verdict([problem] * len(profile["batches"]), profile["waited"])
     for stored in profile["batches"]:
         costs = RoundCosts.from_json(stored)
-        title = f"batch {costs.batch}, {profile['context']} tokens of context, {profile['dtype']}"
+        title = f"batch {costs.batch}{mark(problem)}, {profile['context']} tokens of context, {profile['dtype']}"
         title += f", temperature {profile['temperature']}" if profile["temperature"] else ""
         title += f", {profile['drafter'].partition(' ')[0]}" if profile.get("drafter") else ""
         title += f"; a change of depth takes {1e3 * costs.change:.2g} ms" if costs.change else ""

@@ -6,7 +6,6 @@ drafter runs as it does in decoding.
 """
 
 import dataclasses
-import time
 from collections.abc import Callable
 from typing import Any, Literal
 
@@ -26,11 +25,11 @@ from mtpjax.evaluation.round_loops import (
     full_round_loop,
     passes_loop,
 )
+from mtpjax.evaluation.trust import seconds_beyond, time_calls
 from mtpjax.models.model import MTPModel
 
 MAX_ROUNDS_PER_TIMING = 512  # limit on the rounds of one timing
 MAX_MEASURED_STEPS = 32  # deepest draft to measure; each depth compiles several programs, longer ones with each level
-MAX_TIMING_TRIES = 10  # of a timing that comes out negative
 
 
 @dataclasses.dataclass(frozen=True)
@@ -251,29 +250,22 @@ def _timer(arguments: tuple[Any, Any], timed: RoundLoop, *, seconds: float) -> C
             (jnp.int32(0), inputs),
         )[1]
 
-    def call(rounds: int) -> float:
+    def call(rounds: int) -> None:
         nonlocal inputs
-        begin = time.perf_counter()
         inputs = jax.block_until_ready(loop(rounds, arguments, inputs))
-        return time.perf_counter() - begin
 
     # Choose how many rounds fill the wanted time: the difference between calls of 9 rounds and of 1 is 8 rounds.
     call(1)  # compiles
-    fixed_cost = min(call(1) for _ in range(3))
-    num_rounds = round(min(max(8 * seconds / max(call(9) - fixed_cost, 1e-9), 4), MAX_ROUNDS_PER_TIMING))
+    one, nine = np.min([time_calls(lambda: call(1), lambda: call(9))[:2] for _ in range(3)], axis=0)
+    num_rounds = round(min(max(8 * seconds / max(nine - one, 1e-9), 4), MAX_ROUNDS_PER_TIMING))
 
     def run() -> float:
         nonlocal inputs
         inputs = jax.tree.map(jnp.copy, inputs)
-        # The first call only warms up the copied inputs. The difference between calls of count + 1 rounds and of 1 is
-        # free of the fixed cost. A pause of the process in the shorter call can make it negative: time it again.
-        seconds = 0.0
-        for _ in range(MAX_TIMING_TRIES):
-            call(1)
-            first = call(1)
-            seconds = (call(num_rounds + 1) - first) / num_rounds
-            if seconds > 0:
-                break
-        return seconds
+        # This call only warms up the copied inputs. The difference between calls of count + 1 rounds and of 1 is free
+        # of the fixed cost.
+        call(1)
+        short, long, _ = time_calls(lambda: call(1), lambda: call(num_rounds + 1))
+        return float(seconds_beyond(np.array(short), np.array(long))) / num_rounds
 
     return run

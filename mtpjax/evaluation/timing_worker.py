@@ -11,10 +11,13 @@ import functools
 import json
 import subprocess
 import sys
-import time
 from typing import Any
 
+import numpy as np
+
 from mtpjax import compilation_cache
+from mtpjax.evaluation.machine import Stopwatch
+from mtpjax.evaluation.trust import seconds_beyond, time_calls
 from mtpjax.host import limit_threads
 
 
@@ -83,40 +86,48 @@ class _RequestHandler:
         self.model, self.params, self.meter = model, params, None
 
     def decode(
-        self, *, prompts, max_new_tokens: int, num_steps: int, min_rows: int, repeats: int = 1
+        self, *, prompts, max_new_tokens: int, num_steps: int, min_rows: int | None, temperature: float = 0.0
     ) -> dict[str, Any]:
         """Decodes the prompts one by one.
 
         Returns:
-            "rows", with the tokens and counts of each prompt, and "seconds", the median decoding time of each without
-            prefill and first token.
+            "rows", with the tokens and counts of each prompt, "seconds", the decoding time of each without prefill and
+            first token, and what `mtpjax.evaluation.trust` asks: "waited", the share of the time that threads waited
+            for a core, and "is_negative".
         """
         from mtpjax.decoding.config import DecodeConfig
         from mtpjax.decoding.generate import speculative_generate
+        from mtpjax.decoding.sampling_params import SamplingParams
 
         # A call for one token measures prefill. Subtracting it leaves the time of the rounds.
         config = DecodeConfig(max_new_tokens=max_new_tokens, num_steps=num_steps, min_rows=min_rows)
         first_only = dataclasses.replace(config, max_new_tokens=1)
-        decode = functools.partial(speculative_generate, self.params, model=self.model)
-        rows, seconds = [], []
+        sampling = SamplingParams(temperature=temperature, seed=0)
+        decode = functools.partial(speculative_generate, self.params, model=self.model, sampling=sampling)
+        rows, times, stopwatch = [], [], Stopwatch()
         for prompt in prompts:
-            times = []
-            for _ in range(repeats):
-                begin = time.perf_counter()
-                decode([prompt], config=first_only)
-                middle = time.perf_counter()
-                result = decode([prompt], config=config)
-                times.append(time.perf_counter() - middle - (middle - begin))
+            first_call = functools.partial(decode, [prompt], config=first_only)
+            short, long, result = time_calls(first_call, functools.partial(decode, [prompt], config=config))
+            times.append((short, long))
             # Check the counts and keep the tokens, so that the parent can compare texts between settings.
             stats = result.stats
             stats.check()
-            seconds.append(sorted(times)[len(times) // 2])
             tokens, accepted = result.rows()[0], stats.accepted[0].tolist()
             rows.append({"tokens": tokens, "rounds": int(stats.rounds[0]), "accepted": accepted})
-        return {"rows": rows, "seconds": seconds}
+        short, long = np.array(times).T
+        return {
+            "rows": rows,
+            "seconds": seconds_beyond(short, long).tolist(),
+            "waited": stopwatch.waited_share(),
+            "is_negative": bool((long <= short).any()),
+        }
 
     def costs(self, *, num_steps, context: int, capacity: int) -> dict[str, Any]:
-        """Adds measurements of the costs of chains, and returns the medians so far as JSON (`Costs.to_json`)."""
+        """Adds measurements of the costs of chains.
+
+        Returns:
+            The medians so far (`RoundCosts.to_json`), and "waited" as in `decode`, of these measurements.
+        """
         from mtpjax.evaluation.round_costs import CostMeter
         from mtpjax.evaluation.round_loops import chain_shape
 
@@ -124,8 +135,9 @@ class _RequestHandler:
         if self.meter is None:
             shapes = tuple(chain_shape(depth) for depth in num_steps)
             self.meter = CostMeter(self.params, model=self.model, shapes=shapes, context=context, capacity=capacity)
+        stopwatch = Stopwatch()
         self.meter.measure()
-        return self.meter.costs().to_json()
+        return {**self.meter.costs().to_json(), "waited": stopwatch.waited_share()}
 
 
 def main() -> None:

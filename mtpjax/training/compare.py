@@ -7,6 +7,7 @@ from collections.abc import Iterator, Sequence
 from typing import Any
 
 from mtpjax.console import narrow_table
+from mtpjax.evaluation.trust import mark, verdict
 from mtpjax.safe_open import read_json_file
 from mtpjax.training.log import METRICS_FILE, read_metrics
 from mtpjax.training.run_dir import MAX_SETTINGS_BYTES, SETTINGS_FILE, RunError
@@ -69,9 +70,9 @@ def tables(runs: Sequence[Run]) -> Iterator[Any]:
         runs: the runs; the first one is the baseline.
 
     Yields:
-        A `rich` table of the settings that differ, or a sentence if none does. Then a table of the metrics at each
-        run's last evaluation, with their difference from the first run. Then a line per speed-up that cannot be
-        trusted.
+        A `rich` table of the settings that differ, or a sentence if none does. Then lines that say which speed-ups can
+        be trusted and why others cannot, and a table of the metrics at each run's last evaluation, with their
+        difference from the first run.
     """
     names = _short_names(runs)
     # Settings: one row per key whose value is not the same in all runs.
@@ -84,6 +85,11 @@ def tables(runs: Sequence[Run]) -> Iterator[Any]:
         settings_table.add_row(key, *values)
     yield settings_table if rows else "the settings are the same"
 
+    # A speed-up that cannot be trusted must not look like a result.
+    timed = [(name, kind, row) for name, run in zip(names, runs, strict=True) for kind, row in _timed(run).items()]
+    if timed:
+        yield verdict([row.get("problem") for _, _, row in timed], max(row.get("waited") or 0.0 for _, _, row in timed))
+    yield from (f"{name}, {kind}: {row['problem']}" for name, kind, row in timed if row.get("problem"))
     # Metrics: one row per name that any run has. Runs with fewer draft levels or prompt categories show "-".
     metrics_table = narrow_table("at the last evaluation" + " (difference from the first run)" * (len(runs) > 1))
     metrics_table.add_column("", overflow="fold")
@@ -92,12 +98,17 @@ def tables(runs: Sequence[Run]) -> Iterator[Any]:
     found = [_metrics(run) for run in runs]
     for key in dict.fromkeys(key for each in found for key in each):
         metrics_table.add_row(key, *_format_cells([each.get(key) for each in found]))
+    for kind in dict.fromkeys(kind for _, kind, _ in timed):
+        rows = [_timed(run).get(kind, {}) for run in runs]
+        cells = _format_cells([row.get("speed_up") for row in rows], [row.get("problem") for row in rows])
+        metrics_table.add_row(f"{kind}: speed-up", *cells)
     yield metrics_table
-    # A speed-up that cannot be trusted must not look like a result.
-    for name, run in zip(names, runs, strict=True):
-        for kind, row in run.last_evaluation["eval"].get("decoded", {}).get("overall", {}).items():
-            if row.get("problem"):
-                yield f"{name}: the {kind} speed-up is {row['problem']}"
+
+
+def _timed(run: Run) -> dict[str, dict[str, Any]]:
+    """Returns the metrics of a run's last evaluation over all prompts, by kind, of kinds with a speed-up."""
+    kinds = run.last_evaluation["eval"].get("decoded", {}).get("overall", {})
+    return {kind: row for kind, row in kinds.items() if row["speed_up"] is not None}
 
 
 def _metrics(run: Run) -> dict[str, float]:
@@ -111,23 +122,24 @@ def _metrics(run: Run) -> dict[str, float]:
         found["bits per token, " + (f"draft {level}" if level else "trunk")] = bits
     for name, title in (("agreement", "agreement"), ("survival", "survival"), ("overlap", "1 - TV")):
         found |= {f"{title}, level {level}": value for level, value in enumerate(panel.get(name, ()), start=1)}
-    # Decoded: accept lengths per category of prompts, greedy and sampled. The speed-up is shown over all prompts only.
+    # Decoded: accept lengths per category of prompts, greedy and sampled.
     for category, kinds in panel.get("decoded", {}).items():
         for kind, row in kinds.items():
             place = kind if category == "overall" else f"{category}, {kind}"
             found[f"{place}: accept length"] = row["real"]
             found[f"{place}: predicted"] = row["predicted"]
-            if category == "overall" and row["speed_up"] is not None:
-                found[f"{place}: speed-up"] = row["speed_up"]
     return found
 
 
-def _format_cells(values: Sequence[float | None]) -> Iterator[str]:
+def _format_cells(values: Sequence[float | None], problems: Sequence[str | None] = ()) -> Iterator[str]:
     first = values[0]
-    # Counts need no fraction; rates and lengths also show their difference from the first run.
+    # Counts need no fraction; rates and lengths also show their difference from the first run. A number that cannot be
+    # trusted has a mark, and no difference.
     for number, value in enumerate(values):
         if value is None:
             yield "-"
+        elif problems and (problems[number] or problems[0]):
+            yield f"{value:.3f}{mark(problems[number])}"
         elif isinstance(value, int) or value >= 1000:
             yield f"{value:,.0f}"
         else:

@@ -105,7 +105,8 @@ class Objective:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class TrainConfig:
-    """Settings of a training run. It ends after `steps` updates or `seconds` of wall clock, whichever comes first.
+    """Settings of a training run. It ends after `steps` updates or `seconds` of wall clock, whichever comes first,
+    but not before `min_steps` updates.
 
     Args:
         preset: name of the architecture in `mtpjax.presets`.
@@ -157,6 +158,7 @@ class TrainConfig:
             prompts are decoded.
         steps: maximum number of updates.
         seconds: maximum wall-clock time of training, in seconds.
+        min_steps: updates that the run makes even if they take longer than `seconds`.
         batch_size: rows per update, B.
         row_length: tokens per packed row, T, without `extra_tokens`.
         num_depths: draft depths with a loss. Depth k predicts the token k + 1 positions ahead. Depth k is module k of
@@ -232,6 +234,7 @@ class TrainConfig:
     held_out_fraction: float = 0.05
     steps: int = 1000
     seconds: float = math.inf
+    min_steps: int = 0
     batch_size: int = 8
     row_length: int = 128
     num_depths: int = 2
@@ -282,6 +285,9 @@ class TrainConfig:
         require(self.seed >= 0, f"seed must not be negative, is {self.seed}")
         self._check_optimizer()
         require(self.seconds > 0, f"seconds must be positive, not {self.seconds}")
+        require(
+            0 <= self.min_steps <= self.steps, f"min_steps {self.min_steps} is not within 0..{self.steps}, the steps"
+        )
         for name in ("num_depths", "save_every", "panel_prompts", "profile_start", "profile_steps"):
             require(getattr(self, name) >= 0, f"{name} must not be negative, is {getattr(self, name)}")
         require(0 <= self.held_out_fraction < 1, f"held_out_fraction {self.held_out_fraction} is not within 0..1")

@@ -15,10 +15,11 @@ from mtpjax.decoding.config import DecodeConfig
 from mtpjax.distributed import is_multiprocess
 from mtpjax.evaluation.acceptance import measure_acceptance
 from mtpjax.evaluation.intervals import Estimate, estimate_from, resample
-from mtpjax.evaluation.machine import Stopwatch, timing_problem
+from mtpjax.evaluation.machine import Stopwatch
 from mtpjax.evaluation.metrics import report
 from mtpjax.evaluation.round_costs import CostMeter
 from mtpjax.evaluation.round_loops import chain_shape
+from mtpjax.evaluation.trust import speed_up_problem
 from mtpjax.models.decoding_layout import shard_for_decoding
 from mtpjax.models.draft_forward import DraftArchitecture
 from mtpjax.models.model import MTPModel
@@ -59,7 +60,7 @@ class DecodedMetrics:
         speed_up_low: lower end of its 95 % interval over prompts and timings.
         speed_up_high: upper end of the interval.
         waited: share of the timings' duration that threads waited for a core.
-        problem: the reason why the speed-up cannot be trusted (`timing_problem`); None: there is none.
+        problem: the reason why the speed-up cannot be trusted (`mtpjax.evaluation.trust`); None: there is none.
     """
 
     prompts: int
@@ -228,7 +229,7 @@ class PanelDecoder:
                 speed_up_low=ratio.low,
                 speed_up_high=ratio.high,
                 waited=waited,
-                problem=timing_problem(ratio.value, row.accept_length, waited),
+                problem=speed_up_problem(ratio, row.accept_length, waited=waited),
             )
 
         return {
@@ -343,3 +344,17 @@ def is_looping(tokens, *, longest_period: int = 48) -> bool:
     half = len(tokens) // 2
     periods = range(1, min(longest_period, half) + 1)
     return any(np.mean(tokens[half:] == tokens[half - period : len(tokens) - period]) >= 0.9 for period in periods)
+
+
+def repeated_share(tokens, *, window: int = 8) -> float:
+    """Measures how much of a text was there before; stricter than `is_looping`, which looks for one exact loop.
+
+    Args:
+        tokens: the text's tokens.
+        window: number of tokens that are compared.
+
+    Returns:
+        The share of the windows that are equal to an earlier one.
+    """
+    windows = [tuple(tokens[begin : begin + window]) for begin in range(len(tokens) - window + 1)]
+    return 1 - len(set(windows)) / len(windows) if windows else 0.0

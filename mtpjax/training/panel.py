@@ -9,8 +9,9 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from mtpjax.console import narrow_table
+from mtpjax.console import narrow_table, print_parts
 from mtpjax.data.packing import Batch
+from mtpjax.evaluation.trust import mark, verdict
 from mtpjax.models.draft_forward import DraftArchitecture, forward_with_drafter
 from mtpjax.models.forward import forward, shift_left
 from mtpjax.models.model import MTPModel
@@ -154,8 +155,10 @@ def print_panel(console, panel: Panel) -> None:
     console.print(rates)
     if panel.decoded:
         console.print(_lengths_table(panel.decoded))
-        if any(row.speed_up is not None for kinds in panel.decoded.values() for row in kinds.values()):
-            console.print(_speed_up_table(panel.decoded))
+        timed = [row for kinds in panel.decoded.values() for row in kinds.values() if row.speed_up is not None]
+        if timed:
+            line = verdict([row.problem for row in timed], max(row.waited or 0.0 for row in timed))
+            print_parts(console, [line, _speed_up_table(panel.decoded)])
 
 
 def _lengths_table(decoded: Mapping[str, Mapping[str, DecodedMetrics]]):
@@ -184,12 +187,12 @@ def _lengths_table(decoded: Mapping[str, Mapping[str, DecodedMetrics]]):
 
 
 def _speed_up_table(decoded: Mapping[str, Mapping[str, DecodedMetrics]]):
-    table = narrow_table("speed-up over plain decoding at batch 1 that the measured costs of a round allow")
+    table = narrow_table("speed-up over plain decoding at batch 1\nthat the measured costs of a round allow")
     table.add_column("category", overflow="fold")
     for heading in ("T", "accept\nlength", "speed-up (95 %)"):
         table.add_column(heading, justify="right", no_wrap=True)
-    # An impossible or disturbed measurement says so in its own row.
-    table.add_column("trust")
+    # A measurement that cannot be trusted says why in its own row.
+    table.add_column("problem")
     for category, kinds in decoded.items():
         for kind, row in kinds.items():
             if row.speed_up is None:
@@ -198,7 +201,7 @@ def _speed_up_table(decoded: Mapping[str, Mapping[str, DecodedMetrics]]):
                 category if kind == next(iter(kinds)) else "",
                 f"{KIND_TEMPERATURES[kind]:g}",
                 f"{row.accept_length:.2f}",
-                f"{row.speed_up:.2f} {row.speed_up_low:.2f}-{row.speed_up_high:.2f}",
-                row.problem or "undisturbed",
+                f"{row.speed_up:.2f} {row.speed_up_low:.2f}-{row.speed_up_high:.2f}{mark(row.problem)}",
+                row.problem or "",
             )
     return table

@@ -29,12 +29,12 @@ def learning_rate_at(progress: float, config: TrainConfig) -> float:
 
 
 class ProgressClock:
-    """Progress of a run by updates or by wall-clock time, whichever is further.
+    """Progress of a run by updates or by wall-clock time, whichever is further; by time only with enough updates.
 
     `progress` changes only at a tick, so that everything within one update sees the same value.
 
     Args:
-        config: `steps` and `seconds`.
+        config: `steps`, `seconds` and `min_steps`.
         step: number of updates that the run continues from.
         seconds: seconds that they took.
     """
@@ -54,4 +54,8 @@ class ProgressClock:
         self.progress = self._progress()
 
     def _progress(self) -> float:
-        return min(max(self.step / self.config.steps, self.seconds / self.config.seconds), 1.0)
+        by_seconds = self.seconds / self.config.seconds
+        # On a slow or busy machine the updates, not the seconds, decide when the run ends.
+        if self.config.min_steps:
+            by_seconds = min(by_seconds, self.step / self.config.min_steps)
+        return min(max(self.step / self.config.steps, by_seconds), 1.0)

@@ -3,12 +3,13 @@
 import contextlib
 import dataclasses
 import pathlib
+import shlex
 from typing import Any
 
 import numpy as np
 import rich.console
 
-from mtpjax.console import narrow_table
+from mtpjax.console import narrow_table, print_parts
 from mtpjax.data.packing import held_out_prompts
 from mtpjax.evaluation.intervals import estimate_from, resample
 from mtpjax.evaluation.plot_style import picture_paths
@@ -16,15 +17,20 @@ from mtpjax.evaluation.plots import plot_quickstart
 from mtpjax.evaluation.round_costs import RoundCosts
 from mtpjax.evaluation.round_loops import chain_shape
 from mtpjax.evaluation.timing_worker import TimingWorker
+from mtpjax.evaluation.trust import mark, speed_up_problem, verdict
 from mtpjax.host import num_threads
 from mtpjax.messages import count_of
 from mtpjax.training.config import TrainConfig
-from mtpjax.training.decoding_eval import is_looping
+from mtpjax.training.decoding_eval import is_looping, repeated_share
 from mtpjax.training.panel import print_panel
 from mtpjax.training.trainer import TrainResult, train
 
 # Prompt and continuation together are as long as a training row; CAPACITY is the cache bucket that holds them.
 PROMPT_TOKENS, NEW_TOKENS, CAPACITY = 64, 128, 256
+# Beginnings of statements, one of which continues in the command that the quickstart prints last.
+STATEMENTS = ("def ", "class ", "import ", "from ", "for ", "if ")
+EXAMPLE_TEMPERATURES = (0.0, 0.8)
+MAX_REPEATED_SHARE = 0.2  # of such a continuation
 
 
 @dataclasses.dataclass(frozen=True)
@@ -55,6 +61,8 @@ class DepthResult:
         ratio: speed-up over the fastest plain setting, the median over prompts and rounds.
         interval: 95 % interval of `ratio`, from resampled prompts.
         ideal: speed-up that the accept length and the measured costs of a round's parts allow.
+        waited: largest share of the time of this setting, the plain one or the costs that threads waited for a core.
+        problem: the reason why the speed-up cannot be trusted (`mtpjax.evaluation.trust`); None: there is none.
     """
 
     num_steps: int
@@ -65,6 +73,29 @@ class DepthResult:
     ratio: float
     interval: tuple[float, float]
     ideal: float
+    waited: float = 0.0
+    problem: str | None = None
+
+
+@dataclasses.dataclass(frozen=True)
+class Measured:
+    """What the workers measured.
+
+    Attributes:
+        seconds: `[rounds, prompts]` of each setting, without prefill.
+        answers: the texts and counts of each setting.
+        waited: share of a setting's time that threads waited for a core, the mean over rounds.
+        negative: settings with a call that took no longer than its prefill.
+        costs: costs of a round's parts, in the process of the fastest plain setting.
+        waited_for_costs: the share while costs were measured.
+    """
+
+    seconds: dict[DecoderSetting, np.ndarray]
+    answers: dict[DecoderSetting, Any]
+    waited: dict[DecoderSetting, float]
+    negative: set[DecoderSetting]
+    costs: RoundCosts
+    waited_for_costs: float
 
 
 def run(config: TrainConfig, *, depths: tuple[int, ...] = (1, 2, 3), rounds: int = 5, num_prompts: int = 16) -> int:
@@ -105,33 +136,50 @@ def run(config: TrainConfig, *, depths: tuple[int, ...] = (1, 2, 3), rounds: int
     with contextlib.ExitStack() as stack:
         workers = {thread: stack.enter_context(TimingWorker(trained.path, threads=thread)) for thread in threads}
         with console.status("compiling each setting"):
-            prompts = _find_prompts(workers, settings, trained, num_prompts)
-        seconds, answers, costs = _measure_settings(console, workers, settings, prompts, rounds, depths)
+            prompts, num_lively, num_decoded = _find_prompts(workers, settings, trained, num_prompts)
+        measured = _measure_settings(console, workers, settings, prompts, rounds, depths)
         # Greedy speculation must give token for token the text of plain decoding, in every setting.
-        identical = all(
-            [row["tokens"] for row in answers[setting]] == [row["tokens"] for row in answers[settings[0]]]
-            for setting in settings
-        )
-    # 3. Compare each depth with the fastest plain setting.
-    plain = _best_plain(seconds)
-    rows = [_depth_result(depth, plain, settings, seconds, answers, costs) for depth in depths]
-    best = max(rows, key=lambda row: row.ratio)
-    _print_result(console, plain, seconds[plain], rows, best, identical=identical)
+        texts = [[row["tokens"] for row in measured.answers[setting]] for setting in settings]
+        identical = all(of_setting == texts[0] for of_setting in texts)
+        # 3. Compare each depth with the fastest plain setting.
+        plain = _best_plain(measured.seconds)
+        rows = [_depth_result(depth, plain, settings, measured) for depth in depths]
+        best = min(rows, key=lambda row: (bool(row.problem), -row.ratio))
+        # `mtpjax generate` runs models of this size on one thread.
+        with console.status("looking for a prompt to continue with"):
+            example = _choose_example(workers[1], best.num_steps)
+    # First of all say whether the speeds can be trusted.
+    trust = verdict([row.problem for row in rows], max(row.waited for row in rows))
+    print_parts(console, ["", trust])
+    texts_are = f"{num_lively} of {num_decoded} continuations of held-out text do not loop"
+    _print_result(console, plain, measured.seconds[plain], rows, best, identical=identical, loops=not num_lively)
 
     plot_quickstart(pathlib.Path(config.output) / "quickstart", trained.history, rows, config.plot_formats)
     pictures = [file.name for name in ("panel", "quickstart") for file in picture_paths(name, config.plot_formats)]
     console.print(f"\nwrote {config.output}/: metrics.jsonl, checkpoint/, {', '.join(pictures)}", soft_wrap=True)
-    steps = f"--speculative-num-steps {best.num_steps}"
-    console.print(f"next: [bold]mtpjax generate --model {config.output} --prompt 'def ' {steps}[/]", soft_wrap=True)
+    command = f"mtpjax generate --model {shlex.quote(config.output)} {example} --max-new-tokens {NEW_TOKENS}"
+    command += f" --speculative-num-steps {best.num_steps}"
+    console.print(f"next: {command}", soft_wrap=True, markup=False, highlight=False, style="bold")
+    # The last line says how far all of this can be trusted.
+    num_updates = max(row["step"] for row in trained.history)
+    print_parts(console, [f"model: {num_updates} updates; {texts_are}", trust])
     return 0 if identical else 4
 
 
 def _training_length(config: TrainConfig) -> str:
-    return f"{config.seconds:.0f} s" if np.isfinite(config.seconds) else count_of(config.steps, "update")
+    if not np.isfinite(config.seconds):
+        return count_of(config.steps, "update")
+    return f"{config.seconds:.0f} s and at least {count_of(config.min_steps, 'update')}"
 
 
-def _find_prompts(workers: dict[int, TimingWorker], settings, trained: TrainResult, count: int) -> list[list[int]]:
-    """Chooses held-out prompts whose plain continuation does not loop, and compiles every setting meanwhile."""
+def _find_prompts(
+    workers: dict[int, TimingWorker], settings, trained: TrainResult, count: int
+) -> tuple[list[list[int]], int, int]:
+    """Chooses held-out prompts whose plain continuation does not loop, and compiles every setting meanwhile.
+
+    Also returns how many continuations do not loop, of how many; if all of them loop, the prompts are taken as they
+    are.
+    """
     candidates = held_out_prompts(
         trained.held_out,
         count=4 * count,
@@ -148,7 +196,33 @@ def _find_prompts(workers: dict[int, TimingWorker], settings, trained: TrainResu
     _send_prompts(workers, settings[0], candidates)
     rows = workers[settings[0].threads].receive()["rows"]
     lively = [prompt for prompt, row in zip(candidates, rows, strict=True) if not is_looping(row["tokens"])]
-    return (lively or candidates)[:count]
+    return (lively or candidates)[:count], len(lively), len(candidates)
+
+
+def _choose_example(worker: TimingWorker, num_steps: int) -> str:
+    """Returns flags of `mtpjax generate` for a text that does not repeat itself, and that this model really writes.
+
+    The greedy text of a small model often repeats itself. Then the flags sample.
+    """
+    prompts = [list(text.encode()) for text in STATEMENTS]
+    shares = []
+    for temperature in EXAMPLE_TEMPERATURES:
+        answer = worker.call(
+            method="decode",
+            prompts=prompts,
+            max_new_tokens=NEW_TOKENS,
+            num_steps=num_steps,
+            min_rows=None,
+            temperature=temperature,
+        )
+        flags = f" --temperature {temperature:g}" if temperature else ""
+        shares += [
+            (repeated_share(row["tokens"]), f"--prompt {shlex.quote(text)}{flags}")
+            for text, row in zip(STATEMENTS, answer["rows"], strict=True)
+        ]
+        if min(shares)[0] <= MAX_REPEATED_SHARE:
+            break
+    return min(shares)[1]
 
 
 def _send_prompts(workers: dict[int, TimingWorker], setting: DecoderSetting, prompts: list[list[int]]) -> None:
@@ -166,12 +240,13 @@ def _send_prompts(workers: dict[int, TimingWorker], setting: DecoderSetting, pro
 
 def _measure_settings(
     console, workers: dict[int, TimingWorker], settings, prompts, rounds: int, depths: tuple[int, ...]
-) -> tuple[dict[DecoderSetting, np.ndarray], dict[DecoderSetting, Any], RoundCosts]:
-    """Returns the seconds `[rounds, prompts]` and texts of every setting, and the costs of a round's parts."""
+) -> Measured:
+    """Times every setting on every prompt, and the costs of a round's parts."""
     # All settings take turns within each round, in alternating order, so that a machine that gets slower or faster
     # affects them alike.
     seconds: dict[DecoderSetting, list] = {setting: [] for setting in settings}
-    answers, costs, plain = {}, None, settings[0]
+    waited: dict[DecoderSetting, list] = {setting: [] for setting in settings}
+    answers, negative, costs, waited_for_costs, plain = {}, set(), None, [], settings[0]
     with console.status("measuring") as status:
         for number in range(rounds):
             status.update(
@@ -182,13 +257,26 @@ def _measure_settings(
                 _send_prompts(workers, setting, prompts)
                 answer = workers[setting.threads].receive()
                 seconds[setting].append(answer["seconds"])
+                waited[setting].append(answer["waited"])
                 answers[setting] = answer["rows"]
+                negative |= {setting} if answer["is_negative"] else set()
                 # Costs come from the process in which plain decoding is fastest, which is known after the first round.
                 if number:
-                    costs = _measure_costs(workers[plain.threads], depths)
+                    context = PROMPT_TOKENS + NEW_TOKENS // 2
+                    worker = workers[plain.threads]
+                    answer = worker.call(method="costs", num_steps=depths, context=context, capacity=CAPACITY)
+                    costs = RoundCosts.from_json(answer)
+                    waited_for_costs.append(answer["waited"])
             plain = _best_plain(seconds)
     assert costs is not None  # `run` rejects fewer than 2 rounds
-    return {setting: np.array(times) for setting, times in seconds.items()}, answers, costs
+    return Measured(
+        seconds={setting: np.array(times) for setting, times in seconds.items()},
+        answers=answers,
+        waited={setting: float(np.mean(shares)) for setting, shares in waited.items()},
+        negative=negative,
+        costs=costs,
+        waited_for_costs=float(np.mean(waited_for_costs)),
+    )
 
 
 def _best_plain(seconds: dict[DecoderSetting, Any]) -> DecoderSetting:
@@ -197,17 +285,13 @@ def _best_plain(seconds: dict[DecoderSetting, Any]) -> DecoderSetting:
     return min(plain, key=lambda setting: np.median(np.sum(seconds[setting], axis=1)))
 
 
-def _measure_costs(worker: TimingWorker, depths: tuple[int, ...]) -> RoundCosts:
-    answer = worker.call(method="costs", num_steps=depths, context=PROMPT_TOKENS + NEW_TOKENS // 2, capacity=CAPACITY)
-    return RoundCosts.from_json(answer)
-
-
-def _depth_result(depth: int, plain: DecoderSetting, settings, seconds, answers, costs: RoundCosts) -> DepthResult:
+def _depth_result(depth: int, plain: DecoderSetting, settings, measured: Measured) -> DepthResult:
     # The fastest setting of this depth.
+    seconds = measured.seconds
     own = [setting for setting in settings if setting.num_steps == depth]
     setting = min(own, key=lambda setting: np.median(seconds[setting].sum(1)))
     # Acceptance, from the counts over all prompts.
-    rows = answers[setting]
+    rows = measured.answers[setting]
     num_rounds = sum(row["rounds"] for row in rows)
     accepted = np.sum([row["accepted"] for row in rows], axis=0)
     accept_length = float(1 + accepted.sum() / num_rounds)
@@ -218,6 +302,18 @@ def _depth_result(depth: int, plain: DecoderSetting, settings, seconds, answers,
     ratio = estimate_from(float(np.median(pairs)), np.median(pairs[:, drawn], axis=(0, 2)))
     # The first token of a text comes from prefill, not from a round.
     tokens = sum(len(row["tokens"]) - 1 for row in rows)
+    # The costs are those of a plain step of one row in the process of the plain setting: only there do they limit the
+    # ratio.
+    ideal = measured.costs.ideal_ratio(accept_length, chain_shape(depth))
+    has_own_costs = (setting.threads, 1) == (plain.threads, plain.min_rows)
+    waited = max(measured.waited[setting], measured.waited[plain], measured.waited_for_costs)
+    problem = speed_up_problem(
+        ratio,
+        accept_length,
+        waited=waited,
+        ideal=ideal if has_own_costs else None,
+        is_negative=bool(measured.negative & {setting, plain}),
+    )
     return DepthResult(
         num_steps=depth,
         setting=setting,
@@ -226,18 +322,28 @@ def _depth_result(depth: int, plain: DecoderSetting, settings, seconds, answers,
         tokens_per_second=tokens / float(np.median(seconds[setting].sum(1))),
         ratio=ratio.value,
         interval=(ratio.low, ratio.high),
-        ideal=costs.ideal_ratio(accept_length, chain_shape(depth)),
+        ideal=ideal,
+        waited=waited,
+        problem=problem,
     )
 
 
 def _print_result(
-    console, plain: DecoderSetting, plain_seconds, rows: list[DepthResult], best: DepthResult, *, identical: bool
+    console,
+    plain: DecoderSetting,
+    plain_seconds,
+    rows: list[DepthResult],
+    best: DepthResult,
+    *,
+    identical: bool,
+    loops: bool = False,
 ) -> None:
     # The first row is the plain baseline, with ratio 1; then one row per depth.
     def threads(setting: DecoderSetting) -> str:
         return "1" if setting.threads == 1 else "all"
 
-    table = narrow_table("greedy decoding at batch 1 of held-out prompts that do not loop")
+    texts = "which all loop and are easy to draft" if loops else "that do not loop"
+    table = narrow_table(f"greedy decoding at batch 1 of held-out prompts {texts}")
     for heading in ("drafts", "threads", "accept\nlength", "survival", "tokens/s", "ratio", "95 %", "ideal"):
         table.add_column(heading, justify="right", no_wrap=True)
     count = plain_seconds.shape[1] * (NEW_TOKENS - 1)
@@ -252,17 +358,14 @@ def _print_result(
             f"{row.accept_length:.2f}",
             " ".join(f"{rate:.2f}" for rate in row.survival),
             f"{row.tokens_per_second:.0f}",
-            f"{row.ratio:.2f}" + " ?" * (row.ratio > row.accept_length),
+            f"{row.ratio:.2f}{mark(row.problem)}",
             f"{low:.2f}-{high:.2f}",
             f"{row.ideal:.2f}",
         )
     console.print(table)
-    if any(row.ratio > row.accept_length for row in rows):
-        console.print("? impossible: above the accept length, so something disturbed the timing: run it again")
     console.print(f"identical: {'yes' if identical else 'NO'}", style="bold green" if identical else "bold red")
     low, high = best.interval
-    console.print(
-        f"speculative/plain: {best.ratio:.2f} ({low:.2f}-{high:.2f}) with {count_of(best.num_steps, 'draft')}; "
-        f"{best.ratio / best.ideal:.2f} of the ideal {best.ideal:.2f}",
-        soft_wrap=True,
-    )
+    # A ratio that cannot be trusted has its reason in the place of its share of the ideal.
+    rest = best.problem or f"{best.ratio / best.ideal:.2f} of the ideal {best.ideal:.2f}"
+    ratio = f"{best.ratio:.2f} ({low:.2f}-{high:.2f}){mark(best.problem)}"
+    console.print(f"speculative/plain: {ratio} with {count_of(best.num_steps, 'draft')}; {rest}", soft_wrap=True)

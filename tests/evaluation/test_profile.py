@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 
 from mtpjax import DecodeConfig
-from mtpjax.evaluation import profile, round_costs
+from mtpjax.evaluation import profile, round_costs, trust
 from mtpjax.evaluation.profile import load_depth_settings, read_acceptance
 from mtpjax.evaluation.round_costs import CostMeter, RoundCosts
 from mtpjax.evaluation.round_loops import PLAIN_STEP, RoundLoop, RoundShape, chain_shape
@@ -37,9 +37,9 @@ def stored(tmp_path, *batches, **changes):
 
 def test_a_timing_that_a_pause_made_negative_is_repeated(monkeypatch):
     """The clock tells the duration of each call: the first of a timing paused, so that the second seems shorter."""
-    durations = [0.1] * 4 + [0.9] + [0.1, 7.0, 0.5] + [0.1, 0.1, 0.5]
-    readings = iter(np.cumsum([each for duration in durations for each in (0.0, duration)]).tolist())
-    monkeypatch.setattr(round_costs, "time", types.SimpleNamespace(perf_counter=lambda: next(readings)))
+    pairs = [(0.1, 0.9)] * 3 + [(7.0, 0.5), (0.1, 0.5)]  # of the short and the long call
+    readings = iter(np.cumsum([each for pair in pairs for each in (0.0, *pair)]).tolist())
+    monkeypatch.setattr(trust, "time", types.SimpleNamespace(perf_counter=lambda: next(readings)))
     loop = RoundLoop(lambda params, draft_params: params, lambda params, index, inputs: inputs + 1, jax.numpy.zeros(2))
     run = round_costs._timer(({}, None), loop, seconds=0.02)
     assert run() == pytest.approx((0.5 - 0.1) / 4)
@@ -245,6 +245,21 @@ def test_another_device_is_a_warning(tmp_path, caplog):
         load_depth_settings(file, batch=1, num_steps=1)
     assert "device_kind 'abacus'; here it is 'cpu'" in caplog.text
     assert f"threads 99; here it is {num_threads()}" in caplog.text
+
+
+def test_a_disturbed_profile_says_so_first_and_where_it_is_used(tmp_path, caplog):
+    busy = {"waited": 0.4, "problem": "disturbed: waited 40% of the time for a core"}
+    own = {"context": 64, "dtype": "float32", "temperature": 0.0}
+    file = stored(tmp_path, 1, **busy, **own)
+    with caplog.at_level(logging.WARNING):
+        load_depth_settings(file, batch=1, num_steps=1)
+    assert "cannot be trusted: it was disturbed: waited 40%" in caplog.text
+    line, table = profile.tables(json.loads(file.read_text()))
+    assert line.startswith("trust in the timings: no (1 disturbed, marked ?)") and table.title.startswith(
+        "batch 1 ?, 64"
+    )
+    line, table = profile.tables({**json.loads(file.read_text()), "waited": 0.0, "problem": None})
+    assert line.startswith("trust in the timings: yes") and "?" not in table.title
 
 
 def test_rates_that_break_even():

@@ -5,7 +5,8 @@ import dataclasses
 from mtpjax.ablation.bench import Workload
 from mtpjax.ablation.grid import Cell, Settings
 from mtpjax.decoding.config import DecodeConfig
-from mtpjax.evaluation.machine import timing_problem
+from mtpjax.evaluation.intervals import Estimate
+from mtpjax.evaluation.trust import speed_up_problem
 
 SETTINGS = Settings(depths=(1, 2), topk=(1,), temperatures=(0.0,), batch_sizes=(1, 2), max_new_tokens=12, repeats=2)
 WORKLOAD = Workload([[1, 2, 3], [4, 5], [6, 7, 8]], "three prompts")
@@ -23,8 +24,10 @@ def cell_row(
     lossless="identical",
     rule="greedy",
     drafter="mtp",
+    waited=0.0,
 ):
     """A line of `cells.jsonl` as it might be."""
+    measured = Estimate(ratio, ratio - spread, ratio + spread)
     nodes = DecodeConfig(num_steps=num_steps, topk=topk).num_nodes
     length = 1 + 0.8 * num_steps
     around = lambda value, by: {"value": value, "low": value - by, "high": value + by}
@@ -34,7 +37,7 @@ def cell_row(
         "accept_length_macro": around(length, 0.1),
         "conditional": [around(0.8, 0.02)] * num_steps,
         "survival": [around(0.8, 0.02)] * num_steps,
-        "ratio": around(ratio, spread),
+        "ratio": measured.to_dict(),
         "tokens_per_second": 100 * ratio,
         "plain_tokens_per_second": 100.0,
         "costs": {"plain": 1e-3, "verify": 1e-3, "parts": 1.2e-3},
@@ -43,6 +46,6 @@ def cell_row(
         "lossless": lossless,
         "differing_rows": int(lossless == "DIFFERS"),
         "compared_rows": 10,
-        "waited": 0.2,
-        "problem": timing_problem(ratio, length, 0.0),
+        "waited": waited,
+        "problem": speed_up_problem(measured, length, waited=waited),
     }

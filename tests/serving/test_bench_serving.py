@@ -414,6 +414,29 @@ def test_throughput_is_labelled_with_plain_numbers(concurrencies, speed, tmp_pat
     assert len(labels) >= 2 and all(re.fullmatch(r"[\d,]*\d(\.\d+)?", label) for label in labels), labels
 
 
+def test_a_speed_up_that_cannot_be_trusted_is_marked(tmp_path):
+    """A ratio above the accept length, one of a client that waited for a core, and one without an interval."""
+    runs = [fake_run(1, n, side, 250 if side else 100) for n in (0, 1) for side in (True, False)]
+    busy = {"client_waited_share": 0.5}
+    runs += [fake_run(2, n, side, 150 if side else 100, **busy) for n in (0, 1) for side in (True, False)]
+    runs += [fake_run(4, 0, side, 150 if side else 100) for side in (True, False)]
+    runs += [fake_run(8, n, side, 150 if side else 100) for n in (0, 1) for side in (True, False)]
+    rows = speedups(runs)
+    assert [row.problem for row in rows] == [
+        "impossible: above the accept length 2.00",
+        "disturbed: waited 50% of the time for a core",
+        "uncertain: one measurement has no interval",
+        None,
+    ]
+    text = format_markdown(rows, {})
+    assert text.splitlines()[2].startswith("trust in the timings: for 1 of 4 (1 impossible, 1 disturbed, 1 uncertain,")
+    assert "| 2.50 2.50-2.50 ? |" in text and "| 1.50 1.50-1.50 |" in text
+    assert "- at 1 requests at once: impossible: above the accept length 2.00" in text
+    for part in (rows, rows[:1]):
+        plot_speedup(tmp_path / "speed", part, ("svg",))
+    assert json.dumps([row.to_dict() for row in rows], allow_nan=False)
+
+
 def test_picture_has_every_format(tmp_path):
     plot_speedup(tmp_path / "speed", comparisons(1, 2), ("png", "svg", "pdf"), {})
     assert {path.suffix for path in tmp_path.iterdir()} == {".png", ".svg", ".pdf"}

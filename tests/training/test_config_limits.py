@@ -34,6 +34,8 @@ SIZES = {"vocab_size": 32, "hidden_size": 16, "num_hidden_layers": 1, "num_atten
         ("seed", -1),
         ("num_depths", 10**20),
         ("num_depths", 65),
+        ("min_steps", -1),
+        ("min_steps", 1001),  # of 1000 steps
         ("objective", None),
         ("objective", 3),
     ],

@@ -7,6 +7,7 @@ import time
 from collections.abc import Callable, Coroutine, Sequence
 from typing import Any, TypeVar
 
+from mtpjax.evaluation.machine import Stopwatch
 from mtpjax.serving.bench.backends import BenchRequest
 from mtpjax.serving.bench.client import Client
 from mtpjax.serving.bench.outcome import Outcome
@@ -64,7 +65,7 @@ async def measure(
     """Sends all requests and computes the numbers of the run; the arguments are those of `send_all`."""
     await client.open_connections(min(max_concurrency or len(requests), len(requests)))
     before = await client.speculation_counts()
-    begin, cpu_begin = time.perf_counter(), time.process_time()
+    stopwatch = Stopwatch()
     await send_all(
         client,
         requests,
@@ -74,12 +75,14 @@ async def measure(
         extra_body=extra_body,
         progress=progress,
     )
-    # A client that needs a whole core reads tokens late.
-    cpu_share = (time.process_time() - cpu_begin) / (time.perf_counter() - begin)
+    # A client that needs a whole core, or waits for one, reads tokens late.
+    elapsed = stopwatch.read()
+    shares = {"client_cpu_share": elapsed["cpu_seconds"] / elapsed["seconds"]}
+    shares["client_waited_share"] = stopwatch.waited_share()
     after = await client.speculation_counts()
     counts = None if before is None or after is None else (after[0] - before[0], after[1] - before[1])
     summary = summarize(outcomes, counts)
-    return {**summary, "client_cpu_share": cpu_share}
+    return {**summary, **shares}
 
 
 def run_until_interrupted(work: Coroutine[Any, Any, T]) -> T:

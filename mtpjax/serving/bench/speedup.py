@@ -7,6 +7,7 @@ from typing import Any
 import numpy as np
 
 from mtpjax.evaluation.intervals import Estimate, estimate_from, resample
+from mtpjax.evaluation.trust import speed_up_problem
 from mtpjax.serving.bench.backends import BenchRequest
 from mtpjax.serving.bench.client import Client
 from mtpjax.serving.bench.sending import measure
@@ -79,7 +80,8 @@ class Speedup:
 
     Attributes:
         concurrency: requests that run at the same time.
-        ratio: output tokens per second with drafts over those without; the interval is over pairs of runs.
+        ratio: output tokens per second with drafts over those without; the interval is over pairs of runs, and nan with
+            one pair.
         throughput: output tokens per second, without and with drafts.
         ttft: mean milliseconds to the first token, without and with drafts.
         itl: mean milliseconds per token after the first, without and with drafts; None if no request had one.
@@ -88,6 +90,8 @@ class Speedup:
         num_pairs: pairs of runs.
         num_failed: requests that failed.
         is_client_busy: the client was too busy in a run, see `is_client_busy`.
+        waited: largest share of a run's time that the client's threads waited for a core.
+        problem: the reason why the ratio cannot be trusted (`mtpjax.evaluation.trust`); None: there is none.
     """
 
     concurrency: int
@@ -100,6 +104,8 @@ class Speedup:
     num_pairs: int
     num_failed: int
     is_client_busy: bool = False
+    waited: float = 0.0
+    problem: str | None = None
 
     def to_dict(self) -> dict[str, Any]:
         """Returns the fields for JSON."""
@@ -130,18 +136,24 @@ def speedups(runs: Sequence[Run]) -> list[Speedup]:
         throughput = tokens.sum(0) / seconds.sum(0)
         (units,) = resample(len(pairs))
         resampled = tokens[units].sum(1) / seconds[units].sum(1)  # [samples, 2]
+        ratio = estimate_from(throughput[1] / throughput[0], resampled[:, 1] / resampled[:, 0])
+        ratio = ratio if len(pairs) > 1 else Estimate(ratio.value, np.nan, np.nan)
+        accept_length = _mean(pairs, 1, "accept_length")
+        waited = max(side.get("client_waited_share", 0.0) for pair in pairs for side in pair)
         result.append(
             Speedup(
                 concurrency=concurrency,
-                ratio=estimate_from(throughput[1] / throughput[0], resampled[:, 1] / resampled[:, 0]),
+                ratio=ratio,
                 throughput=(float(throughput[0]), float(throughput[1])),
                 ttft=(_mean(pairs, 0, "mean_ttft_ms"), _mean(pairs, 1, "mean_ttft_ms")),
                 itl=(_mean(pairs, 0, "mean_itl_ms"), _mean(pairs, 1, "mean_itl_ms")),
-                accept_length=_mean(pairs, 1, "accept_length"),
+                accept_length=accept_length,
                 accept_length_without=_mean(pairs, 0, "accept_length"),
                 num_pairs=len(pairs),
                 num_failed=sum(side["failed"] for pair in pairs for side in pair),
                 is_client_busy=any(is_client_busy(side) for pair in pairs for side in pair),
+                waited=waited,
+                problem=speed_up_problem(ratio, accept_length, waited=waited),
             )
         )
     return result

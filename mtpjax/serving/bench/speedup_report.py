@@ -9,7 +9,9 @@ import rich.table
 
 from mtpjax.atomic import write_text
 from mtpjax.console import narrow_table
-from mtpjax.evaluation.plot_style import GREY, colour, picture, plain_log_ticks
+from mtpjax.evaluation.plot_style import GREY, colour, legend_below, picture, plain_log_ticks
+from mtpjax.evaluation.plots import plot_speed_ups
+from mtpjax.evaluation.trust import mark, verdict
 from mtpjax.messages import count_of
 from mtpjax.serving.bench.speedup import PUBLISHED_SOURCE, Run, Speedup
 
@@ -33,13 +35,13 @@ def _headings(reference: Reference) -> list[str]:
 
 
 def _cells(row: Speedup, reference: Reference) -> list[str]:
-    ratio = f"{row.ratio.value:.2f} {row.ratio.low:.2f}-{row.ratio.high:.2f}"
+    interval = f" {row.ratio.low:.2f}-{row.ratio.high:.2f}" if row.num_pairs > 1 else ""
     published = [_number(reference.get(row.concurrency), 2)] if reference else []
     return [
         str(row.concurrency),
         f"{row.throughput[0]:.0f}",
         f"{row.throughput[1]:.0f}",
-        ratio if row.num_pairs > 1 else f"{row.ratio.value:.2f}",
+        f"{row.ratio.value:.2f}{interval}{mark(row.problem)}",
         *published,
         _number(row.accept_length, 2),
         "/".join(_number(value, 0) for value in row.ttft),
@@ -49,6 +51,11 @@ def _cells(row: Speedup, reference: Reference) -> list[str]:
 
 def _number(value: float | None, digits: int) -> str:
     return "-" if value is None else f"{value:.{digits}f}"
+
+
+def rows_verdict(rows: Sequence[Speedup]) -> str:
+    """Says in one line which speed-ups can be trusted. It comes before the table."""
+    return verdict([row.problem for row in rows], max(row.waited for row in rows))
 
 
 def notes(rows: Sequence[Speedup], reference: Reference) -> list[str]:
@@ -61,6 +68,7 @@ def notes(rows: Sequence[Speedup], reference: Reference) -> list[str]:
     ]
     if failed := sum(row.num_failed for row in rows):
         result.append(f"{count_of(failed, 'request')} failed, whose tokens do not count")
+    result += [f"at {row.concurrency} requests at once: {row.problem}" for row in rows if row.problem]
     if any(row.num_pairs == 1 for row in rows):
         result.append("one pair of runs has no interval: raise --repeats")
     if any(row.accept_length is None for row in rows):
@@ -104,13 +112,16 @@ def write_report(
     files = [output.with_name(f"{output.name}.{suffix}") for suffix in ("json", "md")]
     write_text(files[0], json.dumps(content, indent=1, allow_nan=False) + "\n")
     write_text(files[1], format_markdown(rows, settings, reference))
-    plot_speedup(output, rows, formats, reference)
+    # The client does not know the server's device; the address and its own processor say where it was measured.
+    title = f"Serving {settings.get('model')} at {settings.get('url')}\n"
+    title += f"client: {settings.get('client_cpu')}, {settings.get('client_cores')} cores"
+    plot_speedup(output, rows, formats, reference, title=title)
     return files
 
 
 def format_markdown(rows: Sequence[Speedup], settings: dict[str, Any], reference: Reference) -> str:
     """Formats the comparison as Markdown: table, notes and settings."""
-    lines, headings = ["# Serving with and without MTP", ""], _headings(reference)
+    lines, headings = ["# Serving with and without MTP", "", rows_verdict(rows), ""], _headings(reference)
     lines.append(f"| {' | '.join(heading.replace(chr(10), ' ') for heading in headings)} |")
     lines.append("|" + "--:|" * len(headings))
     lines += [f"| {' | '.join(_cells(row, reference))} |" for row in rows]
@@ -119,7 +130,9 @@ def format_markdown(rows: Sequence[Speedup], settings: dict[str, Any], reference
     return "\n".join(lines) + "\n"
 
 
-def plot_speedup(path, rows: Sequence[Speedup], formats: Sequence[str], reference: Reference) -> None:
+def plot_speedup(
+    path, rows: Sequence[Speedup], formats: Sequence[str], reference: Reference, *, title: str = ""
+) -> None:
     """Plots throughput and speed-up against concurrency.
 
     Args:
@@ -127,28 +140,27 @@ def plot_speedup(path, rows: Sequence[Speedup], formats: Sequence[str], referenc
         rows: the comparisons.
         formats: formats of a path without suffix.
         reference: published speed-ups to show beside them.
+        title: what was measured, and where.
     """
-    with picture(path, (9.5, 3.8), formats) as figure:
+    with picture(path, (9.5, 4.2), formats, title=title) as figure:
         throughput, speed = figure.subplots(1, 2)
         places = [row.concurrency for row in rows]
         # Left: output tokens per second.
         for side, name in enumerate(("without drafts", "with MTP")):
             look = {"color": GREY if side == 0 else colour(0), "label": name}
             throughput.plot(places, [row.throughput[side] for row in rows], "o-", **look)
-        throughput.set(title="output tokens per second", xlabel="requests at once", yscale="log")
+        throughput.set(title="throughput", xlabel="requests at once", ylabel="output tokens per second", yscale="log")
         plain_log_ticks(throughput.yaxis, [value for row in rows for value in row.throughput])
         # Right: the speed-up with its interval, and published ones at the same concurrencies.
-        below = [max(row.ratio.value - row.ratio.low, 0) for row in rows]
-        above = [max(row.ratio.high - row.ratio.value, 0) for row in rows]
-        ratios = [row.ratio.value for row in rows]
-        speed.errorbar(places, ratios, [below, above], fmt="o-", color=colour(0), label="measured (95 % over pairs)")
+        points = [(row.concurrency, row.ratio, row.problem) for row in rows]
+        plot_speed_ups(speed, points, label="measured (95 % over pairs of runs)", color=colour(0))
         published = [(place, reference[place]) for place in places if place in reference]
         if published:
             speed.plot(*zip(*published, strict=True), "s--", color=GREY, label=PUBLISHED_SOURCE)
-        speed.axhline(1, color="black", linewidth=0.8)
-        speed.set(title="speed-up by MTP", xlabel="requests at once", ylabel="ratio")
-        speed.set_ylim(bottom=min(0.9, *(value - error for value, error in zip(ratios, below, strict=True))))
+        speed.axhline(1, color="black", linewidth=0.8, label="without drafts")
+        speed.set(title="speed-up by MTP", xlabel="requests at once", ylabel="ratio of throughputs")
+        speed.set_ylim(bottom=min(0.9, speed.get_ylim()[0]))
         for axes in (throughput, speed):
             axes.set_xscale("log", base=2)
             axes.set_xticks(places, [str(place) for place in places])
-            axes.legend()
+            legend_below(axes)

@@ -1,0 +1,162 @@
+"""Decides whether a measured speed-up can be trusted. All tables, pictures and recommendations ask here.
+
+A measurement that cannot be trusted has a *problem*, a text whose first word says what kind it is:
+
+    impossible  no machine can reach the number, so that something disturbed one of the times
+    disturbed   other programs used the cores during the measurement
+    uncertain   the 95 % interval is too wide
+
+Imports no JAX.
+"""
+
+import math
+import time
+from collections import Counter
+from collections.abc import Callable, Sequence
+from typing import Any, TypeVar
+
+import numpy as np
+
+from mtpjax.evaluation.intervals import Estimate
+from mtpjax.evaluation.machine import has_waiting_times
+
+T = TypeVar("T")
+KINDS = ("impossible", "disturbed", "uncertain")
+# Threads of an undisturbed measurement wait at most this share of the time for a core. On idle machines it was up to
+# 0.035: a core that falls asleep and wakes up again between two threads does not count as idle.
+MAX_WAITING_SHARE = 0.05
+# Largest ratio of the upper to the lower end of an interval: above it, the speed is not known to a factor of two.
+MAX_INTERVAL_FACTOR = 2.0
+# A round costs at least its passes, whose costs are themselves measured to a few percent.
+MAX_SHARE_OF_IDEAL = 1.1
+MAX_TIMING_TRIES = 10  # of two times whose difference is not positive
+
+
+def speed_up_problem(
+    ratio: Estimate,
+    accept_length: float | None,
+    *,
+    waited: float,
+    ideal: float | None = None,
+    is_negative: bool = False,
+) -> str | None:
+    """Says why a measured speed-up over plain decoding cannot be trusted.
+
+    Args:
+        ratio: the measured speed-up with its interval; the interval's ends are nan if there is none.
+        accept_length: tokens per round, bonus token included. A round costs at least one plain step, so no speed-up
+            exceeds it. None: unknown.
+        waited: share of the measurement's time that threads waited for a core.
+        ideal: the speed-up if a round cost only its passes, from costs that were measured in the same process; None:
+            not measured.
+        is_negative: a difference of two times was not positive (`seconds_beyond`).
+
+    Returns:
+        The reason, which begins with one of `KINDS`; None if the speed-up can be trusted.
+    """
+    busy = f"waited {waited:.0%} of the time for a core" if waited > MAX_WAITING_SHARE else ""
+    impossible = None
+    if is_negative:  # the time of a one-token call is subtracted from every call
+        impossible = "a call for all tokens took no longer than a call for one"
+    elif accept_length is not None and ratio.value > accept_length:
+        impossible = f"above the accept length {accept_length:.2f}"
+    elif ideal is not None and accept_length is not None and ideal > accept_length:
+        impossible = f"the ideal {ideal:.2f} is above the accept length {accept_length:.2f}"
+    elif ideal is not None and ratio.low > MAX_SHARE_OF_IDEAL * ideal:
+        impossible = f"above the ideal {ideal:.2f}"
+    if impossible is not None:
+        return f"impossible: {impossible}" + (f"; {busy}" if busy else "")
+    if busy:
+        return f"disturbed: {busy}"
+    if math.isnan(ratio.low):
+        return "uncertain: one measurement has no interval"
+    if ratio.high > MAX_INTERVAL_FACTOR * ratio.low:
+        return f"uncertain: the 95 % interval is {ratio.low:.2f}-{ratio.high:.2f}"
+    return None
+
+
+def waiting_problem(waited: float) -> str | None:
+    """Says why times that are no speed-up cannot be trusted: "disturbed", or None. `waited` as above."""
+    return speed_up_problem(Estimate(1.0, 1.0, 1.0), None, waited=waited)
+
+
+def mark(problem: str | None) -> str:
+    """Returns what follows a number in tables and pictures: " ?" if it cannot be trusted."""
+    return " ?" if problem else ""
+
+
+def is_impossible(problem: str | None) -> bool:
+    """Returns whether no machine can reach the number, so that a picture must not have a point for it."""
+    return bool(problem) and str(problem).startswith("impossible")
+
+
+def can_pass(problem: str | None) -> bool:
+    """Returns whether the same measurement may succeed on an idle machine: it was disturbed, not uncertain."""
+    return bool(problem) and not str(problem).startswith("uncertain")
+
+
+def verdict(problems: Sequence[str | None], waited: float) -> str:
+    """Says in one line whether measurements can be trusted, and why not. It comes before their table.
+
+    Args:
+        problems: the problem of each measurement.
+        waited: largest share of a measurement's time that threads waited for a core.
+
+    Returns:
+        A line such as "trust in the timings: yes; threads waited up to 0.4% of the time for a core".
+    """
+    kinds = Counter(problem.partition(":")[0] for problem in problems if problem)
+    num_trusted = len(problems) - sum(kinds.values())
+    waiting = f"threads waited up to {waited:.1%} of the time for a core"
+    if not has_waiting_times():
+        waiting = "this system does not say how long threads waited for a core"
+    if not kinds:
+        return f"trust in the timings: yes; {waiting}"
+    reasons = ", ".join(f"{kinds[kind]} {kind}" for kind in KINDS if kinds[kind])
+    answer = f"for {num_trusted} of {len(problems)}" if num_trusted else "no"
+    # An idle machine does not narrow an interval that comes from few prompts.
+    advice = "measure more prompts or repeats" if set(kinds) == {"uncertain"} else "measure again on an idle machine"
+    return f"trust in the timings: {answer} ({reasons}, marked ?); {waiting}: {advice}"
+
+
+def time_calls(short: Callable[[], Any], long: Callable[[], T]) -> tuple[float, float, T]:
+    """Times a short call, whose time is subtracted from that of a long one, and the long one.
+
+    A pause of the process in the short call can make the difference negative. Then both are timed again, at most
+    `MAX_TIMING_TRIES` times.
+
+    Args:
+        short: returns when its work is done.
+        long: also does the work of `short`.
+
+    Returns:
+        The seconds of the short and of the long call, and the long call's result.
+    """
+
+    def once() -> tuple[float, float, T]:
+        begin = time.perf_counter()
+        short()
+        middle = time.perf_counter()
+        result = long()
+        return middle - begin, time.perf_counter() - middle, result
+
+    timed = once()
+    for _ in range(MAX_TIMING_TRIES - 1):
+        if timed[1] > timed[0]:
+            break
+        timed = once()
+    return timed
+
+
+def seconds_beyond(short: np.ndarray, long: np.ndarray) -> np.ndarray:
+    """Subtracts the time of a short call from that of a long one, which also does its work.
+
+    Args:
+        short: seconds.
+        long: seconds.
+
+    Returns:
+        The differences. Where one is not positive, other programs disturbed the times; `long` is then returned, an
+        upper bound, so that no speed is negative. `speed_up_problem` is told of it (`is_negative`).
+    """
+    return np.where(long > short, long - short, long)
