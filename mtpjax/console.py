@@ -15,5 +15,10 @@ def narrow_table(title: str | None = None) -> rich.table.Table:
     """
     # A ruled header and one column of padding: outer borders would take the width of two more columns.
     return rich.table.Table(
-        title=title, title_style="", title_justify="left", box=rich.box.SIMPLE_HEAD, padding=(0, 1, 0, 0)
+        title=title,
+        title_style="",
+        title_justify="left",
+        caption_justify="left",
+        box=rich.box.SIMPLE_HEAD,
+        padding=(0, 1, 0, 0),
     )

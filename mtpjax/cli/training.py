@@ -164,7 +164,7 @@ def _compare(options) -> int:
     import rich.console
 
     from mtpjax.evaluation.plot_style import picture_paths
-    from mtpjax.training.compare import read_run, tables
+    from mtpjax.training.compare import read_run, short_names, tables
     from mtpjax.training.plots import plot_comparison
 
     if options.output is not None:
@@ -176,7 +176,10 @@ def _compare(options) -> int:
     for table in tables(runs):
         console.print(table)
     if options.output is not None:
-        plot_comparison(options.output, {run.name: run.history for run in runs}, options.plot_formats)
+        histories = dict(zip(short_names(runs), (run.history for run in runs), strict=True))
+        plot_comparison(
+            options.output, histories, options.plot_formats, title=f"Comparison of {len(runs)} training runs"
+        )
         print(f"wrote {', '.join(map(str, pictures))}", file=sys.stderr)
     return 0
 

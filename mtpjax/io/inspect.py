@@ -25,7 +25,7 @@ from mtpjax.io.param_tree import unflatten
 from mtpjax.models.config import ModelConfig
 from mtpjax.models.decoding_layout import find_copies, param_part_spec
 from mtpjax.models.quantized import BlockScaled
-from mtpjax.models.sharding import num_shards
+from mtpjax.models.sharding import mesh_text, num_shards
 from mtpjax.safe_open import is_gguf
 
 LINE_WIDTH, NAME_WIDTH = 80, 14  # columns of a printed line, and of the names at its beginning
@@ -161,7 +161,6 @@ def format_lines(facts: dict[str, Any]) -> list[str]:
         else "dense"
     )
     dtypes = (f"{kind['tensors']} {name} ({format_bytes(kind['bytes'])})" for name, kind in facts["dtypes"].items())
-    mesh = " x ".join(f"{name}={count}" for name, count in facts["mesh"].items()) or "one device"
     rows = [
         ("checkpoint", f"{facts['path']} ({facts['format']})"),
         ("family", facts["model_type"]),
@@ -180,7 +179,7 @@ def format_lines(facts: dict[str, Any]) -> list[str]:
         ("dtypes", ", ".join(dtypes)),
         ("quantization", json.dumps(facts["quantization"]) if facts["quantization"] else "none"),
         ("files", f"{len(facts['shards'])} shards, {facts['tensors']} tensors, {format_bytes(facts['bytes'])}"),
-        ("memory", f"{format_bytes(facts['bytes_per_device'])} of parameters per device on {mesh}"),
+        ("memory", f"{format_bytes(facts['bytes_per_device'])} of parameters per device on {mesh_text(facts['mesh'])}"),
     ]
     rows += [("copies", problem) for problem in facts["copies"]]
     rows += [("note", note) for note in facts["notes"]]

@@ -73,7 +73,7 @@ def tables(runs: Sequence[Run]) -> Iterator[Any]:
         run's last evaluation, with their difference from the first run. Then a line per speed-up that cannot be
         trusted.
     """
-    names = _short_names(runs)
+    names = short_names(runs)
     # Settings: one row per key whose value is not the same in all runs.
     settings_table = narrow_table("settings that differ")
     settings_table.add_column("setting", overflow="fold")
@@ -146,8 +146,15 @@ def _different_settings(runs: Sequence[Run]) -> Iterator[tuple[str, ...]]:
         yield "data (fingerprint)", *(run.fingerprint[:8] for run in runs)
 
 
-def _short_names(runs: Sequence[Run]) -> list[str]:
-    """Returns the last path components if they are distinct, else the whole paths."""
+def short_names(runs: Sequence[Run]) -> list[str]:
+    """Names runs for tables and pictures.
+
+    Args:
+        runs: the runs.
+
+    Returns:
+        The last components of their paths if they are distinct, else the whole paths.
+    """
     last = [pathlib.Path(run.name).name for run in runs]
     return last if len(set(last)) == len(last) else [run.name for run in runs]
 

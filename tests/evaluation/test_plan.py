@@ -75,7 +75,7 @@ def test_a_plan_knows_what_fits(stored):
     assert plans[64].state > 60 * plans[1].state and plans[1].weights > 2 * plans[64].weights
     for found in plans.values():
         assert found.free(H100) > 0
-        batch, context = found.largest_batch(H100), found.largest_context(H100)
+        batch, context = found.largest_batch(H100), found.largest_slots(H100)
         larger = plan_layout(V3, stored, found.mesh, rows=batch, slots=4096, num_steps=1, prefill_chunk=64)
         assert larger.rows == batch and abs(larger.free(H100)) < 0.1 * H100.memory
         longer = plan_layout(V3, stored, found.mesh, rows=64, slots=context, num_steps=1, prefill_chunk=64)
@@ -106,7 +106,7 @@ def test_the_temp_of_the_default_chunk_is_that_of_the_compiled_call(name, sizes,
 def test_the_longest_context_has_room_for_the_keys_of_a_prefill_pass(stored):
     settings = {"rows": 64, "num_steps": 1, "prefill_chunk": 512}
     found = plan_layout(V3, stored, {"data": 8, "tensor": 8}, slots=4096, **settings)
-    longest = plan_layout(V3, stored, found.mesh, slots=found.largest_context(H100), **settings)
+    longest = plan_layout(V3, stored, found.mesh, slots=found.largest_slots(H100), **settings)
     assert longest.temp > 2 * found.temp
     assert abs(longest.free(H100)) < 1e-3 * H100.memory
 
@@ -167,7 +167,7 @@ def test_the_command(tmp_path, capsys):
         (["--batch-size", "0"], "batch must be at least 1, got 0"),
         (["--num-steps", "-1"], "num_steps must be at least 0, got -1"),
         (["--accept-length", "5"], "accept_length must be within 1..2 with 1 draft levels, got 5.0"),
-        (["--mesh", "tensor=3", "--count", "3"], "tensor 3 of the mesh does not divide vocab_size 256"),
+        (["--mesh", "tensor=3", "--count", "3"], "tensor=3 of the mesh does not divide vocab_size 256"),
         (["--mesh", "tensor=4"], "--mesh tensor=4 must cover 8 GPUs"),
         (["--compile", "--device", "h200"], "--compile compiles for H100s, not for h200"),
     ],

@@ -9,7 +9,7 @@ import rich.table
 
 from mtpjax.atomic import write_text
 from mtpjax.console import narrow_table
-from mtpjax.evaluation.plot_style import DEFAULT_FORMATS, GREY, colour, picture
+from mtpjax.evaluation.plot_style import DEFAULT_FORMATS, GREY, colour, legend_below, picture, plot_estimates
 from mtpjax.serving.bench.speedup import PUBLISHED, PUBLISHED_SOURCE, Run, Speedup
 
 HEADINGS = (
@@ -99,7 +99,10 @@ def write_report(
     files = [output.with_name(f"{output.name}.{suffix}") for suffix in ("json", "md")]
     write_text(files[0], json.dumps(content, indent=1, allow_nan=False) + "\n")
     write_text(files[1], format_markdown(rows, settings))
-    plot_speedup(output, rows, formats)
+    # The client does not know the server's device; the address and its own processor say where it was measured.
+    title = f"Serving {settings.get('model')} at {settings.get('url')}\n"
+    title += f"client: {settings.get('client_cpu')}, {settings.get('client_cores')} cores"
+    plot_speedup(output, rows, formats, title=title)
     return files
 
 
@@ -114,34 +117,34 @@ def format_markdown(rows: Sequence[Speedup], settings: dict[str, Any]) -> str:
     return "\n".join(lines) + "\n"
 
 
-def plot_speedup(path, rows: Sequence[Speedup], formats: Sequence[str] = DEFAULT_FORMATS) -> None:
+def plot_speedup(path, rows: Sequence[Speedup], formats: Sequence[str] = DEFAULT_FORMATS, *, title: str = "") -> None:
     """Plots throughput and speed-up against concurrency.
 
     Args:
         path: the picture, as in `plot_style.picture_paths`.
         rows: the comparisons.
         formats: formats of a path without suffix.
+        title: what was measured, and where.
     """
-    with picture(path, (9.5, 3.8), formats) as figure:
+    with picture(path, (9.5, 4.2), formats, title=title) as figure:
         throughput, speed = figure.subplots(1, 2)
         places = [row.concurrency for row in rows]
         # Left: output tokens per second.
         for side, name in enumerate(("without drafts", "with MTP")):
             look = {"color": GREY if side == 0 else colour(0), "label": name}
             throughput.plot(places, [row.throughput[side] for row in rows], "o-", **look)
-        throughput.set(title="output tokens per second", xlabel="requests at once", yscale="log")
+        throughput.set(title="throughput", xlabel="requests at once", ylabel="output tokens per second", yscale="log")
         # Right: the speed-up with its interval, beside the published one at the same concurrencies.
-        below = [max(row.ratio.value - row.ratio.low, 0) for row in rows]
-        above = [max(row.ratio.high - row.ratio.value, 0) for row in rows]
-        ratios = [row.ratio.value for row in rows]
-        speed.errorbar(places, ratios, [below, above], fmt="o-", color=colour(0), label="measured (95 % over pairs)")
+        ratios = [(row.ratio.value, row.ratio.low, row.ratio.high) for row in rows]
+        look = {"color": colour(0), "marker": "o", "label": "measured (95 % over pairs of runs)"}
+        plot_estimates(speed, places, ratios, **look)
         published = [(row.concurrency, row.published) for row in rows if row.published is not None]
         if published:
             speed.plot(*zip(*published, strict=True), "s--", color=GREY, label=PUBLISHED_SOURCE)
-        speed.axhline(1, color="black", linewidth=0.8)
-        speed.set(title="speed-up by MTP", xlabel="requests at once", ylabel="ratio")
-        speed.set_ylim(bottom=min(0.9, *(value - error for value, error in zip(ratios, below, strict=True))))
+        speed.axhline(1, color="black", linewidth=0.8, label="without drafts")
+        speed.set(title="speed-up by MTP", xlabel="requests at once", ylabel="ratio of throughputs")
+        speed.set_ylim(bottom=min(0.9, *(low for _, low, _ in ratios)))
         for axes in (throughput, speed):
             axes.set_xscale("log", base=2)
             axes.set_xticks(places, [str(place) for place in places])
-            axes.legend()
+            legend_below(axes)
