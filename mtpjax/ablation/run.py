@@ -11,7 +11,6 @@ import hashlib
 import json
 import os
 import pathlib
-import platform
 import re
 import time
 from collections.abc import Callable, Sequence
@@ -88,7 +87,7 @@ def describe_environment(
     return {
         "model": checkpoint_digest(path)[:16] + (f" as {model_type}" if model_type else ""),
         "device": f"{device.device_kind}, threads: {num_threads()}" if device.platform == "cpu" else device.device_kind,
-        "processor": describe_machine()["cpu"] if hasattr(os, "sched_getaffinity") else platform.machine(),
+        "processor": describe_machine()["cpu"],
         "jax": jax.__version__,
         "flags": os.environ.get("XLA_FLAGS", ""),
         **({} if implementation == "auto" else {"implementation": implementation}),

@@ -161,7 +161,7 @@ def run_plan(options) -> int:
     if options.output is not None:
         write_text(options.output, json.dumps(result.to_json(), indent=1) + "\n")
         title = f"Plan of {pathlib.Path(options.model).name} on {options.count} {device.name}: {options.batch_size} "
-        title += f"rows of {context} slots of context\nComputed and estimated, not measured"
+        title += f"rows of {context} tokens\nComputed and estimated, not measured"
         picture = pathlib.Path(options.output).with_suffix("")
         plot_plan(picture, result, device, options.plot_formats, title=title)
     return 0 if result.best is not None else 1

@@ -17,7 +17,9 @@ def describe_machine() -> dict[str, str | int]:
     """Returns the processor's name and the number of cores that this process may use."""
     lines = pathlib.Path("/proc/cpuinfo").read_text().splitlines() if os.path.exists("/proc/cpuinfo") else []
     names = [line.split(":", 1)[1].strip() for line in lines if line.startswith("model name")]
-    return {"cpu": names[0] if names else platform.processor(), "cores": len(os.sched_getaffinity(0))}
+    # Only Linux tells which cores a process may use.
+    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+    return {"cpu": names[0] if names else platform.processor() or platform.machine(), "cores": cores}
 
 
 def describe_device(count: int = 1) -> str:

@@ -30,17 +30,16 @@ def _draw_plan(figure, result: Comparison, device: Device) -> None:
     memory, time = figure.subplots(1, 2, sharey=True)
     places = range(len(result.candidates))
     # Left: bytes per GPU, stacked, and the GPU's memory with its usable share.
-    left, parts = (
-        [0.0] * len(places),
-        {"weights": "weights", "state": "caches and state", "temp": "temporary (estimated)"},
-    )
+    parts = {"weights": "weights", "state": "caches and state", "temp": "temporary (estimated)"}
+    keys, left = [], [0.0] * len(places)
     for number, (part, name) in enumerate(parts.items()):
         widths = [getattr(each.plan, part) / 1e9 for each in result.candidates]
-        memory.barh(places, widths, 0.7, left=left, color=colour(number), label=name)
+        keys.append(memory.barh(places, widths, 0.7, left=left, color=colour(number), label=name))
         left = [begin + width for begin, width in zip(left, widths, strict=True)]
     size, usable = device.memory / 1e9, plan.USABLE_SHARE * device.memory / 1e9
-    memory.axvline(usable, color="black", linestyle="--", label=f"usable: {usable:.0f} GB ({plan.USABLE_SHARE:.0%})")
-    memory.axvline(size, color="black", label=f"memory of {device.name}: {size:.0f} GB")
+    usable_name = f"usable: {usable:.0f} GB ({plan.USABLE_SHARE:.0%})"
+    keys.append(memory.axvline(usable, color="black", linestyle="--", label=usable_name))
+    keys.append(memory.axvline(size, color="black", label=f"{device.name}: {size:.0f} GB"))
     names = [mesh_text(each.plan.mesh) + " *" * (each is result.best) for each in result.candidates]
     memory.set_yticks(places, names)
     best = " (* fastest that fits)" if result.best else " (no mesh fits)"
@@ -58,4 +57,5 @@ def _draw_plan(figure, result: Comparison, device: Device) -> None:
     time.set(title="time (estimated)", xlabel="milliseconds per token of a row")
     for axis in (memory, time):
         axis.grid(visible=False, axis="y")
-        legend_below(axis)
+    legend_below(memory, handles=keys, ncols=2)
+    legend_below(time)

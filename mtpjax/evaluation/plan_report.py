@@ -202,13 +202,14 @@ def _memory_table(result: Comparison, device: Device, count: int):
         sizes = [f"{size / 1e9:.2f}" for size in (own.weights, own.state, own.temp, own.total)]
         most = (own.largest_batch(device), result.longest_context(each, device))
         lines.append((*sizes, "yes" if own.free(device) >= 0 else "no", *(f"{number:,}" for number in most)))
-    title = f"memory, GB per GPU: {device.name} x {count}, {result.rows} rows of {result.context} slots of context"
+    title = f"memory, GB per GPU: {device.name} x {count}, {result.rows} rows of {result.context} tokens"
     table = _mesh_table(result, title, headings, lines)
+    reserved = first.slots - result.context
     table.caption = (
-        f"each row also reserves {first.slots - result.context} slots: for the drafts of its last round, and because "
-        f"caches have one of few sizes, here {first.slots}. weights, state: arithmetic. temp: estimated, for prefill "
-        f"passes of {first.prefill_chunk} tokens. fits: in {plan.USABLE_SHARE:.0%} of {device.memory / 1e9:.0f} GB. "
-        "largest batch, longest context: that fit, the other unchanged."
+        f"A row has {first.slots} cache slots, {result.context} for its tokens and {reserved} for the drafts of its "
+        "last round and for rounding up, as in decoding. weights, state: arithmetic. temp: "
+        f"estimated, for prefill passes of {first.prefill_chunk} tokens. fits: in {plan.USABLE_SHARE:.0%} of "
+        f"{device.memory / 1e9:.0f} GB. batch, context: the most that fits, the other unchanged."
     )
     return table
 

@@ -11,6 +11,7 @@ import types
 import matplotlib
 import matplotlib.colors
 import matplotlib.figure
+import matplotlib.patches
 import matplotlib.text
 import pytest
 
@@ -19,8 +20,12 @@ from mtpjax.ablation.panels import panel_rows
 from mtpjax.ablation.pareto import plot_pareto
 from mtpjax.ablation.positions import plot_positions
 from mtpjax.evaluation.intervals import Estimate
+from mtpjax.evaluation.plan import Plan, Round, Temp, list_meshes
+from mtpjax.evaluation.plan_plots import plot_plan
+from mtpjax.evaluation.plan_report import Candidate, Comparison
 from mtpjax.evaluation.plot_style import STYLE, line_style, picture, picture_paths, share_limits, shorten
 from mtpjax.evaluation.plots import plot_acceptance, plot_quickstart
+from mtpjax.evaluation.roofline import DEVICES
 from mtpjax.training.plots import plot_comparison, plot_run
 from tests.helpers.ablation_rows import cell_row
 
@@ -61,6 +66,13 @@ def grid(*drafters, num_steps=(1, 2), topk=(1, 2), batch_sizes=(1, 4)):
     ]
 
 
+def planned(num_steps, *meshes):
+    temps, rounds = (Temp("experts", 2e9),), [Round(steps, (), (0.02,), 1, 0.0, ()) for steps in (0, num_steps)]
+    plans = [Plan(mesh, 8, 5120, 70 * 10**9, 5 * 10**9, temps, 1e6, 1e6, 64) for mesh in meshes]
+    candidates = [Candidate(each, *rounds) for each in plans]
+    return Comparison(8, 4096, num_steps, 1 + 0.8 * num_steps, candidates, [], candidates[0])
+
+
 MANY = [f"{LONG} {number}" for number in range(9)]
 # Pictures by situation; each is a function of the path.
 PICTURES = {
@@ -81,6 +93,8 @@ PICTURES = {
     "pareto, one cell": lambda path: plot_pareto(path, [cell_row(1.2)], title=TITLE),
     "pareto, many drafters": lambda path: plot_pareto(path, grid(*MANY), title=TITLE),
     "pareto, wide range": lambda path: plot_pareto(path, [cell_row(0.1), cell_row(3.0, num_steps=9)], title=TITLE),
+    "plan": lambda path: plot_plan(path, planned(1, *list_meshes(256)), DEVICES["h100"], title=TITLE),
+    "plan, one mesh without drafts": lambda path: plot_plan(path, planned(0, {}), DEVICES["h200"], title=TITLE),
     "positions": lambda path: plot_positions(path, grid("mtp", "lookup"), title=TITLE),
     "positions, many drafters": lambda path: plot_positions(path, grid(*MANY, num_steps=(1,)), title=TITLE),
 }
@@ -202,6 +216,16 @@ def test_many_series_differ_and_long_names_are_shortened():
     assert len({(look["color"], look["marker"]) for look in map(line_style, range(24))}) == 24
     assert shorten("short") == "short" and shorten("runs/a/" + "b" * 40 + "/drafter", 16) == "runs/a/b…drafter"
     assert len(shorten(LONG)) == 28
+
+
+def test_lines_and_bars_of_a_plan_are_labelled(figure_of):
+    memory, time = figure_of(PICTURES["plan"]).axes
+    said = [text.get_text() for legend in (memory.get_legend(), time.get_legend()) for text in legend.get_texts()]
+    assert said[:3] == ["weights", "caches and state", "temporary (estimated)"]
+    assert said[3:5] == ["usable: 72 GB (90%)", "H100 SXM: 80 GB"] and "1.80 tokens per round assumed" in said[-1]
+    assert [line.get_xdata()[0] for line in memory.lines] == [72, 80]
+    assert "GB" in memory.get_xlabel() and "estimated" in time.get_title()
+    assert [label.get_text() for label in memory.get_yticklabels()][1] == "data=2,tensor=128"
 
 
 def test_speed_up_lines_that_would_touch_are_left_out(figure_of):

@@ -136,7 +136,7 @@ def plot_speedup(path, rows: Sequence[Speedup], formats: Sequence[str] = DEFAULT
         throughput.set(title="throughput", xlabel="requests at once", ylabel="output tokens per second", yscale="log")
         # Right: the speed-up with its interval, beside the published one at the same concurrencies.
         ratios = [(row.ratio.value, row.ratio.low, row.ratio.high) for row in rows]
-        look = {"color": colour(0), "marker": "o", "label": "measured (95 % over pairs of runs)"}
+        look: dict[str, Any] = {"color": colour(0), "marker": "o", "label": "measured (95 % over pairs of runs)"}
         plot_estimates(speed, places, ratios, **look)
         published = [(row.concurrency, row.published) for row in rows if row.published is not None]
         if published:
