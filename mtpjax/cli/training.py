@@ -173,7 +173,7 @@ def _compare(options) -> int:
     # Read all runs first: a wrong folder fails before anything is printed.
     runs = [read_run(folder) for folder in options.runs]
     console = rich.console.Console()
-    for table in tables(runs):
+    for table in tables(runs, console.width):
         console.print(table)
     if options.output is not None:
         histories = dict(zip(short_names(runs), (run.history for run in runs), strict=True))

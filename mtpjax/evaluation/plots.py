@@ -8,6 +8,7 @@ from mtpjax.evaluation.plot_style import (
     GREY,
     colour,
     legend_below,
+    legend_key,
     level_colour,
     line_style,
     picture,
@@ -78,33 +79,37 @@ def plot_objectives(path, settings: dict[str, dict[str, Any]], formats: Sequence
         settings: results of `experiments.objectives` by setting and temperature.
         formats: formats of a path without suffix.
     """
-    with picture(path, (13, 0.45 * len(settings) + 2.2), formats) as figure:
+    with picture(path, (11, 0.4 * len(settings) + 2.8), formats) as figure:
         _draw_objectives(figure, settings)
 
 
 def _draw_objectives(figure, settings: dict[str, dict[str, Any]]) -> None:
     temperatures = list(next(iter(settings.values())))
     axes = figure.subplots(1, 1 + len(temperatures))
-    for number, temperature in enumerate(temperatures):
-        for index, (name, columns) in enumerate(settings.items()):
+    lengths, keys, shown = axes[0], [], [0.0]
+    for number, (temperature, line) in enumerate(zip(temperatures, axes[1:], strict=True)):
+        look: dict[str, Any] = {"color": GREY if number else "black", "marker": "os^D"[number % 4], "linestyle": ""}
+        for index, columns in enumerate(settings.values()):
             # Left panel: the accept length with its interval, and a tick per seed.
             row = columns[temperature]
             estimate = tuple(row["accept_length"][key] for key in ("value", "low", "high"))
-            own, height = colour(-1 - number), index + 0.2 * number - 0.1
-            plot_estimates(axes[0], [height], [estimate], is_flat=True, marker="o", color=own)
-            axes[0].plot(row["of_seeds"], [height] * len(row["of_seeds"]), "|", color=own, markersize=9)
+            height = index + 0.24 * (number - (len(temperatures) - 1) / 2)
+            plot_estimates(lengths, [height], [estimate], is_flat=True, **look)
+            lengths.plot(row["of_seeds"], [height] * len(row["of_seeds"]), "|", color=look["color"], markersize=9)
             # The other panels, one per temperature: survival by level, a line per setting.
-            line = axes[1 + number]
             survival = [rate["value"] for rate in row["survival"]]
-            line.plot(range(1, len(survival) + 1), survival, markersize=3, label=name, **line_style(index))
-            line.set(title=f"survival, temperature {temperature}", xlabel="level", ylim=(0, 1))
-            line.set_xticks(range(1, len(survival) + 1))
-        axes[0].plot([], [], "o", color=colour(-1 - number), label=f"temperature {temperature}")
-    axes[0].set_yticks(range(len(settings)), list(settings))
-    axes[0].invert_yaxis()
-    axes[0].set(title="accept length (ticks: seeds)", xlabel="tokens per round; 95 % over prompts")
-    axes[0].legend(loc="best")
-    axes[-1].legend(fontsize=7)
+            line.plot(range(1, len(survival) + 1), survival, **line_style(index))
+            shown += survival
+        keys.append(legend_key(f"temperature {temperature}", **look))
+        line.set(title=f"survival, temperature {temperature}", xlabel="draft level", ylabel="share of rounds")
+        line.set_xticks(range(1, len(survival) + 1))
+    for line in axes[1:]:
+        line.set_ylim(share_limits(shown))
+    lengths.set_yticks(range(len(settings)), [plain_text(shorten(name)) for name in settings])
+    lengths.invert_yaxis()
+    lengths.set(title="accept length (95 %; ticks: seeds)", xlabel="tokens per round")
+    keys += [legend_key(shorten(name), **line_style(index)) for index, name in enumerate(settings)]
+    figure.legend(handles=keys, loc="outside lower center", ncols=4)
 
 
 def plot_acceptance(

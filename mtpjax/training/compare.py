@@ -6,7 +6,7 @@ import pathlib
 from collections.abc import Iterator, Sequence
 from typing import Any
 
-from mtpjax.console import narrow_table
+from mtpjax.console import narrow_table, split_columns
 from mtpjax.safe_open import read_json_file
 from mtpjax.training.log import METRICS_FILE, read_metrics
 from mtpjax.training.run_dir import MAX_SETTINGS_BYTES, SETTINGS_FILE, RunError
@@ -62,11 +62,12 @@ def read_run(folder) -> Run:
     return Run(str(folder), settings, fingerprint, history)
 
 
-def tables(runs: Sequence[Run]) -> Iterator[Any]:
+def tables(runs: Sequence[Run], width: int = 80) -> Iterator[Any]:
     """Builds the comparison for the terminal.
 
     Args:
         runs: the runs; the first one is the baseline.
+        width: columns of the terminal. Runs that do not fit beside each other are in further tables.
 
     Yields:
         A `rich` table of the settings that differ, or a sentence if none does. Then a table of the metrics at each
@@ -82,7 +83,7 @@ def tables(runs: Sequence[Run]) -> Iterator[Any]:
     rows = list(_different_settings(runs))
     for key, *values in rows:
         settings_table.add_row(key, *values)
-    yield settings_table if rows else "the settings are the same"
+    yield from split_columns(settings_table, width) if rows else ("the settings are the same",)
 
     # Metrics: one row per name that any run has. Runs with fewer draft levels or prompt categories show "-".
     metrics_table = narrow_table("at the last evaluation" + " (difference from the first run)" * (len(runs) > 1))
@@ -92,7 +93,7 @@ def tables(runs: Sequence[Run]) -> Iterator[Any]:
     found = [_metrics(run) for run in runs]
     for key in dict.fromkeys(key for each in found for key in each):
         metrics_table.add_row(key, *_format_cells([each.get(key) for each in found]))
-    yield metrics_table
+    yield from split_columns(metrics_table, width)
     # A speed-up that cannot be trusted must not look like a result.
     for name, run in zip(names, runs, strict=True):
         for kind, row in run.last_evaluation["eval"].get("decoded", {}).get("overall", {}).items():
