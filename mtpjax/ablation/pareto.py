@@ -22,7 +22,7 @@ LINE = "#bbbbbb"  # of equal speed-up
 
 
 def plot_pareto(path, rows: list[Row], formats: Sequence[str] = DEFAULT_FORMATS, *, title: str = "") -> None:
-    """Plots accept length against the measured cost of a round in plain steps; their quotient is the speed-up.
+    """Plots accept length against the measured cost of a round in plain rounds; their quotient is the speed-up.
 
     Each panel has lines of equal speed-up. Labels mark the Pareto frontier: settings that no other setting beats in
     both cost and accept length.
@@ -77,7 +77,7 @@ def _draw(figure, rows: list[Row], groups, layout) -> None:
         frontier = [(1.0, 1.0)] + [_cost_and_length(row) for row in _frontier(group)]
         axis.plot(*zip(*frontier, strict=True), color=GREY, linewidth=1, linestyle="--", zorder=2)
         axis.set_title(f"batch {batch_size}, temperature {temperature:g}", pad=16)
-        axis.set_xlabel("cost of a round, in plain steps")
+        axis.set_xlabel("cost of a round, in plain rounds")
         axis.set_ylabel("accept length (tokens per round)")
         ticks = (0.5, 0.75, 1, 1.5, 2, 3, 4, 6, 8, 12, 16, 24, 32)
         for limits, set_ticks in ((xlim, axis.set_xticks), (ylim, axis.set_yticks)):
@@ -168,7 +168,7 @@ def _round_shape(row: dict[str, Any]) -> tuple[str, int, int, int]:
 
 
 def _cost_and_length(row: dict[str, Any]) -> tuple[float, float]:
-    """Returns a round's cost in plain steps, and its accept length."""
+    """Returns a round's cost in plain rounds, and its accept length."""
     length = row["accept_length"]["value"]
     return length / row["ratio"]["value"], length
 

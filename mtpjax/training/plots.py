@@ -1,4 +1,4 @@
-"""Plots of training runs: losses and acceptance over the steps, for one run or for several side by side."""
+"""Plots of training runs: losses and acceptance over the updates, for one run or for several side by side."""
 
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
@@ -22,7 +22,7 @@ History = Sequence[Mapping[str, Any]]  # rows of metrics.jsonl
 
 
 def plot_run(path, history: History, formats: Sequence[str] = DEFAULT_FORMATS, *, title: str = "") -> None:
-    """Plots losses, agreement and survival by level, and accept lengths over the steps of a run.
+    """Plots losses, agreement and survival by level, and accept lengths over the updates of a run.
 
     Args:
         path: the picture, as in `plot_style.picture_paths`.
@@ -39,7 +39,7 @@ def plot_run(path, history: History, formats: Sequence[str] = DEFAULT_FORMATS, *
             _draw_rates(axes[1], evaluations, num_levels)
             _draw_lengths(axes[2], evaluations)
         for axis in axes:
-            axis.set(xlabel="training steps", xlim=(0, 1.03 * max(row["step"] for row in history)))
+            axis.set(xlabel="updates", xlim=(0, 1.03 * max(row["step"] for row in history)))
             axis.xaxis.get_major_locator().set_params(integer=True)
 
 
@@ -105,7 +105,7 @@ def _num_columns(num_keys: int) -> int:
 def plot_comparison(
     path, runs: Mapping[str, History], formats: Sequence[str] = DEFAULT_FORMATS, *, title: str = ""
 ) -> None:
-    """Plots runs side by side: the trunk's loss over the steps, survival and accept lengths at the last evaluation.
+    """Plots runs side by side: the trunk's loss over the updates, survival and accept lengths at the last evaluation.
 
     Args:
         path: the picture, as in `plot_style.picture_paths`.
@@ -133,7 +133,7 @@ def _compare_losses(axis, histories: Sequence[History]) -> None:
         evaluations = [row for row in history if "eval" in row]
         bits = [row["eval"]["bits_per_token"][0] for row in evaluations]
         axis.plot([row["step"] for row in evaluations], bits, **line_style(number))
-    axis.set(title="trunk's loss on held-out text", xlabel="training steps", ylabel="bits per token")
+    axis.set(title="trunk's loss on held-out text", xlabel="updates", ylabel="bits per token")
     axis.set_xlim(0, 1.03 * max(row["step"] for history in histories for row in history))
     axis.xaxis.get_major_locator().set_params(integer=True)
 
