@@ -55,7 +55,7 @@ def metrics(*categories, levels=2):
 
 
 def depths(*num_steps):
-    ideal = {"accept_length": 1.8, "ideal": 1.4}
+    ideal = {"accept_length": 1.8, "ideal": 1.4, "problem": None}
     return [types.SimpleNamespace(num_steps=each, ratio=1.2, interval=(1.1, 1.3), **ideal) for each in num_steps]
 
 
