@@ -88,6 +88,13 @@ PICTURES = {
     "acceptance": lambda path: plot_acceptance(path, metrics(), title=TITLE),
     "acceptance, many categories": lambda path: plot_acceptance(path, metrics(*MANY, levels=1), title=TITLE),
     "heatmap": lambda path: plot_heatmap(path, grid("mtp"), title=TITLE),
+    # The first batch size has no cell at the first temperature.
+    "heatmap, a missing group": lambda path: plot_heatmap(
+        path, [cell_row(1.2, batch_size=4), cell_row(1.1, temperature=1.0)], title=TITLE
+    ),
+    "pareto, a missing group": lambda path: plot_pareto(
+        path, [cell_row(1.2, batch_size=4), cell_row(1.1, temperature=1.0)], title=TITLE
+    ),
     "heatmap, one cell": lambda path: plot_heatmap(path, [cell_row(1.2)], title=TITLE),
     "heatmap, many drafters": lambda path: plot_heatmap(path, grid(*MANY), title=TITLE),
     "pareto": lambda path: plot_pareto(path, grid("mtp"), title=TITLE),
