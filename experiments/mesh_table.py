@@ -28,8 +28,8 @@ from mtpjax.cli.mesh_flags import parse_mesh
 from mtpjax.console import narrow_table
 from mtpjax.evaluation import plan
 from mtpjax.evaluation.compiled_call import compile_call, stored_shapes
-from mtpjax.evaluation.plan_report import mesh_text
 from mtpjax.models.presets import presets
+from mtpjax.models.sharding import mesh_text
 
 RESULT = pathlib.Path(__file__).parent / "results" / "mesh_table.json"
 SLOTS = 4096

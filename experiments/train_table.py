@@ -31,10 +31,9 @@ from mtpjax.console import narrow_table
 from mtpjax.data.packing import Batch
 from mtpjax.evaluation import plan
 from mtpjax.evaluation.compiled_call import stored_shapes
-from mtpjax.evaluation.plan_report import mesh_text
 from mtpjax.models.params import is_of_modules, param_shapes
 from mtpjax.models.quantized import is_scaled
-from mtpjax.models.sharding import param_shardings
+from mtpjax.models.sharding import mesh_text, param_shardings
 from mtpjax.models.trunk import stack_layers
 from mtpjax.training.gradients import trainable_params
 from mtpjax.training.step import init_train_state, make_optimizer, train_step

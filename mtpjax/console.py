@@ -1,6 +1,6 @@
 """Tables for the terminal."""
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 
 import rich.box
 import rich.console
@@ -18,8 +18,40 @@ def narrow_table(title: str | None = None) -> rich.table.Table:
     """
     # A ruled header and one column of padding: outer borders would take the width of two more columns.
     return rich.table.Table(
-        title=title, title_style="", title_justify="left", box=rich.box.SIMPLE_HEAD, padding=(0, 1, 0, 0)
+        title=title,
+        title_style="",
+        title_justify="left",
+        caption_justify="left",
+        box=rich.box.SIMPLE_HEAD,
+        padding=(0, 1, 0, 0),
     )
+
+
+def split_columns(table: rich.table.Table, width: int) -> Iterator[rich.table.Table]:
+    """Splits a table with many columns, such as one per run, so that names and numbers do not break.
+
+    Args:
+        table: made with `narrow_table`; its first column names the rows, its cells are text.
+        width: columns of the terminal.
+
+    Yields:
+        Tables with the first column and as many others as fit; the table itself if all fit.
+    """
+    # Longer cells, such as lists of settings, may break.
+    widths = [min(max(len(str(cell)) for cell in (column.header, *column.cells)), 24) + 2 for column in table.columns]
+    names, others = table.columns[0], table.columns[1:]
+    count = max(1, (width - 1 - widths[0]) // max(widths[1:]))
+    if count >= len(others):
+        yield table
+        return
+    for begin in range(0, len(others), count):
+        shown = (names, *others[begin : begin + count])
+        part = narrow_table(str(table.title))
+        for column in shown:
+            part.add_column(column.header, justify=column.justify, overflow=column.overflow)
+        for cells in zip(*(column.cells for column in shown), strict=True):
+            part.add_row(*cells)
+        yield part
 
 
 def print_parts(console: rich.console.Console, parts: Iterable[rich.table.Table | str]) -> None:

@@ -1,12 +1,13 @@
 """The heat map of an ablation: the speed-up over plain decoding by depth, drafter, tree and rule, with its interval."""
 
 import itertools
+import textwrap
 from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 from mtpjax.ablation.panels import Row, group_by_batch_and_temperature, list_drafters, panel_rows, panels
 from mtpjax.ablation.report import advise
-from mtpjax.evaluation.plot_style import DEFAULT_FORMATS, GREY, picture
+from mtpjax.evaluation.plot_style import DEFAULT_FORMATS, GREY, picture, plain_text, shorten
 from mtpjax.evaluation.trust import mark as problem_mark
 
 # Round ratios that the colour bar labels, as far as they are in its range.
@@ -22,13 +23,14 @@ class Line(NamedTuple):
     rule: str
 
 
-def plot_heatmap(path, rows: list[Row], formats: Sequence[str] = DEFAULT_FORMATS) -> None:
+def plot_heatmap(path, rows: list[Row], formats: Sequence[str] = DEFAULT_FORMATS, *, title: str = "") -> None:
     """Plots a heat map of the speed-up over plain decoding, by depth and by drafter, tree and rule.
 
     Args:
         path: the picture, as in `plot_style.picture_paths`.
         rows: the rows of `cells.jsonl` of `mtpjax ablate`; each batch size and temperature gets a panel.
         formats: formats of a path without suffix.
+        title: model, prompts and device.
     """
     groups = group_by_batch_and_temperature(rows)
     depths = sorted({row["cell"]["num_steps"] for row in rows})
@@ -36,10 +38,11 @@ def plot_heatmap(path, rows: list[Row], formats: Sequence[str] = DEFAULT_FORMATS
     trees = {key: sorted({_line(row, drafters) for row in group}) for key, group in groups.items()}
     layout = panel_rows(groups)
     # A panel grows with its numbers of depths and lines, and with the names of the drafters beside it.
-    longest = max(map(len, drafters)) if len(drafters) > 1 else 0
-    width = max(2.8, 1.05 * len(depths) + max(1.2, 0.3 + 0.085 * longest))
+    longest = max(len(shorten(name)) for name in drafters) if len(drafters) > 1 else 0
+    width = max(2.8, 1.15 * len(depths) + max(1.2, 0.3 + 0.085 * longest))
     height = max(2.0, 0.7 * max(map(len, trees.values())) + 1.0)
-    with picture(path, (width * len(layout[0]) + 1.0, height * len(layout) + 0.4), formats) as figure:
+    size = (max(6.0, width * len(layout[0]) + 1.2), height * len(layout) + 0.4)
+    with picture(path, size, formats, title=title) as figure:
         _draw(figure, rows, groups, layout, depths=depths, trees=trees, drafters=drafters)
 
 
@@ -50,7 +53,7 @@ def _draw(figure, rows: list[Row], groups, layout, *, depths, trees, drafters) -
     # All panels share one logarithmic colour scale, symmetric about 1, so that white means as fast as plain decoding.
     # Only measurements that can be trusted have a colour.
     ratios = [row["ratio"]["value"] for row in rows if not row["problem"]]
-    max_ratio = max([1.25, *ratios, *(1 / ratio for ratio in ratios)])
+    max_ratio = max([1.5, *ratios, *(1 / ratio for ratio in ratios)])
     norm = matplotlib.colors.LogNorm(1 / max_ratio, max_ratio)
     colours = matplotlib.colormaps["RdBu"].with_extremes(bad="#eeeeee")
     axes = figure.subplots(len(layout), len(layout[0]), squeeze=False)
@@ -58,13 +61,15 @@ def _draw(figure, rows: list[Row], groups, layout, *, depths, trees, drafters) -
         style = {"depths": depths, "trees": trees[key], "drafters": drafters, "colours": colours, "norm": norm}
         _draw_panel(axis, f"batch {key[0]}, temperature {key[1]:g}", group, **style)
     # Label the colour bar with the round ratios inside its range.
-    bar = figure.colorbar(axes[0][0].images[0], ax=axes, shrink=min(0.8, 2.4 / len(layout)), aspect=25, pad=0.02)
+    bar = figure.colorbar(figure.axes[0].images[0], ax=figure.axes, shrink=min(0.8, 2.4 / len(layout)), aspect=25, pad=0.02)
     ticks = [tick for tick in TICKS if 1 / max_ratio <= tick <= max_ratio]
     bar.set_ticks(ticks, labels=[f"{tick:g}" for tick in ticks])
     bar.ax.minorticks_off()
-    title = "speed-up over plain decoding of the same batch, with its 95 % interval; a frame marks the recommended cell"
-    title += "; a question mark on grey cannot be trusted" * any(row["problem"] for row in rows)
-    figure.suptitle(title, fontsize=10, wrap=True)
+    bar.set_label("speed-up")
+    # Below the panels: what the cells show.
+    note = "cells: speed-up over plain decoding with its 95 % interval, and accept length; frame: the recommended one"
+    note += "; a question mark on grey cannot be trusted" * any(row["problem"] for row in rows)
+    figure.supxlabel("\n".join(textwrap.wrap(note, int(14 * figure.get_figwidth()))), fontsize=9)
 
 
 def _draw_panel(axis, title: str, rows, *, depths, trees, drafters, colours, norm) -> None:
@@ -88,8 +93,8 @@ def _draw_panel(axis, title: str, rows, *, depths, trees, drafters, colours, nor
         # cell's luminance.
         red, green, blue, _ = colours(norm(trusted.get((tree, depth), float("nan"))))
         style = {"ha": "center", "color": "white" if 0.3 * red + 0.59 * green + 0.11 * blue < 0.5 else "black"}
-        for text, height, size in zip(cell_texts(row), (-0.14, 0.1, 0.3), (12, 7, 7), strict=True):
-            weight = "bold" if size > 7 else "normal"
+        for text, height, size in zip(cell_texts(row), (-0.16, 0.1, 0.31), (12, 8, 8), strict=True):
+            weight = "bold" if size > 8 else "normal"
             axis.text(x, y + height, text, va="center", fontsize=size, fontweight=weight, **style)
         if row is advice.best:
             # A black frame on a wider white one is visible on light and dark cells.
@@ -97,10 +102,10 @@ def _draw_panel(axis, title: str, rows, *, depths, trees, drafters, colours, nor
                 frame = matplotlib.patches.Rectangle((x - 0.465, y - 0.44), 0.93, 0.88, fill=False)
                 frame.set(edgecolor=colour, linewidth=width)
                 axis.add_patch(frame)
-    axis.set_title(title, fontsize=9)
+    axis.set_title(title)
     axis.set_xticks(range(len(depths)), [str(depth) for depth in depths])
     axis.set_yticks(range(len(trees)), [_line_label(tree, drafters) for tree in trees])
-    axis.set_xlabel("draft levels per round", fontsize=9)
+    axis.set_xlabel("draft levels per round")
     axis.tick_params(length=0)
     axis.spines[:].set_visible(False)
 
@@ -138,4 +143,4 @@ def _line_label(line: Line, drafters: list[str]) -> str:
     """Names a line of the heat map; names the drafter only if there are several."""
     tree = "chain" if line.topk == 1 else f"topk {line.topk}"
     tree += f", {line.num_nodes} nodes" if line.num_nodes else ""
-    return (f"{drafters[line.drafter]}\n" if len(drafters) > 1 else "") + f"{tree}\n{line.rule}"
+    return (f"{plain_text(shorten(drafters[line.drafter]))}\n" if len(drafters) > 1 else "") + f"{tree}\n{line.rule}"

@@ -34,7 +34,7 @@ def list_drafters(rows: list[Row]) -> list[str]:
 
 
 def panel_rows(groups: dict[Group, list[Row]]) -> list[list[Group]]:
-    """Lays out panels: a line per batch size and a column per temperature; with one temperature, three per line.
+    """Lays out panels: a line per batch size and a column per temperature; with one temperature, up to three per line.
 
     Args:
         groups: the groups to show.
@@ -44,13 +44,13 @@ def panel_rows(groups: dict[Group, list[Row]]) -> list[list[Group]]:
     """
     batch_sizes, temperatures = sorted({key[0] for key in groups}), sorted({key[1] for key in groups})
     if len(temperatures) == 1:
-        keys = list(groups)
-        return [keys[begin : begin + 3] for begin in range(0, len(keys), 3)]
+        keys, width = list(groups), 2 if len(groups) == 4 else 3
+        return [keys[begin : begin + width] for begin in range(0, len(keys), width)]
     return [[(batch_size, temperature) for temperature in temperatures] for batch_size in batch_sizes]
 
 
 def panels(axes, layout: list[list[Group]], groups: dict[Group, list[Row]]) -> Iterator[tuple[Any, Group, list[Row]]]:
-    """Yields the axis, the group and the rows of each panel, and hides unused axes.
+    """Yields the axis, the group and the rows of each panel, and removes unused axes.
 
     Args:
         axes: the array of axes, as large as the layout.
@@ -61,4 +61,4 @@ def panels(axes, layout: list[list[Group]], groups: dict[Group, list[Row]]) -> I
         if key in groups:
             yield axis, key, groups[key]
         else:
-            axis.set_axis_off()
+            axis.remove()

@@ -1,17 +1,28 @@
 """The Pareto plot of an ablation: accept length against the cost of a round."""
 
-import itertools
+import math
 from collections.abc import Sequence
 from typing import Any
 
 from mtpjax.ablation.panels import Row, group_by_batch_and_temperature, list_drafters, panel_rows, panels
-from mtpjax.evaluation.plot_style import DEFAULT_FORMATS, GREY, colour, picture
+from mtpjax.evaluation.plot_style import (
+    COLOURS,
+    DEFAULT_FORMATS,
+    GREY,
+    legend_columns,
+    legend_key,
+    line_style,
+    picture,
+    plain_text,
+    plot_estimates,
+    shorten,
+)
 from mtpjax.evaluation.trust import is_impossible
 
-MARKERS = "os^DvP"  # of topk, from the smallest
+LINE = "#bbbbbb"  # of equal speed-up
 
 
-def plot_pareto(path, rows: list[Row], formats: Sequence[str] = DEFAULT_FORMATS) -> None:
+def plot_pareto(path, rows: list[Row], formats: Sequence[str] = DEFAULT_FORMATS, *, title: str = "") -> None:
     """Plots accept length against the measured cost of a round in plain rounds; their quotient is the speed-up.
 
     Each panel has lines of equal speed-up. Labels mark the Pareto frontier: settings that no other setting beats in
@@ -21,13 +32,14 @@ def plot_pareto(path, rows: list[Row], formats: Sequence[str] = DEFAULT_FORMATS)
         path: the picture, as in `plot_style.picture_paths`.
         rows: the rows of `cells.jsonl` of `mtpjax ablate`; each batch size and temperature gets a panel.
         formats: formats of a path without suffix.
+        title: model, prompts and device.
     """
     groups = group_by_batch_and_temperature(rows)
     layout = panel_rows(groups)
     # An impossible ratio gives a cost that no round has, so such rows have no point.
     rows = [row for row in rows if not is_impossible(row["problem"])]
     groups = {key: [row for row in of if not is_impossible(row["problem"])] for key, of in groups.items()}
-    with picture(path, (5.2 * len(layout[0]), 4.2 * len(layout) + 0.4), formats) as figure:
+    with picture(path, (5.2 * len(layout[0]), 4.2 * len(layout) + 0.4), formats, title=title) as figure:
         _draw(figure, rows, groups, layout)
 
 
@@ -38,12 +50,17 @@ def _draw(figure, rows: list[Row], groups, layout) -> None:
     costs = [_cost_and_length(row)[0] for row in rows]
     xlim = 0.72 * min((1.0, *costs)), 1.15 * max((1.2, *costs))
     ylim = 0.9, 1.1 * max((1.2, *(row["accept_length"]["high"] for row in rows)))
-    # A marker per topk, and a colour per drafter; with one drafter, the colour shows topk too.
     topks, drafters = sorted({row["cell"]["topk"] for row in rows}), list_drafters(rows)
-    markers = dict(zip(topks, itertools.cycle(MARKERS), strict=False))
+    many = len(drafters) > 1
 
-    def colour_of(cell: dict[str, Any]) -> str:
-        return colour(drafters.index(cell["drafter"]) if len(drafters) > 1 else topks.index(cell["topk"]))
+    def look_of(cell: dict[str, Any]) -> dict[str, Any]:
+        # One drafter: colour and marker show topk. Several: they show the drafter, and with several topk the marker
+        # shows topk. Drafters after the sixth have a black edge.
+        own, tree = drafters.index(cell["drafter"]), topks.index(cell["topk"])
+        style = line_style(own if many else tree)
+        marker = line_style(tree)["marker"] if len(topks) > 1 else style["marker"]
+        edge = "black" if many and own >= len(COLOURS) else style["color"]
+        return {"color": style["color"], "marker": marker, "markeredgecolor": edge, "markersize": 7, "linestyle": ""}
 
     for axis, key, group in panels(axes, layout, groups):
         # 1. The background: lines of equal speed-up, and plain decoding at cost 1 and accept length 1.
@@ -57,16 +74,14 @@ def _draw(figure, rows: list[Row], groups, layout) -> None:
             if row["problem"]:
                 axis.plot(*_cost_and_length(row), marker="$?$", linestyle="", color=GREY, markersize=9, zorder=3)
                 continue
-            (cost, length), spread, cell = _cost_and_length(row), row["accept_length"], row["cell"]
-            error = [[max(length - spread["low"], 0)], [max(spread["high"] - length, 0)]]
-            axis.errorbar(cost, length, error, color=colour_of(cell), alpha=0.35, linewidth=1, zorder=1)
-            style = {"color": colour_of(cell), "markersize": 7, "zorder": 3}
-            face = "white" if row["lossless"] == "lossy" else style["color"]
-            axis.plot(cost, length, markers[cell["topk"]], markerfacecolor=face, **style)
+            (cost, length), spread, look = _cost_and_length(row), row["accept_length"], look_of(row["cell"])
+            face = "white" if row["lossless"] == "lossy" else look["color"]
+            estimate = (length, spread["low"], spread["high"])
+            plot_estimates(axis, [cost], [estimate], markerfacecolor=face, zorder=3, **look)
         # 3. The frontier, from plain decoding on.
         frontier = [(1.0, 1.0)] + [_cost_and_length(row) for row in _frontier(group)]
         axis.plot(*zip(*frontier, strict=True), color=GREY, linewidth=1, linestyle="--", zorder=2)
-        axis.set_title(f"batch {batch_size}, temperature {temperature:g}", fontsize=10, pad=16)
+        axis.set_title(f"batch {batch_size}, temperature {temperature:g}", pad=16)
         axis.set_xlabel("cost of a round, in plain rounds")
         axis.set_ylabel("accept length (tokens per round)")
         ticks = (0.5, 0.75, 1, 1.5, 2, 3, 4, 6, 8, 12, 16, 24, 32)
@@ -75,22 +90,19 @@ def _draw(figure, rows: list[Row], groups, layout) -> None:
             set_ticks(shown, [f"{tick:g}" for tick in shown])
         axis.minorticks_off()
     # One legend for all panels.
-    many = len(drafters) > 1
-    named = [("o", colour(number), name) for number, name in enumerate(drafters)] if many else []
-    named += [
-        (markers[topk], GREY if many else colour(number), f"topk {topk}")
-        for number, topk in enumerate(topks)
-        if not many or len(topks) > 1
-    ]
-    handles = [axes[0][0].plot([], [], marker, color=own, label=name)[0] for marker, own, name in named]
-    handles.append(axes[0][0].plot([], [], "*", color="black", markersize=11, label="plain")[0])
+    shown = [{"drafter": name, "topk": topks[0]} for name in drafters] if many else []
+    keys = [legend_key(shorten(cell["drafter"]), **look_of(cell)) for cell in shown]
+    for topk in topks if len(topks) > 1 or not many else ():
+        look = look_of({"drafter": drafters[0], "topk": topk})
+        keys.append(legend_key(f"topk {topk}", **(look | {"color": GREY, "markeredgecolor": GREY} if many else look)))
+    keys.append(legend_key("plain decoding", marker="*", color="black", markersize=11, linestyle=""))
     if any(row["lossless"] == "lossy" for row in rows):
-        handles.append(axes[0][0].plot([], [], "o", color=GREY, markerfacecolor="white", label="lossy")[0])
+        keys.append(legend_key("lossy", marker="o", markerfacecolor="white", linestyle=""))
     if any(row["problem"] for row in rows):
-        handles.append(
-            axes[0][0].plot([], [], marker="$?$", linestyle="", color=GREY, markersize=9, label="cannot be trusted")[0]
-        )
-    figure.legend(handles=handles, loc="outside lower center", ncols=len(handles))
+        keys.append(legend_key("cannot be trusted", marker="$?$", linestyle="", markersize=9))
+    keys += [legend_key("Pareto frontier", linestyle="--"), legend_key("equal speed-up", color=LINE, linewidth=0.8)]
+    num_columns = legend_columns([str(each.get_label()) for each in keys], figure.get_figwidth())
+    figure.legend(handles=keys, loc="outside lower center", ncols=num_columns)
     # Labels avoid each other in pixels, so they come last, when the layout is final.
     figure.draw_without_rendering()
     for key, group in groups.items():
@@ -99,13 +111,18 @@ def _draw(figure, rows: list[Row], groups, layout) -> None:
 
 def _draw_speed_up_lines(axis, xlim, ylim) -> None:
     """Draws lines of equal speed-up, each labelled where it leaves the panel."""
-    for speed in (0.25, 0.5, 0.75, 1, 1.25, 1.5, 2, 3, 4):
+    # Leave out lines that are too close to those before: labels must not touch.
+    speeds: list[float] = []
+    for speed in (1, 2, 0.5, 4, 0.25, 3, 1.5, 0.75, 1.25):
+        gaps = [abs(math.log(speed / other)) / math.log(xlim[1] / xlim[0]) for other in speeds]
+        speeds += [speed] * (min(gaps, default=1) > 0.1)
+    for speed in speeds:
         # A line `length = speed * cost` leaves through the top or the right side. Skip lines outside the panel.
         at_top = speed * xlim[1] >= ylim[1]
         end = (ylim[1] / speed, ylim[1]) if at_top else (xlim[1], speed * xlim[1])
         if end[0] <= xlim[0] or end[1] <= ylim[0]:
             continue
-        grey, width = ("black", 1.2) if speed == 1 else ("#bbbbbb", 0.8)
+        grey, width = ("black", 1.2) if speed == 1 else (LINE, 0.8)
         axis.plot([xlim[0], end[0]], [speed * xlim[0], end[1]], color=grey, linewidth=width, zorder=0)
         axis.annotate(
             f"{speed:g}x",
@@ -125,7 +142,7 @@ def _label_frontier(axis, group: list[dict[str, Any]], *, has_names: bool) -> No
     label_boxes: list[Any] = []
     for row in reversed(_frontier(group)):
         cell = row["cell"]
-        text = f"{cell['drafter']}, " if has_names else ""
+        text = plain_text(f"{shorten(cell['drafter'], 16)}, ") if has_names else ""
         text += f"depth {cell['num_steps']}" + (f", {cell['num_nodes']} nodes" if cell["topk"] > 1 else "")
         # Name the rule only where several settings differ in nothing else.
         same_shape = [other for other in group if _round_shape(other) == _round_shape(row)]

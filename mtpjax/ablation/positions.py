@@ -4,36 +4,48 @@ from collections.abc import Sequence
 from typing import Any
 
 from mtpjax.ablation.panels import Row, group_by_batch_and_temperature, list_drafters, panel_rows, panels
-from mtpjax.evaluation.plot_style import DEFAULT_FORMATS, colour, picture
+from mtpjax.evaluation.plot_style import (
+    DEFAULT_FORMATS,
+    legend_below,
+    line_style,
+    picture,
+    plain_text,
+    plot_estimates,
+    share_limits,
+    shorten,
+)
 
 
-def plot_positions(path, rows: list[Row], formats: Sequence[str] = DEFAULT_FORMATS) -> None:
+def plot_positions(path, rows: list[Row], formats: Sequence[str] = DEFAULT_FORMATS, *, title: str = "") -> None:
     """Plots which share of the rounds accepts at least k drafts, by k, for the deepest chain of each drafter.
 
     Args:
         path: the picture, as in `plot_style.picture_paths`.
         rows: the rows of `cells.jsonl` of `mtpjax ablate`; each batch size and temperature gets a panel.
         formats: formats of a path without suffix.
+        title: model, prompts and device.
     """
     drafters = list_drafters(rows)
     groups = group_by_batch_and_temperature(rows)
     layout = panel_rows(groups)
-    with picture(path, (4.2 * len(layout[0]), (3.0 + 0.2 * len(drafters)) * len(layout) + 0.4), formats) as figure:
+    # All panels share their limits, so that they can be compared.
+    depth = max(row["cell"]["num_steps"] for row in rows)
+    limits = share_limits(rate["value"] for row in rows for rate in row["survival"] if rate["value"] is not None)
+    size = (4.4 * len(layout[0]), (3.0 + 0.2 * len(drafters)) * len(layout) + 0.4)
+    with picture(path, size, formats, title=title) as figure:
         axes = figure.subplots(len(layout), len(layout[0]), squeeze=False)
         for axis, (batch_size, temperature), group in panels(axes, layout, groups):
             # A drafter keeps its colour in all panels, also where it has no cell.
             for number, drafter in enumerate(drafters):
                 row = deepest(row for row in group if row["cell"]["drafter"] == drafter)
                 if row is not None:
-                    _draw_survival(axis, row, number)
+                    _draw_survival(axis, row, number, 0.05 * (number - (len(drafters) - 1) / 2))
             axis.set_title(f"batch {batch_size}, temperature {temperature:g}")
             axis.set_xlabel("draft position k")
             axis.set_ylabel("share of rounds that accept k drafts")
-            axis.set_ylim(0, 1.02)
-            axis.xaxis.get_major_locator().set_params(integer=True)
-            # Below the panel, where it covers no line.
-            place = {"loc": "upper center", "bbox_to_anchor": (0.5, -0.17)}
-            axis.legend(title="drafter: accept length (95 %)", title_fontsize=8, **place)
+            axis.set_ylim(limits)
+            axis.set(xlim=(0.6, depth + 0.4), xticks=range(1, depth + 1))
+            legend_below(axis, title="drafter: accept length (95 %)")
 
 
 def deepest(rows) -> Row | None:
@@ -50,16 +62,12 @@ def deepest(rows) -> Row | None:
     return max(exact, key=lambda row: (row["cell"]["topk"] == 1, row["cell"]["num_steps"]), default=None)
 
 
-def _draw_survival(axis, row: dict[str, Any], number: int) -> None:
-    """Draws the survival rates of a row with their intervals. Shifts drafters sideways, so that bars do not overlap."""
+def _draw_survival(axis, row: dict[str, Any], number: int, shift: float) -> None:
+    """Draws the survival rates of a row with their intervals, shifted sideways, so that bars do not overlap."""
     known = [(k, rate) for k, rate in enumerate(row["survival"], start=1) if rate["value"] is not None]
-    values = [rate["value"] for _, rate in known]
-    errors = [
-        [max(rate["value"] - rate["low"], 0) for _, rate in known],
-        [max(rate["high"] - rate["value"], 0) for _, rate in known],
-    ]
     cell, length = row["cell"], row["accept_length"]
     tree = "" if cell["topk"] == 1 else f", topk {cell['topk']}"
-    label = f"{cell['drafter']}{tree}: {length['value']:.2f} ({length['low']:.2f}-{length['high']:.2f})"
-    places = [k + 0.05 * number for k, _ in known]
-    axis.errorbar(places, values, errors, color=colour(number), marker="o", label=label)
+    label = f"{shorten(cell['drafter'])}{tree}: {length['value']:.2f} ({length['low']:.2f}-{length['high']:.2f})"
+    places = [k + shift for k, _ in known]
+    estimates = ((rate["value"], rate["low"], rate["high"]) for _, rate in known)
+    plot_estimates(axis, places, estimates, label=plain_text(label), **line_style(number))

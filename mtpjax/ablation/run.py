@@ -11,7 +11,6 @@ import hashlib
 import json
 import os
 import pathlib
-import platform
 import re
 import time
 from collections.abc import Callable, Sequence
@@ -90,7 +89,7 @@ def describe_environment(
     return {
         "model": checkpoint_digest(path)[:16] + (f" as {model_type}" if model_type else ""),
         "device": f"{device.device_kind}, threads: {num_threads()}" if device.platform == "cpu" else device.device_kind,
-        "processor": describe_machine()["cpu"] if hasattr(os, "sched_getaffinity") else platform.machine(),
+        "processor": describe_machine()["cpu"],
         "jax": jax.__version__,
         "flags": os.environ.get("XLA_FLAGS", ""),
         **({} if implementation == "auto" else {"implementation": implementation}),
@@ -235,7 +234,8 @@ def run(
     # Report what was measured, even if the run was stopped early.
     if rows:
         text = format_recommendation(rows, reasons, workload, settings, environment, methods)
-        _report(output, rows, text, plot_formats, console=console)
+        title = f"Ablation of {pathlib.Path(model_path).name}, {workload.source}\n{environment['device']}, "
+        _report(output, rows, text, plot_formats, title=f"{title}{environment['processor']}", console=console)
     if not is_complete:
         console.print(
             f"stopped after {len(rows)} of {count_of(len(cells), 'cell')}: run it again to continue", soft_wrap=True
@@ -244,8 +244,8 @@ def run(
     return 4 if any(row["lossless"] == "DIFFERS" for row in rows) else 0
 
 
-def _report(output: pathlib.Path, rows: list[dict[str, Any]], text: str, plot_formats: Sequence[str], *, console):
-    """Prints the measured cells, and writes the table, the recommendation and the pictures."""
+def _report(output: pathlib.Path, rows: list[dict[str, Any]], text: str, plot_formats, *, title: str, console):
+    """Prints the measured cells, and writes the table, the recommendation and the pictures under a title."""
     print_cells(console, rows)
     write_text(output / "cells.csv", to_csv(rows))
     write_text(output / "recommendation.md", text)
@@ -253,7 +253,7 @@ def _report(output: pathlib.Path, rows: list[dict[str, Any]], text: str, plot_fo
     if len({row["cell"]["drafter"] for row in rows}) > 1:
         plots["positions"] = plot_positions
     for name, plot in plots.items():
-        plot(output / name, rows, plot_formats)
+        plot(output / name, rows, plot_formats, title=title)
     # The wide tables of the drafters are in the file only.
     printed = re.split(r"\n## (?:Drafters|Categories|Training|Measured)", text)[0]
     console.print(printed, highlight=False, soft_wrap=True, markup=False)

@@ -261,6 +261,7 @@ def _eval_acceptance_on(mesh, options) -> int:
     from mtpjax.decoding.config import DecodeConfig
     from mtpjax.distributed import is_main_process
     from mtpjax.evaluation.acceptance import measure_acceptance
+    from mtpjax.evaluation.machine import describe_device
     from mtpjax.evaluation.metrics import print_report, report, to_json
     from mtpjax.evaluation.plots import plot_acceptance
     from mtpjax.evaluation.self_check import check_acceptance
@@ -316,7 +317,11 @@ def _eval_acceptance_on(mesh, options) -> int:
         settings = {name: value for name, value in vars(options).items() if isinstance(value, (str, int, float, list))}
         content = {"settings": settings, "prompts_cut": cut, "figures": to_json(figures)}
         write_text(options.output, json.dumps(content, indent=1, allow_nan=False) + "\n")
-        plot_acceptance(pathlib.Path(options.output).with_suffix(""), figures, options.plot_formats)
+        title = f"Acceptance of {pathlib.Path(options.model_path).name} on {len(prompts)} prompts of "
+        title += f"{pathlib.Path(options.prompts).name}, temperature {options.temperature:g}\n"
+        title += describe_device(1 if mesh is None else mesh.size)
+        picture = pathlib.Path(options.output).with_suffix("")
+        plot_acceptance(picture, figures, options.plot_formats, title=title)
     print_report(console, figures)
     if is_compared:
         print(f"identical to plain decoding: {identical} of {len(prompts)}")

@@ -95,6 +95,7 @@ def run_plan(options) -> int:
     from mtpjax.atomic import write_text
     from mtpjax.evaluation import plan, plan_report
     from mtpjax.evaluation.compiled_call import compile_call, stored_shapes
+    from mtpjax.evaluation.plan_plots import plot_plan
     from mtpjax.evaluation.roofline import DEVICES, tokens_per_round
 
     # 1. Check the flags before the model is read.
@@ -155,7 +156,7 @@ def run_plan(options) -> int:
     # 5. Compile the fastest mesh that fits, to show XLA's own numbers beside the estimates.
     if options.compile and result.best is not None:
         best = result.best.plan
-        print(f"compiling {best.mesh}", file=sys.stderr, flush=True)
+        print(f"compiling for {plan_report.mesh_text(best.mesh)}", file=sys.stderr, flush=True)
         found = compile_call(
             config,
             best.mesh,
@@ -171,5 +172,8 @@ def run_plan(options) -> int:
     # 6. Write JSON and the picture.
     if options.output is not None:
         write_text(options.output, json.dumps(result.to_json(), indent=1) + "\n")
-        plan_report.draw(pathlib.Path(options.output).with_suffix(""), result, device, options.plot_formats)
+        title = f"Plan of {pathlib.Path(options.model).name} on {options.count} {device.name}: {options.batch_size} "
+        title += f"rows of {context} tokens\nComputed and estimated, not measured"
+        picture = pathlib.Path(options.output).with_suffix("")
+        plot_plan(picture, result, device, options.plot_formats, title=title)
     return 0 if result.best is not None else 1

@@ -176,7 +176,8 @@ def _compare(options) -> int:
 
     from mtpjax.console import print_parts
     from mtpjax.evaluation.plot_style import picture_paths
-    from mtpjax.training.compare import read_run, tables
+    from mtpjax.messages import count_of
+    from mtpjax.training.compare import read_run, short_names, tables
     from mtpjax.training.plots import plot_comparison
 
     if options.output is not None:
@@ -185,9 +186,11 @@ def _compare(options) -> int:
     # Read all runs first: a wrong folder fails before anything is printed.
     runs = [read_run(folder) for folder in options.runs]
     console = rich.console.Console()
-    print_parts(console, tables(runs))
+    print_parts(console, tables(runs, console.width))
     if options.output is not None:
-        plot_comparison(options.output, {run.name: run.history for run in runs}, options.plot_formats)
+        histories = dict(zip(short_names(runs), (run.history for run in runs), strict=True))
+        title = f"Comparison of {count_of(len(runs), 'training run')}"
+        plot_comparison(options.output, histories, options.plot_formats, title=title)
         print(f"wrote {', '.join(map(str, pictures))}", file=sys.stderr)
     return 0
 

@@ -32,8 +32,18 @@ def round_up_capacity(size: int) -> int:
         At least 256 slots, in steps of 128. From 1024 on a step is a quarter of the largest power of two up to `size`,
         so at most a quarter of the size is added.
     """
-    step = max(128, 2 ** (size.bit_length() - 3))
+    step = _capacity_step(size)
     return max(256, -(-size // step) * step)
+
+
+def round_down_capacity(size: int) -> int:
+    """Returns the largest result of `round_up_capacity` that is at most `size` slots; 0 below the smallest."""
+    step = _capacity_step(size)
+    return size // step * step if size >= 256 else 0
+
+
+def _capacity_step(size: int) -> int:
+    return max(128, 2 ** (size.bit_length() - 3))
 
 
 def cache_capacity(prompt_length: int, max_length: int, *, max_slots_per_round: int, prefill_chunk: int) -> int:

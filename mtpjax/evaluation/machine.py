@@ -1,4 +1,7 @@
-"""Describes the machine of a measurement, and measures how much other programs disturbed it. Imports no JAX."""
+"""Describes the machine of a measurement, and measures how much other programs disturbed it.
+
+Only `describe_device` imports JAX.
+"""
 
 import contextlib
 import math
@@ -14,7 +17,27 @@ def describe_machine() -> dict[str, str | int]:
     """Returns the processor's name and the number of cores that this process may use."""
     lines = pathlib.Path("/proc/cpuinfo").read_text().splitlines() if os.path.exists("/proc/cpuinfo") else []
     names = [line.split(":", 1)[1].strip() for line in lines if line.startswith("model name")]
-    return {"cpu": names[0] if names else platform.processor(), "cores": len(os.sched_getaffinity(0))}
+    # Only Linux tells which cores a process may use.
+    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+    return {"cpu": names[0] if names else platform.processor() or platform.machine(), "cores": cores}
+
+
+def describe_device(count: int = 1) -> str:
+    """Names what JAX computes on, such as "NVIDIA H100 80GB HBM3 x 8" or "AMD EPYC 7B13, 2 cores".
+
+    Args:
+        count: devices that are used.
+
+    Returns:
+        The name, for titles.
+    """
+    import jax
+
+    device = jax.devices()[0]
+    if device.platform == "cpu":
+        machine = describe_machine()
+        return f"{machine['cpu']}, {machine['cores']} cores"
+    return device.device_kind + f" x {count}" * (count > 1)
 
 
 def has_waiting_times() -> bool:

@@ -121,8 +121,8 @@ class Plan:
         per_row = self.bytes_per_row + self.temp * data / self.rows
         return max(0, self.rows // data + math.floor(self.free(device) / per_row)) * data
 
-    def largest_context(self, device: Device) -> int:
-        """Slots of each row that fit with these rows."""
+    def largest_slots(self, device: Device) -> int:
+        """Cache slots of each row that fit with these rows."""
         usable = USABLE_SHARE * device.memory - self.arguments
         more = min((usable - temp.nbytes) / max(self.bytes_per_slot + temp.bytes_per_slot, 1) for temp in self.temps)
         return max(0, self.slots + math.floor(more))

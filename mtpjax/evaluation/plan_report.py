@@ -1,15 +1,15 @@
-"""Compares the meshes of a plan: tables, a picture and JSON."""
+"""Compares the meshes of a plan: tables and JSON."""
 
 import dataclasses
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
-from mtpjax.decoding.capacity import round_up_capacity
+from mtpjax.decoding.capacity import round_down_capacity, round_up_capacity
 from mtpjax.evaluation import plan
 from mtpjax.evaluation.plan import Plan, Round
-from mtpjax.evaluation.plot_style import COLOURS, DEFAULT_FORMATS, GREY, picture
 from mtpjax.evaluation.roofline import Device
 from mtpjax.models.config import ModelConfig
+from mtpjax.models.sharding import mesh_text
 
 
 @dataclasses.dataclass(frozen=True)
@@ -33,6 +33,8 @@ class Comparison:
 
     Attributes:
         rows: rows that were asked for.
+        context: tokens of a row, prompt and new ones.
+        num_steps: draft levels.
         accept_length: assumed tokens per round, with drafts.
         candidates: the meshes that divide the model.
         excluded: the others, with the reason.
@@ -41,6 +43,8 @@ class Comparison:
     """
 
     rows: int
+    context: int
+    num_steps: int
     accept_length: float
     candidates: list[Candidate]
     excluded: list[tuple[dict[str, int], str]]
@@ -55,10 +59,23 @@ class Comparison:
         """Returns the predicted tokens per second of all requested rows, with drafts."""
         return self.rows * self.accept_length / candidate.drafted.seconds
 
+    def longest_context(self, candidate: Candidate, device: Device) -> int:
+        """Returns the tokens of a row that fit with these rows."""
+        return max(0, round_down_capacity(candidate.plan.largest_slots(device)) - _scratch_slots(self.num_steps))
+
+    @property
+    def drafts_text(self) -> str:
+        """The draft levels in words."""
+        if not self.num_steps:
+            return "without drafts"
+        return f"with {self.num_steps} draft level{'s' * (self.num_steps > 1)}"
+
     def to_json(self) -> dict[str, Any]:
         """Returns everything as values that JSON can hold."""
         return {
             "rows": self.rows,
+            "context": self.context,
+            "num_steps": self.num_steps,
             "accept_length": self.accept_length,
             "candidates": [
                 dataclasses.asdict(each)
@@ -108,8 +125,8 @@ def compare_meshes(
         ValueError: a number is out of range, or a single mesh does not divide the model.
     """
     candidates, excluded = [], []
-    # A call's caches hold the longest row and what a round writes behind it, rounded up.
-    slots = round_up_capacity(context + num_steps + 2)
+    # A call's caches hold the longest row and what its last round writes after it, rounded up.
+    slots = round_up_capacity(context + _scratch_slots(num_steps))
     for sizes in meshes:
         try:
             layout = plan.plan_layout(
@@ -128,7 +145,12 @@ def compare_meshes(
         candidates.append(Candidate(layout, *estimate))
     fitting = [each for each in candidates if each.plan.free(device) >= 0]
     best = min(fitting, key=lambda each: each.drafted.seconds, default=None)
-    return Comparison(rows, accept_length, candidates, excluded, best)
+    return Comparison(rows, context, num_steps, accept_length, candidates, excluded, best)
+
+
+def _scratch_slots(num_steps: int) -> int:
+    """Returns the slots after a row's text that a round of a chain writes: its tokens to verify, and one more."""
+    return num_steps + 2
 
 
 def describe(result: Comparison, device: Device, count: int) -> Iterator[Any]:
@@ -140,63 +162,13 @@ def describe(result: Comparison, device: Device, count: int) -> Iterator[Any]:
         count: GPUs.
 
     Yields:
-        Tables and lines to print.
+        Tables and lines to print, within 80 columns.
     """
-    from mtpjax.console import narrow_table
-
     if result.candidates:
-        # 1. Memory: weights and state by arithmetic, temporary memory by estimate, and the largest sizes that fit.
-        first = result.candidates[0].plan
-        memory = narrow_table(f"{device.name} x {count}: GB per GPU, {result.rows} rows of {first.slots} slots")
-        memory.caption = "weights and state: arithmetic. temp: estimated, with prefill passes of "
-        memory.caption += (
-            f"{first.prefill_chunk} tokens. fits: {plan.USABLE_SHARE:.0%} of {device.memory / 1e9:.0f} GB. "
-        )
-        memory.caption += "batch, context: the largest that fit, the other unchanged."
-        for heading in ("mesh", "weights", "state", "temp", "total", "fits", "batch", "context"):
-            memory.add_column(heading, justify="right")
-        for each in result.candidates:
-            sizes = (each.plan.weights, each.plan.state, each.plan.temp, each.plan.total)
-            fits = "yes" if each.plan.free(device) >= 0 else "no"
-            most = (each.plan.largest_batch(device), each.plan.largest_context(device))
-            style = "bold" if each is result.best else ""
-            memory.add_row(
-                mesh_text(each.plan.mesh),
-                *(f"{size / 1e9:.2f}" for size in sizes),
-                fits,
-                *(f"{number:,}" for number in most),
-                style=style,
-            )
-        yield memory
-        # 2. Time: the parts of a round with drafts, the round without drafts, and the speed-up.
-        times = narrow_table("a round, estimated: milliseconds")
-        steps = result.candidates[0].drafted.num_steps
-        times.caption = (
-            f"mesh: data x tensor. dense to drafts: with {steps} draft levels. plain: without. gain: speed-up "
-        )
-        times.caption += f"at {result.accept_length:.2f} tokens per round. tok/s: of all rows."
-        parts = ("dense", "experts", "cache", "MTP", "launch", "links")
-        for heading in ("mesh", *parts, "drafts", "plain", "gain", "tok/s"):
-            times.add_column(heading, justify="right")
-        for each in result.candidates:
-            seconds = {
-                part.name: time for part, time in zip(each.drafted.parts, each.drafted.seconds_of_parts, strict=True)
-            }
-            # The head counts as dense weights.
-            seconds["weights"] += seconds.pop("head")
-            shown = [seconds.get(name, 0.0) for name in ("weights", "experts", "cache", "MTP modules")]
-            shown += [each.drafted.seconds_of_launches, sum(travel.seconds for travel in each.drafted.collectives)]
-            shown += [each.drafted.seconds, each.plain.seconds]
-            sizes = each.plan.mesh
-            times.add_row(
-                " x ".join(str(size) for size in sizes.values()) if len(sizes) == 2 else mesh_text(sizes),
-                *(f"{1e3 * time:.2f}" for time in shown),
-                f"{result.speedup(each):.2f}",
-                f"{result.tokens_per_second(each):,.0f}",
-                style="bold" if each is result.best else "",
-            )
-        yield times
-    # 3. The meshes that do not divide the model, and the advice.
+        yield _memory_table(result, device, count)
+        yield _parts_table(result)
+        yield _speed_table(result)
+    # The meshes that do not divide the model, and the advice.
     for mesh, reason in result.excluded:
         yield f"{mesh_text(mesh)}: {reason}"
     if result.best is None:
@@ -205,6 +177,77 @@ def describe(result: Comparison, device: Device, count: int) -> Iterator[Any]:
         best = result.best.plan
         name = mesh_text(best.mesh)
         yield f"fastest that fits: {name}, {best.total / 1e9:.1f} of {device.memory / 1e9:.0f} GB per GPU"
+
+
+def _mesh_table(result: Comparison, title: str, headings: Sequence[str], lines: Iterable[Sequence[str]]):
+    """Makes a table with a line per mesh, in which the best one is bold."""
+    from mtpjax.console import narrow_table
+
+    table = narrow_table(title)
+    table.add_column("mesh", overflow="fold")
+    for heading in headings:
+        table.add_column(heading, justify="right", no_wrap=True)
+    for each, cells in zip(result.candidates, lines, strict=True):
+        table.add_row(mesh_text(each.plan.mesh), *cells, style="bold" if each is result.best else "")
+    return table
+
+
+def _memory_table(result: Comparison, device: Device, count: int):
+    """Memory: weights and state by arithmetic, temporary memory by estimate, and the largest sizes that fit."""
+    first = result.candidates[0].plan
+    headings = ("weights", "state", "temp", "total", "fits", "largest\nbatch", "longest\ncontext")
+    lines = []
+    for each in result.candidates:
+        own = each.plan
+        sizes = [f"{size / 1e9:.2f}" for size in (own.weights, own.state, own.temp, own.total)]
+        most = (own.largest_batch(device), result.longest_context(each, device))
+        lines.append((*sizes, "yes" if own.free(device) >= 0 else "no", *(f"{number:,}" for number in most)))
+    title = f"memory, GB per GPU: {device.name} x {count}, {result.rows} rows of {result.context} tokens"
+    table = _mesh_table(result, title, headings, lines)
+    reserved = first.slots - result.context
+    table.caption = (
+        f"A row has {first.slots} cache slots, {result.context} for its tokens and {reserved} for the drafts of its "
+        "last round and for rounding up, as in decoding. weights, state: arithmetic. temp: "
+        f"estimated, for prefill passes of {first.prefill_chunk} tokens. fits: in {plan.USABLE_SHARE:.0%} of "
+        f"{device.memory / 1e9:.0f} GB. batch, context: the most that fits, the other unchanged."
+    )
+    return table
+
+
+def _parts_table(result: Comparison):
+    """Time of the parts of a round with drafts."""
+    headings = ("dense", "experts", "cache", "MTP", "launches", "links", "sum")
+    lines = []
+    for each in result.candidates:
+        own = each.drafted
+        seconds = {part.name: time for part, time in zip(own.parts, own.seconds_of_parts, strict=True)}
+        # The head counts as dense weights.
+        seconds["weights"] += seconds.pop("head")
+        shown = [seconds.get(name, 0.0) for name in ("weights", "experts", "cache", "MTP modules")]
+        shown += [own.seconds_of_launches, sum(travel.seconds for travel in own.collectives), own.seconds]
+        lines.append([_milliseconds(time) for time in shown])
+    return _mesh_table(result, f"a round {result.drafts_text}, estimated milliseconds", headings, lines)
+
+
+def _speed_table(result: Comparison):
+    """Time of a round with and without drafts, and the speed-up at the assumed accept length."""
+    headings = ["round, ms:\nplain"]
+    if result.num_steps:
+        headings += ["with\ndrafts", "speed-up,\nassumed"]
+    lines = []
+    for each in result.candidates:
+        cells = [_milliseconds(each.plain.seconds)]
+        if result.num_steps:
+            cells += [_milliseconds(each.drafted.seconds), f"{result.speedup(each):.2f}"]
+        lines.append((*cells, f"{result.tokens_per_second(each):,.0f}"))
+    title = "speed, estimated"
+    title += f", if a round gives {result.accept_length:.2f} tokens (assumed)" * bool(result.num_steps)
+    return _mesh_table(result, title, (*headings, "tokens/s,\nall rows"), lines)
+
+
+def _milliseconds(seconds: float) -> str:
+    """Formats a time in four digits, so that columns stay narrow."""
+    return f"{1e3 * seconds:.{2 if seconds < 0.1 else 1 if seconds < 1 else 0}f}"
 
 
 def compiled_line(result: Comparison) -> str:
@@ -219,13 +262,8 @@ def compiled_line(result: Comparison) -> str:
     )
 
 
-def mesh_text(sizes: Mapping[str, int]) -> str:
-    """Formats a mesh, such as "data 8 tensor 8"."""
-    return " ".join(f"{name} {size}" for name, size in sizes.items() if size > 1) or "one device"
-
-
 def train_rows(config: ModelConfig, params: dict, device: Device, *, count: int, trains: str) -> list[dict[str, Any]]:
-    """Computes the bytes of training on every mesh `fsdp x expert`.
+    """Computes the bytes of training on every mesh of `fsdp` and `expert`.
 
     Args:
         config: the model's config.
@@ -262,44 +300,3 @@ def train_table(rows: Sequence[Mapping[str, Any]], device: Device, count: int):
             mesh_text(row["mesh"]), f"{row['bytes'] / 1e9:.2f}", f"{left / 1e9:.1f}" if left > 0 else "no room"
         )
     return table
-
-
-def draw(path, result: Comparison, device: Device, formats: Sequence[str] = DEFAULT_FORMATS) -> None:
-    """Draws memory and time of every mesh.
-
-    Args:
-        path: the picture, as in `plot_style.picture_paths`.
-        result: the comparison.
-        device: the GPU.
-        formats: formats of a path without suffix.
-    """
-    if not result.candidates:
-        return
-    names = [mesh_text(each.plan.mesh) + (" *" if each is result.best else "") for each in result.candidates]
-    places = range(len(names))
-    with picture(path, (10, 1.2 + 0.35 * len(names)), formats) as figure:
-        memory, time = figure.subplots(1, 2)
-        # Left: bytes per device, stacked; the lines are the device's memory and its usable share.
-        left = [0.0] * len(names)
-        for number, part in enumerate(("weights", "state", "temp")):
-            widths = [getattr(each.plan, part) / 1e9 for each in result.candidates]
-            memory.barh(places, widths, left=left, color=COLOURS[number], label=part)
-            left = [begin + width for begin, width in zip(left, widths, strict=True)]
-        memory.axvline(device.memory / 1e9, color="black", linewidth=0.8)
-        memory.axvline(plan.USABLE_SHARE * device.memory / 1e9, color=GREY, linewidth=0.8, linestyle="--")
-        memory.set(
-            yticks=places, yticklabels=names, xlabel=f"GB per {device.name}", title="memory (* fastest that fits)"
-        )
-        memory.invert_yaxis()
-        memory.legend()
-        # Right: time per token of a row, without drafts and with them.
-        height = 0.38
-        for offset, kind, colour in ((-height / 2, "plain", GREY), (height / 2, "drafted", COLOURS[0])):
-            per_token = [
-                1e3 * getattr(each, kind).seconds / (1 if kind == "plain" else result.accept_length)
-                for each in result.candidates
-            ]
-            time.barh([place + offset for place in places], per_token, height, color=colour, label=kind)
-        time.set(yticks=places, yticklabels=[], xlabel="milliseconds per token of a row, estimated", title="time")
-        time.invert_yaxis()
-        time.legend()

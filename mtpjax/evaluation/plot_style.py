@@ -5,33 +5,39 @@ matplotlib is imported inside, since it takes long to load.
 """
 
 import contextlib
+import math
 import pathlib
-from collections.abc import Iterator, Sequence
+import textwrap
+from collections.abc import Iterable, Iterator, Sequence
 from typing import Any
 
 FORMATS = ("png", "svg", "pdf")
 DEFAULT_FORMATS = ("png", "svg")  # one to look at anywhere, one that scales
-# The palette of Okabe and Ito, whose colours colour-blind readers can distinguish.
-COLOURS = ("#0072b2", "#d55e00", "#009e73", "#cc79a7", "#56b4e9", "#e69f00")
+# The palette of Okabe and Ito, whose colours colour-blind readers can distinguish. Draft levels take it from the
+# beginning. Other series of the same picture take it from the end, so that no colour means two things.
+COLOURS = ("#0072b2", "#d55e00", "#009e73", "#56b4e9", "#cc79a7", "#e69f00")
 GREY = "#777777"
+# Markers differ too, for print in grey, and after the sixth series the lines.
+MARKERS, LINES = "os^DvP", ("-", "--", ":", "-.")
 # matplotlib's settings for every picture. Type 42 embeds fonts in PDF files as journals ask for; the salt makes the
 # same picture the same SVG file.
 STYLE: dict[Any, Any] = {
-    "font.size": 9,
+    "font.size": 10,
     "axes.titlesize": 10,
-    "axes.labelsize": 9,
+    "axes.labelsize": 10,
+    "figure.titlesize": 11,
     "axes.spines.top": False,
     "axes.spines.right": False,
     "axes.grid": True,
     "axes.axisbelow": True,
     "grid.color": GREY,
     "grid.alpha": 0.2,
-    "legend.fontsize": 8,
+    "legend.fontsize": 9,
     "legend.frameon": False,
-    "lines.markersize": 4,
+    "lines.markersize": 5,
     "errorbar.capsize": 3,
     "figure.facecolor": "white",
-    "savefig.dpi": 120,
+    "savefig.dpi": 140,
     "pdf.fonttype": 42,
     "svg.hashsalt": "mtpjax",
 }
@@ -62,13 +68,16 @@ def picture_paths(path, formats: Sequence[str] = DEFAULT_FORMATS) -> list[pathli
 
 
 @contextlib.contextmanager
-def picture(path, size: tuple[float, float], formats: Sequence[str] = DEFAULT_FORMATS) -> Iterator[Any]:
+def picture(
+    path, size: tuple[float, float], formats: Sequence[str] = DEFAULT_FORMATS, *, title: str = ""
+) -> Iterator[Any]:
     """Gives a figure in the common style, and writes it when the block ends.
 
     Args:
         path: as in `picture_paths`.
-        size: width and height in inches.
+        size: width and height of the panels in inches; the title adds its height.
         formats: as in `picture_paths`.
+        title: what was measured, and on which device.
 
     Yields:
         The `matplotlib.figure.Figure`.
@@ -80,8 +89,12 @@ def picture(path, size: tuple[float, float], formats: Sequence[str] = DEFAULT_FO
     import matplotlib
     import matplotlib.figure
 
+    # At 11 points an inch holds about 12 characters.
+    lines = [part for line in title.splitlines() for part in textwrap.wrap(line, int(12 * size[0]))]
     with matplotlib.rc_context(STYLE):
-        figure = matplotlib.figure.Figure(figsize=size, layout="constrained")
+        figure = matplotlib.figure.Figure(figsize=(size[0], size[1] + 0.25 * len(lines)), layout="constrained")
+        if lines:
+            figure.suptitle(plain_text("\n".join(lines)))
         yield figure
         for file in files:
             figure.savefig(file, metadata=_METADATA.get(file.suffix[1:]))
@@ -103,11 +116,117 @@ def plain_log_ticks(axis: Any, values: Sequence[float]) -> None:
     axis.set_minor_locator(ticker.NullLocator())
 
 
-def level_colour(level: int) -> str:
-    """Returns the colour of a draft level; level 0 is the trunk, which is black."""
-    return colour(level - 1) if level else "black"
+def level_colour(level: int, num_levels: int) -> Any:
+    """Returns the colour of a draft level of `num_levels`; level 0 is the trunk, which is black."""
+    if not level:
+        return "black"
+    if num_levels <= len(COLOURS):
+        return colour(level - 1)
+    import matplotlib
+
+    # More levels than colours: from dark to light.
+    return matplotlib.colormaps["viridis"](0.9 * (level - 1) / (num_levels - 1))
 
 
 def colour(number: int) -> str:
-    """Returns the colour of series `number`, from 0; they repeat after the sixth."""
+    """Returns the colour of series `number`, from 0; they repeat after the sixth. -1 is the palette's last."""
     return COLOURS[number % len(COLOURS)]
+
+
+def line_style(number: int) -> dict[str, Any]:
+    """Returns colour, marker and line of series `number`; 24 series differ."""
+    cycle = number // len(COLOURS)
+    # The marker of a colour changes too, for points without lines.
+    marker = MARKERS[(number + cycle) % len(MARKERS)]
+    return {"color": colour(number), "marker": marker, "linestyle": LINES[cycle % len(LINES)]}
+
+
+def shorten(name: str, most: int = 28) -> str:
+    """Shortens a name in the middle: paths differ at their ends, and categories at their beginnings."""
+    if len(name) <= most:
+        return name
+    end = (most - 1) // 2
+    return f"{name[: most - 1 - end]}…{name[-end:]}"
+
+
+def plain_text(text: str) -> str:
+    """Returns text that matplotlib does not read as a formula."""
+    return text.replace("$", r"\$")
+
+
+def plot_estimates(
+    axis,
+    places: Sequence[float],
+    estimates: Iterable[tuple[float, float, float]],
+    *,
+    is_flat: bool = False,
+    **look: Any,
+) -> None:
+    """Plots values with their intervals.
+
+    Args:
+        axis: the axis.
+        places: the x coordinates.
+        estimates: value, lower and upper end of each interval. A value outside has no bar on that side.
+        is_flat: places are y coordinates, and the values lie along x.
+        **look: of `matplotlib.axes.Axes.plot`, with color and marker.
+    """
+    rows = list(estimates)
+    values = [value for value, _, _ in rows]
+    sides = [[max(value - low, 0) for value, low, _ in rows], [max(high - value, 0) for value, _, high in rows]]
+    x, y = (values, places) if is_flat else (places, values)
+    # The line alone has the label, so that legends keep the order of the calls.
+    axis.plot(x, y, **look)
+    axis.errorbar(x, y, fmt="none", ecolor=look["color"], zorder=1.9, **{"xerr" if is_flat else "yerr": sides})
+
+
+def share_limits(values: Iterable[float]) -> tuple[float, float]:
+    """Returns the limits of an axis of shares: whole tenths around the values, within 0..1, and room for markers.
+
+    Args:
+        values: the shares; nan does not count.
+
+    Returns:
+        The lower and the upper limit.
+    """
+    known = [value for value in values if not math.isnan(value)] or [0.0, 1.0]
+    low = max(math.floor(10 * min(known) - 0.3), 0) / 10
+    high = min(math.ceil(10 * max(known) + 0.3), 10) / 10
+    room = 0.03 * (high - low)
+    return low - room, high + room
+
+
+def legend_key(label: str, **look: Any) -> Any:
+    """Makes an entry of a legend.
+
+    Args:
+        label: what it says.
+        **look: of `matplotlib.lines.Line2D`. Without a colour it is grey and explains the line or the marker alone.
+
+    Returns:
+        The handle.
+    """
+    from matplotlib.lines import Line2D
+
+    look.setdefault("color", GREY)
+    return Line2D([], [], label=plain_text(label), **look)
+
+
+def legend_columns(labels: Sequence[str], width: float) -> int:
+    """Returns the number of columns of a legend with these labels, if it may be `width` inches wide."""
+    return max(1, min(len(labels), int(width / (0.6 + 0.075 * max(map(len, labels))))))
+
+
+def legend_below(axis, **settings: Any) -> None:
+    """Puts the legend below the axis, where it covers no line, if there is anything to explain.
+
+    Args:
+        axis: the axis, which has a label of its x axis.
+        **settings: of `matplotlib.axes.Axes.legend`, such as `ncols`.
+    """
+    from matplotlib.transforms import ScaledTranslation
+
+    if settings.get("handles") or axis.get_legend_handles_labels()[0]:
+        # A fixed distance, in inches, for the tick labels and the axis label.
+        place = axis.transAxes + ScaledTranslation(0, -0.55, axis.figure.dpi_scale_trans)
+        axis.legend(loc="upper center", bbox_to_anchor=(0.5, 0), bbox_transform=place, borderaxespad=0, **settings)

@@ -4,11 +4,26 @@ from collections.abc import Sequence
 from typing import Any
 
 from mtpjax.evaluation.intervals import Estimate
-from mtpjax.evaluation.plot_style import COLOURS, DEFAULT_FORMATS, GREY, colour, level_colour, picture
+from mtpjax.evaluation.plot_style import (
+    DEFAULT_FORMATS,
+    GREY,
+    colour,
+    legend_below,
+    legend_key,
+    level_colour,
+    line_style,
+    picture,
+    plain_text,
+    plot_estimates,
+    share_limits,
+    shorten,
+)
 from mtpjax.evaluation.trust import is_impossible
 
 
-def plot_quickstart(path, history: list[dict[str, Any]], rows, formats: Sequence[str] = DEFAULT_FORMATS) -> None:
+def plot_quickstart(
+    path, history: list[dict[str, Any]], rows, formats: Sequence[str] = DEFAULT_FORMATS, *, title: str = ""
+) -> None:
     """Plots the results of `mtpjax quickstart`: loss and agreement against time, and speed-up against depth.
 
     Args:
@@ -16,50 +31,49 @@ def plot_quickstart(path, history: list[dict[str, Any]], rows, formats: Sequence
         history: the records of the training log, of steps and of evaluations.
         rows: a `DepthResult` of `mtpjax.training.quickstart` per depth.
         formats: formats of a path without suffix.
+        title: what was measured, and on which device.
     """
-    with picture(path, (13, 4), formats) as figure:
+    with picture(path, (11, 4.4), formats, title=title) as figure:
         _draw_quickstart(figure, history, rows)
 
 
 def _draw_quickstart(figure, history: list[dict[str, Any]], rows) -> None:
     losses, agreement, speed = figure.subplots(1, 3)
 
-    # 1. Loss of the trunk and of each draft level: lines for training, points for held-out text.
+    # 1. Loss of the trunk and of each draft level: pale lines for training, points for held-out text.
     steps = [row for row in history if "bits" in row]
     evaluations = [row for row in history if "eval" in row]
+    evaluated = [row["seconds"] for row in evaluations]
+    shares = list(zip(*(row["eval"]["agreement"] for row in evaluations), strict=True))
     for depth in range(len(steps[0]["bits"]) if steps else 0):
-        name = "trunk" if depth == 0 else f"draft {depth}"
-        seconds = [row["seconds"] for row in steps]
-        look = {"color": level_colour(depth)}
-        losses.plot(seconds, [row["bits"][depth] for row in steps], alpha=0.4, label=f"{name}, training", **look)
+        look = {"color": level_colour(depth, len(shares))}
+        losses.plot([row["seconds"] for row in steps], [row["bits"][depth] for row in steps], alpha=0.35, **look)
         held_out = [row["eval"]["bits_per_token"][depth] for row in evaluations]
-        losses.plot([row["seconds"] for row in evaluations], held_out, "o-", label=f"{name}, held out", **look)
-    losses.set(title="loss", xlabel="seconds", ylabel="bits per byte", ylim=(1.5, 6))
-    losses.legend()
+        losses.plot(evaluated, held_out, "o-", label=f"draft {depth}" if depth else "trunk", **look)
+    losses.set(title="loss: training (pale), held-out text", ylabel="bits per byte")
 
     # 2. The share of drafts that agree with the trunk, per level.
-    depths = len(evaluations[0]["eval"]["agreement"])
-    for depth in range(depths):
-        seconds = [row["seconds"] for row in evaluations]
-        values = [row["eval"]["agreement"][depth] for row in evaluations]
-        agreement.plot(seconds, values, "o-", color=level_colour(depth + 1), label=f"draft {depth + 1}")
-    agreement.set(title="drafts that agree with the trunk (held out)", xlabel="seconds", ylabel="share", ylim=(0, 1))
-    agreement.legend(loc="lower right")
+    for level, values in enumerate(shares, start=1):
+        agreement.plot(evaluated, values, "o-", color=level_colour(level, len(shares)), label=f"draft {level}")
+    agreement.set(title="drafts that agree with the trunk", ylabel="share of positions, held-out text")
+    agreement.set_ylim(share_limits(sum(shares, ())))
+    for axis in (losses, agreement):
+        axis.set(xlabel="seconds of training", xlim=(0, 1.03 * max(row["seconds"] for row in history)))
 
     # 3. Measured speed-up with intervals, beside the ideal from measured costs and the limit of free drafts.
-    num_steps = [row.num_steps for row in rows]
-    lengths = [row.accept_length for row in rows]
+    num_steps, lengths = [row.num_steps for row in rows], [row.accept_length for row in rows]
+    speed.plot(num_steps, lengths, "^:", color=GREY, label="accept length: limit of free drafts")
+    speed.plot(num_steps, [row.ideal for row in rows], "s--", color=GREY, label="ideal, from costs of a round's parts")
     points = [(row.num_steps, Estimate(row.ratio, *row.interval), row.problem) for row in rows]
-    plot_speed_ups(speed, points, label="measured / best plain (95 %)")
-    speed.plot(num_steps, [row.ideal for row in rows], "s--", color=GREY, label="ideal, from measured costs")
-    speed.plot(num_steps, lengths, "^:", color=colour(2), label="accept length (if drafts were free)")
-    speed.axhline(1, color="black", linewidth=0.8)
-    speed.set(title="speed-up against drafts per round", xlabel="drafts per round", ylabel="ratio", xticks=num_steps)
-    speed.set_ylim(bottom=0.5)
-    speed.legend()
+    plot_speed_ups(speed, points, label="measured (95 % over prompts)", color=colour(-1), linewidth=2)
+    speed.axhline(1, color="black", linewidth=0.8, label="plain decoding")
+    speed.set(title="speed-up over plain decoding", xlabel="drafts per round", ylabel="ratio of times")
+    speed.set(xlim=(min(num_steps) - 0.3, max(num_steps) + 0.3), xticks=num_steps)
+    for axis in (losses, agreement, speed):
+        legend_below(axis)
 
 
-def plot_speed_ups(axis, points: Sequence[tuple[float, Estimate, str | None]], *, label: str) -> None:
+def plot_speed_ups(axis, points: Sequence[tuple[float, Estimate, str | None]], **look: Any) -> None:
     """Plots measured speed-ups with their intervals, as far as they can be trusted.
 
     Those that cannot be trusted are grey question marks without an interval, and impossible ones have no point.
@@ -67,24 +81,16 @@ def plot_speed_ups(axis, points: Sequence[tuple[float, Estimate, str | None]], *
     Args:
         axis: the panel.
         points: the place on the x axis, the speed-up, and its problem (`mtpjax.evaluation.trust`).
-        label: what the legend says.
+        **look: as in `plot_style.plot_estimates`, with color and label.
     """
     trusted = [(place, ratio) for place, ratio, problem in points if not problem]
     if trusted:
-        places, ratios = [place for place, _ in trusted], [ratio.value for _, ratio in trusted]
-        sides = [[max(each.value - each.low, 0) for _, each in trusted]]
-        sides += [[max(each.high - each.value, 0) for _, each in trusted]]
-        axis.errorbar(places, ratios, sides, fmt="o-", color=colour(0), label=label)
+        estimates = [(ratio.value, ratio.low, ratio.high) for _, ratio in trusted]
+        plot_estimates(axis, [place for place, _ in trusted], estimates, marker="o", **look)
     doubtful = [(place, ratio.value) for place, ratio, problem in points if problem and not is_impossible(problem)]
     if doubtful:
-        axis.plot(
-            *zip(*doubtful, strict=True),
-            marker="$?$",
-            linestyle="",
-            color=GREY,
-            markersize=9,
-            label="measured, cannot be trusted",
-        )
+        style = {"marker": "$?$", "linestyle": "", "color": GREY, "markersize": 9}
+        axis.plot(*zip(*doubtful, strict=True), **style, label="measured, cannot be trusted")
 
 
 def plot_objectives(path, settings: dict[str, dict[str, Any]], formats: Sequence[str] = DEFAULT_FORMATS) -> None:
@@ -95,70 +101,78 @@ def plot_objectives(path, settings: dict[str, dict[str, Any]], formats: Sequence
         settings: results of `experiments.objectives` by setting and temperature.
         formats: formats of a path without suffix.
     """
-    with picture(path, (13, 0.45 * len(settings) + 2.2), formats) as figure:
+    with picture(path, (11, 0.4 * len(settings) + 2.8), formats) as figure:
         _draw_objectives(figure, settings)
 
 
 def _draw_objectives(figure, settings: dict[str, dict[str, Any]]) -> None:
     temperatures = list(next(iter(settings.values())))
     axes = figure.subplots(1, 1 + len(temperatures))
-    for number, temperature in enumerate(temperatures):
-        for index, (name, columns) in enumerate(settings.items()):
+    lengths, keys, shown = axes[0], [], [0.0]
+    for number, (temperature, line) in enumerate(zip(temperatures, axes[1:], strict=True)):
+        look: dict[str, Any] = {"color": GREY if number else "black", "marker": "os^D"[number % 4], "linestyle": ""}
+        for index, columns in enumerate(settings.values()):
             # Left panel: the accept length with its interval, and a tick per seed.
             row = columns[temperature]
-            value, low, high = (row["accept_length"][key] for key in ("value", "low", "high"))
-            colour, height = COLOURS[number], index + 0.2 * number - 0.1
-            axes[0].errorbar(value, height, xerr=[[value - low], [high - value]], fmt="o", color=colour)
-            axes[0].plot(row["of_seeds"], [height] * len(row["of_seeds"]), "|", color=colour, markersize=9)
+            estimate = tuple(row["accept_length"][key] for key in ("value", "low", "high"))
+            height = index + 0.24 * (number - (len(temperatures) - 1) / 2)
+            plot_estimates(lengths, [height], [estimate], is_flat=True, **look)
+            lengths.plot(row["of_seeds"], [height] * len(row["of_seeds"]), "|", color=look["color"], markersize=9)
             # The other panels, one per temperature: survival by level, a line per setting.
-            line = axes[1 + number]
             survival = [rate["value"] for rate in row["survival"]]
-            style = {"color": COLOURS[index % len(COLOURS)], "linestyle": "-" if index < len(COLOURS) else "--"}
-            line.plot(range(1, len(survival) + 1), survival, marker="o", markersize=3, label=name, **style)
-            line.set(title=f"survival, temperature {temperature}", xlabel="level", ylim=(0, 1))
-            line.set_xticks(range(1, len(survival) + 1))
-        axes[0].plot([], [], "o", color=COLOURS[number], label=f"temperature {temperature}")
-    axes[0].set_yticks(range(len(settings)), list(settings))
-    axes[0].invert_yaxis()
-    axes[0].set(title="accept length (ticks: seeds)", xlabel="tokens per round; 95 % over prompts")
-    axes[0].legend(loc="best")
-    axes[-1].legend(fontsize=7)
+            line.plot(range(1, len(survival) + 1), survival, **line_style(index))
+            shown += survival
+        keys.append(legend_key(f"temperature {temperature}", **look))
+        line.set(title=f"survival, temperature {temperature}", xlabel="draft level", ylabel="share of rounds")
+        line.set_xticks(range(1, len(survival) + 1))
+    for line in axes[1:]:
+        line.set_ylim(share_limits(shown))
+    lengths.set_yticks(range(len(settings)), [plain_text(shorten(name)) for name in settings])
+    lengths.invert_yaxis()
+    lengths.set(title="accept length (95 %; ticks: seeds)", xlabel="tokens per round")
+    keys += [legend_key(shorten(name), **line_style(index)) for index, name in enumerate(settings)]
+    figure.legend(handles=keys, loc="outside lower center", ncols=4)
 
 
-def plot_acceptance(path, metrics: dict[str, dict[str, Any]], formats: Sequence[str] = DEFAULT_FORMATS) -> None:
+def plot_acceptance(
+    path, metrics: dict[str, dict[str, Any]], formats: Sequence[str] = DEFAULT_FORMATS, *, title: str = ""
+) -> None:
     """Plots the results of `mtpjax eval acceptance`: accept lengths by category, and survival by level.
 
     Args:
         path: the picture, as in `plot_style.picture_paths`.
         metrics: the result of `mtpjax.evaluation.metrics.report`.
         formats: formats of a path without suffix.
+        title: what was measured, and on which device.
     """
-    with picture(path, (11, max(3.2, 0.35 * len(metrics) + 1.4)), formats) as figure:
-        lengths, survival = figure.subplots(1, 2)
-        # Left: decoded accept lengths with their intervals, the one over all prompts at the top; crosses are predicted.
-        for place, row in enumerate(metrics.values()):
-            length, predicted = row["decoded"]["accept_length"], row["predicted"]["accept_length"].value
-            sides = [[max(length.value - length.low, 0)], [max(length.high - length.value, 0)]]
-            lengths.errorbar(length.value, place, xerr=sides, fmt="o", color=colour(0))
-            lengths.plot(predicted, place, "x", color=colour(1), markersize=7)
-        lengths.plot([], [], "o", color=colour(0), label="decoded, 95 % over prompts")
-        lengths.plot([], [], "x", color=colour(1), markersize=7, label="predicted")
-        # Category names may hold signs that matplotlib would read as formulas.
-        lengths.set_yticks(range(len(metrics)), [name.replace("$", r"\$") for name in metrics])
-        lengths.invert_yaxis()
-        lengths.set(title="accept length", xlabel="tokens per round")
-        lengths.legend(loc="best")
-        # Right: the share of rounds that accepted each level, over all prompts.
-        overall = metrics["overall"]
-        for number, (name, rates) in enumerate(
-            (("decoded", overall["decoded"]), ("teacher-forced", overall["teacher_forced"]))
-        ):
-            values = rates["survival"]
-            levels = [level + 0.05 * number for level in range(1, len(values) + 1)]
-            below = [max(rate.value - rate.low, 0) for rate in values]
-            above = [max(rate.high - rate.value, 0) for rate in values]
-            look = {"fmt": "o-", "color": colour(number), "label": name}
-            survival.errorbar(levels, [rate.value for rate in values], [below, above], **look)
-        survival.set(title="survival, all prompts (95 %)", xlabel="draft level", ylabel="share", ylim=(0, 1))
-        survival.set_xticks(range(1, len(overall["decoded"]["survival"]) + 1))
-        survival.legend()
+    with picture(path, (9, max(3.6, 0.3 * len(metrics) + 1.8)), formats, title=title) as figure:
+        _draw_acceptance(figure, metrics)
+
+
+def _draw_acceptance(figure, metrics: dict[str, dict[str, Any]]) -> None:
+    lengths, survival = figure.subplots(1, 2)
+    # Left: decoded accept lengths with their intervals, the one over all prompts at the top; crosses are predicted.
+    decoded, places = [row["decoded"]["accept_length"] for row in metrics.values()], range(len(metrics))
+    look: dict[str, Any] = {"color": colour(0), "marker": "o", "linestyle": "", "label": "decoded (95 % over prompts)"}
+    plot_estimates(lengths, places, ((each.value, each.low, each.high) for each in decoded), is_flat=True, **look)
+    predicted = [row["predicted"]["accept_length"].value for row in metrics.values()]
+    lengths.plot(predicted, places, "x", color=colour(1), markersize=8, label="predicted")
+    names = [f"{plain_text(shorten(name))} ({row['prompts']})" for name, row in metrics.items()]
+    lengths.set_yticks(places, names)
+    # Without an accepted draft the length is 1, where the axis begins. There is room for markers and a margin.
+    longest = max(1.5, *(length.high for length in decoded))
+    lengths.set(xlim=(0.97, 1 + 1.05 * (longest - 1)), ylim=(len(metrics) - 0.5, -0.5))
+    lengths.set(title="accept length by category (prompts)", xlabel="tokens per round, bonus token included")
+    # Right: the share of rounds that accepted each level, over all prompts.
+    overall, shown = metrics["overall"], []
+    kinds = {"decoded": ("decoded", 0), "teacher-forced": ("teacher_forced", 2)}
+    for number, (name, (source, own)) in enumerate(kinds.items()):
+        rows = [(rate.value, rate.low, rate.high) for rate in overall[source]["survival"]]
+        levels = [level + 0.05 * number for level in range(1, len(rows) + 1)]
+        plot_estimates(survival, levels, rows, label=f"{name} (95 % over prompts)", **line_style(own))
+        shown += sum(rows, ())
+    survival.set(title="survival by level, all prompts", xlabel="draft level", ylim=share_limits(shown))
+    num_levels = len(overall["decoded"]["survival"])
+    survival.set(ylabel="share of rounds that accept it", xlim=(0.6, num_levels + 0.4), xticks=range(1, num_levels + 1))
+    for axis in (lengths, survival):
+        legend_below(axis)

@@ -357,12 +357,14 @@ def tables(
         # A table per device, which says if the weights do not fit into its memory.
         needed = weights_of(config, weight_bytes=weight_bytes)
         table = narrow_table()
-        table.title = f"{device.name} x {num_devices}: predicted, not measured; microseconds"
+        table.title = f"{device.name} x {num_devices}: predicted, not measured; microseconds, context {context}"
         if needed > num_devices * device.memory:
             table.title += f" (the weights, {needed / 1e9:.0f} GB, do not fit)"
         launches = count_launches(config, 0)
         table.caption = "GB: bytes that a round reads at least once. dense: weights outside of experts. "
         table.caption += "token: time per token of a row. gain: speed-up over plain decoding. "
+        if num_steps:
+            table.caption += f"Both assume that a draft level is accepted with probability {acceptance_rate:g}. "
         table.caption += f"A round launches {launches} kernels"
         if num_steps:
             table.caption += f", and {count_launches(config, 1) - launches} more for each draft level"

@@ -26,7 +26,7 @@ from mtpjax.messages import count_of
 from mtpjax.models.config import ModelConfig
 from mtpjax.models.decoding_layout import find_copies, param_part_spec
 from mtpjax.models.quantized import BlockScaled
-from mtpjax.models.sharding import num_shards
+from mtpjax.models.sharding import mesh_text, num_shards
 from mtpjax.safe_open import is_gguf
 
 LINE_WIDTH, NAME_WIDTH = 80, 14  # columns of a printed line, and of the names at its beginning
@@ -168,7 +168,6 @@ def format_lines(facts: dict[str, Any]) -> list[str]:
     if stored_types and facts["quantization"]:
         quantization = f"{', '.join(facts['quantization']['types'])}, dequantized when the file is loaded"
     num_shards, size = len(facts["shards"]), format_bytes(facts["bytes"])
-    mesh = " x ".join(f"{name}={count}" for name, count in facts["mesh"].items()) or "one device"
     rows = [
         ("checkpoint", f"{facts['path']} ({facts['format']})"),
         ("family", facts["model_type"]),
@@ -191,7 +190,7 @@ def format_lines(facts: dict[str, Any]) -> list[str]:
         ),
         ("quantization", quantization),
         ("files", f"{count_of(num_shards, 'shard')}, {count_of(facts['tensors'], 'tensor')}, {size}"),
-        ("memory", f"{format_bytes(facts['bytes_per_device'])} of parameters per device on {mesh}"),
+        ("memory", f"{format_bytes(facts['bytes_per_device'])} of parameters per device on {mesh_text(facts['mesh'])}"),
     ]
     rows += [("copies", problem) for problem in facts["copies"]]
     rows += [("note", note) for note in facts["notes"]]

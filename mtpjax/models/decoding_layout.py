@@ -15,7 +15,7 @@ from mtpjax.models.layers.experts import MIN_FP8_BLOCK
 from mtpjax.models.model import MTPModel
 from mtpjax.models.parallel import axes_that_divide
 from mtpjax.models.quantized import is_scaled
-from mtpjax.models.sharding import CACHE_AXES, MESH_AXES, param_axes, param_sharding, path_name
+from mtpjax.models.sharding import CACHE_AXES, MESH_AXES, mesh_text, param_axes, param_sharding, path_name
 
 AXES = ("data", "expert", "tensor")  # what decoding splits; the others hold copies
 
@@ -106,12 +106,12 @@ def refuse_uneven_layers(config: ModelConfig, sizes: Mapping[str, int]) -> None:
     """
     tensor = sizes.get("tensor", 1)
     if config.expert_bias and tensor > 1:
-        raise ValueError(f"tensor {tensor} of the mesh would split experts with biases, which is not supported")
+        raise ValueError(f"tensor={tensor} of the mesh would split experts with biases, which is not supported")
     for name in ("num_key_value_heads", "sliding_num_key_value_heads"):
         heads = getattr(config, name)
         if config.has_sliding_layers and heads % tensor:
             raise ValueError(
-                f"tensor {tensor} of the mesh does not divide {name} {heads}, and key/value heads of a model with"
+                f"tensor={tensor} of the mesh does not divide {name} {heads}, and key/value heads of a model with"
                 " sliding attention are not copied"
             )
 
@@ -149,7 +149,7 @@ def find_copies(config: ModelConfig, sizes: Mapping[str, int], num_slots: int | 
             over_tensor["the width of the shared experts,"] = config.shared_width
     # Report each size that the product of its axes does not divide.
     return [
-        f"{' x '.join(f'{axis} {sizes.get(axis, 1)}' for axis in axes)} of the mesh does not divide {name} {size}"
+        f"{mesh_text({axis: sizes.get(axis, 1) for axis in axes})} of the mesh does not divide {name} {size}"
         for axes, split in ((("tensor",), over_tensor), (("data", "expert"), over_experts))
         for name, size in split.items()
         if size % math.prod(sizes.get(axis, 1) for axis in axes)

@@ -95,6 +95,18 @@ def path_name(path: tuple[Any, ...]) -> str:
     return jax.tree_util.keystr(path, simple=True, separator="/")
 
 
+def mesh_text(sizes: Mapping[str, int]) -> str:
+    """Formats a mesh as `--mesh` takes it, such as "data=8,tensor=8", without axes of size 1.
+
+    Args:
+        sizes: sizes of the axes by name.
+
+    Returns:
+        The text; "one device" if all sizes are 1.
+    """
+    return ",".join(f"{name}={size}" for name, size in sizes.items() if size > 1) or "one device"
+
+
 def num_shards(spec: PartitionSpec, sizes: Mapping[str, int]) -> int:
     """Returns the number of parts into which a mesh cuts an array.
 

@@ -6,7 +6,7 @@ import pathlib
 from collections.abc import Iterator, Sequence
 from typing import Any
 
-from mtpjax.console import narrow_table
+from mtpjax.console import narrow_table, split_columns
 from mtpjax.evaluation.trust import mark, verdict
 from mtpjax.safe_open import read_json_file
 from mtpjax.training.log import METRICS_FILE, read_metrics
@@ -63,18 +63,19 @@ def read_run(folder) -> Run:
     return Run(str(folder), settings, fingerprint, history)
 
 
-def tables(runs: Sequence[Run]) -> Iterator[Any]:
+def tables(runs: Sequence[Run], width: int = 80) -> Iterator[Any]:
     """Builds the comparison for the terminal.
 
     Args:
         runs: the runs; the first one is the baseline.
+        width: columns of the terminal. Runs that do not fit beside each other are in further tables.
 
     Yields:
         A `rich` table of the settings that differ, or a sentence if none does. Then lines that say which speed-ups can
         be trusted and why others cannot, and a table of the metrics at each run's last evaluation, with their
         difference from the first run.
     """
-    names = _short_names(runs)
+    names = short_names(runs)
     # Settings: one row per key whose value is not the same in all runs.
     settings_table = narrow_table("settings that differ")
     settings_table.add_column("setting", overflow="fold")
@@ -83,7 +84,7 @@ def tables(runs: Sequence[Run]) -> Iterator[Any]:
     rows = list(_different_settings(runs))
     for key, *values in rows:
         settings_table.add_row(key, *values)
-    yield settings_table if rows else "the settings are the same"
+    yield from split_columns(settings_table, width) if rows else ("the settings are the same",)
 
     # A speed-up that cannot be trusted must not look like a result.
     timed = [(name, kind, row) for name, run in zip(names, runs, strict=True) for kind, row in _timed(run).items()]
@@ -102,7 +103,7 @@ def tables(runs: Sequence[Run]) -> Iterator[Any]:
         rows = [_timed(run).get(kind, {}) for run in runs]
         cells = _format_cells([row.get("speed_up") for row in rows], [row.get("problem") for row in rows])
         metrics_table.add_row(f"{kind}: speed-up", *cells)
-    yield metrics_table
+    yield from split_columns(metrics_table, width)
 
 
 def _timed(run: Run) -> dict[str, dict[str, Any]]:
@@ -158,8 +159,15 @@ def _different_settings(runs: Sequence[Run]) -> Iterator[tuple[str, ...]]:
         yield "data (fingerprint)", *(run.fingerprint[:8] for run in runs)
 
 
-def _short_names(runs: Sequence[Run]) -> list[str]:
-    """Returns the last path components if they are distinct, else the whole paths."""
+def short_names(runs: Sequence[Run]) -> list[str]:
+    """Names runs for tables and pictures.
+
+    Args:
+        runs: the runs.
+
+    Returns:
+        The last components of their paths if they are distinct, else the whole paths.
+    """
     last = [pathlib.Path(run.name).name for run in runs]
     return last if len(set(last)) == len(last) else [run.name for run in runs]
 

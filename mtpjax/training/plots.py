@@ -3,97 +3,170 @@
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
-from mtpjax.evaluation.plot_style import DEFAULT_FORMATS, colour, level_colour, picture
+from mtpjax.evaluation.plot_style import (
+    DEFAULT_FORMATS,
+    colour,
+    legend_below,
+    legend_columns,
+    legend_key,
+    level_colour,
+    line_style,
+    picture,
+    plot_estimates,
+    share_limits,
+    shorten,
+)
 from mtpjax.training.decoding_eval import KIND_TEMPERATURES
 
 History = Sequence[Mapping[str, Any]]  # rows of metrics.jsonl
 
 
-def plot_run(path, history: History, formats: Sequence[str] = DEFAULT_FORMATS) -> None:
+def plot_run(path, history: History, formats: Sequence[str] = DEFAULT_FORMATS, *, title: str = "") -> None:
     """Plots losses, agreement and survival by level, and accept lengths over the updates of a run.
 
     Args:
         path: the picture, as in `plot_style.picture_paths`.
-        history: rows of `metrics.jsonl`, with at least one evaluation.
+        history: rows of `metrics.jsonl`, with at least one evaluation. Without draft levels there is one panel.
         formats: formats of a path without suffix.
+        title: which run, and on which device.
     """
-    with picture(path, (14, 4.2), formats) as figure:
-        _draw_run(figure, history)
-
-
-def _draw_run(figure, history: History) -> None:
-    # Three panels: losses, teacher-forced rates, accept lengths.
-    losses, rates, lengths = figure.subplots(1, 3)
     evaluations = [row for row in history if "eval" in row]
-    steps = [row["step"] for row in evaluations]
-    _draw_losses(losses, history, evaluations)
-    for level in range(len(evaluations[-1]["eval"]["agreement"])):
-        # At level 1 agreement and survival are the same, so only one line is drawn.
-        for name, style in (("agreement", "o-"), ("survival", "s--"))[: level + 1]:
-            values = [row["eval"][name][level] for row in evaluations]
-            rates.plot(steps, values, style, color=colour(level), label=f"{name}, level {level + 1}")
-    _style_axis(rates, "drafts and trunk on held-out text, all positions", "share", ylim=(0, 1))
-    for number, (kind, survival) in enumerate({"greedy": "survival", "sampled": "sampled_survival"}.items()):
-        look, name = {"color": colour(number)}, f"temperature {KIND_TEMPERATURES[kind]:g}"
-        # Dotted: the estimate over all positions. Points with error bars and crosses: decoded and predicted accept
-        # lengths, at the evaluations that also decoded.
-        plain = [1 + sum(row["eval"][survival]) for row in evaluations]
-        lengths.plot(steps, plain, ":", **look, label=f"{name}, teacher-forced, all positions")
-        decoded = {row["step"]: _overall_decoded(row)[kind] for row in evaluations if kind in _overall_decoded(row)}
-        if decoded:
-            at, predicted = list(decoded), [row["predicted"] for row in decoded.values()]
-            lengths.errorbar(at, *_accept_lengths(decoded.values()), **look, fmt="o-", label=f"{name}, decoded (95 %)")
-            lengths.plot(at, predicted, "x", **look, markersize=9, label=f"{name}, predicted")
-    _style_axis(lengths, "accept length", "tokens per round", ylim=(1, None))
-
-
-def plot_comparison(path, runs: Mapping[str, History], formats: Sequence[str] = DEFAULT_FORMATS) -> None:
-    """Plots runs side by side: the trunk's loss over the updates, survival and accept lengths at the last evaluation.
-
-    Args:
-        path: the picture, as in `plot_style.picture_paths`.
-        runs: history of each run by name; each has at least one evaluation.
-        formats: formats of a path without suffix.
-    """
-    with picture(path, (14, 4.2), formats) as figure:
-        _draw_comparison(figure, runs)
-
-
-def _draw_comparison(figure, runs: Mapping[str, History]) -> None:
-    # Grouped bars: the runs of one level or temperature stand next to each other, centred on its tick.
-    losses, rates, lengths = figure.subplots(1, 3)
-    width, levels = 0.8 / len(runs), 1
-    for number, (name, history) in enumerate(runs.items()):
-        look, shift = {"color": colour(number), "label": name}, (number - (len(runs) - 1) / 2) * width
-        evaluations = [row for row in history if "eval" in row]
-        bits = [row["eval"]["bits_per_token"][0] for row in evaluations]
-        losses.plot([row["step"] for row in evaluations], bits, "o-", **look)
-        survival, decoded = evaluations[-1]["eval"]["survival"], _overall_decoded(evaluations[-1])
-        levels = max(levels, len(survival))
-        rates.bar([level + shift for level in range(1, len(survival) + 1)], survival, width, **look)
-        places = [place + shift for place, kind in enumerate(KIND_TEMPERATURES) if kind in decoded]
-        heights, sides = _accept_lengths(decoded[kind] for kind in KIND_TEMPERATURES if kind in decoded)
-        lengths.bar(places, heights, width, yerr=sides, **look)
-    rates.set_xticks(range(1, levels + 1))
-    lengths.set_xticks(
-        range(len(KIND_TEMPERATURES)), [f"temperature {temperature:g}" for temperature in KIND_TEMPERATURES.values()]
-    )
-    _style_axis(losses, "trunk's loss on held-out text", "bits per token")
-    _style_axis(rates, "survival, teacher-forced, at the last evaluation", "share", xlabel="draft level", ylim=(0, 1))
-    _style_axis(lengths, "accept length, decoded (95 %)", "tokens per round", xlabel="")
+    num_levels = len(evaluations[-1]["eval"]["agreement"])
+    with picture(path, (11, 4.6) if num_levels else (6, 4), formats, title=title) as figure:
+        axes = figure.subplots(1, 3 if num_levels else 1, squeeze=False)[0]
+        _draw_losses(axes[0], history, evaluations)
+        if num_levels:
+            _draw_rates(axes[1], evaluations, num_levels)
+            _draw_lengths(axes[2], evaluations)
+        for axis in axes:
+            axis.set(xlabel="updates", xlim=(0, 1.03 * max(row["step"] for row in history)))
+            axis.xaxis.get_major_locator().set_params(integer=True)
 
 
 def _draw_losses(axis, history: History, evaluations: History) -> None:
     """Draws the training loss (pale) and the held-out loss of the trunk and each draft level."""
-    steps = [row for row in history if "bits" in row]
     # Evaluations may have more levels than training, which then have no pale line.
-    for depth in range(len(evaluations[-1]["eval"]["bits_per_token"])):
-        name, look = f"draft {depth}" if depth else "trunk", {"color": level_colour(depth)}
-        logged = [row for row in steps if depth < len(row["bits"])]
+    num_levels = len(evaluations[-1]["eval"]["bits_per_token"]) - 1
+    for depth in range(num_levels + 1):
+        name, look = f"draft {depth}" if depth else "trunk", {"color": level_colour(depth, num_levels)}
+        logged = [row for row in history if depth < len(row.get("bits", ()))]
         axis.plot([row["step"] for row in logged], [row["bits"][depth] for row in logged], **look, alpha=0.35)
         values = [row["eval"]["bits_per_token"][depth] for row in evaluations]
         axis.plot([row["step"] for row in evaluations], values, "o-", **look, label=name)
-    _style_axis(axis, "loss: training (pale) and held out", "bits per token")
+    axis.set(title="loss: training (pale), held-out text", ylabel="bits per token")
+    legend_below(axis, ncols=_num_columns(num_levels + 1))
+
+
+def _draw_rates(axis, evaluations: History, num_levels: int) -> None:
+    """Draws the teacher-forced rates of each draft level on held-out text."""
+    steps, shown = [row["step"] for row in evaluations], []
+    lines = {"agreement": {"marker": "o", "linestyle": "-"}, "survival": {"marker": "s", "linestyle": "--"}}
+    levels = {f"draft {level}": level_colour(level, num_levels) for level in range(1, num_levels + 1)}
+    for level, own in enumerate(levels.values()):
+        # At level 1 agreement and survival are the same, so only one line is drawn.
+        for name in list(lines)[: level + 1]:
+            values = [row["eval"][name][level] for row in evaluations]
+            axis.plot(steps, values, color=own, **lines[name])
+            shown += values
+    axis.set(title="drafts that agree with the trunk", ylabel="share of positions, held-out text")
+    axis.set_ylim(share_limits(shown))
+    # Survival: this level and all before it agree.
+    keys = [legend_key(name, color=own, linewidth=4) for name, own in levels.items()]
+    keys += [legend_key(name, **look) for name, look in lines.items()][: min(num_levels, 2)]
+    legend_below(axis, handles=keys, ncols=_num_columns(len(keys)))
+
+
+def _draw_lengths(axis, evaluations: History) -> None:
+    """Draws accept lengths by temperature: estimated, decoded and predicted."""
+    steps, longest = [row["step"] for row in evaluations], 1.5
+    has_decoded = any(map(_overall_decoded, evaluations))
+    keys = [legend_key("teacher-forced", marker=".", linestyle=":")]
+    keys += [legend_key("decoded (95 %)", marker="o"), legend_key("predicted", marker="x", linestyle="")] * has_decoded
+    for number, (kind, survival) in enumerate({"greedy": "survival", "sampled": "sampled_survival"}.items()):
+        look: dict[str, Any] = {"color": colour(-1 - number)}
+        keys.append(legend_key(f"temperature {KIND_TEMPERATURES[kind]:g}", **look, linewidth=4))
+        # Dotted: the estimate over all positions. Points with error bars and crosses: decoded and predicted accept
+        # lengths, at the evaluations that also decoded.
+        estimated = [1 + sum(row["eval"][survival]) for row in evaluations]
+        axis.plot(steps, estimated, ".:", **look)
+        decoded = {row["step"]: _overall_decoded(row)[kind] for row in evaluations if kind in _overall_decoded(row)}
+        lengths = _accept_lengths(decoded.values())
+        plot_estimates(axis, list(decoded), lengths, marker="o", **look)
+        axis.plot(list(decoded), [row["predicted"] for row in decoded.values()], "x", **look, markersize=8)
+        longest = max(longest, *estimated, *(high for *_, high in lengths))
+    axis.set(title="accept length on held-out prompts", ylabel="tokens per round", ylim=_length_limits(longest))
+    legend_below(axis, handles=keys, ncols=2)
+
+
+def _num_columns(num_keys: int) -> int:
+    return 2 if num_keys <= 6 else 3
+
+
+def plot_comparison(
+    path, runs: Mapping[str, History], formats: Sequence[str] = DEFAULT_FORMATS, *, title: str = ""
+) -> None:
+    """Plots runs side by side: the trunk's loss over the updates, survival and accept lengths at the last evaluation.
+
+    Args:
+        path: the picture, as in `plot_style.picture_paths`.
+        runs: history of each run by name; each has at least one evaluation. Panels that no run has figures for are
+            left out.
+        formats: formats of a path without suffix.
+        title: what is compared.
+    """
+    draws = [_compare_losses]
+    last = [[row for row in history if "eval" in row][-1] for history in runs.values()]
+    draws += [_compare_survival] * any(row["eval"]["survival"] for row in last)
+    draws += [_compare_lengths] * any(map(_overall_decoded, last))
+    num_columns = legend_columns(names := [shorten(name, 60) for name in runs], width := 3.7 * len(draws))
+    height = 3.7 + 0.2 * -(-len(runs) // num_columns)
+    with picture(path, (width, height), formats, title=title) as figure:
+        axes = figure.subplots(1, len(draws), squeeze=False)[0]
+        for draw, axis in zip(draws, axes, strict=True):
+            draw(axis, list(runs.values()))
+        handles = [legend_key(name, **line_style(number)) for number, name in enumerate(names)]
+        figure.legend(handles=handles, loc="outside lower center", ncols=num_columns)
+
+
+def _compare_losses(axis, histories: Sequence[History]) -> None:
+    for number, history in enumerate(histories):
+        evaluations = [row for row in history if "eval" in row]
+        bits = [row["eval"]["bits_per_token"][0] for row in evaluations]
+        axis.plot([row["step"] for row in evaluations], bits, **line_style(number))
+    axis.set(title="trunk's loss on held-out text", xlabel="updates", ylabel="bits per token")
+    axis.set_xlim(0, 1.03 * max(row["step"] for history in histories for row in history))
+    axis.xaxis.get_major_locator().set_params(integer=True)
+
+
+def _compare_survival(axis, histories: Sequence[History]) -> None:
+    shown, num_levels = [], 1
+    for number, history in enumerate(histories):
+        survival = [row for row in history if "eval" in row][-1]["eval"]["survival"]
+        levels = [level + _shift(number, len(histories)) for level in range(1, len(survival) + 1)]
+        axis.plot(levels, survival, **line_style(number))
+        shown, num_levels = shown + list(survival), max(num_levels, len(survival))
+    axis.set(title="survival at the last evaluation", xlabel="draft level", xticks=range(1, num_levels + 1))
+    axis.set(ylabel="share of positions, held-out text", xlim=(0.5, num_levels + 0.5), ylim=share_limits(shown))
+
+
+def _compare_lengths(axis, histories: Sequence[History]) -> None:
+    longest, last = 1.5, [_overall_decoded([row for row in history if "eval" in row][-1]) for history in histories]
+    kinds = [kind for kind in KIND_TEMPERATURES if any(kind in decoded for decoded in last)]
+    for number, decoded in enumerate(last):
+        places = [place + _shift(number, len(histories)) for place, kind in enumerate(kinds) if kind in decoded]
+        lengths = _accept_lengths(decoded[kind] for kind in kinds if kind in decoded)
+        look = line_style(number)
+        look["linestyle"] = ""
+        plot_estimates(axis, places, lengths, **look)
+        longest = max(longest, *(high for *_, high in lengths), 0)
+    axis.set_xticks(range(len(kinds)), [f"temperature {KIND_TEMPERATURES[kind]:g}" for kind in kinds])
+    axis.set(title="accept length, decoded (95 %)", ylabel="tokens per round", ylim=_length_limits(longest))
+    axis.set_xlim(-0.5, len(kinds) - 0.5)
+
+
+def _shift(number: int, count: int) -> float:
+    """Returns how far the points of run `number` stand beside their tick, so that runs do not cover each other."""
+    return 0.6 * (number + 0.5) / count - 0.3
 
 
 def _overall_decoded(row: Mapping[str, Any]) -> Mapping[str, Any]:
@@ -101,14 +174,11 @@ def _overall_decoded(row: Mapping[str, Any]) -> Mapping[str, Any]:
     return row["eval"].get("decoded", {}).get("overall", {})
 
 
-def _accept_lengths(decoded: Iterable[Mapping[str, float]]) -> tuple[list[float], tuple[list[float], list[float]]]:
-    """Returns accept lengths, and the distances to the lower and upper end of their intervals."""
-    rows = list(decoded)
-    sides = [row["real"] - row["real_low"] for row in rows], [row["real_high"] - row["real"] for row in rows]
-    return [row["real"] for row in rows], sides
+def _accept_lengths(decoded: Iterable[Mapping[str, float]]) -> list[tuple[float, float, float]]:
+    """Returns accept lengths with the lower and upper end of their intervals."""
+    return [(row["real"], row["real_low"], row["real_high"]) for row in decoded]
 
 
-def _style_axis(axis, title: str, ylabel: str, *, xlabel: str = "updates", **limits) -> None:
-    axis.set(title=title, xlabel=xlabel, ylabel=ylabel, **limits)
-    if axis.get_legend_handles_labels()[0]:
-        axis.legend(fontsize=7)
+def _length_limits(longest: float) -> tuple[float, float]:
+    """Returns the limits of an axis of accept lengths: from 1, the length without an accepted draft."""
+    return 1 - 0.05 * (longest - 1), 1 + 1.05 * (longest - 1)

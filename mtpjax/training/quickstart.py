@@ -12,6 +12,7 @@ import rich.console
 from mtpjax.console import narrow_table, print_parts
 from mtpjax.data.packing import held_out_prompts
 from mtpjax.evaluation.intervals import estimate_from, resample
+from mtpjax.evaluation.machine import describe_device
 from mtpjax.evaluation.plot_style import picture_paths
 from mtpjax.evaluation.plots import plot_quickstart
 from mtpjax.evaluation.round_costs import RoundCosts
@@ -154,7 +155,12 @@ def run(config: TrainConfig, *, depths: tuple[int, ...] = (1, 2, 3), rounds: int
     texts_are = f"{num_lively} of {num_decoded} continuations of held-out text do not loop"
     _print_result(console, plain, measured.seconds[plain], rows, best, identical=identical, loops=not num_lively)
 
-    plot_quickstart(pathlib.Path(config.output) / "quickstart", trained.history, rows, config.plot_formats)
+    title = (
+        f"Quickstart: '{config.preset}' trained for {_training_length(config)}, then {len(prompts)} held-out prompts "
+    )
+    title += f"decoded greedily, one at a time\n{describe_device()}"
+    picture = pathlib.Path(config.output) / "quickstart"
+    plot_quickstart(picture, trained.history, rows, config.plot_formats, title=title)
     pictures = [file.name for name in ("panel", "quickstart") for file in picture_paths(name, config.plot_formats)]
     console.print(f"\nwrote {config.output}/: metrics.jsonl, checkpoint/, {', '.join(pictures)}", soft_wrap=True)
     command = f"mtpjax generate --model {shlex.quote(config.output)} {example} --max-new-tokens {NEW_TOKENS}"

@@ -19,6 +19,7 @@ from mtpjax.data import packing
 from mtpjax.decoding.drafters.base import Drafter
 from mtpjax.errors import Preempted, printable
 from mtpjax.evaluation import self_check
+from mtpjax.evaluation.machine import describe_device
 from mtpjax.io import checkpoint
 from mtpjax.models.draft_forward import DraftArchitecture, draft_layer_ids
 from mtpjax.models.model import MTPModel
@@ -310,7 +311,7 @@ def train(
                 raise KeyboardInterrupt
             panel = evaluate(is_last=True)
             if is_main_process:
-                _plot_or_warn(output / run_dir.PLOT_NAME, log.history, config.plot_formats)
+                _plot_or_warn(output / run_dir.PLOT_NAME, log.history, config)
             further = {"panel": panel.to_json()}
             if architecture is None:
                 rows = corpus.panel_rows.tokens
@@ -342,10 +343,12 @@ def train(
     return dataclasses.replace(result, params=trunk, drafter=drafter, draft_params=draft_params)
 
 
-def _plot_or_warn(path: pathlib.Path, history: list[dict[str, Any]], formats: Sequence[str]) -> None:
+def _plot_or_warn(path: pathlib.Path, history: list[dict[str, Any]], config: TrainConfig) -> None:
     """Plots the run. A failure is a warning: the run is complete without its picture."""
     try:
-        plot_run(path, history, formats)
+        title = f"Training of '{config.init_from or config.preset}' in {config.output}\n"
+        title += describe_device(max(1, math.prod(dict(config.mesh).values())))
+        plot_run(path, history, config.plot_formats, title=title)
     except Exception as error:
         logger.warning("%s could not be drawn: %s", path, error)
 

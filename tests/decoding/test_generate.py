@@ -16,7 +16,7 @@ from mtpjax import (
     run,
     speculative_generate,
 )
-from mtpjax.decoding.capacity import round_up_capacity
+from mtpjax.decoding.capacity import round_down_capacity, round_up_capacity
 from mtpjax.decoding.result import DecodeStats, GenerationResult
 from mtpjax.decoding.spec import DecodeSpec
 
@@ -158,6 +158,13 @@ def test_on_a_chain_a_tree_rule_is_the_chains(rule, on_a_chain):
 def test_a_bucket_holds_its_size_and_little_more(size):
     assert size <= round_up_capacity(size) <= max(256, size * 1.25, 128 + size // 128 * 128)
     assert round_up_capacity(round_up_capacity(size)) == round_up_capacity(size) and round_up_capacity(size) % 128 == 0
+
+
+def test_the_bucket_below_a_size_is_the_largest_that_fits():
+    for size in (*range(1, 3000), 10_791, 40_377, 454_593):
+        below = round_down_capacity(size)
+        assert below <= size and (not below or round_up_capacity(below) == below)
+        assert round_up_capacity(below + 1) > size
 
 
 def test_buckets_are_few():

@@ -246,7 +246,7 @@ def test_sizes_that_do_not_divide_are_copied_only_if_asked_for(allow_copies, sma
         meshed = speculative_generate(params, PROMPTS, model=model, config=config, mesh=mesh).rows()
         assert meshed == speculative_generate(params, PROMPTS, model=model, config=config).rows()
         return
-    with pytest.raises(ValueError, match="tensor 2 of the mesh does not divide vocab_size 61"):
+    with pytest.raises(ValueError, match="tensor=2 of the mesh does not divide vocab_size 61"):
         speculative_generate(params, PROMPTS, model=model, config=config, mesh=mesh)
     with pytest.raises(ValueError, match="vocab_size 61"):
         init_state(params, model=model, config=config, num_slots=4, mesh=mesh)

@@ -1,18 +1,24 @@
 import dataclasses
+import io
 import json
+import re
 
 import jax
 import jax.numpy as jnp
 import pytest
+import rich.console
 
 from mtpjax import DecodeConfig, compat, init_state, load, shard_for_decoding
 from mtpjax.cli.main import main
+from mtpjax.cli.mesh_flags import parse_mesh
+from mtpjax.decoding.capacity import round_up_capacity
 from mtpjax.evaluation.compiled_call import stored_shapes
-from mtpjax.evaluation.plan import estimate_round, list_meshes, plan_layout, train_bytes
-from mtpjax.evaluation.plan_report import compare_meshes
-from mtpjax.evaluation.roofline import DEVICES
+from mtpjax.evaluation.plan import Plan, Round, Temp, estimate_round, list_meshes, plan_layout, train_bytes
+from mtpjax.evaluation.plan_report import Candidate, Comparison, compare_meshes, describe
+from mtpjax.evaluation.roofline import DEVICES, Part
 from mtpjax.io.inspect import stored_params
 from mtpjax.models.presets import presets
+from mtpjax.models.sharding import mesh_text
 from tests.golden import path
 
 H100, V3 = DEVICES["h100"], presets["deepseek-v3"]
@@ -75,7 +81,7 @@ def test_a_plan_knows_what_fits(stored):
     assert plans[64].state > 60 * plans[1].state and plans[1].weights > 2 * plans[64].weights
     for found in plans.values():
         assert found.free(H100) > 0
-        batch, context = found.largest_batch(H100), found.largest_context(H100)
+        batch, context = found.largest_batch(H100), found.largest_slots(H100)
         larger = plan_layout(V3, stored, found.mesh, rows=batch, slots=4096, num_steps=1, prefill_chunk=64)
         assert larger.rows == batch and abs(larger.free(H100)) < 0.1 * H100.memory
         longer = plan_layout(V3, stored, found.mesh, rows=64, slots=context, num_steps=1, prefill_chunk=64)
@@ -106,7 +112,7 @@ def test_the_temp_of_the_default_chunk_is_that_of_the_compiled_call(name, sizes,
 def test_the_longest_context_has_room_for_the_keys_of_a_prefill_pass(stored):
     settings = {"rows": 64, "num_steps": 1, "prefill_chunk": 512}
     found = plan_layout(V3, stored, {"data": 8, "tensor": 8}, slots=4096, **settings)
-    longest = plan_layout(V3, stored, found.mesh, slots=found.largest_context(H100), **settings)
+    longest = plan_layout(V3, stored, found.mesh, slots=found.largest_slots(H100), **settings)
     assert longest.temp > 2 * found.temp
     assert abs(longest.free(H100)) < 1e-3 * H100.memory
 
@@ -153,10 +159,46 @@ def test_the_command(tmp_path, capsys):
     content = json.loads(output.read_text())
     assert sum(row["is_best"] for row in content["candidates"]) == 1
     assert (tmp_path / "plan.png").stat().st_size
+    # The context is the one that was asked for, and the slots on top of it are told apart.
+    assert "8 rows of 200 tokens" in printed and content["context"] == 200
+    assert "256 cache slots" in " ".join(printed.split()) and {
+        row["plan"]["slots"] for row in content["candidates"]
+    } == {256}
+    # The gain is assumed, and meshes are named as `--mesh` takes them.
+    assert "if a round gives 1.80 tokens (assumed)" in printed
+    assert parse_mesh(re.findall("fastest that fits: ([^ ]*), ", printed)[0]).keys() <= {"data", "tensor"}
+    assert "data=2,tensor=2" in printed and not re.search("(data|tensor) [0-9]", printed)
     assert run(["plan", "deepseek-v3", "--count", "8"]) == 1
     assert "nothing fits 8 H100 SXM" in " ".join(capsys.readouterr().out.split())
     assert run(["plan", "deepseek-v3", "--weights", "fp8", "--train", "modules", "--count", "64"]) == 0
     assert "20.39" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize("width", [80, 100])
+@pytest.mark.parametrize("sizes", [{"data": 128, "tensor": 16}, {"data": 16, "expert": 8, "tensor": 16}])
+def test_tables_show_all_headers_and_numbers(sizes, width):
+    """Also of long names of meshes and large numbers, of which none is cut."""
+    layout = Plan(sizes, 2048, 163_840, 123_450_000_000, 9_870_000_000, (Temp("matrices", 4.56e9),), 1e3, 1e3, 512)
+    names = ("weights", "experts", "head", "cache", "MTP modules")
+    drafted = Round(3, tuple(Part(name, 1.0, 1.0) for name in names), (0.1234,) * 5, 9, 0.1234, ())
+    candidate = Candidate(layout, dataclasses.replace(drafted, num_steps=0), drafted)
+    result = Comparison(2048, 131_072, 3, 2.95, [candidate], [], candidate)
+    file = io.StringIO()
+    console = rich.console.Console(file=file, width=width)
+    for line in describe(result, H100, 2048):
+        console.print(line)
+    printed = file.getvalue()
+    assert max(map(len, printed.splitlines())) <= width and "…" not in printed
+    for word in ("experts", "launches", "context", "speed-up", "assumed", "123.45", "123.4", mesh_text(sizes)):
+        assert word in printed, word
+
+
+def test_the_longest_context_leaves_room_for_the_drafts():
+    layout = Plan({}, 8, 5120, 40 * 10**9, 8 * 10**9, (Temp("matrices", 1e9),), 1e9, 200_000.0, 512)
+    result = Comparison(8, 4096, 1, 1.8, [], [], None)
+    longest = result.longest_context(Candidate(layout, *[Round(0, (), (), 0, 0.0, ())] * 2), H100)
+    # A call of this context needs at most the slots that fit, and one token more needs more of them.
+    assert round_up_capacity(longest + 3) <= layout.largest_slots(H100) < round_up_capacity(longest + 4)
 
 
 @pytest.mark.parametrize(
@@ -167,7 +209,7 @@ def test_the_command(tmp_path, capsys):
         (["--batch-size", "0"], "batch must be at least 1, got 0"),
         (["--num-steps", "-1"], "num_steps must be at least 0, got -1"),
         (["--accept-length", "5"], "accept_length must be within 1..2 with 1 draft levels, got 5.0"),
-        (["--mesh", "tensor=3", "--count", "3"], "tensor 3 of the mesh does not divide vocab_size 256"),
+        (["--mesh", "tensor=3", "--count", "3"], "tensor=3 of the mesh does not divide vocab_size 256"),
         (["--mesh", "tensor=4"], "--mesh tensor=4 must cover 8 GPUs"),
         (["--compile", "--device", "h200"], "--compile compiles for H100s, not for h200"),
     ],

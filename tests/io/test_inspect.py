@@ -73,7 +73,7 @@ def test_the_command_prints_lines_or_json(capsys):
     code, captured = run([path("deepseek_v3_fp8"), "--mesh", "expert=4,tensor=2"], capsys)
     assert code == 0
     text = " ".join(captured.out.split())
-    for word in ("deepseek_v3", "12 experts, 4 per token", "F8_E4M3", "weight_block_size", "expert=4 x tensor=2"):
+    for word in ("deepseek_v3", "12 experts, 4 per token", "F8_E4M3", "weight_block_size", "expert=4,tensor=2"):
         assert word in text
     code, captured = run([path("deepseek_v3_fp8"), "--json"], capsys)
     assert code == 0 and json.loads(captured.out)["configuration"]["num_mtp_modules"] == 1

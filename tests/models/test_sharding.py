@@ -157,7 +157,7 @@ def test_copied_heads_compute_the_same(changes, small):
     ("name", "sizes", "expected"),
     [
         ("deepseek-v3", {"data": 32, "tensor": 8}, []),
-        ("glm-4.5", {"expert": 64}, ["data 1 x expert 64 of the mesh does not divide n_routed_experts 160"]),
+        ("glm-4.5", {"expert": 64}, ["expert=64 of the mesh does not divide n_routed_experts 160"]),
         ("glm-4.5", {"tensor": 16}, []),  # 8 key/value heads are copied
         ("tiny", {"tensor": 3}, ["vocab_size 256", "num_attention_heads 4", "num_key_value_heads 2"]),
     ],

@@ -24,7 +24,7 @@ from mtpjax.models.model import bind
 def test_meshes_that_split_layers_unevenly_are_refused(attention, changes, named, small):
     model, _ = small(attention, **changes)
     refuse_uneven_layers(model.config, {"data": 2, "tensor": 1})
-    with pytest.raises(ValueError, match=f"tensor 2 of the mesh {named}"):
+    with pytest.raises(ValueError, match=f"tensor=2 of the mesh {named}"):
         refuse_uneven_layers(model.config, {"tensor": 2})
 
 

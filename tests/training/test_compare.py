@@ -72,6 +72,17 @@ def test_settings_and_figures_stand_side_by_side(tmp_path, capsys):
     assert picture.read_bytes()[1:4] == b"PNG"
 
 
+def test_runs_that_do_not_fit_beside_each_other_are_in_further_tables(tmp_path, capsys):
+    folders = [write_run(tmp_path / f"learning_rate_{number}", seed=number) for number in range(8)]
+    assert run(*folders) == 0
+    lines = capsys.readouterr().out.splitlines()
+    assert max(map(len, lines)) <= 80
+    # Every name and every number is whole, and each table names its rows.
+    words = [word for line in lines for word in line.split()]
+    assert all(words.count(folder.name) == 2 for folder in folders)
+    assert words.count("(+0.000)") == 7 * 6  # seconds, two losses and three rates, beside the first run's
+
+
 @pytest.mark.parametrize(
     ("output", "extra", "names"),
     [

@@ -1,0 +1,61 @@
+"""The picture of a plan: memory and time of every mesh."""
+
+from collections.abc import Sequence
+
+from mtpjax.evaluation import plan
+from mtpjax.evaluation.plan_report import Comparison
+from mtpjax.evaluation.plot_style import DEFAULT_FORMATS, GREY, colour, legend_below, picture
+from mtpjax.evaluation.roofline import Device
+from mtpjax.models.sharding import mesh_text
+
+
+def plot_plan(
+    path, result: Comparison, device: Device, formats: Sequence[str] = DEFAULT_FORMATS, *, title: str = ""
+) -> None:
+    """Plots memory and time of every mesh of a plan; nothing if no mesh divides the model.
+
+    Args:
+        path: the picture, as in `plot_style.picture_paths`.
+        result: the comparison.
+        device: the GPU.
+        formats: formats of a path without suffix.
+        title: what was planned, for which devices.
+    """
+    if result.candidates:
+        with picture(path, (9, 2.2 + 0.4 * len(result.candidates)), formats, title=title) as figure:
+            _draw_plan(figure, result, device)
+
+
+def _draw_plan(figure, result: Comparison, device: Device) -> None:
+    memory, time = figure.subplots(1, 2, sharey=True)
+    places = range(len(result.candidates))
+    # Left: bytes per GPU, stacked, and the GPU's memory with its usable share.
+    parts = {"weights": "weights", "state": "caches and state", "temp": "temporary (estimated)"}
+    keys, left = [], [0.0] * len(places)
+    for number, (part, name) in enumerate(parts.items()):
+        widths = [getattr(each.plan, part) / 1e9 for each in result.candidates]
+        keys.append(memory.barh(places, widths, 0.7, left=left, color=colour(number), label=name))
+        left = [begin + width for begin, width in zip(left, widths, strict=True)]
+    size, usable = device.memory / 1e9, plan.USABLE_SHARE * device.memory / 1e9
+    usable_name = f"usable: {usable:.0f} GB ({plan.USABLE_SHARE:.0%})"
+    keys.append(memory.axvline(usable, color="black", linestyle="--", label=usable_name))
+    keys.append(memory.axvline(size, color="black", label=f"{device.name}: {size:.0f} GB"))
+    names = [mesh_text(each.plan.mesh) + " *" * (each is result.best) for each in result.candidates]
+    memory.set_yticks(places, names)
+    best = " (* fastest that fits)" if result.best else " (no mesh fits)"
+    memory.set(title=f"memory{best}", xlabel="GB per GPU", ylim=(len(places) - 0.5, -0.5))
+    # Right: time per token of a row, without drafts and with them.
+    kinds = {"without drafts": ("plain", 1.0, GREY)}
+    if result.num_steps:
+        name = f"{result.drafts_text}, {result.accept_length:.2f} tokens per round assumed"
+        kinds[name] = ("drafted", result.accept_length, colour(-1))
+    height = 0.7 / len(kinds)
+    for number, (name, (kind, tokens, own)) in enumerate(kinds.items()):
+        values = [1e3 * getattr(each, kind).seconds / tokens for each in result.candidates]
+        offset = (number - (len(kinds) - 1) / 2) * height
+        time.barh([place + offset for place in places], values, height, color=own, label=name)
+    time.set(title="time (estimated)", xlabel="milliseconds per token of a row")
+    for axis in (memory, time):
+        axis.grid(visible=False, axis="y")
+    legend_below(memory, handles=keys, ncols=2)
+    legend_below(time)
