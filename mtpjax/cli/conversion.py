@@ -6,7 +6,7 @@ from typing import Any
 from mtpjax import compilation_cache
 from mtpjax.cli.common import add_model_type_flag, model_type, show_bytes_read
 from mtpjax.cli.help import command_parser
-from mtpjax.cli.mesh_flags import parse_mesh
+from mtpjax.cli.mesh_flags import add_mesh_flag, parse_mesh
 
 
 def add_commands(commands) -> None:
@@ -23,7 +23,7 @@ def add_commands(commands) -> None:
         help="a Hugging Face directory, a GGUF file, an mtpjax checkpoint, a run folder that holds one, or a "
         "repository of the Hugging Face Hub, which is downloaded: org/name or org/name@revision",
     )
-    inspect.add_argument("--mesh", default="", help="mesh to divide the memory by, such as tensor=8,expert=4")
+    add_mesh_flag(inspect, "mesh to divide the memory by, such as tensor=8,expert=4")
     inspect.add_argument("--json", action="store_true", help="print everything as JSON")
     add_model_type_flag(inspect)
     commands.add_subcommand("inspect", inspect, help="show family, sizes, dtypes, missing tensors, memory per device")

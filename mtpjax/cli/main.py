@@ -147,6 +147,8 @@ def _parse(arguments: list[str] | None):
         with contextlib.redirect_stdout(printed), contextlib.redirect_stderr(errors):
             return make_parser().parse_args(arguments)
     except SystemExit:
+        if errors.getvalue() and arguments[:1] == ["train"]:
+            training.check_flags(arguments[1:])
         # The message quotes the flag as it was given, which may hold control characters.
         sys.stderr.write("".join(printable(line) + "\n" for line in errors.getvalue().splitlines()))
         try:

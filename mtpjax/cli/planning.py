@@ -8,7 +8,7 @@ from mtpjax.atomic import check_output_file
 from mtpjax.cli.common import add_model_type_flag, add_plot_formats_flag, model_type
 from mtpjax.cli.config_flags import flag_names
 from mtpjax.cli.help import command_parser
-from mtpjax.cli.mesh_flags import parse_mesh
+from mtpjax.cli.mesh_flags import add_mesh_flag, parse_mesh
 from mtpjax.cli.prediction import read_model
 
 
@@ -26,7 +26,7 @@ def add_plan(commands) -> None:
     add_model_type_flag(plan)
     plan.add_argument("--device", default="h100", help="the GPU: h100, h200, mi300x (default: %(default)s)")
     plan.add_argument("--count", type=int, default=8, help="GPUs (default: %(default)s)")
-    plan.add_argument("--mesh", default="", metavar="AXIS=SIZE,...", help="one mesh (default: all of data x tensor)")
+    add_mesh_flag(plan, "one mesh (default: all of data x tensor)")
     plan.add_argument(
         *flag_names("batch_size"), type=int, default=8, help="rows decoded together (default: %(default)s)"
     )

@@ -3,11 +3,13 @@
 import argparse
 import dataclasses
 import json
+import re
 from collections.abc import Mapping, Sequence
 from typing import Any
 
 import yaml
 
+from mtpjax.errors import printable
 from mtpjax.models.config import ModelConfig, require
 from mtpjax.models.overrides import MODEL_FIELDS, check_field_name, model_changes, override_config
 from mtpjax.safe_open import open_regular
@@ -116,7 +118,28 @@ def typed_fields(values: Mapping[str, Any], overrides: Sequence[str] = ()) -> di
         parsed = parser.parse_args([f"--model.{pair}" for pair in overrides], parsed)
         return parser.instantiate(parsed).model.as_dict()
     except argparse.ArgumentError as error:
-        raise ValueError(" ".join(str(error).split())) from error
+        raise ValueError(describe_type_error(error)) from error
+
+
+def describe_type_error(error: argparse.ArgumentError) -> str:
+    """Says in one line of plain words which value has the wrong type.
+
+    Args:
+        error: what jsonargparse raised.
+
+    Returns:
+        Such as "steps must be an integer, not 'abc'"; errors about other things as they are, in one line.
+    """
+    text = " ".join(str(error).split())
+    found = re.fullmatch(r'Parser key "([^"]+)": Expected a (.+?)\. Got value: (.*)', text)
+    if not found:
+        return printable(text, 400)
+    name, kind, value = found.groups()
+    if choices := re.fullmatch(r"typing\.Literal\[(.*)\]", kind):
+        return f"{name} {printable(value, 80)!r} is not one of {choices[1].replace(chr(39), '')}"
+    kinds = {"int": "an integer", "float": "a number", "bool": "true or false", "tuple": "a list, such as [A, B]"}
+    kind = kind.removeprefix("<class '").removesuffix("'>")
+    return f"{name} must be {kinds.get(kind, kind)}, not {printable(value, 80)!r}"
 
 
 def read_yaml(path) -> dict[str, Any]:
