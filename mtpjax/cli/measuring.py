@@ -9,6 +9,7 @@ from mtpjax.cli.common import (
     add_implementation_flag,
     add_model_path_flag,
     add_plot_formats_flag,
+    list_data,
     model_type,
     progress_bar,
     set_threads,
@@ -82,7 +83,7 @@ def _add_vocabulary(commands) -> None:
         "MTP modules draft only those tokens, which makes their output head smaller."
     )
     add_model_path_flag(vocabulary)
-    vocabulary.add_argument("--data", required=True, help="a text or JSONL file, or a folder of them")
+    vocabulary.add_argument("--data", required=True, help="a file of text or records, or a folder of them")
     vocabulary.add_argument("--pattern", default="*", help="which files of a folder (default: %(default)s)")
     vocabulary.add_argument("--size", type=int, required=True, help="token ids to keep, special tokens included")
     vocabulary.add_argument("--output", required=True, help="JSON file to write")
@@ -257,7 +258,7 @@ def _vocabulary(options) -> int:
     check_output_file(options.output)
     draft_vocabulary.choose_vocabulary(np.zeros(vocab_size), options.size, required_ids=kept)
     # Count the corpus once; every size below is chosen from the same counts.
-    files = draft_vocabulary.list_corpus_files(options.data, options.pattern)
+    files = list_data(options)
     with show_bytes_read(options.data, options.output) as progress:
         corpus = draft_vocabulary.count_tokens(files, tokenizer, vocab_size, progress=progress)
 
