@@ -279,8 +279,9 @@ def _vocabulary(options) -> int:
         table.add_row(str(size), f"{size / vocab_size:.1%}", f"{share:.2%}", style=chosen)
     rich.console.Console().print(table)
     # Name what was not read, so that a wrong --pattern does not pass unnoticed.
-    skipped = f", {len(corpus.skipped)} files skipped, which are not text" if corpus.skipped else ""
-    counted = f"{corpus.counts.sum()} tokens of {corpus.num_files} files{skipped}"
+    skipped = f", {len(corpus.skipped)} skipped, the last: {printable(corpus.skipped[-1])}" if corpus.skipped else ""
+    plural = "s" * (corpus.num_files != 1)
+    counted = f"{corpus.counts.sum()} tokens of {corpus.num_files} file{plural} of text{skipped}"
     print(f"{counted}; {len(ids)} ids in {printable(options.output)}")
     return 0
 

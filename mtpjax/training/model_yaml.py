@@ -130,16 +130,26 @@ def describe_type_error(error: argparse.ArgumentError) -> str:
     Returns:
         Such as "steps must be an integer, not 'abc'"; errors about other things as they are, in one line.
     """
-    text = " ".join(str(error).split())
+    return printable(_in_plain_words(" ".join(str(error).split())), 400)
+
+
+def _in_plain_words(text: str) -> str:
+    # A setting with fields of its own, such as a source.
+    if nested := re.fullmatch(r'Parser key "([^"]+)": Problem with given class_path \S+: (.*)', text):
+        return f"{nested[1]}: {_in_plain_words(nested[2])}"
+    if option := re.fullmatch(r"Option '([^']+)' is not accepted", text):
+        return f"unknown setting {option[1]}"
+    if union := re.fullmatch(r'Parser key "([^"]+)": Does not validate against .* Given value: (.*)', text):
+        return f"{union[1]} has a value of the wrong type: {union[2]!r}"
     found = re.fullmatch(r'Parser key "([^"]+)": Expected a (.+?)\. Got value: (.*)', text)
     if not found:
-        return printable(text, 400)
+        return text
     name, kind, value = found.groups()
     if choices := re.fullmatch(r"typing\.Literal\[(.*)\]", kind):
-        return f"{name} {printable(value, 80)!r} is not one of {choices[1].replace(chr(39), '')}"
+        return f"{name} {value!r} is not one of {choices[1].replace(chr(39), '')}"
     kinds = {"int": "an integer", "float": "a number", "bool": "true or false", "tuple": "a list, such as [A, B]"}
     kind = kind.removeprefix("<class '").removesuffix("'>")
-    return f"{name} must be {kinds.get(kind, kind)}, not {printable(value, 80)!r}"
+    return f"{name} must be {kinds.get(kind, kind)}, not {value!r}"
 
 
 def read_yaml(path) -> dict[str, Any]:

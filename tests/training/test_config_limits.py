@@ -164,6 +164,21 @@ def test_pairs_of_a_mapping_replace_the_files(tmp_path):
 
 
 @pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("sources: [{path: a, knd: chat}]", "sources: unknown setting knd"),
+        ("sources: [{path: a, kind: chats}]", "sources: kind 'chats' is not one of auto, text, jsonl, chat, formatted"),
+        ("data: [a]", "data has a value of the wrong type: \"\\['a'\\]\""),
+        ("mesh: {data: two}", "mesh has a value of the wrong type: .*two.*"),
+    ],
+)
+def test_a_wrong_value_in_a_file_is_refused_in_plain_words(text, message, tmp_path):
+    (tmp_path / "run.yaml").write_text(text)
+    with pytest.raises(ValueError, match=f"^{message}$"):
+        read_train_config(tmp_path / "run.yaml")
+
+
+@pytest.mark.parametrize(
     ("pair", "message"),
     [
         ("steps=abc", "steps must be an integer, not 'abc'"),
