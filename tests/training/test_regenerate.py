@@ -371,7 +371,7 @@ def test_the_command_writes_tells_and_goes_on(checkpoint, tmp_path, capsys, monk
     assert command([*arguments, "--seed", 1]) == 2
     assert "has other settings: seed was 0, is 1" in capsys.readouterr().err
     for extra, code, text in (
-        (["--data", "missing"], 2, "missing is neither a file nor a folder"),
+        (["--data", "missing"], 2, "missing does not exist"),
         (["--model", "missing"], 3, "no mtpjax checkpoint"),
         (["--batch-size", 0], 2, "batch_size must be at least 1, not 0"),
     ):
