@@ -8,11 +8,13 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from experiments.smollm2_settings import NUM_DEPTHS, Settings
+from experiments.smollm2_settings import CHECKPOINT_FOLDER, NUM_DEPTHS, VOCABULARY_FILE, Settings
 from mtpjax import MTPModel, Objective, TrainConfig
 from mtpjax.atomic import atomic_file
 from mtpjax.data.config import Source
+from mtpjax.data.draft_vocabulary import save_vocabulary
 from mtpjax.errors import CheckpointFileError
+from mtpjax.io.checkpoint import save_model
 from mtpjax.training.run_dir import SETTINGS_FILE
 from mtpjax.training.trainer import train
 
@@ -119,3 +121,23 @@ def attach_modules(path: pathlib.Path, model: MTPModel, params: dict) -> tuple[M
     dtype = params["embedding"].dtype
     module = jax.tree_util.tree_unflatten(structure, [tensors[name].astype(dtype) for name in names])
     return MTPModel(config), params | {"mtp_0": module}, tuple(np.asarray(vocabulary).tolist())
+
+
+def write_checkpoint(
+    folder: pathlib.Path, model: MTPModel, params: dict, *, tokenizer, draft_vocabulary: Sequence[int]
+) -> None:
+    """Writes what the commands of mtpjax read: the model with its module, and the tokens that it may draft.
+
+    Args:
+        folder: output folder, which receives `checkpoint/`, and `vocabulary.json` if it has none.
+        model: the model with its module.
+        params: its parameters.
+        tokenizer: its tokenizer.
+        draft_vocabulary: token ids.
+    """
+    save_model(folder / CHECKPOINT_FOLDER, model, params, tokenizer=tokenizer)
+    if not (folder / VOCABULARY_FILE).exists():
+        counts = np.bincount(draft_vocabulary, minlength=model.config.vocab_size)
+        save_vocabulary(
+            folder / VOCABULARY_FILE, draft_vocabulary, counts=counts, source="the file of modules", sizes={}
+        )

@@ -1,6 +1,10 @@
 """Writes the measurements of `train_smollm2` as Markdown tables."""
 
+import pathlib
+import shlex
 from typing import Any
+
+from experiments.smollm2_settings import CHECKPOINT_FOLDER, VOCABULARY_FILE
 
 
 def format_report(report: dict[str, Any]) -> str:
@@ -91,6 +95,29 @@ def law_lines(report: dict[str, Any]) -> str:
         " texts.",
     ]
     return "\n".join(f"- {line}" for line in lines)
+
+
+def next_commands(gguf: pathlib.Path, folder: pathlib.Path) -> str:
+    """Formats the commands that put the module into the model and decode with it.
+
+    Args:
+        gguf: the model's file.
+        folder: the output folder.
+
+    Returns:
+        A line for each.
+    """
+    merged, vocabulary = shlex.quote(f"{folder}-mtp"), shlex.quote(str(folder / VOCABULARY_FILE))
+    drafts = f"--model {merged} --draft-vocabulary {vocabulary} --num-steps 1"
+    base = f"--input-dir {shlex.quote(str(gguf))} --mtp-dir {shlex.quote(str(folder))}"
+    return "\n".join(
+        [
+            f"wrote {folder}: {CHECKPOINT_FOLDER}/, {VOCABULARY_FILE}",
+            f"next: mtpjax merge-mtp {base} --output-dir {merged}",
+            f'      mtpjax generate --chat --prompt "How many legs do two spiders have?" {drafts}',
+            f"      mtpjax serve {drafts}",
+        ]
+    )
 
 
 def _number(value: float | None) -> str:

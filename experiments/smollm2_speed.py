@@ -97,7 +97,7 @@ def measure_speed(engines: dict[str, Engine], prompts: Sequence[list[int]], new_
     timings: dict[str, list[Timing]] = {name: [] for name in (PREFILL, *engines)}
     texts: dict[str, list[list[int]]] = {name: [] for name in engines}
     for number in range(rounds + 1):
-        for prompt in prompts:
+        for place, prompt in enumerate(prompts, start=1):
             # Prefill and one token first: what a round's cost must leave out.
             calls = [(PREFILL, engines["plain"], 1), *((name, run, new_tokens) for name, run in engines.items())]
             # Engines take turns, so that other programs slow down all of them alike.
@@ -108,7 +108,8 @@ def measure_speed(engines: dict[str, Engine], prompts: Sequence[list[int]], new_
                     timings[name].append(Timing(**clock.read(), steps=steps))
                 elif name != PREFILL:
                     texts[name].append(tokens)
-            print(f"speed: round {number} of {rounds}, a prompt of {len(prompt)} tokens", flush=True)
+            turn = f"timing {number} of {rounds}" if number else "compiling"
+            print(f"speed: {turn}, prompt {place} of {len(prompts)}, {len(prompt)} tokens", flush=True)
     found = [timing for each in timings.values() for timing in each]
     waited = sum(timing.waited_seconds for timing in found) / sum(timing.seconds for timing in found)
     return {"engines": summarise(timings, texts, new_tokens), "new_tokens": new_tokens, "waited_share": waited}

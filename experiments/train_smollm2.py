@@ -6,7 +6,8 @@
 
 One module, recycled over three draft levels, learns the trunk's distribution (KL) on answers that the trunk gave. Its
 draft vocabulary has the tokens of these answers. Every step keeps its result in the output folder, so the same command
-continues an interrupted run. The tables are for docs/results/smollm2.md.
+continues an interrupted run. The folder also gets the model with its module as a checkpoint, which `mtpjax merge-mtp`
+reads, and the draft vocabulary. The tables are for docs/results/smollm2.md.
 """
 
 import argparse
@@ -25,6 +26,7 @@ from experiments.smollm2_settings import (
     NUM_DEPTHS,
     OWN_PROMPTS,
     QUICK,
+    VOCABULARY_FILE,
     MissingModelError,
     Settings,
     find_gguf,
@@ -42,7 +44,8 @@ def parse_options(arguments: list[str] | None) -> argparse.Namespace:
     """Parses the command line."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     add_options(parser, output="runs/smollm2", defaults=Settings())
-    parser.add_argument("--modules", type=pathlib.Path, help="measure this file of modules instead of training one")
+    parser.add_argument("--modules", type=pathlib.Path, help="take this file of modules instead of training one")
+    parser.add_argument("--skip-measurements", action="store_true", help="write the checkpoint, and measure nothing")
     return parser.parse_args(arguments)
 
 
@@ -92,9 +95,12 @@ def main(arguments: list[str] | None = None) -> int:
 
     def work(settings: Settings, gguf: pathlib.Path) -> str:
         report = run(options, settings, gguf)
-        from experiments.smollm2_report import format_report
+        from experiments.smollm2_report import format_report, next_commands
 
-        return format_report(report)
+        parts = [format_report(report)] if report else []
+        # A module of a part of the layers fits no full model.
+        parts += [] if settings.num_layers else [next_commands(gguf, options.output)]
+        return "\n\n".join(parts)
 
     files = [*options.prompts, *filter(None, [options.modules])]
     return run_command(options, work, files=files, defaults=Settings())
@@ -147,11 +153,11 @@ def run(options: argparse.Namespace, settings: Settings, gguf: pathlib.Path) -> 
         gguf: the model's file.
 
     Returns:
-        All measurements.
+        All measurements; empty with `--skip-measurements`.
     """
     import mtpjax
     from experiments.smollm2_data import keep_layers, split_prompts
-    from experiments.smollm2_modules import attach_modules
+    from experiments.smollm2_modules import attach_modules, write_checkpoint
     from mtpjax.data.tokenizer import load_tokenizer
 
     folder, modules = options.output, options.modules or options.output / "modules.safetensors"
@@ -160,8 +166,11 @@ def run(options: argparse.Namespace, settings: Settings, gguf: pathlib.Path) -> 
     prompts, held_out = split_prompts(folder, options.prompts, tokenizer, settings)
     if not modules.exists():
         make_modules(folder, modules, prompts, params, trunk, tokenizer, settings, digest=sha256(gguf))
-    # Measure the full model with the module as its file has it, in bfloat16.
+    # The full model with the module as its file has it, in bfloat16: for the commands, and to measure.
     model, params, vocabulary = attach_modules(modules, trunk, params)
+    write_checkpoint(folder, model, params, tokenizer=tokenizer, draft_vocabulary=vocabulary)
+    if options.skip_measurements:
+        return {}
     about = {"modules_bytes": modules.stat().st_size, "draft_vocabulary": len(vocabulary)}
     report: dict[str, Any] = {"about": describe(options, settings) | about}
     report |= measure(options, settings, gguf, params, model, tokenizer, held_out, vocabulary)
@@ -204,9 +213,7 @@ def make_data(folder, prompts, params, trunk, tokenizer, settings: Settings, *, 
         folder, prompts, params, model=trunk, tokenizer=tokenizer, digest=digest, settings=settings
     )
     pairs = smollm2_data.encode_answers(answers, tokenizer)
-    vocabulary = smollm2_data.write_draft_vocabulary(
-        folder / "vocabulary.json", pairs, trunk.config.vocab_size, settings
-    )
+    vocabulary = smollm2_data.write_draft_vocabulary(folder / VOCABULARY_FILE, pairs, trunk.config.vocab_size, settings)
     # 2. The trunk and its training text in that vocabulary.
     reduced = smollm2_data.write_reduced_trunk(
         folder, pairs, params, model=trunk, eos_token_ids=tokenizer.eos_token_ids, seed=settings.seed

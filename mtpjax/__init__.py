@@ -22,7 +22,8 @@ if TYPE_CHECKING:
     from mtpjax.models.model import MTPModel
     from mtpjax.models.params import add_mtp_modules, init_params
     from mtpjax.models.presets import presets
-    from mtpjax.training.config import Objective, TrainConfig
+    from mtpjax.training.config import TrainConfig
+    from mtpjax.training.objective import Objective
     from mtpjax.training.trainer import train
 
 __all__ = [
@@ -72,7 +73,8 @@ _HOMES = {
     "models.model": ("MTPModel",),
     "models.params": ("add_mtp_modules", "init_params"),
     "models.presets": ("presets",),
-    "training.config": ("Objective", "TrainConfig"),
+    "training.config": ("TrainConfig",),
+    "training.objective": ("Objective",),
     "training.trainer": ("train",),
 }
 

@@ -129,8 +129,9 @@ def _non_looping_prompts(path, model: MTPModel, params, settings: Settings, *, n
     if is_checkpoint(path):
         train_metadata = CheckpointReader(path, verify=False).metadata.get("train", {})
     sources = [Source(**values) for values in train_metadata.get("sources", ())]
-    sources = sources or [Source(path=train_metadata.get("data"), pattern=train_metadata.get("pattern", "*.py"))]
-    contents = [read_source(source, ByteTokenizer(), vocab_size=ByteTokenizer.vocab_size) for source in sources]
+    sources = sources or [Source(path=train_metadata.get("data"), pattern=train_metadata.get("pattern", "*"))]
+    read = {"vocab_size": ByteTokenizer.vocab_size, "output": train_metadata.get("output")}
+    contents = [read_source(source, ByteTokenizer(), **read) for source in sources]
     documents = [document for content in contents for document in content.documents]
     candidates = packing.held_out_prompts(
         packing.split_held_out(documents, train_metadata.get("held_out_fraction", 0.05))[1],

@@ -61,7 +61,9 @@ def _draw(figure, rows: list[Row], groups, layout, *, depths, trees, drafters) -
         style = {"depths": depths, "trees": trees[key], "drafters": drafters, "colours": colours, "norm": norm}
         _draw_panel(axis, f"batch {key[0]}, temperature {key[1]:g}", group, **style)
     # Label the colour bar with the round ratios inside its range.
-    bar = figure.colorbar(figure.axes[0].images[0], ax=figure.axes, shrink=min(0.8, 2.4 / len(layout)), aspect=25, pad=0.02)
+    bar = figure.colorbar(
+        figure.axes[0].images[0], ax=figure.axes, shrink=min(0.8, 2.4 / len(layout)), aspect=25, pad=0.02
+    )
     ticks = [tick for tick in TICKS if 1 / max_ratio <= tick <= max_ratio]
     bar.set_ticks(ticks, labels=[f"{tick:g}" for tick in ticks])
     bar.ax.minorticks_off()

@@ -141,3 +141,24 @@ def show_bytes_read(source: str | pathlib.Path, target: str) -> Iterator[Callabl
     print(
         f"{printable(target)}: {done / 1e9:.3f} GB in {seconds:.1f} s, {done / 1e6 / seconds:.0f} MB/s", file=sys.stderr
     )
+
+
+def list_data(options) -> list[pathlib.Path]:
+    """Lists the files of `--data` and `--pattern`, and prints how many of a folder are left out.
+
+    Args:
+        options: the parsed flags.
+
+    Returns:
+        The files, sorted.
+
+    Raises:
+        OSError: as `mtpjax.data.data_files.list_data_files`.
+        ValueError: as there.
+    """
+    from mtpjax.data.data_files import list_data_files
+
+    files = list_data_files(options.data, options.pattern)
+    if left_out := files.describe_left_out():
+        print(f"left out files of {printable(options.data)}: {left_out}", file=sys.stderr, flush=True)
+    return files.paths

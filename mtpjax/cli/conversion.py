@@ -6,7 +6,7 @@ from typing import Any
 from mtpjax import compilation_cache
 from mtpjax.cli.common import add_model_type_flag, model_type, show_bytes_read
 from mtpjax.cli.help import command_parser, flag_group
-from mtpjax.cli.mesh_flags import parse_mesh
+from mtpjax.cli.mesh_flags import add_mesh_flag, parse_mesh
 
 
 def add_commands(commands) -> None:
@@ -26,12 +26,7 @@ def add_commands(commands) -> None:
     )
     add_model_type_flag(inspect)
     group = flag_group(inspect, "output")
-    group.add_argument(
-        "--mesh",
-        default="",
-        metavar="AXIS=SIZE,...",
-        help="show the memory per device of this mesh, such as tensor=8,expert=4 (default: one device)",
-    )
+    add_mesh_flag(inspect, "show the memory per device of this mesh, such as tensor=8,expert=4 (default: one device)")
     group.add_argument("--json", action="store_true", help="print everything as JSON")
     commands.add_subcommand("inspect", inspect, help="show family, sizes, dtypes, missing tensors, memory per device")
 

@@ -5,7 +5,7 @@ import pathlib
 import sys
 from typing import Any
 
-from mtpjax.cli.common import add_implementation_flag, add_model_path_flag, set_threads
+from mtpjax.cli.common import add_implementation_flag, add_model_path_flag, list_data, set_threads
 from mtpjax.cli.config_flags import (
     DRAFT_FIELDS,
     LOOKUP_FIELDS,
@@ -117,8 +117,9 @@ def _add_regenerate(commands) -> None:
         "--data",
         required=True,
         metavar="PATH",
-        help="a file, or a folder of one kind: JSONL of conversations (OpenAI's 'messages'; every assistant message is "
-        "written anew), JSONL of prompts (Spec-Bench, GSM8K and others), or documents (any other file)",
+        help="a file, or a folder of one kind: records (.jsonl, .jsonl.gz, .json, .parquet) of conversations, in the "
+        "forms that training reads, whose answers are written anew; records of prompts (Spec-Bench, GSM8K and others); "
+        "or documents (any other file)",
     )
     group.add_argument("--pattern", default="*", help="files of a folder to read, such as '*.jsonl'")
     group.add_argument(
@@ -150,7 +151,6 @@ def _regenerate_on(mesh, options) -> int:
     import rich.console
     import rich.progress
 
-    from mtpjax.data.draft_vocabulary import list_corpus_files
     from mtpjax.data.regeneration_output import manifest_path
     from mtpjax.data.tokenizer import load_tokenizer
     from mtpjax.decoding.config import DecodeConfig
@@ -163,7 +163,7 @@ def _regenerate_on(mesh, options) -> int:
     settings, output = decode_settings(options), pathlib.Path(options.output).resolve()
     # The output may lie in the folder of the data. It must not be read as data when the command runs again.
     own = (output, manifest_path(output))
-    paths = [file for file in list_corpus_files(options.data, options.pattern) if file.resolve() not in own]
+    paths = [file for file in list_data(options) if file.resolve() not in own]
     path = find_checkpoint(options.model_path)
     model, params, loaded_config = load_on_mesh(path, options, mesh)
     tokenizer = load_tokenizer(path, model.config.vocab_size)

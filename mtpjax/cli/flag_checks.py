@@ -104,7 +104,7 @@ def check_command_line(arguments: list[str], parser: CommandParser) -> list[str]
             others = did_you_mean(name, names) or f": the commands are {', '.join(names)}"
             raise UsageError(f"unknown command '{name}'{others}")
         parser, command = names[name], [*command, name]
-    advise = _advise_server if command == ["serve"] else None
+    advise = {"serve": _advise_server, "train": _advise_training}.get(" ".join(command))
     return [*command, *check_flags(arguments[len(command) :], parser, advise)]
 
 
@@ -118,7 +118,7 @@ def check_flags(
     Args:
         arguments: the command line after the name of the command.
         parser: the parser of the command.
-        advise: returns whose flag an unknown one is, and what to do, if it is known from another server.
+        advise: returns whose flag an unknown one is, and what to do, if it is known elsewhere.
 
     Returns:
         The arguments, with dashes for underscores in the names of flags.
@@ -192,6 +192,16 @@ def _advise_server(name: str) -> tuple[str, str] | None:
     if name in sglang_flags():
         return "SGLang", SGLANG_ADVICE.get(name, "leave it out")
     return ("vLLM", VLLM_ADVICE[name]) if name in VLLM_ADVICE else None
+
+
+def _advise_training(name: str) -> tuple[str, str] | None:
+    """Returns how to write a setting of `mtpjax train` that is given as a flag; None if there is no such setting."""
+    from mtpjax.training.config import TrainConfig
+
+    setting = name.lstrip("-").replace("-", "_")
+    if setting.partition(".")[0] not in TrainConfig.__dataclass_fields__:
+        return None
+    return "", f"settings are written without dashes: {setting}=VALUE"
 
 
 def _told(names: list[str], origin: str, advice: str) -> str:

@@ -10,13 +10,16 @@ from mtpjax.cli.help import flag_group
 AXES = ("data", "fsdp", "expert", "tensor")
 
 
+def add_mesh_flag(parser, help: str) -> None:
+    """Adds `--mesh`, which `parse_mesh` reads, with the help of the command."""
+    flag_group(parser, "devices").add_argument("--mesh", default="", metavar="AXIS=SIZE,...", help=help)
+
+
 def add_mesh_flags(parser) -> None:
-    """Adds `--mesh`, `--allow-copies`, and the flags of several processes."""
-    flag_group(parser, "devices").add_argument(
-        "--mesh",
-        default="",
-        metavar="AXIS=SIZE,...",
-        help="spread the model over devices, such as data=2,tensor=4: rows over data, heads and columns over tensor, "
+    """Adds `--mesh` for a command that decodes, `--allow-copies`, and the flags of several processes."""
+    add_mesh_flag(
+        parser,
+        "spread the model over devices, such as data=2,tensor=4: rows over data, heads and columns over tensor, "
         "experts over data and expert (default: one device)",
     )
     add_config_flags(parser, ("allow_copies",))
@@ -83,6 +86,23 @@ def load_on_mesh(path, options, mesh, *, rearrange=lambda params: params):
     return model, params, config
 
 
+def connect_processes(options) -> None:
+    """Joins the other processes, if there are any. Call it before the first JAX call that makes devices.
+
+    Args:
+        options: what a parser with `add_process_flags` returned.
+
+    Raises:
+        ValueError: a flag of several processes is given for one.
+    """
+    from mtpjax import distributed
+
+    if options.nnodes > 1:
+        distributed.connect(options.nnodes, options.node_rank, options.dist_init_addr)
+    elif options.node_rank is not None or options.dist_init_addr is not None:
+        raise ValueError("--node-rank and --dist-init-addr need --nnodes, the number of processes")
+
+
 @contextlib.contextmanager
 def open_mesh(options) -> Iterator:
     """Joins the other processes, if there are any, and makes the mesh of a command.
@@ -99,11 +119,9 @@ def open_mesh(options) -> Iterator:
     """
     from mtpjax import compat, distributed
 
-    # Connect before the first JAX call that makes devices.
     sizes = parse_mesh(options.mesh)
-    if options.nnodes > 1:
-        if not sizes:
-            raise ValueError(f"{options.nnodes} processes need --mesh, which spreads the model over their devices")
-        distributed.connect(options.nnodes, options.node_rank, options.dist_init_addr)
+    if options.nnodes > 1 and not sizes:
+        raise ValueError(f"{options.nnodes} processes need --mesh, which spreads the model over their devices")
+    connect_processes(options)
     with distributed.raise_on_lost_peer():
         yield compat.make_mesh(sizes, distributed.mesh_devices(sizes)) if sizes else None

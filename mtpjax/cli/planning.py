@@ -8,7 +8,7 @@ from mtpjax.atomic import check_output_file
 from mtpjax.cli.common import add_model_type_flag, add_plot_formats_flag, model_type
 from mtpjax.cli.config_flags import flag_names
 from mtpjax.cli.help import command_parser, flag_group
-from mtpjax.cli.mesh_flags import parse_mesh
+from mtpjax.cli.mesh_flags import add_mesh_flag, parse_mesh
 from mtpjax.cli.prediction import DEVICE_NAMES, read_model
 
 
@@ -40,9 +40,7 @@ def add_plan(commands) -> None:
         help=f"kind of GPU: {', '.join(DEVICE_NAMES)}",
     )
     group.add_argument("--count", type=int, default=8, help="number of GPUs")
-    group.add_argument(
-        "--mesh", default="", metavar="AXIS=SIZE,...", help="plan this mesh only (default: all of data x tensor)"
-    )
+    add_mesh_flag(plan, "plan this mesh only (default: all of data x tensor)")
     group.add_argument(
         "--compile",
         action="store_true",

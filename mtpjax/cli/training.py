@@ -2,16 +2,18 @@
 
 import math
 import sys
+from typing import Any
 
 from mtpjax import compilation_cache
 from mtpjax.atomic import check_output_file
 from mtpjax.cli.common import add_model_type_flag, add_plot_formats_flag, model_type
 from mtpjax.cli.help import command_parser, flag_group
-from mtpjax.cli.mesh_flags import add_process_flags
+from mtpjax.cli.mesh_flags import add_mesh_flag, add_process_flags, connect_processes, parse_mesh
 from mtpjax.errors import printable
 
 SETTINGS_HELP = (
-    "settings that override the file's, such as steps=500, num_depths=3, model.num_mtp_modules=3 or model=FILE.yaml"
+    "settings that override the file's, such as data=FOLDER, steps=500, objective.mix.kl=1.0, "
+    "model.num_mtp_modules=3 or model=FILE.yaml"
 )
 QUICKSTART_UPDATES = 500  # fewer leave a model whose greedy texts loop
 
@@ -42,16 +44,22 @@ def add_commands(commands) -> None:
     commands.add_subcommand("quickstart", quickstart, help="train a small model, decode with it, and see the speed-up")
 
     train = command_parser(
-        "Train a model together with its MTP modules, or draft modules on a frozen model. --print-config prints "
-        "every setting with its value, and `mtpjax.TrainConfig` documents them. model.* changes a field of the "
-        "architecture (--print-model prints them), and model=FILE.yaml gives a whole one. model.num_mtp_modules is "
-        "the number of MTP modules that the model has, and num_depths the number of draft depths that get a loss: give "
-        "both the same number to train every module."
+        "Train a model with its MTP modules, or modules on a frozen trunk: mtpjax train data=FOLDER output=runs/mine. "
+        "FOLDER holds text files of any kind, or records in .jsonl, .json or .parquet. `mtpjax.TrainConfig` documents "
+        "the settings, and --print-config prints them. Dots name nested settings. The settings model.* change fields "
+        "of the preset's architecture (--print-model prints them), and model=FILE.yaml names a whole one. To train "
+        "every MTP module, set model.num_mtp_modules and num_depths to the same number: depth k is module k, depths "
+        "beyond the last module run that module again, and modules beyond num_depths are not trained."
     )
     group = flag_group(train, "settings")
     group.add_argument("--config", default=None, metavar="FILE", help="YAML file of settings (default: none)")
     group.add_argument("settings", nargs="*", default=[], metavar="key=value", help=SETTINGS_HELP)
     add_model_type_flag(train)
+    add_mesh_flag(
+        train,
+        "spread the run over devices, such as data=2,fsdp=4: rows over all axes, parameters and optimiser over fsdp, "
+        "experts over expert (default: the file's, or one device)",
+    )
     group = flag_group(train, "runs that exist")
     group.add_argument("--resume", action="store_true", help="continue the run in the output folder")
     group.add_argument("--overwrite", action="store_true", help="replace the run in the output folder")
@@ -130,10 +138,12 @@ def _train(options) -> int:
     from mtpjax.training.yaml_config import read_train_config, to_yaml
 
     # Settings come from the file, then from `key=value` arguments, which win.
-    family = model_type(options)
-    config = read_train_config(options.config, [*options.settings, *([f"model_type={family}"] if family else [])])
+    flags: dict[str, Any] = {"model_type": model_type(options), "mesh": parse_mesh(options.mesh)}
+    config = read_train_config(options.config, options.settings, flags={k: v for k, v in flags.items() if v})
     if options.resume and options.overwrite:
         raise ValueError("--resume and --overwrite exclude each other: one continues the run, the other replaces it")
+    if options.allow_config_change and not options.resume:
+        raise ValueError("--allow-config-change needs --resume: a new run has no settings to differ from")
     # Modes that train nothing: print the settings or the architecture, or check them against data and memory.
     if options.print_config:
         print(to_yaml(config), end="")
@@ -147,9 +157,7 @@ def _train(options) -> int:
         for name, value in compute_run_sizes(config).items():
             print(f"{name}: {value:,}")
         return 0
-    # Join the other processes before the first JAX call that makes devices.
-    if options.nnodes > 1:
-        distributed.connect(options.nnodes, options.node_rank, options.dist_init_addr)
+    connect_processes(options)
     try:
         result = train(
             config, resume=options.resume, overwrite=options.overwrite, allowed_changes=options.allow_config_change

@@ -1,7 +1,7 @@
 """`mtpjax vocabulary`."""
 
 from mtpjax.atomic import check_output_file
-from mtpjax.cli.common import add_model_path_flag, model_type, show_bytes_read
+from mtpjax.cli.common import add_model_path_flag, list_data, model_type, show_bytes_read
 from mtpjax.cli.help import command_parser, flag_group
 from mtpjax.errors import printable
 from mtpjax.messages import count_of
@@ -15,7 +15,7 @@ def add_vocabulary(commands) -> None:
     )
     add_model_path_flag(vocabulary)
     group = flag_group(vocabulary, "data")
-    group.add_argument("--data", required=True, metavar="PATH", help="a text or JSONL file, or a folder of them")
+    group.add_argument("--data", required=True, metavar="PATH", help="a file of text or records, or a folder of them")
     group.add_argument("--pattern", default="*", help="files of a folder to read, such as '*.jsonl'")
     group = flag_group(vocabulary, "output")
     group.add_argument("--size", type=int, required=True, help="token ids to keep, special tokens included")
@@ -43,7 +43,7 @@ def run_vocabulary(options) -> int:
     check_output_file(options.output)
     draft_vocabulary.choose_vocabulary(np.zeros(vocab_size), options.size, required_ids=kept)
     # Count the corpus once; every size below is chosen from the same counts.
-    files = draft_vocabulary.list_corpus_files(options.data, options.pattern)
+    files = list_data(options)
     with show_bytes_read(options.data, options.output) as progress:
         corpus = draft_vocabulary.count_tokens(files, tokenizer, vocab_size, progress=progress)
 
@@ -64,7 +64,8 @@ def run_vocabulary(options) -> int:
         table.add_row(str(size), f"{size / vocab_size:.1%}", f"{share:.2%}", style=chosen)
     rich.console.Console().print(table)
     # Name what was not read, so that a wrong --pattern does not pass unnoticed.
-    skipped = f", {count_of(len(corpus.skipped), 'file')} skipped, not text" if corpus.skipped else ""
-    counted = f"{count_of(corpus.counts.sum(), 'token')} of {count_of(corpus.num_files, 'file')}{skipped}"
+    skipped = f", {len(corpus.skipped)} skipped, the last: {printable(corpus.skipped[-1])}" if corpus.skipped else ""
+    files_read = f"{count_of(corpus.num_files, 'file')} of text{skipped}"
+    counted = f"{count_of(corpus.counts.sum(), 'token')} of {files_read}"
     print(f"{counted}; {count_of(len(ids), 'id')} in {printable(options.output)}")
     return 0

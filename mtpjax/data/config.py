@@ -14,7 +14,8 @@ class Source:
 
     Attributes:
         path: a file, or a folder with its subfolders; None: the running interpreter's standard library.
-        pattern: glob pattern of the files in a folder.
+        pattern: glob pattern of the files in a folder. Hidden and binary files are left out and counted
+            (`mtpjax.data.data_files`).
         kind: what the files hold. "auto": the suffix decides. `.jsonl`, `.jsonl.gz`, `.json` (a list) and `.parquet`
             (with pyarrow) hold records, each a conversation or a text, and any other file is a document. "text": each
             file is a document. "jsonl": each record has a text. "chat": each record has a conversation in OpenAI's,
@@ -26,7 +27,7 @@ class Source:
         most_skipped: number of unusable documents after which reading stops with an error.
 
     Raises:
-        ValueError: an unknown kind, a missing path, or a value out of range.
+        ValueError: an unknown kind, a missing path, a value out of range, or a setting that is unused.
     """
 
     path: str | None = None
@@ -42,5 +43,10 @@ class Source:
         require(self.path is not None or self.kind in ("auto", "text"), f"a source of kind '{self.kind}' needs a path")
         require(0 < self.weight < math.inf, f"weight must be positive, not {self.weight}")
         require(self.most_skipped >= 0, f"most_skipped must not be negative, is {self.most_skipped}")
+        require(self.path is not None or self.pattern == "*", f"pattern '{self.pattern}' is unused: it needs a path")
+        require(
+            self.field in ("", "text") or self.kind != "text",
+            f"field '{self.field}' is unused: kind 'text' has no records",
+        )
         if not self.field and self.kind != "auto":
             object.__setattr__(self, "field", "messages" if self.kind == "chat" else "text")

@@ -13,8 +13,10 @@ from typing import Any
 import numpy as np
 
 from mtpjax.atomic import write_text
-from mtpjax.data.jsonl import read_json_objects
+from mtpjax.data.chat_messages import clean_messages, text_of
 from mtpjax.data.prompts import read_text
+from mtpjax.data.record_files import as_object, is_record_file, read_file_records
+from mtpjax.data.record_forms import find_messages, has_conversation
 from mtpjax.data.tokenizer import Tokenizer
 from mtpjax.messages import count_of
 from mtpjax.safe_open import read_json_file
@@ -40,31 +42,6 @@ class CorpusCounts:
     skipped: tuple[str, ...]
 
 
-def list_corpus_files(path, pattern: str = "*") -> list[pathlib.Path]:
-    """Lists the files of a corpus.
-
-    Args:
-        path: a file, or a folder with its subfolders.
-        pattern: glob pattern of the files in a folder.
-
-    Returns:
-        The files, sorted.
-
-    Raises:
-        ValueError: the path does not exist, or no file matches.
-    """
-    path = pathlib.Path(path)
-    if path.is_file():
-        return [path]
-    if not path.is_dir():
-        raise ValueError(f"{path} is neither a file nor a folder")
-    # A folder: every file below it that matches, in a fixed order.
-    files = sorted(file for file in path.rglob(pattern) if file.is_file())
-    if not files:
-        raise ValueError(f"no files match {pattern} under {path}")
-    return files
-
-
 def count_tokens(
     files: Sequence[pathlib.Path],
     tokenizer: Tokenizer,
@@ -72,7 +49,7 @@ def count_tokens(
     *,
     progress: Callable[[int], Any] = lambda count: None,
 ) -> CorpusCounts:
-    """Counts the tokens of files; of `.jsonl` files, the tokens of the texts in their records.
+    """Counts the tokens of files; of files of records, the tokens of their texts and conversations.
 
     Args:
         files: the files. A file that is not text is skipped, unless it is the only one.
@@ -213,13 +190,24 @@ def _text_pieces(file: pathlib.Path) -> Iterator[str]:
 
 
 def _texts(file: pathlib.Path) -> Iterator[str]:
-    if file.suffix != ".jsonl":
+    if not is_record_file(file):
         yield read_text(file)
         return
-    for place, record in read_json_objects(file):
-        # A record counts with every text field that it has; a field may hold several texts, such as Spec-Bench's turns.
-        values = [record[key] for key in COUNTED_KEYS if key in record]
-        texts = [text for value in values for text in (value if isinstance(value, list) else [value])]
-        if not texts or not all(isinstance(text, str) for text in texts):
-            raise ValueError(f"{place} has no text under any of {', '.join(COUNTED_KEYS)}")
+    for place, content in read_file_records([file]):
+        try:
+            texts = _record_texts(as_object(content))
+        except ValueError as error:
+            raise ValueError(f"{place} {error}") from error
         yield from texts
+
+
+def _record_texts(record: dict[str, Any]) -> list[str]:
+    """Returns the messages of a conversation, or every text field of another record."""
+    if has_conversation(record):
+        return [text_of(message.get("content")) for message in clean_messages(find_messages(record))]
+    # A field may hold several texts, such as Spec-Bench's turns.
+    values = [record[key] for key in COUNTED_KEYS if key in record]
+    texts = [text for value in values for text in (value if isinstance(value, list) else [value])]
+    if not texts or not all(isinstance(text, str) for text in texts):
+        raise ValueError(f"has no text under any of {', '.join(COUNTED_KEYS)}")
+    return texts

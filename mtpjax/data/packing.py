@@ -121,8 +121,9 @@ def split_held_out(documents: Sequence[Document], fraction=0.05) -> tuple[list[D
     """Splits documents into training and held-out ones.
 
     The sha256 of a document's content alone decides its side. Paths, order and other documents change nothing, and
-    copies of a file get the same side, and so do the parts of one record. So a few documents may all get the same side.
-    If there is a single text, its last part is held out; in bytes this part begins at the start of a line.
+    copies of a file get the same side, and so do the parts of one record. If that leaves a side empty, as with a single
+    text or a few, the last part of the longest text is held out; in bytes this part begins at the start of a line. Of
+    conversations, which cannot be cut, the one with the lowest digest is held out.
 
     Args:
         documents: the documents.
@@ -136,17 +137,27 @@ def split_held_out(documents: Sequence[Document], fraction=0.05) -> tuple[list[D
     """
     if not 0 <= fraction <= 1:
         raise ValueError(f"held-out fraction {fraction} is outside 0..1")
-    train, held_out = [], []
-    # One text has no other document to hold out: its end is held out instead.
-    if len(documents) == 1 and documents[0].loss_mask is None and 0 < fraction < 1:
-        return _split_text(documents[0], fraction)
-    for document in documents:
-        # The first 8 bytes of the digest are a uniform number; those below the fraction are held out.
-        origin = document.origin.encode() or np.ascontiguousarray(document.tokens).data
-        digest = hashlib.sha256(origin).digest()
-        is_held_out = int.from_bytes(digest[:8], "big") < fraction * 2**64
-        (held_out if is_held_out else train).append(document)
-    return train, held_out
+    # The first 8 bytes of the digest are a uniform number; those below the fraction are held out.
+    numbered = [(int.from_bytes(_digest(document)[:8], "big"), document) for document in documents]
+    train, held_out = _divide(numbered, fraction * 2**64)
+    if (train and held_out) or not documents or fraction in (0, 1):
+        return train, held_out
+    # One side is empty. Copies of the text that is cut are cut like it, so that none of its end is trained on.
+    cut_number, longest = max(numbered, key=lambda each: len(each[1].tokens))
+    if longest.loss_mask is not None:
+        return _divide(numbered, min(number for number, _ in numbered) + 1)
+    parts = [_split_text(each, fraction) if number == cut_number else ([each], []) for number, each in numbered]
+    return [each for part, _ in parts for each in part], [each for _, part in parts for each in part]
+
+
+def _divide(numbered: Sequence[tuple[int, Document]], limit: float) -> tuple[list[Document], list[Document]]:
+    """Returns the documents whose number is at least the limit, and the others."""
+    return [each for number, each in numbered if number >= limit], [each for number, each in numbered if number < limit]
+
+
+def _digest(document: Document) -> bytes:
+    """Returns the digest that decides a document's side: of its tokens, or of the record that it is a part of."""
+    return hashlib.sha256(document.origin.encode() or np.ascontiguousarray(document.tokens).data).digest()
 
 
 def _split_text(document: Document, fraction: float) -> tuple[list[Document], list[Document]]:

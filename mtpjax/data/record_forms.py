@@ -14,6 +14,7 @@ from mtpjax.data.jsonl import SkippedRecordError, json_type_name
 from mtpjax.errors import printable
 from mtpjax.safe_open import parse_json
 
+ALPACA_FIELDS = ("instruction", "input", "output", "system", "history")
 # `from` of ShareGPT -> role of OpenAI.
 SHAREGPT_ROLES = {
     "human": "user",
@@ -40,8 +41,24 @@ def has_conversation(record: dict[str, Any]) -> bool:
     return "messages" in record or "conversations" in record or "instruction" in record
 
 
+def without_conversation(record: dict[str, Any]) -> dict[str, Any]:
+    """Returns the fields of a record that `find_messages` does not read.
+
+    Args:
+        record: an object of a data file, with a conversation.
+
+    Returns:
+        Values by field.
+    """
+    is_alpaca = "messages" not in record and "conversations" not in record
+    read = ALPACA_FIELDS if is_alpaca else ("messages", "conversations", "system")
+    return {name: value for name, value in record.items() if name not in read}
+
+
 def find_messages(record: dict[str, Any], field: str = "messages") -> list[dict[str, Any]]:
     """Reads the conversation of a record.
+
+    A text under `system` is the first message, unless the conversation begins with one of that role.
 
     Args:
         record: an object of a data file.
@@ -49,7 +66,8 @@ def find_messages(record: dict[str, Any], field: str = "messages") -> list[dict[
             ShareGPT's `conversations` or Alpaca's `instruction`.
 
     Returns:
-        Messages in OpenAI's form, without null fields.
+        Messages in OpenAI's form, without null fields. Those that `weight` 0 or `train` false leave out of training
+        have `weight` 0.
 
     Raises:
         SkippedRecordError: as "corrupt"; the message names the field that is missing or wrong.
@@ -64,26 +82,33 @@ def find_messages(record: dict[str, Any], field: str = "messages") -> list[dict[
     if not isinstance(messages, list) or not messages:
         raise SkippedRecordError("corrupt", f"has no '{field}', a list of objects with a role each")
     # The form of a list shows in its objects: ShareGPT's have `from`, OpenAI's `role`.
-    if isinstance(messages[0], dict) and "from" in messages[0] and "role" not in messages[0]:
-        system = record.get("system") or ""
-        _check_text(system, "'system'")
-        start = [{"role": "system", "content": system}] if system else []
-        return start + [_from_sharegpt(each, f"'{field}' item {n}") for n, each in enumerate(messages, start=1)]
-    for number, message in enumerate(messages, start=1):
-        _check_message(message, field, number)
-    return messages
+    is_sharegpt = isinstance(messages[0], dict) and "from" in messages[0] and "role" not in messages[0]
+    convert = _from_sharegpt if is_sharegpt else _from_openai
+    messages = [convert(each, f"'{field}' item {number}") for number, each in enumerate(messages, start=1)]
+    system = record.get("system") or ""
+    _check_text(system, "'system'")
+    return [{"role": "system", "content": system}] * (bool(system) and messages[0]["role"] != "system") + messages
 
 
-def _check_message(message: Any, field: str, number: int) -> None:
+def _from_openai(message: Any, place: str) -> dict[str, Any]:
     if not isinstance(message, dict) or not isinstance(message.get("role"), str):
-        raise SkippedRecordError(
-            "corrupt", f"has no '{field}', a list of objects with a role each: item {number} has no 'role'"
-        )
+        raise SkippedRecordError("corrupt", f"has no list of objects with a role each: {place} has no 'role'")
     # Null beside tool calls, and lists of parts, are OpenAI's too; the chat template decides about them.
     content = message.get("content")
     if content is not None and not isinstance(content, str | list):
-        problem = f"'content' is {json_type_name(content)}, not text"
-        raise SkippedRecordError("corrupt", f"'{field}' item {number}: {problem}")
+        raise SkippedRecordError("corrupt", f"{place}: 'content' is {json_type_name(content)}, not text")
+    return {name: value for name, value in message.items() if name != "train"} | _read_weight(message, place)
+
+
+def _read_weight(message: dict[str, Any], place: str) -> dict[str, int]:
+    """Returns `weight` 0 for a message that is left out of training, by OpenAI's `weight` or Axolotl's `train`."""
+    weight, train = message.get("weight", 1), message.get("train", True)
+    # A value of another type, such as the text "0", would train on what its author left out.
+    if not isinstance(weight, int | float) or weight not in (0, 1):
+        raise SkippedRecordError("corrupt", f"{place}: 'weight' is {printable(repr(weight), 60)}, not 0 or 1")
+    if not isinstance(train, bool):
+        raise SkippedRecordError("corrupt", f"{place}: 'train' is {printable(repr(train), 60)}, not true or false")
+    return {} if weight and train else {"weight": 0}
 
 
 def _from_sharegpt(message: Any, place: str) -> dict[str, Any]:
@@ -95,9 +120,10 @@ def _from_sharegpt(message: Any, place: str) -> dict[str, Any]:
             "corrupt", f"{place}: 'from' is {printable(repr(sender), 60)}, not one of {', '.join(SHAREGPT_ROLES)}"
         )
     _check_text(message.get("value"), f"{place}: 'value'")
+    weight = _read_weight(message, place)
     if sender == "function_call" and (calls := _parse_calls(message["value"])):
-        return {"role": "assistant", "tool_calls": calls}
-    return {"role": SHAREGPT_ROLES[sender], "content": message["value"]}
+        return {"role": "assistant", "tool_calls": calls, **weight}
+    return {"role": SHAREGPT_ROLES[sender], "content": message["value"], **weight}
 
 
 def _parse_calls(text: str) -> list[dict[str, Any]]:

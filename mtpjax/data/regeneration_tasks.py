@@ -5,9 +5,10 @@ from collections.abc import Sequence
 from typing import Any, Literal, Protocol
 
 from mtpjax.data.chat import TEMPLATE_DATE, encode_answers
-from mtpjax.data.jsonl import SkippedRecordError, decode_utf8, parse_json_object, read_raw_records
+from mtpjax.data.jsonl import SkippedRecordError, decode_utf8
 from mtpjax.data.prompts import ID_KEYS, TEXT_KEYS
-from mtpjax.data.record_forms import find_messages
+from mtpjax.data.record_files import RECORD_SUFFIXES, as_object, is_record_file, read_file_records
+from mtpjax.data.record_forms import find_messages, has_conversation, without_conversation
 from mtpjax.data.tokenizer import ConversationError, Tokenizer, TokenizerError
 from mtpjax.errors import DroppedTextError
 
@@ -47,35 +48,36 @@ class Task(Protocol):
 
 
 def detect_record_kind(paths: Sequence[pathlib.Path]) -> RecordKind:
-    """Finds the kind of records in files; in JSONL the first readable record decides.
+    """Finds the kind of records in files, by the suffixes and fields that training goes by.
 
     Args:
         paths: the files.
 
     Returns:
-        "documents" for files other than JSONL, "conversations" for JSONL with `messages`, else "prompts".
+        "documents" for files without records. For files of records the first readable one decides: "conversations" if
+        it has one (`mtpjax.data.record_forms.has_conversation`), else "prompts".
 
     Raises:
-        ValueError: there are no files or no records, or some files are JSONL and some are not.
+        ValueError: there are no files or no records, or some files have records and some are texts.
+        OSError: a file cannot be read.
     """
-    # Whole files and lines cannot be mixed in one run.
-    are_lines = {path.suffix == ".jsonl" for path in paths}
-    if len(are_lines) != 1:
-        raise ValueError(
-            "some files are .jsonl and some are not: choose by a pattern" if paths else "there are no files"
-        )
-    if are_lines == {False}:
+    # Whole files and records cannot be mixed in one run.
+    have_records = {is_record_file(path) for path in paths}
+    if len(have_records) != 1:
+        problem = f"some files have records ({', '.join(RECORD_SUFFIXES)}) and some are texts: choose by a pattern"
+        raise ValueError(problem if paths else "there are no files")
+    if have_records == {False}:
         return "documents"
-    for _, content in read_raw_records(paths, by_line=True):
+    for _, content in read_file_records(paths):
         try:
-            return "conversations" if "messages" in parse_json_object(content) else "prompts"
+            return "conversations" if has_conversation(as_object(content)) else "prompts"
         except SkippedRecordError:
             continue
-    raise ValueError(f"{paths[0]} holds no record: no line of it is a JSON object")
+    raise ValueError(f"{paths[0]} holds no record: nothing in it is a JSON object")
 
 
 def make_task(
-    content: bytes,
+    content: bytes | dict[str, Any],
     tokenizer: Tokenizer,
     *,
     kind: RecordKind,
@@ -86,7 +88,7 @@ def make_task(
     """Makes the task of one record.
 
     Args:
-        content: the record's bytes.
+        content: the record, as `mtpjax.data.record_files.read_file_records` yields it.
         tokenizer: the tokenizer.
         kind: the kind of the records.
         max_prompt_tokens: maximum number of tokens of a prompt.
@@ -100,11 +102,14 @@ def make_task(
         SkippedRecordError: the record has no usable text or conversation.
         TokenizerError: the tokenizer has no chat template.
     """
-    record = {"text": decode_utf8(content)} if kind == "documents" else parse_json_object(content)
+    if kind == "documents" and isinstance(content, bytes):
+        record = {"text": decode_utf8(content)}
+    else:
+        record = as_object(content)
     if kind == "conversations":
-        return ConversationTask(
-            _checked_messages(record), tokenizer, max_prompt_tokens, extra_fields={**record, "messages": None}
-        )
+        # The output has the conversation in OpenAI's form alone, and the record's other fields.
+        messages, extra_fields = _checked_messages(record), without_conversation(record)
+        return ConversationTask(messages, tokenizer, max_prompt_tokens, extra_fields=extra_fields)
     # Prompts keep their category and id. With `chat`, each turn becomes a user's message that the model answers.
     extra_fields = {name: record[name] for name in ("category", *ID_KEYS) if name in record}
     turns = _user_turns(record)

@@ -3,7 +3,6 @@
 import dataclasses
 import hashlib
 import json
-import pathlib
 from collections.abc import Sequence
 from typing import Any
 
@@ -11,6 +10,7 @@ import numpy as np
 
 from mtpjax.data.chat import encode_answers, encode_formatted
 from mtpjax.data.config import Source
+from mtpjax.data.data_files import list_data_files
 from mtpjax.data.jsonl import FileDigest, SkippedRecordError, decode_utf8
 from mtpjax.data.packing import Document, list_python_sources
 from mtpjax.data.record_files import as_object, is_record_file, read_file_records
@@ -31,42 +31,19 @@ class SourceContents:
         documents: the documents.
         skipped: number of skipped documents by reason.
         files: the files that were read.
-        last_problem: place and problem of the last skipped document or answer; "": none.
+        last_skipped: place and problem of the last skipped document; "": none.
         lost_answers: number of answers that cannot be located, in conversations of which others can.
+        last_lost: place and problem of the last of them; "": none.
+        left_out: the files of the folder that were not read, in words; "": none.
     """
 
     documents: list[Document]
     skipped: dict[str, int]
     files: list[FileDigest]
-    last_problem: str = ""
+    last_skipped: str = ""
     lost_answers: int = 0
-
-
-def list_source_files(source: Source) -> list[pathlib.Path]:
-    """Lists the files of a source.
-
-    Args:
-        source: the source.
-
-    Returns:
-        The files, sorted.
-
-    Raises:
-        FileNotFoundError: the path does not exist, or there are no files in it.
-        ValueError: the path is neither a file nor a folder.
-    """
-    if source.path is None:
-        return list_python_sources()
-    root = pathlib.Path(source.path)
-    if not root.exists():
-        raise FileNotFoundError(f"{root} does not exist")
-    if not root.is_file() and not root.is_dir():
-        raise ValueError(f"{root} is neither a regular file nor a folder")
-    # Sorted, so that the order of documents does not depend on the file system.
-    files = [root] if root.is_file() else sorted(path for path in root.rglob(source.pattern) if path.is_file())
-    if not files:
-        raise FileNotFoundError(f"no files match {source.pattern} under {root}")
-    return files
+    last_lost: str = ""
+    left_out: str = ""
 
 
 def end_token_id(tokenizer: Tokenizer) -> int:
@@ -80,25 +57,27 @@ def end_token_id(tokenizer: Tokenizer) -> int:
     return tokenizer.eos_token_ids[0]
 
 
-def read_source(source: Source, tokenizer: Tokenizer, *, vocab_size: int) -> SourceContents:
+def read_source(source: Source, tokenizer: Tokenizer, *, vocab_size: int, output: str | None = None) -> SourceContents:
     """Reads a source into documents, in the order of its files and lines.
 
-    Skips and counts documents of three kinds: `corrupt` (not UTF-8, not JSON, a missing field, a conversation that the
-    chat template rejects or of which no answer can be located, text that contains the end token), `empty` (also
-    conversations without an answer), and `vocabulary` (ids outside the vocabulary). Ignores blank lines of JSONL.
+    Leaves out and counts files of a folder as `list_data_files` does. Skips and counts documents of three kinds:
+    `corrupt` (not UTF-8 or with NUL, not JSON, a missing field, a conversation that the chat template rejects or of
+    which no answer can be located, text that contains the end token), `empty` (also conversations without an answer),
+    and `vocabulary` (ids outside the vocabulary). Ignores blank lines of JSONL.
     Conversations may become several documents, see `encode_answers`; answers that cannot be located are counted.
 
     Args:
         source: the source.
         tokenizer: the tokenizer.
         vocab_size: V of the model.
+        output: folder that the run writes, which is not data.
 
     Returns:
         Documents, counts of skipped ones, and files.
 
     Raises:
         ValueError: more than `source.most_skipped` documents are skipped; the message has the counts and the last
-            place.
+            place. Also if `source.field` is set, and no file has records.
         TokenizerError: the tokenizer has no chat template for a conversation, or it does not compile; the message has
             the place.
         FileNotFoundError: there are no files.
@@ -108,11 +87,18 @@ def read_source(source: Source, tokenizer: Tokenizer, *, vocab_size: int) -> Sou
     documents: list[Document] = []
     skipped: dict[str, int] = dict.fromkeys(SKIP_REASONS, 0)
     files: list[FileDigest] = []
-    last_problem, lost_answers = "", 0
+    last_skipped, last_lost, lost_answers = "", "", 0
     # The place of a text is its file's name alone; records add line, item or row.
     is_text = lambda place: source.kind == "text" or (source.kind == "auto" and place in texts)
     by_line = {"auto": None, "text": False}.get(source.kind, True)
-    paths = list_source_files(source)
+    name, left_out = source.path or "the standard library", ""
+    if source.path is None:
+        paths = list_python_sources()
+    else:
+        listed = list_data_files(source.path, source.pattern, output=output)
+        paths, left_out = listed.paths, listed.describe_left_out()
+    if source.kind == "auto" and source.field and not any(map(is_record_file, paths)):
+        raise ValueError(f"field '{source.field}' names a field of records, and {name} has only texts")
     texts = {str(path) for path in paths if not is_record_file(path)}
     for place, content in read_file_records(paths, by_line=by_line, files=files):
         try:
@@ -122,20 +108,20 @@ def read_source(source: Source, tokenizer: Tokenizer, *, vocab_size: int) -> Sou
             origin = _digest([each for each, _ in parts]) if parts[1:] else ""
             documents += [Document(place, each, mask, category, origin) for each, mask in parts]
             lost_answers += len(problems)
-            last_problem = f"{place}: {problems[-1]}" if problems else last_problem
+            last_lost = f"{place}: {problems[-1]}" if problems else last_lost
         except SkippedRecordError as error:
             # A few bad records are normal in large data; many mean a wrong field or tokenizer.
             skipped[error.reason] += 1
-            last_problem = f"{place} {error}"
+            last_skipped = f"{place} {error}"
             if sum(skipped.values()) > source.most_skipped:
                 counts = ", ".join(f"{count} {reason}" for reason, count in skipped.items() if count)
                 raise ValueError(
-                    f"{source.path or 'the standard library'} has over {source.most_skipped} unusable documents"
-                    f" ({counts}); the last: {last_problem}"
+                    f"{name} has over {source.most_skipped} unusable documents ({counts}); the last: {last_skipped};"
+                    " `pattern` chooses files, `most_skipped` of a source allows more"
                 ) from error
         except TokenizerError as error:
             raise TokenizerError(f"{place}: {error}") from error
-    return SourceContents(documents, skipped, files, last_problem, lost_answers)
+    return SourceContents(documents, skipped, files, last_skipped, lost_answers, last_lost, left_out)
 
 
 def fingerprint(
@@ -183,7 +169,10 @@ def _encode_record(
     Raises `SkippedRecordError` and TokenizerError.
     """
     if is_text and isinstance(content, bytes):
-        return [(_encode_text(decode_utf8(content), tokenizer), None)], "", []
+        text = decode_utf8(content).removeprefix("\ufeff")
+        if "\0" in text:
+            raise SkippedRecordError("corrupt", "contains NUL: it is not text")
+        return [(_encode_text(text, tokenizer), None)], "", []
     # A record: the text or the conversation is in the source's field; a category is optional.
     record = as_object(content)
     category = record.get("category")

@@ -1,8 +1,7 @@
-"""Training settings: `Objective` for the draft losses, `TrainConfig` for a run. Frozen and hashable."""
+"""The settings of a training run: `TrainConfig`, frozen and hashable."""
 
 import dataclasses
 import math
-import numbers
 from collections.abc import Mapping
 from typing import Any, Literal
 
@@ -13,10 +12,10 @@ from mtpjax.field_types import check_mapping, check_scalar_fields
 from mtpjax.models.config import IMPLEMENTATIONS, Implementation, ModelConfig, require, require_choice
 from mtpjax.models.overrides import model_changes, override_config
 from mtpjax.models.presets import presets
+from mtpjax.training.objective import Objective
 
 MAX_LEARNING_RATE = 100.0  # far above what any run uses: a larger one is a typing error
 MAX_DEPTHS = 64  # each depth is compiled: many more would compile for hours
-OBJECTIVES = ("cross_entropy", "kl", "total_variation", "lk_hybrid", "end_to_end_tv")
 DRAFTERS = ("mtp", "eagle3", "medusa", "dflash", "dspark")
 BLOCK_DRAFTERS = ("dflash", "dspark")
 READING = tuple(Reading.__annotations__)  # arguments of `load_drafter`
@@ -33,74 +32,8 @@ DRAFTER_SETTINGS = {
 }
 
 
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class Objective:
-    """Losses of the draft depths. The trunk always minimises cross-entropy.
-
-    The draft loss is a weighted sum (a mix) of the objectives "cross_entropy", "kl", "total_variation", "lk_hybrid" and
-    "end_to_end_tv", whose formulas are in `mtpjax.training.losses`.
-
-    Args:
-        mix: weight of each objective by name, as a dict or as pairs; kept as pairs. (): `TrainConfig` sets it to
-            cross-entropy if it trains everything, and to KL if the draft losses do not reach the trunk.
-        start: mix at update 0, interpolated linearly to `mix` over the first `warmup` of the run. (): `mix` from the
-            beginning.
-        warmup: fraction of the run over which `start` becomes `mix`, 0..1. Set together with `start`.
-        lk_decay: eta of the LK hybrid (2602.23881).
-        depth_weights: weights of the depths in a loss: "mean" (equal, DeepSeek-V3), or "decayed" (FastMTP,
-            2509.18362). Both sum to 1; the run's lambda multiplies them. "end_to_end_tv" ignores them, because it
-            weighs the depths by its formula.
-        depth_decay: beta of "decayed": depth k has weight `beta^(k-1)` before normalisation.
-        vocab_chunk: compute losses over this many columns of the vocabulary at a time and never store `[B, T, V]`
-            logits; 0: store the logits.
-
-    Raises:
-        ValueError: an objective is unknown or a number is out of range.
-
-    Example:
-        >>> from mtpjax import Objective
-        >>> objective = Objective(mix={"end_to_end_tv": 1.0}, start={"cross_entropy": 1.0}, warmup=0.1)
-        >>> sorted(objective.names)
-        ['cross_entropy', 'end_to_end_tv']
-    """
-
-    mix: Mapping[str, float] | tuple[tuple[str, float], ...] = ()
-    start: Mapping[str, float] | tuple[tuple[str, float], ...] = ()
-    warmup: float = 0.0
-    lk_decay: float = 3.0
-    depth_weights: Literal["mean", "decayed"] = "mean"
-    depth_decay: float = 0.6
-    vocab_chunk: int = 0
-
-    def __post_init__(self):
-        check_scalar_fields(self)
-        # A mapping becomes pairs, so that the objective is hashable and can be a static argument of jit.
-        for field in ("mix", "start"):
-            weights = check_mapping(field, getattr(self, field))
-            for name, weight in weights.items():
-                require_choice("objective", name, OBJECTIVES)
-                require(isinstance(weight, numbers.Real), f"the weight of {name} must be a number, got {weight!r:.80}")
-                require(0 <= weight < math.inf, f"the weight of {name} must be finite and at least 0, not {weight}")
-            object.__setattr__(self, field, tuple(weights.items()))
-        # A warm-up needs a mix to start from, and a start needs a warm-up that leaves it.
-        require(0 <= self.warmup <= 1, f"warmup {self.warmup} is not within 0..1")
-        require(
-            bool(self.start) == (self.warmup > 0), f"start {self.start} and warmup {self.warmup} must be set together"
-        )
-        require(self.lk_decay >= 0, f"lk_decay must not be negative, is {self.lk_decay}")
-        require_choice("depth_weights", self.depth_weights, ("mean", "decayed"))
-        require(0 < self.depth_decay <= 1, f"depth_decay {self.depth_decay} is not within 0..1")
-        require(self.vocab_chunk >= 0, f"vocab_chunk must not be negative, is {self.vocab_chunk}")
-
-    @property
-    def names(self) -> set[str]:
-        """Returns the names of the objectives in either mix."""
-        return {name for name, _ in (*self.mix, *self.start)}
-
-    @property
-    def compares_with_trunk(self) -> bool:
-        """Returns whether any objective needs the trunk's distribution, and not only the data."""
-        return self.names != {"cross_entropy"}
+# Settings of the draft losses, which a run without draft depths has not.
+DEPTH_SETTINGS = ("attention_layout", "mtp_loss_scale", "mtp_loss_scale_final", "mtp_loss_switch")
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -147,8 +80,9 @@ class TrainConfig:
         trunk_states_dtype: dtype of the cached states: "float32", or "bfloat16" for half the disk space.
         output: run folder (`mtpjax.training.run_dir`).
         data: folder or file to train on; None: the standard library of the running interpreter. The suffix of a file
-            decides how it is read (`mtpjax.data.config.Source`).
-        pattern: glob pattern that selects files of `data`.
+            decides how it is read (`mtpjax.data.config.Source`): as text, or as records of texts or conversations.
+        pattern: glob pattern that selects files of the folder `data`, such as "*.md". By default files of every kind,
+            except hidden and binary ones.
         sources: sources to read instead of `data`; several are mixed by their weights.
         tokenizer: directory or repository with a `tokenizer.json`; None: that of `init_from`, or bytes if it has none.
         extra_tokens: tokens of the next row that a row repeats at its end; `num_depths + 1` keeps every target of every
@@ -227,7 +161,7 @@ class TrainConfig:
     trunk_states_dtype: Literal["float32", "bfloat16"] = "float32"
     output: str = "runs/train"
     data: str | None = None
-    pattern: str = "*.py"
+    pattern: str = "*"
     sources: tuple[Source, ...] = ()
     tokenizer: str | None = None
     extra_tokens: int = 0
@@ -241,7 +175,7 @@ class TrainConfig:
     mtp_loss_scale: float = 0.3
     mtp_loss_scale_final: float = 0.1
     mtp_loss_switch: float = 0.7
-    objective: Objective = Objective()
+    objective: Objective = Objective()  # noqa: RUF009, frozen
     attention_layout: Literal["ttt", "stream"] = "ttt"
     optimizer: Literal["adamw", "muon"] = "adamw"
     learning_rate: float = 4e-3
@@ -270,16 +204,12 @@ class TrainConfig:
         check_scalar_fields(self)
         self._check_model()
         self._check_drafter()
+        self._check_unused()
         # Ranges of single values.
         for name in ("steps", "batch_size", "log_every", "keep_states", "most_bad_steps", "accumulation"):
             require(getattr(self, name) >= 1, f"{name} must be at least 1, not {getattr(self, name)}")
         require(self.row_length >= 2, f"row_length must be at least 2, not {self.row_length}")
         require(self.extra_tokens >= 0, f"extra_tokens must not be negative, is {self.extra_tokens}")
-        # Sources replace `data`. A list becomes a tuple, so that the config is hashable.
-        require(self.data is None or not self.sources, "data and sources are both given: name the folder as a source")
-        is_sources = not isinstance(self.sources, str) and all(isinstance(each, Source) for each in self.sources)
-        require(is_sources, f"sources must be a sequence of Source, got {self.sources!r:.80}")
-        object.__setattr__(self, "sources", tuple(self.sources))
         for name, maximum in (("row_length", 2**20), ("batch_size", 2**20), ("seed", 2**63 - 1)):
             require(getattr(self, name) <= maximum, f"{name} must be at most {maximum}, not {getattr(self, name)}")
         require(self.seed >= 0, f"seed must not be negative, is {self.seed}")
@@ -298,12 +228,14 @@ class TrainConfig:
             f"objective must be an Objective, not {printable(repr(self.objective), 80)}",
         )
         # Default mix: learn from the data if the draft losses change the trunk, else imitate the trunk.
+        mix = {"cross_entropy" if self.trains == "all" else "kl": 1.0}
         if not self.objective.mix:
-            mix = {"cross_entropy" if self.trains == "all" else "kl": 1.0}
             object.__setattr__(self, "objective", dataclasses.replace(self.objective, mix=mix))
+        is_used = self.num_depths > 0 or self.objective == Objective(mix=mix)
+        require(is_used, "objective is unused: it needs num_depths above 0")
         # Choices by name, and the settings that need one of them.
         require_choice("trains", self.trains, ("all", "modules", "detached"))
-        require(self.num_depths > 0 or self.trains != "modules", "trains 'modules' needs num_depths of at least 1")
+        require(self.num_depths > 0 or self.trains == "all", f"trains '{self.trains}' needs num_depths of at least 1")
         object.__setattr__(self, "plot_formats", tuple(self.plot_formats))
         for name in self.plot_formats:
             require_choice("plot_formats", name, ("png", "svg", "pdf"))
@@ -323,10 +255,6 @@ class TrainConfig:
             f"trunk_states need a frozen trunk: set trains to 'modules', not '{self.trains}'",
         )
         require_choice("attention_layout", self.attention_layout, ("ttt", "stream"))
-        require(
-            self.model_type is None or self.init_from is not None,
-            f"model_type {self.model_type!r} needs init_from: it says how a checkpoint is read",
-        )
 
     @property
     def model_config(self) -> ModelConfig:
@@ -335,6 +263,8 @@ class TrainConfig:
 
     def _check_model(self):
         """Checks the architecture. A checkpoint has its own, to which only modules can be added."""
+        if isinstance(self.model, ModelConfig):
+            require(self._is_default("preset"), f"preset '{self.preset}' is unused: `model` is a whole architecture")
         changes = model_changes(self.model)
         object.__setattr__(self, "model", tuple(changes.items()))
         if self.init_from is None:
@@ -355,16 +285,11 @@ class TrainConfig:
         object.__setattr__(self, "draft_reading", tuple(reading.items()))
         for name, _ in self.draft_reading:
             require_choice("draft_reading", name, READING)
-        require(
-            not self.draft_reading or self.draft_init_from is not None,
-            "draft_reading says how to read the files of draft_init_from: set it, too",
-        )
         require(self.draft_vocab_size >= 0, f"draft_vocab_size must not be negative, is {self.draft_vocab_size}")
         # A setting that the drafter would ignore is a mistake.
         for name, drafters in DRAFTER_SETTINGS.items():
-            is_default = getattr(self, name) == getattr(type(self), name)
-            choices = ", ".join(map(repr, drafters))
-            require(is_default or self.drafter in drafters, f"{name} needs drafter {choices}, not '{self.drafter}'")
+            choices, is_used = ", ".join(map(repr, drafters)), self.drafter in drafters
+            require(is_used or self._is_default(name), f"{name} needs drafter {choices}, not '{self.drafter}'")
         for name in ("draft_num_layers", "draft_anchors", "draft_markov_rank"):
             value = getattr(self, name)
             require(value is None or value >= 1, f"{name} must be at least 1, is {value}")
@@ -394,6 +319,36 @@ class TrainConfig:
             self.remat == "none",
             f"remat '{self.remat}' repeats the trunk's layers, which drafter '{self.drafter}' leaves frozen",
         )
+
+    def _check_unused(self):
+        """Refuses settings that have no effect beside the others: whoever sets them expects another run."""
+        # Sources replace `data`. A list becomes a tuple, so that the config is hashable.
+        is_sources = not isinstance(self.sources, str) and all(isinstance(each, Source) for each in self.sources)
+        require(is_sources, f"sources must be a sequence of Source, got {self.sources!r:.80}")
+        object.__setattr__(self, "sources", tuple(self.sources))
+        require(self.data is None or not self.sources, "data and sources are both given: name the folder as a source")
+        # The setting, when it has an effect, and what it needs.
+        for name, is_used, need in (
+            ("preset", self.init_from is None, "new weights: leave out init_from, which has an architecture"),
+            ("model_type", self.init_from is not None, "init_from: it says how a checkpoint is read"),
+            ("draft_reading", self.draft_init_from is not None, "draft_init_from: it says how its files are read"),
+            ("trunk_states_dtype", self.trunk_states is not None, "trunk_states, the folder of the states"),
+            ("pattern", self.data is not None, "data, a folder; a source has a pattern of its own"),
+            ("panel_prompts", self.held_out_fraction > 0 or not self.panel_prompts, "held_out_fraction above 0"),
+            ("mtp_loss_scale_final", self.mtp_loss_switch < 1, "mtp_loss_switch below 1"),
+            ("profile_start", self.profile_steps > 0, "profile_steps above 0"),
+            *((name, self.num_depths > 0, "num_depths above 0") for name in DEPTH_SETTINGS),
+        ):
+            value = printable(repr(getattr(self, name)), 80)
+            require(is_used or self._is_default(name), f"{name} {value} is unused: it needs {need}")
+        require(
+            self.profile_start < self.steps or not self.profile_steps,
+            f"profile_start {self.profile_start} must be below steps {self.steps}, or no update is traced",
+        )
+
+    def _is_default(self, name: str) -> bool:
+        """Returns whether a setting has its default value."""
+        return getattr(self, name) == getattr(type(self), name)
 
     def _check_optimizer(self):
         """Checks the numbers that scale an update; NaN fails every comparison."""

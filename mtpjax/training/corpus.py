@@ -18,7 +18,7 @@ from mtpjax.data.packing import (
     shuffled_batches,
     split_held_out,
 )
-from mtpjax.data.sources import end_token_id, fingerprint, read_source
+from mtpjax.data.sources import SourceContents, end_token_id, fingerprint, read_source
 from mtpjax.data.tokenizer import ByteTokenizer, HuggingFaceTokenizer, Tokenizer
 from mtpjax.errors import printable
 from mtpjax.io.checkpoint_format import find_checkpoint
@@ -41,7 +41,7 @@ class Corpus(NamedTuple):
     Example:
         >>> from mtpjax import TrainConfig
         >>> from mtpjax.training import load_corpus
-        >>> corpus = load_corpus(TrainConfig(data="texts", pattern="*.txt"), vocab_size=256)  # doctest: +SKIP
+        >>> corpus = load_corpus(TrainConfig(data="texts"), vocab_size=256)  # doctest: +SKIP
         >>> batch = next(corpus.batches(8))  # doctest: +SKIP
         >>> batch.tokens.shape  # doctest: +SKIP
         (8, 128)
@@ -129,28 +129,22 @@ def load_corpus(config: TrainConfig, vocab_size: int, *, num_depths: int = 0) ->
     source_rows, held_out, readings = [], [], []
     for source in sources:
         # Hold out whole documents, by a digest of their content, so that the training rows contain none of their text.
-        reading = read_source(source, tokenizer, vocab_size=vocab_size)
+        reading = read_source(source, tokenizer, vocab_size=vocab_size, output=config.output)
         training, reserved = split_held_out(reading.documents, config.held_out_fraction)
         name = (source.path or "standard library") if config.sources[1:] else ""
         held_out += [dataclasses.replace(each, category=each.category or name) for each in reserved]
         # Every source needs training documents; held-out documents may come from any of them.
-        if not reading.documents and reading.last_problem:
-            raise ValueError(f"{source.path} has no usable document; the last: {reading.last_problem}")
+        if not reading.documents and reading.last_skipped:
+            raise ValueError(f"{source.path} has no usable document; the last: {reading.last_skipped}")
         if not training or (config.held_out_fraction and source is sources[-1] and not held_out):
             count = len(reading.documents)
-            raise ValueError(f"{count} documents are too few to hold out {config.held_out_fraction:.0%} of them")
+            raise ValueError(
+                f"{count} documents are too few to hold out {config.held_out_fraction:.0%} of them: add some, or train "
+                "on all with held_out_fraction=0"
+            )
         source_rows.append(pack(training, config.row_length, extra_tokens=config.extra_tokens, **packing))
         readings.append(reading)
-        if any(reading.skipped.values()):
-            counts = " ".join(f"{reason}={count}" for reason, count in reading.skipped.items())
-            print(f"skipped documents of {printable(source.path)}: {counts}", file=sys.stderr, flush=True)
-        if reading.lost_answers:
-            print(
-                f"skipped answers of {printable(source.path)}: {reading.lost_answers} that cannot be located; the last:"
-                f" {printable(reading.last_problem, 400)}",
-                file=sys.stderr,
-                flush=True,
-            )
+        _print_reading(source, reading, reserved)
     # One fixed batch of held-out rows serves every evaluation. Its seed is fixed too, so that `mtpjax compare` compares
     # runs of different seeds on the same rows.
     # With nothing held out, training rows take their place, and a message says so.
@@ -169,6 +163,27 @@ def load_corpus(config: TrainConfig, vocab_size: int, *, num_depths: int = 0) ->
     summary["lost_answers"] = [reading.lost_answers for reading in readings]
     source_weights = [source.weight for source in sources]
     return Corpus(source_rows, source_weights, panel_rows, held_out, file_tokenizer, summary)
+
+
+def _print_reading(source: Source, reading: SourceContents, reserved: Sequence[Document]) -> None:
+    """Prints what was read and what was not, a line for each, to stderr."""
+    if source.path is None:
+        return
+    name, counts = printable(source.path), ", ".join(f"{n} {reason}" for reason, n in reading.skipped.items() if n)
+    share = sum(len(each.tokens) for each in reserved) / sum(len(each.tokens) for each in reading.documents)
+    files, documents = len(reading.files), len(reading.documents)
+    lines = [
+        f"read {name}: {files} file{'s' * (files != 1)}, {documents} document{'s' * (documents != 1)}; "
+        f"{share:.1%} of the tokens are held out"
+    ]
+    if reading.left_out:
+        lines.append(f"left out files of {name}: {reading.left_out}")
+    if counts:
+        lines.append(f"skipped documents of {name}: {counts}; the last: {printable(reading.last_skipped, 400)}")
+    if reading.lost_answers:
+        problem = f"{reading.lost_answers} that cannot be located; the last: {printable(reading.last_lost, 400)}"
+        lines.append(f"skipped answers of {name}: {problem}")
+    print("\n".join(lines), file=sys.stderr, flush=True)
 
 
 def _check_targets(row_sets: Sequence[Batch], num_depths: int, what: str) -> None:

@@ -20,9 +20,9 @@ from mtpjax.models.forward import DepthsOutput, forward_depths, trunk_states
 from mtpjax.models.model import MTPModel, bind
 from mtpjax.models.params import is_of_modules
 from mtpjax.training.anchors import anchor_terms, keep_anchors, to_rows
-from mtpjax.training.config import Objective
 from mtpjax.training.loss_inputs import LossInputs, ObjectiveFunction, call_objective
 from mtpjax.training.losses import BatchTotals, all_targets, objective_loss, valid_mean
+from mtpjax.training.objective import Objective
 from mtpjax.training.position_losses import PositionTerms, chunked_terms, plain_terms
 
 # Tokens, segment ids and loss mask of a `Batch`, the trunk's cached hidden states if it is frozen, and the anchors of a

@@ -98,10 +98,19 @@ def _check_experts(config: TrainConfig, model: MTPModel) -> None:
 
 
 def _check_trained_modules(config: TrainConfig, model: MTPModel) -> None:
-    """Raises `ValueError` if nothing would be trained, and warns of modules without a loss."""
+    """Raises `ValueError` if nothing would be trained or a setting is unused, and warns of modules without a loss."""
     modules = model.config.num_mtp_modules
     if config.trains == "modules" and not modules:
         raise ValueError("trains 'modules' needs a model with MTP modules, and this one has 0 (model.num_mtp_modules)")
+    if not modules and config.num_depths not in (0, TrainConfig.num_depths):
+        raise ValueError(
+            f"num_depths {config.num_depths} is unused: the model has 0 MTP modules (model.num_mtp_modules)"
+        )
+    if config.attention_layout != "ttt" and config.num_depths <= modules:
+        raise ValueError(
+            f"attention_layout '{config.attention_layout}' is unused: it needs a recycled depth, num_depths above the "
+            f"{modules} MTP modules of the model"
+        )
     # num_depths 0 is the way to train a trunk alone, so it needs no warning.
     if 0 < config.num_depths < modules:
         logger.warning(

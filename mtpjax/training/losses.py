@@ -23,7 +23,7 @@ import jax
 import jax.numpy as jnp
 
 from mtpjax.models.forward import ForwardOutput, shift_left
-from mtpjax.training.config import Objective
+from mtpjax.training.objective import Objective
 from mtpjax.training.position_losses import PositionTerms, plain_terms
 
 

@@ -3,11 +3,13 @@
 import argparse
 import dataclasses
 import json
+import re
 from collections.abc import Mapping, Sequence
 from typing import Any
 
 import yaml
 
+from mtpjax.errors import printable
 from mtpjax.models.config import ModelConfig, require
 from mtpjax.models.overrides import MODEL_FIELDS, check_field_name, model_changes, override_config
 from mtpjax.safe_open import open_regular
@@ -116,7 +118,38 @@ def typed_fields(values: Mapping[str, Any], overrides: Sequence[str] = ()) -> di
         parsed = parser.parse_args([f"--model.{pair}" for pair in overrides], parsed)
         return parser.instantiate(parsed).model.as_dict()
     except argparse.ArgumentError as error:
-        raise ValueError(" ".join(str(error).split())) from error
+        raise ValueError(describe_type_error(error)) from error
+
+
+def describe_type_error(error: argparse.ArgumentError) -> str:
+    """Says in one line of plain words which value has the wrong type.
+
+    Args:
+        error: what jsonargparse raised.
+
+    Returns:
+        Such as "steps must be an integer, not 'abc'"; errors about other things as they are, in one line.
+    """
+    return printable(_in_plain_words(" ".join(str(error).split())), 400)
+
+
+def _in_plain_words(text: str) -> str:
+    # A setting with fields of its own, such as a source.
+    if nested := re.fullmatch(r'Parser key "([^"]+)": Problem with given class_path \S+: (.*)', text):
+        return f"{nested[1]}: {_in_plain_words(nested[2])}"
+    if option := re.fullmatch(r"Option '([^']+)' is not accepted", text):
+        return f"unknown setting {option[1]}"
+    if union := re.fullmatch(r'Parser key "([^"]+)": Does not validate against .* Given value: (.*)', text):
+        return f"{union[1]} has a value of the wrong type: {union[2]!r}"
+    found = re.fullmatch(r'Parser key "([^"]+)": Expected a (.+?)\. Got value: (.*)', text)
+    if not found:
+        return text
+    name, kind, value = found.groups()
+    if choices := re.fullmatch(r"typing\.Literal\[(.*)\]", kind):
+        return f"{name} {value!r} is not one of {choices[1].replace(chr(39), '')}"
+    kinds = {"int": "an integer", "float": "a number", "bool": "true or false", "tuple": "a list, such as [A, B]"}
+    kind = kind.removeprefix("<class '").removesuffix("'>")
+    return f"{name} must be {kinds.get(kind, kind)}, not {value!r}"
 
 
 def read_yaml(path) -> dict[str, Any]:

@@ -20,8 +20,9 @@ from typing import Any
 import numpy as np
 
 from mtpjax import distributed
-from mtpjax.data.jsonl import SkippedRecordError, read_raw_records
+from mtpjax.data.jsonl import SkippedRecordError
 from mtpjax.data.prompts import max_prompt_length
+from mtpjax.data.record_files import read_file_records
 from mtpjax.data.regeneration_output import Tally, open_output
 from mtpjax.data.regeneration_tasks import RecordKind, Task, detect_record_kind, make_task
 from mtpjax.data.tokenizer import Tokenizer, TokenizerError
@@ -40,7 +41,7 @@ class RegenerationRequest:
     """The records to answer, and the settings.
 
     Args:
-        paths: files of one kind: JSONL of conversations, JSONL of prompts, or documents.
+        paths: files of one kind: records of conversations, records of prompts, or documents.
         config: decoding settings, with a fixed depth.
         sampling: sampling parameters, without seeds.
         chat: treat prompts as user messages and apply the chat template.
@@ -72,7 +73,7 @@ class RegenerationRequest:
         # The first record decides what the files contain.
         object.__setattr__(self, "kind", detect_record_kind(self.paths))
         if self.chat and self.kind == "documents":
-            raise ValueError("documents are not messages: chat needs prompts in JSONL")
+            raise ValueError("documents are not messages: chat needs records of prompts")
         if self.prompt_tokens is not None and self.output_kind == "chat":
             raise ValueError("messages are kept whole: prompt_tokens applies to prompts and documents")
 
@@ -128,8 +129,9 @@ def regenerate(
     # A prompt must leave room for its answer.
     most = request.config.max_length or model.config.max_position_embeddings
     max_prompt_tokens = max_prompt_length(most, request.config.max_new_tokens)
-    size = max(sum(path.stat().st_size for path in request.paths), 1)
-    records = enumerate(read_raw_records(request.paths, by_line=request.kind != "documents"))
+    # Count the records first, for the progress: compressed ones do not show how many there are.
+    num_records = sum(1 for _ in read_file_records(request.paths))
+    records = enumerate(read_file_records(request.paths))
     settings = {"model": model_digest, "tokenizer": tokenizer.digest, **request.describe()}
     output = None
 
@@ -146,7 +148,7 @@ def regenerate(
             output.tally = tally
         # Windows that the output already has are read again, to keep the records' numbers, but not decoded.
         while window := list(itertools.islice(records, request.batch_size * BATCHES_PER_WINDOW)):
-            done += sum(len(content) for _, (_, content) in window)
+            done += len(window)
             if window[0][0] >= tally.read:
                 begin = time.perf_counter()
                 tasks = _make_tasks(window, request, tokenizer, max_prompt_tokens, tally)
@@ -157,7 +159,7 @@ def regenerate(
                     output.append(written)
                 # Batches of many lengths compile many programs.
                 free_programs_if_full()
-                progress(tally, min(done / size, 1.0))
+                progress(tally, done / num_records)
     if not tally.regenerated:
         raise ValueError(f"no record could be used: {tally}")
     return tally

@@ -17,11 +17,12 @@ from mtpjax.models.draft_forward import DraftArchitecture, mask_undraftable
 from mtpjax.models.model import MTPModel
 from mtpjax.models.params import is_of_modules
 from mtpjax.training.anchors import MAX_ANCHORS, draw_anchors, keep_anchors
-from mtpjax.training.config import Objective, TrainConfig
+from mtpjax.training.config import TrainConfig
 from mtpjax.training.data_parallel import sharded_loss_and_gradients
 from mtpjax.training.gradients import loss_and_gradients, trainable_params
 from mtpjax.training.loss_inputs import ObjectiveFunction
 from mtpjax.training.losses import all_targets, batch_totals
+from mtpjax.training.objective import Objective
 
 
 class TrainState(flax.struct.PyTreeNode):

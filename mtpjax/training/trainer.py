@@ -120,7 +120,7 @@ def train(
 
     Example:
         >>> from mtpjax import TrainConfig, load, train
-        >>> config = TrainConfig(preset="tiny", data="texts", pattern="*.txt", steps=500, output="runs/example")
+        >>> config = TrainConfig(preset="tiny", data="texts", steps=500, output="runs/example")
         >>> result = train(config)  # doctest: +SKIP
         >>> len(result.panel.survival)  # one rate per draft level  # doctest: +SKIP
         2

@@ -10,16 +10,23 @@ import yaml
 
 from mtpjax.messages import did_you_mean
 from mtpjax.training.config import TrainConfig
-from mtpjax.training.model_yaml import read_model_setting, read_yaml, split_model_pairs
+from mtpjax.training.model_yaml import describe_type_error, read_model_setting, read_yaml, split_model_pairs
+
+# Settings that the command line sets by the flags of all commands, and not by a pair.
+FLAGS = {"mesh": "--mesh data=2,fsdp=4", "model_type": "--model-type FAMILY"}
 
 
-def read_train_config(path=None, overrides: Sequence[str] = ()) -> TrainConfig:
-    """Reads settings from a YAML file, then applies `key=value` pairs over them.
+def read_train_config(
+    path=None, overrides: Sequence[str] = (), *, flags: Mapping[str, Any] | None = None
+) -> TrainConfig:
+    """Reads settings from a YAML file, then applies flags and `key=value` pairs over them.
 
     Args:
         path: the file; None: the defaults.
-        overrides: pairs such as "steps=100", "objective.warmup=0.1", "model.num_mtp_modules=3", or "model=FILE.yaml",
-            which names a whole architecture (`mtpjax.training.model_yaml`).
+        overrides: pairs such as "steps=100", "objective.mix.kl=1.0", "model.num_mtp_modules=3", or "model=FILE.yaml",
+            which names a whole architecture (`mtpjax.training.model_yaml`). Dots name nested settings; pairs of a
+            mapping such as `objective.mix` replace the one in the file.
+        flags: values of the settings of `FLAGS`.
 
     Returns:
         The settings.
@@ -36,10 +43,9 @@ def read_train_config(path=None, overrides: Sequence[str] = ()) -> TrainConfig:
     for key in _dotted_keys(values):
         _check_key(key, known)
     for pair in overrides:
-        key, found, _ = pair.partition("=")
-        if not found:
-            raise ValueError(f"{pair!r} is not a key=value pair")
-        _check_key(key, known)
+        _check_pair(pair, known)
+        _remove_parent(values, pair.partition("=")[0], known)
+    values |= flags or {}
     # The architecture has its own types. A file that it is read from is not named in the settings: they hold its
     # content, so that a run resumes with the architecture that it began with, and never silently with another.
     others, fields, file = split_model_pairs(overrides)
@@ -50,13 +56,16 @@ def read_train_config(path=None, overrides: Sequence[str] = ()) -> TrainConfig:
         parsed = parser.parse_args([f"--{pair}" for pair in others], parser.parse_object(values))
         return TrainConfig(**parser.instantiate(parsed).as_dict(), model=model)
     except argparse.ArgumentError as error:
-        raise ValueError(" ".join(str(error).split())) from error
+        raise ValueError(describe_type_error(error)) from error
 
 
 def to_yaml(config: TrainConfig) -> str:
     """Formats all settings as YAML that `read_train_config` reads."""
     settings = dataclasses.asdict(config)
-    return yaml.safe_dump(settings | {"model": dict(settings["model"])}, sort_keys=False)
+    # Mappings are kept as pairs.
+    for values, names in ((settings, ("model", "draft_reading", "mesh")), (settings["objective"], ("mix", "start"))):
+        values |= {name: dict(values[name]) for name in names}
+    return yaml.safe_dump(settings, sort_keys=False)
 
 
 def _dotted_keys(values: dict[str, Any], prefix: str = "") -> Iterator[str]:
@@ -66,6 +75,31 @@ def _dotted_keys(values: dict[str, Any], prefix: str = "") -> Iterator[str]:
             yield from _dotted_keys(value, f"{prefix}{key}.")
         else:
             yield f"{prefix}{key}"
+
+
+def _check_pair(pair: str, known: Mapping[str, Any]) -> None:
+    """Raises `ValueError` for a pair that is not `key=value`, or that another spelling sets."""
+    key, found, value = pair.partition("=")
+    if not value:
+        raise ValueError(f"{pair!r} has no value" if found else f"{pair!r} is not a key=value pair")
+    _check_key(key, known)
+    # Each setting has one spelling.
+    if flag := FLAGS.get(key.partition(".")[0]):
+        raise ValueError(f"{pair!r} is written as a flag: {flag}")
+    if key == "sources":
+        raise ValueError("sources are written in a file of --config; `data` names one folder or file")
+    if value.startswith("{") and not isinstance(known.get(key), str):
+        raise ValueError(f"{pair!r} is written with dots: {key}.NAME=VALUE for each value")
+
+
+def _remove_parent(values: dict[str, Any], key: str, known: Mapping[str, Any]) -> None:
+    """Removes the mapping of a file that a key belongs to, such as `objective.mix` of `objective.mix.kl`."""
+    parent = next((name for name in known if name != "model" and key.startswith(f"{name}.")), None)
+    if parent is not None:
+        *groups, name = parent.split(".")
+        for group in groups:
+            values = values.get(group, {})
+        values.pop(name, None)
 
 
 def _check_key(key: str, known: Mapping[str, Any]) -> None:

@@ -97,5 +97,5 @@ def test_training_takes_the_family_and_its_checkpoint_is_exported_as_it(renamed,
 
 
 def test_a_family_without_a_checkpoint_is_an_error():
-    with pytest.raises(ValueError, match="model_type 'llama' needs init_from"):
+    with pytest.raises(ValueError, match="model_type 'llama' is unused: it needs init_from"):
         TrainConfig(model_type="llama")

@@ -198,11 +198,11 @@ def test_what_cannot_be_located_is_counted_and_never_ends_a_run(make, tmp_path):
     # This template forgets earlier answers: the first answer of two is located, and the second has a wrong prompt.
     reading = read_source(source, make(FORGETFUL), vocab_size=300)
     assert len(reading.documents) == 2 and reading.lost_answers == 1 and not any(reading.skipped.values())
-    assert "line 2: the chat template does not write the text of message 2 of 3" in reading.last_problem
+    assert "line 2: the chat template does not write the text of message 2 of 3" in reading.last_lost
     # This one never writes an answer after its prompt.
     reading = read_source(source, make(THINKING), vocab_size=300)
     assert not reading.documents and reading.skipped["corrupt"] == 2
-    assert "line 2 is skipped: the answer in message 2 of 4 cannot be located: the chat" in reading.last_problem
+    assert "line 2 is skipped: the answer in message 2 of 4 cannot be located: the chat" in reading.last_skipped
     with pytest.raises(ValueError, match=r"over 1 unusable documents \(2 corrupt\); the last: .* cannot be located"):
         read_source(dataclasses.replace(source, most_skipped=1), make(THINKING), vocab_size=300)
 
@@ -237,7 +237,7 @@ def test_columns_that_are_json_text_or_null_are_read(make, tmp_path):
     assert len({document.tokens.tobytes() for document in documents}) == 1 and len(documents) == 3
     assert '"arguments": {"city": "Köln"}' in tokenizer.decode(documents[0].tokens)
     file.write_text(json.dumps({"messages": json.dumps(messages)}))
-    problem = read_source(Source(path=str(file)), tokenizer, vocab_size=300).last_problem
+    problem = read_source(Source(path=str(file)), tokenizer, vocab_size=300).last_skipped
     assert "has no 'messages', a list of objects with a role each" in problem
 
 

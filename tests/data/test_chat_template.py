@@ -377,7 +377,7 @@ def test_three_doors_give_the_same_prompt(name, tmp_path):
         record["messages"] = [*messages, {"role": "assistant", "content": "It is fine."}]
         file.write_text(json.dumps(record))
         reading = read_source(Source(path=str(file), kind="chat"), tokenizer, vocab_size=300)
-        assert len(reading.documents) == 1, reading.last_problem
+        assert len(reading.documents) == 1, reading.last_skipped
         [document] = reading.documents
         assert document.loss_mask is not None and document.loss_mask.argmax() == len(prompt)
         assert document.tokens[: len(prompt)].tolist() == prompt

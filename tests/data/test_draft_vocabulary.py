@@ -14,7 +14,6 @@ from mtpjax.data.draft_vocabulary import (
     choose_vocabulary,
     count_tokens,
     coverage,
-    list_corpus_files,
     load_vocabulary,
     report_sizes,
     save_vocabulary,
@@ -31,12 +30,24 @@ def test_counts_are_those_of_all_texts_however_cut(tmp_path, monkeypatch):
     (tmp_path / "c.bin").write_bytes(b"\xff\0")
     (tmp_path / "d.jsonl").write_text('{"text": "zzz"}\n{"text": "\\ud83d"}\n')  # half a character in the second
     told = []
-    files = list_corpus_files(tmp_path)
+    files = sorted(tmp_path.iterdir())
     corpus = count_tokens(files, ByteTokenizer(), 256, progress=told.append)
     expected = np.bincount(np.frombuffer("ab\nab\nfünf\nababbbbcd".encode(), np.uint8), minlength=256)
     assert (corpus.counts == expected).all()
     assert corpus.num_files == 2 and corpus.skipped == (str(tmp_path / "c.bin"), str(tmp_path / "d.jsonl"))
     assert sum(told) == sum(file.stat().st_size for file in files)
+
+
+def test_the_messages_of_conversations_are_counted(tmp_path):
+    messages = [{"role": "user", "content": [{"type": "text", "text": "aa"}]}, {"role": "assistant", "content": "b"}]
+    sharegpt = [{"from": "human", "value": "c"}, {"from": "gpt", "value": "d"}]
+    (tmp_path / "a.json").write_text(json.dumps([{"messages": messages}, {"conversations": sharegpt}]))
+    (tmp_path / "b.jsonl").write_text(json.dumps({"instruction": "e", "output": "f"}) + "\n")
+    corpus = count_tokens(sorted(tmp_path.iterdir()), ByteTokenizer(), 256)
+    assert (corpus.counts == np.bincount(np.frombuffer(b"aabcdef", np.uint8), minlength=256)).all()
+    (tmp_path / "b.jsonl").write_text('{"nothing": 1}\n')
+    with pytest.raises(ValueError, match=r"b\.jsonl line 1 has no text under any of turns"):
+        count_tokens([tmp_path / "b.jsonl"], ByteTokenizer(), 256)
 
 
 def test_the_most_frequent_are_kept_ties_by_id_and_special_ones_always():
@@ -98,16 +109,12 @@ def test_damaged_vocabularies_are_refused(tmp_path, content):
 
 
 def test_a_corpus_without_text_is_refused(tmp_path):
-    with pytest.raises(ValueError, match="neither a file nor a folder"):
-        list_corpus_files(tmp_path / "missing")
-    with pytest.raises(ValueError, match="no files match"):
-        list_corpus_files(tmp_path, "*.py")
     (tmp_path / "empty").touch()
     with pytest.raises(ValueError, match="no token"):
-        count_tokens(list_corpus_files(tmp_path), ByteTokenizer(), 256)
+        count_tokens([tmp_path / "empty"], ByteTokenizer(), 256)
     (tmp_path / "empty").write_bytes(b"\xff")
     with pytest.raises(ValueError, match="line 1 is not UTF-8"):
-        count_tokens(list_corpus_files(tmp_path), ByteTokenizer(), 256)
+        count_tokens([tmp_path / "empty"], ByteTokenizer(), 256)
 
 
 def test_the_command_counts_and_refuses_in_one_line(tmp_path, capsys):
@@ -125,6 +132,9 @@ def test_the_command_counts_and_refuses_in_one_line(tmp_path, capsys):
     code, said = run(tmp_path / "text.txt", 3)
     assert max(map(len, said.out.splitlines()[:-1])) <= 80  # the last line names the file
     assert code == 0 and "83.33%" in said.out and load_vocabulary(tmp_path / "ids.json") == (0, 97, 98)
-    for data, size, expected in (("missing", 3, "neither a file"), (tmp_path / "text.txt", 257, "outside 1..256")):
+    for data, size, expected in (
+        ("missing", 3, "missing does not exist"),
+        (tmp_path / "text.txt", 257, "outside 1..256"),
+    ):
         code, said = run(data, size)
         assert code == 2 and expected in said.err and len(said.err.strip().splitlines()) == 1

@@ -412,6 +412,23 @@ def test_the_end_of_a_single_text_is_held_out(fraction):
     assert train.tokens.tobytes().endswith(b"\n") and abs(len(held_out.tokens) / len(text) - fraction) < 0.01
 
 
+def test_of_a_few_texts_the_end_of_the_longest_is_held_out():
+    texts = [document("short"), document("a line\n" * 100), document("a line\n" * 100), document("other")]
+    for fraction in (0.01, 0.999):  # every text is on one side
+        train, held_out = packing.split_held_out(texts, fraction)
+        ends = [each.tokens.tobytes() for each in held_out]
+        assert len(ends) == 2 and ends[0] == ends[1] and ends[0].endswith(b"a line\n")  # of both copies
+        assert sum(len(each.tokens) for each in (*train, *held_out)) == sum(len(each.tokens) for each in texts)
+
+
+def test_of_a_few_conversations_one_is_held_out():
+    mask = np.ones(4, bool)
+    talks = [packing.Document("talk", np.frombuffer(text, np.uint8), mask) for text in (b"abc", b"bcd", b"cde")]
+    for fraction in (1e-6, 1 - 1e-6):
+        train, held_out = packing.split_held_out(talks, fraction)
+        assert (len(train), len(held_out)) == (2, 1)
+
+
 def test_a_single_line_is_cut_between_characters():
     document = packing.Document("one", np.frombuffer(("é" * 101).encode(), np.uint8))
     [train], [held_out] = packing.split_held_out([document], 0.1)

@@ -87,6 +87,28 @@ def test_a_folder_of_several_formats_is_read_by_suffix(tmp_path):
     assert texts(tmp_path, kind="text", pattern="*.jsonl")[0].startswith('{"messages"')
 
 
+USER, OLD, NEW = ("user", "q"), ("assistant", "old"), ("assistant", "new")
+
+
+@pytest.mark.parametrize("mark", [{"weight": 0}, {"weight": 0.0}, {"weight": False}, {"train": False}], ids=str)
+@pytest.mark.parametrize("keys", [("role", "content"), ("from", "value")], ids=["openai", "sharegpt"])
+def test_an_answer_that_is_marked_is_no_target(keys, mark, tmp_path):
+    talk = [dict(zip(keys, turn, strict=True)) for turn in (USER, OLD, USER, NEW)]
+    talk[1] |= mark
+    talk[3] |= {"weight": 1, "train": True}
+    file = write(tmp_path / "a.jsonl", [{"messages": talk}])
+    [document] = read_source(Source(path=str(file)), ByteTokenizer(), vocab_size=256).documents
+    assert bytes(document.tokens[document.loss_mask[:-1]].astype(np.uint8)) == b"new\0"
+
+
+def test_a_system_text_beside_the_messages_is_the_first_message(tmp_path):
+    messages = [{"role": "user", "content": "q"}, {"role": "assistant", "content": "a"}]
+    system = {"role": "system", "content": "Be brief."}
+    plain = texts(write(tmp_path / "plain.jsonl", [{"messages": [system, *messages]}]))
+    assert texts(write(tmp_path / "beside.jsonl", [{"messages": messages, "system": "Be brief."}])) == plain
+    assert texts(write(tmp_path / "both.jsonl", [{"messages": [system, *messages], "system": "Be brief."}])) == plain
+
+
 REFUSED = [
     ({"prompt": "a"}, "has no text 'text', and no 'messages', 'conversations' or 'instruction'"),
     ({"messages": "a"}, "has no 'messages', a list"),
@@ -95,6 +117,11 @@ REFUSED = [
     ({"conversations": [{"from": "narrator", "value": "a"}]}, "'conversations' item 1: 'from' is 'narrator'"),
     ({"conversations": [{"from": "human"}]}, "'conversations' item 1: 'value' is missing"),
     ({"conversations": [{"from": "human", "value": "a"}, 3]}, "'conversations' item 2 is a number, not an object"),
+    ({"messages": [{"role": "assistant", "content": "a", "weight": "0"}]}, "item 1: 'weight' is '0', not 0 or 1"),
+    ({"messages": [{"role": "assistant", "content": "a", "weight": 0.5}]}, "item 1: 'weight' is 0.5, not 0 or 1"),
+    ({"messages": [{"role": "assistant", "content": "a", "train": "no"}]}, "'train' is 'no', not true or false"),
+    ({"conversations": [{"from": "gpt", "value": "a", "weight": "0"}]}, "item 1: 'weight' is '0', not 0 or 1"),
+    ({"messages": [{"role": "user", "content": "a"}], "system": ["b"]}, "'system' is a list, not text"),
     ({"instruction": "a"}, "'output' is missing"),
     ({"instruction": "a", "output": ["b"]}, "'output' is a list, not text"),
     ({"instruction": "a", "output": "b", "history": [["c"]]}, "'history' is not a list of pairs"),

@@ -135,7 +135,8 @@ def test_unusable_files_are_skipped_and_counted(tmp_path):
     for name, content in {"good": b"x", "empty": b"", "nul": b"a\0b", "latin": b"\xe4"}.items():
         (tmp_path / name).write_bytes(content)
     reading = read(tmp_path)
-    assert texts(reading) == ["x"] and reading.skipped == {"corrupt": 2, "empty": 1, "vocabulary": 0}
+    assert texts(reading) == ["x"] and reading.skipped == {"corrupt": 1, "empty": 1, "vocabulary": 0}
+    assert reading.left_out == f"1 binary; the last: {tmp_path / 'nul'}"
 
 
 def test_ids_outside_of_the_vocabulary_and_end_tokens_inside_are_skipped(tmp_path):

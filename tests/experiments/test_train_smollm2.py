@@ -2,6 +2,8 @@
 
 import dataclasses
 import json
+import pathlib
+import re
 
 import jax
 import jax.numpy as jnp
@@ -18,15 +20,20 @@ from experiments import (
     train_smollm2,
 )
 from experiments.smollm2_settings import OWN_PROMPTS, QUICK, MissingModelError, Settings
-from mtpjax import DecodeConfig, ModelConfig, MTPModel, add_mtp_modules, init_params, load, presets
+from mtpjax import DecodeConfig, ModelConfig, MTPModel, add_mtp_modules, init_params, load, presets, save
 from mtpjax.data.chat import encode_chat
+from mtpjax.data.draft_vocabulary import load_vocabulary
 from mtpjax.data.prompts import read_prompts
 from mtpjax.data.tokenizer import ByteTokenizer, load_tokenizer
 from mtpjax.errors import CheckpointFileError
+from mtpjax.io.convert import to_hugging_face
+from mtpjax.io.merge import merge_mtp
 from mtpjax.models.forward import forward
+from tests.helpers.chatml import save_tokenizer
 
 PAIRS = [([7, 50, 7, 3], [90, 50, 2]), ([7, 51], [90, 91, 92, 2])]  # prompts and answers; 2 ends a text
 EOS = 2
+ROOT = pathlib.Path(__file__).resolve().parents[2]
 KEPT_MODULES = OWN_PROMPTS.with_name("results") / "smollm2_mtp.safetensors"
 
 
@@ -125,6 +132,49 @@ def test_modules_of_another_width_are_refused(tmp_path, trunk):
     path.write_bytes(b"no tensors")
     with pytest.raises(CheckpointFileError, match="not a file of modules"):
         smollm2_modules.attach_modules(path, *trunk)
+
+
+def test_the_commands_read_what_the_script_writes(tmp_path, with_module):
+    """`merge-mtp` puts the module into the model that it was trained for, and the draft vocabulary is read."""
+    model, params = with_module
+    (tmp_path / "tokenizer").mkdir()
+    tokenizer = save_tokenizer(tmp_path / "tokenizer")
+    config = dataclasses.replace(model.config, vocab_size=300, num_tokens=0)
+    model, params = MTPModel(config), init_params(MTPModel(config), jax.random.key(0))
+    bare = MTPModel(dataclasses.replace(config, num_mtp_modules=0))
+    trunk = {name: leaf for name, leaf in params.items() if not name.startswith("mtp_")}
+    save(tmp_path / "bare", bare, trunk, tokenizer=tokenizer)
+    to_hugging_face(tmp_path / "bare", tmp_path / "base", model_type="llama")
+    smollm2_modules.write_checkpoint(tmp_path, model, params, tokenizer=tokenizer, draft_vocabulary=[3, 5])
+    report = merge_mtp(tmp_path / "base", tmp_path, tmp_path / "merged")
+    assert (report.equal, report.replaced) == (0, 0) and report.added > 5
+    merged, merged_params = load(tmp_path / "merged")
+    assert merged.config.num_mtp_modules == 1
+    jax.tree.map(np.testing.assert_array_equal, merged_params["mtp_0"], params["mtp_0"])
+    assert load_vocabulary(tmp_path / "vocabulary.json") == (3, 5)
+
+
+def test_the_next_commands_name_the_folders():
+    text = smollm2_report.next_commands(pathlib.Path("a b.gguf"), pathlib.Path("runs/smollm2"))
+    assert "merge-mtp --input-dir 'a b.gguf' --mtp-dir runs/smollm2 --output-dir runs/smollm2-mtp" in text
+    commands = [line.split("mtpjax ")[1].split()[0] for line in text.splitlines()[1:]]
+    assert commands == ["merge-mtp", "generate", "serve"]
+
+
+def test_the_tutorials_last_commands_are_these():
+    page = (ROOT / "docs" / "tutorials" / "smollm2.md").read_text()
+    commands = re.findall(r"^mtpjax (\S+)", page, re.MULTILINE)
+    assert commands[-3:] == ["merge-mtp", "generate", "serve"]
+
+
+def test_progress_counts_from_one(capsys):
+    def run(prompt, count):
+        return [1] * count, count
+
+    smollm2_speed.measure_speed({"plain": run}, [[1, 2], [3]], 4, 2)
+    lines = capsys.readouterr().out.splitlines()
+    assert lines[0] == "speed: compiling, prompt 1 of 2, 2 tokens"
+    assert lines[-1] == "speed: timing 2 of 2, prompt 2 of 2, 1 tokens"
 
 
 def test_the_draft_vocabulary_has_tokens_of_answers_only(tmp_path):

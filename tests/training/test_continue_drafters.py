@@ -134,7 +134,7 @@ def test_a_file_with_two_readings_needs_one_in_the_settings(small, tmp_path):
     ("changes", "message"),
     [
         ({"drafter": "mtp"}, "draft_init_from needs drafter 'eagle3', 'medusa'"),
-        ({"draft_init_from": None, "draft_reading": {"aux_layers": "output"}}, "set it, too"),
+        ({"draft_init_from": None, "draft_reading": {"aux_layers": "output"}}, "is unused: it needs draft_init_from"),
         ({"draft_reading": {"aux": "output"}}, "draft_reading 'aux'"),
     ],
 )

@@ -81,7 +81,7 @@ class Processes:
         self.text, self.output, self.settings = text, folder / "run", SETTINGS | changes
         self.environment = training_runs.environment(folder / "cache")
         self.both = [
-            self.start(f"mesh.{axis}=2", "--nnodes", "2", "--node-rank", str(rank), "--dist-init-addr", address)
+            self.start("--mesh", f"{axis}=2", "--nnodes", "2", "--node-rank", str(rank), "--dist-init-addr", address)
             for rank in (0, 1)
         ]
 
@@ -196,8 +196,8 @@ def test_a_rank_that_does_not_fit_is_refused():
 
 
 def test_settings_of_scale_are_read_and_printed(tmp_path):
-    pairs = ["mesh.data=2", "mesh.fsdp=4", "accumulation=1", "remat=layers", "dtype=bfloat16", "wandb=drafts"]
-    config = read_train_config(None, pairs)
+    pairs = ["accumulation=1", "remat=layers", "dtype=bfloat16", "wandb=drafts"]
+    config = read_train_config(None, pairs, flags={"mesh": {"data": 2, "fsdp": 4}})
     assert config == TrainConfig(mesh={"data": 2, "fsdp": 4}, remat="layers", dtype="bfloat16", wandb="drafts")
     (tmp_path / "run.yaml").write_text(to_yaml(config))
     assert read_train_config(tmp_path / "run.yaml") == config

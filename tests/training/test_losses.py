@@ -8,7 +8,6 @@ import numpy as np
 import pytest
 
 from mtpjax import ModelConfig, MTPModel, Objective, TrainConfig, forward, init_params
-from mtpjax.training.config import OBJECTIVES
 from mtpjax.training.losses import (
     all_targets,
     batch_totals,
@@ -23,6 +22,7 @@ from mtpjax.training.losses import (
     objective_loss,
     valid_mean,
 )
+from mtpjax.training.objective import OBJECTIVES
 from mtpjax.training.position_losses import PositionTerms, plain_terms
 
 CONFIG = ModelConfig(

@@ -6,8 +6,8 @@ import numpy as np
 import pytest
 
 from mtpjax import Objective
-from mtpjax.training.config import OBJECTIVES
 from mtpjax.training.losses import all_targets, objective_loss
+from mtpjax.training.objective import OBJECTIVES
 from mtpjax.training.position_losses import chunked_terms, plain_terms
 
 B, T, D, V = 2, 9, 8, 37

@@ -2,6 +2,7 @@
 
 import dataclasses
 import fcntl
+import gzip
 import json
 import os
 from typing import Any
@@ -104,6 +105,28 @@ def test_conversations_are_answered_turn_by_turn(rig, run):
                 talk.append(message)
         assert written_record == {**record, "messages": talk, "finish_reasons": reasons}
     assert sum(tally.finished.values()) == 4 and tally.cut == 0
+
+
+SHAREGPT = {
+    "conversations": [{"from": "human", "value": "Hello"}, {"from": "gpt", "value": "old"}],
+    "system": "Be brief.",
+    "source": "x",
+}
+ALPACA = {"instruction": "Hello", "input": "", "output": "old", "system": "Be brief.", "history": [], "source": "x"}
+
+
+@pytest.mark.parametrize("name", ["data.jsonl", "data.json", "data.jsonl.gz"])
+@pytest.mark.parametrize("record", [SHAREGPT, ALPACA], ids=["sharegpt", "alpaca"])
+def test_the_forms_and_files_that_training_reads_are_answered(rig, run, record, name):
+    content = json.dumps([record]) if name.endswith(".json") else json.dumps(record)
+    content = gzip.compress(content.encode()) if name.endswith(".gz") else content.encode()
+    [written], tally = run(content, data=name)
+    talk = [{"role": "system", "content": "Be brief."}, {"role": "user", "content": "Hello"}]
+    answer, reason = alone(rig, rig[2].apply_chat_template(talk))
+    # The old answers are gone, under whichever field they were.
+    messages = [*talk, {"role": "assistant", "content": answer}]
+    assert written == {"source": "x", "messages": messages, "finish_reasons": [reason]}
+    assert (tally.read, tally.regenerated) == (1, 1)
 
 
 def test_programs_are_freed_between_windows(run, tmp_path, monkeypatch):
@@ -279,7 +302,7 @@ def test_only_what_was_begun_is_gone_on_with(run, tmp_path):
 @pytest.mark.parametrize(
     ("content", "changes", "said"),
     [
-        (b"nonsense\n", {}, "holds no record: no line of it is a JSON object"),
+        (b"nonsense\n", {}, "holds no record: nothing in it is a JSON object"),
         (b'{"messages": 3}', {}, "no record could be used: 1 record: 0 regenerated, 1 skipped"),
         (b'{"text": "x"}', {"batch_size": 0}, "batch_size must be at least 1, not 0"),
         (b'{"text": "x"}', {"seed": -1}, "seed must be at least 0"),
@@ -302,7 +325,7 @@ def test_bad_requests_are_told(run, content, changes, said):
 def test_files_of_two_kinds_are_told(rig, tmp_path):
     for name in ("a.jsonl", "b.txt"):
         (tmp_path / name).write_text('{"text": "x"}')
-    with pytest.raises(ValueError, match=r"some files are .jsonl and some are not: choose by a pattern"):
+    with pytest.raises(ValueError, match=r"some files have records \(.jsonl, .* and some are texts: choose by a"):
         RegenerationRequest(paths=[tmp_path / "a.jsonl", tmp_path / "b.txt"], config=rig[3])
 
 
@@ -348,7 +371,7 @@ def test_the_command_writes_tells_and_goes_on(checkpoint, tmp_path, capsys, monk
     assert command([*arguments, "--seed", 1]) == 2
     assert "has other settings: seed was 0, is 1" in capsys.readouterr().err
     for extra, code, text in (
-        (["--data", "missing"], 2, "missing is neither a file nor a folder"),
+        (["--data", "missing"], 2, "missing does not exist"),
         (["--model", "missing"], 3, "no mtpjax checkpoint"),
         (["--batch-size", 0], 2, "batch_size must be at least 1, not 0"),
     ):

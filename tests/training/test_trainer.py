@@ -129,7 +129,7 @@ def test_a_run_on_two_sources_keeps_its_tokenizer_and_says_what_it_read(run, tmp
     config = dataclasses.replace(run[0], output=str(tmp_path / "out"), data=None, **changes)
     result = train(config, evaluations=1)
     assert [row["step"] for row in result.history if "bits" in row] == [4]
-    assert f"skipped documents of {sources[0].path}: corrupt=0 empty=1 vocabulary=0" in capsys.readouterr().err
+    assert f"skipped documents of {sources[0].path}: 1 empty; the last:" in capsys.readouterr().err
     prompts = {name: kinds["greedy"].prompts for name, kinds in result.panel.decoded.items()}
     assert prompts == {"overall": 6, str(tmp_path / "talks.jsonl"): 3, str(tmp_path / "texts.jsonl"): 3}
     metadata = CheckpointReader(result.path, verify=False).metadata

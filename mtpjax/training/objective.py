@@ -1,0 +1,91 @@
+"""The settings of the draft losses: `Objective`, frozen and hashable."""
+
+import dataclasses
+import math
+import numbers
+from collections.abc import Mapping
+from typing import Literal
+
+from mtpjax.field_types import check_mapping, check_scalar_fields
+from mtpjax.models.config import require, require_choice
+
+OBJECTIVES = ("cross_entropy", "kl", "total_variation", "lk_hybrid", "end_to_end_tv")
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Objective:
+    """Losses of the draft depths. The trunk always minimises cross-entropy.
+
+    The draft loss is a weighted sum (a mix) of the objectives "cross_entropy", "kl", "total_variation", "lk_hybrid" and
+    "end_to_end_tv", whose formulas are in `mtpjax.training.losses`.
+
+    Args:
+        mix: weight of each objective by name, as a dict or as pairs; kept as pairs. (): `TrainConfig` sets it to
+            cross-entropy if it trains everything, and to KL if the draft losses do not reach the trunk.
+        start: mix at update 0, interpolated linearly to `mix` over the first `warmup` of the run. (): `mix` from the
+            beginning.
+        warmup: fraction of the run over which `start` becomes `mix`, 0..1. Set together with `start`.
+        lk_decay: eta of the LK hybrid (2602.23881).
+        depth_weights: weights of the depths in a loss: "mean" (equal, DeepSeek-V3), or "decayed" (FastMTP,
+            2509.18362). Both sum to 1; the run's lambda multiplies them. "end_to_end_tv" ignores them, because it
+            weighs the depths by its formula.
+        depth_decay: beta of "decayed": depth k has weight `beta^(k-1)` before normalisation.
+        vocab_chunk: compute losses over this many columns of the vocabulary at a time and never store `[B, T, V]`
+            logits; 0: store the logits.
+
+    Raises:
+        ValueError: an objective is unknown, a number is out of range, or a setting is unused.
+
+    Example:
+        >>> from mtpjax import Objective
+        >>> objective = Objective(mix={"end_to_end_tv": 1.0}, start={"cross_entropy": 1.0}, warmup=0.1)
+        >>> sorted(objective.names)
+        ['cross_entropy', 'end_to_end_tv']
+    """
+
+    mix: Mapping[str, float] | tuple[tuple[str, float], ...] = ()
+    start: Mapping[str, float] | tuple[tuple[str, float], ...] = ()
+    warmup: float = 0.0
+    lk_decay: float = 3.0
+    depth_weights: Literal["mean", "decayed"] = "mean"
+    depth_decay: float = 0.6
+    vocab_chunk: int = 0
+
+    def __post_init__(self):
+        check_scalar_fields(self)
+        # A mapping becomes pairs, so that the objective is hashable and can be a static argument of jit.
+        for field in ("mix", "start"):
+            weights = check_mapping(field, getattr(self, field))
+            for name, weight in weights.items():
+                require_choice("objective", name, OBJECTIVES)
+                require(isinstance(weight, numbers.Real), f"the weight of {name} must be a number, got {weight!r:.80}")
+                require(0 <= weight < math.inf, f"the weight of {name} must be finite and at least 0, not {weight}")
+            object.__setattr__(self, field, tuple(weights.items()))
+        # A warm-up needs a mix to start from, and a start needs a warm-up that leaves it.
+        require(0 <= self.warmup <= 1, f"warmup {self.warmup} is not within 0..1")
+        require(
+            bool(self.start) == (self.warmup > 0), f"start {self.start} and warmup {self.warmup} must be set together"
+        )
+        require(self.lk_decay >= 0, f"lk_decay must not be negative, is {self.lk_decay}")
+        require_choice("depth_weights", self.depth_weights, ("mean", "decayed"))
+        require(0 < self.depth_decay <= 1, f"depth_decay {self.depth_decay} is not within 0..1")
+        require(self.vocab_chunk >= 0, f"vocab_chunk must not be negative, is {self.vocab_chunk}")
+        # The setting, when it has an effect, and what it needs.
+        for name, is_used, need in (
+            ("lk_decay", "lk_hybrid" in self.names, "the objective 'lk_hybrid' in mix or start"),
+            ("depth_decay", self.depth_weights == "decayed", "depth_weights 'decayed'"),
+            ("depth_weights", self.names != {"end_to_end_tv"}, "another objective than 'end_to_end_tv'"),
+        ):
+            value = getattr(self, name)
+            is_default = value == getattr(type(self), name)
+            require(is_used or is_default, f"objective.{name} {value!r} is unused: it needs {need}")
+
+    @property
+    def names(self) -> set[str]:
+        """Returns the names of the objectives in either mix."""
+        return {name for name, _ in (*self.mix, *self.start)}
+
+    @property
+    def compares_with_trunk(self) -> bool:
+        """Returns whether any objective needs the trunk's distribution, and not only the data."""
+        return self.names != {"cross_entropy"}
