@@ -6,7 +6,7 @@ from typing import Any, NamedTuple
 
 from mtpjax.ablation.panels import Row, group_by_batch_and_temperature, list_drafters, panel_rows, panels
 from mtpjax.ablation.report import advise
-from mtpjax.evaluation.plot_style import DEFAULT_FORMATS, GREY, picture
+from mtpjax.evaluation.plot_style import DEFAULT_FORMATS, GREY, picture, picture_paths
 
 # Round ratios that the colour bar labels, as far as they are in its range.
 TICKS = (0.25, 0.33, 0.5, 0.67, 0.8, 1, 1.25, 1.5, 2, 3, 4)
@@ -29,6 +29,8 @@ def plot_heatmap(path, rows: list[Row], formats: Sequence[str] = DEFAULT_FORMATS
         rows: the rows of `cells.jsonl` of `mtpjax ablate`; each batch size and temperature gets a panel.
         formats: formats of a path without suffix.
     """
+    if not picture_paths(path, formats):
+        return
     groups = group_by_batch_and_temperature(rows)
     depths = sorted({row["cell"]["num_steps"] for row in rows})
     drafters = list_drafters(rows)

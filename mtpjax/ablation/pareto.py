@@ -5,7 +5,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from mtpjax.ablation.panels import Row, group_by_batch_and_temperature, list_drafters, panel_rows, panels
-from mtpjax.evaluation.plot_style import DEFAULT_FORMATS, GREY, colour, picture
+from mtpjax.evaluation.plot_style import DEFAULT_FORMATS, GREY, colour, picture, picture_paths
 
 MARKERS = "os^DvP"  # of topk, from the smallest
 
@@ -21,6 +21,8 @@ def plot_pareto(path, rows: list[Row], formats: Sequence[str] = DEFAULT_FORMATS)
         rows: the rows of `cells.jsonl` of `mtpjax ablate`; each batch size and temperature gets a panel.
         formats: formats of a path without suffix.
     """
+    if not picture_paths(path, formats):
+        return
     groups = group_by_batch_and_temperature(rows)
     layout = panel_rows(groups)
     # A disturbed measurement can give a ratio that is not positive, from which no cost follows.

@@ -4,7 +4,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from mtpjax.ablation.panels import Row, group_by_batch_and_temperature, list_drafters, panel_rows, panels
-from mtpjax.evaluation.plot_style import DEFAULT_FORMATS, colour, picture
+from mtpjax.evaluation.plot_style import DEFAULT_FORMATS, colour, picture, picture_paths
 
 
 def plot_positions(path, rows: list[Row], formats: Sequence[str] = DEFAULT_FORMATS) -> None:
@@ -15,6 +15,8 @@ def plot_positions(path, rows: list[Row], formats: Sequence[str] = DEFAULT_FORMA
         rows: the rows of `cells.jsonl` of `mtpjax ablate`; each batch size and temperature gets a panel.
         formats: formats of a path without suffix.
     """
+    if not picture_paths(path, formats):
+        return
     drafters = list_drafters(rows)
     groups = group_by_batch_and_temperature(rows)
     layout = panel_rows(groups)

@@ -163,19 +163,20 @@ def _train(options) -> int:
 def _compare(options) -> int:
     import rich.console
 
-    from mtpjax.evaluation.plot_style import picture_paths
+    from mtpjax.evaluation.plot_style import picture_paths, require_matplotlib
     from mtpjax.training.compare import read_run, tables
     from mtpjax.training.plots import plot_comparison
 
     if options.output is not None:
         check_output_file(options.output)
+        require_matplotlib()
     pictures = [] if options.output is None else picture_paths(options.output, options.plot_formats)
     # Read all runs first: a wrong folder fails before anything is printed.
     runs = [read_run(folder) for folder in options.runs]
     console = rich.console.Console()
     for table in tables(runs):
         console.print(table)
-    if options.output is not None:
+    if pictures:
         plot_comparison(options.output, {run.name: run.history for run in runs}, options.plot_formats)
         print(f"wrote {', '.join(map(str, pictures))}", file=sys.stderr)
     return 0

@@ -7,7 +7,7 @@ from typing import Any
 from mtpjax.decoding.capacity import round_up_capacity
 from mtpjax.evaluation import plan
 from mtpjax.evaluation.plan import Plan, Round
-from mtpjax.evaluation.plot_style import COLOURS, DEFAULT_FORMATS, GREY, picture
+from mtpjax.evaluation.plot_style import COLOURS, DEFAULT_FORMATS, GREY, picture, picture_paths
 from mtpjax.evaluation.roofline import Device
 from mtpjax.models.config import ModelConfig
 
@@ -273,7 +273,7 @@ def draw(path, result: Comparison, device: Device, formats: Sequence[str] = DEFA
         device: the GPU.
         formats: formats of a path without suffix.
     """
-    if not result.candidates:
+    if not result.candidates or not picture_paths(path, formats):
         return
     names = [mesh_text(each.plan.mesh) + (" *" if each is result.best else "") for each in result.candidates]
     places = range(len(names))

@@ -3,7 +3,7 @@
 from collections.abc import Sequence
 from typing import Any
 
-from mtpjax.evaluation.plot_style import COLOURS, DEFAULT_FORMATS, GREY, colour, level_colour, picture
+from mtpjax.evaluation.plot_style import COLOURS, DEFAULT_FORMATS, GREY, colour, level_colour, picture, picture_paths
 
 
 def plot_quickstart(path, history: list[dict[str, Any]], rows, formats: Sequence[str] = DEFAULT_FORMATS) -> None:
@@ -15,6 +15,8 @@ def plot_quickstart(path, history: list[dict[str, Any]], rows, formats: Sequence
         rows: a `DepthResult` of `mtpjax.training.quickstart` per depth.
         formats: formats of a path without suffix.
     """
+    if not picture_paths(path, formats):
+        return
     with picture(path, (13, 4), formats) as figure:
         _draw_quickstart(figure, history, rows)
 
@@ -66,6 +68,8 @@ def plot_objectives(path, settings: dict[str, dict[str, Any]], formats: Sequence
         settings: results of `experiments.objectives` by setting and temperature.
         formats: formats of a path without suffix.
     """
+    if not picture_paths(path, formats):
+        return
     with picture(path, (13, 0.45 * len(settings) + 2.2), formats) as figure:
         _draw_objectives(figure, settings)
 
@@ -104,6 +108,8 @@ def plot_acceptance(path, metrics: dict[str, dict[str, Any]], formats: Sequence[
         metrics: the result of `mtpjax.evaluation.metrics.report`.
         formats: formats of a path without suffix.
     """
+    if not picture_paths(path, formats):
+        return
     with picture(path, (11, max(3.2, 0.35 * len(metrics) + 1.4)), formats) as figure:
         lengths, survival = figure.subplots(1, 2)
         # Left: decoded accept lengths with their intervals, the one over all prompts at the top; crosses are predicted.

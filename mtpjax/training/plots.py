@@ -3,7 +3,7 @@
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
-from mtpjax.evaluation.plot_style import DEFAULT_FORMATS, colour, level_colour, picture
+from mtpjax.evaluation.plot_style import DEFAULT_FORMATS, colour, level_colour, picture, picture_paths
 from mtpjax.training.decoding_eval import KIND_TEMPERATURES
 
 History = Sequence[Mapping[str, Any]]  # rows of metrics.jsonl
@@ -17,6 +17,8 @@ def plot_run(path, history: History, formats: Sequence[str] = DEFAULT_FORMATS) -
         history: rows of `metrics.jsonl`, with at least one evaluation.
         formats: formats of a path without suffix.
     """
+    if not picture_paths(path, formats):
+        return
     with picture(path, (14, 4.2), formats) as figure:
         _draw_run(figure, history)
 
@@ -55,6 +57,8 @@ def plot_comparison(path, runs: Mapping[str, History], formats: Sequence[str] = 
         runs: history of each run by name; each has at least one evaluation.
         formats: formats of a path without suffix.
     """
+    if not picture_paths(path, formats):
+        return
     with picture(path, (14, 4.2), formats) as figure:
         _draw_comparison(figure, runs)
 

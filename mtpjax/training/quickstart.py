@@ -119,7 +119,8 @@ def run(config: TrainConfig, *, depths: tuple[int, ...] = (1, 2, 3), rounds: int
 
     plot_quickstart(pathlib.Path(config.output) / "quickstart", trained.history, rows, config.plot_formats)
     pictures = [file.name for name in ("panel", "quickstart") for file in picture_paths(name, config.plot_formats)]
-    console.print(f"\nwrote {config.output}/: metrics.jsonl, checkpoint/, {', '.join(pictures)}", soft_wrap=True)
+    files = ", ".join(["metrics.jsonl", "checkpoint/", *pictures])
+    console.print(f"\nwrote {config.output}/: {files}", soft_wrap=True)
     steps = f"--speculative-num-steps {best.num_steps}"
     console.print(f"next: [bold]mtpjax generate --model {config.output} --prompt 'def ' {steps}[/]", soft_wrap=True)
     return 0 if identical else 4

@@ -37,5 +37,5 @@ def test_the_lines_are_found():
 
 def test_messages_about_missing_packages_name_extras_that_exist():
     asked = {name for path in FILES for name in re.findall(r"install_extra\(['\"](\w+)['\"]\)", path.read_text())}
-    assert asked == {"gguf", "parquet", "serve", "train"} <= set(EXTRAS)
+    assert asked == {"gguf", "parquet", "plots", "serve", "train"} <= set(EXTRAS)
     assert "pip install -e '.[serve]'" in install_extra("serve")

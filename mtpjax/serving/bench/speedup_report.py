@@ -9,7 +9,7 @@ import rich.table
 
 from mtpjax.atomic import write_text
 from mtpjax.console import narrow_table
-from mtpjax.evaluation.plot_style import DEFAULT_FORMATS, GREY, colour, picture
+from mtpjax.evaluation.plot_style import DEFAULT_FORMATS, GREY, colour, picture, picture_paths
 from mtpjax.serving.bench.speedup import PUBLISHED, PUBLISHED_SOURCE, Run, Speedup
 
 HEADINGS = (
@@ -122,6 +122,8 @@ def plot_speedup(path, rows: Sequence[Speedup], formats: Sequence[str] = DEFAULT
         rows: the comparisons.
         formats: formats of a path without suffix.
     """
+    if not picture_paths(path, formats):
+        return
     with picture(path, (9.5, 3.8), formats) as figure:
         throughput, speed = figure.subplots(1, 2)
         places = [row.concurrency for row in rows]
