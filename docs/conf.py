@@ -34,6 +34,7 @@ smartquotes = False  # else `--flag` in a help text becomes a dash and a word
 nb_execution_mode = "force"
 nb_execution_timeout = 120  # seconds per cell
 nb_execution_raise_on_error = True
+nb_output_stderr = "remove"  # the progress of training
 
 # Docstrings. A name between single backticks links to its entry, or is code if it has none.
 default_role = "py:obj"
