@@ -22,7 +22,7 @@ from conversion.gguf_tokenizer import tokenizer_files
 from conversion.read_params import BF16
 from conversion.safetensors_header import TensorInfo
 from conversion.shards import TensorEntry, make_shard
-from mtpjax.errors import CheckpointFileError, UnsafeFileError
+from mtpjax.errors import CheckpointFileError, UnsafeFileError, install_extra
 from mtpjax.hub import resolve
 from mtpjax.safe_open import is_gguf, open_inside
 
@@ -208,5 +208,5 @@ def _import_gguf():
         import gguf
         import gguf.quants
     except ImportError as error:
-        raise CheckpointFileError("GGUF files need the package gguf: pip install 'mtpjax[gguf]'") from error
+        raise CheckpointFileError(f"GGUF files need the package gguf: {install_extra('gguf')}") from error
     return gguf

@@ -14,7 +14,7 @@ copyright = author
 version = release = __version__
 
 extensions = [
-    "myst_parser",  # pages in Markdown
+    "myst_nb",  # pages in Markdown, and notebooks
     "sphinx.ext.autodoc",  # the reference comes from the docstrings
     "sphinx.ext.autosummary",  # tables of names at the top of the reference pages
     "sphinx.ext.napoleon",  # Google-style docstrings
@@ -23,12 +23,18 @@ extensions = [
     "docstrings",  # docs/_ext: code in backticks, defaults of settings
     "public_names",  # docs/_ext: every public name must be on a reference page
 ]
-exclude_patterns = ["_ext", "_build"]
+exclude_patterns = ["_ext", "_build", "**.ipynb_checkpoints"]
 
 # Markdown. Headings of three levels can be linked to as on GitHub: page.md#some-heading.
 myst_enable_extensions = ["colon_fence", "deflist"]
 myst_heading_anchors = 3
 smartquotes = False  # else `--flag` in a help text becomes a dash and a word
+
+# Notebooks are executed at every build; an error of a cell ends the build.
+nb_execution_mode = "force"
+nb_execution_timeout = 120  # seconds per cell
+nb_execution_raise_on_error = True
+nb_output_stderr = "remove"  # the progress of training
 
 # Docstrings. A name between single backticks links to its entry, or is code if it has none.
 default_role = "py:obj"

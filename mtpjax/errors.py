@@ -38,6 +38,18 @@ def _without_middle(text: str, max_characters: int) -> str:
     return f"{text[:half]} [{len(text) - 2 * half} characters] {text[-half:]}"
 
 
+def install_extra(name: str) -> str:
+    """Says how to install an extra of mtpjax, which is on no package index, for messages about missing packages.
+
+    Args:
+        name: the extra, such as "serve".
+
+    Returns:
+        The command, and where to run it.
+    """
+    return f"run pip install -e '.[{name}]' in the clone of mtpjax"
+
+
 # The base classes, one per exit code (with `ResumableError` below).
 class UsageError(ValueError):
     """The request cannot be carried out as given. The command line exits with 2."""

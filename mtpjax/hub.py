@@ -149,13 +149,8 @@ def _has_file(repository: str, commit: str, file: str) -> bool:
 
 def _fetch(repository: str, revision: str | None, patterns: tuple[str, ...], name: str) -> pathlib.Path:
     """Downloads files of a repository that match a pattern into the cache, and returns the snapshot's folder."""
-    try:
-        import huggingface_hub
-    except ImportError as error:
-        raise CheckpointError(
-            f"{_describe_missing(name)}. If it is a repository of the Hugging Face Hub, install the package that "
-            "downloads it: pip install 'mtpjax[hub]'"
-        ) from error
+    import huggingface_hub
+
     try:
         return pathlib.Path(
             huggingface_hub.snapshot_download(repository, revision=revision, allow_patterns=list(patterns))

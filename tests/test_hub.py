@@ -10,6 +10,7 @@ import shutil
 import subprocess
 import sys
 
+import huggingface_hub
 import jax
 import numpy as np
 import pytest
@@ -31,7 +32,6 @@ from tests.helpers.hub_server import TOKEN, serve_hub
 @pytest.fixture
 def hub(tmp_path, monkeypatch):
     """A hub that this process asks, with an empty cache and without a token."""
-    huggingface_hub = pytest.importorskip("huggingface_hub", reason="needs the extra hub")
     names._download.cache_clear()
     with serve_hub() as hub:
         # The package reads its environment variables when it is imported.
@@ -290,10 +290,3 @@ def test_the_environment_variables_of_the_package_hold(repository, hub, tmp_path
         command, env=environment | {"HF_HUB_OFFLINE": "1"}, capture_output=True, text=True, check=False
     )
     assert done.returncode == 3 and len(done.stderr.strip().splitlines()) == 1, done.stderr
-
-
-def test_without_the_package_the_error_names_the_extra(monkeypatch):
-    names._download.cache_clear()
-    monkeypatch.setitem(sys.modules, "huggingface_hub", None)
-    with pytest.raises(CheckpointError, match=r"^org/absent does not exist\. .* pip install 'mtpjax\[hub\]'"):
-        mtpjax.load("org/absent")

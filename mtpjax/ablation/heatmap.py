@@ -7,7 +7,7 @@ from typing import Any, NamedTuple
 
 from mtpjax.ablation.panels import Row, group_by_batch_and_temperature, list_drafters, panel_rows, panels
 from mtpjax.ablation.report import advise
-from mtpjax.evaluation.plot_style import DEFAULT_FORMATS, GREY, picture, plain_text, shorten
+from mtpjax.evaluation.plot_style import DEFAULT_FORMATS, GREY, picture, picture_paths, plain_text, shorten
 from mtpjax.evaluation.trust import mark as problem_mark
 
 # Round ratios that the colour bar labels, as far as they are in its range.
@@ -32,6 +32,8 @@ def plot_heatmap(path, rows: list[Row], formats: Sequence[str] = DEFAULT_FORMATS
         formats: formats of a path without suffix.
         title: model, prompts and device.
     """
+    if not picture_paths(path, formats):
+        return
     groups = group_by_batch_and_temperature(rows)
     depths = sorted({row["cell"]["num_steps"] for row in rows})
     drafters = list_drafters(rows)

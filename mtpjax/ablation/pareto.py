@@ -13,6 +13,7 @@ from mtpjax.evaluation.plot_style import (
     legend_key,
     line_style,
     picture,
+    picture_paths,
     plain_text,
     plot_estimates,
     shorten,
@@ -34,6 +35,8 @@ def plot_pareto(path, rows: list[Row], formats: Sequence[str] = DEFAULT_FORMATS,
         formats: formats of a path without suffix.
         title: model, prompts and device.
     """
+    if not picture_paths(path, formats):
+        return
     groups = group_by_batch_and_temperature(rows)
     layout = panel_rows(groups)
     # An impossible ratio gives a cost that no round has, so such rows have no point.

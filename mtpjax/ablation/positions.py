@@ -9,6 +9,7 @@ from mtpjax.evaluation.plot_style import (
     legend_below,
     line_style,
     picture,
+    picture_paths,
     plain_text,
     plot_estimates,
     share_limits,
@@ -25,6 +26,8 @@ def plot_positions(path, rows: list[Row], formats: Sequence[str] = DEFAULT_FORMA
         formats: formats of a path without suffix.
         title: model, prompts and device.
     """
+    if not picture_paths(path, formats):
+        return
     drafters = list_drafters(rows)
     groups = group_by_batch_and_temperature(rows)
     layout = panel_rows(groups)

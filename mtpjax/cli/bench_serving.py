@@ -65,6 +65,7 @@ def run_bench_serving(options) -> int:
 
 
 async def _connect_and_run(options, lengths) -> int:
+    from mtpjax.evaluation.plot_style import picture_paths
     from mtpjax.serving.bench.client import Client
     from mtpjax.serving.bench.requests import make_requests
     from mtpjax.serving.bench.speedup import WITHOUT_DRAFTS
@@ -95,6 +96,7 @@ async def _connect_and_run(options, lengths) -> int:
         if len(requests) < options.num_prompts:
             print(f"{options.dataset_path} has only {count_of(len(requests), 'prompt')}", file=sys.stderr)
         if options.with_and_without_mtp:
+            picture_paths("comparison", options.plot_formats)  # warns now if none can be drawn
             _check_concurrencies(options.concurrencies, len(requests))
         # Warm up what will be measured: connections, and the server's programs.
         for request in requests[: options.warmup_requests]:

@@ -263,6 +263,7 @@ def _eval_acceptance_on(mesh, options) -> int:
     from mtpjax.evaluation.acceptance import measure_acceptance
     from mtpjax.evaluation.machine import describe_device
     from mtpjax.evaluation.metrics import print_report, report, to_json
+    from mtpjax.evaluation.plot_style import picture_paths
     from mtpjax.evaluation.plots import plot_acceptance
     from mtpjax.evaluation.self_check import check_acceptance
     from mtpjax.io.checkpoint_format import find_checkpoint
@@ -275,6 +276,7 @@ def _eval_acceptance_on(mesh, options) -> int:
     )
     if options.output is not None:
         check_output_file(options.output)
+        picture_paths(pathlib.Path(options.output).stem, options.plot_formats)  # warns now if none can be drawn
     path = find_checkpoint(options.model_path)
     model, params, _ = load_on_mesh(path, options, mesh)
     tokenizer = load_tokenizer(path, model.config.vocab_size)

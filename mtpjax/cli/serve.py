@@ -23,7 +23,7 @@ from mtpjax.cli.serve_settings import (
     server_settings,
 )
 from mtpjax.decoding.config import LOSSY_RULES
-from mtpjax.errors import TokenizerError, UsageError
+from mtpjax.errors import TokenizerError, UsageError, install_extra
 from mtpjax.host import raise_descriptor_limit
 from mtpjax.messages import did_you_mean
 
@@ -114,7 +114,7 @@ def run_serve(options) -> int:
         import fastapi  # noqa: F401
         import uvicorn  # noqa: F401
     except ImportError as error:
-        raise UsageError(f"{error.name} is missing: pip install 'mtpjax[serve]'") from error
+        raise UsageError(f"{error.name} is missing: {install_extra('serve')}") from error
     check_process_flags(options)
     if options.wait_for_warm_up and options.skip_server_warmup:
         raise UsageError("--wait-for-warm-up and --skip-server-warmup exclude each other")

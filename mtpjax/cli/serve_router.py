@@ -1,7 +1,7 @@
 """`mtpjax serve-router`."""
 
 from mtpjax.cli.help import command_parser, flag_group
-from mtpjax.errors import UsageError
+from mtpjax.errors import UsageError, install_extra
 from mtpjax.messages import count_of
 
 
@@ -38,7 +38,7 @@ def run_serve_router(options) -> int:
         from mtpjax.serving.http_server import address_of, listen, run_app
         from mtpjax.serving.router import Router
     except ImportError as error:
-        raise UsageError(f"{error.name} is missing: pip install 'mtpjax[serve]'") from error
+        raise UsageError(f"{error.name} is missing: {install_extra('serve')}") from error
     logging.getLogger("mtpjax").setLevel(options.log_level.upper())
     router = Router(options.decode_urls)
     with listen(options.host, options.port) as listener:

@@ -183,19 +183,20 @@ def _compare(options) -> int:
     import rich.console
 
     from mtpjax.console import print_parts
-    from mtpjax.evaluation.plot_style import picture_paths
+    from mtpjax.evaluation.plot_style import picture_paths, require_matplotlib
     from mtpjax.messages import count_of
     from mtpjax.training.compare import read_run, short_names, tables
     from mtpjax.training.plots import plot_comparison
 
     if options.output is not None:
         check_output_file(options.output)
+        require_matplotlib()
     pictures = [] if options.output is None else picture_paths(options.output, options.plot_formats)
     # Read all runs first: a wrong folder fails before anything is printed.
     runs = [read_run(folder) for folder in options.runs]
     console = rich.console.Console()
     print_parts(console, tables(runs, console.width))
-    if options.output is not None:
+    if pictures:
         histories = dict(zip(short_names(runs), (run.history for run in runs), strict=True))
         title = f"Comparison of {count_of(len(runs), 'training run')}"
         plot_comparison(options.output, histories, options.plot_formats, title=title)

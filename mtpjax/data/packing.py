@@ -15,6 +15,8 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
+from mtpjax.errors import UsageError, install_extra
+
 _NEWLINE = 10
 _MIN_STDLIB_FILES = 100  # a complete standard library has over a thousand; a zipped or stripped one has a few
 
@@ -349,7 +351,7 @@ def mixed_batches(
     Raises:
         ValueError: the number of weights differs from the sources, or a weight, the batch size or `start` is out of
             range.
-        ImportError: several sources, and grain is not installed.
+        UsageError: several sources, and grain is not installed.
     """
     if len(source_rows) != len(weights) or not source_rows:
         raise ValueError(f"there are {len(source_rows)} sources and {len(weights)} weights")
@@ -373,7 +375,7 @@ def _mixed_row_numbers(
     try:
         import grain
     except ImportError as error:
-        raise ImportError("several sources are mixed by grain: pip install 'mtpjax[train]'") from error
+        raise UsageError(f"grain, which mixes several sources, is missing: {install_extra('train')}") from error
     ends = np.cumsum(sizes).tolist()
     # Each source is a range of row numbers, shuffled anew at every repetition. Separate seeds give sources of one size
     # different orders. grain computes any element directly, so `start` skips nothing.

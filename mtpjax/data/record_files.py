@@ -10,7 +10,7 @@ from collections.abc import Iterator, Sequence
 from typing import Any
 
 from mtpjax.data.jsonl import FileDigest, parse_json_object, read_raw_records
-from mtpjax.errors import UsageError, printable
+from mtpjax.errors import UsageError, install_extra, printable
 from mtpjax.safe_open import open_regular, parse_json
 
 RECORD_SUFFIXES = (".jsonl", ".jsonl.gz", ".json", ".parquet")
@@ -115,7 +115,7 @@ def _read_parquet(path: pathlib.Path) -> Iterator[tuple[str, dict[str, Any]]]:
         import pyarrow
         import pyarrow.parquet
     except ImportError as error:
-        raise UsageError(f"{path}: Parquet files are read by pyarrow: pip install 'mtpjax[parquet]'") from error
+        raise UsageError(f"{path}: pyarrow, which reads Parquet, is missing: {install_extra('parquet')}") from error
     number = 0
     try:
         with open_regular(path) as raw, pyarrow.parquet.ParquetFile(raw) as file:

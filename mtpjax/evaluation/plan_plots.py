@@ -4,7 +4,7 @@ from collections.abc import Sequence
 
 from mtpjax.evaluation import plan
 from mtpjax.evaluation.plan_report import Comparison
-from mtpjax.evaluation.plot_style import DEFAULT_FORMATS, GREY, colour, legend_below, picture
+from mtpjax.evaluation.plot_style import DEFAULT_FORMATS, GREY, colour, legend_below, picture, picture_paths
 from mtpjax.evaluation.roofline import Device
 from mtpjax.models.sharding import mesh_text
 
@@ -21,9 +21,10 @@ def plot_plan(
         formats: formats of a path without suffix.
         title: what was planned, for which devices.
     """
-    if result.candidates:
-        with picture(path, (9, 2.2 + 0.4 * len(result.candidates)), formats, title=title) as figure:
-            _draw_plan(figure, result, device)
+    if not result.candidates or not picture_paths(path, formats):
+        return
+    with picture(path, (9, 2.2 + 0.4 * len(result.candidates)), formats, title=title) as figure:
+        _draw_plan(figure, result, device)
 
 
 def _draw_plan(figure, result: Comparison, device: Device) -> None:

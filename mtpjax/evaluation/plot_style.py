@@ -1,16 +1,22 @@
 """The style of all pictures of measurements, and how they are written.
 
 Every picture is drawn inside `picture`, which gives a figure with the style and writes it as PNG, SVG or PDF.
-matplotlib is imported inside, since it takes long to load.
+matplotlib is imported inside, since it takes long to load. Without it nothing is drawn, and a warning says so once.
 """
 
 import contextlib
+import functools
+import importlib.util
+import logging
 import math
 import pathlib
 import textwrap
 from collections.abc import Iterable, Iterator, Sequence
 from typing import Any
 
+from mtpjax.errors import UsageError, install_extra
+
+log = logging.getLogger(__name__)
 FORMATS = ("png", "svg", "pdf")
 DEFAULT_FORMATS = ("png", "svg")  # one to look at anywhere, one that scales
 # The palette of Okabe and Ito, whose colours colour-blind readers can distinguish. Draft levels take it from the
@@ -53,7 +59,7 @@ def picture_paths(path, formats: Sequence[str] = DEFAULT_FORMATS) -> list[pathli
         formats: of "png", "svg" and "pdf".
 
     Returns:
-        The files.
+        The files; none without matplotlib.
 
     Raises:
         ValueError: a format or suffix is not supported.
@@ -64,7 +70,26 @@ def picture_paths(path, formats: Sequence[str] = DEFAULT_FORMATS) -> list[pathli
         if each not in FORMATS:
             name = f"the suffix of {path}" if path.suffix else "a picture's format"
             raise ValueError(f"{name} must be {', '.join(FORMATS)}, not '{each}'")
+    if wanted and not _has_matplotlib():
+        return []
     return [path] if path.suffix else [path.with_name(f"{path.name}.{each}") for each in wanted]
+
+
+@functools.cache
+def _has_matplotlib() -> bool:
+    """Returns whether matplotlib is installed; the first call warns if not."""
+    try:
+        require_matplotlib()
+    except UsageError as error:
+        log.warning("no pictures are drawn: %s", error)
+        return False
+    return True
+
+
+def require_matplotlib() -> None:
+    """Raises `UsageError` if matplotlib is missing, for commands that were asked for a picture."""
+    if importlib.util.find_spec("matplotlib") is None:
+        raise UsageError(f"matplotlib is missing: {install_extra('plots')}")
 
 
 @contextlib.contextmanager
@@ -84,8 +109,10 @@ def picture(
 
     Raises:
         ValueError: a format or suffix is not supported.
+        UsageError: matplotlib is missing.
     """
     files = picture_paths(path, formats)
+    require_matplotlib()
     import matplotlib
     import matplotlib.figure
 

@@ -13,6 +13,7 @@ from mtpjax.evaluation.plot_style import (
     level_colour,
     line_style,
     picture,
+    picture_paths,
     plain_text,
     plot_estimates,
     share_limits,
@@ -33,6 +34,8 @@ def plot_quickstart(
         formats: formats of a path without suffix.
         title: what was measured, and on which device.
     """
+    if not picture_paths(path, formats):
+        return
     with picture(path, (11, 4.4), formats, title=title) as figure:
         _draw_quickstart(figure, history, rows)
 
@@ -101,6 +104,8 @@ def plot_objectives(path, settings: dict[str, dict[str, Any]], formats: Sequence
         settings: results of `experiments.objectives` by setting and temperature.
         formats: formats of a path without suffix.
     """
+    if not picture_paths(path, formats):
+        return
     with picture(path, (11, 0.4 * len(settings) + 2.8), formats) as figure:
         _draw_objectives(figure, settings)
 
@@ -145,6 +150,8 @@ def plot_acceptance(
         formats: formats of a path without suffix.
         title: what was measured, and on which device.
     """
+    if not picture_paths(path, formats):
+        return
     with picture(path, (9, max(3.6, 0.3 * len(metrics) + 1.8)), formats, title=title) as figure:
         _draw_acceptance(figure, metrics)
 

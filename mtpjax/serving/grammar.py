@@ -11,6 +11,7 @@ from typing import Any, Literal
 import numpy as np
 
 from mtpjax.data.tokenizer import Tokenizer
+from mtpjax.errors import install_extra
 from mtpjax.serving.grammar_checks import GrammarError, checked_schema, explain
 from mtpjax.serving.grammar_vocabulary import llguidance_tokenizer
 from mtpjax.serving.trial_compile import MAX_MEMORY, MAX_WALL_SECONDS, TRIAL_COMPILE
@@ -133,7 +134,7 @@ class Grammars:
         try:
             import llguidance  # noqa: F401
         except ImportError as error:
-            raise ImportError("llguidance is missing: pip install 'mtpjax[serve]'", name="llguidance") from error
+            raise ImportError(f"llguidance is missing: {install_extra('serve')}", name="llguidance") from error
         self.eos_token_ids = tuple(tokenizer.eos_token_ids)
         if not self.eos_token_ids:
             raise ValueError("grammars need a tokenizer with an end token")

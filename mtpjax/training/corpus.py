@@ -80,7 +80,7 @@ class Corpus(NamedTuple):
 
         Raises:
             ValueError: there are fewer rows than `batch_size`, or `start` is negative.
-            ImportError: there are several sources, and grain (extra `train`) is not installed.
+            UsageError: there are several sources, and grain (extra `train`) is not installed.
         """
         stream = mixed_batches(self.source_rows, self.source_weights, batch_size, seed=seed, start=start)
         return (batch for _, batch in stream)

@@ -12,6 +12,7 @@ from mtpjax.evaluation.plot_style import (
     level_colour,
     line_style,
     picture,
+    picture_paths,
     plot_estimates,
     share_limits,
     shorten,
@@ -30,6 +31,8 @@ def plot_run(path, history: History, formats: Sequence[str] = DEFAULT_FORMATS, *
         formats: formats of a path without suffix.
         title: which run, and on which device.
     """
+    if not picture_paths(path, formats):
+        return
     evaluations = [row for row in history if "eval" in row]
     num_levels = len(evaluations[-1]["eval"]["agreement"])
     with picture(path, (11, 4.6) if num_levels else (6, 4), formats, title=title) as figure:
@@ -114,6 +117,8 @@ def plot_comparison(
         formats: formats of a path without suffix.
         title: what is compared.
     """
+    if not picture_paths(path, formats):
+        return
     draws = [_compare_losses]
     last = [[row for row in history if "eval" in row][-1] for history in runs.values()]
     draws += [_compare_survival] * any(row["eval"]["survival"] for row in last)

@@ -162,7 +162,8 @@ def run(config: TrainConfig, *, depths: tuple[int, ...] = (1, 2, 3), rounds: int
     picture = pathlib.Path(config.output) / "quickstart"
     plot_quickstart(picture, trained.history, rows, config.plot_formats, title=title)
     pictures = [file.name for name in ("panel", "quickstart") for file in picture_paths(name, config.plot_formats)]
-    console.print(f"\nwrote {config.output}/: metrics.jsonl, checkpoint/, {', '.join(pictures)}", soft_wrap=True)
+    files = ", ".join(["metrics.jsonl", "checkpoint/", *pictures])
+    console.print(f"\nwrote {config.output}/: {files}", soft_wrap=True)
     command = f"mtpjax generate --model {shlex.quote(config.output)} {example} --max-new-tokens {NEW_TOKENS}"
     command += f" --speculative-num-steps {best.num_steps}"
     console.print(f"next: {command}", soft_wrap=True, markup=False, highlight=False, style="bold")

@@ -10,6 +10,7 @@ from collections.abc import Callable, Iterator, Mapping
 from typing import Any, Protocol
 
 from mtpjax.atomic import write_text
+from mtpjax.errors import install_extra
 from mtpjax.training.config import TrainConfig
 
 TENSORBOARD_FOLDER, WANDB_ID_FILE = "tensorboard", "wandb-id"
@@ -113,8 +114,8 @@ class Wandb:
 def require_trackers(config: TrainConfig) -> None:
     """Raises `ValueError` if a package is missing that a tracker of `config` needs."""
     for wanted, name, install in (
-        (config.tensorboard, "tensorboardX", "pip install 'mtpjax[train]', or leave out tensorboard"),
-        (config.wandb is not None, "wandb", f"pip install wandb, or leave out wandb={config.wandb}"),
+        (config.tensorboard, "tensorboardX", f"{install_extra('train')}, or leave out tensorboard"),
+        (config.wandb is not None, "wandb", f"run pip install wandb, or leave out wandb={config.wandb}"),
     ):
         if wanted:
             try:

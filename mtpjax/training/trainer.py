@@ -20,6 +20,7 @@ from mtpjax.decoding.drafters.base import Drafter
 from mtpjax.errors import Preempted, printable
 from mtpjax.evaluation import self_check
 from mtpjax.evaluation.machine import describe_device
+from mtpjax.evaluation.plot_style import picture_paths
 from mtpjax.io import checkpoint
 from mtpjax.models.draft_forward import DraftArchitecture, draft_layer_ids
 from mtpjax.models.model import MTPModel
@@ -130,6 +131,7 @@ def train(
     if pathlib.Path(config.output).exists() and not pathlib.Path(config.output).is_dir():
         raise ValueError(f"output {config.output} exists and is not a folder")
     require_trackers(config)
+    picture_paths(run_dir.PLOT_NAME, config.plot_formats)  # warns now if it cannot be drawn
     check_callbacks(callbacks)
     mesh, is_main_process = make_run_mesh(config), distributed.is_main_process()
     model, make_params = init_model(config, mesh)

@@ -109,7 +109,7 @@ def test_decoding_ends_soon_after_the_stop_string(run, plain):
     _, out, err = run("--prompt", PROMPTS[0], "--stop", stop, "--num-steps", 0)
     assert out == PROMPTS[0] + cut(plain[0], [stop])[0] + "\n"
     tokens, behind, rounds = map(
-        int, re.match(r"(\d+) tokens and (\d+) behind stop strings in (\d+) rounds", err).groups()
+        int, re.match(r"(\d+) tokens and (\d+) after stop strings in (\d+) rounds", err).groups()
     )
     assert tokens == len(cut(plain[0], [stop])[1]) and tokens + behind == 1 + rounds
     assert rounds <= 16 < NEW_TOKENS

@@ -325,7 +325,7 @@ def test_other_tokenizers_are_rejected():
 def test_without_the_package_the_error_names_the_extra(tmp_path, monkeypatch):
     write_gguf(tmp_path / "model.gguf")
     monkeypatch.setitem(sys.modules, "gguf", None)
-    with pytest.raises(CheckpointError, match=r"pip install 'mtpjax\[gguf\]'"):
+    with pytest.raises(CheckpointError, match=r"pip install -e '\.\[gguf\]'"):
         mtpjax.load(tmp_path / "model.gguf")
 
 

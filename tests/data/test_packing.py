@@ -8,6 +8,7 @@ import numpy as np
 import pytest
 
 from mtpjax.data import packing
+from mtpjax.errors import UsageError
 from mtpjax.training.losses import depth_targets
 
 
@@ -286,7 +287,7 @@ def test_one_source_needs_no_grain_and_several_say_so(monkeypatch):
     for (numbers, batch), expected in itertools.islice(zip(stream, plain, strict=True), 5):
         np.testing.assert_array_equal(batch.tokens, expected.tokens)
         np.testing.assert_array_equal(part.tokens[numbers], expected.tokens)
-    with pytest.raises(ImportError, match=r"mixed by grain: pip install 'mtpjax\[train\]'"):
+    with pytest.raises(UsageError, match=r"mixes several sources, is missing: run pip install -e '\.\[train\]'"):
         packing.mixed_batches([part, part], [1, 1], 4, seed=1)
 
 

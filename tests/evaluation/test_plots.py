@@ -6,6 +6,7 @@ What a picture shows is asserted on matplotlib's objects: which panels there are
 import itertools
 import math
 import re
+import sys
 import types
 
 import matplotlib
@@ -20,6 +21,9 @@ from mtpjax.ablation.heatmap import plot_heatmap
 from mtpjax.ablation.panels import panel_rows
 from mtpjax.ablation.pareto import plot_pareto
 from mtpjax.ablation.positions import plot_positions
+from mtpjax.cli.main import main
+from mtpjax.errors import UsageError
+from mtpjax.evaluation import plot_style
 from mtpjax.evaluation.intervals import Estimate
 from mtpjax.evaluation.plan import Plan, Round, Temp, list_meshes
 from mtpjax.evaluation.plan_plots import plot_plan
@@ -293,3 +297,26 @@ def test_a_failing_picture_writes_nothing(tmp_path):
     with pytest.raises(ZeroDivisionError), picture(tmp_path / "picture", (3, 2)):
         _ = 1 / 0
     assert list(tmp_path.iterdir()) == []
+
+
+def test_without_matplotlib_nothing_is_drawn_and_one_warning_says_so(tmp_path, monkeypatch, caplog):
+    monkeypatch.setitem(sys.modules, "matplotlib", None)
+    plot_style._has_matplotlib.cache_clear()
+    try:
+        for draw in PICTURES.values():
+            draw(tmp_path / "picture")
+        assert not list(tmp_path.iterdir())
+        assert picture_paths("run/panel") == [] == picture_paths("panel.pdf")
+        advice = r"matplotlib is missing: run pip install -e '\.\[plots\]' in the clone of mtpjax"
+        assert [record.levelname for record in caplog.records] == ["WARNING"]
+        assert re.search(f"no pictures are drawn: {advice}", caplog.text)
+        with pytest.raises(UsageError, match=advice), picture(tmp_path / "picture", (3, 2)):
+            pass
+        # No picture is wanted, or a picture is all that is wanted.
+        caplog.clear()
+        assert picture_paths("picture", []) == [] and not caplog.records
+        with pytest.raises(SystemExit, match="2"):
+            main(["compare", str(tmp_path), "--output", str(tmp_path / "picture.png")])
+        assert not list(tmp_path.iterdir())
+    finally:
+        plot_style._has_matplotlib.cache_clear()

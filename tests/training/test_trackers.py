@@ -147,9 +147,9 @@ def test_a_tracker_that_fails_is_told_once_and_left_out(tmp_path, monkeypatch, c
 def test_a_package_that_is_missing_is_told_before_anything_begins(monkeypatch, tmp_path):
     monkeypatch.setitem(sys.modules, "wandb", None)
     monkeypatch.setitem(sys.modules, "tensorboardX", None)
-    with pytest.raises(ValueError, match="wandb is not installed: pip install wandb, or leave out wandb=drafts"):
+    with pytest.raises(ValueError, match="wandb is not installed: run pip install wandb, or leave out wandb=drafts"):
         train(TrainConfig(wandb="drafts", output=str(tmp_path / "run")))
-    with pytest.raises(ValueError, match="tensorboardX is not installed: pip install"):
+    with pytest.raises(ValueError, match=r"tensorboardX is not installed: run pip install -e '\.\[train\]'"):
         require_trackers(TrainConfig(tensorboard=True))
     require_trackers(TrainConfig())
     assert not (tmp_path / "run").exists()

@@ -10,7 +10,7 @@ import urllib.parse
 from collections.abc import AsyncIterator
 from typing import TYPE_CHECKING
 
-from mtpjax.errors import UsageError
+from mtpjax.errors import UsageError, install_extra
 
 if TYPE_CHECKING:
     import httpx
@@ -38,7 +38,7 @@ class Connections:
         try:
             import httpx
         except ImportError as error:
-            raise UsageError("the benchmark sends requests with httpx: pip install 'mtpjax[serve]'") from error
+            raise UsageError(f"httpx, which sends the requests, is missing: {install_extra('serve')}") from error
         parts = urllib.parse.urlsplit(url)
         # Reading the port raises an error for a number that is not a port.
         if parts.scheme not in ("http", "https") or not parts.hostname or parts.port == 0:

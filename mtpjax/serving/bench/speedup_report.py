@@ -9,7 +9,7 @@ import rich.table
 
 from mtpjax.atomic import write_text
 from mtpjax.console import narrow_table
-from mtpjax.evaluation.plot_style import GREY, colour, legend_below, picture, plain_log_ticks
+from mtpjax.evaluation.plot_style import GREY, colour, legend_below, picture, picture_paths, plain_log_ticks
 from mtpjax.evaluation.plots import plot_speed_ups
 from mtpjax.evaluation.trust import mark, verdict
 from mtpjax.messages import count_of
@@ -142,6 +142,8 @@ def plot_speedup(
         reference: published speed-ups to show beside them.
         title: what was measured, and where.
     """
+    if not picture_paths(path, formats):
+        return
     with picture(path, (9.5, 4.2), formats, title=title) as figure:
         throughput, speed = figure.subplots(1, 2)
         places = [row.concurrency for row in rows]
