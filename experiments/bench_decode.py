@@ -270,7 +270,7 @@ def main(arguments: list[str] | None = None) -> int:
     missing = [name for name in ("torch", "transformers") if importlib.util.find_spec(name) is None]
     if "transformers" in options.engines and missing:
         options.engines = [name for name in options.engines if name != "transformers"]
-        console.print(f"transformers is left out: {' and '.join(missing)} not installed (pip install 'mtpjax[bench]')")
+        console.print(f"transformers is left out: {' and '.join(missing)} not installed (pip install -e '.[bench]')")
         if not options.engines:
             return 1
     command = f"python -m experiments.bench_decode {' '.join(sys.argv[1:] if arguments is None else arguments)}".strip()

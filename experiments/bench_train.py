@@ -240,7 +240,7 @@ def main(arguments: list[str] | None = None) -> int:
         console.width = 200
     if importlib.util.find_spec("torch") is None and len(options.engines) > 1:
         options.engines = ["mtpjax"]
-        console.print("PyTorch is left out: torch is not installed (pip install 'mtpjax[bench]')")
+        console.print("PyTorch is left out: torch is not installed (pip install -e '.[bench]')")
     command = f"python -m experiments.bench_train {' '.join(sys.argv[1:] if arguments is None else arguments)}".strip()
     content = run(options, command, console)
     show(content, console)
