@@ -216,7 +216,7 @@ def main(argv: list[str] | None = None) -> int:
     parser.add_argument("--output", type=pathlib.Path, default=None, help=f"default: {RESULT.name} in results/")
     options = parser.parse_args(argv)
     if importlib.util.find_spec("torch") is None:
-        print("this measures PyTorch, which is not installed: pip install 'mtpjax[bench]'", file=sys.stderr)
+        print("this measures PyTorch, which is not installed: pip install -e '.[bench]'", file=sys.stderr)
         return 3
     import torch
 

@@ -13,6 +13,8 @@ measured. Compiled programs, and the kernels that XLA's trials chose, are kept b
 
 With `--minutes`, a step starts only if its planned time is left, and may take half as long again. The steps are in the
 order of their importance, so an early one may take time from the last ones.
+
+This process leaves the GPU to its steps: JAX would take three quarters of its memory.
 """
 
 import argparse
@@ -30,6 +32,8 @@ import sys
 import time
 from collections.abc import Mapping
 from typing import Any
+
+import jax
 
 from mtpjax.atomic import write_text
 from mtpjax.evaluation.machine import describe_machine
@@ -55,6 +59,7 @@ class Step:
         needs: programs that must be installed, else the step is skipped.
         quick: the command with `--quick`; None: the step needs a GPU.
         environment: variables of the process.
+        quick_minutes: time limit with `--quick`. A busy machine needs much more than an idle one.
     """
 
     name: str
@@ -64,6 +69,7 @@ class Step:
     needs: tuple[str, ...] = ()
     quick: tuple[str, ...] | None = None
     environment: Mapping[str, str] = dataclasses.field(default_factory=dict)
+    quick_minutes: float = 15
 
 
 def _module(name: str, *flags: str) -> tuple[str, ...]:
@@ -94,7 +100,7 @@ FIRST_STEPS = (
         "plain",
         "How near to the memory's limit is plain decoding, by XLA and by the kernels?",
         _bench("--models", "8B", "1B", *_PLAIN),
-        2.1,
+        1.4,
         quick=_bench("--quick", *_PLAIN),
     ),
     Step(
@@ -142,7 +148,7 @@ FIRST_STEPS = (
             "bench_engine_gpu", "--models", "quickstart", "SmolLM2", "1B", "--counts", "1",
             "--rounds-per-call", "2", "4", "8", "16", "--new-tokens", "256", *_SERVE,
         ),
-        1.4,
+        1.6,
         quick=_module("bench_engine_gpu", "--quick", "--no-single"),
     ),
     Step(
@@ -152,7 +158,7 @@ FIRST_STEPS = (
             "bench_engine_gpu", "--counts", "64", "--implementation", "auto", "verify_attention",
             "--new-tokens", "512", *_SERVE,
         ),
-        1.1,
+        1.3,
         quick=_module("bench_engine_gpu", "--quick", "--no-single"),
     ),
     Step(
@@ -169,7 +175,7 @@ FIRST_STEPS = (
             "bench_engine_gpu", "--counts", "1", "64", "--draft-vocabulary", "32768", "0",
             "--new-tokens", "512", *_SERVE,
         ),
-        1.4,
+        2.6,
         quick=_module("bench_engine_gpu", "--quick", "--no-single", "--draft-vocabulary", "0", "32"),
     ),
 )  # fmt: skip
@@ -284,15 +290,19 @@ def run_step(
     }
 
 
-def time_limit(step: Step, seconds_left: float) -> float | None:
-    """Returns a step's time limit in seconds, for `--minutes`; None: too little time is left.
+def time_limit(step: Step, seconds_left: float | None, *, is_quick: bool) -> float | None:
+    """Returns a step's time limit in seconds; None: too little time is left.
 
     Args:
         step: the step.
-        seconds_left: of the budget.
+        seconds_left: of the budget of `--minutes`; None: there is none.
+        is_quick: run the quick form.
     """
     planned = 60 * step.minutes
-    return min(OVERRUN * planned, seconds_left) if seconds_left >= planned else None
+    if seconds_left is None:
+        return 60 * step.quick_minutes if is_quick else planned
+    longest = 60 * step.quick_minutes if is_quick else OVERRUN * planned
+    return min(longest, seconds_left) if seconds_left >= planned else None
 
 
 def describe_device() -> dict[str, Any]:
@@ -342,6 +352,7 @@ def compare_with_prediction(file: pathlib.Path) -> list[str]:
 
 def main(argv: list[str] | None = None) -> int:
     """Runs the steps."""
+    jax.config.update("jax_platforms", "cpu")  # predictions compute shapes; a step chooses its own platform
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--steps", nargs="+", choices=[step.name for step in STEPS], default=None)
     parser.add_argument("--minutes", type=float, default=None, help="time for all steps (default: no limit)")
@@ -367,9 +378,8 @@ def main(argv: list[str] | None = None) -> int:
         if step.name in results and not options.again and results[step.name].get("exit_code") == 0:
             print(f"{step.name}: has a result of {results[step.name]['date']}")
             continue
-        seconds: float | None = 60 * step.minutes
-        if options.minutes is not None:
-            seconds = time_limit(step, 60 * options.minutes - (time.monotonic() - begin))
+        left = None if options.minutes is None else 60 * options.minutes - (time.monotonic() - begin)
+        seconds = time_limit(step, left, is_quick=options.quick)
         print(f"{step.name}: {step.asks}", flush=True)
         if seconds is None:
             result: dict[str, Any] = {"skipped": "not enough time left"}

@@ -15,12 +15,19 @@ from pallas_kernels import measurements
 from pallas_kernels.backend import triton
 
 MAX_SIZE_RATIO = 2.0  # a measurement applies to shapes whose every size differs by at most this factor
-# Ops that run their kernel on a GPU where nothing near was measured: without it XLA reads experts several times, or
-# writes fp8 weights out in a wider dtype. For other ops XLA is a fair choice until it is measured.
+MIN_PAGED_ROWS = 32  # rows from which attention over pages runs its kernel
+# Ops that run their kernel on a GPU where nothing near was measured: without it XLA reads experts several times, writes
+# fp8 weights out in a wider dtype, or copies all pages of a cache in every layer. On an H100 a round of 64 rows took
+# two thirds of the time with attention over pages by its kernel; one row in a contiguous cache was faster by XLA than
+# by all kernels. Nothing between was measured, so the rule begins at half of the 64 rows. For other ops XLA is a fair
+# choice until it is measured.
 _KERNEL_BY_RULE: dict[str, Callable[[Mapping[str, int | str]], bool]] = {
     "grouped_matmul": lambda shape: True,
     "route_tokens": lambda shape: True,
     "prefill_attention": lambda shape: True,
+    "verify_attention": lambda shape: (
+        shape["layout"] == "pages" and shape["reads"] == "all" and int(shape["batch"]) >= MIN_PAGED_ROWS
+    ),
     "block_scaled_matmul": lambda shape: str(shape["weights"]).startswith("float8"),
     "gated_matmul": lambda shape: str(shape["weights"]).startswith("float8"),
 }
@@ -39,10 +46,11 @@ def choose(
     """Returns the implementation to run: one of `offered`, or "interpreted".
 
     "auto" is the implementation that was measured to be fastest for this op, on this device, at the nearest measured
-    shape (`mtpjax tune`, `pallas_kernels.measurements`). Where nothing near was measured, experts and fp8 weights run
-    their kernel on a GPU. In all other cases, where the kernel does not support the arguments, and off the GPU, it is
-    "xla", the plain reference. Before "auto" uses a kernel for the first time, it is compared with the reference on
-    this device; if the numbers differ, "auto" warns and is "xla" from then on.
+    shape (`mtpjax tune`, `pallas_kernels.measurements`). Where nothing near was measured, experts, fp8 weights, prefill
+    attention, and attention over the pages of many rows run their kernel on a GPU. In all other cases, where the kernel
+    does not support the arguments, and off the GPU, it is "xla", the plain reference. Before "auto" uses a kernel for
+    the first time, it is compared with the reference on this device; if the numbers differ, "auto" warns and is "xla"
+    from then on.
 
     Over a mesh that XLA partitions by itself the answer is always "xla": XLA cannot split a kernel, and would gather
     its operands on every device.

@@ -18,7 +18,7 @@ from pallas_kernels.head_top_k import head_top_k
 from pallas_kernels.partial_sums import PartialSums
 from pallas_kernels.prefill_attention import prefill_attention
 from pallas_kernels.router import Routing, route_tokens
-from pallas_kernels.verify_attention import verify_attention
+from pallas_kernels.verify_attention import MIN_PAGE, verify_attention
 
 Shape = Mapping[str, Any]
 Call = tuple[Callable[..., Any], tuple]  # an op that takes `implementation`, and its arrays
@@ -128,7 +128,14 @@ def _attention(op, shape, keys) -> Call:
     if is_prefill:
         return run, (q, *caches, start, window)
     mask = jnp.broadcast_to(jnp.tri(tokens, dtype=bool)[None], (B, tokens, tokens))
-    return run, (q, *caches, start, mask, window)
+    if shape["layout"] == "rows":
+        return run, (q, *caches, start, mask, window)
+    # Pages of the smallest size, whose order in the pool differs from that of the rows.
+    num_pages = S // MIN_PAGE
+    pools = [cache.reshape(B, K, num_pages, MIN_PAGE, H).swapaxes(1, 2) for cache in caches]
+    pools = [pool.reshape(B * num_pages, K, MIN_PAGE, H) for pool in pools]
+    table = jnp.arange(B * num_pages, dtype=jnp.int32)[::-1].reshape(B, num_pages)
+    return run, (q, *pools, start, mask, window, table)
 
 
 def _head(shape, keys) -> Call:

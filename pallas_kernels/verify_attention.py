@@ -146,6 +146,7 @@ def choose_implementation(
             unsupported_reason = f"a pool {keys.shape} has 2^31 elements or more: use fewer pages"
     shape = {"batch": B, "heads": K, "queries": T * G, "width": H, "slots": size * (pages_per_row or 1)}
     shape |= {"dtype": str(q.dtype), "cache": str(keys.dtype), "reads": "a window" if is_windowed else "all"}
+    shape |= {"layout": "rows" if pages_per_row is None else "pages"}
     chosen = choose("verify_attention", implementation, ("xla", "triton"), shape, unsupported_reason=unsupported_reason)
     return chosen if fits_kernel else "xla"
 

@@ -1,4 +1,6 @@
 import json
+import os
+import subprocess
 import sys
 
 import pytest
@@ -14,10 +16,11 @@ def steps(monkeypatch):
     def script(code):
         return (sys.executable, "-c", f"open('{{output}}', 'a').write('1'); print('done'); raise SystemExit({code})")
 
+    script_that_waits = (sys.executable, "-c", "import time; print(1, flush=True); time.sleep(60)")
     made = (
         Step("good", "?", (), 1, quick=script(0)),
         Step("bad", "?", (), 1, quick=script(3)),
-        Step("late", "?", (), 0.02, quick=(sys.executable, "-c", "import time; print(1, flush=True); time.sleep(60)")),
+        Step("late", "?", (), 0.02, quick=script_that_waits, quick_minutes=0.02),
         Step("gpu", "?", (), 1),
         Step("program", "?", (), 1, needs=("no-such-program",), quick=script(0)),
     )
@@ -49,6 +52,23 @@ def test_a_step_starts_only_if_its_planned_time_is_left(steps, tmp_path):
     found = json.loads((tmp_path / "quick.json").read_text())
     assert found["good"]["skipped"] == "not enough time left"
     assert found["late"]["exit_code"] is None and found["late"]["seconds"] < 5
+
+
+def test_a_quick_step_has_a_limit_of_its_own(steps):
+    step = Step("some", "?", (), 1, quick_minutes=15)
+    limits = [gpu_check.time_limit(step, None, is_quick=is_quick) for is_quick in (False, True)]
+    assert limits == [60, 900]
+    # Within a budget: half as long again as planned, or what is left.
+    assert [gpu_check.time_limit(step, left, is_quick=False) for left in (59, 70, 999)] == [None, 70, 90]
+    assert [gpu_check.time_limit(step, left, is_quick=True) for left in (59, 70, 999)] == [None, 70, 900]
+
+
+def test_the_gpu_is_left_to_the_steps():
+    code = "from experiments import gpu_check; gpu_check.main(['--list']); import jax; print(jax.default_backend())"
+    # JAX fails where it is told to use CUDA and there is none.
+    environment = {**os.environ, "JAX_PLATFORMS": "cuda"}
+    run = subprocess.run([sys.executable, "-c", code], env=environment, capture_output=True, text=True)
+    assert run.stdout.splitlines()[-1:] == ["cpu"], run.stderr
 
 
 def test_a_step_gets_its_variables(tmp_path):

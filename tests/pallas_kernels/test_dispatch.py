@@ -11,7 +11,8 @@ import pytest
 from mtpjax.compat import make_mesh
 from pallas_kernels import dispatch, measurements
 from pallas_kernels.dispatch import choose
-from pallas_kernels.questions import difference_from_xla
+from pallas_kernels.questions import difference_from_xla, make_call
+from pallas_kernels.verify_attention import choose_implementation as choose_attention
 
 OFFERED = ("xla", "triton")
 experts = importlib.import_module("pallas_kernels.grouped_matmul.op")
@@ -58,6 +59,45 @@ def test_without_measurements_experts_and_fp8_weights_run_their_kernels(gpu):
     assert choose("grouped_matmul", "auto", OFFERED, {"tokens": 4, "dtype": "bfloat16"}) == "triton"
     for weights, expected in (("float8_e4m3fn", "triton"), ("bfloat16", "xla")):
         assert choose("block_scaled_matmul", "auto", OFFERED, {"rows": 4, "weights": weights}) == expected
+
+
+def chosen_attention(rows, pages_per_row, *, is_windowed=False, size=16):
+    """The implementation that "auto" chooses for a draft of two tokens, over pages or contiguous rows of 64 slots."""
+    entries, slots = (rows, 64) if pages_per_row is None else (rows * pages_per_row, size)
+    q, keys = jnp.zeros((rows, 2, 2, 2, 32), jnp.bfloat16), jnp.zeros((entries, 2, slots, 32), jnp.bfloat16)
+    mask = jnp.ones((rows, 2, 2), bool)
+    return choose_attention(q, keys, mask, "auto", is_windowed=is_windowed, pages_per_row=pages_per_row)
+
+
+def test_attention_over_the_pages_of_many_rows_runs_its_kernel(gpu):
+    rows = dispatch.MIN_PAGED_ROWS
+    assert [chosen_attention(count, 4) for count in (1, rows - 1, rows, 64)] == ["xla", "xla", "triton", "triton"]
+    # Not where XLA copies nothing, where windows were not measured, or where the kernel does not take the pages.
+    assert chosen_attention(64, None) == chosen_attention(64, 4, is_windowed=True) == "xla"
+    assert chosen_attention(64, 4, size=8) == "xla"
+
+
+def test_a_time_of_contiguous_rows_says_nothing_about_pages(gpu):
+    with dispatch.record_choices() as asked:
+        assert chosen_attention(8, 4) == chosen_attention(8, None) == "xla"
+    (op, paged), (_, contiguous) = asked
+    assert {name for name in paged if paged[name] != contiguous[name]} == {"layout"}
+    measurements.add(op, contiguous, {"xla": 2.0, "triton": 1.0})
+    dispatch._read_measurements.cache_clear()
+    assert (chosen_attention(8, 4), chosen_attention(8, None)) == ("xla", "triton")
+
+
+@pytest.mark.parametrize("implementation", ["interpreted", pytest.param("triton", marks=pytest.mark.gpu)])
+def test_the_comparison_of_attention_reads_pages(implementation):
+    shape = {"batch": 64, "heads": 2, "queries": 4, "width": 32, "slots": 64}
+    shape |= {"dtype": "float32", "cache": "float32", "reads": "all", "layout": "pages"}
+    made = make_call("verify_attention", shape)
+    assert made is not None
+    run, arrays = made
+    with dispatch.record_choices() as asked:
+        jax.eval_shape(functools.partial(run, implementation="xla"), *arrays)
+    assert asked == [("verify_attention", shape)]
+    assert difference_from_xla("verify_attention", shape, implementation) <= 1
 
 
 @pytest.mark.parametrize("difference", [0.5, 2.0, float("nan")])
