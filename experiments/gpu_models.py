@@ -3,7 +3,7 @@
 import dataclasses
 import json
 import pathlib
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 import jax
@@ -187,7 +187,7 @@ class NumberTokenizer:
         """Writes numbers."""
         return "".join(f"{token} " for token in ids)
 
-    def incremental_decoder(self) -> Callable[[int | None], str]:
+    def incremental_decoder(self, prompt: Sequence[int] = ()) -> Callable[[int | None], str]:
         """Writes one number at a time."""
         return lambda token: "" if token is None else f"{token} "
 

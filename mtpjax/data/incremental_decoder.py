@@ -38,6 +38,7 @@ from mtpjax.data.decoder_stages import (
 )
 from mtpjax.data.tokenizer_checks import rust_errors
 
+CONTEXT_TOKENS = 16  # of a prompt; a token joins with its neighbours at most
 _BYTE_TOKEN = re.compile(r"<0x([0-9A-Fa-f]{2}|\+[0-9A-Fa-f])>")  # Rust's from_str_radix allows the sign
 
 
@@ -47,15 +48,28 @@ class IncrementalDecoder:
     Args:
         piece_of: returns the piece that a token gives the first stage; None if it stands for no text.
         stages: new stages, in order, at least one.
+        prompt: tokens before the text, of which the last few decide how it begins. Their own text is not returned, but
+            a character that begins in them and ends in the text is.
     """
 
-    def __init__(self, piece_of: Callable[[int], Piece | None], stages: Sequence[Stage]):
+    def __init__(self, piece_of: Callable[[int], Piece | None], stages: Sequence[Stage], prompt: Sequence[int] = ()):
         self._piece_of, self._first, self._others = piece_of, stages[0], stages[1:]
+        # Text of the prompt that the stages still hold, and give with what follows.
+        self._held = ""
+        for token in prompt[-CONTEXT_TOKENS:]:
+            self(int(token))
+        self._held = self._copy()._finish()
 
     def __call__(self, token: int | None) -> str:
         """Returns the text that a token completes; None ends the text and returns the rest."""
-        if token is None:
-            return self._finish()
+        text = self._finish() if token is None else self._push(token)
+        if self._held and text:
+            num_held = min(len(self._held), len(text))
+            is_same = self._held[:num_held] == text[:num_held]
+            self._held, text = (self._held[num_held:], text[num_held:]) if is_same else ("", text)
+        return text
+
+    def _push(self, token: int) -> str:
         piece = self._piece_of(token)
         if piece is None:
             return ""
@@ -73,7 +87,12 @@ class IncrementalDecoder:
         is_held = isinstance(self._first, ByteFallbackStage) and self._first.has_whole_characters
         if not is_held or any(isinstance(stage, WholeTextStage) for stage in stages):
             return ""
-        return IncrementalDecoder(self._piece_of, [copy.copy(stage) for stage in stages])(None)
+        return self._copy()(None)
+
+    def _copy(self) -> "IncrementalDecoder":
+        copied = copy.copy(self)
+        copied._first, *copied._others = (copy.deepcopy(stage) for stage in (self._first, *self._others))
+        return copied
 
     def _finish(self) -> str:
         pieces = list(self._first.finish())
@@ -103,9 +122,9 @@ class TokenizerDecoder:
         self.is_total = not any(step["type"] == "Strip" and step["stop"] for step in steps or ())
         self._functions, self._makers = _compile(steps)
 
-    def start(self) -> IncrementalDecoder:
-        """Returns a decoder for a new text."""
-        return IncrementalDecoder(self._pieces.__getitem__, [make() for make in self._makers])
+    def start(self, prompt: Sequence[int] = ()) -> IncrementalDecoder:
+        """Returns a decoder for a new text, or for what follows the text of a prompt."""
+        return IncrementalDecoder(self._pieces.__getitem__, [make() for make in self._makers], prompt)
 
     def _find_piece(self, token: int) -> Piece | None:
         with rust_errors("the tokenizer cannot decode this id"):

@@ -5,7 +5,7 @@ import functools
 import hashlib
 import json
 import pathlib
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any, Protocol
 
 from mtpjax.data.chat_messages import clean_messages, clean_tools, text_of
@@ -57,12 +57,16 @@ class Tokenizer(Protocol):
 
     def decode(self, ids: Iterable[int]) -> str: ...
 
-    def incremental_decoder(self) -> Callable[[int | None], str]:
+    def incremental_decoder(self, prompt: Sequence[int] = ()) -> Callable[[int | None], str]:
         """Returns an incremental decoder.
+
+        Args:
+            prompt: tokens before the first one. SentencePiece tokenizers drop a space where a text begins, and
+                nowhere else: after "the cat", the token "▁is" is " is".
 
         Returns:
             A function that takes one token at a time and returns the text that it completes; None ends the text and
-            returns the rest. All texts together are `decode` of all tokens.
+            returns the rest. Without a prompt, all texts together are `decode` of all tokens.
         """
         ...
 
@@ -123,8 +127,8 @@ class ByteTokenizer:
         stream = self.incremental_decoder()
         return "".join(stream(int(index)) for index in ids) + stream(None)
 
-    def incremental_decoder(self) -> Callable[[int | None], str]:
-        return IncrementalDecoder(self._byte_of, [Utf8Stage()])
+    def incremental_decoder(self, prompt: Sequence[int] = ()) -> Callable[[int | None], str]:
+        return IncrementalDecoder(self._byte_of, [Utf8Stage()], prompt)
 
     def _byte_of(self, token: int) -> bytes | None:
         if not 0 <= token < self.vocab_size:
@@ -250,8 +254,8 @@ class HuggingFaceTokenizer:
         with rust_errors("the tokenizer cannot decode these ids"):
             return self._tokenizer.decode(tokens, skip_special_tokens=True)
 
-    def incremental_decoder(self) -> Callable[[int | None], str]:
-        return self._decoder.start()
+    def incremental_decoder(self, prompt: Sequence[int] = ()) -> Callable[[int | None], str]:
+        return self._decoder.start(prompt)
 
     def encode_plain(self, text: str) -> list[int]:
         _encode_utf8(text)

@@ -68,7 +68,7 @@ def complete(
     config: DecodeConfig,
     sampling: SamplingParams,
     seeds: Sequence[int],
-    make_decoder: Callable[[], Callable[[int | None], str]],
+    make_decoder: Callable[[Sequence[int]], Callable[[int | None], str]],
     stop: Sequence[str] = (),
     batch_size: int = 8,
     draft_params: Any = None,
@@ -85,7 +85,7 @@ def complete(
         config: the settings. Its stop tokens are no part of the texts.
         sampling: the sampling parameters, one value for all rows, without seeds.
         seeds: one per prompt.
-        make_decoder: returns a new incremental decoder of the tokenizer.
+        make_decoder: returns an incremental decoder of the tokenizer for what follows a prompt.
         stop: strings that end a text, wherever the tokens split them.
         batch_size: rows that decode at the same time.
         draft_params: the drafter's own parameters.
@@ -119,12 +119,12 @@ def complete(
         def decode(batch=batch, row_sampling=row_sampling) -> CompletedBatch:
             streams = [
                 TextStream(
-                    make_decoder(),
+                    make_decoder(prompt),
                     stop=stop,
                     hidden_tokens=config.stop_token_ids,
                     min_tokens=int(sampling.min_new_tokens),  # type: ignore[arg-type]
                 )
-                for _ in prompts[batch]
+                for prompt in prompts[batch]
             ]
             return call.decode(prompts[batch], row_sampling, streams, ROUNDS_PER_CHECK if stop else ALL_ROUNDS)
 

@@ -119,3 +119,29 @@ def test_a_tokenizer_file_of_each_kind_streams(kind, tmp_path):
     tokenizer = HuggingFaceTokenizer(tmp_path, 320)
     for ids in itertools.islice(random_ids(random.Random(1), 270), 100):
         assert "".join(streamed(tokenizer.incremental_decoder(), ids)) == tokenizer.decode(ids)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_prompt_and_what_follows_are_the_text_of_all_tokens(kind):
+    tokenizer = make_tokenizer(*KINDS[kind])
+    decoder = TokenizerDecoder(tokenizer)
+    rng, num_joined = random.Random(1), 0
+    for ids in random_ids(rng, len(KINDS[kind][0]) + 14):
+        prompt, answer = ids[: len(ids) // 2], ids[len(ids) // 2 :]
+        before, whole = tokenizer.decode(prompt), tokenizer.decode(ids)
+        after = "".join(streamed(decoder.start(prompt), answer))
+        # A character that begins in the prompt changes the prompt's text.
+        if whole.startswith(before):
+            assert before + after == whole, (prompt, answer)
+        else:
+            num_joined += 1
+            assert whole.endswith(after), (prompt, answer)
+    assert num_joined < 1000
+
+
+def test_the_first_token_after_a_prompt_keeps_its_space():
+    tokenizer = make_tokenizer(*KINDS["byte-fallback, Llama"])
+    decoder, the = TokenizerDecoder(tokenizer), tokenizer.token_to_id("▁the")
+    special = tokenizer.token_to_id("<eos>")
+    for prompt, text in (([the], " the the"), ([the] * 100, " the the"), ([], "the the"), ([special], "the the")):
+        assert "".join(streamed(decoder.start(prompt), [the, the])) == text

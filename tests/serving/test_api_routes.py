@@ -9,12 +9,14 @@ pytest.importorskip("fastapi")
 pytest.importorskip("httpx")
 import tokenizers
 
+from mtpjax.data.tokenizer import HuggingFaceTokenizer
 from mtpjax.decoding.config import SamplingParams
 from mtpjax.serving.api import admin_routes
 from mtpjax.serving.api.admin_routes import HEALTH_SECONDS
 from mtpjax.serving.request import Finish, Request
 from tests.helpers import chat_templates, chatml
 from tests.helpers.api_client import api_client, chat, completion, events
+from tests.helpers.decoder_kinds import KINDS, make_tokenizer
 from tests.helpers.fake_engine import REPLY, FakeEngine
 
 
@@ -542,6 +544,24 @@ def test_a_batch_that_never_fits_is_400_with_the_numbers():
             assert "at most 12 at the same time" in response.json()["error"]["message"]
         assert [response.json()["error"]["param"] for response in responses] == ["prompt", "n", "n", "input_ids"]
         assert not engine.requests and completion(client, prompt=["a"] * 12).status_code == 200
+
+
+def test_an_answer_continues_the_text_of_its_prompt(tmp_path):
+    """SentencePiece's first token has a space, which is part of the answer, in every form of the response."""
+    made = make_tokenizer(*KINDS["byte-fallback, Llama"])
+    made.save(str(tmp_path / "tokenizer.json"))
+    engine, the = FakeEngine(chr(made.token_to_id("<0x2E>"))), made.token_to_id("▁the")
+    engine.vocab_size = made.get_vocab_size()
+    with api_client(engine, HuggingFaceTokenizer(tmp_path, engine.vocab_size)) as (client, _):
+        for echo in (False, True):
+            body = {"prompt": [the, the], "echo": echo, "logprobs": 0, "max_tokens": 2}
+            plain = completion(client, **body).json()["choices"][0]
+            assert plain["text"] == "the the" * echo + " the."
+            assert plain["logprobs"]["text_offset"] == ([0, 3, 7, 11] if echo else [0, 4])
+            chunks = [event["choices"][0] for event in events(completion(client, **body, stream=True))[:-1]]
+            offsets = [offset for each in chunks if each["logprobs"] for offset in each["logprobs"]["text_offset"]]
+            assert "".join(each["text"] for each in chunks) == plain["text"]
+            assert offsets == plain["logprobs"]["text_offset"][-2:]
 
 
 def test_offsets_of_a_stream_are_those_of_the_plain_response():

@@ -136,7 +136,7 @@ class Generation:
     def _submit(self, index: int, job: Job) -> Choice:
         request = job.request
         stream = TextStream(
-            self._server.tokenizer.incremental_decoder(),
+            self._server.tokenizer.incremental_decoder(request.prompt),
             stop=job.stop,
             hidden_tokens=request.stop_token_ids,
             min_tokens=int(request.sampling.min_new_tokens),  # type: ignore[arg-type]

@@ -57,10 +57,11 @@ class TextOffsets:
 
     Args:
         tokenizer: gives the tokens' texts.
+        prompt: tokens before the text.
     """
 
-    def __init__(self, tokenizer: Tokenizer):
-        self._decoder, self._length = tokenizer.incremental_decoder(), 0
+    def __init__(self, tokenizer: Tokenizer, prompt: Sequence[int] = ()):
+        self._decoder, self._length = tokenizer.incremental_decoder(prompt), 0
 
     def push(self, tokens: Iterable[int]) -> list[int]:
         """Takes the next tokens; returns the characters before each."""
@@ -71,15 +72,13 @@ class TextOffsets:
         return offsets
 
 
-def completion_logprobs(
-    tokenizer: Tokenizer, scores: TokenScores, offsets: TextOffsets | None = None
-) -> dict[str, Any]:
+def completion_logprobs(tokenizer: Tokenizer, scores: TokenScores, offsets: TextOffsets) -> dict[str, Any]:
     """Makes the `logprobs` object of a completion.
 
     Args:
         tokenizer: gives the tokens' texts.
         scores: of the tokens.
-        offsets: has had the tokens before them; None: there are none.
+        offsets: has had the tokens before them.
 
     Returns:
         The lists `tokens`, `token_logprobs`, `top_logprobs` (None without alternatives) and `text_offset`.
@@ -94,7 +93,7 @@ def completion_logprobs(
         "tokens": [text_of(token) for token in scores.tokens],
         "token_logprobs": list(scores.logprobs),
         "top_logprobs": top,
-        "text_offset": (offsets or TextOffsets(tokenizer)).push(scores.tokens),
+        "text_offset": offsets.push(scores.tokens),
     }
 
 

@@ -70,7 +70,7 @@ class Reply:
         if choice.request.logprobs:
             num_top = self._values["top_logprobs"] if self._is_chat else self._values["logprobs"]
             scores = await score_choice(self._server, choice, num_top, with_prompt=bool(self._prompt_texts))
-            logprobs = self._logprobs(scores)
+            logprobs = self._logprobs(scores, self._offsets(choice))
         if self._is_chat:
             content = {"message": {"role": "assistant", "content": choice.text, "refusal": None}}
         else:
@@ -87,11 +87,12 @@ class Reply:
             return {**self._head(kind), "choices": [content], **({"usage": counts} if with_usage else {})}
 
         # The beginning: the role of each answer, or the prompt.
-        offsets = [TextOffsets(self._server.tokenizer) for _ in generation.choices]
+        offsets = [self._offsets(choice) for choice in generation.choices]
         for choice in generation.choices:
             if self._is_chat:
                 yield chunk(self._delta(choice, {"role": "assistant", "content": ""}))
             elif self._prompt_texts:
+                offsets[choice.index].push(choice.request.prompt)
                 yield chunk(self._delta(choice, {"text": self._prompt_text(choice)}))
         # Send a chunk once there is text, a log-probability or the end. Tokens whose text is held back wait until then.
         async for update in generation.updates():
@@ -117,14 +118,18 @@ class Reply:
         each with the level of the draft that proposed it. Level 0 means that the trunk drew the token.
         """
         logprobs = None
-        if update is not None and update.logprobs:
+        if update is not None and update.logprobs and offsets is not None:
             logprobs = self._logprobs(TokenScores(update.tokens, update.logprobs), offsets)
         content = {"delta": fields} if self._is_chat else fields
         if update is not None and self._values["return_draft_levels"]:
             content = {**content, "draft_levels": [span._asdict() for span in update.spans]}
         return {"index": choice.index, **content, "logprobs": logprobs, "finish_reason": None}
 
-    def _logprobs(self, scores: TokenScores, offsets: TextOffsets | None = None) -> dict[str, Any]:
+    def _offsets(self, choice: Choice) -> TextOffsets:
+        """Makes what counts the characters before each token. With `echo`, the prompt is part of the text."""
+        return TextOffsets(self._server.tokenizer, () if self._prompt_texts else choice.request.prompt)
+
+    def _logprobs(self, scores: TokenScores, offsets: TextOffsets) -> dict[str, Any]:
         if self._is_chat:
             return chat_logprobs(self._server.tokenizer, scores)
         return completion_logprobs(self._server.tokenizer, scores, offsets)
