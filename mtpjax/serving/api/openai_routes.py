@@ -92,7 +92,6 @@ class Reply:
             if self._is_chat:
                 yield chunk(self._delta(choice, {"role": "assistant", "content": ""}))
             elif self._prompt_texts:
-                offsets[choice.index].push(choice.request.prompt)
                 yield chunk(self._delta(choice, {"text": self._prompt_text(choice)}))
         # Send a chunk once there is text, a log-probability or the end. Tokens whose text is held back wait until then.
         async for update in generation.updates():
