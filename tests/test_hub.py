@@ -142,7 +142,8 @@ def test_a_wrong_path_that_looks_like_a_name_is_first_said_not_to_exist(is_onlin
         assert re.search(said, error) and error.count("\n") == 1, (command, error)
 
 
-def test_a_wrong_path_of_a_drafter_is_first_said_not_to_exist(hub, checkpoint):
+def test_a_wrong_path_of_a_drafter_is_first_said_not_to_exist(hub, checkpoint, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
     error = run_and_read(
         ["generate", "--model", str(checkpoint), "--prompt", "x", "--speculative-draft-model-path", "runs/nope"]
     )

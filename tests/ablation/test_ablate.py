@@ -482,7 +482,7 @@ def test_a_killed_run_goes_on(checkpoint, tmp_path):
         (["--num-prompts", "0"], 2, "at least 1, not 0"),
         (["--max-new-tokens", "256"], 2, "leaves no room"),
         (["--threads", "-1"], 2, "threads must be at least 0"),
-        (["--model", "missing"], 3, "no mtpjax checkpoint"),
+        (["--model", "missing"], 3, "missing does not exist"),
         (["--temperature", "1", "--acceptance", "greedy"], 2, "no combination of the settings is possible"),
     ],
 )

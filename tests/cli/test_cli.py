@@ -293,7 +293,7 @@ def test_a_converted_checkpoint_generates_with_its_own_tokenizer(tmp_path, capsy
         captured = capsys.readouterr()
         assert "identical to plain decoding: yes" in captured.err
         texts.append(captured.out)
-    assert texts[0] == texts[1] and texts[0].startswith("w") and not texts[0].startswith("w7 w8")
+    assert texts[0] == texts[1] and texts[0].startswith(" w") and not texts[0].startswith(" w7 w8")
     assert exit_code(["generate", "--model", str(golden.path("deepseek_v3_fp8")), "--prompt", "x"]) == 3
     assert "no tokenizer.json, and the model has 320 tokens" in capsys.readouterr().err
 
@@ -352,7 +352,7 @@ def test_profile_measures_rounds_and_stores_them(checkpoint, tmp_path, capsys):
 
 
 def test_profile_stands_beside_the_model_or_where_it_is_told(checkpoint, tmp_path, capsys, monkeypatch):
-    monkeypatch.setattr(profile, "measure", lambda params, **_: {"batches": []})
+    monkeypatch.setattr(profile, "measure", lambda params, **_: {"batches": [], "problem": None, "waited": 0.0})
     assert exit_code(["profile", "--model", str(checkpoint)]) == 0
     assert (checkpoint / "profile.json").is_file()
     load(checkpoint)  # is still one

@@ -135,7 +135,7 @@ def test_missing_modules_are_a_warning_with_count_and_remedy(name, dropped, capl
 )
 def test_some_of_the_modules_tensors_are_an_error(name, lost, tmp_path):
     folder = rewrite(path(name), tmp_path / "part", lambda key, array: None if lost in key else array)
-    with pytest.raises(CheckpointFileError, match=r"lacks \d+ tensors"):
+    with pytest.raises(CheckpointFileError, match=r"lacks \d+ tensors?; "):
         mtpjax.load(folder)
 
 

@@ -209,7 +209,7 @@ def test_the_command_counts_with_a_drafter_in_files_of_its_own(checkpoint, small
         (["--acceptance", "greedy", "--temperature", "1"], 2, "acceptance 'greedy' supports only temperature 0"),
         (["--categories", "zzz"], 2, "no prompts of category 'zzz'"),
         (["--prompts", "missing.jsonl"], 2, "missing.jsonl"),
-        (["--model", "missing"], 3, "no mtpjax checkpoint"),
+        (["--model", "missing"], 3, "missing does not exist"),
     ],
 )
 def test_bad_input_is_one_line(checkpoint, tmp_path, capsys, extra, code, said):

@@ -428,12 +428,12 @@ def test_a_speed_up_that_cannot_be_trusted_is_marked(tmp_path):
         "uncertain: one measurement has no interval",
         None,
     ]
-    text = format_markdown(rows, {})
+    text = format_markdown(rows, {}, {})
     assert text.splitlines()[2].startswith("trust in the timings: for 1 of 4 (1 impossible, 1 disturbed, 1 uncertain,")
     assert "| 2.50 2.50-2.50 ? |" in text and "| 1.50 1.50-1.50 |" in text
-    assert "- at 1 requests at once: impossible: above the accept length 2.00" in text
+    assert "- 1 request at once: impossible: above the accept length 2.00" in text
     for part in (rows, rows[:1]):
-        plot_speedup(tmp_path / "speed", part, ("svg",))
+        plot_speedup(tmp_path / "speed", part, ("svg",), {})
     assert json.dumps([row.to_dict() for row in rows], allow_nan=False)
 
 

@@ -53,7 +53,7 @@ def test_the_table_fits_80_columns_and_marks_what_cannot_be_trusted():
 def measured(*, waited=0.0, negative=(), threads=1, factor=1.5):
     """Times of plain decoding and of one draft, 8 tokens of each of 4 prompts in 3 rounds."""
     plain, setting, shape = DecoderSetting(0, threads, 1), DecoderSetting(1, 1, 1), chain_shape(1)
-    answer = [{"tokens": [1] * 9, "steps": 4, "accepted": [3]}] * 4
+    answer = [{"tokens": [1] * 9, "rounds": 4, "accepted": [3]}] * 4
     return quickstart.Measured(
         seconds={plain: np.full((3, 4), 0.3), setting: np.full((3, 4), 0.3 / factor)},
         answers={plain: answer, setting: answer},

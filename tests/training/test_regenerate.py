@@ -372,7 +372,7 @@ def test_the_command_writes_tells_and_goes_on(checkpoint, tmp_path, capsys, monk
     assert "has other settings: seed was 0, is 1" in capsys.readouterr().err
     for extra, code, text in (
         (["--data", "missing"], 2, "missing does not exist"),
-        (["--model", "missing"], 3, "no mtpjax checkpoint"),
+        (["--model", "missing"], 3, "missing does not exist"),
         (["--batch-size", 0], 2, "batch_size must be at least 1, not 0"),
     ):
         assert command([*arguments, *extra]) == code

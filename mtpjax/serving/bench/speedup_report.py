@@ -68,7 +68,7 @@ def notes(rows: Sequence[Speedup], reference: Reference) -> list[str]:
     ]
     if failed := sum(row.num_failed for row in rows):
         result.append(f"{count_of(failed, 'request')} failed, whose tokens do not count")
-    result += [f"at {row.concurrency} requests at once: {row.problem}" for row in rows if row.problem]
+    result += [f"{count_of(row.concurrency, 'request')} at once: {row.problem}" for row in rows if row.problem]
     if any(row.num_pairs == 1 for row in rows):
         result.append("one pair of runs has no interval: raise --repeats")
     if any(row.accept_length is None for row in rows):
