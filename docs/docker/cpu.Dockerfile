@@ -4,7 +4,7 @@
 #   docker run --rm -v "$PWD/runs:/data/runs" mtpjax:cpu quickstart --quick
 #
 # Tried on 2026-11-27, without Docker: the files of COPY in an empty folder, the command of RUN in a new virtual
-# environment of Python 3.11 (855 MB), then `mtpjax --version` and `mtpjax serve --host 0.0.0.0` with a request, in a
+# environment of Python 3.11 (0.9 GB), then `mtpjax --version` and `mtpjax serve --host 0.0.0.0` with a request, in a
 # folder outside the clone.
 # Not tried: docker build and docker run, so neither the base image, nor the user, nor the folder /data.
 FROM python:3.11-slim

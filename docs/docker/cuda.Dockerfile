@@ -6,7 +6,7 @@
 # The wheels of JAX bring the CUDA 13 libraries; the host has the driver and the NVIDIA Container Toolkit.
 #
 # Tried on 2026-11-27, without Docker and without a GPU: the files of COPY in an empty folder, and the command of RUN in
-# a new virtual environment of Python 3.11 (4.7 GB), in which `import jax` then finds only the CPU.
+# a new virtual environment of Python 3.11 (4.9 GB), in which `import jax` then finds only the CPU.
 # Not tried: docker build and docker run, so neither the base image, nor the user, nor a GPU inside a container.
 FROM python:3.11-slim
 
