@@ -44,7 +44,7 @@ def speed_up_problem(
 
     Args:
         ratio: the measured speed-up with its interval; the interval's ends are nan if there is none.
-        accept_length: tokens per round, bonus token included. A round costs at least one plain step, so no speed-up
+        accept_length: tokens per round, bonus token included. A round costs at least one plain round, so no speed-up
             exceeds it. None: unknown.
         waited: share of the measurement's time that threads waited for a core.
         ideal: the speed-up if a round cost only its passes, from costs that were measured in the same process; None:

@@ -81,8 +81,8 @@ class TrainConfig:
         output: run folder (`mtpjax.training.run_dir`).
         data: folder or file to train on; None: the standard library of the running interpreter. The suffix of a file
             decides how it is read (`mtpjax.data.config.Source`): as text, or as records of texts or conversations.
-        pattern: glob pattern that selects files of the folder `data`, such as "*.md". By default files of every kind,
-            except hidden and binary ones.
+        pattern: glob pattern of the files of the folder `data` to read, such as `*.md`; by default all, except hidden
+            and binary ones.
         sources: sources to read instead of `data`; several are mixed by their weights.
         tokenizer: directory or repository with a `tokenizer.json`; None: that of `init_from`, or bytes if it has none.
         extra_tokens: tokens of the next row that a row repeats at its end; `num_depths + 1` keeps every target of every
