@@ -179,8 +179,8 @@ def test_a_fault_of_the_tokenizer_fails_one_request(server, monkeypatch):
     decoder = ByteTokenizer.incremental_decoder
     made = []
 
-    def failing(self):
-        step = decoder(self)
+    def failing(self, prompt=()):
+        step = decoder(self, prompt)
         made.append(step)
         if len(made) != 3:
             return step
