@@ -14,7 +14,7 @@ times the drafters of complete cells again, on a machine that is quiet now.
 
     accept length     tokens per round with the bonus token; 95 % over prompts
     position k        share of rounds that accepted at least k drafts, at temperature 0
-    seconds / step    of a training update, the trunk's pass included; the median
+    seconds / update    of a training update, the trunk's pass included; the median
     round             duration of a round in plain rounds, at batch 1 and temperature 0
     speed-up          over plain decoding, in the same calls
     ideal             that speed-up if drafting and accepting cost nothing: accept length over the trunk's pass over
@@ -217,7 +217,7 @@ def print_tables(console: Console, methods: dict[str, dict[str, Any]]) -> None:
     for heading in ("method", *(f"T {each:g}" for each in TEMPERATURES), *map(str, range(1, levels + 1))):
         lengths.add_column(heading, justify="left" if heading == "method" else "right")
     costs = narrow_table("training and rounds at batch 1, temperature 0; rounds in plain rounds")
-    for heading in ("method", "seconds / step", "round", "speed-up", "ideal", "waited"):
+    for heading in ("method", "seconds / update", "round", "speed-up", "ideal", "waited"):
         costs.add_column(heading, justify="left" if heading == "method" else "right")
     for name, found in methods.items():
         each = [row["accept_length"] for row in found["temperatures"].values()]

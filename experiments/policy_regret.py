@@ -64,7 +64,7 @@ class Cell(NamedTuple):
 
 
 def cost_curves(batch: int) -> dict[str, np.ndarray]:
-    """Returns the cost of a round at depths 0..LEVELS, in plain steps, by kind of hardware."""
+    """Returns the cost of a round at depths 0..LEVELS, in plain rounds, by kind of hardware."""
     depth = np.arange(LEVELS + 1)
 
     def bytes_read(tokens):  # DeepSeek-V3: 8 of 256 experts per token

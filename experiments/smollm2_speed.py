@@ -151,7 +151,7 @@ def summarise(timings: dict[str, list[Timing]], texts: dict[str, list[list[int]]
             "texts": len(texts[name]),
         }
         if name.isdecimal():
-            # A round that costs c plain steps breaks even at accept length c.
+            # A round that costs c plain rounds breaks even at accept length c.
             cost = float(np.median(round_seconds(name) / round_seconds("plain")))
             report[name] |= {
                 "accept_length": float(read("plain", "steps").sum() / read(name, "steps").sum()),

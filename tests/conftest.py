@@ -68,6 +68,13 @@ def checkpoint(small, tmp_path_factory):
     return path
 
 
+@pytest.hookimpl(tryfirst=True)
+def pytest_collectreport(report):
+    """A test file that cannot be imported is an error: pytest's search for doctests would skip it without a word."""
+    if report.skipped and report.nodeid.startswith("tests/") and "unable to import module" in str(report.longrepr):
+        report.outcome = "failed"
+
+
 def pytest_collection_finish(session):
     """What was imported lives on: to look through it for garbage again and again takes a twentieth of the time."""
     gc.collect()

@@ -129,7 +129,7 @@ def cell_texts(row: Row) -> tuple[str, str, str]:
     return (
         f"{ratio['value']:.2f}{problem_mark(row['problem'])}",
         f"{ratio['low']:.2f}-{ratio['high']:.2f}",
-        f"{length:.2f} tok/step{mark}",
+        f"{length:.2f} tok/round{mark}",
     )
 
 

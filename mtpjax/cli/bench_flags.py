@@ -49,7 +49,8 @@ def add_dataset_flags(bench) -> None:
         default="random",
         metavar="NAME",
         help="random: tokens of common words; random-ids: any token ids; sharegpt: conversations in JSON or JSONL; "
-        "spec-bench: JSONL of prompts with categories; custom: either, or a text file with a prompt per paragraph",
+        "spec-bench: JSONL of prompts with categories; custom: either, or a text file with a prompt per "
+        "line, or per paragraph if it has blank lines",
     )
     group.add_argument("--dataset-path", default=None, metavar="FILE", help="file of a data set that is not random")
     group.add_argument(

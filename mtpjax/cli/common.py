@@ -43,7 +43,8 @@ def add_implementation_flag(parser) -> None:
         default="auto",
         metavar="NAME",
         help="what runs the model: xla (plain JAX), triton (GPU kernels), interpreted (the GPU kernels on any "
-        "machine, slowly), or auto, which on a GPU takes the kernels of experts and fp8 weights",
+        "machine, slowly), or auto, which on a GPU chooses for each op: by the times of `mtpjax tune`, else kernels "
+        "for experts, fp8 weights, prefill attention and attention over the pages of many rows",
     )
 
 

@@ -94,8 +94,8 @@ def _add_generate(commands) -> None:
     output.add_argument(
         "--json",
         action="store_true",
-        help="print one JSON object per prompt and line: prompt, text, tokens, finish_reason, matched_stop, and with "
-        "--logprobs logprobs",
+        help="print one JSON object per prompt and line: id, prompt, text, tokens, num_prompt_tokens, finish_reason, "
+        "matched_stop, and with --logprobs logprobs",
     )
     output.add_argument(
         "--check", action="store_true", help="decode without drafts too, and exit with code 4 if a text differs"

@@ -72,7 +72,7 @@ def _read_prompts(options) -> list:
         raise UsageError("--prompts takes a file; --prompt - reads one prompt from standard input")
     if options.prompts is not None:
         prompts = read_prompts(options.prompts, max_characters=sys.maxsize)
-        print(f"mtpjax generate: {len(prompts)} prompts in {printable(options.prompts)}", file=sys.stderr)
+        print(f"mtpjax generate: {count_of(len(prompts), 'prompt')} in {printable(options.prompts)}", file=sys.stderr)
         return prompts
     if options.prompt.count(STANDARD_INPUT) > 1:
         raise UsageError("--prompt - is given twice: standard input can be read once")

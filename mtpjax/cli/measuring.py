@@ -166,7 +166,8 @@ def _add_ablate(commands) -> None:
 
 def _add_prompt_flags(parser, *, required: bool, count: int) -> None:
     # Without a file, `mtpjax ablate` takes held-out files of the model's own training data.
-    kinds = "JSONL of prompts (Spec-Bench, GSM8K and others), or a text file with a prompt per paragraph"
+    kinds = "JSONL of prompts (Spec-Bench, GSM8K and others), or any other text file, with a prompt per line, or per "
+    kinds += "paragraph if it has blank lines"
     otherwise = "" if required else " (default: held-out files of the training data, for byte-level models)"
     group = flag_group(parser, "prompts")
     group.add_argument("--prompts", required=required, default=None, metavar="FILE", help=kinds + otherwise)

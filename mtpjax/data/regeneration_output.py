@@ -52,7 +52,7 @@ class Tally:
 
     @property
     def accept_length(self) -> float:
-        """Mean tokens per step, the bonus token included."""
+        """Mean tokens per round, the bonus token included."""
         return 1 + self.accepted / self.rounds if self.rounds else float("nan")
 
     @property

@@ -37,7 +37,7 @@ class DecodeStats:
 
     @property
     def accept_length(self) -> float:
-        """Mean tokens per step over all rows, including the bonus token and tokens that were cut off.
+        """Mean tokens per round over all rows, including the bonus token and tokens that were cut off.
 
         1.0 without drafts, nan without rounds. The micro average, as in vLLM's mean acceptance length.
         """
@@ -56,7 +56,7 @@ class DecodeStats:
     def conditional_rates(self) -> np.ndarray:
         """Conditional acceptance rates `[K]`: the share of drafts accepted among those whose predecessor was accepted.
 
-        Defined for a fixed depth, where every step proposes all levels.
+        Defined for a fixed depth, where every round proposes all levels.
         """
         survival = self.survival_rates
         before = np.concatenate([[1.0], survival])[: len(survival)]

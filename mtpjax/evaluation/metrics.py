@@ -170,7 +170,7 @@ def print_report(console, metrics: dict[str, dict[str, Any]]) -> None:
     # 1. Accept lengths, a row per category: measured in decoding, predicted, and teacher-forced. One interval leaves
     # room for the names of the categories; the JSON file has all of them.
     lengths = table(
-        "accept length: tokens per step, bonus token included (95 %)",
+        "accept length: tokens per round, bonus token included (95 %)",
         "prom-\npts",
         "micro",
         "macro",

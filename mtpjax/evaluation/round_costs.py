@@ -57,7 +57,7 @@ class RoundCosts:
 
     @property
     def plain(self) -> float:
-        """Seconds of the parts of a plain step."""
+        """Seconds of the parts of a plain round."""
         return self.parts[PLAIN_STEP]
 
     def ideal_ratio(self, accept_length: float, shape: RoundShape) -> float:
@@ -68,7 +68,7 @@ class RoundCosts:
             shape: the round.
 
         Returns:
-            `accept_length / parts`, with parts in units of a plain step.
+            `accept_length / parts`, with parts in units of a plain round.
         """
         return accept_length * self.plain / self.parts[shape]
 
@@ -106,7 +106,7 @@ class RoundCosts:
 
 
 class CostMeter:
-    """Times rounds of several shapes, and plain steps, each in its own compiled `while_loop`.
+    """Times rounds of several shapes, and plain rounds, each in its own compiled `while_loop`.
 
     The loops run on caches that hold a context. A loop that reaches the end of its caches starts over behind the
     context.
@@ -134,7 +134,7 @@ class CostMeter:
         Args:
             params: parameters of `model` with unrolled layers.
             model: the model.
-            shapes: the rounds to time; plain steps are always added.
+            shapes: the rounds to time; plain rounds are always added.
             context: tokens per row in the caches.
             capacity: cache slots per row.
             batch: rows, B.
@@ -161,7 +161,7 @@ class CostMeter:
             nodes = shape.num_nodes if shape.num_steps else None
             return DecodeConfig(drafter=drafter, num_steps=shape.num_steps, topk=shape.topk, num_draft_tokens=nodes)
 
-        # 1. Per shape: all parts, verification alone (a plain step has no other part), drafting alone, and the whole
+        # 1. Per shape: all parts, verification alone (a plain round has no other part), drafting alone, and the whole
         #    round.
         for shape in dict.fromkeys((PLAIN_STEP, *shapes)):
             if drafter == "mtp" or shape == PLAIN_STEP:
@@ -194,7 +194,7 @@ class CostMeter:
                     self._seconds[timed].append(seconds)
 
     def plain_steps(self, shape: RoundShape) -> np.ndarray:
-        """Returns the cost of a round's parts in plain steps, `[R]`: one per measurement, from timings of its turn.
+        """Returns the cost of a round's parts in plain rounds, `[R]`: one per measurement, from timings of its turn.
 
         Args:
             shape: a shape that is measured.
@@ -205,7 +205,7 @@ class CostMeter:
         """Summarises all timings so far.
 
         Other programs slow down all loops of a turn alike, so ratios within a turn vary less than times. Each cost is
-        the median time of a plain step multiplied by the median of the ratio to the plain step of the same turn.
+        the median time of a plain round multiplied by the median of the ratio to the plain round of the same turn.
 
         Returns:
             The costs.

@@ -163,7 +163,7 @@ def load(
     Args:
         path: an mtpjax checkpoint, a run folder of `mtpjax train`, a Hugging Face directory with safetensors files
             of a supported family, a `.gguf` file (extra `gguf`), whose quantized weights become float32, or a
-            repository of the Hugging Face Hub (extra `hub`): `org/name`, `org/name@revision` or `org/name/file.gguf`.
+            repository of the Hugging Face Hub: `org/name`, `org/name@revision` or `org/name/file.gguf`.
         dtype: dtype to cast the parameters to. `None` keeps the dtypes of the files; block-quantized fp8 weights stay
             fp8 with their scales (`BlockScaled`).
         mesh: lays the parameters out over this mesh; all processes of a run must load together. Each reads only what

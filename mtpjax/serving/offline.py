@@ -53,7 +53,7 @@ class CompletedBatch(NamedTuple):
 
     Attributes:
         completions: one per prompt.
-        result: what the loop decoded for them, which may go on behind a stop string.
+        result: what the loop decoded for them, which may go on after a stop string.
     """
 
     completions: list[Completion]

@@ -17,7 +17,8 @@ from mtpjax.models.config import ModelConfig
 from mtpjax.models.dflash import DFlash, DFlashConfig
 from mtpjax.models.dspark import DSpark, DSparkConfig
 from mtpjax.models.masks import full_view
-from mtpjax.training.new_drafter import add_new_drafter, draft_architecture, to_decoding
+from mtpjax.training.draft_architecture import draft_architecture
+from mtpjax.training.new_drafter import add_new_drafter, to_decoding
 
 V, D, FULL = 11, 32, 20
 IDS = np.array([1, 2, 4, 5, 7, 8, 11, 12, 13, 17, 19])  # token of the full trunk of each token of the reduced one

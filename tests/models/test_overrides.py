@@ -3,8 +3,8 @@
 import pytest
 
 from mtpjax import ModelConfig, TrainConfig, presets
-from mtpjax.models.config import Yarn
 from mtpjax.models.overrides import model_changes, override_config
+from mtpjax.models.rope_scaling import Yarn
 
 
 def test_head_sizes_follow_the_width_unless_they_are_given():
