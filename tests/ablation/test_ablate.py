@@ -416,8 +416,8 @@ def test_tables_csv_and_pictures_show_every_cell(tmp_path):
 
 
 def test_the_heat_map_shows_intervals_and_doubts(tmp_path):
-    assert cell_texts(cell_row(1.5)) == ("1.50", "1.45-1.55", "1.80 tok/step")
-    assert cell_texts(cell_row(2.5, lossless="DIFFERS")) == ("2.50 ?", "2.45-2.55", "1.80 tok/step, DIFFERS")
+    assert cell_texts(cell_row(1.5)) == ("1.50", "1.45-1.55", "1.80 tok/round")
+    assert cell_texts(cell_row(2.5, lossless="DIFFERS")) == ("2.50 ?", "2.45-2.55", "1.80 tok/round, DIFFERS")
     # With text as text, the SVG file holds what the picture shows.
     with matplotlib.rc_context({"svg.fonttype": "none"}):
         plot_heatmap(tmp_path / "heatmap", [cell_row(1.5), cell_row(1.2, num_steps=2)], ["svg"])
