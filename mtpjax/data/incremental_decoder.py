@@ -58,7 +58,8 @@ class IncrementalDecoder:
         self._held = ""
         for token in prompt[-CONTEXT_TOKENS:]:
             self(int(token))
-        self._held = self._copy()._finish()
+        if len(prompt):
+            self._held = self._copy()._finish()
 
     def __call__(self, token: int | None) -> str:
         """Returns the text that a token completes; None ends the text and returns the rest."""
