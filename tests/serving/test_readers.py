@@ -139,6 +139,11 @@ def test_the_memory_of_the_server_does_not_count_as_that_of_its_processes():
         assert len({pid_of(readers) for _ in range(3)}) == 1
 
 
+def test_small_bodies_one_after_another_need_one_process():
+    with reading(OddReader()) as readers:
+        assert len({pid_of(readers) for _ in range(30)}) == 1
+
+
 def test_what_a_library_prints_is_not_taken_for_an_answer(odd):
     assert read(odd, "print").body["pid"] == pid_of(odd)
 

@@ -148,16 +148,21 @@ class Readers:
 
     def _run(self, worker: Any, client: Hashable, item: tuple[Callable, concurrent.futures.Future]) -> None:
         work, result = item
-        try:
-            if result.set_running_or_notify_cancel():
-                result.set_result(work(worker))
-        except BaseException as error:
-            result.set_exception(error)
-        finally:
-            with self._lock:
-                self._queue.finish(client)
-                self._idle.add(worker)
-            self._dispatch()
+        answer: Reading | BaseException | None = None  # None: nobody waits for it
+        if result.set_running_or_notify_cancel():
+            try:
+                answer = work(worker)
+            except BaseException as error:
+                answer = error
+        # The worker is idle before its answer arrives, so that who sends one body after another needs one process.
+        with self._lock:
+            self._queue.finish(client)
+            self._idle.add(worker)
+        self._dispatch()
+        if isinstance(answer, BaseException):
+            result.set_exception(answer)
+        elif answer is not None:
+            result.set_result(answer)
 
 
 class _Thread:
