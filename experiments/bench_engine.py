@@ -42,11 +42,11 @@ from mtpjax.atomic import write_text
 from mtpjax.console import narrow_table
 from mtpjax.evaluation.intervals import Estimate, estimate_from, resample
 from mtpjax.evaluation.machine import Stopwatch, describe_machine
-from mtpjax.evaluation.small_models import constructed_params, small_config
 from mtpjax.serving.calls import Call
 from mtpjax.serving.engine import Engine
 from mtpjax.serving.request import Delta, Finish, Request
 from mtpjax.serving.sizes import EngineSettings
+from tests.helpers.small_models import constructed_params, small_config
 
 NUM_SLOTS = 8
 MAX_LENGTH = 240

@@ -24,13 +24,13 @@ import tokenizers
 
 from mtpjax import DecodeConfig, MTPModel, forward
 from mtpjax.data.tokenizer import load_tokenizer
-from mtpjax.evaluation import small_models
 from mtpjax.serving.api.server import ApiSettings
 from mtpjax.serving.app import make_app
 from mtpjax.serving.engine import Engine
 from mtpjax.serving.http_server import serve_in_thread
 from mtpjax.serving.metrics import Metrics
 from mtpjax.serving.sizes import EngineSettings
+from tests.helpers import small_models
 
 SGLANG, VOCAB_SIZE, MODEL_NAME = "0.5.23", 264, "tiny"
 INSTALL_SECONDS, RUN_SECONDS = 1500, 400

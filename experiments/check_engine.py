@@ -36,12 +36,12 @@ from mtpjax.atomic import write_text
 from mtpjax.compat import make_mesh
 from mtpjax.console import narrow_table
 from mtpjax.evaluation.machine import describe_machine
-from mtpjax.evaluation.small_models import constructed_drafter, constructed_params, small_config
 from mtpjax.models.decoding_layout import shard_for_decoding
 from mtpjax.models.expert_placement import place_all_layers
 from mtpjax.serving.engine import Engine
 from mtpjax.serving.request import Delta, EngineStatus, Finish, Request
 from mtpjax.serving.sizes import EngineSettings
+from tests.helpers.small_models import constructed_drafter, constructed_params, small_config
 
 MAX_LENGTH = 96
 NUM_PAGES = 24  # of 8 positions; one text needs up to 14, so requests are preempted

@@ -21,7 +21,7 @@ from mtpjax import DecodeConfig, MTPModel, forward, generate, speculative_genera
 from mtpjax.decoding.config import largest_tree
 from mtpjax.decoding.reference import plain_generate
 from mtpjax.decoding.result import DecodeStats
-from mtpjax.evaluation.small_models import DRAFT_QUALITIES, constructed_params, small_config
+from tests.helpers.small_models import DRAFT_QUALITIES, constructed_params, small_config
 
 NUM_PROMPTS = 64
 NEW_TOKENS = 24

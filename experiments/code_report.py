@@ -31,9 +31,11 @@ RANK = {
     "io": 3,
     "data": 4,
     "decoding": 4,
-    "evaluation": 5,
+    "drafters": 5,
+    "inference": 6,
+    "evaluation": 7,
 }
-RANK |= {"training": 6, "ablation": 7, "serving": 7, "cli": 8, "mtpjax": 9}
+RANK |= {"training": 8, "ablation": 9, "serving": 9, "cli": 10, "mtpjax": 11}
 Graph = dict[str, set[str]]
 
 

@@ -39,9 +39,9 @@ from mtpjax import DecodeConfig, MTPModel, Objective, TrainConfig, load, load_dr
 from mtpjax.ablation.bench import Settings, find_workload
 from mtpjax.atomic import write_text
 from mtpjax.console import narrow_table
-from mtpjax.decoding.drafters.base import Drafter
-from mtpjax.decoding.drafters.load import DRAFTER_FOLDER
+from mtpjax.decoding.drafter import Drafter
 from mtpjax.decoding.generate import generate, speculative_generate
+from mtpjax.drafters.load import DRAFTER_FOLDER
 from mtpjax.evaluation.acceptance import sampling_arguments
 from mtpjax.evaluation.machine import Stopwatch, describe_machine
 from mtpjax.evaluation.metrics import estimate

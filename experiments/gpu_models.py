@@ -15,8 +15,8 @@ from experiments.smollm2_modules import attach_modules
 from experiments.smollm2_settings import OWN_PROMPTS, find_gguf
 from mtpjax import DecodeConfig, ModelConfig, MTPModel, presets, speculative_generate
 from mtpjax.data.tokenizer import Tokenizer, load_tokenizer
-from mtpjax.evaluation.small_models import small_config
 from mtpjax.io.checkpoint import load
+from tests.helpers.small_models import small_config
 
 # Shapes of constructed weights.
 SHAPES = {

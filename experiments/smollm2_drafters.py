@@ -23,10 +23,10 @@ from experiments.train_smollm2 import TrainingData
 from mtpjax import DecodeConfig, MTPModel, TrainConfig, load_drafter, save_drafter
 from mtpjax.atomic import write_text
 from mtpjax.data.packing import concatenate_rows
-from mtpjax.decoding.drafters.load import TrainedDrafter, TrainedParams
-from mtpjax.decoding.drafters.medusa import MedusaDrafter, MedusaParams
-from mtpjax.models.dflash import DFlashConfig
-from mtpjax.models.draft_forward import draft_layer_ids
+from mtpjax.drafters.dflash.network import DFlashConfig
+from mtpjax.drafters.forward import draft_layer_ids
+from mtpjax.drafters.load import TrainedDrafter, TrainedParams
+from mtpjax.drafters.medusa.drafting import MedusaDrafter, MedusaParams
 from mtpjax.training import run_dir
 from mtpjax.training.callbacks import Callback, TrainEvent
 from mtpjax.training.corpus import load_corpus

@@ -22,12 +22,12 @@ import numpy as np
 
 from mtpjax import DecodeConfig, MTPModel
 from mtpjax.data.tokenizer import ByteTokenizer
-from mtpjax.evaluation import small_models
 from mtpjax.serving.api.server import ApiSettings
 from mtpjax.serving.app import make_app
 from mtpjax.serving.engine import Engine
 from mtpjax.serving.http_server import serve_in_thread
 from mtpjax.serving.sizes import EngineSettings
+from tests.helpers import small_models
 
 NUM_CLIENTS = 24
 BAD = [b"{", b"[]", b'{"prompt": "a", "max_tokens": -1}', b'{"prompt": [9999]}', b'{"prompt": "a", "top_p": NaN}']

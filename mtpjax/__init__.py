@@ -9,10 +9,10 @@ from mtpjax.version import __version__
 if TYPE_CHECKING:
     from mtpjax.data.tokenizer import load_tokenizer
     from mtpjax.decoding.config import DecodeConfig, SamplingParams
-    from mtpjax.decoding.drafters.load import load_drafter, save_drafter
     from mtpjax.decoding.generate import generate, speculative_generate
     from mtpjax.decoding.result import GenerationResult, collect
     from mtpjax.decoding.resumable import init_state, insert, run
+    from mtpjax.drafters.load import load_drafter, save_drafter
     from mtpjax.evaluation.self_check import check_acceptance
     from mtpjax.io.checkpoint import load
     from mtpjax.io.save import save
@@ -60,7 +60,7 @@ __all__ = [
 _HOMES = {
     "data.tokenizer": ("load_tokenizer",),
     "decoding.config": ("DecodeConfig", "SamplingParams"),
-    "decoding.drafters.load": ("load_drafter", "save_drafter"),
+    "drafters.load": ("load_drafter", "save_drafter"),
     "decoding.generate": ("generate", "speculative_generate"),
     "decoding.result": ("GenerationResult", "collect"),
     "decoding.resumable": ("init_state", "insert", "run"),

@@ -49,7 +49,7 @@ def forget_compiled():
 
 @pytest.fixture(scope="session")
 def small():
-    """`small(attention, draft_quality, **changes)` -> model and parameters; see `mtpjax.evaluation.small_models`."""
+    """`small(attention, draft_quality, **changes)` -> model and parameters; see `tests.helpers.small_models`."""
 
     @functools.cache
     def make(attention="grouped", draft_quality="random", **changes):

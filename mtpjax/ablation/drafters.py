@@ -10,10 +10,10 @@ from typing import Any, Literal, Unpack
 import jax
 import numpy as np
 
-from conversion.drafters.read import Reading
 from mtpjax.decoding.config import DecodeConfig
-from mtpjax.decoding.drafters.base import Drafter
-from mtpjax.decoding.drafters.load import load_drafter
+from mtpjax.decoding.drafter import Drafter
+from mtpjax.drafters.files.read import Reading
+from mtpjax.drafters.load import load_drafter
 from mtpjax.models.model import MTPModel
 from mtpjax.training.cost import TrainingCost, read_training_cost
 

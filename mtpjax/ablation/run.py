@@ -18,7 +18,6 @@ from typing import Any, Unpack
 
 import jax
 
-from conversion.drafters.read import Reading
 from mtpjax.ablation.bench import Bench, Workload, find_workload
 from mtpjax.ablation.drafters import MTP, DraftMethod, load_methods
 from mtpjax.ablation.grid import Cell, Settings, list_cells
@@ -29,6 +28,7 @@ from mtpjax.ablation.report import format_recommendation, format_summary, print_
 from mtpjax.ablation.rows import is_whole
 from mtpjax.atomic import write_text
 from mtpjax.data.jsonl_writer import JsonlWriter
+from mtpjax.drafters.files.read import Reading
 from mtpjax.evaluation.machine import describe_machine
 from mtpjax.evaluation.plot_style import DEFAULT_FORMATS, picture_paths
 from mtpjax.evaluation.trust import can_pass

@@ -126,7 +126,7 @@ def load_drafter_of(options, settings: dict[str, Any], model) -> tuple[dict[str,
         return settings, None
     if settings.get("drafter", "mtp") != "mtp":
         raise ValueError(f"--drafter {settings['drafter']} and --speculative-draft-model-path name two drafters")
-    from mtpjax.decoding.drafters.load import load_drafter
+    from mtpjax.drafters.load import load_drafter
 
     # 2. Load the drafter, and check that it is of the kind that the flags name.
     drafter, draft_params = load_drafter(path, model=model, **reading_of(options))

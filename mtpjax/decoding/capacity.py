@@ -1,6 +1,6 @@
 """Cache capacity and pass width: the shapes for which a decoding call is compiled."""
 
-from mtpjax.decoding.drafters.base import Drafter
+from mtpjax.decoding.drafter import Drafter
 from mtpjax.decoding.spec import DecodeSpec
 from mtpjax.models.model import MTPModel
 

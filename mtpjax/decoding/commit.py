@@ -8,7 +8,7 @@ import jax
 import jax.numpy as jnp
 
 from mtpjax.decoding.depth_policy import update_policy
-from mtpjax.decoding.drafters.base import Draft, Drafter
+from mtpjax.decoding.drafter import Draft, Drafter
 from mtpjax.decoding.spec import DecodeSpec
 from mtpjax.decoding.state import DecodeState, running_pages
 from mtpjax.decoding.verify import Acceptance, VerifyOutput

@@ -83,7 +83,7 @@ class DecodeConfig:
     Attributes:
         max_new_tokens: maximum number of new tokens per row, at least 1.
         drafter: the draft method: "mtp" (the model's MTP modules), "lookup" (n-grams copied from the row's own text),
-            or an instance of `mtpjax.decoding.drafters.Drafter`: an EAGLE-3, Medusa, DFlash or DSpark drafter of
+            or an instance of `mtpjax.drafters.Drafter`: an EAGLE-3, Medusa, DFlash or DSpark drafter of
             `load_drafter`, or one of your own.
         num_steps: draft levels per round; 0 is plain decoding. Levels beyond the number of MTP modules run the last
             module again on its own output. SGLang: `speculative_num_steps`.

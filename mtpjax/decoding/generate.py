@@ -22,7 +22,7 @@ from mtpjax.decoding.capacity import (
 )
 from mtpjax.decoding.config import DecodeConfig, SamplingParams
 from mtpjax.decoding.depth_policy import can_speed_up
-from mtpjax.decoding.drafters.base import Drafter
+from mtpjax.decoding.drafter import Drafter
 from mtpjax.decoding.loop import decode
 from mtpjax.decoding.requests import (
     check_argument_types,

@@ -8,7 +8,7 @@ import jax
 import jax.numpy as jnp
 
 from mtpjax.decoding.commit import commit
-from mtpjax.decoding.drafters.base import Draft, Drafter
+from mtpjax.decoding.drafter import Draft, Drafter
 from mtpjax.decoding.gpu_graph import one_graph
 from mtpjax.decoding.prefill import prefill
 from mtpjax.decoding.spec import DecodeSpec

@@ -7,7 +7,7 @@ import jax
 import jax.numpy as jnp
 
 from mtpjax.decoding.commit import append_tokens
-from mtpjax.decoding.drafters.base import Drafter
+from mtpjax.decoding.drafter import Drafter
 from mtpjax.decoding.logits import adjust_logits
 from mtpjax.decoding.sampling import distribution, draw_target
 from mtpjax.decoding.spec import DecodeSpec

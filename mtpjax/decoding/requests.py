@@ -11,12 +11,12 @@ import numpy as np
 from jax.core import Tracer
 
 from mtpjax.decoding.config import DecodeConfig, SamplingParams
-from mtpjax.decoding.drafters.base import Drafter
-from mtpjax.decoding.drafters.lookup import LookupDrafter
-from mtpjax.decoding.drafters.mtp import MTPDrafter
+from mtpjax.decoding.drafter import Drafter
 from mtpjax.decoding.sampling_params import make_sampling_arrays
 from mtpjax.decoding.state import NewRows, RowSettings
 from mtpjax.decoding.unused_settings import warn_of_unused_settings
+from mtpjax.drafters.lookup.drafting import LookupDrafter
+from mtpjax.drafters.mtp.drafting import MTPDrafter
 from mtpjax.messages import count_of
 from mtpjax.models.model import MTPModel
 from mtpjax.models.params import check_params
@@ -44,9 +44,7 @@ def make_drafter(config: DecodeConfig) -> Drafter:
     if config.drafter == "lookup":
         return LookupDrafter(min_n=config.prompt_lookup_min, max_n=config.prompt_lookup_max)
     if not isinstance(config.drafter, Drafter):
-        raise ValueError(
-            f"drafter must be 'mtp', 'lookup' or a mtpjax.decoding.drafters.Drafter, got {config.drafter!r}"
-        )
+        raise ValueError(f"drafter must be 'mtp', 'lookup' or a mtpjax.drafters.Drafter, got {config.drafter!r}")
     return config.drafter
 
 

@@ -24,7 +24,7 @@ from jax.sharding import Mesh
 from mtpjax.compat import library_settings
 from mtpjax.decoding.capacity import round_up_capacity, slots_per_round
 from mtpjax.decoding.config import DecodeConfig, SamplingParams, check_integer
-from mtpjax.decoding.drafters.base import Drafter
+from mtpjax.decoding.drafter import Drafter
 from mtpjax.decoding.generate import device_settings, make_state, resolve_spec
 from mtpjax.decoding.gpu_graph import one_graph
 from mtpjax.decoding.loop import run_rounds

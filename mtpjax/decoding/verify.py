@@ -9,7 +9,7 @@ import jax
 import jax.numpy as jnp
 
 from mtpjax.decoding import acceptance, rng
-from mtpjax.decoding.drafters.base import Draft, Drafter
+from mtpjax.decoding.drafter import Draft, Drafter
 from mtpjax.decoding.logits import adjust_logits
 from mtpjax.decoding.sampling import PathTokens, distribution, draw, draw_target
 from mtpjax.decoding.spec import DecodeSpec

@@ -17,16 +17,16 @@ import numpy as np
 
 from mtpjax.decoding.capacity import round_up_capacity
 from mtpjax.decoding.config import DecodeConfig, SamplingParams
-from mtpjax.decoding.drafters.dflash import DFlashDrafter
-from mtpjax.decoding.drafters.dspark import DSparkDrafter
-from mtpjax.decoding.drafters.eagle3 import Eagle3Drafter
-from mtpjax.decoding.drafters.load import TrainedParams
-from mtpjax.decoding.drafters.medusa import MedusaDrafter, MedusaParams
 from mtpjax.decoding.generate import generate, speculative_generate
 from mtpjax.decoding.spec import DecodeSpec, Rule
 from mtpjax.distributed import gather_processes
+from mtpjax.drafters.dflash.drafting import DFlashDrafter
+from mtpjax.drafters.dspark.drafting import DSparkDrafter
+from mtpjax.drafters.eagle3.drafting import Eagle3Drafter
+from mtpjax.drafters.forward import DraftArchitecture, forward_with_drafter
+from mtpjax.drafters.load import TrainedParams
+from mtpjax.drafters.medusa.drafting import MedusaDrafter, MedusaParams
 from mtpjax.evaluation.predict import acceptance_probabilities, expected_rounds
-from mtpjax.models.draft_forward import DraftArchitecture, forward_with_drafter
 from mtpjax.models.forward import forward, shift_left
 from mtpjax.models.model import MTPModel
 from mtpjax.models.params import DRAFT_IDS, DRAFTER

@@ -6,7 +6,7 @@ from typing import Any
 import jax
 import numpy as np
 
-from mtpjax.decoding.drafters.base import Draft
+from mtpjax.decoding.drafter import Draft
 from mtpjax.decoding.gpu_graph import OneGraph
 from mtpjax.serving.program_set import ProgramKey
 from mtpjax.serving.programs import Batch, PackedReport, Report

@@ -21,7 +21,7 @@ import numpy as np
 from jax.sharding import PartitionSpec
 
 from mtpjax.decoding.commit import cond_as_while_loop
-from mtpjax.decoding.drafters.base import Draft, Drafter
+from mtpjax.decoding.drafter import Draft, Drafter
 from mtpjax.decoding.gpu_graph import one_graph
 from mtpjax.decoding.loop import finish_round, run_rounds
 from mtpjax.decoding.prefill import prefill

@@ -4,7 +4,7 @@ import dataclasses
 from collections.abc import Callable
 
 from mtpjax.decoding.capacity import round_up_capacity, slots_per_round
-from mtpjax.decoding.drafters.base import Drafter
+from mtpjax.decoding.drafter import Drafter
 from mtpjax.decoding.spec import DecodeSpec
 from mtpjax.models.config import ModelConfig
 from mtpjax.models.model import MTPModel

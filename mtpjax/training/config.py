@@ -5,8 +5,8 @@ import math
 from collections.abc import Mapping
 from typing import Any, Literal
 
-from conversion.drafters.read import Reading
 from mtpjax.data.config import Source
+from mtpjax.drafters.files.read import Reading
 from mtpjax.errors import printable
 from mtpjax.field_types import check_mapping, check_scalar_fields
 from mtpjax.models.config import IMPLEMENTATIONS, Implementation, ModelConfig, require, require_choice

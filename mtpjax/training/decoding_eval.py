@@ -13,6 +13,7 @@ from mtpjax.data.packing import Document
 from mtpjax.decoding.capacity import min_rows_per_pass, round_up_capacity
 from mtpjax.decoding.config import DecodeConfig
 from mtpjax.distributed import is_multiprocess
+from mtpjax.drafters.forward import DraftArchitecture
 from mtpjax.evaluation.acceptance import measure_acceptance
 from mtpjax.evaluation.intervals import Estimate, estimate_from, resample
 from mtpjax.evaluation.machine import Stopwatch
@@ -21,7 +22,6 @@ from mtpjax.evaluation.round_costs import CostMeter
 from mtpjax.evaluation.round_loops import chain_shape
 from mtpjax.evaluation.trust import speed_up_problem
 from mtpjax.models.decoding_layout import shard_for_decoding
-from mtpjax.models.draft_forward import DraftArchitecture
 from mtpjax.models.model import MTPModel
 from mtpjax.models.sharding import mesh_of
 from mtpjax.models.trunk import unstack_layers

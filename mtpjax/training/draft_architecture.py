@@ -4,12 +4,12 @@ from typing import Any
 
 import numpy as np
 
+from mtpjax.drafters.dflash.network import DFlashConfig
+from mtpjax.drafters.dspark.network import DSparkConfig
+from mtpjax.drafters.eagle3.network import Eagle3Config
+from mtpjax.drafters.forward import DraftArchitecture
+from mtpjax.drafters.medusa.network import MedusaConfig
 from mtpjax.models.config import ModelConfig
-from mtpjax.models.dflash import DFlashConfig
-from mtpjax.models.draft_forward import DraftArchitecture
-from mtpjax.models.dspark import DSparkConfig
-from mtpjax.models.eagle3 import Eagle3Config
-from mtpjax.models.medusa import MedusaConfig
 from mtpjax.training.config import BLOCK_DRAFTERS, TrainConfig
 
 MIN_DEFAULT_LAYERS = 7  # from here on EAGLE-3's default layers are three different ones

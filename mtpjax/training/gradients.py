@@ -7,7 +7,8 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from mtpjax.models.draft_forward import (
+from mtpjax.drafters.dspark.network import DSparkConfig
+from mtpjax.drafters.forward import (
     DraftArchitecture,
     draft_columns,
     draft_heads,
@@ -15,7 +16,6 @@ from mtpjax.models.draft_forward import (
     forward_drafter,
     shares_head,
 )
-from mtpjax.models.dspark import DSparkConfig
 from mtpjax.models.forward import DepthsOutput, forward_depths, trunk_states
 from mtpjax.models.model import MTPModel, bind
 from mtpjax.models.params import is_of_modules

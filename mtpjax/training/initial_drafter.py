@@ -6,14 +6,14 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 
-from conversion.drafters.write import find_form
-from mtpjax.decoding.drafters.load import TrainedParams, load_drafter
-from mtpjax.decoding.drafters.medusa import MedusaParams
+from mtpjax.drafters.dspark.network import DSparkConfig
+from mtpjax.drafters.eagle3.network import Eagle3Config
+from mtpjax.drafters.files.write import find_form
+from mtpjax.drafters.forward import DraftArchitecture
+from mtpjax.drafters.load import TrainedParams, load_drafter
+from mtpjax.drafters.medusa.drafting import MedusaParams
+from mtpjax.drafters.medusa.network import MedusaConfig
 from mtpjax.errors import UsageError
-from mtpjax.models.draft_forward import DraftArchitecture
-from mtpjax.models.dspark import DSparkConfig
-from mtpjax.models.eagle3 import Eagle3Config
-from mtpjax.models.medusa import MedusaConfig
 from mtpjax.models.model import MTPModel
 from mtpjax.models.params import DRAFT_IDS, DRAFTER
 from mtpjax.training.config import TrainConfig

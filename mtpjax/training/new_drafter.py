@@ -9,19 +9,19 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from conversion.drafters.write import find_form
 from mtpjax.data.draft_vocabulary import choose_vocabulary
-from mtpjax.decoding.drafters.dflash import DFlashDrafter, DFlashParams
-from mtpjax.decoding.drafters.dspark import DSparkDrafter
-from mtpjax.decoding.drafters.eagle3 import Eagle3Drafter, Eagle3Params
-from mtpjax.decoding.drafters.load import DRAFTER_FOLDER, TrainedDrafter, save_drafter
-from mtpjax.decoding.drafters.medusa import MedusaDrafter, MedusaParams
-from mtpjax.models.dflash import DFlash, DFlashConfig
-from mtpjax.models.draft_forward import DraftArchitecture, draft_heads
-from mtpjax.models.dspark import DSpark, DSparkConfig
-from mtpjax.models.eagle3 import Eagle3, Eagle3Config
+from mtpjax.drafters.dflash.drafting import DFlashDrafter, DFlashParams
+from mtpjax.drafters.dflash.network import DFlash, DFlashConfig
+from mtpjax.drafters.dspark.drafting import DSparkDrafter
+from mtpjax.drafters.dspark.network import DSpark, DSparkConfig
+from mtpjax.drafters.eagle3.drafting import Eagle3Drafter, Eagle3Params
+from mtpjax.drafters.eagle3.network import Eagle3, Eagle3Config
+from mtpjax.drafters.files.write import find_form
+from mtpjax.drafters.forward import DraftArchitecture, draft_heads
+from mtpjax.drafters.load import DRAFTER_FOLDER, TrainedDrafter, save_drafter
+from mtpjax.drafters.medusa.drafting import MedusaDrafter, MedusaParams
+from mtpjax.drafters.medusa.network import Medusa, MedusaConfig
 from mtpjax.models.masks import full_view
-from mtpjax.models.medusa import Medusa, MedusaConfig
 from mtpjax.models.model import MTPModel
 from mtpjax.models.params import DRAFT_IDS, DRAFTER
 from mtpjax.training.config import TrainConfig

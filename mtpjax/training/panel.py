@@ -11,8 +11,8 @@ import numpy as np
 
 from mtpjax.console import narrow_table, print_parts
 from mtpjax.data.packing import Batch
+from mtpjax.drafters.forward import DraftArchitecture, forward_with_drafter
 from mtpjax.evaluation.trust import mark, verdict
-from mtpjax.models.draft_forward import DraftArchitecture, forward_with_drafter
 from mtpjax.models.forward import forward, shift_left
 from mtpjax.models.model import MTPModel
 from mtpjax.training.decoding_eval import JSON_KEYS, KIND_TEMPERATURES, DecodedMetrics

@@ -4,7 +4,7 @@ import math
 
 import jax
 
-from mtpjax.models.draft_forward import draft_layer_ids
+from mtpjax.drafters.forward import draft_layer_ids
 from mtpjax.training.config import TrainConfig
 from mtpjax.training.corpus import load_corpus
 from mtpjax.training.gradients import trainable_params

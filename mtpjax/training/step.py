@@ -12,8 +12,8 @@ import optax.contrib
 from jax.sharding import Mesh
 
 from mtpjax.data.packing import Batch
-from mtpjax.models.dflash import DFlashConfig
-from mtpjax.models.draft_forward import DraftArchitecture, mask_undraftable
+from mtpjax.drafters.dflash.network import DFlashConfig
+from mtpjax.drafters.forward import DraftArchitecture, mask_undraftable
 from mtpjax.models.model import MTPModel
 from mtpjax.models.params import is_of_modules
 from mtpjax.training.anchors import MAX_ANCHORS, draw_anchors, keep_anchors
@@ -177,7 +177,7 @@ def train_step(
             rounding; the LK hybrid takes one more forward pass.
         mesh: splits the rows over its devices (`mtpjax.training.data_parallel`); None: one device.
         objective_function: computes the loss from `LossInputs`, in the place of `objective`.
-        architecture: the drafter that trains in the place of MTP modules (`mtpjax.models.draft_forward`); None: MTP
+        architecture: the drafter that trains in the place of MTP modules (`mtpjax.drafters.forward`); None: MTP
             modules.
         num_anchors: most anchors of a row, for a block drafter.
         seed: seed of the anchors. Those of an update depend on the seed and its number alone.

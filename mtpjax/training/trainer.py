@@ -16,13 +16,13 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 from mtpjax import distributed
 from mtpjax.atomic import write_text
 from mtpjax.data import packing
-from mtpjax.decoding.drafters.base import Drafter
+from mtpjax.decoding.drafter import Drafter
+from mtpjax.drafters.forward import DraftArchitecture, draft_layer_ids
 from mtpjax.errors import Preempted, printable
 from mtpjax.evaluation import self_check
 from mtpjax.evaluation.machine import describe_device
 from mtpjax.evaluation.plot_style import picture_paths
 from mtpjax.io import checkpoint
-from mtpjax.models.draft_forward import DraftArchitecture, draft_layer_ids
 from mtpjax.models.model import MTPModel
 from mtpjax.models.params import DRAFT_IDS, DRAFTER
 from mtpjax.models.sharding import shard_params

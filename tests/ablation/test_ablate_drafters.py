@@ -28,15 +28,15 @@ from mtpjax.ablation.positions import deepest, plot_positions
 from mtpjax.ablation.report import format_recommendation, print_cells, to_csv
 from mtpjax.ablation.run import fingerprint
 from mtpjax.cli.main import main
-from mtpjax.decoding.drafters.dflash import DFlashDrafter, DFlashParams
+from mtpjax.drafters.dflash.drafting import DFlashDrafter, DFlashParams
+from mtpjax.drafters.dflash.network import DFlash, DFlashConfig
 from mtpjax.errors import CheckpointError
-from mtpjax.evaluation.small_models import constructed_drafter
 from mtpjax.models.config import ModelConfig
-from mtpjax.models.dflash import DFlash, DFlashConfig
 from mtpjax.models.masks import full_view
 from mtpjax.models.model import MTPModel
 from mtpjax.training.cost import TrainingCost
 from tests.helpers.ablation_rows import ENVIRONMENT, SETTINGS, WORKLOAD, cell_row
+from tests.helpers.small_models import constructed_drafter
 
 LOOKUP = DraftMethod("lookup", "lookup")
 # Batch size, temperature, depth and topk.

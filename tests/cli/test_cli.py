@@ -19,17 +19,17 @@ from mtpjax.atomic import check_output_file
 from mtpjax.cli import config_flags, generate
 from mtpjax.cli.main import COMMANDS, main
 from mtpjax.data.draft_vocabulary import save_vocabulary
-from mtpjax.decoding.drafters.dflash import DFlashDrafter, DFlashParams
-from mtpjax.decoding.drafters.dspark import DSparkDrafter
-from mtpjax.decoding.drafters.medusa import MedusaDrafter, MedusaParams
+from mtpjax.drafters.dflash.drafting import DFlashDrafter, DFlashParams
+from mtpjax.drafters.dflash.network import DFlash, DFlashConfig
+from mtpjax.drafters.dspark.drafting import DSparkDrafter
+from mtpjax.drafters.dspark.network import DSpark, DSparkConfig
+from mtpjax.drafters.medusa.drafting import MedusaDrafter, MedusaParams
+from mtpjax.drafters.medusa.network import Medusa, MedusaConfig
 from mtpjax.evaluation import profile
 from mtpjax.evaluation.profile import load_depth_settings
 from mtpjax.io.checkpoint import save_model
 from mtpjax.models.config import ModelConfig
-from mtpjax.models.dflash import DFlash, DFlashConfig
-from mtpjax.models.dspark import DSpark, DSparkConfig
 from mtpjax.models.masks import full_view
-from mtpjax.models.medusa import Medusa, MedusaConfig
 from mtpjax.serving.offline import CompletedBatch, complete
 from tests import golden
 

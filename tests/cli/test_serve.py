@@ -30,10 +30,10 @@ from mtpjax.cli.expert_flags import read_expert_counts
 from mtpjax.cli.main import main
 from mtpjax.cli.serve_settings import engine_sizes
 from mtpjax.decoding.config import DecodeConfig
-from mtpjax.decoding.drafters.load import save_drafter
+from mtpjax.drafters.load import save_drafter
 from mtpjax.errors import UsageError
-from mtpjax.evaluation.small_models import constructed_drafter
 from mtpjax.serving.sizes import longest_text
+from tests.helpers.small_models import constructed_drafter
 
 SIZES = ("--max-running-requests", "2", "--context-length", "128", "--precompile-bs-paddings", "2")
 QUICK = (*SIZES, "--skip-server-warmup", "--port", "0")

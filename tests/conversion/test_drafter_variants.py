@@ -8,11 +8,11 @@ import numpy as np
 import pytest
 from safetensors.numpy import load_file, save_file
 
-from conversion.drafters.dflash_config import describe_dflash, parse_dflash
-from conversion.drafters.eagle3_config import TrunkSizes, describe_eagle3, parse_eagle3
-from conversion.drafters.method import find_method
-from conversion.drafters.read import read_drafter
-from conversion.drafters.write import write_drafter
+from mtpjax.drafters.dflash.hf_config import describe_dflash, parse_dflash
+from mtpjax.drafters.eagle3.hf_config import TrunkSizes, describe_eagle3, parse_eagle3
+from mtpjax.drafters.files.method import find_method
+from mtpjax.drafters.files.read import read_drafter
+from mtpjax.drafters.files.write import write_drafter
 from mtpjax.errors import CheckpointError, CheckpointFileError, ConfigError
 from tests.golden import drafter_path
 

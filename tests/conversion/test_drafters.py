@@ -13,12 +13,12 @@ import pytest
 from safetensors.numpy import load_file, save_file
 
 import mtpjax
-from conversion.drafters.dflash_config import describe_dflash, parse_dflash
-from conversion.drafters.eagle3_config import TrunkSizes, default_layer_ids, parse_eagle3
-from conversion.drafters.read import StoredDrafter, read_drafter
-from conversion.drafters.torch_file import TorchFile
-from conversion.drafters.write import write_drafter
 from mtpjax import MTPModel, presets
+from mtpjax.drafters.dflash.hf_config import describe_dflash, parse_dflash
+from mtpjax.drafters.eagle3.hf_config import TrunkSizes, default_layer_ids, parse_eagle3
+from mtpjax.drafters.files.read import StoredDrafter, read_drafter
+from mtpjax.drafters.files.torch_file import TorchFile
+from mtpjax.drafters.files.write import write_drafter
 from mtpjax.errors import CheckpointError, CheckpointFileError, ConfigError
 from tests.golden import drafter_path
 

@@ -6,8 +6,8 @@ import ml_dtypes
 import numpy as np
 import pytest
 
-from conversion.drafters.eagle3_config import TrunkSizes
-from conversion.drafters.read import read_drafter
+from mtpjax.drafters.eagle3.hf_config import TrunkSizes
+from mtpjax.drafters.files.read import read_drafter
 from mtpjax.errors import CheckpointFileError
 from mtpjax.io import convert
 from mtpjax.io.inspect import format_lines, inspect

@@ -16,9 +16,9 @@ import pytest
 import mtpjax
 from conversion.hf_config import parse_config
 from mtpjax import MTPModel
-from mtpjax.models.dflash_forward import dflash_blocks
-from mtpjax.models.dspark import DSpark, DSparkConfig
-from mtpjax.models.eagle3_forward import eagle3_levels
+from mtpjax.drafters.dflash.forward import dflash_blocks
+from mtpjax.drafters.dspark.network import DSpark, DSparkConfig
+from mtpjax.drafters.eagle3.forward import eagle3_levels
 from mtpjax.models.forward import trunk_states
 from tests.golden import drafter_path, has_trunk
 

@@ -10,18 +10,18 @@ import pytest
 
 from mtpjax import DecodeConfig, SamplingParams, generate, init_state, insert, run, speculative_generate
 from mtpjax.decoding import rng
-from mtpjax.decoding.drafters import levels
-from mtpjax.decoding.drafters.dflash import DFlashDrafter, DFlashParams
-from mtpjax.decoding.drafters.dspark import DSparkDrafter
 from mtpjax.decoding.prefill import prefill
 from mtpjax.decoding.result import collect
 from mtpjax.decoding.sampling import SamplingArrays
 from mtpjax.decoding.spec import DecodeSpec
 from mtpjax.decoding.state import NewRows, empty_state, start_rows
+from mtpjax.drafters import levels
+from mtpjax.drafters.dflash.drafting import DFlashDrafter, DFlashParams
+from mtpjax.drafters.dflash.forward import dflash_blocks
+from mtpjax.drafters.dflash.network import DFlash, DFlashConfig
+from mtpjax.drafters.dspark.drafting import DSparkDrafter
+from mtpjax.drafters.dspark.network import DSpark, DSparkConfig
 from mtpjax.models.config import ModelConfig
-from mtpjax.models.dflash import DFlash, DFlashConfig
-from mtpjax.models.dflash_forward import dflash_blocks
-from mtpjax.models.dspark import DSpark, DSparkConfig
 from mtpjax.models.masks import full_view
 from mtpjax.models.model import bind
 from tests.helpers.drafter_mesh import check_mesh

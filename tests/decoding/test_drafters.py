@@ -11,9 +11,9 @@ import pytest
 
 from mtpjax import DecodeConfig, SamplingParams, generate, speculative_generate
 from mtpjax.decoding.acceptance import AcceptedPath
-from mtpjax.decoding.drafters.base import Draft, Drafter
-from mtpjax.decoding.drafters.lookup import find_ngram
+from mtpjax.decoding.drafter import Draft, Drafter
 from mtpjax.decoding.reference import plain_generate
+from mtpjax.drafters.lookup.drafting import find_ngram
 from mtpjax.models.layers.entries import read_rows
 from tests.helpers.laws import first_token_law, second_token_law, second_tokens
 

@@ -7,9 +7,9 @@ import numpy as np
 import pytest
 
 from mtpjax import DecodeConfig, SamplingParams, collect, init_state, insert, run
-from mtpjax.evaluation.small_models import constructed_drafter
 from mtpjax.models.attention_kinds import ATTENTION_KINDS
 from mtpjax.models.cache import Cache
+from tests.helpers.small_models import constructed_drafter
 
 FIRST, SECOND = (np.random.default_rng(7).integers(0, 61, size).tolist() for size in (17, 9))
 CONFIG = DecodeConfig(num_steps=2, prefill_chunk=8, acceptance="sample", logprobs=True, stop_sequences=((60, 60),))

@@ -8,13 +8,13 @@ import numpy as np
 import pytest
 
 from mtpjax import DecodeConfig
-from mtpjax.decoding.drafters.modules import extend_backlog, num_pending
-from mtpjax.decoding.drafters.mtp import MTPDrafter
 from mtpjax.decoding.loop import decode, run_round
 from mtpjax.decoding.prefill import prefill
 from mtpjax.decoding.sampling import SamplingArrays
 from mtpjax.decoding.spec import DecodeSpec
 from mtpjax.decoding.state import NewRows, empty_state, start_rows
+from mtpjax.drafters.modules import extend_backlog, num_pending
+from mtpjax.drafters.mtp.drafting import MTPDrafter
 from mtpjax.models.cache import empty_cache
 from mtpjax.models.forward import shift_left
 from mtpjax.models.masks import cached_view, full_view

@@ -9,13 +9,13 @@ import numpy as np
 import pytest
 
 from mtpjax import DecodeConfig, SamplingParams, generate, init_state, insert, run, speculative_generate
-from mtpjax.decoding.drafters.eagle3 import Eagle3Drafter, Eagle3Params
-from mtpjax.decoding.drafters.medusa import MedusaDrafter, MedusaParams
 from mtpjax.decoding.result import collect
+from mtpjax.drafters.eagle3.drafting import Eagle3Drafter, Eagle3Params
+from mtpjax.drafters.eagle3.network import Eagle3, Eagle3Config
+from mtpjax.drafters.medusa.drafting import MedusaDrafter, MedusaParams
+from mtpjax.drafters.medusa.network import Medusa, MedusaConfig
 from mtpjax.models.config import ModelConfig
-from mtpjax.models.eagle3 import Eagle3, Eagle3Config
 from mtpjax.models.masks import full_view
-from mtpjax.models.medusa import Medusa, MedusaConfig
 from tests.helpers.drafter_mesh import check_mesh
 from tests.helpers.laws import first_token_law, second_token_law, second_tokens
 

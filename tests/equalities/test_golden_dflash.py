@@ -12,13 +12,13 @@ import pytest
 import mtpjax
 from conversion.hf_config import parse_config
 from mtpjax import DecodeConfig, MTPModel, generate, speculative_generate
-from mtpjax.decoding.drafters.dspark import DSparkDrafter
 from mtpjax.decoding.sampling import SamplingArrays
 from mtpjax.decoding.spec import DecodeSpec
 from mtpjax.decoding.state import empty_state
 from mtpjax.decoding.verify import Acceptance
-from mtpjax.models.dflash_forward import dflash_blocks
-from mtpjax.models.dspark import DSpark
+from mtpjax.drafters.dflash.forward import dflash_blocks
+from mtpjax.drafters.dspark.drafting import DSparkDrafter
+from mtpjax.drafters.dspark.network import DSpark
 from mtpjax.models.masks import full_view
 from mtpjax.models.model import bind
 from tests.golden import drafter_path, has_trunk

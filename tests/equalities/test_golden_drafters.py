@@ -13,15 +13,15 @@ import mtpjax
 from conversion.hf_config import parse_config
 from mtpjax import DecodeConfig, MTPModel, speculative_generate
 from mtpjax.decoding.acceptance import typical_tree
-from mtpjax.decoding.drafters.medusa import MedusaState
 from mtpjax.decoding.loop import finish_round
 from mtpjax.decoding.prefill import prefill
 from mtpjax.decoding.sampling import SamplingArrays
 from mtpjax.decoding.spec import DecodeSpec
 from mtpjax.decoding.state import NewRows, empty_state, start_rows
-from mtpjax.models.eagle3_forward import eagle3_levels
+from mtpjax.drafters.eagle3.forward import eagle3_levels
+from mtpjax.drafters.medusa.drafting import MedusaState
+from mtpjax.drafters.medusa.network import Medusa
 from mtpjax.models.masks import full_view
-from mtpjax.models.medusa import Medusa
 from mtpjax.models.model import bind
 from tests.golden import drafter_path, has_trunk
 

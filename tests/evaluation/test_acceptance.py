@@ -11,11 +11,11 @@ import rich.console
 
 from mtpjax import DecodeConfig, forward, generate
 from mtpjax.cli.main import main
-from mtpjax.decoding.drafters.load import save_drafter
+from mtpjax.drafters.load import save_drafter
 from mtpjax.evaluation import acceptance as acceptance_module
 from mtpjax.evaluation.acceptance import Divergence, first_divergences, measure_acceptance
 from mtpjax.evaluation.metrics import estimate, print_report, report, to_json
-from mtpjax.evaluation.small_models import constructed_drafter
+from tests.helpers.small_models import constructed_drafter
 
 CONFIG = DecodeConfig(max_new_tokens=20, num_steps=3, prefill_chunk=8)
 PROMPTS = [[1, 2, 3], [4], [5, 6, 7, 8, 9], [10, 11], [12, 13, 14]]

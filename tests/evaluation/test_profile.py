@@ -14,8 +14,8 @@ from mtpjax.evaluation import profile, round_costs, trust
 from mtpjax.evaluation.profile import load_depth_settings, read_acceptance
 from mtpjax.evaluation.round_costs import CostMeter, RoundCosts
 from mtpjax.evaluation.round_loops import PLAIN_STEP, RoundLoop, RoundShape, chain_shape
-from mtpjax.evaluation.small_models import constructed_drafter
 from mtpjax.host import num_threads
+from tests.helpers.small_models import constructed_drafter
 
 UNKNOWN = {"depth_rates": None}
 

@@ -11,11 +11,11 @@ import pytest
 from experiments import compare_smollm2_drafters, smollm2_drafters, smollm2_measure
 from experiments.smollm2_settings import MissingModelError, find_gguf
 from mtpjax import DecodeConfig, MTPModel, TrainConfig, load_drafter, save_drafter, speculative_generate
-from mtpjax.decoding.drafters.dflash import DFlashDrafter, DFlashParams
-from mtpjax.decoding.drafters.dspark import DSparkDrafter
+from mtpjax.drafters.dflash.drafting import DFlashDrafter, DFlashParams
+from mtpjax.drafters.dflash.network import DFlash, DFlashConfig
+from mtpjax.drafters.dspark.drafting import DSparkDrafter
+from mtpjax.drafters.dspark.network import DSpark, DSparkConfig
 from mtpjax.models.config import ModelConfig
-from mtpjax.models.dflash import DFlash, DFlashConfig
-from mtpjax.models.dspark import DSpark, DSparkConfig
 from mtpjax.models.masks import full_view
 from mtpjax.training.draft_architecture import draft_architecture
 from mtpjax.training.new_drafter import add_new_drafter, to_decoding

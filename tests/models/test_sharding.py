@@ -7,11 +7,10 @@ import pytest
 from jax.sharding import PartitionSpec
 
 from mtpjax import compat, forward, presets
-from mtpjax.decoding.drafters.mtp import MTPDrafter
 from mtpjax.decoding.sampling import SamplingFeatures
 from mtpjax.decoding.spec import DecodeSpec
 from mtpjax.decoding.state import empty_state
-from mtpjax.evaluation.small_models import small_config
+from mtpjax.drafters.mtp.drafting import MTPDrafter
 from mtpjax.models.decoding_layout import (
     align_blocks,
     constrain_state,
@@ -24,6 +23,7 @@ from mtpjax.models.decoding_layout import (
 from mtpjax.models.params import param_shapes
 from mtpjax.models.quantized import BlockScaled
 from mtpjax.models.sharding import MESH_AXES, PARAMETER_AXES, param_sharding, shard_params
+from tests.helpers.small_models import small_config
 
 REPLICATED = re.compile(r"(experts/router|shared_gate)$")  # small, and each token needs them whole
 

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from mtpjax import DecodeConfig, SamplingParams
-from mtpjax.decoding.drafters.base import Draft
+from mtpjax.decoding.drafter import Draft
 from mtpjax.serving import programs
 from mtpjax.serving.calls import Work
 from mtpjax.serving.disaggregation.protocol import Signer

@@ -10,13 +10,13 @@ import numpy as np
 import pytest
 
 from mtpjax import DecodeConfig, MTPModel, SamplingParams, compat
-from mtpjax.evaluation.small_models import constructed_drafter, constructed_params, small_config
 from mtpjax.models.decoding_layout import shard_for_decoding
 from mtpjax.serving.engine import Engine
 from mtpjax.serving.host_pages import page_bytes
 from mtpjax.serving.launch import page_bytes as expected_page_bytes
 from mtpjax.serving.model_digest import model_digest
 from mtpjax.serving.request import Request
+from tests.helpers.small_models import constructed_drafter, constructed_params, small_config
 from tests.serving.test_engine import CONFIG, ONE_SIZE, PREFIXES, Client, alone, check_all, check_idle, random_requests
 
 slow = pytest.mark.slow

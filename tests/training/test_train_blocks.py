@@ -8,15 +8,15 @@ import numpy as np
 import pytest
 
 from mtpjax import Objective
-from mtpjax.decoding.drafters.base import Draft
-from mtpjax.decoding.drafters.dflash import DFlashDrafter, DFlashParams
-from mtpjax.decoding.drafters.dspark import DSparkDrafter
+from mtpjax.decoding.drafter import Draft
 from mtpjax.decoding.prefill import prefill
 from mtpjax.decoding.sampling import SamplingArrays
 from mtpjax.decoding.spec import DecodeSpec
 from mtpjax.decoding.state import NewRows, empty_state, start_rows
-from mtpjax.models import dflash_forward
-from mtpjax.models.dspark import DSparkConfig
+from mtpjax.drafters.dflash import forward as dflash_forward
+from mtpjax.drafters.dflash.drafting import DFlashDrafter, DFlashParams
+from mtpjax.drafters.dspark.drafting import DSparkDrafter
+from mtpjax.drafters.dspark.network import DSparkConfig
 from mtpjax.models.params import DRAFTER
 from mtpjax.training.anchors import draw_anchors
 from mtpjax.training.losses import all_targets, binary_cross_entropy

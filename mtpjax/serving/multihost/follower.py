@@ -6,7 +6,7 @@ import threading
 from types import FrameType
 from typing import Any
 
-from mtpjax.decoding.drafters.base import Draft
+from mtpjax.decoding.drafter import Draft
 from mtpjax.serving.executor import Executor
 from mtpjax.serving.multihost.connection import Leader
 from mtpjax.serving.multihost.plan import OF_EXECUTOR, decode, decode_work

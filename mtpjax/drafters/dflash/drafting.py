@@ -1,0 +1,281 @@
+"""The DFlash drafter (2602.06036): one pass over a block of mask tokens drafts all levels at once.
+
+A cache of the drafter holds the keys and values of committed positions only, made of the trunk's states there. A round
+extends the caches by the states of the positions that the last round committed. Then the block passes the layers in the
+slots behind. Its keys and values stay there until the next round overwrites them, and nothing reads them before.
+"""
+
+import dataclasses
+from typing import TYPE_CHECKING, Any
+
+import flax.struct
+import jax
+import jax.numpy as jnp
+
+from mtpjax.decoding.config import DecodeConfig
+from mtpjax.decoding.drafter import Draft, Drafter
+from mtpjax.decoding.sampling import PathTokens
+from mtpjax.decoding.spec import DecodeSpec
+from mtpjax.decoding.state import DecodeState, view_pass
+from mtpjax.drafters.dflash.network import DFlash, DFlashConfig, context_entries
+from mtpjax.drafters.levels import draft_levels
+from mtpjax.drafters.modules import HIDDEN_BUFFER, num_pending, of_drafter
+from mtpjax.drafters.own_params import (
+    check_sizes,
+    require_params,
+    require_whole_trunk,
+    require_whole_vocabulary,
+)
+from mtpjax.drafters.scoring import DraftScores, ReducedHead, own_head
+from mtpjax.drafters.trunk_states import inner_layers, join_states
+from mtpjax.models.cache import Cache, commit, empty_cache
+from mtpjax.models.layers.entries import append, read_rows, write_rows
+from mtpjax.models.layers.rotary import rotary_angles
+from mtpjax.models.masks import TreeSlots, View
+from mtpjax.models.model import MTPModel, TrunkOutput, bind
+from mtpjax.models.parallel import over_rows
+
+if TYPE_CHECKING:
+    from mtpjax.decoding.verify import Acceptance
+
+
+class DFlashParams(flax.struct.PyTreeNode):
+    """Parameters of the DFlash drafter, and of DSpark's."""
+
+    network: dict[str, Any]  # of `mtpjax.drafters.dflash.network.DFlash`, or of `mtpjax.drafters.dspark.network.DSpark`
+    draft_ids: jax.Array | None = None  # [R] int32 token of each column of the head; None: column j is token j
+
+
+class PreparedDFlash(flax.struct.PyTreeNode):
+    """The parameters that a round reads."""
+
+    trunk: dict[str, Any]  # for the embedding and the head, if the drafter has none
+    network: dict[str, Any]
+    head: ReducedHead | None
+
+
+class DFlashState(flax.struct.PyTreeNode):
+    """State of the DFlash drafter: its caches, and the trunk states that are not in them yet."""
+
+    cache: Cache  # keys and values of the context; length: positions that they cover
+    hidden: jax.Array  # [B, E, n * D] trunk states side by side, from position hidden_start on
+    hidden_start: jax.Array  # [B] int32
+
+
+@dataclasses.dataclass(frozen=True)
+class DFlashDrafter(Drafter):
+    """Drafts chains with a DFlash network; `mtpjax.load_drafter` reads one with its parameters.
+
+    The block always has the slots that the network was trained with. `num_steps` below their number leaves out the
+    last drafts.
+
+    Attributes:
+        architecture: the network, and the trunk states that it reads.
+    """
+
+    architecture: DFlashConfig = dataclasses.field(kw_only=True)
+
+    def __post_init__(self):
+        config = self.architecture
+        object.__setattr__(self, "layer_ids", inner_layers(config.layer_ids, config.num_target_layers))
+
+    @property
+    def name(self) -> str:
+        """The drafter's name in messages."""
+        return "DFlash"
+
+    @property
+    def network_type(self) -> type[DFlash]:
+        """The class of the network."""
+        return DFlash
+
+    def check(self, model: MTPModel, config: DecodeConfig) -> None:
+        """Raises `ValueError` if the drafter is for another trunk, or the settings ask for what it cannot do."""
+        own, trunk, name = self.architecture, model.config, self.name
+        check_sizes(name, own.block.vocab_size, own.block.hidden_size, model)
+        if own.num_target_layers != trunk.num_hidden_layers:
+            raise ValueError(
+                f"the {name} drafter is for a trunk of {own.num_target_layers} layers; "
+                f"this one has {trunk.num_hidden_layers}"
+            )
+        require_whole_vocabulary(name, config)
+        if config.topk > 1:
+            raise ValueError(
+                f"{name} drafts chains only: the slots of a block stand for one continuation, and verification of a "
+                f"tree would need blocks behind other tokens; set topk to 1, got {config.topk}"
+            )
+        if config.num_steps > own.num_drafts:
+            raise ValueError(f"num_steps {config.num_steps} exceeds the {own.num_drafts} drafts of a {name} block")
+
+    def default_params(self, params: dict, config: DecodeConfig, *, model: MTPModel) -> Any:
+        """Raises `ValueError`: the drafter's parameters are not part of the model's."""
+        require_params(type(self).__name__)
+
+    def prepare(self, params: dict, draft_params: DFlashParams, *, model: MTPModel, dtype: Any) -> PreparedDFlash:
+        """Joins the drafter's parameters with those that it shares with the trunk."""
+        require_whole_trunk()
+        head = None
+        if self.architecture.own_head:
+            head = own_head((draft_params.network["head"],), draft_params.draft_ids, model=model, dtype=dtype)
+        return PreparedDFlash(params, draft_params.network, head)
+
+    def num_scratch_slots(self, model: MTPModel, spec: DecodeSpec) -> int:
+        """Returns the most slots that extending and the block write behind the committed text."""
+        return max(self._buffer_size(spec), self.architecture.block_size)
+
+    def init(self, *, model: MTPModel, spec: DecodeSpec, batch: int, capacity: int, dtype: Any) -> DFlashState:
+        """Makes empty caches and an empty buffer of trunk states."""
+        own = self.architecture
+        return DFlashState(
+            cache=empty_cache(own.block, own.kinds, batch, capacity, dtype, spec.kv_cache_dtype, spec.pool),
+            hidden=jnp.zeros((batch, self._buffer_size(spec), own.features_size), dtype),
+            hidden_start=jnp.zeros(batch, jnp.int32),
+        )
+
+    def _buffer_size(self, spec: DecodeSpec) -> int:
+        """Returns the positions that the buffer holds: those of a round, and an adaptive call's backlog."""
+        return spec.num_steps + 1 + HIDDEN_BUFFER * spec.is_adaptive
+
+    def select_states(self, output: TrunkOutput, *, model: MTPModel) -> jax.Array:
+        """Joins the trunk states that the drafter reads, `[B, T, n * D]`."""
+        return join_states(output, self.architecture.layer_ids, self.architecture.num_target_layers)
+
+    def extend(
+        self,
+        prepared: PreparedDFlash,
+        state: DecodeState,
+        states: jax.Array,
+        start: jax.Array,
+        *,
+        model: MTPModel,
+        spec: DecodeSpec,
+    ) -> DFlashState:
+        """Writes the context of one prefill chunk. A row's padding lands behind its text."""
+        cache = self._extend_cache(prepared, state, states, start, model=model)
+        length = jnp.minimum(start + states.shape[1], state.length)
+        # The slot's last request may have left NaN in the buffer. Whatever is in it is written behind the text.
+        hidden = jnp.zeros_like(state.drafter.hidden)
+        return DFlashState(commit(cache, length), hidden, length)
+
+    def _extend_cache(
+        self, prepared: PreparedDFlash, state: DecodeState, states: jax.Array, start: jax.Array, *, model: MTPModel
+    ) -> Cache:
+        """Projects trunk states `[B, T, n * D]` and writes their keys and values from slot `start` on."""
+        config, cache, network = self.architecture.block, state.drafter.cache, prepared.network
+        view = of_drafter(view_pass(state, config, start, states.shape[1], num_used=states.shape[1]))
+        context = self._apply(prepared, states, model=model, method="context")
+        layers = []
+        for index, kept in enumerate(cache.layers):
+            attention = network[f"layer_{index}"]["attention"]
+            layers.append(append(kept, context_entries(attention, context, view.angles, config), view))
+        return cache.replace(layers=tuple(layers))
+
+    def num_extended(self, draft_state: DFlashState) -> jax.Array:
+        """Returns `[B]` positions whose context is in the caches."""
+        return draft_state.cache.length
+
+    def propose(
+        self, prepared: PreparedDFlash, state: DecodeState, *, model: MTPModel, spec: DecodeSpec
+    ) -> tuple[Draft, DecodeState]:
+        """Extends the context by what the last round committed, then drafts all levels in one pass."""
+        if not spec.num_steps:
+            return super().propose(prepared, state, model=model, spec=spec)
+        # 1. Extend over the states of the accepted nodes. Entries behind them are garbage, which the block overwrites.
+        drafter_state, own = state.drafter, self.architecture
+        states = drafter_state.hidden[:, : spec.num_steps + 1]
+        cache = self._extend_cache(prepared, state, states, drafter_state.hidden_start, model=model)
+        # 2. The block: the pending token, whose own state is not known yet, and mask tokens.
+        anchor = read_rows(state.tokens, state.length - 1, 1)
+        tokens = jnp.pad(anchor, ((0, 0), (0, own.block_size - 1)), constant_values=own.mask_token_id)
+        if own.own_embedding:
+            embedded = self._apply(prepared, tokens, model=model, method="embed").astype(states.dtype)
+        else:
+            embedded = bind(model, prepared.trunk)(tokens, method="embed")
+        views = self._block_views(state, spec)
+        hidden, layers = self._apply(prepared, embedded, views, cache.layers, model=model, method="run")
+        # A row that is done was not extended: its pages may belong to another.
+        cache = commit(cache.replace(layers=layers), jnp.where(state.done, cache.length, state.length - 1))
+        # 3. Draft from the slots. The anchor's slot drafts only if the network was trained so.
+        hidden = hidden[:, own.block_size - own.num_drafts :][:, : spec.num_steps]
+        draft = self._draft(prepared, state, hidden, model=model, spec=spec)
+        return draft, state.replace(drafter=drafter_state.replace(cache=cache))
+
+    def _draft(
+        self, prepared: PreparedDFlash, state: DecodeState, hidden: jax.Array, *, model: MTPModel, spec: DecodeSpec
+    ) -> Draft:
+        """Drafts from the states `[B, K, D]` of the slots; no draft depends on another."""
+        apply = bind(model, prepared.trunk)
+
+        def score(level: int, previous: jax.Array, path: PathTokens | None, carry: None) -> tuple[DraftScores, None]:
+            rows = hidden[:, level - 1 : level]
+            return DraftScores(apply, state, prepared.head, model, spec.min_rows, rows, 0, path, level), carry
+
+        return draft_levels(score, state, spec)
+
+    def _block_views(self, state: DecodeState, spec: DecodeSpec) -> tuple[View, ...]:
+        """Makes the view of each layer: the slots see the context within the layer's window, and each other.
+
+        In the terms of a view the block is a tree: slots behind the text that see it, and some of each other.
+        """
+        own, base = self.architecture, state.length - 1
+        X, B = own.block_size, len(state.length)
+        offset = jnp.broadcast_to(jnp.arange(X)[None, :], (B, X))
+        distance = jnp.arange(X)[:, None] - jnp.arange(X)[None, :]  # from the key's slot to the query's
+        made: dict[tuple[int, bool], View] = {}
+        for kind in zip(own.windows, own.is_causal, strict=True):
+            window, is_causal = kind
+            if kind in made:
+                continue
+            is_seen = distance >= 0 if is_causal else jnp.ones((X, X), bool)
+            if window and not own.window_from_anchor:
+                is_seen &= jnp.abs(distance) < window
+            # `draft_window` narrows full layers, and sliding ones to the smaller window without sinks.
+            limit = spec.window
+            if window:
+                width = window + own.window_from_anchor
+                limit = (width if limit is None else min(width, limit[0]), 0)
+            # With windows from the anchor, all slots count back from its position.
+            depths = jnp.zeros_like(offset) if window and own.window_from_anchor else offset
+            tree = TreeSlots(base, depths, jnp.broadcast_to(is_seen[None], (B, X, X)))
+            view = view_pass(state, own.block, base, X, num_used=X, tree=tree, window=limit)
+            made[kind] = of_drafter(view).replace(angles=rotary_angles(own.block, base[:, None] + offset))
+        return tuple(made[kind] for kind in zip(own.windows, own.is_causal, strict=True))
+
+    def commit(
+        self, state: DecodeState, states: jax.Array, accepted: "Acceptance", *, model: MTPModel, spec: DecodeSpec
+    ) -> DFlashState:
+        """Keeps the states of the verified nodes. A round of depth 0 appends its one to the backlog."""
+        drafter_state, start = state.drafter, state.length - 1
+        size = drafter_state.hidden.shape[1]
+        if spec.num_steps:
+            hidden = jnp.pad(states, ((0, 0), (0, size - states.shape[1]), (0, 0)))
+            return drafter_state.replace(hidden=hidden, hidden_start=start)
+        slot = jnp.minimum(start - drafter_state.hidden_start, size - 1)
+        return drafter_state.replace(hidden=write_rows(drafter_state.hidden, states, slot))
+
+    def backlog_fits(
+        self, state: DecodeState, depth: jax.Array | int, *, model: MTPModel, spec: DecodeSpec
+    ) -> jax.Array:
+        """Returns whether a round of this depth can follow; see `Drafter.backlog_fits`."""
+        # A round of depth 0 needs a free place in the buffer; one with drafts extends by depth + 1 positions.
+        max_backlog = jnp.where(depth == 0, state.drafter.hidden.shape[1] - 1, depth + 1)
+        return state.drafting_disabled | (over_rows(jnp.max, num_pending(state)) <= max_backlog)
+
+    def drain_backlog(
+        self, prepared: PreparedDFlash, state: DecodeState, depth: jax.Array, *, model: MTPModel, spec: DecodeSpec
+    ) -> DecodeState:
+        """Extends the context by the whole buffer; see `Drafter.drain_backlog`."""
+
+        def drain(state: DecodeState) -> DecodeState:
+            drafter_state = state.drafter
+            start = drafter_state.hidden_start
+            cache = self._extend_cache(prepared, state, drafter_state.hidden, start, model=model)
+            end = start + num_pending(state)
+            cache = commit(cache, jnp.where(state.done, cache.length, end))
+            return state.replace(drafter=drafter_state.replace(cache=cache, hidden_start=end))
+
+        return jax.lax.while_loop(lambda state: ~self.backlog_fits(state, depth, model=model, spec=spec), drain, state)
+
+    def _apply(self, prepared: PreparedDFlash, *arguments: Any, model: MTPModel, method: str) -> Any:
+        network = self.network_type(self.architecture, model.implementation)
+        return network.apply({"params": prepared.network}, *arguments, method=method)

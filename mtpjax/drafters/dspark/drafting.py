@@ -1,0 +1,118 @@
+"""The DSpark drafter (2607.05147): a DFlash block whose drafts are drawn one after the other."""
+
+import dataclasses
+
+import jax
+import jax.numpy as jnp
+
+from mtpjax.decoding.config import DecodeConfig
+from mtpjax.decoding.drafter import Draft
+from mtpjax.decoding.sampling import PathTokens
+from mtpjax.decoding.spec import DecodeSpec
+from mtpjax.decoding.state import DecodeState
+from mtpjax.drafters.dflash.drafting import DFlashDrafter, PreparedDFlash
+from mtpjax.drafters.dspark.network import DSpark, DSparkConfig
+from mtpjax.drafters.levels import draft_levels
+from mtpjax.drafters.scoring import DraftScores
+from mtpjax.models.model import MTPModel, bind
+from pallas_kernels import top_k
+
+
+@dataclasses.dataclass(frozen=True)
+class MarkovScores(DraftScores):
+    """Scores with the Markov head's bias, which depends on the token before.
+
+    Attributes:
+        bias: `[B, f, R]` float32, added to the head's logits.
+    """
+
+    bias: jax.Array
+
+    def head_logits(self) -> jax.Array:
+        """Runs the head and adds the bias."""
+        return super().head_logits() + self.bias
+
+    def top_tokens(self, k: int) -> tuple[jax.Array, jax.Array, jax.Array]:
+        """Finds the k best tokens; see `DraftScores.top_tokens`."""
+        logits = self.logits()
+        return *top_k(logits, k), jax.nn.logsumexp(logits, axis=-1)
+
+
+@dataclasses.dataclass(frozen=True)
+class DSparkDrafter(DFlashDrafter):
+    """Drafts chains with a DSpark network; `mtpjax.load_drafter` reads one with its parameters.
+
+    A row's draft ends before the first slot whose predicted chance of acceptance is below `confidence_threshold`. The
+    prediction reads the tokens before this slot and not its own, so that the text stays exact. The verification pass
+    keeps its width: the threshold changes what is accepted, and how many drafts count as proposed.
+
+    Attributes:
+        confidence_threshold: the smallest chance, 0..1; 0 drafts `num_steps` levels in every round.
+    """
+
+    architecture: DSparkConfig = dataclasses.field(kw_only=True)  # pyright: ignore[reportIncompatibleVariableOverride]
+    confidence_threshold: float = dataclasses.field(default=0.0, kw_only=True)
+
+    def __post_init__(self):
+        super().__post_init__()
+        if not 0 <= self.confidence_threshold <= 1:
+            raise ValueError(f"confidence_threshold must be within 0..1, got {self.confidence_threshold}")
+        if self.confidence_threshold and not self.architecture.has_confidence:
+            raise ValueError("confidence_threshold needs a drafter with a confidence head")
+
+    @property
+    def name(self) -> str:
+        """The drafter's name in messages."""
+        return "DSpark"
+
+    @property
+    def network_type(self) -> type[DSpark]:
+        """The class of the network."""
+        return DSpark
+
+    def check(self, model: MTPModel, config: DecodeConfig) -> None:
+        """Raises `ValueError` if the drafter is for another trunk, or the settings ask for what it cannot do."""
+        super().check(model, config)
+        if self.confidence_threshold and config.depth_policy == "adaptive":
+            raise ValueError(
+                "confidence_threshold and an adaptive depth both choose the depth, and the policy would count a draft "
+                "that ended early as rejected: use one of them"
+            )
+
+    def _draft(
+        self, prepared: PreparedDFlash, state: DecodeState, hidden: jax.Array, *, model: MTPModel, spec: DecodeSpec
+    ) -> Draft:
+        """Drafts from the states `[B, K, D]` of the slots, each token with the bias of the one before."""
+        # 1. Draft all levels.
+        if self.architecture.markov_rank:
+            draft = self._draft_markov(prepared, state, hidden, model=model, spec=spec)
+        else:
+            draft = super()._draft(prepared, state, hidden, model=model, spec=spec)
+        if not self.confidence_threshold:
+            return draft
+        # 2. Cut a row before its first slot below the threshold. Later slots drafted for nothing.
+        confidence = self._confidence(prepared, draft, hidden, model=model)
+        is_kept = jnp.cumprod(confidence >= self.confidence_threshold, axis=1)
+        return draft.replace(num_drafted=is_kept.sum(axis=1).astype(jnp.int32))
+
+    def _confidence(self, prepared: PreparedDFlash, draft: Draft, hidden: jax.Array, *, model: MTPModel) -> jax.Array:
+        """Predicts the chance `[B, K]` that each draft is accepted, from the token before it."""
+        previous = draft.tokens[:, :-1]
+        return jax.nn.sigmoid(self._apply(prepared, hidden, previous, model=model, method="confidence_logits"))
+
+    def _draft_markov(
+        self, prepared: PreparedDFlash, state: DecodeState, hidden: jax.Array, *, model: MTPModel, spec: DecodeSpec
+    ) -> Draft:
+        """Drafts with the Markov head."""
+        apply = bind(model, prepared.trunk)
+
+        def score(
+            level: int, previous: jax.Array, path: PathTokens | None, carry: jax.Array
+        ) -> tuple[DraftScores, jax.Array]:
+            rows = hidden[:, level - 1 : level]
+            # The block ran once for all levels. Only this bias depends on the token drafted before.
+            bias, carry = self._apply(prepared, rows, previous, carry, model=model, method="markov_bias")
+            head = prepared.head
+            return MarkovScores(apply, state, head, model, spec.min_rows, rows, 0, path, level, bias), carry
+
+        return draft_levels(score, state, spec, self._apply(prepared, hidden, model=model, method="first_carry"))

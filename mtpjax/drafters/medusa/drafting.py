@@ -1,0 +1,213 @@
+"""The Medusa drafter (2401.10774): heads on the trunk's final hidden state, one per draft level."""
+
+import dataclasses
+import functools
+from typing import TYPE_CHECKING, Any
+
+import flax.struct
+import jax
+import jax.numpy as jnp
+
+from mtpjax.decoding.config import FIXED_TREE_RULES, DecodeConfig
+from mtpjax.decoding.draft_tree import depths_and_ancestor_mask
+from mtpjax.decoding.drafter import Draft, Drafter
+from mtpjax.decoding.sampling import PathTokens
+from mtpjax.decoding.spec import DecodeSpec
+from mtpjax.decoding.state import DecodeState
+from mtpjax.drafters.levels import draft_levels
+from mtpjax.drafters.medusa.network import Medusa, MedusaConfig
+from mtpjax.drafters.own_params import (
+    check_sizes,
+    require_params,
+    require_whole_trunk,
+    require_whole_vocabulary,
+)
+from mtpjax.drafters.scoring import DraftScores, ReducedHead, own_head
+from mtpjax.drafters.tree import DynamicTreeBuilder, FixedTreeBuilder, extend_ancestor_mask
+from mtpjax.models.layers.entries import read_rows
+from mtpjax.models.model import MTPModel, TrunkOutput, bind
+
+if TYPE_CHECKING:
+    from mtpjax.decoding.verify import Acceptance
+
+Choices = tuple[tuple[int, ...], ...]
+
+
+class MedusaParams(flax.struct.PyTreeNode):
+    """Parameters of the Medusa drafter."""
+
+    heads: dict[str, Any]  # of `mtpjax.drafters.medusa.network.Medusa`
+    draft_ids: jax.Array | None = None  # [R] int32 token of each column; None: column j is token j
+
+
+class PreparedMedusa(flax.struct.PyTreeNode):
+    """The parameters that a round reads."""
+
+    trunk: dict[str, Any]
+    heads: dict[str, Any]
+    head: ReducedHead
+
+
+class MedusaState(flax.struct.PyTreeNode):
+    """State of the Medusa drafter."""
+
+    hidden: jax.Array  # [B, 1, D] the trunk's state, after its final norm, that the pending token was chosen from
+
+
+@dataclasses.dataclass(frozen=True)
+class MedusaDrafter(Drafter):
+    """Drafts with Medusa heads; `mtpjax.load_drafter` reads them with their parameters.
+
+    Head k reads one hidden state and nothing that was drafted, so all levels are drafted at once. With `topk` above 1
+    the tree is chosen by the heads' probabilities, or drawn in the fixed shape that exact ratio rules need. `choices`
+    is a published static tree in its place.
+
+    Attributes:
+        architecture: the heads.
+        choices: a path of candidate ranks per node: (0, 1) is the second candidate of head 1 behind the first of head
+            0. (): none. It needs `num_steps` and `topk` of its depth and ranks, and `num_draft_tokens` of its size
+            plus 1.
+    """
+
+    architecture: MedusaConfig = dataclasses.field(kw_only=True)
+    choices: Choices = dataclasses.field(default=(), kw_only=True)
+
+    def __post_init__(self):
+        choices = tuple(sorted((tuple(map(int, path)) for path in self.choices), key=lambda path: (len(path), path)))
+        known = {(), *choices}
+        if len(known) != len(choices) + 1 or any(path[:-1] not in known or min(path) < 0 for path in choices):
+            raise ValueError("choices must be different paths of ranks from 0 on, each behind a path that is there too")
+        object.__setattr__(self, "choices", choices)
+
+    @property
+    def parents(self) -> tuple[int, ...]:
+        """Parent of each node of `choices`, the root first; -1 for the root."""
+        place = {(): 0} | {path: node for node, path in enumerate(self.choices, start=1)}
+        return (-1, *(place[path[:-1]] for path in self.choices))
+
+    def check(self, model: MTPModel, config: DecodeConfig) -> None:
+        """Raises `ValueError` if the heads are for another trunk, or the settings ask for what they cannot do."""
+        own = self.architecture
+        check_sizes("Medusa", own.vocab_size, own.hidden_size, model)
+        require_whole_vocabulary("Medusa", config)
+        if config.draft_window is not None:
+            raise ValueError("draft_window applies only to drafters with a cache; Medusa heads attend to nothing")
+        if config.num_steps > own.num_heads:
+            raise ValueError(f"num_steps {config.num_steps} exceeds the {own.num_heads} Medusa heads, one per level")
+        if config.topk > own.draft_vocab_size:
+            raise ValueError(f"topk {config.topk} exceeds the {own.draft_vocab_size} tokens that can be drafted")
+        if self.choices:
+            self._check_choices(config)
+
+    def _check_choices(self, config: DecodeConfig) -> None:
+        """Checks that the settings describe the static tree."""
+        depth = max(map(len, self.choices))
+        wanted = {
+            "num_steps": depth,
+            "topk": max(rank for path in self.choices for rank in path) + 1,
+            "num_draft_tokens": len(self.choices) + 1,
+        }
+        found = {"num_steps": config.num_steps, "topk": config.topk, "num_draft_tokens": config.num_nodes}
+        if found != wanted or config.topk == 1:
+            text = ", ".join(f"{name} {value}" for name, value in wanted.items())
+            raise ValueError(f"the static tree needs {text}; got {', '.join(map(str, found.values()))}")
+        if config.acceptance in FIXED_TREE_RULES:
+            raise ValueError(
+                f"acceptance '{config.acceptance}' draws each node's children; a static tree has the best candidates: "
+                "use 'greedy', 'sample' or a lossy rule, or no choices"
+            )
+
+    def default_params(self, params: dict, config: DecodeConfig, *, model: MTPModel) -> Any:
+        """Raises `ValueError`: the heads' parameters are not part of the model's."""
+        require_params("MedusaDrafter")
+
+    def prepare(self, params: dict, draft_params: MedusaParams, *, model: MTPModel, dtype: Any) -> PreparedMedusa:
+        """Casts the output matrices, and indexes the draft vocabulary."""
+        require_whole_trunk()
+        own = self.architecture
+        names = [f"output_{index}" for index in range(1 if own.shares_output else own.num_heads)]
+        matrices = tuple(draft_params.heads[name] for name in names)
+        head = own_head(matrices, draft_params.draft_ids, model=model, dtype=dtype)
+        return PreparedMedusa(params, draft_params.heads, head)
+
+    def init(self, *, model: MTPModel, spec: DecodeSpec, batch: int, capacity: int, dtype: Any) -> MedusaState:
+        """Makes an empty state."""
+        return MedusaState(jnp.zeros((batch, 1, model.config.hidden_size), dtype))
+
+    def select_states(self, output: TrunkOutput, *, model: MTPModel) -> jax.Array:
+        """Picks the hidden states after the final norm, `[B, T, D]`."""
+        return output.hidden
+
+    def extend(
+        self,
+        prepared: PreparedMedusa,
+        state: DecodeState,
+        states: jax.Array,
+        start: jax.Array,
+        *,
+        model: MTPModel,
+        spec: DecodeSpec,
+    ) -> MedusaState:
+        """Keeps the state of each row's last prompt token, which may be in any chunk."""
+        chunk = states.shape[1]
+        offset = state.length - 1 - start
+        hidden = read_rows(states, jnp.clip(offset, 0, chunk - 1), 1)
+        is_in_chunk = (offset >= 0) & (offset < chunk)
+        return MedusaState(jnp.where(is_in_chunk[:, None, None], hidden, state.drafter.hidden))
+
+    def commit(
+        self, state: DecodeState, states: jax.Array, accepted: "Acceptance", *, model: MTPModel, spec: DecodeSpec
+    ) -> MedusaState:
+        """Keeps the state of the last accepted node, from whose logits the next pending token comes."""
+        return MedusaState(read_rows(states, accepted.num_accepted, 1))
+
+    def propose(
+        self, prepared: PreparedMedusa, state: DecodeState, *, model: MTPModel, spec: DecodeSpec
+    ) -> tuple[Draft, DecodeState]:
+        """Drafts a chain, a tree chosen or drawn by probability, or the static tree."""
+        if not spec.num_steps:
+            return super().propose(prepared, state, model=model, spec=spec)
+        # 1. The residual layers of every head that is used, at the state of the pending token.
+        heads = Medusa(self.architecture, model.implementation)
+        run: Any = functools.partial(heads.apply, {"params": prepared.heads}, method="hidden")
+        hidden = [run(state.drafter.hidden, index) for index in range(spec.num_steps)]
+        apply = bind(model, prepared.trunk)
+
+        # 2. Scores of the tokens after f nodes of one level, which all read the same state.
+        def scores(level: int, num_nodes: int, path: PathTokens | None) -> DraftScores:
+            rows = jnp.repeat(hidden[level - 1], num_nodes, axis=1)
+            return DraftScores(apply, state, prepared.head, model, spec.min_rows, rows, level - 1, path, level)
+
+        if spec.topk == 1:
+            return draft_levels(lambda level, _, path, carry: (scores(level, 1, path), carry), state, spec), state
+        if self.choices:
+            return self._draft_choices(scores, state, spec), state
+        return _draft_tree(scores, state, spec), state
+
+    def _draft_choices(self, scores: Any, state: DecodeState, spec: DecodeSpec) -> Draft:
+        """Fills the static tree: a node of rank r at depth d is the r-th best candidate of head d-1."""
+        # Penalties count no drafted tokens here: the candidates of a level are the same behind every parent. They only
+        # propose; the rules of this tree follow the target's own probabilities.
+        best = []
+        for level in range(1, spec.num_steps + 1):
+            of_level = scores(level, 1, None)
+            num_ranks = max((path[-1] + 1 for path in self.choices if len(path) == level), default=1)
+            best.append(of_level.vocabulary.top_k(of_level.logits(), num_ranks)[1][:, 0])
+        nodes = [best[len(path) - 1][:, path[-1]] for path in self.choices]
+        pending = read_rows(state.tokens, state.length - 1, 1)
+        tokens = jnp.concatenate([pending, jnp.stack(nodes, axis=1).astype(jnp.int32)], axis=1)
+        parents = jnp.broadcast_to(jnp.array(self.parents, jnp.int32)[None], tokens.shape)
+        return Draft(tokens, None, parents, *depths_and_ancestor_mask(parents, spec.num_steps))
+
+
+def _draft_tree(scores: Any, state: DecodeState, spec: DecodeSpec) -> Draft:
+    """Drafts a tree level by level, as a draft network does, but from the same state in every level."""
+    builder = FixedTreeBuilder(state, spec) if spec.tree_shape else DynamicTreeBuilder(state, spec)
+    drafted, mask, num_nodes, path = jnp.zeros((len(state.tokens), 0), jnp.int32), None, 1, None
+    for level in range(1, builder.num_levels + 1):
+        tokens, parent = builder.add_level(level, scores(level, num_nodes, path))
+        if tokens is not None:
+            drafted, num_nodes = jnp.concatenate([drafted, tokens], axis=1), tokens.shape[1]
+            mask = extend_ancestor_mask(mask, parent)
+            path = PathTokens(drafted, mask) if state.settings.sampling.has_penalties else None
+    return builder.draft()

@@ -1,0 +1,1 @@
+"""The MTP drafter: the modules that were trained with the model draft."""
