@@ -30,7 +30,7 @@ from pallas_kernels.head_top_k import head_top_k, top_k
 from pallas_kernels.linear_cross_entropy import linear_cross_entropy, linear_total_variation
 from pallas_kernels.partial_sums import PartialSums
 from pallas_kernels.prefill_attention import prefill_attention
-from pallas_kernels.questions import difference_from_xla
+from pallas_kernels.op_cases import difference_from_xla
 from pallas_kernels.rms_norm import rms_norm
 from pallas_kernels.router import route_tokens
 from pallas_kernels.verify_attention import verify_attention

@@ -63,7 +63,7 @@ def choose(
         unsupported_reason: The reason why the kernel does not support these arguments, or None if it does.
         check: Runs an implementation and the reference on small arrays of these dtypes, and returns the largest
             difference over its bound: more than 1 is a failure. None: the op has no comparison of its own, and
-            `questions.difference_from_xla` makes one from the shape.
+            `op_cases.difference_from_xla` makes one from the shape.
 
     Raises:
         ValueError: The op does not have the implementation, or a kernel was requested by name that does not support the
@@ -107,7 +107,7 @@ _compare: Callable[[str, Mapping[str, int | str], str], float] = lambda op, shap
 def compare_by(compare: Callable[[str, Mapping[str, int | str], str], float]) -> None:
     """Sets how kernels are compared whose ops have no comparison of their own.
 
-    The package calls this with `questions.difference_from_xla`, which imports the ops, as this module cannot.
+    The package calls this with `op_cases.difference_from_xla`, which imports the ops, as this module cannot.
 
     Args:
         compare: Maps op, shape and implementation to the largest difference over its bound.

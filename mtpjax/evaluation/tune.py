@@ -20,7 +20,7 @@ from mtpjax.decoding.spec import DecodeSpec
 from mtpjax.decoding.state import NewRows, empty_state, start_rows
 from mtpjax.models.model import MTPModel
 from pallas_kernels import dispatch, measurements
-from pallas_kernels.questions import difference_from_xla, implementations_of, make_call
+from pallas_kernels.op_cases import difference_from_xla, implementations_of, make_call
 
 Question = tuple[str, dict[str, Any]]  # an op and the shape of its call
 LEAST_SECONDS = 0.02  # of one measurement; shorter calls are repeated

@@ -4,8 +4,8 @@ import pytest
 from mtpjax import DecodeConfig
 from mtpjax.cli.main import main
 from mtpjax.evaluation import tune
-from pallas_kernels import dispatch, measurements, questions
-from pallas_kernels.questions import difference_from_xla, make_call
+from pallas_kernels import dispatch, measurements, op_cases
+from pallas_kernels.op_cases import difference_from_xla, make_call
 
 
 @pytest.fixture
@@ -60,7 +60,7 @@ def test_wrong_numbers_are_not_kept(cache, small, monkeypatch):
         factor = 1.01 if implementation == "interpreted" else 1.0
         return jax.tree.map(lambda out: out * factor, run(*arrays, implementation="xla"))
 
-    for module in (questions, tune):
+    for module in (op_cases, tune):
         monkeypatch.setattr(module, "make_call", lambda *_: (wrong, arrays))
     [(_, times, failure)] = tune.measure([question], rounds=1, implementations=("xla", "interpreted"))
     assert set(times) == {"xla"} and "interpreted gives other numbers than xla" in failure

@@ -11,7 +11,7 @@ import pytest
 from mtpjax.compat import make_mesh
 from pallas_kernels import dispatch, measurements
 from pallas_kernels.dispatch import choose
-from pallas_kernels.questions import difference_from_xla, make_call
+from pallas_kernels.op_cases import difference_from_xla, make_call
 from pallas_kernels.verify_attention import choose_implementation as choose_attention
 
 OFFERED = ("xla", "triton")
