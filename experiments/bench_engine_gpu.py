@@ -47,8 +47,8 @@ from mtpjax.serving.bench.speedup import PUBLISHED
 from mtpjax.serving.engine import Engine
 from mtpjax.serving.request import Request
 from mtpjax.serving.sizes import EngineSettings, bucket
-from pallas_kernels import __all__ as ops
 from pallas_kernels import dispatch
+from pallas_kernels.op_cases import CASES
 
 RESULT = pathlib.Path(__file__).parent / "results" / "bench_engine_gpu.json"
 
@@ -243,7 +243,7 @@ def main(argv: list[str] | None = None) -> int:
     """Measures one model."""
     parser = make_parser()
     options = parser.parse_args(argv)
-    if unknown := set(options.implementation) - {*IMPLEMENTATIONS, *ops}:
+    if unknown := set(options.implementation) - {*IMPLEMENTATIONS, *CASES}:
         parser.error(f"--implementation {unknown.pop()}: neither an implementation nor an op of pallas_kernels")
     if not options.quick and jax.default_backend() != "gpu":
         print("this measures a GPU, and jax has none here; --quick runs anywhere", file=sys.stderr)

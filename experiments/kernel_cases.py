@@ -12,18 +12,13 @@ import numpy as np
 from experiments import kernel_cases_fused
 from experiments.kernel_case import Case
 from mtpjax.models.layers.attend import attend
-from pallas_kernels import (
-    block_scaled_matmul,
-    gated_delta,
-    gated_delta_steps,
-    gated_delta_verify,
-    grouped_matmul,
-    head_top_k,
-    linear_cross_entropy,
-    linear_total_variation,
-    rms_norm,
-    verify_attention,
-)
+from pallas_kernels.block_scaled_matmul import block_scaled_matmul
+from pallas_kernels.gated_delta import gated_delta, gated_delta_steps, gated_delta_verify
+from pallas_kernels.grouped_matmul import grouped_matmul
+from pallas_kernels.head_top_k import head_top_k
+from pallas_kernels.linear_cross_entropy import linear_cross_entropy, linear_total_variation
+from pallas_kernels.rms_norm import rms_norm
+from pallas_kernels.verify_attention import verify_attention
 
 
 def cases() -> list[Case]:

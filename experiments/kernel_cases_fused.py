@@ -8,17 +8,13 @@ import jax
 import jax.numpy as jnp
 
 from experiments.kernel_case import Case
-from pallas_kernels import (
-    PartialSums,
-    add_rms_norm,
-    append_heads,
-    append_latents,
-    gated_matmul,
-    prefill_attention,
-    route_tokens,
-)
-from pallas_kernels.append_heads import Heads
-from pallas_kernels.router import Routing
+from pallas_kernels.add_rms_norm import add_rms_norm
+from pallas_kernels.append_heads import Heads, append_heads
+from pallas_kernels.append_latents import append_latents
+from pallas_kernels.gated_matmul import gated_matmul
+from pallas_kernels.partial_sums import PartialSums
+from pallas_kernels.prefill_attention import prefill_attention
+from pallas_kernels.router import Routing, route_tokens
 
 
 def cases() -> list[Case]:

@@ -1,4 +1,4 @@
-"""Checks the types of a settings dataclass when it is made, so that a wrong one is not found in the middle of a run."""
+"""Checks the fields of a settings dataclass when it is made, so that a wrong one does not end a run later."""
 
 import dataclasses
 import functools
@@ -7,14 +7,16 @@ import operator
 import os
 import types
 import typing
-from typing import Any
+from typing import Any, Literal
+
+from mtpjax.messages import did_you_mean
 
 SCALARS = (bool, int, float, str)
 NAMES = {bool: "True or False", int: "an integer", float: "a number", str: "a string"}
 
 
 def check_scalar_fields(config: Any) -> None:
-    """Checks the fields whose annotation is `bool`, `int`, `float` or `str`, or one of them and None.
+    """Checks the fields whose annotation is `bool`, `int`, `float`, `str`, or a `Literal`, or one of them and None.
 
     Numbers of NumPy and paths become Python's own numbers and strings, which JSON can hold.
 
@@ -22,25 +24,30 @@ def check_scalar_fields(config: Any) -> None:
         config: a dataclass, frozen or not.
 
     Raises:
-        ValueError: a value has another type. The message names the field.
+        ValueError: a value has another type, or is not among the choices. The message names the field.
     """
     for name, (kind, is_optional) in _scalar_fields(type(config)).items():
         value = getattr(config, name)
-        if type(value) is kind or (value is None and is_optional):
+        if value is None and is_optional:
             continue
-        object.__setattr__(config, name, _convert(name, value, kind, is_optional))
+        if isinstance(kind, tuple):
+            require_choice(name, value, kind)
+        elif type(value) is not kind:
+            object.__setattr__(config, name, _convert(name, value, kind, is_optional))
 
 
 @functools.cache
-def _scalar_fields(kind: type) -> dict[str, tuple[type, bool]]:
-    """Returns the type of each scalar field of a dataclass, and whether it may be None."""
+def _scalar_fields(kind: type) -> dict[str, tuple[type | tuple[str, ...], bool]]:
+    """Returns the type or the choices of each scalar field of a dataclass, and whether it may be None."""
     found, hints = {}, typing.get_type_hints(kind)
     for field in dataclasses.fields(kind):
         hint = hints[field.name]
         is_union = typing.get_origin(hint) in (typing.Union, types.UnionType)
         options = typing.get_args(hint) if is_union else (hint,)
         plain = [each for each in options if each is not type(None)]
-        if len(plain) == 1 and plain[0] in SCALARS:
+        if len(plain) == 1 and typing.get_origin(plain[0]) is Literal:
+            found[field.name] = (typing.get_args(plain[0]), len(options) > 1)
+        elif len(plain) == 1 and plain[0] in SCALARS:
             found[field.name] = (plain[0], len(options) > 1)
     return found
 
@@ -80,3 +87,19 @@ def check_mapping(name: str, value: Any) -> dict[Any, Any]:
         return dict(value)
     except (TypeError, ValueError) as error:
         raise ValueError(f"{name} must be a mapping or pairs, got {value!r:.80}") from error
+
+
+def require(condition: bool, message: str) -> None:
+    """Raises `ValueError` with the message unless the condition holds."""
+    if not condition:
+        raise ValueError(message)
+
+
+def require_choice(name: str, value: str, choices: tuple[str, ...]) -> None:
+    """Raises `ValueError` unless the value is one of the choices."""
+    hint = did_you_mean(str(value), choices)
+    require(value in choices, f"{name} '{value}' is not one of {', '.join(choices)}{hint}")
+
+
+def require_divisible(name: str, value: int, by_name: str, by: int) -> None:
+    require(value % by == 0, f"{name} ({value}) must be divisible by {by_name} ({by})")

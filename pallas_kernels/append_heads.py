@@ -13,6 +13,7 @@ from jax.experimental import pallas as pl
 
 from pallas_kernels.backend import triton as plt
 from pallas_kernels.batch_invariance import is_batch_invariant
+from pallas_kernels.case import Case, Shape, difference_from_xla, random_keys, random_normal, random_parts
 from pallas_kernels.cost import loads_from_l2
 from pallas_kernels.dispatch import choose
 from pallas_kernels.fp8 import as_stored
@@ -107,8 +108,20 @@ def choose_implementation(projected: PartialSums, keys, implementation: str) -> 
     B, T, K, heads_per_key, H = projected.shape
     shape = {"rows": B * T, "heads": K, "per_key": heads_per_key, "width": H, "parts": len(projected.parts)}
     shape |= {"dtype": str(projected.dtype), "cache": str(keys.dtype)}
-    chosen = choose("append_heads", implementation, ("xla", "triton"), shape)
+    check = functools.partial(difference_from_xla, make_case, shape)
+    chosen = choose("append_heads", implementation, ("xla", "triton"), shape, check=check)
     return chosen if B * T <= MAX_ROWS or is_batch_invariant() else "xla"
+
+
+def make_case(shape: Shape) -> Case:
+    keys, (rows, K, per_key, H) = random_keys(), (shape[name] for name in ("rows", "heads", "per_key", "width"))
+    projected = PartialSums(
+        random_parts(keys, shape["parts"], (1, rows, K, per_key, H), shape["dtype"]), jnp.dtype(shape["dtype"])
+    )
+    angles = (jnp.ones((1, rows, H // 2)),) * 2
+    caches = [random_normal(keys, (1, K, 256, H), shape["cache"]) for _ in range(2)]
+    run = functools.partial(append_heads, heads=Heads(), group_size=per_key - 2)
+    return run, (projected, angles, *caches, jnp.zeros(1, jnp.int32))
 
 
 def split_heads(projected, angles, heads: Heads, *, group_size: int) -> tuple[jax.Array, jax.Array, jax.Array]:

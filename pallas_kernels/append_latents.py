@@ -12,6 +12,7 @@ from jax.experimental import pallas as pl
 
 from pallas_kernels.backend import triton as plt
 from pallas_kernels.batch_invariance import is_batch_invariant
+from pallas_kernels.case import Case, Shape, difference_from_xla, random_keys, random_normal, random_parts
 from pallas_kernels.cost import loads_from_l2
 from pallas_kernels.dispatch import choose
 from pallas_kernels.fp8 import as_stored
@@ -97,9 +98,20 @@ def choose_implementation(queries: PartialSums, key_up, cache, implementation: s
     B, T, N, width = queries.shape
     shape = {"rows": B * T, "heads": N, "content": key_up.shape[1], "width": width, "latent": key_up.shape[2]}
     shape |= {"parts": len(queries.parts), "dtype": str(queries.dtype), "cache": str(cache.dtype)}
-    chosen = choose("append_latents", implementation, ("xla", "triton"), shape)
+    check = functools.partial(difference_from_xla, make_case, shape)
+    chosen = choose("append_latents", implementation, ("xla", "triton"), shape, check=check)
     # Within `batch_invariant`, XLA for any number of rows.
     return chosen if B * T <= MAX_ROWS and not is_batch_invariant() else "xla"
+
+
+def make_case(shape: Shape) -> Case:
+    keys, (rows, N, C, R) = random_keys(), (shape[name] for name in ("rows", "heads", "content", "latent"))
+    P, dtype = shape["width"] - C, shape["dtype"]
+    queries = PartialSums(random_parts(keys, shape["parts"], (1, rows, N, C + P), dtype), jnp.dtype(dtype))
+    latents = PartialSums(random_parts(keys, shape["parts"], (1, rows, R + P), dtype), jnp.dtype(dtype))
+    arrays = (random_normal(keys, (R,)), random_normal(keys, (N, C, R), dtype), (jnp.ones((1, rows, P // 2)),) * 2)
+    cache = random_normal(keys, (1, 256, R + P), shape["cache"])
+    return append_latents, (queries, latents, *arrays, cache, jnp.zeros(1, jnp.int32))
 
 
 def append_latents_reference(

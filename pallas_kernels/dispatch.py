@@ -2,6 +2,7 @@
 
 import concurrent.futures
 import contextlib
+import dataclasses
 import functools
 import math
 import warnings
@@ -31,7 +32,22 @@ _KERNEL_BY_RULE: dict[str, Callable[[Mapping[str, int | str]], bool]] = {
     "block_scaled_matmul": lambda shape: str(shape["weights"]).startswith("float8"),
     "gated_matmul": lambda shape: str(shape["weights"]).startswith("float8"),
 }
-_recorded_calls: list[tuple[str, dict[str, Any]]] | None = None  # the list that `record_choices` fills, None outside it
+
+
+@dataclasses.dataclass
+class _Process:
+    """What is known in this process."""
+
+    agreed: dict[tuple[str, ...], bool] = dataclasses.field(default_factory=dict)  # by op, implementation and dtypes
+    recorded_calls: list[tuple[str, dict[str, Any]]] | None = None  # filled inside `record_choices`
+
+    @functools.cached_property
+    def measured(self) -> dict[str, list]:
+        """The measured times of this device: op -> cells."""
+        return measurements.read()
+
+
+_process = _Process()
 
 
 def choose(
@@ -62,15 +78,15 @@ def choose(
         shape: Describes the call. Numbers are sizes; strings, such as dtypes, are kinds and must match exactly.
         unsupported_reason: The reason why the kernel does not support these arguments, or None if it does.
         check: Runs an implementation and the reference on small arrays of these dtypes, and returns the largest
-            difference over its bound: more than 1 is a failure. None: the op has no comparison of its own, and
-            `op_cases.difference_from_xla` makes one from the shape.
+            difference over its bound: more than 1 is a failure (`pallas_kernels.case.difference_from_xla`). None: the
+            op is not compared.
 
     Raises:
         ValueError: The op does not have the implementation, or a kernel was requested by name that does not support the
             arguments.
     """
-    if _recorded_calls is not None:
-        _recorded_calls.append((op, dict(shape)))
+    if _process.recorded_calls is not None:
+        _process.recorded_calls.append((op, dict(shape)))
     named = [*offered, *(["interpreted"] if "triton" in offered else [])]
     if implementation not in ("auto", *named):
         raise ValueError(f"{op} has no implementation {implementation!r}: it is one of auto, {', '.join(named)}")
@@ -92,37 +108,19 @@ def choose(
     if unsupported_reason or jax.default_backend() != "gpu":
         return "xla"
     # The fastest that was measured on this kind of device, else the rule.
-    measured = _fastest(_read_measurements().get(op, ()), shape)
+    measured = _fastest(_process.measured.get(op, ()), shape)
     kernels = [name for name in offered if name != "xla"]  # Pallas's first
     by_rule = kernels[0] if kernels and op in _KERNEL_BY_RULE and _KERNEL_BY_RULE[op](shape) else "xla"
     chosen = measured if measured and measured in offered else by_rule
-    if chosen != "xla" and not _agrees(op, shape, chosen, check or functools.partial(_compare, op, shape)):
+    if chosen != "xla" and check is not None and not _agrees(op, shape, chosen, check):
         return "xla"
     return chosen
-
-
-_compare: Callable[[str, Mapping[str, int | str], str], float] = lambda op, shape, implementation: 0.0
-
-
-def compare_by(compare: Callable[[str, Mapping[str, int | str], str], float]) -> None:
-    """Sets how kernels are compared whose ops have no comparison of their own.
-
-    The package calls this with `op_cases.difference_from_xla`, which imports the ops, as this module cannot.
-
-    Args:
-        compare: Maps op, shape and implementation to the largest difference over its bound.
-    """
-    global _compare
-    _compare = compare
-
-
-_agreed: dict[tuple[str, ...], bool] = {}  # what `_agrees` has found in this process
 
 
 def _agrees(op: str, shape: Mapping[str, int | str], implementation: str, check: Callable[[str], float]) -> bool:
     """Returns whether an implementation gives the reference's numbers here, tried once for each op and its dtypes."""
     key = (op, implementation, *(value for value in shape.values() if isinstance(value, str)))
-    if key not in _agreed:
+    if key not in _process.agreed:
         # The caller is being traced, but the comparison must run now: in a thread, because JAX traces per thread.
         # (`jax.ensure_compile_time_eval` would also evaluate what a kernel's own trace has to keep.)
         try:
@@ -133,12 +131,12 @@ def _agrees(op: str, shape: Mapping[str, int | str], implementation: str, check:
             difference, why = math.inf, f"fails: {str(error).partition(chr(10))[0][:200]}"
         else:
             why = f"gives other numbers than its reference: {difference:.3g} times the bound"
-        _agreed[key] = difference <= 1
-        if not _agreed[key]:
+        _process.agreed[key] = difference <= 1
+        if not _process.agreed[key]:
             warnings.warn(
                 f"the {implementation} kernel of {op} ({', '.join(key[2:])}) {why}; 'auto' uses xla", stacklevel=3
             )
-    return _agreed[key]
+    return _process.agreed[key]
 
 
 @contextlib.contextmanager
@@ -148,12 +146,11 @@ def record_choices() -> Iterator[list[tuple[str, dict[str, Any]]]]:
     Yields:
         A list of (op, shape), which grows with each call.
     """
-    global _recorded_calls
-    _recorded_calls = []
+    _process.recorded_calls = []
     try:
-        yield _recorded_calls
+        yield _process.recorded_calls
     finally:
-        _recorded_calls = None
+        _process.recorded_calls = None
 
 
 def _fastest(cells: Sequence[Mapping], shape: Mapping[str, int | str]) -> str | None:
@@ -178,9 +175,3 @@ def _fastest(cells: Sequence[Mapping], shape: Mapping[str, int | str]) -> str | 
     if nearest is None or cell_ratio(nearest) > MAX_SIZE_RATIO:
         return None
     return min(nearest["milliseconds"], key=nearest["milliseconds"].get)
-
-
-@functools.cache
-def _read_measurements() -> dict[str, list]:
-    """Reads the measured times of this device once: op -> cells."""
-    return measurements.read()

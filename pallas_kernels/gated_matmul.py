@@ -11,7 +11,7 @@ import jax.numpy as jnp
 from jax.experimental import pallas as pl
 
 from pallas_kernels.backend import triton as plt
-from pallas_kernels.block_scaled_matmul.choice import check_matrix, choose_for_few_rows, compare_with_reference
+from pallas_kernels.block_scaled_matmul.choice import check_matrix, choose_for_few_rows, make_matrix_case
 from pallas_kernels.block_scaled_matmul.kernel import (
     TILE_BYTES,
     elements,
@@ -20,6 +20,7 @@ from pallas_kernels.block_scaled_matmul.kernel import (
     tile_rows,
 )
 from pallas_kernels.block_scaled_matmul.reference import block_scaled_matmul_reference, block_scaled_matmul_xla
+from pallas_kernels.case import Case, Shape
 from pallas_kernels.cost import loads_from_l2
 from pallas_kernels.device import call_by_platform, num_processors
 from pallas_kernels.fp8 import FP8_DIVISOR, is_converted_by_integers
@@ -47,30 +48,16 @@ def gated_matmul(x, weights, scales=None, *, block=128, implementation="auto") -
         ValueError: As in `block_scaled_matmul`, or the number of columns is odd.
     """
     check_matrix(x, weights, scales, block, layout="[D, 2 F]", multiple=2)
-    check = functools.partial(
-        difference_from_reference, dtype=x.dtype, weights_dtype=weights.dtype, has_scales=scales is not None
+    chosen = choose_for_few_rows(
+        "gated_matmul", implementation, x, ((weights, scales),), block=block, dtype=x.dtype, make_case=make_case
     )
-    matrices = ((weights, scales),)
-    chosen = choose_for_few_rows("gated_matmul", implementation, x, matrices, block=block, dtype=x.dtype, check=check)
     if chosen == "xla":
         return _gated_matmul_xla(x, weights, scales, block)
     return _gated_matmul_triton(x, weights, scales, block, chosen == "interpreted")
 
 
-def difference_from_reference(implementation: str, *, dtype, weights_dtype, has_scales: bool) -> float:
-    """Compares an implementation with `gated_matmul_reference` on small arrays.
-
-    Args:
-        implementation: One of `gated_matmul`.
-        dtype: Dtype of x.
-        weights_dtype: Dtype of the weights.
-        has_scales: Weights with scales.
-
-    Returns:
-        The largest difference over its bound: more than 1 means that the numbers are wrong.
-    """
-    settings = {"dtype": dtype, "weights_dtype": weights_dtype, "has_scales": has_scales}
-    return compare_with_reference(gated_matmul, gated_matmul_reference, implementation, **settings)
+def make_case(shape: Shape) -> Case:
+    return make_matrix_case(gated_matmul, shape)
 
 
 def gated_matmul_reference(x, weights, scales=None, *, block=128):

@@ -14,6 +14,7 @@ from jax.experimental import pallas as pl
 
 from pallas_kernels.attention_blocks import MASKED_SCORE, Tiles, attend_blocks, column_slices, load_slice, slice_mask
 from pallas_kernels.backend import triton as plt
+from pallas_kernels.case import Case, Shape, difference_from_xla, random_attention, random_keys
 from pallas_kernels.cost import loads_from_l2
 from pallas_kernels.device import call_by_platform
 from pallas_kernels.dispatch import choose
@@ -91,39 +92,19 @@ def choose_implementation(q, keys, implementation: str, *, is_windowed: bool) ->
         unsupported_reason = f"a cache {keys.shape} of {keys.dtype} has 2^31 elements or more: split it"
     shape = {"batch": B, "heads": K, "queries": T * G, "width": H, "slots": keys.shape[2]}
     shape |= {"dtype": str(q.dtype), "cache": str(keys.dtype), "reads": "a window" if is_windowed else "all"}
-    check = functools.partial(difference_from_reference, dtype=q.dtype, cache_dtype=keys.dtype, width=H)
     return choose(
         "prefill_attention",
         implementation,
         ("xla", "triton"),
         shape,
         unsupported_reason=unsupported_reason,
-        check=check,
+        check=functools.partial(difference_from_xla, make_case, shape),
     )
 
 
-def difference_from_reference(implementation: str, *, dtype, cache_dtype, width: int) -> float:
-    """Compares an implementation with `prefill_attention_reference` on small arrays.
-
-    Args:
-        implementation: One of `prefill_attention`.
-        dtype: Dtype of q.
-        cache_dtype: Dtype of keys and values.
-        width: Columns of q.
-
-    Returns:
-        The largest difference over its bound: more than 1 means that the numbers are wrong.
-    """
-    keys = jax.random.split(jax.random.key(0), 3)
-    q = jax.random.normal(keys[0], (1, 1, 20, 2, width), dtype)
-    caches = [jax.random.normal(key, (1, 1, 40, width), dtype).astype(cache_dtype) for key in keys[1:]]
-    start, scale = jnp.array([7], jnp.int32), width**-0.5
-    found = prefill_attention(q, caches[0], caches[1], start, scale=scale, implementation=implementation)
-    q, k, v = (array.astype(jnp.float32) for array in (q, *caches))
-    with jax.default_matmul_precision("highest"):
-        expected = prefill_attention_reference(q, k, v, start, scale=scale)
-    bound = (1e-4 if dtype == jnp.float32 else 3e-2) * jnp.abs(expected).max()
-    return float(jnp.abs(found.astype(jnp.float32) - expected).max() / bound)
+def make_case(shape: Shape) -> Case:
+    q, *caches, start, window = random_attention(random_keys(), shape, shape["queries"])
+    return functools.partial(prefill_attention, scale=shape["width"] ** -0.5), (q, *caches, start, window)
 
 
 def prefill_attention_reference(

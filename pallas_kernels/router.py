@@ -13,11 +13,12 @@ from jax.experimental import pallas as pl
 
 from pallas_kernels.backend import triton as plt
 from pallas_kernels.batch_invariance import is_batch_invariant
-from pallas_kernels.block_scaled_matmul import partial_matmul
-from pallas_kernels.block_scaled_matmul.kernel import MAX_ROWS
+from pallas_kernels.block_scaled_matmul.choice import MAX_ROWS
+from pallas_kernels.block_scaled_matmul.op import partial_matmul
+from pallas_kernels.case import Case, Shape, random_keys, random_normal
 from pallas_kernels.dispatch import choose
-from pallas_kernels.head_top_k import top_k
 from pallas_kernels.partial_sums import PartialSums, load_sum
+from pallas_kernels.top_k import top_k
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -88,6 +89,17 @@ def route_tokens(
     # The second kernel adds the parts of the split product as it loads them.
     logits = partial_matmul(x, router, dtype=jnp.float32, implementation=chosen)
     return _select_experts_triton(logits, bias, is_used, routing, chosen == "interpreted")
+
+
+def make_case(shape: Shape) -> Case:
+    # The shape says only that there are groups: take four, if they divide the experts.
+    groups = 4 if shape["scoring"].endswith("in groups") and shape["experts"] % 4 == 0 else 1
+    scoring = shape["scoring"].split()[0]
+    routing = Routing(k=shape["chosen"], scoring=scoring, num_groups=groups, num_kept_groups=groups)
+    keys, experts = random_keys(), shape["experts"]
+    x = random_normal(keys, (shape["rows"], shape["inputs"]), shape["dtype"])
+    arrays = x, random_normal(keys, (shape["inputs"], experts)), jnp.zeros(experts)
+    return functools.partial(route_tokens, routing=routing), arrays
 
 
 def difference_from_reference(implementation: str, *, dtype, routing: Routing, has_bias: bool) -> float:

@@ -16,6 +16,7 @@ from pallas_kernels import combine_latents
 from pallas_kernels.attention_blocks import MASKED_SCORE, Tiles, attend_blocks, column_slices, load_slice, slice_mask
 from pallas_kernels.backend import triton as plt
 from pallas_kernels.batch_invariance import SHARE_SLOTS, is_batch_invariant, map_row_blocks
+from pallas_kernels.case import Case, Shape, difference_from_xla, random_attention, random_keys
 from pallas_kernels.combine_shares import combine_shares
 from pallas_kernels.cost import loads_from_l2
 from pallas_kernels.device import call_by_platform, die_order, num_processors
@@ -147,8 +148,28 @@ def choose_implementation(
     shape = {"batch": B, "heads": K, "queries": T * G, "width": H, "slots": size * (pages_per_row or 1)}
     shape |= {"dtype": str(q.dtype), "cache": str(keys.dtype), "reads": "a window" if is_windowed else "all"}
     shape |= {"layout": "rows" if pages_per_row is None else "pages"}
-    chosen = choose("verify_attention", implementation, ("xla", "triton"), shape, unsupported_reason=unsupported_reason)
+    reason, check = unsupported_reason, functools.partial(difference_from_xla, make_case, shape)
+    chosen = choose(
+        "verify_attention", implementation, ("xla", "triton"), shape, unsupported_reason=reason, check=check
+    )
     return chosen if fits_kernel else "xla"
+
+
+def make_case(shape: Shape) -> Case:
+    # Queries of one head each count as tokens, as far as the kernel takes them: the cost depends on their product.
+    tokens = next(t for t in range(MAX_QUERY_TOKENS, 0, -1) if shape["queries"] % t == 0)
+    q, *caches, start, window = random_attention(random_keys(), shape, tokens)
+    B, K, T, _, H = q.shape
+    mask = jnp.broadcast_to(jnp.tri(T, dtype=bool)[None], (B, T, T))
+    run = functools.partial(verify_attention, scale=H**-0.5)
+    if shape["layout"] == "rows":
+        return run, (q, *caches, start, mask, window)
+    # Pages of the smallest size, whose order in the pool differs from that of the rows.
+    num_pages = shape["slots"] // MIN_PAGE
+    pools = [cache.reshape(B, K, num_pages, MIN_PAGE, H).swapaxes(1, 2) for cache in caches]
+    pools = [pool.reshape(B * num_pages, K, MIN_PAGE, H) for pool in pools]
+    table = jnp.arange(B * num_pages, dtype=jnp.int32)[::-1].reshape(B, num_pages)
+    return run, (q, *pools, start, mask, window, table)
 
 
 def verify_attention_reference(

@@ -4,8 +4,7 @@ import dataclasses
 import math
 from typing import Literal
 
-from mtpjax.field_types import check_scalar_fields
-from mtpjax.models.config import require, require_choice
+from mtpjax.field_types import check_scalar_fields, require, require_choice
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)

@@ -8,7 +8,8 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any, Literal
 
 from mtpjax.decoding.sampling_ranges import check_sampling
-from mtpjax.models.config import IMPLEMENTATIONS, Implementation, require, require_choice
+from mtpjax.field_types import require, require_choice
+from mtpjax.models.config import IMPLEMENTATIONS, Implementation
 
 MAX_STEPS = 127  # draft levels are reported as int8
 DEFAULT_MAX_NODES = 64  # upper limit of the default of `num_draft_tokens`

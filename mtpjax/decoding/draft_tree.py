@@ -12,7 +12,7 @@ import functools
 import jax
 import jax.numpy as jnp
 
-from pallas_kernels import top_k
+from pallas_kernels.top_k import top_k
 
 FIRST_CHILD_RATE = 0.6  # assumed chance that a node's first child is accepted
 NEXT_CHILD_RATE = 0.3  # assumed chance of each later child, relative to the one before

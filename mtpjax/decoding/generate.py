@@ -43,7 +43,7 @@ from mtpjax.decoding.state import DecodeState, NewRows, empty_state, start_rows
 from mtpjax.models.decoding_layout import constrain_state, fit_to_mesh, shard_for_decoding
 from mtpjax.models.model import MTPModel
 from mtpjax.models.sharding import mesh_of
-from pallas_kernels import batch_invariant
+from pallas_kernels.batch_invariance import batch_invariant
 
 
 def generate(

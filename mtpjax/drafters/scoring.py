@@ -16,7 +16,7 @@ from mtpjax.decoding.sampling import PathTokens
 from mtpjax.decoding.state import DecodeState
 from mtpjax.models.model import MTPModel, bind, multiply_head
 from mtpjax.models.vocabulary import Vocabulary
-from pallas_kernels import head_top_k
+from pallas_kernels.head_top_k import head_top_k
 
 
 class ReducedHead(flax.struct.PyTreeNode):

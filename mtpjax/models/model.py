@@ -18,8 +18,9 @@ from mtpjax.models.parallel import own_size
 from mtpjax.models.quantized import is_scaled
 from mtpjax.models.trunk import Trunk
 from mtpjax.models.vocabulary import Vocabulary
-from pallas_kernels import head_top_k, top_k
 from pallas_kernels.batch_invariance import is_batch_invariant, map_row_blocks
+from pallas_kernels.head_top_k import head_top_k
+from pallas_kernels.top_k import top_k
 
 
 class TrunkOutput(flax.struct.PyTreeNode):

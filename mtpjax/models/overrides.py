@@ -6,7 +6,8 @@ import typing
 from collections.abc import Iterable, Mapping
 from typing import Any
 
-from mtpjax.models.config import ModelConfig, require
+from mtpjax.field_types import require
+from mtpjax.models.config import ModelConfig
 from mtpjax.models.rope_scaling import make_scaling
 
 MODEL_FIELDS: dict[str, Any] = typing.get_type_hints(ModelConfig)  # the type of each field

@@ -10,7 +10,7 @@ from collections.abc import Callable
 import jax
 from jax.sharding import AxisType
 
-from pallas_kernels import PartialSums
+from pallas_kernels.partial_sums import PartialSums
 
 EXPERT_AXES = (("data", "expert"), ("data",), ("expert",))  # tried in this order
 

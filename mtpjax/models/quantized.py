@@ -4,8 +4,10 @@ import flax.struct
 import jax
 import jax.numpy as jnp
 
-from pallas_kernels import PartialSums, gated_matmul, partial_matmul, partial_matmuls
+from pallas_kernels.block_scaled_matmul.op import partial_matmul, partial_matmuls
 from pallas_kernels.dequantise import dequantise
+from pallas_kernels.gated_matmul import gated_matmul
+from pallas_kernels.partial_sums import PartialSums
 
 
 class BlockScaled(flax.struct.PyTreeNode):

@@ -13,7 +13,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from mtpjax.models.parallel import is_split, num_parts
-from pallas_kernels import top_k
+from pallas_kernels.top_k import top_k
 
 
 @dataclasses.dataclass(frozen=True)

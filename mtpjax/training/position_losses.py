@@ -15,8 +15,7 @@ import jax
 import jax.numpy as jnp
 
 from mtpjax.models.forward import shift_left
-from pallas_kernels import linear_cross_entropy, linear_total_variation
-from pallas_kernels.linear_cross_entropy import choose_implementation
+from pallas_kernels.linear_cross_entropy import choose_implementation, linear_cross_entropy, linear_total_variation
 
 
 class PositionTerms(NamedTuple):

@@ -18,7 +18,6 @@ from pallas_kernels.cost import loads_from_l2
 from pallas_kernels.device import num_processors
 from pallas_kernels.fp8 import FP8_DIVISOR, convert_fp8, is_converted_by_integers
 
-MAX_ROWS = 64  # with more rows, multiplying takes longer than reading
 TILE_BYTES = 16384  # weights per tile: eight loads of 16 bytes for each of 128 threads
 
 
@@ -272,19 +271,3 @@ def elements(ref, row, column):
     """Addresses `ref[row, column]` element by element."""
     shape = (len(row), len(column))
     return ref.at[jnp.broadcast_to(row[:, None], shape), jnp.broadcast_to(column[None, :], shape)]
-
-
-def find_unsupported_reason(weights, scales, block: int) -> str | None:
-    """Returns why the kernels of few rows cannot take these weights, or None if they can.
-
-    Args:
-        weights: [D, F].
-        scales: [blocks, F] or None.
-        block: Number of neighbouring inputs that share a scale.
-    """
-    # A tile must fit into a block of inputs, and Pallas uses 32-bit offsets for any array of at most 2^32 bytes.
-    if scales is not None and (block < 16 or block & (block - 1)):
-        return f"the kernel takes blocks of 16 inputs, 32, 64 and so on, not of {block}"
-    if weights.dtype.itemsize == 1 and weights.size >= 2**31:
-        return f"weights {weights.shape} are 2^31 elements or more, which exceed 32-bit offsets"
-    return None

@@ -10,9 +10,10 @@ from collections.abc import Sequence
 import jax
 import jax.numpy as jnp
 
-from pallas_kernels.block_scaled_matmul.choice import check_matrix, choose_for_few_rows, compare_with_reference
+from pallas_kernels.block_scaled_matmul.choice import check_matrix, choose_for_few_rows, make_matrix_case
 from pallas_kernels.block_scaled_matmul.kernel import multiply_few_rows
-from pallas_kernels.block_scaled_matmul.reference import block_scaled_matmul_reference, block_scaled_matmul_xla
+from pallas_kernels.block_scaled_matmul.reference import block_scaled_matmul_xla
+from pallas_kernels.case import Case, Shape
 from pallas_kernels.device import call_by_platform
 from pallas_kernels.fp8 import is_converted_by_integers
 from pallas_kernels.partial_sums import PartialSums
@@ -96,10 +97,6 @@ def partial_matmuls(
     if len(kinds) > 1:
         each = functools.partial(partial_matmul, x, block=block, dtype=dtype, implementation=implementation)
         return tuple(each(*matrix) for matrix in matrices)
-    [(weights_dtype, has_scales)] = kinds
-    check = functools.partial(
-        difference_from_reference, dtype=dtype, weights_dtype=weights_dtype, has_scales=has_scales
-    )
     chosen = choose_for_few_rows(
         "block_scaled_matmul",
         implementation,
@@ -107,7 +104,7 @@ def partial_matmuls(
         matrices,
         block=block,
         dtype=dtype,
-        check=check,
+        make_case=make_case,
         has_jax_triton_form=True,
     )
     if chosen == "xla":
@@ -117,20 +114,8 @@ def partial_matmuls(
     return tuple(PartialSums(part, dtype) for part in parts)
 
 
-def difference_from_reference(implementation: str, *, dtype, weights_dtype, has_scales: bool) -> float:
-    """Compares an implementation with `block_scaled_matmul_reference` on small arrays.
-
-    Args:
-        implementation: One of `block_scaled_matmul`.
-        dtype: Dtype of x.
-        weights_dtype: Dtype of the weights.
-        has_scales: Weights with scales.
-
-    Returns:
-        The largest difference over its bound: more than 1 means that the numbers are wrong.
-    """
-    settings = {"dtype": dtype, "weights_dtype": weights_dtype, "has_scales": has_scales}
-    return compare_with_reference(block_scaled_matmul, block_scaled_matmul_reference, implementation, **settings)
+def make_case(shape: Shape) -> Case:
+    return make_matrix_case(block_scaled_matmul, shape)
 
 
 def _multiply_xla(x, matrices, block, dtype):

@@ -6,6 +6,7 @@ import jax
 import jax.numpy as jnp
 
 from pallas_kernels.batch_invariance import is_batch_invariant
+from pallas_kernels.case import Case, Shape, random_keys, random_normal
 from pallas_kernels.dequantise import dequantise
 from pallas_kernels.dispatch import choose
 from pallas_kernels.grouped_matmul.matmul_kernel import grouped_matmul_kernel
@@ -98,6 +99,24 @@ def grouped_matmul(
     return _grouped_matmul_triton(
         x, ids, weights, gate_up, down, gate_up_scales, down_scales, block, chosen == "interpreted"
     )
+
+
+def make_case(shape: Shape) -> Case:
+    names = ("tokens", "chosen", "experts", "width", "expert_width")
+    keys, (n, k, E, D, F) = random_keys(), (shape[name] for name in names)
+    x, ids = random_normal(keys, (n, D), shape["dtype"]), jax.random.randint(next(keys), (n, k), 0, E)
+    arrays = x, ids, jnp.ones((n, k)) / k
+    stacks = [random_normal(keys, size, shape["weights"]) for size in ((E, D, 2, F), (E, F, D))]
+    # Only fp8 experts have scales.
+    if shape["weights"].startswith("float8"):
+        stacks += [jnp.ones((E, -(-D // 128), 2, F)), jnp.ones((E, -(-F // 128), D))]
+
+    def run(*arrays, implementation):
+        scales = dict(zip(("gate_up_scales", "down_scales"), arrays[5:], strict=False))
+        is_inference = shape["use"] == "inference"
+        return grouped_matmul(*arrays[:5], **scales, inference=is_inference, implementation=implementation)
+
+    return run, (*arrays, *stacks)
 
 
 def difference_from_reference(implementation: str, *, dtype, is_fp8: bool, inference: bool) -> float:

@@ -19,7 +19,7 @@ from mtpjax.models.cache import empty_cache
 from mtpjax.models.forward import shift_left
 from mtpjax.models.masks import cached_view, full_view
 from mtpjax.models.model import bind
-from pallas_kernels import gated_delta_replay
+from pallas_kernels.gated_delta import gated_delta_replay
 
 CAPACITY = 64
 LENGTHS = np.array([1, 2, 3, 9, 16, 21], np.int32)  # shorter than the modules reach, and over several chunks

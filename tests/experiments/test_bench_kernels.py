@@ -8,7 +8,8 @@ import pytest
 
 from experiments import bench_kernels
 from experiments.kernel_cases import Case, attention_case
-from pallas_kernels import dispatch, rms_norm
+from pallas_kernels import dispatch
+from pallas_kernels.rms_norm import rms_norm
 
 
 @pytest.fixture

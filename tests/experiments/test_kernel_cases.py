@@ -36,7 +36,7 @@ def test_kernel_lowers_without_a_gpu_where_it_was_measured_to_be_fastest(case, m
     cells = fastest_table([{"op": case.op, "shape": case.shape(), "seconds": {"xla": [2.0], "triton": [1.0]}}])
     monkeypatch.setattr(jax, "default_backend", lambda: "gpu")
     monkeypatch.setattr(dispatch, "_agrees", lambda *args: True)  # no GPU to compare numbers on
-    monkeypatch.setattr(dispatch, "_read_measurements", lambda: cells)
+    monkeypatch.setattr(dispatch._process, "measured", cells)
     shapes = jax.eval_shape(case.make, jax.random.key(0))
     lowered = compat.lower_for(functools.partial(case.run, implementation="auto"), *shapes)
     for platform in ("cuda", "rocm"):

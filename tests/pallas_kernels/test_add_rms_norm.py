@@ -6,8 +6,8 @@ import numpy as np
 import pytest
 
 from mtpjax import compat
-from pallas_kernels import PartialSums, add_rms_norm
-from pallas_kernels.add_rms_norm import add_rms_norm_reference
+from pallas_kernels.add_rms_norm import add_rms_norm, add_rms_norm_reference
+from pallas_kernels.partial_sums import PartialSums
 
 interpreted = functools.partial(add_rms_norm, implementation="interpreted")
 

@@ -6,8 +6,8 @@ import numpy as np
 import pytest
 
 from mtpjax import compat
-from pallas_kernels import PartialSums, append_heads
-from pallas_kernels.append_heads import Heads, append_heads_reference
+from pallas_kernels.append_heads import Heads, append_heads, append_heads_reference
+from pallas_kernels.partial_sums import PartialSums
 
 # B, T, K, G, H, P: a single row, groups and widths that fill no block, a part of the channels rotated, all of them
 SHAPES = [(1, 1, 2, 2, 64, 32), (3, 4, 2, 3, 48, 24), (2, 5, 3, 1, 80, 16), (2, 16, 1, 7, 32, 12)]

@@ -6,8 +6,8 @@ import numpy as np
 import pytest
 
 from mtpjax import compat
-from pallas_kernels import PartialSums
 from pallas_kernels.append_latents import append_latents, append_latents_reference
+from pallas_kernels.partial_sums import PartialSums
 
 # B, T, N, C, R, P: sizes that fill no block, several slices of the latent, many rows
 SHAPES = [(1, 1, 2, 16, 32, 8), (3, 4, 3, 24, 80, 12), (2, 16, 2, 40, 144, 16)]

@@ -12,9 +12,8 @@ from jax.sharding import NamedSharding, PartitionSpec, use_abstract_mesh
 from mtpjax import DecodeConfig, ModelConfig, MTPModel, compat, generate, speculative_generate
 from mtpjax.models.layers.experts import Experts
 from mtpjax.models.quantized import BlockScaled
-from pallas_kernels import grouped_matmul
 from pallas_kernels.dequantise import dequantise
-from pallas_kernels.grouped_matmul import grouped_matmul_reference
+from pallas_kernels.grouped_matmul import grouped_matmul, grouped_matmul_reference
 from pallas_kernels.grouped_matmul.matmul_kernel import grouped_matmul_kernel
 from pallas_kernels.grouped_matmul.reference import grouped_matmul_many_tokens
 from pallas_kernels.grouped_matmul.route import route_few_tokens, route_many_tokens

@@ -15,7 +15,7 @@ from mtpjax.drafters.dspark.network import DSpark, DSparkConfig
 from mtpjax.drafters.levels import draft_levels
 from mtpjax.drafters.scoring import DraftScores
 from mtpjax.models.model import MTPModel, bind
-from pallas_kernels import top_k
+from pallas_kernels.top_k import top_k
 
 
 @dataclasses.dataclass(frozen=True)

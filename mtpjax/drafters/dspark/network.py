@@ -8,7 +8,7 @@ import jax
 import jax.numpy as jnp
 
 from mtpjax.drafters.dflash.network import DFlash, DFlashConfig
-from mtpjax.models.config import require, require_choice
+from mtpjax.field_types import require, require_choice
 from mtpjax.models.masks import View
 
 MarkovHead = Literal["none", "vanilla", "gated", "rnn"]

@@ -11,14 +11,15 @@ import jax
 import jax.numpy as jnp
 
 from mtpjax.drafters.checks import check_draft_vocabulary, check_layer_ids
-from mtpjax.models.config import LayerKind, ModelConfig, require
+from mtpjax.field_types import require
+from mtpjax.models.config import LayerKind, ModelConfig
 from mtpjax.models.layers.experts import SwiGLU
 from mtpjax.models.layers.grouped_attention import GroupedAttention
 from mtpjax.models.layers.norm import AddRMSNorm, RMSNorm
 from mtpjax.models.masks import Entries, Recycled, View
 from mtpjax.models.model import multiply_head
 from mtpjax.models.quantized import matrix_product
-from pallas_kernels import PartialSums
+from pallas_kernels.partial_sums import PartialSums
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)

@@ -8,7 +8,7 @@ from mtpjax.models.config import LayerKind, ModelConfig
 from mtpjax.models.layers.experts import Experts, SwiGLU
 from mtpjax.models.layers.norm import AddRMSNorm
 from mtpjax.models.masks import Entries, Masks, Recycled, View
-from pallas_kernels import PartialSums
+from pallas_kernels.partial_sums import PartialSums
 
 
 class Block(nn.Module):

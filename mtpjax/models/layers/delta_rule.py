@@ -12,14 +12,9 @@ from mtpjax.models.layers.entries import read_rows
 from mtpjax.models.masks import Entries, Masks, View
 from mtpjax.models.parallel import add_parts, own_size
 from mtpjax.models.quantized import matrix_product, partial_product
-from pallas_kernels import (
-    PartialSums,
-    gated_delta,
-    gated_delta_replay,
-    gated_delta_steps,
-    gated_delta_verify,
-    rms_norm,
-)
+from pallas_kernels.gated_delta import gated_delta, gated_delta_replay, gated_delta_steps, gated_delta_verify
+from pallas_kernels.partial_sums import PartialSums
+from pallas_kernels.rms_norm import rms_norm
 
 MAX_STEPWISE_TOKENS = 16  # of a pass whose tokens are all committed: up to here token by token, above in chunks
 

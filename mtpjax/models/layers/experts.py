@@ -13,8 +13,9 @@ from mtpjax.models.config import ModelConfig
 from mtpjax.models.layers.clamped_experts import activate, mix_clamped_experts
 from mtpjax.models.parallel import add_parts, all_rows, expert_axes, is_split, num_parts, own_size
 from mtpjax.models.quantized import gated_product, is_scaled, partial_product
-from pallas_kernels import PartialSums, grouped_matmul, route_tokens
-from pallas_kernels.router import Routing
+from pallas_kernels.grouped_matmul import grouped_matmul
+from pallas_kernels.partial_sums import PartialSums
+from pallas_kernels.router import Routing, route_tokens
 
 MIN_FP8_BLOCK = 16  # smallest block of fp8 weights that the kernels support
 

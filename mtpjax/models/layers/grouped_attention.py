@@ -15,9 +15,9 @@ from mtpjax.models.layers.rotary import softmax_scale
 from mtpjax.models.masks import Entries, Masks, Recycled, View
 from mtpjax.models.parallel import add_parts, own_size
 from mtpjax.models.quantized import partial_product
-from pallas_kernels import PartialSums, append_heads
-from pallas_kernels.append_heads import Heads, split_heads
+from pallas_kernels.append_heads import Heads, append_heads, split_heads
 from pallas_kernels.append_heads import choose_implementation as choose_append
+from pallas_kernels.partial_sums import PartialSums
 from pallas_kernels.rotation import rotate
 
 

@@ -16,9 +16,10 @@ from mtpjax.models.layers.rotary import softmax_scale
 from mtpjax.models.masks import Entries, Masks, Recycled, View
 from mtpjax.models.parallel import add_parts, own_size
 from mtpjax.models.quantized import partial_product, partial_products
-from pallas_kernels import PartialSums, append_latents
+from pallas_kernels.append_latents import append_latents
 from pallas_kernels.append_latents import choose_implementation as choose_append
 from pallas_kernels.batch_invariance import is_batch_invariant, map_row_blocks
+from pallas_kernels.partial_sums import PartialSums
 from pallas_kernels.rotation import rotate
 
 

@@ -3,8 +3,10 @@
 import flax.linen as nn
 import jax
 
-from pallas_kernels import PartialSums, add_rms_norm, rms_norm
+from pallas_kernels.add_rms_norm import add_rms_norm
 from pallas_kernels.batch_invariance import is_batch_invariant
+from pallas_kernels.partial_sums import PartialSums
+from pallas_kernels.rms_norm import rms_norm
 
 
 def fused_norm(x: jax.Array, scale: jax.Array, *, implementation: str, **settings) -> jax.Array:
