@@ -18,6 +18,7 @@ from mtpjax.decoding.unused_settings import warn_of_unused_settings
 from mtpjax.drafters.lookup.drafting import LookupDrafter
 from mtpjax.drafters.mtp.drafting import MTPDrafter
 from mtpjax.messages import count_of
+from mtpjax.models.attention_kinds import has_recurrent_layers
 from mtpjax.models.model import MTPModel
 from mtpjax.models.params import check_params
 from pallas_kernels.verify_attention import MAX_QUERY_TOKENS
@@ -229,7 +230,7 @@ def check_settings(model: MTPModel, config: DecodeConfig, drafter: Drafter) -> i
         _check_deterministic(model, config)
     # A recurrent layer has one running state per row, so it cannot follow the branches of a tree.
     if config.num_steps:
-        if config.topk > 1 and "linear_attention" in model.config.layer_types:
+        if config.topk > 1 and has_recurrent_layers(model.config):
             raise ValueError(f"linear attention supports only chains: set topk to 1, got {config.topk}")
         drafter.check(model, config)
     return limit
@@ -244,7 +245,7 @@ def _check_deterministic(model: MTPModel, config: DecodeConfig) -> None:
         )
     if model.config.index_topk:
         raise ValueError("deterministic decoding does not support a sparse indexer, which XLA computes")
-    if "linear_attention" in model.config.layer_types:
+    if has_recurrent_layers(model.config):
         raise ValueError("deterministic decoding does not support linear attention, whose states XLA advances")
     # One kernel attends from up to 16 tokens and another from more. So rounds have at most 16, and prefill has more.
     widest = max(config.num_nodes, config.min_rows or 1)

@@ -47,6 +47,7 @@ from mtpjax.decoding.spec import DecodeSpec
 from mtpjax.decoding.state import DecodeState, NewRows
 from mtpjax.distributed import gather_processes
 from mtpjax.messages import count_of
+from mtpjax.models.attention_kinds import has_recurrent_layers
 from mtpjax.models.decoding_layout import fit_to_mesh, run_in_parts
 from mtpjax.models.model import MTPModel
 from mtpjax.models.pages import NO_PAGE, Pages
@@ -402,7 +403,7 @@ def _check_num_cached(num_cached: Sequence[int] | None, rows: list[np.ndarray], 
     if any(not 0 <= count <= row.size for count, row in zip(cached.tolist(), rows, strict=True)):
         raise ValueError(f"num_cached must be within 0..prompt length, got {cached.tolist()}")
     # Attention entries can be reused up to any position. A recurrent layer keeps only its newest state.
-    if cached.any() and "linear_attention" in model.config.layer_types:
+    if cached.any() and has_recurrent_layers(model.config):
         raise ValueError("num_cached must be 0 for a model with linear attention: its state cannot be rolled back")
     return cached
 

@@ -292,5 +292,5 @@ def view_pass(
     pages, capacity = running_pages(state), state.tokens.shape[1]
     num_slots = capacity if pages is None else min(capacity, pages.num_slots)
     is_used = ~state.done[:, None] & (jnp.arange(width)[None, :] < jnp.reshape(num_used, (-1, 1)))
-    settings = {"num_valid": num_valid, "tree": tree, "window": window, "pages": pages, "is_used": is_used}
-    return cached_view(config, start, width, num_slots, **settings)
+    settings = {"num_valid": num_valid, "tree": tree, "window": window, "is_used": is_used}
+    return cached_view(config, start, width, num_slots, **settings).replace(pages=pages)

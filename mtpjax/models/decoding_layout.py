@@ -10,13 +10,14 @@ import jax
 import jax.numpy as jnp
 from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
 
+from mtpjax.models.attention_kinds import ATTENTION_KINDS
 from mtpjax.models.config import ModelConfig
-from mtpjax.models.layers.experts import MIN_FP8_BLOCK
 from mtpjax.models.model import MTPModel
 from mtpjax.models.parallel import axes_that_divide
 from mtpjax.models.quantized import is_scaled
 from mtpjax.models.sharding import CACHE_AXES, MESH_AXES, mesh_text, param_axes, param_sharding, path_name
 
+MIN_FP8_BLOCK = 16  # smallest block of fp8 weights that the kernels support
 AXES = ("data", "expert", "tensor")  # what decoding splits; the others hold copies
 
 
@@ -129,14 +130,10 @@ def find_copies(config: ModelConfig, sizes: Mapping[str, int], num_slots: int | 
     """
     kinds = {*config.trunk_kinds, *([config.mtp_kind] if config.num_mtp_modules else [])}
     attentions = {kind.attention for kind in kinds}
+    split = [name for kind, record in ATTENTION_KINDS.items() if kind in attentions for name in record.split_sizes]
     # Sizes by the axes that split them: heads and columns over `tensor`, experts over `data` and `expert`.
     over_tensor, over_experts = {"vocab_size": config.vocab_size}, {}
-    if attentions & {"grouped", "latent"}:
-        over_tensor["num_attention_heads"] = config.num_attention_heads
-    if "grouped" in attentions:
-        over_tensor["num_key_value_heads"] = fit_config(config, sizes).num_key_value_heads
-    if "delta" in attentions:
-        over_tensor["linear_num_key_heads"] = config.linear_num_key_heads
+    over_tensor |= {name: getattr(fit_config(config, sizes), name) for name in split}
     if not all(kind.is_moe for kind in kinds):
         over_tensor["intermediate_size"] = config.intermediate_size
     if any(kind.is_moe for kind in kinds):

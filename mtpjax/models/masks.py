@@ -130,7 +130,6 @@ def cached_view(
     num_valid: jax.Array | None = None,
     tree: TreeSlots | None = None,
     window: tuple[int, int] | None = None,
-    pages: Pages | None = None,
     is_used: jax.Array | None = None,
 ) -> View:
     """Makes the view of tokens that are written to cache slots `start .. start + width - 1`.
@@ -145,7 +144,6 @@ def cached_view(
         tree: the tokens form a draft tree. None: each token follows the one before.
         window: (newest positions, sinks). A token attends to that number of newest positions, itself included, and to
             the first slots, the sinks. Other slots are not read. None: a token attends to all text before it.
-        pages: the rows' pages, for a cache in pages.
         is_used: `[B, T]` bool tokens whose outputs are read. Others, such as those of free rows and padding, choose
             no experts. None: all.
 
@@ -166,8 +164,8 @@ def cached_view(
     # Experts process the rows of all devices. They are gathered here, once for all layers.
     all_used = None if is_used is None else all_rows(is_used)
     return View(
-        angles, mask, start, num_valid=num_valid, span=span, reach=reach, pages=pages, is_used=is_used,
-        all_used=all_used, sliding=sliding,
+        angles, mask, start, num_valid=num_valid, span=span, reach=reach, is_used=is_used, all_used=all_used,
+        sliding=sliding,
     )  # fmt: skip
 
 

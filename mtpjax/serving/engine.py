@@ -27,6 +27,7 @@ from mtpjax.decoding.config import DecodeConfig, SamplingParams
 from mtpjax.distributed import is_runtime_error
 from mtpjax.errors import LostProcess, printable
 from mtpjax.messages import count_of
+from mtpjax.models.attention_kinds import has_recurrent_layers
 from mtpjax.models.model import MTPModel
 from mtpjax.serving.background import BackgroundCompiler
 from mtpjax.serving.calls import Call, DraftCall, ScoreCall
@@ -434,7 +435,7 @@ class Engine:
 
     def _new_scheduler(self) -> Scheduler:
         executor, settings = self._executor, self.settings
-        sizes, has_recurrent_layers = executor.sizes, "linear_attention" in executor.model.config.layer_types
+        sizes, is_recurrent = executor.sizes, has_recurrent_layers(executor.model.config)
 
         def depth_of(num_rows: int) -> int:
             limit = settings.disable_drafts_at
@@ -455,7 +456,7 @@ class Engine:
                 max_depth=self._max_depth,
                 depth_of=depth_of,
                 # A recurrent layer keeps only its newest state, which pages do not hold, but snapshots do.
-                shares_prefixes=settings.shares_prefixes and (not has_recurrent_layers or sizes.part_snapshots > 0),
+                shares_prefixes=settings.shares_prefixes and (not is_recurrent or sizes.part_snapshots > 0),
             ),
             [
                 PagePool(

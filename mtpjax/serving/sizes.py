@@ -6,6 +6,7 @@ from collections.abc import Callable
 from mtpjax.decoding.capacity import round_up_capacity, slots_per_round
 from mtpjax.decoding.drafter import Drafter
 from mtpjax.decoding.spec import DecodeSpec
+from mtpjax.models.attention_kinds import has_recurrent_layers
 from mtpjax.models.config import ModelConfig
 from mtpjax.models.model import MTPModel
 from mtpjax.models.pages import count_pages
@@ -203,7 +204,7 @@ def longest_text(settings: EngineSettings, limit: int) -> int:
 
 def count_snapshots(settings: EngineSettings, config: ModelConfig) -> int:
     """Returns the states of recurrent layers that the prefix cache keeps; 0 for models without such layers."""
-    if not settings.shares_prefixes or "linear_attention" not in config.layer_types:
+    if not settings.shares_prefixes or not has_recurrent_layers(config):
         return 0
     return 4 * settings.num_slots if settings.num_snapshots is None else settings.num_snapshots
 

@@ -14,6 +14,7 @@ from mtpjax.decoding.spec import DecodeSpec
 from mtpjax.decoding.state import DecodeState
 from mtpjax.drafters.cached import CachedDrafter
 from mtpjax.drafters.scoring import DraftScores, ReducedHead, reduce_head
+from mtpjax.models.attention_kinds import has_recurrent_layers
 from mtpjax.models.cache import Cache, empty_cache
 from mtpjax.models.config import ModelConfig
 from mtpjax.models.masks import Entries, View
@@ -157,7 +158,7 @@ def check_tree(model: MTPModel, config: DecodeConfig) -> None:
             f"topk {config.topk} drafts trees, which need exactly one MTP module; the model has {num_modules}"
         )
     # A recurrent state cannot follow the branches of a tree.
-    if "linear_attention" in model.config.layer_types:
+    if has_recurrent_layers(model.config):
         raise ValueError(f"linear attention supports only chains: set topk to 1, got {config.topk}")
     if config.draft_vocabulary is not None:
         num_draftable = len(draftable_ids(config.draft_vocabulary, model))

@@ -78,10 +78,8 @@ def attend_cache(
     *,
     scale: float,
     implementation: str,
-    value_width: int | None = None,
     value_up: jax.Array | None = None,
     selection: Masks | None = None,
-    has_learned_sinks: bool = False,
 ) -> jax.Array | None:
     """Attends to a whole layer of a cache with a kernel: `verify_attention`, or `prefill_attention` for many tokens.
 
@@ -90,30 +88,21 @@ def attend_cache(
     Args:
         q: `[B, K, T, G, H]` queries.
         keys: `[B, K, S, H]` keys of the cache; of a cache in pages `[P, K, size, H]`.
-        values: `[B, K, S, Hv]`; None takes the first `value_width` columns of the keys.
+        values: `[B, K, S, Hv]`; None takes the first Hv columns of the keys, with Hv of `value_up`.
         view: positions and masks of the pass.
         scale: factor of the scores.
         implementation: "xla", "triton" or "auto".
-        value_width: Hv, without `values`.
         value_up: `[G, Hv, V]`, a matrix of each head that multiplies its output; K is 1.
         selection: the keys that an indexer selected, one mask `[B, T, S]`; only `prefill_attention` takes it.
-        has_learned_sinks: the layer has a learned logit per head (`sinks` of `attend`).
 
     Returns:
         `[B, K, T, G, Hv]`, with `value_up` `[B, 1, T, G, V]`, or None if XLA should compute it (`attend`).
-
-    Raises:
-        ValueError: a kernel was requested by name for a layer with learned sinks.
     """
-    reach = view.reach
+    reach, pages = view.reach, view.pages
     if reach is None:
         return None
-    if has_learned_sinks:
-        if implementation not in ("auto", "xla"):
-            raise ValueError(f"the kernels of attention take no learned sinks: use xla or auto, not {implementation}")
-        return None
+    value_width = None if value_up is None else value_up.shape[1]
     is_windowed, settings = reach.begin is not None, {"scale": scale, "sinks": reach.sinks, "value_width": value_width}
-    pages = view.pages
     # Few tokens, or a draft tree.
     if q.shape[2] <= MAX_QUERY_TOKENS or not reach.is_chain:
         table = None if pages is None else pages.table

@@ -37,6 +37,7 @@ class AttentionKind:
         empty_entries: makes the zero-filled cache entries of one layer from the config, the layer's kind, the batch
             size B, the slots S, and the dtype.
         cache_axes: axis names of each cache entry.
+        split_sizes: fields of the config with the heads that `tensor` of a mesh splits.
         param_axes: (regular expression of the parameter's path, axis names) pairs; the first match counts.
         commit: keeps what the first `num_committed [B]` tokens of the last pass left in the entries.
         reset: prepares the rows `is_new [B]` for new texts.
@@ -47,6 +48,7 @@ class AttentionKind:
     module: Callable[[ModelConfig, LayerKind, str, str], nn.Module]
     empty_entries: Callable[[ModelConfig, LayerKind, int, int, Any], Entries]
     cache_axes: Mapping[str, Axes]
+    split_sizes: tuple[str, ...]
     param_axes: tuple[tuple[str, Axes], ...]
     commit: Callable[[Entries, jax.Array], Entries] = keep_entries
     reset: Callable[[Entries, jax.Array], Entries] = keep_rows

@@ -158,6 +158,7 @@ DELTA = AttentionKind(
     module=lambda config, kind, implementation, name: DeltaRule(config, implementation, name=name),
     empty_entries=_empty_entries,
     cache_axes={"state": ("batch", "heads", None, None), "conv": ("batch", None, "heads", None)},
+    split_sizes=("linear_num_key_heads",),
     param_axes=(
         (r"delta/(qkvz|ba)$", ("embed", "heads", None)),
         (r"delta/conv$", ("heads", None, None)),

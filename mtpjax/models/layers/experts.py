@@ -7,7 +7,6 @@ from collections.abc import Mapping
 import flax.linen as nn
 import jax
 import jax.numpy as jnp
-from jax.sharding import AxisType, PartitionSpec
 
 from mtpjax.models.config import ModelConfig
 from mtpjax.models.layers.clamped_experts import activate, mix_clamped_experts
@@ -16,8 +15,6 @@ from mtpjax.models.quantized import gated_product, is_scaled, partial_product
 from pallas_kernels.grouped_matmul import grouped_matmul
 from pallas_kernels.partial_sums import PartialSums
 from pallas_kernels.router import Routing, route_tokens
-
-MIN_FP8_BLOCK = 16  # smallest block of fp8 weights that the kernels support
 
 
 class SwiGLU(nn.Module):
@@ -182,71 +179,27 @@ class Experts(nn.Module):
             again = jax.checkpoint(lambda rows: form(rows[0], rows[1], rows[2], gate_up, down))
             output = jax.lax.map(again, tuple(rows)).reshape(flat.shape)
         else:
-            run = _over_mesh(form, num_slots, F)
-            if config.expert_bias and run is not form:
-                raise ValueError("experts with biases are not split by automatic partitioning: use shard_map")
-            output = run(flat, ids, weights, gate_up, down)
+            output = form(flat, ids, weights, gate_up, down)
         if over_rows:
             output = jax.lax.psum_scatter(output, over_rows, scatter_dimension=0, tiled=True)
-        output = output.reshape(B, T, D)
-        summed = [*(axis for axis in over if axis not in over_rows), *(["tensor"] if is_split(F, "tensor") else [])]
+        return self._add_shared(x, output.reshape(B, T, D), tuple(axis for axis in over if axis not in over_rows))
+
+    def _add_shared(self, x: jax.Array, output: jax.Array, summed: tuple[str, ...]) -> PartialSums:
+        """Adds the shared experts, and what the devices along `summed` and `tensor` computed of the routed ones."""
+        config = self.config
+        summed += ("tensor",) * is_split(config.moe_intermediate_size, "tensor")
         if config.shared_width:
             # One sum over the devices adds shared and routed experts, if it is over the same devices.
             is_one_sum = bool(summed) and is_split(config.shared_width, "tensor") == ("tensor" in summed)
             swiglu = SwiGLU(config.shared_width, self.implementation, is_one_sum, self.shared_limit, name="shared")
             shared = swiglu(x).total()
             if config.shared_expert_gate:
-                gate = self.param("shared_gate", nn.initializers.lecun_normal(), (D, 1))
+                gate = self.param("shared_gate", nn.initializers.lecun_normal(), (x.shape[-1], 1))
                 shared = shared * jax.nn.sigmoid(x @ gate.astype(x.dtype))
             if not is_one_sum:
-                output, summed = jax.lax.psum(output, summed) if summed else output, []
+                output, summed = jax.lax.psum(output, summed) if summed else output, ()
             elif "expert" in summed:
                 # All devices along this axis computed the same shared experts: one of them counts.
                 shared = jnp.where(jax.lax.axis_index("expert") == 0, shared, 0)
             output = output + shared
         return PartialSums((jax.lax.psum(output, summed) if summed else output)[None], output.dtype)
-
-
-def _over_mesh(form, num_experts: int, width: int):
-    """Wraps `form` so that each device runs its own experts and columns, followed by one sum over the mesh.
-
-    Tokens are replicated. Without a mesh that splits experts or columns, returns `form`.
-    """
-    mesh = jax.sharding.get_abstract_mesh()
-    sizes = {"expert": num_experts, "tensor": width}
-    is_manual = any(kind is AxisType.Manual for kind in mesh.axis_types)
-    many = [] if mesh.empty or is_manual else [axis for axis in sizes if mesh.shape.get(axis, 1) > 1]
-    axes = [axis for axis in many if sizes[axis] % mesh.shape[axis] == 0]
-    if not axes:
-        return form
-    expert, tensor = (axis if axis in axes else None for axis in ("expert", "tensor"))
-
-    def split(x, ids, weights, gate_up, down):
-        # If the border between devices would cut an fp8 block, use smaller blocks, or cast the weights.
-        own = width // mesh.shape[tensor] if tensor else width
-        if is_scaled(gate_up) and is_scaled(down) and own % down.block:
-            block = math.gcd(own, gate_up.block, down.block)
-            if block < MIN_FP8_BLOCK:
-                gate_up, down = gate_up.astype(x.dtype), down.astype(x.dtype)
-            else:
-                gate_up, down = gate_up.in_blocks_of(block), down.in_blocks_of(block)
-        return jax.shard_map(local, in_specs=specs, out_specs=everywhere, check_vma=False)(
-            x, ids, weights, gate_up, down
-        )
-
-    def local(x, ids, weights, gate_up, down):
-        # Ids of other devices' experts become E, which `form` skips.
-        own = gate_up.shape[0]
-        first = jax.lax.axis_index(expert) * own if expert else 0
-        is_own = (ids >= first) & (ids < first + own)
-        return jax.lax.psum(form(x, jnp.where(is_own, ids - first, own), weights, gate_up, down), tuple(axes))
-
-    everywhere = PartitionSpec()
-    specs = (
-        everywhere,
-        everywhere,
-        everywhere,
-        PartitionSpec(expert, None, None, tensor),
-        PartitionSpec(expert, tensor),
-    )
-    return split

@@ -83,8 +83,14 @@ class GroupedAttention(nn.Module):
         # Attend by a kernel over the whole cache, or by XLA over the selected sources.
         scale = softmax_scale(config, H)
         sinks = self.param("sinks", nn.initializers.zeros, (K, G)) if self.has_sinks else None
-        settings = {"scale": scale, "implementation": self.implementation, "has_learned_sinks": self.has_sinks}
-        output = attend_cache(q, entries["key"], entries["value"], view, **settings)
+        if not self.has_sinks:
+            operands = q, entries["key"], entries["value"], view
+            output = attend_cache(*operands, scale=scale, implementation=self.implementation)
+        elif view.reach is not None and self.implementation not in ("auto", "xla"):
+            kernels = f"use xla or auto, not {self.implementation}"
+            raise ValueError(f"the kernels of attention take no learned sinks: {kernels}")
+        else:
+            output = None
         if output is None:
             output = attend(q, [(kept["key"], kept["value"]) for kept in sources], masks, scale=scale, sinks=sinks)
 
@@ -129,6 +135,7 @@ GROUPED = AttentionKind(
     ),
     empty_entries=_empty_entries,
     cache_axes={"key": ("batch", "heads", None, None), "value": ("batch", "heads", None, None)},
+    split_sizes=("num_attention_heads", "num_key_value_heads"),
     param_axes=(
         (r"attention/qkv$", ("embed", "heads", None, None)),
         (r"attention/qkv_bias$", ("heads", None, None)),
