@@ -70,13 +70,7 @@ class ConfigReader:
         return tuple(value)
 
     def per_layer(self, key: str, kind: type, layers: int, modules: int) -> tuple[tuple, Any]:
-        """Returns a list with an entry per layer, and the entry of the MTP modules: behind them, or in `mtp_{key}`.
-
-        Args:
-            key: the key.
-            kind: type of the entries.
-            layers: the trunk's layers.
-            modules: MTP modules.
+        """Returns a list with an entry per layer, and the entry of the MTP modules: after them, or in `mtp_{key}`.
 
         Returns:
             The entries of the layers, empty if the key is missing, and the one that all modules have, or None.
@@ -87,7 +81,7 @@ class ConfigReader:
         if listed and len(listed) not in (layers, layers + modules):
             raise ConfigError(
                 f"config.json: {key} has {len(listed)} entries; supported: one for each of {layers} layers, or also "
-                f"for {modules} MTP modules behind them"
+                f"for {modules} MTP modules after them"
             )
         if len(set(own)) > 1:
             raise ConfigError(f"config.json: {key} has modules of several kinds, {list(own)}, which is not supported")

@@ -33,7 +33,6 @@ def describe_config(config: ModelConfig, model_type: str | None = None) -> tuple
     """Finds a family that can describe a model, and makes its `config.json`.
 
     Args:
-        config: the model's configuration.
         model_type: the family to use; by default the first that fits.
 
     Returns:
@@ -63,15 +62,7 @@ def describe_config(config: ModelConfig, model_type: str | None = None) -> tuple
 
 
 def differing_fields(found: ModelConfig, config: ModelConfig) -> list[str]:
-    """Lists the fields in which two configurations differ. Leaves out fields that `config.json` does not decide.
-
-    Args:
-        found: one configuration.
-        config: the other one.
-
-    Returns:
-        The names of the fields.
-    """
+    """Lists the fields in which two configurations differ. Leaves out fields that `config.json` does not decide."""
     names = (field.name for field in dataclasses.fields(config) if field.name not in NOT_DESCRIBED)
     return [name for name in names if getattr(found, name) != getattr(config, name)]
 

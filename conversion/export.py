@@ -26,11 +26,8 @@ class TensorAssembler:
         """Indexes the slices of each tensor.
 
         Args:
-            specs: the parameters by flat name.
             read: reads a part of a stored array. A quantized parameter is stored as `path/values` and `path/scales`.
             scaled: `[axis, block]` of the parameters that are stored quantized, by flat name.
-            scales: the scale tensors to make, for fp8 tensors.
-            tied: tensors that are copies of other ones.
         """
         self.read, self.scaled, self.tied, self.scales = read, scaled, tied, scales
         self.fp8_tensor = {scale: name for name, scale in scales.names.items()}
@@ -42,9 +39,6 @@ class TensorAssembler:
 
     def blocks(self, entry: TensorEntry) -> Iterator[np.ndarray]:
         """Makes the rows of a tensor.
-
-        Args:
-            entry: the tensor.
 
         Yields:
             Its rows in order, block after block, in the entry's dtype.

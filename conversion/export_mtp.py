@@ -134,11 +134,6 @@ def exported_name(name: str, config: ModelConfig, layout: Layout) -> str | None:
     module, and stay with their layer if there are several, a case that xLLM's script rejects. Qwen, MiMo and Ernie keep
     their names, under `mtp.` and `model.`.
 
-    Args:
-        name: the tensor's name in the checkpoint.
-        config: the model's configuration.
-        layout: how its family names tensors.
-
     Returns:
         The name in the export, or `None` if the tensor does not belong to a module.
     """
@@ -149,7 +144,7 @@ def exported_name(name: str, config: ModelConfig, layout: Layout) -> str | None:
         return f"model.{name.removeprefix(layout.modules)}" if is_of_module else None
     if name == "rot.weight":  # a rotation that some quantized checkpoints have
         return "model.rot.weight"
-    # Modules are the decoder layers behind those of the trunk.
+    # Modules are the decoder layers after those of the trunk.
     found = re.fullmatch(rf"{re.escape(layout.modules)}layers\.(\d+)\.(.+)", name)
     if found is None or int(found[1]) < config.num_hidden_layers:
         return None
@@ -160,14 +155,6 @@ def exported_name(name: str, config: ModelConfig, layout: Layout) -> str | None:
 
 def original_name(name: str, config: ModelConfig, layout: Layout) -> str:
     """Inverts `exported_name`.
-
-    Args:
-        name: a tensor's name in an export.
-        config: the model's configuration.
-        layout: how its family names tensors.
-
-    Returns:
-        The name in a full checkpoint.
 
     Raises:
         CheckpointFileError: an export has no tensor of this name.
@@ -186,24 +173,13 @@ def original_name(name: str, config: ModelConfig, layout: Layout) -> str:
 
 
 def shared_tensors(config: ModelConfig, layout: Layout) -> list[str]:
-    """Lists the trunk's tensors that Qwen's exports contain beside the modules: the embedding and the head.
-
-    Args:
-        config: the model's configuration.
-        layout: how its family names tensors.
-
-    Returns:
-        The tensors' names.
-    """
+    """Lists the trunk's tensors that Qwen's exports contain beside the modules: the embedding and the head."""
     # The engines run Qwen's export as a complete model, so it needs both.
     return [layout.embedding] if config.tie_word_embeddings else [layout.embedding, layout.head]
 
 
 def belongs_to_checkpoint(name: str) -> bool:
     """Returns whether a file beside the weights belongs to a checkpoint and is copied to an export.
-
-    Args:
-        name: the file's name.
 
     Returns:
         True for tokenizer, chat template, generation settings, licence, and code that `config.json` may name.
@@ -212,14 +188,7 @@ def belongs_to_checkpoint(name: str) -> bool:
 
 
 def is_export(path: pathlib.Path) -> bool:
-    """Returns whether a folder is an export, which a later one may replace.
-
-    Args:
-        path: the folder.
-
-    Returns:
-        True if it contains the exported weights.
-    """
+    """Returns whether a folder is an export, which a later one may replace."""
     return (path / WEIGHTS).is_file()
 
 

@@ -59,7 +59,6 @@ class CheckpointFiles:
         """Opens the files and checks their headers.
 
         Args:
-            directory: the checkpoint directory.
             strict: raise an error for infinite or NaN weights. Otherwise they are counted, and `report` warns of them.
             only: the one safetensors file to open; by default all that the index names.
 
@@ -108,12 +107,6 @@ class CheckpointFiles:
     def json(self, name: str) -> Any:
         """Reads a JSON file of the directory.
 
-        Args:
-            name: the file's name.
-
-        Returns:
-            The parsed content.
-
         Raises:
             CheckpointFileError: the file is missing, too large, or not JSON.
         """
@@ -127,12 +120,6 @@ class CheckpointFiles:
     def peek(self, file: str) -> list[TensorInfo]:
         """Reads the header of one of the files of `unread`, without taking its tensors.
 
-        Args:
-            file: the file's name.
-
-        Returns:
-            Its tensors.
-
         Raises:
             CheckpointFileError: the file is damaged or cannot be opened safely.
         """
@@ -143,11 +130,7 @@ class CheckpointFiles:
                 kept.pop(file, None)
 
     def adopt(self, file: str) -> None:
-        """Takes the tensors of one of the files of `unread`. Tensors that are known already must be equal.
-
-        Args:
-            file: the file's name.
-        """
+        """Takes the tensors of one of the files of `unread`. Tensors that are known already must be equal."""
         self.tensors = {tensor.name: tensor for tensor in self._read_header(file)} | self.tensors
         self.unread = tuple(name for name in self.unread if name != file)
 
@@ -171,14 +154,7 @@ class CheckpointFiles:
         return kept
 
     def bytes_of(self, name: str) -> Iterator[memoryview]:
-        """Reads a file block by block.
-
-        Args:
-            name: the file's name.
-
-        Yields:
-            Its content.
-        """
+        """Reads a file block by block."""
         descriptor, offset = self._descriptor(name), 0
         size = os.fstat(descriptor).st_size
         while offset < size:
@@ -188,14 +164,7 @@ class CheckpointFiles:
             offset += len(block)
 
     def blocks(self, name: str) -> Iterator[np.ndarray]:
-        """Reads a tensor in blocks of rows, of about `BLOCK_BYTES` each.
-
-        Args:
-            name: the tensor's name.
-
-        Yields:
-            Its rows, in order.
-        """
+        """Reads a tensor in blocks of rows, of about `BLOCK_BYTES` each."""
         tensor = self.tensors[name]
         rows = tensor.shape[0] if tensor.shape else 1
         # At least one row, which may be longer than a block.
@@ -207,7 +176,6 @@ class CheckpointFiles:
         """Reads a tensor or some of its rows.
 
         Args:
-            name: the tensor's name.
             begin: the first row along the first axis.
             end: one after the last row; by default all rows from `begin`.
 
@@ -226,14 +194,6 @@ class CheckpointFiles:
 
     def read_checked(self, name: str, begin: int, end: int) -> np.ndarray:
         """Reads rows of a tensor, and counts their infinite and NaN elements.
-
-        Args:
-            name: the tensor's name.
-            begin: the first row.
-            end: one after the last row.
-
-        Returns:
-            The rows.
 
         Raises:
             CheckpointFileError: an element is not finite, and the files were opened with `strict`.
@@ -290,7 +250,7 @@ class CheckpointFiles:
         self.headers[file] = _pread(descriptor, 8 + length, 0, path)
         tensors, self.metadata[file] = parse_header(self.headers[file], file, path)
         end = tensors[-1].end if tensors else 8 + length
-        # Bytes behind the last tensor belong to nothing: the header is of another file, or a download went wrong.
+        # Bytes after the last tensor belong to nothing: the header is of another file, or a download went wrong.
         if end != size:
             kind = "truncated" if end > size else "longer than its header says"
             raise CheckpointFileError(f"{path} is {kind}: {size} bytes instead of {end}")

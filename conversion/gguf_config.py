@@ -31,9 +31,6 @@ class Metadata:
     def __init__(self, header: GGUFHeader):
         """Checks the architecture.
 
-        Args:
-            header: the parsed header.
-
         Raises:
             ConfigError: the architecture is not supported.
         """
@@ -46,11 +43,7 @@ class Metadata:
         """Returns the value of a key of the architecture.
 
         Args:
-            key: the key without the architecture's name.
             default: what a missing key means; None: it is an error.
-
-        Returns:
-            The number or string.
 
         Raises:
             ConfigError: the file lacks the key and `default` is None, or the value is an array.
@@ -66,12 +59,7 @@ class Metadata:
         """Returns the integer value of a key of the architecture.
 
         Args:
-            key: the key without the architecture's name.
             default: returned if the file lacks the key; None: an error.
-            low: the smallest value that is accepted.
-
-        Returns:
-            The integer.
 
         Raises:
             ConfigError: as for `get`, or the value is not an integer, or below `low`.
@@ -88,8 +76,6 @@ def describe_config(
     """Writes the metadata of a file as the content of a `config.json`.
 
     Args:
-        header: the parsed header.
-        tokens: further values, such as `eos_token_id`.
         rope_factors: the tensor `rope_freqs.weight`, if the file has one.
 
     Returns:

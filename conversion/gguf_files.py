@@ -35,10 +35,6 @@ def open_checkpoint(path, *, strict: bool = False) -> CheckpointFiles:
 
     Args:
         path: the directory, the file, or the name of a repository on the Hugging Face Hub (`mtpjax.hub`).
-        strict: raise an error for infinite or NaN weights.
-
-    Returns:
-        The open files, a context manager.
 
     Raises:
         CheckpointFileError: they are missing, damaged or not supported.
@@ -52,10 +48,6 @@ class GGUFFiles(CheckpointFiles):
 
     def __init__(self, path, *, strict: bool = False):
         """Opens the file and checks its header.
-
-        Args:
-            path: the file.
-            strict: raise an error for infinite or NaN weights.
 
         Raises:
             CheckpointFileError: the file is missing, truncated or damaged, or the package `gguf` is missing.
@@ -98,12 +90,6 @@ class GGUFFiles(CheckpointFiles):
     def json(self, name: str) -> Any:
         """Returns the content that a JSON file of a directory would have.
 
-        Args:
-            name: "config.json", "tokenizer.json" or another file of `other_files`.
-
-        Returns:
-            The content.
-
         Raises:
             CheckpointFileError: the file has nothing of this kind.
         """
@@ -112,34 +98,19 @@ class GGUFFiles(CheckpointFiles):
         return self._json[name]
 
     def other_files(self) -> list[str]:
-        """Lists the JSON files that describe model and tokenizer.
-
-        Returns:
-            Their names.
-        """
+        """Lists the JSON files that describe model and tokenizer."""
         return sorted(self._json)
 
     def bytes_of(self, name: str) -> Iterator[memoryview]:
-        """Writes one of `other_files` as JSON.
-
-        Args:
-            name: the file's name.
-
-        Yields:
-            Its content, in one piece.
-        """
+        """Writes one of `other_files` as JSON."""
         yield memoryview(json.dumps(self.json(name)).encode())
 
     def read(self, name: str, begin: int = 0, end: int | None = None) -> np.ndarray:
         """Reads and dequantizes a tensor or some of its rows.
 
         Args:
-            name: the tensor's Hugging Face name.
             begin: the first row along the first axis.
             end: one after the last row; by default all rows from `begin`.
-
-        Returns:
-            The rows.
         """
         info, named = self.tensors[name], self._named[name]
         end = info.shape[0] if end is None else end

@@ -48,12 +48,7 @@ def parse_header(descriptor: int, path, block_sizes: dict[int, tuple[int, int]])
     """Parses the header of an open GGUF file, and checks that its tensors lie inside the file.
 
     Args:
-        descriptor: the file, open for reading.
-        path: its name, for error messages.
         block_sizes: elements and bytes of a block by quantization type, as in the `gguf` package.
-
-    Returns:
-        The header.
 
     Raises:
         CheckpointFileError: the file is truncated, damaged, or of a version that is not supported.

@@ -52,10 +52,6 @@ class NamedTensor:
 def named_tensors(header: GGUFHeader, config: dict[str, Any]) -> dict[str, NamedTensor]:
     """Lists the tensors of a file under their Hugging Face names.
 
-    Args:
-        header: the parsed header.
-        config: what `conversion.gguf_config.describe_config` says of it.
-
     Returns:
         The tensors by name. Unknown ones keep their name, so that loading reports them.
 
@@ -128,11 +124,8 @@ def read_rows(
     """Reads rows of a tensor in the order that they have under its Hugging Face name.
 
     Args:
-        named: the tensor.
-        header: the parsed header of the file.
         rows: returns rows of a tensor of the file, where all axes but the last count as rows.
         begin: the first row along the first axis.
-        end: one after the last row.
 
     Returns:
         The rows, of shape `[end - begin, ...]`.

@@ -27,9 +27,6 @@ _PRE_TOKENIZERS = ("gpt-2", "smollm", "qwen2", *_LLAMA3_NAMES, *_GLM_NAMES, *_DE
 def tokenizer_files(metadata: dict[str, Any]) -> dict[str, Any]:
     """Writes the tokenizer and the chat template of a file.
 
-    Args:
-        metadata: the metadata of the GGUF file.
-
     Returns:
         Contents of JSON files by name: "tokenizer.json", "tokenizer_config.json" and "generation_config.json". Empty
         if the file has no tokenizer.

@@ -35,11 +35,7 @@ def parse_config(values: Any, model_type: str | None = None) -> ParsedConfig:
     """Parses the content of a `config.json`.
 
     Args:
-        values: the JSON value.
         model_type: the family to use instead of the one that the file names.
-
-    Returns:
-        The parsed configuration.
 
     Raises:
         ConfigError: the configuration is damaged or not supported; one line with the key and its value.

@@ -25,15 +25,8 @@ def edit_config(
     """Edits a `config.json` for weights that have changed. Other keys stay unchanged.
 
     Args:
-        values: the content of the file.
-        layout: how the family names tensors.
-        num_mtp_modules: the new number of MTP modules.
-        own_embedding: the modules have an embedding of their own.
         dtypes: names of the dtypes of the weights, such as "bfloat16".
         drop_quantization: remove `quantization_config`, because the weights are no longer quantized.
-
-    Returns:
-        The new content.
     """
     values = {**values}
     if drop_quantization:

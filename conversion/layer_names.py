@@ -17,10 +17,6 @@ def prefixed(prefix: str, specs: dict[str, ParamSpec]) -> dict[str, ParamSpec]:
 
     Args:
         prefix: the prefix, such as "trunk/layer_0/".
-        specs: specs by parameter name.
-
-    Returns:
-        The specs by their longer names.
     """
     return {f"{prefix}{path}": spec for path, spec in specs.items()}
 
@@ -31,14 +27,7 @@ def decoder_layer(
     """Lists the parameters of a decoder layer.
 
     Args:
-        config: the model's configuration.
-        kind: attention and feed-forward kind of the layer.
         prefix: prefix of the layer's tensor names, such as "model.layers.0.".
-        layout: how the family names tensors.
-        has: returns whether the checkpoint contains a tensor.
-
-    Returns:
-        The specs by parameter name within the layer.
     """
     D = config.hidden_size
     specs = {

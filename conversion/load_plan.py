@@ -73,14 +73,10 @@ def make_plan(
     """Plans loading, and rejects a checkpoint that cannot be loaded completely.
 
     Args:
-        files: the checkpoint.
         dtype: dtype of all parameters; `None` keeps those of the files.
         model_type: the family to use instead of the one that `config.json` names.
         allow_extra: accept unknown tensors outside of the language model. They are not loaded; conversion keeps them.
         is_copied: the tensors are copied and not computed with, so unknown ones do no harm anywhere.
-
-    Returns:
-        The plan.
 
     Raises:
         CheckpointFileError: tensors are missing, unknown, or of the wrong shape or dtype.
@@ -105,13 +101,6 @@ def inspect_files(
     """Plans loading, and lists what is wrong instead of rejecting it.
 
     Only headers are read, and the few tensors that decide something: copies of embedding and head, and norms.
-
-    Args:
-        files: the checkpoint.
-        dtype: as for `make_plan`.
-        model_type: as for `make_plan`.
-        allow_extra: as for `make_plan`.
-        is_copied: as for `make_plan`.
 
     Returns:
         The plan; `problems` holds what `make_plan` raises.
@@ -181,10 +170,6 @@ def inspect_files(
 
 def find_packing(files: TensorSource, values: Any) -> str | None:
     """Finds out whether the weights are packed in a format that is not read.
-
-    Args:
-        files: the checkpoint or drafter.
-        values: the content of its `config.json`.
 
     Returns:
         One sentence that names the format and what to do; None for other checkpoints.

@@ -55,7 +55,6 @@ def merge_export(
         modules: a folder that `export_mtp` wrote, or a full checkpoint or GGUF file, such as the original release.
         target: the folder to write. It appears only when it is complete.
         model_type: the family of `base` to use instead of the one that its `config.json` names.
-        progress: called with the number of bytes of each block that is written.
 
     Returns:
         The numbers of tensors that were equal, replaced and added.
@@ -86,11 +85,7 @@ def merge_tensors(
     """Writes the base checkpoint with new MTP modules.
 
     Args:
-        files: the base checkpoint.
-        plan: its plan.
-        modules: the modules to put in.
         target: the folder to write. It appears only when it is complete.
-        progress: called with the number of bytes of each block that is written.
 
     Returns:
         The numbers of tensors that were equal, replaced and added.

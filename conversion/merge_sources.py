@@ -40,11 +40,6 @@ def read_modules(source: CheckpointFiles, base: CheckpointFiles, plan: LoadPlan)
 
     Leaves out copies of the trunk's embedding and head: the modules use those of the base, as in inference engines.
 
-    Args:
-        source: a folder of `export_mtp`, or a full checkpoint with MTP modules.
-        base: the checkpoint that receives the modules.
-        plan: the plan of `base`.
-
     Returns:
         The modules, under the names that they have in `base`.
 
@@ -140,13 +135,10 @@ def _from_full(source: CheckpointFiles, base: CheckpointFiles, plan: LoadPlan) -
 
 
 def require_same_norms(path, is_centred: bool, base_path, base: ModelConfig) -> None:
-    """Rejects modules whose norm weights are stored otherwise than those of the base.
+    """Rejects modules whose norm weights differ in convention from those of the base.
 
     Args:
-        path: the checkpoint that gives the modules.
         is_centred: it stores w of 1 + w.
-        base_path: the base of the merge.
-        base: its model.
 
     Raises:
         CheckpointFileError: one stores w of 1 + w and the other 1 + w.

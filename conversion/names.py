@@ -25,8 +25,6 @@ def param_specs(config: ModelConfig, layout: Layout, has: Callable[[str], bool])
     """Lists every parameter of a model.
 
     Args:
-        config: the model's configuration.
-        layout: how its family names tensors.
         has: returns whether the checkpoint contains a tensor of this name. Experts are stored one by one or stacked,
             and this decides which.
 
@@ -64,11 +62,6 @@ def param_specs(config: ModelConfig, layout: Layout, has: Callable[[str], bool])
 
 def mtp_names(config: ModelConfig, layout: Layout, number: int) -> tuple[str, dict[str, str]]:
     """Names the tensors of an MTP module.
-
-    Args:
-        config: the model's configuration.
-        layout: how its family names tensors.
-        number: the module, from 0.
 
     Returns:
         `(prefix, around)`: the prefix of the module's decoder layer, and the names of the tensors around that layer by
@@ -108,7 +101,7 @@ def mtp_names(config: ModelConfig, layout: Layout, number: int) -> tuple[str, di
             "norm_hidden": f"{layout.modules}mtp_hidden_norm.{number}.weight",
         }
         return f"{layout.modules}mtp_block.{number}.", around
-    # DeepSeek-V3, GLM, Kimi and Hunyuan: further decoder layers behind the trunk's.
+    # DeepSeek-V3, GLM, Kimi and Hunyuan: further decoder layers after the trunk's.
     prefix = f"{layout.modules}layers.{config.num_hidden_layers + number}."
     around = {
         "project": f"{prefix}eh_proj.weight",
@@ -123,11 +116,6 @@ def mtp_names(config: ModelConfig, layout: Layout, number: int) -> tuple[str, di
 
 def stored_layout(layout: Layout, config: ModelConfig, has: Callable[[str], bool]) -> Layout:
     """Adapts a family's layout to a checkpoint, since programs save the same family under several prefixes.
-
-    Args:
-        layout: how the family names tensors.
-        config: the model's configuration.
-        has: returns whether the checkpoint contains a tensor.
 
     Returns:
         The layout with the prefix of the trunk that the checkpoint has, the tensor of a tied embedding, and the place
@@ -160,10 +148,6 @@ def stored_layout(layout: Layout, config: ModelConfig, has: Callable[[str], bool
 def module_prefixes(config: ModelConfig, layout: Layout) -> tuple[str, ...]:
     """Lists the prefixes of the tensor names of MTP modules.
 
-    Args:
-        config: the model's configuration, which names the number of modules.
-        layout: how its family names tensors.
-
     Returns:
         The prefixes; at least one, also without modules.
     """
@@ -178,13 +162,6 @@ def tied_copies(config: ModelConfig, layout: Layout) -> Iterator[tuple[str, str]
     """Lists tensors that may repeat the trunk's embedding or head.
 
     Some checkpoints store a copy of both in every MTP module, and a copy of a tied embedding as the head.
-
-    Args:
-        config: the model's configuration.
-        layout: how its family names tensors.
-
-    Yields:
-        `(copy, original)` names.
     """
     embedding = layout.embedding
     head = embedding if config.tie_word_embeddings else layout.head

@@ -27,11 +27,6 @@ def with_norm_storage(config: ModelConfig, specs: dict[str, ParamSpec], files: C
 
     Only families whose norms are `1 + w` have the question.
 
-    Args:
-        config: the model's configuration.
-        specs: its parameters.
-        files: the checkpoint.
-
     Returns:
         The configuration with `zero_centred_norm` and `mtp_norm_differs` as the files have it.
 
@@ -90,12 +85,7 @@ def find_norm_storage(what: str, means: list[float], *, default: bool) -> bool:
     """Decides how norms are stored, by the median of their means.
 
     Args:
-        what: what has the norms, for a warning.
-        means: the means of their weights.
         default: the answer without norms, and, with a warning, where they show no convention.
-
-    Returns:
-        True for w of `1 + w`, False for `1 + w`.
     """
     if not means:
         return default

@@ -97,12 +97,6 @@ FORMATS = (
 def find_packed_format(tensors: Tensors, values: Any, descriptions: Mapping[str, Any], supported: str) -> str | None:
     """Finds out whether a checkpoint is packed in a format that is not read.
 
-    Args:
-        tensors: its tensors, without those of other parts of a multimodal model.
-        values: the content of `config.json`.
-        descriptions: the content of those of `DESCRIPTIONS` that the checkpoint has.
-        supported: the dtypes that are read, for the message.
-
     Returns:
         One sentence with the format, a tensor that shows it, and what to do; None for other checkpoints.
     """
@@ -126,10 +120,6 @@ def find_packed_format(tensors: Tensors, values: Any, descriptions: Mapping[str,
 
 def described_quantization(values: Any, descriptions: Mapping[str, Any]) -> str:
     """Repeats what a checkpoint's files say of its quantization, in their own words.
-
-    Args:
-        values: the content of `config.json`.
-        descriptions: the content of those of `DESCRIPTIONS` that the checkpoint has.
 
     Returns:
         Such as "config.json: quant_method awq, bits 4"; empty if they say nothing.

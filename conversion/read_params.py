@@ -48,10 +48,6 @@ class ScaleMap:
 def scale_spec(spec: ParamSpec, scales: ScaleMap) -> ParamSpec:
     """Describes the scales of a parameter.
 
-    Args:
-        spec: the parameter.
-        scales: the checkpoint's scales.
-
     Returns:
         A spec whose input axis counts blocks; the other axes are as in the parameter.
     """
@@ -62,18 +58,7 @@ def scale_spec(spec: ParamSpec, scales: ScaleMap) -> ParamSpec:
 
 
 def read_as(files: TensorSource, scales: ScaleMap, spec: ParamSpec, index: Index, dtype: np.dtype) -> np.ndarray:
-    """Reads a part of a parameter and casts it; fp8 with scales is multiplied in float32 and rounded once.
-
-    Args:
-        files: the checkpoint.
-        scales: its scales.
-        spec: the parameter.
-        index: the part.
-        dtype: the dtype of the result.
-
-    Returns:
-        The part.
-    """
+    """Reads a part of a parameter and casts it; fp8 with scales is multiplied in float32 and rounded once."""
 
     def rows(piece: TensorSlice, begin: int, end: int) -> np.ndarray:
         values = files.read_checked(piece.name, begin, end)
@@ -92,11 +77,7 @@ def dequantize(values: np.ndarray, scales: np.ndarray, axis: int, block: int, be
         values: float8_e4m3fn, any shape; a part of an array along `axis`.
         scales: float32, with the axes of `values`, and one entry per block along `axis`, from the array's begin on.
         axis: the axis along which `block` elements share a scale.
-        block: the block's length.
         begin: the place of `values` along `axis` in the whole array.
-
-    Returns:
-        `value * scale` in float32.
     """
     # Repeat each scale for the elements of its block, and cut out the part that `values` covers.
     part = (slice(None),) * axis + (slice(begin, begin + values.shape[axis]),)
@@ -105,11 +86,6 @@ def dequantize(values: np.ndarray, scales: np.ndarray, axis: int, block: int, be
 
 def read_values(files: TensorSource, spec: ParamSpec, index: Index) -> np.ndarray:
     """Reads a part of a parameter in the dtype of its tensors, without applying scales.
-
-    Args:
-        files: the checkpoint.
-        spec: the parameter.
-        index: the part.
 
     Returns:
         The part. Only the rows that it needs are read.
@@ -122,10 +98,7 @@ def read_scales(files: TensorSource, scales: ScaleMap, spec: ParamSpec, index: I
     """Reads the scales of a part of a parameter.
 
     Args:
-        files: the checkpoint.
         scales: where its scales are.
-        spec: the parameter.
-        index: the part of `scale_spec(spec)`.
 
     Returns:
         float32 scales, repeated along the tensors' rows.
@@ -149,15 +122,6 @@ def _read_scale_rows(files: TensorSource, scales: ScaleMap, name: str, begin: in
 def read_scale_blocks(files: TensorSource, name: str, begin: int, end: int) -> np.ndarray:
     """Reads rows of a tensor of scales as numbers.
 
-    Args:
-        files: the checkpoint.
-        name: the tensor of the scales.
-        begin: the first row.
-        end: one after the last row.
-
-    Returns:
-        float32 scales.
-
     Raises:
         CheckpointFileError: an exponent is 255, which is NaN.
     """
@@ -172,9 +136,6 @@ def decode_scales(stored: np.ndarray) -> np.ndarray:
 
     Args:
         stored: floats, or exponents (e8m0) as float8_e8m0fnu or as bytes: 2^(x - 127).
-
-    Returns:
-        float32 scales.
     """
     return (stored.view(E8M0) if stored.dtype == np.uint8 else stored).astype(np.float32)
 
@@ -183,11 +144,7 @@ def encode_scales(scales: np.ndarray, dtype: np.dtype) -> np.ndarray:
     """Inverts `decode_scales`.
 
     Args:
-        scales: float32.
         dtype: dtype of the file's scales. Exponents need powers of two.
-
-    Returns:
-        The scales as the file holds them.
     """
     return scales.astype(E8M0).view(np.uint8) if dtype == np.uint8 else scales.astype(dtype)
 

@@ -25,12 +25,7 @@ def with_defaults(stated: dict[str, Any], defaults: dict[str, Any], model_type: 
     """Adds a family's defaults; its section about rotary embeddings only where transformers takes it.
 
     Args:
-        stated: the values of `config.json`.
         defaults: the family's default values.
-        model_type: the family.
-
-    Returns:
-        The values with the defaults.
 
     Raises:
         ConfigError: the family has a section for each type of layer, and the file states a part of the older keys.
@@ -63,11 +58,7 @@ def read_rope(reader: ConfigReader, *, rotates_part: bool) -> dict[str, Any]:
     """Reads the fields of `ModelConfig` about rotary embeddings.
 
     Args:
-        reader: the values of `config.json`.
         rotates_part: the family's class in transformers can rotate a part of each head.
-
-    Returns:
-        The fields.
 
     Raises:
         ConfigError: the values are damaged or not supported.

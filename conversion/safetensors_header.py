@@ -51,11 +51,6 @@ class TensorInfo:
 def parse_header(content: bytes, file: str, path) -> tuple[list[TensorInfo], dict[str, str] | None]:
     """Parses the header of a safetensors file.
 
-    Args:
-        content: the header, with the 8 bytes of its length in front.
-        file: the file's name, which the tensors are recorded under.
-        path: the file or directory that error messages name.
-
     Returns:
         `(tensors, metadata)`: the tensors in the order of their bytes, and the header's `__metadata__`, if any.
 
@@ -81,13 +76,6 @@ def parse_header(content: bytes, file: str, path) -> tuple[list[TensorInfo], dic
 
 def parse_json(content: bytes, path) -> Any:
     """Parses JSON of a checkpoint, and rejects keys that occur twice: parsers differ in which one they keep.
-
-    Args:
-        content: UTF-8 bytes.
-        path: the file that error messages name.
-
-    Returns:
-        The parsed value.
 
     Raises:
         CheckpointFileError: the content is not JSON, or an object has a key twice.

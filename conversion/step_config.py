@@ -1,4 +1,4 @@
-"""The `config.json` of Step-3.5 and Step-3.7, whose lists have an entry per layer and, behind them, per MTP module."""
+"""The `config.json` of Step-3.5 and Step-3.7, whose lists have an entry per layer and then per MTP module."""
 
 from typing import Any
 
@@ -10,9 +10,6 @@ STEP = ("step3p5", "step3p7")  # model types
 
 def expand_step(values: dict[str, Any]) -> dict[str, Any]:
     """Translates Step-3.5's lists, with an entry per layer, to the keys of other families.
-
-    Args:
-        values: the content of the file, with the values of a nested section on top.
 
     Returns:
         The values with `rope_parameters` per type of layer, `layer_types` and limits of the trunk's layers alone,

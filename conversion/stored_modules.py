@@ -22,10 +22,6 @@ def read_module_files(files: CheckpointFiles, parsed: hf_config.ParsedConfig) ->
 
     A file is taken if it holds new tensors of the family's modules, and no tensor that differs from one of the
     checkpoint. An export may repeat embedding and head.
-
-    Args:
-        files: the checkpoint.
-        parsed: its configuration.
     """
     unused = []
     for file in files.unread:
@@ -65,16 +61,7 @@ def _differs(files: CheckpointFiles, file: str, name: str) -> bool:
 
 
 def count_stored_modules(config: ModelConfig, layout: Layout, files: CheckpointFiles) -> int:
-    """Counts the MTP modules that the files contain, by the first norm of each.
-
-    Args:
-        config: the model's configuration.
-        layout: how its family names tensors.
-        files: the checkpoint.
-
-    Returns:
-        The number of modules.
-    """
+    """Counts the MTP modules that the files contain, by the first norm of each."""
     found = 0
     # Every module has a decoder layer, and every decoder layer has this norm.
     while mtp_names(config, layout, found)[0] + "input_layernorm.weight" in files.tensors:
@@ -84,11 +71,6 @@ def count_stored_modules(config: ModelConfig, layout: Layout, files: CheckpointF
 
 def with_stored_modules(parsed: hf_config.ParsedConfig, layout: Layout, files: CheckpointFiles) -> ModelConfig:
     """Counts MTP modules: those in the files, or those that the configuration names if the files hold some of them.
-
-    Args:
-        parsed: the configuration.
-        layout: how the files name tensors.
-        files: the checkpoint.
 
     Returns:
         The model's configuration with the number of modules to load.
@@ -116,11 +98,6 @@ def with_stored_modules(parsed: hf_config.ParsedConfig, layout: Layout, files: C
 def with_own_head(config: ModelConfig, layout: Layout, files: CheckpointFiles) -> ModelConfig:
     """Compares the head with a tied embedding: a head that differs is kept, as in transformers.
 
-    Args:
-        config: the model's configuration.
-        layout: how the files name tensors.
-        files: the checkpoint.
-
     Returns:
         The configuration, without the tie if the files hold two different tensors.
     """
@@ -136,11 +113,6 @@ def with_own_head(config: ModelConfig, layout: Layout, files: CheckpointFiles) -
 
 def with_own_copies(config: ModelConfig, layout: Layout, files: CheckpointFiles) -> ModelConfig:
     """Compares the copies of embedding and head in MTP modules: ties equal ones, and loads the others separately.
-
-    Args:
-        config: the model's configuration.
-        layout: how the files name tensors.
-        files: the checkpoint.
 
     Returns:
         The configuration, which says whether the modules have an embedding or a head of their own.

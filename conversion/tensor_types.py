@@ -27,14 +27,7 @@ def param_dtype(path: str, spec: ParamSpec, files: TensorSource, scales: ScaleMa
     float32, which holds the values of all of them. This is the one check of dtypes: of trunks, modules and drafters.
 
     Args:
-        path: the parameter's flat name, for messages.
-        spec: the parameter.
-        files: the checkpoint.
-        scales: its scales.
         dtype: the dtype to cast to; None keeps the files' dtype.
-
-    Returns:
-        The dtype.
 
     Raises:
         CheckpointFileError: a tensor has a dtype that is not read.
@@ -53,7 +46,6 @@ def describe_mixed(specs: Mapping[str, ParamSpec], files: TensorSource) -> str:
     """Describes the parameters that are assembled from tensors of several dtypes.
 
     Args:
-        specs: the parameters, by flat name.
         files: the checkpoint. Tensors that it lacks are left out.
 
     Returns:
@@ -93,10 +85,7 @@ def find_scales(
     """Finds the scales of every fp8 tensor: `weight_scale_inv`, or `weight_scale` as some checkpoints name them.
 
     Args:
-        tensors: the checkpoint's tensors.
-        wanted: names and shapes of the tensors that are read.
         block: rows and columns that share a scale; None: the configuration does not describe fp8.
-        said: the configuration's words about quantization, for messages.
 
     Returns:
         The names of the scales by those of the tensors, and what is wrong with some of them.

@@ -19,7 +19,6 @@ def choose_weight_files(folder: pathlib.Path, index: Any) -> tuple[list[str], di
     """Chooses the files to read.
 
     Args:
-        folder: the checkpoint directory.
         index: the content of its index; None: it has none.
 
     Returns:
@@ -62,14 +61,7 @@ def choose_weight_files(folder: pathlib.Path, index: Any) -> tuple[list[str], di
 
 
 def safetensors_files(folder: pathlib.Path) -> list[str]:
-    """Lists the safetensors files of a directory.
-
-    Args:
-        folder: the directory.
-
-    Returns:
-        Their names, sorted.
-    """
+    """Lists the safetensors files of a directory."""
     return sorted(file.name for file in folder.iterdir() if file.name.endswith(".safetensors"))
 
 

@@ -10,14 +10,6 @@ from mtpjax.errors import ConfigError
 def read_windows(reader: ConfigReader, fields: dict[str, Any], model_type: str) -> dict[str, Any]:
     """Reads which layers attend to a window, and how they differ from layers with full attention.
 
-    Args:
-        reader: the values of `config.json`.
-        fields: fields of `ModelConfig` that are known so far.
-        model_type: the family.
-
-    Returns:
-        Further fields of `ModelConfig`.
-
     Raises:
         ConfigError: the keys contradict each other, or need arithmetic that the model does not implement.
     """

@@ -32,14 +32,9 @@ def add_rms_norm(
         scale: [D] floating.
         eps: Added to the mean square before the square root.
         zero_centred: Multiplies by `1 + scale` instead of `scale`.
-        implementation: "xla" (the reference), "triton" (the kernel, on CUDA and ROCm), "interpreted" (the kernel in
-            Pallas's interpreter, on any machine) or "auto"; see `pallas_kernels.dispatch`.
 
     Returns:
         The sum and its norm, both [..., D] in x's dtype, without x in the update's.
-
-    Raises:
-        ValueError: The implementation is unknown, or shapes do not fit.
     """
     stream = update if x is None else x
     if update.shape != stream.shape or not update.shape or scale.shape != update.shape[-1:]:

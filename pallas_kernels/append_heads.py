@@ -67,15 +67,10 @@ def append_heads(
         places: For a cache in pages, [P, K, size, H]: each token's page and its place there, both [B, T] int32; `start`
             is not read, and entries whose page is outside the pool are dropped. None: the cache is contiguous.
         group_size: G.
-        implementation: "xla" (the reference), "triton" (the kernel, on CUDA and ROCm), "interpreted" (the kernel in
-            Pallas's interpreter, on any machine) or "auto"; see `pallas_kernels.dispatch`. More than 64 rows always run
-            the reference.
+        implementation: As for every op. More than 64 rows always run the reference.
 
     Returns:
         Queries [B, K, T, G, H], and the cache's keys and values with the new slots written.
-
-    Raises:
-        ValueError: The implementation is unknown, or shapes do not fit.
     """
     K, H = keys.shape[1], keys.shape[3]
     B, T = projected.shape[:2]
@@ -96,11 +91,6 @@ def append_heads(
 
 def choose_implementation(projected: PartialSums, keys, implementation: str) -> str:
     """Returns the implementation that `append_heads` runs for arrays of these shapes.
-
-    Args:
-        projected: As in `append_heads`.
-        keys: As in `append_heads`.
-        implementation: The requested implementation.
 
     Returns:
         "xla", "triton" or "interpreted".

@@ -55,15 +55,10 @@ def append_latents(
             `start` is not read, and entries whose page is outside the pool are dropped. None: the cache is contiguous.
         eps: Added to the mean square in the norm.
         interleaved: Rotated pairs are channels (2j, 2j+1); False: channels (j, j+P/2).
-        implementation: "xla" (the reference), "triton" (the kernel, on CUDA and ROCm), "interpreted" (the kernel in
-            Pallas's interpreter, on any machine) or "auto"; see `pallas_kernels.dispatch`. More than 64 rows always run
-            the reference.
+        implementation: As for every op. More than 64 rows always run the reference.
 
     Returns:
         Queries [B, T, N, R + P], and the cache with the new slots written.
-
-    Raises:
-        ValueError: The implementation is unknown, or shapes do not fit.
     """
     B, T, N, width = queries.shape
     C, R = key_up.shape[1:]
@@ -85,12 +80,6 @@ def append_latents(
 
 def choose_implementation(queries: PartialSums, key_up, cache, implementation: str) -> str:
     """Returns the implementation that `append_latents` runs for arrays of these shapes.
-
-    Args:
-        queries: As in `append_latents`.
-        key_up: As in `append_latents`.
-        cache: As in `append_latents`.
-        implementation: The requested implementation.
 
     Returns:
         "xla", "triton" or "interpreted".

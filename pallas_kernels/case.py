@@ -22,8 +22,6 @@ def difference_from_xla(make_case: Callable[[Shape], Case], shape: Shape, implem
 
     Args:
         make_case: Makes the op's case.
-        shape: The shape that the op gives to `choose`.
-        implementation: One of the op.
 
     Returns:
         The largest difference over its bound: more than 1 means that the numbers are wrong.

@@ -31,8 +31,6 @@ def combine_latents(outputs, log_sums, value_up, *, dtype, interpret=False) -> j
         log_sums: [parts, B, 1, Z, T * N] float32, the base-2 logarithm of each share's softmax sum, for each part of
             the columns.
         value_up: [N, R, V] in `dtype`.
-        dtype: Dtype of the combined latents and of the result.
-        interpret: Run in Pallas's interpreter.
 
     Returns:
         [B, T, N, V] in `dtype`.

@@ -34,8 +34,6 @@ def combine_shares(outputs, log_sums, *, dtype, interpret=False) -> jax.Array:
         outputs: [B, K, Z, T, G, Hv] float32, the attention over each of Z shares of the slots.
         log_sums: [parts, B, K, Z, T * G] float32, the base-2 logarithm of each share's softmax sum, for each part of
             the columns.
-        dtype: Dtype of the result.
-        interpret: Run in Pallas's interpreter.
 
     Returns:
         [B, T, K, G, Hv] in `dtype`: tokens before heads, as the next product reads them.

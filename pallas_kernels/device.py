@@ -29,7 +29,6 @@ def call_by_platform(run, *operands, interpret: bool, differs: bool = True):
     Args:
         run: Runs a kernel.
         *operands: Arrays, in any structure.
-        interpret: Run in Pallas's interpreter, with the form of CUDA.
         differs: False where both platforms have the same form, so that only one is traced.
 
     Returns:
@@ -62,7 +61,7 @@ def die_order(*ids, grid, is_reordered: bool = True):
     program, num_programs = jnp.int32(0), 1
     for index, size in zip(ids, grid, strict=True):
         program, num_programs = program + index * jnp.int32(num_programs), num_programs * size
-    # Die d has the programs d, d + 8, d + 16 and so on. Its run starts behind those of the dies before it, of which
+    # Die d has the programs d, d + 8, d + 16 and so on. Its run starts after those of the dies before it, of which
     # the first `num_longer` have one place more.
     run, num_longer = divmod(num_programs, NUM_DIES)
     die = jax.lax.rem(program, jnp.int32(NUM_DIES))

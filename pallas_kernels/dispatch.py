@@ -73,7 +73,6 @@ def choose(
 
     Args:
         op: Name of the op in the file of measurements.
-        implementation: "auto", "interpreted" (the Triton kernel without a GPU, for tests) or one of `offered`.
         offered: Implementations that the op has, "triton" before "jax_triton".
         shape: Describes the call. Numbers are sizes; strings, such as dtypes, are kinds and must match exactly.
         unsupported_reason: The reason why the kernel does not support these arguments, or None if it does.

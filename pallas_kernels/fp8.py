@@ -11,10 +11,6 @@ def is_converted_by_integers(dtype, platform: str) -> bool:
     """Returns whether kernels convert a stored dtype by `convert_fp8`.
 
     An MI300X has another fp8 format than float8_e4m3fn, and converts that one slowly. An H100 converts it itself.
-
-    Args:
-        dtype: Dtype of the stored array.
-        platform: "cuda" or "rocm".
     """
     return platform == "rocm" and dtype == jnp.float8_e4m3fn
 
@@ -24,7 +20,6 @@ def as_stored(x, dtype):
 
     Args:
         x: Numbers, in any shape.
-        dtype: Dtype of the cache.
 
     Returns:
         The numbers in `dtype`. Those beyond the range of fp8 become its largest: float8_e4m3fn has no infinity, and

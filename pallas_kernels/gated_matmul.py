@@ -36,16 +36,10 @@ def gated_matmul(x, weights, scales=None, *, block=128, implementation="auto") -
         x: [..., D] floating.
         weights: [D, 2 F] floating, such as float8_e4m3fn: the columns of gate, then those of up.
         scales: [ceil(D / block), 2 F] floating, or None for weights without scales.
-        block: Number of neighbouring inputs that share a scale.
-        implementation: "xla" (plain JAX), "triton" (the kernel, on CUDA and ROCm), "interpreted" (the kernel in
-            Pallas's interpreter, on any machine) or "auto"; see `pallas_kernels.dispatch`. More than 64 rows always run
-            "xla".
+        implementation: As for every op. More than 64 rows always run "xla".
 
     Returns:
         [..., F] in x's dtype.
-
-    Raises:
-        ValueError: As in `block_scaled_matmul`, or the number of columns is odd.
     """
     check_matrix(x, weights, scales, block, layout="[D, 2 F]", multiple=2)
     chosen = choose_for_few_rows(

@@ -34,8 +34,6 @@ def head_top_k(
         k: Number of logits, 1..num_tokens.
         num_tokens: Columns from here on are padding and are ignored; None: V.
         is_transposed: The head is a tied embedding [V, D], read in that layout.
-        implementation: "xla" (the reference), "triton" (the kernel, on CUDA and ROCm), "interpreted" (the kernel in
-            Pallas's interpreter, on any machine) or "auto"; see `pallas_kernels.dispatch`.
 
     Returns:
         Values [..., k] float32, indices [..., k] int32 and logsumexp [...] float32, in nats.

@@ -50,9 +50,6 @@ def linear_cross_entropy(hidden, head, targets, *, vocab_chunk=8192, implementat
         head: [D, V] floating; every column counts.
         targets: [N] integer, 0..V-1.
         vocab_chunk: The backward pass holds gradients of about this many columns of the logits at a time.
-        implementation: "xla" (the reference, which stores all logits), "triton" (the kernels, on CUDA and ROCm),
-            "interpreted" (the kernels in Pallas's interpreter, on any machine) or "auto"; see
-            `pallas_kernels.dispatch`.
 
     Returns:
         [N] float32, in nats.
@@ -87,8 +84,6 @@ def linear_total_variation(hidden, heads, targets, *, vocab_chunk=8192, implemen
             is compared with row n of the trunk.
         heads: [D, V] each.
         targets: [R, N] integer.
-        vocab_chunk: As in `linear_cross_entropy`.
-        implementation: As in `linear_cross_entropy`.
 
     Returns:
         The terms of each row.
@@ -107,9 +102,6 @@ def choose_implementation(hidden, heads, implementation: str, *, compares_with_t
     """Returns the implementation for these arrays.
 
     Args:
-        hidden: As in `linear_total_variation`.
-        heads: As in `linear_total_variation`.
-        implementation: The requested implementation.
         compares_with_trunk: Chooses for `linear_total_variation`, which compares drafts with the trunk, not
             `linear_cross_entropy`.
 

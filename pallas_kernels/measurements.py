@@ -41,9 +41,6 @@ def read(device_kind: str | None = None) -> dict[str, list]:
 
     A damaged file counts as empty, with a warning.
 
-    Args:
-        device_kind: As in `path`.
-
     Returns:
         Op -> cells `{"shape": {name: size or kind}, "milliseconds": {implementation: time}}`.
     """
@@ -68,7 +65,6 @@ def add(op: str, shape: Mapping[str, int | str], milliseconds: Mapping[str, floa
 
     Args:
         op: Name of the op, as it asks `pallas_kernels.dispatch.choose`.
-        shape: Shape of the call, as the op gives it to `choose`.
         milliseconds: Time of each implementation.
 
     Returns:

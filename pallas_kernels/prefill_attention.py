@@ -28,7 +28,7 @@ def prefill_attention(
 
     The tokens are in slots start .. start + T - 1, and token t attends to the slots up to start + t. With
     `window_start` it attends only to those from `window_start` on and to the first `sinks` slots, with `mask` only to
-    those of the mask. A token that attends to nothing gets zeros. Slots behind the row's tokens are not read and may
+    those of the mask. A token that attends to nothing gets zeros. Slots after the row's tokens are not read and may
     hold NaN. Scores and sums are float32. Not differentiable: for passes with a cache.
 
     Args:
@@ -42,8 +42,6 @@ def prefill_attention(
         scale: Factor of the scores.
         sinks: Number of first slots that stay visible outside the window.
         value_width: Hv if `values` is None.
-        implementation: "xla" (the reference), "triton" (the kernel, on CUDA and ROCm), "interpreted" (the kernel in
-            Pallas's interpreter, on any machine) or "auto"; see `pallas_kernels.dispatch`.
 
     Returns:
         [B, K, T, G, Hv] in q's dtype.
@@ -78,9 +76,6 @@ def choose_implementation(q, keys, implementation: str, *, is_windowed: bool) ->
     """Returns the implementation that `prefill_attention` runs for arrays of these shapes.
 
     Args:
-        q: As in `prefill_attention`.
-        keys: As in `prefill_attention`.
-        implementation: The requested implementation.
         is_windowed: `window_start` is given.
 
     Returns:

@@ -55,17 +55,11 @@ def route_tokens(
         x: [n, D] floating.
         router: [D, E] floating.
         bias: [E] floating, or None.
-        routing: The rule by which tokens choose experts.
         is_used: [n] bool; other tokens choose no experts, so their ids are E. None: all tokens are used.
-        implementation: "xla" (the reference), "triton" (the kernels, on CUDA and ROCm), "interpreted" (the kernels in
-            Pallas's interpreter, on any machine) or "auto"; see `pallas_kernels.dispatch`. More than 64 rows always run
-            "xla".
+        implementation: As for every op. More than 64 rows always run "xla".
 
     Returns:
         Ids [n, k] int32 and weights [n, k] float32 of the chosen experts.
-
-    Raises:
-        ValueError: The implementation is unknown, or shapes do not fit.
     """
     if x.ndim != 2 or router.ndim != 2 or x.shape[1] != router.shape[0]:
         raise ValueError(f"x {x.shape} does not fit the router {router.shape}: they are [n, D] and [D, E]")
@@ -106,9 +100,6 @@ def difference_from_reference(implementation: str, *, dtype, routing: Routing, h
     """Compares an implementation with the reference on small arrays.
 
     Args:
-        implementation: One of `route_tokens`.
-        dtype: Dtype of x.
-        routing: The rule by which tokens choose experts.
         has_bias: With a bias.
 
     Returns:
@@ -135,7 +126,6 @@ def select_experts_reference(logits, bias, routing: Routing) -> tuple[jax.Array,
     Args:
         logits: [n, E] float32.
         bias: [E] floating, or None.
-        routing: The rule by which tokens choose experts.
 
     Returns:
         Ids [n, k] int32 and weights [n, k] float32.
@@ -199,7 +189,7 @@ def _select_experts_kernel(parts_ref, *refs, names, tile, routing, num_experts):
     optional = dict(zip(names, optional_refs, strict=True))
     token = pl.program_id(0)
     per_group = num_experts // routing.num_groups
-    # Number of each place's expert; padding gets numbers behind all experts.
+    # Number of each place's expert; padding gets numbers after all experts.
     group, member = jnp.arange(tile[0]), jnp.arange(tile[1])
     is_expert = (group < routing.num_groups)[:, None] & (member < per_group)[None, :]
     expert = jnp.where(is_expert, group[:, None] * per_group + member[None, :], num_experts)
@@ -242,7 +232,7 @@ def _select_experts_kernel(parts_ref, *refs, names, tile, routing, num_experts):
         )
         ids, weights = jnp.where(place == step, index, ids), jnp.where(place == step, score, weights)
         choice = jnp.where(is_best, lowest, choice)
-    # Normalise the weights. A token that is not used gets ids behind all experts.
+    # Normalise the weights. A token that is not used gets ids after all experts.
     if routing.normalises:
         weights = weights / (jnp.sum(weights, axis=0) + 1e-20)
     if "is_used" in optional:

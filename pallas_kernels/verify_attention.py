@@ -25,7 +25,7 @@ from pallas_kernels.fp8 import is_converted_by_integers
 from pallas_kernels.paged import gather_pages
 
 MAX_QUERY_TOKENS = 16  # tokens per row that the kernel supports
-MAX_DRAFT_SLOTS = 64  # slots behind the committed ones: two 32-bit words of the ancestor mask
+MAX_DRAFT_SLOTS = 64  # slots after the committed ones: two 32-bit words of the ancestor mask
 MIN_PAGE = 16  # positions of a page; a block of slots lies within one
 
 
@@ -48,7 +48,7 @@ def verify_attention(
     """Computes softmax attention of T tokens per row against the row's KV cache.
 
     The committed tokens are in slots 0 .. num_committed - 1. Each token attends to all of them, or with `window_start`
-    (a sliding window) to the slots from `window_start` on and the first `sinks` slots. Behind the committed tokens it
+    (a sliding window) to the slots from `window_start` on and the first `sinks` slots. After the committed tokens it
     attends to the slots that its ancestor mask selects: a lower triangle for a chain, the ancestors in a draft tree. A
     token that attends to nothing gets zeros. Slots that no token of the row attends to are not read and may hold NaN.
 
@@ -76,7 +76,7 @@ def verify_attention(
         page_shift: Positions before slot 0 of a cache in pages.
         implementation: "xla" (the reference), "triton" (the kernel, on CUDA and ROCm), "interpreted" (the kernel in
             Pallas's interpreter, on any machine) or "auto"; see `pallas_kernels.dispatch`. More than 16 tokens or 64
-            slots behind the text always run the reference.
+            slots after the text always run the reference.
 
     Returns:
         [B, K, T, G, Hv] in q's dtype, or [B, 1, T, G, V] with `value_up`.
@@ -124,10 +124,6 @@ def choose_implementation(
     """Returns the implementation that `verify_attention` runs for arrays of these shapes.
 
     Args:
-        q: As in `verify_attention`.
-        keys: As in `verify_attention`.
-        ancestor_mask: As in `verify_attention`.
-        implementation: The requested implementation.
         is_windowed: `window_start` is given.
         pages_per_row: N of `page_table`; None: contiguous.
 
@@ -197,7 +193,7 @@ def verify_attention_reference(
     is_committed = slot < num_committed[:, None, None]
     if window_start is not None:
         is_committed &= (slot >= window_start[:, :, None]) | (slot < sinks)
-    # ... and behind them the slots of the ancestor mask, indexed from `num_committed`.
+    # ... and after them the slots of the ancestor mask, indexed from `num_committed`.
     draft_slot = jnp.broadcast_to(slot - num_committed[:, None, None], is_committed.shape)
     num_draft_slots = ancestor_mask.shape[2]
     is_draft = (
@@ -227,7 +223,6 @@ def _choose_tiles(num_rows: int, width: int, is_latent: bool, itemsize: int, pla
         width: Columns of the values.
         is_latent: The values are columns of the keys.
         itemsize: Bytes per element of q.
-        platform: "cuda" or "rocm".
     """
     is_cuda = platform == "cuda"
     rows = min(max(16, pl.next_power_of_2(num_rows)), 128)

@@ -41,7 +41,6 @@ def empty_cache(
     """Makes a zero-filled cache.
 
     Args:
-        config: the model's config.
         kinds: kind of each layer: `config.trunk_kinds`, or `(config.mtp_kind,)` for an MTP module.
         batch: rows, B.
         capacity: slots, S.
@@ -49,9 +48,6 @@ def empty_cache(
             float32.
         kv_dtype: dtype of keys, values and latents; None: `dtype`.
         pool: number of pages and positions per page, of attention layers in pages; None: contiguous rows.
-
-    Returns:
-        The cache, with no committed slot.
     """
     kv_dtype = kv_dtype or dtype
     layers = []
@@ -160,7 +156,6 @@ def gather_path(cache: Cache, start: jax.Array, path: jax.Array, width: int, pag
     """Moves the accepted entries of a draft tree side by side: slot `start + path[:, j]` moves to `start + j`.
 
     Args:
-        cache: a cache of attention layers.
         start: `[B]` int32 first slot of the tree.
         path: `[B, J]` int32 places of the accepted nodes within the tree, in rising order.
         width: slots of the tree.

@@ -58,9 +58,6 @@ def fit_to_mesh(
     """Checks that a mesh divides a model, and copies key/value heads so that each `tensor` device has one.
 
     Args:
-        model: the model.
-        params: its parameters.
-        sizes: sizes of the mesh axes by name.
         allow_copies: other sizes need not be divisible.
 
     Returns:
@@ -82,8 +79,6 @@ def check_divisible(config: ModelConfig, sizes: Mapping[str, int], num_slots: in
     """Checks that the axes of a mesh divide the sizes of a model that they split.
 
     Args:
-        config: the model's config.
-        sizes: sizes of the mesh axes by name.
         num_slots: experts with their copies; None: without copies.
 
     Raises:
@@ -97,10 +92,6 @@ def refuse_uneven_layers(config: ModelConfig, sizes: Mapping[str, int]) -> None:
     """Checks that heads of all layers are split alike, and that experts with biases are not split by columns.
 
     Models with sliding attention get no copies of key/value heads, so `tensor` must divide their heads.
-
-    Args:
-        config: the model's config.
-        sizes: sizes of the mesh axes by name.
 
     Raises:
         ValueError: they are not. The message names the axis and the size.
@@ -121,12 +112,7 @@ def find_copies(config: ModelConfig, sizes: Mapping[str, int], num_slots: int | 
     """Lists the sizes of a model that the axes of a mesh do not divide, so that devices hold copies.
 
     Args:
-        config: the model's config.
-        sizes: sizes of the mesh axes by name.
         num_slots: experts with their copies; None: without copies.
-
-    Returns:
-        One sentence for each, without its full stop.
     """
     kinds = {*config.trunk_kinds, *([config.mtp_kind] if config.num_mtp_modules else [])}
     attentions = {kind.attention for kind in kinds}
@@ -162,12 +148,7 @@ def num_expert_slots(params: dict) -> int | None:
 
 
 def fit_config(config: ModelConfig, sizes: Mapping[str, int]) -> ModelConfig:
-    """Returns the config with a key/value head for each `tensor` device, if it has fewer and copies of them fit.
-
-    Args:
-        config: the model's config.
-        sizes: sizes of the mesh axes by name.
-    """
+    """Returns the config with a key/value head for each `tensor` device, if it has fewer and copies of them fit."""
     heads, parts = config.num_key_value_heads, sizes.get("tensor", 1)
     if (
         config.attention != "grouped"
@@ -184,8 +165,6 @@ def copy_key_value_heads(params: dict, config: ModelConfig, num_heads: int) -> d
     """Copies each key/value head, and divides its queries among the copies. Attention computes the same.
 
     Args:
-        params: model parameters.
-        config: the config of these parameters.
         num_heads: key/value heads afterwards, a multiple of those before.
 
     Returns:
@@ -227,8 +206,6 @@ def run_in_parts(
 
     Args:
         function: returns the new state.
-        config: the model's config.
-        params: model parameters.
         draft_params: the drafter's parameters.
         state: a decoding state; its first axes are rows.
         *rest: arrays that every device gets whole.
@@ -257,9 +234,6 @@ def part_specs(tree: Any, config: ModelConfig, sizes: Mapping[str, int], *, is_s
     """Returns the partition spec of every array of parameters or of a state, by whole heads, experts and columns.
 
     Args:
-        tree: parameters, the drafter's parameters, or a `DecodeState`.
-        config: the model's config.
-        sizes: sizes of the mesh axes by name.
         is_state: the tree is a `DecodeState`.
 
     Returns:
@@ -279,8 +253,6 @@ def choose_layout(
     """Chooses how the parameters of a model lie on a mesh.
 
     Args:
-        config: the model's config.
-        mesh: the mesh.
         layout: "decoding" as `part_specs`, "training" as `mtpjax.models.sharding.param_spec`.
         allow_copies: let devices hold copies of what an axis does not divide; training does so anyway.
 
@@ -299,14 +271,7 @@ def choose_layout(
 
 
 def param_part_spec(path: str, shape: tuple[int, ...], config: ModelConfig, sizes: Mapping[str, int]) -> PartitionSpec:
-    """Returns the partition spec of one parameter, as `part_specs` does.
-
-    Args:
-        path: its path, such as `trunk/layer_3/attention/qkv`.
-        shape: its shape.
-        config: the model's config.
-        sizes: sizes of the mesh axes by name.
-    """
+    """Returns the partition spec of one parameter, as `part_specs` does."""
     return _part_spec(path, shape, param_axes(path), config, sizes)
 
 
@@ -350,11 +315,6 @@ def _units(path: str, config: ModelConfig) -> dict[str, int]:
 def align_blocks(tree: Any, config: ModelConfig, sizes: Mapping[str, int]) -> Any:
     """Cuts fp8 blocks that the border between two devices would cross into smaller ones, with repeated scales.
 
-    Args:
-        tree: parameters.
-        config: the model's config.
-        sizes: sizes of the mesh axes by name.
-
     Returns:
         The parameters. Where no block of at least 16 inputs fits, the weight is dequantised to bfloat16.
     """
@@ -388,11 +348,6 @@ def constrain_state(state: Any, config: ModelConfig, mesh: Mesh) -> Any:
 
     Args:
         state: a `DecodeState`; `data` divides its rows.
-        config: the model's config.
-        mesh: the mesh.
-
-    Returns:
-        The state.
     """
     specs = part_specs(state, config, mesh.shape, is_state=True)
     return jax.tree.map(

@@ -19,9 +19,7 @@ def count_expert_tokens(params: dict, tokens: jax.Array | np.ndarray, *, model: 
     """Counts how many tokens choose each expert, in one pass of the trunk over whole rows.
 
     Args:
-        params: parameters of `model` with unrolled layers.
         tokens: `[B, T]` int32 texts of the kind that will be decoded, without padding.
-        model: the model.
 
     Returns:
         `[E]` counts by layer, such as "layer_3". Layers without experts are left out.
@@ -40,10 +38,8 @@ def count_in_parts(params: dict, tokens: jax.Array, lengths: jax.Array, *, model
     """Counts as `count_expert_tokens` does, with the layout of decoding: one pass like that of a prefill call.
 
     Args:
-        params: parameters of `model`, laid out for decoding over the mesh that is set.
         tokens: `[P, b, T]` int32 right-padded texts of each part of `data`.
         lengths: `[P, b]` int32; 0: no text.
-        model: the model.
         capacity: slots of the pass's cache, at least T.
 
     Returns:

@@ -22,7 +22,6 @@ def move_experts(experts: dict[str, Any], placement: dict[str, jax.Array], *, co
     Args:
         experts: parameters of the layer's experts, with a placement. On a mesh they are laid out for decoding.
         placement: the tables of the new one (`placement_tables`), with the same number of slots.
-        config: the model's config.
 
     Returns:
         The parameters that change: the stacks, with the same bits for each expert, and the placement.

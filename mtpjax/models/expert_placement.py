@@ -56,12 +56,7 @@ class Placement:
 
 
 def num_expert_devices(params: dict, sizes: Mapping[str, int]) -> int:
-    """Returns the number of devices over which a mesh splits the experts while decoding; 1: it does not.
-
-    Args:
-        params: model parameters with unrolled layers.
-        sizes: sizes of the mesh axes by name.
-    """
+    """Returns the number of devices over which a mesh splits the experts while decoding; 1: it does not."""
     parts = lambda axis: sizes.get(axis, 1)
     return math.prod(map(parts, axes_that_divide(num_expert_slots(params) or 1, parts)))
 
@@ -76,9 +71,6 @@ def place_experts(counts: np.ndarray, num_devices: int, num_slots: int | None = 
         counts: `[E]` tokens that chose each expert.
         num_devices: devices over which experts are split: `data x expert` of the mesh.
         num_slots: slots of all devices together, a multiple of their number; None: E, rounded up.
-
-    Returns:
-        The placement.
 
     Raises:
         ValueError: there are fewer slots than experts, or the devices do not divide them.
@@ -118,7 +110,6 @@ def apply_placement(params: dict, placements: dict[str, Placement]) -> dict:
     """Lays the experts of a model out as placements say.
 
     Args:
-        params: model parameters with unrolled layers.
         placements: of trunk layers by name, such as "layer_3". Layers that are not named, and the MTP modules, get the
             same number of slots, with copies of their first experts: experts of all layers are split alike.
 
@@ -135,7 +126,7 @@ def apply_placement(params: dict, placements: dict[str, Placement]) -> dict:
     trunk = {name: dict(layer) for name, layer in params["trunk"].items()}
     for name in placements:
         if "experts" not in trunk.get(name, {}):
-            raise ValueError(f"{name} is no layer of the trunk with experts")
+            raise ValueError(f"{name} is not a trunk layer with experts")
 
     def slots_of(name: str | None, num_experts: int) -> np.ndarray:
         if name in placements:
@@ -160,7 +151,6 @@ def place_all_layers(
     """Places the experts of every layer of the trunk, with the same number of copies in each.
 
     Args:
-        params: model parameters with unrolled layers.
         num_devices: devices over which experts are split: `data x expert` of the mesh.
         num_redundant: copies per layer, of all experts together.
         counts: `[E]` tokens that chose each expert, by layer, as `count_expert_tokens` returns them. In layers that are

@@ -136,10 +136,8 @@ def trunk_states(
     """Runs the trunk alone over whole rows.
 
     Args:
-        params: parameters of `model`.
         tokens: `[B, T]` int32.
         segment_ids: `[B, T]` int32 documents; 0 is padding.
-        model: the model.
         layer_ids: n layers whose input states are returned as well; needs unrolled layers. The number of layers means
             the output of the last one, before the final norm, and one more the output of this norm.
 
@@ -178,14 +176,9 @@ def forward_depths(
     """Runs the head and the MTP depths over hidden states of the trunk.
 
     Args:
-        params: parameters of `model`.
         mtp_hidden: `[B, T, D]` from `trunk_states`.
         tokens: `[B, T]` int32, the tokens of those states.
         segment_ids: `[B, T]` int32 documents; 0 is padding.
-        model: the model.
-        num_depths: as in `forward`.
-        attention_layout: as in `forward`.
-        is_detached: as in `forward`.
 
     Returns:
         Logits and hidden states of the trunk and of each depth.

@@ -55,7 +55,7 @@ class View(flax.struct.PyTreeNode):
     reach: Reach | None = None  # of a pass with a cache
     pages: Pages | None = None  # of a pass with a cache in pages
     is_used: jax.Array | None = None  # [B, T] bool: other tokens choose no experts; None: all are used
-    all_used: jax.Array | None = None  # the same of the rows of all devices
+    all_used: jax.Array | None = None  # `is_used` of the rows of all devices
     sliding: Window | None = None  # what layers with a sliding window see instead
     window: int = flax.struct.field(pytree_node=False, default=0)  # positions that a token sees; 0: all
 
@@ -74,7 +74,7 @@ class View(flax.struct.PyTreeNode):
 
 
 class TreeSlots(flax.struct.PyTreeNode):
-    """The tokens of a draft tree, which occupy cache slots from `base` on, behind the text."""
+    """The tokens of a draft tree, which occupy cache slots from `base` on, after the text."""
 
     base: jax.Array  # [B] int32
     depths: jax.Array  # [B, T] int32: token t has position base + depths[t]
@@ -103,7 +103,6 @@ def full_view(config: ModelConfig, segment_ids: jax.Array, *, shift: int = 0) ->
     """Makes the view of whole rows without a cache: causal within each segment.
 
     Args:
-        config: the model's config.
         segment_ids: `[B, T]` int32 documents of packed rows.
         shift: added to the rotary positions, for recycled MTP depths.
 
@@ -135,7 +134,6 @@ def cached_view(
     """Makes the view of tokens that are written to cache slots `start .. start + width - 1`.
 
     Args:
-        config: the model's config.
         start: `[B]` int32 first slot.
         width: tokens of the pass, T.
         capacity: slots of the cache, S.
@@ -146,9 +144,6 @@ def cached_view(
             the first slots, the sinks. Other slots are not read. None: a token attends to all text before it.
         is_used: `[B, T]` bool tokens whose outputs are read. Others, such as those of free rows and padding, choose
             no experts. None: all.
-
-    Returns:
-        The view.
     """
     # Positions: consecutive in a chain, by depth in a tree.
     positions = start[:, None] + jnp.arange(width)[None, :] if tree is None else tree.base[:, None] + tree.depths
@@ -210,9 +205,9 @@ def _visible_slots(
 
 
 def _newest(ancestor_mask: jax.Array, window: int) -> jax.Array:
-    """Keeps the newest `window` ancestors of each node, itself included: nodes lie behind their ancestors."""
-    from_behind = jnp.cumsum(ancestor_mask[:, :, ::-1].astype(jnp.int32), axis=2)[:, :, ::-1]
-    return ancestor_mask & (from_behind <= window)
+    """Keeps the newest `window` ancestors of each node, itself included: nodes come after their ancestors."""
+    from_end = jnp.cumsum(ancestor_mask[:, :, ::-1].astype(jnp.int32), axis=2)[:, :, ::-1]
+    return ancestor_mask & (from_end <= window)
 
 
 def _is_ancestor(tree: TreeSlots, slots: jax.Array) -> jax.Array:

@@ -97,12 +97,8 @@ class MTPModel(nn.Module):
 
         Args:
             tokens: `[B, T]` int32.
-            view: positions and masks (`mtpjax.models.masks`).
             cache: the trunk's cache; None for a pass over whole rows.
             layer_ids: layers whose input states are returned as well.
-
-        Returns:
-            Hidden states and the cache.
         """
         prenorm, cache, states = self.trunk(self._embed(self.embedding, tokens), view, cache, layer_ids=layer_ids)
         return TrunkOutput(self.norm_final(prenorm), prenorm, states, cache)
@@ -130,7 +126,6 @@ class MTPModel(nn.Module):
         Args:
             hidden: `[B, T, D]` hidden states, of the trunk or of the module before.
             tokens: `[B, T]` int32, the token after each hidden state's position (one later per module).
-            view: positions and masks.
             layer_cache: the module's layer of a cache; `Recycled` for a recycled depth over whole rows; None for a
                 pass over whole rows.
             index: which module, from 0.
@@ -184,10 +179,9 @@ class MTPModel(nn.Module):
 
         Args:
             hidden: `[..., D]`.
-            index: as in `logits`.
 
         Returns:
-            Logits `[..., own V]` float32; all of them where no axis splits the vocabulary.
+            Logits `[..., local V]` float32; all of them where no axis splits the vocabulary.
         """
         return multiply_head(hidden, self.head_matrix(index=index))
 

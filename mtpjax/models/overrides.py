@@ -40,9 +40,6 @@ def model_changes(model: ModelConfig | Mapping[str, Any] | Iterable[tuple[str, A
     Args:
         model: a whole architecture, which sets every field; a mapping or pairs of some fields; None: no field.
 
-    Returns:
-        Values by field.
-
     Raises:
         ValueError: a field is unknown, or a value has the wrong type.
     """
@@ -66,7 +63,7 @@ def _hashable_value(name: str, value: Any) -> Any:
         try:
             return make_scaling(value)
         except TypeError as error:
-            raise ValueError(f"model.rope_scaling is no rotary scaling: {error}") from error
+            raise ValueError(f"model.rope_scaling is not a rotary scaling: {error}") from error
     wanted = MODEL_FIELDS[name]
     if wanted in _PLAIN_TYPES:
         is_right = isinstance(value, _PLAIN_TYPES[wanted]) and (wanted is bool or not isinstance(value, bool))
@@ -87,9 +84,6 @@ def override_config(base: ModelConfig, changes: Mapping[str, Any]) -> ModelConfi
     Args:
         base: the architecture to start from.
         changes: values by field, from `model_changes`.
-
-    Returns:
-        The new architecture.
 
     Raises:
         ValueError: the values do not fit together.

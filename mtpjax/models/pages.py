@@ -18,7 +18,7 @@ class Pages(flax.struct.PyTreeNode):
     """The page table of a batch.
 
     Entry i of MTP module k (0-based) depends on token i + k + 1. Its cache stores it in the page of that token, at
-    position i + `shift` with shift = k + 1. So the contents of a page do not depend on tokens behind the page.
+    position i + `shift` with shift = k + 1. So the contents of a page do not depend on tokens after the page.
     """
 
     table: jax.Array  # [B, N] int32: the page of positions n * size .. (n + 1) * size - 1; NO_PAGE: none
@@ -34,9 +34,9 @@ class Pages(flax.struct.PyTreeNode):
         """Slots for which every cache of the batch has room."""
         return self.table.shape[1] * self.size - self.max_shift
 
-    def num_pages_of(self, length: int, num_behind: int) -> int:
-        """Returns the pages of a text of `length` tokens, with `num_behind` slots that rounds write behind it."""
-        return count_pages(length, num_behind, max_shift=self.max_shift, size=self.size)
+    def num_pages_of(self, length: int, num_scratch_slots: int) -> int:
+        """Returns the pages of a text of `length` tokens, with `num_scratch_slots` that rounds write after it."""
+        return count_pages(length, num_scratch_slots, max_shift=self.max_shift, size=self.size)
 
     def locate(self, start: jax.Array, width: int, *, to_write: bool) -> tuple[jax.Array, jax.Array]:
         """Locates consecutive slots.
@@ -56,19 +56,16 @@ class Pages(flax.struct.PyTreeNode):
         return page, position % self.size
 
 
-def count_pages(length: int, num_behind: int, *, max_shift: int, size: int) -> int:
+def count_pages(length: int, num_scratch_slots: int, *, max_shift: int, size: int) -> int:
     """Counts the pages of a text.
 
     Args:
         length: its tokens.
-        num_behind: slots that rounds write behind it.
-        max_shift: positions behind its own where a module may store an entry.
+        num_scratch_slots: slots that rounds write after it.
+        max_shift: positions after its own at which a module may store an entry.
         size: positions per page.
-
-    Returns:
-        The pages.
     """
-    return -(-(length + num_behind + 1 + max_shift) // size)
+    return -(-(length + num_scratch_slots + 1 + max_shift) // size)
 
 
 def write_pages(pool: jax.Array, rows: jax.Array, start: jax.Array, pages: Pages) -> jax.Array:

@@ -75,14 +75,14 @@ def over_rows(reduce: Callable[[jax.Array], jax.Array], rows: jax.Array) -> jax.
 
     Args:
         reduce: `jnp.any`, `jnp.all` or `jnp.max`.
-        rows: `[own B]`.
+        rows: `[local B]`.
     """
     own = reduce(rows)
     return own if num_parts("data") == 1 else reduce(jax.lax.all_gather(own, "data"))
 
 
 def all_rows(rows: jax.Array, axes: tuple[str, ...] = ("data",)) -> jax.Array:
-    """Gathers `[own B, ...]` to `[B, ...]` along some axes."""
+    """Gathers `[local B, ...]` to `[B, ...]` along some axes."""
     # Axes of one device, or outside of `shard_map`, need no communication.
     axes = tuple(axis for axis in axes if num_parts(axis) > 1)
     return jax.lax.all_gather(rows, axes, tiled=True) if axes else rows

@@ -58,7 +58,6 @@ def param_shapes(config: ModelConfig, scan_layers: bool = False) -> dict:
     """Returns the shapes and dtypes of a model's parameters without allocating any.
 
     Args:
-        config: the model's config.
         scan_layers: True for stacked trunk layers, as in `MTPModel(scan_layers=True)`.
 
     Returns:
@@ -70,10 +69,6 @@ def param_shapes(config: ModelConfig, scan_layers: bool = False) -> dict:
 
 def check_params(params: dict, model: MTPModel) -> None:
     """Checks that a tree holds the parameters of a model.
-
-    Args:
-        params: the parameters.
-        model: the model.
 
     Raises:
         UsageError: a parameter is missing, unexpected, or of another shape. The message names the first.

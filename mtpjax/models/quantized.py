@@ -67,7 +67,6 @@ def partial_product(x: jax.Array, weight: jax.Array | BlockScaled, *, implementa
     Args:
         x: `[..., D]`.
         weight: `[D, ...]`, an array or `BlockScaled`.
-        implementation: as in `matrix_product`.
 
     Returns:
         Parts `[P, ..., F]`; one part without a kernel.
@@ -82,7 +81,6 @@ def partial_products(x: jax.Array, weights, *, implementation: str = "auto") -> 
     Args:
         x: `[..., D]`.
         weights: `[D, ...]` each, arrays or `BlockScaled`.
-        implementation: as in `matrix_product`.
 
     Returns:
         The parts `[P, ..., F]` of each product.
@@ -102,7 +100,6 @@ def gated_product(x: jax.Array, weight: jax.Array | BlockScaled, *, implementati
     Args:
         x: `[..., D]`.
         weight: `[D, 2, F]`, gate and up, an array or `BlockScaled`.
-        implementation: as in `matrix_product`.
 
     Returns:
         `[..., F]` in x's dtype.

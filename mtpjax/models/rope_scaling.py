@@ -65,9 +65,6 @@ def make_scaling(values: Mapping[str, Any]) -> RopeScaling:
     Args:
         values: fields of the scaling. `rope_type` "linear" or the key `low_freq_factor` tell the type; others are YaRN.
 
-    Returns:
-        The scaling.
-
     Raises:
         TypeError: a field is missing or unknown.
     """

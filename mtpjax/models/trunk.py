@@ -38,7 +38,6 @@ class Trunk(nn.Module):
 
         Args:
             x: `[B, T, D]` embedded tokens.
-            view: positions and masks.
             cache: the layers' cache; None for a pass over whole rows.
             layer_ids: layers whose input states are returned as well; unrolled layers only.
 
@@ -112,10 +111,6 @@ def gather_layers(params: Any, config: ModelConfig) -> Any:
 
     Args:
         params: a tree of parameters whose paths end as those of a layer, without an axis of stacked layers.
-        config: the model's config.
-
-    Returns:
-        The whole parameters.
     """
 
     def gather(path, leaf):
@@ -166,10 +161,6 @@ def _groups(config: ModelConfig) -> dict[str, tuple[int, int, int]]:
 def stack_layers(params: dict, config: ModelConfig) -> dict:
     """Stacks the trunk's layers for training: the inverse of `unstack_layers`.
 
-    Args:
-        params: model parameters with `trunk/layer_i`.
-        config: the model's config.
-
     Returns:
         The parameters with `trunk/group_<first>/layer_<place>`, which holds the layers first + place,
         first + place + period, … along a new first axis.
@@ -186,10 +177,6 @@ def stack_layers(params: dict, config: ModelConfig) -> dict:
 
 def unstack_layers(params: dict, config: ModelConfig) -> dict:
     """Unstacks the trunk's layers for decoding: the inverse of `stack_layers`.
-
-    Args:
-        params: model parameters with `trunk/group_<first>/layer_<place>`.
-        config: the model's config.
 
     Returns:
         The parameters with one entry `trunk/layer_i` per layer.

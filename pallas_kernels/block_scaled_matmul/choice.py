@@ -22,7 +22,6 @@ def check_matrix(x, weights, scales, block: int, *, layout: str = "[D, F]", mult
         x: [..., D].
         weights: [D, F].
         scales: [ceil(D / block), F] or None.
-        block: Number of neighbouring inputs that share a scale.
         layout: The weights' shape in the words of the error.
         multiple: F must be a multiple of it.
     """
@@ -46,12 +45,8 @@ def choose_for_few_rows(
     """Returns the implementation that an op runs: "xla" for no rows, or for more rows than the kernels take.
 
     Args:
-        op: Name of the op.
-        implementation: The requested implementation.
         x: [..., D].
         matrices: Pairs of weights [D, F] and scales or None, all of one kind.
-        block: Number of neighbouring inputs that share a scale.
-        dtype: Dtype of the products.
         make_case: Makes the op's case, to compare a kernel with "xla".
         has_jax_triton_form: The op also has a kernel for the package jax_triton.
 
@@ -93,7 +88,6 @@ def _find_unsupported_reason(weights, scales, block: int) -> str | None:
     Args:
         weights: [D, F].
         scales: [blocks, F] or None.
-        block: Number of neighbouring inputs that share a scale.
     """
     # A tile must fit into a block of inputs, and Pallas uses 32-bit offsets for any array of at most 2^32 bytes.
     if scales is not None and (block < 16 or block & (block - 1)):

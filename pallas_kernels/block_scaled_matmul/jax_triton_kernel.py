@@ -22,9 +22,6 @@ def multiply_few_rows(x, weights, scales, *, block, dtype, platform) -> jax.Arra
         x: [n, D] floating.
         weights: [D, F] floating; of the fp8 dtypes only float8_e4m3fn.
         scales: [ceil(D / block), F] float32, or None.
-        block: Number of neighbouring inputs that share a scale.
-        dtype: Dtype of x in the products.
-        platform: "cuda" or "rocm".
 
     Returns:
         The parts [P, n, F]: float32, or `dtype` if there is one part.

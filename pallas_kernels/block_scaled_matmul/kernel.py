@@ -29,10 +29,6 @@ def multiply_few_rows(x, matrices, *, block, dtype, interpret, platform) -> list
     Args:
         x: [n, D] floating, n <= 64, or any number within `batch_invariant`.
         matrices: Pairs of weights [D, F], of one dtype, and scales [ceil(D / block), F] or None for all of them.
-        block: Number of neighbouring inputs that share a scale.
-        dtype: Dtype of x in the products.
-        interpret: Run in Pallas's interpreter.
-        platform: "cuda" or "rocm", which convert fp8 in different ways.
 
     Returns:
         For each matrix the parts [P, n, F]: float32, or `dtype` if there is one part.
@@ -97,8 +93,6 @@ def choose_tile(F: int, weights_dtype, dtype, block: int | None) -> tuple[int, i
     Args:
         F: Columns of the widest matrix.
         weights_dtype: Dtype of the weights.
-        dtype: Dtype of x in the products.
-        block: Inputs that share a scale; None without scales.
 
     Returns:
         Inputs and columns.
@@ -225,7 +219,6 @@ def multiply_tile(x, weights_ref, scales_refs, first, column, is_column, *, bloc
         first: First input of the tile.
         column: Columns of the tile.
         is_column: Mask of the columns inside the matrix; None: all are.
-        block: Number of inputs that share a scale.
         is_integer_fp8: Integer arithmetic converts the weights (`is_converted_by_integers`).
 
     Returns:

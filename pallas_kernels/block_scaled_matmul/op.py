@@ -53,18 +53,12 @@ def partial_matmul(x, weights, scales=None, *, block=128, dtype=None, implementa
     """Computes `block_scaled_matmul` without its last step, the sum over parts of the inputs.
 
     Args:
-        x: As in `block_scaled_matmul`, and so are the other arguments.
         weights: [D, F].
         scales: [ceil(D / block), F] or None.
-        block: Number of neighbouring inputs that share a scale.
         dtype: Dtype of x in the products, and of their total; None: x's. The kernel converts x while it loads.
-        implementation: As in `block_scaled_matmul`; "xla" always gives one part.
 
     Returns:
         Parts [P, ..., F], whose total is the product.
-
-    Raises:
-        ValueError: As in `block_scaled_matmul`.
     """
     [sums] = partial_matmuls(x, ((weights, scales),), block=block, dtype=dtype, implementation=implementation)
     return sums
@@ -79,15 +73,9 @@ def partial_matmuls(
         x: [..., D].
         matrices: Pairs of weights [D, F] and scales [ceil(D / block), F] or None. The kernel takes weights of one
             dtype, all of them with scales or none.
-        block: Number of neighbouring inputs that share a scale.
-        dtype: As in `partial_matmul`.
-        implementation: As in `partial_matmul`. The matrices are measured as one, side by side.
 
     Returns:
         The parts [P, ..., F] of each product.
-
-    Raises:
-        ValueError: As in `block_scaled_matmul`.
     """
     dtype = jnp.dtype(x.dtype if dtype is None else dtype)
     for matrix in matrices:

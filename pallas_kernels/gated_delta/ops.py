@@ -22,14 +22,9 @@ def gated_delta_verify(q, k, v, log_decay, beta, state, *, implementation="auto"
         log_decay: `[B, T, J]` float32, at most 0.
         beta: `[B, T, J]` float32.
         state: `[B, J, P, Q]` float32.
-        implementation: "xla" (the reference), "triton" (the kernel, on CUDA and ROCm), "interpreted" (the kernel in
-            Pallas's interpreter, on any machine) or "auto"; see `pallas_kernels.dispatch`.
 
     Returns:
         Outputs and corrections, `[B, T, J, Q]` float32 each.
-
-    Raises:
-        ValueError: The implementation is unknown, or shapes or dtypes do not fit.
     """
     shape = _checked_sizes(q, k, v, log_decay, beta, state)
     chosen = choose("gated_delta_verify", implementation, ("xla", "triton"), shape)
@@ -51,13 +46,9 @@ def gated_delta_steps(q, k, v, log_decay, beta, state, *, implementation="auto")
         log_decay: `[B, T, J]` float32, at most 0.
         beta: `[B, T, J]` float32.
         state: `[B, J, P, Q]` float32; the kernel updates it in place.
-        implementation: As in `gated_delta_verify`.
 
     Returns:
         Outputs `[B, T, J, Q]` and the last state `[B, J, P, Q]`, float32.
-
-    Raises:
-        ValueError: The implementation is unknown, or shapes or dtypes do not fit.
     """
     shape = _checked_sizes(q, k, v, log_decay, beta, state)
     chosen = choose("gated_delta_steps", implementation, ("xla", "triton"), shape)
@@ -119,13 +110,9 @@ def gated_delta(
         beta: `[B, T, J]` float32.
         state: `[B, J, P, Q]` float32.
         segment_ids: `[B, T]` int32, or None. Each document starts from an empty state, the first one from `state`.
-        implementation: As in `gated_delta_verify`.
 
     Returns:
         Outputs `[B, T, J, Q]` and the last state `[B, J, P, Q]`, float32.
-
-    Raises:
-        ValueError: The implementation is unknown, or shapes or dtypes do not fit.
     """
     shape = _checked_sizes(q, k, v, log_decay, beta, state, segment_ids)
     chosen = choose("gated_delta", implementation, ("xla", "triton"), shape)

@@ -59,8 +59,6 @@ def grouped_matmul(
         down_scales: [E, ceil(F / block), D] float32 for fp8, else None.
         block: Number of neighbouring inputs that share a scale.
         inference: Promises that no gradient is taken, so "xla" may use a loop without a reverse mode.
-        implementation: "xla" (plain JAX), "triton" (the kernels, on CUDA and ROCm), "interpreted" (the kernels in
-            Pallas's interpreter, on any machine) or "auto"; see `pallas_kernels.dispatch`.
 
     Returns:
         [n, D] in x's dtype.
@@ -123,8 +121,6 @@ def difference_from_reference(implementation: str, *, dtype, is_fp8: bool, infer
     """Compares an implementation with the plain sum over all experts, on small arrays.
 
     Args:
-        implementation: One of `grouped_matmul`.
-        dtype: Dtype of x.
         is_fp8: Experts in fp8 with scales.
         inference: Compares the output only; False compares gradients too.
 

@@ -23,7 +23,6 @@ def grouped_outer_product(route, expert_starts, left, right, *, out_dtype, inter
         left: [R, A] with a row for each pair or for each token.
         right: [R, B], as `left`.
         out_dtype: Dtype of the result; sums are float32.
-        interpret: Run in Pallas's interpreter.
 
     Returns:
         [E, A, B].

@@ -102,7 +102,7 @@ def test_wrong_placements_are_refused(skewed):
     for slots in (6, 10):
         with pytest.raises(ValueError, match="num_slots must be a multiple of 4 devices and at least 8"):
             place_experts(np.ones(8), 4, slots)
-    with pytest.raises(ValueError, match="layer_0 is no layer of the trunk with experts"):
+    with pytest.raises(ValueError, match="layer_0 is not a trunk layer with experts"):
         apply_placement(params, {"layer_0": place_experts(np.ones(8), 4)})
     with pytest.raises(ValueError, match="one number of slots"):
         apply_placement(params, {})

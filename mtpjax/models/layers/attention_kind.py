@@ -19,7 +19,7 @@ def keep_entries(entries: Entries, num_committed: jax.Array) -> Entries:
 
 
 def keep_rows(entries: Entries, is_new: jax.Array) -> Entries:
-    """Resets an attention layer for new texts: entries behind the committed length are never read."""
+    """Resets an attention layer for new texts: entries after the committed length are never read."""
     return entries
 
 

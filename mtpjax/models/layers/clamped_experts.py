@@ -49,8 +49,6 @@ def mix_clamped_experts(
         gate_up: `[E, D, 2, F]`.
         down: `[E, F, D]`.
         biases: of gate and up `[E, 2, F]`, and of the output `[E, D]`; None: no biases.
-        limit: as in `activate`.
-        alpha: as in `activate`.
 
     Returns:
         `[n, D]` in x's dtype.
@@ -62,7 +60,7 @@ def mix_clamped_experts(
         raise ValueError("deterministic decoding needs a kernel for experts, and clamped ones run by XLA")
     E, D, _, F = gate_up.shape
     k = ids.shape[1]
-    # Sort the pairs of token and expert by expert; those without an expert come last, behind all groups.
+    # Sort the pairs of token and expert by expert; those without an expert come last, after all groups.
     flat = ids.reshape(-1)
     order = jnp.argsort(flat, stable=True)
     expert, token, sizes = flat[order], order // k, jnp.bincount(flat, length=E).astype(jnp.int32)
@@ -73,6 +71,6 @@ def mix_clamped_experts(
     products = products.reshape(-1, 2, F) + (0 if biases is None else biases[0].astype(x.dtype)[own])
     hidden = activate(products[:, 0], products[:, 1], limit=limit, alpha=alpha)
     output = jax.lax.ragged_dot(hidden, down, sizes) + (0 if biases is None else biases[1].astype(x.dtype)[own])
-    # Rows of no expert lie behind all groups and hold garbage: they count as zero.
+    # Rows of no expert come after all groups and hold garbage: they count as zero.
     weighted = jnp.where(is_used, output * weights.reshape(-1)[order][:, None].astype(x.dtype), 0)
     return jnp.zeros_like(x).at[token].add(weighted)

@@ -1,4 +1,4 @@
-"""The gated delta rule behind a short causal convolution: the linear attention of Qwen3-Next and Qwen3.5."""
+"""The gated delta rule after a short causal convolution: the linear attention of Qwen3-Next and Qwen3.5."""
 
 from typing import Any
 
@@ -58,7 +58,7 @@ class DeltaRule(nn.Module):
         log_rate = self.param("log_rate", nn.initializers.zeros, (J,)).astype(jnp.float32)
         rate_bias = self.param("rate_bias", nn.initializers.zeros, (J,)).astype(jnp.float32)
 
-        # 2. Convolve over time, behind the inputs that the cache kept; a whole row starts with zeros.
+        # 2. Convolve over time, after the inputs that the cache kept; a whole row starts with zeros.
         before = layer_cache["conv"] if layer_cache else jnp.zeros((B, taps.shape[-1] - 1, K, channels), x.dtype)
         state = layer_cache["state"] if layer_cache else jnp.zeros((B, J, P, Q), jnp.float32)
         inputs = jnp.concatenate([before.astype(x.dtype), conv_inputs], axis=1)
@@ -71,7 +71,7 @@ class DeltaRule(nn.Module):
         beta = jax.nn.sigmoid(write).reshape(B, T, J)
         log_decay = -jnp.exp(log_rate)[None, None] * jax.nn.softplus(decay.reshape(B, T, J) + rate_bias[None, None])
         if view.num_valid is not None:
-            # Padding behind the valid tokens neither writes nor decays.
+            # Padding after the valid tokens neither writes nor decays.
             is_valid = (jnp.arange(T)[None, :] < view.num_valid[:, None])[:, :, None]
             beta, log_decay = jnp.where(is_valid, beta, 0), jnp.where(is_valid, log_decay, 0)
 

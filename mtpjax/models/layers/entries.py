@@ -19,9 +19,6 @@ def write_rows(buffer: jax.Array, rows: jax.Array, start: jax.Array, *, axis: in
         rows: `[B, ..., T, ...]`, converted to the buffer's dtype (`pallas_kernels.fp8.as_stored`).
         start: `[B]` int32 first slot.
         axis: the slot axis; axis 0 is the batch.
-
-    Returns:
-        The buffer with the T slots replaced.
     """
     rows = as_stored(rows, buffer.dtype)
     # A batch of one needs a plain update, which XLA does in place. The batched form becomes a loop on a CPU.
@@ -75,7 +72,6 @@ def append_and_select(
 
     Args:
         new: the entries of the T tokens of the pass.
-        view: positions and masks of the pass.
         layer_cache: one layer of a cache; `Recycled` for a recycled MTP depth over whole rows; None for a pass over
             whole rows.
 
@@ -107,7 +103,6 @@ def select(entries: Entries, view: View) -> tuple[tuple[Entries, ...], Masks]:
 
     Args:
         entries: one layer of a cache with the entries of the pass, or the entries of a pass over whole rows.
-        view: positions and masks of the pass.
 
     Returns:
         The sources of keys, and the mask of each source `[B, T, S]`.

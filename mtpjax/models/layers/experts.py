@@ -54,7 +54,6 @@ def mix_experts(x, ids, weights, gate_up, down, *, inference: bool, implementati
         gate_up: `[E, D, 2, F]`, an array or `BlockScaled`.
         down: `[E, F, D]`, an array or `BlockScaled`.
         inference: True if no gradient is needed.
-        implementation: "xla", "triton" or "auto".
 
     Returns:
         `[n, D]` weighted sums over each token's experts.

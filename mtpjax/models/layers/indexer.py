@@ -51,7 +51,6 @@ class Indexer(nn.Module):
         Args:
             x: `[B, T, D]` input of the layer.
             query_latent: `[B, T, q_lora_rank]` normalised latent of the queries.
-            view: positions of the pass.
             keys: `[B, S, I]` index keys of each source, converted to x's dtype.
             masks: `[B, T, S]` bool of each source.
 

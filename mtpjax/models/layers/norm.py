@@ -15,7 +15,6 @@ def fused_norm(x: jax.Array, scale: jax.Array, *, implementation: str, **setting
     Args:
         x: `[..., D]`.
         scale: `[D]`.
-        implementation: what runs the model's kernels.
         **settings: `eps` and `zero_centred` of `rms_norm`.
 
     Returns:
