@@ -153,7 +153,6 @@ def write_text(path, content: str) -> None:
 
     Args:
         path: the file to make or replace; missing folders are made.
-        content: the text.
     """
     path = pathlib.Path(path)
     path.parent.mkdir(parents=True, exist_ok=True)

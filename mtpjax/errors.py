@@ -18,10 +18,6 @@ def printable(text: object, max_characters: int = MAX_MESSAGE_CHARACTERS) -> str
 
     Control characters could send escape sequences to the terminal, and a string of a damaged file may have megabytes.
 
-    Args:
-        text: a string, or anything with a `str()`, such as an exception.
-        max_characters: longer text loses its middle.
-
     Returns:
         The text, with escapes such as `\\n` and `\\x1b` in place of characters that cannot be printed.
     """
@@ -43,9 +39,6 @@ def install_extra(name: str) -> str:
 
     Args:
         name: the extra, such as "serve".
-
-    Returns:
-        The command, and where to run it.
     """
     return f"run pip install -e '.[{name}]' in the clone of mtpjax"
 

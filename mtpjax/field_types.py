@@ -20,9 +20,6 @@ def check_scalar_fields(config: Any) -> None:
 
     Numbers of NumPy and paths become Python's own numbers and strings, which JSON can hold.
 
-    Args:
-        config: a dataclass, frozen or not.
-
     Raises:
         ValueError: a value has another type, or is not among the choices. The message names the field.
     """
@@ -72,13 +69,6 @@ def _convert(name: str, value: Any, kind: type, is_optional: bool) -> Any:
 
 def check_mapping(name: str, value: Any) -> dict[Any, Any]:
     """Reads a field that is a mapping or pairs.
-
-    Args:
-        name: the field, for the message.
-        value: the mapping, or an iterable of pairs.
-
-    Returns:
-        The values by key.
 
     Raises:
         ValueError: it is something else.

@@ -8,21 +8,13 @@ def count_of(number: int, noun: str) -> str:
     """Returns a number and its noun, which has an s unless the number is 1.
 
     Args:
-        number: how many.
         noun: the noun in the singular, such as "round".
-
-    Returns:
-        Such as "1 round" or "3 rounds".
     """
     return f"{number} {noun}" if number == 1 else f"{number} {noun}s"
 
 
 def nearest(name: str, known: Iterable[str]) -> str | None:
     """Returns the known name that a misspelt one most likely means.
-
-    Args:
-        name: the name as it was given.
-        known: the names that exist.
 
     Returns:
         The name that begins with `name`, if there is one only; else the one of the most similar spelling. None if no

@@ -53,9 +53,6 @@ class WorkerProcess:
             line: the request in parts, which are not joined; without a line end.
             seconds: time from the turn of this request to the whole answer.
 
-        Returns:
-            The answer.
-
         Raises:
             WorkerEnded: there is no answer. The next request starts a new process.
         """

@@ -2,10 +2,10 @@
 
 Each op is one function, in the module of its name, that picks the kernel or the reference: `implementation` is "xla"
 (plain JAX: the reference, or a faster form with the same meaning), "triton" (the kernel, on CUDA and ROCm),
-"interpreted" (the kernel in Pallas's interpreter, on any machine) or "auto" (`pallas_kernels.dispatch`). Every op raises
-`ValueError` for an unknown implementation and for shapes or dtypes that do not fit. Below the ops, `interpret` runs a
-kernel in the interpreter, `platform` is "cuda" or "rocm", and `block` is the number of neighbouring inputs that share a
-scale. The package imports nothing from mtpjax.
+"interpreted" (the kernel in Pallas's interpreter, on any machine) or "auto" (`pallas_kernels.dispatch`). Every op
+raises `ValueError` for an unknown implementation and for shapes or dtypes that do not fit. Below the ops, `interpret`
+runs a kernel in the interpreter, `platform` is "cuda" or "rocm", and `block` is the number of neighbouring inputs that
+share a scale. The package imports nothing from mtpjax.
 
 | op | what limits it on a GPU |
 |---|---|

@@ -201,7 +201,7 @@ def run_in_parts(
 
     Without a mesh, and inside of another `shard_map`, it is a plain call.
 
-    Every device gets its part of weights, rows and caches, as `mtpjax.models.parallel` describes. Training's axis
+    Every device gets its shard of weights, rows and caches, as `mtpjax.models.parallel` describes. Training's axis
     `fsdp` is gathered once, before the call.
 
     Args:
@@ -210,7 +210,7 @@ def run_in_parts(
         state: a decoding state; its first axes are rows.
         *rest: arrays that every device gets whole.
         has_row_outputs: `function` returns `(state, arrays)`. The arrays have rows as their first axis, and are the
-            same on all devices of a part of `data`.
+            same on all devices of a shard of `data`.
 
     Returns:
         The new state, laid out as the old one; with `has_row_outputs` also the arrays, of all rows.
@@ -341,7 +341,7 @@ def align_blocks(tree: Any, config: ModelConfig, sizes: Mapping[str, int]) -> An
 
 
 def constrain_state(state: Any, config: ModelConfig, mesh: Mesh) -> Any:
-    """Lays a decoding state out over a mesh, inside of a jitted function: no device makes more than its part.
+    """Lays a decoding state out over a mesh, inside of a jitted function: no device makes more than its shard.
 
     Rows lie over `data`, and the heads of the caches over `tensor`. Latents are the same on all `tensor` devices, and
     the depth policy, which the whole batch shares, everywhere.

@@ -38,7 +38,7 @@ def count_in_parts(params: dict, tokens: jax.Array, lengths: jax.Array, *, model
     """Counts as `count_expert_tokens` does, with the layout of decoding: one pass like that of a prefill call.
 
     Args:
-        tokens: `[P, b, T]` int32 right-padded texts of each part of `data`.
+        tokens: `[P, b, T]` int32 right-padded texts of each shard of `data`.
         lengths: `[P, b]` int32; 0: no text.
         capacity: slots of the pass's cache, at least T.
 

@@ -35,7 +35,7 @@ def move_experts(experts: dict[str, Any], placement: dict[str, jax.Array], *, co
     if not over:
         return {**jax.tree.map(lambda leaf: leaf[source], stacks), "placement": placement}
     assert not any(kind is AxisType.Manual for kind in mesh.axis_types)
-    # One array after the other, so that only parts of one travel at a time.
+    # One array after the other, so that only shards of one travel at a time.
     specs = part_specs({"experts": stacks}, config, sizes)["experts"]
     move = lambda stacks, source: jax.tree.map(lambda leaf: _take_around_ring(leaf, source, over), stacks)
     moved = jax.shard_map(move, in_specs=(specs, PartitionSpec()), out_specs=specs, check_vma=False)(stacks, source)
@@ -43,9 +43,9 @@ def move_experts(experts: dict[str, Any], placement: dict[str, jax.Array], *, co
 
 
 def _take_around_ring(own: jax.Array, source: jax.Array, over: tuple[str, ...]) -> jax.Array:
-    """Returns this device's part of `leaf[source]`, where `own` is its part of `leaf` along the axes `over`.
+    """Returns this device's shard of `leaf[source]`, where `own` is its shard of `leaf` along the axes `over`.
 
-    XLA's own partition of `leaf[source]` makes the whole leaf on every device.
+    XLA's automatic partition of `leaf[source]` makes the whole leaf on every device.
     """
     num_devices, device, size = math.prod(map(num_parts, over)), jax.lax.axis_index(over), len(own)
     wanted = jax.lax.dynamic_slice_in_dim(source, device * size, size)

@@ -148,7 +148,7 @@ def cached_view(
     # Positions: consecutive in a chain, by depth in a tree.
     positions = start[:, None] + jnp.arange(width)[None, :] if tree is None else tree.base[:, None] + tree.depths
     mask, span, reach = _visible_slots(start, positions, capacity, tree, window)
-    # Layers with their own window attend to at most that window, whatever window the pass has.
+    # Layers with a window attend to at most that one, whatever window the pass has.
     sliding = None
     if config.has_sliding_layers:
         own = config.sliding_window if window is None else min(config.sliding_window, window[0])

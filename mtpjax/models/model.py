@@ -157,7 +157,7 @@ class MTPModel(nn.Module):
         return rows if self.dtype is None else rows.astype(self.dtype)
 
     def head_matrix(self, *, index: int | None = None) -> jax.Array:
-        """Returns the head `[D, V]`: the trunk's, or the own one of module `index`."""
+        """Returns the head `[D, V]`: the trunk's, or that of module `index` if it has one."""
         if index is not None and self.config.mtp_own_head:
             return self.mtp_head[index]
         return self.embedding.T if self.config.tie_word_embeddings else self.head
@@ -167,7 +167,7 @@ class MTPModel(nn.Module):
 
         Args:
             hidden: `[..., D]`.
-            index: takes the own head of this module, if it has one. None: the trunk's head.
+            index: uses the head of this module, if it has one. None: the trunk's head.
 
         Returns:
             Logits `[..., V]` float32.
@@ -175,7 +175,7 @@ class MTPModel(nn.Module):
         return Vocabulary.of(self.config.vocab_size).gather(self.own_logits(hidden, index=index))
 
     def own_logits(self, hidden: jax.Array, *, index: int | None = None) -> jax.Array:
-        """Computes the logits of this device's part of the vocabulary (`mtpjax.models.vocabulary`).
+        """Computes the logits of this device's shard of the vocabulary (`mtpjax.models.vocabulary`).
 
         Args:
             hidden: `[..., D]`.
@@ -193,7 +193,7 @@ class MTPModel(nn.Module):
         Args:
             hidden: `[..., D]` normalised hidden states.
             k: number of tokens.
-            index: takes the own head of this module, if it has one.
+            index: uses the head of this module, if it has one.
 
         Returns:
             The k best logits `[..., k]` float32, their tokens `[..., k]` int32, and the log-sum-exp of all logits

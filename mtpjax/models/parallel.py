@@ -1,7 +1,7 @@
-"""A device's part of a model inside `shard_map`: sizes of parts, and sums over devices.
+"""A device's shard of a model inside `shard_map`: sizes of shards, and sums over devices.
 
-Outside of `shard_map` a model has one part, and every function here is the identity. Inside, the axes of the mesh are
-manual: the modules make parameters of their part's size, and add what the parts computed.
+Outside of `shard_map` a model has one shard, and every function here is the identity. Inside, the axes of the mesh are
+manual: the modules make parameters of the shard's size, and add what the shards computed.
 """
 
 import math
@@ -25,7 +25,7 @@ def num_parts(axis: str) -> int:
 
 
 def own_size(size: int, axis: str) -> int:
-    """Returns the size of this device's part. A size that the axis does not divide is not split."""
+    """Returns the size of this device's shard. A size that the axis does not divide is not split."""
     return size // num_parts(axis) if is_split(size, axis) else size
 
 
@@ -89,7 +89,7 @@ def all_rows(rows: jax.Array, axes: tuple[str, ...] = ("data",)) -> jax.Array:
 
 
 def gather_axis(leaf: jax.Array, axis: int, size: int) -> jax.Array:
-    """Joins the parts of an array along `axis`, if training's axis `fsdp` splits its `size`.
+    """Joins the shards of an array along `axis`, if training's axis `fsdp` splits its `size`.
 
     The gradient is summed over these devices and scattered back.
     """

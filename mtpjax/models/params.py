@@ -29,7 +29,7 @@ def init_params(model: MTPModel, key: jax.Array, mesh: Mesh | None = None) -> di
     Args:
         model: the model; `scan_layers` decides between stacked and unrolled layers.
         key: a `jax.random` key.
-        mesh: draws them in the parts that training gives the devices of this mesh; None: one device.
+        mesh: draws them in the shards that training gives the devices of this mesh; None: one device.
 
     Returns:
         The parameters, float32.

@@ -94,7 +94,7 @@ def mesh_text(sizes: Mapping[str, int]) -> str:
 
 
 def num_shards(spec: PartitionSpec, sizes: Mapping[str, int]) -> int:
-    """Returns the number of parts into which a mesh cuts an array.
+    """Returns the number of shards into which a mesh cuts an array.
 
     Args:
         spec: the array's partition spec; an axis of the array may name several axes of the mesh.
@@ -119,18 +119,18 @@ def shard_params(params: dict, mesh: Mesh) -> dict:
 def read_parts(
     shape: tuple[int, ...], sharding: Sharding, read: Callable[[tuple[tuple[int, int], ...]], np.ndarray]
 ) -> jax.Array:
-    """Makes an array of the parts that this process's devices hold, and reads none of it twice.
+    """Makes an array of the shards that this process's devices hold, and reads none of it twice.
 
     Args:
         sharding: how it lies on the devices.
-        read: returns the part between these `(begin, end)` of each axis.
+        read: returns the shard between these `(begin, end)` of each axis.
     """
     cuts = {
         device: tuple(cut.indices(size)[:2] for cut, size in zip(index or (), shape, strict=True))
         for device, index in sharding.addressable_devices_indices_map(shape).items()
     }
-    # The devices of a process mostly hold neighbouring parts, which fill a box. It is read at once, because a file is
-    # read by rows: a part of the columns would read all of its rows.
+    # The devices of a process mostly hold neighbouring shards, which fill a box. It is read at once, because a file is
+    # read by rows: a shard of the columns would read all of its rows.
     parts = sorted(set(cuts.values()))
     box = tuple(
         (min(begin), max(end)) for begin, end in (zip(*along, strict=True) for along in zip(*parts, strict=True))

@@ -107,7 +107,7 @@ class _Period(nn.Module):
 
 
 def gather_layers(params: Any, config: ModelConfig) -> Any:
-    """Joins the parts of layers that training splits over `fsdp`, along the axis that has the model's width.
+    """Joins the shards of layers that training splits over `fsdp`, along the axis that has the model's width.
 
     Args:
         params: a tree of parameters whose paths end as those of a layer, without an axis of stacked layers.

@@ -1,7 +1,7 @@
-"""One device's part of the vocabulary: look-ups, sums and maxima over columns that `tensor` may split.
+"""One device's shard of the vocabulary: look-ups, sums and maxima over columns that `tensor` may split.
 
-Inside `shard_map` a device has the logits `[..., local V]` of its part of the vocabulary, and the other devices have the
-rest. Each function here combines the parts and gives every device the result for the whole vocabulary. Except for
+Inside `shard_map` a device has the logits `[..., local V]` of its shard of the vocabulary, and the other devices have
+the rest. Each function here combines the shards and gives every device the result for the whole vocabulary. Except for
 `gather`, the devices exchange a few numbers per row, whatever V is. Without a split each function is plain JAX.
 """
 
@@ -21,7 +21,7 @@ class Vocabulary:
     """The split of the last axis of logits and probabilities over devices. `local V` is the size of that axis.
 
     Attributes:
-        axis: manual axis of the mesh that splits the columns in equal parts; None: this device has all of them.
+        axis: manual axis of the mesh that splits the columns into equal shards; None: this device has all of them.
     """
 
     axis: str | None = None
@@ -34,7 +34,7 @@ class Vocabulary:
     # Columns and token ids.
 
     def size(self, own_size: int) -> int:
-        """Returns V for a part of `local V` columns."""
+        """Returns V for a shard of `local V` columns."""
         return own_size if self.axis is None else own_size * num_parts(self.axis)
 
     def first_id(self, own_size: int) -> jax.Array | int:
@@ -54,14 +54,14 @@ class Vocabulary:
         return jnp.where((columns >= 0) & (columns < own_size), columns, own_size)
 
     def own(self, whole: jax.Array) -> jax.Array:
-        """Cuts the own columns `[..., local V]` out of an array `[..., V]` that every device has whole."""
+        """Cuts the local columns `[..., local V]` out of an array `[..., V]` that every device has whole."""
         if self.axis is None:
             return whole
         own_size = whole.shape[-1] // num_parts(self.axis)
         return jax.lax.dynamic_slice_in_dim(whole, self.first_id(own_size), own_size, axis=-1)
 
     def gather(self, values: jax.Array) -> jax.Array:
-        """Joins the parts `[..., local V]` to `[..., V]`. The only function that sends all columns."""
+        """Joins the shards `[..., local V]` to `[..., V]`. The only function that sends all columns."""
         if self.axis is None:
             return values
         return jax.lax.all_gather(values, self.axis, axis=values.ndim - 1, tiled=True)
@@ -89,7 +89,7 @@ class Vocabulary:
         """Reads `rows[index, tokens]` of `rows [R, local V]`, with token ids of the whole vocabulary."""
         return self.look_up(lambda columns: rows[index, columns], tokens, rows.shape[-1])
 
-    # Reductions over the last axis. Sums of parts are rounded in another order than the sum of one device.
+    # Reductions over the last axis. Sums of shards are rounded in another order than the sum of one device.
 
     def sum(self, values: jax.Array, *, keepdims: bool = False) -> jax.Array:
         """Sums `[..., local V]` over the vocabulary."""
@@ -125,10 +125,10 @@ class Vocabulary:
     def merge_top(
         self, values: jax.Array, columns: jax.Array, own_size: int, k: int | None = None
     ) -> tuple[jax.Array, jax.Array]:
-        """Merges the largest values of each part: the devices exchange pairs of a value and a token.
+        """Merges the largest values of each shard: the devices exchange pairs of a value and a token.
 
         Args:
-            values: `[..., n]` largest values of the own part, largest first, the lower column first among equal ones.
+            values: `[..., n]` largest values of this shard, largest first, the lower column first among equal ones.
             columns: `[..., n]` their columns.
             own_size: local V.
             k: how many to keep; None: n.
@@ -156,7 +156,7 @@ class Vocabulary:
         return self.merge_logsumexp(jax.nn.logsumexp(values, axis=-1))
 
     def merge_logsumexp(self, own: jax.Array) -> jax.Array:
-        """Computes the log-sum-exp `[...]` of the vocabulary from that of each part."""
+        """Computes the log-sum-exp `[...]` of the vocabulary from that of each shard."""
         return own if self.axis is None else jax.nn.logsumexp(jax.lax.all_gather(own, self.axis), axis=0)
 
     def one_hot(self, tokens: jax.Array, own_size: int) -> jax.Array:

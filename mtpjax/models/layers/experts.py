@@ -25,7 +25,7 @@ class SwiGLU(nn.Module):
 
     width: int
     implementation: str = "auto"
-    is_summed_outside: bool = False  # the caller adds the devices' parts
+    is_summed_outside: bool = False  # the caller adds the devices' shards
     limit: float = 0.0  # of gate and up (`activate`); 0: none
 
     @nn.compact
@@ -166,7 +166,7 @@ class Experts(nn.Module):
         if self.limit or config.expert_bias or config.swiglu_alpha:
             form = functools.partial(mix_clamped_experts, biases=biases, limit=self.limit, alpha=config.swiglu_alpha)
             gate_up, down = gate_up.astype(x.dtype), down.astype(x.dtype)
-        # Inside `shard_map` ids of other devices' experts become the number of own ones, which no expert has.
+        # Inside `shard_map` ids of other devices' experts become the number of local ones, which no expert has.
         if over:
             first = jax.lax.axis_index(over) * own_experts
             ids = jnp.where((ids >= first) & (ids < first + own_experts), ids - first, own_experts)
