@@ -94,7 +94,9 @@ def is_cuda() -> bool:
 
 
 def lower_for(function, *arguments, platforms=("cuda", "rocm")) -> dict[str, jax.stages.Lowered]:
-    """Lowers a function, jitted or not, for an H100 ("cuda") or an MI300X ("rocm") on a machine without a GPU. The result can be read but not compiled.
+    """Lowers a function, jitted or not, for an H100 ("cuda") or an MI300X ("rocm") on a machine without a GPU.
+
+    The result can be read but not compiled.
 
     Returns:
         The lowered function per platform; its `as_text()` is the StableHLO module.
@@ -161,7 +163,8 @@ def triton_kernels(lowered: jax.stages.Lowered) -> list[TritonKernel]:
 def h100_devices(topology: str = "1x1x1") -> tuple:
     """Describes H100 devices to compile for ahead of time on a machine without a GPU. Nothing runs on them.
 
-    `topology` is partitions x hosts x GPUs per host. Needs the jax-cuda13-plugin and jax-cuda13-pjrt wheels in the version of jax, without their dependencies::
+    `topology` is partitions x hosts x GPUs per host. Needs the jax-cuda13-plugin and jax-cuda13-pjrt wheels in the
+    version of jax, without their dependencies::
 
         mesh = make_mesh({"data": 8}, h100_devices("1x1x8"))
         with use_abstract_mesh(mesh.abstract_mesh):
