@@ -32,10 +32,14 @@ class ConfigReader:
         self.seen.add(key)
         return self.values.get(key)
 
+    def _value(self, key: str, default: Any) -> tuple[Any, str]:
+        """Returns the value of `key`, or the default, and the key's name in the file."""
+        value = self.get(key)
+        return default if value is None else value, self.names.get(key, key)
+
     def integer(self, key: str, default: int | None = None, *, low: int = 1) -> int:
         """Returns an integer of at least `low`; without a default the key is required."""
-        value, key = self.get(key), self.names.get(key, key)
-        value = default if value is None else value
+        value, key = self._value(key, default)
         if value is None:
             raise ConfigError(f"config.json lacks {key}")
         # bool is a subclass of int in Python, but true is not a size.
@@ -45,8 +49,7 @@ class ConfigReader:
 
     def number(self, key: str, default: float) -> float:
         """Returns a positive, finite number."""
-        value, key = self.get(key), self.names.get(key, key)
-        value = default if value is None else value
+        value, key = self._value(key, default)
         # Python's JSON parser accepts NaN and Infinity.
         if isinstance(value, bool) or not isinstance(value, (int, float)) or not math.isfinite(value) or value <= 0:
             raise ConfigError(f"config.json: {key} is {value!r}, not a positive number")
@@ -54,16 +57,14 @@ class ConfigReader:
 
     def flag(self, key: str, default: bool) -> bool:
         """Returns a boolean."""
-        value, key = self.get(key), self.names.get(key, key)
-        value = default if value is None else value
+        value, key = self._value(key, default)
         if not isinstance(value, bool):
             raise ConfigError(f"config.json: {key} is {value!r}, not true or false")
         return value
 
     def items(self, key: str, kind: type | tuple[type, ...]) -> tuple:
         """Returns a list whose items are all of one type (or several), as a tuple; empty if missing."""
-        value, key = self.get(key), self.names.get(key, key)
-        value = [] if value is None else value
+        value, key = self._value(key, [])
         if not isinstance(value, list) or not all(isinstance(item, kind) for item in value):
             names = " or ".join(one.__name__ for one in (kind if isinstance(kind, tuple) else (kind,)))
             raise ConfigError(f"config.json: {key} must be a list of {names}")
@@ -89,8 +90,7 @@ class ConfigReader:
 
     def section(self, key: str) -> "ConfigReader":
         """Returns a reader of a nested object; empty if missing."""
-        value, key = self.get(key), self.names.get(key, key)
-        value = {} if value is None else value
+        value, key = self._value(key, {})
         if not isinstance(value, dict):
             raise ConfigError(f"config.json: {key} is {value!r}, not an object")
         return ConfigReader(value)

@@ -159,7 +159,7 @@ class CheckpointFiles:
         size = os.fstat(descriptor).st_size
         while offset < size:
             block = memoryview(bytearray(min(BLOCK_BYTES, size - offset)))
-            _pread_into(descriptor, block, offset, self.path / name)
+            pread_into(descriptor, block, offset, self.path / name)
             yield block
             offset += len(block)
 
@@ -189,7 +189,7 @@ class CheckpointFiles:
         # Read the bytes straight into the array.
         array = np.empty((end - begin, *tensor.shape[1:]) if tensor.shape else (), tensor.dtype)
         view, offset = array.reshape(-1).view(np.uint8), tensor.begin + begin * row_bytes
-        _pread_into(self._descriptor(tensor.file), view.data, offset, self.path / tensor.file)
+        pread_into(self._descriptor(tensor.file), view.data, offset, self.path / tensor.file)
         return array
 
     def read_checked(self, name: str, begin: int, end: int) -> np.ndarray:
@@ -269,11 +269,11 @@ class CheckpointFiles:
 
 def _pread(descriptor: int, count: int, offset: int, path) -> bytes:
     buffer = bytearray(count)
-    _pread_into(descriptor, memoryview(buffer), offset, path)
+    pread_into(descriptor, memoryview(buffer), offset, path)
     return bytes(buffer)
 
 
-def _pread_into(descriptor: int, view: memoryview, offset: int, path) -> None:
+def pread_into(descriptor: int, view: memoryview, offset: int, path) -> None:
     """Fills `view` from a place in a file. Linux reads at most 2 GiB per call, so it reads 1 GiB at a time."""
     done = 0
     while done < len(view):

@@ -14,7 +14,7 @@ from typing import Any
 
 import numpy as np
 
-from conversion.files import CheckpointFiles
+from conversion.files import CheckpointFiles, pread_into
 from conversion.gguf_config import ROPE_FACTORS, describe_config
 from conversion.gguf_header import GGUFHeader, parse_header
 from conversion.gguf_names import named_tensors, read_rows
@@ -128,12 +128,7 @@ class GGUFFiles(CheckpointFiles):
 
     def _values(self, tensor, offset: int, count: int, shape: tuple[int, ...]) -> np.ndarray:
         content = bytearray(count)
-        done = 0
-        while done < count:
-            got = os.preadv(self._file, [memoryview(content)[done : done + (1 << 30)]], offset + done)
-            if not got:
-                raise CheckpointFileError(f"{self.path} is truncated: it ended while {tensor.name!r} was read")
-            done += got
+        pread_into(self._file, memoryview(content), offset, self.path)
         # Blocks lie along the last axis, so each row is a whole number of blocks.
         raw = np.frombuffer(content, np.uint8).reshape(*shape[:-1], -1)
         kind = self._quants.GGMLQuantizationType(tensor.kind)

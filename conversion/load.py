@@ -3,7 +3,7 @@
 import os
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
-from typing import Any, Literal
+from typing import Literal
 
 import jax
 import numpy as np
@@ -29,9 +29,6 @@ def load(
     allow_copies: bool = False,
     layout: Literal["decoding", "training"] = "decoding",
     model_type: str | None = None,
-    allow_extra: bool = False,
-    strict: bool = False,
-    progress: Callable[[int], Any] | None = None,
 ) -> tuple[MTPModel, dict]:
     """Loads a checkpoint directory.
 
@@ -43,9 +40,6 @@ def load(
         allow_copies: let devices hold copies of what an axis of the mesh does not divide.
         layout: the layout for decoding, or the one for training.
         model_type: the family to use instead of the one that `config.json` names.
-        allow_extra: skip unknown tensors outside of the language model instead of raising an error.
-        strict: raise an error for infinite or NaN weights instead of a warning.
-        progress: called with the bytes of every parameter that is loaded.
 
     Returns:
         `(model, params)`: the model, and its parameters as nested dicts of jax arrays.
@@ -55,9 +49,9 @@ def load(
         ConfigError: `config.json` is damaged or not supported.
         ValueError: the mesh does not divide the model.
     """
-    with open_checkpoint(path, strict=strict) as files:
+    with open_checkpoint(path) as files:
         # Check everything that the headers show before any weight is read.
-        plan = make_plan(files, dtype=dtype, model_type=model_type, allow_extra=allow_extra)
+        plan = make_plan(files, dtype=dtype, model_type=model_type)
         sharding_of = None if mesh is None else choose_layout(plan.config, mesh, layout, allow_copies=allow_copies)
         _check_memory(plan, mesh)
 
@@ -66,15 +60,9 @@ def load(
                 return jax.device_put(read(tuple((0, size) for size in shape)))
             return read_parts(shape, sharding_of(path, shape), read)
 
-        def read(path: str):
-            value = _load_param(files, plan, path, place)
-            if progress:
-                progress(sum(array.nbytes for array in jax.tree.leaves(value)))
-            return value
-
         # Reading and transposing release the interpreter lock, so threads load several parameters at once.
         with ThreadPoolExecutor(os.cpu_count()) as pool:
-            values = pool.map(read, plan.specs)
+            values = pool.map(lambda path: _load_param(files, plan, path, place), plan.specs)
             params = unflatten_dict(dict(zip(plan.specs, values, strict=True)), sep="/")
         files.report()
     return MTPModel(plan.config), params
