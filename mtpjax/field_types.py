@@ -9,7 +9,7 @@ import types
 import typing
 from typing import Any, Literal
 
-from mtpjax.messages import did_you_mean
+from mtpjax.messages import require_choice
 
 SCALARS = (bool, int, float, str)
 NAMES = {bool: "True or False", int: "an integer", float: "a number", str: "a string"}
@@ -77,19 +77,3 @@ def check_mapping(name: str, value: Any) -> dict[Any, Any]:
         return dict(value)
     except (TypeError, ValueError) as error:
         raise ValueError(f"{name} must be a mapping or pairs, got {value!r:.80}") from error
-
-
-def require(condition: bool, message: str) -> None:
-    """Raises `ValueError` with the message unless the condition holds."""
-    if not condition:
-        raise ValueError(message)
-
-
-def require_choice(name: str, value: str, choices: tuple[str, ...]) -> None:
-    """Raises `ValueError` unless the value is one of the choices."""
-    hint = did_you_mean(str(value), choices)
-    require(value in choices, f"{name} '{value}' is not one of {', '.join(choices)}{hint}")
-
-
-def require_divisible(name: str, value: int, by_name: str, by: int) -> None:
-    require(value % by == 0, f"{name} ({value}) must be divisible by {by_name} ({by})")

@@ -1,4 +1,4 @@
-"""Wording that messages share: numbers with their noun, and the nearest known name. Imports nothing of mtpjax."""
+"""Wording that messages share, and checks that raise `ValueError` with them. Imports nothing of mtpjax."""
 
 import difflib
 from collections.abc import Iterable
@@ -31,3 +31,19 @@ def did_you_mean(name: str, known: Iterable[str]) -> str:
     """Returns the end of a message about an unknown name: ": did you mean X?", or nothing if no name is similar."""
     found = nearest(name, known)
     return f": did you mean {found}?" if found else ""
+
+
+def require(condition: bool, message: str) -> None:
+    """Raises `ValueError` with the message unless the condition holds."""
+    if not condition:
+        raise ValueError(message)
+
+
+def require_choice(name: str, value: str, choices: tuple[str, ...]) -> None:
+    """Raises `ValueError` unless the value is one of the choices."""
+    hint = did_you_mean(str(value), choices)
+    require(value in choices, f"{name} '{value}' is not one of {', '.join(choices)}{hint}")
+
+
+def require_divisible(name: str, value: int, by_name: str, by: int) -> None:
+    require(value % by == 0, f"{name} ({value}) must be divisible by {by_name} ({by})")

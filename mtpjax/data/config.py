@@ -4,7 +4,8 @@ import dataclasses
 import math
 from typing import Literal
 
-from mtpjax.field_types import check_scalar_fields, require, require_choice
+from mtpjax.field_types import check_scalar_fields
+from mtpjax.messages import require, require_choice
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)

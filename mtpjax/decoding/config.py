@@ -8,7 +8,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any, Literal
 
 from mtpjax.decoding.sampling_ranges import check_sampling
-from mtpjax.field_types import require, require_choice
+from mtpjax.messages import require, require_choice
 from mtpjax.models.config import IMPLEMENTATIONS, Implementation
 
 MAX_STEPS = 127  # draft levels are reported as int8

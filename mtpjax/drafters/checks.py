@@ -1,6 +1,6 @@
 """Checks of architectures that draft from trunk states."""
 
-from mtpjax.field_types import require
+from mtpjax.messages import require
 
 
 def check_layer_ids(layer_ids: tuple[int, ...], num_target_layers: int) -> None:

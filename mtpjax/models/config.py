@@ -4,8 +4,8 @@ import dataclasses
 import functools
 from typing import Any, Literal, NamedTuple, get_args
 
-from mtpjax.field_types import check_scalar_fields, require, require_divisible
-from mtpjax.messages import did_you_mean
+from mtpjax.field_types import check_scalar_fields
+from mtpjax.messages import did_you_mean, require, require_divisible
 from mtpjax.models.config_checks import check_layers, check_sizes
 from mtpjax.models.rope_scaling import RopeScaling, make_scaling
 

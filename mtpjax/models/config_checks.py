@@ -3,7 +3,7 @@
 import math
 from typing import Any
 
-from mtpjax.field_types import require, require_choice, require_divisible
+from mtpjax.messages import require, require_choice, require_divisible
 
 MAX_PARTS = 10_000  # layers, modules, or experts of a layer; published models have hundreds
 

@@ -6,7 +6,7 @@ import typing
 from collections.abc import Iterable, Mapping
 from typing import Any
 
-from mtpjax.field_types import require
+from mtpjax.messages import require
 from mtpjax.models.config import ModelConfig
 from mtpjax.models.rope_scaling import make_scaling
 

@@ -8,7 +8,8 @@ from typing import Any, Literal
 from mtpjax.data.config import Source
 from mtpjax.drafters.files.read import Reading
 from mtpjax.errors import printable
-from mtpjax.field_types import check_mapping, check_scalar_fields, require, require_choice
+from mtpjax.field_types import check_mapping, check_scalar_fields
+from mtpjax.messages import require, require_choice
 from mtpjax.models.config import IMPLEMENTATIONS, Implementation, ModelConfig
 from mtpjax.models.overrides import model_changes, override_config
 from mtpjax.models.presets import presets

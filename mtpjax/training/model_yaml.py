@@ -10,7 +10,7 @@ from typing import Any
 import yaml
 
 from mtpjax.errors import printable
-from mtpjax.field_types import require
+from mtpjax.messages import require
 from mtpjax.models.config import ModelConfig
 from mtpjax.models.overrides import MODEL_FIELDS, check_field_name, model_changes, override_config
 from mtpjax.safe_open import open_regular

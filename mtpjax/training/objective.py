@@ -6,7 +6,8 @@ import numbers
 from collections.abc import Mapping
 from typing import Literal
 
-from mtpjax.field_types import check_mapping, check_scalar_fields, require, require_choice
+from mtpjax.field_types import check_mapping, check_scalar_fields
+from mtpjax.messages import require, require_choice
 
 OBJECTIVES = ("cross_entropy", "kl", "total_variation", "lk_hybrid", "end_to_end_tv")
 

@@ -8,7 +8,7 @@ import jax
 import jax.numpy as jnp
 
 from mtpjax.drafters.dflash.network import DFlash, DFlashConfig
-from mtpjax.field_types import require, require_choice
+from mtpjax.messages import require, require_choice
 from mtpjax.models.masks import View
 
 MarkovHead = Literal["none", "vanilla", "gated", "rnn"]

@@ -11,7 +11,7 @@ import jax
 import jax.numpy as jnp
 
 from mtpjax.drafters.checks import check_draft_vocabulary, check_layer_ids
-from mtpjax.field_types import require
+from mtpjax.messages import require
 from mtpjax.models.config import LayerKind, ModelConfig
 from mtpjax.models.layers.experts import SwiGLU
 from mtpjax.models.layers.grouped_attention import GroupedAttention

@@ -6,7 +6,7 @@ import flax.linen as nn
 import jax
 import jax.numpy as jnp
 
-from mtpjax.field_types import require
+from mtpjax.messages import require
 from mtpjax.models.model import multiply_head
 from mtpjax.models.quantized import matrix_product
 
