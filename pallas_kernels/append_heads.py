@@ -90,11 +90,7 @@ def append_heads(
 
 
 def choose_implementation(projected: PartialSums, keys, implementation: str) -> str:
-    """Returns the implementation that `append_heads` runs for arrays of these shapes.
-
-    Returns:
-        "xla", "triton" or "interpreted".
-    """
+    """Returns the implementation that `append_heads` runs for arrays of these shapes."""
     B, T, K, heads_per_key, H = projected.shape
     shape = {"rows": B * T, "heads": K, "per_key": heads_per_key, "width": H, "parts": len(projected.parts)}
     shape |= {"dtype": str(projected.dtype), "cache": str(keys.dtype)}

@@ -79,11 +79,7 @@ def append_latents(
 
 
 def choose_implementation(queries: PartialSums, key_up, cache, implementation: str) -> str:
-    """Returns the implementation that `append_latents` runs for arrays of these shapes.
-
-    Returns:
-        "xla", "triton" or "interpreted".
-    """
+    """Returns the implementation that `append_latents` runs for arrays of these shapes."""
     B, T, N, width = queries.shape
     shape = {"rows": B * T, "heads": N, "content": key_up.shape[1], "width": width, "latent": key_up.shape[2]}
     shape |= {"parts": len(queries.parts), "dtype": str(queries.dtype), "cache": str(cache.dtype)}

@@ -20,9 +20,6 @@ _MAX_COMPARED |= {"queries": 256, "experts": 16}
 def difference_from_xla(make_case: Callable[[Shape], Case], shape: Shape, implementation: str) -> float:
     """Compares an implementation of an op with "xla", on small arrays of the dtypes and widths of a call.
 
-    Args:
-        make_case: Makes the op's case.
-
     Returns:
         The largest difference over its bound: more than 1 means that the numbers are wrong.
     """

@@ -39,7 +39,7 @@ def head_top_k(
         Values [..., k] float32, indices [..., k] int32 and logsumexp [...] float32, in nats.
 
     Raises:
-        ValueError: The implementation is unknown, shapes or dtypes do not fit, or `k` or `num_tokens` is out of range.
+        ValueError: `k` or `num_tokens` is out of range.
     """
     width, num_columns = head.shape[::-1] if is_transposed and head.ndim == 2 else head.shape
     if head.ndim != 2 or hidden.ndim == 0 or hidden.shape[-1] != width:

@@ -55,7 +55,7 @@ def linear_cross_entropy(hidden, head, targets, *, vocab_chunk=8192, implementat
         [N] float32, in nats.
 
     Raises:
-        ValueError: The implementation is unknown, or shapes, dtypes or `vocab_chunk` do not fit.
+        ValueError: `vocab_chunk` does not fit.
     """
     if hidden.ndim != 2 or targets.shape != hidden.shape[:1]:
         raise ValueError(f"hidden {hidden.shape} and targets {targets.shape} must be [N, D] and [N]")
@@ -89,7 +89,7 @@ def linear_total_variation(hidden, heads, targets, *, vocab_chunk=8192, implemen
         The terms of each row.
 
     Raises:
-        ValueError: The implementation is unknown, or shapes, dtypes or `vocab_chunk` do not fit.
+        ValueError: `vocab_chunk` does not fit.
     """
     _check(hidden, heads, targets, vocab_chunk)
     chosen = choose_implementation(hidden, heads, implementation, compares_with_trunk=True)
@@ -104,9 +104,6 @@ def choose_implementation(hidden, heads, implementation: str, *, compares_with_t
     Args:
         compares_with_trunk: Chooses for `linear_total_variation`, which compares drafts with the trunk, not
             `linear_cross_entropy`.
-
-    Returns:
-        "xla", "triton" or "interpreted".
     """
     rows, width = hidden[0].shape[1:]
     shape = {"rows": rows, "width": width, "vocabulary": heads[0].shape[1], "dtype": str(hidden[0].dtype)}

@@ -47,8 +47,8 @@ def prefill_attention(
         [B, K, T, G, Hv] in q's dtype.
 
     Raises:
-        ValueError: The implementation is unknown, shapes do not fit, or the kernel was requested for a cache of 2^31 or
-            more one-byte elements, which exceed its 32-bit offsets.
+        ValueError: The kernel was requested for a cache of 2^31 or more one-byte elements, which exceed its 32-bit
+            offsets.
     """
     B, K, T, _, H = q.shape
     S = keys.shape[2]
@@ -73,14 +73,7 @@ def prefill_attention(
 
 
 def choose_implementation(q, keys, implementation: str, *, is_windowed: bool) -> str:
-    """Returns the implementation that `prefill_attention` runs for arrays of these shapes.
-
-    Args:
-        is_windowed: `window_start` is given.
-
-    Returns:
-        "xla", "triton" or "interpreted".
-    """
+    """Returns the implementation that `prefill_attention` runs for arrays of these shapes."""
     B, K, T, G, H = q.shape
     unsupported_reason = None
     if keys.dtype.itemsize == 1 and keys.size >= 2**31:

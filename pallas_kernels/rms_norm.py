@@ -24,14 +24,12 @@ def rms_norm(x, scale, *, eps=1e-6, zero_centred=False, implementation="auto") -
         scale: [D] floating.
         eps: Added to the mean square before the square root.
         zero_centred: Multiplies by `1 + scale` instead of `scale`, as Gemma and Qwen3-Next store their weights.
-        implementation: "xla" (the reference), "triton" (the kernel, on CUDA and ROCm), "interpreted" (the kernel in
-            Pallas's interpreter, on any machine) or "auto"; see `pallas_kernels.dispatch`.
 
     Returns:
         [..., D] in x's dtype.
 
     Raises:
-        ValueError: The implementation is unknown, or `scale` does not match the last dimension of `x`.
+        ValueError: `scale` does not match the last dimension of `x`.
     """
     if x.ndim == 0 or scale.shape != x.shape[-1:]:
         raise ValueError(f"scale {scale.shape} does not fit the last dimension of x {x.shape}")

@@ -97,14 +97,7 @@ def make_case(shape: Shape) -> Case:
 
 
 def difference_from_reference(implementation: str, *, dtype, routing: Routing, has_bias: bool) -> float:
-    """Compares an implementation with the reference on small arrays.
-
-    Args:
-        has_bias: With a bias.
-
-    Returns:
-        The largest difference of the chosen experts' weights over its bound: more than 1 means that they are wrong.
-    """
+    """Compares the chosen experts' weights with the reference's, as `case.difference_from_xla` does for other ops."""
     n, D, E = 3, 64, routing.num_groups * -(-max(2, routing.k) // routing.num_kept_groups)
     keys = jax.random.split(jax.random.key(0), 3)
     x, router = jax.random.normal(keys[0], (n, D), dtype), jax.random.normal(keys[1], (D, E)) / 8

@@ -82,9 +82,8 @@ def verify_attention(
         [B, K, T, G, Hv] in q's dtype, or [B, 1, T, G, V] with `value_up`.
 
     Raises:
-        ValueError: The implementation is unknown, or shapes do not fit. Or the kernel was requested for pages whose
-            size is not a power of two of at least 16, or for a cache of 2^31 or more one-byte elements, or a pool of
-            2^31 or more elements, which exceed its 32-bit offsets.
+        ValueError: The kernel was requested for pages whose size is not a power of two of at least 16, or for a cache
+            of 2^31 or more one-byte elements, or a pool of 2^31 or more elements, which exceed its 32-bit offsets.
     """
     B, K, T, _, H = q.shape
     S, X = keys.shape[2], ancestor_mask.shape[2]
@@ -126,9 +125,6 @@ def choose_implementation(
     Args:
         is_windowed: `window_start` is given.
         pages_per_row: N of `page_table`; None: contiguous.
-
-    Returns:
-        "xla", "triton" or "interpreted".
     """
     B, K, T, G, H = q.shape
     fits_kernel = T <= MAX_QUERY_TOKENS and ancestor_mask.shape[2] <= MAX_DRAFT_SLOTS

@@ -50,9 +50,6 @@ def choose_for_few_rows(
         make_case: Makes the op's case, to compare a kernel with "xla".
         has_jax_triton_form: The op also has a kernel for the package jax_triton.
 
-    Returns:
-        "xla", "triton", "interpreted" or "jax_triton".
-
     Raises:
         ValueError: The implementation is unknown, or a kernel was requested that does not take these arrays.
     """

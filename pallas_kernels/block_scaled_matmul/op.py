@@ -34,17 +34,15 @@ def block_scaled_matmul(x, weights, scales=None, *, block=128, implementation="a
         weights: [D, F] floating, such as float8_e4m3fn.
         scales: [ceil(D / block), F] floating, or None for weights without scales.
         block: Number of neighbouring inputs that share a scale.
-        implementation: "xla" (plain JAX), "triton" (the kernel, on CUDA and ROCm), "interpreted" (the kernel in
-            Pallas's interpreter, on any machine), "jax_triton" (a kernel called through the package jax_triton) or
-            "auto"; see `pallas_kernels.dispatch`. More than 64 rows always run "xla".
+        implementation: As for every op, or "jax_triton" (a kernel called through the package jax_triton). More than 64
+            rows always run "xla".
 
     Returns:
         [..., F] in x's dtype.
 
     Raises:
-        ValueError: The implementation is unknown, or shapes do not fit. Or the kernel was requested for a block that is
-            not a power of two from 16 up, or for one-byte weights of 2^31 elements or more, which exceed its 32-bit
-            offsets.
+        ValueError: The kernel was requested for a block that is not a power of two from 16 up, or for one-byte weights
+            of 2^31 elements or more, which exceed its 32-bit offsets.
     """
     return partial_matmul(x, weights, scales, block=block, implementation=implementation).total()
 

@@ -64,9 +64,8 @@ def grouped_matmul(
         [n, D] in x's dtype.
 
     Raises:
-        ValueError: The implementation is unknown, shapes or dtypes do not fit, or a gradient of fp8 kernels was
-            requested. Or the kernels were requested for another dtype of x, or for fp8 with odd D or F or a block that
-            is not a multiple of 16.
+        ValueError: A gradient of fp8 kernels was requested, or the kernels for another dtype of x, or for fp8 with odd
+            D or F or a block that is not a multiple of 16.
     """
     _check(x, ids, weights, gate_up, down, gate_up_scales, down_scales, block)
     E, D, _, F = gate_up.shape
@@ -123,9 +122,6 @@ def difference_from_reference(implementation: str, *, dtype, is_fp8: bool, infer
     Args:
         is_fp8: Experts in fp8 with scales.
         inference: Compares the output only; False compares gradients too.
-
-    Returns:
-        The largest difference over its bound: more than 1 means that the numbers are wrong.
     """
     n, k, E, D, F, block = 5, 2, 4, 128, 64, 32
     keys = iter(jax.random.split(jax.random.key(0), 7))
