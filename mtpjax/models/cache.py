@@ -159,10 +159,6 @@ def gather_path(cache: Cache, start: jax.Array, path: jax.Array, width: int, pag
         start: `[B]` int32 first slot of the tree.
         path: `[B, J]` int32 places of the accepted nodes within the tree, in rising order.
         width: slots of the tree.
-        pages: the rows' pages, for a cache in pages.
-
-    Returns:
-        The cache; its length does not change.
     """
 
     def move(kept: jax.Array) -> jax.Array:

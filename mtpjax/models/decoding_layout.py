@@ -57,14 +57,8 @@ def fit_to_mesh(
 ) -> tuple[MTPModel, dict]:
     """Checks that a mesh divides a model, and copies key/value heads so that each `tensor` device has one.
 
-    Args:
-        allow_copies: other sizes need not be divisible.
-
-    Returns:
-        The model and its parameters, the same ones if nothing is copied.
-
     Raises:
-        ValueError: an axis of the mesh does not divide a size of the model.
+        ValueError: without `allow_copies`, an axis of the mesh does not divide a size of the model.
     """
     refuse_uneven_layers(model.config, sizes)
     if not allow_copies:
@@ -250,14 +244,11 @@ def part_specs(tree: Any, config: ModelConfig, sizes: Mapping[str, int], *, is_s
 def choose_layout(
     config: ModelConfig, mesh: Mesh, layout: Literal["decoding", "training"], *, allow_copies: bool = False
 ) -> Callable[[str, tuple[int, ...]], NamedSharding]:
-    """Chooses how the parameters of a model lie on a mesh.
+    """Chooses how the parameters of a model lie on a mesh: path and shape of a parameter -> its sharding.
 
     Args:
         layout: "decoding" as `part_specs`, "training" as `mtpjax.models.sharding.param_spec`.
         allow_copies: let devices hold copies of what an axis does not divide; training does so anyway.
-
-    Returns:
-        A function of a parameter's path, such as `trunk/layer_3/attention/qkv`, and its shape.
 
     Raises:
         ValueError: an axis of the mesh does not divide a size of the model.

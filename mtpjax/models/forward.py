@@ -92,12 +92,10 @@ def forward(
 def check_token_ids(tokens: jax.Array | np.ndarray, vocab_size: int) -> None:
     """Checks concrete token ids on the host, because an embedding lookup clamps them silently.
 
-    Args:
-        tokens: integers of any shape. Tracers, and arrays that are spread over several processes, pass unchecked.
-        vocab_size: size of the vocabulary, V.
+    Tracers, and arrays that are spread over several processes, pass unchecked.
 
     Raises:
-        ValueError: an id is outside 0..V-1.
+        ValueError: an id is outside 0..vocab_size - 1.
     """
     if isinstance(tokens, Tracer) or not getattr(tokens, "is_fully_addressable", True):
         return
@@ -133,11 +131,9 @@ def _forward(params, tokens, *, model, segment_ids, lengths, num_depths, attenti
 def trunk_states(
     params: dict, tokens: jax.Array, segment_ids: jax.Array, *, model: MTPModel, layer_ids: tuple[int, ...] = ()
 ) -> jax.Array:
-    """Runs the trunk alone over whole rows.
+    """Runs the trunk alone over whole rows, as `forward` does.
 
     Args:
-        tokens: `[B, T]` int32.
-        segment_ids: `[B, T]` int32 documents; 0 is padding.
         layer_ids: n layers whose input states are returned as well; needs unrolled layers. The number of layers means
             the output of the last one, before the final norm, and one more the output of this norm.
 
@@ -173,15 +169,7 @@ def forward_depths(
     attention_layout: str = "ttt",
     is_detached: bool = False,
 ) -> DepthsOutput:
-    """Runs the head and the MTP depths over hidden states of the trunk.
-
-    Args:
-        mtp_hidden: `[B, T, D]` from `trunk_states`.
-        tokens: `[B, T]` int32, the tokens of those states.
-        segment_ids: `[B, T]` int32 documents; 0 is padding.
-
-    Returns:
-        Logits and hidden states of the trunk and of each depth.
+    """Runs the head and the MTP depths over hidden states `[B, T, D]` of `trunk_states`; the rest as in `forward`.
 
     Raises:
         ValueError: for an unknown layout, or depths without modules.

@@ -100,14 +100,9 @@ def segment_positions(segment_ids: jax.Array) -> jax.Array:
 
 
 def full_view(config: ModelConfig, segment_ids: jax.Array, *, shift: int = 0) -> View:
-    """Makes the view of whole rows without a cache: causal within each segment.
+    """Makes the view of whole rows without a cache: causal within each segment, positions from its start.
 
-    Args:
-        segment_ids: `[B, T]` int32 documents of packed rows.
-        shift: added to the rotary positions, for recycled MTP depths.
-
-    Returns:
-        The view; positions count from the start of each segment.
+    `shift` is added to the rotary positions, for recycled MTP depths.
     """
     index, positions = jnp.arange(segment_ids.shape[1])[None, :], segment_positions(segment_ids) + shift
     # Causal, within the segment.

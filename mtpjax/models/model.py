@@ -121,14 +121,13 @@ class MTPModel(nn.Module):
         index: int,
         is_valid: jax.Array | None = None,
     ):
-        """Runs one MTP module.
+        """Runs MTP module `index`, from 0.
 
         Args:
             hidden: `[B, T, D]` hidden states, of the trunk or of the module before.
             tokens: `[B, T]` int32, the token after each hidden state's position (one later per module).
             layer_cache: the module's layer of a cache; `Recycled` for a recycled depth over whole rows; None for a
                 pass over whole rows.
-            index: which module, from 0.
             is_valid: `[B, T]` bool; embeddings of other tokens count as zero. None: all are valid.
 
         Returns:
@@ -163,37 +162,15 @@ class MTPModel(nn.Module):
         return self.embedding.T if self.config.tie_word_embeddings else self.head
 
     def logits(self, hidden: jax.Array, *, index: int | None = None) -> jax.Array:
-        """Applies the head to normalised hidden states.
-
-        Args:
-            hidden: `[..., D]`.
-            index: uses the head of this module, if it has one. None: the trunk's head.
-
-        Returns:
-            Logits `[..., V]` float32.
-        """
+        """Applies the head of module `index`, or the trunk's, to normalised states `[..., D]`: `[..., V]` float32."""
         return Vocabulary.of(self.config.vocab_size).gather(self.own_logits(hidden, index=index))
 
     def own_logits(self, hidden: jax.Array, *, index: int | None = None) -> jax.Array:
-        """Computes the logits of this device's shard of the vocabulary (`mtpjax.models.vocabulary`).
-
-        Args:
-            hidden: `[..., D]`.
-
-        Returns:
-            Logits `[..., local V]` float32; all of them where no axis splits the vocabulary.
-        """
+        """Computes the logits of this device's shard of the vocabulary, `[..., local V]` float32."""
         return multiply_head(hidden, self.head_matrix(index=index))
 
     def top_tokens(self, hidden: jax.Array, *, k: int, index: int | None = None):
-        """Computes the `k` best logits without keeping all of them.
-
-        Ids that only pad the tables are left out.
-
-        Args:
-            hidden: `[..., D]` normalised hidden states.
-            k: number of tokens.
-            index: uses the head of this module, if it has one.
+        """Computes the `k` best logits without keeping all of them; ids that only pad the tables are left out.
 
         Returns:
             The k best logits `[..., k]` float32, their tokens `[..., k]` int32, and the log-sum-exp of all logits

@@ -16,15 +16,7 @@ _PLAIN_TYPES: dict[type, tuple[type, ...]] = {int: (int,), float: (int, float), 
 
 
 def check_field_name(name: str, prefix: str = "") -> None:
-    """Checks the name of a field of `ModelConfig`.
-
-    Args:
-        name: the name.
-        prefix: put in front of the names in the message, such as "model.".
-
-    Raises:
-        ValueError: the field does not exist; the message has the nearest names.
-    """
+    """Raises `ValueError`, with the nearest names after `prefix`, unless `ModelConfig` has a field of this name."""
     if name in MODEL_FIELDS:
         return
     near = difflib.get_close_matches(name, MODEL_FIELDS, n=3)
@@ -76,14 +68,10 @@ def _hashable_value(name: str, value: Any) -> Any:
 
 
 def override_config(base: ModelConfig, changes: Mapping[str, Any]) -> ModelConfig:
-    """Changes fields of an architecture.
+    """Changes fields of an architecture; `changes` are from `model_changes`.
 
     `head_dim` and `num_key_value_heads` follow the other fields, as in a new `ModelConfig`, if the base has the values
     that follow from its own fields. With `hidden_size` 96 in the place of 64, four heads are then 24 wide and not 16.
-
-    Args:
-        base: the architecture to start from.
-        changes: values by field, from `model_changes`.
 
     Raises:
         ValueError: the values do not fit together.

@@ -39,12 +39,7 @@ class Pages(flax.struct.PyTreeNode):
         return count_pages(length, num_scratch_slots, max_shift=self.max_shift, size=self.size)
 
     def locate(self, start: jax.Array, width: int, *, to_write: bool) -> tuple[jax.Array, jax.Array]:
-        """Locates consecutive slots.
-
-        Args:
-            start: `[B]` int32 first slot.
-            width: slots, T.
-            to_write: slots at shared positions have no page.
+        """Locates `width` slots from `start [B]` on. With `to_write`, slots at shared positions have no page.
 
         Returns:
             The page of each slot, or NO_PAGE, and the place within it, both `[B, T]` int32.
@@ -69,16 +64,10 @@ def count_pages(length: int, num_scratch_slots: int, *, max_shift: int, size: in
 
 
 def write_pages(pool: jax.Array, rows: jax.Array, start: jax.Array, pages: Pages) -> jax.Array:
-    """Writes entries into pages, from slot `start` of each row.
+    """Writes entries `rows [B, ..., T, H]` into a pool `[P, ..., size, H]`, from slot `start [B]` of each row.
 
-    Args:
-        pool: `[P, ..., size, H]`.
-        rows: `[B, ..., T, H]`, converted to the pool's dtype (`pallas_kernels.fp8.as_stored`).
-        start: `[B]` int32 first slot.
-        pages: the rows' pages. Rows that write to the same page may not write the same slots of it.
-
-    Returns:
-        The pool; entries of slots without a page, and at shared positions, are dropped.
+    They are converted to the pool's dtype (`pallas_kernels.fp8.as_stored`); those of slots without a page, and at
+    shared positions, are dropped. Rows that write to the same page may not write the same slots of it.
     """
     # Attention multiplies what it masks by 0, also NaN. In a page of a drafter, whose NaN ends no request, it would
     # spoil the drafts of every later row that gets the page. (NaN of the trunk ends the row, and clears its pages.)

@@ -34,16 +34,10 @@ class Trunk(nn.Module):
     def __call__(
         self, x: jax.Array, view: View, cache: Cache | None = None, *, layer_ids: tuple[int, ...] = ()
     ) -> tuple[jax.Array, Cache | None, tuple[jax.Array, ...]]:
-        """Runs all layers.
+        """Runs all layers over embedded tokens `[B, T, D]`.
 
-        Args:
-            x: `[B, T, D]` embedded tokens.
-            cache: the layers' cache; None for a pass over whole rows.
-            layer_ids: layers whose input states are returned as well; unrolled layers only.
-
-        Returns:
-            Hidden states `[B, T, D]` before the final norm, the cache with the tokens appended, and the states
-            `[B, T, D]` that enter the layers `layer_ids`.
+        Returns the states before the final norm, the cache with the tokens appended, and the states that enter the
+        unrolled layers `layer_ids`.
 
         Raises:
             ValueError: for a layer id out of range, or layer_ids with scanned layers.

@@ -73,9 +73,6 @@ class Vocabulary:
             read: reads the entries of columns, integers in the shape of `tokens`; further axes may follow.
             tokens: integer ids of the whole vocabulary.
             own_size: local V.
-
-        Returns:
-            The entries that `read` returns on the device that has the token.
         """
         if self.axis is None:
             return read(tokens)
@@ -109,15 +106,7 @@ class Vocabulary:
         return self.merge_top(values.max(axis=-1, keepdims=True), tokens[..., None], values.shape[-1])[1][..., 0]
 
     def top_k(self, values: jax.Array, k: int) -> tuple[jax.Array, jax.Array]:
-        """Finds the k largest values and their tokens, largest first and the lower id first among equal ones.
-
-        Args:
-            values: `[..., local V]` floating.
-            k: how many, at most V.
-
-        Returns:
-            Values and int32 tokens, `[..., k]`.
-        """
+        """Finds the k largest of `[..., local V]`: values and tokens `[..., k]`, of equal ones the lower id first."""
         if self.axis is None:
             return top_k(values, k)
         return self.merge_top(*top_k(values, min(k, values.shape[-1])), values.shape[-1], k)
@@ -131,10 +120,7 @@ class Vocabulary:
             values: `[..., n]` largest values of this shard, largest first, the lower column first among equal ones.
             columns: `[..., n]` their columns.
             own_size: local V.
-            k: how many to keep; None: n.
-
-        Returns:
-            Values and tokens `[..., k]` of the whole vocabulary, in the same order.
+            k: how many to keep, in the same order; None: n.
         """
         if self.axis is None:
             return values, columns

@@ -89,7 +89,6 @@ def attend_cache(
         q: `[B, K, T, G, H]` queries.
         keys: `[B, K, S, H]` keys of the cache; of a cache in pages `[P, K, size, H]`.
         values: `[B, K, S, Hv]`; None takes the first Hv columns of the keys, with Hv of `value_up`.
-        scale: factor of the scores.
         value_up: `[G, Hv, V]`, a matrix of each head that multiplies its output; K is 1.
         selection: the keys that an indexer selected, one mask `[B, T, S]`; only `prefill_attention` takes it.
 

@@ -7,19 +7,10 @@ from pallas_kernels.batch_invariance import is_batch_invariant
 
 
 def activate(gate: jax.Array, up: jax.Array, *, limit: float, alpha: float = 0.0) -> jax.Array:
-    """Applies a gated activation whose inputs or factors are clamped.
+    """Applies a gated activation whose inputs or factors `[..., F]` are clamped to `limit`; 0: nothing is clamped.
 
     Step-3.5 clamps after the activation: `min(silu(gate), limit) * clip(up, -limit, limit)`. With `alpha` (gpt-oss)
     the clamps come first, and the result is `(up + 1) * gate * sigmoid(alpha * gate)`.
-
-    Args:
-        gate: `[..., F]`.
-        up: `[..., F]`.
-        limit: the bound; 0: nothing is clamped.
-        alpha: of gpt-oss's activation; 0: SwiGLU.
-
-    Returns:
-        `[..., F]` in their dtype.
     """
     bound = limit or jnp.inf
     up = jnp.clip(up, -bound, bound)
@@ -40,18 +31,10 @@ def mix_clamped_experts(
     limit: float,
     alpha: float = 0.0,
 ) -> jax.Array:
-    """Runs each token through its chosen experts and sums their weighted outputs; differentiable.
+    """Runs each token `x [n, D]` through its chosen experts and sums their weighted outputs; differentiable.
 
-    Args:
-        x: `[n, D]` tokens.
-        ids: `[n, k]` experts of each token; an id of E or more is skipped.
-        weights: `[n, k]` float32 weights.
-        gate_up: `[E, D, 2, F]`.
-        down: `[E, F, D]`.
-        biases: of gate and up `[E, 2, F]`, and of the output `[E, D]`; None: no biases.
-
-    Returns:
-        `[n, D]` in x's dtype.
+    Arguments are those of `mix_experts` and `activate`, and `biases` of gate and up `[E, 2, F]` and of the output
+    `[E, D]`.
 
     Raises:
         ValueError: within `pallas_kernels.batch_invariant`, which this form is not.

@@ -10,15 +10,10 @@ from pallas_kernels.fp8 import as_stored
 
 
 def write_rows(buffer: jax.Array, rows: jax.Array, start: jax.Array, *, axis: int = 1) -> jax.Array:
-    """Writes `rows` into `buffer` along `axis`, from slot `start` of each batch row.
+    """Writes `rows [B, ..., T, ...]` into `buffer [B, ..., S, ...]` along `axis`, from slot `start [B]` of each row.
 
-    The caller guarantees room: `dynamic_update_slice` moves a start that is too late back over good entries.
-
-    Args:
-        buffer: `[B, ..., S, ...]` with slots along `axis`.
-        rows: `[B, ..., T, ...]`, converted to the buffer's dtype (`pallas_kernels.fp8.as_stored`).
-        start: `[B]` int32 first slot.
-        axis: the slot axis; axis 0 is the batch.
+    Rows are converted to the buffer's dtype (`pallas_kernels.fp8.as_stored`). The caller guarantees room:
+    `dynamic_update_slice` moves a start that is too late back over good entries.
     """
     rows = as_stored(rows, buffer.dtype)
     # A batch of one needs a plain update, which XLA does in place. The batched form becomes a loop on a CPU.
@@ -68,12 +63,10 @@ def pin_layout(array: jax.Array) -> jax.Array:
 def append_and_select(
     new: Entries, view: View, layer_cache: Entries | Recycled | None
 ) -> tuple[Entries, tuple[Entries, ...], Masks]:
-    """Stores the entries of a pass and selects what its queries attend to.
+    """Stores the new entries of a pass and selects what its queries attend to.
 
-    Args:
-        new: the entries of the T tokens of the pass.
-        layer_cache: one layer of a cache; `Recycled` for a recycled MTP depth over whole rows; None for a pass over
-            whole rows.
+    `layer_cache` is one layer of a cache, `Recycled` for a recycled MTP depth over whole rows, or None for a pass over
+    whole rows.
 
     Returns:
         The entries that the layer keeps, the sources of keys, and the mask of each source `[B, T, S]`.

@@ -45,18 +45,14 @@ class SwiGLU(nn.Module):
 
 
 def mix_experts(x, ids, weights, gate_up, down, *, inference: bool, implementation: str) -> jax.Array:
-    """Runs the chosen experts with `grouped_matmul`.
+    """Runs the chosen experts with `grouped_matmul`: weighted sums `[n, D]` over each token's experts.
 
     Args:
         x: `[n, D]` tokens.
         ids: `[n, k]` experts of each token; an id of E or more is skipped.
         weights: `[n, k]` float32 weights.
-        gate_up: `[E, D, 2, F]`, an array or `BlockScaled`.
-        down: `[E, F, D]`, an array or `BlockScaled`.
+        gate_up: `[E, D, 2, F]`, an array or `BlockScaled`; so is `down [E, F, D]`.
         inference: True if no gradient is needed.
-
-    Returns:
-        `[n, D]` weighted sums over each token's experts.
     """
     # fp8 stacks with equal blocks go to the kernel with their scales; others are cast first.
     scales = {}
@@ -70,14 +66,9 @@ def mix_experts(x, ids, weights, gate_up, down, *, inference: bool, implementati
 
 
 def choose_slots(ids: jax.Array, placement: Mapping[str, jax.Array]) -> jax.Array:
-    """Chooses a copy of each token's experts: tokens take turns.
+    """Chooses the slot `[n, k]` of a copy of each expert of `ids [n, k]`: tokens take turns.
 
-    Args:
-        ids: `[n, k]` experts.
-        placement: `slots_of_expert [E, C]` and `num_slots [E]`, as `mtpjax.models.expert_placement` makes them.
-
-    Returns:
-        `[n, k]` slots of the stacks.
+    `placement` has `slots_of_expert [E, C]` and `num_slots [E]`, as `mtpjax.models.expert_placement` makes them.
     """
     turn = jnp.arange(len(ids))[:, None] % placement["num_slots"][ids]
     return placement["slots_of_expert"][ids, turn]

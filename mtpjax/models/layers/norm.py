@@ -10,16 +10,7 @@ from pallas_kernels.rms_norm import rms_norm
 
 
 def fused_norm(x: jax.Array, scale: jax.Array, *, implementation: str, **settings) -> jax.Array:
-    """Computes `rms_norm` by XLA, which fuses it with the operations around it; within `batch_invariant` by the kernel.
-
-    Args:
-        x: `[..., D]`.
-        scale: `[D]`.
-        **settings: `eps` and `zero_centred` of `rms_norm`.
-
-    Returns:
-        `[..., D]` in x's dtype.
-    """
+    """Computes `rms_norm` by XLA, which fuses it with its neighbours; within `batch_invariant` by the kernel."""
     return rms_norm(x, scale, **settings, implementation=implementation if is_batch_invariant() else "xla")
 
 
