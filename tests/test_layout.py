@@ -33,3 +33,12 @@ def figures():
 def test_the_figure_meets_its_bar(name, figures):
     figure = figures[name]
     assert figure["passes"], f"{name}: {figure['value']}, bar {figure['bar']}: {figure['details']}"
+
+
+@pytest.mark.parametrize("module, most", [("mtpjax.decoding.spec", 20), ("pallas_kernels", 1)])
+def test_an_import_loads_few_modules(module, most):
+    """Static settings need no layer and no kernel, and the package of kernels loads none before it is used."""
+    code = f"import sys, {module}; print(*sorted(sys.modules))"
+    done = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, check=True)
+    loaded = [name for name in done.stdout.split() if name.split(".")[0] in ("mtpjax", "pallas_kernels", "conversion")]
+    assert len(loaded) <= most, loaded
