@@ -1,7 +1,6 @@
 """Loads a Hugging Face checkpoint directory into a model and its parameters, tensor by tensor."""
 
 import os
-from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from typing import Literal
 
@@ -10,14 +9,13 @@ import numpy as np
 from flax.traverse_util import unflatten_dict
 from jax.sharding import Mesh
 
-from conversion.files import CheckpointFiles
 from conversion.gguf_files import open_checkpoint
 from conversion.load_plan import LoadPlan, make_plan
-from conversion.read_params import E4M3, Index, read_as, read_scales, read_values, scale_spec
+from conversion.read_params import ReadPart
+from conversion.tensor_slice import ParamSpec
 from mtpjax.errors import CheckpointFileError
 from mtpjax.models.decoding_layout import choose_layout
 from mtpjax.models.model import MTPModel
-from mtpjax.models.quantized import BlockScaled
 from mtpjax.models.sharding import read_parts
 
 
@@ -55,32 +53,17 @@ def load(
         sharding_of = None if mesh is None else choose_layout(plan.config, mesh, layout, allow_copies=allow_copies)
         _check_memory(plan, mesh)
 
-        def place(path: str, shape: tuple[int, ...], read: Callable[[Index], np.ndarray]) -> jax.Array:
+        def place(path: str, spec: ParamSpec, dtype: np.dtype, read: ReadPart) -> jax.Array:
             if sharding_of is None:
-                return jax.device_put(read(tuple((0, size) for size in shape)))
-            return read_parts(shape, sharding_of(path, shape), read)
+                return jax.device_put(read(tuple((0, size) for size in spec.shape)))
+            return read_parts(spec.shape, sharding_of(path, spec.shape), read)
 
         # Reading and transposing release the interpreter lock, so threads load several parameters at once.
         with ThreadPoolExecutor(os.cpu_count()) as pool:
-            values = pool.map(lambda path: _load_param(files, plan, path, place), plan.specs)
+            values = pool.map(lambda path: plan.make_param(files, path, place), plan.specs)
             params = unflatten_dict(dict(zip(plan.specs, values, strict=True)), sep="/")
         files.report()
     return MTPModel(plan.config), params
-
-
-def _load_param(files: CheckpointFiles, plan: LoadPlan, path: str, place: Callable[..., jax.Array]):
-    """Loads one parameter with `place(path, shape, read)`; fp8 with scales becomes a `BlockScaled`."""
-    dtype, spec = plan.dtypes[path], plan.specs[path]
-    # Block-scaled fp8 is loaded as two arrays: the values and their scales.
-    if dtype == E4M3:
-        scales = scale_spec(spec, plan.scales)
-        parts = {
-            "values": (spec, lambda index: read_values(files, spec, index)),
-            "scales": (scales, lambda index: read_scales(files, plan.scales, spec, index)),
-        }
-        arrays = {name: place(f"{path}/{name}", part.shape, read) for name, (part, read) in parts.items()}
-        return BlockScaled(**arrays, axis=spec.in_axis, block=plan.scales.columns)
-    return place(path, spec.shape, lambda index: read_as(files, plan.scales, spec, index, dtype))
 
 
 def _check_memory(plan: LoadPlan, mesh: Mesh | None) -> None:

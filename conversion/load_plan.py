@@ -15,7 +15,15 @@ from conversion.files import CheckpointFiles, TensorSource
 from conversion.names import param_specs, stored_layout, tied_copies
 from conversion.norm_storage import with_norm_storage
 from conversion.quantized_formats import DESCRIPTIONS, described_quantization, find_packed_format
-from conversion.read_params import E4M3, ScaleMap
+from conversion.read_params import (
+    E4M3,
+    MakeArray,
+    ScaleMap,
+    read_as,
+    read_scales,
+    read_values,
+    scale_spec,
+)
 from conversion.stored_modules import (
     count_stored_modules,
     read_module_files,
@@ -28,6 +36,7 @@ from conversion.tensor_types import FLOAT32, SCALE_ENDS, SUPPORTED, describe_mix
 from mtpjax.errors import CheckpointFileError, ConfigError
 from mtpjax.messages import count_of
 from mtpjax.models.config import ModelConfig
+from mtpjax.models.quantized import BlockScaled
 
 log = logging.getLogger("mtpjax.conversion")
 
@@ -60,6 +69,20 @@ class LoadPlan:
     dtypes: dict[str, np.dtype]  # of each parameter; float32 for one that cannot be read
     mixed: str  # names parameters that are assembled from tensors of several dtypes; empty: none
     problems: tuple[str, ...]  # why the checkpoint cannot be loaded
+
+    def make_param(self, files: CheckpointFiles, path: str, make: MakeArray) -> Any:
+        """Makes a parameter with `make(path, spec, dtype, read)`; of fp8 a `BlockScaled`, with two such arrays."""
+        dtype, spec, scales = self.dtypes[path], self.specs[path], self.scales
+        if dtype != E4M3:
+            return make(path, spec, dtype, lambda index: read_as(files, scales, spec, index, dtype))
+        parts = {
+            "values": make(f"{path}/values", spec, dtype, lambda index: read_values(files, spec, index)),
+            "scales": make(
+                *(f"{path}/scales", scale_spec(spec, scales), FLOAT32),
+                lambda index: read_scales(files, scales, spec, index),
+            ),
+        }
+        return BlockScaled(**parts, axis=spec.in_axis, block=scales.columns)
 
 
 def make_plan(

@@ -9,6 +9,7 @@ too.
 import dataclasses
 import math
 from collections.abc import Callable
+from typing import Any
 
 import ml_dtypes
 import numpy as np
@@ -23,6 +24,8 @@ E8M0 = np.dtype(ml_dtypes.float8_e8m0fnu)
 _E4M3_VALUES = np.arange(256, dtype=np.uint8).view(E4M3).astype(np.float32)  # looking values up is faster than casting
 
 Index = tuple[tuple[int, int], ...]  # begin, end of each axis of a parameter
+ReadPart = Callable[[Index], np.ndarray]
+MakeArray = Callable[[str, ParamSpec, np.dtype, ReadPart], Any]  # path, spec, dtype, read -> an array
 
 
 @dataclasses.dataclass(frozen=True)

@@ -19,9 +19,9 @@ from conversion.files import CheckpointFiles
 from conversion.gguf_files import open_checkpoint
 from conversion.hf_config import parse_config
 from conversion.hf_config_write import edit_config
-from conversion.load_plan import LoadPlan, make_plan
+from conversion.load_plan import make_plan
 from conversion.names import param_specs, stored_layout, tied_copies
-from conversion.read_params import E4M3, Index, ScaleMap, read_as, read_scales, read_values, scale_spec
+from conversion.read_params import E4M3, ReadPart, ScaleMap
 from conversion.safetensors_header import TensorInfo, parse_header
 from conversion.shards import (
     Shard,
@@ -51,7 +51,6 @@ from mtpjax.io.new_directory import (
     write_generation_config,
 )
 from mtpjax.io.param_tree import unflatten
-from mtpjax.models.quantized import BlockScaled
 
 Progress = Callable[[int], Any]
 
@@ -85,7 +84,17 @@ def to_mtpjax(
     with open_checkpoint(source, strict=strict) as files:
         # Only headers are read here. Weights are read while the checkpoint is saved, a chunk at a time.
         plan = make_plan(files, dtype=dtype, model_type=model_type, allow_extra=allow_extra)
-        params = unflatten({path: _streamed_param(files, plan, path, progress) for path in plan.specs})
+
+        def stream(path: str, spec: ParamSpec, dtype: np.dtype, read: ReadPart) -> StreamedArray:
+            def part(index: tuple[slice, ...]) -> np.ndarray:
+                array = read(tuple((cut.start, cut.stop) for cut in index))
+                if progress:
+                    progress(array.nbytes)
+                return array
+
+            return StreamedArray(spec.shape, dtype, spec.chunks(dtype.itemsize), part)
+
+        params = unflatten({path: plan.make_param(files, path, stream) for path in plan.specs})
 
         def write_rest(folder: pathlib.Path) -> None:
             # Keep what exporting the same bytes again needs: small files, headers, and tensors of other parts.
@@ -101,30 +110,6 @@ def to_mtpjax(
 
         checkpoint.save(target, plan.config.to_dict(), params, write_extra_files=write_rest)
         files.report()
-
-
-def _streamed_param(files: CheckpointFiles, plan: LoadPlan, path: str, progress: Progress | None):
-    """Makes a parameter that is read from the files chunk by chunk while it is saved."""
-    spec, dtype = plan.specs[path], plan.dtypes[path]
-
-    def stream(spec: ParamSpec, dtype: np.dtype, read: Callable[[Index], np.ndarray]) -> StreamedArray:
-        def part(index: tuple[slice, ...]) -> np.ndarray:
-            array = read(tuple((cut.start, cut.stop) for cut in index))
-            if progress:
-                progress(array.nbytes)
-            return array
-
-        return StreamedArray(spec.shape, dtype, spec.chunks(dtype.itemsize), part)
-
-    if dtype != E4M3:
-        return stream(spec, dtype, lambda index: read_as(files, plan.scales, spec, index, dtype))
-    # fp8 weights keep their values, and their scales become a second array.
-    values = stream(spec, dtype, lambda index: read_values(files, spec, index))
-    scales = stream(
-        scale_spec(spec, plan.scales), np.dtype(np.float32), lambda index: read_scales(files, plan.scales, spec, index)
-    )
-    parts: dict[str, Any] = {"values": values, "scales": scales}
-    return BlockScaled(**parts, axis=spec.in_axis, block=plan.scales.columns)
 
 
 def to_hugging_face(
