@@ -70,22 +70,22 @@ def make_shard(file: str, entries: Iterable[TensorEntry], metadata: dict[str, st
     return Shard(file, struct.pack("<Q", len(text)) + text, entries)
 
 
-def split_into_shards(entries: Iterable[TensorEntry], most: int = SHARD_BYTES) -> list[Shard]:
+def split_into_shards(entries: Iterable[TensorEntry], max_bytes: int = SHARD_BYTES) -> list[Shard]:
     """Distributes tensors over files, named as Hugging Face names them.
 
     Args:
-        most: the largest size of a file in bytes; a larger tensor gets a separate file.
+        max_bytes: the largest size of a file in bytes; a larger tensor gets a separate file.
 
     Returns:
         The shards; a single one is called `model.safetensors`.
     """
     # Fill files in order: a tensor that does not fit begins the next file.
     groups: list[list[TensorEntry]] = [[]]
-    room = most
+    room = max_bytes
     for entry in entries:
         if groups[-1] and entry.nbytes > room:
             groups.append([])
-            room = most
+            room = max_bytes
         groups[-1].append(entry)
         room -= entry.nbytes
     count = len(groups)

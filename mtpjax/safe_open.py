@@ -148,7 +148,7 @@ def check_json_depth(raw: bytes, max_depth: int = MAX_JSON_DEPTH) -> None:
         ValueError: the content nests deeper.
     """
     # Count the depth before parsing: the parser recurses, and what uses the value may be slower still. Less than
-    # `max_depth` brackets cannot nest too deeply, which settles most files without a scan.
+    # `max_depth` brackets cannot nest too deeply, so most files need no scan.
     if raw.count(b"[") + raw.count(b"{") > max_depth:
         depth = 0
         for match in _BRACKETS.finditer(raw):

@@ -26,8 +26,8 @@ def as_stored(x, dtype):
         would make them NaN.
     """
     if jnp.dtype(dtype).itemsize == 1 and jnp.issubdtype(dtype, jnp.floating):
-        most = float(jnp.finfo(dtype).max)
-        x = jnp.clip(x, -most, most)
+        limit = float(jnp.finfo(dtype).max)
+        x = jnp.clip(x, -limit, limit)
     return x.astype(dtype)
 
 

@@ -203,9 +203,9 @@ def placement_tables(expert_of_slot: np.ndarray, num_experts: int) -> dict[str, 
     slots = [np.flatnonzero(expert_of_slot == expert) for expert in range(num_experts)]
     if not all(map(len, slots)):
         raise ValueError("a placement leaves out an expert")
-    most = len(expert_of_slot) - num_experts + 1
+    max_copies = len(expert_of_slot) - num_experts + 1
     return {
         "expert_of_slot": np.asarray(expert_of_slot, np.int32),
-        "slots_of_expert": np.array([np.resize(found, most) for found in slots], np.int32),
+        "slots_of_expert": np.array([np.resize(found, max_copies) for found in slots], np.int32),
         "num_slots": np.array([len(found) for found in slots], np.int32),
     }
