@@ -79,7 +79,7 @@ class GGUFFiles(CheckpointFiles):
         self.headers = {WEIGHTS_FILE: make_shard(WEIGHTS_FILE, entries, {"format": "pt"}).header}
 
     def stored_types(self) -> dict[str, dict[str, int]]:
-        """Counts tensors and bytes of the file by llama.cpp's type, such as "Q4_1"; the type with the most bytes first."""
+        """Counts tensors and bytes of the file by llama.cpp's type, such as "Q4_1", by falling bytes."""
         kinds: dict[str, dict[str, int]] = {}
         for tensor in self._header.tensors.values():
             kind = kinds.setdefault(self._quants.GGMLQuantizationType(tensor.kind).name, {"tensors": 0, "bytes": 0})

@@ -80,7 +80,7 @@ def parse_config(values: Any, model_type: str | None = None) -> ParsedConfig:
         fields["mtp_own_embedding"] = reader.flag("mtp_use_dedicated_embeddings", False)
         if model_type == "deepseek_v3" and fields.get("index_topk"):
             raise ConfigError("config.json: index_topk with model_type deepseek_v3; sparse attention is deepseek_v32")
-        # A key that this family gives no meaning may not be null.
+        # Null is an error only for keys that this family reads.
         for key in NOT_NULL:
             if key in reader.seen and key in values and values[key] is None and key not in family.nulls:
                 raise ConfigError(f"config.json: {key} is null: give it a value, or leave it out")
