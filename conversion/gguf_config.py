@@ -235,7 +235,7 @@ def _rope_scaling(data: Metadata, head_dim: int, factors: np.ndarray | None) -> 
     """Reads rotary scaling: named in the metadata, or as Llama 3.1's factors per frequency."""
     if factors is not None:
         return _llama3_scaling(np.asarray(factors, np.float64), data.get("rope.freq_base", 10000.0), head_dim)
-    # A factor without a type is linear scaling, as llama.cpp reads it; old files have it in a key of its own.
+    # A factor without a type is linear scaling, as llama.cpp reads it; old files have it in a separate key.
     kind = data.get("rope.scaling.type", "linear")
     factor = data.get("rope.scaling.factor", data.get("rope.scale_linear", 1.0))
     if kind == "none" or (kind == "linear" and factor in (0, 1)):

@@ -147,8 +147,8 @@ def inspect_files(
         log.warning("config.json has unknown keys, which are ignored: %s", ", ".join(parsed.unknown))
     for note in parsed.notes:
         log.warning("config.json: %s", note)
-    # The configuration does not say everything: the files decide how many modules there are, whether these have an
-    # embedding and a head of their own, and how norms are stored.
+    # The configuration does not say everything: the files decide how many modules there are, whether these have a
+    # separate embedding and head, and how norms are stored.
     read_module_files(files, parsed)
     layout = stored_layout(parsed.layout, parsed.model, files.tensors.__contains__)
     config = with_stored_modules(parsed, layout, files)

@@ -32,7 +32,7 @@ class ModuleTensors:
     entries: dict[str, TensorEntry]
     blocks: Callable[[str], Iterator[np.ndarray]]  # name -> the rows of the tensor, block after block
     plan: LoadPlan  # of the base, with the layout that the modules' names have
-    own_embedding: bool = False  # the modules have an embedding of their own
+    own_embedding: bool = False  # the modules do not share the trunk's embedding
 
 
 def read_modules(source: CheckpointFiles, base: CheckpointFiles, plan: LoadPlan) -> ModuleTensors:

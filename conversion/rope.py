@@ -35,7 +35,7 @@ def with_defaults(stated: dict[str, Any], defaults: dict[str, Any], model_type: 
     section = defaults.get("rope_parameters")
     if section is None:
         return defaults | stated
-    # transformers reads `rope_scaling` in the place of the default section.
+    # transformers reads `rope_scaling` instead of the default section.
     given = [stated.get(key) for key in ("rope_parameters", "rope_scaling")]
     given = [value for value in given if isinstance(value, dict) and value]
     without = {key: value for key, value in defaults.items() if key != "rope_parameters"} | stated
@@ -146,7 +146,7 @@ def _read_section(
         allowed = "a number up to 1" if rotates_part else "1.0 in this family"
         raise ConfigError(f"config.json: partial_rotary_factor is {partial}; supported: {allowed}")
     scaling = _read_scaling(section, reader, is_nested)
-    # What mrope says about images changes nothing for text.
+    # Settings of mrope about images change nothing for text.
     ignored = {"mrope_section", "mrope_interleaved"}
     reader.unknown_within |= {f"rope_parameters.{key}" for key in section.values.keys() - section.seen - ignored}
     return {"rope_theta": theta, "partial_rotary_factor": partial, "rope_scaling": scaling}

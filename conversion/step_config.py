@@ -30,7 +30,7 @@ def expand_step(values: dict[str, Any]) -> dict[str, Any]:
             "config.json: rope_parameters, as transformers writes them for this family, are not supported: take the "
             "config.json of the release, with rope_theta for each layer"
         )
-    # transformers saves the modules' kinds under keys of their own.
+    # transformers saves the modules' kinds under separate keys.
     for key in ("layer_types", "mlp_layer_types"):
         if isinstance(values.get(f"mtp_{key}"), list) and len(_listed(values, key, str, layers, modules)) == layers:
             values = {**values, key: [*values[key], *values[f"mtp_{key}"]]}

@@ -1,4 +1,4 @@
-"""What the files of a checkpoint decide: how many MTP modules there are, where they lie, and which copies are ties."""
+"""Reads from the files of a checkpoint how many MTP modules there are, in which files, and which copies are ties."""
 
 import dataclasses
 import logging
@@ -115,7 +115,7 @@ def with_own_copies(config: ModelConfig, layout: Layout, files: CheckpointFiles)
     """Compares the copies of embedding and head in MTP modules: ties equal ones, and loads the others separately.
 
     Returns:
-        The configuration, which says whether the modules have an embedding or a head of their own.
+        The configuration with `mtp_own_embedding` and `mtp_own_head` set.
 
     Raises:
         CheckpointFileError: some modules have one and others do not.

@@ -17,7 +17,7 @@ _GPUS = {
     "rocm": AbstractDevice(device_kind="gfx942", num_cores=304, platform="gpu"),  # the name of an MI300X
 }
 
-# XLA's description of an H100 (SXM), which compiling ahead of time takes in the place of a device.
+# XLA's description of an H100 (SXM), which compiling ahead of time takes instead of a device.
 _H100 = """
 gpu_device_info {
   threads_per_block_limit: 1024  threads_per_warp: 32  shared_memory_per_block: 49152  shared_memory_per_core: 233472

@@ -99,7 +99,7 @@ class MemoryTooSmall(ValueError):
     """The model, or what the settings ask for, does not fit into memory. The command line exits with 5."""
 
 
-# How the system, XLA and native libraries say that memory is full, where the class of the exception does not.
+# Parts of messages by which the system, XLA and native libraries report full memory under a general exception.
 _MEMORY_MESSAGES = ("RESOURCE_EXHAUSTED", "can't start new thread", "bad_alloc", "Cannot allocate memory")
 _MEMORY_MESSAGES += ("failed to map segment", "error while initializing the extension")
 

@@ -36,7 +36,7 @@ _KERNEL_BY_RULE: dict[str, Callable[[Mapping[str, int | str]], bool]] = {
 
 @dataclasses.dataclass
 class _Process:
-    """What is known in this process."""
+    """State of this process: comparisons made, calls recorded, and the times that were measured on its device."""
 
     agreed: dict[tuple[str, ...], bool] = dataclasses.field(default_factory=dict)  # by op, implementation and dtypes
     recorded_calls: list[tuple[str, dict[str, Any]]] | None = None  # filled inside `record_choices`

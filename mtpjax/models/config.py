@@ -327,13 +327,13 @@ class ModelConfig:
 
 @functools.cache
 def _module_config(config: ModelConfig) -> ModelConfig:
-    """Puts the modules' convention of norms in the place of the trunk's."""
+    """Returns the config with the MTP modules' convention of norms."""
     return dataclasses.replace(config, zero_centred_norm=not config.zero_centred_norm, mtp_norm_differs=False)
 
 
 @functools.cache
 def _sliding_config(config: ModelConfig) -> ModelConfig:
-    """Puts the values of layers with a window in the place of those of layers with full attention."""
+    """Returns the config with the values of layers with a window."""
     return dataclasses.replace(
         config,
         num_attention_heads=config.sliding_num_attention_heads,

@@ -16,7 +16,7 @@ class MTPModule(nn.Module):
 
     DeepSeek-V3 (2412.19437, equations 21-23), in the order of its checkpoints: embedding first. Row i of module k reads
     the embedding of t[i+k] and predicts t[i+k+1]. Returns the output after the module's final norm, which the head
-    reads, the output before that norm, and the attention entries. Without a norm of its own (`mtp_output_norm`) both
+    reads, the output before that norm, and the attention entries. Without a final norm (`mtp_output_norm`) both
     outputs are the same.
     """
 

@@ -71,7 +71,7 @@ def override_config(base: ModelConfig, changes: Mapping[str, Any]) -> ModelConfi
     """Changes fields of an architecture; `changes` are from `model_changes`.
 
     `head_dim` and `num_key_value_heads` follow the other fields, as in a new `ModelConfig`, if the base has the values
-    that follow from its own fields. With `hidden_size` 96 in the place of 64, four heads are then 24 wide and not 16.
+    that follow from its own fields. With `hidden_size` 96 instead of 64, four heads are then 24 wide and not 16.
 
     Raises:
         ValueError: the values do not fit together.

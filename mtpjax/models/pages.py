@@ -2,7 +2,7 @@
 
 A contiguous cache reserves the longest text for every row. With pages a row takes as many as its text needs, in any
 order, and rows with the same beginning can share pages. A cache array has pages where a contiguous one has rows, and
-the slots of one page where that has a row's slots: keys are `[P, K, size, H]` in the place of `[B, K, S, H]`.
+the slots of one page where that has a row's slots: keys are `[P, K, size, H]` instead of `[B, K, S, H]`.
 Contiguous caches are the plain twin; `tests/models/test_pages.py` compares them.
 """
 

@@ -26,7 +26,7 @@ class GroupedAttention(nn.Module):
 
     One matrix `[D, K, G + 2, H]` makes everything of a key/value head: its G = N/K queries, its key, its value, and
     with an output gate G gates. A mesh then splits whole key/value heads, and a step has one product in the place of
-    three. Values of another width than keys have a matrix of their own, `[D, K, Hv]`.
+    three. If values are narrower than keys, a second matrix `[D, K, Hv]` makes them.
     """
 
     config: ModelConfig

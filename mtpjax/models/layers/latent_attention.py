@@ -115,7 +115,7 @@ class LatentAttention(nn.Module):
     def _project(self, x: jax.Array, N: int) -> tuple[PartialSums, jax.Array, PartialSums]:
         """Projects to queries `[B, T, N, C + P]` and the latent `[B, T, R + P]`, both from x in one launch.
 
-        The queries may have a latent of their own, which is returned between them; else x is.
+        Between them it returns the input of the query projection: the normalised query latent, or x.
         """
         config, D = self.config, x.shape[-1]
         width = config.qk_nope_head_dim + config.qk_rope_head_dim
