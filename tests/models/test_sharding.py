@@ -11,6 +11,7 @@ from mtpjax.decoding.sampling import SamplingFeatures
 from mtpjax.decoding.spec import DecodeSpec
 from mtpjax.decoding.state import empty_state
 from mtpjax.drafters.mtp.drafting import MTPDrafter
+from mtpjax.models.attention_kinds import has_recurrent_layers
 from mtpjax.models.decoding_layout import (
     align_blocks,
     constrain_state,
@@ -166,3 +167,22 @@ def test_sizes_that_a_mesh_does_not_divide_are_named(name, sizes, expected):
     found = find_copies(presets[name], sizes)
     assert len(found) >= len(expected) and (expected or not found)
     assert all(any(each in sentence for sentence in found) for each in expected)
+
+
+def test_a_teacher_forced_pass_over_split_experts_is_that_of_one_device(small):
+    """XLA partitions it, whether or not the mesh is set."""
+    model, params = small("latent")
+    tokens = jnp.arange(16).reshape(2, 8)
+    expected = forward(params, tokens, model=model).logits
+    mesh = compat.make_mesh({"data": 2, "expert": 2})
+    model, params = shard_for_decoding(model, params, mesh)
+    found = [forward(params, tokens, model=model).logits]
+    with jax.set_mesh(mesh):
+        found.append(forward(params, tokens, model=model).logits)
+    for logits in found:
+        np.testing.assert_allclose(logits, expected, rtol=1e-5, atol=1e-5)
+
+
+@pytest.mark.parametrize("attention, expected", [("grouped", False), ("latent", False), ("hybrid", True)])
+def test_models_with_linear_attention_have_recurrent_layers(attention, expected):
+    assert has_recurrent_layers(small_config(attention)) is expected
