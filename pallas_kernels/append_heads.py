@@ -111,16 +111,9 @@ def make_case(shape: Shape) -> Case:
 
 
 def split_heads(projected, angles, heads: Heads, *, group_size: int) -> tuple[jax.Array, jax.Array, jax.Array]:
-    """Splits a projection into heads, adds the bias, normalises and rotates, in plain JAX.
+    """Splits a projection [B, T, K, G + 2 or more, H] into heads, adds the bias, normalises and rotates, in plain JAX.
 
-    Args:
-        projected: [B, T, K, G + 2 or more, H].
-        angles: Cosines and sines [B, T, P] float32.
-        heads: Bias, norms and rotation of the heads.
-        group_size: G.
-
-    Returns:
-        Queries [B, T, K, G, H], keys and values [B, T, K, H].
+    Returns queries [B, T, K, G, H], keys and values [B, T, K, H].
     """
     B, T, K, _, H = projected.shape
     G = group_size

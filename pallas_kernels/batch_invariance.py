@@ -19,13 +19,7 @@ _is_on = jax.make_user_context(False)  # part of the key of JAX's caches, so a j
 
 
 def batch_invariant(is_on: bool = True) -> contextlib.AbstractContextManager:
-    """Makes the kernels that are traced inside the context independent of the batch.
-
-    Args:
-        is_on: False is the default behaviour.
-
-    Returns:
-        A context manager.
+    """Makes the kernels that are traced inside the context independent of the batch; False is the default behaviour.
 
     Example:
         >>> with batch_invariant():
@@ -41,14 +35,9 @@ def is_batch_invariant() -> bool:
 
 
 def map_row_blocks(function, rows):
-    """Applies a function to rows, within `batch_invariant` in blocks of 16, so that XLA compiles one size of product.
+    """Applies a function of any number of rows [n, ...] row by row, within `batch_invariant` in blocks of 16.
 
-    Args:
-        function: Maps [n, ...] to [n, ...], row by row, for any n.
-        rows: [n, ...].
-
-    Returns:
-        [n, ...].
+    So XLA compiles one size of product.
     """
     if not is_batch_invariant():
         return function(rows)

@@ -30,10 +30,7 @@ def combine_latents(outputs, log_sums, value_up, *, dtype, interpret=False) -> j
         outputs: [B, 1, Z, T, N, R] float32, the attention over each of Z shares of the slots; B * T <= 64.
         log_sums: [parts, B, 1, Z, T * N] float32, the base-2 logarithm of each share's softmax sum, for each part of
             the columns.
-        value_up: [N, R, V] in `dtype`.
-
-    Returns:
-        [B, T, N, V] in `dtype`.
+        value_up: [N, R, V] in `dtype`. The result is [B, T, N, V] in it.
     """
     B, _, Z, T, N, R = outputs.shape
     V, n = value_up.shape[2], B * T

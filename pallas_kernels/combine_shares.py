@@ -30,13 +30,12 @@ def combine_shares_reference(outputs, log_sums, *, dtype):
 def combine_shares(outputs, log_sums, *, dtype, interpret=False) -> jax.Array:
     """Averages the shares of each query row, weighted by their softmax sums (flash decoding).
 
+    The result is [B, T, K, G, Hv] in `dtype`: tokens before heads, as the next product reads them.
+
     Args:
         outputs: [B, K, Z, T, G, Hv] float32, the attention over each of Z shares of the slots.
         log_sums: [parts, B, K, Z, T * G] float32, the base-2 logarithm of each share's softmax sum, for each part of
             the columns.
-
-    Returns:
-        [B, T, K, G, Hv] in `dtype`: tokens before heads, as the next product reads them.
     """
     B, K, Z, T, G, width = outputs.shape
     num_parts = len(log_sums)

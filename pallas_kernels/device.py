@@ -26,13 +26,7 @@ def num_processors() -> int:
 def call_by_platform(run, *operands, interpret: bool, differs: bool = True):
     """Calls `run(*operands, platform=...)` with the platform that the computation is lowered for, "cuda" or "rocm".
 
-    Args:
-        run: Runs a kernel.
-        *operands: Arrays, in any structure.
-        differs: False where both platforms have the same form, so that only one is traced.
-
-    Returns:
-        The result of `run`.
+    If not `differs`, both platforms have the same form, and only one is traced.
     """
     if interpret or not differs:
         return run(*operands, platform="cuda")

@@ -99,12 +99,7 @@ def linear_total_variation(hidden, heads, targets, *, vocab_chunk=8192, implemen
 
 
 def choose_implementation(hidden, heads, implementation: str, *, compares_with_trunk: bool) -> str:
-    """Returns the implementation for these arrays.
-
-    Args:
-        compares_with_trunk: Chooses for `linear_total_variation`, which compares drafts with the trunk, not
-            `linear_cross_entropy`.
-    """
+    """Returns the implementation of `linear_total_variation`, or of `linear_cross_entropy`, for these arrays."""
     rows, width = hidden[0].shape[1:]
     shape = {"rows": rows, "width": width, "vocabulary": heads[0].shape[1], "dtype": str(hidden[0].dtype)}
     if compares_with_trunk:

@@ -21,10 +21,7 @@ import jax
 
 
 def path(device_kind: str | None = None) -> pathlib.Path:
-    """Returns the file of a kind of device.
-
-    Args:
-        device_kind: As JAX names it; None: JAX's first device.
+    """Returns the file of a kind of device, as JAX names it; None: JAX's first device.
 
     Raises:
         RuntimeError: The user has no home folder.
@@ -66,9 +63,6 @@ def add(op: str, shape: Mapping[str, int | str], milliseconds: Mapping[str, floa
     Args:
         op: Name of the op, as it asks `pallas_kernels.dispatch.choose`.
         milliseconds: Time of each implementation.
-
-    Returns:
-        The file.
 
     Raises:
         OSError: The file cannot be written.

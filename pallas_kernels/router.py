@@ -114,15 +114,7 @@ def difference_from_reference(implementation: str, *, dtype, routing: Routing, h
 
 
 def select_experts_reference(logits, bias, routing: Routing) -> tuple[jax.Array, jax.Array]:
-    """Chooses experts by the router's logits in plain JAX, which defines the meaning of `route_tokens`.
-
-    Args:
-        logits: [n, E] float32.
-        bias: [E] floating, or None.
-
-    Returns:
-        Ids [n, k] int32 and weights [n, k] float32.
-    """
+    """Chooses experts by logits [n, E] float32 in plain JAX, which defines the meaning of `route_tokens`."""
     n, E = logits.shape
     scores = jax.nn.sigmoid(logits) if routing.scoring == "sigmoid" else jax.nn.softmax(logits, axis=-1)
     choice = scores if bias is None else scores + bias[None, :].astype(jnp.float32)

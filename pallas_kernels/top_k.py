@@ -5,17 +5,10 @@ import jax.numpy as jnp
 
 
 def top_k(values: jax.Array, k: int) -> tuple[jax.Array, jax.Array]:
-    """Computes `jax.lax.top_k` of the last axis without gradients, faster on a CPU.
+    """Computes `jax.lax.top_k` of the last axis without gradients, faster on a CPU: values and int32 indices [..., k].
 
-    XLA sorts the whole row on a CPU. For small `k` this finds the largest values one by one instead.
-
-    Args:
-        values: [..., V] floating.
-        k: Number of values.
-
-    Returns:
-        The `k` largest values, largest first and the lower index first among equal ones, and their indices, int32;
-        [..., k].
+    XLA sorts the whole row on a CPU. For small `k` this finds the largest values one by one instead, the lower index
+    first among equal ones.
     """
     values = jax.lax.stop_gradient(values)
     # For k = 1, for large k and for small arrays a sort is as fast.

@@ -122,9 +122,7 @@ def choose_implementation(
 ) -> str:
     """Returns the implementation that `verify_attention` runs for arrays of these shapes.
 
-    Args:
-        is_windowed: `window_start` is given.
-        pages_per_row: N of `page_table`; None: contiguous.
+    `pages_per_row` is N of `page_table`; None: contiguous.
     """
     B, K, T, G, H = q.shape
     fits_kernel = T <= MAX_QUERY_TOKENS and ancestor_mask.shape[2] <= MAX_DRAFT_SLOTS

@@ -16,14 +16,9 @@ MAX_ROWS = 64  # with more rows, multiplying takes longer than reading
 
 
 def check_matrix(x, weights, scales, block: int, *, layout: str = "[D, F]", multiple: int = 1) -> None:
-    """Raises ValueError for weights and scales that do not fit x.
+    """Raises ValueError for weights [D, F] and scales [ceil(D / block), F] or None that do not fit x [..., D].
 
-    Args:
-        x: [..., D].
-        weights: [D, F].
-        scales: [ceil(D / block), F] or None.
-        layout: The weights' shape in the words of the error.
-        multiple: F must be a multiple of it.
+    The message calls the weights' shape `layout`; `multiple` must divide F.
     """
     if x.ndim == 0 or weights.ndim != 2 or x.shape[-1] != weights.shape[0] or weights.shape[1] % multiple:
         raise ValueError(f"x {x.shape} does not fit weights {weights.shape}: they are [..., D] and {layout}")
@@ -49,9 +44,6 @@ def choose_for_few_rows(
         matrices: Pairs of weights [D, F] and scales or None, all of one kind.
         make_case: Makes the op's case, to compare a kernel with "xla".
         has_jax_triton_form: The op also has a kernel for the package jax_triton.
-
-    Raises:
-        ValueError: The implementation is unknown, or a kernel was requested that does not take these arrays.
     """
     D, F = x.shape[-1], sum(weights.shape[1] for weights, _ in matrices)
     rows = x.size // D if D else 0

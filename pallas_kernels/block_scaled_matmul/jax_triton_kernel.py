@@ -16,15 +16,9 @@ from pallas_kernels.fp8 import FP8_DIVISOR
 
 
 def multiply_few_rows(x, weights, scales, *, block, dtype, platform) -> jax.Array:
-    """Multiplies a few rows by a matrix.
+    """Multiplies rows x [n, D] by weights [D, F], of the fp8 dtypes only float8_e4m3fn, with float32 scales or None.
 
-    Args:
-        x: [n, D] floating.
-        weights: [D, F] floating; of the fp8 dtypes only float8_e4m3fn.
-        scales: [ceil(D / block), F] float32, or None.
-
-    Returns:
-        The parts [P, n, F]: float32, or `dtype` if there is one part.
+    Returns the parts [P, n, F]: float32, or `dtype` if there is one part.
     """
     (n, D), F = x.shape, weights.shape[1]
     rows, num_row_blocks = tile_rows(n)

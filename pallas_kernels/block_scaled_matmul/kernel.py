@@ -22,9 +22,7 @@ TILE_BYTES = 16384  # weights per tile: eight loads of 16 bytes for each of 128 
 
 
 def multiply_few_rows(x, matrices, *, block, dtype, interpret, platform) -> list[jax.Array]:
-    """Multiplies a few rows by each of several matrices.
-
-    A program computes one column of tiles of one matrix, or one part of it.
+    """Multiplies a few rows by each of several matrices. A program computes a column of tiles of one, or a part of it.
 
     Args:
         x: [n, D] floating, n <= 64, or any number within `batch_invariant`.

@@ -48,15 +48,9 @@ def block_scaled_matmul(x, weights, scales=None, *, block=128, implementation="a
 
 
 def partial_matmul(x, weights, scales=None, *, block=128, dtype=None, implementation="auto") -> PartialSums:
-    """Computes `block_scaled_matmul` without its last step, the sum over parts of the inputs.
+    """Computes `block_scaled_matmul` without its last step, the sum over parts of the inputs: parts [P, ..., F].
 
-    Args:
-        weights: [D, F].
-        scales: [ceil(D / block), F] or None.
-        dtype: Dtype of x in the products, and of their total; None: x's. The kernel converts x while it loads.
-
-    Returns:
-        Parts [P, ..., F], whose total is the product.
+    `dtype` is that of x in the products, and of their total; None: x's. The kernel converts x while it loads.
     """
     [sums] = partial_matmuls(x, ((weights, scales),), block=block, dtype=dtype, implementation=implementation)
     return sums
@@ -67,13 +61,8 @@ def partial_matmuls(
 ) -> tuple[PartialSums, ...]:
     """Computes `partial_matmul` of the same rows and several matrices, by the kernel in one launch.
 
-    Args:
-        x: [..., D].
-        matrices: Pairs of weights [D, F] and scales [ceil(D / block), F] or None. The kernel takes weights of one
-            dtype, all of them with scales or none.
-
-    Returns:
-        The parts [P, ..., F] of each product.
+    `matrices` are pairs of weights [D, F] and scales or None. The kernel takes weights of one dtype, all of them with
+    scales or none.
     """
     dtype = jnp.dtype(x.dtype if dtype is None else dtype)
     for matrix in matrices:

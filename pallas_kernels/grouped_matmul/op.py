@@ -117,12 +117,7 @@ def make_case(shape: Shape) -> Case:
 
 
 def difference_from_reference(implementation: str, *, dtype, is_fp8: bool, inference: bool) -> float:
-    """Compares an implementation with the plain sum over all experts, on small arrays.
-
-    Args:
-        is_fp8: Experts in fp8 with scales.
-        inference: Compares the output only; False compares gradients too.
-    """
+    """Compares the output with the plain sum over all experts, on small arrays; without `inference` gradients too."""
     n, k, E, D, F, block = 5, 2, 4, 128, 64, 32
     keys = iter(jax.random.split(jax.random.key(0), 7))
     x = jax.random.normal(next(keys), (n, D), dtype)
