@@ -101,13 +101,12 @@ def kernels_of(name: str) -> Iterator[Implementation]:
     if name in IMPLEMENTATIONS:
         yield cast(Implementation, name)
         return
-    rules = dict(dispatch._KERNEL_BY_RULE)
-    dispatch._KERNEL_BY_RULE[name] = lambda shape: True
+    rules = dispatch._process.kernel_by_rule
+    dispatch._process.kernel_by_rule = {**rules, name: lambda shape: True}
     try:
         yield "auto"
     finally:
-        dispatch._KERNEL_BY_RULE.clear()
-        dispatch._KERNEL_BY_RULE.update(rules)
+        dispatch._process.kernel_by_rule = rules
 
 
 def set_rounds(engine: Engine, rounds: int) -> None:

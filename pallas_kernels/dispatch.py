@@ -22,7 +22,7 @@ MIN_PAGED_ROWS = 32  # rows from which attention over pages runs its kernel
 # two thirds of the time with attention over pages by its kernel; one row in a contiguous cache was faster by XLA than
 # by all kernels. Nothing between was measured, so the rule begins at half of the 64 rows. For other ops XLA is a fair
 # choice until it is measured.
-_KERNEL_BY_RULE: dict[str, Callable[[Mapping[str, int | str]], bool]] = {
+_KERNEL_BY_RULE: Mapping[str, Callable[[Mapping[str, int | str]], bool]] = {
     "grouped_matmul": lambda shape: True,
     "route_tokens": lambda shape: True,
     "prefill_attention": lambda shape: True,
@@ -39,6 +39,7 @@ class _Process:
     """State of this process: comparisons made, calls recorded, and the times that were measured on its device."""
 
     agreed: dict[tuple[str, ...], bool] = dataclasses.field(default_factory=dict)  # by op, implementation and dtypes
+    kernel_by_rule: dict[str, Any] = dataclasses.field(default_factory=lambda: dict(_KERNEL_BY_RULE))
     recorded_calls: list[tuple[str, dict[str, Any]]] | None = None  # filled inside `record_choices`
 
     @functools.cached_property
@@ -109,7 +110,7 @@ def choose(
     # The fastest that was measured on this kind of device, else the rule.
     measured = _fastest(_process.measured.get(op, ()), shape)
     kernels = [name for name in offered if name != "xla"]  # Pallas's first
-    by_rule = kernels[0] if kernels and op in _KERNEL_BY_RULE and _KERNEL_BY_RULE[op](shape) else "xla"
+    by_rule = kernels[0] if kernels and op in _process.kernel_by_rule and _process.kernel_by_rule[op](shape) else "xla"
     chosen = measured if measured and measured in offered else by_rule
     if chosen != "xla" and check is not None and not _agrees(op, shape, chosen, check):
         return "xla"
