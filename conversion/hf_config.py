@@ -113,11 +113,8 @@ def _common(reader: ConfigReader, epsilon: str) -> dict[str, Any]:
     reader.require("use_sliding_window", False)
     reader.require("mlp_bias", False)
     moe_width = reader.get("moe_intermediate_size")
-    return {
-        "vocab_size": reader.integer("vocab_size"),
-        "hidden_size": reader.integer("hidden_size"),
-        "num_hidden_layers": reader.integer("num_hidden_layers"),
-        "num_attention_heads": reader.integer("num_attention_heads"),
+    sizes = ("vocab_size", "hidden_size", "num_hidden_layers", "num_attention_heads")
+    return {name: reader.integer(name) for name in sizes} | {
         "intermediate_size": reader.integer("intermediate_size", moe_width),
         "max_position_embeddings": reader.integer("max_position_embeddings", 4096),
         "rms_norm_eps": reader.number(epsilon, reader.number("rms_norm_eps", 1e-6)),
@@ -151,29 +148,20 @@ def _grouped(reader: ConfigReader, fields: dict[str, Any]) -> dict[str, Any]:
 def _latent(reader: ConfigReader, fields: dict[str, Any]) -> dict[str, Any]:
     """Reads multi-head latent attention, and the indexer of sparse attention if there is one."""
     bias = reader.flag("attention_bias", False)
-    reader.seen |= {
-        "head_dim",
-        "num_key_value_heads",
-        "qk_head_dim",
-        "attention_output_bias",
-    }  # implied by the other sizes
-    made = {
+    # The other sizes imply these.
+    reader.seen |= {"head_dim", "num_key_value_heads", "qk_head_dim", "attention_output_bias"}
+    sizes = ("kv_lora_rank", "qk_nope_head_dim", "qk_rope_head_dim", "v_head_dim")
+    made = {name: reader.integer(name) for name in sizes} | {
         "attention": "latent",
         "attention_bias": bias,
         "attention_output_bias": bias,
         "q_lora_rank": reader.integer("q_lora_rank", 0, low=0),
-        "kv_lora_rank": reader.integer("kv_lora_rank"),
-        "qk_nope_head_dim": reader.integer("qk_nope_head_dim"),
-        "qk_rope_head_dim": reader.integer("qk_rope_head_dim"),
-        "v_head_dim": reader.integer("v_head_dim"),
         "rope_interleave": reader.flag("rope_interleave", True),
         "partial_rotary_factor": 1.0,
     }
     if reader.get("index_topk") is not None:
+        made |= {name: reader.integer(name) for name in ("index_topk", "index_n_heads", "index_head_dim")}
         made |= {
-            "index_topk": reader.integer("index_topk"),
-            "index_n_heads": reader.integer("index_n_heads"),
-            "index_head_dim": reader.integer("index_head_dim"),
             "indexer_rope_interleave": reader.flag("indexer_rope_interleave", False),
             "indexer_types": _indexer_types(reader, fields["num_hidden_layers"], fields["num_mtp_modules"]),
         }

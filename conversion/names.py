@@ -20,6 +20,9 @@ MIMO = {
     "mimo_v2": ("mtp.layers", "eh_proj", "enorm", "hnorm"),
 }
 
+# The tensors around the decoder layer of a module.
+AROUND_LAYER = ("project", "norm_embedding", "norm_hidden", "norm_output", "embedding", "head")
+
 
 def param_specs(config: ModelConfig, layout: Layout, has: Callable[[str], bool]) -> dict[str, ParamSpec]:
     """Lists every parameter of a model.
@@ -65,53 +68,32 @@ def mtp_names(config: ModelConfig, layout: Layout, number: int) -> tuple[str, di
 
     Returns:
         `(prefix, around)`: the prefix of the module's decoder layer, and the names of the tensors around that layer by
-        what they are: "project", "norm_embedding", "norm_hidden", "norm_output", and where the family may repeat them
-        "embedding" and "head".
+        what they are (`AROUND_LAYER`); "embedding" and "head" where the family may repeat them.
     """
     # Qwen: modules share the projection and the norms, if there are several. Dense models of mtpjax ("mtp_each") have
     # the same names, and repeat these tensors in the layer of each module if there are several.
     if layout.is_under_mtp:
         prefix = f"{layout.modules}layers.{number}."
         shared = prefix if layout.mtp == "mtp_each" and config.num_mtp_modules > 1 else layout.modules
-        around = {
-            "project": f"{shared}fc.weight",
-            "norm_embedding": f"{shared}pre_fc_norm_embedding.weight",
-            "norm_hidden": f"{shared}pre_fc_norm_hidden.weight",
-            "norm_output": f"{shared}norm.weight",
-            "embedding": f"{shared}embed_tokens.weight",
-            "head": f"{shared}lm_head.weight",
-        }
-        return prefix, around
+        norms = "pre_fc_norm_embedding", "pre_fc_norm_hidden", "norm"
+        return prefix, _around(shared, "fc", *norms, "embed_tokens", "lm_head")
     # MiMo: a list of layers beside the trunk's, which never repeats embedding and head.
     if layout.mtp in MIMO:
-        layers, project, norm_embedding, norm_hidden = MIMO[layout.mtp]
+        layers, *names = MIMO[layout.mtp]
         prefix = f"{layout.modules}{layers}.{number}."
-        around = {
-            "project": f"{prefix}{project}.weight",
-            "norm_embedding": f"{prefix}{norm_embedding}.weight",
-            "norm_hidden": f"{prefix}{norm_hidden}.weight",
-            "norm_output": f"{prefix}final_layernorm.weight",
-        }
-        return prefix, around
+        return prefix, _around(prefix, *names, "final_layernorm")
     # Ernie: a list per part of the module.
     if layout.mtp == "ernie":
-        around = {
-            "project": f"{layout.modules}mtp_linear_proj.{number}.weight",
-            "norm_embedding": f"{layout.modules}mtp_emb_norm.{number}.weight",
-            "norm_hidden": f"{layout.modules}mtp_hidden_norm.{number}.weight",
-        }
-        return f"{layout.modules}mtp_block.{number}.", around
+        names = (f"mtp_{name}.{number}" for name in ("linear_proj", "emb_norm", "hidden_norm"))
+        return f"{layout.modules}mtp_block.{number}.", _around(layout.modules, *names)
     # DeepSeek-V3, GLM, Kimi and Hunyuan: further decoder layers after the trunk's.
     prefix = f"{layout.modules}layers.{config.num_hidden_layers + number}."
-    around = {
-        "project": f"{prefix}eh_proj.weight",
-        "norm_embedding": f"{prefix}enorm.weight",
-        "norm_hidden": f"{prefix}hnorm.weight",
-        "norm_output": f"{prefix}{layout.mtp_norm}.weight",
-        "embedding": f"{prefix}embed_tokens.weight",
-        "head": f"{prefix}{layout.mtp_head}.weight",
-    }
-    return prefix, around
+    return prefix, _around(prefix, "eh_proj", "enorm", "hnorm", layout.mtp_norm, "embed_tokens", layout.mtp_head)
+
+
+def _around(prefix: str, *names: str) -> dict[str, str]:
+    """Names the tensors around a module's layer by what they are; the last ones may be missing."""
+    return {what: f"{prefix}{name}.weight" for what, name in zip(AROUND_LAYER, names, strict=False)}
 
 
 def stored_layout(layout: Layout, config: ModelConfig, has: Callable[[str], bool]) -> Layout:
