@@ -110,10 +110,13 @@ def find_copies(config: ModelConfig, sizes: Mapping[str, int], num_slots: int | 
     """
     kinds = {*config.trunk_kinds, *([config.mtp_kind] if config.num_mtp_modules else [])}
     attentions = {kind.attention for kind in kinds}
-    split = [name for kind, record in ATTENTION_KINDS.items() if kind in attentions for name in record.split_sizes]
     # Sizes by the axes that split them: heads and columns over `tensor`, experts over `data` and `expert`.
     over_tensor, over_experts = {"vocab_size": config.vocab_size}, {}
-    over_tensor |= {name: getattr(fit_config(config, sizes), name) for name in split}
+    fitted, records = (
+        fit_config(config, sizes),
+        (ATTENTION_KINDS[kind] for kind in ATTENTION_KINDS if kind in attentions),
+    )
+    over_tensor |= {name: getattr(fitted, name) for record in records for name in record.split_sizes}
     if not all(kind.is_moe for kind in kinds):
         over_tensor["intermediate_size"] = config.intermediate_size
     if any(kind.is_moe for kind in kinds):
