@@ -128,19 +128,24 @@ _STEP: dict[str, Any] = {
     "has_windows": True,
 }
 
+_DEEPSEEK_V3 = Family(
+    attention="latent", fixed=_DEEPSEEK, architecture="DeepseekV3ForCausalLM", defaults=_DEEPSEEK_ROUTING
+)
+_QWEN35 = Family(Layout(mtp="mtp"), fixed=_QWEN_HYBRID, architecture="Qwen3_5ForCausalLM", defaults=_QUARTER_ROTARY)
+_QWEN35_MOE = dataclasses.replace(
+    _QWEN35,
+    layout=Layout(mtp="mtp", fused_experts=True),
+    architecture="Qwen3_5MoeForCausalLM",
+    computes=(*_PLAIN_ROUTING, ("norm_topk_prob", True)),
+)
+
 # By `model_type`. Everything that `config.json` states itself is read from there, not listed here.
 FAMILIES = {
-    "deepseek_v3": Family(
-        attention="latent", fixed=_DEEPSEEK, architecture="DeepseekV3ForCausalLM", defaults=_DEEPSEEK_ROUTING
-    ),
-    "kimi_k2": Family(
-        attention="latent", fixed=_DEEPSEEK, architecture="DeepseekV3ForCausalLM", defaults=_DEEPSEEK_ROUTING
-    ),
-    "deepseek_v32": Family(
-        attention="latent",
-        fixed=_DEEPSEEK,
+    "deepseek_v3": _DEEPSEEK_V3,
+    "kimi_k2": _DEEPSEEK_V3,
+    "deepseek_v32": dataclasses.replace(
+        _DEEPSEEK_V3,
         architecture="DeepseekV32ForCausalLM",
-        defaults=_DEEPSEEK_ROUTING,
         computes=(("rope_interleave", True), ("indexer_rope_interleave", False)),
     ),
     "glm_moe_dsa": Family(
@@ -158,12 +163,8 @@ FAMILIES = {
         defaults=(("first_k_dense_replace", 1), ("rms_norm_eps", 1e-5), ("routed_scaling_factor", 1.8)),
     ),
     # Kimi-K2.5 and K2.6: DeepSeek-V3's trunk beside a vision tower.
-    "kimi_k25": Family(
-        Layout("language_model.model.", head="language_model.lm_head.weight"),
-        attention="latent",
-        fixed=_DEEPSEEK,
-        architecture="DeepseekV3ForCausalLM",
-        defaults=_DEEPSEEK_ROUTING,
+    "kimi_k25": dataclasses.replace(
+        _DEEPSEEK_V3, layout=Layout("language_model.model.", head="language_model.lm_head.weight")
     ),
     "glm4_moe": Family(
         fixed=(("router_correction_bias", True), _NO_OUTPUT_BIAS),
@@ -177,29 +178,18 @@ FAMILIES = {
         defaults=_QUARTER_ROTARY,
         computes=_PLAIN_ROUTING,
     ),
-    "qwen3_5": Family(
-        Layout("model.language_model.", mtp="mtp"),
-        fixed=_QWEN_HYBRID,
+    "qwen3_5": dataclasses.replace(
+        _QWEN35,
+        layout=Layout("model.language_model.", mtp="mtp"),
         architecture="Qwen3_5ForConditionalGeneration",
-        defaults=_QUARTER_ROTARY,
     ),
-    "qwen3_5_text": Family(
-        Layout(mtp="mtp"), fixed=_QWEN_HYBRID, architecture="Qwen3_5ForCausalLM", defaults=_QUARTER_ROTARY
-    ),
-    "qwen3_5_moe": Family(
-        Layout("model.language_model.", mtp="mtp", fused_experts=True),
-        fixed=_QWEN_HYBRID,
+    "qwen3_5_text": _QWEN35,
+    "qwen3_5_moe": dataclasses.replace(
+        _QWEN35_MOE,
+        layout=Layout("model.language_model.", mtp="mtp", fused_experts=True),
         architecture="Qwen3_5MoeForConditionalGeneration",
-        defaults=_QUARTER_ROTARY,
-        computes=(*_PLAIN_ROUTING, ("norm_topk_prob", True)),
     ),
-    "qwen3_5_moe_text": Family(
-        Layout(mtp="mtp", fused_experts=True),
-        fixed=_QWEN_HYBRID,
-        architecture="Qwen3_5MoeForCausalLM",
-        defaults=_QUARTER_ROTARY,
-        computes=(*_PLAIN_ROUTING, ("norm_topk_prob", True)),
-    ),
+    "qwen3_5_moe_text": _QWEN35_MOE,
     # Neither family has published modules. Ours have Qwen3.5's names, or are further layers as in older exports.
     "qwen3": Family(
         Layout(mtp="mtp_each"),
