@@ -12,7 +12,7 @@ import jax.numpy as jnp
 from jax.experimental import pallas as pl
 
 from pallas_kernels.backend import triton as plt
-from pallas_kernels.case import Case, Shape, difference_from_xla, random_keys, random_normal, random_parts
+from pallas_kernels.case import Case, Shape, random_keys, random_normal, random_parts
 from pallas_kernels.dispatch import choose
 from pallas_kernels.partial_sums import PartialSums, load_sum
 from pallas_kernels.rms_norm import rms_norm_reference
@@ -42,8 +42,7 @@ def add_rms_norm(
     width = update.shape[-1]
     rows = math.prod(update.shape) // width if width else 0
     shape = {"rows": rows, "width": width, "parts": len(update.parts), "dtype": str(stream.dtype)}
-    check = functools.partial(difference_from_xla, make_case, shape)
-    chosen = choose("add_rms_norm", implementation, ("xla", "triton"), shape, check=check)
+    chosen = choose("add_rms_norm", implementation, ("xla", "triton"), shape, make_case=make_case)
     if chosen == "xla" or rows == 0:
         return add_rms_norm_reference(x, update, scale, eps=eps, zero_centred=zero_centred)
     return _add_rms_norm_triton(x, update, scale, eps, zero_centred, chosen == "interpreted")

@@ -13,7 +13,7 @@ from jax.experimental import pallas as pl
 
 from pallas_kernels.backend import triton as plt
 from pallas_kernels.batch_invariance import is_batch_invariant
-from pallas_kernels.case import Case, Shape, difference_from_xla, random_keys, random_normal, random_parts
+from pallas_kernels.case import Case, Shape, random_keys, random_normal, random_parts
 from pallas_kernels.cost import loads_from_l2
 from pallas_kernels.dispatch import choose
 from pallas_kernels.fp8 import as_stored
@@ -94,8 +94,7 @@ def choose_implementation(projected: PartialSums, keys, implementation: str) -> 
     B, T, K, heads_per_key, H = projected.shape
     shape = {"rows": B * T, "heads": K, "per_key": heads_per_key, "width": H, "parts": len(projected.parts)}
     shape |= {"dtype": str(projected.dtype), "cache": str(keys.dtype)}
-    check = functools.partial(difference_from_xla, make_case, shape)
-    chosen = choose("append_heads", implementation, ("xla", "triton"), shape, check=check)
+    chosen = choose("append_heads", implementation, ("xla", "triton"), shape, make_case=make_case)
     return chosen if B * T <= MAX_ROWS or is_batch_invariant() else "xla"
 
 

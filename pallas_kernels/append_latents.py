@@ -12,7 +12,7 @@ from jax.experimental import pallas as pl
 
 from pallas_kernels.backend import triton as plt
 from pallas_kernels.batch_invariance import is_batch_invariant
-from pallas_kernels.case import Case, Shape, difference_from_xla, random_keys, random_normal, random_parts
+from pallas_kernels.case import Case, Shape, random_keys, random_normal, random_parts
 from pallas_kernels.cost import loads_from_l2
 from pallas_kernels.dispatch import choose
 from pallas_kernels.fp8 import as_stored
@@ -83,8 +83,7 @@ def choose_implementation(queries: PartialSums, key_up, cache, implementation: s
     B, T, N, width = queries.shape
     shape = {"rows": B * T, "heads": N, "content": key_up.shape[1], "width": width, "latent": key_up.shape[2]}
     shape |= {"parts": len(queries.parts), "dtype": str(queries.dtype), "cache": str(cache.dtype)}
-    check = functools.partial(difference_from_xla, make_case, shape)
-    chosen = choose("append_latents", implementation, ("xla", "triton"), shape, check=check)
+    chosen = choose("append_latents", implementation, ("xla", "triton"), shape, make_case=make_case)
     # Within `batch_invariant`, XLA for any number of rows.
     return chosen if B * T <= MAX_ROWS and not is_batch_invariant() else "xla"
 

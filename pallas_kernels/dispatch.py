@@ -14,6 +14,7 @@ from jax.sharding import AxisType
 
 from pallas_kernels import measurements
 from pallas_kernels.backend import triton
+from pallas_kernels.case import Case, Shape, difference_from_xla
 
 MAX_SIZE_RATIO = 2.0  # a measurement applies to shapes whose every size differs by at most this factor
 MIN_PAGED_ROWS = 32  # rows from which attention over pages runs its kernel
@@ -58,6 +59,7 @@ def choose(
     shape: Mapping[str, int | str],
     *,
     unsupported_reason: str | None = None,
+    make_case: Callable[[Shape], Case] | None = None,
     check: Callable[[str], float] | None = None,
 ) -> str:
     """Returns the implementation to run: one of `offered`, or "interpreted".
@@ -77,9 +79,9 @@ def choose(
         offered: Implementations that the op has, "triton" before "jax_triton".
         shape: Describes the call. Numbers are sizes; strings, such as dtypes, are kinds and must match exactly.
         unsupported_reason: The reason why the kernel does not support these arguments, or None if it does.
-        check: Runs an implementation and the reference on small arrays of these dtypes, and returns the largest
-            difference over its bound: more than 1 is a failure (`pallas_kernels.case.difference_from_xla`). None: the
-            op is not compared.
+        make_case: Makes arrays of a shape, on which the kernel is compared with "xla". None: it is not compared.
+        check: Compares an implementation in another way: returns the largest difference over its bound, so that more
+            than 1 is a failure.
 
     Raises:
         ValueError: The op does not have the implementation, or a kernel was requested by name that does not support the
@@ -112,6 +114,8 @@ def choose(
     kernels = [name for name in offered if name != "xla"]  # Pallas's first
     by_rule = kernels[0] if kernels and op in _process.kernel_by_rule and _process.kernel_by_rule[op](shape) else "xla"
     chosen = measured if measured and measured in offered else by_rule
+    if check is None and make_case is not None:
+        check = functools.partial(difference_from_xla, make_case, shape)
     if chosen != "xla" and check is not None and not _agrees(op, shape, chosen, check):
         return "xla"
     return chosen

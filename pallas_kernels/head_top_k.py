@@ -11,7 +11,7 @@ from jax.experimental import pallas as pl
 
 from pallas_kernels.backend import triton as plt
 from pallas_kernels.batch_invariance import is_batch_invariant
-from pallas_kernels.case import Case, Shape, difference_from_xla, random_keys, random_normal
+from pallas_kernels.case import Case, Shape, random_keys, random_normal
 from pallas_kernels.cost import loads_from_l2
 from pallas_kernels.device import call_by_platform, die_order
 from pallas_kernels.dispatch import choose
@@ -56,8 +56,7 @@ def head_top_k(
     # Leading dimensions become rows; the kernel knows only [R, D].
     rows = hidden.size // width
     shape = {"rows": rows, "width": width, "vocabulary": num_tokens, "k": k, "dtype": str(hidden.dtype)}
-    check = functools.partial(difference_from_xla, make_case, shape)
-    chosen = choose("head_top_k", implementation, ("xla", "triton"), shape, check=check)
+    chosen = choose("head_top_k", implementation, ("xla", "triton"), shape, make_case=make_case)
     if chosen == "xla" or rows == 0:
         return head_top_k_reference(hidden, head, k=k, num_tokens=num_tokens, is_transposed=is_transposed)
     values, indices, logsumexp = _head_top_k_triton(

@@ -16,7 +16,7 @@ from pallas_kernels import combine_latents
 from pallas_kernels.attention_blocks import MASKED_SCORE, Tiles, attend_blocks, column_slices, load_slice, slice_mask
 from pallas_kernels.backend import triton as plt
 from pallas_kernels.batch_invariance import SHARE_SLOTS, is_batch_invariant, map_row_blocks
-from pallas_kernels.case import Case, Shape, difference_from_xla, random_attention, random_keys
+from pallas_kernels.case import Case, Shape, random_attention, random_keys
 from pallas_kernels.combine_shares import combine_shares
 from pallas_kernels.cost import loads_from_l2
 from pallas_kernels.device import call_by_platform, die_order, num_processors
@@ -138,10 +138,8 @@ def choose_implementation(
     shape = {"batch": B, "heads": K, "queries": T * G, "width": H, "slots": size * (pages_per_row or 1)}
     shape |= {"dtype": str(q.dtype), "cache": str(keys.dtype), "reads": "a window" if is_windowed else "all"}
     shape |= {"layout": "rows" if pages_per_row is None else "pages"}
-    reason, check = unsupported_reason, functools.partial(difference_from_xla, make_case, shape)
-    chosen = choose(
-        "verify_attention", implementation, ("xla", "triton"), shape, unsupported_reason=reason, check=check
-    )
+    offered, reason = ("xla", "triton"), unsupported_reason
+    chosen = choose("verify_attention", implementation, offered, shape, unsupported_reason=reason, make_case=make_case)
     return chosen if fits_kernel else "xla"
 
 

@@ -1,6 +1,5 @@
 """Checks and choice of the ops that multiply a few rows by matrices."""
 
-import functools
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -9,7 +8,7 @@ from jax.experimental import pallas as pl
 
 from pallas_kernels.backend import HAS_JAX_TRITON
 from pallas_kernels.batch_invariance import is_batch_invariant
-from pallas_kernels.case import Case, Shape, difference_from_xla, random_keys, random_normal
+from pallas_kernels.case import Case, Shape, random_keys, random_normal
 from pallas_kernels.dispatch import choose
 
 MAX_ROWS = 64  # with more rows, multiplying takes longer than reading
@@ -42,7 +41,6 @@ def choose_for_few_rows(
     Args:
         x: [..., D].
         matrices: Pairs of weights [D, F] and scales or None, all of one kind.
-        make_case: Makes the op's case, to compare a kernel with "xla".
         has_jax_triton_form: The op also has a kernel for the package jax_triton.
     """
     D, F = x.shape[-1], sum(weights.shape[1] for weights, _ in matrices)
@@ -66,8 +64,7 @@ def choose_for_few_rows(
         elif implementation == "jax_triton":
             raise ValueError(obstacle)
     # Many rows run XLA, but a request for an unknown implementation is still an error.
-    check = functools.partial(difference_from_xla, make_case, shape)
-    chosen = choose(op, implementation, offered, shape, unsupported_reason=reason, check=check)
+    chosen = choose(op, implementation, offered, shape, unsupported_reason=reason, make_case=make_case)
     return chosen if has_few_rows else "xla"
 
 

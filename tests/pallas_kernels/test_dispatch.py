@@ -43,7 +43,7 @@ def gpu(monkeypatch, tmp_path):
     path.parent.mkdir(parents=True)
     path.write_text(json.dumps({"op": [cell(4, xla=2.0, triton=1.0), cell(64, xla=1.0, triton=2.0)]}))
     forget(monkeypatch)
-    monkeypatch.setattr("pallas_kernels.verify_attention.difference_from_xla", lambda *_: 0.0)  # not run here
+    monkeypatch.setattr("pallas_kernels.dispatch.difference_from_xla", lambda *_: 0.0)  # not run here
 
 
 @pytest.mark.parametrize("rows, expected", [(4, "triton"), (8, "triton"), (64, "xla"), (33, "xla")])
