@@ -10,7 +10,6 @@ DATASETS = ("random", "random-ids", "sharegpt", "spec-bench", "custom")
 
 
 def add_server_flags(bench) -> None:
-    """Adds the flags that name the server, its route and what every request has."""
     group = flag_group(bench, "server and requests")
     group.add_argument(
         "--backend",
@@ -41,7 +40,6 @@ def add_server_flags(bench) -> None:
 
 
 def add_dataset_flags(bench) -> None:
-    """Adds the flags that choose the prompts and their lengths."""
     group = flag_group(bench, "prompts")
     group.add_argument(
         "--dataset-name",
@@ -76,7 +74,6 @@ def add_dataset_flags(bench) -> None:
 
 
 def add_traffic_flags(bench) -> None:
-    """Adds the flags that say when requests are sent."""
     group = flag_group(bench, "traffic")
     group.add_argument(
         "--request-rate",
@@ -91,7 +88,6 @@ def add_traffic_flags(bench) -> None:
 
 
 def add_comparison_flags(bench) -> None:
-    """Adds `--with-and-without-mtp` and its flags."""
     group = flag_group(bench, "comparison with and without drafts")
     group.add_argument(
         "--with-and-without-mtp",
@@ -114,7 +110,6 @@ def add_comparison_flags(bench) -> None:
 
 
 def add_output_flags(bench) -> None:
-    """Adds the flags that say what is written."""
     group = flag_group(bench, "output")
     group.add_argument("--output-file", default=None, metavar="FILE", help="JSONL file that gets a line per run")
     group.add_argument("--output-details", action="store_true", help="write every request to --output-file too")

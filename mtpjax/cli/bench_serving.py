@@ -26,7 +26,6 @@ from mtpjax.serving.bench.backends import BACKENDS
 
 
 def add_bench_serving(commands) -> None:
-    """Adds the command and its flags to the subcommands of the `mtpjax` parser."""
     bench = command_parser(
         "Measure latency and throughput of a running server over HTTP. Flags and table are those of SGLang's "
         "benchmark. Tokens are the server's counts, not chunks of the stream, because one chunk holds several tokens. "
@@ -141,7 +140,6 @@ async def _run_once(options, client, requests) -> int:
 
 
 def _check_concurrencies(concurrencies: list[int], num_requests: int) -> None:
-    """Raises an error for a concurrency that the requests cannot reach."""
     if max(concurrencies) > num_requests or min(concurrencies) < 1:
         raise UsageError(
             f"concurrencies must be from 1 to the number of requests, {num_requests}, got "
@@ -225,7 +223,6 @@ def _settings(options, client) -> dict:
 
 
 def _append(path: str, *parts: dict) -> None:
-    """Appends one line to a JSONL file."""
     import pathlib
 
     from mtpjax.data.jsonl_writer import JsonlWriter
@@ -242,7 +239,6 @@ def _print_errors(errors: Mapping[str, int]) -> None:
 
 
 def _headers(pairs: list[str]) -> dict[str, str]:
-    """Returns the headers of `--header`, and the API key's."""
     key = os.environ.get("MTPJAX_API_KEY") or os.environ.get("OPENAI_API_KEY")
     headers = {"Authorization": f"Bearer {key}"} if key else {}
     for pair in pairs:
@@ -254,7 +250,6 @@ def _headers(pairs: list[str]) -> dict[str, str]:
 
 
 def _json_object(text: str | None) -> dict:
-    """Returns the object of `--extra-request-body`."""
     if text is None:
         return {}
     try:

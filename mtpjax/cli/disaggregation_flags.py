@@ -11,7 +11,6 @@ SECRET_VARIABLE = "MTPJAX_DISAGGREGATION_SECRET"
 
 
 def add_disaggregation_flags(parser) -> None:
-    """Adds the flags."""
     group = flag_group(parser, "prefill and decode on different machines")
     group.add_argument(
         "--disaggregation-mode",
@@ -50,13 +49,9 @@ def add_disaggregation_flags(parser) -> None:
 
 
 def disaggregation_settings(options) -> Any:
-    """Reads the flags. With a mode, this imports JAX, so the number of threads must be set before.
+    """Returns the `DisaggregationSettings`; None for a server that does both.
 
-    Args:
-        options: the parsed flags.
-
-    Returns:
-        `DisaggregationSettings`; None for a server that does both.
+    With a mode, this imports JAX, so the number of threads must be set before.
 
     Raises:
         UsageError: a flag is missing, or contradicts another.

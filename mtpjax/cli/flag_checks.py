@@ -1,4 +1,4 @@
-"""Checks a command line: one message names unknown commands and flags, those of SGLang and vLLM, and bad values."""
+"""Checks a command line: one message names all unknown flags, including SGLang's and vLLM's, and bad values."""
 
 import argparse
 import functools
@@ -79,7 +79,7 @@ _FLAG = re.compile(r"--?[A-Za-z]")
 
 
 def check_command_line(arguments: list[str], parser: CommandParser) -> list[str]:
-    """Checks the command and its flags before they are parsed: a parser stops at the first that is wrong.
+    """Checks the command and its flags before parsing, because a parser stops at the first error.
 
     Args:
         arguments: the command line after `mtpjax`.
@@ -89,7 +89,7 @@ def check_command_line(arguments: list[str], parser: CommandParser) -> list[str]
         The arguments, with dashes for underscores in the names of flags.
 
     Raises:
-        UsageError: the command is unknown or missing, or as `check_flags` raises it.
+        UsageError: the command is unknown or missing, or as for `check_flags`.
     """
     command: list[str] = []
     # `eval` has commands of its own.
@@ -118,14 +118,13 @@ def check_flags(
     Args:
         arguments: the command line after the name of the command.
         parser: the parser of the command.
-        advise: returns whose flag an unknown one is, and what to do, if it is known elsewhere.
+        advise: returns the origin of an unknown flag and the advice, if it is known elsewhere.
 
     Returns:
         The arguments, with dashes for underscores in the names of flags.
 
     Raises:
-        UsageError: flags are unknown or missing, or have values that are no number or no choice. The message names
-            each, and what to do.
+        UsageError: flags are unknown or missing, or have invalid values. The message names each, and what to do.
     """
     known, seen = parser._option_string_actions, set()
     checked, wrong, bad_values = [], [], []
@@ -168,7 +167,7 @@ def check_flags(
 
 
 def _value_problem(name: str, action: Any, value: str) -> Iterator[str]:
-    """Yields what is wrong with a flag's value, unless the parser must tell."""
+    """Yields what is wrong with a flag's value, unless the parser checks it."""
     kind = getattr(action, "_typehint", action.type)
     if action.choices is not None and value not in action.choices:
         choices = list(map(str, action.choices))
@@ -188,14 +187,13 @@ def sglang_flags() -> frozenset[str]:
 
 
 def _advise_server(name: str) -> tuple[str, str] | None:
-    """Returns whose flag this is, and what to do; None if it is nobody's."""
     if name in sglang_flags():
         return "SGLang", SGLANG_ADVICE.get(name, "leave it out")
     return ("vLLM", VLLM_ADVICE[name]) if name in VLLM_ADVICE else None
 
 
 def _advise_training(name: str) -> tuple[str, str] | None:
-    """Returns how to write a setting of `mtpjax train` that is given as a flag; None if there is no such setting."""
+    """Tells how to write a setting of `mtpjax train` that is given as a flag."""
     from mtpjax.training.config import TrainConfig
 
     setting = name.lstrip("-").replace("-", "_")

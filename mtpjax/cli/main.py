@@ -45,9 +45,6 @@ def main(arguments: list[str] | None = None) -> None:
 
     Args:
         arguments: the command line without the program's name; None: `sys.argv`.
-
-    Raises:
-        SystemExit: always, with the exit code.
     """
     if arguments is None:
         defer_interrupts()
@@ -61,7 +58,6 @@ def main(arguments: list[str] | None = None) -> None:
 
 
 def _run(arguments: list[str] | None) -> NoReturn:
-    """Runs a command and exits; see `main`."""
     given = sys.argv[1:] if arguments is None else arguments
     command = given[0] if given and given[0] in COMMANDS else ""
     name, advice = f"mtpjax {command}".rstrip(), ""
@@ -94,7 +90,7 @@ def _run(arguments: list[str] | None) -> NoReturn:
 
 
 def _end_while_compiling(code: object) -> None:
-    """Ends the process at once if a thread of it compiles: XLA would crash when the interpreter ends under it."""
+    """Ends the process at once if one of its threads compiles: XLA would crash when the interpreter ends."""
     background = sys.modules.get("mtpjax.serving.background")
     if background is not None and background.is_compiling():
         from mtpjax.distributed import exit_without_shutdown
@@ -113,18 +109,16 @@ def _watch_for_aborts(name: str, has_peers: bool, advice: str) -> None:
 
 
 def _describe_full_memory(error: BaseException) -> str:
-    """Returns one line about an error of memory, with the limit of the address space if there is one."""
     parts = [f"memory is too small ({type(error).__name__}: {printable(error, 200)})", describe_address_limit()]
     return "; ".join(filter(None, parts))
 
 
 def _exit_code(kind: type[Exception]) -> int:
-    """Returns the exit code for an exception of this class, which must be one that `EXIT_CODES` covers."""
     return next(code for base, code in EXIT_CODES if issubclass(kind, base))
 
 
 def _prepare_process(command: str, *, is_own: bool) -> None:
-    """Sets up the process for a command; `is_own` says that the process runs nothing else."""
+    """Sets up the process for a command; with `is_own`, it runs nothing else."""
     # Only a process of our own may be restarted, not one that calls this function.
     if is_own and command in ("quickstart", "train"):
         keep_freed_memory()
@@ -137,7 +131,7 @@ def _prepare_process(command: str, *, is_own: bool) -> None:
 
 
 def _parse(arguments: list[str]):
-    """Parses the flags. Help that cannot be written, as on a full disk, is an error and not a success."""
+    """Parses the flags. Help that cannot be written, as on a full disk, is an error."""
     parser = make_parser()
     arguments = check_command_line(arguments, parser)
     # argparse ignores errors of writing, so it writes into memory.
@@ -158,11 +152,7 @@ def _parse(arguments: list[str]):
 
 
 def make_parser() -> CommandParser:
-    """Makes the parser of the `mtpjax` command with all subcommands.
-
-    Returns:
-        The parser.
-    """
+    """Makes the parser of `mtpjax` with all subcommands."""
     # Every group adds its own commands. This runs without JAX, so `--help` answers at once.
     parser = CommandParser(
         prog="mtpjax",

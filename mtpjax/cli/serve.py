@@ -32,18 +32,7 @@ ALGORITHMS = {"NEXTN": "mtp", "EAGLE": "mtp", "MTP": "mtp", "NGRAM": "lookup", "
 
 
 def engine_settings(options, num_modules: int) -> dict[str, Any]:
-    """Collects the settings of `DecodeConfig` that the flags hold.
-
-    Args:
-        options: the parsed flags.
-        num_modules: MTP modules of the model.
-
-    Returns:
-        Arguments of `DecodeConfig`.
-
-    Raises:
-        ValueError: for flags that contradict each other.
-    """
+    """Returns arguments of `DecodeConfig` for a model with this many MTP modules. Raises ValueError."""
     settings = decode_settings(options)
     # 1. The drafter.
     algorithm = (options.speculative_algorithm or "MTP").upper()
@@ -87,7 +76,7 @@ def engine_settings(options, num_modules: int) -> dict[str, Any]:
 
 
 def _mesh_text(options) -> str:
-    """Returns the mesh that `--mesh`, or SGLang's sizes, name."""
+    """Returns the mesh of `--mesh` or of SGLang's sizes."""
     has_sizes = options.tp_size is not None or options.dp_size != 1 or options.ep_size is not None
     if options.mesh and has_sizes:
         raise ValueError("give either --mesh, or --tp-size, --dp-size and --ep-size")
@@ -109,7 +98,6 @@ def _mesh_text(options) -> str:
 
 
 def run_serve(options) -> int:
-    """Runs `mtpjax serve`; returns the exit code."""
     try:
         import fastapi  # noqa: F401
         import uvicorn  # noqa: F401

@@ -12,7 +12,6 @@ from mtpjax.cli.serve_settings import ADMIN_KEY_VARIABLE, DEFAULT_HOST_GB, KEY_V
 
 
 def make_parser():
-    """Makes the command's parser."""
     parser = command_parser(
         "Serve a model over HTTP: OpenAI's routes /v1/completions and /v1/chat/completions, SGLang's /generate, and a "
         "page with a chat and the server's state at /. Flags have SGLang's names. Only this machine can reach it, "

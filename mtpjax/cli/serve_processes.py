@@ -17,14 +17,6 @@ END_BYTES = 1 << 16  # of each file of weights
 
 
 def check_process_flags(options) -> None:
-    """Checks the flags of a server in several processes.
-
-    Args:
-        options: the parsed flags.
-
-    Raises:
-        UsageError: a flag does not work there.
-    """
     if options.nnodes == 1:
         return
     if options.disaggregation_mode not in (None, "null"):
@@ -36,15 +28,7 @@ def check_process_flags(options) -> None:
 
 
 def check_same_start(options, path: pathlib.Path) -> None:
-    """Checks that all processes have the same flags, checkpoint and versions. All of them must call it.
-
-    Args:
-        options: the parsed flags.
-        path: the checkpoint.
-
-    Raises:
-        ValueError: they differ; the message says in what.
-    """
+    """Checks, in all processes at once, that flags, checkpoint and versions are equal. Raises ValueError."""
     if options.nnodes == 1:
         return
     import jax
@@ -58,7 +42,7 @@ def check_same_start(options, path: pathlib.Path) -> None:
 
 @contextlib.contextmanager
 def connect_followers(options, params: dict, arguments: dict[str, Any]) -> Iterator:
-    """Connects the processes of a server. In all but the first, it runs the calls of process 0 until that one stops.
+    """Connects the processes of a server. All but the first run the calls of process 0 until it stops.
 
     Args:
         options: the parsed flags.

@@ -6,7 +6,6 @@ from mtpjax.messages import count_of
 
 
 def add_serve_router(commands) -> None:
-    """Adds the command and its flags to the subcommands of the `mtpjax` parser."""
     router = command_parser(
         "Pass requests on to several servers of the same model: each request to the server with the fewest running "
         "ones. Among equally busy servers, prompts with the same beginning go to the same one, whose prefix cache has "
@@ -31,7 +30,6 @@ def add_serve_router(commands) -> None:
 
 
 def run_serve_router(options) -> int:
-    """Runs `mtpjax serve-router`; returns the exit code."""
     import logging
 
     try:

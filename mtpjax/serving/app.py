@@ -1,4 +1,4 @@
-"""The HTTP application: OpenAI's and SGLang's routes over one engine, and a page in the browser."""
+"""The HTTP application: OpenAI's and SGLang's routes over one engine, and a web page."""
 
 from fastapi import FastAPI
 from starlette.exceptions import HTTPException
@@ -21,19 +21,16 @@ from mtpjax.version import __version__
 
 
 def make_app(engine: Engine, tokenizer: Tokenizer, settings: ApiSettings, metrics: Metrics | None = None) -> FastAPI:
-    """Makes the application.
+    """Makes the ASGI application.
 
-    Every path but `settings.open_paths` needs a key if there are keys. `app.state.server` is the `ApiServer`, through
-    which the caller stops new requests.
+    Every path except `settings.open_paths` needs a key if there are keys. `app.state.server` is the `ApiServer`, whose
+    `drain` stops new requests.
 
     Args:
         engine: makes the tokens.
         tokenizer: the model's.
         settings: of the API.
-        metrics: the metrics that `/metrics` shows; None leaves this path out.
-
-    Returns:
-        An ASGI application, for uvicorn.
+        metrics: `/metrics` shows them; None: there is no such path.
     """
     server = ApiServer(engine, tokenizer, settings)
     # Other tokenizers may not be known to another process.

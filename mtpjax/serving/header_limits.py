@@ -17,15 +17,13 @@ _TOO_LARGE = (
 def limited_protocol(seconds: float) -> type[asyncio.Protocol]:
     """Makes an HTTP protocol for `uvicorn.Config(http=...)`, over httptools if it is installed, else over h11.
 
-    A header of more than `MAX_HEADER_BYTES` is answered with 431 before it is parsed. The body of a request has limits
-    of its own (`ApiSettings.max_body_bytes`, `body_timeout`), and so has the time between two requests (uvicorn's
+    A header of more than `MAX_HEADER_BYTES` is answered with 431 before it is parsed. Bodies have their own limits
+    (`ApiSettings.max_body_bytes`, `body_timeout`), and so has the time between two requests (uvicorn's
     `timeout_keep_alive`).
 
     Args:
-        seconds: from the beginning of a connection, or from the first byte of a later request, to the header's end.
-
-    Returns:
-        The class.
+        seconds: time from the start of a connection, or from the first byte of a later request, to the end of the
+            header.
     """
 
     class Protocol(AutoHTTPProtocol):

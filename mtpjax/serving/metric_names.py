@@ -1,4 +1,4 @@
-"""The names of the server's metrics, ours beside SGLang's and vLLM's, and how each follows from the engine's status."""
+"""The names of the server's metrics, ours beside SGLang's and vLLM's, and how `EngineStatus` gives each."""
 
 import dataclasses
 import math
@@ -19,7 +19,6 @@ class Names:
     help: str
 
     def full(self, aliases: tuple[str, ...]) -> Iterator[str]:
-        """Yields the names with prefix."""
         yield f"mtpjax:{self.ours}"
         yield from (f"{prefix}:{name}" for prefix in aliases if (name := getattr(self, prefix)))
 

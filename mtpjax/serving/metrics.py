@@ -53,7 +53,6 @@ class _Histogram:
         self.sum += value * times
 
     def samples(self) -> list[Sample]:
-        """Returns how many values are at most each bound, their number and their sum."""
         bounds = [*(str(float(bound)) for bound in self.bounds), "+Inf"]
         counts = list(itertools.accumulate(self.counts))
         buckets = [("_bucket", {"le": bound}, count) for bound, count in zip(bounds, counts, strict=True)]
@@ -64,7 +63,7 @@ class Metrics:
     """All metrics of a server. Threads may share it.
 
     Attributes:
-        more_counters: counters that are not the engine's, and where to read them.
+        more_counters: counters outside the engine, and functions that read them.
 
     Example:
         metrics = Metrics(engine.status, model_name="tiny")
@@ -103,12 +102,7 @@ class Metrics:
         self._last_scrape = (time.monotonic(), status().num_new_tokens, 0.0)
 
     def observe(self, finish: Finish, times: RequestTimes) -> None:
-        """Records a request that ended.
-
-        Args:
-            finish: how it ended.
-            times: when it arrived, started and got tokens.
-        """
+        """Records a request that ended."""
         with self._lock:
             self._finished[finish.reason] += 1
             self._histograms[PROMPT_TOKENS].add(finish.num_prompt_tokens)
@@ -173,7 +167,7 @@ class Metrics:
             yield "histogram", names, samples
 
     def _throughput(self, num_new_tokens: int) -> float:
-        """Returns tokens per second since the previous scrape; scrapes in quick succession repeat its value."""
+        """Returns tokens per second since the previous scrape; quick further scrapes repeat its value."""
         with self._lock:
             now, (then, tokens_then, throughput) = time.monotonic(), self._last_scrape
             if now - then >= THROUGHPUT_SECONDS:

@@ -1,4 +1,4 @@
-"""Ends a server whose device call never returns: a hung process helps nobody, and a supervisor starts it again."""
+"""Ends a server whose device call never returns, so that a supervisor can restart it."""
 
 import contextlib
 import faulthandler
@@ -14,12 +14,12 @@ EXIT_CODE = 1
 
 
 class Watchdog:
-    """Watches a tick's duration from a separate thread.
+    """Watches the duration of ticks from a separate thread.
 
     Args:
-        busy_since: returns the time (`time.monotonic`) since which the engine is in one tick; None while it waits.
-        timeout: seconds after which `on_timeout` is called, once. After half of them the stacks of all threads are
-            written to standard error.
+        busy_since: returns the time (`time.monotonic`) at which the engine's current tick began; None while it waits.
+        timeout: seconds after which `on_timeout` is called, once. After half of them the stacks of all threads go to
+            stderr.
         on_timeout: takes the seconds; None: logs an error and ends the process with exit code 1.
 
     Attributes:
@@ -39,7 +39,6 @@ class Watchdog:
         self._thread.start()
 
     def stop(self) -> None:
-        """Stops watching."""
         self._stopped.set()
         self._thread.join()
 

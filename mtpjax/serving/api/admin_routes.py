@@ -29,7 +29,6 @@ _IDS = {"type": "array", "items": {"type": "integer", "minimum": 0}}
 
 
 def admin_router(server: ApiServer) -> APIRouter:
-    """Makes the routes."""
     router = APIRouter()
     settings, engine = server.settings, server.engine
 
@@ -46,7 +45,7 @@ def admin_router(server: ApiServer) -> APIRouter:
 
     @router.get("/ready", response_class=Response)
     async def ready() -> Response:
-        """Answers 200 while new requests are taken."""
+        """Answers 200 while the server accepts new requests."""
         check_health()
         if server.is_stopping:
             raise shutting_down()
@@ -58,7 +57,7 @@ def admin_router(server: ApiServer) -> APIRouter:
 
     @router.get("/health_generate", response_class=Response)
     async def health_generate(request: Request) -> Response:
-        """Answers 200 if the device works: it has answered just now, or makes a token if nothing runs."""
+        """Answers 200 if the device works: it has answered just now, or it makes a token if nothing runs."""
         check_health()
         status = engine.status()
         if status.num_running or status.num_waiting:
@@ -109,14 +108,14 @@ def admin_router(server: ApiServer) -> APIRouter:
 
     @router.post("/flush_cache")
     async def flush_cache(request: Request) -> dict[str, Any]:
-        """Forgets prefix pages that no request uses; needs the admin key, if there is one."""
+        """Forgets prefix pages that no request uses. Needs the admin key, if there is one."""
         check_admin(request, settings)
         check_origin(request)
         return {"success": True, "num_pages": engine.flush_cache()}
 
     @router.post("/abort_request", openapi_extra=schemas.request_body(ABORT, {}, []))
     async def abort_request(request: Request) -> dict[str, Any]:
-        """Aborts the client's own requests of an id, or all, which needs the admin key, if there is one."""
+        """Aborts the client's requests of an id, or all requests, which needs the admin key, if there is one."""
         values = (await read_body(server, request, "abort")).body  # also while the server stops
         if not values["rid"] and not values["abort_all"]:
             raise ApiError("give rid, or abort_all true", param="rid")
@@ -142,5 +141,4 @@ def admin_router(server: ApiServer) -> APIRouter:
 
 
 def _json_response(reading: Reading) -> Response:
-    """Makes the response of a body whose reading is the answer."""
     return Response(reading.texts[0], media_type="application/json")

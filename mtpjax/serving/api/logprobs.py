@@ -11,13 +11,11 @@ from mtpjax.serving.api.server import ApiServer
 
 @dataclasses.dataclass(frozen=True)
 class TokenScores:
-    """Log-probabilities of a text's tokens, finite.
+    """Finite log-probabilities of a text's tokens.
 
     Attributes:
-        tokens: their ids.
-        logprobs: of each token; None for one that nothing precedes.
-        alternatives: per token, the most likely ids in its place and their log-probabilities, in falling order; None
-            without them.
+        logprobs: of each token; None for the first token of a text.
+        alternatives: per token, the most likely ids at its position and their log-probabilities, descending.
     """
 
     tokens: list[int]
@@ -30,15 +28,6 @@ async def score_choice(server: ApiServer, choice: Choice, num_top: int, *, with_
 
     The engine gives log-probabilities of new tokens as it makes them. Alternatives, and log-probabilities of the
     prompt, take another pass over the whole text.
-
-    Args:
-        server: state of the API.
-        choice: the text.
-        num_top: alternatives per token.
-        with_prompt: include the prompt.
-
-    Returns:
-        The log-probabilities.
     """
     if not num_top and not with_prompt:
         return TokenScores(choice.tokens, choice.logprobs)
@@ -53,18 +42,12 @@ async def score_choice(server: ApiServer, choice: Choice, num_top: int, *, with_
 
 
 class TextOffsets:
-    """Tells where the tokens of a text begin in it. A stream keeps one for each text.
-
-    Args:
-        tokenizer: gives the tokens' texts.
-        prompt: tokens before the text.
-    """
+    """Gives each token's offset in the text, in characters. A stream keeps one for each text."""
 
     def __init__(self, tokenizer: Tokenizer, prompt: Sequence[int] = ()):
         self._decoder, self._length = tokenizer.incremental_decoder(prompt), 0
 
     def push(self, tokens: Iterable[int]) -> list[int]:
-        """Takes the next tokens; returns the characters before each."""
         offsets = []
         for token in tokens:
             offsets.append(self._length)
@@ -73,16 +56,7 @@ class TextOffsets:
 
 
 def completion_logprobs(tokenizer: Tokenizer, scores: TokenScores, offsets: TextOffsets) -> dict[str, Any]:
-    """Makes the `logprobs` object of a completion.
-
-    Args:
-        tokenizer: gives the tokens' texts.
-        scores: of the tokens.
-        offsets: has had the tokens before them.
-
-    Returns:
-        The lists `tokens`, `token_logprobs`, `top_logprobs` (None without alternatives) and `text_offset`.
-    """
+    """Makes the `logprobs` object of a completion; `offsets` has already had the tokens before `scores`."""
     text_of = _TokenTexts(tokenizer)
     top = None
     if scores.alternatives is not None:
@@ -98,15 +72,7 @@ def completion_logprobs(tokenizer: Tokenizer, scores: TokenScores, offsets: Text
 
 
 def chat_logprobs(tokenizer: Tokenizer, scores: TokenScores) -> dict[str, Any]:
-    """Makes the `logprobs` object of a chat.
-
-    Args:
-        tokenizer: gives the tokens' texts.
-        scores: of the tokens.
-
-    Returns:
-        A list `content` with one entry per token.
-    """
+    """Makes the `logprobs` object of a chat, with one entry of `content` per token."""
     text_of = _TokenTexts(tokenizer)
 
     def entry(token: int, logprob: float | None) -> dict[str, Any]:
@@ -123,8 +89,6 @@ def chat_logprobs(tokenizer: Tokenizer, scores: TokenScores) -> dict[str, Any]:
 
 
 class _TokenTexts(dict[int, str]):
-    """Texts of single tokens, each decoded once."""
-
     def __init__(self, tokenizer: Tokenizer):
         super().__init__()
         self._tokenizer = tokenizer

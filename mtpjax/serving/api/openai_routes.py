@@ -23,9 +23,9 @@ class Reply:
     Args:
         server: state of the API.
         values: the request's fields.
-        jobs: the texts, the choices of one prompt after the other.
+        jobs: the texts, grouped by prompt.
         is_chat: the form of the response.
-        prompt_texts: per prompt, its text, if the completion repeats it.
+        prompt_texts: the text of each prompt, if the completion repeats it.
     """
 
     def __init__(
@@ -43,18 +43,7 @@ class Reply:
         self._created = int(time.time())
 
     async def respond(self, request: Request) -> Response:
-        """Runs the texts.
-
-        Args:
-            request: is watched for the client leaving.
-
-        Returns:
-            The response: a stream if the request asks for it.
-
-        Raises:
-            ApiError: the engine rejects a text, or a text ends with an error.
-            QueueFull: the engine's queue is full.
-        """
+        """Runs the texts and returns the response, a stream if the request asks for it."""
         events = self._events if self._values["stream"] else None
         return await respond(self._server, request, self._jobs, self._id, events=events, complete=self._complete)
 
@@ -65,7 +54,6 @@ class Reply:
         return {**self._head(kind), "choices": bodies, **self._counts(choices)}
 
     async def _choice(self, choice: Choice) -> dict[str, Any]:
-        """Makes the object of a text that has ended."""
         logprobs = None
         if choice.request.logprobs:
             num_top = self._values["top_logprobs"] if self._is_chat else self._values["logprobs"]
@@ -78,7 +66,6 @@ class Reply:
         return {"index": choice.index, **content, "logprobs": logprobs, **self._reason(choice)}
 
     async def _events(self, generation: Generation) -> AsyncGenerator[Any, None]:
-        """Yields the chunks of a stream."""
         kind = "chat.completion.chunk" if self._is_chat else "text_completion"
         with_usage, is_continuous = self._values["include_usage"], self._values["continuous_usage_stats"]
 
@@ -125,7 +112,7 @@ class Reply:
         return {"index": choice.index, **content, "logprobs": logprobs, "finish_reason": None}
 
     def _offsets(self, choice: Choice) -> TextOffsets:
-        """Makes what counts the characters before each token. With `echo`, the prompt is part of the text."""
+        """Counts the characters before each token. With `echo`, the prompt is part of the text."""
         return TextOffsets(self._server.tokenizer, () if self._prompt_texts else choice.request.prompt)
 
     def _logprobs(self, scores: TokenScores, offsets: TextOffsets) -> dict[str, Any]:
@@ -156,7 +143,6 @@ class Reply:
 
 
 def openai_router(server: ApiServer) -> APIRouter:
-    """Makes the routes under `/v1`."""
     router = APIRouter(prefix="/v1")
     settings, limits = server.settings, limits_of(server)
 
@@ -178,7 +164,7 @@ def openai_router(server: ApiServer) -> APIRouter:
 
     @router.post("/completions", openapi_extra=schemas.completion())
     async def complete(request: Request) -> Response:
-        """Continues texts. With `return_draft_levels`, a stream tells which drafts the text comes from."""
+        """Continues texts. With `return_draft_levels`, a stream says which drafts the text comes from."""
         reading = await read_body(server, request, "completion")
         values, options = read_openai(reading.body, limits, is_chat=False)
         check_model(server, values["model"])
@@ -197,7 +183,7 @@ def openai_router(server: ApiServer) -> APIRouter:
 
     @router.post("/chat/completions", openapi_extra=schemas.chat())
     async def chat(request: Request) -> Response:
-        """Answers a conversation. With `return_draft_levels`, a stream tells which drafts the text comes from."""
+        """Answers a conversation. With `return_draft_levels`, a stream says which drafts the text comes from."""
         reading = await read_body(server, request, "chat")
         values, options = read_openai(reading.body, limits, is_chat=True)
         check_model(server, values["model"])

@@ -1,7 +1,4 @@
-"""The options of requests that make text: their ranges and defaults.
-
-These tables are the whole list. `options` checks bodies against them, and `schemas` describes them.
-"""
+"""Options of requests that make text, with ranges and defaults: `options` checks bodies, `schemas` describes them."""
 
 import dataclasses
 from typing import Any

@@ -27,15 +27,13 @@ from mtpjax.serving.request import Request
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Limits:
-    """The limits of the model.
+    """The limits of the model and server.
 
     Attributes:
-        max_length: most tokens of a text, prompt included.
-        vocab_size: valid ids are 0 .. vocab_size - 1.
-        eos_token_ids: they end a text unless the request ignores them.
+        max_length: maximum tokens of a text, prompt included.
         max_prompt_characters: longer prompts are rejected before they are tokenized.
-        max_requests: most texts of one request.
-        max_queued: most texts that the server holds at the same time.
+        max_requests: maximum texts of one request.
+        max_queued: maximum texts that the server holds at the same time.
     """
 
     max_length: int
@@ -48,19 +46,16 @@ class Limits:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Options:
-    """The settings by which texts are continued.
+    """The settings for continuing texts.
 
     Attributes:
-        max_new_tokens: most new tokens; None: as many as fit.
+        max_new_tokens: maximum new tokens; None: as many as fit.
         is_explicit: the request gives `max_new_tokens`, so all of them must fit.
         sampling: without a seed.
-        seed: of the first choice; the next ones count on.
+        seed: of the first choice; each further choice adds 1.
         stop: stop strings.
-        stop_token_ids: tokens that end the text, those of the end of a text included.
+        stop_token_ids: tokens that end the text, including the model's end tokens.
         num_choices: texts per prompt.
-        logprobs: report log-probabilities of the new tokens.
-        speculative: decode with drafts.
-        grammar: what the texts must match; None: any text.
     """
 
     max_new_tokens: int | None
@@ -83,7 +78,7 @@ class Options:
         param: str,
         grammar: Grammar | None = None,
     ) -> list[Job]:
-        """Makes the engine's requests.
+        """Makes the engine's requests, grouped by prompt.
 
         Args:
             prompts: token ids.
@@ -91,9 +86,6 @@ class Options:
             salt: only requests with the same salt share pages.
             param: the field that gave the prompts, for messages.
             grammar: the compiled grammar.
-
-        Returns:
-            All choices of the first prompt, then those of the next.
 
         Raises:
             ApiError: a text would be too long, or there are too many.
@@ -143,20 +135,7 @@ class Options:
 
 
 def read_openai(body: Body, limits: Limits, *, is_chat: bool) -> tuple[dict[str, Any], Options]:
-    """Checks the options of `/v1/completions` or `/v1/chat/completions`.
-
-    Args:
-        body: the JSON object.
-        limits: of the model.
-        is_chat: the body is that of a chat.
-
-    Returns:
-        The values of the table's fields, with `include_usage` and `continuous_usage_stats` beside them, and the
-        `Options`.
-
-    Raises:
-        ApiError: a value is not allowed.
-    """
+    """Checks the options of OpenAI's two routes. Returns field values and options; raises ApiError."""
     values = read_fields(tables.CHAT if is_chat else tables.COMPLETION, body)
     if is_chat:
         if values["top_logprobs"] and not values["logprobs"]:
@@ -181,18 +160,7 @@ def read_openai(body: Body, limits: Limits, *, is_chat: bool) -> tuple[dict[str,
 
 
 def read_generate(body: Body, limits: Limits) -> tuple[dict[str, Any], Options]:
-    """Checks the options of SGLang's `/generate`.
-
-    Args:
-        body: the JSON object.
-        limits: of the model.
-
-    Returns:
-        The values of the table's fields, and the `Options`.
-
-    Raises:
-        ApiError: a value is not allowed.
-    """
+    """Checks the options of SGLang's `/generate`. Returns field values and options; raises ApiError."""
     values, prefix = read_fields(tables.GENERATE, body), "sampling_params."
     sampling = _object(body, "sampling_params")
     reject_unsupported(sampling, tables.GENERATE_SAMPLING, prefix)
@@ -204,7 +172,7 @@ def read_generate(body: Body, limits: Limits) -> tuple[dict[str, Any], Options]:
 
 
 def reject_unsupported(body: Body, fields: Mapping[str, Field], prefix: str = "") -> None:
-    """Raises ApiError if a body asks for an option that would change the text and is missing in its table of fields."""
+    """Raises ApiError if a body asks for an option that would change the text and that its table lacks."""
     for name, harmless in tables.UNSUPPORTED.items():
         value = body.get(name)
         if name in fields or value is None or value in harmless:
@@ -221,7 +189,6 @@ def reject_unsupported(body: Body, fields: Mapping[str, Field], prefix: str = ""
 
 
 def reject_unknown(body: Body, fields: Mapping[str, Field]) -> None:
-    """Raises ApiError if a body has a field that no table names."""
     for name in body:
         if name not in fields and name not in tables.STRUCTURED and name not in tables.UNSUPPORTED:
             raise ApiError(f"unknown field {name[:64]}", param=name[:64], code="unknown_field")

@@ -9,10 +9,10 @@ MAX_WAITING_BYTES = 256 << 20  # of their bodies
 
 
 class ReadQueue:
-    """Gives out waiting requests: the oldest of each client in turn. Not thread-safe.
+    """Hands out waiting requests: the oldest of each client in turn. Not thread-safe.
 
-    A client whose request is being read comes after those that have none. Small requests are given out to two kinds of
-    workers: those that take nothing else, and those that have no large request.
+    Clients with a request being read come after those without. A worker takes either small requests only, or large ones
+    first.
     """
 
     def __init__(self):
@@ -22,17 +22,7 @@ class ReadQueue:
         self._bytes: collections.Counter[Hashable] = collections.Counter()
 
     def add(self, client: Hashable, num_bytes: int, item: Any, *, is_small: bool) -> bool:
-        """Appends a request.
-
-        Args:
-            client: whose it is.
-            num_bytes: its size.
-            item: the request.
-            is_small: any worker may take it.
-
-        Returns:
-            False if the queue is full, and the client has its share of it already; the request is not added.
-        """
+        """Appends a request. Returns False, without adding it, if the queue is full and the client has its share."""
         num_clients = len(self._counts.keys() | {client})
         for used, added, most in ((self._counts, 1, MAX_WAITING), (self._bytes, num_bytes, MAX_WAITING_BYTES)):
             if used.total() + added > most and used[client] + added > most // num_clients:
@@ -43,14 +33,7 @@ class ReadQueue:
         return True
 
     def take(self, *, small_only: bool) -> tuple[Hashable, Any] | None:
-        """Removes the next request.
-
-        Args:
-            small_only: take no large one.
-
-        Returns:
-            The client and the request; None if there is none. The caller tells the end of it to `finish`.
-        """
+        """Removes the next request and returns it with its client; None if there is none. `finish` marks its end."""
         for is_small in (True,) if small_only else (False, True):
             turns = self._turns[is_small]
             if turns:
@@ -62,7 +45,6 @@ class ReadQueue:
         return None
 
     def finish(self, client: Hashable) -> None:
-        """Notes that a request of a client has been read."""
         _subtract(self._running, client, 1)
 
     def discard(self, client: Hashable, item: Any, *, is_small: bool) -> None:
@@ -74,7 +56,6 @@ class ReadQueue:
             self._removed(client, found[0], is_small)
 
     def clear(self) -> list[Any]:
-        """Removes and returns all requests."""
         waiting = [item for turns in self._turns.values() for each in turns.values() for _, item in each]
         for counts in (*self._turns.values(), self._counts, self._bytes):
             counts.clear()
@@ -91,7 +72,6 @@ class ReadQueue:
 
 
 def _subtract(counts: collections.Counter[Hashable], client: Hashable, number: int) -> None:
-    """Lowers a client's count, and keeps no zeros."""
     counts[client] -= number
     if not counts[client]:
         del counts[client]

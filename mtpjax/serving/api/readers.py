@@ -1,8 +1,8 @@
-"""Reads the bodies of requests outside the event loop: in a few processes, fair between clients, and within limits.
+"""Reads request bodies outside the event loop: in a few processes, fair between clients, and within limits.
 
 Parsing, checks, chat templates and tokenizing take time that grows with a body. A thread would hold Python's lock, and
-so the event loop and the engine, for as long as one of these steps takes; and nobody can stop a thread. One of the
-processes reads only small bodies, so that large ones do not hold them up.
+so block the event loop and the engine, during each of these steps; and nobody can stop a thread. One process reads only
+small bodies, so that they never wait for large ones.
 """
 
 import asyncio
@@ -37,9 +37,9 @@ class ReadLimits:
     """Limits of one body.
 
     Attributes:
-        answer_seconds: in which a process must answer; one that works ends itself before.
+        answer_seconds: time for an answer; a process that is busy ends itself before.
         cpu_seconds: CPU time.
-        memory: bytes of address space of a process.
+        memory: address space of a process, in bytes.
     """
 
     answer_seconds: float = 40.0
@@ -50,24 +50,14 @@ class ReadLimits:
 class Reader(Protocol):
     """Reads bodies, as `reading.BodyReader` does."""
 
-    def read(self, kind: str, raw: bytes) -> Reading:
-        """Reads a body.
-
-        Args:
-            kind: of the request.
-            raw: the body.
-
-        Raises:
-            ApiError: the body is not acceptable.
-        """
-        ...
+    def read(self, kind: str, raw: bytes) -> Reading: ...
 
 
 class Readers:
-    """Reads bodies in other processes, or in threads of this one. All methods may be called from any thread.
+    """Reads bodies in other processes, or in threads of this one. All methods are thread-safe.
 
     Args:
-        reader: reads a body; has a pickled form if there are processes.
+        reader: must be picklable if there are processes.
         num_workers: processes, at least 2; 0: two threads of this process do the same.
         limits: of one body, in a process.
 
@@ -93,18 +83,15 @@ class Readers:
         self._threads.submit(self._workers[0].warm)
 
     async def read(self, kind: str, parts: Sequence[bytes], client: Hashable) -> Reading:
-        """Reads a body, when it is the client's turn.
+        """Reads a body when it is the client's turn.
 
         Args:
             kind: of the request.
-            parts: the body. They are not joined here: a copy of a large body would hold up the event loop.
-            client: whose request it is. Clients with many or large requests do not hold up the others.
-
-        Returns:
-            What the event loop needs of it.
+            parts: the body. They are not joined here, because copying a large body would block the event loop.
+            client: whose request it is. Clients with many or large requests do not delay the others.
 
         Raises:
-            ApiError: the body is not acceptable, exceeds a limit of time or memory, or too many others wait.
+            ApiError: the body is invalid or exceeds a limit of time or memory, or too many requests wait.
         """
         result: concurrent.futures.Future[Reading] = concurrent.futures.Future()
         item, num_bytes = (lambda worker: worker.read(kind, parts), result), sum(map(len, parts))
@@ -123,7 +110,7 @@ class Readers:
             raise
 
     def close(self) -> None:
-        """Ends the processes at once. Requests that wait are answered with 503."""
+        """Ends the processes at once. Waiting requests get 503."""
         with self._lock:
             self._is_closed = True
             waiting = self._queue.clear()
@@ -135,7 +122,6 @@ class Readers:
         self._threads.shutdown(wait=False)
 
     def _dispatch(self) -> None:
-        """Gives waiting requests to idle workers."""
         with self._lock:
             if self._is_closed:
                 return
@@ -184,19 +170,17 @@ class _Thread:
 
 
 class _Process:
-    """Reads in another process, one body at a time. A process that is stopped, or that ends, is replaced."""
+    """Reads in another process, one body at a time. Replaces a process that is stopped or ends."""
 
     def __init__(self, reader: Reader, limits: ReadLimits, *, niceness: int):
         self._reader, self._limits, self._niceness = reader, limits, niceness
         self._process, self._is_started, self._is_killed = WorkerProcess(_SCRIPT), False, False
 
     def warm(self) -> None:
-        """Starts the process."""
         with contextlib.suppress(WorkerEnded, OSError):
             self._start()
 
     def read(self, kind: str, parts: Sequence[bytes]) -> Reading:
-        """Reads a body, as `Reader.read` does. Raises ApiError also if it exceeds a limit."""
         try:
             try:
                 return self._read(kind, parts)
@@ -213,11 +197,10 @@ class _Process:
             raise server_busy() from error
 
     def close(self) -> None:
-        """Ends the process."""
         self._process.close()
 
     def kill(self) -> None:
-        """Ends the process for ever, also while it reads."""
+        """Ends the process for good, even while it reads."""
         self._is_killed = True
         self._process.kill()
 
@@ -241,7 +224,6 @@ class _Process:
             raise
 
     def _start(self) -> None:
-        """Sends the reader to a new process."""
         self._ask("start", [pickle.dumps((self._reader, self._limits, self._niceness))], START_SECONDS)
         self._is_started = True
 

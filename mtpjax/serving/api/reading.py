@@ -1,6 +1,6 @@
-"""Reads and checks the bodies of requests: everything that takes time which grows with a body.
+"""Reads and checks request bodies: everything that takes time which grows with a body.
 
-A `BodyReader` runs in another process (`readers`), and returns what the event loop needs, whose size is limited.
+A `BodyReader` runs in another process (`readers`), and returns a `Reading` of limited size.
 """
 
 import dataclasses
@@ -24,14 +24,7 @@ _READ_FIELDS = (*_PROMPT_FIELDS, "messages", "tools", "chat_template_kwargs")
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class BodyReader:
-    """Reads bodies. The same body gives the same result in every process.
-
-    Attributes:
-        tokenizer: the model's.
-        limits: of the model.
-        prompt_limits: of the prompts.
-        strict_fields: answer unknown fields with 400.
-    """
+    """Reads bodies. The same body gives the same result in every process."""
 
     tokenizer: Tokenizer
     limits: Limits
@@ -39,18 +32,7 @@ class BodyReader:
     strict_fields: bool
 
     def read(self, kind: str, raw: bytes) -> Reading:
-        """Reads a body.
-
-        Args:
-            kind: a key of `KINDS`.
-            raw: the body.
-
-        Returns:
-            What the event loop needs of it.
-
-        Raises:
-            ApiError: the body is not acceptable.
-        """
+        """Reads a body of this kind, a key of `KINDS`. Raises ApiError."""
         body = parse_body(raw)
         _check_values(body)
         fields, read = KINDS[kind]
@@ -116,7 +98,7 @@ class BodyReader:
             raise ApiError(str(error), param=param) from error
 
     def _reading(self, body: Body, options: Options, prompts: list[list[int]], param: str) -> Reading:
-        """Checks the lengths, and keeps the fields that are left."""
+        """Checks the lengths, and keeps the other fields."""
         tuples = tuple(tuple(prompt) for prompt in prompts)
         options.jobs(tuples, self.limits, salt=b"", param=param)
         rest = {name: value for name, value in body.items() if name not in _READ_FIELDS}

@@ -1,4 +1,4 @@
-"""Steps that the routes with a body share."""
+"""Steps that the routes share."""
 
 from collections.abc import AsyncGenerator, Awaitable, Callable, Hashable, Sequence
 from typing import Any
@@ -18,19 +18,7 @@ from mtpjax.serving.api.server import ApiServer
 
 
 async def read_body(server: ApiServer, request: Request, kind: str) -> Reading:
-    """Reads and checks the body of a request, outside the event loop.
-
-    Args:
-        server: state of the API.
-        request: the request.
-        kind: a key of `reading.KINDS`.
-
-    Returns:
-        The prompts, and the other fields.
-
-    Raises:
-        ApiError: the server stops, the body is not acceptable, or it asks for an unsupported option.
-    """
+    """Reads and checks a request's body, of a kind of `reading.KINDS`, outside the event loop. Raises ApiError."""
     if server.is_stopping and kind != "abort":
         raise shutting_down()
     parts = await read_json(request, server.settings)
@@ -40,7 +28,6 @@ async def read_body(server: ApiServer, request: Request, kind: str) -> Reading:
 
 
 def limits_of(server: ApiServer) -> Limits:
-    """Returns what the engine's model allows."""
     return Limits(
         max_length=server.engine.max_length,
         vocab_size=server.engine.vocab_size,
@@ -52,7 +39,6 @@ def limits_of(server: ApiServer) -> Limits:
 
 
 def make_reader(server: ApiServer) -> BodyReader:
-    """Makes what reads the bodies of requests."""
     limits, settings = limits_of(server), server.settings
     prompt_limits = PromptLimits(
         max_length=limits.max_length,
@@ -67,24 +53,24 @@ def make_reader(server: ApiServer) -> BodyReader:
 
 
 def check_model(server: ApiServer, name: str | None) -> None:
-    """Raises ApiError if a request names another model. No name means the one that is served."""
+    """Raises ApiError if a request names another model."""
     settings = server.settings
     if name is not None and name not in (settings.model_name, *settings.model_aliases):
         raise ApiError("there is no model of this name", status=404, param="model", code="model_not_found")
 
 
 def prefix_salt(request: Request, cache_salt: str | None) -> bytes:
-    """Returns what a prompt's pages depend on besides its tokens: the client's key, and the salt that it gives."""
+    """Returns the prefix cache's salt: the client's key, and the salt that it gives."""
     return owner_of(request) + (cache_salt or "").encode()
 
 
 def owner_of(request: Request) -> bytes:
-    """Returns whose request it is: a digest of the client's key; nothing without a key."""
+    """Returns a digest of the client's key; b"" without a key."""
     return request.scope.get("prefix_salt", b"")
 
 
 def client_of(request: Request) -> Hashable:
-    """Returns who shares the turns of waiting work: a key, or without one an address."""
+    """Returns the client whose requests take turns with those of others: its key, or without one its address."""
     return owner_of(request) or (request.client and request.client.host)
 
 
@@ -97,7 +83,7 @@ async def respond(
     events: Callable[[Generation], AsyncGenerator[Any, None]] | None,
     complete: Callable[[Generation], Awaitable[Any]],
 ) -> Response:
-    """Runs the texts of a request, which end early if the client leaves.
+    """Runs the texts of a request, and aborts them if the client disconnects.
 
     Args:
         server: state of the API.
@@ -106,9 +92,6 @@ async def respond(
         name: the request's id.
         events: makes the events of a stream; None if the request asks for none.
         complete: waits for the texts and makes the body of the response.
-
-    Returns:
-        The stream, or the response.
 
     Raises:
         ApiError: the engine rejects a text, or a text ends with an error.

@@ -57,7 +57,6 @@ _MESSAGE = {
 
 
 def completion() -> dict[str, Any]:
-    """Returns the description of `/v1/completions`."""
     prompts = [_TEXT, _TOKENS, *(_list_of(each, tables.MAX_PROMPTS) for each in (_TEXT, _TOKENS))]
     return request_body(
         tables.COMPLETION, {"prompt": {"anyOf": prompts}, **_COMMON, "stream_options": _stream_options()}, ["prompt"]
@@ -65,7 +64,6 @@ def completion() -> dict[str, Any]:
 
 
 def chat() -> dict[str, Any]:
-    """Returns the description of `/v1/chat/completions`."""
     scalar = {"type": ["string", "number", "boolean"]}
     extra = {
         "messages": _list_of(_MESSAGE, MAX_MESSAGES),
@@ -77,7 +75,6 @@ def chat() -> dict[str, Any]:
 
 
 def generate() -> dict[str, Any]:
-    """Returns the description of `/generate`."""
     extra = {
         "text": {"anyOf": [_TEXT, _list_of(_TEXT, tables.MAX_PROMPTS), {"type": "null"}]},
         "input_ids": {"anyOf": [_TOKENS, _list_of(_TOKENS, tables.MAX_PROMPTS), {"type": "null"}]},
@@ -89,17 +86,7 @@ def generate() -> dict[str, Any]:
 def request_body(
     fields: Mapping[str, Field], extra: Mapping[str, Any], required: Sequence[str], *, one_of: Sequence[str] = ()
 ) -> dict[str, Any]:
-    """Makes the description of a route.
-
-    Args:
-        fields: the table of the body's fields.
-        extra: schemas of further fields.
-        required: names of the fields that the body must have.
-        one_of: names of fields of which the body must have one.
-
-    Returns:
-        For FastAPI's `openapi_extra`.
-    """
+    """Describes a route for FastAPI's `openapi_extra`; the body must have exactly one field of `one_of`."""
     schema = {**_object(fields, extra), "type": "object"}
     if required:
         schema["required"] = list(required)

@@ -16,12 +16,12 @@ from mtpjax.serving.api.usage import meta_info
 
 
 class GenerateReply:
-    """Makes the responses to one request of `/generate`.
+    """Makes the responses to one request of `/generate`; see `openai_routes.Reply`.
 
     Args:
         server: state of the API.
         values: the request's fields.
-        jobs: the texts, the choices of one prompt after the other.
+        jobs: the texts, grouped by prompt.
         is_list: the response is a list, because the request has several prompts or choices.
     """
 
@@ -30,18 +30,6 @@ class GenerateReply:
         self._id = values["rid"] or new_id("gen")
 
     async def respond(self, request: Request) -> Response:
-        """Runs the texts.
-
-        Args:
-            request: is watched for the client leaving.
-
-        Returns:
-            The response: a stream if the request asks for it.
-
-        Raises:
-            ApiError: the engine rejects a text, or a text ends with an error.
-            QueueFull: the engine's queue is full.
-        """
         events = self._events if self._values["stream"] else None
         return await respond(self._server, request, self._jobs, self._id, events=events, complete=self._complete)
 
@@ -71,7 +59,6 @@ class GenerateReply:
 
 
 def generate_router(server: ApiServer) -> APIRouter:
-    """Makes the route."""
     router, limits = APIRouter(), limits_of(server)
 
     @router.post("/generate", openapi_extra=schemas.generate())

@@ -1,4 +1,4 @@
-"""Places for work that takes long, given to clients in turn: many requests of one do not hold up the others."""
+"""Slots for slow work, given to clients in turn: many requests of one client do not delay the others."""
 
 import asyncio
 import collections
@@ -6,11 +6,7 @@ from collections.abc import Hashable
 
 
 class Turns:
-    """Lets a few pieces of work run at the same time. Used in one event loop.
-
-    Args:
-        num_places: of them.
-    """
+    """Limits how much work runs at the same time, to `num_places`. Used in one event loop."""
 
     def __init__(self, num_places: int):
         self._num_free = num_places
@@ -18,11 +14,7 @@ class Turns:
         self._waiting: collections.OrderedDict[Hashable, collections.deque[asyncio.Future]] = collections.OrderedDict()
 
     async def take(self, client: Hashable) -> None:
-        """Waits for a place. The caller gives it back with `release`.
-
-        Args:
-            client: whose work it is.
-        """
+        """Waits for a slot, which the caller returns with `release`."""
         if self._num_free:
             self._num_free -= 1
             return
@@ -36,7 +28,7 @@ class Turns:
             raise
 
     def release(self) -> None:
-        """Gives a place back: to the oldest work of the client whose turn it is."""
+        """Returns a slot, to the oldest work of the next client."""
         while self._waiting:
             client, turns = self._waiting.popitem(last=False)
             while turns and turns[0].done():  # no longer wanted

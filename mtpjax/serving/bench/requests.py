@@ -31,12 +31,10 @@ async def make_requests(
         count: number of requests; fewer if the file has fewer.
         lengths: range of the lengths of random requests.
         vocab_size: the ids below it are the tokens of "random-ids".
-        max_new_tokens: most new tokens of a request that is not random; None: as many as the file's reply has, or 256.
+        max_new_tokens: maximum new tokens of a request that is not random; None: as many as the file's reply has, or
+            256.
         categories: only prompts of these categories; empty: all.
         seed: seed of every choice.
-
-    Returns:
-        The requests.
 
     Raises:
         UsageError: a setting that the data set needs is missing.

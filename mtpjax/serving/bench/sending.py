@@ -31,11 +31,11 @@ async def send_all(
     Args:
         client: the client.
         requests: the requests.
-        outcomes: receives each outcome when its request ends, so that an interrupted caller has those before.
-        times: when each request arrives, in seconds from now. It is sent then, or once fewer than `max_concurrency`
+        outcomes: receives each outcome when its request ends, so that an interrupted caller keeps the finished ones.
+        times: arrival of each request, in seconds from now. It is sent then, or once fewer than `max_concurrency`
             requests run.
-        max_concurrency: most requests that run at the same time; None: no limit.
-        extra_body: added to every body.
+        max_concurrency: maximum requests that run at the same time; None: no limit.
+        extra_body: merged into every body.
         progress: called when a request ends.
     """
     begin, slots = time.perf_counter(), asyncio.Semaphore(max_concurrency or len(requests))
@@ -86,17 +86,7 @@ async def measure(
 
 
 def run_until_interrupted(work: Coroutine[Any, Any, T]) -> T:
-    """Runs a coroutine, in which Ctrl-C raises `CancelledError`: it can return what it has.
-
-    Args:
-        work: the coroutine.
-
-    Returns:
-        Its result.
-
-    Raises:
-        KeyboardInterrupt: the coroutine did not catch the cancellation.
-    """
+    """Runs a coroutine. Ctrl-C cancels it; unless it returns what it has, KeyboardInterrupt is raised."""
     previous = signal.getsignal(signal.SIGINT)
 
     async def cancellable() -> T:

@@ -54,12 +54,12 @@ def _number(value: float | None, digits: int) -> str:
 
 
 def rows_verdict(rows: Sequence[Speedup]) -> str:
-    """Says in one line which speed-ups can be trusted. It comes before the table."""
+    """Says in one line, for above the table, which speed-ups can be trusted."""
     return verdict([row.problem for row in rows], max(row.waited for row in rows))
 
 
 def notes(rows: Sequence[Speedup], reference: Reference) -> list[str]:
-    """Says what the columns mean, and what limits the numbers."""
+    """Explains the columns, and what limits the numbers."""
     result = [
         "speed-up: output tokens per second with drafts over those of the same requests with `speculative: false`, in "
         "turns; the interval is over pairs of runs",
@@ -89,7 +89,7 @@ def write_report(
     formats: Sequence[str],
     reference: Reference,
 ) -> list[pathlib.Path]:
-    """Writes JSON, Markdown and pictures.
+    """Writes JSON, Markdown and pictures, and returns the files of JSON and Markdown.
 
     Args:
         output: path of the files without suffix.
@@ -98,9 +98,6 @@ def write_report(
         settings: how they were measured: server, requests, machine.
         formats: formats of the pictures.
         reference: published speed-ups to show beside them.
-
-    Returns:
-        The files of JSON and Markdown.
     """
     output = pathlib.Path(output)
     content = {
@@ -133,15 +130,7 @@ def format_markdown(rows: Sequence[Speedup], settings: dict[str, Any], reference
 def plot_speedup(
     path, rows: Sequence[Speedup], formats: Sequence[str], reference: Reference, *, title: str = ""
 ) -> None:
-    """Plots throughput and speed-up against concurrency.
-
-    Args:
-        path: the picture, as in `plot_style.picture_paths`.
-        rows: the comparisons.
-        formats: formats of a path without suffix.
-        reference: published speed-ups to show beside them.
-        title: what was measured, and where.
-    """
+    """Plots throughput and speed-up against concurrency; `path` is as in `plot_style.picture_paths`."""
     if not picture_paths(path, formats):
         return
     with picture(path, (9.5, 4.2), formats, title=title) as figure:

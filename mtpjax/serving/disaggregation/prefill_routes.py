@@ -25,14 +25,7 @@ _log = logging.getLogger(__name__)
 
 @dataclasses.dataclass(frozen=True)
 class PrefillService:
-    """The parts of a prefill server that its route needs.
-
-    Attributes:
-        engine: computes the pages.
-        signer: checks who asks.
-        model: hash of the model; see `Engine.model_digest`.
-        transfer: sends the pages.
-    """
+    """What the route of a prefill server needs; `model` is the hash `Engine.model_digest`."""
 
     engine: Engine
     signer: Signer
@@ -41,7 +34,6 @@ class PrefillService:
 
 
 def prefill_router(server: ApiServer, service: PrefillService) -> APIRouter:
-    """Makes the route."""
     router, engine, size = APIRouter(), service.engine, service.engine.settings.page_size
 
     @router.post(PATH, response_class=Response, include_in_schema=False)

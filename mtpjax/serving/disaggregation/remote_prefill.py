@@ -33,15 +33,15 @@ class RemotePrefill:
         engine: the engine; it must have pages in host memory.
         url: address of the prefill server.
         signer: signs the requests.
-        model: hash of the model; see `Engine.model_digest`.
+        model: the hash `Engine.model_digest`.
         transfer: fetches the pages.
         timeout: seconds that a request waits for its pages.
-        max_concurrent: most prompts that the prefill server is asked for at the same time.
+        max_concurrent: maximum prompts that the prefill server gets at the same time.
 
     Attributes:
-        num_fetched: prompts whose pages came.
-        num_fallbacks: prompts that this server prefilled alone, because the prefill server failed, had failed just
-            before, or had enough to do.
+        num_fetched: prompts whose pages arrived.
+        num_fallbacks: prompts that this server prefilled alone, because the prefill server failed, had just failed, or
+            was busy.
     """
 
     def __init__(
@@ -65,11 +65,7 @@ class RemotePrefill:
         self.num_fetched = self.num_fallbacks = 0
 
     async def prepare(self, requests: Sequence[Request]) -> None:
-        """Fetches the pages of prompts before they enter the engine. Never fails: the engine can prefill by itself.
-
-        Args:
-            requests: the requests.
-        """
+        """Fetches the pages of prompts before they enter the engine. Never fails: the engine can prefill itself."""
         prompts = {(request.prompt, request.salt) for request in requests}
         await asyncio.gather(*(self._prepare(*prompt) for prompt in prompts))
 

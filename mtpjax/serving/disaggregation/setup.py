@@ -19,14 +19,11 @@ class DisaggregationSettings:
 
     Attributes:
         prefill_url: address of the prefill server, for a decode server; None: this is the prefill server.
-        secret: what both servers share, at least 16 bytes.
+        secret: shared by both servers, at least 16 bytes; a shorter one raises ValueError.
         backend: how pages travel: "jax" or "http".
-        host: address that the data plane listens on.
+        host: address on which the data plane listens.
         port: the prefill server's port for pages; 0: a free one.
         timeout: seconds that a request waits for its pages.
-
-    Raises:
-        ValueError: the secret is too short.
     """
 
     prefill_url: str | None

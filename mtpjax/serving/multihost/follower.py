@@ -13,26 +13,14 @@ from mtpjax.serving.multihost.plan import OF_EXECUTOR, decode, decode_work
 
 
 class FollowerExecutor(Executor):
-    """An executor that takes its calls from process 0. It reads nothing from the device.
-
-    Args:
-        params: as for `Executor`, spread over the devices of all processes.
-        **arguments: those of `Executor`.
-    """
+    """An executor that runs the calls of process 0 and reads nothing from the device; all processes hold `params`."""
 
     def __init__(self, params: dict, **arguments: Any):
         super().__init__(params, **arguments)
         self._drafts: collections.deque[Draft] = collections.deque()  # to be verified, the oldest first
 
     def run(self, body: bytes) -> None:
-        """Dispatches a call.
-
-        Args:
-            body: from `mtpjax.serving.multihost.plan.encode`.
-
-        Raises:
-            ValueError: process 0 runs another version.
-        """
+        """Dispatches a call that `plan.encode` encoded. Raises ValueError if process 0 runs another version."""
         name, arguments, settings = decode(body)
         if name == "warm_up":
             self.warm_up()
@@ -54,11 +42,7 @@ class FollowerExecutor(Executor):
 
 
 def follow(executor: FollowerExecutor, leader: Leader) -> None:
-    """Runs calls until process 0 stops. SIGTERM and Ctrl-C are passed on to process 0, which drains and then stops.
-
-    Args:
-        executor: of the same model and settings as that of process 0.
-        leader: the connection to process 0.
+    """Runs calls until process 0 stops. Passes SIGTERM and Ctrl-C on to process 0, which drains and then stops.
 
     Raises:
         ValueError: process 0 ends because of a fault, or runs another version.

@@ -1,7 +1,7 @@
 """A call as bytes: the name of its program, its static settings, and its arrays on the host.
 
-The other processes have the same model, drafter and spec, so those do not travel. Drafts do not either: every process
-has the draft that its own `draft_round` made.
+The other processes have the same model, drafter and spec, so those are not sent. Neither are drafts: every process has
+the draft that its own `draft_round` made.
 """
 
 import dataclasses
@@ -40,18 +40,13 @@ def encode(name: str, *arguments: Any, settings: dict[str, Any] | None = None) -
 
 
 def encode_work(work: Work) -> bytes:
-    """Encodes a call of a program."""
     settings = {key: None if key in OF_EXECUTOR else value for key, value in work.settings.items()}
     name = work.program.plain.__name__
     return encode(name, *work.arrays, settings=settings)
 
 
 def decode(body: bytes) -> tuple[str, tuple[Any, ...], dict[str, Any]]:
-    """Decodes a call into name, arguments and settings.
-
-    Raises:
-        ValueError: the message is damaged, or of another version.
-    """
+    """Decodes a call into name, arguments and settings. Raises ValueError if it is damaged or of another version."""
     message = protocol.unpack(body, FIELDS)
     arguments = tuple(_from_plain(each) for each in message["arguments"])
     return message["name"], arguments, {name: _from_plain(value) for name, value in message["settings"].items()}
@@ -62,7 +57,7 @@ def decode_work(name: str, arrays: tuple[Any, ...], settings: dict[str, Any], ow
 
     Args:
         name: of the program.
-        arrays: its arguments behind the state.
+        arrays: its arguments after the state.
         settings: its static settings.
         own: values of the settings `OF_EXECUTOR`.
 
@@ -76,7 +71,7 @@ def decode_work(name: str, arrays: tuple[Any, ...], settings: dict[str, Any], ow
 
 
 def _to_plain(value: Any) -> Any:
-    """Returns what msgpack can hold."""
+    """Converts a value for msgpack."""
     if value is None or isinstance(value, bool | int | str):
         return value
     if isinstance(value, tuple | list):
