@@ -123,4 +123,4 @@ def read_event(backend: Backend, event: Any) -> Update:
     try:
         return backend.read(event)
     except (AttributeError, IndexError, KeyError, TypeError) as error:
-        raise RequestFailedError(f"an event has another form than that of {backend.path}") from error
+        raise RequestFailedError(f"an event does not have the form of {backend.path}") from error

@@ -70,7 +70,7 @@ class Connections:
             base_url=self.url,
             headers=self._headers,
             verify=self._certificates,
-            # Requests may queue for long.
+            # Requests may queue for a long time.
             timeout=httpx.Timeout(None, connect=CONNECT_SECONDS),
             limits=httpx.Limits(keepalive_expiry=IDLE_SECONDS),
             # A proxy named by the environment would add its own latency.

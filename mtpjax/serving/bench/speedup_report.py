@@ -67,17 +67,19 @@ def notes(rows: Sequence[Speedup], reference: Reference) -> list[str]:
         "accept length: 1 + accepted drafts / verification passes; TTFT and ITL: means, without drafts / with MTP",
     ]
     if failed := sum(row.num_failed for row in rows):
-        result.append(f"{count_of(failed, 'request')} failed, whose tokens do not count")
+        result.append(f"{count_of(failed, 'request')} failed; their tokens do not count")
     result += [f"{count_of(row.concurrency, 'request')} at once: {row.problem}" for row in rows if row.problem]
     if any(row.num_pairs == 1 for row in rows):
         result.append("one pair of runs has no interval: raise --repeats")
     if any(row.accept_length is None for row in rows):
         result.append("the server reports no accept length")
     if busy := [str(row.concurrency) for row in rows if row.is_client_busy]:
-        result.append(f"the client itself was too busy at {', '.join(busy)} requests at once: latencies are too long")
+        result.append(
+            f"the client was overloaded at {', '.join(busy)} requests at once: the measured latencies are too long"
+        )
     # A server that does not know the field answers all requests with drafts.
     if any((row.accept_length_without or 1) > 1.001 for row in rows):
-        result.append("the server drafts in spite of `speculative: false`: this is no comparison")
+        result.append("the server drafts despite `speculative: false`: the comparison is not valid")
     return result
 
 

@@ -106,7 +106,7 @@ def _statistics(name: str, seconds: Sequence[float]) -> dict[str, float | None]:
 
 
 def _accept_length(done: Sequence[Outcome], counts: tuple[float, float] | None) -> float | None:
-    # A request's accept length counts as often as it has passes: the accepted drafts of all over the passes of all.
+    # Weight each request's accept length by its passes: all accepted drafts over all passes.
     known = [(outcome.accept_length, outcome.num_verify_steps) for outcome in done if outcome.num_verify_steps]
     told = [(length, steps) for length, steps in known if length is not None]
     if told:
