@@ -39,7 +39,7 @@ def add_implementation_flag(parser) -> None:
         choices=IMPLEMENTATIONS,
         default="auto",
         metavar="NAME",
-        help="what runs the model: xla (plain JAX), triton (GPU kernels), interpreted (the GPU kernels on any "
+        help="implementation of the ops: xla (plain JAX), triton (GPU kernels), interpreted (the GPU kernels on any "
         "machine, slowly), or auto, which on a GPU chooses for each op: by the times of `mtpjax tune`, else kernels "
         "for experts, fp8 weights, prefill attention and attention over the pages of many rows",
     )
@@ -57,7 +57,7 @@ def add_plot_formats_flag(parser) -> None:
         choices=FORMATS,
         default=list(DEFAULT_FORMATS),
         metavar="FORMAT",
-        help=f"formats of the pictures: {', '.join(FORMATS)}; the flag without a value writes no pictures",
+        help=f"formats of the plots: {', '.join(FORMATS)}; no value: no plots",
     )
 
 

@@ -38,17 +38,6 @@ ACCEPTANCE_FIELDS = (
 MTP_FIELDS = ("draft_vocabulary", "draft_window", "draft_sinks")
 LOOKUP_FIELDS = ("prompt_lookup_min", "prompt_lookup_max")
 DRAFT_FIELDS = (*SHAPE_FIELDS, *ACCEPTANCE_FIELDS, *MTP_FIELDS)
-FLAG_FIELDS = (
-    "max_new_tokens",
-    "max_length",
-    "drafter",
-    "depth_policy",
-    "kv_cache_dtype",
-    "deterministic",
-    "allow_copies",
-    *DRAFT_FIELDS,
-    *LOOKUP_FIELDS,
-)
 # Numbers with one value for all rows. The other fields of `SamplingParams` have no form on a command line.
 SAMPLING_FIELDS = (
     "temperature",
@@ -69,13 +58,16 @@ GROUPS = {
     "sampling": (*SAMPLING_FIELDS[:-1], "seed"),
     "devices": ("allow_copies",),
 }
+FLAG_FIELDS = tuple(
+    name for names in GROUPS.values() for name in names if name not in SAMPLING_FIELDS and name != "seed"
+)
 # Fields whose flag takes something else than the field does.
 _HELP = {
     "acceptance": f"acceptance rule: auto, {', '.join(EXACT_RULES)}; {', '.join(LOSSY_RULES)} change the text's "
     "distribution. auto is greedy if every prompt is at temperature 0, else block for a chain and recursive for a tree",
-    "drafter": "what drafts: mtp (the model's MTP modules) or lookup (n-grams copied from the row's own text, which "
+    "drafter": "draft method: mtp (the model's MTP modules) or lookup (n-grams copied from the row's own text, which "
     "needs no MTP modules)",
-    "draft_vocabulary": "file that `mtpjax vocabulary` wrote: the MTP modules draft only its tokens",
+    "draft_vocabulary": "file written by `mtpjax vocabulary`: the MTP modules draft only its tokens",
 }
 # Draft levels where the command line names none: copied n-grams are often right for longer than MTP drafts.
 DEFAULT_MTP_STEPS, DEFAULT_LOOKUP_STEPS = 2, 4

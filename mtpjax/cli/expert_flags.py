@@ -14,26 +14,25 @@ def add_expert_flags(parser) -> None:
         "--ep-num-redundant-experts",
         type=int,
         default=0,
-        help="copies of experts per layer, so that devices have equal work: copies of those that "
-        "--init-expert-location counts most",
+        help="copies of experts per layer, to balance the devices: of the experts that --init-expert-location counts "
+        "most often",
     )
     group.add_argument(
         "--init-expert-location",
         default="trivial",
         metavar="FILE",
-        help="JSON file with 'logical_count': for each layer, how many tokens chose each expert; trivial counts all "
-        "experts alike",
+        help="JSON file with 'logical_count': for each layer, how many tokens chose each expert; trivial: equal counts",
     )
     group.add_argument(
         "--enable-eplb",
         action="store_true",
-        help="count how often texts choose each expert while the server runs, and move the experts to balance the work",
+        help="count how often each expert is chosen while the server runs, and move experts to balance the devices",
     )
     group.add_argument(
         "--eplb-rebalance-num-iterations",
         type=int,
         default=1000,
-        help="for --enable-eplb: iterations of the server's loop between two moves",
+        help="for --enable-eplb: scheduler iterations between two moves",
     )
 
 
@@ -49,7 +48,7 @@ def check_expert_flags(options) -> None:
 def check_expert_devices(options, mesh) -> None:
     """Raises UsageError if experts should move, and `mesh` (None: one device) does not shard them."""
     if options.enable_eplb and _num_expert_devices(mesh) == 1:
-        raise UsageError("--enable-eplb needs several devices with experts of their own: --ep-size, or --mesh expert=N")
+        raise UsageError("--enable-eplb needs experts sharded over several devices: --ep-size, or --mesh expert=N")
 
 
 def place_experts_by_flags(params: dict, options, mesh) -> dict:

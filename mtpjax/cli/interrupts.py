@@ -7,7 +7,7 @@ import time
 from types import FrameType
 
 RETRY_SECONDS = 0.05  # until an interrupt at an unfit moment is delivered again
-MAX_SECONDS = 10.0  # that an interrupt waits at most
+MAX_SECONDS = 10.0  # maximum delay of an interrupt
 INTERRUPTED = 130  # the exit code of a shell's command that SIGINT ended
 
 

@@ -51,7 +51,7 @@ def main(arguments: list[str] | None = None) -> None:
     try:
         _run(arguments)
     except SystemExit as end:
-        # Only the process of a command of its own may end at once.
+        # Only a process that runs nothing else may end at once.
         if arguments is None:
             _end_while_compiling(end.code)
         raise
@@ -119,7 +119,7 @@ def _exit_code(kind: type[Exception]) -> int:
 
 def _prepare_process(command: str, *, is_own: bool) -> None:
     """Sets up the process for a command; with `is_own`, it runs nothing else."""
-    # Only a process of our own may be restarted, not one that calls this function.
+    # Only a process that runs nothing else may be restarted.
     if is_own and command in ("quickstart", "train"):
         keep_freed_memory()
     # Warnings of the library, such as MTP modules that draft badly, reach the user in one line each.
@@ -153,7 +153,7 @@ def _parse(arguments: list[str]):
 
 def make_parser() -> CommandParser:
     """Makes the parser of `mtpjax` with all subcommands."""
-    # Every group adds its own commands. This runs without JAX, so `--help` answers at once.
+    # This runs without JAX, so `--help` answers at once.
     parser = CommandParser(
         prog="mtpjax",
         description="Multi-token prediction in JAX: training, speculative decoding, conversion and a server. "

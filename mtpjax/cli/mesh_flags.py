@@ -19,7 +19,7 @@ def add_mesh_flags(parser) -> None:
     """Adds `--mesh` for a command that decodes, `--allow-copies`, and the flags of several processes."""
     add_mesh_flag(
         parser,
-        "spread the model over devices, such as data=2,tensor=4: rows over data, heads and columns over tensor, "
+        "shard the model over devices, such as data=2,tensor=4: rows over data, heads and columns over tensor, "
         "experts over data and expert (default: one device)",
     )
     add_config_flags(parser, ("allow_copies",))
@@ -28,13 +28,10 @@ def add_mesh_flags(parser) -> None:
 
 def add_process_flags(parser) -> None:
     group = flag_group(parser, "devices")
-    group.add_argument("--nnodes", type=int, default=1, help="processes that work together, one per host")
-    group.add_argument(
-        "--node-rank", type=int, default=None, help="number of this process, from 0 (default: the launcher's)"
-    )
+    group.add_argument("--nnodes", type=int, default=1, help="number of processes, one per host")
+    group.add_argument("--node-rank", type=int, help="number of this process, from 0 (default: the launcher's)")
     group.add_argument(
         "--dist-init-addr",
-        default=None,
         metavar="HOST:PORT",
         help="address of process 0 (default: the launcher's: Slurm, Open MPI or Kubernetes)",
     )
@@ -97,7 +94,7 @@ def open_mesh(options) -> Iterator:
 
     sizes = parse_mesh(options.mesh)
     if options.nnodes > 1 and not sizes:
-        raise ValueError(f"{options.nnodes} processes need --mesh, which spreads the model over their devices")
+        raise ValueError(f"{options.nnodes} processes need --mesh, which shards the model over their devices")
     connect_processes(options)
     with distributed.raise_on_lost_peer():
         yield compat.make_mesh(sizes, distributed.mesh_devices(sizes)) if sizes else None

@@ -27,7 +27,7 @@ from mtpjax.errors import TokenizerError, UsageError, install_extra
 from mtpjax.host import raise_descriptor_limit
 from mtpjax.messages import did_you_mean
 
-# SGLang's names of draft methods without files of their own, and ours.
+# SGLang's names of draft methods without files, and ours.
 ALGORITHMS = {"NEXTN": "mtp", "EAGLE": "mtp", "MTP": "mtp", "NGRAM": "lookup", "NONE": None}
 
 
@@ -43,7 +43,7 @@ def engine_settings(options, num_modules: int) -> dict[str, Any]:
     has_files = options.speculative_draft_model_path is not None
     if has_files and options.speculative_algorithm and algorithm not in (*OF_FILES, *ALIASES):
         raise ValueError(
-            f"--speculative-algorithm {algorithm} has no files of its own: leave --speculative-draft-model-path out, "
+            f"--speculative-algorithm {algorithm} has no files: remove --speculative-draft-model-path, "
             f"or choose one of {', '.join(OF_FILES)}"
         )
     if algorithm in OF_FILES and not has_files:
@@ -64,7 +64,7 @@ def engine_settings(options, num_modules: int) -> dict[str, Any]:
     }
     for rule in (rule for rule, is_chosen in rules.items() if is_chosen):
         if settings["acceptance"] not in ("auto", rule):
-            raise ValueError(f"acceptance is chosen twice: {settings['acceptance']} and {rule}")
+            raise ValueError(f"acceptance is set twice: {settings['acceptance']} and {rule}")
         settings["acceptance"] = rule
     # A depth that changes needs a rule under which the text of a seed does not depend on the number of drafts.
     changes_depth = options.speculative_adaptive or options.speculative_disable_by_batch_size is not None
@@ -79,7 +79,7 @@ def _mesh_text(options) -> str:
     """Returns the mesh of `--mesh` or of SGLang's sizes."""
     has_sizes = options.tp_size is not None or options.dp_size != 1 or options.ep_size is not None
     if options.mesh and has_sizes:
-        raise ValueError("give either --mesh, or --tp-size, --dp-size and --ep-size")
+        raise ValueError("give either --mesh or --tp-size, --dp-size and --ep-size")
     if not has_sizes:
         return options.mesh
     size, parts = options.tp_size or 1, options.dp_size
@@ -105,7 +105,7 @@ def run_serve(options) -> int:
         raise UsageError(f"{error.name} is missing: {install_extra('serve')}") from error
     check_process_flags(options)
     if options.wait_for_warm_up and options.skip_server_warmup:
-        raise UsageError("--wait-for-warm-up and --skip-server-warmup exclude each other")
+        raise UsageError("--wait-for-warm-up and --skip-server-warmup cannot be combined")
     options.mesh = _mesh_text(options)
     # Check the flags before the model is loaded, which may take minutes.
     check_expert_flags(options)
@@ -145,7 +145,7 @@ def _serve_on(mesh, options, disaggregation) -> int:
         template = None if options.chat_template is None else read_text(options.chat_template)
         check_same_start(options, path)
         report("loading the weights")
-        with explain_full_memory("give the model more devices with --tp-size"):
+        with explain_full_memory("use more devices: raise --tp-size"):
             model, params, loaded_config = load_on_mesh(
                 path, options, mesh, rearrange=lambda params: place_experts_by_flags(params, options, mesh)
             )
@@ -153,7 +153,7 @@ def _serve_on(mesh, options, disaggregation) -> int:
             raise TokenizerError(f"--tokenizer-path: there is no {options.tokenizer_path}")
         tokenizer = load_tokenizer(options.tokenizer_path or path, model.config.vocab_size, chat_template=template)
         chosen = engine_settings(options, loaded_config.num_mtp_modules)
-        with explain_full_memory("give the model more devices with --tp-size"):
+        with explain_full_memory("use more devices: raise --tp-size"):
             chosen, draft_params = load_drafter_of(options, chosen, model)
         config = DecodeConfig(**chosen)
         if config.num_steps and config.drafter == "mtp":

@@ -19,12 +19,13 @@ END_BYTES = 1 << 16  # of each file of weights
 def check_process_flags(options) -> None:
     if options.nnodes == 1:
         return
-    if options.disaggregation_mode not in (None, "null"):
-        raise UsageError("--disaggregation-mode needs a server in one process: leave --nnodes out")
-    if options.speculative_draft_model_path is not None:
-        raise UsageError("--speculative-draft-model-path needs a server in one process: leave --nnodes out")
-    if options.enable_hierarchical_cache:
-        raise UsageError("--enable-hierarchical-cache needs a server in one process: leave --nnodes out")
+    given = {
+        "--disaggregation-mode": options.disaggregation_mode not in (None, "null"),
+        "--speculative-draft-model-path": options.speculative_draft_model_path is not None,
+        "--enable-hierarchical-cache": options.enable_hierarchical_cache,
+    }
+    for flag in (flag for flag, is_given in given.items() if is_given):
+        raise UsageError(f"{flag} needs a server in one process: remove --nnodes")
 
 
 def check_same_start(options, path: pathlib.Path) -> None:

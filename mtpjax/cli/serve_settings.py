@@ -83,7 +83,7 @@ def api_settings(options, path, config, settings):
     folder = path.parent.name if path.name == "checkpoint" else path.name
     keys = _read_keys(options.api_key, KEY_VARIABLE)
     if not keys and options.host not in ("127.0.0.1", "localhost", "::1"):
-        print(f"mtpjax serve: anybody who reaches {options.host} may use the model: set an --api-key", file=sys.stderr)
+        print(f"mtpjax serve: everyone who can reach {options.host} can use the model: set --api-key", file=sys.stderr)
     return ApiSettings(
         model_name=options.served_model_name or folder,
         api_keys=keys,

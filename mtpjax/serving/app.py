@@ -8,11 +8,12 @@ from mtpjax.data.tokenizer import ByteTokenizer, HuggingFaceTokenizer, Tokenizer
 from mtpjax.serving.api import schemas
 from mtpjax.serving.api.admin_routes import admin_router
 from mtpjax.serving.api.errors import ApiError
+from mtpjax.serving.api.health_routes import health_router
 from mtpjax.serving.api.http import FaultHandler, FramingCheck, KeyCheck, error_handler
 from mtpjax.serving.api.openai_routes import openai_router
 from mtpjax.serving.api.page_routes import page_router
 from mtpjax.serving.api.readers import Readers
-from mtpjax.serving.api.route_steps import make_reader
+from mtpjax.serving.api.reading import BodyReader
 from mtpjax.serving.api.server import ApiServer, ApiSettings, Engine
 from mtpjax.serving.api.sglang_routes import generate_router
 from mtpjax.serving.metrics import Metrics
@@ -30,12 +31,12 @@ def make_app(engine: Engine, tokenizer: Tokenizer, settings: ApiSettings, metric
         engine: makes the tokens.
         tokenizer: the model's.
         settings: of the API.
-        metrics: `/metrics` shows them; None: there is no such path.
+        metrics: `/metrics` shows them; None: the path does not exist.
     """
     server = ApiServer(engine, tokenizer, settings)
     # Other tokenizers may not be known to another process.
     num_readers = settings.num_readers if type(tokenizer) in (ByteTokenizer, HuggingFaceTokenizer) else 0
-    server.readers = Readers(make_reader(server), num_readers)
+    server.readers = Readers(BodyReader(tokenizer, server.limits, settings.strict_fields), num_readers)
 
     # Pages of documentation would load scripts from elsewhere; the schema alone does not.
     app = FastAPI(
@@ -48,8 +49,8 @@ def make_app(engine: Engine, tokenizer: Tokenizer, settings: ApiSettings, metric
         exception_handlers={each: error_handler for each in (ApiError, QueueFull, HTTPException)},
     )
     app.state.server = server
-    for router in (openai_router(server), generate_router(server), admin_router(server), page_router(server)):
-        app.include_router(router)
+    for make_router in (openai_router, generate_router, admin_router, health_router, page_router):
+        app.include_router(make_router(server))
     if metrics is not None:
 
         @app.get("/metrics", response_class=Response)

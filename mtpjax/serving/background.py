@@ -89,7 +89,7 @@ class BackgroundCompiler:
             # The others may compile. Requests that need this one hear of the error.
             except Exception as caught:
                 error = caught
-                _log.error("a program does not compile: %s", key, exc_info=caught)
+                _log.error("a program failed to compile: %s", key, exc_info=caught)
             with self._changed:
                 self._num_left -= 1
             if self._is_stopped:

@@ -17,7 +17,7 @@ MAX_MESSAGE_CHARACTERS = 200
 
 # llguidance's words, and what they mean to who wrote the grammar.
 _MEANINGS = {
-    "NoExtension": "no text matches it, or none that the model's tokens can write",
+    "NoExtension": "no text of the model's tokens matches it",
     "LexerTooComplex": "it is too complex: its regular expressions have too many states",
     "coerce_one_of": "oneOf is not supported here: use anyOf",
     "lookarounds not supported": "^, $ and \\b are not supported in it; the whole text must match anyway",
@@ -52,14 +52,14 @@ def checked_schema(source: str) -> str:
         # Compiling takes time and memory in proportion to the least common multiple.
         multiples = [Decimal(str(value)).normalize().as_tuple().digits for value in _multiples(schema)]
         if math.lcm(*(int("".join(map(str, digits))) for digits in multiples)) > MAX_MULTIPLE:
-            raise GrammarError(f"the least common multiple of all multipleOf is above {MAX_MULTIPLE}")
+            raise GrammarError(f"the least common multiple of all multipleOf values is above {MAX_MULTIPLE}")
         plain = json.dumps(schema, allow_nan=False)
     except (ValueError, ArithmeticError) as error:
-        raise GrammarError(f"the JSON schema is not acceptable: {explain(str(error))}") from error
+        raise GrammarError(f"the JSON schema is invalid: {explain(str(error))}") from error
     loop = find_ref_loop(schema)
     if loop:
         path = printable(" -> ".join(loop), 120)
-        raise GrammarError(f"the grammar failed: the $ref loop {path} leads back to itself and never to a type")
+        raise GrammarError(f"the grammar failed: the $ref loop {path} refers only to itself and never to a type")
     return plain
 
 
@@ -74,7 +74,7 @@ def find_ref_loop(schema: Any) -> list[str]:
     """
     targets = _targets(schema)
     # The references that come to a type: those whose target has one, then those whose target refers to these, ...
-    # A target is found after what refers to it, so most are settled in one pass from the end.
+    # A target comes after what refers to it, so one pass from the end settles nearly all.
     settled: set[str] = set()
     num_before = -1
     while len(settled) > num_before:

@@ -28,6 +28,18 @@ def listen(host: str, port: int) -> socket.socket:
     return listener
 
 
+def keepalive_options(**more: int) -> list[tuple[int, int, int]]:
+    """Returns socket options that end a connection to a lost machine within half a minute.
+
+    Args:
+        **more: further options of TCP.
+    """
+    # Names of Linux; other systems keep their own times.
+    times = {"TCP_KEEPIDLE": 10, "TCP_KEEPINTVL": 5, "TCP_KEEPCNT": 3, **more}
+    known = [(getattr(socket, name), value) for name, value in times.items() if hasattr(socket, name)]
+    return [(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1), *((socket.IPPROTO_TCP, *each) for each in known)]
+
+
 def address_of(listener: socket.socket) -> str:
     host, port = listener.getsockname()[:2]
     return f"http://{f'[{host}]' if ':' in host else host}:{port}"
@@ -43,7 +55,6 @@ def run_app(
     header_seconds: float = 30.0,
     has_lifespan: bool = False,
     should_stop: threading.Event | None = None,
-    log_level: str,
 ) -> None:
     """Serves an application until SIGTERM or Ctrl-C.
 
@@ -56,7 +67,6 @@ def run_app(
         header_seconds: time in which a client must send the header of a request, also of a later one.
         has_lifespan: the application handles startup and shutdown events.
         should_stop: when set, stops the server as SIGTERM does.
-        log_level: of the HTTP server's log.
     """
 
     class Server(uvicorn.Server):
@@ -80,7 +90,7 @@ def run_app(
     config = uvicorn.Config(
         app,
         http=limited_protocol(header_seconds),
-        log_level=log_level,
+        log_level="warning",
         access_log=False,
         server_header=False,
         # Without it, uvicorn logs nothing at a second Ctrl-C.

@@ -82,10 +82,9 @@ def loading_app(loading: Loading) -> ASGIApp:
         if scope["path"] in ALIVE_PATHS:
             response = Response(headers=headers)
         else:
-            headers["Retry-After"] = "5"
             message = f"the server is loading: {loading.text}"
-            response = error_response(ApiError(message, status=503, code="loading", headers=headers))
-        # A body that nobody reads would reset the connection, and the client would not see the answer.
+            response = error_response(ApiError(message, status=503, code="loading", headers=headers, retry_after=5))
+        # An unread body would reset the connection, and the client would not see the answer.
         with contextlib.suppress(TimeoutError, ClientDisconnect):
             async with asyncio.timeout(BODY_SECONDS):
                 async for _ in Request(scope, receive).stream():
@@ -96,20 +95,13 @@ def loading_app(loading: Loading) -> ASGIApp:
 
 
 @contextlib.contextmanager
-def answer_while_loading(loading: Loading, listener: socket.socket, *, header_seconds: float) -> Iterator[None]:
-    """Answers requests on a port in a thread while the context is open. The port stays open afterwards."""
-    app = loading_app(loading)
-    # The server closes its socket at the end. Connections that come then wait for the next server of the same port.
-    with run_in_thread(app, listener.dup(), header_seconds=header_seconds, last_seconds=LAST_SECONDS):
-        yield
-
-
-@contextlib.contextmanager
 def open_port(listener: socket.socket | None, name: str, *, header_seconds: float = 30.0) -> Iterator[Loading]:
     """Shows the progress of a start, also to clients of the port (None: there is none). Yields the `Loading`."""
     loading = Loading(name, "" if listener is None else address_of(listener))
     with contextlib.ExitStack() as stack:
         stack.enter_context(loading.shown())
         if listener is not None:
-            stack.enter_context(answer_while_loading(loading, listener, header_seconds=header_seconds))
+            # The server closes its socket at the end. Later connections wait for the next server of the same port.
+            app, times = loading_app(loading), {"header_seconds": header_seconds, "last_seconds": LAST_SECONDS}
+            stack.enter_context(run_in_thread(app, listener.dup(), **times))
         yield loading

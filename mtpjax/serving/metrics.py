@@ -1,4 +1,4 @@
-"""The server's metrics for Prometheus, under our own names and under those of SGLang and vLLM.
+"""The server's metrics for Prometheus, under our names and those of SGLang and vLLM.
 
 The engine counts for itself: a collector reads its `EngineStatus` when Prometheus asks. Only latencies are kept here,
 because the engine does not know when a client's request arrived.
@@ -141,12 +141,12 @@ class Metrics:
         """Yields kind, names and samples of each metric."""
         status = self._status()
         # 1. Numbers of the status. A ratio is undefined before the first pass and is then left out.
-        gauges = {names: read(status) for names, read in GAUGES.items()}
+        gauges: dict[Names, float] = {names: getattr(status, names.attribute) for names in GAUGES}
         gauges[THROUGHPUT] = self._throughput(status.num_new_tokens)
         for names, value in gauges.items():
             yield "gauge", names, [] if math.isnan(value) else [("", {}, value)]
-        for names, read in COUNTERS.items():
-            yield "counter", names, [("_total", {}, read(status))]
+        for names in COUNTERS:
+            yield "counter", names, [("_total", {}, getattr(status, names.attribute))]
         for names, count in self.more_counters.items():
             yield "counter", names, [("_total", {}, count())]
         # 2. Counts with a second label: draft levels from 0, as vLLM numbers them, and how requests ended.

@@ -62,7 +62,7 @@ class PagePool:
         self, num_pages: int, page_size: int, host: HostPages | None = None, snapshots: SnapshotRows | None = None
     ):
         if min(num_pages, page_size) < 1:
-            raise ValueError(f"a pool needs pages and positions, got {num_pages} pages of {page_size}")
+            raise ValueError(f"num_pages and page_size must be at least 1, got {num_pages} and {page_size}")
         self.num_pages, self.page_size, self.host, self.snapshots = num_pages, page_size, host, snapshots
         self.outgoing: list[tuple[bytes, int]] = []
         self.incoming: list[tuple[int, Entries]] = []

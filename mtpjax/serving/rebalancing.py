@@ -101,6 +101,6 @@ class ExpertRebalancer:
         self.imbalance = before, after
         self.num_rebalancings += num_moved > 0
         _log.info(
-            "placed the experts of %d of %d layers anew: the busiest device had %.2f times the mean load, now %.2f",
+            "moved the experts of %d of %d layers: the busiest device had %.2f times the mean load, now %.2f",
             *(num_moved, len(changes), before, after),
         )

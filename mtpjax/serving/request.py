@@ -176,4 +176,38 @@ class EngineStatus:
     @property
     def accept_length(self) -> float:
         """Mean tokens per verification pass, including the bonus token; nan without passes."""
-        return 1 + sum(self.accepted) / self.num_steps if self.num_steps else float("nan")
+        return 1 + self.num_accepted / self.num_steps if self.num_steps else float("nan")
+
+    @property
+    def token_usage(self) -> float:
+        """Share of the pages in use, 0 to 1."""
+        return self.num_used_pages / self.num_pages if self.num_pages else 0.0
+
+    @property
+    def num_used_tokens(self) -> int:
+        return self.num_used_pages * self.page_size
+
+    @property
+    def num_tokens(self) -> int:
+        return self.num_pages * self.page_size
+
+    @property
+    def num_proposed(self) -> int:
+        return sum(self.proposed)
+
+    @property
+    def num_accepted(self) -> int:
+        return sum(self.accepted)
+
+    @property
+    def accept_rate(self) -> float:
+        """Accepted drafts per proposed draft; nan without drafts."""
+        return self.num_accepted / (self.num_proposed or math.nan)
+
+    @property
+    def imbalance_before(self) -> float:
+        return self.expert_imbalance[0]
+
+    @property
+    def imbalance_after(self) -> float:
+        return self.expert_imbalance[1]

@@ -6,7 +6,6 @@ import dataclasses
 import hashlib
 import json
 import logging
-import socket
 import time
 from collections.abc import Sequence
 
@@ -17,6 +16,7 @@ from starlette.types import Message, Receive, Scope, Send
 
 from mtpjax.serving.api.errors import ApiError
 from mtpjax.serving.api.http import error_response, read_bytes, run_while_connected, to_json
+from mtpjax.serving.http_server import keepalive_options
 
 MAX_BODY_BYTES = 32 << 20
 BODY_SECONDS = 30.0
@@ -55,14 +55,14 @@ class Router:
     def __init__(self, urls: Sequence[str], *, check_seconds: float = 1.0):
         self.upstreams = [Upstream(_check_url(url)) for url in urls]
         if not self.upstreams:
-            raise ValueError("a router needs the address of a server")
+            raise ValueError("a router needs the address of at least one server")
         self._check_seconds = check_seconds
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] == "lifespan":
             return await self._live(receive, send)
         if scope["type"] != "http":
-            raise RuntimeError(f"the router passes HTTP on, not {scope['type']}")
+            raise RuntimeError(f"the router forwards HTTP, not {scope['type']}")
         if scope["path"] == "/health":
             is_ready = any(upstream.is_ready for upstream in self.upstreams)
             return await (Response() if is_ready else error_response(_no_server()))(scope, receive, send)
@@ -148,7 +148,7 @@ class Router:
         await receive()
         # A new connection per request: one that is kept may be dead, and then it is unknown what was sent.
         transport = httpx.AsyncHTTPTransport(
-            limits=httpx.Limits(max_connections=None, max_keepalive_connections=0), socket_options=_keepalive()
+            limits=httpx.Limits(max_connections=None, max_keepalive_connections=0), socket_options=keepalive_options()
         )
         timeout = httpx.Timeout(None, connect=CONNECT_SECONDS)
         async with httpx.AsyncClient(transport=transport, timeout=timeout, trust_env=False) as self._client:
@@ -197,20 +197,10 @@ def _chunk(body: bytes) -> Message:
 
 
 def _no_server() -> ApiError:
-    headers = {"Retry-After": "1"}
-    return ApiError("no server takes requests now", status=503, code="no_server", headers=headers)
+    return ApiError("no server accepts requests now", status=503, code="no_server", retry_after=1)
 
 
 def _lost(upstream: Upstream, error: Exception) -> ApiError:
     """Logs that a server was lost with a request, and returns the client's error."""
     _log.error("%s was lost: %r", upstream.url, error)
     return ApiError("the server that had this request was lost", status=502, code="server_lost")
-
-
-def _keepalive() -> list[tuple[int, int, int]]:
-    """Returns socket options that end a connection to a lost machine within half a minute."""
-    options = [(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)]
-    for name, value in (("TCP_KEEPIDLE", 10), ("TCP_KEEPINTVL", 5), ("TCP_KEEPCNT", 3)):
-        if hasattr(socket, name):  # Linux
-            options.append((socket.IPPROTO_TCP, getattr(socket, name), value))
-    return options

@@ -244,7 +244,7 @@ class Scheduler:
 
     def _admit(self, sequence: Sequence) -> bool:
         """Gives a request a slot and pages; False if there are none."""
-        # The part with the most free slots.
+        # The shard with the most free slots.
         part = max(range(len(self.pools)), key=lambda part: len(self._free_slots[part]))
         if not self._free_slots[part]:
             return False

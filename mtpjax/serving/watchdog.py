@@ -50,7 +50,7 @@ class Watchdog:
             if seconds > self._timeout / 2 and shown != begin:
                 shown = begin
                 self.num_slow += 1
-                _log.warning("a call of the engine has not returned for %.0f s; the threads are at", seconds)
+                _log.warning("a call of the engine has not returned for %.0f s; stacks of all threads:", seconds)
                 with contextlib.suppress(OSError, ValueError, AttributeError):  # there may be no standard error
                     faulthandler.dump_traceback(sys.stderr)
             if seconds > self._timeout:

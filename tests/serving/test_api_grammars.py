@@ -177,16 +177,16 @@ def test_turns_go_round_the_clients():
             await turns.take(client)
             order.append(client)
             await asyncio.sleep(0)
-            turns.release()
+            turns.release(client)
 
         await turns.take("first")
         tasks = [asyncio.create_task(work(client)) for client in "aaaabbc"]
         await asyncio.sleep(0)
         tasks[1].cancel()
-        turns.release()
+        turns.release("first")
         await asyncio.gather(*tasks, return_exceptions=True)
         assert "".join(order) == "abcaba"
-        await turns.take("last")  # the place is free again
+        await turns.take("last")  # the slot is free again
 
     asyncio.run(run())
 

@@ -25,6 +25,7 @@ class ApiError(Exception):
         param: the invalid field, such as "messages[0].content".
         code: a machine-readable code, such as "model_not_found".
         headers: further headers of the response.
+        retry_after: seconds after which the client may try again.
     """
 
     def __init__(
@@ -35,9 +36,12 @@ class ApiError(Exception):
         param: str | None = None,
         code: str | None = None,
         headers: dict[str, str] | None = None,
+        retry_after: int | None = None,
     ):
         super().__init__(message)
-        self.status, self.param, self.code, self.headers = status, param, code, headers or {}
+        self.status, self.param, self.code, self.headers = status, param, code, dict(headers or {})
+        if retry_after is not None:
+            self.headers["Retry-After"] = str(retry_after)
 
     @property
     def body(self) -> dict[str, Any]:
@@ -47,19 +51,16 @@ class ApiError(Exception):
 
 
 def queue_full() -> ApiError:
-    message = "the server has too many requests; try again later"
-    return ApiError(message, status=429, code="queue_full", headers={"Retry-After": "1"})
+    return ApiError("the server has too many requests; try again later", status=429, code="queue_full", retry_after=1)
 
 
 def server_busy() -> ApiError:
     """The request has waited too long for work on the host."""
-    message = "the server is busy; try again later"
-    return ApiError(message, status=503, code="server_busy", headers={"Retry-After": "5"})
+    return ApiError("the server is busy; try again later", status=503, code="server_busy", retry_after=5)
 
 
 def shutting_down() -> ApiError:
-    message = "the server is shutting down"
-    return ApiError(message, status=503, code="shutting_down", headers={"Retry-After": "5"})
+    return ApiError("the server is shutting down", status=503, code="shutting_down", retry_after=5)
 
 
 def internal_error(error_id: str) -> ApiError:
@@ -69,5 +70,4 @@ def internal_error(error_id: str) -> ApiError:
 
 def engine_restarted(error: ApiError) -> ApiError:
     """A fault of the engine ended the request; `error` is the one that was logged."""
-    message = f"{error}: the engine had to start anew; try again"
-    return ApiError(message, status=503, code="engine_restarted", headers={"Retry-After": "1"})
+    return ApiError(f"{error}: the engine restarted; try again", status=503, code="engine_restarted", retry_after=1)

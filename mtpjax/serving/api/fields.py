@@ -66,6 +66,29 @@ class Field:
         return schema
 
 
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Limits:
+    """The limits of the model and server.
+
+    Attributes:
+        max_length: maximum tokens of a text, prompt included.
+        max_prompt_characters: longer prompts are rejected before they are tokenized.
+        max_total_characters: of all prompts of a request.
+        max_requests: maximum texts of one request.
+        max_queued: maximum texts that the server holds at the same time.
+        template_variables: variables of the chat template that requests may set.
+    """
+
+    max_length: int
+    vocab_size: int
+    max_prompt_characters: int
+    max_total_characters: int
+    eos_token_ids: tuple[int, ...] = ()
+    max_requests: int = 1
+    max_queued: int = 1
+    template_variables: tuple[str, ...] = ()
+
+
 NAME = Field("string", maximum=MAX_NAME_CHARACTERS)
 FLAG = Field("boolean", default=False)
 

@@ -158,7 +158,7 @@ class Generation:
             await self._arrived.wait()
             self._arrived.clear()
             if self._is_too_slow:
-                raise ApiError("the client reads its stream too slowly", status=408, code="slow_reader")
+                raise ApiError("the client reads the stream too slowly", status=408, code="slow_reader")
             for index, event in self._drain():
                 choice = self.choices[index]
                 if isinstance(event, Finish):
@@ -230,9 +230,7 @@ def _check_finish(finish: Finish, choice: Choice) -> None:
     if finish.reason == "invalid":
         raise ApiError(finish.message, code="grammar_failed")
     if finish.reason == "timeout" and not choice.tokens:
-        raise ApiError(
-            "the request ran out of time in the queue", status=503, code="timeout", headers={"Retry-After": "1"}
-        )
+        raise ApiError("the request timed out in the queue", status=503, code="timeout", retry_after=1)
 
 
 def json_logprob(logprob: float) -> float:

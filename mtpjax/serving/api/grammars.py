@@ -38,7 +38,7 @@ def read_grammar(*bodies: tuple[Body, str]) -> GrammarField | None:
         if body.get(name) is not None and (grammar := read(body[name], prefix + name)) is not None
     ]
     if len(found) > 1:
-        raise ApiError(f"{found[0].param} and {found[1].param} exclude each other", param=found[1].param)
+        raise ApiError(f"{found[0].param} and {found[1].param} cannot be combined", param=found[1].param)
     return found[0] if found else None
 
 

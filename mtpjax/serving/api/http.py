@@ -36,7 +36,7 @@ class FramingCheck:
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         names = {name for name, _ in scope["headers"]} if scope["type"] == "http" else set()
         if {b"content-length", b"transfer-encoding"} <= names:
-            message = "a request has either Content-Length or Transfer-Encoding"
+            message = "a request must not have both Content-Length and Transfer-Encoding"
             error = ApiError(message, code="ambiguous_length", headers={"Connection": "close"})
             return await error_response(error)(scope, receive, send)
         await self._app(scope, receive, send)
@@ -83,7 +83,7 @@ class KeyCheck:
         if scope["type"] != "http" or not (self._digests or self._admin_digests):
             return await self._app(scope, receive, send)
         digest = _bearer_digest(scope)
-        # Compare with every key, so that the time tells nothing about any of them.
+        # Compare with every key, so that the time reveals nothing about any of them.
         is_user, is_admin = (
             sum(hmac.compare_digest(digest, known) for known in digests) > 0
             for digests in (self._digests, self._admin_digests)
@@ -103,7 +103,7 @@ def check_admin(request: Request, settings: ApiSettings) -> None:
         return
     if not request.scope["has_key"]:
         raise _invalid_key("admin API key")
-    raise ApiError("this needs the admin API key", status=403, code="admin_api_key_needed")
+    raise ApiError("this request needs the admin API key", status=403, code="admin_api_key_needed")
 
 
 def check_origin(request: Request) -> None:
@@ -117,7 +117,7 @@ def check_origin(request: Request) -> None:
         return
     own = urllib.parse.urlsplit(f"//{request.headers.get('host', '')}")
     if urllib.parse.urlsplit(origin).netloc != own.netloc or not _is_address(own.hostname or ""):
-        raise ApiError("a web page of another site may not do this", status=403, code="other_origin")
+        raise ApiError("requests from web pages of other sites are not allowed", status=403, code="other_origin")
 
 
 def _is_address(host: str) -> bool:
@@ -272,7 +272,10 @@ async def error_handler(request: Request, error: Exception) -> Response:
     if isinstance(error, QueueFull):
         return error_response(queue_full())
     if isinstance(error, HTTPException):
-        known = {404: ("there is no such path", "not_found"), 405: ("the path has other methods", "method_not_allowed")}
+        known = {
+            404: ("the path does not exist", "not_found"),
+            405: ("the path does not support this method", "method_not_allowed"),
+        }
         message, code = known.get(error.status_code, (str(error.detail), None))
         headers = dict(error.headers or {})
         return error_response(ApiError(message, status=error.status_code, code=code, headers=headers))

@@ -1,7 +1,8 @@
 """Log-probabilities in OpenAI's two forms."""
 
 import dataclasses
-from collections.abc import Iterable, Sequence
+import functools
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 from mtpjax.data.tokenizer import Tokenizer
@@ -57,7 +58,7 @@ class TextOffsets:
 
 def completion_logprobs(tokenizer: Tokenizer, scores: TokenScores, offsets: TextOffsets) -> dict[str, Any]:
     """Makes the `logprobs` object of a completion; `offsets` has already had the tokens before `scores`."""
-    text_of = _TokenTexts(tokenizer)
+    text_of = _token_texts(tokenizer)
     top = None
     if scores.alternatives is not None:
         # Tokens of equal text share a key: the most likely one keeps it.
@@ -73,11 +74,11 @@ def completion_logprobs(tokenizer: Tokenizer, scores: TokenScores, offsets: Text
 
 def chat_logprobs(tokenizer: Tokenizer, scores: TokenScores) -> dict[str, Any]:
     """Makes the `logprobs` object of a chat, with one entry of `content` per token."""
-    text_of = _TokenTexts(tokenizer)
+    text_of = _token_texts(tokenizer)
 
     def entry(token: int, logprob: float | None) -> dict[str, Any]:
         text = text_of(token)
-        # Half a character has no text of its own, and its bytes are not known.
+        # A part of a character has no text, and its bytes are not known.
         return {"token": text, "logprob": logprob, "bytes": None if "\ufffd" in text else list(text.encode())}
 
     alternatives: Iterable = scores.alternatives or [[]] * len(scores.tokens)
@@ -88,14 +89,5 @@ def chat_logprobs(tokenizer: Tokenizer, scores: TokenScores) -> dict[str, Any]:
     return {"content": content, "refusal": None}
 
 
-class _TokenTexts(dict[int, str]):
-    def __init__(self, tokenizer: Tokenizer):
-        super().__init__()
-        self._tokenizer = tokenizer
-
-    def __missing__(self, token: int) -> str:
-        self[token] = self._tokenizer.decode([token])
-        return self[token]
-
-    def __call__(self, token: int) -> str:
-        return self[token]
+def _token_texts(tokenizer: Tokenizer) -> Callable[[int], str]:
+    return functools.cache(lambda token: tokenizer.decode([token]))

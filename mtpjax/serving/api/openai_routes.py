@@ -12,7 +12,7 @@ from mtpjax.serving.api.errors import ApiError
 from mtpjax.serving.api.generation import Choice, Generation, Job, Update, new_id
 from mtpjax.serving.api.logprobs import TextOffsets, TokenScores, chat_logprobs, completion_logprobs, score_choice
 from mtpjax.serving.api.options import read_openai
-from mtpjax.serving.api.route_steps import check_model, client_of, limits_of, prefix_salt, read_body, respond
+from mtpjax.serving.api.route_steps import check_model, make_jobs, read_body, respond
 from mtpjax.serving.api.server import ApiServer
 from mtpjax.serving.api.usage import speculation, usage
 
@@ -144,7 +144,7 @@ class Reply:
 
 def openai_router(server: ApiServer) -> APIRouter:
     router = APIRouter(prefix="/v1")
-    settings, limits = server.settings, limits_of(server)
+    settings, limits = server.settings, server.limits
 
     def model(name: str) -> dict[str, Any]:
         card = {"id": name, "object": "model", "created": 0, "owned_by": "mtpjax"}
@@ -168,17 +168,11 @@ def openai_router(server: ApiServer) -> APIRouter:
         reading = await read_body(server, request, "completion")
         values, options = read_openai(reading.body, limits, is_chat=False)
         check_model(server, values["model"])
-        # Alternatives take another pass over the whole text, which a stream does not have yet.
-        if values["stream"] and values["logprobs"]:
-            message = "a stream has no alternatives: logprobs must be 0, or stream false"
-            raise ApiError(message, param="logprobs", code="unsupported_option")
-        grammar = await server.compile_grammar(options.grammar, client_of(request))
+        _reject_alternatives(values, "logprobs")
         if values["echo"] and values["stream"] and values["logprobs"] is not None:
-            message = "a stream has no log-probabilities of the prompt: set echo or stream to false"
+            message = "streams do not support log-probabilities of the prompt: set echo or stream to false"
             raise ApiError(message, param="echo", code="unsupported_option")
-        # Only requests with the same key and salt share pages of the prefix cache.
-        salt = prefix_salt(request, values["cache_salt"])
-        jobs = options.jobs(reading.prompts, limits, salt=salt, param=reading.param, grammar=grammar)
+        jobs = await make_jobs(server, request, reading, options, values["cache_salt"])
         return await Reply(server, values, jobs, is_chat=False, prompt_texts=reading.texts).respond(request)
 
     @router.post("/chat/completions", openapi_extra=schemas.chat())
@@ -187,12 +181,15 @@ def openai_router(server: ApiServer) -> APIRouter:
         reading = await read_body(server, request, "chat")
         values, options = read_openai(reading.body, limits, is_chat=True)
         check_model(server, values["model"])
-        if values["stream"] and values["top_logprobs"]:
-            message = "a stream has no alternatives: top_logprobs must be 0, or stream false"
-            raise ApiError(message, param="top_logprobs", code="unsupported_option")
-        grammar = await server.compile_grammar(options.grammar, client_of(request))
-        salt = prefix_salt(request, values["cache_salt"])
-        jobs = options.jobs(reading.prompts, limits, salt=salt, param=reading.param, grammar=grammar)
+        _reject_alternatives(values, "top_logprobs")
+        jobs = await make_jobs(server, request, reading, options, values["cache_salt"])
         return await Reply(server, values, jobs, is_chat=True).respond(request)
 
     return router
+
+
+def _reject_alternatives(values: dict[str, Any], param: str) -> None:
+    """Rejects alternatives in a stream: they take another pass over the whole text, which a stream does not have."""
+    if values["stream"] and values[param]:
+        message = f"streams do not support alternatives: {param} must be 0, or stream false"
+        raise ApiError(message, param=param, code="unsupported_option")

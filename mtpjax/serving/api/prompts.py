@@ -1,13 +1,12 @@
 """Reads the prompts of a request: texts, token ids or a conversation."""
 
-import dataclasses
 from typing import Any
 
 from mtpjax.data.chat_messages import REASONING_FIELDS
 from mtpjax.data.tokenizer import Tokenizer
 from mtpjax.messages import count_of
 from mtpjax.serving.api.errors import ApiError
-from mtpjax.serving.api.fields import MAX_NAME_CHARACTERS, Body, check_list, check_text, check_tokens
+from mtpjax.serving.api.fields import MAX_NAME_CHARACTERS, Body, Limits, check_list, check_text, check_tokens
 from mtpjax.serving.api.option_tables import MAX_PROMPTS
 
 MAX_MESSAGES = 2048
@@ -18,26 +17,8 @@ _MESSAGE_FIELDS = ("name", "tool_call_id", "tool_calls", "function_call", *REASO
 _ROLE_LIST = ", ".join(ROLES)
 
 
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class PromptLimits:
-    """Limits of prompts.
-
-    Attributes:
-        max_length: maximum tokens of a text; a prompt has fewer.
-        max_characters: of one prompt.
-        max_total_characters: of all prompts of a request.
-        template_variables: variables of the chat template that requests may set.
-    """
-
-    max_length: int
-    vocab_size: int
-    max_characters: int
-    max_total_characters: int
-    template_variables: tuple[str, ...]
-
-
 def read_prompts(
-    tokenizer: Tokenizer, value: Any, param: str, limits: PromptLimits, *, add_special_tokens: bool = True
+    tokenizer: Tokenizer, value: Any, param: str, limits: Limits, *, add_special_tokens: bool = True
 ) -> list[list[int]]:
     """Reads the prompts of a completion into token ids.
 
@@ -65,7 +46,7 @@ def read_prompts(
         return [_token_ids(each, param, limits) for each in value]
     num_characters = 0
     for text in value:
-        num_characters += len(check_text(text, param, limits.max_characters))
+        num_characters += len(check_text(text, param, limits.max_prompt_characters))
         if num_characters > limits.max_total_characters:
             raise ApiError(f"{param} has too many characters", param=param)
     return [encode_text(tokenizer, text, param, add_special_tokens=add_special_tokens) for text in value]
@@ -78,14 +59,14 @@ def encode_text(tokenizer: Tokenizer, text: str, param: str, *, add_special_toke
         raise ApiError(str(error), param=param) from error
 
 
-def read_chat(tokenizer: Tokenizer, body: Body, limits: PromptLimits, *, add_generation_prompt: bool) -> list[int]:
+def read_chat(tokenizer: Tokenizer, body: Body, limits: Limits, *, add_generation_prompt: bool) -> list[int]:
     """Reads the conversation of a chat into token ids. Raises ApiError, also if the chat template rejects it."""
     if body.get("messages") is None:
         raise ApiError("messages is missing", param="messages")
     messages = check_list(body["messages"], "messages", MAX_MESSAGES)
     if not messages:
         raise ApiError("messages is empty", param="messages")
-    size = _Size(limits.max_characters)
+    size = _Size(limits.max_prompt_characters)
     messages = [_message(message, f"messages[{index}]", size) for index, message in enumerate(messages)]
     tools = check_list(body["tools"], "tools", MAX_TOOLS) if body.get("tools") is not None else []
     size.add(tools, "tools")
@@ -135,7 +116,7 @@ class _Size:
             raise ApiError(message, param=param.partition("[")[0])
 
 
-def _token_ids(value: Any, param: str, limits: PromptLimits) -> list[int]:
+def _token_ids(value: Any, param: str, limits: Limits) -> list[int]:
     if not isinstance(value, list):
         raise ApiError(f"{param} mixes token ids with other values", param=param)
     if len(value) >= limits.max_length:

@@ -106,7 +106,7 @@ class Readers:
             return await asyncio.wrap_future(result)
         except asyncio.CancelledError:
             with self._lock:
-                self._queue.discard(client, item, is_small=is_small)
+                self._queue.discard(client, num_bytes, item, is_small=is_small)
             raise
 
     def close(self) -> None:
@@ -134,13 +134,13 @@ class Readers:
 
     def _run(self, worker: Any, client: Hashable, item: tuple[Callable, concurrent.futures.Future]) -> None:
         work, result = item
-        answer: Reading | BaseException | None = None  # None: nobody waits for it
+        answer: Reading | BaseException | None = None  # None: the request was cancelled
         if result.set_running_or_notify_cancel():
             try:
                 answer = work(worker)
             except BaseException as error:
                 answer = error
-        # The worker is idle before its answer arrives, so that who sends one body after another needs one process.
+        # Mark the worker idle before its answer arrives: a client that sends one body after another needs one process.
         with self._lock:
             self._queue.finish(client)
             self._idle.add(worker)
@@ -185,7 +185,7 @@ class _Process:
             try:
                 return self._read(kind, parts)
             except WorkerEnded as ended:
-                # Its own limits end it with these signals. Otherwise somebody else stopped or killed it: try again.
+                # These signals come from its limits. Otherwise something else stopped or killed it: try again.
                 if self._is_killed or (ended.code is not None and -ended.code in (signal.SIGPROF, *_MEMORY_SIGNALS)):
                     raise
                 _log.warning("a process that reads requests was replaced: %s", ended)

@@ -13,6 +13,7 @@ from typing import Any, Protocol, TypeVar
 from mtpjax.data.template_worker import WORKER
 from mtpjax.data.tokenizer import Tokenizer
 from mtpjax.serving.api.errors import ApiError, server_busy, shutting_down
+from mtpjax.serving.api.fields import Limits
 from mtpjax.serving.api.grammars import GrammarField
 from mtpjax.serving.api.readers import Readers
 from mtpjax.serving.api.turns import Turns
@@ -51,7 +52,6 @@ class Engine(Protocol):
     @property
     def failure(self) -> str:
         """The reason why the engine does not work, else "". `/health` then answers 503."""
-        ...
 
     def submit(self, request: Request, deliver: Deliver) -> int:
         """Queues a request and returns its id.
@@ -64,21 +64,17 @@ class Engine(Protocol):
             ValueError: the request is invalid.
             QueueFull: the queue is full, or the engine shuts down.
         """
-        ...
 
     def abort(self, request_id: int, reason: FinishReason = "abort") -> None:
         """Ends a request for this reason. Ignores unknown ids."""
-        ...
 
     def score(self, tokens: Sequence[int], num_top: int) -> Scores:
         """Returns the log-probabilities of a text; blocks."""
-        ...
 
     def status(self) -> EngineStatus: ...
 
     def flush_cache(self) -> int:
         """Forgets unused prefix pages and returns their number."""
-        ...
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -137,7 +133,7 @@ class Mailbox:
     def post(self, function: Callable[..., None], *arguments: Any) -> None:
         """Calls a function soon in the loop, in the order of the posts. Does nothing once the loop has ended."""
         self._calls.append((function, arguments))
-        # `_run` resets this before it takes calls, so a call behind its last one wakes the loop again.
+        # `_run` resets this before it takes calls, so a call after its last one wakes the loop again.
         if not self._is_woken:
             self._is_woken = True
             with contextlib.suppress(RuntimeError):
@@ -158,6 +154,7 @@ class ApiServer:
     """State of the API.
 
     Attributes:
+        limits: of requests.
         is_stopping: new requests get 503.
         prepare: called with the engine requests of an HTTP request before they are submitted; None: nothing to do.
         readers: read the bodies of requests; `make_app` sets them.
@@ -172,7 +169,16 @@ class ApiServer:
         self.readers: Readers
         self.running: dict[tuple[bytes, str], set[int]] = {}
         self._mailbox: Mailbox | None = None
-        self.max_prompt_characters = settings.max_prompt_characters or 64 * engine.max_length
+        self.limits = Limits(
+            max_length=engine.max_length,
+            vocab_size=engine.vocab_size,
+            eos_token_ids=tuple(tokenizer.eos_token_ids),
+            max_prompt_characters=settings.max_prompt_characters or 64 * engine.max_length,
+            max_total_characters=settings.max_body_bytes,
+            template_variables=settings.template_variables,
+            max_requests=settings.max_requests,
+            max_queued=engine.max_requests,
+        )
         digest = hashlib.sha256(f"{__version__} {settings.model_name} {tokenizer.digest}".encode()).hexdigest()
         self.fingerprint = f"fp_{digest[:12]}"
         self._grammar_threads = concurrent.futures.ThreadPoolExecutor(1 + SLOW_GRAMMARS, "grammar")
@@ -219,9 +225,9 @@ class ApiServer:
                 await turns.take(client)
         except TimeoutError as error:
             raise server_busy() from error
-        # The place is free again when the thread is, which nobody can stop. The limit does not count the wait before.
+        # The slot is free again when the thread is, which cannot be stopped. The time limit excludes the wait.
         mailbox, running = self.mailbox(), self._submit(self._grammar_threads, work)
-        running.add_done_callback(lambda _: mailbox.post(turns.release))
+        running.add_done_callback(lambda _: mailbox.post(turns.release, client))
         async with asyncio.timeout(GRAMMAR_SECONDS):
             return await self._result(running)
 

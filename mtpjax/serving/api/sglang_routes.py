@@ -10,7 +10,7 @@ from fastapi.responses import Response
 from mtpjax.serving.api import schemas
 from mtpjax.serving.api.generation import Choice, Generation, Job, new_id
 from mtpjax.serving.api.options import read_generate
-from mtpjax.serving.api.route_steps import client_of, limits_of, prefix_salt, read_body, respond
+from mtpjax.serving.api.route_steps import make_jobs, read_body, respond
 from mtpjax.serving.api.server import ApiServer
 from mtpjax.serving.api.usage import meta_info
 
@@ -59,16 +59,14 @@ class GenerateReply:
 
 
 def generate_router(server: ApiServer) -> APIRouter:
-    router, limits = APIRouter(), limits_of(server)
+    router, limits = APIRouter(), server.limits
 
     @router.post("/generate", openapi_extra=schemas.generate())
     async def generate(request: Request) -> Response:
         """Continues texts. In a stream, each event has the whole text so far."""
         reading = await read_body(server, request, "generate")
         values, options = read_generate(reading.body, limits)
-        grammar = await server.compile_grammar(options.grammar, client_of(request))
-        salt = prefix_salt(request, None)
-        jobs = options.jobs(reading.prompts, limits, salt=salt, param=reading.param, grammar=grammar)
+        jobs = await make_jobs(server, request, reading, options)
         return await GenerateReply(server, values, jobs, is_list=reading.is_batch or len(jobs) > 1).respond(request)
 
     return router

@@ -125,12 +125,12 @@ class TextStream:
 
 def _split(spans: list[Span], place: int) -> tuple[list[Span], list[Span]]:
     """Splits spans at a position of their text."""
-    before, behind = [], []
+    before, after = [], []
     for text, level in spans:
         before.append(Span(text[:place], level))
-        behind.append(Span(text[place:], level))
+        after.append(Span(text[place:], level))
         place = max(place - len(text), 0)
-    return [span for span in before if span.text], [span for span in behind if span.text]
+    return [span for span in before if span.text], [span for span in after if span.text]
 
 
 def _overlap(text: str, stop: str) -> int:

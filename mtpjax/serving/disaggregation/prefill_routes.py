@@ -46,7 +46,7 @@ def prefill_router(server: ApiServer, service: PrefillService) -> APIRouter:
             service.signer.check(request.headers, body)
         except Forged as error:
             _log.warning("a request for prefill was refused: %s", error)
-            raise ApiError("only decode servers may ask", status=403, code="forbidden") from error
+            raise ApiError("only decode servers may send this request", status=403, code="forbidden") from error
         # 2. Read the request.
         try:
             values = protocol.unpack(body, REQUEST)
@@ -56,7 +56,7 @@ def prefill_router(server: ApiServer, service: PrefillService) -> APIRouter:
         if values["model"] != service.model:
             message = "the servers differ in their model, --page-size, --kv-cache-dtype or draft settings"
             raise ApiError(message, status=409, code="other_model")
-        # 3. Compute the pages that are missing: prefill, and one token that nobody reads.
+        # 3. Compute the pages that are missing: prefill, plus one unused token.
         salt = values["salt"]
 
         async def compute() -> None:

@@ -16,7 +16,7 @@ from mtpjax.serving.host_pages import Entries
 
 PATH = "/disaggregation/prefill"
 MAX_AGE = 60.0  # seconds that the clocks of two machines may differ
-MESSAGE_BYTES = 1 << 12  # most bytes of a message besides tokens and pages
+MESSAGE_BYTES = 1 << 12  # maximum size of a message, besides tokens and pages
 TIME, NONCE, SIGNATURE = "mtpjax-time", "mtpjax-nonce", "mtpjax-signature"  # headers
 
 
@@ -43,7 +43,7 @@ class Signer:
         self._compare(self._mac("request", sent, nonce, body), headers)
         now = time.time()
         if abs(now - float(sent)) > MAX_AGE:
-            raise Forged("its time is too far from that of this machine")
+            raise Forged("its time differs too much from this machine's")
         # A request that was recorded in the network must not be answered a second time.
         if nonce in self._nonces:
             raise Forged("it came before")
@@ -75,7 +75,7 @@ def unpack(body: bytes, fields: Mapping[str, type]) -> dict[str, Any]:
     """Decodes a message. Raises ValueError unless it has exactly these fields, of these types."""
     message = msgpack.unpackb(body)  # its errors are ValueErrors, and lengths beyond the body's are errors
     if not isinstance(message, dict) or {name: type(value) for name, value in message.items()} != dict(fields):
-        raise ValueError("the message has other fields; do both servers run the same version?")
+        raise ValueError("the message has unexpected fields; do both servers run the same version?")
     return message
 
 

@@ -14,7 +14,7 @@ import numpy as np
 
 BACKENDS = ("jax", "http")
 PUBLIC_ADDRESS = "192.0.2.1"  # of no machine (RFC 5737): the way there is the default route
-OFFER_SECONDS = 60.0  # bytes that nobody fetches are dropped after this time
+OFFER_SECONDS = 60.0  # after which bytes that were not fetched are dropped
 
 
 class Transfer(Protocol):
@@ -28,11 +28,9 @@ class Transfer(Protocol):
 
     def send(self, data: np.ndarray) -> dict[str, Any]:
         """Offers bytes `[n]` uint8; returns the fields of the answer that `receive` needs."""
-        ...
 
     def receive(self, answer: dict[str, Any], size: int, host: str, seconds: float) -> np.ndarray:
         """Fetches `[size]` uint8 from `host`, whose answer holds the fields of `send`, within `seconds`."""
-        ...
 
 
 class HttpTransfer:
@@ -64,7 +62,7 @@ class JaxTransfer:
     fields: ClassVar[dict[str, type]] = {"uuid": int, "port": int}
 
     def __init__(self, host: str = "127.0.0.1", port: int = 0):
-        # The other side is told to connect to the address that this one listens on, so it must be a real one.
+        # The other side connects to the address that this one listens on, so it must be a real one.
         host = _resolve(host)
         try:
             from jax.experimental import transfer

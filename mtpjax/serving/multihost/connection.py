@@ -21,6 +21,7 @@ from mtpjax.errors import LostProcess, printable
 from mtpjax.serving.disaggregation import protocol
 from mtpjax.serving.disaggregation.protocol import NONCE, SIGNATURE, TIME, Forged, Signer
 from mtpjax.serving.disaggregation.transfer import own_address
+from mtpjax.serving.http_server import keepalive_options
 
 EXIT_CODE = 75  # of a process that has lost another; see `LostProcess`
 MEETING_SECONDS = 60.0  # until all processes are connected
@@ -135,7 +136,7 @@ def connect_processes(address: str | None) -> Iterator[Followers | Leader]:
     """
     is_main, num_others = distributed.is_main_process(), jax.process_count() - 1
     with contextlib.ExitStack() as stack:
-        # 1. Process 0 opens a port, and tells the others.
+        # 1. Process 0 opens a port and sends its number to the others.
         meeting = None
         if is_main:
             listener = stack.enter_context(_listen())
@@ -200,7 +201,7 @@ def _accept(listener: socket.socket, count: int, signer: Signer) -> dict[int, so
             rank = hello["rank"]
             signer.check(hello, str(rank).encode())
             if not 1 <= rank <= count or rank in connections:
-                raise Forged("there is such a process already")
+                raise Forged("this process is connected already")
             _send(connection, signer.sign_answer(hello, b"")[SIGNATURE].encode())
             connections[rank] = _prepared(connection)
         except (OSError, ValueError, Forged):
@@ -232,11 +233,8 @@ def _prepared(connection: socket.socket) -> socket.socket:
     """Sets a connection's options: no delays, and a lost host breaks it within half a minute."""
     connection.settimeout(None)
     connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
-    connection.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
-    # Names of Linux; other systems keep their own times.
-    for name, value in (("TCP_KEEPIDLE", 10), ("TCP_KEEPINTVL", 5), ("TCP_KEEPCNT", 3), ("TCP_USER_TIMEOUT", 25_000)):
-        if hasattr(socket, name):
-            connection.setsockopt(socket.IPPROTO_TCP, getattr(socket, name), value)
+    for option in keepalive_options(TCP_USER_TIMEOUT=25_000):
+        connection.setsockopt(*option)
     return connection
 
 

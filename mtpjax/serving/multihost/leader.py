@@ -21,33 +21,32 @@ class LeaderExecutor(Executor):
 
     def _run(self, work: Work) -> Any:
         """Sends a call, then dispatches it, so that all processes start it at about the same time."""
-        # The other processes make the calls of the warm-up themselves.
-        if not self._is_warming_up:
-            self._followers.send(encode_work(work))
+        self._send(lambda: encode_work(work))
         return super()._run(work)
 
     def copy_snapshots(self, slots: np.ndarray, rows: np.ndarray, *, to_state: bool) -> None:
-        if not self._is_warming_up:
-            self._followers.send(encode("copy_snapshots", slots, rows, to_state))
+        self._send(lambda: encode("copy_snapshots", slots, rows, settings={"to_state": to_state}))
         super().copy_snapshots(slots, rows, to_state=to_state)
 
     def count_experts(self, tokens: np.ndarray, lengths: np.ndarray) -> jax.Array:
-        if not self._is_warming_up:
-            self._followers.send(encode("count_experts", tokens, lengths))
+        self._send(lambda: encode("count_experts", tokens, lengths))
         return super().count_experts(tokens, lengths)
 
     def move_experts(self, layer: str, expert_of_slot: np.ndarray) -> None:
-        if not self._is_warming_up:
-            self._followers.send(encode("move_experts", layer, expert_of_slot))
+        self._send(lambda: encode("move_experts", layer, expert_of_slot))
         super().move_experts(layer, expert_of_slot)
 
     def warm_up(self, progress: Callable[[int, int], None] = lambda done, total: None) -> None:
-        self._followers.send(encode("warm_up"))
+        self._send(lambda: encode("warm_up"))
         self._is_warming_up = True
         super().warm_up(progress)
         self._is_warming_up = False
 
     def reset(self) -> None:
-        if not self._is_warming_up:
-            self._followers.send(encode("reset"))
+        self._send(lambda: encode("reset"))
         super().reset()
+
+    def _send(self, make: Callable[[], bytes]) -> None:
+        """Sends a call, unless it belongs to the warm-up: the other processes make those calls themselves."""
+        if not self._is_warming_up:
+            self._followers.send(make())

@@ -81,7 +81,7 @@ def _to_plain(value: Any) -> Any:
     if type(value) in TYPES.values():
         fields = {field.name: _to_plain(getattr(value, field.name)) for field in dataclasses.fields(value)}
         return {"type": type(value).__name__, "fields": fields}
-    assert not isinstance(value, jax.Array), "arrays on the device do not travel"
+    assert not isinstance(value, jax.Array), "arrays on the device are not sent"
     array = np.asarray(value)
     # The options of most requests are zeros, one for each token of the vocabulary.
     is_repeated = array.size >= MIN_REPEATED and bool((array == array.flat[0]).all())
@@ -105,4 +105,4 @@ def _from_plain(value: Any) -> Any:
 
 
 def _reject(name: str) -> NoReturn:
-    raise ValueError(f"a call has an unknown part, {name!r}; do all processes run the same version?")
+    raise ValueError(f"a call has an unknown element, {name!r}; do all processes run the same version?")
