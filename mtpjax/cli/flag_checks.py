@@ -107,9 +107,7 @@ def check_command_line(arguments: list[str], parser: CommandParser) -> list[str]
 
 
 def check_flags(
-    arguments: list[str],
-    parser: CommandParser,
-    advise: Callable[[str], tuple[str, str] | None] | None = None,
+    arguments: list[str], parser: CommandParser, advise: Callable[[str], tuple[str, str] | None] | None = None
 ) -> list[str]:
     """Checks the flags of a command.
 

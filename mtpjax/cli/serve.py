@@ -5,23 +5,14 @@ import os
 from typing import Any
 
 from mtpjax.cli.common import set_threads
-from mtpjax.cli.config_flags import (
-    choose_num_steps,
-    decode_settings,
-)
+from mtpjax.cli.config_flags import choose_num_steps, decode_settings
 from mtpjax.cli.disaggregation_flags import disaggregation_settings
 from mtpjax.cli.drafter_flags import ALGORITHMS as OF_FILES
 from mtpjax.cli.drafter_flags import ALIASES, load_drafter_of
 from mtpjax.cli.expert_flags import check_expert_devices, check_expert_flags, place_experts_by_flags
 from mtpjax.cli.mesh_flags import load_on_mesh, open_mesh
 from mtpjax.cli.serve_processes import check_process_flags, check_same_start, connect_followers
-from mtpjax.cli.serve_settings import (
-    api_settings,
-    check_used,
-    engine_sizes,
-    load_grammars,
-    server_settings,
-)
+from mtpjax.cli.serve_settings import api_settings, check_used, engine_sizes, load_grammars, server_settings
 from mtpjax.decoding.config import LOSSY_RULES
 from mtpjax.errors import TokenizerError, UsageError, install_extra
 from mtpjax.host import raise_descriptor_limit
@@ -58,10 +49,7 @@ def engine_settings(options, num_modules: int) -> dict[str, Any]:
         steps = choose_num_steps(settings["num_steps"], drafter, num_modules)
         settings |= {"drafter": drafter, "num_steps": steps}
     # 2. The acceptance rule. SGLang has switches for two.
-    rules = {
-        "token": options.speculative_use_rejection_sampling,
-        "block": options.speculative_use_block_verification,
-    }
+    rules = {"token": options.speculative_use_rejection_sampling, "block": options.speculative_use_block_verification}
     for rule in (rule for rule, is_chosen in rules.items() if is_chosen):
         if settings["acceptance"] not in ("auto", rule):
             raise ValueError(f"acceptance is set twice: {settings['acceptance']} and {rule}")

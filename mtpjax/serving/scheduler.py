@@ -226,19 +226,16 @@ class Scheduler:
         needed = self._num_pages(sequence.max_length, sequence.limit) - len(sequence.lease.pages)
         while needed > 0 and not self.pools[sequence.part].extend(sequence.lease, needed):
             victim = next(row for row in reversed(self.running) if row.part == sequence.part)
-            self._preempt(victim)
+            self._vacate(victim)
+            self._preempted.append(victim)
+            self.num_preempted += 1
             if victim is sequence:
                 return
-
-    def _preempt(self, sequence: Sequence) -> None:
-        self._vacate(sequence)
-        self._preempted.append(sequence)
-        self.num_preempted += 1
 
     def _requeue_preempted(self) -> None:
         """Requeues preempted requests whose reports were all read, in order of arrival."""
         ready = [sequence for sequence in self._preempted if not sequence.num_unread]
-        for sequence in sorted(ready, key=lambda sequence: sequence.id, reverse=True):
+        for sequence in sorted(ready, key=lambda each: each.id, reverse=True):
             self._preempted.remove(sequence)
             self.waiting.appendleft(sequence)
 

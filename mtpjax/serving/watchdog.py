@@ -27,10 +27,7 @@ class Watchdog:
     """
 
     def __init__(
-        self,
-        busy_since: Callable[[], float | None],
-        timeout: float,
-        on_timeout: Callable[[float], None] | None = None,
+        self, busy_since: Callable[[], float | None], timeout: float, on_timeout: Callable[[float], None] | None = None
     ):
         self._busy_since, self._timeout, self._on_timeout = busy_since, timeout, on_timeout or _exit
         self.num_slow = 0

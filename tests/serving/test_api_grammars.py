@@ -191,6 +191,27 @@ def test_turns_go_round_the_clients():
     asyncio.run(run())
 
 
+def test_a_client_with_running_work_waits_for_clients_without():
+    async def run():
+        turns, order = Turns(2), []
+
+        async def work(client):
+            await turns.take(client)
+            order.append(client)
+
+        await turns.take("a")
+        await turns.take("a")
+        tasks = [asyncio.create_task(work(client)) for client in "abc"]
+        await asyncio.sleep(0)
+        for client in "aab":
+            turns.release(client)
+            await asyncio.sleep(0)
+        await asyncio.gather(*tasks)
+        assert "".join(order) == "bac"
+
+    asyncio.run(run())
+
+
 def test_a_grammar_that_fails_while_decoding_is_a_400(server, monkeypatch):
     client, engine = server
     finish = Finish("invalid", 2, message="the grammar failed: too complex")

@@ -92,11 +92,7 @@ class Reply:
         yield "[DONE]"
 
     def _delta(
-        self,
-        choice: Choice,
-        fields: dict[str, Any],
-        update: Update | None = None,
-        offsets: TextOffsets | None = None,
+        self, choice: Choice, fields: dict[str, Any], update: Update | None = None, offsets: TextOffsets | None = None
     ) -> dict[str, Any]:
         """Makes the choice of a chunk.
 
@@ -162,7 +158,7 @@ def openai_router(server: ApiServer) -> APIRouter:
         check_model(server, name)
         return model(name)
 
-    @router.post("/completions", openapi_extra=schemas.completion())
+    @router.post("/completions", openapi_extra=schemas.COMPLETION)
     async def complete(request: Request) -> Response:
         """Continues texts. With `return_draft_levels`, a stream says which drafts the text comes from."""
         reading = await read_body(server, request, "completion")
@@ -175,7 +171,7 @@ def openai_router(server: ApiServer) -> APIRouter:
         jobs = await make_jobs(server, request, reading, options, values["cache_salt"])
         return await Reply(server, values, jobs, is_chat=False, prompt_texts=reading.texts).respond(request)
 
-    @router.post("/chat/completions", openapi_extra=schemas.chat())
+    @router.post("/chat/completions", openapi_extra=schemas.CHAT)
     async def chat(request: Request) -> Response:
         """Answers a conversation. With `return_draft_levels`, a stream says which drafts the text comes from."""
         reading = await read_body(server, request, "chat")

@@ -17,7 +17,7 @@ import signal
 import threading
 import weakref
 from collections.abc import Callable, Hashable, Sequence
-from typing import Any, Protocol
+from typing import Any
 
 from mtpjax.serving.api.errors import ApiError, server_busy, shutting_down
 from mtpjax.serving.api.read_messages import Reading, from_answer, out_of_memory, to_request
@@ -47,17 +47,11 @@ class ReadLimits:
     memory: int = 2 << 30
 
 
-class Reader(Protocol):
-    """Reads bodies, as `reading.BodyReader` does."""
-
-    def read(self, kind: str, raw: bytes) -> Reading: ...
-
-
 class Readers:
     """Reads bodies in other processes, or in threads of this one. All methods are thread-safe.
 
     Args:
-        reader: must be picklable if there are processes.
+        reader: reads a body as `BodyReader.read` does; must be picklable if there are processes.
         num_workers: processes, at least 2; 0: two threads of this process do the same.
         limits: of one body, in a process.
 
@@ -65,7 +59,7 @@ class Readers:
         ValueError: there is one process, which would read small bodies after large ones.
     """
 
-    def __init__(self, reader: Reader, num_workers: int, limits: ReadLimits = ReadLimits()):
+    def __init__(self, reader: Any, num_workers: int, limits: ReadLimits = ReadLimits()):
         if num_workers < 0 or num_workers == 1:
             raise ValueError(f"num_workers must be 0 or at least 2, got {num_workers}")
         self._lock, self._queue, self._is_closed = threading.Lock(), ReadQueue(), False
@@ -154,7 +148,7 @@ class Readers:
 class _Thread:
     """Reads in the thread that calls it: the plain twin of `_Process`."""
 
-    def __init__(self, reader: Reader):
+    def __init__(self, reader: Any):
         self._reader = reader
 
     def read(self, kind: str, parts: Sequence[bytes]) -> Reading:
@@ -172,7 +166,7 @@ class _Thread:
 class _Process:
     """Reads in another process, one body at a time. Replaces a process that is stopped or ends."""
 
-    def __init__(self, reader: Reader, limits: ReadLimits, *, niceness: int):
+    def __init__(self, reader: Any, limits: ReadLimits, *, niceness: int):
         self._reader, self._limits, self._niceness = reader, limits, niceness
         self._process, self._is_started, self._is_killed = WorkerProcess(_SCRIPT), False, False
 

@@ -61,7 +61,7 @@ class GenerateReply:
 def generate_router(server: ApiServer) -> APIRouter:
     router, limits = APIRouter(), server.limits
 
-    @router.post("/generate", openapi_extra=schemas.generate())
+    @router.post("/generate", openapi_extra=schemas.GENERATE)
     async def generate(request: Request) -> Response:
         """Continues texts. In a stream, each event has the whole text so far."""
         reading = await read_body(server, request, "generate")

@@ -34,15 +34,13 @@ def encode(name: str, *arguments: Any, settings: dict[str, Any] | None = None) -
         *arguments: numbers, strings, arrays on the host, and tuples and dataclasses of them.
         settings: static settings of a program.
     """
-    message = {"name": name, "arguments": [_to_plain(each) for each in arguments], "settings": {}}
-    message["settings"] = {key: _to_plain(value) for key, value in (settings or {}).items()}
-    return protocol.pack(message)
+    plain = {key: _to_plain(value) for key, value in (settings or {}).items()}
+    return protocol.pack({"name": name, "arguments": [_to_plain(each) for each in arguments], "settings": plain})
 
 
 def encode_work(work: Work) -> bytes:
     settings = {key: None if key in OF_EXECUTOR else value for key, value in work.settings.items()}
-    name = work.program.plain.__name__
-    return encode(name, *work.arrays, settings=settings)
+    return encode(work.program.plain.__name__, *work.arrays, settings=settings)
 
 
 def decode(body: bytes) -> tuple[str, tuple[Any, ...], dict[str, Any]]:
