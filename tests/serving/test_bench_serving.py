@@ -372,7 +372,7 @@ def test_notes_name_a_server_that_drafts_all_the_same():
     runs += [fake_run(2, 0, side, 10, client_cpu_share=0.9) for side in (True, False)]
     text = format_markdown(speedups(runs), {"model": "fake"}, {})
     assert "the client was overloaded at 2 requests at once" in text
-    assert "this is no comparison" in text and "3 requests failed" in text and "raise --repeats" in text
+    assert "the comparison is not valid" in text and "3 requests failed" in text and "raise --repeats" in text
     assert len(notes(speedups([fake_run(1, n, side, 10) for n in (0, 1) for side in (True, False)]), {})) == 2
 
 
