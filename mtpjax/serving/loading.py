@@ -102,6 +102,6 @@ def open_port(listener: socket.socket | None, name: str, *, header_seconds: floa
         stack.enter_context(loading.shown())
         if listener is not None:
             # The server closes its socket at the end. Later connections wait for the next server of the same port.
-            app, times = loading_app(loading), {"header_seconds": header_seconds, "last_seconds": LAST_SECONDS}
-            stack.enter_context(run_in_thread(app, listener.dup(), **times))
+            app, copy = loading_app(loading), listener.dup()
+            stack.enter_context(run_in_thread(app, copy, header_seconds=header_seconds, last_seconds=LAST_SECONDS))
         yield loading

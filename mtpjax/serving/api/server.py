@@ -52,6 +52,7 @@ class Engine(Protocol):
     @property
     def failure(self) -> str:
         """The reason why the engine does not work, else "". `/health` then answers 503."""
+        ...
 
     def submit(self, request: Request, deliver: Deliver) -> int:
         """Queues a request and returns its id.
@@ -64,17 +65,21 @@ class Engine(Protocol):
             ValueError: the request is invalid.
             QueueFull: the queue is full, or the engine shuts down.
         """
+        ...
 
     def abort(self, request_id: int, reason: FinishReason = "abort") -> None:
         """Ends a request for this reason. Ignores unknown ids."""
+        ...
 
     def score(self, tokens: Sequence[int], num_top: int) -> Scores:
         """Returns the log-probabilities of a text; blocks."""
+        ...
 
     def status(self) -> EngineStatus: ...
 
     def flush_cache(self) -> int:
         """Forgets unused prefix pages and returns their number."""
+        ...
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)

@@ -28,9 +28,11 @@ class Transfer(Protocol):
 
     def send(self, data: np.ndarray) -> dict[str, Any]:
         """Offers bytes `[n]` uint8; returns the fields of the answer that `receive` needs."""
+        ...
 
     def receive(self, answer: dict[str, Any], size: int, host: str, seconds: float) -> np.ndarray:
         """Fetches `[size]` uint8 from `host`, whose answer holds the fields of `send`, within `seconds`."""
+        ...
 
 
 class HttpTransfer:
