@@ -13,7 +13,7 @@ from collections.abc import Mapping
 import rich.console
 
 from mtpjax.atomic import check_output_file
-from mtpjax.cli.common import progress_bar
+from mtpjax.cli.common import check_minimums, progress_bar
 from mtpjax.cli.interrupts import INTERRUPTED
 from mtpjax.console import print_parts
 from mtpjax.data.jsonl_writer import JsonlWriter
@@ -35,12 +35,7 @@ from mtpjax.version import __version__
 
 def run_benchmark(options) -> int:
     """Checks every setting, then measures the server. Returns the exit code: 1 if every request failed."""
-    for name in ("num_prompts", "repeats", "max_concurrency", "max_new_tokens"):
-        value = getattr(options, name)
-        if value is not None and value < 1:
-            raise UsageError(f"{name} must be at least 1, got {value}")
-    if options.warmup_requests < 0:
-        raise UsageError(f"warmup_requests must be at least 0, got {options.warmup_requests}")
+    check_minimums(options, num_prompts=1, repeats=1, max_concurrency=1, max_new_tokens=1, warmup_requests=0)
     if options.dataset_name.startswith("random") and not BACKENDS[options.backend].accepts_tokens:
         raise UsageError(
             f"--backend {options.backend} does not accept token ids as prompts: give a file, --dataset-path"

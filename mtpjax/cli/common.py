@@ -8,7 +8,7 @@ from collections.abc import Callable, Iterator
 
 from mtpjax import compilation_cache
 from mtpjax.cli.help import flag_group
-from mtpjax.errors import printable
+from mtpjax.errors import UsageError, printable
 from mtpjax.evaluation.plot_style import DEFAULT_FORMATS, FORMATS
 from mtpjax.models.config import IMPLEMENTATIONS
 
@@ -48,6 +48,14 @@ def add_implementation_flag(parser) -> None:
 def model_type(options) -> str | None:
     """Returns the family that `--model-type` names; None: the checkpoint says it."""
     return None if options.model_type == "auto" else options.model_type
+
+
+def check_minimums(options, **minimums: int) -> None:
+    """Raises UsageError if the value of a flag is below its minimum."""
+    for name, minimum in minimums.items():
+        value = getattr(options, name)
+        if value is not None and value < minimum:
+            raise UsageError(f"--{name.replace('_', '-')} must be at least {minimum}, got {value}")
 
 
 def add_plot_formats_flag(parser) -> None:

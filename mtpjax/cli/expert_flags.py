@@ -36,15 +36,6 @@ def add_expert_flags(parser) -> None:
     )
 
 
-def check_expert_flags(options) -> None:
-    if options.ep_num_redundant_experts < 0:
-        raise UsageError(f"--ep-num-redundant-experts must be at least 0, got {options.ep_num_redundant_experts}")
-    if options.eplb_rebalance_num_iterations < 1:
-        raise UsageError(
-            f"--eplb-rebalance-num-iterations must be at least 1, got {options.eplb_rebalance_num_iterations}"
-        )
-
-
 def check_expert_devices(options, mesh) -> None:
     """Raises UsageError if experts should move, and `mesh` (None: one device) does not shard them."""
     if options.enable_eplb and _num_expert_devices(mesh) == 1:

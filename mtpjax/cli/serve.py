@@ -4,12 +4,12 @@ import contextlib
 import os
 from typing import Any
 
-from mtpjax.cli.common import set_threads
+from mtpjax.cli.common import check_minimums, set_threads
 from mtpjax.cli.config_flags import choose_num_steps, decode_settings
 from mtpjax.cli.disaggregation_flags import disaggregation_settings
 from mtpjax.cli.drafter_flags import ALGORITHMS as OF_FILES
 from mtpjax.cli.drafter_flags import ALIASES, load_drafter_of
-from mtpjax.cli.expert_flags import check_expert_devices, check_expert_flags, place_experts_by_flags
+from mtpjax.cli.expert_flags import check_expert_devices, place_experts_by_flags
 from mtpjax.cli.mesh_flags import load_on_mesh, open_mesh
 from mtpjax.cli.serve_processes import check_process_flags, check_same_start, connect_followers
 from mtpjax.cli.serve_settings import api_settings, check_used, engine_sizes, load_grammars, server_settings
@@ -96,7 +96,7 @@ def run_serve(options) -> int:
         raise UsageError("--wait-for-warm-up and --skip-server-warmup cannot be combined")
     options.mesh = _mesh_text(options)
     # Check the flags before the model is loaded, which may take minutes.
-    check_expert_flags(options)
+    check_minimums(options, ep_num_redundant_experts=0, eplb_rebalance_num_iterations=1)
     check_used(options)
     engine_settings(options, num_modules=1)
     # The number of threads and the compilation cache are set before anything imports JAX.

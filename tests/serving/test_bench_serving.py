@@ -281,7 +281,7 @@ def test_a_run_without_success_has_a_table_and_exit_code_1(server, capsys):
         (("--dataset-name", "sharegpt"), "--dataset-path"),
         (("--request-rate", "0"), "request_rate must be above 0"),
         (("--random-range-ratio", "2"), "random_range_ratio must be from 0 to 1"),
-        (("--num-prompts", "0"), "num_prompts must be at least 1"),
+        (("--num-prompts", "0"), "--num-prompts must be at least 1"),
         (("--extra-request-body", "[1]"), "must be a JSON object"),
         (("--header", "x"), "KEY=VALUE"),
         (("--backend", "openai-chat"), "token ids"),
