@@ -4,46 +4,26 @@ import contextlib
 import os
 from typing import Any
 
-from mtpjax.cli.common import set_threads
-from mtpjax.cli.config_flags import (
-    choose_num_steps,
-    decode_settings,
-)
+from mtpjax.cli.common import check_minimums, set_threads
+from mtpjax.cli.config_flags import choose_num_steps, decode_settings
 from mtpjax.cli.disaggregation_flags import disaggregation_settings
 from mtpjax.cli.drafter_flags import ALGORITHMS as OF_FILES
 from mtpjax.cli.drafter_flags import ALIASES, load_drafter_of
-from mtpjax.cli.expert_flags import check_expert_devices, check_expert_flags, place_experts_by_flags
+from mtpjax.cli.expert_flags import check_expert_devices, place_experts_by_flags
 from mtpjax.cli.mesh_flags import load_on_mesh, open_mesh
 from mtpjax.cli.serve_processes import check_process_flags, check_same_start, connect_followers
-from mtpjax.cli.serve_settings import (
-    api_settings,
-    check_used,
-    engine_sizes,
-    load_grammars,
-    server_settings,
-)
+from mtpjax.cli.serve_settings import api_settings, check_used, engine_sizes, load_grammars, server_settings
 from mtpjax.decoding.config import LOSSY_RULES
 from mtpjax.errors import TokenizerError, UsageError, install_extra
 from mtpjax.host import raise_descriptor_limit
 from mtpjax.messages import did_you_mean
 
-# SGLang's names of draft methods without files of their own, and ours.
+# SGLang's names of draft methods without files, and ours.
 ALGORITHMS = {"NEXTN": "mtp", "EAGLE": "mtp", "MTP": "mtp", "NGRAM": "lookup", "NONE": None}
 
 
 def engine_settings(options, num_modules: int) -> dict[str, Any]:
-    """Collects the settings of `DecodeConfig` that the flags hold.
-
-    Args:
-        options: the parsed flags.
-        num_modules: MTP modules of the model.
-
-    Returns:
-        Arguments of `DecodeConfig`.
-
-    Raises:
-        ValueError: for flags that contradict each other.
-    """
+    """Returns arguments of `DecodeConfig` for a model with this many MTP modules. Raises ValueError."""
     settings = decode_settings(options)
     # 1. The drafter.
     algorithm = (options.speculative_algorithm or "MTP").upper()
@@ -54,7 +34,7 @@ def engine_settings(options, num_modules: int) -> dict[str, Any]:
     has_files = options.speculative_draft_model_path is not None
     if has_files and options.speculative_algorithm and algorithm not in (*OF_FILES, *ALIASES):
         raise ValueError(
-            f"--speculative-algorithm {algorithm} has no files of its own: leave --speculative-draft-model-path out, "
+            f"--speculative-algorithm {algorithm} has no files: remove --speculative-draft-model-path, "
             f"or choose one of {', '.join(OF_FILES)}"
         )
     if algorithm in OF_FILES and not has_files:
@@ -69,13 +49,10 @@ def engine_settings(options, num_modules: int) -> dict[str, Any]:
         steps = choose_num_steps(settings["num_steps"], drafter, num_modules)
         settings |= {"drafter": drafter, "num_steps": steps}
     # 2. The acceptance rule. SGLang has switches for two.
-    rules = {
-        "token": options.speculative_use_rejection_sampling,
-        "block": options.speculative_use_block_verification,
-    }
+    rules = {"token": options.speculative_use_rejection_sampling, "block": options.speculative_use_block_verification}
     for rule in (rule for rule, is_chosen in rules.items() if is_chosen):
         if settings["acceptance"] not in ("auto", rule):
-            raise ValueError(f"acceptance is chosen twice: {settings['acceptance']} and {rule}")
+            raise ValueError(f"acceptance is set twice: {settings['acceptance']} and {rule}")
         settings["acceptance"] = rule
     # A depth that changes needs a rule under which the text of a seed does not depend on the number of drafts.
     changes_depth = options.speculative_adaptive or options.speculative_disable_by_batch_size is not None
@@ -87,10 +64,10 @@ def engine_settings(options, num_modules: int) -> dict[str, Any]:
 
 
 def _mesh_text(options) -> str:
-    """Returns the mesh that `--mesh`, or SGLang's sizes, name."""
+    """Returns the mesh of `--mesh` or of SGLang's sizes."""
     has_sizes = options.tp_size is not None or options.dp_size != 1 or options.ep_size is not None
     if options.mesh and has_sizes:
-        raise ValueError("give either --mesh, or --tp-size, --dp-size and --ep-size")
+        raise ValueError("give either --mesh or --tp-size, --dp-size and --ep-size")
     if not has_sizes:
         return options.mesh
     size, parts = options.tp_size or 1, options.dp_size
@@ -109,7 +86,6 @@ def _mesh_text(options) -> str:
 
 
 def run_serve(options) -> int:
-    """Runs `mtpjax serve`; returns the exit code."""
     try:
         import fastapi  # noqa: F401
         import uvicorn  # noqa: F401
@@ -117,10 +93,10 @@ def run_serve(options) -> int:
         raise UsageError(f"{error.name} is missing: {install_extra('serve')}") from error
     check_process_flags(options)
     if options.wait_for_warm_up and options.skip_server_warmup:
-        raise UsageError("--wait-for-warm-up and --skip-server-warmup exclude each other")
+        raise UsageError("--wait-for-warm-up and --skip-server-warmup cannot be combined")
     options.mesh = _mesh_text(options)
     # Check the flags before the model is loaded, which may take minutes.
-    check_expert_flags(options)
+    check_minimums(options, ep_num_redundant_experts=0, eplb_rebalance_num_iterations=1)
     check_used(options)
     engine_settings(options, num_modules=1)
     # The number of threads and the compilation cache are set before anything imports JAX.
@@ -157,7 +133,7 @@ def _serve_on(mesh, options, disaggregation) -> int:
         template = None if options.chat_template is None else read_text(options.chat_template)
         check_same_start(options, path)
         report("loading the weights")
-        with explain_full_memory("give the model more devices with --tp-size"):
+        with explain_full_memory("use more devices: raise --tp-size"):
             model, params, loaded_config = load_on_mesh(
                 path, options, mesh, rearrange=lambda params: place_experts_by_flags(params, options, mesh)
             )
@@ -165,7 +141,7 @@ def _serve_on(mesh, options, disaggregation) -> int:
             raise TokenizerError(f"--tokenizer-path: there is no {options.tokenizer_path}")
         tokenizer = load_tokenizer(options.tokenizer_path or path, model.config.vocab_size, chat_template=template)
         chosen = engine_settings(options, loaded_config.num_mtp_modules)
-        with explain_full_memory("give the model more devices with --tp-size"):
+        with explain_full_memory("use more devices: raise --tp-size"):
             chosen, draft_params = load_drafter_of(options, chosen, model)
         config = DecodeConfig(**chosen)
         if config.num_steps and config.drafter == "mtp":

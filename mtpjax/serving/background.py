@@ -45,11 +45,11 @@ class BackgroundCompiler:
 
     @property
     def num_left(self) -> int:
-        """Programs that are not compiled yet, the one that is being compiled included."""
+        """Programs that are not compiled yet, including the one that is compiling."""
         return self._num_left
 
     def want(self, key: ProgramKey) -> None:
-        """Moves a program to the front of the queue; adds one that is not in it."""
+        """Moves a program to the front of the queue, or adds it there."""
         with self._changed:
             if key in self._known:
                 return
@@ -63,13 +63,13 @@ class BackgroundCompiler:
             self._changed.notify()
 
     def stop(self) -> None:
-        """Begins no other program. One that is being compiled cannot be interrupted: its thread goes on."""
+        """Starts no further program. The one that is compiling cannot be interrupted: its thread continues."""
         with self._changed:
             self._is_stopped = True
             self._changed.notify()
 
     def _next(self) -> ProgramKey | None:
-        """Waits for the next program; returns None at the end."""
+        """Waits for the next program; None after `stop`."""
         with self._changed:
             while not (self._wanted or self._queue or self._is_stopped):
                 self._changed.wait()
@@ -89,7 +89,7 @@ class BackgroundCompiler:
             # The others may compile. Requests that need this one hear of the error.
             except Exception as caught:
                 error = caught
-                _log.error("a program does not compile: %s", key, exc_info=caught)
+                _log.error("a program failed to compile: %s", key, exc_info=caught)
             with self._changed:
                 self._num_left -= 1
             if self._is_stopped:
@@ -104,7 +104,7 @@ class BackgroundCompiler:
 
 @contextlib.contextmanager
 def _short_turns() -> Iterator[None]:
-    """Lets other threads have the interpreter sooner than usual: tracing takes it for seconds."""
+    """Lets other threads have the interpreter sooner than usual: tracing holds it for seconds."""
     before = sys.getswitchinterval()
     sys.setswitchinterval(SWITCH_SECONDS)
     try:

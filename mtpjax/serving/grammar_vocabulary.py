@@ -1,7 +1,7 @@
-"""The tokens of a tokenizer as llguidance needs them: the bytes that each adds to a text, and which add none.
+"""The tokens of a tokenizer as llguidance needs them: the bytes that each adds to a text, and the special ones.
 
-llguidance can read a `tokenizer.json` itself. It then takes the text of an added token, also within a string that a
-schema asks for, for that token: an end token would end the text there, and the decoder skips special tokens.
+llguidance can read a `tokenizer.json`. But it then reads the text of an added token, even inside a string of a schema,
+as that token: an end token would end the text there, and the decoder skips special tokens.
 """
 
 import json
@@ -23,8 +23,7 @@ class Vocabulary:
         encode: the tokenizer, without special tokens.
 
     Attributes:
-        bos_token_id: none.
-        encode_longest: makes a text of the longest tokens that fit; used where `encode` does not give the text back.
+        encode_longest: splits a text into the longest tokens; used where `encode` does not reproduce the text.
     """
 
     bos_token_id = None
@@ -43,7 +42,7 @@ class Vocabulary:
         self.encode_longest: Callable[[str], list[int]] = lambda text: []
 
     def __call__(self, forced: bytes) -> list[int]:
-        """Encodes the beginning of a text that the grammar leaves no choice of."""
+        """Encodes the beginning of a text that the grammar forces."""
         text = forced[:MAX_FORCED_BYTES].decode(errors="ignore")
         tokens = self._encode(text)
         is_same = self._special.isdisjoint(tokens) and b"".join(self.tokens[each] for each in tokens) == text.encode()
@@ -51,18 +50,7 @@ class Vocabulary:
 
 
 def llguidance_tokenizer(tokenizer: Tokenizer, vocab_size: int) -> Any:
-    """Makes llguidance's tokenizer.
-
-    Args:
-        tokenizer: the model's. It has an end token.
-        vocab_size: V of the model.
-
-    Returns:
-        A `llguidance.LLTokenizer`.
-
-    Raises:
-        ValueError: the tokenizer is of an unsupported class or decoder.
-    """
+    """Makes a `llguidance.LLTokenizer` of a tokenizer with an end token. Raises ValueError if it is unsupported."""
     import llguidance
 
     ends = list(tokenizer.eos_token_ids)
@@ -99,7 +87,7 @@ def _of_huggingface(tokenizer: HuggingFaceTokenizer, vocab_size: int) -> Vocabul
 
 
 def _without_prefix(part: Any) -> Any:
-    """Returns a tokenizer's JSON without the space that it puts before a text: forced text is not the beginning."""
+    """Removes the space that a tokenizer puts before a text from its JSON: forced text is not the beginning."""
     if isinstance(part, list):
         return [_without_prefix(each) for each in part if not _is_prepend(each)]
     if not isinstance(part, dict):

@@ -53,7 +53,6 @@ class ServerSettings:
         drain_seconds: time that running requests get to end after SIGTERM.
         header_seconds: time in which a client must send the header of a request.
         warm_up: programs that are compiled before the server is ready; see `Engine.warm_up`.
-        log_level: of the HTTP server's own log.
     """
 
     host: str = "127.0.0.1"
@@ -62,7 +61,6 @@ class ServerSettings:
     drain_seconds: float = 30.0
     header_seconds: float = 30.0
     warm_up: WarmUp = "first"
-    log_level: str = "warning"
 
 
 def page_bytes(model: MTPModel, decode: DecodeConfig, page_size: int, dtype: Any) -> int:
@@ -268,5 +266,4 @@ def serve(
         app.state.server.abort,
         header_seconds=server.header_seconds,
         should_stop=should_stop,
-        log_level=server.log_level,
     )

@@ -1,6 +1,6 @@
 """Log-probabilities of a given text, for `echo` and for clients that compare answers by their likelihood.
 
-A text to score takes a slot and pages like a prompt, and is processed chunk by chunk between the rounds of others.
+A text to score takes a slot and pages like a prompt, and is processed chunk by chunk between the rounds of other texts.
 """
 
 import dataclasses
@@ -33,7 +33,6 @@ class ScoredText:
     """A text whose log-probabilities are computed.
 
     Attributes:
-        tokens: the text.
         num_top: alternatives per token.
         rows: per token from the second on, as far as computed: log-probability, best ids, and their log-probabilities.
     """
@@ -43,13 +42,12 @@ class ScoredText:
     rows: list[tuple[float, list[int], list[float]]] = dataclasses.field(default_factory=list)
 
     def add(self, chunk: "ScoredChunk", row: int, count: int) -> None:
-        """Takes the first `count` results of a row of a chunk on the host."""
+        """Adds the first `count` results of a row of a chunk on the host."""
         top = slice(0, self.num_top)
         columns = (chunk.logprobs[row, :count], chunk.ids[row, :count, top], chunk.values[row, :count, top])
         self.rows += zip(*(column.tolist() for column in columns), strict=True)
 
     def result(self) -> Scores:
-        """Returns the log-probabilities of the whole text."""
         logprobs, ids, values = zip((None, [], []), *self.rows, strict=True)
         return Scores(logprobs=list(logprobs), top_ids=list(ids), top_logprobs=list(values))
 
@@ -63,17 +61,7 @@ class ScoredChunk(flax.struct.PyTreeNode):
 
 
 def check_text(tokens: list[int], num_top: int, *, vocab_size: int, max_length: int) -> None:
-    """Checks a text to score.
-
-    Args:
-        tokens: the text.
-        num_top: alternatives per token.
-        vocab_size: ids are 0 .. vocab_size - 1.
-        max_length: most tokens of a text.
-
-    Raises:
-        ValueError: for an empty or too long text, ids outside the vocabulary, or too many alternatives.
-    """
+    """Raises ValueError if a text to score is empty or too long, or a token id or `num_top` is out of range."""
     if not 1 <= len(tokens) <= max_length:
         raise ValueError(f"a text to score must have 1..{max_length} tokens, got {len(tokens)}")
     if not all(0 <= token < vocab_size for token in tokens):
@@ -159,17 +147,17 @@ def score_chunk(
 
 
 def pass_width(width: int, row_size: int) -> int:
-    """Returns the most positions that one pass of the trunk may have: a divisor of `width`.
+    """Returns the maximum positions of one pass of the trunk: a divisor of `width`.
 
     Args:
         width: positions of the chunk.
-        row_size: numbers of the scores of attention for one position of all rows, where XLA computes them.
+        row_size: attention scores of one position of all rows, where XLA computes them.
     """
     return _largest_divisor(width, max(MAX_ATTENTION_SCORES // row_size, MIN_PREFILL_CHUNK))
 
 
 def piece_size(width: int, row_size: int) -> int:
-    """Returns the most positions whose logits may exist at the same time: a divisor of `width`.
+    """Returns the maximum positions whose logits may exist at the same time: a divisor of `width`.
 
     Args:
         width: positions of the pass.

@@ -13,7 +13,7 @@ from typing import Any
 
 
 def main() -> None:
-    """Answers requests, a line of JSON each, from standard input until it ends."""
+    """Answers requests on standard input, each a line with kind and size and then a body, with lines of JSON."""
     # Ctrl-C reaches every process of the terminal; the server decides when this one ends.
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     # Whatever else writes to standard output must not be taken for an answer.
@@ -77,7 +77,7 @@ def _read(reader: Any, kind: str, raw: bytes, memory: int) -> dict[str, Any]:
 
 
 def _memory_in_use() -> int:
-    """Returns the bytes of memory that this process has; without /proc, the most that it ever had."""
+    """Returns the bytes of memory that this process has; without /proc, the maximum that it ever had."""
     with contextlib.suppress(OSError):
         # Not `ru_maxrss`: Linux hands the peak of a large parent on to its children.
         return int(pathlib.Path("/proc/self/statm").read_text().split()[1]) * resource.getpagesize()

@@ -10,18 +10,18 @@ from fastapi.responses import Response
 from mtpjax.serving.api import schemas
 from mtpjax.serving.api.generation import Choice, Generation, Job, new_id
 from mtpjax.serving.api.options import read_generate
-from mtpjax.serving.api.route_steps import client_of, limits_of, prefix_salt, read_body, respond
+from mtpjax.serving.api.route_steps import make_jobs, read_body, respond
 from mtpjax.serving.api.server import ApiServer
 from mtpjax.serving.api.usage import meta_info
 
 
 class GenerateReply:
-    """Makes the responses to one request of `/generate`.
+    """Makes the responses to one request of `/generate`; see `openai_routes.Reply`.
 
     Args:
         server: state of the API.
         values: the request's fields.
-        jobs: the texts, the choices of one prompt after the other.
+        jobs: the texts, grouped by prompt.
         is_list: the response is a list, because the request has several prompts or choices.
     """
 
@@ -30,18 +30,6 @@ class GenerateReply:
         self._id = values["rid"] or new_id("gen")
 
     async def respond(self, request: Request) -> Response:
-        """Runs the texts.
-
-        Args:
-            request: is watched for the client leaving.
-
-        Returns:
-            The response: a stream if the request asks for it.
-
-        Raises:
-            ApiError: the engine rejects a text, or a text ends with an error.
-            QueueFull: the engine's queue is full.
-        """
         events = self._events if self._values["stream"] else None
         return await respond(self._server, request, self._jobs, self._id, events=events, complete=self._complete)
 
@@ -71,17 +59,14 @@ class GenerateReply:
 
 
 def generate_router(server: ApiServer) -> APIRouter:
-    """Makes the route."""
-    router, limits = APIRouter(), limits_of(server)
+    router, limits = APIRouter(), server.limits
 
-    @router.post("/generate", openapi_extra=schemas.generate())
+    @router.post("/generate", openapi_extra=schemas.GENERATE)
     async def generate(request: Request) -> Response:
         """Continues texts. In a stream, each event has the whole text so far."""
         reading = await read_body(server, request, "generate")
         values, options = read_generate(reading.body, limits)
-        grammar = await server.compile_grammar(options.grammar, client_of(request))
-        salt = prefix_salt(request, None)
-        jobs = options.jobs(reading.prompts, limits, salt=salt, param=reading.param, grammar=grammar)
+        jobs = await make_jobs(server, request, reading, options)
         return await GenerateReply(server, values, jobs, is_list=reading.is_batch or len(jobs) > 1).respond(request)
 
     return router

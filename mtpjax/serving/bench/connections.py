@@ -1,4 +1,4 @@
-"""Connections to a server, opened before they are measured.
+"""Connections to a server, opened before the measurement.
 
 One `httpx` client with a pool for all requests would be simpler. But its pool looks at every connection for every
 request, which adds to the time to first token when many requests run at once.
@@ -25,16 +25,7 @@ class Connections:
     """Connections to one server, each for one request at a time."""
 
     def __init__(self, url: str, headers: dict[str, str] | None = None):
-        """Checks the URL; opens nothing yet.
-
-        Args:
-            url: the server, without the route.
-            headers: of every request.
-
-        Raises:
-            ValueError: the URL has another form.
-            UsageError: httpx is not installed.
-        """
+        """Opens nothing yet. Raises ValueError for an invalid URL, and UsageError if httpx is not installed."""
         try:
             import httpx
         except ImportError as error:
@@ -51,7 +42,7 @@ class Connections:
 
     @contextlib.asynccontextmanager
     async def use(self) -> "AsyncIterator[httpx.AsyncClient]":
-        """Gives a connection to the block: the one used last, or a new one if all are in use."""
+        """Lends a connection: the one used last, or a new one if all are in use."""
         connection = self._free.pop() if self._free else self._make()
         try:
             yield connection
@@ -70,7 +61,6 @@ class Connections:
         await asyncio.gather(*(ask() for _ in range(min(count, MAX_OPENED))))
 
     async def close(self) -> None:
-        """Closes all connections."""
         await asyncio.gather(*(connection.aclose() for connection in self._all))
 
     def _make(self) -> "httpx.AsyncClient":
@@ -80,7 +70,7 @@ class Connections:
             base_url=self.url,
             headers=self._headers,
             verify=self._certificates,
-            # Requests may queue for long.
+            # Requests may queue for a long time.
             timeout=httpx.Timeout(None, connect=CONNECT_SECONDS),
             limits=httpx.Limits(keepalive_expiry=IDLE_SECONDS),
             # A proxy named by the environment would add its own latency.

@@ -50,7 +50,7 @@ async def compare(
     Args:
         client: the client.
         requests: the requests, the same in every run.
-        runs: receives each run when it ends, so that an interrupted caller has those before.
+        runs: receives each run when it ends, so that an interrupted caller keeps the finished ones.
         concurrencies: numbers of requests that run at the same time.
         repeats: pairs of runs per concurrency.
         progress: called with None when a request ends, and with the run when a run ends.
@@ -79,7 +79,6 @@ class Speedup:
     """The comparison at one concurrency.
 
     Attributes:
-        concurrency: requests that run at the same time.
         ratio: output tokens per second with drafts over those without; the interval is over pairs of runs, and nan with
             one pair.
         throughput: output tokens per second, without and with drafts.
@@ -108,19 +107,11 @@ class Speedup:
     problem: str | None = None
 
     def to_dict(self) -> dict[str, Any]:
-        """Returns the fields for JSON."""
         return {**dataclasses.asdict(self), "ratio": self.ratio.to_dict()}
 
 
 def speedups(runs: Sequence[Run]) -> list[Speedup]:
-    """Compares the runs of each concurrency.
-
-    Args:
-        runs: the runs. Those without a partner, and pairs in which a run got no token, are left out.
-
-    Returns:
-        A comparison per concurrency that has a pair.
-    """
+    """Compares the runs of each concurrency that has a complete pair, in which both runs got tokens."""
     by_key = {(run.concurrency, run.repeat, run.speculative): run.summary for run in runs}
     result = []
     for concurrency in sorted({run.concurrency for run in runs}):

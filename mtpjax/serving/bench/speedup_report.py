@@ -54,12 +54,12 @@ def _number(value: float | None, digits: int) -> str:
 
 
 def rows_verdict(rows: Sequence[Speedup]) -> str:
-    """Says in one line which speed-ups can be trusted. It comes before the table."""
+    """Says in one line, for above the table, which speed-ups can be trusted."""
     return verdict([row.problem for row in rows], max(row.waited for row in rows))
 
 
 def notes(rows: Sequence[Speedup], reference: Reference) -> list[str]:
-    """Says what the columns mean, and what limits the numbers."""
+    """Explains the columns, and what limits the numbers."""
     result = [
         "speed-up: output tokens per second with drafts over those of the same requests with `speculative: false`, in "
         "turns; the interval is over pairs of runs",
@@ -67,17 +67,19 @@ def notes(rows: Sequence[Speedup], reference: Reference) -> list[str]:
         "accept length: 1 + accepted drafts / verification passes; TTFT and ITL: means, without drafts / with MTP",
     ]
     if failed := sum(row.num_failed for row in rows):
-        result.append(f"{count_of(failed, 'request')} failed, whose tokens do not count")
+        result.append(f"{count_of(failed, 'request')} failed; their tokens do not count")
     result += [f"{count_of(row.concurrency, 'request')} at once: {row.problem}" for row in rows if row.problem]
     if any(row.num_pairs == 1 for row in rows):
         result.append("one pair of runs has no interval: raise --repeats")
     if any(row.accept_length is None for row in rows):
         result.append("the server reports no accept length")
     if busy := [str(row.concurrency) for row in rows if row.is_client_busy]:
-        result.append(f"the client itself was too busy at {', '.join(busy)} requests at once: latencies are too long")
+        result.append(
+            f"the client was overloaded at {', '.join(busy)} requests at once: the measured latencies are too long"
+        )
     # A server that does not know the field answers all requests with drafts.
     if any((row.accept_length_without or 1) > 1.001 for row in rows):
-        result.append("the server drafts in spite of `speculative: false`: this is no comparison")
+        result.append("the server drafts despite `speculative: false`: the comparison is not valid")
     return result
 
 
@@ -89,7 +91,7 @@ def write_report(
     formats: Sequence[str],
     reference: Reference,
 ) -> list[pathlib.Path]:
-    """Writes JSON, Markdown and pictures.
+    """Writes JSON, Markdown and pictures, and returns the files of JSON and Markdown.
 
     Args:
         output: path of the files without suffix.
@@ -98,9 +100,6 @@ def write_report(
         settings: how they were measured: server, requests, machine.
         formats: formats of the pictures.
         reference: published speed-ups to show beside them.
-
-    Returns:
-        The files of JSON and Markdown.
     """
     output = pathlib.Path(output)
     content = {
@@ -133,15 +132,7 @@ def format_markdown(rows: Sequence[Speedup], settings: dict[str, Any], reference
 def plot_speedup(
     path, rows: Sequence[Speedup], formats: Sequence[str], reference: Reference, *, title: str = ""
 ) -> None:
-    """Plots throughput and speed-up against concurrency.
-
-    Args:
-        path: the picture, as in `plot_style.picture_paths`.
-        rows: the comparisons.
-        formats: formats of a path without suffix.
-        reference: published speed-ups to show beside them.
-        title: what was measured, and where.
-    """
+    """Plots throughput and speed-up against concurrency; `path` is as in `plot_style.picture_paths`."""
     if not picture_paths(path, formats):
         return
     with picture(path, (9.5, 4.2), formats, title=title) as figure:

@@ -13,13 +13,7 @@ from mtpjax.serving.multihost.plan import encode, encode_work
 
 
 class LeaderExecutor(Executor):
-    """An executor whose calls run in all processes.
-
-    Args:
-        params: as for `Executor`, spread over the devices of all processes.
-        followers: connections to the other processes.
-        **arguments: those of `Executor`.
-    """
+    """An executor whose calls run in all processes, over whose devices `params` are spread."""
 
     def __init__(self, params: dict, *, followers: Followers, **arguments: Any):
         super().__init__(params, **arguments)
@@ -27,38 +21,32 @@ class LeaderExecutor(Executor):
 
     def _run(self, work: Work) -> Any:
         """Sends a call, then dispatches it, so that all processes start it at about the same time."""
-        # The other processes make the calls of the warm-up themselves.
-        if not self._is_warming_up:
-            self._followers.send(encode_work(work))
+        self._send(lambda: encode_work(work))
         return super()._run(work)
 
     def copy_snapshots(self, slots: np.ndarray, rows: np.ndarray, *, to_state: bool) -> None:
-        """Copies recurrent states; see `Executor.copy_snapshots`."""
-        if not self._is_warming_up:
-            self._followers.send(encode("copy_snapshots", slots, rows, to_state))
+        self._send(lambda: encode("copy_snapshots", slots, rows, settings={"to_state": to_state}))
         super().copy_snapshots(slots, rows, to_state=to_state)
 
     def count_experts(self, tokens: np.ndarray, lengths: np.ndarray) -> jax.Array:
-        """Counts the experts that texts choose; see `Executor.count_experts`."""
-        if not self._is_warming_up:
-            self._followers.send(encode("count_experts", tokens, lengths))
+        self._send(lambda: encode("count_experts", tokens, lengths))
         return super().count_experts(tokens, lengths)
 
     def move_experts(self, layer: str, expert_of_slot: np.ndarray) -> None:
-        """Gives the experts of a layer other slots; see `Executor.move_experts`."""
-        if not self._is_warming_up:
-            self._followers.send(encode("move_experts", layer, expert_of_slot))
+        self._send(lambda: encode("move_experts", layer, expert_of_slot))
         super().move_experts(layer, expert_of_slot)
 
     def warm_up(self, progress: Callable[[int, int], None] = lambda done, total: None) -> None:
-        """Compiles every program in every process."""
-        self._followers.send(encode("warm_up"))
+        self._send(lambda: encode("warm_up"))
         self._is_warming_up = True
         super().warm_up(progress)
         self._is_warming_up = False
 
     def reset(self) -> None:
-        """Makes a state whose slots are all free, in every process."""
-        if not self._is_warming_up:
-            self._followers.send(encode("reset"))
+        self._send(lambda: encode("reset"))
         super().reset()
+
+    def _send(self, make: Callable[[], bytes]) -> None:
+        """Sends a call, unless it belongs to the warm-up: the other processes make those calls themselves."""
+        if not self._is_warming_up:
+            self._followers.send(make())

@@ -1,7 +1,7 @@
 """A call as bytes: the name of its program, its static settings, and its arrays on the host.
 
-The other processes have the same model, drafter and spec, so those do not travel. Drafts do not either: every process
-has the draft that its own `draft_round` made.
+The other processes have the same model, drafter and spec, so those are not sent. Neither are drafts: every process has
+the draft that its own `draft_round` made.
 """
 
 import dataclasses
@@ -34,24 +34,17 @@ def encode(name: str, *arguments: Any, settings: dict[str, Any] | None = None) -
         *arguments: numbers, strings, arrays on the host, and tuples and dataclasses of them.
         settings: static settings of a program.
     """
-    message = {"name": name, "arguments": [_to_plain(each) for each in arguments], "settings": {}}
-    message["settings"] = {key: _to_plain(value) for key, value in (settings or {}).items()}
-    return protocol.pack(message)
+    plain = {key: _to_plain(value) for key, value in (settings or {}).items()}
+    return protocol.pack({"name": name, "arguments": [_to_plain(each) for each in arguments], "settings": plain})
 
 
 def encode_work(work: Work) -> bytes:
-    """Encodes a call of a program."""
     settings = {key: None if key in OF_EXECUTOR else value for key, value in work.settings.items()}
-    name = work.program.plain.__name__
-    return encode(name, *work.arrays, settings=settings)
+    return encode(work.program.plain.__name__, *work.arrays, settings=settings)
 
 
 def decode(body: bytes) -> tuple[str, tuple[Any, ...], dict[str, Any]]:
-    """Decodes a call into name, arguments and settings.
-
-    Raises:
-        ValueError: the message is damaged, or of another version.
-    """
+    """Decodes a call into name, arguments and settings. Raises ValueError if it is damaged or of another version."""
     message = protocol.unpack(body, FIELDS)
     arguments = tuple(_from_plain(each) for each in message["arguments"])
     return message["name"], arguments, {name: _from_plain(value) for name, value in message["settings"].items()}
@@ -62,7 +55,7 @@ def decode_work(name: str, arrays: tuple[Any, ...], settings: dict[str, Any], ow
 
     Args:
         name: of the program.
-        arrays: its arguments behind the state.
+        arrays: its arguments after the state.
         settings: its static settings.
         own: values of the settings `OF_EXECUTOR`.
 
@@ -76,7 +69,7 @@ def decode_work(name: str, arrays: tuple[Any, ...], settings: dict[str, Any], ow
 
 
 def _to_plain(value: Any) -> Any:
-    """Returns what msgpack can hold."""
+    """Converts a value for msgpack."""
     if value is None or isinstance(value, bool | int | str):
         return value
     if isinstance(value, tuple | list):
@@ -86,7 +79,7 @@ def _to_plain(value: Any) -> Any:
     if type(value) in TYPES.values():
         fields = {field.name: _to_plain(getattr(value, field.name)) for field in dataclasses.fields(value)}
         return {"type": type(value).__name__, "fields": fields}
-    assert not isinstance(value, jax.Array), "arrays on the device do not travel"
+    assert not isinstance(value, jax.Array), "arrays on the device are not sent"
     array = np.asarray(value)
     # The options of most requests are zeros, one for each token of the vocabulary.
     is_repeated = array.size >= MIN_REPEATED and bool((array == array.flat[0]).all())
@@ -110,4 +103,4 @@ def _from_plain(value: Any) -> Any:
 
 
 def _reject(name: str) -> NoReturn:
-    raise ValueError(f"a call has an unknown part, {name!r}; do all processes run the same version?")
+    raise ValueError(f"a call has an unknown element, {name!r}; do all processes run the same version?")
