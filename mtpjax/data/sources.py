@@ -76,7 +76,7 @@ def read_source(source: Source, tokenizer: Tokenizer, *, vocab_size: int, output
         Documents, counts of skipped ones, and files.
 
     Raises:
-        ValueError: more than `source.most_skipped` documents are skipped; the message has the counts and the last
+        ValueError: more than `source.max_skipped` documents are skipped; the message has the counts and the last
             place. Also if `source.field` is set, and no file has records.
         TokenizerError: the tokenizer has no chat template for a conversation, or it does not compile; the message has
             the place.
@@ -113,11 +113,11 @@ def read_source(source: Source, tokenizer: Tokenizer, *, vocab_size: int, output
             # A few bad records are normal in large data; many mean a wrong field or tokenizer.
             skipped[error.reason] += 1
             last_skipped = f"{place} {error}"
-            if sum(skipped.values()) > source.most_skipped:
+            if sum(skipped.values()) > source.max_skipped:
                 counts = ", ".join(f"{count} {reason}" for reason, count in skipped.items() if count)
                 raise ValueError(
-                    f"{name} has over {source.most_skipped} unusable documents ({counts}); the last: {last_skipped};"
-                    " `pattern` chooses files, `most_skipped` of a source allows more"
+                    f"{name} has over {source.max_skipped} unusable documents ({counts}); the last: {last_skipped};"
+                    " `pattern` chooses files, `max_skipped` of a source allows more"
                 ) from error
         except TokenizerError as error:
             raise TokenizerError(f"{place}: {error}") from error

@@ -30,9 +30,7 @@ DRAFTER_SETTINGS = {
     "draft_mask_token": BLOCK_DRAFTERS,
     "draft_markov_rank": ("dspark",),
 }
-
-
-# Settings of the draft losses, which a run without draft depths has not.
+# Settings of the draft losses, which are unused without draft depths.
 DEPTH_SETTINGS = ("attention_layout", "mtp_loss_scale", "mtp_loss_scale_final", "mtp_loss_switch")
 
 
@@ -67,8 +65,9 @@ class TrainConfig:
             layers 2, L / 2 and L - 3, or thirds of a trunk of fewer than 7 layers. For the others five layers from 2 to
             L - 2, or from 1 to L of a trunk of fewer than 8 layers.
         draft_num_layers: layers of DFlash and DSpark. None: 5.
-        draft_anchors: most blocks of DFlash and DSpark in a row. Every update draws new anchors. None: 512.
-        draft_mask_token: token of the slots behind an anchor. None: the rarest one of the training rows.
+        draft_anchors: maximum number of blocks of DFlash and DSpark in a row. Every update draws new anchors. None:
+            512.
+        draft_mask_token: token of the slots after an anchor. None: the rarest one of the training rows.
         draft_markov_rank: rank of DSpark's Markov head. None: 256, at most the vocabulary.
         trains: "all" trains everything. "modules" freezes the trunk, and the embedding and head that the modules share
             with it. "detached" trains everything, but the draft losses do not reach the trunk.
@@ -114,7 +113,8 @@ class TrainConfig:
         save_every: updates between two saved training states, from which a killed run continues. 0: the state is saved
             only when the run receives a stop signal.
         keep_states: number of saved states to keep; older ones are deleted.
-        most_bad_steps: number of consecutive updates with a non-finite loss or gradient after which the run stops.
+        max_consecutive_bad_steps: the run stops after this number of updates in a row with a non-finite loss or
+            gradient.
         panel_prompts: held-out prompts decoded at the end of the run, some of them also during it; 0: none.
         accumulation: number of parts of a batch that run one after the other. The memory is that of one part, the
             update that of the whole batch.
@@ -186,7 +186,7 @@ class TrainConfig:
     log_every: int = 10
     save_every: int = 500
     keep_states: int = 2
-    most_bad_steps: int = 10
+    max_consecutive_bad_steps: int = 10
     panel_prompts: int = 128
     accumulation: int = 1
     remat: Literal["none", "layers"] = "none"
@@ -206,7 +206,7 @@ class TrainConfig:
         self._check_drafter()
         self._check_unused()
         # Ranges of single values.
-        for name in ("steps", "batch_size", "log_every", "keep_states", "most_bad_steps", "accumulation"):
+        for name in ("steps", "batch_size", "log_every", "keep_states", "max_consecutive_bad_steps", "accumulation"):
             require(getattr(self, name) >= 1, f"{name} must be at least 1, not {getattr(self, name)}")
         require(self.row_length >= 2, f"row_length must be at least 2, not {self.row_length}")
         require(self.extra_tokens >= 0, f"extra_tokens must not be negative, is {self.extra_tokens}")

@@ -14,7 +14,7 @@ import pytest
 from mtpjax import TrainConfig, load
 from mtpjax.errors import Preempted
 from mtpjax.io.checkpoint_reader import CheckpointReader
-from mtpjax.training import run_dir, trainer
+from mtpjax.training import run_dir, run_settings, trainer
 from mtpjax.training.run_dir import RunError
 from mtpjax.training.trainer import train
 from tests.helpers import training_runs
@@ -61,7 +61,7 @@ def test_the_state_of_another_run_is_refused(tmp_path):
     state = {"a": np.ones(2, np.float32)}
     run_dir.save_state(tmp_path / "a", state, step=4, keep=1, metadata={"seconds": 1.0, "run": ids[0]})
     (tmp_path / "a" / "states").rename(tmp_path / "b" / "states")
-    assert run_dir.check_settings(tmp_path / "b", {}, "digest") == ids[1]
+    assert run_settings.check_settings(tmp_path / "b", {}, "digest") == ids[1]
     with pytest.raises(RunError, match="state of another run"):
         run_dir.restore_state(tmp_path / "b", state, run_id=ids[1])
 
