@@ -25,8 +25,6 @@ def encode_chat(
     conversation. Messages of `"weight": 0` do not count.
 
     Args:
-        messages: the conversation, in OpenAI's form.
-        tokenizer: a tokenizer with a chat template.
         **template_variables: variables of the template, such as `tools`.
 
     Returns:
@@ -36,8 +34,6 @@ def encode_chat(
     Raises:
         AnswerLocationError: the answers cannot be located, because the template writes a message differently when more
             messages follow, or because a token spans the start or end of an answer.
-        TokenizerError: the tokenizer has no chat template, or it does not compile.
-        ConversationError: the template rejects these messages, or would drop the text of one.
     """
     template_variables = {"strftime_now": TEMPLATE_DATE, **template_variables}
     messages = list(messages)
@@ -70,8 +66,6 @@ def encode_answers(
     example, remove the thoughts of earlier answers.
 
     Args:
-        messages: the conversation, in OpenAI's form.
-        tokenizer: a tokenizer with a chat template.
         **template_variables: variables of the template, such as `tools`.
 
     Returns:
@@ -80,8 +74,6 @@ def encode_answers(
 
     Raises:
         AnswerLocationError: no answer can be located.
-        TokenizerError: the tokenizer has no chat template, or it does not compile.
-        ConversationError: the template rejects these messages, or would drop the text of one.
     """
     messages = list(messages)
     try:
@@ -196,15 +188,7 @@ def encode_formatted(text: str, tokenizer: Tokenizer) -> tuple[list[int], np.nda
 
     An answer begins after the text that the template adds for `add_generation_prompt`. It ends with the next end token.
 
-    Args:
-        text: the conversation as text, special tokens included.
-        tokenizer: a tokenizer with a chat template whose generation prompt has text.
-
-    Returns:
-        Tokens `[n]`, and `[n + 1]` bool, true where a token is a target, as `encode_chat` returns them.
-
-    Raises:
-        TokenizerError: the tokenizer is not from a file, or its template has no generation prompt.
+    Returns tokens `[n]`, and `[n + 1]` bool, true where a token is a target, as `encode_chat` returns them.
     """
     if not isinstance(tokenizer, HuggingFaceTokenizer):
         raise TokenizerError("text that a chat template has written needs the tokenizer of that template")

@@ -31,16 +31,7 @@ def read_raw_records(
 ) -> Iterator[tuple[str, bytes]]:
     """Reads whole files, or their lines that are not blank.
 
-    Args:
-        paths: the files.
-        by_line: yield lines.
-        files: receives name, size and digest of each file once it is read to its end.
-
-    Yields:
-        The place, "FILE" or "FILE line N", and the bytes.
-
-    Raises:
-        OSError: a file cannot be read.
+    Yields the place, "FILE" or "FILE line N", and the bytes.
     """
     root = os.path.commonpath([path.parent for path in paths])
     for path in paths:
@@ -69,12 +60,6 @@ def decode_utf8(content: bytes) -> str:
 def parse_json_object(content: bytes) -> dict[str, Any]:
     """Parses a line of JSONL.
 
-    Args:
-        content: the line.
-
-    Returns:
-        The object.
-
     Raises:
         SkippedRecordError: as "corrupt", if the line is not UTF-8, contains NUL or lone surrogates, or is not a JSON
             object.
@@ -96,15 +81,7 @@ def parse_json_object(content: bytes) -> dict[str, Any]:
 def read_json_objects(path: pathlib.Path) -> Iterator[tuple[str, dict[str, Any]]]:
     """Reads the objects of a JSONL file in which every line must be usable.
 
-    Args:
-        path: the file.
-
-    Yields:
-        `("FILE line N", object)` of each line that is not blank.
-
-    Raises:
-        ValueError: a line is not usable, see `parse_json_object`; the message names its place.
-        OSError: the file cannot be read.
+    Yields `("FILE line N", object)` of each line that is not blank.
     """
     for place, line in read_raw_records([path], by_line=True):
         try:

@@ -74,12 +74,6 @@ def list_python_sources(root=None) -> list[pathlib.Path]:
 
     Args:
         root: a folder, or None.
-
-    Returns:
-        The files, sorted.
-
-    Raises:
-        FileNotFoundError: no file is left.
     """
     if root is not None:
         roots = [root]
@@ -98,18 +92,7 @@ def list_python_sources(root=None) -> list[pathlib.Path]:
 
 
 def read_documents(paths: Iterable[str | os.PathLike]) -> list[Document]:
-    """Reads each file as a document of its bytes.
-
-    Args:
-        paths: the files.
-
-    Returns:
-        The documents, in order.
-
-    Raises:
-        OSError: a file cannot be read.
-        ValueError: a file is empty, contains NUL or is not UTF-8.
-    """
+    """Reads each file as a document of its bytes."""
     documents = []
     for path in paths:
         content = pathlib.Path(path).read_bytes()
@@ -127,15 +110,7 @@ def split_held_out(documents: Sequence[Document], fraction=0.05) -> tuple[list[D
     text or a few, the last part of the longest text is held out; in bytes this part begins at the start of a line. Of
     conversations, which cannot be cut, the one with the lowest digest is held out.
 
-    Args:
-        documents: the documents.
-        fraction: expected share of held-out documents, 0..1.
-
-    Returns:
-        `(train, held_out)`.
-
-    Raises:
-        ValueError: the fraction is outside 0..1.
+    Returns `(train, held_out)`.
     """
     if not 0 <= fraction <= 1:
         raise ValueError(f"held-out fraction {fraction} is outside 0..1")
@@ -250,12 +225,7 @@ def pack(
 def count_targets(rows: Batch, num_depths: int) -> np.ndarray:
     """Counts the targets of the trunk and of every depth, by the rule of `losses.depth_targets`.
 
-    Args:
-        rows: packed rows.
-        num_depths: D.
-
-    Returns:
-        `[1 + D]` counts.
+    Returns `[1 + D]` counts.
     """
     counts = []
     for ahead in range(1, num_depths + 2):
@@ -337,21 +307,8 @@ def mixed_batches(
     rows, weights, `seed` and n alone, and starting late costs no time. One source gives the same as `shuffled_batches`;
     several need grain, from the extra `train`.
 
-    Args:
-        source_rows: packed rows of each source.
-        weights: share of each source.
-        batch_size: rows per batch.
-        seed: seed of the orders.
-        start: number of batches to skip.
-
-    Returns:
-        An iterator of the numbers `[batch_size]` of the rows within `concatenate_rows(source_rows)`, and the batch
-            `[batch_size, T]`.
-
-    Raises:
-        ValueError: the number of weights differs from the sources, or a weight, the batch size or `start` is out of
-            range.
-        UsageError: several sources, and grain is not installed.
+    Returns an iterator of the numbers `[batch_size]` of the rows within `concatenate_rows(source_rows)`, and the batch
+    `[batch_size, T]`.
     """
     if len(source_rows) != len(weights) or not source_rows:
         raise ValueError(f"there are {len(source_rows)} sources and {len(weights)} weights")
@@ -403,18 +360,8 @@ def held_out_prompts(
     twice.
 
     Args:
-        documents: byte documents.
-        count: number of prompts.
-        prompt_length: tokens per prompt.
         continuation_length: tokens that must follow the prompt in its document.
-        seed: seed of the choice.
         min_count: fewest prompts to accept; None: `count`.
-
-    Returns:
-        The prompts, as token lists.
-
-    Raises:
-        ValueError: the documents give fewer than `min_count` prompts, or a number is out of range.
     """
     if min(count, prompt_length) < 1 or continuation_length < 0:
         raise ValueError(f"no prompts: {count=}, {prompt_length=}, {continuation_length=}")

@@ -31,17 +31,6 @@ def read_prompts(path, *, max_characters: int = 2000) -> list[Prompt]:
     A `.jsonl` file has a JSON object in each line. Its text is the first of `turns` (Spec-Bench), or `prompt`, `text`
     or `question` (GSM8K). Category and id come from the object, else from the file's name and the line number. Any
     other file is plain text: its prompts are its paragraphs, or its lines if no line is blank.
-
-    Args:
-        path: the file.
-        max_characters: longer paragraphs of plain text are cut into several prompts at white space.
-
-    Returns:
-        The prompts.
-
-    Raises:
-        ValueError: the file has another form; the one-line message names file and line.
-        OSError: the file cannot be read.
     """
     path = pathlib.Path(path)
     if path.suffix == ".jsonl":
@@ -57,17 +46,7 @@ def read_prompts(path, *, max_characters: int = 2000) -> list[Prompt]:
 
 
 def read_text(path) -> str:
-    """Reads a file of UTF-8 text, with or without a byte order mark.
-
-    Args:
-        path: the file.
-
-    Returns:
-        The text.
-
-    Raises:
-        ValueError: the file is not UTF-8 or contains NUL; the message names the line.
-    """
+    """Reads a file of UTF-8 text, with or without a byte order mark."""
     with open_regular(path) as stream:
         content = stream.read()
     try:
@@ -91,16 +70,8 @@ def choose_prompts(
     smaller one.
 
     Args:
-        prompts: the prompts.
         count: number of prompts; fewer if there are fewer.
         categories: categories to draw from; empty: all.
-        seed: seed of the choice.
-
-    Returns:
-        The chosen prompts.
-
-    Raises:
-        ValueError: `count` is below 1, or a category has no prompts.
     """
     if count < 1:
         raise ValueError(f"the number of prompts must be at least 1, not {count}")
@@ -126,17 +97,7 @@ def encode_prompts(
 ) -> tuple[list[list[int]], int]:
     """Encodes prompts and cuts long ones.
 
-    Args:
-        prompts: the prompts.
-        tokenizer: the tokenizer.
-        max_tokens: keep the first tokens up to this number.
-        chat: encode each prompt as a user's message, by the chat template.
-
-    Returns:
-        The tokens of each prompt, and the number of prompts that were cut.
-
-    Raises:
-        ValueError: a prompt has no tokens or cannot be encoded; the message names it.
+    Returns the tokens of each prompt, and the number of prompts that were cut.
     """
     rows = []
     for prompt in prompts:
@@ -158,15 +119,7 @@ def max_prompt_length(max_positions: int, max_new_tokens: int, requested: int | 
     """Returns the most tokens a prompt may have.
 
     Args:
-        max_positions: positions of the model.
-        max_new_tokens: tokens to decode.
         requested: the requested limit, or None.
-
-    Returns:
-        The smaller of `requested` and the positions that the new tokens leave.
-
-    Raises:
-        ValueError: the new tokens leave no room, or `requested` is below 1.
     """
     room = max_positions - max_new_tokens
     if room < 1:

@@ -19,14 +19,7 @@ MAX_JSON_BYTES = 1 << 30  # of a `.json` list, which is parsed whole
 
 
 def is_record_file(path: str | os.PathLike) -> bool:
-    """Checks by the suffix if a file holds records; other files are texts.
-
-    Args:
-        path: the file.
-
-    Returns:
-        True for `.jsonl`, `.jsonl.gz`, `.json` and `.parquet`.
-    """
+    """Checks by the suffix if a file holds records; other files are texts."""
     return str(path).lower().endswith(RECORD_SUFFIXES)
 
 
@@ -36,17 +29,11 @@ def read_file_records(
     """Reads the records of files.
 
     Args:
-        paths: the files.
         by_line: read files of other suffixes as JSONL (True) or as whole texts (False); None: the suffix decides, and
             files of other suffixes are texts. False also reads files of records as texts.
-        files: receives name, size and digest of each file once it is read to its end.
 
     Yields:
         The place, such as "FILE line N", and a record: the bytes of a line or a text, or an object.
-
-    Raises:
-        OSError: a file cannot be read.
-        ValueError: a file is damaged, or not of its suffix's format; or it is a Parquet file, and pyarrow is missing.
     """
     root = os.path.commonpath([path.parent for path in paths])
     for path in paths:
@@ -68,12 +55,6 @@ def read_file_records(
 
 def as_object(content: bytes | dict[str, Any]) -> dict[str, Any]:
     """Returns a record as an object.
-
-    Args:
-        content: a record of `read_file_records`.
-
-    Returns:
-        The object.
 
     Raises:
         SkippedRecordError: it is a line that `parse_json_object` rejects.

@@ -35,7 +35,6 @@ class Task(Protocol):
 
         Args:
             tokens: the answer without its stop token.
-            finish_reason: why it ended.
 
         Returns:
             True if training will tokenize the record's text so far as the same tokens.
@@ -50,16 +49,8 @@ class Task(Protocol):
 def detect_record_kind(paths: Sequence[pathlib.Path]) -> RecordKind:
     """Finds the kind of records in files, by the suffixes and fields that training goes by.
 
-    Args:
-        paths: the files.
-
-    Returns:
-        "documents" for files without records. For files of records the first readable one decides: "conversations" if
-        it has one (`mtpjax.data.record_forms.has_conversation`), else "prompts".
-
-    Raises:
-        ValueError: there are no files or no records, or some files have records and some are texts.
-        OSError: a file cannot be read.
+    Returns "documents" for files without records. For files of records the first readable one decides: "conversations"
+    if it has one (`mtpjax.data.record_forms.has_conversation`), else "prompts".
     """
     # Whole files and records cannot be mixed in one run.
     have_records = {is_record_file(path) for path in paths}
@@ -88,19 +79,10 @@ def make_task(
     """Makes the task of one record.
 
     Args:
-        content: the record, as `mtpjax.data.record_files.read_file_records` yields it.
-        tokenizer: the tokenizer.
-        kind: the kind of the records.
-        max_prompt_tokens: maximum number of tokens of a prompt.
-        chat: make prompts into conversations.
         prompt_tokens: keep this many tokens of a text as its prompt; None: all, or 64 of a document.
-
-    Returns:
-        The task.
 
     Raises:
         SkippedRecordError: the record has no usable text or conversation.
-        TokenizerError: the tokenizer has no chat template.
     """
     if kind == "documents" and isinstance(content, bytes):
         record = {"text": decode_utf8(content)}

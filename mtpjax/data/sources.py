@@ -47,11 +47,7 @@ class SourceContents:
 
 
 def end_token_id(tokenizer: Tokenizer) -> int:
-    """Returns the token that ends a document: the tokenizer's first end token.
-
-    Raises:
-        TokenizerError: the tokenizer has no end token.
-    """
+    """Returns the token that ends a document: the tokenizer's first end token."""
     if not tokenizer.eos_token_ids:
         raise TokenizerError("the tokenizer names no end token, which must separate documents")
     return tokenizer.eos_token_ids[0]
@@ -65,23 +61,6 @@ def read_source(source: Source, tokenizer: Tokenizer, *, vocab_size: int, output
     which no answer can be located, text that contains the end token), `empty` (also conversations without an answer),
     and `vocabulary` (ids outside the vocabulary). Ignores blank lines of JSONL.
     Conversations may become several documents, see `encode_answers`; answers that cannot be located are counted.
-
-    Args:
-        source: the source.
-        tokenizer: the tokenizer.
-        vocab_size: V of the model.
-        output: folder that the run writes, which is not data.
-
-    Returns:
-        Documents, counts of skipped ones, and files.
-
-    Raises:
-        ValueError: more than `source.max_skipped` documents are skipped; the message has the counts and the last
-            place. Also if `source.field` is set, and no file has records.
-        TokenizerError: the tokenizer has no chat template for a conversation, or it does not compile; the message has
-            the place.
-        FileNotFoundError: there are no files.
-        OSError: a file cannot be read.
     """
     end = end_token_id(tokenizer)
     documents: list[Document] = []
@@ -131,15 +110,6 @@ def fingerprint(
 
     It covers kind, field, weight and files (relative paths, sizes, contents) of each source in order, the tokenizer,
     and the size of the vocabulary, which decides which documents are skipped. The folder's location does not count.
-
-    Args:
-        sources: the sources.
-        contents: the result of reading each.
-        tokenizer: the tokenizer.
-        vocab_size: V of the model.
-
-    Returns:
-        A hexadecimal sha256.
     """
     # Digests of file contents are in `content.files`, taken while reading; here only their combination is hashed.
     parts = [

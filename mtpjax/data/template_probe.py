@@ -57,10 +57,7 @@ def choose_forms(
     turn that repeats counts as two.
 
     Args:
-        template: jinja2 source.
-        messages: clean messages.
         tools: clean tools, or None.
-        variables: further variables of the template, which have a JSON form.
 
     Returns:
         The forms. If the template fails on every probe, the usual ones: it then fails on the messages too, or it looks
@@ -69,7 +66,6 @@ def choose_forms(
     Raises:
         DroppedTextError: the template writes the conversation without the text of a message, without a tool call or
             without the tools, in every form.
-        TemplateFailure: the template exceeds a limit.
     """
     kept = _without_repetitions(list(map(_shape, messages)))
     probe = [_probe_message(messages[index], number) for number, index in enumerate(kept)]

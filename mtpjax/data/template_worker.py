@@ -62,17 +62,8 @@ class TemplateWorker:
         """Renders a template.
 
         Args:
-            template: jinja2 source.
             variables: the template's variables, which must have a JSON form.
             date: the date for `strftime_now`; None: now.
-
-        Returns:
-            The text.
-
-        Raises:
-            TemplateFailure: the template does not compile, fails, or exceeds a limit.
-            TypeError: a variable has no JSON form.
-            ValueError: a variable refers to itself.
         """
         [result] = self.render_all(template, [variables], date=date)
         if isinstance(result, TemplateFailure):
@@ -90,18 +81,8 @@ class TemplateWorker:
         """Renders a template several times in one request, within one limit of time.
 
         Args:
-            template: jinja2 source.
             variable_sets: the variables of each rendering, which must have a JSON form.
             date: the date for `strftime_now`; None: now.
-            with_generation: locate the `{% generation %}` blocks.
-
-        Returns:
-            For each rendering its text, or its failure.
-
-        Raises:
-            TemplateFailure: a limit is exceeded.
-            TypeError: a variable has no JSON form.
-            ValueError: a variable refers to itself.
         """
         from mtpjax.worker_process import WorkerEnded
 

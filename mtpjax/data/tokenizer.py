@@ -60,30 +60,13 @@ class Tokenizer(Protocol):
     def incremental_decoder(self, prompt: Sequence[int] = ()) -> Callable[[int | None], str]:
         """Returns an incremental decoder.
 
-        Args:
-            prompt: tokens before the first one. SentencePiece tokenizers drop a space where a text begins, and
-                nowhere else: after "the cat", the token "▁is" is " is".
-
-        Returns:
-            A function that takes one token at a time and returns the text that it completes; None ends the text and
-            returns the rest. Without a prompt, all texts together are `decode` of all tokens.
+        Returns a function that takes one token at a time and returns the text that it completes; None ends the text and
+        returns the rest. Without a prompt, all texts together are `decode` of all tokens.
         """
         ...
 
     def apply_chat_template(self, messages: list[dict[str, Any]], **template_variables: Any) -> list[int]:
-        """Encodes a conversation up to the start of the model's answer.
-
-        Args:
-            messages: the conversation, in OpenAI's form.
-            **template_variables: variables of the template.
-
-        Returns:
-            The tokens.
-
-        Raises:
-            TokenizerError: the tokenizer has no chat template.
-            ConversationError: the template rejects these messages.
-        """
+        """Encodes a conversation up to the start of the model's answer."""
         ...
 
 
@@ -107,11 +90,7 @@ class ByteTokenizer:
     digest = hashlib.sha256(b"bytes").hexdigest()
 
     def encode(self, text: str) -> list[int]:
-        """Returns the UTF-8 bytes of `text`, without an end token.
-
-        Raises:
-            ValueError: the text contains NUL or lone surrogates.
-        """
+        """Returns the UTF-8 bytes of `text`, without an end token."""
         encoded = _encode_utf8(text)
         position = text.find("\0")
         if position >= 0:
@@ -119,11 +98,7 @@ class ByteTokenizer:
         return list(encoded)
 
     def decode(self, ids: Iterable[int]) -> str:
-        """Decodes ids, ints or a 1-D integer array; skips end tokens, and replaces bytes that are not UTF-8 by U+FFFD.
-
-        Raises:
-            ValueError: an id is outside the vocabulary.
-        """
+        """Decodes ids; skips end tokens, and replaces bytes that are not UTF-8 by U+FFFD."""
         stream = self.incremental_decoder()
         return "".join(stream(int(index)) for index in ids) + stream(None)
 
@@ -146,14 +121,7 @@ class ByteTokenizer:
         Small models of bytes have no chat template.
 
         Args:
-            messages: the conversation.
             **template_variables: `add_generation_prompt` and `tools`; others are ignored.
-
-        Returns:
-            The tokens.
-
-        Raises:
-            ConversationError: a message has no text, text without an encoding, or tool calls; or there are tools.
         """
         tokens: list[int] = []
         if clean_tools(template_variables.get("tools")):

@@ -15,12 +15,6 @@ def rust_errors(problem: str):
 
     It raises Exception itself, and where its Rust code panics, such as at a limit of its regular expressions, a
     BaseException, which would end the process.
-
-    Args:
-        problem: the start of the message.
-
-    Raises:
-        TokenizerError: the body failed.
     """
     try:
         yield
@@ -31,15 +25,7 @@ def rust_errors(problem: str):
 
 
 def check_expansion(content: bytes, path: pathlib.Path) -> None:
-    """Checks that normaliser and decoder cannot make a text many times as long, and so use all memory.
-
-    Args:
-        content: the content of a `tokenizer.json`.
-        path: the file that the message names.
-
-    Raises:
-        TokenizerError: they can, or the content is not JSON.
-    """
+    """Checks that normaliser and decoder cannot make a text many times as long, and so use all memory."""
     try:
         values = parse_json(content)
     except ValueError as error:

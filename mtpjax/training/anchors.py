@@ -20,9 +20,7 @@ def draw_anchors(key: jax.Array, is_valid: jax.Array, count: int) -> jax.Array:
     """Draws anchors of each row, uniformly and without replacement, among those whose first draft has a valid target.
 
     Args:
-        key: a `jax.random` key.
         is_valid: `[B, T]` bool, valid targets of depth 1.
-        count: most anchors of a row.
 
     Returns:
         `[B, A]` int32 columns, A = min(count, T - 1), ascending; 0 means no anchor.

@@ -89,14 +89,7 @@ class Callback:
 
 
 def check_callbacks(callbacks: Sequence[Callback]) -> None:
-    """Checks callbacks before a run begins.
-
-    Args:
-        callbacks: the callbacks.
-
-    Raises:
-        ValueError: one is not an instance of `Callback`.
-    """
+    """Checks callbacks before a run begins."""
     for index, callback in enumerate(callbacks):
         if not isinstance(callback, Callback):
             what = f"the class {callback.__name__}" if isinstance(callback, type) else repr(callback)
@@ -106,13 +99,7 @@ def check_callbacks(callbacks: Sequence[Callback]) -> None:
 def call_callbacks(callbacks: Sequence[Callback], moment: Moment, event: TrainEvent) -> bool:
     """Calls one method of every callback.
 
-    Args:
-        callbacks: the callbacks, called in this order.
-        moment: name of the method.
-        event: passed to it.
-
-    Returns:
-        True if any of them asks to stop.
+    Returns True if any of them asks to stop.
     """
     # A list, so that a request to stop does not keep later callbacks from being called.
     return any([bool(getattr(callback, moment)(event)) for callback in callbacks])

@@ -38,12 +38,6 @@ class Run:
 def read_run(folder) -> Run:
     """Reads `run.json` and `metrics.jsonl` of a run folder.
 
-    Args:
-        folder: the run folder.
-
-    Returns:
-        The run.
-
     Raises:
         RunError: the folder is not a run folder, is damaged, or has no evaluation yet. One line.
     """
@@ -68,7 +62,6 @@ def tables(runs: Sequence[Run], width: int = 80) -> Iterator[Any]:
 
     Args:
         runs: the runs; the first one is the baseline.
-        width: columns of the terminal. Runs that do not fit beside each other are in further tables.
 
     Yields:
         A `rich` table of the settings that differ, or a sentence if none does. Then lines that say which speed-ups can
@@ -160,14 +153,7 @@ def _different_settings(runs: Sequence[Run]) -> Iterator[tuple[str, ...]]:
 
 
 def short_names(runs: Sequence[Run]) -> list[str]:
-    """Names runs for tables and pictures.
-
-    Args:
-        runs: the runs.
-
-    Returns:
-        The last components of their paths if they are distinct, else the whole paths.
-    """
+    """Names runs for tables and pictures."""
     last = [pathlib.Path(run.name).name for run in runs]
     return last if len(set(last)) == len(last) else [run.name for run in runs]
 

@@ -58,7 +58,6 @@ def trainable_params(params: dict, trains: str) -> dict:
 
     Args:
         params: parameters by top-level name, or a tree of the same structure, such as their shardings.
-        trains: "all", "modules" or "detached", as in `TrainConfig`.
 
     Returns:
         The own parameters of the MTP modules, or of the drafter, for "modules"; else all.
@@ -163,11 +162,7 @@ def sum_over_parts(function: Callable[[Any], Any], parts: Any) -> Any:
     """Sums a function over parts in a scan, so that only one part's intermediate values are in memory.
 
     Args:
-        function: maps a part to a pytree of arrays.
         parts: pytree of arrays `[parts, ...]`.
-
-    Returns:
-        The sum of `function(part)`.
     """
     # The shapes of the sum, without computing anything.
     first = jax.tree.map(lambda array: array[0], parts)

@@ -73,8 +73,7 @@ class HiddenStateCache:
     def take(self, row_indices: np.ndarray) -> np.ndarray:
         """Returns the states of the rows with the indices `row_indices [B]`.
 
-        Returns:
-            `[B, T, (n + 1) * D]`: those of the n layers, and the final ones, as `trunk_states` returns them.
+        Returns `[B, T, (n + 1) * D]`: those of the n layers, and the final ones, as `trunk_states` returns them.
         """
         size = self.rows_per_block
         return np.stack(
@@ -106,21 +105,11 @@ def open_hidden_state_cache(
 
     Args:
         folder: the folder; missing ones are made.
-        params: parameters of `model`.
         rows: packed rows `[R, T]`.
-        model: the model.
-        batch_size: rows per forward pass.
-        dtype: dtype to store, "float32" or "bfloat16".
-        layer_ids: layers whose input states are read as well, as in `mtpjax.models.forward.trunk_states`. Those that
-            the folder lacks are added in one pass of the trunk.
         should_stop: returns whether a stop signal has arrived; called before each block.
-
-    Returns:
-        The states of all rows: those of the layers, and the final ones.
 
     Raises:
         HiddenStateCacheError: the folder holds something else; the message names the difference.
-        OSError: a block cannot be written, for example on a full disk. Complete blocks stay.
         Preempted: a stop signal arrived. Complete blocks stay.
     """
     identity = _cache_identity(params, rows, model, dtype)

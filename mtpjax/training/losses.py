@@ -161,12 +161,7 @@ def binary_cross_entropy(logits: jax.Array, chances: jax.Array) -> jax.Array:
 def depth_weights(num_depths: int, objective: Objective) -> jax.Array:
     """Returns the weights of the depths: equal (DeepSeek-V3, equation 25), or `beta^(k-1) / sum` (FastMTP, 2509.18362).
 
-    Args:
-        num_depths: number of depths.
-        objective: `depth_weights` and `depth_decay`.
-
-    Returns:
-        `[num_depths]` float32, with sum 1.
+    Returns `[num_depths]` float32, with sum 1.
     """
     decay = objective.depth_decay if objective.depth_weights == "decayed" else 1.0
     weights = decay ** jnp.arange(num_depths, dtype=jnp.float32)
@@ -179,9 +174,6 @@ def mix_at(progress: jax.Array | float, objective: Objective) -> dict[str, jax.A
     Args:
         progress: `[]` fraction of the run that is done, 0..1.
         objective: the mixes. An empty `mix` (outside a `TrainConfig`) means cross-entropy.
-
-    Returns:
-        Weights by objective.
     """
     mix, start = dict(objective.mix) or {"cross_entropy": 1.0}, dict(objective.start)
     if not start:

@@ -79,9 +79,6 @@ def read_model_setting(value: Any, overrides: Sequence[str]) -> ModelConfig | di
 
     Returns:
         The whole architecture if a file is named, otherwise the fields that are set.
-
-    Raises:
-        ValueError: as `read_model_config`.
     """
     if isinstance(value, str):
         return override_config(read_model_config(value), model_changes(typed_fields({}, overrides)))
@@ -94,14 +91,7 @@ def typed_fields(values: Mapping[str, Any], overrides: Sequence[str] = ()) -> di
     """Checks names and types of fields of `ModelConfig`, and parses pairs by the types.
 
     Args:
-        values: values by field.
         overrides: pairs such as "hidden_size=96", which win over `values`.
-
-    Returns:
-        All values by field.
-
-    Raises:
-        ValueError: a field is unknown or a value has the wrong type. One line.
     """
     import jsonargparse
 
@@ -123,9 +113,6 @@ def typed_fields(values: Mapping[str, Any], overrides: Sequence[str] = ()) -> di
 
 def describe_type_error(error: argparse.ArgumentError) -> str:
     """Says in one line of plain words which value has the wrong type.
-
-    Args:
-        error: what jsonargparse raised.
 
     Returns:
         Such as "steps must be an integer, not 'abc'"; errors about other things as they are, in one line.
@@ -157,12 +144,6 @@ def read_yaml(path) -> dict[str, Any]:
 
     Args:
         path: the file; an empty one gives no settings.
-
-    Returns:
-        The values.
-
-    Raises:
-        ValueError: the file cannot be read, contains a cycle, or is not a mapping. One line.
     """
     try:
         with open_regular(path) as stream:
@@ -189,9 +170,6 @@ def _check_expanded_size(values: Any) -> None:
 
 def split_model_pairs(overrides: Sequence[str]) -> tuple[list[str], list[str], str | None]:
     """Separates the settings of the model from the others.
-
-    Args:
-        overrides: `key=value` pairs.
 
     Returns:
         The other pairs, the pairs `model.key=value` without "model.", and the file of the last `model=FILE`, or None.

@@ -26,10 +26,7 @@ def plot_run(path, history: History, formats: Sequence[str] = DEFAULT_FORMATS, *
     """Plots losses, agreement and survival by level, and accept lengths over the updates of a run.
 
     Args:
-        path: the picture, as in `plot_style.picture_paths`.
-        history: rows of `metrics.jsonl`, with at least one evaluation. Without draft levels there is one panel.
         formats: formats of a path without suffix.
-        title: which run, and on which device.
     """
     if not picture_paths(path, formats):
         return
@@ -111,11 +108,9 @@ def plot_comparison(
     """Plots runs side by side: the trunk's loss over the updates, survival and accept lengths at the last evaluation.
 
     Args:
-        path: the picture, as in `plot_style.picture_paths`.
         runs: history of each run by name; each has at least one evaluation. Panels that no run has figures for are
             left out.
         formats: formats of a path without suffix.
-        title: what is compared.
     """
     if not picture_paths(path, formats):
         return

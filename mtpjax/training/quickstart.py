@@ -102,17 +102,7 @@ class Measured:
 def run(config: TrainConfig, *, depths: tuple[int, ...] = (1, 2, 3), rounds: int = 5, num_prompts: int = 16) -> int:
     """Trains a model, measures plain and speculative decoding, prints the result and writes a plot.
 
-    Args:
-        config: settings of the training run.
-        depths: draft depths to measure.
-        rounds: timing rounds, at least 2.
-        num_prompts: maximum number of prompts.
-
-    Returns:
-        The exit code: 4 if any speculative text differs from the plain one, else 0.
-
-    Raises:
-        ValueError: `rounds` is below 2.
+    Returns the exit code: 4 if any speculative text differs from the plain one, else 0.
     """
     # The first round finds the fastest plain setting; the others measure the costs in its process.
     if rounds < 2:

@@ -110,21 +110,7 @@ def regenerate(
     """Regenerates records into a JSONL file, or continues an interrupted run there.
 
     Args:
-        params: parameters of `model` with unrolled layers.
-        request: the records and settings.
-        path: output file.
-        model: the model.
-        tokenizer: its tokenizer.
         model_digest: digest of the model; a run continues only with the same one.
-        progress: called after every window with the tally and the fraction of the input that is done, 0..1.
-
-    Returns:
-        Counts of the whole run, including parts done before an interruption.
-
-    Raises:
-        ValueError: decoding rejects the settings, the file cannot be continued (`open_output`), or no record is usable.
-        TokenizerError: the tokenizer does not support conversations.
-        OSError: a file cannot be read or written.
     """
     # A prompt must leave room for its answer.
     most = request.config.max_length or model.config.max_position_embeddings
@@ -166,16 +152,7 @@ def regenerate(
 
 
 def answer_seed(seed: int, number: int, turn: int) -> int:
-    """Returns the sampling seed of one answer.
-
-    Args:
-        seed: seed of the run.
-        number: number of the record.
-        turn: number of the answer within the record.
-
-    Returns:
-        A seed within 0..2^64-1 that depends on all three.
-    """
+    """Returns the sampling seed of one answer."""
     return int(np.random.SeedSequence([seed, number, turn]).generate_state(1, np.uint64)[0])
 
 

@@ -69,11 +69,7 @@ def lock_folder(folder, *, wait: bool = False) -> Iterator[pathlib.Path]:
     """Makes a folder and locks it for this process.
 
     Args:
-        folder: the folder.
         wait: wait for another process that holds the lock, instead of failing.
-
-    Yields:
-        The folder.
 
     Raises:
         RunError: another process holds the lock; the message names its host and process.
@@ -102,12 +98,6 @@ def begin(folder: pathlib.Path, settings: Mapping[str, Any], fingerprint: str, *
     """Starts a new run in a folder: removes the files of an old run, and writes `run.json`.
 
     If the process ends in between, the folder holds no run, and resuming is rejected.
-
-    Args:
-        folder: the run folder, locked.
-        settings: the settings, as JSON can hold them.
-        fingerprint: digest of the data.
-        overwrite: replace a run that is already there.
 
     Returns:
         The identifier of the new run, which its states carry.
@@ -144,9 +134,6 @@ def begin(folder: pathlib.Path, settings: Mapping[str, Any], fingerprint: str, *
 def check_outputs(folder: pathlib.Path) -> None:
     """Checks before the first update that the trained model can be written at the end.
 
-    Args:
-        folder: the run folder.
-
     Raises:
         RunError: its `checkpoint` or `drafter` is something else and not an empty folder, so saving would not replace
             it.
@@ -162,16 +149,8 @@ def check_outputs(folder: pathlib.Path) -> None:
 def save_state(folder: pathlib.Path, state: Any, *, step: int, keep: int, metadata: Mapping[str, Any]) -> bool:
     """Saves a training state, then deletes all but the newest `keep` states. All processes of a run must call it.
 
-    Args:
-        folder: the run folder.
-        state: tree of jax arrays.
-        step: number of updates done.
-        keep: number of states to keep.
-        metadata: stored with the state.
-
-    Returns:
-        True if the state was saved. False after an error such as a full disk: older states stay, and training may
-        continue.
+    Returns True if the state was saved. False after an error such as a full disk: older states stay, and training may
+    continue.
     """
     leaves = {f"{number:06d}": leaf for number, leaf in enumerate(jax.tree.leaves(state))}
     path = state_path(folder, step)
@@ -192,15 +171,7 @@ def save_state(folder: pathlib.Path, state: Any, *, step: int, keep: int, metada
 
 
 def state_path(folder: pathlib.Path, step: int) -> pathlib.Path:
-    """Returns the folder of a training state.
-
-    Args:
-        folder: the run folder.
-        step: number of updates done.
-
-    Returns:
-        The folder, which need not exist.
-    """
+    """Returns the folder of a training state."""
     return folder / STATES_FOLDER / f"{step:08d}"
 
 
@@ -208,7 +179,6 @@ def restore_state(folder: pathlib.Path, like: Tree, *, run_id: str | None = None
     """Restores the newest complete state. Skips damaged ones with a warning that names the array.
 
     Args:
-        folder: the run folder.
         like: a state with the structure, shapes, dtypes and shardings to restore. Arrays without a sharding, as from
             `jax.eval_shape`, go to the first device.
         run_id: identifier of the run; None does not check it.
@@ -277,11 +247,7 @@ class StopSignals:
 
 @contextlib.contextmanager
 def catch_stop_signals() -> Iterator[StopSignals]:
-    """Catches SIGINT (Ctrl-C), and SIGTERM and SIGUSR1, with which schedulers announce the end of a job.
-
-    Yields:
-        A `StopSignals`. Outside the main thread, where Python cannot install handlers, it never receives a signal.
-    """
+    """Catches SIGINT (Ctrl-C), and SIGTERM and SIGUSR1, with which schedulers announce the end of a job."""
     stop = StopSignals()
     if threading.current_thread() is not threading.main_thread():
         yield stop

@@ -40,9 +40,6 @@ def check_settings(
     """Checks that a run resumes with the settings and data it was started with.
 
     Args:
-        folder: the run folder.
-        settings: the settings now.
-        fingerprint: digest of the data now.
         allowed_changes: settings that may differ, in addition to `CHANGEABLE_SETTINGS`; "data" allows other data.
 
     Returns:

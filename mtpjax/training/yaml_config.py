@@ -26,14 +26,6 @@ def read_train_config(
         overrides: pairs such as "steps=100", "objective.mix.kl=1.0", "model.num_mtp_modules=3", or "model=FILE.yaml",
             which names a whole architecture (`mtpjax.training.model_yaml`). Dots name nested settings; pairs of a
             mapping such as `objective.mix` replace the one in the file.
-        flags: values of the settings of `FLAGS`.
-
-    Returns:
-        The settings.
-
-    Raises:
-        ValueError: the file or a pair cannot be read, a key is unknown (the message names the nearest one), or a value
-            has the wrong type or is out of range. One line.
     """
     parser = jsonargparse.ArgumentParser(exit_on_error=False)
     parser.add_class_arguments(TrainConfig, skip={"model"})
