@@ -14,9 +14,10 @@ from mtpjax.data.chat_messages import clean_messages, clean_tools, in_forms
 from mtpjax.data.hidden_text import HiddenText, Spans
 from mtpjax.data.template_probe import choose_forms
 from mtpjax.data.template_worker import WORKER, Rendered, TemplateFailure
+from mtpjax.data.tokenizer_checks import read_json_object
 from mtpjax.errors import ConversationError, TokenizerError, printable
 from mtpjax.io.huggingface_files import read_small_file
-from mtpjax.safe_open import list_chat_templates, parse_json
+from mtpjax.safe_open import list_chat_templates
 
 MAX_TEMPLATE_CHARACTERS = 1 << 20
 MAX_MESSAGES = 10_000
@@ -161,19 +162,6 @@ class ChatTemplates:
         return RenderedChat(plain.text, spans, plain.generation)
 
 
-def render_chat(template: str, messages: list[dict[str, Any]], **variables: Any) -> str:
-    """Renders a conversation with a jinja2 template, as it is.
-
-    The template runs in a sandbox, in a process with limits of time, memory and output (`template_worker`).
-
-    Args:
-        **variables: variables of the template, which must have a JSON form; `strftime_now` may be a date, which the
-            template's function of that name then takes for today.
-    """
-    _check_size(template, messages)
-    return _render_once(template, messages, {"add_generation_prompt": True, **variables}, with_generation=False).text
-
-
 def read_chat_templates(folder: pathlib.Path, settings: Mapping[str, Any]) -> dict[str, str]:
     """Reads the chat templates of a checkpoint.
 
@@ -187,12 +175,9 @@ def read_chat_templates(folder: pathlib.Path, settings: Mapping[str, Any]) -> di
     if DEFAULT in templates:
         return templates
     setting = settings.get("chat_template")
-    if setting is None and (content := _read_text(folder, "chat_template.json")) is not None:
-        try:
-            values = parse_json(content)
-        except ValueError as error:
-            raise TokenizerError(f"{folder / 'chat_template.json'} is not JSON: {error}") from error
-        setting = values.get("chat_template") if isinstance(values, dict) else None
+    if setting is None:
+        values = read_json_object(folder, "chat_template.json", max_bytes=MAX_TEMPLATE_CHARACTERS)
+        setting = values.get("chat_template")
     entries = setting if isinstance(setting, list) else [{"name": DEFAULT, "template": setting}]
     named = {each.get("name"): each.get("template") for each in entries if isinstance(each, dict)}
     return {name: each for name, each in named.items() if isinstance(name, str) and isinstance(each, str)} | templates

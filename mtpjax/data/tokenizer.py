@@ -13,7 +13,7 @@ from mtpjax.data.chat_template import DEFAULT, ChatTemplates, RenderedChat, read
 from mtpjax.data.decoder_stages import Utf8Stage
 from mtpjax.data.end_tokens import find_end_tokens
 from mtpjax.data.incremental_decoder import IncrementalDecoder, TokenizerDecoder
-from mtpjax.data.tokenizer_checks import check_expansion, rust_errors
+from mtpjax.data.tokenizer_checks import check_expansion, read_json_object, rust_errors
 from mtpjax.errors import ConversationError, TokenizerError
 from mtpjax.io.huggingface_files import (
     MAX_TOKENIZER_BYTES,
@@ -22,7 +22,6 @@ from mtpjax.io.huggingface_files import (
     read_small_file,
     read_vocab_size,
 )
-from mtpjax.safe_open import parse_json
 
 OTHER_FORMATS = ("tokenizer.model", "vocab.json", "vocab.txt")  # SentencePiece's, and those of older classes
 _BUILT = ("_tokenizer", "_decoder", "_plain_tokenizer")  # from `_content`
@@ -173,12 +172,12 @@ class HuggingFaceTokenizer:
         added = self._tokenizer.get_added_tokens_decoder()
         self.special_token_ids = tuple(sorted(index for index, token in added.items() if token.special))
         self._special_names = [token.content for token in added.values() if token.special]
-        older = _read_json(folder, "special_tokens_map.json")
+        older = read_json_object(folder, "special_tokens_map.json")
         self._settings = {name: older[name] for name in SPECIAL_NAMES if name in older}
-        self._settings |= _read_json(folder, "tokenizer_config.json")
+        self._settings |= read_json_object(folder, "tokenizer_config.json")
         files = {
-            "generation": _read_json(folder, "generation_config.json"),
-            "config": _read_json(folder, "config.json"),
+            "generation": read_json_object(folder, "generation_config.json"),
+            "config": read_json_object(folder, "config.json"),
         }
         eos_token = self._special_tokens().get("eos_token")
         self.eos_token_ids = find_end_tokens(folder, self._tokenizer, eos_token, vocab_size=vocab_size, **files)
@@ -388,15 +387,6 @@ def load_tokenizer(path, vocab_size: int | None = None, *, chat_template: str | 
     raise TokenizerError(
         f"{folder} has no tokenizer.json, and the model has {vocab_size} tokens, not the 256 bytes{way_on}"
     )
-
-
-def _read_json(folder: pathlib.Path, name: str) -> dict[str, Any]:
-    content = read_small_file(folder, name, max_bytes=MAX_TOKENIZER_BYTES)
-    try:
-        values = parse_json(content) if content is not None else {}
-    except ValueError as error:
-        raise TokenizerError(f"{folder / name} is not JSON: {error}") from error
-    return values if isinstance(values, dict) else {}
 
 
 def _token_text(token: Any) -> str | None:

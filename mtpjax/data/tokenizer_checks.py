@@ -2,8 +2,10 @@
 
 import contextlib
 import pathlib
+from typing import Any
 
 from mtpjax.errors import TokenizerError, printable
+from mtpjax.io.huggingface_files import MAX_TOKENIZER_BYTES, read_small_file
 from mtpjax.safe_open import parse_json
 
 MAX_EXPANSION = 256  # times that a normaliser or decoder may lengthen a text
@@ -22,6 +24,16 @@ def rust_errors(problem: str):
         raise
     except BaseException as error:
         raise TokenizerError(f"{problem}: {printable(error, 200)}") from error
+
+
+def read_json_object(folder: pathlib.Path, name: str, *, max_bytes: int = MAX_TOKENIZER_BYTES) -> dict[str, Any]:
+    """Reads a JSON file of a checkpoint; a missing file, or a value that is no object, gives an empty one."""
+    content = read_small_file(folder, name, max_bytes=max_bytes)
+    try:
+        values = parse_json(content) if content is not None else {}
+    except ValueError as error:
+        raise TokenizerError(f"{folder / name} is not JSON: {error}") from error
+    return values if isinstance(values, dict) else {}
 
 
 def check_expansion(content: bytes, path: pathlib.Path) -> None:

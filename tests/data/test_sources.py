@@ -11,6 +11,7 @@ from mtpjax.data import packing
 from mtpjax.data.config import Source
 from mtpjax.data.sources import end_token_id, fingerprint, read_source
 from mtpjax.data.tokenizer import ByteTokenizer, TokenizerError
+from tests.helpers.documents import file_documents
 
 BYTES = ByteTokenizer()
 
@@ -47,7 +48,7 @@ def test_a_folder_of_text_gives_a_document_per_file(tmp_path):
         (tmp_path / name).write_bytes(text.encode())
     reading = read(tmp_path, pattern="*.txt")
     assert texts(reading) == ["first", "second é\r\n"] and set(reading.skipped.values()) == {0}
-    plain = packing.read_documents([tmp_path / "a/c.txt", tmp_path / "b.txt"])
+    plain = file_documents([tmp_path / "a/c.txt", tmp_path / "b.txt"])
     assert [each.name for each in reading.documents] == [each.name for each in plain]
     for document, expected in zip(reading.documents, plain, strict=True):
         assert document.tokens.dtype == expected.tokens.dtype == np.uint8

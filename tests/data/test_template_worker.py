@@ -9,9 +9,9 @@ import time
 import pytest
 
 from mtpjax.data import template_worker
-from mtpjax.data.chat_template import render_chat
 from mtpjax.data.template_worker import TemplateFailure, TemplateWorker
 from mtpjax.errors import ConversationError, TokenizerError
+from tests.helpers.rendered_chats import render_chat
 
 MESSAGES = [{"role": "user", "content": "hi"}]
 FAILING = [
