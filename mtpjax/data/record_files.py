@@ -9,10 +9,11 @@ import zlib
 from collections.abc import Iterator, Sequence
 from typing import Any
 
-from mtpjax.data.jsonl import FileDigest, parse_json_object, read_raw_records
+from mtpjax.data.jsonl import parse_json_object, read_raw_records
 from mtpjax.errors import UsageError, install_extra, printable
 from mtpjax.safe_open import open_regular, parse_json
 
+FileDigest = tuple[str, int, str]  # path relative to the files' common folder, size in bytes, hexadecimal sha256
 RECORD_SUFFIXES = (".jsonl", ".jsonl.gz", ".json", ".parquet")
 MAX_LINE_BYTES = 64 << 20  # of compressed files, whose lines can be far longer than the file
 MAX_JSON_BYTES = 1 << 30  # of a `.json` list, which is parsed whole
@@ -40,9 +41,7 @@ def read_file_records(
         name = path.name.lower()
         if by_line is False or not is_record_file(path) or name.endswith(".jsonl"):
             lines = name.endswith(".jsonl") if by_line is None else by_line
-            one: list[FileDigest] = []
-            yield from read_raw_records([path], by_line=lines, files=one)
-            _, size, digest = one[0]
+            size, digest = yield from read_raw_records(path, by_line=lines)
         else:
             reader = _read_gzip if name.endswith(".gz") else _read_parquet if name.endswith(".parquet") else _read_json
             yield from reader(path)

@@ -91,41 +91,32 @@ def make_task(
     if kind == "conversations":
         # The output has the conversation in OpenAI's form alone, and the record's other fields.
         messages, extra_fields = _checked_messages(record), without_conversation(record)
-        return ConversationTask(messages, tokenizer, max_prompt_tokens, extra_fields=extra_fields)
+        return ConversationTask(messages, tokenizer, max_prompt_tokens, extra_fields)
     # Prompts keep their category and id. With `chat`, each turn becomes a user's message that the model answers.
     extra_fields = {name: record[name] for name in ("category", *ID_KEYS) if name in record}
     turns = _user_turns(record)
     if chat:
         messages = [{"role": role, "content": turn} for turn in turns for role in ("user", "assistant")]
-        return ConversationTask(messages, tokenizer, max_prompt_tokens, extra_fields=extra_fields)
+        return ConversationTask(messages, tokenizer, max_prompt_tokens, extra_fields)
     if prompt_tokens is None and kind == "documents":
         prompt_tokens = DOCUMENT_PROMPT_TOKENS
-    return TextTask(turns[0], tokenizer, max_prompt_tokens, extra_fields=extra_fields, prompt_tokens=prompt_tokens)
+    prompt = _truncate(_encode(turns[0], tokenizer), prompt_tokens, tokenizer)
+    if not prompt:
+        raise SkippedRecordError("empty", "has no tokens")
+    if len(prompt) > max_prompt_tokens:
+        raise SkippedRecordError("too long", f"has {len(prompt)} tokens; there is room for {max_prompt_tokens}")
+    return TextTask(prompt, tokenizer, extra_fields)
 
 
 class TextTask:
-    """A text, or its first `prompt_tokens`, to continue."""
+    """A text to continue."""
 
+    prompt: list[int] | None
     is_truncated = False
 
-    def __init__(
-        self,
-        text: str,
-        tokenizer: Tokenizer,
-        max_prompt_tokens: int,
-        *,
-        extra_fields: dict,
-        prompt_tokens: int | None = None,
-    ):
-        self.tokenizer, self.extra_fields, self.text = tokenizer, extra_fields, ""
+    def __init__(self, prompt: list[int], tokenizer: Tokenizer, extra_fields: dict[str, Any]):
+        self.prompt, self.tokenizer, self.extra_fields, self.text = prompt, tokenizer, extra_fields, ""
         self.finish_reasons: list[str] = []
-        self.prompt: list[int] | None = _truncate(_encode(text, tokenizer), prompt_tokens, tokenizer)
-        if not self.prompt:
-            raise SkippedRecordError("empty", "has no tokens")
-        if len(self.prompt) > max_prompt_tokens:
-            raise SkippedRecordError(
-                "too long", f"has {len(self.prompt)} tokens; there is room for {max_prompt_tokens}"
-            )
 
     def add_answer(self, tokens: list[int], finish_reason: str) -> bool:
         # Store the decoded text. It may tokenize differently: a continuation can merge across the cut.
@@ -147,12 +138,7 @@ class ConversationTask:
     is_truncated = False
 
     def __init__(
-        self,
-        messages: list[dict[str, Any]],
-        tokenizer: Tokenizer,
-        max_prompt_tokens: int,
-        *,
-        extra_fields: dict[str, Any],
+        self, messages: list[dict], tokenizer: Tokenizer, max_prompt_tokens: int, extra_fields: dict[str, Any]
     ):
         self.tokenizer, self.max_prompt_tokens, self.extra_fields = tokenizer, max_prompt_tokens, extra_fields
         self.template_variables = {"tools": extra_fields.get("tools")}

@@ -11,10 +11,10 @@ import numpy as np
 from mtpjax.data.chat import encode_answers, encode_formatted
 from mtpjax.data.config import Source
 from mtpjax.data.data_files import list_data_files
-from mtpjax.data.jsonl import FileDigest, SkippedRecordError, decode_utf8
+from mtpjax.data.jsonl import SkippedRecordError, decode_utf8
 from mtpjax.data.packing import Document
 from mtpjax.data.python_sources import list_python_sources
-from mtpjax.data.record_files import as_object, is_record_file, read_file_records
+from mtpjax.data.record_files import FileDigest, as_object, is_record_file, read_file_records
 from mtpjax.data.record_forms import find_messages, has_conversation
 from mtpjax.data.tokenizer import ByteTokenizer, ConversationError, Tokenizer, TokenizerError
 from mtpjax.errors import AnswerLocationError

@@ -10,7 +10,7 @@ import functools
 import itertools
 import json
 import re
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any, NamedTuple
 
 from mtpjax.data.chat_messages import Forms, in_forms, text_of
@@ -38,6 +38,22 @@ class Choice(NamedTuple):
     forms: Forms
     lost: int = 0
     problem: str = ""
+
+
+class _Probe(NamedTuple):
+    """A conversation's shape, with a word of its own in place of each text, and the template that renders it."""
+
+    template: str
+    messages: list[dict[str, Any]]
+    tools: list[Any] | None
+    variables: dict[str, Any]
+
+    def render(self, candidates: Sequence[Forms]) -> Iterator[tuple[Rendered | TemplateFailure, list[dict[str, Any]]]]:
+        """Renders in each form. Yields the text, and the messages as the template got them."""
+        shaped = [in_forms(self.messages, self.tools, forms) for forms in candidates]
+        sets = [{**self.variables, "messages": each, "tools": its_tools} for each, its_tools in shaped]
+        results = WORKER.render_all(self.template, sets)
+        return zip(results, (messages for messages, _ in shaped), strict=True)
 
 
 class _Problem(NamedTuple):
@@ -100,19 +116,19 @@ def choose_forms(
 @functools.lru_cache(maxsize=1024)
 def _choose(template: str, probe_text: str) -> Choice | None:
     """Tries the usual forms, and all others only if those are not right. None: the template fails on all."""
-    messages, tools, variables = json.loads(probe_text)
-    choices = _choices(messages, tools)
+    probe = _Probe(template, *json.loads(probe_text))
+    choices = _choices(probe.messages, probe.tools)
     best = Forms()
     tried: dict[Forms, _Problem] = {}
     badness = lambda forms: (tried[forms].rank, -tried[forms].lost)
     # Of forms that lose something, the one that loses the latest is nearest: a template that needs several changes is
     # reached from there.
     for _ in range(MAX_STEPS):
-        candidates = [each for each in _candidates(choices, best, len(messages)) if each not in tried]
+        candidates = [each for each in _candidates(choices, best, len(probe.messages)) if each not in tried]
         # The first form alone is right for most; the others follow in requests that stay within the limit of time.
         for start, end in itertools.pairwise([0, 1, *range(1 + PROBES_AT_ONCE, len(candidates), PROBES_AT_ONCE), None]):
             part = candidates[start:end]
-            tried |= zip(part, _try(part, template, messages, tools, variables), strict=True)
+            tried |= zip(part, _try(part, probe), strict=True)
             if min(problem.rank for problem in tried.values()) == 0:
                 break
         before, best = best, min(tried, key=badness)
@@ -120,29 +136,25 @@ def _choose(template: str, probe_text: str) -> Choice | None:
             break
     problem = tried[best]
     if problem.rank < 2:
-        return Choice(_with_objects(best, template, messages, tools, variables))
+        return Choice(_with_objects(best, probe))
     if problem.rank == 3:
         return None
     return Choice(best, problem.lost, problem.what)
 
 
-def _with_objects(
-    forms: Forms, template: str, messages: list[dict[str, Any]], tools: list[Any] | None, variables: dict[str, Any]
-) -> Forms:
+def _with_objects(forms: Forms, probe: _Probe) -> Forms:
     """Lets a template that reads arguments in both forms write them from objects, if it then writes them differently.
 
     It has a form of its own for objects (XML, say), and would copy JSON text as it is.
     """
-    calls = [call for message in messages for call in message.get("tool_calls", ())]
+    calls = [call for message in probe.messages for call in message.get("tool_calls", ())]
     if forms.arguments != "given" or not any(isinstance(call["function"]["arguments"], str) for call in calls):
         return forms
     as_objects = dataclasses.replace(forms, arguments="object or text")
-    shaped = [in_forms(messages, tools, each) for each in (forms, as_objects)]
-    sets = [{**variables, "messages": each, "tools": its_tools} for each, its_tools in shaped]
-    as_given, result = WORKER.render_all(template, sets)
+    (as_given, _), (result, shaped) = probe.render((forms, as_objects))
     if isinstance(result, TemplateFailure) or result == as_given:
         return forms
-    return forms if _judge(result, messages, tools, shaped[1][0]).rank else as_objects
+    return forms if _judge(result, probe, shaped).rank else as_objects
 
 
 def _choices(messages: list[dict[str, Any]], tools: list[Any] | None) -> dict[str, list[Any]]:
@@ -176,34 +188,23 @@ def _candidates(choices: dict[str, list[Any]], first: Forms, num_messages: int) 
     return [Forms(**dict(zip(choices, values, strict=True))) for values in products[:count]]
 
 
-def _try(
-    candidates: list[Forms],
-    template: str,
-    messages: list[dict[str, Any]],
-    tools: list[Any] | None,
-    variables: dict[str, Any],
-) -> list[_Problem]:
-    shaped = [in_forms(messages, tools, forms) for forms in candidates]
-    sets = [{**variables, "messages": each, "tools": its_tools} for each, its_tools in shaped]
-    results = WORKER.render_all(template, sets)
+def _try(candidates: list[Forms], probe: _Probe) -> list[_Problem]:
     return [
-        _Problem(3) if isinstance(result, TemplateFailure) else _judge(result, messages, tools, each)
-        for result, (each, _) in zip(results, shaped, strict=True)
+        _Problem(3) if isinstance(result, TemplateFailure) else _judge(result, probe, shaped)
+        for result, shaped in probe.render(candidates)
     ]
 
 
-def _judge(
-    result: Rendered, messages: list[dict[str, Any]], tools: list[Any] | None, shaped: list[dict[str, Any]]
-) -> _Problem:
+def _judge(result: Rendered, probe: _Probe, shaped: list[dict[str, Any]]) -> _Problem:
     """Checks that everything in a probe reached the text, and in a right form.
 
     `shaped` are the messages as the template got them.
     """
     text = result.text.casefold()
-    if any(_word("tool", number) not in text for number in range(len(tools or ()))):
+    if any(_word("tool", number) not in text for number in range(len(probe.tools or ()))):
         return _Problem(2, -1, "tools")
     words = []
-    for index, message in enumerate(messages):
+    for index, message in enumerate(probe.messages):
         if any(word not in text for word in text_of(message.get("content")).split()):
             return _Problem(2, index, "text")
         for call in message.get("tool_calls", ()):

@@ -58,18 +58,6 @@ class TemplateWorker:
         """Renders in this process from now on, for a process that has limits of time and memory of its own."""
         self._compiled = {}
 
-    def render(self, template: str, variables: dict[str, Any], *, date: datetime.datetime | None = None) -> str:
-        """Renders a template.
-
-        Args:
-            variables: the template's variables, which must have a JSON form.
-            date: the date for `strftime_now`; None: now.
-        """
-        [result] = self.render_all(template, [variables], date=date)
-        if isinstance(result, TemplateFailure):
-            raise result
-        return result.text
-
     def render_all(
         self,
         template: str,
@@ -109,7 +97,7 @@ class TemplateWorker:
         return [_to_result(each) for each in json.loads(answer)]
 
     def close(self) -> None:
-        """Ends the process. A later `render` starts a new one."""
+        """Ends the process. A later rendering starts a new one."""
         self._worker.close()
 
     def kill(self) -> None:

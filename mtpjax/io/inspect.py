@@ -12,7 +12,6 @@ import jax
 import numpy as np
 
 from conversion.families import Layout
-from conversion.files import CheckpointFiles
 from conversion.gguf_files import GGUFFiles, open_checkpoint
 from conversion.load_plan import LoadPlan, inspect_files
 from conversion.names import param_specs
@@ -202,6 +201,9 @@ def _inspect_hugging_face(path, model_type: str | None) -> dict[str, Any]:
         plan = inspect_files(files, model_type=model_type)
         stored_types = files.stored_types() if isinstance(files, GGUFFiles) else {}
         quantized = [name for name in stored_types if name not in UNQUANTIZED]
+        # What is unusual about a checkpoint that loads.
+        notes = [plan.mixed] if plan.mixed else []
+        notes += [f"files that are not read: {', '.join(files.unread)}"] if files.unread else []
         quantization = {"quant_method": "gguf", "types": quantized} if quantized else None
         return {
             "path": str(path),
@@ -213,13 +215,9 @@ def _inspect_hugging_face(path, model_type: str | None) -> dict[str, Any]:
             "shards": dict(files.sizes),
             "tensors": len(files.tensors),
             "bytes": sum(files.sizes.values()),
-            "missing": list(plan.missing),
-            "extra": list(plan.extra),
-            "tied": list(plan.tied),
-            "other": list(plan.other),
+            **{name: list(getattr(plan, name)) for name in ("missing", "extra", "tied", "other", "problems")},
             "unread": list(files.unread),
-            "notes": _notes(files, plan),
-            "problems": list(plan.problems),
+            "notes": notes,
             "config": plan.config,
             "sizes": dict(_param_sizes(plan)),
             "scaled": {
@@ -228,14 +226,6 @@ def _inspect_hugging_face(path, model_type: str | None) -> dict[str, Any]:
                 if plan.dtypes[path] == E4M3
             },
         }
-
-
-def _notes(files: CheckpointFiles, plan: LoadPlan) -> list[str]:
-    """Lists what is unusual about a checkpoint that loads."""
-    notes = [plan.mixed] if plan.mixed else []
-    if files.unread:
-        notes.append(f"files that are not read: {', '.join(files.unread)}")
-    return notes
 
 
 def _param_sizes(plan: LoadPlan):
@@ -261,13 +251,7 @@ def _inspect_mtpjax(path: pathlib.Path) -> dict[str, Any]:
         "shards": {name: (path / name).stat().st_size for name in stored.files},
         "tensors": len(sizes),
         "bytes": sum((path / name).stat().st_size for name in stored.files),
-        "missing": [],
-        "extra": [],
-        "tied": [],
-        "other": [],
-        "unread": [],
-        "notes": [],
-        "problems": [],
+        **{name: [] for name in ("missing", "extra", "tied", "other", "unread", "notes", "problems")},
         "config": config,
         "sizes": sizes,
         "scaled": stored.scaled,

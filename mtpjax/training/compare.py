@@ -14,7 +14,7 @@ from mtpjax.training.run_dir import MAX_SETTINGS_BYTES, SETTINGS_FILE, RunError
 
 
 @dataclasses.dataclass(frozen=True)
-class Run:
+class RunRecord:
     """The settings and metrics that a run folder holds.
 
     Attributes:
@@ -35,7 +35,7 @@ class Run:
         return next(row for row in reversed(self.history) if "eval" in row)
 
 
-def read_run(folder) -> Run:
+def read_run(folder) -> RunRecord:
     """Reads `run.json` and `metrics.jsonl` of a run folder.
 
     Raises:
@@ -54,10 +54,10 @@ def read_run(folder) -> Run:
     # The comparison shows the last evaluation, so there must be at least one.
     if not any("eval" in row for row in history):
         raise RunError(f"{folder} has not evaluated yet: {METRICS_FILE} holds {len(history)} rows and no panel")
-    return Run(str(folder), settings, fingerprint, history)
+    return RunRecord(str(folder), settings, fingerprint, history)
 
 
-def tables(runs: Sequence[Run], width: int = 80) -> Iterator[Any]:
+def tables(runs: Sequence[RunRecord], width: int = 80) -> Iterator[Any]:
     """Builds the comparison for the terminal.
 
     Args:
@@ -99,18 +99,16 @@ def tables(runs: Sequence[Run], width: int = 80) -> Iterator[Any]:
     yield from split_columns(metrics_table, width)
 
 
-def _timed(run: Run) -> dict[str, dict[str, Any]]:
+def _timed(run: RunRecord) -> dict[str, dict[str, Any]]:
     """Returns the metrics of a run's last evaluation over all prompts, by kind, of kinds with a speed-up."""
     kinds = run.last_evaluation["eval"].get("decoded", {}).get("overall", {})
     return {kind: row for kind, row in kinds.items() if row["speed_up"] is not None}
 
 
-def _metrics(run: Run) -> dict[str, float]:
+def _metrics(run: RunRecord) -> dict[str, float]:
     """Returns the metrics of a run's last evaluation by name, in the order of the table."""
-    panel, found = (
-        run.last_evaluation["eval"],
-        {"updates": run.last_evaluation["step"], "seconds": run.last_evaluation["seconds"]},
-    )
+    last = run.last_evaluation
+    panel, found = last["eval"], {"updates": last["step"], "seconds": last["seconds"]}
     # Teacher-forced: the loss of the trunk (level 0) and of each draft level, then the rates of each level.
     for level, bits in enumerate(panel["bits_per_token"]):
         found["bits per token, " + (f"draft {level}" if level else "trunk")] = bits
@@ -140,7 +138,7 @@ def _format_cells(values: Sequence[float | None], problems: Sequence[str | None]
             yield f"{value:.3f}" + (f" ({value - first:+.3f})" if number and first is not None else "")
 
 
-def _different_settings(runs: Sequence[Run]) -> Iterator[tuple[str, ...]]:
+def _different_settings(runs: Sequence[RunRecord]) -> Iterator[tuple[str, ...]]:
     # Compare as JSON, in the order of the settings. The output folder always differs and is left out.
     keys = dict.fromkeys(key for run in runs for key in run.settings)
     for key in keys:
@@ -152,7 +150,7 @@ def _different_settings(runs: Sequence[Run]) -> Iterator[tuple[str, ...]]:
         yield "data (fingerprint)", *(run.fingerprint[:8] for run in runs)
 
 
-def short_names(runs: Sequence[Run]) -> list[str]:
+def short_names(runs: Sequence[RunRecord]) -> list[str]:
     """Names runs for tables and pictures."""
     last = [pathlib.Path(run.name).name for run in runs]
     return last if len(set(last)) == len(last) else [run.name for run in runs]

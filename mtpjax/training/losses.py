@@ -93,20 +93,6 @@ def batch_totals(is_valid: jax.Array, overlap: jax.Array) -> BatchTotals:
     return BatchTotals(is_valid.sum((-2, -1)), jnp.cumprod(is_valid[1:], axis=0, dtype=bool).sum(), overlap)
 
 
-def cross_entropy(logits: jax.Array, targets: jax.Array, is_valid: jax.Array) -> jax.Array:
-    """Averages `-log softmax(logits)[target]` over the valid positions.
-
-    Args:
-        logits: `[B, T, V]` float32.
-        targets: `[B, T]` int32.
-        is_valid: `[B, T]` bool.
-
-    Returns:
-        `[]` nats; 0 without valid positions.
-    """
-    return valid_mean(plain_terms([logits], targets[None]).cross_entropy[0], is_valid)
-
-
 def lk_hybrid(
     kl: jax.Array, overlap: jax.Array, is_valid: jax.Array, *, decay: float, totals: BatchTotals | None = None
 ) -> jax.Array:
