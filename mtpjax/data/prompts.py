@@ -116,7 +116,7 @@ def encode_prompts(
 
 
 def max_prompt_length(max_positions: int, max_new_tokens: int, requested: int | None = None) -> int:
-    """Returns the most tokens a prompt may have.
+    """Returns the maximum number of tokens of a prompt.
 
     Args:
         requested: the requested limit, or None.

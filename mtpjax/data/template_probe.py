@@ -2,7 +2,7 @@
 
 Templates differ in what they read: arguments of tool calls as an object or as text, content as text or as parts, and so
 on. What a template does not read often vanishes without an error. So a conversation's shape is rendered first with a
-word of its own in place of each text, and a form is right if every word reaches the prompt.
+unique word in place of each text, and a form is right if every word reaches the prompt.
 """
 
 import dataclasses
@@ -41,7 +41,7 @@ class Choice(NamedTuple):
 
 
 class _Probe(NamedTuple):
-    """A conversation's shape, with a word of its own in place of each text, and the template that renders it."""
+    """A conversation's shape, with a unique word in place of each text, and the template that renders it."""
 
     template: str
     messages: list[dict[str, Any]]
@@ -95,8 +95,8 @@ def choose_forms(
         probe = [_probe_message(messages[index], number, own_ids=True) for number, index in enumerate(kept)]
         choice = _choose(template, json.dumps([probe, probe_tools, variables], sort_keys=True))
     if choice is None:
-        # The template fails on the messages too, or it looks at their text. An empty text causes fewer failures of its
-        # own than a null.
+        # The template fails on the messages too, or it looks at their text. An empty text makes fewer templates fail
+        # than a null.
         return Forms(empty="text")
     if choice.problem:
         if choice.lost < 0:
@@ -145,7 +145,7 @@ def _choose(template: str, probe_text: str) -> Choice | None:
 def _with_objects(forms: Forms, probe: _Probe) -> Forms:
     """Lets a template that reads arguments in both forms write them from objects, if it then writes them differently.
 
-    It has a form of its own for objects (XML, say), and would copy JSON text as it is.
+    It has a separate form for objects (XML, say), and would copy JSON text as it is.
     """
     calls = [call for message in probe.messages for call in message.get("tool_calls", ())]
     if forms.arguments != "given" or not any(isinstance(call["function"]["arguments"], str) for call in calls):
@@ -226,7 +226,7 @@ def _judge(result: Rendered, probe: _Probe, shaped: list[dict[str, Any]]) -> _Pr
 
 
 def _probe_message(message: dict[str, Any], number: int, *, own_ids: bool = False) -> dict[str, Any]:
-    """Returns a message with the same fields, whose texts are words of its own."""
+    """Returns a message with the same fields, whose texts are unique words."""
     probe: dict[str, Any] = {"role": message["role"]}
     if "content" in message:
         content = message["content"]

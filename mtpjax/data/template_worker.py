@@ -55,7 +55,7 @@ class TemplateWorker:
         self._compiled: dict[str, Any] | None = None  # templates, if this process renders itself
 
     def render_here(self) -> None:
-        """Renders in this process from now on, for a process that has limits of time and memory of its own."""
+        """Renders in this process from now on, for a process that has its limits of time and memory already."""
         self._compiled = {}
 
     def render_all(

@@ -1,4 +1,4 @@
-"""Tokenizers: bytes for our own small models, `tokenizer.json` and its chat template for published ones."""
+"""Tokenizers: bytes for small models, `tokenizer.json` and its chat template for published ones."""
 
 import dataclasses
 import functools
@@ -349,7 +349,7 @@ def load_tokenizer(path, vocab_size: int | None = None, *, chat_template: str | 
     Raises:
         CheckpointError: the path does not exist.
         TokenizerError: there is neither, and the vocabulary is not the 256 bytes, or there is a chat template, which
-            bytes have no use for.
+            bytes do not take.
 
     Example:
         >>> import tempfile

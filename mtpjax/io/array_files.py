@@ -2,7 +2,7 @@
 
 Both write uncompressed zarr. Arrays that fit in memory go through Orbax. A converted checkpoint can be larger than
 memory, so its arrays are streamed: a few chunks are in memory at once, and one file holds the bytes of one chunk. An
-array that a mesh splits is streamed too: its chunks are the parts, and each process writes those that it holds.
+array that a mesh splits is streamed too: its chunks are the shards, and each process writes those that it holds.
 """
 
 import dataclasses
@@ -51,12 +51,12 @@ class StreamedArray:
 
 
 def stream_parts(array: jax.Array) -> StreamedArray:
-    """Describes an array that a mesh splits: its chunks are the parts, of which each is written by one process.
+    """Describes an array that a mesh splits: its chunks are the shards, each of which one process writes.
 
     Args:
-        array: the array; all processes that hold parts of it must write it together.
+        array: the array; all processes that hold shards of it must write it together.
     """
-    # Among the devices with the same part, one has copy number 0.
+    # Among the devices with the same shard, one has replica number 0.
     parts = {
         tuple(cut.start or 0 for cut in shard.index): shard.data
         for shard in array.addressable_shards

@@ -139,12 +139,12 @@ class CheckpointReader:
         return array
 
     def place(self, name: str, sharding_of: Callable[[tuple[int, ...]], jax.sharding.Sharding]) -> jax.Array:
-        """Reads the parts of an array that this process's devices hold."""
+        """Reads the shards of an array that this process's devices hold."""
         # An array that was written at once is one file, which is read at once: its digest is that of all elements.
         if "chunks" not in self.records[name]:
             array = self.read_checked(name)
             return read_parts(array.shape, sharding_of(array.shape), lambda cut: array[_slices(cut)])
-        # Of a chunked array, only the chunks with these parts are read. Their files have their own digests.
+        # Of a chunked array, only the chunks of these shards are read. Their files have their own digests.
         with self._reading(name):
             store = self._store(name)
         shape = tuple(store.shape)

@@ -70,16 +70,18 @@ def describe_directory(reader: CheckpointReader, config: ModelConfig, model_type
     Args:
         model_type: the family to use; None: that of the checkpoint that training began from, else the first that fits.
     """
-    begun = _begun_from(reader)
-    if begun is not None and model_type in (None, begun["model_type"]):
+    initial = _initial_config(reader)
+    if initial is not None and model_type in (None, initial["model_type"]):
         # The original's keys hold for the new weights if they describe the same trunk.
-        if not set(differing_fields(parse_config(begun).model, config)) - {"num_mtp_modules"}:
-            begun = edit_config(begun, FAMILIES[begun["model_type"]].layout, num_mtp_modules=config.num_mtp_modules)
-            return OriginalDirectory(begun["model_type"], begun, {})
+        if not set(differing_fields(parse_config(initial).model, config)) - {"num_mtp_modules"}:
+            initial = edit_config(
+                initial, FAMILIES[initial["model_type"]].layout, num_mtp_modules=config.num_mtp_modules
+            )
+            return OriginalDirectory(initial["model_type"], initial, {})
         try:
-            return OriginalDirectory(*describe_config(config, begun["model_type"]), {})
+            return OriginalDirectory(*describe_config(config, initial["model_type"]), {})
         except ConfigError as error:
-            log.warning("the model is no longer of model_type %s: %s", begun["model_type"], error)
+            log.warning("the model is no longer of model_type %s: %s", initial["model_type"], error)
     made, values = describe_config(config, model_type)
     return OriginalDirectory(made, values | _token_ids(reader), {})
 
@@ -117,7 +119,7 @@ def write_generation_config(folder: pathlib.Path, content: dict[str, Any]) -> No
     (folder / GENERATION_CONFIG).write_text(json.dumps({"_from_model_config": True, **values}, indent=2) + "\n")
 
 
-def _begun_from(reader: CheckpointReader) -> dict[str, Any] | None:
+def _initial_config(reader: CheckpointReader) -> dict[str, Any] | None:
     """Returns the `config.json` of the checkpoint that training began from, as that of a text model."""
     if f"{HUGGINGFACE_FOLDER}/config.json" not in reader.files:
         return None

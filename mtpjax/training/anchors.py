@@ -1,4 +1,4 @@
-"""Anchors of block drafters in training: DFlash and DSpark learn from one block behind each anchor.
+"""Anchors of block drafters in training: DFlash and DSpark learn from one block after each anchor.
 
 An anchor at column a of a packed row is the pending token. Level k of its block predicts token a+k. In the layout of
 MTP depths, whose row i predicts token i+k+1, that is row a-1: terms per position and their masks keep this layout, and

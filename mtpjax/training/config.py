@@ -321,7 +321,7 @@ class TrainConfig:
         )
 
     def _check_unused(self):
-        """Refuses settings that have no effect beside the others: whoever sets them expects another run."""
+        """Rejects settings that have no effect beside the others: whoever sets them expects another run."""
         # Sources replace `data`. A list becomes a tuple, so that the config is hashable.
         is_sources = not isinstance(self.sources, str) and all(isinstance(each, Source) for each in self.sources)
         require(is_sources, f"sources must be a sequence of Source, got {self.sources!r:.80}")

@@ -80,7 +80,7 @@ def sharded_loss_and_gradients(compute_gradients: Callable[..., Any], mesh: Mesh
             return shard
         return jax.lax.all_gather(shard, "fsdp", axis=spec.index("fsdp"), tiled=True)
 
-    # Each device has the gradient of its own rows. Sum them over the devices that hold the same part: over fsdp, sum
+    # Each device has the gradient of its own rows. Sum them over the devices that hold the same shard: over fsdp, sum
     # and split are one reduce-scatter, for layers that of their scan. Rows went to the experts, which have their sum.
     def scatter(path, gradient, spec):
         if "fsdp" in spec and not _is_gathered_by_layer(path):

@@ -83,7 +83,7 @@ class DecodedMetrics:
 class PanelDecoder:
     """Decodes held-out prompts, greedily and at temperature 1 in the same batches.
 
-    During the run it decodes one batch of prompts, as long as that takes no more than the fraction `MAX_TIME_SHARE` of
+    During the run it decodes one batch of prompts, while that takes no more than the fraction `MAX_TIME_SHARE` of
     the time. At the end it decodes all prompts and also measures the costs of a round.
 
     Args:

@@ -60,7 +60,7 @@ def trainable_params(params: dict, trains: str) -> dict:
         params: parameters by top-level name, or a tree of the same structure, such as their shardings.
 
     Returns:
-        The own parameters of the MTP modules, or of the drafter, for "modules"; else all.
+        The parameters of the MTP modules, or of the drafter, for "modules"; else all.
     """
     return {name: leaf for name, leaf in params.items() if trains != "modules" or is_of_modules(name)}
 

@@ -24,7 +24,7 @@ def init_model(config: TrainConfig, mesh: Mesh | None = None) -> tuple[MTPModel,
     """Makes the model of a run, with stacked trunk layers; for a separate drafter, the unrolled trunk alone.
 
     Args:
-        mesh: draws and reads parameters in the parts that the devices of this mesh hold; None: one device.
+        mesh: draws and reads parameters in the shards that the devices of this mesh hold; None: one device.
 
     Returns:
         The model, and a function that makes its initial parameters, float32 except for a frozen trunk's.

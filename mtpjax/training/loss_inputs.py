@@ -12,7 +12,7 @@ from mtpjax.training.position_losses import PositionTerms
 
 
 class LossInputs(NamedTuple):
-    """The arguments of an objective, for the rows of one device or one part of a batch.
+    """The arguments of an objective, for the rows of one device or of one step of accumulation.
 
     Values that an objective does not read are not computed.
 

@@ -62,16 +62,16 @@ def _draw_rates(axis, evaluations: History, num_levels: int) -> None:
     steps, shown = [row["step"] for row in evaluations], []
     lines = {"agreement": {"marker": "o", "linestyle": "-"}, "survival": {"marker": "s", "linestyle": "--"}}
     levels = {f"draft {level}": level_colour(level, num_levels) for level in range(1, num_levels + 1)}
-    for level, own in enumerate(levels.values()):
+    for level, color in enumerate(levels.values()):
         # At level 1 agreement and survival are the same, so only one line is drawn.
         for name in list(lines)[: level + 1]:
             values = [row["eval"][name][level] for row in evaluations]
-            axis.plot(steps, values, color=own, **lines[name])
+            axis.plot(steps, values, color=color, **lines[name])
             shown += values
     axis.set(title="drafts that agree with the trunk", ylabel="share of positions, held-out text")
     axis.set_ylim(share_limits(shown))
     # Survival: this level and all before it agree.
-    keys = [legend_key(name, color=own, linewidth=4) for name, own in levels.items()]
+    keys = [legend_key(name, color=color, linewidth=4) for name, color in levels.items()]
     keys += [legend_key(name, **look) for name, look in lines.items()][: min(num_levels, 2)]
     legend_below(axis, handles=keys, ncols=_num_columns(len(keys)))
 

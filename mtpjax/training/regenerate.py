@@ -1,4 +1,4 @@
-"""Regenerates a data set: replaces its answers by the model's own, as training text for drafts.
+"""Regenerates a data set: replaces its answers by those of the model, as training text for drafts.
 
 Drafts are accepted more often if they are trained on text that the model itself would write. Records are processed in
 windows. The prompts of a window are decoded in batches of similar length, turn by turn, and its records are appended to
@@ -113,8 +113,8 @@ def regenerate(
         model_digest: digest of the model; a run continues only with the same one.
     """
     # A prompt must leave room for its answer.
-    most = request.config.max_length or model.config.max_position_embeddings
-    max_prompt_tokens = max_prompt_length(most, request.config.max_new_tokens)
+    max_length = request.config.max_length or model.config.max_position_embeddings
+    max_prompt_tokens = max_prompt_length(max_length, request.config.max_new_tokens)
     # Count the records first, for the progress: compressed ones do not show how many there are.
     num_records = sum(1 for _ in read_file_records(request.paths))
     records = enumerate(read_file_records(request.paths))

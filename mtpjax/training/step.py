@@ -95,7 +95,7 @@ def make_optimizer(config: TrainConfig) -> optax.GradientTransformation:
         )
     # Decoupled decay, added after the core. The updates already point downhill, so the sign is negative.
     decay = optax.add_decayed_weights(-config.weight_decay, mask=_is_matrix)
-    # Detached modules get a clipping norm of their own, so that large draft gradients do not shrink the trunk's update.
+    # Detached modules are clipped by a separate norm, so that large draft gradients do not shrink the trunk's update.
     clip = optax.clip_by_global_norm(config.gradient_clip)
     if config.trains == "detached":
         clip = optax.partition({True: clip, False: clip}, lambda params: {name: is_of_modules(name) for name in params})
@@ -190,7 +190,7 @@ def train_step(
     if architecture is not None:
         loss_mask = mask_undraftable(state.params, tokens, loss_mask, spec.model.config.vocab_size)
     _, is_valid = all_targets(tokens, segment_ids, loss_mask, num_depths)
-    # A resumed run has the same number of updates behind it, and so draws the same anchors.
+    # The number of the update alone decides the anchors, so a resumed run draws the same ones.
     anchors = None
     if isinstance(architecture, DFlashConfig):
         key = jax.random.fold_in(jax.random.key(spec.seed), state.step)
