@@ -9,26 +9,39 @@ import types
 import typing
 from typing import Any
 
+from mtpjax.messages import did_you_mean
+
 SCALARS = (bool, int, float, str)
 NAMES = {bool: "True or False", int: "an integer", float: "a number", str: "a string"}
 
 
 def check_scalar_fields(config: Any) -> None:
-    """Checks the fields whose annotation is `bool`, `int`, `float` or `str`, or one of them and None.
+    """Checks the fields whose annotation is `bool`, `int`, `float` or `str`, or one of them and None, or a `Literal`.
 
-    Numbers of NumPy and paths become Python's own numbers and strings, which JSON can hold.
+    Numbers of NumPy and paths become Python's numbers and strings, which JSON can hold.
 
     Args:
         config: a dataclass, frozen or not.
 
     Raises:
-        ValueError: a value has another type. The message names the field.
+        ValueError: a value has another type, or is not one of the literals. The message names the field.
     """
+    for name, choices in _literal_fields(type(config)).items():
+        if (value := getattr(config, name)) not in choices:
+            hint = did_you_mean(str(value), choices)
+            raise ValueError(f"{name} '{value}' is not one of {', '.join(choices)}{hint}")
     for name, (kind, is_optional) in _scalar_fields(type(config)).items():
         value = getattr(config, name)
         if type(value) is kind or (value is None and is_optional):
             continue
         object.__setattr__(config, name, _convert(name, value, kind, is_optional))
+
+
+@functools.cache
+def _literal_fields(kind: type) -> dict[str, tuple[str, ...]]:
+    """Returns the choices of each field of a dataclass that has some."""
+    hints = typing.get_type_hints(kind)
+    return {name: typing.get_args(hint) for name, hint in hints.items() if typing.get_origin(hint) is typing.Literal}
 
 
 @functools.cache

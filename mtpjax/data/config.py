@@ -5,7 +5,7 @@ import math
 from typing import Literal
 
 from mtpjax.field_types import check_scalar_fields
-from mtpjax.models.config import require, require_choice
+from mtpjax.models.config import require
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -39,7 +39,6 @@ class Source:
 
     def __post_init__(self):
         check_scalar_fields(self)
-        require_choice("kind", self.kind, ("auto", "text", "jsonl", "chat", "formatted"))
         require(self.path is not None or self.kind in ("auto", "text"), f"a source of kind '{self.kind}' needs a path")
         require(0 < self.weight < math.inf, f"weight must be positive, not {self.weight}")
         require(self.max_skipped >= 0, f"max_skipped must not be negative, is {self.max_skipped}")

@@ -82,12 +82,8 @@ class RegenerationOutput:
     """The records at `path` and their manifest.
 
     Attributes:
-        path: the records.
-        manifest_path: the manifest.
-        writer: the open file.
         settings: the settings as JSON values, so that they compare equal to stored ones.
         kind: "chat" or "jsonl", how training reads the records.
-        tally: the counts so far.
         digest: sha256 of the bytes written so far.
     """
 

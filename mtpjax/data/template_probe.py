@@ -72,12 +72,8 @@ def choose_forms(
     Probes are cached by the template and the shape of the conversation: roles, and which fields the messages have. A
     turn that repeats counts as two.
 
-    Args:
-        tools: clean tools, or None.
-
-    Returns:
-        The forms. If the template fails on every probe, the usual ones: it then fails on the messages too, or it looks
-        at their text.
+    If the template fails on every probe, these are the usual forms: it then fails on the messages too, or it looks at
+    their text.
 
     Raises:
         DroppedTextError: the template writes the conversation without the text of a message, without a tool call or

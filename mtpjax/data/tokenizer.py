@@ -236,17 +236,9 @@ class HuggingFaceTokenizer:
         return self.encode_rendered(self.chat_templates.render(messages, **template_variables))[0]
 
     def encode_rendered(self, rendered: RenderedChat, start: int = 0) -> tuple[list[int], list[tuple[int, int]]]:
-        """Encodes a conversation that the chat template has written.
+        """Encodes a conversation that the chat template has written, from the character `start` on.
 
-        Args:
-            rendered: the conversation.
-            start: the character to begin at.
-
-        Returns:
-            The tokens, and the start and end of the characters that each stands for.
-
-        Raises:
-            TokenizerError: the tokenizer fails.
+        Returns the tokens, and the start and end of the characters that each stands for.
         """
         tokens: list[int] = []
         offsets: list[tuple[int, int]] = []
@@ -297,25 +289,14 @@ class HuggingFaceTokenizer:
     def encode_with_starts(self, text: str) -> tuple[list[int], list[int]]:
         """Encodes a text that has its special tokens already.
 
-        Args:
-            text: the text.
-
-        Returns:
-            The tokens, and the character at which each begins, ascending.
-
-        Raises:
-            TokenizerError: the tokenizer fails.
+        Returns the tokens, and the character at which each begins, ascending.
         """
         with rust_errors("the tokenizer cannot encode this text"):
             encoding = self._tokenizer.encode(text, add_special_tokens=False)
         return encoding.ids, [start for start, _ in encoding.offsets]
 
     def save(self, folder: pathlib.Path) -> None:
-        """Writes the files from which a `HuggingFaceTokenizer` of the same digest can be read.
-
-        Args:
-            folder: an existing folder.
-        """
+        """Writes files into a folder, from which a `HuggingFaceTokenizer` of the same digest can be read."""
         (folder / "tokenizer.json").write_bytes(self._content)
         (folder / "tokenizer_config.json").write_text(
             json.dumps(self._settings | {"chat_template": self.chat_templates.setting})

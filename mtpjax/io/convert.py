@@ -158,8 +158,7 @@ def to_hugging_face(
             f"{model_type!r}"
         )
     original = converted or describe_directory(reader, config, model_type)
-    # Name the tensors as the original did: its layout, its experts stacked or separate, its copies of embedding and
-    # head.
+    # Name the tensors as the original did: its layout, experts stacked or separate, copies of embedding and head.
     parsed = {file: parse_header(header, file, source) for file, header in original.headers.items()}
     before = {tensor.name: tensor for found, _ in parsed.values() for tensor in found}
     # New files have the family's own names, and stack experts where transformers expects it.
@@ -196,10 +195,8 @@ def to_hugging_face(
         content = None
         if [shard.header for shard in shards] != list(original.headers.values()):
             dtypes = {str(entry.dtype) for entry in entries.values()}
-            has_fp8 = any(entries[name].dtype == E4M3 for name in scales.names)
-            content = edit_config(
-                original.content, layout, dtypes=dtypes, drop_quantization=bool(dropped) and not has_fp8
-            )
+            is_dropped = bool(dropped) and all(entries[name].dtype != E4M3 for name in scales.names)
+            content = edit_config(original.content, layout, dtypes=dtypes, drop_quantization=is_dropped)
         copy_kept_files(reader, folder, {"config.json", INDEX} if content else set())
         if content:
             (folder / "config.json").write_text(json.dumps(content, indent=2) + "\n")

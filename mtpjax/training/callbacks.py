@@ -58,34 +58,13 @@ class Callback:
     """
 
     def after_update(self, event: TrainEvent) -> bool | None:
-        """Runs after each update, also after one that was skipped because it was not finite.
-
-        Args:
-            event: the losses of the update, and the state after it.
-
-        Returns:
-            True to stop the run; None or False to continue.
-        """
+        """Runs after each update, also after one that was skipped because it was not finite."""
 
     def after_evaluation(self, event: TrainEvent) -> bool | None:
-        """Runs after each evaluation, also after the last one, when a request to stop has no effect.
-
-        Args:
-            event: the panel.
-
-        Returns:
-            True to stop the run; None or False to continue.
-        """
+        """Runs after each evaluation, also after the last one, when a request to stop has no effect."""
 
     def after_save(self, event: TrainEvent) -> bool | None:
-        """Runs after a training state was saved, and at the end after the trained model was saved.
-
-        Args:
-            event: `path` is the folder that was written.
-
-        Returns:
-            True to stop the run; None or False to continue.
-        """
+        """Runs after a training state was saved, and at the end after the trained model was saved."""
 
 
 def check_callbacks(callbacks: Sequence[Callback]) -> None:
