@@ -8,7 +8,7 @@ from typing import Any
 
 import numpy as np
 
-from mtpjax.data.jsonl import json_type_name, read_json_objects
+from mtpjax.data.jsonl import SkippedRecordError, json_type_name, read_json_objects
 from mtpjax.data.tokenizer import Tokenizer
 from mtpjax.safe_open import open_regular
 
@@ -129,22 +129,32 @@ def max_prompt_length(max_positions: int, max_new_tokens: int, requested: int | 
     return room if requested is None else min(requested, room)
 
 
+def read_turns(record: dict[str, Any]) -> Iterator[str]:
+    """Yields all turns of a Spec-Bench record, or the one text of another record; at least one.
+
+    Raises:
+        SkippedRecordError: as "corrupt" or "empty", at the first turn that is no text.
+    """
+    key = next((key for key in ("turns", *TEXT_KEYS) if key in record), None)
+    if key is None:
+        raise SkippedRecordError("corrupt", f"has none of turns, {', '.join(TEXT_KEYS)}")
+    turns = record[key] if key == "turns" else [record[key]]
+    if not isinstance(turns, list) or not turns:
+        raise SkippedRecordError("corrupt", "'turns' is not a list with at least one turn")
+    for text in turns:
+        if not isinstance(text, str):
+            raise SkippedRecordError("corrupt", f"'{key}' holds {json_type_name(text)}, not text")
+        if not text.strip():
+            raise SkippedRecordError("empty", f"'{key}' is empty")
+        yield text
+
+
 def _to_prompt(record: dict[str, Any], place: str, stem: str) -> Prompt:
     """Converts a record into a prompt. Raises ValueError, naming the record's place."""
-    if "turns" in record:
-        turns = record["turns"]
-        if not isinstance(turns, list) or not turns:
-            raise ValueError(f"{place}: 'turns' is not a list with at least one turn")
-        key, text = "turns", turns[0]
-    else:
-        key = next((key for key in TEXT_KEYS if key in record), None)
-        if key is None:
-            raise ValueError(f"{place} has none of turns, {', '.join(TEXT_KEYS)}")
-        text = record[key]
-    if not isinstance(text, str):
-        raise ValueError(f"{place}: '{key}' holds {json_type_name(text)}, not text")
-    if not text.strip():
-        raise ValueError(f"{place}: '{key}' is empty")
+    try:
+        text = next(read_turns(record))
+    except SkippedRecordError as error:
+        raise ValueError(f"{place}: {error}") from error
     # The first id that the record has, else the number of its line.
     named = [record[key] for key in ID_KEYS if isinstance(record.get(key), (str, int))]
     category = record.get("category", stem)

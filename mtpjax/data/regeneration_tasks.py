@@ -6,7 +6,7 @@ from typing import Any, Literal, Protocol
 
 from mtpjax.data.chat import TEMPLATE_DATE, encode_answers
 from mtpjax.data.jsonl import SkippedRecordError, decode_utf8
-from mtpjax.data.prompts import ID_KEYS, TEXT_KEYS
+from mtpjax.data.prompts import ID_KEYS, read_turns
 from mtpjax.data.record_files import RECORD_SUFFIXES, as_object, is_record_file, read_file_records
 from mtpjax.data.record_forms import find_messages, has_conversation, without_conversation
 from mtpjax.data.tokenizer import ConversationError, Tokenizer, TokenizerError
@@ -94,7 +94,7 @@ def make_task(
         return ConversationTask(messages, tokenizer, max_prompt_tokens, extra_fields)
     # Prompts keep their category and id. With `chat`, each turn becomes a user's message that the model answers.
     extra_fields = {name: record[name] for name in ("category", *ID_KEYS) if name in record}
-    turns = _user_turns(record)
+    turns = list(read_turns(record))
     if chat:
         messages = [{"role": role, "content": turn} for turn in turns for role in ("user", "assistant")]
         return ConversationTask(messages, tokenizer, max_prompt_tokens, extra_fields)
@@ -207,16 +207,6 @@ def _checked_messages(record: dict[str, Any]) -> list[dict[str, Any]]:
     if any(message.get("tool_calls") and message.get("weight") != 0 for message in messages):
         raise SkippedRecordError("unreadable", "contains tool calls, which regenerated answers do not make")
     return messages
-
-
-def _user_turns(record: dict[str, Any]) -> list[str]:
-    """Returns all turns of a Spec-Bench record, or the one text of another record."""
-    turns = record.get("turns", [next((record[key] for key in TEXT_KEYS if key in record), None)])
-    if not isinstance(turns, list) or not turns or not all(isinstance(turn, str) for turn in turns):
-        raise SkippedRecordError("corrupt", f"has no text under any of turns, {', '.join(TEXT_KEYS)}")
-    if not all(turn.strip() for turn in turns):
-        raise SkippedRecordError("empty", "is empty")
-    return turns
 
 
 def _encode(text: str, tokenizer: Tokenizer) -> list[int]:

@@ -48,7 +48,6 @@ MISMATCH_MESSAGES = {
     "config": "of a trunk with another configuration",
     "rows": "of other rows (data, tokenizer, row_length, extra_tokens or held_out_fraction)",
     "dtype": "in another dtype",
-    "layers": "of several layers in one file, as older versions wrote them",
 }
 log = logging.getLogger("mtpjax.train")
 
@@ -229,8 +228,6 @@ def _open_manifest(folder: pathlib.Path, identity: dict[str, Any], rows_per_bloc
         raise HiddenStateCacheError(
             f"{path} is damaged ({error}): remove {folder} to compute its states again"
         ) from error
-    # Older manifests name the layers that every block holds; without any, the files are the same.
-    found, identity = {"layers": []} | found, {"layers": []} | identity
     if differing := [message for name, message in MISMATCH_MESSAGES.items() if found.get(name) != identity[name]]:
         raise HiddenStateCacheError(
             f"{folder} holds states {', and '.join(differing)}: choose another folder, or remove this one"

@@ -25,9 +25,8 @@ def settings_to_json(config: TrainConfig, objective: ObjectiveFunction | None) -
     # The whole architecture, so that a run resumes with it wherever it is named from, and `mtpjax compare` shows the
     # fields that differ. A checkpoint has its own, of which the settings change only the number of modules.
     settings["model"] = config.model_config.to_dict() if config.init_from is None else dict(values["model"])
-    # Runs of drafters from before there were two readings resume without one.
     settings["draft_reading"] = dict(config.draft_reading) or None
-    # Runs of MTP modules from before there were other drafters resume without these settings.
+    # Runs of MTP modules have no settings of drafters.
     if config.drafter == "mtp":
         settings = {name: value for name, value in settings.items() if not name.startswith("draft")}
     # Code is not stored: a resumed run is checked to have an objective of the same name.
@@ -36,22 +35,20 @@ def settings_to_json(config: TrainConfig, objective: ObjectiveFunction | None) -
 
 def check_settings(
     folder: pathlib.Path, settings: Mapping[str, Any], fingerprint: str, allowed_changes: Sequence[str] = ()
-) -> str | None:
+) -> str:
     """Checks that a run resumes with the settings and data it was started with.
+
+    Returns the run's identifier.
 
     Args:
         allowed_changes: settings that may differ, in addition to `CHANGEABLE_SETTINGS`; "data" allows other data.
-
-    Returns:
-        The run's identifier; None for a run of an older version, whose states carry none.
 
     Raises:
         RunError: the folder holds no run, the run is damaged, or something else differs; the message names both values.
     """
     try:
         stored = read_json_file(folder / SETTINGS_FILE, max_bytes=MAX_SETTINGS_BYTES)
-        before, data_before = dict(stored["settings"]), stored["fingerprint"]
-        run_id = stored.get("run")
+        before, data_before, run_id = dict(stored["settings"]), stored["fingerprint"], stored["run"]
     except FileNotFoundError:
         raise RunError(f"{folder} holds no run to resume: {SETTINGS_FILE} is missing") from None
     except (OSError, ValueError, KeyError, TypeError) as error:
@@ -59,9 +56,6 @@ def check_settings(
     # Compare as JSON, in which tuples are lists. A setting that one side lacks counts as None.
     free = {*CHANGEABLE_SETTINGS, *allowed_changes}
     now = json.loads(json.dumps(dict(settings)))
-    # Runs of an older version name only their preset.
-    if "model" not in before:
-        now.pop("model", None)
     if isinstance(before.get("model"), dict) and isinstance(now.get("model"), dict):
         before, now = _with_model_fields(before), _with_model_fields(now)
     changed = [

@@ -5,7 +5,6 @@ import dataclasses
 import errno
 import functools
 import itertools
-import json
 import threading
 
 import jax
@@ -145,18 +144,6 @@ def test_runs_that_read_other_layers_share_a_folder(rows, small, tmp_path, monke
     stacked = {**given, "model": model.clone(scan_layers=True), "params": stack_layers(params, model.config)}
     assert read(bare, **stacked).take(np.array([3])).shape == (1, LENGTH, 32)
     assert read(bare, layer_ids=(0, 1, 2), **given).take(np.array([3])).shape == (1, LENGTH, 4 * 32)
-
-
-def test_several_layers_in_one_file_are_refused(rows, small, tmp_path):
-    """Older versions wrote them so, and named them in the manifest."""
-    read(tmp_path, rows, small)
-    manifest = tmp_path / "manifest.json"
-    stored = json.loads(manifest.read_text())
-    for layers in ([], [0, 1]):
-        manifest.write_text(json.dumps({**stored, "of": stored["of"] | {"layers": layers}}))
-        expected = pytest.raises(HiddenStateCacheError, match="several layers in one file, as older versions")
-        with expected if layers else contextlib.nullcontext():
-            read(tmp_path, rows, small)
 
 
 def test_a_folder_is_computed_once(rows, small, tmp_path, monkeypatch, capsys):

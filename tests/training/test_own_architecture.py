@@ -135,14 +135,6 @@ def test_sizes_of_a_dry_run_follow_the_model(pairs, capsys):
     assert sizes[0] < sizes[1]
 
 
-def test_a_run_of_an_older_version_is_compared_by_its_preset(tmp_path):
-    run_dir.begin(tmp_path, {"preset": "tiny", "steps": 3}, "digest", overwrite=False)
-    now = {"preset": "tiny", "steps": 3, "model": presets["tiny"].to_dict(), "objective_function": None}
-    run_settings.check_settings(tmp_path, now, "digest")
-    with pytest.raises(RunError, match="preset was 'tiny', is 'small'"):
-        run_settings.check_settings(tmp_path, now | {"preset": "small"}, "digest")
-
-
 def test_a_field_of_the_model_may_be_allowed_to_differ(tmp_path):
     settings = {"preset": "tiny", "model": presets["tiny"].to_dict()}
     run_dir.begin(tmp_path, settings, "digest", overwrite=False)
