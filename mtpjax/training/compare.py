@@ -10,6 +10,7 @@ from mtpjax.console import narrow_table, split_columns
 from mtpjax.evaluation.trust import mark, verdict
 from mtpjax.safe_open import read_json_file
 from mtpjax.training.log import METRICS_FILE, read_metrics
+from mtpjax.training.model_yaml import flatten_settings
 from mtpjax.training.run_dir import MAX_SETTINGS_BYTES, SETTINGS_FILE, RunError
 
 
@@ -45,7 +46,7 @@ def read_run(folder) -> RunRecord:
     # A folder without `run.json` is not a run; every other failure to read it means damage.
     try:
         stored = read_json_file(folder / SETTINGS_FILE, max_bytes=MAX_SETTINGS_BYTES)
-        settings, fingerprint = _flatten(stored["settings"]), str(stored["fingerprint"])
+        settings, fingerprint = flatten_settings(stored["settings"]), str(stored["fingerprint"])
         history = read_metrics(folder / METRICS_FILE)
     except (FileNotFoundError, NotADirectoryError):
         raise RunError(f"{folder} is not a run folder: it has no {SETTINGS_FILE}") from None
@@ -154,11 +155,3 @@ def short_names(runs: Sequence[RunRecord]) -> list[str]:
     """Names runs for tables and pictures."""
     last = [pathlib.Path(run.name).name for run in runs]
     return last if len(set(last)) == len(last) else [run.name for run in runs]
-
-
-def _flatten(values: dict[str, Any], prefix: str = "") -> dict[str, Any]:
-    """Flattens nested settings into dotted keys."""
-    flat: dict[str, Any] = {}
-    for key, value in values.items():
-        flat |= _flatten(value, f"{prefix}{key}.") if isinstance(value, dict) and value else {f"{prefix}{key}": value}
-    return flat

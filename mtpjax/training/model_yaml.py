@@ -178,3 +178,12 @@ def split_model_pairs(overrides: Sequence[str]) -> tuple[list[str], list[str], s
     others = [pair for pair in overrides if not pair.startswith(("model=", "model."))]
     fields = [pair.removeprefix("model.") for pair in overrides if pair.startswith("model.")]
     return others, fields, files[-1] if files else None
+
+
+def flatten_settings(values: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
+    """Flattens nested settings into dotted keys."""
+    flat: dict[str, Any] = {}
+    for key, value in values.items():
+        is_group = isinstance(value, dict) and value
+        flat |= flatten_settings(value, f"{prefix}{key}.") if is_group else {f"{prefix}{key}": value}
+    return flat

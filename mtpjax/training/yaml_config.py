@@ -2,7 +2,7 @@
 
 import argparse
 import dataclasses
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import jsonargparse
@@ -10,7 +10,13 @@ import yaml
 
 from mtpjax.messages import did_you_mean
 from mtpjax.training.config import TrainConfig
-from mtpjax.training.model_yaml import describe_type_error, read_model_setting, read_yaml, split_model_pairs
+from mtpjax.training.model_yaml import (
+    describe_type_error,
+    flatten_settings,
+    read_model_setting,
+    read_yaml,
+    split_model_pairs,
+)
 
 # Settings that the command line sets by the flags of all commands, and not by a pair.
 FLAGS = {"mesh": "--mesh data=2,fsdp=4", "model_type": "--model-type FAMILY"}
@@ -32,7 +38,7 @@ def read_train_config(
     known = {**dict(parser.get_defaults().items()), "model": None}
     # Check the keys of both first, so that the message for an unknown key can name the nearest one.
     values = {} if path is None else read_yaml(path)
-    for key in _dotted_keys(values):
+    for key in flatten_settings(values):
         _check_key(key, known)
     for pair in overrides:
         _check_pair(pair, known)
@@ -58,15 +64,6 @@ def to_yaml(config: TrainConfig) -> str:
     for values, names in ((settings, ("model", "draft_reading", "mesh")), (settings["objective"], ("mix", "start"))):
         values |= {name: dict(values[name]) for name in names}
     return yaml.safe_dump(settings, sort_keys=False)
-
-
-def _dotted_keys(values: dict[str, Any], prefix: str = "") -> Iterator[str]:
-    """Yields the dotted keys of nested dicts."""
-    for key, value in values.items():
-        if isinstance(value, dict) and value:
-            yield from _dotted_keys(value, f"{prefix}{key}.")
-        else:
-            yield f"{prefix}{key}"
 
 
 def _check_pair(pair: str, known: Mapping[str, Any]) -> None:
