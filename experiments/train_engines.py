@@ -89,11 +89,12 @@ class Mtpjax:
         import jax
         import jax.numpy as jnp
 
+        from mtpjax.training.spec import TrainSpec
         from mtpjax.training.step import init_train_state, make_optimizer, train_step
 
         optimizer = make_optimizer(SETTINGS)
-        settings = {"num_depths": num_depths, "attention_layout": "ttt"}
-        step = functools.partial(train_step, model=self.model, optimizer=optimizer, **settings)
+        spec = TrainSpec(model=self.model, num_depths=num_depths)
+        step = functools.partial(train_step, spec=spec, optimizer=optimizer)
         state = init_train_state(jax.tree.map(jnp.array, self.params), optimizer)
         return jax.jit(step, donate_argnames="state"), state
 
@@ -319,18 +320,14 @@ def loss_memory(
 
     from mtpjax import MTPModel, Objective, init_params
     from mtpjax.data.packing import Batch
+    from mtpjax.training.spec import TrainSpec
     from mtpjax.training.step import init_train_state, make_optimizer, train_step
 
     model = MTPModel(dataclasses.replace(SHAPES[shape], vocab_size=vocab_size), scan_layers=True)
     optimizer = make_optimizer(SETTINGS)
-    step = functools.partial(
-        train_step,
-        model=model,
-        optimizer=optimizer,
-        num_depths=num_depths,
-        attention_layout="ttt",
-        objective=Objective(mix={mix: 1.0}, vocab_chunk=vocab_chunk),
-    )
+    objective = Objective(mix={mix: 1.0}, vocab_chunk=vocab_chunk)
+    spec = TrainSpec(model=model, num_depths=num_depths, objective=objective)
+    step = functools.partial(train_step, spec=spec, optimizer=optimizer)
 
     def begin():
         return init_train_state(init_params(model, jax.random.key(0)), optimizer)

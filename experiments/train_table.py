@@ -36,6 +36,7 @@ from mtpjax.models.quantized import is_scaled
 from mtpjax.models.sharding import mesh_text, param_shardings
 from mtpjax.models.trunk import stack_layers
 from mtpjax.training.gradients import trainable_params
+from mtpjax.training.spec import TrainSpec
 from mtpjax.training.step import init_train_state, make_optimizer, train_step
 
 RESULT = pathlib.Path(__file__).parent / "results" / "train_table.json"
@@ -91,9 +92,8 @@ def compile_update(config: ModelConfig, trains: Trained, sizes: Mapping[str, int
     arrays: list[Any] = [jax.ShapeDtypeStruct(shape, dtype, sharding=rows) for dtype in (jnp.int32, jnp.int32, bool)]
     batch = Batch(*arrays)
     numbers = [jax.ShapeDtypeStruct((), jnp.float32, sharding=replicated)] * 3
-    step = functools.partial(
-        train_step, model=model, optimizer=optimizer, num_depths=1, objective=objective, trains=trains, mesh=mesh
-    )
+    spec = TrainSpec(model=model, num_depths=1, objective=objective, trains=trains, mesh=mesh)
+    step = functools.partial(train_step, spec=spec, optimizer=optimizer)
     shardings = (jax.tree.map(lambda leaf: leaf.sharding, state), replicated)
     begin = time.process_time()
     with use_abstract_mesh(mesh.abstract_mesh):

@@ -18,7 +18,7 @@ NAMES = {bool: "True or False", int: "an integer", float: "a number", str: "a st
 def check_scalar_fields(config: Any) -> None:
     """Checks the fields whose annotation is `bool`, `int`, `float`, `str`, or a `Literal`, or one of them and None.
 
-    Numbers of NumPy and paths become Python's own numbers and strings, which JSON can hold.
+    Numbers of NumPy and paths become Python's numbers and strings, which JSON can hold.
 
     Raises:
         ValueError: a value has another type, or is not among the choices. The message names the field.

@@ -11,7 +11,7 @@ from mtpjax.data.jsonl_writer import JsonlWriter, read_resumable_records
 from mtpjax.errors import CheckpointFileError
 from mtpjax.evaluation import profile
 from mtpjax.io.huggingface_files import count_token_ids
-from mtpjax.training import compare, hidden_state_cache, run_dir
+from mtpjax.training import compare, hidden_state_cache, run_settings
 from mtpjax.training.log import MetricsLog, read_metrics
 from mtpjax.training.model_yaml import read_yaml
 
@@ -23,7 +23,7 @@ READERS = {
     "manifest.json": lambda folder, name: hidden_state_cache._open_manifest(folder, {}, 1),
     "config.yaml": lambda folder, name: read_yaml(folder / name),
 }
-SETTINGS = {"run.json": lambda folder, name: run_dir.check_settings(folder, {}, "x")}
+SETTINGS = {"run.json": lambda folder, name: run_settings.check_settings(folder, {}, "x")}
 CASES = [*READERS.items(), *SETTINGS.items()]
 
 

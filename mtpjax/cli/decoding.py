@@ -106,7 +106,7 @@ def _add_generate(commands) -> None:
 def _add_regenerate(commands) -> None:
     parser = command_parser(
         "Let the model write the answers of conversations, or continue prompts and documents, as data for "
-        "`mtpjax train`: drafts trained on the model's own text are accepted more often. Each record gives one line of "
+        "`mtpjax train`: drafts trained on text of the model are accepted more often. Each record gives one line of "
         "the output, with 'messages' or 'text' and the reason each answer ended. OUTPUT.about.json holds the settings "
         "and the progress. Run the same command again to continue an interrupted run."
     )
@@ -162,8 +162,8 @@ def _regenerate_on(mesh, options) -> int:
     names = ("chat", "prompt_tokens", "batch_size", "seed")
     settings, output = decode_settings(options), pathlib.Path(options.output).resolve()
     # The output may lie in the folder of the data. It must not be read as data when the command runs again.
-    own = (output, manifest_path(output))
-    paths = [file for file in list_data(options) if file.resolve() not in own]
+    written = (output, manifest_path(output))
+    paths = [file for file in list_data(options) if file.resolve() not in written]
     path = find_checkpoint(options.model_path)
     model, params, loaded_config = load_on_mesh(path, options, mesh)
     tokenizer = load_tokenizer(path, model.config.vocab_size)

@@ -25,8 +25,6 @@ def encode_chat(
     conversation. Messages of `"weight": 0` do not count.
 
     Args:
-        messages: the conversation, in OpenAI's form.
-        tokenizer: a tokenizer with a chat template.
         **template_variables: variables of the template, such as `tools`.
 
     Returns:
@@ -36,8 +34,6 @@ def encode_chat(
     Raises:
         AnswerLocationError: the answers cannot be located, because the template writes a message differently when more
             messages follow, or because a token spans the start or end of an answer.
-        TokenizerError: the tokenizer has no chat template, or it does not compile.
-        ConversationError: the template rejects these messages, or would drop the text of one.
     """
     template_variables = {"strftime_now": TEMPLATE_DATE, **template_variables}
     messages = list(messages)
@@ -50,8 +46,7 @@ def encode_chat(
             # A template that forgets earlier answers may still write each of them when it is the last.
             if error.index not in _answer_indices(messages):
                 raise
-            place = f"the answer in message {error.index + 1} of {len(messages)}"
-            raise AnswerLocationError(f"{place} cannot be located: {error}") from error
+            raise _not_located(error.index, messages, error) from error
         tokens, offsets = tokenizer.encode_rendered(rendered)
         if (blocks := _counted_blocks(rendered.generation, messages)) is not None:
             return tokens, _mark_blocks(tokens, offsets, blocks, tokenizer)
@@ -70,8 +65,6 @@ def encode_answers(
     example, remove the thoughts of earlier answers.
 
     Args:
-        messages: the conversation, in OpenAI's form.
-        tokenizer: a tokenizer with a chat template.
         **template_variables: variables of the template, such as `tools`.
 
     Returns:
@@ -80,8 +73,6 @@ def encode_answers(
 
     Raises:
         AnswerLocationError: no answer can be located.
-        TokenizerError: the tokenizer has no chat template, or it does not compile.
-        ConversationError: the template rejects these messages, or would drop the text of one.
     """
     messages = list(messages)
     try:
@@ -105,6 +96,11 @@ def _answer_indices(messages: Sequence[dict[str, Any]]) -> list[int]:
     return [n for n, each in enumerate(messages) if each["role"] == "assistant" and each.get("weight") != 0]
 
 
+def _not_located(index: int, messages: Sequence[Any], problem: object) -> AnswerLocationError:
+    place = f"the answer in message {index + 1} of {len(messages)}"
+    return AnswerLocationError(f"{place} cannot be located: {problem}")
+
+
 def _mark_by_prefixes(
     tokens: list[int], messages: list[dict[str, Any]], tokenizer: Tokenizer, template_variables: dict[str, Any]
 ) -> np.ndarray:
@@ -121,10 +117,8 @@ def _mark_by_prefixes(
         )
         begin, end = len(prompt), len(through)
         if begin > end or tokens[:begin] != prompt or tokens[:end] != through:
-            raise AnswerLocationError(
-                f"the answer in message {index + 1} of {len(messages)} cannot be located: the chat template or the"
-                " tokenizer writes the text before it or in it differently than in the whole conversation"
-            )
+            problem = "writes the text before it or in it differently than in the whole conversation"
+            raise _not_located(index, messages, f"the chat template or the tokenizer {problem}")
         is_target[begin : _answer_end(tokens, begin, end, tokenizer)] = True
     return is_target
 
@@ -138,10 +132,8 @@ def _encode_answer(
     prompt = render(messages[:index], add_generation_prompt=True, **template_variables)
     through = render(messages[: index + 1], add_generation_prompt=False, **template_variables)
     if not through.text.startswith(prompt.text):
-        raise AnswerLocationError(
-            f"the answer in message {index + 1} of {len(messages)} cannot be located: the chat template does not write"
-            " it after the prompt that decoding would see"
-        )
+        problem = "the chat template does not write it after the prompt that decoding would see"
+        raise _not_located(index, messages, problem)
     before, (tokens, _) = tokenizer.encode_rendered(prompt)[0], tokenizer.encode_rendered(through)
     begin = len(before)
     if tokens[:begin] != before:
@@ -196,15 +188,7 @@ def encode_formatted(text: str, tokenizer: Tokenizer) -> tuple[list[int], np.nda
 
     An answer begins after the text that the template adds for `add_generation_prompt`. It ends with the next end token.
 
-    Args:
-        text: the conversation as text, special tokens included.
-        tokenizer: a tokenizer with a chat template whose generation prompt has text.
-
-    Returns:
-        Tokens `[n]`, and `[n + 1]` bool, true where a token is a target, as `encode_chat` returns them.
-
-    Raises:
-        TokenizerError: the tokenizer is not from a file, or its template has no generation prompt.
+    Returns tokens `[n]`, and `[n + 1]` bool, true where a token is a target, as `encode_chat` returns them.
     """
     if not isinstance(tokenizer, HuggingFaceTokenizer):
         raise TokenizerError("text that a chat template has written needs the tokenizer of that template")

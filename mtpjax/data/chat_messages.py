@@ -43,14 +43,7 @@ class Forms:
 
 
 def drop_nulls(value: Any) -> Any:
-    """Removes fields that are null, at every depth: Arrow and `model_dump()` write them for fields that are missing.
-
-    Args:
-        value: a JSON value.
-
-    Returns:
-        The value without them. Nulls in lists stay.
-    """
+    """Removes fields that are null, at every depth: Arrow and `model_dump()` write them for fields that are missing."""
     if isinstance(value, dict):
         return {key: drop_nulls(each) for key, each in value.items() if each is not None}
     if isinstance(value, list):
@@ -59,17 +52,7 @@ def drop_nulls(value: Any) -> Any:
 
 
 def clean_messages(messages: Sequence[Any]) -> list[dict[str, Any]]:
-    """Brings a conversation into the clean form.
-
-    Args:
-        messages: the conversation, in OpenAI's form.
-
-    Returns:
-        The clean messages.
-
-    Raises:
-        ConversationError: a message has another form; the error names it.
-    """
+    """Brings a conversation into the clean form."""
     return [_clean_message(message, f"message {n}") for n, message in enumerate(messages, start=1)]
 
 
@@ -81,9 +64,6 @@ def clean_tools(tools: Any) -> list[Any] | None:
 
     Returns:
         The tools, without null fields, and with parameters that are objects; None if there are none.
-
-    Raises:
-        ConversationError: `tools` is something else.
     """
     if isinstance(tools, str):
         tools = _parse(tools, "tools") if tools.strip() else None
@@ -107,16 +87,7 @@ def in_forms(
     """Brings clean messages and tools into the forms that a template reads.
 
     Args:
-        messages: clean messages.
         tools: clean tools, or None.
-        forms: the forms.
-
-    Returns:
-        The messages and tools.
-
-    Raises:
-        ConversationError: the arguments of a tool call are not the JSON text of an object, where the template needs an
-            object.
     """
     shaped = []
     for number, message in enumerate(messages, start=1):

@@ -39,16 +39,7 @@ def list_data_files(path, pattern: str = "*", *, output=None) -> DataFiles:
 
     Args:
         path: a file, or a folder with its subfolders.
-        pattern: glob pattern of the files of a folder.
         output: folder that the run writes; None: none.
-
-    Returns:
-        The files.
-
-    Raises:
-        FileNotFoundError: the path does not exist, or no file of the folder can be read.
-        ValueError: the path is neither a file nor a folder, or a pattern is given for a file.
-        OSError: a file cannot be read.
     """
     root = pathlib.Path(path)
     if not root.exists():

@@ -18,18 +18,10 @@ def find_end_tokens(
     Warns of what may be a mistake: a name that is no token, and ordinary text in a file after the first.
 
     Args:
-        folder: of the checkpoint, for messages.
-        tokenizer: a `tokenizers.Tokenizer`.
-        eos_token: what `tokenizer_config.json` names.
-        generation: the content of `generation_config.json`.
         config: the content of `config.json`; a multimodal one nests the text model's settings.
-        vocab_size: V of the model.
 
     Returns:
         The ids, each once: of `generation_config.json`, `config.json`, its `text_config`, and the named token.
-
-    Raises:
-        TokenizerError: the first of these files with an `eos_token_id` has a value that is no id.
     """
     sources = {"generation_config.json": generation, "config.json": config}
     first, *others = _read_ids(folder, sources | {"config.json's text_config": config.get("text_config")}, vocab_size)

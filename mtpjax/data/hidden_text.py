@@ -45,15 +45,7 @@ class HiddenText:
         return next(mark for n in range(8**9) if (mark := f"9{n:09o}") not in taken)
 
     def hide(self, messages: list[dict[str, Any]], *, keep_ending: str | None = None) -> list[dict[str, Any]]:
-        """Replaces special tokens in messages, except those of trusted roles, and in all tool calls.
-
-        Args:
-            messages: the conversation.
-            keep_ending: a special token that stays where it ends a message's text.
-
-        Returns:
-            The messages with marks.
-        """
+        """Replaces special tokens in messages, except those of trusted roles, and in all tool calls."""
         hidden = []
         for message in messages:
             if message.get("role") not in TRUSTED_ROLES:
@@ -86,7 +78,6 @@ class HiddenText:
         """Finds the hidden text in a rendered conversation.
 
         Args:
-            marked: the conversation, rendered with marks.
             plain: the conversation, rendered without hiding anything.
 
         Returns:

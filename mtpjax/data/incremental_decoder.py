@@ -175,7 +175,7 @@ def _compile(steps: list[dict[str, Any]] | None) -> tuple[list[Callable], list[C
 
 
 def _token_stage(step: dict[str, Any]) -> tuple[Callable | None, Callable[[], Stage] | None] | None:
-    """Returns a function of one token and a stage behind it, for a step whose pieces are tokens; None if unknown."""
+    """Returns a function of one token and the stage after it, for a step whose pieces are tokens; None if unknown."""
     kind = step["type"]
     if kind == "Fuse":
         return None, None
@@ -199,7 +199,7 @@ def _token_stage(step: dict[str, Any]) -> tuple[Callable | None, Callable[[], St
 
 
 def _fused_stage(step: dict[str, Any]) -> tuple[Callable | None, Callable[[], Stage] | None] | None:
-    """The same for a step that gets one piece in parts, after the pieces were joined."""
+    """Returns them for a step that gets one piece in parts, after the pieces were joined."""
     kind = step["type"]
     if kind == "Fuse":
         return None, None

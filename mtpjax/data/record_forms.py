@@ -30,26 +30,12 @@ SHAREGPT_ROLES = {
 
 
 def has_conversation(record: dict[str, Any]) -> bool:
-    """Checks for the fields of one of the forms, whatever they hold.
-
-    Args:
-        record: an object of a data file.
-
-    Returns:
-        True if `find_messages` would read it as a conversation.
-    """
+    """Checks for the fields of one of the forms, whatever they hold."""
     return "messages" in record or "conversations" in record or "instruction" in record
 
 
 def without_conversation(record: dict[str, Any]) -> dict[str, Any]:
-    """Returns the fields of a record that `find_messages` does not read.
-
-    Args:
-        record: an object of a data file, with a conversation.
-
-    Returns:
-        Values by field.
-    """
+    """Returns the fields of a record that `find_messages` does not read."""
     is_alpaca = "messages" not in record and "conversations" not in record
     read = ALPACA_FIELDS if is_alpaca else ("messages", "conversations", "system")
     return {name: value for name, value in record.items() if name not in read}
@@ -59,11 +45,6 @@ def find_messages(record: dict[str, Any], field: str = "messages") -> list[dict[
     """Reads the conversation of a record.
 
     A text under `system` is the first message, unless the conversation begins with one of that role.
-
-    Args:
-        record: an object of a data file.
-        field: the field with the conversation, in OpenAI's or ShareGPT's form. Without it, a record may also be
-            ShareGPT's `conversations` or Alpaca's `instruction`.
 
     Returns:
         Messages in OpenAI's form, without null fields. Those that `weight` 0 or `train` false leave out of training

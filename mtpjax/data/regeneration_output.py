@@ -82,12 +82,8 @@ class RegenerationOutput:
     """The records at `path` and their manifest.
 
     Attributes:
-        path: the records.
-        manifest_path: the manifest.
-        writer: the open file.
         settings: the settings as JSON values, so that they compare equal to stored ones.
         kind: "chat" or "jsonl", how training reads the records.
-        tally: the counts so far.
         digest: sha256 of the bytes written so far.
     """
 
@@ -100,12 +96,6 @@ class RegenerationOutput:
         """Appends a window of records.
 
         A process that is killed during the call leaves bytes that the next one cuts off.
-
-        Args:
-            records: the records.
-
-        Raises:
-            OSError: the disk is full or fails.
         """
         # The records reach the disk before the manifest that counts them. `resume` cuts off what it does not count.
         self.digest.update(self.writer.append(records))
@@ -119,11 +109,7 @@ class RegenerationOutput:
         write_text(self.manifest_path, json.dumps(manifest, indent=1) + "\n")
 
     def resume(self) -> None:
-        """Continues from the manifest: reads the counts, and cuts off bytes written after it.
-
-        Raises:
-            ValueError: the manifest is damaged, settings differ, or the records were changed; see `open_output`.
-        """
+        """Continues from the manifest: reads the counts, and cuts off bytes written after it."""
         # Read the manifest. Any failure means that it cannot be trusted.
         advice = f"remove it and {self.manifest_path.name}, or choose another output"
         try:
@@ -155,20 +141,7 @@ class RegenerationOutput:
 
 @contextlib.contextmanager
 def open_output(path, settings: Mapping[str, Any], kind: str) -> Iterator[RegenerationOutput]:
-    """Opens the records at `path`: a new file, or one to continue where its last window ended.
-
-    Args:
-        path: the records.
-        settings: everything that decides the records.
-        kind: how training reads the records.
-
-    Yields:
-        The output.
-
-    Raises:
-        ValueError: the file is something else, was written with other settings or data (the message names each), was
-            changed after it was written, or is open in another process.
-    """
+    """Opens the records at `path`: a new file, or one to continue where its last window ended."""
     path = pathlib.Path(path)
     path.parent.mkdir(parents=True, exist_ok=True)
     with JsonlWriter(path) as writer:

@@ -55,29 +55,8 @@ class TemplateWorker:
         self._compiled: dict[str, Any] | None = None  # templates, if this process renders itself
 
     def render_here(self) -> None:
-        """Renders in this process from now on, for a process that has limits of time and memory of its own."""
+        """Renders in this process from now on, for a process that has its limits of time and memory already."""
         self._compiled = {}
-
-    def render(self, template: str, variables: dict[str, Any], *, date: datetime.datetime | None = None) -> str:
-        """Renders a template.
-
-        Args:
-            template: jinja2 source.
-            variables: the template's variables, which must have a JSON form.
-            date: the date for `strftime_now`; None: now.
-
-        Returns:
-            The text.
-
-        Raises:
-            TemplateFailure: the template does not compile, fails, or exceeds a limit.
-            TypeError: a variable has no JSON form.
-            ValueError: a variable refers to itself.
-        """
-        [result] = self.render_all(template, [variables], date=date)
-        if isinstance(result, TemplateFailure):
-            raise result
-        return result.text
 
     def render_all(
         self,
@@ -90,18 +69,8 @@ class TemplateWorker:
         """Renders a template several times in one request, within one limit of time.
 
         Args:
-            template: jinja2 source.
             variable_sets: the variables of each rendering, which must have a JSON form.
             date: the date for `strftime_now`; None: now.
-            with_generation: locate the `{% generation %}` blocks.
-
-        Returns:
-            For each rendering its text, or its failure.
-
-        Raises:
-            TemplateFailure: a limit is exceeded.
-            TypeError: a variable has no JSON form.
-            ValueError: a variable refers to itself.
         """
         from mtpjax.worker_process import WorkerEnded
 
@@ -128,7 +97,7 @@ class TemplateWorker:
         return [_to_result(each) for each in json.loads(answer)]
 
     def close(self) -> None:
-        """Ends the process. A later `render` starts a new one."""
+        """Ends the process. A later rendering starts a new one."""
         self._worker.close()
 
     def kill(self) -> None:

@@ -1,4 +1,4 @@
-"""Tokenizers: bytes for our own small models, `tokenizer.json` and its chat template for published ones."""
+"""Tokenizers: bytes for small models, `tokenizer.json` and its chat template for published ones."""
 
 import dataclasses
 import functools
@@ -13,7 +13,7 @@ from mtpjax.data.chat_template import DEFAULT, ChatTemplates, RenderedChat, read
 from mtpjax.data.decoder_stages import Utf8Stage
 from mtpjax.data.end_tokens import find_end_tokens
 from mtpjax.data.incremental_decoder import IncrementalDecoder, TokenizerDecoder
-from mtpjax.data.tokenizer_checks import check_expansion, rust_errors
+from mtpjax.data.tokenizer_checks import check_expansion, read_json_object, rust_errors
 from mtpjax.errors import ConversationError, TokenizerError
 from mtpjax.io.huggingface_files import (
     MAX_TOKENIZER_BYTES,
@@ -22,7 +22,6 @@ from mtpjax.io.huggingface_files import (
     read_small_file,
     read_vocab_size,
 )
-from mtpjax.safe_open import parse_json
 
 OTHER_FORMATS = ("tokenizer.model", "vocab.json", "vocab.txt")  # SentencePiece's, and those of older classes
 _BUILT = ("_tokenizer", "_decoder", "_plain_tokenizer")  # from `_content`
@@ -60,30 +59,13 @@ class Tokenizer(Protocol):
     def incremental_decoder(self, prompt: Sequence[int] = ()) -> Callable[[int | None], str]:
         """Returns an incremental decoder.
 
-        Args:
-            prompt: tokens before the first one. SentencePiece tokenizers drop a space where a text begins, and
-                nowhere else: after "the cat", the token "▁is" is " is".
-
-        Returns:
-            A function that takes one token at a time and returns the text that it completes; None ends the text and
-            returns the rest. Without a prompt, all texts together are `decode` of all tokens.
+        Returns a function that takes one token at a time and returns the text that it completes; None ends the text and
+        returns the rest. Without a prompt, all texts together are `decode` of all tokens.
         """
         ...
 
     def apply_chat_template(self, messages: list[dict[str, Any]], **template_variables: Any) -> list[int]:
-        """Encodes a conversation up to the start of the model's answer.
-
-        Args:
-            messages: the conversation, in OpenAI's form.
-            **template_variables: variables of the template.
-
-        Returns:
-            The tokens.
-
-        Raises:
-            TokenizerError: the tokenizer has no chat template.
-            ConversationError: the template rejects these messages.
-        """
+        """Encodes a conversation up to the start of the model's answer."""
         ...
 
 
@@ -107,11 +89,7 @@ class ByteTokenizer:
     digest = hashlib.sha256(b"bytes").hexdigest()
 
     def encode(self, text: str) -> list[int]:
-        """Returns the UTF-8 bytes of `text`, without an end token.
-
-        Raises:
-            ValueError: the text contains NUL or lone surrogates.
-        """
+        """Returns the UTF-8 bytes of `text`, without an end token."""
         encoded = _encode_utf8(text)
         position = text.find("\0")
         if position >= 0:
@@ -119,11 +97,7 @@ class ByteTokenizer:
         return list(encoded)
 
     def decode(self, ids: Iterable[int]) -> str:
-        """Decodes ids, ints or a 1-D integer array; skips end tokens, and replaces bytes that are not UTF-8 by U+FFFD.
-
-        Raises:
-            ValueError: an id is outside the vocabulary.
-        """
+        """Decodes ids; skips end tokens, and replaces bytes that are not UTF-8 by U+FFFD."""
         stream = self.incremental_decoder()
         return "".join(stream(int(index)) for index in ids) + stream(None)
 
@@ -146,14 +120,7 @@ class ByteTokenizer:
         Small models of bytes have no chat template.
 
         Args:
-            messages: the conversation.
             **template_variables: `add_generation_prompt` and `tools`; others are ignored.
-
-        Returns:
-            The tokens.
-
-        Raises:
-            ConversationError: a message has no text, text without an encoding, or tool calls; or there are tools.
         """
         tokens: list[int] = []
         if clean_tools(template_variables.get("tools")):
@@ -205,12 +172,12 @@ class HuggingFaceTokenizer:
         added = self._tokenizer.get_added_tokens_decoder()
         self.special_token_ids = tuple(sorted(index for index, token in added.items() if token.special))
         self._special_names = [token.content for token in added.values() if token.special]
-        older = _read_json(folder, "special_tokens_map.json")
+        older = read_json_object(folder, "special_tokens_map.json")
         self._settings = {name: older[name] for name in SPECIAL_NAMES if name in older}
-        self._settings |= _read_json(folder, "tokenizer_config.json")
+        self._settings |= read_json_object(folder, "tokenizer_config.json")
         files = {
-            "generation": _read_json(folder, "generation_config.json"),
-            "config": _read_json(folder, "config.json"),
+            "generation": read_json_object(folder, "generation_config.json"),
+            "config": read_json_object(folder, "config.json"),
         }
         eos_token = self._special_tokens().get("eos_token")
         self.eos_token_ids = find_end_tokens(folder, self._tokenizer, eos_token, vocab_size=vocab_size, **files)
@@ -269,17 +236,9 @@ class HuggingFaceTokenizer:
         return self.encode_rendered(self.chat_templates.render(messages, **template_variables))[0]
 
     def encode_rendered(self, rendered: RenderedChat, start: int = 0) -> tuple[list[int], list[tuple[int, int]]]:
-        """Encodes a conversation that the chat template has written.
+        """Encodes a conversation that the chat template has written, from the character `start` on.
 
-        Args:
-            rendered: the conversation.
-            start: the character to begin at.
-
-        Returns:
-            The tokens, and the start and end of the characters that each stands for.
-
-        Raises:
-            TokenizerError: the tokenizer fails.
+        Returns the tokens, and the start and end of the characters that each stands for.
         """
         tokens: list[int] = []
         offsets: list[tuple[int, int]] = []
@@ -330,25 +289,14 @@ class HuggingFaceTokenizer:
     def encode_with_starts(self, text: str) -> tuple[list[int], list[int]]:
         """Encodes a text that has its special tokens already.
 
-        Args:
-            text: the text.
-
-        Returns:
-            The tokens, and the character at which each begins, ascending.
-
-        Raises:
-            TokenizerError: the tokenizer fails.
+        Returns the tokens, and the character at which each begins, ascending.
         """
         with rust_errors("the tokenizer cannot encode this text"):
             encoding = self._tokenizer.encode(text, add_special_tokens=False)
         return encoding.ids, [start for start, _ in encoding.offsets]
 
     def save(self, folder: pathlib.Path) -> None:
-        """Writes the files from which a `HuggingFaceTokenizer` of the same digest can be read.
-
-        Args:
-            folder: an existing folder.
-        """
+        """Writes files into a folder, from which a `HuggingFaceTokenizer` of the same digest can be read."""
         (folder / "tokenizer.json").write_bytes(self._content)
         (folder / "tokenizer_config.json").write_text(
             json.dumps(self._settings | {"chat_template": self.chat_templates.setting})
@@ -382,7 +330,7 @@ def load_tokenizer(path, vocab_size: int | None = None, *, chat_template: str | 
     Raises:
         CheckpointError: the path does not exist.
         TokenizerError: there is neither, and the vocabulary is not the 256 bytes, or there is a chat template, which
-            bytes have no use for.
+            bytes do not take.
 
     Example:
         >>> import tempfile
@@ -420,15 +368,6 @@ def load_tokenizer(path, vocab_size: int | None = None, *, chat_template: str | 
     raise TokenizerError(
         f"{folder} has no tokenizer.json, and the model has {vocab_size} tokens, not the 256 bytes{way_on}"
     )
-
-
-def _read_json(folder: pathlib.Path, name: str) -> dict[str, Any]:
-    content = read_small_file(folder, name, max_bytes=MAX_TOKENIZER_BYTES)
-    try:
-        values = parse_json(content) if content is not None else {}
-    except ValueError as error:
-        raise TokenizerError(f"{folder / name} is not JSON: {error}") from error
-    return values if isinstance(values, dict) else {}
 
 
 def _token_text(token: Any) -> str | None:

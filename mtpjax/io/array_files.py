@@ -2,7 +2,7 @@
 
 Both write uncompressed zarr. Arrays that fit in memory go through Orbax. A converted checkpoint can be larger than
 memory, so its arrays are streamed: a few chunks are in memory at once, and one file holds the bytes of one chunk. An
-array that a mesh splits is streamed too: its chunks are the parts, and each process writes those that it holds.
+array that a mesh splits is streamed too: its chunks are the shards, and each process writes those that it holds.
 """
 
 import dataclasses
@@ -51,15 +51,12 @@ class StreamedArray:
 
 
 def stream_parts(array: jax.Array) -> StreamedArray:
-    """Describes an array that a mesh splits: its chunks are the parts, of which each is written by one process.
+    """Describes an array that a mesh splits: its chunks are the shards, each of which one process writes.
 
     Args:
-        array: the array; all processes that hold parts of it must write it together.
-
-    Returns:
-        The array to write.
+        array: the array; all processes that hold shards of it must write it together.
     """
-    # Among the devices with the same part, one has copy number 0.
+    # Among the devices with the same shard, one has replica number 0.
     parts = {
         tuple(cut.start or 0 for cut in shard.index): shard.data
         for shard in array.addressable_shards
@@ -77,16 +74,8 @@ def _begins(index: Index) -> tuple[int, ...]:
 def write_arrays(folder: pathlib.Path, arrays: Mapping[str, Any]) -> tuple[dict[str, dict], dict[str, str]]:
     """Writes arrays into a new folder. All processes of a run must call it.
 
-    Args:
-        folder: the folder to make.
-        arrays: arrays of this process and `StreamedArray`s by flat name.
-
-    Returns:
-        `(records, digests)`: what `digests.json` says of each array, and the sha256 of the files for which it is
-        already known, by file name relative to the parent of `folder`.
-
-    Raises:
-        OSError: the disk is full or fails.
+    Returns `(records, digests)`: what `digests.json` says of each array, and the sha256 of the files for which it is
+    already known, by file name relative to the parent of `folder`.
     """
     streams = {name: array for name, array in arrays.items() if isinstance(array, StreamedArray)}
     failed = OSError(f"{folder.parent.parent} cannot be written by another process")
@@ -179,18 +168,7 @@ def _chunk_file(name: str, index: Index, chunks: tuple[int, ...]) -> str:
 
 
 def read_arrays(folder: pathlib.Path, records: Mapping[str, Any]) -> dict[str, np.ndarray]:
-    """Reads all arrays of a checkpoint into memory, without placing them on a device.
-
-    Args:
-        folder: the folder that `write_arrays` made.
-        records: the arrays that `digests.json` lists, by flat name.
-
-    Returns:
-        numpy arrays by flat name, with the dtypes and shapes that are stored.
-
-    Raises:
-        CheckpointError: the arrays cannot be read, or are not those that `records` lists.
-    """
+    """Reads all arrays of a checkpoint into memory, without placing them on a device."""
     import orbax.checkpoint as ocp
 
     try:
@@ -215,17 +193,7 @@ def read_arrays(folder: pathlib.Path, records: Mapping[str, Any]) -> dict[str, n
 
 
 def check_record(folder: pathlib.Path, name: str, found: Mapping[str, Any], recorded: Mapping[str, Any]) -> None:
-    """Compares an array that was read with the record that was made when it was saved.
-
-    Args:
-        folder: the folder of the arrays, for the message.
-        name: the array's flat name.
-        found: `array_record` of the array that was read.
-        recorded: its record in `digests.json`.
-
-    Raises:
-        CheckpointError: shape, dtype or sha256 differ.
-    """
+    """Compares an array that was read with the record that was made when it was saved."""
     for key, value in found.items():
         if value != recorded.get(key):
             raise CheckpointError(f"array {name!r} in {folder} has {key} {value}; saved was {recorded.get(key)}")
@@ -234,13 +202,8 @@ def check_record(folder: pathlib.Path, name: str, found: Mapping[str, Any], reco
 def array_record(array: np.ndarray, chunks: list[int] | None = None) -> dict[str, Any]:
     """Describes an array for `digests.json`.
 
-    Args:
-        array: the array.
-        chunks: the shape of the chunks in which it was streamed, if it was.
-
-    Returns:
-        `{"shape", "dtype", "sha256"}`, where the digest covers the elements in C order; for a streamed array it covers
-        the digests of the chunks, and "chunks" is added.
+    Returns `{"shape", "dtype", "sha256"}`, where the digest covers the elements in C order; for a streamed array it
+    covers the digests of the chunks, and "chunks" is added.
     """
     if chunks is None:
         return _record(array, _sha256(array).hex())
@@ -262,15 +225,7 @@ def _sha256(array: np.ndarray) -> bytes:
 
 
 def chunk_grid(shape, chunks) -> Iterator[Index]:
-    """Lists the chunks of an array in C order.
-
-    Args:
-        shape: the array's shape.
-        chunks: the shape of a chunk. Chunks at the edge are smaller.
-
-    Yields:
-        The index of each chunk.
-    """
+    """Lists the chunks of an array in C order."""
     # Chunks in C order: the digest of an array depends on it.
     axes = [range(0, size, step) for size, step in zip(shape, chunks, strict=True)]
     for begins in itertools.product(*axes):
@@ -282,12 +237,7 @@ def chunk_grid(shape, chunks) -> Iterator[Index]:
 def array_spec(folder: pathlib.Path, name: str) -> dict[str, Any]:
     """Builds the TensorStore spec of an array in Orbax's layout.
 
-    Args:
-        folder: the folder of the arrays.
-        name: the array's flat name.
-
-    Returns:
-        The spec: a zarr array in the folder `a.b` for the name `a/b`.
+    Returns the spec: a zarr array in the folder `a.b` for the name `a/b`.
     """
     return {"driver": "zarr", "kvstore": {"driver": "file", "path": str(folder / name.replace("/", "."))}}
 

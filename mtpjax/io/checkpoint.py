@@ -49,22 +49,17 @@ def save(
 ) -> None:
     """Writes a checkpoint folder, and replaces an older one only once the new one is complete.
 
-    An exception leaves `path` unchanged. All processes of a run must call it. Each writes its devices' parts of arrays
+    An exception leaves `path` unchanged. All processes of a run must call it. Each writes its devices' shards of arrays
     that a mesh splits, and the first one writes everything else.
 
     Args:
-        path: the folder; missing parents are made.
         config_dict: the configuration, anything that JSON can hold. It is restored as JSON returns it: tuples become
             lists, and keys become strings.
         params: nested dicts of jax or numpy arrays, `BlockScaled` or `StreamedArray`, of any dtype that JAX holds. Keys
             are strings without "/" and ".".
-        metadata: further JSON values, such as the training step.
         write_extra_files: called with the unfinished folder, to add files to it.
 
     Raises:
-        ValueError: `params` hold something else than such arrays, no array, or an array without elements; or the JSON
-            values contain NaN.
-        TypeError: JSON cannot hold `config_dict` or `metadata`.
         FileExistsError: `path` is neither a checkpoint nor an empty folder, so it is not replaced.
     """
     path = pathlib.Path(path).resolve()

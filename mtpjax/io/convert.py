@@ -143,8 +143,7 @@ def to_hugging_face(
             f"{model_type!r}"
         )
     original = converted or describe_directory(reader, config, model_type)
-    # Name the tensors as the original did: its layout, its experts stacked or separate, its copies of embedding and
-    # head.
+    # Name the tensors as the original did: its layout, experts stacked or separate, copies of embedding and head.
     parsed = {file: parse_header(header, file, source) for file, header in original.headers.items()}
     before = {tensor.name: tensor for found, _ in parsed.values() for tensor in found}
     # New files have the family's own names, and stack experts where transformers expects it.
@@ -154,13 +153,7 @@ def to_hugging_face(
         layout, has = module_layout(original.layout, config), functools.partial(_is_stacked, original.layout)
     specs = param_specs(config, layout, has)
     tied = {copy: name for copy, name in tied_copies(config, layout) if copy in before}
-    entries = _tensor_entries(reader, specs, dtype)
-    # A parameter of several dtypes has become float32, which holds the values of all: each tensor gets its dtype back,
-    # but fp8 does only where the checkpoint keeps its scales.
-    if dtype is None and original.keeps_dtypes:
-        kept = {name for path in reader.scaled for name in (piece.name for piece in specs[path].slices)}
-        names = [name for name in entries if name in before and (before[name].dtype != E4M3 or name in kept)]
-        entries |= {name: entries[name]._replace(dtype=before[name].dtype) for name in names}
+    entries = _tensor_entries(reader, specs, dtype, before if original.keeps_dtypes else {})
     entries |= {copy: entries[name]._replace(name=copy) for copy, name in tied.items()}
     scales = _original_scales(original, before, entries)
     # Tensors that are cast from fp8 lose their scales.
@@ -184,15 +177,13 @@ def to_hugging_face(
 
             write_shards(folder, shards, blocks, progress)
         # Copy the small files. Configuration and index are written anew if a header has changed.
-        is_changed = [shard.header for shard in shards] != list(original.headers.values())
-        rewritten = {"config.json", INDEX} if is_changed else set()
-        copy_kept_files(reader, folder, rewritten)
-        if is_changed:
+        content = None
+        if [shard.header for shard in shards] != list(original.headers.values()):
             dtypes = {str(entry.dtype) for entry in entries.values()}
-            has_fp8 = any(entries[name].dtype == E4M3 for name in scales.names)
-            content = edit_config(
-                original.content, layout, dtypes=dtypes, drop_quantization=bool(dropped) and not has_fp8
-            )
+            is_dropped = bool(dropped) and all(entries[name].dtype != E4M3 for name in scales.names)
+            content = edit_config(original.content, layout, dtypes=dtypes, drop_quantization=is_dropped)
+        copy_kept_files(reader, folder, {"config.json", INDEX} if content else set())
+        if content:
             (folder / "config.json").write_text(json.dumps(content, indent=2) + "\n")
             write_index(folder, shards)
             if converted is None:
@@ -241,8 +232,10 @@ def _other_tensors(reader: CheckpointReader) -> Iterator[CheckpointFiles | None]
         yield files
 
 
-def _tensor_entries(reader: CheckpointReader, specs: dict[str, ParamSpec], dtype) -> dict[str, TensorEntry]:
-    """Lists the tensors of all parameters, in `dtype` or the dtype that they are stored in."""
+def _tensor_entries(
+    reader: CheckpointReader, specs: dict[str, ParamSpec], dtype, before: dict[str, TensorInfo]
+) -> dict[str, TensorEntry]:
+    """Lists the tensors of all parameters, in `dtype`, or that of the original tensor, or of the stored array."""
     entries = {}
     for path, spec in specs.items():
         # A quantized parameter is stored as two arrays, of which the values have its shape.
@@ -251,4 +244,10 @@ def _tensor_entries(reader: CheckpointReader, specs: dict[str, ParamSpec], dtype
             raise CheckpointFileError(f"{reader.path} has no array {path} of shape {spec.shape}")
         kind = np.dtype(record["dtype"] if dtype is None else dtype)
         entries |= {piece.name: TensorEntry(piece.name, kind, piece.shape) for piece in spec.slices}
+    # A parameter of several dtypes has become float32, which holds the values of all: each tensor gets its dtype back,
+    # but fp8 does only where the checkpoint keeps its scales.
+    if dtype is None:
+        kept = {piece.name for path in reader.scaled for piece in specs[path].slices}
+        names = [name for name in entries if name in before and (before[name].dtype != E4M3 or name in kept)]
+        entries |= {name: entries[name]._replace(dtype=before[name].dtype) for name in names}
     return entries

@@ -19,15 +19,7 @@ QUIET_ATTEMPTS = 25  # with 0.2 s between two
 
 
 def check_space(folder: pathlib.Path, arrays: Mapping[str, Any]) -> None:
-    """Checks that arrays fit on the disk, before the first of them is written.
-
-    Args:
-        folder: an existing folder on that disk.
-        arrays: numpy arrays and `StreamedArray`s by name.
-
-    Raises:
-        OSError: they need more bytes than are free; the message has both numbers.
-    """
+    """Checks that arrays fit on the disk, before the first of them is written."""
     space = os.statvfs(folder)
     blocks = 0
     for array in arrays.values():
@@ -45,12 +37,6 @@ def one_line_failures(folder: pathlib.Path) -> Iterator[None]:
     """Turns write failures of Orbax and TensorStore into one `OSError`.
 
     Both also report failures from their threads and event loops, as tracebacks on stderr, until these have ended.
-
-    Args:
-        folder: the folder that they write, inside an unfinished checkpoint.
-
-    Raises:
-        OSError: writing failed. No thread writes any more.
     """
     log, hook = logging.getLogger("absl"), sys.unraisablehook
     level = log.level

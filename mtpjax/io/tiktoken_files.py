@@ -38,15 +38,7 @@ PATTERNS = {"TikTokenTokenizer": _KIMI}  # by `tokenizer_class`; Kimi-K2 and lat
 def tokenizer_json(folder: pathlib.Path) -> bytes | None:
     """Writes the tokenizer of a directory that has a `tiktoken.model`.
 
-    Args:
-        folder: a Hugging Face directory.
-
-    Returns:
-        The content of a `tokenizer.json`; None if there is no `tiktoken.model`.
-
-    Raises:
-        TokenizerError: the file is damaged, or its tokenizer is of an unknown class.
-        UnsafeFileError: a file is unsafe or too large.
+    Returns the content of a `tokenizer.json`; None if there is no `tiktoken.model`.
     """
     ranks = read_inside(folder, TIKTOKEN_FILE, max_bytes=MAX_BYTES)
     if ranks is None:

@@ -58,45 +58,17 @@ class Callback:
     """
 
     def after_update(self, event: TrainEvent) -> bool | None:
-        """Runs after each update, also after one that was skipped because it was not finite.
-
-        Args:
-            event: the losses of the update, and the state after it.
-
-        Returns:
-            True to stop the run; None or False to continue.
-        """
+        """Runs after each update, also after one that was skipped because it was not finite."""
 
     def after_evaluation(self, event: TrainEvent) -> bool | None:
-        """Runs after each evaluation, also after the last one, when a request to stop has no effect.
-
-        Args:
-            event: the panel.
-
-        Returns:
-            True to stop the run; None or False to continue.
-        """
+        """Runs after each evaluation, also after the last one, when a request to stop has no effect."""
 
     def after_save(self, event: TrainEvent) -> bool | None:
-        """Runs after a training state was saved, and at the end after the trained model was saved.
-
-        Args:
-            event: `path` is the folder that was written.
-
-        Returns:
-            True to stop the run; None or False to continue.
-        """
+        """Runs after a training state was saved, and at the end after the trained model was saved."""
 
 
 def check_callbacks(callbacks: Sequence[Callback]) -> None:
-    """Checks callbacks before a run begins.
-
-    Args:
-        callbacks: the callbacks.
-
-    Raises:
-        ValueError: one is not an instance of `Callback`.
-    """
+    """Checks callbacks before a run begins."""
     for index, callback in enumerate(callbacks):
         if not isinstance(callback, Callback):
             what = f"the class {callback.__name__}" if isinstance(callback, type) else repr(callback)
@@ -106,13 +78,7 @@ def check_callbacks(callbacks: Sequence[Callback]) -> None:
 def call_callbacks(callbacks: Sequence[Callback], moment: Moment, event: TrainEvent) -> bool:
     """Calls one method of every callback.
 
-    Args:
-        callbacks: the callbacks, called in this order.
-        moment: name of the method.
-        event: passed to it.
-
-    Returns:
-        True if any of them asks to stop.
+    Returns True if any of them asks to stop.
     """
     # A list, so that a request to stop does not keep later callbacks from being called.
     return any([bool(getattr(callback, moment)(event)) for callback in callbacks])

@@ -10,7 +10,7 @@ from mtpjax.drafters.files.read import Reading
 from mtpjax.errors import printable
 from mtpjax.field_types import check_mapping, check_scalar_fields
 from mtpjax.messages import require, require_choice
-from mtpjax.models.config import IMPLEMENTATIONS, Implementation, ModelConfig
+from mtpjax.models.config import Implementation, ModelConfig
 from mtpjax.models.overrides import model_changes, override_config
 from mtpjax.models.presets import presets
 from mtpjax.training.objective import Objective
@@ -31,9 +31,11 @@ DRAFTER_SETTINGS = {
     "draft_mask_token": BLOCK_DRAFTERS,
     "draft_markov_rank": ("dspark",),
 }
-
-
-# Settings of the draft losses, which a run without draft depths has not.
+# Smallest values of settings.
+MINIMA = dict.fromkeys(("steps", "batch_size", "log_every", "keep_states", "accumulation"), 1) | {"row_length": 2}
+MINIMA |= {"max_consecutive_bad_steps": 1, **dict.fromkeys(("extra_tokens", "seed", "num_depths", "save_every"), 0)}
+MINIMA |= dict.fromkeys(("panel_prompts", "profile_start", "profile_steps", "draft_vocab_size"), 0)
+# Settings of the draft losses, which are unused without draft depths.
 DEPTH_SETTINGS = ("attention_layout", "mtp_loss_scale", "mtp_loss_scale_final", "mtp_loss_switch")
 
 
@@ -68,8 +70,9 @@ class TrainConfig:
             layers 2, L / 2 and L - 3, or thirds of a trunk of fewer than 7 layers. For the others five layers from 2 to
             L - 2, or from 1 to L of a trunk of fewer than 8 layers.
         draft_num_layers: layers of DFlash and DSpark. None: 5.
-        draft_anchors: most blocks of DFlash and DSpark in a row. Every update draws new anchors. None: 512.
-        draft_mask_token: token of the slots behind an anchor. None: the rarest one of the training rows.
+        draft_anchors: maximum number of blocks of DFlash and DSpark in a row. Every update draws new anchors. None:
+            512.
+        draft_mask_token: token of the slots after an anchor. None: the rarest one of the training rows.
         draft_markov_rank: rank of DSpark's Markov head. None: 256, at most the vocabulary.
         trains: "all" trains everything. "modules" freezes the trunk, and the embedding and head that the modules share
             with it. "detached" trains everything, but the draft losses do not reach the trunk.
@@ -115,7 +118,8 @@ class TrainConfig:
         save_every: updates between two saved training states, from which a killed run continues. 0: the state is saved
             only when the run receives a stop signal.
         keep_states: number of saved states to keep; older ones are deleted.
-        most_bad_steps: number of consecutive updates with a non-finite loss or gradient after which the run stops.
+        max_consecutive_bad_steps: the run stops after this number of updates in a row with a non-finite loss or
+            gradient.
         panel_prompts: held-out prompts decoded at the end of the run, some of them also during it; 0: none.
         accumulation: number of parts of a batch that run one after the other. The memory is that of one part, the
             update that of the whole batch.
@@ -187,7 +191,7 @@ class TrainConfig:
     log_every: int = 10
     save_every: int = 500
     keep_states: int = 2
-    most_bad_steps: int = 10
+    max_consecutive_bad_steps: int = 10
     panel_prompts: int = 128
     accumulation: int = 1
     remat: Literal["none", "layers"] = "none"
@@ -207,22 +211,18 @@ class TrainConfig:
         self._check_drafter()
         self._check_unused()
         # Ranges of single values.
-        for name in ("steps", "batch_size", "log_every", "keep_states", "most_bad_steps", "accumulation"):
-            require(getattr(self, name) >= 1, f"{name} must be at least 1, not {getattr(self, name)}")
-        require(self.row_length >= 2, f"row_length must be at least 2, not {self.row_length}")
-        require(self.extra_tokens >= 0, f"extra_tokens must not be negative, is {self.extra_tokens}")
+        for name, minimum in MINIMA.items():
+            value = getattr(self, name)
+            need = f"be at least {minimum}, not" if minimum else "not be negative, is"
+            require(value >= minimum, f"{name} must {need} {value}")
         for name, maximum in (("row_length", 2**20), ("batch_size", 2**20), ("seed", 2**63 - 1)):
             require(getattr(self, name) <= maximum, f"{name} must be at most {maximum}, not {getattr(self, name)}")
-        require(self.seed >= 0, f"seed must not be negative, is {self.seed}")
         self._check_optimizer()
         require(self.seconds > 0, f"seconds must be positive, not {self.seconds}")
         require(
             0 <= self.min_steps <= self.steps, f"min_steps {self.min_steps} is not within 0..{self.steps}, the steps"
         )
-        for name in ("num_depths", "save_every", "panel_prompts", "profile_start", "profile_steps"):
-            require(getattr(self, name) >= 0, f"{name} must not be negative, is {getattr(self, name)}")
         require(0 <= self.held_out_fraction < 1, f"held_out_fraction {self.held_out_fraction} is not within 0..1")
-        require_choice("optimizer", self.optimizer, ("adamw", "muon"))
         require(self.num_depths <= MAX_DEPTHS, f"num_depths {printable(self.num_depths, 40)} is above {MAX_DEPTHS}")
         require(
             isinstance(self.objective, Objective),
@@ -234,28 +234,21 @@ class TrainConfig:
             object.__setattr__(self, "objective", dataclasses.replace(self.objective, mix=mix))
         is_used = self.num_depths > 0 or self.objective == Objective(mix=mix)
         require(is_used, "objective is unused: it needs num_depths above 0")
-        # Choices by name, and the settings that need one of them.
-        require_choice("trains", self.trains, ("all", "modules", "detached"))
+        # Settings that need others.
         require(self.num_depths > 0 or self.trains == "all", f"trains '{self.trains}' needs num_depths of at least 1")
         object.__setattr__(self, "plot_formats", tuple(self.plot_formats))
         for name in self.plot_formats:
             require_choice("plot_formats", name, ("png", "svg", "pdf"))
-        require_choice("remat", self.remat, ("none", "layers"))
-        require_choice("dtype", self.dtype, ("float32", "bfloat16"))
-        require_choice("implementation", self.implementation, IMPLEMENTATIONS)
         self._check_mesh()
-        require_choice("trunk_dtype", self.trunk_dtype, ("float32", "bfloat16", "stored"))
         require(
             self.trunk_dtype == "float32" or (self.trains == "modules" and self.init_from is not None),
             f"trunk_dtype '{self.trunk_dtype}' needs the frozen trunk of a checkpoint: set init_from, and trains to "
             f"'modules', not '{self.trains}'",
         )
-        require_choice("trunk_states_dtype", self.trunk_states_dtype, ("float32", "bfloat16"))
         require(
             self.trunk_states is None or self.trains == "modules",
             f"trunk_states need a frozen trunk: set trains to 'modules', not '{self.trains}'",
         )
-        require_choice("attention_layout", self.attention_layout, ("ttt", "stream"))
 
     @property
     def model_config(self) -> ModelConfig:
@@ -286,7 +279,6 @@ class TrainConfig:
         object.__setattr__(self, "draft_reading", tuple(reading.items()))
         for name, _ in self.draft_reading:
             require_choice("draft_reading", name, READING)
-        require(self.draft_vocab_size >= 0, f"draft_vocab_size must not be negative, is {self.draft_vocab_size}")
         # A setting that the drafter would ignore is a mistake.
         for name, drafters in DRAFTER_SETTINGS.items():
             choices, is_used = ", ".join(map(repr, drafters)), self.drafter in drafters
@@ -322,7 +314,7 @@ class TrainConfig:
         )
 
     def _check_unused(self):
-        """Refuses settings that have no effect beside the others: whoever sets them expects another run."""
+        """Rejects settings that have no effect beside the others: whoever sets them expects another run."""
         # Sources replace `data`. A list becomes a tuple, so that the config is hashable.
         is_sources = not isinstance(self.sources, str) and all(isinstance(each, Source) for each in self.sources)
         require(is_sources, f"sources must be a sequence of Source, got {self.sources!r:.80}")

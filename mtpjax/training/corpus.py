@@ -155,7 +155,7 @@ def load_corpus(config: TrainConfig, vocab_size: int, *, num_depths: int = 0) ->
         documents = [each for reading in readings for each in reading.documents]
         held_out_rows = pack(documents, config.row_length, **packing)
     panel_rows = next(shuffled_batches(held_out_rows, min(32, len(held_out_rows.tokens)), seed=0))
-    # A depth without targets has loss 0 all along: refuse it before the run compiles.
+    # A depth without targets would always have loss 0: reject it before the run compiles.
     _check_targets(source_rows, num_depths, "the training rows")
     _check_targets([panel_rows], num_depths, "the held-out rows")
     digest = fingerprint(sources, readings, tokenizer, vocab_size=vocab_size)

@@ -61,11 +61,7 @@ def read_training_cost(folder) -> TrainingCost | None:
 def seconds_per_update(history: Sequence[Mapping[str, Any]]) -> float | None:
     """Computes the median duration of an update over the logged stretches of a run.
 
-    Args:
-        history: the rows of a run's metrics.
-
-    Returns:
-        Seconds; None with fewer than two logged updates.
+    Returns seconds; None with fewer than two logged updates.
     """
     # Rows with losses are the logged updates; the other rows are evaluations.
     logged = np.array([(row["step"], row["seconds"]) for row in history if "bits" in row], float)

@@ -83,7 +83,7 @@ class DecodedMetrics:
 class PanelDecoder:
     """Decodes held-out prompts, greedily and at temperature 1 in the same batches.
 
-    During the run it decodes one batch of prompts, as long as that takes no more than the fraction `MAX_TIME_SHARE` of
+    During the run it decodes one batch of prompts, while that takes no more than the fraction `MAX_TIME_SHARE` of
     the time. At the end it decodes all prompts and also measures the costs of a round.
 
     Args:
@@ -130,7 +130,6 @@ class PanelDecoder:
         """Decodes prompts and returns the acceptance.
 
         Args:
-            params: parameters, in the form of the model given to the constructor.
             is_last: decode all prompts and measure the speed-up, instead of one batch.
 
         Returns:
@@ -286,12 +285,6 @@ def choose_panel_prompts(
 
     Args:
         documents: the documents; copies count once per category.
-        count: maximum number of prompts.
-        length: maximum number of tokens of a prompt.
-        seed: seed of the choice.
-
-    Returns:
-        (tokens, category) of each prompt.
     """
     rng = np.random.default_rng(seed)
     # Shuffle the documents, and the possible places within each. A place's turn counts the prompts that its document
@@ -333,12 +326,7 @@ def is_looping(tokens, *, longest_period: int = 48) -> bool:
 
     Greedy text of small models often falls into loops. Drafting is easy there, so loops inflate accept lengths.
 
-    Args:
-        tokens: the text's tokens.
-        longest_period: longest period to test, in tokens.
-
-    Returns:
-        True if for some period at least 90 % of the tokens in the second half equal the token one period before.
+    Returns True if for some period at least 90 % of the tokens in the second half equal the token one period before.
     """
     tokens = np.asarray(tokens)
     half = len(tokens) // 2
@@ -349,12 +337,7 @@ def is_looping(tokens, *, longest_period: int = 48) -> bool:
 def repeated_share(tokens, *, window: int = 8) -> float:
     """Measures how much of a text was there before; stricter than `is_looping`, which looks for one exact loop.
 
-    Args:
-        tokens: the text's tokens.
-        window: number of tokens that are compared.
-
-    Returns:
-        The share of the windows that are equal to an earlier one.
+    Returns the share of the windows that are equal to an earlier one.
     """
     windows = [tuple(tokens[begin : begin + window]) for begin in range(len(tokens) - window + 1)]
     return 1 - len(set(windows)) / len(windows) if windows else 0.0

@@ -48,7 +48,6 @@ MISMATCH_MESSAGES = {
     "config": "of a trunk with another configuration",
     "rows": "of other rows (data, tokenizer, row_length, extra_tokens or held_out_fraction)",
     "dtype": "in another dtype",
-    "layers": "of several layers in one file, as older versions wrote them",
 }
 log = logging.getLogger("mtpjax.train")
 
@@ -73,8 +72,7 @@ class HiddenStateCache:
     def take(self, row_indices: np.ndarray) -> np.ndarray:
         """Returns the states of the rows with the indices `row_indices [B]`.
 
-        Returns:
-            `[B, T, (n + 1) * D]`: those of the n layers, and the final ones, as `trunk_states` returns them.
+        Returns `[B, T, (n + 1) * D]`: those of the n layers, and the final ones, as `trunk_states` returns them.
         """
         size = self.rows_per_block
         return np.stack(
@@ -106,21 +104,11 @@ def open_hidden_state_cache(
 
     Args:
         folder: the folder; missing ones are made.
-        params: parameters of `model`.
         rows: packed rows `[R, T]`.
-        model: the model.
-        batch_size: rows per forward pass.
-        dtype: dtype to store, "float32" or "bfloat16".
-        layer_ids: layers whose input states are read as well, as in `mtpjax.models.forward.trunk_states`. Those that
-            the folder lacks are added in one pass of the trunk.
         should_stop: returns whether a stop signal has arrived; called before each block.
-
-    Returns:
-        The states of all rows: those of the layers, and the final ones.
 
     Raises:
         HiddenStateCacheError: the folder holds something else; the message names the difference.
-        OSError: a block cannot be written, for example on a full disk. Complete blocks stay.
         Preempted: a stop signal arrived. Complete blocks stay.
     """
     identity = _cache_identity(params, rows, model, dtype)
@@ -240,8 +228,6 @@ def _open_manifest(folder: pathlib.Path, identity: dict[str, Any], rows_per_bloc
         raise HiddenStateCacheError(
             f"{path} is damaged ({error}): remove {folder} to compute its states again"
         ) from error
-    # Older manifests name the layers that every block holds; without any, the files are the same.
-    found, identity = {"layers": []} | found, {"layers": []} | identity
     if differing := [message for name, message in MISMATCH_MESSAGES.items() if found.get(name) != identity[name]]:
         raise HiddenStateCacheError(
             f"{folder} holds states {', and '.join(differing)}: choose another folder, or remove this one"

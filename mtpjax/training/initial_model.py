@@ -24,16 +24,10 @@ def init_model(config: TrainConfig, mesh: Mesh | None = None) -> tuple[MTPModel,
     """Makes the model of a run, with stacked trunk layers; for a separate drafter, the unrolled trunk alone.
 
     Args:
-        config: the settings.
-        mesh: draws and reads parameters in the parts that the devices of this mesh hold; None: one device.
+        mesh: draws and reads parameters in the shards that the devices of this mesh hold; None: one device.
 
     Returns:
         The model, and a function that makes its initial parameters, float32 except for a frozen trunk's.
-
-    Raises:
-        ValueError: `model.num_mtp_modules` is below the number of modules of the checkpoint, a run trains modules alone
-            and the model has none, or the mesh does not divide the experts.
-        CheckpointError: `init_from` cannot be loaded.
     """
     key = jax.random.key(config.seed)
     if config.init_from is None:
@@ -78,15 +72,7 @@ def init_model(config: TrainConfig, mesh: Mesh | None = None) -> tuple[MTPModel,
 
 
 def num_trained_depths(config: TrainConfig, model: MTPModel) -> int:
-    """Returns the number of draft depths to train: none for a model without MTP modules.
-
-    Args:
-        config: the settings.
-        model: the model of the run.
-
-    Returns:
-        The number of depths.
-    """
+    """Returns the number of draft depths to train: none for a model without MTP modules."""
     return config.num_depths if model.config.num_mtp_modules or config.drafter != "mtp" else 0
 
 

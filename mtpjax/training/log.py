@@ -80,11 +80,7 @@ class MetricsLog:
         """Records the losses of an update and the speed since the last row.
 
         Args:
-            step: number of updates done.
-            seconds: wall-clock time of the run.
-            progress: fraction of the run that is done, 0..1.
             losses: cross-entropy of trunk and depths in nats; recorded in bits.
-            tokens_per_step: tokens of one update.
             further: more values of the row by name, such as "learning_rate".
         """
         rate = (step - self.step) * tokens_per_step / (time.perf_counter() - self.time)
@@ -128,8 +124,6 @@ def trace_window(folder: pathlib.Path, *, start: int, steps: int) -> Iterator[Ca
     """Traces some updates with JAX's profiler into `profile/`, for TensorBoard's profile plug-in, xprof or Perfetto.
 
     Args:
-        folder: the run folder.
-        start: number of updates before the trace begins.
         steps: number of updates to trace; 0: none.
 
     Yields:
@@ -151,8 +145,7 @@ def trace_window(folder: pathlib.Path, *, start: int, steps: int) -> Iterator[Ca
 def progress_display() -> Iterator[Callable[[float, str, float], None]]:
     """Shows progress on stderr: a live bar on a terminal, a line per call elsewhere.
 
-    Yields:
-        `show(progress, text, seconds)` with the fraction done 0..1, a description, and the seconds since the start.
+    Yields `show(progress, text, seconds)` with the fraction done 0..1, a description, and the seconds since the start.
     """
     console = rich.console.Console(stderr=True)
     # Log files and pipes get plain lines, with the time left extrapolated from the progress so far.

@@ -93,20 +93,6 @@ def batch_totals(is_valid: jax.Array, overlap: jax.Array) -> BatchTotals:
     return BatchTotals(is_valid.sum((-2, -1)), jnp.cumprod(is_valid[1:], axis=0, dtype=bool).sum(), overlap)
 
 
-def cross_entropy(logits: jax.Array, targets: jax.Array, is_valid: jax.Array) -> jax.Array:
-    """Averages `-log softmax(logits)[target]` over the valid positions.
-
-    Args:
-        logits: `[B, T, V]` float32.
-        targets: `[B, T]` int32.
-        is_valid: `[B, T]` bool.
-
-    Returns:
-        `[]` nats; 0 without valid positions.
-    """
-    return valid_mean(plain_terms([logits], targets[None]).cross_entropy[0], is_valid)
-
-
 def lk_hybrid(
     kl: jax.Array, overlap: jax.Array, is_valid: jax.Array, *, decay: float, totals: BatchTotals | None = None
 ) -> jax.Array:
@@ -161,12 +147,7 @@ def binary_cross_entropy(logits: jax.Array, chances: jax.Array) -> jax.Array:
 def depth_weights(num_depths: int, objective: Objective) -> jax.Array:
     """Returns the weights of the depths: equal (DeepSeek-V3, equation 25), or `beta^(k-1) / sum` (FastMTP, 2509.18362).
 
-    Args:
-        num_depths: number of depths.
-        objective: `depth_weights` and `depth_decay`.
-
-    Returns:
-        `[num_depths]` float32, with sum 1.
+    Returns `[num_depths]` float32, with sum 1.
     """
     decay = objective.depth_decay if objective.depth_weights == "decayed" else 1.0
     weights = decay ** jnp.arange(num_depths, dtype=jnp.float32)
@@ -179,9 +160,6 @@ def mix_at(progress: jax.Array | float, objective: Objective) -> dict[str, jax.A
     Args:
         progress: `[]` fraction of the run that is done, 0..1.
         objective: the mixes. An empty `mix` (outside a `TrainConfig`) means cross-entropy.
-
-    Returns:
-        Weights by objective.
     """
     mix, start = dict(objective.mix) or {"cross_entropy": 1.0}, dict(objective.start)
     if not start:

@@ -80,9 +80,6 @@ def read_model_setting(value: Any, overrides: Sequence[str]) -> ModelConfig | di
 
     Returns:
         The whole architecture if a file is named, otherwise the fields that are set.
-
-    Raises:
-        ValueError: as `read_model_config`.
     """
     if isinstance(value, str):
         return override_config(read_model_config(value), model_changes(typed_fields({}, overrides)))
@@ -95,14 +92,7 @@ def typed_fields(values: Mapping[str, Any], overrides: Sequence[str] = ()) -> di
     """Checks names and types of fields of `ModelConfig`, and parses pairs by the types.
 
     Args:
-        values: values by field.
         overrides: pairs such as "hidden_size=96", which win over `values`.
-
-    Returns:
-        All values by field.
-
-    Raises:
-        ValueError: a field is unknown or a value has the wrong type. One line.
     """
     import jsonargparse
 
@@ -124,9 +114,6 @@ def typed_fields(values: Mapping[str, Any], overrides: Sequence[str] = ()) -> di
 
 def describe_type_error(error: argparse.ArgumentError) -> str:
     """Says in one line of plain words which value has the wrong type.
-
-    Args:
-        error: what jsonargparse raised.
 
     Returns:
         Such as "steps must be an integer, not 'abc'"; errors about other things as they are, in one line.
@@ -158,12 +145,6 @@ def read_yaml(path) -> dict[str, Any]:
 
     Args:
         path: the file; an empty one gives no settings.
-
-    Returns:
-        The values.
-
-    Raises:
-        ValueError: the file cannot be read, contains a cycle, or is not a mapping. One line.
     """
     try:
         with open_regular(path) as stream:
@@ -191,9 +172,6 @@ def _check_expanded_size(values: Any) -> None:
 def split_model_pairs(overrides: Sequence[str]) -> tuple[list[str], list[str], str | None]:
     """Separates the settings of the model from the others.
 
-    Args:
-        overrides: `key=value` pairs.
-
     Returns:
         The other pairs, the pairs `model.key=value` without "model.", and the file of the last `model=FILE`, or None.
     """
@@ -201,3 +179,12 @@ def split_model_pairs(overrides: Sequence[str]) -> tuple[list[str], list[str], s
     others = [pair for pair in overrides if not pair.startswith(("model=", "model."))]
     fields = [pair.removeprefix("model.") for pair in overrides if pair.startswith("model.")]
     return others, fields, files[-1] if files else None
+
+
+def flatten_settings(values: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
+    """Flattens nested settings into dotted keys."""
+    flat: dict[str, Any] = {}
+    for key, value in values.items():
+        is_group = isinstance(value, dict) and value
+        flat |= flatten_settings(value, f"{prefix}{key}.") if is_group else {f"{prefix}{key}": value}
+    return flat

@@ -67,7 +67,6 @@ class Objective:
             bool(self.start) == (self.warmup > 0), f"start {self.start} and warmup {self.warmup} must be set together"
         )
         require(self.lk_decay >= 0, f"lk_decay must not be negative, is {self.lk_decay}")
-        require_choice("depth_weights", self.depth_weights, ("mean", "decayed"))
         require(0 < self.depth_decay <= 1, f"depth_decay {self.depth_decay} is not within 0..1")
         require(self.vocab_chunk >= 0, f"vocab_chunk must not be negative, is {self.vocab_chunk}")
         # The setting, when it has an effect, and what it needs.

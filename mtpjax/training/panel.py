@@ -131,10 +131,6 @@ def print_panel(console, panel: Panel) -> None:
     """Prints the panel as tables of at most 80 columns.
 
     They show rates by level, then accept lengths and the speed-up by category and temperature.
-
-    Args:
-        console: a `rich` console.
-        panel: the panel.
     """
     rates = narrow_table("acceptance panel, held-out text: teacher-forced at all positions; decoded")
     headings = ("level", "bits/\ntoken", "agreement\nwith trunk", "survival", "1 - TV", "sampled\nsurvival")

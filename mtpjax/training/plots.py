@@ -26,10 +26,7 @@ def plot_run(path, history: History, formats: Sequence[str] = DEFAULT_FORMATS, *
     """Plots losses, agreement and survival by level, and accept lengths over the updates of a run.
 
     Args:
-        path: the picture, as in `plot_style.picture_paths`.
-        history: rows of `metrics.jsonl`, with at least one evaluation. Without draft levels there is one panel.
         formats: formats of a path without suffix.
-        title: which run, and on which device.
     """
     if not picture_paths(path, formats):
         return
@@ -65,16 +62,16 @@ def _draw_rates(axis, evaluations: History, num_levels: int) -> None:
     steps, shown = [row["step"] for row in evaluations], []
     lines = {"agreement": {"marker": "o", "linestyle": "-"}, "survival": {"marker": "s", "linestyle": "--"}}
     levels = {f"draft {level}": level_colour(level, num_levels) for level in range(1, num_levels + 1)}
-    for level, own in enumerate(levels.values()):
+    for level, color in enumerate(levels.values()):
         # At level 1 agreement and survival are the same, so only one line is drawn.
         for name in list(lines)[: level + 1]:
             values = [row["eval"][name][level] for row in evaluations]
-            axis.plot(steps, values, color=own, **lines[name])
+            axis.plot(steps, values, color=color, **lines[name])
             shown += values
     axis.set(title="drafts that agree with the trunk", ylabel="share of positions, held-out text")
     axis.set_ylim(share_limits(shown))
     # Survival: this level and all before it agree.
-    keys = [legend_key(name, color=own, linewidth=4) for name, own in levels.items()]
+    keys = [legend_key(name, color=color, linewidth=4) for name, color in levels.items()]
     keys += [legend_key(name, **look) for name, look in lines.items()][: min(num_levels, 2)]
     legend_below(axis, handles=keys, ncols=_num_columns(len(keys)))
 
@@ -111,11 +108,9 @@ def plot_comparison(
     """Plots runs side by side: the trunk's loss over the updates, survival and accept lengths at the last evaluation.
 
     Args:
-        path: the picture, as in `plot_style.picture_paths`.
         runs: history of each run by name; each has at least one evaluation. Panels that no run has figures for are
             left out.
         formats: formats of a path without suffix.
-        title: what is compared.
     """
     if not picture_paths(path, formats):
         return

@@ -26,7 +26,7 @@ from mtpjax.training.decoding_eval import is_looping, repeated_share
 from mtpjax.training.panel import print_panel
 from mtpjax.training.trainer import TrainResult, train
 
-# Prompt and continuation together are as long as a training row; CAPACITY is the cache bucket that holds them.
+# Prompt and continuation together have the length of a training row; CAPACITY is the cache bucket that holds them.
 PROMPT_TOKENS, NEW_TOKENS, CAPACITY = 64, 128, 256
 # Beginnings of statements, one of which continues in the command that the quickstart prints last.
 STATEMENTS = ("def ", "class ", "import ", "from ", "for ", "if ")
@@ -41,7 +41,7 @@ class DecoderSetting:
     Attributes:
         num_steps: draft levels; 0 is plain decoding.
         threads: CPU threads of the process; 0: all.
-        min_rows: fewest token rows per forward pass, as in `DecodeConfig`.
+        min_rows: minimum number of token rows per forward pass, as in `DecodeConfig`.
     """
 
     num_steps: int
@@ -102,17 +102,7 @@ class Measured:
 def run(config: TrainConfig, *, depths: tuple[int, ...] = (1, 2, 3), rounds: int = 5, num_prompts: int = 16) -> int:
     """Trains a model, measures plain and speculative decoding, prints the result and writes a plot.
 
-    Args:
-        config: settings of the training run.
-        depths: draft depths to measure.
-        rounds: timing rounds, at least 2.
-        num_prompts: maximum number of prompts.
-
-    Returns:
-        The exit code: 4 if any speculative text differs from the plain one, else 0.
-
-    Raises:
-        ValueError: `rounds` is below 2.
+    Returns the exit code: 4 if any speculative text differs from the plain one, else 0.
     """
     # The first round finds the fastest plain setting; the others measure the costs in its process.
     if rounds < 2:
@@ -184,8 +174,8 @@ def _find_prompts(
 ) -> tuple[list[list[int]], int, int]:
     """Chooses held-out prompts whose plain continuation does not loop, and compiles every setting meanwhile.
 
-    Also returns how many continuations do not loop, of how many; if all of them loop, the prompts are taken as they
-    are.
+    Also returns the number of continuations that do not loop, and the number of all. If all of them loop, the prompts
+    are not chosen by it.
     """
     candidates = held_out_prompts(
         trained.held_out,
@@ -295,8 +285,8 @@ def _best_plain(seconds: dict[DecoderSetting, Any]) -> DecoderSetting:
 def _depth_result(depth: int, plain: DecoderSetting, settings, measured: Measured) -> DepthResult:
     # The fastest setting of this depth.
     seconds = measured.seconds
-    own = [setting for setting in settings if setting.num_steps == depth]
-    setting = min(own, key=lambda setting: np.median(seconds[setting].sum(1)))
+    same_depth = [setting for setting in settings if setting.num_steps == depth]
+    setting = min(same_depth, key=lambda setting: np.median(seconds[setting].sum(1)))
     # Acceptance, from the counts over all prompts.
     rows = measured.answers[setting]
     num_rounds = sum(row["rounds"] for row in rows)

@@ -15,18 +15,7 @@ from mtpjax.training.step import make_optimizer
 
 
 def compute_run_sizes(config: TrainConfig) -> dict[str, int]:
-    """Computes the sizes of a run without training: rows and tokens, parameters, memory, disk space.
-
-    Args:
-        config: the settings.
-
-    Returns:
-        Sizes by name, for printing.
-
-    Raises:
-        ValueError: as `train`.
-        FileNotFoundError: as `train`.
-    """
+    """Computes the sizes of a run without training: rows and tokens, parameters, memory, disk space."""
     # Shapes only: neither parameters nor optimiser state are allocated.
     model, make_params = init_model(config)
     drafter, architecture = initial_drafter(config, model), None

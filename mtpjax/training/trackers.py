@@ -30,7 +30,6 @@ def flatten(row: Any, name: str = "") -> dict[str, float]:
 
     Args:
         row: a mapping, list or value. Text and None are left out.
-        name: prefix of the names.
 
     Returns:
         Numbers by path. Elements of lists are numbered from 1, as draft levels are. Lists of bits begin with the trunk:
@@ -130,14 +129,7 @@ def open_trackers(
 ) -> Iterator[Callable[[Mapping[str, Any]], None]]:
     """Opens the trackers of a run. A tracker that fails is logged once and disabled.
 
-    Args:
-        folder: the run folder.
-        step: number of updates that the run continues from.
-        config: names the trackers.
-        settings: settings, for Weights & Biases.
-
-    Yields:
-        A function that sends a row of `metrics.jsonl` to every tracker.
+    Yields a function that sends a row of `metrics.jsonl` to every tracker.
     """
     # Makers rather than trackers: making one can fail, too, for example without a network.
     makers: dict[str, Callable[[], Tracker]] = {}

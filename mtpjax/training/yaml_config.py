@@ -2,7 +2,7 @@
 
 import argparse
 import dataclasses
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import jsonargparse
@@ -10,7 +10,13 @@ import yaml
 
 from mtpjax.messages import did_you_mean
 from mtpjax.training.config import TrainConfig
-from mtpjax.training.model_yaml import describe_type_error, read_model_setting, read_yaml, split_model_pairs
+from mtpjax.training.model_yaml import (
+    describe_type_error,
+    flatten_settings,
+    read_model_setting,
+    read_yaml,
+    split_model_pairs,
+)
 
 # Settings that the command line sets by the flags of all commands, and not by a pair.
 FLAGS = {"mesh": "--mesh data=2,fsdp=4", "model_type": "--model-type FAMILY"}
@@ -26,21 +32,13 @@ def read_train_config(
         overrides: pairs such as "steps=100", "objective.mix.kl=1.0", "model.num_mtp_modules=3", or "model=FILE.yaml",
             which names a whole architecture (`mtpjax.training.model_yaml`). Dots name nested settings; pairs of a
             mapping such as `objective.mix` replace the one in the file.
-        flags: values of the settings of `FLAGS`.
-
-    Returns:
-        The settings.
-
-    Raises:
-        ValueError: the file or a pair cannot be read, a key is unknown (the message names the nearest one), or a value
-            has the wrong type or is out of range. One line.
     """
     parser = jsonargparse.ArgumentParser(exit_on_error=False)
     parser.add_class_arguments(TrainConfig, skip={"model"})
     known = {**dict(parser.get_defaults().items()), "model": None}
     # Check the keys of both first, so that the message for an unknown key can name the nearest one.
     values = {} if path is None else read_yaml(path)
-    for key in _dotted_keys(values):
+    for key in flatten_settings(values):
         _check_key(key, known)
     for pair in overrides:
         _check_pair(pair, known)
@@ -66,15 +64,6 @@ def to_yaml(config: TrainConfig) -> str:
     for values, names in ((settings, ("model", "draft_reading", "mesh")), (settings["objective"], ("mix", "start"))):
         values |= {name: dict(values[name]) for name in names}
     return yaml.safe_dump(settings, sort_keys=False)
-
-
-def _dotted_keys(values: dict[str, Any], prefix: str = "") -> Iterator[str]:
-    """Yields the dotted keys of nested dicts."""
-    for key, value in values.items():
-        if isinstance(value, dict) and value:
-            yield from _dotted_keys(value, f"{prefix}{key}.")
-        else:
-            yield f"{prefix}{key}"
 
 
 def _check_pair(pair: str, known: Mapping[str, Any]) -> None:

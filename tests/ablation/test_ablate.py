@@ -29,7 +29,7 @@ from mtpjax.ablation.rows import is_whole
 from mtpjax.ablation.run import fingerprint
 from mtpjax.cli.main import main
 from mtpjax.data.jsonl_writer import JsonlWriter
-from mtpjax.data.packing import read_documents, split_held_out
+from mtpjax.data.packing import split_held_out
 from mtpjax.decoding.config import DecodeConfig
 from mtpjax.evaluation.round_costs import RoundCosts
 from mtpjax.evaluation.round_loops import PLAIN_STEP
@@ -37,6 +37,7 @@ from mtpjax.io.checkpoint import save_model
 from mtpjax.training.decoding_eval import is_looping
 from tests.helpers import training_runs
 from tests.helpers.ablation_rows import ENVIRONMENT, SETTINGS, WORKLOAD, cell_row
+from tests.helpers.documents import file_documents
 
 
 def test_the_grid_leaves_out_what_is_impossible_with_its_reason(small):
@@ -510,7 +511,7 @@ def test_prompts_without_a_file_are_of_files_that_training_held_out(small, check
     model, params = small("grouped", "mixed", vocab_size=256)
     workload = find_workload(checkpoint, model, params, SETTINGS, num_prompts=2, prompt_tokens=16)
     assert len(workload.prompts) == 2 and all(len(prompt) == 16 for prompt in workload.prompts)
-    _, held_out = split_held_out(read_documents(sorted(checkpoint.parent.glob("*.txt"))), 0.5)
+    _, held_out = split_held_out(file_documents(sorted(checkpoint.parent.glob("*.txt"))), 0.5)
     texts = [document.tokens.tobytes() for document in held_out]
     assert 0 < len(texts) < 16 and all(any(bytes(prompt) in text for text in texts) for prompt in workload.prompts)
     rows = generate(params, workload.prompts, model=model, config=DecodeConfig(max_new_tokens=12)).rows()

@@ -5,7 +5,7 @@ import json
 import pytest
 
 from mtpjax.data import chat_messages, template_probe
-from mtpjax.data.chat_template import ChatTemplates, read_chat_templates, render_chat
+from mtpjax.data.chat_template import ChatTemplates, read_chat_templates
 from mtpjax.data.config import Source
 from mtpjax.data.record_forms import find_messages
 from mtpjax.data.regeneration_tasks import make_task
@@ -14,6 +14,7 @@ from mtpjax.data.tokenizer import HuggingFaceTokenizer, load_tokenizer
 from mtpjax.errors import ConversationError, DroppedTextError, TokenizerError
 from tests.helpers import chat_templates, chatml
 from tests.helpers.chat_templates import DEEPSEEK, GLM, KIMI, LLAMA, MINIMAX, MISTRAL, PUBLISHED, QWEN
+from tests.helpers.rendered_chats import render_chat
 
 QUESTION = {"role": "user", "content": "Weather?"}
 PARAMETERS = {"type": "object", "properties": {"city": {"type": "string"}}}

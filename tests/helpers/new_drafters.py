@@ -12,6 +12,7 @@ from mtpjax.models.forward import forward
 from mtpjax.models.params import DRAFTER
 from mtpjax.training.draft_architecture import draft_architecture
 from mtpjax.training.new_drafter import add_new_drafter
+from mtpjax.training.spec import TrainSpec
 from mtpjax.training.step import init_train_state, make_optimizer, train_step
 
 V, D, LEVELS = 61, 32, 3
@@ -48,8 +49,8 @@ def run_steps(model, params, architecture, batch, *, steps=1, states=None, **cha
     """Parameters and metrics after some updates."""
     optimizer = make_optimizer(TrainConfig())
     state = init_train_state(params, optimizer, "modules")
-    step = functools.partial(train_step, model=model, optimizer=optimizer, num_depths=LEVELS, trains="modules")
-    step = jax.jit(functools.partial(step, architecture=architecture, **changes))
+    spec = TrainSpec(model=model, num_depths=LEVELS, trains="modules", architecture=architecture, **changes)
+    step = jax.jit(functools.partial(train_step, spec=spec, optimizer=optimizer))
     for _ in range(steps):
         state, metrics = step(state, batch, 1e-2, 1.0, states=states)
     return state.params, metrics
