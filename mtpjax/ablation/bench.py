@@ -22,7 +22,8 @@ from mtpjax.data.prompts import choose_prompts, encode_prompts, max_prompt_lengt
 from mtpjax.data.sources import read_source
 from mtpjax.data.tokenizer import ByteTokenizer, load_tokenizer
 from mtpjax.decoding.capacity import cache_capacity, choose_prefill_chunk, min_rows_per_pass
-from mtpjax.decoding.config import LOSSY_RULES, DecodeConfig
+from mtpjax.decoding.acceptance.rules import find_rule
+from mtpjax.decoding.config import DecodeConfig
 from mtpjax.decoding.generate import generate, speculative_generate
 from mtpjax.decoding.requests import make_drafter
 from mtpjax.evaluation.acceptance import equals_plain_decoding, sampling_arguments
@@ -39,7 +40,6 @@ from mtpjax.models.model import MTPModel
 from mtpjax.training.decoding_eval import is_looping
 
 PROMPT_TOKENS = 64  # length of prompts from held-out files
-SAME_TEXT_RULES = ("greedy", "sample")  # rules that give the same texts as plain decoding with the same seeds
 CANDIDATES_PER_PROMPT = 16  # most held-out candidates per prompt
 
 
@@ -295,7 +295,7 @@ class Bench:
     def _count_differing(self, decoded, batches, config: DecodeConfig, cell: Cell) -> tuple[int, int]:
         """Counts the texts that can be compared under the rule, and those that differ from plain decoding's."""
         compared = differing = 0
-        for (repeat, number), (plain, drafted) in decoded.items() if cell.acceptance in SAME_TEXT_RULES else ():
+        for (repeat, number), (plain, drafted) in decoded.items() if find_rule(cell.acceptance).follows else ():
             sampling = self._sampling_params(batches[number], cell.temperature, repeat, number)
             texts = (batches[number], drafted, plain)
             is_equal = equals_plain_decoding(self.params, *texts, model=self.model, config=config, **sampling)
@@ -403,9 +403,10 @@ def lossless_status(cell: Cell, differing: int) -> str:
         "lossy", "identical", "DIFFERS", or "exact by rule" where texts may differ although their distribution is the
         same.
     """
-    if cell.acceptance in LOSSY_RULES:
+    rule = find_rule(cell.acceptance)
+    if not rule.is_exact:
         return "lossy"
-    if cell.acceptance in SAME_TEXT_RULES:
+    if rule.follows:
         return "identical" if not differing else "DIFFERS"
     return "exact by rule"
 

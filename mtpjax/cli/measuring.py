@@ -13,7 +13,14 @@ from mtpjax.cli.common import (
     progress_bar,
     set_threads,
 )
-from mtpjax.cli.config_flags import DRAFT_FIELDS, SHAPE_FIELDS, add_config_flags, decode_settings, flag_names
+from mtpjax.cli.config_flags import (
+    DRAFT_FIELDS,
+    SHAPE_FIELDS,
+    add_config_flags,
+    decode_settings,
+    flag_names,
+    rule_choices,
+)
 from mtpjax.cli.drafter_flags import add_drafter_flags, add_reading_flags, load_drafter_of, reading_of
 from mtpjax.cli.help import command_parser, flag_group
 from mtpjax.cli.mesh_flags import add_mesh_flags, load_on_mesh, open_mesh
@@ -21,7 +28,6 @@ from mtpjax.cli.planning import add_plan, run_plan
 from mtpjax.cli.prediction import add_prediction_flags, run_prediction
 from mtpjax.cli.tuning import add_tune, run_tune
 from mtpjax.cli.vocabulary import add_vocabulary, run_vocabulary
-from mtpjax.decoding.config import EXACT_RULES, LOSSY_RULES
 from mtpjax.errors import printable
 from mtpjax.messages import count_of
 
@@ -138,15 +144,15 @@ def _add_ablate(commands) -> None:
             "acceptance",
             str,
             ["auto"],
-            "acceptance rules; auto: the default for temperature and tree; exact: all exact rules",
+            "acceptance rules; auto: the default for temperature and tree; exact: all exact rules; package.module:RECORD: "
+            "an AcceptanceRule of yours",
         ),
         ("temperature", float, [0.0, 1.0], "softmax temperatures; 0: greedy"),
         ("batch_size", int, [1, 4], "prompts decoded together"),
     ]
     grid_flags = flag_group(ablate, "grid: every combination is measured")
     for name, kind, default, meaning in grid:
-        rules = ("auto", "exact", *EXACT_RULES, *LOSSY_RULES)
-        choices = {"choices": rules, "metavar": "RULE"} if name == "acceptance" else {}
+        choices = {"choices": rule_choices("auto", "exact"), "metavar": "RULE"} if name == "acceptance" else {}
         grid_flags.add_argument(*flag_names(name), type=kind, nargs="+", default=default, help=meaning, **choices)
     group = flag_group(ablate, "measurement")
     group.add_argument("--repeats", type=int, default=5, help="times that each setting and plain decoding alternate")

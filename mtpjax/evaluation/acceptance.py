@@ -370,7 +370,7 @@ def _teacher_forced(
     # Expected counts for every depth 1..K; `accepted` keeps those of the deepest, the depth of the call.
     accepted, rounds_at_depth, accepted_at_depth = np.full((3, len(prompts), config.num_steps), np.nan)
     if is_predictable(config, rule):
-        assert isinstance(rule, str)  # custom rules, which are callables, are not predictable
+        
         probabilities = acceptance_probabilities(comparison.matches_text, comparison.log_ratio, is_greedy, rule=rule)
         for depth in range(1, config.num_steps + 1):
             rounds_at_depth[:, depth - 1], accepted = expected_rounds(probabilities[:, :, :depth], starts, ends)

@@ -15,7 +15,8 @@ import jax
 
 from mtpjax.atomic import write_text
 from mtpjax.decoding.capacity import min_rows_per_pass
-from mtpjax.decoding.config import LOSSY_RULES, DecodeConfig, largest_tree
+from mtpjax.decoding.acceptance.rules import RULES
+from mtpjax.decoding.config import DecodeConfig, largest_tree
 from mtpjax.decoding.drafter import Drafter
 from mtpjax.decoding.requests import check_settings, make_drafter
 from mtpjax.evaluation.machine import Stopwatch
@@ -422,7 +423,9 @@ def read_acceptance(path) -> dict[str, list[float]]:
         acceptance, settings = usable_acceptance(content["figures"]["overall"]), content["settings"]
         is_chain = settings["topk"] == 1
         thresholds = (settings[f"threshold_{name}"] for name in ("single", "acc"))
-        is_lossy = settings["acceptance"] in LOSSY_RULES or min(thresholds) < 1
+        rule = settings["acceptance"]
+        is_exact = rule == "auto" or (rule in RULES and RULES[rule].is_exact)
+        is_lossy = not is_exact or min(thresholds) < 1
     except (OSError, ValueError, KeyError, TypeError, RecursionError) as error:
         raise ValueError(f"{path} is not what `mtpjax eval acceptance --output` wrote: {error!r}") from error
     if is_lossy or not is_chain:

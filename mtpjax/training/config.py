@@ -116,6 +116,7 @@ class TrainConfig:
         keep_states: number of saved states to keep; older ones are deleted.
         most_bad_steps: number of consecutive updates with a non-finite loss or gradient after which the run stops.
         panel_prompts: held-out prompts decoded at the end of the run, some of them also during it; 0: none.
+        panel_acceptance: acceptance rule of the decoded prompts, as in `DecodeConfig`; it must allow temperature 1.
         accumulation: number of parts of a batch that run one after the other. The memory is that of one part, the
             update that of the whole batch.
         remat: "none" stores the matmul outputs of each layer for the backward pass and recomputes norms, activations
@@ -188,6 +189,7 @@ class TrainConfig:
     keep_states: int = 2
     most_bad_steps: int = 10
     panel_prompts: int = 128
+    panel_acceptance: str = "auto"
     accumulation: int = 1
     remat: Literal["none", "layers"] = "none"
     implementation: Implementation = "auto"

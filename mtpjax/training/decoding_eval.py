@@ -10,8 +10,10 @@ import numpy as np
 
 from mtpjax.compat import make_mesh
 from mtpjax.data.packing import Document
+from mtpjax.decoding.acceptance.rules import AcceptanceRule
 from mtpjax.decoding.capacity import min_rows_per_pass, round_up_capacity
 from mtpjax.decoding.config import DecodeConfig
+from mtpjax.decoding.spec import DecodeSpec
 from mtpjax.distributed import is_multiprocess
 from mtpjax.drafters.forward import DraftArchitecture
 from mtpjax.evaluation.acceptance import measure_acceptance
@@ -91,7 +93,11 @@ class PanelDecoder:
         model: the model in its form for training.
         num_depths: draft levels; 0: nothing is decoded.
         max_prompts: maximum number of prompts.
+        acceptance: the acceptance rule, as in `DecodeConfig`.
         architecture: the drafter beside the trunk, whose speed-up is not measured; None: MTP modules.
+
+    Raises:
+        ValueError: there is no such rule, or it does not allow temperature 1.
     """
 
     def __init__(
@@ -101,6 +107,7 @@ class PanelDecoder:
         model: MTPModel,
         num_depths: int,
         max_prompts: int,
+        acceptance: str | AcceptanceRule = "auto",
         architecture: DraftArchitecture | None = None,
     ):
         # Prompt, continuation and drafts together must fit into the model's positions.
@@ -117,8 +124,10 @@ class PanelDecoder:
             allow_copies=True,  # the run's mesh need not suit decoding
             max_new_tokens=new_tokens,
             num_steps=num_depths,
+            acceptance=acceptance,
             stop_token_ids=corpus.tokenizer.eos_token_ids,
         )
+        DecodeSpec.from_config(self.config, is_greedy=False)  # rejects a rule before training, not after it
         self.is_stacked, self.architecture = model.scan_layers, architecture
         self.seconds_spent, self.expected_seconds = 0.0, FIRST_DECODING_SECONDS
 

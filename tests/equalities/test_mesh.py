@@ -20,6 +20,7 @@ from mtpjax import (
     shard_for_decoding,
     speculative_generate,
 )
+from mtpjax.decoding.acceptance.rules import AcceptanceRule
 from mtpjax.decoding.acceptance.walk import AcceptedPath, descend
 from mtpjax.models.layers import attend
 from mtpjax.models.quantized import is_scaled
@@ -129,7 +130,7 @@ RULES = {
     "threshold": {"acceptance": "threshold", "threshold_single": 0.5, "threshold_acc": 0.8, **TREE},
     "typical": {"acceptance": "typical", **TREE},
     "relaxed": {"acceptance": "relaxed", **TREE},
-    "custom": {"acceptance": accept_likely},
+    "custom": {"acceptance": AcceptanceRule("likely", accept_likely)},
 }
 
 

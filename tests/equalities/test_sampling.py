@@ -10,7 +10,8 @@ import pytest
 from scipy import stats
 
 from mtpjax import DecodeConfig, SamplingParams, forward, generate, speculative_generate
-from mtpjax.decoding import acceptance, rng
+from mtpjax.decoding import rng
+from mtpjax.decoding.acceptance.chain import block_chain
 from mtpjax.decoding.loop import decode
 from mtpjax.decoding.reference import plain_generate
 from mtpjax.decoding.sampling import TokenHistory, apply_penalties_and_bias, distribution, draw
@@ -154,7 +155,7 @@ def by_absolute_position(monkeypatch):
 
 
 def with_the_bonus_from_p(monkeypatch):
-    rule = acceptance.block_chain
+    rule = block_chain
 
     def mutant(drafts, p, q, u, *, vocabulary):
         count, _ = rule(drafts, p, q, u)
@@ -164,7 +165,7 @@ def with_the_bonus_from_p(monkeypatch):
 
 
 def with_q_at_another_temperature(monkeypatch):
-    rule = acceptance.block_chain
+    rule = block_chain
 
     def mutant(drafts, p, q, u, *, vocabulary):
         colder = q**2

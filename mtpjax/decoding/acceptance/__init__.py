@@ -16,25 +16,5 @@ that tokens were really drawn from, and they must see every drafted node: whethe
 the token drawn there. Example: p = (0.7, 0.3), q = (0.5, 0.5), and drafts of the second token are dropped, so p alone
 gives the next token. Then the first token appears with probability 0.5 + 0.5 * 0.7 = 0.85 instead of 0.7.
 
-A custom rule is a callable `rule(tokens, parents, p, q, u, *, num_steps) -> AcceptedPath`, passed as
-`DecodeConfig(acceptance=rule)`. Set its attribute `needs_q = True` to have drafts sampled from q (chains only), and
-`is_exact = True` if it keeps the target's distribution.
+`rules` has a record for each rule. The record of a rule of your own is an `AcceptanceRule` too.
 """
-
-from mtpjax.decoding.acceptance.chain import block_chain, match_chain, token_chain
-from mtpjax.decoding.acceptance.lossy import relaxed_tree, threshold_tree, typical_tree
-from mtpjax.decoding.acceptance.tree import recursive_tree, traversal_tree
-from mtpjax.decoding.acceptance.walk import AcceptedPath, match_tree
-
-__all__ = [
-    "AcceptedPath",
-    "block_chain",
-    "match_chain",
-    "match_tree",
-    "recursive_tree",
-    "relaxed_tree",
-    "threshold_tree",
-    "token_chain",
-    "traversal_tree",
-    "typical_tree",
-]
