@@ -42,10 +42,10 @@ from mtpjax.console import narrow_table
 from mtpjax.decoding.drafter import Drafter
 from mtpjax.decoding.generate import generate, speculative_generate
 from mtpjax.drafters.load import DRAFTER_FOLDER
-from mtpjax.evaluation.acceptance import sampling_arguments
 from mtpjax.evaluation.machine import Stopwatch, describe_machine
 from mtpjax.evaluation.metrics import estimate
 from mtpjax.evaluation.plot_style import COLOURS, picture
+from mtpjax.evaluation.same_text import sampling_arguments
 from mtpjax.training.cost import seconds_per_update
 from mtpjax.training.trainer import TrainResult, train
 

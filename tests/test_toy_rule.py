@@ -1,7 +1,8 @@
-"""A user's acceptance rule, one file with its function and its record, takes every road that the built-in rules take."""
+"""A user's acceptance rule, one file with its function and its record, runs wherever a built-in rule runs."""
 
 import dataclasses
 import json
+import pathlib
 import re
 
 import numpy as np
@@ -52,15 +53,16 @@ def test_generate_takes_the_name(checkpoint, capsys):
 
 def test_an_engine_serves_the_rule(small):
     model, params = small()
-    settings = EngineSettings(num_slots=2, max_length=64, page_size=8, num_pages=16, batch_sizes=(2,), prefill_tokens=16)
+    settings = EngineSettings(
+        num_slots=2, max_length=64, page_size=8, num_pages=16, batch_sizes=(2,), prefill_tokens=16
+    )
     config = DecodeConfig(num_steps=3, prefill_chunk=8, acceptance=NAME)
     engine = Engine(params, model=model, config=config, settings=settings)
-    with engine:
-        sampling = SamplingParams(temperature=0.7, seed=5)
-        tokens, _, finish = Client(engine).finish(
-            Client(engine).submit(Request(prompt=tuple(PROMPT), max_new_tokens=12, sampling=sampling))
-        )
-    assert len(tokens) == 12 and finish.accepted[1:] == [0, 0]
+    engine.start()
+    request = Request(prompt=tuple(PROMPT), max_new_tokens=12, sampling=SamplingParams(temperature=0.7, seed=5))
+    [(tokens, _, finish)] = Client(engine).run([request])
+    engine.close()
+    assert len(tokens) == 12 and finish.accepted == (finish.num_steps, 0, 0)
 
 
 def test_the_server_asks_the_record_whether_it_is_lossy():
@@ -74,7 +76,7 @@ def test_the_server_asks_the_record_whether_it_is_lossy():
 
 def test_the_panel_of_a_run_decodes_with_the_rule(small):
     model, params = small("grouped", "mixed", vocab_size=128, max_position_embeddings=64)
-    documents = [Document(np.frombuffer(b"a line of text\n" * 5, np.uint8), None, "")]
+    documents = [Document("lines", np.frombuffer(b"a line of text\n" * 5, np.uint8))]
     corpus = Corpus([], [], Batch(*[np.zeros((1, 1))] * 3), documents, None, {})
     decoder = PanelDecoder(corpus, model=model, num_depths=3, max_prompts=2, acceptance=NAME)
     decoded = decoder.measure(params, is_last=False)
@@ -123,7 +125,7 @@ def test_a_record_that_contradicts_itself_is_refused(fields, said):
 
 
 def test_the_table_of_the_guide_says_what_the_records_say():
-    lines = open("docs/guides/acceptance_rules.md").read().splitlines()
+    lines = pathlib.Path("docs/guides/acceptance_rules.md").read_text().splitlines()
     rows = [line.split("|")[1:5] for line in lines if re.match(r"\| `\w+` \| (chain|tree)", line)]
     assert [name.strip(" `") for name, *_ in rows] == list(RULES)
     for name, drafts, temperature, text in rows:

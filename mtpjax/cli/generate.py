@@ -292,7 +292,7 @@ def _compare_with_plain(
     """Returns lines that say whether the texts equal plain decoding's and where not, and the exit code, 0 or 4."""
     import jax.numpy as jnp
 
-    from mtpjax.evaluation.acceptance import first_divergences
+    from mtpjax.evaluation.same_text import first_divergences
 
     plain = decode_plainly(config.min_rows)
     is_equal = [text == other for text, other in zip(texts, plain, strict=True)]

@@ -144,8 +144,8 @@ def _add_ablate(commands) -> None:
             "acceptance",
             str,
             ["auto"],
-            "acceptance rules; auto: the default for temperature and tree; exact: all exact rules; package.module:RECORD: "
-            "an AcceptanceRule of yours",
+            "acceptance rules; auto: the default for temperature and tree; exact: all exact rules; "
+            "package.module:RECORD: an AcceptanceRule of yours",
         ),
         ("temperature", float, [0.0, 1.0], "softmax temperatures; 0: greedy"),
         ("batch_size", int, [1, 4], "prompts decoded together"),
@@ -267,7 +267,7 @@ def _eval_acceptance_on(mesh, options) -> int:
     from mtpjax.data.tokenizer import load_tokenizer
     from mtpjax.decoding.config import DecodeConfig
     from mtpjax.distributed import is_main_process
-    from mtpjax.evaluation.acceptance import measure_acceptance
+    from mtpjax.evaluation.acceptance import AcceptanceCounts, measure_acceptance
     from mtpjax.evaluation.machine import describe_device
     from mtpjax.evaluation.metrics import print_report, report, to_json
     from mtpjax.evaluation.plot_style import picture_paths
@@ -278,6 +278,8 @@ def _eval_acceptance_on(mesh, options) -> int:
     # Check the settings and read the prompts before the model is loaded.
     settings = decode_settings(options)
     DecodeConfig(**settings)
+    if options.batch_size < 1:
+        raise ValueError(f"batch_size must be at least 1, got {options.batch_size}")
     chosen = choose_prompts(
         read_prompts(options.prompts), options.num_prompts, categories=options.categories, seed=options.seed
     )
@@ -299,18 +301,14 @@ def _eval_acceptance_on(mesh, options) -> int:
     if cut:
         print(f"cut to {count_of(most, 'token')}: {cut} of {count_of(len(prompts), 'prompt')}", file=sys.stderr)
     with progress_bar() as bar:
-        task = bar.add_task("prompts", total=len(prompts))
-        acceptance = measure_acceptance(
-            params,
-            prompts,
-            model=model,
-            config=config,
-            temperature=options.temperature,
-            seed=options.seed,
-            batch_size=options.batch_size,
-            progress=lambda count: bar.update(task, advance=count),
-            draft_params=draft_params,
-        )
+        task, batches = bar.add_task("prompts", total=len(prompts)), []
+        for begin in range(0, len(prompts), options.batch_size):
+            batch = prompts[begin : begin + options.batch_size]
+            sampling = {"temperature": options.temperature, "seed": options.seed + begin, "batch_size": len(batch)}
+            arguments = {"model": model, "config": config, "draft_params": draft_params, **sampling}
+            batches.append(measure_acceptance(params, batch, **arguments))
+            bar.update(task, advance=len(batch))
+        acceptance = AcceptanceCounts.concatenate(batches)
     # Summarise per category and over all prompts, with intervals.
     figures = report(acceptance, [prompt.category for prompt in chosen])
     # Check that speculation did not change the text. Above temperature 0 only the rule "sample" draws plain decoding's

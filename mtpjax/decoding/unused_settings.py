@@ -9,6 +9,7 @@ from mtpjax.decoding.config import DecodeConfig
 
 log = logging.getLogger("mtpjax.decoding")
 
+
 def find_unused_settings(config: DecodeConfig) -> dict[str, str]:
     """Finds the settings that differ from their defaults and have no effect.
 

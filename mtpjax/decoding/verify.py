@@ -203,7 +203,7 @@ def _accept_matches(draft: Draft, target_tokens: jax.Array, num_steps: int) -> A
 def _apply_rule(
     draft: Draft, p: jax.Array, q: jax.Array | None, u: jax.Array, state: DecodeState, spec: DecodeSpec, vocabulary
 ) -> tuple[jax.Array | None, jax.Array, jax.Array]:
-    """Maps the rule over the rows. Returns the fields of `AcceptedPath`, `[B, ...]`; the path of a chain rule is None."""
+    """Maps the rule over the rows. Returns the fields of `AcceptedPath`, `[B, ...]`; a chain rule's path is None."""
     rule, static, ends = spec.rule, {}, ()
     assert rule.function is not None and (q is not None or not rule.needs_q)
     if rule.drafts == "chain":

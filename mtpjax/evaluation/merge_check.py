@@ -3,10 +3,13 @@
 import dataclasses
 from collections.abc import Sequence
 
+import numpy as np
+
 from mtpjax.data.prompts import Prompt, encode_prompts, max_prompt_length
 from mtpjax.data.tokenizer import load_tokenizer
 from mtpjax.decoding.config import DecodeConfig
 from mtpjax.decoding.generate import speculative_generate
+from mtpjax.evaluation.metrics import decoded_rates
 from mtpjax.io.checkpoint import load
 
 NUM_STEPS = 3  # draft levels, the default of inference engines for one module
@@ -68,10 +71,12 @@ def _measure(path, prompts: Sequence[Prompt], max_new_tokens: int, model_type: s
     if not model.config.num_mtp_modules:
         return MergeCheck(0, 1.0)
     config = DecodeConfig(max_new_tokens=max_new_tokens, num_steps=NUM_STEPS, stop_token_ids=tokenizer.eos_token_ids)
-    # Accept length is the mean over all rounds: the tokens that rounds emitted over their number.
-    rounds = tokens = 0.0
-    for begin in range(0, len(rows), 8):
-        stats = speculative_generate(params, rows[begin : begin + 8], model=model, config=config).stats
-        count = float(stats.rounds.sum())
-        rounds, tokens = rounds + count, tokens + (stats.accept_length * count if count else 0.0)
-    return MergeCheck(model.config.num_mtp_modules, tokens / rounds if rounds else 1.0)
+    batches = [
+        speculative_generate(params, rows[begin : begin + 8], model=model, config=config).stats
+        for begin in range(0, len(rows), 8)
+    ]
+    rounds = np.concatenate([stats.rounds for stats in batches])
+    accepted = np.concatenate([stats.accepted for stats in batches])
+    # Texts that all end with their first token have no rounds.
+    length = decoded_rates(rounds, accepted)["accept_length"].value if rounds.any() else 1.0
+    return MergeCheck(model.config.num_mtp_modules, length)

@@ -11,8 +11,9 @@ from typing import Any
 
 import numpy as np
 
-from mtpjax.evaluation.acceptance import AcceptanceCounts, TeacherForcedSums
-from mtpjax.evaluation.intervals import Estimate, estimate_from, resampled_weights
+from mtpjax.evaluation.acceptance import AcceptanceCounts
+from mtpjax.evaluation.intervals import Estimate, estimate_from, resample, resampled_weights
+from mtpjax.evaluation.teacher_forced import TeacherForcedSums
 
 
 def estimate(numerator: np.ndarray, denominator: np.ndarray, *, offset: float = 0.0) -> list[Estimate]:
@@ -91,6 +92,27 @@ def teacher_forced_rates(sums: TeacherForcedSums) -> dict[str, Any]:
     }
 
 
+def estimate_speed_up(steps: np.ndarray, accepted: np.ndarray, plain_steps: np.ndarray) -> Estimate:
+    """Estimates the ideal speed-up over plain decoding: accept length over the cost of a round.
+
+    Args:
+        steps: `[P]` verification passes per prompt.
+        accepted: `[P, K]` accepted drafts per prompt and level.
+        plain_steps: `[R]` the measured costs of a round, in plain steps.
+
+    Returns:
+        The accept length of all prompts over the median cost, with a 95 % interval that resamples the prompts and,
+        independently of them, the measurements of the cost.
+    """
+    prompts, timings = resample(len(steps), len(plain_steps))
+    per_prompt = accepted.sum(axis=1)
+    # Samples of prompts without a step have no accept length, and are left out.
+    sampled_steps = steps[prompts].sum(axis=1)
+    lengths = 1 + per_prompt[prompts].sum(axis=1) / np.where(sampled_steps > 0, sampled_steps, np.nan)
+    value = (1 + per_prompt.sum() / steps.sum()) / np.median(plain_steps)
+    return estimate_from(float(value), lengths / np.median(plain_steps[timings], axis=1))
+
+
 def report(acceptance: AcceptanceCounts, categories: Sequence[str]) -> dict[str, dict[str, Any]]:
     """Computes all metrics, over all prompts and per category.
 
@@ -111,14 +133,15 @@ def report(acceptance: AcceptanceCounts, categories: Sequence[str]) -> dict[str,
     result = {}
     for name, mask in groups.items():
         part = acceptance.select(mask)
+        predicted = part.predicted
         result[name] = {
             "prompts": int(mask.sum()),
             "rounds": int(part.rounds.sum()),
             "identical": int(part.is_identical.sum()),
             "decoded": decoded_rates(part.rounds, part.accepted),
             "predicted": {
-                **decoded_rates(part.predicted_rounds, part.predicted_accepted),
-                "accept_length_at_depth": estimate(part.accepted_at_depth, part.rounds_at_depth, offset=1.0),
+                **decoded_rates(predicted.rounds, predicted.accepted),
+                "accept_length_at_depth": estimate(predicted.accepted_at_depth, predicted.rounds_at_depth, offset=1.0),
             },
             "teacher_forced": teacher_forced_rates(part.teacher_forced),
         }

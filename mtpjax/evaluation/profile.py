@@ -14,8 +14,8 @@ from typing import Any, Literal
 import jax
 
 from mtpjax.atomic import write_text
-from mtpjax.decoding.capacity import min_rows_per_pass
 from mtpjax.decoding.acceptance.rules import RULES
+from mtpjax.decoding.capacity import min_rows_per_pass
 from mtpjax.decoding.config import DecodeConfig, largest_tree
 from mtpjax.decoding.drafter import Drafter
 from mtpjax.decoding.requests import check_settings, make_drafter

@@ -14,7 +14,7 @@ import numpy as np
 
 from mtpjax.distributed import gather_processes
 from mtpjax.errors import printable
-from mtpjax.evaluation.acceptance import compare_levels
+from mtpjax.evaluation.teacher_forced import compare_levels
 from mtpjax.io.checkpoint_format import find_checkpoint, is_checkpoint
 from mtpjax.io.checkpoint_reader import CheckpointReader
 from mtpjax.io.huggingface_files import SELF_CHECK_FILE

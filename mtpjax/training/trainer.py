@@ -178,7 +178,9 @@ def train(
         log = stack.enter_context(MetricsLog(output if is_main_process else None, step=clock.step, send=send))
         trace = stack.enter_context(trace_window(output, start=config.profile_start, steps=config.profile_steps))
         panel_settings = {"model": model, "num_depths": panel_depths, "architecture": architecture}
-        decoder = PanelDecoder(corpus, max_prompts=config.panel_prompts, acceptance=config.panel_acceptance, **panel_settings)
+        decoder = PanelDecoder(
+            corpus, max_prompts=config.panel_prompts, acceptance=config.panel_acceptance, **panel_settings
+        )
 
         is_stopped, last_metrics = False, {}
 

@@ -155,7 +155,9 @@ def accept_every_draft(tokens, parents, p, q, u, *, num_steps):
 
 def test_an_acceptance_rule_of_ones_own_is_followed(without_modules):
     model, params = without_modules
-    config = dataclasses.replace(LOOKUP, acceptance=AcceptanceRule("every draft", accept_every_draft), stop_sequences=())
+    config = dataclasses.replace(
+        LOOKUP, acceptance=AcceptanceRule("every draft", accept_every_draft), stop_sequences=()
+    )
     result = speculative_generate(
         params, PROMPTS, model=model, config=config, sampling=SamplingParams(temperature=0.5, seed=1)
     )
