@@ -9,11 +9,10 @@ from mtpjax.evaluation.plot_style import (
     COLOURS,
     DEFAULT_FORMATS,
     GREY,
+    draw_picture,
     legend_columns,
     legend_key,
     line_style,
-    picture,
-    picture_paths,
     plain_text,
     plot_estimates,
     shorten,
@@ -30,20 +29,15 @@ def plot_pareto(path, rows: list[Row], formats: Sequence[str] = DEFAULT_FORMATS,
     both cost and accept length.
 
     Args:
-        path: the picture, as in `plot_style.picture_paths`.
         rows: the rows of `cells.jsonl` of `mtpjax ablate`; each batch size and temperature gets a panel.
-        formats: formats of a path without suffix.
-        title: model, prompts and device.
     """
-    if not picture_paths(path, formats):
-        return
     groups = group_by_batch_and_temperature(rows)
     layout = panel_rows(groups)
     # An impossible ratio gives a cost that no round has, so such rows have no point.
     rows = [row for row in rows if not is_impossible(row["problem"])]
     groups = {key: [row for row in of if not is_impossible(row["problem"])] for key, of in groups.items()}
-    with picture(path, (5.2 * len(layout[0]), 4.2 * len(layout) + 0.4), formats, title=title) as figure:
-        _draw(figure, rows, groups, layout)
+    size = 5.2 * len(layout[0]), 4.2 * len(layout) + 0.4
+    draw_picture(path, size, lambda figure: _draw(figure, rows, groups, layout), formats, title=title)
 
 
 def _draw(figure, rows: list[Row], groups, layout) -> None:

@@ -8,12 +8,11 @@ from mtpjax.evaluation.plot_style import (
     DEFAULT_FORMATS,
     GREY,
     colour,
+    draw_picture,
     legend_below,
     legend_key,
     level_colour,
     line_style,
-    picture,
-    picture_paths,
     plain_text,
     plot_estimates,
     share_limits,
@@ -28,16 +27,10 @@ def plot_quickstart(
     """Plots the results of `mtpjax quickstart`: loss and agreement against time, and speed-up against depth.
 
     Args:
-        path: the picture, as in `plot_style.picture_paths`.
         history: the records of the training log, of steps and of evaluations.
         rows: a `DepthResult` of `mtpjax.training.quickstart` per depth.
-        formats: formats of a path without suffix.
-        title: what was measured, and on which device.
     """
-    if not picture_paths(path, formats):
-        return
-    with picture(path, (11, 4.4), formats, title=title) as figure:
-        _draw_quickstart(figure, history, rows)
+    draw_picture(path, (11, 4.4), lambda figure: _draw_quickstart(figure, history, rows), formats, title=title)
 
 
 def _draw_quickstart(figure, history: list[dict[str, Any]], rows) -> None:
@@ -100,14 +93,9 @@ def plot_objectives(path, settings: dict[str, dict[str, Any]], formats: Sequence
     """Plots accept lengths of training objectives at each temperature, and survival by level.
 
     Args:
-        path: the picture, as in `plot_style.picture_paths`.
         settings: results of `experiments.objectives` by setting and temperature.
-        formats: formats of a path without suffix.
     """
-    if not picture_paths(path, formats):
-        return
-    with picture(path, (11, 0.4 * len(settings) + 2.8), formats) as figure:
-        _draw_objectives(figure, settings)
+    draw_picture(path, (11, 0.4 * len(settings) + 2.8), lambda figure: _draw_objectives(figure, settings), formats)
 
 
 def _draw_objectives(figure, settings: dict[str, dict[str, Any]]) -> None:
@@ -145,15 +133,10 @@ def plot_acceptance(
     """Plots the results of `mtpjax eval acceptance`: accept lengths by category, and survival by level.
 
     Args:
-        path: the picture, as in `plot_style.picture_paths`.
         metrics: the result of `mtpjax.evaluation.metrics.report`.
-        formats: formats of a path without suffix.
-        title: what was measured, and on which device.
     """
-    if not picture_paths(path, formats):
-        return
-    with picture(path, (9, max(3.6, 0.3 * len(metrics) + 1.8)), formats, title=title) as figure:
-        _draw_acceptance(figure, metrics)
+    size = 9, max(3.6, 0.3 * len(metrics) + 1.8)
+    draw_picture(path, size, lambda figure: _draw_acceptance(figure, metrics), formats, title=title)
 
 
 def _draw_acceptance(figure, metrics: dict[str, dict[str, Any]]) -> None:

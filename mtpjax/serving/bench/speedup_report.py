@@ -9,7 +9,7 @@ import rich.table
 
 from mtpjax.atomic import write_text
 from mtpjax.console import narrow_table
-from mtpjax.evaluation.plot_style import GREY, colour, legend_below, picture, picture_paths, plain_log_ticks
+from mtpjax.evaluation.plot_style import GREY, colour, draw_picture, legend_below, plain_log_ticks
 from mtpjax.evaluation.plots import plot_speed_ups
 from mtpjax.evaluation.trust import mark, verdict
 from mtpjax.messages import count_of
@@ -136,15 +136,11 @@ def plot_speedup(
     """Plots throughput and speed-up against concurrency.
 
     Args:
-        path: the picture, as in `plot_style.picture_paths`.
         rows: the comparisons.
-        formats: formats of a path without suffix.
         reference: published speed-ups to show beside them.
-        title: what was measured, and where.
     """
-    if not picture_paths(path, formats):
-        return
-    with picture(path, (9.5, 4.2), formats, title=title) as figure:
+
+    def draw(figure):
         throughput, speed = figure.subplots(1, 2)
         places = [row.concurrency for row in rows]
         # Left: output tokens per second.
@@ -166,3 +162,5 @@ def plot_speedup(
             axes.set_xscale("log", base=2)
             axes.set_xticks(places, [str(place) for place in places])
             legend_below(axes)
+
+    draw_picture(path, (9.5, 4.2), draw, formats, title=title)
