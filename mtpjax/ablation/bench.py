@@ -6,7 +6,6 @@ discarded.
 """
 
 import dataclasses
-import pathlib
 import time
 from collections.abc import Sequence
 from typing import Any
@@ -16,15 +15,11 @@ import numpy as np
 
 from mtpjax.ablation.drafters import MTP, DraftMethod
 from mtpjax.ablation.grid import Cell, Settings
-from mtpjax.data import packing
-from mtpjax.data.config import Source
-from mtpjax.data.prompts import choose_prompts, encode_prompts, max_prompt_length, read_prompts
-from mtpjax.data.sources import read_source
-from mtpjax.data.tokenizer import ByteTokenizer, load_tokenizer
+from mtpjax.ablation.workload import Workload
 from mtpjax.decoding.acceptance.rules import find_rule
 from mtpjax.decoding.capacity import cache_capacity, choose_prefill_chunk, min_rows_per_pass
 from mtpjax.decoding.config import DecodeConfig
-from mtpjax.decoding.generate import generate, speculative_generate
+from mtpjax.decoding.generate import speculative_generate
 from mtpjax.decoding.requests import make_drafter
 from mtpjax.evaluation.intervals import Estimate, estimate_from, resample
 from mtpjax.evaluation.machine import Stopwatch
@@ -33,123 +28,7 @@ from mtpjax.evaluation.round_costs import CostMeter, RoundCosts
 from mtpjax.evaluation.round_loops import PLAIN_STEP, RoundShape, max_slots_written
 from mtpjax.evaluation.same_text import equals_plain_decoding, sampling_arguments
 from mtpjax.evaluation.trust import seconds_beyond, speed_up_problem, time_calls, waiting_problem
-from mtpjax.io.checkpoint_format import is_checkpoint
-from mtpjax.io.checkpoint_reader import CheckpointReader
-from mtpjax.messages import count_of
 from mtpjax.models.model import MTPModel
-from mtpjax.training.decoding_eval import is_looping
-
-PROMPT_TOKENS = 64  # length of prompts from held-out files
-CANDIDATES_PER_PROMPT = 16  # most held-out candidates per prompt
-
-
-@dataclasses.dataclass(frozen=True)
-class Workload:
-    """The prompts of an ablation.
-
-    Attributes:
-        prompts: token lists.
-        source: where they come from, in words.
-        stop_token_ids: tokens that end a text.
-        categories: the category of each prompt; empty: the prompts have no categories.
-    """
-
-    prompts: list[list[int]]
-    source: str
-    stop_token_ids: tuple[int, ...] = ()
-    categories: tuple[str, ...] = ()
-
-    def batches(self, size: int) -> list[list[list[int]]]:
-        """Splits the prompts into batches of `size`; the last one repeats the first prompts, so all have one shape."""
-        count = -(-len(self.prompts) // size)
-        return [
-            [self.prompts[(begin * size + row) % len(self.prompts)] for row in range(size)] for begin in range(count)
-        ]
-
-
-def find_workload(
-    path: pathlib.Path,
-    model: MTPModel,
-    params: dict,
-    settings: Settings,
-    *,
-    prompts: str | None = None,
-    num_prompts: int = 12,
-    categories: Sequence[str] = (),
-    prompt_tokens: int | None = None,
-    chat: bool = False,
-) -> Workload:
-    """Reads the prompts from a file. Without a file, a byte-level model gets line starts of held-out files.
-
-    Args:
-        path: the checkpoint.
-        model: the model.
-        params: its parameters.
-        settings: the settings of the ablation.
-        prompts: a prompt file, or None.
-        num_prompts: number of prompts.
-        categories: categories to draw from; empty: all.
-        prompt_tokens: most tokens per prompt; None: as many as fit.
-        chat: apply the chat template.
-
-    Returns:
-        The workload.
-
-    Raises:
-        ValueError: the prompts do not fit the model, or `prompts` is None and the model is not byte-level.
-    """
-    tokenizer = load_tokenizer(path, model.config.vocab_size)
-    # A prompt and its new tokens must fit the model's positions; longer prompts are cut.
-    max_tokens = max_prompt_length(model.config.max_position_embeddings, settings.max_new_tokens, prompt_tokens)
-    if prompts is not None:
-        # Prompts of a file, drawn evenly over its categories.
-        chosen = choose_prompts(read_prompts(prompts), num_prompts, categories=categories, seed=settings.seed)
-        rows, cut = encode_prompts(chosen, tokenizer, max_tokens=max_tokens, chat=chat)
-        source = f"{count_of(len(rows), 'prompt')} of {prompts}" + (
-            f", {cut} of them cut to {max_tokens} tokens" if cut else ""
-        )
-        of_prompts = tuple(prompt.category for prompt in chosen)
-        return Workload(rows, source, tuple(tokenizer.eos_token_ids), of_prompts)
-    # Without a file, only byte-level models have prompts: the files that their training held out.
-    if not isinstance(tokenizer, ByteTokenizer):
-        raise ValueError("pass a prompt file with --prompts: only byte-level models have default prompts")
-    if num_prompts < 1:
-        raise ValueError(f"the number of prompts must be at least 1, not {num_prompts}")
-    length = min(PROMPT_TOKENS, max_tokens)
-    chosen = _non_looping_prompts(path, model, params, settings, num_prompts=num_prompts, length=length)
-    return Workload(
-        chosen, f"{count_of(len(chosen), 'prompt')} of {length} bytes from held-out files, none of which loops"
-    )
-
-
-def _non_looping_prompts(path, model: MTPModel, params, settings: Settings, *, num_prompts: int, length: int):
-    """Picks held-out prompts whose plain continuation does not loop, because loops are too easy to draft."""
-    # The checkpoint records what it was trained on. The same split gives the documents that training held out.
-    train_metadata = {}
-    if is_checkpoint(path):
-        train_metadata = CheckpointReader(path, verify=False).metadata.get("train", {})
-    sources = [Source(**values) for values in train_metadata.get("sources", ())]
-    sources = sources or [Source(path=train_metadata.get("data"), pattern=train_metadata.get("pattern", "*"))]
-    read = {"vocab_size": ByteTokenizer.vocab_size, "output": train_metadata.get("output")}
-    contents = [read_source(source, ByteTokenizer(), **read) for source in sources]
-    documents = [document for content in contents for document in content.documents]
-    candidates = packing.held_out_prompts(
-        packing.split_held_out(documents, train_metadata.get("held_out_fraction", 0.05))[1],
-        count=CANDIDATES_PER_PROMPT * num_prompts,
-        prompt_length=length,
-        continuation_length=settings.max_new_tokens,
-        seed=settings.seed,
-        min_count=num_prompts,
-    )
-    # Decode candidates in batches until enough continuations do not loop. If all of them loop, use them anyway.
-    config, non_looping, candidates_per_call = DecodeConfig(max_new_tokens=settings.max_new_tokens), [], 4 * num_prompts
-    for begin in range(0, len(candidates), candidates_per_call):
-        candidate_batch = candidates[begin : begin + candidates_per_call]
-        rows = generate(params, candidate_batch, model=model, config=config).rows()
-        non_looping += [prompt for prompt, row in zip(candidate_batch, rows, strict=True) if not is_looping(row)]
-        if len(non_looping) >= num_prompts:
-            break
-    return (non_looping or candidates)[:num_prompts]
 
 
 @dataclasses.dataclass

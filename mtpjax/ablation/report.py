@@ -9,11 +9,11 @@ import io
 from collections.abc import Iterable, Sequence
 from typing import Any
 
-from mtpjax.ablation.bench import Workload
 from mtpjax.ablation.comparison import format_comparison, format_rates, format_ratio, parts_cost, round_cost
 from mtpjax.ablation.drafters import MTP, DraftMethod
 from mtpjax.ablation.grid import Cell, Settings
 from mtpjax.ablation.panels import by_speed
+from mtpjax.ablation.workload import Workload
 from mtpjax.console import narrow_table, print_parts
 from mtpjax.evaluation.trust import mark, verdict
 from mtpjax.messages import count_of

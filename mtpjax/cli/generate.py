@@ -316,7 +316,7 @@ def _compare_with_plain(
 def _decode_config(options, settings: dict[str, Any], config, tokenizer, *, batch: int):
     """Makes the `DecodeConfig` of the command; adaptive depth takes its costs from a profile."""
     from mtpjax.decoding.config import DecodeConfig
-    from mtpjax.evaluation.profile import load_depth_settings
+    from mtpjax.evaluation.profile_file import load_depth_settings
 
     settings = with_num_steps(settings, config)
     # Adaptive depth weighs accept length against measured round times, which depend on the device.

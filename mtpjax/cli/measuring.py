@@ -193,6 +193,14 @@ def _add_prompt_flags(parser, *, required: bool, count: int) -> None:
     group.add_argument("--max-new-tokens", type=int, default=96, help="new tokens per prompt")
 
 
+def _prompt_choice(options):
+    """Returns the `PromptChoice` that the flags name."""
+    from mtpjax.evaluation.prompt_choice import PromptChoice
+
+    categories = tuple(options.categories)
+    return PromptChoice(options.prompts, options.num_prompts, categories, options.prompt_tokens, options.chat)
+
+
 def _profile(options) -> int:
     drafter_path = options.speculative_draft_model_path
     # This default is for MTP modules; a drafter with its own files brings its own depth.
@@ -204,38 +212,35 @@ def _profile(options) -> int:
     import rich.console
 
     from mtpjax.console import print_parts
-    from mtpjax.evaluation import profile
+    from mtpjax.decoding.config import DecodeConfig
+    from mtpjax.evaluation import profile, profile_file, profile_report
     from mtpjax.io.checkpoint import load
 
     # Check the shape and the files before the model is loaded.
     if options.num_steps is not None:
         profile.shapes_up_to(options.num_steps, options.topk, options.num_draft_tokens)
-    acceptance = None if options.acceptance_rates is None else profile.read_acceptance(options.acceptance_rates)
-    if options.repeats < 1:
-        raise ValueError(f"repeats must be at least 1, got {options.repeats}")
+    rates = None if options.acceptance_rates is None else profile_file.read_acceptance(options.acceptance_rates)
+    conditions = profile.Conditions(
+        tuple(options.batch_size), options.context, options.temperature, repeats=options.repeats
+    )
     if options.output is not None:
         check_output_file(options.output)
     model, params = load(options.model_path, model_type=model_type(options), implementation=options.implementation)
-    settings, draft_params = load_drafter_of(options, {"num_steps": options.num_steps}, model)
-    output = profile.default_path(drafter_path or options.model_path) if options.output is None else options.output
+    settings = {name: options[name] for name in SHAPE_FIELDS}
+    settings, draft_params = load_drafter_of(options, settings, model)
+    output = options.output or profile_file.default_path(drafter_path or options.model_path)
     with progress_bar() as bar:
         # Compile a loop per shape and batch size, then time the loops in turns.
         task = bar.add_task("compiling and measuring", total=None)
         measured = profile.measure(
             params,
             model=model,
-            batches=tuple(options.batch_size),
-            num_steps=settings["num_steps"],
-            topk=options.topk,
-            num_draft_tokens=options.num_draft_tokens,
-            context=options.context,
-            temperature=options.temperature,
-            acceptance=acceptance,
-            rounds=options.repeats,
-            progress=lambda done, total: bar.update(task, completed=done, total=total),
-            drafter=settings.get("drafter", "mtp"),
+            config=DecodeConfig(**settings),
+            conditions=conditions,
             draft_params=draft_params,
+            progress=lambda done, total: bar.update(task, completed=done, total=total),
         )
+    measured["acceptance"] = rates
     if measured.get("context", options.context) < options.context:
         print(
             f"mtpjax profile: --context {options.context} leaves no room in the model's "
@@ -243,8 +248,8 @@ def _profile(options) -> int:
             file=sys.stderr,
         )
     # Save before printing: the tables are only a summary of the file.
-    profile.save(output, measured)
-    print_parts(rich.console.Console(), profile.tables(measured))
+    profile_file.save(output, measured)
+    print_parts(rich.console.Console(), profile_report.tables(measured))
     print(f"wrote {printable(output)}", file=sys.stderr)
     return 0
 
@@ -263,7 +268,6 @@ def _eval_acceptance_on(mesh, options) -> int:
     import rich.console
 
     from mtpjax.atomic import write_text
-    from mtpjax.data.prompts import choose_prompts, encode_prompts, max_prompt_length, read_prompts
     from mtpjax.data.tokenizer import load_tokenizer
     from mtpjax.decoding.config import DecodeConfig
     from mtpjax.distributed import is_main_process
@@ -280,9 +284,8 @@ def _eval_acceptance_on(mesh, options) -> int:
     DecodeConfig(**settings)
     if options.batch_size < 1:
         raise ValueError(f"batch_size must be at least 1, got {options.batch_size}")
-    chosen = choose_prompts(
-        read_prompts(options.prompts), options.num_prompts, categories=options.categories, seed=options.seed
-    )
+    choice = _prompt_choice(options)
+    chosen = choice.read(options.seed)
     if options.output is not None:
         check_output_file(options.output)
         picture_paths(pathlib.Path(options.output).stem, options.plot_formats)  # warns now if none can be drawn
@@ -290,8 +293,7 @@ def _eval_acceptance_on(mesh, options) -> int:
     model, params, _ = load_on_mesh(path, options, mesh)
     tokenizer = load_tokenizer(path, model.config.vocab_size)
     settings, draft_params = load_drafter_of(options, settings, model)
-    most = max_prompt_length(model.config.max_position_embeddings, options.max_new_tokens, options.prompt_tokens)
-    prompts, cut = encode_prompts(chosen, tokenizer, max_tokens=most, chat=options.chat)
+    prompts, limit, cut = choice.encode(chosen, tokenizer, model.config, options.max_new_tokens)
     config = DecodeConfig(**settings, stop_token_ids=tokenizer.eos_token_ids)
     # Warn if the MTP modules draft worse than they did in training.
     if draft_params is None:
@@ -299,7 +301,7 @@ def _eval_acceptance_on(mesh, options) -> int:
     console = rich.console.Console()
     # Cut prompts change what is measured, so say so.
     if cut:
-        print(f"cut to {count_of(most, 'token')}: {cut} of {count_of(len(prompts), 'prompt')}", file=sys.stderr)
+        print(f"cut to {count_of(limit, 'token')}: {cut} of {count_of(len(prompts), 'prompt')}", file=sys.stderr)
     with progress_bar() as bar:
         task, batches = bar.add_task("prompts", total=len(prompts)), []
         for begin in range(0, len(prompts), options.batch_size):
@@ -340,6 +342,7 @@ def _ablate(options) -> int:
     import rich.console
 
     from mtpjax.ablation import run
+    from mtpjax.evaluation.plot_style import picture_paths
 
     # The grid's axes; every other setting is the same in all cells.
     settings = run.Settings(
@@ -353,23 +356,18 @@ def _ablate(options) -> int:
         repeats=options.repeats,
         seed=options.seed,
     )
-    check_output_file(pathlib.Path(options.output) / "cells.jsonl")
-    return run.run(
+    output = pathlib.Path(options.output)
+    check_output_file(output / "cells.jsonl")
+    picture_paths(output / "heatmap", options.plot_formats)  # warns now if none can be drawn
+    subject = run.load_subject(
         options.model_path,
-        options.output,
-        settings,
-        console=rich.console.Console(),
+        options.drafters,
         model_type=model_type(options),
         implementation=options.implementation,
-        prompts=options.prompts,
-        num_prompts=options.num_prompts,
-        categories=options.categories,
-        prompt_tokens=options.prompt_tokens,
-        chat=options.chat,
-        plot_formats=options.plot_formats,
-        drafters=options.drafters,
-        **reading_of(options),
+        reading=reading_of(options),
     )
+    console, formats = rich.console.Console(), options.plot_formats
+    return run.run(subject, settings, _prompt_choice(options), output, console=console, plot_formats=formats)
 
 
 COMMANDS = {
