@@ -50,7 +50,7 @@ def prompt_sets(path: str, params, model, count: int, num_steps: int):
     """Makes the three prompt sets, and measures acceptance rates on other prompts.
 
     Returns:
-        `count` prompts for each of "easy", "hard" and "mixed", and the rates as `profile_file.depth_settings` takes them.
+        `count` prompts for each of "easy", "hard" and "mixed", and rates as `profile_file.depth_settings` takes them.
     """
     # Split the prompts: some for acceptance rates, the rest for the sets.
     settings = Settings(max_new_tokens=NEW_TOKENS)

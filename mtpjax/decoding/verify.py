@@ -226,9 +226,10 @@ def _apply_rule(
     def apply_to_row(nodes, p, q, u, ends, params):
         # Parameters are per-row arrays, so rows may differ in them and a new value compiles nothing.
         parameters = {name: params[column] for column, name in enumerate(rule.parameters)}
+        rows = (p, q) if rule.needs_q else (p,)
         if not rule.reads_shard:  # the devices gather the columns of the whole vocabulary
-            p, q = vocabulary.gather(p), None if q is None else vocabulary.gather(q)
-        found = rule.function(*nodes, p, q, u, *ends, **static, **parameters)
+            rows = tuple(map(vocabulary.gather, rows))
+        found = rule.function(*nodes, *rows, u, *ends, **static, **parameters)
         path, num_accepted, weights = (None, *found) if rule.drafts == "chain" else found
         return path, num_accepted, weights if rule.reads_shard else vocabulary.own(weights)
 

@@ -43,9 +43,9 @@ def _draw_plan(figure, result: Comparison, device: Device) -> None:
     memory.set(title=f"memory{best}", xlabel="GB per GPU", ylim=(len(places) - 0.5, -0.5))
     # Right: time per token of a row, without drafts and with them.
     kinds = {"without drafts": ("plain", 1.0, GREY)}
-    if result.num_steps:
-        name = f"{result.drafts_text}, {result.accept_length:.2f} tokens per round assumed"
-        kinds[name] = ("drafted", result.accept_length, colour(-1))
+    if result.load.num_steps:
+        name = f"{result.load.drafts_text}, {result.load.accept_length:.2f} tokens per round assumed"
+        kinds[name] = ("drafted", result.load.accept_length, colour(-1))
     height = 0.7 / len(kinds)
     for number, (name, (kind, tokens, own)) in enumerate(kinds.items()):
         values = [1e3 * getattr(each, kind).seconds / tokens for each in result.candidates]

@@ -25,7 +25,7 @@ from mtpjax.drafters.dspark.drafting import DSparkDrafter
 from mtpjax.drafters.dspark.network import DSpark, DSparkConfig
 from mtpjax.drafters.medusa.drafting import MedusaDrafter, MedusaParams
 from mtpjax.drafters.medusa.network import Medusa, MedusaConfig
-from mtpjax.evaluation import profile_file
+from mtpjax.evaluation import profile, profile_file
 from mtpjax.evaluation.profile_file import load_depth_settings
 from mtpjax.io.checkpoint import save_model
 from mtpjax.models.config import ModelConfig

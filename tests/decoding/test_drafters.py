@@ -147,7 +147,7 @@ def test_a_wrong_q_is_caught(without_modules):
     assert first_token_law(tokens, second_token_law(model, params)) > 4.5
 
 
-def accept_every_draft(tokens, parents, p, q, u, *, num_steps):
+def accept_every_draft(tokens, parents, p, u, *, num_steps):
     """Accepts the whole chain, whatever the target says; the bonus token follows the target."""
     path = jnp.arange(num_steps + 1)
     return AcceptedPath(path, jnp.int32(num_steps), p[num_steps])

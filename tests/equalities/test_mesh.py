@@ -112,7 +112,7 @@ def test_every_way_to_decode_gives_the_same_on_a_mesh(attention, name, small):
         np.testing.assert_allclose(one, other, atol=1e-4)
 
 
-def accept_likely(tokens, parents, p, q, u, *, num_steps):
+def accept_likely(tokens, parents, p, u, *, num_steps):
     """A rule of a user, which sees the probabilities of all tokens."""
     assert p.shape[1] == 64
     path, num_accepted = descend(p[parents, tokens] > 0.1 * p.max(axis=-1)[parents], parents, num_steps)

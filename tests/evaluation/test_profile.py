@@ -35,7 +35,7 @@ def stored(tmp_path, *batches, **changes):
         **profile_file.device_properties(),
         "acceptance": None,
     }
-    content = {**about, "batches": rows, **changes}
+    content = {**about, **profile_file.device_properties(), "batches": rows, **changes}
     profile_file.save(file, content)
     return file
 
@@ -275,6 +275,7 @@ def test_rates_that_break_even():
 
 def test_what_cannot_be_measured_is_refused(small):
     model, params = small()
+    tree = DecodeConfig(num_steps=5, topk=2)
     for changes, said in (
         ({"num_mtp_modules": 0}, "no MTP modules"),
         ({"num_mtp_modules": 2}, "trees need exactly one MTP module; the model has 2"),
@@ -282,9 +283,7 @@ def test_what_cannot_be_measured_is_refused(small):
     ):
         other = model.clone(config=dataclasses.replace(model.config, **changes))
         with pytest.raises(ValueError, match=said):
-            profile.measure(
-                params, model=other, config=DecodeConfig(num_steps=2, topk=2), conditions=profile.Conditions()
-            )
+            profile.measure(params, model=other, config=tree, conditions=profile.Conditions())
     with pytest.raises(ValueError, match=r"batch sizes \[0\]"):
         profile.Conditions(batches=(0,))
     with pytest.raises(ValueError, match="temperature -1 must be at least 0"):

@@ -5,7 +5,7 @@ import jax.numpy as jnp
 from mtpjax.decoding.acceptance.rules import AcceptanceRule
 
 
-def accept_first(drafts, p, q, u, num_drafted=None, *, count):
+def accept_first(drafts, p, u, num_drafted=None, *, count):
     """Accepts the first `count` drafts, whatever they are."""
     num_accepted = jnp.minimum(count.astype(jnp.int32), len(drafts))
     if num_drafted is not None:

@@ -18,7 +18,8 @@ MAX_PARAMETERS = 2  # columns of `RowSettings.rule_params`
 class AcceptanceRule:
     """An acceptance rule.
 
-    `function` gets the arrays of one row (`mtpjax.decoding.acceptance`), and the parameters of the rule by keyword:
+    `function` gets the arrays of one row (`mtpjax.decoding.acceptance`), and the parameters of the rule by keyword.
+    Without `needs_q` there is no q:
 
     - `drafts="chain"`: `function(drafts, p, q, u, num_drafted=None) -> (num_accepted, weights)`, with `drafts [K]`,
       `p [K+1, V]`, `q [K, V]`, `u [K]`. Drafts from the number `num_drafted` on are padding.
@@ -45,7 +46,7 @@ class AcceptanceRule:
     Example:
         >>> import jax.numpy as jnp
         >>> from mtpjax import DecodeConfig
-        >>> def first_draft(drafts, p, q, u, num_drafted=None):  # accepts the first draft, whatever it is
+        >>> def first_draft(drafts, p, u, num_drafted=None):  # accepts the first draft, whatever it is
         ...     return jnp.int32(1), p[1]
         >>> rule = AcceptanceRule("first draft", first_draft, drafts="chain")
         >>> DecodeConfig(num_steps=2, acceptance=rule).rule.is_exact
@@ -102,21 +103,21 @@ def _traversal(tokens, parents, p, q, u, *, num_steps, tree, vocabulary):
     return traversal_tree(tokens, p, q, u, parents=tree.parents, num_steps=num_steps, vocabulary=vocabulary)
 
 
-def _threshold(tokens, parents, p, q, u, *, threshold_single, threshold_acc, num_steps, vocabulary):
+def _threshold(tokens, parents, p, u, *, threshold_single, threshold_acc, num_steps, vocabulary):
     from mtpjax.decoding.acceptance.lossy import threshold_tree
 
     thresholds = {"single": threshold_single, "acc": threshold_acc}
     return threshold_tree(tokens, parents, p, u, **thresholds, num_steps=num_steps, vocabulary=vocabulary)
 
 
-def _typical(tokens, parents, p, q, u, *, typical_epsilon, typical_delta, num_steps, vocabulary):
+def _typical(tokens, parents, p, u, *, typical_epsilon, typical_delta, num_steps, vocabulary):
     from mtpjax.decoding.acceptance.lossy import typical_tree
 
     limits = {"epsilon": typical_epsilon, "delta": typical_delta}
     return typical_tree(tokens, parents, p, **limits, num_steps=num_steps, vocabulary=vocabulary)
 
 
-def _relaxed(tokens, parents, p, q, u, *, relaxed_topk, relaxed_delta, num_steps, vocabulary):
+def _relaxed(tokens, parents, p, u, *, relaxed_topk, relaxed_delta, num_steps, vocabulary):
     from mtpjax.decoding.acceptance.lossy import relaxed_tree
 
     limits = {"topk": relaxed_topk, "delta": relaxed_delta}
