@@ -33,15 +33,9 @@ from mtpjax.models.model import MTPModel
 
 @dataclasses.dataclass
 class Bench:
-    """Measures cells, and caches what cells share: the faster plain form and the costs of parts.
+    """Measures `cells`, and caches what cells share: the faster plain form and the costs of parts.
 
-    Attributes:
-        model: the model.
-        params: its parameters.
-        settings: the settings of the ablation.
-        workload: the prompts.
-        cells: the cells to be measured.
-        methods: the drafters that the cells name.
+    `methods` are the drafters that the cells name.
     """
 
     model: MTPModel
@@ -65,9 +59,6 @@ class Bench:
 
     def measure(self, cell: Cell) -> dict[str, Any]:
         """Measures a cell.
-
-        Args:
-            cell: the cell.
 
         Returns:
             Its results as JSON values: rates and ratios with their intervals, seconds of parts, and the comparison of
@@ -141,7 +132,6 @@ class Bench:
         }
 
     def method(self, cell: Cell) -> DraftMethod:
-        """Returns the drafter that a cell names."""
         return next(method for method in self.methods if method.name == cell.drafter)
 
     def _rates_by_category(
@@ -272,15 +262,9 @@ class Bench:
 
 
 def lossless_status(cell: Cell, differing: int) -> str:
-    """Describes how a cell's texts compare with plain decoding's.
+    """Describes a cell's texts, of which a number differ from plain decoding's.
 
-    Args:
-        cell: the cell.
-        differing: number of texts that differ from plain decoding's.
-
-    Returns:
-        "lossy", "identical", "DIFFERS", or "exact by rule" where texts may differ although their distribution is the
-        same.
+    They are "exact by rule" where texts may differ although their distribution is the same.
     """
     rule = find_rule(cell.acceptance)
     if not rule.is_exact:

@@ -133,16 +133,7 @@ class Cell:
 def list_cells(
     settings: Settings, *, model: MTPModel, methods: Sequence[DraftMethod] = (MTP,)
 ) -> tuple[list[Cell], dict[str, int]]:
-    """Lists the cells to measure.
-
-    Args:
-        settings: the settings of the ablation.
-        model: the model.
-        methods: the drafters.
-
-    Returns:
-        The cells without duplicates, and for each reason the number of combinations left out.
-    """
+    """Lists the cells to measure, and for each reason the number of combinations left out."""
     cells: dict[Cell, None] = {}
     reasons: dict[str, int] = {}
     combinations = itertools.product(

@@ -25,11 +25,7 @@ class Line(NamedTuple):
 
 
 def plot_heatmap(path, rows: list[Row], formats: Sequence[str] = DEFAULT_FORMATS, *, title: str = "") -> None:
-    """Plots a heat map of the speed-up over plain decoding, by depth and by drafter, tree and rule.
-
-    Args:
-        rows: the rows of `cells.jsonl` of `mtpjax ablate`; each batch size and temperature gets a panel.
-    """
+    """Plots the speed-up over plain decoding by depth, drafter, tree and rule; panels by batch size and temperature."""
     groups = group_by_batch_and_temperature(rows)
     depths = sorted({row["cell"]["num_steps"] for row in rows})
     drafters = list_drafters(rows)
@@ -75,7 +71,6 @@ def _draw(figure, rows: list[Row], groups, layout, *, depths, trees, drafters) -
 
 
 def _draw_panel(axis, title: str, rows, *, depths, trees, drafters, colours, norm) -> None:
-    """Draws one panel of the heat map."""
     import matplotlib.patches
 
     grid = {(_line(row, drafters), row["cell"]["num_steps"]): row for row in rows}
@@ -113,15 +108,7 @@ def _draw_panel(axis, title: str, rows, *, depths, trees, drafters, colours, nor
 
 
 def cell_texts(row: Row) -> tuple[str, str, str]:
-    """Returns the three lines of a cell.
-
-    Args:
-        row: a row of `cells.jsonl`.
-
-    Returns:
-        The ratio to plain decoding (with a question mark if it cannot be trusted), its 95 % interval, the accept
-        length.
-    """
+    """Returns the lines of a cell: ratio to plain decoding (? if it cannot be trusted), interval, accept length."""
     ratio, length = row["ratio"], row["accept_length"]["value"]
     mark = ", DIFFERS" if row["lossless"] == "DIFFERS" else ""
     return (
@@ -132,7 +119,6 @@ def cell_texts(row: Row) -> tuple[str, str, str]:
 
 
 def _line(row: dict[str, Any], drafters: list[str]) -> Line:
-    """Returns the line of the heat map that a row belongs to."""
     # 64 is the default cap of `num_draft_tokens`.
     cell = row["cell"]
     complete_size = 1 + cell["topk"] + (cell["num_steps"] - 1) * cell["topk"] ** 2

@@ -25,11 +25,8 @@ LINE = "#bbbbbb"  # of equal speed-up
 def plot_pareto(path, rows: list[Row], formats: Sequence[str] = DEFAULT_FORMATS, *, title: str = "") -> None:
     """Plots accept length against the measured cost of a round in plain rounds; their quotient is the speed-up.
 
-    Each panel has lines of equal speed-up. Labels mark the Pareto frontier: settings that no other setting beats in
-    both cost and accept length.
-
-    Args:
-        rows: the rows of `cells.jsonl` of `mtpjax ablate`; each batch size and temperature gets a panel.
+    Each batch size and temperature has a panel with lines of equal speed-up. Labels mark the Pareto frontier: settings
+    that no other setting beats in both cost and accept length.
     """
     groups = group_by_batch_and_temperature(rows)
     layout = panel_rows(groups)
@@ -167,7 +164,6 @@ def _label_frontier(axis, group: list[dict[str, Any]], *, has_names: bool) -> No
 
 
 def _round_shape(row: dict[str, Any]) -> tuple[str, int, int, int]:
-    """Returns the drafter of a row, and the shape of its rounds: depth, topk and nodes."""
     return tuple(row["cell"][name] for name in ("drafter", "num_steps", "topk", "num_nodes"))
 
 

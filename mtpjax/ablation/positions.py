@@ -17,11 +17,7 @@ from mtpjax.evaluation.plot_style import (
 
 
 def plot_positions(path, rows: list[Row], formats: Sequence[str] = DEFAULT_FORMATS, *, title: str = "") -> None:
-    """Plots which share of the rounds accepts at least k drafts, by k, for the deepest chain of each drafter.
-
-    Args:
-        rows: the rows of `cells.jsonl` of `mtpjax ablate`; each batch size and temperature gets a panel.
-    """
+    """Plots which share of the rounds accepts at least k drafts, by k, for the deepest chain of each drafter."""
     drafters = list_drafters(rows)
     groups = group_by_batch_and_temperature(rows)
     layout = panel_rows(groups)
@@ -49,14 +45,7 @@ def plot_positions(path, rows: list[Row], formats: Sequence[str] = DEFAULT_FORMA
 
 
 def deepest(rows) -> Row | None:
-    """Picks the row with the deepest chain of an exact rule, else the deepest tree, whose positions are levels.
-
-    Args:
-        rows: rows of one drafter, batch size and temperature.
-
-    Returns:
-        The row; None if no row is exact.
-    """
+    """Picks the deepest chain of an exact rule, else the deepest tree; None if no row is exact."""
     # A lossy rule accepts drafts that the trunk would not have written, so its rates say nothing about the drafter.
     exact = [row for row in rows if row["lossless"] != "lossy"]
     return max(exact, key=lambda row: (row["cell"]["topk"] == 1, row["cell"]["num_steps"]), default=None)

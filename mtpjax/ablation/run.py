@@ -48,18 +48,7 @@ CELL_VERSION = 7  # format of a cell's line; lines of another version are measur
 def fingerprint(
     cell: Cell, settings: Settings, workload: Workload, environment: dict[str, Any], method: DraftMethod = MTP
 ) -> str:
-    """Computes a digest of everything that a cell's results depend on, except chance.
-
-    Args:
-        cell: the cell.
-        settings: the settings of the ablation.
-        workload: the prompts.
-        environment: model, machine and versions, from `describe_environment`.
-        method: the drafter of the cell.
-
-    Returns:
-        16 hexadecimal digits.
-    """
+    """Computes a digest of everything that a cell's results depend on, except chance."""
     content = {
         "version": CELL_VERSION,
         "cell": dataclasses.asdict(cell),
@@ -78,16 +67,7 @@ def fingerprint(
 def describe_environment(
     path: pathlib.Path, model_type: str | None = None, implementation: Implementation = "auto"
 ) -> dict[str, Any]:
-    """Describes model, machine and versions, on which the results depend.
-
-    Args:
-        path: the checkpoint.
-        model_type: the family that it is read as, where that is not its own.
-        implementation: what runs the model's kernels.
-
-    Returns:
-        Strings by name.
-    """
+    """Describes model, machine and versions, on which the results depend."""
     device = jax.devices()[0]
     return {
         "model": checkpoint_digest(path)[:16] + (f" as {model_type}" if model_type else ""),
@@ -107,14 +87,7 @@ def run_cells(
     *,
     log: Callable[[str], Any] = print,
 ) -> tuple[list[dict[str, Any]], bool]:
-    """Measures the cells that the file does not contain yet.
-
-    Args:
-        cells: all cells.
-        bench: measures a cell.
-        writer: the open `cells.jsonl`.
-        environment: model, machine and versions.
-        log: prints a line of progress.
+    """Measures the cells that `cells.jsonl`, which `writer` has open, does not contain yet.
 
     Returns:
         The rows that exist, in the order of `cells`, and whether they are complete; Ctrl-C ends the run early.

@@ -59,7 +59,7 @@ def _add_profile(commands) -> None:
         *flag_names("num_steps"),
         type=int,
         default=None,
-        help=f"most draft levels to measure (default: {DEFAULT_PROFILE_STEPS} with MTP modules, else as many as the "
+        help=f"maximum number of draft levels to measure (default: {DEFAULT_PROFILE_STEPS} with MTP modules, else as many as the "
         "drafter has)",
     )
     add_config_flags(profile, SHAPE_FIELDS[1:])
@@ -68,7 +68,7 @@ def _add_profile(commands) -> None:
     group.add_argument("--batch-size", type=int, nargs="+", default=[1], help="batch sizes to measure")
     group.add_argument("--context", type=int, default=512, help="tokens in the KV caches")
     group.add_argument("--temperature", type=float, default=0.0, help="0: greedy rounds; above 0: rounds that sample")
-    group.add_argument("--repeats", type=int, default=48, help="most measurements of each round")
+    group.add_argument("--repeats", type=int, default=48, help="maximum number of measurements of each round")
     group.add_argument(
         "--acceptance-rates",
         default=None,

@@ -28,36 +28,16 @@ def check_merge(
 ) -> tuple[MergeCheck, MergeCheck]:
     """Decodes prompts greedily with drafts of the checkpoint before and after a merge.
 
-    Args:
-        before: the checkpoint without the merged modules.
-        after: the merged checkpoint.
-        prompts: the prompts to continue.
-        max_new_tokens: tokens per prompt.
-        model_type: the family to use instead of the one that `config.json` names.
-
-    Returns:
-        The acceptance before and after.
-
     Raises:
         TokenizerError: the checkpoint has no tokenizer.
         ValueError: a prompt cannot be encoded.
     """
-    return (
-        _measure(before, prompts, max_new_tokens, model_type),
-        _measure(after, prompts, max_new_tokens, model_type),
-    )
+    first, second = (_measure(path, prompts, max_new_tokens, model_type) for path in (before, after))
+    return first, second
 
 
 def format_check(before: MergeCheck, after: MergeCheck) -> str:
-    """Formats the acceptance before and after a merge as one line.
-
-    Args:
-        before: of the checkpoint without the merged modules.
-        after: of the merged checkpoint.
-
-    Returns:
-        The line.
-    """
+    """Formats the acceptance before and after a merge as one line."""
     old = f"{before.accept_length:.2f}" + ("" if before.num_mtp_modules else " (no MTP modules)")
     return f"accept length with {NUM_STEPS} draft levels: {old} before, {after.accept_length:.2f} after"
 
@@ -66,8 +46,8 @@ def _measure(path, prompts: Sequence[Prompt], max_new_tokens: int, model_type: s
     """Loads a checkpoint and decodes the prompts, eight at a time."""
     model, params = load(path, model_type=model_type)
     tokenizer = load_tokenizer(path, model.config.vocab_size)
-    most = max_prompt_length(model.config.max_position_embeddings, max_new_tokens)
-    rows, _ = encode_prompts(prompts, tokenizer, max_tokens=most)
+    limit = max_prompt_length(model.config.max_position_embeddings, max_new_tokens)
+    rows, _ = encode_prompts(prompts, tokenizer, max_tokens=limit)
     if not model.config.num_mtp_modules:
         return MergeCheck(0, 1.0)
     config = DecodeConfig(max_new_tokens=max_new_tokens, num_steps=NUM_STEPS, stop_token_ids=tokenizer.eos_token_ids)

@@ -35,7 +35,7 @@ def estimate(numerator: np.ndarray, denominator: np.ndarray, *, offset: float = 
 
 
 def _ratio(numerator: np.ndarray, denominator: np.ndarray) -> np.ndarray:
-    """Divides, with nan where the denominator is 0."""
+    # nan where the denominator is 0
     return np.where(denominator > 0, numerator / np.where(denominator > 0, denominator, 1), np.nan)
 
 
@@ -69,9 +69,6 @@ def decoded_rates(rounds: np.ndarray, accepted: np.ndarray) -> dict[str, Any]:
 
 def teacher_forced_rates(sums: TeacherForcedSums) -> dict[str, Any]:
     """Computes the rates of a teacher-forced pass.
-
-    Args:
-        sums: sums per prompt.
 
     Returns:
         Lists of estimates over levels. "agreement", "conditional" and "survival" compare arg-max tokens (temperature
@@ -149,14 +146,7 @@ def report(acceptance: AcceptanceCounts, categories: Sequence[str]) -> dict[str,
 
 
 def to_json(value: Any) -> Any:
-    """Converts a report for JSON.
-
-    Args:
-        value: a report, or a part of it.
-
-    Returns:
-        The same structure, with estimates as objects and None in place of nan.
-    """
+    """Converts a report, or a part of it, for JSON: estimates become objects, and nan becomes None."""
     if isinstance(value, Estimate):
         return value.to_dict()
     if isinstance(value, dict):
@@ -167,12 +157,7 @@ def to_json(value: Any) -> Any:
 
 
 def print_report(console, metrics: dict[str, dict[str, Any]]) -> None:
-    """Prints two tables within 80 columns: accept lengths by category, and rates by category and level.
-
-    Args:
-        console: a `rich` console.
-        metrics: the result of `report`.
-    """
+    """Prints two tables of 80 columns: accept lengths by category, and rates by category and level."""
     from rich.markup import escape
 
     from mtpjax.console import narrow_table

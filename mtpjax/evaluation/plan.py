@@ -173,26 +173,17 @@ def estimate_temps(
 ) -> Iterator[Temp]:
     """Estimates the temporary memory of a decoding call with kernels: the widest arrays of a prefill pass, in bfloat16.
 
-    Args:
-        config: the model's config.
-        params: shapes of its parameters.
-        sizes: sizes of the mesh axes by name.
-        rows: rows of the batch.
-        slots: cache slots of each row.
-        prefill_chunk: tokens of a prefill pass.
-
-    Yields:
-        The memory by kind of layer.
+    Yields the memory by kind of layer. Arguments as in `plan_layout`.
     """
     tensor, data = sizes.get("tensor", 1), sizes.get("data", 1)
-    own_rows, width = rows // data, config.hidden_size
-    tokens = own_rows * prefill_chunk
+    local_rows, width = rows // data, config.hidden_size
+    tokens = local_rows * prefill_chunk
     # In every layer: the residual stream, the layer's input and its output.
     shared = 2.0 * 3 * tokens * width
     # Linear attention: XLA keeps the inputs of all convolutions to the end of the pass.
     channels = 2 * config.linear_num_key_heads * config.linear_key_head_dim
     channels += config.linear_num_value_heads * config.linear_value_head_dim
-    inputs = own_rows * (prefill_chunk + config.linear_conv_kernel_dim - 1) * channels / tensor
+    inputs = local_rows * (prefill_chunk + config.linear_conv_kernel_dim - 1) * channels / tensor
     shared += 2 * inputs * sum(kind.attention == "delta" for kind in config.trunk_kinds)
     # 1. Experts: for the rows of all `data` devices the outputs of each token's experts, and beside them first their
     # activations, then the sums.
@@ -214,11 +205,11 @@ def estimate_temps(
     yield Temp("matrices", shared + written + 2 * product)
     # 3. Latent attention in its expanded form: keys and values of every slot, a part of the keys twice; and queries.
     if config.attention == "latent" and is_expanded_cheaper(config, prefill_chunk):
-        own_heads = config.num_attention_heads / tensor
+        local_heads = config.num_attention_heads / tensor
         content, value = config.qk_nope_head_dim, config.v_head_dim
         key = content + config.qk_rope_head_dim
-        per_slot = 2 * own_rows * own_heads * (key + content + value)
-        yield Temp("attention", shared + slots * per_slot + 2 * tokens * own_heads * (2 * key + value), per_slot)
+        per_slot = 2 * local_rows * local_heads * (key + content + value)
+        yield Temp("attention", shared + slots * per_slot + 2 * tokens * local_heads * (2 * key + value), per_slot)
     # 4. A sparse indexer: the float32 products of every head, token and slot, and their transpose.
     if config.index_topk and slots > config.index_topk:
         per_slot = 2 * 4 * tokens * config.index_n_heads
@@ -247,13 +238,7 @@ def _share(leaf, spec, sizes: Mapping[str, int]) -> float:
 def train_bytes(params: dict, sizes: Mapping[str, int], *, trains: str = "all") -> int:
     """Computes the bytes of parameters and optimiser per device in training.
 
-    Args:
-        params: shapes of the parameters as they are stored, which a frozen trunk keeps.
-        sizes: sizes of the mesh axes by name.
-        trains: the trained part, as in `mtpjax.TrainConfig`: float32, with AdamW's two moments.
-
-    Returns:
-        Bytes.
+    The trained part is float32 with AdamW's two moments; a frozen trunk keeps the stored dtypes.
     """
     total = 0.0
     for path, leaf in jax.tree_util.tree_leaves_with_path(params):

@@ -91,7 +91,6 @@ class Comparison:
         return max(0, round_down_capacity(candidate.plan.largest_slots(device)) - self.load.num_scratch_slots)
 
     def to_json(self) -> dict[str, Any]:
-        """Returns everything as values that JSON can hold."""
         return {
             **{name: value for name, value in vars(self.load).items() if name != "prefill_chunk"},
             "candidates": [
@@ -113,17 +112,7 @@ class Comparison:
 def compare_meshes(
     config: ModelConfig, params: dict, device: Device, meshes: Sequence[Mapping[str, int]], load: Load
 ) -> Comparison:
-    """Plans a model on several meshes.
-
-    Args:
-        config: the model's config.
-        params: shapes of its parameters.
-        device: the GPU.
-        meshes: sizes of the axes of each.
-        load: what the GPUs have to do.
-
-    Returns:
-        The comparison.
+    """Plans a model, whose `params` are shapes, on several meshes.
 
     Raises:
         ValueError: a number is out of range, or a single mesh does not divide the model.
@@ -152,16 +141,7 @@ def compare_meshes(
 
 
 def describe(result: Comparison, device: Device, count: int) -> Iterator[Any]:
-    """Describes a comparison.
-
-    Args:
-        result: the comparison.
-        device: the GPU.
-        count: GPUs.
-
-    Yields:
-        Tables and lines to print, within 80 columns.
-    """
+    """Yields tables and lines of 80 columns that describe a comparison for `count` GPUs."""
     if result.candidates:
         yield _memory_table(result, device, count)
         yield _parts_table(result)
@@ -198,8 +178,8 @@ def _memory_table(result: Comparison, device: Device, count: int):
     for each in result.candidates:
         own = each.plan
         sizes = [f"{size / 1e9:.2f}" for size in (own.weights, own.state, own.temp, own.total)]
-        most = (own.largest_batch(device), result.longest_context(each, device))
-        lines.append((*sizes, "yes" if own.free(device) >= 0 else "no", *(f"{number:,}" for number in most)))
+        largest = (own.largest_batch(device), result.longest_context(each, device))
+        lines.append((*sizes, "yes" if own.free(device) >= 0 else "no", *(f"{number:,}" for number in largest)))
     title = f"memory, GB per GPU: {device.name} x {count}, {result.load.rows} rows of {result.load.context} tokens"
     table = _mesh_table(result, title, headings, lines)
     reserved = first.slots - result.load.context
@@ -261,18 +241,7 @@ def compiled_line(result: Comparison) -> str:
 
 
 def train_rows(config: ModelConfig, params: dict, device: Device, *, count: int, trains: str) -> list[dict[str, Any]]:
-    """Computes the bytes of training on every mesh of `fsdp` and `expert`.
-
-    Args:
-        config: the model's config.
-        params: shapes of its parameters as they are stored.
-        device: the GPU.
-        count: GPUs.
-        trains: "all" or "modules".
-
-    Returns:
-        A row per mesh, as JSON can hold it.
-    """
+    """Computes the bytes of training on every mesh of `fsdp` and `expert`, a row for JSON per mesh."""
     rows = []
     for expert in (size for size in range(1, count + 1) if count % size == 0):
         if expert > 1 and (not config.n_routed_experts or config.n_routed_experts % expert):

@@ -77,19 +77,9 @@ def estimate_round(
     context: int,
     num_steps: int,
 ) -> Round:
-    """Estimates the time of a round on a mesh.
+    """Estimates the time of a round on a mesh with `sizes` by axis.
 
-    Args:
-        config: the model's config.
-        params: shapes of its parameters.
-        device: the GPU.
-        sizes: sizes of the mesh axes by name.
-        rows: rows of the batch, a multiple of `data`.
-        context: tokens in each row's KV cache.
-        num_steps: draft levels.
-
-    Returns:
-        The round.
+    `params` are shapes; `rows` is a multiple of the axis `data`, and `context` the tokens in each row's KV cache.
     """
     leaves = list(bytes_of_shards(params, config, sizes))
     # Scales count as bytes that are read, but not as factors of a product.
@@ -130,7 +120,7 @@ def _collectives(
     moe = sum(nodes * sum(kind.is_moe for kind in kinds) for kinds, nodes in passes)  # layers x tokens of a row
     moe_count = sum(sum(kind.is_moe for kind in kinds) for kinds, _ in passes)
     layers, count = sum(nodes * len(kinds) for kinds, nodes in passes), sum(len(kinds) for kinds, _ in passes)
-    row_bytes, own_rows = 2 * config.hidden_size, rows // data
+    row_bytes, local_rows = 2 * config.hidden_size, rows // data
 
     def travel(name: str, axis: str, count: int, nbytes: float) -> Collective:
         # `tensor` is the innermost axis. Traffic that leaves a node has the speed of the network.
@@ -141,11 +131,11 @@ def _collectives(
     if tensor > 1:
         # One sum of attention and one of the feed-forward layer; where rows are gathered, experts sum those of all.
         share = 2 * (tensor - 1) / tensor
-        sums = layers * own_rows + (layers - moe) * own_rows + moe * (rows if data > 1 else own_rows)
+        sums = layers * local_rows + (layers - moe) * local_rows + moe * (rows if data > 1 else local_rows)
         yield travel("sums of layers", "tensor", 2 * count, share * row_bytes * sums)
         heads = 1 + num_steps
         yield travel(
-            "embedding and best tokens", "tensor", 3 * heads, share * row_bytes * own_rows * (2 * num_steps + 1)
+            "embedding and best tokens", "tensor", 3 * heads, share * row_bytes * local_rows * (2 * num_steps + 1)
         )
     if data > 1:
         if moe:

@@ -105,13 +105,9 @@ def measure(
     drafter = make_drafter(config)
     # A drafter refuses what it cannot do, such as a depth beyond its heads, with its reason.
     check_settings(model, config, drafter)
-    # The context must leave room for the widest round, and the caches for a second one, since rounds move forward.
-    max_slots = max(max_slots_written(model, shape, drafter) for shape in shapes) + 2
-    max_positions = model.config.max_position_embeddings
-    if conditions.context < 1 or max_positions < 2 * max_slots:
-        raise ValueError(f"context {conditions.context} leaves no room for a round in {max_positions} positions")
-    context = min(conditions.context, max_positions - max_slots)
-    capacity = -(-(context + 2 * max_slots) // CAPACITY_STEP) * CAPACITY_STEP
+    context, capacity = _fit_context(
+        model, max(max_slots_written(model, shape, drafter) for shape in shapes), conditions
+    )
     # Steps of the progress: compiled loops (3 per shape, 4 with a drafter other than MTP modules, 2 for plain rounds, 1
     # for chains in turn), then measurements.
     per_batch = (3 + (config.drafter != "mtp")) * len(shapes) + 2 + (config.topk == 1) + conditions.repeats
@@ -161,6 +157,16 @@ def measure(
         "problem": waiting_problem(waited),
         "batches": costs,
     }
+
+
+def _fit_context(model: MTPModel, num_slots: int, conditions: Conditions) -> tuple[int, int]:
+    """Returns the context and the capacity of the caches, for rounds that write this number of slots."""
+    # The context must leave room for the widest round, and the caches for a second one, since rounds move forward.
+    max_slots, max_positions = num_slots + 2, model.config.max_position_embeddings
+    if conditions.context < 1 or max_positions < 2 * max_slots:
+        raise ValueError(f"context {conditions.context} leaves no room for a round in {max_positions} positions")
+    context = min(conditions.context, max_positions - max_slots)
+    return context, -(-(context + 2 * max_slots) // CAPACITY_STEP) * CAPACITY_STEP
 
 
 def _check_modules(model: MTPModel, config: DecodeConfig) -> None:

@@ -28,7 +28,7 @@ class Device:
         bandwidth: bytes a second.
         flops: dense bfloat16 operations a second.
         bandwidth_share: share of the bandwidth that bfloat16 kernels are assumed to reach.
-        fp8_bandwidth_share: the same of kernels that read fp8 weights, which they must convert.
+        fp8_bandwidth_share: share for kernels that read fp8 weights, which they must convert.
         flops_share: share of the operations that kernels are assumed to reach.
         seconds_per_launch: assumed time from the end of a kernel to the work of the next one within a graph.
         link: bytes a second that a GPU sends to those of its node, one direction.
@@ -58,7 +58,7 @@ LAUNCHES_PER_DENSE_LAYER = 9
 LAUNCHES_OF_LINEAR_ATTENTION = 8  # more than softmax attention: convolution, decay and gates are XLA's
 LAUNCHES_OF_EXPERTS = 5  # more than a dense layer's
 LAUNCHES_OF_QUERY_LATENT = 2  # of latent attention whose queries go through a latent
-LAUNCHES_OF_INDEXER = 12  # not counted: the indexer is XLA's
+LAUNCHES_OF_INDEXER = 12  # not counted, but estimated: the indexer is XLA's
 LAUNCHES_PER_ROUND = 27  # outside of layers: embedding, masks, head, sampling, commit
 LAUNCHES_PER_LEVEL = 14  # of a draft level, beside the module's layer
 
@@ -101,7 +101,7 @@ class Prediction:
 
     @property
     def limit(self) -> str:
-        """Name of what takes the most time: a part, or "launches"."""
+        """The name of the slowest part, or "launches"."""
         names = [*(part.name for part in self.parts), "launches"]
         times = [*self.seconds_of_parts, self.seconds_of_launches]
         return names[times.index(max(times))]
@@ -161,10 +161,7 @@ def predict_round(
 def seconds_of_parts(parts: Sequence[Part], device: Device, *, has_fp8: bool) -> tuple[float, ...]:
     """Returns the seconds of each part: its bytes or its operations, whichever takes longer.
 
-    Args:
-        parts: the parts of a round.
-        device: the GPU.
-        has_fp8: weights are fp8. Caches stay bfloat16; all other parts are mostly weights.
+    With `has_fp8` weights are fp8. Caches stay bfloat16; all other parts are mostly weights.
     """
     share = device.fp8_bandwidth_share if has_fp8 else device.bandwidth_share
     return tuple(
@@ -177,15 +174,7 @@ def seconds_of_parts(parts: Sequence[Part], device: Device, *, has_fp8: bool) ->
 
 
 def count_launches(config: ModelConfig, num_steps: int) -> int:
-    """Counts the kernels of a round at batch 1, with kernels.
-
-    Args:
-        config: the model's config.
-        num_steps: draft levels.
-
-    Returns:
-        The number of launches.
-    """
+    """Counts the kernels that a round at batch 1 launches."""
 
     def of_layer(kind) -> int:
         is_latent = kind.attention == "latent"
@@ -202,7 +191,6 @@ def count_launches(config: ModelConfig, num_steps: int) -> int:
 
 
 def weights_of(config: ModelConfig, *, weight_bytes: float = 2.0) -> float:
-    """Returns the bytes of all weights, MTP modules included."""
     leaves = jax.tree.leaves(param_shapes(config))
     return weight_bytes * sum(math.prod(leaf.shape) for leaf in leaves)
 
@@ -228,17 +216,7 @@ class Work:
 
 
 def parts_of_round(config: ModelConfig, work: Work, context: int, num_steps: int) -> Iterator[Part]:
-    """Computes bytes and operations of one device in a round.
-
-    Args:
-        config: the model's config.
-        work: the device's share.
-        context: tokens in each row's KV cache.
-        num_steps: draft levels; 0 is plain decoding.
-
-    Yields:
-        The parts.
-    """
+    """Yields bytes and operations of one device in a round; `context` is the number of tokens in each row's cache."""
     # Each draft level runs one module: the first over the round's new tokens, the others over one.
     elements, nbytes, nodes = work.elements, work.nbytes, num_steps + 1
     tokens = work.rows * nodes

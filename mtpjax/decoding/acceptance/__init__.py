@@ -1,14 +1,20 @@
 """Acceptance rules: they decide which drafts of a round to accept, and what distribution the bonus token comes from.
 
-Every rule is pure arithmetic on the arrays of one row; the loop maps it over the batch. The arrays of a round:
+Every rule is pure arithmetic on the arrays of one row; the loop maps it over the batch. The arguments that all have:
 
 - `tokens [W]`: drafted tokens; node 0 is the root, the pending token.
 - `parents [W]`: parent of each node, parents before children; -1 for the root and for unused nodes.
+- `drafts [K]`: the drafted tokens of a chain, without the root.
 - `p [W, V]`: the target's distribution after each node.
 - `q [W, V]`: the distribution that the children of each node were drawn from. For a chain of K drafts `q [K, V]`, and
   row j of p and q belongs to draft j+1.
 - `u`: uniforms in [0, 1). They are compared with acceptance probabilities and used nowhere else, so probability 1
   always accepts and probability 0 never does.
+- `num_steps`: K, the depth of the tree.
+- `vocabulary`: how the columns of p and q are split over devices.
+
+A rule for chains returns the number of accepted drafts `[]` and the bonus token's weights `[V]`; a rule for trees
+returns an `AcceptedPath`.
 
 Exact rules leave the target's distribution unchanged. `match_tree` (rules `greedy` and `sample`) is exact for any tree,
 however it was chosen. The ratio rules (`token_chain`, `block_chain`, `recursive_tree`, `traversal_tree`) need the q
