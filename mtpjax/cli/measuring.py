@@ -59,8 +59,8 @@ def _add_profile(commands) -> None:
         *flag_names("num_steps"),
         type=int,
         default=None,
-        help=f"maximum number of draft levels to measure (default: {DEFAULT_PROFILE_STEPS} with MTP modules, else as many as the "
-        "drafter has)",
+        help=f"maximum number of draft levels to measure (default: {DEFAULT_PROFILE_STEPS} with MTP modules, else as "
+        "many as the drafter has)",
     )
     add_config_flags(profile, SHAPE_FIELDS[1:])
     add_drafter_flags(profile)
