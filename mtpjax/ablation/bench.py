@@ -6,6 +6,7 @@ discarded.
 """
 
 import dataclasses
+import itertools
 import time
 from collections.abc import Sequence
 from typing import Any
@@ -73,22 +74,20 @@ class Bench:
         drafted = method.config(cell.config(self._plain_config))
         plain = dataclasses.replace(self._plain_config, min_rows=self._fastest_min_rows(cell.batch_size))
         # Compile before timing: batches of different prompt lengths may need different programs.
-        for config in (plain, drafted):
-            for number, batch in enumerate(batches):
-                self._time_calls(batch, config, cell.temperature, 0, number, method.params)
+        for config, (number, batch) in itertools.product((plain, drafted), enumerate(batches)):
+            self._time_calls(batch, config, self._sampling_params(batch, cell.temperature, 0, number), method.params)
         shape = (self.settings.repeats, len(batches))
         call_seconds, one_token_seconds, tokens = (np.zeros((2, *shape)) for _ in range(3))
         steps = np.zeros((len(batches), cell.batch_size))
         accepted = np.zeros((len(batches), cell.batch_size, cell.num_steps))
         decoded, stopwatch = {}, Stopwatch()
         for repeat, number in np.ndindex(*shape):
-            rows: list[Any] = [None, None]
+            rows, batch = [[], []], batches[number]
+            sampling = self._sampling_params(batch, cell.temperature, repeat, number)
             # Alternate which form goes first, so that drift of the machine's speed affects both alike.
             for form in (0, 1) if (repeat + number) % 2 == 0 else (1, 0):
-                config = (plain, drafted)[form]
-                one_token_seconds[form, repeat, number], call_seconds[form, repeat, number], result = self._time_calls(
-                    batches[number], config, cell.temperature, repeat, number, method.params
-                )
+                timed = self._time_calls(batch, (plain, drafted)[form], sampling, method.params)
+                one_token_seconds[form, repeat, number], call_seconds[form, repeat, number], result = timed
                 # Tokens after the first, which the prefill makes and whose time is subtracted.
                 tokens[form, repeat, number] = np.maximum(result.lengths - 1, 0).sum()
                 rows[form] = result.rows()
@@ -176,23 +175,16 @@ class Bench:
         seeds = [self.settings.seed + 1_000_003 * repeat + number * len(batch) + row for row in range(len(batch))]
         return sampling_arguments(temperature, seeds)
 
-    def _decode(
-        self, batch, config: DecodeConfig, temperature: float, repeat: int, number: int, draft_params: Any = None
-    ):
-        sampling: dict[str, Any] = self._sampling_params(batch, temperature, repeat, number)
-        # Plain decoding has no drafter, and so no parameters of one.
-        sampling |= {"draft_params": draft_params} if config.num_steps and draft_params is not None else {}
-        return speculative_generate(self.params, batch, model=self.model, config=config, **sampling)
-
-    def _time_calls(
-        self, batch, config: DecodeConfig, temperature: float, repeat: int, number: int, draft_params: Any = None
-    ):
+    def _time_calls(self, batch, config: DecodeConfig, sampling: dict[str, Any], draft_params: Any = None):
         """Returns the seconds of a one-token call and of the whole call, and the result."""
+        # Plain decoding has no drafter, and so no parameters of one.
+        own = {"draft_params": draft_params} if config.num_steps else {}
+
+        def decode(config: DecodeConfig):
+            return speculative_generate(self.params, batch, model=self.model, config=config, **sampling, **own)
+
         first_only = dataclasses.replace(config, max_new_tokens=1)
-        arguments = (temperature, repeat, number, draft_params)
-        timed = time_calls(
-            lambda: self._decode(batch, first_only, *arguments), lambda: self._decode(batch, config, *arguments)
-        )
+        timed = time_calls(lambda: decode(first_only), lambda: decode(config))
         timed[2].stats.check()
         return timed
 
@@ -208,7 +200,7 @@ class Bench:
             # Alternate the forms and keep each one's shortest time; the first of each compiles.
             for rows in (1, 2) * 4:
                 config = dataclasses.replace(self._plain_config, min_rows=rows)
-                times.setdefault(rows, []).append(self._time_calls(batch, config, 0.0, 0, 0)[1])
+                times.setdefault(rows, []).append(self._time_calls(batch, config, {})[1])
             self._min_rows_cache[batch_size] = min(times, key=lambda rows: min(times[rows]))
         return self._min_rows_cache[batch_size]
 

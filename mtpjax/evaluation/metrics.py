@@ -177,16 +177,8 @@ def print_report(console, metrics: dict[str, dict[str, Any]]) -> None:
 
     # 1. Accept lengths, a row per category: measured in decoding, predicted, and teacher-forced. One interval leaves
     # room for the names of the categories; the JSON file has all of them.
-    lengths = table(
-        "accept length: tokens per round, bonus token included (95 %)",
-        "prom-\npts",
-        "micro",
-        "macro",
-        "no\nbonus",
-        "pre-\ndicted",
-        "teacher-\nforced",
-        "1-TV",
-    )
+    headings = ("prom-\npts", "micro", "macro", "no\nbonus", "pre-\ndicted", "teacher-\nforced", "1-TV")
+    lengths = table("accept length: tokens per round, bonus token included (95 %)", *headings)
     for name, row in metrics.items():
         decoded, teacher_forced = row["decoded"], row["teacher_forced"]
         predicted = row["predicted"]["accept_length"].value
@@ -203,15 +195,8 @@ def print_report(console, metrics: dict[str, dict[str, Any]]) -> None:
     console.print(lengths)
 
     # 2. Rates, a row per category and level.
-    rates = table(
-        "rates by level: teacher-forced on plain text, and decoded (95 %)",
-        "level",
-        "agree",
-        "of\nreached",
-        "1-TV",
-        "decoded,\nof reached",
-        "decoded,\nsurvival",
-    )
+    headings = ("level", "agree", "of\nreached", "1-TV", "decoded,\nof reached", "decoded,\nsurvival")
+    rates = table("rates by level: teacher-forced on plain text, and decoded (95 %)", *headings)
     for name, row in metrics.items():
         decoded, teacher_forced = row["decoded"], row["teacher_forced"]
         for level in range(len(decoded["survival"])):
