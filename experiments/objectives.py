@@ -22,6 +22,7 @@ from typing import Any
 import numpy as np
 from rich.console import Console
 
+from experiments.objectives_plot import plot_objectives
 from mtpjax import DecodeConfig, MTPModel, Objective, TrainConfig, load
 from mtpjax.ablation.grid import Settings
 from mtpjax.ablation.workload import find_workload
@@ -30,7 +31,6 @@ from mtpjax.decoding.generate import speculative_generate
 from mtpjax.evaluation.intervals import estimate_from, resample
 from mtpjax.evaluation.machine import describe_machine
 from mtpjax.evaluation.metrics import estimate
-from mtpjax.evaluation.plots import plot_objectives
 from mtpjax.evaluation.prompt_choice import PromptChoice
 from mtpjax.evaluation.same_text import sampling_arguments
 from mtpjax.io import checkpoint
