@@ -38,6 +38,7 @@ def test_a_record_and_its_name_are_the_same_rule(small):
 def test_parameters_reach_the_rule(small):
     model, params = small()
     rule = dataclasses.replace(FIRST, parameters={"count": 2})
+    assert rule == FIRST and hash(rule) == hash(FIRST)  # one compiled program
     config = DecodeConfig(max_new_tokens=12, num_steps=3, acceptance=rule, prefill_chunk=8)
     result = speculative_generate(params, [PROMPT], model=model, config=config)
     rounds = int(result.stats.rounds[0])

@@ -34,7 +34,7 @@ class AcceptanceRule:
             chains and trees of any shape.
         needs_q: drafts must be sampled, and the rule reads q, the distribution that they were sampled from.
         parameters: the default of each parameter by name, at most two. A field of `DecodeConfig` of the same name
-            overrides the default.
+            overrides the default. Records that differ only in these values share a compiled program.
         follows: the rule accepts the drafts that equal the target's own token after each node: its arg-max or a sample.
         on_chain: the rule for chains that a "fixed tree" rule equals on a chain, where it costs less.
         reads_shard: `function` takes `vocabulary`, and p and q with the columns of one device. Otherwise it gets all
@@ -58,7 +58,7 @@ class AcceptanceRule:
     is_exact: bool = False
     drafts: Literal["chain", "fixed tree", "any"] = "any"
     needs_q: bool = False
-    parameters: Mapping[str, float] = dataclasses.field(default_factory=dict, hash=False)
+    parameters: Mapping[str, float] = dataclasses.field(default_factory=dict, compare=False)
     follows: Literal["arg-max", "sample"] | None = None
     on_chain: str | None = None
     reads_shard: bool = False
