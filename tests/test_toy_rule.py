@@ -26,6 +26,12 @@ NAME = "tests.helpers.toy_rule:FIRST"
 PROMPT = [1, 2, 3]
 
 
+def exit_code(arguments):
+    with pytest.raises(SystemExit) as exit_:
+        main(arguments)
+    return exit_.value.code
+
+
 def test_a_record_and_its_name_are_the_same_rule(small):
     model, params = small()
     for acceptance in (FIRST, NAME):
@@ -47,7 +53,7 @@ def test_parameters_reach_the_rule(small):
 
 def test_generate_takes_the_name(checkpoint, capsys):
     flags = ["--prompt", "ab", "--acceptance", NAME, "--num-steps", "2", "--max-new-tokens", "8"]
-    assert main(["generate", "--model-path", str(checkpoint), *flags]) in (0, None)
+    assert exit_code(["generate", "--model-path", str(checkpoint), *flags]) == 0
     said = capsys.readouterr()
     assert f"acceptance '{NAME}' has changed the text's distribution" in said.out + said.err
 
@@ -90,7 +96,7 @@ def test_ablate_measures_the_rule(checkpoint, tmp_path):
     (tmp_path / "prompts.txt").write_text("one\ntwo\n")
     flags = ["--prompts", str(tmp_path / "prompts.txt"), "--output", str(tmp_path / "out"), "--acceptance", NAME]
     flags += ["--num-steps", "2", "--topk", "1", "--temperature", "1", "--batch-size", "2", "--repeats", "1"]
-    assert main(["ablate", "--model-path", str(checkpoint), *flags, "--max-new-tokens", "8"]) in (0, None)
+    assert exit_code(["ablate", "--model-path", str(checkpoint), *flags, "--max-new-tokens", "8"]) == 0
     [row] = [json.loads(line) for line in (tmp_path / "out" / "cells.jsonl").read_text().splitlines()]
     assert (row["cell"]["acceptance"], row["lossless"]) == (NAME, "lossy")
     assert [rate["value"] for rate in row["survival"]] == [1.0, 0.0]
