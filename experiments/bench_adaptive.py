@@ -26,14 +26,16 @@ import numpy as np
 from rich.console import Console
 
 from mtpjax import DecodeConfig, load, speculative_generate
-from mtpjax.ablation.bench import PROMPT_TOKENS, Settings, find_workload
+from mtpjax.ablation.grid import Settings
+from mtpjax.ablation.workload import PROMPT_TOKENS, find_workload
 from mtpjax.atomic import write_text
 from mtpjax.console import narrow_table
-from mtpjax.evaluation import profile
+from mtpjax.evaluation import profile, profile_file
 from mtpjax.evaluation.acceptance import measure_acceptance
 from mtpjax.evaluation.intervals import estimate_from, resample
 from mtpjax.evaluation.machine import describe_machine
 from mtpjax.evaluation.metrics import report, to_json
+from mtpjax.evaluation.prompt_choice import PromptChoice
 from mtpjax.evaluation.round_costs import RoundCosts
 from mtpjax.host import choose_num_threads, limit_threads, num_threads
 from mtpjax.io.checkpoint_format import checkpoint_bytes
@@ -48,11 +50,13 @@ def prompt_sets(path: str, params, model, count: int, num_steps: int):
     """Makes the three prompt sets, and measures acceptance rates on other prompts.
 
     Returns:
-        `count` prompts for each of "easy", "hard" and "mixed", and the rates as `profile.depth_settings` takes them.
+        `count` prompts for each of "easy", "hard" and "mixed", and rates as `profile_file.depth_settings` takes them.
     """
     # Split the prompts: some for acceptance rates, the rest for the sets.
     settings = Settings(max_new_tokens=NEW_TOKENS)
-    found = find_workload(pathlib.Path(path), model, params, settings, num_prompts=2 * count + RATE_PROMPTS).prompts
+    found = find_workload(
+        pathlib.Path(path), model, params, settings, PromptChoice(count=2 * count + RATE_PROMPTS)
+    ).prompts
     split = min(RATE_PROMPTS, len(found) // 2)
     others, pool = found[:split] or found, found[split:]
     pool = (2 * count * pool)[: 2 * count]  # repeats prompts if too few were found
@@ -64,7 +68,7 @@ def prompt_sets(path: str, params, model, count: int, num_steps: int):
     mixed = [prompt for pair in zip(easy, hard, strict=True) for prompt in pair][:count]
     counted = measure_acceptance(params, others, model=model, config=config, batch_size=len(others))
     figures = to_json(report(counted, ["others"] * len(others)))["overall"]
-    return {"easy": easy, "hard": hard, "mixed": mixed}, profile.usable_acceptance(figures)
+    return {"easy": easy, "hard": hard, "mixed": mixed}, profile_file.usable_acceptance(figures)
 
 
 def modelled_time(results, costs: tuple[float, ...]) -> float:
@@ -179,13 +183,13 @@ def main(argv: list[str] | None = None) -> int:
         measured = profile.measure(
             params,
             model=model,
-            batches=(batch,),
-            num_steps=num_steps,
-            context=PROMPT_TOKENS + NEW_TOKENS // 2,
-            rounds=2 if options.quick else 48,
+            config=DecodeConfig(num_steps=num_steps),
+            conditions=profile.Conditions(
+                (batch,), context=PROMPT_TOKENS + NEW_TOKENS // 2, repeats=2 if options.quick else 48
+            ),
         )
         parts = [RoundCosts.from_json(stored) for stored in measured["batches"]]
-        depths = profile.depth_settings(parts, acceptance, options.model, batch=batch, num_steps=num_steps)
+        depths = profile_file.depth_settings(parts, acceptance, options.model, batch=batch, num_steps=num_steps)
         for name, prompts in sets.items():
             count = min(max(BATCHES * batch, LEAST_PROMPTS), most)
             groups = [prompts[begin : begin + batch] for begin in range(0, count - batch + 1, batch)]

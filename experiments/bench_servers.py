@@ -35,12 +35,14 @@ from experiments.bench_engine import median_ratio
 from experiments.smollm2_modules import attach_modules
 from experiments.smollm2_settings import OWN_PROMPTS, find_gguf
 from mtpjax import MTPModel
-from mtpjax.ablation.bench import Settings, find_workload
+from mtpjax.ablation.grid import Settings
+from mtpjax.ablation.workload import find_workload
 from mtpjax.atomic import write_text
 from mtpjax.console import narrow_table
 from mtpjax.data.draft_vocabulary import save_vocabulary
 from mtpjax.data.jsonl import read_json_objects
 from mtpjax.evaluation.machine import Stopwatch, describe_machine
+from mtpjax.evaluation.prompt_choice import PromptChoice
 from mtpjax.io.checkpoint import load, save_model
 from mtpjax.serving.bench.backends import BACKENDS, BenchRequest
 from mtpjax.serving.bench.client import Client
@@ -146,7 +148,8 @@ def find_prompts(
     assert model is not None
     loaded, params = load(model)
     assert isinstance(loaded, MTPModel)
-    rows = find_workload(model, loaded, params, Settings(max_new_tokens=new_tokens), num_prompts=num_prompts).prompts
+    settings, choice = Settings(max_new_tokens=new_tokens), PromptChoice(count=num_prompts)
+    rows = find_workload(model, loaded, params, settings, choice).prompts
     return [bytes(row).decode(errors="ignore") for row in rows]
 
 

@@ -36,16 +36,18 @@ from rich.console import Console
 
 from experiments.objectives import train_trunk
 from mtpjax import DecodeConfig, MTPModel, Objective, TrainConfig, load, load_drafter
-from mtpjax.ablation.bench import Settings, find_workload
+from mtpjax.ablation.grid import Settings
+from mtpjax.ablation.workload import find_workload
 from mtpjax.atomic import write_text
 from mtpjax.console import narrow_table
 from mtpjax.decoding.drafter import Drafter
 from mtpjax.decoding.generate import generate, speculative_generate
 from mtpjax.drafters.load import DRAFTER_FOLDER
-from mtpjax.evaluation.acceptance import sampling_arguments
 from mtpjax.evaluation.machine import Stopwatch, describe_machine
 from mtpjax.evaluation.metrics import estimate
 from mtpjax.evaluation.plot_style import COLOURS, picture
+from mtpjax.evaluation.prompt_choice import PromptChoice
+from mtpjax.evaluation.same_text import sampling_arguments
 from mtpjax.training.cost import seconds_per_update
 from mtpjax.training.trainer import TrainResult, train
 
@@ -268,7 +270,7 @@ def measure(
     """Returns `{"prompts": their number, "methods": {method: figures}}`."""
     model, params = load_model(trunk)
     settings = Settings(max_new_tokens=sizes.new_tokens)
-    prompts = find_workload(trunk, model, params, settings, num_prompts=count).prompts
+    prompts = find_workload(trunk, model, params, settings, PromptChoice(count=count)).prompts
     cells: dict[str, list[dict[str, Any]]] = {method: [] for method in methods}
     for seed in range(seeds):
         for method, found in cells.items():

@@ -22,15 +22,17 @@ from typing import Any
 import numpy as np
 from rich.console import Console
 
+from experiments.objectives_plot import plot_objectives
 from mtpjax import DecodeConfig, MTPModel, Objective, TrainConfig, load
-from mtpjax.ablation.bench import Settings, find_workload
+from mtpjax.ablation.grid import Settings
+from mtpjax.ablation.workload import find_workload
 from mtpjax.console import narrow_table
 from mtpjax.decoding.generate import speculative_generate
-from mtpjax.evaluation.acceptance import sampling_arguments
 from mtpjax.evaluation.intervals import estimate_from, resample
 from mtpjax.evaluation.machine import describe_machine
 from mtpjax.evaluation.metrics import estimate
-from mtpjax.evaluation.plots import plot_objectives
+from mtpjax.evaluation.prompt_choice import PromptChoice
+from mtpjax.evaluation.same_text import sampling_arguments
 from mtpjax.io import checkpoint
 from mtpjax.io.checkpoint_reader import CheckpointReader
 from mtpjax.models.params import is_of_modules
@@ -114,7 +116,8 @@ def measure(
     """`{"prompts": how many, "settings": {name: {temperature: figures}}}`."""
     trunk = train_trunk(folder, steps=trunk_steps, preset=preset)
     model, params = load(trunk)
-    prompts = find_workload(trunk, model, params, Settings(max_new_tokens=NEW_TOKENS), num_prompts=count).prompts
+    settings = Settings(max_new_tokens=NEW_TOKENS)
+    prompts = find_workload(trunk, model, params, settings, PromptChoice(count=count)).prompts
     found: dict[str, list] = {name: [] for name in SETTINGS}
     for seed in range(seeds):
         for name in SETTINGS:

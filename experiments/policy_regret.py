@@ -28,7 +28,7 @@ import rich.table
 
 from mtpjax.console import narrow_table
 from mtpjax.decoding.depth_policy import init_policy, update_policy
-from mtpjax.evaluation.profile import MIN_RATE
+from mtpjax.evaluation.profile_file import MIN_RATE
 
 LEVELS = 7
 BATCHES, LENGTHS, MODES = (1, 4, 16, 64), (64, 256), ("batch", "stream")

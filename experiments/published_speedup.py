@@ -24,7 +24,7 @@ from scipy.optimize import least_squares
 
 from mtpjax.console import narrow_table
 from mtpjax.evaluation.compiled_call import stored_shapes
-from mtpjax.evaluation.plan import estimate_round
+from mtpjax.evaluation.plan_rounds import estimate_round
 from mtpjax.evaluation.plot_style import COLOURS, GREY, picture
 from mtpjax.evaluation.roofline import DEVICES
 from mtpjax.models.presets import presets

@@ -10,8 +10,8 @@ import numpy as np
 
 from experiments.smollm2_settings import NUM_DEPTHS, Settings
 from mtpjax import DecodeConfig, MTPModel, SamplingParams, forward, generate, speculative_generate
-from mtpjax.evaluation.acceptance import first_divergences, sampling_arguments
 from mtpjax.evaluation.metrics import decoded_rates, to_json
+from mtpjax.evaluation.same_text import first_divergences, sampling_arguments
 
 LAW_TOKENS, LAW_TOP_K = 4, 2  # the test of the distribution samples one of top_k ** tokens texts
 LAW_BATCH = 64

@@ -10,7 +10,7 @@ import numpy as np
 from experiments.smollm2_settings import NUM_DEPTHS
 from mtpjax import DecodeConfig, MTPModel, speculative_generate
 from mtpjax.evaluation.machine import Stopwatch
-from mtpjax.evaluation.profile import break_even_rate
+from mtpjax.evaluation.profile_report import break_even_rate
 
 Engine = Callable[[list[int], int], tuple[list[int], int]]
 PREFILL = "prefill"

@@ -13,15 +13,7 @@ STATES = ("lossy", "identical", "DIFFERS", "exact by rule")
 
 
 def is_whole(row: dict[str, Any], cell: Cell) -> bool:
-    """Returns whether a row holds everything that reports read, of the right types.
-
-    Args:
-        row: a line of `cells.jsonl`.
-        cell: the cell that it belongs to.
-
-    Returns:
-        False for a row that was edited or damaged.
-    """
+    """Returns whether a row of this cell holds everything that reports read: False if it was edited or damaged."""
     levels = [row.get(name) for name in LEVELS]
     costs = row.get("costs")
     return (
@@ -44,7 +36,6 @@ def is_whole(row: dict[str, Any], cell: Cell) -> bool:
 
 
 def _is_category(rates: Any, cell: Cell) -> bool:
-    """Returns whether a value holds the rates of a category of prompts."""
     return (
         isinstance(rates, dict)
         and _is_number(rates.get("prompts"))
@@ -59,7 +50,6 @@ def _is_category(rates: Any, cell: Cell) -> bool:
 
 
 def _is_estimate(value: Any, *, can_lack: bool = False) -> bool:
-    """Returns whether a value is an estimate with its interval."""
     if not isinstance(value, dict) or not value.keys() >= {"value", "low", "high"}:
         return False
     parts = [value[name] for name in ("value", "low", "high")]

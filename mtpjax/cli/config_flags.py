@@ -11,7 +11,8 @@ from collections.abc import Iterable, Mapping
 from typing import Any
 
 from mtpjax.cli.help import flag_group
-from mtpjax.decoding.config import EXACT_RULES, LOSSY_RULES, DecodeConfig, SamplingParams
+from mtpjax.decoding.acceptance.rules import EXACT_NAMES, LOSSY_NAMES, PARAMETERS, RULES
+from mtpjax.decoding.config import DecodeConfig, SamplingParams
 
 # SGLang's server flags for the same settings, accepted as aliases.
 SGLANG_FLAGS = {
@@ -26,15 +27,7 @@ SGLANG_FLAGS = {
 }
 # Settings of the draft's shape, of acceptance, and of one drafter each.
 SHAPE_FIELDS = ("num_steps", "topk", "num_draft_tokens")
-ACCEPTANCE_FIELDS = (
-    "acceptance",
-    "threshold_single",
-    "threshold_acc",
-    "typical_epsilon",
-    "typical_delta",
-    "relaxed_topk",
-    "relaxed_delta",
-)
+ACCEPTANCE_FIELDS = ("acceptance", *PARAMETERS)
 MTP_FIELDS = ("draft_vocabulary", "draft_window", "draft_sinks")
 LOOKUP_FIELDS = ("prompt_lookup_min", "prompt_lookup_max")
 DRAFT_FIELDS = (*SHAPE_FIELDS, *ACCEPTANCE_FIELDS, *MTP_FIELDS)
@@ -63,8 +56,9 @@ FLAG_FIELDS = tuple(
 )
 # Fields whose flag takes something else than the field does.
 _HELP = {
-    "acceptance": f"acceptance rule: auto, {', '.join(EXACT_RULES)}; {', '.join(LOSSY_RULES)} change the text's "
-    "distribution. auto is greedy if every prompt is at temperature 0, else block for a chain and recursive for a tree",
+    "acceptance": f"acceptance rule: auto, {', '.join(EXACT_NAMES)}; {', '.join(LOSSY_NAMES)} change the text's "
+    "distribution; or package.module:RECORD, an AcceptanceRule of yours. auto is greedy if every prompt is at "
+    "temperature 0, else block for a chain and recursive for a tree",
     "drafter": "draft method: mtp (the model's MTP modules) or lookup (n-grams copied from the row's own text, which "
     "needs no MTP modules)",
     "draft_vocabulary": "file written by `mtpjax vocabulary`: the MTP modules draft only its tokens",
@@ -94,9 +88,22 @@ def _add_flags(parser, kind: type, fields: Iterable[str], defaults: Mapping[str,
         if name == "num_steps" and default is None:
             text += f" (default: {DEFAULT_MTP_STEPS} with MTP modules, {DEFAULT_LOOKUP_STEPS} for lookup, else 0)"
         kind_of_flag = {"action": "store_true"} if types[name] is bool else {"type": _number_or_text(types[name])}
-        if choices := _names_of(types[name]):
+        choices = rule_choices("auto") if name == "acceptance" else _names_of(types[name])
+        if choices:
             kind_of_flag |= {"choices": choices, "metavar": name.rsplit("_")[-1].upper()}
         flag_group(parser, _group_of(name)).add_argument(*flag_names(name), default=default, help=text, **kind_of_flag)
+
+
+class _NamesOrRecord(tuple):
+    """Names that a flag takes, beside `package.module:RECORD`."""
+
+    def __contains__(self, value: object) -> bool:
+        return ":" in str(value) or super().__contains__(value)
+
+
+def rule_choices(*names: str) -> tuple[str, ...]:
+    """Returns what `--acceptance` takes: these names, those of all rules, and `package.module:RECORD`."""
+    return _NamesOrRecord((*names, *RULES))
 
 
 def _group_of(name: str) -> str:

@@ -292,7 +292,7 @@ def _compare_with_plain(
     """Returns lines that say whether the texts equal plain decoding's and where not, and the exit code, 0 or 4."""
     import jax.numpy as jnp
 
-    from mtpjax.evaluation.acceptance import first_divergences
+    from mtpjax.evaluation.same_text import first_divergences
 
     plain = decode_plainly(config.min_rows)
     is_equal = [text == other for text, other in zip(texts, plain, strict=True)]
@@ -316,7 +316,7 @@ def _compare_with_plain(
 def _decode_config(options, settings: dict[str, Any], config, tokenizer, *, batch: int):
     """Makes the `DecodeConfig` of the command; adaptive depth takes its costs from a profile."""
     from mtpjax.decoding.config import DecodeConfig
-    from mtpjax.evaluation.profile import load_depth_settings
+    from mtpjax.evaluation.profile_file import load_depth_settings
 
     settings = with_num_steps(settings, config)
     # Adaptive depth weighs accept length against measured round times, which depend on the device.

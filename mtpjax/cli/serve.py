@@ -12,8 +12,14 @@ from mtpjax.cli.drafter_flags import ALIASES, load_drafter_of
 from mtpjax.cli.expert_flags import check_expert_devices, place_experts_by_flags
 from mtpjax.cli.mesh_flags import load_on_mesh, open_mesh
 from mtpjax.cli.serve_processes import check_process_flags, check_same_start, connect_followers
-from mtpjax.cli.serve_settings import api_settings, check_used, engine_sizes, load_grammars, server_settings
-from mtpjax.decoding.config import LOSSY_RULES
+from mtpjax.cli.serve_settings import (
+    api_settings,
+    check_used,
+    engine_sizes,
+    load_grammars,
+    server_settings,
+)
+from mtpjax.decoding.acceptance.rules import find_rule
 from mtpjax.errors import TokenizerError, UsageError, install_extra
 from mtpjax.host import raise_descriptor_limit
 from mtpjax.messages import did_you_mean
@@ -58,8 +64,9 @@ def engine_settings(options, num_modules: int) -> dict[str, Any]:
     changes_depth = options.speculative_adaptive or options.speculative_disable_by_batch_size is not None
     if changes_depth and settings["acceptance"] == "auto":
         settings["acceptance"] = "sample"
-    if settings["acceptance"] in LOSSY_RULES and not options.allow_lossy:
-        raise ValueError(f"acceptance '{settings['acceptance']}' changes the text's distribution: use --allow-lossy")
+    rule = settings["acceptance"]
+    if rule != "auto" and not options.allow_lossy and not find_rule(rule).is_exact:
+        raise ValueError(f"acceptance '{rule}' changes the text's distribution: use --allow-lossy")
     return settings
 
 
@@ -98,9 +105,9 @@ def run_serve(options) -> int:
     # Check the flags before the model is loaded, which may take minutes.
     check_minimums(options, ep_num_redundant_experts=0, eplb_rebalance_num_iterations=1)
     check_used(options)
-    engine_settings(options, num_modules=1)
-    # The number of threads and the compilation cache are set before anything imports JAX.
+    # The number of threads and the compilation cache are set before anything imports JAX, as a user's record may.
     set_threads(options.model_path)
+    engine_settings(options, num_modules=1)
     disaggregation = disaggregation_settings(options)
     raise_descriptor_limit()
     with open_mesh(options) as mesh:

@@ -110,7 +110,7 @@ def depths_and_ancestor_mask(parents: jax.Array, num_steps: int) -> tuple[jax.Ar
 class TreeShape:
     """A tree that is fixed before any token is drawn.
 
-    The ratio rules (`FIXED_TREE_RULES`) need it: they are exact only if a node's place in the tree does not depend on
+    Ratio rules for trees need it: they are exact only if a node's place in the tree does not depend on
     the token drawn there.
 
     Attributes:

@@ -220,7 +220,7 @@ def speculative_generate(
         )
         with device_settings(params, resolved_mesh, config), explain_param_errors(params, model):
             state = decode(params, draft_params, state, model=model, drafter=drafter, spec=spec)
-        return collect(state, range(B) if num_padding else None, is_exact=spec.is_exact)
+        return collect(state, range(B) if num_padding else None, is_exact=spec.rule.is_exact)
 
     return gpu_graph.GRAPHS.run_or_repeat(resolved_mesh or jax.sharding.get_mesh(), run)
 

@@ -163,7 +163,7 @@ def prefill(
     # plain decoding, so the same seed gives the same token there.
     # Where the arg-max is enough, no logits are stored, as in verification.
     logits, sampling = None, state.settings.sampling
-    if spec.rule == "greedy" and not sampling.changes_logits and not spec.logprobs:
+    if spec.is_greedy and not sampling.changes_logits and not spec.logprobs:
         assert allowed is None
         values, tokens, _ = apply(last_hidden, k=1, method="top_tokens")
         first, best = tokens[:, :, 0], values[:, :, 0]
@@ -172,7 +172,7 @@ def prefill(
         best = vocabulary.logsumexp(logits) if spec.check_nan else None
         num_new, masks = jnp.zeros_like(length)[:, None], None if allowed is None else allowed[:, None]
         adjusted = adjust_logits(logits, state, None, num_new, model, masks)
-        if spec.rule == "greedy":
+        if spec.is_greedy:
             first = vocabulary.argmax(adjusted)
         else:
             first = draw_target(distribution(adjusted, sampling, vocabulary), sampling, length[:, None], vocabulary)

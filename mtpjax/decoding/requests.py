@@ -10,6 +10,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax.core import Tracer
 
+from mtpjax.decoding.acceptance.rules import MAX_PARAMETERS
 from mtpjax.decoding.config import DecodeConfig, SamplingParams
 from mtpjax.decoding.drafter import Drafter
 from mtpjax.decoding.sampling_params import make_sampling_arrays
@@ -277,15 +278,6 @@ def make_stop_table(config: DecodeConfig) -> np.ndarray:
     return stops
 
 
-def lossy_rule_params(config: DecodeConfig) -> tuple[float, float]:
-    """Returns the parameters of a lossy acceptance rule; zeros for any other rule."""
-    return {
-        "threshold": (config.threshold_single, config.threshold_acc),
-        "typical": (config.typical_epsilon, config.typical_delta),
-        "relaxed": (float(config.relaxed_topk), config.relaxed_delta),
-    }.get(config.acceptance if isinstance(config.acceptance, str) else "", (0.0, 0.0))
-
-
 def make_new_rows(
     rows: list[np.ndarray],
     *,
@@ -334,8 +326,9 @@ def make_new_rows(
         "prompt_length": lengths.copy(),
         "limit": limits,
         "stops": np.broadcast_to(stops, (R, *stops.shape)).copy(),
-        "rule_params": np.broadcast_to(np.array(lossy_rule_params(config), np.float32), (R, 2)).copy(),
+        "rule_params": np.zeros((R, MAX_PARAMETERS), np.float32),
     }
+    arrays["rule_params"][:, : len(config.rule_params)] = config.rule_params
     settings = RowSettings(
         sampling=make_sampling_arrays(sampling, R, model.config, key, single_stops, features=features), **arrays
     )

@@ -4,16 +4,10 @@ import dataclasses
 import functools
 import logging
 
+from mtpjax.decoding.acceptance.rules import RULES
 from mtpjax.decoding.config import DecodeConfig
 
 log = logging.getLogger("mtpjax.decoding")
-
-# Parameters of acceptance rules, by rule.
-RULE_SETTINGS = {
-    "threshold": ("threshold_single", "threshold_acc"),
-    "typical": ("typical_epsilon", "typical_delta"),
-    "relaxed": ("relaxed_topk", "relaxed_delta"),
-}
 
 
 def find_unused_settings(config: DecodeConfig) -> dict[str, str]:
@@ -30,10 +24,7 @@ def find_unused_settings(config: DecodeConfig) -> dict[str, str]:
     if not config.num_steps:
         return {} if config.num_draft_tokens is None else {"num_draft_tokens": "num_steps above 0"}
     needs = {
-        name: f"acceptance '{rule}'"
-        for rule, names in RULE_SETTINGS.items()
-        for name in names
-        if config.acceptance != rule
+        name: f"acceptance '{rule}'" for rule in RULES.values() for name in rule.parameters if config.rule is not rule
     }
     if config.depth_policy != "adaptive":
         needs |= dict.fromkeys(("depth_costs", "depth_rates"), "depth_policy 'adaptive'")

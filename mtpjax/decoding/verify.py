@@ -1,14 +1,14 @@
 """Verification: one trunk pass over the drafted nodes, then the acceptance rule picks a path."""
 
-import functools
-from collections.abc import Callable
 from typing import Any
 
 import flax.struct
 import jax
 import jax.numpy as jnp
 
-from mtpjax.decoding import acceptance, rng
+from mtpjax.decoding import rng
+from mtpjax.decoding.acceptance.chain import match_chain
+from mtpjax.decoding.acceptance.walk import match_tree
 from mtpjax.decoding.drafter import Draft, Drafter
 from mtpjax.decoding.logits import adjust_logits
 from mtpjax.decoding.sampling import PathTokens, distribution, draw, draw_target
@@ -23,7 +23,7 @@ from mtpjax.models.vocabulary import Vocabulary
 class VerifyOutput(flax.struct.PyTreeNode):
     """The outputs of the trunk's pass over W nodes. Exactly one of `logits` and `target_tokens` is set."""
 
-    logits: jax.Array | None  # [B, W, own V] float32, unmodified; None if the rule needs only the arg-max
+    logits: jax.Array | None  # [B, W, local V] float32, unmodified; None if the rule needs only the arg-max
     target_tokens: jax.Array | None  # [B, W] int32 arg-max after each node; None if the rule needs logits
     states: Any  # trunk states that the drafter selected, [B, W, ...] per leaf
     trunk: Cache  # the trunk's cache with the nodes appended; its length is unchanged
@@ -76,7 +76,7 @@ def verify(
     # 3. Score. For greedy rows with unmodified logits the arg-max is enough, and a kernel computes it without storing
     #    [B, W, V] logits.
     logits = target_tokens = is_nan = None
-    if spec.rule == "greedy" and not state.settings.sampling.changes_logits and not spec.logprobs:
+    if spec.is_greedy and not state.settings.sampling.changes_logits and not spec.logprobs:
         values, tokens, _ = apply(output.hidden, k=1, method="top_tokens")
         target_tokens, best = tokens[:, :W, 0], values[:, :W, 0]
     else:
@@ -156,10 +156,10 @@ def accept(
 
     # 2. Rules that choose the target's own token after each node and accept the drafts that equal it: arg-max for
     #    "greedy", a sample from p for "sample". The text consists of the target's tokens, so any tree is exact.
-    if spec.rule == "greedy":
+    if spec.is_greedy:
         return _accept_matches(draft, vocabulary.argmax(adjusted), K)
     probabilities = distribution(adjusted, sampling, vocabulary)
-    if spec.rule == "sample":
+    if spec.rule.follows == "sample":
         return _accept_matches(draft, draw_target(probabilities, sampling, round_start + depth, vocabulary), K)
 
     # 3. Rules that accept each draft with a probability, and therefore need one uniform per draft. The noise is keyed
@@ -169,26 +169,10 @@ def accept(
     q = draft.probabilities
     if q is not None and q.shape[-1] != V:  # a user's drafter may return the columns of the whole vocabulary
         q = vocabulary.own(q)
-    if spec.rule in ("token", "block"):
-        # Chain rules need only the count: the accepted path is a prefix of the chain.
-        assert q is not None
-        rule = acceptance.token_chain if spec.rule == "token" else acceptance.block_chain
-        ends = () if draft.num_drafted is None else (draft.num_drafted,)
-        num_accepted, weights = jax.vmap(functools.partial(rule, vocabulary=vocabulary))(
-            draft.tokens[:, 1:], probabilities, q, uniforms, *ends
-        )
-        path, accepted = None, draft.tokens[:, 1:]
+    path, num_accepted, weights = _apply_rule(draft, probabilities, q, uniforms, state, spec, vocabulary)
+    if path is None:
+        accepted = draft.tokens[:, 1:]
     else:
-        # Tree rules walk from the root. A chain is a tree in which node n-1 is the parent of node n.
-        parents = draft.parents
-        if parents is None:
-            parents = jnp.broadcast_to(jnp.arange(W)[None, :] - 1, (B, W))
-            if draft.num_drafted is not None:
-                parents = jnp.where(jnp.arange(W)[None, :] <= draft.num_drafted[:, None], parents, -1)
-        accepted_path = jax.vmap(_bind_tree_rule(spec, vocabulary))(
-            draft.tokens, parents, probabilities, q, uniforms, state.settings.rule_params
-        )
-        path, num_accepted, weights = accepted_path.path, accepted_path.num_accepted, accepted_path.weights
         accepted = jnp.take_along_axis(draft.tokens, path[:, 1:], axis=1)
         path = None if draft.parents is None else path
     # 4. Draw the bonus token from the weights that the rule returns: the residual max(p - q, 0) after a rejection, p
@@ -206,50 +190,47 @@ def _accept_matches(draft: Draft, target_tokens: jax.Array, num_steps: int) -> A
     # Chain: accept the longest prefix of matches. The target's tokens themselves are the drafts up to there and
     # the bonus token.
     if draft.parents is None:
-        num_accepted = acceptance.match_chain(draft.tokens[:, 1:], target_tokens)
+        num_accepted = match_chain(draft.tokens[:, 1:], target_tokens)
         if draft.num_drafted is not None:
             num_accepted = jnp.minimum(num_accepted, draft.num_drafted)
         return Acceptance(None, num_accepted, target_tokens)
     # Tree: descend to the child that equals the target's token, until no child does.
-    match = jax.vmap(lambda *row: acceptance.match_tree(*row, num_steps=num_steps))
+    match = jax.vmap(lambda *row: match_tree(*row, num_steps=num_steps))
     path, num_accepted = match(draft.tokens, draft.parents, target_tokens)
     return Acceptance(path, num_accepted, jnp.take_along_axis(target_tokens, path, axis=1))
 
 
-def _bind_tree_rule(spec: DecodeSpec, vocabulary: Vocabulary) -> Callable[..., acceptance.AcceptedPath]:
-    """Returns the rule for one row, a function of (tokens, parents, p, q, uniforms, rule_params) -> `AcceptedPath`."""
-    # Each rule takes what it needs of these. Thresholds of lossy rules are per-row arrays, so rows may differ in them
-    # and a new value compiles nothing.
-    K = spec.num_steps
-    settings: dict[str, Any] = {"num_steps": K, "vocabulary": vocabulary}
-    if callable(spec.rule):
-        return functools.partial(_apply_custom_rule, spec.rule, K, vocabulary)
-    if spec.rule == "recursive":
-        assert spec.tree_shape is not None
-        topk = spec.tree_shape.topk
-        return lambda tokens, parents, p, q, u, _: acceptance.recursive_tree(
-            tokens, parents, p, q, u, topk=topk, **settings
-        )
-    if spec.rule == "traversal":
-        assert spec.tree_shape is not None
-        shape = spec.tree_shape.parents
-        return lambda tokens, _, p, q, u, __: acceptance.traversal_tree(tokens, p, q, u, parents=shape, **settings)
-    if spec.rule == "threshold":
-        return lambda tokens, parents, p, _, u, row: acceptance.threshold_tree(
-            tokens, parents, p, u, single=row[0], acc=row[1], **settings
-        )
-    if spec.rule == "typical":
-        return lambda tokens, parents, p, _, __, row: acceptance.typical_tree(
-            tokens, parents, p, epsilon=row[0], delta=row[1], **settings
-        )
-    assert spec.rule == "relaxed", spec.rule
-    return lambda tokens, parents, p, _, __, row: acceptance.relaxed_tree(
-        tokens, parents, p, topk=row[0], delta=row[1], **settings
-    )
+def _apply_rule(
+    draft: Draft, p: jax.Array, q: jax.Array | None, u: jax.Array, state: DecodeState, spec: DecodeSpec, vocabulary
+) -> tuple[jax.Array | None, jax.Array, jax.Array]:
+    """Maps the rule over the rows. Returns the fields of `AcceptedPath`, `[B, ...]`; a chain rule's path is None."""
+    rule, static, ends = spec.rule, {}, ()
+    assert rule.function is not None and (q is not None or not rule.needs_q)
+    if rule.drafts == "chain":
+        # Chain rules need only the count: the accepted path is a prefix of the chain.
+        nodes = (draft.tokens[:, 1:],)
+        ends = () if draft.num_drafted is None else (draft.num_drafted,)
+    else:
+        # Tree rules walk from the root. A chain is a tree in which node n-1 is the parent of node n.
+        parents, (B, W) = draft.parents, draft.tokens.shape
+        if parents is None:
+            parents = jnp.broadcast_to(jnp.arange(W)[None, :] - 1, (B, W))
+            if draft.num_drafted is not None:
+                parents = jnp.where(jnp.arange(W)[None, :] <= draft.num_drafted[:, None], parents, -1)
+        nodes, static = (draft.tokens, parents), {"num_steps": spec.num_steps}
+        if rule.drafts == "fixed tree":
+            static["tree"] = spec.tree_shape
+    if rule.reads_shard:
+        static["vocabulary"] = vocabulary
 
+    def apply_to_row(nodes, p, q, u, ends, params):
+        # Parameters are per-row arrays, so rows may differ in them and a new value compiles nothing.
+        parameters = {name: params[column] for column, name in enumerate(rule.parameters)}
+        rows = (p, q) if rule.needs_q else (p,)
+        if not rule.reads_shard:  # the devices gather the columns of the whole vocabulary
+            rows = tuple(map(vocabulary.gather, rows))
+        found = rule.function(*nodes, *rows, u, *ends, **static, **parameters)
+        path, num_accepted, weights = (None, *found) if rule.drafts == "chain" else found
+        return path, num_accepted, weights if rule.reads_shard else vocabulary.own(weights)
 
-def _apply_custom_rule(rule, num_steps: int, vocabulary: Vocabulary, tokens, parents, p, q, u, _):
-    """Applies a user's rule, which reads the probabilities of the whole vocabulary: the devices gather them."""
-    q = None if q is None else vocabulary.gather(q)
-    accepted = rule(tokens, parents, vocabulary.gather(p), q, u, num_steps=num_steps)
-    return acceptance.AcceptedPath(accepted.path, accepted.num_accepted, vocabulary.own(accepted.weights))
+    return jax.vmap(apply_to_row)(nodes, p, q, u, ends, state.settings.rule_params)

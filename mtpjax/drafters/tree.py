@@ -94,7 +94,7 @@ def extend_ancestor_mask(mask: jax.Array | None, parent: jax.Array) -> jax.Array
 
 
 class DynamicTreeBuilder:
-    """A tree of the most likely nodes, for rules that accept any tree (`DYNAMIC_TREE_RULES`).
+    """A tree of the most likely nodes, for rules that accept any tree.
 
     A node's score is the product of the draft probabilities on its path (EAGLE-2, 2406.16858). Every level expands its
     topk best nodes; in the end the best nodes of all levels form the tree.
@@ -116,7 +116,7 @@ class DynamicTreeBuilder:
         Returns:
             The nodes to expand next: their tokens and their parents' indices in the level before, `[B, topk]`.
         """
-        if self.spec.rule == "greedy" and not self.state.settings.sampling.changes_logits:
+        if self.spec.is_greedy and not self.state.settings.sampling.changes_logits:
             # Every row is at temperature 0 and nothing changes the logits, so the kernel finds the best tokens without
             # storing all logits.
             values, tokens, logsumexp = scores.top_tokens(self.spec.topk)
@@ -138,7 +138,7 @@ class DynamicTreeBuilder:
 
 
 class FixedTreeBuilder:
-    """A tree of a fixed shape, whose nodes' children are drawn without replacement (`FIXED_TREE_RULES`).
+    """A tree of a fixed shape, whose nodes' children are drawn without replacement.
 
     Rules that compare p with q stay exact only if the shape does not depend on the drawn tokens.
     """

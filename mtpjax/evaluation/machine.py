@@ -23,14 +23,7 @@ def describe_machine() -> dict[str, str | int]:
 
 
 def describe_device(count: int = 1) -> str:
-    """Names what JAX computes on, such as "NVIDIA H100 80GB HBM3 x 8" or "AMD EPYC 7B13, 2 cores".
-
-    Args:
-        count: devices that are used.
-
-    Returns:
-        The name, for titles.
-    """
+    """Names the `count` devices that JAX uses: "NVIDIA H100 80GB HBM3 x 8" or "AMD EPYC 7B13, 2 cores"."""
     import jax
 
     device = jax.devices()[0]
@@ -83,8 +76,8 @@ class Stopwatch:
     def read(self) -> dict[str, float]:
         """Returns `seconds`, `cpu_seconds` and `waited_seconds` since the start.
 
-        A thread also waits for other threads of its own process, which disturbs nothing. So the waiting time is at most
-        as long as other programs ran on these cores.
+        A thread also waits for other threads of its own process, which disturbs nothing. So the time that other
+        programs ran on these cores limits the waiting time.
         """
         seconds, cpu, waited, busy = (now - begin for begin, now in zip(self.begin, self._now(), strict=True))
         # Threads that have ended take their waiting time with them.

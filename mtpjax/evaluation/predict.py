@@ -27,6 +27,8 @@ temperature 0, the expectations, averaged over texts from the trunk's distributi
 
 import numpy as np
 
+PREDICTABLE_RULES = ("greedy", "sample", "token", "block")
+
 
 def acceptance_probabilities(
     matches_text: np.ndarray, log_ratio: np.ndarray, is_greedy: np.ndarray, *, rule: str
@@ -37,7 +39,7 @@ def acceptance_probabilities(
         matches_text: `[B, T, K]` bool, True where level k's arg-max is the text's token.
         log_ratio: `[B, T, K]` log q - log p of that token, -inf past the end of the text.
         is_greedy: `[B]` bool, rows at temperature 0.
-        rule: the acceptance rule, "greedy", "sample", "token" or "block".
+        rule: one of `PREDICTABLE_RULES`.
 
     Returns:
         `[B, T, K]` float64.
@@ -45,7 +47,7 @@ def acceptance_probabilities(
     Raises:
         ValueError: for any other rule.
     """
-    # Drafts that are an arg-max are accepted as long as all of them match the text.
+    # Drafts that are an arg-max are accepted while all of them match the text.
     matches = np.cumprod(matches_text, axis=-1).astype(np.float64)
     if rule in ("greedy", "sample"):
         return matches
@@ -56,7 +58,7 @@ def acceptance_probabilities(
     elif rule == "block":
         log = np.minimum(np.minimum.accumulate(np.cumsum(log_ratio, axis=-1), axis=-1), 0)
     else:
-        raise ValueError(f"acceptance '{rule}' is not one of greedy, sample, token, block")
+        raise ValueError(f"acceptance '{rule}' is not one of {', '.join(PREDICTABLE_RULES)}")
     # A row at temperature 0 drafts the arg-max under any rule.
     return np.where(is_greedy[:, None, None], matches, np.exp(log))
 

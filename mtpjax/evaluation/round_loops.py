@@ -9,6 +9,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from mtpjax.decoding import rng
+from mtpjax.decoding.acceptance.rules import RULES
 from mtpjax.decoding.commit import cond_as_while_loop
 from mtpjax.decoding.config import DecodeConfig
 from mtpjax.decoding.drafter import Drafter
@@ -77,7 +78,7 @@ def max_slots_written(model: MTPModel, shape: RoundShape, drafter: Drafter | Non
         return max(shape.num_nodes, num_extended + shape.topk * shape.num_steps)
     # Trees of a fixed shape and those of the best nodes differ in the nodes that are expanded.
     rules = ("greedy", "recursive") if shape.topk > 1 else ("greedy",)
-    specs = [DecodeSpec(*shape, rule=rule, min_rows=2) for rule in rules]
+    specs = [DecodeSpec(*shape, rule=RULES[rule], min_rows=2) for rule in rules]
     return max(max(spec.verify_width, drafter.num_scratch_slots(model, spec)) for spec in specs)
 
 

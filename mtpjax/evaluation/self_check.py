@@ -14,7 +14,7 @@ import numpy as np
 
 from mtpjax.distributed import gather_processes
 from mtpjax.errors import printable
-from mtpjax.evaluation.acceptance import compare_levels
+from mtpjax.evaluation.teacher_forced import compare_levels
 from mtpjax.io.checkpoint_format import find_checkpoint, is_checkpoint
 from mtpjax.io.checkpoint_reader import CheckpointReader
 from mtpjax.io.huggingface_files import SELF_CHECK_FILE
@@ -92,9 +92,9 @@ def check_acceptance(path, model: MTPModel, params: dict) -> list[str]:
         measured = _measure(params, np.array(stored["tokens"], np.int32), model=model, num_depths=levels)
         differences = [
             f"{name} of draft level {level} with the trunk is {now:.3f}; training measured {before:.3f}"
-            for name, most in TOLERANCE.items()
+            for name, limit in TOLERANCE.items()
             for level, (now, before) in enumerate(zip(measured[name], stored[name], strict=True), start=1)
-            if not abs(now - before) <= most
+            if not abs(now - before) <= limit
         ]
     if differences:
         log.warning("%s does not draft as it did when it was trained: %s", path, "; ".join(differences))

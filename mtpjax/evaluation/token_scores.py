@@ -38,14 +38,11 @@ def score_tokens(
     """Scores the tokens of texts that continue prompts.
 
     Args:
-        params: parameters of `model` with unrolled layers.
+        params: parameters with unrolled layers.
         prompts: token ids, at least one each.
         texts: token ids that follow each prompt.
         model: the model.
-        num_top: most likely tokens to report in each place; 0: none.
-
-    Returns:
-        The scores of each text.
+        num_top: number of most likely tokens to report in each place; 0: none.
     """
     # All rows have one shape and share a compiled program. One at a time bounds the memory.
     columns = round_up_capacity(max(len(prompt) + len(text) for prompt, text in zip(prompts, texts, strict=True)))

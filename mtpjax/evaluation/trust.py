@@ -98,10 +98,6 @@ def can_pass(problem: str | None) -> bool:
 def verdict(problems: Sequence[str | None], waited: float) -> str:
     """Says in one line whether measurements can be trusted, and why not. It comes before their table.
 
-    Args:
-        problems: the problem of each measurement.
-        waited: largest share of a measurement's time that threads waited for a core.
-
     Returns:
         A line such as "trust in the timings: yes; threads waited up to 0.4% of the time for a core".
     """
@@ -125,12 +121,7 @@ def time_calls(short: Callable[[], Any], long: Callable[[], T]) -> tuple[float, 
     A pause of the process in the short call can make the difference negative. Then both are timed again, at most
     `MAX_TIMING_TRIES` times.
 
-    Args:
-        short: returns when its work is done.
-        long: also does the work of `short`.
-
-    Returns:
-        The seconds of the short and of the long call, and the long call's result.
+    Returns the seconds of the short and of the long call, and the long call's result.
     """
 
     def once() -> tuple[float, float, T]:
@@ -149,14 +140,9 @@ def time_calls(short: Callable[[], Any], long: Callable[[], T]) -> tuple[float, 
 
 
 def seconds_beyond(short: np.ndarray, long: np.ndarray) -> np.ndarray:
-    """Subtracts the time of a short call from that of a long one, which also does its work.
+    """Subtracts the seconds of a short call from those of a long one, which also does its work.
 
-    Args:
-        short: seconds.
-        long: seconds.
-
-    Returns:
-        The differences. Where one is not positive, other programs disturbed the times; `long` is then returned, an
-        upper bound, so that no speed is negative. `speed_up_problem` is told of it (`is_negative`).
+    Where a difference is not positive, other programs disturbed the times; `long` is then returned, an upper bound, so
+    that no speed is negative. `speed_up_problem` is told of it (`is_negative`).
     """
     return np.where(long > short, long - short, long)

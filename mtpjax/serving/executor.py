@@ -190,7 +190,7 @@ class Executor:
             stop_sequences=request.stop_sequences,
             max_length=self.sizes.max_length,
         )
-        if self.spec.rule == "greedy" and temperatures(request.sampling, 1).any():
+        if self.spec.is_greedy and temperatures(request.sampling, 1).any():
             raise ValueError(
                 f"acceptance 'greedy' supports only temperature 0, got {request.sampling.temperature}; "
                 "start the engine with 'auto' or an exact sampling rule"
@@ -222,7 +222,7 @@ class Executor:
         grammars, sampling = self.settings.grammars, request.sampling
         if grammars is None:
             raise ValueError("the engine was started without grammars")
-        if not self.spec.is_exact:
+        if not self.spec.rule.is_exact:
             raise ValueError(f"acceptance '{self.spec.rule}' may accept tokens that the grammar forbids")
         if not set(grammars.eos_token_ids) <= set(request.stop_token_ids):
             raise ValueError("a text with a grammar ends with the end token, which cannot be ignored")

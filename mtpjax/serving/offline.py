@@ -110,7 +110,9 @@ def complete(
     )
     spec, mesh = resolve_statics(params, model, config, min(batch_size, len(prompts)))[3:]
     num_slots = _count_slots(min(batch_size, len(prompts)), mesh)
-    call = _Call(params, {"model": model, "config": config}, draft_params, num_slots, arrays.features, spec.is_exact)
+    call = _Call(
+        params, {"model": model, "config": config}, draft_params, num_slots, arrays.features, spec.rule.is_exact
+    )
     # 3. Decode the batches. The last one leaves slots free.
     for begin in range(0, len(prompts), batch_size):
         batch = slice(begin, begin + batch_size)

@@ -20,6 +20,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax.sharding import PartitionSpec
 
+from mtpjax.decoding.acceptance.rules import RULES
 from mtpjax.decoding.commit import cond_as_while_loop
 from mtpjax.decoding.drafter import Draft, Drafter
 from mtpjax.decoding.gpu_graph import one_graph
@@ -133,7 +134,7 @@ class Features:
             history=history.replace(prompt=history.prompt[:, :0], counts=history.counts[:, :0]),
             logprobs=state.logprobs[:, :0],
         )
-        return reduced, dataclasses.replace(spec, rule="greedy", logprobs=False)
+        return reduced, dataclasses.replace(spec, rule=RULES["greedy"], logprobs=False)
 
     @property
     def unchanged(self) -> tuple[str, ...]:

@@ -3,6 +3,7 @@
 import dataclasses
 from collections.abc import Callable
 
+from mtpjax.decoding.acceptance.rules import RULES
 from mtpjax.decoding.capacity import round_up_capacity, slots_per_round
 from mtpjax.decoding.drafter import Drafter
 from mtpjax.decoding.spec import DecodeSpec
@@ -161,7 +162,7 @@ def resolve_sizes(
     min_rows = tuple(min_rows_of(size) for size in batch_sizes)
     spec = dataclasses.replace(spec, min_rows=max(min_rows))
     # 3. Rows that are all greedy have dynamic trees, which may need more slots than those of a sampling rule.
-    rules = (spec, dataclasses.replace(spec, rule="greedy"))
+    rules = (spec, dataclasses.replace(spec, rule=RULES["greedy"]))
     num_behind, max_shift = max(slots_per_round(model, drafter, each) for each in rules), drafter.max_shift(model)
     # 4. The pool.
     max_pages = count_pages(max_length, num_behind, max_shift=max_shift, size=settings.page_size)

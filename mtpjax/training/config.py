@@ -121,6 +121,7 @@ class TrainConfig:
         max_consecutive_bad_steps: the run stops after this number of updates in a row with a non-finite loss or
             gradient.
         panel_prompts: held-out prompts decoded at the end of the run, some of them also during it; 0: none.
+        panel_acceptance: acceptance rule of the decoded prompts, as in `DecodeConfig`; it must allow temperature 1.
         accumulation: number of parts of a batch that run one after the other. The memory is that of one part, the
             update that of the whole batch.
         remat: "none" stores the matmul outputs of each layer for the backward pass and recomputes norms, activations
@@ -193,6 +194,7 @@ class TrainConfig:
     keep_states: int = 2
     max_consecutive_bad_steps: int = 10
     panel_prompts: int = 128
+    panel_acceptance: str = "auto"
     accumulation: int = 1
     remat: Literal["none", "layers"] = "none"
     implementation: Implementation = "auto"

@@ -10,14 +10,15 @@ import numpy as np
 
 from mtpjax.compat import make_mesh
 from mtpjax.data.packing import Document
+from mtpjax.decoding.acceptance.rules import AcceptanceRule
 from mtpjax.decoding.capacity import min_rows_per_pass, round_up_capacity
 from mtpjax.decoding.config import DecodeConfig
+from mtpjax.decoding.spec import DecodeSpec
 from mtpjax.distributed import is_multiprocess
 from mtpjax.drafters.forward import DraftArchitecture
 from mtpjax.evaluation.acceptance import measure_acceptance
-from mtpjax.evaluation.intervals import Estimate, estimate_from, resample
 from mtpjax.evaluation.machine import Stopwatch
-from mtpjax.evaluation.metrics import report
+from mtpjax.evaluation.metrics import estimate_speed_up, report
 from mtpjax.evaluation.round_costs import CostMeter
 from mtpjax.evaluation.round_loops import chain_shape
 from mtpjax.evaluation.trust import speed_up_problem
@@ -91,7 +92,11 @@ class PanelDecoder:
         model: the model in its form for training.
         num_depths: draft levels; 0: nothing is decoded.
         max_prompts: maximum number of prompts.
+        acceptance: the acceptance rule, as in `DecodeConfig`.
         architecture: the drafter beside the trunk, whose speed-up is not measured; None: MTP modules.
+
+    Raises:
+        ValueError: there is no such rule, or it does not allow temperature 1.
     """
 
     def __init__(
@@ -101,6 +106,7 @@ class PanelDecoder:
         model: MTPModel,
         num_depths: int,
         max_prompts: int,
+        acceptance: str | AcceptanceRule = "auto",
         architecture: DraftArchitecture | None = None,
     ):
         # Prompt, continuation and drafts together must fit into the model's positions.
@@ -117,8 +123,10 @@ class PanelDecoder:
             allow_copies=True,  # the run's mesh need not suit decoding
             max_new_tokens=new_tokens,
             num_steps=num_depths,
+            acceptance=acceptance,
             stop_token_ids=corpus.tokenizer.eos_token_ids,
         )
+        DecodeSpec.from_config(self.config, is_greedy=False)  # rejects a rule before training, not after it
         self.is_stacked, self.architecture = model.scan_layers, architecture
         self.seconds_spent, self.expected_seconds = 0.0, FIRST_DECODING_SECONDS
 
@@ -235,27 +243,6 @@ class PanelDecoder:
             name: {kind: with_speed_up(row, *counts[name, kind]) for kind, row in kinds.items()}
             for name, kinds in decoded.items()
         }
-
-
-def estimate_speed_up(steps: np.ndarray, accepted: np.ndarray, plain_steps: np.ndarray) -> Estimate:
-    """Estimates the ideal speed-up over plain decoding: accept length over the cost of a round.
-
-    Args:
-        steps: `[P]` verification passes per prompt.
-        accepted: `[P, K]` accepted drafts per prompt and level.
-        plain_steps: `[R]` the measured costs of a round, in plain steps.
-
-    Returns:
-        The accept length of all prompts over the median cost, with a 95 % interval that resamples the prompts and,
-        independently of them, the measurements of the cost.
-    """
-    prompts, timings = resample(len(steps), len(plain_steps))
-    per_prompt = accepted.sum(axis=1)
-    # Samples of prompts without a step have no accept length, and are left out.
-    sampled_steps = steps[prompts].sum(axis=1)
-    lengths = 1 + per_prompt[prompts].sum(axis=1) / np.where(sampled_steps > 0, sampled_steps, np.nan)
-    value = (1 + per_prompt.sum() / steps.sum()) / np.median(plain_steps)
-    return estimate_from(float(value), lengths / np.median(plain_steps[timings], axis=1))
 
 
 def _decoded_metrics(metrics: dict, kind: str, looping: int) -> DecodedMetrics:

@@ -6,13 +6,12 @@ from typing import Any
 from mtpjax.evaluation.plot_style import (
     DEFAULT_FORMATS,
     colour,
+    draw_picture,
     legend_below,
     legend_columns,
     legend_key,
     level_colour,
     line_style,
-    picture,
-    picture_paths,
     plot_estimates,
     share_limits,
     shorten,
@@ -26,13 +25,12 @@ def plot_run(path, history: History, formats: Sequence[str] = DEFAULT_FORMATS, *
     """Plots losses, agreement and survival by level, and accept lengths over the updates of a run.
 
     Args:
-        formats: formats of a path without suffix.
+        history: rows of `metrics.jsonl`, with at least one evaluation. Without draft levels there is one panel.
     """
-    if not picture_paths(path, formats):
-        return
     evaluations = [row for row in history if "eval" in row]
     num_levels = len(evaluations[-1]["eval"]["agreement"])
-    with picture(path, (11, 4.6) if num_levels else (6, 4), formats, title=title) as figure:
+
+    def draw(figure):
         axes = figure.subplots(1, 3 if num_levels else 1, squeeze=False)[0]
         _draw_losses(axes[0], history, evaluations)
         if num_levels:
@@ -41,6 +39,8 @@ def plot_run(path, history: History, formats: Sequence[str] = DEFAULT_FORMATS, *
         for axis in axes:
             axis.set(xlabel="updates", xlim=(0, 1.03 * max(row["step"] for row in history)))
             axis.xaxis.get_major_locator().set_params(integer=True)
+
+    draw_picture(path, (11, 4.6) if num_levels else (6, 4), draw, formats, title=title)
 
 
 def _draw_losses(axis, history: History, evaluations: History) -> None:
@@ -110,22 +110,22 @@ def plot_comparison(
     Args:
         runs: history of each run by name; each has at least one evaluation. Panels that no run has figures for are
             left out.
-        formats: formats of a path without suffix.
     """
-    if not picture_paths(path, formats):
-        return
     draws = [_compare_losses]
     last = [[row for row in history if "eval" in row][-1] for history in runs.values()]
     draws += [_compare_survival] * any(row["eval"]["survival"] for row in last)
     draws += [_compare_lengths] * any(map(_overall_decoded, last))
     num_columns = legend_columns(names := [shorten(name, 60) for name in runs], width := 3.7 * len(draws))
     height = 3.7 + 0.2 * -(-len(runs) // num_columns)
-    with picture(path, (width, height), formats, title=title) as figure:
+
+    def draw(figure):
         axes = figure.subplots(1, len(draws), squeeze=False)[0]
-        for draw, axis in zip(draws, axes, strict=True):
-            draw(axis, list(runs.values()))
+        for draw_panel, axis in zip(draws, axes, strict=True):
+            draw_panel(axis, list(runs.values()))
         handles = [legend_key(name, **line_style(number)) for number, name in enumerate(names)]
         figure.legend(handles=handles, loc="outside lower center", ncols=num_columns)
+
+    draw_picture(path, (width, height), draw, formats, title=title)
 
 
 def _compare_losses(axis, histories: Sequence[History]) -> None:

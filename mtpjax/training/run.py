@@ -155,7 +155,12 @@ class Run:
             self.log = stack.enter_context(MetricsLog(folder, step=self.clock.step, send=send))
             window = {"start": config.profile_start, "steps": config.profile_steps}
             self.trace = stack.enter_context(trace_window(self.output, **window))
-            self.decoder = PanelDecoder(self.corpus, max_prompts=config.panel_prompts, **self.panel_settings)
+            self.decoder = PanelDecoder(
+                self.corpus,
+                max_prompts=config.panel_prompts,
+                acceptance=config.panel_acceptance,
+                **self.panel_settings,
+            )
             yield
 
     def _open_trunk_states(self) -> HiddenStateCache | None:

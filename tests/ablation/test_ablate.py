@@ -19,7 +19,7 @@ import rich.console
 from mtpjax import generate, program_memory
 from mtpjax.ablation import bench as bench_module
 from mtpjax.ablation import run
-from mtpjax.ablation.bench import Bench, find_workload, paired_ratio
+from mtpjax.ablation.bench import Bench, paired_ratio
 from mtpjax.ablation.drafters import MTP
 from mtpjax.ablation.grid import Cell, Settings, list_cells
 from mtpjax.ablation.heatmap import cell_texts, plot_heatmap
@@ -27,10 +27,12 @@ from mtpjax.ablation.pareto import plot_pareto
 from mtpjax.ablation.report import advise, cell_of, format_recommendation, format_summary, print_cells, to_csv
 from mtpjax.ablation.rows import is_whole
 from mtpjax.ablation.run import fingerprint
+from mtpjax.ablation.workload import find_workload
 from mtpjax.cli.main import main
 from mtpjax.data.jsonl_writer import JsonlWriter
 from mtpjax.data.packing import split_held_out
 from mtpjax.decoding.config import DecodeConfig
+from mtpjax.evaluation.prompt_choice import PromptChoice
 from mtpjax.evaluation.round_costs import RoundCosts
 from mtpjax.evaluation.round_loops import PLAIN_STEP
 from mtpjax.io.checkpoint import save_model
@@ -509,7 +511,7 @@ def test_ctrl_c_says_how_to_go_on(checkpoint, tmp_path, capsys, monkeypatch):
 def test_prompts_without_a_file_are_of_files_that_training_held_out(small, checkpoint):
     """Those whose plain continuation repeats itself are left out, unless all do."""
     model, params = small("grouped", "mixed", vocab_size=256)
-    workload = find_workload(checkpoint, model, params, SETTINGS, num_prompts=2, prompt_tokens=16)
+    workload = find_workload(checkpoint, model, params, SETTINGS, PromptChoice(count=2, max_tokens=16))
     assert len(workload.prompts) == 2 and all(len(prompt) == 16 for prompt in workload.prompts)
     _, held_out = split_held_out(file_documents(sorted(checkpoint.parent.glob("*.txt"))), 0.5)
     texts = [document.tokens.tobytes() for document in held_out]

@@ -25,8 +25,8 @@ from mtpjax.drafters.dspark.drafting import DSparkDrafter
 from mtpjax.drafters.dspark.network import DSpark, DSparkConfig
 from mtpjax.drafters.medusa.drafting import MedusaDrafter, MedusaParams
 from mtpjax.drafters.medusa.network import Medusa, MedusaConfig
-from mtpjax.evaluation import profile
-from mtpjax.evaluation.profile import load_depth_settings
+from mtpjax.evaluation import profile, profile_file
+from mtpjax.evaluation.profile_file import load_depth_settings
 from mtpjax.io.checkpoint import save_model
 from mtpjax.models.config import ModelConfig
 from mtpjax.models.masks import full_view
@@ -356,7 +356,7 @@ def test_profile_stands_beside_the_model_or_where_it_is_told(checkpoint, tmp_pat
     assert exit_code(["profile", "--model", str(checkpoint)]) == 0
     assert (checkpoint / "profile.json").is_file()
     load(checkpoint)  # is still one
-    monkeypatch.setattr(profile.os, "access", lambda *_: False)
+    monkeypatch.setattr(profile_file.os, "access", lambda *_: False)
     assert exit_code(["profile", "--model", str(checkpoint)]) == 2
     assert "choose another place with --output FILE" in capsys.readouterr().err
     assert exit_code(["profile", "--model", str(checkpoint), "--num-steps", "0", "--output", str(tmp_path / "x")]) == 2

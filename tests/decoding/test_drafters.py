@@ -10,7 +10,8 @@ import numpy as np
 import pytest
 
 from mtpjax import DecodeConfig, SamplingParams, generate, speculative_generate
-from mtpjax.decoding.acceptance import AcceptedPath
+from mtpjax.decoding.acceptance.rules import AcceptanceRule
+from mtpjax.decoding.acceptance.walk import AcceptedPath
 from mtpjax.decoding.drafter import Draft, Drafter
 from mtpjax.decoding.reference import plain_generate
 from mtpjax.drafters.lookup.drafting import find_ngram
@@ -146,7 +147,7 @@ def test_a_wrong_q_is_caught(without_modules):
     assert first_token_law(tokens, second_token_law(model, params)) > 4.5
 
 
-def accept_every_draft(tokens, parents, p, q, u, *, num_steps):
+def accept_every_draft(tokens, parents, p, u, *, num_steps):
     """Accepts the whole chain, whatever the target says; the bonus token follows the target."""
     path = jnp.arange(num_steps + 1)
     return AcceptedPath(path, jnp.int32(num_steps), p[num_steps])
@@ -154,7 +155,9 @@ def accept_every_draft(tokens, parents, p, q, u, *, num_steps):
 
 def test_an_acceptance_rule_of_ones_own_is_followed(without_modules):
     model, params = without_modules
-    config = dataclasses.replace(LOOKUP, acceptance=accept_every_draft, stop_sequences=())
+    config = dataclasses.replace(
+        LOOKUP, acceptance=AcceptanceRule("every draft", accept_every_draft), stop_sequences=()
+    )
     result = speculative_generate(
         params, PROMPTS, model=model, config=config, sampling=SamplingParams(temperature=0.5, seed=1)
     )

@@ -48,5 +48,5 @@ def test_drafts_from_the_normed_state_are_those_of_the_teacher_forced_pass(kind,
         config = DecodeConfig(max_new_tokens=40, num_steps=2, drafter=drafter, acceptance="block")
         arguments = {"model": model, "config": config, "draft_params": draft_params}
         found = measure_acceptance(params, [[first, second] for first in range(11) for second in (1, 7)], **arguments)
-        np.testing.assert_allclose(found.predicted_accepted, found.accepted)
+        np.testing.assert_allclose(found.predicted.accepted, found.accepted)
         assert found.accepted.sum() > 0

@@ -62,7 +62,7 @@ def make_spec(num_steps, topk=1, num_nodes=None, rule="greedy", **changes):
 def new_rows(spec):
     """Prompts of different lengths, with random tokens behind them."""
     tokens = np.random.default_rng(1).integers(0, 61, (len(LENGTHS), CAPACITY)).astype(np.int32)
-    temperature = jnp.full(len(LENGTHS), 0.0 if spec.rule == "greedy" else 0.7)
+    temperature = jnp.full(len(LENGTHS), 0.0 if spec.is_greedy else 0.7)
     seed = jnp.arange(2 * len(LENGTHS), dtype=jnp.uint32).reshape(-1, 2)
     sampling = SamplingArrays.greedy(len(LENGTHS)).replace(temperature=temperature, seed=seed)
     return NewRows.without_stops(*map(jnp.asarray, (tokens, LENGTHS, LIMITS)), sampling)
@@ -187,7 +187,7 @@ def test_every_cache_equals_a_teacher_forced_prefill(case, small):
             assert_same_entries(cache.layers, expected, cache.length)
     assert counts == set(range(num_steps + 1))  # rejections at every level, and none
     assert (state.length == LIMITS).all()
-    if spec.rule == "greedy":
+    if spec.is_greedy:
         for row, (length, limit) in enumerate(zip(LENGTHS, LIMITS, strict=True)):
             assert (state.tokens[row, length:limit] == choices[row, length - 1 : limit - 1]).all()
 

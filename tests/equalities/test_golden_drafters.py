@@ -12,7 +12,7 @@ import pytest
 import mtpjax
 from conversion.hf_config import parse_config
 from mtpjax import DecodeConfig, MTPModel, speculative_generate
-from mtpjax.decoding.acceptance import typical_tree
+from mtpjax.decoding.acceptance.lossy import typical_tree
 from mtpjax.decoding.loop import finish_round
 from mtpjax.decoding.prefill import prefill
 from mtpjax.decoding.sampling import SamplingArrays

@@ -20,6 +20,7 @@ from mtpjax import (
     shard_for_decoding,
     speculative_generate,
 )
+from mtpjax.decoding.acceptance.rules import AcceptanceRule
 from mtpjax.decoding.acceptance.walk import AcceptedPath, descend
 from mtpjax.models.layers import attend
 from mtpjax.models.quantized import is_scaled
@@ -111,7 +112,7 @@ def test_every_way_to_decode_gives_the_same_on_a_mesh(attention, name, small):
         np.testing.assert_allclose(one, other, atol=1e-4)
 
 
-def accept_likely(tokens, parents, p, q, u, *, num_steps):
+def accept_likely(tokens, parents, p, u, *, num_steps):
     """A rule of a user, which sees the probabilities of all tokens."""
     assert p.shape[1] == 64
     path, num_accepted = descend(p[parents, tokens] > 0.1 * p.max(axis=-1)[parents], parents, num_steps)
@@ -129,7 +130,7 @@ RULES = {
     "threshold": {"acceptance": "threshold", "threshold_single": 0.5, "threshold_acc": 0.8, **TREE},
     "typical": {"acceptance": "typical", **TREE},
     "relaxed": {"acceptance": "relaxed", **TREE},
-    "custom": {"acceptance": accept_likely},
+    "custom": {"acceptance": AcceptanceRule("likely", accept_likely)},
 }
 
 

@@ -13,8 +13,9 @@ from mtpjax.cli.main import main
 from mtpjax.cli.mesh_flags import parse_mesh
 from mtpjax.decoding.capacity import round_up_capacity
 from mtpjax.evaluation.compiled_call import stored_shapes
-from mtpjax.evaluation.plan import Plan, Round, Temp, estimate_round, list_meshes, plan_layout, train_bytes
-from mtpjax.evaluation.plan_report import Candidate, Comparison, compare_meshes, describe
+from mtpjax.evaluation.plan import Plan, Temp, list_meshes, plan_layout, train_bytes
+from mtpjax.evaluation.plan_report import Candidate, Comparison, Load, compare_meshes, describe
+from mtpjax.evaluation.plan_rounds import Round, estimate_round
 from mtpjax.evaluation.roofline import DEVICES, Part
 from mtpjax.io.inspect import stored_params
 from mtpjax.models.presets import presets
@@ -133,13 +134,13 @@ def test_more_devices_and_fewer_bytes_take_less_time(stored):
 
 @pytest.mark.slow
 def test_the_fastest_that_fits_is_chosen(stored):
-    settings = {"rows": 64, "context": 4000, "num_steps": 1, "accept_length": 1.8}
-    result = compare_meshes(V3, stored, H100, list_meshes(16), **settings)
+    load = Load(64, 4000, num_steps=1, accept_length=1.8)
+    result = compare_meshes(V3, stored, H100, list_meshes(16), load)
     assert result.best is min(result.candidates, key=lambda each: each.drafted.seconds)
     assert 1 < result.speedup(result.best) < 1.8
-    assert not compare_meshes(V3, stored, H100, list_meshes(4), **settings).best
+    assert not compare_meshes(V3, stored, H100, list_meshes(4), load).best
     glm = presets["glm-4.5"]
-    result = compare_meshes(glm, stored_shapes(glm, has_fp8=True), H100, list_meshes(64), **settings)
+    result = compare_meshes(glm, stored_shapes(glm, has_fp8=True), H100, list_meshes(64), load)
     assert [mesh for mesh, _ in result.excluded] == [{"data": 1, "tensor": 64}, {"data": 64, "tensor": 1}]
 
 
@@ -182,7 +183,7 @@ def test_tables_show_all_headers_and_numbers(sizes, width):
     names = ("weights", "experts", "head", "cache", "MTP modules")
     drafted = Round(3, tuple(Part(name, 1.0, 1.0) for name in names), (0.1234,) * 5, 9, 0.1234, ())
     candidate = Candidate(layout, dataclasses.replace(drafted, num_steps=0), drafted)
-    result = Comparison(2048, 131_072, 3, 2.95, [candidate], [], candidate)
+    result = Comparison(Load(2048, 131_072, 3, 2.95), [candidate], [], candidate)
     file = io.StringIO()
     console = rich.console.Console(file=file, width=width)
     for line in describe(result, H100, 2048):
@@ -195,7 +196,7 @@ def test_tables_show_all_headers_and_numbers(sizes, width):
 
 def test_the_longest_context_leaves_room_for_the_drafts():
     layout = Plan({}, 8, 5120, 40 * 10**9, 8 * 10**9, (Temp("matrices", 1e9),), 1e9, 200_000.0, 512)
-    result = Comparison(8, 4096, 1, 1.8, [], [], None)
+    result = Comparison(Load(8, 4096, 1, 1.8), [], [], None)
     longest = result.longest_context(Candidate(layout, *[Round(0, (), (), 0, 0.0, ())] * 2), H100)
     # A call of this context needs at most the slots that fit, and one token more needs more of them.
     assert round_up_capacity(longest + 3) <= layout.largest_slots(H100) < round_up_capacity(longest + 4)

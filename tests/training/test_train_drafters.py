@@ -286,8 +286,8 @@ def test_training_raises_acceptance_to_what_the_trainer_predicts(kind, trunk, co
     rates = [counts.accepted.sum() / counts.rounds.sum() / LEVELS for counts in (before, after)]
     assert rates[1] > 0.5 and rates[1] > rates[0] + 0.3
     # At temperature 0 the prediction along the trunk's own text is exact.
-    np.testing.assert_allclose(after.predicted_accepted, after.accepted)
-    np.testing.assert_allclose(after.predicted_rounds, after.rounds)
+    np.testing.assert_allclose(after.predicted.accepted, after.accepted)
+    np.testing.assert_allclose(after.predicted.rounds, after.rounds)
     # Above it, it is the expectation; the panel's interval is over prompts.
     row = result.panel.decoded["overall"]["sampled"]
     assert abs(row.predicted - row.accept_length) < 0.6
@@ -307,7 +307,7 @@ def test_predictions_are_the_expectation_of_sampled_decoding(kind, small):
     config = DecodeConfig(max_new_tokens=24, num_steps=LEVELS, drafter=drafter, acceptance="block")
     arguments = {"model": model, "config": config, "draft_params": draft_params, "batch_size": 128}
     found = measure_acceptance(params, [[1, 2, 3]] * 256, temperature=1.0, **arguments)
-    difference = found.accepted - found.predicted_accepted
+    difference = found.accepted - found.predicted.accepted
     error = difference.std(axis=0) / np.sqrt(len(difference))
     assert found.accepted.sum() > 50
     assert (abs(difference.mean(axis=0)) < 4 * error + 1e-6).all()

@@ -37,17 +37,7 @@ def recursive_tree(
     Cost: it reads two rows of [V] per child tried, for at most num_steps * topk children.
 
     Args:
-        tokens: `[W]` token of each node; node 0 is the root, the last committed token.
-        parents: `[W]` parent of each node, -1 for unused nodes.
-        p: `[W, V]` target distribution after each node.
-        q: `[W, V]` distribution that each node's children were drawn from; rows of leaves are not read.
-        u: `[W]` uniforms, one per node.
-        num_steps: depth of the tree, K.
-        topk: most children of a node.
-        vocabulary: how the columns of p and q are split over devices.
-
-    Returns:
-        The accepted path, its length, and the bonus token's weights.
+        topk: maximum number of children of a node.
     """
     # The walk's state: the current node, the rank of its next child, the accepted drafts, and what earlier rejections
     # left of the node's p and q.
@@ -69,7 +59,7 @@ def recursive_tree(
         n = children[node, rank]
         is_tried = (n > 0) & (num_accepted < num_steps)
         is_accepted = is_tried & (u[n] * q_x < p_x)
-        # 2. After a rejection p and q lose this child. After an acceptance the walk continues at the child, whose own p
+        # 2. After a rejection p and q lose this child. After an acceptance the walk continues at the child, whose p
         # and q are complete.
         after_rejection, _ = _reject_child(
             remainder, one, is_drawn, rejected_children(node, rank + 1), p[node], q[node], vocabulary
@@ -96,7 +86,7 @@ def recursive_tree(
     root = jnp.zeros_like(parents[0])
     path = jnp.zeros_like(parents, shape=num_steps + 1)
     carry = (root, root, root, path, full, remaining_at(root, root, full))
-    # Every visit tests another child, which bounds the visits of a walk. The visits behind its end change nothing.
+    # Every visit tests another child, which bounds the visits of a walk. The visits after its end change nothing.
     max_visits = min(num_steps * topk, len(parents) - 1)
     node, rank, num_accepted, path, remainder, _ = jax.lax.fori_loop(0, max_visits, visit, carry)
     # The bonus token comes from what the rejections at the last node left of p.
@@ -126,21 +116,12 @@ def traversal_tree(
     r norm(max(w p - q, 0)) remains, whatever q the next child has.
 
     A node's acceptance depends on its own w and on its children's tokens, not on anything below them. So w is computed
-    for all nodes of a level at once, and the accepted node is the first in post-order with u < w. The number of
-    sequential steps is the sum over levels of the most children that a node has there; each reads two rows of [V] per
-    child. The tree's shape is static: an exact rule requires that it does not depend on the drawn tokens.
+    for all nodes of a level at once, and the accepted node is the first in post-order with u < w. A level takes as many
+    sequential steps as its largest number of children of a node; each step reads two rows of [V] per child.
+    The tree's shape is static: an exact rule requires that it does not depend on the drawn tokens.
 
     Args:
-        tokens: `[W]` token of each node; node 0 is the root, the last committed token.
-        p: `[W, V]` target distribution after each node.
-        q: `[W, V]` distribution that each node's children were drawn from; rows of leaves are not read.
-        u: `[W]` uniforms, one per node.
         parents: parent of each node, static; -1 for the root.
-        num_steps: depth of the tree, K.
-        vocabulary: how the columns of p and q are split over devices.
-
-    Returns:
-        The accepted path, its length, and the bonus token's weights.
     """
     # Static layout of the tree: the children of each node and the path from the root to it.
     children: list[list[int]] = [

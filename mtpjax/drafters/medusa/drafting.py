@@ -8,7 +8,7 @@ import flax.struct
 import jax
 import jax.numpy as jnp
 
-from mtpjax.decoding.config import FIXED_TREE_RULES, DecodeConfig
+from mtpjax.decoding.config import DecodeConfig
 from mtpjax.decoding.draft_tree import depths_and_ancestor_mask
 from mtpjax.decoding.drafter import Draft, Drafter
 from mtpjax.decoding.sampling import PathTokens
@@ -111,9 +111,9 @@ class MedusaDrafter(Drafter):
         if found != wanted or config.topk == 1:
             text = ", ".join(f"{name} {value}" for name, value in wanted.items())
             raise ValueError(f"the static tree needs {text}; got {', '.join(map(str, found.values()))}")
-        if config.acceptance in FIXED_TREE_RULES:
+        if config.rule is not None and config.rule.drafts == "fixed tree":
             raise ValueError(
-                f"acceptance '{config.acceptance}' draws each node's children; a static tree has the best candidates: "
+                f"acceptance '{config.rule}' draws each node's children; a static tree has the best candidates: "
                 "use 'greedy', 'sample' or a lossy rule, or no choices"
             )
 

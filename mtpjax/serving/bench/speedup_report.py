@@ -9,7 +9,7 @@ import rich.table
 
 from mtpjax.atomic import write_text
 from mtpjax.console import narrow_table
-from mtpjax.evaluation.plot_style import GREY, colour, legend_below, picture, picture_paths, plain_log_ticks
+from mtpjax.evaluation.plot_style import GREY, colour, draw_picture, legend_below, plain_log_ticks
 from mtpjax.evaluation.plots import plot_speed_ups
 from mtpjax.evaluation.trust import mark, verdict
 from mtpjax.messages import count_of
@@ -132,10 +132,14 @@ def format_markdown(rows: Sequence[Speedup], settings: dict[str, Any], reference
 def plot_speedup(
     path, rows: Sequence[Speedup], formats: Sequence[str], reference: Reference, *, title: str = ""
 ) -> None:
-    """Plots throughput and speed-up against concurrency; `path` is as in `plot_style.picture_paths`."""
-    if not picture_paths(path, formats):
-        return
-    with picture(path, (9.5, 4.2), formats, title=title) as figure:
+    """Plots throughput and speed-up against concurrency.
+
+    Args:
+        rows: the comparisons.
+        reference: published speed-ups to show beside them.
+    """
+
+    def draw(figure):
         throughput, speed = figure.subplots(1, 2)
         places = [row.concurrency for row in rows]
         # Left: output tokens per second.
@@ -157,3 +161,5 @@ def plot_speedup(
             axes.set_xscale("log", base=2)
             axes.set_xticks(places, [str(place) for place in places])
             legend_below(axes)
+
+    draw_picture(path, (9.5, 4.2), draw, formats, title=title)
