@@ -101,7 +101,7 @@ def plot_objectives(path, settings: dict[str, dict[str, Any]], formats: Sequence
 
     Args:
         path: the picture, as in `plot_style.picture_paths`.
-        settings: results of `experiments.objectives` by setting and temperature.
+        settings: results of `experiments.training.objectives` by setting and temperature.
         formats: formats of a path without suffix.
     """
     if not picture_paths(path, formats):

@@ -1,6 +1,6 @@
 """The report counts comments, circles and arrows as it says."""
 
-from experiments import code_report
+from experiments.correctness import code_report
 
 
 def test_only_lines_that_hold_nothing_but_a_comment_are_counted():

@@ -8,8 +8,8 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from experiments import compare_smollm2_drafters, smollm2_drafters, smollm2_measure
-from experiments.smollm2_settings import MissingModelError, find_gguf
+from experiments.common.smollm2_settings import MissingModelError, find_gguf
+from experiments.training import compare_smollm2_drafters, smollm2_drafters, smollm2_measure
 from mtpjax import DecodeConfig, MTPModel, TrainConfig, load_drafter, save_drafter, speculative_generate
 from mtpjax.drafters.dflash.drafting import DFlashDrafter, DFlashParams
 from mtpjax.drafters.dflash.network import DFlash, DFlashConfig

@@ -5,8 +5,8 @@ import sys
 
 import pytest
 
-from experiments import gpu_check
-from experiments.gpu_check import Step
+from experiments.gpu import gpu_check
+from experiments.gpu.gpu_check import Step
 
 
 @pytest.fixture

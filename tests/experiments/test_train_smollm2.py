@@ -19,7 +19,7 @@ from experiments import (
     smollm2_speed,
     train_smollm2,
 )
-from experiments.smollm2_settings import OWN_PROMPTS, QUICK, MissingModelError, Settings
+from experiments.common.smollm2_settings import OWN_PROMPTS, QUICK, MissingModelError, Settings
 from mtpjax import DecodeConfig, ModelConfig, MTPModel, add_mtp_modules, init_params, load, presets, save
 from mtpjax.data.chat import encode_chat
 from mtpjax.data.draft_vocabulary import load_vocabulary
