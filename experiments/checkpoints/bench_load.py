@@ -11,7 +11,6 @@ import argparse
 import dataclasses
 import json
 import pathlib
-import platform
 import resource
 import shutil
 import statistics
@@ -23,8 +22,8 @@ from typing import Any
 
 import numpy as np
 
+from experiments.common.results import about, write
 from mtpjax import presets
-from mtpjax.evaluation.machine import describe_machine
 
 MODULE = "experiments.checkpoints.bench_load"
 # (preset, what is changed): widths are those of the releases, layers and experts fewer
@@ -204,10 +203,7 @@ def main() -> None:
         options.repeats = 2
     with tempfile.TemporaryDirectory(dir=options.folder) as folder:
         results = {shape: measure(shape, options, pathlib.Path(folder)) for shape in options.shapes}
-    if options.output:
-        command = ["python", "-m", MODULE, *sys.argv[1:]]
-        record = {"command": " ".join(command), "machine": describe_machine(), "python": platform.python_version()}
-        pathlib.Path(options.output).write_text(json.dumps(record | {"results": results}, indent=1) + "\n")
+    write(options.output, about(results=results))
 
 
 if __name__ == "__main__":

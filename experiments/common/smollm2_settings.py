@@ -13,7 +13,7 @@ READER = "gguf"  # the package that reads GGUF files
 OWN_PROMPTS = pathlib.Path(__file__).with_name("smollm2_prompts.jsonl")
 # In the output folder: the model with its module, and the tokens that the module may draft.
 CHECKPOINT_FOLDER, VOCABULARY_FILE = "checkpoint", "vocabulary.json"
-NUM_DEPTHS = 3  # draft levels that are trained and measured
+NUM_DEPTHS = 3  # draft levels that are trained
 
 
 class MissingModelError(Exception):
@@ -22,7 +22,7 @@ class MissingModelError(Exception):
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Settings:
-    """Everything that decides the trained modules and the measured prompts.
+    """Everything that decides the trained modules and the held-out prompts.
 
     Attributes:
         answers: prompts that the model answers, as training text.
@@ -36,11 +36,7 @@ class Settings:
         batch_size: rows of a training step.
         row_length: tokens of a training row.
         learning_rate: peak learning rate.
-        held_out_per_category: prompts of each category that are kept for measuring.
-        held_out_tokens: new tokens of each held-out prompt.
-        timed_prompts: held-out prompts that are timed alone, the shortest ones of different categories.
-        timed_rounds: timings of each prompt and each depth.
-        law_samples: samples of the test of the sampled distribution.
+        held_out_per_category: prompts of each category that are not trained on.
         num_layers: trunk layers that are kept; 0: all. With fewer the model writes nonsense.
         seed: seed of the choice of prompts, of the answers and of the module.
     """
@@ -57,10 +53,6 @@ class Settings:
     row_length: int = 256
     learning_rate: float = 1e-3
     held_out_per_category: int = 2
-    held_out_tokens: int = 48
-    timed_prompts: int = 6
-    timed_rounds: int = 2
-    law_samples: int = 512
     num_layers: int = 0
     seed: int = 0
 
@@ -75,10 +67,6 @@ QUICK = Settings(
     batch_size=1,
     row_length=32,
     held_out_per_category=1,
-    held_out_tokens=8,
-    timed_prompts=1,
-    timed_rounds=1,
-    law_samples=8,
     num_layers=3,  # each program compiles in a tenth of the time
 )
 

@@ -17,10 +17,7 @@ Afterwards no page may be in use, no request may wait, and no program may have b
 import argparse
 import collections
 import dataclasses
-import datetime
-import json
 import pathlib
-import platform
 import sys
 import threading
 import time
@@ -31,11 +28,10 @@ import jax
 import numpy as np
 from rich.console import Console
 
+from experiments.common.results import about, write
 from mtpjax import DecodeConfig, MTPModel, SamplingParams, speculative_generate
-from mtpjax.atomic import write_text
 from mtpjax.compat import make_mesh
 from mtpjax.console import narrow_table
-from mtpjax.evaluation.machine import describe_machine
 from mtpjax.models.decoding_layout import shard_for_decoding
 from mtpjax.models.expert_placement import place_all_layers
 from mtpjax.serving.engine import Engine
@@ -411,12 +407,7 @@ def main(argv: list[str] | None = None) -> int:
         families = tuple(family for family in FAMILIES if family.name in options.family)
     else:
         families = tuple(family for family in families if family.expert_devices <= jax.device_count())
-    about = {
-        "date": datetime.date.today().isoformat(),
-        "machine": describe_machine(),
-        "versions": {"python": platform.python_version(), "jax": jax.__version__},
-        "argv": sys.argv[1:] if argv is None else argv,
-    }
+    description = about(argv)
     rows = []
     table = narrow_table()
     headings = ("family", "requests", "aborted", "preempted", "cached", "accept length", "mismatches")
@@ -431,7 +422,7 @@ def main(argv: list[str] | None = None) -> int:
         for difference in row["differences"]:
             console.print(f"  {difference}")
         if options.output is not None:  # after each family, so that an interrupted run keeps its results
-            write_text(options.output, json.dumps({**about, "families": rows}, indent=1) + "\n")
+            write(options.output, {**description, "families": rows})
         jax.clear_caches()  # or the programs of all families stay in memory
     console.print(table)
     num_mismatches = sum(row["mismatches"] for row in rows)

@@ -19,7 +19,7 @@ from collections import deque
 from collections.abc import Iterator
 from typing import Any
 
-from experiments.common.folders import ROOT
+from experiments.common import ROOT
 
 PACKAGES = ("mtpjax", "pallas_kernels", "conversion")
 COMMENTED = ("mtpjax", "pallas_kernels")

@@ -13,11 +13,8 @@ cost of a round, so it holds no timing noise.
 """
 
 import argparse
-import datetime
-import json
 import os
 import pathlib
-import platform
 import sys
 import time
 
@@ -25,14 +22,13 @@ import jax
 import numpy as np
 from rich.console import Console
 
+from experiments.common.results import about, write
 from mtpjax import DecodeConfig, load, speculative_generate
 from mtpjax.ablation.bench import PROMPT_TOKENS, Settings, find_workload
-from mtpjax.atomic import write_text
 from mtpjax.console import narrow_table
 from mtpjax.evaluation import profile
 from mtpjax.evaluation.acceptance import measure_acceptance
 from mtpjax.evaluation.intervals import estimate_from, resample
-from mtpjax.evaluation.machine import describe_machine
 from mtpjax.evaluation.metrics import report, to_json
 from mtpjax.evaluation.round_costs import RoundCosts
 from mtpjax.host import choose_num_threads, limit_threads, num_threads
@@ -164,12 +160,7 @@ def main(argv: list[str] | None = None) -> int:
         os.sched_setaffinity(0, sorted(os.sched_getaffinity(0))[:1])
     model, params = load(options.model)
     sets, acceptance = prompt_sets(options.model, params, model, most, num_steps)
-    about = {
-        "date": datetime.date.today().isoformat(),
-        "machine": describe_machine(),
-        "versions": {"python": platform.python_version(), "jax": jax.__version__},
-        "argv": sys.argv[1:],
-    }
+    description = about()
     rows = []
     table = narrow_table()
     for heading in ("batch", "prompts", "best fixed", "best / adaptive", "95 %", "modelled", "plain / adaptive"):
@@ -192,7 +183,7 @@ def main(argv: list[str] | None = None) -> int:
             row = {"set": name, **measure_cell(params, model, groups, depths, rounds)}
             rows.append(row)
             if options.output is not None:  # after each cell, so that an interrupted run keeps its results
-                write_text(options.output, json.dumps({**about, "cells": rows}, indent=1) + "\n")
+                write(options.output, {**description, "cells": rows})
             low, high = row["interval"]
             cells = (batch, name, row["best_fixed"], f"{row['ratio']:.2f}", f"{low:.2f}-{high:.2f}")
             table.add_row(*map(str, cells), f"{row['modelled_ratio']:.3f}", f"{row['to_plain']:.2f}")

@@ -14,7 +14,6 @@ The optimised HLO of the decoding loop is counted as well: instructions, copies,
 
 import argparse
 import itertools
-import json
 import os
 import pathlib
 import re
@@ -27,12 +26,12 @@ import numpy as np
 from rich.console import Console
 from rich.table import Table
 
+from experiments.common import ROOT
 from experiments.common.decode_checkpoints import SHAPES, write_checkpoint
 from experiments.common.decode_engines import Child
-from experiments.common.folders import ROOT
 from experiments.common.hlo_bytes import Computation, Counter, Instruction, parse
+from experiments.common.results import about, write
 from mtpjax.evaluation.intervals import estimate_from, resample
-from mtpjax.evaluation.machine import describe_machine
 
 CASES = {  # draft levels, and further fields of DecodeConfig
     "plain": (0, {}),
@@ -180,8 +179,7 @@ def main() -> None:
         texts = "identical" if row["identical"] else "DIFFER"
         table.add_row(row["model"], str(row["batch"]), row["case"], ratio, texts, *counts)
     console.print(table)
-    if options.output is not None:
-        options.output.write_text(json.dumps({"machine": describe_machine(), "rows": rows}, indent=1) + "\n")
+    write(options.output, about(rows=rows))
     if not all(row["identical"] for row in rows):
         raise SystemExit("the two checkouts give different texts")
 

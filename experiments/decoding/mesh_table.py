@@ -12,8 +12,6 @@ stores them.
 import argparse
 import concurrent.futures
 import dataclasses
-import datetime
-import json
 import multiprocessing
 import pathlib
 import resource
@@ -21,10 +19,10 @@ import sys
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-import jax
 from rich.console import Console
 
-from experiments.common.folders import RESULTS
+from experiments.common import RESULTS
+from experiments.common.results import about, write
 from mtpjax.cli.mesh_flags import parse_mesh
 from mtpjax.console import narrow_table
 from mtpjax.evaluation import plan
@@ -111,14 +109,14 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--output", type=pathlib.Path, default=RESULT)
     options = parser.parse_args(argv)
     cells = CELLS if options.mesh is None else ((options.model, not options.bf16, options.mesh, options.rows),)
-    about = {"date": datetime.date.today().isoformat(), "jax": jax.__version__, "argv": sys.argv[1:]}
+    description = about()
     rows: list[dict[str, Any]] = []
     for number, cell in enumerate(cells, start=1):
         print(f"{number}/{len(cells)} {cell[0]}, {cell[2]}, {cell[3]} rows", file=sys.stderr, flush=True)
         settings = {"layers": options.layers, "slots": options.slots, "prefill_chunk": options.prefill_chunk}
         rows.append(measure_alone(*cell, **settings))
         # Keep each cell before the next one begins.
-        options.output.write_text(json.dumps({**about, "rows": rows}, indent=1) + "\n")
+        write(options.output, {**description, "rows": rows})
     table = narrow_table("a decoding call on H100s: compiled, not run; GB per device")
     for heading in (
         "model",

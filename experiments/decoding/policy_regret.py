@@ -15,7 +15,6 @@ t accepts the run of positions whose random number is below `rate[t] * fall[leve
 import argparse
 import functools
 import itertools
-import json
 import pathlib
 import time
 from typing import NamedTuple
@@ -26,6 +25,7 @@ import numpy as np
 import rich.console
 import rich.table
 
+from experiments.common.results import write
 from mtpjax.console import narrow_table
 from mtpjax.decoding.depth_policy import init_policy, update_policy
 from mtpjax.evaluation.profile import MIN_RATE
@@ -263,7 +263,7 @@ def main() -> None:
         where = f"{cell.mode} {cell.batch} x {cell.length}"
         console.print(f"  {100 * cell.regret:4.1f} % {where:16} {cell.process:14} {cell.curve}", highlight=False)
     if options.output is not None:
-        options.output.write_text(json.dumps([cell._asdict() for cell in every], indent=1) + "\n")
+        write(options.output, [cell._asdict() for cell in every])
 
 
 if __name__ == "__main__":

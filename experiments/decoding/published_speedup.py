@@ -9,20 +9,18 @@ draws `docs/images/published_speedup.png`.
 
 import argparse
 import dataclasses
-import datetime
-import json
 import math
 import pathlib
 import sys
 from collections.abc import Sequence
 from typing import Any
 
-import jax
 import numpy as np
 from rich.console import Console
 from scipy.optimize import least_squares
 
-from experiments.common.folders import RESULTS, ROOT
+from experiments.common import RESULTS, ROOT
+from experiments.common.results import about, write
 from mtpjax.console import narrow_table
 from mtpjax.evaluation.compiled_call import stored_shapes
 from mtpjax.evaluation.plan import estimate_round
@@ -201,8 +199,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--picture", type=pathlib.Path, default=PICTURE)
     options = parser.parse_args(argv)
     result = measure(options.num_steps, options.context)
-    about = {"date": datetime.date.today().isoformat(), "jax": jax.__version__, "argv": sys.argv[1:]}
-    options.output.write_text(json.dumps({**about, **result}, indent=1) + "\n")
+    write(options.output, about(**result))
     draw(result, options.picture)
     console = Console(width=None if sys.stdout.isatty() else 100)
     for table in tables(result):

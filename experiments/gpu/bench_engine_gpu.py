@@ -19,12 +19,10 @@ HTTP, by `mtpjax bench-serving --with-and-without-mtp` in a process of its own.
 import argparse
 import contextlib
 import dataclasses
-import datetime
 import itertools
 import json
 import os
 import pathlib
-import platform
 import subprocess
 import sys
 import tempfile
@@ -36,13 +34,12 @@ import jax
 import numpy as np
 from rich.console import Console
 
-from experiments.common.folders import RESULTS
+from experiments.common import RESULTS
+from experiments.common.results import about, write
 from experiments.gpu import gpu_models
 from experiments.serving.bench_engine import Trace, host_times, measure_single, measure_throughput, run_load
 from mtpjax import DecodeConfig
-from mtpjax.atomic import write_text
 from mtpjax.console import narrow_table
-from mtpjax.evaluation.machine import describe_machine
 from mtpjax.models.config import IMPLEMENTATIONS, Implementation
 from mtpjax.serving.bench.speedup import PUBLISHED
 from mtpjax.serving.engine import Engine
@@ -254,18 +251,10 @@ def main(argv: list[str] | None = None) -> int:
         options.new_tokens, options.turns = 16, 1
         options.server_turns, options.server_tokens = 1, 16
     output = options.output or (None if options.quick else RESULT)
-    found: dict[str, Any] = {
-        "date": datetime.date.today().isoformat(),
-        "device": jax.devices()[0].device_kind,
-        "machine": describe_machine(),
-        "versions": {"python": platform.python_version(), "jax": jax.__version__},
-        "argv": sys.argv[1:] if argv is None else argv,
-        "engines": [],
-    }
+    found: dict[str, Any] = about(argv, device=jax.devices()[0].device_kind, engines=[])
 
     def keep() -> None:
-        if output is not None:
-            write_text(output, json.dumps(found, indent=1) + "\n")
+        write(output, found)
 
     console = Console(highlight=False)
     with tempfile.TemporaryDirectory() as name:

@@ -14,9 +14,7 @@ same shapes is `experiments.gpu.bench_torch`. The results are written after ever
 import argparse
 import concurrent.futures
 import dataclasses
-import datetime
 import functools
-import json
 import os
 import pathlib
 import sys
@@ -29,11 +27,11 @@ import jax.numpy as jnp
 import numpy as np
 from rich.console import Console
 
-from experiments.common.folders import RESULTS
+from experiments.common import RESULTS
+from experiments.common.results import about, write
 from experiments.kernels.bench_kernels import limits
 from experiments.kernels.bytes_moved import LITE, Subject, least_of_all, round_of
 from mtpjax import DecodeConfig, ModelConfig, MTPModel, generate, presets
-from mtpjax.atomic import write_text
 from mtpjax.console import narrow_table
 from mtpjax.decoding.capacity import min_rows_per_pass
 from mtpjax.decoding.gpu_graph import OneGraph
@@ -217,23 +215,20 @@ def main(argv: list[str] | None = None) -> int:
     console = Console(highlight=False)
     bandwidth, _ = limits(2**24, 1024) if options.quick else limits()
     output = options.output or (None if options.quick else RESULT)
-    found: dict[str, Any] = {
-        "date": datetime.date.today().isoformat(),
-        "device": jax.devices()[0].device_kind,
-        "jax": jax.__version__,
-        "argv": sys.argv[1:] if argv is None else argv,
-        "xla_flags": os.environ.get("XLA_FLAGS", ""),
-        "bytes_a_second": bandwidth,
-        "context": options.prompt_length + options.new_tokens // 2,
-        "shapes": {name: dataclasses.asdict(config) for name, config in configs.items()},
-    }
+    found: dict[str, Any] = about(
+        argv,
+        device=jax.devices()[0].device_kind,
+        xla_flags=os.environ.get("XLA_FLAGS", ""),
+        bytes_a_second=bandwidth,
+        context=options.prompt_length + options.new_tokens // 2,
+        shapes={name: dataclasses.asdict(config) for name, config in configs.items()},
+    )
     rows: dict[str, dict[str, Any]] = {}
     for name, config in configs.items():
         for row in measure(config, bandwidth, options):
             rows[name] = {"model": name, **row}
             found["models"] = list(rows.values())
-            if output is not None:
-                write_text(output, json.dumps(found, indent=1) + "\n")
+            write(output, found)
         for kernels, seconds in rows[name]["seconds"].items():
             if seconds:
                 taken = float(np.median(seconds))

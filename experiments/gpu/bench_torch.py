@@ -15,9 +15,7 @@ There is no prefill: the cache holds zeros, whose number decides the time. Resul
 
 import argparse
 import dataclasses
-import datetime
 import importlib.util
-import json
 import pathlib
 import sys
 import time
@@ -27,10 +25,10 @@ from typing import Any
 import numpy as np
 from rich.console import Console
 
-from experiments.common.folders import RESULTS
+from experiments.common import RESULTS
+from experiments.common.results import about, write
 from experiments.gpu.bench_gpu import MODELS
 from mtpjax import ModelConfig, presets
-from mtpjax.atomic import write_text
 
 RESULT = RESULTS / "bench_torch.json"
 FORMS = ("eager", "compiled", "tuned")
@@ -232,14 +230,13 @@ def main(argv: list[str] | None = None) -> int:
         if config.is_moe or config.attention != "grouped":
             parser.error("only dense models with grouped attention have a form in PyTorch here")
     output = options.output or (None if options.quick else RESULT)
-    found: dict[str, Any] = {
-        "date": datetime.date.today().isoformat(),
-        "device": "cpu" if options.quick else torch.cuda.get_device_name(),
-        "torch": torch.__version__,
-        "argv": sys.argv[1:] if argv is None else argv,
-        "context": options.prompt_length + options.new_tokens // 2,
-        "cells": [],
-    }
+    found: dict[str, Any] = about(
+        argv,
+        device="cpu" if options.quick else torch.cuda.get_device_name(),
+        torch=torch.__version__,
+        context=options.prompt_length + options.new_tokens // 2,
+        cells=[],
+    )
     console = Console(highlight=False)
     num_slots = -(-(options.prompt_length + options.new_tokens) // CACHE_STEP) * CACHE_STEP
     # The forms that are ready first come first: a run that is cut off has a row of each model.
@@ -256,8 +253,7 @@ def main(argv: list[str] | None = None) -> int:
                     repeats=options.repeats,
                 )
                 found["cells"].append({"model": name, "form": form, "slots": num_slots, **cell})
-                if output is not None:
-                    write_text(output, json.dumps(found, indent=1) + "\n")
+                write(output, found)
                 taken = float(np.median(cell["seconds"]))
                 console.print(
                     f"{name}, PyTorch {form}: {1e6 * taken:.0f} us a token, ready after {cell['ready_seconds']:.0f} s"

@@ -35,7 +35,7 @@ from typing import Any
 
 import jax
 
-from experiments.common.folders import RESULTS
+from experiments.common import RESULTS
 from mtpjax.atomic import write_text
 from mtpjax.evaluation.machine import describe_machine
 from mtpjax.evaluation.roofline import DEVICES, predict_round

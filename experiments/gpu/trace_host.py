@@ -18,7 +18,6 @@ import argparse
 import collections
 import contextlib
 import dataclasses
-import datetime
 import json
 import os
 import pathlib
@@ -33,11 +32,11 @@ import jax
 import numpy as np
 from rich.console import Console
 
-from experiments.common.folders import RESULTS
+from experiments.common import RESULTS
+from experiments.common.results import about, write
 from experiments.gpu import gpu_models
 from experiments.gpu.bench_engine_gpu import compile_plain, make_engine, make_requests
 from experiments.serving.bench_engine import Trace, host_times, run_load
-from mtpjax.atomic import write_text
 from mtpjax.serving.calls import Work
 from mtpjax.serving.engine import Engine
 from mtpjax.serving.request import Request
@@ -175,17 +174,15 @@ def main(argv: list[str] | None = None) -> int:
     engine = make_engine(subject, [1], options.new_tokens, rounds_per_call=options.rounds_per_call)
     begin = time.perf_counter()
     compile_plain(engine, [1])
-    found: dict[str, Any] = {
-        "date": datetime.date.today().isoformat(),
-        "device": jax.devices()[0].device_kind,
-        "jax": jax.__version__,
-        "argv": sys.argv[1:] if argv is None else argv,
-        "environment": {name: value for name, value in os.environ.items() if name.startswith(("XLA_", "TF_CPP_"))},
-        "model": subject.name,
-        "rounds_per_call": options.rounds_per_call,
-        "compile_seconds": time.perf_counter() - begin,
-        "cells": [],
-    }
+    found: dict[str, Any] = about(
+        argv,
+        device=jax.devices()[0].device_kind,
+        environment={name: value for name, value in os.environ.items() if name.startswith(("XLA_", "TF_CPP_"))},
+        model=subject.name,
+        rounds_per_call=options.rounds_per_call,
+        compile_seconds=time.perf_counter() - begin,
+        cells=[],
+    )
     engine.start()
     (request,) = make_requests(subject, 1, options.new_tokens)
     console = Console(highlight=False)
@@ -194,8 +191,7 @@ def main(argv: list[str] | None = None) -> int:
             with context(engine):
                 cell = measure(engine, dataclasses.replace(request, speculative=speculative))
             found["cells"].append({"form": form, "drafts": speculative, **cell})
-            if output is not None:
-                write_text(output, json.dumps(found, indent=1) + "\n")
+            write(output, found)
             host = {name: round(value, 3) for name, value in cell["host"].items() if name.endswith("_ms")}
             console.print(f"{form}, {'drafts' if speculative else 'plain'}: {json.dumps(host)}", soft_wrap=True)
     assert engine.close(timeout=60)

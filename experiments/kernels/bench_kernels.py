@@ -16,9 +16,7 @@ not run, 3 where there is no GPU.
 """
 
 import argparse
-import datetime
 import functools
-import json
 import math
 import pathlib
 import sys
@@ -30,7 +28,8 @@ import jax.numpy as jnp
 import numpy as np
 from rich.console import Console
 
-from experiments.common.folders import RESULTS
+from experiments.common import RESULTS
+from experiments.common.results import about, write
 from experiments.kernels.kernel_cases import Case, cases
 from mtpjax.console import narrow_table
 from mtpjax.evaluation.tune import seconds_per_call
@@ -157,8 +156,7 @@ def main(argv: list[str] | None = None) -> int:
     device = jax.devices()[0].device_kind
     bandwidth, rate = limits()
     console.print(f"{device}: {bandwidth / 1e12:.2f} TB/s, {rate / 1e12:.0f} TFLOP/s")
-    about = {"date": datetime.date.today().isoformat(), "device": device, "jax": jax.__version__}
-    about |= {"argv": sys.argv[1:], "bytes_a_second": bandwidth, "operations_a_second": rate}
+    description = about(device=device, bytes_a_second=bandwidth, operations_a_second=rate)
     rows, right = [], []
     table = narrow_table()
     for heading in ("case", "us", "of the limit", "XLA / kernel", "best peer / kernel", "error"):
@@ -168,7 +166,7 @@ def main(argv: list[str] | None = None) -> int:
         row |= {"operations": case.operations, "limit": max(case.bytes / bandwidth, case.operations / rate)}
         row |= measure(case, options.rounds)
         rows.append(row)
-        options.output.write_text(json.dumps({**about, "cases": rows}, indent=1) + "\n")
+        write(options.output, {**description, "cases": rows})
         jax.clear_caches()
         for name, reason in row["failed"].items():
             console.print(f"{number}/{len(chosen)} {case}: {name} failed: {reason}", soft_wrap=True)

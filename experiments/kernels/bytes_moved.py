@@ -19,10 +19,8 @@ other chose while there are such. The weights are bfloat16, and as the model say
 import argparse
 import collections
 import dataclasses
-import datetime
 import functools
 import itertools
-import json
 import math
 import pathlib
 import re
@@ -36,9 +34,10 @@ from jax.sharding import NamedSharding, PartitionSpec, use_abstract_mesh
 from rich.console import Console
 from rich.table import Table
 
+from experiments.common import RESULTS
 from experiments.common.decode_checkpoints import SHAPES
-from experiments.common.folders import RESULTS
 from experiments.common.hlo_bytes import Counter, Instruction, Moved, parse
+from experiments.common.results import about, write
 from experiments.kernels.kernel_bytes import Declared, declared_calls
 from mtpjax import ModelConfig, MTPModel, compat
 from mtpjax.decoding.capacity import min_rows_per_pass
@@ -380,14 +379,14 @@ def measure(name: str, batch: int, num_steps: int) -> dict[str, Any]:
 def compare_pages(names: Iterable[str], page_size: int, output: pathlib.Path) -> None:
     """Counts rounds whose caches are in pages, all full, beside those with contiguous caches."""
     rows = []
-    about = {"date": str(datetime.date.today()), "jax": jax.__version__, "argv": sys.argv[1:], "page_size": page_size}
+    description = about(page_size=page_size)
     for name, batch, form in itertools.product(names, (1, 8), ("triton", "xla")):
         plain, least = count_round(SUBJECTS[name], batch, 3, form)
         paged, _ = count_round(SUBJECTS[name], batch, 3, form, page_size)
         row = {"model": name, "batch": batch, "form": form, "ratio": paged.nbytes / plain.nbytes, "minimum": least}
         rows.append({**row, "contiguous": plain.nbytes, "paged": paged.nbytes, "temp": paged.temp})
         print(f"{name}, batch {batch}, 3 drafts, {form}: {row['ratio']:.3f} of contiguous caches", flush=True)
-        output.write_text(json.dumps({**about, "rows": rows}, indent=1) + "\n")
+        write(output, {**description, "rows": rows})
 
 
 def main() -> None:
@@ -404,13 +403,7 @@ def main() -> None:
         print(f"{number}/{len(wanted)} {cell[0]}: batch {cell[1]}, drafts {cell[2]}", file=sys.stderr)
         rows.append(measure(*cell))
     show(rows, Console(width=None if sys.stdout.isatty() else 160))
-    about = {
-        "date": str(datetime.date.today()),
-        "jax": jax.__version__,
-        "compiled_for": "NVIDIA H100 80GB HBM3, not run",
-    }
-    result = {**about, "argv": sys.argv[1:], "bar": BAR, "rows": rows}
-    options.output.write_text(json.dumps(result, indent=1) + "\n")
+    write(options.output, about(compiled_for="NVIDIA H100 80GB HBM3, not run", bar=BAR, rows=rows))
     plot(rows, options.output.with_suffix(".png"))
     is_within = all(
         row["triton"]["ratio"] <= BAR and row[form]["temp"] <= row["layer_cache"] + MAX_TEMP

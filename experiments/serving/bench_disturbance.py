@@ -15,10 +15,8 @@ constructed, unless `--model` names one of bytes. Clients and server share the m
 import argparse
 import asyncio
 import contextlib
-import datetime
 import json
 import pathlib
-import platform
 import re
 import sys
 import tempfile
@@ -26,15 +24,14 @@ import time
 from collections.abc import AsyncIterator, Awaitable, Callable
 
 import httpx
-import jax
 import numpy as np
 from rich.console import Console
 
+from experiments.common.results import about, write
 from experiments.serving.bench_engine import make_model, median_ratio
 from experiments.serving.bench_servers import server
-from mtpjax.atomic import write_text
 from mtpjax.console import narrow_table
-from mtpjax.evaluation.machine import Stopwatch, describe_machine
+from mtpjax.evaluation.machine import Stopwatch
 from mtpjax.io.checkpoint import save_model
 
 LONG_WORD = "a" * 4_000_000
@@ -219,14 +216,8 @@ def main(argv: list[str] | None = None) -> int:
     console = Console(highlight=False)
     print_table(console, found)
     if options.output is not None:
-        about = {
-            "date": datetime.date.today().isoformat(),
-            "machine": describe_machine(),
-            "versions": {"python": platform.python_version(), "jax": jax.__version__},
-            "argv": sys.argv[1:] if argv is None else argv,
-            "waited_share": stopwatch.waited_share(),
-        }
-        write_text(options.output, json.dumps({**about, **found}, indent=1) + "\n")
+        description = about(argv, waited_share=stopwatch.waited_share())
+        write(options.output, {**description, **found})
     return 0
 
 

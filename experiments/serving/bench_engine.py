@@ -23,10 +23,8 @@ turns.
 
 import argparse
 import dataclasses
-import datetime
 import json
 import pathlib
-import platform
 import queue
 import sys
 import threading
@@ -37,11 +35,11 @@ import jax
 import numpy as np
 from rich.console import Console
 
+from experiments.common.results import about, write
 from mtpjax import DecodeConfig, MTPModel, speculative_generate
-from mtpjax.atomic import write_text
 from mtpjax.console import narrow_table
 from mtpjax.evaluation.intervals import Estimate, estimate_from, resample
-from mtpjax.evaluation.machine import Stopwatch, describe_machine
+from mtpjax.evaluation.machine import Stopwatch
 from mtpjax.serving.calls import Call
 from mtpjax.serving.engine import Engine
 from mtpjax.serving.request import Delta, Finish, Request
@@ -468,12 +466,7 @@ def main(argv: list[str] | None = None) -> int:
     if options.quick:
         names, num_loads, turns, counts = ["tiny"], 1, 2, (1, NUM_SLOTS)
     console = Console(highlight=False)
-    about = {
-        "date": datetime.date.today().isoformat(),
-        "machine": describe_machine(),
-        "versions": {"python": platform.python_version(), "jax": jax.__version__},
-        "argv": sys.argv[1:] if argv is None else argv,
-    }
+    description = about(argv)
     models: list[dict] = []
 
     def show(name: str, part: str, figures: object) -> None:
@@ -484,8 +477,7 @@ def main(argv: list[str] | None = None) -> int:
             name, num_loads=num_loads, requests=options.requests, turns=turns, counts=counts, show=show
         )
         models.append(found)
-        if options.output is not None:
-            write_text(options.output, json.dumps({**about, "models": models}, indent=1) + "\n")
+        write(options.output, {**description, "models": models})
         jax.clear_caches()
     print_table(console, models)
     identical = all(found["single"]["identical"] for found in models)

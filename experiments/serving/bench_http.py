@@ -13,7 +13,6 @@ than it should be, and CPU microseconds are the server's per event of a stream.
 import argparse
 import asyncio
 import itertools
-import json
 import multiprocessing
 import pathlib
 import sys
@@ -24,10 +23,9 @@ from typing import Any
 import numpy as np
 from rich.console import Console
 
+from experiments.common.results import about, write
 from experiments.gpu.gpu_models import NumberTokenizer
-from mtpjax.atomic import write_text
 from mtpjax.console import narrow_table
-from mtpjax.evaluation.machine import describe_machine
 from mtpjax.serving.request import Deliver, Delta, EngineStatus, Finish, Request
 
 VOCAB_SIZE = 1000
@@ -170,9 +168,7 @@ def main(argv: list[str] | None = None) -> int:
     process.join(10)
     process.kill()
     Console(highlight=False).print(table)
-    if options.output is not None:
-        found = {"machine": describe_machine(), "argv": sys.argv[1:] if argv is None else argv, "rows": rows}
-        write_text(options.output, json.dumps(found, indent=1) + "\n")
+    write(options.output, about(argv, rows=rows))
     return int(any(row["failed"] for row in rows))
 
 

@@ -27,11 +27,10 @@ from typing import Any
 import numpy as np
 from rich.console import Console
 
+from experiments.common.results import about, write
 from experiments.correctness.hostile.streams import SPECIAL, save_tokenizer
 from experiments.serving.bench_http import SteadyEngine
-from mtpjax.atomic import write_text
 from mtpjax.console import narrow_table
-from mtpjax.evaluation.machine import describe_machine
 
 NUM_STREAMS = 4
 TEMPLATE = (
@@ -232,9 +231,7 @@ def main(argv: list[str] | None = None) -> int:
             row["attack"], *shown, f"{row['callback_alone_ms']:.1f} -> {row['callback_ms']:.1f}", f"{row['gc_ms']:.1f}"
         )
     Console(highlight=False).print(table)
-    if options.output is not None:
-        found = {"machine": describe_machine(), "argv": sys.argv[1:] if argv is None else argv, "rows": rows}
-        write_text(options.output, json.dumps(found, indent=1) + "\n")
+    write(options.output, about(argv, rows=rows))
     return 0
 
 

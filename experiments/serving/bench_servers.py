@@ -14,10 +14,8 @@ number of tokens or ends by itself, and tokens are the server's counts. llama-cp
 import argparse
 import asyncio
 import contextlib
-import datetime
 import json
 import pathlib
-import platform
 import socket
 import subprocess
 import sys
@@ -26,22 +24,21 @@ import time
 from collections.abc import Iterator
 
 import httpx
-import jax
 import jax.numpy as jnp
 import numpy as np
 from rich.console import Console
 
-from experiments.common.folders import RESULTS
+from experiments.common import RESULTS
+from experiments.common.results import about, write
 from experiments.common.smollm2_modules import attach_modules
 from experiments.common.smollm2_settings import OWN_PROMPTS, find_gguf
 from experiments.serving.bench_engine import median_ratio
 from mtpjax import MTPModel
 from mtpjax.ablation.bench import Settings, find_workload
-from mtpjax.atomic import write_text
 from mtpjax.console import narrow_table
 from mtpjax.data.draft_vocabulary import save_vocabulary
 from mtpjax.data.jsonl import read_json_objects
-from mtpjax.evaluation.machine import Stopwatch, describe_machine
+from mtpjax.evaluation.machine import Stopwatch
 from mtpjax.io.checkpoint import load, save_model
 from mtpjax.serving.bench.backends import BACKENDS, BenchRequest
 from mtpjax.serving.bench.client import Client
@@ -53,7 +50,7 @@ MODULES = RESULTS / "smollm2_mtp.safetensors"
 START_SECONDS = 600
 # Starts llama.cpp's server without repacked weights, for virtual machines in which its AMX kernels crash.
 WITHOUT_REPACKING = """
-from experiments.common.folders import RESULTS
+from experiments.common import RESULTS
 import llama_cpp.llama_cpp as library
 
 defaults = library.llama_model_default_params
@@ -232,17 +229,11 @@ def main(argv: list[str] | None = None) -> int:
         options.prompts = OWN_PROMPTS
     prompts = find_prompts(options.model, options.prompts, options.new_tokens)
     console = Console(highlight=False)
-    about = {
-        "date": datetime.date.today().isoformat(),
-        "machine": describe_machine(),
-        "versions": {"python": platform.python_version(), "jax": jax.__version__},
-        "argv": sys.argv[1:] if argv is None else argv,
-    }
+    description = about(argv)
 
     def show(rows: list[dict]) -> None:
         console.print(json.dumps(rows[-1]), soft_wrap=True)
-        if options.output is not None:
-            write_text(options.output, json.dumps({**about, "rows": rows}, indent=1) + "\n")
+        write(options.output, {**description, "rows": rows})
 
     with contextlib.ExitStack() as stack:
         folder = pathlib.Path(stack.enter_context(tempfile.TemporaryDirectory()))

@@ -20,10 +20,9 @@ import time
 import httpx
 from rich.console import Console
 
+from experiments.common.results import about, write
 from experiments.serving.bench_servers import server
-from mtpjax.atomic import write_text
 from mtpjax.console import narrow_table
-from mtpjax.evaluation.machine import describe_machine
 
 # Appends XLA's events to a file: a server that compiles until its end runs no exit handlers.
 SERVE = """
@@ -91,8 +90,7 @@ def main(argv: list[str] | None = None) -> None:
         seconds = [f"{each[key]:.1f}" for key in ("first_answer", "all_programs", "compiling")]
         table.add_row(str(start), *seconds, str(each["hits"]), str(each["misses"]))
     Console().print(table)
-    if options.output is not None:
-        write_text(options.output, json.dumps({"machine": describe_machine(), "starts": starts}, indent=1) + "\n")
+    write(options.output, about(starts=starts))
 
 
 if __name__ == "__main__":

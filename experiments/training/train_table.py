@@ -9,9 +9,7 @@ over 8192 columns of the vocabulary at a time. Kernels are those of XLA.
 
 import argparse
 import dataclasses
-import datetime
 import functools
-import json
 import math
 import pathlib
 import sys
@@ -25,7 +23,8 @@ import optax
 from jax.sharding import NamedSharding, PartitionSpec, use_abstract_mesh
 from rich.console import Console
 
-from experiments.common.folders import RESULTS
+from experiments.common import RESULTS
+from experiments.common.results import about, write
 from experiments.kernels.bytes_moved import LITE
 from mtpjax import ModelConfig, MTPModel, TrainConfig, compat, presets
 from mtpjax.console import narrow_table
@@ -109,7 +108,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--output", type=pathlib.Path, default=RESULT)
     options = parser.parse_args(argv)
-    about = {"date": datetime.date.today().isoformat(), "jax": jax.__version__, "tokens_per_device": TOKENS}
+    description = about(tokens_per_device=TOKENS)
     rows: list[dict[str, Any]] = []
     table = narrow_table("an update on H100s: compiled, not run; GB per device")
     for heading in ("model", "mesh", "arguments", "planned", "temp", "CPU s"):
@@ -121,7 +120,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         row = {"model": name, "trains": trains, "mesh": sizes, "arguments": arguments, "planned": planned}
         rows.append({**row, "temp": temp, "cpu_seconds": round(seconds)})
         # Keep each cell before the next one begins.
-        options.output.write_text(json.dumps({**about, "rows": rows}, indent=1) + "\n")
+        write(options.output, {**description, "rows": rows})
         sizes_in_gb = (f"{nbytes / 1e9:.2f}" for nbytes in (arguments, planned, temp))
         table.add_row(name, mesh_text(sizes), *sizes_in_gb, str(round(seconds)))
     Console(width=None if sys.stdout.isatty() else 120).print(table)

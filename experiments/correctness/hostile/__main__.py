@@ -15,7 +15,6 @@ known answer, and another one without an error fails. The cases of a seed are al
 
 import argparse
 import collections
-import json
 import multiprocessing
 import pathlib
 import random
@@ -26,6 +25,7 @@ from typing import Any
 
 from rich.console import Console
 
+from experiments.common.results import write
 from experiments.correctness.hostile import cases as hostile_cases
 from experiments.correctness.hostile import cpu_time, worker
 
@@ -129,7 +129,7 @@ def main() -> None:
     seconds = time.perf_counter() - begin
     console.print(f"{options.cases} cases ({dict(counts)}), {len(failed)} answered wrongly, {seconds:.0f} s")
     if options.output is not None:
-        options.output.write_text(json.dumps(failed, indent=1) + "\n")
+        write(options.output, failed)
     sys.exit(1 if failed else 0)
 
 

@@ -20,7 +20,7 @@ import safetensors.numpy
 
 from conversion.files import CheckpointFiles
 from conversion.weight_files import INDEX, SINGLE
-from experiments.common.folders import ROOT
+from experiments.common import ROOT
 
 GOLDEN = ROOT / "tests" / "golden"
 BASES = ("qwen3", "qwen3_5_tied_bf16", "glm4_moe_lite", "ernie4_5_moe", "hy_v3", "deepseek_v3_fp8", "gpt_oss")

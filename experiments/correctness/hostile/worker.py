@@ -17,7 +17,7 @@ import traceback
 from collections.abc import Callable
 from typing import Any
 
-from experiments.common.folders import ROOT
+from experiments.common import ROOT
 from experiments.correctness.hostile import chats, cpu_time, rewritten, streams
 from experiments.correctness.hostile.cases import TRAIN
 
