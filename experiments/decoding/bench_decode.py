@@ -15,26 +15,24 @@ through and its rows' caches, at the bandwidth that the same threads reach besid
 import argparse
 import contextlib
 import dataclasses
-import datetime
 import importlib.util
-import json
 import os
 import pathlib
-import platform
 import shutil
-import statistics
 import sys
 import tempfile
-from typing import Any
 
 import numpy as np
 from rich.console import Console
 from rich.table import Table
 
+from experiments.common import RESULTS
+from experiments.common.child import Child
 from experiments.common.decode_checkpoints import SHAPES, bytes_per_round, write_checkpoint
-from experiments.common.decode_engines import Child
-from mtpjax.evaluation.machine import describe_machine
-from mtpjax.evaluation.trust import MAX_WAITING_SHARE
+from experiments.common.results import about, write
+from experiments.common.rounds import count, measure_rounds, spread, spread_text
+
+ENGINES = "experiments.decoding.decode_engines"
 
 
 @dataclasses.dataclass(frozen=True)
@@ -60,22 +58,6 @@ def differing(children: dict[str, Child], cells: list[Cell], prompts: list, weig
     return {cell for cell in cells if tokens[cell] != tokens[cells[0]]}
 
 
-def measure(children: dict[str, Child], cells: list[Cell], prompts: list, new_tokens: int, repeats: int):
-    """Per cell the samples of `repeats` rounds: seconds, CPU seconds and waiting per token, accept length, bandwidth.
-
-    Disturbed rounds are measured again, twice over at most, and then the least disturbed ones are kept.
-    """
-    rounds: list[dict[Cell, dict]] = []
-    quiet = 0
-    while quiet < repeats and len(rounds) < 3 * repeats:
-        order = cells if len(rounds) % 2 == 0 else cells[::-1]
-        samples = {cell: _sample(children, cell, prompts, new_tokens) for cell in order}
-        rounds.append(samples)
-        quiet += disturbance(samples) < MAX_WAITING_SHARE
-    kept = sorted(rounds, key=disturbance)[:repeats]
-    return {cell: [samples[cell] for samples in kept] for cell in cells}
-
-
 def _sample(children: dict[str, Child], cell: Cell, prompts: list, new_tokens: int) -> dict:
     request = {"weights": "rigged", "prompts": prompts, "num_steps": cell.num_steps}
     short = children[cell.engine].ask(new_tokens=1, **request)
@@ -84,15 +66,6 @@ def _sample(children: dict[str, Child], cell: Cell, prompts: list, new_tokens: i
     sample = {name: (whole[name] - short[name]) / (new_tokens - 1) for name in times}
     sample["waited"] = whole["waited_seconds"] / whole["seconds"]
     return {**sample, "accept_length": whole.get("accept_length"), **children["memory"].ask()}
-
-
-def disturbance(samples: dict[Any, dict]) -> float:
-    """Of a round: the largest share of its time that a call stood in line for a core."""
-    return max(sample["waited"] for sample in samples.values())
-
-
-def spread(values: list[float]) -> dict[str, float]:
-    return {"median": statistics.median(values), "min": min(values), "max": max(values)}
 
 
 def report(
@@ -163,29 +136,6 @@ def show(rows: list[dict], console: Console) -> None:
     console.print(table)
 
 
-def spread_text(values: dict[str, float] | None, form: str) -> str:
-    """`median (lowest..highest)`; nothing for no values."""
-    if values is None:
-        return ""
-    return f"{form.format(values['median'])} ({form.format(values['min'])}..{form.format(values['max'])})"
-
-
-def write_json(path: pathlib.Path, content: dict) -> None:
-    """The whole file or none."""
-    path.parent.mkdir(parents=True, exist_ok=True)
-    part = path.with_suffix(".part")
-    part.write_text(json.dumps(content, indent=1) + "\n")
-    part.replace(path)
-
-
-def count(text: str) -> int:
-    """An argument that is at least 1."""
-    value = int(text)
-    if value < 1:
-        raise argparse.ArgumentTypeError(f"{value} is not at least 1")
-    return value
-
-
 def parse(arguments: list[str] | None) -> argparse.Namespace:
     first, _, rest = (__doc__ or "").partition("\n")
     parser = argparse.ArgumentParser(
@@ -209,7 +159,7 @@ def parse(arguments: list[str] | None) -> argparse.Namespace:
         "--new-tokens", type=count, default=97, help="at least 2; 12n + 1 fills the rounds of 1 to 3 drafts"
     )
     parser.add_argument("--repeats", type=count, default=5)
-    results = pathlib.Path("experiments/results/bench_decode.json")
+    results = RESULTS / "bench_decode.json"
     parser.add_argument("--output", type=pathlib.Path, help=f"default: {results}; with --quick under runs/")
     options = parser.parse_args(arguments)
     if options.new_tokens < 2:
@@ -223,8 +173,8 @@ def parse(arguments: list[str] | None) -> argparse.Namespace:
 
 def run(options: argparse.Namespace, command: str, console: Console) -> list[dict]:
     """Measures everything asked for. The result file grows with every batch size measured."""
-    rows, versions = [], {"python": platform.python_version()}
-    about = {"date": datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"), "command": command}
+    rows: list[dict] = []
+    content = about(command=command, rows=rows)
     settings = {"1": 1, "all": len(os.sched_getaffinity(0))}
     threads_of = sorted({settings[name] for name in options.threads})
     with tempfile.TemporaryDirectory() as folder:
@@ -235,16 +185,16 @@ def run(options: argparse.Namespace, command: str, console: Console) -> list[dic
             for threads in threads_of:
                 with contextlib.ExitStack() as stack:
                     children = {
-                        name: Child.of_engine(name, threads, shape, home) for name in (*options.engines, "memory")
+                        name: Child.of_engine(name, threads, shape, home, ENGINES)
+                        for name in (*options.engines, "memory")
                     }
                     for child in children.values():
                         stack.callback(child.close)
-                        versions |= child.versions
+                        content["versions"] |= child.versions
                     for batch in options.batch_size:
                         rows += run_batch(shape, batch, threads, children, options)
                         console.print(f"measured {shape}, batch {batch}, {threads} thread(s)")
-                        content = {**about, "machine": describe_machine(), "versions": versions, "rows": rows}
-                        write_json(options.output, content)
+                        write(options.output, content)
             shutil.rmtree(home)
     return rows
 
@@ -259,7 +209,13 @@ def run_batch(
     wrong = differing(children, cells, prompts, "random", min(33, options.new_tokens))
     for new_tokens in (options.new_tokens, 1):
         wrong |= differing(children, cells, prompts, "rigged", new_tokens)
-    samples = measure(children, cells, prompts, options.new_tokens, options.repeats)
+    # A disturbed round is measured again, twice over at most.
+    samples = measure_rounds(
+        lambda cell, _: _sample(children, cell, prompts, options.new_tokens),
+        cells,
+        options.repeats,
+        max_rounds=3 * options.repeats,
+    )
     return report(shape, batch, threads, samples, wrong, options.prompt_length + options.new_tokens / 2)
 
 

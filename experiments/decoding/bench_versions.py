@@ -27,8 +27,8 @@ from rich.console import Console
 from rich.table import Table
 
 from experiments.common import ROOT
+from experiments.common.child import Child
 from experiments.common.decode_checkpoints import SHAPES, write_checkpoint
-from experiments.common.decode_engines import Child
 from experiments.common.hlo_bytes import Computation, Counter, Instruction, parse
 from experiments.common.results import about, write
 from mtpjax.evaluation.intervals import estimate_from, resample

@@ -17,23 +17,20 @@ beside its arguments, with all logits and with `vocab_chunk` columns at a time.
 import argparse
 import contextlib
 import dataclasses
-import datetime
 import importlib.util
 import os
 import pathlib
-import platform
 import sys
 import tempfile
-from typing import Any
 
 from rich.console import Console
 from rich.table import Table
 
-from experiments.common.decode_engines import Child
-from experiments.decoding.bench_decode import count, disturbance, spread, spread_text, write_json
+from experiments.common import RESULTS
+from experiments.common.child import Child
+from experiments.common.results import about, write
+from experiments.common.rounds import count, measure_rounds, spread, spread_text
 from experiments.training.train_engines import SHAPES, loss_memory, step_flops, write_start
-from mtpjax.evaluation.machine import describe_machine
-from mtpjax.evaluation.trust import MAX_WAITING_SHARE
 
 TOLERANCE = 1e-4  # of the losses of the first updates
 FIRST_UPDATES = 3
@@ -70,21 +67,15 @@ def largest_difference(children: dict[str, Child], cells: list[Cell], rows: int,
 
 def measure(children: dict[str, Child], cells: list[Cell], options: argparse.Namespace) -> dict[Cell, list[dict]]:
     """Per cell the samples of the least disturbed `repeats` rounds; at most half as many again are measured."""
-    rounds: list[dict[Cell, dict]] = []
-    quiet = 0
-    while quiet < options.repeats and len(rounds) < 1.5 * options.repeats:
-        order = cells if len(rounds) % 2 == 0 else cells[::-1]
-        request = {"first": FIRST_UPDATES + len(rounds) * options.steps, "steps": options.steps}
-        request |= {"rows": options.rows, "length": options.length}
-        samples = {}
-        for cell in order:
-            sample = children[cell.engine].ask(num_depths=cell.num_depths, **request)
-            samples[cell] = {"seconds": sample["seconds"] / options.steps, **children["products"].ask()}
-            samples[cell]["waited"] = sample["waited_seconds"] / sample["seconds"]
-        rounds.append(samples)
-        quiet += disturbance(samples) < MAX_WAITING_SHARE
-    kept = sorted(rounds, key=disturbance)[: options.repeats]
-    return {cell: [samples[cell] for samples in kept] for cell in cells}
+    request = {"steps": options.steps, "rows": options.rows, "length": options.length}
+
+    def sample(cell: Cell, number: int) -> dict:
+        first = FIRST_UPDATES + number * options.steps
+        found = children[cell.engine].ask(num_depths=cell.num_depths, first=first, **request)
+        waited = found["waited_seconds"] / found["seconds"]
+        return {"seconds": found["seconds"] / options.steps, **children["products"].ask(), "waited": waited}
+
+    return measure_rounds(sample, cells, options.repeats, max_rounds=1.5 * options.repeats)
 
 
 def report(shape: str, threads: int, samples: dict[Cell, list[dict]], options: argparse.Namespace) -> list[dict]:
@@ -186,7 +177,7 @@ def parse(arguments: list[str] | None) -> argparse.Namespace:
     parser.add_argument("--repeats", type=count, default=5, help="rounds")
     parser.add_argument("--vocabularies", nargs="*", type=count, default=[32768, 131072], help="for memory")
     parser.add_argument("--vocab-chunk", type=count, default=4096)
-    results = pathlib.Path("experiments/results/bench_train.json")
+    results = RESULTS / "bench_train.json"
     parser.add_argument("--output", type=pathlib.Path, help=f"default: {results}; with --quick under runs/")
     options = parser.parse_args(arguments)
     options.output = options.output or (pathlib.Path("runs", results.name) if options.quick else results)
@@ -200,11 +191,7 @@ def parse(arguments: list[str] | None) -> argparse.Namespace:
 
 def run(options: argparse.Namespace, command: str, console: Console) -> dict:
     """Measures everything asked for. The result file grows with every shape and thread setting measured."""
-    content: dict[str, Any] = {
-        "date": datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
-        "command": command,
-    }
-    content |= {"machine": describe_machine(), "versions": {"python": platform.python_version()}}
+    content = about(command=command)
     content |= {"differences": [], "rows": [], "parts": [], "memory": []}
     settings = {"1": 1, "all": len(os.sched_getaffinity(0))}
     cells = cells_of(options.engines, options.depths)
@@ -230,9 +217,9 @@ def run(options: argparse.Namespace, command: str, console: Console) -> dict:
                 content["parts"].append({**setting, "num_depths": max(options.depths[:2]), "seconds": traced["parts"]})
                 content["rows"] += report(shape, threads, samples, options)
                 console.print(f"measured {shape}, {threads} thread(s); losses differ by at most {difference:.1e}")
-                write_json(options.output, content)
+                write(options.output, content)
     content["memory"] = memory_rows(options)
-    write_json(options.output, content)
+    write(options.output, content)
     return content
 
 

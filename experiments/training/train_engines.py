@@ -1,6 +1,6 @@
 """The training steps that `bench_train` measures: mtpjax's own, and the same one in PyTorch.
 
-Each runs in a process of its own (`decode_engines.Child`), from the same parameters over the same batches: forward,
+Each runs in a process of its own (`child.Child`), from the same parameters over the same batches: forward,
 cross-entropies of the trunk and of every depth, backward, clipping by the global norm, AdamW.
 `python -m experiments.training.train_engines NAME THREADS SHAPE FOLDER` reads and writes JSON.
 """
@@ -16,8 +16,8 @@ from typing import Any
 
 import numpy as np
 
+from experiments.common.child import serve, version_of
 from experiments.common.decode_checkpoints import SHAPES as DECODED
-from experiments.common.decode_engines import serve, version_of
 from mtpjax import ModelConfig, TrainConfig
 from mtpjax.evaluation.machine import Stopwatch
 from mtpjax.host import keep_freed_memory
