@@ -12,8 +12,8 @@ JAX writes every module that it compiles into the folder. With FILES =
     tests/decoding/test_{last_layer_state,kv_cache_dtype,reused_slots}.py tests/training/test_trainer.py
 
 these are `decode` for every kind of attention, drafter and acceptance rule of the tests, and `train_step` for every
-objective and draft architecture. One process writes a folder (`-n 0`), because JAX numbers the files; folders inside are
-read too.
+objective and draft architecture. One process writes a folder (`-n 0`), because JAX numbers the files; folders inside
+are read too.
 
 Modules are compared as graphs, not as text. Two modules are the same if each result is the same expression of the
 arguments and both have the same number of each operation. So names, source locations, functions that are called
