@@ -1,4 +1,4 @@
-"""How fast checkpoints are read and converted, beside `cat`, and how much memory that takes.
+"""Times reading and converting checkpoints beside `cat`, and measures the memory that it takes.
 
 Makes checkpoints of random weights (stacked experts in bfloat16; block-fp8 with an expert per tensor), then runs every
 way in processes of their own that take turns: ours, `cat` of the same files (to /dev/null, and to a copy), Orbax's

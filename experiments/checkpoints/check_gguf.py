@@ -1,4 +1,4 @@
-"""Does a GGUF file give the logits and tokens of transformers? Compares both readers on one machine.
+"""Compares the logits and tokens of a GGUF file with those of transformers on one machine.
 
     python -m experiments.checkpoints.check_gguf FILE.gguf --texts FOLDER [--digits]
 

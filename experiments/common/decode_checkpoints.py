@@ -114,7 +114,7 @@ def bytes_per_round(config: ModelConfig, batch: int, num_steps: int, length: flo
     table = sizes["model.embed_tokens.weight"]
 
     def layer(index: int, rows: int) -> float:
-        # The module is the layer behind the trunk's, or has names of its own.
+        # The module is the layer after the trunk's last one, or has names of its own.
         prefixes = (f"model.layers.{index}.", *(["mtp."] if index == config.num_hidden_layers else []))
         own = {name: size for name, size in sizes.items() if name.startswith(prefixes)}
         experts = sum(size for name, size in own.items() if "mlp.experts." in name)

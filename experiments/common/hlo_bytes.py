@@ -76,7 +76,7 @@ class Computation:
 
 @dataclasses.dataclass(frozen=True)
 class Moved:
-    """What one instruction moves each time it runs."""
+    """The bytes that one instruction moves each time it runs."""
 
     instruction: Instruction
     times: int  # how often it runs
@@ -130,7 +130,7 @@ def _arrays(kind: str) -> list[Array]:
 
 
 def _cut(text: str) -> tuple[str, str]:
-    """What stands up to the parenthesis that closes the first one, and what follows."""
+    """Splits a text after the parenthesis that closes its first one."""
     depth = 0
     for place, sign in enumerate(text):
         depth += (sign == "(") - (sign == ")")
@@ -296,7 +296,7 @@ class Counter:
         return one
 
     def _needed(self, computation: Computation, wanted: float = math.inf) -> dict[str, int]:
-        """How many elements of each instruction a fusion makes or reads; of its root `wanted`, by default all."""
+        """Returns how many elements of each instruction a fusion computes; of its root `wanted`, by default all."""
         need = dict.fromkeys(computation.instructions, 0)
 
         def ask(name: str, count: float) -> None:

@@ -1,4 +1,4 @@
-"""What every file of results says about its measurement."""
+"""The fields of every file of results, and how it is written."""
 
 import datetime
 import json

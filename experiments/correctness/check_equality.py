@@ -123,8 +123,8 @@ def make_reference(
             continue
         _require_equal("forward", logits[number, where].argmax(axis=-1).tolist(), row)
         if len(kept) < num_plain:  # one capacity for all, so that one step is compiled
-            most = LONGEST_PROMPT + NEW_TOKENS - len(prompt)
-            plain = plain_generate(params, prompt, model=model, max_new_tokens=most)
+            limit = LONGEST_PROMPT + NEW_TOKENS - len(prompt)
+            plain = plain_generate(params, prompt, model=model, max_new_tokens=limit)
             _require_equal("plain_generate", plain[:NEW_TOKENS], row)
         kept.append(number)
     kept = kept[:num_prompts]
@@ -146,11 +146,13 @@ def check_cell(
     """Differences (one line each), the number of calls compared, and the statistics of the call that is not cut."""
     model = MTPModel(small_config(cell.attention, num_mtp_modules=cell.num_mtp_modules, mtp_chaining=cell.mtp_chaining))
     params = constructed_params(model, cell.attention, draft_quality, seed)
-    most = 2 * (cell.num_steps + 1)
+    max_tokens = 2 * (cell.num_steps + 1)
     calls: list[dict] = [{"max_new_tokens": NEW_TOKENS}]
     if draft_quality in ("mixed", "right"):  # the others accept next to nothing: no run to cut
-        calls += [{"max_new_tokens": limit} for limit in range(1, most + 1)]
-        calls += [{"max_new_tokens": NEW_TOKENS, "stop_token_ids": (token,)} for token in reference.rows[0][:most]]
+        calls += [{"max_new_tokens": limit} for limit in range(1, max_tokens + 1)]
+        calls += [
+            {"max_new_tokens": NEW_TOKENS, "stop_token_ids": (token,)} for token in reference.rows[0][:max_tokens]
+        ]
     # Of a chain; in a tree the right token may not be among the best, and a wrong drafter's second thought be right.
     expected_length = {"right": cell.num_steps + 1, "wrong": 1}.get(draft_quality) if cell.topk == 1 else None
     differences, stats = [], None

@@ -162,7 +162,7 @@ def _started(command: list[str], folder: pathlib.Path, env: dict[str, str]):
 
 
 def _moment(draw: random.Random, folder: pathlib.Path, steps: int) -> Callable[[], bool]:
-    """What tells that a randomly chosen moment has come: of the start, behind some steps, or of writing a state."""
+    """Returns a test for a random moment: during the start, after some steps, or while a state is written."""
     kind = draw.choices(["starting", "stepping", "saving"], [1, 2, 2])[0]
     if kind == "starting":
         begin, wait = time.monotonic(), draw.random() * LONGEST_START

@@ -1,4 +1,4 @@
-"""Is the code easy to find one's way in? Counts comments, docstrings, sizes and imports, with a bar beside each figure.
+"""Counts comments, docstrings, sizes, imports and draft methods of the code, with a bar beside each figure.
 
     python -m experiments.correctness.code_report [--json]
 

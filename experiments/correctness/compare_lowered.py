@@ -1,4 +1,4 @@
-"""Did a change of the code change the programs? Compares the StableHLO that two checkouts lower the same calls to.
+"""Compares the StableHLO that two checkouts lower the same calls to: did a change of the code change the programs?
 
     JAX_DUMP_IR_TO=OLD pytest -q -n 0 FILES     # in the old checkout
     JAX_DUMP_IR_TO=NEW pytest -q -n 0 FILES     # in the new one, with the same version of JAX

@@ -1,4 +1,4 @@
-"""What the reports about the code read: the library's files, their syntax trees, and what they import."""
+"""The library's files, their syntax trees, and what they import, for the reports about the code."""
 
 import ast
 import dataclasses

@@ -150,16 +150,16 @@ def main(argv: list[str] | None = None) -> int:
     parser.add_argument("--output", type=pathlib.Path, default=None, help="JSON file to write")
     options = parser.parse_args(argv)
     batches, num_steps, rounds = (options.batch_size, options.num_steps, options.rounds)
-    most = max(LARGEST_BATCHES * max(batches), LEAST_PROMPTS)
+    max_prompts = max(LARGEST_BATCHES * max(batches), LEAST_PROMPTS)
     if options.quick:
-        batches, num_steps, rounds, most = [2], 1, 2, 4
+        batches, num_steps, rounds, max_prompts = [2], 1, 2, 4
     console = Console(highlight=False)
     limit_threads(options.threads or choose_num_threads(checkpoint_bytes(options.model)))
     # On two cores, JAX's thread and XLA's one thread wake each other, so both are pinned to one core.
     if num_threads() == 1 and hasattr(os, "sched_setaffinity"):
         os.sched_setaffinity(0, sorted(os.sched_getaffinity(0))[:1])
     model, params = load(options.model)
-    sets, acceptance = prompt_sets(options.model, params, model, most, num_steps)
+    sets, acceptance = prompt_sets(options.model, params, model, max_prompts, num_steps)
     description = about()
     rows = []
     table = narrow_table()
@@ -178,7 +178,7 @@ def main(argv: list[str] | None = None) -> int:
         parts = [RoundCosts.from_json(stored) for stored in measured["batches"]]
         depths = profile.depth_settings(parts, acceptance, options.model, batch=batch, num_steps=num_steps)
         for name, prompts in sets.items():
-            count = min(max(BATCHES * batch, LEAST_PROMPTS), most)
+            count = min(max(BATCHES * batch, LEAST_PROMPTS), max_prompts)
             groups = [prompts[begin : begin + batch] for begin in range(0, count - batch + 1, batch)]
             row = {"set": name, **measure_cell(params, model, groups, depths, rounds)}
             rows.append(row)

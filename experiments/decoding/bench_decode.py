@@ -1,4 +1,4 @@
-"""How fast plain and speculative decoding are, beside Hugging Face transformers on the same weights.
+"""Times plain and speculative decoding beside Hugging Face transformers on the same weights.
 
     python -m experiments.decoding.bench_decode --quick                 # a minute, a toy, mtpjax alone
     python -m experiments.decoding.bench_decode                         # everything; needs the extra `bench`

@@ -58,7 +58,7 @@ def start(checkout: pathlib.Path, dump: pathlib.Path) -> Child:
 
 
 def count_loop(files: list[str]) -> dict[str, int]:
-    """Counts instructions, copies and bytes of one round: the body of the last loop, behind prefill's."""
+    """Counts instructions, copies and bytes of one round: the body of the last loop, after prefill's."""
     text = max((pathlib.Path(file).read_text() for file in files), key=len)
     computations, entry = parse(text)
     loop = [one for one in computations[entry].instructions.values() if one.opcode == "while"][-1]

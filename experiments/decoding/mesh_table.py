@@ -1,4 +1,4 @@
-"""What a decoding call needs on meshes of H100s: memory per device, collectives and kernels, compiled and not run.
+"""Lists what a decoding call needs on meshes of H100s (compiled, not run): memory per device, collectives and kernels.
 
     PYTHONPATH=DIRECTORY_OF_THE_PLUGIN JAX_SKIP_CUDA_CONSTRAINTS_CHECK=1 python -m experiments.decoding.mesh_table
     python -m experiments.decoding.mesh_table --layers 4 --mesh data=8 --rows 64 --output result.json

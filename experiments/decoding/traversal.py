@@ -1,4 +1,4 @@
-"""What traversal verification (2505.12398) would accept over recursive rejection, enumerated exactly.
+"""Compares the drafts that traversal verification (2505.12398) and recursive rejection accept, enumerated exactly.
 
 Traversal verification judges a tree's paths from leaf to root: with w down a path as in block verification, a leaf is
 accepted with its whole path with probability w; otherwise it is removed, its parent's p becomes norm(max(w p - q, 0)),

@@ -1,4 +1,4 @@
-"""How many tokens per second does the engine give on this GPU for 1 .. 64 simultaneous requests, with and without MTP?
+"""Measures the tokens per second of the engine on this GPU for 1 .. 64 simultaneous requests, with and without MTP.
 
     python -m experiments.gpu.bench_engine_gpu [--models 1B] [--server] [--output FILE]
     python -m experiments.gpu.bench_engine_gpu --checkpoint DIR [--prompts FILE] --server
@@ -57,8 +57,8 @@ def make_engine(subject: gpu_models.Subject, counts: list[int], new_tokens: int,
     Args:
         subject: the model.
         counts: numbers of simultaneous requests.
-        new_tokens: most new tokens of a request.
-        rounds_per_call: most decoding rounds per call.
+        new_tokens: maximum new tokens of a request.
+        rounds_per_call: maximum decoding rounds per call.
     """
     prompt = gpu_models.PROMPT_TOKENS
     settings = EngineSettings(
@@ -279,7 +279,7 @@ def main(argv: list[str] | None = None) -> int:
                         files = folder / "server" if output is None else output.with_name(f"{output.stem}_server")
                         measure_server(engine, served, options, files)
                 assert engine.close(timeout=60)
-                # The rule of `kernels_of` is no part of what JAX's caches are keyed by.
+                # The keys of JAX's caches do not include the rule of `kernels_of`.
                 del engine
                 jax.clear_caches()
     return 0

@@ -1,4 +1,4 @@
-"""How near to the memory's limit is decoding on this GPU, and what does verifying drafts cost?
+"""Times decoding on this GPU beside the memory limit, and the cost of verifying drafts.
 
     python -m experiments.gpu.bench_gpu
     python -m experiments.gpu.bench_gpu --models 8B --implementation triton

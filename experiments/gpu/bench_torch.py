@@ -1,4 +1,4 @@
-"""How long does PyTorch take per token of one row, on the shapes of `bench_gpu`?
+"""Times PyTorch per token of one row, on the shapes of `bench_gpu`.
 
     python -m experiments.gpu.bench_torch [--models 1B 8B] [--forms eager compiled tuned] [--output FILE]
     python -m experiments.gpu.bench_torch --quick        # a toy, on any machine: shows that it runs

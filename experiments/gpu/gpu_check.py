@@ -1,4 +1,4 @@
-"""What to run first on a GPU, in order, each step in a process of its own with a time limit.
+"""Runs first on a GPU what matters most, in order, each step in a process of its own with a time limit.
 
     python -m experiments.gpu.gpu_check                      # the first steps; results/gpu_check/ keeps what is done
     python -m experiments.gpu.gpu_check --minutes 9          # within this time

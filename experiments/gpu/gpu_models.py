@@ -36,7 +36,7 @@ SHAPES = {
 }
 NUM_PROMPTS = 64
 PROMPT_TOKENS = 128
-SCALES = (1e-3, 50.0)  # of the blocks' outputs; the accept length falls from its most to 1 between them
+SCALES = (1e-3, 50.0)  # of the blocks' outputs; the accept length falls from its maximum to 1 between them
 SEARCH_STEPS = 12
 
 

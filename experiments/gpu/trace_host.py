@@ -1,4 +1,4 @@
-"""What does the host do in a call of the engine, and which addresses make XLA update its CUDA graph?
+"""Traces what the host does in a call of the engine, and which addresses make XLA update its CUDA graph.
 
     python -m experiments.gpu.trace_host [--model 1B] [--output FILE]
     XLA_FLAGS=--xla_gpu_command_buffer_update_mode=SKIP_PROFILED XLA_PYTHON_CLIENT_ALLOCATOR=vmm \\

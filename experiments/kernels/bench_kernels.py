@@ -1,4 +1,4 @@
-"""How fast are the kernels on this GPU, beside XLA, beside others' forms, and beside the memory's limit?
+"""Times the kernels on this GPU beside XLA, other implementations, and the memory limit.
 
     python -m experiments.kernels.bench_kernels                       # all cases
     python -m experiments.kernels.bench_kernels --op verify_attention --rounds 5

@@ -1,4 +1,4 @@
-"""How many bytes a decoding round moves on an H100, beside the fewest possible, with kernels and without.
+"""Counts the bytes that a decoding round moves on an H100, beside the fewest possible, with kernels and without.
 
     PYTHONPATH=DIRECTORY_OF_THE_PLUGIN JAX_SKIP_CUDA_CONSTRAINTS_CHECK=1 python -m experiments.kernels.bytes_moved
     python -m experiments.kernels.bytes_moved --models S --output result.json
@@ -12,7 +12,7 @@ Bytes are those that memory is asked for: of XLA's kernels each operand once, an
 but once what they share and find in the L2 cache, a few MB of activations at most (`pallas_kernels/cost.py`). What
 they load from there is in a column of its own; caches and weights that are loaded twice count twice everywhere.
 
-Assumed is the most there can be: every row is as long as its cache, and each token of a pass chose experts that no
+The count assumes the maximum: every row is as long as its cache, and each token of a pass chose experts that no
 other chose while there are such. The weights are bfloat16, and as the model says fp8 with scales in the experts.
 """
 
@@ -152,7 +152,7 @@ def passes_of(config: ModelConfig, batch: int, num_steps: int) -> dict[str, list
 
 
 def least_bytes(config: ModelConfig, batch: int, num_steps: int, path: str, leaf) -> int:
-    """What a round must read of one array among `params` and `state`: once in each pass that needs it."""
+    """Returns the bytes that a round must read of one array of `params` and `state`, once per pass that needs it."""
     passes, nbytes = passes_of(config, batch, num_steps), math.prod(leaf.shape) * leaf.dtype.itemsize
     if path == "params/embedding":
         looked_up = sum(map(sum, passes.values())) * config.hidden_size * leaf.dtype.itemsize
@@ -184,7 +184,7 @@ def layer_cache_bytes(subject: Subject, batch: int) -> int:
 
 @dataclasses.dataclass(frozen=True)
 class Group:
-    """What instructions from one place of the program move in a round, and how much of that is needed."""
+    """The bytes that instructions from one place of the program move in a round, and how many of them are needed."""
 
     place: str
     nbytes: int
@@ -196,7 +196,7 @@ class Count:
     """The bytes of one compiled round."""
 
     nbytes: int
-    groups: tuple[Group, ...]  # the most excess first
+    groups: tuple[Group, ...]  # the largest excess first
     kernels: Mapping[str, int]  # bytes that Triton kernels declare, by name
     from_l2: int  # not among `nbytes`: what their programs load again from the L2 cache
     outside: int  # bytes moved before and after the loop, not per round

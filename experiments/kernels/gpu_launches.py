@@ -1,4 +1,4 @@
-"""How many kernels one layer launches in a decoding round on an H100, with kernels and without.
+"""Counts the kernels that one layer launches in a decoding round on an H100, with our kernels and without.
 
     PYTHONPATH=DIRECTORY_OF_THE_PLUGIN JAX_SKIP_CUDA_CONSTRAINTS_CHECK=1 python -m experiments.kernels.gpu_launches
     python -m experiments.kernels.gpu_launches --models M --drafts 3

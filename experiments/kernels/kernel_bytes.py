@@ -76,7 +76,7 @@ def _declared(equation) -> Declared:
 
 
 def run_counted(function, *arguments) -> tuple[Any, list[Traced]]:
-    """What a function returns, and its kernel calls in the order they ran in, each interpreted and counted."""
+    """Returns the results of a function, and its kernel calls in order, each interpreted and counted."""
     jaxpr, shapes = jax.make_jaxpr(function, return_shape=True)(*arguments)
     traced: list[Traced] = []
     results = _Run(traced).evaluate(jaxpr.jaxpr, jaxpr.consts, jax.tree.leaves(arguments))
@@ -109,8 +109,8 @@ class _Ref:
             if self.is_axis[axis]:
                 coordinate, is_slice = next(coordinates)
                 if is_slice:
-                    behind = num_slices - 1 - nth + (len(integers) if nth < before else 0)
-                    coordinate, nth = coordinate.reshape(-1, *(1,) * behind), nth + 1
+                    num_after = num_slices - 1 - nth + (len(integers) if nth < before else 0)
+                    coordinate, nth = coordinate.reshape(-1, *(1,) * num_after), nth + 1
                 elif coordinate.ndim:
                     coordinate = coordinate.reshape(*coordinate.shape, *(1,) * (num_slices - before))
             coordinate = coordinate + self.starts[axis]
@@ -273,5 +273,5 @@ def _block(operand: int, array: np.ndarray, mapping, step: tuple[int, ...]) -> _
 
 
 def _garbage(aval) -> np.ndarray:
-    """What an output holds before it is written."""
+    """Returns the content of an output before it is written."""
     return np.full(aval.shape, np.nan if jnp.issubdtype(aval.dtype, jnp.floating) else -1).astype(aval.dtype)

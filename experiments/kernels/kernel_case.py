@@ -21,7 +21,7 @@ class Case:
     bytes: int  # each input that is needed read once, each output written once
     operations: int  # multiplications and additions, two for a product
     plain: Callable[..., Any] | None = None  # what a model runs where not the kernel; None: `run` with "xla"
-    peers: Mapping[str, Callable[..., Any]] = dataclasses.field(default_factory=dict)  # others' forms of `run`
+    peers: Mapping[str, Callable[..., Any]] = dataclasses.field(default_factory=dict)  # other implementations of `run`
     carried: int | None = None  # the argument that the last result replaces, in its place
 
     def __str__(self) -> str:

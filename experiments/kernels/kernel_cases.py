@@ -110,7 +110,7 @@ def attention_case(
     is_ragged=False,
     value_up=0,
 ) -> Case:
-    """A width of 576 is a latent, of which 512 are the values; a tree's tokens see about half of what is behind.
+    """A width of 576 is a latent, of which 512 are the values; a tree's tokens see about half of the text.
 
     `value_up` is the width that each head's matrix projects the values to.
     """
@@ -255,7 +255,7 @@ def _experts(*, name, tokens, experts, chosen, width, expert_width, is_fp8=False
 
     touched = len(np.unique(ids))
     expert = 3 * width * expert_width * (1 + 4 / block if is_fp8 else 2)
-    # What enters and leaves; training also writes a gradient of each weight, touched or not, and reads that of y.
+    # Inputs and outputs; training also writes a gradient of each weight, touched or not, and reads that of y.
     moved = touched * expert + 2 * 2 * tokens * width + 8 * ids.size
     if is_trained:
         moved += experts * expert + 2 * 2 * tokens * width + 4 * ids.size
@@ -270,7 +270,7 @@ def _experts(*, name, tokens, experts, chosen, width, expert_width, is_fp8=False
 
 
 def _head_top_k() -> Iterator[Case]:
-    """DeepSeek-V3's head, whole and reduced to 32,768 tokens: drafts (few rows), verified nodes (16, 64); others'."""
+    """DeepSeek-V3's head, whole and reduced to 32,768 tokens: drafts (few rows), verified nodes (16, 64)."""
     wide, reduced, glm, tied = (7168, 129280, False), (7168, 32768, False), (4096, 151552, False), (4096, 131072, True)
     shapes = [(*head, rows, k, jnp.bfloat16) for head in (wide, reduced) for rows in (1, 4, 16) for k in (1, 4)]
     shapes += [(*head, 4, k, jnp.bfloat16) for head in (glm, tied) for k in (1, 4)]

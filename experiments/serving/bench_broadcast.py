@@ -1,4 +1,4 @@
-"""How long a call of the server takes to the other processes: frames over TCP beside `broadcast_one_to_all`.
+"""Times a call of the server to the other processes: frames over TCP beside `broadcast_one_to_all`.
 
 Starts two processes on this machine. Process 0 encodes the call of a round and sends it, and waits until process 1 has
 decoded it and answered. Then both broadcast as many bytes over the devices.

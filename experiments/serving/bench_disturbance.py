@@ -1,4 +1,4 @@
-"""How much do hostile clients slow down the others? Three cases against a running `mtpjax serve`.
+"""Measures how much hostile clients slow down the others. Three cases against a running `mtpjax serve`.
 
     python -m experiments.serving.bench_disturbance [--model DIR] [--quick] [--output FILE]
 

@@ -1,4 +1,4 @@
-"""What does the engine cost, and what does it gain?
+"""Measures what the engine costs and gains.
 
     python -m experiments.serving.bench_engine [--quick] [--output FILE]
 
@@ -211,7 +211,7 @@ def count_rounds(engine: Engine, requests: Sequence[Request]) -> dict[str, int]:
             load.submit(request)
         is_submitted.set()
         ends = load.wait()
-    # 1. A row-round counts if it raised the passes of its request. The rounds behind its end, which were dispatched
+    # 1. A row-round counts if it raised the passes of its request. The rounds after its end, which were dispatched
     #    before the report of the end was read, do not.
     rounds = used = waited_rounds = waited_used = 0
     passes: dict[int, int] = {}
@@ -253,7 +253,7 @@ def measure_host(engine: Engine, rng: np.random.Generator) -> dict:
 
 
 def host_times(calls: Sequence[TracedCall]) -> dict:
-    """Summarizes pairs of decoding calls of full batches, one directly behind the other: medians, and the share."""
+    """Summarizes pairs of decoding calls of full batches, one directly after the other: medians, and the share."""
     is_full = [not traced.call.is_prefill and None not in traced.call.rows for traced in calls]
     pairs = [
         (before, after)
@@ -416,15 +416,16 @@ def measure_model(
     (request,) = make_requests(rng, [NEW_TOKENS], model.config.vocab_size)
     found["single"] = measure_single(engines, params, model, config, request, turns)
     show(name, "single", found["single"])
-    most = many
+    largest = many
     if max(counts) > NUM_SLOTS:
-        most = make_engine(params, model, max(counts), tuple(sorted(counts)))
-        most.start()
+        largest = make_engine(params, model, max(counts), tuple(sorted(counts)))
+        largest.start()
     found["throughput"] = [
-        measure_throughput(most, make_requests(rng, [NEW_TOKENS] * count, most.vocab_size), turns) for count in counts
+        measure_throughput(largest, make_requests(rng, [NEW_TOKENS] * count, largest.vocab_size), turns)
+        for count in counts
     ]
     show(name, "throughput", found["throughput"])
-    for engine in {many, one, most}:
+    for engine in {many, one, largest}:
         assert engine.close(timeout=60)
     return found
 

@@ -1,4 +1,4 @@
-"""What does HTTP cost? A stand-in for the engine delivers tokens at fixed times; the server and its client are real.
+"""Measures the cost of HTTP. A stand-in for the engine delivers tokens at fixed times; server and client are real.
 
     python -m experiments.serving.bench_http [--counts 1 16 64] [--tick 4.5]
     python -m experiments.serving.bench_http --quick

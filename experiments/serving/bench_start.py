@@ -1,4 +1,4 @@
-"""How long does `mtpjax serve` take until its first answer, and what does it compile? A first and a second start.
+"""Times a first and a second start of `mtpjax serve` up to the first answer, and counts the compiled programs.
 
     python -m experiments.serving.bench_start --model runs/quickstart [--starts 2] [--output FILE]
 

@@ -1,4 +1,4 @@
-"""How fast a training step is, beside the same step in PyTorch; what draft depths cost; what chunked losses save.
+"""Times a training step beside the same step in PyTorch, the cost of draft depths, and what chunked losses save.
 
     python -m experiments.training.bench_train --quick       # a minute, a toy, mtpjax alone
     python -m experiments.training.bench_train               # everything; needs the extra `bench`

@@ -129,10 +129,10 @@ class Mtpjax:
 
 
 def parts_of_step(folder: pathlib.Path, module: str, steps: int) -> dict[str, dict[str, float]]:
-    """Seconds of a step in each part of the model, products of matrices and everything else apart.
+    """Returns the seconds of a step in each part of the model, matrix products apart from everything else.
 
-    From the profiler's trace in `folder` of so many steps and the text of the compiled module, whose instructions say
-    what they come from.
+    Reads the profiler's trace of `steps` steps in `folder`, and the text of the compiled module, whose instructions
+    name the parts.
     """
     import jax
 

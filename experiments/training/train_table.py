@@ -1,4 +1,4 @@
-"""What an update needs on meshes of H100s: memory per device, compiled and not run.
+"""Lists what an update needs on meshes of H100s: memory per device (compiled, not run).
 
     PYTHONPATH=DIRECTORY_OF_THE_PLUGIN JAX_SKIP_CUDA_CONSTRAINTS_CHECK=1 python -m experiments.training.train_table
 

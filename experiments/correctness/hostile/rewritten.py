@@ -77,7 +77,7 @@ def _norms(form: Form) -> list[str]:
 
 
 def _is_of_module(name: str, form: Form) -> bool:
-    """Returns whether a tensor is an MTP module's: `mtp.*`, or of a layer behind the trunk's last one."""
+    """Returns whether a tensor is an MTP module's: `mtp.*`, or of a layer after the trunk's last one."""
     num_layers = form.config.get("text_config", form.config)["num_hidden_layers"]
     parts = name.split(".")
     numbers = [int(part) for before, part in itertools.pairwise(parts) if before == "layers"]

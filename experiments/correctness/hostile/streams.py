@@ -72,10 +72,10 @@ def vocabulary(kind: str) -> list[str]:
         words = ["".join(spell[byte] for byte in word.encode()) for word in (*WORDS, " the", " 日", "\n\n")]
         return list(dict.fromkeys([*spell.values(), *words]))
     # Words at the start of a word and inside of one, as the kind writes them.
-    before, behind = {"suffixes": ("", "</w>"), "word pieces": ("##", ""), "plain": ("", ""), "fused": (" ", "")}.get(
+    before, after = {"suffixes": ("", "</w>"), "word pieces": ("##", ""), "plain": ("", ""), "fused": (" ", "")}.get(
         kind, ("▁", "")
     )
-    words = [each for word in WORDS for each in (word, f"{before}{word}{behind}")]
+    words = [each for word in WORDS for each in (word, f"{before}{word}{after}")]
     pieces = [f"<0x{byte:02X}>" for byte in range(256)] if kind.startswith("byte fallback") else []
     return list(dict.fromkeys([*pieces, *words, "▁", "▁▁"]))
 
