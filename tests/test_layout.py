@@ -12,8 +12,8 @@ ROOT = pathlib.Path(__file__).parents[1]
 
 @pytest.fixture(scope="module")
 def figures():
-    """The figures of `python -m experiments.code_report`, by name."""
-    command = [sys.executable, "-m", "experiments.code_report", "--json"]
+    """The figures of `python -m experiments.correctness.code_report`, by name."""
+    command = [sys.executable, "-m", "experiments.correctness.code_report", "--json"]
     report = subprocess.run(command, cwd=ROOT, capture_output=True, text=True)  # exits 1 if any figure misses its bar
     return {figure["name"]: figure for figure in json.loads(report.stdout)}
 

@@ -3,7 +3,7 @@
 The whole batch drafts to one depth, because one compiled verify pass has one width. The choice maximises expected
 committed tokens per unit of time, `(1 + sum_k survival_k) / cost`, the cost model of TurboSpec (2406.14066) with
 acceptance rates estimated online. It depends on earlier rounds only, never on a token that it decides about, so every
-exact acceptance rule stays exact. `experiments/policy_regret.py` compares it with the best fixed depth.
+exact acceptance rule stays exact. `experiments/decoding/policy_regret.py` compares it with the best fixed depth.
 
 The model assumes that rejections are independent given their depth. Where they are not, for example in a table in which
 every third token is unpredictable, the policy can choose a worse depth than the best fixed one.

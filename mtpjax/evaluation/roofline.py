@@ -53,7 +53,7 @@ DEVICES = {
     "h200": Device("H200", 141e9, 4.8e12, 989e12, 0.8, 0.55, 0.5, 2e-6, 450e9, 50e9),
     "mi300x": Device("MI300X", 192e9, 5.3e12, 1307e12, 0.65, 0.23, 0.35, 3e-6, 448e9, 50e9),
 }
-# Launches with kernels, counted by `python -m experiments.gpu_launches` in modules compiled for an H100.
+# Launches with kernels, counted by `python -m experiments.kernels.gpu_launches` in modules compiled for an H100.
 LAUNCHES_PER_DENSE_LAYER = 9
 LAUNCHES_OF_LINEAR_ATTENTION = 8  # more than softmax attention: convolution, decay and gates are XLA's
 LAUNCHES_OF_EXPERTS = 5  # more than a dense layer's

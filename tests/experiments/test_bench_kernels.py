@@ -6,8 +6,8 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from experiments import bench_kernels
-from experiments.kernel_cases import Case, attention_case
+from experiments.kernels import bench_kernels
+from experiments.kernels.kernel_cases import Case, attention_case
 from pallas_kernels import dispatch
 from pallas_kernels.rms_norm import rms_norm
 

@@ -11,12 +11,12 @@ import pytest
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import triton as plt
 
-from experiments import bytes_moved
-from experiments.bytes_moved import count_round, least_of_all, round_of, tally
-from experiments.decode_checkpoints import SHAPES, bytes_per_round
-from experiments.hlo_bytes import Counter, parse
-from experiments.kernel_bytes import declared_calls, run_counted
-from experiments.kernel_cases import cases
+from experiments.common.decode_checkpoints import SHAPES, bytes_per_round
+from experiments.common.hlo_bytes import Counter, parse
+from experiments.kernels import bytes_moved
+from experiments.kernels.bytes_moved import count_round, least_of_all, round_of, tally
+from experiments.kernels.kernel_bytes import declared_calls, run_counted
+from experiments.kernels.kernel_cases import cases
 from mtpjax.evaluation.roofline import DEVICES, predict_round
 from pallas_kernels.append_heads import Heads
 from pallas_kernels.block_scaled_matmul import block_scaled_matmul

@@ -6,7 +6,7 @@ import functools
 import numpy as np
 import pytest
 
-from experiments import check_equality
+from experiments.correctness import check_equality
 from mtpjax import DecodeConfig, SamplingParams, speculative_generate
 from tests.helpers.small_models import DRAFT_QUALITIES, MIXED_BLOCK_SCALE
 

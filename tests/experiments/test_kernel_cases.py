@@ -12,13 +12,13 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import triton as plt
 from jax.sharding import NamedSharding, PartitionSpec, use_abstract_mesh
 
-from experiments.bench_kernels import fastest_table
-from experiments.kernel_cases import attention_case, cases
+from experiments.kernels.bench_kernels import fastest_table
+from experiments.kernels.kernel_cases import attention_case, cases
 from mtpjax import compat
 from pallas_kernels import dispatch
 
 CASES = cases()
-ONE_OF_EACH = list({case.op: case for case in reversed(CASES)}.values())  # `experiments/machine_code.py` has all
+ONE_OF_EACH = list({case.op: case for case in reversed(CASES)}.values())  # `machine_code.py` has all
 
 
 def some_by_default(cases):

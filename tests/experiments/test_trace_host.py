@@ -2,8 +2,8 @@ import os
 
 import pytest
 
-from experiments import bench_engine_gpu
-from experiments.trace_host import stderr_lines, summarize_log
+from experiments.gpu import bench_engine_gpu
+from experiments.gpu.trace_host import stderr_lines, summarize_log
 from pallas_kernels import dispatch
 
 
