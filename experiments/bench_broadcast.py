@@ -17,11 +17,11 @@ import numpy as np
 from jax.experimental import multihost_utils
 
 from mtpjax import distributed
-from mtpjax.serving import programs
+from mtpjax.decoding import session as programs
+from mtpjax.decoding.session import Batch, Features
 from mtpjax.serving.calls import Work
 from mtpjax.serving.multihost import plan
 from mtpjax.serving.multihost.connection import Followers, connect_processes
-from mtpjax.serving.programs import Batch, Features
 
 SHAPES = ((8, 16), (64, 256))  # rows, pages of each
 

@@ -8,15 +8,15 @@ import numpy as np
 
 from mtpjax.decoding.drafter import Draft
 from mtpjax.decoding.gpu_graph import OneGraph
+from mtpjax.decoding.session import Batch, PackedReport, Report
 from mtpjax.serving.program_set import ProgramKey
-from mtpjax.serving.programs import Batch, PackedReport, Report
 from mtpjax.serving.scheduler import Sequence
 from mtpjax.serving.scoring import ScoredChunk
 
 
 @dataclasses.dataclass(frozen=True)
 class Work:
-    """A call that is not dispatched yet: a program of `mtpjax.serving.programs`, and its arguments behind the state.
+    """A call that is not dispatched yet: a program of `mtpjax.decoding.session`, and its arguments behind the state.
 
     `key` names the compiled program; None for calls that another process has sent.
     """

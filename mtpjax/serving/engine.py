@@ -24,6 +24,7 @@ from typing import Any, Literal, TypeVar
 import numpy as np
 
 from mtpjax.decoding.config import DecodeConfig, SamplingParams
+from mtpjax.decoding.session import RowReport
 from mtpjax.distributed import is_runtime_error
 from mtpjax.errors import LostProcess, printable
 from mtpjax.messages import count_of
@@ -39,7 +40,6 @@ from mtpjax.serving.multihost.connection import Followers
 from mtpjax.serving.multihost.leader import LeaderExecutor
 from mtpjax.serving.page_pool import PagePool
 from mtpjax.serving.program_set import ProgramKey, split_rows
-from mtpjax.serving.programs import RowReport
 from mtpjax.serving.rebalancing import ExpertRebalancer
 from mtpjax.serving.request import (
     Deliver,

@@ -19,6 +19,7 @@ from jax.sharding import NamedSharding, PartitionSpec
 from mtpjax import compat
 from mtpjax.compat import library_settings
 from mtpjax.decoding import gpu_graph
+from mtpjax.decoding import session as programs
 from mtpjax.decoding.capacity import round_up_capacity
 from mtpjax.decoding.config import DecodeConfig
 from mtpjax.decoding.generate import choose_min_rows, device_settings, make_state, platform_of
@@ -33,6 +34,7 @@ from mtpjax.decoding.requests import (
 from mtpjax.decoding.resumable import fit_stops, resolve_statics
 from mtpjax.decoding.sampling import SamplingFeatures
 from mtpjax.decoding.sampling_params import temperatures
+from mtpjax.decoding.session import NO_START, Batch, Features
 from mtpjax.decoding.state import DecodeState, NewRows
 from mtpjax.drafters.own_params import require_whole_trunk
 from mtpjax.models.cache import recurrent_entries, replace_recurrent_entries
@@ -40,14 +42,13 @@ from mtpjax.models.expert_counts import expert_layers
 from mtpjax.models.expert_placement import STACKS, num_expert_devices, placement_tables
 from mtpjax.models.model import MTPModel
 from mtpjax.models.pages import NO_PAGE
-from mtpjax.serving import host_pages, programs
+from mtpjax.serving import host_pages
 from mtpjax.serving.calls import Call, DraftCall, ScoreCall, Work
 from mtpjax.serving.expert_programs import count_experts, move_experts
 from mtpjax.serving.grammar import num_words
 from mtpjax.serving.host_pages import Outgoing, copy_in, copy_out
 from mtpjax.serving.page_pool import PagePool
 from mtpjax.serving.program_set import SMALL_VOCABULARY, ProgramKey, ProgramSet, all_programs, first_programs
-from mtpjax.serving.programs import NO_START, Batch, Features
 from mtpjax.serving.request import Request
 from mtpjax.serving.scheduler import Sequence
 from mtpjax.serving.scoring import score_chunk

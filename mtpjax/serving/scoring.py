@@ -13,6 +13,7 @@ import numpy as np
 
 from mtpjax.decoding.capacity import MIN_PREFILL_CHUNK
 from mtpjax.decoding.gpu_graph import one_graph
+from mtpjax.decoding.session import Batch, Features, in_every_process, of_part, put, take
 from mtpjax.decoding.state import DecodeState, view_pass
 from mtpjax.models.cache import commit
 from mtpjax.models.decoding_layout import run_in_parts
@@ -20,7 +21,6 @@ from mtpjax.models.layers.entries import read_rows
 from mtpjax.models.model import MTPModel, bind
 from mtpjax.models.parallel import over_rows
 from mtpjax.models.vocabulary import Vocabulary
-from mtpjax.serving.programs import Batch, Features, in_every_process, of_part, put, take
 from mtpjax.serving.request import Scores
 
 MAX_TOP = 20  # alternatives per token

@@ -13,7 +13,7 @@ import pytest
 
 from mtpjax import DecodeConfig, SamplingParams, compat, speculative_generate
 from mtpjax.decoding import gpu_graph
-from mtpjax.serving import programs
+from mtpjax.decoding import session as programs
 from mtpjax.serving.calls import Call
 from mtpjax.serving.engine import Engine
 from mtpjax.serving.executor import Executor

@@ -8,15 +8,15 @@ import numpy as np
 import pytest
 
 from mtpjax import DecodeConfig, SamplingParams
+from mtpjax.decoding import session as programs
 from mtpjax.decoding.drafter import Draft
-from mtpjax.serving import programs
+from mtpjax.decoding.session import Batch, Features
 from mtpjax.serving.calls import Work
 from mtpjax.serving.disaggregation.protocol import Signer
 from mtpjax.serving.engine import Engine
 from mtpjax.serving.multihost import connection, plan
 from mtpjax.serving.multihost.connection import Followers, Leader
 from mtpjax.serving.multihost.follower import FollowerExecutor, follow
-from mtpjax.serving.programs import Batch, Features
 from mtpjax.serving.request import Finish, Request
 from mtpjax.serving.sizes import EngineSettings
 from tests.helpers.engine_client import Client

@@ -7,9 +7,9 @@ import pytest
 from jax.sharding import NamedSharding, PartitionSpec, use_abstract_mesh
 
 from mtpjax import DecodeConfig, ModelConfig, MTPModel, compat
+from mtpjax.decoding.session import NO_START, Features
 from mtpjax.models.params import init_params
 from mtpjax.serving.executor import Executor
-from mtpjax.serving.programs import NO_START, Features
 from mtpjax.serving.request import Request
 from mtpjax.serving.sizes import EngineSettings
 from tests.helpers.hlo import NO_RESULT, called, parse, updates_in

@@ -11,11 +11,11 @@ from mtpjax import DecodeConfig, MTPModel, compat
 from mtpjax.decoding.capacity import choose_prefill_chunk
 from mtpjax.decoding.requests import make_drafter
 from mtpjax.decoding.sampling import SamplingFeatures
+from mtpjax.decoding.session import Batch
 from mtpjax.decoding.spec import DecodeSpec
 from mtpjax.decoding.state import empty_state
 from mtpjax.evaluation.compiled_call import stored_shapes
 from mtpjax.models.presets import presets
-from mtpjax.serving.programs import Batch
 from mtpjax.serving.scoring import MAX_LOGITS, pass_width, piece_size, score_chunk
 
 V, T, SLOTS, PAGE = 151_936, 32_768, 4, 64

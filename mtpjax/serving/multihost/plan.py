@@ -11,14 +11,15 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from mtpjax.decoding import session as programs
 from mtpjax.decoding.drafter import Draft
 from mtpjax.decoding.gpu_graph import OneGraph
 from mtpjax.decoding.sampling import SamplingArrays, SamplingFeatures
+from mtpjax.decoding.session import Batch, Features
 from mtpjax.decoding.state import NewRows, RowSettings
-from mtpjax.serving import programs, scoring
+from mtpjax.serving import scoring
 from mtpjax.serving.calls import Work
 from mtpjax.serving.disaggregation import protocol
-from mtpjax.serving.programs import Batch, Features
 
 FIELDS = {"name": str, "arguments": list, "settings": dict}
 OF_EXECUTOR = ("drafter", "spec")  # static settings that every process has
