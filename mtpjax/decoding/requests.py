@@ -11,6 +11,7 @@ import numpy as np
 from jax.core import Tracer
 
 from mtpjax.decoding.config import DecodeConfig, SamplingParams
+from mtpjax.decoding.decoder import StateShape
 from mtpjax.decoding.drafter import Drafter
 from mtpjax.decoding.sampling_params import make_sampling_arrays
 from mtpjax.decoding.state import NewRows, RowSettings
@@ -148,22 +149,6 @@ def prompts_to_arrays(prompts: Any, lengths: Any = None) -> list[np.ndarray]:
         raise ValueError("prompts must be lists of token ids, not lists of lists") from error
 
 
-def with_implementation(model: MTPModel, config: DecodeConfig) -> MTPModel:
-    """Returns the model with the implementation that the settings name, if they name one.
-
-    Args:
-        model: the model.
-        config: the settings.
-
-    Returns:
-        The model. With `deterministic`, "auto" becomes the kernels on a GPU.
-    """
-    implementation = config.implementation or model.implementation
-    if config.deterministic and implementation == "auto" and jax.default_backend() == "gpu":
-        implementation = "triton"
-    return model if implementation == model.implementation else model.clone(implementation=implementation)
-
-
 def check_request(rows: list[np.ndarray], model: MTPModel, config: DecodeConfig, drafter: Drafter) -> int:
     """Checks prompts and settings. The compiled call would silently clamp values that are out of range.
 
@@ -276,6 +261,19 @@ def make_stop_table(config: DecodeConfig) -> np.ndarray:
     return stops
 
 
+def fit_stops(stops: np.ndarray, shape: tuple[int, ...]) -> np.ndarray:
+    """Copies a stop table into one of the state's `shape`; raises `ValueError` if it is too large."""
+    # Sequences fill the table's first rows and last columns, so the used part is a corner of it.
+    is_used = stops != -1
+    number, width = int(is_used.any(axis=1).sum()), int(is_used.any(axis=0).sum())
+    if number > shape[0] or width > shape[1]:
+        raise ValueError(f"{number} stop sequences of up to {width} tokens exceed the state's {shape[0]} of {shape[1]}")
+    table = np.full(shape, -1, np.int32)
+    used = stops[:number, stops.shape[1] - width :]
+    table[:number, shape[1] - width :] = used
+    return table
+
+
 def lossy_rule_params(config: DecodeConfig) -> tuple[float, float]:
     """Returns the parameters of a lossy acceptance rule; zeros for any other rule."""
     return {
@@ -294,9 +292,7 @@ def make_new_rows(
     capacity: int,
     sampling: SamplingParams,
     key: jax.Array | None = None,
-    num_cached: np.ndarray | None = None,
-    features: Any = None,
-    stops: np.ndarray | None = None,
+    shape: StateShape | None = None,
 ) -> NewRows:
     """Converts checked requests to arrays.
 
@@ -308,15 +304,14 @@ def make_new_rows(
         capacity: cache slots per row, L.
         sampling: the requests' sampling parameters.
         key: a `jax.random` key that seeds rows without a seed.
-        num_cached: `[R]` int32 prompt tokens whose cache entries the slots already hold; None: 0.
-        features: `SamplingFeatures` of the state; None: only those that these requests use.
-        stops: `[N, Z]` int32 stop table; None: `make_stop_table(config)`.
+        shape: of the state that the rows enter, for its options and its stop table; None: those that these requests
+            use.
 
     Returns:
         `NewRows` of host arrays; jit transfers all of them at once.
 
     Raises:
-        ValueError: for sampling parameters out of range.
+        ValueError: for sampling parameters out of range, or stop sequences that exceed the state's.
     """
     # 1. Prompts, right-padded to the capacity. A row ends at `max_new_tokens` new tokens or at the maximum length.
     R = len(rows)
@@ -327,7 +322,9 @@ def make_new_rows(
         padded[: row.size] = row
     # 2. Stop sequences. `min_new_tokens` bans those of a single token.
     single_stops = (*config.stop_token_ids, *(sequence[0] for sequence in config.stop_sequences if len(sequence) == 1))
-    stops = make_stop_table(config) if stops is None else stops
+    stops, features = make_stop_table(config), None
+    if shape is not None:
+        stops, features = fit_stops(stops, shape.stops), shape.features
     # 3. Settings per row. Each field owns its buffer, because the compiled call donates the state that holds them.
     arrays: dict[str, Any] = {
         "prompt_length": lengths.copy(),
@@ -338,11 +335,7 @@ def make_new_rows(
     settings = RowSettings(
         sampling=make_sampling_arrays(sampling, R, model.config, key, single_stops, features=features), **arrays
     )
-    prompts: dict[str, Any] = {
-        "tokens": tokens,
-        "length": lengths,
-        "num_cached": np.zeros(R, np.int32) if num_cached is None else num_cached,
-    }
+    prompts: dict[str, Any] = {"tokens": tokens, "length": lengths}
     return NewRows(settings=settings, **prompts)
 
 

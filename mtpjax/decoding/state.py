@@ -6,13 +6,11 @@ import flax.struct
 import jax
 import jax.numpy as jnp
 
-from mtpjax.decoding.depth_policy import DepthPolicy, init_policy, reset_counts
-from mtpjax.decoding.sampling import SamplingArrays, SamplingFeatures, TokenHistory
-from mtpjax.decoding.spec import DecodeSpec
-from mtpjax.models.cache import Cache, empty_cache, put_rows, take_rows
+from mtpjax.decoding.depth_policy import DepthPolicy, reset_counts
+from mtpjax.decoding.sampling import SamplingArrays, TokenHistory
+from mtpjax.models.cache import Cache, put_rows, take_rows
 from mtpjax.models.config import ModelConfig
 from mtpjax.models.masks import TreeSlots, View, cached_view
-from mtpjax.models.model import MTPModel
 from mtpjax.models.pages import NO_PAGE, Pages
 from mtpjax.models.parallel import all_rows
 
@@ -58,10 +56,8 @@ class NewRows(flax.struct.PyTreeNode):
 
     tokens: jax.Array  # [R, L] int32 prompts, right-padded
     length: jax.Array  # [R] int32 prompt lengths
-    num_cached: jax.Array  # [R] int32 prompt tokens whose cache entries the slot, or its pages, already hold
     settings: RowSettings
-    page_table: jax.Array | None = None  # [R, N] int32, for a state with pages
-    first_token: jax.Array | None = None  # [R] int32 new token behind `tokens` that is known already; -1: none
+    first_token: jax.Array | None = None  # [R] int32 new token after `tokens` that is known already; -1: none
 
     @classmethod
     def without_stops(
@@ -86,79 +82,7 @@ class NewRows(flax.struct.PyTreeNode):
             rule_params=jnp.zeros((R, 2)),
             sampling=sampling,
         )
-        return cls(tokens, length, jnp.zeros(R, jnp.int32), settings)
-
-
-def empty_state(
-    *,
-    model: MTPModel,
-    drafter: Any,
-    spec: DecodeSpec,
-    batch: int,
-    capacity: int,
-    stops_shape: tuple[int, int],
-    features: SamplingFeatures,
-    dtype: Any,
-    depth_costs: jax.Array | None = None,
-    depth_rates: jax.Array | None = None,
-    drafting_disabled: jax.Array | bool = False,
-) -> DecodeState:
-    """Makes a state whose slots are all free.
-
-    Args:
-        model: trunk and MTP modules.
-        drafter: the draft method.
-        spec: the shape of a round.
-        batch: number of slots, B.
-        capacity: cache slots per row, L.
-        stops_shape: largest number and length of a row's stop sequences, (N, Z).
-        features: sampling options that are compiled in.
-        dtype: dtype of the activations, and of the caches unless `spec` names another.
-        depth_costs: `[K+1]` durations of rounds, for an adaptive depth; None: fixed depth.
-        depth_rates: `[K]` measured acceptance rates, for an adaptive depth; None: unknown.
-        drafting_disabled: True if no depth can pay, so every round is a plain decoding step.
-
-    Returns:
-        The state. Every slot holds a sequence of one token 0, so that indices such as `length - 1` stay in range.
-    """
-    # The number and shape of the arrays depend only on static settings, so later requests fit without recompilation.
-    config, pages = model.config, None
-    if spec.pool is not None:
-        (num_pages, page_size), max_shift = spec.pool, drafter.max_shift(model)
-        table = jnp.full((batch, -(-(capacity + max_shift) // page_size)), NO_PAGE, jnp.int32)
-        pages = Pages(table, jnp.zeros(batch, jnp.int32), page_size, num_pages, max_shift)
-
-    def zeros(*shape: int, dtype: Any = jnp.int32) -> jax.Array:
-        return jnp.zeros((batch, *shape), dtype)
-
-    sampling = SamplingArrays.greedy(batch, config.vocab_size, features)
-    settings = RowSettings(
-        prompt_length=jnp.ones(batch, jnp.int32),
-        limit=jnp.ones(batch, jnp.int32),
-        stops=jnp.full((batch, *stops_shape), -1, jnp.int32),
-        rule_params=zeros(2, dtype=jnp.float32),
-        sampling=sampling,
-    )
-    return DecodeState(
-        settings=settings,
-        tokens=zeros(capacity),
-        origin=zeros(capacity, dtype=jnp.int8),
-        logprobs=zeros(capacity if spec.logprobs else 0, dtype=jnp.float32),
-        length=jnp.ones(batch, jnp.int32),
-        done=jnp.ones(batch, bool),
-        stopped=zeros(dtype=bool),
-        failed=zeros(dtype=bool),
-        history=TokenHistory.empty(batch, config.vocab_size, sampling),
-        trunk=empty_cache(config, config.trunk_kinds, batch, capacity, dtype, spec.kv_cache_dtype, spec.pool),
-        drafter=drafter.init(model=model, spec=spec, batch=batch, capacity=capacity, dtype=dtype),
-        pages=pages,
-        policy=None if depth_costs is None else init_policy(depth_costs, batch, prior=depth_rates),
-        drafting_disabled=jnp.asarray(drafting_disabled),
-        rounds=zeros(),
-        proposed=zeros(spec.num_steps),
-        accepted=zeros(spec.num_steps),
-        discarded=zeros(),
-    )
+        return cls(tokens, length, settings)
 
 
 def start_rows(state: DecodeState, rows: NewRows, *, vocab_size: int) -> DecodeState:
@@ -171,26 +95,22 @@ def start_rows(state: DecodeState, rows: NewRows, *, vocab_size: int) -> DecodeS
 
     Returns:
         The state before prefill: prompts as the committed text, and all else as in a state that was never used, except
-        entries behind the text, which attention masks.
+        entries after the text, which attention masks.
     """
     history = state.history
     if rows.settings.sampling.has_penalties:
-        # The repetition penalty also applies to tokens of the prompt: mark them, without the padding behind the prompt.
+        # The repetition penalty also applies to tokens of the prompt: mark them, without the padding after the prompt.
         is_prompt = jnp.arange(rows.tokens.shape[1])[None, :] < rows.length[:, None]
         mark = jax.vmap(lambda row, is_marked: jnp.zeros(vocab_size, bool).at[row].max(is_marked))
         counts = jnp.zeros_like(history.counts)
         if rows.first_token is not None:
-            # The text of a row that decoded before continues behind its prompt.
+            # The text of a row that decoded before continues after its prompt.
             is_new = is_prompt & (jnp.arange(rows.tokens.shape[1])[None, :] >= rows.settings.prompt_length[:, None])
             is_prompt &= ~is_new
             counts = jax.vmap(lambda counts, row, new: counts.at[row].add(new))(counts, rows.tokens, is_new.astype(int))
         history = TokenHistory(mark(rows.tokens, is_prompt), counts)
-    pages = state.pages
-    if pages is not None and rows.page_table is not None:
-        pages = pages.replace(table=rows.page_table, num_shared=rows.num_cached)
     return state.replace(
         settings=rows.settings,
-        pages=pages,
         tokens=rows.tokens,
         origin=jnp.zeros_like(state.origin),
         logprobs=jnp.zeros_like(state.logprobs),

@@ -10,7 +10,7 @@ import flax.struct
 import jax
 import jax.numpy as jnp
 
-from mtpjax.decoding.spec import DecodeSpec
+from mtpjax.decoding.decoder import Decoder
 from mtpjax.decoding.state import DecodeState, view_pass
 from mtpjax.drafters.network import DraftNetwork
 from mtpjax.drafters.scoring import pad_rows
@@ -64,7 +64,7 @@ def extend_module(
     """
     # A chained module reads the output of the module before it; others read the trunk (`mtp_chaining`).
     source = hidden if network.config.mtp_chaining == "trunk" or chained_hidden is None else chained_hidden
-    # Slot i reads the token of position i + index + 1. Behind the committed text these are drafts, or garbage.
+    # Slot i reads the token of position i + index + 1. After the committed text these are drafts, or garbage.
     shifted = read_rows(tokens, start + index + 1, hidden.shape[1])
     view = of_drafter(view, shift=index + 1)
     output, chained, layers = network.run(index, source, shifted, view, caches[index].layers)
@@ -78,49 +78,38 @@ def of_drafter(view: View, shift: int = 0) -> View:
 
 
 def extend_modules(
+    decoder: Decoder,
     network: DraftNetwork,
     state: DecodeState,
     states: jax.Array,
     start: jax.Array,
     num_used: jax.Array,
-    *,
-    spec: DecodeSpec,
 ) -> tuple[Cache, ...]:
     """Runs all modules, one after the other, over positions whose tokens are known.
 
     Args:
+        decoder: the decoder, for the window.
         network: the modules.
         state: the rows.
         states: `[B, T, D]` the trunk states that the drafter keeps.
         start: `[B]` position of `states[:, 0]`.
         num_used: `[B]` states at the beginning that belong to committed positions; others are padding.
-        spec: the shape of a round.
 
     Returns:
         The caches with the entries of these positions.
     """
     caches, chained, hidden = list(state.drafter.caches), None, network.input_hidden(states)
-    view = view_pass(state, network.config, start, hidden.shape[1], num_used=num_used, window=spec.window)
+    view = view_pass(state, network.config, start, hidden.shape[1], num_used=num_used, window=decoder.spec.window)
     for index in range(len(caches)):
         _, chained = extend_module(network, caches, index, hidden, chained, state.tokens, start, view)
     return tuple(caches)
 
 
-def extend_backlog(network: DraftNetwork, state: DecodeState, *, spec: DecodeSpec, num_positions: int) -> DecodeState:
-    """Runs the modules over the oldest positions of the backlog and drops the final ones from the buffer.
-
-    Args:
-        network: the modules.
-        state: the rows.
-        spec: the shape of a round.
-        num_positions: positions to process.
-
-    Returns:
-        The state with a new `drafter` field.
-    """
+def extend_backlog(decoder: Decoder, network: DraftNetwork, state: DecodeState, num_positions: int) -> DecodeState:
+    """Runs the modules over the oldest positions of the backlog and drops the final ones from the buffer."""
     drafter_state = state.drafter
     hidden, start = drafter_state.hidden[:, :num_positions], drafter_state.hidden_start
-    caches = extend_modules(network, state, hidden, start, num_pending(state), spec=spec)
+    caches = extend_modules(decoder, network, state, hidden, start, num_pending(state))
     # The newest M positions stay in the buffer: their shifted input tokens are not all committed.
     processed = jnp.clip(num_pending(state) - len(caches), 0, num_positions)
     # Move the rest of the buffer to its front.

@@ -9,7 +9,6 @@ from typing import Protocol
 import jax
 
 from mtpjax.decoding.sampling import PathTokens
-from mtpjax.decoding.spec import DecodeSpec
 from mtpjax.decoding.state import DecodeState
 from mtpjax.drafters.scoring import DraftScores
 from mtpjax.models.config import ModelConfig
@@ -46,14 +45,7 @@ class DraftNetwork(Protocol):
         ...
 
     def scores(
-        self,
-        state: DecodeState,
-        output: jax.Array,
-        index: int,
-        path: PathTokens | None,
-        level: int,
-        *,
-        spec: DecodeSpec,
+        self, state: DecodeState, output: jax.Array, index: int, path: PathTokens | None, level: int
     ) -> DraftScores:
         """Returns the scores of the tokens after each row of `output [B, f, D]`; arguments as in `DraftScores`."""
         ...

@@ -19,11 +19,10 @@ from jax.sharding import Mesh, NamedSharding, use_abstract_mesh
 from mtpjax import compat
 from mtpjax.decoding.capacity import choose_prefill_chunk
 from mtpjax.decoding.config import DecodeConfig
+from mtpjax.decoding.decoder import Decoder, StateShape
 from mtpjax.decoding.loop import decode
 from mtpjax.decoding.requests import make_drafter
-from mtpjax.decoding.sampling import SamplingFeatures
 from mtpjax.decoding.spec import DecodeSpec
-from mtpjax.decoding.state import empty_state
 from mtpjax.models.config import Implementation, ModelConfig
 from mtpjax.models.decoding_layout import align_blocks, copy_key_value_heads, fit_config, part_specs
 from mtpjax.models.model import MTPModel
@@ -105,15 +104,9 @@ def call_shapes(
         if fitted != config:
             params = copy_key_value_heads(params, config, fitted.num_key_value_heads)
         settings = DecodeConfig(num_steps=num_steps)
-        state = empty_state(
-            model=MTPModel(fitted),
-            drafter=make_drafter(settings),
-            spec=DecodeSpec.from_config(settings, is_greedy=True),
-            batch=rows,
-            capacity=slots,
-            stops_shape=(8, 1),
-            features=SamplingFeatures(),
-            dtype=jnp.bfloat16,
+        spec = DecodeSpec.from_config(settings, is_greedy=True)
+        state = Decoder(MTPModel(fitted), make_drafter(settings), spec).empty_state(
+            StateShape(rows, slots), jnp.bfloat16
         )
         return align_blocks(params, fitted, sizes), state
 
@@ -169,7 +162,7 @@ def compile_call(
     # 3. Compile, and read memory, collectives and kernels from the result.
     begin = time.process_time()
     with use_abstract_mesh(mesh.abstract_mesh):
-        lowered = decode.plain.lower(placed, draft_params, state, model=model, drafter=drafter, spec=spec)
+        lowered = decode.plain.lower(placed, draft_params, state, decoder=Decoder(model, drafter, spec))
         compiled = lowered.compile()
     memory = compiled.memory_analysis()
     assert memory is not None, "XLA reports no memory for this platform"

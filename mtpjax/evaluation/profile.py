@@ -20,7 +20,7 @@ from mtpjax.decoding.drafter import Drafter
 from mtpjax.decoding.requests import check_settings, make_drafter
 from mtpjax.evaluation.machine import Stopwatch
 from mtpjax.evaluation.round_costs import MAX_MEASURED_STEPS, CostMeter, RoundCosts
-from mtpjax.evaluation.round_loops import PLAIN_STEP, RoundShape, max_slots_written
+from mtpjax.evaluation.round_loops import PLAIN_STEP, RoundShape, TimingConditions, max_slots_written
 from mtpjax.evaluation.trust import mark, verdict, waiting_problem
 from mtpjax.host import num_threads
 from mtpjax.models.config import ModelConfig
@@ -145,17 +145,15 @@ def measure(
             params,
             model=model,
             shapes=shapes,
-            context=context,
-            capacity=capacity,
-            batch=batch,
-            min_rows=min_rows_per_pass(model, batch, jax.default_backend()),
-            temperature=temperature,
+            conditions=TimingConditions(
+                batch, context, capacity, min_rows_per_pass(model, batch, jax.default_backend()), temperature
+            ),
             seconds=seconds,
             time_full_rounds=True,
-            on_compiled=advance,
             drafter=drafter,
             draft_params=draft_params,
         )
+        meter.compile(advance)
         # Compiling is over, so the stopwatch measures only disturbances of the timings.
         stopwatch = Stopwatch()
         _measure_within_time_limit(meter, rounds, advance)

@@ -34,10 +34,6 @@ class Pages(flax.struct.PyTreeNode):
         """Slots for which every cache of the batch has room."""
         return self.table.shape[1] * self.size - self.max_shift
 
-    def num_pages_of(self, length: int, num_behind: int) -> int:
-        """Returns the pages of a text of `length` tokens, with `num_behind` slots that rounds write behind it."""
-        return count_pages(length, num_behind, max_shift=self.max_shift, size=self.size)
-
     def locate(self, start: jax.Array, width: int, *, to_write: bool) -> tuple[jax.Array, jax.Array]:
         """Locates consecutive slots.
 
@@ -54,21 +50,6 @@ class Pages(flax.struct.PyTreeNode):
         if to_write:
             page = jnp.where(position < self.num_shared[:, None], NO_PAGE, page)
         return page, position % self.size
-
-
-def count_pages(length: int, num_behind: int, *, max_shift: int, size: int) -> int:
-    """Counts the pages of a text.
-
-    Args:
-        length: its tokens.
-        num_behind: slots that rounds write behind it.
-        max_shift: positions behind its own where a module may store an entry.
-        size: positions per page.
-
-    Returns:
-        The pages.
-    """
-    return -(-(length + num_behind + 1 + max_shift) // size)
 
 
 def write_pages(pool: jax.Array, rows: jax.Array, start: jax.Array, pages: Pages) -> jax.Array:

@@ -127,7 +127,7 @@ def measure_costs(executor: Executor) -> Costs:
     Returns:
         The durations in seconds; a deeper round never takes less time than a shallower one.
     """
-    depths = range(executor.spec.num_steps + 1)
+    depths = range(executor.decoder.spec.num_steps + 1)
     costs = [[_measure(executor, size, depth) for depth in depths] for size in executor.sizes.batch_sizes]
     executor.reset()
     return tuple(tuple(np.maximum.accumulate(durations).tolist()) for durations in costs)
@@ -138,13 +138,13 @@ def _measure(executor: Executor, size: int, depth: int) -> float:
     sizes = executor.sizes
     # 1. Rows with a short text and room for the timed rounds, if the longest text has that room. Rows may share pages:
     #    nobody reads what they compute.
-    num_tokens = min(sizes.max_length, sizes.part_pages * sizes.page_size - sizes.num_behind - sizes.max_shift)
-    prompt_length = max(min(PROMPT_LENGTH, executor.spec.prefill_chunk, num_tokens - depth - 1), 1)
+    num_tokens = min(sizes.max_length, executor.decoder.max_length_of(sizes.part_pages))
+    prompt_length = max(min(PROMPT_LENGTH, executor.decoder.spec.prefill_chunk, num_tokens - depth - 1), 1)
     num_rounds = max(min((num_tokens - prompt_length - 1) // (depth + 1), NUM_MEASURED + 1), 1)
     num_new = min(1 + num_rounds * (depth + 1), num_tokens - prompt_length)
     request = Request(prompt=(0,) * prompt_length, max_new_tokens=max(num_new, 1))
     rows = executor.make_rows(request)
-    num_pages = sizes.num_pages_of(int(rows.settings.limit[0]))
+    num_pages = executor.decoder.num_pages_of(int(rows.settings.limit[0]))
     sequences = [
         Sequence(
             -1, request, lambda event: None, list(request.prompt), limit=prompt_length + num_new, rows=rows,

@@ -14,8 +14,9 @@ from typing import Any
 import jax
 
 from mtpjax.decoding.config import DecodeConfig
+from mtpjax.decoding.decoder import Decoder, StateShape
+from mtpjax.decoding.device import fit_params
 from mtpjax.decoding.requests import make_drafter
-from mtpjax.decoding.spec import DecodeSpec
 from mtpjax.distributed import gather_values
 from mtpjax.errors import MemoryTooSmall, is_memory_error, printable
 from mtpjax.host import describe_address_limit
@@ -33,7 +34,7 @@ from mtpjax.serving.http_server import address_of, run_app, tell
 from mtpjax.serving.metric_names import WATCHDOG
 from mtpjax.serving.metrics import Metrics
 from mtpjax.serving.multihost.connection import Followers
-from mtpjax.serving.sizes import EngineSettings, count_snapshots, longest_text
+from mtpjax.serving.sizes import EngineSettings, count_snapshots, engine_decoder, longest_text
 from mtpjax.serving.watchdog import Watchdog
 
 ERROR_SECONDS = 1.0  # in which clients get their errors before the process ends
@@ -65,27 +66,15 @@ class ServerSettings:
     log_level: str = "warning"
 
 
-def page_bytes(model: MTPModel, decode: DecodeConfig, page_size: int, dtype: Any) -> int:
-    """Computes the bytes of one page in the caches of the trunk and of the drafter.
+def page_bytes(decoder: Decoder, dtype: Any) -> int:
+    """Computes the bytes of one page in the caches of the trunk and of the drafter, on all devices together.
 
     Args:
-        model: the model.
-        decode: settings, for the drafter and the dtype of the caches.
-        page_size: positions per page.
+        decoder: the decoder, whose pool has one page.
         dtype: dtype of the activations.
-
-    Returns:
-        Bytes on all devices together.
     """
-    config, drafter = model.config, make_drafter(decode)
-    spec = DecodeSpec.from_config(decode, is_greedy=decode.acceptance == "greedy")
-    spec = dataclasses.replace(spec, pool=(1, page_size))
-
-    def caches() -> tuple[Any, Any]:
-        trunk = empty_cache(config, config.trunk_kinds, 1, 1, dtype, spec.kv_cache_dtype, spec.pool)
-        return trunk, drafter.init(model=model, spec=spec, batch=1, capacity=1, dtype=dtype)
-
-    return host_pages.page_bytes(jax.eval_shape(caches))
+    state = jax.eval_shape(lambda: decoder.empty_state(StateShape(1, 1), dtype))
+    return host_pages.page_bytes((state.trunk, state.drafter))
 
 
 def state_bytes(config: ModelConfig, dtype: Any) -> int:
@@ -112,21 +101,23 @@ def choose_num_pages(
     Raises:
         MemoryTooSmall: the memory that is left has no room for one text.
     """
-    config = model.config
+    fitted, fitted_model, mesh = fit_params(params, model, decode)
+    decoder = engine_decoder(settings, decode, make_drafter(decode), fitted_model, mesh)
+    config, dtype = model.config, fitted["embedding"].dtype
     max_length = longest_text(settings, config.max_position_embeddings)
-    per_row = -(-(max_length + 64) // settings.page_size)
+    per_row = decoder.num_pages_of(max_length)
     devices = params["embedding"].devices()
     own = [device for device in devices if device.process_index == jax.process_index()]
     stats = [device.memory_stats() for device in own]
     if all(stats):
-        # Every device holds its part of the weights already, and its share of each page.
+        # Every device holds its shard of the weights already, and its share of each page.
         room = sum(memory_fraction * each["bytes_limit"] - each["bytes_in_use"] for each in stats if each)
         # All processes must choose the same size.
         room = min(gather_values(room * len(devices) / len(own)))
     else:
         room = CPU_POOL_BYTES
-    room -= count_snapshots(settings, config) * state_bytes(config, params["embedding"].dtype)
-    num_pages = int(room // page_bytes(model, decode, settings.page_size, params["embedding"].dtype))
+    room -= count_snapshots(settings, config) * state_bytes(config, dtype)
+    num_pages = int(room // page_bytes(decoder, dtype))
     if num_pages < per_row and all(stats):
         raise MemoryTooSmall(
             f"the memory has room for {max(num_pages, 0) * settings.page_size} tokens, but a text may have "

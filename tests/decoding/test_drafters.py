@@ -135,8 +135,8 @@ def test_a_wrong_q_is_caught(without_modules):
 
     @dataclasses.dataclass(frozen=True)
     class WrongDrafter(UnigramDrafter):
-        def propose(self, prepared, state, *, model, spec):
-            draft, state = super().propose(prepared, state, model=model, spec=spec)
+        def propose(self, decoder, weights, state):
+            draft, state = super().propose(decoder, weights, state)
             return draft.replace(probabilities=jnp.roll(draft.probabilities, 1, axis=-1)), state
 
     model, params = without_modules

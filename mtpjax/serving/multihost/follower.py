@@ -9,7 +9,7 @@ from typing import Any
 from mtpjax.decoding.drafter import Draft
 from mtpjax.serving.executor import Executor
 from mtpjax.serving.multihost.connection import Leader
-from mtpjax.serving.multihost.plan import OF_EXECUTOR, decode, decode_work
+from mtpjax.serving.multihost.plan import decode, decode_call
 
 
 class FollowerExecutor(Executor):
@@ -33,7 +33,7 @@ class FollowerExecutor(Executor):
         Raises:
             ValueError: process 0 runs another version.
         """
-        name, arguments, settings = decode(body)
+        name, arguments, key = decode(body)
         if name == "warm_up":
             self.warm_up()
         elif name == "reset":
@@ -48,7 +48,7 @@ class FollowerExecutor(Executor):
             self.copy_snapshots(slots, rows, to_state=to_state)
         else:
             arrays = tuple(self._drafts.popleft() if each is Draft else each for each in arguments)
-            result = self._run(decode_work(name, arrays, settings, {key: getattr(self, key) for key in OF_EXECUTOR}))
+            result = self._run(decode_call(name, arrays, key))
             if isinstance(result, Draft):
                 self._drafts.append(result)
 
