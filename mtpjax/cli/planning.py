@@ -92,7 +92,7 @@ def run_plan(options) -> int:
 
     from mtpjax.atomic import write_text
     from mtpjax.evaluation import plan, plan_report
-    from mtpjax.evaluation.compiled_call import compile_call, stored_shapes
+    from mtpjax.evaluation.compiled_call import compile_call, h100_mesh, stored_shapes
     from mtpjax.evaluation.plan_plots import plot_plan
     from mtpjax.evaluation.roofline import DEVICES, tokens_per_round
 
@@ -157,7 +157,7 @@ def run_plan(options) -> int:
         print(f"compiling for {plan_report.mesh_text(best.mesh)}", file=sys.stderr, flush=True)
         found = compile_call(
             config,
-            best.mesh,
+            h100_mesh(best.mesh),
             rows=best.rows,
             slots=best.slots,
             num_steps=num_steps,

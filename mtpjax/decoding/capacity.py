@@ -39,7 +39,6 @@ def choose_prefill_chunk(model: MTPModel, batch: int, platform: str, *, longest_
     `[B, heads, chunk, slots]` in float32. On a CPU short chunks are as fast, and short prompts fill them better.
 
     Args:
-        model: the model.
         batch: number of rows of the call, B.
         platform: "cpu", "cuda" or "rocm".
         longest_prompt: tokens of the longest prompt.
@@ -72,7 +71,6 @@ def min_rows_per_pass(model: MTPModel, batch: int, platform: str) -> int:
     around it. A model with experts keeps a single row, because a second one would choose further experts.
 
     Args:
-        model: the model.
         batch: number of rows of the call, B.
         platform: "cpu", "cuda" or "rocm".
 

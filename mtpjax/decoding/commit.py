@@ -27,7 +27,6 @@ def commit(
     """Ends a round: keeps what the rule accepted and drops the rest.
 
     Args:
-        decoder: the decoder of the round.
         state: the rows before the round, with the drafter's state after drafting.
         draft: the verified nodes.
         verified: the outputs of the trunk's pass over the nodes.
@@ -100,7 +99,6 @@ def append_tokens(
 
     Args:
         decoder: the decoder, for the vocabulary.
-        state: the rows.
         tokens: `[B, W]` int32 new tokens, valid up to `num_valid`.
         origins: `[B, W]` int32 draft level that proposed each token; 0: none.
         num_valid: `[B]` int32 number of valid tokens per row.

@@ -79,17 +79,12 @@ class Decoder:
         """Resolves the static settings of a call for its platform and batch size.
 
         Args:
-            config: settings.
             drafter: the draft method that they name.
             model: the model, as `fit_params` returns it.
             mesh: mesh of the parameters; None: one device.
-            batch: number of rows, B.
             max_length: maximum tokens of a sequence, prompt included.
             longest_prompt: tokens of the longest prompt; None: any that `max_length` allows.
             is_greedy: every row is at temperature 0.
-
-        Returns:
-            The decoder.
 
         Raises:
             ValueError: rule "greedy" with rows at a temperature above 0.

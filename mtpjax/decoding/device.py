@@ -20,8 +20,6 @@ def fit_params(
     """Fits parameters and model to a mesh.
 
     Args:
-        params: model parameters.
-        model: the model.
         config: settings, for `allow_copies`.
         mesh: moves the parameters to this mesh; None: they stay on their own, if they are on one.
 

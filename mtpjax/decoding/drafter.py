@@ -81,7 +81,6 @@ class Drafter:
         """Makes the drafter's state for free slots.
 
         Args:
-            decoder: the decoder.
             batch: slots, B.
             capacity: cache slots per row, L.
             dtype: dtype of the activations, and of the caches unless `spec.kv_cache_dtype` names another.
@@ -101,8 +100,6 @@ class Drafter:
         """Processes one prefill chunk, so that the drafter's cache covers the prompt.
 
         Args:
-            decoder: the decoder.
-            weights: what rounds read.
             state: the rows; `tokens` and `length` are the prompts.
             states: from `select_states`, `[B, T, ...]` for the chunk's T tokens.
             start: `[B]` position of the chunk's first token.
@@ -126,7 +123,6 @@ class Drafter:
         """Keeps the trunk states of a verification pass that the next round needs.
 
         Args:
-            decoder: the decoder of the round.
             state: the rows before the accepted tokens are appended.
             states: from `select_states`, `[B, K+1, ...]` along the accepted path, which starts with the pending token.
             accepted: the acceptance rule's decision.

@@ -23,7 +23,6 @@ def adjust_logits(
 
     Args:
         logits: `[B, T, own V]` unmodified logits after each of T nodes.
-        state: the rows.
         path: drafted tokens up to each node, that node included; None: none.
         num_new: `[B, T]` int32 new tokens up to each node.
         model: the model, for its vocabulary size.

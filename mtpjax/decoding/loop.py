@@ -39,13 +39,9 @@ def finish_round(
 
     Args:
         decoder: the decoder of this depth.
-        weights: what rounds read.
         state: the rows, with the drafter's state after drafting.
         draft: the nodes.
         allowed: tokens that may follow each node, as in `adjust_logits`. None: all.
-
-    Returns:
-        The state after the round.
     """
     B, W, K = len(state.length), decoder.spec.num_nodes, decoder.spec.num_steps
     chex.assert_shape(draft.tokens, (B, W))
@@ -82,8 +78,6 @@ def run_rounds(
 
     Args:
         decoder: the decoder; an adaptive one drafts 0..`spec.num_steps` levels.
-        weights: what rounds read.
-        state: the rows.
         max_rounds: `[]` int32, maximum number of rounds; None: no limit.
         depth: draft levels of every round, of an adaptive spec whose caller chooses them; None: the policy does.
 
@@ -152,11 +146,8 @@ def decode(
     (`mtpjax.decoding.gpu_graph`).
 
     Args:
-        params: model parameters.
-        draft_params: the drafter's own parameters.
         state: B requests with empty caches (`start_rows`); donated.
         max_rounds: `[]` int32, maximum number of rounds; None: no limit.
-        decoder: the decoder.
         is_started: go on with a state that an earlier call has returned.
 
     Returns:

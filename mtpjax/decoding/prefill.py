@@ -29,8 +29,6 @@ def prefill(
     """Processes the prompts from `start` on and commits the first new token of each row.
 
     Args:
-        decoder: the decoder.
-        weights: what rounds read.
         state: rows whose committed text is the prompt.
         start: `[B]` int32 first position to process; the caches hold the positions before it. None: 0 for every row.
         end: `[B]` int32 position before which a row's chunks end; None: at the end of the prompt. A row that ends

@@ -27,9 +27,6 @@ from pallas_kernels.verify_attention import MAX_QUERY_TOKENS
 def make_drafter(config: DecodeConfig) -> Drafter:
     """Returns the drafter that `config` names.
 
-    Args:
-        config: the settings.
-
     Returns:
         The drafter; for `num_steps=0` the base `Drafter`, which proposes no tokens.
 
@@ -50,18 +47,7 @@ def make_drafter(config: DecodeConfig) -> Drafter:
 
 
 def check_argument_types(params: Any, prompts: Any = (), sampling: Any = None, key: Any = None, *, model: Any) -> None:
-    """Checks the arguments of a decoding call that fail deep inside otherwise.
-
-    Args:
-        params: parameters of the model.
-        prompts: the prompts.
-        sampling: sampling parameters, or None.
-        key: a `jax.random` key, or None.
-        model: the model.
-
-    Raises:
-        ValueError: one of them has another type, or is traced. The message says which type it needs.
-    """
+    """Raises a `ValueError` that names the type for arguments of a decoding call that would fail deep inside."""
     rows = prompts if isinstance(prompts, (list, tuple)) else [prompts]
     if any(isinstance(leaf, Tracer) for leaf in (*rows, key, *jax.tree.leaves(params))):
         raise ValueError("decoding is jitted itself: it cannot be called inside jax.jit, jax.vmap or jax.grad")
@@ -152,12 +138,6 @@ def prompts_to_arrays(prompts: Any, lengths: Any = None) -> list[np.ndarray]:
 def check_request(rows: list[np.ndarray], model: MTPModel, config: DecodeConfig, drafter: Drafter) -> int:
     """Checks prompts and settings. The compiled call would silently clamp values that are out of range.
 
-    Args:
-        rows: prompts.
-        model: the model.
-        config: the settings.
-        drafter: the draft method.
-
     Returns:
         The maximum length of a row in tokens, prompt included.
 
@@ -186,11 +166,6 @@ def check_request(rows: list[np.ndarray], model: MTPModel, config: DecodeConfig,
 
 def check_settings(model: MTPModel, config: DecodeConfig, drafter: Drafter) -> int:
     """Checks settings against a model, and warns of settings that have no effect.
-
-    Args:
-        model: the model.
-        config: the settings.
-        drafter: the draft method.
 
     Returns:
         The maximum length of a row in tokens, prompt included.
@@ -242,14 +217,10 @@ def _check_deterministic(model: MTPModel, config: DecodeConfig) -> None:
 
 
 def make_stop_table(config: DecodeConfig) -> np.ndarray:
-    """Converts the stop tokens and stop sequences to one table.
+    """Converts the stop tokens and stop sequences to one table `[N, Z]` int32.
 
-    Args:
-        config: the settings.
-
-    Returns:
-        `[N, Z]` int32 sequences, right-aligned, with -1 before shorter sequences and in unused rows. N and Z are
-        rounded up, so that similar requests share a compiled program.
+    Sequences are right-aligned, with -1 before shorter ones and in unused rows. N and Z are rounded up, so that similar
+    requests share a compiled program.
     """
     # A stop token is a sequence of length 1. Without longer sequences the table keeps one column, the cheapest case.
     sequences = [(token,) for token in config.stop_token_ids] + list(config.stop_sequences)
@@ -298,7 +269,6 @@ def make_new_rows(
 
     Args:
         rows: R prompts.
-        model: the model.
         config: the requests' settings.
         limit: maximum length of a row in tokens, prompt included.
         capacity: cache slots per row, L.
@@ -340,15 +310,7 @@ def make_new_rows(
 
 
 def repeat_first_row(rows: NewRows, count: int) -> NewRows:
-    """Appends copies of the first request, so that the number of rows fits.
-
-    Args:
-        rows: R requests, as host arrays.
-        count: copies, at least 0.
-
-    Returns:
-        R + `count` requests.
-    """
+    """Appends `count` copies of the first request, so that the number of rows fits."""
     if not count:
         return rows
     return jax.tree.map(lambda leaf: np.concatenate([leaf, np.repeat(leaf[:1], count, axis=0)]), rows)

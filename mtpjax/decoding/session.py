@@ -171,17 +171,11 @@ def advance(
     """Runs rounds on some rows, all with the same number of draft levels.
 
     Args:
-        params: model parameters.
-        draft_params: the drafter's own parameters.
         state: the state; donated.
-        batch: the rows.
         rounds: `[]` int32, rounds to run, unless all rows end before; at most `max_rounds`.
         decoder: the decoder of the deepest round.
         depth: draft levels of each round.
         max_rounds: what the report has room for.
-
-    Returns:
-        The new state and the report.
     """
 
     def advance_part(params, draft_params, state, batch, rounds):
@@ -245,17 +239,11 @@ def verify_round(
     """Ends the round that `draft_round` began: verifies, accepts and commits.
 
     Args:
-        params: model parameters.
-        draft_params: the drafter's own parameters.
         state: the state; donated.
-        batch: the rows.
         draft: from `draft_round`.
         allowed: `[R, W, ceil(V/32)]` int32 tokens that may follow each node, a bit per token.
         decoder: the decoder of the deepest round.
         depth: draft levels of the round.
-
-    Returns:
-        The new state and the report.
     """
 
     def verify_part(params, draft_params, state, batch, draft, allowed):

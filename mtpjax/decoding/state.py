@@ -70,9 +70,6 @@ class NewRows(flax.struct.PyTreeNode):
             length: `[R]` int32 prompt lengths.
             limit: `[R]` int32 maximum number of tokens, prompt included.
             sampling: the rows' sampling parameters.
-
-        Returns:
-            The requests.
         """
         R = tokens.shape[0]
         settings = RowSettings(
@@ -196,7 +193,6 @@ def view_pass(
     """Makes the view of a pass over the rows' caches.
 
     Args:
-        state: the rows.
         config: sizes and rotary embedding of the layers that run.
         start: `[B]` int32 first slot.
         width: tokens of the pass, T.

@@ -94,7 +94,6 @@ def accept(
 
     Args:
         decoder: the decoder of the round, whose spec has the rule.
-        state: the rows.
         draft: the nodes, and the distributions q that they were drawn from.
         verified: the outputs of the trunk's pass over the nodes.
         allowed: tokens that may follow each node, as in `adjust_logits`; needs logits. An exact rule accepts no draft

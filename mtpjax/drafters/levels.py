@@ -24,11 +24,7 @@ def draft_levels(decoder: Decoder, score: ScoreLevel, state: DecodeState, carry:
     Args:
         decoder: the decoder of a chain.
         score: returns the scores of a level, 1 to K.
-        state: the rows.
         carry: the carry that the first level gets.
-
-    Returns:
-        The draft.
     """
     spec, sampling = decoder.spec, state.settings.sampling
     tokens, probabilities = [read_rows(state.tokens, state.length - 1, 1)], []

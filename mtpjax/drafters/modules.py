@@ -50,9 +50,6 @@ def extend_module(
     """Runs one module over committed positions (draft extend), and overwrites what drafting wrote to its cache.
 
     Args:
-        network: the modules.
-        caches: all modules' caches; the function replaces this module's cache in the list.
-        index: the module, 0-based.
         hidden: `[B, T, D]` the hidden states that come from the trunk (`DraftNetwork.input_hidden`).
         chained_hidden: `[B, T, D]` the previous module's output; None for the first module.
         tokens: `[B, L]` the text.
@@ -89,8 +86,6 @@ def extend_modules(
 
     Args:
         decoder: the decoder, for the window.
-        network: the modules.
-        state: the rows.
         states: `[B, T, D]` the trunk states that the drafter keeps.
         start: `[B]` position of `states[:, 0]`.
         num_used: `[B]` states at the beginning that belong to committed positions; others are padding.
@@ -132,11 +127,7 @@ def extend_and_read(
     """Extends a module over the hidden states of the last round and reads its newest output.
 
     Args:
-        network: the modules.
-        caches: all modules' caches; the function replaces this module's cache in the list.
-        index: the module, 0-based.
         chained_hidden: `[B, num_positions, D]` the previous module's output; None for the first module.
-        state: the rows.
         tokens: `[B, L]` the text and the drafts so far.
         num_positions: hidden states to process.
         view: cache slots, positions and masks of these positions.
@@ -159,18 +150,10 @@ def extend_and_read(
 def run_over_drafts(
     network: DraftNetwork, caches: list[Cache], index: int, chained_hidden: jax.Array, tokens: jax.Array, view: View
 ) -> tuple[jax.Array, jax.Array]:
-    """Runs a module over drafted tokens, padded to the view's width.
+    """Runs module `index` over drafted tokens `[B, f]`, padded to the view's width of f tokens or more.
 
-    Args:
-        network: the modules.
-        caches: all modules' caches; the function replaces this module's cache in the list.
-        index: the module, 0-based.
-        chained_hidden: `[B, f, D]` the module output that each token was drafted from.
-        tokens: `[B, f]` the drafted tokens.
-        view: cache slots, positions and masks, for f tokens or more.
-
-    Returns:
-        The outputs for the head and to draft on, both `[B, f, D]`.
+    `chained_hidden [B, f, D]` are the module outputs that the tokens were drafted from. Replaces the module's cache in
+    the list; returns the outputs for the head and to draft on, both `[B, f, D]`.
     """
     f, width = tokens.shape[1], view.mask.shape[1]
     view = of_drafter(view, shift=index + 1)

@@ -33,7 +33,6 @@ class DraftNetwork(Protocol):
         """Runs one module.
 
         Args:
-            index: the module, 0-based.
             hidden: `[B, T, D]` from `input_hidden`, or a module's output.
             tokens: `[B, T]` int32, the token that follows each hidden state's position (one later per module).
             view: cache slots, positions and masks.

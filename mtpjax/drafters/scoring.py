@@ -46,13 +46,8 @@ def own_head(params: dict, matrices: tuple[jax.Array, ...], ids: jax.Array | Non
     """Makes the head of a drafter with its own output matrix, in the dtype of the model.
 
     Args:
-        params: model parameters.
         matrices: `[D, R]` one that all modules share, or one each.
         ids: `[R]` int32 token of each column; None: column j is token j.
-        model: the model.
-
-    Returns:
-        The head.
 
     Raises:
         ValueError: the ids and the columns differ in number.
@@ -118,9 +113,6 @@ class DraftScores:
 
     def top_tokens(self, k: int) -> tuple[jax.Array, jax.Array, jax.Array]:
         """Finds the k best tokens without storing all logits. Requires that nothing changes the logits.
-
-        Args:
-            k: number of tokens.
 
         Returns:
             Their logits and ids, `[B, f, k]`, and the log-sum-exp over the vocabulary, `[B, f]`.

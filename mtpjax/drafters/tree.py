@@ -212,8 +212,6 @@ def softmax_at_temperature(logits: jax.Array, state: DecodeState, vocabulary: Vo
 
     Args:
         logits: `[B, f, own V]` adjusted logits.
-        state: the rows.
-        vocabulary: how the columns are split over devices.
 
     Returns:
         `[B, f, own V]` at the row's temperature, or at 1 where the temperature is 0.

@@ -9,7 +9,7 @@ import functools
 import math
 import re
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from typing import Any
 
 import jax
@@ -59,7 +59,6 @@ def stored_shapes(config: ModelConfig, *, has_fp8: bool) -> dict:
     """Returns the shapes and dtypes of a model's parameters in a published checkpoint.
 
     Args:
-        config: the model's config.
         has_fp8: the matrices are fp8 with a scale for each 128 x 128 block, as DeepSeek-V3 stores them; embedding, head
             and the rest are bfloat16 either way.
 
@@ -88,7 +87,6 @@ def call_shapes(
     """Returns the shapes of a decoding call's arguments, with the copies that a mesh needs.
 
     Args:
-        config: the model's config.
         params: shapes of its parameters, as from `stored_shapes`.
         sizes: sizes of the mesh axes by name.
         rows: rows of the batch.
@@ -114,41 +112,40 @@ def call_shapes(
     return fitted, *jax.eval_shape(make, params)
 
 
+def h100_mesh(sizes: Mapping[str, int]) -> Mesh:
+    """Makes a mesh of H100s, which need not exist; raises `RuntimeError` if the CUDA plug-in is missing."""
+    return compat.make_mesh(sizes, compat.h100_devices(f"1x1x{math.prod(sizes.values())}"))
+
+
 def compile_call(
     config: ModelConfig,
-    sizes: Mapping[str, int],
+    mesh: Mesh,
     *,
     rows: int,
     slots: int,
+    params: dict,
     num_steps: int = 1,
-    params: dict | None = None,
     implementation: Implementation = "triton",
     prefill_chunk: int | None = None,
-    devices: Sequence[Any] | None = None,
 ) -> Compiled:
-    """Compiles the decoding call of a model for a mesh of H100s, or of other devices.
+    """Compiles the decoding call of a model for a mesh, such as `h100_mesh`.
 
     Args:
         config: the model's config.
-        sizes: sizes of the mesh axes.
+        mesh: the mesh.
         rows: rows of the batch.
         slots: cache slots of each row.
+        params: shapes of the parameters, as from `stored_shapes`.
         num_steps: draft levels.
-        params: shapes of the parameters; None: `stored_shapes` in bfloat16.
         implementation: what runs the kernels.
         prefill_chunk: tokens of a prefill pass; None: as `speculative_generate` chooses for prompts of half the slots.
-        devices: `jax.Device`s of the mesh; None: H100s, which need not exist.
 
     Returns:
         Memory, collectives and kernels of the compiled module.
-
-    Raises:
-        RuntimeError: the CUDA plug-in is missing.
     """
     # 1. Shapes of the arguments, and the static settings that decoding would choose for this batch.
-    mesh = compat.make_mesh(sizes, devices or compat.h100_devices(f"1x1x{math.prod(sizes.values())}"))
-    stored = stored_shapes(config, has_fp8=False) if params is None else params
-    config, shapes, state = call_shapes(config, stored, sizes, rows=rows, slots=slots, num_steps=num_steps)
+    sizes = dict(mesh.shape)
+    config, shapes, state = call_shapes(config, params, sizes, rows=rows, slots=slots, num_steps=num_steps)
     model = MTPModel(config, implementation=implementation)
     settings = DecodeConfig(num_steps=num_steps)
     drafter = make_drafter(settings)
@@ -184,14 +181,7 @@ def _place(tree, specs, mesh: Mesh):
 
 
 def find_collectives(text: str) -> dict[tuple[str, str, str], int]:
-    """Counts the collectives of a compiled module by operation, shapes and place; layers count as one place.
-
-    Args:
-        text: the module's text.
-
-    Returns:
-        The number of occurrences of each (operation, shapes, place).
-    """
+    """Counts the collectives of a compiled module by (operation, shapes, place); layers count as one place."""
     found: collections.Counter[tuple[str, str, str]] = collections.Counter()
     for line in text.splitlines():
         match = COLLECTIVE.search(line)

@@ -58,14 +58,9 @@ class RoundCosts:
         return self.parts[PLAIN_STEP]
 
     def ideal_ratio(self, accept_length: float, shape: RoundShape) -> float:
-        """Computes the speed-up over plain decoding if a round cost only its parts.
+        """Computes the speed-up over plain decoding if a round cost only its parts: `accept_length / parts`.
 
-        Args:
-            accept_length: tokens per round, bonus token included.
-            shape: the round.
-
-        Returns:
-            `accept_length / parts`, with parts in units of a plain round.
+        `accept_length` includes the bonus token; parts are in units of a plain round.
         """
         return accept_length * self.plain / self.parts[shape]
 
@@ -86,9 +81,6 @@ class RoundCosts:
 
         Args:
             stored: the JSON object.
-
-        Returns:
-            The costs.
 
         Raises:
             KeyError, TypeError, ValueError: for any other object.
@@ -125,9 +117,7 @@ class CostMeter:
 
         Args:
             params: parameters of `model` with unrolled layers.
-            model: the model.
             shapes: the rounds to time; plain rounds are always added.
-            conditions: batch, context and caches.
             seconds: approximate duration of one timing, which covers at least four rounds.
             time_full_rounds: also time whole rounds as the decoding loop runs them, for chains a cycle through all
                 depths, and for drafters other than MTP modules drafting alone.
@@ -186,11 +176,7 @@ class CostMeter:
                     self._seconds[timed].append(seconds)
 
     def plain_steps(self, shape: RoundShape) -> np.ndarray:
-        """Returns the cost of a round's parts in plain rounds, `[R]`: one per measurement, from timings of its turn.
-
-        Args:
-            shape: a shape that is measured.
-        """
+        """Returns the cost of a round's parts in plain rounds, `[R]`: one per measurement, from timings of its turn."""
         return np.array(self._seconds["parts", shape]) / np.array(self._seconds["parts", PLAIN_STEP])
 
     def costs(self) -> RoundCosts:
@@ -198,9 +184,6 @@ class CostMeter:
 
         Other programs slow down all loops of a turn alike, so ratios within a turn vary less than times. Each cost is
         the median time of a plain round multiplied by the median of the ratio to the plain round of the same turn.
-
-        Returns:
-            The costs.
         """
         plain = np.array(self._seconds.get(("round", PLAIN_STEP), self._seconds["parts", PLAIN_STEP]))
         kinds = ("verify", "draft", "parts", "round", "cycle")

@@ -80,15 +80,9 @@ def passes_loop(
     would move the work that depends on a constant length out of the loop.
 
     Args:
-        dtype: dtype of the activations.
-        model: the model.
         config: the drafter and the shape of the round.
-        conditions: batch, context and caches.
         drafts: run the drafter; without it, verification reads tokens of the text as nodes.
         verifies: run the trunk's pass, and hand its states to the drafter.
-
-    Returns:
-        The loop.
     """
     decoder, inputs = _running_rows(dtype, model, config, conditions)
     spec, drafter = decoder.spec, decoder.drafter
@@ -125,17 +119,7 @@ def passes_loop(
 def full_round_loop(
     dtype: Any, model: MTPModel, configs: tuple[DecodeConfig, ...], conditions: TimingConditions
 ) -> RoundLoop:
-    """Makes a loop over whole decoding rounds, one of each config, under the default rule.
-
-    Args:
-        dtype: dtype of the activations.
-        model: the model.
-        configs: the drafter and the shapes of the rounds; several must be chains.
-        conditions: batch, context and caches.
-
-    Returns:
-        The loop.
-    """
+    """Makes a loop over whole decoding rounds under the default rule, one of each config; several must be chains."""
     # 1. The rows of the deepest shape; shallower chains are the same call at another depth.
     config = max(configs, key=lambda config: config.num_steps)
     deepest, inputs = _running_rows(dtype, model, config, conditions)

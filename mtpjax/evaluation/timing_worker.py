@@ -60,14 +60,7 @@ class TimingWorker:
             pass  # `receive` reports it
 
     def receive(self) -> dict[str, Any]:
-        """Waits for the result of the oldest unanswered request.
-
-        Returns:
-            The result.
-
-        Raises:
-            RuntimeError: if the child has ended.
-        """
+        """Waits for the result of the oldest unanswered request; raises `RuntimeError` if the child has ended."""
         line = self._results.readline()
         if not line:
             raise RuntimeError(f"the timing process ended with code {self._process.wait()}; its error is above")

@@ -34,7 +34,6 @@ def find_questions(
 
     Args:
         params: model parameters; shapes suffice.
-        model: the model.
         config: decoding settings; their draft levels and plain decoding are traced.
         batches: batch sizes.
         context: slots of the KV caches.
@@ -140,15 +139,7 @@ def not_measured(questions: Sequence[Question]) -> list[Question]:
 
 
 def seconds_per_call(call: Callable[[], Any], least: float = LEAST_SECONDS) -> float:
-    """Times one call, among as many in a row as take long enough to be timed.
-
-    Args:
-        call: returns arrays; called once before the measurement.
-        least: seconds of a measurement.
-
-    Returns:
-        Seconds.
-    """
+    """Times one call, among as many in a row as take `least` seconds. It was called once before."""
     jax.block_until_ready(call())
     count = 1
     while True:

@@ -62,6 +62,7 @@ class Engine(EngineLoop):
         vocab_size: ids are 0 .. vocab_size - 1.
         max_requests: most requests that run and wait at the same time.
         grammars: compiles the grammars of requests; None: requests have none.
+        followers: the other processes of the mesh; None: there are none.
         page_shapes: shapes and dtypes of a page's entries.
         progress_at: time (`time.monotonic`) at which the device answered last, or work came after a pause.
     """
@@ -82,7 +83,7 @@ class Engine(EngineLoop):
         """
         executor, settings = self._executor, self.settings
         is_measured = settings.adapts_depth and settings.depth_costs is None
-        has_thread = self._followers is None and settings.rebalance_experts_every is None and not is_measured
+        has_thread = self.followers is None and settings.rebalance_experts_every is None and not is_measured
         if has_thread and programs != "all":
             executor.warm_up(progress, executor.first_programs() if programs == "first" else [])
             executor.programs.ready = set(executor.first_programs()) if programs == "first" else set()
@@ -168,11 +169,7 @@ class Engine(EngineLoop):
         """Computes the log-probabilities of a text under the trunk. Blocks while it is processed, as a prompt is.
 
         Args:
-            tokens: the text.
             num_top: alternatives per token, at most 20.
-
-        Returns:
-            The log-probabilities.
 
         Raises:
             ValueError: for a text or a number out of range.
@@ -193,31 +190,15 @@ class Engine(EngineLoop):
         return text.result()
 
     def flush_cache(self) -> int:
-        """Forgets the pages that no request uses.
-
-        Returns:
-            How many they were.
-        """
+        """Forgets the pages that no request uses; returns their number."""
         return self._ask(lambda: sum(pool.forget() for pool in self._scheduler.pools))
 
     def count_known_pages(self, tokens: TokenSequence[int], salt: bytes) -> int:
-        """Counts the pages at the beginning of a text that the prefix cache has. Blocks.
-
-        Args:
-            tokens: the text.
-            salt: the request's.
-
-        Returns:
-            The number of pages.
-        """
+        """Counts the pages at the beginning of a text that the prefix cache has. Blocks."""
         return self._ask(lambda: len(self._only_pool.find(tokens, salt=salt)))
 
     def read_pages(self, tokens: TokenSequence[int], salt: bytes) -> list[tuple[bytes, Entries]]:
         """Reads the known whole pages at the beginning of a text, for another engine's `put_pages`. Blocks.
-
-        Args:
-            tokens: the text.
-            salt: the request's.
 
         Returns:
             Hash and entries of each page.
@@ -235,10 +216,9 @@ class Engine(EngineLoop):
         return [(digest, entries[digest]) for digest in digests]
 
     def put_pages(self, pages: list[tuple[bytes, Entries]]) -> None:
-        """Adds pages that another engine has read to the prefix cache, in host memory. Blocks.
+        """Adds hashes and entries of pages to the prefix cache, in host memory. Blocks.
 
-        Args:
-            pages: hash and entries of each. The other engine's model, page size and dtypes must be the same.
+        The engine that has read them must have the same model, page size and dtypes.
         """
 
         def put() -> None:

@@ -51,7 +51,7 @@ class EngineDelivery:
         followers: Followers | None = None,
         draft_params: Any = None,
     ):
-        self.settings, self._observe, self._followers = settings or EngineSettings(), observe, followers
+        self.settings, self._observe, self.followers = settings or EngineSettings(), observe, followers
         make = Executor if followers is None else functools.partial(LeaderExecutor, followers=followers)
         self._executor: Executor = make(
             params, model=model, config=config, settings=self.settings, draft_params=draft_params

@@ -256,9 +256,9 @@ class EngineLoop(EngineDelivery):
 
         The others may not have failed at the same call, so their states may differ from now on.
         """
-        if self._followers is None or not (isinstance(error, LostProcess) or is_runtime_error(error)):
+        if self.followers is None or not (isinstance(error, LostProcess) or is_runtime_error(error)):
             return False
-        self._followers.end_process(f"another process has ended, or a call failed: {printable(error, 200)}")
+        self.followers.end_process(f"another process has ended, or a call failed: {printable(error, 200)}")
         return True
 
     def _recover(self, error: Exception) -> None:

@@ -89,13 +89,7 @@ class EnginePrograms(EngineSession):
             raise ValueError("a grammar excludes min_new_tokens, allowed_tokens and banned_tokens")
 
     def choose_program(self, kind: str, sequences: Rows[Sequence], depth: int = 0) -> ProgramKey:
-        """Chooses the program of a call on these rows; see `ProgramSet.choose`.
-
-        Args:
-            kind: of the program; "prefill" becomes "masked prefill" where a row has a grammar.
-            sequences: the rows.
-            depth: draft levels.
-        """
+        """Chooses the program of a call on these rows; see `ProgramSet.choose`. "prefill" may be "masked prefill"."""
         sizes, width = self.sizes, 0
         is_masked = kind == "masked round" or any(sequence.request.grammar is not None for sequence in sequences)
         if kind == "prefill" and is_masked:
@@ -192,11 +186,9 @@ class EnginePrograms(EngineSession):
         jax.block_until_ready(self.state)
 
     def compile_program(self, key: ProgramKey, run: Callable[[Callable[[], Any]], Any]) -> None:
-        """Compiles a program, and runs it once: the first call of a program also prepares its dispatch.
+        """Compiles a program in the caller's thread, and runs it once: its first call also prepares its dispatch.
 
-        Args:
-            key: the program. Compiling happens in the caller's thread, while other calls may run.
-            run: runs a function that calls programs on the state, while no other thread does.
+        `run` runs a function that calls programs on the state, while no other thread does.
         """
         begin = time.perf_counter()
         if key.kind == "masked round":

@@ -115,12 +115,9 @@ class EngineSession(Session):
         return make_snapshots(self.state.trunk, num_rows, config=self.model.config, mesh=self.mesh)
 
     def copy_snapshots(self, slots: np.ndarray, rows: np.ndarray, *, to_state: bool) -> None:
-        """Copies one row of each part.
+        """Copies one row of each shard between `slots` and `rows` of the snapshots, both `[P]` int32.
 
-        Args:
-            slots: `[P]` int32 slots; `NO_ROW`: no copy.
-            rows: `[P]` int32 rows of the snapshots.
-            to_state: from the snapshots to the slots; False: back.
+        `to_state`: from the snapshots to the slots. `NO_ROW` copies nothing.
         """
         own, config = recurrent_entries(self.state.trunk), self.model.config
         with self._on_device(copy_rows):
@@ -131,11 +128,7 @@ class EngineSession(Session):
         self.state = self.state.replace(trunk=replace_recurrent_entries(self.state.trunk, own))
 
     def move_pages(self, pool: PagePool) -> list[Outgoing]:
-        """Copies what leaves the pool towards the host, and then what comes back into its pages.
-
-        Returns:
-            The copies on their way out.
-        """
+        """Copies pages that leave the pool towards the host, then those that come back; returns the former."""
         with self._on_device(*host_pages.PROGRAMS):
             copies = copy_out(self.state, pool.outgoing)
             self.state = copy_in(self.state, pool.incoming)
@@ -160,26 +153,16 @@ class EngineSession(Session):
         return self.sizes.num_parts, self.sizes.prefill_sizes[-1], self.decoder.spec.prefill_chunk
 
     def count_experts(self, tokens: np.ndarray, lengths: np.ndarray) -> jax.Array:
-        """Counts the experts that texts choose.
+        """Counts the experts that texts choose: `[L, E]` int32 of each layer with experts, on the device.
 
-        Args:
-            tokens: `[P, b, T]` int32 right-padded texts, of the shape `count_shape`.
-            lengths: `[P, b]` int32; 0: no text.
-
-        Returns:
-            `[L, E]` int32 counts of each layer with experts, on the device.
+        `tokens` are right-padded texts of the shape `count_shape`, `lengths` `[P, b]` their lengths; 0: no text.
         """
         capacity = round_up_capacity(tokens.shape[-1])
         with self._on_device(count_experts):
             return count_experts(self.params, tokens, lengths, model=self.model, capacity=capacity)
 
     def move_experts(self, layer: str, expert_of_slot: np.ndarray) -> None:
-        """Gives the experts of a layer other slots. The arrays that had them before are deleted.
-
-        Args:
-            layer: name of a layer of the trunk.
-            expert_of_slot: `[S]` the expert in each slot.
-        """
+        """Gives the experts of a layer other slots, `expert_of_slot [S]`. Deletes the arrays that had them before."""
         trunk, config = self.params["trunk"], self.model.config
         experts = trunk[layer]["experts"]
         moving = {name: experts[name] for name in (*STACKS, "placement") if name in experts}

@@ -6,7 +6,6 @@ import gc
 import logging
 import socket
 import sys
-import threading
 import time
 from collections.abc import Callable, Iterator
 from typing import Any
@@ -67,12 +66,7 @@ class ServerSettings:
 
 
 def page_bytes(decoder: Decoder, dtype: Any) -> int:
-    """Computes the bytes of one page in the caches of the trunk and of the drafter, on all devices together.
-
-    Args:
-        decoder: the decoder, whose pool has one page.
-        dtype: dtype of the activations.
-    """
+    """Computes the bytes of one page in all caches, on all devices together; the decoder's pool has one page."""
     state = jax.eval_shape(lambda: decoder.empty_state(StateShape(1, 1), dtype))
     return host_pages.page_bytes((state.trunk, state.drafter))
 
@@ -90,13 +84,9 @@ def choose_num_pages(
 
     Args:
         params: the model's parameters, on their devices.
-        model: the model.
         decode: settings of the requests.
         settings: the engine's; slots, length and snapshots.
         memory_fraction: share of the accelerator's memory that weights and pages may take.
-
-    Returns:
-        Pages.
 
     Raises:
         MemoryTooSmall: the memory that is left has no room for one text.
@@ -128,14 +118,7 @@ def choose_num_pages(
 
 @contextlib.contextmanager
 def explain_full_memory(advice: str) -> Iterator[None]:
-    """Turns JAX's error for full memory into one line with advice.
-
-    Args:
-        advice: what to change, unless the memory is full because `ulimit -v` limits it.
-
-    Raises:
-        MemoryTooSmall: memory was full.
-    """
+    """Turns JAX's error for full memory into a `MemoryTooSmall` with advice, unless `ulimit -v` limits the memory."""
     try:
         yield
     except (RuntimeError, MemoryError) as error:  # JAX's errors are RuntimeErrors
@@ -147,32 +130,20 @@ def explain_full_memory(advice: str) -> Iterator[None]:
 
 @contextlib.contextmanager
 def running_engine(
-    params: dict,
+    make_engine: Callable[..., Engine],
     *,
-    model: Any,
-    config: DecodeConfig,
-    settings: EngineSettings,
     server: ServerSettings,
     model_name: str,
     followers: Followers | None = None,
-    draft_params: Any = None,
     report: Callable[[str, int, int], None] = lambda stage, done, total: None,
 ) -> Iterator[tuple[Engine, Metrics]]:
     """Starts an engine and its metrics; on exit lets its requests end, for at most `drain_seconds`, and stops it.
 
-    If one of `followers` is lost, requests that run end with an error, and this process ends. `report` takes what the
-    process does, and how much of it is done.
+    If one of `followers` is lost, requests that run end with an error, and this process ends. `make_engine` gets
+    `observe` and `followers` of `Engine`. `report` takes what the process does, and how much of it is done.
     """
     with explain_full_memory("lower --max-total-tokens, --max-running-requests or --chunked-prefill-size"):
-        engine = Engine(
-            params,
-            model=model,
-            config=config,
-            settings=settings,
-            observe=lambda *end: metrics.observe(*end),
-            followers=followers,
-            draft_params=draft_params,
-        )
+        engine = make_engine(observe=lambda *end: metrics.observe(*end), followers=followers)
         metrics = Metrics(engine.status, model_name=model_name)
         begin, num_programs = time.perf_counter(), 0
 
@@ -215,12 +186,11 @@ def serve(
     server: ServerSettings,
     metrics: Metrics | None = None,
     disaggregation: DisaggregationSettings | None = None,
-    should_stop: threading.Event | None = None,
     *,
     listener: socket.socket,
     loading: contextlib.ExitStack,
 ) -> None:
-    """Serves requests until SIGTERM or Ctrl-C.
+    """Serves requests until SIGTERM or Ctrl-C, or until a process of `engine.followers` asks for the end.
 
     Args:
         engine: a running engine.
@@ -229,7 +199,6 @@ def serve(
         server: settings of the process.
         metrics: what `/metrics` answers; None: nothing.
         disaggregation: makes this a prefill server or a decode server; None: it is both.
-        should_stop: ends it too, when it is set.
         listener: the open port.
         loading: closed as soon as the application takes over the port from `open_port`.
 
@@ -258,6 +227,6 @@ def serve(
         lambda: app.state.server.drain(server.drain_seconds),
         app.state.server.abort,
         header_seconds=server.header_seconds,
-        should_stop=should_stop,
+        should_stop=None if engine.followers is None else engine.followers.should_drain,
         log_level=server.log_level,
     )

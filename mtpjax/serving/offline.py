@@ -66,9 +66,7 @@ def complete(
     model: MTPModel,
     config: DecodeConfig,
     sampling: SamplingParams,
-    seeds: Sequence[int],
-    make_decoder: Callable[[Sequence[int]], Callable[[int | None], str]],
-    stop: Sequence[str] = (),
+    make_stream: Callable[[Sequence[int]], TextStream],
     batch_size: int = 8,
     draft_params: Any = None,
 ) -> Iterator[CompletedBatch]:
@@ -81,11 +79,9 @@ def complete(
         params: parameters of `model`.
         prompts: token ids of each prompt.
         model: the model.
-        config: the settings. Its stop tokens are no part of the texts.
-        sampling: the sampling parameters, one value for all rows, without seeds.
-        seeds: one per prompt.
-        make_decoder: returns an incremental decoder of the tokenizer for what follows a prompt.
-        stop: strings that end a text, wherever the tokens split them.
+        config: the settings.
+        sampling: the sampling parameters, one value for all rows, and a seed per prompt.
+        make_stream: returns the decoder of the text that follows a prompt.
         batch_size: rows that decode at the same time.
         draft_params: the drafter's own parameters.
 
@@ -97,6 +93,7 @@ def complete(
     """
     if check_integer("batch_size", batch_size) < 1:
         raise ValueError(f"batch_size must be at least 1, got {batch_size}")
+    seeds = list(sampling.seed)  # type: ignore[arg-type]
     # 1. Check all prompts, and size the state for the longest of them.
     model, params, drafter = with_implementation(model, config), params_to_device(params), make_drafter(config)
     limit = check_request([np.asarray(prompt) for prompt in prompts], model, config, drafter)
@@ -115,32 +112,24 @@ def complete(
         batch = prompts[begin : begin + batch_size]
         rows = make_new_rows(
             [np.asarray(prompt, np.int32) for prompt in batch], model=model, config=config, limit=limit,
-            capacity=capacity, sampling=dataclasses.replace(sampling, seed=list(seeds[begin : begin + batch_size])),
+            capacity=capacity, sampling=dataclasses.replace(sampling, seed=seeds[begin : begin + batch_size]),
         )  # fmt: skip
         rows = repeat_first_row(rows, sizes["batch"] - len(batch))
 
         def decode(batch=batch, rows=rows) -> CompletedBatch:
-            streams = [
-                TextStream(
-                    make_decoder(prompt),
-                    stop=stop,
-                    hidden_tokens=config.stop_token_ids,
-                    min_tokens=int(sampling.min_new_tokens),  # type: ignore[arg-type]
-                )
-                for prompt in batch
-            ]
-            return _decode(call, rows, streams, ROUNDS_PER_CHECK if stop else None)
+            return _decode(call, rows, [make_stream(prompt) for prompt in batch])
 
         yield GRAPHS.run_or_repeat(mesh or jax.sharding.get_mesh(), decode)
 
 
-def _decode(call: BatchCall, rows: NewRows, streams: list[TextStream], rounds: int | None) -> CompletedBatch:
-    """Decodes one batch until every row has ended or met a stop string, which is searched for after `rounds` rounds."""
+def _decode(call: BatchCall, rows: NewRows, streams: list[TextStream]) -> CompletedBatch:
+    """Decodes one batch until every row has ended or met a stop string."""
+    rounds = np.int32(ROUNDS_PER_CHECK) if any(stream.has_stops for stream in streams) else None
     state, is_started = call.start(rows), False
     spans: list[list[Span]] = [[] for _ in streams]
     lengths = [0] * len(streams)
     while True:
-        state = call.decode(state, None if rounds is None else np.int32(rounds), is_started=is_started)
+        state = call.decode(state, rounds, is_started=is_started)
         is_started, result = True, call.collect(state, len(streams))
         for row, (stream, tokens) in enumerate(zip(streams, result.rows(), strict=True)):
             origins = result.origins[row, lengths[row] : len(tokens)].tolist()

@@ -64,17 +64,7 @@ class ScoredChunk(flax.struct.PyTreeNode):
 
 
 def check_text(tokens: list[int], num_top: int, *, vocab_size: int, max_length: int) -> None:
-    """Checks a text to score.
-
-    Args:
-        tokens: the text.
-        num_top: alternatives per token.
-        vocab_size: ids are 0 .. vocab_size - 1.
-        max_length: most tokens of a text.
-
-    Raises:
-        ValueError: for an empty or too long text, ids outside the vocabulary, or too many alternatives.
-    """
+    """Raises `ValueError` for an empty or too long text, ids outside the vocabulary, or too many alternatives."""
     if not 1 <= len(tokens) <= max_length:
         raise ValueError(f"a text to score must have 1..{max_length} tokens, got {len(tokens)}")
     if not all(0 <= token < vocab_size for token in tokens):
@@ -97,14 +87,11 @@ def score_chunk(
     """Runs the trunk over a chunk of each row's text, and scores the tokens that follow.
 
     Args:
-        params: model parameters.
         draft_params: the drafter's own parameters, for the layout of a mesh.
         state: the state; donated. Only the trunk's cache changes.
-        batch: the rows.
         start: `[P, b]` int32 first position of each row's chunk; the caches hold the positions before it. `NO_START`
             for padding.
         targets: `[P, b, C]` int32 token after each position; any where the text has ended.
-        decoder: the decoder.
 
     Returns:
         The new state and the scores.
@@ -162,22 +149,15 @@ def score_chunk(
 
 
 def pass_width(width: int, row_size: int) -> int:
-    """Returns the most positions that one pass of the trunk may have: a divisor of `width`.
+    """Returns the maximum number of positions of one pass of the trunk: a divisor of the chunk's `width`.
 
-    Args:
-        width: positions of the chunk.
-        row_size: numbers of the scores of attention for one position of all rows, where XLA computes them.
+    `row_size` is the number of attention scores for one position of all rows, where XLA computes them.
     """
     return _largest_divisor(width, max(MAX_ATTENTION_SCORES // row_size, MIN_PREFILL_CHUNK))
 
 
 def piece_size(width: int, row_size: int) -> int:
-    """Returns the most positions whose logits may exist at the same time: a divisor of `width`.
-
-    Args:
-        width: positions of the pass.
-        row_size: logits of one position of all rows.
-    """
+    """Returns the maximum number of positions whose logits may exist at once: a divisor of the pass's `width`."""
     return _largest_divisor(width, MAX_LOGITS // row_size)
 
 

@@ -82,17 +82,7 @@ class SnapshotRows:
 
 
 def make_snapshots(trunk: Any, num_rows: int, *, config: ModelConfig, mesh: Mesh | None) -> States:
-    """Makes zero-filled snapshots.
-
-    Args:
-        trunk: a trunk's cache.
-        num_rows: rows of all parts together.
-        config: the model's config.
-        mesh: splits the rows over `data` and the heads over `tensor`, as those of the state.
-
-    Returns:
-        The arrays of each recurrent layer.
-    """
+    """Makes zero-filled snapshots of `num_rows` rows of all shards together, laid out on the mesh as the state is."""
     shapes = jax.eval_shape(recurrent_entries, trunk)
 
     def zeros() -> States:
@@ -106,16 +96,10 @@ def make_snapshots(trunk: Any, num_rows: int, *, config: ModelConfig, mesh: Mesh
 def copy_rows(
     arrays: tuple[States, States], sources: jax.Array, targets: jax.Array, *, config: ModelConfig
 ) -> tuple[States, States]:
-    """Copies one row of each part: from the state to its snapshots, or back.
+    """Copies one row of each shard: from the state to its snapshots, or back.
 
-    Args:
-        arrays: where the rows come from, and where they go; donated.
-        sources: `[P]` int32 rows of the first.
-        targets: `[P]` int32 rows of the second; `NO_ROW` copies nothing.
-        config: the model's config.
-
-    Returns:
-        Both.
+    `arrays` are where the rows come from and where they go; donated, and returned. `sources` and `targets` are `[P]`
+    int32 rows of the first and the second; `NO_ROW` as a target copies nothing.
     """
 
     def copy_part(_: dict, __: dict, arrays: tuple[States, States], sources: jax.Array, targets: jax.Array):

@@ -206,13 +206,13 @@ def test_a_tree_or_a_window_reads_nothing_else(changes, small):
 
 def assert_reads_nothing_else(model, params, spec):
     own = DRAFTER.default_params(params, DecodeConfig(), model=model)
-    statics = {"model": model, "drafter": DRAFTER, "spec": spec}
+    decoder = decoder_of(model, spec)
 
     def started(state):
         return start_rows(state, new_rows(spec), vocab_size=model.config.vocab_size)
 
-    clean = decode(params, own, started(free_state(model, spec)), **statics)
-    spoiled = decode(params, own, started(spoil(free_state(model, spec))), **statics)
+    clean = decode(params, own, started(free_state(model, spec)), decoder=decoder)
+    spoiled = decode(params, own, started(spoil(free_state(model, spec))), decoder=decoder)
     for name in ("length", "rounds", "accepted", "discarded", "stopped"):
         assert (getattr(clean, name) == getattr(spoiled, name)).all()
     for row, limit in enumerate(LIMITS):

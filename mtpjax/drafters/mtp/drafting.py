@@ -127,7 +127,6 @@ def check_tree(model: MTPModel, config: DecodeConfig) -> None:
     """Checks that the model's modules can draft the tree that `config` asks for.
 
     Args:
-        model: the model.
         config: settings with topk above 1.
 
     Raises:
@@ -152,7 +151,6 @@ def draftable_ids(ids: tuple[int, ...], model: MTPModel) -> np.ndarray:
 
     Args:
         ids: token ids.
-        model: the model.
 
     Returns:
         `[R]` int32, ascending.
