@@ -102,7 +102,7 @@ def append_tokens(
         tokens: `[B, W]` int32 new tokens, valid up to `num_valid`.
         origins: `[B, W]` int32 draft level that proposed each token; 0: none.
         num_valid: `[B]` int32 number of valid tokens per row.
-        logits: `[B, W, own V]` unmodified logits that each token came from; read only if log-probabilities are
+        logits: `[B, W, V]` unmodified logits that each token came from; read only if log-probabilities are
             recorded.
 
     Returns:

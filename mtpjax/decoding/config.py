@@ -143,7 +143,7 @@ class DecodeConfig:
     Example:
         >>> from mtpjax import DecodeConfig
         >>> config = DecodeConfig(max_new_tokens=64, num_steps=3)
-        >>> config.num_nodes  # a chain of three drafts behind the pending token
+        >>> config.num_nodes  # a chain of three drafts after the pending token
         4
         >>> DecodeConfig(num_steps=3, topk=2, num_draft_tokens=8).num_nodes  # a tree
         8

@@ -111,14 +111,6 @@ def update_policy(policy: DepthPolicy, depth, num_accepted, *, was_active, is_ac
     )
 
 
-def reset_counts(policy: DepthPolicy, is_new) -> DepthPolicy:
-    """Clears the counts of the rows `is_new [B]`, which start from the batch's rates again. The depth is unchanged."""
-    return policy.replace(
-        verified=jnp.where(is_new[:, None], 0, policy.verified),
-        accepted=jnp.where(is_new[:, None], 0, policy.accepted),
-    )
-
-
 def can_speed_up(costs) -> bool:
     """Returns True if some depth would be `MIN_SPEEDUP` times as fast as depth 0 if all drafts were accepted.
 

@@ -48,7 +48,7 @@ def graph_options(mesh: Mesh) -> dict[str, str] | None:
 
 
 class Graphs:
-    """Finds out whether calls can run as graphs, per mesh. The answers hold as long as the process lives.
+    """Finds out whether calls can run as graphs, per mesh. The answers hold until the process ends.
 
     A call donates its state, so it cannot be repeated without a graph when its graph has failed. The question is
     therefore decided on states that nobody needs: by a small loop before the first call (`options`), and by the engine

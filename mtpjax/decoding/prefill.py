@@ -102,7 +102,7 @@ def _choose_first(
     """Chooses each row's first new token from the trunk's output at the last prompt token.
 
     Returns:
-        The tokens `[B, 1]`; the unmodified logits `[B, 1, own V]`, None if the arg-max is enough; and `[B]` bool, True
+        The tokens `[B, 1]`; the unmodified logits `[B, 1, V]`, None if the arg-max is enough; and `[B]` bool, True
         where a logit is NaN, None unless `spec.check_nan`.
     """
     spec, sampling, length = decoder.spec, state.settings.sampling, state.length

@@ -73,7 +73,7 @@ def gumbel(
         position: `[B, T]` position that keys the draw; see the module's docstring.
         purpose: `DRAFT`, `ACCEPT`, `BONUS` or `TARGET`.
         size: vocabulary size V.
-        first: the first token id, for a device that draws the noise of a part of the vocabulary.
+        first: the first token id, for a device that draws the noise of a shard of the vocabulary.
 
     Returns:
         `[B, T, V]` float32.

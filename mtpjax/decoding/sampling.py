@@ -3,8 +3,8 @@
 Drafting, verification and plain decoding share these functions. Ratio rules are exact only if q is the distribution
 that drafts were really drawn from, and text equals plain decoding only if p is transformed in the same way.
 
-On a mesh each device has the columns of its part of the vocabulary; `vocabulary` combines the parts
-(`mtpjax.models.vocabulary`). There V is the size of the part, except in `SamplingArrays` and `TokenHistory`.
+On a mesh each device has the columns of its shard of the vocabulary; `vocabulary` combines the shards
+(`mtpjax.models.vocabulary`). There V is the size of the shard, except in `SamplingArrays` and `TokenHistory`.
 """
 
 import dataclasses
@@ -17,7 +17,7 @@ from mtpjax.decoding import rng
 from mtpjax.models.vocabulary import WHOLE, Vocabulary
 
 BITS_OF_TWO = 0x40000000  # bits of 2.0 as float32: above every probability
-DIGIT = 3  # bits of a threshold that the parts of a split vocabulary find at once; a divisor of 30
+DIGIT = 3  # bits of a threshold that the shards of a vocabulary find at once; a divisor of 30
 
 
 @dataclasses.dataclass(frozen=True)

@@ -44,7 +44,7 @@ from mtpjax.models.vocabulary import Vocabulary
 # Rows that only pad a batch start after every text, so no chunk is theirs.
 NO_START = 2**30
 # Fields of a state that no call after `admit` changes.
-UNCHANGED = ("settings", "pages", "policy", "drafting_disabled")
+UNCHANGED = ("settings", "pages", "drafting_disabled")
 
 
 class Batch(flax.struct.PyTreeNode):

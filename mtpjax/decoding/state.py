@@ -6,13 +6,12 @@ import flax.struct
 import jax
 import jax.numpy as jnp
 
-from mtpjax.decoding.depth_policy import DepthPolicy, reset_counts
+from mtpjax.decoding.depth_policy import DepthPolicy
 from mtpjax.decoding.sampling import SamplingArrays, TokenHistory
 from mtpjax.models.cache import Cache, put_rows, take_rows
 from mtpjax.models.config import ModelConfig
 from mtpjax.models.masks import TreeSlots, View, cached_view
 from mtpjax.models.pages import NO_PAGE, Pages
-from mtpjax.models.parallel import all_rows
 
 
 class RowSettings(flax.struct.PyTreeNode):
@@ -124,48 +123,25 @@ def start_rows(state: DecodeState, rows: NewRows, *, vocab_size: int) -> DecodeS
 
 
 def gather_rows(state: DecodeState, slots: jax.Array) -> DecodeState:
-    """Copies the rows `slots [R]` into a state of R rows, without the depth policy, which all rows share.
-
-    Args:
-        state: a state of B rows.
-        slots: `[R]` int32; an index outside the state copies the nearest row.
-
-    Returns:
-        The state of R rows.
-    """
-    # Leaves without a batch axis cannot be indexed by slot.
-    shared = {"policy": None, "drafting_disabled": None}
+    """Copies the rows `slots [R]` of a state of fixed depth; an index outside the state copies the nearest row."""
 
     def take(node: Any) -> Any:
         return take_rows(node, slots) if _is_cache(node) else jnp.take(node, slots, axis=0, mode="clip")
 
-    rows = jax.tree.map(take, state.replace(**shared), is_leaf=_is_cache)
+    # A leaf without a batch axis cannot be indexed by slot.
+    rows = jax.tree.map(take, state.replace(drafting_disabled=None), is_leaf=_is_cache)
     return rows.replace(drafting_disabled=state.drafting_disabled)
 
 
 def scatter_rows(state: DecodeState, rows: DecodeState, slots: jax.Array) -> DecodeState:
-    """Writes rows into slots of a state, the inverse of `gather_rows`.
-
-    Args:
-        state: a state of B rows.
-        rows: a state of R rows.
-        slots: `[R]` int32 slot of each row; rows with an index outside the state are dropped.
-
-    Returns:
-        The state of B rows. Its depth policy forgets the counts of the replaced rows.
-    """
-    shared = {"policy": None, "drafting_disabled": None}
+    """Writes R rows into `slots [R]` of a state, the inverse of `gather_rows`; drops rows with an index outside it."""
+    shared = {"drafting_disabled": None}
 
     def put(node: Any, new: Any) -> Any:
         return put_rows(node, new, slots) if _is_cache(node) else node.at[slots].set(new, mode="drop")
 
     updated = jax.tree.map(put, state.replace(**shared), rows.replace(**shared), is_leaf=_is_cache)
-    policy = state.policy
-    if policy is not None:
-        # A new request must not inherit the acceptance counts of the row that it replaces, since its text differs.
-        is_new = jnp.zeros(len(state.length), bool).at[slots].set(True, mode="drop")
-        policy = reset_counts(policy, all_rows(is_new))
-    return updated.replace(policy=policy, drafting_disabled=state.drafting_disabled)
+    return updated.replace(drafting_disabled=state.drafting_disabled)
 
 
 def _is_cache(node: Any) -> bool:

@@ -24,7 +24,7 @@ from mtpjax.models.vocabulary import Vocabulary
 class VerifyOutput(flax.struct.PyTreeNode):
     """The outputs of the trunk's pass over W nodes. Exactly one of `logits` and `target_tokens` is set."""
 
-    logits: jax.Array | None  # [B, W, own V] float32, unmodified; None if the rule needs only the arg-max
+    logits: jax.Array | None  # [B, W, V] float32, unmodified; None if the rule needs only the arg-max
     target_tokens: jax.Array | None  # [B, W] int32 arg-max after each node; None if the rule needs logits
     states: Any  # trunk states that the drafter selected, [B, W, ...] per leaf
     trunk: Cache  # the trunk's cache with the nodes appended; its length is unchanged

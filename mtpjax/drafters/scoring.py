@@ -90,7 +90,7 @@ class DraftScores:
     level: int
 
     def head_logits(self) -> jax.Array:
-        """Runs the head: `[B, f, R]`, or `[B, f, own V]` without a reduced one, float32."""
+        """Runs the head: `[B, f, R]`, or `[B, f, V]` without a reduced one, float32."""
         f = self.hidden.shape[1]
         hidden = pad_rows(self.hidden, max(f, self.decoder.spec.min_rows))
         if self.head is None:
@@ -98,7 +98,7 @@ class DraftScores:
         return multiply_head(hidden, self._matrix(self.head))[:, :f]
 
     def logits(self) -> jax.Array:
-        """Computes adjusted logits `[B, f, own V]` float32; tokens outside a reduced vocabulary have -inf."""
+        """Computes adjusted logits `[B, f, V]` float32; tokens outside a reduced vocabulary have -inf."""
         # 1. Run the head. With a reduced one, tokens outside the draft vocabulary get -inf, so their q is 0.
         state, head, logits = self.state, self.head, self.head_logits()
         if head is not None:

@@ -211,10 +211,10 @@ def softmax_at_temperature(logits: jax.Array, state: DecodeState, vocabulary: Vo
     """Computes the distribution that ranks candidates: the softmax without top-k, top-p and min-p.
 
     Args:
-        logits: `[B, f, own V]` adjusted logits.
+        logits: `[B, f, V]` adjusted logits.
 
     Returns:
-        `[B, f, own V]` at the row's temperature, or at 1 where the temperature is 0.
+        `[B, f, V]` at the row's temperature, or at 1 where the temperature is 0.
     """
     temperature = state.settings.sampling.temperature[:, None, None]
     return vocabulary.softmax(apply_temperature(logits, jnp.where(temperature == 0, 1, temperature), vocabulary))

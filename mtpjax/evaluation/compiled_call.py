@@ -73,7 +73,7 @@ def _as_stored(path, leaf, *, has_fp8: bool):
     name = path_name(path)
     if not has_fp8 or leaf.ndim < 2 or not FP8_PLACES.search(name):
         return leaf.astype(jnp.bfloat16)
-    # The input axis: behind that of the experts, and else the first.
+    # The input axis: after that of the experts, and else the first.
     is_stack = re.search(r"experts/(gate_up|down)$", name) is not None
     axis = (1 if is_stack else 0) - leaf.ndim
     shape = list(leaf.shape)

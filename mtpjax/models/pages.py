@@ -18,7 +18,7 @@ class Pages(flax.struct.PyTreeNode):
     """The page table of a batch.
 
     Entry i of MTP module k (0-based) depends on token i + k + 1. Its cache stores it in the page of that token, at
-    position i + `shift` with shift = k + 1. So the contents of a page do not depend on tokens behind the page.
+    position i + `shift` with shift = k + 1. So the contents of a page do not depend on tokens after the page.
     """
 
     table: jax.Array  # [B, N] int32: the page of positions n * size .. (n + 1) * size - 1; NO_PAGE: none

@@ -110,7 +110,7 @@ def measure_costs(executor: Executor) -> Costs:
 
 
 def _measure(executor: Executor, size: int, depth: int) -> float:
-    """Returns the duration of a round of `depth` draft levels on `size` rows per part, in seconds."""
+    """Returns the duration of a round of `depth` draft levels on `size` rows per shard, in seconds."""
     sizes = executor.sizes
     # 1. Rows with a short text and room for the timed rounds, if the longest text has that room. Rows may share pages:
     #    nobody reads what they compute.
@@ -130,9 +130,9 @@ def _measure(executor: Executor, size: int, depth: int) -> float:
         for part in range(sizes.num_parts) for slot in range(size)
     ]  # fmt: skip
     executor.admit(sequences)
-    most = sizes.prefill_sizes[-1]
-    for begin in range(0, size, most):
-        some = [sequence for sequence in sequences if begin <= (sequence.slot or 0) < begin + most]
+    max_rows = sizes.prefill_sizes[-1]
+    for begin in range(0, size, max_rows):
+        some = [sequence for sequence in sequences if begin <= (sequence.slot or 0) < begin + max_rows]
         executor.prefill([(sequence, 0, prompt_length) for sequence in some]).read()
     # 2. The first round prepares the dispatch of later ones.
     durations = []

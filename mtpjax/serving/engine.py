@@ -58,9 +58,9 @@ class Engine(EngineLoop):
         ValueError: for settings that contradict each other or the model.
 
     Attributes:
-        max_length: most tokens of a text, prompt included.
+        max_length: maximum tokens of a text, prompt included.
         vocab_size: ids are 0 .. vocab_size - 1.
-        max_requests: most requests that run and wait at the same time.
+        max_requests: maximum number of requests that run and wait at the same time.
         grammars: compiles the grammars of requests; None: requests have none.
         followers: the other processes of the mesh; None: there are none.
         page_shapes: shapes and dtypes of a page's entries.

@@ -79,7 +79,7 @@ class Executor(EnginePrograms):
         return self._call([call.rows], verify_call(call, allowed))
 
     def clear_pages(self, part: int, pages: list[int]) -> None:
-        """Zeroes pages of a part."""
+        """Zeroes pages of a shard."""
         for begin in range(0, len(pages), NUM_CLEARED):
             self._run(self._clearing(part, pages[begin : begin + NUM_CLEARED]))
 
@@ -94,7 +94,7 @@ class Executor(EnginePrograms):
             self.copy_snapshots(slots, kept, to_state=True)
 
     def _of_parts(self, rows: list[tuple[Sequence, int]]) -> Iterator[tuple[np.ndarray, np.ndarray]]:
-        """Yields slots and rows of the snapshots, both `[P]` int32: one of each part, as long as there are any."""
+        """Yields slots and rows of the snapshots, both `[P]` int32: one of each shard."""
         parts = [[row for row in rows if row[0].part == part] for part in range(self.sizes.num_parts)]
         for some in itertools.zip_longest(*parts):
             pairs = [(NO_ROW, NO_ROW) if row is None else (row[0].slot, row[1]) for row in some]

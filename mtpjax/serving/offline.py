@@ -52,7 +52,7 @@ class CompletedBatch(NamedTuple):
 
     Attributes:
         completions: one per prompt.
-        result: what the loop decoded for them, which may go on after a stop string.
+        result: the tokens that the loop decoded for them, which may go on after a stop string.
     """
 
     completions: list[Completion]

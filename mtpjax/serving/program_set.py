@@ -23,7 +23,7 @@ class ProgramKey(NamedTuple):
     Attributes:
         kind: "admit", "prefill", "advance", "clear" or "score"; for rows with a grammar, "masked prefill" and "masked
             round" (`draft_round` and `verify_round`).
-        size: rows of each part.
+        size: rows of each shard.
         width: pages per row.
         plain: every row is greedy and without options.
         depth: draft levels.
@@ -121,7 +121,7 @@ def all_programs(sizes: EngineSizes, *, has_grammars: bool, has_plain: bool) -> 
 
 
 def split_rows(rows: list[Row], size: int, part_of: Callable[[Row], int]) -> list[list[Row]]:
-    """Splits the rows of a call into calls of at most `size` rows of each part of the mesh, in their order."""
+    """Splits the rows of a call into calls of at most `size` rows of each shard of the mesh, in their order."""
     counts: dict[int, int] = {}
     groups: list[list[Row]] = []
     for row in rows:

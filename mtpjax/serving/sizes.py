@@ -19,12 +19,12 @@ class EngineSettings:
     """Sizes and limits of an engine.
 
     Attributes:
-        num_slots: most requests that run at the same time.
-        max_length: most tokens of a text, prompt included; None: the model's `max_position_embeddings`, which is also
-            the most.
+        num_slots: maximum number of requests that run at the same time.
+        max_length: maximum tokens of a text, prompt included, up to the model's `max_position_embeddings`; None:
+            that.
         page_size: positions per page.
         num_pages: pages of the pool; None: enough for every slot at `max_length`.
-        prefill_tokens: most prompt tokens of one call; None: four chunks.
+        prefill_tokens: maximum prompt tokens of one call; None: four chunks.
         rounds_per_call: decoding rounds per call while no request waits and no prompt is processed; 1 otherwise. More
             hide the host better.
         disable_drafts_at: number of decoding rows from which on no tokens are drafted; None: always drafted.
@@ -32,7 +32,7 @@ class EngineSettings:
         depth_costs: for that, per number of rows in `batch_sizes`, durations of a round at depths 0..num_steps; None:
             measured at the start.
         batch_sizes: numbers of rows that programs are compiled for, ascending; None: powers of four.
-        max_waiting: most requests in the queue, besides one per slot.
+        max_waiting: maximum number of requests in the queue, besides one per slot.
         max_queue_seconds: a request that waits longer ends with "timeout"; None: no limit.
         max_run_seconds: the same for the time since its arrival.
         max_tick_seconds: a server whose tick takes longer is unhealthy; None: no limit.
@@ -230,7 +230,7 @@ def _batch_sizes(settings: EngineSettings, num_parts: int) -> tuple[int, ...]:
 
 
 def longest_text(settings: EngineSettings, limit: int) -> int:
-    """Returns the most tokens of a text: what the settings say, but not more than `limit`, which the model allows."""
+    """Returns the maximum tokens of a text: that of the settings, or the `limit` of the model if it is lower."""
     return limit if settings.max_length is None else min(settings.max_length, limit)
 
 

@@ -4,7 +4,7 @@ A page holds an entry per position, but a recurrent layer keeps only its newest 
 chunk ends M positions before some page borders, where M is `Drafter.max_shift`, and the row's state is copied to a row
 of the snapshots. Those are arrays on the device, beside the state (SGLang has a pool of Mamba states). A later request
 that shares the pages up to that border copies the snapshot into its slot. It processes the last M positions again, as
-every request that shares pages does, because the drafter's entries behind the border need their hidden states.
+every request that shares pages does, because the drafter's entries after the border need their hidden states.
 """
 
 import collections
@@ -21,14 +21,14 @@ from mtpjax.models.decoding_layout import constrain_state, run_in_parts
 from mtpjax.models.masks import Entries
 from mtpjax.models.parallel import first_row
 
-NO_ROW = 2**30  # of a part without a copy: reads any row, writes none
+NO_ROW = 2**30  # of a shard without a copy: reads any row, writes none
 States = tuple[Entries, ...]  # of each recurrent layer: [rows, ...] per array
 
 
 class SnapshotRows:
-    """The rows of one part's snapshots: free, reserved by a request, or known by the hash of the text before them.
+    """The rows of one shard's snapshots: free, reserved by a request, or known by the hash of the text before them.
 
-    The state that follows a text depends on nothing else, so a known row is right as long as it is kept.
+    The state that follows a text depends on nothing else, so a known row is right until it is dropped.
 
     Args:
         num_rows: rows; ids are 0 .. num_rows - 1.

@@ -226,7 +226,7 @@ def test_typical_acceptance_is_called_lossy(trunk):
 
 
 def test_static_trees_are_checked():
-    with pytest.raises(ValueError, match="each behind a path that is there too"):
+    with pytest.raises(ValueError, match="each after a path that is there too"):
         medusa(((0,), (1, 0)))
     with pytest.raises(ValueError, match="different paths"):
         medusa(((0,), (0,)))

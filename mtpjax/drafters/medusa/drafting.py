@@ -64,7 +64,7 @@ class MedusaDrafter(Drafter):
 
     Attributes:
         architecture: the heads.
-        choices: a path of candidate ranks per node: (0, 1) is the second candidate of head 1 behind the first of head
+        choices: a path of candidate ranks per node: (0, 1) is the second candidate of head 1 after the first of head
             0. (): none. It needs `num_steps` and `topk` of its depth and ranks, and `num_draft_tokens` of its size
             plus 1.
     """
@@ -76,7 +76,7 @@ class MedusaDrafter(Drafter):
         choices = tuple(sorted((tuple(map(int, path)) for path in self.choices), key=lambda path: (len(path), path)))
         known = {(), *choices}
         if len(known) != len(choices) + 1 or any(path[:-1] not in known or min(path) < 0 for path in choices):
-            raise ValueError("choices must be different paths of ranks from 0 on, each behind a path that is there too")
+            raise ValueError("choices must be different paths of ranks from 0 on, each after a path that is there too")
         object.__setattr__(self, "choices", choices)
 
     @property
