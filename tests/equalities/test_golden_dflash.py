@@ -206,6 +206,7 @@ def rounds(name, prompt, num_steps, drafter=None):
     features = jnp.pad(jnp.asarray(text_features(name, prompt)), ((0, CAPACITY - len(whole)), (0, 0)))[None]
     spec, sampling = DecodeSpec(num_steps, num_nodes=num_steps + 1), SamplingArrays.greedy(1)
     decoder = Decoder(model, drafter, spec)
+    trunk = {"embedding": jnp.zeros(1)} | trunk  # for the dtype
     state = decoder.empty_state(StateShape(1, CAPACITY), jnp.float32)
     tokens = jnp.pad(jnp.asarray(whole), (0, CAPACITY - len(whole)))[None]
     # Prefill: the context of the prompt. The drafter never sees tokens or states behind its own round.

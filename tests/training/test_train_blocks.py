@@ -46,8 +46,8 @@ def batch():
 class _ShowsStates:
     """Returns the states of the slots in the place of a distribution."""
 
-    def _draft(self, prepared, state, hidden, *, model, spec):
-        return Draft(jnp.zeros((len(hidden), spec.num_steps + 1), jnp.int32), hidden)
+    def _draft(self, decoder, weights, state, hidden):
+        return Draft(jnp.zeros((len(hidden), decoder.spec.num_steps + 1), jnp.int32), hidden)
 
 
 class ShownDFlash(_ShowsStates, DFlashDrafter):
