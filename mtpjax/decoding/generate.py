@@ -144,9 +144,10 @@ def speculative_generate(
     params, model, mesh = fit_params(params, model, config, mesh)
     B, longest = len(prompts), max(row.size for row in prompts)
     max_length = min(longest + min(config.max_new_tokens, limit), limit)
-    is_greedy = not temperatures(sampling, B).any()
-    sizes = {"batch": B, "max_length": max_length, "longest_prompt": longest}
-    decoder = Decoder.make(config, drafter, model, mesh, **sizes, is_greedy=is_greedy)
+    decoder = Decoder.make(
+        config, drafter, model, mesh, batch=B, max_length=max_length, longest_prompt=longest,
+        is_greedy=not temperatures(sampling, B).any(),
+    )  # fmt: skip
     # 3. Convert the requests to arrays of the size of the caches.
     capacity = decoder.capacity(max_length, longest)
     rows = make_new_rows(

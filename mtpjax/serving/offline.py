@@ -101,8 +101,11 @@ def complete(
     max_length = min(longest + min(config.max_new_tokens, limit), limit)
     # 2. Compile what the requests use and nothing else, as `speculative_generate` does.
     params, model, mesh = fit_params(params, model, config)
-    sizes = {"batch": min(batch_size, len(prompts)), "max_length": max_length, "longest_prompt": longest}
-    decoder = Decoder.make(config, drafter, model, mesh, **sizes, is_greedy=not sampling.temperature)
+    num_rows = min(batch_size, len(prompts))
+    decoder = Decoder.make(
+        config, drafter, model, mesh, batch=num_rows, max_length=max_length, longest_prompt=longest,
+        is_greedy=not sampling.temperature,
+    )  # fmt: skip
     capacity = decoder.capacity(max_length, longest)
     if draft_params is None:
         draft_params = drafter.default_params(params, config, model=model)
@@ -114,7 +117,7 @@ def complete(
             [np.asarray(prompt, np.int32) for prompt in batch], model=model, config=config, limit=limit,
             capacity=capacity, sampling=dataclasses.replace(sampling, seed=seeds[begin : begin + batch_size]),
         )  # fmt: skip
-        rows = repeat_first_row(rows, sizes["batch"] - len(batch))
+        rows = repeat_first_row(rows, num_rows - len(batch))
 
         def decode(batch=batch, rows=rows) -> CompletedBatch:
             return _decode(call, rows, [make_stream(prompt) for prompt in batch])
