@@ -10,8 +10,7 @@ if TYPE_CHECKING:
     from mtpjax.data.tokenizer import load_tokenizer
     from mtpjax.decoding.config import DecodeConfig, SamplingParams
     from mtpjax.decoding.generate import generate, speculative_generate
-    from mtpjax.decoding.result import GenerationResult, collect
-    from mtpjax.decoding.resumable import init_state, insert, run
+    from mtpjax.decoding.result import GenerationResult
     from mtpjax.drafters.load import load_drafter, save_drafter
     from mtpjax.evaluation.self_check import check_acceptance
     from mtpjax.io.checkpoint import load
@@ -37,17 +36,13 @@ __all__ = [
     "__version__",
     "add_mtp_modules",
     "check_acceptance",
-    "collect",
     "forward",
     "generate",
     "init_params",
-    "init_state",
-    "insert",
     "load",
     "load_drafter",
     "load_tokenizer",
     "presets",
-    "run",
     "save",
     "save_drafter",
     "shard_for_decoding",
@@ -62,8 +57,7 @@ _HOMES = {
     "decoding.config": ("DecodeConfig", "SamplingParams"),
     "drafters.load": ("load_drafter", "save_drafter"),
     "decoding.generate": ("generate", "speculative_generate"),
-    "decoding.result": ("GenerationResult", "collect"),
-    "decoding.resumable": ("init_state", "insert", "run"),
+    "decoding.result": ("GenerationResult",),
     "evaluation.self_check": ("check_acceptance",),
     "io.checkpoint": ("load",),
     "io.save": ("save",),

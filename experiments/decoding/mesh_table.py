@@ -26,7 +26,7 @@ from experiments.common.results import about, write
 from mtpjax.cli.mesh_flags import parse_mesh
 from mtpjax.console import narrow_table
 from mtpjax.evaluation import plan
-from mtpjax.evaluation.compiled_call import compile_call, stored_shapes
+from mtpjax.evaluation.compiled_call import compile_call, h100_mesh, stored_shapes
 from mtpjax.models.presets import presets
 from mtpjax.models.sharding import mesh_text
 
@@ -62,7 +62,7 @@ def measure(
         )
     params = stored_shapes(config, has_fp8=has_fp8)
     settings = {"rows": rows, "slots": slots, "num_steps": 1, "prefill_chunk": prefill_chunk or None}
-    found = compile_call(config, sizes, params=params, **settings)
+    found = compile_call(config, h100_mesh(sizes), params=params, **settings)
     guess = plan.plan_layout(config, params, sizes, **settings)
     return {
         "model": name,

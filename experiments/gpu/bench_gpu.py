@@ -36,7 +36,7 @@ from mtpjax.console import narrow_table
 from mtpjax.decoding.capacity import min_rows_per_pass
 from mtpjax.decoding.gpu_graph import OneGraph
 from mtpjax.evaluation.round_costs import CostMeter, RoundCosts
-from mtpjax.evaluation.round_loops import PLAIN_STEP, chain_shape
+from mtpjax.evaluation.round_loops import PLAIN_STEP, TimingConditions, chain_shape
 from mtpjax.models.params import param_shapes
 
 RESULT = RESULTS / "bench_gpu.json"
@@ -136,9 +136,12 @@ def measure(config: ModelConfig, bandwidth: float, options: argparse.Namespace) 
             params,
             model=model,
             shapes=(DRAFTS,),
-            context=options.prompt_length,
-            capacity=options.prompt_length + 2 * options.new_tokens,
-            min_rows=min_rows_per_pass(model, 1, jax.default_backend()),
+            conditions=TimingConditions(
+                1,
+                options.prompt_length,
+                options.prompt_length + 2 * options.new_tokens,
+                min_rows_per_pass(model, 1, jax.default_backend()),
+            ),
             time_full_rounds=not options.only_parts,
         )
         for name, model in models.items()

@@ -37,7 +37,7 @@ from experiments.common.results import about, write
 from experiments.gpu import gpu_models
 from experiments.gpu.bench_engine_gpu import compile_plain, make_engine, make_requests
 from experiments.serving.bench_engine import Trace, host_times, run_load
-from mtpjax.serving.calls import Work
+from mtpjax.serving.calls import PendingCall
 from mtpjax.serving.engine import Engine
 from mtpjax.serving.request import Request
 
@@ -62,9 +62,8 @@ def inputs_on_device(engine: Engine) -> Iterator[None]:
             kept[key] = jax.device_put(leaf)
         return kept[key]
 
-    def placed_run(work: Work) -> Any:
-        is_decoding = work.key is not None and work.key.kind == "advance"
-        return run(dataclasses.replace(work, arrays=jax.tree.map(place, work.arrays)) if is_decoding else work)
+    def placed_run(call: PendingCall) -> Any:
+        return run(call._replace(arrays=jax.tree.map(place, call.arrays)) if call.key.kind == "advance" else call)
 
     executor._run = placed_run
     try:

@@ -42,11 +42,10 @@ from experiments.kernels.kernel_bytes import Declared, declared_calls
 from mtpjax import ModelConfig, MTPModel, compat
 from mtpjax.decoding.capacity import min_rows_per_pass
 from mtpjax.decoding.config import DecodeConfig
+from mtpjax.decoding.decoder import Decoder, StateShape
 from mtpjax.decoding.loop import run_round
 from mtpjax.decoding.requests import make_drafter
-from mtpjax.decoding.sampling import SamplingFeatures
 from mtpjax.decoding.spec import DecodeSpec
-from mtpjax.decoding.state import empty_state
 from mtpjax.evaluation.plot_style import COLOURS, GREY, picture
 from mtpjax.models.config import Implementation
 from mtpjax.models.presets import presets
@@ -106,26 +105,17 @@ def round_of(
     spec = DecodeSpec.from_config(config, is_greedy=True, min_rows=min_rows_per_pass(model, batch, "cuda"))
     if page_size is not None:
         spec = dataclasses.replace(spec, pool=(batch * subject.slots // page_size, page_size))
+    decoder = Decoder(model, drafter, spec)
 
     def make():
         params = model.init(jax.random.key(0), jnp.zeros((1, 2), jnp.int32))["params"]
-        state = empty_state(
-            model=model,
-            drafter=drafter,
-            spec=spec,
-            batch=batch,
-            capacity=subject.slots,
-            stops_shape=(8, 1),
-            features=SamplingFeatures(),
-            dtype=jnp.bfloat16,
-        )
+        state = decoder.empty_state(StateShape(batch, subject.slots), jnp.bfloat16)
         keep = functools.partial(as_stored, dtype=jnp.bfloat16, has_fp8_experts=subject.has_fp8_experts)
         return jax.tree_util.tree_map_with_path(keep, params), state
 
     def rounds(params, state):
         own = drafter.default_params(params, config, model=model)
-        prepared = drafter.prepare(params, own, model=model, dtype=jnp.bfloat16)
-        body = functools.partial(run_round, params, model=model, drafter=drafter, spec=spec, prepared=prepared)
+        body = functools.partial(run_round, decoder, decoder.prepare(params, own))
         return jax.lax.while_loop(lambda state: ~state.done.all(), body, state)
 
     return jax.jit(rounds, donate_argnums=1, keep_unused=True), jax.eval_shape(make)

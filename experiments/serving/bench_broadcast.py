@@ -17,21 +17,21 @@ import numpy as np
 from jax.experimental import multihost_utils
 
 from mtpjax import distributed
-from mtpjax.serving import programs
-from mtpjax.serving.calls import Work
+from mtpjax.decoding import session
+from mtpjax.decoding.session import Batch
+from mtpjax.serving.calls import PendingCall
 from mtpjax.serving.multihost import plan
 from mtpjax.serving.multihost.connection import Followers, connect_processes
-from mtpjax.serving.programs import Batch, Features
+from mtpjax.serving.program_set import ProgramKey
 
 SHAPES = ((8, 16), (64, 256))  # rows, pages of each
 
 
-def make_work(rows: int, pages: int) -> Work:
+def make_call(rows: int, pages: int) -> PendingCall:
     """Makes the call of a round; the page ids differ, so all of them travel."""
     table = np.arange(rows * pages, dtype=np.int32).reshape(1, rows, pages)
     batch = Batch(np.arange(rows, dtype=np.int32)[None], table, np.zeros((1, rows), np.int32))
-    settings = {"drafter": 0, "spec": 0, "features": Features(plain=True), "depth": 2, "min_rows": 1, "max_rounds": 2}
-    return Work(programs.advance, (batch, np.int32(2)), settings)
+    return PendingCall(session.advance, (batch, np.int32(2)), ProgramKey("advance", rows, pages, True, 2))
 
 
 def report(name: str, seconds: list[float]) -> None:
@@ -45,21 +45,21 @@ def measure(repeats: int) -> None:
     """Runs in both processes."""
     with connect_processes("127.0.0.1:0") as link:
         for rows, pages in SHAPES:
-            work = make_work(rows, pages)
-            size = len(plan.encode_work(work))
+            call = make_call(rows, pages)
+            size = len(plan.encode_call(call))
             if isinstance(link, Followers):
                 print(f"{rows} rows x {pages} pages: {size} bytes", flush=True)
             sent, answered = [], []
             for _ in range(repeats):
                 if isinstance(link, Followers):
                     begin = time.perf_counter()
-                    link.send(plan.encode_work(work))
+                    link.send(plan.encode_call(call))
                     sent.append(time.perf_counter() - begin)
                     link.should_drain.wait()
                     link.should_drain.clear()
                     answered.append(time.perf_counter() - begin)
                 elif body := link.receive():
-                    plan.decode_work(*plan.decode(body), {})
+                    plan.decode_call(*plan.decode(body))
                     link.ask_to_drain()
             if sent:
                 report("TCP, process 0 encodes and sends", sent)

@@ -40,7 +40,7 @@ from mtpjax import DecodeConfig, MTPModel, speculative_generate
 from mtpjax.console import narrow_table
 from mtpjax.evaluation.intervals import Estimate, estimate_from, resample
 from mtpjax.evaluation.machine import Stopwatch
-from mtpjax.serving.calls import Call
+from mtpjax.serving.calls import InFlightCall
 from mtpjax.serving.engine import Engine
 from mtpjax.serving.request import Delta, Finish, Request
 from mtpjax.serving.sizes import EngineSettings
@@ -84,7 +84,7 @@ class TracedCall:
         read_seconds: time for which the host waited for the report.
     """
 
-    call: Call
+    call: InFlightCall
     num_waiting: int
     began: float
     dispatched: float
@@ -113,8 +113,8 @@ class Trace:
         self._pending.put(None)
         self._watcher.join()
 
-    def _traced(self, method: Callable[..., Call]) -> Callable[..., Call]:
-        def run(*arguments: object) -> Call:
+    def _traced(self, method: Callable[..., InFlightCall]) -> Callable[..., InFlightCall]:
+        def run(*arguments: object) -> InFlightCall:
             began = time.perf_counter()
             call = method(*arguments)
             traced = TracedCall(call, self._engine._scheduler.num_waiting, began, time.perf_counter())

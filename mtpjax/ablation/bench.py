@@ -18,15 +18,17 @@ from mtpjax.ablation.drafters import MTP, DraftMethod
 from mtpjax.ablation.grid import Cell, Settings
 from mtpjax.ablation.workload import Workload
 from mtpjax.decoding.acceptance.rules import find_rule
-from mtpjax.decoding.capacity import cache_capacity, choose_prefill_chunk, min_rows_per_pass
+from mtpjax.decoding.capacity import choose_prefill_chunk, min_rows_per_pass
 from mtpjax.decoding.config import DecodeConfig
+from mtpjax.decoding.decoder import Decoder
 from mtpjax.decoding.generate import speculative_generate
 from mtpjax.decoding.requests import make_drafter
+from mtpjax.decoding.spec import DecodeSpec
 from mtpjax.evaluation.intervals import Estimate, estimate_from, resample
 from mtpjax.evaluation.machine import Stopwatch
 from mtpjax.evaluation.metrics import decoded_rates, to_json
 from mtpjax.evaluation.round_costs import CostMeter, RoundCosts
-from mtpjax.evaluation.round_loops import PLAIN_STEP, RoundShape, max_slots_written
+from mtpjax.evaluation.round_loops import PLAIN_STEP, RoundShape, TimingConditions
 from mtpjax.evaluation.same_text import equals_plain_decoding, sampling_arguments
 from mtpjax.evaluation.trust import seconds_beyond, speed_up_problem, time_calls, waiting_problem
 from mtpjax.models.model import MTPModel
@@ -232,22 +234,19 @@ class Bench:
     def _make_meter(
         self, method: DraftMethod, batch_size: int, shapes: tuple[RoundShape, ...], min_rows: int
     ) -> CostMeter:
-        drafter = make_drafter(method.config(DecodeConfig()))
-        max_slots = max((max_slots_written(self.model, shape, drafter) for shape in shapes), default=1)
         # Measure at the mean length of the texts, with caches as large as decoding allocates.
-        lengths = [len(row) for row in self.workload.prompts]
+        lengths, platform = [len(row) for row in self.workload.prompts], jax.default_backend()
         context, longest = int(np.mean(lengths)) + self.settings.max_new_tokens // 2, max(lengths)
-        chunk = choose_prefill_chunk(
-            self.model, batch_size, jax.default_backend(), longest_prompt=longest, max_length=self._max_length
-        )
+        sizes = {"longest_prompt": longest, "max_length": self._max_length}
+        spec = DecodeSpec(0, prefill_chunk=choose_prefill_chunk(self.model, batch_size, platform, **sizes))
+        rounds = [DecodeSpec(*shape, prefill_chunk=spec.prefill_chunk, min_rows=2) for shape in shapes] or [spec]
+        drafter = make_drafter(method.config(DecodeConfig()))
+        capacity = max(Decoder(self.model, drafter, each).capacity(self._max_length, longest) for each in rounds)
         return CostMeter(
             self.params,
             model=self.model,
             shapes=shapes,
-            batch=batch_size,
-            min_rows=min_rows,
-            context=context,
-            capacity=cache_capacity(longest, self._max_length, max_slots_per_round=max_slots, prefill_chunk=chunk),
+            conditions=TimingConditions(batch_size, context, capacity, min_rows),
             drafter=method.drafter,
             draft_params=method.params,
         )

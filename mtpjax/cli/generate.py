@@ -104,6 +104,7 @@ def _generate_on(mesh, options, settings: dict[str, Any], prompts: list) -> int:
     from mtpjax.distributed import is_main_process
     from mtpjax.evaluation.self_check import check_acceptance
     from mtpjax.io.checkpoint_format import find_checkpoint
+    from mtpjax.serving.api.text_stream import TextStream
     from mtpjax.serving.offline import complete
 
     path = find_checkpoint(options.model_path)
@@ -120,12 +121,17 @@ def _generate_on(mesh, options, settings: dict[str, Any], prompts: list) -> int:
     # texts, and one prints them.
     prints = is_main_process()
     output = _Output(options, tokenizer, prints, is_one=len(prompts) == 1)
+    sampling = sampling_params(options, 1)
+
+    def make_stream(prompt: list[int]) -> TextStream:
+        # Stop tokens are no part of the texts.
+        settings = {"stop": options.stop, "hidden_tokens": config.stop_token_ids}
+        return TextStream(tokenizer.incremental_decoder(prompt), **settings, min_tokens=int(sampling.min_new_tokens))  # type: ignore[arg-type]
+
     arguments: dict[str, Any] = {
         "model": model,
-        "sampling": dataclasses.replace(sampling_params(options, 1), seed=None),
-        "seeds": [options.seed + number for number in range(len(rows))],
-        "make_decoder": tokenizer.incremental_decoder,
-        "stop": options.stop,
+        "sampling": dataclasses.replace(sampling, seed=[options.seed + number for number in range(len(rows))]),
+        "make_stream": make_stream,
         "batch_size": options.batch_size,
     }
     texts, results = [], []

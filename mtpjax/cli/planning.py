@@ -113,14 +113,14 @@ def _load_of(options, config):
 
 def _compile_best(result, config, params) -> None:
     """Compiles the fastest mesh that fits, and keeps XLA's own numbers in the result."""
-    from mtpjax.evaluation.compiled_call import compile_call
+    from mtpjax.evaluation.compiled_call import compile_call, h100_mesh
     from mtpjax.models.sharding import mesh_text
 
     best = result.best.plan
     print(f"compiling for {mesh_text(best.mesh)}", file=sys.stderr, flush=True)
     found = compile_call(
         config,
-        best.mesh,
+        h100_mesh(best.mesh),
         rows=best.rows,
         slots=best.slots,
         num_steps=result.load.num_steps,

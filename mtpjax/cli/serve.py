@@ -1,6 +1,7 @@
 """`mtpjax serve`."""
 
 import contextlib
+import functools
 import os
 from typing import Any
 
@@ -123,6 +124,7 @@ def _serve_on(mesh, options, disaggregation) -> int:
     from mtpjax.distributed import is_main_process
     from mtpjax.evaluation.self_check import check_acceptance
     from mtpjax.io.checkpoint_format import find_checkpoint
+    from mtpjax.serving.engine import Engine
     from mtpjax.serving.http_server import listen
     from mtpjax.serving.launch import explain_full_memory, running_engine, serve
     from mtpjax.serving.loading import open_port
@@ -168,8 +170,7 @@ def _serve_on(mesh, options, disaggregation) -> int:
             return 0
         # 4. The server.
         started = {"server": server, "model_name": api.model_name, "followers": followers, "report": report}
-        engine, metrics = stack.enter_context(running_engine(params, **arguments, **started))
+        engine, metrics = stack.enter_context(running_engine(functools.partial(Engine, params, **arguments), **started))
         shown = metrics if options.enable_metrics else None
-        should_stop = None if followers is None else followers.should_drain
-        serve(engine, tokenizer, api, server, shown, disaggregation, should_stop, listener=listener, loading=loading)
+        serve(engine, tokenizer, api, server, shown, disaggregation, listener=listener, loading=loading)
     return 0

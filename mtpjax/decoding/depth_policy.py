@@ -43,7 +43,6 @@ def init_policy(costs, batch: int, *, prior=None) -> DepthPolicy:
 
     Args:
         costs: `[D+1]` durations of a round at depths 0..D, in any unit, D >= 1.
-        batch: number of rows, B.
         prior: `[D]` acceptance rates per depth that were measured on similar text. None assumes `PRIOR_RATE` at every
             depth.
 
@@ -112,30 +111,10 @@ def update_policy(policy: DepthPolicy, depth, num_accepted, *, was_active, is_ac
     )
 
 
-def reset_counts(policy: DepthPolicy, is_new) -> DepthPolicy:
-    """Clears the counts of rows whose slots hold new requests.
-
-    Args:
-        policy: the policy.
-        is_new: `[B]` bool, True for those rows.
-
-    Returns:
-        The policy in which those rows start from the batch's rates again. The depth is unchanged.
-    """
-    return policy.replace(
-        verified=jnp.where(is_new[:, None], 0, policy.verified),
-        accepted=jnp.where(is_new[:, None], 0, policy.accepted),
-    )
-
-
 def can_speed_up(costs) -> bool:
     """Returns True if some depth would be `MIN_SPEEDUP` times as fast as depth 0 if all drafts were accepted.
 
-    Args:
-        costs: `[D+1]` durations of a round at depths 0..D, as numbers (not traced).
-
-    Returns:
-        False if the caller can disable drafting permanently.
+    `costs [D+1]` are numbers, not traced. If False, the caller can disable drafting permanently.
     """
     # A fully accepted round of depth d commits d+1 tokens.
     costs = np.asarray(costs, np.float64)
@@ -143,17 +122,10 @@ def can_speed_up(costs) -> bool:
 
 
 def acceptance_rates(policy: DepthPolicy, is_active) -> jax.Array:
-    """Estimates each row's acceptance rate at each depth, given that all drafts before it were accepted.
+    """Estimates each row's acceptance rate at each depth, `[B, D]` float32, given that earlier drafts were accepted.
 
     Two shrinkage estimates: each row's rate is shrunk towards the rate of all active rows together, and that rate
     towards the prior.
-
-    Args:
-        policy: the policy with its counts.
-        is_active: `[B]` bool, rows that count towards the batch's rate.
-
-    Returns:
-        `[B, D]` float32 conditional acceptance rates.
     """
     verified, accepted = (jnp.where(is_active[:, None], x, 0).sum(axis=0) for x in (policy.verified, policy.accepted))
     rates, batch_rate, row_rate, prior_before = [], policy.prior[0], jnp.ones(is_active.shape), policy.prior[0]

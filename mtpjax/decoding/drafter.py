@@ -8,12 +8,12 @@ import jax
 import jax.numpy as jnp
 
 from mtpjax.decoding.config import DecodeConfig
-from mtpjax.decoding.spec import DecodeSpec
 from mtpjax.decoding.state import DecodeState
 from mtpjax.models.layers.entries import read_rows
 from mtpjax.models.model import MTPModel, TrunkOutput
 
 if TYPE_CHECKING:
+    from mtpjax.decoding.decoder import Decoder, Weights
     from mtpjax.decoding.verify import Acceptance
 
 
@@ -22,7 +22,7 @@ class Draft(flax.struct.PyTreeNode):
 
     In a chain, node n is the child of node n-1, and `parents`, `depths` and `ancestor_mask` are None. Text stays exact
     only if no row's `num_drafted` depends on the token drawn at its end or on later ones. On a mesh
-    `probabilities` may have the columns of this device's part of the vocabulary, or all of them.
+    `probabilities` may have the columns of this device's shard of the vocabulary, or all of them.
     """
 
     tokens: jax.Array  # [B, W] int32
@@ -43,8 +43,12 @@ class Drafter:
     An adaptive call keeps its depth while `backlog_fits` holds, and calls `drain_backlog` before it continues at the
     same or another depth.
 
-    Text stays exact with any drafter, as long as `Draft.probabilities` are the ones the tokens were really drawn from:
-    the drafter's distribution for sampled tokens, one-hot for tokens that were chosen in any other way.
+    Methods get the `Decoder` of the round, with model and spec (`spec.num_steps` is the depth of this round), the
+    `Weights`, whose `drafter` is what `prepare` returned, and the rows' `DecodeState`, whose `tokens` after `length`
+    are scratch space. They run inside a trace, except `check`, `default_params`, `num_scratch_slots` and `max_shift`.
+
+    Text stays exact with any drafter if `Draft.probabilities` are the ones that the tokens were really drawn from: the
+    drafter's distribution for sampled tokens, one-hot for tokens that were chosen in any other way.
 
     Attributes:
         layer_ids: trunk layers whose input states the drafter reads (`TrunkOutput.states`).
@@ -52,62 +56,33 @@ class Drafter:
 
     layer_ids: tuple[int, ...] = ()
 
-    # Before the loop. `check` and `default_params` run on the host; `prepare` and `init` are traced once.
+    # Before the loop.
 
     def check(self, model: MTPModel, config: DecodeConfig) -> None:
-        """Checks that the drafter supports a model and settings; not called for plain decoding.
-
-        Args:
-            model: trunk and modules.
-            config: the settings of the call.
-
-        Raises:
-            ValueError: if it does not.
-        """
+        """Raises `ValueError` if the drafter does not support a model or settings; not called for plain decoding."""
 
     def default_params(self, params: dict, config: DecodeConfig, *, model: MTPModel) -> Any:
-        """Returns the drafter's parameters for calls without `draft_params`.
-
-        Args:
-            params: the model's parameters.
-            config: the settings of the call.
-            model: trunk and modules.
-
-        Returns:
-            A tree of arrays, which the compiled call gets as an argument.
-        """
+        """Returns the drafter's parameters for calls without `draft_params`: arguments of the compiled call."""
         return None
 
-    def prepare(self, params: dict, draft_params: Any, *, model: MTPModel, dtype: Any) -> Any:
-        """Computes from the parameters what every round reads, so that rounds do not repeat the work.
-
-        Args:
-            params: the model's parameters.
-            draft_params: the drafter's own parameters.
-            model: trunk and modules.
-            dtype: dtype of the activations.
-
-        Returns:
-            A tree of arrays, which the other methods get as `prepared`.
-        """
+    def prepare(self, params: dict, draft_params: Any, *, model: MTPModel) -> Any:
+        """Computes from the model's and the drafter's parameters what every round reads, once per call."""
         return draft_params
 
-    def num_scratch_slots(self, model: MTPModel, spec: DecodeSpec) -> int:
-        """Returns the most cache slots that a round writes behind the committed text."""
+    def num_scratch_slots(self, decoder: "Decoder") -> int:
+        """Returns the maximum number of cache slots that drafting writes after the committed text."""
         return 0
 
     def max_shift(self, model: MTPModel) -> int:
-        """Returns how far ahead of its own position a cache entry of the drafter reads a token, at most."""
+        """Returns the maximum distance from a cache entry's own position to that of a token that it depends on."""
         return 0
 
-    def init(self, *, model: MTPModel, spec: DecodeSpec, batch: int, capacity: int, dtype: Any) -> Any:
+    def init(self, decoder: "Decoder", batch: int, capacity: int, dtype: Any) -> Any:
         """Makes the drafter's state for free slots.
 
         Args:
-            model: trunk and modules.
-            spec: the shape of a round.
             batch: slots, B.
-            capacity: cache slots per row, S.
+            capacity: cache slots per row, L.
             dtype: dtype of the activations, and of the caches unless `spec.kv_cache_dtype` names another.
 
         Returns:
@@ -117,22 +92,17 @@ class Drafter:
 
     # Prefill, once per chunk. `select_states` also runs on every verification pass.
 
-    def select_states(self, output: TrunkOutput, *, model: MTPModel) -> Any:
+    def select_states(self, decoder: "Decoder", output: TrunkOutput) -> Any:
         """Picks the trunk states to keep from a pass: a tree of arrays `[B, T, ...]`."""
         return ()
 
-    def extend(
-        self, prepared: Any, state: DecodeState, states: Any, start: jax.Array, *, model: MTPModel, spec: DecodeSpec
-    ) -> Any:
+    def extend(self, decoder: "Decoder", weights: "Weights", state: DecodeState, states: Any, start: jax.Array) -> Any:
         """Processes one prefill chunk, so that the drafter's cache covers the prompt.
 
         Args:
-            prepared: from `prepare`.
             state: the rows; `tokens` and `length` are the prompts.
             states: from `select_states`, `[B, T, ...]` for the chunk's T tokens.
             start: `[B]` position of the chunk's first token.
-            model: trunk and modules.
-            spec: the shape of a round.
 
         Returns:
             The drafter's new state.
@@ -145,49 +115,31 @@ class Drafter:
 
     # Every round: draft before verification, commit after acceptance.
 
-    def propose(
-        self, prepared: Any, state: DecodeState, *, model: MTPModel, spec: DecodeSpec
-    ) -> tuple[Draft, DecodeState]:
-        """Drafts `spec.num_steps` levels.
-
-        Args:
-            prepared: from `prepare`.
-            state: the rows. `tokens` past `length` is scratch space.
-            model: trunk and modules.
-            spec: the shape of a round.
-
-        Returns:
-            The draft of `spec.num_nodes` nodes, and the state with a new `drafter` field.
-        """
+    def propose(self, decoder: "Decoder", weights: "Weights", state: DecodeState) -> tuple[Draft, DecodeState]:
+        """Drafts `spec.num_steps` levels: `spec.num_nodes` nodes. Returns a state with a new `drafter` field too."""
         return Draft(read_rows(state.tokens, state.length - 1, 1)), state
 
-    def commit(
-        self, state: DecodeState, states: Any, accepted: "Acceptance", *, model: MTPModel, spec: DecodeSpec
-    ) -> Any:
+    def commit(self, decoder: "Decoder", state: DecodeState, states: Any, accepted: "Acceptance") -> Any:
         """Keeps the trunk states of a verification pass that the next round needs.
 
         Args:
             state: the rows before the accepted tokens are appended.
             states: from `select_states`, `[B, K+1, ...]` along the accepted path, which starts with the pending token.
             accepted: the acceptance rule's decision.
-            model: trunk and modules.
-            spec: the shape of the round.
 
         Returns:
             The drafter's new state.
         """
         return state.drafter
 
-    # Rounds of changing depth (`depth_policy="adaptive"`).
+    # Rounds of changing depth (`depth_policy="adaptive"`). The decoder is that of the deepest round.
 
-    def backlog_fits(
-        self, state: DecodeState, depth: jax.Array | int, *, model: MTPModel, spec: DecodeSpec
-    ) -> jax.Array:
+    def backlog_fits(self, decoder: "Decoder", state: DecodeState, depth: jax.Array | int) -> jax.Array:
         """Returns whether a round of this depth can follow, `[]` bool. False makes the loop call `drain_backlog`."""
         return jnp.ones((), bool)
 
     def drain_backlog(
-        self, prepared: Any, state: DecodeState, depth: jax.Array, *, model: MTPModel, spec: DecodeSpec
+        self, decoder: "Decoder", weights: "Weights", state: DecodeState, depth: jax.Array
     ) -> DecodeState:
-        """Processes the backlog of rounds of depth 0 until `backlog_fits` holds; arguments as in `propose`."""
+        """Processes the backlog of rounds of depth 0 until `backlog_fits` holds."""
         return state

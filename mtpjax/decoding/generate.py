@@ -1,28 +1,16 @@
-"""The public decoding functions: check the request, size the caches, run the compiled call, and report the result."""
+"""The public decoding functions: check the request, run the compiled call, and report the result."""
 
-import contextlib
 import dataclasses
-import functools
-from collections.abc import Iterator
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
-import jax.numpy as jnp
-import numpy as np
 from jax.sharding import Mesh
 
 from mtpjax.compat import library_settings
 from mtpjax.decoding import gpu_graph
-from mtpjax.decoding.capacity import (
-    MIN_PREFILL_CHUNK,
-    cache_capacity,
-    choose_prefill_chunk,
-    min_rows_per_pass,
-    slots_per_round,
-)
 from mtpjax.decoding.config import DecodeConfig, SamplingParams
-from mtpjax.decoding.depth_policy import can_speed_up
-from mtpjax.decoding.drafter import Drafter
+from mtpjax.decoding.decoder import Decoder
+from mtpjax.decoding.device import data_size, device_settings, fit_params, with_implementation
 from mtpjax.decoding.loop import decode
 from mtpjax.decoding.requests import (
     check_argument_types,
@@ -33,17 +21,11 @@ from mtpjax.decoding.requests import (
     params_to_device,
     prompts_to_arrays,
     repeat_first_row,
-    with_implementation,
 )
 from mtpjax.decoding.result import GenerationResult, collect
-from mtpjax.decoding.sampling import SamplingFeatures
 from mtpjax.decoding.sampling_params import temperatures
-from mtpjax.decoding.spec import DecodeSpec
-from mtpjax.decoding.state import DecodeState, NewRows, empty_state, start_rows
-from mtpjax.models.decoding_layout import constrain_state, fit_to_mesh, shard_for_decoding
+from mtpjax.decoding.state import DecodeState, NewRows
 from mtpjax.models.model import MTPModel
-from mtpjax.models.sharding import mesh_of
-from pallas_kernels.batch_invariance import batch_invariant
 
 
 def generate(
@@ -93,14 +75,7 @@ def generate(
 
 
 def without_drafts(config: DecodeConfig) -> DecodeConfig:
-    """Returns the settings of plain decoding.
-
-    Args:
-        config: settings with drafts.
-
-    Returns:
-        Depth 0 of the same loop: every round verifies only the pending token and appends one token from the trunk.
-    """
+    """Returns the settings of plain decoding: every round verifies only the pending token and appends one token."""
     return dataclasses.replace(
         config, num_steps=0, topk=1, num_draft_tokens=None, acceptance="auto", depth_policy="fixed"
     )
@@ -161,181 +136,62 @@ def speculative_generate(
     """
     # 1. Check the request on the host, because the compiled call would silently clamp values that are out of range.
     check_argument_types(params, prompts, sampling, key, model=model)
-    params = params_to_device(params)
-    config = DecodeConfig() if config is None else config
-    sampling = sampling or SamplingParams()
-    drafter = make_drafter(config)
-    model = with_implementation(model, config)
+    config, sampling = DecodeConfig() if config is None else config, sampling or SamplingParams()
+    drafter, model, params = make_drafter(config), with_implementation(model, config), params_to_device(params)
     prompts = prompts_to_arrays(prompts, lengths)
     limit = check_request(prompts, model, config, drafter)
     # 2. Move the parameters to the mesh, and resolve the static settings, which select the compiled program.
-    resolved_mesh = mesh or mesh_of(params["embedding"])
-    if mesh is not None:
-        model, params = shard_for_decoding(model, params, mesh, allow_copies=config.allow_copies)
-    elif resolved_mesh is not None:
-        model, params = fit_to_mesh(model, params, resolved_mesh.shape, allow_copies=config.allow_copies)
-    B = len(prompts)
-    longest = max(row.size for row in prompts)
+    params, model, mesh = fit_params(params, model, config, mesh)
+    B, longest = len(prompts), max(row.size for row in prompts)
     max_length = min(longest + min(config.max_new_tokens, limit), limit)
-    spec = resolve_spec(
-        config,
-        model,
-        resolved_mesh,
-        batch=B,
+    decoder = Decoder.make(
+        config, drafter, model, mesh, batch=B, max_length=max_length, longest_prompt=longest,
         is_greedy=not temperatures(sampling, B).any(),
-        longest_prompt=longest,
-        max_length=max_length,
-    )
-    # 3. Size the caches for the longest possible sequence and for the nodes that the last round writes behind it, and
-    #    convert the requests to arrays of that size.
-    capacity = cache_capacity(
-        longest,
-        max_length,
-        max_slots_per_round=slots_per_round(model, drafter, spec),
-        prefill_chunk=spec.prefill_chunk,
-    )
+    )  # fmt: skip
+    # 3. Convert the requests to arrays of the size of the caches.
+    capacity = decoder.capacity(max_length, longest)
     rows = make_new_rows(
         prompts, model=model, config=config, limit=limit, capacity=capacity, sampling=sampling, key=key
     )
-    # Rows are split over `data`. Where it does not divide them, copies of the first row fill the last device.
-    num_padding = 0 if resolved_mesh is None else -B % resolved_mesh.shape.get("data", 1)
-    rows = repeat_first_row(rows, num_padding)
     if draft_params is None:
         draft_params = drafter.default_params(params, config, model=model)
-
     # 4. Run the compiled call: prefill, then rounds until every row is done. It donates the state.
-    def run() -> GenerationResult:
-        state = make_state(
-            params,
-            model=model,
-            config=config,
-            drafter=drafter,
-            spec=spec,
-            batch=B + num_padding,
-            capacity=capacity,
-            stops_shape=rows.settings.stops.shape[1:],
-            features=rows.settings.sampling.features,
-            rows=rows,
-            mesh=resolved_mesh,
-        )
-        with device_settings(params, resolved_mesh, config), explain_param_errors(params, model):
-            state = decode(params, draft_params, state, model=model, drafter=drafter, spec=spec)
-        return collect(state, range(B) if num_padding else None, is_exact=spec.rule.is_exact)
-
-    return gpu_graph.GRAPHS.run_or_repeat(resolved_mesh or jax.sharding.get_mesh(), run)
+    call = BatchCall(params, draft_params, decoder, config, mesh)
+    return gpu_graph.GRAPHS.run_or_repeat(mesh or jax.sharding.get_mesh(), lambda: call.finish(call.start(rows), B))
 
 
-def resolve_spec(
-    config: DecodeConfig,
-    model: MTPModel,
-    mesh: Mesh | None,
-    *,
-    batch: int,
-    is_greedy: bool,
-    longest_prompt: int,
-    max_length: int,
-) -> DecodeSpec:
-    """Resolves the static settings of a call for its platform and batch size.
+class BatchCall(NamedTuple):
+    """Decodes batches with one decoder and the same parameters."""
 
-    Args:
-        config: settings.
-        model: the model.
-        mesh: mesh of the parameters; None: one device.
-        batch: number of rows, B.
-        is_greedy: True if every row is at temperature 0.
-        longest_prompt: tokens of the longest prompt.
-        max_length: tokens of the longest sequence, prompt included.
+    params: dict
+    draft_params: Any
+    decoder: Decoder
+    config: DecodeConfig
+    mesh: Mesh | None
 
-    Returns:
-        The spec, which is part of the key of the compiled program.
-    """
-    platform, min_rows = platform_of(mesh), choose_min_rows(config, model, mesh, batch=batch)
-    chunk = choose_prefill_chunk(model, batch, platform, longest_prompt=longest_prompt, max_length=max_length)
-    spec = DecodeSpec.from_config(config, is_greedy=is_greedy, min_rows=min_rows, prefill_chunk=chunk)
-    # No prompt is longer than the model's positions, and caches hold a whole chunk: a wider one would only cost memory.
-    max_chunk = max(model.config.max_position_embeddings, MIN_PREFILL_CHUNK)
-    return dataclasses.replace(spec, prefill_chunk=min(spec.prefill_chunk, max_chunk))
+    def num_rows(self, batch: int) -> int:
+        """Returns the rows of a state for `batch` requests: a multiple of the mesh's `data`, which splits them."""
+        return -(-batch // data_size(self.mesh)) * data_size(self.mesh)
 
+    def start(self, rows: NewRows) -> DecodeState:
+        """Makes the state of new requests before their prefill. Copies of the first row fill the last device."""
+        rows = repeat_first_row(rows, self.num_rows(len(rows.length)) - len(rows.length))
+        return self.decoder.make_state(self.params, self.config, self.mesh, rows=rows)
 
-def choose_min_rows(config: DecodeConfig, model: MTPModel, mesh: Mesh | None, *, batch: int) -> int:
-    """Chooses the fewest token rows of a forward pass: the configured number, or what is fast with `batch` rows."""
-    return config.min_rows or min_rows_per_pass(model, batch, platform_of(mesh))
+    def decode(self, state: DecodeState, max_rounds: Any = None, *, is_started: bool = False) -> DecodeState:
+        """Runs the compiled call; see `mtpjax.decoding.loop.decode`."""
+        settings = {"decoder": self.decoder, "is_started": is_started}
+        with (
+            device_settings(self.params, self.mesh, self.config),
+            explain_param_errors(self.params, self.decoder.model),
+        ):
+            return decode(self.params, self.draft_params, state, max_rounds, **settings)
 
+    def collect(self, state: DecodeState, batch: int) -> GenerationResult:
+        """Copies the first `batch` rows of a state to the host."""
+        slots = range(batch) if batch < len(state.length) else None
+        return collect(state, slots, is_exact=self.decoder.spec.rule.is_exact)
 
-def platform_of(mesh: Mesh | None) -> str:
-    """Returns JAX's name of the mesh's platform, or of the default one: "cpu" or "gpu"."""
-    return mesh.devices.flat[0].platform if mesh is not None else jax.default_backend()
-
-
-def make_state(
-    params: dict,
-    *,
-    model: MTPModel,
-    config: DecodeConfig,
-    drafter: Drafter,
-    spec: DecodeSpec,
-    batch: int,
-    capacity: int,
-    stops_shape: tuple[int, ...],
-    features: SamplingFeatures,
-    rows: NewRows | None = None,
-    mesh: Mesh | None = None,
-) -> DecodeState:
-    """Makes a state of B slots on the device: all free, or with the requests `rows` before their prefill.
-
-    The other arguments are those of `empty_state`. On a mesh each device makes its part.
-    """
-    # An adaptive call whose costs can never pay disables drafting, so that it does not keep a drafter up to date.
-    costs = rates = None
-    is_disabled = False
-    if spec.is_adaptive and config.depth_costs is not None:
-        costs = np.asarray(config.depth_costs, np.float32)
-        rates = None if config.depth_rates is None else np.asarray(config.depth_rates, np.float32)
-        is_disabled = not can_speed_up(costs)
-    return _make_state(
-        rows,
-        model=model,
-        drafter=drafter,
-        spec=spec,
-        batch=batch,
-        capacity=capacity,
-        stops_shape=stops_shape,
-        features=features,
-        dtype=params["embedding"].dtype,
-        depth_costs=costs,
-        depth_rates=rates,
-        drafting_disabled=np.bool_(is_disabled),
-        mesh=mesh,
-    )
-
-
-# Jitted, so that one dispatch transfers the requests and allocates all buffers of a state.
-@functools.partial(
-    jax.jit,
-    static_argnames=("model", "drafter", "spec", "batch", "capacity", "stops_shape", "features", "dtype", "mesh"),
-)
-def _make_state(rows: NewRows | None, *, model: MTPModel, mesh: Mesh | None, **arguments: Any) -> DecodeState:
-    state = empty_state(model=model, **arguments)
-    state = state if rows is None else start_rows(state, rows, vocab_size=model.config.vocab_size)
-    return state if mesh is None else constrain_state(state, model.config, mesh)
-
-
-@contextlib.contextmanager
-def device_settings(params: dict, mesh: Mesh | None, config: DecodeConfig) -> Iterator[None]:
-    """Sets the mesh, `deterministic`, and full float32 matmul precision on accelerators, for a call with these weights.
-
-    Raises:
-        ValueError: for deterministic settings with several devices.
-    """
-    if config.deterministic and mesh is not None and mesh.size > 1:
-        raise ValueError(f"deterministic decoding runs on one device, not on a mesh of {mesh.size}")
-    platform = platform_of(mesh)
-    with contextlib.ExitStack() as settings:
-        settings.enter_context(batch_invariant(config.deterministic))
-        if mesh is not None:
-            settings.enter_context(jax.set_mesh(mesh))
-        if platform != "cpu" and params["embedding"].dtype == jnp.float32:
-            # By default XLA rounds float32 matmul inputs to TF32 on a GPU, but the Pallas kernels do not. The error of
-            # TF32 can flip near-tied logits, so that plain and speculative decoding differ.
-            settings.enter_context(jax.default_matmul_precision("highest"))
-        yield
+    def finish(self, state: DecodeState, batch: int) -> GenerationResult:
+        """Decodes new requests to their end."""
+        return self.collect(self.decode(state), batch)

@@ -36,13 +36,9 @@ _log = logging.getLogger(__name__)
 
 
 def graph_options(mesh: Mesh) -> dict[str, str] | None:
-    """Returns the compiler options of a call over a mesh.
+    """Returns the compiler options of a call over a mesh; an empty one stands for one GPU.
 
-    Args:
-        mesh: the mesh; an empty one stands for one GPU.
-
-    Returns:
-        The options. None: XLA's defaults, for several nodes and where XLA_FLAGS say what graphs hold.
+    None: XLA's defaults, for several nodes and where XLA_FLAGS say what graphs hold.
     """
     if compat.has_graph_flags():
         return None
@@ -52,7 +48,7 @@ def graph_options(mesh: Mesh) -> dict[str, str] | None:
 
 
 class Graphs:
-    """Finds out whether calls can run as graphs, per mesh. The answers hold as long as the process lives.
+    """Finds out whether calls can run as graphs, per mesh. The answers hold until the process ends.
 
     A call donates its state, so it cannot be repeated without a graph when its graph has failed. The question is
     therefore decided on states that nobody needs: by a small loop before the first call (`options`), and by the engine
@@ -105,9 +101,6 @@ class Graphs:
         Args:
             mesh: the mesh of the calls.
             run: makes the state and the calls, and waits for the result.
-
-        Returns:
-            The result.
 
         Raises:
             JaxRuntimeError: a call fails that is no graph, runs in several processes, or needs more memory.
@@ -190,14 +183,7 @@ class OneGraph:
 
 
 def one_graph(**jit_options: Any) -> Callable[[Callable[..., Any]], OneGraph]:
-    """Returns a decorator that makes a `OneGraph`.
-
-    Args:
-        **jit_options: arguments of `jax.jit`, such as `static_argnames`.
-
-    Returns:
-        The decorator.
-    """
+    """Returns a decorator that makes a `OneGraph`; `jit_options` are arguments of `jax.jit`."""
     return functools.partial(OneGraph, **jit_options)
 
 

@@ -19,10 +19,6 @@ def trial_loop(mesh: Mesh, options: dict[str, str] | None) -> Any:
     It is what CUDA and NCCL accept or refuse in a loop that decides, not the size of the program: the kinds of nodes
     in the graph are the same here, and it compiles in a moment.
 
-    Args:
-        mesh: the mesh.
-        options: compiler options.
-
     Returns:
         A function of values `[P, 8]`, a row per device, and a number of turns; each turn adds 1 to the mean of all
         rows.
@@ -49,7 +45,6 @@ def try_loop(mesh: Mesh, options: dict[str, str]) -> None:
     """Runs the trial's loop as a graph.
 
     Args:
-        mesh: the mesh.
         options: compiler options that make it a graph.
 
     Raises:

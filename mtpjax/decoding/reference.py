@@ -28,9 +28,7 @@ def plain_generate(
     draws are keyed by seed and position alone.
 
     Args:
-        params: model parameters.
         prompt: token ids.
-        model: the model.
         max_new_tokens: maximum number of new tokens.
         stop_token_ids: the text ends after any of these tokens, and includes it.
         stop_sequences: the text ends after any of these sequences, and includes it.

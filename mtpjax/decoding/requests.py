@@ -12,6 +12,7 @@ from jax.core import Tracer
 
 from mtpjax.decoding.acceptance.rules import MAX_PARAMETERS
 from mtpjax.decoding.config import DecodeConfig, SamplingParams
+from mtpjax.decoding.decoder import StateShape
 from mtpjax.decoding.drafter import Drafter
 from mtpjax.decoding.sampling_params import make_sampling_arrays
 from mtpjax.decoding.state import NewRows, RowSettings
@@ -27,9 +28,6 @@ from pallas_kernels.verify_attention import MAX_QUERY_TOKENS
 
 def make_drafter(config: DecodeConfig) -> Drafter:
     """Returns the drafter that `config` names.
-
-    Args:
-        config: the settings.
 
     Returns:
         The drafter; for `num_steps=0` the base `Drafter`, which proposes no tokens.
@@ -51,18 +49,7 @@ def make_drafter(config: DecodeConfig) -> Drafter:
 
 
 def check_argument_types(params: Any, prompts: Any = (), sampling: Any = None, key: Any = None, *, model: Any) -> None:
-    """Checks the arguments of a decoding call that fail deep inside otherwise.
-
-    Args:
-        params: parameters of the model.
-        prompts: the prompts.
-        sampling: sampling parameters, or None.
-        key: a `jax.random` key, or None.
-        model: the model.
-
-    Raises:
-        ValueError: one of them has another type, or is traced. The message says which type it needs.
-    """
+    """Raises a `ValueError` that names the type for arguments of a decoding call that would fail deep inside."""
     rows = prompts if isinstance(prompts, (list, tuple)) else [prompts]
     if any(isinstance(leaf, Tracer) for leaf in (*rows, key, *jax.tree.leaves(params))):
         raise ValueError("decoding is jitted itself: it cannot be called inside jax.jit, jax.vmap or jax.grad")
@@ -150,30 +137,8 @@ def prompts_to_arrays(prompts: Any, lengths: Any = None) -> list[np.ndarray]:
         raise ValueError("prompts must be lists of token ids, not lists of lists") from error
 
 
-def with_implementation(model: MTPModel, config: DecodeConfig) -> MTPModel:
-    """Returns the model with the implementation that the settings name, if they name one.
-
-    Args:
-        model: the model.
-        config: the settings.
-
-    Returns:
-        The model. With `deterministic`, "auto" becomes the kernels on a GPU.
-    """
-    implementation = config.implementation or model.implementation
-    if config.deterministic and implementation == "auto" and jax.default_backend() == "gpu":
-        implementation = "triton"
-    return model if implementation == model.implementation else model.clone(implementation=implementation)
-
-
 def check_request(rows: list[np.ndarray], model: MTPModel, config: DecodeConfig, drafter: Drafter) -> int:
     """Checks prompts and settings. The compiled call would silently clamp values that are out of range.
-
-    Args:
-        rows: prompts.
-        model: the model.
-        config: the settings.
-        drafter: the draft method.
 
     Returns:
         The maximum length of a row in tokens, prompt included.
@@ -203,11 +168,6 @@ def check_request(rows: list[np.ndarray], model: MTPModel, config: DecodeConfig,
 
 def check_settings(model: MTPModel, config: DecodeConfig, drafter: Drafter) -> int:
     """Checks settings against a model, and warns of settings that have no effect.
-
-    Args:
-        model: the model.
-        config: the settings.
-        drafter: the draft method.
 
     Returns:
         The maximum length of a row in tokens, prompt included.
@@ -259,14 +219,10 @@ def _check_deterministic(model: MTPModel, config: DecodeConfig) -> None:
 
 
 def make_stop_table(config: DecodeConfig) -> np.ndarray:
-    """Converts the stop tokens and stop sequences to one table.
+    """Converts the stop tokens and stop sequences to one table `[N, Z]` int32.
 
-    Args:
-        config: the settings.
-
-    Returns:
-        `[N, Z]` int32 sequences, right-aligned, with -1 before shorter sequences and in unused rows. N and Z are
-        rounded up, so that similar requests share a compiled program.
+    Sequences are right-aligned, with -1 before shorter ones and in unused rows. N and Z are rounded up, so that similar
+    requests share a compiled program.
     """
     # A stop token is a sequence of length 1. Without longer sequences the table keeps one column, the cheapest case.
     sequences = [(token,) for token in config.stop_token_ids] + list(config.stop_sequences)
@@ -278,6 +234,19 @@ def make_stop_table(config: DecodeConfig) -> np.ndarray:
     return stops
 
 
+def fit_stops(stops: np.ndarray, shape: tuple[int, ...]) -> np.ndarray:
+    """Copies a stop table into one of the state's `shape`; raises `ValueError` if it is too large."""
+    # Sequences fill the table's first rows and last columns, so the used part is a corner of it.
+    is_used = stops != -1
+    number, width = int(is_used.any(axis=1).sum()), int(is_used.any(axis=0).sum())
+    if number > shape[0] or width > shape[1]:
+        raise ValueError(f"{number} stop sequences of up to {width} tokens exceed the state's {shape[0]} of {shape[1]}")
+    table = np.full(shape, -1, np.int32)
+    used = stops[:number, stops.shape[1] - width :]
+    table[:number, shape[1] - width :] = used
+    return table
+
+
 def make_new_rows(
     rows: list[np.ndarray],
     *,
@@ -287,29 +256,25 @@ def make_new_rows(
     capacity: int,
     sampling: SamplingParams,
     key: jax.Array | None = None,
-    num_cached: np.ndarray | None = None,
-    features: Any = None,
-    stops: np.ndarray | None = None,
+    shape: StateShape | None = None,
 ) -> NewRows:
     """Converts checked requests to arrays.
 
     Args:
         rows: R prompts.
-        model: the model.
         config: the requests' settings.
         limit: maximum length of a row in tokens, prompt included.
         capacity: cache slots per row, L.
         sampling: the requests' sampling parameters.
         key: a `jax.random` key that seeds rows without a seed.
-        num_cached: `[R]` int32 prompt tokens whose cache entries the slots already hold; None: 0.
-        features: `SamplingFeatures` of the state; None: only those that these requests use.
-        stops: `[N, Z]` int32 stop table; None: `make_stop_table(config)`.
+        shape: of the state that the rows enter, for its options and its stop table; None: those that these requests
+            use.
 
     Returns:
         `NewRows` of host arrays; jit transfers all of them at once.
 
     Raises:
-        ValueError: for sampling parameters out of range.
+        ValueError: for sampling parameters out of range, or stop sequences that exceed the state's.
     """
     # 1. Prompts, right-padded to the capacity. A row ends at `max_new_tokens` new tokens or at the maximum length.
     R = len(rows)
@@ -320,7 +285,9 @@ def make_new_rows(
         padded[: row.size] = row
     # 2. Stop sequences. `min_new_tokens` bans those of a single token.
     single_stops = (*config.stop_token_ids, *(sequence[0] for sequence in config.stop_sequences if len(sequence) == 1))
-    stops = make_stop_table(config) if stops is None else stops
+    stops, features = make_stop_table(config), None
+    if shape is not None:
+        stops, features = fit_stops(stops, shape.stops), shape.features
     # 3. Settings per row. Each field owns its buffer, because the compiled call donates the state that holds them.
     arrays: dict[str, Any] = {
         "prompt_length": lengths.copy(),
@@ -332,24 +299,12 @@ def make_new_rows(
     settings = RowSettings(
         sampling=make_sampling_arrays(sampling, R, model.config, key, single_stops, features=features), **arrays
     )
-    prompts: dict[str, Any] = {
-        "tokens": tokens,
-        "length": lengths,
-        "num_cached": np.zeros(R, np.int32) if num_cached is None else num_cached,
-    }
+    prompts: dict[str, Any] = {"tokens": tokens, "length": lengths}
     return NewRows(settings=settings, **prompts)
 
 
 def repeat_first_row(rows: NewRows, count: int) -> NewRows:
-    """Appends copies of the first request, so that the number of rows fits.
-
-    Args:
-        rows: R requests, as host arrays.
-        count: copies, at least 0.
-
-    Returns:
-        R + `count` requests.
-    """
+    """Appends `count` copies of the first request, so that the number of rows fits."""
     if not count:
         return rows
     return jax.tree.map(lambda leaf: np.concatenate([leaf, np.repeat(leaf[:1], count, axis=0)]), rows)

@@ -72,9 +72,8 @@ def gumbel(
         seed: `[B, 2]` uint32.
         position: `[B, T]` position that keys the draw; see the module's docstring.
         purpose: `DRAFT`, `ACCEPT`, `BONUS` or `TARGET`.
-        node: `[T]` node of the draft tree.
         size: vocabulary size V.
-        first: the first token id, for a device that draws the noise of a part of the vocabulary.
+        first: the first token id, for a device that draws the noise of a shard of the vocabulary.
 
     Returns:
         `[B, T, V]` float32.

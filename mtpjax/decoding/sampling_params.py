@@ -40,18 +40,7 @@ OPTIONS = {
 
 
 def temperatures(sampling: SamplingParams, batch: int) -> np.ndarray:
-    """Checks the rows' temperatures and converts them to an array.
-
-    Args:
-        sampling: the rows' parameters.
-        batch: number of rows, B.
-
-    Returns:
-        `[B]` float32.
-
-    Raises:
-        ValueError: for a temperature that is negative or not finite, or a sequence whose length is not B.
-    """
+    """Checks the rows' temperatures and returns `[B]` float32; raises `ValueError` for one that is out of range."""
     return _per_row_numbers(sampling, "temperature", batch, np.float32)
 
 
@@ -67,9 +56,6 @@ def make_sampling_arrays(
     """Checks sampling parameters and converts them to arrays.
 
     Args:
-        sampling: the rows' parameters.
-        batch: number of rows, B.
-        config: the model's config.
         key: a `jax.random` key that seeds rows without a seed.
         stops: single stop tokens, which min_new_tokens bans.
         features: options that are compiled in; None: those that some row uses.

@@ -13,9 +13,6 @@ log = logging.getLogger("mtpjax.decoding")
 def find_unused_settings(config: DecodeConfig) -> dict[str, str]:
     """Finds the settings that differ from their defaults and have no effect.
 
-    Args:
-        config: the settings.
-
     Returns:
         For each of them, by name, what would make it count.
     """
@@ -37,11 +34,7 @@ def find_unused_settings(config: DecodeConfig) -> dict[str, str]:
 
 
 def warn_of_unused_settings(config: DecodeConfig) -> None:
-    """Logs a warning for each setting that has no effect.
-
-    Args:
-        config: the settings.
-    """
+    """Logs a warning for each setting that has no effect."""
     for name, need in find_unused_settings(config).items():
         _warn_once(f"{name} {getattr(config, name)} has no effect: it needs {need}")
 

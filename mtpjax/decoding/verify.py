@@ -9,14 +9,15 @@ import jax.numpy as jnp
 from mtpjax.decoding import rng
 from mtpjax.decoding.acceptance.chain import match_chain
 from mtpjax.decoding.acceptance.walk import match_tree
-from mtpjax.decoding.drafter import Draft, Drafter
+from mtpjax.decoding.decoder import Decoder, Weights
+from mtpjax.decoding.drafter import Draft
 from mtpjax.decoding.logits import adjust_logits
 from mtpjax.decoding.sampling import PathTokens, distribution, draw, draw_target
 from mtpjax.decoding.spec import DecodeSpec
 from mtpjax.decoding.state import DecodeState, view_pass
 from mtpjax.models.cache import Cache
 from mtpjax.models.masks import TreeSlots
-from mtpjax.models.model import MTPModel, bind
+from mtpjax.models.model import bind
 from mtpjax.models.vocabulary import Vocabulary
 
 
@@ -38,23 +39,9 @@ class Acceptance(flax.struct.PyTreeNode):
     tokens: jax.Array  # [B, K+1] int32: the accepted drafts, then the bonus token, then garbage
 
 
-def verify(
-    params: dict, state: DecodeState, draft: Draft, *, model: MTPModel, drafter: Drafter, spec: DecodeSpec
-) -> VerifyOutput:
-    """Runs the trunk once over all W nodes, in the cache slots after the committed text.
-
-    Args:
-        params: model parameters.
-        state: the rows.
-        draft: the nodes.
-        model: the model.
-        drafter: selects the trunk states that it needs later.
-        spec: the shape of the round.
-
-    Returns:
-        Logits or arg-max after each node, and the trunk's cache with all nodes appended.
-    """
-    apply = bind(model, params)
+def verify(decoder: Decoder, weights: Weights, state: DecodeState, draft: Draft) -> VerifyOutput:
+    """Runs the trunk once over all W nodes, in the cache slots after the committed text."""
+    spec, drafter, apply = decoder.spec, decoder.drafter, bind(decoder.model, weights.params)
     W = spec.num_nodes
     # The pass starts with node 0, the pending token, whose cache entry does not exist yet.
     start = state.length - 1
@@ -71,7 +58,7 @@ def verify(
     # A plain decoding step always commits its only node, so recurrent layers may advance their state within the pass.
     # Otherwise they keep what each token contributes until acceptance decides.
     num_valid = None if spec.num_steps else (~state.done).astype(jnp.int32)
-    view = view_pass(state, model.config, start, width, num_used=W, num_valid=num_valid, tree=tree)
+    view = view_pass(state, decoder.model.config, start, width, num_used=W, num_valid=num_valid, tree=tree)
     output = apply(tokens, view, state.trunk, layer_ids=drafter.layer_ids, method="run_trunk")
     # 3. Score. For greedy rows with unmodified logits the arg-max is enough, and a kernel computes it without storing
     #    [B, W, V] logits.
@@ -81,25 +68,16 @@ def verify(
         target_tokens, best = tokens[:, :W, 0], values[:, :W, 0]
     else:
         logits = apply(output.hidden, method="own_logits")[:, :W]
-        best = Vocabulary.of(model.config.vocab_size).logsumexp(logits) if spec.check_nan else None
+        best = Vocabulary.of(decoder.vocab_size).logsumexp(logits) if spec.check_nan else None
     if spec.check_nan and best is not None:
         is_nan = jnp.isnan(best)
     # The drafter needs the hidden states of the accepted nodes in the next round, when it extends over them.
-    states = jax.tree.map(lambda kept: kept[:, :W], drafter.select_states(output, model=model))
+    states = jax.tree.map(lambda kept: kept[:, :W], drafter.select_states(decoder, output))
     return VerifyOutput(logits, target_tokens, states, output.cache, is_nan)
 
 
-def end_failed_rows(state: DecodeState, verified: VerifyOutput, accepted: "Acceptance") -> DecodeState:
-    """Ends the rows whose accepted path has a node with NaN logits, before they append anything.
-
-    Args:
-        state: the rows.
-        verified: the outputs of the trunk's pass over the nodes, with `is_nan`.
-        accepted: the accepted path.
-
-    Returns:
-        The state, with these rows failed and done.
-    """
+def end_failed_rows(state: DecodeState, verified: VerifyOutput, accepted: Acceptance) -> DecodeState:
+    """Ends the rows whose accepted path has a node with NaN logits, before they append anything."""
     assert verified.is_nan is not None
     num_tokens = accepted.tokens.shape[1]
     path = accepted.path
@@ -110,36 +88,29 @@ def end_failed_rows(state: DecodeState, verified: VerifyOutput, accepted: "Accep
 
 
 def accept(
-    state: DecodeState,
-    draft: Draft,
-    verified: VerifyOutput,
-    *,
-    model: MTPModel,
-    spec: DecodeSpec,
-    allowed: jax.Array | None = None,
+    decoder: Decoder, state: DecodeState, draft: Draft, verified: VerifyOutput, allowed: jax.Array | None = None
 ) -> Acceptance:
     """Applies the acceptance rule and draws the bonus token.
 
     Args:
-        state: the rows.
+        decoder: the decoder of the round, whose spec has the rule.
         draft: the nodes, and the distributions q that they were drawn from.
         verified: the outputs of the trunk's pass over the nodes.
-        model: the model.
-        spec: the shape of the round, including the rule.
         allowed: tokens that may follow each node, as in `adjust_logits`; needs logits. An exact rule accepts no draft
             that is not allowed after its parent, since its p is 0.
 
     Returns:
         The accepted path and the tokens that the round appends.
     """
+    spec = decoder.spec
     # Greedy without logits: a draft is accepted if it equals the arg-max after its parent.
     if verified.target_tokens is not None:
         assert allowed is None
         return _accept_matches(draft, verified.target_tokens, spec.num_steps)
     assert verified.logits is not None
-    # On a mesh V is the size of this device's part of the vocabulary.
+    # On a mesh V is the size of this device's shard of the vocabulary.
     B, W, V = verified.logits.shape
-    K, sampling, vocabulary = spec.num_steps, state.settings.sampling, Vocabulary.of(model.config.vocab_size)
+    K, sampling, vocabulary = spec.num_steps, state.settings.sampling, Vocabulary.of(decoder.vocab_size)
     # 1. Adjust the logits after each node as plain decoding would adjust them after the same text. Penalties must count
     #    the drafted tokens on the node's path, and `min_new` must count the new tokens up to the node's depth.
     depth = jnp.broadcast_to(jnp.arange(W)[None, :], (B, W)) if draft.depths is None else draft.depths
@@ -151,7 +122,7 @@ def accept(
             mask = jnp.broadcast_to(jnp.tri(W, dtype=bool)[None], (B, W, W))
         # The path leaves out node 0: the pending token is committed, so the history already counts it.
         path_tokens = PathTokens(draft.tokens, mask & (jnp.arange(W) > 0)[None, None])
-    adjusted = adjust_logits(verified.logits, state, path_tokens, num_new, model, allowed)
+    adjusted = adjust_logits(verified.logits, state, path_tokens, num_new, decoder.model, allowed)
     round_start = state.length[:, None]
 
     # 2. Rules that choose the target's own token after each node and accept the drafts that equal it: arg-max for

@@ -6,8 +6,8 @@ from typing import TYPE_CHECKING, Any
 import jax
 import jax.numpy as jnp
 
+from mtpjax.decoding.decoder import Decoder, Weights
 from mtpjax.decoding.drafter import Draft, Drafter
-from mtpjax.decoding.spec import DecodeSpec
 from mtpjax.decoding.state import DecodeState
 from mtpjax.drafters.chain import draft_chain
 from mtpjax.drafters.modules import (
@@ -36,7 +36,7 @@ class CachedDrafter(Drafter):
     The state is a `ModulesState`. Slot i of module k (0-based) depends on the token of position i+k+1.
     """
 
-    def network(self, prepared: Any, *, model: MTPModel) -> DraftNetwork:
+    def network(self, decoder: Decoder, weights: Weights) -> DraftNetwork:
         """Returns the modules, with their parameters."""
         raise NotImplementedError
 
@@ -44,7 +44,7 @@ class CachedDrafter(Drafter):
         """Returns how many modules a call with `num_steps` draft levels runs, M."""
         raise NotImplementedError
 
-    def empty_module_cache(self, *, model: MTPModel, spec: DecodeSpec, batch: int, capacity: int, dtype: Any) -> Cache:
+    def empty_module_cache(self, decoder: Decoder, batch: int, capacity: int, dtype: Any) -> Cache:
         """Makes the cache of one module; arguments as in `init`."""
         raise NotImplementedError
 
@@ -60,10 +60,13 @@ class CachedDrafter(Drafter):
         """
         return max(num_steps + self.num_caches(model, num_steps), 1)
 
-    def num_scratch_slots(self, model: MTPModel, spec: DecodeSpec) -> int:
-        """Returns the most slots that extending and drafting write behind the committed text."""
+    def num_scratch_slots(self, decoder: Decoder) -> int:
+        """Returns the maximum number of slots that extending and drafting write after the committed text."""
+        spec = decoder.spec
         # Extending rewrites slots up to the newest position, and an adaptive call does so in chunks.
-        num_extended = max(self.num_extend_positions(model, spec.num_steps), EXTEND_CHUNK if spec.is_adaptive else 0)
+        num_extended = max(
+            self.num_extend_positions(decoder.model, spec.num_steps), EXTEND_CHUNK if spec.is_adaptive else 0
+        )
         if spec.num_steps < 2:
             return max(num_extended, spec.min_rows)
         shape = spec.tree_shape
@@ -71,28 +74,22 @@ class CachedDrafter(Drafter):
         num_drafted = sum(map(len, shape.inner_levels()[1:])) if shape else spec.topk * (spec.num_steps - 1)
         return max(num_extended, num_drafted + spec.min_rows)
 
-    def init(self, *, model: MTPModel, spec: DecodeSpec, batch: int, capacity: int, dtype: Any) -> ModulesState:
+    def init(self, decoder: Decoder, batch: int, capacity: int, dtype: Any) -> ModulesState:
         """Makes empty module caches and an empty buffer of trunk states."""
+        model, spec = decoder.model, decoder.spec
+        num_caches = self.num_caches(model, spec.num_steps)
         # An adaptive call also buffers the states of rounds of depth 0, which do not run the modules.
         buffer_size = self.num_extend_positions(model, spec.num_steps)
         if spec.is_adaptive:
             buffer_size = HIDDEN_BUFFER + spec.num_steps
-        sizes: dict[str, Any] = {"model": model, "spec": spec, "batch": batch, "capacity": capacity, "dtype": dtype}
         return ModulesState(
-            caches=tuple(self.empty_module_cache(**sizes) for _ in range(self.num_caches(model, spec.num_steps))),
+            caches=tuple(self.empty_module_cache(decoder, batch, capacity, dtype) for _ in range(num_caches)),
             hidden=jnp.zeros((batch, buffer_size, self.state_size(model)), dtype),
             hidden_start=jnp.zeros(batch, jnp.int32),
         )
 
     def extend(
-        self,
-        prepared: Any,
-        state: DecodeState,
-        states: jax.Array,
-        start: jax.Array,
-        *,
-        model: MTPModel,
-        spec: DecodeSpec,
+        self, decoder: Decoder, weights: Weights, state: DecodeState, states: jax.Array, start: jax.Array
     ) -> ModulesState:
         """Runs all modules over one prefill chunk; see `Drafter.extend`.
 
@@ -101,7 +98,7 @@ class CachedDrafter(Drafter):
         """
         drafter_state, chunk = state.drafter, states.shape[1]
         num_used = state.length - start
-        caches = extend_modules(self.network(prepared, model=model), state, states, start, num_used, spec=spec)
+        caches = extend_modules(decoder, self.network(decoder, weights), state, states, start, num_used)
         # Module k has all inputs of a slot once the token k+1 positions later is known.
         num_known_tokens = jnp.minimum(start + chunk, state.length)
         caches = tuple(
@@ -120,14 +117,12 @@ class CachedDrafter(Drafter):
         """Returns `[B]` slots that match a prefill in every module; the last module has the fewest."""
         return draft_state.caches[-1].length
 
-    def propose(
-        self, prepared: Any, state: DecodeState, *, model: MTPModel, spec: DecodeSpec
-    ) -> tuple[Draft, DecodeState]:
+    def propose(self, decoder: Decoder, weights: Weights, state: DecodeState) -> tuple[Draft, DecodeState]:
         """Extends the modules over the positions that the last round committed, then drafts a chain or a tree."""
-        if not spec.num_steps:
-            return super().propose(prepared, state, model=model, spec=spec)
-        propose = draft_tree if spec.topk > 1 else draft_chain
-        draft, caches, tokens = propose(self.network(prepared, model=model), state, spec=spec)
+        if not decoder.spec.num_steps:
+            return super().propose(decoder, weights, state)
+        propose = draft_tree if decoder.spec.topk > 1 else draft_chain
+        draft, caches, tokens = propose(decoder, self.network(decoder, weights), state)
         # The extended slots are now final in each module, up to the newest slot whose shifted token is committed. A row
         # that is done was not extended: its experts did not run, and its pages may belong to another.
         caches = tuple(
@@ -136,9 +131,7 @@ class CachedDrafter(Drafter):
         )
         return draft, state.replace(tokens=tokens, drafter=state.drafter.replace(caches=caches))
 
-    def commit(
-        self, state: DecodeState, states: jax.Array, accepted: "Acceptance", *, model: MTPModel, spec: DecodeSpec
-    ) -> ModulesState:
+    def commit(self, decoder: Decoder, state: DecodeState, states: jax.Array, accepted: "Acceptance") -> ModulesState:
         """Keeps the hidden states that the modules process next; see `Drafter.commit`.
 
         After a round with drafts these are the new ones and the M-1 before them, whose slots hold entries of drafted
@@ -148,11 +141,11 @@ class CachedDrafter(Drafter):
         E, num_modules = drafter_state.hidden.shape[1], len(drafter_state.caches)
         new_start = state.length - 1  # position of states[:, 0], the pending token
         # 1. One module: drafting has made all earlier slots final, so the new states replace the buffer.
-        if spec.num_steps and num_modules == 1:
+        if decoder.spec.num_steps and num_modules == 1:
             hidden = jnp.pad(states, ((0, 0), (0, E - states.shape[1]), (0, 0)))
             return drafter_state.replace(hidden=hidden, hidden_start=new_start)
         # 2. Depth 0: the modules did not run, so the new state is appended to the backlog.
-        if not spec.num_steps:
+        if not decoder.spec.num_steps:
             slot = jnp.minimum(new_start - drafter_state.hidden_start, E - 1)
             return drafter_state.replace(hidden=write_rows(drafter_state.hidden, states, slot))
         # 3. Several modules: keep the M-1 states before the new ones too.
@@ -167,9 +160,7 @@ class CachedDrafter(Drafter):
             hidden=jnp.take_along_axis(candidates, index[:, :, None], axis=1), hidden_start=start
         )
 
-    def backlog_fits(
-        self, state: DecodeState, depth: jax.Array | int, *, model: MTPModel, spec: DecodeSpec
-    ) -> jax.Array:
+    def backlog_fits(self, decoder: Decoder, state: DecodeState, depth: jax.Array | int) -> jax.Array:
         """Returns whether a round of this depth can follow; see `Drafter.backlog_fits`.
 
         A round of depth 0 needs a free slot in the buffer. A round with drafts must process the whole backlog in its
@@ -179,26 +170,21 @@ class CachedDrafter(Drafter):
         max_backlog = jnp.where(depth == 0, drafter_state.hidden.shape[1] - 1, depth + len(drafter_state.caches))
         return state.drafting_disabled | (over_rows(jnp.max, num_pending(state)) <= max_backlog)
 
-    def drain_backlog(
-        self, prepared: Any, state: DecodeState, depth: jax.Array, *, model: MTPModel, spec: DecodeSpec
-    ) -> DecodeState:
+    def drain_backlog(self, decoder: Decoder, weights: Weights, state: DecodeState, depth: jax.Array) -> DecodeState:
         """Extends the modules over the backlog; see `Drafter.drain_backlog`.
 
         Wide passes process a long backlog, and passes of a round's width the rest.
         """
-        network, num_modules = self.network(prepared, model=model), len(state.drafter.caches)
+        network, num_modules = self.network(decoder, weights), len(state.drafter.caches)
         for num_positions, min_backlog in (
             (EXTEND_CHUNK, EXTEND_CHUNK + num_modules),
-            (spec.num_steps + num_modules, 0),
+            (decoder.spec.num_steps + num_modules, 0),
         ):
             state = jax.lax.while_loop(
                 lambda state, min_backlog=min_backlog: (
-                    ~self.backlog_fits(state, depth, model=model, spec=spec)
-                    & (over_rows(jnp.max, num_pending(state)) >= min_backlog)
+                    ~self.backlog_fits(decoder, state, depth) & (over_rows(jnp.max, num_pending(state)) >= min_backlog)
                 ),
-                lambda state, num_positions=num_positions: extend_backlog(
-                    network, state, spec=spec, num_positions=num_positions
-                ),
+                lambda state, num_positions=num_positions: extend_backlog(decoder, network, state, num_positions),
                 state,
             )
         return state

@@ -4,9 +4,9 @@ import jax
 import jax.numpy as jnp
 
 from mtpjax.decoding import rng
+from mtpjax.decoding.decoder import Decoder
 from mtpjax.decoding.drafter import Draft
 from mtpjax.decoding.sampling import PathTokens, distribution, draw
-from mtpjax.decoding.spec import DecodeSpec
 from mtpjax.decoding.state import DecodeState, view_pass
 from mtpjax.drafters.modules import extend_and_read, num_pending, run_over_drafts
 from mtpjax.drafters.network import DraftNetwork
@@ -14,22 +14,17 @@ from mtpjax.models.cache import Cache
 from mtpjax.models.layers.entries import read_rows, write_rows
 
 
-def draft_chain(network: DraftNetwork, state: DecodeState, *, spec: DecodeSpec) -> tuple[Draft, list[Cache], jax.Array]:
-    """Drafts K tokens and writes them behind the committed text.
+def draft_chain(decoder: Decoder, network: DraftNetwork, state: DecodeState) -> tuple[Draft, list[Cache], jax.Array]:
+    """Drafts K tokens and writes them after the committed text.
 
     Level k <= M extends module k over all hidden states of the buffer at once. Its output at the newest slot gives
     draft k, which module k+1 reads as a token. Later levels run module M on its own output, one slot further each time.
-
-    Args:
-        network: the modules and heads.
-        state: the rows.
-        spec: a chain's spec.
 
     Returns:
         The draft, the modules' caches, and the tokens `[B, L]`.
     """
     # The levels k <= M extend over the same positions, so they share one view.
-    tokens, caches = state.tokens, list(state.drafter.caches)
+    spec, tokens, caches = decoder.spec, state.tokens, list(state.drafter.caches)
     num_modules, K = len(caches), spec.num_steps
     sampling = state.settings.sampling
     num_positions = K + num_modules
@@ -65,7 +60,7 @@ def draft_chain(network: DraftNetwork, state: DecodeState, *, spec: DecodeSpec) 
             is_before = jnp.broadcast_to(jnp.arange(K) < level - 1, (len(tokens), 1, K))
             path = PathTokens(read_rows(tokens, state.length, K), is_before)
         assert output is not None
-        scores = network.scores(state, output, index, path, level, spec=spec)
+        scores = network.scores(state, output, index, path, level)
         # 4. Choose it: sampled from q where the acceptance rule compares p with q, else the arg-max.
         if spec.is_ratio_rule:
             logits, vocabulary = scores.logits(), scores.vocabulary
@@ -78,6 +73,6 @@ def draft_chain(network: DraftNetwork, state: DecodeState, *, spec: DecodeSpec) 
         else:
             draft = scores.top_tokens(1)[1][:, :, 0]
         tokens = write_rows(tokens, draft, state.length + level - 1)
-    # The nodes to verify are the pending token and the drafts behind it.
+    # The nodes to verify are the pending token and the drafts after it.
     nodes = read_rows(tokens, state.length - 1, K + 1)
     return Draft(nodes, jnp.concatenate(probabilities, axis=1) if probabilities else None), caches, tokens

@@ -7,9 +7,9 @@ import jax
 import jax.numpy as jnp
 
 from mtpjax.decoding import rng
+from mtpjax.decoding.decoder import Decoder
 from mtpjax.decoding.drafter import Draft
 from mtpjax.decoding.sampling import PathTokens, distribution, draw
-from mtpjax.decoding.spec import DecodeSpec
 from mtpjax.decoding.state import DecodeState
 from mtpjax.drafters.scoring import DraftScores
 from mtpjax.models.layers.entries import read_rows
@@ -18,21 +18,17 @@ from mtpjax.models.layers.entries import read_rows
 ScoreLevel = Callable[[int, jax.Array, PathTokens | None, Any], tuple[DraftScores, Any]]
 
 
-def draft_levels(score: ScoreLevel, state: DecodeState, spec: DecodeSpec, carry: Any = None) -> Draft:
+def draft_levels(decoder: Decoder, score: ScoreLevel, state: DecodeState, carry: Any = None) -> Draft:
     """Drafts one token per level: sampled from q where the rule compares p with q, else the arg-max.
 
     Args:
+        decoder: the decoder of a chain.
         score: returns the scores of a level, 1 to K.
-        state: the rows.
-        spec: a chain's spec.
         carry: the carry that the first level gets.
-
-    Returns:
-        The draft.
     """
-    K, sampling = spec.num_steps, state.settings.sampling
+    spec, sampling = decoder.spec, state.settings.sampling
     tokens, probabilities = [read_rows(state.tokens, state.length - 1, 1)], []
-    for level in range(1, K + 1):
+    for level in range(1, spec.num_steps + 1):
         # Penalties count the tokens drafted so far, as verification does.
         path = None
         if sampling.has_penalties and level > 1:

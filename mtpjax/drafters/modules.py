@@ -10,7 +10,7 @@ import flax.struct
 import jax
 import jax.numpy as jnp
 
-from mtpjax.decoding.spec import DecodeSpec
+from mtpjax.decoding.decoder import Decoder
 from mtpjax.decoding.state import DecodeState, view_pass
 from mtpjax.drafters.network import DraftNetwork
 from mtpjax.drafters.scoring import pad_rows
@@ -50,9 +50,6 @@ def extend_module(
     """Runs one module over committed positions (draft extend), and overwrites what drafting wrote to its cache.
 
     Args:
-        network: the modules.
-        caches: all modules' caches; the function replaces this module's cache in the list.
-        index: the module, 0-based.
         hidden: `[B, T, D]` the hidden states that come from the trunk (`DraftNetwork.input_hidden`).
         chained_hidden: `[B, T, D]` the previous module's output; None for the first module.
         tokens: `[B, L]` the text.
@@ -64,7 +61,7 @@ def extend_module(
     """
     # A chained module reads the output of the module before it; others read the trunk (`mtp_chaining`).
     source = hidden if network.config.mtp_chaining == "trunk" or chained_hidden is None else chained_hidden
-    # Slot i reads the token of position i + index + 1. Behind the committed text these are drafts, or garbage.
+    # Slot i reads the token of position i + index + 1. After the committed text these are drafts, or garbage.
     shifted = read_rows(tokens, start + index + 1, hidden.shape[1])
     view = of_drafter(view, shift=index + 1)
     output, chained, layers = network.run(index, source, shifted, view, caches[index].layers)
@@ -78,49 +75,36 @@ def of_drafter(view: View, shift: int = 0) -> View:
 
 
 def extend_modules(
+    decoder: Decoder,
     network: DraftNetwork,
     state: DecodeState,
     states: jax.Array,
     start: jax.Array,
     num_used: jax.Array,
-    *,
-    spec: DecodeSpec,
 ) -> tuple[Cache, ...]:
     """Runs all modules, one after the other, over positions whose tokens are known.
 
     Args:
-        network: the modules.
-        state: the rows.
+        decoder: the decoder, for the window.
         states: `[B, T, D]` the trunk states that the drafter keeps.
         start: `[B]` position of `states[:, 0]`.
         num_used: `[B]` states at the beginning that belong to committed positions; others are padding.
-        spec: the shape of a round.
 
     Returns:
         The caches with the entries of these positions.
     """
     caches, chained, hidden = list(state.drafter.caches), None, network.input_hidden(states)
-    view = view_pass(state, network.config, start, hidden.shape[1], num_used=num_used, window=spec.window)
+    view = view_pass(state, network.config, start, hidden.shape[1], num_used=num_used, window=decoder.spec.window)
     for index in range(len(caches)):
         _, chained = extend_module(network, caches, index, hidden, chained, state.tokens, start, view)
     return tuple(caches)
 
 
-def extend_backlog(network: DraftNetwork, state: DecodeState, *, spec: DecodeSpec, num_positions: int) -> DecodeState:
-    """Runs the modules over the oldest positions of the backlog and drops the final ones from the buffer.
-
-    Args:
-        network: the modules.
-        state: the rows.
-        spec: the shape of a round.
-        num_positions: positions to process.
-
-    Returns:
-        The state with a new `drafter` field.
-    """
+def extend_backlog(decoder: Decoder, network: DraftNetwork, state: DecodeState, num_positions: int) -> DecodeState:
+    """Runs the modules over the oldest positions of the backlog and drops the final ones from the buffer."""
     drafter_state = state.drafter
     hidden, start = drafter_state.hidden[:, :num_positions], drafter_state.hidden_start
-    caches = extend_modules(network, state, hidden, start, num_pending(state), spec=spec)
+    caches = extend_modules(decoder, network, state, hidden, start, num_pending(state))
     # The newest M positions stay in the buffer: their shifted input tokens are not all committed.
     processed = jnp.clip(num_pending(state) - len(caches), 0, num_positions)
     # Move the rest of the buffer to its front.
@@ -143,11 +127,7 @@ def extend_and_read(
     """Extends a module over the hidden states of the last round and reads its newest output.
 
     Args:
-        network: the modules.
-        caches: all modules' caches; the function replaces this module's cache in the list.
-        index: the module, 0-based.
         chained_hidden: `[B, num_positions, D]` the previous module's output; None for the first module.
-        state: the rows.
         tokens: `[B, L]` the text and the drafts so far.
         num_positions: hidden states to process.
         view: cache slots, positions and masks of these positions.
@@ -170,18 +150,10 @@ def extend_and_read(
 def run_over_drafts(
     network: DraftNetwork, caches: list[Cache], index: int, chained_hidden: jax.Array, tokens: jax.Array, view: View
 ) -> tuple[jax.Array, jax.Array]:
-    """Runs a module over drafted tokens, padded to the view's width.
+    """Runs module `index` over drafted tokens `[B, f]`, padded to the view's width of f tokens or more.
 
-    Args:
-        network: the modules.
-        caches: all modules' caches; the function replaces this module's cache in the list.
-        index: the module, 0-based.
-        chained_hidden: `[B, f, D]` the module output that each token was drafted from.
-        tokens: `[B, f]` the drafted tokens.
-        view: cache slots, positions and masks, for f tokens or more.
-
-    Returns:
-        The outputs for the head and to draft on, both `[B, f, D]`.
+    `chained_hidden [B, f, D]` are the module outputs that the tokens were drafted from. Replaces the module's cache in
+    the list; returns the outputs for the head and to draft on, both `[B, f, D]`.
     """
     f, width = tokens.shape[1], view.mask.shape[1]
     view = of_drafter(view, shift=index + 1)

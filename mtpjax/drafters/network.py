@@ -9,7 +9,6 @@ from typing import Protocol
 import jax
 
 from mtpjax.decoding.sampling import PathTokens
-from mtpjax.decoding.spec import DecodeSpec
 from mtpjax.decoding.state import DecodeState
 from mtpjax.drafters.scoring import DraftScores
 from mtpjax.models.config import ModelConfig
@@ -34,7 +33,6 @@ class DraftNetwork(Protocol):
         """Runs one module.
 
         Args:
-            index: the module, 0-based.
             hidden: `[B, T, D]` from `input_hidden`, or a module's output.
             tokens: `[B, T]` int32, the token that follows each hidden state's position (one later per module).
             view: cache slots, positions and masks.
@@ -46,14 +44,7 @@ class DraftNetwork(Protocol):
         ...
 
     def scores(
-        self,
-        state: DecodeState,
-        output: jax.Array,
-        index: int,
-        path: PathTokens | None,
-        level: int,
-        *,
-        spec: DecodeSpec,
+        self, state: DecodeState, output: jax.Array, index: int, path: PathTokens | None, level: int
     ) -> DraftScores:
         """Returns the scores of the tokens after each row of `output [B, f, D]`; arguments as in `DraftScores`."""
         ...

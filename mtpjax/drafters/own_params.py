@@ -9,17 +9,7 @@ from mtpjax.models.parallel import num_parts
 
 
 def check_sizes(name: str, vocab_size: int, hidden_size: int, model: MTPModel) -> None:
-    """Checks that a drafter is for a trunk of this vocabulary and width.
-
-    Args:
-        name: the drafter's name, for the message.
-        vocab_size: vocabulary of its trunk.
-        hidden_size: width of its trunk.
-        model: the model.
-
-    Raises:
-        ValueError: the model has other sizes.
-    """
+    """Raises `ValueError` if a drafter is for a trunk of another vocabulary or width."""
     config = model.config
     if (vocab_size, hidden_size) != (config.vocab_size, config.hidden_size):
         raise ValueError(
@@ -29,15 +19,7 @@ def check_sizes(name: str, vocab_size: int, hidden_size: int, model: MTPModel) -
 
 
 def require_whole_vocabulary(name: str, config: DecodeConfig) -> None:
-    """Checks that the settings name no draft vocabulary.
-
-    Args:
-        name: the drafter's name, for the message.
-        config: the settings.
-
-    Raises:
-        ValueError: they name one.
-    """
+    """Raises `ValueError` if the settings name a draft vocabulary."""
     if config.draft_vocabulary is not None:
         raise ValueError(
             f"draft_vocabulary applies only to drafter 'mtp': the head of a {name} drafter has a vocabulary of its own"
@@ -45,25 +27,14 @@ def require_whole_vocabulary(name: str, config: DecodeConfig) -> None:
 
 
 def require_params(name: str) -> NoReturn:
-    """Raises the error for a call without the drafter's parameters.
-
-    Args:
-        name: the drafter's class.
-
-    Raises:
-        ValueError: always.
-    """
+    """Raises the `ValueError` for a call without the drafter's parameters."""
     raise ValueError(f"{name} has parameters of its own: pass draft_params, the second result of mtpjax.load_drafter")
 
 
 def require_whole_trunk(sizes: Mapping[str, int] | None = None) -> None:
-    """Checks that no mesh axis splits the trunk's width or heads.
+    """Raises `ValueError` if a mesh axis splits the trunk's width or heads: only MTP modules are split with the trunk.
 
-    Args:
-        sizes: sizes of the mesh axes by name; None: those of the call that is traced.
-
-    Raises:
-        ValueError: one does. Only MTP modules are split with the trunk.
+    `sizes` are those of the mesh axes by name; None: those of the call that is traced.
     """
     for axis in ("tensor", "expert"):
         count = num_parts(axis) if sizes is None else sizes.get(axis, 1)

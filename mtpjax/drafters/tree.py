@@ -5,6 +5,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from mtpjax.decoding import rng
+from mtpjax.decoding.decoder import Decoder
 from mtpjax.decoding.draft_tree import Candidates, depths_and_ancestor_mask
 from mtpjax.decoding.drafter import Draft
 from mtpjax.decoding.sampling import PathTokens, apply_temperature, distribution
@@ -19,18 +20,13 @@ from mtpjax.models.masks import TreeSlots
 from mtpjax.models.vocabulary import Vocabulary
 
 
-def draft_tree(network: DraftNetwork, state: DecodeState, *, spec: DecodeSpec) -> tuple[Draft, list[Cache], jax.Array]:
+def draft_tree(decoder: Decoder, network: DraftNetwork, state: DecodeState) -> tuple[Draft, list[Cache], jax.Array]:
     """Drafts a tree. One pass of the module serves all nodes of a level that have children.
-
-    Args:
-        network: the module and its head.
-        state: the rows.
-        spec: a tree's spec.
 
     Returns:
         The draft, the module's cache in a list, and the unchanged tokens `[B, L]`.
     """
-    caches = list(state.drafter.caches)
+    spec, caches = decoder.spec, list(state.drafter.caches)
     builder = FixedTreeBuilder(state, spec) if spec.tree_shape else DynamicTreeBuilder(state, spec)
     B = len(state.tokens)
     base = state.length - 1  # the module's slots from here on hold drafted nodes
@@ -57,7 +53,7 @@ def draft_tree(network: DraftNetwork, state: DecodeState, *, spec: DecodeSpec) -
             num_nodes = tokens.shape[1]
             slot_tokens = jnp.concatenate([slot_tokens, tokens], axis=1)
             mask = extend_ancestor_mask(mask, parent)
-            # The nodes occupy the slots behind those of earlier levels, at the position of their depth.
+            # The nodes occupy the slots after those of earlier levels, at the position of their depth.
             width = max(num_nodes, spec.min_rows)
             tree = TreeSlots(
                 base, jnp.full((B, width), level - 2), jnp.pad(mask, ((0, 0), (0, width - num_nodes), (0, 0)))
@@ -71,7 +67,7 @@ def draft_tree(network: DraftNetwork, state: DecodeState, *, spec: DecodeSpec) -
             num_slots += num_nodes
             path = PathTokens(slot_tokens, mask) if state.settings.sampling.has_penalties else None
         # 3. Score the children of these nodes, and choose the nodes that get children of their own.
-        scores = network.scores(state, output, 0, path, level, spec=spec)
+        scores = network.scores(state, output, 0, path, level)
         tokens, parent = builder.add_level(level, scores)
     return builder.draft(), caches, state.tokens
 
@@ -215,12 +211,10 @@ def softmax_at_temperature(logits: jax.Array, state: DecodeState, vocabulary: Vo
     """Computes the distribution that ranks candidates: the softmax without top-k, top-p and min-p.
 
     Args:
-        logits: `[B, f, own V]` adjusted logits.
-        state: the rows.
-        vocabulary: how the columns are split over devices.
+        logits: `[B, f, V]` adjusted logits.
 
     Returns:
-        `[B, f, own V]` at the row's temperature, or at 1 where the temperature is 0.
+        `[B, f, V]` at the row's temperature, or at 1 where the temperature is 0.
     """
     temperature = state.settings.sampling.temperature[:, None, None]
     return vocabulary.softmax(apply_temperature(logits, jnp.where(temperature == 0, 1, temperature), vocabulary))

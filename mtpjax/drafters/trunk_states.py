@@ -7,30 +7,16 @@ from mtpjax.models.model import TrunkOutput
 
 
 def inner_layers(layer_ids: tuple[int, ...], num_layers: int) -> tuple[int, ...]:
-    """Returns the layers whose input states the trunk must return (`Drafter.layer_ids`).
+    """Returns the layers below `num_layers`, whose input states the trunk must return (`Drafter.layer_ids`).
 
-    Args:
-        layer_ids: layers of a drafter's architecture; `num_layers` means the output of the last one, which enters no
-            layer, and one more the output of the final norm.
-        num_layers: layers of the trunk.
-
-    Returns:
-        The ids below `num_layers`.
+    In a drafter's architecture, `num_layers` means the output of the last layer, which enters no layer, and one more
+    the output of the final norm.
     """
     return tuple(layer for layer in layer_ids if layer < num_layers)
 
 
 def join_states(output: TrunkOutput, layer_ids: tuple[int, ...], num_layers: int) -> jax.Array:
-    """Joins trunk states side by side.
-
-    Args:
-        output: a pass that returned the states of `inner_layers(layer_ids, num_layers)`.
-        layer_ids: as in `inner_layers`.
-        num_layers: layers of the trunk.
-
-    Returns:
-        `[B, T, n * D]` in the order of `layer_ids`.
-    """
+    """Joins trunk states side by side, `[B, T, n * D]` in the order of `layer_ids`; see `inner_layers`."""
     states = dict(zip(inner_layers(layer_ids, num_layers), output.states, strict=True))
     states |= {num_layers: output.prenorm, num_layers + 1: output.hidden}
     return jnp.concatenate([states[layer] for layer in layer_ids], axis=-1)

@@ -14,7 +14,7 @@ from mtpjax.decoding.requests import check_settings, make_drafter
 from mtpjax.evaluation.machine import Stopwatch
 from mtpjax.evaluation.profile_file import FORMAT, VERSION, config_digest, describe_drafter, device_properties
 from mtpjax.evaluation.round_costs import MAX_MEASURED_STEPS, CostMeter
-from mtpjax.evaluation.round_loops import RoundShape, max_slots_written
+from mtpjax.evaluation.round_loops import RoundShape, TimingConditions, max_slots_written
 from mtpjax.evaluation.trust import waiting_problem
 from mtpjax.models.model import MTPModel
 
@@ -124,17 +124,15 @@ def measure(
             params,
             model=model,
             shapes=shapes,
-            context=context,
-            capacity=capacity,
-            batch=batch,
-            min_rows=min_rows_per_pass(model, batch, jax.default_backend()),
-            temperature=conditions.temperature,
+            conditions=TimingConditions(
+                batch, context, capacity, min_rows_per_pass(model, batch, jax.default_backend()), conditions.temperature
+            ),
             seconds=conditions.seconds,
             time_full_rounds=True,
-            on_compiled=advance,
             drafter=config.drafter,
             draft_params=draft_params,
         )
+        meter.compile(advance)
         # Compiling is over, so the stopwatch measures only disturbances of the timings.
         stopwatch = Stopwatch()
         _measure_within_time_limit(meter, conditions.repeats, advance)

@@ -60,14 +60,7 @@ class TimingWorker:
             pass  # `receive` reports it
 
     def receive(self) -> dict[str, Any]:
-        """Waits for the result of the oldest unanswered request.
-
-        Returns:
-            The result.
-
-        Raises:
-            RuntimeError: if the child has ended.
-        """
+        """Waits for the result of the oldest unanswered request; raises `RuntimeError` if the child has ended."""
         line = self._results.readline()
         if not line:
             raise RuntimeError(f"the timing process ended with code {self._process.wait()}; its error is above")
@@ -129,12 +122,14 @@ class _RequestHandler:
             The medians so far (`RoundCosts.to_json`), and "waited" as in `decode`, of these measurements.
         """
         from mtpjax.evaluation.round_costs import CostMeter
-        from mtpjax.evaluation.round_loops import chain_shape
+        from mtpjax.evaluation.round_loops import TimingConditions, chain_shape
 
         # The first request compiles the timing loops. Later ones repeat them, whatever their arguments are.
         if self.meter is None:
             shapes = tuple(chain_shape(depth) for depth in num_steps)
-            self.meter = CostMeter(self.params, model=self.model, shapes=shapes, context=context, capacity=capacity)
+            conditions = TimingConditions(1, context, capacity)
+            self.meter = CostMeter(self.params, model=self.model, shapes=shapes, conditions=conditions)
+        self.meter.compile()
         stopwatch = Stopwatch()
         self.meter.measure()
         return {**self.meter.costs().to_json(), "waited": stopwatch.waited_share()}

@@ -13,11 +13,12 @@ import jax.numpy as jnp
 
 from mtpjax.decoding.capacity import min_rows_per_pass
 from mtpjax.decoding.config import DecodeConfig
+from mtpjax.decoding.decoder import Decoder, StateShape
 from mtpjax.decoding.loop import decode
 from mtpjax.decoding.requests import make_drafter
 from mtpjax.decoding.sampling import SamplingArrays
 from mtpjax.decoding.spec import DecodeSpec
-from mtpjax.decoding.state import NewRows, empty_state, start_rows
+from mtpjax.decoding.state import NewRows, start_rows
 from mtpjax.models.model import MTPModel
 from pallas_kernels import dispatch, measurements
 from pallas_kernels.case import difference_from_xla
@@ -34,7 +35,6 @@ def find_questions(
 
     Args:
         params: model parameters; shapes suffice.
-        model: the model.
         config: decoding settings; their draft levels and plain decoding are traced.
         batches: batch sizes.
         context: slots of the KV caches.
@@ -64,26 +64,16 @@ def _trace(shapes, model, config, batch, num_steps, context, prefill_chunk) -> l
     drafter = make_drafter(config)
     min_rows = min_rows_per_pass(model, batch, "cuda")
     spec = DecodeSpec.from_config(config, is_greedy=True, min_rows=min_rows, prefill_chunk=prefill_chunk)
+    decoder = Decoder(model, drafter, spec)
 
     def call(params):
-        sampling = SamplingArrays.greedy(batch)
-        one = jnp.ones(batch, jnp.int32)
-        state = empty_state(
-            model=model,
-            drafter=drafter,
-            spec=spec,
-            batch=batch,
-            capacity=context,
-            stops_shape=(8, 1),
-            features=sampling.features,
-            dtype=jnp.dtype(params["embedding"].dtype),
-        )
         own = drafter.default_params(params, config, model=model)
-        rows = NewRows.without_stops(jnp.zeros((batch, context), jnp.int32), one, one, sampling)
-        state = start_rows(state, rows, vocab_size=model.config.vocab_size)
-        # The function behind `jax.jit`, which would not trace a call again that it knows.
-        untraced = inspect.unwrap(decode.plain)
-        return untraced(params, own, state, model=model, drafter=drafter, spec=spec)
+        one = jnp.ones(batch, jnp.int32)
+        rows = NewRows.without_stops(jnp.zeros((batch, context), jnp.int32), one, one, SamplingArrays.greedy(batch))
+        state = decoder.empty_state(StateShape.of(rows), jnp.dtype(params["embedding"].dtype))
+        state = start_rows(state, rows, vocab_size=decoder.vocab_size)
+        # The function inside `jax.jit`, which would not trace a call again that it knows.
+        return inspect.unwrap(decode.plain)(params, own, state, decoder=decoder)
 
     with dispatch.record_choices() as asked:
         jax.eval_shape(call, shapes)
@@ -149,15 +139,7 @@ def not_measured(questions: Sequence[Question]) -> list[Question]:
 
 
 def seconds_per_call(call: Callable[[], Any], least: float = LEAST_SECONDS) -> float:
-    """Times one call, among as many in a row as take long enough to be timed.
-
-    Args:
-        call: returns arrays; called once before the measurement.
-        least: seconds of a measurement.
-
-    Returns:
-        Seconds.
-    """
+    """Times one call, among as many in a row as take `least` seconds. It was called once before."""
     jax.block_until_ready(call())
     count = 1
     while True:

@@ -34,10 +34,6 @@ class Pages(flax.struct.PyTreeNode):
         """Slots for which every cache of the batch has room."""
         return self.table.shape[1] * self.size - self.max_shift
 
-    def num_pages_of(self, length: int, num_scratch_slots: int) -> int:
-        """Returns the pages of a text of `length` tokens, with `num_scratch_slots` that rounds write after it."""
-        return count_pages(length, num_scratch_slots, max_shift=self.max_shift, size=self.size)
-
     def locate(self, start: jax.Array, width: int, *, to_write: bool) -> tuple[jax.Array, jax.Array]:
         """Locates `width` slots from `start [B]` on. With `to_write`, slots at shared positions have no page.
 
@@ -49,18 +45,6 @@ class Pages(flax.struct.PyTreeNode):
         if to_write:
             page = jnp.where(position < self.num_shared[:, None], NO_PAGE, page)
         return page, position % self.size
-
-
-def count_pages(length: int, num_scratch_slots: int, *, max_shift: int, size: int) -> int:
-    """Counts the pages of a text.
-
-    Args:
-        length: its tokens.
-        num_scratch_slots: slots that rounds write after it.
-        max_shift: positions after its own at which a module may store an entry.
-        size: positions per page.
-    """
-    return -(-(length + num_scratch_slots + 1 + max_shift) // size)
 
 
 def write_pages(pool: jax.Array, rows: jax.Array, start: jax.Array, pages: Pages) -> jax.Array:

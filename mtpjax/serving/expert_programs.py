@@ -5,11 +5,11 @@ from typing import Any
 import jax
 
 from mtpjax.decoding.gpu_graph import one_graph
+from mtpjax.decoding.session import in_every_process
 from mtpjax.models import expert_moves
 from mtpjax.models.config import ModelConfig
 from mtpjax.models.expert_counts import count_in_parts
 from mtpjax.models.model import MTPModel
-from mtpjax.serving.programs import in_every_process
 
 
 @one_graph(static_argnames=("model", "capacity"))

@@ -23,7 +23,7 @@ class ProgramKey(NamedTuple):
     Attributes:
         kind: "admit", "prefill", "advance", "clear" or "score"; for rows with a grammar, "masked prefill" and "masked
             round" (`draft_round` and `verify_round`).
-        size: rows of each part.
+        size: rows of each shard.
         width: pages per row.
         plain: every row is greedy and without options.
         depth: draft levels.
@@ -60,14 +60,9 @@ class ProgramSet:
         self.on_missing = on_missing
 
     def choose(self, wanted: ProgramKey) -> ProgramKey:
-        """Chooses the program of a call.
+        """Chooses the program of a call: the wanted one if it is ready, else the smallest ready one that covers it.
 
-        Args:
-            wanted: the one that fits.
-
-        Returns:
-            It, if it is ready. Else the smallest ready one that covers it. If none has so many rows, the one with the
-            most rows: the call must then be split.
+        If none has so many rows, it is the one with the most rows: the call must then be split.
         """
         if self.ready is None or wanted in self.ready:
             return wanted
@@ -100,15 +95,12 @@ def first_programs(sizes: EngineSizes) -> list[ProgramKey]:
 
 
 def all_programs(sizes: EngineSizes, *, has_grammars: bool, has_plain: bool) -> list[ProgramKey]:
-    """Returns all programs that requests may need.
+    """Returns all programs that requests may need, in the order in which they are compiled.
 
     Args:
         sizes: of the engine.
         has_grammars: requests may have grammars.
         has_plain: greedy rows have programs of their own.
-
-    Returns:
-        The programs in the order in which they are compiled.
     """
     widest = sizes.table_widths[-1]
     # One row and many rows gain most, and rows without drafts or with a grammar are rare.
@@ -129,7 +121,7 @@ def all_programs(sizes: EngineSizes, *, has_grammars: bool, has_plain: bool) -> 
 
 
 def split_rows(rows: list[Row], size: int, part_of: Callable[[Row], int]) -> list[list[Row]]:
-    """Splits the rows of a call into calls of at most `size` rows of each part of the mesh, in their order."""
+    """Splits the rows of a call into calls of at most `size` rows of each shard of the mesh, in their order."""
     counts: dict[int, int] = {}
     groups: list[list[Row]] = []
     for row in rows:

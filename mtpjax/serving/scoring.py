@@ -12,15 +12,16 @@ import jax.numpy as jnp
 import numpy as np
 
 from mtpjax.decoding.capacity import MIN_PREFILL_CHUNK
+from mtpjax.decoding.decoder import Decoder
 from mtpjax.decoding.gpu_graph import one_graph
+from mtpjax.decoding.session import Batch, in_every_process, of_part, put, take
 from mtpjax.decoding.state import DecodeState, view_pass
 from mtpjax.models.cache import commit
 from mtpjax.models.decoding_layout import run_in_parts
 from mtpjax.models.layers.entries import read_rows
-from mtpjax.models.model import MTPModel, bind
+from mtpjax.models.model import bind
 from mtpjax.models.parallel import over_rows
 from mtpjax.models.vocabulary import Vocabulary
-from mtpjax.serving.programs import Batch, Features, in_every_process, of_part, put, take
 from mtpjax.serving.request import Scores
 
 MAX_TOP = 20  # alternatives per token
@@ -70,7 +71,7 @@ def check_text(tokens: list[int], num_top: int, *, vocab_size: int, max_length: 
         raise ValueError(f"num_top must be within 0..{MAX_TOP}, got {num_top}")
 
 
-@one_graph(donate_argnames=("state",), static_argnames=("model",))
+@one_graph(donate_argnames=("state",), static_argnames=("decoder",))
 def score_chunk(
     params: dict,
     draft_params: Any,
@@ -79,23 +80,22 @@ def score_chunk(
     start: jax.Array,
     targets: jax.Array,
     *,
-    model: MTPModel,
+    decoder: Decoder,
 ) -> tuple[DecodeState, ScoredChunk]:
     """Runs the trunk over a chunk of each row's text, and scores the tokens that follow.
 
     Args:
-        params: model parameters.
         draft_params: the drafter's own parameters, for the layout of a mesh.
         state: the state; donated. Only the trunk's cache changes.
-        batch: the rows.
         start: `[P, b]` int32 first position of each row's chunk; the caches hold the positions before it. `NO_START`
             for padding.
         targets: `[P, b, C]` int32 token after each position; any where the text has ended.
-        model: the model.
 
     Returns:
         The new state and the scores.
     """
+
+    model = decoder.model
 
     def score_part(params, _, state, batch, start, targets):
         batch, start, targets = of_part(state, (batch, start, targets))
@@ -131,7 +131,7 @@ def score_chunk(
             rows = rows.replace(trunk=commit(output.cache, begin + num_valid))
             return index + 1, rows, jax.tree.map(place, scores, new)
 
-        rows = take(state, batch)
+        rows = take(state, batch, decoder)
         num_top, shape = min(MAX_TOP, vocab_size), targets.shape
         empty = lambda dtype, *rest: jnp.zeros((*shape, *rest), dtype)
         scores = ScoredChunk(empty(jnp.float32), empty(jnp.int32, num_top), empty(jnp.float32, num_top))
@@ -139,7 +139,7 @@ def score_chunk(
         num_passes = (num_left + trunk_width - 1) // trunk_width
         carry = (jnp.int32(0), rows, scores)
         _, rows, scores = jax.lax.while_loop(lambda carry: carry[0] < num_passes, score_pass, carry)
-        return put(state, rows, batch, Features(plain=False)), scores
+        return put(state, rows, batch, decoder), scores
 
     rest = batch, start, targets
     state, scores = run_in_parts(score_part, model.config, params, draft_params, state, *rest, has_row_outputs=True)

@@ -4,7 +4,7 @@ A page holds an entry per position, but a recurrent layer keeps only its newest 
 chunk ends M positions before some page borders, where M is `Drafter.max_shift`, and the row's state is copied to a row
 of the snapshots. Those are arrays on the device, beside the state (SGLang has a pool of Mamba states). A later request
 that shares the pages up to that border copies the snapshot into its slot. It processes the last M positions again, as
-every request that shares pages does, because the drafter's entries behind the border need their hidden states.
+every request that shares pages does, because the drafter's entries after the border need their hidden states.
 """
 
 import collections
@@ -21,14 +21,14 @@ from mtpjax.models.decoding_layout import constrain_state, run_in_parts
 from mtpjax.models.masks import Entries
 from mtpjax.models.parallel import first_row
 
-NO_ROW = 2**30  # of a part without a copy: reads any row, writes none
+NO_ROW = 2**30  # of a shard without a copy: reads any row, writes none
 States = tuple[Entries, ...]  # of each recurrent layer: [rows, ...] per array
 
 
 class SnapshotRows:
-    """The rows of one part's snapshots: free, reserved by a request, or known by the hash of the text before them.
+    """The rows of one shard's snapshots: free, reserved by a request, or known by the hash of the text before them.
 
-    The state that follows a text depends on nothing else, so a known row is right as long as it is kept.
+    The state that follows a text depends on nothing else, so a known row is right until it is dropped.
 
     Args:
         num_rows: rows; ids are 0 .. num_rows - 1.
@@ -82,17 +82,7 @@ class SnapshotRows:
 
 
 def make_snapshots(trunk: Any, num_rows: int, *, config: ModelConfig, mesh: Mesh | None) -> States:
-    """Makes zero-filled snapshots.
-
-    Args:
-        trunk: a trunk's cache.
-        num_rows: rows of all parts together.
-        config: the model's config.
-        mesh: splits the rows over `data` and the heads over `tensor`, as those of the state.
-
-    Returns:
-        The arrays of each recurrent layer.
-    """
+    """Makes zero-filled snapshots of `num_rows` rows of all shards together, laid out on the mesh as the state is."""
     shapes = jax.eval_shape(recurrent_entries, trunk)
 
     def zeros() -> States:
@@ -106,16 +96,10 @@ def make_snapshots(trunk: Any, num_rows: int, *, config: ModelConfig, mesh: Mesh
 def copy_rows(
     arrays: tuple[States, States], sources: jax.Array, targets: jax.Array, *, config: ModelConfig
 ) -> tuple[States, States]:
-    """Copies one row of each part: from the state to its snapshots, or back.
+    """Copies one row of each shard: from the state to its snapshots, or back.
 
-    Args:
-        arrays: where the rows come from, and where they go; donated.
-        sources: `[P]` int32 rows of the first.
-        targets: `[P]` int32 rows of the second; `NO_ROW` copies nothing.
-        config: the model's config.
-
-    Returns:
-        Both.
+    `arrays` are where the rows come from and where they go; donated, and returned. `sources` and `targets` are `[P]`
+    int32 rows of the first and the second; `NO_ROW` as a target copies nothing.
     """
 
     def copy_part(_: dict, __: dict, arrays: tuple[States, States], sources: jax.Array, targets: jax.Array):

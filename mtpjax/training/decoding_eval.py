@@ -20,7 +20,7 @@ from mtpjax.evaluation.acceptance import measure_acceptance
 from mtpjax.evaluation.machine import Stopwatch
 from mtpjax.evaluation.metrics import estimate_speed_up, report
 from mtpjax.evaluation.round_costs import CostMeter
-from mtpjax.evaluation.round_loops import chain_shape
+from mtpjax.evaluation.round_loops import TimingConditions, chain_shape
 from mtpjax.evaluation.trust import speed_up_problem
 from mtpjax.models.decoding_layout import shard_for_decoding
 from mtpjax.models.model import MTPModel
@@ -215,14 +215,14 @@ class PanelDecoder:
         # Time verify, extend and draft passes at a typical cache length, halfway through the continuation.
         shape = chain_shape(self.config.num_steps)
         context = min(PROMPT_TOKENS + NEW_TOKENS // 2, model.config.max_position_embeddings // 2)
+        capacity = round_up_capacity(2 * context + shape.num_nodes)
         meter = CostMeter(
             params,
             model=model,
             shapes=(shape,),
-            context=context,
-            capacity=round_up_capacity(2 * context + shape.num_nodes),
-            min_rows=min_rows_per_pass(model, 1, jax.default_backend()),
+            conditions=TimingConditions(1, context, capacity, min_rows_per_pass(model, 1, jax.default_backend())),
         )
+        meter.compile()
         # Compiling is over, so the stopwatch measures only disturbances of the timings.
         stopwatch = Stopwatch()
         meter.measure(COST_TIMINGS)

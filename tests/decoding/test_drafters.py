@@ -89,16 +89,16 @@ def test_ranges_of_the_ngrams_are_checked():
 class UnigramDrafter(Drafter):
     """Draws every draft from one distribution over the vocabulary, its parameters: `[V]` log-probabilities."""
 
-    def propose(self, prepared, state, *, model, spec):
+    def propose(self, decoder, weights, state):
         pending = read_rows(state.tokens, state.length - 1, 1)
-        B, K = pending.shape[0], spec.num_steps
+        B, K, scores = pending.shape[0], decoder.spec.num_steps, weights.drafter
         if not K:
             return Draft(pending), state
         # The draw may depend on the seed and on the round's position alone, never on noise that verification uses.
         seed, length = state.settings.sampling.seed[:, 0], state.length
         keys = jax.vmap(lambda s, n: jax.random.fold_in(jax.random.fold_in(jax.random.key(123), s), n))(seed, length)
-        drafts = jax.vmap(lambda key: jax.random.categorical(key, prepared, shape=(K,)))(keys).astype(jnp.int32)
-        q = jnp.broadcast_to(jax.nn.softmax(prepared)[None, None], (B, K, len(prepared)))
+        drafts = jax.vmap(lambda key: jax.random.categorical(key, scores, shape=(K,)))(keys).astype(jnp.int32)
+        q = jnp.broadcast_to(jax.nn.softmax(scores)[None, None], (B, K, len(scores)))
         return Draft(jnp.concatenate([pending, drafts], axis=1), q), state
 
 
@@ -136,8 +136,8 @@ def test_a_wrong_q_is_caught(without_modules):
 
     @dataclasses.dataclass(frozen=True)
     class WrongDrafter(UnigramDrafter):
-        def propose(self, prepared, state, *, model, spec):
-            draft, state = super().propose(prepared, state, model=model, spec=spec)
+        def propose(self, decoder, weights, state):
+            draft, state = super().propose(decoder, weights, state)
             return draft.replace(probabilities=jnp.roll(draft.probabilities, 1, axis=-1)), state
 
     model, params = without_modules

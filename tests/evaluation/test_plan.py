@@ -8,10 +8,13 @@ import jax.numpy as jnp
 import pytest
 import rich.console
 
-from mtpjax import DecodeConfig, compat, init_state, load, shard_for_decoding
+from mtpjax import DecodeConfig, compat, load, shard_for_decoding
 from mtpjax.cli.main import main
 from mtpjax.cli.mesh_flags import parse_mesh
 from mtpjax.decoding.capacity import round_up_capacity
+from mtpjax.decoding.decoder import Decoder, StateShape
+from mtpjax.decoding.requests import make_drafter
+from mtpjax.decoding.sampling import SamplingFeatures
 from mtpjax.evaluation.compiled_call import stored_shapes
 from mtpjax.evaluation.plan import Plan, Temp, list_meshes, plan_layout, train_bytes
 from mtpjax.evaluation.plan_report import Candidate, Comparison, Load, compare_meshes, describe
@@ -56,15 +59,10 @@ def test_the_bytes_are_those_that_a_device_holds(name, sizes):
     mesh = compat.make_mesh(sizes)
     model, placed = shard_for_decoding(*load(path(name), mesh=mesh), mesh)
     assert found.weights == held_by_one_device(placed)
-    state = init_state(
-        jax.tree.map(lambda leaf: leaf, placed),
-        model=model,
-        config=DecodeConfig(num_steps=2, acceptance="greedy", prefill_chunk=8),
-        num_slots=8,
-        max_length=200,
-        stops_shape=(8, 1),
-        features=None,
-    )
+    config = DecodeConfig(num_steps=2, acceptance="greedy", prefill_chunk=8)
+    decoder = Decoder.make(config, make_drafter(config), model, mesh, batch=8, max_length=200, is_greedy=True)
+    shape = StateShape(8, decoder.capacity(200), features=SamplingFeatures.all_enabled())
+    state = decoder.make_state(placed, config, mesh, shape=shape)
     # Of the state the caches are compared: this one is for every kind of request.
     caches = held_by_one_device((state.trunk, state.drafter))
     scale = 2 / jnp.dtype(placed["embedding"].dtype).itemsize  # the plan's caches are bfloat16

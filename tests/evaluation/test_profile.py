@@ -13,7 +13,7 @@ from mtpjax import DecodeConfig
 from mtpjax.evaluation import profile, profile_file, profile_report, round_costs, trust
 from mtpjax.evaluation.profile_file import load_depth_settings, read_acceptance
 from mtpjax.evaluation.round_costs import CostMeter, RoundCosts
-from mtpjax.evaluation.round_loops import PLAIN_STEP, RoundLoop, RoundShape, chain_shape
+from mtpjax.evaluation.round_loops import PLAIN_STEP, RoundLoop, RoundShape, TimingConditions, chain_shape
 from mtpjax.host import num_threads
 from tests.helpers.small_models import constructed_drafter
 
@@ -89,15 +89,11 @@ def test_every_shape_is_timed(small, modules, shape, batch, temperature, no_capt
         params,
         model=model,
         shapes=(shape,),
-        context=20,
-        capacity=64,
-        batch=batch,
-        min_rows=2,
-        temperature=temperature,
+        conditions=TimingConditions(batch, 20, 64, 2, temperature),
         seconds=0.0,
         time_full_rounds=True,
-        on_compiled=lambda: compiled.append(1),
     )
+    meter.compile(lambda: compiled.append(1))
     meter.measure(1)
     costs = meter.costs()
     assert len(compiled) == (2 if shape == PLAIN_STEP else 5 + (shape.topk == 1))
@@ -124,10 +120,7 @@ def test_rounds_of_other_drafters_are_timed_with_the_drafting_alone(small, kind,
         params,
         model=model,
         shapes=(shape,),
-        context=20,
-        capacity=64,
-        batch=2,
-        temperature=temperature,
+        conditions=TimingConditions(2, 20, 64, temperature=temperature),
         seconds=0.005,
         time_full_rounds=True,
         drafter=drafter,

@@ -7,9 +7,8 @@ import pytest
 from jax.sharding import PartitionSpec
 
 from mtpjax import compat, forward, presets
-from mtpjax.decoding.sampling import SamplingFeatures
+from mtpjax.decoding.decoder import Decoder, StateShape
 from mtpjax.decoding.spec import DecodeSpec
-from mtpjax.decoding.state import empty_state
 from mtpjax.drafters.mtp.drafting import MTPDrafter
 from mtpjax.models.attention_kinds import has_recurrent_layers
 from mtpjax.models.decoding_layout import (
@@ -93,16 +92,7 @@ def test_parameters_and_state_are_split_over_a_mesh(small):
     _, placed = shard_for_decoding(model, params, mesh, allow_copies=True)
     experts = placed["trunk"]["layer_1"]["experts"]["gate_up"]
     assert experts.addressable_shards[0].data.shape == (2, 32, 2, 6)
-    state = empty_state(
-        model=model,
-        drafter=MTPDrafter(),
-        spec=DecodeSpec(1, num_nodes=2),
-        batch=2,
-        capacity=16,
-        stops_shape=(8, 1),
-        features=SamplingFeatures(),
-        dtype=jnp.float32,
-    )
+    state = Decoder(model, MTPDrafter(), DecodeSpec(1, num_nodes=2)).empty_state(StateShape(2, 16), jnp.float32)
     state = jax.jit(lambda state: constrain_state(state, model.config, mesh))(state)
     assert state.trunk.layers[0]["latent"].addressable_shards[0].data.shape == (1, 16, 16)
     assert state.settings.stops.addressable_shards[0].data.shape == (1, 8, 1)

@@ -8,11 +8,12 @@ import numpy as np
 import pytest
 
 from mtpjax import Objective
+from mtpjax.decoding.decoder import Decoder, StateShape
 from mtpjax.decoding.drafter import Draft
 from mtpjax.decoding.prefill import prefill
 from mtpjax.decoding.sampling import SamplingArrays
 from mtpjax.decoding.spec import DecodeSpec
-from mtpjax.decoding.state import NewRows, empty_state, start_rows
+from mtpjax.decoding.state import NewRows, start_rows
 from mtpjax.drafters.dflash import forward as dflash_forward
 from mtpjax.drafters.dflash.drafting import DFlashDrafter, DFlashParams
 from mtpjax.drafters.dspark.drafting import DSparkDrafter
@@ -45,8 +46,8 @@ def batch():
 class _ShowsStates:
     """Returns the states of the slots in the place of a distribution."""
 
-    def _draft(self, prepared, state, hidden, *, model, spec):
-        return Draft(jnp.zeros((len(hidden), spec.num_steps + 1), jnp.int32), hidden)
+    def _draft(self, decoder, weights, state, hidden):
+        return Draft(jnp.zeros((len(hidden), decoder.spec.num_steps + 1), jnp.int32), hidden)
 
 
 class ShownDFlash(_ShowsStates, DFlashDrafter):
@@ -64,17 +65,15 @@ def drafted_states(model, params, architecture, prefixes, pending):
     tokens = jnp.stack([jnp.pad(prefix, (0, 32 - len(prefix))) for prefix in prefixes])
     lengths = jnp.array([len(prefix) for prefix in prefixes], jnp.int32)
     sampling = SamplingArrays.greedy(len(prefixes))
-    statics = {"model": model, "drafter": drafter, "spec": spec}
-    sizes = {"batch": len(prefixes), "capacity": 32, "stops_shape": (8, 1), "features": sampling.features}
-    state = empty_state(**statics, **sizes, dtype=jnp.float32)
-    state = start_rows(state, NewRows.without_stops(tokens, lengths, lengths + 9, sampling), vocab_size=V)
+    rows, decoder = NewRows.without_stops(tokens, lengths, lengths + 9, sampling), Decoder(model, drafter, spec)
+    state = start_rows(decoder.empty_state(StateShape.of(rows), jnp.float32), rows, vocab_size=V)
 
     @jax.jit
     def propose(params, state):
         own = DFlashParams(params[DRAFTER], DRAFT_IDS_OF_TESTS)
-        prepared = drafter.prepare(params, own, model=model, dtype=jnp.float32)
-        state = prefill(params, prepared, state, first_token=jnp.array(pending, jnp.int32), **statics)
-        return drafter.propose(prepared, state, model=model, spec=spec)[0].probabilities
+        weights = decoder.prepare(params, own)
+        state = prefill(decoder, weights, state, first_token=jnp.array(pending, jnp.int32))
+        return drafter.propose(decoder, weights, state)[0].probabilities
 
     return np.asarray(propose(params, state), np.float64)
 

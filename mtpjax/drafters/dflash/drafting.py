@@ -2,7 +2,7 @@
 
 A cache of the drafter holds the keys and values of committed positions only, made of the trunk's states there. A round
 extends the caches by the states of the positions that the last round committed. Then the block passes the layers in the
-slots behind. Its keys and values stay there until the next round overwrites them, and nothing reads them before.
+slots after them. Its keys and values stay there until the next round overwrites them, and nothing reads them before.
 """
 
 import dataclasses
@@ -13,6 +13,7 @@ import jax
 import jax.numpy as jnp
 
 from mtpjax.decoding.config import DecodeConfig
+from mtpjax.decoding.decoder import Decoder, Weights
 from mtpjax.decoding.drafter import Draft, Drafter
 from mtpjax.decoding.sampling import PathTokens
 from mtpjax.decoding.spec import DecodeSpec
@@ -47,11 +48,10 @@ class DFlashParams(flax.struct.PyTreeNode):
 
 
 class PreparedDFlash(flax.struct.PyTreeNode):
-    """The parameters that a round reads."""
+    """The drafter's parameters that a round reads."""
 
-    trunk: dict[str, Any]  # for the embedding and the head, if the drafter has none
     network: dict[str, Any]
-    head: ReducedHead | None
+    head: ReducedHead | None  # None: the trunk's
 
 
 class DFlashState(flax.struct.PyTreeNode):
@@ -102,7 +102,7 @@ class DFlashDrafter(Drafter):
         if config.topk > 1:
             raise ValueError(
                 f"{name} drafts chains only: the slots of a block stand for one continuation, and verification of a "
-                f"tree would need blocks behind other tokens; set topk to 1, got {config.topk}"
+                f"tree would need blocks after other tokens; set topk to 1, got {config.topk}"
             )
         if config.num_steps > own.num_drafts:
             raise ValueError(f"num_steps {config.num_steps} exceeds the {own.num_drafts} drafts of a {name} block")
@@ -111,21 +111,21 @@ class DFlashDrafter(Drafter):
         """Raises `ValueError`: the drafter's parameters are not part of the model's."""
         require_params(type(self).__name__)
 
-    def prepare(self, params: dict, draft_params: DFlashParams, *, model: MTPModel, dtype: Any) -> PreparedDFlash:
-        """Joins the drafter's parameters with those that it shares with the trunk."""
+    def prepare(self, params: dict, draft_params: DFlashParams, *, model: MTPModel) -> PreparedDFlash:
+        """Casts the output matrix, if the drafter has its own, and indexes the draft vocabulary."""
         require_whole_trunk()
         head = None
         if self.architecture.own_head:
-            head = own_head((draft_params.network["head"],), draft_params.draft_ids, model=model, dtype=dtype)
-        return PreparedDFlash(params, draft_params.network, head)
+            head = own_head(params, (draft_params.network["head"],), draft_params.draft_ids, model=model)
+        return PreparedDFlash(draft_params.network, head)
 
-    def num_scratch_slots(self, model: MTPModel, spec: DecodeSpec) -> int:
-        """Returns the most slots that extending and the block write behind the committed text."""
-        return max(self._buffer_size(spec), self.architecture.block_size)
+    def num_scratch_slots(self, decoder: Decoder) -> int:
+        """Returns the maximum number of slots that extending and the block write after the committed text."""
+        return max(self._buffer_size(decoder.spec), self.architecture.block_size)
 
-    def init(self, *, model: MTPModel, spec: DecodeSpec, batch: int, capacity: int, dtype: Any) -> DFlashState:
+    def init(self, decoder: Decoder, batch: int, capacity: int, dtype: Any) -> DFlashState:
         """Makes empty caches and an empty buffer of trunk states."""
-        own = self.architecture
+        own, spec = self.architecture, decoder.spec
         return DFlashState(
             cache=empty_cache(own.block, own.kinds, batch, capacity, dtype, spec.kv_cache_dtype, spec.pool),
             hidden=jnp.zeros((batch, self._buffer_size(spec), own.features_size), dtype),
@@ -136,34 +136,27 @@ class DFlashDrafter(Drafter):
         """Returns the positions that the buffer holds: those of a round, and an adaptive call's backlog."""
         return spec.num_steps + 1 + HIDDEN_BUFFER * spec.is_adaptive
 
-    def select_states(self, output: TrunkOutput, *, model: MTPModel) -> jax.Array:
+    def select_states(self, decoder: Decoder, output: TrunkOutput) -> jax.Array:
         """Joins the trunk states that the drafter reads, `[B, T, n * D]`."""
         return join_states(output, self.architecture.layer_ids, self.architecture.num_target_layers)
 
     def extend(
-        self,
-        prepared: PreparedDFlash,
-        state: DecodeState,
-        states: jax.Array,
-        start: jax.Array,
-        *,
-        model: MTPModel,
-        spec: DecodeSpec,
+        self, decoder: Decoder, weights: Weights, state: DecodeState, states: jax.Array, start: jax.Array
     ) -> DFlashState:
-        """Writes the context of one prefill chunk. A row's padding lands behind its text."""
-        cache = self._extend_cache(prepared, state, states, start, model=model)
+        """Writes the context of one prefill chunk. A row's padding lands after its text."""
+        cache = self._extend_cache(decoder, weights, state, states, start)
         length = jnp.minimum(start + states.shape[1], state.length)
-        # The slot's last request may have left NaN in the buffer. Whatever is in it is written behind the text.
+        # The slot's last request may have left NaN in the buffer. Whatever is in it is written after the text.
         hidden = jnp.zeros_like(state.drafter.hidden)
         return DFlashState(commit(cache, length), hidden, length)
 
     def _extend_cache(
-        self, prepared: PreparedDFlash, state: DecodeState, states: jax.Array, start: jax.Array, *, model: MTPModel
+        self, decoder: Decoder, weights: Weights, state: DecodeState, states: jax.Array, start: jax.Array
     ) -> Cache:
         """Projects trunk states `[B, T, n * D]` and writes their keys and values from slot `start` on."""
-        config, cache, network = self.architecture.block, state.drafter.cache, prepared.network
+        config, cache, network = self.architecture.block, state.drafter.cache, weights.drafter.network
         view = of_drafter(view_pass(state, config, start, states.shape[1], num_used=states.shape[1]))
-        context = self._apply(prepared, states, model=model, method="context")
+        context = self._apply(decoder, weights, states, method="context")
         layers = []
         for index, kept in enumerate(cache.layers):
             attention = network[f"layer_{index}"]["attention"]
@@ -174,48 +167,44 @@ class DFlashDrafter(Drafter):
         """Returns `[B]` positions whose context is in the caches."""
         return draft_state.cache.length
 
-    def propose(
-        self, prepared: PreparedDFlash, state: DecodeState, *, model: MTPModel, spec: DecodeSpec
-    ) -> tuple[Draft, DecodeState]:
+    def propose(self, decoder: Decoder, weights: Weights, state: DecodeState) -> tuple[Draft, DecodeState]:
         """Extends the context by what the last round committed, then drafts all levels in one pass."""
-        if not spec.num_steps:
-            return super().propose(prepared, state, model=model, spec=spec)
-        # 1. Extend over the states of the accepted nodes. Entries behind them are garbage, which the block overwrites.
+        num_steps = decoder.spec.num_steps
+        if not num_steps:
+            return super().propose(decoder, weights, state)
+        # 1. Extend over the states of the accepted nodes. Entries after them are garbage, which the block overwrites.
         drafter_state, own = state.drafter, self.architecture
-        states = drafter_state.hidden[:, : spec.num_steps + 1]
-        cache = self._extend_cache(prepared, state, states, drafter_state.hidden_start, model=model)
+        states = drafter_state.hidden[:, : num_steps + 1]
+        cache = self._extend_cache(decoder, weights, state, states, drafter_state.hidden_start)
         # 2. The block: the pending token, whose own state is not known yet, and mask tokens.
         anchor = read_rows(state.tokens, state.length - 1, 1)
         tokens = jnp.pad(anchor, ((0, 0), (0, own.block_size - 1)), constant_values=own.mask_token_id)
         if own.own_embedding:
-            embedded = self._apply(prepared, tokens, model=model, method="embed").astype(states.dtype)
+            embedded = self._apply(decoder, weights, tokens, method="embed").astype(states.dtype)
         else:
-            embedded = bind(model, prepared.trunk)(tokens, method="embed")
-        views = self._block_views(state, spec)
-        hidden, layers = self._apply(prepared, embedded, views, cache.layers, model=model, method="run")
+            embedded = bind(decoder.model, weights.params)(tokens, method="embed")
+        views = self._block_views(state, decoder.spec)
+        hidden, layers = self._apply(decoder, weights, embedded, views, cache.layers, method="run")
         # A row that is done was not extended: its pages may belong to another.
         cache = commit(cache.replace(layers=layers), jnp.where(state.done, cache.length, state.length - 1))
         # 3. Draft from the slots. The anchor's slot drafts only if the network was trained so.
-        hidden = hidden[:, own.block_size - own.num_drafts :][:, : spec.num_steps]
-        draft = self._draft(prepared, state, hidden, model=model, spec=spec)
+        hidden = hidden[:, own.block_size - own.num_drafts :][:, :num_steps]
+        draft = self._draft(decoder, weights, state, hidden)
         return draft, state.replace(drafter=drafter_state.replace(cache=cache))
 
-    def _draft(
-        self, prepared: PreparedDFlash, state: DecodeState, hidden: jax.Array, *, model: MTPModel, spec: DecodeSpec
-    ) -> Draft:
+    def _draft(self, decoder: Decoder, weights: Weights, state: DecodeState, hidden: jax.Array) -> Draft:
         """Drafts from the states `[B, K, D]` of the slots; no draft depends on another."""
-        apply = bind(model, prepared.trunk)
 
         def score(level: int, previous: jax.Array, path: PathTokens | None, carry: None) -> tuple[DraftScores, None]:
             rows = hidden[:, level - 1 : level]
-            return DraftScores(apply, state, prepared.head, model, spec.min_rows, rows, 0, path, level), carry
+            return DraftScores(decoder, weights.params, state, weights.drafter.head, rows, 0, path, level), carry
 
-        return draft_levels(score, state, spec)
+        return draft_levels(decoder, score, state)
 
     def _block_views(self, state: DecodeState, spec: DecodeSpec) -> tuple[View, ...]:
         """Makes the view of each layer: the slots see the context within the layer's window, and each other.
 
-        In the terms of a view the block is a tree: slots behind the text that see it, and some of each other.
+        In the terms of a view the block is a tree: slots after the text that see it, and some of each other.
         """
         own, base = self.architecture, state.length - 1
         X, B = own.block_size, len(state.length)
@@ -241,41 +230,35 @@ class DFlashDrafter(Drafter):
             made[kind] = of_drafter(view).replace(angles=rotary_angles(own.block, base[:, None] + offset))
         return tuple(made[kind] for kind in zip(own.windows, own.is_causal, strict=True))
 
-    def commit(
-        self, state: DecodeState, states: jax.Array, accepted: "Acceptance", *, model: MTPModel, spec: DecodeSpec
-    ) -> DFlashState:
+    def commit(self, decoder: Decoder, state: DecodeState, states: jax.Array, accepted: "Acceptance") -> DFlashState:
         """Keeps the states of the verified nodes. A round of depth 0 appends its one to the backlog."""
         drafter_state, start = state.drafter, state.length - 1
         size = drafter_state.hidden.shape[1]
-        if spec.num_steps:
+        if decoder.spec.num_steps:
             hidden = jnp.pad(states, ((0, 0), (0, size - states.shape[1]), (0, 0)))
             return drafter_state.replace(hidden=hidden, hidden_start=start)
         slot = jnp.minimum(start - drafter_state.hidden_start, size - 1)
         return drafter_state.replace(hidden=write_rows(drafter_state.hidden, states, slot))
 
-    def backlog_fits(
-        self, state: DecodeState, depth: jax.Array | int, *, model: MTPModel, spec: DecodeSpec
-    ) -> jax.Array:
+    def backlog_fits(self, decoder: Decoder, state: DecodeState, depth: jax.Array | int) -> jax.Array:
         """Returns whether a round of this depth can follow; see `Drafter.backlog_fits`."""
         # A round of depth 0 needs a free place in the buffer; one with drafts extends by depth + 1 positions.
         max_backlog = jnp.where(depth == 0, state.drafter.hidden.shape[1] - 1, depth + 1)
         return state.drafting_disabled | (over_rows(jnp.max, num_pending(state)) <= max_backlog)
 
-    def drain_backlog(
-        self, prepared: PreparedDFlash, state: DecodeState, depth: jax.Array, *, model: MTPModel, spec: DecodeSpec
-    ) -> DecodeState:
+    def drain_backlog(self, decoder: Decoder, weights: Weights, state: DecodeState, depth: jax.Array) -> DecodeState:
         """Extends the context by the whole buffer; see `Drafter.drain_backlog`."""
 
         def drain(state: DecodeState) -> DecodeState:
             drafter_state = state.drafter
             start = drafter_state.hidden_start
-            cache = self._extend_cache(prepared, state, drafter_state.hidden, start, model=model)
+            cache = self._extend_cache(decoder, weights, state, drafter_state.hidden, start)
             end = start + num_pending(state)
             cache = commit(cache, jnp.where(state.done, cache.length, end))
             return state.replace(drafter=drafter_state.replace(cache=cache, hidden_start=end))
 
-        return jax.lax.while_loop(lambda state: ~self.backlog_fits(state, depth, model=model, spec=spec), drain, state)
+        return jax.lax.while_loop(lambda state: ~self.backlog_fits(decoder, state, depth), drain, state)
 
-    def _apply(self, prepared: PreparedDFlash, *arguments: Any, model: MTPModel, method: str) -> Any:
-        network = self.network_type(self.architecture, model.implementation)
-        return network.apply({"params": prepared.network}, *arguments, method=method)
+    def _apply(self, decoder: Decoder, weights: Weights, *arguments: Any, method: str) -> Any:
+        network = self.network_type(self.architecture, decoder.model.implementation)
+        return network.apply({"params": weights.drafter.network}, *arguments, method=method)

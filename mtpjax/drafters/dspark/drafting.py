@@ -6,15 +6,15 @@ import jax
 import jax.numpy as jnp
 
 from mtpjax.decoding.config import DecodeConfig
+from mtpjax.decoding.decoder import Decoder, Weights
 from mtpjax.decoding.drafter import Draft
 from mtpjax.decoding.sampling import PathTokens
-from mtpjax.decoding.spec import DecodeSpec
 from mtpjax.decoding.state import DecodeState
-from mtpjax.drafters.dflash.drafting import DFlashDrafter, PreparedDFlash
+from mtpjax.drafters.dflash.drafting import DFlashDrafter
 from mtpjax.drafters.dspark.network import DSpark, DSparkConfig
 from mtpjax.drafters.levels import draft_levels
 from mtpjax.drafters.scoring import DraftScores
-from mtpjax.models.model import MTPModel, bind
+from mtpjax.models.model import MTPModel
 from pallas_kernels.top_k import top_k
 
 
@@ -79,40 +79,29 @@ class DSparkDrafter(DFlashDrafter):
                 "that ended early as rejected: use one of them"
             )
 
-    def _draft(
-        self, prepared: PreparedDFlash, state: DecodeState, hidden: jax.Array, *, model: MTPModel, spec: DecodeSpec
-    ) -> Draft:
+    def _draft(self, decoder: Decoder, weights: Weights, state: DecodeState, hidden: jax.Array) -> Draft:
         """Drafts from the states `[B, K, D]` of the slots, each token with the bias of the one before."""
         # 1. Draft all levels.
-        if self.architecture.markov_rank:
-            draft = self._draft_markov(prepared, state, hidden, model=model, spec=spec)
-        else:
-            draft = super()._draft(prepared, state, hidden, model=model, spec=spec)
+        draft_all = self._draft_markov if self.architecture.markov_rank else super()._draft
+        draft = draft_all(decoder, weights, state, hidden)
         if not self.confidence_threshold:
             return draft
-        # 2. Cut a row before its first slot below the threshold. Later slots drafted for nothing.
-        confidence = self._confidence(prepared, draft, hidden, model=model)
-        is_kept = jnp.cumprod(confidence >= self.confidence_threshold, axis=1)
+        # 2. Cut a row before its first slot below the threshold. Later slots drafted for nothing. The chance `[B, K]`
+        #    that a draft is accepted is predicted from the token before it.
+        logits = self._apply(decoder, weights, hidden, draft.tokens[:, :-1], method="confidence_logits")
+        is_kept = jnp.cumprod(jax.nn.sigmoid(logits) >= self.confidence_threshold, axis=1)
         return draft.replace(num_drafted=is_kept.sum(axis=1).astype(jnp.int32))
 
-    def _confidence(self, prepared: PreparedDFlash, draft: Draft, hidden: jax.Array, *, model: MTPModel) -> jax.Array:
-        """Predicts the chance `[B, K]` that each draft is accepted, from the token before it."""
-        previous = draft.tokens[:, :-1]
-        return jax.nn.sigmoid(self._apply(prepared, hidden, previous, model=model, method="confidence_logits"))
-
-    def _draft_markov(
-        self, prepared: PreparedDFlash, state: DecodeState, hidden: jax.Array, *, model: MTPModel, spec: DecodeSpec
-    ) -> Draft:
+    def _draft_markov(self, decoder: Decoder, weights: Weights, state: DecodeState, hidden: jax.Array) -> Draft:
         """Drafts with the Markov head."""
-        apply = bind(model, prepared.trunk)
 
         def score(
             level: int, previous: jax.Array, path: PathTokens | None, carry: jax.Array
         ) -> tuple[DraftScores, jax.Array]:
             rows = hidden[:, level - 1 : level]
             # The block ran once for all levels. Only this bias depends on the token drafted before.
-            bias, carry = self._apply(prepared, rows, previous, carry, model=model, method="markov_bias")
-            head = prepared.head
-            return MarkovScores(apply, state, head, model, spec.min_rows, rows, 0, path, level, bias), carry
+            bias, carry = self._apply(decoder, weights, rows, previous, carry, method="markov_bias")
+            head = weights.drafter.head
+            return MarkovScores(decoder, weights.params, state, head, rows, 0, path, level, bias), carry
 
-        return draft_levels(score, state, spec, self._apply(prepared, hidden, model=model, method="first_carry"))
+        return draft_levels(decoder, score, state, self._apply(decoder, weights, hidden, method="first_carry"))

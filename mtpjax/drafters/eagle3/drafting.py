@@ -7,8 +7,8 @@ import flax.struct
 import jax
 
 from mtpjax.decoding.config import DecodeConfig
+from mtpjax.decoding.decoder import Decoder, Weights
 from mtpjax.decoding.sampling import PathTokens
-from mtpjax.decoding.spec import DecodeSpec
 from mtpjax.decoding.state import DecodeState
 from mtpjax.drafters.cached import CachedDrafter
 from mtpjax.drafters.eagle3.network import Eagle3, Eagle3Config
@@ -34,11 +34,10 @@ class Eagle3Params(flax.struct.PyTreeNode):
 
 
 class PreparedEagle3(flax.struct.PyTreeNode):
-    """The parameters that a round reads."""
+    """The drafter's parameters that a round reads."""
 
-    trunk: dict[str, Any]  # for the embedding, and for the head if the drafter has none
     network: dict[str, Any]
-    head: ReducedHead | None
+    head: ReducedHead | None  # None: the trunk's
 
 
 @dataclasses.dataclass(frozen=True)
@@ -46,13 +45,13 @@ class Eagle3Network:
     """The drafter's network as a `DraftNetwork` of one module.
 
     Attributes:
-        prepared: its parameters.
-        model: the trunk.
-        architecture: its architecture.
+        decoder: the decoder, with the trunk.
+        weights: parameters of the trunk and of the network.
+        architecture: the network's architecture.
     """
 
-    prepared: PreparedEagle3
-    model: MTPModel
+    decoder: Decoder
+    weights: Weights
     architecture: Eagle3Config
 
     @property
@@ -71,26 +70,19 @@ class Eagle3Network:
         if self.architecture.own_embedding:
             embedding = self._apply(tokens, method="embed").astype(hidden.dtype)
         else:
-            embedding = bind(self.model, self.prepared.trunk)(tokens, method="embed")
+            embedding = bind(self.decoder.model, self.weights.params)(tokens, method="embed")
         return self._apply(hidden, embedding, view, layers, method="run")
 
     def scores(
-        self,
-        state: DecodeState,
-        output: jax.Array,
-        index: int,
-        path: PathTokens | None,
-        level: int,
-        *,
-        spec: DecodeSpec,
+        self, state: DecodeState, output: jax.Array, index: int, path: PathTokens | None, level: int
     ) -> DraftScores:
         """Scores tokens by the drafter's head, or the trunk's; see `DraftNetwork.scores`."""
-        apply = bind(self.model, self.prepared.trunk)
-        return DraftScores(apply, state, self.prepared.head, self.model, spec.min_rows, output, index, path, level)
+        head = self.weights.drafter.head
+        return DraftScores(self.decoder, self.weights.params, state, head, output, index, path, level)
 
     def _apply(self, *arguments: Any, method: str) -> Any:
-        network = Eagle3(self.architecture, self.model.implementation)
-        return network.apply({"params": self.prepared.network}, *arguments, method=method)
+        network = Eagle3(self.architecture, self.decoder.model.implementation)
+        return network.apply({"params": self.weights.drafter.network}, *arguments, method=method)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -125,35 +117,35 @@ class Eagle3Drafter(CachedDrafter):
         """Raises `ValueError`: the drafter's parameters are not part of the model's."""
         require_params("Eagle3Drafter")
 
-    def prepare(self, params: dict, draft_params: Eagle3Params, *, model: MTPModel, dtype: Any) -> PreparedEagle3:
-        """Joins the drafter's parameters with those that it shares with the trunk."""
+    def prepare(self, params: dict, draft_params: Eagle3Params, *, model: MTPModel) -> PreparedEagle3:
+        """Casts the output matrix, if the drafter has its own, and indexes the draft vocabulary."""
         require_whole_trunk()
         head = None
         if self.architecture.own_head:
-            head = own_head((draft_params.network["head"],), draft_params.draft_ids, model=model, dtype=dtype)
-        return PreparedEagle3(params, draft_params.network, head)
+            head = own_head(params, (draft_params.network["head"],), draft_params.draft_ids, model=model)
+        return PreparedEagle3(draft_params.network, head)
 
     def max_shift(self, model: MTPModel) -> int:
         """Returns 1: row i reads the token of position i+1."""
         return 1
 
-    def network(self, prepared: PreparedEagle3, *, model: MTPModel) -> Eagle3Network:
+    def network(self, decoder: Decoder, weights: Weights) -> Eagle3Network:
         """Returns the network with its parameters."""
-        return Eagle3Network(prepared, model, self.architecture)
+        return Eagle3Network(decoder, weights, self.architecture)
 
     def num_caches(self, model: MTPModel, num_steps: int) -> int:
         """Returns 1: later levels run the same network on its own output."""
         return 1
 
-    def empty_module_cache(self, *, model: MTPModel, spec: DecodeSpec, batch: int, capacity: int, dtype: Any) -> Cache:
+    def empty_module_cache(self, decoder: Decoder, batch: int, capacity: int, dtype: Any) -> Cache:
         """Makes the cache of the drafter's layers."""
-        own = self.architecture
+        own, spec = self.architecture, decoder.spec
         return empty_cache(own.block, own.kinds, batch, capacity, dtype, spec.kv_cache_dtype, spec.pool)
 
     def state_size(self, model: MTPModel) -> int:
         """Returns the width of the trunk states side by side."""
         return self.architecture.features_size
 
-    def select_states(self, output: TrunkOutput, *, model: MTPModel) -> jax.Array:
+    def select_states(self, decoder: Decoder, output: TrunkOutput) -> jax.Array:
         """Joins the trunk states that the drafter reads, `[B, T, n * Dt]`."""
         return join_states(output, self.architecture.layer_ids, self.architecture.num_target_layers)

@@ -1,14 +1,13 @@
 """Prompt lookup: copy the tokens that followed the same n-gram earlier in the row's own text."""
 
 import dataclasses
-from typing import Any
 
 import jax
 import jax.numpy as jnp
 
 from mtpjax.decoding.config import DecodeConfig
+from mtpjax.decoding.decoder import Decoder, Weights
 from mtpjax.decoding.drafter import Draft, Drafter
-from mtpjax.decoding.spec import DecodeSpec
 from mtpjax.decoding.state import DecodeState
 from mtpjax.models.layers.entries import read_rows
 from mtpjax.models.model import MTPModel
@@ -36,10 +35,9 @@ class LookupDrafter(Drafter):
             if getattr(config, name) is not None:
                 raise ValueError(f"{name} applies only to drafter 'mtp'; drafter 'lookup' copies from the text")
 
-    def propose(
-        self, prepared: Any, state: DecodeState, *, model: MTPModel, spec: DecodeSpec
-    ) -> tuple[Draft, DecodeState]:
+    def propose(self, decoder: Decoder, weights: Weights, state: DecodeState) -> tuple[Draft, DecodeState]:
         """Copies `spec.num_steps` tokens; see `Drafter.propose`."""
+        spec, vocab_size = decoder.spec, decoder.vocab_size
         # Depth 0 of an adaptive call verifies the pending token alone.
         pending = read_rows(state.tokens, state.length - 1, 1)
         if not spec.num_steps:
@@ -47,7 +45,6 @@ class LookupDrafter(Drafter):
         find = jax.vmap(lambda tokens, length: find_ngram(tokens, length, self.min_n, self.max_n, spec.num_steps))
         drafts, _ = find(state.tokens, state.length)
         # A copied token was not sampled: its draft distribution is one-hot.
-        vocab_size = model.config.vocab_size
         vocabulary = Vocabulary.of(vocab_size)
         q = vocabulary.one_hot(drafts, own_size(vocab_size, "tensor")) if spec.is_ratio_rule else None
         return Draft(jnp.concatenate([pending, drafts], axis=1), q), state
@@ -86,7 +83,7 @@ def find_ngram(
     longest = num_matched.max()
     has_match = longest >= min_n
     continuation = jnp.where(has_match, jnp.argmax(num_matched == longest), length - 1)  # argmax: the first one
-    # The text ends `available` tokens behind the match. Further drafts repeat them from the first on.
+    # The text ends `available` tokens after the match. Further drafts repeat them from the first on.
     available = length - continuation
     step = jnp.arange(num_drafts) % jnp.maximum(available, 1)
     drafts = tokens[jnp.clip(continuation + step, 0, L - 1)]

@@ -9,6 +9,7 @@ import jax
 import jax.numpy as jnp
 
 from mtpjax.decoding.config import DecodeConfig
+from mtpjax.decoding.decoder import Decoder, Weights
 from mtpjax.decoding.draft_tree import depths_and_ancestor_mask
 from mtpjax.decoding.drafter import Draft, Drafter
 from mtpjax.decoding.sampling import PathTokens
@@ -25,7 +26,7 @@ from mtpjax.drafters.own_params import (
 from mtpjax.drafters.scoring import DraftScores, ReducedHead, own_head
 from mtpjax.drafters.tree import DynamicTreeBuilder, FixedTreeBuilder, extend_ancestor_mask
 from mtpjax.models.layers.entries import read_rows
-from mtpjax.models.model import MTPModel, TrunkOutput, bind
+from mtpjax.models.model import MTPModel, TrunkOutput
 
 if TYPE_CHECKING:
     from mtpjax.decoding.verify import Acceptance
@@ -41,9 +42,8 @@ class MedusaParams(flax.struct.PyTreeNode):
 
 
 class PreparedMedusa(flax.struct.PyTreeNode):
-    """The parameters that a round reads."""
+    """The heads' parameters that a round reads."""
 
-    trunk: dict[str, Any]
     heads: dict[str, Any]
     head: ReducedHead
 
@@ -64,7 +64,7 @@ class MedusaDrafter(Drafter):
 
     Attributes:
         architecture: the heads.
-        choices: a path of candidate ranks per node: (0, 1) is the second candidate of head 1 behind the first of head
+        choices: a path of candidate ranks per node: (0, 1) is the second candidate of head 1 after the first of head
             0. (): none. It needs `num_steps` and `topk` of its depth and ranks, and `num_draft_tokens` of its size
             plus 1.
     """
@@ -76,7 +76,7 @@ class MedusaDrafter(Drafter):
         choices = tuple(sorted((tuple(map(int, path)) for path in self.choices), key=lambda path: (len(path), path)))
         known = {(), *choices}
         if len(known) != len(choices) + 1 or any(path[:-1] not in known or min(path) < 0 for path in choices):
-            raise ValueError("choices must be different paths of ranks from 0 on, each behind a path that is there too")
+            raise ValueError("choices must be different paths of ranks from 0 on, each after a path that is there too")
         object.__setattr__(self, "choices", choices)
 
     @property
@@ -121,32 +121,25 @@ class MedusaDrafter(Drafter):
         """Raises `ValueError`: the heads' parameters are not part of the model's."""
         require_params("MedusaDrafter")
 
-    def prepare(self, params: dict, draft_params: MedusaParams, *, model: MTPModel, dtype: Any) -> PreparedMedusa:
+    def prepare(self, params: dict, draft_params: MedusaParams, *, model: MTPModel) -> PreparedMedusa:
         """Casts the output matrices, and indexes the draft vocabulary."""
         require_whole_trunk()
         own = self.architecture
         names = [f"output_{index}" for index in range(1 if own.shares_output else own.num_heads)]
         matrices = tuple(draft_params.heads[name] for name in names)
-        head = own_head(matrices, draft_params.draft_ids, model=model, dtype=dtype)
-        return PreparedMedusa(params, draft_params.heads, head)
+        head = own_head(params, matrices, draft_params.draft_ids, model=model)
+        return PreparedMedusa(draft_params.heads, head)
 
-    def init(self, *, model: MTPModel, spec: DecodeSpec, batch: int, capacity: int, dtype: Any) -> MedusaState:
+    def init(self, decoder: Decoder, batch: int, capacity: int, dtype: Any) -> MedusaState:
         """Makes an empty state."""
-        return MedusaState(jnp.zeros((batch, 1, model.config.hidden_size), dtype))
+        return MedusaState(jnp.zeros((batch, 1, decoder.model.config.hidden_size), dtype))
 
-    def select_states(self, output: TrunkOutput, *, model: MTPModel) -> jax.Array:
+    def select_states(self, decoder: Decoder, output: TrunkOutput) -> jax.Array:
         """Picks the hidden states after the final norm, `[B, T, D]`."""
         return output.hidden
 
     def extend(
-        self,
-        prepared: PreparedMedusa,
-        state: DecodeState,
-        states: jax.Array,
-        start: jax.Array,
-        *,
-        model: MTPModel,
-        spec: DecodeSpec,
+        self, decoder: Decoder, weights: Weights, state: DecodeState, states: jax.Array, start: jax.Array
     ) -> MedusaState:
         """Keeps the state of each row's last prompt token, which may be in any chunk."""
         chunk = states.shape[1]
@@ -155,38 +148,34 @@ class MedusaDrafter(Drafter):
         is_in_chunk = (offset >= 0) & (offset < chunk)
         return MedusaState(jnp.where(is_in_chunk[:, None, None], hidden, state.drafter.hidden))
 
-    def commit(
-        self, state: DecodeState, states: jax.Array, accepted: "Acceptance", *, model: MTPModel, spec: DecodeSpec
-    ) -> MedusaState:
+    def commit(self, decoder: Decoder, state: DecodeState, states: jax.Array, accepted: "Acceptance") -> MedusaState:
         """Keeps the state of the last accepted node, from whose logits the next pending token comes."""
         return MedusaState(read_rows(states, accepted.num_accepted, 1))
 
-    def propose(
-        self, prepared: PreparedMedusa, state: DecodeState, *, model: MTPModel, spec: DecodeSpec
-    ) -> tuple[Draft, DecodeState]:
+    def propose(self, decoder: Decoder, weights: Weights, state: DecodeState) -> tuple[Draft, DecodeState]:
         """Drafts a chain, a tree chosen or drawn by probability, or the static tree."""
+        spec, prepared = decoder.spec, weights.drafter
         if not spec.num_steps:
-            return super().propose(prepared, state, model=model, spec=spec)
+            return super().propose(decoder, weights, state)
         # 1. The residual layers of every head that is used, at the state of the pending token.
-        heads = Medusa(self.architecture, model.implementation)
+        heads = Medusa(self.architecture, decoder.model.implementation)
         run: Any = functools.partial(heads.apply, {"params": prepared.heads}, method="hidden")
         hidden = [run(state.drafter.hidden, index) for index in range(spec.num_steps)]
-        apply = bind(model, prepared.trunk)
 
         # 2. Scores of the tokens after f nodes of one level, which all read the same state.
         def scores(level: int, num_nodes: int, path: PathTokens | None) -> DraftScores:
             rows = jnp.repeat(hidden[level - 1], num_nodes, axis=1)
-            return DraftScores(apply, state, prepared.head, model, spec.min_rows, rows, level - 1, path, level)
+            return DraftScores(decoder, weights.params, state, prepared.head, rows, level - 1, path, level)
 
         if spec.topk == 1:
-            return draft_levels(lambda level, _, path, carry: (scores(level, 1, path), carry), state, spec), state
+            return draft_levels(decoder, lambda level, _, path, carry: (scores(level, 1, path), carry), state), state
         if self.choices:
             return self._draft_choices(scores, state, spec), state
         return _draft_tree(scores, state, spec), state
 
     def _draft_choices(self, scores: Any, state: DecodeState, spec: DecodeSpec) -> Draft:
         """Fills the static tree: a node of rank r at depth d is the r-th best candidate of head d-1."""
-        # Penalties count no drafted tokens here: the candidates of a level are the same behind every parent. They only
+        # Penalties count no drafted tokens here: the candidates of a level are the same after every parent. They only
         # propose; the rules of this tree follow the target's own probabilities.
         best = []
         for level in range(1, spec.num_steps + 1):

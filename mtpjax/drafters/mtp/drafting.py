@@ -9,8 +9,8 @@ import jax.numpy as jnp
 import numpy as np
 
 from mtpjax.decoding.config import DecodeConfig
+from mtpjax.decoding.decoder import Decoder, Weights
 from mtpjax.decoding.sampling import PathTokens
-from mtpjax.decoding.spec import DecodeSpec
 from mtpjax.decoding.state import DecodeState
 from mtpjax.drafters.cached import CachedDrafter
 from mtpjax.drafters.scoring import DraftScores, ReducedHead, reduce_head
@@ -38,20 +38,15 @@ class PreparedMTP(flax.struct.PyTreeNode):
 
 @dataclasses.dataclass(frozen=True)
 class MTPNetwork:
-    """The model's MTP modules as a `DraftNetwork`.
+    """The model's MTP modules as a `DraftNetwork`."""
 
-    Attributes:
-        prepared: parameters of the modules and of what they share with the trunk.
-        model: trunk and modules.
-    """
-
+    decoder: Decoder
     prepared: PreparedMTP
-    model: MTPModel
 
     @property
     def config(self) -> ModelConfig:
         """The model's own config: a module's layer is like the trunk's."""
-        return self.model.config
+        return self.decoder.model.config
 
     def input_hidden(self, states: jax.Array) -> jax.Array:
         """Returns the trunk's hidden states as they are."""
@@ -61,28 +56,15 @@ class MTPNetwork:
         self, index: int, hidden: jax.Array, tokens: jax.Array, view: View, layers: tuple[Entries, ...]
     ) -> tuple[jax.Array, jax.Array, tuple[Entries, ...]]:
         """Runs module `index`; see `DraftNetwork.run`."""
-        apply = bind(self.model, self.prepared.params)
+        apply = bind(self.decoder.model, self.prepared.params)
         output, chained, entries = apply(hidden, tokens, view, layers[0], index=index, method="run_module")
         return output, chained, (entries,)
 
     def scores(
-        self,
-        state: DecodeState,
-        output: jax.Array,
-        index: int,
-        path: PathTokens | None,
-        level: int,
-        *,
-        spec: DecodeSpec,
+        self, state: DecodeState, output: jax.Array, index: int, path: PathTokens | None, level: int
     ) -> DraftScores:
         """Scores tokens by the module's head, or a reduced one; see `DraftNetwork.scores`."""
-        apply = bind(self.model, self.prepared.params)
-        return DraftScores(apply, state, self.prepared.head, self.model, spec.min_rows, output, index, path, level)
-
-
-def num_modules_used(model: MTPModel, num_steps: int) -> int:
-    """Returns how many modules a call with `num_steps` draft levels runs: at most one per level."""
-    return min(model.config.num_mtp_modules, num_steps)
+        return DraftScores(self.decoder, self.prepared.params, state, self.prepared.head, output, index, path, level)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -107,46 +89,45 @@ class MTPDrafter(CachedDrafter):
             ids = jnp.asarray(draftable_ids(config.draft_vocabulary, model))
         return MTPParams(modules, ids)
 
-    def prepare(self, params: dict, draft_params: MTPParams, *, model: MTPModel, dtype: Any) -> PreparedMTP:
+    def prepare(self, params: dict, draft_params: MTPParams, *, model: MTPModel) -> PreparedMTP:
         """Joins the modules with the parameters that they share with the trunk, and gathers the reduced head."""
         # Modules share the embedding, and often the head, with the trunk.
         merged = {**params, **draft_params.modules}
         head = None
         if draft_params.draft_ids is not None:
-            head = reduce_head(merged, draft_params.draft_ids, model=model, dtype=dtype)
+            head = reduce_head(merged, draft_params.draft_ids, model=model)
         return PreparedMTP(merged, head)
 
     def max_shift(self, model: MTPModel) -> int:
         """Returns the shift of the last module."""
         return model.config.num_mtp_modules
 
-    def network(self, prepared: PreparedMTP, *, model: MTPModel) -> MTPNetwork:
+    def network(self, decoder: Decoder, weights: Weights) -> MTPNetwork:
         """Returns the modules, with their parameters."""
-        return MTPNetwork(prepared, model)
+        return MTPNetwork(decoder, weights.drafter)
 
     def num_caches(self, model: MTPModel, num_steps: int) -> int:
         """Returns the modules that a call runs: at most one per level."""
-        return num_modules_used(model, num_steps)
+        return min(model.config.num_mtp_modules, num_steps)
 
-    def empty_module_cache(self, *, model: MTPModel, spec: DecodeSpec, batch: int, capacity: int, dtype: Any) -> Cache:
+    def empty_module_cache(self, decoder: Decoder, batch: int, capacity: int, dtype: Any) -> Cache:
         """Makes the cache of a module's one layer."""
-        kinds = (model.config.mtp_kind,)
-        return empty_cache(model.config, kinds, batch, capacity, dtype, spec.kv_cache_dtype, spec.pool)
+        config, spec = decoder.model.config, decoder.spec
+        return empty_cache(config, (config.mtp_kind,), batch, capacity, dtype, spec.kv_cache_dtype, spec.pool)
 
     def state_size(self, model: MTPModel) -> int:
         """Returns the trunk's width, D."""
         return model.config.hidden_size
 
-    def select_states(self, output: TrunkOutput, *, model: MTPModel) -> jax.Array:
+    def select_states(self, decoder: Decoder, output: TrunkOutput) -> jax.Array:
         """Picks the hidden states `[B, T, D]` that enter the modules."""
-        return model.mtp_input_hidden(output)
+        return decoder.model.mtp_input_hidden(output)
 
 
 def check_tree(model: MTPModel, config: DecodeConfig) -> None:
     """Checks that the model's modules can draft the tree that `config` asks for.
 
     Args:
-        model: the model.
         config: settings with topk above 1.
 
     Raises:
@@ -171,7 +152,6 @@ def draftable_ids(ids: tuple[int, ...], model: MTPModel) -> np.ndarray:
 
     Args:
         ids: token ids.
-        model: the model.
 
     Returns:
         `[R]` int32, ascending.

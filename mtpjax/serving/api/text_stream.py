@@ -57,6 +57,7 @@ class TextStream:
         min_tokens: int = 0,
     ):
         self._decoder, self._stop = decoder, tuple(stop)
+        self.has_stops = bool(self._stop)
         self._pending: Callable[[], str] = getattr(decoder, "pending", str)
         self._hidden_tokens, self._min_tokens = frozenset(hidden_tokens), min_tokens
         self._held: list[Span] = []

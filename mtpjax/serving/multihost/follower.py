@@ -9,7 +9,7 @@ from typing import Any
 from mtpjax.decoding.drafter import Draft
 from mtpjax.serving.executor import Executor
 from mtpjax.serving.multihost.connection import Leader
-from mtpjax.serving.multihost.plan import OF_EXECUTOR, decode, decode_work
+from mtpjax.serving.multihost.plan import decode, decode_call
 
 METHODS = ("warm_up", "reset", "count_experts", "move_experts", "copy_snapshots")  # that process 0 calls by name
 
@@ -27,12 +27,12 @@ class FollowerExecutor(Executor):
 
     def run(self, body: bytes) -> None:
         """Dispatches a call that `plan.encode` encoded. Raises ValueError if process 0 runs another version."""
-        name, arguments, settings = decode(body)
+        name, arguments, key = decode(body)
         if name in METHODS:
-            getattr(self, name)(*arguments, **settings)
+            getattr(self, name)(*arguments)
         else:
             arrays = tuple(self._drafts.popleft() if each is Draft else each for each in arguments)
-            result = self._run(decode_work(name, arrays, settings, {key: getattr(self, key) for key in OF_EXECUTOR}))
+            result = self._run(decode_call(name, arrays, key))
             if isinstance(result, Draft):
                 self._drafts.append(result)
 

@@ -6,10 +6,10 @@ from typing import Any
 import jax
 import numpy as np
 
-from mtpjax.serving.calls import Work
+from mtpjax.serving.calls import PendingCall
 from mtpjax.serving.executor import Executor
 from mtpjax.serving.multihost.connection import Followers
-from mtpjax.serving.multihost.plan import encode, encode_work
+from mtpjax.serving.multihost.plan import encode, encode_call
 
 
 class LeaderExecutor(Executor):
@@ -19,13 +19,13 @@ class LeaderExecutor(Executor):
         super().__init__(params, **arguments)
         self._followers, self._is_warming_up = followers, False
 
-    def _run(self, work: Work) -> Any:
+    def _run(self, call: PendingCall) -> Any:
         """Sends a call, then dispatches it, so that all processes start it at about the same time."""
-        self._send(lambda: encode_work(work))
-        return super()._run(work)
+        self._send(lambda: encode_call(call))
+        return super()._run(call)
 
-    def copy_snapshots(self, slots: np.ndarray, rows: np.ndarray, *, to_state: bool) -> None:
-        self._send(lambda: encode("copy_snapshots", slots, rows, settings={"to_state": to_state}))
+    def copy_snapshots(self, slots: np.ndarray, rows: np.ndarray, to_state: bool) -> None:
+        self._send(lambda: encode("copy_snapshots", slots, rows, to_state))
         super().copy_snapshots(slots, rows, to_state=to_state)
 
     def count_experts(self, tokens: np.ndarray, lengths: np.ndarray) -> jax.Array:
