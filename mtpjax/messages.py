@@ -2,6 +2,7 @@
 
 import difflib
 from collections.abc import Iterable
+from typing import Any
 
 
 def count_of(number: int, noun: str) -> str:
@@ -39,7 +40,7 @@ def require(condition: bool, message: str) -> None:
         raise ValueError(message)
 
 
-def require_choice(name: str, value: str, choices: tuple[str, ...]) -> None:
+def require_choice(name: str, value: Any, choices: tuple[str, ...]) -> None:
     """Raises `ValueError` unless the value is one of the choices."""
     hint = did_you_mean(str(value), choices)
     require(value in choices, f"{name} '{value}' is not one of {', '.join(choices)}{hint}")
