@@ -9,43 +9,23 @@ from fastapi.responses import Response
 
 from mtpjax.serving.api import schemas
 from mtpjax.serving.api.errors import ApiError
-from mtpjax.serving.api.generation import Choice, Generation, Job, Update, new_id
+from mtpjax.serving.api.generation import Choice, Generation, Job, Update
 from mtpjax.serving.api.logprobs import TextOffsets, TokenScores, chat_logprobs, completion_logprobs, score_choice
 from mtpjax.serving.api.options import read_openai
-from mtpjax.serving.api.route_steps import check_model, make_jobs, read_body, respond
+from mtpjax.serving.api.route_steps import Reply, check_model, make_jobs, read_body
 from mtpjax.serving.api.server import ApiServer
 from mtpjax.serving.api.usage import speculation, usage
 
 
-class Reply:
-    """Makes the responses to one completion or chat.
-
-    Args:
-        server: state of the API.
-        values: the request's fields.
-        jobs: the texts, grouped by prompt.
-        is_chat: the form of the response.
-        prompt_texts: the text of each prompt, if the completion repeats it.
-    """
+class OpenAIReply(Reply):
+    """Responses of completions and chats. A completion repeats the `texts` of its prompts, if there are any."""
 
     def __init__(
-        self,
-        server: ApiServer,
-        values: dict[str, Any],
-        jobs: Sequence[Job],
-        *,
-        is_chat: bool,
-        prompt_texts: tuple[str, ...] = (),
+        self, server: ApiServer, values: dict[str, Any], jobs: Sequence[Job], *, is_chat: bool, texts: tuple[str, ...]
     ):
-        self._server, self._values, self._jobs, self._is_chat = server, values, jobs, is_chat
-        self._prompt_texts = prompt_texts
-        self._id = values["rid"] or new_id("chatcmpl" if is_chat else "cmpl")
+        super().__init__(server, values, jobs, "chatcmpl" if is_chat else "cmpl")
+        self._is_chat, self._prompt_texts = is_chat, texts
         self._created = int(time.time())
-
-    async def respond(self, request: Request) -> Response:
-        """Runs the texts and returns the response, a stream if the request asks for it."""
-        events = self._events if self._values["stream"] else None
-        return await respond(self._server, request, self._jobs, self._id, events=events, complete=self._complete)
 
     async def _complete(self, generation: Generation) -> dict[str, Any]:
         choices = await generation.run()
@@ -169,7 +149,7 @@ def openai_router(server: ApiServer) -> APIRouter:
             message = "streams do not support log-probabilities of the prompt: set echo or stream to false"
             raise ApiError(message, param="echo", code="unsupported_option")
         jobs = await make_jobs(server, request, reading, options, values["cache_salt"])
-        return await Reply(server, values, jobs, is_chat=False, prompt_texts=reading.texts).respond(request)
+        return await OpenAIReply(server, values, jobs, is_chat=False, texts=reading.texts).respond(request)
 
     @router.post("/chat/completions", openapi_extra=schemas.CHAT)
     async def chat(request: Request) -> Response:
@@ -179,7 +159,7 @@ def openai_router(server: ApiServer) -> APIRouter:
         check_model(server, values["model"])
         _reject_alternatives(values, "top_logprobs")
         jobs = await make_jobs(server, request, reading, options, values["cache_salt"])
-        return await Reply(server, values, jobs, is_chat=True).respond(request)
+        return await OpenAIReply(server, values, jobs, is_chat=True, texts=()).respond(request)
 
     return router
 

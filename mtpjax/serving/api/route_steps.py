@@ -1,13 +1,14 @@
 """Steps that the routes share."""
 
-from collections.abc import AsyncGenerator, Awaitable, Callable, Hashable, Sequence
+import abc
+from collections.abc import AsyncGenerator, Hashable, Sequence
 from typing import Any
 
 from starlette.requests import Request
 from starlette.responses import JSONResponse, Response
 
 from mtpjax.serving.api.errors import ApiError, shutting_down
-from mtpjax.serving.api.generation import Generation, Job
+from mtpjax.serving.api.generation import Generation, Job, new_id
 from mtpjax.serving.api.http import EventStream, read_json, run_while_connected
 from mtpjax.serving.api.options import Options
 from mtpjax.serving.api.read_messages import Reading
@@ -51,40 +52,46 @@ async def make_jobs(
     return options.jobs(reading.prompts, server.limits, salt=salt, param=reading.param, grammar=grammar)
 
 
-async def respond(
-    server: ApiServer,
-    request: Request,
-    jobs: Sequence[Job],
-    name: str,
-    *,
-    events: Callable[[Generation], AsyncGenerator[Any, None]] | None,
-    complete: Callable[[Generation], Awaitable[Any]],
-) -> Response:
-    """Runs the texts of a request, and aborts them if the client disconnects.
+class Reply(abc.ABC):
+    """Makes the responses to one request that makes text.
 
     Args:
         server: state of the API.
-        request: the request, whose body has been read.
-        jobs: the texts.
-        name: the request's id.
-        events: makes the events of a stream; None if the request asks for none.
-        complete: waits for the texts and makes the body of the response.
-
-    Raises:
-        ApiError: the engine rejects a text, or a text ends with an error.
-        QueueFull: the engine's queue is full.
+        values: the request's fields.
+        jobs: the texts, grouped by prompt.
+        prefix: of the id, if the request has none.
     """
-    owner = owner_of(request)
-    if server.prepare is not None:
-        await server.prepare([job.request for job in jobs])
-    if events is not None:
-        # Submit before the status is sent, so that a full queue is still a 429.
-        generation = Generation(server, jobs, name, owner=owner, is_streaming=True)
-        timeout = server.settings.write_timeout
-        return EventStream(events(generation), write_timeout=timeout, on_close=generation.close)
 
-    async def run() -> Any:
-        with Generation(server, jobs, name, owner=owner) as generation:
-            return await complete(generation)
+    def __init__(self, server: ApiServer, values: dict[str, Any], jobs: Sequence[Job], prefix: str):
+        self._server, self._values, self._jobs = server, values, jobs
+        self._id = values["rid"] or new_id(prefix)
 
-    return JSONResponse(await run_while_connected(request, run()))
+    @abc.abstractmethod
+    def _events(self, generation: Generation) -> AsyncGenerator[Any, None]:
+        """Yields the events of a stream."""
+
+    @abc.abstractmethod
+    async def _complete(self, generation: Generation) -> Any:
+        """Waits for the texts and returns the body of the response."""
+
+    async def respond(self, request: Request) -> Response:
+        """Runs the texts, and aborts them if the client disconnects. Returns a stream if the request asks for it.
+
+        Raises:
+            ApiError: the engine rejects a text, or a text ends with an error.
+            QueueFull: the engine's queue is full.
+        """
+        server, owner = self._server, owner_of(request)
+        if server.prepare is not None:
+            await server.prepare([job.request for job in self._jobs])
+        if self._values["stream"]:
+            # Submit before the status is sent, so that a full queue is still a 429.
+            generation = Generation(server, self._jobs, self._id, owner=owner, is_streaming=True)
+            timeout = server.settings.write_timeout
+            return EventStream(self._events(generation), write_timeout=timeout, on_close=generation.close)
+
+        async def run() -> Any:
+            with Generation(server, self._jobs, self._id, owner=owner) as generation:
+                return await self._complete(generation)
+
+        return JSONResponse(await run_while_connected(request, run()))

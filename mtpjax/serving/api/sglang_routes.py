@@ -8,30 +8,19 @@ from fastapi import APIRouter, Request
 from fastapi.responses import Response
 
 from mtpjax.serving.api import schemas
-from mtpjax.serving.api.generation import Choice, Generation, Job, new_id
+from mtpjax.serving.api.generation import Choice, Generation, Job
 from mtpjax.serving.api.options import read_generate
-from mtpjax.serving.api.route_steps import make_jobs, read_body, respond
+from mtpjax.serving.api.route_steps import Reply, make_jobs, read_body
 from mtpjax.serving.api.server import ApiServer
 from mtpjax.serving.api.usage import meta_info
 
 
-class GenerateReply:
-    """Makes the responses to one request of `/generate`; see `openai_routes.Reply`.
-
-    Args:
-        server: state of the API.
-        values: the request's fields.
-        jobs: the texts, grouped by prompt.
-        is_list: the response is a list, because the request has several prompts or choices.
-    """
+class GenerateReply(Reply):
+    """Responses of `/generate`: lists if `is_list`, because the request has several prompts or choices."""
 
     def __init__(self, server: ApiServer, values: dict[str, Any], jobs: Sequence[Job], *, is_list: bool):
-        self._server, self._values, self._jobs, self._is_list = server, values, jobs, is_list
-        self._id = values["rid"] or new_id("gen")
-
-    async def respond(self, request: Request) -> Response:
-        events = self._events if self._values["stream"] else None
-        return await respond(self._server, request, self._jobs, self._id, events=events, complete=self._complete)
+        super().__init__(server, values, jobs, "gen")
+        self._is_list = is_list
 
     async def _complete(self, generation: Generation) -> Any:
         bodies = [self._body(choice, generation) for choice in await generation.run()]
