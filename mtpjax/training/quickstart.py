@@ -80,7 +80,7 @@ class DepthResult:
 
 @dataclasses.dataclass(frozen=True)
 class Measured:
-    """What the workers measured.
+    """The measurements of the workers.
 
     Attributes:
         seconds: `[rounds, prompts]` of each setting, without prefill.
@@ -362,7 +362,7 @@ def _print_result(
     console.print(table)
     console.print(f"identical: {'yes' if identical else 'NO'}", style="bold green" if identical else "bold red")
     low, high = best.interval
-    # A ratio that cannot be trusted has its reason in the place of its share of the ideal.
+    # A ratio that cannot be trusted shows the reason instead of its share of the ideal.
     rest = best.problem or f"{best.ratio / best.ideal:.2f} of the ideal {best.ideal:.2f}"
     ratio = f"{best.ratio:.2f} ({low:.2f}-{high:.2f}){mark(best.problem)}"
     console.print(f"speculative/plain: {ratio} with {count_of(best.num_steps, 'draft')}; {rest}", soft_wrap=True)
