@@ -13,7 +13,7 @@ from mtpjax.training.objective import Objective
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class TrainSpec:
-    """The static settings of `train_step`: what it trains and how. Hashable, since they are part of the compile key.
+    """The static settings of `train_step`: what it trains and how. Hashable.
 
     Attributes:
         model: the model, with stacked layers; the unrolled trunk of a drafter.
