@@ -6,7 +6,7 @@ from typing import Any
 
 from mtpjax.data.tokenizer_checks import rust_errors
 
-Piece = Any  # str; in front of the first stage with a state also what its function of one token makes: bytes, a pair
+Piece = Any  # str; before the first stage with a state also the result of its function of one token: bytes, a pair
 
 
 class Stage:
@@ -161,7 +161,7 @@ class ReplaceStage(Stage):
 
 
 class WholeTextStage(Stage):
-    """All later stages at once, at the end of the text: nothing is known about when they decide."""
+    """Runs all later stages over the whole text at its end, for stages that are not known."""
 
     def __init__(self, decoder: Any, is_fused: bool):
         self._decoder, self._is_fused, self._pieces = decoder, is_fused, []

@@ -15,7 +15,7 @@ def find_end_tokens(
 ) -> tuple[int, ...]:
     """Finds the tokens that end a text: those of all files, since a model may write any of them.
 
-    Warns of what may be a mistake: a name that is no token, and ordinary text in a file after the first.
+    Warns of what may be a mistake: a name that is not a token, and ordinary text in a file after the first.
 
     Args:
         config: the content of `config.json`; a multimodal one nests the text model's settings.
@@ -52,7 +52,7 @@ def _read_ids(folder: pathlib.Path, sources: dict[str, Any], vocab_size: int) ->
             f"{folder}: eos_token_id is {printable(repr(value), 100)}, not an id below {vocab_size} or a list of such "
             f"ids, in {name}"
         )
-        # Where a file before it has end tokens, a leftover is no reason to refuse the checkpoint.
+        # A leftover in a later file does not make the checkpoint unusable.
         if not found:
             raise TokenizerError(problem)
         log.warning("%s: ignored", problem)

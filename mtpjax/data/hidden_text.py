@@ -35,7 +35,7 @@ class HiddenText:
 
     @functools.cached_property
     def _prefix(self) -> str:
-        """What marks begin with: a 9 and nine digits from 0 to 7, which are in neither the messages nor the template.
+        """The prefix of marks: a 9 and nine digits from 0 to 7, which are in neither the messages nor the template.
 
         No end of such a prefix is its beginning, so digits beside a mark cannot be taken for one.
         """

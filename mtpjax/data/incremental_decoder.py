@@ -1,4 +1,4 @@
-"""Tokens to text, one token at a time: all steps together give exactly the text of decoding all tokens at once.
+"""Decodes one token at a time: the texts of all steps join to exactly the text of all tokens.
 
 A decoder of the tokenizers package is a chain of stages from a list of pieces to a list of pieces, whose join is the
 text. Each stage here takes one piece at a time and returns the pieces that nothing that follows can change:
@@ -105,7 +105,7 @@ class IncrementalDecoder:
 
 
 class TokenizerDecoder:
-    """What a tokenizer's tokens stand for; `start` begins a text.
+    """The pieces of text of a tokenizer's tokens; `start` begins a text.
 
     Args:
         tokenizer: a `tokenizers.Tokenizer`. Its vocabulary and decoder must not change.
@@ -185,7 +185,7 @@ def _token_stage(step: dict[str, Any]) -> tuple[Callable | None, Callable[[], St
         return _byte_of_name, ByteFallbackStage
     if kind == "Strip":
         return (lambda piece: "".join(StripStage(step["content"], step["start"], step["stop"]).push(piece))), None
-    # The package's own decoder, applied to one token, tells what it makes of it.
+    # The decoder of the package, applied to one token, gives its piece.
     decoder = _rust_decoder(step)
     if kind == "Replace":
         return (lambda piece: decoder.decode([piece])), None

@@ -290,7 +290,7 @@ def _mixed_row_numbers(
     except ImportError as error:
         raise UsageError(f"grain, which mixes several sources, is missing: {install_extra('train')}") from error
     ends = np.cumsum(sizes).tolist()
-    # Each source is a range of row numbers, shuffled anew at every repetition. Separate seeds give sources of one size
+    # Each source is a range of row numbers, shuffled again at every repetition. Separate seeds give sources of one size
     # different orders. grain computes any element directly, so `start` skips nothing.
     seeds = np.random.SeedSequence(seed).generate_state(len(sizes)).tolist()
     numbers = [

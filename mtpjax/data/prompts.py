@@ -133,7 +133,7 @@ def read_turns(record: dict[str, Any]) -> Iterator[str]:
     """Yields all turns of a Spec-Bench record, or the one text of another record; at least one.
 
     Raises:
-        SkippedRecordError: as "corrupt" or "empty", at the first turn that is no text.
+        SkippedRecordError: as "corrupt" or "empty", at the first turn that is not a text.
     """
     key = next((key for key in ("turns", *TEXT_KEYS) if key in record), None)
     if key is None:

@@ -1,4 +1,4 @@
-"""Records that wait for a model's answers: texts to continue, and conversations to answer anew."""
+"""Records that wait for a model's answers: texts to continue, and conversations to answer again."""
 
 import pathlib
 from collections.abc import Sequence
@@ -130,7 +130,7 @@ class TextTask:
 
 
 class ConversationTask:
-    """A conversation whose assistant messages are answered anew, except those with `"weight": 0`.
+    """A conversation whose assistant messages are answered again, except those with `"weight": 0`.
 
     A user's message at the end gets an answer too.
     """

@@ -57,7 +57,7 @@ class _Probe(NamedTuple):
 
 
 class _Problem(NamedTuple):
-    """How bad a rendered probe is: 0 right, 1 quoted twice or as a Python value, 2 something is missing, 3 failed."""
+    """The rank of a rendered probe: 0 right, 1 quoted twice or as a Python value, 2 something is missing, 3 failed."""
 
     rank: int
     lost: int = 0
@@ -117,8 +117,7 @@ def _choose(template: str, probe_text: str) -> Choice | None:
     best = Forms()
     tried: dict[Forms, _Problem] = {}
     badness = lambda forms: (tried[forms].rank, -tried[forms].lost)
-    # Of forms that lose something, the one that loses the latest is nearest: a template that needs several changes is
-    # reached from there.
+    # If every form loses something, the form whose loss comes latest is nearest: further changes start from there.
     for _ in range(MAX_STEPS):
         candidates = [each for each in _candidates(choices, best, len(probe.messages)) if each not in tried]
         # The first form alone is right for most; the others follow in requests that stay within the limit of time.

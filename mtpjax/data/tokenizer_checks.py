@@ -27,7 +27,7 @@ def rust_errors(problem: str):
 
 
 def read_json_object(folder: pathlib.Path, name: str, *, max_bytes: int = MAX_TOKENIZER_BYTES) -> dict[str, Any]:
-    """Reads a JSON file of a checkpoint; a missing file, or a value that is no object, gives an empty one."""
+    """Reads a JSON file of a checkpoint; a missing file, or a value that is not an object, gives an empty one."""
     content = read_small_file(folder, name, max_bytes=max_bytes)
     try:
         values = parse_json(content) if content is not None else {}

@@ -1,4 +1,4 @@
-"""Layout of mtpjax's own checkpoint folders. Imports no JAX: commands look at checkpoints before JAX starts.
+"""Layout of mtpjax's checkpoint folders. Imports no JAX: commands look at checkpoints before JAX starts.
 
     config.json    format name and version, the model configuration, metadata
     digests.json   the sha256 of every other file; for each array its shape, dtype and the sha256 of its elements

@@ -1,4 +1,4 @@
-"""Reads mtpjax's own checkpoints: all at once (`restore`), or part by part (`CheckpointReader`)."""
+"""Reads checkpoints of mtpjax: whole (`restore`), or part by part (`CheckpointReader`)."""
 
 import contextlib
 import functools
@@ -140,11 +140,11 @@ class CheckpointReader:
 
     def place(self, name: str, sharding_of: Callable[[tuple[int, ...]], jax.sharding.Sharding]) -> jax.Array:
         """Reads the shards of an array that this process's devices hold."""
-        # An array that was written at once is one file, which is read at once: its digest is that of all elements.
+        # An unchunked array is one file, which is read whole: its digest covers all elements.
         if "chunks" not in self.records[name]:
             array = self.read_checked(name)
             return read_parts(array.shape, sharding_of(array.shape), lambda cut: array[_slices(cut)])
-        # Of a chunked array, only the chunks of these shards are read. Their files have their own digests.
+        # Read only the chunks of these shards of a chunked array; each chunk's file has a digest.
         with self._reading(name):
             store = self._store(name)
         shape = tuple(store.shape)

@@ -1,7 +1,7 @@
-"""Converts whole checkpoints between Hugging Face's layout and ours, with only a few blocks in memory at once.
+"""Converts whole checkpoints between Hugging Face's layout and mtpjax's, with only a few blocks in memory at once.
 
-Converting a Hugging Face directory and back gives the same bytes in every file: our checkpoint keeps the small files,
-the headers of the safetensors files, and the tensors that are not parameters.
+Converting a Hugging Face directory and back gives the same bytes in every file: the mtpjax checkpoint keeps the small
+files, the headers of the safetensors files, and the tensors that are not parameters.
 """
 
 import contextlib
@@ -176,7 +176,7 @@ def to_hugging_face(
                 return assembler.blocks(entry)
 
             write_shards(folder, shards, blocks, progress)
-        # Copy the small files. Configuration and index are written anew if a header has changed.
+        # Copy the small files. Configuration and index are rewritten if a header has changed.
         content = None
         if [shard.header for shard in shards] != list(original.headers.values()):
             dtypes = {str(entry.dtype) for entry in entries.values()}

@@ -201,7 +201,7 @@ def _inspect_hugging_face(path, model_type: str | None) -> dict[str, Any]:
         plan = inspect_files(files, model_type=model_type)
         stored_types = files.stored_types() if isinstance(files, GGUFFiles) else {}
         quantized = [name for name in stored_types if name not in UNQUANTIZED]
-        # What is unusual about a checkpoint that loads.
+        # List what is unusual about a checkpoint that loads.
         notes = [plan.mixed] if plan.mixed else []
         notes += [f"files that are not read: {', '.join(files.unread)}"] if files.unread else []
         quantization = {"quant_method": "gguf", "types": quantized} if quantized else None

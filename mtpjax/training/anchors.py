@@ -25,7 +25,7 @@ def draw_anchors(key: jax.Array, is_valid: jax.Array, count: int) -> jax.Array:
     Returns:
         `[B, A]` int32 columns, A = min(count, T - 1), ascending; 0 means no anchor.
     """
-    # The rows with the most noise; those without a valid target come last.
+    # Choose the rows with the largest noise; those without a valid target come last.
     noise = jnp.where(is_valid, jax.random.uniform(key, is_valid.shape), -1.0)
     drawn, rows = jax.lax.top_k(noise, min(count, is_valid.shape[1] - 1))
     return jnp.sort(jnp.where(drawn >= 0, rows + 1, 0), axis=1)

@@ -147,7 +147,7 @@ def load_corpus(config: TrainConfig, vocab_size: int, *, num_depths: int = 0) ->
         _print_reading(source, reading, reserved)
     # One fixed batch of held-out rows serves every evaluation. Its seed is fixed too, so that `mtpjax compare` compares
     # runs of different seeds on the same rows.
-    # With nothing held out, training rows take their place, and a message says so.
+    # If nothing is held out, the panel uses training rows, and a message says so.
     if held_out:
         held_out_rows = pack(held_out, config.row_length, **packing)
     else:

@@ -119,7 +119,7 @@ def loss_and_gradients(
     differentiate = jax.value_and_grad(loss_of, has_aux=True)
     if spec.accumulation == 1:
         return differentiate(trainable, batch)
-    # With accumulation no part knows the batch's overlap, so the LK hybrid takes an extra forward pass over all parts.
+    # A part does not know the batch's overlap, so the LK hybrid takes an extra forward pass over all parts.
     # The alternative, two gradients per depth until w is known, would cost the memory that accumulation saves.
     parts, overlap = split_rows(batch, spec.accumulation), jnp.zeros(spec.num_depths)
     if "lk_hybrid" in objective.names:

@@ -80,7 +80,7 @@ class DepthResult:
 
 @dataclasses.dataclass(frozen=True)
 class Measured:
-    """What the workers measured.
+    """The measurements of the workers.
 
     Attributes:
         seconds: `[rounds, prompts]` of each setting, without prefill.
@@ -177,13 +177,8 @@ def _find_prompts(
     Also returns the number of continuations that do not loop, and the number of all. If all of them loop, the prompts
     are not chosen by it.
     """
-    candidates = held_out_prompts(
-        trained.held_out,
-        count=4 * count,
-        prompt_length=PROMPT_TOKENS,
-        continuation_length=NEW_TOKENS,
-        seed=0,
-    )
+    lengths = {"prompt_length": PROMPT_TOKENS, "continuation_length": NEW_TOKENS}
+    candidates = held_out_prompts(trained.held_out, count=4 * count, seed=0, **lengths)
     # Send one prompt per setting to all workers before reading answers, so that they compile side by side.
     for setting in settings:
         _send_prompts(workers, setting, candidates[:1])
@@ -204,14 +199,7 @@ def _choose_example(worker: TimingWorker, num_steps: int) -> str:
     prompts = [list(text.encode()) for text in STATEMENTS]
     shares = []
     for temperature in EXAMPLE_TEMPERATURES:
-        answer = worker.call(
-            method="decode",
-            prompts=prompts,
-            max_new_tokens=NEW_TOKENS,
-            num_steps=num_steps,
-            min_rows=None,
-            temperature=temperature,
-        )
+        answer = worker.call(**_decode_request(prompts, num_steps, temperature=temperature))
         flags = f" --temperature {temperature:g}" if temperature else ""
         shares += [
             (repeated_share(row["tokens"]), f"--prompt {shlex.quote(text)}{flags}")
@@ -224,15 +212,14 @@ def _choose_example(worker: TimingWorker, num_steps: int) -> str:
 
 def _send_prompts(workers: dict[int, TimingWorker], setting: DecoderSetting, prompts: list[list[int]]) -> None:
     """Sends a decoding request to the setting's worker without waiting for the answer."""
-    workers[setting.threads].send(
-        {
-            "method": "decode",
-            "prompts": prompts,
-            "max_new_tokens": NEW_TOKENS,
-            "num_steps": setting.num_steps,
-            "min_rows": setting.min_rows,
-        }
-    )
+    workers[setting.threads].send(_decode_request(prompts, setting.num_steps, setting.min_rows))
+
+
+def _decode_request(
+    prompts: list[list[int]], num_steps: int, min_rows: int | None = None, temperature: float = 0.0
+) -> dict[str, Any]:
+    limits = {"max_new_tokens": NEW_TOKENS, "num_steps": num_steps, "min_rows": min_rows}
+    return {"method": "decode", "prompts": prompts, "temperature": temperature, **limits}
 
 
 def _measure_settings(
@@ -362,7 +349,7 @@ def _print_result(
     console.print(table)
     console.print(f"identical: {'yes' if identical else 'NO'}", style="bold green" if identical else "bold red")
     low, high = best.interval
-    # A ratio that cannot be trusted has its reason in the place of its share of the ideal.
+    # A ratio that cannot be trusted shows the reason instead of its share of the ideal.
     rest = best.problem or f"{best.ratio / best.ideal:.2f} of the ideal {best.ideal:.2f}"
     ratio = f"{best.ratio:.2f} ({low:.2f}-{high:.2f}){mark(best.problem)}"
     console.print(f"speculative/plain: {ratio} with {count_of(best.num_steps, 'draft')}; {rest}", soft_wrap=True)

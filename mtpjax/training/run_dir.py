@@ -87,7 +87,7 @@ def lock_folder(folder, *, wait: bool = False) -> Iterator[pathlib.Path]:
                 raise RunError(problem) from None
             log.warning("%s: waiting", problem)
             fcntl.flock(file, fcntl.LOCK_EX)
-        # The content only tells other processes who holds the lock.
+        # Other processes read here who holds the lock.
         file.truncate(0)
         file.write(f"process {os.getpid()} on {socket.gethostname()}\n")
         file.flush()

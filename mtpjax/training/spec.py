@@ -13,20 +13,19 @@ from mtpjax.training.objective import Objective
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class TrainSpec:
-    """What `train_step` trains and how: everything that is static when it is compiled. Hashable.
+    """The static settings of `train_step`: what it trains and how. Hashable.
 
     Attributes:
         model: the model, with stacked layers; the unrolled trunk of a drafter.
         num_depths: draft depths with a loss.
         trains: the trained part, as in `TrainConfig`. For "modules" the frozen parameters take no backward pass.
         objective: the draft losses.
-        objective_function: computes the loss from `LossInputs`, in the place of `objective`.
+        objective_function: computes the loss from `LossInputs`, instead of `objective`.
         attention_layout: "ttt" or "stream", as in `TrainConfig`.
         accumulation: number of parts of the batch that run one after the other. The gradients are the same up to
             rounding; the LK hybrid takes one more forward pass.
         mesh: splits the rows over its devices (`mtpjax.training.data_parallel`); None: one device.
-        architecture: the drafter that trains in the place of MTP modules (`mtpjax.drafters.forward`); None: MTP
-            modules.
+        architecture: the drafter that trains instead of MTP modules (`mtpjax.drafters.forward`); None: MTP modules.
         num_anchors: maximum number of anchors in a row, for a block drafter.
         seed: seed of the anchors. Those of an update depend on the seed and its number alone.
 

@@ -57,14 +57,14 @@ def train(
 
     `metrics.jsonl` gets a row every `log_every` updates (losses per depth in bits) and one per evaluation (the
     acceptance panel on held-out documents). The pictures `panel.png` and `panel.svg` show both;
-    `checkpoint/` holds the model and its tokenizer, `drafter/` a drafter that is trained in its place. Progress goes to
+    `checkpoint/` holds the model and its tokenizer, `drafter/` a drafter that is trained instead. Progress goes to
     stderr, as a live bar on a terminal, else as lines.
 
     Args:
         config: the settings.
         callbacks: called after each update, evaluation and save, and may ask to stop (`mtpjax.training.Callback`).
-        objective: computes the training loss from `mtpjax.training.LossInputs`, in the place of `config.objective`,
-            whose loss it may add to. A JAX function: it is traced once. Resuming needs one of the same name.
+        objective: computes the training loss from `mtpjax.training.LossInputs`, instead of `config.objective`, whose
+            loss it may add to. A JAX function: it is traced once. Resuming needs one of the same name.
         panel_depths: minimum number of draft levels in the panel; it has at least those that are trained.
         evaluations: number of evaluations, including the one at the end.
         resume: continue the run in the folder from its newest complete state, or from the beginning if it has none. On
