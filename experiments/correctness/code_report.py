@@ -139,15 +139,22 @@ def call_path(modules: dict[str, pathlib.Path], start: str, function: str, goal:
     return []
 
 
+def assigned_values(tree: ast.Module) -> dict[str, ast.expr]:
+    return {ast.unparse(node.targets[0]): node.value for node in tree.body if isinstance(node, ast.Assign)}
+
+
+def public_homes(tree: ast.Module) -> dict[str, str]:
+    """Returns the module that defines each public name of `mtpjax` or `mtpjax.training`."""
+    tables = ast.literal_eval(assigned_values(tree)["_HOMES"])
+    return {name: f"mtpjax.{home}" for home, names in tables.items() for name in names}
+
+
 def public_docstrings(modules: dict[str, pathlib.Path]) -> dict[str, list[str]]:
     """Returns the sections that the docstring of each public name of mtpjax and mtpjax.training lacks."""
     lacking = {}
     for package in ("mtpjax", "mtpjax.training"):
         tree = parse(modules[package])
-        assigned = {ast.unparse(node.targets[0]): node.value for node in tree.body if isinstance(node, ast.Assign)}
-        homes = {
-            name: f"mtpjax.{home}" for home, names in ast.literal_eval(assigned["_HOMES"]).items() for name in names
-        }
+        assigned, homes = assigned_values(tree), public_homes(tree)
         lacking |= {
             f"{package}.{name}": _lacking_sections(modules, homes[name], name) if name in homes else []
             for name in ast.literal_eval(assigned["__all__"])
@@ -191,7 +198,9 @@ def measure() -> list[Figure]:
         longest_chain(package_graph(graph)),
         longest_chain(code_limits.with_imports_by_string(graph, modules)),
     )
-    path = call_path(modules, "mtpjax.decoding.generate", "speculative_generate", "commit")
+    path = call_path(
+        modules, public_homes(parse(modules["mtpjax"]))["speculative_generate"], "speculative_generate", "commit"
+    )
     return [
         Figure(
             "own-line comments per 1000 lines, mtpjax and pallas_kernels", round(comments, 1), ">= 35", comments >= 35
