@@ -97,7 +97,7 @@ def test_a_model_that_cannot_draft_trees_has_chains_only(small):
         ({"batch_sizes": (1, 0)}, "batch_size must be at least 1"),
         ({"temperatures": (-1.0,)}, "temperature -1.0"),
         ({"temperatures": (float("nan"),)}, "temperature nan"),
-        ({"rules": ("fast",)}, "acceptance 'fast' is not one of auto, exact, greedy"),
+        ({"rules": ("fast",)}, "unknown acceptance rule 'fast'; supported: auto, greedy"),
         ({"max_new_tokens": 1}, "max_new_tokens must be at least 2"),
         ({"repeats": 0}, "repeats must be at least 1"),
     ],
@@ -162,13 +162,13 @@ def test_a_text_that_differs_is_noticed(dtype, small, monkeypatch):
     monkeypatch.setattr(
         bench, "_part_costs", lambda cell: (RoundCosts(2, {cell.shape: 1.0}, {PLAIN_STEP: 1.0, cell.shape: 1.0}), 0.0)
     )
-    decode = bench._decode
+    decode = bench_module.speculative_generate
 
-    def altered(batch, config, *rest):
-        result = decode(batch, config, *rest)
+    def altered(*arguments, config, **options):
+        result = decode(*arguments, config=config, **options)
         return dataclasses.replace(result, tokens=result.tokens + 1) if config.num_steps else result
 
-    monkeypatch.setattr(bench, "_decode", altered)
+    monkeypatch.setattr(bench_module, "speculative_generate", altered)
     figures = bench.measure(Cell(2, 1, 1, 2, "greedy", 0.0))
     assert figures["lossless"] == "DIFFERS" and figures["differing_rows"] == figures["compared_rows"]
 
