@@ -29,7 +29,6 @@ from mtpjax.ablation.rows import is_whole
 from mtpjax.ablation.workload import Workload, find_workload
 from mtpjax.atomic import write_text
 from mtpjax.data.jsonl_writer import JsonlWriter
-from mtpjax.drafters.files.read import Reading
 from mtpjax.evaluation.machine import describe_machine
 from mtpjax.evaluation.plot_style import DEFAULT_FORMATS, picture_paths
 from mtpjax.evaluation.prompt_choice import PromptChoice
@@ -146,7 +145,7 @@ def load_subject(
     *,
     model_type: str | None = None,
     implementation: Implementation = "auto",
-    reading: Reading | None = None,
+    reading: dict[str, Any] | None = None,
 ) -> Subject:
     """Loads a model and all drafters before anything is measured: one that cannot be read is an error now.
 

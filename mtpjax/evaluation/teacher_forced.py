@@ -103,7 +103,7 @@ def count_teacher_forced(
     model: MTPModel,
     config: DecodeConfig,
     temperatures: np.ndarray,
-    draft_params: TrainedParams | None = None,
+    draft_params: Any = None,
 ) -> tuple[TeacherForcedSums, Predicted]:
     """Runs one pass over prompts and texts, and predicts decoding from it.
 
