@@ -25,7 +25,6 @@ from mtpjax.ablation.heatmap import plot_heatmap
 from mtpjax.ablation.pareto import plot_pareto
 from mtpjax.ablation.positions import plot_positions
 from mtpjax.ablation.report import format_recommendation, format_summary, print_cells, to_csv
-from mtpjax.ablation.rows import is_whole
 from mtpjax.ablation.workload import Workload, find_workload
 from mtpjax.atomic import write_text
 from mtpjax.data.jsonl_writer import JsonlWriter
@@ -41,7 +40,7 @@ from mtpjax.models.config import Implementation
 from mtpjax.models.model import MTPModel
 from mtpjax.program_memory import free_programs_if_full
 
-CELL_VERSION = 7  # format of a cell's line; lines of another version are measured again
+CELL_VERSION = 8  # format of a cell's line; lines of another version are measured again
 
 
 def fingerprint(
@@ -60,7 +59,17 @@ def fingerprint(
         "drafter": method.digest,
         "about": environment,
     }
+    return _digest(content)
+
+
+def _digest(content: dict[str, Any]) -> str:
     return hashlib.sha256(json.dumps(content, sort_keys=True).encode()).hexdigest()[:16]
+
+
+def seal(row: dict[str, Any]) -> dict[str, Any]:
+    """Returns a row with a digest of it, which tells later whether somebody edited or damaged its line."""
+    content = {name: value for name, value in row.items() if name != "digest"}
+    return content | {"digest": _digest(content)}
 
 
 def describe_environment(
@@ -97,7 +106,7 @@ def run_cells(
     fingerprints = {cell: fingerprint(cell, *about, bench.method(cell)) for cell in cells}
     rows = {cell: known_rows[fingerprints[cell]] for cell in cells if fingerprints[cell] in known_rows}
     # A fingerprint covers the settings, but not the rest of a line, which somebody may have edited.
-    for cell in [cell for cell, row in rows.items() if not is_whole(row, cell)]:
+    for cell in [cell for cell, row in rows.items() if row != seal(row)]:
         log(f"{cell.name}: its line in {writer.path} is damaged and measured again")
         del rows[cell]
     if rows:
@@ -111,7 +120,7 @@ def run_cells(
     begin, num_measured = time.perf_counter(), 0
     try:
         for number, cell in enumerate(remaining, start=1):
-            row = {"fingerprint": fingerprints[cell], "about": environment, **bench.measure(cell)}
+            row = seal({"fingerprint": fingerprints[cell], "about": environment, **bench.measure(cell)})
             writer.append([row])
             rows[cell] = row
             # The time left assumes that the cells to come take as long as the measured ones.
