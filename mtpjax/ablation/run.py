@@ -158,16 +158,6 @@ def load_subject(
 ) -> Subject:
     """Loads a model and all drafters before anything is measured: one that cannot be read is an error now.
 
-    Args:
-        model_path: a checkpoint.
-        drafters: what drafts, as in `load_methods`.
-        model_type: the family to use instead of the one that the checkpoint names.
-        implementation: what runs the model's kernels.
-        reading: how to read files of drafters that do not say it, as in `mtpjax.load_drafter`.
-
-    Returns:
-        What to measure.
-
     Raises:
         ValueError: a drafter is for another model.
         CheckpointError: files are damaged, missing or not supported.
@@ -188,15 +178,7 @@ def run(
     console,
     plot_formats: Sequence[str] = DEFAULT_FORMATS,
 ) -> int:
-    """Measures the grid, writes the results and prints them.
-
-    Args:
-        subject: what to measure.
-        settings: the settings of the ablation.
-        prompts: the prompts to choose.
-        output: the folder of the results.
-        console: a `rich` console.
-        plot_formats: formats of the pictures: "png", "svg", "pdf".
+    """Measures the grid, writes the results into the folder `output` and prints them.
 
     Returns:
         The exit status: 0, 4 if a text differs from plain decoding, or 75 if the run was stopped early.
