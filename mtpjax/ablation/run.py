@@ -68,6 +68,7 @@ def _digest(content: dict[str, Any]) -> str:
 
 def seal(row: dict[str, Any]) -> dict[str, Any]:
     """Returns a row with a digest of it, which tells later whether somebody edited or damaged its line."""
+    # A row that is read back has a digest already, which does not count.
     content = {name: value for name, value in row.items() if name != "digest"}
     return content | {"digest": _digest(content)}
 
