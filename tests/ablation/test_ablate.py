@@ -381,9 +381,11 @@ def test_calls_no_longer_than_their_prefill_give_no_negative_speed(small, monkey
 def test_disturbed_cells_are_measured_again_last(tmp_path, small):
     cells, _ = list_cells(SETTINGS, model=small("grouped", "right")[0])
     rows, _ = run_cells(tmp_path, FakeBench(), cells)
-    path, changes = tmp_path / "cells.jsonl", [{"problem": "disturbed: waited 9%"}, {"problem": "uncertain: wide"}]
+    path, changes = tmp_path / "cells.jsonl", [{"problem": "disturbed: waited 9%"}, {"problem": "uncertain: wide"}, {}]
     # The first row is disturbed, the second uncertain, which no idle machine changes, and the last is missing.
-    path.write_text("".join(json.dumps(row | change) + "\n" for row, change in zip(rows, [*changes, {}], strict=False)))
+    path.write_text(
+        "".join(json.dumps(run.seal(row | change)) + "\n" for row, change in zip(rows, changes, strict=False))
+    )
     again, said = FakeBench(), []
     with JsonlWriter(path) as writer:
         rows, is_complete = run.run_cells(cells, again, writer, ENVIRONMENT, log=said.append)
