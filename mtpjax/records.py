@@ -19,6 +19,7 @@ def import_record(name: str, kind: type[T]) -> T:
     Raises:
         ValueError: the module cannot be imported, or has no such record. One line.
     """
+    # What is missing or misspelt is an error of one line; other errors of the module keep their traceback.
     module, _, attribute = name.partition(":")
     try:
         record = getattr(importlib.import_module(module), attribute)

@@ -185,6 +185,7 @@ def to_csv(rows: Iterable[Row]) -> str:
     def numbers(values: Row) -> Row:
         return {name: "" if value is None else f"{value:.5g}" for name, value in values.items()}
 
+    # The order of the entries is that of the columns.
     lines = []
     for row in rows:
         lengths = {**estimate(row, "accept_length"), "accept_length_macro": row["accept_length_macro"]["value"]}

@@ -25,11 +25,9 @@ from mtpjax.ablation.heatmap import plot_heatmap
 from mtpjax.ablation.pareto import plot_pareto
 from mtpjax.ablation.positions import plot_positions
 from mtpjax.ablation.report import format_recommendation, format_summary, print_cells, to_csv
-from mtpjax.ablation.rows import is_whole
 from mtpjax.ablation.workload import Workload, find_workload
 from mtpjax.atomic import write_text
 from mtpjax.data.jsonl_writer import JsonlWriter
-from mtpjax.drafters.files.read import Reading
 from mtpjax.evaluation.machine import describe_machine
 from mtpjax.evaluation.plot_style import DEFAULT_FORMATS, picture_paths
 from mtpjax.evaluation.prompt_choice import PromptChoice
@@ -42,7 +40,7 @@ from mtpjax.models.config import Implementation
 from mtpjax.models.model import MTPModel
 from mtpjax.program_memory import free_programs_if_full
 
-CELL_VERSION = 7  # format of a cell's line; lines of another version are measured again
+CELL_VERSION = 8  # format of a cell's line; lines of another version are measured again
 
 
 def fingerprint(
@@ -61,7 +59,18 @@ def fingerprint(
         "drafter": method.digest,
         "about": environment,
     }
+    return _digest(content)
+
+
+def _digest(content: dict[str, Any]) -> str:
     return hashlib.sha256(json.dumps(content, sort_keys=True).encode()).hexdigest()[:16]
+
+
+def seal(row: dict[str, Any]) -> dict[str, Any]:
+    """Returns a row with a digest of it, which tells later whether somebody edited or damaged its line."""
+    # A row that is read back has a digest already, which does not count.
+    content = {name: value for name, value in row.items() if name != "digest"}
+    return content | {"digest": _digest(content)}
 
 
 def describe_environment(
@@ -98,7 +107,7 @@ def run_cells(
     fingerprints = {cell: fingerprint(cell, *about, bench.method(cell)) for cell in cells}
     rows = {cell: known_rows[fingerprints[cell]] for cell in cells if fingerprints[cell] in known_rows}
     # A fingerprint covers the settings, but not the rest of a line, which somebody may have edited.
-    for cell in [cell for cell, row in rows.items() if not is_whole(row, cell)]:
+    for cell in [cell for cell, row in rows.items() if row != seal(row)]:
         log(f"{cell.name}: its line in {writer.path} is damaged and measured again")
         del rows[cell]
     if rows:
@@ -112,7 +121,7 @@ def run_cells(
     begin, num_measured = time.perf_counter(), 0
     try:
         for number, cell in enumerate(remaining, start=1):
-            row = {"fingerprint": fingerprints[cell], "about": environment, **bench.measure(cell)}
+            row = seal({"fingerprint": fingerprints[cell], "about": environment, **bench.measure(cell)})
             writer.append([row])
             rows[cell] = row
             # The time left assumes that the cells to come take as long as the measured ones.
@@ -146,19 +155,9 @@ def load_subject(
     *,
     model_type: str | None = None,
     implementation: Implementation = "auto",
-    reading: Reading | None = None,
+    reading: dict[str, Any] | None = None,
 ) -> Subject:
     """Loads a model and all drafters before anything is measured: one that cannot be read is an error now.
-
-    Args:
-        model_path: a checkpoint.
-        drafters: what drafts, as in `load_methods`.
-        model_type: the family to use instead of the one that the checkpoint names.
-        implementation: what runs the model's kernels.
-        reading: how to read files of drafters that do not say it, as in `mtpjax.load_drafter`.
-
-    Returns:
-        What to measure.
 
     Raises:
         ValueError: a drafter is for another model.
@@ -180,15 +179,7 @@ def run(
     console,
     plot_formats: Sequence[str] = DEFAULT_FORMATS,
 ) -> int:
-    """Measures the grid, writes the results and prints them.
-
-    Args:
-        subject: what to measure.
-        settings: the settings of the ablation.
-        prompts: the prompts to choose.
-        output: the folder of the results.
-        console: a `rich` console.
-        plot_formats: formats of the pictures: "png", "svg", "pdf".
+    """Measures the grid, writes the results into the folder `output` and prints them.
 
     Returns:
         The exit status: 0, 4 if a text differs from plain decoding, or 75 if the run was stopped early.

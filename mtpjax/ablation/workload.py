@@ -50,16 +50,6 @@ def find_workload(
 ) -> Workload:
     """Reads the prompts from a file. Without a file, a byte-level model gets line starts of held-out files.
 
-    Args:
-        path: the checkpoint.
-        model: the model.
-        params: its parameters.
-        settings: the settings of the ablation.
-        choice: the prompts to choose.
-
-    Returns:
-        The workload.
-
     Raises:
         ValueError: the prompts do not fit the model, or no file is named and the model is not byte-level.
     """

@@ -90,6 +90,7 @@ def _load_of(options, config):
     from mtpjax.evaluation.plan_report import Load
     from mtpjax.evaluation.roofline import tokens_per_round
 
+    # One draft level is the default of a model with MTP modules.
     num_steps = min(1, config.num_mtp_modules) if options.num_steps is None else options.num_steps
     if num_steps < 0:
         raise ValueError(f"num_steps must be at least 0, got {num_steps}")
@@ -103,6 +104,7 @@ def _load_of(options, config):
             "model (max_position_embeddings)",
             file=sys.stderr,
         )
+    # Without a measured accept length, every level is assumed to be accepted with the same probability.
     accept_length = tokens_per_round(0.8, num_steps) if options.accept_length is None else options.accept_length
     if not 1 <= accept_length <= num_steps + 1:
         raise ValueError(

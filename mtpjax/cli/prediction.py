@@ -85,10 +85,6 @@ def run_prediction(options) -> int:
 def read_model(path: str, family: str | None):
     """Reads what a prediction needs of a preset, a checkpoint or a folder with `config.json` alone.
 
-    Args:
-        path: the preset or folder.
-        family: the family to read a Hugging Face directory as, or None.
-
     Returns:
         The config, and the shapes of the parameters as they are stored; None for a preset, which has no files.
 

@@ -65,10 +65,15 @@ def engine_settings(options, num_modules: int) -> dict[str, Any]:
     changes_depth = options.speculative_adaptive or options.speculative_disable_by_batch_size is not None
     if changes_depth and settings["acceptance"] == "auto":
         settings["acceptance"] = "sample"
-    rule = settings["acceptance"]
+    if ":" not in settings["acceptance"]:  # a record is imported later
+        check_lossy(settings["acceptance"], options)
+    return settings
+
+
+def check_lossy(rule: str, options) -> None:
+    """Raises `ValueError` for a lossy acceptance rule without `--allow-lossy`. Imports a user's record."""
     if rule != "auto" and not options.allow_lossy and not find_rule(rule).is_exact:
         raise ValueError(f"acceptance '{rule}' changes the text's distribution: use --allow-lossy")
-    return settings
 
 
 def _mesh_text(options) -> str:
@@ -106,9 +111,10 @@ def run_serve(options) -> int:
     # Check the flags before the model is loaded, which may take minutes.
     check_minimums(options, ep_num_redundant_experts=0, eplb_rebalance_num_iterations=1)
     check_used(options)
+    engine_settings(options, num_modules=1)
     # The number of threads and the compilation cache are set before anything imports JAX, as a user's record may.
     set_threads(options.model_path)
-    engine_settings(options, num_modules=1)
+    check_lossy(options.acceptance, options)
     disaggregation = disaggregation_settings(options)
     raise_descriptor_limit()
     with open_mesh(options) as mesh:

@@ -40,6 +40,7 @@ class DecodeSpec:
     check_nan: bool = False
 
     def __post_init__(self):
+        # Names become records, so that equal specs compare equal.
         object.__setattr__(self, "rule", find_rule(self.rule))
 
     @classmethod

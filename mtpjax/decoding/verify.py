@@ -175,8 +175,9 @@ def _apply_rule(
     draft: Draft, p: jax.Array, q: jax.Array | None, u: jax.Array, state: DecodeState, spec: DecodeSpec, vocabulary
 ) -> tuple[jax.Array | None, jax.Array, jax.Array]:
     """Maps the rule over the rows. Returns the fields of `AcceptedPath`, `[B, ...]`; a chain rule's path is None."""
-    rule, static, ends = spec.rule, {}, ()
-    assert rule.function is not None and (q is not None or not rule.needs_q)
+    rule, function, ends = spec.rule, spec.rule.function, ()
+    static: dict[str, Any] = {}
+    assert function is not None and (q is not None or not rule.needs_q)
     if rule.drafts == "chain":
         # Chain rules need only the count: the accepted path is a prefix of the chain.
         nodes = (draft.tokens[:, 1:],)
@@ -200,7 +201,7 @@ def _apply_rule(
         rows = (p, q) if rule.needs_q else (p,)
         if not rule.reads_shard:  # the devices gather the columns of the whole vocabulary
             rows = tuple(map(vocabulary.gather, rows))
-        found = rule.function(*nodes, *rows, u, *ends, **static, **parameters)
+        found = function(*nodes, *rows, u, *ends, **static, **parameters)
         path, num_accepted, weights = (None, *found) if rule.drafts == "chain" else found
         return path, num_accepted, weights if rule.reads_shard else vocabulary.own(weights)
 

@@ -133,6 +133,7 @@ def _measure_batch(
         forced = count_teacher_forced(params, rows, num_new, extended, temperatures=temperatures, **arguments)
     else:
         forced = count_without_pass(len(rows), config.num_steps)
+    # An array of lists, so that it is indexed and concatenated as the counts are.
     texts = np.empty(len(plain), object)
     texts[:] = plain
     return AcceptanceCounts(*forced, result.stats.rounds, result.stats.accepted, is_identical, texts)

@@ -55,6 +55,7 @@ def _measure(path, prompts: Sequence[Prompt], max_new_tokens: int, model_type: s
         speculative_generate(params, rows[begin : begin + 8], model=model, config=config).stats
         for begin in range(0, len(rows), 8)
     ]
+    # Rates are over all rounds of all prompts.
     rounds = np.concatenate([stats.rounds for stats in batches])
     accepted = np.concatenate([stats.accepted for stats in batches])
     # Texts that all end with their first token have no rounds.

@@ -113,10 +113,6 @@ def estimate_speed_up(steps: np.ndarray, accepted: np.ndarray, plain_steps: np.n
 def report(acceptance: AcceptanceCounts, categories: Sequence[str]) -> dict[str, dict[str, Any]]:
     """Computes all metrics, over all prompts and per category.
 
-    Args:
-        acceptance: counts of P prompts.
-        categories: the category of each prompt.
-
     Returns:
         Metrics by category, "overall" first: counts ("prompts", "rounds", "identical") and the groups "decoded",
         "predicted" and "teacher_forced". A single category has no entry besides "overall". A category that is named

@@ -84,7 +84,7 @@ class Comparison:
 
     def tokens_per_second(self, candidate: Candidate) -> float:
         """Returns the predicted tokens per second of all requested rows, with drafts."""
-        return self.rows * self.accept_length / candidate.drafted.seconds
+        return self.load.rows * self.load.accept_length / candidate.drafted.seconds
 
     def longest_context(self, candidate: Candidate, device: Device) -> int:
         """Returns the tokens of a row that fit with these rows."""

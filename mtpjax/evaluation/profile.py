@@ -83,13 +83,8 @@ def measure(
 ) -> dict[str, Any]:
     """Times rounds of every depth from 0 to `config.num_steps`, per batch size.
 
-    Args:
-        params: parameters with unrolled layers.
-        model: the model.
-        config: the draft settings: drafter, depth, and the tree; the other fields do not count.
-        conditions: what all rounds share.
-        draft_params: parameters of the drafter, if it has its own.
-        progress: called with the numbers of steps done and of all steps.
+    Of `config` only the draft settings count: drafter, depth and tree. `progress` is called with the numbers of steps
+    done and of all steps.
 
     Returns:
         The profile, a JSON object. Its "acceptance" is None: rates of other texts may be stored there

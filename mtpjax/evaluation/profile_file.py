@@ -64,13 +64,7 @@ def save(path, profile: dict[str, Any]) -> None:
 
 
 def read(path) -> tuple[dict[str, Any], tuple[RoundCosts, ...]]:
-    """Reads and checks a profile.
-
-    Args:
-        path: a profile, or a folder that contains `profile.json`.
-
-    Returns:
-        The profile, and its costs per batch size.
+    """Reads and checks a profile, or that of a folder. Returns it, and its costs per batch size.
 
     Raises:
         ValueError: if the file is missing, has another format, or is damaged.
@@ -153,10 +147,10 @@ def depth_settings(
     """Makes the fields of `DecodeConfig` that adaptive depth needs.
 
     Args:
-        measured: round costs, per batch size.
+        measured: round costs, per batch size; those of the size nearest to `batch` are used.
         acceptance: rates of similar prompts, see `usable_acceptance`, if they were measured.
         origin: the file or model that an error names.
-        batch: rows that will be decoded; the costs of the nearest measured batch size are used.
+        batch: rows that will be decoded.
         num_steps: the deepest draft.
 
     Returns:
@@ -214,13 +208,7 @@ def _is_usable(rates: list[float], lengths: list[float]) -> bool:
 
 
 def read_acceptance(path) -> dict[str, list[float]]:
-    """Reads `usable_acceptance` from the output of `mtpjax eval acceptance`.
-
-    Args:
-        path: the file that `--output` wrote.
-
-    Returns:
-        The rates and lengths of all prompts together.
+    """Reads `usable_acceptance` of all prompts from what `mtpjax eval acceptance --output` wrote.
 
     Raises:
         ValueError: for another file, and for trees or lossy rules: adaptive depth drafts chains under an exact rule,

@@ -10,10 +10,6 @@ from mtpjax.evaluation.trust import mark, verdict
 def break_even_rate(relative_cost: float, num_steps: int) -> float | None:
     """Computes the acceptance rate from which a round with drafts is faster than plain decoding.
 
-    Args:
-        relative_cost: cost of the round, in plain rounds.
-        num_steps: draft levels, K.
-
     Returns:
         The rate a, equal at every level, with 1 + a + ... + a^K = `relative_cost`; None if even a = 1 is too little.
     """

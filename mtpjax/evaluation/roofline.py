@@ -240,12 +240,8 @@ def parts_of_round(config: ModelConfig, work: Work, context: int, num_steps: int
 def count_weights(config: ModelConfig, leaves: Iterable[tuple[str, Any, float]]) -> dict[str, float]:
     """Adds up what a pass reads, by the groups of `Work`.
 
-    Args:
-        config: the model's config.
-        leaves: path, whole shape and amount (numbers, or bytes) of each array.
-
-    Returns:
-        The amounts by group. Embeddings are looked up, not read whole; a tied one is the head.
+    `leaves` are path, whole shape and amount (numbers, or bytes) of each array. Embeddings are looked up, not read
+    whole; a tied one is the head.
     """
     counts = {name: 0.0 for name in ("trunk", "trunk experts", "module", "module experts", "head")}
     for name, shape, amount in leaves:

@@ -30,15 +30,8 @@ def tables(
 ) -> tuple[list[dict[str, Any]], list]:
     """Predicts plain and speculative rounds for several devices and batch sizes.
 
-    Args:
-        config: the model's config.
-        devices: names of `DEVICES`.
-        batches: batch sizes.
-        num_steps: draft levels; each of 0..num_steps is predicted.
-        acceptance_rate: probability that a level is accepted, given the levels before it.
-        context: tokens in each row's KV cache.
-        weight_bytes: bytes of a weight.
-        num_devices: GPUs that share the model.
+    Each of 0..num_steps draft levels is predicted; a level is accepted with probability `acceptance_rate`, given the
+    levels before it. The other arguments are those of `predict_round`.
 
     Returns:
         The predictions as values that JSON can hold, and tables to print.

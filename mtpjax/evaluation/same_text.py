@@ -33,12 +33,7 @@ def first_divergences(
 
     A small gap means a near tie, which rounding can decide either way; a large gap means an error.
 
-    Args:
-        params: parameters with unrolled layers.
-        prompts: P token lists.
-        rows: new tokens of the first text of each prompt.
-        other_rows: new tokens of the second text of each prompt.
-        model: the model.
+    `rows` and `other_rows` are the new tokens of both texts of each prompt.
 
     Returns:
         A `Divergence` per prompt, None for equal texts. If one text is the beginning of the other, they differ at its
@@ -90,13 +85,9 @@ def equals_plain_decoding(
     is the width of the deepest. The states that linear attention replays may also differ in the last bit.
 
     Args:
-        params: parameters with unrolled layers.
-        prompts: P token lists.
         rows: new tokens of decoding with `config`.
         plain: new tokens of plain decoding.
-        model: the model.
-        config: the settings that `rows` were decoded with.
-        **sampling_kwargs: what `sampling_arguments` returned for that call.
+        **sampling_kwargs: what `sampling_arguments` returned for these calls.
 
     Returns:
         `[P]` bool.

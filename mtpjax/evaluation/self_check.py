@@ -31,11 +31,7 @@ log = logging.getLogger("mtpjax.decode")
 def make_record(params: dict, tokens: np.ndarray, *, model: MTPModel, num_depths: int) -> dict[str, list]:
     """Measures the record that training saves in the checkpoint's metadata.
 
-    Args:
-        params: parameters of `model`.
-        tokens: `[R, T]` int32 held-out rows; the first 4 x 128 tokens are used.
-        model: the model.
-        num_depths: draft levels to measure.
+    The first 4 x 128 of the held-out `tokens [R, T]` int32 are used.
 
     Returns:
         "tokens" (the rows), and for each level "agreement" (the share of positions where the draft's arg-max is the

@@ -103,22 +103,11 @@ def count_teacher_forced(
     model: MTPModel,
     config: DecodeConfig,
     temperatures: np.ndarray,
-    draft_params: TrainedParams | None = None,
+    draft_params: Any = None,
 ) -> tuple[TeacherForcedSums, Predicted]:
     """Runs one pass over prompts and texts, and predicts decoding from it.
 
-    Args:
-        params: parameters with unrolled layers.
-        prompts: B token lists.
-        num_new: `[B]` tokens of each text that count; the others only tell what the last drafts are compared with.
-        texts: B continuations.
-        model: the model.
-        config: the settings of decoding.
-        temperatures: `[B]`.
-        draft_params: parameters of `config.drafter`, if it has its own.
-
-    Returns:
-        The sums over the positions that count, and the predicted counts.
+    The first `num_new [B]` tokens of each text count; the others only tell what the last drafts are compared with.
     """
     # A drafter beside the trunk has its own teacher-forced pass.
     architecture, network = None, {}

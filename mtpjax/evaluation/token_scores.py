@@ -37,12 +37,7 @@ def score_tokens(
 ) -> list[TokenScores]:
     """Scores the tokens of texts that continue prompts.
 
-    Args:
-        params: parameters with unrolled layers.
-        prompts: token ids, at least one each.
-        texts: token ids that follow each prompt.
-        model: the model.
-        num_top: number of most likely tokens to report in each place; 0: none.
+    A prompt has at least one token. `num_top` is the number of most likely tokens to report in each place.
     """
     # All rows have one shape and share a compiled program. One at a time bounds the memory.
     columns = round_up_capacity(max(len(prompt) + len(text) for prompt, text in zip(prompts, texts, strict=True)))

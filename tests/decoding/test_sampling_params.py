@@ -207,7 +207,7 @@ def test_penalties_count_along_trees_whose_passes_are_padded(small):
 
 def test_the_rule_follows_from_temperature_and_shape():
     def rule(is_greedy, **config):
-        return DecodeSpec.from_config(DecodeConfig(**config), is_greedy=is_greedy).rule
+        return DecodeSpec.from_config(DecodeConfig(**config), is_greedy=is_greedy).rule.name
 
     assert rule(True) == rule(True, topk=2) == rule(True, num_steps=0) == "greedy"
     assert rule(False) == "block" and rule(False, topk=2) == "recursive" and rule(False, num_steps=0) == "sample"

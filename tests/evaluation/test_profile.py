@@ -164,7 +164,7 @@ def figures(rates, lengths):
 
 
 def test_rates_and_lengths_are_those_that_acceptance_was_measured_at(tmp_path):
-    file, least = tmp_path / "rates.json", profile.MIN_RATE
+    file, least = tmp_path / "rates.json", profile_file.MIN_RATE
 
     def read(*found):
         file.write_text(json.dumps({"settings": ASKED, "figures": {"overall": figures(*found)}}))

@@ -125,16 +125,20 @@ def _relaxed(tokens, parents, p, u, *, relaxed_topk, relaxed_delta, num_steps, v
 
 
 _RULES = (
+    # Rules that follow the target's own token after each node, so that any tree is exact.
     AcceptanceRule("greedy", follows="arg-max", is_exact=True),
     AcceptanceRule("sample", follows="sample", is_exact=True),
+    # Ratio rules compare p with q. For chains:
     AcceptanceRule("token", _token, is_exact=True, drafts="chain", needs_q=True, reads_shard=True),
     AcceptanceRule("block", _block, is_exact=True, drafts="chain", needs_q=True, reads_shard=True),
+    # For trees whose shape is fixed; on a chain they equal the rules above.
     AcceptanceRule(
         "recursive", _recursive, is_exact=True, drafts="fixed tree", needs_q=True, on_chain="token", reads_shard=True
     ),
     AcceptanceRule(
         "traversal", _traversal, is_exact=True, drafts="fixed tree", needs_q=True, on_chain="block", reads_shard=True
     ),
+    # Lossy rules for chains and any tree. Their parameters are fields of `DecodeConfig`.
     AcceptanceRule(
         "threshold", _threshold, parameters={"threshold_single": 1.0, "threshold_acc": 1.0}, reads_shard=True
     ),
@@ -161,6 +165,7 @@ def find_rule(rule: "str | AcceptanceRule") -> AcceptanceRule:
     """
     if isinstance(rule, AcceptanceRule):
         return rule
+    # A colon marks a user's record; names of rules have none.
     if isinstance(rule, str) and ":" in rule:
         return import_record(rule, AcceptanceRule)
     if not isinstance(rule, str) or rule not in RULES:
