@@ -223,7 +223,7 @@ def measure() -> list[Figure]:
     graph = import_graph(modules)
     circles, up, imports = find_circles(graph), find_arrows_up(graph), experiment_imports()
     packages, single = longest_chain(package_graph(graph)), longest_chain(graph)
-    path = call_path(modules, "mtpjax.decoding.generate", "speculative_generate", "commit")
+    path = call_path(modules, "mtpjax.inference.generate", "speculative_generate", "commit")
     return [
         Figure(
             "own-line comments per 1000 lines, mtpjax and pallas_kernels", round(comments, 1), ">= 35", comments >= 35

@@ -40,12 +40,12 @@ from mtpjax.ablation.bench import Settings, find_workload
 from mtpjax.atomic import write_text
 from mtpjax.console import narrow_table
 from mtpjax.decoding.drafter import Drafter
-from mtpjax.decoding.generate import generate, speculative_generate
 from mtpjax.drafters.load import DRAFTER_FOLDER
 from mtpjax.evaluation.acceptance import sampling_arguments
 from mtpjax.evaluation.machine import Stopwatch, describe_machine
 from mtpjax.evaluation.metrics import estimate
 from mtpjax.evaluation.plot_style import COLOURS, picture
+from mtpjax.inference.generate import generate, speculative_generate
 from mtpjax.training.cost import seconds_per_update
 from mtpjax.training.trainer import TrainResult, train
 

@@ -25,12 +25,12 @@ from rich.console import Console
 from mtpjax import DecodeConfig, MTPModel, Objective, TrainConfig, load
 from mtpjax.ablation.bench import Settings, find_workload
 from mtpjax.console import narrow_table
-from mtpjax.decoding.generate import speculative_generate
 from mtpjax.evaluation.acceptance import sampling_arguments
 from mtpjax.evaluation.intervals import estimate_from, resample
 from mtpjax.evaluation.machine import describe_machine
 from mtpjax.evaluation.metrics import estimate
 from mtpjax.evaluation.plots import plot_objectives
+from mtpjax.inference.generate import speculative_generate
 from mtpjax.io import checkpoint
 from mtpjax.io.checkpoint_reader import CheckpointReader
 from mtpjax.models.params import is_of_modules

@@ -9,11 +9,11 @@ from mtpjax.version import __version__
 if TYPE_CHECKING:
     from mtpjax.data.tokenizer import load_tokenizer
     from mtpjax.decoding.config import DecodeConfig, SamplingParams
-    from mtpjax.decoding.generate import generate, speculative_generate
     from mtpjax.decoding.result import GenerationResult, collect
-    from mtpjax.decoding.resumable import init_state, insert, run
     from mtpjax.drafters.load import load_drafter, save_drafter
     from mtpjax.evaluation.self_check import check_acceptance
+    from mtpjax.inference.generate import generate, speculative_generate
+    from mtpjax.inference.resumable import init_state, insert, run
     from mtpjax.io.checkpoint import load
     from mtpjax.io.save import save
     from mtpjax.models.config import ModelConfig
@@ -61,9 +61,9 @@ _HOMES = {
     "data.tokenizer": ("load_tokenizer",),
     "decoding.config": ("DecodeConfig", "SamplingParams"),
     "drafters.load": ("load_drafter", "save_drafter"),
-    "decoding.generate": ("generate", "speculative_generate"),
+    "inference.generate": ("generate", "speculative_generate"),
     "decoding.result": ("GenerationResult", "collect"),
-    "decoding.resumable": ("init_state", "insert", "run"),
+    "inference.resumable": ("init_state", "insert", "run"),
     "evaluation.self_check": ("check_acceptance",),
     "io.checkpoint": ("load",),
     "io.save": ("save",),

@@ -23,8 +23,6 @@ from mtpjax.data.sources import read_source
 from mtpjax.data.tokenizer import ByteTokenizer, load_tokenizer
 from mtpjax.decoding.capacity import cache_capacity, choose_prefill_chunk, min_rows_per_pass
 from mtpjax.decoding.config import LOSSY_RULES, DecodeConfig
-from mtpjax.decoding.generate import generate, speculative_generate
-from mtpjax.decoding.requests import make_drafter
 from mtpjax.evaluation.acceptance import equals_plain_decoding, sampling_arguments
 from mtpjax.evaluation.intervals import Estimate, estimate_from, resample
 from mtpjax.evaluation.machine import Stopwatch
@@ -32,6 +30,8 @@ from mtpjax.evaluation.metrics import decoded_rates, to_json
 from mtpjax.evaluation.round_costs import CostMeter, RoundCosts
 from mtpjax.evaluation.round_loops import PLAIN_STEP, RoundShape, max_slots_written
 from mtpjax.evaluation.trust import seconds_beyond, speed_up_problem, time_calls, waiting_problem
+from mtpjax.inference.generate import generate, speculative_generate
+from mtpjax.inference.requests import make_drafter
 from mtpjax.io.checkpoint_format import is_checkpoint
 from mtpjax.io.checkpoint_reader import CheckpointReader
 from mtpjax.messages import count_of

@@ -7,10 +7,10 @@ from collections.abc import Sequence
 
 from mtpjax.ablation.drafters import MTP, DraftMethod
 from mtpjax.decoding.config import CHAIN_RULES, EXACT_RULES, FIXED_TREE_RULES, LOSSY_RULES, DecodeConfig
-from mtpjax.decoding.requests import check_settings, make_drafter
 from mtpjax.decoding.spec import DecodeSpec
 from mtpjax.evaluation.round_costs import MAX_MEASURED_STEPS
 from mtpjax.evaluation.round_loops import RoundShape
+from mtpjax.inference.requests import check_settings, make_drafter
 from mtpjax.models.model import MTPModel
 
 RULES = ("auto", "exact", *EXACT_RULES, *LOSSY_RULES)

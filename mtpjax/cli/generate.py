@@ -100,9 +100,9 @@ def _read_standard_input() -> str:
 def _generate_on(mesh, options, settings: dict[str, Any], prompts: list) -> int:
     from mtpjax.data.prompts import encode_prompts
     from mtpjax.data.tokenizer import load_tokenizer
-    from mtpjax.decoding.generate import without_drafts
     from mtpjax.distributed import is_main_process
     from mtpjax.evaluation.self_check import check_acceptance
+    from mtpjax.inference.generate import without_drafts
     from mtpjax.io.checkpoint_format import find_checkpoint
     from mtpjax.serving.offline import complete
 

@@ -17,7 +17,6 @@ import numpy as np
 
 from mtpjax.decoding.capacity import round_up_capacity
 from mtpjax.decoding.config import DecodeConfig, SamplingParams
-from mtpjax.decoding.generate import generate, speculative_generate
 from mtpjax.decoding.spec import DecodeSpec, Rule
 from mtpjax.distributed import gather_processes
 from mtpjax.drafters.dflash.drafting import DFlashDrafter
@@ -27,6 +26,7 @@ from mtpjax.drafters.forward import DraftArchitecture, forward_with_drafter
 from mtpjax.drafters.load import TrainedParams
 from mtpjax.drafters.medusa.drafting import MedusaDrafter, MedusaParams
 from mtpjax.evaluation.predict import acceptance_probabilities, expected_rounds
+from mtpjax.inference.generate import generate, speculative_generate
 from mtpjax.models.forward import forward, shift_left
 from mtpjax.models.model import MTPModel
 from mtpjax.models.params import DRAFT_IDS, DRAFTER

@@ -20,10 +20,10 @@ from mtpjax import compat
 from mtpjax.decoding.capacity import choose_prefill_chunk
 from mtpjax.decoding.config import DecodeConfig
 from mtpjax.decoding.loop import decode
-from mtpjax.decoding.requests import make_drafter
 from mtpjax.decoding.sampling import SamplingFeatures
 from mtpjax.decoding.spec import DecodeSpec
 from mtpjax.decoding.state import empty_state
+from mtpjax.inference.requests import make_drafter
 from mtpjax.models.config import Implementation, ModelConfig
 from mtpjax.models.decoding_layout import align_blocks, copy_key_value_heads, fit_config, part_specs
 from mtpjax.models.model import MTPModel

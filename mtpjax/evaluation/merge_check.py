@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from mtpjax.data.prompts import Prompt, encode_prompts, max_prompt_length
 from mtpjax.data.tokenizer import load_tokenizer
 from mtpjax.decoding.config import DecodeConfig
-from mtpjax.decoding.generate import speculative_generate
+from mtpjax.inference.generate import speculative_generate
 from mtpjax.io.checkpoint import load
 
 NUM_STEPS = 3  # draft levels, the default of inference engines for one module

@@ -17,12 +17,12 @@ from mtpjax.atomic import write_text
 from mtpjax.decoding.capacity import min_rows_per_pass
 from mtpjax.decoding.config import LOSSY_RULES, DecodeConfig, largest_tree
 from mtpjax.decoding.drafter import Drafter
-from mtpjax.decoding.requests import check_settings, make_drafter
 from mtpjax.evaluation.machine import Stopwatch
 from mtpjax.evaluation.round_costs import MAX_MEASURED_STEPS, CostMeter, RoundCosts
 from mtpjax.evaluation.round_loops import PLAIN_STEP, RoundShape, max_slots_written
 from mtpjax.evaluation.trust import mark, verdict, waiting_problem
 from mtpjax.host import num_threads
+from mtpjax.inference.requests import check_settings, make_drafter
 from mtpjax.models.config import ModelConfig
 from mtpjax.models.model import MTPModel
 from mtpjax.safe_open import read_json_file

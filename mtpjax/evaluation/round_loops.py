@@ -13,12 +13,12 @@ from mtpjax.decoding.commit import cond_as_while_loop
 from mtpjax.decoding.config import DecodeConfig
 from mtpjax.decoding.drafter import Drafter
 from mtpjax.decoding.loop import run_round
-from mtpjax.decoding.requests import make_drafter
 from mtpjax.decoding.sampling import SamplingArrays, distribution, draw
 from mtpjax.decoding.spec import DecodeSpec
 from mtpjax.decoding.state import DecodeState, NewRows, empty_state, start_rows
 from mtpjax.decoding.verify import Acceptance, verify
 from mtpjax.drafters.mtp.drafting import MTPDrafter
+from mtpjax.inference.requests import make_drafter
 from mtpjax.models.cache import commit, empty_cache
 from mtpjax.models.layers.entries import read_rows, write_rows
 from mtpjax.models.masks import cached_view

@@ -14,10 +14,10 @@ import jax.numpy as jnp
 from mtpjax.decoding.capacity import min_rows_per_pass
 from mtpjax.decoding.config import DecodeConfig
 from mtpjax.decoding.loop import decode
-from mtpjax.decoding.requests import make_drafter
 from mtpjax.decoding.sampling import SamplingArrays
 from mtpjax.decoding.spec import DecodeSpec
 from mtpjax.decoding.state import NewRows, empty_state, start_rows
+from mtpjax.inference.requests import make_drafter
 from mtpjax.models.model import MTPModel
 from pallas_kernels import dispatch, measurements
 from pallas_kernels.questions import difference_from_xla, implementations_of, make_call

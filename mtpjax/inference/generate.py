@@ -24,7 +24,12 @@ from mtpjax.decoding.config import DecodeConfig, SamplingParams
 from mtpjax.decoding.depth_policy import can_speed_up
 from mtpjax.decoding.drafter import Drafter
 from mtpjax.decoding.loop import decode
-from mtpjax.decoding.requests import (
+from mtpjax.decoding.result import GenerationResult, collect
+from mtpjax.decoding.sampling import SamplingFeatures
+from mtpjax.decoding.sampling_params import temperatures
+from mtpjax.decoding.spec import DecodeSpec
+from mtpjax.decoding.state import DecodeState, NewRows, empty_state, start_rows
+from mtpjax.inference.requests import (
     check_argument_types,
     check_request,
     explain_param_errors,
@@ -35,11 +40,6 @@ from mtpjax.decoding.requests import (
     repeat_first_row,
     with_implementation,
 )
-from mtpjax.decoding.result import GenerationResult, collect
-from mtpjax.decoding.sampling import SamplingFeatures
-from mtpjax.decoding.sampling_params import temperatures
-from mtpjax.decoding.spec import DecodeSpec
-from mtpjax.decoding.state import DecodeState, NewRows, empty_state, start_rows
 from mtpjax.models.decoding_layout import constrain_state, fit_to_mesh, shard_for_decoding
 from mtpjax.models.model import MTPModel
 from mtpjax.models.sharding import mesh_of

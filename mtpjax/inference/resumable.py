@@ -25,11 +25,15 @@ from mtpjax.compat import library_settings
 from mtpjax.decoding.capacity import round_up_capacity, slots_per_round
 from mtpjax.decoding.config import DecodeConfig, SamplingParams, check_integer
 from mtpjax.decoding.drafter import Drafter
-from mtpjax.decoding.generate import device_settings, make_state, resolve_spec
 from mtpjax.decoding.gpu_graph import one_graph
 from mtpjax.decoding.loop import run_rounds
 from mtpjax.decoding.prefill import insert_rows
-from mtpjax.decoding.requests import (
+from mtpjax.decoding.sampling import SamplingFeatures
+from mtpjax.decoding.spec import DecodeSpec
+from mtpjax.decoding.state import DecodeState, NewRows
+from mtpjax.distributed import gather_processes
+from mtpjax.inference.generate import device_settings, make_state, resolve_spec
+from mtpjax.inference.requests import (
     check_argument_types,
     check_request,
     check_settings,
@@ -42,10 +46,6 @@ from mtpjax.decoding.requests import (
     repeat_first_row,
     with_implementation,
 )
-from mtpjax.decoding.sampling import SamplingFeatures
-from mtpjax.decoding.spec import DecodeSpec
-from mtpjax.decoding.state import DecodeState, NewRows
-from mtpjax.distributed import gather_processes
 from mtpjax.messages import count_of
 from mtpjax.models.decoding_layout import fit_to_mesh, run_in_parts
 from mtpjax.models.model import MTPModel

@@ -21,8 +21,12 @@ from mtpjax.compat import library_settings
 from mtpjax.decoding import gpu_graph
 from mtpjax.decoding.capacity import round_up_capacity
 from mtpjax.decoding.config import DecodeConfig
-from mtpjax.decoding.generate import choose_min_rows, device_settings, make_state, platform_of
-from mtpjax.decoding.requests import (
+from mtpjax.decoding.sampling import SamplingFeatures
+from mtpjax.decoding.sampling_params import temperatures
+from mtpjax.decoding.state import DecodeState, NewRows
+from mtpjax.drafters.own_params import require_whole_trunk
+from mtpjax.inference.generate import choose_min_rows, device_settings, make_state, platform_of
+from mtpjax.inference.requests import (
     check_request,
     check_settings,
     explain_param_errors,
@@ -30,11 +34,7 @@ from mtpjax.decoding.requests import (
     make_stop_table,
     params_to_device,
 )
-from mtpjax.decoding.resumable import fit_stops, resolve_statics
-from mtpjax.decoding.sampling import SamplingFeatures
-from mtpjax.decoding.sampling_params import temperatures
-from mtpjax.decoding.state import DecodeState, NewRows
-from mtpjax.drafters.own_params import require_whole_trunk
+from mtpjax.inference.resumable import fit_stops, resolve_statics
 from mtpjax.models.cache import recurrent_entries, replace_recurrent_entries
 from mtpjax.models.expert_counts import expert_layers
 from mtpjax.models.expert_placement import STACKS, num_expert_devices, placement_tables

@@ -14,11 +14,11 @@ from typing import Any
 import jax
 
 from mtpjax.decoding.config import DecodeConfig
-from mtpjax.decoding.requests import make_drafter
 from mtpjax.decoding.spec import DecodeSpec
 from mtpjax.distributed import gather_values
 from mtpjax.errors import MemoryTooSmall, is_memory_error, printable
 from mtpjax.host import describe_address_limit
+from mtpjax.inference.requests import make_drafter
 from mtpjax.messages import count_of
 from mtpjax.models.cache import empty_cache, recurrent_entries
 from mtpjax.models.config import ModelConfig

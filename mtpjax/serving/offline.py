@@ -14,11 +14,11 @@ from jax.sharding import Mesh
 
 from mtpjax.decoding.config import DecodeConfig, SamplingParams, check_integer
 from mtpjax.decoding.gpu_graph import GRAPHS
-from mtpjax.decoding.requests import check_request, make_drafter, make_stop_table
 from mtpjax.decoding.result import GenerationResult, collect
-from mtpjax.decoding.resumable import init_state, insert, resolve_statics, run
 from mtpjax.decoding.sampling import SamplingFeatures
 from mtpjax.decoding.sampling_params import make_sampling_arrays
+from mtpjax.inference.requests import check_request, make_drafter, make_stop_table
+from mtpjax.inference.resumable import init_state, insert, resolve_statics, run
 from mtpjax.models.model import MTPModel
 from mtpjax.serving.api.text_stream import Span, TextStream
 

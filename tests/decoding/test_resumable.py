@@ -8,8 +8,8 @@ import pytest
 
 from mtpjax import DecodeConfig, SamplingParams, collect, init_state, insert, run, speculative_generate
 from mtpjax.decoding import resumable
-from mtpjax.decoding.resumable import num_pages_for
 from mtpjax.decoding.sampling import SamplingFeatures
+from mtpjax.inference.resumable import num_pages_for
 
 SLOTS, ROWS = 3, 7
 POOL = 40, 4  # enough for the longest rows at once; pages are used again and again

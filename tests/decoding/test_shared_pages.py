@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 from mtpjax import DecodeConfig, collect, init_state, insert, run, speculative_generate
-from mtpjax.decoding.resumable import num_pages_for
+from mtpjax.inference.resumable import num_pages_for
 from mtpjax.models.pages import gather_pages
 
 SIZE, NUM_PAGES = 4, 64

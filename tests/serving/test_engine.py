@@ -135,7 +135,7 @@ def test_passes_of_one_row_are_padded_on_a_gpu(num_steps, small, monkeypatch):
         Request(prompt=tuple(range(56)), max_new_tokens=40),
     ]
     expected = [alone(params, model, request, config)[0] for request in requests]
-    monkeypatch.setattr("mtpjax.decoding.generate.platform_of", lambda mesh: "gpu")
+    monkeypatch.setattr("mtpjax.inference.generate.platform_of", lambda mesh: "gpu")
     engine = Engine(params, model=model, config=config, settings=SETTINGS)
     assert engine._executor.sizes.min_rows == (2, 1)
     assert engine._executor.sizes.num_behind >= 2

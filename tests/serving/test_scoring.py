@@ -9,11 +9,11 @@ from jax.sharding import NamedSharding, PartitionSpec, use_abstract_mesh
 
 from mtpjax import DecodeConfig, MTPModel, compat
 from mtpjax.decoding.capacity import choose_prefill_chunk
-from mtpjax.decoding.requests import make_drafter
 from mtpjax.decoding.sampling import SamplingFeatures
 from mtpjax.decoding.spec import DecodeSpec
 from mtpjax.decoding.state import empty_state
 from mtpjax.evaluation.compiled_call import stored_shapes
+from mtpjax.inference.requests import make_drafter
 from mtpjax.models.presets import presets
 from mtpjax.serving.programs import Batch
 from mtpjax.serving.scoring import MAX_LOGITS, pass_width, piece_size, score_chunk
