@@ -27,8 +27,8 @@ import jax
 import pytest
 
 from mtpjax import MTPModel, compat
-from mtpjax.evaluation import small_models
 from mtpjax.io.checkpoint import save_model
+from tests.helpers import small_models
 
 jax.config.update("jax_numpy_rank_promotion", "raise")
 jax.config.update("jax_default_matmul_precision", "highest")
