@@ -24,16 +24,16 @@ from mtpjax import DecodeConfig, MTPModel, TrainConfig, load_drafter, save_draft
 from mtpjax.atomic import write_text
 from mtpjax.data.packing import concatenate_rows
 from mtpjax.drafters.dflash.network import DFlashConfig
-from mtpjax.drafters.forward import draft_layer_ids
-from mtpjax.drafters.load import TrainedDrafter, TrainedParams
-from mtpjax.drafters.medusa.drafting import MedusaDrafter, MedusaParams
+from mtpjax.drafters.forward import read_layers
+from mtpjax.drafters.medusa.network import MedusaConfig
+from mtpjax.drafters.trained import DraftParams, TrainedDrafter
 from mtpjax.training import run_dir
 from mtpjax.training.callbacks import Callback, TrainEvent
 from mtpjax.training.corpus import load_corpus
 from mtpjax.training.cost import seconds_per_update
-from mtpjax.training.draft_architecture import draft_architecture
 from mtpjax.training.hidden_state_cache import open_hidden_state_cache
 from mtpjax.training.initial_model import init_model
+from mtpjax.training.new_drafter import new_drafter
 from mtpjax.training.trainer import train
 
 SAVE_EVERY = 50  # updates; a state has the trunk, too
@@ -103,7 +103,7 @@ def fill_states(configs: Sequence[TrainConfig]) -> None:
     # A run with unrolled layers, if there is one: only those return the states that enter them.
     config = max(configs, key=lambda each: each.drafter != "mtp")
     model, make_params = init_model(config)
-    read = [draft_layer_ids(draft_architecture(each, model.config)) for each in configs]
+    drafters = [new_drafter(each, model.config) for each in configs if not each.draft_method.is_of_model]
     corpus = load_corpus(config, model.config.vocab_size, num_depths=config.num_depths)
     with run_dir.catch_stop_signals() as should_stop:
         open_hidden_state_cache(
@@ -113,7 +113,7 @@ def fill_states(configs: Sequence[TrainConfig]) -> None:
             model=model,
             batch_size=config.batch_size,
             dtype=config.trunk_states_dtype,
-            layer_ids=tuple(sorted({layer for layers in read for layer in layers})),
+            layer_ids=tuple(sorted({layer for drafter in drafters for layer in read_layers(drafter)})),
             should_stop=should_stop,
         )
 
@@ -145,15 +145,16 @@ def train_drafter(
     else:
         shutil.rmtree(path, ignore_errors=True)
         full = to_full_vocabulary(result.drafter, result.draft_params, data.ids, embedding)  # type: ignore[reportArgumentType]
-        save_drafter(path, *full, format="vllm" if isinstance(full[0], MedusaDrafter) else "speculators")
+        files = config.draft_method.files
+        save_drafter(path, *full, format=None if files is None else files.format_with_ids)
     updates = budget.spent["updates"]
     tokens = updates * config.batch_size * config.row_length
     return {**budget.spent, "tokens": tokens, "seconds_per_step": seconds_per_update(result.history)}
 
 
 def to_full_vocabulary(
-    drafter: TrainedDrafter, draft_params: TrainedParams, ids: np.ndarray, embedding: jax.Array
-) -> tuple[TrainedDrafter, TrainedParams]:
+    drafter: TrainedDrafter, draft_params: DraftParams, ids: np.ndarray, embedding: jax.Array
+) -> tuple[TrainedDrafter, DraftParams]:
     """Brings a drafter from the trunk in a part of the vocabulary to the trunk in all of it.
 
     Args:
@@ -168,7 +169,7 @@ def to_full_vocabulary(
     V, own = len(embedding), drafter.architecture
     draft_ids = jnp.asarray(ids if draft_params.draft_ids is None else ids[np.asarray(draft_params.draft_ids)])
     sizes: dict[str, Any] = {"draft_vocab_size": len(draft_ids)}
-    if isinstance(draft_params, MedusaParams):
+    if isinstance(own, MedusaConfig):
         config: Any = dataclasses.replace(own, vocab_size=V, **sizes)
         return dataclasses.replace(drafter, architecture=config), draft_params.replace(draft_ids=draft_ids)
     network = dict(draft_params.network)

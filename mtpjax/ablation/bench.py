@@ -14,7 +14,7 @@ from typing import Any
 import jax
 import numpy as np
 
-from mtpjax.ablation.drafters import MTP, DraftMethod
+from mtpjax.ablation.drafters import MTP, AblatedDrafter
 from mtpjax.ablation.grid import Cell, Settings
 from mtpjax.data import packing
 from mtpjax.data.config import Source
@@ -170,7 +170,7 @@ class Bench:
     settings: Settings
     workload: Workload
     cells: Sequence[Cell] = ()
-    methods: Sequence[DraftMethod] = (MTP,)
+    methods: Sequence[AblatedDrafter] = (MTP,)
 
     def __post_init__(self):
         self._min_rows_cache: dict[int, int | None] = {}
@@ -261,7 +261,7 @@ class Bench:
             "seconds": time.perf_counter() - begin,
         }
 
-    def method(self, cell: Cell) -> DraftMethod:
+    def method(self, cell: Cell) -> AblatedDrafter:
         """Returns the drafter that a cell names."""
         return next(method for method in self.methods if method.name == cell.drafter)
 
@@ -369,7 +369,7 @@ class Bench:
         return self._costs_cache[key]
 
     def _make_meter(
-        self, method: DraftMethod, batch_size: int, shapes: tuple[RoundShape, ...], min_rows: int
+        self, method: AblatedDrafter, batch_size: int, shapes: tuple[RoundShape, ...], min_rows: int
     ) -> CostMeter:
         drafter = make_drafter(method.config(DecodeConfig()))
         max_slots = max((max_slots_written(self.model, shape, drafter) for shape in shapes), default=1)

@@ -5,7 +5,7 @@ import itertools
 import math
 from collections.abc import Sequence
 
-from mtpjax.ablation.drafters import MTP, DraftMethod
+from mtpjax.ablation.drafters import MTP, AblatedDrafter
 from mtpjax.decoding.config import CHAIN_RULES, EXACT_RULES, FIXED_TREE_RULES, LOSSY_RULES, DecodeConfig
 from mtpjax.decoding.spec import DecodeSpec
 from mtpjax.evaluation.round_costs import MAX_MEASURED_STEPS
@@ -79,7 +79,7 @@ class Settings:
 class Cell:
     """One combination of settings.
 
-    `acceptance` is the name of a rule, neither "auto" nor "exact"; `drafter` is the name of a `DraftMethod`.
+    `acceptance` is the name of a rule, neither "auto" nor "exact"; `drafter` is the name of a `AblatedDrafter`.
     """
 
     batch_size: int
@@ -91,7 +91,7 @@ class Cell:
     drafter: str = "mtp"
 
     def config(self, common: DecodeConfig) -> DecodeConfig:
-        """Returns `common` with this cell's draft settings; `DraftMethod.config` sets the drafter."""
+        """Returns `common` with this cell's draft settings; `AblatedDrafter.config` sets the drafter."""
         return dataclasses.replace(
             common,
             num_steps=self.num_steps,
@@ -132,7 +132,7 @@ class Cell:
 
 
 def list_cells(
-    settings: Settings, *, model: MTPModel, methods: Sequence[DraftMethod] = (MTP,)
+    settings: Settings, *, model: MTPModel, methods: Sequence[AblatedDrafter] = (MTP,)
 ) -> tuple[list[Cell], dict[str, int]]:
     """Lists the cells to measure.
 

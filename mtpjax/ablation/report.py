@@ -11,7 +11,7 @@ from typing import Any
 
 from mtpjax.ablation.bench import Workload
 from mtpjax.ablation.comparison import format_comparison, format_rates, format_ratio, parts_cost, round_cost
-from mtpjax.ablation.drafters import MTP, DraftMethod
+from mtpjax.ablation.drafters import MTP, AblatedDrafter
 from mtpjax.ablation.grid import Cell, Settings
 from mtpjax.ablation.panels import by_speed
 from mtpjax.console import narrow_table, print_parts
@@ -127,7 +127,7 @@ def format_recommendation(
     workload: Workload,
     settings: Settings,
     environment: dict[str, Any],
-    methods: Sequence[DraftMethod] = (MTP,),
+    methods: Sequence[AblatedDrafter] = (MTP,),
 ) -> str:
     """Writes the text of `recommendation.md`.
 

@@ -19,7 +19,7 @@ from typing import Any, Unpack
 import jax
 
 from mtpjax.ablation.bench import Bench, Workload, find_workload
-from mtpjax.ablation.drafters import MTP, DraftMethod, load_methods
+from mtpjax.ablation.drafters import MTP, AblatedDrafter, load_methods
 from mtpjax.ablation.grid import Cell, Settings, list_cells
 from mtpjax.ablation.heatmap import plot_heatmap
 from mtpjax.ablation.pareto import plot_pareto
@@ -28,7 +28,7 @@ from mtpjax.ablation.report import format_recommendation, format_summary, print_
 from mtpjax.ablation.rows import is_whole
 from mtpjax.atomic import write_text
 from mtpjax.data.jsonl_writer import JsonlWriter
-from mtpjax.drafters.files.read import Reading
+from mtpjax.drafters.method import Reading
 from mtpjax.evaluation.machine import describe_machine
 from mtpjax.evaluation.plot_style import DEFAULT_FORMATS, picture_paths
 from mtpjax.evaluation.trust import can_pass
@@ -43,7 +43,7 @@ CELL_VERSION = 7  # format of a cell's line; lines of another version are measur
 
 
 def fingerprint(
-    cell: Cell, settings: Settings, workload: Workload, environment: dict[str, Any], method: DraftMethod = MTP
+    cell: Cell, settings: Settings, workload: Workload, environment: dict[str, Any], method: AblatedDrafter = MTP
 ) -> str:
     """Computes a digest of everything that a cell's results depend on, except chance.
 

@@ -198,6 +198,7 @@ def _profile(options) -> int:
     import rich.console
 
     from mtpjax.console import print_parts
+    from mtpjax.drafters.methods import uses_mtp_modules
     from mtpjax.evaluation import profile
     from mtpjax.io.checkpoint import load
 
@@ -211,6 +212,9 @@ def _profile(options) -> int:
         check_output_file(options.output)
     model, params = load(options.model_path, model_type=model_type(options), implementation=options.implementation)
     settings, draft_params = load_drafter_of(options, {"num_steps": options.num_steps}, model)
+    drafter = settings.get("drafter", "mtp")
+    if isinstance(drafter, str) and not uses_mtp_modules(drafter):
+        raise ValueError(f"profiles are of MTP modules and of drafters in files, not of {drafter}")
     output = profile.default_path(drafter_path or options.model_path) if options.output is None else options.output
     with progress_bar() as bar:
         # Compile a loop per shape and batch size, then time the loops in turns.
@@ -227,7 +231,7 @@ def _profile(options) -> int:
             acceptance=acceptance,
             rounds=options.repeats,
             progress=lambda done, total: bar.update(task, completed=done, total=total),
-            drafter=settings.get("drafter", "mtp"),
+            drafter=drafter,
             draft_params=draft_params,
         )
     if measured.get("context", options.context) < options.context:

@@ -1,19 +1,40 @@
-"""Checks of architectures that draft from trunk states."""
+"""What every drafter with a network of its own says about itself and its trunk, and the checks of it."""
 
-from mtpjax.models.config import require
+from typing import Any, NamedTuple, Protocol
+
+from mtpjax.models.config import ModelConfig, require
+
+
+class TrunkSizes(NamedTuple):
+    """Sizes of the trunk that a drafter is for."""
+
+    vocab_size: int
+    hidden_size: int
+    num_hidden_layers: int  # 0: the drafter is for any number
+
+
+class DraftArchitecture(Protocol):
+    """The architecture of a drafter beside a trunk: a frozen dataclass, hashable."""
+
+    @property
+    def trunk(self) -> TrunkSizes:
+        """The trunk that it is for."""
+        ...
+
+    @property
+    def layer_ids(self) -> tuple[int, ...]:
+        """Trunk layers whose input states it reads; the number of trunk layers, L, means the last one's output, before
+        the final norm, and L + 1 the output of this norm."""
+        ...
+
+    @property
+    def draft_vocab_size(self) -> int:
+        """Tokens that can be drafted, R."""
+        ...
 
 
 def check_layer_ids(layer_ids: tuple[int, ...], num_target_layers: int) -> None:
-    """Checks the trunk layers whose input states a drafter reads.
-
-    Args:
-        layer_ids: the layers; `num_target_layers` means the output of the last one, before the final norm, and one more
-            the output of this norm.
-        num_target_layers: layers of the trunk.
-
-    Raises:
-        ValueError: `layer_ids` is empty, names a layer twice, or names one that does not exist.
-    """
+    """Raises `ValueError` if the ids are empty, name a layer twice, or one that a trunk of this depth does not have."""
     ids, layers = layer_ids, num_target_layers
     require(
         bool(ids) and len(set(ids)) == len(ids) and all(0 <= layer <= layers + 1 for layer in ids),
@@ -23,19 +44,27 @@ def check_layer_ids(layer_ids: tuple[int, ...], num_target_layers: int) -> None:
 
 
 def check_draft_vocabulary(draft_vocab_size: int, vocab_size: int, *, own_head: bool) -> None:
-    """Checks the number of tokens that a drafter can draft.
-
-    Args:
-        draft_vocab_size: the number.
-        vocab_size: tokens of the trunk.
-        own_head: the drafter has its own head.
-
-    Raises:
-        ValueError: it is out of range, or the trunk's head would have to have fewer columns.
-    """
+    """Raises `ValueError` if so many tokens cannot be drafted; the trunk's head has the columns of all tokens."""
     require(1 <= draft_vocab_size <= vocab_size, f"draft_vocab_size {draft_vocab_size} is not within 1..{vocab_size}")
     require(
         own_head or draft_vocab_size == vocab_size,
         f"draft_vocab_size {draft_vocab_size} is below the vocabulary of {vocab_size}: "
         "the trunk's head has the columns of all tokens",
+    )
+
+
+def dense_layers(trunk: ModelConfig, **changes: Any) -> ModelConfig:
+    """Returns the config of dense layers of the trunk's width, with as many attention heads, for a new drafter."""
+    D, is_grouped = trunk.hidden_size, trunk.attention == "grouped"
+    return ModelConfig(
+        vocab_size=trunk.vocab_size,
+        hidden_size=D,
+        num_attention_heads=trunk.num_attention_heads,
+        num_key_value_heads=(trunk.num_key_value_heads if is_grouped else 0) or trunk.num_attention_heads,
+        head_dim=(trunk.head_dim if is_grouped else 0) or D // trunk.num_attention_heads,
+        intermediate_size=trunk.intermediate_size,
+        max_position_embeddings=trunk.max_position_embeddings,
+        rms_norm_eps=trunk.rms_norm_eps,
+        rope_theta=trunk.rope_theta,
+        **changes,
     )

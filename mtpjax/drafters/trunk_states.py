@@ -21,16 +21,7 @@ def inner_layers(layer_ids: tuple[int, ...], num_layers: int) -> tuple[int, ...]
 
 
 def join_states(output: TrunkOutput, layer_ids: tuple[int, ...], num_layers: int) -> jax.Array:
-    """Joins trunk states side by side.
-
-    Args:
-        output: a pass that returned the states of `inner_layers(layer_ids, num_layers)`.
-        layer_ids: as in `inner_layers`.
-        num_layers: layers of the trunk.
-
-    Returns:
-        `[B, T, n * D]` in the order of `layer_ids`.
-    """
+    """Joins the states of a pass that returned those of `inner_layers`, `[B, T, n * D]` in the order of the ids."""
     states = dict(zip(inner_layers(layer_ids, num_layers), output.states, strict=True))
     states |= {num_layers: output.prenorm, num_layers + 1: output.hidden}
     return jnp.concatenate([states[layer] for layer in layer_ids], axis=-1)

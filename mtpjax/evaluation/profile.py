@@ -9,7 +9,7 @@ import os
 import pathlib
 import time
 from collections.abc import Callable, Sequence
-from typing import Any, Literal
+from typing import Any
 
 import jax
 
@@ -17,6 +17,7 @@ from mtpjax.atomic import write_text
 from mtpjax.decoding.capacity import min_rows_per_pass
 from mtpjax.decoding.config import LOSSY_RULES, DecodeConfig, largest_tree
 from mtpjax.decoding.drafter import Drafter
+from mtpjax.drafters.methods import uses_mtp_modules
 from mtpjax.evaluation.machine import Stopwatch
 from mtpjax.evaluation.round_costs import MAX_MEASURED_STEPS, CostMeter, RoundCosts
 from mtpjax.evaluation.round_loops import PLAIN_STEP, RoundShape, max_slots_written
@@ -78,7 +79,7 @@ def measure(
     rounds: int = 48,
     seconds: float = 0.02,
     progress: Callable[[int, int], Any] = lambda done, total: None,
-    drafter: Literal["mtp"] | Drafter = "mtp",
+    drafter: str | Drafter = "mtp",
     draft_params: Any = None,
 ) -> dict[str, Any]:
     """Times rounds of every depth from 0 to `num_steps`, per batch size.
@@ -110,9 +111,10 @@ def measure(
     # Check before compiling, which takes long.
     config = model.config
     shapes = shapes_up_to(num_steps, topk, num_draft_tokens)
-    if drafter == "mtp" and not config.num_mtp_modules:
+    has_modules = uses_mtp_modules(drafter)
+    if has_modules and not config.num_mtp_modules:
         raise ValueError("the model has no MTP modules, so no drafts can be measured")
-    if drafter == "mtp" and topk > 1 and config.num_mtp_modules > 1:
+    if has_modules and topk > 1 and config.num_mtp_modules > 1:
         raise ValueError(f"trees need exactly one MTP module; the model has {config.num_mtp_modules}")
     # A drafter refuses what it cannot do, such as a depth beyond its heads, with its reason.
     settings = DecodeConfig(num_steps=num_steps, topk=topk, num_draft_tokens=num_draft_tokens, drafter=drafter)
@@ -131,7 +133,7 @@ def measure(
     capacity = -(-(context + 2 * max_slots) // CAPACITY_STEP) * CAPACITY_STEP
     # Steps of the progress: compiled loops (3 per shape, 4 with a drafter other than MTP modules, 2 for plain rounds, 1
     # for chains in turn), then measurements.
-    per_batch = (3 + (drafter != "mtp")) * len(shapes) + 2 + (topk == 1) + rounds
+    per_batch = (3 + (not has_modules)) * len(shapes) + 2 + (topk == 1) + rounds
     total, done, costs, waited = per_batch * len(batches), 0, [], 0.0
 
     def advance(by: int = 1) -> None:

@@ -7,7 +7,7 @@ drafter runs as it does in decoding.
 
 import dataclasses
 from collections.abc import Callable
-from typing import Any, Literal
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -16,6 +16,7 @@ import numpy as np
 from mtpjax.decoding.config import DecodeConfig
 from mtpjax.decoding.drafter import Drafter
 from mtpjax.decoding.gpu_graph import one_graph
+from mtpjax.drafters.methods import uses_mtp_modules
 from mtpjax.evaluation.round_loops import (
     PLAIN_STEP,
     RoundLoop,
@@ -126,7 +127,7 @@ class CostMeter:
         seconds: float = 0.02,
         time_full_rounds: bool = False,
         on_compiled: Callable[[], None] = lambda: None,
-        drafter: Literal["mtp", "lookup"] | Drafter = "mtp",
+        drafter: str | Drafter = "mtp",
         draft_params: Any = None,
     ):
         """Compiles the loops.
@@ -164,7 +165,7 @@ class CostMeter:
         # 1. Per shape: all parts, verification alone (a plain round has no other part), drafting alone, and the whole
         #    round.
         for shape in dict.fromkeys((PLAIN_STEP, *shapes)):
-            if drafter == "mtp" or shape == PLAIN_STEP:
+            if uses_mtp_modules(drafter) or shape == PLAIN_STEP:
                 add("parts", shape, passes_loop(dtype, model, shape, conditions, drafts=True))
             else:
                 add("parts", shape, drafter_loop(dtype, model, config_of(shape), conditions, verifies=True))

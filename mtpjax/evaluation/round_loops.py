@@ -17,6 +17,7 @@ from mtpjax.decoding.sampling import SamplingArrays, distribution, draw
 from mtpjax.decoding.spec import DecodeSpec
 from mtpjax.decoding.state import DecodeState, NewRows, empty_state, start_rows
 from mtpjax.decoding.verify import Acceptance, verify
+from mtpjax.drafters.methods import uses_mtp_modules
 from mtpjax.drafters.mtp.drafting import MTPDrafter
 from mtpjax.inference.requests import make_drafter
 from mtpjax.models.cache import commit, empty_cache
@@ -72,7 +73,7 @@ def max_slots_written(model: MTPModel, shape: RoundShape, drafter: Drafter | Non
         shape: the round.
         drafter: the draft method; None: the MTP modules.
     """
-    if drafter is None or isinstance(drafter, MTPDrafter):
+    if drafter is None or uses_mtp_modules(drafter):
         num_extended = MTPDrafter().num_extend_positions(model, shape.num_steps)
         return max(shape.num_nodes, num_extended + shape.topk * shape.num_steps)
     # Trees of a fixed shape and those of the best nodes differ in the nodes that are expanded.

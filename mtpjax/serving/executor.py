@@ -24,7 +24,7 @@ from mtpjax.decoding.config import DecodeConfig
 from mtpjax.decoding.sampling import SamplingFeatures
 from mtpjax.decoding.sampling_params import temperatures
 from mtpjax.decoding.state import DecodeState, NewRows
-from mtpjax.drafters.own_params import require_whole_trunk
+from mtpjax.drafters.trained import require_whole_trunk
 from mtpjax.inference.generate import choose_min_rows, device_settings, make_state, platform_of
 from mtpjax.inference.requests import (
     check_request,

@@ -7,15 +7,8 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from mtpjax.drafters.dspark.network import DSparkConfig
-from mtpjax.drafters.forward import (
-    DraftArchitecture,
-    draft_columns,
-    draft_heads,
-    draft_layer_ids,
-    forward_drafter,
-    shares_head,
-)
+from mtpjax.drafters.forward import draft_columns, draft_heads, forward_drafter, read_layers
+from mtpjax.drafters.trained import TrainedDrafter
 from mtpjax.models.forward import DepthsOutput, forward_depths, trunk_states
 from mtpjax.models.model import MTPModel, bind
 from mtpjax.models.params import is_of_modules
@@ -57,7 +50,7 @@ def loss_and_gradients(
     trains: str,
     accumulation: int = 1,
     objective_function: ObjectiveFunction | None = None,
-    architecture: DraftArchitecture | None = None,
+    drafter: TrainedDrafter | None = None,
     sum_over_devices: Callable[[jax.Array], jax.Array] = lambda share: share,
 ) -> tuple[tuple[jax.Array, jax.Array], dict]:
     """Computes loss and gradients of rows `[b, T]`, as shares of those of their batch.
@@ -75,7 +68,7 @@ def loss_and_gradients(
         trains: the trained part, as in `TrainConfig`.
         accumulation: number of parts that the rows are split into; they run one after the other.
         objective_function: computes the loss in the place of `objective`, whose loss it gets.
-        architecture: the drafter that trains in the place of MTP modules; None: MTP modules.
+        drafter: the drafter that trains in the place of MTP modules; None: MTP modules.
         sum_over_devices: sums a value over the devices that hold the batch's other rows.
 
     Returns:
@@ -86,7 +79,7 @@ def loss_and_gradients(
     is_detached = trains == "detached"
     # A custom objective may read KL and overlap, whatever the settings' objective needs. A confidence head
     # learns the overlap.
-    has_confidence = isinstance(architecture, DSparkConfig) and architecture.has_confidence
+    has_confidence = drafter is not None and drafter.has_confidence
     compares_with_trunk = objective.compares_with_trunk or objective_function is not None or has_confidence
 
     # Forward pass: trunk (or its cached states), then every depth, then cross-entropy, KL and overlap per position.
@@ -94,17 +87,17 @@ def loss_and_gradients(
         tokens, segment_ids, loss_mask, states, anchors = rows
         all_params = {**params, **trainable}
         if states is None:
-            layer_ids = draft_layer_ids(architecture)
+            layer_ids = read_layers(drafter)
             states = trunk_states(all_params, tokens, segment_ids, model=model, layer_ids=layer_ids)
         else:
             states = states.astype(model.dtype or params["embedding"].dtype)
         targets, is_valid = all_targets(tokens, segment_ids, loss_mask, num_depths)
         is_valid, confidence = keep_anchors(is_valid, anchors), None
-        if architecture is None:
+        if drafter is None:
             shape = {"num_depths": num_depths, "attention_layout": attention_layout, "is_detached": is_detached}
             output = forward_depths(all_params, states, tokens, segment_ids, model=model, **shape)
         else:
-            shape = {"num_depths": num_depths, "architecture": architecture, "anchors": anchors}
+            shape = {"num_depths": num_depths, "drafter": drafter, "anchors": anchors}
             output = forward_drafter(all_params, states, tokens, segment_ids, model=model, **shape)
             # Targets are columns of the drafter's head. Tokens without one are masked (`mask_undraftable`).
             if (column := draft_columns(all_params, model.config.vocab_size)) is not None:
@@ -118,7 +111,7 @@ def loss_and_gradients(
             vocab_chunk=objective.vocab_chunk,
             compares_with_trunk=compares_with_trunk,
             is_detached=is_detached,
-            architecture=architecture,
+            drafter=drafter,
         )
         terms = compute(output, targets) if anchors is None else anchor_terms(compute, output, targets, anchors)
         return terms, is_valid, targets, output, confidence
@@ -184,7 +177,7 @@ def _output_terms(
     vocab_chunk: int,
     compares_with_trunk: bool,
     is_detached: bool,
-    architecture: DraftArchitecture | None = None,
+    drafter: TrainedDrafter | None = None,
 ) -> PositionTerms:
     """Computes the terms from logits, or with `vocab_chunk` from hidden states and heads.
 
@@ -196,11 +189,10 @@ def _output_terms(
     # use the last module's head.
     apply, modules, num_depths = bind(model, params), model.config.num_mtp_modules, len(output.mtp_hidden)
     heads, head_of = [apply(method="head_matrix")], [0] * (1 + num_depths)
-    if architecture is not None:
+    if drafter is not None:
         # The loss reads a head that the levels share once.
-        heads = list(draft_heads(params, model=model, architecture=architecture, num_depths=num_depths))
-        is_shared = shares_head(architecture)
-        heads, head_of = (heads[:2], [0, *[1] * num_depths]) if is_shared else (heads, [*range(1 + num_depths)])
+        heads = list(draft_heads(params, model=model, drafter=drafter, num_depths=num_depths))
+        head_of = [min(depth, len(heads) - 1) for depth in range(1 + num_depths)]
     elif model.config.mtp_own_head:
         heads += [apply(index=index, method="head_matrix") for index in range(min(modules, num_depths))]
         head_of = [0, *(min(depth, modules) for depth in range(1, num_depths + 1))]

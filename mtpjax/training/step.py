@@ -12,8 +12,8 @@ import optax.contrib
 from jax.sharding import Mesh
 
 from mtpjax.data.packing import Batch
-from mtpjax.drafters.dflash.network import DFlashConfig
-from mtpjax.drafters.forward import DraftArchitecture, mask_undraftable
+from mtpjax.drafters.forward import mask_undraftable
+from mtpjax.drafters.trained import TrainedDrafter
 from mtpjax.models.model import MTPModel
 from mtpjax.models.params import is_of_modules
 from mtpjax.training.anchors import MAX_ANCHORS, draw_anchors, keep_anchors
@@ -153,7 +153,7 @@ def train_step(
     accumulation: int = 1,
     mesh: Mesh | None = None,
     objective_function: ObjectiveFunction | None = None,
-    architecture: DraftArchitecture | None = None,
+    drafter: TrainedDrafter | None = None,
     num_anchors: int = MAX_ANCHORS,
     seed: int = 0,
 ) -> tuple[TrainState, dict[str, jax.Array]]:
@@ -177,9 +177,8 @@ def train_step(
             rounding; the LK hybrid takes one more forward pass.
         mesh: splits the rows over its devices (`mtpjax.training.data_parallel`); None: one device.
         objective_function: computes the loss from `LossInputs`, in the place of `objective`.
-        architecture: the drafter that trains in the place of MTP modules (`mtpjax.drafters.forward`); None: MTP
-            modules.
-        num_anchors: most anchors of a row, for a block drafter.
+        drafter: the drafter that trains in the place of MTP modules (`mtpjax.drafters.trained`); None: MTP modules.
+        num_anchors: maximum number of anchors in a row, for a drafter that draws them.
         seed: seed of the anchors. Those of an update depend on the seed and its number alone.
 
     Returns:
@@ -211,12 +210,12 @@ def train_step(
     # Count the targets of the whole batch first: with them, losses of its parts are shares that add up. The overlap,
     # which the LK hybrid also needs, is only known after a forward pass.
     tokens, segment_ids, loss_mask, cached = jax.tree.map(jnp.asarray, (*batch, states))
-    if architecture is not None:
+    if drafter is not None:
         loss_mask = mask_undraftable(state.params, tokens, loss_mask, model.config.vocab_size)
     _, is_valid = all_targets(tokens, segment_ids, loss_mask, num_depths)
-    # A resumed run has the same number of updates behind it, and so draws the same anchors.
+    # A resumed run has made the same number of updates, and so draws the same anchors.
     anchors = None
-    if isinstance(architecture, DFlashConfig):
+    if drafter is not None and drafter.draws_anchors:
         key = jax.random.fold_in(jax.random.key(seed), state.step)
         anchors = draw_anchors(key, is_valid[1], num_anchors)
     rows = (tokens, segment_ids, loss_mask, cached, anchors)
@@ -231,7 +230,7 @@ def train_step(
         trains=trains,
         accumulation=accumulation,
         objective_function=objective_function,
-        architecture=architecture,
+        drafter=drafter,
     )
     if mesh is not None:
         compute_gradients = sharded_loss_and_gradients(compute_gradients, mesh, trains=trains)

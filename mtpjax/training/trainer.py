@@ -17,7 +17,8 @@ from mtpjax import distributed
 from mtpjax.atomic import write_text
 from mtpjax.data import packing
 from mtpjax.decoding.drafter import Drafter
-from mtpjax.drafters.forward import DraftArchitecture, draft_layer_ids
+from mtpjax.drafters.forward import read_layers
+from mtpjax.drafters.trained import DraftParams, TrainedDrafter
 from mtpjax.errors import Preempted, printable
 from mtpjax.evaluation import self_check
 from mtpjax.evaluation.machine import describe_device
@@ -41,7 +42,7 @@ from mtpjax.training.log import MetricsLog, peak_memory_bytes, trace_window
 from mtpjax.training.loss_inputs import ObjectiveFunction, describe_objective
 from mtpjax.training.losses import mtp_scale_at
 from mtpjax.training.model_yaml import model_to_yaml
-from mtpjax.training.new_drafter import save_trained_drafter, to_decoding
+from mtpjax.training.new_drafter import save_trained_drafter
 from mtpjax.training.panel import Panel, acceptance_panel
 from mtpjax.training.plots import plot_run
 from mtpjax.training.progress import ProgressClock, learning_rate_at
@@ -135,15 +136,16 @@ def train(
     check_callbacks(callbacks)
     mesh, is_main_process = make_run_mesh(config), distributed.is_main_process()
     model, make_params = init_model(config, mesh)
-    drafter = initial_drafter(config, model)
+    initial = initial_drafter(config, model)
     num_depths = num_trained_depths(config, model)
-    # Medusa's heads and the slots of a block draft the trained levels, and no others.
-    panel_depths = max(num_depths, panel_depths) if config.drafter in ("mtp", "eagle3") else num_depths
+    # A network with a fixed number of levels drafts the trained ones, and no others.
+    has_fixed_levels = initial is not None and initial.drafter.max_levels is not None
+    panel_depths = num_depths if has_fixed_levels else max(num_depths, panel_depths)
     corpus = load_corpus(config, model.config.vocab_size, num_depths=num_depths)
-    params, architecture = make_params(), None
-    if drafter is not None:
-        params, architecture = add_drafter(params, drafter, config=config, corpus=corpus, model=model)
-    state, jitted_step = _init_state_and_step(config, model, params, num_depths, mesh, objective, architecture)
+    params, drafter = make_params(), None
+    if initial is not None:
+        params, drafter = add_drafter(params, initial, config=config, corpus=corpus, model=model)
+    state, jitted_step = _init_state_and_step(config, model, params, num_depths, mesh, objective, drafter)
     # Tracing without computing finds a faulty objective before an old run is replaced.
     if objective is not None:
         rows = corpus.batches(config.batch_size, seed=config.seed)
@@ -164,7 +166,7 @@ def train(
             run_dir.check_outputs(output)
         # 3. Fill the cache of trunk states, then restore the newest training state. The clock continues with its number
         # of updates and its seconds, because both determine the progress.
-        layer_ids = draft_layer_ids(architecture)
+        layer_ids = read_layers(drafter)
         trunk_states = _open_trunk_states(config, model, state.params, corpus, layer_ids, should_stop)
         clock = ProgressClock(config)
         if resume and (restored := run_dir.restore_state(output, state, run_id=run_id)) is not None:
@@ -177,7 +179,7 @@ def train(
         send = stack.enter_context(open_trackers(output, clock.step, config, settings)) if is_main_process else None
         log = stack.enter_context(MetricsLog(output if is_main_process else None, step=clock.step, send=send))
         trace = stack.enter_context(trace_window(output, start=config.profile_start, steps=config.profile_steps))
-        panel_settings = {"model": model, "num_depths": panel_depths, "architecture": architecture}
+        panel_settings = {"model": model, "num_depths": panel_depths, "drafter": drafter}
         decoder = PanelDecoder(corpus, max_prompts=config.panel_prompts, **panel_settings)
 
         is_stopped, last_metrics = False, {}
@@ -284,14 +286,14 @@ def train(
         is_state_saved = save()
         params = unstack_layers(state.params, model.config) if model.scan_layers else state.params
         unrolled, path = MTPModel(model.config), output / run_dir.CHECKPOINT_FOLDER
-        if architecture is not None:
+        if drafter is not None:
             path = output / run_dir.DRAFTER_FOLDER
         metadata = {"steps": clock.step, "train": settings, "data": corpus.summary}
         metadata["tokenizer"] = "huggingface" if corpus.file_tokenizer else "bytes"
 
         def save_model(further: dict[str, Any]) -> None:
-            if architecture is not None:
-                save_trained_drafter(output, params, architecture)
+            if initial is not None and drafter is not None:
+                save_trained_drafter(output, params, drafter, initial.method)
                 return
             checkpoint.save_model(
                 path,
@@ -315,7 +317,7 @@ def train(
             if is_main_process:
                 _plot_or_warn(output / run_dir.PLOT_NAME, log.history, config)
             further = {"panel": panel.to_json()}
-            if architecture is None:
+            if drafter is None:
                 rows = corpus.panel_rows.tokens
                 record = self_check.make_record(params, rows, model=unrolled, num_depths=panel_depths)
                 further["self_check"] = record
@@ -330,7 +332,7 @@ def train(
             logger.error("the panel failed; the trained model is in %s", path)
             raise
         # A drafter's files have no place for them; `metrics.jsonl` has the panel.
-        if architecture is None:
+        if drafter is None:
             save_model(further)
         if is_state_saved:
             notify_saved(run_dir.state_path(output, clock.step))
@@ -338,11 +340,10 @@ def train(
         # No process may end while the first still writes: that would count as a lost process.
         distributed.barrier("saved")
     result = TrainResult(unrolled, params, path, corpus.held_out, panel, log.history)
-    if architecture is None:
+    if drafter is None:
         return result
-    drafter, draft_params = to_decoding(params, architecture)
     trunk = {name: leaf for name, leaf in params.items() if name not in (DRAFTER, DRAFT_IDS)}
-    return dataclasses.replace(result, params=trunk, drafter=drafter, draft_params=draft_params)
+    return dataclasses.replace(result, params=trunk, drafter=drafter, draft_params=DraftParams.of(params))
 
 
 def _plot_or_warn(path: pathlib.Path, history: list[dict[str, Any]], config: TrainConfig) -> None:
@@ -370,7 +371,7 @@ def _init_state_and_step(
     num_depths: int,
     mesh: Mesh | None,
     objective: ObjectiveFunction | None,
-    architecture: DraftArchitecture | None,
+    drafter: TrainedDrafter | None,
 ) -> tuple[TrainState, Callable]:
     """Returns the state before the first update, and the jitted update."""
     optimizer = make_optimizer(config)
@@ -393,7 +394,7 @@ def _init_state_and_step(
         accumulation=config.accumulation,
         mesh=mesh,
         objective_function=objective,
-        architecture=architecture,
+        drafter=drafter,
         num_anchors=config.draft_anchors or MAX_ANCHORS,
         seed=config.seed,
     )
@@ -438,7 +439,7 @@ def _settings_json(config: TrainConfig, objective: ObjectiveFunction | None) -> 
     # Runs of drafters from before there were two readings resume without one.
     settings["draft_reading"] = dict(config.draft_reading) or None
     # Runs of MTP modules from before there were other drafters resume without these settings.
-    if config.drafter == "mtp":
+    if config.draft_method.is_of_model:
         settings = {name: value for name, value in settings.items() if not name.startswith("draft")}
     # Code is not stored: a resumed run is checked to have an objective of the same name.
     return settings | {"objective_function": None if objective is None else describe_objective(objective)}

@@ -11,14 +11,14 @@ import pytest
 from experiments import compare_smollm2_drafters, smollm2_drafters, smollm2_measure
 from experiments.smollm2_settings import MissingModelError, find_gguf
 from mtpjax import DecodeConfig, MTPModel, TrainConfig, load_drafter, save_drafter, speculative_generate
-from mtpjax.drafters.dflash.drafting import DFlashDrafter, DFlashParams
+from mtpjax.drafters.dflash.drafting import DFlashDrafter
 from mtpjax.drafters.dflash.network import DFlash, DFlashConfig
 from mtpjax.drafters.dspark.drafting import DSparkDrafter
 from mtpjax.drafters.dspark.network import DSpark, DSparkConfig
+from mtpjax.drafters.trained import DraftParams
 from mtpjax.models.config import ModelConfig
 from mtpjax.models.masks import full_view
-from mtpjax.training.draft_architecture import draft_architecture
-from mtpjax.training.new_drafter import add_new_drafter, to_decoding
+from mtpjax.training.new_drafter import add_new_drafter, new_drafter
 
 V, D, FULL = 11, 32, 20
 IDS = np.array([1, 2, 4, 5, 7, 8, 11, 12, 13, 17, 19])  # token of the full trunk of each token of the reduced one
@@ -40,10 +40,9 @@ def make_drafter(kind, trunk):
     model, params = trunk
     if kind in ("eagle3", "medusa"):
         config = TrainConfig(drafter=kind, init_from="unused", num_depths=3, draft_vocab_size=7)
-        architecture = draft_architecture(config, model.config)
-        ids, key = jnp.array([0, 2, 3, 5, 7, 8, 10]), jax.random.key(0)
-        params = add_new_drafter(params, model=model, architecture=architecture, draft_ids=ids, key=key)
-        return to_decoding(params, architecture)
+        drafter, ids = new_drafter(config, model.config), jnp.array([0, 2, 3, 5, 7, 8, 10])
+        shape = {"model": model, "method": config.draft_method, "drafter": drafter, "draft_ids": ids}
+        return drafter, DraftParams.of(add_new_drafter(params, **shape, key=jax.random.key(0)))
     block = ModelConfig(
         vocab_size=V, hidden_size=D, num_hidden_layers=1, num_attention_heads=2, num_key_value_heads=1,
         intermediate_size=24, use_qk_norm=True,
@@ -57,7 +56,7 @@ def make_drafter(kind, trunk):
     view, zeros = full_view(block, jnp.ones((1, 2), jnp.int32)), jnp.zeros((1, 2, config.features_size))
     params = jax.jit(network(config).init)(jax.random.key(3), zeros, jnp.zeros((1, 2, D)), view)["params"]
     params = jax.tree.map(lambda leaf: leaf + 0.3 * jax.random.normal(jax.random.key(leaf.size), leaf.shape), params)
-    return make(architecture=config), DFlashParams(params)
+    return make(architecture=config), DraftParams(params)
 
 
 @pytest.mark.parametrize(
