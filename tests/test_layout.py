@@ -33,3 +33,18 @@ def figures():
 def test_the_figure_meets_its_bar(name, figures):
     figure = figures[name]
     assert figure["passes"], f"{name}: {figure['value']}, bar {figure['bar']}: {figure['details']}"
+
+
+def test_only_the_table_knows_the_draft_methods():
+    """A method's folder is imported by itself, by the table of all methods, and by a method that extends it."""
+    methods = [record.parent.name for record in sorted((ROOT / "mtpjax" / "drafters").glob("*/method.py"))]
+    assert len(methods) >= 6
+    arrows = set()
+    for file in sorted((ROOT / "mtpjax").rglob("*.py")):
+        imported = {name for name in methods if f"mtpjax.drafters.{name}." in file.read_text()}
+        home = file.parent.name if file.parent.name in methods else str(file.relative_to(ROOT))
+        arrows |= {(home, name) for name in imported - {file.parent.name}}
+    allowed = {("mtpjax/drafters/methods.py", name) for name in methods} | {("dspark", "dflash")}
+    # An example in a docstring, and the loop that imitates the passes of MTP modules.
+    allowed |= {("mtpjax/drafters/load.py", "medusa"), ("mtpjax/evaluation/round_loops.py", "mtp")}
+    assert arrows <= allowed, arrows - allowed
