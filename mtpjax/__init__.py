@@ -9,10 +9,10 @@ from mtpjax.version import __version__
 if TYPE_CHECKING:
     from mtpjax.data.tokenizer import load_tokenizer
     from mtpjax.decoding.config import DecodeConfig, SamplingParams
-    from mtpjax.decoding.generate import generate, speculative_generate
     from mtpjax.decoding.result import GenerationResult
     from mtpjax.drafters.load import load_drafter, save_drafter
     from mtpjax.evaluation.self_check import check_acceptance
+    from mtpjax.inference.generate import generate, speculative_generate
     from mtpjax.io.checkpoint import load
     from mtpjax.io.save import save
     from mtpjax.models.config import ModelConfig
@@ -56,7 +56,7 @@ _HOMES = {
     "data.tokenizer": ("load_tokenizer",),
     "decoding.config": ("DecodeConfig", "SamplingParams"),
     "drafters.load": ("load_drafter", "save_drafter"),
-    "decoding.generate": ("generate", "speculative_generate"),
+    "inference.generate": ("generate", "speculative_generate"),
     "decoding.result": ("GenerationResult",),
     "evaluation.self_check": ("check_acceptance",),
     "io.checkpoint": ("load",),

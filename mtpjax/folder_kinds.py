@@ -9,8 +9,8 @@ from mtpjax.safe_open import parse_json, read_inside
 CONFIG, ADAPTER = "config.json", "adapter_config.json"
 MAX_CONFIG_BYTES = 16 << 20
 WEIGHTS = (".safetensors", ".gguf", ".bin", ".pt", ".pth", ".ckpt")
-# Parts of the class names of published drafters, and keys of their configurations.
-DRAFTERS = ("Eagle3", "CausalLMEagle", "EagleForCausalLM", "EagleLlama", "Medusa", "DFlash", "DSpark")
+# Parts of the class names of published drafters, supported or not, and keys of their configurations.
+DRAFTER_CLASSES = ("Eagle3", "CausalLMEagle", "EagleForCausalLM", "EagleLlama", "Medusa", "DFlash", "DSpark")
 DRAFTER_KEYS = ("speculators_model_type", "medusa_num_heads")
 
 
@@ -54,7 +54,7 @@ def _describe(folder: pathlib.Path, names: list[str]) -> str | None:
 def _describe_config(values: dict[str, Any]) -> str | None:
     classes = values.get("architectures")
     classes = [str(each) for each in classes] if isinstance(classes, list) else []
-    drafters = [each for each in classes if any(part in each for part in DRAFTERS)]
+    drafters = [each for each in classes if any(part in each for part in DRAFTER_CLASSES)]
     drafters += [key for key in DRAFTER_KEYS if values.get(key) is not None]
     if not drafters:
         return None

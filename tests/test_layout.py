@@ -42,3 +42,18 @@ def test_an_import_loads_few_modules(module, most):
     done = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, check=True)
     loaded = [name for name in done.stdout.split() if name.split(".")[0] in ("mtpjax", "pallas_kernels", "conversion")]
     assert len(loaded) <= most, loaded
+
+
+def test_only_the_table_knows_the_draft_methods():
+    """A method's folder is imported by itself, by the table of all methods, and by a method that extends it."""
+    methods = [record.parent.name for record in sorted((ROOT / "mtpjax" / "drafters").glob("*/method.py"))]
+    assert len(methods) >= 6
+    arrows = set()
+    for file in sorted((ROOT / "mtpjax").rglob("*.py")):
+        imported = {name for name in methods if f"mtpjax.drafters.{name}." in file.read_text()}
+        home = file.parent.name if file.parent.name in methods else str(file.relative_to(ROOT))
+        arrows |= {(home, name) for name in imported - {file.parent.name}}
+    allowed = {("mtpjax/drafters/methods.py", name) for name in methods} | {("dspark", "dflash")}
+    # An example in a docstring.
+    allowed |= {("mtpjax/drafters/load.py", "medusa")}
+    assert arrows <= allowed, arrows - allowed

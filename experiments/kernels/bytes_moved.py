@@ -44,9 +44,9 @@ from mtpjax.decoding.capacity import min_rows_per_pass
 from mtpjax.decoding.config import DecodeConfig
 from mtpjax.decoding.decoder import Decoder, StateShape
 from mtpjax.decoding.loop import run_round
-from mtpjax.decoding.requests import make_drafter
 from mtpjax.decoding.spec import DecodeSpec
 from mtpjax.evaluation.plot_style import COLOURS, GREY, picture
+from mtpjax.inference.requests import make_drafter
 from mtpjax.models.config import Implementation
 from mtpjax.models.presets import presets
 from mtpjax.models.quantized import BlockScaled

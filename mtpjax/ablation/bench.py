@@ -14,15 +14,13 @@ from typing import Any
 import jax
 import numpy as np
 
-from mtpjax.ablation.drafters import MTP, DraftMethod
+from mtpjax.ablation.drafters import MTP, AblatedDrafter
 from mtpjax.ablation.grid import Cell, Settings
 from mtpjax.ablation.workload import Workload
 from mtpjax.decoding.acceptance.rules import find_rule
 from mtpjax.decoding.capacity import choose_prefill_chunk, min_rows_per_pass
 from mtpjax.decoding.config import DecodeConfig
 from mtpjax.decoding.decoder import Decoder
-from mtpjax.decoding.generate import speculative_generate
-from mtpjax.decoding.requests import make_drafter
 from mtpjax.decoding.spec import DecodeSpec
 from mtpjax.evaluation.intervals import Estimate, estimate_from, resample
 from mtpjax.evaluation.machine import Stopwatch
@@ -31,6 +29,8 @@ from mtpjax.evaluation.round_costs import CostMeter, RoundCosts
 from mtpjax.evaluation.round_loops import PLAIN_STEP, RoundShape, TimingConditions
 from mtpjax.evaluation.same_text import equals_plain_decoding, sampling_arguments
 from mtpjax.evaluation.trust import seconds_beyond, speed_up_problem, time_calls, waiting_problem
+from mtpjax.inference.generate import speculative_generate
+from mtpjax.inference.requests import make_drafter
 from mtpjax.models.model import MTPModel
 
 
@@ -46,7 +46,7 @@ class Bench:
     settings: Settings
     workload: Workload
     cells: Sequence[Cell] = ()
-    methods: Sequence[DraftMethod] = (MTP,)
+    methods: Sequence[AblatedDrafter] = (MTP,)
 
     def __post_init__(self):
         self._min_rows_cache: dict[int, int | None] = {}
@@ -132,7 +132,7 @@ class Bench:
             "seconds": time.perf_counter() - begin,
         }
 
-    def method(self, cell: Cell) -> DraftMethod:
+    def method(self, cell: Cell) -> AblatedDrafter:
         return next(method for method in self.methods if method.name == cell.drafter)
 
     def _rates_by_category(
@@ -232,7 +232,7 @@ class Bench:
         return self._costs_cache[key]
 
     def _make_meter(
-        self, method: DraftMethod, batch_size: int, shapes: tuple[RoundShape, ...], min_rows: int
+        self, method: AblatedDrafter, batch_size: int, shapes: tuple[RoundShape, ...], min_rows: int
     ) -> CostMeter:
         # Measure at the mean length of the texts, with caches as large as decoding allocates.
         lengths, platform = [len(row) for row in self.workload.prompts], jax.default_backend()

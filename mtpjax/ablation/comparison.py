@@ -6,7 +6,7 @@ A row is a line of `cells.jsonl`.
 from collections.abc import Iterable, Iterator, Sequence
 from typing import Any
 
-from mtpjax.ablation.drafters import DraftMethod
+from mtpjax.ablation.drafters import AblatedDrafter
 from mtpjax.ablation.grid import Cell
 from mtpjax.ablation.panels import Group, Row, by_speed, group_by_batch_and_temperature
 from mtpjax.evaluation.trust import mark
@@ -38,7 +38,7 @@ def parts_cost(row: Row) -> float:
     return row["costs"]["parts"] / row["costs"]["plain"]
 
 
-def format_comparison(rows: list[Row], methods: Sequence[DraftMethod]) -> list[str]:
+def format_comparison(rows: list[Row], methods: Sequence[AblatedDrafter]) -> list[str]:
     """Writes the sections "Drafters", "Categories of prompts" and "Training" of `recommendation.md`, if not empty."""
     # Every setting is in `cells.csv`. The tables compare drafters, so each drafter has one row in them.
     best = best_of_each_drafter(rows)
@@ -87,7 +87,7 @@ def _category_tables(best: dict[Group, list[Row]]) -> Iterator[str]:
         yield from _table(headings, body)
 
 
-def _training_table(methods: Sequence[DraftMethod]) -> Iterator[str]:
+def _training_table(methods: Sequence[AblatedDrafter]) -> Iterator[str]:
     # The cells of drafters that are not training runs are empty.
     body = []
     for method in methods:

@@ -5,13 +5,13 @@ import itertools
 import math
 from collections.abc import Sequence
 
-from mtpjax.ablation.drafters import MTP, DraftMethod
+from mtpjax.ablation.drafters import MTP, AblatedDrafter
 from mtpjax.decoding.acceptance.rules import RULES, find_rule
 from mtpjax.decoding.config import DecodeConfig
-from mtpjax.decoding.requests import check_settings, make_drafter
 from mtpjax.decoding.spec import DecodeSpec
 from mtpjax.evaluation.round_costs import MAX_MEASURED_STEPS
 from mtpjax.evaluation.round_loops import RoundShape
+from mtpjax.inference.requests import check_settings, make_drafter
 from mtpjax.models.model import MTPModel
 
 
@@ -78,7 +78,7 @@ class Settings:
 class Cell:
     """One combination of settings.
 
-    `acceptance` names a rule as `find_rule` takes it; `drafter` is the name of a `DraftMethod`.
+    `acceptance` names a rule as `find_rule` takes it; `drafter` is the name of an `AblatedDrafter`.
     """
 
     batch_size: int
@@ -90,7 +90,7 @@ class Cell:
     drafter: str = "mtp"
 
     def config(self, common: DecodeConfig) -> DecodeConfig:
-        """Returns `common` with this cell's draft settings; `DraftMethod.config` sets the drafter."""
+        """Returns `common` with this cell's draft settings; `AblatedDrafter.config` sets the drafter."""
         return dataclasses.replace(
             common,
             num_steps=self.num_steps,
@@ -131,7 +131,7 @@ class Cell:
 
 
 def list_cells(
-    settings: Settings, *, model: MTPModel, methods: Sequence[DraftMethod] = (MTP,)
+    settings: Settings, *, model: MTPModel, methods: Sequence[AblatedDrafter] = (MTP,)
 ) -> tuple[list[Cell], dict[str, int]]:
     """Lists the cells to measure, and for each reason the number of combinations left out."""
     cells: dict[Cell, None] = {}

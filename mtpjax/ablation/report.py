@@ -10,7 +10,7 @@ from collections.abc import Iterable, Sequence
 from typing import Any
 
 from mtpjax.ablation.comparison import format_comparison, format_rates, format_ratio, parts_cost, round_cost
-from mtpjax.ablation.drafters import MTP, DraftMethod
+from mtpjax.ablation.drafters import MTP, AblatedDrafter
 from mtpjax.ablation.grid import Cell, Settings
 from mtpjax.ablation.panels import Group, Row, by_speed, group_by_batch_and_temperature
 from mtpjax.ablation.workload import Workload
@@ -113,7 +113,7 @@ def format_recommendation(
     workload: Workload,
     settings: Settings,
     environment: dict[str, Any],
-    methods: Sequence[DraftMethod] = (MTP,),
+    methods: Sequence[AblatedDrafter] = (MTP,),
 ) -> str:
     """Writes `recommendation.md`. `reasons` are numbers of combinations left out, by reason."""
     # First whether the measurements can be trusted. Then the advice: what to use where, how certain it is, and the

@@ -19,7 +19,7 @@ from typing import Any, NamedTuple
 import jax
 
 from mtpjax.ablation.bench import Bench
-from mtpjax.ablation.drafters import MTP, DraftMethod, load_methods
+from mtpjax.ablation.drafters import MTP, AblatedDrafter, load_methods
 from mtpjax.ablation.grid import Cell, Settings, list_cells
 from mtpjax.ablation.heatmap import plot_heatmap
 from mtpjax.ablation.pareto import plot_pareto
@@ -44,7 +44,7 @@ CELL_VERSION = 8  # format of a cell's line; lines of another version are measur
 
 
 def fingerprint(
-    cell: Cell, settings: Settings, workload: Workload, environment: dict[str, Any], method: DraftMethod = MTP
+    cell: Cell, settings: Settings, workload: Workload, environment: dict[str, Any], method: AblatedDrafter = MTP
 ) -> str:
     """Computes a digest of everything that a cell's results depend on, except chance."""
     content = {
@@ -145,7 +145,7 @@ class Subject(NamedTuple):
     path: pathlib.Path
     model: MTPModel
     params: dict
-    methods: tuple[DraftMethod, ...]
+    methods: tuple[AblatedDrafter, ...]
     environment: dict[str, Any]  # of `describe_environment`
 
 

@@ -9,8 +9,8 @@ from mtpjax.data.config import Source
 from mtpjax.data.sources import read_source
 from mtpjax.data.tokenizer import ByteTokenizer, load_tokenizer
 from mtpjax.decoding.config import DecodeConfig
-from mtpjax.decoding.generate import generate
 from mtpjax.evaluation.prompt_choice import PromptChoice
+from mtpjax.inference.generate import generate
 from mtpjax.io.checkpoint_format import is_checkpoint
 from mtpjax.io.checkpoint_reader import CheckpointReader
 from mtpjax.messages import count_of

@@ -59,12 +59,10 @@ _HELP = {
     "acceptance": f"acceptance rule: auto, {', '.join(EXACT_NAMES)}; {', '.join(LOSSY_NAMES)} change the text's "
     "distribution; or package.module:RECORD, an AcceptanceRule of yours. auto is greedy if every prompt is at "
     "temperature 0, else block for a chain and recursive for a tree",
-    "drafter": "draft method: mtp (the model's MTP modules) or lookup (n-grams copied from the row's own text, which "
-    "needs no MTP modules)",
+    "drafter": "draft method: mtp (the model's MTP modules), lookup (n-grams copied from the row's own text, which "
+    "needs no MTP modules), or package.module:RECORD, a DraftMethod of yours",
     "draft_vocabulary": "file written by `mtpjax vocabulary`: the MTP modules draft only its tokens",
 }
-# Draft levels where the command line names none: copied n-grams are often right for longer than MTP drafts.
-DEFAULT_MTP_STEPS, DEFAULT_LOOKUP_STEPS = 2, 4
 
 
 def add_config_flags(parser, fields: Iterable[str], **defaults: Any) -> None:
@@ -86,7 +84,7 @@ def _add_flags(parser, kind: type, fields: Iterable[str], defaults: Mapping[str,
         default = defaults.get(name, own_defaults[name])
         text = texts.get(name, "")
         if name == "num_steps" and default is None:
-            text += f" (default: {DEFAULT_MTP_STEPS} with MTP modules, {DEFAULT_LOOKUP_STEPS} for lookup, else 0)"
+            text += " (default: 2 with MTP modules, 4 for lookup, else 0)"
         kind_of_flag = {"action": "store_true"} if types[name] is bool else {"type": _number_or_text(types[name])}
         choices = rule_choices("auto") if name == "acceptance" else _names_of(types[name])
         if choices:
@@ -181,17 +179,18 @@ def decode_settings(options) -> dict[str, Any]:
 
 
 def choose_num_steps(flag_value: int | None, drafter: str, num_mtp_modules: int) -> int:
-    """Returns the given draft levels; by default 2 for MTP modules, 4 for lookup, and 0 (no drafts) without modules."""
+    """Returns the given draft levels, or the method's default; 0 for MTP modules that the model does not have."""
     if flag_value is not None:
         return flag_value
-    if drafter == "lookup":
-        return DEFAULT_LOOKUP_STEPS
-    return DEFAULT_MTP_STEPS if num_mtp_modules else 0
+    from mtpjax.drafters.methods import find_method
+
+    method = find_method(drafter)
+    return 0 if method.is_of_model and not num_mtp_modules else method.default_levels
 
 
 def with_num_steps(settings: dict[str, Any], config) -> dict[str, Any]:
     """Returns arguments of `DecodeConfig` with the draft levels of `choose_num_steps`."""
-    steps = choose_num_steps(settings["num_steps"], settings["drafter"], config.num_mtp_modules)
+    steps = choose_num_steps(settings["num_steps"], settings.get("drafter", "mtp"), config.num_mtp_modules)
     return settings | {"num_steps": steps}
 
 

@@ -143,6 +143,9 @@ def _add_regenerate(commands) -> None:
 
 def _regenerate(options) -> int:
     set_threads(options.model_path)
+    from mtpjax.drafters.methods import find_method
+
+    find_method(options.drafter)  # before the model is loaded
     with open_mesh(options) as mesh:
         return _regenerate_on(mesh, options)
 

@@ -9,7 +9,7 @@ from typing import Any
 
 from mtpjax.cli.common import set_threads
 from mtpjax.cli.config_flags import decode_settings, sampling_params, with_num_steps
-from mtpjax.cli.drafter_flags import load_drafter_of
+from mtpjax.cli.drafter_flags import chosen_method, load_drafter_of
 from mtpjax.cli.mesh_flags import load_on_mesh, open_mesh
 from mtpjax.errors import UsageError, printable
 from mtpjax.messages import count_of
@@ -29,6 +29,7 @@ def run_generate(options) -> int:
         The exit code.
     """
     set_threads(options.model_path)
+    chosen_method(options)
     # Check the flags and read the prompts before the model is loaded, which may take minutes.
     # The flag `--logprobs` is a number, and its pass over the finished texts needs nothing of decoding.
     settings = decode_settings(options) | {"logprobs": False}
@@ -100,9 +101,10 @@ def _read_standard_input() -> str:
 def _generate_on(mesh, options, settings: dict[str, Any], prompts: list) -> int:
     from mtpjax.data.prompts import encode_prompts
     from mtpjax.data.tokenizer import load_tokenizer
-    from mtpjax.decoding.generate import without_drafts
     from mtpjax.distributed import is_main_process
+    from mtpjax.drafters.methods import uses_mtp_modules
     from mtpjax.evaluation.self_check import check_acceptance
+    from mtpjax.inference.generate import without_drafts
     from mtpjax.io.checkpoint_format import find_checkpoint
     from mtpjax.serving.api.text_stream import TextStream
     from mtpjax.serving.offline import complete
@@ -115,7 +117,7 @@ def _generate_on(mesh, options, settings: dict[str, Any], prompts: list) -> int:
     config = _decode_config(options, settings, loaded_config, tokenizer, batch=min(options.batch_size, len(rows)))
     _check_lengths(prompts, rows, config, model.config.max_position_embeddings)
     # Warn if the MTP modules draft worse than they did in training; damaged modules raise no error otherwise.
-    if config.num_steps and config.drafter == "mtp":
+    if config.num_steps and uses_mtp_modules(config.drafter):
         check_acceptance(path, model, params)
     # The texts go to stdout, everything about them to stderr, so that the texts can be piped. All processes have the
     # texts, and one prints them.

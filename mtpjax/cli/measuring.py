@@ -213,6 +213,7 @@ def _profile(options) -> int:
 
     from mtpjax.console import print_parts
     from mtpjax.decoding.config import DecodeConfig
+    from mtpjax.drafters.methods import uses_mtp_modules
     from mtpjax.evaluation import profile, profile_file, profile_report
     from mtpjax.io.checkpoint import load
 
@@ -228,6 +229,9 @@ def _profile(options) -> int:
     model, params = load(options.model_path, model_type=model_type(options), implementation=options.implementation)
     settings = {name: options[name] for name in SHAPE_FIELDS}
     settings, draft_params = load_drafter_of(options, settings, model)
+    drafter = settings.get("drafter", "mtp")
+    if isinstance(drafter, str) and not uses_mtp_modules(drafter):
+        raise ValueError(f"profiles are of MTP modules and of drafters in files, not of {drafter}")
     output = options.output or profile_file.default_path(drafter_path or options.model_path)
     with progress_bar() as bar:
         # Compile a loop per shape and batch size, then time the loops in turns.

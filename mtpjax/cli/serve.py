@@ -6,10 +6,9 @@ import os
 from typing import Any
 
 from mtpjax.cli.common import check_minimums, set_threads
-from mtpjax.cli.config_flags import choose_num_steps, decode_settings
+from mtpjax.cli.config_flags import decode_settings, with_num_steps
 from mtpjax.cli.disaggregation_flags import disaggregation_settings
-from mtpjax.cli.drafter_flags import ALGORITHMS as OF_FILES
-from mtpjax.cli.drafter_flags import ALIASES, load_drafter_of
+from mtpjax.cli.drafter_flags import chosen_method, load_drafter_of
 from mtpjax.cli.expert_flags import check_expert_devices, place_experts_by_flags
 from mtpjax.cli.mesh_flags import load_on_mesh, open_mesh
 from mtpjax.cli.serve_processes import check_process_flags, check_same_start, connect_followers
@@ -23,39 +22,12 @@ from mtpjax.cli.serve_settings import (
 from mtpjax.decoding.acceptance.rules import find_rule
 from mtpjax.errors import TokenizerError, UsageError, install_extra
 from mtpjax.host import raise_descriptor_limit
-from mtpjax.messages import did_you_mean
-
-# SGLang's names of draft methods without files, and ours.
-ALGORITHMS = {"NEXTN": "mtp", "EAGLE": "mtp", "MTP": "mtp", "NGRAM": "lookup", "NONE": None}
 
 
-def engine_settings(options, num_modules: int) -> dict[str, Any]:
-    """Returns arguments of `DecodeConfig` for a model with this many MTP modules. Raises ValueError."""
+def engine_settings(options) -> dict[str, Any]:
+    """Returns arguments of `DecodeConfig`, without the drafter. Raises ValueError."""
     settings = decode_settings(options)
-    # 1. The drafter.
-    algorithm = (options.speculative_algorithm or "MTP").upper()
-    if algorithm not in (*ALGORITHMS, *OF_FILES):
-        known = (*ALGORITHMS, *OF_FILES)
-        hint = did_you_mean(algorithm, known)
-        raise ValueError(f"--speculative-algorithm must be one of {', '.join(known)}, got {algorithm}{hint}")
-    has_files = options.speculative_draft_model_path is not None
-    if has_files and options.speculative_algorithm and algorithm not in (*OF_FILES, *ALIASES):
-        raise ValueError(
-            f"--speculative-algorithm {algorithm} has no files: remove --speculative-draft-model-path, "
-            f"or choose one of {', '.join(OF_FILES)}"
-        )
-    if algorithm in OF_FILES and not has_files:
-        raise ValueError(f"--speculative-algorithm {algorithm} needs --speculative-draft-model-path")
-    drafter = "mtp" if algorithm in OF_FILES else ALGORITHMS[algorithm]
-    if has_files:
-        # `load_drafter_of` sets the drafter, and the levels that the flags leave out.
-        settings |= {"drafter": drafter}
-    elif drafter is None:
-        settings |= {"num_steps": 0, "topk": 1, "num_draft_tokens": None}
-    else:
-        steps = choose_num_steps(settings["num_steps"], drafter, num_modules)
-        settings |= {"drafter": drafter, "num_steps": steps}
-    # 2. The acceptance rule. SGLang has switches for two.
+    # SGLang has switches for two acceptance rules.
     rules = {"token": options.speculative_use_rejection_sampling, "block": options.speculative_use_block_verification}
     for rule in (rule for rule, is_chosen in rules.items() if is_chosen):
         if settings["acceptance"] not in ("auto", rule):
@@ -111,10 +83,11 @@ def run_serve(options) -> int:
     # Check the flags before the model is loaded, which may take minutes.
     check_minimums(options, ep_num_redundant_experts=0, eplb_rebalance_num_iterations=1)
     check_used(options)
-    engine_settings(options, num_modules=1)
+    engine_settings(options)
     # The number of threads and the compilation cache are set before anything imports JAX, as a user's record may.
     set_threads(options.model_path)
     check_lossy(options.acceptance, options)
+    chosen_method(options)
     disaggregation = disaggregation_settings(options)
     raise_descriptor_limit()
     with open_mesh(options) as mesh:
@@ -128,6 +101,7 @@ def _serve_on(mesh, options, disaggregation) -> int:
     from mtpjax.data.tokenizer import load_tokenizer
     from mtpjax.decoding.config import DecodeConfig
     from mtpjax.distributed import is_main_process
+    from mtpjax.drafters.methods import uses_mtp_modules
     from mtpjax.evaluation.self_check import check_acceptance
     from mtpjax.io.checkpoint_format import find_checkpoint
     from mtpjax.serving.engine import Engine
@@ -155,11 +129,10 @@ def _serve_on(mesh, options, disaggregation) -> int:
         if options.tokenizer_path and not os.path.exists(options.tokenizer_path):
             raise TokenizerError(f"--tokenizer-path: there is no {options.tokenizer_path}")
         tokenizer = load_tokenizer(options.tokenizer_path or path, model.config.vocab_size, chat_template=template)
-        chosen = engine_settings(options, loaded_config.num_mtp_modules)
         with explain_full_memory("use more devices: raise --tp-size"):
-            chosen, draft_params = load_drafter_of(options, chosen, model)
-        config = DecodeConfig(**chosen)
-        if config.num_steps and config.drafter == "mtp":
+            chosen, draft_params = load_drafter_of(options, engine_settings(options), model)
+        config = DecodeConfig(**with_num_steps(chosen, loaded_config))
+        if config.num_steps and uses_mtp_modules(config.drafter):
             report("checking the drafts")
             check_acceptance(path, model, params)
         # 3. The engine, which processes other than the main one follow. Pages of a prefill server arrive in host

@@ -3,8 +3,7 @@
 from mtpjax.cli.common import add_implementation_flag, add_model_path_flag
 from mtpjax.cli.config_flags import DRAFT_FIELDS, LOOKUP_FIELDS, add_config_flags
 from mtpjax.cli.disaggregation_flags import add_disaggregation_flags
-from mtpjax.cli.drafter_flags import ALGORITHMS as OF_FILES
-from mtpjax.cli.drafter_flags import add_path_flags
+from mtpjax.cli.drafter_flags import add_drafter_flags
 from mtpjax.cli.expert_flags import add_expert_flags
 from mtpjax.cli.help import command_parser, flag_group
 from mtpjax.cli.mesh_flags import add_mesh_flags
@@ -142,14 +141,7 @@ def _add_cache_flags(parser) -> None:
 
 def _add_draft_flags(parser) -> None:
     group = flag_group(parser, "drafts")
-    group.add_argument(
-        "--speculative-algorithm",
-        metavar="NAME",
-        help=f"draft method. NEXTN, EAGLE or MTP: the model's MTP modules; {', '.join(OF_FILES)}: the drafter of "
-        "--speculative-draft-model-path; NGRAM: n-grams of the text; NONE: no drafts (default: the drafter of "
-        "--speculative-draft-model-path, else the MTP modules, if the model has any)",
-    )
-    add_path_flags(parser)
+    add_drafter_flags(parser)
     add_config_flags(parser, (*DRAFT_FIELDS, *LOOKUP_FIELDS), num_steps=None)
     group.add_argument(
         "--speculative-adaptive",

@@ -5,7 +5,6 @@ import logging
 import os
 import sys
 
-from mtpjax.cli.drafter_flags import name_of_drafter
 from mtpjax.errors import UsageError
 
 DEFAULT_HOST_GB = 4.0
@@ -90,7 +89,7 @@ def api_settings(options, path, config, settings):
         admin_api_keys=_read_keys(options.admin_api_key, ADMIN_KEY_VARIABLE),
         server_info={
             "model_path": str(options.model_path),
-            "speculative_algorithm": _drafter_name(config),
+            "speculative_algorithm": _drafter_name(options, config),
             "speculative_draft_model_path": options.speculative_draft_model_path,
             "speculative_num_steps": config.num_steps,
             "speculative_eagle_topk": config.topk,
@@ -136,10 +135,11 @@ def _read_keys(flag: str | None, variable: str) -> tuple[str, ...]:
     return tuple(filter(None, (key.strip() for key in given.split(","))))
 
 
-def _drafter_name(config) -> str | None:
-    """Returns SGLang's name of the draft method; None: nothing is drafted."""
+def _drafter_name(options, config) -> str | None:
+    """Returns SGLang's name of the draft method that runs, or a user's name; None: nothing is drafted."""
+    from mtpjax.drafters.methods import method_of
+
     if not config.num_steps:
         return None
-    if isinstance(config.drafter, str):
-        return {"mtp": "MTP", "lookup": "NGRAM"}[config.drafter]
-    return name_of_drafter(config.drafter)
+    method = method_of(config.drafter)
+    return method.algorithms[0] if method and method.algorithms else options.speculative_algorithm

@@ -1,36 +1,18 @@
-"""The teacher-forced pass of a drafter with its own parameters: the plain twin of its drafting.
-
-The parameters are those of the trunk and, beside them, `DRAFTER`: the network of `Eagle3`, `Medusa`, `DFlash` or
-`DSpark`, and `DRAFT_IDS`: the token of each column of its head, if it cannot draft all tokens.
-"""
-
-import functools
-from typing import Any
+"""The teacher-forced pass of a drafter with its own parameters: the plain twin of its drafting."""
 
 import jax
 import jax.numpy as jnp
 
-from mtpjax.drafters.dflash.block_levels import block_head, block_levels
-from mtpjax.drafters.dflash.network import DFlashConfig
-from mtpjax.drafters.eagle3.forward import eagle3_levels
-from mtpjax.drafters.eagle3.network import Eagle3Config
-from mtpjax.drafters.medusa.network import Medusa, MedusaConfig
+from mtpjax.drafters.trained import TextRows, TrainedDrafter
 from mtpjax.models.forward import DepthsOutput, trunk_states
 from mtpjax.models.model import MTPModel, bind, multiply_head
 from mtpjax.models.params import DRAFT_IDS, DRAFTER
-
-DraftArchitecture = Eagle3Config | MedusaConfig | DFlashConfig
 
 
 class DraftOutput(DepthsOutput):
     """Output of `forward_drafter`. With `anchors`, the levels' arrays are `[B, A, ...]`."""
 
-    confidence: jax.Array | None = None  # [K, B, T or A] float32 logits of the chance of acceptance; DSpark's
-
-
-def draft_layer_ids(architecture: DraftArchitecture | None) -> tuple[int, ...]:
-    """Returns the trunk layers whose input states a drafter reads, beside the final state that every drafter gets."""
-    return architecture.layer_ids if isinstance(architecture, Eagle3Config | DFlashConfig) else ()
+    confidence: jax.Array | None = None  # [K, B, T or A] float32 logits of the chance of acceptance
 
 
 def forward_drafter(
@@ -40,7 +22,7 @@ def forward_drafter(
     segment_ids: jax.Array,
     *,
     model: MTPModel,
-    architecture: DraftArchitecture,
+    drafter: TrainedDrafter,
     num_depths: int,
     anchors: jax.Array | None = None,
 ) -> DraftOutput:
@@ -48,46 +30,28 @@ def forward_drafter(
 
     Args:
         params: parameters of the trunk and the drafter.
-        states: `[B, T, (n + 1) * D]` from `trunk_states` with `draft_layer_ids(architecture)`.
+        states: `[B, T, (n + 1) * D]` from `trunk_states` with the layers that the drafter's architecture reads.
         tokens: `[B, T]` int32, the tokens of those states.
         segment_ids: `[B, T]` int32 documents; 0 is padding.
         model: the trunk.
-        architecture: the drafter's network.
-        num_depths: levels to run; of Medusa at most its heads, of a block at most its drafts.
-        anchors: `[B, A]` int32 columns of the anchors of DFlash and DSpark: the levels then have a row for each anchor,
-            in which level k behind the anchor at column a predicts token a+k. None: the token behind every row.
+        drafter: the drafter.
+        num_depths: levels to run.
+        anchors: `[B, A]` int32 columns of the anchors of a block drafter: the levels then have a row for each anchor,
+            in which level k after the anchor at column a predicts token a+k. None: the token after every row.
 
     Returns:
         Logits over the R tokens that can be drafted, in the order of the draft ids, of the trunk and of each level. A
         softmax over the trunk's is its distribution restricted to these tokens. As in an MTP pass, row i of level k
         predicts token i+k+1.
     """
-    D = model.config.hidden_size
-    apply, network = bind(model, params), params[DRAFTER]
     # 1. The trunk: its final state, and its distribution over the tokens that can be drafted.
-    trunk_head, *heads = draft_heads(params, model=model, architecture=architecture, num_depths=num_depths)
-    hidden = apply(states[..., -D:], method="head_input_hidden")
+    trunk_head, *heads = draft_heads(params, model=model, drafter=drafter, num_depths=num_depths)
+    hidden = bind(model, params)(states[..., -model.config.hidden_size :], method="head_input_hidden")
     logits = multiply_head(hidden, trunk_head)
-    # 2. Medusa: all heads read the final state.
-    if isinstance(architecture, MedusaConfig):
-        apply_heads: Any = functools.partial(Medusa(architecture, model.implementation).apply, {"params": network})
-        inputs = tuple(apply_heads(hidden, index, method="hidden") for index in range(num_depths))
-        drafted = tuple(multiply_head(state, head) for state, head in zip(inputs, heads, strict=True))
-        return DraftOutput(logits, hidden, drafted, inputs)
-    table = network["embedding"] if architecture.own_embedding else params["embedding"]
-    table = table if model.dtype is None else table.astype(model.dtype)
-    shape = {"num_levels": num_depths, "segment_ids": segment_ids, "implementation": model.implementation}
-    # EAGLE-3: each level reads the output of the level before (`ttt`).
-    if isinstance(architecture, Eagle3Config):
-        levels = eagle3_levels(network, states[..., :-D], tokens, table, config=architecture, head=heads[0], **shape)
-        return DraftOutput(logits, hidden, levels.logits, levels.head_input)
-    # DFlash and DSpark: one block behind each anchor. The anchor of row i is token i + 1; the last row has none.
-    if anchors is None:
-        T = tokens.shape[1]
-        anchors = jnp.broadcast_to(jnp.minimum(jnp.arange(1, T + 1), T - 1)[None], tokens.shape)
-    blocks = block_levels(network, states[..., :-D], tokens, anchors, table, config=architecture, **shape)
-    drafted = tuple(multiply_head(state, heads[0]) for state in blocks.head_input)
-    return DraftOutput(logits, hidden, drafted, blocks.head_input, blocks.confidence)
+    # 2. The drafter.
+    rows = TextRows(states, hidden, tokens, segment_ids, anchors)
+    levels = drafter.levels(params, rows, tuple(heads), model=model, num_levels=num_depths)
+    return DraftOutput(logits, hidden, levels.logits, levels.head_input, levels.confidence)
 
 
 def forward_with_drafter(
@@ -96,7 +60,7 @@ def forward_with_drafter(
     segment_ids: jax.Array,
     *,
     model: MTPModel,
-    architecture: DraftArchitecture,
+    drafter: TrainedDrafter,
     num_depths: int,
 ) -> DepthsOutput:
     """Runs trunk and drafter teacher-forced over whole rows; arguments as in `forward_drafter`.
@@ -104,10 +68,9 @@ def forward_with_drafter(
     Returns:
         Logits `[B, T, V]` over the whole vocabulary: the levels' are -inf for tokens that cannot be drafted.
     """
-    layer_ids, V = draft_layer_ids(architecture), model.config.vocab_size
+    V, layer_ids = model.config.vocab_size, read_layers(drafter)
     states = trunk_states(params, tokens, segment_ids, model=model, layer_ids=layer_ids)
-    shape = {"architecture": architecture, "num_depths": num_depths}
-    output = forward_drafter(params, states, tokens, segment_ids, model=model, **shape)
+    output = forward_drafter(params, states, tokens, segment_ids, model=model, drafter=drafter, num_depths=num_depths)
     return DepthsOutput(
         bind(model, params)(output.hidden, method="logits"),
         output.hidden,
@@ -116,28 +79,16 @@ def forward_with_drafter(
     )
 
 
-def draft_heads(
-    params: dict, *, model: MTPModel, architecture: DraftArchitecture, num_depths: int
-) -> tuple[jax.Array, ...]:
-    """Returns the heads `[D, R]` of the trunk, restricted to the draft ids, and of each of `num_depths` levels.
+def read_layers(drafter: TrainedDrafter | None) -> tuple[int, ...]:
+    """Returns the trunk layers whose input states a drafter reads, beside the final state; None: MTP modules."""
+    return () if drafter is None else drafter.architecture.layer_ids
 
-    The levels of a block share one, which has the rows of a Markov head below (`block_head`).
-    """
+
+def draft_heads(params: dict, *, model: MTPModel, drafter: TrainedDrafter, num_depths: int) -> tuple[jax.Array, ...]:
+    """Returns the heads `[D, R]` of the trunk, restricted to the draft ids, and of `TrainedDrafter.heads`."""
     head, ids = bind(model, params)(method="head_matrix"), params.get(DRAFT_IDS)
     trunk = head if ids is None else head.T[ids].T
-    network, own = params[DRAFTER], []
-    for level in range(num_depths):
-        if isinstance(architecture, MedusaConfig):
-            own.append(network[f"output_{0 if architecture.shares_output else level}"])
-            continue
-        matrix = network["head"] if architecture.own_head else head
-        own.append(block_head(network, matrix, architecture) if isinstance(architecture, DFlashConfig) else matrix)
-    return trunk, *own
-
-
-def shares_head(architecture: DraftArchitecture) -> bool:
-    """Returns whether all levels of a drafter have one head."""
-    return not isinstance(architecture, MedusaConfig) or architecture.shares_output
+    return trunk, *drafter.heads(params[DRAFTER], head, num_depths)
 
 
 def draft_columns(params: dict, vocab_size: int) -> jax.Array | None:

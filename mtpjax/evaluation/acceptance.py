@@ -12,10 +12,10 @@ import jax
 import numpy as np
 
 from mtpjax.decoding.config import DecodeConfig
-from mtpjax.decoding.generate import generate, speculative_generate
-from mtpjax.drafters.load import TrainedParams
+from mtpjax.drafters.trained import DraftParams
 from mtpjax.evaluation.same_text import equals_plain_decoding, sampling_arguments
 from mtpjax.evaluation.teacher_forced import Predicted, TeacherForcedSums, count_teacher_forced, count_without_pass
+from mtpjax.inference.generate import generate, speculative_generate
 from mtpjax.models.model import MTPModel
 from mtpjax.program_memory import free_programs_if_full
 
@@ -127,7 +127,7 @@ def _measure_batch(
     result = speculative_generate(params, rows, model=model, config=config, draft_params=draft_params, **sampling)
     is_identical = equals_plain_decoding(params, rows, result.rows(), plain, model=model, config=config, **sampling)
     # 3. One teacher-forced pass over the plain text gives rates at every position, and the predictions.
-    if draft_params is None or isinstance(draft_params, TrainedParams):
+    if draft_params is None or isinstance(draft_params, DraftParams):
         arguments: dict[str, Any] = {"model": model, "config": config, "draft_params": draft_params}
         num_new = np.array([len(text) for text in plain])
         forced = count_teacher_forced(params, rows, num_new, extended, temperatures=temperatures, **arguments)

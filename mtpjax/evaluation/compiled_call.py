@@ -21,8 +21,8 @@ from mtpjax.decoding.capacity import choose_prefill_chunk
 from mtpjax.decoding.config import DecodeConfig
 from mtpjax.decoding.decoder import Decoder, StateShape
 from mtpjax.decoding.loop import decode
-from mtpjax.decoding.requests import make_drafter
 from mtpjax.decoding.spec import DecodeSpec
+from mtpjax.inference.requests import make_drafter
 from mtpjax.models.config import Implementation, ModelConfig
 from mtpjax.models.decoding_layout import align_blocks, copy_key_value_heads, fit_config, part_specs
 from mtpjax.models.model import MTPModel

@@ -8,8 +8,8 @@ import numpy as np
 from mtpjax.data.prompts import Prompt, encode_prompts, max_prompt_length
 from mtpjax.data.tokenizer import load_tokenizer
 from mtpjax.decoding.config import DecodeConfig
-from mtpjax.decoding.generate import speculative_generate
 from mtpjax.evaluation.metrics import decoded_rates
+from mtpjax.inference.generate import speculative_generate
 from mtpjax.io.checkpoint import load
 
 NUM_STEPS = 3  # draft levels, the default of inference engines for one module

@@ -10,12 +10,13 @@ import jax
 
 from mtpjax.decoding.capacity import min_rows_per_pass
 from mtpjax.decoding.config import DecodeConfig, largest_tree
-from mtpjax.decoding.requests import check_settings, make_drafter
+from mtpjax.drafters.methods import uses_mtp_modules
 from mtpjax.evaluation.machine import Stopwatch
 from mtpjax.evaluation.profile_file import FORMAT, VERSION, config_digest, describe_drafter, device_properties
 from mtpjax.evaluation.round_costs import MAX_MEASURED_STEPS, CostMeter
 from mtpjax.evaluation.round_loops import RoundShape, TimingConditions, max_slots_written
 from mtpjax.evaluation.trust import waiting_problem
+from mtpjax.inference.requests import check_settings, make_drafter
 from mtpjax.models.model import MTPModel
 
 REPEATS_PER_REPORT, MAX_SECONDS_PER_BATCH = 4, 20.0  # measurements between progress reports; time limit per batch size
@@ -105,7 +106,7 @@ def measure(
     )
     # Steps of the progress: compiled loops (3 per shape, 4 with a drafter other than MTP modules, 2 for plain rounds, 1
     # for chains in turn), then measurements.
-    per_batch = (3 + (config.drafter != "mtp")) * len(shapes) + 2 + (config.topk == 1) + conditions.repeats
+    per_batch = (3 + (not uses_mtp_modules(config.drafter))) * len(shapes) + 2 + (config.topk == 1) + conditions.repeats
     total, done, costs, waited = per_batch * len(conditions.batches), 0, [], 0.0
 
     def advance(by: int = 1) -> None:
@@ -164,10 +165,10 @@ def _fit_context(model: MTPModel, num_slots: int, conditions: Conditions) -> tup
 
 def _check_modules(model: MTPModel, config: DecodeConfig) -> None:
     """Raises `ValueError` if MTP modules must draft and the model has none, or several for a tree."""
-    num_modules = model.config.num_mtp_modules
-    if config.drafter == "mtp" and not num_modules:
+    num_modules, has_modules = model.config.num_mtp_modules, uses_mtp_modules(config.drafter)
+    if has_modules and not num_modules:
         raise ValueError("the model has no MTP modules, so no drafts can be measured")
-    if config.drafter == "mtp" and config.topk > 1 and num_modules > 1:
+    if has_modules and config.topk > 1 and num_modules > 1:
         raise ValueError(f"trees need exactly one MTP module; the model has {num_modules}")
 
 

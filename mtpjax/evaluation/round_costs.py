@@ -7,7 +7,7 @@ a plain decoding step. All parts run as they do in decoding.
 import dataclasses
 import functools
 from collections.abc import Callable
-from typing import Any, Literal
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -16,6 +16,7 @@ import numpy as np
 from mtpjax.decoding.config import DecodeConfig
 from mtpjax.decoding.drafter import Drafter
 from mtpjax.decoding.gpu_graph import one_graph
+from mtpjax.drafters.methods import uses_mtp_modules
 from mtpjax.evaluation.round_loops import (
     PLAIN_STEP,
     RoundLoop,
@@ -110,7 +111,7 @@ class CostMeter:
         conditions: TimingConditions,
         seconds: float = 0.02,
         time_full_rounds: bool = False,
-        drafter: Literal["mtp", "lookup"] | Drafter = "mtp",
+        drafter: str | Drafter = "mtp",
         draft_params: Any = None,
     ):
         """Makes the loops.
@@ -148,7 +149,7 @@ class CostMeter:
             add_passes("parts", shape)
             if shape != PLAIN_STEP:
                 add_passes("verify", shape, drafts=False)
-                if time_full_rounds and drafter != "mtp":
+                if time_full_rounds and not uses_mtp_modules(drafter):
                     add_passes("draft", shape, verifies=False)
             if time_full_rounds:
                 add_rounds("round", (shape,))

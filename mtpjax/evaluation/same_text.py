@@ -10,7 +10,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from mtpjax.decoding.config import DecodeConfig, SamplingParams
-from mtpjax.decoding.generate import generate
+from mtpjax.inference.generate import generate
 from mtpjax.models.model import MTPModel
 
 

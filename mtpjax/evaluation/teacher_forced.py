@@ -15,16 +15,11 @@ from mtpjax.decoding.capacity import round_up_capacity
 from mtpjax.decoding.config import DecodeConfig
 from mtpjax.decoding.spec import DecodeSpec
 from mtpjax.distributed import gather_processes
-from mtpjax.drafters.dflash.drafting import DFlashDrafter
-from mtpjax.drafters.dspark.drafting import DSparkDrafter
-from mtpjax.drafters.eagle3.drafting import Eagle3Drafter
-from mtpjax.drafters.forward import DraftArchitecture, forward_with_drafter
-from mtpjax.drafters.load import TrainedParams
-from mtpjax.drafters.medusa.drafting import MedusaDrafter, MedusaParams
+from mtpjax.drafters.forward import forward_with_drafter
+from mtpjax.drafters.trained import TrainedDrafter
 from mtpjax.evaluation.predict import PREDICTABLE_RULES, acceptance_probabilities, expected_rounds
 from mtpjax.models.forward import forward, shift_left
 from mtpjax.models.model import MTPModel
-from mtpjax.models.params import DRAFT_IDS, DRAFTER
 
 MAX_LOGITS_PER_PASS = 1 << 28  # maximum number of float32 logits of one teacher-forced pass: 1 GiB
 
@@ -76,14 +71,14 @@ def is_predictable(config: DecodeConfig, rule: str) -> bool:
     """Returns whether `mtpjax.evaluation.predict` covers these settings.
 
     It covers chains of a fixed depth under an exact rule. The teacher-forced pass has no draft window and no reduced
-    draft vocabulary, and does not end DSpark's drafts early, so it does not describe drafts that are made with them.
+    draft vocabulary, and does not end drafts early, so it does not describe drafts that are made with them.
 
     Args:
         config: decoding settings.
         rule: the name of the resolved acceptance rule.
     """
     is_chain = config.topk == 1 and config.depth_policy == "fixed" and config.draft_window is None
-    if isinstance(config.drafter, DSparkDrafter) and config.drafter.confidence_threshold:
+    if isinstance(config.drafter, TrainedDrafter) and config.drafter.ends_early:
         return False
     return is_chain and config.draft_vocabulary is None and rule in PREDICTABLE_RULES
 
@@ -110,10 +105,10 @@ def count_teacher_forced(
     The first `num_new [B]` tokens of each text count; the others only tell what the last drafts are compared with.
     """
     # A drafter beside the trunk has its own teacher-forced pass.
-    architecture, network = None, {}
-    if isinstance(config.drafter, Eagle3Drafter | MedusaDrafter | DFlashDrafter):
-        architecture, network = config.drafter.architecture, own_params(draft_params)
-    arguments = {"model": model, "config": config, "temperatures": temperatures, "architecture": architecture}
+    drafter, network = None, {}
+    if isinstance(config.drafter, TrainedDrafter):
+        drafter, network = config.drafter, draft_params.beside_trunk()
+    arguments = {"model": model, "config": config, "temperatures": temperatures, "drafter": drafter}
     comparison = _compare_texts({**params, **network}, prompts, texts, **arguments)
     starts = np.array([len(prompt) for prompt in prompts])
     ends = starts + num_new
@@ -146,7 +141,7 @@ def _compare_texts(
     model: MTPModel,
     config: DecodeConfig,
     temperatures: np.ndarray,
-    architecture: DraftArchitecture | None,
+    drafter: TrainedDrafter | None,
 ) -> LevelComparison:
     """Runs `compare_levels` over the texts, in groups whose logits fit `MAX_LOGITS_PER_PASS`."""
     texts = [prompt + row for prompt, row in zip(prompts, continuations, strict=True)]
@@ -154,7 +149,7 @@ def _compare_texts(
     columns = round_up_capacity(max(map(len, texts)))
     size = columns * model.config.vocab_size * (config.num_steps + 1)
     rows_at_once = min(max(1, MAX_LOGITS_PER_PASS // size), len(texts))
-    compare = functools.partial(compare_levels, model=model, num_depths=config.num_steps, architecture=architecture)
+    compare = functools.partial(compare_levels, model=model, num_depths=config.num_steps, drafter=drafter)
     parts = []
     for begin in range(0, len(texts), rows_at_once):
         group = texts[begin : begin + rows_at_once]
@@ -168,7 +163,7 @@ def _compare_texts(
     return LevelComparison(*(np.concatenate(arrays)[: len(texts)] for arrays in zip(*parts, strict=True)))
 
 
-@functools.partial(jax.jit, static_argnames=("model", "num_depths", "architecture"))
+@functools.partial(jax.jit, static_argnames=("model", "num_depths", "drafter"))
 def compare_levels(
     params,
     tokens,
@@ -177,7 +172,7 @@ def compare_levels(
     *,
     model: MTPModel,
     num_depths: int,
-    architecture: DraftArchitecture | None = None,
+    drafter: TrainedDrafter | None = None,
 ) -> LevelComparison:
     """Compares draft levels 1..num_depths with the trunk at every position of a text.
 
@@ -188,18 +183,17 @@ def compare_levels(
         temperature: `[B]` float32, above 0.
         model: the model.
         num_depths: draft levels, K.
-        architecture: the drafter beside the trunk, whose parameters are then in `params`; None: MTP modules.
+        drafter: the drafter beside the trunk, whose parameters are then in `params`; None: MTP modules.
 
     Returns:
         The comparison, `[B, T, K]`.
     """
     # Recycled levels see the keys that they see in decoding: the true prefix, then their own (`ttt`).
-    if architecture is None:
+    if drafter is None:
         output = forward(params, tokens, model=model, lengths=lengths, num_depths=num_depths, attention_layout="ttt")
     else:
         is_text = (jnp.arange(tokens.shape[1])[None, :] < lengths[:, None]).astype(jnp.int32)
-        shape = {"architecture": architecture, "num_depths": num_depths}
-        output = forward_with_drafter(params, tokens, is_text, model=model, **shape)
+        output = forward_with_drafter(params, tokens, is_text, model=model, drafter=drafter, num_depths=num_depths)
     # Decoding never picks ids that only pad the embedding table.
     is_token = jnp.arange(model.config.vocab_size) < (model.config.num_tokens or model.config.vocab_size)
 
@@ -226,13 +220,6 @@ def compare_levels(
             )
         )
     return LevelComparison(*(jnp.stack(field, axis=-1) for field in zip(*levels, strict=True)))
-
-
-def own_params(draft_params: TrainedParams) -> dict[str, Any]:
-    """Returns a drafter's parameters by the names that they have beside those of the trunk."""
-    network = draft_params.heads if isinstance(draft_params, MedusaParams) else draft_params.network
-    ids = draft_params.draft_ids
-    return {DRAFTER: network} | ({} if ids is None else {DRAFT_IDS: ids})
 
 
 def _sum_over_positions(comparison: LevelComparison, starts: np.ndarray, ends: np.ndarray) -> TeacherForcedSums:

@@ -89,8 +89,8 @@ class _RequestHandler:
             for a core, and "is_negative".
         """
         from mtpjax.decoding.config import DecodeConfig
-        from mtpjax.decoding.generate import speculative_generate
         from mtpjax.decoding.sampling_params import SamplingParams
+        from mtpjax.inference.generate import speculative_generate
 
         # A call for one token measures prefill. Subtracting it leaves the time of the rounds.
         config = DecodeConfig(max_new_tokens=max_new_tokens, num_steps=num_steps, min_rows=min_rows)

@@ -14,10 +14,10 @@ from mtpjax.decoding.capacity import round_up_capacity
 from mtpjax.decoding.config import DecodeConfig
 from mtpjax.decoding.decoder import StateShape
 from mtpjax.decoding.device import fit_params, platform_of, with_implementation
-from mtpjax.decoding.requests import check_settings, explain_param_errors, make_drafter, params_to_device
 from mtpjax.decoding.sampling import SamplingFeatures
 from mtpjax.decoding.session import Session
-from mtpjax.drafters.own_params import require_whole_trunk
+from mtpjax.drafters.trained import require_whole_trunk
+from mtpjax.inference.requests import check_settings, explain_param_errors, make_drafter, params_to_device
 from mtpjax.models.cache import recurrent_entries, replace_recurrent_entries
 from mtpjax.models.expert_counts import expert_layers
 from mtpjax.models.expert_placement import STACKS, num_expert_devices, placement_tables

@@ -15,10 +15,10 @@ import jax
 from mtpjax.decoding.config import DecodeConfig
 from mtpjax.decoding.decoder import Decoder, StateShape
 from mtpjax.decoding.device import fit_params
-from mtpjax.decoding.requests import make_drafter
 from mtpjax.distributed import gather_values
 from mtpjax.errors import MemoryTooSmall, is_memory_error, printable
 from mtpjax.host import describe_address_limit
+from mtpjax.inference.requests import make_drafter
 from mtpjax.messages import count_of
 from mtpjax.models.cache import empty_cache, recurrent_entries
 from mtpjax.models.config import ModelConfig

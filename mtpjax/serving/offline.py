@@ -14,11 +14,11 @@ import numpy as np
 from mtpjax.decoding.config import DecodeConfig, SamplingParams, check_integer
 from mtpjax.decoding.decoder import Decoder
 from mtpjax.decoding.device import fit_params, with_implementation
-from mtpjax.decoding.generate import BatchCall
 from mtpjax.decoding.gpu_graph import GRAPHS
-from mtpjax.decoding.requests import check_request, make_drafter, make_new_rows, params_to_device, repeat_first_row
 from mtpjax.decoding.result import GenerationResult
 from mtpjax.decoding.state import NewRows
+from mtpjax.inference.generate import BatchCall
+from mtpjax.inference.requests import check_request, make_drafter, make_new_rows, params_to_device, repeat_first_row
 from mtpjax.models.model import MTPModel
 from mtpjax.serving.api.text_stream import Span, TextStream
 

@@ -6,7 +6,8 @@ from collections.abc import Mapping
 from typing import Any, Literal
 
 from mtpjax.data.config import Source
-from mtpjax.drafters.files.read import Reading
+from mtpjax.drafters.method import DraftMethod, Reading
+from mtpjax.drafters.methods import METHODS, find_method
 from mtpjax.errors import printable
 from mtpjax.field_types import check_mapping, check_scalar_fields
 from mtpjax.messages import require, require_choice
@@ -17,20 +18,9 @@ from mtpjax.training.objective import Objective
 
 MAX_LEARNING_RATE = 100.0  # far above what any run uses: a larger one is a typing error
 MAX_DEPTHS = 64  # each depth is compiled: many more would compile for hours
-DRAFTERS = ("mtp", "eagle3", "medusa", "dflash", "dspark")
-BLOCK_DRAFTERS = ("dflash", "dspark")
 READING = tuple(Reading.__annotations__)  # arguments of `load_drafter`
-# Settings of drafters with their own files, and the drafters that each one applies to.
-DRAFTER_SETTINGS = {
-    "draft_init_from": DRAFTERS[1:],
-    "draft_reading": DRAFTERS[1:],
-    "draft_vocab_size": DRAFTERS[1:],
-    "draft_layers": ("eagle3", *BLOCK_DRAFTERS),
-    "draft_num_layers": BLOCK_DRAFTERS,
-    "draft_anchors": BLOCK_DRAFTERS,
-    "draft_mask_token": BLOCK_DRAFTERS,
-    "draft_markov_rank": ("dspark",),
-}
+# Settings of every drafter with files of its own; a method has further ones (`DraftTraining.settings`).
+DRAFTER_SETTINGS = ("draft_init_from", "draft_reading", "draft_vocab_size")
 # Smallest values of settings.
 MINIMA = dict.fromkeys(("steps", "batch_size", "log_every", "keep_states", "accumulation"), 1) | {"row_length": 2}
 MINIMA |= {"max_consecutive_bad_steps": 1, **dict.fromkeys(("extra_tokens", "seed", "num_depths", "save_every"), 0)}
@@ -56,7 +46,8 @@ class TrainConfig:
         model_type: the family to read `init_from` as, instead of the one that its `config.json` names.
         drafter: the drafter to train: "mtp", the model's MTP modules, or a new drafter with its own files, which trains
             on the frozen trunk of `init_from`: "eagle3" (2503.01840) over `num_depths` levels, "medusa" (2401.10774)
-            with `num_depths` heads, "dflash" (2602.06036) or "dspark" (2607.05147) with blocks of `num_depths` drafts.
+            with `num_depths` heads, "dflash" (2602.06036) or "dspark" (2607.05147) with blocks of `num_depths` drafts,
+            or a method of your own, as `package.module:RECORD`.
             The trunk's MTP modules are then left out, and `trains` is "modules".
         draft_init_from: drafter to continue training, instead of a new one: a folder or a repository of the Hugging
             Face Hub that `mtpjax.load_drafter` reads, or the run folder that trained it. Its architecture and draft
@@ -152,7 +143,7 @@ class TrainConfig:
     model: ModelConfig | Mapping[str, Any] | tuple[tuple[str, Any], ...] | None = ()
     init_from: str | None = None
     model_type: str | None = None
-    drafter: Literal["mtp", "eagle3", "medusa", "dflash", "dspark"] = "mtp"
+    drafter: str = "mtp"
     draft_init_from: str | None = None
     draft_reading: Mapping[str, bool | str] | tuple[tuple[str, bool | str], ...] = ()
     draft_vocab_size: int = 0
@@ -253,6 +244,11 @@ class TrainConfig:
         )
 
     @property
+    def draft_method(self) -> DraftMethod:
+        """Returns the record of the method that `drafter` names."""
+        return find_method(self.drafter)
+
+    @property
     def model_config(self) -> ModelConfig:
         """Returns the architecture of new weights: the preset's, with the fields of `model` changed."""
         return override_config(presets[self.preset], model_changes(self.model))
@@ -274,7 +270,12 @@ class TrainConfig:
 
     def _check_drafter(self):
         """Checks the settings of a separate drafter, which trains on a frozen trunk."""
-        require_choice("drafter", self.drafter, DRAFTERS)
+        method = self.draft_method
+        require(
+            _trains(method),
+            f"drafter '{self.drafter}' does not train; these do: "
+            + ", ".join(each.name for each in METHODS if _trains(each)),
+        )
         require(not isinstance(self.draft_layers, int), f"draft_layers must be a sequence, got {self.draft_layers!r}")
         object.__setattr__(self, "draft_layers", tuple(self.draft_layers))
         reading = check_mapping("draft_reading", self.draft_reading)
@@ -282,13 +283,14 @@ class TrainConfig:
         for name, _ in self.draft_reading:
             require_choice("draft_reading", name, READING)
         # A setting that the drafter would ignore is a mistake.
-        for name, drafters in DRAFTER_SETTINGS.items():
-            choices, is_used = ", ".join(map(repr, drafters)), self.drafter in drafters
-            require(is_used or self._is_default(name), f"{name} needs drafter {choices}, not '{self.drafter}'")
+        for name in (field.name for field in dataclasses.fields(self) if field.name.startswith("draft_")):
+            is_used = _uses(method, name) or self._is_default(name)
+            choices = ", ".join(repr(each.name) for each in METHODS if _uses(each, name))
+            require(is_used, f"{name} needs drafter {choices}, not '{self.drafter}'")
         for name in ("draft_num_layers", "draft_anchors", "draft_markov_rank"):
             value = getattr(self, name)
             require(value is None or value >= 1, f"{name} must be at least 1, is {value}")
-        if self.drafter == "mtp":
+        if method.training is None:
             return
         require(
             self.init_from is not None,
@@ -300,8 +302,8 @@ class TrainConfig:
         )
         object.__setattr__(self, "trains", "modules")
         require(
-            self.num_depths >= 2 or self.drafter != "dspark",
-            f"drafter 'dspark' needs num_depths of at least 2, the slots of its block, not {self.num_depths}",
+            self.num_depths >= (least := method.training.min_levels),
+            f"drafter '{self.drafter}' needs num_depths of at least {least}, not {self.num_depths}",
         )
         require(not self.model, f"drafter '{self.drafter}' leaves MTP modules out: do not set model.num_mtp_modules")
         require(not check_mapping("mesh", self.mesh), f"drafter '{self.drafter}' trains on one device: leave out mesh")
@@ -373,3 +375,12 @@ class TrainConfig:
             rows % parts == 0,
             f"batch_size {rows} is not a multiple of {parts}, accumulation {self.accumulation} times the mesh {sizes}",
         )
+
+
+def _trains(method: DraftMethod) -> bool:
+    return method.is_of_model or method.training is not None
+
+
+def _uses(method: DraftMethod, setting: str) -> bool:
+    """Returns whether a setting that begins with `draft_` applies to a method."""
+    return method.training is not None and setting in (*DRAFTER_SETTINGS, *method.training.settings)

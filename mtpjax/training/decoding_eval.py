@@ -15,7 +15,7 @@ from mtpjax.decoding.capacity import min_rows_per_pass, round_up_capacity
 from mtpjax.decoding.config import DecodeConfig
 from mtpjax.decoding.spec import DecodeSpec
 from mtpjax.distributed import is_multiprocess
-from mtpjax.drafters.forward import DraftArchitecture
+from mtpjax.drafters.trained import DraftParams, TrainedDrafter
 from mtpjax.evaluation.acceptance import measure_acceptance
 from mtpjax.evaluation.machine import Stopwatch
 from mtpjax.evaluation.metrics import estimate_speed_up, report
@@ -27,7 +27,6 @@ from mtpjax.models.model import MTPModel
 from mtpjax.models.sharding import mesh_of
 from mtpjax.models.trunk import unstack_layers
 from mtpjax.training.corpus import Corpus
-from mtpjax.training.new_drafter import to_decoding
 
 PROMPT_TOKENS, NEW_TOKENS = 64, 64
 PROMPTS_PER_BATCH = 32  # prompts in a batch, each at both temperatures
@@ -93,7 +92,7 @@ class PanelDecoder:
         num_depths: draft levels; 0: nothing is decoded.
         max_prompts: maximum number of prompts.
         acceptance: the acceptance rule, as in `DecodeConfig`.
-        architecture: the drafter beside the trunk, whose speed-up is not measured; None: MTP modules.
+        drafter: the drafter beside the trunk, whose speed-up is not measured; None: MTP modules.
 
     Raises:
         ValueError: there is no such rule, or it does not allow temperature 1.
@@ -107,7 +106,7 @@ class PanelDecoder:
         num_depths: int,
         max_prompts: int,
         acceptance: str | AcceptanceRule = "auto",
-        architecture: DraftArchitecture | None = None,
+        drafter: TrainedDrafter | None = None,
     ):
         # Prompt, continuation and drafts together must fit into the model's positions.
         max_positions = model.config.max_position_embeddings
@@ -124,10 +123,11 @@ class PanelDecoder:
             max_new_tokens=new_tokens,
             num_steps=num_depths,
             acceptance=acceptance,
+            drafter=drafter or "mtp",
             stop_token_ids=corpus.tokenizer.eos_token_ids,
         )
         DecodeSpec.from_config(self.config, is_greedy=False)  # rejects a rule before training, not after it
-        self.is_stacked, self.architecture = model.scan_layers, architecture
+        self.is_stacked, self.drafter = model.scan_layers, drafter
         self.seconds_spent, self.expected_seconds = 0.0, FIRST_DECODING_SECONDS
 
     def is_within_time_share(self, seconds: float) -> bool:
@@ -160,9 +160,8 @@ class PanelDecoder:
         decoded: dict[str, dict[str, DecodedMetrics]] = {}
         try:
             decoded, counts = self._decode(model, params, chosen, 2 * batch_prompts)
-            if (
-                is_last and self.architecture is None and not is_multiprocess()
-            ):  # the clocks of several processes differ
+            # The clocks of several processes differ.
+            if is_last and self.drafter is None and not is_multiprocess():
                 decoded = self._add_speed_up(model, params, decoded, counts)
         except jax.errors.JaxRuntimeError as error:
             log.warning("held-out prompts could not be decoded: %s", error)
@@ -176,15 +175,12 @@ class PanelDecoder:
         # Every prompt appears once per temperature: greedy and sampled rows share the batches.
         rows = [prompt for prompt, _ in chosen for _ in KIND_TEMPERATURES]
         temperatures = np.tile(list(KIND_TEMPERATURES.values()), len(chosen))
-        config, draft_params = self.config, None
-        if self.architecture is not None:
-            drafter, draft_params = to_decoding(params, self.architecture)
-            config = dataclasses.replace(config, drafter=drafter)
+        draft_params = None if self.drafter is None else DraftParams.of(params)
         acceptance = measure_acceptance(
             params,
             rows,
             model=model,
-            config=config,
+            config=self.config,
             draft_params=draft_params,
             temperature=temperatures.tolist(),
             batch_size=batch_size,

@@ -7,14 +7,7 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 
-from mtpjax.drafters.dspark.network import DSparkConfig
-from mtpjax.drafters.forward import (
-    draft_columns,
-    draft_heads,
-    draft_layer_ids,
-    forward_drafter,
-    shares_head,
-)
+from mtpjax.drafters.forward import draft_columns, draft_heads, forward_drafter, read_layers
 from mtpjax.models.forward import DepthsOutput, forward_depths, trunk_states
 from mtpjax.models.model import bind
 from mtpjax.models.params import is_of_modules
@@ -130,18 +123,18 @@ def loss_and_gradients(
 def _forward(params: dict, rows: Rows, spec: TrainSpec) -> _Forward:
     """Runs trunk (or reads its cached states) and every depth, then cross-entropy, KL and overlap per position."""
     tokens, segment_ids, loss_mask, states, anchors = rows
-    model, num_depths, architecture = spec.model, spec.num_depths, spec.architecture
+    model, num_depths, drafter = spec.model, spec.num_depths, spec.drafter
     if states is None:
-        states = trunk_states(params, tokens, segment_ids, model=model, layer_ids=draft_layer_ids(architecture))
+        states = trunk_states(params, tokens, segment_ids, model=model, layer_ids=read_layers(drafter))
     else:
         states = states.astype(model.dtype or params["embedding"].dtype)
     targets, is_valid = all_targets(tokens, segment_ids, loss_mask, num_depths)
     is_valid, confidence = keep_anchors(is_valid, anchors), None
-    if architecture is None:
+    if drafter is None:
         layout = {"attention_layout": spec.attention_layout, "is_detached": spec.trains == "detached"}
         output = forward_depths(params, states, tokens, segment_ids, model=model, num_depths=num_depths, **layout)
     else:
-        shape = {"num_depths": num_depths, "architecture": architecture, "anchors": anchors}
+        shape = {"num_depths": num_depths, "drafter": drafter, "anchors": anchors}
         output = forward_drafter(params, states, tokens, segment_ids, model=model, **shape)
         # Targets are columns of the drafter's head. Tokens without one are masked (`mask_undraftable`).
         if (column := draft_columns(params, model.config.vocab_size)) is not None:
@@ -179,10 +172,10 @@ def _output_terms(params: dict, output: DepthsOutput, targets: jax.Array, *, spe
 
     In the second case nothing reads the logits in `output`, and jit removes their computation.
     """
-    model, architecture, vocab_chunk = spec.model, spec.architecture, spec.objective.vocab_chunk
+    model, drafter, vocab_chunk = spec.model, spec.drafter, spec.objective.vocab_chunk
     # A custom objective may read KL and overlap, whatever the settings' objective needs. A confidence head
     # learns the overlap.
-    has_confidence = isinstance(architecture, DSparkConfig) and architecture.has_confidence
+    has_confidence = drafter is not None and drafter.has_confidence
     compares_with_trunk = spec.objective.compares_with_trunk or spec.objective_function is not None or has_confidence
     if not vocab_chunk:
         return plain_terms((output.logits, *output.mtp_logits), targets)
@@ -190,11 +183,10 @@ def _output_terms(params: dict, output: DepthsOutput, targets: jax.Array, *, spe
     # use the last module's head.
     apply, modules, num_depths = bind(model, params), model.config.num_mtp_modules, len(output.mtp_hidden)
     heads, head_of = [apply(method="head_matrix")], [0] * (1 + num_depths)
-    if architecture is not None:
+    if drafter is not None:
         # The loss reads a head that the levels share once.
-        heads = list(draft_heads(params, model=model, architecture=architecture, num_depths=num_depths))
-        is_shared = shares_head(architecture)
-        heads, head_of = (heads[:2], [0, *[1] * num_depths]) if is_shared else (heads, [*range(1 + num_depths)])
+        heads = list(draft_heads(params, model=model, drafter=drafter, num_depths=num_depths))
+        head_of = [min(depth, len(heads) - 1) for depth in range(1 + num_depths)]
     elif model.config.mtp_own_head:
         heads += [apply(index=index, method="head_matrix") for index in range(min(modules, num_depths))]
         head_of = [0, *(min(depth, modules) for depth in range(1, num_depths + 1))]

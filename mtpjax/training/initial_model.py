@@ -45,7 +45,7 @@ def init_model(config: TrainConfig, mesh: Mesh | None = None) -> tuple[MTPModel,
         model_type=config.model_type,
     )
     # A separate drafter: the trunk alone. Its layers stay unrolled, because only those return their states.
-    if config.drafter != "mtp":
+    if not config.draft_method.is_of_model:
         trunk = {name: leaf for name, leaf in params.items() if not is_of_modules(name)}
         if config.trunk_dtype == "bfloat16":
             trunk = jax.tree.map(lambda leaf: leaf.astype(jnp.bfloat16), trunk, is_leaf=is_scaled)
@@ -73,7 +73,7 @@ def init_model(config: TrainConfig, mesh: Mesh | None = None) -> tuple[MTPModel,
 
 def num_trained_depths(config: TrainConfig, model: MTPModel) -> int:
     """Returns the number of draft depths to train: none for a model without MTP modules."""
-    return config.num_depths if model.config.num_mtp_modules or config.drafter != "mtp" else 0
+    return config.num_depths if model.config.num_mtp_modules or not config.draft_method.is_of_model else 0
 
 
 def _check_experts(config: TrainConfig, model: MTPModel) -> None:

@@ -27,7 +27,7 @@ from mtpjax.data.regeneration_output import Tally, open_output
 from mtpjax.data.regeneration_tasks import RecordKind, Task, detect_record_kind, make_task
 from mtpjax.data.tokenizer import Tokenizer, TokenizerError
 from mtpjax.decoding.config import DecodeConfig, SamplingParams
-from mtpjax.decoding.generate import speculative_generate
+from mtpjax.inference.generate import speculative_generate
 from mtpjax.models.model import MTPModel
 from mtpjax.program_memory import free_programs_if_full
 

@@ -17,7 +17,7 @@ from jax.sharding import NamedSharding, PartitionSpec
 from mtpjax import distributed
 from mtpjax.atomic import write_text
 from mtpjax.data import packing
-from mtpjax.drafters.forward import draft_layer_ids
+from mtpjax.drafters.forward import read_layers
 from mtpjax.errors import Preempted, printable
 from mtpjax.evaluation import self_check
 from mtpjax.evaluation.machine import describe_device
@@ -77,17 +77,16 @@ class Run:
         check_callbacks(callbacks)
         self.mesh = make_run_mesh(config)
         self.model, make_params = init_model(config, self.mesh)
-        drafter = initial_drafter(config, self.model)
+        initial = initial_drafter(config, self.model)
         num_depths = num_trained_depths(config, self.model)
-        # Medusa's heads and the slots of a block draft the trained levels, and no others.
-        panel_depths = max(num_depths, panel_depths) if config.drafter in ("mtp", "eagle3") else num_depths
+        # A network with a fixed number of levels drafts the trained ones, and no others.
+        has_fixed_levels = initial is not None and initial.drafter.max_levels is not None
+        panel_depths = num_depths if has_fixed_levels else max(num_depths, panel_depths)
         self.corpus = load_corpus(config, self.model.config.vocab_size, num_depths=num_depths)
-        params, self.architecture = make_params(), None
-        if drafter is not None:
-            params, self.architecture = add_drafter(
-                params, drafter, config=config, corpus=self.corpus, model=self.model
-            )
-        self.panel_settings = {"model": self.model, "num_depths": panel_depths, "architecture": self.architecture}
+        params, self.drafter = make_params(), None
+        if initial is not None:
+            params, self.drafter = add_drafter(params, initial, config=config, corpus=self.corpus, model=self.model)
+        self.panel_settings = {"model": self.model, "num_depths": panel_depths, "drafter": self.drafter}
         self.state, self.step = self._compile(params, num_depths, objective)
         # Tracing without computing finds a faulty objective before an old run is replaced.
         if objective is not None:
@@ -119,7 +118,7 @@ class Run:
             attention_layout=config.attention_layout,
             accumulation=config.accumulation,
             mesh=self.mesh,
-            architecture=self.architecture,
+            drafter=self.drafter,
             num_anchors=config.draft_anchors or MAX_ANCHORS,
             seed=config.seed,
         )
@@ -174,7 +173,7 @@ class Run:
             model=self.model,
             batch_size=self.config.batch_size,
             dtype=self.config.trunk_states_dtype,
-            layer_ids=draft_layer_ids(self.architecture),
+            layer_ids=read_layers(self.drafter),
             should_stop=self.should_stop,
         )
 
@@ -323,7 +322,7 @@ class Run:
         path = self._save_model(params, {})
         panel, further = self._evaluate_saved(params, path, is_state_saved)
         # A drafter's files have no place for them; `metrics.jsonl` has the panel.
-        if self.architecture is None:
+        if self.drafter is None:
             self._save_model(params, further)
         if is_state_saved:
             self._notify_saved(run_dir.state_path(self.output, self.clock.step))
@@ -335,8 +334,8 @@ class Run:
     def _save_model(self, params: dict, further: Mapping[str, Any]) -> pathlib.Path:
         """Saves the trained model or drafter, and returns its folder. `further` is added to the metadata."""
         config, corpus = self.config, self.corpus
-        if self.architecture is not None:
-            return save_trained_drafter(self.output, params, self.architecture)
+        if self.drafter is not None:
+            return save_trained_drafter(self.output, params, self.drafter, config.draft_method)
         path, kind = self.output / run_dir.CHECKPOINT_FOLDER, "huggingface" if corpus.file_tokenizer else "bytes"
         metadata = {"steps": self.clock.step, "train": self.settings, "data": corpus.summary, "tokenizer": kind}
         checkpoint.save_model(
@@ -365,7 +364,7 @@ class Run:
             if self.is_main_process:
                 self._plot_or_warn()
             further: dict[str, Any] = {"panel": panel.to_json()}
-            if self.architecture is None:
+            if self.drafter is None:
                 further["self_check"] = self_check.make_record(
                     params,
                     self.corpus.panel_rows.tokens,

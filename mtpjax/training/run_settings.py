@@ -27,7 +27,7 @@ def settings_to_json(config: TrainConfig, objective: ObjectiveFunction | None) -
     settings["model"] = config.model_config.to_dict() if config.init_from is None else dict(values["model"])
     settings["draft_reading"] = dict(config.draft_reading) or None
     # Runs of MTP modules have no settings of drafters.
-    if config.drafter == "mtp":
+    if config.draft_method.is_of_model:
         settings = {name: value for name, value in settings.items() if not name.startswith("draft")}
     # Code is not stored: a resumed run is checked to have an objective of the same name.
     return settings | {"objective_function": None if objective is None else describe_objective(objective)}

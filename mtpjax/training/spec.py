@@ -4,7 +4,7 @@ import dataclasses
 
 from jax.sharding import Mesh
 
-from mtpjax.drafters.forward import DraftArchitecture
+from mtpjax.drafters.trained import TrainedDrafter
 from mtpjax.models.model import MTPModel
 from mtpjax.training.anchors import MAX_ANCHORS
 from mtpjax.training.loss_inputs import ObjectiveFunction
@@ -25,8 +25,8 @@ class TrainSpec:
         accumulation: number of parts of the batch that run one after the other. The gradients are the same up to
             rounding; the LK hybrid takes one more forward pass.
         mesh: splits the rows over its devices (`mtpjax.training.data_parallel`); None: one device.
-        architecture: the drafter that trains instead of MTP modules (`mtpjax.drafters.forward`); None: MTP modules.
-        num_anchors: maximum number of anchors in a row, for a block drafter.
+        drafter: the drafter that trains instead of MTP modules (`mtpjax.drafters.trained`); None: MTP modules.
+        num_anchors: maximum number of anchors in a row, for a drafter that draws them.
         seed: seed of the anchors. Those of an update depend on the seed and its number alone.
 
     Example:
@@ -43,6 +43,6 @@ class TrainSpec:
     attention_layout: str = "ttt"
     accumulation: int = 1
     mesh: Mesh | None = None
-    architecture: DraftArchitecture | None = None
+    drafter: TrainedDrafter | None = None
     num_anchors: int = MAX_ANCHORS
     seed: int = 0

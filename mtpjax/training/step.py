@@ -11,7 +11,6 @@ import optax
 import optax.contrib
 
 from mtpjax.data.packing import Batch
-from mtpjax.drafters.dflash.network import DFlashConfig
 from mtpjax.drafters.forward import mask_undraftable
 from mtpjax.models.params import is_of_modules
 from mtpjax.training.anchors import draw_anchors, keep_anchors
@@ -181,18 +180,18 @@ def train_step(
         >>> int(state.step), metrics["losses"].shape
         (1, (2,))
     """
-    num_depths, architecture = spec.num_depths, spec.architecture
+    num_depths, drafter = spec.num_depths, spec.drafter
     if states is not None and spec.trains != "modules":
         raise ValueError(f"cached trunk states need a frozen trunk: trains '{spec.trains}' changes it")
     # Count the targets of the whole batch first: with them, losses of its shards are shares that add up. The overlap,
     # which the LK hybrid also needs, is only known after a forward pass.
     tokens, segment_ids, loss_mask, cached = jax.tree.map(jnp.asarray, (*batch, states))
-    if architecture is not None:
+    if drafter is not None:
         loss_mask = mask_undraftable(state.params, tokens, loss_mask, spec.model.config.vocab_size)
     _, is_valid = all_targets(tokens, segment_ids, loss_mask, num_depths)
     # The number of the update alone decides the anchors, so a resumed run draws the same ones.
     anchors = None
-    if isinstance(architecture, DFlashConfig):
+    if drafter is not None and drafter.draws_anchors:
         key = jax.random.fold_in(jax.random.key(spec.seed), state.step)
         anchors = draw_anchors(key, is_valid[1], spec.num_anchors)
     rows = Rows(tokens, segment_ids, loss_mask, cached, anchors)

@@ -7,12 +7,12 @@ from typing import Any
 
 from mtpjax.data.packing import Document
 from mtpjax.decoding.drafter import Drafter
+from mtpjax.drafters.trained import DraftParams
 from mtpjax.models.model import MTPModel
 from mtpjax.models.params import DRAFT_IDS, DRAFTER
 from mtpjax.training.callbacks import Callback
 from mtpjax.training.config import TrainConfig
 from mtpjax.training.loss_inputs import ObjectiveFunction
-from mtpjax.training.new_drafter import to_decoding
 from mtpjax.training.panel import Panel
 from mtpjax.training.run import Run
 
@@ -98,8 +98,7 @@ def train(
         run.update_until_done()
         params, path, panel = run.finish()
     result = TrainResult(MTPModel(run.model.config), params, path, run.corpus.held_out, panel, run.log.history)
-    if run.architecture is None:
+    if run.drafter is None:
         return result
-    drafter, draft_params = to_decoding(params, run.architecture)
     trunk = {name: leaf for name, leaf in params.items() if name not in (DRAFTER, DRAFT_IDS)}
-    return dataclasses.replace(result, params=trunk, drafter=drafter, draft_params=draft_params)
+    return dataclasses.replace(result, params=trunk, drafter=run.drafter, draft_params=DraftParams.of(params))

@@ -16,14 +16,15 @@ from mtpjax.decoding.sampling import SamplingArrays
 from mtpjax.decoding.spec import DecodeSpec
 from mtpjax.decoding.state import NewRows, start_rows
 from mtpjax.drafters import levels
-from mtpjax.drafters.dflash.drafting import DFlashDrafter, DFlashParams
-from mtpjax.drafters.dflash.forward import dflash_blocks
+from mtpjax.drafters.dflash.drafting import DFlashDrafter
+from mtpjax.drafters.dflash.forward import block_states
 from mtpjax.drafters.dflash.network import DFlash, DFlashConfig
 from mtpjax.drafters.dspark.drafting import DSparkDrafter
 from mtpjax.drafters.dspark.network import DSpark, DSparkConfig
+from mtpjax.drafters.trained import DraftParams
 from mtpjax.models.config import ModelConfig
 from mtpjax.models.masks import full_view
-from mtpjax.models.model import bind
+from mtpjax.models.model import bind, multiply_head
 from tests.helpers.drafter_mesh import check_mesh
 from tests.helpers.laws import first_token_law, second_token_law, second_tokens
 from tests.helpers.running import Running
@@ -58,7 +59,7 @@ def dflash(**switches):
     given = {"windows": (4, 0), "is_causal": (True, False), "own_head": True, "draft_vocab_size": R} | switches
     config = DFlashConfig(**SIZES, **{"block_size": 4} | given)
     ids = DRAFT_IDS if config.draft_vocab_size < V else None
-    return DFlashDrafter(architecture=config), DFlashParams(init(DFlash, config), ids)
+    return DFlashDrafter(architecture=config), DraftParams(init(DFlash, config), ids)
 
 
 @functools.cache
@@ -68,7 +69,7 @@ def dspark(threshold=0.0, **switches):
     config = DSparkConfig(**SIZES, **{"block_size": 3} | given)
     drafter = DSparkDrafter(architecture=config, confidence_threshold=threshold)
     ids = DRAFT_IDS if config.draft_vocab_size < V else None
-    return drafter, DFlashParams(init(DSpark, config), ids)
+    return drafter, DraftParams(init(DSpark, config), ids)
 
 
 DRAFTERS = {"dflash": dflash, "dspark": dspark, "confident": functools.partial(dspark, 0.5)}
@@ -269,8 +270,9 @@ def test_prefill_in_chunks_and_the_uncached_twin_agree(name, trunk):
     own = drafter.architecture
     head = draft_params.network["head"] if own.own_head else params["head"]
     features = drafter.select_states(Decoder(model, drafter, DecodeSpec(1)), output)
-    blocks = jax.jit(functools.partial(dflash_blocks, config=own))
-    hidden, logits = blocks(draft_params.network, features, tokens, anchors, params["embedding"], head=head)
+    blocks = jax.jit(functools.partial(block_states, config=own))
+    hidden = blocks(draft_params.network, features, tokens, anchors, params["embedding"])
+    logits = multiply_head(hidden, head)
     logits = np.asarray(logits[:, 0, own.block_size - own.num_drafts :])
     if name == "dspark":
         bias, _ = DSpark(own).apply(

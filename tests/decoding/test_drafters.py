@@ -81,8 +81,14 @@ def test_settings_of_modules_are_refused(changes, message, without_modules):
 def test_ranges_of_the_ngrams_are_checked():
     with pytest.raises(ValueError, match="prompt_lookup_min"):
         DecodeConfig(drafter="lookup", prompt_lookup_min=4, prompt_lookup_max=2)
-    with pytest.raises(ValueError, match="unknown drafter 'ngram'"):
-        DecodeConfig(drafter="ngram")
+
+
+def test_an_unknown_name_gets_a_suggestion(without_modules):
+    model, params = without_modules
+    with pytest.raises(ValueError, match=r"must be one of mtp, lookup, .*, got lokup: did you mean lookup\?"):
+        speculative_generate(params, PROMPTS, model=model, config=DecodeConfig(drafter="lokup"))
+    with pytest.raises(ValueError, match="drafter 'eagle3' is read from files"):
+        speculative_generate(params, PROMPTS, model=model, config=DecodeConfig(drafter="eagle3"))
 
 
 @dataclasses.dataclass(frozen=True)

@@ -9,7 +9,7 @@ import pytest
 
 from mtpjax import DecodeConfig, speculative_generate
 from mtpjax.decoding.decoder import Decoder, StateShape
-from mtpjax.decoding.requests import make_drafter
+from mtpjax.inference.requests import make_drafter
 from mtpjax.models.layers.entries import write_rows
 from pallas_kernels.fp8 import as_stored
 

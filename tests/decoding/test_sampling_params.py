@@ -124,7 +124,7 @@ def test_a_call_without_settings_takes_the_default_ones(small):
 @pytest.mark.parametrize(
     ("values", "message"),
     [
-        ({"drafter": 5}, "drafter must be 'mtp' or 'lookup', or a Drafter, got 5"),
+        ({"drafter": 5}, "drafter must be a name such as 'mtp' or 'lookup', or a Drafter, got 5"),
         ({"typical_epsilon": -1}, "typical_epsilon must be finite and at least 0, got -1"),
         ({"relaxed_delta": float("nan")}, "relaxed_delta must be finite and at least 0, got nan"),
         ({"topk": 4, "num_steps": 1, "num_draft_tokens": 8}, "num_draft_tokens must be at most 5 for topk 4"),

@@ -7,7 +7,7 @@ import pytest
 
 from mtpjax import DecodeConfig, SamplingParams, speculative_generate
 from mtpjax.decoding.decoder import StateShape
-from mtpjax.decoding.requests import make_new_rows
+from mtpjax.inference.requests import make_new_rows
 from tests.helpers.running import Running
 
 SLOTS, ROWS = 3, 7

@@ -7,7 +7,7 @@ import pytest
 
 from mtpjax import DecodeConfig, MTPModel, generate, speculative_generate
 from mtpjax.decoding.decoder import Decoder
-from mtpjax.decoding.requests import make_drafter
+from mtpjax.inference.requests import make_drafter
 from mtpjax.serving.engine import Engine
 from mtpjax.serving.launch import choose_num_pages
 from mtpjax.serving.request import Request

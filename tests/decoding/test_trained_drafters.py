@@ -9,10 +9,11 @@ import numpy as np
 import pytest
 
 from mtpjax import DecodeConfig, SamplingParams, generate, speculative_generate
-from mtpjax.drafters.eagle3.drafting import Eagle3Drafter, Eagle3Params
+from mtpjax.drafters.eagle3.drafting import Eagle3Drafter
 from mtpjax.drafters.eagle3.network import Eagle3, Eagle3Config
-from mtpjax.drafters.medusa.drafting import MedusaDrafter, MedusaParams
+from mtpjax.drafters.medusa.drafting import MedusaDrafter
 from mtpjax.drafters.medusa.network import Medusa, MedusaConfig
+from mtpjax.drafters.trained import DraftParams
 from mtpjax.models.config import ModelConfig
 from mtpjax.models.masks import full_view
 from tests.helpers.drafter_mesh import check_mesh
@@ -42,7 +43,7 @@ def eagle(num_layers=1, **switches):
     view = full_view(block, jnp.ones((1, 2), jnp.int32))
     zeros = jnp.zeros((1, 2, config.features_size))
     network = jax.jit(Eagle3(config).init)(jax.random.key(3), zeros, jnp.zeros((1, 2), jnp.int32), view)["params"]
-    return Eagle3Drafter(architecture=config), Eagle3Params(network, DRAFT_IDS)
+    return Eagle3Drafter(architecture=config), DraftParams(network, DRAFT_IDS)
 
 
 @functools.cache
@@ -50,7 +51,7 @@ def medusa(choices=()):
     config = MedusaConfig(hidden_size=D, vocab_size=V, num_heads=3, draft_vocab_size=R)
     heads = jax.jit(Medusa(config).init)(jax.random.key(4), jnp.zeros((1, D)))["params"]
     heads = jax.tree.map(lambda leaf: leaf + 0.1 * jax.random.normal(jax.random.key(leaf.size), leaf.shape), heads)
-    return MedusaDrafter(architecture=config, choices=choices), MedusaParams(heads, DRAFT_IDS)
+    return MedusaDrafter(architecture=config, choices=choices), DraftParams(heads, DRAFT_IDS)
 
 
 DRAFTERS = {"eagle3": eagle, "medusa": medusa}
@@ -117,7 +118,7 @@ def test_the_trunks_own_head_and_all_tokens(trunk):
     drafter, params = eagle()
     config = dataclasses.replace(drafter.architecture, draft_vocab_size=V, own_head=False)
     network = {name: leaf for name, leaf in params.network.items() if name != "head"}
-    result, plain = decode(trunk, (Eagle3Drafter(architecture=config), Eagle3Params(network)), **CHAIN)
+    result, plain = decode(trunk, (Eagle3Drafter(architecture=config), DraftParams(network)), **CHAIN)
     assert result.rows() == plain and result.stats.accepted.sum() > 0
 
 

@@ -16,11 +16,11 @@ from mtpjax.decoding.decoder import Decoder, StateShape
 from mtpjax.decoding.sampling import SamplingArrays
 from mtpjax.decoding.spec import DecodeSpec
 from mtpjax.decoding.verify import Acceptance
-from mtpjax.drafters.dflash.forward import dflash_blocks
+from mtpjax.drafters.dflash.forward import block_states
 from mtpjax.drafters.dspark.drafting import DSparkDrafter
 from mtpjax.drafters.dspark.network import DSpark
 from mtpjax.models.masks import full_view
-from mtpjax.models.model import bind
+from mtpjax.models.model import bind, multiply_head
 from tests.golden import drafter_path, has_trunk
 
 NAMES = ("dflash", "dflash_full", "dspark")
@@ -76,7 +76,8 @@ def trunk_features(params, tokens, *, model, drafter):
 
 @functools.partial(jax.jit, static_argnames=("config",))
 def run_blocks(network, features, tokens, anchors, embedding, head, *, config):
-    return dflash_blocks(network, features, tokens, anchors, embedding, config=config, head=head)
+    hidden = block_states(network, features, tokens, anchors, embedding, config=config)
+    return hidden, multiply_head(hidden, head)
 
 
 def blocks(name, prompt, config=None, features=None, tokens=None):

@@ -303,7 +303,7 @@ def test_acceptance_of_whole_texts_tells_mistakes(wrong):
 
 def test_medusa_heads_match():
     _, _, drafter, params, expected = load("medusa")
-    found = Medusa(drafter.architecture).apply({"params": params.heads}, expected["p0_hidden_postnorm"])
+    found = Medusa(drafter.architecture).apply({"params": params.network}, expected["p0_hidden_postnorm"])
     assert_logits(found, expected["p0_medusa_logits"])
 
 

@@ -14,10 +14,11 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from mtpjax.drafters.dflash.drafting import DFlashDrafter, DFlashParams
+from mtpjax.drafters.dflash.drafting import DFlashDrafter
 from mtpjax.drafters.dflash.network import DFlashConfig
 from mtpjax.drafters.dspark.drafting import DSparkDrafter
 from mtpjax.drafters.dspark.network import DSparkConfig
+from mtpjax.drafters.trained import DraftParams
 from mtpjax.models.config import ModelConfig
 from mtpjax.models.model import MTPModel
 
@@ -67,7 +68,7 @@ class Cycle:
 
 def constructed_block_drafter(
     kind: str, model: MTPModel, params: dict, seed: int = 0
-) -> tuple[DFlashDrafter, DFlashParams]:
+) -> tuple[DFlashDrafter, DraftParams]:
     """Constructs a drafter of three drafts with a full layer and a sliding, causal one; see `constructed_drafter`.
 
     Args:
@@ -159,7 +160,7 @@ def constructed_block_drafter(
     else:
         drafter = DFlashDrafter(architecture=DFlashConfig(**sizes))
     arrays = jax.tree.map(lambda leaf: jnp.asarray(leaf, jnp.float32), network)
-    return drafter, DFlashParams(arrays, jnp.asarray(draft_ids))
+    return drafter, DraftParams(arrays, jnp.asarray(draft_ids))
 
 
 def _looking_back(

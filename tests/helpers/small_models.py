@@ -8,10 +8,11 @@ import jax.numpy as jnp
 import numpy as np
 
 from mtpjax.decoding.drafter import Drafter
-from mtpjax.drafters.eagle3.drafting import Eagle3Drafter, Eagle3Params
+from mtpjax.drafters.eagle3.drafting import Eagle3Drafter
 from mtpjax.drafters.eagle3.network import Eagle3Config
-from mtpjax.drafters.medusa.drafting import MedusaDrafter, MedusaParams
+from mtpjax.drafters.medusa.drafting import MedusaDrafter
 from mtpjax.drafters.medusa.network import MedusaConfig
+from mtpjax.drafters.trained import DraftParams
 from mtpjax.models.config import ModelConfig
 from mtpjax.models.model import MTPModel
 from mtpjax.models.params import param_shapes
@@ -211,7 +212,7 @@ def constructed_drafter(kind: str, model: MTPModel, params: dict, seed: int = 0)
             output[:, target] = (embedding / np.linalg.norm(embedding, axis=1, keepdims=True)).T
             heads[f"output_{index}"] = output[:, draft_ids]
             heads[f"block_{index}"] = {"kernel_0": noise(D, D, scale=0.5), "bias_0": noise(D, scale=0.5)}
-        return MedusaDrafter(architecture=medusa), MedusaParams(to_arrays(heads), jnp.asarray(draft_ids))
+        return MedusaDrafter(architecture=medusa), DraftParams(to_arrays(heads), jnp.asarray(draft_ids))
     # EAGLE-3: attention finds the newest token by its embedding and passes the embedding on, which the trunk's head
     # maps to the successor.
     N, H = config.num_attention_heads, D // config.num_attention_heads
@@ -251,4 +252,4 @@ def constructed_drafter(kind: str, model: MTPModel, params: dict, seed: int = 0)
             },
         },
     }
-    return Eagle3Drafter(architecture=eagle), Eagle3Params(to_arrays(network), jnp.asarray(draft_ids))
+    return Eagle3Drafter(architecture=eagle), DraftParams(to_arrays(network), jnp.asarray(draft_ids))

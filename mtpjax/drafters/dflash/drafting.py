@@ -6,7 +6,7 @@ slots after them. Its keys and values stay there until the next round overwrites
 """
 
 import dataclasses
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, ClassVar
 
 import flax.struct
 import jax
@@ -14,37 +14,34 @@ import jax.numpy as jnp
 
 from mtpjax.decoding.config import DecodeConfig
 from mtpjax.decoding.decoder import Decoder, Weights
-from mtpjax.decoding.drafter import Draft, Drafter
+from mtpjax.decoding.drafter import Draft
 from mtpjax.decoding.sampling import PathTokens
 from mtpjax.decoding.spec import DecodeSpec
 from mtpjax.decoding.state import DecodeState, view_pass
+from mtpjax.drafters.dflash.forward import block_states
 from mtpjax.drafters.dflash.network import DFlash, DFlashConfig, context_entries
 from mtpjax.drafters.levels import draft_levels
 from mtpjax.drafters.modules import HIDDEN_BUFFER, num_pending, of_drafter
-from mtpjax.drafters.own_params import (
-    check_sizes,
-    require_params,
-    require_whole_trunk,
-    require_whole_vocabulary,
-)
 from mtpjax.drafters.scoring import DraftScores, ReducedHead, own_head
-from mtpjax.drafters.trunk_states import inner_layers, join_states
+from mtpjax.drafters.trained import (
+    DraftLevels,
+    DraftParams,
+    TextRows,
+    TrainedDrafter,
+    embedding_table,
+    require_whole_trunk,
+)
+from mtpjax.drafters.trunk_states import join_states
 from mtpjax.models.cache import Cache, commit, empty_cache
 from mtpjax.models.layers.entries import append, read_rows, write_rows
 from mtpjax.models.layers.rotary import rotary_angles
 from mtpjax.models.masks import TreeSlots, View
-from mtpjax.models.model import MTPModel, TrunkOutput, bind
+from mtpjax.models.model import MTPModel, TrunkOutput, bind, multiply_head
 from mtpjax.models.parallel import over_rows
+from mtpjax.models.params import DRAFTER
 
 if TYPE_CHECKING:
     from mtpjax.decoding.verify import Acceptance
-
-
-class DFlashParams(flax.struct.PyTreeNode):
-    """Parameters of the DFlash drafter, and of DSpark's."""
-
-    network: dict[str, Any]  # of `mtpjax.drafters.dflash.network.DFlash`, or of `mtpjax.drafters.dspark.network.DSpark`
-    draft_ids: jax.Array | None = None  # [R] int32 token of each column of the head; None: column j is token j
 
 
 class PreparedDFlash(flax.struct.PyTreeNode):
@@ -63,7 +60,7 @@ class DFlashState(flax.struct.PyTreeNode):
 
 
 @dataclasses.dataclass(frozen=True)
-class DFlashDrafter(Drafter):
+class DFlashDrafter(TrainedDrafter):
     """Drafts chains with a DFlash network; `mtpjax.load_drafter` reads one with its parameters.
 
     The block always has the slots that the network was trained with. `num_steps` below their number leaves out the
@@ -75,43 +72,29 @@ class DFlashDrafter(Drafter):
 
     architecture: DFlashConfig = dataclasses.field(kw_only=True)
 
-    def __post_init__(self):
-        config = self.architecture
-        object.__setattr__(self, "layer_ids", inner_layers(config.layer_ids, config.num_target_layers))
+    title: ClassVar[str] = "DFlash"
+    draws_anchors: ClassVar[bool] = True
+    network_type: ClassVar[type[DFlash]] = DFlash
 
     @property
-    def name(self) -> str:
-        """The drafter's name in messages."""
-        return "DFlash"
-
-    @property
-    def network_type(self) -> type[DFlash]:
-        """The class of the network."""
-        return DFlash
+    def max_levels(self) -> int:
+        """The drafts of a block."""
+        return self.architecture.num_drafts
 
     def check(self, model: MTPModel, config: DecodeConfig) -> None:
         """Raises `ValueError` if the drafter is for another trunk, or the settings ask for what it cannot do."""
-        own, trunk, name = self.architecture, model.config, self.name
-        check_sizes(name, own.block.vocab_size, own.block.hidden_size, model)
-        if own.num_target_layers != trunk.num_hidden_layers:
-            raise ValueError(
-                f"the {name} drafter is for a trunk of {own.num_target_layers} layers; "
-                f"this one has {trunk.num_hidden_layers}"
-            )
-        require_whole_vocabulary(name, config)
+        super().check(model, config)
         if config.topk > 1:
             raise ValueError(
-                f"{name} drafts chains only: the slots of a block stand for one continuation, and verification of a "
-                f"tree would need blocks after other tokens; set topk to 1, got {config.topk}"
+                f"{self.title} drafts chains only: the slots of a block stand for one continuation, and verification "
+                f"of a tree would need blocks after other tokens; set topk to 1, got {config.topk}"
             )
-        if config.num_steps > own.num_drafts:
-            raise ValueError(f"num_steps {config.num_steps} exceeds the {own.num_drafts} drafts of a {name} block")
+        if config.num_steps > self.max_levels:
+            raise ValueError(
+                f"num_steps {config.num_steps} exceeds the {self.max_levels} drafts of a {self.title} block"
+            )
 
-    def default_params(self, params: dict, config: DecodeConfig, *, model: MTPModel) -> Any:
-        """Raises `ValueError`: the drafter's parameters are not part of the model's."""
-        require_params(type(self).__name__)
-
-    def prepare(self, params: dict, draft_params: DFlashParams, *, model: MTPModel) -> PreparedDFlash:
+    def prepare(self, params: dict, draft_params: DraftParams, *, model: MTPModel) -> PreparedDFlash:
         """Casts the output matrix, if the drafter has its own, and indexes the draft vocabulary."""
         require_whole_trunk()
         head = None
@@ -262,3 +245,25 @@ class DFlashDrafter(Drafter):
     def _apply(self, decoder: Decoder, weights: Weights, *arguments: Any, method: str) -> Any:
         network = self.network_type(self.architecture, decoder.model.implementation)
         return network.apply({"params": weights.drafter.network}, *arguments, method=method)
+
+    def levels(
+        self, params: dict, rows: TextRows, heads: tuple[jax.Array, ...], *, model: MTPModel, num_levels: int
+    ) -> DraftLevels:
+        """Runs one block after each anchor. Without anchors, that of row i is token i + 1; the last row has none."""
+        own, T, anchors = self.architecture, rows.tokens.shape[1], rows.anchors
+        table = embedding_table(params, own, model)
+        if anchors is None:
+            anchors = jnp.broadcast_to(jnp.minimum(jnp.arange(1, T + 1), T - 1)[None], rows.tokens.shape)
+        shape = {"config": own, "segment_ids": rows.segment_ids, "implementation": model.implementation}
+        # One pass of the block for all levels: a slot reads no draft, so no level waits for another.
+        hidden = block_states(params[DRAFTER], rows.features, rows.tokens, anchors, table, **shape)
+        # The anchor's slot may have no draft.
+        hidden = hidden[:, :, own.block_size - own.num_drafts :][:, :, :num_levels]
+        inputs, confidence = self._head_inputs(params[DRAFTER], hidden, rows.tokens, anchors, model)
+        return DraftLevels(tuple(multiply_head(state, heads[0]) for state in inputs), inputs, confidence)
+
+    def _head_inputs(
+        self, network: dict[str, Any], hidden: jax.Array, tokens: jax.Array, anchors: jax.Array, model: MTPModel
+    ) -> tuple[tuple[jax.Array, ...], jax.Array | None]:
+        """Returns what the head multiplies in each level, of the slots' states `[B, A, K, D]`, and the confidence."""
+        return tuple(hidden[:, :, level] for level in range(hidden.shape[2])), None

@@ -1,4 +1,4 @@
-"""Blocks of DFlash and DSpark behind any anchors of whole rows, without a cache: the plain twin of drafting.
+"""Blocks after any anchors of whole rows, without a cache: the plain twin of drafting.
 
 Training and teacher-forced predictions run it, too.
 """
@@ -12,45 +12,10 @@ import jax.numpy as jnp
 from mtpjax.drafters.dflash.network import DFlash, DFlashConfig, context_entries
 from mtpjax.models.layers.rotary import rotary_angles, softmax_scale
 from mtpjax.models.masks import Entries, segment_positions
-from mtpjax.models.model import multiply_head
 from pallas_kernels.rms_norm import rms_norm_reference
 from pallas_kernels.rotation import rotate
 
 MAX_SCORES = 1 << 26  # most attention scores of a layer that are in memory at once, float32: 256 MiB
-
-
-def dflash_blocks(
-    params: Any,
-    features: jax.Array,
-    tokens: jax.Array,
-    anchors: jax.Array,
-    embedding: jax.Array,
-    *,
-    config: DFlashConfig,
-    head: jax.Array | None = None,
-    segment_ids: jax.Array | None = None,
-) -> tuple[jax.Array, jax.Array]:
-    """Runs one block behind each anchor, over true tokens.
-
-    The block of an anchor at position a attends to the trunk states of positions before a in the same document, and to
-    its own slots.
-
-    Args:
-        params: parameters of `DFlash` or `DSpark`.
-        features: `[B, T, n * D]` trunk states side by side.
-        tokens: `[B, T]` int32 tokens of these positions.
-        anchors: `[B, A]` int32 positions of the anchors, below T.
-        embedding: `[V, D]` the embedding, the trunk's or the drafter's own.
-        config: the architecture.
-        head: `[D, R]` the head; None: the drafter's own.
-        segment_ids: `[B, T]` int32 documents of packed rows; 0 is padding. None: one document per row.
-
-    Returns:
-        The states that the head reads `[B, A, X, D]`, and their logits `[B, A, X, R]` float32, before DSpark's Markov
-        head.
-    """
-    hidden = block_states(params, features, tokens, anchors, embedding, config=config, segment_ids=segment_ids)
-    return hidden, multiply_head(hidden, params["head"] if head is None else head)
 
 
 def block_states(
@@ -64,10 +29,24 @@ def block_states(
     segment_ids: jax.Array | None = None,
     implementation: str = "xla",
 ) -> jax.Array:
-    """Computes the states that the head reads, `[B, A, X, D]`; arguments as in `dflash_blocks`.
+    """Runs one block after each anchor, over true tokens.
 
-    Blocks do not attend to each other. If they have more than `MAX_SCORES` attention scores, they run in groups of
-    anchors, one after the other, and the backward pass computes a group again.
+    The block of an anchor at position a attends to the trunk states of positions before a in the same document, and to
+    its own slots. Blocks do not attend to each other. If they have more than `MAX_SCORES` attention scores, they run in
+    groups of anchors, one after the other, and the backward pass computes a group again.
+
+    Args:
+        params: parameters of `DFlash`, or of a network that extends it.
+        features: `[B, T, n * D]` trunk states side by side.
+        tokens: `[B, T]` int32 tokens of these positions.
+        anchors: `[B, A]` int32 positions of the anchors, below T.
+        embedding: `[V, D]` the embedding, the trunk's or the drafter's own.
+        config: the architecture.
+        segment_ids: `[B, T]` int32 documents of packed rows; 0 is padding. None: one document per row.
+        implementation: what runs the kernels.
+
+    Returns:
+        The states that the head reads, `[B, A, X, D]`.
     """
     (B, A), T, block = anchors.shape, tokens.shape[1], config.block
     segments = jnp.ones(tokens.shape, jnp.int32) if segment_ids is None else segment_ids
@@ -157,17 +136,7 @@ def _block_layer(
 def _visibility(
     config: DFlashConfig, index: int, anchors: jax.Array, segment_ids: jax.Array
 ) -> tuple[jax.Array, jax.Array]:
-    """Returns the positions of the context, and the slots, that each slot of a layer attends to.
-
-    Args:
-        config: the architecture.
-        index: the layer.
-        anchors: `[B, A]` int32 columns of the anchors.
-        segment_ids: `[B, T]` int32 documents.
-
-    Returns:
-        `[B, A, X, T]` and `[1, 1, X, X]` bool.
-    """
+    """Returns the positions of the context `[B, A, X, T]`, and the slots `[1, 1, X, X]`, that each slot attends to."""
     window, anchor = config.windows[index], anchors[:, :, None, None]
     slots = jnp.arange(config.block_size)
     distance = slots[:, None] - slots[None, :]

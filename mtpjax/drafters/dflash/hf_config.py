@@ -1,24 +1,21 @@
-"""The `config.json` of DFlash and DSpark drafters, in the formats of z-lab, DeepSpec and speculators.
+"""The `config.json` of drafters with blocks, in the format of the method's authors and in that of speculators.
 
-z-lab's (`DFlashDraftModel`) is DFlash's own, and DeepSpec's (`Qwen3DSparkModel`) is DSpark's. SpecForge writes the
-latter as `DSparkDraftModel`, with keys in `dflash_config`. vLLM reads both from speculators' format. z-lab and DeepSpec
-list the trunk layers whose outputs are read, speculators the layers that these states enter.
+z-lab's (`DFlashDraftModel`) is DFlash's own. A method that extends DFlash has a `BlockFormat` of its own. vLLM reads
+all of them from speculators' format. The authors list the trunk layers whose outputs are read, speculators the layers
+that these states enter.
 """
 
 import dataclasses
 import logging
-from collections.abc import Mapping
-from typing import Any, Literal
+from collections.abc import Callable
+from typing import Any
 
 from conversion.config_reader import ConfigReader
 from conversion.describe_config import describe_config
+from mtpjax.drafters.architecture import TrunkSizes
 from mtpjax.drafters.dflash.hf_windows import ATTENTION_KEYS, FULL, SLIDING, read_windows
 from mtpjax.drafters.dflash.network import DFlashConfig
-from mtpjax.drafters.dspark.hf_heads import describe_heads, read_heads
-from mtpjax.drafters.dspark.network import DSparkConfig
-from mtpjax.drafters.eagle3.hf_config import TrunkSizes
-from mtpjax.drafters.files.layers_config import parse_layers
-from mtpjax.drafters.files.method import class_names, find_method, is_speculators
+from mtpjax.drafters.files.layers_config import class_names, is_speculators, parse_layers
 from mtpjax.drafters.files.trunk_layers import (
     LAST_LAYER_STATE,
     LastLayerState,
@@ -26,12 +23,12 @@ from mtpjax.drafters.files.trunk_layers import (
     entered_layers,
     read_last_layer_state,
 )
+from mtpjax.drafters.method import Reading, Shapes
 from mtpjax.errors import ConfigError
 
 log = logging.getLogger("mtpjax.conversion")
 
-Format = Literal["z-lab", "deepspec", "speculators"]
-ZLAB_CLASS, DEEPSPEC_CLASS = "DFlashDraftModel", "Qwen3DSparkModel"
+SPECULATORS = "speculators"
 KNOWN_KEYS = {
     *("block_size", "dflash_config", "dspark_config", "num_target_layers", "is_causal", "num_anchors"),
     *("target_layer_ids", "mask_token_id", "sample_from_anchor", "markov_rank", "markov_head_type"),
@@ -61,39 +58,47 @@ NOT_SUPPORTED = {
 }
 
 
-def parse_dflash(
-    values: dict[str, Any],
-    trunk: TrunkSizes,
-    *,
-    has_embedding: bool,
-    has_head: bool,
-    sample_from_anchor: bool | None = None,
-    last_layer_state: LastLayerState | None = None,
-    shapes: Mapping[str, tuple[int, ...]] | None = None,
-) -> tuple[DFlashConfig, Format]:
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class BlockFormat:
+    """The differences between the files of methods that draft blocks.
+
+    Attributes:
+        name: the method's name in speculators' format.
+        authors: name of its authors' format.
+        class_name: the class in `architectures`.
+        config: the class of the architecture.
+        describe: makes the authors' configuration of an architecture from that of its layers.
+        read_heads: reads further fields of the architecture, from the configuration, the shapes of the tensors, and D.
+        describe_heads: makes the keys that `read_heads` reads.
+        drafts_from_anchor: whether the authors' class drafts from the anchor's slot, if the file does not say it.
+    """
+
+    name: str
+    authors: str
+    class_name: str
+    config: type[DFlashConfig]
+    describe: Callable[[Any, dict[str, Any]], dict[str, Any]]
+    read_heads: Callable[[ConfigReader, Shapes, int], dict[str, Any]]
+    describe_heads: Callable[[Any], dict[str, Any]]
+    drafts_from_anchor: bool
+
+
+def parse_blocks(
+    kind: BlockFormat, values: dict[str, Any], shapes: Shapes, trunk: TrunkSizes, reading: Reading
+) -> tuple[Any, str]:
     """Parses the content of a `config.json`.
 
-    Args:
-        values: the JSON value.
-        trunk: sizes of the trunk.
-        has_embedding: the files hold the drafter's own embedding.
-        has_head: the files hold the drafter's own head.
-        sample_from_anchor: the value of this switch if the file lacks it. None: True for DeepSpec's files, else False.
-        last_layer_state: which output of the last trunk layer is read, if any and if the file does not say it. None:
-            the one after the final norm, or before it for speculators' files, with a warning.
-        shapes: shapes of the tensors by plain name, which say what the configuration leaves out; None: unknown.
-
-    Returns:
-        The architecture, a `DSparkConfig` for DSpark, and the format of the file.
+    Arguments and result are those of `DrafterFiles.parse`. Without `sample_from_anchor` it is `kind.drafts_from_anchor`
+    for the authors' files and False for others; without `last_layer_state` the drafter reads the last layer after the
+    final norm, or before it for speculators' files, with a warning.
 
     Raises:
         ConfigError: the configuration is damaged or not supported, or does not say which trunk states are read.
     """
-    reader, shapes = ConfigReader(values), shapes or {}
-    is_dspark = find_method(values, shapes) == "dspark"
-    form: Format = "speculators" if is_speculators(values) else "deepspec" if is_dspark else "z-lab"
+    reader = ConfigReader(values)
+    form = SPECULATORS if is_speculators(values) else kind.authors
     section = reader.section("dflash_config" if reader.get("dflash_config") is not None else "dspark_config")
-    layers = reader.section("transformer_layer_config") if form == "speculators" else reader
+    layers = reader.section("transformer_layer_config") if form == SPECULATORS else reader
     for key, allowed in NOT_SUPPORTED.items():
         for each in (reader, section, layers):
             each.require(key, *allowed)
@@ -112,28 +117,25 @@ def parse_dflash(
     if num_layers != trunk.num_hidden_layers:
         raise ConfigError(f"config.json: {key} is {num_layers}, but the trunk has {trunk.num_hidden_layers} layers")
     windows, is_causal = read_windows(reader, section, layers, form, block.num_hidden_layers)
-    # DeepSpec's class always drafts from the anchor, without a switch.
-    is_first = form == "deepspec" if sample_from_anchor is None else sample_from_anchor
+    is_first = reading.get("sample_from_anchor")
+    is_first = form == kind.authors and kind.drafts_from_anchor if is_first is None else is_first
     both = ConfigReader(own)
     fields: dict[str, Any] = {
         "block": block,
-        "layer_ids": _layer_ids(both, form, num_layers, last_layer_state),
+        "layer_ids": _layer_ids(both, form, num_layers, reading.get("last_layer_state")),
         "num_target_layers": num_layers,
         "block_size": both.integer("block_size"),
         "mask_token_id": both.integer("mask_token_id", low=0),
         "windows": windows,
         "is_causal": is_causal,
-        "window_from_anchor": form == "speculators" and any(windows),
+        "window_from_anchor": form == SPECULATORS and any(windows),
         "sample_from_anchor": both.flag("sample_from_anchor", is_first),
         "draft_vocab_size": reader.integer("draft_vocab_size", block.vocab_size),
-        "own_embedding": has_embedding,
-        "own_head": has_head,
+        "own_embedding": "embed_tokens.weight" in shapes,
+        "own_head": "lm_head.weight" in shapes,
     }
     try:
-        if is_dspark:
-            return DSparkConfig(**fields, **read_heads(both, shapes, block.hidden_size)), form
-        both.require("markov_rank", 0)
-        return DFlashConfig(**fields), form
+        return kind.config(**fields, **kind.read_heads(both, shapes, block.hidden_size)), form
     except ConfigError:
         raise
     except ValueError as error:
@@ -141,10 +143,10 @@ def parse_dflash(
 
 
 def _layer_ids(
-    reader: ConfigReader, form: Format, num_layers: int, last_layer_state: LastLayerState | None
+    reader: ConfigReader, form: str, num_layers: int, last_layer_state: LastLayerState | None
 ) -> tuple[int, ...]:
     """Reads which trunk states the drafter reads, as the ids of the layers that they enter."""
-    key = "aux_hidden_state_layer_ids" if form == "speculators" else "target_layer_ids"
+    key = "aux_hidden_state_layer_ids" if form == SPECULATORS else "target_layer_ids"
     listed = reader.items(key, int)
     if not listed:
         raise ConfigError(
@@ -157,26 +159,15 @@ def _layer_ids(
         listed,
         key,
         num_layers,
-        are_outputs=form != "speculators",
+        are_outputs=form != SPECULATORS,
         stated=read_last_layer_state(reader),
-        usual="before_norm" if form == "speculators" else "after_norm",
+        usual="before_norm" if form == SPECULATORS else "after_norm",
         choice=last_layer_state,
     )
 
 
-def describe_dflash(config: DFlashConfig, form: Format) -> dict[str, Any]:
-    """Makes a `config.json` that `parse_dflash` reads as `config`.
-
-    Args:
-        config: the architecture.
-        form: the format to write.
-
-    Returns:
-        The content.
-
-    Raises:
-        ConfigError: the format cannot express the architecture.
-    """
+def describe_blocks(kind: BlockFormat, config: DFlashConfig, form: str) -> dict[str, Any]:
+    """Makes a `config.json` that `parse_blocks` reads as `config`; raises `ConfigError` if the format cannot say it."""
     _, layers = describe_config(config.block, "qwen3")
     for key in ("num_nextn_predict_layers", "mtp_num_hidden_layers"):
         layers.pop(key, None)
@@ -186,11 +177,9 @@ def describe_dflash(config: DFlashConfig, form: Format) -> dict[str, Any]:
         "sliding_window": window or None,
         "use_sliding_window": window > 0,
     }
-    values = {"z-lab": _describe_zlab, "deepspec": _describe_deepspec, "speculators": _describe_speculators}[form](
-        config, layers
-    )
-    trunk = TrunkSizes(config.block.vocab_size, config.block.hidden_size, config.num_target_layers)
-    found, _ = parse_dflash(values, trunk, has_embedding=config.own_embedding, has_head=config.own_head)
+    values = _describe_speculators(kind, config, layers) if form == SPECULATORS else kind.describe(config, layers)
+    own = {"embed_tokens.weight": config.own_embedding, "lm_head.weight": config.own_head}
+    found, _ = parse_blocks(kind, values, {name: () for name, is_own in own.items() if is_own}, config.trunk, {})
     if found != config:
         fields = [each.name for each in dataclasses.fields(config)]
         names = [name for name in fields if getattr(found, name, None) != getattr(config, name)]
@@ -201,7 +190,7 @@ def describe_dflash(config: DFlashConfig, form: Format) -> dict[str, Any]:
 def _describe_zlab(config: DFlashConfig, layers: dict[str, Any]) -> dict[str, Any]:
     section: dict[str, Any] = {
         "mask_token_id": config.mask_token_id,
-        **_describe_layer_ids(config),
+        **describe_layer_ids(config),
     }
     if config.sample_from_anchor:
         section["sample_from_anchor"] = True
@@ -209,7 +198,7 @@ def _describe_zlab(config: DFlashConfig, layers: dict[str, Any]) -> dict[str, An
         section["causal"] = config.is_causal[0]
     return {
         **layers,
-        "architectures": [ZLAB_CLASS],
+        "architectures": ["DFlashDraftModel"],
         "block_size": config.block_size,
         "dflash_config": section,
         "draft_vocab_size": config.draft_vocab_size,
@@ -217,32 +206,17 @@ def _describe_zlab(config: DFlashConfig, layers: dict[str, Any]) -> dict[str, An
     }
 
 
-def _describe_layer_ids(config: DFlashConfig) -> dict[str, Any]:
-    """Makes the keys about trunk states in z-lab's and DeepSpec's formats."""
+def describe_layer_ids(config: DFlashConfig) -> dict[str, Any]:
+    """Makes the keys about trunk states in the authors' formats."""
     listed, last_layer = describe_last_layer(config.layer_ids, config.num_target_layers)
     return {"target_layer_ids": [layer - 1 for layer in listed], **last_layer}
 
 
-def _describe_deepspec(config: DFlashConfig, layers: dict[str, Any]) -> dict[str, Any]:
-    return {
-        **layers,
-        "architectures": [DEEPSPEC_CLASS],
-        "block_size": config.block_size,
-        "draft_vocab_size": config.draft_vocab_size,
-        "mask_token_id": config.mask_token_id,
-        "num_target_layers": config.num_target_layers,
-        **_describe_layer_ids(config),
-        **({} if config.sample_from_anchor else {"sample_from_anchor": False}),
-        **describe_heads(config),
-    }
-
-
-def _describe_speculators(config: DFlashConfig, layers: dict[str, Any]) -> dict[str, Any]:
-    kind = "dspark" if isinstance(config, DSparkConfig) else "dflash"
+def _describe_speculators(kind: BlockFormat, config: DFlashConfig, layers: dict[str, Any]) -> dict[str, Any]:
     layers = {key: value for key, value in layers.items() if key != "architectures"}
     listed, last_layer = describe_last_layer(config.layer_ids, config.num_target_layers)
     return {
-        "architectures": [DEEPSPEC_CLASS if kind == "dspark" else ZLAB_CLASS],
+        "architectures": [kind.class_name],
         "aux_hidden_state_layer_ids": listed,
         **last_layer,
         "block_size": config.block_size,
@@ -250,13 +224,30 @@ def _describe_speculators(config: DFlashConfig, layers: dict[str, Any]) -> dict[
         "mask_token_id": config.mask_token_id,
         "sample_from_anchor": config.sample_from_anchor,
         "sliding_window_non_causal": not any(config.is_causal),
-        **describe_heads(config),
+        **kind.describe_heads(config),
         "speculators_config": {
-            "algorithm": kind,
+            "algorithm": kind.name,
             "default_proposal_method": "greedy",
             "proposal_methods": [{"proposal_type": "greedy", "speculative_tokens": config.num_drafts}],
             "verifier": {"architectures": [], "name_or_path": None},
         },
-        "speculators_model_type": kind,
+        "speculators_model_type": kind.name,
         "transformer_layer_config": layers,
     }
+
+
+def _no_heads(reader: ConfigReader, shapes: Shapes, D: int) -> dict[str, Any]:
+    reader.require("markov_rank", 0)
+    return {}
+
+
+DFLASH_FORMAT = BlockFormat(
+    name="dflash",
+    authors="z-lab",
+    class_name="DFlashDraftModel",
+    config=DFlashConfig,
+    describe=_describe_zlab,
+    read_heads=_no_heads,
+    describe_heads=lambda config: {},
+    drafts_from_anchor=False,
+)

@@ -11,21 +11,7 @@ ATTENTION_KEYS = ("layer_types", "sliding_window", "use_sliding_window", "max_wi
 def read_windows(
     reader: ConfigReader, section: ConfigReader, layers: ConfigReader, form: str, count: int
 ) -> tuple[tuple[int, ...], tuple[bool, ...]]:
-    """Reads each layer's window, and whether a slot attends only to the slots before it.
-
-    Args:
-        reader: the configuration.
-        section: its `dflash_config`.
-        layers: the keys of the layers.
-        form: the format.
-        count: number of layers.
-
-    Returns:
-        The windows, 0 for a layer without one, and whether each layer is causal.
-
-    Raises:
-        ConfigError: a value is damaged, missing or not supported.
-    """
+    """Reads each layer's window, 0 for none, and whether its slots attend only to the slots before them."""
     types = layers.items("layer_types", str)
     if not types and layers.flag("use_sliding_window", False):
         raise ConfigError("config.json: use_sliding_window without layer_types does not say which layers slide")

@@ -12,7 +12,7 @@ import flax.linen as nn
 import jax
 import jax.numpy as jnp
 
-from mtpjax.drafters.checks import check_draft_vocabulary, check_layer_ids
+from mtpjax.drafters.architecture import TrunkSizes, check_draft_vocabulary, check_layer_ids
 from mtpjax.messages import require
 from mtpjax.models.config import LayerKind, ModelConfig
 from mtpjax.models.layers.experts import SwiGLU
@@ -84,6 +84,11 @@ class DFlashConfig:
             block.attention == "grouped" and block.use_qk_norm and not block.is_moe and not block.attention_bias,
             "DFlash layers are Qwen3's: grouped attention with query and key norms and no bias, dense",
         )
+
+    @property
+    def trunk(self) -> TrunkSizes:
+        """The trunk that the drafter is for."""
+        return TrunkSizes(self.block.vocab_size, self.block.hidden_size, self.num_target_layers)
 
     @property
     def kinds(self) -> tuple[LayerKind, ...]:

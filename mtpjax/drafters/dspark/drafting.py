@@ -1,6 +1,8 @@
 """The DSpark drafter (2607.05147): a DFlash block whose drafts are drawn one after the other."""
 
 import dataclasses
+import functools
+from typing import Any, ClassVar
 
 import jax
 import jax.numpy as jnp
@@ -52,6 +54,8 @@ class DSparkDrafter(DFlashDrafter):
 
     architecture: DSparkConfig = dataclasses.field(kw_only=True)  # pyright: ignore[reportIncompatibleVariableOverride]
     confidence_threshold: float = dataclasses.field(default=0.0, kw_only=True)
+    title: ClassVar[str] = "DSpark"
+    network_type: ClassVar[type[DSpark]] = DSpark
 
     def __post_init__(self):
         super().__post_init__()
@@ -61,14 +65,14 @@ class DSparkDrafter(DFlashDrafter):
             raise ValueError("confidence_threshold needs a drafter with a confidence head")
 
     @property
-    def name(self) -> str:
-        """The drafter's name in messages."""
-        return "DSpark"
+    def has_confidence(self) -> bool:
+        """The network has a confidence head."""
+        return self.architecture.has_confidence
 
     @property
-    def network_type(self) -> type[DSpark]:
-        """The class of the network."""
-        return DSpark
+    def ends_early(self) -> bool:
+        """Drafts end where the confidence is low."""
+        return self.confidence_threshold > 0
 
     def check(self, model: MTPModel, config: DecodeConfig) -> None:
         """Raises `ValueError` if the drafter is for another trunk, or the settings ask for what it cannot do."""
@@ -105,3 +109,36 @@ class DSparkDrafter(DFlashDrafter):
             return MarkovScores(decoder, weights.params, state, head, rows, 0, path, level, bias), carry
 
         return draft_levels(decoder, score, state, self._apply(decoder, weights, hidden, method="first_carry"))
+
+    def heads(self, network: dict[str, Any], trunk_head: jax.Array, num_levels: int) -> tuple[jax.Array, ...]:
+        """Returns the head `[D, R]`; with a Markov head `[D + r, R]`.
+
+        The Markov head adds `x @ markov_out` to the logits `h @ head`: its levels read h and x side by side.
+        """
+        (head,) = super().heads(network, trunk_head, num_levels)
+        return (jnp.concatenate([head, network["markov_out"]]) if self.architecture.markov_rank else head,)
+
+    def _head_inputs(
+        self, network: dict[str, Any], hidden: jax.Array, tokens: jax.Array, anchors: jax.Array, model: MTPModel
+    ) -> tuple[tuple[jax.Array, ...], jax.Array | None]:
+        """Runs the heads, which read the true token before each level.
+
+        At temperature 0 this is what decoding computes as far as a draft can be accepted: then all drafts before it are
+        the true tokens.
+        """
+        (B, A, K, _), T, own = hidden.shape, tokens.shape[1], self.architecture
+        apply: Any = functools.partial(DSpark(own, model.implementation).apply, {"params": network})
+        # The token before level k is at a + k - 1. Blocks are rows of their own from here on.
+        columns = jnp.minimum(anchors[:, :, None] + jnp.arange(K)[None, None], T - 1).reshape(B, -1)
+        previous = jnp.take_along_axis(tokens, columns, axis=1).reshape(B * A, K)
+        flat, confidence = hidden.reshape(B * A, K, -1), None
+        if own.has_confidence:
+            confidence = jnp.moveaxis(apply(flat, previous, method="confidence_logits").reshape(B, A, K), 2, 0)
+        inputs, carry = [], apply(flat, method="first_carry")
+        for level in range(K):
+            rows, tokens_before = flat[:, level : level + 1], previous[:, level : level + 1]
+            if own.markov_rank:
+                x, carry = apply(rows, tokens_before, carry, method="markov_features")
+                rows = jnp.concatenate([rows, x], axis=-1)
+            inputs.append(rows.reshape(B, A, -1))
+        return tuple(inputs), confidence

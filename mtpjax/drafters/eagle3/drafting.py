@@ -1,36 +1,32 @@
 """The EAGLE-3 drafter (2503.01840): a small separate network that reads states of three trunk layers."""
 
 import dataclasses
-from typing import Any
+from typing import Any, ClassVar
 
 import flax.struct
 import jax
 
-from mtpjax.decoding.config import DecodeConfig
 from mtpjax.decoding.decoder import Decoder, Weights
 from mtpjax.decoding.sampling import PathTokens
 from mtpjax.decoding.state import DecodeState
 from mtpjax.drafters.cached import CachedDrafter
+from mtpjax.drafters.eagle3.forward import eagle3_levels
 from mtpjax.drafters.eagle3.network import Eagle3, Eagle3Config
-from mtpjax.drafters.own_params import (
-    check_sizes,
-    require_params,
-    require_whole_trunk,
-    require_whole_vocabulary,
-)
 from mtpjax.drafters.scoring import DraftScores, ReducedHead, own_head
-from mtpjax.drafters.trunk_states import inner_layers, join_states
+from mtpjax.drafters.trained import (
+    DraftLevels,
+    DraftParams,
+    TextRows,
+    TrainedDrafter,
+    embedding_table,
+    require_whole_trunk,
+)
+from mtpjax.drafters.trunk_states import join_states
 from mtpjax.models.cache import Cache, empty_cache
 from mtpjax.models.config import ModelConfig
 from mtpjax.models.masks import Entries, View
 from mtpjax.models.model import MTPModel, TrunkOutput, bind
-
-
-class Eagle3Params(flax.struct.PyTreeNode):
-    """Parameters of the EAGLE-3 drafter."""
-
-    network: dict[str, Any]  # of `mtpjax.drafters.eagle3.network.Eagle3`
-    draft_ids: jax.Array | None = None  # [R] int32 token of each column of the head; None: column j is token j
+from mtpjax.models.params import DRAFTER
 
 
 class PreparedEagle3(flax.struct.PyTreeNode):
@@ -86,7 +82,7 @@ class Eagle3Network:
 
 
 @dataclasses.dataclass(frozen=True)
-class Eagle3Drafter(CachedDrafter):
+class Eagle3Drafter(TrainedDrafter, CachedDrafter):
     """Drafts chains and trees with an EAGLE-3 network; `mtpjax.load_drafter` reads one with its parameters.
 
     Attributes:
@@ -94,30 +90,9 @@ class Eagle3Drafter(CachedDrafter):
     """
 
     architecture: Eagle3Config = dataclasses.field(kw_only=True)
+    title: ClassVar[str] = "EAGLE-3"
 
-    def __post_init__(self):
-        # The output of the last layer enters no layer: `select_states` takes it from the pass itself.
-        config = self.architecture
-        object.__setattr__(self, "layer_ids", inner_layers(config.layer_ids, config.num_target_layers))
-
-    def check(self, model: MTPModel, config: DecodeConfig) -> None:
-        """Raises `ValueError` if the drafter is for another trunk, or the settings ask for what it cannot do."""
-        own, trunk = self.architecture, model.config
-        check_sizes("EAGLE-3", own.block.vocab_size, own.target_hidden_size, model)
-        if own.num_target_layers != trunk.num_hidden_layers:
-            raise ValueError(
-                f"the EAGLE-3 drafter is for a trunk of {own.num_target_layers} layers; "
-                f"this one has {trunk.num_hidden_layers}"
-            )
-        require_whole_vocabulary("EAGLE-3", config)
-        if config.topk > own.draft_vocab_size:
-            raise ValueError(f"topk {config.topk} exceeds the {own.draft_vocab_size} tokens that can be drafted")
-
-    def default_params(self, params: dict, config: DecodeConfig, *, model: MTPModel) -> Any:
-        """Raises `ValueError`: the drafter's parameters are not part of the model's."""
-        require_params("Eagle3Drafter")
-
-    def prepare(self, params: dict, draft_params: Eagle3Params, *, model: MTPModel) -> PreparedEagle3:
+    def prepare(self, params: dict, draft_params: DraftParams, *, model: MTPModel) -> PreparedEagle3:
         """Casts the output matrix, if the drafter has its own, and indexes the draft vocabulary."""
         require_whole_trunk()
         head = None
@@ -149,3 +124,18 @@ class Eagle3Drafter(CachedDrafter):
     def select_states(self, decoder: Decoder, output: TrunkOutput) -> jax.Array:
         """Joins the trunk states that the drafter reads, `[B, T, n * Dt]`."""
         return join_states(output, self.architecture.layer_ids, self.architecture.num_target_layers)
+
+    def levels(
+        self, params: dict, rows: TextRows, heads: tuple[jax.Array, ...], *, model: MTPModel, num_levels: int
+    ) -> DraftLevels:
+        """Runs the levels, each of which reads the output of the level before (`ttt`)."""
+        return eagle3_levels(
+            params[DRAFTER] | {"head": heads[0]},
+            rows.features,
+            rows.tokens,
+            embedding_table(params, self.architecture, model),
+            config=self.architecture,
+            num_levels=num_levels,
+            segment_ids=rows.segment_ids,
+            implementation=model.implementation,
+        )

@@ -2,22 +2,20 @@
 
 from typing import Any
 
-import flax.struct
 import jax
 import jax.numpy as jnp
 
 from mtpjax.drafters.eagle3.network import Eagle3, Eagle3Config
+from mtpjax.drafters.trained import DraftLevels
 from mtpjax.models.forward import shift_left
 from mtpjax.models.masks import Entries, Recycled, full_view
 from mtpjax.models.model import multiply_head
 
 
-class Eagle3Levels(flax.struct.PyTreeNode):
-    """Outputs per level. Row i of level k (index k-1) predicts token i+k+1; rows from T-k on hold garbage."""
+class Eagle3Levels(DraftLevels):
+    """Outputs per level. Rows from T-k on of level k hold garbage."""
 
-    logits: tuple[jax.Array, ...]  # [B, T, R] float32 each
-    head_input: tuple[jax.Array, ...]  # [B, T, D] each: what the head reads
-    recycled: tuple[jax.Array, ...]  # [B, T, D] each: what the next level reads
+    recycled: tuple[jax.Array, ...] = ()  # [B, T, D] each: what the next level reads
 
 
 def eagle3_levels(
@@ -29,7 +27,6 @@ def eagle3_levels(
     config: Eagle3Config,
     num_levels: int,
     segment_ids: jax.Array | None = None,
-    head: jax.Array | None = None,
     implementation: str = "xla",
 ) -> Eagle3Levels:
     """Runs the levels that decoding drafts, over true tokens (the training-time test of EAGLE-3, 2503.01840).
@@ -38,20 +35,18 @@ def eagle3_levels(
     of level 1 up to its own row, and to those of its own row in later levels, as decoding does.
 
     Args:
-        params: parameters of `Eagle3`.
+        params: parameters of `Eagle3`; "head" is the drafter's, or the trunk's.
         features: `[B, T, n * Dt]` trunk states side by side.
         tokens: `[B, T]` int32 tokens of these positions.
         embedding: `[V, D]` the embedding, the trunk's or the drafter's own.
         config: the architecture.
         num_levels: levels to run.
         segment_ids: `[B, T]` int32 documents of packed rows; 0 is padding. None: one document per row.
-        head: `[D, R]` the head; None: the drafter's own.
         implementation: what runs the kernels.
 
     Returns:
         The outputs of every level.
     """
-    matrix = params["head"] if head is None else head
 
     def apply(*arguments: Any, method: str) -> Any:
         return Eagle3(config, implementation).apply({"params": params}, *arguments, method=method)
@@ -73,7 +68,7 @@ def eagle3_levels(
             base = entries
         else:
             levels.append(entries)
-        logits.append(multiply_head(output, matrix))
+        logits.append(multiply_head(output, params["head"]))
         inputs.append(output)
         recycled.append(hidden)
-    return Eagle3Levels(tuple(logits), tuple(inputs), tuple(recycled))
+    return Eagle3Levels(tuple(logits), tuple(inputs), recycled=tuple(recycled))

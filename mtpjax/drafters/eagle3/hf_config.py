@@ -6,27 +6,24 @@ the caller names one.
 """
 
 import logging
-from collections.abc import Collection
-from typing import Any, Literal, NamedTuple
+from typing import Any
 
 from conversion.config_reader import ConfigReader
 from conversion.describe_config import describe_config
+from mtpjax.drafters.architecture import TrunkSizes
 from mtpjax.drafters.eagle3.network import Eagle3Config
-from mtpjax.drafters.files.layers_config import parse_layers
-from mtpjax.drafters.files.method import class_names, is_speculators
+from mtpjax.drafters.files.layers_config import class_names, is_speculators, parse_layers
 from mtpjax.drafters.files.trunk_layers import (
     LAST_LAYER_STATE,
-    LastLayerState,
     describe_last_layer,
     entered_layers,
     read_last_layer_state,
 )
+from mtpjax.drafters.method import Reading, Shapes
 from mtpjax.errors import ConfigError
 
 log = logging.getLogger("mtpjax.conversion")
 
-Format = Literal["specforge", "speculators"]
-AuxLayers = Literal["entered", "output"]
 SPECFORGE_CLASS, SPECULATORS_CLASS = "LlamaForCausalLMEagle3", "Eagle3Speculator"
 NUM_STATES = 3  # of the default layers
 LAYER_IDS = "eagle_aux_hidden_state_layer_ids"
@@ -48,46 +45,18 @@ EAGLE_KEYS = {
 }
 
 
-class TrunkSizes(NamedTuple):
-    """Sizes of the trunk that a drafter is for."""
-
-    vocab_size: int
-    hidden_size: int
-    num_hidden_layers: int
-
-
 def default_layer_ids(num_layers: int) -> tuple[int, ...]:
     """Returns the layers whose input states EAGLE, SGLang and vLLM take for a file that names none."""
     return (2, num_layers // 2, num_layers - 3)
 
 
 def parse_eagle3(
-    values: dict[str, Any],
-    trunk: TrunkSizes,
-    *,
-    has_embedding: bool,
-    has_head: bool,
-    aux_layers: AuxLayers | None = None,
-    norm_before_residual: bool | None = None,
-    last_layer_state: LastLayerState | None = None,
-    names: Collection[str] = (),
-) -> tuple[Eagle3Config, Format]:
+    values: dict[str, Any], shapes: Shapes, trunk: TrunkSizes, reading: Reading
+) -> tuple[Eagle3Config, str]:
     """Parses the content of a `config.json`.
 
-    Args:
-        values: the JSON value.
-        trunk: sizes of the trunk.
-        has_embedding: the files hold the drafter's own embedding.
-        has_head: the files hold the drafter's own head.
-        aux_layers: what listed layer ids mean: the states that enter these layers, or the outputs of these layers.
-            None: as the format's producer means them, if that is known.
-        norm_before_residual: the value of this switch if the file lacks it.
-        last_layer_state: which output of the last trunk layer is read, if any and if the file does not say it. None:
-            the one before the final norm, with a warning.
-        names: the plain names of the tensors, which say what the layers are; may be empty.
-
-    Returns:
-        The architecture, and the format of the file.
+    Arguments are those of `DrafterFiles.parse`, and the result is, too. Without `last_layer_state` the drafter reads
+    the last layer before the final norm, with a warning.
 
     Raises:
         ConfigError: the configuration is damaged, not supported, or has two readings and none is chosen.
@@ -95,9 +64,9 @@ def parse_eagle3(
     reader = ConfigReader(values)
     eagle = reader.section("eagle_config")
     # speculators nests the keys of the layers; SpecForge has them beside its own.
-    form: Format = "speculators" if is_speculators(values) else "specforge"
+    form = "speculators" if is_speculators(values) else "specforge"
     layers = reader.section("transformer_layer_config").values if form == "speculators" else values
-    block = parse_layers(layers, KNOWN_KEYS, names, classes=class_names(values))
+    block = parse_layers(layers, KNOWN_KEYS, shapes, classes=class_names(values))
     for key, allowed in EAGLE_KEYS.items():
         eagle.require(key, *allowed)
     known = {*EAGLE_KEYS, *SWITCHES, LAYER_IDS, LAST_LAYER_STATE, "num_aux_hidden_states"}
@@ -114,12 +83,12 @@ def parse_eagle3(
         residual = False  # SGLang has no such switch
     elif reader.get("norm_before_residual") is None:
         # speculators' own class and vLLM's reader of its files have different defaults.
-        if norm_before_residual is None:
+        if (chosen := reading.get("norm_before_residual")) is None:
             raise ConfigError(
                 "config.json lacks norm_before_residual, which speculators takes for false and vLLM for true: pass "
                 "norm_before_residual to choose one"
             )
-        residual = norm_before_residual
+        residual = chosen
     else:
         residual = reader.flag("norm_before_residual", False)
     if form == "specforge" and block.num_hidden_layers > 1:
@@ -130,13 +99,13 @@ def parse_eagle3(
     try:
         return Eagle3Config(
             block=block,
-            layer_ids=_layer_ids(reader, eagle, trunk, form, aux_layers, last_layer_state),
+            layer_ids=_layer_ids(reader, eagle, trunk, form, reading),
             num_target_layers=trunk.num_hidden_layers,
             target_hidden_size=reader.integer("target_hidden_size", block.hidden_size),
             draft_vocab_size=reader.integer("draft_vocab_size", block.vocab_size),
             norm_before_residual=residual,
-            own_embedding=has_embedding,
-            own_head=has_head,
+            own_embedding="embed_tokens.weight" in shapes,
+            own_head="lm_head.weight" in shapes,
             **{name: switch(name) for name in SWITCHES},
         ), form
     except ConfigError:
@@ -149,9 +118,8 @@ def _layer_ids(
     reader: ConfigReader,
     eagle: ConfigReader,
     trunk: TrunkSizes,
-    form: Format,
-    aux_layers: AuxLayers | None,
-    last_layer_state: LastLayerState | None,
+    form: str,
+    reading: Reading,
 ) -> tuple[int, ...]:
     """Reads which trunk states the drafter reads, as the ids of the layers that they enter."""
     count = reader.integer("num_aux_hidden_states", eagle.integer("num_aux_hidden_states", 0, low=0), low=0)
@@ -169,7 +137,7 @@ def _layer_ids(
     entered, output = listed, tuple(layer + 1 for layer in listed)
     # speculators and vLLM read the states that enter these layers, SGLang the outputs, and the file does not say who
     # made it. The wrong reading drafts well enough to go unnoticed, and is accepted far less often.
-    if aux_layers is None and form == "specforge":
+    if reading.get("aux_layers") is None and form == "specforge":
         usual = {default: "; the usual default of this trunk is the first", output: ""}.get(entered, "")
         usual = "; the second is the usual default of this trunk" if output == default else usual
         raise ConfigError(
@@ -182,26 +150,18 @@ def _layer_ids(
         listed,
         LAYER_IDS,
         trunk.num_hidden_layers,
-        are_outputs=aux_layers == "output",
+        are_outputs=reading.get("aux_layers") == "output",
         stated=read_last_layer_state(eagle, reader),
         usual="before_norm",
-        choice=last_layer_state,
+        choice=reading.get("last_layer_state"),
     )
 
 
-def describe_eagle3(config: Eagle3Config, form: Format) -> dict[str, Any]:
-    """Makes a `config.json` that `parse_eagle3` reads as `config`.
+def describe_eagle3(config: Eagle3Config, form: str) -> dict[str, Any]:
+    """Makes a `config.json` that `parse_eagle3` reads as `config`; raises `ConfigError` if the format cannot say it.
 
-    Args:
-        config: the architecture.
-        form: the format to write.
-
-    Returns:
-        The content. In SpecForge's format, layers that are not the default ones are written as SGLang reads them, as
-        outputs, and reading them needs `aux_layers="output"`.
-
-    Raises:
-        ConfigError: the format cannot express the architecture.
+    In SpecForge's format, layers that are not the default ones are written as SGLang reads them, as outputs, and
+    reading them needs `aux_layers="output"`.
     """
     block = config.block
     _, layers = describe_config(block, "qwen3" if block.use_qk_norm else "llama")

@@ -10,7 +10,7 @@ import flax.linen as nn
 import jax
 import jax.numpy as jnp
 
-from mtpjax.drafters.checks import check_draft_vocabulary, check_layer_ids
+from mtpjax.drafters.architecture import TrunkSizes, check_draft_vocabulary, check_layer_ids
 from mtpjax.messages import require
 from mtpjax.models.config import LayerKind, ModelConfig
 from mtpjax.models.layers.experts import SwiGLU
@@ -71,6 +71,11 @@ class Eagle3Config:
             f"the trunk's have width {self.target_hidden_size}",
         )
         check_draft_vocabulary(self.draft_vocab_size, block.vocab_size, own_head=self.own_head)
+
+    @property
+    def trunk(self) -> TrunkSizes:
+        """The trunk that the drafter is for."""
+        return TrunkSizes(self.block.vocab_size, self.target_hidden_size, self.num_target_layers)
 
     @property
     def kinds(self) -> tuple[LayerKind, ...]:

@@ -17,6 +17,8 @@ from mtpjax.models.config import ModelConfig
 log = logging.getLogger("mtpjax.conversion")
 
 LLAMA, QWEN3 = "llama", "qwen3"
+# Sections that only speculators' configurations have.
+SPECULATORS_SECTIONS = ("speculators_config", "transformer_layer_config")
 LATENT = re.compile(r"\.(kv_a_proj|kv_b_proj|q_a_proj|q_b_proj|fused_qkv_a_proj|kv_a_layernorm)")
 QUERY_NORM = ".self_attn.q_norm.weight"
 EXPERT_KEYS = ("n_routed_experts", "num_experts", "num_local_experts")
@@ -24,6 +26,17 @@ EXPERT_KEYS = ("n_routed_experts", "num_experts", "num_local_experts")
 LIKE_LLAMA = (LLAMA, QWEN3, "mistral", "deepseek", "kimi")
 # Words in the names of classes that name no family. SGLang and vLLM run these classes as Llama, or blocks as Qwen3.
 NO_FAMILY = re.compile(r"eagle3|dflash|dspark|speculator|draft|model|forcausallm|deep")
+
+
+def is_speculators(values: dict[str, Any]) -> bool:
+    """Returns whether a `config.json` has speculators' format."""
+    return values.get("speculators_model_type") is not None or any(values.get(key) for key in SPECULATORS_SECTIONS)
+
+
+def class_names(values: dict[str, Any]) -> tuple[str, ...]:
+    """Returns the names in `architectures`; none if it is not a list."""
+    names = values.get("architectures")
+    return tuple(map(str, names)) if isinstance(names, list) else ()
 
 
 def parse_layers(

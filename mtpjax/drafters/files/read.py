@@ -4,11 +4,10 @@ import contextlib
 import dataclasses
 import logging
 import pathlib
-from collections.abc import Iterator
-from typing import Any, TypedDict, Unpack
+from collections.abc import Iterator, Sequence
+from typing import Any, Unpack
 
 import jax
-import numpy as np
 from flax.traverse_util import unflatten_dict
 
 from conversion.files import CheckpointFiles
@@ -18,18 +17,11 @@ from conversion.safetensors_header import MAX_HEADER_BYTES, parse_json
 from conversion.tensor_slice import ParamSpec
 from conversion.tensor_types import describe_mixed, param_dtype
 from conversion.weight_files import INDEX, SINGLE
-from mtpjax.drafters.dflash.hf_config import parse_dflash
-from mtpjax.drafters.dflash.network import DFlashConfig
-from mtpjax.drafters.dflash.tensor_names import dflash_specs
-from mtpjax.drafters.eagle3.hf_config import AuxLayers, TrunkSizes, parse_eagle3
-from mtpjax.drafters.eagle3.network import Eagle3Config
-from mtpjax.drafters.eagle3.tensor_names import IS_DRAFTED, OFFSETS, eagle3_specs, read_draft_ids
-from mtpjax.drafters.files.method import find_method
+from mtpjax.drafters.architecture import DraftArchitecture, TrunkSizes
+from mtpjax.drafters.files.detect import detect_method
 from mtpjax.drafters.files.tensor_names import names_in_files, rename_slices
 from mtpjax.drafters.files.torch_file import TorchFile
-from mtpjax.drafters.files.trunk_layers import LastLayerState
-from mtpjax.drafters.medusa.hf_files import TOKEN_MAP, medusa_specs, parse_medusa
-from mtpjax.drafters.medusa.network import MedusaConfig
+from mtpjax.drafters.method import DrafterFiles, DraftMethod, Reading
 from mtpjax.errors import CheckpointFileError, ConfigError
 from mtpjax.messages import count_of
 from mtpjax.safe_open import read_inside
@@ -37,44 +29,46 @@ from mtpjax.safe_open import read_inside
 log = logging.getLogger("mtpjax.conversion")
 
 CONFIG = "config.json"
+# Weights that have other names than safetensors' usual ones: Medusa's authors'.
 MEDUSA_SAFETENSORS, MEDUSA_TORCH = "medusa_lm_head.safetensors", "medusa_lm_head.pt"
 NO_SCALES = ScaleMap({}, None)
-Config = Eagle3Config | MedusaConfig | DFlashConfig
 
 
 @dataclasses.dataclass(frozen=True)
 class StoredDrafter:
     """A drafter as files hold it."""
 
-    config: Config
+    method: DraftMethod
+    config: DraftArchitecture
     params: dict[str, Any]  # of the network, nested by name
     draft_ids: Any  # [R] int32 token of each column of the head; None: column j is token j
+
+    @property
+    def files(self) -> DrafterFiles:
+        """How files hold it."""
+        assert self.method.files is not None
+        return self.method.files
 
 
 @dataclasses.dataclass(frozen=True)
 class DrafterPlan:
     """A drafter's configuration, and the tensors of its parameters."""
 
-    config: Config
+    method: DraftMethod
+    config: Any
     specs: dict[str, ParamSpec]  # by the names in the files
     names: dict[str, str]  # of the tensors in the files, by plain name
 
 
-class Reading(TypedDict, total=False):
-    """How to read files that do not say it, by the argument of `mtpjax.load_drafter`."""
-
-    aux_layers: AuxLayers | None  # as in `parse_eagle3`
-    norm_before_residual: bool | None  # as in `parse_eagle3`
-    sample_from_anchor: bool | None  # as in `parse_dflash`
-    last_layer_state: LastLayerState | None  # as in both
-
-
-def read_drafter(path, trunk: TrunkSizes, *, dtype=None, **reading: Unpack[Reading]) -> StoredDrafter:
+def read_drafter(
+    path, trunk: TrunkSizes, *, methods: Sequence[DraftMethod], dtype=None, **reading: Unpack[Reading]
+) -> StoredDrafter:
     """Reads a drafter.
 
     Args:
         path: a directory with `config.json` and safetensors files, or Medusa's `.pt` file.
         trunk: sizes of the trunk.
+        methods: the methods that it may be of. The files decide between several.
         dtype: dtype to cast the parameters to. None keeps those of the files.
         **reading: how to read what the files do not say.
 
@@ -87,7 +81,7 @@ def read_drafter(path, trunk: TrunkSizes, *, dtype=None, **reading: Unpack[Readi
     """
     path = pathlib.Path(path)
     with open_drafter(path) as files:
-        plan = make_drafter_plan(path, files, trunk, **reading)
+        plan = make_drafter_plan(path, files, trunk, methods, **reading)
         if dtype is None and (mixed := describe_mixed(plan.specs, files)):
             log.warning("%s: %s", path, mixed)
         params = {}
@@ -95,16 +89,15 @@ def read_drafter(path, trunk: TrunkSizes, *, dtype=None, **reading: Unpack[Readi
             kind = param_dtype(name, spec, files, NO_SCALES, dtype)
             index = tuple((0, size) for size in spec.shape)
             params[tuple(name.split("/"))] = jax.device_put(read_as(files, NO_SCALES, spec, index, kind))
-        if isinstance(plan.config, MedusaConfig):
-            draft_ids = _read_token_map(files, plan.names, plan.config)
-        else:
-            draft_ids = read_draft_ids(files, plan.names, plan.config)
+        config = plan.config
+        stored = StoredDrafter(plan.method, config, unflatten_dict(params), None)
+        ids = stored.files.ids.read(files, plan.names, config.draft_vocab_size, config.trunk.vocab_size)
         if isinstance(files, CheckpointFiles):
             files.report()
             # Without a head or an embedding of its own, a drafter uses those of the trunk: the missing one may be here.
             if files.unread:
                 log.warning("%s has safetensors files that are not read: %s", path, ", ".join(files.unread))
-    return StoredDrafter(plan.config, unflatten_dict(params), draft_ids)
+    return dataclasses.replace(stored, draft_ids=ids)
 
 
 @contextlib.contextmanager
@@ -130,7 +123,11 @@ def config_bytes(path: pathlib.Path) -> bytes:
 
 
 def make_drafter_plan(
-    path: pathlib.Path, files: CheckpointFiles | TorchFile, trunk: TrunkSizes, **reading: Unpack[Reading]
+    path: pathlib.Path,
+    files: CheckpointFiles | TorchFile,
+    trunk: TrunkSizes,
+    methods: Sequence[DraftMethod],
+    **reading: Unpack[Reading],
 ) -> DrafterPlan:
     """Parses the configuration, and checks that the files hold its tensors and no others."""
     values = parse_json(config_bytes(path), path / CONFIG)
@@ -142,12 +139,16 @@ def make_drafter_plan(
     shapes = {plain: files.tensors[name].shape for plain, name in names.items()}
     # 1. The architecture, and the tensors that it has.
     try:
-        config, specs, others = _parse(values, shapes, trunk, reading)
+        method = methods[0] if len(methods) == 1 else detect_method(values, shapes, methods)
+        assert method.files is not None
+        config, format = method.files.parse(values, shapes, trunk, reading)
     except ConfigError as error:
         raise ConfigError(f"{path}: {error}") from error
+    specs = method.files.specs(config, format)
     # 2. Each tensor once, of the shape that the configuration implies.
     wanted = {piece.name: piece.shape for spec in specs.values() for piece in spec.slices}
-    missing, extra = sorted(wanted.keys() - shapes.keys()), sorted(shapes.keys() - wanted.keys() - others)
+    missing = sorted(wanted.keys() - shapes.keys())
+    extra = sorted(shapes.keys() - wanted.keys() - {*method.files.ids.names})
     quantization = values.get("quantization_config") or {}
     quantized = f" Packed or scaled weights ({quantization}) of drafters are not supported." if quantization else ""
     if missing:
@@ -163,44 +164,9 @@ def make_drafter_plan(
             raise CheckpointFileError(
                 f"tensor {names[plain]} has shape {shapes[plain]}; {CONFIG} implies {shape}.{quantized}"
             )
-    return DrafterPlan(config, rename_slices(specs, names), names)
-
-
-def _parse(
-    values: dict[str, Any], shapes: dict[str, tuple[int, ...]], trunk: TrunkSizes, reading: Reading
-) -> tuple[Config, dict[str, ParamSpec], set[str]]:
-    """Returns the architecture, the specs of its parameters, and tensors that are none of them; all by plain names."""
-    method = find_method(values, shapes)
-    if method == "medusa":
-        config, form = parse_medusa(values, shapes, trunk)
-        return config, medusa_specs(config, form), {TOKEN_MAP}
-    common: Any = {
-        "has_embedding": "embed_tokens.weight" in shapes,
-        "has_head": "lm_head.weight" in shapes,
-        "last_layer_state": reading.get("last_layer_state"),
-    }
-    if method == "eagle3":
-        common |= {name: reading.get(name) for name in ("aux_layers", "norm_before_residual")}
-        eagle3, _ = parse_eagle3(values, trunk, names=shapes, **common)
-        return eagle3, eagle3_specs(eagle3), {OFFSETS, IS_DRAFTED}
-    common["sample_from_anchor"] = reading.get("sample_from_anchor")
-    block, _ = parse_dflash(values, trunk, shapes=shapes, **common)
-    return block, dflash_specs(block), {OFFSETS, IS_DRAFTED}
+    return DrafterPlan(method, config, rename_slices(specs, names), names)
 
 
 def _names_of(names: dict[str, str], plain: list[str]) -> str:
     """Lists the names in the files of some tensors, at most five."""
     return ", ".join(names[each] for each in plain[:5]) or "none"
-
-
-def _read_token_map(files: Any, names: dict[str, str], config: MedusaConfig) -> np.ndarray | None:
-    """Reads vLLM's draft vocabulary of Medusa: column j of a head is token `token_map[j]`."""
-    if config.draft_vocab_size == config.vocab_size and TOKEN_MAP not in names:
-        return None
-    if TOKEN_MAP not in names:
-        raise CheckpointFileError(f"{files.path} lacks {TOKEN_MAP}")
-    ids = files.read(names[TOKEN_MAP])
-    is_valid = ids.shape == (config.draft_vocab_size,) and ids.dtype.kind == "i" and len(np.unique(ids)) == len(ids)
-    if not is_valid or ids.min() < 0 or ids.max() >= config.vocab_size:
-        raise CheckpointFileError(f"{files.path}: {TOKEN_MAP} does not name {config.draft_vocab_size} different tokens")
-    return ids.astype(np.int32)

@@ -43,18 +43,7 @@ def plain_name(name: str) -> str:
 
 
 def names_in_files(tensors: Iterable[str], path) -> dict[str, str]:
-    """Maps plain names to those in the files.
-
-    Args:
-        tensors: the names in the files.
-        path: what an error message names.
-
-    Returns:
-        The names in the files by plain name.
-
-    Raises:
-        CheckpointFileError: two tensors have the same plain name, so that one of them belongs to something else.
-    """
+    """Maps plain names to those in the files. Two of one plain name are an error: one belongs to something else."""
     names: dict[str, str] = {}
     for name in sorted(tensors):
         if name.endswith(IGNORED_SUFFIXES):
@@ -69,14 +58,6 @@ def names_in_files(tensors: Iterable[str], path) -> dict[str, str]:
 
 
 def rename_slices(specs: dict[str, ParamSpec], names: Mapping[str, str]) -> dict[str, ParamSpec]:
-    """Returns specs that name tensors as files do.
-
-    Args:
-        specs: specs with plain names.
-        names: names in the files by plain name; others are kept.
-
-    Returns:
-        The specs.
-    """
+    """Returns specs with the names in the files, by plain name; others are kept."""
     rename = lambda part: part._replace(name=names.get(part.name, part.name))
     return {path: dataclasses.replace(spec, slices=tuple(map(rename, spec.slices))) for path, spec in specs.items()}

@@ -84,18 +84,7 @@ def read_last_layer_state(*sections: ConfigReader) -> LastLayerState | None:
 
 
 def describe_last_layer(layer_ids: tuple[int, ...], num_layers: int) -> tuple[list[int], dict[str, str]]:
-    """Returns layer ids as files list them, entered ones, and the key about the last layer's state if it is read.
-
-    Args:
-        layer_ids: the ids of an architecture.
-        num_layers: layers of the trunk.
-
-    Returns:
-        The ids, and keys of `config.json`.
-
-    Raises:
-        ConfigError: both states of the last layer are read.
-    """
+    """Returns layer ids as files list them, entered ones, and the key about the last layer's state if it is read."""
     if {num_layers, num_layers + 1} <= set(layer_ids):
         raise ConfigError("no format can express that the last layer's state is read before and after the final norm")
     listed = [min(layer, num_layers) for layer in layer_ids]

@@ -2,7 +2,7 @@
 
 import dataclasses
 import functools
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, ClassVar
 
 import flax.struct
 import jax
@@ -11,34 +11,23 @@ import jax.numpy as jnp
 from mtpjax.decoding.config import DecodeConfig
 from mtpjax.decoding.decoder import Decoder, Weights
 from mtpjax.decoding.draft_tree import depths_and_ancestor_mask
-from mtpjax.decoding.drafter import Draft, Drafter
+from mtpjax.decoding.drafter import Draft
 from mtpjax.decoding.sampling import PathTokens
 from mtpjax.decoding.spec import DecodeSpec
 from mtpjax.decoding.state import DecodeState
 from mtpjax.drafters.levels import draft_levels
 from mtpjax.drafters.medusa.network import Medusa, MedusaConfig
-from mtpjax.drafters.own_params import (
-    check_sizes,
-    require_params,
-    require_whole_trunk,
-    require_whole_vocabulary,
-)
 from mtpjax.drafters.scoring import DraftScores, ReducedHead, own_head
+from mtpjax.drafters.trained import DraftLevels, DraftParams, TextRows, TrainedDrafter, require_whole_trunk
 from mtpjax.drafters.tree import DynamicTreeBuilder, FixedTreeBuilder, extend_ancestor_mask
 from mtpjax.models.layers.entries import read_rows
-from mtpjax.models.model import MTPModel, TrunkOutput
+from mtpjax.models.model import MTPModel, TrunkOutput, multiply_head
+from mtpjax.models.params import DRAFTER
 
 if TYPE_CHECKING:
     from mtpjax.decoding.verify import Acceptance
 
 Choices = tuple[tuple[int, ...], ...]
-
-
-class MedusaParams(flax.struct.PyTreeNode):
-    """Parameters of the Medusa drafter."""
-
-    heads: dict[str, Any]  # of `mtpjax.drafters.medusa.network.Medusa`
-    draft_ids: jax.Array | None = None  # [R] int32 token of each column; None: column j is token j
 
 
 class PreparedMedusa(flax.struct.PyTreeNode):
@@ -55,7 +44,7 @@ class MedusaState(flax.struct.PyTreeNode):
 
 
 @dataclasses.dataclass(frozen=True)
-class MedusaDrafter(Drafter):
+class MedusaDrafter(TrainedDrafter):
     """Drafts with Medusa heads; `mtpjax.load_drafter` reads them with their parameters.
 
     Head k reads one hidden state and nothing that was drafted, so all levels are drafted at once. With `topk` above 1
@@ -71,13 +60,20 @@ class MedusaDrafter(Drafter):
 
     architecture: MedusaConfig = dataclasses.field(kw_only=True)
     choices: Choices = dataclasses.field(default=(), kw_only=True)
+    title: ClassVar[str] = "Medusa"
 
     def __post_init__(self):
+        super().__post_init__()
         choices = tuple(sorted((tuple(map(int, path)) for path in self.choices), key=lambda path: (len(path), path)))
         known = {(), *choices}
         if len(known) != len(choices) + 1 or any(path[:-1] not in known or min(path) < 0 for path in choices):
             raise ValueError("choices must be different paths of ranks from 0 on, each after a path that is there too")
         object.__setattr__(self, "choices", choices)
+
+    @property
+    def max_levels(self) -> int:
+        """One level per head."""
+        return self.architecture.num_heads
 
     @property
     def parents(self) -> tuple[int, ...]:
@@ -87,15 +83,11 @@ class MedusaDrafter(Drafter):
 
     def check(self, model: MTPModel, config: DecodeConfig) -> None:
         """Raises `ValueError` if the heads are for another trunk, or the settings ask for what they cannot do."""
-        own = self.architecture
-        check_sizes("Medusa", own.vocab_size, own.hidden_size, model)
-        require_whole_vocabulary("Medusa", config)
+        super().check(model, config)
         if config.draft_window is not None:
             raise ValueError("draft_window applies only to drafters with a cache; Medusa heads attend to nothing")
-        if config.num_steps > own.num_heads:
-            raise ValueError(f"num_steps {config.num_steps} exceeds the {own.num_heads} Medusa heads, one per level")
-        if config.topk > own.draft_vocab_size:
-            raise ValueError(f"topk {config.topk} exceeds the {own.draft_vocab_size} tokens that can be drafted")
+        if config.num_steps > self.max_levels:
+            raise ValueError(f"num_steps {config.num_steps} exceeds the {self.max_levels} Medusa heads, one per level")
         if self.choices:
             self._check_choices(config)
 
@@ -117,18 +109,14 @@ class MedusaDrafter(Drafter):
                 "use 'greedy', 'sample' or a lossy rule, or no choices"
             )
 
-    def default_params(self, params: dict, config: DecodeConfig, *, model: MTPModel) -> Any:
-        """Raises `ValueError`: the heads' parameters are not part of the model's."""
-        require_params("MedusaDrafter")
-
-    def prepare(self, params: dict, draft_params: MedusaParams, *, model: MTPModel) -> PreparedMedusa:
+    def prepare(self, params: dict, draft_params: DraftParams, *, model: MTPModel) -> PreparedMedusa:
         """Casts the output matrices, and indexes the draft vocabulary."""
         require_whole_trunk()
         own = self.architecture
         names = [f"output_{index}" for index in range(1 if own.shares_output else own.num_heads)]
-        matrices = tuple(draft_params.heads[name] for name in names)
+        matrices = tuple(draft_params.network[name] for name in names)
         head = own_head(params, matrices, draft_params.draft_ids, model=model)
-        return PreparedMedusa(draft_params.heads, head)
+        return PreparedMedusa(draft_params.network, head)
 
     def init(self, decoder: Decoder, batch: int, capacity: int, dtype: Any) -> MedusaState:
         """Makes an empty state."""
@@ -187,6 +175,21 @@ class MedusaDrafter(Drafter):
         tokens = jnp.concatenate([pending, jnp.stack(nodes, axis=1).astype(jnp.int32)], axis=1)
         parents = jnp.broadcast_to(jnp.array(self.parents, jnp.int32)[None], tokens.shape)
         return Draft(tokens, None, parents, *depths_and_ancestor_mask(parents, spec.num_steps))
+
+    def heads(self, network: dict[str, Any], trunk_head: jax.Array, num_levels: int) -> tuple[jax.Array, ...]:
+        """Returns the output matrices of the heads, or the one that they share."""
+        return tuple(
+            network[f"output_{level}"] for level in range(1 if self.architecture.shares_output else num_levels)
+        )
+
+    def levels(
+        self, params: dict, rows: TextRows, heads: tuple[jax.Array, ...], *, model: MTPModel, num_levels: int
+    ) -> DraftLevels:
+        """Runs the heads; all of them read the final state."""
+        network = Medusa(self.architecture, model.implementation)
+        apply: Any = functools.partial(network.apply, {"params": params[DRAFTER]}, method="hidden")
+        inputs = tuple(apply(rows.hidden, index) for index in range(num_levels))
+        return DraftLevels(tuple(multiply_head(x, heads[k % len(heads)]) for k, x in enumerate(inputs)), inputs)
 
 
 def _draft_tree(scores: Any, state: DecodeState, spec: DecodeSpec) -> Draft:

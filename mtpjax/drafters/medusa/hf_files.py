@@ -7,39 +7,28 @@ and `lm_heads.k.weight`. Published configurations name the wrong number of heads
 import logging
 import re
 from collections.abc import Mapping
-from typing import Any, Literal
+from typing import Any
+
+import numpy as np
 
 from conversion.config_reader import ConfigReader
 from conversion.tensor_slice import ParamSpec, copied, linear
-from mtpjax.drafters.eagle3.hf_config import TrunkSizes
+from mtpjax.drafters.architecture import TrunkSizes
+from mtpjax.drafters.files.draft_ids import IdsTensors
 from mtpjax.drafters.medusa.network import MedusaConfig
 from mtpjax.errors import CheckpointFileError, ConfigError
 
 log = logging.getLogger("mtpjax.conversion")
 
-Format = Literal["medusa", "vllm"]
-TOKEN_MAP = "token_map"
+TOKEN_MAP = "token_map"  # vLLM's draft vocabulary: column j of a head is token `token_map[j]`
 
 
 def parse_medusa(
     values: dict[str, Any], shapes: Mapping[str, tuple[int, ...]], trunk: TrunkSizes
-) -> tuple[MedusaConfig, Format]:
-    """Parses the content of a `config.json`, beside the names and shapes of the tensors.
-
-    Args:
-        values: the JSON value.
-        shapes: shapes of the tensors by plain name.
-        trunk: sizes of the trunk.
-
-    Returns:
-        The architecture, and the format of the file.
-
-    Raises:
-        CheckpointFileError: the tensors are not those of Medusa heads.
-        ConfigError: the configuration is damaged or not supported.
-    """
+) -> tuple[MedusaConfig, str]:
+    """Parses the content of a `config.json`, beside the names and shapes of the tensors."""
     reader = ConfigReader(values)
-    form: Format = "vllm" if any(name.startswith(("blocks.", "lm_heads.")) for name in shapes) else "medusa"
+    form = "vllm" if any(name.startswith(("blocks.", "lm_heads.")) for name in shapes) else "medusa"
     if form == "medusa":
         keys = ("medusa_num_heads", "medusa_num_layers")
         head, layer, output = r"(\d+)\.", r"0\.(\d+)\.linear\.weight", "0.{}.weight"
@@ -71,7 +60,7 @@ def parse_medusa(
     ), form
 
 
-def medusa_specs(config: MedusaConfig, form: Format) -> dict[str, ParamSpec]:
+def medusa_specs(config: MedusaConfig, form: str) -> dict[str, ParamSpec]:
     """Lists every parameter with the tensor that holds it, by its plain name in a format."""
     D, R = config.hidden_size, config.draft_vocab_size
     specs = {}
@@ -87,19 +76,8 @@ def medusa_specs(config: MedusaConfig, form: Format) -> dict[str, ParamSpec]:
     return specs
 
 
-def describe_medusa(config: MedusaConfig, form: Format) -> dict[str, Any]:
-    """Makes a `config.json` that `parse_medusa` reads as `config`.
-
-    Args:
-        config: the architecture.
-        form: the format to write.
-
-    Returns:
-        The content.
-
-    Raises:
-        ConfigError: the format cannot express the architecture.
-    """
+def describe_medusa(config: MedusaConfig, form: str) -> dict[str, Any]:
+    """Makes a `config.json` that `parse_medusa` reads as `config`."""
     sizes = {"hidden_size": config.hidden_size, "vocab_size": config.vocab_size}
     if form == "vllm":
         return {
@@ -115,3 +93,18 @@ def describe_medusa(config: MedusaConfig, form: Format) -> dict[str, Any]:
     if config.draft_vocab_size < config.vocab_size or config.shares_output:
         raise ConfigError("this format has neither a draft vocabulary nor a shared head: write vLLM's format")
     return {"medusa_num_heads": config.num_heads, "medusa_num_layers": config.num_layers, **sizes, "version": "2"}
+
+
+def _read_token_map(files: Any, names: Mapping[str, str], R: int, V: int) -> np.ndarray | None:
+    if R == V and TOKEN_MAP not in names:
+        return None
+    if TOKEN_MAP not in names:
+        raise CheckpointFileError(f"{files.path} lacks {TOKEN_MAP}")
+    ids = files.read(names[TOKEN_MAP])
+    is_valid = ids.shape == (R,) and ids.dtype.kind == "i" and len(np.unique(ids)) == len(ids)
+    if not is_valid or ids.min() < 0 or ids.max() >= V:
+        raise CheckpointFileError(f"{files.path}: {TOKEN_MAP} does not name {R} different tokens")
+    return ids.astype(np.int32)
+
+
+MEDUSA_IDS = IdsTensors((TOKEN_MAP,), _read_token_map, lambda ids, vocab_size: {TOKEN_MAP: ids})

@@ -6,6 +6,7 @@ import flax.linen as nn
 import jax
 import jax.numpy as jnp
 
+from mtpjax.drafters.architecture import TrunkSizes
 from mtpjax.messages import require
 from mtpjax.models.model import multiply_head
 from mtpjax.models.quantized import matrix_product
@@ -45,6 +46,16 @@ class MedusaConfig:
             1 <= self.draft_vocab_size <= self.vocab_size,
             f"draft_vocab_size {self.draft_vocab_size} is not within 1..{self.vocab_size}",
         )
+
+    @property
+    def trunk(self) -> TrunkSizes:
+        """The trunk that the heads are for, of any depth."""
+        return TrunkSizes(self.vocab_size, self.hidden_size, 0)
+
+    @property
+    def layer_ids(self) -> tuple[int, ...]:
+        """The heads read the final state alone."""
+        return ()
 
 
 class MedusaHead(nn.Module):

@@ -6,85 +6,52 @@ by the method in its name.
 """
 
 import re
-from collections.abc import Collection
-from typing import Any, Literal, get_args
+from collections.abc import Collection, Sequence
+from typing import Any
 
+from mtpjax.drafters.files.layers_config import class_names
+from mtpjax.drafters.method import DraftMethod
 from mtpjax.errors import ConfigError
 from mtpjax.messages import count_of
 
-Method = Literal["eagle3", "medusa", "dflash", "dspark"]
-METHODS: tuple[Method, ...] = get_args(Method)
-SPECULATORS_METHODS: tuple[Method, ...] = ("eagle3", "dflash", "dspark")
-# Sections that only speculators' configurations have.
-SPECULATORS_SECTIONS = ("speculators_config", "transformer_layer_config")
 # Classes of these methods are not supported, though their names contain others.
 NOT_SUPPORTED = ("dflash2", "peagle")
-# A tensor that only one method has, by its plain name.
-SIGNS: dict[str, Method] = {
-    "markov_head.markov_w1.weight": "dspark",
-    "layers.0.hidden_norm.weight": "eagle3",
-    "hidden_norm.weight": "dflash",
-    "0.0.linear.weight": "medusa",
-    "blocks.0.layers.0.weight": "medusa",
-}
-KEYS: dict[str, Method] = {"medusa_num_heads": "medusa", "dspark_config": "dspark"}  # that only one method has
 NUM_SHOWN = 5  # names of tensors in a message
 
 
-def is_speculators(values: dict[str, Any]) -> bool:
-    """Returns whether a `config.json` has speculators' format."""
-    return values.get("speculators_model_type") is not None or any(values.get(key) for key in SPECULATORS_SECTIONS)
-
-
-def class_names(values: dict[str, Any]) -> tuple[str, ...]:
-    """Returns the names in `architectures`; none if it is not a list."""
-    names = values.get("architectures")
-    return tuple(map(str, names)) if isinstance(names, list) else ()
-
-
-def find_method(values: dict[str, Any], names: Collection[str]) -> Method:
-    """Finds the method of a drafter.
-
-    Args:
-        values: the content of `config.json`.
-        names: the tensors' plain names; may be empty.
-
-    Returns:
-        The method.
-
-    Raises:
-        ConfigError: no sign of a method that is supported; the message says what was looked at.
-    """
-    # 1. What speculators' format names.
+def detect_method(values: dict[str, Any], names: Collection[str], methods: Sequence[DraftMethod]) -> DraftMethod:
+    """Finds the method of a drafter by its `config.json` and the plain names of its tensors; else `ConfigError`."""
+    known = {method: method.files for method in methods if method.files is not None}
+    # 1. The name in speculators' format.
     section = values.get("speculators_config")
     kind = values.get("speculators_model_type") or (section.get("algorithm") if isinstance(section, dict) else None)
     if kind is not None:
-        for method in SPECULATORS_METHODS:
-            if kind == method:
-                return method
+        supported = {method.name: method for method, files in known.items() if files.is_of_speculators}
+        if kind in supported:
+            return supported[kind]
         raise ConfigError(
             f"config.json: speculators_model_type {kind!r} is not supported here; supported: "
-            + ", ".join(map(repr, SPECULATORS_METHODS))
+            + ", ".join(map(repr, supported))
         )
     # 2. Keys of one method.
-    for key, method in KEYS.items():
-        if key in values:
-            return method
     blocks = values.get("dflash_config")
-    for each in (values, blocks if isinstance(blocks, dict) else {}):
-        if each.get("projector_type") == "dspark":
-            return "dspark"
+    sections = (values, blocks if isinstance(blocks, dict) else {})
+    for method, files in known.items():
+        for key, value in files.keys.items():
+            if any(key in each and value in (None, each[key]) for each in sections):
+                return method
     # 3. The class, then the type.
     for text in (*class_names(values), str(values.get("model_type"))):
         plain = re.sub(r"[^a-z0-9]", "", text.lower())
         if not any(other in plain for other in NOT_SUPPORTED):
-            for method in METHODS:
-                if method in plain:
+            for method in known:
+                if method.name in plain:
                     return method
-    # 4. The tensors. A class of a method that is not supported may have the tensors of one that is.
+    # 4. The tensors. A class of a method that is not supported may have the tensors of one that is. A method that
+    # extends another has its tensors too, and comes after it.
     if not any(other in name.lower() for name in class_names(values) for other in NOT_SUPPORTED):
-        for name, method in SIGNS.items():
-            if name in names:
+        for method, files in reversed(known.items()):
+            if any(name in names for name in files.tensors):
                 return method
     raise ConfigError(_describe_what_was_found(values, names))
 

@@ -12,7 +12,10 @@ from mtpjax.decoding.config import DecodeConfig, SamplingParams
 from mtpjax.decoding.decoder import Decoder
 from mtpjax.decoding.device import data_size, device_settings, fit_params, with_implementation
 from mtpjax.decoding.loop import decode
-from mtpjax.decoding.requests import (
+from mtpjax.decoding.result import GenerationResult, collect
+from mtpjax.decoding.sampling_params import temperatures
+from mtpjax.decoding.state import DecodeState, NewRows
+from mtpjax.inference.requests import (
     check_argument_types,
     check_request,
     explain_param_errors,
@@ -22,9 +25,6 @@ from mtpjax.decoding.requests import (
     prompts_to_arrays,
     repeat_first_row,
 )
-from mtpjax.decoding.result import GenerationResult, collect
-from mtpjax.decoding.sampling_params import temperatures
-from mtpjax.decoding.state import DecodeState, NewRows
 from mtpjax.models.model import MTPModel
 
 

@@ -17,8 +17,7 @@ from mtpjax.decoding.drafter import Drafter
 from mtpjax.decoding.sampling_params import make_sampling_arrays
 from mtpjax.decoding.state import NewRows, RowSettings
 from mtpjax.decoding.unused_settings import warn_of_unused_settings
-from mtpjax.drafters.lookup.drafting import LookupDrafter
-from mtpjax.drafters.mtp.drafting import MTPDrafter
+from mtpjax.drafters.methods import find_method
 from mtpjax.messages import count_of
 from mtpjax.models.attention_kinds import has_recurrent_layers
 from mtpjax.models.model import MTPModel
@@ -27,24 +26,24 @@ from pallas_kernels.verify_attention import MAX_QUERY_TOKENS
 
 
 def make_drafter(config: DecodeConfig) -> Drafter:
-    """Returns the drafter that `config` names.
-
-    Returns:
-        The drafter; for `num_steps=0` the base `Drafter`, which proposes no tokens.
+    """Returns the drafter that `config` names; for `num_steps=0` the base `Drafter`, which proposes no tokens.
 
     Raises:
-        ValueError: if `config.drafter` is neither a known name nor a `Drafter`.
+        ValueError: if `config.drafter` is neither a `Drafter` nor the name of a method that drafts without files.
     """
     if not isinstance(config, DecodeConfig):
         raise ValueError(f"config must be a DecodeConfig, got {type(config).__name__}: use DecodeConfig(**settings)")
     if not config.num_steps:
         return Drafter()
-    if config.drafter == "mtp":
-        return MTPDrafter()
-    if config.drafter == "lookup":
-        return LookupDrafter(min_n=config.prompt_lookup_min, max_n=config.prompt_lookup_max)
+    if isinstance(config.drafter, str):
+        method = find_method(config.drafter)
+        if method.from_settings is None:
+            raise ValueError(f"drafter {config.drafter!r} is read from files: pass what mtpjax.load_drafter returns")
+        return method.from_settings(config)
     if not isinstance(config.drafter, Drafter):
-        raise ValueError(f"drafter must be 'mtp', 'lookup' or a mtpjax.drafters.Drafter, got {config.drafter!r}")
+        raise ValueError(
+            f"drafter must be the name of a draft method or a mtpjax.drafters.Drafter, got {config.drafter!r}"
+        )
     return config.drafter
 
 

@@ -1,0 +1,62 @@
+"""All draft methods, and where a name or a drafter becomes one of them."""
+
+import importlib
+import os
+import sys
+
+from mtpjax.decoding.drafter import Drafter
+from mtpjax.drafters.dflash.method import DFLASH
+from mtpjax.drafters.dspark.method import DSPARK
+from mtpjax.drafters.eagle3.method import EAGLE3
+from mtpjax.drafters.lookup.method import LOOKUP
+from mtpjax.drafters.medusa.method import MEDUSA
+from mtpjax.drafters.method import DraftMethod
+from mtpjax.drafters.mtp.method import MTP
+from mtpjax.errors import UsageError, printable
+from mtpjax.messages import did_you_mean
+
+METHODS: tuple[DraftMethod, ...] = (MTP, LOOKUP, EAGLE3, MEDUSA, DFLASH, DSPARK)
+
+
+def find_method(name: str) -> DraftMethod:
+    """Finds a method by its name, or by `package.module:RECORD` of the user.
+
+    Raises:
+        UsageError: there is no such method, or the user's module or record cannot be imported.
+    """
+    if ":" in name:
+        return _import_record(name)
+    known = {method.name: method for method in METHODS}
+    if name not in known:
+        raise UsageError(
+            f"drafter must be one of {', '.join(known)}, or package.module:RECORD, got {printable(name, 60)}"
+            f"{did_you_mean(name, known)}"
+        )
+    return known[name]
+
+
+def _import_record(name: str) -> DraftMethod:
+    home, _, attribute = name.partition(":")
+    # As with `python -m`, a file in the current folder is a module.
+    if (folder := os.getcwd()) not in sys.path:
+        sys.path.append(folder)
+    try:
+        record = getattr(importlib.import_module(home), attribute)
+    except (ImportError, AttributeError, ValueError) as error:
+        raise UsageError(f"draft method {printable(name, 200)} cannot be imported: {error}") from error
+    if not isinstance(record, DraftMethod):
+        raise UsageError(f"{printable(name, 200)} must be a mtpjax.drafters.DraftMethod, is {type(record).__name__}")
+    return record
+
+
+def method_of(drafter: str | Drafter) -> DraftMethod | None:
+    """Returns the method of `DecodeConfig.drafter`; None: a drafter of a user."""
+    if isinstance(drafter, str):
+        return find_method(drafter)
+    return next((method for method in METHODS if method.drafter is type(drafter)), None)
+
+
+def uses_mtp_modules(drafter: str | Drafter) -> bool:
+    """Returns whether `DecodeConfig.drafter` drafts with the model's own MTP modules."""
+    method = method_of(drafter)
+    return method is not None and method.is_of_model
