@@ -118,7 +118,7 @@ def experiment_imports() -> list[str]:
 def call_path(modules: dict[str, pathlib.Path], start: str, function: str, goal: str) -> list[str]:
     """Returns the files on the shortest way from `function` in module `start` to a function named `goal`.
 
-    Follows each name that a function's body mentions: functions of its own file, and names that the file imports.
+    Follows each name that a function's or class's body mentions: those of its own file, and names that the file imports.
     """
     waiting, seen = deque([(start, function, [start])]), set()
     while waiting:
@@ -127,7 +127,7 @@ def call_path(modules: dict[str, pathlib.Path], start: str, function: str, goal:
             continue
         seen.add((module, name))
         tree = parse(modules[module])
-        definitions = {node.name: node for node in tree.body if isinstance(node, ast.FunctionDef)}
+        definitions = {node.name: node for node in tree.body if isinstance(node, ast.FunctionDef | ast.ClassDef)}
         if name not in definitions:
             continue
         if name == goal:

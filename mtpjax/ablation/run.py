@@ -155,7 +155,7 @@ def load_subject(
     *,
     model_type: str | None = None,
     implementation: Implementation = "auto",
-    reading: dict[str, Any] | None = None,
+    reading: Reading | None = None,
 ) -> Subject:
     """Loads a model and all drafters before anything is measured: one that cannot be read is an error now.
 
