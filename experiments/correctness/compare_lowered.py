@@ -167,13 +167,14 @@ class Graph:
         if operation.callee:
             return self._call(operation.callee, operands)
         if name == "stablehlo.while":
-            return self._loop(*blocks, operands, values)
+            condition, body = blocks
+            return self._loop(condition, body, operands, values)
         if name == "stablehlo.case":  # each result depends on its own value of each branch
             branches = zip(*(self._run(block, [], values) for block in blocks), strict=True)
             return [_hash(name, operands, branch) for branch in branches]
         if name == "sdy.manual_computation":  # the body of a `shard_map`
             labels = [_hash("shard", each) for each in operands]
-            return [_hash(name, attributes, each) for each in self._run(*blocks, labels, values)]
+            return [_hash(name, attributes, each) for each in self._run(blocks[0], labels, values)]
         # The arguments of the other regions are few, and their order has a meaning.
         inner = [self._run(block, [_hash(i, type) for i, type in enumerate(block.types)], values) for block in blocks]
         common = _hash(name, attributes, operands, inner)
@@ -262,8 +263,7 @@ def describe_difference(program: Program, others: list[Program]) -> list[str]:
     lines.append(f"  most similar: {other.file}")
     for sign, counts in (("-", program.operations - other.operations), ("+", other.operations - program.operations)):
         lines += [f"  {sign} {number} {name}" for name, number in sorted(counts.items())]
-    texts = [_plain_lines(each.file) for each in (program, other)]
-    changes = difflib.unified_diff(*texts, n=0, lineterm="")
+    changes = difflib.unified_diff(_plain_lines(program.file), _plain_lines(other.file), n=0, lineterm="")
     changed = [line for line in changes if not line.startswith(("---", "+++", "@@"))]
     lines += [f"  {line[:200]}" for line in changed[:MAX_LINES]]
     return lines + [f"  ... {len(changed) - MAX_LINES} more lines"] * (len(changed) > MAX_LINES)
