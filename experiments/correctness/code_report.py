@@ -118,7 +118,7 @@ def experiment_imports() -> list[str]:
 def call_path(modules: dict[str, pathlib.Path], start: str, function: str, goal: str) -> list[str]:
     """Returns the files on the shortest way from `function` in module `start` to a function named `goal`.
 
-    Follows each name that a function's or class's body mentions: those of its own file, and names that the file imports.
+    Follows each name that the body of a function or class mentions: those of its file, and those that it imports.
     """
     waiting, seen = deque([(start, function, [start])]), set()
     while waiting:

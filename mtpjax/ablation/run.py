@@ -28,6 +28,7 @@ from mtpjax.ablation.report import format_recommendation, format_summary, print_
 from mtpjax.ablation.workload import Workload, find_workload
 from mtpjax.atomic import write_text
 from mtpjax.data.jsonl_writer import JsonlWriter
+from mtpjax.drafters.method import Reading
 from mtpjax.evaluation.machine import describe_machine
 from mtpjax.evaluation.plot_style import DEFAULT_FORMATS, picture_paths
 from mtpjax.evaluation.prompt_choice import PromptChoice

@@ -157,7 +157,11 @@ def speculative_generate(
         draft_params = drafter.default_params(params, config, model=model)
     # 4. Run the compiled call: prefill, then rounds until every row is done. It donates the state.
     call = BatchCall(params, draft_params, decoder, config, mesh)
-    return gpu_graph.GRAPHS.run_or_repeat(mesh or jax.sharding.get_mesh(), lambda: call.finish(call.start(rows), B))
+
+    def run() -> GenerationResult:
+        return call.collect(decode_batch(call, call.start(rows)), B)
+
+    return gpu_graph.GRAPHS.run_or_repeat(mesh or jax.sharding.get_mesh(), run)
 
 
 class BatchCall(NamedTuple):
@@ -178,20 +182,16 @@ class BatchCall(NamedTuple):
         rows = repeat_first_row(rows, self.num_rows(len(rows.length)) - len(rows.length))
         return self.decoder.make_state(self.params, self.config, self.mesh, rows=rows)
 
-    def decode(self, state: DecodeState, max_rounds: Any = None, *, is_started: bool = False) -> DecodeState:
-        """Runs the compiled call; see `mtpjax.decoding.loop.decode`."""
-        settings = {"decoder": self.decoder, "is_started": is_started}
-        with (
-            device_settings(self.params, self.mesh, self.config),
-            explain_param_errors(self.params, self.decoder.model),
-        ):
-            return decode(self.params, self.draft_params, state, max_rounds, **settings)
-
     def collect(self, state: DecodeState, batch: int) -> GenerationResult:
         """Copies the first `batch` rows of a state to the host."""
         slots = range(batch) if batch < len(state.length) else None
         return collect(state, slots, is_exact=self.decoder.spec.rule.is_exact)
 
-    def finish(self, state: DecodeState, batch: int) -> GenerationResult:
-        """Decodes new requests to their end."""
-        return self.collect(self.decode(state), batch)
+
+def decode_batch(
+    call: BatchCall, state: DecodeState, max_rounds: Any = None, *, is_started: bool = False
+) -> DecodeState:
+    """Runs the compiled call; see `mtpjax.decoding.loop.decode`."""
+    settings = device_settings(call.params, call.mesh, call.config)
+    with settings, explain_param_errors(call.params, call.decoder.model):
+        return decode(call.params, call.draft_params, state, max_rounds, decoder=call.decoder, is_started=is_started)

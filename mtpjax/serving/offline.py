@@ -17,7 +17,7 @@ from mtpjax.decoding.device import fit_params, with_implementation
 from mtpjax.decoding.gpu_graph import GRAPHS
 from mtpjax.decoding.result import GenerationResult
 from mtpjax.decoding.state import NewRows
-from mtpjax.inference.generate import BatchCall
+from mtpjax.inference.generate import BatchCall, decode_batch
 from mtpjax.inference.requests import check_request, make_drafter, make_new_rows, params_to_device, repeat_first_row
 from mtpjax.models.model import MTPModel
 from mtpjax.serving.api.text_stream import Span, TextStream
@@ -132,7 +132,7 @@ def _decode(call: BatchCall, rows: NewRows, streams: list[TextStream]) -> Comple
     spans: list[list[Span]] = [[] for _ in streams]
     lengths = [0] * len(streams)
     while True:
-        state = call.decode(state, rounds, is_started=is_started)
+        state = decode_batch(call, state, rounds, is_started=is_started)
         is_started, result = True, call.collect(state, len(streams))
         for row, (stream, tokens) in enumerate(zip(streams, result.rows(), strict=True)):
             origins = result.origins[row, lengths[row] : len(tokens)].tolist()
