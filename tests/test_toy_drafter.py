@@ -31,7 +31,7 @@ from mtpjax.drafters.methods import METHODS
 from mtpjax.drafters.scoring import DraftScores, ReducedHead, own_head
 from mtpjax.io.checkpoint import load
 from mtpjax.models.forward import shift_left
-from mtpjax.models.model import bind, multiply_head
+from mtpjax.models.model import multiply_head
 from mtpjax.models.params import DRAFTER
 from mtpjax.serving.request import Request
 from tests.helpers import training_runs
@@ -56,7 +56,6 @@ class ToyConfig:
 
 
 class PreparedToy(flax.struct.PyTreeNode):
-    trunk: dict[str, Any]
     table: jax.Array
     head: ReducedHead
 
@@ -73,22 +72,17 @@ class ToyDrafter(TrainedDrafter):
         if config.topk > 1:
             raise ValueError(f"Toy drafts chains only: set topk to 1, got {config.topk}")
 
-    def prepare(self, params, draft_params, *, model, dtype):
+    def prepare(self, params, draft_params, *, model):
         network = draft_params.network
-        return PreparedToy(
-            params,
-            network["table"].astype(dtype),
-            own_head((network["head"],), draft_params.draft_ids, model=model, dtype=dtype),
-        )
+        head = own_head(params, (network["head"],), draft_params.draft_ids, model=model)
+        return PreparedToy(network["table"].astype(params["embedding"].dtype), head)
 
-    def propose(self, prepared, state, *, model, spec):
-        apply = bind(model, prepared.trunk)
-
+    def propose(self, decoder, weights, state):
         def score(level, previous, path, carry):
-            rows = prepared.table[previous]
-            return DraftScores(apply, state, prepared.head, model, spec.min_rows, rows, 0, path, level), carry
+            rows, head = weights.drafter.table[previous], weights.drafter.head
+            return DraftScores(decoder, weights.params, state, head, rows, 0, path, level), carry
 
-        return draft_levels(score, state, spec), state
+        return draft_levels(decoder, score, state), state
 
     def levels(self, params, rows, heads, *, model, num_levels):
         # Row i of level k drafts token i+k+1, from token i+k.
@@ -211,7 +205,7 @@ def test_ablate_measures_it(trained, checkpoint, tmp_path, capsys):
     [
         ("tests.test_toy_drafter:NONE", "has no attribute 'NONE'"),
         ("tests.no_such_file:TOY", "No module named"),
-        ("tests.test_toy_drafter:ToyConfig", "must be a mtpjax.drafters.DraftMethod, is type"),
+        ("tests.test_toy_drafter:ToyConfig", "must be an instance of DraftMethod, got type"),
         (TOY_NAME, f"{TOY_NAME} needs --speculative-draft-model-path"),
     ],
 )

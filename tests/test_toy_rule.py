@@ -75,7 +75,7 @@ def test_an_engine_serves_the_rule(small):
 def test_the_server_asks_the_record_whether_it_is_lossy():
     line = ["--model-path", "model", "--acceptance", NAME]
     options = serve_flags.make_parser().parse_args(line)
-    assert serve_command.engine_settings(options, num_modules=1)["acceptance"] == NAME
+    assert serve_command.engine_settings(options)["acceptance"] == NAME
     with pytest.raises(ValueError, match="changes the text's distribution: use --allow-lossy"):
         serve_command.check_lossy(NAME, options)
     serve_command.check_lossy(NAME, serve_flags.make_parser().parse_args([*line, "--allow-lossy"]))

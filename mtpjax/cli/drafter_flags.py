@@ -69,7 +69,7 @@ def add_reading_flags(parser) -> None:
     )
 
 
-def reading_of(options) -> dict[str, Any]:
+def reading_of(options) -> Any:
     """Returns the arguments of `mtpjax.load_drafter` that the flags of `add_reading_flags` give."""
     return {name: getattr(options, name) for name in ("aux_layers", "sample_from_anchor", "last_layer_state")}
 

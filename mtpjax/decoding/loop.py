@@ -14,7 +14,7 @@ from mtpjax.decoding.gpu_graph import one_graph
 from mtpjax.decoding.prefill import prefill
 from mtpjax.decoding.state import DecodeState
 from mtpjax.decoding.verify import accept, end_failed_rows, verify
-from mtpjax.models.decoding_layout import run_in_parts
+from mtpjax.models.decoding_layout import run_on_shards
 from mtpjax.models.parallel import over_rows, own_size
 
 Carry = tuple[DecodeState, jax.Array | None]  # the state and the number of rounds left; None: no limit
@@ -161,4 +161,4 @@ def decode(
             state = prefill(decoder, weights, state)
         return run_rounds(decoder, weights, state, max_rounds)
 
-    return run_in_parts(run, decoder.model.config, params, draft_params, state, max_rounds)
+    return run_on_shards(run, decoder.model.config, params, draft_params, state, max_rounds)

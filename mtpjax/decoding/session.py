@@ -37,7 +37,7 @@ from mtpjax.decoding.sampling import SamplingFeatures
 from mtpjax.decoding.state import DecodeState, NewRows, gather_rows, scatter_rows, start_rows
 from mtpjax.models.cache import Cache, reset_rows
 from mtpjax.models.cache import clear_pages as clear_cache_pages
-from mtpjax.models.decoding_layout import run_in_parts
+from mtpjax.models.decoding_layout import run_on_shards
 from mtpjax.models.parallel import first_row, over_rows
 from mtpjax.models.vocabulary import Vocabulary
 
@@ -124,15 +124,15 @@ def admit(
 ) -> tuple[DecodeState, None]:
     """Puts requests `[P, r, ...]` into slots `[P, r]`; `prefill_chunk` processes their prompts. Reports nothing."""
 
-    def admit_part(_: dict, __: Any, state: DecodeState, rows: NewRows, slots: jax.Array) -> DecodeState:
-        rows, slots = of_part(state, (rows, slots))
+    def admit_shard(_: dict, __: Any, state: DecodeState, rows: NewRows, slots: jax.Array) -> DecodeState:
+        rows, slots = of_shard(state, (rows, slots))
         taken = gather_rows(state, slots)
         # Attention masks slots after the text. A recurrent layer's state must be zero at the start of a text.
         taken = taken.replace(trunk=reset_rows(taken.trunk, jnp.ones(len(slots), bool)))
         taken = start_rows(taken, rows, vocab_size=decoder.vocab_size)
         return scatter_rows(state, taken, slots)
 
-    return run_in_parts(admit_part, decoder.model.config, params, draft_params, state, rows, slots), None
+    return run_on_shards(admit_shard, decoder.model.config, params, draft_params, state, rows, slots), None
 
 
 @one_graph(donate_argnames=("state",), static_argnames=("decoder",))
@@ -141,9 +141,9 @@ def prefill_chunk(
 ) -> tuple[DecodeState, PackedReport]:
     """Processes one chunk of each row's prompt; a row whose prompt ends there gets its first new token."""
 
-    def prefill_part(params, draft_params, state, batch, chunk):
+    def prefill_shard(params, draft_params, state, batch, chunk):
         weights = decoder.prepare(params, draft_params)
-        batch, chunk = of_part(state, (batch, chunk))
+        batch, chunk = of_shard(state, (batch, chunk))
         rows = prefill(
             decoder, weights, take(state, batch, decoder), chunk.start, max_chunks=1,
             end=chunk.end, first_token=chunk.first_token, allowed=chunk.allowed,
@@ -152,7 +152,7 @@ def prefill_chunk(
 
     # The report holds what the rows gained, so remember their lengths.
     before = _lengths(state, batch)
-    state = run_in_parts(prefill_part, decoder.model.config, params, draft_params, state, batch, chunk)
+    state = run_on_shards(prefill_shard, decoder.model.config, params, draft_params, state, batch, chunk)
     return state, _report(decoder, state, batch, before, 1)
 
 
@@ -178,8 +178,8 @@ def advance(
         max_rounds: what the report has room for.
     """
 
-    def advance_part(params, draft_params, state, batch, rounds):
-        weights, batch = decoder.prepare(params, draft_params), of_part(state, batch)
+    def advance_shard(params, draft_params, state, batch, rounds):
+        weights, batch = decoder.prepare(params, draft_params), of_shard(state, batch)
         rows = take(state, batch, decoder)
         # Chains change their depth, so their drafter may have a backlog of rounds without drafts.
         if decoder.spec.is_adaptive:
@@ -189,7 +189,7 @@ def advance(
         return put(state, rows, batch, decoder)
 
     before = _lengths(state, batch)
-    state = run_in_parts(advance_part, decoder.model.config, params, draft_params, state, batch, rounds)
+    state = run_on_shards(advance_shard, decoder.model.config, params, draft_params, state, batch, rounds)
     return state, _report(decoder, state, batch, before, max_rounds * (depth + 1))
 
 
@@ -199,8 +199,8 @@ def draft_round(
 ) -> tuple[DecodeState, Draft]:
     """Begins a round of some rows with `depth` levels: returns the draft `[R, ...]`, which `verify_round` takes."""
 
-    def draft_part(params, draft_params, state, batch):
-        weights, batch = decoder.prepare(params, draft_params), of_part(state, batch)
+    def draft_shard(params, draft_params, state, batch):
+        weights, batch = decoder.prepare(params, draft_params), of_shard(state, batch)
 
         def propose(carry):
             rows, _ = carry
@@ -220,7 +220,7 @@ def draft_round(
         return put(state, rows, batch, decoder), draft
 
     config = decoder.model.config
-    state, draft = run_in_parts(draft_part, config, params, draft_params, state, batch, has_row_outputs=True)
+    state, draft = run_on_shards(draft_shard, config, params, draft_params, state, batch, has_row_outputs=True)
     return state, in_every_process(draft)
 
 
@@ -246,8 +246,8 @@ def verify_round(
         depth: draft levels of the round.
     """
 
-    def verify_part(params, draft_params, state, batch, draft, allowed):
-        batch, draft, allowed = of_part(state, (batch, draft, allowed))
+    def verify_shard(params, draft_params, state, batch, draft, allowed):
+        batch, draft, allowed = of_shard(state, (batch, draft, allowed))
         weights = Weights(params, None)  # the drafter has done its part
 
         def finish(carry):
@@ -256,9 +256,9 @@ def verify_round(
         (rows,) = _run_once(finish, (take(state, batch, decoder),))
         return put(state, rows, batch, decoder)
 
-    before, num_parts = _lengths(state, batch), len(batch.slots)
-    draft, allowed = jax.tree.map(lambda leaf: leaf.reshape(num_parts, -1, *leaf.shape[1:]), (draft, allowed))
-    state = run_in_parts(verify_part, decoder.model.config, params, draft_params, state, batch, draft, allowed)
+    before, num_shards = _lengths(state, batch), len(batch.slots)
+    draft, allowed = jax.tree.map(lambda leaf: leaf.reshape(num_shards, -1, *leaf.shape[1:]), (draft, allowed))
+    state = run_on_shards(verify_shard, decoder.model.config, params, draft_params, state, batch, draft, allowed)
     return state, _report(decoder, state, batch, before, depth + 1)
 
 
@@ -268,12 +268,12 @@ def clear_pages(
 ) -> tuple[DecodeState, None]:
     """Zeroes pages `[P, n]` int32 that a failed row wrote: XLA's attention multiplies what it masks by 0, also NaN."""
 
-    def clear_part(_: dict, __: Any, state: DecodeState, pages: jax.Array) -> DecodeState:
-        pages = of_part(state, pages)
+    def clear_shard(_: dict, __: Any, state: DecodeState, pages: jax.Array) -> DecodeState:
+        pages = of_shard(state, pages)
         clear = lambda node: clear_cache_pages(node, pages) if isinstance(node, Cache) else node
         return jax.tree.map(clear, state, is_leaf=lambda node: isinstance(node, Cache))
 
-    return run_in_parts(clear_part, decoder.model.config, params, draft_params, state, pages), None
+    return run_on_shards(clear_shard, decoder.model.config, params, draft_params, state, pages), None
 
 
 def _at_depth(decoder: Decoder, depth: int) -> Decoder:
@@ -291,7 +291,7 @@ def _run_once(function: Callable[[Any], Any], carry: Any) -> Any:
     return cond_as_while_loop(function, over_rows(jnp.any, ~carry[0].done), carry)
 
 
-def of_part(state: DecodeState, tree: Any) -> Any:
+def of_shard(state: DecodeState, tree: Any) -> Any:
     """Returns this device's shard of arrays `[P, ...]`; `state` is the device's shard of the state."""
     own = len(state.length)
     part = first_row(own) // own
@@ -328,10 +328,10 @@ def put(state: DecodeState, rows: DecodeState, batch: Batch, decoder: Decoder) -
 
 def _slots(state: DecodeState, batch: Batch) -> jax.Array:
     """Returns the batch's rows `[R]` in the whole state."""
-    num_parts = len(batch.slots)
-    own = len(state.length) // num_parts
+    num_shards = len(batch.slots)
+    own = len(state.length) // num_shards
     # A padding row reports what the last row of its shard has; nobody reads it.
-    return (jnp.arange(num_parts)[:, None] * own + jnp.minimum(batch.slots, own - 1)).reshape(-1)
+    return (jnp.arange(num_shards)[:, None] * own + jnp.minimum(batch.slots, own - 1)).reshape(-1)
 
 
 def _lengths(state: DecodeState, batch: Batch) -> jax.Array:

@@ -1,9 +1,5 @@
 """All draft methods, and where a name or a drafter becomes one of them."""
 
-import importlib
-import os
-import sys
-
 from mtpjax.decoding.drafter import Drafter
 from mtpjax.drafters.dflash.method import DFLASH
 from mtpjax.drafters.dspark.method import DSPARK
@@ -14,6 +10,7 @@ from mtpjax.drafters.method import DraftMethod
 from mtpjax.drafters.mtp.method import MTP
 from mtpjax.errors import UsageError, printable
 from mtpjax.messages import did_you_mean
+from mtpjax.records import import_record
 
 METHODS: tuple[DraftMethod, ...] = (MTP, LOOKUP, EAGLE3, MEDUSA, DFLASH, DSPARK)
 
@@ -25,7 +22,7 @@ def find_method(name: str) -> DraftMethod:
         UsageError: there is no such method, or the user's module or record cannot be imported.
     """
     if ":" in name:
-        return _import_record(name)
+        return import_record(name, DraftMethod)
     known = {method.name: method for method in METHODS}
     if name not in known:
         raise UsageError(
@@ -33,20 +30,6 @@ def find_method(name: str) -> DraftMethod:
             f"{did_you_mean(name, known)}"
         )
     return known[name]
-
-
-def _import_record(name: str) -> DraftMethod:
-    home, _, attribute = name.partition(":")
-    # As with `python -m`, a file in the current folder is a module.
-    if (folder := os.getcwd()) not in sys.path:
-        sys.path.append(folder)
-    try:
-        record = getattr(importlib.import_module(home), attribute)
-    except (ImportError, AttributeError, ValueError) as error:
-        raise UsageError(f"draft method {printable(name, 200)} cannot be imported: {error}") from error
-    if not isinstance(record, DraftMethod):
-        raise UsageError(f"{printable(name, 200)} must be a mtpjax.drafters.DraftMethod, is {type(record).__name__}")
-    return record
 
 
 def method_of(drafter: str | Drafter) -> DraftMethod | None:

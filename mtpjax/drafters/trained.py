@@ -15,7 +15,7 @@ from mtpjax.decoding.config import DecodeConfig
 from mtpjax.decoding.drafter import Drafter
 from mtpjax.drafters.trunk_states import inner_layers
 from mtpjax.models.model import MTPModel
-from mtpjax.models.parallel import num_parts
+from mtpjax.models.parallel import num_shards
 from mtpjax.models.params import DRAFT_IDS, DRAFTER
 
 
@@ -166,7 +166,7 @@ def require_whole_trunk(sizes: Mapping[str, int] | None = None) -> None:
         sizes: sizes of the mesh axes by name; None: those of the call that is traced.
     """
     for axis in ("tensor", "expert"):
-        count = num_parts(axis) if sizes is None else sizes.get(axis, 1)
+        count = num_shards(axis) if sizes is None else sizes.get(axis, 1)
         if count > 1:
             raise ValueError(
                 f"drafters with parameters of their own do not support a mesh that splits the trunk ({axis} {count}): "

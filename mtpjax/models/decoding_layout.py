@@ -185,7 +185,7 @@ def copy_key_value_heads(params: dict, config: ModelConfig, num_heads: int) -> d
     return jax.tree_util.tree_map_with_path(copy, params)
 
 
-def run_in_parts(
+def run_on_shards(
     function: Callable[..., Any],
     config: ModelConfig,
     params: dict,

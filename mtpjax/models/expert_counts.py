@@ -9,7 +9,7 @@ import numpy as np
 
 from mtpjax.models.cache import Cache, empty_cache
 from mtpjax.models.config import ModelConfig
-from mtpjax.models.decoding_layout import run_in_parts
+from mtpjax.models.decoding_layout import run_on_shards
 from mtpjax.models.masks import cached_view, full_view
 from mtpjax.models.model import MTPModel
 from mtpjax.models.parallel import first_row
@@ -34,7 +34,9 @@ def count_expert_tokens(params: dict, tokens: jax.Array | np.ndarray, *, model: 
     return {name: np.asarray(count) for name, count in counts.items()}
 
 
-def count_in_parts(params: dict, tokens: jax.Array, lengths: jax.Array, *, model: MTPModel, capacity: int) -> jax.Array:
+def count_on_shards(
+    params: dict, tokens: jax.Array, lengths: jax.Array, *, model: MTPModel, capacity: int
+) -> jax.Array:
     """Counts as `count_expert_tokens` does, with the layout of decoding: one pass like that of a prefill call.
 
     Args:
@@ -46,16 +48,16 @@ def count_in_parts(params: dict, tokens: jax.Array, lengths: jax.Array, *, model
         `[L, E]` int32 counts of each layer of `expert_layers`.
     """
     config = model.config
-    num_parts, rows, T = tokens.shape
-    cache = empty_cache(config, config.trunk_kinds, num_parts * rows, capacity, params["embedding"].dtype)
+    num_shards, rows, T = tokens.shape
+    cache = empty_cache(config, config.trunk_kinds, num_shards * rows, capacity, params["embedding"].dtype)
 
-    def count_part(params: dict, _: Any, cache: Cache, tokens: jax.Array, lengths: jax.Array):
+    def count_shard(params: dict, _: Any, cache: Cache, tokens: jax.Array, lengths: jax.Array):
         part = first_row(1)
         is_used = jnp.arange(T)[None, :] < lengths[part][:, None]
         counts = _count_chosen(params, tokens[part], is_used, cache, model=model, capacity=capacity)
         return cache, jnp.stack([counts[name] for name in expert_layers(config)])[None]
 
-    _, counts = run_in_parts(count_part, config, params, {}, cache, tokens, lengths, has_row_outputs=True)
+    _, counts = run_on_shards(count_shard, config, params, {}, cache, tokens, lengths, has_row_outputs=True)
     return counts.sum(axis=0)
 
 

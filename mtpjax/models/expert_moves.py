@@ -10,7 +10,7 @@ from jax.sharding import AxisType, PartitionSpec
 from mtpjax.models.config import ModelConfig
 from mtpjax.models.decoding_layout import AXES, part_specs
 from mtpjax.models.expert_placement import STACKS
-from mtpjax.models.parallel import axes_that_divide, num_parts
+from mtpjax.models.parallel import axes_that_divide, num_shards
 
 
 def move_experts(experts: dict[str, Any], placement: dict[str, jax.Array], *, config: ModelConfig) -> dict[str, Any]:
@@ -47,7 +47,7 @@ def _take_around_ring(own: jax.Array, source: jax.Array, over: tuple[str, ...]) 
 
     XLA's automatic partition of `leaf[source]` makes the whole leaf on every device.
     """
-    num_devices, device, size = math.prod(map(num_parts, over)), jax.lax.axis_index(over), len(own)
+    num_devices, device, size = math.prod(map(num_shards, over)), jax.lax.axis_index(over), len(own)
     wanted = jax.lax.dynamic_slice_in_dim(source, device * size, size)
     from_next = [(sender, (sender - 1) % num_devices) for sender in range(num_devices)]
 

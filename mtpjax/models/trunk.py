@@ -11,7 +11,7 @@ from mtpjax.models.cache import Cache
 from mtpjax.models.config import ModelConfig
 from mtpjax.models.layers.block import Block
 from mtpjax.models.masks import Masks, View
-from mtpjax.models.parallel import gather_axis, num_parts
+from mtpjax.models.parallel import gather_axis, num_shards
 from mtpjax.models.quantized import is_scaled
 from mtpjax.models.sharding import param_axes, path_name
 
@@ -54,7 +54,7 @@ class Trunk(nn.Module):
             if config.index_topk:
                 selection = (view.mask,)
             period_type = _Period
-            if num_parts("fsdp") > 1:
+            if num_shards("fsdp") > 1:
                 # Inside of what runs again, so that the backward pass gathers again and keeps no whole layer.
                 gather = functools.partial(gather_layers, config=config)
                 period_type = nn.map_variables(_Period, "params", trans_in_fn=gather)

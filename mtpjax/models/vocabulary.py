@@ -12,7 +12,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from mtpjax.models.parallel import is_split, num_parts
+from mtpjax.models.parallel import is_split, num_shards
 from pallas_kernels.top_k import top_k
 
 
@@ -35,7 +35,7 @@ class Vocabulary:
 
     def size(self, own_size: int) -> int:
         """Returns V for a shard of `local V` columns."""
-        return own_size if self.axis is None else own_size * num_parts(self.axis)
+        return own_size if self.axis is None else own_size * num_shards(self.axis)
 
     def first_id(self, own_size: int) -> jax.Array | int:
         """Returns the token id of the first of `local V` columns."""
@@ -57,7 +57,7 @@ class Vocabulary:
         """Cuts the local columns `[..., local V]` out of an array `[..., V]` that every device has whole."""
         if self.axis is None:
             return whole
-        own_size = whole.shape[-1] // num_parts(self.axis)
+        own_size = whole.shape[-1] // num_shards(self.axis)
         return jax.lax.dynamic_slice_in_dim(whole, self.first_id(own_size), own_size, axis=-1)
 
     def gather(self, values: jax.Array) -> jax.Array:

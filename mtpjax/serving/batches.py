@@ -18,25 +18,25 @@ Grid = list[list[Sequence | None]]  # the rows of each shard; None for padding
 
 def make_grid(sizes: EngineSizes, sequences: list[Sequence], size: int) -> Grid:
     """Returns the requests of each shard, padded to `size`."""
-    grid: Grid = [[] for _ in range(sizes.num_parts)]
+    grid: Grid = [[] for _ in range(sizes.num_shards)]
     for sequence in sequences:
-        grid[sequence.part].append(sequence)
+        grid[sequence.shard].append(sequence)
     return [row + [None] * (size - len(row)) for row in grid]
 
 
 def cells(grid: Grid) -> Iterator[tuple[int, int, Sequence]]:
     """Yields shard, column and request of each row that is not padding."""
-    for part, row in enumerate(grid):
+    for shard, row in enumerate(grid):
         for column, sequence in enumerate(row):
             if sequence is not None:
-                yield part, column, sequence
+                yield shard, column, sequence
 
 
 def empty_batch(sizes: EngineSizes, size: int, width: int) -> Batch:
     """Makes a batch whose rows are all padding."""
-    shape = (sizes.num_parts, size)
+    shape = (sizes.num_shards, size)
     return Batch(
-        slots=np.full(shape, sizes.part_slots, np.int32),
+        slots=np.full(shape, sizes.shard_slots, np.int32),
         table=np.full((*shape, width), NO_PAGE, np.int32),
         num_shared=np.zeros(shape, np.int32),
     )
@@ -45,12 +45,12 @@ def empty_batch(sizes: EngineSizes, size: int, width: int) -> Batch:
 def make_batch(sizes: EngineSizes, grid: Grid, width: int) -> Batch:
     """Makes the arrays of rows in slots, with `width` pages of each; a call that reads no pages needs none."""
     batch = empty_batch(sizes, len(grid[0]), width)
-    for part, column, sequence in cells(grid):
+    for shard, column, sequence in cells(grid):
         assert sequence.lease is not None and sequence.slot is not None
         pages = sequence.lease.pages[: min(sizes.max_pages, width)]
-        batch.slots[part, column] = sequence.slot
-        batch.table[part, column, : len(pages)] = pages
-        batch.num_shared[part, column] = sequence.lease.num_cached
+        batch.slots[shard, column] = sequence.slot
+        batch.table[shard, column, : len(pages)] = pages
+        batch.num_shared[shard, column] = sequence.lease.num_cached
     return batch
 
 
@@ -58,7 +58,7 @@ def no_chunk(sizes: EngineSizes, batch: Batch, allowed: np.ndarray | None) -> Pr
     """Makes the chunk of a batch whose rows are all padding."""
     nowhere = np.full(batch.slots.shape, NO_START, np.int32)
     # Only for snapshots do chunks end before their width.
-    end = nowhere.copy() if sizes.part_snapshots else None
+    end = nowhere.copy() if sizes.shard_snapshots else None
     return PromptChunk(nowhere, np.full_like(nowhere, -1), end, allowed)
 
 
@@ -76,8 +76,8 @@ def all_allowed(sizes: EngineSizes, shape: tuple[int, ...]) -> np.ndarray:
 def admitted_rows(grid: Grid, padding: Sequence) -> Any:
     """Returns the arrays of requests `[P, r, ...]`. Padding repeats a request; its slot does not exist."""
     rows = [[text_rows(sequence or padding) for sequence in row] for row in grid]
-    parts = [jax.tree.map(lambda *leaves: np.concatenate(leaves), *row) for row in rows]
-    return jax.tree.map(lambda *leaves: np.stack(leaves), *parts)
+    shards = [jax.tree.map(lambda *leaves: np.concatenate(leaves), *row) for row in rows]
+    return jax.tree.map(lambda *leaves: np.stack(leaves), *shards)
 
 
 def text_rows(sequence: Sequence) -> NewRows:

@@ -114,7 +114,7 @@ def _measure(executor: Executor, size: int, depth: int) -> float:
     sizes = executor.sizes
     # 1. Rows with a short text and room for the timed rounds, if the longest text has that room. Rows may share pages:
     #    nobody reads what they compute.
-    num_tokens = min(sizes.max_length, executor.decoder.max_length_of(sizes.part_pages))
+    num_tokens = min(sizes.max_length, executor.decoder.max_length_of(sizes.shard_pages))
     prompt_length = max(min(PROMPT_LENGTH, executor.decoder.spec.prefill_chunk, num_tokens - depth - 1), 1)
     num_rounds = max(min((num_tokens - prompt_length - 1) // (depth + 1), NUM_MEASURED + 1), 1)
     num_new = min(1 + num_rounds * (depth + 1), num_tokens - prompt_length)
@@ -124,10 +124,10 @@ def _measure(executor: Executor, size: int, depth: int) -> float:
     sequences = [
         Sequence(
             -1, request, lambda event: None, list(request.prompt), limit=prompt_length + num_new, rows=rows,
-            is_plain=True, matcher=None, times=RequestTimes(0.0), part=part, slot=slot, num_to_prefill=prompt_length,
-            lease=Lease([(slot * num_pages + page) % sizes.part_pages for page in range(num_pages)], 0, 0, b""),
+            is_plain=True, matcher=None, times=RequestTimes(0.0), shard=shard, slot=slot, num_to_prefill=prompt_length,
+            lease=Lease([(slot * num_pages + page) % sizes.shard_pages for page in range(num_pages)], 0, 0, b""),
         )
-        for part in range(sizes.num_parts) for slot in range(size)
+        for shard in range(sizes.num_shards) for slot in range(size)
     ]  # fmt: skip
     executor.admit(sequences)
     max_rows = sizes.prefill_sizes[-1]

@@ -231,7 +231,7 @@ class Engine(EngineLoop):
     @property
     def shares_pages(self) -> bool:
         """True if requests with the same beginning share pages, and need nothing else of each other."""
-        return self._scheduler.settings.shares_prefixes and not self._executor.sizes.part_snapshots
+        return self._scheduler.settings.shares_prefixes and not self._executor.sizes.shard_snapshots
 
     def model_digest(self) -> bytes:
         """Computes a hash of all that the entries of a page depend on besides the text; see `model_digest`."""

@@ -164,7 +164,7 @@ class EngineDelivery:
             self._deliver(sequence, Delta(tokens, row.origins[new], logprobs))
         # 3. Pages whose entries are final serve later requests.
         if sequence.lease is not None and self._scheduler.settings.shares_prefixes:
-            pool = self._scheduler.pools[sequence.part]
+            pool = self._scheduler.pools[sequence.shard]
             pool.store(sequence.lease, sequence.text, min(row.num_final, len(sequence.text)))
         # 4. The end.
         if row.failed:
@@ -180,11 +180,11 @@ class EngineDelivery:
         return new_counts[0]
 
     def _end(self, sequence: Sequence, reason: FinishReason, message: str = "", *, is_retryable: bool = False) -> None:
-        part, has_failed = sequence.part, reason == "error"
+        shard, has_failed = sequence.shard, reason == "error"
         # Entries of a failed row may be NaN: nobody may find them, and they are overwritten.
         pages = self._scheduler.end(sequence, forget=has_failed)
         if has_failed and pages:
-            self._executor.clear_pages(part, pages)
+            self._executor.clear_pages(shard, pages)
         if self._rebalancer is not None and sequence.num_new:
             self._rebalancer.add(sequence)
         del self._sequences[sequence.id]

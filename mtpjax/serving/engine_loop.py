@@ -41,12 +41,12 @@ class EngineLoop(EngineDelivery):
             if limit is not None and num_rows >= limit:
                 depth = 0
             else:
-                depth = self._max_depth if self._depth is None else self._depth.choose(-(-num_rows // sizes.num_parts))
+                depth = self._max_depth if self._depth is None else self._depth.choose(-(-num_rows // sizes.num_shards))
             return depth if self._has_depth(depth) else self._max_depth
 
         return Scheduler(
             SchedulerSettings(
-                num_slots=sizes.part_slots,
+                num_slots=sizes.shard_slots,
                 prefill_chunk=executor.decoder.spec.prefill_chunk,
                 prefill_rows=sizes.prefill_sizes[-1],
                 rounds_per_call=settings.rounds_per_call,
@@ -55,16 +55,16 @@ class EngineLoop(EngineDelivery):
                 max_depth=self._max_depth,
                 depth_of=depth_of,
                 # A recurrent layer keeps only its newest state, which pages do not hold, but snapshots do.
-                shares_prefixes=settings.shares_prefixes and (not is_recurrent or sizes.part_snapshots > 0),
+                shares_prefixes=settings.shares_prefixes and (not is_recurrent or sizes.shard_snapshots > 0),
             ),
             [
                 PagePool(
-                    sizes.part_pages,
+                    sizes.shard_pages,
                     settings.page_size,
                     HostPages(settings.host_bytes) if settings.host_bytes else None,
-                    SnapshotRows(sizes.part_snapshots) if sizes.part_snapshots else None,
+                    SnapshotRows(sizes.shard_snapshots) if sizes.shard_snapshots else None,
                 )
-                for _ in range(sizes.num_parts)
+                for _ in range(sizes.num_shards)
             ],
         )
 
@@ -178,7 +178,7 @@ class EngineLoop(EngineDelivery):
         if not rows or self._executor.programs.ready is None:
             return [rows] if rows else []
         size = self._executor.choose_program(kind, rows, depth).size
-        return split_rows(rows, size, lambda row: row.part)
+        return split_rows(rows, size, lambda row: row.shard)
 
     def _enter(self, sequence: Sequence) -> None:
         """Puts a request into the scheduler's queue, once the programs that it needs alone are there."""

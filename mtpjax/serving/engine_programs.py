@@ -67,9 +67,9 @@ class EnginePrograms(EngineSession):
             sampling=request.sampling,
             shape=self.shape,
         )
-        if self.decoder.num_pages_of(int(rows.settings.limit[0])) > self.sizes.part_pages:
+        if self.decoder.num_pages_of(int(rows.settings.limit[0])) > self.sizes.shard_pages:
             raise ValueError(
-                f"a text of {int(rows.settings.limit[0])} tokens needs more than the {self.sizes.part_pages} pages of "
+                f"a text of {int(rows.settings.limit[0])} tokens needs more than the {self.sizes.shard_pages} pages of "
                 f"{self.settings.page_size} that the pool has"
             )
         return rows.replace(first_token=np.full(1, -1, np.int32))
@@ -100,7 +100,7 @@ class EnginePrograms(EngineSession):
             widths = sizes.table_widths[-1:] if kind.startswith("masked") else sizes.table_widths
             width = bucket(min(widest, sizes.max_pages), widths)
         is_plain = kind == "advance" and self.has_plain and all(sequence.is_plain for sequence in sequences)
-        num_rows = max(collections.Counter(sequence.part for sequence in sequences).values())
+        num_rows = max(collections.Counter(sequence.shard for sequence in sequences).values())
         # Texts are scored one by one.
         choices = (1,) if kind == "score" else sizes.prefill_sizes if kind.endswith("prefill") else sizes.batch_sizes
         size = bucket(num_rows, choices)
@@ -180,7 +180,7 @@ class EnginePrograms(EngineSession):
                 with self._on_device(*host_pages.PROGRAMS):
                     self.state = host_pages.warm_up(self.state)
             if self.snapshots:
-                nowhere = np.full(self.sizes.num_parts, NO_ROW, np.int32)
+                nowhere = np.full(self.sizes.num_shards, NO_ROW, np.int32)
                 for to_state in (False, True):
                     self.copy_snapshots(nowhere, nowhere, to_state=to_state)
         jax.block_until_ready(self.state)
@@ -210,7 +210,7 @@ class EnginePrograms(EngineSession):
     def empty_call(self, key: ProgramKey) -> PendingCall:
         """Returns a call of a program. Every row is padding, so the call changes nothing."""
         if key.kind == "admit":
-            shape = (self.sizes.num_parts, key.size)
+            shape = (self.sizes.num_shards, key.size)
             row = self.make_rows(Request(prompt=(0,), max_new_tokens=1))
             rows = jax.tree.map(lambda leaf: np.broadcast_to(leaf[0], (*shape, *leaf.shape[1:])), row)
             return PendingCall(session.admit, (rows, empty_batch(self.sizes, key.size, 1).slots), key)
@@ -224,9 +224,9 @@ class EnginePrograms(EngineSession):
         allowed = all_allowed(self.sizes, batch.slots.shape) if key.kind == "masked prefill" else None
         return PendingCall(session.prefill_chunk, (batch, no_chunk(self.sizes, batch, allowed)), key)
 
-    def _clearing(self, part: int, pages: list[int]) -> PendingCall:
-        ids = np.full((self.sizes.num_parts, NUM_CLEARED), NO_PAGE, np.int32)
-        ids[part, : len(pages)] = pages
+    def _clearing(self, shard: int, pages: list[int]) -> PendingCall:
+        ids = np.full((self.sizes.num_shards, NUM_CLEARED), NO_PAGE, np.int32)
+        ids[shard, : len(pages)] = pages
         return PendingCall(session.clear_pages, (ids,), ProgramKey("clear"))
 
 

@@ -109,7 +109,7 @@ class EngineSession(Session):
         self.snapshots = self._new_snapshots()
 
     def _new_snapshots(self) -> States:
-        num_rows = self.sizes.part_snapshots * self.sizes.num_parts
+        num_rows = self.sizes.shard_snapshots * self.sizes.num_shards
         if not num_rows:
             return ()
         return make_snapshots(self.state.trunk, num_rows, config=self.model.config, mesh=self.mesh)
@@ -150,7 +150,7 @@ class EngineSession(Session):
     @property
     def count_shape(self) -> tuple[int, int, int]:
         """Texts `[P, b, T]` of a call that counts: as many tokens as the largest prefill call has."""
-        return self.sizes.num_parts, self.sizes.prefill_sizes[-1], self.decoder.spec.prefill_chunk
+        return self.sizes.num_shards, self.sizes.prefill_sizes[-1], self.decoder.spec.prefill_chunk
 
     def count_experts(self, tokens: np.ndarray, lengths: np.ndarray) -> jax.Array:
         """Counts the experts that texts choose: `[L, E]` int32 of each layer with experts, on the device.

@@ -34,14 +34,14 @@ class Executor(EnginePrograms):
         batch = make_batch(self.sizes, grid, key.width)
         allowed = all_allowed(self.sizes, batch.slots.shape) if key.kind == "masked prefill" else None
         chunk = no_chunk(self.sizes, batch, allowed)
-        for part, column, sequence in cells(grid):
-            chunk.start[part, column], end = chunks[sequence.id]
+        for shard, column, sequence in cells(grid):
+            chunk.start[shard, column], end = chunks[sequence.id]
             if chunk.end is not None:
-                chunk.end[part, column] = end
+                chunk.end[shard, column] = end
             if sequence.is_resumed:
-                chunk.first_token[part, column] = sequence.text[-1]
+                chunk.first_token[shard, column] = sequence.text[-1]
             elif allowed is not None and sequence.request.grammar is not None:
-                allowed[part, column] = sequence.request.grammar.first_mask
+                allowed[shard, column] = sequence.request.grammar.first_mask
         return self._call(grid, PendingCall(session.prefill_chunk, (batch, chunk), key), is_prefill=True)
 
     def score(self, chunk: tuple[Sequence, int, int]) -> ScoreCall:
@@ -52,8 +52,8 @@ class Executor(EnginePrograms):
         batch = make_batch(self.sizes, grid, key.width)
         start, targets = no_targets(self.sizes, batch)
         assert sequence.scored is not None
-        start[sequence.part, 0] = begin
-        targets[sequence.part, 0, : end - begin] = sequence.scored.tokens[begin + 1 : end + 1]
+        start[sequence.shard, 0] = begin
+        targets[sequence.shard, 0, : end - begin] = sequence.scored.tokens[begin + 1 : end + 1]
         scores = self._run(PendingCall(score_chunk, (batch, start, targets), key))
         for leaf in jax.tree.leaves(scores):
             leaf.copy_to_host_async()
@@ -78,10 +78,10 @@ class Executor(EnginePrograms):
         """Ends a round, with the tokens `[R, W, ceil(V/32)]` that may follow each node."""
         return self._call([call.rows], verify_call(call, allowed))
 
-    def clear_pages(self, part: int, pages: list[int]) -> None:
+    def clear_pages(self, shard: int, pages: list[int]) -> None:
         """Zeroes pages of a shard."""
         for begin in range(0, len(pages), NUM_CLEARED):
-            self._run(self._clearing(part, pages[begin : begin + NUM_CLEARED]))
+            self._run(self._clearing(shard, pages[begin : begin + NUM_CLEARED]))
 
     def save_snapshots(self, rows: list[tuple[Sequence, int]]) -> None:
         """Copies the recurrent states of requests to rows of the snapshots."""
@@ -95,8 +95,8 @@ class Executor(EnginePrograms):
 
     def _of_parts(self, rows: list[tuple[Sequence, int]]) -> Iterator[tuple[np.ndarray, np.ndarray]]:
         """Yields slots and rows of the snapshots, both `[P]` int32: one of each shard."""
-        parts = [[row for row in rows if row[0].part == part] for part in range(self.sizes.num_parts)]
-        for some in itertools.zip_longest(*parts):
+        shards = [[row for row in rows if row[0].shard == shard] for shard in range(self.sizes.num_shards)]
+        for some in itertools.zip_longest(*shards):
             pairs = [(NO_ROW, NO_ROW) if row is None else (row[0].slot, row[1]) for row in some]
             slots, kept = np.array(pairs, np.int32).T
             yield slots, kept

@@ -120,13 +120,13 @@ def all_programs(sizes: EngineSizes, *, has_grammars: bool, has_plain: bool) -> 
     return list(dict.fromkeys(keys))
 
 
-def split_rows(rows: list[Row], size: int, part_of: Callable[[Row], int]) -> list[list[Row]]:
+def split_rows(rows: list[Row], size: int, shard_of: Callable[[Row], int]) -> list[list[Row]]:
     """Splits the rows of a call into calls of at most `size` rows of each shard of the mesh, in their order."""
     counts: dict[int, int] = {}
     groups: list[list[Row]] = []
     for row in rows:
-        part = part_of(row)
-        number, counts[part] = counts.get(part, 0) // size, counts.get(part, 0) + 1
+        shard = shard_of(row)
+        number, counts[shard] = counts.get(shard, 0) // size, counts.get(shard, 0) + 1
         groups += [[] for _ in range(number + 1 - len(groups))]
         groups[number].append(row)
     return groups

@@ -29,7 +29,7 @@ class Sequence:
         scored: collects the log-probabilities of a text that is not continued; None for all other requests.
         matcher: follows the text through the request's grammar, up to the end of `text`; None: no grammar.
         times: in `time.monotonic`.
-        part: shard of the mesh's `data` axis that holds its slot and pages.
+        shard: shard of the mesh's `data` axis that holds its slot and pages.
         slot: its slot in that shard; None while it waits.
         lease: its pages; None while it waits.
         position: next prompt position to process.
@@ -57,7 +57,7 @@ class Sequence:
     matcher: Matcher | None
     times: RequestTimes
     scored: ScoredText | None = None
-    part: int = 0
+    shard: int = 0
     slot: int | None = None
     lease: Lease | None = None
     position: int = 0
@@ -172,8 +172,8 @@ class Scheduler:
         # 3. The oldest prompts get their next chunk. A row whose prompt ends there decodes in this tick.
         num_prefills: collections.Counter[int] = collections.Counter()
         for sequence in self.running:
-            if not sequence.is_prefilled and num_prefills[sequence.part] < self.settings.prefill_rows:
-                num_prefills[sequence.part] += 1
+            if not sequence.is_prefilled and num_prefills[sequence.shard] < self.settings.prefill_rows:
+                num_prefills[sequence.shard] += 1
                 self._plan_chunk(plan, sequence)
                 sequence.num_unread += 1
                 if sequence.is_prefilled:
@@ -224,8 +224,8 @@ class Scheduler:
         """Adds the pages that the next call may fill; preempts younger rows, or the row itself, if there are none."""
         assert sequence.lease is not None
         needed = self._num_pages(sequence.max_length, sequence.limit) - len(sequence.lease.pages)
-        while needed > 0 and not self.pools[sequence.part].extend(sequence.lease, needed):
-            victim = next(row for row in reversed(self.running) if row.part == sequence.part)
+        while needed > 0 and not self.pools[sequence.shard].extend(sequence.lease, needed):
+            victim = next(row for row in reversed(self.running) if row.shard == sequence.shard)
             self._vacate(victim)
             self._preempted.append(victim)
             self.num_preempted += 1
@@ -242,8 +242,8 @@ class Scheduler:
     def _admit(self, sequence: Sequence) -> bool:
         """Gives a request a slot and pages; False if there are none."""
         # The shard with the most free slots.
-        part = max(range(len(self.pools)), key=lambda part: len(self._free_slots[part]))
-        if not self._free_slots[part]:
+        shard = max(range(len(self.pools)), key=lambda shard: len(self._free_slots[shard]))
+        if not self._free_slots[shard]:
             return False
         is_resumed = sequence.num_new > 0
         # The newest token of a text is pending: the trunk has not processed it.
@@ -253,10 +253,10 @@ class Scheduler:
         can_share = self.settings.shares_prefixes and sequence.scored is None
         known_text = sequence.text[:num_to_prefill] if can_share else []
         num_pages = self._num_pages(num_to_prefill + 1, sequence.limit)
-        lease = self.pools[part].acquire(known_text, num_pages, salt=sequence.request.salt)
+        lease = self.pools[shard].acquire(known_text, num_pages, salt=sequence.request.salt)
         if lease is None:
             return False
-        sequence.part, sequence.slot, sequence.lease = part, self._free_slots[part].pop(), lease
+        sequence.shard, sequence.slot, sequence.lease = shard, self._free_slots[shard].pop(), lease
         sequence.is_resumed, sequence.num_to_prefill, sequence.counts = is_resumed, num_to_prefill, []
         sequence.position = min(max(lease.num_cached - self.settings.overlap, 0), num_to_prefill - 1)
         sequence.snapshot_stops = self._snapshot_stops(sequence)
@@ -267,7 +267,7 @@ class Scheduler:
 
     def _snapshot_stops(self, sequence: Sequence) -> list[int]:
         """Chooses where to keep the recurrent state of a request that was just admitted."""
-        pool, lease, position = self.pools[sequence.part], sequence.lease, sequence.position
+        pool, lease, position = self.pools[sequence.shard], sequence.lease, sequence.position
         assert lease is not None
         if pool.snapshots is None or sequence.scored is not None:
             return []
@@ -285,7 +285,7 @@ class Scheduler:
     def _plan_chunk(self, plan: Plan, sequence: Sequence) -> None:
         """Plans the next chunk of a prompt, up to the next position whose recurrent state is kept."""
         assert sequence.lease is not None
-        start, pool = sequence.position, self.pools[sequence.part]
+        start, pool = sequence.position, self.pools[sequence.shard]
         end = min(start + self.settings.prefill_chunk, sequence.num_to_prefill)
         if sequence.snapshot_stops and sequence.snapshot_stops[0] <= end:
             end = sequence.snapshot_stops.pop(0)
@@ -298,8 +298,8 @@ class Scheduler:
     def _vacate(self, sequence: Sequence, *, forget: bool = False) -> list[int]:
         """Frees slot and pages. Calls dispatched before still write there, and end before later calls."""
         assert sequence.slot is not None and sequence.lease is not None
-        pages = self.pools[sequence.part].release(sequence.lease, forget=forget)
-        self._free_slots[sequence.part].append(sequence.slot)
+        pages = self.pools[sequence.shard].release(sequence.lease, forget=forget)
+        self._free_slots[sequence.shard].append(sequence.slot)
         self.running.remove(sequence)
         sequence.slot = sequence.lease = None
         sequence.position = sequence.num_to_prefill = 0

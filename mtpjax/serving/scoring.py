@@ -14,10 +14,10 @@ import numpy as np
 from mtpjax.decoding.capacity import MIN_PREFILL_CHUNK
 from mtpjax.decoding.decoder import Decoder
 from mtpjax.decoding.gpu_graph import one_graph
-from mtpjax.decoding.session import Batch, in_every_process, of_part, put, take
+from mtpjax.decoding.session import Batch, in_every_process, of_shard, put, take
 from mtpjax.decoding.state import DecodeState, view_pass
 from mtpjax.models.cache import commit
-from mtpjax.models.decoding_layout import run_in_parts
+from mtpjax.models.decoding_layout import run_on_shards
 from mtpjax.models.layers.entries import read_rows
 from mtpjax.models.model import bind
 from mtpjax.models.parallel import over_rows
@@ -97,8 +97,8 @@ def score_chunk(
 
     model = decoder.model
 
-    def score_part(params, _, state, batch, start, targets):
-        batch, start, targets = of_part(state, (batch, start, targets))
+    def score_shard(params, _, state, batch, start, targets):
+        batch, start, targets = of_shard(state, (batch, start, targets))
         vocab_size, width = model.config.vocab_size, targets.shape[-1]
         apply, vocabulary = bind(model, params), Vocabulary.of(vocab_size)
         assert state.pages is not None
@@ -142,7 +142,7 @@ def score_chunk(
         return put(state, rows, batch, decoder), scores
 
     rest = batch, start, targets
-    state, scores = run_in_parts(score_part, model.config, params, draft_params, state, *rest, has_row_outputs=True)
+    state, scores = run_on_shards(score_shard, model.config, params, draft_params, state, *rest, has_row_outputs=True)
     return state, in_every_process(scores)
 
 

@@ -74,10 +74,10 @@ class EngineSizes:
 
     Attributes:
         decoder: the decoder of the deepest round, with the size of the pool.
-        num_parts: shards of the mesh's `data`. Each has its own slots and pages.
-        part_slots: slots of a shard.
-        part_pages: pages of a shard.
-        part_snapshots: states of recurrent layers that the prefix cache of a shard keeps; 0 for models without them.
+        num_shards: shards of the mesh's `data`. Each has its own slots and pages.
+        shard_slots: slots of a shard.
+        shard_pages: pages of a shard.
+        shard_snapshots: states of recurrent layers that the prefix cache of a shard keeps; 0 for models without them.
         max_length: maximum tokens of a text, prompt included.
         capacity: tokens per row that the state has room for.
         depths: numbers of draft levels that calls can have, the deepest first; a request can ask for none.
@@ -88,10 +88,10 @@ class EngineSizes:
     """
 
     decoder: Decoder
-    num_parts: int
-    part_slots: int
-    part_pages: int
-    part_snapshots: int
+    num_shards: int
+    shard_slots: int
+    shard_pages: int
+    shard_snapshots: int
     max_length: int
     capacity: int
     depths: tuple[int, ...]
@@ -126,15 +126,15 @@ def engine_decoder(
         value = getattr(settings, name)
         if value is not None and value < 1:
             raise ValueError(f"{name} must be at least 1, got {value}")
-    num_parts = data_size(mesh)
-    if settings.num_slots % num_parts:
-        raise ValueError(f"num_slots must be a multiple of data = {num_parts}, got {settings.num_slots}")
+    num_shards = data_size(mesh)
+    if settings.num_slots % num_shards:
+        raise ValueError(f"num_slots must be a multiple of data = {num_shards}, got {settings.num_slots}")
     # Any sampling option may be asked for, so only the explicit rule "greedy" makes all rows greedy.
     is_greedy, max_length = config.acceptance == "greedy", config.max_length or model.config.max_position_embeddings
     decoder = Decoder.make(
         config, drafter, model, mesh, batch=settings.num_slots, max_length=max_length, is_greedy=is_greedy
     )
-    batch_sizes = _batch_sizes(settings, num_parts)
+    batch_sizes = _batch_sizes(settings, num_shards)
     min_rows = max(choose_min_rows(config, model, platform_of(mesh), batch=size) for size in batch_sizes)
     chunk = decoder.spec.prefill_chunk
     return decoder.replace(
@@ -181,19 +181,19 @@ def resolve_sizes(
     Raises:
         ValueError: for sizes that contradict each other, or that the mesh does not divide.
     """
-    num_parts, num_steps = data_size(mesh), decoder.spec.num_steps
-    part_slots, max_length = settings.num_slots // num_parts, longest_text(settings, limit)
+    num_shards, num_steps = data_size(mesh), decoder.spec.num_steps
+    shard_slots, max_length = settings.num_slots // num_shards, longest_text(settings, limit)
     if max_length < 2:
         raise ValueError(f"max_length must be at least 2, got {max_length}")
-    batch_sizes = _batch_sizes(settings, num_parts)
+    batch_sizes = _batch_sizes(settings, num_shards)
     # 1. The pool.
     max_pages = decoder.num_pages_of(max_length)
     num_pages = settings.num_pages or max_pages * settings.num_slots
-    if num_pages % num_parts:
-        raise ValueError(f"num_pages must be a multiple of data = {num_parts}, got {num_pages}")
+    if num_pages % num_shards:
+        raise ValueError(f"num_pages must be a multiple of data = {num_shards}, got {num_pages}")
     num_snapshots = count_snapshots(settings, decoder.model.config)
-    if num_snapshots < 0 or num_snapshots % num_parts:
-        raise ValueError(f"num_snapshots must be a multiple of data = {num_parts}, at least 0, got {num_snapshots}")
+    if num_snapshots < 0 or num_snapshots % num_shards:
+        raise ValueError(f"num_snapshots must be a multiple of data = {num_shards}, at least 0, got {num_snapshots}")
     # 2. The depths.
     depths = (num_steps, 0) if num_steps else (0,)
     if settings.adapts_depth:
@@ -203,14 +203,14 @@ def resolve_sizes(
         raise ValueError(f"depth_costs must have {num_steps + 1} durations for each of batch_sizes {batch_sizes}")
     # 3. A call processes a chunk of each of some prompts.
     chunk = decoder.spec.prefill_chunk
-    prefill_rows = min((settings.prefill_tokens or 4 * chunk) // chunk, part_slots)
+    prefill_rows = min((settings.prefill_tokens or 4 * chunk) // chunk, shard_slots)
     platform = platform_of(mesh)
     return EngineSizes(
         decoder=decoder.replace(pool=(num_pages, settings.page_size)),
-        num_parts=num_parts,
-        part_slots=part_slots,
-        part_pages=num_pages // num_parts,
-        part_snapshots=num_snapshots // num_parts,
+        num_shards=num_shards,
+        shard_slots=shard_slots,
+        shard_pages=num_pages // num_shards,
+        shard_snapshots=num_snapshots // num_shards,
         max_length=max_length,
         capacity=decoder.capacity(max_length),
         depths=depths,
@@ -221,12 +221,12 @@ def resolve_sizes(
     )
 
 
-def _batch_sizes(settings: EngineSettings, num_parts: int) -> tuple[int, ...]:
+def _batch_sizes(settings: EngineSettings, num_shards: int) -> tuple[int, ...]:
     """Returns the numbers of rows of each shard that programs are compiled for."""
-    part_slots = settings.num_slots // num_parts
-    batch_sizes = settings.batch_sizes or powers_of(4, part_slots)
-    if batch_sizes[-1] < part_slots or list(batch_sizes) != sorted(set(batch_sizes)):
-        raise ValueError(f"batch_sizes must rise up to {part_slots}, got {batch_sizes}")
+    shard_slots = settings.num_slots // num_shards
+    batch_sizes = settings.batch_sizes or powers_of(4, shard_slots)
+    if batch_sizes[-1] < shard_slots or list(batch_sizes) != sorted(set(batch_sizes)):
+        raise ValueError(f"batch_sizes must rise up to {shard_slots}, got {batch_sizes}")
     return batch_sizes
 
 

@@ -17,7 +17,7 @@ from jax.sharding import Mesh
 from mtpjax.decoding.gpu_graph import one_graph
 from mtpjax.models.cache import recurrent_entries
 from mtpjax.models.config import ModelConfig
-from mtpjax.models.decoding_layout import constrain_state, run_in_parts
+from mtpjax.models.decoding_layout import constrain_state, run_on_shards
 from mtpjax.models.masks import Entries
 from mtpjax.models.parallel import first_row
 
@@ -102,9 +102,9 @@ def copy_rows(
     int32 rows of the first and the second; `NO_ROW` as a target copies nothing.
     """
 
-    def copy_part(_: dict, __: dict, arrays: tuple[States, States], sources: jax.Array, targets: jax.Array):
-        part = first_row(1)
-        source, target = sources[part], targets[part]
+    def copy_shard(_: dict, __: dict, arrays: tuple[States, States], sources: jax.Array, targets: jax.Array):
+        shard = first_row(1)
+        source, target = sources[shard], targets[shard]
 
         def copy(origin: jax.Array, kept: jax.Array) -> jax.Array:
             # Reading the row before writing lets XLA update the donated array in place.
@@ -113,4 +113,4 @@ def copy_rows(
 
         return arrays[0], jax.tree.map(copy, *arrays)
 
-    return run_in_parts(copy_part, config, {}, {}, arrays, sources, targets)
+    return run_on_shards(copy_shard, config, {}, {}, arrays, sources, targets)

@@ -58,7 +58,7 @@ def test_the_longest_text_fits(seed):
     sizes = resolve_sizes(settings, config, decoder, limit=4096, mesh=None)
     num_slots = max(decoder.slots_per_round, decoder.for_plain_rows().slots_per_round)
     assert sizes.capacity >= max_length + max(num_slots, decoder.spec.prefill_chunk)
-    assert sizes.part_pages >= settings.num_slots * sizes.max_pages
+    assert sizes.shard_pages >= settings.num_slots * sizes.max_pages
     assert sizes.max_pages * settings.page_size >= max_length + num_slots + drafter.max_shift(model)
     # 3. Pages and texts are inverse.
     num_pages = sizes.max_pages

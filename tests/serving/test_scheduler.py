@@ -56,7 +56,7 @@ def test_a_large_request_at_the_head_holds_up_those_after_it():
 def test_rows_are_spread_over_the_shards():
     scheduler, sequences = make_scheduler(shards=2), [make_sequence(number) for number in range(4)]
     start(scheduler, *sequences)
-    assert sorted((sequence.part, sequence.slot) for sequence in sequences) == [(0, 0), (0, 1), (1, 0), (1, 1)]
+    assert sorted((sequence.shard, sequence.slot) for sequence in sequences) == [(0, 0), (0, 1), (1, 0), (1, 1)]
 
 
 def test_a_prompt_is_prefilled_in_chunks_and_decodes_with_its_last_one():
@@ -172,8 +172,8 @@ def test_random_requests_all_end_and_never_write_outside_their_pages(seed):
             scheduler.add(arriving.pop(0))
         plan = scheduler.plan()
         # Slots are taken once, and the pages hold whatever the dispatched calls may write.
-        assert len({(row.part, row.slot) for row in scheduler.running}) == len(scheduler.running)
-        in_use = [(row.part, page) for row in scheduler.running for page in row.lease.pages]
+        assert len({(row.shard, row.slot) for row in scheduler.running}) == len(scheduler.running)
+        in_use = [(row.shard, page) for row in scheduler.running for page in row.lease.pages]
         assert len(in_use) == len(set(in_use)) == sum(pool.num_in_use for pool in scheduler.pools)
         for row, _, end in plan.prefills:
             assert end <= len(row.lease.pages) * PAGE
