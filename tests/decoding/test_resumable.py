@@ -7,8 +7,8 @@ import numpy as np
 import pytest
 
 from mtpjax import DecodeConfig, SamplingParams, collect, init_state, insert, run, speculative_generate
-from mtpjax.decoding import resumable
 from mtpjax.decoding.sampling import SamplingFeatures
+from mtpjax.inference import resumable
 from mtpjax.inference.resumable import num_pages_for
 
 SLOTS, ROWS = 3, 7
