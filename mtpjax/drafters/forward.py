@@ -85,10 +85,10 @@ def read_layers(drafter: TrainedDrafter | None) -> tuple[int, ...]:
 
 
 def draft_heads(params: dict, *, model: MTPModel, drafter: TrainedDrafter, num_depths: int) -> tuple[jax.Array, ...]:
-    """Returns the heads `[D, R]` of the trunk, restricted to the draft ids, and of `TrainedDrafter.heads`."""
+    """Returns the heads `[D, R]` of the trunk, restricted to the draft ids, and those of `TrainedDrafter.heads`."""
     head, ids = bind(model, params)(method="head_matrix"), params.get(DRAFT_IDS)
     trunk = head if ids is None else head.T[ids].T
-    return trunk, *drafter.heads(params[DRAFTER], head, num_depths)
+    return (trunk, *drafter.heads(params[DRAFTER], head, num_depths)) if num_depths else (trunk,)
 
 
 def draft_columns(params: dict, vocab_size: int) -> jax.Array | None:
