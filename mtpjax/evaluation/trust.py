@@ -103,7 +103,7 @@ def verdict(problems: Sequence[str | None], waited: float) -> str:
     """
     kinds = Counter(problem.partition(":")[0] for problem in problems if problem)
     num_trusted = len(problems) - sum(kinds.values())
-    waiting = f"threads waited up to {waited:.1%} of the time for a core"
+    waiting = f"threads waited up to {waited:.1%} of the time for a core" + " (their sum)" * (waited > 1)
     if not has_waiting_times():
         waiting = "this system does not say how long threads waited for a core"
     if not kinds:

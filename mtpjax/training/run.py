@@ -145,7 +145,8 @@ class Run:
             self.clock = self._restore() if resume else ProgressClock(config)
             if self.is_main_process:
                 began = f"resuming at update {self.clock.step}" if self.clock.step else "starting at update 0"
-                print(f"{printable(self.output)}: {began} of {config.steps}", file=sys.stderr, flush=True)
+                end = f"of {config.steps}" if math.isinf(config.seconds) else f"for {config.seconds:g} s"
+                print(f"{printable(self.output)}: {began} {end}", file=sys.stderr, flush=True)
             # Other processes log nothing.
             folder, send = None, None
             if self.is_main_process:
