@@ -44,6 +44,7 @@ class DrafterFiles:
         is_of_speculators: the method's name is one of speculators' `speculators_model_type`.
         keys: keys of `config.json` that only this method has, with their value; None: any.
         tensors: plain names of tensors that no method before it in `METHODS` has.
+        owners: attributes that may hold the whole drafter, in front of its tensors' names, like the method's own name.
     """
 
     formats: tuple[str, ...]
@@ -56,6 +57,7 @@ class DrafterFiles:
     is_of_speculators: bool = False
     keys: Mapping[str, Any] = dataclasses.field(default_factory=dict)
     tensors: tuple[str, ...] = ()
+    owners: tuple[str, ...] = ()
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, eq=False)

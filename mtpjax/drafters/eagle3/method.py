@@ -63,6 +63,7 @@ EAGLE3 = DraftMethod(
         rename=_rename,
         is_of_speculators=True,
         tensors=("layers.0.hidden_norm.weight",),
+        owners=("eagle_module", "eagle"),
     ),
     training=DraftTraining(
         architecture=_new_architecture,

@@ -135,7 +135,7 @@ def make_drafter_plan(
         raise ConfigError(f"{CONFIG} contains a {type(values).__name__}, not an object")
     if packed := find_packing(files, values):
         raise CheckpointFileError(packed)
-    names = names_in_files(files.tensors, path)
+    names = names_in_files(files.tensors, path, methods)
     shapes = {plain: files.tensors[name].shape for plain, name in names.items()}
     # 1. The architecture, and the tensors that it has.
     try:

@@ -5,19 +5,17 @@ PyTorch's DDP), and formats name a few modules differently. The specs of paramet
 """
 
 import dataclasses
-from collections.abc import Iterable, Mapping
+from collections.abc import Collection, Iterable, Mapping, Sequence
 
 from conversion.load_plan import IGNORED_SUFFIXES
 from conversion.tensor_slice import ParamSpec
+from mtpjax.drafters.method import DraftMethod
 from mtpjax.errors import CheckpointFileError
 
 # Wrappers of DDP, torch.compile, FSDP and activation checkpointing, which occur anywhere in a name.
 WRAPPERS = {"module", "_orig_mod", "_fsdp_wrapped_module", "_checkpoint_wrapped_module"}
-# Attributes that hold the whole drafter, in front of its names.
-OWNERS = {
-    *("model", "draft_model", "draft", "drafter", "speculator"),
-    *("eagle_module", "eagle", "eagle3", "medusa_heads", "medusa_head", "medusa", "dflash", "dspark"),
-}
+# Attributes that hold the whole drafter, in front of its names, as those of a method do (`DrafterFiles.owners`).
+OWNERS = {"model", "draft_model", "draft", "drafter", "speculator"}
 MIDLAYER = "midlayer."  # the first layer in EAGLE's and SpecForge's files; `layers.0.` in speculators'
 # Other names of modules, and the plain ones: older norms of EAGLE-3.1's three states, and Muse's context of DFlash.
 ALIASES = {
@@ -30,10 +28,10 @@ ALIASES = {
 }
 
 
-def plain_name(name: str) -> str:
-    """Returns the plain name of a tensor."""
+def plain_name(name: str, owners: Collection[str]) -> str:
+    """Returns the plain name of a tensor, without the attributes that hold the drafter."""
     parts = [part for part in name.split(".") if part not in WRAPPERS]
-    while len(parts) > 1 and parts[0] in OWNERS:
+    while len(parts) > 1 and parts[0] in owners:
         parts = parts[1:]
     name = ".".join(parts)
     for other, plain in ALIASES.items():
@@ -42,17 +40,18 @@ def plain_name(name: str) -> str:
     return name
 
 
-def names_in_files(tensors: Iterable[str], path) -> dict[str, str]:
+def names_in_files(tensors: Iterable[str], path, methods: Sequence[DraftMethod]) -> dict[str, str]:
     """Maps plain names to those in the files. Two of one plain name are an error: one belongs to something else."""
+    owners = OWNERS.union(*((method.name, *method.files.owners) for method in methods if method.files is not None))
     names: dict[str, str] = {}
     for name in sorted(tensors):
         if name.endswith(IGNORED_SUFFIXES):
             continue
-        other = names.setdefault(plain_name(name), name)
+        plain = plain_name(name, owners)
+        other = names.setdefault(plain, name)
         if other != name:
             raise CheckpointFileError(
-                f"{path} holds {other} and {name}, which are both {plain_name(name)} of a drafter: keep the tensors of "
-                "one drafter"
+                f"{path} holds {other} and {name}, which are both {plain} of a drafter: keep the tensors of one drafter"
             )
     return names
 

@@ -41,6 +41,7 @@ MEDUSA = DraftMethod(
         ids=MEDUSA_IDS,
         keys={"medusa_num_heads": None},
         tensors=("0.0.linear.weight", "blocks.0.layers.0.weight"),
+        owners=("medusa_heads", "medusa_head"),
     ),
     training=DraftTraining(
         architecture=_new_architecture,
