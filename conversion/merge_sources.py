@@ -143,12 +143,12 @@ def require_same_norms(path, is_centred: bool, base_path, base: ModelConfig) -> 
     Raises:
         CheckpointFileError: one stores w of 1 + w and the other 1 + w.
     """
-    kinds = {True: "w of 1 + w", False: "1 + w"}
+    kinds = {True: "w, applied as 1 + w", False: "the full scale, 1 + w"}
     expected = base.of_modules.zero_centred_norm
     if is_centred != expected:
         raise CheckpointFileError(
-            f"the modules of {path} store norm weights as {kinds[is_centred]}, those of {base_path} as "
-            f"{kinds[expected]}: give the modules of a release whose norms are stored like those of the base"
+            f"the modules of {path} store norm weights as {kinds[is_centred]}, but those of {base_path} as "
+            f"{kinds[expected]}: merge modules from a release that stores norms like the base"
         )
 
 

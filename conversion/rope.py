@@ -77,7 +77,7 @@ def read_rope(reader: ConfigReader, *, rotates_part: bool) -> dict[str, Any]:
     )
     own = sliding.pop("rope_scaling")
     if own not in (None, full["rope_scaling"]):
-        raise ConfigError(f"config.json: rope_parameters with another scaling for {SLIDING} are not supported")
+        raise ConfigError(f"config.json: rope_parameters is not supported if {SLIDING} scales differently from {FULL}")
     full["sliding_rope_scaling"] = own == full["rope_scaling"]
     return full | {f"sliding_{name}": value for name, value in sliding.items()}
 

@@ -47,7 +47,11 @@ def _add_convert(commands) -> None:
     group = flag_group(convert, "model")
     group.add_argument("source", help="folder, GGUF file or repository (org/name, org/name@revision) to read")
     add_model_type_flag(convert)
-    group.add_argument("--allow-extra", action="store_true", help="keep unknown tensors outside of the language model")
+    group.add_argument(
+        "--allow-extra",
+        action="store_true",
+        help="keep unknown tensors that are not part of the language model, instead of failing",
+    )
     group.add_argument("--strict", action="store_true", help="fail on weights that are infinite or NaN")
     group = flag_group(convert, "output")
     group.add_argument("target", help="folder to write; it appears only when it is complete")

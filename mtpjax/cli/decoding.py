@@ -121,7 +121,9 @@ def _add_regenerate(commands) -> None:
         "forms that training reads, whose answers are written anew; records of prompts (Spec-Bench, GSM8K and others); "
         "or documents (any other file)",
     )
-    group.add_argument("--pattern", default="*", help="files of a folder to read, such as '*.jsonl'")
+    group.add_argument(
+        "--pattern", default="*", help="glob pattern of the files to read in a folder, such as '*.jsonl'"
+    )
     group.add_argument(
         "--chat", action="store_true", help="make each prompt a user message of the model's chat template"
     )

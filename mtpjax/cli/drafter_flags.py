@@ -15,9 +15,9 @@ def add_drafter_flags(parser) -> None:
         "--speculative-algorithm",
         default=None,
         metavar="NAME",
-        help="what drafts. MTP (or NEXTN, EAGLE): the model's MTP modules; EAGLE3, MEDUSA, DFLASH or DSPARK: the "
+        help="draft method. MTP (or NEXTN, EAGLE): the model's MTP modules; EAGLE3, MEDUSA, DFLASH or DSPARK: the "
         "drafter of --speculative-draft-model-path; NGRAM: n-grams of the text; NONE: no drafts; "
-        "package.module:RECORD: a method of yours (default: the drafter of --speculative-draft-model-path, else the "
+        "package.module:RECORD: your own method (default: the drafter of --speculative-draft-model-path, else the "
         "MTP modules, if the model has any)",
     )
     add_path_flags(parser)

@@ -131,8 +131,8 @@ def _add_ablate(commands) -> None:
         nargs="+",
         default=["mtp"],
         metavar="DRAFTER",
-        help="what drafts: mtp (the model's MTP modules), lookup or ngram (n-grams of the text), and folders, training "
-        "runs or Hub repositories of EAGLE-3, Medusa, DFlash and DSpark drafters for this model",
+        help="drafters to compare: mtp (the model's MTP modules), lookup or ngram (n-grams of the text), or the "
+        "folder, training run or Hub repository of an EAGLE-3, Medusa, DFlash or DSpark drafter for this model",
     )
     add_reading_flags(ablate)
     # The flags of single settings, which take several values here; the grid is their product.

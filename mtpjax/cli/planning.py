@@ -79,7 +79,7 @@ def add_plan(commands) -> None:
         "modules on a frozen trunk",
     )
     flag_group(plan, "output").add_argument(
-        "--output", default=None, metavar="FILE", help="JSON file to write; its picture gets the same name"
+        "--output", default=None, metavar="FILE", help="JSON file to write; the plot is saved under the same name"
     )
     add_plot_formats_flag(plan)
     commands.add_subcommand("plan", plan, help="what a model needs on many GPUs, and how fast it could be there")

@@ -16,7 +16,9 @@ def add_vocabulary(commands) -> None:
     add_model_path_flag(vocabulary)
     group = flag_group(vocabulary, "data")
     group.add_argument("--data", required=True, metavar="PATH", help="a file of text or records, or a folder of them")
-    group.add_argument("--pattern", default="*", help="files of a folder to read, such as '*.jsonl'")
+    group.add_argument(
+        "--pattern", default="*", help="glob pattern of the files to read in a folder, such as '*.jsonl'"
+    )
     group = flag_group(vocabulary, "output")
     group.add_argument("--size", type=int, required=True, help="token ids to keep, special tokens included")
     group.add_argument("--output", required=True, metavar="FILE", help="JSON file to write")

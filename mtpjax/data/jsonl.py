@@ -85,5 +85,5 @@ def read_json_objects(path: pathlib.Path) -> Iterator[tuple[str, dict[str, Any]]
 
 def json_type_name(value: Any) -> str:
     """Names the JSON type of a value, with its article."""
-    names = {dict: "an object", list: "a list", str: "a string", bool: "a truth value", type(None): "null"}
+    names = {dict: "an object", list: "a list", str: "a string", bool: "a boolean", type(None): "null"}
     return names.get(type(value), "a number")

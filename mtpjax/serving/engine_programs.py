@@ -69,8 +69,8 @@ class EnginePrograms(EngineSession):
         )
         if self.decoder.num_pages_of(int(rows.settings.limit[0])) > self.sizes.shard_pages:
             raise ValueError(
-                f"a text of {int(rows.settings.limit[0])} tokens needs more than the {self.sizes.shard_pages} pages of "
-                f"{self.settings.page_size} that the pool has"
+                f"a text of {int(rows.settings.limit[0])} tokens does not fit in the pool, which has "
+                f"{self.sizes.shard_pages} pages of {self.settings.page_size} tokens"
             )
         return rows.replace(first_token=np.full(1, -1, np.int32))
 

@@ -150,7 +150,7 @@ def test_listed_layers_of_specforge_have_two_readings(tmp_path):
         ("dflash", {"final_logit_softcapping": 30.0}, "final_logit_softcapping 30.0 is not supported"),
         ("dflash", {"num_target_layers": 9}, "num_target_layers is 9, but the trunk has 8 layers"),
         ("dflash", {"sliding_window": None}, "lacks swa_window_size"),
-        ("dflash", {"layer_types": None}, "does not say which layers slide"),
+        ("dflash", {"layer_types": None}, "layer_types is missing, which says what layers use the window"),
         ("dflash", {"layer_types": ["full_attention", "linear_attention"]}, "are not 2 of"),
         ("dflash", {"architectures": ["DFlash2DraftModel"]}, "is no drafter that is supported"),
         ("dflash", {"markov_rank": 8}, "markov_rank 8 is not supported"),

@@ -65,7 +65,7 @@ class AcceptanceRule:
 
     def __post_init__(self):
         if (self.function is None) == (self.follows is None):
-            raise ValueError(f"acceptance rule '{self.name}' needs either a function or follows")
+            raise ValueError(f"acceptance rule '{self.name}' must set exactly one of 'function' and 'follows'")
         # The nodes of a dynamic tree are chosen by their drafted tokens, so a test against q would not be exact.
         if self.needs_q and self.drafts == "any":
             raise ValueError(f"acceptance rule '{self.name}' needs q: its drafts must be 'chain' or 'fixed tree'")

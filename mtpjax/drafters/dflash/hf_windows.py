@@ -14,7 +14,9 @@ def read_windows(
     """Reads each layer's window, 0 for none, and whether its slots attend only to the slots before them."""
     types = layers.items("layer_types", str)
     if not types and layers.flag("use_sliding_window", False):
-        raise ConfigError("config.json: use_sliding_window without layer_types does not say which layers slide")
+        raise ConfigError(
+            "config.json: use_sliding_window is set, but layer_types is missing, which says what layers use the window"
+        )
     types = types or (FULL,) * count
     if len(types) != count or any(kind not in (SLIDING, FULL) for kind in types):
         raise ConfigError(f"config.json: layer_types {list(types)} are not {count} of '{FULL}' and '{SLIDING}'")
