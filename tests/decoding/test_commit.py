@@ -81,14 +81,13 @@ def run_commit(rows, new_tokens, num_accepted, num_drafted, logits, path):
     width = K + 1 if path is None else 2 * K + 1
     states = jnp.broadcast_to(jnp.arange(width), (B, width))
     drafter = types.SimpleNamespace(commit=lambda *arguments, **_: arguments[-2])  # ..., states, acceptance
+    decoder = types.SimpleNamespace(drafter=drafter, spec=types.SimpleNamespace(num_steps=K), vocab_size=V)
     return commit(
+        decoder,
         rows,
         types.SimpleNamespace(tokens=jnp.zeros((B, width), jnp.int32), num_drafted=num_drafted),
         types.SimpleNamespace(trunk=rows.trunk, logits=logits, states=states),
         types.SimpleNamespace(path=path, num_accepted=num_accepted, tokens=new_tokens),
-        model=types.SimpleNamespace(config=types.SimpleNamespace(vocab_size=V)),
-        drafter=drafter,
-        spec=types.SimpleNamespace(num_steps=K),
     )
 
 
