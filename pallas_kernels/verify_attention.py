@@ -281,13 +281,13 @@ def _run_kernel(
     place = functools.partial(die_order, grid=grid, is_reordered=has_shared_slots)
     placed = lambda index_map: lambda *ids: index_map(*place(*ids))
     row_table, token_table = _pack_masks(num_committed, ancestor_mask, window_start, S)
-    # Triton arrays have power-of-two sizes, so columns are cut into slices: a latent's keys into value columns (in
-    # halves if split) and the rest.
+    # Triton arrays have power-of-two sizes, so columns are cut into slices. A latent's keys are cut into its value
+    # columns (in `num_parts` parts) and the rest.
     columns_per_part = width // num_parts
     value_slices = column_slices(columns_per_part)
     key_ends = range(columns_per_part, width + 1, columns_per_part) if is_latent else ()
     key_slices = column_slices(*key_ends, H)
-    # Widths of blocks, which exceed the array where its last slice is padded; masks cover the excess.
+    # Block widths. They exceed the array if its last slice is padded; masks cover the excess.
     output_width, *cache_widths = [
         max(start + padded for start, _, padded in slices)
         for slices in (column_slices(width), key_slices, *([] if is_latent else [value_slices]))

@@ -109,15 +109,15 @@ def _group_of(name: str) -> str:
 
 
 def _flag_text(text: str) -> str:
-    """Converts a field's docstring to the help of its flag."""
-    # SGLang's name is an alias of the flag, and None cannot be given.
+    """Converts a field's docstring to the help text of its flag."""
+    # Drops SGLang's name, which is an alias of the flag, and "None", which a flag cannot take.
     text = re.sub(r"[.] SGLang: `\w+`", "", text)
     text = re.sub(r"[.;] None: (.*)$", r" (default: \1)", text)
     return re.sub(r"`?\b(topk|[a-z]+_[a-z_]+)\b", lambda match: _flag_of(match[0], match[1]), text).replace("`", "")
 
 
 def _flag_of(text: str, name: str) -> str:
-    """Returns a field's flag; other text unchanged."""
+    """Returns the flag of the field `name`, or `text` if it is not a field."""
     return f"--{name.replace('_', '-')}" if name in FLAG_FIELDS + SAMPLING_FIELDS else text
 
 

@@ -62,7 +62,7 @@ def _check_flags(options, settings: dict[str, Any]) -> None:
 
 
 def _read_prompts(options) -> list:
-    """Returns the prompts that the flags name, as `mtpjax.data.prompts.Prompt`."""
+    """Returns the prompts given on the command line, as `mtpjax.data.prompts.Prompt` objects."""
     from mtpjax.data.prompts import Prompt, read_prompts
 
     if not options.prompt and options.prompts is None:

@@ -1,13 +1,13 @@
-"""Compiles a decoding call so that CUDA runs all of it as one graph.
+"""Compiles a decoding call so that CUDA runs it as a single graph.
 
-XLA records a compiled call as CUDA graphs, which start all of their kernels with one launch. By default a loop is not
-recorded: the host waits for the condition after every round. `GRAPH_OPTIONS` records loops too, so the host takes no
-part between the first and the last token.
+XLA records parts of a compiled call as CUDA graphs, each started by one launch. By default it does not record loops:
+the host waits for the loop condition after every round. `GRAPH_OPTIONS` records loops too, so the host is not involved
+between the first and the last token.
 
-Over several GPUs of one node the collectives are recorded as well. Over several nodes XLA's defaults stay: there NCCL
-adds a node that calls the host to the graph for every collective, which CUDA allows in no loop.
+On several GPUs of one machine, the collectives are recorded as well. On several machines XLA's defaults stay: there
+NCCL adds a host node (a CPU callback) per collective, which CUDA does not allow inside a graph loop.
 
-ROCm has no graphs with loops, so the host reads one condition per round there. A CPU has no graphs.
+ROCm graphs cannot contain loops, so there the host reads one condition per round. CPUs have no graphs.
 """
 
 import functools

@@ -84,12 +84,13 @@ class TrainedDrafter(Drafter):
 
     @property
     def has_confidence(self) -> bool:
-        """The network predicts whether each draft is accepted, and training needs the overlap with the trunk."""
+        """True if the network predicts whether each draft is accepted; training then needs the overlap with the
+        trunk."""
         return False
 
     @property
     def ends_early(self) -> bool:
-        """A draft may end before `num_steps`, which a teacher-forced pass does not show."""
+        """True if a draft may have fewer than `num_steps` tokens; a teacher-forced pass cannot predict that."""
         return False
 
     def heads(self, network: dict[str, Any], trunk_head: jax.Array, num_levels: int) -> tuple[jax.Array, ...]:

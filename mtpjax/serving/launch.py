@@ -188,14 +188,14 @@ def serve(
     listener: socket.socket,
     loading: contextlib.ExitStack,
 ) -> None:
-    """Serves requests until SIGTERM or Ctrl-C, or until a process of `engine.followers` asks for the end.
+    """Serves requests until SIGTERM or Ctrl-C, or until a process of `engine.followers` requests a shutdown.
 
     Args:
         engine: a running engine.
         tokenizer: the model's.
         api: settings of the API.
         server: settings of the process.
-        metrics: what `/metrics` answers; None: nothing.
+        metrics: served at `/metrics`; None: that path does not exist.
         disaggregation: makes this a prefill server or a decode server; None: it is both.
         listener: the open port.
         loading: closed as soon as the application takes over the port from `open_port`.

@@ -55,12 +55,11 @@ def multiply_few_rows(x, weights, scales, *, block, dtype, platform) -> jax.Arra
 
 
 def _mend_jax_triton() -> None:
-    """Adapts jax_triton 0.4.1 to JAX 0.12 and to Triton 3.7 and later, which it does not know yet."""
+    """Patches jax_triton 0.4.1, which does not support JAX 0.12 or Triton 3.7 and later."""
     library = jax_triton.triton_lib
-    # Its rule for calls whose results nobody reads takes one argument less than JAX 0.12 gives. JAX's default rule
-    # leaves such calls out.
+    # Its dead-code rule takes one argument fewer than JAX 0.12 passes. JAX's default rule removes unused calls.
     library.pe.dce_rules.pop(library.triton_kernel_call_p, None)
-    # Triton's compiler for AMD reads the size of a cluster from a table that jax_triton leaves empty.
+    # Triton's AMD compiler reads the cluster size from metadata that jax_triton does not set.
     make_llir = library.hb.HIPBackend.make_llir
 
     def make_llir_with_clusters(module, metadata, options):

@@ -184,13 +184,13 @@ def _grouped_matmul_xla(x, ids, weights, gate_up, down, gate_up_scales, down_sca
         return grouped_matmul_many_tokens(x, ids, weights, gate_up, down)
 
     by_expert = functools.partial(grouped_matmul_by_expert, x, ids, weights, *experts, block=block)
-    # With more pairs than experts, nearly all experts are active. A GPU then reads all of them, without a copy.
+    # With more pairs than experts, nearly all experts are active, so a GPU reads all of them in place.
     if ids.size <= len(down):
         on_gpu = functools.partial(grouped_matmul_by_pair, x, ids, weights, *experts, block=block)
     elif gate_up_scales is None:
         on_gpu = functools.partial(grouped_matmul_by_all_experts, x, ids, weights, gate_up, down)
     else:
-        on_gpu = by_expert  # all of the experts in x's dtype would take too much memory
+        on_gpu = by_expert  # all experts in x's dtype would take too much memory
     return jax.lax.platform_dependent(cpu=by_expert, default=on_gpu)
 
 
