@@ -95,7 +95,7 @@ def check_command_line(arguments: list[str], parser: CommandParser) -> list[str]
         name, names = next(iter(arguments[len(command) :]), None), commands._name_parser_map
         if name is None:
             raise UsageError(f"a command is missing; `{' '.join(['mtpjax', *command, '--help'])}` lists the commands")
-        # A flag before the command: the parser reports it.
+        # A flag before the command: `check_flags` reports it.
         if name.startswith("-"):
             break
         if name not in names:
