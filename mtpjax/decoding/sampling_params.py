@@ -40,7 +40,7 @@ OPTIONS = {
 
 
 def temperatures(sampling: SamplingParams, batch: int) -> np.ndarray:
-    """Checks the rows' temperatures and returns `[B]` float32; raises `ValueError` for one that is out of range."""
+    """Checks the rows' temperatures and returns `[B]` float32; raises `ValueError` if one is out of range."""
     return _per_row_numbers(sampling, "temperature", batch, np.float32)
 
 
