@@ -90,7 +90,7 @@ class DSparkDrafter(DFlashDrafter):
         draft = draft_all(decoder, weights, state, hidden)
         if not self.confidence_threshold:
             return draft
-        # 2. Cut a row before its first slot below the threshold. Later slots drafted for nothing. The chance `[B, K]`
+        # 2. Cut a row before its first slot below the threshold. Later drafts are discarded. The chance `[B, K]`
         #    that a draft is accepted is predicted from the token before it.
         logits = self._apply(decoder, weights, hidden, draft.tokens[:, :-1], method="confidence_logits")
         is_kept = jnp.cumprod(jax.nn.sigmoid(logits) >= self.confidence_threshold, axis=1)
