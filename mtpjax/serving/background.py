@@ -12,9 +12,7 @@ from mtpjax.serving.program_set import ProgramKey
 
 THREAD_NAME = "mtpjax-compile"
 LINE_SECONDS = 10.0  # between two lines of the log
-SWITCH_SECONDS = (
-    0.0005  # after which the compiling thread releases the interpreter; Python's default is 5 ms
-)
+SWITCH_SECONDS = 0.0005  # after which the compiling thread releases the interpreter; Python's default is 5 ms
 
 _log = logging.getLogger(__name__)
 
