@@ -67,7 +67,7 @@ def to_yaml(config: TrainConfig) -> str:
 
 
 def _check_pair(pair: str, known: Mapping[str, Any]) -> None:
-    """Raises `ValueError` for a pair that is not `key=value`, or is set by a flag."""
+    """Raises `ValueError` for a pair that is not `key=value`, or must be written in a different form."""
     key, found, value = pair.partition("=")
     if not value:
         raise ValueError(f"{pair!r} has no value" if found else f"{pair!r} is not a key=value pair")
