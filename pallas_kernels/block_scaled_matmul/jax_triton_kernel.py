@@ -1,7 +1,8 @@
 """The kernel of few rows in Triton's own language, called through the optional package jax_triton.
 
-It stands beside the Pallas kernel (`kernel.py`), with the same tiles, parts and conversions of fp8, for versions of JAX
-without Pallas's Triton backend. This module imports jax_triton and triton, so import it only where they are installed.
+It is an alternative to the Pallas kernel (`kernel.py`) with the same tiles, parts and conversions of fp8, for versions
+of JAX without Pallas's Triton backend. This module imports jax_triton and triton, so import it only where they are
+installed.
 """
 
 import jax
@@ -25,10 +26,10 @@ def multiply_few_rows(x, weights, scales, *, block, dtype, platform) -> jax.Arra
     inputs, columns = choose_tile(F, weights.dtype, dtype, None if scales is None else block)
     num_columns = pl.cdiv(F, columns)
     num_parts = count_parts(pl.cdiv(D, inputs), num_columns, inputs, rows, is_one_byte=weights.dtype.itemsize == 1)
-    # fp8 goes in as bytes, because Triton's frontend refuses float8_e4m3fn for an MI300X.
+    # fp8 goes in as bytes, because Triton's frontend rejects float8_e4m3fn for an MI300X.
     is_fp8 = weights.dtype == jnp.float8_e4m3fn
     operands = [x, jax.lax.bitcast_convert_type(weights, jnp.uint8) if is_fp8 else weights]
-    operands.append(x if scales is None else scales)  # without scales the kernel reads none
+    operands.append(x if scales is None else scales)  # without scales, a placeholder
     return jax_triton.triton_call(
         *operands,
         kernel=kernel,
