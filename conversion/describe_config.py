@@ -1,5 +1,4 @@
-"""Makes the `config.json` of an mtpjax model: finds a family that transformers can load it as, and writes its
-values."""
+"""Makes the `config.json` of an mtpjax model: finds a family that transformers can load, and writes its values."""
 
 import dataclasses
 from typing import Any

@@ -184,8 +184,7 @@ def _answer_end(tokens: list[int], begin: int, end: int, tokenizer: Tokenizer) -
 
 
 def encode_formatted(text: str, tokenizer: Tokenizer) -> tuple[list[int], np.ndarray]:
-    """Encodes a conversation that the chat template has already formatted, and marks the assistant's answers as
-    targets.
+    """Encodes a conversation that is already formatted by the chat template, and marks the answers as targets.
 
     An answer starts after the text that the template adds for `add_generation_prompt`. It ends with the next end token.
 

@@ -45,7 +45,7 @@ class Rendered(NamedTuple):
 
 
 class TemplateWorker:
-    """A process that renders templates one at a time. It starts at the first call, and restarts after exceeding a
+    """A process that renders templates one at a time. It starts at the first call, and again after exceeding a
     limit."""
 
     def __init__(self):

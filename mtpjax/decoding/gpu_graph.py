@@ -36,8 +36,9 @@ _log = logging.getLogger(__name__)
 
 
 def graph_options(mesh: Mesh) -> dict[str, str] | None:
-    """Returns the compiler options of a call on a mesh; an empty mesh is one GPU. None keeps XLA's defaults: on several
-    nodes, or if XLA_FLAGS set the contents of graphs.
+    """Returns the compiler options of a call on a mesh; an empty mesh is one GPU.
+
+    None keeps XLA's defaults: on several nodes, or if XLA_FLAGS set the contents of graphs.
     """
     if compat.has_graph_flags():
         return None

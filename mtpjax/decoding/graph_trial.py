@@ -16,8 +16,8 @@ NUM_TURNS = 3  # of the loop
 def trial_loop(mesh: Mesh, options: dict[str, str] | None) -> Any:
     """Returns a jitted loop like that of a decoding call: a dynamic length, collectives inside, a donated state.
 
-    CUDA and NCCL accept or reject a loop by the kinds of nodes in its graph, which are the same here, and not by the
-    size of the program. This one compiles quickly.
+    CUDA and NCCL accept or reject a loop by the kinds of nodes in its graph, which are the same here, not by its size.
+    This one compiles quickly.
 
     Returns:
         A function of values `[P, 8]`, a row per device, and a number of turns; each turn adds 1 to the mean of all

@@ -266,8 +266,7 @@ def verify_round(
 def clear_pages(
     params: dict, draft_params: Any, state: DecodeState, pages: jax.Array, *, decoder: Decoder
 ) -> tuple[DecodeState, None]:
-    """Zeroes pages `[P, n]` int32 that a failed row wrote: XLA's attention multiplies masked values by 0, and NaN stays
-    NaN."""
+    """Zeroes pages `[P, n]` int32 that a failed row wrote: XLA's attention multiplies masked values, also NaN, by 0."""
 
     def clear_shard(_: dict, __: Any, state: DecodeState, pages: jax.Array) -> DecodeState:
         pages = of_shard(state, pages)

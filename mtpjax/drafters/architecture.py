@@ -45,8 +45,7 @@ def check_layer_ids(layer_ids: tuple[int, ...], num_target_layers: int) -> None:
 
 
 def check_draft_vocabulary(draft_vocab_size: int, vocab_size: int, *, own_head: bool) -> None:
-    """Raises `ValueError` if the size of the draft vocabulary is invalid; the trunk's head has the columns of all
-    tokens."""
+    """Raises `ValueError` for an invalid size of the draft vocabulary; the trunk's head has columns for all tokens."""
     require(1 <= draft_vocab_size <= vocab_size, f"draft_vocab_size {draft_vocab_size} is not within 1..{vocab_size}")
     require(
         own_head or draft_vocab_size == vocab_size,

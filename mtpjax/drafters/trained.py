@@ -85,8 +85,7 @@ class TrainedDrafter(Drafter):
 
     @property
     def has_confidence(self) -> bool:
-        """True if the network predicts whether each draft is accepted; training then needs the overlap with the
-        trunk."""
+        """True if the network predicts whether each draft is accepted; training then needs the overlap."""
         return False
 
     @property

@@ -23,8 +23,7 @@ def describe_machine() -> dict[str, str | int]:
 
 
 def describe_device(count: int = 1) -> str:
-    """Returns the names of the `count` devices that JAX uses: "NVIDIA H100 80GB HBM3 x 8" or "AMD EPYC 7B13, 2
-    cores"."""
+    """Returns the names of JAX's `count` devices: "NVIDIA H100 80GB HBM3 x 8" or "AMD EPYC 7B13, 2 cores"."""
     import jax
 
     device = jax.devices()[0]

@@ -1,5 +1,4 @@
-"""The file `profile.json`: costs of rounds, the device and model that they apply to, and the settings of adaptive
-depth."""
+"""The file `profile.json`: costs of rounds, the device and model that they are for, and settings of adaptive depth."""
 
 import hashlib
 import json

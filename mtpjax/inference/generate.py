@@ -173,8 +173,7 @@ class BatchCall(NamedTuple):
     mesh: Mesh | None
 
     def num_rows(self, batch: int) -> int:
-        """Returns the number of rows of a state for `batch` requests: a multiple of the mesh's `data`, which shards
-        them."""
+        """Returns the number of rows of a state for `batch` requests: a multiple of the mesh's `data`."""
         return -(-batch // data_size(self.mesh)) * data_size(self.mesh)
 
     def start(self, rows: NewRows) -> DecodeState:

@@ -1,5 +1,4 @@
-"""The engine's thread: runs calls from other threads, dispatches the calls of each tick, and recovers after an
-error."""
+"""The engine's thread: runs calls from other threads, dispatches each tick's calls, and recovers after errors."""
 
 import concurrent.futures
 import contextlib

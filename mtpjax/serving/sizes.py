@@ -150,8 +150,7 @@ def engine_decoder(
 
 
 def check_changing_depth(settings: EngineSettings, config: DecodeConfig, decoder: Decoder) -> None:
-    """Raises `ValueError` if the number of draft levels depends on load or acceptance, and the settings do not allow
-    that."""
+    """Raises `ValueError` if the depth depends on load or acceptance, and the settings do not allow that."""
     if settings.disable_drafts_at is None and not settings.adapts_depth:
         return
     if config.topk > 1:

@@ -73,8 +73,7 @@ def add_new_drafter(
     draft_ids: jax.Array | None,
     key: jax.Array,
 ) -> dict:
-    """Adds a new drafter to its trunk's parameters. Its heads are initialised from the trunk's columns of the draft
-    ids.
+    """Adds a new drafter to its trunk's parameters. Its heads start as the trunk's columns of the draft ids.
 
     Args:
         params: the trunk's parameters.

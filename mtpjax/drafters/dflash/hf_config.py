@@ -168,8 +168,7 @@ def _layer_ids(
 
 
 def describe_blocks(kind: BlockFormat, config: DFlashConfig, form: str) -> dict[str, Any]:
-    """Makes a `config.json` that `parse_blocks` reads as `config`; raises `ConfigError` if the format cannot express
-    it."""
+    """Makes a `config.json` that `parse_blocks` reads as `config`; raises `ConfigError` if the format cannot."""
     _, layers = describe_config(config.block, "qwen3")
     for key in ("num_nextn_predict_layers", "mtp_num_hidden_layers"):
         layers.pop(key, None)

@@ -30,8 +30,7 @@ def default_block_layers(num_layers: int) -> tuple[int, ...]:
 
 
 def block_fields(settings: Any, trunk: ModelConfig, num_drafted: int) -> dict[str, Any]:
-    """Returns fields of a new `DFlashConfig`: Qwen3 layers of the trunk's width, whose slots all attend to each
-    other."""
+    """Returns fields of a new `DFlashConfig`: Qwen3 layers of the trunk's width; all slots attend to each other."""
     num_layers = settings.draft_num_layers or NUM_BLOCK_LAYERS
     return {
         "block": dense_layers(trunk, num_hidden_layers=num_layers, use_qk_norm=True),

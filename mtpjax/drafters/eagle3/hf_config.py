@@ -158,8 +158,7 @@ def _layer_ids(
 
 
 def describe_eagle3(config: Eagle3Config, form: str) -> dict[str, Any]:
-    """Makes a `config.json` that `parse_eagle3` reads as `config`; raises `ConfigError` if the format cannot express
-    it.
+    """Makes a `config.json` that `parse_eagle3` reads as `config`; raises `ConfigError` if the format cannot.
 
     In SpecForge's format, layers that are not the default ones are written as SGLang reads them, as outputs, and
     reading them needs `aux_layers="output"`.

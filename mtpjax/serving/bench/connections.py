@@ -50,8 +50,7 @@ class Connections:
             self._free.append(connection)
 
     async def open(self, count: int) -> None:
-        """Opens connections, so that requests do not wait for them. Failures are ignored here: the requests will see
-        them."""
+        """Opens connections, so that requests do not wait for them. Ignores failures: the requests will see them."""
         import httpx
 
         async def ask() -> None:
