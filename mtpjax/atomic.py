@@ -26,7 +26,7 @@ def atomic_folder(
 
     Args:
         path: the folder to make; missing parents are made.
-        may_replace: says whether an existing folder at `path` may be replaced. Empty folders always may; None allows
+        may_replace: returns whether an existing folder at `path` may be replaced. Empty folders always may; None allows
             no others.
 
     Yields:
@@ -41,7 +41,7 @@ def atomic_folder(
     if not is_empty and not (may_replace is not None and may_replace(path)):
         raise FileExistsError(f"{path} exists and is not replaced: remove it, or write elsewhere")
     path.parent.mkdir(parents=True, exist_ok=True)
-    # Names of this process and call alone: several processes may write side by side.
+    # Names unique to this process and call: several processes may write at the same time.
     unique = f"{path.name}-{os.getpid()}-{uuid.uuid4().hex[:8]}"
     unfinished, old = path.with_name(f".tmp-{unique}"), path.with_name(f".old-{unique}")
     with contextlib.ExitStack() as locks:

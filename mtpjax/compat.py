@@ -35,7 +35,7 @@ device_description_str: "NVIDIA H100 80GB HBM3"
 
 @contextlib.contextmanager
 def library_settings() -> Iterator[None]:
-    """Sets the JAX settings that the library's own functions need, whatever those of the caller are.
+    """Sets the JAX settings that the library's functions need, regardless of the caller's.
 
     The programs rely on standard dtype promotion, and a call moves its request to the device. Callers set
     `jax_numpy_dtype_promotion="strict"` and `transfer_guard("disallow")` to find mistakes in their own code. Usable as

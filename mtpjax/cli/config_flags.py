@@ -54,7 +54,7 @@ GROUPS = {
 FLAG_FIELDS = tuple(
     name for names in GROUPS.values() for name in names if name not in SAMPLING_FIELDS and name != "seed"
 )
-# Fields whose flag takes something else than the field does.
+# Fields whose flag takes a different kind of value.
 _HELP = {
     "acceptance": f"acceptance rule: auto, {', '.join(EXACT_NAMES)}; {', '.join(LOSSY_NAMES)} change the text's "
     "distribution; or package.module:RECORD, an AcceptanceRule of yours. auto is greedy if every prompt is at "
@@ -93,7 +93,7 @@ def _add_flags(parser, kind: type, fields: Iterable[str], defaults: Mapping[str,
 
 
 class _NamesOrRecord(tuple):
-    """Names that a flag takes, beside `package.module:RECORD`."""
+    """Names that a flag takes, in addition to `package.module:RECORD`."""
 
     def __contains__(self, value: object) -> bool:
         return ":" in str(value) or super().__contains__(value)
@@ -195,7 +195,7 @@ def with_num_steps(settings: dict[str, Any], config) -> dict[str, Any]:
 
 
 def sampling_params(options, num_prompts: int) -> SamplingParams:
-    """Makes the sampling parameters of a batch: one seed per row, so that a repeated prompt gets another text."""
+    """Makes the sampling parameters of a batch: one seed per row, so that a repeated prompt gets a different text."""
     # One number for all rows; only the seed differs.
     numbers = {name: options[name] for name in SAMPLING_FIELDS}
     return SamplingParams(**numbers, seed=[options.seed + row for row in range(num_prompts)])

@@ -45,8 +45,7 @@ class Rendered(NamedTuple):
 
 
 class TemplateWorker:
-    """A process that renders templates one at a time. It starts at the first call, and again after exceeding a
-    limit."""
+    """A process that renders templates one at a time. It starts at the first call, and restarts after a limit."""
 
     def __init__(self):
         # Not for the worker itself, which runs this file as a script.

@@ -41,8 +41,7 @@ def plain_name(name: str, owners: Collection[str]) -> str:
 
 
 def names_in_files(tensors: Iterable[str], path, methods: Sequence[DraftMethod]) -> dict[str, str]:
-    """Maps plain names to those in the files. A repeated plain name is an error: one tensor belongs to something
-    else."""
+    """Maps plain names to those in the files. A repeated plain name is an error, since one tensor is unrelated."""
     owners = OWNERS.union(*((method.name, *method.files.owners) for method in methods if method.files is not None))
     names: dict[str, str] = {}
     for name in sorted(tensors):
