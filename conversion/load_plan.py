@@ -98,7 +98,7 @@ def make_plan(
     Args:
         dtype: dtype of all parameters; `None` keeps those of the files.
         model_type: the family to use instead of the one that `config.json` names.
-        allow_extra: accept unknown tensors outside of the language model. They are not loaded; conversion keeps them.
+        allow_extra: accept unknown tensors outside the language model. They are not loaded; conversion keeps them.
         is_copied: the tensors are only copied, so unknown ones are harmless.
 
     Raises:

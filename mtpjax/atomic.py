@@ -55,7 +55,7 @@ def atomic_folder(
                 path.rename(old)
             try:
                 unfinished.rename(path)
-            # The new folder could not take its place: put the old one back, also after Ctrl-C.
+            # The new folder could not take its place: put the old one back, even after Ctrl-C.
             except BaseException:
                 if old.exists():
                     old.rename(path)
@@ -95,7 +95,7 @@ def _clear_leftovers(path: pathlib.Path) -> None:
 
 
 def _remove(folder: pathlib.Path) -> None:
-    """Removes an unfinished folder. After a full disk, Orbax's threads may go on writing into it for a moment."""
+    """Removes an unfinished folder. After a full disk, Orbax's threads may continue writing into it for a moment."""
     if not folder.exists():
         return
     # A thread can make the folder again after it was removed, so it must stay away for a moment.

@@ -78,8 +78,8 @@ def has_graph_flags() -> bool:
 def allow_recorded_collectives(devices: Iterable[Any]) -> None:
     """Lets CUDA graphs hold loops with collectives between GPUs of one node. A value of the user stays.
 
-    For each collective that a graph records, NCCL adds event nodes, which order it with collectives outside of graphs.
-    CUDA allows no event nodes in a loop, and a decoding call has no collectives outside of its graph. NCCL reads the
+    For each collective that a graph records, NCCL adds event nodes, which order it with collectives outside graphs.
+    CUDA allows no event nodes in a loop, and a decoding call has no collectives outside its graph. NCCL reads the
     variable when its first communicator starts, so this comes before the first program on several GPUs.
     """
     devices = list(devices)

@@ -89,7 +89,7 @@ def keep_freed_memory() -> None:
     this suits programs that run one training loop.
 
     Returns:
-        None, without a restart, in the restarted program, where the user has set GLIBC_TUNABLES, and outside of Linux.
+        None, without a restart, in the restarted program, where the user has set GLIBC_TUNABLES, and outside Linux.
     """
     if sys.platform != "linux" or "GLIBC_TUNABLES" in os.environ:
         return

@@ -43,7 +43,7 @@ SGLANG_ADVICE = _by_flag(
         "remove it: code of checkpoints never runs": "--trust-remote-code",
     }
 )
-# Flags of vLLM under other names than SGLang's.
+# Flags of vLLM whose names differ from SGLang's.
 VLLM_ADVICE = _by_flag(
     {
         "use --page-size": "--block-size",

@@ -37,7 +37,7 @@ class Rendered(NamedTuple):
     Attributes:
         text: the text.
         generation: start and end in `text` of each `{% generation %}` block, ascending. None: the template has no such
-            block, nobody asked, or the template changes the text of a block afterwards.
+            block, it was not requested, or the template changes the text of a block afterwards.
     """
 
     text: str

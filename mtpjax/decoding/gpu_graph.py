@@ -170,7 +170,7 @@ class OneGraph:
     def _separate_first_call(self, signature: Any) -> None:
         """Lets the devices finish before a new program's first call, which XLA runs without a graph.
 
-        With NCCL_GRAPH_MIXING_SUPPORT=0, NCCL must not start a collective outside of graphs while a graph runs.
+        With NCCL_GRAPH_MIXING_SUPPORT=0, NCCL must not start a collective outside graphs while a graph runs.
         """
         if signature not in self._called:
             self._called.add(signature)

@@ -141,7 +141,7 @@ def _plain(value: Any) -> Any:
     if hasattr(value, "tolist"):
         try:
             return value.tolist()
-        # JAX raises a TypeError where a value is traced, as inside of `jax.jit`.
+        # JAX raises a TypeError where a value is traced, as inside `jax.jit`.
         except TypeError:
             return _TRACED
     if isinstance(value, Iterable) and not isinstance(value, str | bytes | Mapping):

@@ -78,7 +78,7 @@ def expected_rounds(acceptance: np.ndarray, starts: np.ndarray, ends: np.ndarray
         Rounds `[B]` and accepted drafts per level `[B, K]`, float64.
     """
     B, T, K = acceptance.shape
-    # is_anchor[:, i]: probability that a round begins at position i, where the newest committed token is i + 1.
+    # is_anchor[:, i]: probability that a round starts at position i, where the newest committed token is i + 1.
     is_anchor = np.zeros((B, T + K + 1))
     is_anchor[np.arange(B), starts - 1] = 1
     rounds, accepted = np.zeros(B), np.zeros((B, K))

@@ -59,7 +59,7 @@ LAUNCHES_OF_LINEAR_ATTENTION = 8  # more than softmax attention: convolution, de
 LAUNCHES_OF_EXPERTS = 5  # more than a dense layer's
 LAUNCHES_OF_QUERY_LATENT = 2  # of latent attention whose queries go through a latent
 LAUNCHES_OF_INDEXER = 12  # not counted, but estimated: the indexer is XLA's
-LAUNCHES_PER_ROUND = 27  # outside of layers: embedding, masks, head, sampling, commit
+LAUNCHES_PER_ROUND = 27  # outside layers: embedding, masks, head, sampling, commit
 LAUNCHES_PER_LEVEL = 14  # of a draft level, in addition to the module's layer
 
 

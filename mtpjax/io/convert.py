@@ -72,7 +72,7 @@ def to_mtpjax(
         target: the checkpoint folder to write. It appears only when it is complete; an older checkpoint is replaced.
         dtype: dtype to cast the parameters to. `None` keeps those of the files; block-quantized fp8 stays fp8.
         model_type: the family to use instead of the one that `config.json` names.
-        allow_extra: keep unknown tensors outside of the language model, instead of raising an error.
+        allow_extra: keep unknown tensors outside the language model, instead of raising an error.
         strict: raise an error for infinite or NaN weights instead of a warning.
         progress: called with the number of bytes of each chunk that is converted.
 

@@ -19,7 +19,7 @@ class LayerKind(NamedTuple):
     attention: Literal["grouped", "latent", "delta"]
     is_moe: bool
     indexer: Literal["", "full", "shared"] = ""  # sparse latent attention: its own indexer, or an earlier layer's
-    is_sliding: bool = False  # attention sees a window of the newest positions
+    is_sliding: bool = False  # attention is limited to a window of the newest positions
     expert_limit: float = 0.0  # clamp of the activation in routed experts; 0: none
     dense_limit: float = 0.0  # the same in shared experts and dense layers
 

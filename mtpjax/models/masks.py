@@ -11,7 +11,7 @@ from mtpjax.models.parallel import all_rows
 
 Entries = dict[str, jax.Array]  # what an attention layer stores per position; also one layer of a cache
 SLIDING = LayerKind("grouped", False, is_sliding=True)  # its heads and angles do not depend on the feed-forward layer
-Masks = tuple[jax.Array, ...]  # bool, per source of keys `[B, T, S]`; `[B, T, 1]` means that row i sees entry i alone
+Masks = tuple[jax.Array, ...]  # bool, per source of keys `[B, T, S]`; `[B, T, 1]` row i attends only to entry i
 
 
 class Span(flax.struct.PyTreeNode):
@@ -26,12 +26,12 @@ class Reach(flax.struct.PyTreeNode):
     """The same information as `View.mask` in few numbers: the form that attention kernels read."""
 
     base: jax.Array  # [B] slots of text; each token attends to all of them, or those within its window
-    ancestor_mask: jax.Array  # [B, T, X] bool: token t sees slot base + x
+    ancestor_mask: jax.Array  # [B, T, X] bool: token t attends to slot base + x
     begin: jax.Array | None = None  # [B, T] with a window: the first slot of text in it
     sinks: int = flax.struct.field(pytree_node=False, default=0)  # slots at the beginning that are always seen
     is_chain: bool = flax.struct.field(
         pytree_node=False, default=False
-    )  # token t is in slot base + t and sees up to it
+    )  # token t is in slot base + t and attends up to it
 
 
 class Window(flax.struct.PyTreeNode):
@@ -47,7 +47,7 @@ class View(flax.struct.PyTreeNode):
     """Positions and masks of the T tokens of a pass; the same for all layers of one kind."""
 
     angles: tuple[jax.Array, jax.Array]  # cosines and sines of the rotary embedding, each [B, T, P]
-    mask: jax.Array  # [B, T, S] bool: keys that a query sees; with a span [B, T, sinks + size]
+    mask: jax.Array  # [B, T, S] bool: keys that a query attends to; with a span [B, T, sinks + size]
     start: jax.Array | None = None  # [B] first cache slot written; None: a pass without a cache
     segment_ids: jax.Array | None = None  # [B, T] documents of packed rows
     num_valid: jax.Array | None = None  # [B] tokens that are certainly committed; None: acceptance decides later
@@ -78,7 +78,7 @@ class TreeSlots(flax.struct.PyTreeNode):
 
     base: jax.Array  # [B] int32
     depths: jax.Array  # [B, T] int32: token t has position base + depths[t]
-    ancestor_mask: jax.Array  # [B, T, X] bool: token t sees slot base + x
+    ancestor_mask: jax.Array  # [B, T, X] bool: token t attends to slot base + x
 
 
 class Recycled(flax.struct.PyTreeNode):

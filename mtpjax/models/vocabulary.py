@@ -150,4 +150,4 @@ class Vocabulary:
         return jax.nn.one_hot(self.columns(tokens, own_size), own_size, dtype=jnp.float32)
 
 
-WHOLE = Vocabulary()  # arrays with all columns: outside of `shard_map`, and where `tensor` has one device
+WHOLE = Vocabulary()  # arrays with all columns: outside `shard_map`, and where `tensor` has one device

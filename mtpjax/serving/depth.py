@@ -113,7 +113,7 @@ def _measure(executor: Executor, size: int, depth: int) -> float:
     """Returns the duration of a round of `depth` draft levels on `size` rows per shard, in seconds."""
     sizes = executor.sizes
     # 1. Rows with a short text and room for the timed rounds, if the longest text has that room. Rows may share pages:
-    #    nobody reads what they compute.
+    #    their results are not used.
     num_tokens = min(sizes.max_length, executor.decoder.max_length_of(sizes.shard_pages))
     prompt_length = max(min(PROMPT_LENGTH, executor.decoder.spec.prefill_chunk, num_tokens - depth - 1), 1)
     num_rounds = max(min((num_tokens - prompt_length - 1) // (depth + 1), NUM_MEASURED + 1), 1)

@@ -89,7 +89,7 @@ class Plan:
 
     Attributes:
         admitted: requests that get a slot.
-        restored: admitted requests that begin with a snapshot, and its row.
+        restored: admitted requests that start with a snapshot, and its row.
         prefills: rows whose next chunk is processed, and the start and end of the chunk.
         saved: rows whose recurrent state is kept when their chunk is processed, and the row of the snapshot.
         advances: by number of draft levels, the rows that decode.
