@@ -20,8 +20,8 @@ def grouped_names(
 ) -> Specs:
     """Maps grouped-query attention: the q, k and v projections become one array `qkv [D, K, G + 2, H]`.
 
-    The first G entries of the third axis are the queries of a key/value head, then come its key and its value. With an
-    output gate, G gates follow, and `q_proj` holds query and gate of each head side by side. The input is as wide as
+    The first G entries of the third axis are the queries of a key/value head, followed by its key and its value. With
+    an output gate, G gates follow, and `q_proj` holds query and gate of each head side by side. The input is as wide as
     the model, unless `input_size` says otherwise.
     """
     prefix, config = f"{prefix}self_attn.", config.of_layer(kind)
@@ -139,7 +139,7 @@ def delta_names(config: ModelConfig, kind: LayerKind, prefix: str, layout: Layou
     ends = np.cumsum((0, *widths)).tolist()
 
     def rows(name: str, shape: tuple[int, ...], at: Callable[[slice], tuple], **how) -> list[TensorSlice]:
-        """Cuts a tensor that holds queries, keys and values one after the other, each for all key heads."""
+        """Slices a tensor that holds all queries, then all keys, then all values, each for all key heads."""
         made, begin = [], 0
         for width, first, last in zip(widths, ends[:3], ends[1:], strict=False):
             cut, split = (begin, begin + K * width), (K, width, *shape[1:])

@@ -9,16 +9,16 @@ LIMIT = 2**31  # every integer of a configuration must be smaller
 
 
 class ConfigReader:
-    """Reads the values of one JSON object, and remembers which keys were asked for.
+    """Reads the values of one JSON object, and records which keys were read.
 
     Every method raises `ConfigError`, one line with the key and its value, for a value of the wrong type or range. A
     value of null counts as missing.
 
     Attributes:
         values: the object.
-        seen: the keys that were asked for.
+        seen: the keys that were read.
         names: the object's own names for some keys, by the names that callers use.
-        unknown_within: keys of nested objects that nothing asked for, as `section.key`.
+        unknown_within: keys of nested objects that were not read, as `section.key`.
     """
 
     def __init__(self, values: dict[str, Any], names: dict[str, str] | None = None):
@@ -27,7 +27,7 @@ class ConfigReader:
 
     def get(self, key: str) -> Any:
         """Returns the unchecked value of `key`, or `None`."""
-        # `parse_config` warns of keys that nothing asked for: they may change what the model computes.
+        # `parse_config` warns of keys that were not read: they may change what the model computes.
         key = self.names.get(key, key)
         self.seen.add(key)
         return self.values.get(key)

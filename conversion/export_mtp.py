@@ -36,7 +36,7 @@ AROUND = (
     *("embed_tokens.", "shared_head.", "transformer.shared_head.", "final_layernorm."),
     *("enorm.", "hnorm.", "eh_proj."),
 )
-# Small files that belong to a checkpoint, by their usual names. The source's other files stay where they are: pictures,
+# Small files that belong to a checkpoint, by their usual names. The source's other files are not copied: pictures,
 # logs, results, and the description of the whole model.
 CHECKPOINT_FILES = (
     "generation_config.json",
@@ -173,13 +173,13 @@ def original_name(name: str, config: ModelConfig, layout: Layout) -> str:
 
 
 def shared_tensors(config: ModelConfig, layout: Layout) -> list[str]:
-    """Lists the trunk's tensors that Qwen's exports contain beside the modules: the embedding and the head."""
+    """Lists the trunk's tensors that Qwen's exports contain besides the modules: the embedding and the head."""
     # The engines run Qwen's export as a complete model, so it needs both.
     return [layout.embedding] if config.tie_word_embeddings else [layout.embedding, layout.head]
 
 
 def belongs_to_checkpoint(name: str) -> bool:
-    """Returns whether a file beside the weights belongs to a checkpoint and is copied to an export.
+    """Returns whether a file other than the weights belongs to a checkpoint and is copied to an export.
 
     Returns:
         True for tokenizer, chat template, generation settings, licence, and code that `config.json` may name.
@@ -255,7 +255,7 @@ def main(arguments: list[str] | None = None) -> int:
     parser.add_argument("--model-type", default=None, help="use this family instead of the one in config.json")
     options = parser.parse_args(arguments)
     logging.basicConfig(level=logging.WARNING, format="%(message)s")
-    # Print one line for a checkpoint that is at fault; anything else is a bug and keeps its traceback.
+    # Print one line for a faulty checkpoint; anything else is a bug and keeps its traceback.
     try:
         export_mtp(options.input_dir, options.output_dir, model_type=options.model_type)
     except CheckpointError as error:

@@ -1,8 +1,8 @@
 """Opens a Hugging Face checkpoint directory: checks its index and headers, then reads tensors by byte ranges.
 
-The directory is untrusted. No file outside of it is opened, nothing is unpickled, and every header is checked before
-memory is allocated for a tensor. Reads use `preadv` and not a memory map: memory stays bounded by the block that was
-asked for, and a file that is truncated while it is read raises an error and not SIGBUS.
+The directory is untrusted. No file outside it is opened, nothing is unpickled, and every header is checked before
+memory is allocated for a tensor. Reads use `preadv` instead of a memory map: memory stays bounded by the requested
+block, and a file that is truncated during reading raises an error instead of SIGBUS.
 """
 
 import logging
@@ -60,7 +60,7 @@ class CheckpointFiles:
 
         Args:
             strict: raise an error for infinite or NaN weights. Otherwise they are counted, and `report` warns of them.
-            only: the one safetensors file to open; by default all that the index names.
+            only: the one safetensors file to open; by default all that the index lists.
 
         Raises:
             CheckpointFileError: the directory or one of its files is missing, damaged or not supported.
@@ -130,12 +130,12 @@ class CheckpointFiles:
                 kept.pop(file, None)
 
     def adopt(self, file: str) -> None:
-        """Takes the tensors of one of the files of `unread`. Tensors that are known already must be equal."""
+        """Takes the tensors of one of the files of `unread`. Tensors that are already known must be equal."""
         self.tensors = {tensor.name: tensor for tensor in self._read_header(file)} | self.tensors
         self.unread = tuple(name for name in self.unread if name != file)
 
     def other_files(self) -> list[str]:
-        """Lists the files beside the weights: configuration, tokenizer, text.
+        """Lists the files other than the weights: configuration, tokenizer, text.
 
         Returns:
             File names. Pickles, files that cannot be opened safely, and folders but the one of chat templates are left
@@ -213,7 +213,7 @@ class CheckpointFiles:
             log.warning("tensor %s has %d infinite or NaN elements", name, count)
 
     def _read_headers(self, files: list[str]) -> None:
-        """Reads all headers, and checks that the files hold what the index names."""
+        """Reads all headers, and checks that the files hold the tensors of the index."""
         for file in files:
             for tensor in self._read_header(file):
                 if tensor.name in self.tensors:
@@ -229,7 +229,7 @@ class CheckpointFiles:
                 raise CheckpointFileError(f"{INDEX} lists tensor {name} in {file}, which does not contain it")
         stray = sorted(self.tensors.keys() - self.index["weight_map"].keys())
         if stray:
-            # Programs add tensors, such as those of MTP modules, and leave the index as it was.
+            # Some programs add tensors, such as those of MTP modules, without updating the index.
             log.warning(
                 "%s: %d tensors are in the files of %s but not in it, and are read: %s",
                 *(self.path, len(stray), INDEX, ", ".join(stray[:3])),
@@ -250,7 +250,7 @@ class CheckpointFiles:
         self.headers[file] = _pread(descriptor, 8 + length, 0, path)
         tensors, self.metadata[file] = parse_header(self.headers[file], file, path)
         end = tensors[-1].end if tensors else 8 + length
-        # Bytes after the last tensor belong to nothing: the header is of another file, or a download went wrong.
+        # Bytes after the last tensor belong to no tensor: the header is of a different file, or a download failed.
         if end != size:
             kind = "truncated" if end > size else "longer than its header says"
             raise CheckpointFileError(f"{path} is {kind}: {size} bytes instead of {end}")

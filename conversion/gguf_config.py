@@ -1,4 +1,4 @@
-"""Writes the metadata of a GGUF file as the content of a `config.json`, by its architecture."""
+"""Converts the metadata of a GGUF file to the content of a `config.json`, by its architecture."""
 
 import math
 from collections.abc import Callable
@@ -25,7 +25,7 @@ class Metadata:
 
     Attributes:
         header: the parsed header.
-        architecture: the architecture's name, which begins its keys.
+        architecture: the architecture's name, the prefix of its keys.
     """
 
     def __init__(self, header: GGUFHeader):
@@ -88,7 +88,7 @@ def describe_config(
     Raises:
         ConfigError: the architecture is not supported, a value is missing, or the file is one of several parts.
     """
-    # Parts after the first say nothing else of the model.
+    # Parts after the first do not describe the model.
     parts = header.metadata.get("split.count", 1)
     if isinstance(parts, int) and parts > 1:
         raise ConfigError(f"the GGUF file is one of {parts} parts: join them first (llama-gguf-split --merge)")
@@ -100,7 +100,7 @@ def describe_config(
     if data.get("expert_count", 0) and not has_experts:
         raise data.error("expert_count", f": experts are not supported in GGUF files of {data.architecture}")
     heads, width = data.integer("attention.head_count", low=1), data.integer("embedding_length", low=1)
-    # The names of all layers and experts are listed before any is looked up, so wrong counts must not get that far.
+    # The names of all layers and experts are listed before any is looked up, so reject wrong counts first.
     blocks = data.integer("block_count", low=1)
     if blocks > len(header.tensors):
         raise data.error("block_count", f", and the file has {len(header.tensors)} tensors")
@@ -108,7 +108,7 @@ def describe_config(
     modules = data.integer("nextn_predict_layers", 0)
     if modules >= blocks:
         raise data.error("nextn_predict_layers", f", and block_count, which includes them, is {blocks}")
-    # Programs drop the modules and keep their number; then every block that the file holds is the trunk's.
+    # Some programs drop the modules and keep their number; then every block in the file is the trunk's.
     is_dropped = modules and not any(".nextn." in name for name in header.tensors)
     trunk = blocks if is_dropped and any(f"blk.{blocks - 1}." in name for name in header.tensors) else blocks - modules
     vocabulary = header.tensors.get("token_embd.weight")
@@ -210,7 +210,7 @@ def _experts(data: Metadata) -> dict[str, Any]:
         "num_experts_per_tok": data.get("expert_used_count"),
         "moe_intermediate_size": data.get("expert_feed_forward_length"),
         "n_shared_experts": data.get("expert_shared_count", 0),
-        # Files of older converters name no groups; llama.cpp then chooses among all experts.
+        # Files of older converters have no groups; llama.cpp then chooses among all experts.
         "n_group": data.integer("expert_group_count", 0) or 1,
         "topk_group": data.integer("expert_group_used_count", 0) or 1,
         "norm_topk_prob": data.get("expert_weights_norm", False),
@@ -230,7 +230,7 @@ def _rope_scaling(data: Metadata, head_dim: int, factors: np.ndarray | None) -> 
         return None
     if kind == "linear":
         return {"rope_type": kind, "factor": factor}
-    # Factors that replace YaRN's own would change every logit, so they must not be passed over.
+    # Factors that replace YaRN's would change every logit, so they must not be ignored.
     for key in ("attn_factor", "yarn_attn_factor", "yarn_ext_factor"):
         if data.get(f"rope.scaling.{key}", 1.0) != 1.0:
             raise data.error(f"rope.scaling.{key}", "; supported: 1.0")

@@ -58,7 +58,7 @@ class GGUFFiles(CheckpointFiles):
         self.path, self.strict = pathlib.Path(path), strict
         self._nonfinite, self._open, self.metadata, self.index = {}, {}, {WEIGHTS_FILE: {"format": "pt"}}, None
         try:
-            # The user names this file, so its own symlinks are followed; it must be a regular file all the same.
+            # The user names this file, so its own symlinks are followed; it must still be a regular file.
             self._file = self._open[""] = open_inside(self.path, pathlib.Path("/"))
         except UnsafeFileError as error:
             raise CheckpointFileError(str(error)) from error
@@ -74,7 +74,7 @@ class GGUFFiles(CheckpointFiles):
         except BaseException:
             self.close()
             raise
-        # The header that a safetensors file of these tensors would have, so that conversion can go on from here.
+        # The header that a safetensors file of these tensors would have, so that conversion can continue from here.
         entries = [TensorEntry(tensor.name, tensor.dtype, tensor.shape) for tensor in self.tensors.values()]
         self.headers = {WEIGHTS_FILE: make_shard(WEIGHTS_FILE, entries, {"format": "pt"}).header}
 

@@ -1,7 +1,7 @@
 """Parses the header of a GGUF file: its metadata, and the type and place of every tensor.
 
-The file is untrusted, so each length and count is compared with the bytes that are left before anything is allocated.
-The `gguf` package's own reader makes several objects per vocabulary entry and checks no count, so only its tables of
+The file is untrusted, so each length and count is compared with the remaining bytes before anything is allocated. The
+`gguf` package's own reader makes several objects per vocabulary entry and checks no count, so only its tables of
 quantization types and its dequantization are used (`conversion.gguf_files`).
 """
 
@@ -116,7 +116,7 @@ def _tensor_bytes(name: str, shape: tuple[int, ...], kind: int, block_sizes, pat
 
 
 class _Cursor:
-    """Reads values one after the other from a file, through a buffer of `BUFFER_BYTES`."""
+    """Reads values in order from a file, through a buffer of `BUFFER_BYTES`."""
 
     def __init__(self, descriptor: int, path):
         self.descriptor, self.path = descriptor, path

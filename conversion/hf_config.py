@@ -1,7 +1,7 @@
 """Parses the `config.json` of the supported families into a `ModelConfig`.
 
-mtpjax has its own parser: no remote code runs, and every value is checked. A value that would need other arithmetic
-than the model implements is an error, not a default.
+mtpjax has its own parser: no remote code runs, and every value is checked. A value whose arithmetic the model does not
+implement is an error, not a default.
 """
 
 import dataclasses
@@ -28,7 +28,7 @@ class ParsedConfig:
     block: tuple[int, int] | None  # rows, columns that share an fp8 scale
     names_modules: bool  # the file says how many MTP modules there are
     unknown: tuple[str, ...]  # keys that are neither used nor known to be irrelevant
-    notes: tuple[str, ...] = ()  # what the file asks for and mtpjax does otherwise, a sentence each
+    notes: tuple[str, ...] = ()  # settings that mtpjax handles differently, one sentence each
 
 
 def parse_config(values: Any, model_type: str | None = None) -> ParsedConfig:
@@ -107,7 +107,7 @@ def parse_config(values: Any, model_type: str | None = None) -> ParsedConfig:
 
 
 def _common(reader: ConfigReader, epsilon: str) -> dict[str, Any]:
-    """Reads what every family has; `epsilon` is the key of the norms' epsilon in published files."""
+    """Reads the settings of every family; `epsilon` is the key of the norms' epsilon in published files."""
     # Values that the model does not implement are errors.
     reader.require("hidden_act", "silu", "swish")
     reader.require("use_sliding_window", False)
@@ -126,8 +126,8 @@ def _grouped(reader: ConfigReader, fields: dict[str, Any]) -> dict[str, Any]:
     """Reads grouped-query attention."""
     heads = fields["num_attention_heads"]
     bias = reader.flag("attention_bias", fields.get("attention_bias", False))
-    # Most classes of transformers have one more bias on the output; other families have it in their fixed fields. The
-    # key is written for GGUF files, whose tensors tell.
+    # Most classes of transformers also have a bias on the output; other families have it in their fixed fields. The key
+    # is written for GGUF files, whose tensors tell.
     has_output_bias = reader.flag("attention_output_bias", fields.get("attention_output_bias", True))
     made = {
         "num_key_value_heads": reader.integer("num_key_value_heads", heads),
@@ -135,7 +135,7 @@ def _grouped(reader: ConfigReader, fields: dict[str, Any]) -> dict[str, Any]:
         "attention_bias": bias,
         "attention_output_bias": bias and has_output_bias,
     }
-    # A family that always normalizes queries and keys has it in its fixed fields; exports of mtpjax name it too.
+    # Families that always normalize queries and keys have it in their fixed fields; exports of mtpjax also state it.
     if fields.get("use_qk_norm"):
         reader.require("use_qk_norm", True)
     else:
@@ -283,7 +283,7 @@ def _mtp(reader: ConfigReader) -> tuple[int, bool]:
 
 
 def _mtp_conventions(reader: ConfigReader) -> dict[str, Any]:
-    """Reads how MTP modules are fed and chained, where an mtpjax export differs from the family."""
+    """Reads the inputs and chaining of MTP modules, where an mtpjax export differs from the family."""
     names = ("mtp_chaining", "mtp_input", "mtp_output_norm", "mtp_layer_type")
     made = {key: value for key in names if (value := reader.get(key)) is not None}
     for key in ("mtp_hidden_post_norm", "mtp_chain_post_norm", "mtp_mask_first", "mtp_dense", "mtp_norm_differs"):

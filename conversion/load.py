@@ -34,8 +34,8 @@ def load(
         path: a directory with `config.json` and safetensors files.
         dtype: dtype to cast the parameters to. `None` keeps those of the files; block-quantized fp8 weights stay fp8
             with their scales (`BlockScaled`).
-        mesh: lays the parameters out over this mesh; each process reads only what its devices hold.
-        allow_copies: let devices hold copies of what an axis of the mesh does not divide.
+        mesh: shards the parameters over this mesh; each process reads only the shards of its devices.
+        allow_copies: let devices hold copies of sizes that an axis of the mesh does not divide.
         layout: the layout for decoding, or the one for training.
         model_type: the family to use instead of the one that `config.json` names.
 
@@ -71,7 +71,7 @@ def _check_memory(plan: LoadPlan, mesh: Mesh | None) -> None:
     # Bytes for this process's devices: their share under a mesh, everything without one.
     need = sum(np.prod(spec.shape, dtype=np.int64) * plan.dtypes[path].itemsize for path, spec in plan.specs.items())
     devices = len(mesh.local_devices) / mesh.size if mesh is not None else 1
-    # Windows does not report its memory; the load then fails where memory runs out.
+    # Windows does not report its memory; loading then fails when memory runs out.
     if not hasattr(os, "sysconf"):
         return
     # Accelerators report running out of memory themselves; a CPU machine would swap or kill the process.

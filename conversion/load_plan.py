@@ -1,6 +1,6 @@
 """Plans the loading of a checkpoint directory: from its configuration and headers to the tensors of every parameter.
 
-`inspect_files` lists what is wrong; `make_plan` raises the first of it. Every command plans with one of the two.
+`inspect_files` lists all problems; `make_plan` raises the first. Every command plans with one of the two.
 """
 
 import dataclasses
@@ -55,7 +55,7 @@ OTHER_PARTS = (
 
 @dataclasses.dataclass(frozen=True)
 class LoadPlan:
-    """A checkpoint directory in terms of the model: its configuration, and where each parameter comes from."""
+    """A checkpoint directory in terms of the model: its configuration, and the source of each parameter."""
 
     model_type: str
     config: ModelConfig
@@ -63,7 +63,7 @@ class LoadPlan:
     specs: dict[str, ParamSpec]  # by flat parameter name
     scales: ScaleMap
     tied: dict[str, str]  # copies that the files contain -> the tensor that they repeat
-    other: tuple[str, ...]  # tensors that are not the language model's; export writes them back
+    other: tuple[str, ...]  # tensors outside the language model; export writes them back
     missing: tuple[str, ...]
     extra: tuple[str, ...]  # unknown tensors
     dtypes: dict[str, np.dtype]  # of each parameter; float32 for one that cannot be read
@@ -98,8 +98,8 @@ def make_plan(
     Args:
         dtype: dtype of all parameters; `None` keeps those of the files.
         model_type: the family to use instead of the one that `config.json` names.
-        allow_extra: accept unknown tensors outside of the language model. They are not loaded; conversion keeps them.
-        is_copied: the tensors are copied and not computed with, so unknown ones do no harm anywhere.
+        allow_extra: accept unknown tensors outside the language model. They are not loaded; conversion keeps them.
+        is_copied: the tensors are only copied, so unknown ones are harmless.
 
     Raises:
         CheckpointFileError: tensors are missing, unknown, or of the wrong shape or dtype.
@@ -121,7 +121,7 @@ def inspect_files(
     allow_extra: bool = False,
     is_copied: bool = False,
 ) -> LoadPlan:
-    """Plans loading, and lists what is wrong instead of rejecting it.
+    """Plans loading, and lists problems instead of raising them.
 
     Only headers are read, and the few tensors that decide something: copies of embedding and head, and norms.
 
@@ -192,7 +192,7 @@ def inspect_files(
 
 
 def find_packing(files: TensorSource, values: Any) -> str | None:
-    """Finds out whether the weights are packed in a format that is not read.
+    """Finds out whether the weights are packed in an unsupported format.
 
     Returns:
         One sentence that names the format and what to do; None for other checkpoints.
@@ -226,7 +226,7 @@ def _find_shape_problems(plan: LoadPlan, files: CheckpointFiles, wanted: dict[st
 
 
 def _find_extra_problems(plan: LoadPlan, files: CheckpointFiles, allow_extra: bool, is_copied: bool) -> list[str]:
-    """Lists unknown tensors: those inside the language model change what it computes, so they are never left out."""
+    """Lists unknown tensors: those inside the language model change what it computes, so they are never ignored."""
     if is_copied or not plan.extra:
         return []
     inside = [name for name in plan.extra if _is_inside(name, plan.layout)]

@@ -91,7 +91,7 @@ def merge_tensors(
         The numbers of tensors that were equal, replaced and added.
 
     Raises:
-        CheckpointFileError: a tensor has another shape than the one that it replaces.
+        CheckpointFileError: the shape of a tensor differs from that of the one it replaces.
     """
     report, changed = _compare(files, plan, modules)
     # A changed fp8 tensor gets new scales, so the tensor of its scales changes with it.
@@ -154,7 +154,7 @@ def _compare(files: CheckpointFiles, plan: LoadPlan, modules: ModuleTensors) -> 
 
 
 def _is_equal(files: CheckpointFiles, plan: LoadPlan, modules: ModuleTensors, name: str) -> bool:
-    """Returns whether exporting the base's tensor would give the module's, in the module's own dtype."""
+    """Returns whether exporting the base's tensor would give the module's tensor, in its dtype."""
     # An export of an fp8 checkpoint holds bfloat16: dequantize the base in the same way before comparing.
     dtype = modules.entries[name].dtype
     ours = (block.astype(dtype) for block in dequantized_blocks(files, plan.scales, name, dtype))

@@ -45,7 +45,7 @@ def param_specs(config: ModelConfig, layout: Layout, has: Callable[[str], bool])
             f"trunk/layer_{layer}/", decoder_layer(config, kind, f"{layout.trunk}layers.{layer}.", layout, has)
         )
     # The MTP modules: a projection of [embedding | hidden], two or three norms, and one decoder layer each. Embedding
-    # and head are the trunk's, unless the checkpoint has other ones for the modules.
+    # and head are the trunk's, unless the checkpoint has separate ones for the modules.
     norms = ("norm_embedding", "norm_hidden", "norm_output")[: 3 if config.mtp_output_norm == "own" else 2]
     of_modules = dataclasses.replace(layout, feed_forward_norm=layout.mtp_feed_forward_norm)
     for number in range(config.num_mtp_modules):
@@ -77,7 +77,7 @@ def mtp_names(config: ModelConfig, layout: Layout, number: int) -> tuple[str, di
         shared = prefix if layout.mtp == "mtp_each" and config.num_mtp_modules > 1 else layout.modules
         norms = "pre_fc_norm_embedding", "pre_fc_norm_hidden", "norm"
         return prefix, _around(shared, "fc", *norms, "embed_tokens", "lm_head")
-    # MiMo: a list of layers beside the trunk's, which never repeats embedding and head.
+    # MiMo: a separate list of layers, which never repeats embedding and head.
     if layout.mtp in MIMO:
         layers, *names = MIMO[layout.mtp]
         prefix = f"{layout.modules}{layers}.{number}."
@@ -97,7 +97,7 @@ def _around(prefix: str, *names: str) -> dict[str, str]:
 
 
 def stored_layout(layout: Layout, config: ModelConfig, has: Callable[[str], bool]) -> Layout:
-    """Adapts a family's layout to a checkpoint, since programs save the same family under several prefixes.
+    """Adapts a family's layout to a checkpoint, because programs save the same family under several prefixes.
 
     Returns:
         The layout with the prefix of the trunk that the checkpoint has, the tensor of a tied embedding, and the place
@@ -131,7 +131,7 @@ def module_prefixes(config: ModelConfig, layout: Layout) -> tuple[str, ...]:
     """Lists the prefixes of the tensor names of MTP modules.
 
     Returns:
-        The prefixes; at least one, also without modules.
+        The prefixes; at least one, even without modules.
     """
     if layout.is_under_mtp:
         return (layout.modules,)

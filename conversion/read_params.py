@@ -78,7 +78,8 @@ def dequantize(values: np.ndarray, scales: np.ndarray, axis: int, block: int, be
 
     Args:
         values: float8_e4m3fn, any shape; a part of an array along `axis`.
-        scales: float32, with the axes of `values`, and one entry per block along `axis`, from the array's begin on.
+        scales: float32, with the axes of `values`, and one entry per block along `axis`, from the start of the array
+            on.
         axis: the axis along which `block` elements share a scale.
         begin: the place of `values` along `axis` in the whole array.
     """
@@ -115,7 +116,7 @@ def read_scales(files: TensorSource, scales: ScaleMap, spec: ParamSpec, index: I
 
 def _read_scale_rows(files: TensorSource, scales: ScaleMap, name: str, begin: int, end: int) -> np.ndarray:
     """Reads the scales of rows of an fp8 tensor, one row of scales for each row of the tensor."""
-    # Repeat each row of scales for the rows of its block, then cut out the rows that were asked for.
+    # Repeat each row of scales for the rows of its block, then cut out the requested rows.
     side = scales.rows
     first = begin // side
     blocks = read_scale_blocks(files, scales.names[name], first, -(-end // side))
@@ -135,7 +136,7 @@ def read_scale_blocks(files: TensorSource, name: str, begin: int, end: int) -> n
 
 
 def decode_scales(stored: np.ndarray) -> np.ndarray:
-    """Turns scales as files hold them into numbers.
+    """Converts scales as stored in files to numbers.
 
     Args:
         stored: floats, or exponents (e8m0) as float8_e8m0fnu or as bytes: 2^(x - 127).
@@ -171,7 +172,7 @@ def _assemble(
 def _aligned(shape: list[int], dtype: np.dtype) -> np.ndarray:
     """Allocates an array aligned to 64 bytes, which JAX's CPU backend takes over without a copy."""
     size = math.prod(shape) * dtype.itemsize
-    # Allocate a little more, and begin at the first aligned byte.
+    # Allocate slightly more, and start at the first aligned byte.
     buffer = np.empty(size + 64, np.uint8)
     begin = -buffer.ctypes.data % 64
     return buffer[begin : begin + size].view(dtype).reshape(shape)
@@ -186,7 +187,7 @@ def _overlap(piece: TensorSlice, spec: ParamSpec, index: Index):
     local, target = [], []
     narrow = piece
     for axis, (place, size, (begin, end)) in enumerate(zip(piece.target, spec.shape, index, strict=True)):
-        # An axis where the slice has one place, such as the expert's number: inside of the part or not.
+        # An axis where the slice has one place, such as the expert's number: inside the part or not.
         if not isinstance(place, slice):
             if not begin <= place < end:
                 return None
@@ -198,7 +199,7 @@ def _overlap(piece: TensorSlice, spec: ParamSpec, index: Index):
         if low >= high:
             return None
         target.append(slice(low - begin, high - begin))
-        # Along the tensor's rows fewer rows are read; along other axes the rest is cut off after reading.
+        # Along the tensor's rows only these are read; along other axes the rest is cut off after reading.
         if axis == piece.rows_axis:
             narrow = piece.narrowed(low - first, high - first)
             local.append(slice(None))

@@ -79,7 +79,7 @@ def split_into_shards(entries: Iterable[TensorEntry], max_bytes: int = SHARD_BYT
     Returns:
         The shards; a single one is called `model.safetensors`.
     """
-    # Fill files in order: a tensor that does not fit begins the next file.
+    # Fill files in order: a tensor that does not fit starts the next file.
     groups: list[list[TensorEntry]] = [[]]
     room = max_bytes
     for entry in entries:
@@ -136,7 +136,7 @@ def write_shards(
 
 
 def _prefetched(blocks: Iterator[np.ndarray]) -> Iterator[np.ndarray]:
-    """Yields the same blocks, and makes each one in a thread while the one before is used."""
+    """Yields the same blocks, and makes each one in a thread while the previous one is used."""
     with ThreadPoolExecutor(1) as pool:
         coming = pool.submit(next, blocks, None)
         while (block := coming.result()) is not None:

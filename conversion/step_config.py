@@ -17,8 +17,8 @@ def expand_step(values: dict[str, Any]) -> dict[str, Any]:
     """Translates Step-3.5's lists, with an entry per layer, to the keys of other families.
 
     Returns:
-        The values with `rope_parameters` per type of layer, `layer_types` and limits of the trunk's layers alone,
-        `mlp_layer_types` and `mtp_layer_type`. Other keys stay.
+        The values with `rope_parameters` per type of layer, `layer_types` and limits of only the trunk's layers,
+        `mlp_layer_types` and `mtp_layer_type`. Other keys are kept.
 
     Raises:
         ConfigError: a list has the wrong length or type, layers of one type differ, or a module is clamped.

@@ -1,8 +1,8 @@
 """Maps tensors of a Hugging Face checkpoint to parameters.
 
-A parameter (`ParamSpec`) is assembled from `TensorSlice`s. A slice is a rectangle that one tensor and one parameter
-share: some rows of the tensor, reshaped, indexed and transposed. Nothing is added or rounded, so the same slices also
-write the parameter back to the tensor, with the same bytes.
+A parameter (`ParamSpec`) is assembled from `TensorSlice`s. A slice is a rectangle common to one tensor and one
+parameter: some rows of the tensor, reshaped, indexed and transposed. Nothing is added or rounded, so the same slices
+also write the parameter back to the tensor, with the same bytes.
 """
 
 import dataclasses
@@ -17,14 +17,14 @@ import numpy as np
 from conversion.files import BLOCK_BYTES
 
 ALL = slice(None)
-TILE_BYTES = 1 << 20  # of what XLA transposes at once
+TILE_BYTES = 1 << 20  # that XLA transposes at once
 
 
 class TensorSlice(NamedTuple):
     """`param[target] = tensor[begin:end].reshape(split)[select].transpose(axes)`.
 
     Rows along the first axis of the tensor are contiguous in its file, so a slice is read and written by row ranges.
-    The first factor of `split` divides the rows into units; a unit is the least that is read at once.
+    The first factor of `split` divides the rows into units; a unit is the smallest part that is read at once.
     """
 
     name: str  # of the tensor
@@ -112,7 +112,7 @@ class ParamSpec:
         """Chooses chunks in which the parameter can be converted with bounded memory.
 
         Chunks are cut between experts, which are separate tensors, and along the tensors' rows. So reading a chunk
-        reads nothing else.
+        reads only its bytes.
 
         Returns:
             The shape of a chunk of at most `BLOCK_BYTES`, if cuts along these two axes suffice.
@@ -186,7 +186,7 @@ def copy_into(out: np.ndarray, view: np.ndarray) -> None:
     if view.flags.c_contiguous or view.nbytes < TILE_BYTES // 4 or _cpu() is None:
         out[...] = view
         return
-    # Small tiles: their memory is reused from one to the next, and touching fresh memory would cost more than the copy.
+    # Small tiles: their memory is reused, and touching fresh memory would cost more than the copy.
     axis = int(np.argmax(view.strides))
     step = max(1, TILE_BYTES * view.shape[axis] // view.nbytes)
     for begin in range(0, view.shape[axis], step):

@@ -82,5 +82,5 @@ def __getattr__(name: str):
 
 
 def __dir__() -> list[str]:
-    """Lists the public names, which `globals()` does not hold."""
+    """Lists the public names, which are not in `globals()`."""
     return sorted({*__all__, *(name for name in globals() if name.startswith("__"))})

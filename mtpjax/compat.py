@@ -35,7 +35,7 @@ device_description_str: "NVIDIA H100 80GB HBM3"
 
 @contextlib.contextmanager
 def library_settings() -> Iterator[None]:
-    """Sets the JAX settings that the library's own functions need, whatever those of the caller are.
+    """Sets the JAX settings that the library's functions need, regardless of the caller's.
 
     The programs rely on standard dtype promotion, and a call moves its request to the device. Callers set
     `jax_numpy_dtype_promotion="strict"` and `transfer_guard("disallow")` to find mistakes in their own code. Usable as
@@ -78,8 +78,8 @@ def has_graph_flags() -> bool:
 def allow_recorded_collectives(devices: Iterable[Any]) -> None:
     """Lets CUDA graphs hold loops with collectives between GPUs of one node. A value of the user stays.
 
-    For each collective that a graph records, NCCL adds event nodes, which order it with collectives outside of graphs.
-    CUDA allows no event nodes in a loop, and a decoding call has no collectives outside of its graph. NCCL reads the
+    For each collective that a graph records, NCCL adds event nodes, which order it with collectives outside graphs.
+    CUDA allows no event nodes in a loop, and a decoding call has no collectives outside its graph. NCCL reads the
     variable when its first communicator starts, so this comes before the first program on several GPUs.
     """
     devices = list(devices)

@@ -1,7 +1,7 @@
 """Several processes, one per host, that run the same program on a mesh of all their devices.
 
-All processes read the same input, and each keeps its own part. The first one writes files; each writes its parts of
-split arrays. Files must be on a file system that all of them share.
+All processes read the same input, and each keeps its shard. The first one writes files; each writes its shards of
+arrays. Files must be on a file system that all of them share.
 """
 
 import contextlib
@@ -164,7 +164,7 @@ def raise_together(error: Exception) -> Iterator[None]:
 
 @contextlib.contextmanager
 def in_main_process(make: Callable[..., contextlib.AbstractContextManager], *arguments: Any) -> Iterator[Any]:
-    """Enters a context in the main process alone. All processes must call it.
+    """Enters a context only in the main process. All processes must call it.
 
     Raises:
         Exception: what entering it raised. The other processes raise a `ValueError`.
@@ -179,7 +179,7 @@ def in_main_process(make: Callable[..., contextlib.AbstractContextManager], *arg
 
 @contextlib.contextmanager
 def raise_on_lost_peer() -> Iterator[None]:
-    """Turns JAX's errors about a process that has ended into `LostProcess`; other errors pass unchanged.
+    """Converts JAX's errors about a lost process to `LostProcess`; other errors pass unchanged.
 
     JAX has no exception class of its own for a lost process, so this is the one place that reads messages.
 

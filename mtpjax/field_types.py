@@ -1,4 +1,4 @@
-"""Checks the fields of a settings dataclass when it is made, so that a wrong one does not end a run later."""
+"""Checks the fields of a settings dataclass when it is made, so that a wrong one does not fail a run later."""
 
 import dataclasses
 import functools
@@ -18,7 +18,7 @@ NAMES = {bool: "True or False", int: "an integer", float: "a number", str: "a st
 def check_scalar_fields(config: Any) -> None:
     """Checks the fields whose annotation is `bool`, `int`, `float`, `str`, or a `Literal`, or one of them and None.
 
-    Numbers of NumPy and paths become Python's numbers and strings, which JSON can hold.
+    NumPy numbers and paths become Python numbers and strings, which JSON can hold.
 
     Raises:
         ValueError: a value has another type, or is not among the choices. The message names the field.

@@ -1,4 +1,4 @@
-"""Recognizes folders that are given as a model and are something else, so that every command says what they are."""
+"""Recognizes folders that are given as a model but are something else, so that every command can report it."""
 
 import pathlib
 from typing import Any
@@ -15,7 +15,7 @@ DRAFTER_KEYS = ("speculators_model_type", "medusa_num_heads")
 
 
 def reject_other_folder(folder: pathlib.Path) -> None:
-    """Raises an error for a folder that is not a model, and says what it is and what to do.
+    """Raises an error for a folder that is not a model; the message says what it is and what to do.
 
     Args:
         folder: what a user gave as a model. A file, a missing folder or a model raises nothing.

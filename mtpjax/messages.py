@@ -18,7 +18,7 @@ def nearest(name: str, known: Iterable[str]) -> str | None:
     """Returns the known name that a misspelt one most likely means.
 
     Returns:
-        The name that begins with `name`, if there is one only; else the one of the most similar spelling. None if no
+        The name that starts with `name`, if there is only one; else the one with the most similar spelling. None if no
         name is similar.
     """
     known = list(known)

@@ -1,4 +1,4 @@
-"""Imports records of users, acceptance rules and draft methods, by `package.module:RECORD`."""
+"""Imports user-defined records, acceptance rules and draft methods, by `package.module:RECORD`."""
 
 import importlib
 import os

@@ -54,7 +54,7 @@ def open_inside(path: pathlib.Path, root: pathlib.Path) -> int:
         A file descriptor, open for reading. The caller closes it.
 
     Raises:
-        UnsafeFileError: the file is missing, unreadable, not a regular file, or outside of `root`.
+        UnsafeFileError: the file is missing, unreadable, not a regular file, or outside `root`.
     """
     # Resolve symlinks first: the checks below hold for the file that is opened, not for the name that was given.
     try:
@@ -106,7 +106,7 @@ def list_chat_templates(folder: pathlib.Path) -> list[str]:
 
 
 def open_regular(path: str | os.PathLike) -> io.BufferedReader:
-    """Opens a file of the user's own, wherever it lies, if it is a regular file.
+    """Opens a user's file at any location, if it is a regular file.
 
     A named pipe without a writer would block, and a device such as `/dev/zero` never ends.
 

@@ -1,6 +1,6 @@
-"""Pallas kernels for JAX, each beside a plain JAX reference that defines its meaning.
+"""Pallas kernels for JAX, each with a plain JAX reference that defines its meaning.
 
-Each op is one function, in the module of its name, that picks the kernel or the reference: `implementation` is "xla"
+Each op is one function, in the module of its name, which chooses the kernel or the reference: `implementation` is "xla"
 (plain JAX: the reference, or a faster form with the same meaning), "triton" (the kernel, on CUDA and ROCm),
 "interpreted" (the kernel in Pallas's interpreter, on any machine) or "auto" (`pallas_kernels.dispatch`). Every op
 raises `ValueError` for an unknown implementation and for shapes or dtypes that do not fit. Below the ops, `interpret`

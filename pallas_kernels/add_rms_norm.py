@@ -27,7 +27,7 @@ def add_rms_norm(
     separate operations do. Differentiable in reverse mode.
 
     Args:
-        x: [..., D] floating, the residual stream; None, where it begins with the update.
+        x: [..., D] floating, the residual stream; None if it starts with the update.
         update: Product [..., D], such as the output of a layer.
         scale: [D] floating.
         eps: Added to the mean square before the square root.
@@ -65,7 +65,7 @@ def _add_rms_norm_triton(x, update, scale, eps, zero_centred, interpret):
     """Runs the kernel over rows [R, D]: each program takes one block of whole rows."""
     *outer, width = update.shape
     num_rows, dtype = math.prod(outer), update.dtype if x is None else x.dtype
-    # A row is padded to a power of two. As in `rms_norm`, the block depends on the width alone.
+    # A row is padded to a power of two. As in `rms_norm`, the block depends only on the width.
     padded = pl.next_power_of_2(width)
     block = max(1, 4096 // padded)
     block_of_rows = pl.BlockSpec((block, padded), lambda i: (i, 0))

@@ -35,7 +35,7 @@ class Heads:
     """The bias, norms and rotation of each head of the projection.
 
     Attributes:
-        bias: [K, G + 2, H] added to the projection; None: nothing.
+        bias: [K, G + 2, H] added to the projection; None: no bias.
         norms: Scales [H] of the RMSNorm of queries and of keys; None: no norm.
         eps: Added to the mean square in the norms.
         zero_centred: The norms multiply by `1 + scale`.
@@ -57,8 +57,8 @@ def append_heads(
     Not differentiable: for passes with a cache.
 
     Args:
-        projected: [B, T, K, G + 2 or more, H]: for each of K key heads G queries, its key, its value, and what this
-            op leaves alone.
+        projected: [B, T, K, G + 2 or more, H]: for each of K key heads G queries, its key, its value, and entries that
+            this op ignores.
         angles: Cosines and sines [B, T, P] float32; the first 2 P channels of queries and keys are rotated.
         keys: [B, K, S, H], the cache. The caller no longer uses it.
         values: [B, K, S, H], the cache, as `keys`.
@@ -223,7 +223,7 @@ def _append_heads_kernel(
     G, H, P = group_size, int(q_ref.shape[4]), int(cos_ref.shape[2])
     token, key_head = pl.program_id(0), pl.program_id(1)
     row, place = jax.lax.div(token, num_tokens), jax.lax.rem(token, num_tokens)
-    # (channels, mask) of each group: where it is read, and where it is written once it is rotated.
+    # (channels, mask) of each group: where it is read, and where it is written after rotation.
     pair, rest = jnp.arange(pl.next_power_of_2(P)), jnp.arange(pl.next_power_of_2(max(H - 2 * P, 1)))
     first, second = (2 * pair, 2 * pair + 1) if interleaved else (pair, pair + P)
     unrotated = [(rest + 2 * P, rest < H - 2 * P)] if H > 2 * P else []
@@ -267,7 +267,7 @@ def _append_heads_kernel(
     head = jnp.arange(pl.next_power_of_2(G))
     q = normalise_and_rotate(load(head, head < G), norm_refs[0])
     store(q_ref, (row, key_head, place), head, head < G, q, rotated_groups)
-    # 2. Key and value go to the token's slot of the cache; a value is written as it was read.
+    # 2. Key and value go to the token's slot of the cache; a value is written unchanged.
     one = jnp.arange(1)
     if is_paged:
         page, slot = (plt.load(ref.at[row, place]) for ref in place_refs)

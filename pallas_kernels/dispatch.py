@@ -21,8 +21,8 @@ MIN_PAGED_ROWS = 32  # rows from which attention over pages runs its kernel
 # Ops that run their kernel on a GPU where nothing near was measured: without it XLA reads experts several times, writes
 # fp8 weights out in a wider dtype, or copies all pages of a cache in every layer. On an H100 a round of 64 rows took
 # two thirds of the time with attention over pages by its kernel; one row in a contiguous cache was faster by XLA than
-# by all kernels. Nothing between was measured, so the rule begins at half of the 64 rows. For other ops XLA is a fair
-# choice until it is measured.
+# by all kernels. Nothing between was measured, so the rule starts at half of the 64 rows. Other ops run in XLA until
+# they are measured.
 _KERNEL_BY_RULE: Mapping[str, Callable[[Mapping[str, int | str]], bool]] = {
     "grouped_matmul": lambda shape: True,
     "route_tokens": lambda shape: True,
@@ -71,7 +71,7 @@ def choose(
     the first time, it is compared with the reference on this device; if the numbers differ, "auto" warns and is "xla"
     from then on.
 
-    Over a mesh that XLA partitions by itself the answer is always "xla": XLA cannot split a kernel, and would gather
+    On a mesh that XLA partitions automatically, the result is always "xla": XLA cannot split a kernel, and would gather
     its operands on every device.
 
     Args:
@@ -80,7 +80,7 @@ def choose(
         shape: Describes the call. Numbers are sizes; strings, such as dtypes, are kinds and must match exactly.
         unsupported_reason: The reason why the kernel does not support these arguments, or None if it does.
         make_case: Makes arrays of a shape, on which the kernel is compared with "xla". None: it is not compared.
-        check: Compares an implementation in another way: returns the largest difference over its bound, so that more
+        check: Compares an implementation in a custom way: returns the largest difference over its bound, so that more
             than 1 is a failure.
 
     Raises:
@@ -101,7 +101,7 @@ def choose(
     kinds = zip(mesh.axis_names, mesh.axis_types, strict=True)
     if any(kind is not AxisType.Manual and mesh.shape[name] > 1 for name, kind in kinds):
         return "xla"
-    # An implementation requested by name runs as requested, and fails loudly where it cannot.
+    # An implementation requested by name runs as requested, and raises an error if it cannot.
     if implementation != "auto":
         if unsupported_reason and implementation != "xla":
             raise ValueError(unsupported_reason)
@@ -126,7 +126,7 @@ def _agrees(op: str, shape: Mapping[str, int | str], implementation: str, check:
     key = (op, implementation, *(value for value in shape.values() if isinstance(value, str)))
     if key not in _process.agreed:
         # The caller is being traced, but the comparison must run now: in a thread, because JAX traces per thread.
-        # (`jax.ensure_compile_time_eval` would also evaluate what a kernel's own trace has to keep.)
+        # (`jax.ensure_compile_time_eval` would also evaluate values that a kernel's trace must keep.)
         try:
             with concurrent.futures.ThreadPoolExecutor(1) as thread:
                 difference = thread.submit(check, implementation).result()
@@ -169,7 +169,7 @@ def _fastest(cells: Sequence[Mapping], shape: Mapping[str, int | str]) -> str | 
             return 1.0 if one == other else math.inf
         return max(one / other, other / one)
 
-    # A cell is as far away as the worst of its sizes; a cell with other names describes another op's shape.
+    # The distance of a cell is that of its worst size; a cell with other names is the shape of a different op.
     def cell_ratio(cell: Mapping) -> float:
         if set(cell["shape"]) != set(shape):
             return math.inf

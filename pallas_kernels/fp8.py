@@ -10,7 +10,7 @@ FP8_DIVISOR = 256  # `convert_fp8` returns the value divided by this
 def is_converted_by_integers(dtype, platform: str) -> bool:
     """Returns whether kernels convert a stored dtype by `convert_fp8`.
 
-    An MI300X has another fp8 format than float8_e4m3fn, and converts that one slowly. An H100 converts it itself.
+    The fp8 format of an MI300X is not float8_e4m3fn, which it converts slowly. An H100 converts it in hardware.
     """
     return platform == "rocm" and dtype == jnp.float8_e4m3fn
 

@@ -1,7 +1,7 @@
 """A few rows through the gate and up matrices of SwiGLU: op, kernel, reference.
 
-Limit: the bytes of the matrices. A program multiplies by the same columns of gate and up, so SwiGLU needs no launch of
-its own, and the products stay out of memory.
+Limit: the bytes of the matrices. A program multiplies by the same columns of gate and up, so SwiGLU needs no separate
+launch, and the products are never written to memory.
 """
 
 import functools
@@ -117,7 +117,7 @@ def _run_kernel(x, weights, scales, *, block, interpret, platform):
 def _num_columns(F: int, *, is_float32: bool) -> int:
     """Returns the columns of a program: the most that still give about every processor one program.
 
-    Gate times up needs whole sums, so the inputs cannot be split over programs where there are few columns.
+    Gate times up needs whole sums, so the inputs cannot be split over programs if there are few columns.
     """
     columns = 32 if is_float32 else 64
     while columns > 16 and pl.cdiv(F, columns) < 0.75 * num_processors():

@@ -2,8 +2,8 @@
 
     $XDG_CACHE_HOME/mtpjax/kernels/DEVICE-jaxVERSION-KEY.json    ~/.cache without XDG_CACHE_HOME
 
-KEY is a digest of the kernels' source. So times of another kind of device, another version of JAX or other kernels are
-never used.
+KEY is a digest of the kernels' source. So times of a different kind of device, version of JAX or kernels are never
+used.
 """
 
 import functools
@@ -61,7 +61,7 @@ def add(op: str, shape: Mapping[str, int | str], milliseconds: Mapping[str, floa
     """Adds one measurement of JAX's first device, or replaces that of the same shape.
 
     Args:
-        op: Name of the op, as it asks `pallas_kernels.dispatch.choose`.
+        op: Name of the op, as passed to `pallas_kernels.dispatch.choose`.
         milliseconds: Time of each implementation.
 
     Raises:

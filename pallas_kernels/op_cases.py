@@ -1,4 +1,4 @@
-"""The ops that can be timed by themselves, at any shape by which `dispatch.choose` chooses: op -> maker of its case."""
+"""The ops that can be timed separately, at any shape that `dispatch.choose` takes: op -> maker of its case."""
 
 from collections.abc import Callable
 

@@ -17,7 +17,7 @@ class PartialSums:
     """The parts of a split sum (split-K). Their sum, rounded to `dtype`, is the value.
 
     A kernel that splits a sum over many programs writes one part each. The op that reads the product adds them while it
-    loads, which saves the launch that would add them first.
+    loads, which saves a separate launch.
 
     Attributes:
         parts: [P, ..., F], float32; a single part may have `dtype`.

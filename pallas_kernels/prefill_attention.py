@@ -1,7 +1,8 @@
 """Attention of many new tokens per row against its KV cache, without scores in memory (flash attention): op, kernel.
 
-Limit: multiplications. A program keeps a block of queries and goes through the slots that they attend to, so the scores
-`[B, heads, T, S]`, which XLA writes and reads several times, never leave the processor (FlashAttention-2, 2307.08691).
+Limit: multiplications. A program keeps a block of queries and iterates over the slots that they attend to, so the
+scores `[B, heads, T, S]`, which XLA writes and reads several times, never leave the processor (FlashAttention-2,
+2307.08691).
 """
 
 import functools
@@ -107,7 +108,7 @@ def prefill_attention_reference(
         is_visible &= (slot >= window_start[:, :, None]) | (slot < sinks)
     if mask is not None:
         is_visible &= mask
-    # Zero the slots that no token sees: their weight is 0, but 0 times NaN is NaN.
+    # Zero the slots that no token attends to: their weight is 0, but 0 times NaN is NaN.
     values = jnp.where(is_visible.any(axis=1)[:, None, :, None], values.astype(q.dtype), 0)
     scores = jnp.einsum("BKTGH,BKSH->BKTGS", q, keys.astype(q.dtype), preferred_element_type=jnp.float32) * scale
     is_visible = is_visible[:, None, :, None]
@@ -130,7 +131,7 @@ def _choose_tiles(width: int, is_latent: bool, itemsize: int, platform: str) -> 
 def _run_kernel(
     q, keys, values, start, window_start, mask, *, scale, sinks, value_width, interpret, platform
 ) -> jax.Array:
-    """Runs the kernel over [row blocks, K, B]; blocks of late queries, which see most slots, start first."""
+    """Runs the kernel over [row blocks, K, B]; blocks of late queries, which attend to most slots, start first."""
     B, K, T, G, H = q.shape
     S, R = keys.shape[2], T * G
     is_latent = values is None
@@ -146,7 +147,7 @@ def _run_kernel(
         max(begin + padded for begin, _, padded in slices)
         for slices in (value_slices, key_slices, *([] if is_latent else [value_slices]))
     ]
-    # Late queries see the most slots, so their blocks start first and the short ones fill the end.
+    # Late queries attend to the most slots, so their blocks start first and the short ones run last.
     block_of = lambda i: num_blocks - 1 - i
     caches = [keys] if is_latent else [keys, values]
     # Windows and the mask, as bytes, are optional inputs.
@@ -204,7 +205,7 @@ def _prefill_attention_kernel(
     value_slices,
     is_integer_fp8,
 ):
-    """Attends from one block of query rows (token t, head g, numbered t * G + g) to all slots that they see."""
+    """Attends from one block of query rows (token t, head g, numbered t * G + g) to all their visible slots."""
     refs = list(refs)
     window_ref = refs.pop(0) if has_window else None
     mask_ref = refs.pop(0) if has_mask else None
@@ -219,7 +220,7 @@ def _prefill_attention_kernel(
     # Load the queries once, in their own dtype.
     q = [load_slice(q_ref, slice(None), is_row, part, q_ref.dtype) for part in key_slices]
 
-    # The blocks of slots that some query sees: those of the sinks, then from the first window to the last query.
+    # The blocks of slots that some query attends to: those of the sinks, then from the first window to the last query.
     end_slot = jnp.minimum(jnp.max(last_slot, axis=0) + 1, num_slots)
     window_start = None
     num_sink_blocks, first_block = 0, 0

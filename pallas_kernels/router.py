@@ -1,7 +1,7 @@
 """Routes tokens to experts: the router's product, and the choice of the best experts: op, kernel, reference.
 
 Limit: at decoding's few rows, the launches. Two kernels replace eleven: the product, split over the processors because
-one of them would take longer to read the router than all of these launches last, and the choice, one program per token.
+reading the router with one would take longer than all these launches, and the choice, one program per token.
 """
 
 import dataclasses
@@ -55,7 +55,7 @@ def route_tokens(
         x: [n, D] floating.
         router: [D, E] floating.
         bias: [E] floating, or None.
-        is_used: [n] bool; other tokens choose no experts, so their ids are E. None: all tokens are used.
+        is_used: [n] bool; other tokens are not routed, so their ids are E. None: all tokens are used.
         implementation: As for every op. More than 64 rows always run "xla".
 
     Returns:
@@ -193,8 +193,8 @@ def _select_experts_kernel(parts_ref, *refs, names, tile, routing, num_experts):
         choice = choice + plt.load(optional["bias"].at[expert], mask=is_expert, other=0.0).astype(jnp.float32)
     choice = jnp.where(is_expert, choice, lowest)
 
-    # Keep the best groups: one after the other, by the sum of their two best experts. `argmax` takes the lowest of
-    # equal ones, and compares no numbers that a compiler may have computed twice and rounded differently.
+    # Keep the best groups, one at a time, by the sum of their two best experts. `argmax` takes the lowest of equal
+    # ones, and compares no numbers that a compiler may have computed twice and rounded differently.
     if routing.num_groups > 1:
         value = jnp.max(choice, axis=1)
         if per_group > 1:
@@ -206,7 +206,7 @@ def _select_experts_kernel(parts_ref, *refs, names, tile, routing, num_experts):
             is_kept = is_kept | is_best
         choice = jnp.where(is_kept[:, None], choice, lowest)
 
-    # Choose experts one after the other.
+    # Choose experts one at a time.
     place = jnp.arange(pl.next_power_of_2(routing.k))
     ids, weights = jnp.zeros(place.shape, jnp.int32), jnp.zeros(place.shape, jnp.float32)
     for step in range(routing.k):
@@ -217,7 +217,7 @@ def _select_experts_kernel(parts_ref, *refs, names, tile, routing, num_experts):
         )
         ids, weights = jnp.where(place == step, index, ids), jnp.where(place == step, score, weights)
         choice = jnp.where(is_best, lowest, choice)
-    # Normalise the weights. A token that is not used gets ids after all experts.
+    # Normalise the weights. An unused token gets ids after all experts.
     if routing.normalises:
         weights = weights / (jnp.sum(weights, axis=0) + 1e-20)
     if "is_used" in optional:

@@ -22,7 +22,7 @@ def top_k(values: jax.Array, k: int) -> tuple[jax.Array, jax.Array]:
         # A scan, because its inputs are in memory. Without one XLA may fuse the computation of `values` into both the
         # maximum and the comparison with it; rounded differently there, the maximum would equal no element.
         def find_largest(is_left, _):
-            # The maximum of the elements left, the first index that has it, and a mask without that element.
+            # The maximum of the remaining elements, its first index, and a mask without that element.
             value = jnp.max(values, axis=-1, keepdims=True, initial=-jnp.inf, where=is_left)
             is_best = is_left & (values == value)
             position = jnp.min(jnp.where(is_best, index, values.shape[-1] - 1), axis=-1, keepdims=True)

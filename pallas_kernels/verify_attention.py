@@ -1,7 +1,7 @@
 """Attention of a few queries per row against a long, ragged KV cache (flash decoding): op, kernel, reference.
 
 Limit: the bytes of the cache, each read once. Latent attention (MLA) with many heads shares each slot among all of
-them, so there multiplications limit.
+them, so there multiplications are the limit.
 """
 
 import dataclasses
@@ -194,10 +194,10 @@ def verify_attention_reference(
         & (draft_slot < num_draft_slots)
     )
     mask = jnp.broadcast_to(is_committed, is_draft.shape) | is_draft  # [B, T, S]
-    # Zero the slots that no token sees: their weight is 0, but 0 times NaN is NaN.
+    # Zero the slots that no token attends to: their weight is 0, but 0 times NaN is NaN.
     values = jnp.where(mask.any(axis=1)[:, None, :, None], values.astype(q.dtype), 0)
     scores = jnp.einsum("BKTGH,BKSH->BKTGS", q, keys.astype(q.dtype), preferred_element_type=jnp.float32) * scale
-    # A second `where` after the softmax gives zeros to tokens that see nothing.
+    # A second `where` after the softmax gives zeros to tokens that attend to nothing.
     mask = mask[:, None, :, None]
     weights = jnp.where(mask, jax.nn.softmax(jnp.where(mask, scores, MASKED_SCORE), axis=-1), 0)
     outputs = jnp.einsum("BKTGS,BKSH->BKTGH", weights.astype(q.dtype), values)
@@ -262,7 +262,7 @@ def _run_kernel(
         window_start = None if window_start is None else window_start + page_shift
     is_latent = len(caches) == 1
     width = value_width if is_latent else caches[1].shape[3]
-    # Within `batch_invariant` the tile has the rows of one token, so that other depths of drafts do not change it.
+    # Within `batch_invariant` the tile has the rows of one token, so that it does not depend on the depth of drafts.
     is_invariant = is_batch_invariant()
     tiles = _choose_tiles(G if is_invariant else R, width, is_latent, q.dtype.itemsize, platform)
     if page_table is not None:
@@ -281,13 +281,13 @@ def _run_kernel(
     place = functools.partial(die_order, grid=grid, is_reordered=has_shared_slots)
     placed = lambda index_map: lambda *ids: index_map(*place(*ids))
     row_table, token_table = _pack_masks(num_committed, ancestor_mask, window_start, S)
-    # Triton arrays have power-of-two sizes, so columns are cut into slices: a latent's keys into value columns (in
-    # halves if split) and the rest.
+    # Triton arrays have power-of-two sizes, so columns are cut into slices. A latent's keys are cut into its value
+    # columns (in `num_parts` parts) and the rest.
     columns_per_part = width // num_parts
     value_slices = column_slices(columns_per_part)
     key_ends = range(columns_per_part, width + 1, columns_per_part) if is_latent else ()
     key_slices = column_slices(*key_ends, H)
-    # Widths of blocks, which exceed the array where its last slice is padded; masks cover the excess.
+    # Block widths. They exceed the array if its last slice is padded; masks cover the excess.
     output_width, *cache_widths = [
         max(start + padded for start, _, padded in slices)
         for slices in (column_slices(width), key_slices, *([] if is_latent else [value_slices]))
@@ -450,8 +450,8 @@ def _verify_attention_kernel(
     # Queries stay in registers or shared memory for the whole loop, in their own dtype.
     q = [load_slice(q_ref, slice(None), is_row, part, q_ref.dtype) for part in key_slices]
 
-    # The row's blocks of slots: those of the sinks, then those from the first slot that a token sees. This program
-    # takes an equal share of them.
+    # The row's blocks of slots: those of the sinks, then those from the first slot that a token attends to. This
+    # program takes an equal share of them.
     num_sink_blocks = pl.cdiv(sinks, tiles.slots)
     first_window_block = jnp.maximum(first_visible // tiles.slots, num_sink_blocks)
     end_slot = jnp.minimum(num_committed + num_draft_slots, num_slots)
@@ -485,12 +485,12 @@ def _verify_attention_kernel(
         # Blocks `num_sink_blocks` and up continue at the window's first block.
         start = jnp.where(index < num_sink_blocks, index, index - num_sink_blocks + first_window_block) * tiles.slots
         slot = start + jnp.arange(tiles.slots)
-        # Load only slots that some token of the row sees.
+        # Load only slots that some token of the row attends to.
         is_loaded = is_visible(slot, first_visible, row_words)
         mask = is_visible(slot[None, :], window_start[:, None], [word[:, None] for word in token_words])
         slots = pl.ds(start, tiles.slots)
         if table_ref is not None:
-            # The block lies within one page. Nothing is loaded from a page that the row does not have.
+            # The block lies within one page. Pages outside the row's table are not loaded.
             num_pages, page_size, _ = cache_refs[0].shape
             page = jnp.minimum(table_ref[start // page_size], num_pages - 1)
             slots = page, pl.ds(start % page_size, tiles.slots)

@@ -36,7 +36,7 @@ from mtpjax.models.model import MTPModel
 
 @dataclasses.dataclass
 class Bench:
-    """Measures `cells`, and caches what cells share: the faster plain form and the costs of parts.
+    """Measures `cells`, and caches results that cells share: the faster plain form and the costs of parts.
 
     `methods` are the drafters that the cells name.
     """
@@ -191,7 +191,7 @@ class Bench:
         return timed
 
     def _fastest_min_rows(self, batch_size: int) -> int | None:
-        """Returns the `min_rows` of the faster plain form: a lone row runs alone or beside one that is discarded.
+        """Returns the `min_rows` of the faster plain form: a single row runs alone or with one that is discarded.
 
         On a CPU XLA compiles a pass over one row differently, so either form may be faster.
         """
@@ -213,7 +213,7 @@ class Bench:
         for a core meanwhile.
         """
         batch_size, method, key = cell.batch_size, self.method(cell), (cell.batch_size, cell.drafter)
-        # Costs that other programs disturbed must not spoil the cells to come: they are measured again.
+        # Disturbed costs must not affect later cells, so they are measured again.
         if key not in self._costs_cache or waiting_problem(self._costs_cache[key][1]):
             # One meter measures every shape of the batch size in turns. A second one measures plain steps in the faster
             # form if decoding's own form is the other.

@@ -41,7 +41,7 @@ class AblatedDrafter:
         path: the folder or repository that it was read from; None: it has no files.
         digest: of its architecture and parameters; "": it has no parameters of its own.
         training: what training it cost, if its files are a training run.
-        record: `package.module:RECORD` of a user's method that has files.
+        record: `package.module:RECORD` of a user-defined method with files.
     """
 
     name: str
@@ -81,7 +81,7 @@ def load_methods(
     model_path: Any = None,
     **reading: Unpack[Reading],
 ) -> tuple[AblatedDrafter, ...]:
-    """Loads the drafters that `--drafters` names.
+    """Loads the drafters of `--drafters`.
 
     Args:
         values: names of methods without files, such as "mtp", "lookup" or `package.module:RECORD`; and what
@@ -89,7 +89,7 @@ def load_methods(
             folder with a method of a user.
         model: the trunk that all of them draft for.
         model_path: where the model was read from: the training cost of its MTP modules is read there.
-        **reading: how to read files that do not say it, as in `load_drafter`.
+        **reading: choices that the files leave open, as in `load_drafter`.
 
     Returns:
         One drafter per value, without duplicates.

@@ -1,4 +1,4 @@
-"""The cells of an ablation: which combinations of settings are measured, and why others are left out."""
+"""The cells of an ablation: the combinations of settings to measure, and the reasons why others are left out."""
 
 import dataclasses
 import itertools

@@ -46,7 +46,7 @@ def plot_positions(path, rows: list[Row], formats: Sequence[str] = DEFAULT_FORMA
 
 def deepest(rows) -> Row | None:
     """Picks the deepest chain of an exact rule, else the deepest tree; None if no row is exact."""
-    # A lossy rule accepts drafts that the trunk would not have written, so its rates say nothing about the drafter.
+    # A lossy rule accepts drafts that the trunk would not have written, so its rates are no measure of the drafter.
     exact = [row for row in rows if row["lossless"] != "lossy"]
     return max(exact, key=lambda row: (row["cell"]["topk"] == 1, row["cell"]["num_steps"]), default=None)
 

@@ -24,7 +24,7 @@ def cell_of(row: Row) -> Cell:
 
 
 def group_rows(rows: Iterable[Row]) -> dict[Group, list[Row]]:
-    """Groups rows; a group begins with the rows that can be trusted, and both parts are sorted fastest first."""
+    """Groups rows; a group starts with the trusted rows, and both parts are sorted fastest first."""
     return group_by_batch_and_temperature(sorted(rows, key=by_speed))
 
 
@@ -88,7 +88,7 @@ def advise(rows: Iterable[Row]) -> list[Advice]:
 
 
 def rows_verdict(rows: Sequence[Row]) -> str:
-    """Says in one line which of the rows can be trusted."""
+    """Returns one line about which rows can be trusted."""
     return verdict([row["problem"] for row in rows], max(row["waited"] for row in rows))
 
 
@@ -145,7 +145,7 @@ def format_recommendation(
         lines += [
             f"- {cell_of(row).name}: {row['differing_rows']} of {row['compared_rows']} texts" for row in differing
         ]
-    # Then the drafters side by side.
+    # Then the comparison of the drafters.
     lines += format_comparison(rows, methods)
     # Last how it was measured, with everything that limits what the numbers mean.
     lines += ["", "## Measured", ""]
@@ -163,7 +163,7 @@ def format_recommendation(
         "- ideal: accept length over the cost of a round's passes (verifying and drafting) in plain rounds; without "
         "the cost of acceptance and sampling",
     ]
-    # A single batch of prompts cannot be resampled, so its interval says nothing about other prompts.
+    # A single batch of prompts cannot be resampled, so its interval does not cover other prompts.
     single_batch_sizes = sorted(size for size in settings.batch_sizes if len(workload.batches(size)) == 1)
     if single_batch_sizes:
         sizes = ", ".join(map(str, single_batch_sizes))

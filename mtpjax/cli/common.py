@@ -46,7 +46,7 @@ def add_implementation_flag(parser) -> None:
 
 
 def model_type(options) -> str | None:
-    """Returns the family that `--model-type` names; None: the checkpoint says it."""
+    """Returns the family of `--model-type`; None: the checkpoint's own."""
     return None if options.model_type == "auto" else options.model_type
 
 

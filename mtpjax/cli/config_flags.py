@@ -54,7 +54,7 @@ GROUPS = {
 FLAG_FIELDS = tuple(
     name for names in GROUPS.values() for name in names if name not in SAMPLING_FIELDS and name != "seed"
 )
-# Fields whose flag takes something else than the field does.
+# Fields whose flag takes a different kind of value.
 _HELP = {
     "acceptance": f"acceptance rule: auto, {', '.join(EXACT_NAMES)}; {', '.join(LOSSY_NAMES)} change the text's "
     "distribution; or package.module:RECORD, an AcceptanceRule of yours. auto is greedy if every prompt is at "
@@ -93,7 +93,7 @@ def _add_flags(parser, kind: type, fields: Iterable[str], defaults: Mapping[str,
 
 
 class _NamesOrRecord(tuple):
-    """Names that a flag takes, beside `package.module:RECORD`."""
+    """Names that a flag takes, in addition to `package.module:RECORD`."""
 
     def __contains__(self, value: object) -> bool:
         return ":" in str(value) or super().__contains__(value)
@@ -109,15 +109,15 @@ def _group_of(name: str) -> str:
 
 
 def _flag_text(text: str) -> str:
-    """Converts a field's docstring to the help of its flag."""
-    # SGLang's name is an alias of the flag, and None cannot be given.
+    """Converts a field's docstring to the help text of its flag."""
+    # Drops SGLang's name, which is an alias of the flag, and "None", which a flag cannot take.
     text = re.sub(r"[.] SGLang: `\w+`", "", text)
     text = re.sub(r"[.;] None: (.*)$", r" (default: \1)", text)
     return re.sub(r"`?\b(topk|[a-z]+_[a-z_]+)\b", lambda match: _flag_of(match[0], match[1]), text).replace("`", "")
 
 
 def _flag_of(text: str, name: str) -> str:
-    """Returns a field's flag; other text unchanged."""
+    """Returns the flag of the field `name`, or `text` if it is not a field."""
     return f"--{name.replace('_', '-')}" if name in FLAG_FIELDS + SAMPLING_FIELDS else text
 
 
@@ -195,7 +195,7 @@ def with_num_steps(settings: dict[str, Any], config) -> dict[str, Any]:
 
 
 def sampling_params(options, num_prompts: int) -> SamplingParams:
-    """Makes the sampling parameters of a batch: one seed per row, so that a repeated prompt gets another text."""
+    """Makes the sampling parameters of a batch: one seed per row, so that a repeated prompt gets a different text."""
     # One number for all rows; only the seed differs.
     numbers = {name: options[name] for name in SAMPLING_FIELDS}
     return SamplingParams(**numbers, seed=[options.seed + row for row in range(num_prompts)])

@@ -1,4 +1,4 @@
-"""Flags that choose what drafts, by SGLang's names. Imports no JAX before a drafter is loaded."""
+"""Flags that choose the drafter, by SGLang's names. Imports no JAX before a drafter is loaded."""
 
 import dataclasses
 from typing import Any
@@ -24,7 +24,7 @@ def add_drafter_flags(parser) -> None:
 
 
 def add_path_flags(parser) -> None:
-    """Adds the flags that name the drafter's files, and say how to read them."""
+    """Adds the flags for the drafter's files and how to read them."""
     flag_group(parser, "drafts").add_argument(
         "--speculative-draft-model-path",
         "--speculative-draft-model",
@@ -106,7 +106,7 @@ def chosen_method(options):
 
 
 def load_drafter_of(options, settings: dict[str, Any], model) -> tuple[dict[str, Any], Any]:
-    """Loads the drafter that the flags name; returns arguments of `DecodeConfig` with it, and its own parameters."""
+    """Loads the drafter of the flags; returns arguments of `DecodeConfig` with it, and its parameters."""
     path, wanted, method = options.speculative_draft_model_path, options.speculative_algorithm, chosen_method(options)
     threshold = options.speculative_dspark_confidence_threshold
     # 1. Without files, no flag may need such a drafter.
@@ -123,7 +123,7 @@ def load_drafter_of(options, settings: dict[str, Any], model) -> tuple[dict[str,
     from mtpjax.drafters.load import load_drafter
     from mtpjax.drafters.methods import METHODS, method_of
 
-    # 2. Load the drafter, and check that it is of the kind that the flags name.
+    # 2. Load the drafter, and check that it is of the requested kind.
     is_users = method is not None and method not in METHODS
     drafter, draft_params = load_drafter(path, model=model, method=method if is_users else None, **reading_of(options))
     found: Any = method if is_users else method_of(drafter)

@@ -43,7 +43,7 @@ def check_expert_devices(options, mesh) -> None:
 
 
 def place_experts_by_flags(params: dict, options, mesh) -> dict:
-    """Places the experts as the flags ask; returns the same parameters if they do not.
+    """Places the experts according to the flags; without such flags, returns the same parameters.
 
     Args:
         params: parameters with unrolled layers.

@@ -17,7 +17,7 @@ def _by_flag(flags_by_advice: dict[str, str]) -> dict[str, str]:
     return {flag: advice for advice, flags in flags_by_advice.items() for flag in flags.split()}
 
 
-# What to use in place of a flag of SGLang that is not supported. Others can only be left out.
+# What to use instead of an unsupported flag of SGLang. Others can only be left out.
 SGLANG_ADVICE = _by_flag(
     {
         "use --implementation": "--attention-backend --decode-attention-backend --prefill-attention-backend",
@@ -43,7 +43,7 @@ SGLANG_ADVICE = _by_flag(
         "remove it: code of checkpoints never runs": "--trust-remote-code",
     }
 )
-# Flags of vLLM under other names than SGLang's.
+# Flags of vLLM whose names differ from SGLang's.
 VLLM_ADVICE = _by_flag(
     {
         "use --page-size": "--block-size",
@@ -95,7 +95,7 @@ def check_command_line(arguments: list[str], parser: CommandParser) -> list[str]
         name, names = next(iter(arguments[len(command) :]), None), commands._name_parser_map
         if name is None:
             raise UsageError(f"a command is missing; `{' '.join(['mtpjax', *command, '--help'])}` lists the commands")
-        # Flags before the command.
+        # A flag before the command: `check_flags` reports it.
         if name.startswith("-"):
             break
         if name not in names:
@@ -163,7 +163,7 @@ def check_flags(
 
 
 def _value_problem(name: str, action: Any, value: str) -> Iterator[str]:
-    """Yields what is wrong with a flag's value, unless the parser checks it."""
+    """Yields problems of a flag's value that the parser does not check."""
     kind = getattr(action, "_typehint", action.type)
     if action.choices is not None and value not in action.choices:
         choices = list(map(str, action.choices))
@@ -189,7 +189,7 @@ def _advise_server(name: str) -> tuple[str, str] | None:
 
 
 def _advise_training(name: str) -> tuple[str, str] | None:
-    """Tells how to write a setting of `mtpjax train` that is given as a flag."""
+    """Returns how to write a setting of `mtpjax train` that is given as a flag."""
     from mtpjax.training.config import TrainConfig
 
     setting = name.lstrip("-").replace("-", "_")

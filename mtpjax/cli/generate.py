@@ -62,7 +62,7 @@ def _check_flags(options, settings: dict[str, Any]) -> None:
 
 
 def _read_prompts(options) -> list:
-    """Returns the prompts that the flags name, as `mtpjax.data.prompts.Prompt`."""
+    """Returns the prompts given on the command line, as `mtpjax.data.prompts.Prompt` objects."""
     from mtpjax.data.prompts import Prompt, read_prompts
 
     if not options.prompt and options.prompts is None:
@@ -173,7 +173,7 @@ def _check_lengths(prompts: list, rows: list[list[int]], config, positions: int)
 
 
 def _score(params, rows: list[list[int]], completions: Sequence, options, model) -> list | None:
-    """Returns the log-probabilities of the new tokens, if the flags ask for them."""
+    """Returns the log-probabilities of the new tokens, if requested."""
     if options.logprobs is None:
         return None
     from mtpjax.evaluation.token_scores import score_tokens
@@ -197,7 +197,7 @@ class _Output:
             if self._options.json:
                 print(self._to_json(prompt, row, completion, own_scores), flush=True)
                 continue
-            # A chat shows the answer alone. Several answers need a line that says whose they are.
+            # A chat shows only the answer. Several answers need a line that identifies the prompt.
             if self._options.chat and not self._is_one:
                 print(f"[{prompt.id}] {printable(prompt.text, 70)}")
             _print_text("" if self._options.chat else prompt.text, completion.spans)
@@ -269,7 +269,7 @@ def _print_stats(results: list, texts: list[list[int]], config) -> None:
     stats = DecodeStats(**parts)
     rates = " ".join(f"{rate:.2f}" for rate in stats.survival_rates)
     num_tokens = sum(map(len, texts))
-    # Rounds go on until the next search for stop strings, and until the other texts of the batch have ended.
+    # Rounds continue until the next search for stop strings, and until the other texts of the batch have ended.
     num_after = int(stats.emitted.sum()) - num_tokens
     after = f" and {num_after} after stop strings" if num_after else ""
     counts = f"{count_of(num_tokens, 'token')}{after} in {count_of(stats.rounds.sum(), 'round')}"
@@ -283,7 +283,7 @@ def _print_stats(results: list, texts: list[list[int]], config) -> None:
 
 
 def _tell_of_limit(prompts: list[list[int]], config, positions: int) -> None:
-    """Says on stderr that a text may have fewer new tokens than the flags ask for."""
+    """Prints on stderr that a text may have fewer new tokens than requested."""
     longest = max(map(len, prompts))
     if config.max_length is None and longest + config.max_new_tokens > positions:
         print(

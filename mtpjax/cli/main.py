@@ -118,8 +118,8 @@ def _exit_code(kind: type[Exception]) -> int:
 
 
 def _prepare_process(command: str, *, is_own: bool) -> None:
-    """Sets up the process for a command; with `is_own`, it runs nothing else."""
-    # Only a process that runs nothing else may be restarted.
+    """Sets up the process for a command; with `is_own`, the process runs only this command."""
+    # `keep_freed_memory` may restart the process.
     if is_own and command in ("quickstart", "train"):
         keep_freed_memory()
     # Warnings of the library, such as MTP modules that draft badly, reach the user in one line each.

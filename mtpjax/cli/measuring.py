@@ -194,7 +194,7 @@ def _add_prompt_flags(parser, *, required: bool, count: int) -> None:
 
 
 def _prompt_choice(options):
-    """Returns the `PromptChoice` that the flags name."""
+    """Returns the `PromptChoice` of the flags."""
     from mtpjax.evaluation.prompt_choice import PromptChoice
 
     categories = tuple(options.categories)
@@ -303,7 +303,7 @@ def _eval_acceptance_on(mesh, options) -> int:
     if draft_params is None:
         check_acceptance(path, model, params)
     console = rich.console.Console()
-    # Cut prompts change what is measured, so say so.
+    # Cut prompts change the measurement, so print that.
     if cut:
         print(f"cut to {count_of(limit, 'token')}: {cut} of {count_of(len(prompts), 'prompt')}", file=sys.stderr)
     with progress_bar() as bar:

@@ -55,15 +55,15 @@ def load_on_mesh(path, options, mesh, *, rearrange=lambda params: params):
         path: the checkpoint.
         options: what a parser with `add_mesh_flags`, `add_model_path_flag` and `add_implementation_flag` returned.
         mesh: the mesh, or None.
-        rearrange: changes the parameters before they are laid out for decoding.
+        rearrange: changes the parameters before they are sharded for decoding.
 
     Returns:
-        The model and its parameters, laid out for decoding, and the config of the checkpoint.
+        The model and its parameters, sharded for decoding, and the config of the checkpoint.
     """
     from mtpjax.io.checkpoint import load
     from mtpjax.models.decoding_layout import shard_for_decoding
 
-    # Load each process's parts only, then move them to the layout of decoding.
+    # Load only each process's shards, then move them to the layout for decoding.
     settings = {"model_type": model_type(options), "implementation": options.implementation}
     model, params = load(path, mesh=mesh, allow_copies=options.allow_copies, **settings)
     config, params = model.config, rearrange(params)

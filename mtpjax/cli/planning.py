@@ -86,7 +86,7 @@ def add_plan(commands) -> None:
 
 
 def _load_of(options, config):
-    """Returns the `Load` that the flags name: draft levels only with MTP modules, and a context that the model has."""
+    """Returns the `Load` of the flags: draft levels only with MTP modules, and a context that the model has."""
     from mtpjax.evaluation.plan_report import Load
     from mtpjax.evaluation.roofline import tokens_per_round
 
@@ -150,7 +150,7 @@ def run_plan(options) -> int:
         raise ValueError(f"count must be at least 1, got {options.count}")
     if options.compile and options.device != "h100":
         raise ValueError(f"--compile compiles for H100s, not for {options.device}")
-    # 2. Read the shapes of the weights, in the dtype that the flags ask for. No weight is read.
+    # 2. Read the shapes of the weights, in the requested dtype. No weights are read.
     device, console = DEVICES[options.device], rich.console.Console()
     config, params = read_model(options.model, model_type(options))
     if params is None or options.weights != "stored":

@@ -83,7 +83,7 @@ def run_prediction(options) -> int:
 
 
 def read_model(path: str, family: str | None):
-    """Reads what a prediction needs of a preset, a checkpoint or a folder with `config.json` alone.
+    """Reads the data for a prediction from a preset, a checkpoint or a folder with only `config.json`.
 
     Returns:
         The config, and the shapes of the parameters as they are stored; None for a preset, which has no files.

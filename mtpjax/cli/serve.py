@@ -33,7 +33,7 @@ def engine_settings(options) -> dict[str, Any]:
         if settings["acceptance"] not in ("auto", rule):
             raise ValueError(f"acceptance is set twice: {settings['acceptance']} and {rule}")
         settings["acceptance"] = rule
-    # A depth that changes needs a rule under which the text of a seed does not depend on the number of drafts.
+    # A changing depth needs a rule whose text for a seed does not depend on the number of drafts.
     changes_depth = options.speculative_adaptive or options.speculative_disable_by_batch_size is not None
     if changes_depth and settings["acceptance"] == "auto":
         settings["acceptance"] = "sample"
@@ -113,7 +113,7 @@ def _serve_on(mesh, options, disaggregation) -> int:
     check_expert_devices(options, mesh)
     server = server_settings(options)
     with contextlib.ExitStack() as stack:
-        # 1. The port is open from the beginning: clients hear that the server loads.
+        # 1. The port is open from the start: clients are told that the server is loading.
         listener = stack.enter_context(listen(options.host, options.port)) if is_main_process() else None
         loading = stack.enter_context(contextlib.ExitStack())
         report = loading.enter_context(open_port(listener, "mtpjax serve")).report

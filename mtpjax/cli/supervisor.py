@@ -23,7 +23,7 @@ def continue_in_child(name: str, exit_code: int, message: str, signals: tuple[in
     Must run before anything starts threads, and so before JAX is used.
 
     Args:
-        name: the command, with which the message begins.
+        name: the command, with which the message starts.
         exit_code: the parent's exit code if one of `signals` ends the child.
         message: the reason, and what the user can do, in one line.
         signals: by which native code ends the child.

@@ -10,7 +10,7 @@ from mtpjax.data.hidden_text import Spans
 from mtpjax.data.tokenizer import HuggingFaceTokenizer, Tokenizer, TokenizerError
 from mtpjax.errors import AnswerLocationError, ConversationError, DroppedTextError
 
-# The date for templates that write one, so that tokens do not change by day.
+# The date for templates that write one, so that tokens do not change from day to day.
 TEMPLATE_DATE = datetime.datetime(2025, 1, 1)
 
 
@@ -43,7 +43,7 @@ def encode_chat(
                 messages, add_generation_prompt=False, with_generation=True, **template_variables
             )
         except DroppedTextError as error:
-            # A template that forgets earlier answers may still write each of them when it is the last.
+            # A template that drops earlier answers may still write each of them in last place.
             if error.index not in _answer_indices(messages):
                 raise
             raise _not_located(error.index, messages, error) from error
@@ -60,9 +60,9 @@ def encode_answers(
 ) -> tuple[list[tuple[list[int], np.ndarray]], list[str]]:
     """Encodes a conversation as documents in which all answers that can be located are targets.
 
-    This is one document if `encode_chat` can locate every answer. Otherwise each answer gets a document of its own: the
-    prompt as decoding sees it, and the answer as the template writes it last. Templates for reasoning models, for
-    example, remove the thoughts of earlier answers.
+    This is one document if `encode_chat` can locate every answer. Otherwise each answer gets its own document: the
+    prompt as decoding sees it, and the answer as the template writes it in last place. Templates for reasoning models,
+    for example, remove the thoughts of earlier answers.
 
     Args:
         **template_variables: variables of the template, such as `tools`.
@@ -92,7 +92,7 @@ def encode_answers(
 
 
 def _answer_indices(messages: Sequence[dict[str, Any]]) -> list[int]:
-    """Returns the places of the answers that count."""
+    """Returns the indices of the answers that count."""
     return [n for n, each in enumerate(messages) if each["role"] == "assistant" and each.get("weight") != 0]
 
 
@@ -104,7 +104,7 @@ def _not_located(index: int, messages: Sequence[Any], problem: object) -> Answer
 def _mark_by_prefixes(
     tokens: list[int], messages: list[dict[str, Any]], tokenizer: Tokenizer, template_variables: dict[str, Any]
 ) -> np.ndarray:
-    """Locates each answer by encoding what comes before it and through it.
+    """Locates each answer by encoding the conversation up to its start and up to its end.
 
     Both must be prefixes of the whole, or positions would not match what decoding sees.
     """
@@ -137,7 +137,7 @@ def _encode_answer(
     before, (tokens, _) = tokenizer.encode_rendered(prompt)[0], tokenizer.encode_rendered(through)
     begin = len(before)
     if tokens[:begin] != before:
-        # A token spans the prompt and the answer. In decoding none does, so they are encoded one after the other.
+        # A token spans the prompt and the answer. In decoding none does, so they are encoded separately.
         tokens = before + tokenizer.encode_rendered(through, len(prompt.text))[0]
     is_target = np.zeros(len(tokens) + 1, bool)
     is_target[begin : _answer_end(tokens, begin, len(tokens), tokenizer)] = True
@@ -145,7 +145,7 @@ def _encode_answer(
 
 
 def _counted_blocks(blocks: Spans | None, messages: list[dict[str, Any]]) -> Spans | None:
-    """Returns the generation blocks whose answers count, or None where blocks do not tell them apart."""
+    """Returns the generation blocks whose answers count, or None if the blocks cannot be matched to answers."""
     answers = [message for message in messages if message["role"] == "assistant"]
     if blocks is None or all(message.get("weight") != 0 for message in answers):
         return blocks
@@ -160,7 +160,7 @@ def _mark_blocks(
     """Marks the tokens of generation blocks."""
     is_target = np.zeros(len(tokens) + 1, bool)
     starts, ends = np.array(offsets, np.int64).reshape(-1, 2).T
-    # Offsets may leave out the space that a token begins with, so a token begins where the last one ends.
+    # Offsets may leave out a token's leading space, so a token starts where the last one ends.
     starts = np.minimum(starts, np.maximum.accumulate(np.append(0, ends))[:-1])
     for start, stop in blocks:
         begin, end = int(np.searchsorted(ends, start, "right")), int(np.searchsorted(starts, stop, "left"))
@@ -184,9 +184,9 @@ def _answer_end(tokens: list[int], begin: int, end: int, tokenizer: Tokenizer) -
 
 
 def encode_formatted(text: str, tokenizer: Tokenizer) -> tuple[list[int], np.ndarray]:
-    """Encodes a conversation that the chat template has written already, and marks the assistant's answers as targets.
+    """Encodes a conversation that is already formatted by the chat template, and marks the answers as targets.
 
-    An answer begins after the text that the template adds for `add_generation_prompt`. It ends with the next end token.
+    An answer starts after the text that the template adds for `add_generation_prompt`. It ends with the next end token.
 
     Returns tokens `[n]`, and `[n + 1]` bool, true where a token is a target, as `encode_chat` returns them.
     """

@@ -1,4 +1,4 @@
-"""The chat templates of a checkpoint: which one a conversation takes, what it is given, and the text it writes.
+"""The chat templates of a checkpoint: the choice for a conversation, its inputs, and the text it writes.
 
 Server, `regenerate`, `generate` and training all render conversations here, so they see the same prompts.
 """
@@ -32,7 +32,7 @@ class RenderedChat:
         text: the text.
         hidden: start and end of the parts whose special tokens are only text, since a user or a tool wrote them.
         generation: start and end of the template's `{% generation %}` blocks, which mark what the model writes; None:
-            the template has none, or nobody asked.
+            the template has none, or they were not requested.
     """
 
     text: str
@@ -40,7 +40,7 @@ class RenderedChat:
     generation: Spans | None = None
 
     def pieces(self, start: int = 0) -> list[tuple[int, str, bool]]:
-        """Cuts the text where hidden parts begin and end.
+        """Cuts the text at the boundaries of hidden parts.
 
         Returns for each piece, its first character's place, the piece, and True where special tokens are only text.
         """
@@ -73,7 +73,7 @@ class ChatTemplates:
         return [{"name": name, "template": template} for name, template in self.templates.items()]
 
     def reads(self, name: str) -> bool:
-        """Returns whether a template names a variable."""
+        """Returns whether a template uses a variable."""
         return any(re.search(rf"\b{name}\b", template) for template in self.templates.values())
 
     def render(
@@ -81,8 +81,8 @@ class ChatTemplates:
     ) -> RenderedChat:
         """Renders a conversation.
 
-        Null fields are dropped. Probe messages of the conversation's shape decide what the template is given:
-        arguments of tool calls as objects or as JSON text, content as text or as parts, the role of developer messages.
+        Null fields are dropped. Probe messages of the conversation's shape decide the inputs of the template: arguments
+        of tool calls as objects or as JSON text, content as text or as parts, the role of developer messages.
 
         Args:
             **variables: further variables of the template, such as `enable_thinking`; `strftime_now` may be a date,
@@ -145,8 +145,8 @@ class ChatTemplates:
         if not hidden.texts:
             return RenderedChat(plain.text, [], plain.generation)
         marked = render(without, hidden_tools).text
-        # 3. Find the marks' places. A template that looks at the text may write it differently: one that ends a message
-        # with a token of its own unless the user wrote it already (GLM's `/nothink`). The user's then stands for it.
+        # 3. Find the marks. A template that looks at the text may write it differently, such as one that adds a token
+        # to a message unless the user already wrote it (GLM's `/nothink`). The user's text then becomes that token.
         spans = hidden.find(marked, plain.text)
         if spans is None:
             alike = HiddenText(self._special_names, None, "", keep_length=True)
@@ -216,7 +216,7 @@ def _render_once(
 
 
 def _with_errors(function: Callable[[], Any]) -> Any:
-    """Calls a function that renders, and raises its failures as errors for users."""
+    """Calls a function that renders, and converts its failures to errors for users."""
     try:
         return function()
     except TemplateFailure as error:

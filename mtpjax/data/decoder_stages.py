@@ -1,4 +1,4 @@
-"""Stages of the incremental decoder. Each has the state of one text and gives what nothing that follows can change."""
+"""Stages of the incremental decoder. Each has the state of one text and returns what later tokens cannot change."""
 
 import codecs
 from collections.abc import Callable, Iterable
@@ -13,7 +13,7 @@ class Stage:
     """One stage of a decoder, with the state of one text."""
 
     def push(self, piece: Piece) -> Iterable[Any]:
-        """Takes the next piece; returns pieces that cannot change any more."""
+        """Takes the next piece; returns pieces that can no longer change."""
         raise NotImplementedError
 
     def finish(self) -> Iterable[str]:
@@ -71,7 +71,7 @@ class LastTokenStage(Stage):
 
 
 class ChangedTokenStage(Stage):
-    """Drops tokens that equal the one before, and tokens without text. A pair: the token, its text."""
+    """Drops tokens that equal the previous one, and tokens without text. A pair: the token, its text."""
 
     def __init__(self):
         self._before: str | None = None
@@ -100,7 +100,8 @@ class ByteFallbackStage(Stage):
         if isinstance(piece, str):
             return (*self.finish(), piece) if self._num_bytes else (piece,)
         self._num_bytes += len(piece)
-        # No later byte mends a run, so its bytes are shown as broken from then on. A valid run may still break.
+        # Later bytes cannot repair a run, so its bytes are shown as invalid from then on. A valid run may still become
+        # invalid.
         if self._is_broken:
             return ("\ufffd",)
         try:
@@ -143,7 +144,7 @@ class StripStage(Stage):
 
 
 class ReplaceStage(Stage):
-    """Replaces a string in a text that comes in parts; holds back its beginning at the end of a part."""
+    """Replaces a string in a text that comes in parts; holds back a partial match at the end of a part."""
 
     def __init__(self, pattern: str, content: str):
         self._pattern, self._content = pattern, content

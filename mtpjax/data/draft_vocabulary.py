@@ -1,7 +1,7 @@
 """Chooses the most frequent tokens of a corpus as a reduced draft vocabulary (FR-Spec, 2502.14856).
 
-The output head is most of the cost of a draft. Over a part of the vocabulary it costs that part. The distribution of
-the text does not change, because the trunk may still emit every token.
+The output head is most of the cost of a draft, and is proportionally cheaper over a part of the vocabulary. The
+distribution of the text does not change, because the trunk can still emit every token.
 """
 
 import dataclasses
@@ -103,7 +103,7 @@ def coverage(counts: np.ndarray, ids: Sequence[int]) -> float:
 
 
 def report_sizes(size: int, vocab_size: int, min_size: int) -> list[int]:
-    """Returns sizes to report: halves and doubles of `size` within `min_size..vocab_size`, and `vocab_size`."""
+    """Returns sizes to report: `size` repeatedly halved and doubled within `min_size..vocab_size`, and `vocab_size`."""
     sizes = {size // 8, size // 4, size // 2, size, 2 * size, 4 * size, vocab_size}
     return sorted(value for value in sizes if max(min_size, 1) <= value <= vocab_size)
 

@@ -1,4 +1,4 @@
-"""The tokens that end a text, which several files of a checkpoint name, and not always the same."""
+"""The tokens that end a text. Several files of a checkpoint name them, and may disagree."""
 
 import itertools
 import logging
@@ -15,7 +15,7 @@ def find_end_tokens(
 ) -> tuple[int, ...]:
     """Finds the tokens that end a text: those of all files, since a model may write any of them.
 
-    Warns of what may be a mistake: a name that is not a token, and ordinary text in a file after the first.
+    Warns of likely mistakes: a name that is not a token, and ordinary text in a file after the first.
 
     Args:
         config: the content of `config.json`; a multimodal one nests the text model's settings.
@@ -28,7 +28,7 @@ def find_end_tokens(
     named = None if eos_token is None else tokenizer.token_to_id(eos_token)
     if eos_token is not None and named is None:
         log.warning("%s: eos_token %s is no token of the tokenizer: ignored", folder, printable(repr(eos_token), 60))
-    # The first file was meant. Another may have an id that is left over from a model with another tokenizer.
+    # The first file counts. Another may have a leftover id from a model with a different tokenizer.
     added = tokenizer.get_added_tokens_decoder()
     for token in dict.fromkeys(itertools.chain(*others)):
         if token not in first and token != named and token not in added:

@@ -84,6 +84,6 @@ def read_json_objects(path: pathlib.Path) -> Iterator[tuple[str, dict[str, Any]]
 
 
 def json_type_name(value: Any) -> str:
-    """Names the JSON type of a value, with its article."""
+    """Returns the JSON type of a value for an error message, such as "an object"."""
     names = {dict: "an object", list: "a list", str: "a string", bool: "a boolean", type(None): "null"}
     return names.get(type(value), "a number")

@@ -68,7 +68,7 @@ class JsonlWriter:
         if self.path.exists() and not self.path.is_file():
             raise ValueError(f"{self.path} is not a regular file: not written")
         self._file = self.path.open("ab")
-        # The system releases the lock when the process ends, however it ends.
+        # The system releases the lock when the process ends, in any way.
         try:
             fcntl.flock(self._file, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except OSError:
@@ -106,13 +106,13 @@ class JsonlWriter:
 
     def truncate(self, size: int) -> None:
         """Cuts off everything after the first `size` bytes."""
-        # The file is open for appending, so the next write begins at the new end.
+        # The file is open for appending, so the next write starts at the new end.
         self._file.truncate(size)
         self.size = size
 
     def append(self, records: Iterable[Mapping[str, Any]]) -> bytes:
         """Appends records, a line each."""
-        # Encode every record first, so that one that has no JSON form leaves the file unchanged.
+        # Encode every record first, so that one without a JSON form leaves the file unchanged.
         lines = [json.dumps(record, ensure_ascii=False, allow_nan=self._allow_nan) + "\n" for record in records]
         content = "".join(lines).encode()
         self._file.write(content)

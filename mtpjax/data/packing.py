@@ -23,7 +23,7 @@ class Document:
         loss_mask: `[n + 1]` bool, true where a token is a target, the last entry for the end token; None: all are
             targets.
         category: the group under which evaluations report it.
-        origin: digest of the record that it is a part of; "": it is a whole one.
+        origin: digest of the record that it is a part of; "" for a whole record.
 
     Example:
         >>> import numpy as np
@@ -39,7 +39,7 @@ class Document:
 
 
 class Batch(NamedTuple):
-    """Packed rows of documents, as updates take them.
+    """Packed rows of documents for an update.
 
     Attributes:
         tokens: `[B, T]` int32.
@@ -61,10 +61,10 @@ class Batch(NamedTuple):
 def split_held_out(documents: Sequence[Document], fraction=0.05) -> tuple[list[Document], list[Document]]:
     """Splits documents into training and held-out ones.
 
-    The sha256 of a document's content alone decides its side. Paths, order and other documents change nothing, and
-    copies of a file get the same side, and so do the parts of one record. If that leaves a side empty, as with a single
-    text or a few, the last part of the longest text is held out; in bytes this part begins at the start of a line. Of
-    conversations, which cannot be cut, the one with the lowest digest is held out.
+    Only the sha256 of a document's content decides its side: paths, order and other documents have no effect, and
+    copies of a file, or parts of one record, get the same side. If that leaves a side empty, as with few texts, the
+    last part of the longest text is held out; in bytes this part starts at the start of a line. Of conversations, which
+    cannot be cut, the one with the lowest digest is held out.
 
     Returns `(train, held_out)`.
     """
@@ -75,7 +75,7 @@ def split_held_out(documents: Sequence[Document], fraction=0.05) -> tuple[list[D
     train, held_out = _divide(numbered, fraction * 2**64)
     if (train and held_out) or not documents or fraction in (0, 1):
         return train, held_out
-    # One side is empty. Copies of the text that is cut are cut like it, so that none of its end is trained on.
+    # One side is empty. Copies of the cut text are cut like it, so that its end is never trained on.
     cut_number, longest = max(numbered, key=lambda each: len(each[1].tokens))
     if longest.loss_mask is not None:
         return _divide(numbered, min(number for number, _ in numbered) + 1)
@@ -131,7 +131,7 @@ def pack(
         Arrays `[R, row_length + extra_tokens]`.
 
     Raises:
-        ValueError: a length is out of range, there are no tokens, a loss mask has another length, or a document
+        ValueError: a length is out of range, there are no tokens, a loss mask has the wrong length, or a document
             contains `eos_token_id` (only documents with a loss mask may, as conversations have it after each answer).
 
     Example:
@@ -199,14 +199,14 @@ def concatenate_rows(row_sets: Sequence[Batch]) -> Batch:
 
 
 def select_rows(rows: Batch, numbers: np.ndarray) -> Batch:
-    """Returns the rows of these numbers."""
+    """Returns the rows with these indices."""
     return Batch(*(array[numbers] for array in rows))
 
 
 def shuffled_batches(rows: Batch, batch_size: int, *, seed: int, start: int = 0) -> Iterator[Batch]:
-    """Yields batches without end, with the rows in a new order every epoch.
+    """Yields batches endlessly, with the rows in a new order every epoch.
 
-    The n-th batch depends on `seed` and n alone, so a resumed run passes the number of batches it has used as `start`.
+    The n-th batch depends only on `seed` and n, so a resumed run passes the number of batches it has used as `start`.
     Rows that do not fill an epoch's last batch are left out of that epoch.
 
     Args:
@@ -259,9 +259,9 @@ def mixed_batches(
     """Yields batches of the packed rows of several sources, in shares by `weights`.
 
     The sources take turns, so every stretch of rows has their shares to within a row or two. A source whose rows are
-    used up starts again in a new order, so small sources with a large weight repeat. The n-th batch depends on the
-    rows, weights, `seed` and n alone, and starting late costs no time. One source gives the same as `shuffled_batches`;
-    several need grain, from the extra `train`.
+    used up starts again in a new order, so small sources with a large weight repeat. The n-th batch depends only on the
+    rows, weights, `seed` and n, and starting late costs no time. With one source it equals `shuffled_batches`; several
+    need grain, from the extra `train`.
 
     Returns an iterator of the numbers `[batch_size]` of the rows within `concatenate_rows(source_rows)`, and the batch
     `[batch_size, T]`.
@@ -317,7 +317,7 @@ def held_out_prompts(
 
     Args:
         continuation_length: tokens that must follow the prompt in its document.
-        min_count: fewest prompts to accept; None: `count`.
+        min_count: minimum number of prompts; None: `count`.
     """
     if min(count, prompt_length) < 1 or continuation_length < 0:
         raise ValueError(f"no prompts: {count=}, {prompt_length=}, {continuation_length=}")

@@ -66,7 +66,7 @@ def choose_prompts(
 ) -> list[Prompt]:
     """Draws prompts evenly over the categories, which take turns.
 
-    The choice within a category depends on its own prompts and `seed` alone, and a larger `count` keeps the choice of a
+    The choice within a category depends only on its prompts and `seed`, and a larger `count` includes the choice of a
     smaller one.
 
     Args:

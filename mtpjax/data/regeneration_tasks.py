@@ -47,7 +47,7 @@ class Task(Protocol):
 
 
 def detect_record_kind(paths: Sequence[pathlib.Path]) -> RecordKind:
-    """Finds the kind of records in files, by the suffixes and fields that training goes by.
+    """Finds the kind of records in files, by the same suffixes and fields as training.
 
     Returns "documents" for files without records. For files of records the first readable one decides: "conversations"
     if it has one (`mtpjax.data.record_forms.has_conversation`), else "prompts".
@@ -89,7 +89,7 @@ def make_task(
     else:
         record = as_object(content)
     if kind == "conversations":
-        # The output has the conversation in OpenAI's form alone, and the record's other fields.
+        # The output has the conversation only in OpenAI's form, and the record's other fields.
         messages, extra_fields = _checked_messages(record), without_conversation(record)
         return ConversationTask(messages, tokenizer, max_prompt_tokens, extra_fields)
     # Prompts keep their category and id. With `chat`, each turn becomes a user's message that the model answers.
@@ -169,7 +169,7 @@ class ConversationTask:
         return {**self.extra_fields, "messages": self.messages, "finish_reasons": self.finish_reasons}
 
     def _advance(self) -> None:
-        """Moves to the next answer to generate; ends the conversation where an answer has no room."""
+        """Moves to the next answer to generate; ends the conversation if an answer has no room."""
         self.prompt, num_answered = None, len(self.messages)
         while self.remaining:
             message = self.remaining.pop(0)

@@ -33,7 +33,7 @@ class SourceContents:
         skipped: number of skipped documents by reason.
         files: the files that were read.
         last_skipped: place and problem of the last skipped document; "": none.
-        lost_answers: number of answers that cannot be located, in conversations of which others can.
+        lost_answers: number of answers that cannot be located, in conversations with others that can.
         last_lost: place and problem of the last of them; "": none.
         left_out: the files of the folder that were not read, in words; "": none.
     """
@@ -68,7 +68,7 @@ def read_source(source: Source, tokenizer: Tokenizer, *, vocab_size: int, output
     skipped: dict[str, int] = dict.fromkeys(SKIP_REASONS, 0)
     files: list[FileDigest] = []
     last_skipped, last_lost, lost_answers = "", "", 0
-    # The place of a text is its file's name alone; records add line, item or row.
+    # The place of a text is its file's name; records add line, item or row.
     is_text = lambda place: source.kind == "text" or (source.kind == "auto" and place in texts)
     by_line = {"auto": None, "text": False}.get(source.kind, True)
     name, left_out = source.path or "the standard library", ""

@@ -1,8 +1,8 @@
 """Decides the forms in which a chat template reads messages, by trying them on probe messages.
 
 Templates differ in what they read: arguments of tool calls as an object or as text, content as text or as parts, and so
-on. What a template does not read often vanishes without an error. So a conversation's shape is rendered first with a
-unique word in place of each text, and a form is right if every word reaches the prompt.
+on. Content that a template does not read often vanishes without an error. So a conversation's shape is first rendered
+with a unique word in place of each text, and a form is right if every word reaches the prompt.
 """
 
 import dataclasses
@@ -23,7 +23,7 @@ PROBES_AT_ONCE = 32
 MAX_STEPS = 3
 MAX_CALLS = MAX_PARTS = 2  # probe calls, and parts of content, of one message
 SYSTEM_ROLES = ("system", "developer")
-CALL_ID = "probecall"  # Mistral's templates ask for nine characters
+CALL_ID = "probecall"  # Mistral's templates require nine characters
 
 
 class Choice(NamedTuple):
@@ -91,8 +91,8 @@ def choose_forms(
         probe = [_probe_message(messages[index], number, own_ids=True) for number, index in enumerate(kept)]
         choice = _choose(template, json.dumps([probe, probe_tools, variables], sort_keys=True))
     if choice is None:
-        # The template fails on the messages too, or it looks at their text. An empty text makes fewer templates fail
-        # than a null.
+        # The template fails on the messages too, or it looks at their text. Fewer templates fail on an empty text than
+        # on null.
         return Forms(empty="text")
     if choice.problem:
         if choice.lost < 0:
@@ -111,16 +111,16 @@ def choose_forms(
 
 @functools.lru_cache(maxsize=1024)
 def _choose(template: str, probe_text: str) -> Choice | None:
-    """Tries the usual forms, and all others only if those are not right. None: the template fails on all."""
+    """Tries the usual forms, and the others only if those are wrong. None: the template fails on all."""
     probe = _Probe(template, *json.loads(probe_text))
     choices = _choices(probe.messages, probe.tools)
     best = Forms()
     tried: dict[Forms, _Problem] = {}
     badness = lambda forms: (tried[forms].rank, -tried[forms].lost)
-    # If every form loses something, the form whose loss comes latest is nearest: further changes start from there.
+    # If every form loses something, the one that loses it latest is closest: further changes start from there.
     for _ in range(MAX_STEPS):
         candidates = [each for each in _candidates(choices, best, len(probe.messages)) if each not in tried]
-        # The first form alone is right for most; the others follow in requests that stay within the limit of time.
+        # The first form is right for most; the others follow in requests that stay within the time limit.
         for start, end in itertools.pairwise([0, 1, *range(1 + PROBES_AT_ONCE, len(candidates), PROBES_AT_ONCE), None]):
             part = candidates[start:end]
             tried |= zip(part, _try(part, probe), strict=True)
@@ -138,9 +138,9 @@ def _choose(template: str, probe_text: str) -> Choice | None:
 
 
 def _with_objects(forms: Forms, probe: _Probe) -> Forms:
-    """Lets a template that reads arguments in both forms write them from objects, if it then writes them differently.
+    """Gives arguments as objects to a template that reads both forms, if it then writes them differently.
 
-    It has a separate form for objects (XML, say), and would copy JSON text as it is.
+    Such a template has a separate form for objects (such as XML), and would copy JSON text unchanged.
     """
     calls = [call for message in probe.messages for call in message.get("tool_calls", ())]
     if forms.arguments != "given" or not any(isinstance(call["function"]["arguments"], str) for call in calls):
@@ -177,7 +177,7 @@ def _candidates(choices: dict[str, list[Any]], first: Forms, num_messages: int) 
         itertools.product(*choices.values()),
         key=lambda values: sum(value != other for value, other in zip(values, usual, strict=True)),
     )
-    # A client must not be able to ask for many renderings of many messages. Each single change is tried.
+    # A client must not be able to cause many renderings of many messages. Each single change is tried.
     count = max(1, min(MAX_PROBES, MAX_PROBE_MESSAGES // max(1, num_messages)) - 1)
     count = 1 + max(count, sum(len(values) - 1 for values in choices.values()))
     return [Forms(**dict(zip(choices, values, strict=True))) for values in products[:count]]
@@ -191,7 +191,7 @@ def _try(candidates: list[Forms], probe: _Probe) -> list[_Problem]:
 
 
 def _judge(result: Rendered, probe: _Probe, shaped: list[dict[str, Any]]) -> _Problem:
-    """Checks that everything in a probe reached the text, and in a right form.
+    """Checks that everything in a probe reached the text in a correct form.
 
     `shaped` are the messages as the template got them.
     """
@@ -206,7 +206,7 @@ def _judge(result: Rendered, probe: _Probe, shaped: list[dict[str, Any]]) -> _Pr
             name, arguments = call["function"]["name"], call["function"]["arguments"]
             arguments = json.loads(arguments) if isinstance(arguments, str) else arguments
             words += arguments
-            # Some templates write the id alone, which holds the name (Kimi's).
+            # Some templates write only the id, which contains the name (Kimi's).
             is_named = name in text or ("id" in call and (call["id"] != CALL_ID or CALL_ID in text))
             if not is_named or any(word not in text for word in (*arguments, *arguments.values())):
                 return _Problem(2, index, "tool call")

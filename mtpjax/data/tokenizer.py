@@ -51,7 +51,7 @@ class Tokenizer(Protocol):
         ...
 
     def reads_template_variable(self, name: str) -> bool:
-        """Returns whether the chat template names a variable."""
+        """Returns whether the chat template uses a variable."""
         ...
 
     def decode(self, ids: Iterable[int]) -> str: ...
@@ -142,15 +142,15 @@ class HuggingFaceTokenizer:
     """The `tokenizer.json` of a Hugging Face directory or GGUF file, read by the tokenizers package.
 
     `eos_token_ids` are those of `generation_config.json`, `config.json`, its `text_config`, and the `eos_token` of
-    `tokenizer_config.json`, in this order: each of them ends a text, and the first ends a document. Special tokens
+    `tokenizer_config.json`, in this order: each of them ends a text, and the first one ends documents. Special tokens
     written in a prompt's text become those tokens, as in transformers; those that a user or a tool writes in a message
     stay text, so that a message cannot end its own turn. The text of tokens is that of the decoder in `tokenizer.json`,
-    as in vLLM; `clean_up_tokenization_spaces` changes nothing.
+    as in vLLM; `clean_up_tokenization_spaces` is ignored.
 
     Args:
         folder: the directory, or the GGUF file.
         vocab_size: V of the model.
-        chat_template: a chat template in place of those in the files.
+        chat_template: a chat template instead of those in the files.
 
     Raises:
         TokenizerError: a file is damaged, or a token is outside `vocab_size`.
@@ -168,7 +168,7 @@ class HuggingFaceTokenizer:
         if largest >= vocab_size:
             raise TokenizerError(f"{folder / 'tokenizer.json'} has token {largest}; the model has {vocab_size} tokens")
         self.num_tokens = largest + 1
-        # Special and end tokens, and the chat template, come from the files beside it.
+        # Special and end tokens, and the chat template, come from other files of the folder.
         added = self._tokenizer.get_added_tokens_decoder()
         self.special_token_ids = tuple(sorted(index for index, token in added.items() if token.special))
         self._special_names = [token.content for token in added.values() if token.special]
@@ -193,13 +193,13 @@ class HuggingFaceTokenizer:
         import tokenizers
 
         self._content, self._tokenizer = content, tokenizers.Tokenizer.from_buffer(content)
-        # Files may ask for padding or truncation, which would change the tokens of a text by its length.
+        # Files may enable padding or truncation, which would change the tokens of a text by its length.
         self._tokenizer.no_padding()
         self._tokenizer.no_truncation()
         self._decoder = TokenizerDecoder(self._tokenizer)
 
     def __getstate__(self) -> dict[str, Any]:
-        """Returns what another process needs: the content of the file stands for what is made from it."""
+        """Returns the state for another process: the content of the file, without the objects made from it."""
         return {name: each for name, each in vars(self).items() if name not in _BUILT}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
@@ -245,7 +245,7 @@ class HuggingFaceTokenizer:
         encoded: dict[tuple[str, bool], Any] = {}  # few hidden pieces differ, but a message may repeat them many times
         with rust_errors("the tokenizer cannot encode this conversation"):
             for place, piece, is_hidden in rendered.pieces(start):
-                # The template writes the special tokens itself. Those in messages of users are only characters.
+                # Special tokens of the template count. Those in messages of users are only characters.
                 key = (piece, bool(place))
                 found = encoded.get(key) if is_hidden else None
                 if found is None:
@@ -317,11 +317,11 @@ def load_tokenizer(path, vocab_size: int | None = None, *, chat_template: str | 
     """Loads the tokenizer of a checkpoint.
 
     Args:
-        path: whatever `mtpjax.load` takes: a checkpoint, a run folder that holds one, a Hugging Face directory, a GGUF
-            file, or `org/name` of the Hugging Face Hub. Of a checkpoint that came from a Hugging Face directory, the
-            tokenizer of that directory.
+        path: anything that `mtpjax.load` takes: a checkpoint, a run folder that holds one, a Hugging Face directory, a
+            GGUF file, or `org/name` of the Hugging Face Hub. Of a checkpoint that came from a Hugging Face directory,
+            the tokenizer of that directory.
         vocab_size: V of the model; None: that of the checkpoint's `config.json`.
-        chat_template: a chat template in place of the checkpoint's.
+        chat_template: a chat template instead of the checkpoint's.
 
     Returns:
         A tokenizer with `encode(text)`, `decode(ids)`, `apply_chat_template(messages)` and `eos_token_ids`: a
@@ -329,8 +329,8 @@ def load_tokenizer(path, vocab_size: int | None = None, *, chat_template: str | 
 
     Raises:
         CheckpointError: the path does not exist.
-        TokenizerError: there is neither, and the vocabulary is not the 256 bytes, or there is a chat template, which
-            bytes do not take.
+        TokenizerError: there is neither, and the vocabulary is not the 256 bytes, or a chat template is given, which
+            bytes do not support.
 
     Example:
         >>> import tempfile

@@ -34,9 +34,9 @@ def _capacity_step(size: int) -> int:
 def choose_prefill_chunk(model: MTPModel, batch: int, platform: str, *, longest_prompt: int, max_length: int) -> int:
     """Chooses the number of tokens per row in one prefill pass.
 
-    Each pass reads all weights, so a GPU takes long chunks, no longer than the prompts need. The widest array of a pass
-    stays within 1 GiB: that of the feed-forward layer, or where XLA computes attention, or an indexer its scores,
-    `[B, heads, chunk, slots]` in float32. On a CPU short chunks are as fast, and short prompts fill them better.
+    Each pass reads all weights, so on a GPU chunks are as long as the prompts need. The widest array of a pass stays
+    within 1 GiB: that of the feed-forward layer, or the float32 scores `[B, heads, chunk, slots]` of an indexer or of
+    attention in XLA. On a CPU short chunks are as fast, and short prompts waste less of them.
 
     Args:
         batch: number of rows of the call, B.
@@ -68,7 +68,7 @@ def min_rows_per_pass(model: MTPModel, batch: int, platform: str) -> int:
     """Computes the minimum number of token rows per forward pass that runs fast.
 
     On a GPU a single row needs more launches than two: XLA does not multiply it on the tensor cores, and fuses less
-    around it. A model with experts keeps a single row, because a second one would choose further experts.
+    around it. A model with experts keeps a single row, because a second one would activate more experts.
 
     Args:
         batch: number of rows of the call, B.

@@ -62,7 +62,7 @@ def commit(
         proposed=state.proposed + jnp.pad(was_proposed.astype(jnp.int32), padding),
         accepted=state.accepted + jnp.pad(was_accepted.astype(jnp.int32), padding),
     )
-    # 3. The drafter keeps the trunk states of the accepted nodes, over which it extends in the next round.
+    # 3. The drafter keeps the trunk states of the accepted nodes, and processes them in the next round (draft extend).
     state = state.replace(drafter=decoder.drafter.commit(decoder, state, states, accepted))
     # 4. Append the tokens up to the first stop sequence or the row's limit. The rest counts as discarded. A token's
     #    origin is the draft level that proposed it, 0 for the bonus token.

@@ -375,7 +375,7 @@ class SamplingParams:
 
 
 def _materialise(value: Any) -> Any:
-    """Replaces iterators, also those inside of a list or tuple, by tuples of their elements."""
+    """Replaces iterators, also those inside a list or tuple, by tuples of their elements."""
     if isinstance(value, Iterator):
         value = tuple(value)
     if type(value) in (list, tuple):

@@ -1,4 +1,4 @@
-"""The decoder: everything static that a compiled call depends on, the sizes of its caches, and its empty state."""
+"""The decoder: the static settings of a compiled call, the sizes of its caches, and its empty state."""
 
 import dataclasses
 import functools
@@ -26,7 +26,7 @@ from mtpjax.models.pages import NO_PAGE, Pages
 
 
 class Weights(flax.struct.PyTreeNode):
-    """The arrays that rounds read and never change."""
+    """The arrays that rounds only read."""
 
     params: dict[str, Any]  # of the model
     drafter: Any  # from `Drafter.prepare`
@@ -52,7 +52,7 @@ class StateShape(NamedTuple):
 class Decoder:
     """A model, a draft method and the shape of a round. Hashable: the static argument of every compiled call.
 
-    Its methods compute all sizes of caches, and make the only empty state.
+    Its methods compute all cache sizes and make empty states.
 
     Attributes:
         model: trunk and MTP modules.
@@ -80,7 +80,7 @@ class Decoder:
         """Resolves the static settings of a call for its platform and batch size.
 
         Args:
-            drafter: the draft method that they name.
+            drafter: the draft method of these settings.
             model: the model, as `fit_params` returns it.
             mesh: mesh of the parameters; None: one device.
             max_length: maximum tokens of a sequence, prompt included.
@@ -94,12 +94,13 @@ class Decoder:
         chunk = choose_prefill_chunk(model, batch, platform_of(mesh), longest_prompt=longest, max_length=max_length)
         min_rows = choose_min_rows(config, model, platform_of(mesh), batch=batch)
         spec = DecodeSpec.from_config(config, is_greedy=is_greedy, min_rows=min_rows, prefill_chunk=chunk)
-        # No prompt is longer than the model's positions, and caches hold a whole chunk: a wider one only costs memory.
+        # No prompt is longer than the model's positions, and caches hold a whole chunk, so a wider one only wastes
+        # memory.
         max_chunk = max(model.config.max_position_embeddings, MIN_PREFILL_CHUNK)
         return cls(model, drafter, dataclasses.replace(spec, prefill_chunk=min(spec.prefill_chunk, max_chunk)))
 
     def replace(self, **changes: Any) -> "Decoder":
-        """Returns the decoder with other fields of its spec."""
+        """Returns the decoder with changed fields of its spec."""
         return dataclasses.replace(self, spec=dataclasses.replace(self.spec, **changes))
 
     def at_depth(self, num_steps: int) -> "Decoder":
@@ -120,7 +121,7 @@ class Decoder:
     @property
     def slots_per_round(self) -> int:
         """Maximum number of cache slots that a round writes after the committed text: its verify pass or drafting."""
-        # A state with pages serves any request, and rows that are all greedy draft dynamic trees, which may be wider
+        # A state with pages serves any request. If all rows are greedy they draft dynamic trees, which may be wider
         # than those of a sampling rule.
         decoders = (self,) if self.spec.pool is None else (self, self.for_plain_rows())
         return max(max(each.spec.verify_width, each.drafter.num_scratch_slots(each)) for each in decoders)
@@ -162,7 +163,7 @@ class Decoder:
     # Arrays.
 
     def prepare(self, params: dict, draft_params: Any) -> Weights:
-        """Computes what rounds read; work that depends on parameters alone runs here, once per call."""
+        """Computes the arrays that rounds read. Work that depends only on parameters runs here, once per call."""
         return Weights(params, self.drafter.prepare(params, draft_params, model=self.model))
 
     def empty_state(
@@ -186,7 +187,7 @@ class Decoder:
         Returns:
             The state. Every slot holds a sequence of one token 0, so that indices such as `length - 1` stay in range.
         """
-        # Number and shape of the arrays depend only on static settings, so later requests fit without recompilation.
+        # Number and shapes of the arrays depend only on static settings, so later requests do not recompile.
         (batch, capacity, stops, features), config, spec, pages = shape, self.model.config, self.spec, None
         if spec.pool is not None:
             (num_pages, page_size), max_shift = spec.pool, self.drafter.max_shift(self.model)
@@ -246,7 +247,8 @@ class Decoder:
         if shape is None:
             assert rows is not None
             shape = StateShape.of(rows)
-        # An adaptive call whose costs can never pay disables drafting, so that it does not keep a drafter up to date.
+        # If drafting can never pay at these costs, an adaptive call disables it, so that it need not keep the drafter
+        # up to date.
         costs, rates, is_disabled = None, None, False
         if self.spec.is_adaptive and config.depth_costs is not None:
             costs = np.asarray(config.depth_costs, np.float32)

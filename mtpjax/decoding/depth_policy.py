@@ -5,8 +5,8 @@ committed tokens per unit of time, `(1 + sum_k survival_k) / cost`, the cost mod
 acceptance rates estimated online. It depends on earlier rounds only, never on a token that it decides about, so every
 exact acceptance rule stays exact. `experiments/decoding/policy_regret.py` compares it with the best fixed depth.
 
-The model assumes that rejections are independent given their depth. Where they are not, for example in a table in which
-every third token is unpredictable, the policy can choose a worse depth than the best fixed one.
+The model assumes that rejections are independent given their depth. Otherwise, for example in a table in which every
+third token is unpredictable, the policy can choose a worse depth than the best fixed one.
 """
 
 import functools
@@ -26,7 +26,7 @@ MIN_SPEEDUP = 1.05  # no probes of drafting below this speed-up at perfect accep
 
 
 class DepthPolicy(flax.struct.PyTreeNode):
-    """Acceptance counts of B rows at depths 1..D, and the depth that they lead to."""
+    """Acceptance counts of B rows at depths 1..D, and the chosen depth."""
 
     costs: jax.Array  # [D+1] float32, duration of a round at each depth, in units of a round at depth 0
     prior: jax.Array  # [D] float32, acceptance rate at each depth before anything is observed

@@ -21,7 +21,7 @@ def fit_params(
 
     Args:
         config: settings, for `allow_copies`.
-        mesh: moves the parameters to this mesh; None: they stay on their own, if they are on one.
+        mesh: moves the parameters to this mesh; None leaves them where they are.
 
     Returns:
         The parameters and the model to decode with, and the mesh; None: one device.
@@ -39,7 +39,7 @@ def fit_params(
 
 
 def with_implementation(model: MTPModel, config: DecodeConfig) -> MTPModel:
-    """Returns the model with the implementation that the settings name, if they name one.
+    """Returns the model with the implementation of the settings, if they set one.
 
     With `deterministic`, "auto" becomes the kernels on a GPU.
     """
@@ -55,7 +55,7 @@ def platform_of(mesh: Mesh | None) -> str:
 
 
 def data_size(mesh: Mesh | None) -> int:
-    """Returns the shards of the rows: the size of the mesh's axis `data`."""
+    """Returns the number of shards of the rows: the size of the mesh's axis `data`."""
     return 1 if mesh is None else mesh.shape.get("data", 1)
 
 

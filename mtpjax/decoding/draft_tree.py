@@ -147,8 +147,8 @@ def choose_tree_shape(topk: int, num_steps: int, num_nodes: int) -> TreeShape:
     The greedy form of Sequoia's construction (2402.12374): a node's value is the product of the rates on its path. A
     node has up to `topk` children, and a depth of up to `num_steps`. Nodes are in level order, the root included.
     """
-    # A node is named by its path, the tuple of child ranks from the root. The frontier maps each node that may be added
-    # next to its value: its parent and its elder siblings are already chosen.
+    # A node's key is its path, the tuple of child ranks from the root. The frontier maps each node that may be added
+    # next, because its parent and earlier siblings are chosen, to its value.
     frontier: dict[tuple[int, ...], float] = {(): 1.0}
     chosen: list[tuple[int, ...]] = []
     while len(chosen) < num_nodes:

@@ -1,4 +1,4 @@
-"""The drafter protocol: the methods of a draft method, and the draft that it hands to verification."""
+"""The drafter interface: the methods of a draft method, and the draft that it passes to verification."""
 
 import dataclasses
 from typing import TYPE_CHECKING, Any
@@ -40,15 +40,15 @@ class Drafter:
     A drafter is a frozen dataclass: hashable, and static under `jax.jit`. Arrays live in its parameters (a tree of its
     own) and in its state, whose leaves all have the batch as their first axis. A round calls `propose`, then
     `select_states` on the verification pass, then `commit`. Prefill calls `select_states` and `extend` once per chunk.
-    An adaptive call keeps its depth while `backlog_fits` holds, and calls `drain_backlog` before it continues at the
-    same or another depth.
+    An adaptive call keeps its depth while `backlog_fits` holds, and calls `drain_backlog` before it continues at any
+    depth.
 
     Methods get the `Decoder` of the round, with model and spec (`spec.num_steps` is the depth of this round), the
     `Weights`, whose `drafter` is what `prepare` returned, and the rows' `DecodeState`, whose `tokens` after `length`
     are scratch space. They run inside a trace, except `check`, `default_params`, `num_scratch_slots` and `max_shift`.
 
-    Text stays exact with any drafter if `Draft.probabilities` are the ones that the tokens were really drawn from: the
-    drafter's distribution for sampled tokens, one-hot for tokens that were chosen in any other way.
+    Text stays exact with any drafter if `Draft.probabilities` are those that the tokens were actually drawn from: the
+    drafter's distribution for sampled tokens, one-hot for all others.
 
     Attributes:
         layer_ids: trunk layers whose input states the drafter reads (`TrunkOutput.states`).
@@ -66,7 +66,7 @@ class Drafter:
         return None
 
     def prepare(self, params: dict, draft_params: Any, *, model: MTPModel) -> Any:
-        """Computes from the model's and the drafter's parameters what every round reads, once per call."""
+        """Computes the arrays that every round reads from the parameters of model and drafter, once per call."""
         return draft_params
 
     def num_scratch_slots(self, decoder: "Decoder") -> int:
@@ -74,7 +74,7 @@ class Drafter:
         return 0
 
     def max_shift(self, model: MTPModel) -> int:
-        """Returns the maximum distance from a cache entry's own position to that of a token that it depends on."""
+        """Returns the maximum distance from a cache entry's position to a token that it depends on."""
         return 0
 
     def init(self, decoder: "Decoder", batch: int, capacity: int, dtype: Any) -> Any:
@@ -135,7 +135,7 @@ class Drafter:
     # Rounds of changing depth (`depth_policy="adaptive"`). The decoder is that of the deepest round.
 
     def backlog_fits(self, decoder: "Decoder", state: DecodeState, depth: jax.Array | int) -> jax.Array:
-        """Returns whether a round of this depth can follow, `[]` bool. False makes the loop call `drain_backlog`."""
+        """Returns whether a round of this depth can follow, `[]` bool. If False, the loop calls `drain_backlog`."""
         return jnp.ones((), bool)
 
     def drain_backlog(

@@ -79,7 +79,7 @@ def run_rounds(
     Args:
         decoder: the decoder; an adaptive one drafts 0..`spec.num_steps` levels.
         max_rounds: `[]` int32, maximum number of rounds; None: no limit.
-        depth: draft levels of every round, of an adaptive spec whose caller chooses them; None: the policy does.
+        depth: draft levels of every round, if the caller of an adaptive spec chooses them; None: the policy does.
 
     Returns:
         The state after the last round.
@@ -106,8 +106,8 @@ def run_rounds(
         assert state.policy is not None
         return jnp.where(state.drafting_disabled, 0, state.policy.depth)
 
-    # An inner loop ends when the rows end, when the policy chooses another depth, or when the drafter's buffer is full.
-    # Rounds of depth 0 skip the drafter, so hidden states that it has to process later pile up.
+    # An inner loop ends when the rows end, when the policy changes the depth, or when the drafter's buffer is full:
+    # rounds of depth 0 skip the drafter, so hidden states that it must process later accumulate.
     def should_keep_depth(carry: Carry, num_steps: int) -> jax.Array:
         state, _ = carry
         backlog_fits = drafter.backlog_fits(decoder, state, num_steps)
@@ -117,8 +117,8 @@ def run_rounds(
         state, rounds_left = carry
         # Extend the drafter over the backlog of plain rounds first, until a round of the chosen depth fits.
         carry = drafter.drain_backlog(decoder, weights, state, chosen_depth(state)), rounds_left
-        # The loop for the chosen depth runs at least one round. Any other loop runs only if the policy has moved to its
-        # depth by then; otherwise it costs one test of its condition.
+        # The loop for the chosen depth runs at least one round. The others run only if the policy has moved to their
+        # depth by then; otherwise each costs one test of its condition.
         for num_steps in range(spec.num_steps + 1) if depth is None else (depth,):
             carry = jax.lax.while_loop(
                 functools.partial(should_keep_depth, num_steps=num_steps),
@@ -142,13 +142,13 @@ def decode(
 ) -> DecodeState:
     """Decodes a whole batch in one compiled call: prefill, then rounds until every row is done.
 
-    The host takes no part between the first and the last token; on a ROCm GPU it reads the loop's condition
-    (`mtpjax.decoding.gpu_graph`).
+    The host is not involved between the first and the last token, except that on a ROCm GPU it reads the loop's
+    condition (`mtpjax.decoding.gpu_graph`).
 
     Args:
         state: B requests with empty caches (`start_rows`); donated.
         max_rounds: `[]` int32, maximum number of rounds; None: no limit.
-        is_started: go on with a state that an earlier call has returned.
+        is_started: continue with a state that an earlier call returned.
 
     Returns:
         The state with every row done, or after `max_rounds`.

@@ -33,16 +33,16 @@ def prefill(
         start: `[B]` int32 first position to process; the caches hold the positions before it. None: 0 for every row.
         end: `[B]` int32 position before which a row's chunks end; None: at the end of the prompt. A row that ends
             earlier gets no token, and another call continues where this one ends.
-        max_chunks: maximum number of chunks to process, with the same effect; None: no limit.
-        first_token: `[B]` int32 the first new token where it is known already, as of a row that decoded before; -1
-            elsewhere. None: known for no row.
+        max_chunks: maximum number of chunks, with the same effect; None: no limit.
+        first_token: `[B]` int32 the first new token if it is already known, as after a preemption, else -1. None: -1
+            for all rows.
         allowed: `[B, ceil(V/32)]` int32 tokens that the first new token may be, as in `adjust_logits`; None: all.
 
     Returns:
         The state before the first round. Each row has one new token, which is pending: no cache holds it.
     """
-    # All rows run as many chunks as the row with the most tokens to process. The number of chunks is dynamic, so
-    # prompts of other lengths compile nothing.
+    # All rows run as many chunks as the row with the most tokens to process. The number of chunks is dynamic, so new
+    # prompt lengths do not recompile.
     model, drafter = decoder.model, decoder.drafter
     apply = bind(model, weights.params)
     chunk_width, length = decoder.spec.prefill_chunk, state.length

@@ -25,7 +25,7 @@ def plain_generate(
     """Continues one prompt, one token per pass. Tests require the same tokens from the compiled loop.
 
     With rule `greedy` or `sample` and the same seed, `speculative_generate` returns these tokens, since the target's
-    draws are keyed by seed and position alone.
+    draws are keyed only by seed and position.
 
     Args:
         prompt: token ids.

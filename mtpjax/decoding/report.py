@@ -1,4 +1,4 @@
-"""The report of a session's call: the changes of its rows, as one array that the host copies."""
+"""The report of a session's call: the changes of its rows, as one array for the host."""
 
 from collections.abc import Iterator
 from typing import Any, NamedTuple
@@ -10,7 +10,7 @@ import numpy as np
 
 
 class RowReport(NamedTuple):
-    """A row of a `Report`, as Python's own values."""
+    """A row of a `Report`, as Python values."""
 
     tokens: list[int]
     origins: list[int]

@@ -1,9 +1,9 @@
 """Random numbers per row, as a pure function of (row seed, position, node, purpose).
 
 A row's noise does not depend on other rows, the batch size or a restart. Draws that belong to a round are keyed by the
-position at which the round began. Keying them by their own position would reuse noise on which an earlier round has
-already conditioned, and block verification would be biased. Draws from the target alone (plain decoding and the rule
-`sample`) are keyed by the position of the token, so both produce the same text from the same seed.
+position at which the round started. Keying them by their own position would reuse noise on which an earlier round has
+already conditioned, and block verification would be biased. Draws that depend only on the target (plain decoding and
+the rule `sample`) are keyed by the token's position, so both produce the same text from the same seed.
 """
 
 import jax

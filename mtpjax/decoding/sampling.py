@@ -1,7 +1,7 @@
-"""Sampling: converts logits to the distribution that a request asks for, and draws from it.
+"""Sampling: converts logits to a request's distribution, and draws from it.
 
 Drafting, verification and plain decoding share these functions. Ratio rules are exact only if q is the distribution
-that drafts were really drawn from, and text equals plain decoding only if p is transformed in the same way.
+that drafts were actually drawn from, and text equals plain decoding only if p is transformed in the same way.
 
 On a mesh each device has the columns of its shard of the vocabulary; `vocabulary` combines the shards
 (`mtpjax.models.vocabulary`). There V is the size of the shard, except in `SamplingArrays` and `TokenHistory`.
@@ -17,7 +17,7 @@ from mtpjax.decoding import rng
 from mtpjax.models.vocabulary import WHOLE, Vocabulary
 
 BITS_OF_TWO = 0x40000000  # bits of 2.0 as float32: above every probability
-DIGIT = 3  # bits of a threshold that the shards of a vocabulary find at once; a divisor of 30
+DIGIT = 3  # bits of a threshold that the shards of a vocabulary find per step; a divisor of 30
 
 
 @dataclasses.dataclass(frozen=True)
@@ -61,7 +61,7 @@ class SamplingArrays(flax.struct.PyTreeNode):
         `vocab_size` is needed only if `features` includes top_k or bias.
         """
         features = features or SamplingFeatures()
-        # Each field owns its buffer, because a compiled call donates the state that holds them.
+        # Each field has its own buffer, because a compiled call donates the state.
         return cls(
             temperature=jnp.zeros(batch),
             seed=jnp.zeros((batch, 2), jnp.uint32),
@@ -137,7 +137,7 @@ def apply_penalties_and_bias(
     Returns:
         `[B, T, V]` float32.
     """
-    # Each option is a Python condition, so options that are not compiled in leave no trace in the program.
+    # Each option is a Python condition, so the program contains only the options that are compiled in.
     features = sampling.features
     logits = logits.astype(jnp.float32)
     B, T, V = logits.shape
@@ -206,7 +206,7 @@ def distribution(logits: jax.Array, sampling: SamplingArrays, vocabulary: Vocabu
         probabilities = _keep_at_least(probabilities, threshold, vocabulary)
     # 3. top_p: the threshold above which the probability mass reaches top_p.
     if features.top_p:
-        # A row with top_p 1 asks for infinite mass, so nothing is cut, whatever the rounding of the sum.
+        # A row with top_p 1 asks for infinite mass, so that rounding of the sum never cuts a token.
         min_sum = jnp.where(sampling.top_p >= 1, jnp.inf, sampling.top_p)[:, None]
         min_sum = jnp.broadcast_to(min_sum, logits.shape[:2])
         threshold = _threshold(probabilities, probabilities, min_sum, vocabulary)

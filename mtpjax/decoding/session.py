@@ -1,11 +1,11 @@
 """Continuous decoding: requests enter and leave the slots of a running state, whose caches are in pages.
 
-Each function is a compiled call, which takes some rows of a state, works on them, and writes them back. `admit` puts
+Each function is a compiled call that takes some rows of a state, works on them, and writes them back. `admit` puts
 requests into slots, `prefill_chunk` processes a chunk of their prompts, and `advance` runs rounds. Rows with a grammar
 take a round in two calls, `draft_round` and `verify_round`: between them the host reads the drafted tokens and computes
 which tokens may follow each. The host keeps the page tables and passes those of the rows at each call. It may dispatch
-a call before it has read the report of the one before. Calls are compiled for a few numbers of rows and of pages;
-padding rows read nothing and write nothing.
+a call before it has read the previous report. Calls are compiled for a few numbers of rows and of pages; padding rows
+neither read nor write.
 
 All calls have the arguments `params` and `draft_params`, of the model and of the drafter, and the `state`, which is
 donated. They return the new state and their result. With a decoder for plain rows (`Decoder.for_plain_rows`) they leave
@@ -41,7 +41,7 @@ from mtpjax.models.decoding_layout import run_on_shards
 from mtpjax.models.parallel import first_row, over_rows
 from mtpjax.models.vocabulary import Vocabulary
 
-# Rows that only pad a batch start after every text, so no chunk is theirs.
+# Padding rows start after every text, so they have no chunk.
 NO_START = 2**30
 # Fields of a state that no call after `admit` changes.
 UNCHANGED = ("settings", "pages", "drafting_disabled")
@@ -150,7 +150,7 @@ def prefill_chunk(
         )  # fmt: skip
         return put(state, rows, batch, decoder)
 
-    # The report holds what the rows gained, so remember their lengths.
+    # The report holds the new tokens, so remember the old lengths.
     before = _lengths(state, batch)
     state = run_on_shards(prefill_shard, decoder.model.config, params, draft_params, state, batch, chunk)
     return state, _report(decoder, state, batch, before, 1)
@@ -172,10 +172,10 @@ def advance(
 
     Args:
         state: the state; donated.
-        rounds: `[]` int32, rounds to run, unless all rows end before; at most `max_rounds`.
+        rounds: `[]` int32, rounds to run, unless all rows end earlier; at most `max_rounds`.
         decoder: the decoder of the deepest round.
         depth: draft levels of each round.
-        max_rounds: what the report has room for.
+        max_rounds: rounds that the report has room for.
     """
 
     def advance_shard(params, draft_params, state, batch, rounds):
@@ -197,7 +197,7 @@ def advance(
 def draft_round(
     params: dict, draft_params: Any, state: DecodeState, batch: Batch, *, decoder: Decoder, depth: int
 ) -> tuple[DecodeState, Draft]:
-    """Begins a round of some rows with `depth` levels: returns the draft `[R, ...]`, which `verify_round` takes."""
+    """Starts a round of some rows with `depth` levels: returns the draft `[R, ...]`, which `verify_round` takes."""
 
     def draft_shard(params, draft_params, state, batch):
         weights, batch = decoder.prepare(params, draft_params), of_shard(state, batch)
@@ -266,7 +266,7 @@ def verify_round(
 def clear_pages(
     params: dict, draft_params: Any, state: DecodeState, pages: jax.Array, *, decoder: Decoder
 ) -> tuple[DecodeState, None]:
-    """Zeroes pages `[P, n]` int32 that a failed row wrote: XLA's attention multiplies what it masks by 0, also NaN."""
+    """Zeroes pages `[P, n]` int32 that a failed row wrote: XLA's attention multiplies masked values, also NaN, by 0."""
 
     def clear_shard(_: dict, __: Any, state: DecodeState, pages: jax.Array) -> DecodeState:
         pages = of_shard(state, pages)
@@ -286,7 +286,7 @@ def _at_depth(decoder: Decoder, depth: int) -> Decoder:
 def _run_once(function: Callable[[Any], Any], carry: Any) -> Any:
     """Computes `function(carry)`, unless all rows of `carry[0]` have ended.
 
-    Outside of a loop, jit rejects donated caches whose layout is pinned (`mtpjax.models.layers.entries.pin_layout`).
+    Outside a loop, jit rejects donated caches whose layout is pinned (`mtpjax.models.layers.entries.pin_layout`).
     """
     return cond_as_while_loop(function, over_rows(jnp.any, ~carry[0].done), carry)
 
@@ -319,7 +319,7 @@ def take(state: DecodeState, batch: Batch, decoder: Decoder) -> DecodeState:
 
 
 def put(state: DecodeState, rows: DecodeState, batch: Batch, decoder: Decoder) -> DecodeState:
-    """Writes the batch's rows back, but for the fields that a call does not change, or that plain rows lack."""
+    """Writes the batch's rows back, except fields that a call does not change or that plain rows lack."""
     unchanged = UNCHANGED if decoder.spec.logprobs else (*UNCHANGED, "history", "logprobs")
     without = dict.fromkeys(unchanged)
     written = scatter_rows(state.replace(**without), rows.replace(**without), batch.slots)
@@ -330,7 +330,7 @@ def _slots(state: DecodeState, batch: Batch) -> jax.Array:
     """Returns the batch's rows `[R]` in the whole state."""
     num_shards = len(batch.slots)
     own = len(state.length) // num_shards
-    # A padding row reports what the last row of its shard has; nobody reads it.
+    # A padding row reports the values of the last row of its shard; they are ignored.
     return (jnp.arange(num_shards)[:, None] * own + jnp.minimum(batch.slots, own - 1)).reshape(-1)
 
 
@@ -361,5 +361,5 @@ def _report(decoder: Decoder, state: DecodeState, batch: Batch, before: jax.Arra
 
 
 def in_every_process(tree: Any) -> Any:
-    """Gives every process whole arrays, since process 0 reads them. One process can read all shards anyway."""
+    """Gives every process whole arrays, since process 0 reads them. A single process can read all shards anyway."""
     return tree if jax.process_count() == 1 else jax.lax.with_sharding_constraint(tree, PartitionSpec())

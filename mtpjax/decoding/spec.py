@@ -53,7 +53,7 @@ class DecodeSpec:
             config: the user's settings.
             is_greedy: True if every row decodes at temperature 0.
             min_rows: minimum number of token rows per pass (`mtpjax.decoding.capacity.min_rows_per_pass`).
-            prefill_chunk: tokens per row in one prefill pass, where the settings name none.
+            prefill_chunk: tokens per row in one prefill pass, if the settings do not set it.
 
         Returns:
             The spec, with `acceptance="auto"` replaced by a rule.

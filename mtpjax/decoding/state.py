@@ -149,7 +149,7 @@ def _is_cache(node: Any) -> bool:
 
 
 def running_pages(state: DecodeState) -> Pages | None:
-    """Returns the pages of the running rows. Another request may have got those of a row that has ended."""
+    """Returns the pages of the running rows. Those of an ended row may already belong to another request."""
     if state.pages is None:
         return None
     return state.pages.replace(table=jnp.where(state.done[:, None], NO_PAGE, state.pages.table))
@@ -173,13 +173,13 @@ def view_pass(
         start: `[B]` int32 first slot.
         width: tokens of the pass, T.
         num_used: `[B]`, or a number for all rows: the first tokens of the pass, whose outputs are read. The others, and
-            those of rows that are done, choose no experts.
+            those of rows that are done, are not routed to experts.
         num_valid: as in `cached_view`.
         tree: as in `cached_view`.
         window: as in `cached_view`.
 
     Returns:
-        The view. The trunk's layers use it as it is; MTP modules keep their entries in other places of a page.
+        The view for the trunk's layers; MTP modules store their entries at shifted places of a page.
     """
     pages, capacity = running_pages(state), state.tokens.shape[1]
     num_slots = capacity if pages is None else min(capacity, pages.num_slots)

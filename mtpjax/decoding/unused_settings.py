@@ -1,4 +1,4 @@
-"""Finds settings of `DecodeConfig` that change nothing beside the others, so that users learn of it."""
+"""Finds settings of `DecodeConfig` that have no effect because of other settings, to warn the user."""
 
 import dataclasses
 import functools
@@ -14,9 +14,9 @@ def find_unused_settings(config: DecodeConfig) -> dict[str, str]:
     """Finds the settings that differ from their defaults and have no effect.
 
     Returns:
-        For each of them, by name, what would make it count.
+        For each of them, by name, what it would need to have an effect.
     """
-    # Plain decoding reads no setting about drafts. Callers make it of any configuration, so only a number of drafted
+    # Plain decoding ignores all settings of drafts. Callers derive it from any configuration, so only a number of draft
     # tokens contradicts it.
     if not config.num_steps:
         return {} if config.num_draft_tokens is None else {"num_draft_tokens": "num_steps above 0"}

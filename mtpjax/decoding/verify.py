@@ -50,7 +50,7 @@ def verify(decoder: Decoder, weights: Weights, state: DecodeState, draft: Draft)
     num_padding = width - W
     tokens = jnp.pad(draft.tokens, ((0, 0), (0, num_padding)))
     # 2. Mask. In a chain the causal mask is enough. In a tree each node attends to the committed text, its ancestors
-    #    and itself, and its position follows from its depth, so siblings do not see each other.
+    # and itself, and its position follows from its depth, so siblings do not attend to each other.
     tree = None
     if draft.ancestor_mask is not None and draft.depths is not None:
         depths = jnp.pad(draft.depths, ((0, 0), (0, num_padding)))

@@ -1,4 +1,4 @@
-"""Draft methods: a folder for each, what they share, and what a method of a user is made of."""
+"""Draft methods: a folder for each, their shared code, and the classes for a user-defined method."""
 
 from mtpjax.decoding.drafter import Draft, Drafter
 from mtpjax.drafters.architecture import TrunkSizes

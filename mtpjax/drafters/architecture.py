@@ -1,4 +1,4 @@
-"""What every drafter with a network of its own says about itself and its trunk, and the checks of it."""
+"""The properties that every drafter with its own network declares for itself and its trunk, and their checks."""
 
 from typing import Any, NamedTuple, Protocol
 
@@ -15,7 +15,7 @@ class TrunkSizes(NamedTuple):
 
 
 class DraftArchitecture(Protocol):
-    """The architecture of a drafter beside a trunk: a frozen dataclass, hashable."""
+    """The architecture of a drafter with its own network: a frozen dataclass, hashable."""
 
     @property
     def trunk(self) -> TrunkSizes:
@@ -35,7 +35,7 @@ class DraftArchitecture(Protocol):
 
 
 def check_layer_ids(layer_ids: tuple[int, ...], num_target_layers: int) -> None:
-    """Raises `ValueError` if the ids are empty, name a layer twice, or one that a trunk of this depth does not have."""
+    """Raises `ValueError` if the ids are empty, repeat a layer, or exceed the depth of the trunk."""
     ids, layers = layer_ids, num_target_layers
     require(
         bool(ids) and len(set(ids)) == len(ids) and all(0 <= layer <= layers + 1 for layer in ids),
@@ -45,7 +45,7 @@ def check_layer_ids(layer_ids: tuple[int, ...], num_target_layers: int) -> None:
 
 
 def check_draft_vocabulary(draft_vocab_size: int, vocab_size: int, *, own_head: bool) -> None:
-    """Raises `ValueError` if so many tokens cannot be drafted; the trunk's head has the columns of all tokens."""
+    """Raises `ValueError` for an invalid size of the draft vocabulary; the trunk's head has columns for all tokens."""
     require(1 <= draft_vocab_size <= vocab_size, f"draft_vocab_size {draft_vocab_size} is not within 1..{vocab_size}")
     require(
         own_head or draft_vocab_size == vocab_size,

@@ -123,8 +123,8 @@ class CachedDrafter(Drafter):
             return super().propose(decoder, weights, state)
         propose = draft_tree if decoder.spec.topk > 1 else draft_chain
         draft, caches, tokens = propose(decoder, self.network(decoder, weights), state)
-        # The extended slots are now final in each module, up to the newest slot whose shifted token is committed. A row
-        # that is done was not extended: its experts did not run, and its pages may belong to another.
+        # The extended slots are now final in each module, up to the newest slot whose shifted token is committed. Rows
+        # that are done were not extended: their experts did not run, and their pages may belong to other rows.
         caches = tuple(
             commit(cache, jnp.where(state.done, cache.length, jnp.maximum(state.length - 1 - index, 0)))
             for index, cache in enumerate(caches)
@@ -173,7 +173,7 @@ class CachedDrafter(Drafter):
     def drain_backlog(self, decoder: Decoder, weights: Weights, state: DecodeState, depth: jax.Array) -> DecodeState:
         """Extends the modules over the backlog; see `Drafter.drain_backlog`.
 
-        Wide passes process a long backlog, and passes of a round's width the rest.
+        Wide passes process most of a long backlog, and passes of a round's width the rest.
         """
         network, num_modules = self.network(decoder, weights), len(state.drafter.caches)
         for num_positions, min_backlog in (

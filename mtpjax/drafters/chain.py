@@ -1,4 +1,4 @@
-"""Drafts a chain with MTP modules or another `DraftNetwork`."""
+"""Drafts a chain with MTP modules or any other `DraftNetwork`."""
 
 import jax
 import jax.numpy as jnp

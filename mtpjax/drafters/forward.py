@@ -80,7 +80,7 @@ def forward_with_drafter(
 
 
 def read_layers(drafter: TrainedDrafter | None) -> tuple[int, ...]:
-    """Returns the trunk layers whose input states a drafter reads, beside the final state; None: MTP modules."""
+    """Returns the trunk layers whose input states a drafter reads in addition to the final state; None: MTP modules."""
     return () if drafter is None else drafter.architecture.layer_ids
 
 
@@ -99,7 +99,7 @@ def draft_columns(params: dict, vocab_size: int) -> jax.Array | None:
 
 
 def mask_undraftable(params: dict, tokens: jax.Array, loss_mask: jax.Array, vocab_size: int) -> jax.Array:
-    """Takes tokens that cannot be drafted out of a loss mask `[B, T]`.
+    """Removes tokens that cannot be drafted from a loss mask `[B, T]`.
 
     EAGLE-3 and SpecForge leave out positions where the trunk's arg-max cannot be drafted; on text that the trunk chose
     greedily these are the same positions.

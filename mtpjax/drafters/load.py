@@ -45,22 +45,22 @@ def load_drafter(
         model: the trunk that the drafter is for.
         dtype: dtype to cast the parameters to. None keeps those of the files.
         aux_layers: the meaning of listed trunk layers of an EAGLE-3 file: states that enter these layers, or outputs of
-            these layers. None takes the states that enter for speculators' files; SpecForge's do not say which.
-        norm_before_residual: this switch of EAGLE-3, for a speculators file without it.
-        sample_from_anchor: this switch of DFlash, for a file without it: the first slot of a block drafts too. None
-            takes it as True for DeepSpec's files, and as False for others.
+            these layers. None takes the states that enter for speculators' files, and is an error for SpecForge's.
+        norm_before_residual: this EAGLE-3 setting, for a speculators file without it.
+        sample_from_anchor: this DFlash setting, for a file without it: the first slot of a block drafts too. None takes
+            it as True for DeepSpec's files, and as False for others.
         last_layer_state: which output of the last trunk layer a drafter reads, if it reads one and its file does not
             say it: before the final norm, or after it. None takes the latter for z-lab's and DeepSpec's files and the
             former for others, with a warning.
-        method: the drafter's method, or its name, such as "eagle3" or "package.module:RECORD" of a method of yours.
-            None: as the files say.
+        method: the drafter's method, or its name, such as "eagle3" or "package.module:RECORD" of a user-defined method.
+            None: detected from the files.
 
     Returns:
         `(drafter, draft_params)`, for `DecodeConfig(drafter=drafter)` and `speculative_generate(draft_params=...)`.
 
     Raises:
-        CheckpointError: the files are damaged, not supported, or have two readings and none is chosen.
-        ValueError: the drafter is for a trunk of other sizes.
+        CheckpointError: the files are damaged, not supported, or have two readings and neither is chosen.
+        ValueError: the drafter is for a trunk of different sizes.
 
     Example:
         >>> import tempfile
@@ -132,17 +132,17 @@ def save_drafter(
         drafter: the drafter.
         draft_params: its parameters.
         like: the directory that it was loaded from: its `config.json`, its other files, and the names, order and dtypes
-            of its tensors are kept. A drafter that was not changed gives the same bytes.
+            of its tensors are kept. An unchanged drafter gives the same bytes.
         format: without `like`: "specforge" or "speculators" for EAGLE-3, "medusa" or "vllm" for Medusa, "z-lab" or
             "speculators" for DFlash, "deepspec" or "speculators" for DSpark. None takes "speculators" for EAGLE-3,
-            whose layer ids have one meaning there, and the authors' format for the others.
-        method: the drafter's method, if it is one of yours.
+            where layer ids are unambiguous, and the authors' format for the others.
+        method: the drafter's method, if it is user-defined.
 
     Returns:
         None.
 
     Raises:
-        CheckpointError: the format, or `like`, is of another architecture.
+        CheckpointError: the format, or `like`, does not fit the architecture.
         FileExistsError: `path` exists and is not empty.
 
     Example:

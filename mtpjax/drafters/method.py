@@ -19,7 +19,7 @@ Shapes = Mapping[str, tuple[int, ...]]  # of tensors, by plain name (`mtpjax.dra
 
 
 class Reading(TypedDict, total=False):
-    """How to read files that do not say it, by the argument of `mtpjax.load_drafter`."""
+    """Choices for what the files leave open, named as the arguments of `mtpjax.load_drafter`."""
 
     aux_layers: Literal["entered", "output"] | None
     norm_before_residual: bool | None
@@ -35,16 +35,16 @@ class DrafterFiles:
         formats: names of the formats that are written, the default one first.
         format_with_ids: the format that training prefers for a drafter with a draft vocabulary; None: the default one.
         parse: reads the content of `config.json`, with the shapes of the tensors, the sizes of the trunk and the
-            `Reading` of what the files do not say. Returns the architecture and the name of the format.
+            `Reading`. Returns the architecture and the name of the format.
         specs: lists the parameters of an architecture with the tensors that hold them in a format, by plain name.
         describe: makes a `config.json` of a format, which `parse` reads as the architecture; raises `ConfigError` if
             the format cannot express it.
         rename: gives a tensor its name in a new file, from the plain one and the format.
         ids: the tensors of a draft vocabulary.
-        is_of_speculators: the method's name is one of speculators' `speculators_model_type`.
+        is_of_speculators: whether the method's name is a value of `speculators_model_type`.
         keys: keys of `config.json` that only this method has, with their value; None: any.
         tensors: plain names of tensors that no method before it in `METHODS` has.
-        owners: attributes that may hold the whole drafter, in front of its tensors' names, like the method's own name.
+        owners: attributes that may hold the whole drafter and so prefix its tensors' names, like the method's name.
     """
 
     formats: tuple[str, ...]
@@ -68,13 +68,12 @@ class DraftTraining:
         architecture: chooses a new drafter's from the run's settings, a `mtpjax.TrainConfig`, the trunk's config, and
             the number of tokens that can be drafted; raises `ValueError` if they do not fit.
         init: makes float32 parameters of an architecture from a `jax.random` key.
-        settings_of: the settings that an architecture implies, without `draft_vocab_size`; those that training would
-            have to be given to make it again.
-        settings: settings of `TrainConfig` that begin with `draft_`, beyond those that every drafter has.
+        settings_of: the settings that would make training choose this architecture, without `draft_vocab_size`.
+        settings: settings of `TrainConfig` that start with `draft_`, beyond those that every drafter has.
         fit_to_data: completes an architecture, from the settings, how often each token `[V]` is a target, and the ids
             that end a text.
-        is_head: whether a parameter is a head, by its name: it begins as the trunk's.
-        min_levels: the fewest levels that train.
+        is_head: whether a parameter is a head, by its name: it is initialised from the trunk's.
+        min_levels: minimum number of levels to train.
     """
 
     architecture: Callable[[Any, ModelConfig, int], Any]
@@ -90,19 +89,19 @@ class DraftTraining:
 class DraftMethod:
     """One way to draft. A new method is one folder with its drafter and record, and a row in `METHODS`.
 
-    A record of a user has the same road in every command, as `package.module:RECORD`.
+    Every command accepts a user-defined record as `package.module:RECORD`.
 
     Attributes:
         name: its name in settings, such as "eagle3".
         title: its name in texts, such as "EAGLE-3".
-        drafter: the class that drafts. What it cannot do, such as trees, windows or a mesh, and why, is in its `check`
-            and `prepare`.
+        drafter: the class that drafts. Its `check` and `prepare` reject what it does not support, such as trees,
+            windows or a mesh.
         algorithms: SGLang's names of `--speculative-algorithm`, the usual one first.
         from_settings: makes the drafter from the settings of a call; None: it is read from files.
-        default_levels: draft levels where the command line names none; 0: all that the drafter has.
-        is_of_model: the drafts come from the model's own MTP modules, which are loaded, saved and trained with it.
-        files: its files; None: it has no parameters of its own.
-        training: how it trains on a frozen trunk; None: it does not.
+        default_levels: draft levels if the command line gives none; 0: all that the drafter has.
+        is_of_model: whether the model's own MTP modules draft, which are loaded, saved and trained with it.
+        files: its files; None: it has no parameters.
+        training: how it trains on a frozen trunk; None: it cannot be trained.
     """
 
     name: str

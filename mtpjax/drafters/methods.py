@@ -1,4 +1,4 @@
-"""All draft methods, and where a name or a drafter becomes one of them."""
+"""All draft methods, and their lookup by name or drafter."""
 
 from mtpjax.decoding.drafter import Drafter
 from mtpjax.drafters.dflash.method import DFLASH
@@ -16,7 +16,7 @@ METHODS: tuple[DraftMethod, ...] = (MTP, LOOKUP, EAGLE3, MEDUSA, DFLASH, DSPARK)
 
 
 def find_method(name: str) -> DraftMethod:
-    """Finds a method by its name, or by `package.module:RECORD` of the user.
+    """Finds a method by its name, or a user-defined one by `package.module:RECORD`.
 
     Raises:
         UsageError: there is no such method, or the user's module or record cannot be imported.
@@ -33,7 +33,7 @@ def find_method(name: str) -> DraftMethod:
 
 
 def method_of(drafter: str | Drafter) -> DraftMethod | None:
-    """Returns the method of `DecodeConfig.drafter`; None: a drafter of a user."""
+    """Returns the method of `DecodeConfig.drafter`; None for a user-defined drafter."""
     if isinstance(drafter, str):
         return find_method(drafter)
     return next((method for method in METHODS if method.drafter is type(drafter)), None)

@@ -70,7 +70,7 @@ def extend_module(
 
 
 def of_drafter(view: View, shift: int = 0) -> View:
-    """Returns the view of a pass over a drafter's cache, whose entries may be in other places of a page."""
+    """Returns the view of a pass over a drafter's cache, whose entries are shifted within the pages."""
     return view if view.pages is None else view.replace(pages=view.pages.replace(shift=shift, is_of_drafter=True))
 
 
@@ -82,7 +82,7 @@ def extend_modules(
     start: jax.Array,
     num_used: jax.Array,
 ) -> tuple[Cache, ...]:
-    """Runs all modules, one after the other, over positions whose tokens are known.
+    """Runs all modules in order over positions whose tokens are known.
 
     Args:
         decoder: the decoder, for the window.

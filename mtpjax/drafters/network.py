@@ -24,7 +24,7 @@ class DraftNetwork(Protocol):
         ...
 
     def input_hidden(self, states: jax.Array) -> jax.Array:
-        """Computes the hidden states `[B, T, D]` that a module reads from the trunk states that the drafter keeps."""
+        """Converts the trunk states that the drafter keeps to a module's input hidden states, `[B, T, D]`."""
         ...
 
     def run(

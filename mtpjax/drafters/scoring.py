@@ -1,6 +1,6 @@
 """Token scores of draft networks, from the trunk's head, a reduced one (FR-Spec, 2502.14856), or one of their own.
 
-Verification always uses the full vocabulary, so a reduced one changes the acceptance rate and not the text.
+Verification always uses the full vocabulary, so a reduced one changes the acceptance rate but not the text.
 """
 
 import dataclasses

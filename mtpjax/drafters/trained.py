@@ -1,4 +1,4 @@
-"""Drafters with a network of their own beside the trunk, which is read from files or trained on the frozen trunk.
+"""Drafters with a separate network, which is read from files or trained on the frozen trunk.
 
 In a tree of parameters that holds trunk and drafter, the network is at `DRAFTER`, and at `DRAFT_IDS` the token of each
 column of its head, if it cannot draft all tokens.
@@ -27,11 +27,11 @@ class DraftParams(flax.struct.PyTreeNode):
 
     @classmethod
     def of(cls, params: dict) -> "DraftParams":
-        """Takes them out of a tree that holds trunk and drafter."""
+        """Extracts them from a tree that holds trunk and drafter."""
         return cls(params[DRAFTER], params.get(DRAFT_IDS))
 
     def beside_trunk(self) -> dict[str, Any]:
-        """Returns them by the names that they have beside those of the trunk."""
+        """Returns them by their names in a tree that also holds the trunk."""
         return {DRAFTER: dict(self.network)} | ({} if self.draft_ids is None else {DRAFT_IDS: self.draft_ids})
 
 
@@ -60,12 +60,13 @@ class DraftLevels(flax.struct.PyTreeNode):
 
 @dataclasses.dataclass(frozen=True)
 class TrainedDrafter(Drafter):
-    """A drafter with a network of its own. A subclass drafts, and has the same levels as a teacher-forced pass.
+    """A drafter with its own network. A subclass implements drafting, and the same levels as a teacher-forced pass.
 
     Attributes:
         architecture: the network, and the trunk states that it reads: a `DraftArchitecture`.
         title: the method's name in messages.
-        draws_anchors: training draws positions at which the levels begin, instead of running them after every position.
+        draws_anchors: whether training draws positions at which the levels start, instead of running them after every
+            position.
     """
 
     architecture: Any = dataclasses.field(kw_only=True)
@@ -73,7 +74,7 @@ class TrainedDrafter(Drafter):
     draws_anchors: ClassVar[bool] = False
 
     def __post_init__(self):
-        # The output of the last layer enters no layer: `select_states` takes it from the pass itself.
+        # The output of the last layer is no layer's input: `select_states` takes it from the pass itself.
         own = self.architecture
         object.__setattr__(self, "layer_ids", inner_layers(own.layer_ids, own.trunk.num_hidden_layers))
 
@@ -84,12 +85,12 @@ class TrainedDrafter(Drafter):
 
     @property
     def has_confidence(self) -> bool:
-        """The network predicts whether each draft is accepted, and training needs the overlap with the trunk."""
+        """True if the network predicts whether each draft is accepted; training then needs the overlap."""
         return False
 
     @property
     def ends_early(self) -> bool:
-        """A draft may end before `num_steps`, which a teacher-forced pass does not show."""
+        """True if a draft may have fewer than `num_steps` tokens; a teacher-forced pass cannot predict that."""
         return False
 
     def heads(self, network: dict[str, Any], trunk_head: jax.Array, num_levels: int) -> tuple[jax.Array, ...]:
@@ -123,7 +124,7 @@ class TrainedDrafter(Drafter):
         raise NotImplementedError
 
     def check(self, model: MTPModel, config: DecodeConfig) -> None:
-        """Raises `ValueError` if the drafter is for another trunk, or the settings ask for what it cannot do."""
+        """Raises `ValueError` if the drafter is for a different trunk or does not support the settings."""
         trunk, found = self.architecture.trunk, model.config
         if trunk[:2] != (found.vocab_size, found.hidden_size):
             raise ValueError(

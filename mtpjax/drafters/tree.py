@@ -1,4 +1,4 @@
-"""Drafts a tree with one MTP module or another `DraftNetwork` of one module, level by level."""
+"""Drafts a tree level by level, with one MTP module or any other `DraftNetwork` of one module."""
 
 import jax
 import jax.numpy as jnp
@@ -48,8 +48,8 @@ def draft_tree(decoder: Decoder, network: DraftNetwork, state: DecodeState) -> t
 
     for level in range(1, builder.num_levels + 1):
         if tokens is not None and parent is not None:
-            # 2. Run the module over the nodes that the level before chose. Each attends to the text, its ancestors and
-            # itself: a node's mask is its parent's, extended by one column per node of this level.
+            # 2. Run the module over the nodes that the previous level chose. Each attends to the text, its ancestors
+            # and itself: a node's mask is its parent's, extended by one column per node of this level.
             num_nodes = tokens.shape[1]
             slot_tokens = jnp.concatenate([slot_tokens, tokens], axis=1)
             mask = extend_ancestor_mask(mask, parent)
@@ -177,7 +177,7 @@ class FixedTreeBuilder:
             jnp.log(probabilities) + jnp.where(is_greedy, 0, gumbel),
             max(len(self.shape.children(node)) for node in nodes),
         )
-        # Hand the draws to the children in order. Nodes with fewer children than the widest use only the first ones.
+        # Assign the draws to the children in order. Nodes with fewer children than the widest use only the first ones.
         for column, node in enumerate(nodes):
             for rank, child in enumerate(self.shape.children(node)):
                 self.tokens[child] = drawn[:, column, rank].astype(jnp.int32)

@@ -9,8 +9,8 @@ from mtpjax.models.model import TrunkOutput
 def inner_layers(layer_ids: tuple[int, ...], num_layers: int) -> tuple[int, ...]:
     """Returns the layers below `num_layers`, whose input states the trunk must return (`Drafter.layer_ids`).
 
-    In a drafter's architecture, `num_layers` means the output of the last layer, which enters no layer, and one more
-    the output of the final norm.
+    In a drafter's architecture, `num_layers` means the output of the last layer, and `num_layers + 1` that of the final
+    norm; neither is a layer's input.
     """
     return tuple(layer for layer in layer_ids if layer < num_layers)
 

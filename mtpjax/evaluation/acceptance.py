@@ -62,7 +62,8 @@ def measure_acceptance(
 ) -> AcceptanceCounts:
     """Decodes prompts plainly and with drafts, and runs a teacher-forced pass over the plain texts.
 
-    A drafter of your own that has parameters has no teacher-forced pass: its sums are 0, and its predictions are nan.
+    A drafter with parameters that is not a `TrainedDrafter` has no teacher-forced pass: its sums are 0, and its
+    predictions are nan.
 
     Args:
         params: parameters of `model` with unrolled layers.
@@ -109,7 +110,7 @@ def _measure_batch(
     draft_params: Any,
 ) -> AcceptanceCounts:
     # Drafts of the last round may reach up to K tokens past the text's end. Plain decoding continues that far, so that
-    # the prediction can compare them. Where the model has no positions left, predicted drafts end with the text.
+    # the prediction can compare them. If the model has no positions left, predicted drafts end with the text.
     longest = model.config.max_position_embeddings
     extended_config = dataclasses.replace(
         config,

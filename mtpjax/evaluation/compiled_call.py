@@ -1,6 +1,6 @@
-"""Compiles the decoding call of a model from shapes alone, for H100s on a mesh: memory, collectives and kernels.
+"""Compiles a model's decoding call for a mesh of H100s, from shapes only: memory, collectives and kernels.
 
-Nothing runs, and no GPU is needed; `mtpjax.compat.h100_devices` names the packages that are.
+Nothing runs, and no GPU is needed; `mtpjax.compat.h100_devices` lists the required packages.
 """
 
 import collections
@@ -113,7 +113,7 @@ def call_shapes(
 
 
 def h100_mesh(sizes: Mapping[str, int]) -> Mesh:
-    """Makes a mesh of H100s, which need not exist; raises `RuntimeError` if the CUDA plug-in is missing."""
+    """Makes a mesh of H100s without needing any; raises `RuntimeError` if the CUDA plug-in is missing."""
     return compat.make_mesh(sizes, compat.h100_devices(f"1x1x{math.prod(sizes.values())}"))
 
 
@@ -152,7 +152,7 @@ def compile_call(
     if prefill_chunk is None:
         prefill_chunk = choose_prefill_chunk(model, rows, "cuda", longest_prompt=slots // 2, max_length=slots)
     spec = DecodeSpec.from_config(settings, is_greedy=True, prefill_chunk=prefill_chunk)
-    # 2. Lay the shapes out over the mesh, as decoding lays out the arrays.
+    # 2. Shard the shapes over the mesh, as decoding shards the arrays.
     placed = _place(shapes, part_specs(shapes, config, sizes), mesh)
     state = _place(state, part_specs(state, config, sizes, is_state=True), mesh)
     draft_params = drafter.default_params(placed, settings, model=model)

@@ -1,4 +1,4 @@
-"""Measures what merging MTP modules into a checkpoint does to acceptance."""
+"""Measures how merging MTP modules into a checkpoint changes acceptance."""
 
 import dataclasses
 from collections.abc import Sequence
@@ -58,6 +58,6 @@ def _measure(path, prompts: Sequence[Prompt], max_new_tokens: int, model_type: s
     # Rates are over all rounds of all prompts.
     rounds = np.concatenate([stats.rounds for stats in batches])
     accepted = np.concatenate([stats.accepted for stats in batches])
-    # Texts that all end with their first token have no rounds.
+    # If all texts end with their first token, there are no rounds.
     length = decoded_rates(rounds, accepted)["accept_length"].value if rounds.any() else 1.0
     return MergeCheck(model.config.num_mtp_modules, length)

@@ -115,8 +115,8 @@ def report(acceptance: AcceptanceCounts, categories: Sequence[str]) -> dict[str,
 
     Returns:
         Metrics by category, "overall" first: counts ("prompts", "rounds", "identical") and the groups "decoded",
-        "predicted" and "teacher_forced". A single category has no entry besides "overall". A category that is named
-        "overall" becomes "category overall".
+        "predicted" and "teacher_forced". A single category has no entry besides "overall". A category named "overall"
+        becomes "category overall".
     """
     names, distinct = np.array(categories), dict.fromkeys(categories)
     groups = {"overall": np.ones(len(names), bool)}

@@ -1,4 +1,4 @@
-"""Plans how a model runs on many GPUs, for `mtpjax plan`: which meshes have room for it.
+"""Plans how a model runs on many GPUs, for `mtpjax plan`: which meshes it fits on.
 
 Bytes of weights, caches and state are arithmetic: the shapes of the decoding call's arguments, divided over the mesh.
 Temporary memory is an estimate; `mtpjax.evaluation.compiled_call` compiles the call for the exact temporary
@@ -83,7 +83,7 @@ class Plan:
         return self.arguments + self.temp
 
     def free(self, device: Device) -> float:
-        """Bytes that are left of a device's usable memory."""
+        """Remaining bytes of a device's usable memory."""
         return USABLE_SHARE * device.memory - self.total
 
     def largest_batch(self, device: Device) -> int:
@@ -185,7 +185,7 @@ def estimate_temps(
     channels += config.linear_num_value_heads * config.linear_value_head_dim
     inputs = local_rows * (prefill_chunk + config.linear_conv_kernel_dim - 1) * channels / tensor
     shared += 2 * inputs * sum(kind.attention == "delta" for kind in config.trunk_kinds)
-    # 1. Experts: for the rows of all `data` devices the outputs of each token's experts, and beside them first their
+    # 1. Experts: for the rows of all `data` devices the outputs of each token's experts, together with first their
     # activations, then the sums.
     if config.is_moe:
         all_tokens = rows * prefill_chunk

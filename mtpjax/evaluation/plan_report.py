@@ -16,7 +16,7 @@ from mtpjax.models.sharding import mesh_text
 
 @dataclasses.dataclass(frozen=True)
 class Candidate:
-    """A mesh, with what it needs and how long its rounds take.
+    """A mesh, with its memory and the time of its rounds.
 
     Attributes:
         plan: its memory.
@@ -31,7 +31,7 @@ class Candidate:
 
 @dataclasses.dataclass(frozen=True)
 class Load:
-    """What the GPUs have to do.
+    """The workload of the GPUs.
 
     Attributes:
         rows: rows of the batch.
@@ -69,7 +69,7 @@ class Comparison:
         candidates: the meshes that divide the model.
         excluded: the others, with the reason.
         best: the fastest of those that fit; None if none fits.
-        compiled: what the compiled call of the best needs; None if it was not compiled.
+        compiled: the compiled call of the best mesh; None if it was not compiled.
     """
 
     load: Load
@@ -118,7 +118,7 @@ def compare_meshes(
         ValueError: a number is out of range, or a single mesh does not divide the model.
     """
     candidates, excluded = [], []
-    # A call's caches hold the longest row and what its last round writes after it, rounded up.
+    # A call's caches hold the longest row and the slots that its last round writes after it, rounded up.
     slots = round_up_capacity(load.context + load.num_scratch_slots)
     shape = {"rows": load.rows, "slots": slots, "num_steps": load.num_steps, "prefill_chunk": load.prefill_chunk}
     for sizes in meshes:
@@ -229,7 +229,7 @@ def _milliseconds(seconds: float) -> str:
 
 
 def compiled_line(result: Comparison) -> str:
-    """Describes the compiled call beside its plan."""
+    """Compares the compiled call with its plan."""
     assert result.best is not None and result.compiled is not None
     best, found = result.best.plan, result.compiled
     total = found["arguments"] + found["temp"]

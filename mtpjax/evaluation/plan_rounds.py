@@ -26,7 +26,7 @@ class Collective:
     """Collectives of one kind in a round.
 
     Attributes:
-        name: what travels.
+        name: what is sent.
         axis: the mesh axis.
         count: how many there are.
         nbytes: bytes that a device sends in all of them.
@@ -50,7 +50,7 @@ class Round:
         seconds_of_parts: estimated seconds of each.
         launches: kernels.
         seconds_of_launches: estimated seconds of all launches.
-        collectives: what travels.
+        collectives: its collectives.
     """
 
     num_steps: int
@@ -113,7 +113,7 @@ def estimate_round(
 def _collectives(
     config: ModelConfig, device: Device, sizes: Mapping[str, int], rows: int, num_steps: int
 ) -> Iterator[Collective]:
-    """Yields what travels in a round. In a ring of n devices each sends `2 (n-1)/n` of a sum's bytes."""
+    """Yields the collectives of a round. In a ring of n devices each sends `2 (n-1)/n` of a sum's bytes."""
     tensor, data = sizes.get("tensor", 1), sizes.get("data", 1)
     passes = [(config.trunk_kinds, num_steps + 1)] + [((config.mtp_kind,), num_steps + 1)] * bool(num_steps)
     passes += [((config.mtp_kind,), 1)] * max(num_steps - 1, 0)

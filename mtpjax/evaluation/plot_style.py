@@ -1,7 +1,7 @@
 """The style of all pictures of measurements, and how they are written.
 
 `draw_picture` makes every picture: a figure with the style, written as PNG, SVG or PDF. matplotlib is imported inside,
-since it takes long to load. Without it nothing is drawn, and a warning says so once.
+since it takes long to load. Without it nothing is drawn, and a warning is logged once.
 
 The functions `plot_*` of the library take `path`, `formats` and `title` as `draw_picture` does.
 """
@@ -20,9 +20,9 @@ from mtpjax.errors import UsageError, install_extra
 
 log = logging.getLogger(__name__)
 FORMATS = ("png", "svg", "pdf")
-DEFAULT_FORMATS = ("png", "svg")  # one to look at anywhere, one that scales
-# The palette of Okabe and Ito, whose colours colour-blind readers can distinguish. Draft levels take it from the
-# beginning. Other series of the same picture take it from the end, so that no colour means two things.
+DEFAULT_FORMATS = ("png", "svg")  # one that opens anywhere, one that scales
+# The palette of Okabe and Ito, whose colours colour-blind readers can distinguish. Draft levels use it from the start,
+# other series of the same picture from the end, so that no colour has two meanings.
 COLOURS = ("#0072b2", "#d55e00", "#009e73", "#56b4e9", "#cc79a7", "#e69f00")
 GREY = "#777777"
 # Markers differ too, for print in grey, and after the sixth series the lines.
@@ -78,7 +78,7 @@ def _has_matplotlib() -> bool:
 
 
 def require_matplotlib() -> None:
-    """Raises `UsageError` if matplotlib is missing, for commands that were asked for a picture."""
+    """Raises `UsageError` if matplotlib is missing, for commands whose user requested a picture."""
     if importlib.util.find_spec("matplotlib") is None:
         raise UsageError(f"matplotlib is missing: {install_extra('plots')}")
 
@@ -134,7 +134,7 @@ def picture(
 
 
 def plain_log_ticks(axis: Any, values: Sequence[float]) -> None:
-    """Labels a logarithmic axis of `values` with plain numbers: 400 where matplotlib writes 4 x 10^2."""
+    """Labels a logarithmic axis of `values` with plain numbers: 400 instead of 4 x 10^2."""
     import matplotlib.ticker as ticker
 
     # Over a narrow range, powers of ten and their multiples would leave the axis nearly without ticks.
@@ -170,7 +170,7 @@ def line_style(number: int) -> dict[str, Any]:
 
 
 def shorten(name: str, limit: int = 28) -> str:
-    """Shortens a name in the middle: paths differ at their ends, and categories at their beginnings."""
+    """Shortens a name in the middle: paths differ at their ends, and categories at their starts."""
     if len(name) <= limit:
         return name
     end = (limit - 1) // 2

@@ -69,9 +69,9 @@ def _draw_quickstart(figure, history: list[dict[str, Any]], rows) -> None:
 
 
 def plot_speed_ups(axis, points: Sequence[tuple[float, Estimate, str | None]], **look: Any) -> None:
-    """Plots measured speed-ups with their intervals, as far as they can be trusted.
+    """Plots measured speed-ups with their intervals, if they can be trusted.
 
-    Those that cannot be trusted are grey question marks without an interval, and impossible ones have no point.
+    Untrusted ones are grey question marks without an interval, and impossible ones have no point.
 
     Args:
         axis: the panel.
@@ -110,7 +110,7 @@ def _draw_acceptance(figure, metrics: dict[str, dict[str, Any]]) -> None:
     lengths.plot(predicted, places, "x", color=colour(1), markersize=8, label="predicted")
     names = [f"{plain_text(shorten(name))} ({row['prompts']})" for name, row in metrics.items()]
     lengths.set_yticks(places, names)
-    # Without an accepted draft the length is 1, where the axis begins. There is room for markers and a margin.
+    # Without an accepted draft the length is 1, where the axis starts. There is room for markers and a margin.
     longest = max(1.5, *(length.high for length in decoded))
     lengths.set(xlim=(0.97, 1 + 1.05 * (longest - 1)), ylim=(len(metrics) - 0.5, -0.5))
     lengths.set(title="accept length by category (prompts)", xlabel="tokens per round, bonus token included")

@@ -1,6 +1,6 @@
 """Predicts accept lengths along a text without decoding, at the anchors that decoding would have.
 
-An anchor is a position where a round begins: the first is the end of the prompt, and a round that accepts n drafts
+An anchor is a position where a round starts: the first is the end of the prompt, and a round that accepts n drafts
 moves it by n + 1. A mean over all positions differs from the mean over anchors: after a rejection the next anchor is
 more likely in a part of the text that is hard to draft.
 
@@ -78,12 +78,12 @@ def expected_rounds(acceptance: np.ndarray, starts: np.ndarray, ends: np.ndarray
         Rounds `[B]` and accepted drafts per level `[B, K]`, float64.
     """
     B, T, K = acceptance.shape
-    # is_anchor[:, i]: probability that a round begins at position i, where the newest committed token is i + 1.
+    # is_anchor[:, i]: probability that a round starts at position i, where the newest committed token is i + 1.
     is_anchor = np.zeros((B, T + K + 1))
     is_anchor[np.arange(B), starts - 1] = 1
     rounds, accepted = np.zeros(B), np.zeros((B, K))
     for position in range(starts.min() - 1, ends.max() - 2):
-        # A round begins here unless the text is already complete.
+        # A round starts here unless the text is already complete.
         starts_here = np.where(position < ends - 2, is_anchor[:, position], 0)
         at_least = np.pad(
             acceptance[:, position], ((0, 0), (1, 1)), constant_values=((0, 0), (1, 0))

@@ -99,7 +99,7 @@ def measure(
     shapes = shapes_up_to(config.num_steps, config.topk, config.num_draft_tokens)
     _check_modules(model, config)
     drafter = make_drafter(config)
-    # A drafter refuses what it cannot do, such as a depth beyond its heads, with its reason.
+    # A drafter rejects unsupported settings, such as a depth beyond its heads.
     check_settings(model, config, drafter)
     context, capacity = _fit_context(
         model, max(max_slots_written(model, shape, drafter) for shape in shapes), conditions
@@ -134,7 +134,7 @@ def measure(
         _measure_within_time_limit(meter, conditions.repeats, advance)
         waited = max(waited, stopwatch.waited_share())
         costs.append(meter.costs().to_json())
-    # Store the machine and the model's configuration too, so that a reader can tell whether the costs apply.
+    # Store the machine and the model's configuration too, to check later whether the costs apply.
     return {
         "format": FORMAT,
         "version": VERSION,

@@ -1,4 +1,4 @@
-"""The file `profile.json`: costs of rounds, for which device and model they hold, and what adaptive depth reads."""
+"""The file `profile.json`: costs of rounds, the device and model that they are for, and settings of adaptive depth."""
 
 import hashlib
 import json
@@ -22,7 +22,7 @@ from mtpjax.safe_open import read_json_file
 
 FORMAT, VERSION = "mtpjax-profile", 4
 FILE_NAME = "profile.json"
-MAX_FILE_BYTES = 16 << 20  # of a profile or of measured acceptance; they have kilobytes
+MAX_FILE_BYTES = 16 << 20  # of a profile or of measured acceptance, which take kilobytes
 MIN_RATE = 0.01  # floor of a level's acceptance rate; a measured rate may be 0
 log = logging.getLogger("mtpjax.decode")
 
@@ -113,7 +113,7 @@ def load_depth_settings(
         batch: rows that will be decoded; the costs of the nearest measured batch size are used.
         num_steps: the deepest draft.
         config: the model's configuration; None skips the comparison with the profile's.
-        drafter: what will draft, as in `DecodeConfig`.
+        drafter: the drafter, as in `DecodeConfig`.
 
     Returns:
         `depth_costs` and `depth_rates`; see `depth_settings`.
@@ -208,10 +208,10 @@ def _is_usable(rates: list[float], lengths: list[float]) -> bool:
 
 
 def read_acceptance(path) -> dict[str, list[float]]:
-    """Reads `usable_acceptance` of all prompts from what `mtpjax eval acceptance --output` wrote.
+    """Reads `usable_acceptance` of all prompts from the output of `mtpjax eval acceptance --output`.
 
     Raises:
-        ValueError: for another file, and for trees or lossy rules: adaptive depth drafts chains under an exact rule,
+        ValueError: for other files, and for trees or lossy rules: adaptive depth drafts chains under an exact rule,
             which accept fewer tokens.
     """
     try:

@@ -1,4 +1,4 @@
-"""The prompts that a command measures on, as its flags choose them."""
+"""The choice of prompts that a command measures on."""
 
 import dataclasses
 from collections.abc import Sequence
@@ -21,7 +21,7 @@ class PromptChoice:
     """A choice of prompts.
 
     Attributes:
-        path: a prompt file; None: none was named.
+        path: a prompt file; None: not given.
         count: number of prompts, drawn evenly over the categories.
         categories: categories to draw from; empty: all.
         max_tokens: prompts are cut to this many tokens; None: to as many as the model has room for.
@@ -45,7 +45,7 @@ class PromptChoice:
     def encode(
         self, prompts: Sequence[Prompt], tokenizer: Any, config: ModelConfig, max_new_tokens: int
     ) -> EncodedPrompts:
-        """Encodes prompts for a model that makes `max_new_tokens` after each."""
+        """Encodes prompts for a model that generates `max_new_tokens` after each."""
         limit = self.limit(config, max_new_tokens)
         rows, num_cut = encode_prompts(prompts, tokenizer, max_tokens=limit, chat=self.chat)
         return EncodedPrompts(rows, limit, num_cut)

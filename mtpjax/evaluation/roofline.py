@@ -1,7 +1,7 @@
 """Predicts the time of a decoding round on a GPU from bytes, operations and launches: `mtpjax profile --predict`.
 
 Nothing runs and no weights are read: the configuration gives all counts. A prediction is what the device could do with
-the kernels of this package, not what was measured; the assumptions are constants of this file.
+the kernels of this package, not a measurement; the assumptions are constants of this file.
 """
 
 import dataclasses
@@ -20,7 +20,7 @@ from mtpjax.models.sharding import CACHE_AXES, path_name
 
 @dataclasses.dataclass(frozen=True)
 class Device:
-    """A GPU, by its data sheet, and what is assumed of kernels on it.
+    """A GPU, by its data sheet, and assumptions about kernels on it.
 
     Attributes:
         name: its name.
@@ -59,8 +59,8 @@ LAUNCHES_OF_LINEAR_ATTENTION = 8  # more than softmax attention: convolution, de
 LAUNCHES_OF_EXPERTS = 5  # more than a dense layer's
 LAUNCHES_OF_QUERY_LATENT = 2  # of latent attention whose queries go through a latent
 LAUNCHES_OF_INDEXER = 12  # not counted, but estimated: the indexer is XLA's
-LAUNCHES_PER_ROUND = 27  # outside of layers: embedding, masks, head, sampling, commit
-LAUNCHES_PER_LEVEL = 14  # of a draft level, beside the module's layer
+LAUNCHES_PER_ROUND = 27  # outside layers: embedding, masks, head, sampling, commit
+LAUNCHES_PER_LEVEL = 14  # of a draft level, in addition to the module's layer
 
 
 @dataclasses.dataclass(frozen=True)

@@ -42,7 +42,7 @@ class RoundCosts:
         parts: drafting, with extending over the tokens that the last round committed, and verification. They are timed
             together, since differences of timings are mostly noise.
         round: the whole round of `speculative_generate`, including acceptance and commit; empty if not measured.
-        change: how much longer a round takes after a round of another depth.
+        change: additional time of a round after a change of depth.
         draft: drafting alone, of drafters other than MTP modules; empty if not measured.
     """
 
@@ -98,8 +98,7 @@ class RoundCosts:
 class CostMeter:
     """Times rounds of several shapes, and plain rounds, each in its own compiled `while_loop`.
 
-    The loops run on caches that hold a context. A loop that reaches the end of its caches starts over after the
-    context.
+    The loops run on caches that hold a context. A loop that reaches the end of its caches restarts after the context.
     """
 
     def __init__(
@@ -169,7 +168,7 @@ class CostMeter:
     def measure(self, repeats: int = 3) -> None:
         """Adds `repeats` timings of every loop."""
         self.compile()
-        # All loops take turns, so that disturbances by other programs hit them alike. The first turn only warms up.
+        # All loops take turns, so that other programs disturb them equally. The first turn only warms up.
         for number in range(repeats + 1):
             for timed, run in self._timers.items():
                 seconds = run()
@@ -183,7 +182,7 @@ class CostMeter:
     def costs(self) -> RoundCosts:
         """Summarises all timings so far.
 
-        Other programs slow down all loops of a turn alike, so ratios within a turn vary less than times. Each cost is
+        Other programs slow down all loops of a turn equally, so ratios within a turn vary less than times. Each cost is
         the median time of a plain round multiplied by the median of the ratio to the plain round of the same turn.
         """
         plain = np.array(self._seconds.get(("round", PLAIN_STEP), self._seconds["parts", PLAIN_STEP]))
@@ -230,7 +229,7 @@ def _timer(arguments: tuple[Any, Any], timed: RoundLoop, *, seconds: float) -> C
         nonlocal inputs
         inputs = jax.block_until_ready(loop(rounds, arguments, inputs))
 
-    # Choose how many rounds fill the wanted time: the difference between calls of 9 rounds and of 1 is 8 rounds.
+    # Choose the number of rounds for the wanted time: the difference between calls of 9 rounds and of 1 is 8 rounds.
     call(1)  # compiles
     one, nine = np.min([time_calls(lambda: call(1), lambda: call(9))[:2] for _ in range(3)], axis=0)
     num_rounds = round(min(max(8 * seconds / max(nine - one, 1e-9), 4), MAX_ROUNDS_PER_TIMING))

@@ -77,13 +77,13 @@ def passes_loop(
     """Makes a loop over the passes of a round: drafting, verification, or both.
 
     The drafter extends over the tokens of the last round and drafts, the trunk's pass verifies the nodes, both as in
-    decoding. Nothing is accepted: every round begins at a different length, and lengths are not constant, because XLA
+    decoding. Nothing is accepted: every round starts at a different length, and lengths are not constant, because XLA
     would move the work that depends on a constant length out of the loop.
 
     Args:
         config: the drafter and the shape of the round.
         drafts: run the drafter; without it, verification reads tokens of the text as nodes.
-        verifies: run the trunk's pass, and hand its states to the drafter.
+        verifies: run the trunk's pass, and pass its states to the drafter.
     """
     decoder, inputs = _running_rows(dtype, model, config, conditions)
     spec, drafter = decoder.spec, decoder.drafter
@@ -97,7 +97,7 @@ def passes_loop(
         else:
             draft = _nodes_of_text(state, spec)
         tokens = draft.tokens
-        # 2. Verify, and hand the trunk's states to the drafter.
+        # 2. Verify, and pass the trunk's states to the drafter.
         if verifies:
             verified = verify(decoder, weights, state, draft)
             tokens, trunk = verified.target_tokens, commit(verified.trunk, state.trunk.length)
@@ -179,11 +179,11 @@ def _running_rows(
 
 
 def _at_length(state: DecodeState, length: jax.Array) -> DecodeState:
-    """Moves all rows to a length `[]`, as if the round before had accepted no draft."""
+    """Moves all rows to a length `[]`, as if the previous round had accepted no draft."""
     length = jnp.full_like(state.length, length)
     draft_state = state.drafter
     if hasattr(draft_state, "hidden_start"):
-        # The drafter's buffer begins at the oldest position that it has to extend over: one, or one per MTP module.
+        # The drafter's buffer starts at the oldest position that it must process: one, or one per MTP module.
         num_caches = len(getattr(draft_state, "caches", (None,)))
         start = jnp.maximum(length - 1 - max(num_caches, 1), 0)
         draft_state = draft_state.replace(hidden_start=start)
@@ -196,5 +196,5 @@ def _at_length(state: DecodeState, length: jax.Array) -> DecodeState:
 
 
 def _num_start_positions(decoder: Decoder, conditions: TimingConditions) -> int:
-    """Returns how many slots after the context a round may begin at, at least 1, so that its writes fit."""
+    """Returns the number of slots after the context at which a round may start, at least 1, so that its writes fit."""
     return max(1, conditions.capacity - conditions.context - decoder.slots_per_round - conditions.min_rows)

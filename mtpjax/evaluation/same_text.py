@@ -36,8 +36,8 @@ def first_divergences(
     `rows` and `other_rows` are the new tokens of both texts of each prompt.
 
     Returns:
-        A `Divergence` per prompt, None for equal texts. If one text is the beginning of the other, they differ at its
-        end, with an infinite gap. Logits are the trunk's unmodified ones.
+        A `Divergence` per prompt, None for equal texts. If one text is a prefix of the other, they differ at its end,
+        with an infinite gap. Logits are the trunk's unmodified ones.
     """
     # The first differing token of each pair of texts.
     positions: dict[int, int] = {}
@@ -54,7 +54,7 @@ def first_divergences(
     gaps = dict.fromkeys(positions, math.inf)
     if compared:
         config = DecodeConfig(num_steps=0, max_new_tokens=1, logprobs=True)
-        # Decode one token after the shared beginning, once with each token as the only allowed one. The reported
+        # Decode one token after the common prefix, once with each token as the only allowed one. The reported
         # log-probabilities are those of the unmodified logits, so the normaliser cancels in the difference.
         shared = [[*prompts[number], *rows[number][: positions[number]]] for number in compared]
         logprobs = []
@@ -87,7 +87,7 @@ def equals_plain_decoding(
     Args:
         rows: new tokens of decoding with `config`.
         plain: new tokens of plain decoding.
-        **sampling_kwargs: what `sampling_arguments` returned for these calls.
+        **sampling_kwargs: from `sampling_arguments` for these calls.
 
     Returns:
         `[P]` bool.

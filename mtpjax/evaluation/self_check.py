@@ -1,8 +1,8 @@
 """Checks that the MTP modules of a loaded model draft as well as they did in training.
 
-Wrong norms, swapped inputs or modules of another checkpoint raise no error and change no text: they only lower the
-acceptance rate. Training therefore saves a few held-out rows in the checkpoint's metadata, with the model's agreement
-on them, and `check_acceptance` measures it again.
+Wrong norms, swapped inputs or modules of a different checkpoint raise no error and do not change texts: they only lower
+the acceptance rate. Training therefore saves a few held-out rows in the checkpoint's metadata, with the model's
+agreement on them, and `check_acceptance` measures it again.
 """
 
 import dataclasses
@@ -117,7 +117,7 @@ def _read_record(path: pathlib.Path) -> dict[str, list] | None:
 
 
 def _checked_record(record: Any, place: pathlib.Path) -> dict[str, list]:
-    """Returns the record. Raises ValueError if it has another form, or is larger than training writes it."""
+    """Returns the record. Raises ValueError if its form is wrong, or it is larger than training writes."""
     try:
         rows, levels = record["tokens"], len(record["agreement"])
         # Bound the sizes first: the rows decide how much memory the check takes.

@@ -71,7 +71,7 @@ def is_predictable(config: DecodeConfig, rule: str) -> bool:
     """Returns whether `mtpjax.evaluation.predict` covers these settings.
 
     It covers chains of a fixed depth under an exact rule. The teacher-forced pass has no draft window and no reduced
-    draft vocabulary, and does not end drafts early, so it does not describe drafts that are made with them.
+    draft vocabulary, and does not end drafts early, so it does not cover drafts made with them.
 
     Args:
         config: decoding settings.
@@ -102,9 +102,9 @@ def count_teacher_forced(
 ) -> tuple[TeacherForcedSums, Predicted]:
     """Runs one pass over prompts and texts, and predicts decoding from it.
 
-    The first `num_new [B]` tokens of each text count; the others only tell what the last drafts are compared with.
+    The first `num_new [B]` tokens of each text count; the last drafts are compared with the others.
     """
-    # A drafter beside the trunk has its own teacher-forced pass.
+    # A separate drafter has its own teacher-forced pass.
     drafter, network = None, {}
     if isinstance(config.drafter, TrainedDrafter):
         drafter, network = config.drafter, draft_params.beside_trunk()
@@ -183,12 +183,12 @@ def compare_levels(
         temperature: `[B]` float32, above 0.
         model: the model.
         num_depths: draft levels, K.
-        drafter: the drafter beside the trunk, whose parameters are then in `params`; None: MTP modules.
+        drafter: the separate drafter, whose parameters are then in `params`; None: MTP modules.
 
     Returns:
         The comparison, `[B, T, K]`.
     """
-    # Recycled levels see the keys that they see in decoding: the true prefix, then their own (`ttt`).
+    # Recycled levels attend to the same keys as in decoding: the true prefix, then their own (`ttt`).
     if drafter is None:
         output = forward(params, tokens, model=model, lengths=lengths, num_depths=num_depths, attention_layout="ttt")
     else:

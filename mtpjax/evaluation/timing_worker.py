@@ -85,8 +85,8 @@ class _RequestHandler:
 
         Returns:
             "rows", with the tokens and counts of each prompt, "seconds", the decoding time of each without prefill and
-            first token, and what `mtpjax.evaluation.trust` asks: "waited", the share of the time that threads waited
-            for a core, and "is_negative".
+            first token, and the inputs of `mtpjax.evaluation.trust`: "waited", the share of the time that threads
+            waited for a core, and "is_negative".
         """
         from mtpjax.decoding.config import DecodeConfig
         from mtpjax.decoding.sampling_params import SamplingParams
@@ -124,7 +124,7 @@ class _RequestHandler:
         from mtpjax.evaluation.round_costs import CostMeter
         from mtpjax.evaluation.round_loops import TimingConditions, chain_shape
 
-        # The first request compiles the timing loops. Later ones repeat them, whatever their arguments are.
+        # The first request compiles the timing loops. Later ones repeat them, regardless of their arguments.
         if self.meter is None:
             shapes = tuple(chain_shape(depth) for depth in num_steps)
             conditions = TimingConditions(1, context, capacity)

@@ -1,4 +1,4 @@
-"""Log-probabilities of a text's tokens, and the most likely tokens in their places, by one teacher-forced pass."""
+"""Log-probabilities of a text's tokens, and the most likely tokens at their positions, from one teacher-forced pass."""
 
 import functools
 from collections.abc import Sequence
@@ -18,7 +18,7 @@ PIECE = 64  # positions whose logits exist at the same time
 
 
 class TokenScores(NamedTuple):
-    """Log-probabilities under the trunk's unmodified logits, as numbers of Python.
+    """Log-probabilities under the trunk's unmodified logits, as Python numbers.
 
     Attributes:
         logprobs: of each of n tokens.

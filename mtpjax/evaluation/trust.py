@@ -1,10 +1,9 @@
-"""Decides whether a measured speed-up can be trusted. All tables, pictures and recommendations ask here.
+"""Decides whether a measured speed-up can be trusted. All tables, pictures and recommendations use it.
 
-A measurement that cannot be trusted has a *problem*, a text whose first word says what kind it is:
+A measurement that cannot be trusted has a *problem*, a text that starts with its kind:
 
-    impossible  no machine can reach the number, so that something disturbed one of the times
-    disturbed   other programs used the cores during the measurement
-    uncertain   the 95 % interval is too wide
+    impossible  no machine can reach the number, so one of the times was disturbed disturbed   other programs used the
+    cores during the measurement uncertain   the 95 % interval is too wide
 
 Imports no JAX.
 """
@@ -40,7 +39,7 @@ def speed_up_problem(
     ideal: float | None = None,
     is_negative: bool = False,
 ) -> str | None:
-    """Says why a measured speed-up over plain decoding cannot be trusted.
+    """Returns why a measured speed-up over plain decoding cannot be trusted.
 
     Args:
         ratio: the measured speed-up with its interval; the interval's ends are nan if there is none.
@@ -52,7 +51,7 @@ def speed_up_problem(
         is_negative: a difference of two times was not positive (`seconds_beyond`).
 
     Returns:
-        The reason, which begins with one of `KINDS`; None if the speed-up can be trusted.
+        The reason, which starts with one of `KINDS`; None if the speed-up can be trusted.
     """
     busy = f"waited {waited:.0%} of the time for a core" if waited > MAX_WAITING_SHARE else ""
     impossible = None
@@ -76,12 +75,12 @@ def speed_up_problem(
 
 
 def waiting_problem(waited: float) -> str | None:
-    """Says why times that are no speed-up cannot be trusted: "disturbed", or None. `waited` as above."""
+    """Returns why times other than speed-ups cannot be trusted: "disturbed", or None. `waited` as above."""
     return speed_up_problem(Estimate(1.0, 1.0, 1.0), None, waited=waited)
 
 
 def mark(problem: str | None) -> str:
-    """Returns what follows a number in tables and pictures: " ?" if it cannot be trusted."""
+    """Returns the suffix of a number in tables and pictures: " ?" if it cannot be trusted."""
     return " ?" if problem else ""
 
 
@@ -96,7 +95,7 @@ def can_pass(problem: str | None) -> bool:
 
 
 def verdict(problems: Sequence[str | None], waited: float) -> str:
-    """Says in one line whether measurements can be trusted, and why not. It comes before their table.
+    """Returns the line before a table: whether its measurements can be trusted, and why not.
 
     Returns:
         A line such as "trust in the timings: yes; threads waited up to 0.4% of the time for a core".
@@ -110,7 +109,7 @@ def verdict(problems: Sequence[str | None], waited: float) -> str:
         return f"trust in the timings: yes; {waiting}"
     reasons = ", ".join(f"{kinds[kind]} {kind}" for kind in KINDS if kinds[kind])
     answer = f"for {num_trusted} of {len(problems)}" if num_trusted else "no"
-    # An idle machine does not narrow an interval that comes from few prompts.
+    # An idle machine does not narrow an interval that is due to few prompts.
     advice = "measure more prompts or repeats" if set(kinds) == {"uncertain"} else "measure again on an idle machine"
     return f"trust in the timings: {answer} ({reasons}, marked ?); {waiting}: {advice}"
 
@@ -140,9 +139,9 @@ def time_calls(short: Callable[[], Any], long: Callable[[], T]) -> tuple[float, 
 
 
 def seconds_beyond(short: np.ndarray, long: np.ndarray) -> np.ndarray:
-    """Subtracts the seconds of a short call from those of a long one, which also does its work.
+    """Subtracts the seconds of a short call from those of a long one that includes its work.
 
     Where a difference is not positive, other programs disturbed the times; `long` is then returned, an upper bound, so
-    that no speed is negative. `speed_up_problem` is told of it (`is_negative`).
+    that no speed is negative. Pass this on to `speed_up_problem` (`is_negative`).
     """
     return np.where(long > short, long - short, long)

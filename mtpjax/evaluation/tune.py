@@ -41,17 +41,17 @@ def find_questions(
         prefill_chunk: tokens per row of a prefill pass.
 
     Returns:
-        Each op and shape once, in the order in which they are asked first.
+        Each op and shape once, in order of first use.
     """
     shapes = jax.eval_shape(lambda: params)
     found: list[Question] = []
     for batch in batches:
         for num_steps in sorted({0, config.num_steps}):
-            # An op after a kernel gets other shapes than after XLA, so both are traced.
+            # An op may get different shapes after a kernel than after XLA, so both are traced.
             for implementation in ("xla", "triton"):
                 traced = model.clone(implementation=implementation)
                 for question in _trace(shapes, traced, config, batch, num_steps, context, prefill_chunk):
-                    # Models run `rms_norm` by XLA, which fuses it with what surrounds it.
+                    # Models run `rms_norm` in XLA, which fuses it with adjacent operations.
                     if question not in found and question[0] != "rms_norm":
                         found.append(question)
     return found
@@ -72,7 +72,7 @@ def _trace(shapes, model, config, batch, num_steps, context, prefill_chunk) -> l
         rows = NewRows.without_stops(jnp.zeros((batch, context), jnp.int32), one, one, SamplingArrays.greedy(batch))
         state = decoder.empty_state(StateShape.of(rows), jnp.dtype(params["embedding"].dtype))
         state = start_rows(state, rows, vocab_size=decoder.vocab_size)
-        # The function inside `jax.jit`, which would not trace a call again that it knows.
+        # The function inside `jax.jit`, which would not trace a known call again.
         return inspect.unwrap(decode.plain)(params, own, state, decoder=decoder)
 
     with dispatch.record_choices() as asked:
@@ -83,7 +83,7 @@ def _trace(shapes, model, config, batch, num_steps, context, prefill_chunk) -> l
 def measure(
     questions: Sequence[Question], *, rounds: int = 5, implementations: tuple[str, ...] | None = None
 ) -> Iterator[tuple[Question, dict[str, float], str | None]]:
-    """Times every implementation of each question on this device, and keeps the times in the user's file at once.
+    """Times every implementation of each question on this device, and stores the times in the user's file at once.
 
     First compares an implementation with XLA, on small arrays; if the numbers differ, its times are not kept.
 

@@ -1,1 +1,1 @@
-"""Decoding by name: requests and settings become a model, a drafter and arrays, and `mtpjax.decoding` runs them."""
+"""Converts requests and settings to a model, a drafter and arrays, which `mtpjax.decoding` runs."""

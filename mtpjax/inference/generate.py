@@ -49,7 +49,7 @@ def generate(
         sampling: sampling parameters per row; None picks the arg-max.
         key: seeds for rows without one.
         lengths: `[B]` prompt lengths of a right-padded array.
-        mesh: lays parameters and caches out over this mesh.
+        mesh: shards parameters and caches over this mesh.
 
     Returns:
         The new tokens, finish reasons and step counts.
@@ -96,11 +96,10 @@ def speculative_generate(
 ) -> GenerationResult:
     """Continues prompts with speculative decoding: a drafter proposes tokens, one trunk pass per round verifies them.
 
-    At temperature 0 in float32 the tokens equal those of `generate`, whatever the drafter proposes. At higher
-    temperatures they follow the same distribution, under every acceptance rule except the lossy ones (`DecodeConfig`).
-    The whole call is one jitted function: a prefill and a `lax.while_loop`. A second call compiles nothing if the
-    batch, the cache capacity (the longest sequence, rounded up), the static settings and the sampling options in use
-    are the same.
+    At temperature 0 in float32 the tokens equal those of `generate`, regardless of the drafts. At higher temperatures
+    they follow the same distribution, under every acceptance rule except the lossy ones (`DecodeConfig`). The whole
+    call is one jitted function: a prefill and a `lax.while_loop`. A second call does not recompile if the batch, the
+    cache capacity (the longest sequence, rounded up), the static settings and the sampling options in use are the same.
 
     Args:
         params: parameters of `model` with unrolled layers.
@@ -108,10 +107,10 @@ def speculative_generate(
         model: the model.
         config: settings; None: `DecodeConfig()`.
         sampling: sampling parameters per row; None picks the arg-max.
-        key: a `jax.random` key that seeds rows without a seed. A row's random numbers depend on its seed alone, or on
-            the key and the row's number.
+        key: a `jax.random` key that seeds rows without a seed. A row's random numbers depend only on its seed, or on
+            the key and the row's index.
         lengths: `[B]` prompt lengths of a right-padded array.
-        mesh: lays parameters and caches out over this mesh (`mtpjax.models.decoding_layout`); None: that of the
+        mesh: shards parameters and caches over this mesh (`mtpjax.models.decoding_layout`); None: that of the
             parameters, if any. `shard_for_decoding` moves them once, for many calls.
         draft_params: the drafter's own parameters; None takes the MTP modules' from `params`.
 
@@ -174,7 +173,7 @@ class BatchCall(NamedTuple):
     mesh: Mesh | None
 
     def num_rows(self, batch: int) -> int:
-        """Returns the rows of a state for `batch` requests: a multiple of the mesh's `data`, which splits them."""
+        """Returns the number of rows of a state for `batch` requests: a multiple of the mesh's `data`."""
         return -(-batch // data_size(self.mesh)) * data_size(self.mesh)
 
     def start(self, rows: NewRows) -> DecodeState:

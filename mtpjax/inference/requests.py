@@ -26,7 +26,7 @@ from pallas_kernels.verify_attention import MAX_QUERY_TOKENS
 
 
 def make_drafter(config: DecodeConfig) -> Drafter:
-    """Returns the drafter that `config` names; for `num_steps=0` the base `Drafter`, which proposes no tokens.
+    """Returns the drafter of `config`; for `num_steps=0` the base `Drafter`, which proposes no tokens.
 
     Raises:
         ValueError: if `config.drafter` is neither a `Drafter` nor the name of a method that drafts without files.
@@ -132,7 +132,7 @@ def prompts_to_arrays(prompts: Any, lengths: Any = None) -> list[np.ndarray]:
         raise ValueError("prompts must be [B, T] or a list of token lists; a single prompt is a list of one token list")
     try:
         return [np.asarray(row) for row in prompts]
-    except ValueError as error:  # numpy's message of a ragged list names no prompt
+    except ValueError as error:  # numpy's message about a ragged list does not name the prompt
         raise ValueError("prompts must be lists of token ids, not lists of lists") from error
 
 
@@ -266,8 +266,7 @@ def make_new_rows(
         capacity: cache slots per row, L.
         sampling: the requests' sampling parameters.
         key: a `jax.random` key that seeds rows without a seed.
-        shape: of the state that the rows enter, for its options and its stop table; None: those that these requests
-            use.
+        shape: of the state that the rows enter, which determines options and stop table; None: those of these requests.
 
     Returns:
         `NewRows` of host arrays; jit transfers all of them at once.
@@ -287,7 +286,7 @@ def make_new_rows(
     stops, features = make_stop_table(config), None
     if shape is not None:
         stops, features = fit_stops(stops, shape.stops), shape.features
-    # 3. Settings per row. Each field owns its buffer, because the compiled call donates the state that holds them.
+    # 3. Settings per row. Each field has its own buffer, because the compiled call donates the state.
     arrays: dict[str, Any] = {
         "prompt_length": lengths.copy(),
         "limit": limits,

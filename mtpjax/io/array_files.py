@@ -1,6 +1,6 @@
 """Arrays of a checkpoint on disk: written and read with Orbax, or streamed in chunks with TensorStore.
 
-Both write uncompressed zarr. Arrays that fit in memory go through Orbax. A converted checkpoint can be larger than
+Both write uncompressed zarr. Arrays that fit in memory are written by Orbax. A converted checkpoint can be larger than
 memory, so its arrays are streamed: a few chunks are in memory at once, and one file holds the bytes of one chunk. An
 array that a mesh splits is streamed too: its chunks are the shards, and each process writes those that it holds.
 """
@@ -74,7 +74,7 @@ def _begins(index: Index) -> tuple[int, ...]:
 def write_arrays(folder: pathlib.Path, arrays: Mapping[str, Any]) -> tuple[dict[str, dict], dict[str, str]]:
     """Writes arrays into a new folder. All processes of a run must call it.
 
-    Returns `(records, digests)`: what `digests.json` says of each array, and the sha256 of the files for which it is
+    Returns `(records, digests)`: the entry of each array in `digests.json`, and the sha256 of the files for which it is
     already known, by file name relative to the parent of `folder`.
     """
     streams = {name: array for name, array in arrays.items() if isinstance(array, StreamedArray)}
@@ -108,7 +108,7 @@ def _write_whole(folder: pathlib.Path, arrays: Mapping[str, Any]) -> dict[str, d
     import orbax.checkpoint as ocp  # slow to import, so only where it is used
 
     checkpointer, handler = _make_checkpointer()
-    # Orbax would merge OCDBT files of several processes here, and warn that there are none.
+    # Otherwise Orbax would try to merge OCDBT files of several processes, and warn that there are none.
     handler.finalize = lambda directory: None
     whole = {name: np.asarray(array) for name, array in arrays.items() if not isinstance(array, StreamedArray)}
     # Streamed arrays are one element for Orbax.
@@ -137,7 +137,7 @@ def _write_streams(folder: pathlib.Path, streams: Mapping[str, StreamedArray]) -
     """Writes the chunks of this process; returns their sha256 by file name relative to `folder`."""
     import tensorstore
 
-    # zarr would leave out the files of chunks that hold only zeros; with all files there, a missing one is damage.
+    # zarr would omit files of chunks that are all zeros; if all files are written, a missing one means damage.
     options, context = {"store_data_equal_to_fill_value": True}, single_thread_context()
     stores = {
         name: tensorstore.open(array_spec(folder, name) | options, open=True, context=context).result()
@@ -150,7 +150,7 @@ def _write_streams(folder: pathlib.Path, streams: Mapping[str, StreamedArray]) -
         stores[name][index].write(array, can_reference_source_data_indefinitely=True).result()
         return _chunk_file(name, index, streams[name].chunks), _sha256(array).hex()
 
-    # One chunk per thread is in memory. Chunks are hashed while they are there: files need not be read again.
+    # One chunk per thread is in memory. Chunks are hashed while in memory, so that files need not be read again.
     parts = [
         (name, index)
         for name, stream in streams.items()
@@ -179,7 +179,7 @@ def read_arrays(folder: pathlib.Path, records: Mapping[str, Any]) -> dict[str, n
                 absent = folder if name in records else folder.with_name(DIGESTS_FILE)
                 raise CheckpointError(f"array {name!r} is missing from {absent}")
             item = traverse_util.unflatten_dict(dict.fromkeys(records, 0), sep="/")
-            # Ask for numpy arrays: Orbax would otherwise look for the devices of the process that saved.
+            # Request numpy arrays: Orbax would otherwise look for the devices of the saving process.
             restore_args = {name: ocp.RestoreArgs(restore_type=np.ndarray) for name in records}
             request = ocp.args.PyTreeRestore(
                 item=item, restore_args=traverse_util.unflatten_dict(restore_args, sep="/")
@@ -188,7 +188,7 @@ def read_arrays(folder: pathlib.Path, records: Mapping[str, Any]) -> dict[str, n
             return arrays
     except CheckpointError:
         raise
-    except Exception as error:  # Orbax and TensorStore raise whatever their parsers meet
+    except Exception as error:  # Orbax and TensorStore raise arbitrary errors of their parsers
         raise CheckpointError(f"{folder} cannot be read: {one_line(error)}") from error
 
 
@@ -250,13 +250,13 @@ def single_thread_context():
 
 
 def _make_checkpointer():
-    """Makes an Orbax checkpointer and its handler for this process alone: other processes of a run do not wait."""
+    """Makes an Orbax checkpointer and its handler for this process only: other processes of a run do not wait."""
     import orbax.checkpoint as ocp
 
     index = jax.process_index()
     alone = ocp.options.MultiprocessingOptions(
         primary_host=index, active_processes={index}, barrier_sync_key_prefix=f"process_{index}"
     )
-    # OCDBT would mix the bytes of several arrays in shared files, and a digest could no longer name the array.
+    # OCDBT would mix the bytes of several arrays in shared files, and a digest could no longer identify the array.
     handler = ocp.PyTreeCheckpointHandler(use_ocdbt=False, multiprocessing_options=alone)
     return ocp.Checkpointer(handler, multiprocessing_options=alone), handler

@@ -6,7 +6,7 @@
     huggingface*   the rest of the Hugging Face directory that the checkpoint was converted from (`huggingface_files`)
 
 Orbax restores flipped bits without an error, so every checkpoint carries digests. File digests are checked first, so
-that no parser gets damaged data. Array digests then prove that the arrays in memory are the ones that were saved.
+that parsers never get damaged data. Array digests then prove that the arrays in memory are those that were saved.
 """
 
 import hashlib
@@ -49,8 +49,8 @@ def find_checkpoint(path, *, is_model: bool = True) -> pathlib.Path:
 
 
 def checkpoint_of_run(path: pathlib.Path) -> pathlib.Path:
-    """Returns the `checkpoint/` folder inside a run folder of `mtpjax train`, and any other path as it is."""
-    # A run folder holds states of the training too; decoding wants the model alone.
+    """Returns the `checkpoint/` folder inside a run folder of `mtpjax train`, and any other path unchanged."""
+    # A run folder also holds training states; decoding needs only the model.
     return path / "checkpoint" if is_checkpoint(path / "checkpoint") else path
 
 
@@ -70,7 +70,7 @@ def checkpoint_digest(path: pathlib.Path) -> str:
     # Digests of an mtpjax checkpoint cover its weights. A Hugging Face directory has file sizes instead.
     described = [path / name for name in (DIGESTS_FILE, CONFIG_FILE, "model.safetensors.index.json")]
     whole = hashlib.sha256(b"".join(file.read_bytes() for file in described if file.is_file()))
-    # A GGUF file has its metadata at its beginning: hash that, and the size.
+    # A GGUF file starts with its metadata: hash that, and the size.
     if path.is_file():
         with open(path, "rb") as stream:
             whole.update(stream.read(GGUF_DIGEST_BYTES))
@@ -89,7 +89,7 @@ def read_config(path: pathlib.Path) -> dict[str, Any] | None:
         config = parse_json(read_inside(path, CONFIG_FILE, max_bytes=MAX_JSON_BYTES) or b"null")
     except (OSError, UnsafeFileError, ValueError, RecursionError):  # ValueError: the file is not JSON, or not UTF-8
         return None
-    # Hugging Face directories have a `config.json` as well; only this format names itself.
+    # Hugging Face directories have a `config.json` too; only this format names itself.
     return config if isinstance(config, dict) and config.get("format") == FORMAT else None
 
 

@@ -44,13 +44,13 @@ def restore(
     """Reads a whole checkpoint and verifies every digest.
 
     Args:
-        mesh: lays the parameters of a model out over this mesh, one array after the other. All processes of the run
-            must read it together, and each verifies its share of the files. None: the default device.
+        mesh: shards the parameters of a model over this mesh, one array at a time. All processes of the run must read
+            it together, and each verifies its share of the files. None: the default device.
         layout: the layout for decoding, or the one for training.
 
     Returns:
         `(config_dict, params, metadata)`. The params are nested dicts of jax arrays, with the shapes, dtypes and bits
-        that were saved, whatever devices the saving process had.
+        that were saved, regardless of the saving process's devices.
     """
     # The reader checks the digests of files before an array is opened.
     if mesh is not None:
@@ -88,8 +88,8 @@ class CheckpointReader:
         """Opens a checkpoint and checks the digests of its files.
 
         Args:
-            verify: check the digest of every file, or of these, if others check the rest (`own_share`). False reads
-                only descriptions, which suits `mtpjax inspect`.
+            verify: check the digest of every file, or only of these, if others check the rest (`own_share`). False
+                reads only descriptions, for `mtpjax inspect`.
         """
         self.path = pathlib.Path(path).resolve()
         config = read_config(self.path)
@@ -106,7 +106,7 @@ class CheckpointReader:
         self.files, self.records = read_digests(self.path)
         if verify:
             self._verify_files(verify if isinstance(verify, slice) else slice(None))
-        # The digests hold for what somebody wrote, which need not be what `save` writes.
+        # Valid digests do not prove that `save` wrote the content.
         if "config" not in config:
             raise CheckpointError(f"{self.path / CONFIG_FILE} is damaged: it has no 'config'")
         self.config: Any = config["config"]
@@ -115,7 +115,7 @@ class CheckpointReader:
         for name, value in (("metadata", self.metadata), ("block_scaled", self.scaled)):
             if not isinstance(value, dict):
                 raise CheckpointError(f"{self.path / CONFIG_FILE} is damaged: {name!r} is not an object")
-        # Arrays are opened when they are first read, since a converter reads them one after the other.
+        # Arrays are opened when they are first read, since a converter reads them one at a time.
         self._open, self._context = {}, None
 
     def model_config(self) -> ModelConfig:
@@ -169,7 +169,7 @@ class CheckpointReader:
 
     @contextlib.contextmanager
     def _reading(self, name: str) -> Iterator[None]:
-        """Turns TensorStore's errors, which are whatever its parsers meet, into `CheckpointError`."""
+        """Converts TensorStore's errors, of any kind, to `CheckpointError`."""
         try:
             yield
         except Exception as error:

@@ -72,7 +72,7 @@ def to_mtpjax(
         target: the checkpoint folder to write. It appears only when it is complete; an older checkpoint is replaced.
         dtype: dtype to cast the parameters to. `None` keeps those of the files; block-quantized fp8 stays fp8.
         model_type: the family to use instead of the one that `config.json` names.
-        allow_extra: keep unknown tensors outside of the language model, instead of raising an error.
+        allow_extra: keep unknown tensors outside the language model, instead of raising an error.
         strict: raise an error for infinite or NaN weights instead of a warning.
         progress: called with the number of bytes of each chunk that is converted.
 
@@ -97,7 +97,7 @@ def to_mtpjax(
         params = unflatten({path: plan.make_param(files, path, stream) for path in plan.specs})
 
         def write_rest(folder: pathlib.Path) -> None:
-            # Keep what exporting the same bytes again needs: small files, headers, and tensors of other parts.
+            # Keep everything needed to export the same bytes: small files, headers, and tensors of other parts.
             (folder / HUGGINGFACE_FOLDER).mkdir()
             copy_files(folder / HUGGINGFACE_FOLDER, files.bytes_of, files.other_files())
             headers = {file: header[8:].decode() for file, header in files.headers.items()}
@@ -188,7 +188,7 @@ def to_hugging_face(
             write_index(folder, shards)
             if converted is None:
                 write_generation_config(folder, content)
-        # Training's record of its acceptance goes along, so that `check_acceptance` works on the export.
+        # Include training's acceptance record, so that `check_acceptance` works on the export.
         if (record := reader.metadata.get("self_check")) is not None:
             (folder / SELF_CHECK_FILE).write_text(json.dumps(record) + "\n")
 
@@ -214,7 +214,7 @@ def _rebuild_shard(
     entries: dict[str, TensorEntry],
     dropped: set[str],
 ) -> Shard:
-    """Makes a file again: under the same header if its tensors have not changed, otherwise under a new one."""
+    """Rebuilds a file, with the same header if its tensors have not changed, otherwise with a new one."""
     # Tensors of other parts have no entry and stay as they were.
     wanted = [entries.get(tensor.name, entry_of(tensor)) for tensor in found if tensor.name not in dropped]
     if wanted == [entry_of(tensor) for tensor in found]:
@@ -244,8 +244,8 @@ def _tensor_entries(
             raise CheckpointFileError(f"{reader.path} has no array {path} of shape {spec.shape}")
         kind = np.dtype(record["dtype"] if dtype is None else dtype)
         entries |= {piece.name: TensorEntry(piece.name, kind, piece.shape) for piece in spec.slices}
-    # A parameter of several dtypes has become float32, which holds the values of all: each tensor gets its dtype back,
-    # but fp8 does only where the checkpoint keeps its scales.
+    # A parameter of several dtypes has become float32, which represents all values: each tensor gets its dtype back,
+    # but fp8 only if the checkpoint keeps its scales.
     if dtype is None:
         kept = {piece.name for path in reader.scaled for piece in specs[path].slices}
         names = [name for name in entries if name in before and (before[name].dtype != E4M3 or name in kept)]

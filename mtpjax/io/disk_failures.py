@@ -1,4 +1,4 @@
-"""A full or failing disk while arrays are written: one `OSError`, before the first byte where that can be known."""
+"""Reports a full or failing disk while arrays are written as one `OSError`, before the first byte if possible."""
 
 import contextlib
 import errno
@@ -34,7 +34,7 @@ def check_space(folder: pathlib.Path, arrays: Mapping[str, Any]) -> None:
 
 @contextlib.contextmanager
 def one_line_failures(folder: pathlib.Path) -> Iterator[None]:
-    """Turns write failures of Orbax and TensorStore into one `OSError`.
+    """Converts write failures of Orbax and TensorStore to one `OSError`.
 
     Both also report failures from their threads and event loops, as tracebacks on stderr, until these have ended.
     """
@@ -56,7 +56,7 @@ def one_line_failures(folder: pathlib.Path) -> Iterator[None]:
 
 
 def _wait_until_quiet(folder: pathlib.Path) -> None:
-    """Waits until running writes have ended: until two looks in a row find the same files."""
+    """Waits until running writes have ended: until two checks in a row find the same files."""
     before: set[pathlib.Path] | None = None
     for _ in range(QUIET_ATTEMPTS):
         found = set(folder.parent.rglob("*"))
@@ -64,4 +64,4 @@ def _wait_until_quiet(folder: pathlib.Path) -> None:
             break
         before = found
         time.sleep(0.2)
-    gc.collect()  # tasks and futures report an exception that nobody asked for when they are collected
+    gc.collect()  # tasks and futures report unretrieved exceptions when they are collected

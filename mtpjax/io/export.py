@@ -27,7 +27,7 @@ def export_mtp(source, target, *, model_type: str | None = None, progress: Calla
     path, target = find_checkpoint(source), pathlib.Path(target).resolve()
     if not is_checkpoint(path):
         return exports.export_mtp(source, target, model_type=model_type, progress=progress)
-    # Name the tensors as the family does, then take out the modules.
+    # Name the tensors as the family does, then extract the modules.
     target.parent.mkdir(parents=True, exist_ok=True)
     with tempfile.TemporaryDirectory(dir=target.parent, prefix=".tmp-") as folder:
         to_hugging_face(path, pathlib.Path(folder) / "full", model_type=model_type, progress=progress)

@@ -1,4 +1,4 @@
-"""Files of a Hugging Face directory that an mtpjax checkpoint keeps beside its parameters. Imports no JAX.
+"""Files of a Hugging Face directory that an mtpjax checkpoint keeps. Imports no JAX.
 
 huggingface/              config.json, tokenizer and other small files, byte for byte
 huggingface.json          model type and the headers of the safetensors files, so that export can repeat them
@@ -82,7 +82,7 @@ def read_kept_config(path) -> bytes | None:
 def read_vocab_size(path) -> int | None:
     """Reads the size of a model's vocabulary.
 
-    Returns V; None if no `config.json` says it.
+    Returns V; None if no `config.json` has it.
     """
     found = checkpoint_of_run(resolve(path, weights=False))
     own = read_config(found)

@@ -170,14 +170,14 @@ def format_lines(facts: dict[str, Any]) -> list[str]:
     rows += [("copies", problem) for problem in facts["copies"]]
     rows += [("note", note) for note in facts["notes"]]
     rows += [("not loadable", problem) for problem in facts["problems"][:4]]
-    # List what differs from a plain, complete checkpoint, with a few names of each.
+    # List differences from a plain, complete checkpoint, with a few names of each.
     for name in ("tied", "other", "missing", "extra"):
         found = facts[name]
         if found:
             rows.append((f"{name} tensors", f"{len(found)}: {', '.join(found[:4])}{', …' if len(found) > 4 else ''}"))
     if not facts["problems"]:
         rows.append(("complete", "no tensor is missing, none is unknown"))
-    # Continue long values below their beginning.
+    # Continue long values below their start.
     fill = textwrap.TextWrapper(
         width=LINE_WIDTH, subsequent_indent=" " * (NAME_WIDTH + 1), break_long_words=False, break_on_hyphens=False
     )
@@ -201,7 +201,7 @@ def _inspect_hugging_face(path, model_type: str | None) -> dict[str, Any]:
         plan = inspect_files(files, model_type=model_type)
         stored_types = files.stored_types() if isinstance(files, GGUFFiles) else {}
         quantized = [name for name in stored_types if name not in UNQUANTIZED]
-        # List what is unusual about a checkpoint that loads.
+        # List unusual properties of a checkpoint that loads.
         notes = [plan.mixed] if plan.mixed else []
         notes += [f"files that are not read: {', '.join(files.unread)}"] if files.unread else []
         quantization = {"quant_method": "gguf", "types": quantized} if quantized else None

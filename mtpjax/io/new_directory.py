@@ -1,4 +1,4 @@
-"""The files beside the weights of a Hugging Face directory, when a checkpoint is written as one."""
+"""The files other than weights of a Hugging Face directory that is written from a checkpoint."""
 
 import dataclasses
 import json
@@ -28,7 +28,7 @@ class OriginalDirectory(NamedTuple):
     model_type: str
     content: dict[str, Any]  # of config.json
     headers: dict[str, bytes]  # by file; empty if the checkpoint was not converted
-    keeps_dtypes: bool = False  # the conversion cast nothing on request
+    keeps_dtypes: bool = False  # the conversion did not cast the weights
 
     @property
     def layout(self) -> Layout:
@@ -37,7 +37,7 @@ class OriginalDirectory(NamedTuple):
 
 
 def read_original(reader: CheckpointReader) -> OriginalDirectory | None:
-    """Reads what a checkpoint keeps of the Hugging Face directory that it was converted from.
+    """Reads the kept parts of the Hugging Face directory that a checkpoint was converted from.
 
     Returns the directory; None if the checkpoint was not converted from one.
     """
@@ -53,7 +53,7 @@ def read_original(reader: CheckpointReader) -> OriginalDirectory | None:
             raise CheckpointFileError(
                 f"{reader.path / HEADERS_FILE} names {file!r}, which is not a safetensors file of one folder"
             )
-    # A header begins with its length, 8 bytes little-endian.
+    # A header starts with its length, 8 bytes little-endian.
     encoded = {file: text.encode() for file, text in headers.items()}
     content = _parse(
         read_kept(reader.path, f"{HUGGINGFACE_FOLDER}/config.json"), reader.path / HUGGINGFACE_FOLDER / "config.json"
@@ -68,7 +68,8 @@ def describe_directory(reader: CheckpointReader, config: ModelConfig, model_type
     A model that was trained from a Hugging Face checkpoint keeps its family and its configuration's other keys.
 
     Args:
-        model_type: the family to use; None: that of the checkpoint that training began from, else the first that fits.
+        model_type: the family to use; None: that of the checkpoint that training started from, else the first that
+            fits.
     """
     initial = _initial_config(reader)
     if initial is not None and model_type in (None, initial["model_type"]):
@@ -120,12 +121,12 @@ def write_generation_config(folder: pathlib.Path, content: dict[str, Any]) -> No
 
 
 def _initial_config(reader: CheckpointReader) -> dict[str, Any] | None:
-    """Returns the `config.json` of the checkpoint that training began from, as that of a text model."""
+    """Returns the `config.json` of the checkpoint that training started from, as that of a text model."""
     if f"{HUGGINGFACE_FOLDER}/config.json" not in reader.files:
         return None
     file = f"{HUGGINGFACE_FOLDER}/config.json"
     values = _parse(read_kept(reader.path, file), reader.path / file)
-    # A multimodal model was trained as text alone, so its text section describes what there is.
+    # A multimodal model was trained as a text model, so only its text section applies.
     if isinstance(values.get("text_config"), dict):
         model_type = f"{values.get('model_type')}_text"
         outer = {key: values[key] for key in ("dtype", "torch_dtype") if key in values}
@@ -139,7 +140,7 @@ def _initial_config(reader: CheckpointReader) -> dict[str, Any] | None:
 
 
 def _token_ids(reader: CheckpointReader) -> dict[str, Any]:
-    """Returns the end token of the checkpoint's tokenizer: byte 0 of the byte tokenizer, or what its files say."""
+    """Returns the end token of the checkpoint's tokenizer: byte 0 of the byte tokenizer, or that in its files."""
     file = f"{HUGGINGFACE_FOLDER}/{GENERATION_CONFIG}"
     if file in reader.files:
         values = _parse(read_kept(reader.path, file), reader.path / file)

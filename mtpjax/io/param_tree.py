@@ -60,7 +60,7 @@ def flatten_arrays(params: Any) -> dict[str, np.ndarray | jax.Array | StreamedAr
     """
     arrays = {}
     for name, leaf in flatten(params).items():
-        # PRNG keys are arrays too, but their bits mean nothing without their implementation.
+        # PRNG keys are arrays too, but their bits are meaningless without their implementation.
         is_array = isinstance(leaf, (jax.Array, np.ndarray, StreamedArray))
         if not is_array or jnp.issubdtype(leaf.dtype, jax.dtypes.prng_key):
             raise ValueError(f"params[{name!r}] is a {type(leaf).__name__}; a checkpoint holds jax or numpy arrays")
@@ -82,7 +82,7 @@ def flatten_arrays(params: Any) -> dict[str, np.ndarray | jax.Array | StreamedAr
 def split_scaled(params: Any) -> tuple[Any, dict[str, list[int]]]:
     """Replaces quantized leaves by plain arrays, which is the form that is stored.
 
-    Returns `(params, scaled)`: the tree with `{"values": ..., "scales": ...}` in place of each `BlockScaled`, and
+    Returns `(params, scaled)`: the tree with `{"values": ..., "scales": ...}` instead of each `BlockScaled`, and
     `[axis, block]` of each by flat name.
     """
     scaled = {}

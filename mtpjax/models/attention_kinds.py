@@ -10,5 +10,5 @@ ATTENTION_KINDS: dict[str, AttentionKind] = {"grouped": GROUPED, "latent": LATEN
 
 
 def has_recurrent_layers(config: ModelConfig) -> bool:
-    """Returns whether some layers of the trunk keep a state, which cannot go back to an earlier position."""
+    """Returns whether some trunk layers keep a recurrent state, which cannot be rolled back."""
     return any(ATTENTION_KINDS[kind.attention].is_recurrent for kind in config.trunk_kinds)

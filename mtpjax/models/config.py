@@ -19,14 +19,14 @@ class LayerKind(NamedTuple):
     attention: Literal["grouped", "latent", "delta"]
     is_moe: bool
     indexer: Literal["", "full", "shared"] = ""  # sparse latent attention: its own indexer, or an earlier layer's
-    is_sliding: bool = False  # attention sees a window of the newest positions
+    is_sliding: bool = False  # attention is limited to a window of the newest positions
     expert_limit: float = 0.0  # clamp of the activation in routed experts; 0: none
     dense_limit: float = 0.0  # the same in shared experts and dense layers
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class ModelConfig:
-    """One architecture: what differs between model families is a field here, not a class.
+    """One architecture. Differences between model families are fields here, not classes.
 
     Names are those of Hugging Face configs where it has one. Letters of shapes: V `vocab_size`, D `hidden_size`,
     N `num_attention_heads`, K `num_key_value_heads`, H `head_dim`, F a feed-forward width, E `n_routed_experts`,
@@ -39,7 +39,7 @@ class ModelConfig:
         num_attention_heads: query heads per layer, N.
         intermediate_size: width of dense feed-forward layers, F.
         max_position_embeddings: longest sequence, in tokens.
-        rms_norm_eps: added to the mean square in every RMSNorm but the latent ones.
+        rms_norm_eps: added to the mean square in every RMSNorm except the latent ones.
         zero_centred_norm: norms multiply by 1 + w instead of w (Qwen3-Next, Qwen3.5).
         tie_word_embeddings: the head is the transposed embedding.
         num_tokens: token ids from here on only pad the tables and are never decoded; 0: all ids are tokens.
@@ -60,7 +60,7 @@ class ModelConfig:
         qk_nope_head_dim: channels of a latent head without rotary.
         qk_rope_head_dim: channels of a latent head with rotary.
         v_head_dim: value channels of a latent head, or of a grouped one; 0: `head_dim`.
-        latent_norm_eps: epsilon of the two latent norms. transformers fixes it, whatever `rms_norm_eps` is.
+        latent_norm_eps: epsilon of the two latent norms. transformers fixes it, regardless of `rms_norm_eps`.
         index_topk: keys that the indexer of sparse latent attention selects per query; 0: no indexer.
         index_n_heads: heads of the indexer.
         index_head_dim: head width of the indexer.
@@ -224,7 +224,7 @@ class ModelConfig:
 
     def __post_init__(self):
         check_scalar_fields(self)
-        # Lists become tuples, so that the config is hashable; missing sizes become those that they stand for.
+        # Lists become tuples, so that the config is hashable; missing sizes get their defaults.
         for name in ("indexer_types", "layer_types", "mlp_only_layers", "swiglu_limits", "swiglu_limits_shared"):
             self._set(name, tuple(getattr(self, name)))
         check_sizes(self)
@@ -273,12 +273,12 @@ class ModelConfig:
         return in_modules or "sliding_attention" in self.layer_types
 
     def of_layer(self, kind: LayerKind) -> "ModelConfig":
-        """Returns the config whose heads and rotary embedding are those of attention layers of a kind."""
+        """Returns the config with the heads and rotary embedding of attention layers of a kind."""
         return _sliding_config(self) if kind.is_sliding else self
 
     @property
     def of_modules(self) -> "ModelConfig":
-        """The config whose norms are those of the MTP modules."""
+        """The config with the norms of the MTP modules."""
         return _module_config(self) if self.mtp_norm_differs else self
 
     def has_sinks(self, kind: LayerKind) -> bool:

@@ -18,23 +18,23 @@ from mtpjax.models.quantized import is_scaled
 from mtpjax.models.sharding import CACHE_AXES, MESH_AXES, mesh_text, param_axes, param_sharding, path_name
 
 MIN_FP8_BLOCK = 16  # smallest block of fp8 weights that the kernels support
-AXES = ("data", "expert", "tensor")  # what decoding splits; the others hold copies
+AXES = ("data", "expert", "tensor")  # axes that decoding shards over; arrays are copied along the others
 
 
 def shard_for_decoding(
     model: MTPModel, params: dict, mesh: Mesh, *, allow_copies: bool = False
 ) -> tuple[MTPModel, dict]:
-    """Lays parameters out over a mesh as decoding needs them, so that its calls need not move them.
+    """Shards parameters over a mesh for decoding, so that calls need not move them.
 
     Args:
         model: the model.
         params: its parameters, with unrolled layers.
         mesh: the mesh.
-        allow_copies: copy what an axis does not divide.
+        allow_copies: copy sizes that an axis does not divide.
 
     Returns:
-        The model and the parameters to decode with, which compute the same. Where `tensor` has more devices than there
-        are key/value heads, each device has one head, a copy. fp8 blocks may be smaller, as in `align_blocks`.
+        The model and the parameters to decode with, which give the same results. Where `tensor` has more devices than
+        there are key/value heads, each device has one head, a copy. fp8 blocks may be smaller, as in `align_blocks`.
 
     Raises:
         ValueError: an axis of the mesh does not divide a size of the model.
@@ -196,7 +196,7 @@ def run_on_shards(
 ) -> Any:
     """Calls `function(params, draft_params, state, *rest)` in one `shard_map` over the mesh that is set.
 
-    Without a mesh, and inside of another `shard_map`, it is a plain call.
+    Without a mesh, and inside a `shard_map`, it is a plain call.
 
     Every device gets its shard of weights, rows and caches, as `mtpjax.models.parallel` describes. Training's axis
     `fsdp` is gathered once, before the call.
@@ -210,7 +210,7 @@ def run_on_shards(
             same on all devices of a shard of `data`.
 
     Returns:
-        The new state, laid out as the old one; with `has_row_outputs` also the arrays, of all rows.
+        The new state, sharded like the old one; with `has_row_outputs` also the arrays, of all rows.
     """
     mesh = jax.sharding.get_abstract_mesh()
     if mesh.empty or mesh.size == 1 or any(kind is AxisType.Manual for kind in mesh.axis_types):
@@ -247,11 +247,11 @@ def part_specs(tree: Any, config: ModelConfig, sizes: Mapping[str, int], *, is_s
 def choose_layout(
     config: ModelConfig, mesh: Mesh, layout: Literal["decoding", "training"], *, allow_copies: bool = False
 ) -> Callable[[str, tuple[int, ...]], NamedSharding]:
-    """Chooses how the parameters of a model lie on a mesh: path and shape of a parameter -> its sharding.
+    """Chooses the sharding of a model's parameters: path and shape of a parameter -> its sharding.
 
     Args:
         layout: "decoding" as `part_specs`, "training" as `mtpjax.models.sharding.param_spec`.
-        allow_copies: let devices hold copies of what an axis does not divide; training does so anyway.
+        allow_copies: let devices hold copies of sizes that an axis does not divide; training always does.
 
     Raises:
         ValueError: an axis of the mesh does not divide a size of the model.
@@ -283,7 +283,8 @@ def _part_spec(path: str, shape, axes: tuple[str | None, ...], config: ModelConf
             continue
         name = MESH_AXES.get(axis or "", "")
         parts = sizes.get(name, 1)
-        # Wholes are split, such as heads. Scales of fp8 blocks that a border cuts are not, until `align_blocks`.
+        # Only whole units are split, such as heads. Scales of fp8 blocks that cross a shard boundary are not split
+        # before `align_blocks`.
         is_split = parts > 1 and size % parts == 0 and (axis == "batch" or units.get(axis or "", 1) % parts == 0)
         names.append(name if is_split else None)
     # The shortest form, in which jit returns arrays: P("data") and P("data", None) are one layout, but two programs.
@@ -293,7 +294,7 @@ def _part_spec(path: str, shape, axes: tuple[str | None, ...], config: ModelConf
 
 
 def _units(path: str, config: ModelConfig) -> dict[str, int]:
-    """Returns how many wholes each axis of an array has: heads of one kind, experts, columns, tokens."""
+    """Returns the number of units of each axis of an array: heads of one kind, experts, columns, tokens."""
     is_delta = "delta/" in path or path.endswith(("/state", "/conv"))
     of_attention = config.num_key_value_heads if config.attention == "grouped" else config.num_attention_heads
     ffn = config.intermediate_size
@@ -307,7 +308,7 @@ def _units(path: str, config: ModelConfig) -> dict[str, int]:
 
 
 def align_blocks(tree: Any, config: ModelConfig, sizes: Mapping[str, int]) -> Any:
-    """Cuts fp8 blocks that the border between two devices would cross into smaller ones, with repeated scales.
+    """Splits fp8 blocks that would span two devices into smaller ones, with repeated scales.
 
     Returns:
         The parameters. Where no block of at least 16 inputs fits, the weight is dequantised to bfloat16.
@@ -335,10 +336,10 @@ def align_blocks(tree: Any, config: ModelConfig, sizes: Mapping[str, int]) -> An
 
 
 def constrain_state(state: Any, config: ModelConfig, mesh: Mesh) -> Any:
-    """Lays a decoding state out over a mesh, inside of a jitted function: no device makes more than its shard.
+    """Shards a decoding state over a mesh inside a jitted function: each device makes only its shard.
 
-    Rows lie over `data`, and the heads of the caches over `tensor`. Latents are the same on all `tensor` devices, and
-    the depth policy, which the whole batch shares, everywhere.
+    Rows are sharded over `data`, and the heads of the caches over `tensor`. Latents are replicated over `tensor`, and
+    the depth policy, which the whole batch shares, over all devices.
 
     Args:
         state: a `DecodeState`; `data` divides its rows.

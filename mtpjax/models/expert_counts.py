@@ -37,7 +37,7 @@ def count_expert_tokens(params: dict, tokens: jax.Array | np.ndarray, *, model: 
 def count_on_shards(
     params: dict, tokens: jax.Array, lengths: jax.Array, *, model: MTPModel, capacity: int
 ) -> jax.Array:
-    """Counts as `count_expert_tokens` does, with the layout of decoding: one pass like that of a prefill call.
+    """Like `count_expert_tokens`, with the sharding of decoding: one pass like a prefill call.
 
     Args:
         tokens: `[P, b, T]` int32 right-padded texts of each shard of `data`.
@@ -86,7 +86,7 @@ def _count_chosen(
     _, kept = model.apply({"params": params}, tokens, view, cache, method="run_trunk", mutable=["router"])
 
     def count(ids: jax.Array) -> jax.Array:
-        # Devices that have experts of their own along `data` route the rows of all: each counts its own rows.
+        # Devices with different experts along `data` route the rows of all, so each counts only its own rows.
         if len(ids) > B * T:
             ids = jax.lax.dynamic_slice_in_dim(ids, first_row(B * T), B * T)
         # An id of E or more is not counted.

@@ -1,10 +1,10 @@
-"""Places the experts of a mixture on devices by how often tokens choose them, with copies of those chosen most.
+"""Places the experts of a mixture on devices by how often tokens choose them, with copies of the busiest.
 
-Where experts are split over devices, a layer takes as long as its busiest device. Routers are not even: a few experts
-get a large share of the tokens. Copies of these and a placement that mixes frequent with rare experts even the devices
-out (DeepSeek's expert-parallel load balancer, "EPLB", has the same idea). Results stay the same: a copy has the weights
-of its expert. A placement is for decoding only. `mtpjax.models.expert_counts` counts the tokens, and
-`mtpjax.models.expert_moves` changes a placement on the devices.
+Where experts are split over devices, a layer takes as long as its busiest device. Routers are uneven: a few experts get
+a large share of the tokens. Copies of these and a placement that mixes frequent with rare experts balance the devices,
+as in DeepSeek's expert-parallel load balancer ("EPLB"). Results do not change, because a copy has its expert's weights.
+A placement is for decoding only. `mtpjax.models.expert_counts` counts the tokens, and `mtpjax.models.expert_moves`
+changes a placement on the devices.
 """
 
 import dataclasses
@@ -29,7 +29,7 @@ class Placement:
 
     Attributes:
         expert_of_slot: `[S]` int32, the expert in each slot; a device has S / devices neighbouring slots.
-        loads: `[devices]` float, the share of the tokens that each device computes, as it was measured.
+        loads: `[devices]` float, the measured share of the tokens that each device processes.
     """
 
     expert_of_slot: np.ndarray
@@ -56,7 +56,7 @@ class Placement:
 
 
 def num_expert_devices(params: dict, sizes: Mapping[str, int]) -> int:
-    """Returns the number of devices over which a mesh splits the experts while decoding; 1: it does not."""
+    """Returns the number of devices over which a mesh shards the experts in decoding; 1 if it does not."""
     parts = lambda axis: sizes.get(axis, 1)
     return math.prod(map(parts, axes_that_divide(num_expert_slots(params) or 1, parts)))
 
@@ -64,8 +64,8 @@ def num_expert_devices(params: dict, sizes: Mapping[str, int]) -> int:
 def place_experts(counts: np.ndarray, num_devices: int, num_slots: int | None = None) -> Placement:
     """Places the experts of a layer.
 
-    First every further slot goes to the expert whose copies have the most tokens each. Then the slots are given out by
-    their load, the largest first, each to the device with the smallest load that has a slot free.
+    First, each extra slot goes to the expert whose copies have the most tokens each. Then slots are assigned in order
+    of decreasing load, each to the least loaded device with a free slot.
 
     Args:
         counts: `[E]` tokens that chose each expert.
@@ -107,10 +107,10 @@ def place_experts(counts: np.ndarray, num_devices: int, num_slots: int | None = 
 
 
 def apply_placement(params: dict, placements: dict[str, Placement]) -> dict:
-    """Lays the experts of a model out as placements say.
+    """Applies placements to the experts of a model.
 
     Args:
-        placements: of trunk layers by name, such as "layer_3". Layers that are not named, and the MTP modules, get the
+        placements: of trunk layers by name, such as "layer_3". Layers that are missing, and the MTP modules, get the
             same number of slots, with copies of their first experts: experts of all layers are split alike.
 
     Returns:
@@ -153,15 +153,15 @@ def place_all_layers(
     Args:
         num_devices: devices over which experts are split: `data x expert` of the mesh.
         num_redundant: copies per layer, of all experts together.
-        counts: `[E]` tokens that chose each expert, by layer, as `count_expert_tokens` returns them. In layers that are
-            not named all experts count the same. None: in all layers.
+        counts: `[E]` tokens that chose each expert, by layer, as `count_expert_tokens` returns them. In missing layers
+            all experts count the same. None: in all layers.
 
     Returns:
         The parameters, for decoding with the same model.
 
     Raises:
-        ValueError: the model has no routed experts, the devices do not divide the experts and their copies, or there
-            are counts for another number of experts.
+        ValueError: the model has no routed experts, the devices do not divide the experts and their copies, or the
+            counts are for a different number of experts.
     """
     placements = {}
     for name, layer in params["trunk"].items():
@@ -187,7 +187,7 @@ def _with_slots(experts: dict[str, Any], expert_of_slot: np.ndarray) -> dict[str
 def placement_tables(expert_of_slot: np.ndarray, num_experts: int) -> dict[str, np.ndarray]:
     """Makes the tables of a placement, which a layer's parameters hold under "placement".
 
-    Their shapes depend on the numbers of slots S and experts E alone, so programs serve every placement of these.
+    Their shapes depend only on the numbers of slots S and experts E, so a program works for every placement.
 
     Args:
         expert_of_slot: `[S]` the expert in each slot.

@@ -28,14 +28,14 @@ class TrunkOutput(flax.struct.PyTreeNode):
 
     hidden: jax.Array  # [B, T, D] after the final norm: the head reads it
     prenorm: jax.Array  # [B, T, D] before the final norm
-    states: tuple[jax.Array, ...]  # [B, T, D] each: states that enter the layers which were asked for
+    states: tuple[jax.Array, ...]  # [B, T, D] each: input states of the requested layers
     cache: Cache | None  # with the tokens appended
 
 
 class MTPModel(nn.Module):
     """A trunk with MTP modules: a static, hashable description without parameters.
 
-    The parameters are a pytree beside it, from `init_params` or `load`.
+    The parameters are a separate pytree, from `init_params` or `load`.
 
     Args:
         config: the architecture.
@@ -124,7 +124,7 @@ class MTPModel(nn.Module):
         """Runs MTP module `index`, from 0.
 
         Args:
-            hidden: `[B, T, D]` hidden states, of the trunk or of the module before.
+            hidden: `[B, T, D]` hidden states, of the trunk or of the previous module.
             tokens: `[B, T]` int32, the token after each hidden state's position (one later per module).
             layer_cache: the module's layer of a cache; `Recycled` for a recycled depth over whole rows; None for a
                 pass over whole rows.
@@ -170,7 +170,7 @@ class MTPModel(nn.Module):
         return multiply_head(hidden, self.head_matrix(index=index))
 
     def top_tokens(self, hidden: jax.Array, *, k: int, index: int | None = None):
-        """Computes the `k` best logits without keeping all of them; ids that only pad the tables are left out.
+        """Computes the `k` best logits without storing all of them; padding ids are left out.
 
         Returns:
             The k best logits `[..., k]` float32, their tokens `[..., k]` int32, and the log-sum-exp of all logits

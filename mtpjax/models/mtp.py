@@ -38,7 +38,7 @@ class MTPModule(nn.Module):
             pair.reverse()
         project = self.param("project", nn.initializers.lecun_normal(), (2 * config.hidden_size, config.hidden_size))
         projected = partial_product(jnp.concatenate(pair, axis=-1), project, implementation=self.implementation)
-        # One decoder layer, and the module's own final norm if it has one.
+        # One decoder layer, and the module's final norm if it has one.
         block = Block(config, config.mtp_kind, self.implementation, name="block")
         x, update, entries, _ = block(None, view, layer_cache, update=projected)
         if config.mtp_output_norm != "own":

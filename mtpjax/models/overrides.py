@@ -1,4 +1,4 @@
-"""Changes single fields of a `ModelConfig`, as training settings and the command line give them."""
+"""Changes single fields of a `ModelConfig` according to training settings and the command line."""
 
 import dataclasses
 import difflib
@@ -11,7 +11,7 @@ from mtpjax.models.config import ModelConfig
 from mtpjax.models.rope_scaling import make_scaling
 
 MODEL_FIELDS: dict[str, Any] = typing.get_type_hints(ModelConfig)  # the type of each field
-# Types that a value of a plain field may have. An int is a float, but a truth value is not an int here.
+# Types that a value of a plain field may have. An int counts as a float, but a bool does not count as an int.
 _PLAIN_TYPES: dict[type, tuple[type, ...]] = {int: (int,), float: (int, float), bool: (bool,)}
 
 
@@ -70,8 +70,8 @@ def _hashable_value(name: str, value: Any) -> Any:
 def override_config(base: ModelConfig, changes: Mapping[str, Any]) -> ModelConfig:
     """Changes fields of an architecture; `changes` are from `model_changes`.
 
-    `head_dim` and `num_key_value_heads` follow the other fields, as in a new `ModelConfig`, if the base has the values
-    that follow from its own fields. With `hidden_size` 96 instead of 64, four heads are then 24 wide and not 16.
+    `head_dim` and `num_key_value_heads` follow the other fields, as in a new `ModelConfig`, if their values in the base
+    follow from its fields. With `hidden_size` 96 instead of 64, four heads are then 24 wide, not 16.
 
     Raises:
         ValueError: the values do not fit together.

@@ -1,9 +1,9 @@
 """KV caches in pages: a pool of pages that all rows share, and a table of each row's pages (vLLM, 2309.06180).
 
-A contiguous cache reserves the longest text for every row. With pages a row takes as many as its text needs, in any
-order, and rows with the same beginning can share pages. A cache array has pages where a contiguous one has rows, and
-the slots of one page where that has a row's slots: keys are `[P, K, size, H]` instead of `[B, K, S, H]`.
-Contiguous caches are the plain twin; `tests/models/test_pages.py` compares them.
+A contiguous cache reserves the longest text for every row. With pages, a row takes as many as its text needs, in any
+order, and rows with a common prefix can share pages. The pages of a cache array take the place of rows, and the slots
+of a page that of a row's slots: keys are `[P, K, size, H]` instead of `[B, K, S, H]`. Contiguous caches are the plain
+twin; `tests/models/test_pages.py` compares them.
 """
 
 import flax.struct
@@ -22,7 +22,7 @@ class Pages(flax.struct.PyTreeNode):
     """
 
     table: jax.Array  # [B, N] int32: the page of positions n * size .. (n + 1) * size - 1; NO_PAGE: none
-    num_shared: jax.Array  # [B] int32: positions at the beginning that are never written, since other rows read them
+    num_shared: jax.Array  # [B] int32: positions at the start that are never written, because other rows read them
     size: int = flax.struct.field(pytree_node=False)  # positions per page
     num_pages: int = flax.struct.field(pytree_node=False)  # of the pool
     max_shift: int = flax.struct.field(pytree_node=False)  # the largest shift of the batch's caches
@@ -53,8 +53,9 @@ def write_pages(pool: jax.Array, rows: jax.Array, start: jax.Array, pages: Pages
     They are converted to the pool's dtype (`pallas_kernels.fp8.as_stored`); those of slots without a page, and at
     shared positions, are dropped. Rows that write to the same page may not write the same slots of it.
     """
-    # Attention multiplies what it masks by 0, also NaN. In a page of a drafter, whose NaN ends no request, it would
-    # spoil the drafts of every later row that gets the page. (NaN of the trunk ends the row, and clears its pages.)
+    # Attention multiplies masked values by 0, and NaN stays NaN. A drafter's NaN ends no request, so in its pages it
+    # would spoil the drafts of every later row that gets the page. (NaN of the trunk ends the row, and clears its
+    # pages.)
     if pages.is_of_drafter:
         rows = jnp.where(jnp.isfinite(rows), rows, 0)
     axis = pool.ndim - 2

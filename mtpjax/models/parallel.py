@@ -1,6 +1,6 @@
 """A device's shard of a model inside `shard_map`: sizes of shards, and sums over devices.
 
-Outside of `shard_map` a model has one shard, and every function here is the identity. Inside, the axes of the mesh are
+Outside `shard_map` a model has one shard, and every function here is the identity. Inside, the axes of the mesh are
 manual: the modules make parameters of the shard's size, and add what the shards computed.
 """
 
@@ -38,9 +38,9 @@ def is_split(size: int, axis: str) -> bool:
 def expert_axes(num_experts: int, *, decodes: bool) -> tuple[tuple[str, ...], tuple[str, ...]]:
     """Returns the manual axes over which experts are split, the first one slowest, and those that also split the rows.
 
-    Along the latter each device has its own experts, and computes them for the rows of all devices. While decoding,
-    experts are split over `data` and `expert`, as far as they divide, and rows over `data`. In training experts are
-    split over `expert`, and rows over every axis.
+    Along the latter each device has its own experts, and runs them for the rows of all devices. While decoding, experts
+    are split over `data` and `expert`, as far as they divide, and rows over `data`. In training experts are split over
+    `expert`, and rows over every axis.
     """
     over = axes_that_divide(num_experts, num_shards, EXPERT_AXES if decodes else (("expert",),))
     return over, tuple(axis for axis in over if axis == "data" or not decodes)
@@ -83,7 +83,7 @@ def over_rows(reduce: Callable[[jax.Array], jax.Array], rows: jax.Array) -> jax.
 
 def all_rows(rows: jax.Array, axes: tuple[str, ...] = ("data",)) -> jax.Array:
     """Gathers `[local B, ...]` to `[B, ...]` along some axes."""
-    # Axes of one device, or outside of `shard_map`, need no communication.
+    # Axes of one device, and calls outside `shard_map`, need no communication.
     axes = tuple(axis for axis in axes if num_shards(axis) > 1)
     return jax.lax.all_gather(rows, axes, tiled=True) if axes else rows
 
@@ -93,7 +93,7 @@ def gather_axis(leaf: jax.Array, axis: int, size: int) -> jax.Array:
 
     The gradient is summed over these devices and scattered back.
     """
-    # An array that already has its whole size was not split: `fsdp` did not divide it.
+    # An array of full size was not split: `fsdp` did not divide it.
     if num_shards("fsdp") == 1 or leaf.shape[axis] == size:
         return leaf
     return jax.lax.all_gather(leaf, "fsdp", axis=axis, tiled=True)

@@ -26,7 +26,7 @@ _TINY = ModelConfig(
 
 _SMALL = {
     "tiny": _TINY,
-    # 29 MB of weights, so that a round takes milliseconds and little of it is not the model.
+    # 29 MB of weights, so that a round takes milliseconds and the model dominates it.
     "small": dataclasses.replace(_TINY, hidden_size=256, num_hidden_layers=8, head_dim=64, intermediate_size=768),
     "tiny-moe": ModelConfig(
         vocab_size=256,

@@ -50,7 +50,7 @@ def is_scaled(leaf) -> bool:
 def matrix_product(x: jax.Array, weight: jax.Array | BlockScaled, *, implementation: str = "auto") -> jax.Array:
     """Multiplies `x [..., D]` by a weight `[D, ...]`: `[..., F]` in x's dtype, F the size of the weight's other axes.
 
-    By XLA, fp8 weights are first written out in x's dtype; the kernel does not do that.
+    XLA first writes out fp8 weights in x's dtype; the kernel does not.
     """
     return partial_product(x, weight, implementation=implementation).total()
 

@@ -119,10 +119,10 @@ def shard_params(params: dict, mesh: Mesh) -> dict:
 def read_parts(
     shape: tuple[int, ...], sharding: Sharding, read: Callable[[tuple[tuple[int, int], ...]], np.ndarray]
 ) -> jax.Array:
-    """Makes an array of the shards that this process's devices hold, and reads none of it twice.
+    """Makes an array from the shards of this process's devices, without reading anything twice.
 
     Args:
-        sharding: how it lies on the devices.
+        sharding: its sharding.
         read: returns the shard between these `(begin, end)` of each axis.
     """
     cuts = {
@@ -149,7 +149,7 @@ def read_parts(
 
 
 def mesh_of(array: jax.Array) -> Mesh | None:
-    """Returns the mesh that an array is laid out over, or None if it is on one device."""
+    """Returns the mesh of an array, or None if it is on one device."""
     sharding = array.sharding
     if not isinstance(sharding, NamedSharding) or not isinstance(sharding.mesh, Mesh):
         return None

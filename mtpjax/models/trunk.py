@@ -55,7 +55,7 @@ class Trunk(nn.Module):
                 selection = (view.mask,)
             period_type = _Period
             if num_shards("fsdp") > 1:
-                # Inside of what runs again, so that the backward pass gathers again and keeps no whole layer.
+                # Inside the rematerialised part, so that the backward pass gathers again and no whole layer is kept.
                 gather = functools.partial(gather_layers, config=config)
                 period_type = nn.map_variables(_Period, "params", trans_in_fn=gather)
             stretch = nn.remat(period_type, prevent_cse=False, policy=None if self.remat else _is_kept)
@@ -125,7 +125,7 @@ def gather_layers(params: Any, config: ModelConfig) -> Any:
 def _is_kept(primitive, *_, **settings) -> bool:
     """Returns whether the backward pass of a scanned layer keeps a result: it keeps the products with weights.
 
-    Norms, activations and attention are computed again. Attention's products have two batch axes, for rows and heads.
+    Norms, activations and attention are recomputed. Attention's products have two batch axes, for rows and heads.
     Keeping everything takes more memory for all layers, which costs more time than the recomputation.
     """
     if primitive.name != "dot_general":

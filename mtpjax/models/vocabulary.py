@@ -2,7 +2,7 @@
 
 Inside `shard_map` a device has the logits `[..., local V]` of its shard of the vocabulary, and the other devices have
 the rest. Each function here combines the shards and gives every device the result for the whole vocabulary. Except for
-`gather`, the devices exchange a few numbers per row, whatever V is. Without a split each function is plain JAX.
+`gather`, the devices exchange a few numbers per row, regardless of V. Without a split each function is plain JAX.
 """
 
 import dataclasses
@@ -28,7 +28,7 @@ class Vocabulary:
 
     @classmethod
     def of(cls, vocab_size: int) -> "Vocabulary":
-        """Returns the layout of V tokens under the mesh that is set: split over `tensor` if that axis divides V."""
+        """Returns the layout of V tokens on the current mesh: split over `tensor` if that axis divides V."""
         return cls("tensor" if is_split(vocab_size, "tensor") else None)
 
     # Columns and token ids.
@@ -47,14 +47,14 @@ class Vocabulary:
         return ids if self.axis is None else ids + self.first_id(own_size)
 
     def columns(self, tokens: jax.Array, own_size: int) -> jax.Array:
-        """Returns the column of each token; `local V`, which scatters drop, where another device has it."""
+        """Returns the column of each token, or `local V`, which scatters drop, if another device has it."""
         if self.axis is None:
             return tokens
         columns = tokens - self.first_id(own_size)
         return jnp.where((columns >= 0) & (columns < own_size), columns, own_size)
 
     def own(self, whole: jax.Array) -> jax.Array:
-        """Cuts the local columns `[..., local V]` out of an array `[..., V]` that every device has whole."""
+        """Slices the local columns `[..., local V]` from a replicated array `[..., V]`."""
         if self.axis is None:
             return whole
         own_size = whole.shape[-1] // num_shards(self.axis)
@@ -86,7 +86,7 @@ class Vocabulary:
         """Reads `rows[index, tokens]` of `rows [R, local V]`, with token ids of the whole vocabulary."""
         return self.look_up(lambda columns: rows[index, columns], tokens, rows.shape[-1])
 
-    # Reductions over the last axis. Sums of shards are rounded in another order than the sum of one device.
+    # Reductions over the last axis. Sums of shards are rounded in a different order than on one device.
 
     def sum(self, values: jax.Array, *, keepdims: bool = False) -> jax.Array:
         """Sums `[..., local V]` over the vocabulary."""
@@ -150,4 +150,4 @@ class Vocabulary:
         return jax.nn.one_hot(self.columns(tokens, own_size), own_size, dtype=jnp.float32)
 
 
-WHOLE = Vocabulary()  # arrays with all columns: outside of `shard_map`, and where `tensor` has one device
+WHOLE = Vocabulary()  # arrays with all columns: outside `shard_map`, and where `tensor` has one device

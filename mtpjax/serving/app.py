@@ -28,13 +28,13 @@ def make_app(engine: Engine, tokenizer: Tokenizer, settings: ApiSettings, metric
     `drain` stops new requests.
 
     Args:
-        engine: makes the tokens.
+        engine: generates the tokens.
         tokenizer: the model's.
         settings: of the API.
-        metrics: `/metrics` shows them; None: the path does not exist.
+        metrics: served at `/metrics`; None: that path does not exist.
     """
     server = ApiServer(engine, tokenizer, settings)
-    # Other tokenizers may not be known to another process.
+    # A separate process may not have the class of other tokenizers.
     num_readers = settings.num_readers if type(tokenizer) in (ByteTokenizer, HuggingFaceTokenizer) else 0
     server.readers = Readers(BodyReader(tokenizer, server.limits, settings.strict_fields), num_readers)
 
@@ -55,11 +55,11 @@ def make_app(engine: Engine, tokenizer: Tokenizer, settings: ApiSettings, metric
 
         @app.get("/metrics", response_class=Response)
         def read_metrics() -> Response:
-            """Answers with the metrics, for Prometheus."""
+            """Returns the metrics, for Prometheus."""
             body, content_type = metrics.render()
             return Response(body, media_type=content_type)
 
     app.add_middleware(KeyCheck, settings=settings)
-    app.add_middleware(FramingCheck)  # before the keys: the one that is added last comes first
+    app.add_middleware(FramingCheck)  # before the keys: the last one added runs first
     app.add_middleware(FaultHandler)
     return app

@@ -12,9 +12,7 @@ from mtpjax.serving.program_set import ProgramKey
 
 THREAD_NAME = "mtpjax-compile"
 LINE_SECONDS = 10.0  # between two lines of the log
-SWITCH_SECONDS = (
-    0.0005  # after which the compiling thread gives the interpreter to another one; Python's default is 5 ms
-)
+SWITCH_SECONDS = 0.0005  # after which the compiling thread releases the interpreter; Python's default is 5 ms
 
 _log = logging.getLogger(__name__)
 
@@ -63,7 +61,7 @@ class BackgroundCompiler:
             self._changed.notify()
 
     def stop(self) -> None:
-        """Starts no further program. The one that is compiling cannot be interrupted: its thread continues."""
+        """Starts no further program. One that is compiling cannot be interrupted: its thread continues."""
         with self._changed:
             self._is_stopped = True
             self._changed.notify()
@@ -86,7 +84,7 @@ class BackgroundCompiler:
             try:
                 with _short_turns():
                     self._compile(key)
-            # The others may compile. Requests that need this one hear of the error.
+            # The others may compile. Requests that need this one get the error.
             except Exception as caught:
                 error = caught
                 _log.error("a program failed to compile: %s", key, exc_info=caught)
@@ -95,7 +93,7 @@ class BackgroundCompiler:
             if self._is_stopped:
                 return
             self._on_end(key, error)
-            # A server that compiles on demand has no plan, and says nothing.
+            # A server that compiles on demand has no plan to report.
             now, num_done = time.monotonic(), self._num_planned - self._num_left
             if self._num_planned and (now >= next_line or not self._num_left):
                 next_line = now + LINE_SECONDS
@@ -114,5 +112,5 @@ def _short_turns() -> Iterator[None]:
 
 
 def is_compiling() -> bool:
-    """Returns whether a thread of this process still compiles. An interpreter that ends normally could crash then."""
+    """Returns whether a thread of this process is still compiling. Ending the interpreter normally could then crash."""
     return any(thread.name == THREAD_NAME for thread in threading.enumerate())

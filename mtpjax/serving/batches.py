@@ -43,7 +43,7 @@ def empty_batch(sizes: EngineSizes, size: int, width: int) -> Batch:
 
 
 def make_batch(sizes: EngineSizes, grid: Grid, width: int) -> Batch:
-    """Makes the arrays of rows in slots, with `width` pages of each; a call that reads no pages needs none."""
+    """Makes the arrays of rows in slots, with `width` pages each; a call that does not read pages needs none."""
     batch = empty_batch(sizes, len(grid[0]), width)
     for shard, column, sequence in cells(grid):
         assert sequence.lease is not None and sequence.slot is not None
@@ -57,7 +57,7 @@ def make_batch(sizes: EngineSizes, grid: Grid, width: int) -> Batch:
 def no_chunk(sizes: EngineSizes, batch: Batch, allowed: np.ndarray | None) -> PromptChunk:
     """Makes the chunk of a batch whose rows are all padding."""
     nowhere = np.full(batch.slots.shape, NO_START, np.int32)
-    # Only for snapshots do chunks end before their width.
+    # Chunks end before their width only for snapshots.
     end = nowhere.copy() if sizes.shard_snapshots else None
     return PromptChunk(nowhere, np.full_like(nowhere, -1), end, allowed)
 
@@ -81,7 +81,7 @@ def admitted_rows(grid: Grid, padding: Sequence) -> Any:
 
 
 def text_rows(sequence: Sequence) -> NewRows:
-    """Returns the arrays of a request, with the text that it has when it enters."""
+    """Returns the arrays of a request, with its text at admission."""
     rows, size = sequence.rows, sequence.num_to_prefill
     tokens = np.zeros_like(rows.tokens)
     tokens[0, :size] = sequence.text[:size]

@@ -67,7 +67,7 @@ class ScoreCall:
 
 @dataclasses.dataclass
 class DraftCall:
-    """A dispatched call that drafts. `Executor.verify` goes on with it.
+    """A dispatched call that drafts. `Executor.verify` continues it.
 
     Attributes:
         rows: the request of each row; None for padding.

@@ -1,9 +1,9 @@
 """Adaptive depth of the engine: chooses the draft levels of the next call from measured costs and acceptance.
 
 The cost model is that of `mtpjax.decoding.depth_policy`: expected tokens of a round over its duration. There the loop
-decides on the device, before every round of one batch. Here the host decides, before every call, for whichever rows
-decode: durations are measured for each batch size, and acceptance is counted over all requests. The choice depends on
-earlier rounds only, so exact rules stay exact.
+decides on the device, before every round of one batch. Here the host decides before every call: durations are measured
+for each batch size, and acceptance is counted over all requests. The choice depends only on earlier rounds, so exact
+rules stay exact.
 """
 
 import dataclasses
@@ -53,7 +53,7 @@ def probe_depth(costs: tuple[float, ...], best: int) -> int:
 
 @dataclasses.dataclass
 class AdaptiveDepth:
-    """Acceptance counts of all requests, and the choice that follows from them.
+    """Acceptance counts of all requests, and the choice of the depth.
 
     Attributes:
         costs: for each of `batch_sizes`, the duration of a round at depths 0..K.
@@ -74,7 +74,7 @@ class AdaptiveDepth:
 
     def record(self, num_rounds: int, proposed: np.ndarray, accepted: np.ndarray) -> None:
         """Counts the rounds of one call: proposed and accepted drafts `[K]` per level, of all rows."""
-        # Rounds without drafts say nothing about acceptance, and leave the counts as they are.
+        # Rounds without drafts reveal nothing about acceptance, so they do not change the counts.
         if not proposed.any():
             return
         # A draft says something about its level only if all drafts before it were accepted.
@@ -85,7 +85,7 @@ class AdaptiveDepth:
     def choose(self, num_rows: int) -> int:
         """Chooses the depth of the next call for `num_rows` rows of one shard: the best by the counts.
 
-        At regular intervals it is one deeper, because rounds reveal nothing about acceptance beyond their depth.
+        At regular intervals it is one level deeper, because rounds reveal nothing about acceptance beyond their depth.
         """
         costs = self.costs[self.batch_sizes.index(bucket(num_rows, self.batch_sizes))]
         best = best_depth(costs, estimate_rates(self.verified, self.accepted))
@@ -101,7 +101,7 @@ class AdaptiveDepth:
 def measure_costs(executor: Executor) -> Costs:
     """Times rounds of the engine's own programs, for each batch size and depth, in seconds.
 
-    All slots must be free; the state is made anew afterwards. A deeper round takes no less than a shallower one.
+    All slots must be free; the state is reset afterwards. A deeper round never counts as faster than a shallower one.
     """
     depths = range(executor.decoder.spec.num_steps + 1)
     costs = [[_measure(executor, size, depth) for depth in depths] for size in executor.sizes.batch_sizes]
@@ -113,7 +113,7 @@ def _measure(executor: Executor, size: int, depth: int) -> float:
     """Returns the duration of a round of `depth` draft levels on `size` rows per shard, in seconds."""
     sizes = executor.sizes
     # 1. Rows with a short text and room for the timed rounds, if the longest text has that room. Rows may share pages:
-    #    nobody reads what they compute.
+    #    their results are not used.
     num_tokens = min(sizes.max_length, executor.decoder.max_length_of(sizes.shard_pages))
     prompt_length = max(min(PROMPT_LENGTH, executor.decoder.spec.prefill_chunk, num_tokens - depth - 1), 1)
     num_rounds = max(min((num_tokens - prompt_length - 1) // (depth + 1), NUM_MEASURED + 1), 1)

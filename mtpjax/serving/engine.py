@@ -1,7 +1,7 @@
 """The engine: requests in, tokens out, one thread that keeps the device busy.
 
 A tick takes new requests and aborts, plans (`Scheduler`), dispatches the calls of the plan (`Executor`), and then reads
-the reports of the tick before, while the device runs this one. Deltas reach each request's `deliver` function. Rows
+the reports of the previous tick, while the device runs this one. Deltas reach each request's `deliver` function. Rows
 with a grammar draft in that first batch of calls. Their verification is dispatched last, with masks that the host
 computes from the drafts and the text so far.
 """
@@ -72,9 +72,9 @@ class Engine(EngineLoop):
     ) -> None:
         """Compiles programs; call it before `start`.
 
-        With "first" and "none" a thread compiles the others while requests run. A request that needs one that is not
-        there waits for it. Several processes, experts that move and depths that are measured need all of them: "first"
-        is then the same as "all", and "none" compiles a program in the call that uses it first.
+        With "first" and "none" a thread compiles the others while requests run. A request that needs a missing program
+        waits for it. Several processes, moving experts and measured depths need all programs: "first" then means "all",
+        and "none" compiles a program in the call that first uses it.
 
         Args:
             progress: called with the number of programs done and of all programs.
@@ -97,7 +97,7 @@ class Engine(EngineLoop):
         self._num_warm_up_programs = executor.num_compiled
 
     def start(self) -> None:
-        """Starts the threads: one that serves requests, and one that compiles what `warm_up` has left."""
+        """Starts the threads: one that serves requests, and one that compiles the remaining programs."""
         self._measure_depths()
         self._thread.start()
         if self._executor.programs.ready is not None:
@@ -141,7 +141,7 @@ class Engine(EngineLoop):
         with self._changed:
             if self._is_closing:
                 raise QueueFull("the server shuts down")
-            # A request that finds a free slot does not wait, also if it has not entered yet.
+            # A request with a free slot does not count as waiting, even before it is admitted.
             num_waiting = len(self._sequences) - self.settings.num_slots
             if num_waiting >= self.settings.max_waiting and scored is None:
                 raise QueueFull(f"the queue is full ({count_of(num_waiting, 'request')}): try again later")
@@ -151,7 +151,7 @@ class Engine(EngineLoop):
         return sequence.id
 
     def abort(self, request_id: int, reason: FinishReason = "abort") -> None:
-        """Ends a request; one that has ended stays as it is.
+        """Ends a request; has no effect on one that has ended.
 
         Args:
             request_id: from `submit`.
@@ -179,7 +179,7 @@ class Engine(EngineLoop):
         text = ScoredText(list(tokens), num_top)
         check_text(text.tokens, num_top, vocab_size=self.vocab_size, max_length=self.max_length)
         if len(text.tokens) > 1:
-            # The last token is scored, but nothing follows it.
+            # The last token is scored, but no token follows it.
             request, ended = Request(prompt=tuple(text.tokens[:-1]), max_new_tokens=1), queue.SimpleQueue()
             self._submit(request, ended.put, text)
             finish = ended.get()
@@ -190,15 +190,15 @@ class Engine(EngineLoop):
         return text.result()
 
     def flush_cache(self) -> int:
-        """Forgets the pages that no request uses; returns their number."""
+        """Drops the pages that no request uses; returns their number."""
         return self._ask(lambda: sum(pool.forget() for pool in self._scheduler.pools))
 
     def count_known_pages(self, tokens: TokenSequence[int], salt: bytes) -> int:
-        """Counts the pages at the beginning of a text that the prefix cache has. Blocks."""
+        """Counts the pages of a text's prefix that are in the prefix cache. Blocks."""
         return self._ask(lambda: len(self._only_pool.find(tokens, salt=salt)))
 
     def read_pages(self, tokens: TokenSequence[int], salt: bytes) -> list[tuple[bytes, Entries]]:
-        """Reads the known whole pages at the beginning of a text, for another engine's `put_pages`. Blocks.
+        """Reads the cached full pages of a text's prefix, for `put_pages` of another engine. Blocks.
 
         Returns:
             Hash and entries of each page.
@@ -211,7 +211,7 @@ class Engine(EngineLoop):
             return [digest for digest, _ in found], in_host, copies
 
         digests, entries, copies = self._ask(start)
-        # The engine's thread goes on while the copies arrive.
+        # The engine's thread continues while the copies arrive.
         entries.update(page for some in copies for page in some.read())
         return [(digest, entries[digest]) for digest in digests]
 
@@ -230,11 +230,11 @@ class Engine(EngineLoop):
 
     @property
     def shares_pages(self) -> bool:
-        """True if requests with the same beginning share pages, and need nothing else of each other."""
+        """True if requests with a common prefix can share pages without anything else."""
         return self._scheduler.settings.shares_prefixes and not self._executor.sizes.shard_snapshots
 
     def model_digest(self) -> bytes:
-        """Computes a hash of all that the entries of a page depend on besides the text; see `model_digest`."""
+        """Computes a hash of everything except the text that a page's entries depend on; see `model_digest`."""
         executor = self._executor
         return model_digest(
             executor.params,
@@ -269,9 +269,9 @@ class Engine(EngineLoop):
         )
 
     def fail(self, message: str) -> None:
-        """Ends all requests with an error, and takes no others: the process is about to end.
+        """Ends all requests with an error and accepts no new ones: the process is about to end.
 
-        The engine's thread may wait for a device that never answers, so this runs in the caller's.
+        The engine's thread may be waiting for a device that never responds, so this runs in the caller's.
 
         Args:
             message: why, in one line.
@@ -297,20 +297,20 @@ class Engine(EngineLoop):
         """Time (`time.monotonic`) at which the running tick began; None while the engine waits or compiles."""
         if self._executor.is_compiling:
             return None
-        # What the tick does after it has compiled has its own time.
+        # The time starts anew after the tick has compiled.
         began, compiled = self._tick_began, self._executor.compiled_at
         return began if began is None else max(began, compiled)
 
     @property
     def failure(self) -> str:
-        """Why the engine does not answer; "" if it does."""
+        """Why the engine does not respond; "" if it does."""
         begin, limit = self.busy_since, self.settings.max_tick_seconds
         if begin is not None and limit is not None and (seconds := time.monotonic() - begin) > limit:
             return f"a call of the engine has not returned for {seconds:.0f} s"
         return ""
 
     def close(self, timeout: float | None = None) -> bool:
-        """Takes no further requests, lets the others end, and stops the thread.
+        """Accepts no new requests, waits for the others, and stops the thread.
 
         Args:
             timeout: seconds after which requests that still run are aborted; None: no limit.

@@ -69,7 +69,7 @@ class EngineDelivery:
             self._rebalancer = ExpertRebalancer(self._executor, self.settings.rebalance_experts_every)
         self._scheduler = self._new_scheduler()
         self._changed = threading.Condition()
-        self._inbox: list[Callable[[], None]] = []  # what other threads ask the engine's own to do
+        self._inbox: list[Callable[[], None]] = []  # calls from other threads for the engine's thread
         self._sequences: dict[int, Sequence] = {}
         self._ids = itertools.count()
         self._in_flight: list[InFlightCall | ScoreCall] = []
@@ -122,7 +122,7 @@ class EngineDelivery:
                 continue
             sequence, start, end = row
             sequence.num_unread -= 1
-            # A text that was preempted after this call begins again.
+            # A text that was preempted after this call starts again.
             if sequence.has_ended or sequence.slot is None or sequence.scored is None:
                 continue
             sequence.scored.add(chunk, index, end - start)
@@ -181,7 +181,7 @@ class EngineDelivery:
 
     def _end(self, sequence: Sequence, reason: FinishReason, message: str = "", *, is_retryable: bool = False) -> None:
         shard, has_failed = sequence.shard, reason == "error"
-        # Entries of a failed row may be NaN: nobody may find them, and they are overwritten.
+        # Entries of a failed row may be NaN: they leave the prefix cache and are overwritten.
         pages = self._scheduler.end(sequence, forget=has_failed)
         if has_failed and pages:
             self._executor.clear_pages(shard, pages)
@@ -189,7 +189,7 @@ class EngineDelivery:
             self._rebalancer.add(sequence)
         del self._sequences[sequence.id]
         self._held.pop(sequence.id, None)
-        # Scores are a part of a request that was counted.
+        # Scores are part of a request that has already been counted.
         is_counted = sequence.scored is None
         self._totals["requests"] += is_counted
         self._totals["aborted"] += is_counted and reason in ("abort", "timeout")

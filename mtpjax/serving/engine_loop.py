@@ -1,4 +1,4 @@
-"""The engine's thread: takes what others ask, dispatches the calls of each tick, and starts anew after a fault."""
+"""The engine's thread: runs calls from other threads, dispatches each tick's calls, and recovers after errors."""
 
 import concurrent.futures
 import contextlib
@@ -21,8 +21,8 @@ from mtpjax.serving.request import (
 from mtpjax.serving.scheduler import Scheduler, SchedulerSettings, Sequence
 from mtpjax.serving.snapshots import SnapshotRows
 
-RETRY_SECONDS = 1.0  # between two attempts to make the state anew
-ASK_SECONDS = 1.0  # after which a caller looks whether the engine's thread still lives
+RETRY_SECONDS = 1.0  # between two attempts to rebuild the state
+ASK_SECONDS = 1.0  # after which a caller checks whether the engine's thread is still alive
 HELD_SECONDS = 0.5  # after which time limits of requests that wait for a program are checked again
 
 T = TypeVar("T")
@@ -54,7 +54,7 @@ class EngineLoop(EngineDelivery):
                 num_pages_of=executor.decoder.num_pages_of,
                 max_depth=self._max_depth,
                 depth_of=depth_of,
-                # A recurrent layer keeps only its newest state, which pages do not hold, but snapshots do.
+                # A recurrent layer keeps only its newest state, which is stored in snapshots, not in pages.
                 shares_prefixes=settings.shares_prefixes and (not is_recurrent or sizes.shard_snapshots > 0),
             ),
             [
@@ -99,7 +99,7 @@ class EngineLoop(EngineDelivery):
         while True:
             with self._changed:
                 self._tick_began = None
-                # A request that waits for a program leaves the engine nothing to do but to look at its time limits.
+                # While a request waits for a program, the engine only checks its time limits.
                 while not (self._inbox or self._in_flight or len(self._sequences) > len(self._held)):
                     if self._is_closing and not self._held:
                         return
@@ -109,7 +109,7 @@ class EngineLoop(EngineDelivery):
                         break
                 actions, self._inbox = self._inbox, []
                 self._tick_began = time.monotonic()
-            # One request's fault must never end the thread.
+            # An error of one request must never end the thread.
             try:
                 for action in actions:
                     action()
@@ -135,7 +135,7 @@ class EngineLoop(EngineDelivery):
             self._executor.restore_snapshots(plan.restored)
             for sequence in plan.admitted:
                 if sequence.scored is not None:
-                    sequence.scored.rows.clear()  # it begins again if it was preempted
+                    sequence.scored.rows.clear()  # it starts again if it was preempted
                 elif sequence.times.started is None:
                     sequence.times.started = time.monotonic()
                     self._totals["prompt_tokens"] += len(sequence.request.prompt)
@@ -158,13 +158,13 @@ class EngineLoop(EngineDelivery):
             self._totals["ticks"] += 1
             if self._rebalancer is not None:
                 self._rebalancer.tick()
-        # 2. Read the reports of the tick before.
+        # 2. Read the reports of the previous tick.
         for call in self._in_flight:
             if isinstance(call, ScoreCall):
                 self._take_scores(call)
             else:
                 self._take_report(call)
-        # 3. The text of the rows with a grammar is known now, so that their drafts can be masked and verified.
+        # 3. The text of rows with a grammar is now known, so their drafts can be masked and verified.
         calls += [self._executor.verify(draft, self._allowed(draft)) for draft in drafts]
         self._in_flight = calls
         # 4. Pages that left the pool were copied before this tick's calls.
@@ -174,14 +174,14 @@ class EngineLoop(EngineDelivery):
     # Programs that are compiled while requests run.
 
     def _split(self, kind: str, rows: list[Sequence], depth: int = 0) -> list[list[Sequence]]:
-        """Splits the rows of a call if no program that is there has enough."""
+        """Splits the rows of a call if no compiled program has enough rows."""
         if not rows or self._executor.programs.ready is None:
             return [rows] if rows else []
         size = self._executor.choose_program(kind, rows, depth).size
         return split_rows(rows, size, lambda row: row.shard)
 
     def _enter(self, sequence: Sequence) -> None:
-        """Puts a request into the scheduler's queue, once the programs that it needs alone are there."""
+        """Puts a request into the scheduler's queue, once the programs that it needs on its own are compiled."""
         if self._enter_if_ready(sequence):
             return
         self._held[sequence.id] = sequence
@@ -200,7 +200,7 @@ class EngineLoop(EngineDelivery):
         return False
 
     def _has_depth(self, depth: int) -> bool:
-        """Returns whether rows can have so many draft levels; if not, their program is compiled next."""
+        """Returns whether a program for this number of draft levels is ready; if not, it is compiled next."""
         executor = self._executor
         if executor.programs.ready is None or depth == self._max_depth:
             return True
@@ -220,7 +220,7 @@ class EngineLoop(EngineDelivery):
         self._executor.compile_program(key, self._ask)
 
     def _end_compiling(self, key: ProgramKey, error: Exception | None) -> None:
-        """Lets the requests go on that wait for a program."""
+        """Lets requests that wait for a program continue."""
 
         def end() -> None:
             programs = self._executor.programs
@@ -228,7 +228,7 @@ class EngineLoop(EngineDelivery):
                 self._program_errors[key] = error
             elif programs.ready is not None:
                 programs.ready.add(key)
-                # Calls need not look for what is there once everything is.
+                # Once all programs are compiled, calls need not check.
                 if programs.ready.issuperset(self._executor.all_programs()):
                     programs.ready = None
             for sequence in list(self._held.values()):
@@ -255,7 +255,7 @@ class EngineLoop(EngineDelivery):
     def _ends_process(self, error: Exception) -> bool:
         """Ends this process, and so all of them, if a call on several processes failed; else returns False.
 
-        The others may not have failed at the same call, so their states may differ from now on.
+        The others may not have failed in the same call, so the states may now differ.
         """
         if self.followers is None or not (isinstance(error, LostProcess) or is_runtime_error(error)):
             return False
@@ -263,7 +263,7 @@ class EngineLoop(EngineDelivery):
         return True
 
     def _recover(self, error: Exception) -> None:
-        """Ends the requests that have entered, whose state may be lost, and goes on with the others."""
+        """Ends the admitted requests, whose state may be lost, and continues with the others."""
         _log.error("a call of the engine failed; its requests end", exc_info=error)
         # 1. End the requests. Their slots and pages go with the scheduler.
         scheduler = self._scheduler
@@ -275,7 +275,7 @@ class EngineLoop(EngineDelivery):
             sequence.slot = sequence.lease = None
             message = f"request {sequence.id} failed: the engine had to start anew"
             self._end(sequence, "error", message, is_retryable=True)
-        # 2. Make the state anew. Memory may be free again later; the watchdog ends a server that fails for too long.
+        # 2. Rebuild the state. Memory may become free later; the watchdog ends a server that fails for too long.
         while not self._is_closing:
             try:
                 return self._executor.reset()

@@ -75,7 +75,7 @@ class EnginePrograms(EngineSession):
         return rows.replace(first_token=np.full(1, -1, np.int32))
 
     def _check_grammar(self, request: Request) -> None:
-        """Checks that masks alone decide which tokens a text can have, and that a complete text ends."""
+        """Checks that masks alone determine the possible tokens of a text, and that a complete text ends."""
         if request.grammar is None:
             return
         grammars, sampling = self.settings.grammars, request.sampling
@@ -107,7 +107,7 @@ class EnginePrograms(EngineSession):
         return self.programs.choose(ProgramKey(kind, size, width, is_plain, depth))
 
     def needed_programs(self, sequence: Sequence) -> list[ProgramKey]:
-        """Returns the programs with which a request can run alone, whatever the length of its text."""
+        """Returns the programs with which a request of any length can run alone."""
         sizes = self.sizes
         depth = self.sizes.depths[0] if sequence.request.speculative else 0
         width = bucket(min(self.decoder.num_pages_of(sequence.limit), sizes.max_pages), sizes.table_widths)
@@ -149,7 +149,7 @@ class EnginePrograms(EngineSession):
         with self._on_device():
             mesh = jax.sharding.get_mesh()
             has_graphs = compat.is_cuda() and graphs.options(mesh) is not None
-        # XLA records a program's graph in its second call. No request has entered yet, so the state may get lost.
+        # XLA records a program's graph in its second call. No request has been admitted, so the state may be lost.
         if not has_graphs or not graphs.attempt(mesh, lambda: self._warm_up(progress, keys, num_calls=2)):
             if has_graphs:
                 self.reset()
@@ -161,7 +161,7 @@ class EnginePrograms(EngineSession):
         """Compiles programs, calls each `num_calls` times, and waits for the calls."""
         lock = threading.Lock()
         progress(0, len(keys))
-        # Moves come first: all later calls take what they return.
+        # Moves come first: all later calls use their results.
         for _ in range(0 if self.settings.rebalance_experts_every is None else num_calls):
             for layer, slots in self.expert_placements().items():
                 self.move_experts(layer, slots)
@@ -203,7 +203,7 @@ class EnginePrograms(EngineSession):
     def _compile_and_run(self, call: PendingCall, run: Callable[[Callable[[], Any]], Any]) -> Any:
         with self._on_device():
             self.compile(call.program, *call.arrays, **self._static_arguments(call.key))
-        # From now on a call that does not return is hung, not compiling.
+        # From now on, a call that does not return hangs and is not compiling.
         self._used.add(call.key)
         return run(lambda: self._run(call))
 

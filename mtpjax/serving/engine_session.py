@@ -1,4 +1,4 @@
-"""The device's side of an engine: the running state, the programs that work on it, and what they compile."""
+"""The device's side of an engine: the running state, and the programs that work on it and their compilation."""
 
 import contextlib
 import time
@@ -84,9 +84,9 @@ class EngineSession(Session):
         self.num_compiled = 0  # programs
         self.compile_seconds = 0.0
         self.programs = ProgramSet()
-        self.planned: set[ProgramKey] = set()  # programs that do not count as compiled, whenever that happens
+        self.planned: set[ProgramKey] = set()  # programs whose compilation is never counted
         self._used: set[ProgramKey] = set()  # programs that are compiled
-        self._first_uses: set[ProgramKey] = set()  # that run now
+        self._first_uses: set[ProgramKey] = set()  # currently running
         self.compiled_at = 0.0  # end of the last first use, of `time.monotonic`
         # Trees of greedy rows are dynamic, which saves passes, so they need programs of their own.
         has_few_logits = model.config.vocab_size <= SMALL_VOCABULARY and config.topk == 1
@@ -97,7 +97,7 @@ class EngineSession(Session):
 
     @property
     def model(self) -> MTPModel:
-        """The model, as it fits the mesh."""
+        """The model, fitted to the mesh."""
         return self.decoder.model
 
     def reset(self) -> None:
@@ -128,7 +128,7 @@ class EngineSession(Session):
         self.state = self.state.replace(trunk=replace_recurrent_entries(self.state.trunk, own))
 
     def move_pages(self, pool: PagePool) -> list[Outgoing]:
-        """Copies pages that leave the pool towards the host, then those that come back; returns the former."""
+        """Starts copying pages that leave the pool to the host, then copies those that return; returns the former."""
         with self._on_device(*host_pages.PROGRAMS):
             copies = copy_out(self.state, pool.outgoing)
             self.state = copy_in(self.state, pool.incoming)
@@ -136,7 +136,7 @@ class EngineSession(Session):
         return copies
 
     def read_pages(self, pages: list[tuple[bytes, int]]) -> list[Outgoing]:
-        """Copies known pages towards the host; they stay in the pool."""
+        """Starts copying cached pages to the host; they stay in the pool."""
         with self._on_device(*host_pages.PROGRAMS):
             return copy_out(self.state, pages)
 
@@ -162,7 +162,7 @@ class EngineSession(Session):
             return count_experts(self.params, tokens, lengths, model=self.model, capacity=capacity)
 
     def move_experts(self, layer: str, expert_of_slot: np.ndarray) -> None:
-        """Gives the experts of a layer other slots, `expert_of_slot [S]`. Deletes the arrays that had them before."""
+        """Moves the experts of a layer to new slots, `expert_of_slot [S]`. Deletes the old arrays."""
         trunk, config = self.params["trunk"], self.model.config
         experts = trunk[layer]["experts"]
         moving = {name: experts[name] for name in (*STACKS, "placement") if name in experts}
@@ -172,8 +172,8 @@ class EngineSession(Session):
             **self.params,
             "trunk": {**trunk, layer: {**trunk[layer], "experts": {**experts, **moved}}},
         }
-        # Whoever made the engine may still hold the old ones: without this, the memory would hold both. A call that
-        # was dispatched before ends as it should.
+        # The engine's creator may still reference the old arrays: without this, memory would hold both. Calls
+        # dispatched earlier are not affected.
         for leaf in jax.tree.leaves(moving):
             leaf.delete()
 
@@ -195,14 +195,14 @@ class EngineSession(Session):
             return self.call(program, *call.arrays, **static)
 
     def _counted(self, program: Any, key: ProgramKey) -> tuple[Any, ...]:
-        """Returns the program if compiling it counts."""
+        """Returns the program if its compilation is counted."""
         if key.kind in ("draft", "verify"):
             key = key._replace(kind="masked round")
         return () if key in self.planned else (program,)
 
     @property
     def is_compiling(self) -> bool:
-        """True while a call uses a program for the first time, and so may compile it."""
+        """True while a call uses a program for the first time and may compile it."""
         return bool(self._first_uses)
 
     @contextlib.contextmanager

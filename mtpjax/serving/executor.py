@@ -68,7 +68,7 @@ class Executor(EnginePrograms):
         )
 
     def draft(self, sequences: list[Sequence], depth: int) -> DraftCall:
-        """Begins a round of `depth` draft levels on rows with a grammar."""
+        """Starts a round of `depth` draft levels on rows with a grammar."""
         key = self.choose_program("masked round", sequences, depth)
         grid = make_grid(self.sizes, sequences, key.size)
         batch = make_batch(self.sizes, grid, key.width)
@@ -104,6 +104,6 @@ class Executor(EnginePrograms):
     def _call(self, grid: Grid, call: PendingCall, *, is_prefill: bool = False) -> InFlightCall:
         """Dispatches a call that has a report."""
         report = self._run(call)
-        # The next tick reads it: let the copy start as soon as the call has ended, not when it is asked for.
+        # The next tick reads it: start the copy as soon as the call ends, not when it is read.
         report.values.copy_to_host_async()
         return InFlightCall(list(itertools.chain(*grid)), report, is_prefill)

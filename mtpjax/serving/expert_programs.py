@@ -20,5 +20,5 @@ def count_experts(params: dict, tokens: jax.Array, lengths: jax.Array, *, model:
 
 @one_graph(static_argnames=("config",))
 def move_experts(experts: dict[str, Any], placement: dict[str, jax.Array], *, config: ModelConfig) -> dict[str, Any]:
-    """Gives the experts of a layer other slots; see `mtpjax.models.expert_moves.move_experts`."""
+    """Moves the experts of a layer to new slots; see `mtpjax.models.expert_moves.move_experts`."""
     return expert_moves.move_experts(experts, placement, config=config)

@@ -51,7 +51,7 @@ class Matcher:
 
         Args:
             masks: `[W, ceil(V/32)]` int32, a bit per token, the lowest bit first, all set at first.
-            tokens: of the W nodes; the text consumed so far ends with node 0.
+            tokens: of the W nodes; node 0 is the last token consumed.
             parents: of the W nodes, parents before children; None: a chain.
 
         Raises:
@@ -62,7 +62,7 @@ class Matcher:
         for node in range(len(tokens)):
             path = [tokens[step] for step in _path_to(node, parents)]
             num_consumed = self._matcher.try_consume_tokens(path)
-            # A limit that is exceeded here looks like a forbidden token, but the mask before it allowed this one.
+            # An exceeded limit looks like a forbidden token here, but the previous mask allowed this one.
             self._check()
             if num_consumed == len(path):
                 fill_next_token_bitmask(self._matcher, masks, node)
@@ -83,11 +83,11 @@ class Grammar:
     """A compiled grammar, which many texts may share.
 
     Args:
-        matcher: llguidance's matcher; it stays at the beginning.
+        matcher: llguidance's matcher; it stays at the start.
         vocab_size: V of the model.
 
     Raises:
-        GrammarError: no text can begin.
+        GrammarError: no text matches.
 
     Attributes:
         first_mask: `[ceil(V/32)]` int32 tokens that may begin a text, as in `Matcher.fill_masks`.
@@ -147,7 +147,7 @@ class Grammars:
             if (len(source) - len(source.rstrip("\\"))) % 2:  # llguidance would escape its own delimiter
                 raise GrammarError("the regular expression ends with an incomplete escape")
             compiled = LLMatcher.grammar_from_regex(source)
-        # Another process compiles it first, because this one could not stop.
+        # A separate process compiles it first, because compiling cannot be interrupted here.
         try:
             TRIAL_COMPILE(compiled, _LIMITS, seconds)
         except WorkerEnded as ended:

@@ -15,7 +15,7 @@ MAX_SCHEMA_DEPTH = 64
 MAX_MULTIPLE = 10_000  # llguidance makes an automaton with a state per remainder
 MAX_MESSAGE_CHARACTERS = 200
 
-# llguidance's words, and what they mean to who wrote the grammar.
+# llguidance's terms, and their meaning for the author of the grammar.
 _MEANINGS = {
     "NoExtension": "no text of the model's tokens matches it",
     "LexerTooComplex": "it is too complex: its regular expressions have too many states",
@@ -23,7 +23,7 @@ _MEANINGS = {
     "lookarounds not supported": "^, $ and \\b are not supported in it; the whole text must match anyway",
 }
 _TOO_MANY = re.compile(r"row has (?P<items>\d+) items; max is (?P<limit>\d+)")
-# A regular expression is compiled as a part of a larger grammar, whose place and text say nothing to a client.
+# A regular expression is compiled as part of a larger grammar, whose positions and text mean nothing to a client.
 _WRAPPED = re.compile(r'^at \d+\(\d+\): invalid regex ".*" \(in regex\): (?P<problem>.*?)( \d+ \| start: .*)?$')
 
 
@@ -105,7 +105,7 @@ def _targets(root: Any) -> dict[str, Any]:
             try:
                 targets[ref] = _resolve(ref, root)
             except (LookupError, TypeError):
-                continue  # llguidance says what is wrong with it
+                continue  # llguidance reports what is wrong with it
             waiting.append(targets[ref])
     return targets
 

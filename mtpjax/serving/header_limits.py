@@ -17,7 +17,7 @@ _TOO_LARGE = (
 class LimitedProtocol(AutoHTTPProtocol):
     """An HTTP protocol over httptools if it is installed, else over h11, with limits for headers.
 
-    A header of more than `MAX_HEADER_BYTES` is answered with 431 before it is parsed. Bodies have their own limits
+    A header of more than `MAX_HEADER_BYTES` is rejected with 431 before it is parsed. Bodies have their own limits
     (`ApiSettings.max_body_bytes`, `body_timeout`), and so has the time between two requests (uvicorn's
     `timeout_keep_alive`).
 
@@ -86,7 +86,7 @@ class LimitedProtocol(AutoHTTPProtocol):
         return self._awaits_header if connection is None else str(connection.their_state) == "IDLE"
 
     def _reject(self) -> None:
-        """Answers with 431 and closes the connection."""
+        """Sends 431 and closes the connection."""
         if self.cycle is None or self.cycle.response_complete:
             head = b"HTTP/1.1 431 Request Header Fields Too Large\r\nContent-Type: application/json\r\n"
             head += b"Content-Length: %d\r\nConnection: close\r\n\r\n" % len(_TOO_LARGE)

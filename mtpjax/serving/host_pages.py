@@ -1,7 +1,7 @@
 """Pages in host memory: known pages of the pool move there when their slots are needed (SGLang's hierarchical cache).
 
-A page is known by the hash of its text (`page_pool`). Its entries are copied to the host before another request gets
-the page, and back when a prompt begins with that text again. The bits do not change.
+A page is identified by the hash of its text (`page_pool`). Its entries are copied to the host before another request
+gets the page, and back when a prompt starts with that text again. The bits do not change.
 """
 
 import collections
@@ -85,7 +85,7 @@ def copy_out(state: DecodeState, pages: list[tuple[bytes, int]]) -> list[Outgoin
     copies = []
     for begin in range(0, len(pages), NUM_PER_CALL):
         some = pages[begin : begin + NUM_PER_CALL]
-        # A fixed number of pages per call compiles one program. The copies run while the engine goes on.
+        # A fixed number of pages per call compiles one program. The copies run while the engine continues.
         arrays = _read(state, _padded([page for _, page in some]))
         for array in arrays:
             array.copy_to_host_async()

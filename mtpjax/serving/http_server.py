@@ -63,7 +63,7 @@ def run_app(
         listener: from `listen`.
         line: printed when the port accepts connections.
         drain: awaited before connections are closed.
-        abort: ends what still runs; called at a second Ctrl-C.
+        abort: ends running requests; called at a second Ctrl-C.
         header_seconds: time in which a client must send the header of a request, also of a later one.
         has_lifespan: the application handles startup and shutdown events.
         should_stop: when set, stops the server as SIGTERM does.
@@ -79,7 +79,7 @@ def run_app(
             return await super().on_tick(counter) or (should_stop is not None and should_stop.is_set())
 
         async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
-            # Streams go on while the server drains, and new requests get 503. A second Ctrl-C ends them.
+            # Streams continue while the server drains, and new requests get 503. A second Ctrl-C ends them.
             draining = asyncio.ensure_future(drain())
             while not draining.done() and not self.force_exit:
                 await asyncio.sleep(0.02)
@@ -130,7 +130,7 @@ def run_in_thread(
         app: the application.
         listener: from `listen`.
         header_seconds: as for `run_app`.
-        last_seconds: time that open connections get at the end, if they need it.
+        last_seconds: time that open connections get at shutdown.
         log_level: of the HTTP server's log.
     """
 

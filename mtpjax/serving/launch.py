@@ -37,7 +37,7 @@ from mtpjax.serving.sizes import EngineSettings, count_snapshots, engine_decoder
 from mtpjax.serving.watchdog import Watchdog
 
 ERROR_SECONDS = 1.0  # in which clients get their errors before the process ends
-CPU_POOL_BYTES = 1 << 30  # of the default pool where no accelerator says how much memory it has
+CPU_POOL_BYTES = 1 << 30  # of the default pool if no accelerator reports its memory
 
 _log = logging.getLogger(__name__)
 
@@ -87,7 +87,7 @@ def choose_num_pages(
         memory_fraction: share of the accelerator's memory that weights and pages may take.
 
     Raises:
-        MemoryTooSmall: the memory that is left has no room for one text.
+        MemoryTooSmall: the remaining memory has no room for one text.
     """
     fitted, fitted_model, mesh = fit_params(params, model, decode)
     decoder = engine_decoder(settings, decode, make_drafter(decode), fitted_model, mesh)
@@ -116,7 +116,7 @@ def choose_num_pages(
 
 @contextlib.contextmanager
 def explain_full_memory(advice: str) -> Iterator[None]:
-    """Turns JAX's error for full memory into a `MemoryTooSmall` with advice, unless `ulimit -v` limits the memory."""
+    """Converts JAX's out-of-memory error to a `MemoryTooSmall` with advice, unless `ulimit -v` limits the memory."""
     try:
         yield
     except (RuntimeError, MemoryError) as error:  # JAX's errors are RuntimeErrors
@@ -137,8 +137,8 @@ def running_engine(
 ) -> Iterator[tuple[Engine, Metrics]]:
     """Starts an engine and its metrics; on exit lets its requests end, for at most `drain_seconds`, and stops it.
 
-    If one of `followers` is lost, requests that run end with an error, and this process ends. `make_engine` gets
-    `observe` and `followers` of `Engine`. `report` takes what the process does, and how much of it is done.
+    If one of `followers` is lost, running requests end with an error, and this process ends. `make_engine` gets
+    `observe` and `followers` of `Engine`. `report` takes the current stage and its progress.
     """
     with explain_full_memory("lower --max-total-tokens, --max-running-requests or --chunked-prefill-size"):
         engine = make_engine(observe=lambda *end: metrics.observe(*end), followers=followers)
@@ -153,7 +153,8 @@ def running_engine(
         engine.warm_up(progress, server.warm_up)
         if num_programs:
             tell(f"mtpjax serve: {num_programs} programs in {time.perf_counter() - begin:.0f} s", sys.stderr)
-    # What is loaded now lives as long as the server. A collection of garbage stops all threads, and need not search it.
+    # Everything loaded now lives as long as the server. Garbage collection stops all threads, so it should not scan
+    # these objects.
     gc.collect()
     gc.freeze()
     engine.start()
@@ -188,15 +189,15 @@ def serve(
     listener: socket.socket,
     loading: contextlib.ExitStack,
 ) -> None:
-    """Serves requests until SIGTERM or Ctrl-C, or until a process of `engine.followers` asks for the end.
+    """Serves requests until SIGTERM or Ctrl-C, or until a process of `engine.followers` requests a shutdown.
 
     Args:
         engine: a running engine.
         tokenizer: the model's.
         api: settings of the API.
         server: settings of the process.
-        metrics: what `/metrics` answers; None: nothing.
-        disaggregation: makes this a prefill server or a decode server; None: it is both.
+        metrics: served at `/metrics`; None: that path does not exist.
+        disaggregation: makes this a prefill server or a decode server; None: a server that does both.
         listener: the open port.
         loading: closed as soon as the application takes over the port from `open_port`.
 
@@ -204,7 +205,7 @@ def serve(
         ValueError: the engine cannot be a prefill server or a decode server.
     """
     if disaggregation is not None:
-        # Decode servers have the secret in the place of a key.
+        # Decode servers use the secret instead of a key.
         api = dataclasses.replace(api, open_paths=api.open_paths | {PATH})
     app = make_app(engine, tokenizer, api, metrics)
     app.state.server.readers.warm()

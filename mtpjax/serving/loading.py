@@ -21,7 +21,7 @@ from mtpjax.serving.http_server import address_of, run_in_thread, tell
 
 LINE_SECONDS = 5.0  # between two lines of a log
 LAST_SECONDS = 0.5  # of clients that connected just before the server is ready
-BODY_SECONDS = 5.0  # in which a body is read and thrown away
+BODY_SECONDS = 5.0  # in which a body is read and discarded
 ALIVE_PATHS = ("/health", "/ping")
 
 
@@ -65,7 +65,7 @@ class Loading:
                 self._thread.join()
 
     def _write_lines(self) -> None:
-        # A quick start says nothing but that it is ready.
+        # A quick start prints only the ready line.
         while not self._has_bar and not self._stopped.wait(LINE_SECONDS):
             where = f"{self._address} is open, " if self._address else ""
             tell(f"{self._name}: {where}{self.text} ({time.monotonic() - self._begin:.0f} s)", sys.stderr)
@@ -77,7 +77,7 @@ def loading_app(loading: Loading) -> ASGIApp:
     async def app(scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] != "http":  # the events of the server's start and end
             return
-        # The connection ends with the answer, because another server takes the next one.
+        # The connection closes after the response, because a different server takes the next one.
         headers = {"Connection": "close"}
         if scope["path"] in ALIVE_PATHS:
             response = Response(headers=headers)

@@ -1,4 +1,4 @@
-"""The names of the server's metrics, ours beside SGLang's and vLLM's."""
+"""The names of the server's metrics: mtpjax's, SGLang's and vLLM's."""
 
 import dataclasses
 from collections.abc import Iterator

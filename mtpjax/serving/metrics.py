@@ -1,7 +1,7 @@
 """The server's metrics for Prometheus, under our names and those of SGLang and vLLM.
 
-The engine counts for itself: a collector reads its `EngineStatus` when Prometheus asks. Only latencies are kept here,
-because the engine does not know when a client's request arrived.
+The engine keeps its own counts: a collector reads its `EngineStatus` when Prometheus scrapes. Only latencies are kept
+here, because the engine does not know when a client's request arrived.
 """
 
 import bisect
@@ -92,7 +92,7 @@ class Metrics:
             self._histograms[metric_names.NEW_TOKENS].add(finish.num_new_tokens)
             if times.started is not None:
                 self._histograms[metric_names.QUEUE_TIME].add(times.started - times.arrived)
-            # A request that got no token has no latency: it was refused, aborted or failed.
+            # A request without tokens has no latency: it was rejected, aborted or failed.
             if not times.deliveries:
                 return
             self._histograms[metric_names.TIME_TO_FIRST_TOKEN].add(times.deliveries[0][0] - times.arrived)

@@ -1,4 +1,4 @@
-"""A hash by which two engines tell whether their pages are interchangeable."""
+"""A hash by which two engines compare whether their pages are interchangeable."""
 
 import hashlib
 from collections.abc import Sequence
@@ -10,7 +10,7 @@ import numpy as np
 from mtpjax.decoding.config import DecodeConfig
 from mtpjax.models.config import ModelConfig
 
-VERSION = 1  # of what a page holds
+VERSION = 1  # of the contents of a page
 NUM_SAMPLED = 16  # numbers of each parameter that the hash depends on
 
 
@@ -23,7 +23,7 @@ def model_digest(
     *,
     draft_params: Any = None,
 ) -> bytes:
-    """Hashes everything that the entries of a page depend on besides the text.
+    """Hashes everything except the text that a page's entries depend on.
 
     Args:
         params: the model's parameters. A few numbers of each stand for all.

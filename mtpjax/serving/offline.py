@@ -1,4 +1,4 @@
-"""Continues a list of prompts to texts, some of them at a time, as vLLM's offline inference does. Needs no extra.
+"""Generates texts for a list of prompts in batches, like vLLM's offline inference. Needs no extra.
 
 With stop strings a batch decodes some rounds per call, so that it can end as soon as every text has met one: they are
 matched on text, which only the host has.
@@ -52,7 +52,7 @@ class CompletedBatch(NamedTuple):
 
     Attributes:
         completions: one per prompt.
-        result: the tokens that the loop decoded for them, which may go on after a stop string.
+        result: the tokens that the loop decoded for them, which may continue after a stop string.
     """
 
     completions: list[Completion]
@@ -72,8 +72,8 @@ def complete(
 ) -> Iterator[CompletedBatch]:
     """Continues prompts, `batch_size` of them at a time.
 
-    All batches have one shape, so they share their compiled programs. Which prompts decode together depends on their
-    order alone, and a row's tokens do not depend on its batch.
+    All batches have one shape, so they share their compiled programs. The batches depend only on the order of the
+    prompts, and a row's tokens do not depend on its batch.
 
     Args:
         params: parameters of `model`.
@@ -99,7 +99,7 @@ def complete(
     limit = check_request([np.asarray(prompt) for prompt in prompts], model, config, drafter)
     longest = max(map(len, prompts))
     max_length = min(longest + min(config.max_new_tokens, limit), limit)
-    # 2. Compile what the requests use and nothing else, as `speculative_generate` does.
+    # 2. Compile only what the requests use, as `speculative_generate` does.
     params, model, mesh = fit_params(params, model, config)
     num_rows = min(batch_size, len(prompts))
     decoder = Decoder.make(

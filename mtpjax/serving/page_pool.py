@@ -1,7 +1,7 @@
-"""Tracks which pages of a pool are free, in use, or kept because a later request may begin with the same text.
+"""Tracks which pages of a pool are free, in use, or cached because a later request may start with the same text.
 
 Only the host knows this; the device reads page tables (`mtpjax.models.pages`). A page whose positions are all final is
-known by a hash of its tokens and of all tokens before it, as in vLLM's prefix caching. A request whose prompt begins
+*known* by a hash of its tokens and of all tokens before it, as in vLLM's prefix caching. A request whose prompt starts
 with known pages shares them. Unused pages stay known until they are needed, the least recently used first.
 """
 
@@ -46,7 +46,7 @@ class PagePool:
         num_pages: P; ids are 0 .. P - 1.
         page_size: positions per page.
         host: stores the entries of known pages that are evicted; None: they are forgotten.
-        snapshots: rows for recurrent states at page borders. Requests then share pages only up to a border with a
+        snapshots: rows for recurrent states at page boundaries. Requests then share pages only up to a boundary with a
             snapshot. None: a model without recurrent layers.
 
     Attributes:
@@ -82,7 +82,7 @@ class PagePool:
         return self.num_pages - self.num_available
 
     def acquire(self, tokens: Sequence[int], num_pages: int, *, salt: bytes = b"") -> Lease | None:
-        """Reserves the pages of a request: known ones for the beginning of its prompt, then others.
+        """Reserves the pages of a request: known ones for the prefix of its prompt, then others.
 
         Args:
             tokens: the prompt.
@@ -98,7 +98,7 @@ class PagePool:
         shared = self.find(tokens[: min(len(tokens) - 1, num_pages * size)], salt=salt)
         num_found = len(shared)
         if self.snapshots is not None:
-            # Recurrent layers can only continue from a border where their state was kept.
+            # Recurrent layers can continue only from a boundary whose state was kept.
             while shared and shared[-1][0] not in self.snapshots:
                 shared.pop()
         known = [page for _, page in shared if page is not None]
@@ -119,7 +119,7 @@ class PagePool:
         return lease
 
     def find(self, tokens: Sequence[int], *, salt: bytes = b"") -> list[tuple[bytes, int | None]]:
-        """Finds the known whole pages at a text's beginning: hash and page, which is None for a page on the host."""
+        """Finds the known full pages of a text's prefix: hash and page, which is None for a page on the host."""
         found = []
         for digest in page_digests(tokens, self.page_size, salt=salt):
             page = self._page_of.get(digest)
@@ -142,11 +142,11 @@ class PagePool:
         return True
 
     def reserve_snapshot(self, lease: Lease, num_pages: int) -> int | None:
-        """Reserves a row for the recurrent state at a page border, which becomes known when its pages do.
+        """Reserves a row for the recurrent state at a page boundary, which becomes known when its pages do.
 
         Args:
             lease: a request's pages.
-            num_pages: pages before the border, which are not all stored yet.
+            num_pages: pages before the boundary, which are not all stored yet.
 
         Returns:
             The row to which the caller must copy the state; None if there is none.
@@ -214,7 +214,7 @@ class PagePool:
     def _bring_in(self, digest: bytes) -> int:
         """Allocates a page for entries of the host."""
         assert self.host is not None
-        # Before the page is taken: what leaves the pool for it may push these entries out of the host.
+        # Do this before taking the page: the page evicted for it may push these entries out of the host.
         entries = self.host.take(digest)
         assert entries is not None
         page = self._take()

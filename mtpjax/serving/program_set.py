@@ -1,8 +1,9 @@
-"""The programs of an engine: what distinguishes them, in which order they are compiled, and which one a call takes.
+"""The programs of an engine: their keys, the order in which they are compiled, and the choice for each call.
 
-A program is compiled for a number of rows, a width of the page table, the options of its rows and a depth. One for more
-rows, a wider table or more options computes the same for fewer, only slower. So a server can start with three programs
-for one row at full width: until the others are there, calls take a larger one, or are split into calls of fewer rows.
+A program is compiled for a number of rows, a width of the page table, the options of its rows and a depth. A program
+for more rows, a wider table or more options computes the same for fewer, but slower. So a server can start with three
+programs for one row at full width: until the others are compiled, calls use a larger one, or are split into calls of
+fewer rows.
 """
 
 import itertools
@@ -36,7 +37,7 @@ class ProgramKey(NamedTuple):
     depth: int = 0
 
     def covers(self, other: "ProgramKey") -> bool:
-        """Returns whether this program can do the other's work, at most slower."""
+        """Returns whether this program can replace the other, possibly more slowly."""
         return (
             (self.kind, self.depth) == (other.kind, other.depth)
             and self.size >= other.size
@@ -76,7 +77,7 @@ class ProgramSet:
         return max(able, key=lambda key: (key.size, -key.width, key.plain))
 
     def missing(self, needed: Iterable[ProgramKey]) -> list[ProgramKey]:
-        """Returns those of the needed programs whose work no ready one could do, even row by row."""
+        """Returns the needed programs that no ready one can replace, even row by row."""
         return [] if self.ready is None else [key for key in needed if not self._able(key)]
 
     def _able(self, wanted: ProgramKey) -> list[ProgramKey]:

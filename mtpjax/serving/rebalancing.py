@@ -1,9 +1,9 @@
-"""Moves a running model's experts, by how often its own texts choose them (SGLang's `--enable-eplb`).
+"""Moves a running model's experts according to how often its texts choose them (SGLang's `--enable-eplb`).
 
-Rounds and prefill do not change: the engine keeps the newest tokens of its texts, and from time to time one more call
-runs the trunk over a block of them and counts the experts that they choose. Every `every` ticks, each layer whose
-busiest device would get clearly less work with another placement gets that placement, one layer per tick. A copy has
-the weights of its expert, so texts do not change.
+Rounds and prefill do not change: the engine keeps the newest tokens of its texts, and from time to time an additional
+call runs the trunk over a block of them and counts the experts that they choose. Every `every` ticks, each layer whose
+busiest device would get clearly less work with a new placement gets it, one layer per tick. A copy has its expert's
+weights, so texts do not change.
 """
 
 import collections
@@ -80,11 +80,11 @@ class ExpertRebalancer:
         self._counts.append(self._executor.count_experts(tokens, lengths))
 
     def _place_layer(self, layer: str, counts: np.ndarray) -> None:
-        """Moves the experts of a layer, if that is better."""
+        """Moves the experts of a layer if that helps."""
         slots, num_devices = self._placements[layer], self._executor.num_expert_devices
         now = Placement.measured(slots, counts, num_devices)
         after = place_experts(counts, num_devices, len(slots))
-        # A small gain may be chance, and is not worth the move.
+        # A small gain may be chance and does not justify the move.
         if after.imbalance > (1 - MIN_GAIN) * now.imbalance:
             after = now
         else:

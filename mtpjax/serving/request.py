@@ -27,7 +27,7 @@ class Request:
         stop_sequences: the text ends after any of these sequences of new tokens, which is part of them.
         logprobs: report the log-probability of each new token under the trunk's unmodified logits.
         speculative: False decodes without drafts.
-        grammar: the new text matches it, or begins a matching text if a limit, a stop sequence or a stop token of the
+        grammar: the new text matches it, or is a prefix of a match if a limit, a stop sequence or a stop token of the
             request ends it early; None: any text. `stop_token_ids` must hold all end tokens.
         salt: only requests with the same salt share pages of the prefix cache.
     """
@@ -49,7 +49,7 @@ class Delta:
 
     Attributes:
         origins: draft level that proposed each token; 0: a bonus token, which the trunk drew itself.
-        logprobs: of each token; None unless the request asks for them.
+        logprobs: of each token; None unless requested.
     """
 
     tokens: list[int]
@@ -144,7 +144,7 @@ class EngineStatus:
         num_programs_left: programs that a thread still compiles while requests run.
         num_compile_waits: requests that have waited for one of them.
         num_rebalancings: times that experts moved.
-        expert_imbalance: as `ExpertRebalancer.imbalance`; nan also if the experts never move.
+        expert_imbalance: as `ExpertRebalancer.imbalance`; also nan if the experts never move.
     """
 
     num_running: int = 0

@@ -21,7 +21,7 @@ from mtpjax.serving.http_server import keepalive_options
 MAX_BODY_BYTES = 32 << 20
 BODY_SECONDS = 30.0
 CONNECT_SECONDS = 2.0
-PREFIX_CHARACTERS = 256  # of a prompt: requests that begin alike go to the same server if several are equally busy
+PREFIX_CHARACTERS = 256  # of a prompt: requests with a common prefix go to the same server if several are equally busy
 PROMPT_FIELDS = ("messages", "prompt", "text", "input_ids")
 # Headers of one connection, which a proxy does not pass on (RFC 9110, 7.6.1).
 HOP_HEADERS = frozenset(
@@ -46,7 +46,7 @@ class Upstream:
 
 
 class Router:
-    """The ASGI application. It answers `/health`; everything else goes to a decode server.
+    """The ASGI application. It handles `/health`; everything else goes to a decode server.
 
     Raises:
         ValueError: an address is not that of an HTTP server, or there is none.
@@ -77,8 +77,8 @@ class Router:
     def order(self, body: bytes) -> list[Upstream]:
         """Returns the servers in the order in which a request tries them.
 
-        Ready servers come first, then those with fewer requests. A hash of the prompt's beginning breaks ties, so that
-        requests that begin alike share the prefix cache of one server.
+        Ready servers come first, then those with fewer requests. A hash of the prompt's prefix breaks ties, so that
+        requests with a common prefix share one server's cache.
         """
         prefix = _prefix(body)
         rank = lambda upstream: hashlib.sha256(prefix + str(upstream.url).encode()).digest()
@@ -109,7 +109,7 @@ class Router:
             raise ApiError("the path must begin with /")
         if scope["query_string"]:
             raw_path += b"?" + scope["query_string"]
-        # Only the path is the client's: the address stays.
+        # Only the path comes from the client, not the address.
         url = upstream.url.copy_with(raw_path=raw_path)
         headers = [(name, value) for name, value in scope["headers"] if name not in HOP_HEADERS | {b"content-length"}]
         if scope.get("client"):
@@ -128,8 +128,8 @@ class Router:
             async for chunk in response.aiter_raw():
                 await send(_chunk(chunk))
         except httpx.HTTPError as error:
-            # The status is sent already. A stream ends with an error; anything else is cut off, so that no client
-            # takes it for whole.
+            # The status has already been sent. A stream ends with an error; anything else is cut off, so that no client
+            # mistakes it for a complete response.
             if not is_stream:
                 raise
             await send(_chunk(f"data: {to_json(_lost(upstream, error).body)}\n\n".encode()))
@@ -164,7 +164,7 @@ class Router:
         """Checks periodically whether a server accepts requests."""
         while True:
             try:
-                # With keys the answer is 401, which also means that the server lives.
+                # With keys the response is 401, which also means that the server is alive.
                 response = await self._client.get(upstream.url.copy_with(path="/ready"), timeout=CONNECT_SECONDS)
                 self._mark(upstream, is_ready=response.status_code < 500, reason=f"status {response.status_code}")
             except httpx.HTTPError as error:

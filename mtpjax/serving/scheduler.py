@@ -18,7 +18,7 @@ from mtpjax.serving.scoring import ScoredText
 
 @dataclasses.dataclass(eq=False)
 class Sequence:
-    """A request on its way through the engine.
+    """A request in the engine.
 
     Attributes:
         deliver: receives its deltas and its end.
@@ -89,7 +89,7 @@ class Plan:
 
     Attributes:
         admitted: requests that get a slot.
-        restored: admitted requests that begin with a snapshot, and its row.
+        restored: admitted requests that start with a snapshot, and its row.
         prefills: rows whose next chunk is processed, and the start and end of the chunk.
         saved: rows whose recurrent state is kept when their chunk is processed, and the row of the snapshot.
         advances: by number of draft levels, the rows that decode.
@@ -115,11 +115,11 @@ class SchedulerSettings:
         prefill_chunk: tokens of a row per prefill call.
         prefill_rows: rows per prefill call.
         rounds_per_call: maximum rounds per decoding call.
-        overlap: positions before the end of a shared beginning that prefill processes again: `Drafter.max_shift`.
+        overlap: positions at the end of a shared prefix that prefill processes again: `Drafter.max_shift`.
         num_pages_of: pages that a text of this length needs.
         max_depth: maximum draft levels of a round.
         depth_of: draft levels for this number of decoding rows.
-        shares_prefixes: requests with the same beginning share pages.
+        shares_prefixes: requests with a common prefix share pages.
     """
 
     num_slots: int
@@ -149,7 +149,7 @@ class Scheduler:
         return len(self.waiting) + len(self._preempted)
 
     def add(self, sequence: Sequence) -> None:
-        """Queues a request; a text to score comes first, because its request has waited already."""
+        """Queues a request; a text to score goes first, because its request has already waited."""
         if sequence.scored is None:
             self.waiting.append(sequence)
         else:
@@ -162,7 +162,7 @@ class Scheduler:
         for sequence in list(self.running):
             if sequence.is_prefilled and sequence.slot is not None and self._may_go_on(sequence):
                 self._grow(sequence)
-        # 2. New requests enter.
+        # 2. Admit new requests.
         self._requeue_preempted()
         while self.waiting and self._admit(self.waiting[0]):
             sequence = self.waiting.popleft()
@@ -178,14 +178,14 @@ class Scheduler:
                 sequence.num_unread += 1
                 if sequence.is_prefilled:
                     sequence.max_length = sequence.min_length = sequence.num_to_prefill + 1
-        # 4. The others decode. All rows that are drafted for have the same depth. A row with a grammar waits for the
+        # 4. The others decode. All rows with drafts have the same depth. A row with a grammar waits for the
         #    next tick after its prompt: its masks follow from its first new token.
         just_prefilled = {sequence.id for sequence, *_ in plan.prefills if sequence.matcher is not None}
         decoding = [
             row for row in self.running if row.is_prefilled and self._may_go_on(row) and row.id not in just_prefilled
         ]
         depth = self.settings.depth_of(len(decoding)) if decoding else 0
-        # A request that waits for a slot or for its next chunk should wait for one round only.
+        # A request that waits for a slot or for its next chunk should wait for only one round.
         is_awaited = self.num_waiting or any(not row.is_prefilled for row in self.running)
         plan.num_rounds = 1 if is_awaited else self.settings.rounds_per_call
         for sequence in decoding:
@@ -271,9 +271,9 @@ class Scheduler:
         assert lease is not None
         if pool.snapshots is None or sequence.scored is not None:
             return []
-        # The borders that later requests are likely to continue from: where this prompt leaves a text that another
-        # request had (Marconi, 2411.19379), and the last one of the prompt. Each costs a call for the rest of a chunk,
-        # which pays only if a request that continues there needs a chunk less.
+        # The boundaries that later requests are likely to continue from: where this prompt diverges from an earlier
+        # text (Marconi, 2411.19379), and the last one of the prompt. Each costs a call for the rest of a chunk, which
+        # pays only if a request that continues there needs one chunk less.
         stops, size = [], pool.page_size
         for num_pages in (lease.num_found, (sequence.num_to_prefill - 1) // size):
             stop = num_pages * size - self.settings.overlap

@@ -1,4 +1,4 @@
-"""The sizes of an engine: its settings, and what follows from them for a model."""
+"""The sizes of an engine: its settings, and the sizes that follow for a model."""
 
 import dataclasses
 
@@ -27,9 +27,10 @@ class EngineSettings:
         num_pages: pages of the pool; None: enough for every slot at `max_length`.
         prefill_tokens: maximum prompt tokens of one call; None: four chunks.
         rounds_per_call: decoding rounds per call while no request waits and no prompt is processed; 1 otherwise. More
-            hide the host better.
-        disable_drafts_at: number of decoding rows from which on no tokens are drafted; None: always drafted.
-        adapts_depth: each call drafts as many levels, at most `num_steps`, as promise the most tokens per second.
+            rounds hide the host's work better.
+        disable_drafts_at: number of decoding rows at which drafting stops; None: never.
+        adapts_depth: each call drafts the number of levels, up to `num_steps`, with the most expected tokens per
+            second.
         depth_costs: for that, per number of rows in `batch_sizes`, durations of a round at depths 0..num_steps; None:
             measured at the start.
         batch_sizes: numbers of rows that programs are compiled for, ascending; None: powers of four.
@@ -37,14 +38,14 @@ class EngineSettings:
         max_queue_seconds: a request that waits longer ends with "timeout"; None: no limit.
         max_run_seconds: the same for the time since its arrival.
         max_tick_seconds: a server whose tick takes longer is unhealthy; None: no limit.
-        shares_prefixes: requests with the same beginning share pages.
+        shares_prefixes: requests with a common prefix share pages.
         num_snapshots: states of recurrent layers that the prefix cache keeps; 0: requests of such models share nothing.
             None: four per slot. No effect on other models.
-        host_bytes: memory of the host for pages of the prefix cache whose place is needed; 0: none. One device only.
+        host_bytes: host memory for evicted pages of the prefix cache; 0 disables it. One device only.
         grammars: compiles the grammars of requests; None: requests have none.
-        rebalance_experts_every: ticks after which the experts are placed anew on a mesh that splits them, by how often
-            texts choose them; None: they stay. The parameters have placements (`place_all_layers`), and the engine
-            then owns them: it deletes arrays of experts that it has moved.
+        rebalance_experts_every: ticks between placements of the experts on a mesh that shards them, by how often texts
+            choose them; None disables it. The parameters have placements (`place_all_layers`), and the engine then owns
+            them: it deletes arrays of experts that it has moved.
     """
 
     num_slots: int = 8
@@ -114,8 +115,8 @@ def engine_decoder(
     Args:
         settings: what the user asks for.
         config: settings of every request.
-        drafter: the draft method that they name.
-        model: the model, as it fits the mesh.
+        drafter: the draft method of `config`.
+        model: the model, fitted to the mesh.
         mesh: mesh of the parameters; None: one device.
 
     Raises:
@@ -129,7 +130,7 @@ def engine_decoder(
     num_shards = data_size(mesh)
     if settings.num_slots % num_shards:
         raise ValueError(f"num_slots must be a multiple of data = {num_shards}, got {settings.num_slots}")
-    # Any sampling option may be asked for, so only the explicit rule "greedy" makes all rows greedy.
+    # Requests may use any sampling option, so only the explicit rule "greedy" makes all rows greedy.
     is_greedy, max_length = config.acceptance == "greedy", config.max_length or model.config.max_position_embeddings
     decoder = Decoder.make(
         config, drafter, model, mesh, batch=settings.num_slots, max_length=max_length, is_greedy=is_greedy
@@ -149,7 +150,7 @@ def engine_decoder(
 
 
 def check_changing_depth(settings: EngineSettings, config: DecodeConfig, decoder: Decoder) -> None:
-    """Raises `ValueError` if the number of draft levels follows load or acceptance, and the settings exclude that."""
+    """Raises `ValueError` if the depth depends on load or acceptance, and the settings do not allow that."""
     if settings.disable_drafts_at is None and not settings.adapts_depth:
         return
     if config.topk > 1:
@@ -160,7 +161,7 @@ def check_changing_depth(settings: EngineSettings, config: DecodeConfig, decoder
             "depend on other requests: set acceptance to 'sample' or 'greedy'"
         )
     if settings.adapts_depth and config.num_steps:
-        # A drafter that cannot follow the policy "adaptive" cannot follow the counts of the engine either.
+        # A drafter without support for the policy "adaptive" does not support the engine's adaptive depth either.
         costs = (1.0,) * (config.num_steps + 1)
         adaptive = dataclasses.replace(config, depth_policy="adaptive", depth_costs=costs)
         decoder.drafter.check(decoder.model, adaptive)
@@ -236,7 +237,7 @@ def longest_text(settings: EngineSettings, limit: int) -> int:
 
 
 def count_snapshots(settings: EngineSettings, config: ModelConfig) -> int:
-    """Returns the states of recurrent layers that the prefix cache keeps; 0 for models without such layers."""
+    """Returns the number of recurrent states that the prefix cache keeps; 0 for models without recurrent layers."""
     if not settings.shares_prefixes or not has_recurrent_layers(config):
         return 0
     return 4 * settings.num_slots if settings.num_snapshots is None else settings.num_snapshots

@@ -17,7 +17,7 @@ class Watchdog:
     """Watches the duration of ticks from a separate thread.
 
     Args:
-        busy_since: returns the time (`time.monotonic`) at which the engine's current tick began; None while it waits.
+        busy_since: returns the time (`time.monotonic`) at which the engine's current tick started; None while it waits.
         timeout: seconds after which `on_timeout` is called, once. After half of them the stacks of all threads go to
             stderr.
         on_timeout: takes the seconds; None: logs an error and ends the process with exit code 1.

@@ -80,7 +80,7 @@ def tables(runs: Sequence[RunRecord], width: int = 80) -> Iterator[Any]:
         settings_table.add_row(key, *values)
     yield from split_columns(settings_table, width) if rows else ("the settings are the same",)
 
-    # A speed-up that cannot be trusted must not look like a result.
+    # An untrusted speed-up must not look like a result.
     timed = [(name, kind, row) for name, run in zip(names, runs, strict=True) for kind, row in _timed(run).items()]
     if timed:
         yield verdict([row.get("problem") for _, _, row in timed], max(row.get("waited") or 0.0 for _, _, row in timed))

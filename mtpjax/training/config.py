@@ -16,8 +16,8 @@ from mtpjax.models.overrides import model_changes, override_config
 from mtpjax.models.presets import presets
 from mtpjax.training.objective import Objective
 
-MAX_LEARNING_RATE = 100.0  # far above what any run uses: a larger one is a typing error
-MAX_DEPTHS = 64  # each depth is compiled: many more would compile for hours
+MAX_LEARNING_RATE = 100.0  # far above any real value: a larger one is a typo
+MAX_DEPTHS = 64  # each depth is compiled; many more would take hours
 READING = tuple(Reading.__annotations__)  # arguments of `load_drafter`
 # Settings of every drafter with files of its own; a method has further ones (`DraftTraining.settings`).
 DRAFTER_SETTINGS = ("draft_init_from", "draft_reading", "draft_vocab_size")
@@ -245,7 +245,7 @@ class TrainConfig:
 
     @property
     def draft_method(self) -> DraftMethod:
-        """Returns the record of the method that `drafter` names."""
+        """Returns the record of the method `drafter`."""
         return find_method(self.drafter)
 
     @property
@@ -282,7 +282,7 @@ class TrainConfig:
         object.__setattr__(self, "draft_reading", tuple(reading.items()))
         for name, _ in self.draft_reading:
             require_choice("draft_reading", name, READING)
-        # A setting that the drafter would ignore is a mistake.
+        # A setting that the drafter would ignore is an error.
         for name in (field.name for field in dataclasses.fields(self) if field.name.startswith("draft_")):
             is_used = _uses(method, name) or self._is_default(name)
             choices = ", ".join(repr(each.name) for each in METHODS if _uses(each, name))
@@ -318,7 +318,7 @@ class TrainConfig:
         )
 
     def _check_unused(self):
-        """Rejects settings that have no effect beside the others: whoever sets them expects another run."""
+        """Rejects settings that have no effect because of others, since the user expects one."""
         # Sources replace `data`. A list becomes a tuple, so that the config is hashable.
         is_sources = not isinstance(self.sources, str) and all(isinstance(each, Source) for each in self.sources)
         require(is_sources, f"sources must be a sequence of Source, got {self.sources!r:.80}")
@@ -382,5 +382,5 @@ def _trains(method: DraftMethod) -> bool:
 
 
 def _uses(method: DraftMethod, setting: str) -> bool:
-    """Returns whether a setting that begins with `draft_` applies to a method."""
+    """Returns whether a setting that starts with `draft_` applies to a method."""
     return method.training is not None and setting in (*DRAFTER_SETTINGS, *method.training.settings)

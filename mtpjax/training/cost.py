@@ -31,20 +31,20 @@ class TrainingCost:
 
 
 def read_training_cost(folder) -> TrainingCost | None:
-    """Reads what training a drafter cost from its run folder.
+    """Reads the training cost of a drafter from its run folder.
 
     Args:
         folder: a folder, or anything else.
 
     Returns:
-        The cost; None if the folder is not a run that trained a drafter alone, or has logged too little.
+        The cost; None if the folder is not a run that trained only a drafter, or has logged too little.
     """
     folder = pathlib.Path(folder)
     folder = folder.parent if folder.name in (DRAFTER_FOLDER, CHECKPOINT_FOLDER) else folder
     try:
         settings = read_json_file(folder / SETTINGS_FILE, max_bytes=MAX_SETTINGS_BYTES)["settings"]
-        # A run that trained trunk and modules together does not show the cost of the modules.
-        # Nor does one that continued to train a drafter show the cost of the updates before.
+        # A run that trained trunk and modules together does not show the cost of the modules. Nor does a run that
+        # continued training a drafter show the cost of earlier updates.
         if settings["trains"] != "modules" or settings.get("draft_init_from"):
             return None
         tokens_per_update = int(settings["batch_size"]) * int(settings["row_length"])

@@ -2,7 +2,7 @@
 
 A layer of the trunk is gathered when it runs, and again for its backward pass, so that no device holds the whole trunk
 (`mtpjax.models.trunk.gather_layers`); its gradients are summed and scattered there. Embedding, head and MTP modules are
-gathered once an update. Experts are also split over the axis "expert": rows are sent to the experts, and experts are
+gathered once per update. Experts are also split over the axis "expert": rows are sent to the experts, and experts are
 not gathered.
 """
 
@@ -47,7 +47,7 @@ def shard_batch(arrays: Any, mesh: Mesh) -> Any:
 
 
 def shard_train_state(state: Any, mesh: Mesh, *, optimizer: optax.GradientTransformation, trains: str) -> Any:
-    """Lays a `TrainState` out over the mesh."""
+    """Shards a `TrainState` over the mesh."""
     params, replicated = shard_params(state.params, mesh), NamedSharding(mesh, PartitionSpec())
 
     # Muon handles only some parameters, and its state has placeholders without an array for the others.
@@ -67,7 +67,7 @@ def shard_train_state(state: Any, mesh: Mesh, *, optimizer: optax.GradientTransf
 
 
 def sharded_loss_and_gradients(compute_gradients: Callable[..., Any], mesh: Mesh, *, trains: str) -> Callable[..., Any]:
-    """Turns a function of one device's rows into a function of a batch that is split over the mesh.
+    """Converts a function of one device's rows to a function of a batch that is split over the mesh.
 
     Returns a function with the arguments of `compute_gradients` that returns the loss and losses of the whole batch,
     and gradients sharded like their parameters.

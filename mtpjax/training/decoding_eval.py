@@ -92,7 +92,7 @@ class PanelDecoder:
         num_depths: draft levels; 0: nothing is decoded.
         max_prompts: maximum number of prompts.
         acceptance: the acceptance rule, as in `DecodeConfig`.
-        drafter: the drafter beside the trunk, whose speed-up is not measured; None: MTP modules.
+        drafter: the separate drafter, whose speed-up is not measured; None: MTP modules.
 
     Raises:
         ValueError: there is no such rule, or it does not allow temperature 1.
@@ -126,12 +126,12 @@ class PanelDecoder:
             drafter=drafter or "mtp",
             stop_token_ids=corpus.tokenizer.eos_token_ids,
         )
-        DecodeSpec.from_config(self.config, is_greedy=False)  # rejects a rule before training, not after it
+        DecodeSpec.from_config(self.config, is_greedy=False)  # rejects a rule before training, not afterwards
         self.is_stacked, self.drafter = model.scan_layers, drafter
         self.seconds_spent, self.expected_seconds = 0.0, FIRST_DECODING_SECONDS
 
     def is_within_time_share(self, seconds: float) -> bool:
-        """Returns whether another decoding stays within its share of the run's `seconds` so far."""
+        """Returns whether one more decoding stays within its share of the run's `seconds` so far."""
         return self.seconds_spent + self.expected_seconds <= MAX_TIME_SHARE * seconds
 
     def measure(self, params: dict, *, is_last: bool) -> dict[str, dict[str, DecodedMetrics]]:
@@ -150,7 +150,7 @@ class PanelDecoder:
         begin = time.perf_counter()
         # Training stacks the trunk's layers for a scan; decoding runs them unrolled.
         model, params = self.model, unstack_layers(params, self.model.config) if self.is_stacked else params
-        # Decoding would copy what training's axis "fsdp" splits, so its devices split heads and columns instead.
+        # Decoding would replicate what training shards over "fsdp", so these devices shard heads and columns instead.
         if (mesh := mesh_of(params["embedding"])) is not None:
             sizes = {"tensor" if axis == "fsdp" else axis: size for axis, size in mesh.shape.items()}
             decoding_mesh = make_mesh(sizes, list(mesh.devices.flat))
@@ -207,7 +207,7 @@ class PanelDecoder:
         decoded: dict[str, dict[str, DecodedMetrics]],
         counts: dict[tuple[str, str], tuple[np.ndarray, np.ndarray]],
     ):
-        """Adds the ideal speed-up at batch 1, and marks what other programs disturbed or no machine can reach."""
+        """Adds the ideal speed-up at batch 1, and marks disturbed and impossible values."""
         # Time verify, extend and draft passes at a typical cache length, halfway through the continuation.
         shape = chain_shape(self.config.num_steps)
         context = min(PROMPT_TOKENS + NEW_TOKENS // 2, model.config.max_position_embeddings // 2)
@@ -219,7 +219,7 @@ class PanelDecoder:
             conditions=TimingConditions(1, context, capacity, min_rows_per_pass(model, 1, jax.default_backend())),
         )
         meter.compile()
-        # Compiling is over, so the stopwatch measures only disturbances of the timings.
+        # Compilation is done, so the stopwatch measures only disturbances of the timings.
         stopwatch = Stopwatch()
         meter.measure(COST_TIMINGS)
         waited, plain_steps = stopwatch.waited_share(), meter.plain_steps(shape)
@@ -263,8 +263,8 @@ def choose_panel_prompts(
 ) -> list[tuple[list[int], str]]:
     """Chooses prompts from documents. Categories take turns, and so do the documents of a category.
 
-    A prompt of bytes begins at a line's start, a prompt of a conversation ends where an answer begins, and a prompt of
-    other tokens is anywhere. A document without such a place gives a prompt that ends in its middle.
+    A prompt of bytes starts at the start of a line, a prompt of a conversation ends where an answer starts, and a
+    prompt of other tokens can be anywhere. A document without such a place gives a prompt that ends in its middle.
 
     Args:
         documents: the documents; copies count once per category.
@@ -293,7 +293,7 @@ def choose_panel_prompts(
 def _prompt_ends(document: Document, length: int) -> np.ndarray:
     """Returns the positions where a prompt of a document may end (exclusive)."""
     tokens = document.tokens
-    # A conversation: where the loss mask turns on, an answer begins. Bytes: `length` after a line's start.
+    # A conversation: an answer starts where the loss mask turns on. Bytes: `length` after the start of a line.
     if document.loss_mask is not None:
         ends = np.flatnonzero(np.diff(document.loss_mask[: len(tokens)].astype(int)) > 0) + 1
     elif tokens.dtype == np.uint8:
@@ -318,7 +318,7 @@ def is_looping(tokens, *, longest_period: int = 48) -> bool:
 
 
 def repeated_share(tokens, *, window: int = 8) -> float:
-    """Measures how much of a text was there before; stricter than `is_looping`, which looks for one exact loop.
+    """Measures how much of a text repeats earlier text; stricter than `is_looping`, which looks for one exact loop.
 
     Returns the share of the windows that are equal to an earlier one.
     """

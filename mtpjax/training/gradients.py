@@ -37,7 +37,7 @@ class Rows(NamedTuple):
 
 
 class _Forward(NamedTuple):
-    """A forward pass over rows, and what losses read of it."""
+    """The results of a forward pass over rows that losses read."""
 
     terms: PositionTerms
     is_valid: jax.Array
@@ -73,7 +73,7 @@ def loss_and_gradients(
     Args:
         params: all parameters.
         batch: the rows.
-        totals: target counts of the whole batch; its `overlap` is not read.
+        totals: target counts of the whole batch; `overlap` is ignored.
         mtp_scale: `[]` lambda, the weight of the draft losses.
         progress: `[]` fraction of the run that is done, 0..1.
         spec: what is trained and how; the rows are split into `accumulation` parts that run one after the other.
@@ -108,7 +108,7 @@ def loss_and_gradients(
             loss = call_objective(spec.objective_function, inputs)
         return loss, losses
 
-    # Differentiate with respect to the trained parameters only: frozen ones then take no backward pass.
+    # Differentiate only with respect to the trained parameters, so that frozen ones have no backward pass.
     differentiate = jax.value_and_grad(loss_of, has_aux=True)
     if spec.accumulation == 1:
         return differentiate(trainable, batch)
@@ -173,8 +173,8 @@ def _output_terms(params: dict, output: DepthsOutput, targets: jax.Array, *, spe
     In the second case nothing reads the logits in `output`, and jit removes their computation.
     """
     model, drafter, vocab_chunk = spec.model, spec.drafter, spec.objective.vocab_chunk
-    # A custom objective may read KL and overlap, whatever the settings' objective needs. A confidence head
-    # learns the overlap.
+    # A custom objective may read KL and overlap even if the configured one does not. A confidence head learns the
+    # overlap.
     has_confidence = drafter is not None and drafter.has_confidence
     compares_with_trunk = spec.objective.compares_with_trunk or spec.objective_function is not None or has_confidence
     if not vocab_chunk:
@@ -190,7 +190,7 @@ def _output_terms(params: dict, output: DepthsOutput, targets: jax.Array, *, spe
     elif model.config.mtp_own_head:
         heads += [apply(index=index, method="head_matrix") for index in range(min(modules, num_depths))]
         head_of = [0, *(min(depth, modules) for depth in range(1, num_depths + 1))]
-    # A shared head gets gradients from the trunk's loss alone: the depths read a copy without gradient.
+    # A shared head gets gradients only from the trunk's loss: the depths read a copy without gradient.
     elif spec.trains == "detached":
         heads, head_of = [heads[0], jax.lax.stop_gradient(heads[0])], [0, *[1] * num_depths]
     # The kernels take heads of one width; a Markov head makes the drafter's wider than the trunk's.

@@ -1,4 +1,4 @@
-"""Makes the drafter that a run begins with: a new one, or that of a drafter's files."""
+"""Makes the initial drafter of a run: a new one, or one from files."""
 
 import pathlib
 from typing import Any, NamedTuple
@@ -27,7 +27,7 @@ class InitialDrafter(NamedTuple):
 
 
 def initial_drafter(config: TrainConfig, model: MTPModel) -> InitialDrafter | None:
-    """Makes a run's drafter, or loads the one that the run continues to train; None for MTP modules.
+    """Makes a run's drafter, or loads the one to continue training; None for MTP modules.
 
     Raises:
         ValueError: the settings do not fit the trunk, or contradict the files of `draft_init_from`.
@@ -38,16 +38,16 @@ def initial_drafter(config: TrainConfig, model: MTPModel) -> InitialDrafter | No
         return None
     if config.draft_init_from is None:
         return InitialDrafter(method, new_drafter(config, model.config), None)
-    # A run replaces the drafter in its folder, and a resumed one reads where it began.
+    # A run replaces the drafter in its folder, and a resumed run reads its original drafter again.
     path, output = (pathlib.Path(each).resolve() for each in (config.draft_init_from, config.output))
     if path.is_relative_to(output):
         raise UsageError(f"draft_init_from {path} is in output {output}: choose another output")
     reading: dict[str, Any] = dict(config.draft_reading)
-    # Only files of the methods in `METHODS` say which one they are of.
+    # Only files of the methods in `METHODS` can be detected.
     chosen = None if method in METHODS else method
     drafter, params = load_drafter(config.draft_init_from, model=model, dtype=jnp.float32, method=chosen, **reading)
     _check_settings(config, method, drafter)
-    # A drafter that cannot be saved at the end of the run is an error now.
+    # Fail now if the drafter could not be saved at the end of the run.
     find_form(method, drafter.architecture, has_draft_ids=params.draft_ids is not None)
     return InitialDrafter(method, drafter, params)
 
@@ -64,7 +64,7 @@ def add_drafter(
 
 
 def _check_settings(config: TrainConfig, method: DraftMethod, drafter: TrainedDrafter) -> None:
-    """Raises `UsageError` if settings differ from what the files hold."""
+    """Raises `UsageError` if settings differ from the files."""
     found, path = method_of(drafter) or method, config.draft_init_from
     if found is not method:
         raise UsageError(
@@ -73,7 +73,7 @@ def _check_settings(config: TrainConfig, method: DraftMethod, drafter: TrainedDr
     assert method.training is not None
     own = method.training.settings_of(drafter.architecture)
     own["draft_vocab_size"] = drafter.architecture.draft_vocab_size
-    # Settings that are left out are those of the files. The number of depths has no such value.
+    # Settings left out are taken from the files, except the number of depths.
     defaults = {name: getattr(TrainConfig, name) for name in own if name != "num_depths"}
     wrong = [
         f"{name} is {value}, not {given}"

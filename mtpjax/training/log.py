@@ -43,7 +43,7 @@ class MetricsLog:
             if self.path:
                 # Without a sync per row: a row that a power failure loses costs a point of a curve.
                 self.writer = stack.enter_context(JsonlWriter(self.path, sync=False))
-                # Steps after the state that the run continues from are trained again, and logged again.
+                # Steps after the state that the run continues from are trained and logged again.
                 is_kept = lambda row: not _has_step(row) or row["step"] <= self.step
                 self.history = list(filter(_has_step, self.writer.resume(is_kept, skip_damaged=True)))
                 self.show = stack.enter_context(progress_display())
@@ -60,7 +60,7 @@ class MetricsLog:
 
     def record(self, row: dict[str, Any]) -> None:
         """Appends a row, a dict with at least `step`."""
-        # The history holds a row as JSON gives it back, as it does after a restart: lists for tuples, text for keys.
+        # The history holds rows as JSON returns them, as after a restart: lists for tuples, strings for keys.
         self.history.append(json.loads(json.dumps(row)))
         if self.writer:
             self.writer.append([row])
@@ -115,7 +115,7 @@ def read_metrics(path: pathlib.Path) -> list[dict[str, Any]]:
 
 
 def _has_step(row: Mapping[str, Any]) -> bool:
-    """Returns whether a row says after which update it was written, as every row of a run does."""
+    """Returns whether a row has the number of its update, as every row of a run does."""
     return isinstance(row.get("step"), (int, float)) and math.isfinite(row["step"])
 
 

@@ -14,7 +14,7 @@ rule "token" accepts a draft drawn from q:
 p gets no gradient, and neither does alpha in w.
 
 DSpark's confidence head predicts alpha of each draft. It minimises the binary cross-entropy to it, with the weights of
-the depths; alpha gets no gradient here, and the drafter's states do (DeepSpec's `loss.py`).
+the depths; alpha gets no gradient here, but the drafter's states do (DeepSpec's `loss.py`).
 """
 
 from typing import NamedTuple
@@ -119,7 +119,7 @@ def end_to_end_tv(overlap: jax.Array, is_valid: jax.Array, totals: BatchTotals |
     """Computes the end-to-end total variation loss `1 - 1/K * sum_{j=1..K} prod_{k<=j} alpha_k` (2606.12370, eq. 13).
 
     Position i anchors the chain of its depths 1..K, where K ends before the first invalid depth. The mean is over the
-    depths of all chains, so a long chain weighs more than one that its document cuts short.
+    depths of all chains, so a long chain weighs more than one cut short by the end of its document.
 
     Args:
         overlap: `[depths, B, T]` alpha, 1 - TV(p, q).
@@ -198,7 +198,7 @@ def objective_loss(
     """
     totals = totals or batch_totals(is_valid, valid_mean(terms.overlap, is_valid[1:]))
     losses = valid_mean(terms.cross_entropy, is_valid, totals.num_valid)
-    # Without depths only the trunk's loss is left.
+    # Without depths only the trunk's loss remains.
     if len(losses) == 1:
         return losses[0], losses
     # Cross-entropy, KL, total variation and the LK hybrid are weighed by depth. End-to-end total variation couples the
@@ -218,7 +218,7 @@ def objective_loss(
         else:
             value = end_to_end_tv(terms.overlap, drafts, totals)
         total += share * value
-    # The confidence learns the overlap, and does not change it.
+    # The confidence learns the overlap without changing it.
     if confidence is not None:
         surprise = binary_cross_entropy(confidence, jax.lax.stop_gradient(terms.overlap))
         total += weights @ valid_mean(surprise, drafts, totals.num_valid[1:])

@@ -79,7 +79,7 @@ def read_model_setting(value: Any, overrides: Sequence[str]) -> ModelConfig | di
         overrides: pairs without the "model.", such as "num_mtp_modules=3".
 
     Returns:
-        The whole architecture if a file is named, otherwise the fields that are set.
+        The whole architecture if there is a file, otherwise the fields that are set.
     """
     if isinstance(value, str):
         return override_config(read_model_config(value), model_changes(typed_fields({}, overrides)))
@@ -113,10 +113,10 @@ def typed_fields(values: Mapping[str, Any], overrides: Sequence[str] = ()) -> di
 
 
 def describe_type_error(error: argparse.ArgumentError) -> str:
-    """Says in one line of plain words which value has the wrong type.
+    """Describes in one plain line which value has the wrong type.
 
     Returns:
-        Such as "steps must be an integer, not 'abc'"; errors about other things as they are, in one line.
+        Such as "steps must be an integer, not 'abc'"; other errors unchanged, in one line.
     """
     return printable(_in_plain_words(" ".join(str(error).split())), 400)
 

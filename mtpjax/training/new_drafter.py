@@ -1,4 +1,4 @@
-"""Makes the new drafter that a run trains beside its trunk, and saves it."""
+"""Makes the new drafter that a run trains on its frozen trunk, and saves it."""
 
 import pathlib
 import shutil
@@ -31,7 +31,7 @@ def new_drafter(config: TrainConfig, trunk: ModelConfig) -> TrainedDrafter:
     assert method.training is not None
     if config.draft_vocab_size > V:
         raise ValueError(f"draft_vocab_size {config.draft_vocab_size} exceeds the vocabulary of {V}")
-    # 0 keeps the whole vocabulary.
+    # 0: the full vocabulary.
     return method.for_architecture(method.training.architecture(config, trunk, config.draft_vocab_size or V))
 
 
@@ -73,7 +73,7 @@ def add_new_drafter(
     draft_ids: jax.Array | None,
     key: jax.Array,
 ) -> dict:
-    """Adds a new drafter to its trunk's parameters. Its heads begin as the trunk's columns of the draft ids.
+    """Adds a new drafter to its trunk's parameters. Its heads start as the trunk's columns of the draft ids.
 
     Args:
         params: the trunk's parameters.
@@ -98,7 +98,7 @@ def add_new_drafter(
 def save_trained_drafter(
     output: pathlib.Path, params: dict, drafter: TrainedDrafter, method: DraftMethod
 ) -> pathlib.Path:
-    """Saves a trained drafter in the run folder in the format of `find_form`, in the place of an older one."""
+    """Saves a trained drafter in the run folder in the format of `find_form`, replacing an older one."""
     path, unfinished = output / DRAFTER_FOLDER, output / f".{DRAFTER_FOLDER}-new"
     shutil.rmtree(unfinished, ignore_errors=True)
     form = find_form(method, drafter.architecture, has_draft_ids=DRAFT_IDS in params)

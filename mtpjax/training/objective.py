@@ -86,5 +86,5 @@ class Objective:
 
     @property
     def compares_with_trunk(self) -> bool:
-        """Returns whether any objective needs the trunk's distribution, and not only the data."""
+        """Returns whether any objective needs the trunk's distribution in addition to the data."""
         return self.names != {"cross_entropy"}

@@ -26,7 +26,7 @@ class Panel:
     """Teacher-forced acceptance metrics on held-out rows, over all positions; index k-1 is draft level k.
 
     Decoding drafts at other positions (after its last rejection, on its own text), so its accept lengths differ from
-    these estimates; `decoded` holds what decoding really accepts.
+    these estimates; `decoded` has the actual acceptance of decoding.
 
     Attributes:
         bits_per_token: cross-entropy against the data, of the trunk and then of each level.
@@ -78,8 +78,8 @@ def acceptance_panel(
         batch: packed held-out rows `[B, T]`.
         model: the model.
         num_depths: draft levels.
-        drafter: the drafter beside the trunk; None: MTP modules. The bits of levels that cannot draft all tokens
-            are means over the targets that they can draft.
+        drafter: the separate drafter; None: MTP modules. The bits of levels that cannot draft all tokens are means over
+            the targets that they can draft.
 
     Returns:
         The panel, without decoded metrics.
@@ -186,7 +186,7 @@ def _speed_up_table(decoded: Mapping[str, Mapping[str, DecodedMetrics]]):
     table.add_column("category", overflow="fold")
     for heading in ("T", "accept\nlength", "speed-up (95 %)"):
         table.add_column(heading, justify="right", no_wrap=True)
-    # A measurement that cannot be trusted says why in its own row.
+    # The row of an untrusted measurement gives the reason.
     table.add_column("problem")
     for category, kinds in decoded.items():
         for kind, row in kinds.items():

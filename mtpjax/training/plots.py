@@ -108,8 +108,7 @@ def plot_comparison(
     """Plots runs side by side: the trunk's loss over the updates, survival and accept lengths at the last evaluation.
 
     Args:
-        runs: history of each run by name; each has at least one evaluation. Panels that no run has figures for are
-            left out.
+        runs: history of each run by name; each has at least one evaluation. Panels without data are left out.
     """
     draws = [_compare_losses]
     last = [[row for row in history if "eval" in row][-1] for history in runs.values()]
@@ -165,7 +164,7 @@ def _compare_lengths(axis, histories: Sequence[History]) -> None:
 
 
 def _shift(number: int, count: int) -> float:
-    """Returns how far the points of run `number` stand beside their tick, so that runs do not cover each other."""
+    """Returns the offset of the points of run `number` from their tick, so that runs do not overlap."""
     return 0.6 * (number + 0.5) / count - 0.3
 
 

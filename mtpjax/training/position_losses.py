@@ -75,7 +75,7 @@ def chunked_terms(
 ) -> PositionTerms:
     """Computes `plain_terms` of the logits `hidden[n] @ heads[head_of[n]]`, `vocab_chunk` columns at a time.
 
-    The backward pass computes the logits again. Matmuls run in the dtype of `hidden` and accumulate in float32.
+    The backward pass recomputes the logits. Matmuls run in the dtype of `hidden` and accumulate in float32.
 
     Args:
         hidden: `[B, T, D]` of the trunk and every depth, as the head reads them.

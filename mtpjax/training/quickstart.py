@@ -28,7 +28,7 @@ from mtpjax.training.trainer import TrainResult, train
 
 # Prompt and continuation together have the length of a training row; CAPACITY is the cache bucket that holds them.
 PROMPT_TOKENS, NEW_TOKENS, CAPACITY = 64, 128, 256
-# Beginnings of statements, one of which continues in the command that the quickstart prints last.
+# Starts of statements, one of which is the prompt in the command that the quickstart prints last.
 STATEMENTS = ("def ", "class ", "import ", "from ", "for ", "if ")
 EXAMPLE_TEMPERATURES = (0.0, 0.8)
 MAX_REPEATED_SHARE = 0.2  # of such a continuation
@@ -139,7 +139,7 @@ def run(config: TrainConfig, *, depths: tuple[int, ...] = (1, 2, 3), rounds: int
         # `mtpjax generate` runs models of this size on one thread.
         with console.status("looking for a prompt to continue with"):
             example = _choose_example(workers[1], best.num_steps)
-    # First of all say whether the speeds can be trusted.
+    # First, print whether the speeds can be trusted.
     trust = verdict([row.problem for row in rows], max(row.waited for row in rows))
     print_parts(console, ["", trust])
     texts_are = f"{num_lively} of {num_decoded} continuations of held-out text do not loop"
@@ -157,7 +157,7 @@ def run(config: TrainConfig, *, depths: tuple[int, ...] = (1, 2, 3), rounds: int
     command = f"mtpjax generate --model {shlex.quote(config.output)} {example} --max-new-tokens {NEW_TOKENS}"
     command += f" --speculative-num-steps {best.num_steps}"
     console.print(f"next: {command}", soft_wrap=True, markup=False, highlight=False, style="bold")
-    # The last line says how far all of this can be trusted.
+    # The last line repeats how far the timings can be trusted.
     num_updates = max(row["step"] for row in trained.history)
     print_parts(console, [f"model: {num_updates} updates; {texts_are}", trust])
     return 0 if identical else 4
@@ -174,8 +174,8 @@ def _find_prompts(
 ) -> tuple[list[list[int]], int, int]:
     """Chooses held-out prompts whose plain continuation does not loop, and compiles every setting meanwhile.
 
-    Also returns the number of continuations that do not loop, and the number of all. If all of them loop, the prompts
-    are not chosen by it.
+    Also returns the number of continuations that do not loop, and the number of all. If all of them loop, this
+    criterion is ignored.
     """
     lengths = {"prompt_length": PROMPT_TOKENS, "continuation_length": NEW_TOKENS}
     candidates = held_out_prompts(trained.held_out, count=4 * count, seed=0, **lengths)
@@ -192,7 +192,7 @@ def _find_prompts(
 
 
 def _choose_example(worker: TimingWorker, num_steps: int) -> str:
-    """Returns flags of `mtpjax generate` for a text that does not repeat itself, and that this model really writes.
+    """Returns flags of `mtpjax generate` for a text of this model that does not repeat itself.
 
     The greedy text of a small model often repeats itself. Then the flags sample.
     """
@@ -226,8 +226,8 @@ def _measure_settings(
     console, workers: dict[int, TimingWorker], settings, prompts, rounds: int, depths: tuple[int, ...]
 ) -> Measured:
     """Times every setting on every prompt, and the costs of a round's parts."""
-    # All settings take turns within each round, in alternating order, so that a machine that gets slower or faster
-    # affects them alike.
+    # All settings take turns within each round, in alternating order, so that a machine that slows down or speeds up
+    # affects them equally.
     seconds: dict[DecoderSetting, list] = {setting: [] for setting in settings}
     waited: dict[DecoderSetting, list] = {setting: [] for setting in settings}
     answers, negative, costs, waited_for_costs, plain = {}, set(), None, [], settings[0]
@@ -244,7 +244,7 @@ def _measure_settings(
                 waited[setting].append(answer["waited"])
                 answers[setting] = answer["rows"]
                 negative |= {setting} if answer["is_negative"] else set()
-                # Costs come from the process in which plain decoding is fastest, which is known after the first round.
+                # The process in which plain decoding is fastest, known after the first round, measures the costs.
                 if number:
                     context = PROMPT_TOKENS + NEW_TOKENS // 2
                     worker = workers[plain.threads]
@@ -349,7 +349,7 @@ def _print_result(
     console.print(table)
     console.print(f"identical: {'yes' if identical else 'NO'}", style="bold green" if identical else "bold red")
     low, high = best.interval
-    # A ratio that cannot be trusted shows the reason instead of its share of the ideal.
+    # An untrusted ratio shows the reason instead of its share of the ideal.
     rest = best.problem or f"{best.ratio / best.ideal:.2f} of the ideal {best.ideal:.2f}"
     ratio = f"{best.ratio:.2f} ({low:.2f}-{high:.2f}){mark(best.problem)}"
     console.print(f"speculative/plain: {ratio} with {count_of(best.num_steps, 'draft')}; {rest}", soft_wrap=True)

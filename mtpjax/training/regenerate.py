@@ -31,7 +31,7 @@ from mtpjax.inference.generate import speculative_generate
 from mtpjax.models.model import MTPModel
 from mtpjax.program_memory import free_programs_if_full
 
-# Raised when equal settings would give another output: an output of another version is not continued.
+# Increase it when equal settings would give a different output: runs of other versions are not continued.
 OUTPUT_VERSION = 2
 BATCHES_PER_WINDOW = 8
 
@@ -132,7 +132,7 @@ def regenerate(
         tally, done = Tally(**counts), 0
         if output is not None:
             output.tally = tally
-        # Windows that the output already has are read again, to keep the records' numbers, but not decoded.
+        # Windows already in the output are read again, to keep the records' numbers, but not decoded.
         while window := list(itertools.islice(records, request.batch_size * BATCHES_PER_WINDOW)):
             done += len(window)
             if window[0][0] >= tally.read:
@@ -177,10 +177,10 @@ def _make_tasks(
 def _answer_tasks(
     params, tasks: list[tuple[int, Task]], request: RegenerationRequest, model: MTPModel, tally: Tally
 ) -> None:
-    """Answers the tasks of a window, turn by turn."""
+    """Generates the answers of a window's tasks, turn by turn."""
     config, stops = request.config, request.config.stop_token_ids
     while waiting := [(number, task, task.prompt) for number, task in tasks if task.prompt is not None]:
-        # One turn of every conversation that has one left. Sorting by length keeps padding within a batch small.
+        # One turn of every conversation with a turn left. Sorting by length keeps padding within a batch small.
         waiting.sort(key=lambda entry: len(entry[2]))
         for begin in range(0, len(waiting), request.batch_size):
             group = waiting[begin : begin + request.batch_size]

@@ -67,7 +67,7 @@ class Run:
         panel_depths: int = 0,
         evaluations: int = 6,
     ):
-        """Prepares everything that can fail on wrong settings, before the run folder is touched."""
+        """Prepares everything that wrong settings can make fail, before touching the run folder."""
         self.config, self.callbacks, self.evaluations = config, callbacks, evaluations
         self.output, self.is_main_process = pathlib.Path(config.output), distributed.is_main_process()
         if self.output.exists() and not self.output.is_dir():
@@ -79,7 +79,7 @@ class Run:
         self.model, make_params = init_model(config, self.mesh)
         initial = initial_drafter(config, self.model)
         num_depths = num_trained_depths(config, self.model)
-        # A network with a fixed number of levels drafts the trained ones, and no others.
+        # A network with a fixed number of levels drafts only the trained ones.
         has_fixed_levels = initial is not None and initial.drafter.max_levels is not None
         panel_depths = num_depths if has_fixed_levels else max(num_depths, panel_depths)
         self.corpus = load_corpus(config, self.model.config.vocab_size, num_depths=num_depths)
@@ -127,7 +127,7 @@ class Run:
 
     @contextlib.contextmanager
     def open(self, *, resume: bool, overwrite: bool, allowed_changes: Sequence[str]) -> Iterator[None]:
-        """Locks the run folder, begins a run there or restores the newest state, and opens log and trackers."""
+        """Locks the run folder, starts a run there or restores the newest state, and opens log and trackers."""
         config = self.config
         with contextlib.ExitStack() as stack:
             stack.enter_context(distributed.raise_on_lost_peer())
@@ -248,7 +248,7 @@ class Run:
             self._call_or_save(self._notify, "after_update", self.last_metrics)
 
     def _check_finite(self, metrics: Mapping[str, jax.Array]) -> None:
-        """Counts updates that skipped themselves because they were not finite; many in a row mean divergence."""
+        """Counts updates that were skipped because they were not finite; many in a row mean divergence."""
         if metrics["is_finite"]:
             self.num_bad_steps = 0
             return
@@ -302,7 +302,7 @@ class Run:
         self._notify("after_save", self.last_metrics, path if self.is_main_process else None)
 
     def _call_or_save(self, function: Callable[..., Any], *args: Any) -> None:
-        """Calls a function whose failure must not cost the updates since the last saved state."""
+        """Calls a function; if it fails, the updates since the last saved state are saved."""
         try:
             function(*args)
         except Exception:
@@ -322,7 +322,7 @@ class Run:
             params = unstack_layers(params, self.model.config)
         path = self._save_model(params, {})
         panel, further = self._evaluate_saved(params, path, is_state_saved)
-        # A drafter's files have no place for them; `metrics.jsonl` has the panel.
+        # A drafter's files cannot store them; `metrics.jsonl` has the panel.
         if self.drafter is None:
             self._save_model(params, further)
         if is_state_saved:
@@ -353,8 +353,8 @@ class Run:
     def _evaluate_saved(self, params: dict, path: pathlib.Path, is_state_saved: bool) -> tuple[Panel, dict[str, Any]]:
         """Evaluates and plots the saved model. Returns the panel, and what the checkpoint stores.
 
-        That is the panel, and held-out rows with the modules' output on them, so that a loader can check that it
-        computes the same drafts. Everything trained is saved, so a signal ends the run at once here.
+        The latter is the panel, and held-out rows with the modules' output on them, with which a loader can check its
+        drafts. Everything trained is already saved, so a signal ends the run at once here.
         """
         next_step = "continue with --resume" if is_state_saved else "the run is complete except for its panel"
         try:
@@ -385,7 +385,7 @@ class Run:
             raise
 
     def _plot_or_warn(self) -> None:
-        """Plots the run. A failure is a warning: the run is complete without its picture."""
+        """Plots the run. A failure only logs a warning: the run is complete without its picture."""
         config, path = self.config, self.output / run_dir.PLOT_NAME
         try:
             title = f"Training of '{config.init_from or config.preset}' in {config.output}\n"

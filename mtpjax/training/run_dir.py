@@ -1,15 +1,11 @@
 """The run folder: a lock for its single writer, the settings, and training states to resume from.
 
-run.json            settings, and the fingerprint of the data
-model.yaml          the architecture, which another run can take (`model=FOLDER/model.yaml`)
-metrics.jsonl       one row per logged step and evaluation
-tensorboard/        the same for TensorBoard
-wandb-id            id of the run at Weights & Biases
-profile/            trace of JAX's profiler
-states/00000120/    parameters and optimiser state after 120 updates (`mtpjax.io.checkpoint`, with digests)
-checkpoint/         the trained model, for decoding
-drafter/            instead of it, a drafter that was trained on a frozen trunk (`mtpjax.load_drafter`)
-.lock               held while a process writes here
+run.json            settings, and the fingerprint of the data model.yaml          the architecture, for use in other
+runs (`model=FOLDER/model.yaml`) metrics.jsonl       one row per logged step and evaluation tensorboard/        the same
+for TensorBoard wandb-id            id of the run at Weights & Biases profile/            trace of JAX's profiler
+states/00000120/    parameters and optimiser state after 120 updates (`mtpjax.io.checkpoint`, with digests) checkpoint/
+the trained model, for decoding drafter/            instead of it, a drafter that was trained on a frozen trunk
+(`mtpjax.load_drafter`) .lock               held while a process writes here
 """
 
 import contextlib
@@ -74,7 +70,7 @@ def lock_folder(folder, *, wait: bool = False) -> Iterator[pathlib.Path]:
     Raises:
         RunError: another process holds the lock; the message names its host and process.
     """
-    # The kernel releases this kind of lock when its process ends, also after a kill, so locks never go stale.
+    # The kernel releases this lock when its process ends, even if killed, so locks never go stale.
     folder = pathlib.Path(folder)
     folder.mkdir(parents=True, exist_ok=True)
     with (folder / LOCK_FILE).open("a+") as file:
@@ -87,7 +83,7 @@ def lock_folder(folder, *, wait: bool = False) -> Iterator[pathlib.Path]:
                 raise RunError(problem) from None
             log.warning("%s: waiting", problem)
             fcntl.flock(file, fcntl.LOCK_EX)
-        # Other processes read here who holds the lock.
+        # Tells other processes who holds the lock.
         file.truncate(0)
         file.write(f"process {os.getpid()} on {socket.gethostname()}\n")
         file.flush()
@@ -135,8 +131,7 @@ def check_outputs(folder: pathlib.Path) -> None:
     """Checks before the first update that the trained model can be written at the end.
 
     Raises:
-        RunError: its `checkpoint` or `drafter` is something else and not an empty folder, so saving would not replace
-            it.
+        RunError: its `checkpoint` or `drafter` is neither such a folder nor empty, so saving would not replace it.
     """
     for name, kind in ((CHECKPOINT_FOLDER, "checkpoint"), (DRAFTER_FOLDER, "drafter")):
         path = folder / name
@@ -187,11 +182,11 @@ def restore_state(folder: pathlib.Path, like: Tree, *, run_id: str | None = None
         The state and its metadata; None if there is no complete state.
 
     Raises:
-        RunError: a complete state belongs to another run, or has other arrays than `like`.
+        RunError: a complete state belongs to another run, or its arrays differ from those of `like`.
     """
     for path in _state_folders(folder):
         try:
-            # The processes skip the same states, also if only one of them cannot read its part.
+            # All processes skip the same states, even if only one cannot read its shard.
             with distributed.raise_together(CheckpointError(f"another process cannot read {path}")):
                 return _restore_from(path, like, run_id)
         except CheckpointError as error:
@@ -205,12 +200,12 @@ def _restore_from(path: pathlib.Path, like: Tree, run_id: str | None) -> tuple[T
     metadata, config = reader.metadata, reader.config
     if not isinstance(metadata.get("step"), int) or not isinstance(metadata.get("seconds"), (int, float)):
         raise CheckpointError(f"{path} does not record its step and seconds")
-    # A state of other settings, seed or data would continue silently with wrong numbers.
+    # A state with different settings, seed or data would silently continue with wrong numbers.
     if run_id is not None and metadata.get("run") != run_id:
         raise RunError(f"{path} is the state of another run: remove it, or put back the states of this run")
     # Leaves are stored by number, so names, shapes and dtypes must match before they are assigned.
     _check_tree(path, config.get("tree") if isinstance(config, dict) else None, _describe_tree(like))
-    # Each array gets the sharding of `like`'s, since a restored run may have another mesh. A shape alone has none.
+    # Each array gets the sharding of `like`'s, since a restored run may have another mesh. Plain shapes have none.
     leaves, default = jax.tree.leaves(like), jax.sharding.SingleDeviceSharding(jax.local_devices()[0])
     arrays = [
         reader.place(name, lambda shape, leaf=leaf: leaf.sharding or default)
@@ -220,7 +215,7 @@ def _restore_from(path: pathlib.Path, like: Tree, run_id: str | None) -> tuple[T
 
 
 class StopSignals:
-    """Takes note of signals that ask the run to stop. Calling it returns whether one has arrived.
+    """Records signals that ask the run to stop. Calling it returns whether one has arrived.
 
     Attributes:
         received: numbers of the signals so far.

@@ -19,11 +19,11 @@ CHANGEABLE_SETTINGS += ("tensorboard", "wandb", "profile_start", "profile_steps"
 
 
 def settings_to_json(config: TrainConfig, objective: ObjectiveFunction | None) -> dict[str, Any]:
-    """Returns the settings as JSON can hold them, with None for infinity and for unset fields."""
+    """Converts the settings to JSON values, with None for infinity and for unset fields."""
     values = dataclasses.asdict(config)
     settings = {name: None if value == math.inf else value for name, value in values.items()}
-    # The whole architecture, so that a run resumes with it wherever it is named from, and `mtpjax compare` shows the
-    # fields that differ. A checkpoint has its own, of which the settings change only the number of modules.
+    # The whole architecture, so that a run resumes with it regardless of its source, and `mtpjax compare` shows the
+    # fields that differ. A checkpoint has its own, and the settings change only its number of modules.
     settings["model"] = config.model_config.to_dict() if config.init_from is None else dict(values["model"])
     settings["draft_reading"] = dict(config.draft_reading) or None
     # Runs of MTP modules have no settings of drafters.
@@ -53,7 +53,7 @@ def check_settings(
         raise RunError(f"{folder} holds no run to resume: {SETTINGS_FILE} is missing") from None
     except (OSError, ValueError, KeyError, TypeError) as error:
         raise RunError(f"{folder / SETTINGS_FILE} is damaged: {error}") from error
-    # Compare as JSON, in which tuples are lists. A setting that one side lacks counts as None.
+    # Compare as JSON, in which tuples are lists. A setting missing on one side counts as None.
     free = {*CHANGEABLE_SETTINGS, *allowed_changes}
     now = json.loads(json.dumps(dict(settings)))
     if isinstance(before.get("model"), dict) and isinstance(now.get("model"), dict):
@@ -72,6 +72,6 @@ def check_settings(
 
 def _with_model_fields(settings: dict[str, Any]) -> dict[str, Any]:
     """Replaces `model` by an entry per field, so that a message names those that differ, and drops the preset."""
-    # The preset does not matter: `model` holds all that it says.
+    # The preset does not matter: `model` has all its fields.
     others = {name: value for name, value in settings.items() if name not in ("model", "preset")}
     return others | {f"model.{name}": value for name, value in settings["model"].items()}

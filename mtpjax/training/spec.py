@@ -18,16 +18,16 @@ class TrainSpec:
     Attributes:
         model: the model, with stacked layers; the unrolled trunk of a drafter.
         num_depths: draft depths with a loss.
-        trains: the trained part, as in `TrainConfig`. For "modules" the frozen parameters take no backward pass.
+        trains: the trained part, as in `TrainConfig`. For "modules" the frozen parameters have no backward pass.
         objective: the draft losses.
         objective_function: computes the loss from `LossInputs`, instead of `objective`.
         attention_layout: "ttt" or "stream", as in `TrainConfig`.
         accumulation: number of parts of the batch that run one after the other. The gradients are the same up to
-            rounding; the LK hybrid takes one more forward pass.
+            rounding; the LK hybrid needs an additional forward pass.
         mesh: splits the rows over its devices (`mtpjax.training.data_parallel`); None: one device.
         drafter: the drafter that trains instead of MTP modules (`mtpjax.drafters.trained`); None: MTP modules.
         num_anchors: maximum number of anchors in a row, for a drafter that draws them.
-        seed: seed of the anchors. Those of an update depend on the seed and its number alone.
+        seed: seed of the anchors. Those of an update depend only on the seed and the update's number.
 
     Example:
         >>> from mtpjax import MTPModel, presets

@@ -189,7 +189,7 @@ def train_step(
     if drafter is not None:
         loss_mask = mask_undraftable(state.params, tokens, loss_mask, spec.model.config.vocab_size)
     _, is_valid = all_targets(tokens, segment_ids, loss_mask, num_depths)
-    # The number of the update alone decides the anchors, so a resumed run draws the same ones.
+    # The anchors depend only on the seed and the update's number, so a resumed run draws the same ones.
     anchors = None
     if drafter is not None and drafter.draws_anchors:
         key = jax.random.fold_in(jax.random.key(spec.seed), state.step)
@@ -201,7 +201,7 @@ def train_step(
     if spec.mesh is not None:
         compute_gradients = sharded_loss_and_gradients(compute_gradients, spec.mesh, trains=spec.trains)
     (loss, losses), gradients = compute_gradients(state.params, rows, totals, mtp_scale, progress)
-    # The optimiser sees trained parameters only. Its update is at learning rate 1 and is scaled here.
+    # The optimiser gets only the trained parameters. Its update is at learning rate 1 and is scaled here.
     trainable = trainable_params(state.params, spec.trains)
     norm = optax.tree.norm(gradients)
     updates, new_optimizer = optimizer.update(gradients, state.optimizer, trainable)

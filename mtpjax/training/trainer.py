@@ -62,10 +62,10 @@ def train(
 
     Args:
         config: the settings.
-        callbacks: called after each update, evaluation and save, and may ask to stop (`mtpjax.training.Callback`).
+        callbacks: called after each update, evaluation and save; may ask to stop (`mtpjax.training.Callback`).
         objective: computes the training loss from `mtpjax.training.LossInputs`, instead of `config.objective`, whose
-            loss it may add to. A JAX function: it is traced once. Resuming needs one of the same name.
-        panel_depths: minimum number of draft levels in the panel; it has at least those that are trained.
+            loss it may add to. A JAX function: it is traced once. To resume, pass one of the same name.
+        panel_depths: minimum number of draft levels in the panel, which always has the trained ones.
         evaluations: number of evaluations, including the one at the end.
         resume: continue the run in the folder from its newest complete state, or from the beginning if it has none. On
             a CPU the losses are then those of an uninterrupted run, bit for bit. Settings and data must be the same,

@@ -18,7 +18,7 @@ from mtpjax.training.model_yaml import (
     split_model_pairs,
 )
 
-# Settings that the command line sets by the flags of all commands, and not by a pair.
+# Settings that the command line sets by flags that all commands share, not by pairs.
 FLAGS = {"mesh": "--mesh data=2,fsdp=4", "model_type": "--model-type FAMILY"}
 
 
@@ -44,8 +44,8 @@ def read_train_config(
         _check_pair(pair, known)
         _remove_parent(values, pair.partition("=")[0], known)
     values |= flags or {}
-    # The architecture has its own types. A file that it is read from is not named in the settings: they hold its
-    # content, so that a run resumes with the architecture that it began with, and never silently with another.
+    # The architecture has its own types. The settings hold the content of its file, not the name, so that a run always
+    # resumes with its original architecture.
     others, fields, file = split_model_pairs(overrides)
     in_file = values.pop("model", None)
     model = read_model_setting(in_file if file is None else file, fields)
@@ -67,7 +67,7 @@ def to_yaml(config: TrainConfig) -> str:
 
 
 def _check_pair(pair: str, known: Mapping[str, Any]) -> None:
-    """Raises `ValueError` for a pair that is not `key=value`, or that another spelling sets."""
+    """Raises `ValueError` for a pair that is not `key=value`, or must be written in a different form."""
     key, found, value = pair.partition("=")
     if not value:
         raise ValueError(f"{pair!r} has no value" if found else f"{pair!r} is not a key=value pair")
@@ -93,7 +93,7 @@ def _remove_parent(values: dict[str, Any], key: str, known: Mapping[str, Any]) -
 
 def _check_key(key: str, known: Mapping[str, Any]) -> None:
     """Raises `ValueError` for an unknown key; `known` has the defaults of all settings."""
-    # A setting such as `mesh` has its own keys, so a key may also begin with a known one that is not a single value.
+    # A setting such as `mesh` has its own keys, so a key may also start with a known one that is not a single value.
     parents = [name for name, default in known.items() if not isinstance(default, str | int | float)]
     if key not in known and not any(key.startswith(f"{name}.") for name in parents):
         raise ValueError(f"unknown setting {key}{did_you_mean(key, known) or ': the settings are ' + ', '.join(known)}")

@@ -37,7 +37,7 @@ def multiply_few_rows(x, matrices, *, block, dtype, interpret, platform) -> list
     widths = [weights.shape[1] for weights, _ in matrices]
     inputs, columns = choose_tile(max(widths), first_weights.dtype, dtype, None if first_scales is None else block)
     num_tiles, num_columns = pl.cdiv(D, inputs), [pl.cdiv(F, columns) for F in widths]
-    # Split D into parts where the columns alone give too few programs. They stay float32; `PartialSums` adds them.
+    # Split D into parts if the columns alone give too few programs. They stay float32; `PartialSums` adds them.
     num_parts = count_parts(num_tiles, sum(num_columns), inputs, padded, is_one_byte=is_one_byte)
     out_dtype = dtype if num_parts == 1 else jnp.dtype(jnp.float32)
 
@@ -109,8 +109,8 @@ def count_parts(num_tiles, num_columns, inputs, padded, *, is_one_byte):
     average, so they need three. More programs than run at once would add a second wave that takes as long as the first.
 
     A part has at least 16 inputs per row. Below that, writing and reading the partial sums moves more than half as many
-    bytes as the fp8 weights do. Only the padded number of rows counts, so a row gets the same bits beside 0 or 15
-    others.
+    bytes as the fp8 weights do. Only the padded number of rows counts, so a row gets the same bits with 0 or 15 other
+    rows.
     """
     max_programs = (3 if is_one_byte else 2) * num_processors()
     return max(1, min(max_programs // num_columns, num_tiles * inputs // (16 * padded)))
@@ -236,8 +236,7 @@ def multiply_tile(x, weights_ref, scales_refs, first, column, is_column, *, bloc
     if is_one_byte:
         weights = weights.reshape(rows_per_thread, num_threads, columns).transpose(1, 0, 2)
         weights = weights.reshape(inputs, columns)
-    # Multiply in x's dtype with float32 sums. HIGHEST keeps float32 products exact and changes nothing for
-    # bfloat16.
+    # Multiply in x's dtype with float32 sums. HIGHEST keeps float32 products exact and has no effect on bfloat16.
     if is_integer_fp8:
         weights = convert_fp8(jax.lax.bitcast_convert_type(weights, jnp.uint8), x.dtype)
     else:

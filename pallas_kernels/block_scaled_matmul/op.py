@@ -1,7 +1,7 @@
-"""A few rows times a matrix, optionally fp8 with block scales: picks the kernel or a plain form.
+"""A few rows times a matrix, optionally fp8 with block scales: chooses the kernel or a plain form.
 
 Limit: the bytes of the matrix. With at most 64 rows, reading the weights takes longer than multiplying them, so the
-kernel is arranged for its loads.
+kernel is optimised for its loads.
 """
 
 import functools
@@ -128,7 +128,7 @@ def _forward(x, matrices, block, dtype, chosen):
 def _backward(block, dtype, chosen, residuals, gradients):
     # Differentiate the XLA form: training has many rows, for which XLA's matmuls are best.
     del chosen
-    # A product is the sum of its parts, so each part has the product's gradient: the first one's counts.
+    # A product is the sum of its parts, so each part has the product's gradient, and the first part's is used.
     products, pull = jax.vjp(functools.partial(_multiply_xla, block=block, dtype=dtype), *residuals)
     return pull(tuple(part[0].astype(product.dtype) for part, product in zip(gradients, products, strict=True)))
 

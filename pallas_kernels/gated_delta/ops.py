@@ -1,4 +1,4 @@
-"""The ops of the gated delta rule. Each picks its kernel or its reference; the package docstring has the shapes."""
+"""The ops of the gated delta rule. Each chooses its kernel or its reference; the package docstring has the shapes."""
 
 import jax
 import jax.numpy as jnp
@@ -10,7 +10,7 @@ from pallas_kernels.gated_delta.step_kernel import gated_delta_steps_triton
 
 
 def gated_delta_verify(q, k, v, log_decay, beta, state, *, implementation="auto") -> tuple[jax.Array, jax.Array]:
-    """Computes outputs and corrections of draft tokens, one after the other, without changing the state.
+    """Computes outputs and corrections of draft tokens in order, without changing the state.
 
     `gated_delta_replay` computes the state after the accepted tokens. All arithmetic is float32 and in the same order
     for any T, so a token's result does not depend on the tokens after it. The kernel has no gradient.
@@ -26,7 +26,7 @@ def gated_delta_verify(q, k, v, log_decay, beta, state, *, implementation="auto"
 
 
 def gated_delta_steps(q, k, v, log_decay, beta, state, *, implementation="auto") -> tuple[jax.Array, jax.Array]:
-    """Computes outputs of committed tokens, one after the other, and the state after the last one.
+    """Computes outputs of committed tokens in order, and the state after the last one.
 
     The kernel updates the state in place.
     """

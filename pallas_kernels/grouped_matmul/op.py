@@ -1,4 +1,4 @@
-"""`grouped_matmul`: picks a plain form or the kernels, and differentiates the kernels."""
+"""`grouped_matmul`: chooses a plain form or the kernels, and differentiates the kernels."""
 
 import functools
 
@@ -20,8 +20,8 @@ from pallas_kernels.grouped_matmul.reference import (
 )
 from pallas_kernels.grouped_matmul.route import MIN_ROWS, route_few_tokens, route_many_tokens
 
-# Plain JAX passes up to this many tokens through every active expert: reading the weights costs more than multiplying
-# rows that an expert was not chosen for. Measured on a CPU.
+# Plain JAX passes up to this many tokens through every active expert: reading the weights costs more than the
+# unnecessary products. Measured on a CPU.
 MAX_FEW_TOKENS = 128
 # The kernels use `route_few_tokens` up to this many tokens. With more, each program's scan of all ids costs too much.
 MAX_ROUTE_FEW_TOKENS = 64
@@ -64,8 +64,8 @@ def grouped_matmul(
         [n, D] in x's dtype.
 
     Raises:
-        ValueError: A gradient of fp8 kernels was requested, or the kernels for another dtype of x, or for fp8 with odd
-            D or F or a block that is not a multiple of 16.
+        ValueError: A gradient of fp8 kernels was requested, or the kernels for an unsupported dtype of x, or for fp8
+            with odd D or F or a block that is not a multiple of 16.
     """
     _check(x, ids, weights, gate_up, down, gate_up_scales, down_scales, block)
     E, D, _, F = gate_up.shape
@@ -184,13 +184,13 @@ def _grouped_matmul_xla(x, ids, weights, gate_up, down, gate_up_scales, down_sca
         return grouped_matmul_many_tokens(x, ids, weights, gate_up, down)
 
     by_expert = functools.partial(grouped_matmul_by_expert, x, ids, weights, *experts, block=block)
-    # With more pairs than experts, nearly all experts are active. A GPU then reads all of them, without a copy.
+    # With more pairs than experts, nearly all experts are active, so a GPU reads all of them in place.
     if ids.size <= len(down):
         on_gpu = functools.partial(grouped_matmul_by_pair, x, ids, weights, *experts, block=block)
     elif gate_up_scales is None:
         on_gpu = functools.partial(grouped_matmul_by_all_experts, x, ids, weights, gate_up, down)
     else:
-        on_gpu = by_expert  # all of the experts in x's dtype would take too much memory
+        on_gpu = by_expert  # all experts in x's dtype would take too much memory
     return jax.lax.platform_dependent(cpu=by_expert, default=on_gpu)
 
 

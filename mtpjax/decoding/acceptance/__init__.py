@@ -18,9 +18,9 @@ returns an `AcceptedPath`.
 
 Exact rules leave the target's distribution unchanged. `match_tree` (rules `greedy` and `sample`) is exact for any tree,
 however it was chosen. The ratio rules (`token_chain`, `block_chain`, `recursive_tree`, `traversal_tree`) need the q
-that tokens were really drawn from, and they must see every drafted node: whether a node is submitted must not depend on
-the token drawn there. Example: p = (0.7, 0.3), q = (0.5, 0.5), and drafts of the second token are dropped, so p alone
-gives the next token. Then the first token appears with probability 0.5 + 0.5 * 0.7 = 0.85 instead of 0.7.
+that tokens were actually drawn from, and they must see every drafted node: whether a node is submitted must not depend
+on the token drawn there. Example: p = (0.7, 0.3), q = (0.5, 0.5), and drafts of the second token are dropped, so p
+alone gives the next token. Then the first token appears with probability 0.5 + 0.5 * 0.7 = 0.85 instead of 0.7.
 
-`rules` has a record for each rule. The record of a rule of your own is an `AcceptanceRule` too.
+`rules` has a record for each rule. A user-defined rule is an `AcceptanceRule` too.
 """

@@ -47,7 +47,7 @@ def token_chain(
     p_x, q_x = (vocabulary.at(rows, position, drafts) for rows in (p, q))
     is_accepted = u * q_x < p_x
     if num_drafted is not None:
-        # Where the draft ends, nothing is proposed: as after the last draft.
+        # Where the draft ends early, nothing is proposed, as after the last draft.
         is_accepted &= position < num_drafted
         q = jnp.where((position < num_drafted)[:, None], q, 0)
     num_accepted = jnp.cumprod(is_accepted).sum().astype(jnp.int32)
@@ -77,7 +77,7 @@ def block_chain(
     """
     K = drafts.shape[0]
     position = jnp.arange(K)
-    # A sampled draft has q > 0. The floor only keeps the division finite where q underflows.
+    # A sampled draft has q > 0. The floor keeps the division finite where q underflows.
     p_x, q_x = (vocabulary.at(rows, position, drafts) for rows in (p, q))
     ratios = p_x / jnp.maximum(q_x, jnp.finfo(q.dtype).tiny)
 

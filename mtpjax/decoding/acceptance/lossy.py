@@ -22,9 +22,9 @@ def threshold_tree(
 ) -> AcceptedPath:
     """Walks the tree by SGLang's thresholds (sgl-kernel's TreeSpeculativeSamplingTargetOnly).
 
-    Exact if both thresholds are 1, lossy below. One uniform per node decides about its children. The rule accepts child
-    x if the uniform is at most the total probability of the children tried so far, x included, divided by `acc`, or if
-    p(x) alone is at least `single`. The bonus token is never one of the rejected children.
+    Exact if both thresholds are 1, lossy below. One uniform per node is compared for all its children. The rule accepts
+    child x if the uniform is at most the total probability of the children tried so far, x included, divided by `acc`,
+    or if p(x) alone is at least `single`. The bonus token is never one of the rejected children.
 
     Args:
         single: `threshold_single` of SGLang.

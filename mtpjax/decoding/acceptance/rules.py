@@ -1,8 +1,8 @@
 """The acceptance rules: one record each. Imports no JAX, so that `--help` can list them.
 
-To add a rule, write its function in the file of its kind (`chain`, `tree`, `lossy`) and a record here. Everything that
-asks about a rule asks its record. A rule of your own is a record in a module of your own: pass the record as
-`DecodeConfig(acceptance=...)`, or name it on the command line, `--acceptance package.module:RECORD`.
+To add a rule, write its function in the file of its kind (`chain`, `tree`, `lossy`) and a record here. All other code
+reads the record. A user-defined rule is a record in the user's module: pass it as `DecodeConfig(acceptance=...)`, or as
+`--acceptance package.module:RECORD` on the command line.
 """
 
 import dataclasses
@@ -21,23 +21,24 @@ class AcceptanceRule:
     `function` gets the arrays of one row (`mtpjax.decoding.acceptance`), and the parameters of the rule by keyword.
     Without `needs_q` there is no q:
 
-    - `drafts="chain"`: `function(drafts, p, q, u, num_drafted=None) -> (num_accepted, weights)`, with `drafts [K]`,
-      `p [K+1, V]`, `q [K, V]`, `u [K]`. Drafts from the number `num_drafted` on are padding.
+    - `drafts="chain"`: `function(drafts, p, q, u, num_drafted=None) -> (num_accepted, weights)`, with `drafts [K]`, `p
+      [K+1, V]`, `q [K, V]`, `u [K]`. Drafts from index `num_drafted` on are padding.
     - otherwise: `function(tokens, parents, p, q, u, *, num_steps) -> AcceptedPath`. If `drafts` is "fixed tree", the
       keyword `tree` is its `TreeShape`.
 
     Attributes:
         name: its name in settings, tables and messages.
         function: the rule. None for rules that follow the target's own tokens.
-        is_exact: the rule keeps the target's distribution.
+        is_exact: whether the rule keeps the target's distribution.
         drafts: what it supports: "chain"; "fixed tree", whose shape does not depend on the drafted tokens; or "any",
             chains and trees of any shape.
-        needs_q: drafts must be sampled, and the rule reads q, the distribution that they were sampled from.
+        needs_q: whether drafts must be sampled and the rule reads q, the distribution that they were sampled from.
         parameters: the default of each parameter by name, at most two. A field of `DecodeConfig` of the same name
             overrides the default. Records that differ only in these values share a compiled program.
-        follows: the rule accepts the drafts that equal the target's own token after each node: its arg-max or a sample.
-        on_chain: the rule for chains that a "fixed tree" rule equals on a chain, where it costs less.
-        reads_shard: `function` takes `vocabulary`, and p and q with the columns of one device. Otherwise it gets all
+        follows: whether the rule accepts the drafts that equal the target's token after each node: its arg-max or a
+            sample.
+        on_chain: for a "fixed tree" rule, the cheaper rule that equals it on a chain.
+        reads_shard: whether `function` takes `vocabulary`, and p and q with one device's columns. Otherwise it gets all
             columns.
 
     Raises:
@@ -78,7 +79,7 @@ class AcceptanceRule:
         return self.name
 
 
-# Each function imports its rule when it is traced, since the rules import JAX.
+# Each function imports its rule when it is traced, because the rules import JAX.
 def _token(drafts, p, q, u, num_drafted=None, *, vocabulary):
     from mtpjax.decoding.acceptance.chain import token_chain
 

@@ -2,7 +2,7 @@
 
 A cache of the drafter holds the keys and values of committed positions only, made of the trunk's states there. A round
 extends the caches by the states of the positions that the last round committed. Then the block passes the layers in the
-slots after them. Its keys and values stay there until the next round overwrites them, and nothing reads them before.
+slots after them. The next round overwrites its keys and values before anything reads them.
 """
 
 import dataclasses
@@ -63,8 +63,7 @@ class DFlashState(flax.struct.PyTreeNode):
 class DFlashDrafter(TrainedDrafter):
     """Drafts chains with a DFlash network; `mtpjax.load_drafter` reads one with its parameters.
 
-    The block always has the slots that the network was trained with. `num_steps` below their number leaves out the
-    last drafts.
+    The block always has as many slots as in training. With a smaller `num_steps` the last drafts are not used.
 
     Attributes:
         architecture: the network, and the trunk states that it reads.
@@ -82,7 +81,7 @@ class DFlashDrafter(TrainedDrafter):
         return self.architecture.num_drafts
 
     def check(self, model: MTPModel, config: DecodeConfig) -> None:
-        """Raises `ValueError` if the drafter is for another trunk, or the settings ask for what it cannot do."""
+        """Raises `ValueError` if the drafter is for a different trunk or does not support the settings."""
         super().check(model, config)
         if config.topk > 1:
             raise ValueError(
@@ -129,7 +128,7 @@ class DFlashDrafter(TrainedDrafter):
         """Writes the context of one prefill chunk. A row's padding lands after its text."""
         cache = self._extend_cache(decoder, weights, state, states, start)
         length = jnp.minimum(start + states.shape[1], state.length)
-        # The slot's last request may have left NaN in the buffer. Whatever is in it is written after the text.
+        # The slot's previous request may have left NaN in the buffer, which is harmless: it is written after the text.
         hidden = jnp.zeros_like(state.drafter.hidden)
         return DFlashState(commit(cache, length), hidden, length)
 
@@ -168,9 +167,9 @@ class DFlashDrafter(TrainedDrafter):
             embedded = bind(decoder.model, weights.params)(tokens, method="embed")
         views = self._block_views(state, decoder.spec)
         hidden, layers = self._apply(decoder, weights, embedded, views, cache.layers, method="run")
-        # A row that is done was not extended: its pages may belong to another.
+        # Rows that are done were not extended: their pages may belong to other rows.
         cache = commit(cache.replace(layers=layers), jnp.where(state.done, cache.length, state.length - 1))
-        # 3. Draft from the slots. The anchor's slot drafts only if the network was trained so.
+        # 3. Draft from the slots. The anchor's slot drafts only if the network was trained that way.
         hidden = hidden[:, own.block_size - own.num_drafts :][:, :num_steps]
         draft = self._draft(decoder, weights, state, hidden)
         return draft, state.replace(drafter=drafter_state.replace(cache=cache))
@@ -185,9 +184,9 @@ class DFlashDrafter(TrainedDrafter):
         return draft_levels(decoder, score, state)
 
     def _block_views(self, state: DecodeState, spec: DecodeSpec) -> tuple[View, ...]:
-        """Makes the view of each layer: the slots see the context within the layer's window, and each other.
+        """Makes the view of each layer: the slots attend to the context within the layer's window, and to each other.
 
-        In the terms of a view the block is a tree: slots after the text that see it, and some of each other.
+        In a view the block is a tree: slots after the text that attend to it and to some of each other.
         """
         own, base = self.architecture, state.length - 1
         X, B = own.block_size, len(state.length)
@@ -214,7 +213,7 @@ class DFlashDrafter(TrainedDrafter):
         return tuple(made[kind] for kind in zip(own.windows, own.is_causal, strict=True))
 
     def commit(self, decoder: Decoder, state: DecodeState, states: jax.Array, accepted: "Acceptance") -> DFlashState:
-        """Keeps the states of the verified nodes. A round of depth 0 appends its one to the backlog."""
+        """Keeps the states of the verified nodes. A round of depth 0 appends its one state to the backlog."""
         drafter_state, start = state.drafter, state.length - 1
         size = drafter_state.hidden.shape[1]
         if decoder.spec.num_steps:

@@ -1,6 +1,6 @@
 """Blocks after any anchors of whole rows, without a cache: the plain twin of drafting.
 
-Training and teacher-forced predictions run it, too.
+Training and teacher-forced predictions use it too.
 """
 
 import functools
@@ -15,7 +15,7 @@ from mtpjax.models.masks import Entries, segment_positions
 from pallas_kernels.rms_norm import rms_norm_reference
 from pallas_kernels.rotation import rotate
 
-MAX_SCORES = 1 << 26  # most attention scores of a layer that are in memory at once, float32: 256 MiB
+MAX_SCORES = 1 << 26  # maximum attention scores of a layer in memory at once, float32: 256 MiB
 
 
 def block_states(
@@ -33,7 +33,7 @@ def block_states(
 
     The block of an anchor at position a attends to the trunk states of positions before a in the same document, and to
     its own slots. Blocks do not attend to each other. If they have more than `MAX_SCORES` attention scores, they run in
-    groups of anchors, one after the other, and the backward pass computes a group again.
+    groups of anchors, one at a time, and the backward pass recomputes each group.
 
     Args:
         params: parameters of `DFlash`, or of a network that extends it.

@@ -35,7 +35,7 @@ KNOWN_KEYS = {
     *("enable_confidence_head", "confidence_head_with_markov", "draft_vocab_size", "target_hidden_size"),
     *("is_neox_style", "target_num_hidden_layers", "projector_type", "attention_mode", LAST_LAYER_STATE),
 }
-# Keys of `dflash_config`; others are warned of.
+# Keys of `dflash_config`; others cause a warning.
 SECTION_KEYS = {
     *("mask_token_id", "target_layer_ids", "aux_hidden_state_layer_ids", "causal", "use_swa", "swa_window_size"),
     *("sample_from_anchor", "block_size", "markov_rank", "markov_head_type", "enable_confidence_head"),
@@ -70,7 +70,7 @@ class BlockFormat:
         describe: makes the authors' configuration of an architecture from that of its layers.
         read_heads: reads further fields of the architecture, from the configuration, the shapes of the tensors, and D.
         describe_heads: makes the keys that `read_heads` reads.
-        drafts_from_anchor: whether the authors' class drafts from the anchor's slot, if the file does not say it.
+        drafts_from_anchor: whether the authors' class drafts from the anchor's slot if the file has no key for it.
     """
 
     name: str
@@ -93,7 +93,7 @@ def parse_blocks(
     final norm, or before it for speculators' files, with a warning.
 
     Raises:
-        ConfigError: the configuration is damaged or not supported, or does not say which trunk states are read.
+        ConfigError: the configuration is damaged or not supported, or does not state which trunk states are read.
     """
     reader = ConfigReader(values)
     form = SPECULATORS if is_speculators(values) else kind.authors
@@ -104,14 +104,15 @@ def parse_blocks(
             each.require(key, *allowed)
     if unknown := sorted(section.values.keys() - SECTION_KEYS - NOT_SUPPORTED.keys()):
         log.warning("dflash_config has unknown keys, which are ignored: %s", ", ".join(unknown))
-    # Keys may be in `dflash_config` or beside it.
+    # Keys may be in `dflash_config` or at the top level.
     for key in SECTION_KEYS & section.values.keys() & values.keys():
         if None not in (section.values[key], values[key]) and section.values[key] != values[key]:
             raise ConfigError(f"config.json: {key} is {values[key]!r}, and {section.values[key]!r} in dflash_config")
     own = {key: value for key, value in {**section.values, **values}.items() if value is not None}
     own_layers = {key: value for key, value in layers.values.items() if key not in ATTENTION_KEYS}
     block = parse_layers(own_layers, KNOWN_KEYS, shapes, classes=class_names(values))
-    # Some programs write the number of trunk states in the place of that of layers, and the latter beside it.
+    # Some programs write the number of trunk states under the key for the number of layers, and that number under a
+    # different key.
     key = "target_num_hidden_layers" if "target_num_hidden_layers" in own else "num_target_layers"
     num_layers = reader.integer(key, trunk.num_hidden_layers)
     if num_layers != trunk.num_hidden_layers:
@@ -154,7 +155,7 @@ def _layer_ids(
             "wrong reading raises no error; add the trunk layers that the drafter was trained with"
         )
     # z-lab and DeepSpec list the layers whose outputs are read, and -1 for the embedding. They train on transformers'
-    # hidden_states, of which the last one is after the final norm; speculators' states are vLLM's.
+    # hidden_states, the last of which is after the final norm; speculators uses vLLM's states.
     return entered_layers(
         listed,
         key,
@@ -167,7 +168,7 @@ def _layer_ids(
 
 
 def describe_blocks(kind: BlockFormat, config: DFlashConfig, form: str) -> dict[str, Any]:
-    """Makes a `config.json` that `parse_blocks` reads as `config`; raises `ConfigError` if the format cannot say it."""
+    """Makes a `config.json` that `parse_blocks` reads as `config`; raises `ConfigError` if the format cannot."""
     _, layers = describe_config(config.block, "qwen3")
     for key in ("num_nextn_predict_layers", "mtp_num_hidden_layers"):
         layers.pop(key, None)

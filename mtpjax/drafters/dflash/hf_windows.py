@@ -1,10 +1,10 @@
-"""The windows of DFlash and DSpark layers, and whether their slots see later ones, in `config.json`."""
+"""The windows of DFlash and DSpark layers, and whether their slots attend to later ones, in `config.json`."""
 
 from conversion.config_reader import ConfigReader
 from mtpjax.errors import ConfigError
 
 SLIDING, FULL = "sliding_attention", "full_attention"
-# Keys about the layers' attention that are read here, and not by the parser of model families.
+# Keys of the layers' attention that this file reads, and not the parser of model families.
 ATTENTION_KEYS = ("layer_types", "sliding_window", "use_sliding_window", "max_window_layers", "tie_word_embeddings")
 
 
@@ -21,7 +21,7 @@ def read_windows(
     if len(types) != count or any(kind not in (SLIDING, FULL) for kind in types):
         raise ConfigError(f"config.json: layer_types {list(types)} are not {count} of '{FULL}' and '{SLIDING}'")
     if section.flag("use_swa", False) and SLIDING not in types:
-        # MiMo's files: every layer slides, in both directions.
+        # MiMo's files: every layer has a window in both directions.
         size = section.integer("swa_window_size", layers.get("sliding_window"))
         return (size,) * count, (reader.flag("is_causal", section.flag("causal", False)),) * count
     slides = tuple(kind == SLIDING for kind in types)

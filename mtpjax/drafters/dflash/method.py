@@ -18,7 +18,7 @@ from mtpjax.models.config import ModelConfig
 from mtpjax.models.masks import full_view
 
 NUM_BLOCK_LAYERS = 5  # layers of a drafter, and trunk layers that it reads (2602.06036)
-MIN_BLOCK_LAYERS = 8  # from here on the latter are five different ones from 2 to L - 2
+MIN_BLOCK_LAYERS = 8  # from this depth on, five different layers fit between 2 and L - 2
 BLOCK_SETTINGS = ("draft_layers", "draft_num_layers", "draft_anchors", "draft_mask_token")
 
 
@@ -30,7 +30,7 @@ def default_block_layers(num_layers: int) -> tuple[int, ...]:
 
 
 def block_fields(settings: Any, trunk: ModelConfig, num_drafted: int) -> dict[str, Any]:
-    """Returns fields of a new `DFlashConfig`: Qwen3 layers of the trunk's width, whose slots all see each other."""
+    """Returns fields of a new `DFlashConfig`: Qwen3 layers of the trunk's width; all slots attend to each other."""
     num_layers = settings.draft_num_layers or NUM_BLOCK_LAYERS
     return {
         "block": dense_layers(trunk, num_hidden_layers=num_layers, use_qk_norm=True),
@@ -58,7 +58,7 @@ def with_mask_token(config: DFlashConfig, settings: Any, counts: np.ndarray, end
     if settings.draft_mask_token is not None:
         return config
     counts = counts.copy()
-    # However rare an end of a text is, drafts contain it.
+    # Never an end token, however rare: drafts contain it.
     counts[list(end_ids)] = np.iinfo(np.int64).max
     return dataclasses.replace(config, mask_token_id=len(counts) - 1 - int(np.argmin(counts[::-1])))
 

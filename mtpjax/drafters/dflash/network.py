@@ -1,8 +1,8 @@
 """The network of a DFlash drafter (2602.06036): a block of slots that attends to projected trunk states.
 
-The slots of a block are the pending token, called the anchor, and mask tokens behind it. All of them pass the layers at
-once. Each layer attends to the keys and values of the block itself and of the context, which is the trunk's states of
-all positions before the anchor.
+The slots of a block are the pending token, called the anchor, and mask tokens after it. They pass through the layers
+together. Each layer attends to the keys and values of the block itself and of the context, which is the trunk's states
+of all positions before the anchor.
 """
 
 import dataclasses
@@ -36,7 +36,7 @@ class DFlashConfig:
             of trunk layers means the output of the last one, before the final norm, and one more that of this norm.
         num_target_layers: layers of the trunk.
         block_size: slots of a block, X.
-        mask_token_id: the token of the slots behind the anchor.
+        mask_token_id: the token of the slots after the anchor.
         windows: per layer the newest positions that a slot attends to; 0: all. (): all positions in every layer.
         is_causal: per layer True if a slot attends only to itself and the slots before it. (): to all slots.
         window_from_anchor: windows count back from the anchor for every slot, and do not limit the block
@@ -131,7 +131,7 @@ class DFlash(nn.Module):
         return self.run(embedded, (view,) * len(self.layer))[0]
 
     def context(self, features: jax.Array) -> jax.Array:
-        """Projects trunk states to what every layer's keys and values are made of: `[B, T, n * D]` to `[B, T, D]`."""
+        """Projects trunk states to the input of every layer's keys and values: `[B, T, n * D]` to `[B, T, D]`."""
         return self.norm_context(matrix_product(features, self.fc, implementation=self.implementation))
 
     def embed(self, tokens: jax.Array) -> jax.Array:
@@ -149,9 +149,9 @@ class DFlash(nn.Module):
             layers: each layer's cache, which holds the context; None: no context.
 
         Returns:
-            The states that the head reads, `[B, X, D]`, and the cache with the block's entries behind the context.
+            The states that the head reads, `[B, X, D]`, and the cache with the block's entries after the context.
         """
-        # Layers may differ in their window and in whether slots see later ones, so each has its own view.
+        # Layers may differ in their window and in whether slots attend to later ones, so each has its own view.
         x, update, entries = embedded, None, []
         for index, layer in enumerate(self.layer):
             x, update, kept = layer(x, update, views[index], None if layers is None else layers[index])

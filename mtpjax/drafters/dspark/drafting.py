@@ -1,4 +1,4 @@
-"""The DSpark drafter (2607.05147): a DFlash block whose drafts are drawn one after the other."""
+"""The DSpark drafter (2607.05147): a DFlash block whose drafts are drawn one at a time."""
 
 import dataclasses
 import functools
@@ -22,7 +22,7 @@ from pallas_kernels.top_k import top_k
 
 @dataclasses.dataclass(frozen=True)
 class MarkovScores(DraftScores):
-    """Scores with the Markov head's bias, which depends on the token before.
+    """Scores with the Markov head's bias, which depends on the previous token.
 
     Attributes:
         bias: `[B, f, R]` float32, added to the head's logits.
@@ -66,16 +66,16 @@ class DSparkDrafter(DFlashDrafter):
 
     @property
     def has_confidence(self) -> bool:
-        """The network has a confidence head."""
+        """True if the network has a confidence head."""
         return self.architecture.has_confidence
 
     @property
     def ends_early(self) -> bool:
-        """Drafts end where the confidence is low."""
+        """True if low confidence can end a draft."""
         return self.confidence_threshold > 0
 
     def check(self, model: MTPModel, config: DecodeConfig) -> None:
-        """Raises `ValueError` if the drafter is for another trunk, or the settings ask for what it cannot do."""
+        """Raises `ValueError` if the drafter is for a different trunk or does not support the settings."""
         super().check(model, config)
         if self.confidence_threshold and config.depth_policy == "adaptive":
             raise ValueError(
@@ -90,7 +90,7 @@ class DSparkDrafter(DFlashDrafter):
         draft = draft_all(decoder, weights, state, hidden)
         if not self.confidence_threshold:
             return draft
-        # 2. Cut a row before its first slot below the threshold. Later slots drafted for nothing. The chance `[B, K]`
+        # 2. Cut a row before its first slot below the threshold. Later drafts are discarded. The chance `[B, K]`
         #    that a draft is accepted is predicted from the token before it.
         logits = self._apply(decoder, weights, hidden, draft.tokens[:, :-1], method="confidence_logits")
         is_kept = jnp.cumprod(jax.nn.sigmoid(logits) >= self.confidence_threshold, axis=1)
@@ -123,12 +123,12 @@ class DSparkDrafter(DFlashDrafter):
     ) -> tuple[tuple[jax.Array, ...], jax.Array | None]:
         """Runs the heads, which read the true token before each level.
 
-        At temperature 0 this is what decoding computes as far as a draft can be accepted: then all drafts before it are
-        the true tokens.
+        At temperature 0 this equals decoding for every draft that can be accepted: all drafts before it are then the
+        true tokens.
         """
         (B, A, K, _), T, own = hidden.shape, tokens.shape[1], self.architecture
         apply: Any = functools.partial(DSpark(own, model.implementation).apply, {"params": network})
-        # The token before level k is at a + k - 1. Blocks are rows of their own from here on.
+        # The token before level k is at a + k - 1. From here on, each block is a row.
         columns = jnp.minimum(anchors[:, :, None] + jnp.arange(K)[None, None], T - 1).reshape(B, -1)
         previous = jnp.take_along_axis(tokens, columns, axis=1).reshape(B * A, K)
         flat, confidence = hidden.reshape(B * A, K, -1), None

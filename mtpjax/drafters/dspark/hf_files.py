@@ -19,7 +19,7 @@ DEEPSPEC_CLASS = "Qwen3DSparkModel"
 
 
 def read_heads(reader: ConfigReader, shapes: Mapping[str, tuple[int, ...]], D: int) -> dict[str, Any]:
-    """Reads the heads. The tensors say what the configuration leaves out."""
+    """Reads the heads. The tensors supply what the configuration leaves out."""
     markov, confidence = shapes.get("markov_head.markov_w1.weight", ()), shapes.get("confidence_head.proj.weight", ())
     rank = reader.integer("markov_rank", markov[-1] if markov else 0, low=0)
     steps = [kind for kind, name in STEPS.items() if f"markov_head.{name}.weight" in shapes]

@@ -1,4 +1,4 @@
-"""The network of a DSpark drafter (2607.05147): DFlash, with heads that look at the token drafted before."""
+"""The network of a DSpark drafter (2607.05147): DFlash, with heads that read the previous draft."""
 
 import dataclasses
 from typing import Literal, get_args

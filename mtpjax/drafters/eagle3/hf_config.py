@@ -1,8 +1,8 @@
 """The `config.json` of EAGLE-3 drafters, in the formats of SpecForge and of speculators.
 
 SpecForge's (`LlamaForCausalLMEagle3`) is EAGLE's own, which SGLang reads; speculators' (`Eagle3Speculator`) is vLLM's.
-Both leave something unsaid that changes what the network computes. Such files are rejected with both readings, unless
-the caller names one.
+Both formats leave open something that changes what the network computes. Such files are rejected with an error that
+names both readings, unless the caller chooses one.
 """
 
 import logging
@@ -55,15 +55,15 @@ def parse_eagle3(
 ) -> tuple[Eagle3Config, str]:
     """Parses the content of a `config.json`.
 
-    Arguments are those of `DrafterFiles.parse`, and the result is, too. Without `last_layer_state` the drafter reads
-    the last layer before the final norm, with a warning.
+    Arguments and result are those of `DrafterFiles.parse`. Without `last_layer_state` the drafter reads the last layer
+    before the final norm, with a warning.
 
     Raises:
-        ConfigError: the configuration is damaged, not supported, or has two readings and none is chosen.
+        ConfigError: the configuration is damaged, not supported, or has two readings and neither is chosen.
     """
     reader = ConfigReader(values)
     eagle = reader.section("eagle_config")
-    # speculators nests the keys of the layers; SpecForge has them beside its own.
+    # speculators nests the keys of the layers; SpecForge mixes them with its own.
     form = "speculators" if is_speculators(values) else "specforge"
     layers = reader.section("transformer_layer_config").values if form == "speculators" else values
     block = parse_layers(layers, KNOWN_KEYS, shapes, classes=class_names(values))
@@ -135,8 +135,8 @@ def _layer_ids(
     if count and count != len(listed):
         raise ConfigError(f"config.json: num_aux_hidden_states is {count}, but {LAYER_IDS} has {len(listed)}")
     entered, output = listed, tuple(layer + 1 for layer in listed)
-    # speculators and vLLM read the states that enter these layers, SGLang the outputs, and the file does not say who
-    # made it. The wrong reading drafts well enough to go unnoticed, and is accepted far less often.
+    # speculators and vLLM read the states that enter these layers, SGLang the outputs, and the file does not say which
+    # program made it. The wrong reading is easy to miss, but is accepted far less often.
     if reading.get("aux_layers") is None and form == "specforge":
         usual = {default: "; the usual default of this trunk is the first", output: ""}.get(entered, "")
         usual = "; the second is the usual default of this trunk" if output == default else usual
@@ -158,7 +158,7 @@ def _layer_ids(
 
 
 def describe_eagle3(config: Eagle3Config, form: str) -> dict[str, Any]:
-    """Makes a `config.json` that `parse_eagle3` reads as `config`; raises `ConfigError` if the format cannot say it.
+    """Makes a `config.json` that `parse_eagle3` reads as `config`; raises `ConfigError` if the format cannot.
 
     In SpecForge's format, layers that are not the default ones are written as SGLang reads them, as outputs, and
     reading them needs `aux_layers="output"`.

@@ -15,7 +15,7 @@ from mtpjax.drafters.method import DrafterFiles, DraftMethod, DraftTraining
 from mtpjax.models.config import ModelConfig
 from mtpjax.models.masks import full_view
 
-MIN_DEFAULT_LAYERS = 7  # from here on the default layers are three different ones
+MIN_DEFAULT_LAYERS = 7  # from this depth on, the default layers are three different ones
 
 
 def default_draft_layers(num_layers: int) -> tuple[int, ...]:
@@ -55,7 +55,7 @@ EAGLE3 = DraftMethod(
     algorithms=("EAGLE3", "EAGLE"),
     default_levels=3,
     files=DrafterFiles(
-        # speculators and vLLM read the first one in one way; SpecForge's list of layers has two readings.
+        # The first format has one reading; SpecForge's list of layers has two.
         formats=("speculators", "specforge"),
         parse=parse_eagle3,
         specs=lambda config, form: eagle3_specs(config),

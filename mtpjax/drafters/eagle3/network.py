@@ -1,7 +1,7 @@
 """The network of an EAGLE-3 drafter (2503.01840), with the options of EAGLE-3.1.
 
-Row i reads states of three trunk layers at position i and the embedding of token i+1, and predicts token i+2, as an
-MTP module does. It can read its own output in the place of the trunk's states, one position further each time.
+Row i reads states of three trunk layers at position i and the embedding of token i+1, and predicts token i+2, as an MTP
+module does. It can read its own output instead of the trunk's states, one position further each time.
 """
 
 import dataclasses
@@ -152,12 +152,12 @@ class Eagle3(nn.Module):
             The states that the head reads and those that the next level reads, both `[B, T, D]`, and the attention
             entries per layer.
         """
-        # The residual stream begins at the hidden state; the embedding enters the first layer's attention only.
+        # The residual stream starts at the hidden state; the embedding enters the first layer's attention only.
         x, update, entries = hidden, None, []
         for index, layer in enumerate(self.layer):
             x, update, kept = layer(x, embedding, view, None if layers is None else layers[index], update)
             entries.append(kept)
-        # EAGLE-3.1 hands the normalised state to the next level, EAGLE-3 the one before the norm.
+        # EAGLE-3.1 passes the normalised state to the next level, EAGLE-3 the one before the norm.
         before, after = self.norm_final(x, update)
         return after, after if self.config.norm_output else before, tuple(entries)
 

@@ -1,8 +1,8 @@
 """Finds the draft method of a drafter's files.
 
-Published files say it in different places: `speculators_model_type`, a key of one method, the class in `architectures`,
-`model_type`, or only by their tensors. Several programs name the class after the trunk's family, so that a class counts
-by the method in its name.
+Published files state it in different places: `speculators_model_type`, a key of one method, the class in
+`architectures`, `model_type`, or only their tensors. Several programs name the class after the trunk's family, so only
+the method in a class name counts.
 """
 
 import re
@@ -14,7 +14,7 @@ from mtpjax.drafters.method import DraftMethod
 from mtpjax.errors import ConfigError
 from mtpjax.messages import count_of
 
-# Classes of these methods are not supported, though their names contain others.
+# Classes of these methods are not supported, although their names contain those of supported ones.
 NOT_SUPPORTED = ("dflash2", "peagle")
 NUM_SHOWN = 5  # names of tensors in a message
 

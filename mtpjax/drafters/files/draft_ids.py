@@ -50,7 +50,7 @@ def read_offsets(files: Any, names: Mapping[str, str], R: int, V: int) -> np.nda
         )
     values = offsets.astype(np.int64)
     ids = values + np.arange(R)
-    # Absolute ids in the place of offsets are other tokens, all of them valid ones for a small vocabulary.
+    # Absolute ids instead of offsets would give wrong tokens, which may all be valid in a small vocabulary.
     is_offsets, is_absolute = (_are_tokens(each, V) for each in (ids, values))
     if marks is not None:
         is_offsets = is_offsets and np.array_equal(marks, _mark(ids, V))
@@ -79,7 +79,7 @@ def read_offsets(files: Any, names: Mapping[str, str], R: int, V: int) -> np.nda
 
 
 def _are_tokens(ids: np.ndarray, vocab_size: int) -> bool:
-    """Returns whether ids are different ones of the vocabulary."""
+    """Returns whether the ids are distinct tokens of the vocabulary."""
     return bool(ids.min() >= 0 and ids.max() < vocab_size and len(np.unique(ids)) == len(ids))
 
 

@@ -1,7 +1,7 @@
-"""The sizes of a drafter's own layers, which are Llama's or Qwen3's whatever the trunk is.
+"""The sizes of a drafter's own layers, which are Llama's or Qwen3's regardless of the trunk.
 
 Training programs often copy the trunk's `config.json`, with its `model_type` and keys about latent attention or
-experts. The tensors say what the layers are.
+experts. So the tensors determine what the layers are.
 """
 
 import dataclasses
@@ -24,7 +24,7 @@ QUERY_NORM = ".self_attn.q_norm.weight"
 EXPERT_KEYS = ("n_routed_experts", "num_experts", "num_local_experts")
 # Families in the names of classes whose layers are Llama's, if their tensors are.
 LIKE_LLAMA = (LLAMA, QWEN3, "mistral", "deepseek", "kimi")
-# Words in the names of classes that name no family. SGLang and vLLM run these classes as Llama, or blocks as Qwen3.
+# Words in class names that are not families. SGLang and vLLM run these classes as Llama, or blocks as Qwen3.
 NO_FAMILY = re.compile(r"eagle3|dflash|dspark|speculator|draft|model|forcausallm|deep")
 
 
@@ -45,8 +45,8 @@ def parse_layers(
     """Parses the sizes of a drafter's own layers.
 
     Args:
-        values: the keys of the layers, perhaps beside others.
-        known_keys: the others; further keys are warned of.
+        values: the keys of the layers, possibly among others.
+        known_keys: the expected other keys; further ones cause a warning.
         names: the plain names of the drafter's tensors; may be empty.
         classes: the names in `architectures`.
 
@@ -76,7 +76,7 @@ def parse_layers(
 
 
 def _layer_type(model_type: Any, names: Collection[str], classes: tuple[str, ...]) -> str:
-    """Returns the family whose arithmetic the layers have."""
+    """Returns the family that the layers belong to."""
     text = [name.lower() for name in classes]
     others = [name for name in text if not any(each in name for each in LIKE_LLAMA) and NO_FAMILY.sub("", name)]
     if others and model_type not in (LLAMA, QWEN3):

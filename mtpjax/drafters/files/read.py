@@ -68,9 +68,9 @@ def read_drafter(
     Args:
         path: a directory with `config.json` and safetensors files, or Medusa's `.pt` file.
         trunk: sizes of the trunk.
-        methods: the methods that it may be of. The files decide between several.
+        methods: the possible methods. The files decide between several.
         dtype: dtype to cast the parameters to. None keeps those of the files.
-        **reading: how to read what the files do not say.
+        **reading: choices that the files leave open.
 
     Returns:
         The drafter.
@@ -94,7 +94,7 @@ def read_drafter(
         ids = stored.files.ids.read(files, plan.names, config.draft_vocab_size, config.trunk.vocab_size)
         if isinstance(files, CheckpointFiles):
             files.report()
-            # Without a head or an embedding of its own, a drafter uses those of the trunk: the missing one may be here.
+            # A drafter without a head or an embedding uses the trunk's, so a missing one may be intended.
             if files.unread:
                 log.warning("%s has safetensors files that are not read: %s", path, ", ".join(files.unread))
     return dataclasses.replace(stored, draft_ids=ids)
@@ -156,7 +156,7 @@ def make_drafter_plan(
             f"{path} lacks {count_of(len(missing), 'tensor')}: {', '.join(missing[:5])}; it holds {len(names)}: "
             f"{_names_of(names, sorted(extra) or sorted(names))}.{quantized}"
         )
-    # A tensor that nothing reads would change what the drafter computes.
+    # Ignoring a tensor would change what the drafter computes.
     if extra:
         raise CheckpointFileError(f"{path} has {len(extra)} unknown tensors: {_names_of(names, extra)}.{quantized}")
     for plain, shape in wanted.items():

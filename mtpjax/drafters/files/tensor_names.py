@@ -1,6 +1,6 @@
-"""The plain names of a drafter's tensors: without what training programs put around them.
+"""The plain names of a drafter's tensors: without the prefixes of training programs.
 
-Programs save the drafter inside of other modules (`model.fc.weight`, `draft_model.layers.0...`, `module.fc.weight` of
+Programs save the drafter inside other modules (`model.fc.weight`, `draft_model.layers.0...`, `module.fc.weight` of
 PyTorch's DDP), and formats name a few modules differently. The specs of parameters use the plain names.
 """
 
@@ -12,7 +12,7 @@ from conversion.tensor_slice import ParamSpec
 from mtpjax.drafters.method import DraftMethod
 from mtpjax.errors import CheckpointFileError
 
-# Wrappers of DDP, torch.compile, FSDP and activation checkpointing, which occur anywhere in a name.
+# Wrappers of DDP, torch.compile, FSDP and activation checkpointing, which can occur anywhere in a name.
 WRAPPERS = {"module", "_orig_mod", "_fsdp_wrapped_module", "_checkpoint_wrapped_module"}
 # Attributes that hold the whole drafter, in front of its names, as those of a method do (`DrafterFiles.owners`).
 OWNERS = {"model", "draft_model", "draft", "drafter", "speculator"}
@@ -41,7 +41,7 @@ def plain_name(name: str, owners: Collection[str]) -> str:
 
 
 def names_in_files(tensors: Iterable[str], path, methods: Sequence[DraftMethod]) -> dict[str, str]:
-    """Maps plain names to those in the files. Two of one plain name are an error: one belongs to something else."""
+    """Maps plain names to those in the files. A repeated plain name is an error, since one tensor is unrelated."""
     owners = OWNERS.union(*((method.name, *method.files.owners) for method in methods if method.files is not None))
     names: dict[str, str] = {}
     for name in sorted(tensors):

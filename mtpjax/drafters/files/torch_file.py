@@ -1,9 +1,9 @@
 """Reads tensors from a `.pt` file of PyTorch without unpickling it.
 
 Such a file is a zip archive: `data.pkl` is a pickle that describes the tensors, and `data/N` holds the bytes of storage
-N. A pickle is a program, and its usual interpreter imports and calls whatever it names. The interpreter here knows
-dicts, tuples and numbers, and three names, which it never imports: the rebuilding of a tensor, `OrderedDict`, and the
-storage types. Anything else is an error.
+N. A pickle is a program, and Python's interpreter imports and calls whatever it names. This interpreter supports dicts,
+tuples and numbers, and three names, which it never imports: the rebuilding of a tensor, `OrderedDict`, and the storage
+types. Anything else is an error.
 """
 
 import math
@@ -209,7 +209,7 @@ def _interpret(content: bytes) -> Any:
 
 
 def _known(name: _Name) -> _Name:
-    """Returns the name if it is one of those that tensors need."""
+    """Returns the name if tensors need it."""
     if name in (_REBUILD, _ORDERED_DICT) or (name.module == "torch" and name.name in STORAGES):
         return name
     raise ValueError(f"it names {name.module}.{name.name}, which is never imported")
@@ -224,7 +224,7 @@ def _storage(reference: Any) -> _Storage:
 
 
 def _rebuild(function: Any, arguments: Any) -> Any:
-    """Interprets the two calls that descriptions of tensors have."""
+    """Interprets the two calls that occur in descriptions of tensors."""
     if function == _ORDERED_DICT and arguments == ():
         return {}
     if function != _REBUILD:

@@ -27,22 +27,23 @@ def entered_layers(
     usual: LastLayerState,
     choice: LastLayerState | None,
 ) -> tuple[int, ...]:
-    """Turns the layer ids of a file into those of the layers that the states enter.
+    """Converts a file's layer ids to those of the layers that the states enter.
 
     Args:
         listed: the ids.
         key: the key that lists them, for messages.
         num_layers: layers of the trunk.
-        are_outputs: the ids name layers whose outputs are read, and -1 the embedding; else layers that they enter.
-        stated: which state of the last layer the file says that it was trained on.
-        usual: which state programs of this format train on.
-        choice: which one the caller chose.
+        are_outputs: the ids are layers whose outputs are read, -1 being the embedding; else layers that the states
+            enter.
+        stated: the state of the last layer that the file says it was trained on.
+        usual: the state that programs of this format train on.
+        choice: the state that the caller chose.
 
     Returns:
         The ids.
 
     Raises:
-        ConfigError: an id is outside the trunk, is named twice or has two meanings, or `choice` contradicts the file.
+        ConfigError: an id is outside the trunk, repeated or ambiguous, or `choice` contradicts the file.
     """
     if are_outputs and -1 in listed[1:]:
         raise ConfigError(
@@ -60,7 +61,7 @@ def entered_layers(
         )
     if num_layers not in layers:
         return layers
-    # The output of the last layer. Nothing in published files says whether it was read before or after the final norm.
+    # The output of the last layer. Published files do not say whether it was read before or after the final norm.
     if stated is not None and choice not in (None, stated):
         raise ConfigError(f"config.json: {LAST_LAYER_STATE} is {stated!r}, not {choice!r}")
     state = stated or choice or usual
@@ -77,7 +78,7 @@ def entered_layers(
 
 
 def read_last_layer_state(*sections: ConfigReader) -> LastLayerState | None:
-    """Reads which state of the last layer the drafter was trained on; None if no section says it."""
+    """Reads which state of the last layer the drafter was trained on; None if no section states it."""
     for section in sections:
         section.require(LAST_LAYER_STATE, *STATES)
     return next((value for section in sections if (value := section.get(LAST_LAYER_STATE)) is not None), None)

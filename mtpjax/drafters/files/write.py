@@ -52,7 +52,7 @@ def write_drafter(path, drafter: StoredDrafter, *, like=None, form: str | None =
         form: without `like`, one of `DrafterFiles.formats`; None: the first.
 
     Raises:
-        CheckpointFileError: `like` is another architecture.
+        CheckpointFileError: `like` has a different architecture.
         ConfigError: the format cannot express the architecture.
         FileExistsError: `path` exists and is not empty.
     """
@@ -115,7 +115,7 @@ def find_form(method: DraftMethod, config: Any, *, has_draft_ids: bool) -> str:
     """Finds a format that can express a drafter: the usual one, unless a draft vocabulary needs another.
 
     Raises:
-        ConfigError: no format can.
+        ConfigError: no format can express it.
     """
     assert method.files is not None
     preferred, reasons = method.files.format_with_ids if has_draft_ids else None, []
@@ -142,7 +142,7 @@ def _flat(drafter: StoredDrafter) -> dict[str, np.ndarray]:
 def _tensor_blocks(
     specs: dict[str, ParamSpec], drafter: StoredDrafter, names: Mapping[str, str]
 ) -> Callable[[TensorEntry], Iterator[np.ndarray]]:
-    """Returns the function that makes the rows of a tensor, block after block."""
+    """Returns the function that makes the rows of a tensor, block by block."""
     flat = _flat(drafter)
     ids = {names.get(plain, plain): array for plain, array in _ids_tensors(drafter).items()}
     different = sorted(flat.keys() ^ specs.keys())

@@ -49,7 +49,7 @@ class MedusaDrafter(TrainedDrafter):
 
     Head k reads one hidden state and nothing that was drafted, so all levels are drafted at once. With `topk` above 1
     the tree is chosen by the heads' probabilities, or drawn in the fixed shape that exact ratio rules need. `choices`
-    is a published static tree in its place.
+    replaces it with a published static tree.
 
     Attributes:
         architecture: the heads.
@@ -82,7 +82,7 @@ class MedusaDrafter(TrainedDrafter):
         return (-1, *(place[path[:-1]] for path in self.choices))
 
     def check(self, model: MTPModel, config: DecodeConfig) -> None:
-        """Raises `ValueError` if the heads are for another trunk, or the settings ask for what they cannot do."""
+        """Raises `ValueError` if the heads are for a different trunk or do not support the settings."""
         super().check(model, config)
         if config.draft_window is not None:
             raise ValueError("draft_window applies only to drafters with a cache; Medusa heads attend to nothing")
@@ -163,8 +163,8 @@ class MedusaDrafter(TrainedDrafter):
 
     def _draft_choices(self, scores: Any, state: DecodeState, spec: DecodeSpec) -> Draft:
         """Fills the static tree: a node of rank r at depth d is the r-th best candidate of head d-1."""
-        # Penalties count no drafted tokens here: the candidates of a level are the same after every parent. They only
-        # propose; the rules of this tree follow the target's own probabilities.
+        # Penalties ignore drafted tokens here, since a level has the same candidates after every parent. That is safe:
+        # the rules of this tree follow the target's own probabilities.
         best = []
         for level in range(1, spec.num_steps + 1):
             of_level = scores(level, 1, None)

@@ -1,7 +1,7 @@
 """Configuration and tensor names of Medusa heads: its authors' format and vLLM's.
 
 The authors' (`medusa_lm_head.pt`) names tensors `k.j.linear.weight` and `k.n.weight`, vLLM `blocks.k.layers.j.weight`
-and `lm_heads.k.weight`. Published configurations name the wrong number of heads now and then, so the files decide.
+and `lm_heads.k.weight`. Published configurations sometimes have the wrong number of heads, so the files decide.
 """
 
 import logging
@@ -26,7 +26,7 @@ TOKEN_MAP = "token_map"  # vLLM's draft vocabulary: column j of a head is token 
 def parse_medusa(
     values: dict[str, Any], shapes: Mapping[str, tuple[int, ...]], trunk: TrunkSizes
 ) -> tuple[MedusaConfig, str]:
-    """Parses the content of a `config.json`, beside the names and shapes of the tensors."""
+    """Parses the content of a `config.json`, with the names and shapes of the tensors."""
     reader = ConfigReader(values)
     form = "vllm" if any(name.startswith(("blocks.", "lm_heads.")) for name in shapes) else "medusa"
     if form == "medusa":

@@ -23,7 +23,7 @@ class MedusaConfig:
         num_layers: residual layers per head.
         has_bias: the residual layers have a bias.
         draft_vocab_size: tokens that can be drafted, R; 0: all V.
-        shares_output: all heads have one output matrix (vLLM's `original_lm_head`).
+        shares_output: all heads share one output matrix (vLLM's `original_lm_head`).
 
     Raises:
         ValueError: for values that do not fit together.
@@ -54,12 +54,12 @@ class MedusaConfig:
 
     @property
     def layer_ids(self) -> tuple[int, ...]:
-        """The heads read the final state alone."""
+        """The heads read only the final state."""
         return ()
 
 
 class MedusaHead(nn.Module):
-    """The residual layers of one head, `[..., D] -> [..., D]`: `x + silu(x W + b)`, one after the other."""
+    """The residual layers of one head, `[..., D] -> [..., D]`: `x + silu(x W + b)` each."""
 
     config: MedusaConfig
     implementation: str = "auto"
@@ -79,7 +79,7 @@ class MedusaHead(nn.Module):
 
 
 class Medusa(nn.Module):
-    """All heads. They read the trunk's hidden states after its final norm, and depend on nothing drafted."""
+    """All heads. They read the trunk's hidden states after its final norm, and do not depend on drafts."""
 
     config: MedusaConfig
     implementation: str = "auto"

@@ -1,1 +1,1 @@
-"""The MTP drafter: the modules that were trained with the model draft."""
+"""The MTP drafter: drafts with the modules that were trained with the model."""

@@ -25,7 +25,7 @@ from mtpjax.models.params import is_of_modules
 class MTPParams(flax.struct.PyTreeNode):
     """Parameters of the MTP drafter."""
 
-    modules: dict[str, Any]  # the model's top-level parameters whose names begin with `mtp_`
+    modules: dict[str, Any]  # the model's top-level parameters whose names start with `mtp_`
     draft_ids: jax.Array | None = None  # [R] int32 reduced draft vocabulary, ascending
 
 
@@ -107,7 +107,7 @@ class MTPDrafter(CachedDrafter):
         return MTPNetwork(decoder, weights.drafter)
 
     def num_caches(self, model: MTPModel, num_steps: int) -> int:
-        """Returns the modules that a call runs: at most one per level."""
+        """Returns the number of modules that a call runs: at most one per level."""
         return min(model.config.num_mtp_modules, num_steps)
 
     def empty_module_cache(self, decoder: Decoder, batch: int, capacity: int, dtype: Any) -> Cache:
@@ -125,7 +125,7 @@ class MTPDrafter(CachedDrafter):
 
 
 def check_tree(model: MTPModel, config: DecodeConfig) -> None:
-    """Checks that the model's modules can draft the tree that `config` asks for.
+    """Checks that the model's modules can draft the tree of `config`.
 
     Args:
         config: settings with topk above 1.

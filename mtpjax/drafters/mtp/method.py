@@ -1,4 +1,4 @@
-"""The record of the model's MTP modules. Their network is the model's, and their files and training are, too."""
+"""The record of the model's MTP modules. Network, files and training are the model's."""
 
 from mtpjax.drafters.method import DraftMethod
 from mtpjax.drafters.mtp.drafting import MTPDrafter

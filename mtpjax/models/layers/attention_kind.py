@@ -41,7 +41,7 @@ class AttentionKind:
         param_axes: (regular expression of the parameter's path, axis names) pairs; the first match counts.
         commit: keeps what the first `num_committed [B]` tokens of the last pass left in the entries.
         reset: prepares the rows `is_new [B]` for new texts.
-        is_recurrent: the layer keeps a state instead of an entry per slot.
+        is_recurrent: whether the layer keeps a state instead of an entry per slot.
     """
 
     scope: str

@@ -37,7 +37,7 @@ def mix_clamped_experts(
     `[E, D]`.
 
     Raises:
-        ValueError: within `pallas_kernels.batch_invariant`, which this form is not.
+        ValueError: within `pallas_kernels.batch_invariant`, which this form does not support.
     """
     if is_batch_invariant():
         raise ValueError("deterministic decoding needs a kernel for experts, and clamped ones run by XLA")
@@ -54,6 +54,6 @@ def mix_clamped_experts(
     products = products.reshape(-1, 2, F) + (0 if biases is None else biases[0].astype(x.dtype)[own])
     hidden = activate(products[:, 0], products[:, 1], limit=limit, alpha=alpha)
     output = jax.lax.ragged_dot(hidden, down, sizes) + (0 if biases is None else biases[1].astype(x.dtype)[own])
-    # Rows of no expert come after all groups and hold garbage: they count as zero.
+    # Rows without an expert come after all groups and hold garbage: they count as zero.
     weighted = jnp.where(is_used, output * weights.reshape(-1)[order][:, None].astype(x.dtype), 0)
     return jnp.zeros_like(x).at[token].add(weighted)

@@ -75,7 +75,7 @@ class DeltaRule(nn.Module):
             is_valid = (jnp.arange(T)[None, :] < view.num_valid[:, None])[:, :, None]
             beta, log_decay = jnp.where(is_valid, beta, 0), jnp.where(is_valid, log_decay, 0)
 
-        # 4. Apply the rule: as a draft that acceptance decides about later, in chunks, or token by token.
+        # 4. Apply the rule: pending acceptance, in chunks, or token by token.
         q, k, v = (part.astype(x.dtype) for part in (q, k, v))
         rule, implementation = (q, k, v, log_decay, beta, state), self.implementation
         if layer_cache is not None and view.num_valid is None:
@@ -116,7 +116,7 @@ def _convolve(inputs: jax.Array, taps: jax.Array, segment_ids: jax.Array | None)
     for place in range(C):
         part = inputs[:, place : place + T] * taps[None, None, :, :, place]
         if segment_ids is not None and place < C - 1:
-            # This tap reads C - 1 - place tokens back; keep it only where that token is of the same document.
+            # This tap reads C - 1 - place tokens back; keep it only if that token is in the same document.
             back = C - 1 - place
             there = jnp.pad(segment_ids, ((0, 0), (back, 0)), constant_values=-1)[:, :T]
             part = jnp.where((there == segment_ids)[:, :, None, None], part, 0)
@@ -136,7 +136,7 @@ def _empty_entries(config: ModelConfig, kind: LayerKind, batch: int, capacity: i
 def commit_states(entries: Entries, num_committed: jax.Array) -> Entries:
     """Advances the state over the first `num_committed [B]` tokens of the last pass.
 
-    Entries of a pass whose tokens were all valid have no `corrections`: their state has advanced already.
+    Entries of a pass whose tokens were all valid have no `corrections`: their state has already advanced.
     """
     if "corrections" not in entries:
         return entries

@@ -66,7 +66,7 @@ def mix_experts(x, ids, weights, gate_up, down, *, inference: bool, implementati
 
 
 def choose_slots(ids: jax.Array, placement: Mapping[str, jax.Array]) -> jax.Array:
-    """Chooses the slot `[n, k]` of a copy of each expert of `ids [n, k]`: tokens take turns.
+    """Chooses the slot `[n, k]` of a copy of each expert of `ids [n, k]`: tokens use the copies in turn.
 
     `placement` has `slots_of_expert [E, C]` and `num_slots [E]`, as `mtpjax.models.expert_placement` makes them.
     """
@@ -89,8 +89,8 @@ def routing(config: ModelConfig) -> Routing:
 class Experts(nn.Module):
     """Routed and shared experts, `[B, T, D] -> [B, T, D]`, as `PartialSums` of one part.
 
-    `cached` marks a decoding pass, which needs no gradient. Tokens that are not used, by `is_used [B, T]` of these rows
-    and `all_used` of those of all devices, choose no experts.
+    `cached` marks a decoding pass, which needs no gradient. Unused tokens, by `is_used [B, T]` for these rows and
+    `all_used` for those of all devices, are not routed to experts.
     """
 
     config: ModelConfig
@@ -150,7 +150,7 @@ class Experts(nn.Module):
             is_used=None if used is None else used.reshape(-1),
             implementation=implementation,
         )
-        self.sow("router", "ids", ids)  # kept where the caller asks for it (`count_expert_tokens`)
+        self.sow("router", "ids", ids)  # kept if the caller requests it (`count_expert_tokens`)
         if placement is not None:
             ids = jnp.where(ids < E, choose_slots(jnp.minimum(ids, E - 1), placement), num_slots)
         form = functools.partial(mix_experts, inference=cached, implementation=self.implementation)
@@ -162,8 +162,8 @@ class Experts(nn.Module):
             first = jax.lax.axis_index(over) * own_experts
             ids = jnp.where((ids >= first) & (ids < first + own_experts), ids - first, own_experts)
         if over_rows and not cached:
-            # In training a device computes the rows of one device after the other, and again for the gradient: all
-            # at once would take the memory of all.
+            # In training a device processes the rows of one device at a time, and recomputes them for the gradient: all
+            # at once would take too much memory.
             num_parts_of_rows = len(flat) // (B * T)
             rows = (part.reshape(num_parts_of_rows, B * T, -1) for part in (flat, ids, weights))
             again = jax.checkpoint(lambda rows: form(rows[0], rows[1], rows[2], gate_up, down))
@@ -175,7 +175,7 @@ class Experts(nn.Module):
         return self._add_shared(x, output.reshape(B, T, D), tuple(axis for axis in over if axis not in over_rows))
 
     def _add_shared(self, x: jax.Array, output: jax.Array, summed: tuple[str, ...]) -> PartialSums:
-        """Adds the shared experts, and what the devices along `summed` and `tensor` computed of the routed ones."""
+        """Adds the shared experts, and the results of the routed ones from the devices along `summed` and `tensor`."""
         config = self.config
         summed += ("tensor",) * is_split(config.moe_intermediate_size, "tensor")
         if config.shared_width:
@@ -189,7 +189,7 @@ class Experts(nn.Module):
             if not is_one_sum:
                 output, summed = jax.lax.psum(output, summed) if summed else output, ()
             elif "expert" in summed:
-                # All devices along this axis computed the same shared experts: one of them counts.
+                # All devices along this axis computed the same shared experts, so only one counts.
                 shared = jnp.where(jax.lax.axis_index("expert") == 0, shared, 0)
             output = output + shared
         return PartialSums((jax.lax.psum(output, summed) if summed else output)[None], output.dtype)

@@ -24,9 +24,9 @@ from pallas_kernels.rotation import rotate
 class GroupedAttention(nn.Module):
     """Grouped-query attention, `[B, T, D] -> [B, T, D]`. Keeps `key` and `value` `[B, K, S, H]`, keys rotated.
 
-    One matrix `[D, K, G + 2, H]` makes everything of a key/value head: its G = N/K queries, its key, its value, and
-    with an output gate G gates. A mesh then splits whole key/value heads, and a step has one product in the place of
-    three. If values are narrower than keys, a second matrix `[D, K, Hv]` makes them.
+    One matrix `[D, K, G + 2, H]` computes everything for a key/value head: its G = N/K queries, its key, its value, and
+    with an output gate G gates. A mesh then splits whole key/value heads, and a step has one product instead of three.
+    If values are narrower than keys, a second matrix `[D, K, Hv]` computes them.
     """
 
     config: ModelConfig
@@ -70,7 +70,7 @@ class GroupedAttention(nn.Module):
             if V == H:
                 q, k, v = split_heads(projected.total(), view.angles, heads, group_size=G)
             else:
-                # Values of another width cannot lie beside queries and keys in one array.
+                # Values of a different width need their own array.
                 q, k = self._split_narrow(projected.total(), view)
                 initial = nn.initializers.variance_scaling(1.0, "fan_in", "normal", in_axis=0, out_axis=(1, 2))
                 kernel = self.param("value", initial, (D, K, V))

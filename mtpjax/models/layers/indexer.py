@@ -57,7 +57,7 @@ class Indexer(nn.Module):
         config = self.config
         J, width = config.index_n_heads, config.index_head_dim
         total = sum(mask.shape[-1] for mask in masks)
-        # With few keys nothing is left out.
+        # With few keys, all are selected.
         if total <= config.index_topk:
             return masks
         # Narrow queries, and one weight per head.

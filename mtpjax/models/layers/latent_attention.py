@@ -59,8 +59,8 @@ class LatentAttention(nn.Module):
         value_up = self.param("value_up", head_wise, (N, R, V)).astype(x.dtype)
         project = self.param("output", nn.initializers.lecun_normal(), (N * V, D))
 
-        # 2. The absorbed queries, and the normalised latent and rotated key appended to the cache: in one kernel, or
-        # by XLA. An indexer narrows the masks to the keys that it selects.
+        # 2. The absorbed queries, and the normalised latent and rotated key appended to the cache: in one kernel, or by
+        # XLA. An indexer narrows the masks to its selected keys.
         is_expanded = self._expands(T, cached=view.start is not None)
         kept = layer_cache if isinstance(layer_cache, dict) else None
         fits_kernel = not is_expanded and not self.indexer and selection is None and view.reach is not None
@@ -126,7 +126,7 @@ class LatentAttention(nn.Module):
         down = [self.param(first_name, matrix, (D, first_width)), self.param("latent_down", matrix, (D, latent_width))]
         query, latent = partial_products(x, down, implementation=self.implementation)
         if config.attention_bias:
-            # Of the projections to the latents alone, as transformers has it.
+            # Bias only on the projections to the latents, as in transformers.
             zeros = nn.initializers.zeros
             latent = latent.plus(self.param("latent_down_bias", zeros, (latent_width,)))
             query = query.plus(self.param("query_down_bias", zeros, (first_width,))) if config.q_lora_rank else query

@@ -10,7 +10,7 @@ from pallas_kernels.rms_norm import rms_norm
 
 
 def fused_norm(x: jax.Array, scale: jax.Array, *, implementation: str, **settings) -> jax.Array:
-    """Computes `rms_norm` by XLA, which fuses it with its neighbours; within `batch_invariant` by the kernel."""
+    """Computes `rms_norm` in XLA, which fuses it with adjacent operations; within `batch_invariant` in the kernel."""
     return rms_norm(x, scale, **settings, implementation=implementation if is_batch_invariant() else "xla")
 
 
@@ -45,8 +45,8 @@ class RMSNorm(nn.Module):
 class AddRMSNorm(nn.Module):
     """Adds an update to the residual stream and normalises it: returns the sum and its norm, both `[..., D]`.
 
-    Has the parameter of `RMSNorm`. Without an update, only normalises; without a stream, it begins with the update. One
-    kernel does both, or XLA.
+    Has the parameter of `RMSNorm`. Without an update, only normalises; without a stream, it starts with the update.
+    Runs in one kernel, or in XLA.
     """
 
     eps: float = 1e-6

@@ -53,7 +53,7 @@ def admin_router(server: ApiServer) -> APIRouter:
 
     @router.post("/flush_cache")
     async def flush_cache(request: Request) -> dict[str, Any]:
-        """Forgets prefix pages that no request uses. Needs the admin key, if there is one."""
+        """Drops prefix pages that no request uses. Needs the admin key, if there is one."""
         check_admin(request, settings)
         check_origin(request)
         return {"success": True, "num_pages": engine.flush_cache()}

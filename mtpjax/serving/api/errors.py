@@ -17,7 +17,7 @@ _TYPES = {
 
 
 class ApiError(Exception):
-    """An error that answers a request.
+    """An error that becomes the response to a request.
 
     Args:
         message: one sentence for the client, without paths or long parts of the request.
@@ -69,5 +69,5 @@ def internal_error(error_id: str) -> ApiError:
 
 
 def engine_restarted(error: ApiError) -> ApiError:
-    """A fault of the engine ended the request; `error` is the one that was logged."""
+    """An engine error ended the request; `error` is the one that was logged."""
     return ApiError(f"{error}: the engine restarted; try again", status=503, code="engine_restarted", retry_after=1)

@@ -21,7 +21,7 @@ MIN_LOGPROB = -9999.0  # JSON has no infinity; vLLM's value
 
 @dataclasses.dataclass(frozen=True)
 class Job:
-    """One text to make, with its stop strings."""
+    """One text to generate, with its stop strings."""
 
     request: Request
     stop: tuple[str, ...] = ()
@@ -42,13 +42,13 @@ class Update:
 
 
 class Choice:
-    """One text while it is made.
+    """One text during its generation.
 
     Attributes:
         index: its index among the texts of the HTTP request.
         tokens: new tokens so far, without those after a stop string.
         logprobs: of `tokens`, if the request asks for them.
-        finish: how it ended; None while it runs.
+        finish: how it ended; None while it is running.
     """
 
     def __init__(self, index: int, job: Job, stream: TextStream, request_id: int):
@@ -83,7 +83,7 @@ class Generation:
         jobs: the texts.
         name: the HTTP request's id.
         owner: whose request it is, as in `ApiServer.running`.
-        is_streaming: the client reads while the text is made, so it may be too slow.
+        is_streaming: the client reads the text as it is generated, and may be too slow.
 
     Raises:
         ApiError: the engine rejects a request, or the server stops. Then no request runs.
@@ -193,7 +193,7 @@ class Generation:
         return self.choices
 
     def close(self) -> None:
-        """Aborts what still runs."""
+        """Aborts requests that are still running."""
         self._is_closed = True
         self._inbox.clear()
         for request_id in self._open:

@@ -1,4 +1,4 @@
-"""The grammar that a request asks for, under the names of OpenAI, SGLang and vLLM."""
+"""The grammar of a request, under the names of OpenAI, SGLang and vLLM."""
 
 import dataclasses
 import json
@@ -22,10 +22,10 @@ class GrammarField:
 
 
 def read_grammar(*bodies: tuple[Body, str]) -> GrammarField | None:
-    """Reads the grammar of a request; None if no field asks for one.
+    """Reads the grammar of a request; None if it has none.
 
     Args:
-        *bodies: JSON objects whose fields may ask for a grammar, each with the prefix of its field names in messages.
+        *bodies: JSON objects whose fields may give a grammar, each with the prefix of its field names in messages.
 
     Raises:
         ApiError: a value is invalid, or there are several grammars.

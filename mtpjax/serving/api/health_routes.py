@@ -1,4 +1,4 @@
-"""Routes that tell whether the server works: health, readiness, and a token from the device."""
+"""Routes that report whether the server works: health, readiness, and a token from the device."""
 
 import asyncio
 import contextlib
@@ -15,7 +15,7 @@ from mtpjax.serving.api.server import ApiServer
 from mtpjax.serving.request import QueueFull
 from mtpjax.serving.request import Request as EngineRequest
 
-HEALTH_SECONDS = 20.0  # in which a device that has work must answer something; SGLang's limit
+HEALTH_SECONDS = 20.0  # within which a device that has work must return a result; SGLang's limit
 IDLE_HEALTH_SECONDS = 20.0  # the same for the token of `/health_generate`
 
 
@@ -29,13 +29,13 @@ def health_router(server: ApiServer) -> APIRouter:
     @router.get("/health", response_class=Response)
     @router.get("/ping", response_class=Response)
     async def health() -> Response:
-        """Answers 200 while the engine works."""
+        """Returns 200 while the engine works."""
         check_health()
         return Response()
 
     @router.get("/ready", response_class=Response)
     async def ready() -> Response:
-        """Answers 200 while the server accepts new requests."""
+        """Returns 200 while the server accepts new requests."""
         check_health()
         if server.is_stopping:
             raise shutting_down()
@@ -47,7 +47,7 @@ def health_router(server: ApiServer) -> APIRouter:
 
     @router.get("/health_generate", response_class=Response)
     async def health_generate(request: Request) -> Response:
-        """Answers 200 if the device works: it has answered just now, or it makes a token if nothing runs."""
+        """Returns 200 if the device works: it has answered recently, or generates a token if no request runs."""
         check_health()
         status = engine.status()
         if status.num_running or status.num_waiting:

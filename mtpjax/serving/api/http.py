@@ -28,7 +28,7 @@ T = TypeVar("T")
 
 
 class FramingCheck:
-    """Answers requests whose end is ambiguous with 400: a proxy may see another request in the same bytes."""
+    """Rejects requests with an ambiguous end with 400: a proxy may read the same bytes as a different request."""
 
     def __init__(self, app: ASGIApp):
         self._app = app
@@ -43,7 +43,7 @@ class FramingCheck:
 
 
 class FaultHandler:
-    """Answers an unexpected exception with 500 and keeps the connection.
+    """Converts an unexpected exception to a 500 response and keeps the connection.
 
     A handler of `Exception` would not: Starlette raises the exception again after its response, and uvicorn then closes
     the connection, which may already carry the client's next request.
@@ -63,14 +63,14 @@ class FaultHandler:
         try:
             await self._app(scope, receive, send_on)
         except Exception as error:
-            # The rest of a response that has begun cannot come: the connection ends.
+            # A response that has started cannot be completed, so the connection ends.
             if has_begun or scope["type"] != "http":
                 raise
             await error_response(log_fault(error))(scope, receive, send)
 
 
 class KeyCheck:
-    """Answers requests without a valid key with 401, before anything else reads them."""
+    """Rejects requests without a valid key with 401, before anything else reads them."""
 
     def __init__(self, app: ASGIApp, settings: ApiSettings):
         self._app, self._open_paths = app, settings.open_paths
@@ -92,7 +92,7 @@ class KeyCheck:
         if self._digests and not is_known and scope["path"] not in self._open_paths:
             return await error_response(_invalid_key("API key"))(scope, receive, send)
         scope["has_key"], scope["is_admin"] = is_known, is_admin
-        # Clients with different keys must not find each other's prompts in the prefix cache.
+        # Clients with different keys must not share prompts in the prefix cache.
         scope["prefix_salt"] = digest if is_known else b""
         await self._app(scope, receive, send)
 
@@ -107,7 +107,7 @@ def check_admin(request: Request, settings: ApiSettings) -> None:
 
 
 def check_origin(request: Request) -> None:
-    """Rejects requests from web pages of other sites, on routes without a body, which browsers let pages send.
+    """Rejects requests from web pages of other sites, for routes without a body, which browsers allow.
 
     A page of another site can use a host name that resolves to this machine, so a page without a key passes only if its
     origin is this server by IP address or as localhost. Raises ApiError with 403.
@@ -211,7 +211,7 @@ class EventStream(Response):
     Args:
         events: JSON values, or texts that are sent unchanged.
         write_timeout: seconds that one event may wait for the client to read.
-        on_close: called at the end, also if the client disconnects before the first event.
+        on_close: called at the end, even if the client disconnects before the first event.
     """
 
     media_type = "text/event-stream"
@@ -255,7 +255,7 @@ class EventStream(Response):
                     event = await anext(self._events)
                 except StopAsyncIteration:
                     break
-                # An error in mid-stream becomes the last event, because the status is sent already.
+                # An error during a stream becomes the last event, because the status has already been sent.
                 except ApiError as error:
                     event, is_open = error.body, False
                 except Exception as error:

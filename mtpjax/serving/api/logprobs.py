@@ -27,8 +27,8 @@ class TokenScores:
 async def score_choice(server: ApiServer, choice: Choice, num_top: int, *, with_prompt: bool = False) -> TokenScores:
     """Collects the log-probabilities of a text that has ended.
 
-    The engine gives log-probabilities of new tokens as it makes them. Alternatives, and log-probabilities of the
-    prompt, take another pass over the whole text.
+    The engine returns log-probabilities with the new tokens. Alternatives, and log-probabilities of the prompt, need an
+    additional pass over the whole text.
     """
     if not num_top and not with_prompt:
         return TokenScores(choice.tokens, choice.logprobs)

@@ -53,7 +53,7 @@ class OpenAIReply(Reply):
             counts = usage(generation.choices, self._values["n"]) if is_continuous else None
             return {**self._head(kind), "choices": [content], **({"usage": counts} if with_usage else {})}
 
-        # The beginning: the role of each answer, or the prompt.
+        # The start: the role of each answer, or the prompt.
         offsets = [self._offsets(choice) for choice in generation.choices]
         for choice in generation.choices:
             if self._is_chat:

@@ -91,8 +91,8 @@ _STRUCTURED = """
 """
 STRUCTURED = frozenset(_STRUCTURED.split())
 
-# Options of OpenAI, vLLM and SGLang that would change the text, and are missing here, with the values that have no
-# effect. Accepting others without effect would give a wrong answer.
+# Unsupported options of OpenAI, vLLM and SGLang that would change the text, with the values that have no effect.
+# Silently ignoring any other value would give a wrong answer.
 _NEVER = """
     allowed_token_ids audio chat_template custom_logit_processor ebnf enable_thinking grammar guided_choice
     guided_grammar guided_whitespace_pattern input_embeds lora_path prompt_embeds prompt_logprobs reasoning

@@ -1,4 +1,4 @@
-"""Checks the options of requests that make text, and makes the engine's requests."""
+"""Checks the options of generation requests, and makes the engine's requests."""
 
 import dataclasses
 import os
@@ -32,7 +32,7 @@ class Options:
 
     Attributes:
         max_new_tokens: maximum new tokens; None: as many as fit.
-        is_explicit: the request gives `max_new_tokens`, so all of them must fit.
+        is_explicit: whether the request sets `max_new_tokens`, so that all of them must fit.
         sampling: without a seed.
         seed: of the first choice; each further choice adds 1.
         stop: stop strings.
@@ -76,7 +76,7 @@ class Options:
         asked = f"{count_of(num_texts, 'text')} ({count_of(len(prompts), 'prompt')}, n {self.num_choices})"
         if num_texts > limits.max_requests:
             raise ApiError(f"a request may ask for {count_of(limits.max_requests, 'text')}, not for {asked}", param="n")
-        # Such a request would find the queue full at any time.
+        # Such a request would never fit into the queue.
         if num_texts > limits.max_queued:
             message = (
                 f"the request asks for {asked}; the server holds at most {limits.max_queued} at the same time, running "
@@ -162,7 +162,7 @@ def read_generate(body: Body, limits: Limits) -> tuple[dict[str, Any], Options]:
 
 
 def reject_unsupported(body: Body, fields: Mapping[str, Field], prefix: str = "") -> None:
-    """Raises ApiError if a body asks for an option that would change the text and that its table lacks."""
+    """Raises ApiError if a body has an unsupported option that would change the text."""
     for name, harmless in sorted(tables.UNSUPPORTED.items()):
         value = body.get(name)
         if name in fields or value is None or value in harmless:
@@ -174,7 +174,7 @@ def reject_unsupported(body: Body, fields: Mapping[str, Field], prefix: str = ""
                 continue
             advice = ", because tool calls are not parsed; tool_choice none only shows the tools to the model"
         elif name in ("enable_thinking", "thinking"):
-            advice = ": set it in chat_template_kwargs"  # a template variable has another place
+            advice = ": set it in chat_template_kwargs"  # template variables are set elsewhere
         raise ApiError(f"{prefix}{name} is not supported{advice}", param=prefix + name, code="unsupported_option")
 
 
@@ -195,7 +195,7 @@ def _shared_options(
     temperature, top_k = values["temperature"], values["top_k"]
     sampling = SamplingParams(
         temperature=temperature if temperature >= tables.GREEDY_TEMPERATURE else 0.0,
-        # As many as there are tokens is all of them.
+        # The size of the vocabulary means all tokens.
         top_k=top_k if 0 < top_k < limits.vocab_size else 0,
         top_p=values["top_p"],
         min_p=values["min_p"],

@@ -21,7 +21,7 @@ FILES = {
     "/page.js": ("page.js", "text/javascript"),
 }
 HEADERS = {
-    # Scripts, styles and requests of this server only, and nothing inline: text of a model can never become code.
+    # Allows only this server's scripts, styles and requests, and nothing inline: a model's text can never become code.
     "Content-Security-Policy": "default-src 'self'; img-src data:; object-src 'none'; base-uri 'none'; "
     "form-action 'none'; frame-ancestors 'none'",
     "X-Content-Type-Options": "nosniff",

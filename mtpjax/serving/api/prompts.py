@@ -38,7 +38,7 @@ def read_prompts(
         raise ApiError(f"{param} must be a string, a list of strings, or lists of token ids", param=param)
     if not value or not all(each or each == 0 for each in value):
         raise ApiError(f"{param} is empty", param=param)
-    # A flat list that does not begin with a text or a list is one prompt of token ids.
+    # A flat list whose first element is neither a text nor a list is one prompt of token ids.
     if not isinstance(value[0], str | list):
         value = [value]
     check_list(value, param, MAX_PROMPTS)
@@ -60,7 +60,7 @@ def encode_text(tokenizer: Tokenizer, text: str, param: str, *, add_special_toke
 
 
 def read_chat(tokenizer: Tokenizer, body: Body, limits: Limits, *, add_generation_prompt: bool) -> list[int]:
-    """Reads the conversation of a chat into token ids. Raises ApiError, also if the chat template rejects it."""
+    """Reads the conversation of a chat into token ids. Raises ApiError, for example if the chat template rejects it."""
     if body.get("messages") is None:
         raise ApiError("messages is missing", param="messages")
     messages = check_list(body["messages"], "messages", MAX_MESSAGES)
@@ -144,7 +144,7 @@ def _message(message: Any, param: str, size: _Size) -> dict[str, Any]:
 
 def _content(message: dict[str, Any], param: str, size: _Size) -> str | list[dict[str, Any]] | None:
     content, param = message.get("content"), f"{param}.content"
-    # An answer may have no text: it only calls tools, or was cut while the model reasoned.
+    # An answer may have no text if it only calls tools, or was cut off while the model reasoned.
     if message["role"] == "assistant" and (content is None or content == []):
         return None
     if content is None:

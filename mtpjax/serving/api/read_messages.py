@@ -38,7 +38,7 @@ def to_request(kind: str, parts: Sequence[bytes]) -> list[bytes]:
 
 
 def to_answer(read: Callable[[], Reading]) -> dict[str, Any]:
-    """Reads, and returns the outcome as a JSON object."""
+    """Reads a body, and returns the outcome as a JSON object."""
     try:
         reading = read()
     except ApiError as error:

@@ -1,4 +1,4 @@
-"""Requests that wait to be read, in turns of their clients."""
+"""Requests that wait to be read; clients take turns."""
 
 import collections
 from collections.abc import Hashable
@@ -11,7 +11,7 @@ MAX_WAITING_BYTES = 256 << 20  # of their bodies
 
 
 class ReadQueue:
-    """Hands out waiting requests in turns of their clients. Not thread-safe.
+    """Returns waiting requests, with clients taking turns. Not thread-safe.
 
     A worker takes either small requests only, or large ones first.
     """

@@ -1,8 +1,8 @@
-"""Reads request bodies outside the event loop: in a few processes, fair between clients, and within limits.
+"""Reads request bodies outside the event loop, in a few processes, fairly between clients and within limits.
 
 Parsing, checks, chat templates and tokenizing take time that grows with a body. A thread would hold Python's lock, and
-so block the event loop and the engine, during each of these steps; and nobody can stop a thread. One process reads only
-small bodies, so that they never wait for large ones.
+so block the event loop and the engine, during each of these steps; and a thread cannot be stopped. One process reads
+only small bodies, so that they never wait for large ones.
 """
 
 import asyncio
@@ -28,7 +28,7 @@ SMALL_BODY_BYTES = 1 << 14
 START_SECONDS = 60.0  # of a process: imports, and a tokenizer
 LARGE_NICENESS = 10  # of the processes for large bodies
 _SCRIPT = str(pathlib.Path(__file__).with_name("reader_worker.py"))
-_MEMORY_SIGNALS = (signal.SIGABRT, signal.SIGSEGV, signal.SIGBUS)  # native code ends so when there is no memory
+_MEMORY_SIGNALS = (signal.SIGABRT, signal.SIGSEGV, signal.SIGBUS)  # native code ends this way when memory runs out
 _log = logging.getLogger(__name__)
 
 
@@ -37,7 +37,7 @@ class ReadLimits:
     """Limits of one body.
 
     Attributes:
-        answer_seconds: time for an answer; a process that is busy ends itself before.
+        answer_seconds: time for an answer; a busy process ends itself earlier.
         cpu_seconds: CPU time.
         memory: address space of a process, in bytes.
     """
@@ -63,7 +63,7 @@ class Readers:
         if num_workers < 0 or num_workers == 1:
             raise ValueError(f"num_workers must be 0 or at least 2, got {num_workers}")
         self._lock, self._queue, self._is_closed = threading.Lock(), ReadQueue(), False
-        # On a full machine, the event loop and the engine come before large bodies.
+        # On a busy machine, the event loop and the engine take precedence over large bodies.
         self._workers: list[Any] = [
             _Process(reader, limits, niceness=LARGE_NICENESS if number else 0) for number in range(num_workers)
         ] or [_Thread(reader), _Thread(reader)]
@@ -119,7 +119,7 @@ class Readers:
         with self._lock:
             if self._is_closed:
                 return
-            # The worker for small bodies comes first, so that the others are free for large ones.
+            # Prefer the worker for small bodies, so that the others are free for large ones.
             for worker in [each for each in self._workers if each in self._idle]:
                 taken = self._queue.take(small_only=worker is self._workers[0])
                 if taken is not None:
@@ -146,7 +146,7 @@ class Readers:
 
 
 class _Thread:
-    """Reads in the thread that calls it: the plain twin of `_Process`."""
+    """Reads in the calling thread: the plain twin of `_Process`."""
 
     def __init__(self, reader: Any):
         self._reader = reader
@@ -164,7 +164,7 @@ class _Thread:
 
 
 class _Process:
-    """Reads in another process, one body at a time. Replaces a process that is stopped or ends."""
+    """Reads in a separate process, one body at a time. Replaces a process that is stopped or ends."""
 
     def __init__(self, reader: Any, limits: ReadLimits, *, niceness: int):
         self._reader, self._limits, self._niceness = reader, limits, niceness
@@ -194,7 +194,7 @@ class _Process:
         self._process.close()
 
     def kill(self) -> None:
-        """Ends the process for good, even while it reads."""
+        """Ends the process permanently, even while it reads."""
         self._is_killed = True
         self._process.kill()
 

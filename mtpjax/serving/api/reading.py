@@ -1,6 +1,6 @@
-"""Reads and checks request bodies: everything that takes time which grows with a body.
+"""Reads and checks request bodies: all work that grows with the size of a body.
 
-A `BodyReader` runs in another process (`readers`), and returns a `Reading` of limited size.
+A `BodyReader` runs in a separate process (`readers`), and returns a `Reading` of limited size.
 """
 
 import dataclasses

@@ -22,12 +22,12 @@ async def read_body(server: ApiServer, request: Request, kind: str) -> Reading:
         raise shutting_down()
     parts = await read_json(request, server.settings)
     reading = server.readers.read(kind, parts, client_of(request))
-    # Large bodies may wait long, and need not be read once the client has disconnected.
+    # Large bodies may wait for a long time, and need not be read once the client has disconnected.
     return await (run_while_connected(request, reading) if sum(map(len, parts)) > SMALL_BODY_BYTES else reading)
 
 
 def check_model(server: ApiServer, name: str | None) -> None:
-    """Raises ApiError if a request names another model."""
+    """Raises ApiError if a request names a different model."""
     settings = server.settings
     if name is not None and name not in (settings.model_name, *settings.model_aliases):
         raise ApiError("the model does not exist", status=404, param="model", code="model_not_found")
@@ -39,21 +39,21 @@ def owner_of(request: Request) -> bytes:
 
 
 def client_of(request: Request) -> Hashable:
-    """Returns the client whose requests take turns with those of others: its key, or without one its address."""
+    """Returns the client for taking turns: its key, or without one its address."""
     return owner_of(request) or (request.client and request.client.host)
 
 
 async def make_jobs(
     server: ApiServer, request: Request, reading: Reading, options: Options, cache_salt: str | None = None
 ) -> list[Job]:
-    """Compiles a request's grammar and makes its texts. Only those with the same key and salt share prefix pages."""
+    """Compiles a request's grammar and makes its jobs. Only those with the same key and salt share prefix pages."""
     grammar = await server.compile_grammar(options.grammar, client_of(request))
     salt = owner_of(request) + (cache_salt or "").encode()
     return options.jobs(reading.prompts, server.limits, salt=salt, param=reading.param, grammar=grammar)
 
 
 class Reply(abc.ABC):
-    """Makes the responses to one request that makes text.
+    """Makes the responses to a generation request.
 
     Args:
         server: state of the API.

@@ -24,9 +24,9 @@ from mtpjax.version import __version__
 
 DRAIN_INTERVAL = 0.02
 ABORT_SECONDS = 2.0
-QUICK_GRAMMAR_SECONDS = 0.25  # of CPU time; grammars that need more wait for each other, and not the others for them
+QUICK_GRAMMAR_SECONDS = 0.25  # of CPU time; grammars that need more wait for each other, and do not delay the others
 GRAMMAR_WAIT_SECONDS = 60.0  # for the turn of a grammar
-GRAMMAR_SECONDS = 90.0  # from its turn on, whatever llguidance does
+GRAMMAR_SECONDS = 90.0  # from its turn on, regardless of llguidance's limits
 SLOW_GRAMMARS = 2  # that compile at the same time
 
 
@@ -78,7 +78,7 @@ class Engine(Protocol):
     def status(self) -> EngineStatus: ...
 
     def flush_cache(self) -> int:
-        """Forgets unused prefix pages and returns their number."""
+        """Drops unused prefix pages and returns their number."""
         ...
 
 
@@ -90,8 +90,8 @@ class ApiSettings:
         model_name: the name that clients see.
         model_aliases: further names that requests may use.
         api_keys: requests need one of them as bearer token; empty: no key is needed.
-        admin_api_keys: `/flush_cache`, and `/abort_request` for all, need one of them; they open every other route too.
-            Empty: these requests need what others need.
+        admin_api_keys: `/flush_cache`, and `/abort_request` for all, need one of them; they are valid for every other
+            route too. Empty: ordinary keys are enough.
         open_paths: paths that need no key. The page shows nothing without its data, which needs one.
         max_body_bytes: larger bodies get 413.
         max_prompt_characters: maximum length of a prompt; None: 64 per token of the longest text.
@@ -102,7 +102,7 @@ class ApiSettings:
         template_variables: variables of the chat template that requests may set.
         num_readers: processes that parse, check and tokenize bodies, at least 2; 0: threads of this process, as with
             tokenizers of other packages.
-        strict_fields: answer unknown fields with 400.
+        strict_fields: reject unknown fields with 400.
         server_info: settings that `/server_info` shows.
     """
 
@@ -126,8 +126,8 @@ class ApiSettings:
 class Mailbox:
     """Passes calls from other threads to an event loop.
 
-    Calls that arrive together wake the loop once, because a wake-up is a system call: a tick of the engine has an event
-    for each of its requests.
+    Calls that arrive together wake the loop only once, because a wake-up is a system call, and a tick of the engine has
+    an event per request.
     """
 
     def __init__(self, loop: asyncio.AbstractEventLoop):
@@ -136,7 +136,7 @@ class Mailbox:
         self._is_woken = False
 
     def post(self, function: Callable[..., None], *arguments: Any) -> None:
-        """Calls a function soon in the loop, in the order of the posts. Does nothing once the loop has ended."""
+        """Schedules a function in the loop, in the order of the calls. Does nothing once the loop has ended."""
         self._calls.append((function, arguments))
         # `_run` resets this before it takes calls, so a call after its last one wakes the loop again.
         if not self._is_woken:
@@ -161,7 +161,7 @@ class ApiServer:
     Attributes:
         limits: of requests.
         is_stopping: new requests get 503.
-        prepare: called with the engine requests of an HTTP request before they are submitted; None: nothing to do.
+        prepare: called with the engine requests of an HTTP request before they are submitted; None disables it.
         readers: read the bodies of requests; `make_app` sets them.
         running: engine ids by owner and name of the HTTP request, for `/abort_request`. An owner is a client's key as
             `KeyCheck` gives it, so clients with different keys may use the same name.
@@ -230,7 +230,7 @@ class ApiServer:
                 await turns.take(client)
         except TimeoutError as error:
             raise server_busy() from error
-        # The slot is free again when the thread is, which cannot be stopped. The time limit excludes the wait.
+        # The slot is freed when the thread ends, which cannot be stopped. The time limit excludes the wait.
         mailbox, running = self.mailbox(), self._submit(self._grammar_threads, work)
         running.add_done_callback(lambda _: mailbox.post(turns.release, client))
         async with asyncio.timeout(GRAMMAR_SECONDS):
@@ -255,12 +255,12 @@ class ApiServer:
             while self.running and time.monotonic() < end:
                 await asyncio.sleep(DRAIN_INTERVAL)
             self.abort()
-            # An engine that does not answer must not keep the process alive.
+            # An unresponsive engine must not keep the process alive.
             end = time.monotonic() + ABORT_SECONDS
             while self.running and time.monotonic() < end:
                 await asyncio.sleep(DRAIN_INTERVAL)
         finally:
-            # Neither must a thread, which Python waits for: end the processes whose answers they wait for.
+            # Nor must threads, for which Python waits: end the processes whose answers they wait for.
             self._is_closed = True
             for threads in (self._grammar_threads, self._score_threads):
                 threads.shutdown(wait=False, cancel_futures=True)

@@ -38,8 +38,8 @@ class Piece:
 class TextStream:
     """Decodes the tokens of one request.
 
-    The text does not depend on how the tokens are split into calls. Text is held back only while it may be the
-    beginning of a stop string. Stop strings and stop tokens are never shown.
+    The text does not depend on how the tokens are split into calls. Text is held back only while it may be the start of
+    a stop string. Stop strings and stop tokens are never shown.
 
     Args:
         decoder: the tokenizer's incremental decoder.
@@ -86,7 +86,7 @@ class TextStream:
         """Returns the rest of the text after the last token."""
         if self.is_stopped:
             return Piece([])
-        # Flush incomplete characters. What was held back can no longer become a stop string.
+        # Flush incomplete characters. Held-back text can no longer become a stop string.
         spans = self._release(self._decoder(None))
         if not self.is_stopped:
             spans, self._held = spans + self._held, []
@@ -112,13 +112,13 @@ class TextStream:
         if self.num_tokens < self._min_tokens:
             return spans
         text = "".join(span.text for span in spans)
-        # The stop string that begins first wins; of several at one place, the first in the request's order.
+        # The stop string that starts first wins; of several at one place, the first in the request's order.
         found = [(place, stop) for stop in self._stop if (place := text.find(stop)) >= 0]
         if found:
             place, self.matched = min(found, key=lambda each: each[0])
             self.is_stopped = True
             return _split(spans, place)[0]
-        # Hold back the longest end of the text that may still become a stop string.
+        # Hold back the longest suffix that may still become a stop string.
         held = max((_overlap(text, stop) for stop in self._stop), default=0)
         shown, self._held = _split(spans, len(text) - held)
         return shown
@@ -135,7 +135,7 @@ def _split(spans: list[Span], place: int) -> tuple[list[Span], list[Span]]:
 
 
 def _overlap(text: str, stop: str) -> int:
-    """Returns the length of the longest end of `text` that begins `stop`."""
+    """Returns the length of the longest suffix of `text` that is a prefix of `stop`."""
     for length in range(min(len(text), len(stop) - 1), 0, -1):
         if text.endswith(stop[:length]):
             return length

@@ -34,7 +34,7 @@ class FairQueue:
         subtract(self._running, client, 1)
 
     def discard(self, client: Hashable, item: Any) -> bool:
-        """Removes an item, if it still waits; the next turn is that of other clients. Returns whether it waited."""
+        """Removes an item if it still waits; the next turn goes to other clients. Returns whether it waited."""
         items = self._waiting.get(client, ())
         if not items or item not in items:
             return False

@@ -18,7 +18,7 @@ class RequestFailedError(Exception):
 
 @dataclasses.dataclass(frozen=True)
 class Update:
-    """One event of a stream. Counts are totals of the request so far; None: the event does not say.
+    """One event of a stream. Counts are totals of the request so far; None: not in the event.
 
     Attributes:
         text: new text, or all text so far if the route's `text_is_cumulative`.
@@ -73,7 +73,7 @@ def _read_generate(event: dict[str, Any]) -> Update:
 def _write_openai(request: BenchRequest, model: str, stream: bool, ignore_eos: bool) -> dict[str, Any]:
     """Writes the fields of both OpenAI routes."""
     body: dict[str, Any] = {"model": model, "temperature": 0.0, "stream": stream}
-    # Chunks hold several tokens, so their number says nothing: ask for a token count in each of them.
+    # Chunks hold several tokens, so counting them is not enough: request a token count in each.
     if stream:
         body["stream_options"] = {"include_usage": True, "continuous_usage_stats": True}
     # OpenAI's API has no `ignore_eos`, so a server may reject even a false one.

@@ -51,7 +51,7 @@ class Client:
         self._stream, self._ignore_eos, self._extra = stream, ignore_eos, extra_body or {}
 
     async def __aenter__(self) -> "Client":
-        """Checks that a server answers, else raises ConnectionError, and asks for the model's name."""
+        """Checks that a server responds, else raises ConnectionError, and requests the model's name."""
         import httpx
 
         try:
@@ -61,7 +61,7 @@ class Client:
             await self._connections.close()
             reason = str(error) or type(error).__name__
             raise ConnectionError(f"no server answers at {self.url}: {reason}") from error
-        # A server without this route is a server all the same.
+        # A server may lack this route.
         with contextlib.suppress(ValueError, LookupError, TypeError):
             self.model = self.model or str(response.json()["data"][0]["id"])
         return self
@@ -70,7 +70,7 @@ class Client:
         await self._connections.close()
 
     async def open_connections(self, count: int) -> None:
-        """Opens connections before as many requests are sent at once."""
+        """Opens connections before many requests are sent at once."""
         await self._connections.open(count)
 
     async def tokenize(self, text: str) -> list[int] | None:
@@ -87,7 +87,7 @@ class Client:
         return await self._ask("POST", "/flush_cache") is not None
 
     async def speculation_counts(self) -> tuple[float, float] | None:
-        """Returns verification passes and accepted drafts since the server's start; None if it does not count them."""
+        """Returns verification passes and accepted drafts since the server's start; None if it does not report them."""
         # Names as vLLM has them, with any prefix; `mtpjax serve` may export the same count under two prefixes.
         pattern = r"^(\w+):spec_decode_num_(drafts|accepted_tokens)(?:_total)?(?:\{[^}]*\})? (\S+)"
         found = re.findall(pattern, await self._ask("GET", "/metrics") or "", re.MULTILINE)
@@ -98,7 +98,7 @@ class Client:
         return (sums["drafts"], sums["accepted_tokens"]) if found else None
 
     async def _ask(self, method: str, path: str, **settings: Any) -> str | None:
-        """Returns the answer of an optional route; None if it fails."""
+        """Returns the response of an optional route; None if it fails."""
         import httpx
 
         try:

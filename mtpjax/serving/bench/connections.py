@@ -16,7 +16,7 @@ if TYPE_CHECKING:
     import httpx
 
 CONNECT_SECONDS = 10.0
-# Servers close idle connections after some seconds, uvicorn after 5. Closing first means that no request meets that.
+# Servers close idle connections after some seconds, uvicorn after 5. Closing them earlier avoids failed requests.
 IDLE_SECONDS = 3.0
 MAX_OPENED = 256  # connections opened ahead of a run
 
@@ -50,7 +50,7 @@ class Connections:
             self._free.append(connection)
 
     async def open(self, count: int) -> None:
-        """Opens connections, so that requests do not wait for them. Failures are left for the requests to meet."""
+        """Opens connections, so that requests do not wait for them. Ignores failures: the requests will see them."""
         import httpx
 
         async def ask() -> None:

@@ -40,7 +40,7 @@ async def file_requests(
     requests = []
     for prompt, reply in read_dataset(path, count, categories=categories, seed=seed):
         num_new = max_new_tokens
-        # The reply of the data set says how long an answer is in practice.
+        # The data set's reply gives a realistic length of the answer.
         if num_new is None and reply is not None:
             num_new = len(await client.tokenize(reply) or ())
         requests.append(BenchRequest(prompt.text, num_new or DEFAULT_NEW_TOKENS, prompt.category))

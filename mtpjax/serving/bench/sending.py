@@ -46,7 +46,7 @@ async def measure(
 
     async def send(request: BenchRequest, at: float) -> None:
         await asyncio.sleep(begin + at - time.perf_counter())
-        # The semaphore hands slots out in the order of arrival. The time before the slot is not part of the latency.
+        # The semaphore grants slots in order of arrival. The time before the slot is not part of the latency.
         async with slots:
             outcomes.append(await client.send(request, extra_body))
         progress()
@@ -70,7 +70,7 @@ def run_until_interrupted(work: Coroutine[Any, Any, T]) -> T:
     async def cancellable() -> T:
         task = asyncio.current_task()
         assert task is not None
-        # Only the main thread can have signal handlers; elsewhere Ctrl-C is the caller's matter.
+        # Only the main thread can have signal handlers; elsewhere the caller handles Ctrl-C.
         with contextlib.suppress(ValueError, RuntimeError):
             asyncio.get_running_loop().add_signal_handler(signal.SIGINT, task.cancel)
         return await work

@@ -57,9 +57,9 @@ async def compare(
     """
     for concurrency in concurrencies:
         for repeat in range(repeats):
-            # The order alternates, so that a machine that gets slower or faster favours neither side.
+            # The order alternates, so that a machine that slows down or speeds up favours neither side.
             for speculative in (True, False) if repeat % 2 == 0 else (False, True):
-                # The prompts are those of the run before: without this, the second run would find them in the cache.
+                # The prompts are those of the previous run: without this, the second run would find them in the cache.
                 await client.flush_cache()
                 summary = await measure(
                     client,
@@ -84,8 +84,8 @@ class Speedup:
         throughput: output tokens per second, without and with drafts.
         ttft: mean milliseconds to the first token, without and with drafts.
         itl: mean milliseconds per token after the first, without and with drafts; None if no request had one.
-        accept_length: tokens per verification pass with drafts; None if the server does not say.
-        accept_length_without: that of the runs without drafts, which is 1 if the server obeys.
+        accept_length: tokens per verification pass with drafts; None if the server does not report it.
+        accept_length_without: the same without drafts; 1 if the server turns drafts off as requested.
         num_pairs: pairs of runs.
         num_failed: requests that failed.
         is_client_busy: the client was too busy in a run, see `is_client_busy`.

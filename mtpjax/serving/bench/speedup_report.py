@@ -54,7 +54,7 @@ def _number(value: float | None, digits: int) -> str:
 
 
 def rows_verdict(rows: Sequence[Speedup]) -> str:
-    """Says in one line, for above the table, which speed-ups can be trusted."""
+    """Returns the line above the table: which speed-ups can be trusted."""
     return verdict([row.problem for row in rows], max(row.waited for row in rows))
 
 
@@ -77,7 +77,7 @@ def notes(rows: Sequence[Speedup], reference: Reference) -> list[str]:
         result.append(
             f"the client was overloaded at {', '.join(busy)} requests at once: the measured latencies are too long"
         )
-    # A server that does not know the field answers all requests with drafts.
+    # A server that does not know the field drafts for all requests.
     if any((row.accept_length_without or 1) > 1.001 for row in rows):
         result.append("the server drafts despite `speculative: false`: the comparison is not valid")
     return result
@@ -111,7 +111,7 @@ def write_report(
     files = [output.with_name(f"{output.name}.{suffix}") for suffix in ("json", "md")]
     write_text(files[0], json.dumps(content, indent=1, allow_nan=False) + "\n")
     write_text(files[1], format_markdown(rows, settings, reference))
-    # The client does not know the server's device; the address and its own processor say where it was measured.
+    # The client does not know the server's device; the address and the client's processor are all it can report.
     title = f"Serving {settings.get('model')} at {settings.get('url')}\n"
     title += f"client: {settings.get('client_cpu')}, {settings.get('client_cores')} cores"
     plot_speedup(output, rows, formats, reference, title=title)

@@ -29,7 +29,7 @@ def summarize(outcomes: Sequence[Outcome], counts: tuple[float, float] | None = 
             them per request; None: unknown.
     """
     done = [outcome for outcome in outcomes if not outcome.error]
-    # The run begins with its first request and ends with its last token.
+    # The run starts with its first request and ends with its last token.
     begin = min((outcome.sent for outcome in outcomes), default=0.0)
     duration = max((outcome.arrivals[-1][0] for outcome in done), default=begin) - begin
     # Prompts of token ids are counted here; texts are counted by the server.

@@ -82,7 +82,7 @@ def _conversations(path: pathlib.Path) -> Iterator[tuple[Prompt, str]]:
         turns = record.get("conversations") if isinstance(record, dict) else None
         if not isinstance(turns, list):
             continue
-        # ShareGPT calls a turn's text "value", OpenAI's format "content". One turn alone has no reply.
+        # ShareGPT calls a turn's text "value", OpenAI's format "content". A single turn has no reply.
         found = [turn.get("value", turn.get("content")) for turn in turns[:2] if isinstance(turn, dict)]
         texts = [text for text in found if isinstance(text, str) and text.strip()]
         if len(texts) == 2:

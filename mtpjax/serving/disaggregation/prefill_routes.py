@@ -28,7 +28,7 @@ def prefill_router(server: ApiServer, engine: Engine, signer: Signer, model: byt
 
     @router.post(PATH, response_class=Response, include_in_schema=False)
     async def prefill(request: Request) -> Response:
-        """Computes the whole pages of a prompt, and offers those that the decode server does not have."""
+        """Computes the full pages of a prompt, and offers those that the decode server lacks."""
         # 1. Check the sender, before anything reads the body.
         max_bytes = 4 * engine.max_length + protocol.MESSAGE_BYTES
         body = await read_bytes(request, max_bytes, server.settings.body_timeout)

@@ -21,7 +21,7 @@ TIME, NONCE, SIGNATURE = "mtpjax-time", "mtpjax-nonce", "mtpjax-signature"  # he
 
 
 class Forged(Exception):
-    """A message that was not sent just now by a holder of the secret."""
+    """A message that was not sent recently by a holder of the secret."""
 
 
 class Signer:
@@ -44,7 +44,7 @@ class Signer:
         now = time.time()
         if abs(now - float(sent)) > MAX_AGE:
             raise Forged("its time differs too much from this machine's")
-        # A request that was recorded in the network must not be answered a second time.
+        # A request that was recorded in the network must not work a second time.
         if nonce in self._nonces:
             raise Forged("it came before")
         self._nonces[nonce] = now

@@ -1,4 +1,4 @@
-"""The decode server's side: asks the prefill server for pages, and prefills itself if it does not get them."""
+"""The decode server's side: requests pages from the prefill server, and prefills itself if that fails."""
 
 import asyncio
 import concurrent.futures
@@ -40,7 +40,7 @@ class RemotePrefill:
 
     Attributes:
         num_fetched: prompts whose pages arrived.
-        num_fallbacks: prompts that this server prefilled alone, because the prefill server failed, had just failed, or
+        num_fallbacks: prompts that this server prefilled itself, because the prefill server failed, had just failed, or
             was busy.
     """
 
@@ -70,7 +70,7 @@ class RemotePrefill:
         await asyncio.gather(*(self._prepare(*prompt) for prompt in prompts))
 
     async def _prepare(self, prompt: tuple[int, ...], salt: bytes) -> None:
-        # A page is known only as a whole, and a prompt that is too long is rejected later.
+        # Only full pages are shared, and a prompt that is too long is rejected later.
         if not self._engine.settings.page_size < len(prompt) < self._engine.max_length:
             return
         if self._num_running >= self._max_concurrent or time.monotonic() < self._paused_until:
@@ -80,7 +80,7 @@ class RemotePrefill:
         fetch = asyncio.wrap_future(_run_in_thread(lambda: self._fetch(prompt, salt)))
         fetch.add_done_callback(self._release)
         try:
-            # A thread cannot be stopped: it goes on alone, within the timeouts of its connections.
+            # A thread cannot be stopped: it continues, within the timeouts of its connections.
             self.num_fetched += await asyncio.wait_for(asyncio.shield(fetch), self._timeout)
         except Exception as error:
             self.num_fallbacks += 1
@@ -94,7 +94,7 @@ class RemotePrefill:
             fetch.exception()  # asyncio logs exceptions that are never read
 
     def _fetch(self, prompt: tuple[int, ...], salt: bytes) -> bool:
-        """Fetches the pages of a prompt that the engine does not have; returns whether there were any."""
+        """Fetches the pages of a prompt that the engine lacks; returns whether there were any."""
         engine, deadline = self._engine, time.monotonic() + self._timeout
         shapes = engine.page_shapes
         # The engine processes the last token itself.

@@ -1,7 +1,7 @@
-"""The data plane: how the bytes of pages get from one process to another.
+"""The data plane: sends the bytes of pages from one process to another.
 
-`jax` sends them from host memory to host memory with `jax.experimental.transfer`, over parallel connections besides
-HTTP. `http` puts them into the answer, which works everywhere.
+`jax` sends them from host memory to host memory with `jax.experimental.transfer`, over additional parallel connections.
+`http` puts them into the response, which works everywhere.
 """
 
 import datetime
@@ -13,12 +13,12 @@ import jax
 import numpy as np
 
 BACKENDS = ("jax", "http")
-PUBLIC_ADDRESS = "192.0.2.1"  # of no machine (RFC 5737): the way there is the default route
+PUBLIC_ADDRESS = "192.0.2.1"  # reserved for documentation (RFC 5737): it is reached by the default route
 OFFER_SECONDS = 60.0  # after which bytes that were not fetched are dropped
 
 
 class Transfer(Protocol):
-    """A way for bytes from a prefill server to a decode server.
+    """Sends bytes from a prefill server to a decode server.
 
     Attributes:
         fields: name and type of what `send` adds to an answer.
@@ -50,8 +50,8 @@ class HttpTransfer:
 class JaxTransfer:
     """Bytes over `jax.experimental.transfer`, between host memories, for any accelerator.
 
-    Its connections are neither encrypted nor authenticated. A random number names each offer, and the signed answer has
-    the bytes' checksum.
+    Its connections are neither encrypted nor authenticated. A random number identifies each offer, and the signed
+    response has the bytes' checksum.
 
     Args:
         host: name or address that the other side connects to, if this one sends; not that of all interfaces.
@@ -93,7 +93,7 @@ class JaxTransfer:
         shape = jax.ShapeDtypeStruct((size,), np.uint8, sharding=sharding)
         [data] = connection.pull(answer["uuid"], [shape], timeout=_after(seconds))
         data = np.asarray(data)
-        # A connection that failed is not used again.
+        # A failed connection is not reused.
         self._connections[address] = connection
         return data
 
@@ -111,7 +111,7 @@ def own_address(host: str) -> str:
 
 
 def _resolve(host: str) -> str:
-    """Returns the address of a name in the form of a URL: JAX connects to addresses only."""
+    """Returns the address of a host name, in URL form: JAX connects only to addresses."""
     addresses = [each[4][0] for each in socket.getaddrinfo(host, None, type=socket.SOCK_STREAM)]
     address = min(addresses, key=lambda each: ":" in str(each))  # IPv4 first
     return f"[{address}]" if ":" in str(address) else str(address)

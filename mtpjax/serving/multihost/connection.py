@@ -1,7 +1,7 @@
 """TCP connections between process 0 and the others: how they meet, frames of bytes, and lost connections.
 
-Process 0 listens on a free port. The port, its addresses and a secret for this run travel over JAX's own collectives,
-so there is nothing to configure. Frames are not encrypted, and neither are JAX's collectives.
+Process 0 listens on a free port. The port, its addresses and a secret for this run are sent over JAX's collectives, so
+there is nothing to configure. Frames are not encrypted, and neither are JAX's collectives.
 """
 
 import contextlib
@@ -25,8 +25,8 @@ from mtpjax.serving.http_server import keepalive_options
 
 EXIT_CODE = 75  # of a process that has lost another; see `LostProcess`
 MEETING_SECONDS = 60.0  # until all processes are connected
-HELLO_SECONDS = 5.0  # until a connection must have said who it is
-STOP_SECONDS = 5.0  # in which another process closes its connection at the end
+HELLO_SECONDS = 5.0  # until a connection must have identified itself
+STOP_SECONDS = 5.0  # in which another process closes its connection at shutdown
 MAX_BYTES = 1 << 30  # of a frame
 HELLO = {"rank": int, TIME: str, NONCE: str, SIGNATURE: str}
 STOP, DRAIN, CALL = b"s", b"d", b"c"  # first byte of a frame
@@ -61,7 +61,7 @@ class Followers:
                 raise LostProcess(f"process {rank} cannot be reached: {error.strerror or error}") from error
 
     def stop(self, problem: str = "") -> None:
-        """Lets the other processes end; `problem` says why this one ends, if that is a fault."""
+        """Lets the other processes end; `problem` is the error that ends this one, if any."""
         if self._has_ended.acquire(blocking=False):
             for connection in self._connections.values():
                 with contextlib.suppress(OSError):
@@ -93,7 +93,7 @@ class Leader:
         threading.Thread(target=self._read, name="mtpjax-process-0", daemon=True).start()
 
     def receive(self) -> bytes | None:
-        """Waits for the next call; None: process 0 stops. Raises ValueError if it ends because of a fault."""
+        """Waits for the next call; None: process 0 stops. Raises ValueError if it ends because of an error."""
         frame = self._frames.get()
         if frame[:1] == STOP and len(frame) > 1:
             raise ValueError(f"process 0 has ended: {printable(frame[1:].decode(errors='replace'))}")
@@ -132,7 +132,7 @@ def connect_processes(address: str | None) -> Iterator[Followers | Leader]:
         `Followers` in process 0, `Leader` in the others.
 
     Raises:
-        LostProcess: a process did not come.
+        LostProcess: a process did not connect.
     """
     is_main, num_others = distributed.is_main_process(), jax.process_count() - 1
     with contextlib.ExitStack() as stack:

@@ -26,7 +26,7 @@ class FollowerExecutor(Executor):
         super().reset()
 
     def run(self, body: bytes) -> None:
-        """Dispatches a call that `plan.encode` encoded. Raises ValueError if process 0 runs another version."""
+        """Dispatches a call that `plan.encode` encoded. Raises ValueError if process 0 runs a different version."""
         name, arguments, key = decode(body)
         if name in METHODS:
             getattr(self, name)(*arguments)
@@ -38,10 +38,10 @@ class FollowerExecutor(Executor):
 
 
 def follow(executor: FollowerExecutor, leader: Leader) -> None:
-    """Runs calls until process 0 stops. Passes SIGTERM and Ctrl-C on to process 0, which drains and then stops.
+    """Runs calls until process 0 stops. Forwards SIGTERM and Ctrl-C to process 0, which drains and then stops.
 
     Raises:
-        ValueError: process 0 ends because of a fault, or runs another version.
+        ValueError: process 0 ends because of an error, or runs a different version.
     """
 
     def pass_on(number: int, frame: FrameType | None) -> None:
@@ -50,6 +50,6 @@ def follow(executor: FollowerExecutor, leader: Leader) -> None:
     if threading.current_thread() is threading.main_thread():
         for number in (signal.SIGTERM, signal.SIGINT):
             signal.signal(number, pass_on)
-    # Calls are dispatched as fast as they come: the device runs them in this order.
+    # Calls are dispatched as soon as they arrive: the device runs them in this order.
     while (body := leader.receive()) is not None:
         executor.run(body)

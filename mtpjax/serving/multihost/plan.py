@@ -24,7 +24,7 @@ from mtpjax.serving.program_set import ProgramKey
 
 FIELDS = {"name": str, "arguments": list, "key": list}
 TYPES = {each.__name__: each for each in (Batch, PromptChunk, NewRows, RowSettings, SamplingArrays, SamplingFeatures)}
-MIN_REPEATED = 64  # elements from which an array of equal elements travels as one of them
+MIN_REPEATED = 64  # elements from which an array of equal elements is sent as one element
 
 
 def encode(name: str, *arguments: Any, key: ProgramKey | None = None) -> bytes:
@@ -43,7 +43,7 @@ def encode_call(call: PendingCall) -> bytes:
 
 
 def decode(body: bytes) -> tuple[str, tuple[Any, ...], list[Any]]:
-    """Decodes a call into name, arguments and key. Raises ValueError if it is damaged or of another version."""
+    """Decodes a call into name, arguments and key. Raises ValueError if it is damaged or of a different version."""
     message = protocol.unpack(body, FIELDS)
     return message["name"], tuple(_from_plain(each) for each in message["arguments"]), message["key"]
 
