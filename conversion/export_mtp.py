@@ -121,7 +121,7 @@ def export_mtp(source, target, *, model_type: str | None = None, progress: Calla
             if (folder / ASCEND_QUANTIZATION).is_file():
                 described = _rename_described(files.json(ASCEND_QUANTIZATION), config, plan.layout)
                 (folder / ASCEND_QUANTIZATION).write_text(json.dumps(described, indent=2) + "\n")
-            # Read the export back before it appears under its name.
+            # Verify the export by reading it back before it is renamed into place.
             with CheckpointFiles(folder) as written:
                 assert [entry_of(tensor) for _, tensor in sorted(written.tensors.items())] == entries
         return config.num_mtp_modules

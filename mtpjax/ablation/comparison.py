@@ -21,7 +21,8 @@ def best_of_each_drafter(rows: Iterable[Row]) -> dict[Group, list[Row]]:
     """
     best: dict[Group, list[Row]] = {}
     for group, of_group in group_by_batch_and_temperature(rows).items():
-        # Exact settings come first, then trusted measurements, each from fast to slow: a drafter's first row counts.
+        # Exact settings before lossy ones, among them trusted measurements before others, and then the fastest first.
+        # Each drafter keeps its first row.
         ordered = sorted(of_group, key=lambda row: (row["lossless"] in ("lossy", "DIFFERS"), *by_speed(row)))
         firsts = {row["cell"]["drafter"]: row for row in reversed(ordered)}
         best[group] = sorted(firsts.values(), key=by_speed)

@@ -82,7 +82,7 @@ def estimate_round(
     `params` are shapes; `rows` is a multiple of the axis `data`, and `context` the tokens in each row's KV cache.
     """
     leaves = list(bytes_of_shards(params, config, sizes))
-    # Scales count as bytes that are read, but not as factors of a product.
+    # Quantisation scales add to the bytes that are read, but not to the weights that are multiplied.
     numbers = [
         (name.removesuffix("/values"), shape, amount / leaf.dtype.itemsize)
         for (name, shape, amount), leaf in zip(leaves, jax.tree.leaves(params), strict=True)

@@ -333,7 +333,7 @@ def _module_config(config: ModelConfig) -> ModelConfig:
 
 @functools.cache
 def _sliding_config(config: ModelConfig) -> ModelConfig:
-    """Returns the config with the values of layers with a window."""
+    """Returns the config with the values of sliding-window layers in place of those of full attention."""
     return dataclasses.replace(
         config,
         num_attention_heads=config.sliding_num_attention_heads,

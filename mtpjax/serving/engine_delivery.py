@@ -181,7 +181,7 @@ class EngineDelivery:
 
     def _end(self, sequence: Sequence, reason: FinishReason, message: str = "", *, is_retryable: bool = False) -> None:
         shard, has_failed = sequence.shard, reason == "error"
-        # Entries of a failed row may be NaN: they leave the prefix cache and are overwritten.
+        # Cache entries of a failed row may be NaN: drop them from the prefix cache, and clear their pages.
         pages = self._scheduler.end(sequence, forget=has_failed)
         if has_failed and pages:
             self._executor.clear_pages(shard, pages)

@@ -1,7 +1,7 @@
-"""The sizes of a drafter's own layers, which are Llama's or Qwen3's regardless of the trunk.
+"""Reads the configuration of a drafter's own layers, which have Llama's or Qwen3's architecture whatever the trunk is.
 
 Training programs often copy the trunk's `config.json`, with its `model_type` and keys about latent attention or
-experts. So the tensors determine what the layers are.
+experts, so the architecture is inferred from the tensors.
 """
 
 import dataclasses
