@@ -1,4 +1,4 @@
-"""Reads the configuration of a drafter's own layers, which have Llama's or Qwen3's architecture whatever the trunk is.
+"""Reads the configuration of a drafter's own layers, which have Llama's or Qwen3's architecture, not the trunk's.
 
 Training programs often copy the trunk's `config.json`, with its `model_type` and keys about latent attention or
 experts, so the architecture is inferred from the tensors.
