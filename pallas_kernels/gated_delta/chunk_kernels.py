@@ -173,7 +173,7 @@ def _solve_kernel(system_ref, beta_ref, inverse_ref, *, num_tokens):
     blocks = range(chunk // BLOCK)
     tokens = [pl.ds(block * BLOCK, BLOCK) for block in blocks]
     inverse = {}
-    # Block forward substitution. For each row of blocks, invert the diagonal block, then compute the blocks of the inverse
+    # Block forward substitution. For each row of blocks, invert the diagonal block, then compute the inverse's blocks
     # to its left from those already computed: `inv[i, j] = -inv[i, i] sum_m system[i, m] inv[m, j]`.
     for later in blocks:
         system = [plt.load(system_ref.at[tokens[later], tokens[earlier]]) for earlier in blocks[: later + 1]]
