@@ -34,10 +34,6 @@ def count_nonfinite(array: np.ndarray) -> int:
 def streams_equal(ours: Iterator[np.ndarray], theirs: Iterator[np.ndarray]) -> bool:
     """Compares two streams of blocks, which may be cut at different places.
 
-    Args:
-        ours: blocks of one tensor.
-        theirs: blocks of the other.
-
     Returns:
         True if both streams have the same dtype and the same bytes.
     """

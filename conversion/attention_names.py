@@ -20,8 +20,8 @@ def grouped_names(
 ) -> Specs:
     """Maps grouped-query attention: the q, k and v projections become one array `qkv [D, K, G + 2, H]`.
 
-    The first G entries of the third axis are the queries of a key/value head, then come its key and its value. With an
-    output gate, G gates follow, and `q_proj` holds query and gate of each head side by side. The input is as wide as
+    The first G entries of the third axis are the queries of a key/value head, followed by its key and its value. With
+    an output gate, G gates follow, and `q_proj` holds query and gate of each head side by side. The input is as wide as
     the model, unless `input_size` says otherwise.
     """
     prefix, config = f"{prefix}self_attn.", config.of_layer(kind)
@@ -138,35 +138,22 @@ def delta_names(config: ModelConfig, kind: LayerKind, prefix: str, layout: Layou
     widths = (P, P, G * Q, G * Q)  # of a key head: query, key, values, gates
     ends = np.cumsum((0, *widths)).tolist()
 
-    def rows(name: str, shape: tuple[int, ...], parts: range, **how) -> list[TensorSlice]:
-        """Cuts a tensor that holds these parts one after the other, each for all key heads."""
+    def rows(name: str, shape: tuple[int, ...], at: Callable[[slice], tuple], **how) -> list[TensorSlice]:
+        """Slices a tensor that holds all queries, then all keys, then all values, each for all key heads."""
         made, begin = [], 0
-        for part in parts:
-            end = begin + K * widths[part]
-            place = slice(ends[part], ends[part + 1])
-            split = (K, widths[part], *shape[1:])
-            made.append(
-                tensor_slice(
-                    name,
-                    shape,
-                    how["at"](place),
-                    rows=(begin, end),
-                    split=split,
-                    select=how["select"],
-                    axes=how["axes"],
-                )
-            )
-            begin = end
+        for width, first, last in zip(widths, ends[:3], ends[1:], strict=False):
+            cut, split = (begin, begin + K * width), (K, width, *shape[1:])
+            made.append(tensor_slice(name, shape, at(slice(first, last)), rows=cut, split=split, **how))
+            begin = cut[1]
         return made
 
-    weights = {"at": lambda place: (ALL, ALL, place), "select": (), "axes": (2, 0, 1)}
     # Qwen3-Next packs the projections per key head, as mtpjax does. Qwen3.5 stores them as separate tensors.
     if layout.packed_delta:
         arrange = {"target": (ALL,) * 3, "axes": (2, 0, 1)}
         qkvz = [tensor_slice(f"{prefix}in_proj_qkvz.weight", (K * ends[4], D), split=(K, ends[4], D), **arrange)]
         ba = [tensor_slice(f"{prefix}in_proj_ba.weight", (2 * J, D), split=(K, 2 * G, D), **arrange)]
     else:
-        qkvz = rows(f"{prefix}in_proj_qkv.weight", (K * ends[3], D), range(3), **weights)
+        qkvz = rows(f"{prefix}in_proj_qkv.weight", (K * ends[3], D), lambda place: (ALL, ALL, place), axes=(2, 0, 1))
         z = (ALL, ALL, slice(ends[3], None))
         qkvz.append(tensor_slice(f"{prefix}in_proj_z.weight", (J * Q, D), z, split=(K, G * Q, D), axes=(2, 0, 1)))
         ba = [
@@ -174,13 +161,11 @@ def delta_names(config: ModelConfig, kind: LayerKind, prefix: str, layout: Layou
             for name, place in (("b", slice(0, G)), ("a", slice(G, None)))
         ]
     # The convolution runs over queries, keys and values, with one filter of C taps per channel.
-    taps = {"at": lambda place: (ALL, place, ALL), "select": (ALL, ALL, 0), "axes": (0, 1, 2)}
+    taps = rows(f"{prefix}conv1d.weight", (K * ends[3], 1, C), lambda place: (ALL, place, ALL), select=(ALL, ALL, 0))
     return {
         "qkvz": ParamSpec((D, K, ends[4]), tuple(qkvz), in_axis=-3),
         "ba": ParamSpec((D, K, 2 * G), tuple(ba), in_axis=-3),
-        "conv": ParamSpec(
-            (K, ends[3], C), tuple(rows(f"{prefix}conv1d.weight", (K * ends[3], 1, C), range(3), **taps))
-        ),
+        "conv": ParamSpec((K, ends[3], C), tuple(taps)),
         "log_rate": copied(f"{prefix}A_log", J),
         "rate_bias": copied(f"{prefix}dt_bias", J),
         "norm": copied(f"{prefix}norm.weight", Q),

@@ -9,16 +9,16 @@ LIMIT = 2**31  # every integer of a configuration must be smaller
 
 
 class ConfigReader:
-    """Reads the values of one JSON object, and remembers which keys were asked for.
+    """Reads the values of one JSON object, and records which keys were read.
 
     Every method raises `ConfigError`, one line with the key and its value, for a value of the wrong type or range. A
     value of null counts as missing.
 
     Attributes:
         values: the object.
-        seen: the keys that were asked for.
+        seen: the keys that were read.
         names: the object's own names for some keys, by the names that callers use.
-        unknown_within: keys of nested objects that nothing asked for, as `section.key`.
+        unknown_within: keys of nested objects that were not read, as `section.key`.
     """
 
     def __init__(self, values: dict[str, Any], names: dict[str, str] | None = None):
@@ -27,15 +27,19 @@ class ConfigReader:
 
     def get(self, key: str) -> Any:
         """Returns the unchecked value of `key`, or `None`."""
-        # `parse_config` warns of keys that nothing asked for: they may change what the model computes.
+        # `parse_config` warns of keys that were not read: they may change what the model computes.
         key = self.names.get(key, key)
         self.seen.add(key)
         return self.values.get(key)
 
+    def _value(self, key: str, default: Any) -> tuple[Any, str]:
+        """Returns the value of `key`, or the default, and the key's name in the file."""
+        value = self.get(key)
+        return default if value is None else value, self.names.get(key, key)
+
     def integer(self, key: str, default: int | None = None, *, low: int = 1) -> int:
         """Returns an integer of at least `low`; without a default the key is required."""
-        value, key = self.get(key), self.names.get(key, key)
-        value = default if value is None else value
+        value, key = self._value(key, default)
         if value is None:
             raise ConfigError(f"config.json lacks {key}")
         # bool is a subclass of int in Python, but true is not a size.
@@ -45,8 +49,7 @@ class ConfigReader:
 
     def number(self, key: str, default: float) -> float:
         """Returns a positive, finite number."""
-        value, key = self.get(key), self.names.get(key, key)
-        value = default if value is None else value
+        value, key = self._value(key, default)
         # Python's JSON parser accepts NaN and Infinity.
         if isinstance(value, bool) or not isinstance(value, (int, float)) or not math.isfinite(value) or value <= 0:
             raise ConfigError(f"config.json: {key} is {value!r}, not a positive number")
@@ -54,29 +57,21 @@ class ConfigReader:
 
     def flag(self, key: str, default: bool) -> bool:
         """Returns a boolean."""
-        value, key = self.get(key), self.names.get(key, key)
-        value = default if value is None else value
+        value, key = self._value(key, default)
         if not isinstance(value, bool):
             raise ConfigError(f"config.json: {key} is {value!r}, not true or false")
         return value
 
     def items(self, key: str, kind: type | tuple[type, ...]) -> tuple:
         """Returns a list whose items are all of one type (or several), as a tuple; empty if missing."""
-        value, key = self.get(key), self.names.get(key, key)
-        value = [] if value is None else value
+        value, key = self._value(key, [])
         if not isinstance(value, list) or not all(isinstance(item, kind) for item in value):
             names = " or ".join(one.__name__ for one in (kind if isinstance(kind, tuple) else (kind,)))
             raise ConfigError(f"config.json: {key} must be a list of {names}")
         return tuple(value)
 
     def per_layer(self, key: str, kind: type, layers: int, modules: int) -> tuple[tuple, Any]:
-        """Returns a list with an entry per layer, and the entry of the MTP modules: behind them, or in `mtp_{key}`.
-
-        Args:
-            key: the key.
-            kind: type of the entries.
-            layers: the trunk's layers.
-            modules: MTP modules.
+        """Returns a list with an entry per layer, and the entry of the MTP modules: after them, or in `mtp_{key}`.
 
         Returns:
             The entries of the layers, empty if the key is missing, and the one that all modules have, or None.
@@ -87,7 +82,7 @@ class ConfigReader:
         if listed and len(listed) not in (layers, layers + modules):
             raise ConfigError(
                 f"config.json: {key} has {len(listed)} entries; supported: one for each of {layers} layers, or also "
-                f"for {modules} MTP modules behind them"
+                f"for {modules} MTP modules after them"
             )
         if len(set(own)) > 1:
             raise ConfigError(f"config.json: {key} has modules of several kinds, {list(own)}, which is not supported")
@@ -95,8 +90,7 @@ class ConfigReader:
 
     def section(self, key: str) -> "ConfigReader":
         """Returns a reader of a nested object; empty if missing."""
-        value, key = self.get(key), self.names.get(key, key)
-        value = {} if value is None else value
+        value, key = self._value(key, {})
         if not isinstance(value, dict):
             raise ConfigError(f"config.json: {key} is {value!r}, not an object")
         return ConfigReader(value)

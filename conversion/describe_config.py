@@ -1,4 +1,4 @@
-"""Makes the `config.json` of an mtpjax model: finds the family that transformers loads it as, and writes its values."""
+"""Makes the `config.json` of an mtpjax model: finds a family that transformers can load, and writes its values."""
 
 import dataclasses
 from typing import Any
@@ -10,7 +10,7 @@ from conversion.rope import describe_scaling
 from mtpjax.errors import ConfigError
 from mtpjax.models.config import ModelConfig
 
-# Families for models that were not converted from a checkpoint: the plainest one that fits comes first.
+# Families for models that were not converted from a checkpoint, the plainest first.
 ORDER = (
     *("llama", "qwen3", "deepseek_v3", "deepseek_v32", "glm_moe_dsa", "glm4_moe"),
     *("qwen3_next", "qwen3_5_text", "qwen3_5_moe_text", "mimo", "kimi_k2"),
@@ -20,7 +20,7 @@ ORDER = (
 QWEN_HYBRID = ("qwen3_next", "qwen3_5", "qwen3_5_text", "qwen3_5_moe", "qwen3_5_moe_text")
 # These name each layer's kind instead of the number of dense layers.
 LISTS_FEED_FORWARD = ("glm4_moe_lite", "hy_v3", "mimo_v2_flash", "step3p5", "step3p7")
-# Fields that the files or the tokenizer decide, not `config.json`.
+# Fields determined by the files or the tokenizer, not by `config.json`.
 NOT_DESCRIBED = ("num_tokens", "mtp_own_embedding", "mtp_own_head")
 # Conventions of MTP modules that differ between families; written if a model differs from its family.
 MTP_CONVENTIONS = (
@@ -33,7 +33,6 @@ def describe_config(config: ModelConfig, model_type: str | None = None) -> tuple
     """Finds a family that can describe a model, and makes its `config.json`.
 
     Args:
-        config: the model's configuration.
         model_type: the family to use; by default the first that fits.
 
     Returns:
@@ -63,15 +62,7 @@ def describe_config(config: ModelConfig, model_type: str | None = None) -> tuple
 
 
 def differing_fields(found: ModelConfig, config: ModelConfig) -> list[str]:
-    """Lists the fields in which two configurations differ. Leaves out fields that `config.json` does not decide.
-
-    Args:
-        found: one configuration.
-        config: the other one.
-
-    Returns:
-        The names of the fields.
-    """
+    """Lists the fields in which two configurations differ. Leaves out fields that `config.json` does not decide."""
     names = (field.name for field in dataclasses.fields(config) if field.name not in NOT_DESCRIBED)
     return [name for name in names if getattr(found, name) != getattr(config, name)]
 

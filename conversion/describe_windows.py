@@ -8,15 +8,7 @@ from mtpjax.models.config import ModelConfig
 
 
 def describe_windows(config: ModelConfig, model_type: str) -> dict[str, Any]:
-    """Makes the keys that `conversion.windows` and `conversion.step_config` read.
-
-    Args:
-        config: the model's configuration.
-        model_type: the family.
-
-    Returns:
-        The keys and their values.
-    """
+    """Makes the keys that `conversion.windows` and `conversion.step_config` read."""
     values: dict[str, Any] = {"layer_types": list(config.layer_types), "sliding_window": config.sliding_window}
     if model_type == "gpt_oss":
         limit = {"swiglu_limit": config.swiglu_limits[0]} if config.swiglu_limits else {}
@@ -47,7 +39,7 @@ def describe_windows(config: ModelConfig, model_type: str) -> dict[str, Any]:
 
 
 def _describe_step(config: ModelConfig) -> dict[str, Any]:
-    """Lists an entry per layer and, behind them, per MTP module."""
+    """Lists an entry per layer and then per MTP module."""
     types = [*config.layer_types, *[config.mtp_layer_type] * config.num_mtp_modules]
     bases = {FULL: config.rope_theta, SLIDING: config.sliding_rope_theta}
     shares = {FULL: config.partial_rotary_factor, SLIDING: config.sliding_partial_rotary_factor}

@@ -26,25 +26,19 @@ class TensorAssembler:
         """Indexes the slices of each tensor.
 
         Args:
-            specs: the parameters by flat name.
             read: reads a part of a stored array. A quantized parameter is stored as `path/values` and `path/scales`.
             scaled: `[axis, block]` of the parameters that are stored quantized, by flat name.
-            scales: the scale tensors to make, for fp8 tensors.
-            tied: tensors that are copies of other ones.
         """
         self.read, self.scaled, self.tied, self.scales = read, scaled, tied, scales
         self.fp8_tensor = {scale: name for name, scale in scales.names.items()}
         self.parts: dict[str, list[tuple[str, ParamSpec, TensorSlice]]] = {}
-        # Loading goes from a parameter to its slices; exporting needs the way back, from a tensor to its slices.
+        # Loading maps a parameter to its slices; exporting needs the inverse, from a tensor to its slices.
         for path, spec in specs.items():
             for piece in spec.slices:
                 self.parts.setdefault(piece.name, []).append((path, spec, piece))
 
     def blocks(self, entry: TensorEntry) -> Iterator[np.ndarray]:
         """Makes the rows of a tensor.
-
-        Args:
-            entry: the tensor.
 
         Yields:
             Its rows in order, block after block, in the entry's dtype.
@@ -54,8 +48,8 @@ class TensorAssembler:
         if name in self.fp8_tensor:
             yield self._scale_tensor(self.fp8_tensor[name], entry)
             return
-        # Several slices can share rows of a tensor, such as the query and the gate of `q_proj`. They are cut alike, and
-        # a block of rows is written once all of them have filled it.
+        # Several slices can share rows of a tensor, such as the query and the gate of `q_proj`. They are cut at the
+        # same rows, and a block is written once all of them have filled it.
         groups: dict[tuple[int, int], list[tuple[str, ParamSpec, TensorSlice]]] = {}
         for part in self.parts[name]:
             groups.setdefault(part[2].rows, []).append(part)
@@ -77,7 +71,7 @@ class TensorAssembler:
         values = self.read(f"{path}/values", index)
         if dtype == E4M3:
             return values[kept]
-        # All scales along the input axis are read: a part may begin inside a block.
+        # All scales along the input axis are read, because a part may start inside a block.
         axis, block = self.scaled[path]
         whole = list(index)
         whole[axis] = slice(0, -(-spec.shape[axis] // block))

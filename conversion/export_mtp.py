@@ -36,7 +36,7 @@ AROUND = (
     *("embed_tokens.", "shared_head.", "transformer.shared_head.", "final_layernorm."),
     *("enorm.", "hnorm.", "eh_proj."),
 )
-# Small files that belong to a checkpoint, by their usual names. The source's other files stay where they are: pictures,
+# Small files that belong to a checkpoint, by their usual names. The source's other files are not copied: pictures,
 # logs, results, and the description of the whole model.
 CHECKPOINT_FILES = (
     "generation_config.json",
@@ -121,7 +121,7 @@ def export_mtp(source, target, *, model_type: str | None = None, progress: Calla
             if (folder / ASCEND_QUANTIZATION).is_file():
                 described = _rename_described(files.json(ASCEND_QUANTIZATION), config, plan.layout)
                 (folder / ASCEND_QUANTIZATION).write_text(json.dumps(described, indent=2) + "\n")
-            # Read the export back before it appears under its name.
+            # Verify the export by reading it back before it is renamed into place.
             with CheckpointFiles(folder) as written:
                 assert [entry_of(tensor) for _, tensor in sorted(written.tensors.items())] == entries
         return config.num_mtp_modules
@@ -134,11 +134,6 @@ def exported_name(name: str, config: ModelConfig, layout: Layout) -> str | None:
     module, and stay with their layer if there are several, a case that xLLM's script rejects. Qwen, MiMo and Ernie keep
     their names, under `mtp.` and `model.`.
 
-    Args:
-        name: the tensor's name in the checkpoint.
-        config: the model's configuration.
-        layout: how its family names tensors.
-
     Returns:
         The name in the export, or `None` if the tensor does not belong to a module.
     """
@@ -149,7 +144,7 @@ def exported_name(name: str, config: ModelConfig, layout: Layout) -> str | None:
         return f"model.{name.removeprefix(layout.modules)}" if is_of_module else None
     if name == "rot.weight":  # a rotation that some quantized checkpoints have
         return "model.rot.weight"
-    # Modules are the decoder layers behind those of the trunk.
+    # Modules are the decoder layers after those of the trunk.
     found = re.fullmatch(rf"{re.escape(layout.modules)}layers\.(\d+)\.(.+)", name)
     if found is None or int(found[1]) < config.num_hidden_layers:
         return None
@@ -160,14 +155,6 @@ def exported_name(name: str, config: ModelConfig, layout: Layout) -> str | None:
 
 def original_name(name: str, config: ModelConfig, layout: Layout) -> str:
     """Inverts `exported_name`.
-
-    Args:
-        name: a tensor's name in an export.
-        config: the model's configuration.
-        layout: how its family names tensors.
-
-    Returns:
-        The name in a full checkpoint.
 
     Raises:
         CheckpointFileError: an export has no tensor of this name.
@@ -186,24 +173,13 @@ def original_name(name: str, config: ModelConfig, layout: Layout) -> str:
 
 
 def shared_tensors(config: ModelConfig, layout: Layout) -> list[str]:
-    """Lists the trunk's tensors that Qwen's exports contain beside the modules: the embedding and the head.
-
-    Args:
-        config: the model's configuration.
-        layout: how its family names tensors.
-
-    Returns:
-        The tensors' names.
-    """
+    """Lists the trunk's tensors that Qwen's exports contain besides the modules: the embedding and the head."""
     # The engines run Qwen's export as a complete model, so it needs both.
     return [layout.embedding] if config.tie_word_embeddings else [layout.embedding, layout.head]
 
 
 def belongs_to_checkpoint(name: str) -> bool:
-    """Returns whether a file beside the weights belongs to a checkpoint and is copied to an export.
-
-    Args:
-        name: the file's name.
+    """Returns whether a file other than the weights belongs to a checkpoint and is copied to an export.
 
     Returns:
         True for tokenizer, chat template, generation settings, licence, and code that `config.json` may name.
@@ -212,14 +188,7 @@ def belongs_to_checkpoint(name: str) -> bool:
 
 
 def is_export(path: pathlib.Path) -> bool:
-    """Returns whether a folder is an export, which a later one may replace.
-
-    Args:
-        path: the folder.
-
-    Returns:
-        True if it contains the exported weights.
-    """
+    """Returns whether a folder is an export, which a later one may replace."""
     return (path / WEIGHTS).is_file()
 
 
@@ -286,7 +255,7 @@ def main(arguments: list[str] | None = None) -> int:
     parser.add_argument("--model-type", default=None, help="use this family instead of the one in config.json")
     options = parser.parse_args(arguments)
     logging.basicConfig(level=logging.WARNING, format="%(message)s")
-    # Print one line for a checkpoint that is at fault; anything else is a bug and keeps its traceback.
+    # Print one line for a faulty checkpoint; anything else is a bug and keeps its traceback.
     try:
         export_mtp(options.input_dir, options.output_dir, model_type=options.model_type)
     except CheckpointError as error:

@@ -1,4 +1,4 @@
-"""Supported model families: what the `config.json` of a `model_type` leaves unsaid, and how its tensors are named."""
+"""Supported model families: the settings that the `config.json` of a `model_type` leaves out, and its tensor names."""
 
 import dataclasses
 from typing import Any
@@ -53,7 +53,7 @@ class Family:
 
     layout: Layout = dataclasses.field(default_factory=Layout)
     attention: str = "grouped"  # "grouped" (GQA) or "latent" (MLA)
-    fixed: tuple[tuple[str, Any], ...] = ()  # fields of ModelConfig that no configuration of the family names
+    fixed: tuple[tuple[str, Any], ...] = ()  # fields of ModelConfig that the family's configurations never state
     architecture: str = ""  # the class of transformers that loads the text model
     # Pairs about keys of `config.json`: names of this family instead of the usual ones, values of keys that may be
     # missing, and further keys with the only value that the model implements.
@@ -62,7 +62,7 @@ class Family:
     required: tuple[tuple[str, Any], ...] = ()
     has_windows: bool = False  # some layers attend to a window (`conversion.windows`)
     rotates_part: bool = True  # transformers' class reads `partial_rotary_factor`
-    computes: tuple[tuple[str, Any], ...] = ()  # fields that transformers' class fixes, whatever `config.json` says
+    computes: tuple[tuple[str, Any], ...] = ()  # fields that transformers' class computes, regardless of `config.json`
     nulls: tuple[str, ...] = ()  # keys of `NOT_NULL` that are null in published files, which means the default
 
 
@@ -128,19 +128,24 @@ _STEP: dict[str, Any] = {
     "has_windows": True,
 }
 
-# By `model_type`. Everything that `config.json` states itself is read from there, not listed here.
+_DEEPSEEK_V3 = Family(
+    attention="latent", fixed=_DEEPSEEK, architecture="DeepseekV3ForCausalLM", defaults=_DEEPSEEK_ROUTING
+)
+_QWEN35 = Family(Layout(mtp="mtp"), fixed=_QWEN_HYBRID, architecture="Qwen3_5ForCausalLM", defaults=_QUARTER_ROTARY)
+_QWEN35_MOE = dataclasses.replace(
+    _QWEN35,
+    layout=Layout(mtp="mtp", fused_experts=True),
+    architecture="Qwen3_5MoeForCausalLM",
+    computes=(*_PLAIN_ROUTING, ("norm_topk_prob", True)),
+)
+
+# By `model_type`. Everything that `config.json` states is read from there, not listed here.
 FAMILIES = {
-    "deepseek_v3": Family(
-        attention="latent", fixed=_DEEPSEEK, architecture="DeepseekV3ForCausalLM", defaults=_DEEPSEEK_ROUTING
-    ),
-    "kimi_k2": Family(
-        attention="latent", fixed=_DEEPSEEK, architecture="DeepseekV3ForCausalLM", defaults=_DEEPSEEK_ROUTING
-    ),
-    "deepseek_v32": Family(
-        attention="latent",
-        fixed=_DEEPSEEK,
+    "deepseek_v3": _DEEPSEEK_V3,
+    "kimi_k2": _DEEPSEEK_V3,
+    "deepseek_v32": dataclasses.replace(
+        _DEEPSEEK_V3,
         architecture="DeepseekV32ForCausalLM",
-        defaults=_DEEPSEEK_ROUTING,
         computes=(("rope_interleave", True), ("indexer_rope_interleave", False)),
     ),
     "glm_moe_dsa": Family(
@@ -157,13 +162,9 @@ FAMILIES = {
         architecture="Glm4MoeLiteForCausalLM",
         defaults=(("first_k_dense_replace", 1), ("rms_norm_eps", 1e-5), ("routed_scaling_factor", 1.8)),
     ),
-    # Kimi-K2.5 and K2.6: DeepSeek-V3's trunk beside a vision tower.
-    "kimi_k25": Family(
-        Layout("language_model.model.", head="language_model.lm_head.weight"),
-        attention="latent",
-        fixed=_DEEPSEEK,
-        architecture="DeepseekV3ForCausalLM",
-        defaults=_DEEPSEEK_ROUTING,
+    # Kimi-K2.5 and K2.6: DeepSeek-V3's trunk and a vision tower.
+    "kimi_k25": dataclasses.replace(
+        _DEEPSEEK_V3, layout=Layout("language_model.model.", head="language_model.lm_head.weight")
     ),
     "glm4_moe": Family(
         fixed=(("router_correction_bias", True), _NO_OUTPUT_BIAS),
@@ -177,29 +178,18 @@ FAMILIES = {
         defaults=_QUARTER_ROTARY,
         computes=_PLAIN_ROUTING,
     ),
-    "qwen3_5": Family(
-        Layout("model.language_model.", mtp="mtp"),
-        fixed=_QWEN_HYBRID,
+    "qwen3_5": dataclasses.replace(
+        _QWEN35,
+        layout=Layout("model.language_model.", mtp="mtp"),
         architecture="Qwen3_5ForConditionalGeneration",
-        defaults=_QUARTER_ROTARY,
     ),
-    "qwen3_5_text": Family(
-        Layout(mtp="mtp"), fixed=_QWEN_HYBRID, architecture="Qwen3_5ForCausalLM", defaults=_QUARTER_ROTARY
-    ),
-    "qwen3_5_moe": Family(
-        Layout("model.language_model.", mtp="mtp", fused_experts=True),
-        fixed=_QWEN_HYBRID,
+    "qwen3_5_text": _QWEN35,
+    "qwen3_5_moe": dataclasses.replace(
+        _QWEN35_MOE,
+        layout=Layout("model.language_model.", mtp="mtp", fused_experts=True),
         architecture="Qwen3_5MoeForConditionalGeneration",
-        defaults=_QUARTER_ROTARY,
-        computes=(*_PLAIN_ROUTING, ("norm_topk_prob", True)),
     ),
-    "qwen3_5_moe_text": Family(
-        Layout(mtp="mtp", fused_experts=True),
-        fixed=_QWEN_HYBRID,
-        architecture="Qwen3_5MoeForCausalLM",
-        defaults=_QUARTER_ROTARY,
-        computes=(*_PLAIN_ROUTING, ("norm_topk_prob", True)),
-    ),
+    "qwen3_5_moe_text": _QWEN35_MOE,
     # Neither family has published modules. Ours have Qwen3.5's names, or are further layers as in older exports.
     "qwen3": Family(
         Layout(mtp="mtp_each"),
@@ -227,7 +217,7 @@ FAMILIES = {
         architecture="MiMoForCausalLM",
         rotates_part=False,
     ),
-    # MiMo-V2-Flash: three dense MTP modules with a window, which all read the trunk's states. SGLang hands them over
+    # MiMo-V2-Flash: three dense MTP modules with a window, which all read the trunk's states. SGLang passes these
     # before the final norm, vLLM after it.
     "mimo_v2_flash": Family(
         Layout(mtp="mimo_v2", mtp_feed_forward_norm="pre_mlp_layernorm", sinks="attention_sink_bias"),
@@ -255,7 +245,7 @@ FAMILIES = {
         required=(("hybrid_block_size", None),),
         has_windows=True,
     ),
-    # Step-3.5-Flash, and the text model of Step-3.7: three dense MTP modules, each with its own head, that hand over
+    # Step-3.5-Flash, and the text model of Step-3.7: three dense MTP modules, each with its own head, that pass on
     # states before their norms.
     "step3p5": Family(_STEP_LAYOUT, **_STEP),
     "step3p7": Family(_STEP_LAYOUT, **_STEP),
@@ -311,7 +301,7 @@ FAMILIES = {
         required=(("use_cla", False),),
     ),
     # Ernie-4.5: a dense MTP module that reads states before the trunk's final norm and shares this norm, as its authors
-    # train it (PaddlePaddle/ERNIE). SGLang and vLLM hand over normed states, apply no final norm, and mask position 0.
+    # train it (PaddlePaddle/ERNIE). SGLang and vLLM pass normed states, apply no final norm, and mask position 0.
     "ernie4_5_moe": Family(
         Layout(mtp="ernie", correction_bias="moe_statics.e_score_correction_bias", has_bias_row=True),
         fixed=(
@@ -356,7 +346,7 @@ FAMILIES = {
     ),
 }
 
-# Keys whose null has no meaning in transformers, where our own default would be a guess.
+# Keys for which null has no meaning in transformers, so a default would be a guess.
 NOT_NULL = (
     *("rms_norm_eps", "layernorm_epsilon", "hidden_act", "max_position_embeddings", "norm_topk_prob", "route_norm"),
     *("routed_scaling_factor", "router_scaling_factor", "moe_router_scaling_factor", "rope_interleave"),
@@ -382,6 +372,6 @@ IGNORED_KEYS = {
     "understand_projector_stride",
     # Other keys of the file repeat these: Step-3.5's lists of layers, and gpt-oss's section about rotary embeddings.
     *("moe_every_n_layer", "moe_layer_offset", "initial_context_length"),
-    # Read in sections of their own.
+    # Read as separate sections.
     *("text_config", "quantization_config", "quantization", "rope_parameters", "rope_scaling"),
 }

@@ -1,8 +1,8 @@
 """Opens a Hugging Face checkpoint directory: checks its index and headers, then reads tensors by byte ranges.
 
-The directory is untrusted. No file outside of it is opened, nothing is unpickled, and every header is checked before
-memory is allocated for a tensor. Reads use `preadv` and not a memory map: memory stays bounded by the block that was
-asked for, and a file that is truncated while it is read raises an error and not SIGBUS.
+The directory is untrusted. No file outside it is opened, nothing is unpickled, and every header is checked before
+memory is allocated for a tensor. Reads use `preadv` instead of a memory map: memory stays bounded by the requested
+block, and a file that is truncated during reading raises an error instead of SIGBUS.
 """
 
 import logging
@@ -59,9 +59,8 @@ class CheckpointFiles:
         """Opens the files and checks their headers.
 
         Args:
-            directory: the checkpoint directory.
             strict: raise an error for infinite or NaN weights. Otherwise they are counted, and `report` warns of them.
-            only: the one safetensors file to open; by default all that the index names.
+            only: the one safetensors file to open; by default all that the index lists.
 
         Raises:
             CheckpointFileError: the directory or one of its files is missing, damaged or not supported.
@@ -108,12 +107,6 @@ class CheckpointFiles:
     def json(self, name: str) -> Any:
         """Reads a JSON file of the directory.
 
-        Args:
-            name: the file's name.
-
-        Returns:
-            The parsed content.
-
         Raises:
             CheckpointFileError: the file is missing, too large, or not JSON.
         """
@@ -127,12 +120,6 @@ class CheckpointFiles:
     def peek(self, file: str) -> list[TensorInfo]:
         """Reads the header of one of the files of `unread`, without taking its tensors.
 
-        Args:
-            file: the file's name.
-
-        Returns:
-            Its tensors.
-
         Raises:
             CheckpointFileError: the file is damaged or cannot be opened safely.
         """
@@ -143,16 +130,12 @@ class CheckpointFiles:
                 kept.pop(file, None)
 
     def adopt(self, file: str) -> None:
-        """Takes the tensors of one of the files of `unread`. Tensors that are known already must be equal.
-
-        Args:
-            file: the file's name.
-        """
+        """Takes the tensors of one of the files of `unread`. Tensors that are already known must be equal."""
         self.tensors = {tensor.name: tensor for tensor in self._read_header(file)} | self.tensors
         self.unread = tuple(name for name in self.unread if name != file)
 
     def other_files(self) -> list[str]:
-        """Lists the files beside the weights: configuration, tokenizer, text.
+        """Lists the files other than the weights: configuration, tokenizer, text.
 
         Returns:
             File names. Pickles, files that cannot be opened safely, and folders but the one of chat templates are left
@@ -171,31 +154,17 @@ class CheckpointFiles:
         return kept
 
     def bytes_of(self, name: str) -> Iterator[memoryview]:
-        """Reads a file block by block.
-
-        Args:
-            name: the file's name.
-
-        Yields:
-            Its content.
-        """
+        """Reads a file block by block."""
         descriptor, offset = self._descriptor(name), 0
         size = os.fstat(descriptor).st_size
         while offset < size:
             block = memoryview(bytearray(min(BLOCK_BYTES, size - offset)))
-            _pread_into(descriptor, block, offset, self.path / name)
+            pread_into(descriptor, block, offset, self.path / name)
             yield block
             offset += len(block)
 
     def blocks(self, name: str) -> Iterator[np.ndarray]:
-        """Reads a tensor in blocks of rows, of about `BLOCK_BYTES` each.
-
-        Args:
-            name: the tensor's name.
-
-        Yields:
-            Its rows, in order.
-        """
+        """Reads a tensor in blocks of rows, of about `BLOCK_BYTES` each."""
         tensor = self.tensors[name]
         rows = tensor.shape[0] if tensor.shape else 1
         # At least one row, which may be longer than a block.
@@ -207,7 +176,6 @@ class CheckpointFiles:
         """Reads a tensor or some of its rows.
 
         Args:
-            name: the tensor's name.
             begin: the first row along the first axis.
             end: one after the last row; by default all rows from `begin`.
 
@@ -221,19 +189,11 @@ class CheckpointFiles:
         # Read the bytes straight into the array.
         array = np.empty((end - begin, *tensor.shape[1:]) if tensor.shape else (), tensor.dtype)
         view, offset = array.reshape(-1).view(np.uint8), tensor.begin + begin * row_bytes
-        _pread_into(self._descriptor(tensor.file), view.data, offset, self.path / tensor.file)
+        pread_into(self._descriptor(tensor.file), view.data, offset, self.path / tensor.file)
         return array
 
     def read_checked(self, name: str, begin: int, end: int) -> np.ndarray:
         """Reads rows of a tensor, and counts their infinite and NaN elements.
-
-        Args:
-            name: the tensor's name.
-            begin: the first row.
-            end: one after the last row.
-
-        Returns:
-            The rows.
 
         Raises:
             CheckpointFileError: an element is not finite, and the files were opened with `strict`.
@@ -253,7 +213,7 @@ class CheckpointFiles:
             log.warning("tensor %s has %d infinite or NaN elements", name, count)
 
     def _read_headers(self, files: list[str]) -> None:
-        """Reads all headers, and checks that the files hold what the index names."""
+        """Reads all headers, and checks that the files hold the tensors of the index."""
         for file in files:
             for tensor in self._read_header(file):
                 if tensor.name in self.tensors:
@@ -269,7 +229,7 @@ class CheckpointFiles:
                 raise CheckpointFileError(f"{INDEX} lists tensor {name} in {file}, which does not contain it")
         stray = sorted(self.tensors.keys() - self.index["weight_map"].keys())
         if stray:
-            # Programs add tensors, such as those of MTP modules, and leave the index as it was.
+            # Some programs add tensors, such as those of MTP modules, without updating the index.
             log.warning(
                 "%s: %d tensors are in the files of %s but not in it, and are read: %s",
                 *(self.path, len(stray), INDEX, ", ".join(stray[:3])),
@@ -290,7 +250,7 @@ class CheckpointFiles:
         self.headers[file] = _pread(descriptor, 8 + length, 0, path)
         tensors, self.metadata[file] = parse_header(self.headers[file], file, path)
         end = tensors[-1].end if tensors else 8 + length
-        # Bytes behind the last tensor belong to nothing: the header is of another file, or a download went wrong.
+        # Bytes after the last tensor belong to no tensor: the header is of a different file, or a download failed.
         if end != size:
             kind = "truncated" if end > size else "longer than its header says"
             raise CheckpointFileError(f"{path} is {kind}: {size} bytes instead of {end}")
@@ -309,11 +269,11 @@ class CheckpointFiles:
 
 def _pread(descriptor: int, count: int, offset: int, path) -> bytes:
     buffer = bytearray(count)
-    _pread_into(descriptor, memoryview(buffer), offset, path)
+    pread_into(descriptor, memoryview(buffer), offset, path)
     return bytes(buffer)
 
 
-def _pread_into(descriptor: int, view: memoryview, offset: int, path) -> None:
+def pread_into(descriptor: int, view: memoryview, offset: int, path) -> None:
     """Fills `view` from a place in a file. Linux reads at most 2 GiB per call, so it reads 1 GiB at a time."""
     done = 0
     while done < len(view):

@@ -24,13 +24,7 @@ def dequantized_blocks(files: CheckpointFiles, scales: ScaleMap, name: str, dtyp
     """Reads a tensor in blocks of rows, and dequantizes it if it has scales.
 
     Args:
-        files: the checkpoint.
-        scales: its scales.
-        name: the tensor.
         dtype: dtype of a dequantized tensor. Tensors without scales keep theirs.
-
-    Yields:
-        The rows in order.
     """
     if name not in scales.names:
         yield from files.blocks(name)

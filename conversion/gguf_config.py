@@ -1,4 +1,4 @@
-"""Writes the metadata of a GGUF file as the content of a `config.json`, by its architecture."""
+"""Converts the metadata of a GGUF file to the content of a `config.json`, by its architecture."""
 
 import math
 from collections.abc import Callable
@@ -25,14 +25,11 @@ class Metadata:
 
     Attributes:
         header: the parsed header.
-        architecture: the architecture's name, which begins its keys.
+        architecture: the architecture's name, the prefix of its keys.
     """
 
     def __init__(self, header: GGUFHeader):
         """Checks the architecture.
-
-        Args:
-            header: the parsed header.
 
         Raises:
             ConfigError: the architecture is not supported.
@@ -46,11 +43,7 @@ class Metadata:
         """Returns the value of a key of the architecture.
 
         Args:
-            key: the key without the architecture's name.
             default: what a missing key means; None: it is an error.
-
-        Returns:
-            The number or string.
 
         Raises:
             ConfigError: the file lacks the key and `default` is None, or the value is an array.
@@ -62,16 +55,15 @@ class Metadata:
             raise ConfigError(f"{self.architecture}.{key} is an array of {len(value)} values; supported: one value")
         return value
 
+    def error(self, key: str, problem: str) -> ConfigError:
+        """Makes the error of a value of the architecture, which the message names."""
+        return ConfigError(f"{self.architecture}.{key} is {self.get(key)!r}{problem}")
+
     def integer(self, key: str, default: int | None = None, *, low: int = 0) -> int:
         """Returns the integer value of a key of the architecture.
 
         Args:
-            key: the key without the architecture's name.
             default: returned if the file lacks the key; None: an error.
-            low: the smallest value that is accepted.
-
-        Returns:
-            The integer.
 
         Raises:
             ConfigError: as for `get`, or the value is not an integer, or below `low`.
@@ -88,8 +80,6 @@ def describe_config(
     """Writes the metadata of a file as the content of a `config.json`.
 
     Args:
-        header: the parsed header.
-        tokens: further values, such as `eos_token_id`.
         rope_factors: the tensor `rope_freqs.weight`, if the file has one.
 
     Returns:
@@ -98,7 +88,7 @@ def describe_config(
     Raises:
         ConfigError: the architecture is not supported, a value is missing, or the file is one of several parts.
     """
-    # Parts after the first say nothing else of the model.
+    # Parts after the first do not describe the model.
     parts = header.metadata.get("split.count", 1)
     if isinstance(parts, int) and parts > 1:
         raise ConfigError(f"the GGUF file is one of {parts} parts: join them first (llama-gguf-split --merge)")
@@ -106,26 +96,19 @@ def describe_config(
     model_type, attention, has_experts = ARCHITECTURES[data.architecture]
     for key, neutral in NEUTRAL.items():
         if data.get(key, neutral) != neutral:
-            raise ConfigError(f"{data.architecture}.{key} is {data.get(key)!r}; supported: {neutral!r}")
+            raise data.error(key, f"; supported: {neutral!r}")
     if data.get("expert_count", 0) and not has_experts:
-        raise ConfigError(
-            f"{data.architecture}.expert_count is {data.get('expert_count')!r}: experts are not supported in GGUF "
-            f"files of {data.architecture}"
-        )
+        raise data.error("expert_count", f": experts are not supported in GGUF files of {data.architecture}")
     heads, width = data.integer("attention.head_count", low=1), data.integer("embedding_length", low=1)
-    # The names of all layers and experts are listed before any is looked up, so wrong counts must not get that far.
+    # The names of all layers and experts are listed before any is looked up, so reject wrong counts first.
     blocks = data.integer("block_count", low=1)
     if blocks > len(header.tensors):
-        raise ConfigError(
-            f"{data.architecture}.block_count is {blocks}, and the file has {len(header.tensors)} tensors"
-        )
+        raise data.error("block_count", f", and the file has {len(header.tensors)} tensors")
     # MTP modules are the last blocks; llama.cpp counts them among the blocks.
     modules = data.integer("nextn_predict_layers", 0)
     if modules >= blocks:
-        raise ConfigError(
-            f"{data.architecture}.nextn_predict_layers is {modules}, and block_count, which includes them, is {blocks}"
-        )
-    # Programs drop the modules and keep their number; then every block that the file holds is the trunk's.
+        raise data.error("nextn_predict_layers", f", and block_count, which includes them, is {blocks}")
+    # Some programs drop the modules and keep their number; then every block in the file is the trunk's.
     is_dropped = modules and not any(".nextn." in name for name in header.tensors)
     trunk = blocks if is_dropped and any(f"blk.{blocks - 1}." in name for name in header.tensors) else blocks - modules
     vocabulary = header.tensors.get("token_embd.weight")
@@ -154,9 +137,7 @@ def _grouped(data: Metadata, heads: int, width: int, factors: np.ndarray | None)
     head_dim = data.get("attention.key_length", data.get("rope.dimension_count", width // heads))
     for key in ("attention.value_length", "rope.dimension_count"):
         if data.get(key, head_dim) != head_dim:
-            raise ConfigError(
-                f"{data.architecture}.{key} is {data.get(key)!r}, and the head size {head_dim!r}: not supported"
-            )
+            raise data.error(key, f", and the head size {head_dim!r}: not supported")
     if not isinstance(head_dim, int) or head_dim < 2 or head_dim % 2:
         raise ConfigError(f"the head size is {head_dim!r}, not an even number")
     return {
@@ -170,10 +151,7 @@ def _partial(data: Metadata, heads: int, width: int, factors: np.ndarray | None)
     """Reads grouped-query attention of GLM-4.5: a part of each head is rotated, and queries and keys may have norms."""
     head_dim = data.integer("attention.key_length", width // heads, low=1)
     if data.get("attention.value_length", head_dim) != head_dim:
-        raise ConfigError(
-            f"{data.architecture}.attention.value_length is {data.get('attention.value_length')!r}, and the head size "
-            f"{head_dim}: not supported"
-        )
+        raise data.error("attention.value_length", f", and the head size {head_dim}: not supported")
     return {
         "num_key_value_heads": data.get("attention.head_count_kv", heads),
         "head_dim": head_dim,
@@ -216,15 +194,11 @@ def _experts(data: Metadata) -> dict[str, Any]:
     stacks = [tensor for name, tensor in tensors.items() if name.endswith("_exps.weight")]
     for tensor in stacks:
         if len(tensor.shape) != 3 or tensor.shape[0] != count:
-            raise ConfigError(
-                f"{data.architecture}.expert_count is {count}, and tensor {tensor.name!r} has shape "
-                f"{list(tensor.shape)}, not [{count}, rows, columns]"
-            )
+            shapes = f"has shape {list(tensor.shape)}, not [{count}, rows, columns]"
+            raise data.error("expert_count", f", and tensor {tensor.name!r} {shapes}")
     if not stacks or count * len(stacks) > MAX_EXPERTS:
-        raise ConfigError(
-            f"{data.architecture}.expert_count is {count}, and the file has {len(stacks)} stacks of experts; supported:"
-            f" at least one stack, and at most {MAX_EXPERTS} matrices in all"
-        )
+        supported = f"at least one stack, and at most {MAX_EXPERTS} matrices in all"
+        raise data.error("expert_count", f", and the file has {len(stacks)} stacks of experts; supported: {supported}")
     scoring = data.get("expert_gating_func", 0)
     if scoring != SIGMOID:
         raise ConfigError(
@@ -236,7 +210,7 @@ def _experts(data: Metadata) -> dict[str, Any]:
         "num_experts_per_tok": data.get("expert_used_count"),
         "moe_intermediate_size": data.get("expert_feed_forward_length"),
         "n_shared_experts": data.get("expert_shared_count", 0),
-        # Files of older converters name no groups; llama.cpp then chooses among all experts.
+        # Files of older converters have no groups; llama.cpp then chooses among all experts.
         "n_group": data.integer("expert_group_count", 0) or 1,
         "topk_group": data.integer("expert_group_used_count", 0) or 1,
         "norm_topk_prob": data.get("expert_weights_norm", False),
@@ -249,32 +223,25 @@ def _rope_scaling(data: Metadata, head_dim: int, factors: np.ndarray | None) -> 
     """Reads rotary scaling: named in the metadata, or as Llama 3.1's factors per frequency."""
     if factors is not None:
         return _llama3_scaling(np.asarray(factors, np.float64), data.get("rope.freq_base", 10000.0), head_dim)
-    # A factor without a type is linear scaling, as llama.cpp reads it; old files have it in a key of its own.
+    # A factor without a type is linear scaling, as llama.cpp reads it; old files have it in a separate key.
     kind = data.get("rope.scaling.type", "linear")
     factor = data.get("rope.scaling.factor", data.get("rope.scale_linear", 1.0))
     if kind == "none" or (kind == "linear" and factor in (0, 1)):
         return None
     if kind == "linear":
         return {"rope_type": kind, "factor": factor}
-    # Factors that replace YaRN's own would change every logit, so they must not be passed over.
+    # Factors that replace YaRN's would change every logit, so they must not be ignored.
     for key in ("attn_factor", "yarn_attn_factor", "yarn_ext_factor"):
         if data.get(f"rope.scaling.{key}", 1.0) != 1.0:
-            value = data.get(f"rope.scaling.{key}")
-            raise ConfigError(f"{data.architecture}.rope.scaling.{key} is {value!r}; supported: 1.0")
+            raise data.error(f"rope.scaling.{key}", "; supported: 1.0")
     original = data.get("rope.scaling.original_context_length", data.get("context_length"))
-    scaling = {
-        "rope_type": kind,
-        "factor": factor,
-        "original_max_position_embeddings": original,
-    }
+    scaling = {"rope_type": kind, "factor": factor, "original_max_position_embeddings": original}
     betas = {name: data.get(f"rope.scaling.yarn_{name}", 0) for name in ("beta_fast", "beta_slow")}
     scaling |= {name: value for name, value in betas.items() if value}
     # DeepSeek's `mscale_all_dim`, which llama.cpp stores times 0.1. It takes `mscale` to be the same, as published.
     log_multiplier = data.get("rope.scaling.yarn_log_multiplier", 0.0)
     if not isinstance(log_multiplier, float) or not math.isfinite(log_multiplier):
-        raise ConfigError(
-            f"{data.architecture}.rope.scaling.yarn_log_multiplier is {log_multiplier!r}, not a finite number"
-        )
+        raise data.error("rope.scaling.yarn_log_multiplier", ", not a finite number")
     if log_multiplier:
         mscale = round(10 * log_multiplier, 6)  # written in float32
         scaling |= {"mscale": mscale, "mscale_all_dim": mscale}

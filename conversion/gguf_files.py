@@ -14,7 +14,7 @@ from typing import Any
 
 import numpy as np
 
-from conversion.files import CheckpointFiles
+from conversion.files import CheckpointFiles, pread_into
 from conversion.gguf_config import ROPE_FACTORS, describe_config
 from conversion.gguf_header import GGUFHeader, parse_header
 from conversion.gguf_names import named_tensors, read_rows
@@ -35,10 +35,6 @@ def open_checkpoint(path, *, strict: bool = False) -> CheckpointFiles:
 
     Args:
         path: the directory, the file, or the name of a repository on the Hugging Face Hub (`mtpjax.hub`).
-        strict: raise an error for infinite or NaN weights.
-
-    Returns:
-        The open files, a context manager.
 
     Raises:
         CheckpointFileError: they are missing, damaged or not supported.
@@ -53,10 +49,6 @@ class GGUFFiles(CheckpointFiles):
     def __init__(self, path, *, strict: bool = False):
         """Opens the file and checks its header.
 
-        Args:
-            path: the file.
-            strict: raise an error for infinite or NaN weights.
-
         Raises:
             CheckpointFileError: the file is missing, truncated or damaged, or the package `gguf` is missing.
             ConfigError: its architecture is not supported.
@@ -66,7 +58,7 @@ class GGUFFiles(CheckpointFiles):
         self.path, self.strict = pathlib.Path(path), strict
         self._nonfinite, self._open, self.metadata, self.index = {}, {}, {WEIGHTS_FILE: {"format": "pt"}}, None
         try:
-            # The user names this file, so its own symlinks are followed; it must be a regular file all the same.
+            # The user names this file, so its own symlinks are followed; it must still be a regular file.
             self._file = self._open[""] = open_inside(self.path, pathlib.Path("/"))
         except UnsafeFileError as error:
             raise CheckpointFileError(str(error)) from error
@@ -82,12 +74,12 @@ class GGUFFiles(CheckpointFiles):
         except BaseException:
             self.close()
             raise
-        # The header that a safetensors file of these tensors would have, so that conversion can go on from here.
+        # The header that a safetensors file of these tensors would have, so that conversion can continue from here.
         entries = [TensorEntry(tensor.name, tensor.dtype, tensor.shape) for tensor in self.tensors.values()]
         self.headers = {WEIGHTS_FILE: make_shard(WEIGHTS_FILE, entries, {"format": "pt"}).header}
 
     def stored_types(self) -> dict[str, dict[str, int]]:
-        """Counts tensors and bytes of the file by llama.cpp's type, such as "Q4_1"; the type with most bytes first."""
+        """Counts tensors and bytes of the file by llama.cpp's type, such as "Q4_1", by falling bytes."""
         kinds: dict[str, dict[str, int]] = {}
         for tensor in self._header.tensors.values():
             kind = kinds.setdefault(self._quants.GGMLQuantizationType(tensor.kind).name, {"tensors": 0, "bytes": 0})
@@ -98,12 +90,6 @@ class GGUFFiles(CheckpointFiles):
     def json(self, name: str) -> Any:
         """Returns the content that a JSON file of a directory would have.
 
-        Args:
-            name: "config.json", "tokenizer.json" or another file of `other_files`.
-
-        Returns:
-            The content.
-
         Raises:
             CheckpointFileError: the file has nothing of this kind.
         """
@@ -112,34 +98,19 @@ class GGUFFiles(CheckpointFiles):
         return self._json[name]
 
     def other_files(self) -> list[str]:
-        """Lists the JSON files that describe model and tokenizer.
-
-        Returns:
-            Their names.
-        """
+        """Lists the JSON files that describe model and tokenizer."""
         return sorted(self._json)
 
     def bytes_of(self, name: str) -> Iterator[memoryview]:
-        """Writes one of `other_files` as JSON.
-
-        Args:
-            name: the file's name.
-
-        Yields:
-            Its content, in one piece.
-        """
+        """Writes one of `other_files` as JSON."""
         yield memoryview(json.dumps(self.json(name)).encode())
 
     def read(self, name: str, begin: int = 0, end: int | None = None) -> np.ndarray:
         """Reads and dequantizes a tensor or some of its rows.
 
         Args:
-            name: the tensor's Hugging Face name.
             begin: the first row along the first axis.
             end: one after the last row; by default all rows from `begin`.
-
-        Returns:
-            The rows.
         """
         info, named = self.tensors[name], self._named[name]
         end = info.shape[0] if end is None else end
@@ -157,12 +128,7 @@ class GGUFFiles(CheckpointFiles):
 
     def _values(self, tensor, offset: int, count: int, shape: tuple[int, ...]) -> np.ndarray:
         content = bytearray(count)
-        done = 0
-        while done < count:
-            got = os.preadv(self._file, [memoryview(content)[done : done + (1 << 30)]], offset + done)
-            if not got:
-                raise CheckpointFileError(f"{self.path} is truncated: it ended while {tensor.name!r} was read")
-            done += got
+        pread_into(self._file, memoryview(content), offset, self.path)
         # Blocks lie along the last axis, so each row is a whole number of blocks.
         raw = np.frombuffer(content, np.uint8).reshape(*shape[:-1], -1)
         kind = self._quants.GGMLQuantizationType(tensor.kind)

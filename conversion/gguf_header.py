@@ -1,7 +1,7 @@
 """Parses the header of a GGUF file: its metadata, and the type and place of every tensor.
 
-The file is untrusted, so each length and count is compared with the bytes that are left before anything is allocated.
-The `gguf` package's own reader makes several objects per vocabulary entry and checks no count, so only its tables of
+The file is untrusted, so each length and count is compared with the remaining bytes before anything is allocated. The
+`gguf` package's own reader makes several objects per vocabulary entry and checks no count, so only its tables of
 quantization types and its dequantization are used (`conversion.gguf_files`).
 """
 
@@ -48,12 +48,7 @@ def parse_header(descriptor: int, path, block_sizes: dict[int, tuple[int, int]])
     """Parses the header of an open GGUF file, and checks that its tensors lie inside the file.
 
     Args:
-        descriptor: the file, open for reading.
-        path: its name, for error messages.
         block_sizes: elements and bytes of a block by quantization type, as in the `gguf` package.
-
-    Returns:
-        The header.
 
     Raises:
         CheckpointFileError: the file is truncated, damaged, or of a version that is not supported.
@@ -121,7 +116,7 @@ def _tensor_bytes(name: str, shape: tuple[int, ...], kind: int, block_sizes, pat
 
 
 class _Cursor:
-    """Reads values one after the other from a file, through a buffer of `BUFFER_BYTES`."""
+    """Reads values in order from a file, through a buffer of `BUFFER_BYTES`."""
 
     def __init__(self, descriptor: int, path):
         self.descriptor, self.path = descriptor, path

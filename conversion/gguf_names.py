@@ -1,4 +1,4 @@
-"""The Hugging Face names of the tensors of a GGUF file, and how their rows lie in the file.
+"""The Hugging Face names of the tensors of a GGUF file, and the layout of their rows.
 
 Names and layouts are those of llama.cpp's converters: `blk.N.` for layer N, the experts of a layer stacked into one
 tensor, DeepSeek's `kv_b_proj` split into keys (transposed) and values, `blk.N.nextn.` for the tensors of an MTP module
@@ -31,7 +31,7 @@ _LAYER = {
     # Experts: the router, and the shared experts.
     "ffn_gate_inp": "mlp.gate",
     **{f"ffn_{name}_shexp": f"mlp.shared_experts.{name}_proj" for name in _PARTS},
-    # MTP modules, beside their decoder layer.
+    # MTP modules, except their decoder layer.
     **{f"nextn.{name}": name for name in ("eh_proj", "enorm", "hnorm", "embed_tokens")},
     **{f"nextn.shared_head_{name}": f"shared_head.{name}" for name in ("head", "norm")},
 }
@@ -51,10 +51,6 @@ class NamedTensor:
 
 def named_tensors(header: GGUFHeader, config: dict[str, Any]) -> dict[str, NamedTensor]:
     """Lists the tensors of a file under their Hugging Face names.
-
-    Args:
-        header: the parsed header.
-        config: what `conversion.gguf_config.describe_config` says of it.
 
     Returns:
         The tensors by name. Unknown ones keep their name, so that loading reports them.
@@ -84,7 +80,7 @@ def _name(tensor: GGUFTensor, header: GGUFHeader, config: dict[str, Any]) -> Ite
     if not layer and stem in _AROUND:
         yield _whole(f"{_AROUND[stem]}.{kind}", tensor)
     elif layer and part in _LAYER:
-        # llama.cpp reorders the rows of q and k of llama alone.
+        # llama.cpp reorders the rows of q and k only for llama.
         is_rotary = config["model_type"] == "llama" and part in ("attn_q", "attn_k")
         yield _whole(f"{prefix}{_LAYER[part]}.{kind}", tensor, config["head_dim"] if is_rotary else 0)
     elif layer and (part, kind) == ("exp_probs_b", "bias"):
@@ -128,11 +124,8 @@ def read_rows(
     """Reads rows of a tensor in the order that they have under its Hugging Face name.
 
     Args:
-        named: the tensor.
-        header: the parsed header of the file.
         rows: returns rows of a tensor of the file, where all axes but the last count as rows.
         begin: the first row along the first axis.
-        end: one after the last row.
 
     Returns:
         The rows, of shape `[end - begin, ...]`.
@@ -147,7 +140,7 @@ def read_rows(
         whole = rows(source, first, -(-end // H) * H)
         ordered = whole.reshape(-1, H // 2, 2, *whole.shape[1:]).swapaxes(1, 2).reshape(whole.shape)
         return ordered[begin - first : end - first]
-    # A stack of experts holds one after the other. A row of a tensor with more axes is several rows of the file.
+    # A stack holds the experts in order. A row of a tensor with more axes is several rows of the file.
     inner = int(np.prod(named.shape[1:-1], dtype=np.int64)) if named.shape[1:] else 1
     skipped = named.expert * named.shape[0] * inner
     return rows(source, skipped + begin * inner, skipped + end * inner).reshape(end - begin, *named.shape[1:])

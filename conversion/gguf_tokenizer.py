@@ -15,7 +15,7 @@ _LLAMA3 = _QWEN2.replace(r"|\p{N}|", r"|\p{N}{1,3}|")
 _LLAMA3_NAMES = ("llama3", "llama-v3", "llama-bpe")
 _GLM_NAMES = ("glm4", "chatglm-bpe")  # split as Llama 3 does, but do not skip merges
 _DEEPSEEK_NAMES = ("deepseek-v3", "joyai-llm")
-_DEEPSEEK = (  # applied one after the other: digits, Chinese and Japanese, the rest
+_DEEPSEEK = (  # applied in order: digits, Chinese and Japanese, the rest
     r"\p{N}{1,3}",
     r"[一-龥぀-ゟ゠-ヿ]+",
     r"[!\"#$%&'()*+,\-./:;<=>?@\[\\\]^_`{|}~][A-Za-z]+|[^\r\n\p{L}\p{P}\p{S}]?[\p{L}\p{M}]+"
@@ -26,9 +26,6 @@ _PRE_TOKENIZERS = ("gpt-2", "smollm", "qwen2", *_LLAMA3_NAMES, *_GLM_NAMES, *_DE
 
 def tokenizer_files(metadata: dict[str, Any]) -> dict[str, Any]:
     """Writes the tokenizer and the chat template of a file.
-
-    Args:
-        metadata: the metadata of the GGUF file.
 
     Returns:
         Contents of JSON files by name: "tokenizer.json", "tokenizer_config.json" and "generation_config.json". Empty
@@ -75,7 +72,7 @@ def tokenizer_files(metadata: dict[str, Any]) -> dict[str, Any]:
     }
     settings = {name: token for name, token in names.items() if token is not None}
     settings |= _chat_templates(metadata)
-    # Instruction-tuned models may end an answer (`eot`) with another token than a document.
+    # Instruction-tuned models may end an answer (`eot`) and a document with different tokens.
     ends = [_token_id(metadata, f"{key}_token_id", tokens) for key in ("eos", "eot")]
     generation = {"eos_token_id": [index for index in dict.fromkeys(ends) if index is not None]}
     return {"tokenizer.json": tokenizer, "tokenizer_config.json": settings, "generation_config.json": generation}
@@ -126,7 +123,7 @@ def _pre_tokenizer(kind: Any) -> tuple[dict | None, dict]:
         # Each digit is a separate token.
         steps = [{"type": "Digits", "individual_digits": True}, byte_level]
         return None, {"type": "Sequence", "pretokenizers": steps}
-    # The patterns that split the text, one after the other.
+    # The patterns that split the text, in order.
     patterns: tuple[str, ...] = ()
     if kind == "qwen2":
         patterns = (_QWEN2,)

@@ -1,7 +1,7 @@
 """Parses the `config.json` of the supported families into a `ModelConfig`.
 
-mtpjax has its own parser: no remote code runs, and every value is checked. A value that would need other arithmetic
-than the model implements is an error, not a default.
+mtpjax has its own parser: no remote code runs, and every value is checked. A value whose arithmetic the model does not
+implement is an error, not a default.
 """
 
 import dataclasses
@@ -28,18 +28,14 @@ class ParsedConfig:
     block: tuple[int, int] | None  # rows, columns that share an fp8 scale
     names_modules: bool  # the file says how many MTP modules there are
     unknown: tuple[str, ...]  # keys that are neither used nor known to be irrelevant
-    notes: tuple[str, ...] = ()  # what the file asks for and mtpjax does otherwise, a sentence each
+    notes: tuple[str, ...] = ()  # settings that mtpjax handles differently, one sentence each
 
 
 def parse_config(values: Any, model_type: str | None = None) -> ParsedConfig:
     """Parses the content of a `config.json`.
 
     Args:
-        values: the JSON value.
         model_type: the family to use instead of the one that the file names.
-
-    Returns:
-        The parsed configuration.
 
     Raises:
         ConfigError: the configuration is damaged or not supported; one line with the key and its value.
@@ -84,7 +80,7 @@ def parse_config(values: Any, model_type: str | None = None) -> ParsedConfig:
         fields["mtp_own_embedding"] = reader.flag("mtp_use_dedicated_embeddings", False)
         if model_type == "deepseek_v3" and fields.get("index_topk"):
             raise ConfigError("config.json: index_topk with model_type deepseek_v3; sparse attention is deepseek_v32")
-        # Keys that nothing has read are of no family like this one.
+        # Null is an error only for keys that this family reads.
         for key in NOT_NULL:
             if key in reader.seen and key in values and values[key] is None and key not in family.nulls:
                 raise ConfigError(f"config.json: {key} is null: give it a value, or leave it out")
@@ -111,17 +107,14 @@ def parse_config(values: Any, model_type: str | None = None) -> ParsedConfig:
 
 
 def _common(reader: ConfigReader, epsilon: str) -> dict[str, Any]:
-    """Reads what every family has; `epsilon` is the key of the norms' epsilon in published files."""
+    """Reads the settings of every family; `epsilon` is the key of the norms' epsilon in published files."""
     # Values that the model does not implement are errors.
     reader.require("hidden_act", "silu", "swish")
     reader.require("use_sliding_window", False)
     reader.require("mlp_bias", False)
     moe_width = reader.get("moe_intermediate_size")
-    return {
-        "vocab_size": reader.integer("vocab_size"),
-        "hidden_size": reader.integer("hidden_size"),
-        "num_hidden_layers": reader.integer("num_hidden_layers"),
-        "num_attention_heads": reader.integer("num_attention_heads"),
+    sizes = ("vocab_size", "hidden_size", "num_hidden_layers", "num_attention_heads")
+    return {name: reader.integer(name) for name in sizes} | {
         "intermediate_size": reader.integer("intermediate_size", moe_width),
         "max_position_embeddings": reader.integer("max_position_embeddings", 4096),
         "rms_norm_eps": reader.number(epsilon, reader.number("rms_norm_eps", 1e-6)),
@@ -133,8 +126,8 @@ def _grouped(reader: ConfigReader, fields: dict[str, Any]) -> dict[str, Any]:
     """Reads grouped-query attention."""
     heads = fields["num_attention_heads"]
     bias = reader.flag("attention_bias", fields.get("attention_bias", False))
-    # Most classes of transformers have one more bias on the output; other families have it in their fixed fields. The
-    # key is written for GGUF files, whose tensors tell.
+    # Most classes of transformers also have a bias on the output; other families have it in their fixed fields. The key
+    # is written for GGUF files, whose tensors tell.
     has_output_bias = reader.flag("attention_output_bias", fields.get("attention_output_bias", True))
     made = {
         "num_key_value_heads": reader.integer("num_key_value_heads", heads),
@@ -142,7 +135,7 @@ def _grouped(reader: ConfigReader, fields: dict[str, Any]) -> dict[str, Any]:
         "attention_bias": bias,
         "attention_output_bias": bias and has_output_bias,
     }
-    # A family that always normalizes queries and keys has it in its fixed fields; exports of mtpjax name it too.
+    # Families that always normalize queries and keys have it in their fixed fields; exports of mtpjax also state it.
     if fields.get("use_qk_norm"):
         reader.require("use_qk_norm", True)
     else:
@@ -155,29 +148,20 @@ def _grouped(reader: ConfigReader, fields: dict[str, Any]) -> dict[str, Any]:
 def _latent(reader: ConfigReader, fields: dict[str, Any]) -> dict[str, Any]:
     """Reads multi-head latent attention, and the indexer of sparse attention if there is one."""
     bias = reader.flag("attention_bias", False)
-    reader.seen |= {
-        "head_dim",
-        "num_key_value_heads",
-        "qk_head_dim",
-        "attention_output_bias",
-    }  # implied by the other sizes
-    made = {
+    # The other sizes imply these.
+    reader.seen |= {"head_dim", "num_key_value_heads", "qk_head_dim", "attention_output_bias"}
+    sizes = ("kv_lora_rank", "qk_nope_head_dim", "qk_rope_head_dim", "v_head_dim")
+    made = {name: reader.integer(name) for name in sizes} | {
         "attention": "latent",
         "attention_bias": bias,
         "attention_output_bias": bias,
         "q_lora_rank": reader.integer("q_lora_rank", 0, low=0),
-        "kv_lora_rank": reader.integer("kv_lora_rank"),
-        "qk_nope_head_dim": reader.integer("qk_nope_head_dim"),
-        "qk_rope_head_dim": reader.integer("qk_rope_head_dim"),
-        "v_head_dim": reader.integer("v_head_dim"),
         "rope_interleave": reader.flag("rope_interleave", True),
         "partial_rotary_factor": 1.0,
     }
     if reader.get("index_topk") is not None:
+        made |= {name: reader.integer(name) for name in ("index_topk", "index_n_heads", "index_head_dim")}
         made |= {
-            "index_topk": reader.integer("index_topk"),
-            "index_n_heads": reader.integer("index_n_heads"),
-            "index_head_dim": reader.integer("index_head_dim"),
             "indexer_rope_interleave": reader.flag("indexer_rope_interleave", False),
             "indexer_types": _indexer_types(reader, fields["num_hidden_layers"], fields["num_mtp_modules"]),
         }
@@ -299,7 +283,7 @@ def _mtp(reader: ConfigReader) -> tuple[int, bool]:
 
 
 def _mtp_conventions(reader: ConfigReader) -> dict[str, Any]:
-    """Reads how MTP modules are fed and chained, where an mtpjax export differs from the family."""
+    """Reads the inputs and chaining of MTP modules, where an mtpjax export differs from the family."""
     names = ("mtp_chaining", "mtp_input", "mtp_output_norm", "mtp_layer_type")
     made = {key: value for key in names if (value := reader.get(key)) is not None}
     for key in ("mtp_hidden_post_norm", "mtp_chain_post_norm", "mtp_mask_first", "mtp_dense", "mtp_norm_differs"):

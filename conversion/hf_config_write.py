@@ -6,7 +6,7 @@ from typing import Any
 from conversion.families import Layout
 from conversion.hf_config import MODULE_KEYS
 
-# Keys whose lists have an entry per layer, and may go on with the MTP modules.
+# Keys whose lists have an entry per layer, and may continue with the MTP modules.
 PER_LAYER = (
     *("layer_types", "mlp_layer_types", "hybrid_layer_pattern", "moe_layer_freq", "indexer_types", "swiglu_limits"),
     *("swiglu_limits_shared", "rope_theta", "partial_rotary_factors", "use_rope_layers"),
@@ -25,15 +25,8 @@ def edit_config(
     """Edits a `config.json` for weights that have changed. Other keys stay unchanged.
 
     Args:
-        values: the content of the file.
-        layout: how the family names tensors.
-        num_mtp_modules: the new number of MTP modules.
-        own_embedding: the modules have an embedding of their own.
         dtypes: names of the dtypes of the weights, such as "bfloat16".
         drop_quantization: remove `quantization_config`, because the weights are no longer quantized.
-
-    Returns:
-        The new content.
     """
     values = {**values}
     if drop_quantization:
@@ -44,13 +37,13 @@ def edit_config(
         level = values["text_config"] = {**values["text_config"]}
     if num_mtp_modules is not None:
         level |= _resize_lists(level, num_mtp_modules)
-        # A file may name the number in several ways; all that it has must agree.
+        # A file may have several keys for the number, which must agree.
         keys = [key for key in MODULE_KEYS if key in level]
         keys = keys or ["mtp_num_hidden_layers" if layout.mtp == "mtp" else "num_nextn_predict_layers"]
         level |= dict.fromkeys(keys, num_mtp_modules)
     if own_embedding:
         level["mtp_use_dedicated_embeddings"] = True
-    # Name the main dtype: beside bfloat16 weights, a few such as router biases are float32.
+    # State the main dtype: among bfloat16 weights, a few such as router biases are float32.
     if dtypes is not None:
         main = sorted(dtypes, key=lambda name: (name == "float32", name))[0]
         for part, key in itertools.product((values, level), ("torch_dtype", "dtype")):
@@ -60,7 +53,7 @@ def edit_config(
 
 
 def _resize_lists(level: dict[str, Any], num_mtp_modules: int) -> dict[str, list]:
-    """Makes lists with entries for layers and modules fit another number of modules: all modules are of one kind."""
+    """Resizes lists with entries for layers and modules to a new number of modules: all modules are of one kind."""
     layers, counts = level.get("num_hidden_layers", 0), [level[key] for key in MODULE_KEYS if level.get(key)]
     made = {}
     for key in PER_LAYER if counts else ():

@@ -17,10 +17,6 @@ def prefixed(prefix: str, specs: dict[str, ParamSpec]) -> dict[str, ParamSpec]:
 
     Args:
         prefix: the prefix, such as "trunk/layer_0/".
-        specs: specs by parameter name.
-
-    Returns:
-        The specs by their longer names.
     """
     return {f"{prefix}{path}": spec for path, spec in specs.items()}
 
@@ -31,14 +27,7 @@ def decoder_layer(
     """Lists the parameters of a decoder layer.
 
     Args:
-        config: the model's configuration.
-        kind: attention and feed-forward kind of the layer.
         prefix: prefix of the layer's tensor names, such as "model.layers.0.".
-        layout: how the family names tensors.
-        has: returns whether the checkpoint contains a tensor.
-
-    Returns:
-        The specs by parameter name within the layer.
     """
     D = config.hidden_size
     specs = {
@@ -90,29 +79,14 @@ def _routed_experts(
     E, D, F = sizes
     # Step-3.5 stacks the experts of each matrix: `[E, F, D]` gate and up, `[E, D, F]` down.
     if layout.stacks_matrices:
-        up = [
-            tensor_slice(
-                f"{within}{name}_proj.weight",
-                (E, F, D),
-                (e, ALL, place, ALL),
-                rows=(e, e + 1),
-                select=(0,),
-                axes=(1, 0),
-            )
-            for e in range(E)
-            for place, name in enumerate(("gate", "up"))
-        ]
-        return up, _stacked(f"{within}down_proj.weight", (E, D, F))
+        matrices = enumerate(f"{within}{name}_proj.weight" for name in ("gate", "up"))
+        up = [_stacked(name, (E, F, D), (ALL, place, ALL), axes=(1, 0)) for place, name in matrices]
+        return [*up[0], *up[1]], _stacked(f"{within}down_proj.weight", (E, D, F), axes=(1, 0))
     # One stacked tensor, `[E, 2F, D]` with the gate's rows first and `[E, D, F]`, or a tensor per expert.
     if has(f"{within}experts.gate_up_proj"):
-        name, shape = f"{within}experts.gate_up_proj", (E, 2 * F, D)
-        up = [
-            tensor_slice(
-                name, shape, (e, ALL, ALL, ALL), rows=(e, e + 1), split=(1, 2, F, D), select=(0,), axes=(2, 0, 1)
-            )
-            for e in range(E)
-        ]
-        return up, _stacked(f"{within}experts.down_proj", (E, D, F))
+        how = {"split": (1, 2, F, D), "axes": (2, 0, 1)}
+        up = _stacked(f"{within}experts.gate_up_proj", (E, 2 * F, D), (ALL,) * 3, **how)
+        return up, _stacked(f"{within}experts.down_proj", (E, D, F), axes=(1, 0))
     up = [
         tensor_slice(f"{within}experts.{e}.{name}_proj.weight", (F, D), (e, ALL, place, ALL), axes=(1, 0))
         for e in range(E)
@@ -122,34 +96,20 @@ def _routed_experts(
     return up, down
 
 
-def _stacked(name: str, shape: tuple[int, int, int]) -> list[TensorSlice]:
-    """Lists the slices of a tensor `[E, out, in]`, one for each expert's `[in, out]`."""
-    return [
-        tensor_slice(name, shape, (e, ALL, ALL), rows=(e, e + 1), select=(0,), axes=(1, 0)) for e in range(shape[0])
-    ]
+def _stacked(name: str, shape: tuple[int, int, int], target=(ALL, ALL), **how) -> list[TensorSlice]:
+    """Lists the slices of a tensor `[E, ...]`, one for each expert; `how` is `split` and `axes` of `tensor_slice`."""
+    experts = range(shape[0])
+    return [tensor_slice(name, shape, (e, *target), rows=(e, e + 1), select=(0,), **how) for e in experts]
 
 
 def _interleaved_experts(within: str, E: int, D: int, F: int) -> dict[str, ParamSpec]:
     """Maps gpt-oss's experts: `[E, D, 2F]` and `[E, F, D]` with biases; columns of gate and up alternate."""
-    up = [
-        tensor_slice(
-            f"{within}gate_up_proj",
-            (E, D, 2 * F),
-            (e, ALL, ALL, ALL),
-            rows=(e, e + 1),
-            split=(1, D, F, 2),
-            select=(0,),
-            axes=(0, 2, 1),
-        )
-        for e in range(E)
-    ]
-    down = [
-        tensor_slice(f"{within}down_proj", (E, F, D), (e, ALL, ALL), rows=(e, e + 1), select=(0,)) for e in range(E)
-    ]
+    how = {"split": (1, D, F, 2), "axes": (0, 2, 1)}
+    up = _stacked(f"{within}gate_up_proj", (E, D, 2 * F), (ALL,) * 3, **how)
     bias = tensor_slice(f"{within}gate_up_proj_bias", (E, 2 * F), (ALL,) * 3, split=(E, F, 2), axes=(0, 2, 1))
     return {
         "gate_up": ParamSpec((E, D, 2, F), tuple(up), in_axis=-3),
         "gate_up_bias": ParamSpec((E, 2, F), (bias,)),
-        "down": ParamSpec((E, F, D), tuple(down), in_axis=-2),
+        "down": ParamSpec((E, F, D), tuple(_stacked(f"{within}down_proj", (E, F, D))), in_axis=-2),
         "down_bias": copied(f"{within}down_proj_bias", E, D),
     }

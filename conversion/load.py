@@ -1,23 +1,21 @@
 """Loads a Hugging Face checkpoint directory into a model and its parameters, tensor by tensor."""
 
 import os
-from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
-from typing import Any, Literal
+from typing import Literal
 
 import jax
 import numpy as np
 from flax.traverse_util import unflatten_dict
 from jax.sharding import Mesh
 
-from conversion.files import CheckpointFiles
 from conversion.gguf_files import open_checkpoint
 from conversion.load_plan import LoadPlan, make_plan
-from conversion.read_params import E4M3, Index, read_as, read_scales, read_values, scale_spec
+from conversion.read_params import ReadPart
+from conversion.tensor_slice import ParamSpec
 from mtpjax.errors import CheckpointFileError
 from mtpjax.models.decoding_layout import choose_layout
 from mtpjax.models.model import MTPModel
-from mtpjax.models.quantized import BlockScaled
 from mtpjax.models.sharding import read_parts
 
 
@@ -29,9 +27,6 @@ def load(
     allow_copies: bool = False,
     layout: Literal["decoding", "training"] = "decoding",
     model_type: str | None = None,
-    allow_extra: bool = False,
-    strict: bool = False,
-    progress: Callable[[int], Any] | None = None,
 ) -> tuple[MTPModel, dict]:
     """Loads a checkpoint directory.
 
@@ -39,13 +34,10 @@ def load(
         path: a directory with `config.json` and safetensors files.
         dtype: dtype to cast the parameters to. `None` keeps those of the files; block-quantized fp8 weights stay fp8
             with their scales (`BlockScaled`).
-        mesh: lays the parameters out over this mesh; each process reads only what its devices hold.
-        allow_copies: let devices hold copies of what an axis of the mesh does not divide.
+        mesh: shards the parameters over this mesh; each process reads only the shards of its devices.
+        allow_copies: let devices hold copies of sizes that an axis of the mesh does not divide.
         layout: the layout for decoding, or the one for training.
         model_type: the family to use instead of the one that `config.json` names.
-        allow_extra: skip unknown tensors outside of the language model instead of raising an error.
-        strict: raise an error for infinite or NaN weights instead of a warning.
-        progress: called with the bytes of every parameter that is loaded.
 
     Returns:
         `(model, params)`: the model, and its parameters as nested dicts of jax arrays.
@@ -55,44 +47,23 @@ def load(
         ConfigError: `config.json` is damaged or not supported.
         ValueError: the mesh does not divide the model.
     """
-    with open_checkpoint(path, strict=strict) as files:
+    with open_checkpoint(path) as files:
         # Check everything that the headers show before any weight is read.
-        plan = make_plan(files, dtype=dtype, model_type=model_type, allow_extra=allow_extra)
+        plan = make_plan(files, dtype=dtype, model_type=model_type)
         sharding_of = None if mesh is None else choose_layout(plan.config, mesh, layout, allow_copies=allow_copies)
         _check_memory(plan, mesh)
 
-        def place(path: str, shape: tuple[int, ...], read: Callable[[Index], np.ndarray]) -> jax.Array:
+        def place(path: str, spec: ParamSpec, dtype: np.dtype, read: ReadPart) -> jax.Array:
             if sharding_of is None:
-                return jax.device_put(read(tuple((0, size) for size in shape)))
-            return read_parts(shape, sharding_of(path, shape), read)
-
-        def read(path: str):
-            value = _load_param(files, plan, path, place)
-            if progress:
-                progress(sum(array.nbytes for array in jax.tree.leaves(value)))
-            return value
+                return jax.device_put(read(tuple((0, size) for size in spec.shape)))
+            return read_parts(spec.shape, sharding_of(path, spec.shape), read)
 
         # Reading and transposing release the interpreter lock, so threads load several parameters at once.
         with ThreadPoolExecutor(os.cpu_count()) as pool:
-            values = pool.map(read, plan.specs)
+            values = pool.map(lambda path: plan.make_param(files, path, place), plan.specs)
             params = unflatten_dict(dict(zip(plan.specs, values, strict=True)), sep="/")
         files.report()
     return MTPModel(plan.config), params
-
-
-def _load_param(files: CheckpointFiles, plan: LoadPlan, path: str, place: Callable[..., jax.Array]):
-    """Loads one parameter with `place(path, shape, read)`; fp8 with scales becomes a `BlockScaled`."""
-    dtype, spec = plan.dtypes[path], plan.specs[path]
-    # Block-scaled fp8 is loaded as two arrays: the values and their scales.
-    if dtype == E4M3:
-        scales = scale_spec(spec, plan.scales)
-        parts = {
-            "values": (spec, lambda index: read_values(files, spec, index)),
-            "scales": (scales, lambda index: read_scales(files, plan.scales, spec, index)),
-        }
-        arrays = {name: place(f"{path}/{name}", part.shape, read) for name, (part, read) in parts.items()}
-        return BlockScaled(**arrays, axis=spec.in_axis, block=plan.scales.columns)
-    return place(path, spec.shape, lambda index: read_as(files, plan.scales, spec, index, dtype))
 
 
 def _check_memory(plan: LoadPlan, mesh: Mesh | None) -> None:
@@ -100,7 +71,7 @@ def _check_memory(plan: LoadPlan, mesh: Mesh | None) -> None:
     # Bytes for this process's devices: their share under a mesh, everything without one.
     need = sum(np.prod(spec.shape, dtype=np.int64) * plan.dtypes[path].itemsize for path, spec in plan.specs.items())
     devices = len(mesh.local_devices) / mesh.size if mesh is not None else 1
-    # Windows does not report its memory; the load then fails where memory runs out.
+    # Windows does not report its memory; loading then fails when memory runs out.
     if not hasattr(os, "sysconf"):
         return
     # Accelerators report running out of memory themselves; a CPU machine would swap or kill the process.

@@ -1,6 +1,6 @@
 """Plans the loading of a checkpoint directory: from its configuration and headers to the tensors of every parameter.
 
-`inspect_files` lists what is wrong; `make_plan` raises the first of it. Every command plans with one of the two.
+`inspect_files` lists all problems; `make_plan` raises the first. Every command plans with one of the two.
 """
 
 import dataclasses
@@ -15,7 +15,15 @@ from conversion.files import CheckpointFiles, TensorSource
 from conversion.names import param_specs, stored_layout, tied_copies
 from conversion.norm_storage import with_norm_storage
 from conversion.quantized_formats import DESCRIPTIONS, described_quantization, find_packed_format
-from conversion.read_params import E4M3, ScaleMap
+from conversion.read_params import (
+    E4M3,
+    MakeArray,
+    ScaleMap,
+    read_as,
+    read_scales,
+    read_values,
+    scale_spec,
+)
 from conversion.stored_modules import (
     count_stored_modules,
     read_module_files,
@@ -28,6 +36,7 @@ from conversion.tensor_types import FLOAT32, SCALE_ENDS, SUPPORTED, describe_mix
 from mtpjax.errors import CheckpointFileError, ConfigError
 from mtpjax.messages import count_of
 from mtpjax.models.config import ModelConfig
+from mtpjax.models.quantized import BlockScaled
 
 log = logging.getLogger("mtpjax.conversion")
 
@@ -46,7 +55,7 @@ OTHER_PARTS = (
 
 @dataclasses.dataclass(frozen=True)
 class LoadPlan:
-    """A checkpoint directory in terms of the model: its configuration, and where each parameter comes from."""
+    """A checkpoint directory in terms of the model: its configuration, and the source of each parameter."""
 
     model_type: str
     config: ModelConfig
@@ -54,12 +63,26 @@ class LoadPlan:
     specs: dict[str, ParamSpec]  # by flat parameter name
     scales: ScaleMap
     tied: dict[str, str]  # copies that the files contain -> the tensor that they repeat
-    other: tuple[str, ...]  # tensors that are not the language model's; export writes them back
+    other: tuple[str, ...]  # tensors outside the language model; export writes them back
     missing: tuple[str, ...]
     extra: tuple[str, ...]  # unknown tensors
     dtypes: dict[str, np.dtype]  # of each parameter; float32 for one that cannot be read
     mixed: str  # names parameters that are assembled from tensors of several dtypes; empty: none
     problems: tuple[str, ...]  # why the checkpoint cannot be loaded
+
+    def make_param(self, files: CheckpointFiles, path: str, make: MakeArray) -> Any:
+        """Makes a parameter with `make(path, spec, dtype, read)`; of fp8 a `BlockScaled`, with two such arrays."""
+        dtype, spec, scales = self.dtypes[path], self.specs[path], self.scales
+        if dtype != E4M3:
+            return make(path, spec, dtype, lambda index: read_as(files, scales, spec, index, dtype))
+        parts = {
+            "values": make(f"{path}/values", spec, dtype, lambda index: read_values(files, spec, index)),
+            "scales": make(
+                *(f"{path}/scales", scale_spec(spec, scales), FLOAT32),
+                lambda index: read_scales(files, scales, spec, index),
+            ),
+        }
+        return BlockScaled(**parts, axis=spec.in_axis, block=scales.columns)
 
 
 def make_plan(
@@ -73,14 +96,10 @@ def make_plan(
     """Plans loading, and rejects a checkpoint that cannot be loaded completely.
 
     Args:
-        files: the checkpoint.
         dtype: dtype of all parameters; `None` keeps those of the files.
         model_type: the family to use instead of the one that `config.json` names.
-        allow_extra: accept unknown tensors outside of the language model. They are not loaded; conversion keeps them.
-        is_copied: the tensors are copied and not computed with, so unknown ones do no harm anywhere.
-
-    Returns:
-        The plan.
+        allow_extra: accept unknown tensors outside the language model. They are not loaded; conversion keeps them.
+        is_copied: the tensors are only copied, so unknown ones are harmless.
 
     Raises:
         CheckpointFileError: tensors are missing, unknown, or of the wrong shape or dtype.
@@ -102,16 +121,9 @@ def inspect_files(
     allow_extra: bool = False,
     is_copied: bool = False,
 ) -> LoadPlan:
-    """Plans loading, and lists what is wrong instead of rejecting it.
+    """Plans loading, and lists problems instead of raising them.
 
     Only headers are read, and the few tensors that decide something: copies of embedding and head, and norms.
-
-    Args:
-        files: the checkpoint.
-        dtype: as for `make_plan`.
-        model_type: as for `make_plan`.
-        allow_extra: as for `make_plan`.
-        is_copied: as for `make_plan`.
 
     Returns:
         The plan; `problems` holds what `make_plan` raises.
@@ -135,8 +147,8 @@ def inspect_files(
         log.warning("config.json has unknown keys, which are ignored: %s", ", ".join(parsed.unknown))
     for note in parsed.notes:
         log.warning("config.json: %s", note)
-    # The configuration does not say everything: the files decide how many modules there are, whether these have an
-    # embedding and a head of their own, and how norms are stored.
+    # The configuration does not say everything: the files decide how many modules there are, whether these have a
+    # separate embedding and head, and how norms are stored.
     read_module_files(files, parsed)
     layout = stored_layout(parsed.layout, parsed.model, files.tensors.__contains__)
     config = with_stored_modules(parsed, layout, files)
@@ -180,11 +192,7 @@ def inspect_files(
 
 
 def find_packing(files: TensorSource, values: Any) -> str | None:
-    """Finds out whether the weights are packed in a format that is not read.
-
-    Args:
-        files: the checkpoint or drafter.
-        values: the content of its `config.json`.
+    """Finds out whether the weights are packed in an unsupported format.
 
     Returns:
         One sentence that names the format and what to do; None for other checkpoints.
@@ -218,7 +226,7 @@ def _find_shape_problems(plan: LoadPlan, files: CheckpointFiles, wanted: dict[st
 
 
 def _find_extra_problems(plan: LoadPlan, files: CheckpointFiles, allow_extra: bool, is_copied: bool) -> list[str]:
-    """Lists unknown tensors: those inside the language model change what it computes, so they are never left out."""
+    """Lists unknown tensors: those inside the language model change what it computes, so they are never ignored."""
     if is_copied or not plan.extra:
         return []
     inside = [name for name in plan.extra if _is_inside(name, plan.layout)]

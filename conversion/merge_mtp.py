@@ -55,7 +55,6 @@ def merge_export(
         modules: a folder that `export_mtp` wrote, or a full checkpoint or GGUF file, such as the original release.
         target: the folder to write. It appears only when it is complete.
         model_type: the family of `base` to use instead of the one that its `config.json` names.
-        progress: called with the number of bytes of each block that is written.
 
     Returns:
         The numbers of tensors that were equal, replaced and added.
@@ -86,17 +85,13 @@ def merge_tensors(
     """Writes the base checkpoint with new MTP modules.
 
     Args:
-        files: the base checkpoint.
-        plan: its plan.
-        modules: the modules to put in.
         target: the folder to write. It appears only when it is complete.
-        progress: called with the number of bytes of each block that is written.
 
     Returns:
         The numbers of tensors that were equal, replaced and added.
 
     Raises:
-        CheckpointFileError: a tensor has another shape than the one that it replaces.
+        CheckpointFileError: the shape of a tensor differs from that of the one it replaces.
     """
     report, changed = _compare(files, plan, modules)
     # A changed fp8 tensor gets new scales, so the tensor of its scales changes with it.
@@ -159,7 +154,7 @@ def _compare(files: CheckpointFiles, plan: LoadPlan, modules: ModuleTensors) -> 
 
 
 def _is_equal(files: CheckpointFiles, plan: LoadPlan, modules: ModuleTensors, name: str) -> bool:
-    """Returns whether exporting the base's tensor would give the module's, in the module's own dtype."""
+    """Returns whether exporting the base's tensor would give the module's tensor, in its dtype."""
     # An export of an fp8 checkpoint holds bfloat16: dequantize the base in the same way before comparing.
     dtype = modules.entries[name].dtype
     ours = (block.astype(dtype) for block in dequantized_blocks(files, plan.scales, name, dtype))

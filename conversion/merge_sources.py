@@ -1,4 +1,4 @@
-"""Reads the MTP modules that a merge puts into a checkpoint: from an export, or from a full checkpoint."""
+"""Reads the MTP modules for a merge from an export or from a full checkpoint."""
 
 import dataclasses
 import logging
@@ -30,20 +30,15 @@ class ModuleTensors:
 
     count: int  # of modules
     entries: dict[str, TensorEntry]
-    blocks: Callable[[str], Iterator[np.ndarray]]  # name -> the rows of the tensor, block after block
-    plan: LoadPlan  # of the base, with the layout that the modules' names have
-    own_embedding: bool = False  # the modules have an embedding of their own
+    blocks: Callable[[str], Iterator[np.ndarray]]  # name -> the rows of the tensor, block by block
+    plan: LoadPlan  # of the base, with the layout of the modules' names
+    own_embedding: bool = False  # the modules do not share the trunk's embedding
 
 
 def read_modules(source: CheckpointFiles, base: CheckpointFiles, plan: LoadPlan) -> ModuleTensors:
     """Reads the modules of an export, or of a full checkpoint such as the original release of a fine-tuned model.
 
     Leaves out copies of the trunk's embedding and head: the modules use those of the base, as in inference engines.
-
-    Args:
-        source: a folder of `export_mtp`, or a full checkpoint with MTP modules.
-        base: the checkpoint that receives the modules.
-        plan: the plan of `base`.
 
     Returns:
         The modules, under the names that they have in `base`.
@@ -82,7 +77,7 @@ def _from_export(exported: CheckpointFiles, base: CheckpointFiles, plan: LoadPla
         else:
             # From here on tensors have the names of the full checkpoint.
             names[original_name(name, config, plan.layout)] = name
-    # Copies in the modules: an export does not show if they equalled the trunk's, so mtpjax's exports say it.
+    # Copies in the modules: an export does not show whether they equalled the trunk's, so mtpjax's exports state it.
     own_embedding = values.get("mtp_use_dedicated_embeddings") is True
     own = {"embedding": own_embedding, "head": values.get("mtp_use_dedicated_head") is True}
     originals = {"embedding": plan.layout.embedding, "head": plan.layout.head}
@@ -98,10 +93,10 @@ def _from_export(exported: CheckpointFiles, base: CheckpointFiles, plan: LoadPla
 
 
 def _from_full(source: CheckpointFiles, base: CheckpointFiles, plan: LoadPlan) -> ModuleTensors:
-    """Lists the tensors of the modules of a full checkpoint, such as the original release, or of its modules alone."""
+    """Lists the tensors of the modules of a full checkpoint, such as the original release, or only of its modules."""
     given = inspect_files(source, is_copied=True)
     needed = {piece.name for path, spec in given.specs.items() if path.startswith("mtp_") for piece in spec.slices}
-    # A folder that holds the file of the modules alone, under their original names, lacks the whole trunk.
+    # A folder with only the file of the modules, under their original names, has no trunk.
     has_modules_alone = bool(needed) and needed <= source.tensors.keys()
     has_modules_alone &= not any(name in source.tensors for name in _trunk_names(given))
     if given.problems and not has_modules_alone:
@@ -113,7 +108,7 @@ def _from_full(source: CheckpointFiles, base: CheckpointFiles, plan: LoadPlan) -
         )
     require_same_norms(source.path, given.config.of_modules.zero_centred_norm, base.path, plan.config)
     plan = _with_modules(plan, count, given.layout.mtp)
-    # fp8 modules stay fp8 where they are added to a checkpoint of the same blocks; elsewhere they become bfloat16.
+    # fp8 modules stay fp8 if they are added to a checkpoint with the same block size; otherwise they become bfloat16.
     has_modules = any(path.startswith("mtp_") for path in plan.specs)
     blocks = [(each.scales.rows, each.scales.columns) for each in (given, plan) if each.scales.names]
     keeps_fp8 = len(blocks) == 2 and blocks[0] == blocks[1] and not has_modules
@@ -140,23 +135,20 @@ def _from_full(source: CheckpointFiles, base: CheckpointFiles, plan: LoadPlan) -
 
 
 def require_same_norms(path, is_centred: bool, base_path, base: ModelConfig) -> None:
-    """Rejects modules whose norm weights are stored otherwise than those of the base.
+    """Rejects modules whose norm weights differ in convention from those of the base.
 
     Args:
-        path: the checkpoint that gives the modules.
-        is_centred: it stores w of 1 + w.
-        base_path: the base of the merge.
-        base: its model.
+        is_centred: whether it stores `w` of `1 + w`.
 
     Raises:
-        CheckpointFileError: one stores w of 1 + w and the other 1 + w.
+        CheckpointFileError: one stores `w` and the other `1 + w`.
     """
-    kinds = {True: "w of 1 + w", False: "1 + w"}
+    kinds = {True: "w, applied as 1 + w", False: "the full scale, 1 + w"}
     expected = base.of_modules.zero_centred_norm
     if is_centred != expected:
         raise CheckpointFileError(
-            f"the modules of {path} store norm weights as {kinds[is_centred]}, those of {base_path} as "
-            f"{kinds[expected]}: give the modules of a release whose norms are stored like those of the base"
+            f"the modules of {path} store norm weights as {kinds[is_centred]}, but those of {base_path} as "
+            f"{kinds[expected]}: merge modules from a release that stores norms like the base"
         )
 
 

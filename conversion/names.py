@@ -20,13 +20,14 @@ MIMO = {
     "mimo_v2": ("mtp.layers", "eh_proj", "enorm", "hnorm"),
 }
 
+# The tensors around the decoder layer of a module.
+AROUND_LAYER = ("project", "norm_embedding", "norm_hidden", "norm_output", "embedding", "head")
+
 
 def param_specs(config: ModelConfig, layout: Layout, has: Callable[[str], bool]) -> dict[str, ParamSpec]:
     """Lists every parameter of a model.
 
     Args:
-        config: the model's configuration.
-        layout: how its family names tensors.
         has: returns whether the checkpoint contains a tensor of this name. Experts are stored one by one or stacked,
             and this decides which.
 
@@ -44,7 +45,7 @@ def param_specs(config: ModelConfig, layout: Layout, has: Callable[[str], bool])
             f"trunk/layer_{layer}/", decoder_layer(config, kind, f"{layout.trunk}layers.{layer}.", layout, has)
         )
     # The MTP modules: a projection of [embedding | hidden], two or three norms, and one decoder layer each. Embedding
-    # and head are the trunk's, unless the checkpoint has other ones for the modules.
+    # and head are the trunk's, unless the checkpoint has separate ones for the modules.
     norms = ("norm_embedding", "norm_hidden", "norm_output")[: 3 if config.mtp_output_norm == "own" else 2]
     of_modules = dataclasses.replace(layout, feed_forward_norm=layout.mtp_feed_forward_norm)
     for number in range(config.num_mtp_modules):
@@ -65,69 +66,38 @@ def param_specs(config: ModelConfig, layout: Layout, has: Callable[[str], bool])
 def mtp_names(config: ModelConfig, layout: Layout, number: int) -> tuple[str, dict[str, str]]:
     """Names the tensors of an MTP module.
 
-    Args:
-        config: the model's configuration.
-        layout: how its family names tensors.
-        number: the module, from 0.
-
     Returns:
         `(prefix, around)`: the prefix of the module's decoder layer, and the names of the tensors around that layer by
-        what they are: "project", "norm_embedding", "norm_hidden", "norm_output", and where the family may repeat them
-        "embedding" and "head".
+        what they are (`AROUND_LAYER`); "embedding" and "head" where the family may repeat them.
     """
     # Qwen: modules share the projection and the norms, if there are several. Dense models of mtpjax ("mtp_each") have
     # the same names, and repeat these tensors in the layer of each module if there are several.
     if layout.is_under_mtp:
         prefix = f"{layout.modules}layers.{number}."
         shared = prefix if layout.mtp == "mtp_each" and config.num_mtp_modules > 1 else layout.modules
-        around = {
-            "project": f"{shared}fc.weight",
-            "norm_embedding": f"{shared}pre_fc_norm_embedding.weight",
-            "norm_hidden": f"{shared}pre_fc_norm_hidden.weight",
-            "norm_output": f"{shared}norm.weight",
-            "embedding": f"{shared}embed_tokens.weight",
-            "head": f"{shared}lm_head.weight",
-        }
-        return prefix, around
-    # MiMo: a list of layers beside the trunk's, which never repeats embedding and head.
+        norms = "pre_fc_norm_embedding", "pre_fc_norm_hidden", "norm"
+        return prefix, _around(shared, "fc", *norms, "embed_tokens", "lm_head")
+    # MiMo: a separate list of layers, which never repeats embedding and head.
     if layout.mtp in MIMO:
-        layers, project, norm_embedding, norm_hidden = MIMO[layout.mtp]
+        layers, *names = MIMO[layout.mtp]
         prefix = f"{layout.modules}{layers}.{number}."
-        around = {
-            "project": f"{prefix}{project}.weight",
-            "norm_embedding": f"{prefix}{norm_embedding}.weight",
-            "norm_hidden": f"{prefix}{norm_hidden}.weight",
-            "norm_output": f"{prefix}final_layernorm.weight",
-        }
-        return prefix, around
+        return prefix, _around(prefix, *names, "final_layernorm")
     # Ernie: a list per part of the module.
     if layout.mtp == "ernie":
-        around = {
-            "project": f"{layout.modules}mtp_linear_proj.{number}.weight",
-            "norm_embedding": f"{layout.modules}mtp_emb_norm.{number}.weight",
-            "norm_hidden": f"{layout.modules}mtp_hidden_norm.{number}.weight",
-        }
-        return f"{layout.modules}mtp_block.{number}.", around
-    # DeepSeek-V3, GLM, Kimi and Hunyuan: further decoder layers behind the trunk's.
+        names = (f"mtp_{name}.{number}" for name in ("linear_proj", "emb_norm", "hidden_norm"))
+        return f"{layout.modules}mtp_block.{number}.", _around(layout.modules, *names)
+    # DeepSeek-V3, GLM, Kimi and Hunyuan: further decoder layers after the trunk's.
     prefix = f"{layout.modules}layers.{config.num_hidden_layers + number}."
-    around = {
-        "project": f"{prefix}eh_proj.weight",
-        "norm_embedding": f"{prefix}enorm.weight",
-        "norm_hidden": f"{prefix}hnorm.weight",
-        "norm_output": f"{prefix}{layout.mtp_norm}.weight",
-        "embedding": f"{prefix}embed_tokens.weight",
-        "head": f"{prefix}{layout.mtp_head}.weight",
-    }
-    return prefix, around
+    return prefix, _around(prefix, "eh_proj", "enorm", "hnorm", layout.mtp_norm, "embed_tokens", layout.mtp_head)
+
+
+def _around(prefix: str, *names: str) -> dict[str, str]:
+    """Names the tensors around a module's layer by what they are; the last ones may be missing."""
+    return {what: f"{prefix}{name}.weight" for what, name in zip(AROUND_LAYER, names, strict=False)}
 
 
 def stored_layout(layout: Layout, config: ModelConfig, has: Callable[[str], bool]) -> Layout:
-    """Adapts a family's layout to a checkpoint, since programs save the same family under several prefixes.
-
-    Args:
-        layout: how the family names tensors.
-        config: the model's configuration.
-        has: returns whether the checkpoint contains a tensor.
+    """Adapts a family's layout to a checkpoint, because programs save the same family under several prefixes.
 
     Returns:
         The layout with the prefix of the trunk that the checkpoint has, the tensor of a tied embedding, and the place
@@ -160,12 +130,8 @@ def stored_layout(layout: Layout, config: ModelConfig, has: Callable[[str], bool
 def module_prefixes(config: ModelConfig, layout: Layout) -> tuple[str, ...]:
     """Lists the prefixes of the tensor names of MTP modules.
 
-    Args:
-        config: the model's configuration, which names the number of modules.
-        layout: how its family names tensors.
-
     Returns:
-        The prefixes; at least one, also without modules.
+        The prefixes; at least one, even without modules.
     """
     if layout.is_under_mtp:
         return (layout.modules,)
@@ -178,13 +144,6 @@ def tied_copies(config: ModelConfig, layout: Layout) -> Iterator[tuple[str, str]
     """Lists tensors that may repeat the trunk's embedding or head.
 
     Some checkpoints store a copy of both in every MTP module, and a copy of a tied embedding as the head.
-
-    Args:
-        config: the model's configuration.
-        layout: how its family names tensors.
-
-    Yields:
-        `(copy, original)` names.
     """
     embedding = layout.embedding
     head = embedding if config.tie_word_embeddings else layout.head

@@ -1,7 +1,7 @@
-"""Finds out how a checkpoint stores its norm weights: as w of `1 + w` (zero-centred), or as `1 + w`.
+"""Finds out how a checkpoint stores its norm weights: as `w` (zero-centred) or as `1 + w`.
 
-Norm weights are trained from 0 or from 1 and stay near it, so their means show the convention. Programs that convert
-checkpoints add 1 to some norms or to all, often to those of the trunk and not to those of the MTP modules.
+Norm weights are trained from 0 or 1 and stay close to it, so their means show the convention. Programs that convert
+checkpoints add 1 to some or all norms, often to those of the trunk but not of the MTP modules.
 """
 
 import collections
@@ -19,24 +19,19 @@ from mtpjax.models.config import ModelConfig
 
 log = logging.getLogger("mtpjax.conversion")
 
-CENTRED, SHIFTED = 0.4, 0.6  # means of stored weights below and above which they are w and 1 + w
+CENTRED, SHIFTED = 0.4, 0.6  # stored weights with a mean below the first are w, above the second 1 + w
 
 
 def with_norm_storage(config: ModelConfig, specs: dict[str, ParamSpec], files: CheckpointFiles) -> ModelConfig:
     """Decides for the trunk and for its MTP modules how norm weights are stored.
 
-    Only families whose norms are `1 + w` have the question.
-
-    Args:
-        config: the model's configuration.
-        specs: its parameters.
-        files: the checkpoint.
+    Only families whose norms are `1 + w` need this.
 
     Returns:
         The configuration with `zero_centred_norm` and `mtp_norm_differs` as the files have it.
 
     Raises:
-        CheckpointFileError: some modules store w and others 1 + w.
+        CheckpointFileError: some modules store `w` and others `1 + w`.
     """
     if not config.zero_centred_norm:
         return config
@@ -51,7 +46,7 @@ def with_norm_storage(config: ModelConfig, specs: dict[str, ParamSpec], files: C
             np.median([mean for _, mean, _ in first]),
         )
     _warn_of_mixture("the trunk", trunk.values(), is_centred)
-    # A module has only a few norms, so all of them are asked.
+    # A module has only a few norms, so all of them count.
     found = {}
     for number in range(config.num_mtp_modules):
         own = [each for name, each in means.items() if name.startswith(f"mtp_{number}/")]
@@ -90,12 +85,7 @@ def find_norm_storage(what: str, means: list[float], *, default: bool) -> bool:
     """Decides how norms are stored, by the median of their means.
 
     Args:
-        what: what has the norms, for a warning.
-        means: the means of their weights.
-        default: the answer without norms, and, with a warning, where they show no convention.
-
-    Returns:
-        True for w of `1 + w`, False for `1 + w`.
+        default: the result without norms, and, with a warning, if they show no convention.
     """
     if not means:
         return default

@@ -1,7 +1,7 @@
-"""Recognizes quantized formats that are not read, from the names and dtypes of tensors, so that errors can name them.
+"""Recognizes unsupported quantized formats from the names and dtypes of tensors, so that errors can name them.
 
-The tensors decide whether a checkpoint is packed, since configurations may be wrong or left over. The configuration
-only adds its own words to the message.
+The tensors decide whether a checkpoint is packed, since configurations may be wrong or left over. The configuration is
+only quoted in the message.
 """
 
 import json
@@ -18,10 +18,10 @@ ORIGINAL = "load the original release in bfloat16"
 
 
 class PackedFormat(NamedTuple):
-    """A quantized format that is not read."""
+    """An unsupported quantized format."""
 
     name: str
-    ends: str  # pattern of the end of a tensor's name, which this format alone has
+    ends: str  # pattern of the end of a tensor's name, which only this format has
     fits: Callable[[Tensors, str, str], bool]  # (tensors, a tensor that has this end, its name without the end)
     way: str = ORIGINAL
 
@@ -36,7 +36,7 @@ def _is(*kinds: str) -> Callable[[Tensors, str, str], bool]:
 
 
 def _is_beside(*ends: str, kinds: tuple[str, ...] = tuple(DTYPES)) -> Callable[[Tensors, str, str], bool]:
-    """Accepts a tensor of one of these dtypes that has all these tensors beside it."""
+    """Accepts a tensor of one of these dtypes with all these companion tensors."""
     has_dtype = _is(*kinds)
     return lambda tensors, name, stem: has_dtype(tensors, name, stem) and all(f"{stem}{end}" in tensors for end in ends)
 
@@ -95,13 +95,7 @@ FORMATS = (
 
 
 def find_packed_format(tensors: Tensors, values: Any, descriptions: Mapping[str, Any], supported: str) -> str | None:
-    """Finds out whether a checkpoint is packed in a format that is not read.
-
-    Args:
-        tensors: its tensors, without those of other parts of a multimodal model.
-        values: the content of `config.json`.
-        descriptions: the content of those of `DESCRIPTIONS` that the checkpoint has.
-        supported: the dtypes that are read, for the message.
+    """Finds out whether a checkpoint is packed in an unsupported format.
 
     Returns:
         One sentence with the format, a tensor that shows it, and what to do; None for other checkpoints.
@@ -125,11 +119,7 @@ def find_packed_format(tensors: Tensors, values: Any, descriptions: Mapping[str,
 
 
 def described_quantization(values: Any, descriptions: Mapping[str, Any]) -> str:
-    """Repeats what a checkpoint's files say of its quantization, in their own words.
-
-    Args:
-        values: the content of `config.json`.
-        descriptions: the content of those of `DESCRIPTIONS` that the checkpoint has.
+    """Quotes what a checkpoint's files say about its quantization.
 
     Returns:
         Such as "config.json: quant_method awq, bits 4"; empty if they say nothing.

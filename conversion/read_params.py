@@ -9,6 +9,7 @@ too.
 import dataclasses
 import math
 from collections.abc import Callable
+from typing import Any
 
 import ml_dtypes
 import numpy as np
@@ -23,6 +24,8 @@ E8M0 = np.dtype(ml_dtypes.float8_e8m0fnu)
 _E4M3_VALUES = np.arange(256, dtype=np.uint8).view(E4M3).astype(np.float32)  # looking values up is faster than casting
 
 Index = tuple[tuple[int, int], ...]  # begin, end of each axis of a parameter
+ReadPart = Callable[[Index], np.ndarray]
+MakeArray = Callable[[str, ParamSpec, np.dtype, ReadPart], Any]  # path, spec, dtype, read -> an array
 
 
 @dataclasses.dataclass(frozen=True)
@@ -48,10 +51,6 @@ class ScaleMap:
 def scale_spec(spec: ParamSpec, scales: ScaleMap) -> ParamSpec:
     """Describes the scales of a parameter.
 
-    Args:
-        spec: the parameter.
-        scales: the checkpoint's scales.
-
     Returns:
         A spec whose input axis counts blocks; the other axes are as in the parameter.
     """
@@ -62,18 +61,7 @@ def scale_spec(spec: ParamSpec, scales: ScaleMap) -> ParamSpec:
 
 
 def read_as(files: TensorSource, scales: ScaleMap, spec: ParamSpec, index: Index, dtype: np.dtype) -> np.ndarray:
-    """Reads a part of a parameter and casts it; fp8 with scales is multiplied in float32 and rounded once.
-
-    Args:
-        files: the checkpoint.
-        scales: its scales.
-        spec: the parameter.
-        index: the part.
-        dtype: the dtype of the result.
-
-    Returns:
-        The part.
-    """
+    """Reads a part of a parameter and casts it; fp8 with scales is multiplied in float32 and rounded once."""
 
     def rows(piece: TensorSlice, begin: int, end: int) -> np.ndarray:
         values = files.read_checked(piece.name, begin, end)
@@ -90,13 +78,10 @@ def dequantize(values: np.ndarray, scales: np.ndarray, axis: int, block: int, be
 
     Args:
         values: float8_e4m3fn, any shape; a part of an array along `axis`.
-        scales: float32, with the axes of `values`, and one entry per block along `axis`, from the array's begin on.
+        scales: float32, with the axes of `values`, and one entry per block along `axis`, from the start of the array
+            on.
         axis: the axis along which `block` elements share a scale.
-        block: the block's length.
         begin: the place of `values` along `axis` in the whole array.
-
-    Returns:
-        `value * scale` in float32.
     """
     # Repeat each scale for the elements of its block, and cut out the part that `values` covers.
     part = (slice(None),) * axis + (slice(begin, begin + values.shape[axis]),)
@@ -105,11 +90,6 @@ def dequantize(values: np.ndarray, scales: np.ndarray, axis: int, block: int, be
 
 def read_values(files: TensorSource, spec: ParamSpec, index: Index) -> np.ndarray:
     """Reads a part of a parameter in the dtype of its tensors, without applying scales.
-
-    Args:
-        files: the checkpoint.
-        spec: the parameter.
-        index: the part.
 
     Returns:
         The part. Only the rows that it needs are read.
@@ -122,10 +102,7 @@ def read_scales(files: TensorSource, scales: ScaleMap, spec: ParamSpec, index: I
     """Reads the scales of a part of a parameter.
 
     Args:
-        files: the checkpoint.
         scales: where its scales are.
-        spec: the parameter.
-        index: the part of `scale_spec(spec)`.
 
     Returns:
         float32 scales, repeated along the tensors' rows.
@@ -139,7 +116,7 @@ def read_scales(files: TensorSource, scales: ScaleMap, spec: ParamSpec, index: I
 
 def _read_scale_rows(files: TensorSource, scales: ScaleMap, name: str, begin: int, end: int) -> np.ndarray:
     """Reads the scales of rows of an fp8 tensor, one row of scales for each row of the tensor."""
-    # Repeat each row of scales for the rows of its block, then cut out the rows that were asked for.
+    # Repeat each row of scales for the rows of its block, then cut out the requested rows.
     side = scales.rows
     first = begin // side
     blocks = read_scale_blocks(files, scales.names[name], first, -(-end // side))
@@ -148,15 +125,6 @@ def _read_scale_rows(files: TensorSource, scales: ScaleMap, name: str, begin: in
 
 def read_scale_blocks(files: TensorSource, name: str, begin: int, end: int) -> np.ndarray:
     """Reads rows of a tensor of scales as numbers.
-
-    Args:
-        files: the checkpoint.
-        name: the tensor of the scales.
-        begin: the first row.
-        end: one after the last row.
-
-    Returns:
-        float32 scales.
 
     Raises:
         CheckpointFileError: an exponent is 255, which is NaN.
@@ -168,13 +136,10 @@ def read_scale_blocks(files: TensorSource, name: str, begin: int, end: int) -> n
 
 
 def decode_scales(stored: np.ndarray) -> np.ndarray:
-    """Turns scales as files hold them into numbers.
+    """Converts scales as stored in files to numbers.
 
     Args:
         stored: floats, or exponents (e8m0) as float8_e8m0fnu or as bytes: 2^(x - 127).
-
-    Returns:
-        float32 scales.
     """
     return (stored.view(E8M0) if stored.dtype == np.uint8 else stored).astype(np.float32)
 
@@ -183,11 +148,7 @@ def encode_scales(scales: np.ndarray, dtype: np.dtype) -> np.ndarray:
     """Inverts `decode_scales`.
 
     Args:
-        scales: float32.
         dtype: dtype of the file's scales. Exponents need powers of two.
-
-    Returns:
-        The scales as the file holds them.
     """
     return scales.astype(E8M0).view(np.uint8) if dtype == np.uint8 else scales.astype(dtype)
 
@@ -211,7 +172,7 @@ def _assemble(
 def _aligned(shape: list[int], dtype: np.dtype) -> np.ndarray:
     """Allocates an array aligned to 64 bytes, which JAX's CPU backend takes over without a copy."""
     size = math.prod(shape) * dtype.itemsize
-    # Allocate a little more, and begin at the first aligned byte.
+    # Allocate slightly more, and start at the first aligned byte.
     buffer = np.empty(size + 64, np.uint8)
     begin = -buffer.ctypes.data % 64
     return buffer[begin : begin + size].view(dtype).reshape(shape)
@@ -226,7 +187,7 @@ def _overlap(piece: TensorSlice, spec: ParamSpec, index: Index):
     local, target = [], []
     narrow = piece
     for axis, (place, size, (begin, end)) in enumerate(zip(piece.target, spec.shape, index, strict=True)):
-        # An axis where the slice has one place, such as the expert's number: inside of the part or not.
+        # An axis where the slice has one place, such as the expert's number: inside the part or not.
         if not isinstance(place, slice):
             if not begin <= place < end:
                 return None
@@ -238,7 +199,7 @@ def _overlap(piece: TensorSlice, spec: ParamSpec, index: Index):
         if low >= high:
             return None
         target.append(slice(low - begin, high - begin))
-        # Along the tensor's rows fewer rows are read; along other axes the rest is cut off after reading.
+        # Along the tensor's rows only these are read; along other axes the rest is cut off after reading.
         if axis == piece.rows_axis:
             narrow = piece.narrowed(low - first, high - first)
             local.append(slice(None))

@@ -1,7 +1,7 @@
 """Rotary embeddings in `config.json`: `rope_parameters` (transformers 5), or `rope_scaling` and `rope_theta` (before).
 
-Every value has the meaning that transformers gives it. A value that transformers refuses, or that needs frequencies
-which depend on the length of the text, is an error.
+Every value has its meaning in transformers. A value that transformers rejects, or whose frequencies depend on the
+length of the text, is an error.
 """
 
 import dataclasses
@@ -12,35 +12,30 @@ from mtpjax.errors import ConfigError
 from mtpjax.models.rope_scaling import LinearScaling, Llama3Scaling, RopeScaling, Yarn
 
 FULL, SLIDING = "full_attention", "sliding_attention"
-# On text alone, mrope's three sections have the same positions, so it equals the default. "dynamic" rescales only
-# texts above `max_position_embeddings`, which decoding refuses.
+# On text alone, mrope's three sections have the same positions, so it equals the default. "dynamic" rescales only texts
+# above `max_position_embeddings`, which decoding rejects.
 SUPPORTED = ("default", "linear", "dynamic", "yarn", "llama3", "mrope")
 
 
-# The older keys of MiMo-V2, whose two types of layers differ: one without the others has no known meaning.
+# The older keys of MiMo-V2, whose two types of layers differ; giving only some of them has no known meaning.
 OLDER_KEYS = ("rope_theta", "swa_rope_theta", "partial_rotary_factor")
 
 
 def with_defaults(stated: dict[str, Any], defaults: dict[str, Any], model_type: str) -> dict[str, Any]:
-    """Adds a family's defaults; its section about rotary embeddings only where transformers takes it.
+    """Adds a family's defaults, but its section about rotary embeddings only where transformers uses it.
 
     Args:
-        stated: the values of `config.json`.
         defaults: the family's default values.
-        model_type: the family.
-
-    Returns:
-        The values with the defaults.
 
     Raises:
-        ConfigError: the family has a section for each type of layer, and the file states a part of the older keys.
+        ConfigError: the family has a section for each type of layer, and the file has only some of the older keys.
     """
     is_stated = stated.get("rope_parameters") is not None
     stated = {key: value for key, value in stated.items() if key != "rope_parameters" or is_stated}
     section = defaults.get("rope_parameters")
     if section is None:
         return defaults | stated
-    # transformers reads `rope_scaling` in the place of the default section.
+    # transformers reads `rope_scaling` instead of the default section.
     given = [stated.get(key) for key in ("rope_parameters", "rope_scaling")]
     given = [value for value in given if isinstance(value, dict) and value]
     without = {key: value for key, value in defaults.items() if key != "rope_parameters"} | stated
@@ -63,11 +58,7 @@ def read_rope(reader: ConfigReader, *, rotates_part: bool) -> dict[str, Any]:
     """Reads the fields of `ModelConfig` about rotary embeddings.
 
     Args:
-        reader: the values of `config.json`.
         rotates_part: the family's class in transformers can rotate a part of each head.
-
-    Returns:
-        The fields.
 
     Raises:
         ConfigError: the values are damaged or not supported.
@@ -86,7 +77,7 @@ def read_rope(reader: ConfigReader, *, rotates_part: bool) -> dict[str, Any]:
     )
     own = sliding.pop("rope_scaling")
     if own not in (None, full["rope_scaling"]):
-        raise ConfigError(f"config.json: rope_parameters with another scaling for {SLIDING} are not supported")
+        raise ConfigError(f"config.json: rope_parameters is not supported if {SLIDING} scales differently from {FULL}")
     full["sliding_rope_scaling"] = own == full["rope_scaling"]
     return full | {f"sliding_{name}": value for name, value in sliding.items()}
 
@@ -107,14 +98,14 @@ def describe_scaling(scaling: RopeScaling | None) -> dict[str, Any]:
 
 
 def _section(reader: ConfigReader) -> ConfigReader:
-    """Returns the section about rotary embeddings; a file that has both must say the same in both."""
+    """Returns the section about rotary embeddings; if a file has both, they must agree."""
     new, old = reader.section("rope_parameters"), reader.section("rope_scaling")
     if not new.values or not old.values:
         return new if new.values else old
     differing = ["rope_type"] if _kind(new) != _kind(old) else []
     for key in sorted((new.values.keys() | old.values.keys()) - {"rope_type", "type"}):
         mine, other = new.values.get(key), old.values.get(key)
-        # The older keys have base and rotated share beside the section.
+        # With the older keys, base and rotated share are outside the section.
         is_beside = other is None and key in ("rope_theta", "partial_rotary_factor")
         differing += [key] if mine != other and not is_beside else []
     if differing:
@@ -145,7 +136,7 @@ def _kind(section: ConfigReader) -> str:
 def _read_section(
     section: ConfigReader, reader: ConfigReader, rotates_part: bool, *, is_nested: bool = False
 ) -> dict[str, Any]:
-    """Reads one section; `rope_theta` and `partial_rotary_factor` may be in it or beside it."""
+    """Reads one section; `rope_theta` and `partial_rotary_factor` may be inside or outside it."""
     for of in (section, reader):
         if "rope_theta" in of.values and of.get("rope_theta") is None:
             raise ConfigError("config.json: rope_theta is null, not a positive number")
@@ -155,7 +146,7 @@ def _read_section(
         allowed = "a number up to 1" if rotates_part else "1.0 in this family"
         raise ConfigError(f"config.json: partial_rotary_factor is {partial}; supported: {allowed}")
     scaling = _read_scaling(section, reader, is_nested)
-    # What mrope says about images changes nothing for text.
+    # Settings of mrope for images do not matter for text.
     ignored = {"mrope_section", "mrope_interleaved"}
     reader.unknown_within |= {f"rope_parameters.{key}" for key in section.values.keys() - section.seen - ignored}
     return {"rope_theta": theta, "partial_rotary_factor": partial, "rope_scaling": scaling}
@@ -209,7 +200,7 @@ def _read_scaling(section: ConfigReader, reader: ConfigReader, is_nested: bool) 
 
 
 def _original_length(section: ConfigReader, reader: ConfigReader, is_nested: bool) -> int:
-    """Reads the positions before scaling: beside the section, in it, or else `max_position_embeddings`."""
+    """Reads the positions before scaling: outside the section, in it, or else `max_position_embeddings`."""
     key = "original_max_position_embeddings"
     inside = section.get(key)
     if not is_nested and reader.get(key) is not None:

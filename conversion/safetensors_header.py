@@ -1,8 +1,8 @@
 """Parses safetensors headers, with every number checked before anything is allocated.
 
 The safetensors package is not used here. Its numpy interface cannot return fp8 tensors, and it accepts a header that
-names a tensor twice. `convert` also repeats headers byte for byte, so it parses headers without a file behind them. A
-test compares the results with the package's.
+names a tensor twice. `convert` also repeats headers byte for byte, so it parses headers without a file. A test compares
+the results with the package's.
 """
 
 import dataclasses
@@ -31,7 +31,7 @@ DTYPES = {
 }
 DTYPE_NAMES = {dtype: name for name, dtype in DTYPES.items()}
 
-# Limits that no real checkpoint comes near, so that a damaged one cannot exhaust the memory.
+# Limits far above any real checkpoint, so that a damaged one cannot exhaust the memory.
 MAX_HEADER_BYTES = 32 << 20  # the headers of DeepSeek-V3's 91,991 tensors are a tenth of it, over all shards
 MAX_TENSORS = 500_000
 
@@ -51,11 +51,6 @@ class TensorInfo:
 def parse_header(content: bytes, file: str, path) -> tuple[list[TensorInfo], dict[str, str] | None]:
     """Parses the header of a safetensors file.
 
-    Args:
-        content: the header, with the 8 bytes of its length in front.
-        file: the file's name, which the tensors are recorded under.
-        path: the file or directory that error messages name.
-
     Returns:
         `(tensors, metadata)`: the tensors in the order of their bytes, and the header's `__metadata__`, if any.
 
@@ -69,7 +64,7 @@ def parse_header(content: bytes, file: str, path) -> tuple[list[TensorInfo], dic
         raise CheckpointFileError(f"{path} has no safetensors header")
     metadata = header.pop("__metadata__", None)
     tensors = [_tensor(name, entry, file, path, len(content)) for name, entry in header.items()]
-    # The format has neither gaps nor overlaps: each tensor begins where the one before it ends.
+    # The format has neither gaps nor overlaps: each tensor starts where the previous one ends.
     tensors.sort(key=lambda tensor: (tensor.begin, tensor.end))
     expected = len(content)
     for tensor in tensors:
@@ -81,13 +76,6 @@ def parse_header(content: bytes, file: str, path) -> tuple[list[TensorInfo], dic
 
 def parse_json(content: bytes, path) -> Any:
     """Parses JSON of a checkpoint, and rejects keys that occur twice: parsers differ in which one they keep.
-
-    Args:
-        content: UTF-8 bytes.
-        path: the file that error messages name.
-
-    Returns:
-        The parsed value.
 
     Raises:
         CheckpointFileError: the content is not JSON, or an object has a key twice.
@@ -124,7 +112,7 @@ def _tensor(name: str, entry: Any, file: str, path, data_begin: int) -> TensorIn
             f"{problem} has no valid shape and offsets or an unsupported dtype ({printable(kind, 40)}); supported: "
             f"{', '.join(DTYPES)}"
         ) from error
-    # Check every number before it is used in arithmetic or in an allocation.
+    # Check every number before using it in arithmetic or an allocation.
     numbers = (*shape, begin, end)
     if not all(isinstance(number, int) and not isinstance(number, bool) and 0 <= number < 2**63 for number in numbers):
         raise CheckpointFileError(f"{problem} has shape {shape} at {begin}..{end}")

@@ -44,9 +44,6 @@ class Shard(NamedTuple):
 def entry_of(tensor: TensorInfo) -> TensorEntry:
     """Makes the entry that writes a tensor as it was read.
 
-    Args:
-        tensor: the tensor that was read.
-
     Returns:
         The entry, with the same name, dtype and shape.
     """
@@ -57,12 +54,7 @@ def make_shard(file: str, entries: Iterable[TensorEntry], metadata: dict[str, st
     """Makes a file of tensors under a new header.
 
     Args:
-        file: the file's name.
-        entries: its tensors, in the order of their bytes.
         metadata: the `__metadata__` of the header; transformers expects `{"format": "pt"}`.
-
-    Returns:
-        The shard.
     """
     entries, place, header = tuple(entries), 0, {}
     if metadata is not None:
@@ -73,28 +65,27 @@ def make_shard(file: str, entries: Iterable[TensorEntry], metadata: dict[str, st
         header[entry.name] = {"dtype": DTYPE_NAMES[entry.dtype], "shape": list(entry.shape), "data_offsets": offsets}
         place += entry.nbytes
     text = json.dumps(header, separators=(",", ":")).encode()
-    # Spaces behind the header align the tensors to 8 bytes, as the safetensors package does.
+    # Spaces after the header align the tensors to 8 bytes, as the safetensors package does.
     text += b" " * (-len(text) % 8)
     return Shard(file, struct.pack("<Q", len(text)) + text, entries)
 
 
-def split_into_shards(entries: Iterable[TensorEntry], most: int = SHARD_BYTES) -> list[Shard]:
+def split_into_shards(entries: Iterable[TensorEntry], max_bytes: int = SHARD_BYTES) -> list[Shard]:
     """Distributes tensors over files, named as Hugging Face names them.
 
     Args:
-        entries: the tensors, in order.
-        most: the largest size of a file in bytes; a larger tensor gets a separate file.
+        max_bytes: the largest size of a file in bytes; a larger tensor gets a separate file.
 
     Returns:
         The shards; a single one is called `model.safetensors`.
     """
-    # Fill files in order: a tensor that does not fit begins the next file.
+    # Fill files in order: a tensor that does not fit starts the next file.
     groups: list[list[TensorEntry]] = [[]]
-    room = most
+    room = max_bytes
     for entry in entries:
         if groups[-1] and entry.nbytes > room:
             groups.append([])
-            room = most
+            room = max_bytes
         groups[-1].append(entry)
         room -= entry.nbytes
     count = len(groups)
@@ -103,14 +94,7 @@ def split_into_shards(entries: Iterable[TensorEntry], most: int = SHARD_BYTES) -
 
 
 def index_bytes(shards: Iterable[Shard]) -> bytes:
-    """Makes the content of `model.safetensors.index.json`.
-
-    Args:
-        shards: all files of the checkpoint.
-
-    Returns:
-        The JSON text as bytes.
-    """
+    """Makes the content of `model.safetensors.index.json`."""
     shards = list(shards)
     # Hugging Face's loaders read `weight_map`; `total_size` counts tensors without headers.
     total = sum(entry.nbytes for shard in shards for entry in shard.entries)
@@ -129,9 +113,6 @@ def write_shards(
 
     Args:
         folder: an existing folder, which must not contain the files yet.
-        shards: the files.
-        blocks: returns the rows of a tensor, block after block, in the entry's dtype.
-        progress: called with the number of bytes of each block that is written.
 
     Raises:
         CheckpointFileError: `blocks` gave more or fewer bytes than the entry has.
@@ -155,7 +136,7 @@ def write_shards(
 
 
 def _prefetched(blocks: Iterator[np.ndarray]) -> Iterator[np.ndarray]:
-    """Yields the same blocks, and makes each one in a thread while the one before is used."""
+    """Yields the same blocks, and makes each one in a thread while the previous one is used."""
     with ThreadPoolExecutor(1) as pool:
         coming = pool.submit(next, blocks, None)
         while (block := coming.result()) is not None:
@@ -168,8 +149,6 @@ def copy_files(folder: pathlib.Path, content: Callable[[str], Iterator[memoryvie
 
     Args:
         folder: an existing folder, which must not contain the files yet.
-        content: returns the blocks of a file, such as `CheckpointFiles.bytes_of`.
-        names: the files' names.
     """
     for name in names:
         (folder / name).parent.mkdir(exist_ok=True)
@@ -178,11 +157,6 @@ def copy_files(folder: pathlib.Path, content: Callable[[str], Iterator[memoryvie
 
 
 def write_index(folder: pathlib.Path, shards: list[Shard]) -> None:
-    """Writes `model.safetensors.index.json`, unless the only shard is `model.safetensors`.
-
-    Args:
-        folder: the folder of the shards.
-        shards: all files of the checkpoint.
-    """
+    """Writes `model.safetensors.index.json`, unless the only shard is `model.safetensors`."""
     if len(shards) > 1 or shards[0].file != SINGLE:
         (folder / INDEX).write_bytes(index_bytes(shards))

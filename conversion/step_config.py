@@ -1,4 +1,4 @@
-"""The `config.json` of Step-3.5 and Step-3.7, whose lists have an entry per layer and, behind them, per MTP module."""
+"""The `config.json` of Step-3.5 and Step-3.7, whose lists have an entry per layer and then per MTP module."""
 
 from typing import Any
 
@@ -6,84 +6,49 @@ from conversion.config_reader import ConfigReader
 from mtpjax.errors import ConfigError
 
 STEP = ("step3p5", "step3p7")  # model types
+# Keys that `expand_step` replaces by those of other families.
+TRANSLATED = (
+    *("rope_theta", "partial_rotary_factors", "rope_scaling", "yarn_only_types", "use_rope_layers"),
+    *("moe_layers_enum", "attention_other_setting"),
+)
 
 
 def expand_step(values: dict[str, Any]) -> dict[str, Any]:
     """Translates Step-3.5's lists, with an entry per layer, to the keys of other families.
 
-    Args:
-        values: the content of the file, with the values of a nested section on top.
-
     Returns:
-        The values with `rope_parameters` per type of layer, `layer_types` and limits of the trunk's layers alone,
-        `mlp_layer_types` and `mtp_layer_type`. Other keys stay.
+        The values with `rope_parameters` per type of layer, `layer_types` and limits of only the trunk's layers,
+        `mlp_layer_types` and `mtp_layer_type`. Other keys are kept.
 
     Raises:
         ConfigError: a list has the wrong length or type, layers of one type differ, or a module is clamped.
     """
     reader = ConfigReader(values)
     layers, modules = reader.integer("num_hidden_layers"), reader.integer("num_nextn_predict_layers", 0, low=0)
-
-    def listed(key: str, kind: type | tuple[type, ...]) -> list[Any]:
-        """Reads one entry per layer and module. A single value counts for all; a missing key gives an empty list."""
-        value = values.get(key)
-        if value is None or value == []:
-            return []
-        value = value if isinstance(value, list) else [value] * (layers + modules)
-        if len(value) not in (layers, layers + modules) or not all(isinstance(entry, kind) for entry in value):
-            raise ConfigError(f"config.json: {key} is not a list of {layers} layers and {modules} modules: {value!r}")
-        return value
-
     if values.get("rope_parameters") is not None:
         raise ConfigError(
             "config.json: rope_parameters, as transformers writes them for this family, are not supported: take the "
             "config.json of the release, with rope_theta for each layer"
         )
-    # transformers saves the modules' kinds under keys of their own.
+    # transformers saves the modules' kinds under separate keys.
     for key in ("layer_types", "mlp_layer_types"):
-        if isinstance(values.get(f"mtp_{key}"), list) and len(listed(key, str)) == layers:
+        if isinstance(values.get(f"mtp_{key}"), list) and len(_listed(values, key, str, layers, modules)) == layers:
             values = {**values, key: [*values[key], *values[f"mtp_{key}"]]}
         values = {name: value for name, value in values.items() if name != f"mtp_{key}"}
-    types = listed("layer_types", str)
+    types = _listed(values, "layer_types", str, layers, modules)
     if not types or (modules and len(types) == layers):
         raise ConfigError(f"config.json: layer_types must name the type of {layers} layers and {modules} modules")
     if len(set(types[layers:])) > 1:
         raise ConfigError(f"config.json: modules of several types, {types[layers:]}, are not supported")
-    rest = dict(values)
-    made: dict[str, Any] = {"layer_types": types[:layers], "rope_parameters": {}}
+    made: dict[str, Any] = {"layer_types": types[:layers]}
     if modules:
         made["mtp_layer_type"] = types[layers]
-    # Rotary embeddings: base and rotated share by layer, scaling for the types that `yarn_only_types` names.
-    scaling = values.get("rope_scaling") or {}
-    scaled = values.get("yarn_only_types") or ["full_attention", "sliding_attention"]
-    bases, shares = listed("rope_theta", (int, float)), listed("partial_rotary_factors", (int, float))
-    for kind in ("full_attention", "sliding_attention"):
-        section = dict(scaling) if kind in scaled else {}
-        for key, entries in (("rope_theta", bases), ("partial_rotary_factor", shares)):
-            own = {entry for entry, of in zip(entries, types, strict=False) if of == kind}
-            if len(own) > 1:
-                raise ConfigError(f"config.json: {key} {sorted(own)} within layers of type {kind} is not supported")
-            if own:
-                section[key] = own.pop()
-        made["rope_parameters"][kind] = section
-    if not all(listed("use_rope_layers", bool)):
+    made["rope_parameters"] = _rope_by_type(values, types, layers, modules)
+    if not all(_listed(values, "use_rope_layers", bool, layers, modules)):
         raise ConfigError("config.json: use_rope_layers with layers without rotary embedding is not supported")
-    # Layers with experts, by number.
-    sparse = values.get("moe_layers_enum")
-    if sparse is not None:
-        sparse = sparse.split(",") if isinstance(sparse, str) else sparse
-        if not isinstance(sparse, list) or not all(str(layer).strip().isdigit() for layer in sparse):
-            raise ConfigError(f"config.json: moe_layers_enum is {sparse!r}, not a list of layers")
-        numbers = {int(layer) for layer in sparse}
-        if any(layer >= layers for layer in numbers):
-            raise ConfigError("config.json: moe_layers_enum with modules is not supported")
-        made["mlp_layer_types"] = ["sparse" if layer in numbers else "dense" for layer in range(layers)]
-    else:
-        made["mlp_layer_types"] = values.get("mlp_layer_types") or [
-            "dense" if layer < 3 else "sparse" for layer in range(layers)
-        ]
+    made["mlp_layer_types"] = _feed_forward_types(values, layers)
     for key in ("swiglu_limits", "swiglu_limits_shared"):
-        limits = [entry or 0.0 for entry in listed(key, (int, float, type(None)))]
+        limits = [entry or 0.0 for entry in _listed(values, key, (int, float, type(None)), layers, modules)]
         if any(limits[layers:]):
             raise ConfigError(f"config.json: {key} with clamped modules is not supported")
         made[key] = limits[:layers]
@@ -97,8 +62,45 @@ def expand_step(values: dict[str, Any]) -> dict[str, Any]:
     unknown = other.values.keys() - other.seen - {"true_head_dim"}
     if unknown:
         raise ConfigError(f"config.json: attention_other_setting with {', '.join(sorted(unknown))} is not supported")
-    for key in ("rope_theta", "partial_rotary_factors", "rope_scaling", "yarn_only_types", "use_rope_layers"):
-        rest.pop(key, None)
-    for key in ("moe_layers_enum", "attention_other_setting"):
-        rest.pop(key, None)
-    return {**rest, **made}
+    return {key: value for key, value in values.items() if key not in TRANSLATED} | made
+
+
+def _listed(values: dict[str, Any], key: str, kind: type | tuple[type, ...], layers: int, modules: int) -> list[Any]:
+    """Reads one entry per layer and module. A single value counts for all; a missing key gives an empty list."""
+    value = values.get(key)
+    if value is None or value == []:
+        return []
+    value = value if isinstance(value, list) else [value] * (layers + modules)
+    if len(value) not in (layers, layers + modules) or not all(isinstance(entry, kind) for entry in value):
+        raise ConfigError(f"config.json: {key} is not a list of {layers} layers and {modules} modules: {value!r}")
+    return value
+
+
+def _rope_by_type(values: dict[str, Any], types: list[str], layers: int, modules: int) -> dict[str, Any]:
+    """Reads rotary embeddings: base and rotated share by layer, scaling for the types that `yarn_only_types` names."""
+    kinds, made = ("full_attention", "sliding_attention"), {}
+    scaling, scaled = values.get("rope_scaling") or {}, values.get("yarn_only_types") or kinds
+    for kind in kinds:
+        section = made[kind] = dict(scaling) if kind in scaled else {}
+        for name, key in (("rope_theta", "rope_theta"), ("partial_rotary_factor", "partial_rotary_factors")):
+            entries = _listed(values, key, (int, float), layers, modules)
+            own = {entry for entry, of in zip(entries, types, strict=False) if of == kind}
+            if len(own) > 1:
+                raise ConfigError(f"config.json: {name} {sorted(own)} within layers of type {kind} is not supported")
+            if own:
+                section[name] = own.pop()
+    return made
+
+
+def _feed_forward_types(values: dict[str, Any], layers: int) -> list[str]:
+    """Reads which layers have experts: by their numbers, or their types; by default all but the first three."""
+    sparse = values.get("moe_layers_enum")
+    if sparse is None:
+        return values.get("mlp_layer_types") or ["dense" if layer < 3 else "sparse" for layer in range(layers)]
+    sparse = sparse.split(",") if isinstance(sparse, str) else sparse
+    if not isinstance(sparse, list) or not all(str(layer).strip().isdigit() for layer in sparse):
+        raise ConfigError(f"config.json: moe_layers_enum is {sparse!r}, not a list of layers")
+    numbers = {int(layer) for layer in sparse}
+    if any(layer >= layers for layer in numbers):
+        raise ConfigError("config.json: moe_layers_enum with modules is not supported")
+    return ["sparse" if layer in numbers else "dense" for layer in range(layers)]

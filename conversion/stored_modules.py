@@ -1,4 +1,4 @@
-"""What the files of a checkpoint decide: how many MTP modules there are, where they lie, and which copies are ties."""
+"""Finds the MTP modules in the files of a checkpoint: their number, their files, and which copies are tied."""
 
 import dataclasses
 import logging
@@ -14,18 +14,14 @@ from mtpjax.models.config import ModelConfig
 
 log = logging.getLogger("mtpjax.conversion")
 
-KNOWN_FILE = "consolidated"  # begins the names of files with the same weights under Mistral's names
+KNOWN_FILE = "consolidated"  # prefix of files with the same weights under Mistral's names
 
 
 def read_module_files(files: CheckpointFiles, parsed: hf_config.ParsedConfig) -> None:
-    """Takes MTP modules from files that the index does not name, such as `mtp.safetensors`, and reports other files.
+    """Reads MTP modules from files that the index does not list, such as `mtp.safetensors`, and reports other files.
 
     A file is taken if it holds new tensors of the family's modules, and no tensor that differs from one of the
     checkpoint. An export may repeat embedding and head.
-
-    Args:
-        files: the checkpoint.
-        parsed: its configuration.
     """
     unused = []
     for file in files.unread:
@@ -58,23 +54,14 @@ def read_module_files(files: CheckpointFiles, parsed: hf_config.ParsedConfig) ->
 
 
 def _differs(files: CheckpointFiles, file: str, name: str) -> bool:
-    """Returns whether a further file holds another tensor of this name than the checkpoint."""
+    """Returns whether an additional file's tensor of this name differs from the checkpoint's."""
     with CheckpointFiles(files.path, only=file) as further:
         mine, other = files.tensors[name], further.tensors[name]
         return mine.shape != other.shape or not streams_equal(files.blocks(name), further.blocks(name))
 
 
 def count_stored_modules(config: ModelConfig, layout: Layout, files: CheckpointFiles) -> int:
-    """Counts the MTP modules that the files contain, by the first norm of each.
-
-    Args:
-        config: the model's configuration.
-        layout: how its family names tensors.
-        files: the checkpoint.
-
-    Returns:
-        The number of modules.
-    """
+    """Counts the MTP modules that the files contain, by the first norm of each."""
     found = 0
     # Every module has a decoder layer, and every decoder layer has this norm.
     while mtp_names(config, layout, found)[0] + "input_layernorm.weight" in files.tensors:
@@ -83,12 +70,7 @@ def count_stored_modules(config: ModelConfig, layout: Layout, files: CheckpointF
 
 
 def with_stored_modules(parsed: hf_config.ParsedConfig, layout: Layout, files: CheckpointFiles) -> ModelConfig:
-    """Counts MTP modules: those in the files, or those that the configuration names if the files hold some of them.
-
-    Args:
-        parsed: the configuration.
-        layout: how the files name tensors.
-        files: the checkpoint.
+    """Counts MTP modules: those in the files, or the configuration's number if the files hold some of them.
 
     Returns:
         The model's configuration with the number of modules to load.
@@ -105,7 +87,7 @@ def with_stored_modules(parsed: hf_config.ParsedConfig, layout: Layout, files: C
             *(modules, files.path),
         )
         return dataclasses.replace(config, num_mtp_modules=0)
-    # Some published configurations name fewer modules than the files hold. The reverse means missing tensors.
+    # Some published configurations state fewer modules than the files hold. The reverse means missing tensors.
     if found > named:
         if parsed.names_modules:
             log.warning("config.json names %d MTP modules; the files hold %d, which are used", named, found)
@@ -115,11 +97,6 @@ def with_stored_modules(parsed: hf_config.ParsedConfig, layout: Layout, files: C
 
 def with_own_head(config: ModelConfig, layout: Layout, files: CheckpointFiles) -> ModelConfig:
     """Compares the head with a tied embedding: a head that differs is kept, as in transformers.
-
-    Args:
-        config: the model's configuration.
-        layout: how the files name tensors.
-        files: the checkpoint.
 
     Returns:
         The configuration, without the tie if the files hold two different tensors.
@@ -137,13 +114,8 @@ def with_own_head(config: ModelConfig, layout: Layout, files: CheckpointFiles) -
 def with_own_copies(config: ModelConfig, layout: Layout, files: CheckpointFiles) -> ModelConfig:
     """Compares the copies of embedding and head in MTP modules: ties equal ones, and loads the others separately.
 
-    Args:
-        config: the model's configuration.
-        layout: how the files name tensors.
-        files: the checkpoint.
-
     Returns:
-        The configuration, which says whether the modules have an embedding or a head of their own.
+        The configuration with `mtp_own_embedding` and `mtp_own_head` set.
 
     Raises:
         CheckpointFileError: some modules have one and others do not.

@@ -1,8 +1,8 @@
 """Maps tensors of a Hugging Face checkpoint to parameters.
 
-A parameter (`ParamSpec`) is assembled from `TensorSlice`s. A slice is a rectangle that one tensor and one parameter
-share: some rows of the tensor, reshaped, indexed and transposed. Nothing is added or rounded, so the same slices also
-write the parameter back to the tensor, with the same bytes.
+A parameter (`ParamSpec`) is assembled from `TensorSlice`s. A slice is a rectangle common to one tensor and one
+parameter: some rows of the tensor, reshaped, indexed and transposed. Nothing is added or rounded, so the same slices
+also write the parameter back to the tensor, with the same bytes.
 """
 
 import dataclasses
@@ -17,14 +17,14 @@ import numpy as np
 from conversion.files import BLOCK_BYTES
 
 ALL = slice(None)
-TILE_BYTES = 1 << 20  # of what XLA transposes at once
+TILE_BYTES = 1 << 20  # that XLA transposes at once
 
 
 class TensorSlice(NamedTuple):
     """`param[target] = tensor[begin:end].reshape(split)[select].transpose(axes)`.
 
     Rows along the first axis of the tensor are contiguous in its file, so a slice is read and written by row ranges.
-    The first factor of `split` divides the rows into units; a unit is the least that is read at once.
+    The first factor of `split` divides the rows into units; a unit is the smallest part that is read at once.
     """
 
     name: str  # of the tensor
@@ -53,10 +53,6 @@ class TensorSlice(NamedTuple):
     def narrowed(self, begin: int, end: int) -> "TensorSlice":
         """Cuts the slice along its rows.
 
-        Args:
-            begin: the first unit to keep.
-            end: one after the last unit to keep.
-
         Returns:
             The slice of these units only, with fewer rows and a smaller target.
         """
@@ -75,9 +71,6 @@ class TensorSlice(NamedTuple):
 
     def blocks(self, itemsize: int) -> Iterator["TensorSlice"]:
         """Cuts the slice so that each part fits in memory.
-
-        Args:
-            itemsize: bytes of an element.
 
         Yields:
             Slices of at most `BLOCK_BYTES`, or of a single unit if one is larger.
@@ -102,7 +95,6 @@ class TensorSlice(NamedTuple):
         """Inverts `read`.
 
         Args:
-            rows: the slice's rows of the tensor, which are written to.
             part: `param[target]`.
         """
         copy_into(rows.reshape(*self.split[:-1], -1)[self.select], part.transpose(np.argsort(self.axes)))
@@ -120,10 +112,7 @@ class ParamSpec:
         """Chooses chunks in which the parameter can be converted with bounded memory.
 
         Chunks are cut between experts, which are separate tensors, and along the tensors' rows. So reading a chunk
-        reads nothing else.
-
-        Args:
-            itemsize: bytes of an element.
+        reads only its bytes.
 
         Returns:
             The shape of a chunk of at most `BLOCK_BYTES`, if cuts along these two axes suffice.
@@ -142,16 +131,11 @@ def tensor_slice(name: str, shape, target, *, rows=None, split=None, select=(), 
     """Makes a `TensorSlice` with defaults for omitted arguments.
 
     Args:
-        name: the tensor's name.
-        shape: the tensor's shape.
         target: one index per axis of the parameter.
         rows: begin and end along the tensor's first axis; by default all rows.
         split: the factored shape of these rows; by default their own.
         select: indices into the factors; those left out are `slice(None)`.
         axes: the transposition; by default none.
-
-    Returns:
-        The slice.
     """
     # Fill in the defaults: all rows, not factored, nothing selected, not transposed.
     begin, end = rows or (0, shape[0])
@@ -166,43 +150,17 @@ def tensor_slice(name: str, shape, target, *, rows=None, split=None, select=(), 
 
 
 def copied(name: str, *shape: int) -> ParamSpec:
-    """Describes a parameter that is a tensor unchanged, such as a norm's scale or the embedding.
-
-    Args:
-        name: the tensor's name.
-        *shape: its shape.
-
-    Returns:
-        The spec.
-    """
+    """Describes a parameter that is a tensor unchanged, such as a norm's scale or the embedding."""
     return ParamSpec(shape, (tensor_slice(name, shape, (ALL,) * len(shape)),))
 
 
 def linear(name: str, inputs: int, outputs: int) -> ParamSpec:
-    """Describes a linear layer, which PyTorch stores as `[out, in]` and mtpjax as `[in, out]`.
-
-    Args:
-        name: the tensor's name.
-        inputs: the input width.
-        outputs: the output width.
-
-    Returns:
-        The spec.
-    """
+    """Describes a linear layer, which PyTorch stores as `[out, in]` and mtpjax as `[in, out]`."""
     return ParamSpec((inputs, outputs), (tensor_slice(name, (outputs, inputs), (ALL, ALL), axes=(1, 0)),), in_axis=-2)
 
 
 def gate_up(prefix: str, D: int, F: int) -> ParamSpec:
-    """Describes the gate and up projections of a SwiGLU layer, which mtpjax stores as one array `[D, 2, F]`.
-
-    Args:
-        prefix: prefix of the tensors' names.
-        D: the model's width.
-        F: the layer's inner width.
-
-    Returns:
-        The spec.
-    """
+    """Describes the gate and up projections of a SwiGLU layer, which mtpjax stores as one array `[D, 2, F]`."""
     parts = [
         tensor_slice(f"{prefix}{name}_proj.weight", (F, D), (ALL, place, ALL), axes=(1, 0))
         for place, name in enumerate(("gate", "up"))
@@ -216,9 +174,6 @@ def even_step(size: int, largest: int) -> int:
     Args:
         size: length of the axis.
         largest: the longest part that is allowed; at least 1 is used.
-
-    Returns:
-        The length of a part.
     """
     # First the number of parts, rounded up, then their length: 10 in steps of at most 6 gives 5 and 5, not 6 and 4.
     count = -(-size // max(1, largest))
@@ -226,17 +181,12 @@ def even_step(size: int, largest: int) -> int:
 
 
 def copy_into(out: np.ndarray, view: np.ndarray) -> None:
-    """Assigns `out[...] = view`. Transposed views are copied by XLA, which is several times as fast as NumPy.
-
-    Args:
-        out: the array to write.
-        view: an array of the same shape, of any strides.
-    """
+    """Assigns `out[...] = view`. Transposed views are copied by XLA, which is several times as fast as NumPy."""
     # NumPy copies contiguous and small arrays as fast as the memory allows.
     if view.flags.c_contiguous or view.nbytes < TILE_BYTES // 4 or _cpu() is None:
         out[...] = view
         return
-    # Small tiles: their memory is reused from one to the next, and touching fresh memory would cost more than the copy.
+    # Small tiles: their memory is reused, and touching fresh memory would cost more than the copy.
     axis = int(np.argmax(view.strides))
     step = max(1, TILE_BYTES * view.shape[axis] // view.nbytes)
     for begin in range(0, view.shape[axis], step):

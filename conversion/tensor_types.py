@@ -1,4 +1,4 @@
-"""Checks the dtypes of tensors: which ones weights and scales may have, and which dtype a parameter gets from them."""
+"""Checks the dtypes of tensors: the supported dtypes of weights and scales, and the resulting dtype of a parameter."""
 
 from collections.abc import Mapping
 
@@ -21,23 +21,16 @@ SCALE_ENDS = ("_scale_inv", "_scale")  # of the names of scales: DeepSeek's, and
 
 
 def param_dtype(path: str, spec: ParamSpec, files: TensorSource, scales: ScaleMap, dtype) -> np.dtype:
-    """Chooses a parameter's dtype, and rejects tensors of dtypes that are not read.
+    """Chooses a parameter's dtype, and rejects tensors of unsupported dtypes.
 
-    A parameter that is assembled from tensors of several dtypes, such as q in bfloat16 beside k in float32, becomes
-    float32, which holds the values of all of them. This is the one check of dtypes: of trunks, modules and drafters.
+    A parameter that is assembled from tensors of several dtypes, such as q in bfloat16 and k in float32, becomes
+    float32, which represents all values. This is the only check of dtypes, for trunks, modules and drafters.
 
     Args:
-        path: the parameter's flat name, for messages.
-        spec: the parameter.
-        files: the checkpoint.
-        scales: its scales.
         dtype: the dtype to cast to; None keeps the files' dtype.
 
-    Returns:
-        The dtype.
-
     Raises:
-        CheckpointFileError: a tensor has a dtype that is not read.
+        CheckpointFileError: a tensor has an unsupported dtype.
     """
     for piece in spec.slices:
         problem = _find_problem(piece.name, files.tensors[piece.name], scales, dtype is not None)
@@ -53,11 +46,10 @@ def describe_mixed(specs: Mapping[str, ParamSpec], files: TensorSource) -> str:
     """Describes the parameters that are assembled from tensors of several dtypes.
 
     Args:
-        specs: the parameters, by flat name.
         files: the checkpoint. Tensors that it lacks are left out.
 
     Returns:
-        A clause that says how many there are, and names one with its tensors; empty if there are none.
+        A clause with their number and one example with its tensors; empty if there are none.
     """
     mixed = {}
     for path, spec in specs.items():
@@ -74,7 +66,7 @@ def describe_mixed(specs: Mapping[str, ParamSpec], files: TensorSource) -> str:
 
 
 def _find_problem(name: str, tensor: TensorInfo, scales: ScaleMap, is_cast: bool) -> str | None:
-    """Returns what is wrong with the dtype of a tensor of weights, norms, biases or routers; None if it is read."""
+    """Returns the problem of the dtype of a tensor of weights, norms, biases or routers; None if it is supported."""
     if tensor.dtype in FLOATS or name in scales.names:
         return None
     what = f"tensor {name} has unsupported dtype {tensor.dtype}"
@@ -93,13 +85,10 @@ def find_scales(
     """Finds the scales of every fp8 tensor: `weight_scale_inv`, or `weight_scale` as some checkpoints name them.
 
     Args:
-        tensors: the checkpoint's tensors.
-        wanted: names and shapes of the tensors that are read.
         block: rows and columns that share a scale; None: the configuration does not describe fp8.
-        said: the configuration's words about quantization, for messages.
 
     Returns:
-        The names of the scales by those of the tensors, and what is wrong with some of them.
+        The names of the scales by those of the tensors, and the problems found.
     """
     scales, problems = {}, []
     for name, shape in wanted.items():

@@ -1,4 +1,4 @@
-"""Chooses the safetensors files of a checkpoint directory: those that its index names, or the single one."""
+"""Chooses the safetensors files of a checkpoint directory: those that its index lists, or the single one."""
 
 import logging
 import os
@@ -19,7 +19,6 @@ def choose_weight_files(folder: pathlib.Path, index: Any) -> tuple[list[str], di
     """Chooses the files to read.
 
     Args:
-        folder: the checkpoint directory.
         index: the content of its index; None: it has none.
 
     Returns:
@@ -42,12 +41,12 @@ def choose_weight_files(folder: pathlib.Path, index: Any) -> tuple[list[str], di
         return shards, index
     if has_single:
         return [SINGLE], None
-    # One file under another name is the checkpoint, unless its name says that it is one of several.
+    # A single file with any name is the checkpoint, unless its name marks it as one of several.
     found = safetensors_files(folder)
     if len(found) == 1 and not _SHARD.fullmatch(found[0]):
         log.warning("%s has no %s: %s is read", folder, SINGLE, found[0])
         return found, None
-    # Say why nothing can be read: an index is missing, or the weights have another format.
+    # Explain why nothing can be read: an index is missing, or the weights have a different format.
     if found:
         raise CheckpointFileError(
             f"{folder} has {len(found)} safetensors shards but no {INDEX}: {', '.join(found[:5])}"
@@ -62,19 +61,12 @@ def choose_weight_files(folder: pathlib.Path, index: Any) -> tuple[list[str], di
 
 
 def safetensors_files(folder: pathlib.Path) -> list[str]:
-    """Lists the safetensors files of a directory.
-
-    Args:
-        folder: the directory.
-
-    Returns:
-        Their names, sorted.
-    """
+    """Lists the safetensors files of a directory."""
     return sorted(file.name for file in folder.iterdir() if file.name.endswith(".safetensors"))
 
 
 def _indexed_files(folder: pathlib.Path, index: Any) -> list[str]:
-    """Lists the files that an index names, and checks that they are files of this directory."""
+    """Lists the files of an index, and checks that they are in this directory."""
     weight_map = index.get("weight_map") if isinstance(index, dict) else None
     if not isinstance(weight_map, dict) or not weight_map:
         raise CheckpointFileError(f"{folder / INDEX} has no weight_map")
@@ -86,7 +78,7 @@ def _indexed_files(folder: pathlib.Path, index: Any) -> list[str]:
 
 
 def _choose_single(folder: pathlib.Path, shards: list[str], missing: list[str]) -> list[str]:
-    """Decides between `model.safetensors` and an index that does not name it.
+    """Decides between `model.safetensors` and an index that does not list it.
 
     One of the two is left over from another checkpoint, and programs differ in which one they read: transformers takes
     the single file, vLLM the index.

@@ -1,4 +1,4 @@
-"""Parses the keys of `config.json` about layers that attend to a window; each family has different names for them."""
+"""Parses the keys of `config.json` about layers that attend to a window; each family names them differently."""
 
 import math
 from typing import Any
@@ -9,14 +9,6 @@ from mtpjax.errors import ConfigError
 
 def read_windows(reader: ConfigReader, fields: dict[str, Any], model_type: str) -> dict[str, Any]:
     """Reads which layers attend to a window, and how they differ from layers with full attention.
-
-    Args:
-        reader: the values of `config.json`.
-        fields: fields of `ModelConfig` that are known so far.
-        model_type: the family.
-
-    Returns:
-        Further fields of `ModelConfig`.
 
     Raises:
         ConfigError: the keys contradict each other, or need arithmetic that the model does not implement.
@@ -34,7 +26,7 @@ def read_windows(reader: ConfigReader, fields: dict[str, Any], model_type: str) 
     made: dict[str, Any] = {"layer_types": types, "sliding_window": _window(reader)}
     if of_modules is not None:
         made["mtp_layer_type"] = of_modules
-    # Files written by transformers do not say that MiMo-V2 has twice the key/value heads there.
+    # Files written by transformers do not state that MiMo-V2 has twice the key/value heads there.
     kv_heads = fields["num_key_value_heads"] * (2 if model_type == "mimo_v2_flash" else 1)
     made["sliding_num_attention_heads"] = reader.integer("swa_num_attention_heads", fields["num_attention_heads"])
     made["sliding_num_key_value_heads"] = reader.integer("swa_num_key_value_heads", kv_heads)
@@ -49,7 +41,7 @@ def read_windows(reader: ConfigReader, fields: dict[str, Any], model_type: str) 
     # Other families' classes do not read these keys.
     if model_type == "mimo_v2_flash":
         made["attention_value_scale"] = reader.number("attention_value_scale", 1.0)
-    # Clamped activations: a bound for each layer (Step-3.5), or one for all (gpt-oss).
+    # Clamped activations: one bound per layer (Step-3.5), or one for all (gpt-oss).
     for key in ("swiglu_limits", "swiglu_limits_shared"):
         made[key] = _limits(reader, key)
     if model_type == "gpt_oss":

@@ -9,11 +9,10 @@ from mtpjax.version import __version__
 if TYPE_CHECKING:
     from mtpjax.data.tokenizer import load_tokenizer
     from mtpjax.decoding.config import DecodeConfig, SamplingParams
-    from mtpjax.decoding.drafters.load import load_drafter, save_drafter
-    from mtpjax.decoding.generate import generate, speculative_generate
-    from mtpjax.decoding.result import GenerationResult, collect
-    from mtpjax.decoding.resumable import init_state, insert, run
+    from mtpjax.decoding.result import GenerationResult
+    from mtpjax.drafters.load import load_drafter, save_drafter
     from mtpjax.evaluation.self_check import check_acceptance
+    from mtpjax.inference.generate import generate, speculative_generate
     from mtpjax.io.checkpoint import load
     from mtpjax.io.save import save
     from mtpjax.models.config import ModelConfig
@@ -37,17 +36,13 @@ __all__ = [
     "__version__",
     "add_mtp_modules",
     "check_acceptance",
-    "collect",
     "forward",
     "generate",
     "init_params",
-    "init_state",
-    "insert",
     "load",
     "load_drafter",
     "load_tokenizer",
     "presets",
-    "run",
     "save",
     "save_drafter",
     "shard_for_decoding",
@@ -60,10 +55,9 @@ __all__ = [
 _HOMES = {
     "data.tokenizer": ("load_tokenizer",),
     "decoding.config": ("DecodeConfig", "SamplingParams"),
-    "decoding.drafters.load": ("load_drafter", "save_drafter"),
-    "decoding.generate": ("generate", "speculative_generate"),
-    "decoding.result": ("GenerationResult", "collect"),
-    "decoding.resumable": ("init_state", "insert", "run"),
+    "drafters.load": ("load_drafter", "save_drafter"),
+    "inference.generate": ("generate", "speculative_generate"),
+    "decoding.result": ("GenerationResult",),
     "evaluation.self_check": ("check_acceptance",),
     "io.checkpoint": ("load",),
     "io.save": ("save",),
@@ -88,5 +82,5 @@ def __getattr__(name: str):
 
 
 def __dir__() -> list[str]:
-    """Lists the public names, which `globals()` does not hold."""
+    """Lists the public names, which are not in `globals()`."""
     return sorted({*__all__, *(name for name in globals() if name.startswith("__"))})

@@ -26,7 +26,7 @@ def atomic_folder(
 
     Args:
         path: the folder to make; missing parents are made.
-        may_replace: says whether an existing folder at `path` may be replaced. Empty folders always may; None allows
+        may_replace: returns whether an existing folder at `path` may be replaced. Empty folders always may; None allows
             no others.
 
     Yields:
@@ -41,7 +41,7 @@ def atomic_folder(
     if not is_empty and not (may_replace is not None and may_replace(path)):
         raise FileExistsError(f"{path} exists and is not replaced: remove it, or write elsewhere")
     path.parent.mkdir(parents=True, exist_ok=True)
-    # Names of this process and call alone: several processes may write side by side.
+    # Names unique to this process and call: several processes may write at the same time.
     unique = f"{path.name}-{os.getpid()}-{uuid.uuid4().hex[:8]}"
     unfinished, old = path.with_name(f".tmp-{unique}"), path.with_name(f".old-{unique}")
     with contextlib.ExitStack() as locks:
@@ -55,7 +55,7 @@ def atomic_folder(
                 path.rename(old)
             try:
                 unfinished.rename(path)
-            # The new folder could not take its place: put the old one back, also after Ctrl-C.
+            # The new folder could not take its place: put the old one back, even after Ctrl-C.
             except BaseException:
                 if old.exists():
                     old.rename(path)
@@ -95,7 +95,7 @@ def _clear_leftovers(path: pathlib.Path) -> None:
 
 
 def _remove(folder: pathlib.Path) -> None:
-    """Removes an unfinished folder. After a full disk, Orbax's threads may go on writing into it for a moment."""
+    """Removes an unfinished folder. After a full disk, Orbax's threads may continue writing into it for a moment."""
     if not folder.exists():
         return
     # A thread can make the folder again after it was removed, so it must stay away for a moment.
@@ -153,7 +153,6 @@ def write_text(path, content: str) -> None:
 
     Args:
         path: the file to make or replace; missing folders are made.
-        content: the text.
     """
     path = pathlib.Path(path)
     path.parent.mkdir(parents=True, exist_ok=True)

@@ -17,7 +17,7 @@ _GPUS = {
     "rocm": AbstractDevice(device_kind="gfx942", num_cores=304, platform="gpu"),  # the name of an MI300X
 }
 
-# XLA's description of an H100 (SXM), which compiling ahead of time takes in the place of a device.
+# XLA's description of an H100 (SXM), which compiling ahead of time takes instead of a device.
 _H100 = """
 gpu_device_info {
   threads_per_block_limit: 1024  threads_per_warp: 32  shared_memory_per_block: 49152  shared_memory_per_core: 233472
@@ -35,7 +35,7 @@ device_description_str: "NVIDIA H100 80GB HBM3"
 
 @contextlib.contextmanager
 def library_settings() -> Iterator[None]:
-    """Sets the JAX settings that the library's own functions need, whatever those of the caller are.
+    """Sets the JAX settings that the library's functions need, regardless of the caller's.
 
     The programs rely on standard dtype promotion, and a call moves its request to the device. Callers set
     `jax_numpy_dtype_promotion="strict"` and `transfer_guard("disallow")` to find mistakes in their own code. Usable as
@@ -52,9 +52,6 @@ def make_mesh(shape, devices=None) -> Mesh:
         shape: axis sizes by name, such as `{"data": 2, "model": 4}`.
         devices: the devices to use, in order; None: the first of `jax.devices()`.
 
-    Returns:
-        A mesh of the product of the sizes many devices.
-
     Raises:
         ValueError: there are fewer devices than that product.
     """
@@ -66,11 +63,7 @@ def make_mesh(shape, devices=None) -> Mesh:
 
 
 def is_one_node(devices: Iterable[Any]) -> bool:
-    """Returns whether devices are GPUs of one node.
-
-    Args:
-        devices: JAX's devices, or described ones (`h100_devices`).
-    """
+    """Returns whether devices are GPUs of one node."""
     # XLA exchanges the hosts' boot IDs, and gives the processes of one host the same slice. Described devices have no
     # host; there a process stands for one.
     name = "process_index" if jax.process_count() == 1 else "slice_index"
@@ -85,12 +78,9 @@ def has_graph_flags() -> bool:
 def allow_recorded_collectives(devices: Iterable[Any]) -> None:
     """Lets CUDA graphs hold loops with collectives between GPUs of one node. A value of the user stays.
 
-    For each collective that a graph records, NCCL adds event nodes, which order it with collectives outside of graphs.
-    CUDA allows no event nodes in a loop, and a decoding call has no collectives outside of its graph. NCCL reads the
+    For each collective that a graph records, NCCL adds event nodes, which order it with collectives outside graphs.
+    CUDA allows no event nodes in a loop, and a decoding call has no collectives outside its graph. NCCL reads the
     variable when its first communicator starts, so this comes before the first program on several GPUs.
-
-    Args:
-        devices: the devices of a mesh.
     """
     devices = list(devices)
     if len(devices) > 1 and devices[0].platform != "cpu" and is_one_node(devices) and not has_graph_flags():
@@ -104,12 +94,9 @@ def is_cuda() -> bool:
 
 
 def lower_for(function, *arguments, platforms=("cuda", "rocm")) -> dict[str, jax.stages.Lowered]:
-    """Lowers a function for one GPU on a machine without a GPU. The result can be read but not compiled.
+    """Lowers a function, jitted or not, for an H100 ("cuda") or an MI300X ("rocm") on a machine without a GPU.
 
-    Args:
-        function: a Python function or a jitted one.
-        *arguments: its arguments, arrays or `jax.ShapeDtypeStruct`s.
-        platforms: some of "cuda" (an H100) and "rocm" (an MI300X).
+    The result can be read but not compiled.
 
     Returns:
         The lowered function per platform; its `as_text()` is the StableHLO module.
@@ -141,14 +128,7 @@ class TritonKernel:
 
 
 def triton_kernels(lowered: jax.stages.Lowered) -> list[TritonKernel]:
-    """Collects the Triton kernels of a lowered function.
-
-    Args:
-        lowered: a result of `lower_for`.
-
-    Returns:
-        The kernels in the order of their calls.
-    """
+    """Collects the Triton kernels of a lowered function."""
     # JAX has no public module for these; keep the private import inside the function that needs it.
     from jax._src.lib.triton import dialect  # pyright: ignore[reportPrivateImportUsage]
     from jaxlib.mlir import ir
@@ -183,18 +163,13 @@ def triton_kernels(lowered: jax.stages.Lowered) -> list[TritonKernel]:
 def h100_devices(topology: str = "1x1x1") -> tuple:
     """Describes H100 devices to compile for ahead of time on a machine without a GPU. Nothing runs on them.
 
-    Needs the jax-cuda13-plugin and jax-cuda13-pjrt wheels in the version of jax, without their dependencies::
+    `topology` is partitions x hosts x GPUs per host. Needs the jax-cuda13-plugin and jax-cuda13-pjrt wheels in the
+    version of jax, without their dependencies::
 
         mesh = make_mesh({"data": 8}, h100_devices("1x1x8"))
         with use_abstract_mesh(mesh.abstract_mesh):
             x = jax.ShapeDtypeStruct((8, 64), jnp.float32, sharding=NamedSharding(mesh, PartitionSpec("data")))
             compiled = jax.jit(function).lower(x).compile()
-
-    Args:
-        topology: partitions x hosts x GPUs per host.
-
-    Returns:
-        The devices.
 
     Raises:
         RuntimeError: the wheels are missing, or `JAX_SKIP_CUDA_CONSTRAINTS_CHECK` is not set.

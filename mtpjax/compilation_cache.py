@@ -90,7 +90,6 @@ def prune(folder: pathlib.Path, max_bytes: int) -> None:
     """Removes the oldest programs until the rest fits.
 
     Args:
-        folder: what `root` returns.
         max_bytes: bytes to keep, at most.
     """
     found = []

@@ -8,14 +8,7 @@ import rich.table
 
 
 def narrow_table(title: str | None = None) -> rich.table.Table:
-    """Makes a table that fits 80 columns, the width that `rich` takes for pipes.
-
-    Args:
-        title: a line above the table.
-
-    Returns:
-        A table without columns and rows.
-    """
+    """Makes a table that fits 80 columns, the width that `rich` takes for pipes."""
     # A ruled header and one column of padding: outer borders would take the width of two more columns.
     return rich.table.Table(
         title=title,
@@ -32,7 +25,6 @@ def split_columns(table: rich.table.Table, width: int) -> Iterator[rich.table.Ta
 
     Args:
         table: made with `narrow_table`; its first column names the rows, its cells are text.
-        width: columns of the terminal.
 
     Yields:
         Tables with the first column and as many others as fit; the table itself if all fit.
@@ -59,7 +51,6 @@ def print_parts(console: rich.console.Console, parts: Iterable[rich.table.Table 
 
     Args:
         console: where to print.
-        parts: tables and lines.
     """
     for part in parts:
         console.print(part, soft_wrap=isinstance(part, str), highlight=False, markup=False)

@@ -1,7 +1,7 @@
 """Several processes, one per host, that run the same program on a mesh of all their devices.
 
-All processes read the same input, and each keeps its own part. The first one writes files; each writes its parts of
-split arrays. Files must be on a file system that all of them share.
+All processes read the same input, and each keeps its shard. The first one writes files; each writes its shards of
+arrays. Files must be on a file system that all of them share.
 """
 
 import contextlib
@@ -25,8 +25,6 @@ def connect(num_processes: int, process_id: int | None = None, address: str | No
     """Joins the other processes of a run. Must run before anything else initialises JAX's devices.
 
     Args:
-        num_processes: number of processes.
-        process_id: number of this process, from 0.
         address: "host:port" of the first process. Without `process_id` and `address`, JAX asks the launcher (Slurm,
             Open MPI, …).
 
@@ -64,9 +62,6 @@ def _has_one_task_per_node() -> bool:
 def mesh_devices(sizes: Mapping[str, int]) -> list[Any]:
     """Returns the devices of a mesh, in order: those of a process lie together.
 
-    Args:
-        sizes: sizes of the axes by name.
-
     Raises:
         ValueError: there are fewer devices, or several processes have more.
     """
@@ -101,9 +96,6 @@ def any_process(flag: bool) -> bool:
 def gather_processes(arrays: Any) -> Any:
     """Gathers arrays that are spread over several processes. All of them must call it.
 
-    Args:
-        arrays: a tree of arrays.
-
     Returns:
         The tree with whole arrays in every process; unchanged if this process holds all of it already.
     """
@@ -116,11 +108,7 @@ def gather_processes(arrays: Any) -> Any:
 
 
 def gather_values(value: Any) -> list[Any]:
-    """Returns the values that the processes pass, in their order, in every process. All processes must call it.
-
-    Args:
-        value: values that JSON can hold.
-    """
+    """Returns the values that the processes pass, in their order, in every process. All processes must call it."""
     if not is_multiprocess():
         return [value]
     content = np.frombuffer(json.dumps(value).encode(), np.uint8)
@@ -132,9 +120,6 @@ def gather_values(value: Any) -> list[Any]:
 
 def check_same(values: Mapping[str, Any]) -> None:
     """Checks that all processes pass the same values. All processes must call it.
-
-    Args:
-        values: values by name that JSON can hold.
 
     Raises:
         ValueError: they differ; in every process. The message names the values.
@@ -179,14 +164,7 @@ def raise_together(error: Exception) -> Iterator[None]:
 
 @contextlib.contextmanager
 def in_main_process(make: Callable[..., contextlib.AbstractContextManager], *arguments: Any) -> Iterator[Any]:
-    """Enters a context in the main process alone. All processes must call it.
-
-    Args:
-        make: returns the context, whose value JSON can hold.
-        *arguments: its arguments.
-
-    Yields:
-        The context's value, in every process.
+    """Enters a context only in the main process. All processes must call it.
 
     Raises:
         Exception: what entering it raised. The other processes raise a `ValueError`.
@@ -201,7 +179,7 @@ def in_main_process(make: Callable[..., contextlib.AbstractContextManager], *arg
 
 @contextlib.contextmanager
 def raise_on_lost_peer() -> Iterator[None]:
-    """Turns JAX's errors about a process that has ended into `LostProcess`; other errors pass unchanged.
+    """Converts JAX's errors about a lost process to `LostProcess`; other errors pass unchanged.
 
     JAX has no exception class of its own for a lost process, so this is the one place that reads messages.
 

@@ -2,10 +2,10 @@
 
 There is one base class per exit code of `mtpjax`:
 
-    UsageError        2   the request is wrong: a flag, a setting, a path, the content of a data file
-    CheckpointError   3   a checkpoint is missing, damaged, unsupported or does not fit
-    MemoryTooSmall    5   the model, or what the settings ask for, does not fit into memory
-    ResumableError    75  the run was interrupted and saved its state; run the command again to continue
+    UsageError        2   the request is wrong: a flag, a setting, a path, the content of a data file CheckpointError
+    3   a checkpoint is missing, damaged, unsupported or does not fit MemoryTooSmall    5   the model, or the requested
+    sizes, do not fit into memory ResumableError    75  the run was interrupted and saved its state; run the command
+    again to continue
 
 Every other `ValueError` or `OSError` exits with 2 too.
 """
@@ -14,13 +14,9 @@ MAX_MESSAGE_CHARACTERS = 2000
 
 
 def printable(text: object, max_characters: int = MAX_MESSAGE_CHARACTERS) -> str:
-    """Turns text from untrusted files into one printable line of bounded length, for messages.
+    """Converts text from untrusted files to one printable line of bounded length, for messages.
 
     Control characters could send escape sequences to the terminal, and a string of a damaged file may have megabytes.
-
-    Args:
-        text: a string, or anything with a `str()`, such as an exception.
-        max_characters: longer text loses its middle.
 
     Returns:
         The text, with escapes such as `\\n` and `\\x1b` in place of characters that cannot be printed.
@@ -39,13 +35,10 @@ def _without_middle(text: str, max_characters: int) -> str:
 
 
 def install_extra(name: str) -> str:
-    """Says how to install an extra of mtpjax, which is on no package index, for messages about missing packages.
+    """Returns how to install an extra of mtpjax, for messages about missing packages.
 
     Args:
         name: the extra, such as "serve".
-
-    Returns:
-        The command, and where to run it.
     """
     return f"run pip install -e '.[{name}]' in the clone of mtpjax"
 
@@ -103,10 +96,10 @@ class DroppedTextError(ConversationError):
 
 
 class MemoryTooSmall(ValueError):
-    """The model, or what the settings ask for, does not fit into memory. The command line exits with 5."""
+    """The model, or the requested sizes, do not fit into memory. The command line exits with 5."""
 
 
-# How the system, XLA and native libraries say that memory is full, where the class of the exception does not.
+# Parts of messages with which the system, XLA and native libraries report full memory in general exceptions.
 _MEMORY_MESSAGES = ("RESOURCE_EXHAUSTED", "can't start new thread", "bad_alloc", "Cannot allocate memory")
 _MEMORY_MESSAGES += ("failed to map segment", "error while initializing the extension")
 

@@ -1,4 +1,4 @@
-"""Checks the types of a settings dataclass when it is made, so that a wrong one is not found in the middle of a run."""
+"""Checks the fields of a settings dataclass when it is made, so that a wrong one does not fail a run later."""
 
 import dataclasses
 import functools
@@ -7,40 +7,44 @@ import operator
 import os
 import types
 import typing
-from typing import Any
+from typing import Any, Literal
+
+from mtpjax.messages import require_choice
 
 SCALARS = (bool, int, float, str)
 NAMES = {bool: "True or False", int: "an integer", float: "a number", str: "a string"}
 
 
 def check_scalar_fields(config: Any) -> None:
-    """Checks the fields whose annotation is `bool`, `int`, `float` or `str`, or one of them and None.
+    """Checks the fields whose annotation is `bool`, `int`, `float`, `str`, or a `Literal`, or one of them and None.
 
-    Numbers of NumPy and paths become Python's own numbers and strings, which JSON can hold.
-
-    Args:
-        config: a dataclass, frozen or not.
+    NumPy numbers and paths become Python numbers and strings, which JSON can hold.
 
     Raises:
-        ValueError: a value has another type. The message names the field.
+        ValueError: a value has another type, or is not among the choices. The message names the field.
     """
     for name, (kind, is_optional) in _scalar_fields(type(config)).items():
         value = getattr(config, name)
-        if type(value) is kind or (value is None and is_optional):
+        if value is None and is_optional:
             continue
-        object.__setattr__(config, name, _convert(name, value, kind, is_optional))
+        if isinstance(kind, tuple):
+            require_choice(name, value, kind)
+        elif type(value) is not kind:
+            object.__setattr__(config, name, _convert(name, value, kind, is_optional))
 
 
 @functools.cache
-def _scalar_fields(kind: type) -> dict[str, tuple[type, bool]]:
-    """Returns the type of each scalar field of a dataclass, and whether it may be None."""
+def _scalar_fields(kind: type) -> dict[str, tuple[type | tuple[str, ...], bool]]:
+    """Returns the type or the choices of each scalar field of a dataclass, and whether it may be None."""
     found, hints = {}, typing.get_type_hints(kind)
     for field in dataclasses.fields(kind):
         hint = hints[field.name]
         is_union = typing.get_origin(hint) in (typing.Union, types.UnionType)
         options = typing.get_args(hint) if is_union else (hint,)
         plain = [each for each in options if each is not type(None)]
-        if len(plain) == 1 and plain[0] in SCALARS:
+        if len(plain) == 1 and typing.get_origin(plain[0]) is Literal:
+            found[field.name] = (typing.get_args(plain[0]), len(options) > 1)
+        elif len(plain) == 1 and plain[0] in SCALARS:
             found[field.name] = (plain[0], len(options) > 1)
     return found
 
@@ -65,13 +69,6 @@ def _convert(name: str, value: Any, kind: type, is_optional: bool) -> Any:
 
 def check_mapping(name: str, value: Any) -> dict[Any, Any]:
     """Reads a field that is a mapping or pairs.
-
-    Args:
-        name: the field, for the message.
-        value: the mapping, or an iterable of pairs.
-
-    Returns:
-        The values by key.
 
     Raises:
         ValueError: it is something else.

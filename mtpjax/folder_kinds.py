@@ -1,4 +1,4 @@
-"""Recognizes folders that are given as a model and are something else, so that every command says what they are."""
+"""Recognizes folders that are given as a model but are something else, so that every command can report it."""
 
 import pathlib
 from typing import Any
@@ -9,13 +9,13 @@ from mtpjax.safe_open import parse_json, read_inside
 CONFIG, ADAPTER = "config.json", "adapter_config.json"
 MAX_CONFIG_BYTES = 16 << 20
 WEIGHTS = (".safetensors", ".gguf", ".bin", ".pt", ".pth", ".ckpt")
-# Parts of the class names of published drafters, and keys of their configurations.
-DRAFTERS = ("Eagle3", "CausalLMEagle", "EagleForCausalLM", "EagleLlama", "Medusa", "DFlash", "DSpark")
+# Parts of the class names of published drafters, supported or not, and keys of their configurations.
+DRAFTER_CLASSES = ("Eagle3", "CausalLMEagle", "EagleForCausalLM", "EagleLlama", "Medusa", "DFlash", "DSpark")
 DRAFTER_KEYS = ("speculators_model_type", "medusa_num_heads")
 
 
 def reject_other_folder(folder: pathlib.Path) -> None:
-    """Raises an error for a folder that is no model, and says what it is and what to do.
+    """Raises an error for a folder that is not a model; the message says what it is and what to do.
 
     Args:
         folder: what a user gave as a model. A file, a missing folder or a model raises nothing.
@@ -54,7 +54,7 @@ def _describe(folder: pathlib.Path, names: list[str]) -> str | None:
 def _describe_config(values: dict[str, Any]) -> str | None:
     classes = values.get("architectures")
     classes = [str(each) for each in classes] if isinstance(classes, list) else []
-    drafters = [each for each in classes if any(part in each for part in DRAFTERS)]
+    drafters = [each for each in classes if any(part in each for part in DRAFTER_CLASSES)]
     drafters += [key for key in DRAFTER_KEYS if values.get(key) is not None]
     if not drafters:
         return None

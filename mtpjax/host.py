@@ -85,16 +85,16 @@ def keep_freed_memory() -> None:
     """Restarts this program with a glibc that keeps freed memory for later allocations. Call it first in a program.
 
     On a CPU, XLA frees the temporaries of a training step after the step. By default glibc returns such large blocks to
-    the system, and the next step takes a page fault for every page again. The price is that the process hardly shrinks,
-    so this suits programs that run one training loop.
+    the system, and the next step causes a page fault for every page. The price is that the process hardly shrinks, so
+    this suits programs that run one training loop.
 
     Returns:
-        None, without a restart, in the restarted program, where the user has set GLIBC_TUNABLES, and outside of Linux.
+        None, without a restart, in the restarted program, where the user has set GLIBC_TUNABLES, and outside Linux.
     """
     if sys.platform != "linux" or "GLIBC_TUNABLES" in os.environ:
         return
     os.environ["GLIBC_TUNABLES"] = ":".join(f"glibc.malloc.{name}={value}" for name, value in _GLIBC_TUNABLES.items())
-    # The new program takes the place of this one, under the same process id; what is still buffered would be lost.
+    # The new program replaces this one under the same process id; buffered output would be lost.
     sys.stdout.flush()
     sys.stderr.flush()
     os.execv(sys.executable, [sys.executable, *sys.orig_argv[1:]])

@@ -4,8 +4,8 @@
     org/name@revision   its branch, tag or commit
     org/name/file.gguf  a GGUF file of a repository, also with @revision
 
-A path that exists is always that path. The package `huggingface_hub` downloads into its cache; its environment
-variables (HF_HOME, HF_TOKEN, HF_ENDPOINT, HF_HUB_OFFLINE) hold as usual.
+An existing path takes precedence. The package `huggingface_hub` downloads into its cache; its environment variables
+(HF_HOME, HF_TOKEN, HF_ENDPOINT, HF_HUB_OFFLINE) hold as usual.
 """
 
 import difflib
@@ -34,7 +34,7 @@ TOKENIZER_FILES = (
     *("tokenizer.json", "tokenizer_config.json", "special_tokens_map.json", "added_tokens.json"),
     *("tokenizer.model", "tiktoken.model", "vocab.json", "merges.txt"),
 )
-# Small files that say which of the large ones are needed. `digests.json` is a file of mtpjax's own checkpoints.
+# Small files that determine which large ones are needed. `digests.json` is a file of mtpjax's own checkpoints.
 _DESCRIPTION = (
     *(*TOKENIZER_FILES, INDEX, "digests.json", "mtpjax_self_check.json", "adapter_config.json"),
     *("hf_quant_config.json", "quantize_config.json"),
@@ -132,7 +132,7 @@ def _weight_files(folder: pathlib.Path) -> tuple[str, ...]:
     files = {name for name in named if isinstance(name, str) and name.endswith(".safetensors")}
     if len(files) > MAX_SHARDS:
         raise CheckpointError(f"{folder / INDEX} names {len(files)} files; at most {MAX_SHARDS} are accepted")
-    # MTP modules may lie in a file that the index does not name.
+    # MTP modules may be in a file that the index does not list.
     return (*map(glob.escape, sorted(files)), "*mtp*.safetensors")
 
 

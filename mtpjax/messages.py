@@ -1,18 +1,15 @@
-"""Wording that messages share: numbers with their noun, and the nearest known name. Imports nothing of mtpjax."""
+"""Wording that messages share, and checks that raise `ValueError` with them. Imports nothing of mtpjax."""
 
 import difflib
 from collections.abc import Iterable
+from typing import Any
 
 
 def count_of(number: int, noun: str) -> str:
     """Returns a number and its noun, which has an s unless the number is 1.
 
     Args:
-        number: how many.
         noun: the noun in the singular, such as "round".
-
-    Returns:
-        Such as "1 round" or "3 rounds".
     """
     return f"{number} {noun}" if number == 1 else f"{number} {noun}s"
 
@@ -20,12 +17,8 @@ def count_of(number: int, noun: str) -> str:
 def nearest(name: str, known: Iterable[str]) -> str | None:
     """Returns the known name that a misspelt one most likely means.
 
-    Args:
-        name: the name as it was given.
-        known: the names that exist.
-
     Returns:
-        The name that begins with `name`, if there is one only; else the one of the most similar spelling. None if no
+        The name that starts with `name`, if there is only one; else the one with the most similar spelling. None if no
         name is similar.
     """
     known = list(known)
@@ -39,3 +32,19 @@ def did_you_mean(name: str, known: Iterable[str]) -> str:
     """Returns the end of a message about an unknown name: ": did you mean X?", or nothing if no name is similar."""
     found = nearest(name, known)
     return f": did you mean {found}?" if found else ""
+
+
+def require(condition: bool, message: str) -> None:
+    """Raises `ValueError` with the message unless the condition holds."""
+    if not condition:
+        raise ValueError(message)
+
+
+def require_choice(name: str, value: Any, choices: tuple[str, ...]) -> None:
+    """Raises `ValueError` unless the value is one of the choices."""
+    hint = did_you_mean(str(value), choices)
+    require(value in choices, f"{name} '{value}' is not one of {', '.join(choices)}{hint}")
+
+
+def require_divisible(name: str, value: int, by_name: str, by: int) -> None:
+    require(value % by == 0, f"{name} ({value}) must be divisible by {by_name} ({by})")

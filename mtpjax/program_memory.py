@@ -17,7 +17,7 @@ log = logging.getLogger("mtpjax")
 def free_programs_if_full(max_share: float = 0.5) -> bool:
     """Drops all compiled programs once the process has used a share of its memory mappings.
 
-    Call it between requests in a process that lives long, such as a server: it takes about a millisecond per thousand
+    Call it between requests in a long-running process, such as a server: it takes about a millisecond per thousand
     mappings. Programs that are needed again are compiled again, or read from the compilation cache.
 
     Args:

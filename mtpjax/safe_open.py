@@ -24,9 +24,6 @@ _BRACKETS = re.compile(rb'"(?:[^"\\]|\\.)*+"?|[\[\]{}]', re.DOTALL)
 def is_gguf(path) -> bool:
     """Returns whether a path names a GGUF file by its suffix.
 
-    Args:
-        path: a path, which need not exist.
-
     Returns:
         True for a name that ends in .gguf and is not a directory.
     """
@@ -36,9 +33,6 @@ def is_gguf(path) -> bool:
 
 def allowed_root(path: pathlib.Path) -> pathlib.Path:
     """Finds the folder that the symlinks of a checkpoint directory may point into.
-
-    Args:
-        path: a checkpoint directory.
 
     Returns:
         The resolved directory, or for a snapshot of the Hugging Face cache the repository folder around it.
@@ -54,14 +48,13 @@ def open_inside(path: pathlib.Path, root: pathlib.Path) -> int:
     """Opens a regular file that lies under `root` once symlinks are resolved.
 
     Args:
-        path: the file.
         root: the folder that it must lie in, as `allowed_root` returns it.
 
     Returns:
         A file descriptor, open for reading. The caller closes it.
 
     Raises:
-        UnsafeFileError: the file is missing, unreadable, not a regular file, or outside of `root`.
+        UnsafeFileError: the file is missing, unreadable, not a regular file, or outside `root`.
     """
     # Resolve symlinks first: the checks below hold for the file that is opened, not for the name that was given.
     try:
@@ -82,11 +75,6 @@ def open_inside(path: pathlib.Path, root: pathlib.Path) -> int:
 
 def read_inside(folder: pathlib.Path, name: str, *, max_bytes: int) -> bytes | None:
     """Reads a small file of a checkpoint directory.
-
-    Args:
-        folder: the directory.
-        name: the file's name.
-        max_bytes: the largest size in bytes that is accepted.
 
     Returns:
         The content, or `None` if the directory has no such file.
@@ -110,9 +98,6 @@ def read_inside(folder: pathlib.Path, name: str, *, max_bytes: int) -> bytes | N
 def list_chat_templates(folder: pathlib.Path) -> list[str]:
     """Lists the chat templates that a Hugging Face directory keeps beside its default one.
 
-    Args:
-        folder: the directory.
-
     Returns:
         Names relative to the directory, such as "additional_chat_templates/tool_use.jinja", sorted.
     """
@@ -121,15 +106,12 @@ def list_chat_templates(folder: pathlib.Path) -> list[str]:
 
 
 def open_regular(path: str | os.PathLike) -> io.BufferedReader:
-    """Opens a file of the user's own, wherever it lies, if it is a regular file.
+    """Opens a user's file at any location, if it is a regular file.
 
     A named pipe without a writer would block, and a device such as `/dev/zero` never ends.
 
     Args:
         path: the file; symlinks are followed.
-
-    Returns:
-        A binary stream.
 
     Raises:
         OSError: the file is missing or cannot be read.
@@ -149,13 +131,6 @@ def open_regular(path: str | os.PathLike) -> io.BufferedReader:
 def parse_json(content: bytes | str, *, max_depth: int = MAX_JSON_DEPTH) -> Any:
     """Parses JSON from an untrusted file.
 
-    Args:
-        content: the text, or its UTF-8 bytes.
-        max_depth: the deepest nesting of lists and objects that is accepted.
-
-    Returns:
-        The value.
-
     Raises:
         ValueError: the content is not JSON, or nests deeper. One printable line, without the place.
     """
@@ -169,15 +144,11 @@ def parse_json(content: bytes | str, *, max_depth: int = MAX_JSON_DEPTH) -> Any:
 def check_json_depth(raw: bytes, max_depth: int = MAX_JSON_DEPTH) -> None:
     """Checks how deeply JSON nests, before it is parsed.
 
-    Args:
-        raw: UTF-8 bytes, which need not be JSON.
-        max_depth: the deepest nesting of lists and objects that is accepted.
-
     Raises:
         ValueError: the content nests deeper.
     """
     # Count the depth before parsing: the parser recurses, and what uses the value may be slower still. Less than
-    # `max_depth` brackets cannot nest too deeply, which settles most files without a scan.
+    # `max_depth` brackets cannot nest too deeply, so most files need no scan.
     if raw.count(b"[") + raw.count(b"{") > max_depth:
         depth = 0
         for match in _BRACKETS.finditer(raw):
@@ -188,13 +159,6 @@ def check_json_depth(raw: bytes, max_depth: int = MAX_JSON_DEPTH) -> None:
 
 def read_json_file(path: str | os.PathLike, *, max_bytes: int) -> Any:
     """Reads a JSON file of bounded size and depth.
-
-    Args:
-        path: the file.
-        max_bytes: the largest size in bytes that is accepted.
-
-    Returns:
-        The value.
 
     Raises:
         OSError: the file is missing or cannot be read.

@@ -1,4 +1,4 @@
-"""A child process that answers requests one after the other, and is ended when it does not answer in time.
+"""A child process that answers requests one at a time, and is ended if it does not answer in time.
 
 Python cannot stop a thread. Work that may never end, or use all memory, runs in such a process.
 """
@@ -53,9 +53,6 @@ class WorkerProcess:
             line: the request in parts, which are not joined; without a line end.
             seconds: time from the turn of this request to the whole answer.
 
-        Returns:
-            The answer.
-
         Raises:
             WorkerEnded: there is no answer. The next request starts a new process.
         """
@@ -68,7 +65,7 @@ class WorkerProcess:
                 self._stop(kill=True)
                 raise WorkerEnded(None) from None
             except BaseException:
-                # Ctrl-C here would leave an answer that nobody reads: drop the process.
+                # Ctrl-C here would leave an unread answer: drop the process.
                 self._stop(kill=True)
                 raise
             if not answer.endswith(b"\n"):
@@ -82,7 +79,7 @@ class WorkerProcess:
                 self._stop()
 
     def kill(self) -> None:
-        """Ends the process at once, also in the middle of a request, which then fails."""
+        """Ends the process at once, even during a request, which then fails."""
         if (process := self._process) is not None and self._owner == os.getpid():
             process.kill()
 
@@ -127,7 +124,7 @@ def _exchange(process: subprocess.Popen, line: Sequence[bytes], end: float) -> b
     with selectors.DefaultSelector() as selector:
         selector.register(source, selectors.EVENT_READ)
         selector.register(target, selectors.EVENT_WRITE)
-        # Answers hold no line end but their last byte.
+        # The only line end of an answer is its last byte.
         while not parts[-1].endswith(b"\n"):
             ready = selector.select(max(end - time.monotonic(), 0))
             if not ready:

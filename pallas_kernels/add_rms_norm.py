@@ -12,6 +12,7 @@ import jax.numpy as jnp
 from jax.experimental import pallas as pl
 
 from pallas_kernels.backend import triton as plt
+from pallas_kernels.case import Case, Shape, random_keys, random_normal, random_parts
 from pallas_kernels.dispatch import choose
 from pallas_kernels.partial_sums import PartialSums, load_sum
 from pallas_kernels.rms_norm import rms_norm_reference
@@ -26,19 +27,14 @@ def add_rms_norm(
     separate operations do. Differentiable in reverse mode.
 
     Args:
-        x: [..., D] floating, the residual stream; None, where it begins with the update.
+        x: [..., D] floating, the residual stream; None if it starts with the update.
         update: Product [..., D], such as the output of a layer.
         scale: [D] floating.
         eps: Added to the mean square before the square root.
         zero_centred: Multiplies by `1 + scale` instead of `scale`.
-        implementation: "xla" (the reference), "triton" (the kernel, on CUDA and ROCm), "interpreted" (the kernel in
-            Pallas's interpreter, on any machine) or "auto"; see `pallas_kernels.dispatch`.
 
     Returns:
         The sum and its norm, both [..., D] in x's dtype, without x in the update's.
-
-    Raises:
-        ValueError: The implementation is unknown, or shapes do not fit.
     """
     stream = update if x is None else x
     if update.shape != stream.shape or not update.shape or scale.shape != update.shape[-1:]:
@@ -46,10 +42,16 @@ def add_rms_norm(
     width = update.shape[-1]
     rows = math.prod(update.shape) // width if width else 0
     shape = {"rows": rows, "width": width, "parts": len(update.parts), "dtype": str(stream.dtype)}
-    chosen = choose("add_rms_norm", implementation, ("xla", "triton"), shape)
+    chosen = choose("add_rms_norm", implementation, ("xla", "triton"), shape, make_case=make_case)
     if chosen == "xla" or rows == 0:
         return add_rms_norm_reference(x, update, scale, eps=eps, zero_centred=zero_centred)
     return _add_rms_norm_triton(x, update, scale, eps, zero_centred, chosen == "interpreted")
+
+
+def make_case(shape: Shape) -> Case:
+    keys, size = random_keys(), (shape["rows"], shape["width"])
+    update = PartialSums(random_parts(keys, shape["parts"], size, shape["dtype"]), jnp.dtype(shape["dtype"]))
+    return add_rms_norm, (random_normal(keys, size, shape["dtype"]), update, random_normal(keys, size[1:]))
 
 
 def add_rms_norm_reference(x, update: PartialSums, scale, *, eps=1e-6, zero_centred=False):
@@ -63,7 +65,7 @@ def _add_rms_norm_triton(x, update, scale, eps, zero_centred, interpret):
     """Runs the kernel over rows [R, D]: each program takes one block of whole rows."""
     *outer, width = update.shape
     num_rows, dtype = math.prod(outer), update.dtype if x is None else x.dtype
-    # A row is padded to a power of two. As in `rms_norm`, the block depends on the width alone.
+    # A row is padded to a power of two. As in `rms_norm`, the block depends only on the width.
     padded = pl.next_power_of_2(width)
     block = max(1, 4096 // padded)
     block_of_rows = pl.BlockSpec((block, padded), lambda i: (i, 0))

@@ -13,6 +13,7 @@ from jax.experimental import pallas as pl
 
 from pallas_kernels.backend import triton as plt
 from pallas_kernels.batch_invariance import is_batch_invariant
+from pallas_kernels.case import Case, Shape, random_keys, random_normal, random_parts
 from pallas_kernels.cost import loads_from_l2
 from pallas_kernels.dispatch import choose
 from pallas_kernels.fp8 import as_stored
@@ -34,7 +35,7 @@ class Heads:
     """The bias, norms and rotation of each head of the projection.
 
     Attributes:
-        bias: [K, G + 2, H] added to the projection; None: nothing.
+        bias: [K, G + 2, H] added to the projection; None: no bias.
         norms: Scales [H] of the RMSNorm of queries and of keys; None: no norm.
         eps: Added to the mean square in the norms.
         zero_centred: The norms multiply by `1 + scale`.
@@ -56,8 +57,8 @@ def append_heads(
     Not differentiable: for passes with a cache.
 
     Args:
-        projected: [B, T, K, G + 2 or more, H]: for each of K key heads G queries, its key, its value, and what this
-            op leaves alone.
+        projected: [B, T, K, G + 2 or more, H]: for each of K key heads G queries, its key, its value, and entries that
+            this op ignores.
         angles: Cosines and sines [B, T, P] float32; the first 2 P channels of queries and keys are rotated.
         keys: [B, K, S, H], the cache. The caller no longer uses it.
         values: [B, K, S, H], the cache, as `keys`.
@@ -66,15 +67,10 @@ def append_heads(
         places: For a cache in pages, [P, K, size, H]: each token's page and its place there, both [B, T] int32; `start`
             is not read, and entries whose page is outside the pool are dropped. None: the cache is contiguous.
         group_size: G.
-        implementation: "xla" (the reference), "triton" (the kernel, on CUDA and ROCm), "interpreted" (the kernel in
-            Pallas's interpreter, on any machine) or "auto"; see `pallas_kernels.dispatch`. More than 64 rows always run
-            the reference.
+        implementation: As for every op. More than 64 rows always run the reference.
 
     Returns:
         Queries [B, K, T, G, H], and the cache's keys and values with the new slots written.
-
-    Raises:
-        ValueError: The implementation is unknown, or shapes do not fit.
     """
     K, H = keys.shape[1], keys.shape[3]
     B, T = projected.shape[:2]
@@ -94,34 +90,29 @@ def append_heads(
 
 
 def choose_implementation(projected: PartialSums, keys, implementation: str) -> str:
-    """Returns the implementation that `append_heads` runs for arrays of these shapes.
-
-    Args:
-        projected: As in `append_heads`.
-        keys: As in `append_heads`.
-        implementation: The requested implementation.
-
-    Returns:
-        "xla", "triton" or "interpreted".
-    """
+    """Returns the implementation that `append_heads` runs for arrays of these shapes."""
     B, T, K, heads_per_key, H = projected.shape
     shape = {"rows": B * T, "heads": K, "per_key": heads_per_key, "width": H, "parts": len(projected.parts)}
     shape |= {"dtype": str(projected.dtype), "cache": str(keys.dtype)}
-    chosen = choose("append_heads", implementation, ("xla", "triton"), shape)
+    chosen = choose("append_heads", implementation, ("xla", "triton"), shape, make_case=make_case)
     return chosen if B * T <= MAX_ROWS or is_batch_invariant() else "xla"
 
 
+def make_case(shape: Shape) -> Case:
+    keys, (rows, K, per_key, H) = random_keys(), (shape[name] for name in ("rows", "heads", "per_key", "width"))
+    projected = PartialSums(
+        random_parts(keys, shape["parts"], (1, rows, K, per_key, H), shape["dtype"]), jnp.dtype(shape["dtype"])
+    )
+    angles = (jnp.ones((1, rows, H // 2)),) * 2
+    caches = [random_normal(keys, (1, K, 256, H), shape["cache"]) for _ in range(2)]
+    run = functools.partial(append_heads, heads=Heads(), group_size=per_key - 2)
+    return run, (projected, angles, *caches, jnp.zeros(1, jnp.int32))
+
+
 def split_heads(projected, angles, heads: Heads, *, group_size: int) -> tuple[jax.Array, jax.Array, jax.Array]:
-    """Splits a projection into heads, adds the bias, normalises and rotates, in plain JAX.
+    """Splits a projection [B, T, K, G + 2 or more, H] into heads, adds the bias, normalises and rotates, in plain JAX.
 
-    Args:
-        projected: [B, T, K, G + 2 or more, H].
-        angles: Cosines and sines [B, T, P] float32.
-        heads: Bias, norms and rotation of the heads.
-        group_size: G.
-
-    Returns:
-        Queries [B, T, K, G, H], keys and values [B, T, K, H].
+    Returns queries [B, T, K, G, H], keys and values [B, T, K, H].
     """
     B, T, K, _, H = projected.shape
     G = group_size
@@ -232,7 +223,7 @@ def _append_heads_kernel(
     G, H, P = group_size, int(q_ref.shape[4]), int(cos_ref.shape[2])
     token, key_head = pl.program_id(0), pl.program_id(1)
     row, place = jax.lax.div(token, num_tokens), jax.lax.rem(token, num_tokens)
-    # (channels, mask) of each group: where it is read, and where it is written once it is rotated.
+    # (channels, mask) of each group: where it is read, and where it is written after rotation.
     pair, rest = jnp.arange(pl.next_power_of_2(P)), jnp.arange(pl.next_power_of_2(max(H - 2 * P, 1)))
     first, second = (2 * pair, 2 * pair + 1) if interleaved else (pair, pair + P)
     unrotated = [(rest + 2 * P, rest < H - 2 * P)] if H > 2 * P else []
@@ -276,7 +267,7 @@ def _append_heads_kernel(
     head = jnp.arange(pl.next_power_of_2(G))
     q = normalise_and_rotate(load(head, head < G), norm_refs[0])
     store(q_ref, (row, key_head, place), head, head < G, q, rotated_groups)
-    # 2. Key and value go to the token's slot of the cache; a value is written as it was read.
+    # 2. Key and value go to the token's slot of the cache; a value is written unchanged.
     one = jnp.arange(1)
     if is_paged:
         page, slot = (plt.load(ref.at[row, place]) for ref in place_refs)

@@ -12,6 +12,7 @@ from jax.experimental import pallas as pl
 
 from pallas_kernels.backend import triton as plt
 from pallas_kernels.batch_invariance import is_batch_invariant
+from pallas_kernels.case import Case, Shape, random_keys, random_normal, random_parts
 from pallas_kernels.cost import loads_from_l2
 from pallas_kernels.dispatch import choose
 from pallas_kernels.fp8 import as_stored
@@ -54,15 +55,10 @@ def append_latents(
             `start` is not read, and entries whose page is outside the pool are dropped. None: the cache is contiguous.
         eps: Added to the mean square in the norm.
         interleaved: Rotated pairs are channels (2j, 2j+1); False: channels (j, j+P/2).
-        implementation: "xla" (the reference), "triton" (the kernel, on CUDA and ROCm), "interpreted" (the kernel in
-            Pallas's interpreter, on any machine) or "auto"; see `pallas_kernels.dispatch`. More than 64 rows always run
-            the reference.
+        implementation: As for every op. More than 64 rows always run the reference.
 
     Returns:
         Queries [B, T, N, R + P], and the cache with the new slots written.
-
-    Raises:
-        ValueError: The implementation is unknown, or shapes do not fit.
     """
     B, T, N, width = queries.shape
     C, R = key_up.shape[1:]
@@ -83,23 +79,23 @@ def append_latents(
 
 
 def choose_implementation(queries: PartialSums, key_up, cache, implementation: str) -> str:
-    """Returns the implementation that `append_latents` runs for arrays of these shapes.
-
-    Args:
-        queries: As in `append_latents`.
-        key_up: As in `append_latents`.
-        cache: As in `append_latents`.
-        implementation: The requested implementation.
-
-    Returns:
-        "xla", "triton" or "interpreted".
-    """
+    """Returns the implementation that `append_latents` runs for arrays of these shapes."""
     B, T, N, width = queries.shape
     shape = {"rows": B * T, "heads": N, "content": key_up.shape[1], "width": width, "latent": key_up.shape[2]}
     shape |= {"parts": len(queries.parts), "dtype": str(queries.dtype), "cache": str(cache.dtype)}
-    chosen = choose("append_latents", implementation, ("xla", "triton"), shape)
+    chosen = choose("append_latents", implementation, ("xla", "triton"), shape, make_case=make_case)
     # Within `batch_invariant`, XLA for any number of rows.
     return chosen if B * T <= MAX_ROWS and not is_batch_invariant() else "xla"
+
+
+def make_case(shape: Shape) -> Case:
+    keys, (rows, N, C, R) = random_keys(), (shape[name] for name in ("rows", "heads", "content", "latent"))
+    P, dtype = shape["width"] - C, shape["dtype"]
+    queries = PartialSums(random_parts(keys, shape["parts"], (1, rows, N, C + P), dtype), jnp.dtype(dtype))
+    latents = PartialSums(random_parts(keys, shape["parts"], (1, rows, R + P), dtype), jnp.dtype(dtype))
+    arrays = (random_normal(keys, (R,)), random_normal(keys, (N, C, R), dtype), (jnp.ones((1, rows, P // 2)),) * 2)
+    cache = random_normal(keys, (1, 256, R + P), shape["cache"])
+    return append_latents, (queries, latents, *arrays, cache, jnp.zeros(1, jnp.int32))
 
 
 def append_latents_reference(

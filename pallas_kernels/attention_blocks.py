@@ -1,4 +1,4 @@
-"""Parts that the attention kernels share: slices of columns, and the online softmax over blocks of slots.
+"""Code shared by the attention kernels: slices of columns, and the online softmax over blocks of slots.
 
 Triton arrays have power-of-two sizes, so columns of any other number are cut into slices. The softmax is online
 (FlashAttention, 2205.14135): a block of slots at a time, with sums relative to the highest score so far.
@@ -67,14 +67,14 @@ def load_slice(ref, rows, row_mask, column_slice, dtype, *, is_integer_fp8=False
 
 
 def attend_blocks(blocks, find_slots, q, cache_refs, *, num_rows, scale, key_slices, value_slices, is_integer_fp8):
-    """Attends from a block of query rows to blocks of slots, one after the other, inside a kernel.
+    """Attends from a block of query rows to blocks of slots in order, inside a kernel.
 
     Args:
         blocks: First block and end.
         find_slots: Maps a block to the range of its slots, the mask of the slots to load, and the mask [rows, slots] of
             the slots that each query row attends to. In a pool the range is a page and the range within it.
         q: Slices [rows, columns] of the queries.
-        cache_refs: Keys [S, H] and values [S, Hv], or a latent alone, whose values are the first slices of its keys;
+        cache_refs: Keys [S, H] and values [S, Hv], or only a latent, whose values are the first slices of its keys;
             pools of pages [P, size, H].
         num_rows: Query rows.
         scale: Factor of the scores, with log2(e), because exp2 is one instruction.
@@ -105,7 +105,7 @@ def attend_blocks(blocks, find_slots, q, cache_refs, *, num_rows, scale, key_sli
         new_highest = jnp.maximum(highest, jnp.max(jnp.where(is_visible, scores, MASKED_SCORE), axis=1))
         weights = jnp.where(is_visible, jnp.exp2(scores - new_highest[:, None]), 0.0)
         rescale = jnp.exp2(highest - new_highest)
-        # A latent's values are the first slices of its keys, which are loaded already.
+        # A latent's values are the first slices of its keys, which are already loaded.
         values = keys
         if len(cache_refs) == 2:
             values = [load(cache_refs[1], slots, is_loaded, part) for part in value_slices]

@@ -1,6 +1,6 @@
 """Pallas's Triton backend, or None in a version of JAX without it, and whether jax_triton is installed.
 
-JAX has announced that it will remove the backend. Without it every op runs in plain JAX, or by jax_triton where it has
+JAX has announced that it will remove the backend. Without it every op runs in plain JAX, or in jax_triton if it has
 such a form.
 """
 

@@ -30,18 +30,14 @@ def combine_latents(outputs, log_sums, value_up, *, dtype, interpret=False) -> j
         outputs: [B, 1, Z, T, N, R] float32, the attention over each of Z shares of the slots; B * T <= 64.
         log_sums: [parts, B, 1, Z, T * N] float32, the base-2 logarithm of each share's softmax sum, for each part of
             the columns.
-        value_up: [N, R, V] in `dtype`.
-        dtype: Dtype of the combined latents and of the result.
-        interpret: Run in Pallas's interpreter.
-
-    Returns:
-        [B, T, N, V] in `dtype`.
+        value_up: [N, R, V] in `dtype`. The result is [B, T, N, V] in it.
     """
     B, _, Z, T, N, R = outputs.shape
     V, n = value_up.shape[2], B * T
     # All tokens are one tile of rows, at least the 16 that tensor cores multiply.
     rows = max(16, pl.next_power_of_2(n))
-    # Few rows: narrow slices of the values, for enough programs. Many rows: wide ones, since each slice combines again.
+    # Few rows: narrow slices of the values, for enough programs. Many rows: wide ones, because each slice repeats the
+    # combination.
     columns = min(max(16, pl.next_power_of_2(V)), 32 if rows == 16 else 128)
     slices = pl.cdiv(V, columns)
     shares_bytes = outputs.nbytes + 2 * log_sums.nbytes

@@ -30,21 +30,18 @@ def combine_shares_reference(outputs, log_sums, *, dtype):
 def combine_shares(outputs, log_sums, *, dtype, interpret=False) -> jax.Array:
     """Averages the shares of each query row, weighted by their softmax sums (flash decoding).
 
+    The result is [B, T, K, G, Hv] in `dtype`: tokens before heads, as the next product reads them.
+
     Args:
         outputs: [B, K, Z, T, G, Hv] float32, the attention over each of Z shares of the slots.
         log_sums: [parts, B, K, Z, T * G] float32, the base-2 logarithm of each share's softmax sum, for each part of
             the columns.
-        dtype: Dtype of the result.
-        interpret: Run in Pallas's interpreter.
-
-    Returns:
-        [B, T, K, G, Hv] in `dtype`: tokens before heads, as the next product reads them.
     """
     B, K, Z, T, G, width = outputs.shape
     num_parts = len(log_sums)
     columns_per_part = width // num_parts
-    # All shares are loaded at once, but within `batch_invariant` one after the other: there the order of additions must
-    # not depend on their number, which the cache's capacity decides.
+    # All shares are loaded at once, but within `batch_invariant` one at a time: there the order of additions must not
+    # depend on their number, which the cache's capacity determines.
     shares = 1 if is_batch_invariant() else pl.next_power_of_2(Z)
     columns = min(pl.next_power_of_2(columns_per_part), max(16, _TILE_ELEMENTS // shares))
     blocks_per_part = pl.cdiv(columns_per_part, columns)
@@ -83,7 +80,7 @@ def _combine_shares_kernel(outputs_ref, log_sums_ref, out_ref, *, tile, blocks_p
     column, is_column = part * columns_per_part + inner, inner < columns_per_part
 
     def load(share):
-        """Loads the softmax sums [shares] and outputs [shares, columns]; shares that do not exist weigh nothing."""
+        """Loads the softmax sums [shares] and outputs [shares, columns]; missing shares have weight 0."""
         is_share = share < num_shares
         log_sums = plt.load(log_sums_ref.at[part, batch, head, share, query], mask=is_share, other=-jnp.inf)
         index = jnp.broadcast_arrays(share[:, None], column[None, :])

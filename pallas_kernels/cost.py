@@ -1,4 +1,4 @@
-"""Describes what a kernel costs beyond the fields of `pl.CostEstimate`."""
+"""Describes the cost of a kernel beyond the fields of `pl.CostEstimate`."""
 
 # Largest array, in bytes, that counts as staying in the L2 cache. An H100 has 50 MB, an MI300X 4 MB on each die.
 MAX_L2_OPERAND_BYTES = 4 * 2**20

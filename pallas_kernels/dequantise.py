@@ -5,16 +5,9 @@ import jax.numpy as jnp
 
 
 def dequantise(values, scales, block, axis) -> jax.Array:
-    """Multiplies stored values by the scale of their block, in float32.
+    """Multiplies stored values, such as float8_e4m3fn, by the scale of their block: float32.
 
-    Args:
-        values: Stored weights of any floating dtype, such as float8_e4m3fn.
-        scales: Floating, shaped as `values` except along `axis`, where it has one entry per block, rounded up.
-        block: Number of neighbouring values along `axis` that share a scale.
-        axis: Axis of the blocks.
-
-    Returns:
-        float32 weights, shaped as `values`.
+    `scales` are shaped as `values` except along `axis`, where they have one entry per block, rounded up.
     """
     scales = jnp.repeat(scales, block, axis=axis)
     # The last block may be shorter than the others.

@@ -12,8 +12,8 @@ NUM_DIES = 8  # of an MI300X
 def num_processors() -> int:
     """Returns the number of processors of the GPU: 132 for an H100, 304 for an MI300X.
 
-    It is that of the device that a mesh names without owning one, as when compiling ahead of time, else that of JAX's
-    first GPU. Without a GPU it is an H100's, so that interpreted kernels split their work as there.
+    It is that of the current mesh's abstract device, as when compiling ahead of time, else that of JAX's first GPU.
+    Without a GPU it is an H100's, so that interpreted kernels split their work as there.
     """
     device = getattr(jax.sharding.get_abstract_mesh(), "abstract_device", None)
     if device is not None and device.num_cores:
@@ -26,14 +26,7 @@ def num_processors() -> int:
 def call_by_platform(run, *operands, interpret: bool, differs: bool = True):
     """Calls `run(*operands, platform=...)` with the platform that the computation is lowered for, "cuda" or "rocm".
 
-    Args:
-        run: Runs a kernel.
-        *operands: Arrays, in any structure.
-        interpret: Run in Pallas's interpreter, with the form of CUDA.
-        differs: False where both platforms have the same form, so that only one is traced.
-
-    Returns:
-        The result of `run`.
+    If not `differs`, both platforms have the same form, and only one is traced.
     """
     if interpret or not differs:
         return run(*operands, platform="cuda")
@@ -62,7 +55,7 @@ def die_order(*ids, grid, is_reordered: bool = True):
     program, num_programs = jnp.int32(0), 1
     for index, size in zip(ids, grid, strict=True):
         program, num_programs = program + index * jnp.int32(num_programs), num_programs * size
-    # Die d has the programs d, d + 8, d + 16 and so on. Its run starts behind those of the dies before it, of which
+    # Die d has the programs d, d + 8, d + 16 and so on. Its run starts after those of the dies before it, of which
     # the first `num_longer` have one place more.
     run, num_longer = divmod(num_programs, NUM_DIES)
     die = jax.lax.rem(program, jnp.int32(NUM_DIES))

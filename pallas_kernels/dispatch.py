@@ -2,6 +2,7 @@
 
 import concurrent.futures
 import contextlib
+import dataclasses
 import functools
 import math
 import warnings
@@ -13,15 +14,16 @@ from jax.sharding import AxisType
 
 from pallas_kernels import measurements
 from pallas_kernels.backend import triton
+from pallas_kernels.case import Case, Shape, difference_from_xla
 
 MAX_SIZE_RATIO = 2.0  # a measurement applies to shapes whose every size differs by at most this factor
 MIN_PAGED_ROWS = 32  # rows from which attention over pages runs its kernel
 # Ops that run their kernel on a GPU where nothing near was measured: without it XLA reads experts several times, writes
 # fp8 weights out in a wider dtype, or copies all pages of a cache in every layer. On an H100 a round of 64 rows took
 # two thirds of the time with attention over pages by its kernel; one row in a contiguous cache was faster by XLA than
-# by all kernels. Nothing between was measured, so the rule begins at half of the 64 rows. For other ops XLA is a fair
-# choice until it is measured.
-_KERNEL_BY_RULE: dict[str, Callable[[Mapping[str, int | str]], bool]] = {
+# by all kernels. Nothing between was measured, so the rule starts at half of the 64 rows. Other ops run in XLA until
+# they are measured.
+_KERNEL_BY_RULE: Mapping[str, Callable[[Mapping[str, int | str]], bool]] = {
     "grouped_matmul": lambda shape: True,
     "route_tokens": lambda shape: True,
     "prefill_attention": lambda shape: True,
@@ -31,7 +33,23 @@ _KERNEL_BY_RULE: dict[str, Callable[[Mapping[str, int | str]], bool]] = {
     "block_scaled_matmul": lambda shape: str(shape["weights"]).startswith("float8"),
     "gated_matmul": lambda shape: str(shape["weights"]).startswith("float8"),
 }
-_recorded_calls: list[tuple[str, dict[str, Any]]] | None = None  # the list that `record_choices` fills, None outside it
+
+
+@dataclasses.dataclass
+class _Process:
+    """State of this process: comparisons made, calls recorded, and the times that were measured on its device."""
+
+    agreed: dict[tuple[str, ...], bool] = dataclasses.field(default_factory=dict)  # by op, implementation and dtypes
+    kernel_by_rule: dict[str, Any] = dataclasses.field(default_factory=lambda: dict(_KERNEL_BY_RULE))
+    recorded_calls: list[tuple[str, dict[str, Any]]] | None = None  # filled inside `record_choices`
+
+    @functools.cached_property
+    def measured(self) -> dict[str, list]:
+        """The measured times of this device: op -> cells."""
+        return measurements.read()
+
+
+_process = _Process()
 
 
 def choose(
@@ -41,6 +59,7 @@ def choose(
     shape: Mapping[str, int | str],
     *,
     unsupported_reason: str | None = None,
+    make_case: Callable[[Shape], Case] | None = None,
     check: Callable[[str], float] | None = None,
 ) -> str:
     """Returns the implementation to run: one of `offered`, or "interpreted".
@@ -52,25 +71,24 @@ def choose(
     the first time, it is compared with the reference on this device; if the numbers differ, "auto" warns and is "xla"
     from then on.
 
-    Over a mesh that XLA partitions by itself the answer is always "xla": XLA cannot split a kernel, and would gather
+    On a mesh that XLA partitions automatically, the result is always "xla": XLA cannot split a kernel, and would gather
     its operands on every device.
 
     Args:
         op: Name of the op in the file of measurements.
-        implementation: "auto", "interpreted" (the Triton kernel without a GPU, for tests) or one of `offered`.
         offered: Implementations that the op has, "triton" before "jax_triton".
         shape: Describes the call. Numbers are sizes; strings, such as dtypes, are kinds and must match exactly.
         unsupported_reason: The reason why the kernel does not support these arguments, or None if it does.
-        check: Runs an implementation and the reference on small arrays of these dtypes, and returns the largest
-            difference over its bound: more than 1 is a failure. None: the op has no comparison of its own, and
-            `questions.difference_from_xla` makes one from the shape.
+        make_case: Makes arrays of a shape, on which the kernel is compared with "xla". None: it is not compared.
+        check: Compares an implementation in a custom way: returns the largest difference over its bound, so that more
+            than 1 is a failure.
 
     Raises:
         ValueError: The op does not have the implementation, or a kernel was requested by name that does not support the
             arguments.
     """
-    if _recorded_calls is not None:
-        _recorded_calls.append((op, dict(shape)))
+    if _process.recorded_calls is not None:
+        _process.recorded_calls.append((op, dict(shape)))
     named = [*offered, *(["interpreted"] if "triton" in offered else [])]
     if implementation not in ("auto", *named):
         raise ValueError(f"{op} has no implementation {implementation!r}: it is one of auto, {', '.join(named)}")
@@ -83,7 +101,7 @@ def choose(
     kinds = zip(mesh.axis_names, mesh.axis_types, strict=True)
     if any(kind is not AxisType.Manual and mesh.shape[name] > 1 for name, kind in kinds):
         return "xla"
-    # An implementation requested by name runs as requested, and fails loudly where it cannot.
+    # An implementation requested by name runs as requested, and raises an error if it cannot.
     if implementation != "auto":
         if unsupported_reason and implementation != "xla":
             raise ValueError(unsupported_reason)
@@ -92,39 +110,23 @@ def choose(
     if unsupported_reason or jax.default_backend() != "gpu":
         return "xla"
     # The fastest that was measured on this kind of device, else the rule.
-    measured = _fastest(_read_measurements().get(op, ()), shape)
+    measured = _fastest(_process.measured.get(op, ()), shape)
     kernels = [name for name in offered if name != "xla"]  # Pallas's first
-    by_rule = kernels[0] if kernels and op in _KERNEL_BY_RULE and _KERNEL_BY_RULE[op](shape) else "xla"
+    by_rule = kernels[0] if kernels and op in _process.kernel_by_rule and _process.kernel_by_rule[op](shape) else "xla"
     chosen = measured if measured and measured in offered else by_rule
-    if chosen != "xla" and not _agrees(op, shape, chosen, check or functools.partial(_compare, op, shape)):
+    if check is None and make_case is not None:
+        check = functools.partial(difference_from_xla, make_case, shape)
+    if chosen != "xla" and check is not None and not _agrees(op, shape, chosen, check):
         return "xla"
     return chosen
-
-
-_compare: Callable[[str, Mapping[str, int | str], str], float] = lambda op, shape, implementation: 0.0
-
-
-def compare_by(compare: Callable[[str, Mapping[str, int | str], str], float]) -> None:
-    """Sets how kernels are compared whose ops have no comparison of their own.
-
-    The package calls this with `questions.difference_from_xla`, which imports the ops, as this module cannot.
-
-    Args:
-        compare: Maps op, shape and implementation to the largest difference over its bound.
-    """
-    global _compare
-    _compare = compare
-
-
-_agreed: dict[tuple[str, ...], bool] = {}  # what `_agrees` has found in this process
 
 
 def _agrees(op: str, shape: Mapping[str, int | str], implementation: str, check: Callable[[str], float]) -> bool:
     """Returns whether an implementation gives the reference's numbers here, tried once for each op and its dtypes."""
     key = (op, implementation, *(value for value in shape.values() if isinstance(value, str)))
-    if key not in _agreed:
+    if key not in _process.agreed:
         # The caller is being traced, but the comparison must run now: in a thread, because JAX traces per thread.
-        # (`jax.ensure_compile_time_eval` would also evaluate what a kernel's own trace has to keep.)
+        # (`jax.ensure_compile_time_eval` would also evaluate values that a kernel's trace must keep.)
         try:
             with concurrent.futures.ThreadPoolExecutor(1) as thread:
                 difference = thread.submit(check, implementation).result()
@@ -133,12 +135,12 @@ def _agrees(op: str, shape: Mapping[str, int | str], implementation: str, check:
             difference, why = math.inf, f"fails: {str(error).partition(chr(10))[0][:200]}"
         else:
             why = f"gives other numbers than its reference: {difference:.3g} times the bound"
-        _agreed[key] = difference <= 1
-        if not _agreed[key]:
+        _process.agreed[key] = difference <= 1
+        if not _process.agreed[key]:
             warnings.warn(
                 f"the {implementation} kernel of {op} ({', '.join(key[2:])}) {why}; 'auto' uses xla", stacklevel=3
             )
-    return _agreed[key]
+    return _process.agreed[key]
 
 
 @contextlib.contextmanager
@@ -148,12 +150,11 @@ def record_choices() -> Iterator[list[tuple[str, dict[str, Any]]]]:
     Yields:
         A list of (op, shape), which grows with each call.
     """
-    global _recorded_calls
-    _recorded_calls = []
+    _process.recorded_calls = []
     try:
-        yield _recorded_calls
+        yield _process.recorded_calls
     finally:
-        _recorded_calls = None
+        _process.recorded_calls = None
 
 
 def _fastest(cells: Sequence[Mapping], shape: Mapping[str, int | str]) -> str | None:
@@ -168,7 +169,7 @@ def _fastest(cells: Sequence[Mapping], shape: Mapping[str, int | str]) -> str | 
             return 1.0 if one == other else math.inf
         return max(one / other, other / one)
 
-    # A cell is as far away as the worst of its sizes; a cell with other names describes another op's shape.
+    # The distance of a cell is that of its worst size; a cell with other names is the shape of a different op.
     def cell_ratio(cell: Mapping) -> float:
         if set(cell["shape"]) != set(shape):
             return math.inf
@@ -178,9 +179,3 @@ def _fastest(cells: Sequence[Mapping], shape: Mapping[str, int | str]) -> str | 
     if nearest is None or cell_ratio(nearest) > MAX_SIZE_RATIO:
         return None
     return min(nearest["milliseconds"], key=nearest["milliseconds"].get)
-
-
-@functools.cache
-def _read_measurements() -> dict[str, list]:
-    """Reads the measured times of this device once: op -> cells."""
-    return measurements.read()

@@ -10,11 +10,7 @@ FP8_DIVISOR = 256  # `convert_fp8` returns the value divided by this
 def is_converted_by_integers(dtype, platform: str) -> bool:
     """Returns whether kernels convert a stored dtype by `convert_fp8`.
 
-    An MI300X has another fp8 format than float8_e4m3fn, and converts that one slowly. An H100 converts it itself.
-
-    Args:
-        dtype: Dtype of the stored array.
-        platform: "cuda" or "rocm".
+    The fp8 format of an MI300X is not float8_e4m3fn, which it converts slowly. An H100 converts it in hardware.
     """
     return platform == "rocm" and dtype == jnp.float8_e4m3fn
 
@@ -22,33 +18,20 @@ def is_converted_by_integers(dtype, platform: str) -> bool:
 def as_stored(x, dtype):
     """Converts numbers to the dtype of a cache.
 
-    Args:
-        x: Numbers, in any shape.
-        dtype: Dtype of the cache.
-
-    Returns:
-        The numbers in `dtype`. Those beyond the range of fp8 become its largest: float8_e4m3fn has no infinity, and
-        would make them NaN.
+    Those beyond the range of fp8 become its largest: float8_e4m3fn has no infinity, and would make them NaN.
     """
     if jnp.dtype(dtype).itemsize == 1 and jnp.issubdtype(dtype, jnp.floating):
-        most = float(jnp.finfo(dtype).max)
-        x = jnp.clip(x, -most, most)
+        limit = float(jnp.finfo(dtype).max)
+        x = jnp.clip(x, -limit, limit)
     return x.astype(dtype)
 
 
 def convert_fp8(bits, dtype):
-    """Converts the bits of float8_e4m3fn numbers to a wider dtype, divided by `FP8_DIVISOR`.
+    """Converts the bits (uint8) of float8_e4m3fn numbers to float32, bfloat16 or float16, divided by `FP8_DIVISOR`.
 
     Exact, except that NaN becomes 480. The bits of sign, exponent and fraction move to their places in float16, whose
     exponent bias is larger by 8; bfloat16 holds every digit of the result. This needs no fp8 hardware. On an H100 it
     serves kernels that load two numbers as one.
-
-    Args:
-        bits: uint8, of any shape.
-        dtype: float32, bfloat16 or float16.
-
-    Returns:
-        The numbers in `dtype`, of the same shape.
     """
     # s eeee fff -> s 0 eeee fff 0000000: the arithmetic shift repeats the sign, and the mask clears the copy.
     half = (((bits.astype(jnp.int32) << 24) >> 1) >> 16).astype(jnp.int16) & np.int16(0xBF80 - 2**16)

@@ -1,7 +1,7 @@
 """A few rows through the gate and up matrices of SwiGLU: op, kernel, reference.
 
-Limit: the bytes of the matrices. A program multiplies by the same columns of gate and up, so SwiGLU needs no launch of
-its own, and the products stay out of memory.
+Limit: the bytes of the matrices. A program multiplies by the same columns of gate and up, so SwiGLU needs no separate
+launch, and the products are never written to memory.
 """
 
 import functools
@@ -11,7 +11,7 @@ import jax.numpy as jnp
 from jax.experimental import pallas as pl
 
 from pallas_kernels.backend import triton as plt
-from pallas_kernels.block_scaled_matmul.choice import check_matrix, choose_for_few_rows, compare_with_reference
+from pallas_kernels.block_scaled_matmul.choice import check_matrix, choose_for_few_rows, make_matrix_case
 from pallas_kernels.block_scaled_matmul.kernel import (
     TILE_BYTES,
     elements,
@@ -20,6 +20,7 @@ from pallas_kernels.block_scaled_matmul.kernel import (
     tile_rows,
 )
 from pallas_kernels.block_scaled_matmul.reference import block_scaled_matmul_reference, block_scaled_matmul_xla
+from pallas_kernels.case import Case, Shape
 from pallas_kernels.cost import loads_from_l2
 from pallas_kernels.device import call_by_platform, num_processors
 from pallas_kernels.fp8 import FP8_DIVISOR, is_converted_by_integers
@@ -35,42 +36,22 @@ def gated_matmul(x, weights, scales=None, *, block=128, implementation="auto") -
         x: [..., D] floating.
         weights: [D, 2 F] floating, such as float8_e4m3fn: the columns of gate, then those of up.
         scales: [ceil(D / block), 2 F] floating, or None for weights without scales.
-        block: Number of neighbouring inputs that share a scale.
-        implementation: "xla" (plain JAX), "triton" (the kernel, on CUDA and ROCm), "interpreted" (the kernel in
-            Pallas's interpreter, on any machine) or "auto"; see `pallas_kernels.dispatch`. More than 64 rows always run
-            "xla".
+        implementation: As for every op. More than 64 rows always run "xla".
 
     Returns:
         [..., F] in x's dtype.
-
-    Raises:
-        ValueError: As in `block_scaled_matmul`, or the number of columns is odd.
     """
     check_matrix(x, weights, scales, block, layout="[D, 2 F]", multiple=2)
-    check = functools.partial(
-        difference_from_reference, dtype=x.dtype, weights_dtype=weights.dtype, has_scales=scales is not None
+    chosen = choose_for_few_rows(
+        "gated_matmul", implementation, x, ((weights, scales),), block=block, dtype=x.dtype, make_case=make_case
     )
-    matrices = ((weights, scales),)
-    chosen = choose_for_few_rows("gated_matmul", implementation, x, matrices, block=block, dtype=x.dtype, check=check)
     if chosen == "xla":
         return _gated_matmul_xla(x, weights, scales, block)
     return _gated_matmul_triton(x, weights, scales, block, chosen == "interpreted")
 
 
-def difference_from_reference(implementation: str, *, dtype, weights_dtype, has_scales: bool) -> float:
-    """Compares an implementation with `gated_matmul_reference` on small arrays.
-
-    Args:
-        implementation: One of `gated_matmul`.
-        dtype: Dtype of x.
-        weights_dtype: Dtype of the weights.
-        has_scales: Weights with scales.
-
-    Returns:
-        The largest difference over its bound: more than 1 means that the numbers are wrong.
-    """
-    settings = {"dtype": dtype, "weights_dtype": weights_dtype, "has_scales": has_scales}
-    return compare_with_reference(gated_matmul, gated_matmul_reference, implementation, **settings)
+def make_case(shape: Shape) -> Case:
+    return make_matrix_case(gated_matmul, shape)
 
 
 def gated_matmul_reference(x, weights, scales=None, *, block=128):
@@ -136,7 +117,7 @@ def _run_kernel(x, weights, scales, *, block, interpret, platform):
 def _num_columns(F: int, *, is_float32: bool) -> int:
     """Returns the columns of a program: the most that still give about every processor one program.
 
-    Gate times up needs whole sums, so the inputs cannot be split over programs where there are few columns.
+    Gate times up needs whole sums, so the inputs cannot be split over programs if there are few columns.
     """
     columns = 32 if is_float32 else 64
     while columns > 16 and pl.cdiv(F, columns) < 0.75 * num_processors():

@@ -11,9 +11,11 @@ from jax.experimental import pallas as pl
 
 from pallas_kernels.backend import triton as plt
 from pallas_kernels.batch_invariance import is_batch_invariant
+from pallas_kernels.case import Case, Shape, random_keys, random_normal
 from pallas_kernels.cost import loads_from_l2
 from pallas_kernels.device import call_by_platform, die_order
 from pallas_kernels.dispatch import choose
+from pallas_kernels.top_k import top_k
 
 
 def head_top_k(
@@ -32,14 +34,12 @@ def head_top_k(
         k: Number of logits, 1..num_tokens.
         num_tokens: Columns from here on are padding and are ignored; None: V.
         is_transposed: The head is a tied embedding [V, D], read in that layout.
-        implementation: "xla" (the reference), "triton" (the kernel, on CUDA and ROCm), "interpreted" (the kernel in
-            Pallas's interpreter, on any machine) or "auto"; see `pallas_kernels.dispatch`.
 
     Returns:
         Values [..., k] float32, indices [..., k] int32 and logsumexp [...] float32, in nats.
 
     Raises:
-        ValueError: The implementation is unknown, shapes or dtypes do not fit, or `k` or `num_tokens` is out of range.
+        ValueError: `k` or `num_tokens` is out of range.
     """
     width, num_columns = head.shape[::-1] if is_transposed and head.ndim == 2 else head.shape
     if head.ndim != 2 or hidden.ndim == 0 or hidden.shape[-1] != width:
@@ -56,7 +56,7 @@ def head_top_k(
     # Leading dimensions become rows; the kernel knows only [R, D].
     rows = hidden.size // width
     shape = {"rows": rows, "width": width, "vocabulary": num_tokens, "k": k, "dtype": str(hidden.dtype)}
-    chosen = choose("head_top_k", implementation, ("xla", "triton"), shape)
+    chosen = choose("head_top_k", implementation, ("xla", "triton"), shape, make_case=make_case)
     if chosen == "xla" or rows == 0:
         return head_top_k_reference(hidden, head, k=k, num_tokens=num_tokens, is_transposed=is_transposed)
     values, indices, logsumexp = _head_top_k_triton(
@@ -66,41 +66,10 @@ def head_top_k(
     return values.reshape(*leading, k), indices.reshape(*leading, k), logsumexp.reshape(leading)
 
 
-def top_k(values: jax.Array, k: int) -> tuple[jax.Array, jax.Array]:
-    """Computes `jax.lax.top_k` of the last axis without gradients, faster on a CPU.
-
-    XLA sorts the whole row on a CPU. For small `k` this finds the largest values one by one instead.
-
-    Args:
-        values: [..., V] floating.
-        k: Number of values.
-
-    Returns:
-        The `k` largest values, largest first and the lower index first among equal ones, and their indices, int32;
-        [..., k].
-    """
-    values = jax.lax.stop_gradient(values)
-    # For k = 1, for large k and for small arrays a sort is as fast.
-    if not 1 < k <= min(128, values.size // 16):
-        largest, indices = jax.lax.top_k(values, k)
-        return largest, indices
-
-    def one_by_one(values):
-        index = jax.lax.broadcasted_iota(jnp.int32, values.shape, values.ndim - 1)
-
-        # A scan, because its inputs are in memory. Without one XLA may fuse the computation of `values` into both the
-        # maximum and the comparison with it; rounded differently there, the maximum would equal no element.
-        def find_largest(is_left, _):
-            # The maximum of the elements left, the first index that has it, and a mask without that element.
-            value = jnp.max(values, axis=-1, keepdims=True, initial=-jnp.inf, where=is_left)
-            is_best = is_left & (values == value)
-            position = jnp.min(jnp.where(is_best, index, values.shape[-1] - 1), axis=-1, keepdims=True)
-            return is_left & (index != position), (value[..., 0], position[..., 0])
-
-        _, found = jax.lax.scan(find_largest, jnp.ones(values.shape, bool), length=k)
-        return jax.tree.map(lambda rows: jnp.moveaxis(rows, 0, -1), found)
-
-    return jax.lax.platform_dependent(values, cpu=one_by_one, default=lambda values: tuple(jax.lax.top_k(values, k)))
+def make_case(shape: Shape) -> Case:
+    keys, sizes = random_keys(), ((shape["rows"], shape["width"]), (shape["width"], shape["vocabulary"]))
+    hidden, head = (random_normal(keys, size, shape["dtype"]) for size in sizes)
+    return functools.partial(head_top_k, k=shape["k"]), (hidden, head)
 
 
 def head_top_k_reference(hidden, head, *, k=1, num_tokens=None, is_transposed=False):

@@ -50,15 +50,12 @@ def linear_cross_entropy(hidden, head, targets, *, vocab_chunk=8192, implementat
         head: [D, V] floating; every column counts.
         targets: [N] integer, 0..V-1.
         vocab_chunk: The backward pass holds gradients of about this many columns of the logits at a time.
-        implementation: "xla" (the reference, which stores all logits), "triton" (the kernels, on CUDA and ROCm),
-            "interpreted" (the kernels in Pallas's interpreter, on any machine) or "auto"; see
-            `pallas_kernels.dispatch`.
 
     Returns:
         [N] float32, in nats.
 
     Raises:
-        ValueError: The implementation is unknown, or shapes, dtypes or `vocab_chunk` do not fit.
+        ValueError: `vocab_chunk` does not fit.
     """
     if hidden.ndim != 2 or targets.shape != hidden.shape[:1]:
         raise ValueError(f"hidden {hidden.shape} and targets {targets.shape} must be [N, D] and [N]")
@@ -87,14 +84,12 @@ def linear_total_variation(hidden, heads, targets, *, vocab_chunk=8192, implemen
             is compared with row n of the trunk.
         heads: [D, V] each.
         targets: [R, N] integer.
-        vocab_chunk: As in `linear_cross_entropy`.
-        implementation: As in `linear_cross_entropy`.
 
     Returns:
         The terms of each row.
 
     Raises:
-        ValueError: The implementation is unknown, or shapes, dtypes or `vocab_chunk` do not fit.
+        ValueError: `vocab_chunk` does not fit.
     """
     _check(hidden, heads, targets, vocab_chunk)
     chosen = choose_implementation(hidden, heads, implementation, compares_with_trunk=True)
@@ -104,18 +99,7 @@ def linear_total_variation(hidden, heads, targets, *, vocab_chunk=8192, implemen
 
 
 def choose_implementation(hidden, heads, implementation: str, *, compares_with_trunk: bool) -> str:
-    """Returns the implementation for these arrays.
-
-    Args:
-        hidden: As in `linear_total_variation`.
-        heads: As in `linear_total_variation`.
-        implementation: The requested implementation.
-        compares_with_trunk: Chooses for `linear_total_variation`, which compares drafts with the trunk, not
-            `linear_cross_entropy`.
-
-    Returns:
-        "xla", "triton" or "interpreted".
-    """
+    """Returns the implementation of `linear_total_variation`, or of `linear_cross_entropy`, for these arrays."""
     rows, width = hidden[0].shape[1:]
     shape = {"rows": rows, "width": width, "vocabulary": heads[0].shape[1], "dtype": str(hidden[0].dtype)}
     if compares_with_trunk:

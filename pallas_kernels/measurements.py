@@ -2,8 +2,8 @@
 
     $XDG_CACHE_HOME/mtpjax/kernels/DEVICE-jaxVERSION-KEY.json    ~/.cache without XDG_CACHE_HOME
 
-KEY is a digest of the kernels' source. So times of another kind of device, another version of JAX or other kernels are
-never used.
+KEY is a digest of the kernels' source. So times of a different kind of device, version of JAX or kernels are never
+used.
 """
 
 import functools
@@ -21,10 +21,7 @@ import jax
 
 
 def path(device_kind: str | None = None) -> pathlib.Path:
-    """Returns the file of a kind of device.
-
-    Args:
-        device_kind: As JAX names it; None: JAX's first device.
+    """Returns the file of a kind of device, as JAX names it; None: JAX's first device.
 
     Raises:
         RuntimeError: The user has no home folder.
@@ -40,9 +37,6 @@ def read(device_kind: str | None = None) -> dict[str, list]:
     """Reads the measured times of a kind of device.
 
     A damaged file counts as empty, with a warning.
-
-    Args:
-        device_kind: As in `path`.
 
     Returns:
         Op -> cells `{"shape": {name: size or kind}, "milliseconds": {implementation: time}}`.
@@ -67,12 +61,8 @@ def add(op: str, shape: Mapping[str, int | str], milliseconds: Mapping[str, floa
     """Adds one measurement of JAX's first device, or replaces that of the same shape.
 
     Args:
-        op: Name of the op, as it asks `pallas_kernels.dispatch.choose`.
-        shape: Shape of the call, as the op gives it to `choose`.
+        op: Name of the op, as passed to `pallas_kernels.dispatch.choose`.
         milliseconds: Time of each implementation.
-
-    Returns:
-        The file.
 
     Raises:
         OSError: The file cannot be written.

@@ -5,7 +5,7 @@ import jax.numpy as jnp
 
 from pallas_kernels.fp8 import as_stored
 
-NO_PAGE = 2**31 - 1  # in a table: no token attends to what it reads there, and writes are dropped
+NO_PAGE = 2**31 - 1  # in a table: reads are masked, and writes are dropped
 
 
 def index_places(pool, page, place) -> tuple:
@@ -24,7 +24,7 @@ def gather_pages(pool, table, *, shift: int = 0, num_slots: int | None = None) -
     Args:
         pool: [P, ..., size, H]: pages of `size` positions.
         table: [B, N] int32 page of positions n * size .. (n + 1) * size - 1. An index outside the pool gives zeros:
-            where attention multiplies masked entries by 0, another row's NaN must not be among them.
+            attention multiplies masked entries by 0, so they must not include another row's NaN.
         shift: Slot i of the cache is at position i + shift.
         num_slots: Slots to return; None: all that the table has, N * size - shift.
 

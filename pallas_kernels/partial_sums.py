@@ -17,7 +17,7 @@ class PartialSums:
     """The parts of a split sum (split-K). Their sum, rounded to `dtype`, is the value.
 
     A kernel that splits a sum over many programs writes one part each. The op that reads the product adds them while it
-    loads, which saves the launch that would add them first.
+    loads, which saves a separate launch.
 
     Attributes:
         parts: [P, ..., F], float32; a single part may have `dtype`.
@@ -51,9 +51,8 @@ def load_sum(ref, index, mask, dtype) -> jax.Array:
 
     Args:
         ref: [P, ...].
-        index: Index behind the parts; () for all of it.
+        index: Index after the parts; () for all of it.
         mask: Bool of the elements to load.
-        dtype: The sum is rounded to it.
     """
     parts = (plt.load(ref.at[np.int32(part), *index], mask=mask, other=0.0) for part in range(int(ref.shape[0])))
     return functools.reduce(jnp.add, parts).astype(dtype)

@@ -1,7 +1,8 @@
 """Attention of many new tokens per row against its KV cache, without scores in memory (flash attention): op, kernel.
 
-Limit: multiplications. A program keeps a block of queries and goes through the slots that they attend to, so the scores
-`[B, heads, T, S]`, which XLA writes and reads several times, never leave the processor (FlashAttention-2, 2307.08691).
+Limit: multiplications. A program keeps a block of queries and iterates over the slots that they attend to, so the
+scores `[B, heads, T, S]`, which XLA writes and reads several times, never leave the processor (FlashAttention-2,
+2307.08691).
 """
 
 import functools
@@ -14,6 +15,7 @@ from jax.experimental import pallas as pl
 
 from pallas_kernels.attention_blocks import MASKED_SCORE, Tiles, attend_blocks, column_slices, load_slice, slice_mask
 from pallas_kernels.backend import triton as plt
+from pallas_kernels.case import Case, Shape, random_attention, random_keys
 from pallas_kernels.cost import loads_from_l2
 from pallas_kernels.device import call_by_platform
 from pallas_kernels.dispatch import choose
@@ -27,7 +29,7 @@ def prefill_attention(
 
     The tokens are in slots start .. start + T - 1, and token t attends to the slots up to start + t. With
     `window_start` it attends only to those from `window_start` on and to the first `sinks` slots, with `mask` only to
-    those of the mask. A token that attends to nothing gets zeros. Slots behind the row's tokens are not read and may
+    those of the mask. A token that attends to nothing gets zeros. Slots after the row's tokens are not read and may
     hold NaN. Scores and sums are float32. Not differentiable: for passes with a cache.
 
     Args:
@@ -41,15 +43,13 @@ def prefill_attention(
         scale: Factor of the scores.
         sinks: Number of first slots that stay visible outside the window.
         value_width: Hv if `values` is None.
-        implementation: "xla" (the reference), "triton" (the kernel, on CUDA and ROCm), "interpreted" (the kernel in
-            Pallas's interpreter, on any machine) or "auto"; see `pallas_kernels.dispatch`.
 
     Returns:
         [B, K, T, G, Hv] in q's dtype.
 
     Raises:
-        ValueError: The implementation is unknown, shapes do not fit, or the kernel was requested for a cache of 2^31 or
-            more one-byte elements, which exceed its 32-bit offsets.
+        ValueError: The kernel was requested for a cache of 2^31 or more one-byte elements, which exceed its 32-bit
+            offsets.
     """
     B, K, T, _, H = q.shape
     S = keys.shape[2]
@@ -74,56 +74,26 @@ def prefill_attention(
 
 
 def choose_implementation(q, keys, implementation: str, *, is_windowed: bool) -> str:
-    """Returns the implementation that `prefill_attention` runs for arrays of these shapes.
-
-    Args:
-        q: As in `prefill_attention`.
-        keys: As in `prefill_attention`.
-        implementation: The requested implementation.
-        is_windowed: `window_start` is given.
-
-    Returns:
-        "xla", "triton" or "interpreted".
-    """
+    """Returns the implementation that `prefill_attention` runs for arrays of these shapes."""
     B, K, T, G, H = q.shape
     unsupported_reason = None
     if keys.dtype.itemsize == 1 and keys.size >= 2**31:
         unsupported_reason = f"a cache {keys.shape} of {keys.dtype} has 2^31 elements or more: split it"
     shape = {"batch": B, "heads": K, "queries": T * G, "width": H, "slots": keys.shape[2]}
     shape |= {"dtype": str(q.dtype), "cache": str(keys.dtype), "reads": "a window" if is_windowed else "all"}
-    check = functools.partial(difference_from_reference, dtype=q.dtype, cache_dtype=keys.dtype, width=H)
     return choose(
         "prefill_attention",
         implementation,
         ("xla", "triton"),
         shape,
         unsupported_reason=unsupported_reason,
-        check=check,
+        make_case=make_case,
     )
 
 
-def difference_from_reference(implementation: str, *, dtype, cache_dtype, width: int) -> float:
-    """Compares an implementation with `prefill_attention_reference` on small arrays.
-
-    Args:
-        implementation: One of `prefill_attention`.
-        dtype: Dtype of q.
-        cache_dtype: Dtype of keys and values.
-        width: Columns of q.
-
-    Returns:
-        The largest difference over its bound: more than 1 means that the numbers are wrong.
-    """
-    keys = jax.random.split(jax.random.key(0), 3)
-    q = jax.random.normal(keys[0], (1, 1, 20, 2, width), dtype)
-    caches = [jax.random.normal(key, (1, 1, 40, width), dtype).astype(cache_dtype) for key in keys[1:]]
-    start, scale = jnp.array([7], jnp.int32), width**-0.5
-    found = prefill_attention(q, caches[0], caches[1], start, scale=scale, implementation=implementation)
-    q, k, v = (array.astype(jnp.float32) for array in (q, *caches))
-    with jax.default_matmul_precision("highest"):
-        expected = prefill_attention_reference(q, k, v, start, scale=scale)
-    bound = (1e-4 if dtype == jnp.float32 else 3e-2) * jnp.abs(expected).max()
-    return float(jnp.abs(found.astype(jnp.float32) - expected).max() / bound)
+def make_case(shape: Shape) -> Case:
+    q, *caches, start, window = random_attention(random_keys(), shape, shape["queries"])
+    return functools.partial(prefill_attention, scale=shape["width"] ** -0.5), (q, *caches, start, window)
 
 
 def prefill_attention_reference(
@@ -138,7 +108,7 @@ def prefill_attention_reference(
         is_visible &= (slot >= window_start[:, :, None]) | (slot < sinks)
     if mask is not None:
         is_visible &= mask
-    # Zero the slots that no token sees: their weight is 0, but 0 times NaN is NaN.
+    # Zero the slots that no token attends to: their weight is 0, but 0 times NaN is NaN.
     values = jnp.where(is_visible.any(axis=1)[:, None, :, None], values.astype(q.dtype), 0)
     scores = jnp.einsum("BKTGH,BKSH->BKTGS", q, keys.astype(q.dtype), preferred_element_type=jnp.float32) * scale
     is_visible = is_visible[:, None, :, None]
@@ -161,7 +131,7 @@ def _choose_tiles(width: int, is_latent: bool, itemsize: int, platform: str) -> 
 def _run_kernel(
     q, keys, values, start, window_start, mask, *, scale, sinks, value_width, interpret, platform
 ) -> jax.Array:
-    """Runs the kernel over [row blocks, K, B]; blocks of late queries, which see most slots, start first."""
+    """Runs the kernel over [row blocks, K, B]; blocks of late queries, which attend to most slots, start first."""
     B, K, T, G, H = q.shape
     S, R = keys.shape[2], T * G
     is_latent = values is None
@@ -177,7 +147,7 @@ def _run_kernel(
         max(begin + padded for begin, _, padded in slices)
         for slices in (value_slices, key_slices, *([] if is_latent else [value_slices]))
     ]
-    # Late queries see the most slots, so their blocks start first and the short ones fill the end.
+    # Late queries attend to the most slots, so their blocks start first and the short ones run last.
     block_of = lambda i: num_blocks - 1 - i
     caches = [keys] if is_latent else [keys, values]
     # Windows and the mask, as bytes, are optional inputs.
@@ -235,7 +205,7 @@ def _prefill_attention_kernel(
     value_slices,
     is_integer_fp8,
 ):
-    """Attends from one block of query rows (token t, head g, numbered t * G + g) to all slots that they see."""
+    """Attends from one block of query rows (token t, head g, numbered t * G + g) to all their visible slots."""
     refs = list(refs)
     window_ref = refs.pop(0) if has_window else None
     mask_ref = refs.pop(0) if has_mask else None
@@ -250,7 +220,7 @@ def _prefill_attention_kernel(
     # Load the queries once, in their own dtype.
     q = [load_slice(q_ref, slice(None), is_row, part, q_ref.dtype) for part in key_slices]
 
-    # The blocks of slots that some query sees: those of the sinks, then from the first window to the last query.
+    # The blocks of slots that some query attends to: those of the sinks, then from the first window to the last query.
     end_slot = jnp.minimum(jnp.max(last_slot, axis=0) + 1, num_slots)
     window_start = None
     num_sink_blocks, first_block = 0, 0

@@ -1,7 +1,7 @@
 """Root mean square normalisation: op, kernel and reference.
 
 Limit: memory bandwidth. The kernel reads each element of x once and writes it once; the arithmetic is a few operations
-per element. This is the smallest kernel of the package. Start from a copy of it when you add a kernel.
+per element. This is the smallest kernel of the package: start from a copy of it to add a kernel.
 """
 
 import functools
@@ -24,14 +24,12 @@ def rms_norm(x, scale, *, eps=1e-6, zero_centred=False, implementation="auto") -
         scale: [D] floating.
         eps: Added to the mean square before the square root.
         zero_centred: Multiplies by `1 + scale` instead of `scale`, as Gemma and Qwen3-Next store their weights.
-        implementation: "xla" (the reference), "triton" (the kernel, on CUDA and ROCm), "interpreted" (the kernel in
-            Pallas's interpreter, on any machine) or "auto"; see `pallas_kernels.dispatch`.
 
     Returns:
         [..., D] in x's dtype.
 
     Raises:
-        ValueError: The implementation is unknown, or `scale` does not match the last dimension of `x`.
+        ValueError: `scale` does not match the last dimension of `x`.
     """
     if x.ndim == 0 or scale.shape != x.shape[-1:]:
         raise ValueError(f"scale {scale.shape} does not fit the last dimension of x {x.shape}")
@@ -56,10 +54,10 @@ def _rms_norm_triton(x, scale, eps, zero_centred, interpret):
     num_rows, width = x.size // x.shape[-1], x.shape[-1]
     # Triton arrays have power-of-two sizes, so a row is padded and its padding masked.
     padded = pl.next_power_of_2(width)
-    # A block holds about 4096 elements, or one longer row. Its size depends on the width alone, so a row gives the same
-    # bits whatever the number of rows beside it.
+    # A block holds about 4096 elements, or one longer row. Its size depends only on the width, so a row gives the same
+    # bits with any number of other rows.
     block = max(1, 4096 // padded)
-    # Grid: one program per block of rows. Programs share nothing but the scale.
+    # Grid: one program per block of rows. Programs share only the scale.
     block_of_rows = pl.BlockSpec((block, padded), lambda i: (i, 0))
     grid = (pl.cdiv(num_rows, block),)
     out = pl.pallas_call(

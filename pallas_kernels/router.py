@@ -1,7 +1,7 @@
 """Routes tokens to experts: the router's product, and the choice of the best experts: op, kernel, reference.
 
 Limit: at decoding's few rows, the launches. Two kernels replace eleven: the product, split over the processors because
-one of them would take longer to read the router than all of these launches last, and the choice, one program per token.
+reading the router with one would take longer than all these launches, and the choice, one program per token.
 """
 
 import dataclasses
@@ -13,11 +13,12 @@ from jax.experimental import pallas as pl
 
 from pallas_kernels.backend import triton as plt
 from pallas_kernels.batch_invariance import is_batch_invariant
-from pallas_kernels.block_scaled_matmul import partial_matmul
-from pallas_kernels.block_scaled_matmul.kernel import MAX_ROWS
+from pallas_kernels.block_scaled_matmul.choice import MAX_ROWS
+from pallas_kernels.block_scaled_matmul.op import partial_matmul
+from pallas_kernels.case import Case, Shape, random_keys, random_normal
 from pallas_kernels.dispatch import choose
-from pallas_kernels.head_top_k import top_k
 from pallas_kernels.partial_sums import PartialSums, load_sum
+from pallas_kernels.top_k import top_k
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -54,17 +55,11 @@ def route_tokens(
         x: [n, D] floating.
         router: [D, E] floating.
         bias: [E] floating, or None.
-        routing: The rule by which tokens choose experts.
-        is_used: [n] bool; other tokens choose no experts, so their ids are E. None: all tokens are used.
-        implementation: "xla" (the reference), "triton" (the kernels, on CUDA and ROCm), "interpreted" (the kernels in
-            Pallas's interpreter, on any machine) or "auto"; see `pallas_kernels.dispatch`. More than 64 rows always run
-            "xla".
+        is_used: [n] bool; other tokens are not routed, so their ids are E. None: all tokens are used.
+        implementation: As for every op. More than 64 rows always run "xla".
 
     Returns:
         Ids [n, k] int32 and weights [n, k] float32 of the chosen experts.
-
-    Raises:
-        ValueError: The implementation is unknown, or shapes do not fit.
     """
     if x.ndim != 2 or router.ndim != 2 or x.shape[1] != router.shape[0]:
         raise ValueError(f"x {x.shape} does not fit the router {router.shape}: they are [n, D] and [D, E]")
@@ -90,18 +85,19 @@ def route_tokens(
     return _select_experts_triton(logits, bias, is_used, routing, chosen == "interpreted")
 
 
+def make_case(shape: Shape) -> Case:
+    # The shape says only that there are groups: take four, if they divide the experts.
+    groups = 4 if shape["scoring"].endswith("in groups") and shape["experts"] % 4 == 0 else 1
+    scoring = shape["scoring"].split()[0]
+    routing = Routing(k=shape["chosen"], scoring=scoring, num_groups=groups, num_kept_groups=groups)
+    keys, experts = random_keys(), shape["experts"]
+    x = random_normal(keys, (shape["rows"], shape["inputs"]), shape["dtype"])
+    arrays = x, random_normal(keys, (shape["inputs"], experts)), jnp.zeros(experts)
+    return functools.partial(route_tokens, routing=routing), arrays
+
+
 def difference_from_reference(implementation: str, *, dtype, routing: Routing, has_bias: bool) -> float:
-    """Compares an implementation with the reference on small arrays.
-
-    Args:
-        implementation: One of `route_tokens`.
-        dtype: Dtype of x.
-        routing: The rule by which tokens choose experts.
-        has_bias: With a bias.
-
-    Returns:
-        The largest difference of the chosen experts' weights over its bound: more than 1 means that they are wrong.
-    """
+    """Compares the chosen experts' weights with the reference's, as `case.difference_from_xla` does for other ops."""
     n, D, E = 3, 64, routing.num_groups * -(-max(2, routing.k) // routing.num_kept_groups)
     keys = jax.random.split(jax.random.key(0), 3)
     x, router = jax.random.normal(keys[0], (n, D), dtype), jax.random.normal(keys[1], (D, E)) / 8
@@ -118,16 +114,7 @@ def difference_from_reference(implementation: str, *, dtype, routing: Routing, h
 
 
 def select_experts_reference(logits, bias, routing: Routing) -> tuple[jax.Array, jax.Array]:
-    """Chooses experts by the router's logits in plain JAX, which defines the meaning of `route_tokens`.
-
-    Args:
-        logits: [n, E] float32.
-        bias: [E] floating, or None.
-        routing: The rule by which tokens choose experts.
-
-    Returns:
-        Ids [n, k] int32 and weights [n, k] float32.
-    """
+    """Chooses experts by logits [n, E] float32 in plain JAX, which defines the meaning of `route_tokens`."""
     n, E = logits.shape
     scores = jax.nn.sigmoid(logits) if routing.scoring == "sigmoid" else jax.nn.softmax(logits, axis=-1)
     choice = scores if bias is None else scores + bias[None, :].astype(jnp.float32)
@@ -187,7 +174,7 @@ def _select_experts_kernel(parts_ref, *refs, names, tile, routing, num_experts):
     optional = dict(zip(names, optional_refs, strict=True))
     token = pl.program_id(0)
     per_group = num_experts // routing.num_groups
-    # Number of each place's expert; padding gets numbers behind all experts.
+    # Number of each place's expert; padding gets numbers after all experts.
     group, member = jnp.arange(tile[0]), jnp.arange(tile[1])
     is_expert = (group < routing.num_groups)[:, None] & (member < per_group)[None, :]
     expert = jnp.where(is_expert, group[:, None] * per_group + member[None, :], num_experts)
@@ -206,8 +193,8 @@ def _select_experts_kernel(parts_ref, *refs, names, tile, routing, num_experts):
         choice = choice + plt.load(optional["bias"].at[expert], mask=is_expert, other=0.0).astype(jnp.float32)
     choice = jnp.where(is_expert, choice, lowest)
 
-    # Keep the best groups: one after the other, by the sum of their two best experts. `argmax` takes the lowest of
-    # equal ones, and compares no numbers that a compiler may have computed twice and rounded differently.
+    # Keep the best groups, one at a time, by the sum of their two best experts. `argmax` takes the lowest of equal
+    # ones, and compares no numbers that a compiler may have computed twice and rounded differently.
     if routing.num_groups > 1:
         value = jnp.max(choice, axis=1)
         if per_group > 1:
@@ -219,7 +206,7 @@ def _select_experts_kernel(parts_ref, *refs, names, tile, routing, num_experts):
             is_kept = is_kept | is_best
         choice = jnp.where(is_kept[:, None], choice, lowest)
 
-    # Choose experts one after the other.
+    # Choose experts one at a time.
     place = jnp.arange(pl.next_power_of_2(routing.k))
     ids, weights = jnp.zeros(place.shape, jnp.int32), jnp.zeros(place.shape, jnp.float32)
     for step in range(routing.k):
@@ -230,7 +217,7 @@ def _select_experts_kernel(parts_ref, *refs, names, tile, routing, num_experts):
         )
         ids, weights = jnp.where(place == step, index, ids), jnp.where(place == step, score, weights)
         choice = jnp.where(is_best, lowest, choice)
-    # Normalise the weights. A token that is not used gets ids behind all experts.
+    # Normalise the weights. An unused token gets ids after all experts.
     if routing.normalises:
         weights = weights / (jnp.sum(weights, axis=0) + 1e-20)
     if "is_used" in optional:

@@ -1,7 +1,7 @@
 """Attention of a few queries per row against a long, ragged KV cache (flash decoding): op, kernel, reference.
 
 Limit: the bytes of the cache, each read once. Latent attention (MLA) with many heads shares each slot among all of
-them, so there multiplications limit.
+them, so there multiplications are the limit.
 """
 
 import dataclasses
@@ -16,6 +16,7 @@ from pallas_kernels import combine_latents
 from pallas_kernels.attention_blocks import MASKED_SCORE, Tiles, attend_blocks, column_slices, load_slice, slice_mask
 from pallas_kernels.backend import triton as plt
 from pallas_kernels.batch_invariance import SHARE_SLOTS, is_batch_invariant, map_row_blocks
+from pallas_kernels.case import Case, Shape, random_attention, random_keys
 from pallas_kernels.combine_shares import combine_shares
 from pallas_kernels.cost import loads_from_l2
 from pallas_kernels.device import call_by_platform, die_order, num_processors
@@ -24,7 +25,7 @@ from pallas_kernels.fp8 import is_converted_by_integers
 from pallas_kernels.paged import gather_pages
 
 MAX_QUERY_TOKENS = 16  # tokens per row that the kernel supports
-MAX_DRAFT_SLOTS = 64  # slots behind the committed ones: two 32-bit words of the ancestor mask
+MAX_DRAFT_SLOTS = 64  # slots after the committed ones: two 32-bit words of the ancestor mask
 MIN_PAGE = 16  # positions of a page; a block of slots lies within one
 
 
@@ -47,7 +48,7 @@ def verify_attention(
     """Computes softmax attention of T tokens per row against the row's KV cache.
 
     The committed tokens are in slots 0 .. num_committed - 1. Each token attends to all of them, or with `window_start`
-    (a sliding window) to the slots from `window_start` on and the first `sinks` slots. Behind the committed tokens it
+    (a sliding window) to the slots from `window_start` on and the first `sinks` slots. After the committed tokens it
     attends to the slots that its ancestor mask selects: a lower triangle for a chain, the ancestors in a draft tree. A
     token that attends to nothing gets zeros. Slots that no token of the row attends to are not read and may hold NaN.
 
@@ -75,15 +76,14 @@ def verify_attention(
         page_shift: Positions before slot 0 of a cache in pages.
         implementation: "xla" (the reference), "triton" (the kernel, on CUDA and ROCm), "interpreted" (the kernel in
             Pallas's interpreter, on any machine) or "auto"; see `pallas_kernels.dispatch`. More than 16 tokens or 64
-            slots behind the text always run the reference.
+            slots after the text always run the reference.
 
     Returns:
         [B, K, T, G, Hv] in q's dtype, or [B, 1, T, G, V] with `value_up`.
 
     Raises:
-        ValueError: The implementation is unknown, or shapes do not fit. Or the kernel was requested for pages whose
-            size is not a power of two of at least 16, or for a cache of 2^31 or more one-byte elements, or a pool of
-            2^31 or more elements, which exceed its 32-bit offsets.
+        ValueError: The kernel was requested for pages whose size is not a power of two of at least 16, or for a cache
+            of 2^31 or more one-byte elements, or a pool of 2^31 or more elements, which exceed its 32-bit offsets.
     """
     B, K, T, _, H = q.shape
     S, X = keys.shape[2], ancestor_mask.shape[2]
@@ -122,16 +122,7 @@ def choose_implementation(
 ) -> str:
     """Returns the implementation that `verify_attention` runs for arrays of these shapes.
 
-    Args:
-        q: As in `verify_attention`.
-        keys: As in `verify_attention`.
-        ancestor_mask: As in `verify_attention`.
-        implementation: The requested implementation.
-        is_windowed: `window_start` is given.
-        pages_per_row: N of `page_table`; None: contiguous.
-
-    Returns:
-        "xla", "triton" or "interpreted".
+    `pages_per_row` is N of `page_table`; None: contiguous.
     """
     B, K, T, G, H = q.shape
     fits_kernel = T <= MAX_QUERY_TOKENS and ancestor_mask.shape[2] <= MAX_DRAFT_SLOTS
@@ -147,8 +138,26 @@ def choose_implementation(
     shape = {"batch": B, "heads": K, "queries": T * G, "width": H, "slots": size * (pages_per_row or 1)}
     shape |= {"dtype": str(q.dtype), "cache": str(keys.dtype), "reads": "a window" if is_windowed else "all"}
     shape |= {"layout": "rows" if pages_per_row is None else "pages"}
-    chosen = choose("verify_attention", implementation, ("xla", "triton"), shape, unsupported_reason=unsupported_reason)
+    offered, reason = ("xla", "triton"), unsupported_reason
+    chosen = choose("verify_attention", implementation, offered, shape, unsupported_reason=reason, make_case=make_case)
     return chosen if fits_kernel else "xla"
+
+
+def make_case(shape: Shape) -> Case:
+    # Queries of one head each count as tokens, as far as the kernel takes them: the cost depends on their product.
+    tokens = next(t for t in range(MAX_QUERY_TOKENS, 0, -1) if shape["queries"] % t == 0)
+    q, *caches, start, window = random_attention(random_keys(), shape, tokens)
+    B, K, T, _, H = q.shape
+    mask = jnp.broadcast_to(jnp.tri(T, dtype=bool)[None], (B, T, T))
+    run = functools.partial(verify_attention, scale=H**-0.5)
+    if shape["layout"] == "rows":
+        return run, (q, *caches, start, mask, window)
+    # Pages of the smallest size, whose order in the pool differs from that of the rows.
+    num_pages = shape["slots"] // MIN_PAGE
+    pools = [cache.reshape(B, K, num_pages, MIN_PAGE, H).swapaxes(1, 2) for cache in caches]
+    pools = [pool.reshape(B * num_pages, K, MIN_PAGE, H) for pool in pools]
+    table = jnp.arange(B * num_pages, dtype=jnp.int32)[::-1].reshape(B, num_pages)
+    return run, (q, *pools, start, mask, window, table)
 
 
 def verify_attention_reference(
@@ -176,7 +185,7 @@ def verify_attention_reference(
     is_committed = slot < num_committed[:, None, None]
     if window_start is not None:
         is_committed &= (slot >= window_start[:, :, None]) | (slot < sinks)
-    # ... and behind them the slots of the ancestor mask, indexed from `num_committed`.
+    # ... and after them the slots of the ancestor mask, indexed from `num_committed`.
     draft_slot = jnp.broadcast_to(slot - num_committed[:, None, None], is_committed.shape)
     num_draft_slots = ancestor_mask.shape[2]
     is_draft = (
@@ -185,10 +194,10 @@ def verify_attention_reference(
         & (draft_slot < num_draft_slots)
     )
     mask = jnp.broadcast_to(is_committed, is_draft.shape) | is_draft  # [B, T, S]
-    # Zero the slots that no token sees: their weight is 0, but 0 times NaN is NaN.
+    # Zero the slots that no token attends to: their weight is 0, but 0 times NaN is NaN.
     values = jnp.where(mask.any(axis=1)[:, None, :, None], values.astype(q.dtype), 0)
     scores = jnp.einsum("BKTGH,BKSH->BKTGS", q, keys.astype(q.dtype), preferred_element_type=jnp.float32) * scale
-    # A second `where` after the softmax gives zeros to tokens that see nothing.
+    # A second `where` after the softmax gives zeros to tokens that attend to nothing.
     mask = mask[:, None, :, None]
     weights = jnp.where(mask, jax.nn.softmax(jnp.where(mask, scores, MASKED_SCORE), axis=-1), 0)
     outputs = jnp.einsum("BKTGS,BKSH->BKTGH", weights.astype(q.dtype), values)
@@ -206,7 +215,6 @@ def _choose_tiles(num_rows: int, width: int, is_latent: bool, itemsize: int, pla
         width: Columns of the values.
         is_latent: The values are columns of the keys.
         itemsize: Bytes per element of q.
-        platform: "cuda" or "rocm".
     """
     is_cuda = platform == "cuda"
     rows = min(max(16, pl.next_power_of_2(num_rows)), 128)
@@ -254,7 +262,7 @@ def _run_kernel(
         window_start = None if window_start is None else window_start + page_shift
     is_latent = len(caches) == 1
     width = value_width if is_latent else caches[1].shape[3]
-    # Within `batch_invariant` the tile has the rows of one token, so that other depths of drafts do not change it.
+    # Within `batch_invariant` the tile has the rows of one token, so that it does not depend on the depth of drafts.
     is_invariant = is_batch_invariant()
     tiles = _choose_tiles(G if is_invariant else R, width, is_latent, q.dtype.itemsize, platform)
     if page_table is not None:
@@ -273,13 +281,13 @@ def _run_kernel(
     place = functools.partial(die_order, grid=grid, is_reordered=has_shared_slots)
     placed = lambda index_map: lambda *ids: index_map(*place(*ids))
     row_table, token_table = _pack_masks(num_committed, ancestor_mask, window_start, S)
-    # Triton arrays have power-of-two sizes, so columns are cut into slices: a latent's keys into value columns (in
-    # halves if split) and the rest.
+    # Triton arrays have power-of-two sizes, so columns are cut into slices. A latent's keys are cut into its value
+    # columns (in `num_parts` parts) and the rest.
     columns_per_part = width // num_parts
     value_slices = column_slices(columns_per_part)
     key_ends = range(columns_per_part, width + 1, columns_per_part) if is_latent else ()
     key_slices = column_slices(*key_ends, H)
-    # Widths of blocks, which exceed the array where its last slice is padded; masks cover the excess.
+    # Block widths. They exceed the array if its last slice is padded; masks cover the excess.
     output_width, *cache_widths = [
         max(start + padded for start, _, padded in slices)
         for slices in (column_slices(width), key_slices, *([] if is_latent else [value_slices]))
@@ -442,8 +450,8 @@ def _verify_attention_kernel(
     # Queries stay in registers or shared memory for the whole loop, in their own dtype.
     q = [load_slice(q_ref, slice(None), is_row, part, q_ref.dtype) for part in key_slices]
 
-    # The row's blocks of slots: those of the sinks, then those from the first slot that a token sees. This program
-    # takes an equal share of them.
+    # The row's blocks of slots: those of the sinks, then those from the first slot that a token attends to. This
+    # program takes an equal share of them.
     num_sink_blocks = pl.cdiv(sinks, tiles.slots)
     first_window_block = jnp.maximum(first_visible // tiles.slots, num_sink_blocks)
     end_slot = jnp.minimum(num_committed + num_draft_slots, num_slots)
@@ -477,12 +485,12 @@ def _verify_attention_kernel(
         # Blocks `num_sink_blocks` and up continue at the window's first block.
         start = jnp.where(index < num_sink_blocks, index, index - num_sink_blocks + first_window_block) * tiles.slots
         slot = start + jnp.arange(tiles.slots)
-        # Load only slots that some token of the row sees.
+        # Load only slots that some token of the row attends to.
         is_loaded = is_visible(slot, first_visible, row_words)
         mask = is_visible(slot[None, :], window_start[:, None], [word[:, None] for word in token_words])
         slots = pl.ds(start, tiles.slots)
         if table_ref is not None:
-            # The block lies within one page. Nothing is loaded from a page that the row does not have.
+            # The block lies within one page. Pages outside the row's table are not loaded.
             num_pages, page_size, _ = cache_refs[0].shape
             page = jnp.minimum(table_ref[start // page_size], num_pages - 1)
             slots = page, pl.ds(start % page_size, tiles.slots)

@@ -27,8 +27,8 @@ import jax
 import pytest
 
 from mtpjax import MTPModel, compat
-from mtpjax.evaluation import small_models
 from mtpjax.io.checkpoint import save_model
+from tests.helpers import small_models
 
 jax.config.update("jax_numpy_rank_promotion", "raise")
 jax.config.update("jax_default_matmul_precision", "highest")
@@ -49,7 +49,7 @@ def forget_compiled():
 
 @pytest.fixture(scope="session")
 def small():
-    """`small(attention, draft_quality, **changes)` -> model and parameters; see `mtpjax.evaluation.small_models`."""
+    """`small(attention, draft_quality, **changes)` -> model and parameters; see `tests.helpers.small_models`."""
 
     @functools.cache
     def make(attention="grouped", draft_quality="random", **changes):

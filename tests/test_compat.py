@@ -7,7 +7,7 @@ import pytest
 from jax.sharding import AxisType, NamedSharding, PartitionSpec, use_abstract_mesh
 
 from mtpjax import compat
-from pallas_kernels import rms_norm
+from pallas_kernels.rms_norm import rms_norm
 
 
 def test_every_axis_of_a_mesh_is_automatic():

@@ -9,21 +9,21 @@ import pytest
 from conversion.safetensors_header import parse_json
 from mtpjax.data.jsonl_writer import JsonlWriter, read_resumable_records
 from mtpjax.errors import CheckpointFileError
-from mtpjax.evaluation import profile
+from mtpjax.evaluation import profile_file
 from mtpjax.io.huggingface_files import count_token_ids
-from mtpjax.training import compare, hidden_state_cache, run_dir
+from mtpjax.training import compare, hidden_state_cache, run_settings
 from mtpjax.training.log import MetricsLog, read_metrics
 from mtpjax.training.model_yaml import read_yaml
 
 # How each file is read, given its folder and name.
 READERS = {
-    "profile.json": lambda folder, name: profile.read(folder / name),
-    "acceptance.json": lambda folder, name: profile.read_acceptance(folder / name),
+    "profile.json": lambda folder, name: profile_file.read(folder / name),
+    "acceptance.json": lambda folder, name: profile_file.read_acceptance(folder / name),
     "run.json": lambda folder, name: compare.read_run(folder),
     "manifest.json": lambda folder, name: hidden_state_cache._open_manifest(folder, {}, 1),
     "config.yaml": lambda folder, name: read_yaml(folder / name),
 }
-SETTINGS = {"run.json": lambda folder, name: run_dir.check_settings(folder, {}, "x")}
+SETTINGS = {"run.json": lambda folder, name: run_settings.check_settings(folder, {}, "x")}
 CASES = [*READERS.items(), *SETTINGS.items()]
 
 

@@ -6,13 +6,12 @@ from sphinx.util import logging
 
 import mtpjax
 import mtpjax.training
-import pallas_kernels
 
 
 def check(app: Sphinx, env: BuildEnvironment) -> None:
-    """Compares `__all__` of mtpjax, mtpjax.training and pallas_kernels with the documented objects."""
+    """Compares `__all__` of mtpjax and mtpjax.training with the documented objects."""
     documented = env.domains["py"].objects
-    packages = (mtpjax, mtpjax.training, pallas_kernels)
+    packages = (mtpjax, mtpjax.training)
     public = [f"{package.__name__}.{name}" for package in packages for name in package.__all__]
     missing = sorted({*public} - {*documented, "mtpjax.__version__"})
     if missing:

@@ -1,1 +1,1 @@
-"""The grid behind `mtpjax ablate`: draft settings, each timed in turns with plain decoding."""
+"""`mtpjax ablate`: a grid of draft settings, each timed in turns with plain decoding."""

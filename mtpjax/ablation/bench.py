@@ -6,7 +6,7 @@ discarded.
 """
 
 import dataclasses
-import pathlib
+import itertools
 import time
 from collections.abc import Sequence
 from typing import Any
@@ -14,155 +14,31 @@ from typing import Any
 import jax
 import numpy as np
 
-from mtpjax.ablation.drafters import MTP, DraftMethod
+from mtpjax.ablation.drafters import MTP, AblatedDrafter
 from mtpjax.ablation.grid import Cell, Settings
-from mtpjax.data import packing
-from mtpjax.data.config import Source
-from mtpjax.data.prompts import choose_prompts, encode_prompts, max_prompt_length, read_prompts
-from mtpjax.data.sources import read_source
-from mtpjax.data.tokenizer import ByteTokenizer, load_tokenizer
-from mtpjax.decoding.capacity import cache_capacity, choose_prefill_chunk, min_rows_per_pass
-from mtpjax.decoding.config import LOSSY_RULES, DecodeConfig
-from mtpjax.decoding.generate import generate, speculative_generate
-from mtpjax.decoding.requests import make_drafter
-from mtpjax.evaluation.acceptance import equals_plain_decoding, sampling_arguments
+from mtpjax.ablation.workload import Workload
+from mtpjax.decoding.acceptance.rules import find_rule
+from mtpjax.decoding.capacity import choose_prefill_chunk, min_rows_per_pass
+from mtpjax.decoding.config import DecodeConfig
+from mtpjax.decoding.decoder import Decoder
+from mtpjax.decoding.spec import DecodeSpec
 from mtpjax.evaluation.intervals import Estimate, estimate_from, resample
 from mtpjax.evaluation.machine import Stopwatch
 from mtpjax.evaluation.metrics import decoded_rates, to_json
 from mtpjax.evaluation.round_costs import CostMeter, RoundCosts
-from mtpjax.evaluation.round_loops import PLAIN_STEP, RoundShape, max_slots_written
+from mtpjax.evaluation.round_loops import PLAIN_STEP, RoundShape, TimingConditions
+from mtpjax.evaluation.same_text import equals_plain_decoding, sampling_arguments
 from mtpjax.evaluation.trust import seconds_beyond, speed_up_problem, time_calls, waiting_problem
-from mtpjax.io.checkpoint_format import is_checkpoint
-from mtpjax.io.checkpoint_reader import CheckpointReader
-from mtpjax.messages import count_of
+from mtpjax.inference.generate import speculative_generate
+from mtpjax.inference.requests import make_drafter
 from mtpjax.models.model import MTPModel
-from mtpjax.training.decoding_eval import is_looping
-
-PROMPT_TOKENS = 64  # length of prompts from held-out files
-SAME_TEXT_RULES = ("greedy", "sample")  # rules that give the same texts as plain decoding with the same seeds
-CANDIDATES_PER_PROMPT = 16  # most held-out candidates per prompt
-
-
-@dataclasses.dataclass(frozen=True)
-class Workload:
-    """The prompts of an ablation.
-
-    Attributes:
-        prompts: token lists.
-        source: where they come from, in words.
-        stop_token_ids: tokens that end a text.
-        categories: the category of each prompt; empty: the prompts have no categories.
-    """
-
-    prompts: list[list[int]]
-    source: str
-    stop_token_ids: tuple[int, ...] = ()
-    categories: tuple[str, ...] = ()
-
-    def batches(self, size: int) -> list[list[list[int]]]:
-        """Splits the prompts into batches of `size`; the last one repeats the first prompts, so all have one shape."""
-        count = -(-len(self.prompts) // size)
-        return [
-            [self.prompts[(begin * size + row) % len(self.prompts)] for row in range(size)] for begin in range(count)
-        ]
-
-
-def find_workload(
-    path: pathlib.Path,
-    model: MTPModel,
-    params: dict,
-    settings: Settings,
-    *,
-    prompts: str | None = None,
-    num_prompts: int = 12,
-    categories: Sequence[str] = (),
-    prompt_tokens: int | None = None,
-    chat: bool = False,
-) -> Workload:
-    """Reads the prompts from a file. Without a file, a byte-level model gets line starts of held-out files.
-
-    Args:
-        path: the checkpoint.
-        model: the model.
-        params: its parameters.
-        settings: the settings of the ablation.
-        prompts: a prompt file, or None.
-        num_prompts: number of prompts.
-        categories: categories to draw from; empty: all.
-        prompt_tokens: most tokens per prompt; None: as many as fit.
-        chat: apply the chat template.
-
-    Returns:
-        The workload.
-
-    Raises:
-        ValueError: the prompts do not fit the model, or `prompts` is None and the model is not byte-level.
-    """
-    tokenizer = load_tokenizer(path, model.config.vocab_size)
-    # A prompt and its new tokens must fit the model's positions; longer prompts are cut.
-    max_tokens = max_prompt_length(model.config.max_position_embeddings, settings.max_new_tokens, prompt_tokens)
-    if prompts is not None:
-        # Prompts of a file, drawn evenly over its categories.
-        chosen = choose_prompts(read_prompts(prompts), num_prompts, categories=categories, seed=settings.seed)
-        rows, cut = encode_prompts(chosen, tokenizer, max_tokens=max_tokens, chat=chat)
-        source = f"{count_of(len(rows), 'prompt')} of {prompts}" + (
-            f", {cut} of them cut to {max_tokens} tokens" if cut else ""
-        )
-        of_prompts = tuple(prompt.category for prompt in chosen)
-        return Workload(rows, source, tuple(tokenizer.eos_token_ids), of_prompts)
-    # Without a file, only byte-level models have prompts: the files that their training held out.
-    if not isinstance(tokenizer, ByteTokenizer):
-        raise ValueError("pass a prompt file with --prompts: only byte-level models have default prompts")
-    if num_prompts < 1:
-        raise ValueError(f"the number of prompts must be at least 1, not {num_prompts}")
-    length = min(PROMPT_TOKENS, max_tokens)
-    chosen = _non_looping_prompts(path, model, params, settings, num_prompts=num_prompts, length=length)
-    return Workload(
-        chosen, f"{count_of(len(chosen), 'prompt')} of {length} bytes from held-out files, none of which loops"
-    )
-
-
-def _non_looping_prompts(path, model: MTPModel, params, settings: Settings, *, num_prompts: int, length: int):
-    """Picks held-out prompts whose plain continuation does not loop, because loops are too easy to draft."""
-    # The checkpoint records what it was trained on. The same split gives the documents that training held out.
-    train_metadata = {}
-    if is_checkpoint(path):
-        train_metadata = CheckpointReader(path, verify=False).metadata.get("train", {})
-    sources = [Source(**values) for values in train_metadata.get("sources", ())]
-    sources = sources or [Source(path=train_metadata.get("data"), pattern=train_metadata.get("pattern", "*"))]
-    read = {"vocab_size": ByteTokenizer.vocab_size, "output": train_metadata.get("output")}
-    contents = [read_source(source, ByteTokenizer(), **read) for source in sources]
-    documents = [document for content in contents for document in content.documents]
-    candidates = packing.held_out_prompts(
-        packing.split_held_out(documents, train_metadata.get("held_out_fraction", 0.05))[1],
-        count=CANDIDATES_PER_PROMPT * num_prompts,
-        prompt_length=length,
-        continuation_length=settings.max_new_tokens,
-        seed=settings.seed,
-        min_count=num_prompts,
-    )
-    # Decode candidates in batches until enough continuations do not loop. If all of them loop, use them anyway.
-    config, non_looping, candidates_per_call = DecodeConfig(max_new_tokens=settings.max_new_tokens), [], 4 * num_prompts
-    for begin in range(0, len(candidates), candidates_per_call):
-        candidate_batch = candidates[begin : begin + candidates_per_call]
-        rows = generate(params, candidate_batch, model=model, config=config).rows()
-        non_looping += [prompt for prompt, row in zip(candidate_batch, rows, strict=True) if not is_looping(row)]
-        if len(non_looping) >= num_prompts:
-            break
-    return (non_looping or candidates)[:num_prompts]
 
 
 @dataclasses.dataclass
 class Bench:
-    """Measures cells, and caches what cells share: the faster plain form and the costs of parts.
+    """Measures `cells`, and caches results that cells share: the faster plain form and the costs of parts.
 
-    Attributes:
-        model: the model.
-        params: its parameters.
-        settings: the settings of the ablation.
-        workload: the prompts.
-        cells: the cells to be measured.
-        methods: the drafters that the cells name.
+    `methods` are the drafters that the cells name.
     """
 
     model: MTPModel
@@ -170,7 +46,7 @@ class Bench:
     settings: Settings
     workload: Workload
     cells: Sequence[Cell] = ()
-    methods: Sequence[DraftMethod] = (MTP,)
+    methods: Sequence[AblatedDrafter] = (MTP,)
 
     def __post_init__(self):
         self._min_rows_cache: dict[int, int | None] = {}
@@ -187,9 +63,6 @@ class Bench:
     def measure(self, cell: Cell) -> dict[str, Any]:
         """Measures a cell.
 
-        Args:
-            cell: the cell.
-
         Returns:
             Its results as JSON values: rates and ratios with their intervals, seconds of parts, and the comparison of
                 texts.
@@ -203,22 +76,20 @@ class Bench:
         drafted = method.config(cell.config(self._plain_config))
         plain = dataclasses.replace(self._plain_config, min_rows=self._fastest_min_rows(cell.batch_size))
         # Compile before timing: batches of different prompt lengths may need different programs.
-        for config in (plain, drafted):
-            for number, batch in enumerate(batches):
-                self._time_calls(batch, config, cell.temperature, 0, number, method.params)
+        for config, (number, batch) in itertools.product((plain, drafted), enumerate(batches)):
+            self._time_calls(batch, config, self._sampling_params(batch, cell.temperature, 0, number), method.params)
         shape = (self.settings.repeats, len(batches))
         call_seconds, one_token_seconds, tokens = (np.zeros((2, *shape)) for _ in range(3))
         steps = np.zeros((len(batches), cell.batch_size))
         accepted = np.zeros((len(batches), cell.batch_size, cell.num_steps))
         decoded, stopwatch = {}, Stopwatch()
         for repeat, number in np.ndindex(*shape):
-            rows: list[Any] = [None, None]
+            rows, batch = [[], []], batches[number]
+            sampling = self._sampling_params(batch, cell.temperature, repeat, number)
             # Alternate which form goes first, so that drift of the machine's speed affects both alike.
             for form in (0, 1) if (repeat + number) % 2 == 0 else (1, 0):
-                config = (plain, drafted)[form]
-                one_token_seconds[form, repeat, number], call_seconds[form, repeat, number], result = self._time_calls(
-                    batches[number], config, cell.temperature, repeat, number, method.params
-                )
+                timed = self._time_calls(batch, (plain, drafted)[form], sampling, method.params)
+                one_token_seconds[form, repeat, number], call_seconds[form, repeat, number], result = timed
                 # Tokens after the first, which the prefill makes and whose time is subtracted.
                 tokens[form, repeat, number] = np.maximum(result.lengths - 1, 0).sum()
                 rows[form] = result.rows()
@@ -261,8 +132,7 @@ class Bench:
             "seconds": time.perf_counter() - begin,
         }
 
-    def method(self, cell: Cell) -> DraftMethod:
-        """Returns the drafter that a cell names."""
+    def method(self, cell: Cell) -> AblatedDrafter:
         return next(method for method in self.methods if method.name == cell.drafter)
 
     def _rates_by_category(
@@ -295,7 +165,7 @@ class Bench:
     def _count_differing(self, decoded, batches, config: DecodeConfig, cell: Cell) -> tuple[int, int]:
         """Counts the texts that can be compared under the rule, and those that differ from plain decoding's."""
         compared = differing = 0
-        for (repeat, number), (plain, drafted) in decoded.items() if cell.acceptance in SAME_TEXT_RULES else ():
+        for (repeat, number), (plain, drafted) in decoded.items() if find_rule(cell.acceptance).follows else ():
             sampling = self._sampling_params(batches[number], cell.temperature, repeat, number)
             texts = (batches[number], drafted, plain)
             is_equal = equals_plain_decoding(self.params, *texts, model=self.model, config=config, **sampling)
@@ -307,28 +177,21 @@ class Bench:
         seeds = [self.settings.seed + 1_000_003 * repeat + number * len(batch) + row for row in range(len(batch))]
         return sampling_arguments(temperature, seeds)
 
-    def _decode(
-        self, batch, config: DecodeConfig, temperature: float, repeat: int, number: int, draft_params: Any = None
-    ):
-        sampling: dict[str, Any] = self._sampling_params(batch, temperature, repeat, number)
-        # Plain decoding has no drafter, and so no parameters of one.
-        sampling |= {"draft_params": draft_params} if config.num_steps and draft_params is not None else {}
-        return speculative_generate(self.params, batch, model=self.model, config=config, **sampling)
-
-    def _time_calls(
-        self, batch, config: DecodeConfig, temperature: float, repeat: int, number: int, draft_params: Any = None
-    ):
+    def _time_calls(self, batch, config: DecodeConfig, sampling: dict[str, Any], draft_params: Any = None):
         """Returns the seconds of a one-token call and of the whole call, and the result."""
+        # Plain decoding has no drafter, and so no parameters of one.
+        own = {"draft_params": draft_params} if config.num_steps else {}
+
+        def decode(config: DecodeConfig):
+            return speculative_generate(self.params, batch, model=self.model, config=config, **sampling, **own)
+
         first_only = dataclasses.replace(config, max_new_tokens=1)
-        arguments = (temperature, repeat, number, draft_params)
-        timed = time_calls(
-            lambda: self._decode(batch, first_only, *arguments), lambda: self._decode(batch, config, *arguments)
-        )
+        timed = time_calls(lambda: decode(first_only), lambda: decode(config))
         timed[2].stats.check()
         return timed
 
     def _fastest_min_rows(self, batch_size: int) -> int | None:
-        """Returns the `min_rows` of the faster plain form: a lone row runs alone or beside one that is discarded.
+        """Returns the `min_rows` of the faster plain form: a single row runs alone or with one that is discarded.
 
         On a CPU XLA compiles a pass over one row differently, so either form may be faster.
         """
@@ -339,7 +202,7 @@ class Bench:
             # Alternate the forms and keep each one's shortest time; the first of each compiles.
             for rows in (1, 2) * 4:
                 config = dataclasses.replace(self._plain_config, min_rows=rows)
-                times.setdefault(rows, []).append(self._time_calls(batch, config, 0.0, 0, 0)[1])
+                times.setdefault(rows, []).append(self._time_calls(batch, config, {})[1])
             self._min_rows_cache[batch_size] = min(times, key=lambda rows: min(times[rows]))
         return self._min_rows_cache[batch_size]
 
@@ -350,7 +213,7 @@ class Bench:
         for a core meanwhile.
         """
         batch_size, method, key = cell.batch_size, self.method(cell), (cell.batch_size, cell.drafter)
-        # Costs that other programs disturbed must not spoil the cells to come: they are measured again.
+        # Disturbed costs must not affect later cells, so they are measured again.
         if key not in self._costs_cache or waiting_problem(self._costs_cache[key][1]):
             # One meter measures every shape of the batch size in turns. A second one measures plain steps in the faster
             # form if decoding's own form is the other.
@@ -369,43 +232,35 @@ class Bench:
         return self._costs_cache[key]
 
     def _make_meter(
-        self, method: DraftMethod, batch_size: int, shapes: tuple[RoundShape, ...], min_rows: int
+        self, method: AblatedDrafter, batch_size: int, shapes: tuple[RoundShape, ...], min_rows: int
     ) -> CostMeter:
-        drafter = make_drafter(method.config(DecodeConfig()))
-        max_slots = max((max_slots_written(self.model, shape, drafter) for shape in shapes), default=1)
         # Measure at the mean length of the texts, with caches as large as decoding allocates.
-        lengths = [len(row) for row in self.workload.prompts]
+        lengths, platform = [len(row) for row in self.workload.prompts], jax.default_backend()
         context, longest = int(np.mean(lengths)) + self.settings.max_new_tokens // 2, max(lengths)
-        chunk = choose_prefill_chunk(
-            self.model, batch_size, jax.default_backend(), longest_prompt=longest, max_length=self._max_length
-        )
+        sizes = {"longest_prompt": longest, "max_length": self._max_length}
+        spec = DecodeSpec(0, prefill_chunk=choose_prefill_chunk(self.model, batch_size, platform, **sizes))
+        rounds = [DecodeSpec(*shape, prefill_chunk=spec.prefill_chunk, min_rows=2) for shape in shapes] or [spec]
+        drafter = make_drafter(method.config(DecodeConfig()))
+        capacity = max(Decoder(self.model, drafter, each).capacity(self._max_length, longest) for each in rounds)
         return CostMeter(
             self.params,
             model=self.model,
             shapes=shapes,
-            batch=batch_size,
-            min_rows=min_rows,
-            context=context,
-            capacity=cache_capacity(longest, self._max_length, max_slots_per_round=max_slots, prefill_chunk=chunk),
+            conditions=TimingConditions(batch_size, context, capacity, min_rows),
             drafter=method.drafter,
             draft_params=method.params,
         )
 
 
 def lossless_status(cell: Cell, differing: int) -> str:
-    """Describes how a cell's texts compare with plain decoding's.
+    """Describes a cell's texts, of which a number differ from plain decoding's.
 
-    Args:
-        cell: the cell.
-        differing: number of texts that differ from plain decoding's.
-
-    Returns:
-        "lossy", "identical", "DIFFERS", or "exact by rule" where texts may differ although their distribution is the
-        same.
+    They are "exact by rule" where texts may differ although their distribution is the same.
     """
-    if cell.acceptance in LOSSY_RULES:
+    rule = find_rule(cell.acceptance)
+    if not rule.is_exact:
         return "lossy"
-    if cell.acceptance in SAME_TEXT_RULES:
+    if rule.follows:
         return "identical" if not differing else "DIFFERS"
     return "exact by rule"
 

@@ -6,9 +6,9 @@ A row is a line of `cells.jsonl`.
 from collections.abc import Iterable, Iterator, Sequence
 from typing import Any
 
-from mtpjax.ablation.drafters import DraftMethod
+from mtpjax.ablation.drafters import AblatedDrafter
 from mtpjax.ablation.grid import Cell
-from mtpjax.ablation.panels import Group, Row, by_speed
+from mtpjax.ablation.panels import Group, Row, by_speed, group_by_batch_and_temperature
 from mtpjax.evaluation.trust import mark
 
 HEADING = "The fastest setting of each drafter, an exact one where there is one."
@@ -17,18 +17,16 @@ HEADING = "The fastest setting of each drafter, an exact one where there is one.
 def best_of_each_drafter(rows: Iterable[Row]) -> dict[Group, list[Row]]:
     """Picks the fastest setting of each drafter, among its exact settings and trusted measurements if it has any.
 
-    Args:
-        rows: rows of `cells.jsonl`.
-
-    Returns:
-        A row per drafter, fastest first, for each batch size and temperature in ascending order.
+    Returns a row per drafter, fastest first, for each batch size and temperature.
     """
-    best: dict[Group, dict[str, Row]] = {}
-    # Exact settings come first, then trusted measurements, each from fast to slow. A drafter's first row counts.
-    for row in sorted(rows, key=lambda row: (row["lossless"] in ("lossy", "DIFFERS"), *by_speed(row))):
-        cell = Cell(**row["cell"])
-        best.setdefault((cell.batch_size, cell.temperature), {}).setdefault(cell.drafter, row)
-    return {group: sorted(of.values(), key=by_speed) for group, of in sorted(best.items())}
+    best: dict[Group, list[Row]] = {}
+    for group, of_group in group_by_batch_and_temperature(rows).items():
+        # Exact settings before lossy ones, among them trusted measurements before others, and then the fastest first.
+        # Each drafter keeps its first row.
+        ordered = sorted(of_group, key=lambda row: (row["lossless"] in ("lossy", "DIFFERS"), *by_speed(row)))
+        firsts = {row["cell"]["drafter"]: row for row in reversed(ordered)}
+        best[group] = sorted(firsts.values(), key=by_speed)
+    return best
 
 
 def round_cost(row: Row) -> float:
@@ -41,16 +39,8 @@ def parts_cost(row: Row) -> float:
     return row["costs"]["parts"] / row["costs"]["plain"]
 
 
-def format_comparison(rows: list[Row], methods: Sequence[DraftMethod]) -> list[str]:
-    """Writes the sections "Drafters", "Categories of prompts" and "Training" of `recommendation.md`.
-
-    Args:
-        rows: rows of `cells.jsonl`.
-        methods: the drafters.
-
-    Returns:
-        Lines of Markdown, without empty sections.
-    """
+def format_comparison(rows: list[Row], methods: Sequence[AblatedDrafter]) -> list[str]:
+    """Writes the sections "Drafters", "Categories of prompts" and "Training" of `recommendation.md`, if not empty."""
     # Every setting is in `cells.csv`. The tables compare drafters, so each drafter has one row in them.
     best = best_of_each_drafter(rows)
     lines: list[str] = []
@@ -98,8 +88,8 @@ def _category_tables(best: dict[Group, list[Row]]) -> Iterator[str]:
         yield from _table(headings, body)
 
 
-def _training_table(methods: Sequence[DraftMethod]) -> Iterator[str]:
-    """Yields what training cost; the cells of drafters that are not training runs are empty."""
+def _training_table(methods: Sequence[AblatedDrafter]) -> Iterator[str]:
+    # The cells of drafters that are not training runs are empty.
     body = []
     for method in methods:
         cost = method.training
@@ -115,7 +105,6 @@ def _training_table(methods: Sequence[DraftMethod]) -> Iterator[str]:
 
 
 def _table(headings: Sequence[str], body: Iterable[Sequence[str]]) -> Iterator[str]:
-    """Yields the lines of a Markdown table."""
     yield f"| {' | '.join(headings)} |"
     yield "|" + "---|" * len(headings)
     for cells in body:

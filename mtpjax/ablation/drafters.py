@@ -3,64 +3,75 @@
 import dataclasses
 import hashlib
 import pathlib
+import re
 import shlex
 from collections.abc import Sequence
-from typing import Any, Literal, Unpack
+from typing import Any, Unpack
 
 import jax
 import numpy as np
 
-from conversion.drafters.read import Reading
 from mtpjax.decoding.config import DecodeConfig
-from mtpjax.decoding.drafters.base import Drafter
-from mtpjax.decoding.drafters.load import load_drafter
+from mtpjax.decoding.drafter import Drafter
+from mtpjax.drafters.load import load_drafter
+from mtpjax.drafters.method import DraftMethod, Reading
+from mtpjax.drafters.methods import METHODS, find_method, method_of
 from mtpjax.models.model import MTPModel
 from mtpjax.training.cost import TrainingCost, read_training_cost
 
-# Values that name no files. "ngram" is vLLM's name, and SGLang's NGRAM.
-NAMES: dict[str, Literal["mtp", "lookup"]] = {"mtp": "mtp", "lookup": "lookup", "ngram": "lookup"}
+# Values that name no files: our names, and SGLang's in lower case.
+NAMES = {
+    name: method
+    for method in METHODS
+    if method.from_settings is not None
+    for name in (method.name, *map(str.lower, method.algorithms))
+}
+RECORD = re.compile(r"([\w.]+:\w+)(?:=(.+))?")
 
 
 @dataclasses.dataclass(frozen=True)
-class DraftMethod:
+class AblatedDrafter:
     """A drafter of an ablation.
 
     Attributes:
         name: its name in tables: that of its folder, if it has one.
+        method: its draft method.
         drafter: the drafter, as in `DecodeConfig`.
         params: its parameters, if it has its own.
         path: the folder or repository that it was read from; None: it has no files.
         digest: of its architecture and parameters; "": it has no parameters of its own.
         training: what training it cost, if its files are a training run.
+        record: `package.module:RECORD` of a user-defined method with files.
     """
 
     name: str
-    drafter: Literal["mtp", "lookup"] | Drafter
+    method: DraftMethod
+    drafter: str | Drafter
     params: Any = None
     path: str | None = None
     digest: str = ""
     training: TrainingCost | None = None
+    record: str | None = None
 
     @property
     def kind(self) -> str:
         """The draft method in words, such as "Medusa"."""
-        if isinstance(self.drafter, str):
-            return {"mtp": "MTP modules", "lookup": "n-gram lookup"}[self.drafter]
-        return {"Eagle3Drafter": "EAGLE-3"}.get(kind := type(self.drafter).__name__, kind.removesuffix("Drafter"))
+        return self.method.title
 
     @property
     def flags(self) -> str:
         """The flags of `mtpjax generate` that choose the drafter; "" for MTP modules, the default."""
-        if isinstance(self.drafter, str):
-            return "" if self.drafter == "mtp" else f"--drafter {self.drafter}"
-        return f"--speculative-draft-model-path {shlex.quote(str(self.path))}"
+        if self.path is None:
+            return "" if self.method.is_of_model else f"--drafter {self.drafter}"
+        method = "" if self.record is None else f"--speculative-algorithm {self.record} "
+        return f"{method}--speculative-draft-model-path {shlex.quote(str(self.path))}"
 
     def config(self, config: DecodeConfig) -> DecodeConfig:
         """Returns `config` with this drafter."""
         return dataclasses.replace(config, drafter=self.drafter)
 
 
-MTP = DraftMethod("mtp", "mtp")
+MTP = AblatedDrafter("mtp", find_method("mtp"), "mtp")
 
 
 def load_methods(
@@ -69,54 +80,61 @@ def load_methods(
     model: MTPModel,
     model_path: Any = None,
     **reading: Unpack[Reading],
-) -> tuple[DraftMethod, ...]:
-    """Loads the drafters that `--drafters` names.
+) -> tuple[AblatedDrafter, ...]:
+    """Loads the drafters of `--drafters`.
 
     Args:
-        values: "mtp", "lookup" or "ngram", or what `mtpjax.load_drafter` reads: a folder, a training run, a repository.
+        values: names of methods without files, such as "mtp", "lookup" or `package.module:RECORD`; and what
+            `mtpjax.load_drafter` reads: a folder, a training run, a repository. `package.module:RECORD=FOLDER` reads a
+            folder with a method of a user.
         model: the trunk that all of them draft for.
         model_path: where the model was read from: the training cost of its MTP modules is read there.
-        **reading: how to read files that do not say it, as in `load_drafter`.
+        **reading: choices that the files leave open, as in `load_drafter`.
 
     Returns:
-        One method per value, without duplicates.
+        One drafter per value, without duplicates.
 
     Raises:
         ValueError: `values` is empty, "mtp" is named for a model without MTP modules, or a drafter is for another
             trunk.
         CheckpointError: the files of a drafter are damaged, missing or not supported.
     """
-    # 1. Drop duplicates, and reject drafters that cannot run under any setting.
-    values = tuple(dict.fromkeys(NAMES.get(value, value) for value in values))
-    if not values:
+    # Load all of them before the first measurement, and reject drafters that cannot run under any setting.
+    chosen = tuple(dict.fromkeys(map(_parse, values)))
+    if not chosen:
         raise ValueError("drafters is empty")
-    if "mtp" in values and not model.config.num_mtp_modules:
-        raise ValueError("the model has no MTP module to draft with")
-    # 2. Load the others, all before the first measurement.
-    names = short_names([value for value in values if value not in NAMES])
-    methods = []
-    for value in values:
-        if value in NAMES:
-            training = None if value == "lookup" or model_path is None else read_training_cost(model_path)
-            methods.append(DraftMethod(value, NAMES[value], training=training))
+    names, loaded = short_names([path for _, _, path in chosen if path is not None]), []
+    for name, method, path in chosen:
+        if path is None:
+            assert method is not None
+            if method.is_of_model and not model.config.num_mtp_modules:
+                raise ValueError("the model has no MTP module to draft with")
+            is_trained = method.is_of_model and model_path is not None
+            training = read_training_cost(model_path) if is_trained else None
+            loaded.append(AblatedDrafter(name, method, name, training=training))
             continue
-        drafter, params = load_drafter(value, model=model, **reading)
+        drafter, params = load_drafter(path, model=model, method=method, **reading)
         # Any drafter can draft one token, unless it is for another trunk.
         drafter.check(model, DecodeConfig(num_steps=1, drafter=drafter))
-        digest, training = drafter_digest(drafter, params), read_training_cost(value)
-        methods.append(DraftMethod(names[value], drafter, params, value, digest, training))
-    return tuple(methods)
+        found = method or method_of(drafter)
+        assert found is not None
+        digest, training = drafter_digest(drafter, params), read_training_cost(path)
+        record = None if method is None else name
+        loaded.append(AblatedDrafter(names[path], found, drafter, params, path, digest, training, record))
+    return tuple(loaded)
+
+
+def _parse(value: str) -> tuple[str, DraftMethod | None, str | None]:
+    """Returns the name of a method, its record (None: as the files say), and its files (None: it has none)."""
+    if found := RECORD.fullmatch(value):
+        return found[1], find_method(found[1]), found[2]
+    if (method := NAMES.get(value)) is not None:
+        return method.name, method, None
+    return "", None, value
 
 
 def short_names(paths: Sequence[str]) -> dict[str, str]:
-    """Shortens paths to the fewest last parts by which they differ from each other, and from "mtp" and "lookup".
-
-    Args:
-        paths: different paths.
-
-    Returns:
-        The name of each path.
-    """
+    """Shortens paths to the fewest last parts by which they differ from each other, and from names of methods."""
     # "runs/a/drafter" and "runs/b/drafter" need two parts each.
     parts = {path: pathlib.PurePath(path).parts for path in paths}
     for count in range(1, max(map(len, parts.values()), default=0) + 1):
@@ -127,15 +145,7 @@ def short_names(paths: Sequence[str]) -> dict[str, str]:
 
 
 def drafter_digest(drafter: Drafter, params: Any) -> str:
-    """Computes a digest of a drafter's architecture and parameters.
-
-    Args:
-        drafter: the drafter.
-        params: its parameters.
-
-    Returns:
-        16 hexadecimal digits.
-    """
+    """Computes a digest of a drafter's architecture and parameters: 16 hexadecimal digits."""
     # The drafter is a frozen dataclass of plain values, so its text holds all of them.
     digest = hashlib.sha256(repr(drafter).encode())
     # The bytes alone would not tell a bfloat16 array from a float32 one of half the size.

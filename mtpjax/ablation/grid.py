@@ -1,19 +1,18 @@
-"""The cells of an ablation: which combinations of settings are measured, and why others are left out."""
+"""The cells of an ablation: the combinations of settings to measure, and the reasons why others are left out."""
 
 import dataclasses
 import itertools
 import math
 from collections.abc import Sequence
 
-from mtpjax.ablation.drafters import MTP, DraftMethod
-from mtpjax.decoding.config import CHAIN_RULES, EXACT_RULES, FIXED_TREE_RULES, LOSSY_RULES, DecodeConfig
-from mtpjax.decoding.requests import check_settings, make_drafter
+from mtpjax.ablation.drafters import MTP, AblatedDrafter
+from mtpjax.decoding.acceptance.rules import RULES, find_rule
+from mtpjax.decoding.config import DecodeConfig
 from mtpjax.decoding.spec import DecodeSpec
 from mtpjax.evaluation.round_costs import MAX_MEASURED_STEPS
 from mtpjax.evaluation.round_loops import RoundShape
+from mtpjax.inference.requests import check_settings, make_drafter
 from mtpjax.models.model import MTPModel
-
-RULES = ("auto", "exact", *EXACT_RULES, *LOSSY_RULES)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -71,15 +70,15 @@ class Settings:
             if not (math.isfinite(temperature) and temperature >= 0):
                 raise ValueError(f"temperature {temperature} must be finite and not negative")
         for rule in self.rules:
-            if rule not in RULES:
-                raise ValueError(f"acceptance '{rule}' is not one of {', '.join(RULES)}")
+            if rule not in ("auto", "exact"):
+                find_rule(rule)
 
 
 @dataclasses.dataclass(frozen=True, order=True)
 class Cell:
     """One combination of settings.
 
-    `acceptance` is the name of a rule, neither "auto" nor "exact"; `drafter` is the name of a `DraftMethod`.
+    `acceptance` names a rule as `find_rule` takes it; `drafter` is the name of an `AblatedDrafter`.
     """
 
     batch_size: int
@@ -91,13 +90,13 @@ class Cell:
     drafter: str = "mtp"
 
     def config(self, common: DecodeConfig) -> DecodeConfig:
-        """Returns `common` with this cell's draft settings; `DraftMethod.config` sets the drafter."""
+        """Returns `common` with this cell's draft settings; `AblatedDrafter.config` sets the drafter."""
         return dataclasses.replace(
             common,
             num_steps=self.num_steps,
             topk=self.topk,
             num_draft_tokens=self.num_nodes,
-            acceptance=self.acceptance,  # pyright: ignore[reportArgumentType]
+            acceptance=self.acceptance,
         )
 
     @property
@@ -132,18 +131,9 @@ class Cell:
 
 
 def list_cells(
-    settings: Settings, *, model: MTPModel, methods: Sequence[DraftMethod] = (MTP,)
+    settings: Settings, *, model: MTPModel, methods: Sequence[AblatedDrafter] = (MTP,)
 ) -> tuple[list[Cell], dict[str, int]]:
-    """Lists the cells to measure.
-
-    Args:
-        settings: the settings of the ablation.
-        model: the model.
-        methods: the drafters.
-
-    Returns:
-        The cells without duplicates, and for each reason the number of combinations left out.
-    """
+    """Lists the cells to measure, and for each reason the number of combinations left out."""
     cells: dict[Cell, None] = {}
     reasons: dict[str, int] = {}
     combinations = itertools.product(
@@ -164,7 +154,7 @@ def list_cells(
                     num_steps=num_steps,
                     topk=topk,
                     num_draft_tokens=num_draft_tokens or None if topk > 1 and num_steps else None,
-                    acceptance=rule,  # pyright: ignore[reportArgumentType]
+                    acceptance=rule,
                     drafter=method.drafter,
                 )
                 check_settings(model, config, make_drafter(config))
@@ -186,19 +176,20 @@ def _resolve_rules(name: str, topk: int, temperature: float) -> tuple[str, ...]:
     if not temperature:
         return ("greedy",)
     if name == "auto":
-        rule = DecodeSpec.from_config(DecodeConfig(topk=topk), is_greedy=False).rule
-        assert isinstance(rule, str)  # only a custom rule is a callable
-        return (rule,)
+        return (DecodeSpec.from_config(DecodeConfig(topk=topk), is_greedy=False).rule.name,)
     # "exact": every exact rule that supports this shape.
-    unsuitable = FIXED_TREE_RULES if topk == 1 else CHAIN_RULES
-    return tuple(rule for rule in EXACT_RULES if rule not in ("greedy", *unsuitable))
+    unsuitable = "fixed tree" if topk == 1 else "chain"
+    return tuple(
+        name for name, rule in RULES.items() if rule.is_exact and name != "greedy" and rule.drafts != unsuitable
+    )
 
 
-def _check_combination(rule: str, topk: int, temperature: float) -> None:
+def _check_combination(name: str, topk: int, temperature: float) -> None:
     """Raises `ValueError` for combinations that decoding rejects or that repeat another cell."""
-    if rule == "greedy" and temperature:
+    rule, is_greedy = find_rule(name), name == "greedy"
+    if is_greedy and temperature:
         raise ValueError("greedy supports only temperature 0")
-    if rule in EXACT_RULES and rule != "greedy" and not temperature:
+    if rule.is_exact and not is_greedy and not temperature:
         raise ValueError("at temperature 0 every exact rule equals greedy")
-    if rule in FIXED_TREE_RULES and topk == 1:
+    if rule.drafts == "fixed tree" and topk == 1:
         raise ValueError(f"{rule} supports only trees: on a chain it equals another rule")

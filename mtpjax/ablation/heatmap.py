@@ -1,5 +1,6 @@
 """The heat map of an ablation: the speed-up over plain decoding by depth, drafter, tree and rule, with its interval."""
 
+import functools
 import itertools
 import textwrap
 from collections.abc import Sequence
@@ -7,7 +8,7 @@ from typing import Any, NamedTuple
 
 from mtpjax.ablation.panels import Row, group_by_batch_and_temperature, list_drafters, panel_rows, panels
 from mtpjax.ablation.report import advise
-from mtpjax.evaluation.plot_style import DEFAULT_FORMATS, GREY, picture, picture_paths, plain_text, shorten
+from mtpjax.evaluation.plot_style import DEFAULT_FORMATS, GREY, draw_picture, plain_text, shorten
 from mtpjax.evaluation.trust import mark as problem_mark
 
 # Round ratios that the colour bar labels, as far as they are in its range.
@@ -24,16 +25,7 @@ class Line(NamedTuple):
 
 
 def plot_heatmap(path, rows: list[Row], formats: Sequence[str] = DEFAULT_FORMATS, *, title: str = "") -> None:
-    """Plots a heat map of the speed-up over plain decoding, by depth and by drafter, tree and rule.
-
-    Args:
-        path: the picture, as in `plot_style.picture_paths`.
-        rows: the rows of `cells.jsonl` of `mtpjax ablate`; each batch size and temperature gets a panel.
-        formats: formats of a path without suffix.
-        title: model, prompts and device.
-    """
-    if not picture_paths(path, formats):
-        return
+    """Plots the speed-up over plain decoding by depth, drafter, tree and rule; panels by batch size and temperature."""
     groups = group_by_batch_and_temperature(rows)
     depths = sorted({row["cell"]["num_steps"] for row in rows})
     drafters = list_drafters(rows)
@@ -44,8 +36,10 @@ def plot_heatmap(path, rows: list[Row], formats: Sequence[str] = DEFAULT_FORMATS
     width = max(2.8, 1.15 * len(depths) + max(1.2, 0.3 + 0.085 * longest))
     height = max(2.0, 0.7 * max(map(len, trees.values())) + 1.0)
     size = (max(6.0, width * len(layout[0]) + 1.2), height * len(layout) + 0.4)
-    with picture(path, size, formats, title=title) as figure:
-        _draw(figure, rows, groups, layout, depths=depths, trees=trees, drafters=drafters)
+    draw = functools.partial(
+        _draw, rows=rows, groups=groups, layout=layout, depths=depths, trees=trees, drafters=drafters
+    )
+    draw_picture(path, size, draw, formats, title=title)
 
 
 def _draw(figure, rows: list[Row], groups, layout, *, depths, trees, drafters) -> None:
@@ -77,7 +71,6 @@ def _draw(figure, rows: list[Row], groups, layout, *, depths, trees, drafters) -
 
 
 def _draw_panel(axis, title: str, rows, *, depths, trees, drafters, colours, norm) -> None:
-    """Draws one panel of the heat map."""
     import matplotlib.patches
 
     grid = {(_line(row, drafters), row["cell"]["num_steps"]): row for row in rows}
@@ -115,15 +108,7 @@ def _draw_panel(axis, title: str, rows, *, depths, trees, drafters, colours, nor
 
 
 def cell_texts(row: Row) -> tuple[str, str, str]:
-    """Returns the three lines of a cell.
-
-    Args:
-        row: a row of `cells.jsonl`.
-
-    Returns:
-        The ratio to plain decoding (with a question mark if it cannot be trusted), its 95 % interval, the accept
-        length.
-    """
+    """Returns the lines of a cell: ratio to plain decoding (? if it cannot be trusted), interval, accept length."""
     ratio, length = row["ratio"], row["accept_length"]["value"]
     mark = ", DIFFERS" if row["lossless"] == "DIFFERS" else ""
     return (
@@ -134,7 +119,6 @@ def cell_texts(row: Row) -> tuple[str, str, str]:
 
 
 def _line(row: dict[str, Any], drafters: list[str]) -> Line:
-    """Returns the line of the heat map that a row belongs to."""
     # 64 is the default cap of `num_draft_tokens`.
     cell = row["cell"]
     complete_size = 1 + cell["topk"] + (cell["num_steps"] - 1) * cell["topk"] ** 2

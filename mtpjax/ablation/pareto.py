@@ -9,11 +9,10 @@ from mtpjax.evaluation.plot_style import (
     COLOURS,
     DEFAULT_FORMATS,
     GREY,
+    draw_picture,
     legend_columns,
     legend_key,
     line_style,
-    picture,
-    picture_paths,
     plain_text,
     plot_estimates,
     shorten,
@@ -26,24 +25,16 @@ LINE = "#bbbbbb"  # of equal speed-up
 def plot_pareto(path, rows: list[Row], formats: Sequence[str] = DEFAULT_FORMATS, *, title: str = "") -> None:
     """Plots accept length against the measured cost of a round in plain rounds; their quotient is the speed-up.
 
-    Each panel has lines of equal speed-up. Labels mark the Pareto frontier: settings that no other setting beats in
-    both cost and accept length.
-
-    Args:
-        path: the picture, as in `plot_style.picture_paths`.
-        rows: the rows of `cells.jsonl` of `mtpjax ablate`; each batch size and temperature gets a panel.
-        formats: formats of a path without suffix.
-        title: model, prompts and device.
+    Each batch size and temperature has a panel with lines of equal speed-up. Labels mark the Pareto frontier: settings
+    that no other setting beats in both cost and accept length.
     """
-    if not picture_paths(path, formats):
-        return
     groups = group_by_batch_and_temperature(rows)
     layout = panel_rows(groups)
     # An impossible ratio gives a cost that no round has, so such rows have no point.
     rows = [row for row in rows if not is_impossible(row["problem"])]
     groups = {key: [row for row in of if not is_impossible(row["problem"])] for key, of in groups.items()}
-    with picture(path, (5.2 * len(layout[0]), 4.2 * len(layout) + 0.4), formats, title=title) as figure:
-        _draw(figure, rows, groups, layout)
+    size = 5.2 * len(layout[0]), 4.2 * len(layout) + 0.4
+    draw_picture(path, size, lambda figure: _draw(figure, rows, groups, layout), formats, title=title)
 
 
 def _draw(figure, rows: list[Row], groups, layout) -> None:
@@ -173,7 +164,6 @@ def _label_frontier(axis, group: list[dict[str, Any]], *, has_names: bool) -> No
 
 
 def _round_shape(row: dict[str, Any]) -> tuple[str, int, int, int]:
-    """Returns the drafter of a row, and the shape of its rounds: depth, topk and nodes."""
     return tuple(row["cell"][name] for name in ("drafter", "num_steps", "topk", "num_nodes"))
 
 

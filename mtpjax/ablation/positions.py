@@ -6,10 +6,9 @@ from typing import Any
 from mtpjax.ablation.panels import Row, group_by_batch_and_temperature, list_drafters, panel_rows, panels
 from mtpjax.evaluation.plot_style import (
     DEFAULT_FORMATS,
+    draw_picture,
     legend_below,
     line_style,
-    picture,
-    picture_paths,
     plain_text,
     plot_estimates,
     share_limits,
@@ -18,16 +17,7 @@ from mtpjax.evaluation.plot_style import (
 
 
 def plot_positions(path, rows: list[Row], formats: Sequence[str] = DEFAULT_FORMATS, *, title: str = "") -> None:
-    """Plots which share of the rounds accepts at least k drafts, by k, for the deepest chain of each drafter.
-
-    Args:
-        path: the picture, as in `plot_style.picture_paths`.
-        rows: the rows of `cells.jsonl` of `mtpjax ablate`; each batch size and temperature gets a panel.
-        formats: formats of a path without suffix.
-        title: model, prompts and device.
-    """
-    if not picture_paths(path, formats):
-        return
+    """Plots which share of the rounds accepts at least k drafts, by k, for the deepest chain of each drafter."""
     drafters = list_drafters(rows)
     groups = group_by_batch_and_temperature(rows)
     layout = panel_rows(groups)
@@ -35,7 +25,8 @@ def plot_positions(path, rows: list[Row], formats: Sequence[str] = DEFAULT_FORMA
     depth = max(row["cell"]["num_steps"] for row in rows)
     limits = share_limits(rate["value"] for row in rows for rate in row["survival"] if rate["value"] is not None)
     size = (4.4 * len(layout[0]), (3.0 + 0.2 * len(drafters)) * len(layout) + 0.4)
-    with picture(path, size, formats, title=title) as figure:
+
+    def draw(figure):
         axes = figure.subplots(len(layout), len(layout[0]), squeeze=False)
         for axis, (batch_size, temperature), group in panels(axes, layout, groups):
             # A drafter keeps its colour in all panels, also where it has no cell.
@@ -50,17 +41,12 @@ def plot_positions(path, rows: list[Row], formats: Sequence[str] = DEFAULT_FORMA
             axis.set(xlim=(0.6, depth + 0.4), xticks=range(1, depth + 1))
             legend_below(axis, title="drafter: accept length (95 %)")
 
+    draw_picture(path, size, draw, formats, title=title)
+
 
 def deepest(rows) -> Row | None:
-    """Picks the row with the deepest chain of an exact rule, else the deepest tree, whose positions are levels.
-
-    Args:
-        rows: rows of one drafter, batch size and temperature.
-
-    Returns:
-        The row; None if no row is exact.
-    """
-    # A lossy rule accepts drafts that the trunk would not have written, so its rates say nothing about the drafter.
+    """Picks the deepest chain of an exact rule, else the deepest tree; None if no row is exact."""
+    # A lossy rule accepts drafts that the trunk would not have written, so its rates are no measure of the drafter.
     exact = [row for row in rows if row["lossless"] != "lossy"]
     return max(exact, key=lambda row: (row["cell"]["topk"] == 1, row["cell"]["num_steps"]), default=None)
 

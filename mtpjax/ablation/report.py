@@ -9,31 +9,23 @@ import io
 from collections.abc import Iterable, Sequence
 from typing import Any
 
-from mtpjax.ablation.bench import Workload
 from mtpjax.ablation.comparison import format_comparison, format_rates, format_ratio, parts_cost, round_cost
-from mtpjax.ablation.drafters import MTP, DraftMethod
+from mtpjax.ablation.drafters import MTP, AblatedDrafter
 from mtpjax.ablation.grid import Cell, Settings
-from mtpjax.ablation.panels import by_speed
+from mtpjax.ablation.panels import Group, Row, by_speed, group_by_batch_and_temperature
+from mtpjax.ablation.workload import Workload
 from mtpjax.console import narrow_table, print_parts
 from mtpjax.evaluation.trust import mark, verdict
 from mtpjax.messages import count_of
 
 
-def cell_of(row: dict[str, Any]) -> Cell:
-    """Returns the cell of a row."""
+def cell_of(row: Row) -> Cell:
     return Cell(**row["cell"])
 
 
-def group_rows(rows: Iterable[dict[str, Any]]) -> dict[tuple[int, float], list[dict[str, Any]]]:
-    """Groups rows by (batch size, temperature), in ascending order.
-
-    A group begins with the rows that can be trusted; both parts are sorted fastest first.
-    """
-    groups: dict[tuple[int, float], list[dict[str, Any]]] = {}
-    for row in sorted(rows, key=by_speed):
-        cell = cell_of(row)
-        groups.setdefault((cell.batch_size, cell.temperature), []).append(row)
-    return dict(sorted(groups.items()))
+def group_rows(rows: Iterable[Row]) -> dict[Group, list[Row]]:
+    """Groups rows; a group starts with the trusted rows, and both parts are sorted fastest first."""
+    return group_by_batch_and_temperature(sorted(rows, key=by_speed))
 
 
 @dataclasses.dataclass(frozen=True)
@@ -51,23 +43,17 @@ class Advice:
 
     batch_size: int
     temperature: float
-    best: dict[str, Any] | None
+    best: Row | None
     text: str
     certainty: str
     is_known: bool = True
 
 
-def advise(rows: Iterable[dict[str, Any]]) -> list[Advice]:
+def advise(rows: Iterable[Row]) -> list[Advice]:
     """Chooses the fastest exact setting of each batch size and temperature.
 
     A setting is advised only if its measurement can be trusted, the interval of its ratio is above 1, and its texts
     passed their check.
-
-    Args:
-        rows: rows of `cells.jsonl`.
-
-    Returns:
-        One advice per group.
     """
     result = []
     for (batch_size, temperature), group in group_rows(rows).items():
@@ -101,12 +87,12 @@ def advise(rows: Iterable[dict[str, Any]]) -> list[Advice]:
     return result
 
 
-def rows_verdict(rows: Sequence[dict[str, Any]]) -> str:
-    """Says in one line which of the rows can be trusted."""
+def rows_verdict(rows: Sequence[Row]) -> str:
+    """Returns one line about which rows can be trusted."""
     return verdict([row["problem"] for row in rows], max(row["waited"] for row in rows))
 
 
-def _certainty(best: dict[str, Any], others: list[dict[str, Any]]) -> str:
+def _certainty(best: Row, others: list[Row]) -> str:
     """Compares the best setting with the runner-up by their intervals."""
     if not others:
         return "no other setting to compare with"
@@ -122,26 +108,14 @@ def _certainty(best: dict[str, Any], others: list[dict[str, Any]]) -> str:
 
 
 def format_recommendation(
-    rows: list[dict[str, Any]],
+    rows: list[Row],
     reasons: dict[str, int],
     workload: Workload,
     settings: Settings,
     environment: dict[str, Any],
-    methods: Sequence[DraftMethod] = (MTP,),
+    methods: Sequence[AblatedDrafter] = (MTP,),
 ) -> str:
-    """Writes the text of `recommendation.md`.
-
-    Args:
-        rows: rows of `cells.jsonl`.
-        reasons: number of combinations left out, by reason.
-        workload: the prompts.
-        settings: the settings of the ablation.
-        environment: model, machine and versions.
-        methods: the drafters.
-
-    Returns:
-        Markdown.
-    """
+    """Writes `recommendation.md`. `reasons` are numbers of combinations left out, by reason."""
     # First whether the measurements can be trusted. Then the advice: what to use where, how certain it is, and the
     # flags.
     lines, advices = ["# Which draft settings to use", "", rows_verdict(rows), ""], advise(rows)
@@ -171,7 +145,7 @@ def format_recommendation(
         lines += [
             f"- {cell_of(row).name}: {row['differing_rows']} of {row['compared_rows']} texts" for row in differing
         ]
-    # Then the drafters side by side.
+    # Then the comparison of the drafters.
     lines += format_comparison(rows, methods)
     # Last how it was measured, with everything that limits what the numbers mean.
     lines += ["", "## Measured", ""]
@@ -189,7 +163,7 @@ def format_recommendation(
         "- ideal: accept length over the cost of a round's passes (verifying and drafting) in plain rounds; without "
         "the cost of acceptance and sampling",
     ]
-    # A single batch of prompts cannot be resampled, so its interval says nothing about other prompts.
+    # A single batch of prompts cannot be resampled, so its interval does not cover other prompts.
     single_batch_sizes = sorted(size for size in settings.batch_sizes if len(workload.batches(size)) == 1)
     if single_batch_sizes:
         sizes = ", ".join(map(str, single_batch_sizes))
@@ -199,72 +173,37 @@ def format_recommendation(
     return "\n".join(lines) + "\n"
 
 
-CSV_COLUMNS = (
-    "drafter",
-    "batch_size",
-    "temperature",
-    "num_steps",
-    "topk",
-    "num_nodes",
-    "acceptance",
-    "accept_length",
-    "accept_length_low",
-    "accept_length_high",
-    "accept_length_macro",
-    "conditional",
-    "survival",
-    "tokens_per_second",
-    "plain_tokens_per_second",
-    "ratio",
-    "ratio_low",
-    "ratio_high",
-    "ideal_ratio",
-    "round_steps",
-    "parts_steps",
-    "plain_ms",
-    "verify_ms",
-    "parts_ms",
-    "lossless",
-    "problem",
-)
+CELL_COLUMNS = ("drafter", "batch_size", "temperature", "num_steps", "topk", "num_nodes", "acceptance")
 
 
-def to_csv(rows: Iterable[dict[str, Any]]) -> str:
-    """Formats rows as `cells.csv`, a line per cell; rates by level are separated by spaces.
+def to_csv(rows: Iterable[Row]) -> str:
+    """Formats `cells.csv`, a line per cell; rates by level are separated by spaces, and costs are milliseconds."""
 
-    Args:
-        rows: rows of `cells.jsonl`.
+    def estimate(row: Row, name: str) -> Row:
+        return {name: row[name]["value"], f"{name}_low": row[name]["low"], f"{name}_high": row[name]["high"]}
 
-    Returns:
-        The text of the file.
-    """
-    file = io.StringIO()
-    writer = csv.DictWriter(file, CSV_COLUMNS, lineterminator="\n")
-    writer.writeheader()
+    def numbers(values: Row) -> Row:
+        return {name: "" if value is None else f"{value:.5g}" for name, value in values.items()}
+
+    # The order of the entries is that of the columns.
+    lines = []
     for row in rows:
-        # Estimates with intervals become three columns each; costs are in milliseconds.
-        estimates = {}
-        for name in ("accept_length", "ratio"):
-            estimates |= {name: row[name]["value"], f"{name}_low": row[name]["low"], f"{name}_high": row[name]["high"]}
-        numbers = {
-            **estimates,
-            "accept_length_macro": row["accept_length_macro"]["value"],
-            "tokens_per_second": row["tokens_per_second"],
-            "plain_tokens_per_second": row["plain_tokens_per_second"],
-            "ideal_ratio": row["ideal_ratio"],
-            "round_steps": round_cost(row),
-            "parts_steps": parts_cost(row),
-            **{f"{part}_ms": 1e3 * seconds for part, seconds in row["costs"].items()},
-        }
-        writer.writerow(
-            {
-                **{name: row["cell"][name] for name in CSV_COLUMNS[:7]},
-                **{name: "" if value is None else f"{value:.5g}" for name, value in numbers.items()},
-                **{name: " ".join(_format_rate(rate) for rate in row[name]) for name in ("conditional", "survival")},
-                "lossless": row["lossless"],
-                "problem": row["problem"] or "",
-            }
+        lengths = {**estimate(row, "accept_length"), "accept_length_macro": row["accept_length_macro"]["value"]}
+        speeds = {name: row[name] for name in ("tokens_per_second", "plain_tokens_per_second")}
+        speeds |= {**estimate(row, "ratio"), "ideal_ratio": row["ideal_ratio"]}
+        speeds |= {"round_steps": round_cost(row), "parts_steps": parts_cost(row)}
+        speeds |= {f"{part}_ms": 1e3 * row["costs"][part] for part in ("plain", "verify", "parts")}
+        lines.append(
+            {name: row["cell"][name] for name in CELL_COLUMNS}
+            | numbers(lengths)
+            | {name: " ".join(_format_rate(rate) for rate in row[name]) for name in ("conditional", "survival")}
+            | numbers(speeds)
+            | {"lossless": row["lossless"], "problem": row["problem"] or ""}
         )
+    file = io.StringIO()
+    writer = csv.DictWriter(file, list(lines[0]), lineterminator="\n")
+    writer.writeheader()
+    writer.writerows(lines)
     return file.getvalue()
 
 
@@ -272,13 +211,8 @@ def _format_rate(rate: dict[str, float | None]) -> str:
     return "" if rate["value"] is None else f"{rate['value']:.4f}"
 
 
-def print_cells(console, rows: list[dict[str, Any]]) -> None:
-    """Prints whether the cells can be trusted, and a table per batch size and temperature, at most 80 columns wide.
-
-    Args:
-        console: a `rich` console.
-        rows: rows of `cells.jsonl`.
-    """
+def print_cells(console, rows: list[Row]) -> None:
+    """Prints whether the cells can be trusted, and a table of 80 columns per batch size and temperature."""
     from rich.markup import escape
 
     print_parts(console, [rows_verdict(rows)])
@@ -318,6 +252,6 @@ def print_cells(console, rows: list[dict[str, Any]]) -> None:
         console.print("! texts DIFFER from plain decoding", style="bold red")
 
 
-def format_summary(row: dict[str, Any]) -> str:
+def format_summary(row: Row) -> str:
     """Formats a row in a line: accept length, ratio with its interval, and the check of its texts."""
     return f"accept length {row['accept_length']['value']:.2f}, ratio {format_ratio(row)}, {row['lossless']}"

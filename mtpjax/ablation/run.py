@@ -14,49 +14,40 @@ import pathlib
 import re
 import time
 from collections.abc import Callable, Sequence
-from typing import Any, Unpack
+from typing import Any, NamedTuple
 
 import jax
 
-from conversion.drafters.read import Reading
-from mtpjax.ablation.bench import Bench, Workload, find_workload
-from mtpjax.ablation.drafters import MTP, DraftMethod, load_methods
+from mtpjax.ablation.bench import Bench
+from mtpjax.ablation.drafters import MTP, AblatedDrafter, load_methods
 from mtpjax.ablation.grid import Cell, Settings, list_cells
 from mtpjax.ablation.heatmap import plot_heatmap
 from mtpjax.ablation.pareto import plot_pareto
 from mtpjax.ablation.positions import plot_positions
 from mtpjax.ablation.report import format_recommendation, format_summary, print_cells, to_csv
-from mtpjax.ablation.rows import is_whole
+from mtpjax.ablation.workload import Workload, find_workload
 from mtpjax.atomic import write_text
 from mtpjax.data.jsonl_writer import JsonlWriter
+from mtpjax.drafters.method import Reading
 from mtpjax.evaluation.machine import describe_machine
 from mtpjax.evaluation.plot_style import DEFAULT_FORMATS, picture_paths
+from mtpjax.evaluation.prompt_choice import PromptChoice
 from mtpjax.evaluation.trust import can_pass
 from mtpjax.host import num_threads
 from mtpjax.io.checkpoint import load
 from mtpjax.io.checkpoint_format import checkpoint_digest, find_checkpoint
 from mtpjax.messages import count_of
 from mtpjax.models.config import Implementation
+from mtpjax.models.model import MTPModel
 from mtpjax.program_memory import free_programs_if_full
 
-CELL_VERSION = 7  # format of a cell's line; lines of another version are measured again
+CELL_VERSION = 8  # format of a cell's line; lines of another version are measured again
 
 
 def fingerprint(
-    cell: Cell, settings: Settings, workload: Workload, environment: dict[str, Any], method: DraftMethod = MTP
+    cell: Cell, settings: Settings, workload: Workload, environment: dict[str, Any], method: AblatedDrafter = MTP
 ) -> str:
-    """Computes a digest of everything that a cell's results depend on, except chance.
-
-    Args:
-        cell: the cell.
-        settings: the settings of the ablation.
-        workload: the prompts.
-        environment: model, machine and versions, from `describe_environment`.
-        method: the drafter of the cell.
-
-    Returns:
-        16 hexadecimal digits.
-    """
+    """Computes a digest of everything that a cell's results depend on, except chance."""
     content = {
         "version": CELL_VERSION,
         "cell": dataclasses.asdict(cell),
@@ -69,22 +60,24 @@ def fingerprint(
         "drafter": method.digest,
         "about": environment,
     }
+    return _digest(content)
+
+
+def _digest(content: dict[str, Any]) -> str:
     return hashlib.sha256(json.dumps(content, sort_keys=True).encode()).hexdigest()[:16]
+
+
+def seal(row: dict[str, Any]) -> dict[str, Any]:
+    """Returns a row with a digest of it, which tells later whether somebody edited or damaged its line."""
+    # A row that is read back has a digest already, which does not count.
+    content = {name: value for name, value in row.items() if name != "digest"}
+    return content | {"digest": _digest(content)}
 
 
 def describe_environment(
     path: pathlib.Path, model_type: str | None = None, implementation: Implementation = "auto"
 ) -> dict[str, Any]:
-    """Describes model, machine and versions, on which the results depend.
-
-    Args:
-        path: the checkpoint.
-        model_type: the family that it is read as, where that is not its own.
-        implementation: what runs the model's kernels.
-
-    Returns:
-        Strings by name.
-    """
+    """Describes model, machine and versions, on which the results depend."""
     device = jax.devices()[0]
     return {
         "model": checkpoint_digest(path)[:16] + (f" as {model_type}" if model_type else ""),
@@ -104,14 +97,7 @@ def run_cells(
     *,
     log: Callable[[str], Any] = print,
 ) -> tuple[list[dict[str, Any]], bool]:
-    """Measures the cells that the file does not contain yet.
-
-    Args:
-        cells: all cells.
-        bench: measures a cell.
-        writer: the open `cells.jsonl`.
-        environment: model, machine and versions.
-        log: prints a line of progress.
+    """Measures the cells that `cells.jsonl`, which `writer` has open, does not contain yet.
 
     Returns:
         The rows that exist, in the order of `cells`, and whether they are complete; Ctrl-C ends the run early.
@@ -122,7 +108,7 @@ def run_cells(
     fingerprints = {cell: fingerprint(cell, *about, bench.method(cell)) for cell in cells}
     rows = {cell: known_rows[fingerprints[cell]] for cell in cells if fingerprints[cell] in known_rows}
     # A fingerprint covers the settings, but not the rest of a line, which somebody may have edited.
-    for cell in [cell for cell, row in rows.items() if not is_whole(row, cell)]:
+    for cell in [cell for cell, row in rows.items() if row != seal(row)]:
         log(f"{cell.name}: its line in {writer.path} is damaged and measured again")
         del rows[cell]
     if rows:
@@ -136,7 +122,7 @@ def run_cells(
     begin, num_measured = time.perf_counter(), 0
     try:
         for number, cell in enumerate(remaining, start=1):
-            row = {"fingerprint": fingerprints[cell], "about": environment, **bench.measure(cell)}
+            row = seal({"fingerprint": fingerprints[cell], "about": environment, **bench.measure(cell)})
             writer.append([row])
             rows[cell] = row
             # The time left assumes that the cells to come take as long as the measured ones.
@@ -153,55 +139,60 @@ def _format_duration(seconds: float) -> str:
     return f"{seconds:.0f} s" if seconds < 90 else f"{seconds / 60:.0f} min"
 
 
-def run(
+class Subject(NamedTuple):
+    """A model and the drafters that an ablation compares, loaded."""
+
+    name: str  # of its folder, for titles
+    path: pathlib.Path
+    model: MTPModel
+    params: dict
+    methods: tuple[AblatedDrafter, ...]
+    environment: dict[str, Any]  # of `describe_environment`
+
+
+def load_subject(
     model_path,
-    output,
-    settings: Settings,
+    drafters: Sequence[str],
     *,
-    console,
     model_type: str | None = None,
     implementation: Implementation = "auto",
-    prompts: str | None = None,
-    num_prompts: int = 12,
-    categories: Sequence[str] = (),
-    prompt_tokens: int | None = None,
-    chat: bool = False,
-    plot_formats: Sequence[str] = DEFAULT_FORMATS,
-    drafters: Sequence[str] = ("mtp",),
-    **reading: Unpack[Reading],
-) -> int:
-    """Measures the grid, writes the results and prints them.
+    reading: Reading | None = None,
+) -> Subject:
+    """Loads a model and all drafters before anything is measured: one that cannot be read is an error now.
 
-    Args:
-        model_path: a checkpoint.
-        output: the folder of the results.
-        settings: the settings of the ablation.
-        console: a `rich` console.
-        model_type: the family to use instead of the one that the checkpoint names.
-        implementation: what runs the model's kernels.
-        prompts: as in `find_workload`, like the arguments after it.
-        num_prompts: number of prompts.
-        categories: categories to draw from.
-        prompt_tokens: most tokens per prompt.
-        chat: apply the chat template.
-        plot_formats: formats of the pictures: "png", "svg", "pdf".
-        drafters: what drafts, as in `load_methods`, like the arguments after it.
-        **reading: how to read files of drafters that do not say it, as in `mtpjax.load_drafter`.
+    Raises:
+        ValueError: a drafter is for another model.
+        CheckpointError: files are damaged, missing or not supported.
+    """
+    path = find_checkpoint(model_path)
+    model, params = load(path, model_type=model_type, implementation=implementation)
+    methods = load_methods(drafters, model=model, model_path=model_path, **(reading or {}))
+    environment = describe_environment(path, model_type, implementation)
+    return Subject(pathlib.Path(model_path).name, path, model, params, methods, environment)
+
+
+def run(
+    subject: Subject,
+    settings: Settings,
+    prompts: PromptChoice,
+    output: pathlib.Path,
+    *,
+    console,
+    plot_formats: Sequence[str] = DEFAULT_FORMATS,
+) -> int:
+    """Measures the grid, writes the results into the folder `output` and prints them.
 
     Returns:
         The exit status: 0, 4 if a text differs from plain decoding, or 75 if the run was stopped early.
 
     Raises:
-        ValueError: no combination of the settings is possible, or model, drafters and prompts do not fit.
-        CheckpointError: the files of the model or of a drafter are damaged, missing or not supported.
+        ValueError: no combination of the settings is possible, or model and prompts do not fit.
     """
-    # An unknown format fails before anything is measured.
-    output = pathlib.Path(output)
-    picture_paths(output / "heatmap", plot_formats)
-    path = find_checkpoint(model_path)
-    model, params = load(path, model_type=model_type, implementation=implementation)
-    # Load all drafters before anything is measured: one that cannot be read is an error now.
-    methods = load_methods(drafters, model=model, model_path=model_path, **reading)
+
+    def log(line: str) -> None:
+        console.print(line, highlight=False, soft_wrap=True)
+
+    path, model, params, methods, environment = subject[1:]
     # List the cells, and print why combinations were left out.
     cells, reasons = list_cells(settings, model=model, methods=methods)
     for reason, count in reasons.items():
@@ -209,33 +200,18 @@ def run(
     if not cells:
         raise ValueError("no combination of the settings is possible: the reasons are above")
     # Choose the prompts, the same for all cells.
-    workload = find_workload(
-        path,
-        model,
-        params,
-        settings,
-        prompts=prompts,
-        num_prompts=num_prompts,
-        categories=categories,
-        prompt_tokens=prompt_tokens,
-        chat=chat,
-    )
-    environment = describe_environment(path, model_type, implementation)
+    workload = find_workload(path, model, params, settings, prompts)
     output.mkdir(parents=True, exist_ok=True)
-    console.print(f"{count_of(len(cells), 'cell')}; {workload.source}", highlight=False, soft_wrap=True)
+    log(f"{count_of(len(cells), 'cell')}; {workload.source}")
     bench = Bench(model, params, settings, workload, methods=methods)
-
-    def log(line: str) -> None:
-        console.print(line, highlight=False, soft_wrap=True)
-
     # Every finished cell is a line that is on the disk before the next cell starts.
     with JsonlWriter(output / "cells.jsonl", allow_nan=False) as writer:
         rows, is_complete = run_cells(cells, bench, writer, environment, log=log)
     # Report what was measured, even if the run was stopped early.
     if rows:
         text = format_recommendation(rows, reasons, workload, settings, environment, methods)
-        title = f"Ablation of {pathlib.Path(model_path).name}, {workload.source}\n{environment['device']}, "
-        _report(output, rows, text, plot_formats, title=f"{title}{environment['processor']}", console=console)
+        title = f"Ablation of {subject.name}, {workload.source}\n{environment['device']}, {environment['processor']}"
+        _report(output, rows, text, plot_formats, title=title, console=console)
     if not is_complete:
         console.print(
             f"stopped after {len(rows)} of {count_of(len(cells), 'cell')}: run it again to continue", soft_wrap=True

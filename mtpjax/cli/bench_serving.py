@@ -1,266 +1,139 @@
-"""`mtpjax bench-serving`."""
+"""The flags of `mtpjax bench-serving`, with SGLang's names."""
 
-import asyncio
-import datetime
-import json
 import math
-import os
-import sys
-from collections import Counter
-from collections.abc import Mapping
 
-from mtpjax.atomic import check_output_file
-from mtpjax.cli.bench_flags import (
-    add_comparison_flags,
-    add_dataset_flags,
-    add_output_flags,
-    add_server_flags,
-    add_traffic_flags,
-)
-from mtpjax.cli.common import progress_bar
-from mtpjax.cli.help import command_parser
-from mtpjax.cli.interrupts import INTERRUPTED
-from mtpjax.errors import UsageError, printable
-from mtpjax.messages import count_of
+from mtpjax.cli.common import add_plot_formats_flag
+from mtpjax.cli.help import command_parser, flag_group
 from mtpjax.serving.bench.backends import BACKENDS
+
+DATASETS = ("random", "random-ids", "sharegpt", "spec-bench", "custom")
 
 
 def add_bench_serving(commands) -> None:
-    """Adds the command and its flags to the subcommands of the `mtpjax` parser."""
     bench = command_parser(
-        "Measure latency and throughput of a running server over HTTP. Flags and table are those of SGLang's "
-        "benchmark. Tokens are the server's counts, not chunks of the stream, because one chunk holds several tokens. "
-        "The accept length is 1 + accepted drafts / verification passes, bonus token included. "
-        "--with-and-without-mtp instead compares runs with and without drafts at several concurrencies. The API key "
-        "comes from the environment: MTPJAX_API_KEY, else OPENAI_API_KEY."
+        "Measure latency and throughput of a running server over HTTP, with the flags and the table of SGLang's "
+        "benchmark. Token counts are the server's, because one chunk of a stream holds several tokens. The accept "
+        "length is 1 + accepted drafts / verification passes, including the bonus token. --with-and-without-mtp "
+        "compares runs with and without drafts at several concurrencies instead. The API key is read from "
+        "MTPJAX_API_KEY, else OPENAI_API_KEY."
     )
-    add_server_flags(bench)
-    add_dataset_flags(bench)
-    add_traffic_flags(bench)
-    add_comparison_flags(bench)
-    add_output_flags(bench)
+    _add_server_flags(bench)
+    _add_dataset_flags(bench)
+    _add_traffic_flags(bench)
+    _add_comparison_flags(bench)
+    _add_output_flags(bench)
     commands.add_subcommand("bench-serving", bench, help="measure latency and throughput of a running server")
 
 
 def run_bench_serving(options) -> int:
-    """Measures the server, and returns the exit code: 1 if every request failed."""
-    from mtpjax.serving.bench.sending import run_until_interrupted
-    from mtpjax.serving.bench.workload import RandomLengths, arrival_times
+    from mtpjax.cli.bench_run import run_benchmark
 
-    # Check every setting before the first request.
-    for name in ("num_prompts", "repeats", "max_concurrency", "max_new_tokens"):
-        value = getattr(options, name)
-        if value is not None and value < 1:
-            raise UsageError(f"{name} must be at least 1, got {value}")
-    if options.warmup_requests < 0:
-        raise UsageError(f"warmup_requests must be at least 0, got {options.warmup_requests}")
-    if options.dataset_name.startswith("random") and not BACKENDS[options.backend].accepts_tokens:
-        raise UsageError(f"--backend {options.backend} takes no prompts of token ids: name a file, --dataset-path")
-    lengths = RandomLengths(options.random_input_len, options.random_output_len, options.random_range_ratio)
-    arrival_times(1, options.request_rate, seed=options.seed)
-    for path in (options.output_file, f"{options.output}.json" if options.with_and_without_mtp else None):
-        if path is not None:
-            check_output_file(path)
-    return run_until_interrupted(_connect_and_run(options, lengths))
+    return run_benchmark(options)
 
 
-async def _connect_and_run(options, lengths) -> int:
-    from mtpjax.evaluation.plot_style import picture_paths
-    from mtpjax.serving.bench.client import Client
-    from mtpjax.serving.bench.requests import make_requests
-    from mtpjax.serving.bench.speedup import WITHOUT_DRAFTS
-
-    # An IPv6 address needs brackets in a URL.
-    host = f"[{options.host}]" if ":" in options.host else options.host
-    client = Client(
-        options.base_url or f"http://{host}:{options.port}",
-        BACKENDS[options.backend],
-        model=options.served_model_name or "",
-        headers=_headers(options.header),
-        stream=not options.disable_stream,
-        ignore_eos=not options.disable_ignore_eos,
-        extra_body=_json_object(options.extra_request_body),
+def _add_server_flags(bench) -> None:
+    group = flag_group(bench, "server and requests")
+    group.add_argument(
+        "--backend",
+        choices=tuple(BACKENDS),
+        default="mtpjax",
+        metavar="NAME",
+        help="route: /generate (mtpjax, sglang), /v1/completions (openai, vllm) or /v1/chat/completions (openai-chat)",
     )
-    async with client:
-        requests = await make_requests(
-            client,
-            options.dataset_name,
-            path=options.dataset_path,
-            count=options.num_prompts,
-            lengths=lengths,
-            vocab_size=options.vocab_size,
-            max_new_tokens=options.max_new_tokens,
-            categories=options.categories,
-            seed=options.seed,
-        )
-        if len(requests) < options.num_prompts:
-            print(f"{options.dataset_path} has only {count_of(len(requests), 'prompt')}", file=sys.stderr)
-        if options.with_and_without_mtp:
-            picture_paths("comparison", options.plot_formats)  # warns now if none can be drawn
-            _check_concurrencies(options.concurrencies, len(requests))
-        # Warm up what will be measured: connections, and the server's programs.
-        for request in requests[: options.warmup_requests]:
-            for extra in ({}, WITHOUT_DRAFTS) if options.with_and_without_mtp else ({},):
-                await client.send(request, extra)
-        return await (_compare if options.with_and_without_mtp else _run_once)(options, client, requests)
+    group.add_argument("--base-url", help="the server's URL, in place of --host and --port")
+    group.add_argument("--host", default="127.0.0.1", help="the server's address")
+    group.add_argument("--port", type=int, default=30000, help="the server's port")
+    group.add_argument("--served-model-name", help="the model's name (default: the first that the server lists)")
+    group.add_argument("--header", nargs="+", default=[], metavar="KEY=VALUE", help="headers of every request")
+    group.add_argument(
+        "--extra-request-body",
+        metavar="JSON",
+        help='JSON object to merge into every body, such as \'{"sampling_params": {"temperature": 1.0}}\'',
+    )
+    group.add_argument("--disable-stream", action="store_true", help="request whole answers instead of streams")
+    group.add_argument(
+        "--disable-ignore-eos",
+        action="store_true",
+        help="let an answer end at an end-of-text token (default: generate all new tokens)",
+    )
 
 
-async def _run_once(options, client, requests) -> int:
-    from mtpjax.serving.bench.outcome import Outcome
-    from mtpjax.serving.bench.sending import measure
-    from mtpjax.serving.bench.summary import details, format_table, is_client_busy, summarize
-    from mtpjax.serving.bench.workload import arrival_times
-
-    outcomes: list[Outcome] = []
-    interrupted = False
-    with progress_bar() as bar:
-        task = bar.add_task("requests", total=len(requests))
-        try:
-            summary = await measure(
-                client,
-                requests,
-                outcomes,
-                times=arrival_times(len(requests), options.request_rate, seed=options.seed),
-                max_concurrency=options.max_concurrency,
-                progress=lambda: bar.advance(task),
-            )
-        # After Ctrl-C the requests that ended still count.
-        except asyncio.CancelledError:
-            interrupted, summary = True, summarize(outcomes)
-    settings = _settings(options, client)
-    if options.output_file is not None:
-        _append(options.output_file, settings, summary, details(outcomes) if options.output_details else {})
-    print(format_table(settings, summary))
-    if is_client_busy(summary):
-        print("the client itself was too busy: latencies are too long", file=sys.stderr)
-    _print_errors(summary["errors"])
-    if interrupted:
-        print(f"interrupted after {len(outcomes)} of {count_of(len(requests), 'request')}", file=sys.stderr)
-        return INTERRUPTED
-    return 0 if summary["completed"] else 1
+def _add_dataset_flags(bench) -> None:
+    group = flag_group(bench, "prompts")
+    group.add_argument(
+        "--dataset-name",
+        choices=DATASETS,
+        default="random",
+        metavar="NAME",
+        help="random: tokens of common words; random-ids: any token ids; sharegpt: conversations in JSON or JSONL; "
+        "spec-bench: JSONL of prompts with categories; custom: either, or a text file with a prompt per "
+        "line, or per paragraph if it has blank lines",
+    )
+    group.add_argument("--dataset-path", metavar="FILE", help="file of a data set that is not random")
+    group.add_argument(
+        "--categories", nargs="+", default=[], metavar="NAME", help="only these categories (default: all)"
+    )
+    group.add_argument("--num-prompts", type=int, default=64, help="requests per run, over all categories")
+    group.add_argument(
+        "--max-new-tokens",
+        type=int,
+        help="new tokens per request of a file (default: the length of the file's reply, else 256)",
+    )
+    group.add_argument("--random-input-len", type=int, default=1024, help="tokens of the longest random prompt")
+    group.add_argument("--random-output-len", type=int, default=1024, help="maximum new tokens of a random prompt")
+    group.add_argument(
+        "--random-range-ratio",
+        type=float,
+        default=0.0,
+        help="shortest over longest length of random prompts and answers; 1: all are equal",
+    )
+    group.add_argument("--vocab-size", type=int, help="for random-ids: exclusive upper bound of token ids")
+    group.add_argument("--seed", type=int, default=0, help="seed of prompts, lengths and times")
 
 
-def _check_concurrencies(concurrencies: list[int], num_requests: int) -> None:
-    """Raises an error for a concurrency that the requests cannot reach."""
-    if max(concurrencies) > num_requests or min(concurrencies) < 1:
-        raise UsageError(
-            f"concurrencies must be from 1 to the number of requests, {num_requests}, got "
-            f"{' '.join(map(str, concurrencies))}: change --concurrencies or --num-prompts"
-        )
+def _add_traffic_flags(bench) -> None:
+    group = flag_group(bench, "traffic")
+    group.add_argument(
+        "--request-rate",
+        type=float,
+        default=math.inf,
+        help="requests per second, at random times (Poisson); inf: all at once",
+    )
+    group.add_argument("--max-concurrency", type=int, help="maximum number of requests in flight (default: no limit)")
+    group.add_argument("--warmup-requests", type=int, default=1, help="requests before the measurement")
 
 
-async def _compare(options, client, requests) -> int:
-    import rich.console
-
-    from mtpjax.console import print_parts
-    from mtpjax.serving.bench.speedup import PUBLISHED, Run, compare, speedups
-    from mtpjax.serving.bench.speedup_report import notes, rows_verdict, speedup_table, write_report
-
-    runs: list[Run] = []
-    interrupted, num_runs = False, 2 * options.repeats * len(options.concurrencies)
-    # Both runs of a pair have the same prompts, which the second would find in the prefix cache of the first.
-    emptied = await client.flush_cache()
-    settings = _settings(options, client)
-    settings["prefix_cache"] = "emptied before each run" if emptied else "not emptied: no POST /flush_cache"
-    with progress_bar() as bar:
-        task = bar.add_task("requests", total=num_runs * len(requests))
-
-        def report_progress(run: Run | None) -> None:
-            if run is None:
-                bar.advance(task)
-                return
-            # A line per run: hours of work show in a log too, and --output-file keeps them.
-            side = "with MTP" if run.speculative else "without"
-            speed = f"{run.summary['output_throughput'] or 0:.1f} tokens/s"
-            bar.console.print(f"run {len(runs)} of {num_runs}: {run.concurrency} at once, {side}: {speed}")
-            if options.output_file is not None:
-                own = {"max_concurrency": run.concurrency, "speculative": run.speculative, "repeat": run.repeat}
-                _append(options.output_file, {**settings, **own}, run.summary)
-
-        try:
-            await compare(
-                client,
-                requests,
-                runs,
-                concurrencies=options.concurrencies,
-                repeats=options.repeats,
-                progress=report_progress,
-            )
-        except asyncio.CancelledError:
-            interrupted = True
-    # Report the pairs that are complete, even if Ctrl-C ended the comparison.
-    _print_errors(sum((Counter(run.summary["errors"]) for run in runs), Counter()))
-    if rows := speedups(runs):
-        # Speed-ups of another machine stand beside the user's own only when asked for.
-        reference = PUBLISHED if options.reference else {}
-        files = write_report(options.output, rows, runs, settings, options.plot_formats, reference)
-        console = rich.console.Console()
-        print_parts(console, [rows_verdict(rows), speedup_table(rows, reference)])
-        for note in (*notes(rows, reference), f"prefix cache: {settings['prefix_cache']}"):
-            console.print(f"- {note}", highlight=False, markup=False)
-        print(f"wrote {' and '.join(printable(file) for file in files)}", file=sys.stderr)
-    if interrupted:
-        print(f"interrupted after {len(runs)} of {count_of(num_runs, 'run')}", file=sys.stderr)
-        return INTERRUPTED
-    return 0 if rows else 1
+def _add_comparison_flags(bench) -> None:
+    group = flag_group(bench, "comparison with and without drafts")
+    group.add_argument(
+        "--with-and-without-mtp",
+        action="store_true",
+        help="send the same requests with and without drafts (`speculative: false` in the request), in turns",
+    )
+    group.add_argument(
+        "--concurrencies",
+        type=int,
+        nargs="+",
+        default=[1, 2, 4, 8, 16, 32, 64],
+        help="numbers of requests in flight to compare at",
+    )
+    group.add_argument("--repeats", type=int, default=3, help="pairs of runs per concurrency")
+    group.add_argument(
+        "--reference",
+        action="store_true",
+        help="also show AMD's published speed-ups of DeepSeek with MTP on MI300X: another model and machine",
+    )
 
 
-def _settings(options, client) -> dict:
-    """Returns what a result says about its measurement."""
-    from mtpjax.evaluation.machine import describe_machine
-    from mtpjax.version import __version__
-
-    names = ("backend", "dataset_name", "dataset_path", "num_prompts", "max_new_tokens", "random_input_len")
-    names += ("random_output_len", "random_range_ratio", "max_concurrency", "seed", "tag", "extra_request_body")
-    return {
-        "date": datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
-        "url": client.url,
-        "model": client.model,
-        **{name: getattr(options, name) for name in names},
-        # JSON has no infinite numbers.
-        "request_rate": options.request_rate if math.isfinite(options.request_rate) else "inf",
-        **{f"client_{name}": value for name, value in describe_machine().items()},
-        "mtpjax": __version__,
-    }
-
-
-def _append(path: str, *parts: dict) -> None:
-    """Appends one line to a JSONL file."""
-    import pathlib
-
-    from mtpjax.data.jsonl_writer import JsonlWriter
-
-    pathlib.Path(path).parent.mkdir(parents=True, exist_ok=True)
-    with JsonlWriter(path, allow_nan=False) as writer:
-        writer.resume()
-        writer.append([{key: value for part in parts for key, value in part.items()}])
-
-
-def _print_errors(errors: Mapping[str, int]) -> None:
-    for message, count in errors.items():
-        print(f"{count_of(count, 'request')} failed: {message}", file=sys.stderr)
-
-
-def _headers(pairs: list[str]) -> dict[str, str]:
-    """Returns the headers of `--header`, and the API key's."""
-    key = os.environ.get("MTPJAX_API_KEY") or os.environ.get("OPENAI_API_KEY")
-    headers = {"Authorization": f"Bearer {key}"} if key else {}
-    for pair in pairs:
-        name, separator, value = pair.partition("=")
-        if not separator or not name:
-            raise UsageError(f"--header takes KEY=VALUE, not '{pair}'")
-        headers[name] = value
-    return headers
-
-
-def _json_object(text: str | None) -> dict:
-    """Returns the object of `--extra-request-body`."""
-    if text is None:
-        return {}
-    try:
-        value = json.loads(text)
-    except ValueError as error:
-        raise UsageError(f"--extra-request-body is not JSON: {error}") from error
-    if not isinstance(value, dict):
-        raise UsageError(f"--extra-request-body must be a JSON object, not {text}")
-    return value
+def _add_output_flags(bench) -> None:
+    group = flag_group(bench, "output")
+    group.add_argument("--output-file", metavar="FILE", help="JSONL file that gets a line per run")
+    group.add_argument("--output-details", action="store_true", help="write every request to --output-file too")
+    group.add_argument("--tag", metavar="TEXT", help="text to write to --output-file too")
+    group.add_argument(
+        "--output",
+        default="mtp_speedup",
+        metavar="PATH",
+        help="path, without a suffix, of the comparison's JSON, Markdown and pictures",
+    )
+    add_plot_formats_flag(bench)

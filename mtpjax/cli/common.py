@@ -8,13 +8,12 @@ from collections.abc import Callable, Iterator
 
 from mtpjax import compilation_cache
 from mtpjax.cli.help import flag_group
-from mtpjax.errors import printable
+from mtpjax.errors import UsageError, printable
 from mtpjax.evaluation.plot_style import DEFAULT_FORMATS, FORMATS
 from mtpjax.models.config import IMPLEMENTATIONS
 
 
 def add_model_path_flag(parser) -> None:
-    """Adds `--model-path`, the flag that names a checkpoint, and `--model-type`."""
     flag_group(parser, "model").add_argument(
         "--model-path",
         "--model",
@@ -26,7 +25,6 @@ def add_model_path_flag(parser) -> None:
 
 
 def add_model_type_flag(parser) -> None:
-    """Adds `--model-type`, which `model_type` reads."""
     flag_group(parser, "model").add_argument(
         "--model-type",
         default="auto",
@@ -36,39 +34,38 @@ def add_model_type_flag(parser) -> None:
 
 
 def add_implementation_flag(parser) -> None:
-    """Adds `--implementation`, for commands that run a model."""
     flag_group(parser, "model").add_argument(
         "--implementation",
         choices=IMPLEMENTATIONS,
         default="auto",
         metavar="NAME",
-        help="what runs the model: xla (plain JAX), triton (GPU kernels), interpreted (the GPU kernels on any "
+        help="implementation of the ops: xla (plain JAX), triton (GPU kernels), interpreted (the GPU kernels on any "
         "machine, slowly), or auto, which on a GPU chooses for each op: by the times of `mtpjax tune`, else kernels "
         "for experts, fp8 weights, prefill attention and attention over the pages of many rows",
     )
 
 
 def model_type(options) -> str | None:
-    """Returns the family that `--model-type` names.
-
-    Args:
-        options: what a parser with `add_model_type_flag` returned.
-
-    Returns:
-        The `model_type`; None where the checkpoint's own holds.
-    """
+    """Returns the family of `--model-type`; None: the checkpoint's own."""
     return None if options.model_type == "auto" else options.model_type
 
 
+def check_minimums(options, **minimums: int) -> None:
+    """Raises UsageError if the value of a flag is below its minimum."""
+    for name, minimum in minimums.items():
+        value = getattr(options, name)
+        if value is not None and value < minimum:
+            raise UsageError(f"--{name.replace('_', '-')} must be at least {minimum}, got {value}")
+
+
 def add_plot_formats_flag(parser) -> None:
-    """Adds `--plot-formats`, the flag that chooses the formats of pictures."""
     flag_group(parser, "output").add_argument(
         "--plot-formats",
         nargs="*",
         choices=FORMATS,
         default=list(DEFAULT_FORMATS),
         metavar="FORMAT",
-        help=f"formats of the pictures: {', '.join(FORMATS)}; the flag without a value writes no pictures",
+        help=f"formats of the plots: {', '.join(FORMATS)}; no value: no plots",
     )
 
 
@@ -77,10 +74,7 @@ def set_threads(model_path: str, threads: int = 0) -> None:
 
     Args:
         model_path: the checkpoint; models below 16 MiB decode fastest on one thread.
-        threads: the number of threads; 0 chooses by the size of the model.
-
-    Raises:
-        ValueError: `threads` is negative.
+        threads: the number of threads; 0 chooses by the size of the model. A negative number raises ValueError.
     """
     from mtpjax.host import choose_num_threads, limit_threads
     from mtpjax.io.checkpoint_format import checkpoint_bytes
@@ -94,14 +88,7 @@ def set_threads(model_path: str, threads: int = 0) -> None:
 
 
 def progress_bar(*columns):
-    """Makes a `rich` progress bar on stderr, shown only on a terminal and removed at the end.
-
-    Args:
-        *columns: `rich.progress` columns; none: the default ones.
-
-    Returns:
-        A `rich.progress.Progress`, which is a context manager.
-    """
+    """Makes a `rich` progress bar on stderr, shown only on a terminal and removed at the end."""
     import rich.console
     from rich.progress import Progress
 
@@ -145,18 +132,7 @@ def show_bytes_read(source: str | pathlib.Path, target: str) -> Iterator[Callabl
 
 
 def list_data(options) -> list[pathlib.Path]:
-    """Lists the files of `--data` and `--pattern`, and prints how many of a folder are left out.
-
-    Args:
-        options: the parsed flags.
-
-    Returns:
-        The files, sorted.
-
-    Raises:
-        OSError: as `mtpjax.data.data_files.list_data_files`.
-        ValueError: as there.
-    """
+    """Lists the files of `--data` and `--pattern`, and prints how many of a folder are left out."""
     from mtpjax.data.data_files import list_data_files
 
     files = list_data_files(options.data, options.pattern)

@@ -1,7 +1,7 @@
 """Command-line flags made from the fields of `DecodeConfig` and `SamplingParams`. Imports no JAX.
 
-The dataclass is the only description of a setting. A flag has its field's name, type and default, and the field's text
-in the class's docstring is its help. Where SGLang has a flag for the same setting, SGLang's name is an alias.
+The dataclass alone describes a setting: a flag has its field's name, type and default, and the field's text in the
+class's docstring is its help. SGLang's flag for the same setting, if any, is an alias.
 """
 
 import dataclasses
@@ -11,7 +11,8 @@ from collections.abc import Iterable, Mapping
 from typing import Any
 
 from mtpjax.cli.help import flag_group
-from mtpjax.decoding.config import EXACT_RULES, LOSSY_RULES, DecodeConfig, SamplingParams
+from mtpjax.decoding.acceptance.rules import EXACT_NAMES, LOSSY_NAMES, PARAMETERS, RULES
+from mtpjax.decoding.config import DecodeConfig, SamplingParams
 
 # SGLang's server flags for the same settings, accepted as aliases.
 SGLANG_FLAGS = {
@@ -26,29 +27,10 @@ SGLANG_FLAGS = {
 }
 # Settings of the draft's shape, of acceptance, and of one drafter each.
 SHAPE_FIELDS = ("num_steps", "topk", "num_draft_tokens")
-ACCEPTANCE_FIELDS = (
-    "acceptance",
-    "threshold_single",
-    "threshold_acc",
-    "typical_epsilon",
-    "typical_delta",
-    "relaxed_topk",
-    "relaxed_delta",
-)
+ACCEPTANCE_FIELDS = ("acceptance", *PARAMETERS)
 MTP_FIELDS = ("draft_vocabulary", "draft_window", "draft_sinks")
 LOOKUP_FIELDS = ("prompt_lookup_min", "prompt_lookup_max")
 DRAFT_FIELDS = (*SHAPE_FIELDS, *ACCEPTANCE_FIELDS, *MTP_FIELDS)
-FLAG_FIELDS = (
-    "max_new_tokens",
-    "max_length",
-    "drafter",
-    "depth_policy",
-    "kv_cache_dtype",
-    "deterministic",
-    "allow_copies",
-    *DRAFT_FIELDS,
-    *LOOKUP_FIELDS,
-)
 # Numbers with one value for all rows. The other fields of `SamplingParams` have no form on a command line.
 SAMPLING_FIELDS = (
     "temperature",
@@ -69,36 +51,27 @@ GROUPS = {
     "sampling": (*SAMPLING_FIELDS[:-1], "seed"),
     "devices": ("allow_copies",),
 }
-# Fields whose flag takes something else than the field does.
+FLAG_FIELDS = tuple(
+    name for names in GROUPS.values() for name in names if name not in SAMPLING_FIELDS and name != "seed"
+)
+# Fields whose flag takes a different kind of value.
 _HELP = {
-    "acceptance": f"acceptance rule: auto, {', '.join(EXACT_RULES)}; {', '.join(LOSSY_RULES)} change the text's "
-    "distribution. auto is greedy if every prompt is at temperature 0, else block for a chain and recursive for a tree",
-    "drafter": "what drafts: mtp (the model's MTP modules) or lookup (n-grams copied from the row's own text, which "
-    "needs no MTP modules)",
-    "draft_vocabulary": "file that `mtpjax vocabulary` wrote: the MTP modules draft only its tokens",
+    "acceptance": f"acceptance rule: auto, {', '.join(EXACT_NAMES)}; {', '.join(LOSSY_NAMES)} change the text's "
+    "distribution; or package.module:RECORD, an AcceptanceRule of yours. auto is greedy if every prompt is at "
+    "temperature 0, else block for a chain and recursive for a tree",
+    "drafter": "draft method: mtp (the model's MTP modules), lookup (n-grams copied from the row's own text, which "
+    "needs no MTP modules), or package.module:RECORD, a DraftMethod of yours",
+    "draft_vocabulary": "file written by `mtpjax vocabulary`: the MTP modules draft only its tokens",
 }
-# Draft levels where the command line names none: copied n-grams are often right for longer than MTP drafts.
-DEFAULT_MTP_STEPS, DEFAULT_LOOKUP_STEPS = 2, 4
 
 
 def add_config_flags(parser, fields: Iterable[str], **defaults: Any) -> None:
-    """Adds a flag for each of these fields of `DecodeConfig`.
-
-    Args:
-        parser: an argument parser.
-        fields: names of the fields.
-        **defaults: defaults of flags that differ from the fields' own.
-    """
+    """Adds a flag for each of these fields of `DecodeConfig`; `defaults` replace the fields' own."""
     _add_flags(parser, DecodeConfig, fields, defaults)
 
 
 def add_sampling_flags(parser, *, seed: str = "seed of the first prompt; each further prompt adds 1") -> None:
-    """Adds a flag for each number in `SamplingParams`, and `--seed`.
-
-    Args:
-        parser: an argument parser.
-        seed: the help of `--seed`.
-    """
+    """Adds a flag for each number in `SamplingParams`, and `--seed` with this help."""
     _add_flags(parser, SamplingParams, SAMPLING_FIELDS, {})
     flag_group(parser, _group_of("seed")).add_argument("--seed", type=int, default=0, help=seed)
 
@@ -111,52 +84,53 @@ def _add_flags(parser, kind: type, fields: Iterable[str], defaults: Mapping[str,
         default = defaults.get(name, own_defaults[name])
         text = texts.get(name, "")
         if name == "num_steps" and default is None:
-            text += f" (default: {DEFAULT_MTP_STEPS} with MTP modules, {DEFAULT_LOOKUP_STEPS} for lookup, else 0)"
+            text += " (default: 2 with MTP modules, 4 for lookup, else 0)"
         kind_of_flag = {"action": "store_true"} if types[name] is bool else {"type": _number_or_text(types[name])}
-        if choices := _names_of(types[name]):
+        choices = rule_choices("auto") if name == "acceptance" else _names_of(types[name])
+        if choices:
             kind_of_flag |= {"choices": choices, "metavar": name.rsplit("_")[-1].upper()}
         flag_group(parser, _group_of(name)).add_argument(*flag_names(name), default=default, help=text, **kind_of_flag)
 
 
+class _NamesOrRecord(tuple):
+    """Names that a flag takes, in addition to `package.module:RECORD`."""
+
+    def __contains__(self, value: object) -> bool:
+        return ":" in str(value) or super().__contains__(value)
+
+
+def rule_choices(*names: str) -> tuple[str, ...]:
+    """Returns what `--acceptance` takes: these names, those of all rules, and `package.module:RECORD`."""
+    return _NamesOrRecord((*names, *RULES))
+
+
 def _group_of(name: str) -> str:
-    """Returns the group of flags that a field belongs to."""
     return next(group for group, names in GROUPS.items() if name in names)
 
 
 def _flag_text(text: str) -> str:
-    """Returns the help of a flag: what the docstring says of its field, in the words of the command line."""
-    # SGLang's name is an alias of the flag, and None cannot be given.
+    """Converts a field's docstring to the help text of its flag."""
+    # Drops SGLang's name, which is an alias of the flag, and "None", which a flag cannot take.
     text = re.sub(r"[.] SGLang: `\w+`", "", text)
     text = re.sub(r"[.;] None: (.*)$", r" (default: \1)", text)
     return re.sub(r"`?\b(topk|[a-z]+_[a-z_]+)\b", lambda match: _flag_of(match[0], match[1]), text).replace("`", "")
 
 
 def _flag_of(text: str, name: str) -> str:
-    """Returns a field's flag; other text stays as it is."""
+    """Returns the flag of the field `name`, or `text` if it is not a field."""
     return f"--{name.replace('_', '-')}" if name in FLAG_FIELDS + SAMPLING_FIELDS else text
 
 
 def flag_names(name: str) -> list[str]:
-    """Returns the flags of a setting: its own name, and SGLang's where SGLang has one.
+    """Returns the flags of a setting: its own name, and SGLang's if SGLang has one.
 
-    Args:
-        name: a field of `DecodeConfig` or `SamplingParams`, or another setting, such as "batch_size".
-
-    Returns:
-        The names. The first decides where a parser stores the value: `--num-steps` under "num_steps".
+    The first decides where a parser stores the value: `--num-steps` under "num_steps".
     """
     return [f"--{name.replace('_', '-')}", *filter(None, [SGLANG_FLAGS.get(name)])]
 
 
 def field_docs(kind: type) -> dict[str, str]:
-    """Reads what a dataclass's docstring says of its fields.
-
-    Args:
-        kind: a class whose docstring has an `Attributes:` section in Google style.
-
-    Returns:
-        The text of each field, on one line; empty if Python runs without docstrings (`-OO`).
-    """
+    """Reads the text of each field, on one line, from a class's `Attributes:`; nothing under `python -OO`."""
     # The section ends at the first empty line.
     _, _, section = (kind.__doc__ or "").partition("Attributes:\n")
     section = re.split(r"\n\s*\n", section)[0]
@@ -166,27 +140,23 @@ def field_docs(kind: type) -> dict[str, str]:
 
 
 def _names_of(annotation: Any) -> tuple[str, ...]:
-    """Returns the names that a setting may have, of `Literal[...]` in its type; empty: any."""
+    """Returns the values of a `Literal` type; empty for other types."""
     parts = (annotation, *typing.get_args(annotation))
     return next((typing.get_args(part) for part in parts if typing.get_origin(part) is typing.Literal), ())
 
 
 def _number_or_text(annotation: Any) -> type:
-    """Returns the type that a flag's text is converted to."""
+    """Returns the type to which a flag's text is converted."""
     # A union such as `int | None` or `float | Sequence[float]` converts to its number.
     options = (annotation, *typing.get_args(annotation))
     return next((kind for kind in (int, float) if kind in options), str)
 
 
 def decode_settings(options) -> dict[str, Any]:
-    """Collects the fields of `DecodeConfig` that the parsed flags hold.
+    """Collects the fields of `DecodeConfig` from the parsed flags.
 
-    Args:
-        options: what a parser with `add_config_flags` returned.
-
-    Returns:
-        Arguments of `DecodeConfig`. A threshold below 1 selects the acceptance rule "threshold", as in SGLang, and the
-        draft vocabulary is read from its file.
+    A threshold below 1 selects the acceptance rule "threshold", as in SGLang, and the draft vocabulary is read from its
+    file.
 
     Raises:
         ValueError: a threshold below 1 is given with another rule, or the file is not a draft vocabulary.
@@ -209,40 +179,23 @@ def decode_settings(options) -> dict[str, Any]:
 
 
 def choose_num_steps(flag_value: int | None, drafter: str, num_mtp_modules: int) -> int:
-    """Chooses the number of draft levels where the command line leaves it out.
-
-    Args:
-        flag_value: the flag's value.
-        drafter: "mtp" or "lookup".
-        num_mtp_modules: modules of the model.
-
-    Returns:
-        `flag_value` if it is given. Else 2 for MTP modules, 4 for lookup, and 0, which is plain decoding, without
-        modules.
-    """
+    """Returns the given draft levels, or the method's default; 0 for MTP modules that the model does not have."""
     if flag_value is not None:
         return flag_value
-    if drafter == "lookup":
-        return DEFAULT_LOOKUP_STEPS
-    return DEFAULT_MTP_STEPS if num_mtp_modules else 0
+    from mtpjax.drafters.methods import find_method
+
+    method = find_method(drafter)
+    return 0 if method.is_of_model and not num_mtp_modules else method.default_levels
 
 
 def with_num_steps(settings: dict[str, Any], config) -> dict[str, Any]:
-    """Returns arguments of `DecodeConfig` with the draft levels that `choose_num_steps` chooses for this model."""
-    steps = choose_num_steps(settings["num_steps"], settings["drafter"], config.num_mtp_modules)
+    """Returns arguments of `DecodeConfig` with the draft levels of `choose_num_steps`."""
+    steps = choose_num_steps(settings["num_steps"], settings.get("drafter", "mtp"), config.num_mtp_modules)
     return settings | {"num_steps": steps}
 
 
 def sampling_params(options, num_prompts: int) -> SamplingParams:
-    """Makes the sampling parameters of a batch.
-
-    Args:
-        options: what a parser with `add_sampling_flags` returned.
-        num_prompts: rows of the batch.
-
-    Returns:
-        The same numbers for every row and one seed per row, so that a prompt given twice gets two texts.
-    """
+    """Makes the sampling parameters of a batch: one seed per row, so that a repeated prompt gets a different text."""
     # One number for all rows; only the seed differs.
     numbers = {name: options[name] for name in SAMPLING_FIELDS}
     return SamplingParams(**numbers, seed=[options.seed + row for row in range(num_prompts)])

@@ -15,6 +15,13 @@ def add_commands(commands) -> None:
     Args:
         commands: the subcommands of the `mtpjax` parser.
     """
+    _add_inspect(commands)
+    _add_convert(commands)
+    _add_export(commands)
+    _add_merge(commands)
+
+
+def _add_inspect(commands) -> None:
     inspect = command_parser(
         "Describe a checkpoint without reading its weights. The exit code is 3 if it cannot be loaded."
     )
@@ -30,6 +37,8 @@ def add_commands(commands) -> None:
     group.add_argument("--json", action="store_true", help="print everything as JSON")
     commands.add_subcommand("inspect", inspect, help="show family, sizes, dtypes, missing tensors, memory per device")
 
+
+def _add_convert(commands) -> None:
     convert = command_parser(
         "Convert a Hugging Face directory or a GGUF file to an mtpjax checkpoint, or an mtpjax checkpoint "
         "to a Hugging Face directory. Converting back gives the same bytes for everything that has not changed. "
@@ -38,7 +47,11 @@ def add_commands(commands) -> None:
     group = flag_group(convert, "model")
     group.add_argument("source", help="folder, GGUF file or repository (org/name, org/name@revision) to read")
     add_model_type_flag(convert)
-    group.add_argument("--allow-extra", action="store_true", help="keep unknown tensors outside of the language model")
+    group.add_argument(
+        "--allow-extra",
+        action="store_true",
+        help="keep unknown tensors that are not part of the language model, instead of failing",
+    )
     group.add_argument("--strict", action="store_true", help="fail on weights that are infinite or NaN")
     group = flag_group(convert, "output")
     group.add_argument("target", help="folder to write; it appears only when it is complete")
@@ -51,8 +64,10 @@ def add_commands(commands) -> None:
     )
     commands.add_subcommand("convert", convert, help="convert between Hugging Face and mtpjax checkpoints")
 
+
+def _add_export(commands) -> None:
     export = command_parser(
-        "Write the MTP modules of a Hugging Face directory as a checkpoint of their own, with the tensor "
+        "Write the MTP modules of a Hugging Face directory as a separate checkpoint, with the tensor "
         "names and the configuration of xLLM's export_mtp.py. Block-scaled fp8 becomes bfloat16."
     )
     flag_group(export, "model").add_argument(
@@ -64,8 +79,10 @@ def add_commands(commands) -> None:
     flag_group(export, "output").add_argument(
         "--output-dir", required=True, help="folder to write; it appears only when it is complete"
     )
-    commands.add_subcommand("export-mtp", export, help="write the MTP modules as a checkpoint of their own")
+    commands.add_subcommand("export-mtp", export, help="write the MTP modules as a separate checkpoint")
 
+
+def _add_merge(commands) -> None:
     merge = command_parser(
         "Put MTP modules into a full Hugging Face checkpoint. Every unchanged tensor keeps its bytes; a "
         "changed one is stored in the dtype of the tensor it replaces."

@@ -106,7 +106,7 @@ def _add_generate(commands) -> None:
 def _add_regenerate(commands) -> None:
     parser = command_parser(
         "Let the model write the answers of conversations, or continue prompts and documents, as data for "
-        "`mtpjax train`: drafts trained on the model's own text are accepted more often. Each record gives one line of "
+        "`mtpjax train`: drafts trained on text of the model are accepted more often. Each record gives one line of "
         "the output, with 'messages' or 'text' and the reason each answer ended. OUTPUT.about.json holds the settings "
         "and the progress. Run the same command again to continue an interrupted run."
     )
@@ -121,7 +121,9 @@ def _add_regenerate(commands) -> None:
         "forms that training reads, whose answers are written anew; records of prompts (Spec-Bench, GSM8K and others); "
         "or documents (any other file)",
     )
-    group.add_argument("--pattern", default="*", help="files of a folder to read, such as '*.jsonl'")
+    group.add_argument(
+        "--pattern", default="*", help="glob pattern of the files to read in a folder, such as '*.jsonl'"
+    )
     group.add_argument(
         "--chat", action="store_true", help="make each prompt a user message of the model's chat template"
     )
@@ -143,6 +145,9 @@ def _add_regenerate(commands) -> None:
 
 def _regenerate(options) -> int:
     set_threads(options.model_path)
+    from mtpjax.drafters.methods import find_method
+
+    find_method(options.drafter)  # before the model is loaded
     with open_mesh(options) as mesh:
         return _regenerate_on(mesh, options)
 
@@ -162,8 +167,8 @@ def _regenerate_on(mesh, options) -> int:
     names = ("chat", "prompt_tokens", "batch_size", "seed")
     settings, output = decode_settings(options), pathlib.Path(options.output).resolve()
     # The output may lie in the folder of the data. It must not be read as data when the command runs again.
-    own = (output, manifest_path(output))
-    paths = [file for file in list_data(options) if file.resolve() not in own]
+    written = (output, manifest_path(output))
+    paths = [file for file in list_data(options) if file.resolve() not in written]
     path = find_checkpoint(options.model_path)
     model, params, loaded_config = load_on_mesh(path, options, mesh)
     tokenizer = load_tokenizer(path, model.config.vocab_size)

@@ -11,34 +11,29 @@ SECRET_VARIABLE = "MTPJAX_DISAGGREGATION_SECRET"
 
 
 def add_disaggregation_flags(parser) -> None:
-    """Adds the flags."""
     group = flag_group(parser, "prefill and decode on different machines")
     group.add_argument(
         "--disaggregation-mode",
-        default=None,
         metavar="MODE",
         choices=("null", "prefill", "decode"),
-        help="prefill: also prefill the prompts of decode servers; decode: fetch the KV cache of prompts from a "
-        "prefill server (default: neither)",
+        help="prefill: also prefill prompts for decode servers; decode: fetch the KV cache of prompts from a prefill "
+        "server (default: neither)",
     )
-    group.add_argument(
-        "--disaggregation-prefill-url", default=None, help="for a decode server: address of the prefill server"
-    )
+    group.add_argument("--disaggregation-prefill-url", help="for a decode server: address of the prefill server")
     group.add_argument(
         "--disaggregation-transfer-backend",
         default="jax",
         choices=("jax", "http"),
-        help="how the KV cache travels: jax.experimental.transfer, or in the prefill server's HTTP answer",
+        help="how the KV cache is sent: by jax.experimental.transfer, or in the prefill server's HTTP response",
     )
     group.add_argument(
         "--disaggregation-bootstrap-port",
         type=int,
         default=8998,
-        help="port of the prefill server from which jax fetches pages; 0: a free one",
+        help="port of the prefill server for the transfer backend jax; 0: a free one",
     )
     group.add_argument(
         "--disaggregation-secret-file",
-        default=None,
         help=f"file with the secret that both servers share (default: ${SECRET_VARIABLE})",
     )
     group.add_argument(
@@ -50,13 +45,9 @@ def add_disaggregation_flags(parser) -> None:
 
 
 def disaggregation_settings(options) -> Any:
-    """Reads the flags. With a mode, this imports JAX, so the number of threads must be set before.
+    """Returns the `DisaggregationSettings`; None for a server that does both.
 
-    Args:
-        options: the parsed flags.
-
-    Returns:
-        `DisaggregationSettings`; None for a server that does both.
+    With a mode, this imports JAX, so the number of threads must be set before.
 
     Raises:
         UsageError: a flag is missing, or contradicts another.
@@ -69,7 +60,7 @@ def disaggregation_settings(options) -> Any:
     from mtpjax.serving.disaggregation.setup import DisaggregationSettings
 
     if options.disable_radix_cache:
-        raise UsageError("--disaggregation-mode needs the prefix cache: leave --disable-radix-cache out")
+        raise UsageError("--disaggregation-mode needs the prefix cache: remove --disable-radix-cache")
     if mode == "decode" and not (url or "").startswith(("http://", "https://")):
         raise UsageError("--disaggregation-mode decode needs --disaggregation-prefill-url http://HOST:PORT")
     if options.disaggregation_secret_file is not None:

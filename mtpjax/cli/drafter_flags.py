@@ -1,62 +1,43 @@
-"""Flags for a drafter with its own files (EAGLE-3, Medusa, DFlash, DSpark), by SGLang's names. Imports no JAX."""
+"""Flags that choose the drafter, by SGLang's names. Imports no JAX before a drafter is loaded."""
 
 import dataclasses
 from typing import Any
 
 from mtpjax.cli.help import flag_group
+from mtpjax.messages import did_you_mean
 
-# SGLang's names -> the drafters' classes.
-ALGORITHMS = {
-    "EAGLE3": "Eagle3Drafter",
-    "MEDUSA": "MedusaDrafter",
-    "DFLASH": "DFlashDrafter",
-    "DSPARK": "DSparkDrafter",
-}
-# Other names that SGLang accepts for them.
-ALIASES = {"EAGLE": "EAGLE3"}
-DEFAULT_EAGLE3_STEPS = 3
+NO_DRAFTS = "NONE"
 
 
 def add_drafter_flags(parser) -> None:
-    """Adds the flags.
-
-    Args:
-        parser: an argument parser.
-    """
+    """Adds the flags of a command that decodes with one drafter."""
     flag_group(parser, "drafts").add_argument(
         "--speculative-algorithm",
-        choices=tuple(ALGORITHMS),
-        metavar="NAME",
         default=None,
-        help=f"kind of the drafter in --speculative-draft-model-path: {', '.join(ALGORITHMS)} (default: as its files "
-        "say)",
+        metavar="NAME",
+        help="draft method. MTP (or NEXTN, EAGLE): the model's MTP modules; EAGLE3, MEDUSA, DFLASH or DSPARK: the "
+        "drafter of --speculative-draft-model-path; NGRAM: n-grams of the text; NONE: no drafts; "
+        "package.module:RECORD: your own method (default: the drafter of --speculative-draft-model-path, else the "
+        "MTP modules, if the model has any)",
     )
     add_path_flags(parser)
 
 
 def add_path_flags(parser) -> None:
-    """Adds the flags that name the drafter's files, and say how to read them.
-
-    Args:
-        parser: an argument parser.
-    """
+    """Adds the flags for the drafter's files and how to read them."""
     flag_group(parser, "drafts").add_argument(
         "--speculative-draft-model-path",
         "--speculative-draft-model",
         default=None,
         help="folder or Hub repository of a drafter for this model: EAGLE-3, Medusa, DFlash or DSpark, in the format "
-        "of SpecForge, speculators, vLLM, z-lab or DeepSpec. --num-steps is then by default "
-        f"{DEFAULT_EAGLE3_STEPS} for EAGLE-3, else as many levels as the drafter has",
+        "of SpecForge, speculators, vLLM, z-lab or DeepSpec. --num-steps is then by default 3 for EAGLE-3, else as "
+        "many levels as the drafter has",
     )
     add_reading_flags(parser)
 
 
 def add_reading_flags(parser) -> None:
-    """Adds the flags that say how to read the files of drafters.
-
-    Args:
-        parser: an argument parser.
-    """
+    """Adds the flags that say how to read the files of drafters."""
     group = flag_group(parser, "drafts")
     group.add_argument(
         "--aux-layers",
@@ -88,58 +69,73 @@ def add_reading_flags(parser) -> None:
     )
 
 
-def name_of_drafter(drafter: Any) -> str:
-    """Returns SGLang's name of a drafter with its own files."""
-    return next(name for name, of in ALGORITHMS.items() if of == type(drafter).__name__)
-
-
-def reading_of(options) -> dict[str, Any]:
+def reading_of(options) -> Any:
     """Returns the arguments of `mtpjax.load_drafter` that the flags of `add_reading_flags` give."""
     return {name: getattr(options, name) for name in ("aux_layers", "sample_from_anchor", "last_layer_state")}
 
 
+def chosen_method(options):
+    """Returns the `DraftMethod` that `--speculative-algorithm` or `--drafter` names; None: no flag, or NONE."""
+    from mtpjax.drafters.methods import METHODS, find_method
+
+    path, own = options.speculative_draft_model_path, getattr(options, "drafter", "mtp")
+    if options.speculative_algorithm is None:
+        if own != "mtp" and path is not None:
+            raise ValueError(f"--drafter {own} and --speculative-draft-model-path name two drafters")
+        return None if own == "mtp" else find_method(own)
+    if own != "mtp":
+        raise ValueError(f"--drafter {own} and --speculative-algorithm name two drafters")
+    name = options.speculative_algorithm
+    name = name if ":" in name else name.upper()
+    # SGLang's EAGLE is a drafter in files, or MTP modules: the later one counts, which fits the path.
+    fitting = sorted(METHODS, key=lambda method: (method.files is not None) == (path is not None))
+    known = {each: method for method in fitting for each in method.algorithms} | {NO_DRAFTS: None}
+    if ":" not in name and name not in known:
+        hint = did_you_mean(name, known)
+        raise ValueError(f"--speculative-algorithm must be one of {', '.join(known)}, got {name}{hint}")
+    method = find_method(name) if ":" in name else known[name]
+    if path is not None and (method is None or method.files is None):
+        others = ", ".join(each.algorithms[0] for each in METHODS if each.files is not None)
+        raise ValueError(
+            f"--speculative-algorithm {name} has no files of its own: leave --speculative-draft-model-path out, or "
+            f"choose one of {others}"
+        )
+    if path is None and method is not None and method.from_settings is None:
+        raise ValueError(f"--speculative-algorithm {name} needs --speculative-draft-model-path")
+    return method
+
+
 def load_drafter_of(options, settings: dict[str, Any], model) -> tuple[dict[str, Any], Any]:
-    """Loads the drafter that the flags name.
-
-    Args:
-        options: what a parser with `add_drafter_flags` returned.
-        settings: arguments of `DecodeConfig`.
-        model: the model.
-
-    Returns:
-        The settings with the drafter, and its parameters; without the flag, the settings as they are and None.
-
-    Raises:
-        ValueError: the flags contradict each other, or the drafter is of another kind.
-        CheckpointError: the files are damaged or not supported.
-    """
-    path = options.speculative_draft_model_path
+    """Loads the drafter of the flags; returns arguments of `DecodeConfig` with it, and its parameters."""
+    path, wanted, method = options.speculative_draft_model_path, options.speculative_algorithm, chosen_method(options)
+    threshold = options.speculative_dspark_confidence_threshold
     # 1. Without files, no flag may need such a drafter.
     if path is None:
-        needs_files = {
-            "--speculative-algorithm": options.speculative_algorithm in ALGORITHMS,
-            **{f"--{name.replace('_', '-')}": value is not None for name, value in reading_of(options).items()},
-            "--speculative-dspark-confidence-threshold": options.speculative_dspark_confidence_threshold is not None,
-        }
-        for flag in (flag for flag, is_needed in needs_files.items() if is_needed):
-            raise ValueError(f"{flag} needs --speculative-draft-model-path")
-        return settings, None
-    if settings.get("drafter", "mtp") != "mtp":
-        raise ValueError(f"--drafter {settings['drafter']} and --speculative-draft-model-path name two drafters")
-    from mtpjax.decoding.drafters.load import load_drafter
+        needs_files = {f"--{name.replace('_', '-')}": value for name, value in reading_of(options).items()}
+        for flag, value in (needs_files | {"--speculative-dspark-confidence-threshold": threshold}).items():
+            if value is not None:
+                raise ValueError(f"{flag} needs --speculative-draft-model-path")
+        if wanted is None:
+            return settings, None
+        if method is None:
+            return settings | {"num_steps": 0, "topk": 1, "num_draft_tokens": None}, None
+        return settings | {"drafter": wanted if ":" in wanted else method.name}, None
+    from mtpjax.drafters.load import load_drafter
+    from mtpjax.drafters.methods import METHODS, method_of
 
-    # 2. Load the drafter, and check that it is of the kind that the flags name.
-    drafter, draft_params = load_drafter(path, model=model, **reading_of(options))
-    kind, wanted = name_of_drafter(drafter), options.speculative_algorithm
-    if wanted is not None and ALIASES.get(wanted.upper(), wanted.upper()) != kind:
-        raise ValueError(f"--speculative-algorithm is {wanted}, but {path} is {kind}")
-    threshold = options.speculative_dspark_confidence_threshold
+    # 2. Load the drafter, and check that it is of the requested kind.
+    is_users = method is not None and method not in METHODS
+    drafter, draft_params = load_drafter(path, model=model, method=method if is_users else None, **reading_of(options))
+    found: Any = method if is_users else method_of(drafter)
+    if method not in (None, found):
+        raise ValueError(f"--speculative-algorithm is {wanted}, but {path} is {found.title}")
     if threshold is not None:
-        if kind != "DSPARK":
-            raise ValueError(f"--speculative-dspark-confidence-threshold is for DSPARK drafters, but {path} is {kind}")
+        if not hasattr(drafter, "confidence_threshold"):
+            raise ValueError(
+                f"--speculative-dspark-confidence-threshold is for DSPARK drafters, but {path} is {found.title}"
+            )
         drafter = dataclasses.replace(drafter, confidence_threshold=threshold)
-    # 3. The default depth: all heads of Medusa, all slots of a block, or a fixed number for EAGLE-3.
-    own = drafter.architecture
-    most = getattr(own, "num_heads", None) or getattr(own, "num_drafts", DEFAULT_EAGLE3_STEPS)
-    steps = most if settings["num_steps"] is None else settings["num_steps"]
+    # 3. The default depth: all levels of the drafter, or the method's usual number.
+    steps = settings["num_steps"]
+    steps = drafter.max_levels or found.default_levels if steps is None else steps
     return settings | {"drafter": drafter, "num_steps": steps}, draft_params

@@ -1,4 +1,4 @@
-"""Flags about experts that are split over devices, by SGLang's names. Imports no JAX."""
+"""Flags for experts that are sharded over devices, by SGLang's names. Imports no JAX."""
 
 from typing import Any
 
@@ -9,80 +9,46 @@ MAX_COUNTS_BYTES = 64 << 20  # of a file of --init-expert-location
 
 
 def add_expert_flags(parser) -> None:
-    """Adds the flags.
-
-    Args:
-        parser: an argument parser.
-    """
     group = flag_group(parser, "experts")
     group.add_argument(
         "--ep-num-redundant-experts",
         type=int,
         default=0,
-        help="copies of experts per layer, so that devices have equal work: copies of those that "
-        "--init-expert-location counts most",
+        help="copies of experts per layer, to balance the devices: of the experts that --init-expert-location counts "
+        "most often",
     )
     group.add_argument(
         "--init-expert-location",
         default="trivial",
         metavar="FILE",
-        help="JSON file with 'logical_count': for each layer, how many tokens chose each expert; trivial counts all "
-        "experts alike",
+        help="JSON file with 'logical_count': for each layer, how many tokens chose each expert; trivial: equal counts",
     )
     group.add_argument(
         "--enable-eplb",
         action="store_true",
-        help="count how often texts choose each expert while the server runs, and move the experts to balance the work",
+        help="count how often each expert is chosen while the server runs, and move experts to balance the devices",
     )
     group.add_argument(
         "--eplb-rebalance-num-iterations",
         type=int,
         default=1000,
-        help="for --enable-eplb: iterations of the server's loop between two moves",
+        help="for --enable-eplb: scheduler iterations between two moves",
     )
 
 
-def check_expert_flags(options) -> None:
-    """Checks the numbers.
-
-    Args:
-        options: the parsed flags.
-
-    Raises:
-        UsageError: a number is out of range.
-    """
-    if options.ep_num_redundant_experts < 0:
-        raise UsageError(f"--ep-num-redundant-experts must be at least 0, got {options.ep_num_redundant_experts}")
-    if options.eplb_rebalance_num_iterations < 1:
-        raise UsageError(
-            f"--eplb-rebalance-num-iterations must be at least 1, got {options.eplb_rebalance_num_iterations}"
-        )
-
-
 def check_expert_devices(options, mesh) -> None:
-    """Checks that there are devices between which experts can move, if they should.
-
-    Args:
-        options: the parsed flags.
-        mesh: the mesh of the server; None: it has one device.
-
-    Raises:
-        UsageError: the mesh does not split the experts.
-    """
+    """Raises UsageError if experts should move, and `mesh` (None: one device) does not shard them."""
     if options.enable_eplb and _num_expert_devices(mesh) == 1:
-        raise UsageError("--enable-eplb needs several devices with experts of their own: --ep-size, or --mesh expert=N")
+        raise UsageError("--enable-eplb needs experts sharded over several devices: --ep-size, or --mesh expert=N")
 
 
 def place_experts_by_flags(params: dict, options, mesh) -> dict:
-    """Places the experts as the flags ask.
+    """Places the experts according to the flags; without such flags, returns the same parameters.
 
     Args:
         params: parameters with unrolled layers.
         options: the parsed flags.
         mesh: the mesh of the server; None: it has one device.
-
-    Returns:
-        The parameters; the same ones if the flags do not ask for a placement.
 
     Raises:
         UsageError: the file of counts is not SGLang's.
@@ -112,5 +78,4 @@ def read_expert_counts(path: str) -> dict[str, Any] | None:
 
 
 def _num_expert_devices(mesh) -> int:
-    """Returns the number of devices over which a mesh splits experts."""
     return 1 if mesh is None else mesh.shape.get("data", 1) * mesh.shape.get("expert", 1)

@@ -1,4 +1,4 @@
-"""Checks a command line: one message names unknown commands and flags, those of SGLang and vLLM, and bad values."""
+"""Checks a command line: one message names all unknown flags, including SGLang's and vLLM's, and bad values."""
 
 import argparse
 import functools
@@ -12,74 +12,72 @@ from mtpjax.cli.help import CommandParser
 from mtpjax.errors import UsageError
 from mtpjax.messages import did_you_mean
 
-# What to give in place of a flag of SGLang that is not supported. Others can only be left out.
-SGLANG_ADVICE = {
-    "--attention-backend": "use --implementation",
-    "--config": "write the flags out",
-    "--cuda-graph-bs-decode": "use --precompile-bs-paddings",
-    "--cuda-graph-max-bs-decode": "use --max-running-requests",
-    "--data-parallel-size": "use --dp-size",
-    "--decode-attention-backend": "use --implementation",
-    "--default-chat-template-kwargs": "send chat_template_kwargs with a request",
-    "--download-dir": "set HF_HOME",
-    "--dtype": "the checkpoint's dtype is kept; mtpjax convert writes another",
-    "--enable-lora": "merge the adapter into the weights",
-    "--ep": "use --ep-size",
-    "--expert-parallel-size": "use --ep-size",
-    "--hicache-ratio": "use --hicache-size",
-    "--lora-paths": "merge the adapter into the weights",
-    "--max-prefill-tokens": "use --chunked-prefill-size",
-    "--pipeline-parallel-size": "use --tp-size",
-    "--pp-size": "use --tp-size",
-    "--prefill-attention-backend": "use --implementation",
-    "--preferred-sampling-params": "send them with a request",
-    "--quantization": "the checkpoint's own quantization is read from its config.json",
-    "--random-seed": "send seed with a request",
-    "--reasoning-parser": "answers hold the reasoning as the model writes it",
-    "--revision": "use --model-path org/name@revision",
-    "--speculative-draft-model-revision": "use --speculative-draft-model-path org/name@revision",
-    "--tensor-parallel-size": "use --tp-size",
-    "--tool-call-parser": "answers hold tool calls as the model writes them",
-    "--trust-remote-code": "leave it out: code of checkpoints never runs",
-}
-# Flags of vLLM under other names than SGLang's.
-VLLM_ADVICE = {
-    "-dp": "use --dp-size",
-    "-pp": "use --tp-size",
-    "-tp": "use --tp-size",
-    "--block-size": "use --page-size",
-    "--chat-template-content-format": "leave it out: the template tells",
-    "--disable-log-requests": "leave it out: requests are not logged",
-    "--disable-log-stats": "leave it out",
-    "--enable-auto-tool-choice": "leave it out: answers hold tool calls as the model writes them",
-    "--enable-chunked-prefill": "leave it out: prompts are always processed in chunks",
-    "--enable-expert-parallel": "use --ep-size",
-    "--enable-prefix-caching": "leave it out: requests always share prefixes",
-    "--enforce-eager": "leave it out",
-    "--generation-config": "leave it out",
-    "--gpu-memory-utilization": "use --mem-fraction-static",
-    "--guided-decoding-backend": "use --grammar-backend",
-    "--hf-overrides": "change a copy of config.json",
-    "--limit-mm-per-prompt": "leave it out: prompts are texts",
-    "--max-logprobs": "leave it out",
-    "--max-model-len": "use --context-length",
-    "--max-num-batched-tokens": "use --chunked-prefill-size",
-    "--max-num-seqs": "use --max-running-requests",
-    "--no-enable-chunked-prefill": "leave it out: prompts are always processed in chunks",
-    "--no-enable-prefix-caching": "use --disable-radix-cache",
-    "--num-gpu-blocks-override": "use --max-total-tokens",
-    "--num-scheduler-steps": "use --num-continuous-decode-steps",
-    "--seed": "send seed with a request",
-    "--speculative-config": "use --speculative-algorithm, --speculative-draft-model-path and --num-steps",
-    "--swap-space": "use --enable-hierarchical-cache and --hicache-size",
-    "--tokenizer": "use --tokenizer-path",
-    "--uvicorn-log-level": "use --log-level",
-}
+
+def _by_flag(flags_by_advice: dict[str, str]) -> dict[str, str]:
+    return {flag: advice for advice, flags in flags_by_advice.items() for flag in flags.split()}
+
+
+# What to use instead of an unsupported flag of SGLang. Others can only be left out.
+SGLANG_ADVICE = _by_flag(
+    {
+        "use --implementation": "--attention-backend --decode-attention-backend --prefill-attention-backend",
+        "write the flags out": "--config",
+        "use --precompile-bs-paddings": "--cuda-graph-bs-decode",
+        "use --max-running-requests": "--cuda-graph-max-bs-decode",
+        "use --dp-size": "--data-parallel-size",
+        "send chat_template_kwargs with a request": "--default-chat-template-kwargs",
+        "set HF_HOME": "--download-dir",
+        "the checkpoint's dtype is kept; mtpjax convert writes another": "--dtype",
+        "merge the adapter into the weights": "--enable-lora --lora-paths",
+        "use --ep-size": "--ep --expert-parallel-size",
+        "use --hicache-size": "--hicache-ratio",
+        "use --chunked-prefill-size": "--max-prefill-tokens",
+        "use --tp-size": "--pipeline-parallel-size --pp-size --tensor-parallel-size",
+        "send them with a request": "--preferred-sampling-params",
+        "the quantization is read from the checkpoint's config.json": "--quantization",
+        "send seed with a request": "--random-seed",
+        "answers hold the reasoning as the model writes it": "--reasoning-parser",
+        "use --model-path org/name@revision": "--revision",
+        "use --speculative-draft-model-path org/name@revision": "--speculative-draft-model-revision",
+        "answers hold tool calls as the model writes them": "--tool-call-parser",
+        "remove it: code of checkpoints never runs": "--trust-remote-code",
+    }
+)
+# Flags of vLLM whose names differ from SGLang's.
+VLLM_ADVICE = _by_flag(
+    {
+        "use --page-size": "--block-size",
+        "remove it: the template decides": "--chat-template-content-format",
+        "remove it: requests are not logged": "--disable-log-requests",
+        "remove it": "--disable-log-stats --enforce-eager --generation-config --max-logprobs",
+        "remove it: answers hold tool calls as the model writes them": "--enable-auto-tool-choice",
+        "remove it: prompts are always processed in chunks": "--enable-chunked-prefill --no-enable-chunked-prefill",
+        "use --ep-size": "--enable-expert-parallel",
+        "remove it: requests always share prefixes": "--enable-prefix-caching",
+        "use --mem-fraction-static": "--gpu-memory-utilization",
+        "use --grammar-backend": "--guided-decoding-backend",
+        "change a copy of config.json": "--hf-overrides",
+        "remove it: prompts are texts": "--limit-mm-per-prompt",
+        "use --context-length": "--max-model-len",
+        "use --chunked-prefill-size": "--max-num-batched-tokens",
+        "use --max-running-requests": "--max-num-seqs",
+        "use --disable-radix-cache": "--no-enable-prefix-caching",
+        "use --max-total-tokens": "--num-gpu-blocks-override",
+        "use --num-continuous-decode-steps": "--num-scheduler-steps",
+        "send seed with a request": "--seed",
+        "use --speculative-algorithm, --speculative-draft-model-path and --num-steps": "--speculative-config",
+        "use --enable-hierarchical-cache and --hicache-size": "--swap-space",
+        "use --tokenizer-path": "--tokenizer",
+        "use --log-level": "--uvicorn-log-level",
+        "use --dp-size": "-dp",
+        "use --tp-size": "-pp -tp",
+    }
+)
 _FLAG = re.compile(r"--?[A-Za-z]")
 
 
 def check_command_line(arguments: list[str], parser: CommandParser) -> list[str]:
-    """Checks the command and its flags before they are parsed: a parser stops at the first that is wrong.
+    """Checks the command and its flags before parsing, because a parser stops at the first error.
 
     Args:
         arguments: the command line after `mtpjax`.
@@ -89,15 +87,15 @@ def check_command_line(arguments: list[str], parser: CommandParser) -> list[str]
         The arguments, with dashes for underscores in the names of flags.
 
     Raises:
-        UsageError: the command is unknown or missing, or as `check_flags` raises it.
+        UsageError: the command is unknown or missing, or as for `check_flags`.
     """
     command: list[str] = []
-    # `eval` has commands of its own.
+    # `eval` has subcommands.
     while commands := next((each for each in parser._actions if isinstance(each, argparse._SubParsersAction)), None):
         name, names = next(iter(arguments[len(command) :]), None), commands._name_parser_map
         if name is None:
             raise UsageError(f"a command is missing; `{' '.join(['mtpjax', *command, '--help'])}` lists the commands")
-        # Flags before the command.
+        # A flag before the command: `check_flags` reports it.
         if name.startswith("-"):
             break
         if name not in names:
@@ -109,23 +107,20 @@ def check_command_line(arguments: list[str], parser: CommandParser) -> list[str]
 
 
 def check_flags(
-    arguments: list[str],
-    parser: CommandParser,
-    advise: Callable[[str], tuple[str, str] | None] | None = None,
+    arguments: list[str], parser: CommandParser, advise: Callable[[str], tuple[str, str] | None] | None = None
 ) -> list[str]:
     """Checks the flags of a command.
 
     Args:
         arguments: the command line after the name of the command.
         parser: the parser of the command.
-        advise: returns whose flag an unknown one is, and what to do, if it is known elsewhere.
+        advise: returns the origin of an unknown flag and the advice, if it is known elsewhere.
 
     Returns:
         The arguments, with dashes for underscores in the names of flags.
 
     Raises:
-        UsageError: flags are unknown or missing, or have values that are no number or no choice. The message names
-            each, and what to do.
+        UsageError: flags are unknown or missing, or have invalid values. The message names each, and what to do.
     """
     known, seen = parser._option_string_actions, set()
     checked, wrong, bad_values = [], [], []
@@ -152,7 +147,7 @@ def check_flags(
             bad_values += _value_problem(flag, action, argument)
             num_values -= 1
         checked.append(argument)
-    # Flags that have the same origin and need the same are told together.
+    # Group flags with the same origin and advice.
     groups: dict[tuple[str, str], list[str]] = {}
     for name in wrong:
         problem = (advise and advise(name)) or ("", did_you_mean(name, known).removeprefix(": "))
@@ -168,7 +163,7 @@ def check_flags(
 
 
 def _value_problem(name: str, action: Any, value: str) -> Iterator[str]:
-    """Yields what is wrong with a flag's value, unless the parser must tell."""
+    """Yields problems of a flag's value that the parser does not check."""
     kind = getattr(action, "_typehint", action.type)
     if action.choices is not None and value not in action.choices:
         choices = list(map(str, action.choices))
@@ -188,14 +183,13 @@ def sglang_flags() -> frozenset[str]:
 
 
 def _advise_server(name: str) -> tuple[str, str] | None:
-    """Returns whose flag this is, and what to do; None if it is nobody's."""
     if name in sglang_flags():
-        return "SGLang", SGLANG_ADVICE.get(name, "leave it out")
+        return "SGLang", SGLANG_ADVICE.get(name, "remove it")
     return ("vLLM", VLLM_ADVICE[name]) if name in VLLM_ADVICE else None
 
 
 def _advise_training(name: str) -> tuple[str, str] | None:
-    """Returns how to write a setting of `mtpjax train` that is given as a flag; None if there is no such setting."""
+    """Returns how to write a setting of `mtpjax train` that is given as a flag."""
     from mtpjax.training.config import TrainConfig
 
     setting = name.lstrip("-").replace("-", "_")
@@ -209,5 +203,5 @@ def _told(names: list[str], origin: str, advice: str) -> str:
     if not origin:
         return f"unknown flag{'' if is_one else 's'} {listed}" + (f": {advice}" if advice else "")
     kind = "is a flag" if is_one else "are flags"
-    advice = advice if is_one else re.sub(r"^leave it out", "leave them out", advice)
+    advice = advice if is_one else re.sub(r"^remove it", "remove them", advice)
     return f"{listed} {kind} of {origin} that mtpjax does not support: {advice}"

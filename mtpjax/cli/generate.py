@@ -9,7 +9,7 @@ from typing import Any
 
 from mtpjax.cli.common import set_threads
 from mtpjax.cli.config_flags import decode_settings, sampling_params, with_num_steps
-from mtpjax.cli.drafter_flags import load_drafter_of
+from mtpjax.cli.drafter_flags import chosen_method, load_drafter_of
 from mtpjax.cli.mesh_flags import load_on_mesh, open_mesh
 from mtpjax.errors import UsageError, printable
 from mtpjax.messages import count_of
@@ -29,6 +29,7 @@ def run_generate(options) -> int:
         The exit code.
     """
     set_threads(options.model_path)
+    chosen_method(options)
     # Check the flags and read the prompts before the model is loaded, which may take minutes.
     # The flag `--logprobs` is a number, and its pass over the finished texts needs nothing of decoding.
     settings = decode_settings(options) | {"logprobs": False}
@@ -61,7 +62,7 @@ def _check_flags(options, settings: dict[str, Any]) -> None:
 
 
 def _read_prompts(options) -> list:
-    """Returns the prompts that the flags name, as `mtpjax.data.prompts.Prompt`."""
+    """Returns the prompts given on the command line, as `mtpjax.data.prompts.Prompt` objects."""
     from mtpjax.data.prompts import Prompt, read_prompts
 
     if not options.prompt and options.prompts is None:
@@ -100,10 +101,12 @@ def _read_standard_input() -> str:
 def _generate_on(mesh, options, settings: dict[str, Any], prompts: list) -> int:
     from mtpjax.data.prompts import encode_prompts
     from mtpjax.data.tokenizer import load_tokenizer
-    from mtpjax.decoding.generate import without_drafts
     from mtpjax.distributed import is_main_process
+    from mtpjax.drafters.methods import uses_mtp_modules
     from mtpjax.evaluation.self_check import check_acceptance
+    from mtpjax.inference.generate import without_drafts
     from mtpjax.io.checkpoint_format import find_checkpoint
+    from mtpjax.serving.api.text_stream import TextStream
     from mtpjax.serving.offline import complete
 
     path = find_checkpoint(options.model_path)
@@ -114,18 +117,23 @@ def _generate_on(mesh, options, settings: dict[str, Any], prompts: list) -> int:
     config = _decode_config(options, settings, loaded_config, tokenizer, batch=min(options.batch_size, len(rows)))
     _check_lengths(prompts, rows, config, model.config.max_position_embeddings)
     # Warn if the MTP modules draft worse than they did in training; damaged modules raise no error otherwise.
-    if config.num_steps and config.drafter == "mtp":
+    if config.num_steps and uses_mtp_modules(config.drafter):
         check_acceptance(path, model, params)
     # The texts go to stdout, everything about them to stderr, so that the texts can be piped. All processes have the
     # texts, and one prints them.
     prints = is_main_process()
     output = _Output(options, tokenizer, prints, is_one=len(prompts) == 1)
+    sampling = sampling_params(options, 1)
+
+    def make_stream(prompt: list[int]) -> TextStream:
+        # Stop tokens are no part of the texts.
+        settings = {"stop": options.stop, "hidden_tokens": config.stop_token_ids}
+        return TextStream(tokenizer.incremental_decoder(prompt), **settings, min_tokens=int(sampling.min_new_tokens))  # type: ignore[arg-type]
+
     arguments: dict[str, Any] = {
         "model": model,
-        "sampling": dataclasses.replace(sampling_params(options, 1), seed=None),
-        "seeds": [options.seed + number for number in range(len(rows))],
-        "make_decoder": tokenizer.incremental_decoder,
-        "stop": options.stop,
+        "sampling": dataclasses.replace(sampling, seed=[options.seed + number for number in range(len(rows))]),
+        "make_stream": make_stream,
         "batch_size": options.batch_size,
     }
     texts, results = [], []
@@ -165,7 +173,7 @@ def _check_lengths(prompts: list, rows: list[list[int]], config, positions: int)
 
 
 def _score(params, rows: list[list[int]], completions: Sequence, options, model) -> list | None:
-    """Returns the log-probabilities of the new tokens, if the flags ask for them."""
+    """Returns the log-probabilities of the new tokens, if requested."""
     if options.logprobs is None:
         return None
     from mtpjax.evaluation.token_scores import score_tokens
@@ -189,7 +197,7 @@ class _Output:
             if self._options.json:
                 print(self._to_json(prompt, row, completion, own_scores), flush=True)
                 continue
-            # A chat shows the answer alone. Several answers need a line that says whose they are.
+            # A chat shows only the answer. Several answers need a line that identifies the prompt.
             if self._options.chat and not self._is_one:
                 print(f"[{prompt.id}] {printable(prompt.text, 70)}")
             _print_text("" if self._options.chat else prompt.text, completion.spans)
@@ -261,7 +269,7 @@ def _print_stats(results: list, texts: list[list[int]], config) -> None:
     stats = DecodeStats(**parts)
     rates = " ".join(f"{rate:.2f}" for rate in stats.survival_rates)
     num_tokens = sum(map(len, texts))
-    # Rounds go on until the next search for stop strings, and until the other texts of the batch have ended.
+    # Rounds continue until the next search for stop strings, and until the other texts of the batch have ended.
     num_after = int(stats.emitted.sum()) - num_tokens
     after = f" and {num_after} after stop strings" if num_after else ""
     counts = f"{count_of(num_tokens, 'token')}{after} in {count_of(stats.rounds.sum(), 'round')}"
@@ -275,7 +283,7 @@ def _print_stats(results: list, texts: list[list[int]], config) -> None:
 
 
 def _tell_of_limit(prompts: list[list[int]], config, positions: int) -> None:
-    """Says on stderr that a text may have fewer new tokens than the flags ask for."""
+    """Prints on stderr that a text may have fewer new tokens than requested."""
     longest = max(map(len, prompts))
     if config.max_length is None and longest + config.max_new_tokens > positions:
         print(
@@ -292,7 +300,7 @@ def _compare_with_plain(
     """Returns lines that say whether the texts equal plain decoding's and where not, and the exit code, 0 or 4."""
     import jax.numpy as jnp
 
-    from mtpjax.evaluation.acceptance import first_divergences
+    from mtpjax.evaluation.same_text import first_divergences
 
     plain = decode_plainly(config.min_rows)
     is_equal = [text == other for text, other in zip(texts, plain, strict=True)]
@@ -316,7 +324,7 @@ def _compare_with_plain(
 def _decode_config(options, settings: dict[str, Any], config, tokenizer, *, batch: int):
     """Makes the `DecodeConfig` of the command; adaptive depth takes its costs from a profile."""
     from mtpjax.decoding.config import DecodeConfig
-    from mtpjax.evaluation.profile import load_depth_settings
+    from mtpjax.evaluation.profile_file import load_depth_settings
 
     settings = with_num_steps(settings, config)
     # Adaptive depth weighs accept length against measured round times, which depend on the device.

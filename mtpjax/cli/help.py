@@ -12,14 +12,14 @@ from mtpjax.errors import UsageError
 
 
 class HelpFormatter(jsonargparse.DefaultHelpFormatter):
-    """Help of at most 80 columns: short names of values, each shown once per flag, and every default shown once."""
+    """Help of at most 80 columns: short value names, each once per flag, and each default once."""
 
     def __init__(self, prog: str, **settings: Any):
         # jsonargparse repeats "[options]" for every level of subcommands, which pushes the usage to the right.
         super().__init__(prog.replace(" [options]", ""), **settings)
 
     def add_usage(self, usage: str | None, actions: Iterable[argparse.Action], groups: Any, prefix: Any = None) -> None:
-        """Shows in the usage only what a command cannot do without: the groups list all flags."""
+        """Shows in the usage only what a command requires: the groups list all flags."""
         actions = [each for each in actions if not isinstance(each, argparse._HelpAction | argparse._VersionAction)]
         shown = [action for action in actions if action.required or not action.option_strings]
         if len(shown) < len(actions):
@@ -31,7 +31,6 @@ class HelpFormatter(jsonargparse.DefaultHelpFormatter):
         return textwrap.wrap(" ".join(text.split()), width, break_on_hyphens=False)
 
     def _fill_text(self, text: str, width: int, indent: str) -> str:
-        """Fills a description in the same way."""
         return textwrap.indent("\n".join(self._split_lines(text, width - len(indent))), indent)
 
     def _get_default_metavar_for_optional(self, action: argparse.Action) -> str:
@@ -75,26 +74,10 @@ class CommandParser(jsonargparse.ArgumentParser):
 
 
 def command_parser(description: str) -> CommandParser:
-    """Makes the parser of a command.
-
-    Args:
-        description: what the command does.
-
-    Returns:
-        A parser without flags.
-    """
     return CommandParser(description=description, formatter_class=HelpFormatter, allow_abbrev=False)
 
 
 def flag_group(parser: jsonargparse.ArgumentParser, title: str) -> Any:
-    """Returns a group of flags of a parser, and makes it at the first call.
-
-    Args:
-        parser: the parser.
-        title: heading of the group in `--help`.
-
-    Returns:
-        The group, whose `add_argument` adds a flag.
-    """
+    """Returns the group of flags with this title in `--help`; the first call adds it."""
     groups = parser.groups or {}
     return groups[title] if title in groups else parser.add_argument_group(title, name=title)

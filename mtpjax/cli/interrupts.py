@@ -1,4 +1,4 @@
-"""Ctrl-C that waits for the end of an import, and is not lost in a callback."""
+"""Delays Ctrl-C until the end of an import or callback, so that it is neither harmful nor lost."""
 
 import os
 import signal
@@ -7,16 +7,16 @@ import time
 from types import FrameType
 
 RETRY_SECONDS = 0.05  # until an interrupt at an unfit moment is delivered again
-MAX_SECONDS = 10.0  # that an interrupt waits at most
+MAX_SECONDS = 10.0  # maximum delay of an interrupt
 INTERRUPTED = 130  # the exit code of a shell's command that SIGINT ended
 
 
 def defer_interrupts() -> None:
     """Lets Ctrl-C wait for the end of an import.
 
-    An exception in the middle of an import leaves modules half made, and extension modules such as NumPy's then crash
-    the process. Python drops an exception that is raised inside a callback of its garbage collector, of which JAX has
-    one, so the interrupt would be lost. A handler of the caller, or an ignored signal, stays as it is.
+    An exception in the middle of an import leaves modules half initialized, and extension modules such as NumPy's then
+    crash the process. Python drops an exception raised inside a callback of its garbage collector, of which JAX has
+    one, so the interrupt would be lost. A handler of the caller, or an ignored signal, stays unchanged.
     """
     is_main = threading.current_thread() is threading.main_thread()
     if is_main and signal.getsignal(signal.SIGINT) is signal.default_int_handler:
@@ -24,7 +24,7 @@ def defer_interrupts() -> None:
 
 
 class _InterruptHandler:
-    """Raises `KeyboardInterrupt`, now or after the import or callback that is running."""
+    """Raises `KeyboardInterrupt`, now or after the running import or callback."""
 
     def __init__(self):
         self.waiting_since: float | None = None

@@ -45,23 +45,19 @@ def main(arguments: list[str] | None = None) -> None:
 
     Args:
         arguments: the command line without the program's name; None: `sys.argv`.
-
-    Raises:
-        SystemExit: always, with the exit code.
     """
     if arguments is None:
         defer_interrupts()
     try:
         _run(arguments)
     except SystemExit as end:
-        # Only the process of a command of its own may end at once.
+        # Only a process that runs nothing else may end at once.
         if arguments is None:
             _end_while_compiling(end.code)
         raise
 
 
 def _run(arguments: list[str] | None) -> NoReturn:
-    """Runs a command and exits; see `main`."""
     given = sys.argv[1:] if arguments is None else arguments
     command = given[0] if given and given[0] in COMMANDS else ""
     name, advice = f"mtpjax {command}".rstrip(), ""
@@ -94,7 +90,7 @@ def _run(arguments: list[str] | None) -> NoReturn:
 
 
 def _end_while_compiling(code: object) -> None:
-    """Ends the process at once if a thread of it compiles: XLA would crash when the interpreter ends under it."""
+    """Ends the process at once if one of its threads compiles: XLA would crash when the interpreter ends."""
     background = sys.modules.get("mtpjax.serving.background")
     if background is not None and background.is_compiling():
         from mtpjax.distributed import exit_without_shutdown
@@ -113,19 +109,17 @@ def _watch_for_aborts(name: str, has_peers: bool, advice: str) -> None:
 
 
 def _describe_full_memory(error: BaseException) -> str:
-    """Returns one line about an error of memory, with the limit of the address space if there is one."""
     parts = [f"memory is too small ({type(error).__name__}: {printable(error, 200)})", describe_address_limit()]
     return "; ".join(filter(None, parts))
 
 
 def _exit_code(kind: type[Exception]) -> int:
-    """Returns the exit code for an exception of this class, which must be one that `EXIT_CODES` covers."""
     return next(code for base, code in EXIT_CODES if issubclass(kind, base))
 
 
 def _prepare_process(command: str, *, is_own: bool) -> None:
-    """Sets up the process for a command; `is_own` says that the process runs nothing else."""
-    # Only a process of our own may be restarted, not one that calls this function.
+    """Sets up the process for a command; with `is_own`, the process runs only this command."""
+    # `keep_freed_memory` may restart the process.
     if is_own and command in ("quickstart", "train"):
         keep_freed_memory()
     # Warnings of the library, such as MTP modules that draft badly, reach the user in one line each.
@@ -137,7 +131,7 @@ def _prepare_process(command: str, *, is_own: bool) -> None:
 
 
 def _parse(arguments: list[str]):
-    """Parses the flags. Help that cannot be written, as on a full disk, is an error and not a success."""
+    """Parses the flags. Help that cannot be written, as on a full disk, is an error."""
     parser = make_parser()
     arguments = check_command_line(arguments, parser)
     # argparse ignores errors of writing, so it writes into memory.
@@ -158,12 +152,8 @@ def _parse(arguments: list[str]):
 
 
 def make_parser() -> CommandParser:
-    """Makes the parser of the `mtpjax` command with all subcommands.
-
-    Returns:
-        The parser.
-    """
-    # Every group adds its own commands. This runs without JAX, so `--help` answers at once.
+    """Makes the parser of `mtpjax` with all subcommands."""
+    # This runs without JAX, so `--help` answers at once.
     parser = CommandParser(
         prog="mtpjax",
         description="Multi-token prediction in JAX: training, speculative decoding, conversion and a server. "

@@ -13,7 +13,14 @@ from mtpjax.cli.common import (
     progress_bar,
     set_threads,
 )
-from mtpjax.cli.config_flags import DRAFT_FIELDS, SHAPE_FIELDS, add_config_flags, decode_settings, flag_names
+from mtpjax.cli.config_flags import (
+    DRAFT_FIELDS,
+    SHAPE_FIELDS,
+    add_config_flags,
+    decode_settings,
+    flag_names,
+    rule_choices,
+)
 from mtpjax.cli.drafter_flags import add_drafter_flags, add_reading_flags, load_drafter_of, reading_of
 from mtpjax.cli.help import command_parser, flag_group
 from mtpjax.cli.mesh_flags import add_mesh_flags, load_on_mesh, open_mesh
@@ -21,7 +28,6 @@ from mtpjax.cli.planning import add_plan, run_plan
 from mtpjax.cli.prediction import add_prediction_flags, run_prediction
 from mtpjax.cli.tuning import add_tune, run_tune
 from mtpjax.cli.vocabulary import add_vocabulary, run_vocabulary
-from mtpjax.decoding.config import EXACT_RULES, LOSSY_RULES
 from mtpjax.errors import printable
 from mtpjax.messages import count_of
 
@@ -53,8 +59,8 @@ def _add_profile(commands) -> None:
         *flag_names("num_steps"),
         type=int,
         default=None,
-        help=f"most draft levels to measure (default: {DEFAULT_PROFILE_STEPS} with MTP modules, else as many as the "
-        "drafter has)",
+        help=f"maximum number of draft levels to measure (default: {DEFAULT_PROFILE_STEPS} with MTP modules, else as "
+        "many as the drafter has)",
     )
     add_config_flags(profile, SHAPE_FIELDS[1:])
     add_drafter_flags(profile)
@@ -62,7 +68,7 @@ def _add_profile(commands) -> None:
     group.add_argument("--batch-size", type=int, nargs="+", default=[1], help="batch sizes to measure")
     group.add_argument("--context", type=int, default=512, help="tokens in the KV caches")
     group.add_argument("--temperature", type=float, default=0.0, help="0: greedy rounds; above 0: rounds that sample")
-    group.add_argument("--repeats", type=int, default=48, help="most measurements of each round")
+    group.add_argument("--repeats", type=int, default=48, help="maximum number of measurements of each round")
     group.add_argument(
         "--acceptance-rates",
         default=None,
@@ -125,8 +131,8 @@ def _add_ablate(commands) -> None:
         nargs="+",
         default=["mtp"],
         metavar="DRAFTER",
-        help="what drafts: mtp (the model's MTP modules), lookup or ngram (n-grams of the text), and folders, training "
-        "runs or Hub repositories of EAGLE-3, Medusa, DFlash and DSpark drafters for this model",
+        help="drafters to compare: mtp (the model's MTP modules), lookup or ngram (n-grams of the text), or the "
+        "folder, training run or Hub repository of an EAGLE-3, Medusa, DFlash or DSpark drafter for this model",
     )
     add_reading_flags(ablate)
     # The flags of single settings, which take several values here; the grid is their product.
@@ -138,15 +144,15 @@ def _add_ablate(commands) -> None:
             "acceptance",
             str,
             ["auto"],
-            "acceptance rules; auto: the default for temperature and tree; exact: all exact rules",
+            "acceptance rules; auto: the default for temperature and tree; exact: all exact rules; "
+            "package.module:RECORD: an AcceptanceRule of yours",
         ),
         ("temperature", float, [0.0, 1.0], "softmax temperatures; 0: greedy"),
         ("batch_size", int, [1, 4], "prompts decoded together"),
     ]
     grid_flags = flag_group(ablate, "grid: every combination is measured")
     for name, kind, default, meaning in grid:
-        rules = ("auto", "exact", *EXACT_RULES, *LOSSY_RULES)
-        choices = {"choices": rules, "metavar": "RULE"} if name == "acceptance" else {}
+        choices = {"choices": rule_choices("auto", "exact"), "metavar": "RULE"} if name == "acceptance" else {}
         grid_flags.add_argument(*flag_names(name), type=kind, nargs="+", default=default, help=meaning, **choices)
     group = flag_group(ablate, "measurement")
     group.add_argument("--repeats", type=int, default=5, help="times that each setting and plain decoding alternate")
@@ -187,6 +193,14 @@ def _add_prompt_flags(parser, *, required: bool, count: int) -> None:
     group.add_argument("--max-new-tokens", type=int, default=96, help="new tokens per prompt")
 
 
+def _prompt_choice(options):
+    """Returns the `PromptChoice` of the flags."""
+    from mtpjax.evaluation.prompt_choice import PromptChoice
+
+    categories = tuple(options.categories)
+    return PromptChoice(options.prompts, options.num_prompts, categories, options.prompt_tokens, options.chat)
+
+
 def _profile(options) -> int:
     drafter_path = options.speculative_draft_model_path
     # This default is for MTP modules; a drafter with its own files brings its own depth.
@@ -198,38 +212,39 @@ def _profile(options) -> int:
     import rich.console
 
     from mtpjax.console import print_parts
-    from mtpjax.evaluation import profile
+    from mtpjax.decoding.config import DecodeConfig
+    from mtpjax.drafters.methods import uses_mtp_modules
+    from mtpjax.evaluation import profile, profile_file, profile_report
     from mtpjax.io.checkpoint import load
 
     # Check the shape and the files before the model is loaded.
     if options.num_steps is not None:
         profile.shapes_up_to(options.num_steps, options.topk, options.num_draft_tokens)
-    acceptance = None if options.acceptance_rates is None else profile.read_acceptance(options.acceptance_rates)
-    if options.repeats < 1:
-        raise ValueError(f"repeats must be at least 1, got {options.repeats}")
+    rates = None if options.acceptance_rates is None else profile_file.read_acceptance(options.acceptance_rates)
+    conditions = profile.Conditions(
+        tuple(options.batch_size), options.context, options.temperature, repeats=options.repeats
+    )
     if options.output is not None:
         check_output_file(options.output)
     model, params = load(options.model_path, model_type=model_type(options), implementation=options.implementation)
-    settings, draft_params = load_drafter_of(options, {"num_steps": options.num_steps}, model)
-    output = profile.default_path(drafter_path or options.model_path) if options.output is None else options.output
+    settings = {name: options[name] for name in SHAPE_FIELDS}
+    settings, draft_params = load_drafter_of(options, settings, model)
+    drafter = settings.get("drafter", "mtp")
+    if isinstance(drafter, str) and not uses_mtp_modules(drafter):
+        raise ValueError(f"profiles are of MTP modules and of drafters in files, not of {drafter}")
+    output = options.output or profile_file.default_path(drafter_path or options.model_path)
     with progress_bar() as bar:
         # Compile a loop per shape and batch size, then time the loops in turns.
         task = bar.add_task("compiling and measuring", total=None)
         measured = profile.measure(
             params,
             model=model,
-            batches=tuple(options.batch_size),
-            num_steps=settings["num_steps"],
-            topk=options.topk,
-            num_draft_tokens=options.num_draft_tokens,
-            context=options.context,
-            temperature=options.temperature,
-            acceptance=acceptance,
-            rounds=options.repeats,
-            progress=lambda done, total: bar.update(task, completed=done, total=total),
-            drafter=settings.get("drafter", "mtp"),
+            config=DecodeConfig(**settings),
+            conditions=conditions,
             draft_params=draft_params,
+            progress=lambda done, total: bar.update(task, completed=done, total=total),
         )
+    measured["acceptance"] = rates
     if measured.get("context", options.context) < options.context:
         print(
             f"mtpjax profile: --context {options.context} leaves no room in the model's "
@@ -237,8 +252,8 @@ def _profile(options) -> int:
             file=sys.stderr,
         )
     # Save before printing: the tables are only a summary of the file.
-    profile.save(output, measured)
-    print_parts(rich.console.Console(), profile.tables(measured))
+    profile_file.save(output, measured)
+    print_parts(rich.console.Console(), profile_report.tables(measured))
     print(f"wrote {printable(output)}", file=sys.stderr)
     return 0
 
@@ -257,11 +272,10 @@ def _eval_acceptance_on(mesh, options) -> int:
     import rich.console
 
     from mtpjax.atomic import write_text
-    from mtpjax.data.prompts import choose_prompts, encode_prompts, max_prompt_length, read_prompts
     from mtpjax.data.tokenizer import load_tokenizer
     from mtpjax.decoding.config import DecodeConfig
     from mtpjax.distributed import is_main_process
-    from mtpjax.evaluation.acceptance import measure_acceptance
+    from mtpjax.evaluation.acceptance import AcceptanceCounts, measure_acceptance
     from mtpjax.evaluation.machine import describe_device
     from mtpjax.evaluation.metrics import print_report, report, to_json
     from mtpjax.evaluation.plot_style import picture_paths
@@ -272,9 +286,10 @@ def _eval_acceptance_on(mesh, options) -> int:
     # Check the settings and read the prompts before the model is loaded.
     settings = decode_settings(options)
     DecodeConfig(**settings)
-    chosen = choose_prompts(
-        read_prompts(options.prompts), options.num_prompts, categories=options.categories, seed=options.seed
-    )
+    if options.batch_size < 1:
+        raise ValueError(f"batch_size must be at least 1, got {options.batch_size}")
+    choice = _prompt_choice(options)
+    chosen = choice.read(options.seed)
     if options.output is not None:
         check_output_file(options.output)
         picture_paths(pathlib.Path(options.output).stem, options.plot_formats)  # warns now if none can be drawn
@@ -282,29 +297,24 @@ def _eval_acceptance_on(mesh, options) -> int:
     model, params, _ = load_on_mesh(path, options, mesh)
     tokenizer = load_tokenizer(path, model.config.vocab_size)
     settings, draft_params = load_drafter_of(options, settings, model)
-    most = max_prompt_length(model.config.max_position_embeddings, options.max_new_tokens, options.prompt_tokens)
-    prompts, cut = encode_prompts(chosen, tokenizer, max_tokens=most, chat=options.chat)
+    prompts, limit, cut = choice.encode(chosen, tokenizer, model.config, options.max_new_tokens)
     config = DecodeConfig(**settings, stop_token_ids=tokenizer.eos_token_ids)
     # Warn if the MTP modules draft worse than they did in training.
     if draft_params is None:
         check_acceptance(path, model, params)
     console = rich.console.Console()
-    # Cut prompts change what is measured, so say so.
+    # Cut prompts change the measurement, so print that.
     if cut:
-        print(f"cut to {count_of(most, 'token')}: {cut} of {count_of(len(prompts), 'prompt')}", file=sys.stderr)
+        print(f"cut to {count_of(limit, 'token')}: {cut} of {count_of(len(prompts), 'prompt')}", file=sys.stderr)
     with progress_bar() as bar:
-        task = bar.add_task("prompts", total=len(prompts))
-        acceptance = measure_acceptance(
-            params,
-            prompts,
-            model=model,
-            config=config,
-            temperature=options.temperature,
-            seed=options.seed,
-            batch_size=options.batch_size,
-            progress=lambda count: bar.update(task, advance=count),
-            draft_params=draft_params,
-        )
+        task, batches = bar.add_task("prompts", total=len(prompts)), []
+        for begin in range(0, len(prompts), options.batch_size):
+            batch = prompts[begin : begin + options.batch_size]
+            sampling = {"temperature": options.temperature, "seed": options.seed + begin, "batch_size": len(batch)}
+            arguments = {"model": model, "config": config, "draft_params": draft_params, **sampling}
+            batches.append(measure_acceptance(params, batch, **arguments))
+            bar.update(task, advance=len(batch))
+        acceptance = AcceptanceCounts.concatenate(batches)
     # Summarise per category and over all prompts, with intervals.
     figures = report(acceptance, [prompt.category for prompt in chosen])
     # Check that speculation did not change the text. Above temperature 0 only the rule "sample" draws plain decoding's
@@ -336,6 +346,7 @@ def _ablate(options) -> int:
     import rich.console
 
     from mtpjax.ablation import run
+    from mtpjax.evaluation.plot_style import picture_paths
 
     # The grid's axes; every other setting is the same in all cells.
     settings = run.Settings(
@@ -349,23 +360,18 @@ def _ablate(options) -> int:
         repeats=options.repeats,
         seed=options.seed,
     )
-    check_output_file(pathlib.Path(options.output) / "cells.jsonl")
-    return run.run(
+    output = pathlib.Path(options.output)
+    check_output_file(output / "cells.jsonl")
+    picture_paths(output / "heatmap", options.plot_formats)  # warns now if none can be drawn
+    subject = run.load_subject(
         options.model_path,
-        options.output,
-        settings,
-        console=rich.console.Console(),
+        options.drafters,
         model_type=model_type(options),
         implementation=options.implementation,
-        prompts=options.prompts,
-        num_prompts=options.num_prompts,
-        categories=options.categories,
-        prompt_tokens=options.prompt_tokens,
-        chat=options.chat,
-        plot_formats=options.plot_formats,
-        drafters=options.drafters,
-        **reading_of(options),
+        reading=reading_of(options),
     )
+    console, formats = rich.console.Console(), options.plot_formats
+    return run.run(subject, settings, _prompt_choice(options), output, console=console, plot_formats=formats)
 
 
 COMMANDS = {

@@ -11,7 +11,7 @@ AXES = ("data", "fsdp", "expert", "tensor")
 
 
 def add_mesh_flag(parser, help: str) -> None:
-    """Adds `--mesh`, which `parse_mesh` reads, with the help of the command."""
+    """Adds `--mesh`, which `parse_mesh` reads, with the command's help."""
     flag_group(parser, "devices").add_argument("--mesh", default="", metavar="AXIS=SIZE,...", help=help)
 
 
@@ -19,7 +19,7 @@ def add_mesh_flags(parser) -> None:
     """Adds `--mesh` for a command that decodes, `--allow-copies`, and the flags of several processes."""
     add_mesh_flag(
         parser,
-        "spread the model over devices, such as data=2,tensor=4: rows over data, heads and columns over tensor, "
+        "shard the model over devices, such as data=2,tensor=4: rows over data, heads and columns over tensor, "
         "experts over data and expert (default: one device)",
     )
     add_config_flags(parser, ("allow_copies",))
@@ -27,32 +27,18 @@ def add_mesh_flags(parser) -> None:
 
 
 def add_process_flags(parser) -> None:
-    """Adds SGLang's flags of several processes: `--nnodes`, `--node-rank` and `--dist-init-addr`."""
     group = flag_group(parser, "devices")
-    group.add_argument("--nnodes", type=int, default=1, help="processes that work together, one per host")
-    group.add_argument(
-        "--node-rank", type=int, default=None, help="number of this process, from 0 (default: the launcher's)"
-    )
+    group.add_argument("--nnodes", type=int, default=1, help="number of processes, one per host")
+    group.add_argument("--node-rank", type=int, help="number of this process, from 0 (default: the launcher's)")
     group.add_argument(
         "--dist-init-addr",
-        default=None,
         metavar="HOST:PORT",
         help="address of process 0 (default: the launcher's: Slurm, Open MPI or Kubernetes)",
     )
 
 
 def parse_mesh(text: str) -> dict[str, int]:
-    """Reads the axes of a mesh.
-
-    Args:
-        text: such as "data=2,tensor=4".
-
-    Returns:
-        The sizes by axis.
-
-    Raises:
-        ValueError: an axis is unknown or named twice, or a size is not a positive integer.
-    """
+    """Reads the sizes of a mesh by axis, from text such as "data=2,tensor=4". Raises ValueError."""
     sizes: dict[str, int] = {}
     for part in filter(None, text.split(",")):
         axis, _, size = part.partition("=")
@@ -63,21 +49,21 @@ def parse_mesh(text: str) -> dict[str, int]:
 
 
 def load_on_mesh(path, options, mesh, *, rearrange=lambda params: params):
-    """Loads the model of a command that decodes, and lays it out over the mesh.
+    """Loads the model of a command that decodes.
 
     Args:
         path: the checkpoint.
         options: what a parser with `add_mesh_flags`, `add_model_path_flag` and `add_implementation_flag` returned.
         mesh: the mesh, or None.
-        rearrange: changes the parameters before they are laid out for decoding.
+        rearrange: changes the parameters before they are sharded for decoding.
 
     Returns:
-        The model and its parameters, laid out for decoding, and the config of the checkpoint.
+        The model and its parameters, sharded for decoding, and the config of the checkpoint.
     """
     from mtpjax.io.checkpoint import load
     from mtpjax.models.decoding_layout import shard_for_decoding
 
-    # Load each process's parts only, then move them to the layout of decoding.
+    # Load only each process's shards, then move them to the layout for decoding.
     settings = {"model_type": model_type(options), "implementation": options.implementation}
     model, params = load(path, mesh=mesh, allow_copies=options.allow_copies, **settings)
     config, params = model.config, rearrange(params)
@@ -87,14 +73,7 @@ def load_on_mesh(path, options, mesh, *, rearrange=lambda params: params):
 
 
 def connect_processes(options) -> None:
-    """Joins the other processes, if there are any. Call it before the first JAX call that makes devices.
-
-    Args:
-        options: what a parser with `add_process_flags` returned.
-
-    Raises:
-        ValueError: a flag of several processes is given for one.
-    """
+    """Joins the other processes, if any, before the first JAX call that creates devices. Raises ValueError."""
     from mtpjax import distributed
 
     if options.nnodes > 1:
@@ -105,13 +84,7 @@ def connect_processes(options) -> None:
 
 @contextlib.contextmanager
 def open_mesh(options) -> Iterator:
-    """Joins the other processes, if there are any, and makes the mesh of a command.
-
-    Args:
-        options: what a parser with `add_mesh_flags` returned.
-
-    Yields:
-        The mesh; None for one device.
+    """Joins the other processes, if any, and yields the command's mesh; None for one device.
 
     Raises:
         ValueError: the mesh does not have the devices that JAX has.
@@ -121,7 +94,7 @@ def open_mesh(options) -> Iterator:
 
     sizes = parse_mesh(options.mesh)
     if options.nnodes > 1 and not sizes:
-        raise ValueError(f"{options.nnodes} processes need --mesh, which spreads the model over their devices")
+        raise ValueError(f"{options.nnodes} processes need --mesh, which shards the model over their devices")
     connect_processes(options)
     with distributed.raise_on_lost_peer():
         yield compat.make_mesh(sizes, distributed.mesh_devices(sizes)) if sizes else None

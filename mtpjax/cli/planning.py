@@ -2,6 +2,7 @@
 
 import json
 import math
+import pathlib
 import sys
 
 from mtpjax.atomic import check_output_file
@@ -78,44 +79,18 @@ def add_plan(commands) -> None:
         "modules on a frozen trunk",
     )
     flag_group(plan, "output").add_argument(
-        "--output", default=None, metavar="FILE", help="JSON file to write; its picture gets the same name"
+        "--output", default=None, metavar="FILE", help="JSON file to write; the plot is saved under the same name"
     )
     add_plot_formats_flag(plan)
     commands.add_subcommand("plan", plan, help="what a model needs on many GPUs, and how fast it could be there")
 
 
-def run_plan(options) -> int:
-    """Prints the plans, and returns the exit code."""
-    import pathlib
+def _load_of(options, config):
+    """Returns the `Load` of the flags: draft levels only with MTP modules, and a context that the model has."""
+    from mtpjax.evaluation.plan_report import Load
+    from mtpjax.evaluation.roofline import tokens_per_round
 
-    import rich.console
-
-    from mtpjax.atomic import write_text
-    from mtpjax.evaluation import plan, plan_report
-    from mtpjax.evaluation.compiled_call import compile_call, stored_shapes
-    from mtpjax.evaluation.plan_plots import plot_plan
-    from mtpjax.evaluation.roofline import DEVICES, tokens_per_round
-
-    # 1. Check the flags before the model is read.
-    if options.output is not None:
-        check_output_file(options.output)
-    if options.count < 1:
-        raise ValueError(f"count must be at least 1, got {options.count}")
-    if options.compile and options.device != "h100":
-        raise ValueError(f"--compile compiles for H100s, not for {options.device}")
-    # 2. Read the shapes of the weights, in the dtype that the flags ask for. No weight is read.
-    device, console = DEVICES[options.device], rich.console.Console()
-    config, params = read_model(options.model, model_type(options))
-    if params is None or options.weights != "stored":
-        params = stored_shapes(config, has_fp8=options.weights == "fp8")
-    # A plan for training has its own table, and no rounds.
-    if options.train is not None:
-        rows = plan_report.train_rows(config, params, device, count=options.count, trains=options.train)
-        console.print(plan_report.train_table(rows, device, options.count))
-        if options.output is not None:
-            write_text(options.output, json.dumps(rows, indent=1) + "\n")
-        return 0
-    # 3. Settle the draft levels and the accept length. Without MTP modules there are no drafts.
+    # One draft level is the default of a model with MTP modules.
     num_steps = min(1, config.num_mtp_modules) if options.num_steps is None else options.num_steps
     if num_steps < 0:
         raise ValueError(f"num_steps must be at least 0, got {num_steps}")
@@ -129,49 +104,81 @@ def run_plan(options) -> int:
             "model (max_position_embeddings)",
             file=sys.stderr,
         )
+    # Without a measured accept length, every level is assumed to be accepted with the same probability.
     accept_length = tokens_per_round(0.8, num_steps) if options.accept_length is None else options.accept_length
     if not 1 <= accept_length <= num_steps + 1:
         raise ValueError(
             f"accept_length must be within 1..{num_steps + 1} with {num_steps} draft levels, got {accept_length}"
         )
-    # 4. Compare all meshes, or check the one that --mesh names.
+    return Load(options.batch_size, context, num_steps, accept_length, options.prefill_chunk)
+
+
+def _compile_best(result, config, params) -> None:
+    """Compiles the fastest mesh that fits, and keeps XLA's own numbers in the result."""
+    from mtpjax.evaluation.compiled_call import compile_call, h100_mesh
+    from mtpjax.models.sharding import mesh_text
+
+    best = result.best.plan
+    print(f"compiling for {mesh_text(best.mesh)}", file=sys.stderr, flush=True)
+    found = compile_call(
+        config,
+        h100_mesh(best.mesh),
+        rows=best.rows,
+        slots=best.slots,
+        num_steps=result.load.num_steps,
+        params=params,
+        prefill_chunk=best.prefill_chunk,
+    )
+    result.compiled = {"arguments": found.arguments, "temp": found.temp, "cpu_seconds": found.seconds}
+    result.compiled["collectives"] = sum(found.collectives.values())
+
+
+def run_plan(options) -> int:
+    """Prints the plans, and returns the exit code."""
+    import rich.console
+
+    from mtpjax.atomic import write_text
+    from mtpjax.evaluation import plan, plan_report
+    from mtpjax.evaluation.compiled_call import stored_shapes
+    from mtpjax.evaluation.plan_plots import plot_plan
+    from mtpjax.evaluation.roofline import DEVICES
+
+    # 1. Check the flags before the model is read.
+    if options.output is not None:
+        check_output_file(options.output)
+    if options.count < 1:
+        raise ValueError(f"count must be at least 1, got {options.count}")
+    if options.compile and options.device != "h100":
+        raise ValueError(f"--compile compiles for H100s, not for {options.device}")
+    # 2. Read the shapes of the weights, in the requested dtype. No weights are read.
+    device, console = DEVICES[options.device], rich.console.Console()
+    config, params = read_model(options.model, model_type(options))
+    if params is None or options.weights != "stored":
+        params = stored_shapes(config, has_fp8=options.weights == "fp8")
+    # A plan for training has its own table, and no rounds.
+    if options.train is not None:
+        rows = plan_report.train_rows(config, params, device, count=options.count, trains=options.train)
+        console.print(plan_report.train_table(rows, device, options.count))
+        if options.output is not None:
+            write_text(options.output, json.dumps(rows, indent=1) + "\n")
+        return 0
+    # 3. Compare all meshes, or check the one that --mesh names.
+    load = _load_of(options, config)
     sizes = parse_mesh(options.mesh)
     if "fsdp" in sizes or (sizes and math.prod(sizes.values()) != options.count):
         raise ValueError(f"--mesh {options.mesh} must cover {options.count} GPUs with data, expert and tensor")
-    result = plan_report.compare_meshes(
-        config,
-        params,
-        device,
-        [sizes] if sizes else plan.list_meshes(options.count),
-        rows=options.batch_size,
-        context=context,
-        num_steps=num_steps,
-        accept_length=accept_length,
-        prefill_chunk=options.prefill_chunk,
-    )
+    meshes = [sizes] if sizes else plan.list_meshes(options.count)
+    result = plan_report.compare_meshes(config, params, device, meshes, load)
     for line in plan_report.describe(result, device, options.count):
         console.print(line)
-    # 5. Compile the fastest mesh that fits, to show XLA's own numbers beside the estimates.
+    # 4. XLA's own numbers beside the estimates, then JSON and the picture.
     if options.compile and result.best is not None:
-        best = result.best.plan
-        print(f"compiling for {plan_report.mesh_text(best.mesh)}", file=sys.stderr, flush=True)
-        found = compile_call(
-            config,
-            best.mesh,
-            rows=best.rows,
-            slots=best.slots,
-            num_steps=num_steps,
-            params=params,
-            prefill_chunk=best.prefill_chunk,
-        )
-        result.compiled = {"arguments": found.arguments, "temp": found.temp, "cpu_seconds": found.seconds}
-        result.compiled["collectives"] = sum(found.collectives.values())
+        _compile_best(result, config, params)
         console.print(plan_report.compiled_line(result))
-    # 6. Write JSON and the picture.
     if options.output is not None:
         write_text(options.output, json.dumps(result.to_json(), indent=1) + "\n")
         title = f"Plan of {pathlib.Path(options.model).name} on {options.count} {device.name}: {options.batch_size} "
-        title += f"rows of {context} tokens\nComputed and estimated, not measured"
+        title += f"rows of {load.context} tokens\nComputed and estimated, not measured"
         picture = pathlib.Path(options.output).with_suffix("")
         plot_plan(picture, result, device, options.plot_formats, title=title)
     return 0 if result.best is not None else 1

@@ -47,7 +47,7 @@ def run_prediction(options) -> int:
     import rich.console
 
     from mtpjax.atomic import write_text
-    from mtpjax.evaluation import roofline
+    from mtpjax.evaluation.roofline_report import tables
 
     # Check the flags: predictions exist for chains of MTP modules only.
     if options.output is not None:
@@ -64,7 +64,7 @@ def run_prediction(options) -> int:
     # Read shapes only. A preset has no files, so its weights count as bfloat16.
     config, params = read_model(options.model_path, model_type(options))
     weight_bytes = 2.0 if params is None else _bytes_of_weight(params)
-    rows, tables = roofline.tables(
+    rows, printed = tables(
         config,
         devices=options.device,
         batches=options.batch_size,
@@ -77,17 +77,13 @@ def run_prediction(options) -> int:
     if options.output is not None:
         write_text(options.output, json.dumps(rows, indent=1) + "\n")
     console = rich.console.Console()
-    for table in tables:
+    for table in printed:
         console.print(table)
     return 0
 
 
 def read_model(path: str, family: str | None):
-    """Reads what a prediction needs of a preset, a checkpoint or a folder with `config.json` alone.
-
-    Args:
-        path: the preset or folder.
-        family: the family to read a Hugging Face directory as, or None.
+    """Reads the data for a prediction from a preset, a checkpoint or a folder with only `config.json`.
 
     Returns:
         The config, and the shapes of the parameters as they are stored; None for a preset, which has no files.

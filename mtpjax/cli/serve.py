@@ -1,18 +1,15 @@
 """`mtpjax serve`."""
 
 import contextlib
+import functools
 import os
 from typing import Any
 
-from mtpjax.cli.common import set_threads
-from mtpjax.cli.config_flags import (
-    choose_num_steps,
-    decode_settings,
-)
+from mtpjax.cli.common import check_minimums, set_threads
+from mtpjax.cli.config_flags import decode_settings, with_num_steps
 from mtpjax.cli.disaggregation_flags import disaggregation_settings
-from mtpjax.cli.drafter_flags import ALGORITHMS as OF_FILES
-from mtpjax.cli.drafter_flags import ALIASES, load_drafter_of
-from mtpjax.cli.expert_flags import check_expert_devices, check_expert_flags, place_experts_by_flags
+from mtpjax.cli.drafter_flags import chosen_method, load_drafter_of
+from mtpjax.cli.expert_flags import check_expert_devices, place_experts_by_flags
 from mtpjax.cli.mesh_flags import load_on_mesh, open_mesh
 from mtpjax.cli.serve_processes import check_process_flags, check_same_start, connect_followers
 from mtpjax.cli.serve_settings import (
@@ -22,75 +19,40 @@ from mtpjax.cli.serve_settings import (
     load_grammars,
     server_settings,
 )
-from mtpjax.decoding.config import LOSSY_RULES
+from mtpjax.decoding.acceptance.rules import find_rule
 from mtpjax.errors import TokenizerError, UsageError, install_extra
 from mtpjax.host import raise_descriptor_limit
-from mtpjax.messages import did_you_mean
-
-# SGLang's names of draft methods without files of their own, and ours.
-ALGORITHMS = {"NEXTN": "mtp", "EAGLE": "mtp", "MTP": "mtp", "NGRAM": "lookup", "NONE": None}
 
 
-def engine_settings(options, num_modules: int) -> dict[str, Any]:
-    """Collects the settings of `DecodeConfig` that the flags hold.
-
-    Args:
-        options: the parsed flags.
-        num_modules: MTP modules of the model.
-
-    Returns:
-        Arguments of `DecodeConfig`.
-
-    Raises:
-        ValueError: for flags that contradict each other.
-    """
+def engine_settings(options) -> dict[str, Any]:
+    """Returns arguments of `DecodeConfig`, without the drafter. Raises ValueError."""
     settings = decode_settings(options)
-    # 1. The drafter.
-    algorithm = (options.speculative_algorithm or "MTP").upper()
-    if algorithm not in (*ALGORITHMS, *OF_FILES):
-        known = (*ALGORITHMS, *OF_FILES)
-        hint = did_you_mean(algorithm, known)
-        raise ValueError(f"--speculative-algorithm must be one of {', '.join(known)}, got {algorithm}{hint}")
-    has_files = options.speculative_draft_model_path is not None
-    if has_files and options.speculative_algorithm and algorithm not in (*OF_FILES, *ALIASES):
-        raise ValueError(
-            f"--speculative-algorithm {algorithm} has no files of its own: leave --speculative-draft-model-path out, "
-            f"or choose one of {', '.join(OF_FILES)}"
-        )
-    if algorithm in OF_FILES and not has_files:
-        raise ValueError(f"--speculative-algorithm {algorithm} needs --speculative-draft-model-path")
-    drafter = "mtp" if algorithm in OF_FILES else ALGORITHMS[algorithm]
-    if has_files:
-        # `load_drafter_of` sets the drafter, and the levels that the flags leave out.
-        settings |= {"drafter": drafter}
-    elif drafter is None:
-        settings |= {"num_steps": 0, "topk": 1, "num_draft_tokens": None}
-    else:
-        steps = choose_num_steps(settings["num_steps"], drafter, num_modules)
-        settings |= {"drafter": drafter, "num_steps": steps}
-    # 2. The acceptance rule. SGLang has switches for two.
-    rules = {
-        "token": options.speculative_use_rejection_sampling,
-        "block": options.speculative_use_block_verification,
-    }
+    # SGLang has switches for two acceptance rules.
+    rules = {"token": options.speculative_use_rejection_sampling, "block": options.speculative_use_block_verification}
     for rule in (rule for rule, is_chosen in rules.items() if is_chosen):
         if settings["acceptance"] not in ("auto", rule):
-            raise ValueError(f"acceptance is chosen twice: {settings['acceptance']} and {rule}")
+            raise ValueError(f"acceptance is set twice: {settings['acceptance']} and {rule}")
         settings["acceptance"] = rule
-    # A depth that changes needs a rule under which the text of a seed does not depend on the number of drafts.
+    # A changing depth needs a rule whose text for a seed does not depend on the number of drafts.
     changes_depth = options.speculative_adaptive or options.speculative_disable_by_batch_size is not None
     if changes_depth and settings["acceptance"] == "auto":
         settings["acceptance"] = "sample"
-    if settings["acceptance"] in LOSSY_RULES and not options.allow_lossy:
-        raise ValueError(f"acceptance '{settings['acceptance']}' changes the text's distribution: use --allow-lossy")
+    if ":" not in settings["acceptance"]:  # a record is imported later
+        check_lossy(settings["acceptance"], options)
     return settings
 
 
+def check_lossy(rule: str, options) -> None:
+    """Raises `ValueError` for a lossy acceptance rule without `--allow-lossy`. Imports a user's record."""
+    if rule != "auto" and not options.allow_lossy and not find_rule(rule).is_exact:
+        raise ValueError(f"acceptance '{rule}' changes the text's distribution: use --allow-lossy")
+
+
 def _mesh_text(options) -> str:
-    """Returns the mesh that `--mesh`, or SGLang's sizes, name."""
+    """Returns the mesh of `--mesh` or of SGLang's sizes."""
     has_sizes = options.tp_size is not None or options.dp_size != 1 or options.ep_size is not None
     if options.mesh and has_sizes:
-        raise ValueError("give either --mesh, or --tp-size, --dp-size and --ep-size")
+        raise ValueError("give either --mesh or --tp-size, --dp-size and --ep-size")
     if not has_sizes:
         return options.mesh
     size, parts = options.tp_size or 1, options.dp_size
@@ -109,7 +71,6 @@ def _mesh_text(options) -> str:
 
 
 def run_serve(options) -> int:
-    """Runs `mtpjax serve`; returns the exit code."""
     try:
         import fastapi  # noqa: F401
         import uvicorn  # noqa: F401
@@ -117,14 +78,16 @@ def run_serve(options) -> int:
         raise UsageError(f"{error.name} is missing: {install_extra('serve')}") from error
     check_process_flags(options)
     if options.wait_for_warm_up and options.skip_server_warmup:
-        raise UsageError("--wait-for-warm-up and --skip-server-warmup exclude each other")
+        raise UsageError("--wait-for-warm-up and --skip-server-warmup cannot be combined")
     options.mesh = _mesh_text(options)
     # Check the flags before the model is loaded, which may take minutes.
-    check_expert_flags(options)
+    check_minimums(options, ep_num_redundant_experts=0, eplb_rebalance_num_iterations=1)
     check_used(options)
-    engine_settings(options, num_modules=1)
-    # The number of threads and the compilation cache are set before anything imports JAX.
+    engine_settings(options)
+    # The number of threads and the compilation cache are set before anything imports JAX, as a user's record may.
     set_threads(options.model_path)
+    check_lossy(options.acceptance, options)
+    chosen_method(options)
     disaggregation = disaggregation_settings(options)
     raise_descriptor_limit()
     with open_mesh(options) as mesh:
@@ -138,8 +101,10 @@ def _serve_on(mesh, options, disaggregation) -> int:
     from mtpjax.data.tokenizer import load_tokenizer
     from mtpjax.decoding.config import DecodeConfig
     from mtpjax.distributed import is_main_process
+    from mtpjax.drafters.methods import uses_mtp_modules
     from mtpjax.evaluation.self_check import check_acceptance
     from mtpjax.io.checkpoint_format import find_checkpoint
+    from mtpjax.serving.engine import Engine
     from mtpjax.serving.http_server import listen
     from mtpjax.serving.launch import explain_full_memory, running_engine, serve
     from mtpjax.serving.loading import open_port
@@ -148,7 +113,7 @@ def _serve_on(mesh, options, disaggregation) -> int:
     check_expert_devices(options, mesh)
     server = server_settings(options)
     with contextlib.ExitStack() as stack:
-        # 1. The port is open from the beginning: clients hear that the server loads.
+        # 1. The port is open from the start: clients are told that the server is loading.
         listener = stack.enter_context(listen(options.host, options.port)) if is_main_process() else None
         loading = stack.enter_context(contextlib.ExitStack())
         report = loading.enter_context(open_port(listener, "mtpjax serve")).report
@@ -157,18 +122,17 @@ def _serve_on(mesh, options, disaggregation) -> int:
         template = None if options.chat_template is None else read_text(options.chat_template)
         check_same_start(options, path)
         report("loading the weights")
-        with explain_full_memory("give the model more devices with --tp-size"):
+        with explain_full_memory("use more devices: raise --tp-size"):
             model, params, loaded_config = load_on_mesh(
                 path, options, mesh, rearrange=lambda params: place_experts_by_flags(params, options, mesh)
             )
         if options.tokenizer_path and not os.path.exists(options.tokenizer_path):
             raise TokenizerError(f"--tokenizer-path: there is no {options.tokenizer_path}")
         tokenizer = load_tokenizer(options.tokenizer_path or path, model.config.vocab_size, chat_template=template)
-        chosen = engine_settings(options, loaded_config.num_mtp_modules)
-        with explain_full_memory("give the model more devices with --tp-size"):
-            chosen, draft_params = load_drafter_of(options, chosen, model)
-        config = DecodeConfig(**chosen)
-        if config.num_steps and config.drafter == "mtp":
+        with explain_full_memory("use more devices: raise --tp-size"):
+            chosen, draft_params = load_drafter_of(options, engine_settings(options), model)
+        config = DecodeConfig(**with_num_steps(chosen, loaded_config))
+        if config.num_steps and uses_mtp_modules(config.drafter):
             report("checking the drafts")
             check_acceptance(path, model, params)
         # 3. The engine, which processes other than the main one follow. Pages of a prefill server arrive in host
@@ -185,8 +149,7 @@ def _serve_on(mesh, options, disaggregation) -> int:
             return 0
         # 4. The server.
         started = {"server": server, "model_name": api.model_name, "followers": followers, "report": report}
-        engine, metrics = stack.enter_context(running_engine(params, **arguments, **started))
+        engine, metrics = stack.enter_context(running_engine(functools.partial(Engine, params, **arguments), **started))
         shown = metrics if options.enable_metrics else None
-        should_stop = None if followers is None else followers.should_drain
-        serve(engine, tokenizer, api, server, shown, disaggregation, should_stop, listener=listener, loading=loading)
+        serve(engine, tokenizer, api, server, shown, disaggregation, listener=listener, loading=loading)
     return 0

@@ -17,34 +17,19 @@ END_BYTES = 1 << 16  # of each file of weights
 
 
 def check_process_flags(options) -> None:
-    """Checks the flags of a server in several processes.
-
-    Args:
-        options: the parsed flags.
-
-    Raises:
-        UsageError: a flag does not work there.
-    """
     if options.nnodes == 1:
         return
-    if options.disaggregation_mode not in (None, "null"):
-        raise UsageError("--disaggregation-mode needs a server in one process: leave --nnodes out")
-    if options.speculative_draft_model_path is not None:
-        raise UsageError("--speculative-draft-model-path needs a server in one process: leave --nnodes out")
-    if options.enable_hierarchical_cache:
-        raise UsageError("--enable-hierarchical-cache needs a server in one process: leave --nnodes out")
+    given = {
+        "--disaggregation-mode": options.disaggregation_mode not in (None, "null"),
+        "--speculative-draft-model-path": options.speculative_draft_model_path is not None,
+        "--enable-hierarchical-cache": options.enable_hierarchical_cache,
+    }
+    for flag in (flag for flag, is_given in given.items() if is_given):
+        raise UsageError(f"{flag} needs a server in one process: remove --nnodes")
 
 
 def check_same_start(options, path: pathlib.Path) -> None:
-    """Checks that all processes have the same flags, checkpoint and versions. All of them must call it.
-
-    Args:
-        options: the parsed flags.
-        path: the checkpoint.
-
-    Raises:
-        ValueError: they differ; the message says in what.
-    """
+    """Checks, in all processes at once, that flags, checkpoint and versions are equal. Raises ValueError."""
     if options.nnodes == 1:
         return
     import jax
@@ -58,7 +43,7 @@ def check_same_start(options, path: pathlib.Path) -> None:
 
 @contextlib.contextmanager
 def connect_followers(options, params: dict, arguments: dict[str, Any]) -> Iterator:
-    """Connects the processes of a server. In all but the first, it runs the calls of process 0 until that one stops.
+    """Connects the processes of a server. All but the first run the calls of process 0 until it stops.
 
     Args:
         options: the parsed flags.

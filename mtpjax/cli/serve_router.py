@@ -1,37 +1,24 @@
 """`mtpjax serve-router`."""
 
 from mtpjax.cli.help import command_parser, flag_group
+from mtpjax.cli.serve_flags import add_listen_flags
 from mtpjax.errors import UsageError, install_extra
 from mtpjax.messages import count_of
 
 
 def add_serve_router(commands) -> None:
-    """Adds the command and its flags to the subcommands of the `mtpjax` parser."""
     router = command_parser(
-        "Pass requests on to several servers of the same model: each request to the server with the fewest running "
-        "ones. Among equally busy servers, prompts with the same beginning go to the same one, whose prefix cache has "
-        "it. Servers that do not answer are left out until they do. API keys are passed on; the servers check them."
+        "Route each request to one of several servers of the same model: the one with the fewest running requests. "
+        "Among equally busy servers, prompts with the same beginning go to the same one, for its prefix cache. Servers "
+        "that do not answer get no requests until they do. The servers check API keys, which the router forwards."
     )
     group = flag_group(router, "servers")
     group.add_argument("--decode-urls", nargs="+", required=True, metavar="URL", help="addresses of the servers")
-    group = flag_group(router, "router")
-    group.add_argument("--host", default="127.0.0.1", help="address to listen on; 0.0.0.0: all of this machine's")
-    group.add_argument("--port", type=int, default=30000, help="port to listen on; 0: a free one")
-    group.add_argument(
-        "--drain-timeout", type=float, default=30.0, help="seconds that running requests get after SIGTERM"
-    )
-    group.add_argument(
-        "--log-level",
-        default="info",
-        choices=("debug", "info", "warning", "error"),
-        metavar="LEVEL",
-        help="messages to show: debug, info, warning or error, and those that are worse",
-    )
-    commands.add_subcommand("serve-router", router, help="pass requests on to several servers")
+    add_listen_flags(flag_group(router, "router"))
+    commands.add_subcommand("serve-router", router, help="route requests to several servers")
 
 
 def run_serve_router(options) -> int:
-    """Runs `mtpjax serve-router`; returns the exit code."""
     import logging
 
     try:
@@ -42,8 +29,8 @@ def run_serve_router(options) -> int:
     logging.getLogger("mtpjax").setLevel(options.log_level.upper())
     router = Router(options.decode_urls)
     with listen(options.host, options.port) as listener:
-        line = f"mtpjax serve-router: {count_of(len(router.upstreams), 'server')} behind {address_of(listener)}"
+        line = f"mtpjax serve-router: {address_of(listener)} routes to {count_of(len(router.upstreams), 'server')}"
         # At a second Ctrl-C the connections are closed, which ends the requests.
         drain = lambda: router.drain(options.drain_timeout)
-        run_app(router, listener, line, drain, lambda: None, has_lifespan=True, log_level="warning")
+        run_app(router, listener, line, drain, lambda: None, has_lifespan=True)
     return 0

@@ -5,7 +5,6 @@ import logging
 import os
 import sys
 
-from mtpjax.cli.drafter_flags import name_of_drafter
 from mtpjax.errors import UsageError
 
 DEFAULT_HOST_GB = 4.0
@@ -15,18 +14,15 @@ log = logging.getLogger("mtpjax.serve")
 
 
 def engine_sizes(options, params: dict, *, model, config, grammars, uses_host: bool):
-    """Makes the sizes and limits of the engine.
+    """Makes the `EngineSettings`.
 
     Args:
         options: the parsed flags.
-        params: parameters of the model, already on their devices: the pool of pages takes memory that is left.
+        params: parameters of the model, already on their devices: the pool of pages takes the memory that is left.
         model: the model.
         config: the `DecodeConfig` of every request.
         grammars: what `load_grammars` returned.
-        uses_host: pages may lie in host memory.
-
-    Returns:
-        The `EngineSettings`.
+        uses_host: pages may be in host memory.
 
     Raises:
         MemoryTooSmall: there is no room for the pages of one text.
@@ -68,11 +64,6 @@ def engine_sizes(options, params: dict, *, model, config, grammars, uses_host: b
 
 
 def server_settings(options):
-    """Makes the `ServerSettings`: the address, and when the server ends.
-
-    Args:
-        options: the parsed flags.
-    """
     from mtpjax.serving.launch import ServerSettings
 
     return ServerSettings(
@@ -85,29 +76,20 @@ def server_settings(options):
 
 
 def api_settings(options, path, config, settings):
-    """Makes the `ApiSettings`: names, keys, and what `/server_info` says.
-
-    Warns on stderr if everybody who reaches the server may use it.
-
-    Args:
-        options: the parsed flags.
-        path: folder of the model.
-        config: the `DecodeConfig` of every request.
-        settings: what `engine_sizes` returned.
-    """
+    """Makes the `ApiSettings`; `settings` are the engine's. Warns on stderr if the server is open to everybody."""
     from mtpjax.serving.api.server import ApiSettings
 
     folder = path.parent.name if path.name == "checkpoint" else path.name
     keys = _read_keys(options.api_key, KEY_VARIABLE)
     if not keys and options.host not in ("127.0.0.1", "localhost", "::1"):
-        print(f"mtpjax serve: anybody who reaches {options.host} may use the model: set an --api-key", file=sys.stderr)
+        print(f"mtpjax serve: everyone who can reach {options.host} can use the model: set --api-key", file=sys.stderr)
     return ApiSettings(
         model_name=options.served_model_name or folder,
         api_keys=keys,
         admin_api_keys=_read_keys(options.admin_api_key, ADMIN_KEY_VARIABLE),
         server_info={
             "model_path": str(options.model_path),
-            "speculative_algorithm": _drafter_name(config),
+            "speculative_algorithm": _drafter_name(options, config),
             "speculative_draft_model_path": options.speculative_draft_model_path,
             "speculative_num_steps": config.num_steps,
             "speculative_eagle_topk": config.topk,
@@ -121,19 +103,7 @@ def api_settings(options, path, config, settings):
 
 
 def load_grammars(backend: str | None, tokenizer, vocab_size: int):
-    """Makes the compiler of requests' JSON schemas and regular expressions.
-
-    Args:
-        backend: the value of `--grammar-backend`.
-        tokenizer: the tokenizer.
-        vocab_size: the model's vocabulary.
-
-    Returns:
-        The compiler; None without the package, unless the flag asks for it.
-
-    Raises:
-        UsageError: the flag asks for the compiler, and it is not installed or does not support the tokenizer.
-    """
+    """Makes the compiler of grammars; None if it is missing and not requested. Raises UsageError if it is."""
     from mtpjax.serving.grammar import Grammars
 
     try:
@@ -145,14 +115,7 @@ def load_grammars(backend: str | None, tokenizer, vocab_size: int):
 
 
 def check_used(options) -> None:
-    """Checks that no flag is given whose setting another flag turns off.
-
-    Args:
-        options: the parsed flags.
-
-    Raises:
-        UsageError: a flag would have no effect.
-    """
+    """Raises UsageError if a flag has no effect because of another flag."""
     unused = []
     uses_host = options.enable_hierarchical_cache or options.disaggregation_mode in ("prefill", "decode")
     if options.hicache_size is not None and not uses_host:
@@ -168,15 +131,15 @@ def check_used(options) -> None:
 
 
 def _read_keys(flag: str | None, variable: str) -> tuple[str, ...]:
-    """Returns the keys of a flag, or of an environment variable if the flag is not given."""
     given = flag or os.environ.get(variable, "")
     return tuple(filter(None, (key.strip() for key in given.split(","))))
 
 
-def _drafter_name(config) -> str | None:
-    """Returns SGLang's name of the draft method that runs; None: nothing is drafted."""
+def _drafter_name(options, config) -> str | None:
+    """Returns SGLang's name of the draft method that runs, or a user's name; None: nothing is drafted."""
+    from mtpjax.drafters.methods import method_of
+
     if not config.num_steps:
         return None
-    if isinstance(config.drafter, str):
-        return {"mtp": "MTP", "lookup": "NGRAM"}[config.drafter]
-    return name_of_drafter(config.drafter)
+    method = method_of(config.drafter)
+    return method.algorithms[0] if method and method.algorithms else options.speculative_algorithm

@@ -6,11 +6,6 @@ from mtpjax.cli.serve_router import add_serve_router, run_serve_router
 
 
 def add_commands(commands) -> None:
-    """Adds the commands and their flags.
-
-    Args:
-        commands: the subcommands of the `mtpjax` parser.
-    """
     text = "serve a model over HTTP, with OpenAI's and SGLang's routes"
     commands.add_subcommand("serve", serve_flags.make_parser(), help=text)
     add_serve_router(commands)

@@ -2,7 +2,7 @@
 
 When the process that coordinates a multi-process run dies, or another one sends no heartbeats, JAX's runtime aborts the
 process from its own thread. Native threads abort it too when `ulimit -v` leaves no memory for them. Python code of the
-same process cannot prevent that, and schedulers would read it as a crash.
+same process cannot prevent that, and schedulers would treat it as a crash.
 """
 
 import ctypes
@@ -23,9 +23,9 @@ def continue_in_child(name: str, exit_code: int, message: str, signals: tuple[in
     Must run before anything starts threads, and so before JAX is used.
 
     Args:
-        name: the command, with which the message begins.
+        name: the command, with which the message starts.
         exit_code: the parent's exit code if one of `signals` ends the child.
-        message: why, and what the user can do, in one line.
+        message: the reason, and what the user can do, in one line.
         signals: by which native code ends the child.
     """
     parent = os.getpid()
@@ -47,7 +47,7 @@ def continue_in_child(name: str, exit_code: int, message: str, signals: tuple[in
 
 
 def _end_with(parent: int) -> None:
-    """Lets this process be killed when its parent ends, and leaves the parent's process group.
+    """Kills this process when its parent ends, and leaves the parent's process group.
 
     In the group, Ctrl-C would reach this process twice: from the terminal and from the parent.
     """

@@ -103,8 +103,8 @@ def _quickstart(options) -> int:
     from mtpjax.training import quickstart
     from mtpjax.training.config import TrainConfig
 
-    # --quick stops after a few updates. Otherwise the clock ends the training, but not before a model is trained whose
-    # texts do not loop, however slow or busy the machine is.
+    # --quick stops after a few updates. Otherwise the clock ends the training, but on a slow or busy machine not before
+    # the model's texts no longer loop.
     steps, seconds, min_steps = (20, math.inf, 0) if options.quick else (10**9, options.seconds, QUICKSTART_UPDATES)
     config = TrainConfig(
         preset=options.preset,

@@ -16,7 +16,9 @@ def add_vocabulary(commands) -> None:
     add_model_path_flag(vocabulary)
     group = flag_group(vocabulary, "data")
     group.add_argument("--data", required=True, metavar="PATH", help="a file of text or records, or a folder of them")
-    group.add_argument("--pattern", default="*", help="files of a folder to read, such as '*.jsonl'")
+    group.add_argument(
+        "--pattern", default="*", help="glob pattern of the files to read in a folder, such as '*.jsonl'"
+    )
     group = flag_group(vocabulary, "output")
     group.add_argument("--size", type=int, required=True, help="token ids to keep, special tokens included")
     group.add_argument("--output", required=True, metavar="FILE", help="JSON file to write")
@@ -63,7 +65,7 @@ def run_vocabulary(options) -> int:
         chosen = "bold" if size == options.size else ""
         table.add_row(str(size), f"{size / vocab_size:.1%}", f"{share:.2%}", style=chosen)
     rich.console.Console().print(table)
-    # Name what was not read, so that a wrong --pattern does not pass unnoticed.
+    # List what was not read, so that a wrong --pattern is noticed.
     skipped = f", {len(corpus.skipped)} skipped, the last: {printable(corpus.skipped[-1])}" if corpus.skipped else ""
     files_read = f"{count_of(corpus.num_files, 'file')} of text{skipped}"
     counted = f"{count_of(corpus.counts.sum(), 'token')} of {files_read}"

@@ -10,7 +10,7 @@ from mtpjax.data.hidden_text import Spans
 from mtpjax.data.tokenizer import HuggingFaceTokenizer, Tokenizer, TokenizerError
 from mtpjax.errors import AnswerLocationError, ConversationError, DroppedTextError
 
-# The date for templates that write one, so that tokens do not change by day.
+# The date for templates that write one, so that tokens do not change from day to day.
 TEMPLATE_DATE = datetime.datetime(2025, 1, 1)
 
 
@@ -25,8 +25,6 @@ def encode_chat(
     conversation. Messages of `"weight": 0` do not count.
 
     Args:
-        messages: the conversation, in OpenAI's form.
-        tokenizer: a tokenizer with a chat template.
         **template_variables: variables of the template, such as `tools`.
 
     Returns:
@@ -36,8 +34,6 @@ def encode_chat(
     Raises:
         AnswerLocationError: the answers cannot be located, because the template writes a message differently when more
             messages follow, or because a token spans the start or end of an answer.
-        TokenizerError: the tokenizer has no chat template, or it does not compile.
-        ConversationError: the template rejects these messages, or would drop the text of one.
     """
     template_variables = {"strftime_now": TEMPLATE_DATE, **template_variables}
     messages = list(messages)
@@ -47,11 +43,10 @@ def encode_chat(
                 messages, add_generation_prompt=False, with_generation=True, **template_variables
             )
         except DroppedTextError as error:
-            # A template that forgets earlier answers may still write each of them when it is the last.
+            # A template that drops earlier answers may still write each of them in last place.
             if error.index not in _answer_indices(messages):
                 raise
-            place = f"the answer in message {error.index + 1} of {len(messages)}"
-            raise AnswerLocationError(f"{place} cannot be located: {error}") from error
+            raise _not_located(error.index, messages, error) from error
         tokens, offsets = tokenizer.encode_rendered(rendered)
         if (blocks := _counted_blocks(rendered.generation, messages)) is not None:
             return tokens, _mark_blocks(tokens, offsets, blocks, tokenizer)
@@ -65,13 +60,11 @@ def encode_answers(
 ) -> tuple[list[tuple[list[int], np.ndarray]], list[str]]:
     """Encodes a conversation as documents in which all answers that can be located are targets.
 
-    This is one document if `encode_chat` can locate every answer. Otherwise each answer gets a document of its own: the
-    prompt as decoding sees it, and the answer as the template writes it last. Templates for reasoning models, for
-    example, remove the thoughts of earlier answers.
+    This is one document if `encode_chat` can locate every answer. Otherwise each answer gets its own document: the
+    prompt as decoding sees it, and the answer as the template writes it in last place. Templates for reasoning models,
+    for example, remove the thoughts of earlier answers.
 
     Args:
-        messages: the conversation, in OpenAI's form.
-        tokenizer: a tokenizer with a chat template.
         **template_variables: variables of the template, such as `tools`.
 
     Returns:
@@ -80,8 +73,6 @@ def encode_answers(
 
     Raises:
         AnswerLocationError: no answer can be located.
-        TokenizerError: the tokenizer has no chat template, or it does not compile.
-        ConversationError: the template rejects these messages, or would drop the text of one.
     """
     messages = list(messages)
     try:
@@ -101,14 +92,19 @@ def encode_answers(
 
 
 def _answer_indices(messages: Sequence[dict[str, Any]]) -> list[int]:
-    """Returns the places of the answers that count."""
+    """Returns the indices of the answers that count."""
     return [n for n, each in enumerate(messages) if each["role"] == "assistant" and each.get("weight") != 0]
+
+
+def _not_located(index: int, messages: Sequence[Any], problem: object) -> AnswerLocationError:
+    place = f"the answer in message {index + 1} of {len(messages)}"
+    return AnswerLocationError(f"{place} cannot be located: {problem}")
 
 
 def _mark_by_prefixes(
     tokens: list[int], messages: list[dict[str, Any]], tokenizer: Tokenizer, template_variables: dict[str, Any]
 ) -> np.ndarray:
-    """Locates each answer by encoding what comes before it and through it.
+    """Locates each answer by encoding the conversation up to its start and up to its end.
 
     Both must be prefixes of the whole, or positions would not match what decoding sees.
     """
@@ -121,10 +117,8 @@ def _mark_by_prefixes(
         )
         begin, end = len(prompt), len(through)
         if begin > end or tokens[:begin] != prompt or tokens[:end] != through:
-            raise AnswerLocationError(
-                f"the answer in message {index + 1} of {len(messages)} cannot be located: the chat template or the"
-                " tokenizer writes the text before it or in it differently than in the whole conversation"
-            )
+            problem = "writes the text before it or in it differently than in the whole conversation"
+            raise _not_located(index, messages, f"the chat template or the tokenizer {problem}")
         is_target[begin : _answer_end(tokens, begin, end, tokenizer)] = True
     return is_target
 
@@ -138,14 +132,12 @@ def _encode_answer(
     prompt = render(messages[:index], add_generation_prompt=True, **template_variables)
     through = render(messages[: index + 1], add_generation_prompt=False, **template_variables)
     if not through.text.startswith(prompt.text):
-        raise AnswerLocationError(
-            f"the answer in message {index + 1} of {len(messages)} cannot be located: the chat template does not write"
-            " it after the prompt that decoding would see"
-        )
+        problem = "the chat template does not write it after the prompt that decoding would see"
+        raise _not_located(index, messages, problem)
     before, (tokens, _) = tokenizer.encode_rendered(prompt)[0], tokenizer.encode_rendered(through)
     begin = len(before)
     if tokens[:begin] != before:
-        # A token spans the prompt and the answer. In decoding none does, so they are encoded one after the other.
+        # A token spans the prompt and the answer. In decoding none does, so they are encoded separately.
         tokens = before + tokenizer.encode_rendered(through, len(prompt.text))[0]
     is_target = np.zeros(len(tokens) + 1, bool)
     is_target[begin : _answer_end(tokens, begin, len(tokens), tokenizer)] = True
@@ -153,7 +145,7 @@ def _encode_answer(
 
 
 def _counted_blocks(blocks: Spans | None, messages: list[dict[str, Any]]) -> Spans | None:
-    """Returns the generation blocks whose answers count, or None where blocks do not tell them apart."""
+    """Returns the generation blocks whose answers count, or None if the blocks cannot be matched to answers."""
     answers = [message for message in messages if message["role"] == "assistant"]
     if blocks is None or all(message.get("weight") != 0 for message in answers):
         return blocks
@@ -168,7 +160,7 @@ def _mark_blocks(
     """Marks the tokens of generation blocks."""
     is_target = np.zeros(len(tokens) + 1, bool)
     starts, ends = np.array(offsets, np.int64).reshape(-1, 2).T
-    # Offsets may leave out the space that a token begins with, so a token begins where the last one ends.
+    # Offsets may leave out a token's leading space, so a token starts where the last one ends.
     starts = np.minimum(starts, np.maximum.accumulate(np.append(0, ends))[:-1])
     for start, stop in blocks:
         begin, end = int(np.searchsorted(ends, start, "right")), int(np.searchsorted(starts, stop, "left"))
@@ -192,19 +184,11 @@ def _answer_end(tokens: list[int], begin: int, end: int, tokenizer: Tokenizer) -
 
 
 def encode_formatted(text: str, tokenizer: Tokenizer) -> tuple[list[int], np.ndarray]:
-    """Encodes a conversation that the chat template has written already, and marks the assistant's answers as targets.
+    """Encodes a conversation that is already formatted by the chat template, and marks the answers as targets.
 
-    An answer begins after the text that the template adds for `add_generation_prompt`. It ends with the next end token.
+    An answer starts after the text that the template adds for `add_generation_prompt`. It ends with the next end token.
 
-    Args:
-        text: the conversation as text, special tokens included.
-        tokenizer: a tokenizer with a chat template whose generation prompt has text.
-
-    Returns:
-        Tokens `[n]`, and `[n + 1]` bool, true where a token is a target, as `encode_chat` returns them.
-
-    Raises:
-        TokenizerError: the tokenizer is not from a file, or its template has no generation prompt.
+    Returns tokens `[n]`, and `[n + 1]` bool, true where a token is a target, as `encode_chat` returns them.
     """
     if not isinstance(tokenizer, HuggingFaceTokenizer):
         raise TokenizerError("text that a chat template has written needs the tokenizer of that template")

@@ -1,4 +1,4 @@
-"""Messages and tools as clients and data sets write them, in one clean form, and in the forms that templates read.
+"""Converts messages and tools of clients and data sets to one clean form, and to the forms that templates read.
 
 Clean messages are OpenAI's, without null fields. `content` is a text or a list of parts of text; an answer without text
 has none. `tool_calls` is a list of `{"type": "function", "function": {"name", "arguments"}}`, whose arguments stay an
@@ -19,11 +19,11 @@ REASONING_FIELDS = ("reasoning_content", "thinking", "reasoning")  # the first i
 
 @dataclasses.dataclass(frozen=True)
 class Forms:
-    """The forms in which a template gets what messages hold.
+    """The forms in which a template gets the contents of messages.
 
     Attributes:
         content: as "given", as "text", as "parts", or as "one part".
-        text_roles: roles whose content is a text all the same.
+        text_roles: roles whose content is a text in any case.
         empty: the content of an answer without text: "text" (an empty one), "null" or "absent"; "usual": as OpenAI's
             API writes it, null beside tool calls, and else an empty text.
         arguments: of tool calls: as "given", as "object", as JSON "text", or as "object or text", which is text only
@@ -43,14 +43,7 @@ class Forms:
 
 
 def drop_nulls(value: Any) -> Any:
-    """Removes fields that are null, at every depth: Arrow and `model_dump()` write them for fields that are missing.
-
-    Args:
-        value: a JSON value.
-
-    Returns:
-        The value without them. Nulls in lists stay.
-    """
+    """Removes fields that are null, at every depth: Arrow and `model_dump()` write them for fields that are missing."""
     if isinstance(value, dict):
         return {key: drop_nulls(each) for key, each in value.items() if each is not None}
     if isinstance(value, list):
@@ -59,31 +52,18 @@ def drop_nulls(value: Any) -> Any:
 
 
 def clean_messages(messages: Sequence[Any]) -> list[dict[str, Any]]:
-    """Brings a conversation into the clean form.
-
-    Args:
-        messages: the conversation, in OpenAI's form.
-
-    Returns:
-        The clean messages.
-
-    Raises:
-        ConversationError: a message has another form; the error names it.
-    """
+    """Converts a conversation to the clean form."""
     return [_clean_message(message, f"message {n}") for n, message in enumerate(messages, start=1)]
 
 
 def clean_tools(tools: Any) -> list[Any] | None:
-    """Brings the tools of a conversation into one form.
+    """Converts the tools of a conversation to one form.
 
     Args:
         tools: a list of tools, one tool, or the JSON text of either; a tool is an object or its JSON text.
 
     Returns:
         The tools, without null fields, and with parameters that are objects; None if there are none.
-
-    Raises:
-        ConversationError: `tools` is something else.
     """
     if isinstance(tools, str):
         tools = _parse(tools, "tools") if tools.strip() else None
@@ -104,19 +84,10 @@ def text_of(content: str | list[dict[str, Any]] | None) -> str:
 def in_forms(
     messages: Sequence[dict[str, Any]], tools: list[Any] | None, forms: Forms
 ) -> tuple[list[dict[str, Any]], list[Any] | None]:
-    """Brings clean messages and tools into the forms that a template reads.
+    """Converts clean messages and tools to the forms that a template reads.
 
     Args:
-        messages: clean messages.
         tools: clean tools, or None.
-        forms: the forms.
-
-    Returns:
-        The messages and tools.
-
-    Raises:
-        ConversationError: the arguments of a tool call are not the JSON text of an object, where the template needs an
-            object.
     """
     shaped = []
     for number, message in enumerate(messages, start=1):
@@ -150,7 +121,7 @@ def _clean_message(message: Any, place: str) -> dict[str, Any]:
     if content is not None:
         message["content"] = content
     elif message["role"] != "assistant":
-        # An answer may have no text: it was cut while it reasoned, or it only calls tools.
+        # An answer may have no text if it was cut off while reasoning or only calls tools.
         raise ConversationError(f"{place} (role {printable(message['role'], 40)}) has no content")
     # Templates read reasoning under one of three names.
     reasoning = next((message[name] for name in REASONING_FIELDS if isinstance(message.get(name), str)), None)

@@ -1,4 +1,4 @@
-"""The chat templates of a checkpoint: which one a conversation takes, what it is given, and the text it writes.
+"""The chat templates of a checkpoint: the choice for a conversation, its inputs, and the text it writes.
 
 Server, `regenerate`, `generate` and training all render conversations here, so they see the same prompts.
 """
@@ -14,9 +14,10 @@ from mtpjax.data.chat_messages import clean_messages, clean_tools, in_forms
 from mtpjax.data.hidden_text import HiddenText, Spans
 from mtpjax.data.template_probe import choose_forms
 from mtpjax.data.template_worker import WORKER, Rendered, TemplateFailure
+from mtpjax.data.tokenizer_checks import read_json_object
 from mtpjax.errors import ConversationError, TokenizerError, printable
 from mtpjax.io.huggingface_files import read_small_file
-from mtpjax.safe_open import list_chat_templates, parse_json
+from mtpjax.safe_open import list_chat_templates
 
 MAX_TEMPLATE_CHARACTERS = 1 << 20
 MAX_MESSAGES = 10_000
@@ -31,7 +32,7 @@ class RenderedChat:
         text: the text.
         hidden: start and end of the parts whose special tokens are only text, since a user or a tool wrote them.
         generation: start and end of the template's `{% generation %}` blocks, which mark what the model writes; None:
-            the template has none, or nobody asked.
+            the template has none, or they were not requested.
     """
 
     text: str
@@ -39,13 +40,9 @@ class RenderedChat:
     generation: Spans | None = None
 
     def pieces(self, start: int = 0) -> list[tuple[int, str, bool]]:
-        """Cuts the text where hidden parts begin and end.
+        """Cuts the text at the boundaries of hidden parts.
 
-        Args:
-            start: the character to begin at.
-
-        Returns:
-            For each piece, its first character's place, the piece, and True where special tokens are only text.
+        Returns for each piece, its first character's place, the piece, and True where special tokens are only text.
         """
         pieces = []
         for begin, end in [*self.hidden, (len(self.text), len(self.text))]:
@@ -76,7 +73,7 @@ class ChatTemplates:
         return [{"name": name, "template": template} for name, template in self.templates.items()]
 
     def reads(self, name: str) -> bool:
-        """Returns whether a template names a variable."""
+        """Returns whether a template uses a variable."""
         return any(re.search(rf"\b{name}\b", template) for template in self.templates.values())
 
     def render(
@@ -84,22 +81,12 @@ class ChatTemplates:
     ) -> RenderedChat:
         """Renders a conversation.
 
-        Null fields are dropped. Probe messages of the conversation's shape decide what the template is given:
-        arguments of tool calls as objects or as JSON text, content as text or as parts, the role of developer messages.
+        Null fields are dropped. Probe messages of the conversation's shape decide the inputs of the template: arguments
+        of tool calls as objects or as JSON text, content as text or as parts, the role of developer messages.
 
         Args:
-            messages: the conversation, in OpenAI's form.
-            tools: the tools that the model may call, as a list or as its JSON text.
-            with_generation: locate the `{% generation %}` blocks.
             **variables: further variables of the template, such as `enable_thinking`; `strftime_now` may be a date,
                 which the template's function of that name then takes for today.
-
-        Returns:
-            The text.
-
-        Raises:
-            TokenizerError: there is no template for this conversation, or it does not compile.
-            ConversationError: the template rejects the messages, or would drop the text of one.
         """
         _check_size("", messages)
         messages, tools = clean_messages(messages), clean_tools(tools)
@@ -158,8 +145,8 @@ class ChatTemplates:
         if not hidden.texts:
             return RenderedChat(plain.text, [], plain.generation)
         marked = render(without, hidden_tools).text
-        # 3. Find the marks' places. A template that looks at the text may write it differently: one that ends a message
-        # with a token of its own unless the user wrote it already (GLM's `/nothink`). The user's then stands for it.
+        # 3. Find the marks. A template that looks at the text may write it differently, such as one that adds a token
+        # to a message unless the user already wrote it (GLM's `/nothink`). The user's text then becomes that token.
         spans = hidden.find(marked, plain.text)
         if spans is None:
             alike = HiddenText(self._special_names, None, "", keep_length=True)
@@ -175,41 +162,11 @@ class ChatTemplates:
         return RenderedChat(plain.text, spans, plain.generation)
 
 
-def render_chat(template: str, messages: list[dict[str, Any]], **variables: Any) -> str:
-    """Renders a conversation with a jinja2 template, as it is.
-
-    The template runs in a sandbox, in a process with limits of time, memory and output (`template_worker`).
-
-    Args:
-        template: jinja2 source.
-        messages: the conversation.
-        **variables: variables of the template, which must have a JSON form; `strftime_now` may be a date, which the
-            template's function of that name then takes for today.
-
-    Returns:
-        The text.
-
-    Raises:
-        TokenizerError: the template does not compile.
-        ConversationError: the template fails or rejects these messages, exceeds a limit, or they are too large.
-    """
-    _check_size(template, messages)
-    return _render_once(template, messages, {"add_generation_prompt": True, **variables}, with_generation=False).text
-
-
 def read_chat_templates(folder: pathlib.Path, settings: Mapping[str, Any]) -> dict[str, str]:
     """Reads the chat templates of a checkpoint.
 
-    Args:
-        folder: a Hugging Face directory or a GGUF file.
-        settings: the content of its `tokenizer_config.json`.
-
-    Returns:
-        The templates by name: those of `chat_template.jinja` and `additional_chat_templates/`, or else those of
-        `tokenizer_config.json` or `chat_template.json`.
-
-    Raises:
-        TokenizerError: a file is not UTF-8 text or not JSON.
+    Returns the templates by name: those of `chat_template.jinja` and `additional_chat_templates/`, or else those of
+    `tokenizer_config.json` or `chat_template.json`.
     """
     found = {DEFAULT: "chat_template.jinja"}
     found |= {pathlib.PurePath(file).stem: file for file in list_chat_templates(folder)}
@@ -218,12 +175,9 @@ def read_chat_templates(folder: pathlib.Path, settings: Mapping[str, Any]) -> di
     if DEFAULT in templates:
         return templates
     setting = settings.get("chat_template")
-    if setting is None and (content := _read_text(folder, "chat_template.json")) is not None:
-        try:
-            values = parse_json(content)
-        except ValueError as error:
-            raise TokenizerError(f"{folder / 'chat_template.json'} is not JSON: {error}") from error
-        setting = values.get("chat_template") if isinstance(values, dict) else None
+    if setting is None:
+        values = read_json_object(folder, "chat_template.json", max_bytes=MAX_TEMPLATE_CHARACTERS)
+        setting = values.get("chat_template")
     entries = setting if isinstance(setting, list) else [{"name": DEFAULT, "template": setting}]
     named = {each.get("name"): each.get("template") for each in entries if isinstance(each, dict)}
     return {name: each for name, each in named.items() if isinstance(name, str) and isinstance(each, str)} | templates
@@ -262,7 +216,7 @@ def _render_once(
 
 
 def _with_errors(function: Callable[[], Any]) -> Any:
-    """Calls a function that renders, and raises its failures as errors for users."""
+    """Calls a function that renders, and converts its failures to errors for users."""
     try:
         return function()
     except TemplateFailure as error:

@@ -5,7 +5,7 @@ import math
 from typing import Literal
 
 from mtpjax.field_types import check_scalar_fields
-from mtpjax.models.config import require, require_choice
+from mtpjax.messages import require
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -24,7 +24,7 @@ class Source:
         field: the record's field with the text or the conversation; "": `text`, or for conversations `messages`,
             `conversations` or `instruction`.
         weight: the source's share of the rows, relative to the other sources' weights.
-        most_skipped: number of unusable documents after which reading stops with an error.
+        max_skipped: number of unusable documents after which reading stops with an error.
 
     Raises:
         ValueError: an unknown kind, a missing path, a value out of range, or a setting that is unused.
@@ -35,14 +35,13 @@ class Source:
     kind: Literal["auto", "text", "jsonl", "chat", "formatted"] = "auto"
     field: str = ""
     weight: float = 1.0
-    most_skipped: int = 100
+    max_skipped: int = 100
 
     def __post_init__(self):
         check_scalar_fields(self)
-        require_choice("kind", self.kind, ("auto", "text", "jsonl", "chat", "formatted"))
         require(self.path is not None or self.kind in ("auto", "text"), f"a source of kind '{self.kind}' needs a path")
         require(0 < self.weight < math.inf, f"weight must be positive, not {self.weight}")
-        require(self.most_skipped >= 0, f"most_skipped must not be negative, is {self.most_skipped}")
+        require(self.max_skipped >= 0, f"max_skipped must not be negative, is {self.max_skipped}")
         require(self.path is not None or self.pattern == "*", f"pattern '{self.pattern}' is unused: it needs a path")
         require(
             self.field in ("", "text") or self.kind != "text",

@@ -34,21 +34,12 @@ def list_data_files(path, pattern: str = "*", *, output=None) -> DataFiles:
     """Lists the files of a source of data.
 
     Of a folder, leaves out and counts files of four kinds: "hidden" (the name of the file or of a folder above it
-    begins with a dot; a pattern that begins with one reads them), "binary" (texts that contain NUL), "not a file"
+    starts with a dot; a pattern that starts with one reads them), "binary" (texts that contain NUL), "not a file"
     (links to folders, broken links, devices), and "of the run" (in the folder that the run itself writes).
 
     Args:
         path: a file, or a folder with its subfolders.
-        pattern: glob pattern of the files of a folder.
         output: folder that the run writes; None: none.
-
-    Returns:
-        The files.
-
-    Raises:
-        FileNotFoundError: the path does not exist, or no file of the folder can be read.
-        ValueError: the path is neither a file nor a folder, or a pattern is given for a file.
-        OSError: a file cannot be read.
     """
     root = pathlib.Path(path)
     if not root.exists():
@@ -93,7 +84,7 @@ def _reason_to_leave_out(
 
 
 def _names_hidden(path) -> bool:
-    """Returns whether a part of a relative path or of a pattern begins with a dot."""
+    """Returns whether a part of a relative path or of a pattern starts with a dot."""
     return any(part.startswith(".") for part in pathlib.PurePath(path).parts)
 
 

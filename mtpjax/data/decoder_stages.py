@@ -1,27 +1,27 @@
-"""Stages of the incremental decoder. Each has the state of one text and gives what nothing that follows can change."""
+"""Stages of the incremental decoder. Each has the state of one text and returns what later tokens cannot change."""
 
 import codecs
 from collections.abc import Callable, Iterable
-from typing import Any, Protocol
+from typing import Any
 
 from mtpjax.data.tokenizer_checks import rust_errors
 
-Piece = Any  # str; in front of the first stage with a state also what its function of one token makes: bytes, a pair
+Piece = Any  # str; before the first stage with a state also the result of its function of one token: bytes, a pair
 
 
-class Stage(Protocol):
+class Stage:
     """One stage of a decoder, with the state of one text."""
 
-    def push(self, piece: Piece) -> Iterable[str]:
-        """Takes the next piece; returns pieces that cannot change any more."""
-        ...
+    def push(self, piece: Piece) -> Iterable[Any]:
+        """Takes the next piece; returns pieces that can no longer change."""
+        raise NotImplementedError
 
     def finish(self) -> Iterable[str]:
         """Returns what was held back, at the end of the text."""
-        ...
+        return ()
 
 
-class Utf8Stage:
+class Utf8Stage(Stage):
     """Joins bytes to characters. Bytes that are not UTF-8 become U+FFFD, counted as Rust and Python both do."""
 
     def __init__(self):
@@ -34,7 +34,7 @@ class Utf8Stage:
         return (self._decoder.decode(b"", final=True),)
 
 
-class MapStage:
+class MapStage(Stage):
     """A function of one piece, between stages with a state."""
 
     def __init__(self, function: Callable[[Any], Any]):
@@ -43,11 +43,8 @@ class MapStage:
     def push(self, piece: Piece) -> Iterable[Any]:
         return (self._function(piece),)
 
-    def finish(self) -> Iterable[str]:
-        return ()
 
-
-class FirstTokenStage:
+class FirstTokenStage(Stage):
     """Takes the first of a pair for the first token, the second for all others."""
 
     def __init__(self):
@@ -58,11 +55,8 @@ class FirstTokenStage:
         self._index = 1
         return (text,)
 
-    def finish(self) -> Iterable[str]:
-        return ()
 
-
-class LastTokenStage:
+class LastTokenStage(Stage):
     """Takes the second of a pair for the last token, the first for all others."""
 
     def __init__(self):
@@ -76,8 +70,8 @@ class LastTokenStage:
         return () if self._held is None else (self._held[1],)
 
 
-class ChangedTokenStage:
-    """Drops tokens that equal the one before, and tokens without text. A pair: the token, its text."""
+class ChangedTokenStage(Stage):
+    """Drops tokens that equal the previous one, and tokens without text. A pair: the token, its text."""
 
     def __init__(self):
         self._before: str | None = None
@@ -86,11 +80,8 @@ class ChangedTokenStage:
         is_new, self._before = piece[0] != self._before, piece[0]
         return (piece[1],) if is_new and piece[1] else ()
 
-    def finish(self) -> Iterable[str]:
-        return ()
 
-
-class ByteFallbackStage:
+class ByteFallbackStage(Stage):
     """Joins runs of byte tokens: one valid UTF-8 text, or U+FFFD for each byte of the run."""
 
     def __init__(self):
@@ -109,7 +100,8 @@ class ByteFallbackStage:
         if isinstance(piece, str):
             return (*self.finish(), piece) if self._num_bytes else (piece,)
         self._num_bytes += len(piece)
-        # No later byte mends a run, so its bytes are shown as broken from then on. A valid run may still break.
+        # Later bytes cannot repair a run, so its bytes are shown as invalid from then on. A valid run may still become
+        # invalid.
         if self._is_broken:
             return ("\ufffd",)
         try:
@@ -130,7 +122,7 @@ class ByteFallbackStage:
         return ("\ufffd",) * num_bytes
 
 
-class StripStage:
+class StripStage(Stage):
     """Drops up to `start` and `stop` times the character `content` at the two ends of a text that comes in parts."""
 
     def __init__(self, content: str, start: int, stop: int):
@@ -150,12 +142,9 @@ class StripStage:
         self._held = text[kept:]
         return (text[:kept],)
 
-    def finish(self) -> Iterable[str]:
-        return ()
 
-
-class ReplaceStage:
-    """Replaces a string in a text that comes in parts; holds back its beginning at the end of a part."""
+class ReplaceStage(Stage):
+    """Replaces a string in a text that comes in parts; holds back a partial match at the end of a part."""
 
     def __init__(self, pattern: str, content: str):
         self._pattern, self._content = pattern, content
@@ -172,8 +161,8 @@ class ReplaceStage:
         return (self._held,)
 
 
-class WholeTextStage:
-    """All later stages at once, at the end of the text: nothing is known about when they decide."""
+class WholeTextStage(Stage):
+    """Runs all later stages over the whole text at its end, for stages that are not known."""
 
     def __init__(self, decoder: Any, is_fused: bool):
         self._decoder, self._is_fused, self._pieces = decoder, is_fused, []

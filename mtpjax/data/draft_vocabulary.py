@@ -1,7 +1,7 @@
 """Chooses the most frequent tokens of a corpus as a reduced draft vocabulary (FR-Spec, 2502.14856).
 
-The output head is most of the cost of a draft. Over a part of the vocabulary it costs that part. The distribution of
-the text does not change, because the trunk may still emit every token.
+The output head is most of the cost of a draft, and is proportionally cheaper over a part of the vocabulary. The
+distribution of the text does not change, because the trunk can still emit every token.
 """
 
 import dataclasses
@@ -49,21 +49,7 @@ def count_tokens(
     *,
     progress: Callable[[int], Any] = lambda count: None,
 ) -> CorpusCounts:
-    """Counts the tokens of files; of files of records, the tokens of their texts and conversations.
-
-    Args:
-        files: the files. A file that is not text is skipped, unless it is the only one.
-        tokenizer: the tokenizer.
-        vocab_size: V of the model.
-        progress: called with the number of bytes processed since the last call.
-
-    Returns:
-        The counts.
-
-    Raises:
-        ValueError: the only file is not text, or there are no tokens.
-        OSError: a file cannot be read.
-    """
+    """Counts the tokens of files; of files of records, the tokens of their texts and conversations."""
     counts = np.zeros(vocab_size, np.int64)
     skipped = []
     for file in files:
@@ -93,14 +79,10 @@ def choose_vocabulary(counts: np.ndarray, size: int, *, required_ids: Iterable[i
 
     Args:
         counts: `[V]` occurrences.
-        size: number of tokens.
         required_ids: tokens to keep in any case, such as special tokens.
 
     Returns:
         `size` ids, ascending. Among equally frequent tokens lower ids win.
-
-    Raises:
-        ValueError: the size is outside `len(required_ids)..V`.
     """
     required_ids = sorted(set(required_ids))
     if not max(len(required_ids), 1) <= size <= len(counts):
@@ -121,7 +103,7 @@ def coverage(counts: np.ndarray, ids: Sequence[int]) -> float:
 
 
 def report_sizes(size: int, vocab_size: int, min_size: int) -> list[int]:
-    """Returns sizes to report: halves and doubles of `size` within `min_size..vocab_size`, and `vocab_size`."""
+    """Returns sizes to report: `size` repeatedly halved and doubled within `min_size..vocab_size`, and `vocab_size`."""
     sizes = {size // 8, size // 4, size // 2, size, 2 * size, 4 * size, vocab_size}
     return sorted(value for value in sizes if max(min_size, 1) <= value <= vocab_size)
 
@@ -130,11 +112,7 @@ def save_vocabulary(path, ids: Sequence[int], *, counts: np.ndarray, source: str
     """Writes a vocabulary file atomically.
 
     Args:
-        path: the file.
-        ids: the chosen ids, ascending.
         counts: `[V]` occurrences, for the coverage.
-        source: where the counts come from, in words.
-        sizes: coverage by size.
     """
     content = {
         "format": FORMAT,
@@ -150,17 +128,7 @@ def save_vocabulary(path, ids: Sequence[int], *, counts: np.ndarray, source: str
 
 
 def load_vocabulary(path) -> tuple[int, ...]:
-    """Reads a file of `mtpjax vocabulary`, for `DecodeConfig(draft_vocabulary=...)`.
-
-    Args:
-        path: the file.
-
-    Returns:
-        The ids, ascending.
-
-    Raises:
-        ValueError: the file is not a vocabulary file, or is damaged.
-    """
+    """Reads a file of `mtpjax vocabulary`, for `DecodeConfig(draft_vocabulary=...)`."""
     path = pathlib.Path(path)
     try:
         content = read_json_file(path, max_bytes=MAX_FILE_BYTES)

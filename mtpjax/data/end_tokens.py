@@ -1,4 +1,4 @@
-"""The tokens that end a text, which several files of a checkpoint name, and not always the same."""
+"""The tokens that end a text. Several files of a checkpoint name them, and may disagree."""
 
 import itertools
 import logging
@@ -15,28 +15,20 @@ def find_end_tokens(
 ) -> tuple[int, ...]:
     """Finds the tokens that end a text: those of all files, since a model may write any of them.
 
-    Warns of what may be a mistake: a name that is no token, and ordinary text in a file after the first.
+    Warns of likely mistakes: a name that is not a token, and ordinary text in a file after the first.
 
     Args:
-        folder: of the checkpoint, for messages.
-        tokenizer: a `tokenizers.Tokenizer`.
-        eos_token: what `tokenizer_config.json` names.
-        generation: the content of `generation_config.json`.
         config: the content of `config.json`; a multimodal one nests the text model's settings.
-        vocab_size: V of the model.
 
     Returns:
         The ids, each once: of `generation_config.json`, `config.json`, its `text_config`, and the named token.
-
-    Raises:
-        TokenizerError: the first of these files with an `eos_token_id` has a value that is no id.
     """
     sources = {"generation_config.json": generation, "config.json": config}
     first, *others = _read_ids(folder, sources | {"config.json's text_config": config.get("text_config")}, vocab_size)
     named = None if eos_token is None else tokenizer.token_to_id(eos_token)
     if eos_token is not None and named is None:
         log.warning("%s: eos_token %s is no token of the tokenizer: ignored", folder, printable(repr(eos_token), 60))
-    # The first file was meant. Another may have an id that is left over from a model with another tokenizer.
+    # The first file counts. Another may have a leftover id from a model with a different tokenizer.
     added = tokenizer.get_added_tokens_decoder()
     for token in dict.fromkeys(itertools.chain(*others)):
         if token not in first and token != named and token not in added:
@@ -60,7 +52,7 @@ def _read_ids(folder: pathlib.Path, sources: dict[str, Any], vocab_size: int) ->
             f"{folder}: eos_token_id is {printable(repr(value), 100)}, not an id below {vocab_size} or a list of such "
             f"ids, in {name}"
         )
-        # Where a file before it has end tokens, a leftover is no reason to refuse the checkpoint.
+        # A leftover in a later file does not make the checkpoint unusable.
         if not found:
             raise TokenizerError(problem)
         log.warning("%s: ignored", problem)

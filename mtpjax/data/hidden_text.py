@@ -14,10 +14,10 @@ Spans = list[tuple[int, int]]  # start and end of parts of a text, ascending
 
 
 class HiddenText:
-    """Special tokens in what users, tools and tool calls say, replaced by marks while a chat template runs.
+    """Special tokens in the text of users, tools and tool calls, replaced by marks while a chat template runs.
 
-    A mark is a number. A template that trims, changes case or writes JSON leaves it as it is, and it can stand in a
-    JSON string.
+    A mark is a number. A template that trims, changes case or writes JSON does not change it, and it is valid in a JSON
+    string.
 
     Args:
         names: the special tokens.
@@ -27,7 +27,7 @@ class HiddenText:
     """
 
     def __init__(self, names: Sequence[str], given: Any, template: str, *, keep_length: bool = False):
-        # The longest first: one name may begin another.
+        # The longest first: one name may be a prefix of another.
         self._special = re.compile("|".join(map(re.escape, sorted(names, key=len, reverse=True))) or "(?!)")
         self._given, self._template = given, template
         self.texts: list[str] = []
@@ -35,25 +35,17 @@ class HiddenText:
 
     @functools.cached_property
     def _prefix(self) -> str:
-        """What marks begin with: a 9 and nine digits from 0 to 7, which are in neither the messages nor the template.
+        """The prefix of marks: a 9 and nine digits from 0 to 7, which are in neither the messages nor the template.
 
-        No end of such a prefix is its beginning, so digits beside a mark cannot be taken for one.
+        No suffix of it is also a prefix of it, so digits next to a mark cannot be mistaken for one.
         """
         everything = json.dumps(self._given, ensure_ascii=False, default=str) + self._template
-        # A client may write many of them: find all in one pass, rather than look for each.
+        # A client may write many of them: find all in one pass.
         taken = set(_PREFIX.findall(everything))
         return next(mark for n in range(8**9) if (mark := f"9{n:09o}") not in taken)
 
     def hide(self, messages: list[dict[str, Any]], *, keep_ending: str | None = None) -> list[dict[str, Any]]:
-        """Replaces special tokens in messages, except those of trusted roles, and in all tool calls.
-
-        Args:
-            messages: the conversation.
-            keep_ending: a special token that stays where it ends a message's text.
-
-        Returns:
-            The messages with marks.
-        """
+        """Replaces special tokens in messages, except those of trusted roles, and in all tool calls."""
         hidden = []
         for message in messages:
             if message.get("role") not in TRUSTED_ROLES:
@@ -86,12 +78,11 @@ class HiddenText:
         """Finds the hidden text in a rendered conversation.
 
         Args:
-            marked: the conversation, rendered with marks.
             plain: the conversation, rendered without hiding anything.
 
         Returns:
-            Where `plain` has the hidden text, perhaps as part of a JSON string. None: the template wrote the
-            conversation differently, because it looks at the text that is hidden.
+            Where `plain` has the hidden text, possibly as part of a JSON string. None: the template wrote the
+            conversation differently, because it looks at the hidden text.
         """
         spans, place = [], 0
         for number, part in enumerate(self._split(marked)):

@@ -1,7 +1,7 @@
-"""Tokens to text, one token at a time: all steps together give exactly the text of decoding all tokens at once.
+"""Decodes one token at a time: the texts of all steps join to exactly the text of all tokens.
 
 A decoder of the tokenizers package is a chain of stages from a list of pieces to a list of pieces, whose join is the
-text. Each stage here takes one piece at a time and returns the pieces that nothing that follows can change:
+text. Each stage here takes one piece at a time and returns the pieces that later ones cannot change:
 
     ByteLevel (GPT-2)            bytes of all tokens are one UTF-8 text: half characters wait for their other bytes
     ByteFallback (SentencePiece) bytes of neighbours like <0xE5> are one character or more, or each is U+FFFD: a run of
@@ -48,13 +48,13 @@ class IncrementalDecoder:
     Args:
         piece_of: returns the piece that a token gives the first stage; None if it stands for no text.
         stages: new stages, in order, at least one.
-        prompt: tokens before the text, of which the last few decide how it begins. Their own text is not returned, but
-            a character that begins in them and ends in the text is.
+        prompt: tokens before the text, of which the last few affect its start. Their text is not returned, except a
+            character that starts in them and ends in the text.
     """
 
     def __init__(self, piece_of: Callable[[int], Piece | None], stages: Sequence[Stage], prompt: Sequence[int] = ()):
         self._piece_of, self._first, self._others = piece_of, stages[0], stages[1:]
-        # Text of the prompt that the stages still hold, and give with what follows.
+        # Text of the prompt that the stages still hold, and return with later text.
         self._held = ""
         for token in prompt[-CONTEXT_TOKENS:]:
             self(int(token))
@@ -98,14 +98,14 @@ class IncrementalDecoder:
     def _finish(self) -> str:
         pieces = list(self._first.finish())
         for stage in self._others:
-            # A stage takes the rest of the one before it, and then gives its own.
+            # A stage takes the rest of the previous one, and then returns its own.
             pieces = [text for piece in pieces for text in stage.push(piece)]
             pieces += stage.finish()
         return "".join(pieces)
 
 
 class TokenizerDecoder:
-    """What a tokenizer's tokens stand for; `start` begins a text.
+    """The pieces of text of a tokenizer's tokens; `start` begins a text.
 
     Args:
         tokenizer: a `tokenizers.Tokenizer`. Its vocabulary and decoder must not change.
@@ -124,13 +124,13 @@ class TokenizerDecoder:
         self._functions, self._makers = _compile(steps)
 
     def start(self, prompt: Sequence[int] = ()) -> IncrementalDecoder:
-        """Returns a decoder for a new text, or for what follows the text of a prompt."""
+        """Returns a decoder for a new text, or for the continuation of a prompt."""
         return IncrementalDecoder(self._pieces.__getitem__, [make() for make in self._makers], prompt)
 
     def _find_piece(self, token: int) -> Piece | None:
         with rust_errors("the tokenizer cannot decode this id"):
             piece = self._tokenizer.id_to_token(int(token))
-            # Special tokens stand for no text, and so does a token of the vocabulary with the same name.
+            # Special tokens have no text, and neither has a token of the vocabulary with the same name.
             if piece is None or piece in self._special:
                 return None
             for function in self._functions:
@@ -175,7 +175,7 @@ def _compile(steps: list[dict[str, Any]] | None) -> tuple[list[Callable], list[C
 
 
 def _token_stage(step: dict[str, Any]) -> tuple[Callable | None, Callable[[], Stage] | None] | None:
-    """Returns a function of one token and a stage behind it, for a step whose pieces are tokens; None if unknown."""
+    """Returns a function of one token and the stage after it, for a step whose pieces are tokens; None if unknown."""
     kind = step["type"]
     if kind == "Fuse":
         return None, None
@@ -185,7 +185,7 @@ def _token_stage(step: dict[str, Any]) -> tuple[Callable | None, Callable[[], St
         return _byte_of_name, ByteFallbackStage
     if kind == "Strip":
         return (lambda piece: "".join(StripStage(step["content"], step["start"], step["stop"]).push(piece))), None
-    # The package's own decoder, applied to one token, tells what it makes of it.
+    # The decoder of the package, applied to one token, gives its piece.
     decoder = _rust_decoder(step)
     if kind == "Replace":
         return (lambda piece: decoder.decode([piece])), None
@@ -199,7 +199,7 @@ def _token_stage(step: dict[str, Any]) -> tuple[Callable | None, Callable[[], St
 
 
 def _fused_stage(step: dict[str, Any]) -> tuple[Callable | None, Callable[[], Stage] | None] | None:
-    """The same for a step that gets one piece in parts, after the pieces were joined."""
+    """Returns them for a step that gets one piece in parts, after the pieces were joined."""
     kind = step["type"]
     if kind == "Fuse":
         return None, None
@@ -232,7 +232,7 @@ def _byte_of_name(piece: str) -> str | bytes:
 
 
 def _bytes_of_letters(piece: str) -> bytes:
-    """Returns the bytes of a byte-level token; a token with other letters, such as an added one, is text already."""
+    """Returns the bytes of a byte-level token; a token with other letters, such as an added one, is already text."""
     try:
         return bytes(map(BYTE_OF_LETTER.__getitem__, piece))
     except KeyError:

@@ -3,14 +3,11 @@
 import codecs
 import hashlib
 import json
-import os
 import pathlib
-from collections.abc import Iterator, Sequence
+from collections.abc import Generator, Iterator
 from typing import Any
 
 from mtpjax.safe_open import open_regular, parse_json
-
-FileDigest = tuple[str, int, str]  # path relative to the files' common folder, size in bytes, hexadecimal sha256
 
 
 class SkippedRecordError(ValueError):
@@ -26,36 +23,22 @@ class SkippedRecordError(ValueError):
         self.reason = reason
 
 
-def read_raw_records(
-    paths: Sequence[pathlib.Path], *, by_line: bool, files: list[FileDigest] | None = None
-) -> Iterator[tuple[str, bytes]]:
-    """Reads whole files, or their lines that are not blank.
+def read_raw_records(path: pathlib.Path, *, by_line: bool) -> Generator[tuple[str, bytes], None, tuple[int, str]]:
+    """Reads a whole file, or its lines that are not blank.
 
-    Args:
-        paths: the files.
-        by_line: yield lines.
-        files: receives name, size and digest of each file once it is read to its end.
-
-    Yields:
-        The place, "FILE" or "FILE line N", and the bytes.
-
-    Raises:
-        OSError: a file cannot be read.
+    Yields the place, "FILE" or "FILE line N", and the bytes. Returns the size in bytes and the digest.
     """
-    root = os.path.commonpath([path.parent for path in paths])
-    for path in paths:
-        # The digest covers the bytes that the caller reads, so it needs no second pass over the file.
-        digest, size = hashlib.sha256(), 0
-        with open_regular(path) as stream:
-            for number, part in enumerate(stream if by_line else [stream.read()], start=1):
-                digest.update(part)
-                size += len(part)
-                if not by_line:
-                    yield str(path), part
-                elif (line := part.removeprefix(codecs.BOM_UTF8) if number == 1 else part).strip():
-                    yield f"{path} line {number}", line
-        if files is not None:
-            files.append((os.path.relpath(path, root), size, digest.hexdigest()))
+    # The digest covers the bytes that the caller reads, so it needs no second pass over the file.
+    digest, size = hashlib.sha256(), 0
+    with open_regular(path) as stream:
+        for number, part in enumerate(stream if by_line else [stream.read()], start=1):
+            digest.update(part)
+            size += len(part)
+            if not by_line:
+                yield str(path), part
+            elif (line := part.removeprefix(codecs.BOM_UTF8) if number == 1 else part).strip():
+                yield f"{path} line {number}", line
+    return size, digest.hexdigest()
 
 
 def decode_utf8(content: bytes) -> str:
@@ -68,12 +51,6 @@ def decode_utf8(content: bytes) -> str:
 
 def parse_json_object(content: bytes) -> dict[str, Any]:
     """Parses a line of JSONL.
-
-    Args:
-        content: the line.
-
-    Returns:
-        The object.
 
     Raises:
         SkippedRecordError: as "corrupt", if the line is not UTF-8, contains NUL or lone surrogates, or is not a JSON
@@ -96,17 +73,9 @@ def parse_json_object(content: bytes) -> dict[str, Any]:
 def read_json_objects(path: pathlib.Path) -> Iterator[tuple[str, dict[str, Any]]]:
     """Reads the objects of a JSONL file in which every line must be usable.
 
-    Args:
-        path: the file.
-
-    Yields:
-        `("FILE line N", object)` of each line that is not blank.
-
-    Raises:
-        ValueError: a line is not usable, see `parse_json_object`; the message names its place.
-        OSError: the file cannot be read.
+    Yields `("FILE line N", object)` of each line that is not blank.
     """
-    for place, line in read_raw_records([path], by_line=True):
+    for place, line in read_raw_records(path, by_line=True):
         try:
             record = parse_json_object(line)
         except SkippedRecordError as error:
@@ -115,6 +84,6 @@ def read_json_objects(path: pathlib.Path) -> Iterator[tuple[str, dict[str, Any]]
 
 
 def json_type_name(value: Any) -> str:
-    """Names the JSON type of a value, with its article."""
-    names = {dict: "an object", list: "a list", str: "a string", bool: "a truth value", type(None): "null"}
+    """Returns the JSON type of a value for an error message, such as "an object"."""
+    names = {dict: "an object", list: "a list", str: "a string", bool: "a boolean", type(None): "null"}
     return names.get(type(value), "a number")

@@ -22,15 +22,10 @@ def read_resumable_records(
 
     Args:
         path: the file; a missing file has no records.
-        required: keys that every record has.
         skip_damaged: leave damaged lines out instead of raising an error.
 
     Yields:
         `(end, record)`: the byte offset after the record's line, and the record. An incomplete last line is left out.
-
-    Raises:
-        ValueError: a complete line is not a JSON object with the required keys.
-        OSError: the file cannot be read.
     """
     try:
         file = open_regular(path)
@@ -67,19 +62,13 @@ class JsonlWriter:
 
         Args:
             path: the file; its folder exists.
-            sync: let `append` wait until the disk has the records, so that they survive a power failure.
-            allow_nan: accept infinite numbers and NaN, which standard JSON does not have.
-
-        Raises:
-            ValueError: another process has the file open for writing.
-            OSError: the file cannot be opened.
         """
         self.path, self._sync, self._allow_nan = pathlib.Path(path), sync, allow_nan
         # Opening a named pipe would wait for its reader.
         if self.path.exists() and not self.path.is_file():
             raise ValueError(f"{self.path} is not a regular file: not written")
         self._file = self.path.open("ab")
-        # The system releases the lock when the process ends, however it ends.
+        # The system releases the lock when the process ends, in any way.
         try:
             fcntl.flock(self._file, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except OSError:
@@ -104,15 +93,7 @@ class JsonlWriter:
 
         Args:
             is_kept: the first record for which this is false is cut off, with everything after it; by default none.
-            required: keys that every record has.
             skip_damaged: leave damaged lines out instead of raising an error.
-
-        Returns:
-            The records that the file keeps.
-
-        Raises:
-            ValueError: a line is damaged. The file stays as it is.
-            OSError: the file cannot be read or cut.
         """
         records, size = [], 0
         for end, record in read_resumable_records(self.path, required=required, skip_damaged=skip_damaged):
@@ -125,24 +106,13 @@ class JsonlWriter:
 
     def truncate(self, size: int) -> None:
         """Cuts off everything after the first `size` bytes."""
-        # The file is open for appending, so the next write begins at the new end.
+        # The file is open for appending, so the next write starts at the new end.
         self._file.truncate(size)
         self.size = size
 
     def append(self, records: Iterable[Mapping[str, Any]]) -> bytes:
-        """Appends records, a line each.
-
-        Args:
-            records: mappings that JSON can express.
-
-        Returns:
-            The bytes that were written.
-
-        Raises:
-            ValueError: a number is infinite or NaN and `allow_nan` is off; nothing is written.
-            OSError: the disk is full or fails; some of the bytes may be written.
-        """
-        # Encode every record first, so that one that has no JSON form leaves the file unchanged.
+        """Appends records, a line each."""
+        # Encode every record first, so that one without a JSON form leaves the file unchanged.
         lines = [json.dumps(record, ensure_ascii=False, allow_nan=self._allow_nan) + "\n" for record in records]
         content = "".join(lines).encode()
         self._file.write(content)

@@ -1,16 +1,9 @@
-"""Packs documents into rows and draws batches of rows. Plain numpy; nothing runs on a device.
-
-The default corpus is the Python standard library of the running interpreter, so a first run downloads nothing.
-"""
+"""Packs documents into rows and draws batches of rows. Plain numpy; nothing runs on a device."""
 
 import dataclasses
 import hashlib
 import itertools
-import os
-import pathlib
-import site
-import sysconfig
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -18,7 +11,6 @@ import numpy as np
 from mtpjax.errors import UsageError, install_extra
 
 _NEWLINE = 10
-_MIN_STDLIB_FILES = 100  # a complete standard library has over a thousand; a zipped or stripped one has a few
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -31,7 +23,7 @@ class Document:
         loss_mask: `[n + 1]` bool, true where a token is a target, the last entry for the end token; None: all are
             targets.
         category: the group under which evaluations report it.
-        origin: digest of the record that it is a part of; "": it is a whole one.
+        origin: digest of the record that it is a part of; "" for a whole record.
 
     Example:
         >>> import numpy as np
@@ -47,7 +39,7 @@ class Document:
 
 
 class Batch(NamedTuple):
-    """Packed rows of documents, as updates take them.
+    """Packed rows of documents for an update.
 
     Attributes:
         tokens: `[B, T]` int32.
@@ -66,76 +58,15 @@ class Batch(NamedTuple):
     loss_mask: np.ndarray
 
 
-def list_python_sources(root=None) -> list[pathlib.Path]:
-    """Lists the .py files under `root`, by default of the running interpreter's standard library.
-
-    Skips installed packages, links that leave the folder or repeat a file, and files that are empty, unreadable,
-    contain NUL or are not UTF-8. If the standard library is zipped or stripped, installed packages replace it.
-
-    Args:
-        root: a folder, or None.
-
-    Returns:
-        The files, sorted.
-
-    Raises:
-        FileNotFoundError: no file is left.
-    """
-    if root is not None:
-        roots = [root]
-        files = _list_sources_under(root)
-    else:
-        roots = [sysconfig.get_path("stdlib")]
-        files = _list_sources_under(roots[0])
-        # Embedded interpreters may ship almost no sources: fall back to the installed packages.
-        if len(files) < _MIN_STDLIB_FILES:
-            packages = [sysconfig.get_path("purelib"), sysconfig.get_path("platlib"), *site.getsitepackages()]
-            roots += dict.fromkeys(packages)
-            files = list(dict.fromkeys(file for folder in roots for file in _list_sources_under(folder)))
-    if not files:
-        raise FileNotFoundError(f"no Python sources under {', '.join(map(str, roots))}: name a folder of .py files")
-    return files
-
-
-def read_documents(paths: Iterable[str | os.PathLike]) -> list[Document]:
-    """Reads each file as a document of its bytes.
-
-    Args:
-        paths: the files.
-
-    Returns:
-        The documents, in order.
-
-    Raises:
-        OSError: a file cannot be read.
-        ValueError: a file is empty, contains NUL or is not UTF-8.
-    """
-    documents = []
-    for path in paths:
-        content = pathlib.Path(path).read_bytes()
-        if not _is_text(content):
-            raise ValueError(f"{path} is not a text file: it is empty, contains NUL or is not UTF-8")
-        documents.append(Document(name=str(path), tokens=np.frombuffer(content, np.uint8)))
-    return documents
-
-
 def split_held_out(documents: Sequence[Document], fraction=0.05) -> tuple[list[Document], list[Document]]:
     """Splits documents into training and held-out ones.
 
-    The sha256 of a document's content alone decides its side. Paths, order and other documents change nothing, and
-    copies of a file get the same side, and so do the parts of one record. If that leaves a side empty, as with a single
-    text or a few, the last part of the longest text is held out; in bytes this part begins at the start of a line. Of
-    conversations, which cannot be cut, the one with the lowest digest is held out.
+    Only the sha256 of a document's content decides its side: paths, order and other documents have no effect, and
+    copies of a file, or parts of one record, get the same side. If that leaves a side empty, as with few texts, the
+    last part of the longest text is held out; in bytes this part starts at the start of a line. Of conversations, which
+    cannot be cut, the one with the lowest digest is held out.
 
-    Args:
-        documents: the documents.
-        fraction: expected share of held-out documents, 0..1.
-
-    Returns:
-        `(train, held_out)`.
-
-    Raises:
-        ValueError: the fraction is outside 0..1.
+    Returns `(train, held_out)`.
     """
     if not 0 <= fraction <= 1:
         raise ValueError(f"held-out fraction {fraction} is outside 0..1")
@@ -144,7 +75,7 @@ def split_held_out(documents: Sequence[Document], fraction=0.05) -> tuple[list[D
     train, held_out = _divide(numbered, fraction * 2**64)
     if (train and held_out) or not documents or fraction in (0, 1):
         return train, held_out
-    # One side is empty. Copies of the text that is cut are cut like it, so that none of its end is trained on.
+    # One side is empty. Copies of the cut text are cut like it, so that its end is never trained on.
     cut_number, longest = max(numbered, key=lambda each: len(each[1].tokens))
     if longest.loss_mask is not None:
         return _divide(numbered, min(number for number, _ in numbered) + 1)
@@ -200,7 +131,7 @@ def pack(
         Arrays `[R, row_length + extra_tokens]`.
 
     Raises:
-        ValueError: a length is out of range, there are no tokens, a loss mask has another length, or a document
+        ValueError: a length is out of range, there are no tokens, a loss mask has the wrong length, or a document
             contains `eos_token_id` (only documents with a loss mask may, as conversations have it after each answer).
 
     Example:
@@ -250,12 +181,7 @@ def pack(
 def count_targets(rows: Batch, num_depths: int) -> np.ndarray:
     """Counts the targets of the trunk and of every depth, by the rule of `losses.depth_targets`.
 
-    Args:
-        rows: packed rows.
-        num_depths: D.
-
-    Returns:
-        `[1 + D]` counts.
+    Returns `[1 + D]` counts.
     """
     counts = []
     for ahead in range(1, num_depths + 2):
@@ -273,14 +199,14 @@ def concatenate_rows(row_sets: Sequence[Batch]) -> Batch:
 
 
 def select_rows(rows: Batch, numbers: np.ndarray) -> Batch:
-    """Returns the rows of these numbers."""
+    """Returns the rows with these indices."""
     return Batch(*(array[numbers] for array in rows))
 
 
 def shuffled_batches(rows: Batch, batch_size: int, *, seed: int, start: int = 0) -> Iterator[Batch]:
-    """Yields batches without end, with the rows in a new order every epoch.
+    """Yields batches endlessly, with the rows in a new order every epoch.
 
-    The n-th batch depends on `seed` and n alone, so a resumed run passes the number of batches it has used as `start`.
+    The n-th batch depends only on `seed` and n, so a resumed run passes the number of batches it has used as `start`.
     Rows that do not fill an epoch's last batch are left out of that epoch.
 
     Args:
@@ -333,25 +259,12 @@ def mixed_batches(
     """Yields batches of the packed rows of several sources, in shares by `weights`.
 
     The sources take turns, so every stretch of rows has their shares to within a row or two. A source whose rows are
-    used up starts again in a new order, so small sources with a large weight repeat. The n-th batch depends on the
-    rows, weights, `seed` and n alone, and starting late costs no time. One source gives the same as `shuffled_batches`;
-    several need grain, from the extra `train`.
+    used up starts again in a new order, so small sources with a large weight repeat. The n-th batch depends only on the
+    rows, weights, `seed` and n, and starting late costs no time. With one source it equals `shuffled_batches`; several
+    need grain, from the extra `train`.
 
-    Args:
-        source_rows: packed rows of each source.
-        weights: share of each source.
-        batch_size: rows per batch.
-        seed: seed of the orders.
-        start: number of batches to skip.
-
-    Returns:
-        An iterator of the numbers `[batch_size]` of the rows within `concatenate_rows(source_rows)`, and the batch
-            `[batch_size, T]`.
-
-    Raises:
-        ValueError: the number of weights differs from the sources, or a weight, the batch size or `start` is out of
-            range.
-        UsageError: several sources, and grain is not installed.
+    Returns an iterator of the numbers `[batch_size]` of the rows within `concatenate_rows(source_rows)`, and the batch
+    `[batch_size, T]`.
     """
     if len(source_rows) != len(weights) or not source_rows:
         raise ValueError(f"there are {len(source_rows)} sources and {len(weights)} weights")
@@ -377,7 +290,7 @@ def _mixed_row_numbers(
     except ImportError as error:
         raise UsageError(f"grain, which mixes several sources, is missing: {install_extra('train')}") from error
     ends = np.cumsum(sizes).tolist()
-    # Each source is a range of row numbers, shuffled anew at every repetition. Separate seeds give sources of one size
+    # Each source is a range of row numbers, shuffled again at every repetition. Separate seeds give sources of one size
     # different orders. grain computes any element directly, so `start` skips nothing.
     seeds = np.random.SeedSequence(seed).generate_state(len(sizes)).tolist()
     numbers = [
@@ -403,18 +316,8 @@ def held_out_prompts(
     twice.
 
     Args:
-        documents: byte documents.
-        count: number of prompts.
-        prompt_length: tokens per prompt.
         continuation_length: tokens that must follow the prompt in its document.
-        seed: seed of the choice.
-        min_count: fewest prompts to accept; None: `count`.
-
-    Returns:
-        The prompts, as token lists.
-
-    Raises:
-        ValueError: the documents give fewer than `min_count` prompts, or a number is out of range.
+        min_count: minimum number of prompts; None: `count`.
     """
     if min(count, prompt_length) < 1 or continuation_length < 0:
         raise ValueError(f"no prompts: {count=}, {prompt_length=}, {continuation_length=}")
@@ -434,37 +337,6 @@ def held_out_prompts(
             f" {continuation_length} to follow; {min_count} were asked for"
         )
     return [distinct[index][start : start + prompt_length].tolist() for _, index, start in candidates[:count]]
-
-
-def _list_sources_under(root) -> list[pathlib.Path]:
-    """Lists the .py text files under a folder, without installed packages, outside links and repeated files."""
-    root = pathlib.Path(root)
-    inside = root.resolve()
-    files = {}  # resolved path -> path
-    # `os.walk` does not follow links to folders; links to files count once, and only inside the folder.
-    for folder, subfolders, names in os.walk(root):
-        subfolders[:] = sorted(set(subfolders) - {"site-packages", "dist-packages"})
-        for name in sorted(names):
-            path = pathlib.Path(folder, name)
-            target = path.resolve()
-            if path.suffix == ".py" and target.is_relative_to(inside) and target not in files and _is_source_file(path):
-                files[target] = path
-    return sorted(files.values())
-
-
-def _is_source_file(path) -> bool:
-    try:
-        return path.is_file() and _is_text(path.read_bytes())
-    except OSError:
-        return False
-
-
-def _is_text(content: bytes) -> bool:
-    try:
-        content.decode("utf-8")
-    except UnicodeDecodeError:
-        return False
-    return bool(content) and b"\0" not in content
 
 
 def _loss_mask(document: Document, eos_token_id: int) -> np.ndarray:

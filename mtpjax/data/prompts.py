@@ -8,7 +8,7 @@ from typing import Any
 
 import numpy as np
 
-from mtpjax.data.jsonl import json_type_name, read_json_objects
+from mtpjax.data.jsonl import SkippedRecordError, json_type_name, read_json_objects
 from mtpjax.data.tokenizer import Tokenizer
 from mtpjax.safe_open import open_regular
 
@@ -31,17 +31,6 @@ def read_prompts(path, *, max_characters: int = 2000) -> list[Prompt]:
     A `.jsonl` file has a JSON object in each line. Its text is the first of `turns` (Spec-Bench), or `prompt`, `text`
     or `question` (GSM8K). Category and id come from the object, else from the file's name and the line number. Any
     other file is plain text: its prompts are its paragraphs, or its lines if no line is blank.
-
-    Args:
-        path: the file.
-        max_characters: longer paragraphs of plain text are cut into several prompts at white space.
-
-    Returns:
-        The prompts.
-
-    Raises:
-        ValueError: the file has another form; the one-line message names file and line.
-        OSError: the file cannot be read.
     """
     path = pathlib.Path(path)
     if path.suffix == ".jsonl":
@@ -57,17 +46,7 @@ def read_prompts(path, *, max_characters: int = 2000) -> list[Prompt]:
 
 
 def read_text(path) -> str:
-    """Reads a file of UTF-8 text, with or without a byte order mark.
-
-    Args:
-        path: the file.
-
-    Returns:
-        The text.
-
-    Raises:
-        ValueError: the file is not UTF-8 or contains NUL; the message names the line.
-    """
+    """Reads a file of UTF-8 text, with or without a byte order mark."""
     with open_regular(path) as stream:
         content = stream.read()
     try:
@@ -87,20 +66,12 @@ def choose_prompts(
 ) -> list[Prompt]:
     """Draws prompts evenly over the categories, which take turns.
 
-    The choice within a category depends on its own prompts and `seed` alone, and a larger `count` keeps the choice of a
+    The choice within a category depends only on its prompts and `seed`, and a larger `count` includes the choice of a
     smaller one.
 
     Args:
-        prompts: the prompts.
         count: number of prompts; fewer if there are fewer.
         categories: categories to draw from; empty: all.
-        seed: seed of the choice.
-
-    Returns:
-        The chosen prompts.
-
-    Raises:
-        ValueError: `count` is below 1, or a category has no prompts.
     """
     if count < 1:
         raise ValueError(f"the number of prompts must be at least 1, not {count}")
@@ -126,17 +97,7 @@ def encode_prompts(
 ) -> tuple[list[list[int]], int]:
     """Encodes prompts and cuts long ones.
 
-    Args:
-        prompts: the prompts.
-        tokenizer: the tokenizer.
-        max_tokens: keep the first tokens up to this number.
-        chat: encode each prompt as a user's message, by the chat template.
-
-    Returns:
-        The tokens of each prompt, and the number of prompts that were cut.
-
-    Raises:
-        ValueError: a prompt has no tokens or cannot be encoded; the message names it.
+    Returns the tokens of each prompt, and the number of prompts that were cut.
     """
     rows = []
     for prompt in prompts:
@@ -155,18 +116,10 @@ def encode_prompts(
 
 
 def max_prompt_length(max_positions: int, max_new_tokens: int, requested: int | None = None) -> int:
-    """Returns the most tokens a prompt may have.
+    """Returns the maximum number of tokens of a prompt.
 
     Args:
-        max_positions: positions of the model.
-        max_new_tokens: tokens to decode.
         requested: the requested limit, or None.
-
-    Returns:
-        The smaller of `requested` and the positions that the new tokens leave.
-
-    Raises:
-        ValueError: the new tokens leave no room, or `requested` is below 1.
     """
     room = max_positions - max_new_tokens
     if room < 1:
@@ -176,22 +129,32 @@ def max_prompt_length(max_positions: int, max_new_tokens: int, requested: int | 
     return room if requested is None else min(requested, room)
 
 
+def read_turns(record: dict[str, Any]) -> Iterator[str]:
+    """Yields all turns of a Spec-Bench record, or the one text of another record; at least one.
+
+    Raises:
+        SkippedRecordError: as "corrupt" or "empty", at the first turn that is not a text.
+    """
+    key = next((key for key in ("turns", *TEXT_KEYS) if key in record), None)
+    if key is None:
+        raise SkippedRecordError("corrupt", f"has none of turns, {', '.join(TEXT_KEYS)}")
+    turns = record[key] if key == "turns" else [record[key]]
+    if not isinstance(turns, list) or not turns:
+        raise SkippedRecordError("corrupt", "'turns' is not a list with at least one turn")
+    for text in turns:
+        if not isinstance(text, str):
+            raise SkippedRecordError("corrupt", f"'{key}' holds {json_type_name(text)}, not text")
+        if not text.strip():
+            raise SkippedRecordError("empty", f"'{key}' is empty")
+        yield text
+
+
 def _to_prompt(record: dict[str, Any], place: str, stem: str) -> Prompt:
     """Converts a record into a prompt. Raises ValueError, naming the record's place."""
-    if "turns" in record:
-        turns = record["turns"]
-        if not isinstance(turns, list) or not turns:
-            raise ValueError(f"{place}: 'turns' is not a list with at least one turn")
-        key, text = "turns", turns[0]
-    else:
-        key = next((key for key in TEXT_KEYS if key in record), None)
-        if key is None:
-            raise ValueError(f"{place} has none of turns, {', '.join(TEXT_KEYS)}")
-        text = record[key]
-    if not isinstance(text, str):
-        raise ValueError(f"{place}: '{key}' holds {json_type_name(text)}, not text")
-    if not text.strip():
-        raise ValueError(f"{place}: '{key}' is empty")
+    try:
+        text = next(read_turns(record))
+    except SkippedRecordError as error:
+        raise ValueError(f"{place}: {error}") from error
     # The first id that the record has, else the number of its line.
     named = [record[key] for key in ID_KEYS if isinstance(record.get(key), (str, int))]
     category = record.get("category", stem)

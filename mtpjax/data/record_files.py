@@ -9,24 +9,18 @@ import zlib
 from collections.abc import Iterator, Sequence
 from typing import Any
 
-from mtpjax.data.jsonl import FileDigest, parse_json_object, read_raw_records
+from mtpjax.data.jsonl import parse_json_object, read_raw_records
 from mtpjax.errors import UsageError, install_extra, printable
 from mtpjax.safe_open import open_regular, parse_json
 
+FileDigest = tuple[str, int, str]  # path relative to the files' common folder, size in bytes, hexadecimal sha256
 RECORD_SUFFIXES = (".jsonl", ".jsonl.gz", ".json", ".parquet")
 MAX_LINE_BYTES = 64 << 20  # of compressed files, whose lines can be far longer than the file
 MAX_JSON_BYTES = 1 << 30  # of a `.json` list, which is parsed whole
 
 
 def is_record_file(path: str | os.PathLike) -> bool:
-    """Checks by the suffix if a file holds records; other files are texts.
-
-    Args:
-        path: the file.
-
-    Returns:
-        True for `.jsonl`, `.jsonl.gz`, `.json` and `.parquet`.
-    """
+    """Checks by its suffix whether a file holds records; other files are texts."""
     return str(path).lower().endswith(RECORD_SUFFIXES)
 
 
@@ -36,26 +30,18 @@ def read_file_records(
     """Reads the records of files.
 
     Args:
-        paths: the files.
         by_line: read files of other suffixes as JSONL (True) or as whole texts (False); None: the suffix decides, and
             files of other suffixes are texts. False also reads files of records as texts.
-        files: receives name, size and digest of each file once it is read to its end.
 
     Yields:
         The place, such as "FILE line N", and a record: the bytes of a line or a text, or an object.
-
-    Raises:
-        OSError: a file cannot be read.
-        ValueError: a file is damaged, or not of its suffix's format; or it is a Parquet file, and pyarrow is missing.
     """
     root = os.path.commonpath([path.parent for path in paths])
     for path in paths:
         name = path.name.lower()
         if by_line is False or not is_record_file(path) or name.endswith(".jsonl"):
             lines = name.endswith(".jsonl") if by_line is None else by_line
-            one: list[FileDigest] = []
-            yield from read_raw_records([path], by_line=lines, files=one)
-            _, size, digest = one[0]
+            size, digest = yield from read_raw_records(path, by_line=lines)
         else:
             reader = _read_gzip if name.endswith(".gz") else _read_parquet if name.endswith(".parquet") else _read_json
             yield from reader(path)
@@ -68,12 +54,6 @@ def read_file_records(
 
 def as_object(content: bytes | dict[str, Any]) -> dict[str, Any]:
     """Returns a record as an object.
-
-    Args:
-        content: a record of `read_file_records`.
-
-    Returns:
-        The object.
 
     Raises:
         SkippedRecordError: it is a line that `parse_json_object` rejects.

@@ -1,10 +1,10 @@
-"""Conversations in the forms that data sets have, as messages in OpenAI's form.
+"""Converts conversations from the forms of data sets to OpenAI's messages.
 
 OpenAI     {"messages": [{"role": "user", "content": "…"}, …]}
 ShareGPT   {"conversations": [{"from": "human", "value": "…"}, {"from": "gpt", "value": "…"}], "system": "…"}
 Alpaca     {"instruction": "…", "input": "…", "output": "…", "system": "…", "history": [["…", "…"], …]}
 
-Names and roles are those that LLaMA-Factory documents (data/README.md), and FastChat and Stanford Alpaca use.
+Names and roles are those documented by LLaMA-Factory (data/README.md) and used by FastChat and Stanford Alpaca.
 """
 
 from typing import Any
@@ -30,26 +30,12 @@ SHAREGPT_ROLES = {
 
 
 def has_conversation(record: dict[str, Any]) -> bool:
-    """Checks for the fields of one of the forms, whatever they hold.
-
-    Args:
-        record: an object of a data file.
-
-    Returns:
-        True if `find_messages` would read it as a conversation.
-    """
+    """Checks for the fields of one of the forms, regardless of their values."""
     return "messages" in record or "conversations" in record or "instruction" in record
 
 
 def without_conversation(record: dict[str, Any]) -> dict[str, Any]:
-    """Returns the fields of a record that `find_messages` does not read.
-
-    Args:
-        record: an object of a data file, with a conversation.
-
-    Returns:
-        Values by field.
-    """
+    """Returns the fields of a record that `find_messages` does not read."""
     is_alpaca = "messages" not in record and "conversations" not in record
     read = ALPACA_FIELDS if is_alpaca else ("messages", "conversations", "system")
     return {name: value for name, value in record.items() if name not in read}
@@ -58,12 +44,7 @@ def without_conversation(record: dict[str, Any]) -> dict[str, Any]:
 def find_messages(record: dict[str, Any], field: str = "messages") -> list[dict[str, Any]]:
     """Reads the conversation of a record.
 
-    A text under `system` is the first message, unless the conversation begins with one of that role.
-
-    Args:
-        record: an object of a data file.
-        field: the field with the conversation, in OpenAI's or ShareGPT's form. Without it, a record may also be
-            ShareGPT's `conversations` or Alpaca's `instruction`.
+    A text under `system` is the first message, unless the conversation starts with one of that role.
 
     Returns:
         Messages in OpenAI's form, without null fields. Those that `weight` 0 or `train` false leave out of training
@@ -93,7 +74,7 @@ def find_messages(record: dict[str, Any], field: str = "messages") -> list[dict[
 def _from_openai(message: Any, place: str) -> dict[str, Any]:
     if not isinstance(message, dict) or not isinstance(message.get("role"), str):
         raise SkippedRecordError("corrupt", f"has no list of objects with a role each: {place} has no 'role'")
-    # Null beside tool calls, and lists of parts, are OpenAI's too; the chat template decides about them.
+    # Null with tool calls, and lists of parts, are also valid in OpenAI's form; the chat template handles them.
     content = message.get("content")
     if content is not None and not isinstance(content, str | list):
         raise SkippedRecordError("corrupt", f"{place}: 'content' is {json_type_name(content)}, not text")
@@ -103,7 +84,7 @@ def _from_openai(message: Any, place: str) -> dict[str, Any]:
 def _read_weight(message: dict[str, Any], place: str) -> dict[str, int]:
     """Returns `weight` 0 for a message that is left out of training, by OpenAI's `weight` or Axolotl's `train`."""
     weight, train = message.get("weight", 1), message.get("train", True)
-    # A value of another type, such as the text "0", would train on what its author left out.
+    # With a value of another type, such as the text "0", a message that its author excluded would be trained on.
     if not isinstance(weight, int | float) or weight not in (0, 1):
         raise SkippedRecordError("corrupt", f"{place}: 'weight' is {printable(repr(weight), 60)}, not 0 or 1")
     if not isinstance(train, bool):

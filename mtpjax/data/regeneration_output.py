@@ -1,4 +1,4 @@
-"""The output of a regeneration: a JSONL file that grows by whole windows of records, and a manifest beside it.
+"""The output of a regeneration: a JSONL file that grows by whole windows of records, and its manifest.
 
 The manifest `NAME.about.json` holds the settings with which the file is written, the number of its complete bytes, and
 their digest. A run that was stopped continues from the manifest.
@@ -82,12 +82,8 @@ class RegenerationOutput:
     """The records at `path` and their manifest.
 
     Attributes:
-        path: the records.
-        manifest_path: the manifest.
-        writer: the open file.
         settings: the settings as JSON values, so that they compare equal to stored ones.
         kind: "chat" or "jsonl", how training reads the records.
-        tally: the counts so far.
         digest: sha256 of the bytes written so far.
     """
 
@@ -99,31 +95,21 @@ class RegenerationOutput:
     def append(self, records: Sequence[Mapping[str, Any]]) -> None:
         """Appends a window of records.
 
-        A process that is killed during the call leaves bytes that the next one cuts off.
-
-        Args:
-            records: the records.
-
-        Raises:
-            OSError: the disk is full or fails.
+        If a process is killed during the call, the next one cuts off the bytes that it leaves.
         """
-        # The records reach the disk before the manifest that counts them. `resume` cuts off what it does not count.
+        # The records are written before the manifest that counts them. `resume` cuts off uncounted ones.
         self.digest.update(self.writer.append(records))
         self.write_manifest()
 
     def write_manifest(self) -> None:
-        """Writes the manifest: what the file is, and how many bytes are complete."""
+        """Writes the manifest: the settings of the file, and the number of complete bytes."""
         written = {"bytes": self.writer.size, "sha256": self.digest.hexdigest()}
         manifest = {"format": FORMAT, "source": {"path": self.path.name, "kind": self.kind}, "written": written}
         manifest |= {"tally": dataclasses.asdict(self.tally), "settings": self.settings}
         write_text(self.manifest_path, json.dumps(manifest, indent=1) + "\n")
 
     def resume(self) -> None:
-        """Continues from the manifest: reads the counts, and cuts off bytes written after it.
-
-        Raises:
-            ValueError: the manifest is damaged, settings differ, or the records were changed; see `open_output`.
-        """
+        """Continues from the manifest: reads the counts, and cuts off bytes written after it."""
         # Read the manifest. Any failure means that it cannot be trusted.
         advice = f"remove it and {self.manifest_path.name}, or choose another output"
         try:
@@ -132,7 +118,7 @@ class RegenerationOutput:
             size, digest = int(written["bytes"]), written["sha256"]
         except (OSError, ValueError, KeyError, TypeError) as error:
             raise ValueError(f"{self.manifest_path} is damaged: {error}") from error
-        # Records of other settings must not mix. A file without records may still change its settings.
+        # Records of different settings must not mix. A file without records may still change its settings.
         changed = [
             f"{name} was {_shorten(stored_settings.get(name))}, is {_shorten(self.settings.get(name))}"
             for name in sorted({*stored_settings, *self.settings})
@@ -155,25 +141,12 @@ class RegenerationOutput:
 
 @contextlib.contextmanager
 def open_output(path, settings: Mapping[str, Any], kind: str) -> Iterator[RegenerationOutput]:
-    """Opens the records at `path`: a new file, or one to continue where its last window ended.
-
-    Args:
-        path: the records.
-        settings: everything that decides the records.
-        kind: how training reads the records.
-
-    Yields:
-        The output.
-
-    Raises:
-        ValueError: the file is something else, was written with other settings or data (the message names each), was
-            changed after it was written, or is open in another process.
-    """
+    """Opens the records at `path`: a new file, or one to continue where its last window ended."""
     path = pathlib.Path(path)
     path.parent.mkdir(parents=True, exist_ok=True)
     with JsonlWriter(path) as writer:
         output = RegenerationOutput(writer, settings, kind)
-        # The manifest decides: continue with one, refuse records without one, else start a new file.
+        # With a manifest, continue; reject records without one; otherwise start a new file.
         if output.manifest_path.exists():
             output.resume()
         elif writer.size:

@@ -1,4 +1,4 @@
-"""Records that wait for a model's answers: texts to continue, and conversations to answer anew."""
+"""Records that wait for a model's answers: texts to continue, and conversations to answer again."""
 
 import pathlib
 from collections.abc import Sequence
@@ -6,7 +6,7 @@ from typing import Any, Literal, Protocol
 
 from mtpjax.data.chat import TEMPLATE_DATE, encode_answers
 from mtpjax.data.jsonl import SkippedRecordError, decode_utf8
-from mtpjax.data.prompts import ID_KEYS, TEXT_KEYS
+from mtpjax.data.prompts import ID_KEYS, read_turns
 from mtpjax.data.record_files import RECORD_SUFFIXES, as_object, is_record_file, read_file_records
 from mtpjax.data.record_forms import find_messages, has_conversation, without_conversation
 from mtpjax.data.tokenizer import ConversationError, Tokenizer, TokenizerError
@@ -35,7 +35,6 @@ class Task(Protocol):
 
         Args:
             tokens: the answer without its stop token.
-            finish_reason: why it ended.
 
         Returns:
             True if training will tokenize the record's text so far as the same tokens.
@@ -48,18 +47,10 @@ class Task(Protocol):
 
 
 def detect_record_kind(paths: Sequence[pathlib.Path]) -> RecordKind:
-    """Finds the kind of records in files, by the suffixes and fields that training goes by.
+    """Finds the kind of records in files, by the same suffixes and fields as training.
 
-    Args:
-        paths: the files.
-
-    Returns:
-        "documents" for files without records. For files of records the first readable one decides: "conversations" if
-        it has one (`mtpjax.data.record_forms.has_conversation`), else "prompts".
-
-    Raises:
-        ValueError: there are no files or no records, or some files have records and some are texts.
-        OSError: a file cannot be read.
+    Returns "documents" for files without records. For files of records the first readable one decides: "conversations"
+    if it has one (`mtpjax.data.record_forms.has_conversation`), else "prompts".
     """
     # Whole files and records cannot be mixed in one run.
     have_records = {is_record_file(path) for path in paths}
@@ -88,62 +79,44 @@ def make_task(
     """Makes the task of one record.
 
     Args:
-        content: the record, as `mtpjax.data.record_files.read_file_records` yields it.
-        tokenizer: the tokenizer.
-        kind: the kind of the records.
-        max_prompt_tokens: maximum number of tokens of a prompt.
-        chat: make prompts into conversations.
         prompt_tokens: keep this many tokens of a text as its prompt; None: all, or 64 of a document.
-
-    Returns:
-        The task.
 
     Raises:
         SkippedRecordError: the record has no usable text or conversation.
-        TokenizerError: the tokenizer has no chat template.
     """
     if kind == "documents" and isinstance(content, bytes):
         record = {"text": decode_utf8(content)}
     else:
         record = as_object(content)
     if kind == "conversations":
-        # The output has the conversation in OpenAI's form alone, and the record's other fields.
+        # The output has the conversation only in OpenAI's form, and the record's other fields.
         messages, extra_fields = _checked_messages(record), without_conversation(record)
-        return ConversationTask(messages, tokenizer, max_prompt_tokens, extra_fields=extra_fields)
+        return ConversationTask(messages, tokenizer, max_prompt_tokens, extra_fields)
     # Prompts keep their category and id. With `chat`, each turn becomes a user's message that the model answers.
     extra_fields = {name: record[name] for name in ("category", *ID_KEYS) if name in record}
-    turns = _user_turns(record)
+    turns = list(read_turns(record))
     if chat:
         messages = [{"role": role, "content": turn} for turn in turns for role in ("user", "assistant")]
-        return ConversationTask(messages, tokenizer, max_prompt_tokens, extra_fields=extra_fields)
+        return ConversationTask(messages, tokenizer, max_prompt_tokens, extra_fields)
     if prompt_tokens is None and kind == "documents":
         prompt_tokens = DOCUMENT_PROMPT_TOKENS
-    return TextTask(turns[0], tokenizer, max_prompt_tokens, extra_fields=extra_fields, prompt_tokens=prompt_tokens)
+    prompt = _truncate(_encode(turns[0], tokenizer), prompt_tokens, tokenizer)
+    if not prompt:
+        raise SkippedRecordError("empty", "has no tokens")
+    if len(prompt) > max_prompt_tokens:
+        raise SkippedRecordError("too long", f"has {len(prompt)} tokens; there is room for {max_prompt_tokens}")
+    return TextTask(prompt, tokenizer, extra_fields)
 
 
 class TextTask:
-    """A text, or its first `prompt_tokens`, to continue."""
+    """A text to continue."""
 
+    prompt: list[int] | None
     is_truncated = False
 
-    def __init__(
-        self,
-        text: str,
-        tokenizer: Tokenizer,
-        max_prompt_tokens: int,
-        *,
-        extra_fields: dict,
-        prompt_tokens: int | None = None,
-    ):
-        self.tokenizer, self.extra_fields, self.text = tokenizer, extra_fields, ""
+    def __init__(self, prompt: list[int], tokenizer: Tokenizer, extra_fields: dict[str, Any]):
+        self.prompt, self.tokenizer, self.extra_fields, self.text = prompt, tokenizer, extra_fields, ""
         self.finish_reasons: list[str] = []
-        self.prompt: list[int] | None = _truncate(_encode(text, tokenizer), prompt_tokens, tokenizer)
-        if not self.prompt:
-            raise SkippedRecordError("empty", "has no tokens")
-        if len(self.prompt) > max_prompt_tokens:
-            raise SkippedRecordError(
-                "too long", f"has {len(self.prompt)} tokens; there is room for {max_prompt_tokens}"
-            )
 
     def add_answer(self, tokens: list[int], finish_reason: str) -> bool:
         # Store the decoded text. It may tokenize differently: a continuation can merge across the cut.
@@ -157,7 +130,7 @@ class TextTask:
 
 
 class ConversationTask:
-    """A conversation whose assistant messages are answered anew, except those with `"weight": 0`.
+    """A conversation whose assistant messages are answered again, except those with `"weight": 0`.
 
     A user's message at the end gets an answer too.
     """
@@ -165,12 +138,7 @@ class ConversationTask:
     is_truncated = False
 
     def __init__(
-        self,
-        messages: list[dict[str, Any]],
-        tokenizer: Tokenizer,
-        max_prompt_tokens: int,
-        *,
-        extra_fields: dict[str, Any],
+        self, messages: list[dict], tokenizer: Tokenizer, max_prompt_tokens: int, extra_fields: dict[str, Any]
     ):
         self.tokenizer, self.max_prompt_tokens, self.extra_fields = tokenizer, max_prompt_tokens, extra_fields
         self.template_variables = {"tools": extra_fields.get("tools")}
@@ -201,7 +169,7 @@ class ConversationTask:
         return {**self.extra_fields, "messages": self.messages, "finish_reasons": self.finish_reasons}
 
     def _advance(self) -> None:
-        """Moves to the next answer to generate; ends the conversation where an answer has no room."""
+        """Moves to the next answer to generate; ends the conversation if an answer has no room."""
         self.prompt, num_answered = None, len(self.messages)
         while self.remaining:
             message = self.remaining.pop(0)
@@ -239,16 +207,6 @@ def _checked_messages(record: dict[str, Any]) -> list[dict[str, Any]]:
     if any(message.get("tool_calls") and message.get("weight") != 0 for message in messages):
         raise SkippedRecordError("unreadable", "contains tool calls, which regenerated answers do not make")
     return messages
-
-
-def _user_turns(record: dict[str, Any]) -> list[str]:
-    """Returns all turns of a Spec-Bench record, or the one text of another record."""
-    turns = record.get("turns", [next((record[key] for key in TEXT_KEYS if key in record), None)])
-    if not isinstance(turns, list) or not turns or not all(isinstance(turn, str) for turn in turns):
-        raise SkippedRecordError("corrupt", f"has no text under any of turns, {', '.join(TEXT_KEYS)}")
-    if not all(turn.strip() for turn in turns):
-        raise SkippedRecordError("empty", "is empty")
-    return turns
 
 
 def _encode(text: str, tokenizer: Tokenizer) -> list[int]:

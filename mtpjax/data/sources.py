@@ -11,9 +11,10 @@ import numpy as np
 from mtpjax.data.chat import encode_answers, encode_formatted
 from mtpjax.data.config import Source
 from mtpjax.data.data_files import list_data_files
-from mtpjax.data.jsonl import FileDigest, SkippedRecordError, decode_utf8
-from mtpjax.data.packing import Document, list_python_sources
-from mtpjax.data.record_files import as_object, is_record_file, read_file_records
+from mtpjax.data.jsonl import SkippedRecordError, decode_utf8
+from mtpjax.data.packing import Document
+from mtpjax.data.python_sources import list_python_sources
+from mtpjax.data.record_files import FileDigest, as_object, is_record_file, read_file_records
 from mtpjax.data.record_forms import find_messages, has_conversation
 from mtpjax.data.tokenizer import ByteTokenizer, ConversationError, Tokenizer, TokenizerError
 from mtpjax.errors import AnswerLocationError
@@ -32,7 +33,7 @@ class SourceContents:
         skipped: number of skipped documents by reason.
         files: the files that were read.
         last_skipped: place and problem of the last skipped document; "": none.
-        lost_answers: number of answers that cannot be located, in conversations of which others can.
+        lost_answers: number of answers that cannot be located, in conversations with others that can.
         last_lost: place and problem of the last of them; "": none.
         left_out: the files of the folder that were not read, in words; "": none.
     """
@@ -47,11 +48,7 @@ class SourceContents:
 
 
 def end_token_id(tokenizer: Tokenizer) -> int:
-    """Returns the token that ends a document: the tokenizer's first end token.
-
-    Raises:
-        TokenizerError: the tokenizer has no end token.
-    """
+    """Returns the token that ends a document: the tokenizer's first end token."""
     if not tokenizer.eos_token_ids:
         raise TokenizerError("the tokenizer names no end token, which must separate documents")
     return tokenizer.eos_token_ids[0]
@@ -65,30 +62,13 @@ def read_source(source: Source, tokenizer: Tokenizer, *, vocab_size: int, output
     which no answer can be located, text that contains the end token), `empty` (also conversations without an answer),
     and `vocabulary` (ids outside the vocabulary). Ignores blank lines of JSONL.
     Conversations may become several documents, see `encode_answers`; answers that cannot be located are counted.
-
-    Args:
-        source: the source.
-        tokenizer: the tokenizer.
-        vocab_size: V of the model.
-        output: folder that the run writes, which is not data.
-
-    Returns:
-        Documents, counts of skipped ones, and files.
-
-    Raises:
-        ValueError: more than `source.most_skipped` documents are skipped; the message has the counts and the last
-            place. Also if `source.field` is set, and no file has records.
-        TokenizerError: the tokenizer has no chat template for a conversation, or it does not compile; the message has
-            the place.
-        FileNotFoundError: there are no files.
-        OSError: a file cannot be read.
     """
     end = end_token_id(tokenizer)
     documents: list[Document] = []
     skipped: dict[str, int] = dict.fromkeys(SKIP_REASONS, 0)
     files: list[FileDigest] = []
     last_skipped, last_lost, lost_answers = "", "", 0
-    # The place of a text is its file's name alone; records add line, item or row.
+    # The place of a text is its file's name; records add line, item or row.
     is_text = lambda place: source.kind == "text" or (source.kind == "auto" and place in texts)
     by_line = {"auto": None, "text": False}.get(source.kind, True)
     name, left_out = source.path or "the standard library", ""
@@ -113,11 +93,11 @@ def read_source(source: Source, tokenizer: Tokenizer, *, vocab_size: int, output
             # A few bad records are normal in large data; many mean a wrong field or tokenizer.
             skipped[error.reason] += 1
             last_skipped = f"{place} {error}"
-            if sum(skipped.values()) > source.most_skipped:
+            if sum(skipped.values()) > source.max_skipped:
                 counts = ", ".join(f"{count} {reason}" for reason, count in skipped.items() if count)
                 raise ValueError(
-                    f"{name} has over {source.most_skipped} unusable documents ({counts}); the last: {last_skipped};"
-                    " `pattern` chooses files, `most_skipped` of a source allows more"
+                    f"{name} has over {source.max_skipped} unusable documents ({counts}); the last: {last_skipped};"
+                    " `pattern` chooses files, `max_skipped` of a source allows more"
                 ) from error
         except TokenizerError as error:
             raise TokenizerError(f"{place}: {error}") from error
@@ -131,15 +111,6 @@ def fingerprint(
 
     It covers kind, field, weight and files (relative paths, sizes, contents) of each source in order, the tokenizer,
     and the size of the vocabulary, which decides which documents are skipped. The folder's location does not count.
-
-    Args:
-        sources: the sources.
-        contents: the result of reading each.
-        tokenizer: the tokenizer.
-        vocab_size: V of the model.
-
-    Returns:
-        A hexadecimal sha256.
     """
     # Digests of file contents are in `content.files`, taken while reading; here only their combination is hashed.
     parts = [

@@ -1,8 +1,8 @@
 """Decides the forms in which a chat template reads messages, by trying them on probe messages.
 
 Templates differ in what they read: arguments of tool calls as an object or as text, content as text or as parts, and so
-on. What a template does not read often vanishes without an error. So a conversation's shape is rendered first with a
-word of its own in place of each text, and a form is right if every word reaches the prompt.
+on. Content that a template does not read often vanishes without an error. So a conversation's shape is first rendered
+with a unique word in place of each text, and a form is right if every word reaches the prompt.
 """
 
 import dataclasses
@@ -10,7 +10,7 @@ import functools
 import itertools
 import json
 import re
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any, NamedTuple
 
 from mtpjax.data.chat_messages import Forms, in_forms, text_of
@@ -23,7 +23,7 @@ PROBES_AT_ONCE = 32
 MAX_STEPS = 3
 MAX_CALLS = MAX_PARTS = 2  # probe calls, and parts of content, of one message
 SYSTEM_ROLES = ("system", "developer")
-CALL_ID = "probecall"  # Mistral's templates ask for nine characters
+CALL_ID = "probecall"  # Mistral's templates require nine characters
 
 
 class Choice(NamedTuple):
@@ -40,8 +40,24 @@ class Choice(NamedTuple):
     problem: str = ""
 
 
+class _Probe(NamedTuple):
+    """A conversation's shape, with a unique word in place of each text, and the template that renders it."""
+
+    template: str
+    messages: list[dict[str, Any]]
+    tools: list[Any] | None
+    variables: dict[str, Any]
+
+    def render(self, candidates: Sequence[Forms]) -> Iterator[tuple[Rendered | TemplateFailure, list[dict[str, Any]]]]:
+        """Renders in each form. Yields the text, and the messages as the template got them."""
+        shaped = [in_forms(self.messages, self.tools, forms) for forms in candidates]
+        sets = [{**self.variables, "messages": each, "tools": its_tools} for each, its_tools in shaped]
+        results = WORKER.render_all(self.template, sets)
+        return zip(results, (messages for messages, _ in shaped), strict=True)
+
+
 class _Problem(NamedTuple):
-    """How bad a rendered probe is: 0 right, 1 quoted twice or as a Python value, 2 something is missing, 3 failed."""
+    """The rank of a rendered probe: 0 right, 1 quoted twice or as a Python value, 2 something is missing, 3 failed."""
 
     rank: int
     lost: int = 0
@@ -56,20 +72,12 @@ def choose_forms(
     Probes are cached by the template and the shape of the conversation: roles, and which fields the messages have. A
     turn that repeats counts as two.
 
-    Args:
-        template: jinja2 source.
-        messages: clean messages.
-        tools: clean tools, or None.
-        variables: further variables of the template, which have a JSON form.
-
-    Returns:
-        The forms. If the template fails on every probe, the usual ones: it then fails on the messages too, or it looks
-        at their text.
+    If the template fails on every probe, these are the usual forms: it then fails on the messages too, or it looks at
+    their text.
 
     Raises:
         DroppedTextError: the template writes the conversation without the text of a message, without a tool call or
             without the tools, in every form.
-        TemplateFailure: the template exceeds a limit.
     """
     kept = _without_repetitions(list(map(_shape, messages)))
     probe = [_probe_message(messages[index], number) for number, index in enumerate(kept)]
@@ -83,8 +91,8 @@ def choose_forms(
         probe = [_probe_message(messages[index], number, own_ids=True) for number, index in enumerate(kept)]
         choice = _choose(template, json.dumps([probe, probe_tools, variables], sort_keys=True))
     if choice is None:
-        # The template fails on the messages too, or it looks at their text. An empty text causes fewer failures of its
-        # own than a null.
+        # The template fails on the messages too, or it looks at their text. Fewer templates fail on an empty text than
+        # on null.
         return Forms(empty="text")
     if choice.problem:
         if choice.lost < 0:
@@ -103,20 +111,19 @@ def choose_forms(
 
 @functools.lru_cache(maxsize=1024)
 def _choose(template: str, probe_text: str) -> Choice | None:
-    """Tries the usual forms, and all others only if those are not right. None: the template fails on all."""
-    messages, tools, variables = json.loads(probe_text)
-    choices = _choices(messages, tools)
+    """Tries the usual forms, and the others only if those are wrong. None: the template fails on all."""
+    probe = _Probe(template, *json.loads(probe_text))
+    choices = _choices(probe.messages, probe.tools)
     best = Forms()
     tried: dict[Forms, _Problem] = {}
     badness = lambda forms: (tried[forms].rank, -tried[forms].lost)
-    # Of forms that lose something, the one that loses the latest is nearest: a template that needs several changes is
-    # reached from there.
+    # If every form loses something, the one that loses it latest is closest: further changes start from there.
     for _ in range(MAX_STEPS):
-        candidates = [each for each in _candidates(choices, best, len(messages)) if each not in tried]
-        # The first form alone is right for most; the others follow in requests that stay within the limit of time.
+        candidates = [each for each in _candidates(choices, best, len(probe.messages)) if each not in tried]
+        # The first form is right for most; the others follow in requests that stay within the time limit.
         for start, end in itertools.pairwise([0, 1, *range(1 + PROBES_AT_ONCE, len(candidates), PROBES_AT_ONCE), None]):
             part = candidates[start:end]
-            tried |= zip(part, _try(part, template, messages, tools, variables), strict=True)
+            tried |= zip(part, _try(part, probe), strict=True)
             if min(problem.rank for problem in tried.values()) == 0:
                 break
         before, best = best, min(tried, key=badness)
@@ -124,29 +131,25 @@ def _choose(template: str, probe_text: str) -> Choice | None:
             break
     problem = tried[best]
     if problem.rank < 2:
-        return Choice(_with_objects(best, template, messages, tools, variables))
+        return Choice(_with_objects(best, probe))
     if problem.rank == 3:
         return None
     return Choice(best, problem.lost, problem.what)
 
 
-def _with_objects(
-    forms: Forms, template: str, messages: list[dict[str, Any]], tools: list[Any] | None, variables: dict[str, Any]
-) -> Forms:
-    """Lets a template that reads arguments in both forms write them from objects, if it then writes them differently.
+def _with_objects(forms: Forms, probe: _Probe) -> Forms:
+    """Gives arguments as objects to a template that reads both forms, if it then writes them differently.
 
-    It has a form of its own for objects (XML, say), and would copy JSON text as it is.
+    Such a template has a separate form for objects (such as XML), and would copy JSON text unchanged.
     """
-    calls = [call for message in messages for call in message.get("tool_calls", ())]
+    calls = [call for message in probe.messages for call in message.get("tool_calls", ())]
     if forms.arguments != "given" or not any(isinstance(call["function"]["arguments"], str) for call in calls):
         return forms
     as_objects = dataclasses.replace(forms, arguments="object or text")
-    shaped = [in_forms(messages, tools, each) for each in (forms, as_objects)]
-    sets = [{**variables, "messages": each, "tools": its_tools} for each, its_tools in shaped]
-    as_given, result = WORKER.render_all(template, sets)
+    (as_given, _), (result, shaped) = probe.render((forms, as_objects))
     if isinstance(result, TemplateFailure) or result == as_given:
         return forms
-    return forms if _judge(result, messages, tools, shaped[1][0]).rank else as_objects
+    return forms if _judge(result, probe, shaped).rank else as_objects
 
 
 def _choices(messages: list[dict[str, Any]], tools: list[Any] | None) -> dict[str, list[Any]]:
@@ -174,47 +177,36 @@ def _candidates(choices: dict[str, list[Any]], first: Forms, num_messages: int) 
         itertools.product(*choices.values()),
         key=lambda values: sum(value != other for value, other in zip(values, usual, strict=True)),
     )
-    # A client must not be able to ask for many renderings of many messages. Each single change is tried.
+    # A client must not be able to cause many renderings of many messages. Each single change is tried.
     count = max(1, min(MAX_PROBES, MAX_PROBE_MESSAGES // max(1, num_messages)) - 1)
     count = 1 + max(count, sum(len(values) - 1 for values in choices.values()))
     return [Forms(**dict(zip(choices, values, strict=True))) for values in products[:count]]
 
 
-def _try(
-    candidates: list[Forms],
-    template: str,
-    messages: list[dict[str, Any]],
-    tools: list[Any] | None,
-    variables: dict[str, Any],
-) -> list[_Problem]:
-    shaped = [in_forms(messages, tools, forms) for forms in candidates]
-    sets = [{**variables, "messages": each, "tools": its_tools} for each, its_tools in shaped]
-    results = WORKER.render_all(template, sets)
+def _try(candidates: list[Forms], probe: _Probe) -> list[_Problem]:
     return [
-        _Problem(3) if isinstance(result, TemplateFailure) else _judge(result, messages, tools, each)
-        for result, (each, _) in zip(results, shaped, strict=True)
+        _Problem(3) if isinstance(result, TemplateFailure) else _judge(result, probe, shaped)
+        for result, shaped in probe.render(candidates)
     ]
 
 
-def _judge(
-    result: Rendered, messages: list[dict[str, Any]], tools: list[Any] | None, shaped: list[dict[str, Any]]
-) -> _Problem:
-    """Checks that everything in a probe reached the text, and in a right form.
+def _judge(result: Rendered, probe: _Probe, shaped: list[dict[str, Any]]) -> _Problem:
+    """Checks that everything in a probe reached the text in a correct form.
 
     `shaped` are the messages as the template got them.
     """
     text = result.text.casefold()
-    if any(_word("tool", number) not in text for number in range(len(tools or ()))):
+    if any(_word("tool", number) not in text for number in range(len(probe.tools or ()))):
         return _Problem(2, -1, "tools")
     words = []
-    for index, message in enumerate(messages):
+    for index, message in enumerate(probe.messages):
         if any(word not in text for word in text_of(message.get("content")).split()):
             return _Problem(2, index, "text")
         for call in message.get("tool_calls", ()):
             name, arguments = call["function"]["name"], call["function"]["arguments"]
             arguments = json.loads(arguments) if isinstance(arguments, str) else arguments
             words += arguments
-            # Some templates write the id alone, which holds the name (Kimi's).
+            # Some templates write only the id, which contains the name (Kimi's).
             is_named = name in text or ("id" in call and (call["id"] != CALL_ID or CALL_ID in text))
             if not is_named or any(word not in text for word in (*arguments, *arguments.values())):
                 return _Problem(2, index, "tool call")
@@ -229,7 +221,7 @@ def _judge(
 
 
 def _probe_message(message: dict[str, Any], number: int, *, own_ids: bool = False) -> dict[str, Any]:
-    """Returns a message with the same fields, whose texts are words of its own."""
+    """Returns a message with the same fields, whose texts are unique words."""
     probe: dict[str, Any] = {"role": message["role"]}
     if "content" in message:
         content = message["content"]

@@ -1,9 +1,9 @@
 """Renders chat templates in a separate process, under limits of time, memory and output.
 
 Templates come with checkpoints, which are untrusted. jinja2's sandbox keeps a template away from Python objects, but a
-single expression such as `'a' * 10**9` or `9**(9**9)` can still use all memory or never end, and no thread can stop it.
-A separate process can be stopped, from any thread and on every Unix. It runs this file as a script, without JAX and
-without the package, so only what `TemplateWorker` needs is imported from there, and not at the top.
+single expression such as `'a' * 10**9` or `9**(9**9)` can still use all memory or never end, and a thread cannot be
+stopped. A separate process can, from any thread and on every Unix. It runs this file as a script, without JAX and
+without the package, so imports from the package are only for `TemplateWorker`, and not at the top.
 """
 
 import atexit
@@ -17,14 +17,14 @@ from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 MAX_SECONDS = 10  # for one conversation; the published templates need milliseconds
-ANSWER_SECONDS = 2  # more for the answer to arrive, and for a worker that starts
+ANSWER_SECONDS = 2  # additional time for the answer to arrive, and for a worker to start
 MAX_MEMORY = 512 << 20  # bytes of address space of the worker (macOS does not enforce this; time bounds it there)
 MAX_OUTPUT_CHARACTERS = 16 << 20
 _COMPILED_TEMPLATES = 8
 
 
 class TemplateFailure(Exception):
-    """A template failed. The message says how; `is_template` is true if it fails with any conversation."""
+    """A template failed. The message gives the reason; `is_template` is true if it fails with every conversation."""
 
     def __init__(self, message: str, *, is_template: bool = False):
         super().__init__(message)
@@ -37,7 +37,7 @@ class Rendered(NamedTuple):
     Attributes:
         text: the text.
         generation: start and end in `text` of each `{% generation %}` block, ascending. None: the template has no such
-            block, nobody asked, or the template changes the text of a block afterwards.
+            block, it was not requested, or the template changes the text of a block afterwards.
     """
 
     text: str
@@ -45,7 +45,7 @@ class Rendered(NamedTuple):
 
 
 class TemplateWorker:
-    """A process that renders templates one after the other. It starts at the first call, and again after a limit."""
+    """A process that renders templates one at a time. It starts at the first call, and restarts after a limit."""
 
     def __init__(self):
         # Not for the worker itself, which runs this file as a script.
@@ -55,29 +55,8 @@ class TemplateWorker:
         self._compiled: dict[str, Any] | None = None  # templates, if this process renders itself
 
     def render_here(self) -> None:
-        """Renders in this process from now on, for a process that has limits of time and memory of its own."""
+        """Renders in this process from now on, if it already has limits of time and memory."""
         self._compiled = {}
-
-    def render(self, template: str, variables: dict[str, Any], *, date: datetime.datetime | None = None) -> str:
-        """Renders a template.
-
-        Args:
-            template: jinja2 source.
-            variables: the template's variables, which must have a JSON form.
-            date: the date for `strftime_now`; None: now.
-
-        Returns:
-            The text.
-
-        Raises:
-            TemplateFailure: the template does not compile, fails, or exceeds a limit.
-            TypeError: a variable has no JSON form.
-            ValueError: a variable refers to itself.
-        """
-        [result] = self.render_all(template, [variables], date=date)
-        if isinstance(result, TemplateFailure):
-            raise result
-        return result.text
 
     def render_all(
         self,
@@ -90,18 +69,8 @@ class TemplateWorker:
         """Renders a template several times in one request, within one limit of time.
 
         Args:
-            template: jinja2 source.
             variable_sets: the variables of each rendering, which must have a JSON form.
             date: the date for `strftime_now`; None: now.
-            with_generation: locate the `{% generation %}` blocks.
-
-        Returns:
-            For each rendering its text, or its failure.
-
-        Raises:
-            TemplateFailure: a limit is exceeded.
-            TypeError: a variable has no JSON form.
-            ValueError: a variable refers to itself.
         """
         from mtpjax.worker_process import WorkerEnded
 
@@ -114,7 +83,7 @@ class TemplateWorker:
             try:
                 answer = self._worker.ask([line], seconds)
             except WorkerEnded as ended:
-                # The process ends itself after MAX_SECONDS. One that does not was stopped: ask a new one.
+                # The process ends itself after MAX_SECONDS. One that does not was stopped: use a new one.
                 if ended.code is not None:
                     raise
                 answer = self._worker.ask([line], seconds)
@@ -128,11 +97,11 @@ class TemplateWorker:
         return [_to_result(each) for each in json.loads(answer)]
 
     def close(self) -> None:
-        """Ends the process. A later `render` starts a new one."""
+        """Ends the process. A later rendering starts a new one."""
         self._worker.close()
 
     def kill(self) -> None:
-        """Ends the process at once, also in the middle of a template, whose call then fails."""
+        """Ends the process at once, even during a rendering, whose call then fails."""
         self._worker.kill()
 
 
@@ -149,7 +118,7 @@ if __name__ != "__main__":
 
 
 def serve() -> None:
-    """Answers requests, one JSON object a line, from standard input until it ends."""
+    """Serves requests, one JSON object per line, from standard input until it ends."""
     # Ctrl-C reaches every process of the terminal; the caller decides when this one ends.
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     # Import before the limits, so that a low limit cannot fail here.
@@ -182,7 +151,7 @@ def _answer_all(request: dict[str, Any], compiled: dict[str, Any]) -> list[dict[
     strftime_now = lambda form: (moment or datetime.datetime.now()).strftime(form)
     answers = []
     for variables in request["renders"]:
-        # From here on the messages may be at fault. Any exception can come out of a template.
+        # From here on the messages may cause the error. A template can raise any exception.
         try:
             variables = {"strftime_now": strftime_now, **variables}
             answers.append(_answer(compiled[template], variables, with_generation=request["with_generation"]))
@@ -199,7 +168,7 @@ def _answer(template: Any, variables: dict[str, Any], *, with_generation: bool) 
     text.encode()  # lone surrogates have no tokens
     if not (with_generation and environment.has_generation):
         return {"text": text, "generation": None}
-    # A template may move, trim or drop the text of a block, so the marks are trusted only if the text stays the same.
+    # A template may move, trim or drop the text of a block, so the marks are used only if the text stays the same.
     mark = next(chr(code) for code in range(0xF0000, 0xFFFFE) if chr(code) not in text)
     environment.generation_mark = mark
     pieces = _render(template, variables).split(mark)

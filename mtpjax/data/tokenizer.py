@@ -1,4 +1,4 @@
-"""Tokenizers: bytes for our own small models, `tokenizer.json` and its chat template for published ones."""
+"""Tokenizers: bytes for small models, `tokenizer.json` and its chat template for published ones."""
 
 import dataclasses
 import functools
@@ -13,7 +13,7 @@ from mtpjax.data.chat_template import DEFAULT, ChatTemplates, RenderedChat, read
 from mtpjax.data.decoder_stages import Utf8Stage
 from mtpjax.data.end_tokens import find_end_tokens
 from mtpjax.data.incremental_decoder import IncrementalDecoder, TokenizerDecoder
-from mtpjax.data.tokenizer_checks import check_expansion, rust_errors
+from mtpjax.data.tokenizer_checks import check_expansion, read_json_object, rust_errors
 from mtpjax.errors import ConversationError, TokenizerError
 from mtpjax.io.huggingface_files import (
     MAX_TOKENIZER_BYTES,
@@ -22,7 +22,6 @@ from mtpjax.io.huggingface_files import (
     read_small_file,
     read_vocab_size,
 )
-from mtpjax.safe_open import parse_json
 
 OTHER_FORMATS = ("tokenizer.model", "vocab.json", "vocab.txt")  # SentencePiece's, and those of older classes
 _BUILT = ("_tokenizer", "_decoder", "_plain_tokenizer")  # from `_content`
@@ -52,7 +51,7 @@ class Tokenizer(Protocol):
         ...
 
     def reads_template_variable(self, name: str) -> bool:
-        """Returns whether the chat template names a variable."""
+        """Returns whether the chat template uses a variable."""
         ...
 
     def decode(self, ids: Iterable[int]) -> str: ...
@@ -60,30 +59,13 @@ class Tokenizer(Protocol):
     def incremental_decoder(self, prompt: Sequence[int] = ()) -> Callable[[int | None], str]:
         """Returns an incremental decoder.
 
-        Args:
-            prompt: tokens before the first one. SentencePiece tokenizers drop a space where a text begins, and
-                nowhere else: after "the cat", the token "▁is" is " is".
-
-        Returns:
-            A function that takes one token at a time and returns the text that it completes; None ends the text and
-            returns the rest. Without a prompt, all texts together are `decode` of all tokens.
+        Returns a function that takes one token at a time and returns the text that it completes; None ends the text and
+        returns the rest. Without a prompt, all texts together are `decode` of all tokens.
         """
         ...
 
     def apply_chat_template(self, messages: list[dict[str, Any]], **template_variables: Any) -> list[int]:
-        """Encodes a conversation up to the start of the model's answer.
-
-        Args:
-            messages: the conversation, in OpenAI's form.
-            **template_variables: variables of the template.
-
-        Returns:
-            The tokens.
-
-        Raises:
-            TokenizerError: the tokenizer has no chat template.
-            ConversationError: the template rejects these messages.
-        """
+        """Encodes a conversation up to the start of the model's answer."""
         ...
 
 
@@ -107,11 +89,7 @@ class ByteTokenizer:
     digest = hashlib.sha256(b"bytes").hexdigest()
 
     def encode(self, text: str) -> list[int]:
-        """Returns the UTF-8 bytes of `text`, without an end token.
-
-        Raises:
-            ValueError: the text contains NUL or lone surrogates.
-        """
+        """Returns the UTF-8 bytes of `text`, without an end token."""
         encoded = _encode_utf8(text)
         position = text.find("\0")
         if position >= 0:
@@ -119,11 +97,7 @@ class ByteTokenizer:
         return list(encoded)
 
     def decode(self, ids: Iterable[int]) -> str:
-        """Decodes ids, ints or a 1-D integer array; skips end tokens, and replaces bytes that are not UTF-8 by U+FFFD.
-
-        Raises:
-            ValueError: an id is outside the vocabulary.
-        """
+        """Decodes ids; skips end tokens, and replaces bytes that are not UTF-8 by U+FFFD."""
         stream = self.incremental_decoder()
         return "".join(stream(int(index)) for index in ids) + stream(None)
 
@@ -146,14 +120,7 @@ class ByteTokenizer:
         Small models of bytes have no chat template.
 
         Args:
-            messages: the conversation.
             **template_variables: `add_generation_prompt` and `tools`; others are ignored.
-
-        Returns:
-            The tokens.
-
-        Raises:
-            ConversationError: a message has no text, text without an encoding, or tool calls; or there are tools.
         """
         tokens: list[int] = []
         if clean_tools(template_variables.get("tools")):
@@ -175,15 +142,15 @@ class HuggingFaceTokenizer:
     """The `tokenizer.json` of a Hugging Face directory or GGUF file, read by the tokenizers package.
 
     `eos_token_ids` are those of `generation_config.json`, `config.json`, its `text_config`, and the `eos_token` of
-    `tokenizer_config.json`, in this order: each of them ends a text, and the first ends a document. Special tokens
+    `tokenizer_config.json`, in this order: each of them ends a text, and the first one ends documents. Special tokens
     written in a prompt's text become those tokens, as in transformers; those that a user or a tool writes in a message
     stay text, so that a message cannot end its own turn. The text of tokens is that of the decoder in `tokenizer.json`,
-    as in vLLM; `clean_up_tokenization_spaces` changes nothing.
+    as in vLLM; `clean_up_tokenization_spaces` is ignored.
 
     Args:
         folder: the directory, or the GGUF file.
         vocab_size: V of the model.
-        chat_template: a chat template in place of those in the files.
+        chat_template: a chat template instead of those in the files.
 
     Raises:
         TokenizerError: a file is damaged, or a token is outside `vocab_size`.
@@ -201,16 +168,16 @@ class HuggingFaceTokenizer:
         if largest >= vocab_size:
             raise TokenizerError(f"{folder / 'tokenizer.json'} has token {largest}; the model has {vocab_size} tokens")
         self.num_tokens = largest + 1
-        # Special and end tokens, and the chat template, come from the files beside it.
+        # Special and end tokens, and the chat template, come from other files of the folder.
         added = self._tokenizer.get_added_tokens_decoder()
         self.special_token_ids = tuple(sorted(index for index, token in added.items() if token.special))
         self._special_names = [token.content for token in added.values() if token.special]
-        older = _read_json(folder, "special_tokens_map.json")
+        older = read_json_object(folder, "special_tokens_map.json")
         self._settings = {name: older[name] for name in SPECIAL_NAMES if name in older}
-        self._settings |= _read_json(folder, "tokenizer_config.json")
+        self._settings |= read_json_object(folder, "tokenizer_config.json")
         files = {
-            "generation": _read_json(folder, "generation_config.json"),
-            "config": _read_json(folder, "config.json"),
+            "generation": read_json_object(folder, "generation_config.json"),
+            "config": read_json_object(folder, "config.json"),
         }
         eos_token = self._special_tokens().get("eos_token")
         self.eos_token_ids = find_end_tokens(folder, self._tokenizer, eos_token, vocab_size=vocab_size, **files)
@@ -226,13 +193,13 @@ class HuggingFaceTokenizer:
         import tokenizers
 
         self._content, self._tokenizer = content, tokenizers.Tokenizer.from_buffer(content)
-        # Files may ask for padding or truncation, which would change the tokens of a text by its length.
+        # Files may enable padding or truncation, which would change the tokens of a text by its length.
         self._tokenizer.no_padding()
         self._tokenizer.no_truncation()
         self._decoder = TokenizerDecoder(self._tokenizer)
 
     def __getstate__(self) -> dict[str, Any]:
-        """Returns what another process needs: the content of the file stands for what is made from it."""
+        """Returns the state for another process: the content of the file, without the objects made from it."""
         return {name: each for name, each in vars(self).items() if name not in _BUILT}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
@@ -269,24 +236,16 @@ class HuggingFaceTokenizer:
         return self.encode_rendered(self.chat_templates.render(messages, **template_variables))[0]
 
     def encode_rendered(self, rendered: RenderedChat, start: int = 0) -> tuple[list[int], list[tuple[int, int]]]:
-        """Encodes a conversation that the chat template has written.
+        """Encodes a conversation that the chat template has written, from the character `start` on.
 
-        Args:
-            rendered: the conversation.
-            start: the character to begin at.
-
-        Returns:
-            The tokens, and the start and end of the characters that each stands for.
-
-        Raises:
-            TokenizerError: the tokenizer fails.
+        Returns the tokens, and the start and end of the characters that each stands for.
         """
         tokens: list[int] = []
         offsets: list[tuple[int, int]] = []
         encoded: dict[tuple[str, bool], Any] = {}  # few hidden pieces differ, but a message may repeat them many times
         with rust_errors("the tokenizer cannot encode this conversation"):
             for place, piece, is_hidden in rendered.pieces(start):
-                # The template writes the special tokens itself. Those in messages of users are only characters.
+                # Special tokens of the template count. Those in messages of users are only characters.
                 key = (piece, bool(place))
                 found = encoded.get(key) if is_hidden else None
                 if found is None:
@@ -330,25 +289,14 @@ class HuggingFaceTokenizer:
     def encode_with_starts(self, text: str) -> tuple[list[int], list[int]]:
         """Encodes a text that has its special tokens already.
 
-        Args:
-            text: the text.
-
-        Returns:
-            The tokens, and the character at which each begins, ascending.
-
-        Raises:
-            TokenizerError: the tokenizer fails.
+        Returns the tokens, and the character at which each begins, ascending.
         """
         with rust_errors("the tokenizer cannot encode this text"):
             encoding = self._tokenizer.encode(text, add_special_tokens=False)
         return encoding.ids, [start for start, _ in encoding.offsets]
 
     def save(self, folder: pathlib.Path) -> None:
-        """Writes the files from which a `HuggingFaceTokenizer` of the same digest can be read.
-
-        Args:
-            folder: an existing folder.
-        """
+        """Writes files into a folder, from which a `HuggingFaceTokenizer` of the same digest can be read."""
         (folder / "tokenizer.json").write_bytes(self._content)
         (folder / "tokenizer_config.json").write_text(
             json.dumps(self._settings | {"chat_template": self.chat_templates.setting})
@@ -369,11 +317,11 @@ def load_tokenizer(path, vocab_size: int | None = None, *, chat_template: str | 
     """Loads the tokenizer of a checkpoint.
 
     Args:
-        path: whatever `mtpjax.load` takes: a checkpoint, a run folder that holds one, a Hugging Face directory, a GGUF
-            file, or `org/name` of the Hugging Face Hub. Of a checkpoint that came from a Hugging Face directory, the
-            tokenizer of that directory.
+        path: anything that `mtpjax.load` takes: a checkpoint, a run folder that holds one, a Hugging Face directory, a
+            GGUF file, or `org/name` of the Hugging Face Hub. Of a checkpoint that came from a Hugging Face directory,
+            the tokenizer of that directory.
         vocab_size: V of the model; None: that of the checkpoint's `config.json`.
-        chat_template: a chat template in place of the checkpoint's.
+        chat_template: a chat template instead of the checkpoint's.
 
     Returns:
         A tokenizer with `encode(text)`, `decode(ids)`, `apply_chat_template(messages)` and `eos_token_ids`: a
@@ -381,8 +329,8 @@ def load_tokenizer(path, vocab_size: int | None = None, *, chat_template: str | 
 
     Raises:
         CheckpointError: the path does not exist.
-        TokenizerError: there is neither, and the vocabulary is not the 256 bytes, or there is a chat template, which
-            bytes have no use for.
+        TokenizerError: there is neither, and the vocabulary is not the 256 bytes, or a chat template is given, which
+            bytes do not support.
 
     Example:
         >>> import tempfile
@@ -420,15 +368,6 @@ def load_tokenizer(path, vocab_size: int | None = None, *, chat_template: str | 
     raise TokenizerError(
         f"{folder} has no tokenizer.json, and the model has {vocab_size} tokens, not the 256 bytes{way_on}"
     )
-
-
-def _read_json(folder: pathlib.Path, name: str) -> dict[str, Any]:
-    content = read_small_file(folder, name, max_bytes=MAX_TOKENIZER_BYTES)
-    try:
-        values = parse_json(content) if content is not None else {}
-    except ValueError as error:
-        raise TokenizerError(f"{folder / name} is not JSON: {error}") from error
-    return values if isinstance(values, dict) else {}
 
 
 def _token_text(token: Any) -> str | None:

@@ -2,8 +2,10 @@
 
 import contextlib
 import pathlib
+from typing import Any
 
 from mtpjax.errors import TokenizerError, printable
+from mtpjax.io.huggingface_files import MAX_TOKENIZER_BYTES, read_small_file
 from mtpjax.safe_open import parse_json
 
 MAX_EXPANSION = 256  # times that a normaliser or decoder may lengthen a text
@@ -15,12 +17,6 @@ def rust_errors(problem: str):
 
     It raises Exception itself, and where its Rust code panics, such as at a limit of its regular expressions, a
     BaseException, which would end the process.
-
-    Args:
-        problem: the start of the message.
-
-    Raises:
-        TokenizerError: the body failed.
     """
     try:
         yield
@@ -30,16 +26,18 @@ def rust_errors(problem: str):
         raise TokenizerError(f"{problem}: {printable(error, 200)}") from error
 
 
+def read_json_object(folder: pathlib.Path, name: str, *, max_bytes: int = MAX_TOKENIZER_BYTES) -> dict[str, Any]:
+    """Reads a JSON file of a checkpoint; a missing file, or a value that is not an object, gives an empty one."""
+    content = read_small_file(folder, name, max_bytes=max_bytes)
+    try:
+        values = parse_json(content) if content is not None else {}
+    except ValueError as error:
+        raise TokenizerError(f"{folder / name} is not JSON: {error}") from error
+    return values if isinstance(values, dict) else {}
+
+
 def check_expansion(content: bytes, path: pathlib.Path) -> None:
-    """Checks that normaliser and decoder cannot make a text many times as long, and so use all memory.
-
-    Args:
-        content: the content of a `tokenizer.json`.
-        path: the file that the message names.
-
-    Raises:
-        TokenizerError: they can, or the content is not JSON.
-    """
+    """Checks that normaliser and decoder cannot make a text many times as long, and so use all memory."""
     try:
         values = parse_json(content)
     except ValueError as error:

@@ -1,25 +1,10 @@
 """Cache capacity and pass width: the shapes for which a decoding call is compiled."""
 
-from mtpjax.decoding.drafters.base import Drafter
-from mtpjax.decoding.spec import DecodeSpec
+from mtpjax.decoding.config import DecodeConfig
 from mtpjax.models.model import MTPModel
 
 MIN_PREFILL_CHUNK, MAX_PREFILL_CHUNK = 64, 2048  # tokens
 MAX_ACTIVATION_BYTES = 2**30  # of the widest array of a prefill pass
-
-
-def slots_per_round(model: MTPModel, drafter: Drafter, spec: DecodeSpec) -> int:
-    """Computes the maximum number of cache slots that a round writes behind the committed text.
-
-    Args:
-        model: the model.
-        drafter: the draft method.
-        spec: the shape of a round.
-
-    Returns:
-        Slots of the verify pass or of the drafter's own passes, whichever are more.
-    """
-    return max(spec.verify_width, drafter.num_scratch_slots(model, spec))
 
 
 def round_up_capacity(size: int) -> int:
@@ -46,36 +31,14 @@ def _capacity_step(size: int) -> int:
     return max(128, 2 ** (size.bit_length() - 3))
 
 
-def cache_capacity(prompt_length: int, max_length: int, *, max_slots_per_round: int, prefill_chunk: int) -> int:
-    """Computes the cache slots per row of a call.
-
-    Attention reads every slot, so the capacity is the smallest that all writes fit into.
-
-    Args:
-        prompt_length: tokens of the longest prompt.
-        max_length: tokens of the longest sequence, prompt included.
-        max_slots_per_round: maximum number of slots that a round writes behind the committed text.
-        prefill_chunk: tokens per prefill pass; prefill writes whole chunks.
-
-    Returns:
-        Slots per row, rounded up by `round_up_capacity`.
-    """
-    # Writes past the capacity would be shifted back over committed entries. So both kinds of write behind the text must
-    # fit: the last prefill chunk, and the nodes of a round that starts at the full length.
-    return round_up_capacity(
-        max(-(-prompt_length // prefill_chunk) * prefill_chunk, max_length) + max_slots_per_round + 1
-    )
-
-
 def choose_prefill_chunk(model: MTPModel, batch: int, platform: str, *, longest_prompt: int, max_length: int) -> int:
     """Chooses the number of tokens per row in one prefill pass.
 
-    Each pass reads all weights, so a GPU takes long chunks, no longer than the prompts need. The widest array of a pass
-    stays within 1 GiB: that of the feed-forward layer, or where XLA computes attention, or an indexer its scores,
-    `[B, heads, chunk, slots]` in float32. On a CPU short chunks are as fast, and short prompts fill them better.
+    Each pass reads all weights, so on a GPU chunks are as long as the prompts need. The widest array of a pass stays
+    within 1 GiB: that of the feed-forward layer, or the float32 scores `[B, heads, chunk, slots]` of an indexer or of
+    attention in XLA. On a CPU short chunks are as fast, and short prompts waste less of them.
 
     Args:
-        model: the model.
         batch: number of rows of the call, B.
         platform: "cpu", "cuda" or "rocm".
         longest_prompt: tokens of the longest prompt.
@@ -96,14 +59,18 @@ def choose_prefill_chunk(model: MTPModel, batch: int, platform: str, *, longest_
     return chunk
 
 
+def choose_min_rows(config: DecodeConfig, model: MTPModel, platform: str, *, batch: int) -> int:
+    """Chooses the minimum number of token rows of a forward pass: the configured one, or `min_rows_per_pass`."""
+    return config.min_rows or min_rows_per_pass(model, batch, platform)
+
+
 def min_rows_per_pass(model: MTPModel, batch: int, platform: str) -> int:
     """Computes the minimum number of token rows per forward pass that runs fast.
 
     On a GPU a single row needs more launches than two: XLA does not multiply it on the tensor cores, and fuses less
-    around it. A model with experts keeps a single row, because a second one would choose further experts.
+    around it. A model with experts keeps a single row, because a second one would activate more experts.
 
     Args:
-        model: the model.
         batch: number of rows of the call, B.
         platform: "cpu", "cuda" or "rocm".
 

@@ -7,15 +7,14 @@ from typing import TypeVar
 import jax
 import jax.numpy as jnp
 
+from mtpjax.decoding.decoder import Decoder
 from mtpjax.decoding.depth_policy import update_policy
-from mtpjax.decoding.drafters.base import Draft, Drafter
-from mtpjax.decoding.spec import DecodeSpec
+from mtpjax.decoding.drafter import Draft
 from mtpjax.decoding.state import DecodeState, running_pages
 from mtpjax.decoding.verify import Acceptance, VerifyOutput
 from mtpjax.models.cache import commit as commit_cache
 from mtpjax.models.cache import gather_path
 from mtpjax.models.layers.entries import write_rows
-from mtpjax.models.model import MTPModel
 from mtpjax.models.parallel import all_rows, over_rows
 from mtpjax.models.vocabulary import Vocabulary
 
@@ -23,14 +22,7 @@ Carry = TypeVar("Carry")
 
 
 def commit(
-    state: DecodeState,
-    draft: Draft,
-    verified: VerifyOutput,
-    accepted: Acceptance,
-    *,
-    model: MTPModel,
-    drafter: Drafter,
-    spec: DecodeSpec,
+    decoder: Decoder, state: DecodeState, draft: Draft, verified: VerifyOutput, accepted: Acceptance
 ) -> DecodeState:
     """Ends a round: keeps what the rule accepted and drops the rest.
 
@@ -39,14 +31,11 @@ def commit(
         draft: the verified nodes.
         verified: the outputs of the trunk's pass over the nodes.
         accepted: the accepted path and the tokens to append.
-        model: the model.
-        drafter: the draft method.
-        spec: the shape of the round.
 
     Returns:
-        The state for the next round. Rows that were done change only in scratch space behind their text.
+        The state for the next round. Rows that were done change only in scratch space after their text.
     """
-    length, is_running, K = state.length, ~state.done, spec.num_steps
+    length, is_running, K = state.length, ~state.done, decoder.spec.num_steps
     trunk, logits, states = verified.trunk, verified.logits, verified.states
     # 1. In a tree the accepted nodes are scattered over W cache slots. Move them next to each other, so that slot i
     #    holds position i again. In a chain they are already in place.
@@ -73,12 +62,12 @@ def commit(
         proposed=state.proposed + jnp.pad(was_proposed.astype(jnp.int32), padding),
         accepted=state.accepted + jnp.pad(was_accepted.astype(jnp.int32), padding),
     )
-    # 3. The drafter keeps the trunk states of the accepted nodes, over which it extends in the next round.
-    state = state.replace(drafter=drafter.commit(state, states, accepted, model=model, spec=spec))
+    # 3. The drafter keeps the trunk states of the accepted nodes, and processes them in the next round (draft extend).
+    state = state.replace(drafter=decoder.drafter.commit(decoder, state, states, accepted))
     # 4. Append the tokens up to the first stop sequence or the row's limit. The rest counts as discarded. A token's
     #    origin is the draft level that proposed it, 0 for the bonus token.
     origins = jnp.where(levels <= accepted.num_accepted[:, None], levels, 0)
-    state, num_appended = append_tokens(state, accepted.tokens, origins, accepted.num_accepted + 1, logits, model=model)
+    state, num_appended = append_tokens(decoder, state, accepted.tokens, origins, accepted.num_accepted + 1, logits)
     cut_off = jnp.where(is_running, accepted.num_accepted + 1 - num_appended, 0)
     # 5. Commit the trunk's cache up to the newest token, which is the next pending token: the trunk has not processed
     #    it. Entries of rejected nodes stay in the slots after that, and the next round overwrites them.
@@ -99,24 +88,22 @@ def commit(
 
 
 def append_tokens(
+    decoder: Decoder,
     state: DecodeState,
     tokens: jax.Array,
     origins: jax.Array,
     num_valid: jax.Array,
     logits: jax.Array | None,
-    *,
-    model: MTPModel,
 ) -> tuple[DecodeState, jax.Array]:
     """Appends new tokens to the rows that are not done, and ends rows at stop sequences and limits.
 
     Args:
-        state: the rows.
+        decoder: the decoder, for the vocabulary.
         tokens: `[B, W]` int32 new tokens, valid up to `num_valid`.
         origins: `[B, W]` int32 draft level that proposed each token; 0: none.
         num_valid: `[B]` int32 number of valid tokens per row.
-        logits: `[B, W, own V]` unmodified logits that each token came from; read only if log-probabilities are
+        logits: `[B, W, V]` unmodified logits that each token came from; read only if log-probabilities are
             recorded.
-        model: the model, for its vocabulary size.
 
     Returns:
         The state, and the number of tokens that each row appended, `[B]` int32.
@@ -134,7 +121,7 @@ def append_tokens(
     logprobs, history = state.logprobs, state.history
     if logprobs.shape[1]:
         assert logits is not None
-        vocabulary = Vocabulary.of(model.config.vocab_size)
+        vocabulary = Vocabulary.of(decoder.vocab_size)
         read = lambda columns: jnp.take_along_axis(logits, columns[:, :, None], axis=2)[:, :, 0]
         chosen = vocabulary.look_up(read, tokens, logits.shape[2])
         logprobs = write_rows(logprobs, chosen - vocabulary.logsumexp(logits), state.length)
@@ -187,12 +174,9 @@ def cond_as_while_loop(function: Callable[[Carry], Carry], predicate: jax.Array,
     value that XLA cannot evaluate at compile time, or XLA removes the loop.
 
     Args:
-        function: a function of one pytree of arrays, which returns a pytree of the same shapes.
+        function: returns a pytree of the same shapes as its argument.
         predicate: `[]` bool.
-        carry: the argument of `function`.
-
-    Returns:
-        `function(carry)` if `predicate`, else `carry`.
+        carry: the argument of `function`, which is returned if `predicate` is False.
     """
 
     def run_once(loop_carry):

@@ -4,26 +4,20 @@ import dataclasses
 import math
 import numbers
 import operator
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any, Literal
 
+from mtpjax.decoding.acceptance.rules import PARAMETERS, AcceptanceRule, find_rule
 from mtpjax.decoding.sampling_ranges import check_sampling
-from mtpjax.models.config import IMPLEMENTATIONS, Implementation, require, require_choice
+from mtpjax.messages import require, require_choice
+from mtpjax.models.config import IMPLEMENTATIONS, Implementation
 
 MAX_STEPS = 127  # draft levels are reported as int8
 DEFAULT_MAX_NODES = 64  # upper limit of the default of `num_draft_tokens`
 
 
-DRAFTERS = ("mtp", "lookup")
 # SGLang's names of dtypes of the caches -> those of NumPy; None is the dtype of the embedding.
 KV_CACHE_DTYPES = {"auto": None, "bfloat16": "bfloat16", "fp8_e4m3": "float8_e4m3fn"}
-EXACT_RULES = ("greedy", "sample", "token", "block", "recursive", "traversal")
-LOSSY_RULES = ("threshold", "typical", "relaxed")
-CHAIN_RULES = ("token", "block")
-# These rules need a tree whose shape is fixed before any token is drawn.
-FIXED_TREE_RULES = ("recursive", "traversal")
-# These rules accept any tree, so its nodes may be chosen by the drafted tokens' scores.
-DYNAMIC_TREE_RULES = ("greedy", "sample", *LOSSY_RULES)
 
 
 INTEGER_FIELDS = ("max_new_tokens", "num_steps", "topk", "prompt_lookup_min", "prompt_lookup_max", "relaxed_topk")
@@ -83,7 +77,7 @@ class DecodeConfig:
     Attributes:
         max_new_tokens: maximum number of new tokens per row, at least 1.
         drafter: the draft method: "mtp" (the model's MTP modules), "lookup" (n-grams copied from the row's own text),
-            or an instance of `mtpjax.decoding.drafters.Drafter`: an EAGLE-3, Medusa, DFlash or DSpark drafter of
+            or an instance of `mtpjax.drafters.Drafter`: an EAGLE-3, Medusa, DFlash or DSpark drafter of
             `load_drafter`, or one of your own.
         num_steps: draft levels per round; 0 is plain decoding. Levels beyond the number of MTP modules run the last
             module again on its own output. SGLang: `speculative_num_steps`.
@@ -91,10 +85,10 @@ class DecodeConfig:
             exactly one MTP module if the drafter is "mtp". SGLang: `speculative_eagle_topk`.
         num_draft_tokens: nodes verified per round, including the pending token. None: `num_steps + 1` for a chain; for
             a tree as many as topk and num_steps allow, up to 64. SGLang: `speculative_num_draft_tokens`.
-        acceptance: the acceptance rule (`mtpjax.decoding.acceptance`), by name or as a callable. "auto" is "greedy" if
-            every row is at temperature 0, else "block" for a chain and "recursive" for a tree. On a chain "recursive"
-            is "token" and "traversal" is "block". "threshold", "typical" and "relaxed" are lossy: they change the
-            distribution of the text.
+        acceptance: the acceptance rule: a name of `mtpjax.decoding.acceptance.rules`, `package.module:RECORD`, or an
+            `AcceptanceRule`. "auto" is "greedy" if every row is at temperature 0, else "block" for a chain and
+            "recursive" for a tree. On a chain "recursive" is "token" and "traversal" is "block". "threshold", "typical"
+            and "relaxed" are lossy: they change the distribution of the text.
         depth_policy: "fixed" drafts num_steps levels in every round; "adaptive" chooses 0..num_steps before each round,
             for chains only.
         depth_costs: duration of a round at each depth 0..num_steps, in any unit (`mtpjax profile` measures them).
@@ -143,34 +137,29 @@ class DecodeConfig:
     Example:
         >>> from mtpjax import DecodeConfig
         >>> config = DecodeConfig(max_new_tokens=64, num_steps=3)
-        >>> config.num_nodes  # a chain of three drafts behind the pending token
+        >>> config.num_nodes  # a chain of three drafts after the pending token
         4
         >>> DecodeConfig(num_steps=3, topk=2, num_draft_tokens=8).num_nodes  # a tree
         8
     """
 
     max_new_tokens: int = 128
-    drafter: Literal["mtp", "lookup"] | Any = "mtp"
+    drafter: str | Any = "mtp"
     num_steps: int = 1
     topk: int = 1
     num_draft_tokens: int | None = None
-    acceptance: (
-        Literal[
-            "auto", "greedy", "sample", "token", "block", "recursive", "traversal", "threshold", "typical", "relaxed"
-        ]
-        | Callable[..., Any]
-    ) = "auto"
+    acceptance: str | AcceptanceRule = "auto"
     depth_policy: Literal["fixed", "adaptive"] = "fixed"
     depth_costs: tuple[float, ...] | None = None
     depth_rates: tuple[float, ...] | None = None
     prompt_lookup_min: int = 2
     prompt_lookup_max: int = 4
-    threshold_single: float = 1.0
-    threshold_acc: float = 1.0
-    typical_epsilon: float = 0.09
-    typical_delta: float = 0.3
-    relaxed_topk: int = 10
-    relaxed_delta: float = 0.6
+    threshold_single: float = PARAMETERS["threshold_single"]
+    threshold_acc: float = PARAMETERS["threshold_acc"]
+    typical_epsilon: float = PARAMETERS["typical_epsilon"]
+    typical_delta: float = PARAMETERS["typical_delta"]
+    relaxed_topk: int = int(PARAMETERS["relaxed_topk"])
+    relaxed_delta: float = PARAMETERS["relaxed_delta"]
     draft_vocabulary: tuple[int, ...] | None = None
     draft_window: int | None = None
     draft_sinks: int = 4
@@ -216,18 +205,11 @@ class DecodeConfig:
             f"({self.prompt_lookup_max})",
         )
         # 3. Choices by name. Drafters and rules may also be the user's own objects.
-        if isinstance(self.drafter, str):
-            require(self.drafter in DRAFTERS, f"unknown drafter '{self.drafter}'; supported: {', '.join(DRAFTERS)}")
-        else:
-            is_drafter = hasattr(self.drafter, "propose") and not isinstance(self.drafter, type)
-            require(
-                is_drafter, f"drafter must be {' or '.join(map(repr, DRAFTERS))}, or a Drafter, got {self.drafter!r}"
-            )
-        if not callable(self.acceptance):
-            rules = ("auto", *EXACT_RULES, *LOSSY_RULES)
-            require(
-                self.acceptance in rules, f"unknown acceptance rule '{self.acceptance}'; supported: {', '.join(rules)}"
-            )
+        is_drafter = hasattr(self.drafter, "propose") and not isinstance(self.drafter, type)
+        require(
+            is_drafter or isinstance(self.drafter, str),
+            f"drafter must be a name such as 'mtp' or 'lookup', or a Drafter, got {self.drafter!r}",
+        )
         policies = ("fixed", "adaptive")
         require(
             self.depth_policy in policies,
@@ -268,17 +250,9 @@ class DecodeConfig:
 
     def _check_tree(self):
         """Checks that the rule supports the tree, and that the tree can have `num_draft_tokens` nodes."""
-        # Chain rules test a single path. A custom ratio rule would get a dynamic tree, whose nodes are chosen by their
-        # drafted tokens, so its ratio test would not be exact.
-        if self.topk > 1 and self.num_steps:
-            require(
-                self.acceptance not in CHAIN_RULES,
-                f"acceptance '{self.acceptance}' supports only chains: set topk to 1, got {self.topk}",
-            )
-            require(
-                not getattr(self.acceptance, "needs_q", False),
-                f"a custom acceptance rule with needs_q supports only chains: set topk to 1, got {self.topk}",
-            )
+        rule = self.rule
+        if rule is not None and rule.drafts == "chain" and self.num_steps:
+            require(self.topk == 1, f"acceptance '{rule}' supports only chains: set topk to 1, got {self.topk}")
         if self.num_draft_tokens is None or not self.num_steps:
             return
         shape = f"topk {self.topk} and num_steps {self.num_steps}"
@@ -313,6 +287,17 @@ class DecodeConfig:
             rates is None or (len(rates) == self.num_steps and all(0 < rate <= 1 for rate in rates)),
             f"depth_rates must hold {self.num_steps} rates above 0 and at most 1, one per level; got {rates}",
         )
+
+    @property
+    def rule(self) -> AcceptanceRule | None:
+        """The record of the acceptance rule; None for "auto"."""
+        return None if self.acceptance == "auto" else find_rule(self.acceptance)
+
+    @property
+    def rule_params(self) -> tuple[float, ...]:
+        """The values of the rule's parameters, in the order of its record."""
+        parameters = {} if self.rule is None else self.rule.parameters
+        return tuple(float(getattr(self, name, default)) for name, default in parameters.items())
 
     @property
     def num_nodes(self) -> int:
@@ -390,7 +375,7 @@ class SamplingParams:
 
 
 def _materialise(value: Any) -> Any:
-    """Replaces iterators, also those inside of a list or tuple, by tuples of their elements."""
+    """Replaces iterators, also those inside a list or tuple, by tuples of their elements."""
     if isinstance(value, Iterator):
         value = tuple(value)
     if type(value) in (list, tuple):

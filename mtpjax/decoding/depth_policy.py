@@ -3,10 +3,10 @@
 The whole batch drafts to one depth, because one compiled verify pass has one width. The choice maximises expected
 committed tokens per unit of time, `(1 + sum_k survival_k) / cost`, the cost model of TurboSpec (2406.14066) with
 acceptance rates estimated online. It depends on earlier rounds only, never on a token that it decides about, so every
-exact acceptance rule stays exact. `experiments/policy_regret.py` compares it with the best fixed depth.
+exact acceptance rule stays exact. `experiments/decoding/policy_regret.py` compares it with the best fixed depth.
 
-The model assumes that rejections are independent given their depth. Where they are not, for example in a table in which
-every third token is unpredictable, the policy can choose a worse depth than the best fixed one.
+The model assumes that rejections are independent given their depth. Otherwise, for example in a table in which every
+third token is unpredictable, the policy can choose a worse depth than the best fixed one.
 """
 
 import functools
@@ -26,7 +26,7 @@ MIN_SPEEDUP = 1.05  # no probes of drafting below this speed-up at perfect accep
 
 
 class DepthPolicy(flax.struct.PyTreeNode):
-    """Acceptance counts of B rows at depths 1..D, and the depth that they lead to."""
+    """Acceptance counts of B rows at depths 1..D, and the chosen depth."""
 
     costs: jax.Array  # [D+1] float32, duration of a round at each depth, in units of a round at depth 0
     prior: jax.Array  # [D] float32, acceptance rate at each depth before anything is observed
@@ -43,7 +43,6 @@ def init_policy(costs, batch: int, *, prior=None) -> DepthPolicy:
 
     Args:
         costs: `[D+1]` durations of a round at depths 0..D, in any unit, D >= 1.
-        batch: number of rows, B.
         prior: `[D]` acceptance rates per depth that were measured on similar text. None assumes `PRIOR_RATE` at every
             depth.
 
@@ -112,30 +111,10 @@ def update_policy(policy: DepthPolicy, depth, num_accepted, *, was_active, is_ac
     )
 
 
-def reset_counts(policy: DepthPolicy, is_new) -> DepthPolicy:
-    """Clears the counts of rows whose slots hold new requests.
-
-    Args:
-        policy: the policy.
-        is_new: `[B]` bool, True for those rows.
-
-    Returns:
-        The policy in which those rows start from the batch's rates again. The depth is unchanged.
-    """
-    return policy.replace(
-        verified=jnp.where(is_new[:, None], 0, policy.verified),
-        accepted=jnp.where(is_new[:, None], 0, policy.accepted),
-    )
-
-
 def can_speed_up(costs) -> bool:
     """Returns True if some depth would be `MIN_SPEEDUP` times as fast as depth 0 if all drafts were accepted.
 
-    Args:
-        costs: `[D+1]` durations of a round at depths 0..D, as numbers (not traced).
-
-    Returns:
-        False if the caller can disable drafting permanently.
+    `costs [D+1]` are numbers, not traced. If False, the caller can disable drafting permanently.
     """
     # A fully accepted round of depth d commits d+1 tokens.
     costs = np.asarray(costs, np.float64)
@@ -143,17 +122,10 @@ def can_speed_up(costs) -> bool:
 
 
 def acceptance_rates(policy: DepthPolicy, is_active) -> jax.Array:
-    """Estimates each row's acceptance rate at each depth, given that all drafts before it were accepted.
+    """Estimates each row's acceptance rate at each depth, `[B, D]` float32, given that earlier drafts were accepted.
 
     Two shrinkage estimates: each row's rate is shrunk towards the rate of all active rows together, and that rate
     towards the prior.
-
-    Args:
-        policy: the policy with its counts.
-        is_active: `[B]` bool, rows that count towards the batch's rate.
-
-    Returns:
-        `[B, D]` float32 conditional acceptance rates.
     """
     verified, accepted = (jnp.where(is_active[:, None], x, 0).sum(axis=0) for x in (policy.verified, policy.accepted))
     rates, batch_rate, row_rate, prior_before = [], policy.prior[0], jnp.ones(is_active.shape), policy.prior[0]

@@ -12,7 +12,7 @@ import functools
 import jax
 import jax.numpy as jnp
 
-from pallas_kernels import top_k
+from pallas_kernels.top_k import top_k
 
 FIRST_CHILD_RATE = 0.6  # assumed chance that a node's first child is accepted
 NEXT_CHILD_RATE = 0.3  # assumed chance of each later child, relative to the one before
@@ -60,10 +60,7 @@ class Candidates:
         return best_scores, jnp.take_along_axis(tokens, best, axis=1), first_index + best, best // topk
 
     def select_nodes(self, num_nodes: int) -> tuple[jax.Array, jax.Array]:
-        """Picks the best candidates of all levels and numbers them as tree nodes.
-
-        Args:
-            num_nodes: nodes of the tree, including the root, W.
+        """Picks the W = `num_nodes` best candidates of all levels, root included, and numbers them as tree nodes.
 
         Returns:
             Tokens `[B, W-1]` of all nodes but the root, and parents `[B, W]` int32.
@@ -110,7 +107,7 @@ def depths_and_ancestor_mask(parents: jax.Array, num_steps: int) -> tuple[jax.Ar
 class TreeShape:
     """A tree that is fixed before any token is drawn.
 
-    The ratio rules (`FIXED_TREE_RULES`) need it: they are exact only if a node's place in the tree does not depend on
+    Ratio rules for trees need it: they are exact only if a node's place in the tree does not depend on
     the token drawn there.
 
     Attributes:
@@ -147,18 +144,11 @@ class TreeShape:
 def choose_tree_shape(topk: int, num_steps: int, num_nodes: int) -> TreeShape:
     """Chooses the nodes that are most likely to be accepted, under assumed acceptance rates per child rank.
 
-    The greedy form of Sequoia's construction (2402.12374): a node's value is the product of the rates on its path.
-
-    Args:
-        topk: maximum number of children per node.
-        num_steps: maximum depth of the tree.
-        num_nodes: nodes, including the root.
-
-    Returns:
-        The shape, with nodes in level order.
+    The greedy form of Sequoia's construction (2402.12374): a node's value is the product of the rates on its path. A
+    node has up to `topk` children, and a depth of up to `num_steps`. Nodes are in level order, the root included.
     """
-    # A node is named by its path, the tuple of child ranks from the root. The frontier maps each node that may be added
-    # next to its value: its parent and its elder siblings are already chosen.
+    # A node's key is its path, the tuple of child ranks from the root. The frontier maps each node that may be added
+    # next, because its parent and earlier siblings are chosen, to its value.
     frontier: dict[tuple[int, ...], float] = {(): 1.0}
     chosen: list[tuple[int, ...]] = []
     while len(chosen) < num_nodes:

@@ -1,13 +1,13 @@
-"""Compiles a decoding call so that CUDA runs all of it as one graph.
+"""Compiles a decoding call so that CUDA runs it as a single graph.
 
-XLA records a compiled call as CUDA graphs, which start all of their kernels with one launch. By default a loop is not
-recorded: the host waits for the condition after every round. `GRAPH_OPTIONS` records loops too, so the host takes no
-part between the first and the last token.
+XLA records parts of a compiled call as CUDA graphs, each started by one launch. By default it does not record loops:
+the host waits for the loop condition after every round. `GRAPH_OPTIONS` records loops too, so the host is not involved
+between the first and the last token.
 
-Over several GPUs of one node the collectives are recorded as well. Over several nodes XLA's defaults stay: there NCCL
-adds a node that calls the host to the graph for every collective, which CUDA allows in no loop.
+On several GPUs of one machine, the collectives are recorded as well. On several machines XLA's defaults stay: there
+NCCL adds a host node (a CPU callback) per collective, which CUDA does not allow inside a graph loop.
 
-ROCm has no graphs with loops, so the host reads one condition per round there. A CPU has no graphs.
+ROCm graphs cannot contain loops, so there the host reads one condition per round. CPUs have no graphs.
 """
 
 import functools
@@ -25,9 +25,9 @@ from mtpjax.decoding.graph_trial import try_loop, wait_for_devices
 from mtpjax.distributed import gather_values
 from mtpjax.errors import printable
 
-# XLA's default list of what a graph may hold, and WHILE. A compiler option replaces the whole list.
+# XLA's default list of operations in graphs, and WHILE. A compiler option replaces the whole list.
 _RECORDED = "FUSION,CUBLAS,CUBLASLT,CUDNN,CUSTOM_CALL,CONDITIONAL,WHILE,DYNAMIC_SLICE_FUSION"
-# XLA makes no graph of fewer than 5 operations, and a recorded loop counts as one.
+# By default XLA makes no graph of fewer than 5 operations, and a recorded loop counts as one.
 GRAPH_OPTIONS = {"xla_gpu_enable_command_buffer": _RECORDED, "xla_gpu_graph_min_graph_size": "1"}
 MESH_GRAPH_OPTIONS = {**GRAPH_OPTIONS, "xla_gpu_enable_command_buffer": f"{_RECORDED},COLLECTIVES"}
 
@@ -36,13 +36,9 @@ _log = logging.getLogger(__name__)
 
 
 def graph_options(mesh: Mesh) -> dict[str, str] | None:
-    """Returns the compiler options of a call over a mesh.
+    """Returns the compiler options of a call on a mesh; an empty mesh is one GPU.
 
-    Args:
-        mesh: the mesh; an empty one stands for one GPU.
-
-    Returns:
-        The options. None: XLA's defaults, for several nodes and where XLA_FLAGS say what graphs hold.
+    None keeps XLA's defaults: on several nodes, or if XLA_FLAGS set the contents of graphs.
     """
     if compat.has_graph_flags():
         return None
@@ -52,12 +48,12 @@ def graph_options(mesh: Mesh) -> dict[str, str] | None:
 
 
 class Graphs:
-    """Finds out whether calls can run as graphs, per mesh. The answers hold as long as the process lives.
+    """Finds out, per mesh, whether calls can run as graphs. The results hold until the process ends.
 
-    A call donates its state, so it cannot be repeated without a graph when its graph has failed. The question is
-    therefore decided on states that nobody needs: by a small loop before the first call (`options`), and by the engine
-    with its own programs while it warms up (`attempt`). A graph that fails later is a fault like any other, except
-    where the caller can make the state again (`run_or_repeat`).
+    A call donates its state, so it cannot be repeated without a graph after its graph has failed. Graphs are therefore
+    tried on states that may be lost: in a small loop before the first call (`options`), and in the engine's programs
+    while it warms up (`attempt`). A graph that fails later is an ordinary error, except where the caller can rebuild
+    the state (`run_or_repeat`).
     """
 
     def __init__(self):
@@ -65,9 +61,9 @@ class Graphs:
         self._lock = threading.Lock()  # programs are compiled in several threads
 
     def options(self, mesh: Mesh) -> dict[str, str] | None:
-        """Returns the compiler options of calls over a mesh, as `graph_options`; None also if graphs do not work.
+        """Returns the compiler options of calls on a mesh, as `graph_options` does, or None if graphs do not work.
 
-        The first question runs a trial, so all processes of the mesh must ask at the same place.
+        The first call runs a trial, so all processes of the mesh must make it at the same point.
         """
         if mesh not in self._answers:
             with self._lock:
@@ -78,7 +74,7 @@ class Graphs:
         return self._answers[mesh]
 
     def attempt(self, mesh: Mesh, run: Callable[[], Any]) -> bool:
-        """Runs calls that are graphs. If one fails, calls over the mesh are no graphs from now on, with a warning.
+        """Runs calls as graphs. If one fails, calls on this mesh no longer use graphs, and a warning is logged.
 
         Args:
             mesh: the mesh of the calls. All of its processes must make the attempt.
@@ -100,22 +96,19 @@ class Graphs:
         return not problem
 
     def run_or_repeat(self, mesh: Mesh, run: Callable[[], T]) -> T:
-        """Runs calls that begin with a new state, and once again without graphs if a graph fails.
+        """Runs calls that start from a new state, and repeats them without graphs if a graph fails.
 
         Args:
             mesh: the mesh of the calls.
             run: makes the state and the calls, and waits for the result.
 
-        Returns:
-            The result.
-
         Raises:
-            JaxRuntimeError: a call fails that is no graph, runs in several processes, or needs more memory.
+            JaxRuntimeError: a call fails for lack of memory, in several processes, or without being a graph.
         """
         try:
             return run()
         except jax.errors.JaxRuntimeError as error:
-            # Only one process can decide by itself. Full memory says nothing about graphs.
+            # Several processes would have to agree. Running out of memory says nothing about graphs.
             is_several = not mesh.empty and mesh.is_multi_process
             if self._answers.get(mesh) is None or is_several or "RESOURCE_EXHAUSTED" in str(error):
                 raise
@@ -150,7 +143,7 @@ class OneGraph:
         self._called: set[Any] = set()  # signatures of calls over a mesh
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        """Calls the function, compiled for the platform; the mesh that is set decides about collectives."""
+        """Calls the function, compiled for the platform; the current mesh decides about collectives."""
         if not compat.is_cuda():
             return self.plain(*args, **kwargs)
         # Compiler options are allowed at the top level only.
@@ -163,7 +156,7 @@ class OneGraph:
         return jitted(*args, **kwargs)
 
     def compile(self, *args: Any, **kwargs: Any) -> None:
-        """Compiles the program of a call, so that the call only runs it. Several threads may compile at once."""
+        """Compiles the program of a call in advance. Several threads may compile at once."""
         self._jitted().lower(*args, **kwargs).compile()
 
     def with_options(self, options: dict[str, str] | None) -> Any:
@@ -171,13 +164,13 @@ class OneGraph:
         return self.plain if options is None else self._on_one_gpu if options is GRAPH_OPTIONS else self._on_mesh
 
     def _jitted(self) -> Any:
-        """Returns the jitted function for the platform and the mesh that is set."""
+        """Returns the jitted function for the platform and the current mesh."""
         return self.with_options(GRAPHS.options(jax.sharding.get_mesh()) if compat.is_cuda() else None)
 
     def _separate_first_call(self, signature: Any) -> None:
         """Lets the devices finish before a new program's first call, which XLA runs without a graph.
 
-        With NCCL_GRAPH_MIXING_SUPPORT=0, NCCL must not start a collective outside of graphs while a graph runs.
+        With NCCL_GRAPH_MIXING_SUPPORT=0, NCCL must not start a collective outside graphs while a graph runs.
         """
         if signature not in self._called:
             self._called.add(signature)
@@ -190,14 +183,7 @@ class OneGraph:
 
 
 def one_graph(**jit_options: Any) -> Callable[[Callable[..., Any]], OneGraph]:
-    """Returns a decorator that makes a `OneGraph`.
-
-    Args:
-        **jit_options: arguments of `jax.jit`, such as `static_argnames`.
-
-    Returns:
-        The decorator.
-    """
+    """Returns a decorator that makes a `OneGraph`; `jit_options` are arguments of `jax.jit`."""
     return functools.partial(OneGraph, **jit_options)
 
 

@@ -1,4 +1,4 @@
-"""A small loop like that of a decoding call, which shows whether CUDA takes such loops as graphs."""
+"""A small loop like that of a decoding call, which tests whether CUDA can run such loops as graphs."""
 
 import functools
 from typing import Any
@@ -16,12 +16,8 @@ NUM_TURNS = 3  # of the loop
 def trial_loop(mesh: Mesh, options: dict[str, str] | None) -> Any:
     """Returns a jitted loop like that of a decoding call: a dynamic length, collectives inside, a donated state.
 
-    It is what CUDA and NCCL accept or refuse in a loop that decides, not the size of the program: the kinds of nodes
-    in the graph are the same here, and it compiles in a moment.
-
-    Args:
-        mesh: the mesh.
-        options: compiler options.
+    CUDA and NCCL accept or reject a loop by the kinds of nodes in its graph, which are the same here, not by its size.
+    This one compiles quickly.
 
     Returns:
         A function of values `[P, 8]`, a row per device, and a number of turns; each turn adds 1 to the mean of all
@@ -32,7 +28,7 @@ def trial_loop(mesh: Mesh, options: dict[str, str] | None) -> Any:
         def turn(carry: tuple[jax.Array, jax.Array]) -> tuple[jax.Array, jax.Array]:
             index, x = carry
             if mesh.size > 1:
-                # Of the kinds that decoding has: a sum and a gather.
+                # The kinds of collectives that decoding uses: a sum and a gather.
                 x = jax.lax.psum(x, mesh.axis_names) / mesh.size
                 x = jax.lax.all_gather(x, mesh.axis_names).mean(0)
             return index + 1, x + 1
@@ -49,11 +45,10 @@ def try_loop(mesh: Mesh, options: dict[str, str]) -> None:
     """Runs the trial's loop as a graph.
 
     Args:
-        mesh: the mesh.
         options: compiler options that make it a graph.
 
     Raises:
-        JaxRuntimeError: that fails, or its numbers are wrong.
+        JaxRuntimeError: the loop fails or computes wrong numbers.
     """
     if mesh.size > 1:
         compat.allow_recorded_collectives(mesh.devices.flat)
@@ -77,6 +72,6 @@ def wait_for_devices(mesh: Mesh) -> None:
 
 @functools.cache
 def _barrier(mesh: Mesh) -> Any:
-    """Returns a program without collectives on every device: a device runs programs in their order."""
+    """Returns a program without collectives on every device; a device runs programs in order."""
     sharding = NamedSharding(mesh, PartitionSpec(mesh.axis_names))
     return jax.jit(lambda: jnp.zeros(mesh.size), out_shardings=sharding)

@@ -22,8 +22,7 @@ def adjust_logits(
     Prefill, drafting and verification all call this function, so p and q refer to the same transformation.
 
     Args:
-        logits: `[B, T, own V]` unmodified logits after each of T nodes.
-        state: the rows.
+        logits: `[B, T, V]` unmodified logits after each of T nodes.
         path: drafted tokens up to each node, that node included; None: none.
         num_new: `[B, T]` int32 new tokens up to each node.
         model: the model, for its vocabulary size.
@@ -31,7 +30,7 @@ def adjust_logits(
             None: all.
 
     Returns:
-        `[B, T, own V]` float32.
+        `[B, T, V]` float32.
     """
     # `min_new` bans single stop tokens; a longer stop sequence cannot be banned token by token. Sequences are
     # right-aligned, so a single stop token has -1 in every column but the last.
@@ -53,7 +52,7 @@ def adjust_logits(
 
 
 def _unpack_bits(words: jax.Array, vocab_size: int) -> jax.Array:
-    """Unpacks `[B, T, ceil(V/32)]` int32 to `[B, T, own V]` bool."""
+    """Unpacks `[B, T, ceil(V/32)]` int32 to `[B, T, V]` bool."""
     bits = (words[..., None] >> jnp.arange(32)[None, None, None]) & 1
     bits = bits.reshape(*words.shape[:-1], -1)[..., :vocab_size]
     return Vocabulary.of(vocab_size).own(bits) == 1

@@ -25,12 +25,10 @@ def plain_generate(
     """Continues one prompt, one token per pass. Tests require the same tokens from the compiled loop.
 
     With rule `greedy` or `sample` and the same seed, `speculative_generate` returns these tokens, since the target's
-    draws are keyed by seed and position alone.
+    draws are keyed only by seed and position.
 
     Args:
-        params: model parameters.
         prompt: token ids.
-        model: the model.
         max_new_tokens: maximum number of new tokens.
         stop_token_ids: the text ends after any of these tokens, and includes it.
         stop_sequences: the text ends after any of these sequences, and includes it.

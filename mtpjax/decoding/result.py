@@ -117,27 +117,9 @@ class GenerationResult:
 
 @library_settings()
 def collect(state: DecodeState, slots: Sequence[int] | None = None, *, is_exact: bool = True) -> GenerationResult:
-    """Copies rows of a state to the host.
+    """Copies the new tokens so far and the counts of rows `slots` to the host; None: of all rows.
 
-    Args:
-        state: a state; its rows may still be running.
-        slots: rows to copy; None: all.
-        is_exact: value of the result's `is_exact`; False for a lossy acceptance rule.
-
-    Returns:
-        The rows' new tokens so far, and their counts.
-
-    Example:
-        >>> import jax
-        >>> from mtpjax import DecodeConfig, ModelConfig, MTPModel, collect, init_params, init_state, insert
-        >>> model = MTPModel(ModelConfig(vocab_size=32, hidden_size=16, num_hidden_layers=1, num_attention_heads=2,
-        ...                              intermediate_size=32, max_position_embeddings=64, num_mtp_modules=1))
-        >>> params = init_params(model, jax.random.key(0))
-        >>> config = DecodeConfig(max_new_tokens=8, num_steps=2)
-        >>> state = init_state(params, model=model, config=config, num_slots=2)
-        >>> state = insert(params, state, [1], [[1, 2, 3]], model=model, config=config)
-        >>> collect(state, [1]).finish_reasons
-        ('running',)
+    `is_exact` is the result's: False for a lossy acceptance rule.
     """
     # 1. Copy all fields in one transfer. The caches stay on the device.
     names = ("tokens", "origin", "length", "done", "stopped", "rounds", "proposed", "accepted", "discarded", "logprobs")

@@ -1,9 +1,9 @@
 """Random numbers per row, as a pure function of (row seed, position, node, purpose).
 
 A row's noise does not depend on other rows, the batch size or a restart. Draws that belong to a round are keyed by the
-position at which the round began. Keying them by their own position would reuse noise on which an earlier round has
-already conditioned, and block verification would be biased. Draws from the target alone (plain decoding and the rule
-`sample`) are keyed by the position of the token, so both produce the same text from the same seed.
+position at which the round started. Keying them by their own position would reuse noise on which an earlier round has
+already conditioned, and block verification would be biased. Draws that depend only on the target (plain decoding and
+the rule `sample`) are keyed by the token's position, so both produce the same text from the same seed.
 """
 
 import jax
@@ -72,9 +72,8 @@ def gumbel(
         seed: `[B, 2]` uint32.
         position: `[B, T]` position that keys the draw; see the module's docstring.
         purpose: `DRAFT`, `ACCEPT`, `BONUS` or `TARGET`.
-        node: `[T]` node of the draft tree.
         size: vocabulary size V.
-        first: the first token id, for a device that draws the noise of a part of the vocabulary.
+        first: the first token id, for a device that draws the noise of a shard of the vocabulary.
 
     Returns:
         `[B, T, V]` float32.

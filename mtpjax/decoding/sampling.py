@@ -1,10 +1,10 @@
-"""Sampling: converts logits to the distribution that a request asks for, and draws from it.
+"""Sampling: converts logits to a request's distribution, and draws from it.
 
 Drafting, verification and plain decoding share these functions. Ratio rules are exact only if q is the distribution
-that drafts were really drawn from, and text equals plain decoding only if p is transformed in the same way.
+that drafts were actually drawn from, and text equals plain decoding only if p is transformed in the same way.
 
-On a mesh each device has the columns of its part of the vocabulary; `vocabulary` combines the parts
-(`mtpjax.models.vocabulary`). There V is the size of the part, except in `SamplingArrays` and `TokenHistory`.
+On a mesh each device has the columns of its shard of the vocabulary; `vocabulary` combines the shards
+(`mtpjax.models.vocabulary`). There V is the size of the shard, except in `SamplingArrays` and `TokenHistory`.
 """
 
 import dataclasses
@@ -17,7 +17,7 @@ from mtpjax.decoding import rng
 from mtpjax.models.vocabulary import WHOLE, Vocabulary
 
 BITS_OF_TWO = 0x40000000  # bits of 2.0 as float32: above every probability
-DIGIT = 3  # bits of a threshold that the parts of a split vocabulary find at once; a divisor of 30
+DIGIT = 3  # bits of a threshold that the shards of a vocabulary find per step; a divisor of 30
 
 
 @dataclasses.dataclass(frozen=True)
@@ -56,18 +56,12 @@ class SamplingArrays(flax.struct.PyTreeNode):
 
     @classmethod
     def greedy(cls, batch: int, vocab_size: int = 0, features: SamplingFeatures | None = None) -> "SamplingArrays":
-        """Makes parameters for greedy decoding, with every other option at its neutral value.
+        """Makes parameters for greedy decoding of B rows, with every other option at its neutral value.
 
-        Args:
-            batch: number of rows, B.
-            vocab_size: V; needed only if `features` includes top_k or bias.
-            features: the options to compile in; none by default.
-
-        Returns:
-            `SamplingArrays` with neutral values.
+        `vocab_size` is needed only if `features` includes top_k or bias.
         """
         features = features or SamplingFeatures()
-        # Each field owns its buffer, because a compiled call donates the state that holds them.
+        # Each field has its own buffer, because a compiled call donates the state.
         return cls(
             temperature=jnp.zeros(batch),
             seed=jnp.zeros((batch, 2), jnp.uint32),
@@ -134,18 +128,16 @@ def apply_penalties_and_bias(
 
     Args:
         logits: `[B, T, V]`.
-        sampling: the rows' parameters.
         history: the rows' token counts.
         path: drafted tokens up to each node, that node included; None: none.
         num_new: `[B, T]` int32 new tokens up to each node.
         stop_ids: `[B, N]` int32 single stop tokens of each row, -1 in unused places.
         num_tokens: ids below this are real tokens.
-        vocabulary: how the columns are split over devices.
 
     Returns:
         `[B, T, V]` float32.
     """
-    # Each option is a Python condition, so options that are not compiled in leave no trace in the program.
+    # Each option is a Python condition, so the program contains only the options that are compiled in.
     features = sampling.features
     logits = logits.astype(jnp.float32)
     B, T, V = logits.shape
@@ -194,8 +186,6 @@ def distribution(logits: jax.Array, sampling: SamplingArrays, vocabulary: Vocabu
 
     Args:
         logits: `[B, T, V]` float32, from `apply_penalties_and_bias`.
-        sampling: the rows' parameters.
-        vocabulary: how the columns are split over devices.
 
     Returns:
         `[B, T, V]` float32. Rows at temperature 0 are one-hot at the arg-max; a row whose logits are all -inf, or hold
@@ -216,7 +206,7 @@ def distribution(logits: jax.Array, sampling: SamplingArrays, vocabulary: Vocabu
         probabilities = _keep_at_least(probabilities, threshold, vocabulary)
     # 3. top_p: the threshold above which the probability mass reaches top_p.
     if features.top_p:
-        # A row with top_p 1 asks for infinite mass, so nothing is cut, whatever the rounding of the sum.
+        # A row with top_p 1 asks for infinite mass, so that rounding of the sum never cuts a token.
         min_sum = jnp.where(sampling.top_p >= 1, jnp.inf, sampling.top_p)[:, None]
         min_sum = jnp.broadcast_to(min_sum, logits.shape[:2])
         threshold = _threshold(probabilities, probabilities, min_sum, vocabulary)
@@ -229,15 +219,9 @@ def distribution(logits: jax.Array, sampling: SamplingArrays, vocabulary: Vocabu
 
 
 def apply_temperature(logits: jax.Array, temperature: jax.Array, vocabulary: Vocabulary = WHOLE) -> jax.Array:
-    """Divides logits by the temperature without overflow.
+    """Computes `(l - max l) / temperature` without overflow; zeros where every logit is -inf.
 
-    Args:
-        logits: `[..., V]` float32, possibly -inf.
-        temperature: float32, broadcasts against the logits; above 0.
-        vocabulary: how the columns are split over devices.
-
-    Returns:
-        `(l - max l) / temperature`, which has the same softmax; zeros where every logit is -inf.
+    It has the softmax of `l / temperature`. The temperature is above 0 and broadcasts against the logits `[..., V]`.
     """
     # Subtract the maximum first: l / temperature overflows at small temperatures.
     largest = vocabulary.max(logits, keepdims=True)
@@ -289,16 +273,7 @@ def _threshold_of_parts(bits: jax.Array, weights: jax.Array, min_sum: jax.Array,
 
 
 def draw(probabilities: jax.Array, gumbel: jax.Array, vocabulary: Vocabulary = WHOLE) -> jax.Array:
-    """Draws tokens from unnormalised distributions.
-
-    Args:
-        probabilities: `[B, T, V]` float32 weights; zero weights are never drawn.
-        gumbel: `[B, T, V]` float32 standard Gumbel noise.
-        vocabulary: how the columns are split over devices.
-
-    Returns:
-        `[B, T]` int32.
-    """
+    """Draws tokens `[B, T]` int32 from weights `[B, T, V]`, with Gumbel noise of that shape; never one of weight 0."""
     # The Gumbel-max trick: the arg-max of log p plus Gumbel noise is a draw from p.
     return vocabulary.argmax(jnp.log(probabilities) + gumbel)
 
@@ -306,17 +281,7 @@ def draw(probabilities: jax.Array, gumbel: jax.Array, vocabulary: Vocabulary = W
 def draw_target(
     probabilities: jax.Array, sampling: SamplingArrays, position: jax.Array, vocabulary: Vocabulary = WHOLE
 ) -> jax.Array:
-    """Draws the tokens that plain decoding with the same seed draws at these positions.
-
-    Args:
-        probabilities: `[B, T, V]`.
-        sampling: the rows' parameters; only the seeds are read.
-        position: `[B, T]` int32 position of each drawn token.
-        vocabulary: how the columns are split over devices.
-
-    Returns:
-        `[B, T]` int32.
-    """
+    """Draws the tokens `[B, T]` int32 that plain decoding with the same seed draws at `position [B, T]`."""
     # The position alone keys the draw. The node is always 0, since plain decoding has no tree.
     _, T, V = probabilities.shape
     node = jnp.zeros(T, jnp.int32)

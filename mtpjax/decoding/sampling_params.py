@@ -40,18 +40,7 @@ OPTIONS = {
 
 
 def temperatures(sampling: SamplingParams, batch: int) -> np.ndarray:
-    """Checks the rows' temperatures and converts them to an array.
-
-    Args:
-        sampling: the rows' parameters.
-        batch: number of rows, B.
-
-    Returns:
-        `[B]` float32.
-
-    Raises:
-        ValueError: for a temperature that is negative or not finite, or a sequence whose length is not B.
-    """
+    """Checks the rows' temperatures and returns `[B]` float32; raises `ValueError` if one is out of range."""
     return _per_row_numbers(sampling, "temperature", batch, np.float32)
 
 
@@ -67,18 +56,16 @@ def make_sampling_arrays(
     """Checks sampling parameters and converts them to arrays.
 
     Args:
-        sampling: the rows' parameters.
-        batch: number of rows, B.
-        config: the model's config.
         key: a `jax.random` key that seeds rows without a seed.
-        stops: single stop tokens, which min_new_tokens bans.
-        features: options that are compiled in; None: those that some row uses.
+        stops: single stop tokens, banned until a row has `min_new_tokens`.
+        features: options to compile in; None: those that any row uses.
 
     Returns:
         `SamplingArrays` of host arrays.
 
     Raises:
-        ValueError: for a value out of range, or an option that `features` lacks. The message names field and value.
+        ValueError: a value is out of range, or a row uses an option that is not in `features`. The message names the
+            field and the value.
     """
     V = config.vocab_size
     temperature = temperatures(sampling, batch)

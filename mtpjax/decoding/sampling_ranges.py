@@ -42,13 +42,13 @@ MAX_SEED = 2**64 - 1
 
 
 def check_sampling(values: Mapping[str, Any]) -> None:
-    """Checks the fields of `SamplingParams` as far as neither the model nor the number of rows is needed.
+    """Checks the fields of `SamplingParams` without the model or the number of rows.
 
     Args:
         values: the fields by name.
 
     Raises:
-        ValueError: a value has the wrong type or is out of range. The message names field and value.
+        ValueError: a value has the wrong type or is out of range. The message names the field and the value.
     """
     for name in RANGES:
         check_numbers(name, values[name])
@@ -141,7 +141,7 @@ def _plain(value: Any) -> Any:
     if hasattr(value, "tolist"):
         try:
             return value.tolist()
-        # JAX raises a TypeError where a value is traced, as inside of `jax.jit`.
+        # JAX raises a TypeError where a value is traced, as inside `jax.jit`.
         except TypeError:
             return _TRACED
     if isinstance(value, Iterable) and not isinstance(value, str | bytes | Mapping):

@@ -1,12 +1,10 @@
 """The static part of a decoding call: the settings that select the compiled program."""
 
 import dataclasses
-from collections.abc import Callable
 
-from mtpjax.decoding.config import EXACT_RULES, FIXED_TREE_RULES, KV_CACHE_DTYPES, DecodeConfig
+from mtpjax.decoding.acceptance.rules import RULES, AcceptanceRule, find_rule
+from mtpjax.decoding.config import KV_CACHE_DTYPES, DecodeConfig
 from mtpjax.decoding.draft_tree import TreeShape, choose_tree_shape
-
-Rule = str | Callable  # the name of a built-in acceptance rule, or a function (`mtpjax.decoding.acceptance`)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -17,7 +15,7 @@ class DecodeSpec:
         num_steps: draft levels per round, K; 0 is plain decoding.
         topk: candidates per tree node; 1 drafts a chain.
         num_nodes: nodes verified per round, W, including the pending token.
-        rule: acceptance rule, by name or as a callable.
+        rule: the acceptance rule; a name becomes its record.
         is_adaptive: the depth policy chooses 0..num_steps levels for every round.
         window: (newest positions, attention sinks) that the MTP modules attend to; None: all positions.
         min_rows: minimum number of token rows per forward pass; narrower passes are padded.
@@ -31,7 +29,7 @@ class DecodeSpec:
     num_steps: int
     topk: int = 1
     num_nodes: int = 1
-    rule: Rule = "greedy"
+    rule: AcceptanceRule = RULES["greedy"]
     is_adaptive: bool = False
     window: tuple[int, int] | None = None
     min_rows: int = 1
@@ -40,6 +38,10 @@ class DecodeSpec:
     kv_cache_dtype: str | None = None
     pool: tuple[int, int] | None = None
     check_nan: bool = False
+
+    def __post_init__(self):
+        # Names become records, so that equal specs compare equal.
+        object.__setattr__(self, "rule", find_rule(self.rule))
 
     @classmethod
     def from_config(
@@ -51,7 +53,7 @@ class DecodeSpec:
             config: the user's settings.
             is_greedy: True if every row decodes at temperature 0.
             min_rows: minimum number of token rows per pass (`mtpjax.decoding.capacity.min_rows_per_pass`).
-            prefill_chunk: tokens per row in one prefill pass, where the settings name none.
+            prefill_chunk: tokens per row in one prefill pass, if the settings do not set it.
 
         Returns:
             The spec, with `acceptance="auto"` replaced by a rule.
@@ -61,20 +63,18 @@ class DecodeSpec:
         """
         # 1. "auto" picks an exact rule: comparison with the arg-max for greedy rows, block verification for sampled
         #    chains, recursive rejection for sampled trees.
-        rule = config.acceptance
         is_tree = config.topk > 1 and config.num_steps > 0
-        if rule == "auto":
-            rule = "greedy" if is_greedy else "recursive" if is_tree else "block"
-        # 2. On a chain these tree rules reduce to chain rules, which cost less.
-        if not is_tree:
-            rule = {"recursive": "token", "traversal": "block"}.get(str(rule), rule)
-        if rule == "greedy" and not is_greedy:
+        rule = config.rule or RULES["greedy" if is_greedy else "recursive" if is_tree else "block"]
+        # 2. On a chain the rules for fixed trees reduce to chain rules, which cost less.
+        if not is_tree and rule.on_chain is not None:
+            rule = find_rule(rule.on_chain)
+        if rule.follows == "arg-max" and not is_greedy:
             raise ValueError(
                 "acceptance 'greedy' supports only temperature 0; use 'auto' or an exact sampling rule for sampled rows"
             )
         # 3. Without drafts the rule only chooses the next token: the arg-max, or a sample from the target.
         if not config.num_steps:
-            rule = "greedy" if is_greedy else "sample"
+            rule = RULES["greedy" if is_greedy else "sample"]
         return cls(
             num_steps=config.num_steps,
             topk=config.topk if config.num_steps else 1,
@@ -91,7 +91,7 @@ class DecodeSpec:
     def at_depth(self, num_steps: int) -> "DecodeSpec":
         """Returns the spec of a chain round with `num_steps` draft levels, for one inner loop of an adaptive call."""
         # Without drafts there is no q to compare with, so a ratio rule becomes plain sampling.
-        rule = self.rule if num_steps or self.rule == "greedy" else "sample"
+        rule = self.rule if num_steps or self.is_greedy else RULES["sample"]
         return dataclasses.replace(self, num_steps=num_steps, num_nodes=num_steps + 1, rule=rule)
 
     @property
@@ -100,17 +100,17 @@ class DecodeSpec:
         return max(self.num_nodes, self.min_rows)
 
     @property
+    def is_greedy(self) -> bool:
+        """True if the rule follows the arg-max, so that every row is at temperature 0."""
+        return self.rule.follows == "arg-max"
+
+    @property
     def is_ratio_rule(self) -> bool:
         """True if the rule compares p with q, so the drafter must sample from q and report q."""
-        return self.rule in ("token", "block", *FIXED_TREE_RULES) or getattr(self.rule, "needs_q", False)
+        return self.rule.needs_q
 
     @property
     def tree_shape(self) -> TreeShape | None:
-        """The tree that is fixed before drawing (rules of `FIXED_TREE_RULES`); None for chains and dynamic trees."""
-        is_fixed = self.rule in FIXED_TREE_RULES and self.num_steps > 0
+        """The tree that is fixed before drawing, for rules that need one; None for chains and dynamic trees."""
+        is_fixed = self.rule.drafts == "fixed tree" and self.num_steps > 0
         return choose_tree_shape(self.topk, self.num_steps, self.num_nodes) if is_fixed else None
-
-    @property
-    def is_exact(self) -> bool:
-        """True if the rule keeps the target's distribution. A custom rule declares it with its attribute `is_exact`."""
-        return getattr(self.rule, "is_exact", False) if callable(self.rule) else self.rule in EXACT_RULES

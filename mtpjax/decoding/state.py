@@ -6,15 +6,12 @@ import flax.struct
 import jax
 import jax.numpy as jnp
 
-from mtpjax.decoding.depth_policy import DepthPolicy, init_policy, reset_counts
-from mtpjax.decoding.sampling import SamplingArrays, SamplingFeatures, TokenHistory
-from mtpjax.decoding.spec import DecodeSpec
-from mtpjax.models.cache import Cache, empty_cache, put_rows, take_rows
+from mtpjax.decoding.depth_policy import DepthPolicy
+from mtpjax.decoding.sampling import SamplingArrays, TokenHistory
+from mtpjax.models.cache import Cache, put_rows, take_rows
 from mtpjax.models.config import ModelConfig
 from mtpjax.models.masks import TreeSlots, View, cached_view
-from mtpjax.models.model import MTPModel
 from mtpjax.models.pages import NO_PAGE, Pages
-from mtpjax.models.parallel import all_rows
 
 
 class RowSettings(flax.struct.PyTreeNode):
@@ -58,10 +55,8 @@ class NewRows(flax.struct.PyTreeNode):
 
     tokens: jax.Array  # [R, L] int32 prompts, right-padded
     length: jax.Array  # [R] int32 prompt lengths
-    num_cached: jax.Array  # [R] int32 prompt tokens whose cache entries the slot, or its pages, already hold
     settings: RowSettings
-    page_table: jax.Array | None = None  # [R, N] int32, for a state with pages
-    first_token: jax.Array | None = None  # [R] int32 new token behind `tokens` that is known already; -1: none
+    first_token: jax.Array | None = None  # [R] int32 new token after `tokens` that is known already; -1: none
 
     @classmethod
     def without_stops(
@@ -74,9 +69,6 @@ class NewRows(flax.struct.PyTreeNode):
             length: `[R]` int32 prompt lengths.
             limit: `[R]` int32 maximum number of tokens, prompt included.
             sampling: the rows' sampling parameters.
-
-        Returns:
-            The requests.
         """
         R = tokens.shape[0]
         settings = RowSettings(
@@ -86,79 +78,7 @@ class NewRows(flax.struct.PyTreeNode):
             rule_params=jnp.zeros((R, 2)),
             sampling=sampling,
         )
-        return cls(tokens, length, jnp.zeros(R, jnp.int32), settings)
-
-
-def empty_state(
-    *,
-    model: MTPModel,
-    drafter: Any,
-    spec: DecodeSpec,
-    batch: int,
-    capacity: int,
-    stops_shape: tuple[int, int],
-    features: SamplingFeatures,
-    dtype: Any,
-    depth_costs: jax.Array | None = None,
-    depth_rates: jax.Array | None = None,
-    drafting_disabled: jax.Array | bool = False,
-) -> DecodeState:
-    """Makes a state whose slots are all free.
-
-    Args:
-        model: trunk and MTP modules.
-        drafter: the draft method.
-        spec: the shape of a round.
-        batch: number of slots, B.
-        capacity: cache slots per row, L.
-        stops_shape: largest number and length of a row's stop sequences, (N, Z).
-        features: sampling options that are compiled in.
-        dtype: dtype of the activations, and of the caches unless `spec` names another.
-        depth_costs: `[K+1]` durations of rounds, for an adaptive depth; None: fixed depth.
-        depth_rates: `[K]` measured acceptance rates, for an adaptive depth; None: unknown.
-        drafting_disabled: True if no depth can pay, so every round is a plain decoding step.
-
-    Returns:
-        The state. Every slot holds a sequence of one token 0, so that indices such as `length - 1` stay in range.
-    """
-    # The number and shape of the arrays depend only on static settings, so later requests fit without recompilation.
-    config, pages = model.config, None
-    if spec.pool is not None:
-        (num_pages, page_size), max_shift = spec.pool, drafter.max_shift(model)
-        table = jnp.full((batch, -(-(capacity + max_shift) // page_size)), NO_PAGE, jnp.int32)
-        pages = Pages(table, jnp.zeros(batch, jnp.int32), page_size, num_pages, max_shift)
-
-    def zeros(*shape: int, dtype: Any = jnp.int32) -> jax.Array:
-        return jnp.zeros((batch, *shape), dtype)
-
-    sampling = SamplingArrays.greedy(batch, config.vocab_size, features)
-    settings = RowSettings(
-        prompt_length=jnp.ones(batch, jnp.int32),
-        limit=jnp.ones(batch, jnp.int32),
-        stops=jnp.full((batch, *stops_shape), -1, jnp.int32),
-        rule_params=zeros(2, dtype=jnp.float32),
-        sampling=sampling,
-    )
-    return DecodeState(
-        settings=settings,
-        tokens=zeros(capacity),
-        origin=zeros(capacity, dtype=jnp.int8),
-        logprobs=zeros(capacity if spec.logprobs else 0, dtype=jnp.float32),
-        length=jnp.ones(batch, jnp.int32),
-        done=jnp.ones(batch, bool),
-        stopped=zeros(dtype=bool),
-        failed=zeros(dtype=bool),
-        history=TokenHistory.empty(batch, config.vocab_size, sampling),
-        trunk=empty_cache(config, config.trunk_kinds, batch, capacity, dtype, spec.kv_cache_dtype, spec.pool),
-        drafter=drafter.init(model=model, spec=spec, batch=batch, capacity=capacity, dtype=dtype),
-        pages=pages,
-        policy=None if depth_costs is None else init_policy(depth_costs, batch, prior=depth_rates),
-        drafting_disabled=jnp.asarray(drafting_disabled),
-        rounds=zeros(),
-        proposed=zeros(spec.num_steps),
-        accepted=zeros(spec.num_steps),
-        discarded=zeros(),
-    )
+        return cls(tokens, length, settings)
 
 
 def start_rows(state: DecodeState, rows: NewRows, *, vocab_size: int) -> DecodeState:
@@ -171,26 +91,22 @@ def start_rows(state: DecodeState, rows: NewRows, *, vocab_size: int) -> DecodeS
 
     Returns:
         The state before prefill: prompts as the committed text, and all else as in a state that was never used, except
-        entries behind the text, which attention masks.
+        entries after the text, which attention masks.
     """
     history = state.history
     if rows.settings.sampling.has_penalties:
-        # The repetition penalty also applies to tokens of the prompt: mark them, without the padding behind the prompt.
+        # The repetition penalty also applies to tokens of the prompt: mark them, without the padding after the prompt.
         is_prompt = jnp.arange(rows.tokens.shape[1])[None, :] < rows.length[:, None]
         mark = jax.vmap(lambda row, is_marked: jnp.zeros(vocab_size, bool).at[row].max(is_marked))
         counts = jnp.zeros_like(history.counts)
         if rows.first_token is not None:
-            # The text of a row that decoded before continues behind its prompt.
+            # The text of a row that decoded before continues after its prompt.
             is_new = is_prompt & (jnp.arange(rows.tokens.shape[1])[None, :] >= rows.settings.prompt_length[:, None])
             is_prompt &= ~is_new
             counts = jax.vmap(lambda counts, row, new: counts.at[row].add(new))(counts, rows.tokens, is_new.astype(int))
         history = TokenHistory(mark(rows.tokens, is_prompt), counts)
-    pages = state.pages
-    if pages is not None and rows.page_table is not None:
-        pages = pages.replace(table=rows.page_table, num_shared=rows.num_cached)
     return state.replace(
         settings=rows.settings,
-        pages=pages,
         tokens=rows.tokens,
         origin=jnp.zeros_like(state.origin),
         logprobs=jnp.zeros_like(state.logprobs),
@@ -207,48 +123,25 @@ def start_rows(state: DecodeState, rows: NewRows, *, vocab_size: int) -> DecodeS
 
 
 def gather_rows(state: DecodeState, slots: jax.Array) -> DecodeState:
-    """Copies the rows `slots [R]` into a state of R rows, without the depth policy, which all rows share.
-
-    Args:
-        state: a state of B rows.
-        slots: `[R]` int32; an index outside the state copies the nearest row.
-
-    Returns:
-        The state of R rows.
-    """
-    # Leaves without a batch axis cannot be indexed by slot.
-    shared = {"policy": None, "drafting_disabled": None}
+    """Copies the rows `slots [R]` of a state of fixed depth; an index outside the state copies the nearest row."""
 
     def take(node: Any) -> Any:
         return take_rows(node, slots) if _is_cache(node) else jnp.take(node, slots, axis=0, mode="clip")
 
-    rows = jax.tree.map(take, state.replace(**shared), is_leaf=_is_cache)
+    # A leaf without a batch axis cannot be indexed by slot.
+    rows = jax.tree.map(take, state.replace(drafting_disabled=None), is_leaf=_is_cache)
     return rows.replace(drafting_disabled=state.drafting_disabled)
 
 
 def scatter_rows(state: DecodeState, rows: DecodeState, slots: jax.Array) -> DecodeState:
-    """Writes rows into slots of a state, the inverse of `gather_rows`.
-
-    Args:
-        state: a state of B rows.
-        rows: a state of R rows.
-        slots: `[R]` int32 slot of each row; rows with an index outside the state are dropped.
-
-    Returns:
-        The state of B rows. Its depth policy forgets the counts of the replaced rows.
-    """
-    shared = {"policy": None, "drafting_disabled": None}
+    """Writes R rows into `slots [R]` of a state, the inverse of `gather_rows`; drops rows with an index outside it."""
+    shared = {"drafting_disabled": None}
 
     def put(node: Any, new: Any) -> Any:
         return put_rows(node, new, slots) if _is_cache(node) else node.at[slots].set(new, mode="drop")
 
     updated = jax.tree.map(put, state.replace(**shared), rows.replace(**shared), is_leaf=_is_cache)
-    policy = state.policy
-    if policy is not None:
-        # A new request must not inherit the acceptance counts of the row that it replaces, since its text differs.
-        is_new = jnp.zeros(len(state.length), bool).at[slots].set(True, mode="drop")
-        policy = reset_counts(policy, all_rows(is_new))
-    return updated.replace(policy=policy, drafting_disabled=state.drafting_disabled)
+    return updated.replace(drafting_disabled=state.drafting_disabled)
 
 
 def _is_cache(node: Any) -> bool:
@@ -256,7 +149,7 @@ def _is_cache(node: Any) -> bool:
 
 
 def running_pages(state: DecodeState) -> Pages | None:
-    """Returns the pages of the running rows. Another request may have got those of a row that has ended."""
+    """Returns the pages of the running rows. Those of an ended row may already belong to another request."""
     if state.pages is None:
         return None
     return state.pages.replace(table=jnp.where(state.done[:, None], NO_PAGE, state.pages.table))
@@ -276,21 +169,20 @@ def view_pass(
     """Makes the view of a pass over the rows' caches.
 
     Args:
-        state: the rows.
         config: sizes and rotary embedding of the layers that run.
         start: `[B]` int32 first slot.
         width: tokens of the pass, T.
         num_used: `[B]`, or a number for all rows: the first tokens of the pass, whose outputs are read. The others, and
-            those of rows that are done, choose no experts.
+            those of rows that are done, are not routed to experts.
         num_valid: as in `cached_view`.
         tree: as in `cached_view`.
         window: as in `cached_view`.
 
     Returns:
-        The view. The trunk's layers use it as it is; MTP modules keep their entries in other places of a page.
+        The view for the trunk's layers; MTP modules store their entries at shifted places of a page.
     """
     pages, capacity = running_pages(state), state.tokens.shape[1]
     num_slots = capacity if pages is None else min(capacity, pages.num_slots)
     is_used = ~state.done[:, None] & (jnp.arange(width)[None, :] < jnp.reshape(num_used, (-1, 1)))
-    settings = {"num_valid": num_valid, "tree": tree, "window": window, "pages": pages, "is_used": is_used}
-    return cached_view(config, start, width, num_slots, **settings)
+    settings = {"num_valid": num_valid, "tree": tree, "window": window, "is_used": is_used}
+    return cached_view(config, start, width, num_slots, **settings).replace(pages=pages)

@@ -1,39 +1,27 @@
-"""Finds settings of `DecodeConfig` that change nothing beside the others, so that users learn of it."""
+"""Finds settings of `DecodeConfig` that have no effect because of other settings, to warn the user."""
 
 import dataclasses
 import functools
 import logging
 
+from mtpjax.decoding.acceptance.rules import RULES
 from mtpjax.decoding.config import DecodeConfig
 
 log = logging.getLogger("mtpjax.decoding")
-
-# Parameters of acceptance rules, by rule.
-RULE_SETTINGS = {
-    "threshold": ("threshold_single", "threshold_acc"),
-    "typical": ("typical_epsilon", "typical_delta"),
-    "relaxed": ("relaxed_topk", "relaxed_delta"),
-}
 
 
 def find_unused_settings(config: DecodeConfig) -> dict[str, str]:
     """Finds the settings that differ from their defaults and have no effect.
 
-    Args:
-        config: the settings.
-
     Returns:
-        For each of them, by name, what would make it count.
+        For each of them, by name, what it would need to have an effect.
     """
-    # Plain decoding reads no setting about drafts. Callers make it of any configuration, so only a number of drafted
+    # Plain decoding ignores all settings of drafts. Callers derive it from any configuration, so only a number of draft
     # tokens contradicts it.
     if not config.num_steps:
         return {} if config.num_draft_tokens is None else {"num_draft_tokens": "num_steps above 0"}
     needs = {
-        name: f"acceptance '{rule}'"
-        for rule, names in RULE_SETTINGS.items()
-        for name in names
-        if config.acceptance != rule
+        name: f"acceptance '{rule}'" for rule in RULES.values() for name in rule.parameters if config.rule is not rule
     }
     if config.depth_policy != "adaptive":
         needs |= dict.fromkeys(("depth_costs", "depth_rates"), "depth_policy 'adaptive'")
@@ -46,11 +34,7 @@ def find_unused_settings(config: DecodeConfig) -> dict[str, str]:
 
 
 def warn_of_unused_settings(config: DecodeConfig) -> None:
-    """Logs a warning for each setting that has no effect.
-
-    Args:
-        config: the settings.
-    """
+    """Logs a warning for each setting that has no effect."""
     for name, need in find_unused_settings(config).items():
         _warn_once(f"{name} {getattr(config, name)} has no effect: it needs {need}")
 

@@ -1,29 +1,30 @@
 """Verification: one trunk pass over the drafted nodes, then the acceptance rule picks a path."""
 
-import functools
-from collections.abc import Callable
 from typing import Any
 
 import flax.struct
 import jax
 import jax.numpy as jnp
 
-from mtpjax.decoding import acceptance, rng
-from mtpjax.decoding.drafters.base import Draft, Drafter
+from mtpjax.decoding import rng
+from mtpjax.decoding.acceptance.chain import match_chain
+from mtpjax.decoding.acceptance.walk import match_tree
+from mtpjax.decoding.decoder import Decoder, Weights
+from mtpjax.decoding.drafter import Draft
 from mtpjax.decoding.logits import adjust_logits
 from mtpjax.decoding.sampling import PathTokens, distribution, draw, draw_target
 from mtpjax.decoding.spec import DecodeSpec
 from mtpjax.decoding.state import DecodeState, view_pass
 from mtpjax.models.cache import Cache
 from mtpjax.models.masks import TreeSlots
-from mtpjax.models.model import MTPModel, bind
+from mtpjax.models.model import bind
 from mtpjax.models.vocabulary import Vocabulary
 
 
 class VerifyOutput(flax.struct.PyTreeNode):
     """The outputs of the trunk's pass over W nodes. Exactly one of `logits` and `target_tokens` is set."""
 
-    logits: jax.Array | None  # [B, W, own V] float32, unmodified; None if the rule needs only the arg-max
+    logits: jax.Array | None  # [B, W, local V] float32, unmodified; None if the rule needs only the arg-max
     target_tokens: jax.Array | None  # [B, W] int32 arg-max after each node; None if the rule needs logits
     states: Any  # trunk states that the drafter selected, [B, W, ...] per leaf
     trunk: Cache  # the trunk's cache with the nodes appended; its length is unchanged
@@ -38,23 +39,9 @@ class Acceptance(flax.struct.PyTreeNode):
     tokens: jax.Array  # [B, K+1] int32: the accepted drafts, then the bonus token, then garbage
 
 
-def verify(
-    params: dict, state: DecodeState, draft: Draft, *, model: MTPModel, drafter: Drafter, spec: DecodeSpec
-) -> VerifyOutput:
-    """Runs the trunk once over all W nodes, in the cache slots after the committed text.
-
-    Args:
-        params: model parameters.
-        state: the rows.
-        draft: the nodes.
-        model: the model.
-        drafter: selects the trunk states that it needs later.
-        spec: the shape of the round.
-
-    Returns:
-        Logits or arg-max after each node, and the trunk's cache with all nodes appended.
-    """
-    apply = bind(model, params)
+def verify(decoder: Decoder, weights: Weights, state: DecodeState, draft: Draft) -> VerifyOutput:
+    """Runs the trunk once over all W nodes, in the cache slots after the committed text."""
+    spec, drafter, apply = decoder.spec, decoder.drafter, bind(decoder.model, weights.params)
     W = spec.num_nodes
     # The pass starts with node 0, the pending token, whose cache entry does not exist yet.
     start = state.length - 1
@@ -63,7 +50,7 @@ def verify(
     num_padding = width - W
     tokens = jnp.pad(draft.tokens, ((0, 0), (0, num_padding)))
     # 2. Mask. In a chain the causal mask is enough. In a tree each node attends to the committed text, its ancestors
-    #    and itself, and its position follows from its depth, so siblings do not see each other.
+    # and itself, and its position follows from its depth, so siblings do not attend to each other.
     tree = None
     if draft.ancestor_mask is not None and draft.depths is not None:
         depths = jnp.pad(draft.depths, ((0, 0), (0, num_padding)))
@@ -71,35 +58,26 @@ def verify(
     # A plain decoding step always commits its only node, so recurrent layers may advance their state within the pass.
     # Otherwise they keep what each token contributes until acceptance decides.
     num_valid = None if spec.num_steps else (~state.done).astype(jnp.int32)
-    view = view_pass(state, model.config, start, width, num_used=W, num_valid=num_valid, tree=tree)
+    view = view_pass(state, decoder.model.config, start, width, num_used=W, num_valid=num_valid, tree=tree)
     output = apply(tokens, view, state.trunk, layer_ids=drafter.layer_ids, method="run_trunk")
     # 3. Score. For greedy rows with unmodified logits the arg-max is enough, and a kernel computes it without storing
     #    [B, W, V] logits.
     logits = target_tokens = is_nan = None
-    if spec.rule == "greedy" and not state.settings.sampling.changes_logits and not spec.logprobs:
+    if spec.is_greedy and not state.settings.sampling.changes_logits and not spec.logprobs:
         values, tokens, _ = apply(output.hidden, k=1, method="top_tokens")
         target_tokens, best = tokens[:, :W, 0], values[:, :W, 0]
     else:
         logits = apply(output.hidden, method="own_logits")[:, :W]
-        best = Vocabulary.of(model.config.vocab_size).logsumexp(logits) if spec.check_nan else None
+        best = Vocabulary.of(decoder.vocab_size).logsumexp(logits) if spec.check_nan else None
     if spec.check_nan and best is not None:
         is_nan = jnp.isnan(best)
     # The drafter needs the hidden states of the accepted nodes in the next round, when it extends over them.
-    states = jax.tree.map(lambda kept: kept[:, :W], drafter.select_states(output, model=model))
+    states = jax.tree.map(lambda kept: kept[:, :W], drafter.select_states(decoder, output))
     return VerifyOutput(logits, target_tokens, states, output.cache, is_nan)
 
 
-def end_failed_rows(state: DecodeState, verified: VerifyOutput, accepted: "Acceptance") -> DecodeState:
-    """Ends the rows whose accepted path has a node with NaN logits, before they append anything.
-
-    Args:
-        state: the rows.
-        verified: the outputs of the trunk's pass over the nodes, with `is_nan`.
-        accepted: the accepted path.
-
-    Returns:
-        The state, with these rows failed and done.
-    """
+def end_failed_rows(state: DecodeState, verified: VerifyOutput, accepted: Acceptance) -> DecodeState:
+    """Ends the rows whose accepted path has a node with NaN logits, before they append anything."""
     assert verified.is_nan is not None
     num_tokens = accepted.tokens.shape[1]
     path = accepted.path
@@ -110,36 +88,29 @@ def end_failed_rows(state: DecodeState, verified: VerifyOutput, accepted: "Accep
 
 
 def accept(
-    state: DecodeState,
-    draft: Draft,
-    verified: VerifyOutput,
-    *,
-    model: MTPModel,
-    spec: DecodeSpec,
-    allowed: jax.Array | None = None,
+    decoder: Decoder, state: DecodeState, draft: Draft, verified: VerifyOutput, allowed: jax.Array | None = None
 ) -> Acceptance:
     """Applies the acceptance rule and draws the bonus token.
 
     Args:
-        state: the rows.
+        decoder: the decoder of the round, whose spec has the rule.
         draft: the nodes, and the distributions q that they were drawn from.
         verified: the outputs of the trunk's pass over the nodes.
-        model: the model.
-        spec: the shape of the round, including the rule.
         allowed: tokens that may follow each node, as in `adjust_logits`; needs logits. An exact rule accepts no draft
             that is not allowed after its parent, since its p is 0.
 
     Returns:
         The accepted path and the tokens that the round appends.
     """
+    spec = decoder.spec
     # Greedy without logits: a draft is accepted if it equals the arg-max after its parent.
     if verified.target_tokens is not None:
         assert allowed is None
         return _accept_matches(draft, verified.target_tokens, spec.num_steps)
     assert verified.logits is not None
-    # On a mesh V is the size of this device's part of the vocabulary.
+    # On a mesh V is the size of this device's shard of the vocabulary.
     B, W, V = verified.logits.shape
-    K, sampling, vocabulary = spec.num_steps, state.settings.sampling, Vocabulary.of(model.config.vocab_size)
+    K, sampling, vocabulary = spec.num_steps, state.settings.sampling, Vocabulary.of(decoder.vocab_size)
     # 1. Adjust the logits after each node as plain decoding would adjust them after the same text. Penalties must count
     #    the drafted tokens on the node's path, and `min_new` must count the new tokens up to the node's depth.
     depth = jnp.broadcast_to(jnp.arange(W)[None, :], (B, W)) if draft.depths is None else draft.depths
@@ -151,15 +122,15 @@ def accept(
             mask = jnp.broadcast_to(jnp.tri(W, dtype=bool)[None], (B, W, W))
         # The path leaves out node 0: the pending token is committed, so the history already counts it.
         path_tokens = PathTokens(draft.tokens, mask & (jnp.arange(W) > 0)[None, None])
-    adjusted = adjust_logits(verified.logits, state, path_tokens, num_new, model, allowed)
+    adjusted = adjust_logits(verified.logits, state, path_tokens, num_new, decoder.model, allowed)
     round_start = state.length[:, None]
 
     # 2. Rules that choose the target's own token after each node and accept the drafts that equal it: arg-max for
     #    "greedy", a sample from p for "sample". The text consists of the target's tokens, so any tree is exact.
-    if spec.rule == "greedy":
+    if spec.is_greedy:
         return _accept_matches(draft, vocabulary.argmax(adjusted), K)
     probabilities = distribution(adjusted, sampling, vocabulary)
-    if spec.rule == "sample":
+    if spec.rule.follows == "sample":
         return _accept_matches(draft, draw_target(probabilities, sampling, round_start + depth, vocabulary), K)
 
     # 3. Rules that accept each draft with a probability, and therefore need one uniform per draft. The noise is keyed
@@ -169,26 +140,10 @@ def accept(
     q = draft.probabilities
     if q is not None and q.shape[-1] != V:  # a user's drafter may return the columns of the whole vocabulary
         q = vocabulary.own(q)
-    if spec.rule in ("token", "block"):
-        # Chain rules need only the count: the accepted path is a prefix of the chain.
-        assert q is not None
-        rule = acceptance.token_chain if spec.rule == "token" else acceptance.block_chain
-        ends = () if draft.num_drafted is None else (draft.num_drafted,)
-        num_accepted, weights = jax.vmap(functools.partial(rule, vocabulary=vocabulary))(
-            draft.tokens[:, 1:], probabilities, q, uniforms, *ends
-        )
-        path, accepted = None, draft.tokens[:, 1:]
+    path, num_accepted, weights = _apply_rule(draft, probabilities, q, uniforms, state, spec, vocabulary)
+    if path is None:
+        accepted = draft.tokens[:, 1:]
     else:
-        # Tree rules walk from the root. A chain is a tree in which node n-1 is the parent of node n.
-        parents = draft.parents
-        if parents is None:
-            parents = jnp.broadcast_to(jnp.arange(W)[None, :] - 1, (B, W))
-            if draft.num_drafted is not None:
-                parents = jnp.where(jnp.arange(W)[None, :] <= draft.num_drafted[:, None], parents, -1)
-        accepted_path = jax.vmap(_bind_tree_rule(spec, vocabulary))(
-            draft.tokens, parents, probabilities, q, uniforms, state.settings.rule_params
-        )
-        path, num_accepted, weights = accepted_path.path, accepted_path.num_accepted, accepted_path.weights
         accepted = jnp.take_along_axis(draft.tokens, path[:, 1:], axis=1)
         path = None if draft.parents is None else path
     # 4. Draw the bonus token from the weights that the rule returns: the residual max(p - q, 0) after a rejection, p
@@ -206,50 +161,48 @@ def _accept_matches(draft: Draft, target_tokens: jax.Array, num_steps: int) -> A
     # Chain: accept the longest prefix of matches. The target's tokens themselves are the drafts up to there and
     # the bonus token.
     if draft.parents is None:
-        num_accepted = acceptance.match_chain(draft.tokens[:, 1:], target_tokens)
+        num_accepted = match_chain(draft.tokens[:, 1:], target_tokens)
         if draft.num_drafted is not None:
             num_accepted = jnp.minimum(num_accepted, draft.num_drafted)
         return Acceptance(None, num_accepted, target_tokens)
     # Tree: descend to the child that equals the target's token, until no child does.
-    match = jax.vmap(lambda *row: acceptance.match_tree(*row, num_steps=num_steps))
+    match = jax.vmap(lambda *row: match_tree(*row, num_steps=num_steps))
     path, num_accepted = match(draft.tokens, draft.parents, target_tokens)
     return Acceptance(path, num_accepted, jnp.take_along_axis(target_tokens, path, axis=1))
 
 
-def _bind_tree_rule(spec: DecodeSpec, vocabulary: Vocabulary) -> Callable[..., acceptance.AcceptedPath]:
-    """Returns the rule for one row, a function of (tokens, parents, p, q, uniforms, rule_params) -> `AcceptedPath`."""
-    # Each rule takes what it needs of these. Thresholds of lossy rules are per-row arrays, so rows may differ in them
-    # and a new value compiles nothing.
-    K = spec.num_steps
-    settings: dict[str, Any] = {"num_steps": K, "vocabulary": vocabulary}
-    if callable(spec.rule):
-        return functools.partial(_apply_custom_rule, spec.rule, K, vocabulary)
-    if spec.rule == "recursive":
-        assert spec.tree_shape is not None
-        topk = spec.tree_shape.topk
-        return lambda tokens, parents, p, q, u, _: acceptance.recursive_tree(
-            tokens, parents, p, q, u, topk=topk, **settings
-        )
-    if spec.rule == "traversal":
-        assert spec.tree_shape is not None
-        shape = spec.tree_shape.parents
-        return lambda tokens, _, p, q, u, __: acceptance.traversal_tree(tokens, p, q, u, parents=shape, **settings)
-    if spec.rule == "threshold":
-        return lambda tokens, parents, p, _, u, row: acceptance.threshold_tree(
-            tokens, parents, p, u, single=row[0], acc=row[1], **settings
-        )
-    if spec.rule == "typical":
-        return lambda tokens, parents, p, _, __, row: acceptance.typical_tree(
-            tokens, parents, p, epsilon=row[0], delta=row[1], **settings
-        )
-    assert spec.rule == "relaxed", spec.rule
-    return lambda tokens, parents, p, _, __, row: acceptance.relaxed_tree(
-        tokens, parents, p, topk=row[0], delta=row[1], **settings
-    )
+def _apply_rule(
+    draft: Draft, p: jax.Array, q: jax.Array | None, u: jax.Array, state: DecodeState, spec: DecodeSpec, vocabulary
+) -> tuple[jax.Array | None, jax.Array, jax.Array]:
+    """Maps the rule over the rows. Returns the fields of `AcceptedPath`, `[B, ...]`; a chain rule's path is None."""
+    rule, function, ends = spec.rule, spec.rule.function, ()
+    static: dict[str, Any] = {}
+    assert function is not None and (q is not None or not rule.needs_q)
+    if rule.drafts == "chain":
+        # Chain rules need only the count: the accepted path is a prefix of the chain.
+        nodes = (draft.tokens[:, 1:],)
+        ends = () if draft.num_drafted is None else (draft.num_drafted,)
+    else:
+        # Tree rules walk from the root. A chain is a tree in which node n-1 is the parent of node n.
+        parents, (B, W) = draft.parents, draft.tokens.shape
+        if parents is None:
+            parents = jnp.broadcast_to(jnp.arange(W)[None, :] - 1, (B, W))
+            if draft.num_drafted is not None:
+                parents = jnp.where(jnp.arange(W)[None, :] <= draft.num_drafted[:, None], parents, -1)
+        nodes, static = (draft.tokens, parents), {"num_steps": spec.num_steps}
+        if rule.drafts == "fixed tree":
+            static["tree"] = spec.tree_shape
+    if rule.reads_shard:
+        static["vocabulary"] = vocabulary
 
+    def apply_to_row(nodes, p, q, u, ends, params):
+        # Parameters are per-row arrays, so rows may differ in them and a new value compiles nothing.
+        parameters = {name: params[column] for column, name in enumerate(rule.parameters)}
+        rows = (p, q) if rule.needs_q else (p,)
+        if not rule.reads_shard:  # the devices gather the columns of the whole vocabulary
+            rows = tuple(map(vocabulary.gather, rows))
+        found = function(*nodes, *rows, u, *ends, **static, **parameters)
+        path, num_accepted, weights = (None, *found) if rule.drafts == "chain" else found
+        return path, num_accepted, weights if rule.reads_shard else vocabulary.own(weights)
 
-def _apply_custom_rule(rule, num_steps: int, vocabulary: Vocabulary, tokens, parents, p, q, u, _):
-    """Applies a user's rule, which reads the probabilities of the whole vocabulary: the devices gather them."""
-    q = None if q is None else vocabulary.gather(q)
-    accepted = rule(tokens, parents, vocabulary.gather(p), q, u, num_steps=num_steps)
-    return acceptance.AcceptedPath(accepted.path, accepted.num_accepted, vocabulary.own(accepted.weights))
+    return jax.vmap(apply_to_row)(nodes, p, q, u, ends, state.settings.rule_params)

@@ -1,6 +1,6 @@
-"""Compiles the decoding call of a model from shapes alone, for H100s on a mesh: memory, collectives and kernels.
+"""Compiles a model's decoding call for a mesh of H100s, from shapes only: memory, collectives and kernels.
 
-Nothing runs, and no GPU is needed; `mtpjax.compat.h100_devices` names the packages that are.
+Nothing runs, and no GPU is needed; `mtpjax.compat.h100_devices` lists the required packages.
 """
 
 import collections
@@ -9,7 +9,7 @@ import functools
 import math
 import re
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from typing import Any
 
 import jax
@@ -19,11 +19,10 @@ from jax.sharding import Mesh, NamedSharding, use_abstract_mesh
 from mtpjax import compat
 from mtpjax.decoding.capacity import choose_prefill_chunk
 from mtpjax.decoding.config import DecodeConfig
+from mtpjax.decoding.decoder import Decoder, StateShape
 from mtpjax.decoding.loop import decode
-from mtpjax.decoding.requests import make_drafter
-from mtpjax.decoding.sampling import SamplingFeatures
 from mtpjax.decoding.spec import DecodeSpec
-from mtpjax.decoding.state import empty_state
+from mtpjax.inference.requests import make_drafter
 from mtpjax.models.config import Implementation, ModelConfig
 from mtpjax.models.decoding_layout import align_blocks, copy_key_value_heads, fit_config, part_specs
 from mtpjax.models.model import MTPModel
@@ -60,7 +59,6 @@ def stored_shapes(config: ModelConfig, *, has_fp8: bool) -> dict:
     """Returns the shapes and dtypes of a model's parameters in a published checkpoint.
 
     Args:
-        config: the model's config.
         has_fp8: the matrices are fp8 with a scale for each 128 x 128 block, as DeepSeek-V3 stores them; embedding, head
             and the rest are bfloat16 either way.
 
@@ -75,7 +73,7 @@ def _as_stored(path, leaf, *, has_fp8: bool):
     name = path_name(path)
     if not has_fp8 or leaf.ndim < 2 or not FP8_PLACES.search(name):
         return leaf.astype(jnp.bfloat16)
-    # The input axis: behind that of the experts, and else the first.
+    # The input axis: after that of the experts, and else the first.
     is_stack = re.search(r"experts/(gate_up|down)$", name) is not None
     axis = (1 if is_stack else 0) - leaf.ndim
     shape = list(leaf.shape)
@@ -89,7 +87,6 @@ def call_shapes(
     """Returns the shapes of a decoding call's arguments, with the copies that a mesh needs.
 
     Args:
-        config: the model's config.
         params: shapes of its parameters, as from `stored_shapes`.
         sizes: sizes of the mesh axes by name.
         rows: rows of the batch.
@@ -105,15 +102,9 @@ def call_shapes(
         if fitted != config:
             params = copy_key_value_heads(params, config, fitted.num_key_value_heads)
         settings = DecodeConfig(num_steps=num_steps)
-        state = empty_state(
-            model=MTPModel(fitted),
-            drafter=make_drafter(settings),
-            spec=DecodeSpec.from_config(settings, is_greedy=True),
-            batch=rows,
-            capacity=slots,
-            stops_shape=(8, 1),
-            features=SamplingFeatures(),
-            dtype=jnp.bfloat16,
+        spec = DecodeSpec.from_config(settings, is_greedy=True)
+        state = Decoder(MTPModel(fitted), make_drafter(settings), spec).empty_state(
+            StateShape(rows, slots), jnp.bfloat16
         )
         return align_blocks(params, fitted, sizes), state
 
@@ -121,55 +112,54 @@ def call_shapes(
     return fitted, *jax.eval_shape(make, params)
 
 
+def h100_mesh(sizes: Mapping[str, int]) -> Mesh:
+    """Makes a mesh of H100s without needing any; raises `RuntimeError` if the CUDA plug-in is missing."""
+    return compat.make_mesh(sizes, compat.h100_devices(f"1x1x{math.prod(sizes.values())}"))
+
+
 def compile_call(
     config: ModelConfig,
-    sizes: Mapping[str, int],
+    mesh: Mesh,
     *,
     rows: int,
     slots: int,
+    params: dict,
     num_steps: int = 1,
-    params: dict | None = None,
     implementation: Implementation = "triton",
     prefill_chunk: int | None = None,
-    devices: Sequence[Any] | None = None,
 ) -> Compiled:
-    """Compiles the decoding call of a model for a mesh of H100s, or of other devices.
+    """Compiles the decoding call of a model for a mesh, such as `h100_mesh`.
 
     Args:
         config: the model's config.
-        sizes: sizes of the mesh axes.
+        mesh: the mesh.
         rows: rows of the batch.
         slots: cache slots of each row.
+        params: shapes of the parameters, as from `stored_shapes`.
         num_steps: draft levels.
-        params: shapes of the parameters; None: `stored_shapes` in bfloat16.
         implementation: what runs the kernels.
         prefill_chunk: tokens of a prefill pass; None: as `speculative_generate` chooses for prompts of half the slots.
-        devices: `jax.Device`s of the mesh; None: H100s, which need not exist.
 
     Returns:
         Memory, collectives and kernels of the compiled module.
-
-    Raises:
-        RuntimeError: the CUDA plug-in is missing.
     """
     # 1. Shapes of the arguments, and the static settings that decoding would choose for this batch.
-    mesh = compat.make_mesh(sizes, devices or compat.h100_devices(f"1x1x{math.prod(sizes.values())}"))
-    stored = stored_shapes(config, has_fp8=False) if params is None else params
-    config, shapes, state = call_shapes(config, stored, sizes, rows=rows, slots=slots, num_steps=num_steps)
+    sizes = dict(mesh.shape)
+    config, shapes, state = call_shapes(config, params, sizes, rows=rows, slots=slots, num_steps=num_steps)
     model = MTPModel(config, implementation=implementation)
     settings = DecodeConfig(num_steps=num_steps)
     drafter = make_drafter(settings)
     if prefill_chunk is None:
         prefill_chunk = choose_prefill_chunk(model, rows, "cuda", longest_prompt=slots // 2, max_length=slots)
     spec = DecodeSpec.from_config(settings, is_greedy=True, prefill_chunk=prefill_chunk)
-    # 2. Lay the shapes out over the mesh, as decoding lays out the arrays.
+    # 2. Shard the shapes over the mesh, as decoding shards the arrays.
     placed = _place(shapes, part_specs(shapes, config, sizes), mesh)
     state = _place(state, part_specs(state, config, sizes, is_state=True), mesh)
     draft_params = drafter.default_params(placed, settings, model=model)
     # 3. Compile, and read memory, collectives and kernels from the result.
     begin = time.process_time()
     with use_abstract_mesh(mesh.abstract_mesh):
-        lowered = decode.plain.lower(placed, draft_params, state, model=model, drafter=drafter, spec=spec)
+        lowered = decode.plain.lower(placed, draft_params, state, decoder=Decoder(model, drafter, spec))
         compiled = lowered.compile()
     memory = compiled.memory_analysis()
     assert memory is not None, "XLA reports no memory for this platform"
@@ -191,14 +181,7 @@ def _place(tree, specs, mesh: Mesh):
 
 
 def find_collectives(text: str) -> dict[tuple[str, str, str], int]:
-    """Counts the collectives of a compiled module by operation, shapes and place; layers count as one place.
-
-    Args:
-        text: the module's text.
-
-    Returns:
-        The number of occurrences of each (operation, shapes, place).
-    """
+    """Counts the collectives of a compiled module by (operation, shapes, place); layers count as one place."""
     found: collections.Counter[tuple[str, str, str]] = collections.Counter()
     for line in text.splitlines():
         match = COLLECTIVE.search(line)

@@ -1,4 +1,4 @@
-"""95 % bootstrap intervals, with which this project states the uncertainty of every measurement.
+"""95 % bootstrap intervals, which state the uncertainty of every measurement of this project.
 
 The resampled units are whole prompts, batches or repeats, because the steps of one of them are correlated. The
 random numbers are fixed, so that a report is reproducible.
@@ -20,7 +20,7 @@ class Estimate:
     high: float
 
     def to_dict(self) -> dict[str, float | None]:
-        """Returns the fields for JSON, with None in place of nan."""
+        """Returns the fields for JSON, with None instead of nan."""
         return {name: None if np.isnan(value) else value for name, value in dataclasses.asdict(self).items()}
 
 

@@ -17,20 +17,13 @@ def describe_machine() -> dict[str, str | int]:
     """Returns the processor's name and the number of cores that this process may use."""
     lines = pathlib.Path("/proc/cpuinfo").read_text().splitlines() if os.path.exists("/proc/cpuinfo") else []
     names = [line.split(":", 1)[1].strip() for line in lines if line.startswith("model name")]
-    # Only Linux tells which cores a process may use.
+    # Only Linux reports which cores a process may use.
     cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
     return {"cpu": names[0] if names else platform.processor() or platform.machine(), "cores": cores}
 
 
 def describe_device(count: int = 1) -> str:
-    """Names what JAX computes on, such as "NVIDIA H100 80GB HBM3 x 8" or "AMD EPYC 7B13, 2 cores".
-
-    Args:
-        count: devices that are used.
-
-    Returns:
-        The name, for titles.
-    """
+    """Returns the names of JAX's `count` devices: "NVIDIA H100 80GB HBM3 x 8" or "AMD EPYC 7B13, 2 cores"."""
     import jax
 
     device = jax.devices()[0]
@@ -41,14 +34,14 @@ def describe_device(count: int = 1) -> str:
 
 
 def has_waiting_times() -> bool:
-    """Returns whether this system says how long threads wait for a core: Linux with schedstat."""
+    """Returns whether this system reports how long threads wait for a core: Linux with schedstat."""
     return os.path.exists("/proc/self/schedstat")
 
 
 def busy_seconds() -> float:
     """Returns how long the cores that this process may use were not idle since the system started.
 
-    Time that a hypervisor gave to other machines counts as busy. nan where the system does not say it.
+    Time that a hypervisor gave to other machines counts as busy. nan if the system does not report it.
     """
     try:
         lines = pathlib.Path("/proc/stat").read_text().splitlines()
@@ -83,11 +76,11 @@ class Stopwatch:
     def read(self) -> dict[str, float]:
         """Returns `seconds`, `cpu_seconds` and `waited_seconds` since the start.
 
-        A thread also waits for other threads of its own process, which disturbs nothing. So the waiting time is at most
-        as long as other programs ran on these cores.
+        A thread also waits for other threads of its process, which is no disturbance. So the time that other programs
+        ran on these cores limits the waiting time.
         """
         seconds, cpu, waited, busy = (now - begin for begin, now in zip(self.begin, self._now(), strict=True))
-        # Threads that have ended take their waiting time with them.
+        # The waiting time of ended threads is lost.
         waited = max(waited, 0.0)
         if not math.isnan(busy):
             # Each core's idle time is known up to a tick.

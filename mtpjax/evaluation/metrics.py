@@ -11,8 +11,9 @@ from typing import Any
 
 import numpy as np
 
-from mtpjax.evaluation.acceptance import AcceptanceCounts, TeacherForcedSums
-from mtpjax.evaluation.intervals import Estimate, estimate_from, resampled_weights
+from mtpjax.evaluation.acceptance import AcceptanceCounts
+from mtpjax.evaluation.intervals import Estimate, estimate_from, resample, resampled_weights
+from mtpjax.evaluation.teacher_forced import TeacherForcedSums
 
 
 def estimate(numerator: np.ndarray, denominator: np.ndarray, *, offset: float = 0.0) -> list[Estimate]:
@@ -34,7 +35,7 @@ def estimate(numerator: np.ndarray, denominator: np.ndarray, *, offset: float = 
 
 
 def _ratio(numerator: np.ndarray, denominator: np.ndarray) -> np.ndarray:
-    """Divides, with nan where the denominator is 0."""
+    # nan where the denominator is 0
     return np.where(denominator > 0, numerator / np.where(denominator > 0, denominator, 1), np.nan)
 
 
@@ -69,9 +70,6 @@ def decoded_rates(rounds: np.ndarray, accepted: np.ndarray) -> dict[str, Any]:
 def teacher_forced_rates(sums: TeacherForcedSums) -> dict[str, Any]:
     """Computes the rates of a teacher-forced pass.
 
-    Args:
-        sums: sums per prompt.
-
     Returns:
         Lists of estimates over levels. "agreement", "conditional" and "survival" compare arg-max tokens (temperature
         0); "overlap", "overlap_conditional" and "overlap_survival" use 1 - TV (the rule "token" at the temperature of
@@ -91,17 +89,34 @@ def teacher_forced_rates(sums: TeacherForcedSums) -> dict[str, Any]:
     }
 
 
+def estimate_speed_up(steps: np.ndarray, accepted: np.ndarray, plain_steps: np.ndarray) -> Estimate:
+    """Estimates the ideal speed-up over plain decoding: accept length over the cost of a round.
+
+    Args:
+        steps: `[P]` verification passes per prompt.
+        accepted: `[P, K]` accepted drafts per prompt and level.
+        plain_steps: `[R]` the measured costs of a round, in plain steps.
+
+    Returns:
+        The accept length of all prompts over the median cost, with a 95 % interval that resamples the prompts and,
+        independently of them, the measurements of the cost.
+    """
+    prompts, timings = resample(len(steps), len(plain_steps))
+    per_prompt = accepted.sum(axis=1)
+    # Samples of prompts without a step have no accept length, and are left out.
+    sampled_steps = steps[prompts].sum(axis=1)
+    lengths = 1 + per_prompt[prompts].sum(axis=1) / np.where(sampled_steps > 0, sampled_steps, np.nan)
+    value = (1 + per_prompt.sum() / steps.sum()) / np.median(plain_steps)
+    return estimate_from(float(value), lengths / np.median(plain_steps[timings], axis=1))
+
+
 def report(acceptance: AcceptanceCounts, categories: Sequence[str]) -> dict[str, dict[str, Any]]:
     """Computes all metrics, over all prompts and per category.
 
-    Args:
-        acceptance: counts of P prompts.
-        categories: the category of each prompt.
-
     Returns:
         Metrics by category, "overall" first: counts ("prompts", "rounds", "identical") and the groups "decoded",
-        "predicted" and "teacher_forced". A single category has no entry besides "overall". A category that is named
-        "overall" becomes "category overall".
+        "predicted" and "teacher_forced". A single category has no entry besides "overall". A category named "overall"
+        becomes "category overall".
     """
     names, distinct = np.array(categories), dict.fromkeys(categories)
     groups = {"overall": np.ones(len(names), bool)}
@@ -111,14 +126,15 @@ def report(acceptance: AcceptanceCounts, categories: Sequence[str]) -> dict[str,
     result = {}
     for name, mask in groups.items():
         part = acceptance.select(mask)
+        predicted = part.predicted
         result[name] = {
             "prompts": int(mask.sum()),
             "rounds": int(part.rounds.sum()),
             "identical": int(part.is_identical.sum()),
             "decoded": decoded_rates(part.rounds, part.accepted),
             "predicted": {
-                **decoded_rates(part.predicted_rounds, part.predicted_accepted),
-                "accept_length_at_depth": estimate(part.accepted_at_depth, part.rounds_at_depth, offset=1.0),
+                **decoded_rates(predicted.rounds, predicted.accepted),
+                "accept_length_at_depth": estimate(predicted.accepted_at_depth, predicted.rounds_at_depth, offset=1.0),
             },
             "teacher_forced": teacher_forced_rates(part.teacher_forced),
         }
@@ -126,14 +142,7 @@ def report(acceptance: AcceptanceCounts, categories: Sequence[str]) -> dict[str,
 
 
 def to_json(value: Any) -> Any:
-    """Converts a report for JSON.
-
-    Args:
-        value: a report, or a part of it.
-
-    Returns:
-        The same structure, with estimates as objects and None in place of nan.
-    """
+    """Converts a report, or a part of it, for JSON: estimates become objects, and nan becomes None."""
     if isinstance(value, Estimate):
         return value.to_dict()
     if isinstance(value, dict):
@@ -144,12 +153,7 @@ def to_json(value: Any) -> Any:
 
 
 def print_report(console, metrics: dict[str, dict[str, Any]]) -> None:
-    """Prints two tables within 80 columns: accept lengths by category, and rates by category and level.
-
-    Args:
-        console: a `rich` console.
-        metrics: the result of `report`.
-    """
+    """Prints two tables of 80 columns: accept lengths by category, and rates by category and level."""
     from rich.markup import escape
 
     from mtpjax.console import narrow_table
@@ -169,16 +173,8 @@ def print_report(console, metrics: dict[str, dict[str, Any]]) -> None:
 
     # 1. Accept lengths, a row per category: measured in decoding, predicted, and teacher-forced. One interval leaves
     # room for the names of the categories; the JSON file has all of them.
-    lengths = table(
-        "accept length: tokens per round, bonus token included (95 %)",
-        "prom-\npts",
-        "micro",
-        "macro",
-        "no\nbonus",
-        "pre-\ndicted",
-        "teacher-\nforced",
-        "1-TV",
-    )
+    headings = ("prom-\npts", "micro", "macro", "no\nbonus", "pre-\ndicted", "teacher-\nforced", "1-TV")
+    lengths = table("accept length: tokens per round, bonus token included (95 %)", *headings)
     for name, row in metrics.items():
         decoded, teacher_forced = row["decoded"], row["teacher_forced"]
         predicted = row["predicted"]["accept_length"].value
@@ -195,15 +191,8 @@ def print_report(console, metrics: dict[str, dict[str, Any]]) -> None:
     console.print(lengths)
 
     # 2. Rates, a row per category and level.
-    rates = table(
-        "rates by level: teacher-forced on plain text, and decoded (95 %)",
-        "level",
-        "agree",
-        "of\nreached",
-        "1-TV",
-        "decoded,\nof reached",
-        "decoded,\nsurvival",
-    )
+    headings = ("level", "agree", "of\nreached", "1-TV", "decoded,\nof reached", "decoded,\nsurvival")
+    rates = table("rates by level: teacher-forced on plain text, and decoded (95 %)", *headings)
     for name, row in metrics.items():
         decoded, teacher_forced = row["decoded"], row["teacher_forced"]
         for level in range(len(decoded["survival"])):

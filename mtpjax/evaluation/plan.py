@@ -1,7 +1,7 @@
-"""Plans how a model runs on many GPUs, for `mtpjax plan`: which meshes have room for it, and how long a round takes.
+"""Plans how a model runs on many GPUs, for `mtpjax plan`: which meshes it fits on.
 
 Bytes of weights, caches and state are arithmetic: the shapes of the decoding call's arguments, divided over the mesh.
-Temporary memory and time are estimates; `mtpjax.evaluation.compiled_call` compiles the call for the exact temporary
+Temporary memory is an estimate; `mtpjax.evaluation.compiled_call` compiles the call for the exact temporary
 memory.
 """
 
@@ -14,45 +14,16 @@ import jax
 
 from mtpjax.decoding.capacity import choose_prefill_chunk
 from mtpjax.evaluation.compiled_call import call_shapes
-from mtpjax.evaluation.roofline import (
-    Device,
-    Part,
-    Work,
-    count_launches,
-    count_weights,
-    parts_of_round,
-    seconds_of_parts,
-)
+from mtpjax.evaluation.roofline import Device
 from mtpjax.models.config import ModelConfig
 from mtpjax.models.decoding_layout import find_copies, part_specs
 from mtpjax.models.layers.latent_attention import is_expanded_cheaper
 from mtpjax.models.model import MTPModel
 from mtpjax.models.params import is_of_modules
 from mtpjax.models.sharding import num_shards, param_spec, path_name
-from pallas_kernels.block_scaled_matmul.kernel import MAX_ROWS
+from pallas_kernels.block_scaled_matmul.choice import MAX_ROWS
 
-GPUS_PER_NODE = 8
 USABLE_SHARE = 0.9  # of a GPU's memory; the rest is for the driver, the allocator and collectives
-SECONDS_PER_COLLECTIVE = {"link": 10e-6, "network": 30e-6}  # assumed latency, by whether it leaves the node
-
-
-@dataclasses.dataclass(frozen=True)
-class Collective:
-    """Collectives of one kind in a round.
-
-    Attributes:
-        name: what travels.
-        axis: the mesh axis.
-        count: how many there are.
-        nbytes: bytes that a device sends in all of them.
-        seconds: estimated time.
-    """
-
-    name: str
-    axis: str
-    count: int
-    nbytes: float
-    seconds: float
 
 
 @dataclasses.dataclass(frozen=True)
@@ -112,7 +83,7 @@ class Plan:
         return self.arguments + self.temp
 
     def free(self, device: Device) -> float:
-        """Bytes that are left of a device's usable memory."""
+        """Remaining bytes of a device's usable memory."""
         return USABLE_SHARE * device.memory - self.total
 
     def largest_batch(self, device: Device) -> int:
@@ -126,33 +97,6 @@ class Plan:
         usable = USABLE_SHARE * device.memory - self.arguments
         more = min((usable - temp.nbytes) / max(self.bytes_per_slot + temp.bytes_per_slot, 1) for temp in self.temps)
         return max(0, self.slots + math.floor(more))
-
-
-@dataclasses.dataclass(frozen=True)
-class Round:
-    """One round of a batch on a mesh.
-
-    Attributes:
-        num_steps: draft levels.
-        parts: bytes and operations of a device.
-        seconds_of_parts: estimated seconds of each.
-        launches: kernels.
-        seconds_of_launches: estimated seconds of all launches.
-        collectives: what travels.
-    """
-
-    num_steps: int
-    parts: tuple[Part, ...]
-    seconds_of_parts: tuple[float, ...]
-    launches: int
-    seconds_of_launches: float
-    collectives: tuple[Collective, ...]
-
-    @property
-    def seconds(self) -> float:
-        """Estimated seconds of the round: nothing overlaps."""
-        travelling = sum(collective.seconds for collective in self.collectives)
-        return sum(self.seconds_of_parts) + self.seconds_of_launches + travelling
 
 
 def list_meshes(count: int) -> list[dict[str, int]]:
@@ -206,7 +150,7 @@ def plan_layout(
     _, _, more_rows = call_shapes(config, {}, sizes, rows=rows + data, slots=slots, num_steps=num_steps)
     _, _, more_slots = call_shapes(config, {}, sizes, rows=rows, slots=slots + 128, num_steps=num_steps)
     # 3. Bytes on one device. The differences of the states give the bytes of a row and of a slot.
-    nbytes = sum(amount for _, _, amount in _bytes_of_parts(params, fitted, sizes))
+    nbytes = sum(amount for _, _, amount in bytes_of_shards(params, fitted, sizes))
     states = [_state_bytes(each, fitted, sizes) for each in (state, more_rows, more_slots)]
     if prefill_chunk is None:
         model = MTPModel(fitted, implementation="triton")
@@ -229,28 +173,19 @@ def estimate_temps(
 ) -> Iterator[Temp]:
     """Estimates the temporary memory of a decoding call with kernels: the widest arrays of a prefill pass, in bfloat16.
 
-    Args:
-        config: the model's config.
-        params: shapes of its parameters.
-        sizes: sizes of the mesh axes by name.
-        rows: rows of the batch.
-        slots: cache slots of each row.
-        prefill_chunk: tokens of a prefill pass.
-
-    Yields:
-        The memory by kind of layer.
+    Yields the memory by kind of layer. Arguments as in `plan_layout`.
     """
     tensor, data = sizes.get("tensor", 1), sizes.get("data", 1)
-    own_rows, width = rows // data, config.hidden_size
-    tokens = own_rows * prefill_chunk
+    local_rows, width = rows // data, config.hidden_size
+    tokens = local_rows * prefill_chunk
     # In every layer: the residual stream, the layer's input and its output.
     shared = 2.0 * 3 * tokens * width
     # Linear attention: XLA keeps the inputs of all convolutions to the end of the pass.
     channels = 2 * config.linear_num_key_heads * config.linear_key_head_dim
     channels += config.linear_num_value_heads * config.linear_value_head_dim
-    inputs = own_rows * (prefill_chunk + config.linear_conv_kernel_dim - 1) * channels / tensor
+    inputs = local_rows * (prefill_chunk + config.linear_conv_kernel_dim - 1) * channels / tensor
     shared += 2 * inputs * sum(kind.attention == "delta" for kind in config.trunk_kinds)
-    # 1. Experts: for the rows of all `data` devices the outputs of each token's experts, and beside them first their
+    # 1. Experts: for the rows of all `data` devices the outputs of each token's experts, together with first their
     # activations, then the sums.
     if config.is_moe:
         all_tokens = rows * prefill_chunk
@@ -261,7 +196,7 @@ def estimate_temps(
     written = 0.0
     if tokens > MAX_ROWS:
         for (name, _, nbytes), leaf in zip(
-            _bytes_of_parts(params, config, sizes), jax.tree.leaves(params), strict=True
+            bytes_of_shards(params, config, sizes), jax.tree.leaves(params), strict=True
         ):
             if leaf.dtype.itemsize == 1 and "/experts/" not in name:
                 written = max(written, 2 * nbytes)
@@ -270,18 +205,18 @@ def estimate_temps(
     yield Temp("matrices", shared + written + 2 * product)
     # 3. Latent attention in its expanded form: keys and values of every slot, a part of the keys twice; and queries.
     if config.attention == "latent" and is_expanded_cheaper(config, prefill_chunk):
-        own_heads = config.num_attention_heads / tensor
+        local_heads = config.num_attention_heads / tensor
         content, value = config.qk_nope_head_dim, config.v_head_dim
         key = content + config.qk_rope_head_dim
-        per_slot = 2 * own_rows * own_heads * (key + content + value)
-        yield Temp("attention", shared + slots * per_slot + 2 * tokens * own_heads * (2 * key + value), per_slot)
+        per_slot = 2 * local_rows * local_heads * (key + content + value)
+        yield Temp("attention", shared + slots * per_slot + 2 * tokens * local_heads * (2 * key + value), per_slot)
     # 4. A sparse indexer: the float32 products of every head, token and slot, and their transpose.
     if config.index_topk and slots > config.index_topk:
         per_slot = 2 * 4 * tokens * config.index_n_heads
         yield Temp("indexer", shared + slots * per_slot, per_slot)
 
 
-def _bytes_of_parts(tree: Any, config: ModelConfig, sizes: Mapping[str, int]) -> Iterator[tuple[str, tuple, float]]:
+def bytes_of_shards(tree: Any, config: ModelConfig, sizes: Mapping[str, int]) -> Iterator[tuple[str, tuple, float]]:
     """Yields path, whole shape and bytes on one device of each parameter."""
     specs = part_specs(tree, config, sizes)
     leaves, _ = jax.tree_util.tree_flatten_with_path(tree)
@@ -300,103 +235,10 @@ def _share(leaf, spec, sizes: Mapping[str, int]) -> float:
     return math.prod(leaf.shape) * leaf.dtype.itemsize / num_shards(spec, sizes)
 
 
-def estimate_round(
-    config: ModelConfig,
-    params: dict,
-    device: Device,
-    sizes: Mapping[str, int],
-    *,
-    rows: int,
-    context: int,
-    num_steps: int,
-) -> Round:
-    """Estimates the time of a round on a mesh.
-
-    Args:
-        config: the model's config.
-        params: shapes of its parameters.
-        device: the GPU.
-        sizes: sizes of the mesh axes by name.
-        rows: rows of the batch, a multiple of `data`.
-        context: tokens in each row's KV cache.
-        num_steps: draft levels.
-
-    Returns:
-        The round.
-    """
-    leaves = list(_bytes_of_parts(params, config, sizes))
-    # Scales count as bytes that are read, but not as factors of a product.
-    numbers = [
-        (name.removesuffix("/values"), shape, amount / leaf.dtype.itemsize)
-        for (name, shape, amount), leaf in zip(leaves, jax.tree.leaves(params), strict=True)
-        if not name.endswith("/scales")
-    ]
-    # Rows are split over `data`, but experts process the rows of all devices.
-    tensor, data = sizes.get("tensor", 1), sizes.get("data", 1)
-    work = Work(
-        count_weights(config, numbers),
-        count_weights(config, leaves),
-        rows=rows // data,
-        expert_rows=rows,
-        tensor=tensor,
-    )
-    parts = tuple(parts_of_round(config, work, context, num_steps))
-    has_fp8 = any(leaf.dtype.itemsize == 1 for leaf in jax.tree.leaves(params))
-    launches = count_launches(config, num_steps)
-    return Round(
-        num_steps,
-        parts,
-        seconds_of_parts(parts, device, has_fp8=has_fp8),
-        launches,
-        launches * device.seconds_per_launch,
-        tuple(_collectives(config, device, sizes, rows, num_steps)),
-    )
-
-
-def _collectives(
-    config: ModelConfig, device: Device, sizes: Mapping[str, int], rows: int, num_steps: int
-) -> Iterator[Collective]:
-    """Yields what travels in a round. In a ring of n devices each sends `2 (n-1)/n` of a sum's bytes."""
-    tensor, data = sizes.get("tensor", 1), sizes.get("data", 1)
-    passes = [(config.trunk_kinds, num_steps + 1)] + [((config.mtp_kind,), num_steps + 1)] * bool(num_steps)
-    passes += [((config.mtp_kind,), 1)] * max(num_steps - 1, 0)
-    moe = sum(nodes * sum(kind.is_moe for kind in kinds) for kinds, nodes in passes)  # layers x tokens of a row
-    moe_count = sum(sum(kind.is_moe for kind in kinds) for kinds, _ in passes)
-    layers, count = sum(nodes * len(kinds) for kinds, nodes in passes), sum(len(kinds) for kinds, _ in passes)
-    row_bytes, own_rows = 2 * config.hidden_size, rows // data
-
-    def travel(name: str, axis: str, count: int, nbytes: float) -> Collective:
-        # `tensor` is the innermost axis. Traffic that leaves a node has the speed of the network.
-        place = "link" if (tensor if axis == "tensor" else tensor * data) <= GPUS_PER_NODE else "network"
-        seconds = count * SECONDS_PER_COLLECTIVE[place] + nbytes / getattr(device, place)
-        return Collective(name, axis, count, nbytes, seconds)
-
-    if tensor > 1:
-        # One sum of attention and one of the feed-forward layer; where rows are gathered, experts sum those of all.
-        share = 2 * (tensor - 1) / tensor
-        sums = layers * own_rows + (layers - moe) * own_rows + moe * (rows if data > 1 else own_rows)
-        yield travel("sums of layers", "tensor", 2 * count, share * row_bytes * sums)
-        heads = 1 + num_steps
-        yield travel(
-            "embedding and best tokens", "tensor", 3 * heads, share * row_bytes * own_rows * (2 * num_steps + 1)
-        )
-    if data > 1:
-        if moe:
-            share = (data - 1) / data
-            yield travel("rows to experts and back", "data", 2 * moe_count, 2 * share * row_bytes * moe * rows)
-        yield travel("whether all rows have ended", "data", 1, 1)
-
-
 def train_bytes(params: dict, sizes: Mapping[str, int], *, trains: str = "all") -> int:
     """Computes the bytes of parameters and optimiser per device in training.
 
-    Args:
-        params: shapes of the parameters as they are stored, which a frozen trunk keeps.
-        sizes: sizes of the mesh axes by name.
-        trains: the trained part, as in `mtpjax.TrainConfig`: float32, with AdamW's two moments.
-
-    Returns:
-        Bytes.
+    The trained part is float32 with AdamW's two moments; a frozen trunk keeps the stored dtypes.
     """
     total = 0.0
     for path, leaf in jax.tree_util.tree_leaves_with_path(params):

@@ -4,7 +4,7 @@ from collections.abc import Sequence
 
 from mtpjax.evaluation import plan
 from mtpjax.evaluation.plan_report import Comparison
-from mtpjax.evaluation.plot_style import DEFAULT_FORMATS, GREY, colour, legend_below, picture, picture_paths
+from mtpjax.evaluation.plot_style import DEFAULT_FORMATS, GREY, colour, draw_picture, legend_below
 from mtpjax.evaluation.roofline import Device
 from mtpjax.models.sharding import mesh_text
 
@@ -15,16 +15,12 @@ def plot_plan(
     """Plots memory and time of every mesh of a plan; nothing if no mesh divides the model.
 
     Args:
-        path: the picture, as in `plot_style.picture_paths`.
         result: the comparison.
         device: the GPU.
-        formats: formats of a path without suffix.
-        title: what was planned, for which devices.
     """
-    if not result.candidates or not picture_paths(path, formats):
-        return
-    with picture(path, (9, 2.2 + 0.4 * len(result.candidates)), formats, title=title) as figure:
-        _draw_plan(figure, result, device)
+    if result.candidates:
+        size = 9, 2.2 + 0.4 * len(result.candidates)
+        draw_picture(path, size, lambda figure: _draw_plan(figure, result, device), formats, title=title)
 
 
 def _draw_plan(figure, result: Comparison, device: Device) -> None:
@@ -47,9 +43,9 @@ def _draw_plan(figure, result: Comparison, device: Device) -> None:
     memory.set(title=f"memory{best}", xlabel="GB per GPU", ylim=(len(places) - 0.5, -0.5))
     # Right: time per token of a row, without drafts and with them.
     kinds = {"without drafts": ("plain", 1.0, GREY)}
-    if result.num_steps:
-        name = f"{result.drafts_text}, {result.accept_length:.2f} tokens per round assumed"
-        kinds[name] = ("drafted", result.accept_length, colour(-1))
+    if result.load.num_steps:
+        name = f"{result.load.drafts_text}, {result.load.accept_length:.2f} tokens per round assumed"
+        kinds[name] = ("drafted", result.load.accept_length, colour(-1))
     height = 0.7 / len(kinds)
     for number, (name, (kind, tokens, own)) in enumerate(kinds.items()):
         values = [1e3 * getattr(each, kind).seconds / tokens for each in result.candidates]

@@ -6,15 +6,17 @@ from typing import Any
 
 from mtpjax.decoding.capacity import round_down_capacity, round_up_capacity
 from mtpjax.evaluation import plan
-from mtpjax.evaluation.plan import Plan, Round
+from mtpjax.evaluation.plan import Plan
+from mtpjax.evaluation.plan_rounds import Round, estimate_round
 from mtpjax.evaluation.roofline import Device
+from mtpjax.messages import count_of
 from mtpjax.models.config import ModelConfig
 from mtpjax.models.sharding import mesh_text
 
 
 @dataclasses.dataclass(frozen=True)
 class Candidate:
-    """A mesh, with what it needs and how long its rounds take.
+    """A mesh, with its memory and the time of its rounds.
 
     Attributes:
         plan: its memory.
@@ -27,25 +29,50 @@ class Candidate:
     drafted: Round
 
 
-@dataclasses.dataclass
-class Comparison:
-    """The meshes of a plan.
+@dataclasses.dataclass(frozen=True)
+class Load:
+    """The workload of the GPUs.
 
     Attributes:
-        rows: rows that were asked for.
+        rows: rows of the batch.
         context: tokens of a row, prompt and new ones.
         num_steps: draft levels.
         accept_length: assumed tokens per round, with drafts.
-        candidates: the meshes that divide the model.
-        excluded: the others, with the reason.
-        best: the fastest of those that fit; None if none fits.
-        compiled: what the compiled call of the best needs; None if it was not compiled.
+        prefill_chunk: as in `mtpjax.evaluation.plan.plan_layout`.
     """
 
     rows: int
     context: int
     num_steps: int
     accept_length: float
+    prefill_chunk: int | None = None
+
+    @property
+    def num_scratch_slots(self) -> int:
+        """Slots after a row's text that a round of a chain writes: its tokens to verify, and one more."""
+        return self.num_steps + 2
+
+    @property
+    def drafts_text(self) -> str:
+        """The draft levels in words."""
+        if not self.num_steps:
+            return "without drafts"
+        return f"with {count_of(self.num_steps, 'draft level')}"
+
+
+@dataclasses.dataclass
+class Comparison:
+    """The meshes of a plan.
+
+    Attributes:
+        load: what was planned.
+        candidates: the meshes that divide the model.
+        excluded: the others, with the reason.
+        best: the fastest of those that fit; None if none fits.
+        compiled: the compiled call of the best mesh; None if it was not compiled.
+    """
+
+    load: Load
     candidates: list[Candidate]
     excluded: list[tuple[dict[str, int], str]]
     best: Candidate | None
@@ -53,30 +80,19 @@ class Comparison:
 
     def speedup(self, candidate: Candidate) -> float:
         """Returns the predicted speed-up of drafts over plain decoding."""
-        return self.accept_length * candidate.plain.seconds / candidate.drafted.seconds
+        return self.load.accept_length * candidate.plain.seconds / candidate.drafted.seconds
 
     def tokens_per_second(self, candidate: Candidate) -> float:
         """Returns the predicted tokens per second of all requested rows, with drafts."""
-        return self.rows * self.accept_length / candidate.drafted.seconds
+        return self.load.rows * self.load.accept_length / candidate.drafted.seconds
 
     def longest_context(self, candidate: Candidate, device: Device) -> int:
         """Returns the tokens of a row that fit with these rows."""
-        return max(0, round_down_capacity(candidate.plan.largest_slots(device)) - _scratch_slots(self.num_steps))
-
-    @property
-    def drafts_text(self) -> str:
-        """The draft levels in words."""
-        if not self.num_steps:
-            return "without drafts"
-        return f"with {self.num_steps} draft level{'s' * (self.num_steps > 1)}"
+        return max(0, round_down_capacity(candidate.plan.largest_slots(device)) - self.load.num_scratch_slots)
 
     def to_json(self) -> dict[str, Any]:
-        """Returns everything as values that JSON can hold."""
         return {
-            "rows": self.rows,
-            "context": self.context,
-            "num_steps": self.num_steps,
-            "accept_length": self.accept_length,
+            **{name: value for name, value in vars(self.load).items() if name != "prefill_chunk"},
             "candidates": [
                 dataclasses.asdict(each)
                 | {
@@ -94,44 +110,20 @@ class Comparison:
 
 
 def compare_meshes(
-    config: ModelConfig,
-    params: dict,
-    device: Device,
-    meshes: Sequence[Mapping[str, int]],
-    *,
-    rows: int,
-    context: int,
-    num_steps: int,
-    accept_length: float,
-    prefill_chunk: int | None = None,
+    config: ModelConfig, params: dict, device: Device, meshes: Sequence[Mapping[str, int]], load: Load
 ) -> Comparison:
-    """Plans a model on several meshes.
-
-    Args:
-        config: the model's config.
-        params: shapes of its parameters.
-        device: the GPU.
-        meshes: sizes of the axes of each.
-        rows: rows of the batch.
-        context: tokens of a row, prompt and new ones.
-        num_steps: draft levels.
-        accept_length: assumed tokens per round.
-        prefill_chunk: as in `mtpjax.evaluation.plan.plan_layout`.
-
-    Returns:
-        The comparison.
+    """Plans a model, whose `params` are shapes, on several meshes.
 
     Raises:
         ValueError: a number is out of range, or a single mesh does not divide the model.
     """
     candidates, excluded = [], []
-    # A call's caches hold the longest row and what its last round writes after it, rounded up.
-    slots = round_up_capacity(context + _scratch_slots(num_steps))
+    # A call's caches hold the longest row and the slots that its last round writes after it, rounded up.
+    slots = round_up_capacity(load.context + load.num_scratch_slots)
+    shape = {"rows": load.rows, "slots": slots, "num_steps": load.num_steps, "prefill_chunk": load.prefill_chunk}
     for sizes in meshes:
         try:
-            layout = plan.plan_layout(
-                config, params, sizes, rows=rows, slots=slots, num_steps=num_steps, prefill_chunk=prefill_chunk
-            )
+            layout = plan.plan_layout(config, params, sizes, **shape)
         except ValueError as error:
             # Leave out only meshes that do not divide the model. Other errors hold for every mesh.
             if len(meshes) == 1 or "does not divide" not in str(error):
@@ -139,31 +131,17 @@ def compare_meshes(
             excluded.append((dict(sizes), str(error)))
             continue
         estimate = [
-            plan.estimate_round(config, params, device, sizes, rows=layout.rows, context=context, num_steps=steps)
-            for steps in (0, num_steps)
+            estimate_round(config, params, device, sizes, rows=layout.rows, context=load.context, num_steps=steps)
+            for steps in (0, load.num_steps)
         ]
         candidates.append(Candidate(layout, *estimate))
     fitting = [each for each in candidates if each.plan.free(device) >= 0]
     best = min(fitting, key=lambda each: each.drafted.seconds, default=None)
-    return Comparison(rows, context, num_steps, accept_length, candidates, excluded, best)
-
-
-def _scratch_slots(num_steps: int) -> int:
-    """Returns the slots after a row's text that a round of a chain writes: its tokens to verify, and one more."""
-    return num_steps + 2
+    return Comparison(load, candidates, excluded, best)
 
 
 def describe(result: Comparison, device: Device, count: int) -> Iterator[Any]:
-    """Describes a comparison.
-
-    Args:
-        result: the comparison.
-        device: the GPU.
-        count: GPUs.
-
-    Yields:
-        Tables and lines to print, within 80 columns.
-    """
+    """Yields tables and lines of 80 columns that describe a comparison for `count` GPUs."""
     if result.candidates:
         yield _memory_table(result, device, count)
         yield _parts_table(result)
@@ -200,16 +178,16 @@ def _memory_table(result: Comparison, device: Device, count: int):
     for each in result.candidates:
         own = each.plan
         sizes = [f"{size / 1e9:.2f}" for size in (own.weights, own.state, own.temp, own.total)]
-        most = (own.largest_batch(device), result.longest_context(each, device))
-        lines.append((*sizes, "yes" if own.free(device) >= 0 else "no", *(f"{number:,}" for number in most)))
-    title = f"memory, GB per GPU: {device.name} x {count}, {result.rows} rows of {result.context} tokens"
+        largest = (own.largest_batch(device), result.longest_context(each, device))
+        lines.append((*sizes, "yes" if own.free(device) >= 0 else "no", *(f"{number:,}" for number in largest)))
+    title = f"memory, GB per GPU: {device.name} x {count}, {result.load.rows} rows of {result.load.context} tokens"
     table = _mesh_table(result, title, headings, lines)
-    reserved = first.slots - result.context
+    reserved = first.slots - result.load.context
     table.caption = (
-        f"A row has {first.slots} cache slots, {result.context} for its tokens and {reserved} for the drafts of its "
-        "last round and for rounding up, as in decoding. weights, state: arithmetic. temp: "
+        f"A row has {first.slots} cache slots, {result.load.context} for its tokens and {reserved} for the drafts of "
+        "its last round and for rounding up, as in decoding. weights, state: arithmetic. temp: "
         f"estimated, for prefill passes of {first.prefill_chunk} tokens. fits: in {plan.USABLE_SHARE:.0%} of "
-        f"{device.memory / 1e9:.0f} GB. batch, context: the most that fits, the other unchanged."
+        f"{device.memory / 1e9:.0f} GB. batch, context: the largest that fits, the other unchanged."
     )
     return table
 
@@ -226,22 +204,22 @@ def _parts_table(result: Comparison):
         shown = [seconds.get(name, 0.0) for name in ("weights", "experts", "cache", "MTP modules")]
         shown += [own.seconds_of_launches, sum(travel.seconds for travel in own.collectives), own.seconds]
         lines.append([_milliseconds(time) for time in shown])
-    return _mesh_table(result, f"a round {result.drafts_text}, estimated milliseconds", headings, lines)
+    return _mesh_table(result, f"a round {result.load.drafts_text}, estimated milliseconds", headings, lines)
 
 
 def _speed_table(result: Comparison):
     """Time of a round with and without drafts, and the speed-up at the assumed accept length."""
     headings = ["round, ms:\nplain"]
-    if result.num_steps:
+    if result.load.num_steps:
         headings += ["with\ndrafts", "speed-up,\nassumed"]
     lines = []
     for each in result.candidates:
         cells = [_milliseconds(each.plain.seconds)]
-        if result.num_steps:
+        if result.load.num_steps:
             cells += [_milliseconds(each.drafted.seconds), f"{result.speedup(each):.2f}"]
         lines.append((*cells, f"{result.tokens_per_second(each):,.0f}"))
     title = "speed, estimated"
-    title += f", if a round gives {result.accept_length:.2f} tokens (assumed)" * bool(result.num_steps)
+    title += f", if a round gives {result.load.accept_length:.2f} tokens (assumed)" * bool(result.load.num_steps)
     return _mesh_table(result, title, (*headings, "tokens/s,\nall rows"), lines)
 
 
@@ -251,7 +229,7 @@ def _milliseconds(seconds: float) -> str:
 
 
 def compiled_line(result: Comparison) -> str:
-    """Describes the compiled call beside its plan."""
+    """Compares the compiled call with its plan."""
     assert result.best is not None and result.compiled is not None
     best, found = result.best.plan, result.compiled
     total = found["arguments"] + found["temp"]
@@ -263,18 +241,7 @@ def compiled_line(result: Comparison) -> str:
 
 
 def train_rows(config: ModelConfig, params: dict, device: Device, *, count: int, trains: str) -> list[dict[str, Any]]:
-    """Computes the bytes of training on every mesh of `fsdp` and `expert`.
-
-    Args:
-        config: the model's config.
-        params: shapes of its parameters as they are stored.
-        device: the GPU.
-        count: GPUs.
-        trains: "all" or "modules".
-
-    Returns:
-        A row per mesh, as JSON can hold it.
-    """
+    """Computes the bytes of training on every mesh of `fsdp` and `expert`, a row for JSON per mesh."""
     rows = []
     for expert in (size for size in range(1, count + 1) if count % size == 0):
         if expert > 1 and (not config.n_routed_experts or config.n_routed_experts % expert):

@@ -1,7 +1,9 @@
 """The style of all pictures of measurements, and how they are written.
 
-Every picture is drawn inside `picture`, which gives a figure with the style and writes it as PNG, SVG or PDF.
-matplotlib is imported inside, since it takes long to load. Without it nothing is drawn, and a warning says so once.
+`draw_picture` makes every picture: a figure with the style, written as PNG, SVG or PDF. matplotlib is imported inside,
+since it takes long to load. Without it nothing is drawn, and a warning is logged once.
+
+The functions `plot_*` of the library take `path`, `formats` and `title` as `draw_picture` does.
 """
 
 import contextlib
@@ -11,16 +13,16 @@ import logging
 import math
 import pathlib
 import textwrap
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any
 
 from mtpjax.errors import UsageError, install_extra
 
 log = logging.getLogger(__name__)
 FORMATS = ("png", "svg", "pdf")
-DEFAULT_FORMATS = ("png", "svg")  # one to look at anywhere, one that scales
-# The palette of Okabe and Ito, whose colours colour-blind readers can distinguish. Draft levels take it from the
-# beginning. Other series of the same picture take it from the end, so that no colour means two things.
+DEFAULT_FORMATS = ("png", "svg")  # one that opens anywhere, one that scales
+# The palette of Okabe and Ito, whose colours colour-blind readers can distinguish. Draft levels use it from the start,
+# other series of the same picture from the end, so that no colour has two meanings.
 COLOURS = ("#0072b2", "#d55e00", "#009e73", "#56b4e9", "#cc79a7", "#e69f00")
 GREY = "#777777"
 # Markers differ too, for print in grey, and after the sixth series the lines.
@@ -52,18 +54,7 @@ _METADATA: dict[str, dict[str, Any]] = {"svg": {"Date": None}, "pdf": {"Creation
 
 
 def picture_paths(path, formats: Sequence[str] = DEFAULT_FORMATS) -> list[pathlib.Path]:
-    """Lists the files of a picture.
-
-    Args:
-        path: the picture. A suffix decides its only format; without one, there is a file per format.
-        formats: of "png", "svg" and "pdf".
-
-    Returns:
-        The files; none without matplotlib.
-
-    Raises:
-        ValueError: a format or suffix is not supported.
-    """
+    """Lists the files of a picture, none without matplotlib. Arguments and errors as in `draw_picture`."""
     path = pathlib.Path(path)
     wanted = [path.suffix[1:]] if path.suffix else list(dict.fromkeys(formats))
     for each in wanted:
@@ -87,28 +78,43 @@ def _has_matplotlib() -> bool:
 
 
 def require_matplotlib() -> None:
-    """Raises `UsageError` if matplotlib is missing, for commands that were asked for a picture."""
+    """Raises `UsageError` if matplotlib is missing, for commands whose user requested a picture."""
     if importlib.util.find_spec("matplotlib") is None:
         raise UsageError(f"matplotlib is missing: {install_extra('plots')}")
+
+
+def draw_picture(
+    path,
+    size: tuple[float, float],
+    draw: Callable[[Any], None],
+    formats: Sequence[str] = DEFAULT_FORMATS,
+    *,
+    title: str = "",
+) -> None:
+    """Draws a picture and writes it; does nothing without matplotlib or formats.
+
+    Args:
+        path: the picture. A suffix decides its only format; without one, there is a file per format.
+        size: width and height of the panels in inches; the title adds its height.
+        draw: draws into a `matplotlib.figure.Figure`.
+        formats: of "png", "svg" and "pdf".
+        title: what was measured, and on which device.
+
+    Raises:
+        ValueError: a format or suffix is not supported.
+    """
+    if picture_paths(path, formats):
+        with picture(path, size, formats, title=title) as figure:
+            draw(figure)
 
 
 @contextlib.contextmanager
 def picture(
     path, size: tuple[float, float], formats: Sequence[str] = DEFAULT_FORMATS, *, title: str = ""
 ) -> Iterator[Any]:
-    """Gives a figure in the common style, and writes it when the block ends.
-
-    Args:
-        path: as in `picture_paths`.
-        size: width and height of the panels in inches; the title adds its height.
-        formats: as in `picture_paths`.
-        title: what was measured, and on which device.
-
-    Yields:
-        The `matplotlib.figure.Figure`.
+    """Gives a figure in the common style, and writes it when the block ends. Arguments as in `draw_picture`.
 
     Raises:
-        ValueError: a format or suffix is not supported.
         UsageError: matplotlib is missing.
     """
     files = picture_paths(path, formats)
@@ -128,12 +134,7 @@ def picture(
 
 
 def plain_log_ticks(axis: Any, values: Sequence[float]) -> None:
-    """Labels a logarithmic axis with plain numbers, such as 400 where matplotlib writes 4 x 10^2.
-
-    Args:
-        axis: the `matplotlib.axis.Axis`.
-        values: what is drawn along it.
-    """
+    """Labels a logarithmic axis of `values` with plain numbers: 400 instead of 4 x 10^2."""
     import matplotlib.ticker as ticker
 
     # Over a narrow range, powers of ten and their multiples would leave the axis nearly without ticks.
@@ -168,12 +169,12 @@ def line_style(number: int) -> dict[str, Any]:
     return {"color": colour(number), "marker": marker, "linestyle": LINES[cycle % len(LINES)]}
 
 
-def shorten(name: str, most: int = 28) -> str:
-    """Shortens a name in the middle: paths differ at their ends, and categories at their beginnings."""
-    if len(name) <= most:
+def shorten(name: str, limit: int = 28) -> str:
+    """Shortens a name in the middle: paths differ at their ends, and categories at their starts."""
+    if len(name) <= limit:
         return name
-    end = (most - 1) // 2
-    return f"{name[: most - 1 - end]}…{name[-end:]}"
+    end = (limit - 1) // 2
+    return f"{name[: limit - 1 - end]}…{name[-end:]}"
 
 
 def plain_text(text: str) -> str:
@@ -208,14 +209,7 @@ def plot_estimates(
 
 
 def share_limits(values: Iterable[float]) -> tuple[float, float]:
-    """Returns the limits of an axis of shares: whole tenths around the values, within 0..1, and room for markers.
-
-    Args:
-        values: the shares; nan does not count.
-
-    Returns:
-        The lower and the upper limit.
-    """
+    """Returns the limits of an axis of shares: whole tenths around the values (not nan), within 0..1, and a margin."""
     known = [value for value in values if not math.isnan(value)] or [0.0, 1.0]
     low = max(math.floor(10 * min(known) - 0.3), 0) / 10
     high = min(math.ceil(10 * max(known) + 0.3), 10) / 10
@@ -224,15 +218,7 @@ def share_limits(values: Iterable[float]) -> tuple[float, float]:
 
 
 def legend_key(label: str, **look: Any) -> Any:
-    """Makes an entry of a legend.
-
-    Args:
-        label: what it says.
-        **look: of `matplotlib.lines.Line2D`. Without a colour it is grey and explains the line or the marker alone.
-
-    Returns:
-        The handle.
-    """
+    """Makes an entry of a legend with the look of a `Line2D`; grey where it explains the line or the marker alone."""
     from matplotlib.lines import Line2D
 
     look.setdefault("color", GREY)
@@ -245,12 +231,7 @@ def legend_columns(labels: Sequence[str], width: float) -> int:
 
 
 def legend_below(axis, **settings: Any) -> None:
-    """Puts the legend below the axis, where it covers no line, if there is anything to explain.
-
-    Args:
-        axis: the axis, which has a label of its x axis.
-        **settings: of `matplotlib.axes.Axes.legend`, such as `ncols`.
-    """
+    """Puts the legend, if there is one, below the label of the x axis. Settings of `Axes.legend`."""
     from matplotlib.transforms import ScaledTranslation
 
     if settings.get("handles") or axis.get_legend_handles_labels()[0]:

@@ -8,12 +8,10 @@ from mtpjax.evaluation.plot_style import (
     DEFAULT_FORMATS,
     GREY,
     colour,
+    draw_picture,
     legend_below,
-    legend_key,
     level_colour,
     line_style,
-    picture,
-    picture_paths,
     plain_text,
     plot_estimates,
     share_limits,
@@ -28,16 +26,10 @@ def plot_quickstart(
     """Plots the results of `mtpjax quickstart`: loss and agreement against time, and speed-up against depth.
 
     Args:
-        path: the picture, as in `plot_style.picture_paths`.
         history: the records of the training log, of steps and of evaluations.
         rows: a `DepthResult` of `mtpjax.training.quickstart` per depth.
-        formats: formats of a path without suffix.
-        title: what was measured, and on which device.
     """
-    if not picture_paths(path, formats):
-        return
-    with picture(path, (11, 4.4), formats, title=title) as figure:
-        _draw_quickstart(figure, history, rows)
+    draw_picture(path, (11, 4.4), lambda figure: _draw_quickstart(figure, history, rows), formats, title=title)
 
 
 def _draw_quickstart(figure, history: list[dict[str, Any]], rows) -> None:
@@ -77,9 +69,9 @@ def _draw_quickstart(figure, history: list[dict[str, Any]], rows) -> None:
 
 
 def plot_speed_ups(axis, points: Sequence[tuple[float, Estimate, str | None]], **look: Any) -> None:
-    """Plots measured speed-ups with their intervals, as far as they can be trusted.
+    """Plots measured speed-ups with their intervals, if they can be trusted.
 
-    Those that cannot be trusted are grey question marks without an interval, and impossible ones have no point.
+    Untrusted ones are grey question marks without an interval, and impossible ones have no point.
 
     Args:
         axis: the panel.
@@ -96,64 +88,16 @@ def plot_speed_ups(axis, points: Sequence[tuple[float, Estimate, str | None]], *
         axis.plot(*zip(*doubtful, strict=True), **style, label="measured, cannot be trusted")
 
 
-def plot_objectives(path, settings: dict[str, dict[str, Any]], formats: Sequence[str] = DEFAULT_FORMATS) -> None:
-    """Plots accept lengths of training objectives at each temperature, and survival by level.
-
-    Args:
-        path: the picture, as in `plot_style.picture_paths`.
-        settings: results of `experiments.objectives` by setting and temperature.
-        formats: formats of a path without suffix.
-    """
-    if not picture_paths(path, formats):
-        return
-    with picture(path, (11, 0.4 * len(settings) + 2.8), formats) as figure:
-        _draw_objectives(figure, settings)
-
-
-def _draw_objectives(figure, settings: dict[str, dict[str, Any]]) -> None:
-    temperatures = list(next(iter(settings.values())))
-    axes = figure.subplots(1, 1 + len(temperatures))
-    lengths, keys, shown = axes[0], [], [0.0]
-    for number, (temperature, line) in enumerate(zip(temperatures, axes[1:], strict=True)):
-        look: dict[str, Any] = {"color": GREY if number else "black", "marker": "os^D"[number % 4], "linestyle": ""}
-        for index, columns in enumerate(settings.values()):
-            # Left panel: the accept length with its interval, and a tick per seed.
-            row = columns[temperature]
-            estimate = tuple(row["accept_length"][key] for key in ("value", "low", "high"))
-            height = index + 0.24 * (number - (len(temperatures) - 1) / 2)
-            plot_estimates(lengths, [height], [estimate], is_flat=True, **look)
-            lengths.plot(row["of_seeds"], [height] * len(row["of_seeds"]), "|", color=look["color"], markersize=9)
-            # The other panels, one per temperature: survival by level, a line per setting.
-            survival = [rate["value"] for rate in row["survival"]]
-            line.plot(range(1, len(survival) + 1), survival, **line_style(index))
-            shown += survival
-        keys.append(legend_key(f"temperature {temperature}", **look))
-        line.set(title=f"survival, temperature {temperature}", xlabel="draft level", ylabel="share of rounds")
-        line.set_xticks(range(1, len(survival) + 1))
-    for line in axes[1:]:
-        line.set_ylim(share_limits(shown))
-    lengths.set_yticks(range(len(settings)), [plain_text(shorten(name)) for name in settings])
-    lengths.invert_yaxis()
-    lengths.set(title="accept length (95 %; ticks: seeds)", xlabel="tokens per round")
-    keys += [legend_key(shorten(name), **line_style(index)) for index, name in enumerate(settings)]
-    figure.legend(handles=keys, loc="outside lower center", ncols=4)
-
-
 def plot_acceptance(
     path, metrics: dict[str, dict[str, Any]], formats: Sequence[str] = DEFAULT_FORMATS, *, title: str = ""
 ) -> None:
     """Plots the results of `mtpjax eval acceptance`: accept lengths by category, and survival by level.
 
     Args:
-        path: the picture, as in `plot_style.picture_paths`.
         metrics: the result of `mtpjax.evaluation.metrics.report`.
-        formats: formats of a path without suffix.
-        title: what was measured, and on which device.
     """
-    if not picture_paths(path, formats):
-        return
-    with picture(path, (9, max(3.6, 0.3 * len(metrics) + 1.8)), formats, title=title) as figure:
-        _draw_acceptance(figure, metrics)
+    size = 9, max(3.6, 0.3 * len(metrics) + 1.8)
+    draw_picture(path, size, lambda figure: _draw_acceptance(figure, metrics), formats, title=title)
 
 
 def _draw_acceptance(figure, metrics: dict[str, dict[str, Any]]) -> None:
@@ -166,7 +110,7 @@ def _draw_acceptance(figure, metrics: dict[str, dict[str, Any]]) -> None:
     lengths.plot(predicted, places, "x", color=colour(1), markersize=8, label="predicted")
     names = [f"{plain_text(shorten(name))} ({row['prompts']})" for name, row in metrics.items()]
     lengths.set_yticks(places, names)
-    # Without an accepted draft the length is 1, where the axis begins. There is room for markers and a margin.
+    # Without an accepted draft the length is 1, where the axis starts. There is room for markers and a margin.
     longest = max(1.5, *(length.high for length in decoded))
     lengths.set(xlim=(0.97, 1 + 1.05 * (longest - 1)), ylim=(len(metrics) - 0.5, -0.5))
     lengths.set(title="accept length by category (prompts)", xlabel="tokens per round, bonus token included")

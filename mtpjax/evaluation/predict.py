@@ -1,6 +1,6 @@
 """Predicts accept lengths along a text without decoding, at the anchors that decoding would have.
 
-An anchor is a position where a round begins: the first is the end of the prompt, and a round that accepts n drafts
+An anchor is a position where a round starts: the first is the end of the prompt, and a round that accepts n drafts
 moves it by n + 1. A mean over all positions differs from the mean over anchors: after a rejection the next anchor is
 more likely in a part of the text that is hard to draft.
 
@@ -27,6 +27,8 @@ temperature 0, the expectations, averaged over texts from the trunk's distributi
 
 import numpy as np
 
+PREDICTABLE_RULES = ("greedy", "sample", "token", "block")
+
 
 def acceptance_probabilities(
     matches_text: np.ndarray, log_ratio: np.ndarray, is_greedy: np.ndarray, *, rule: str
@@ -37,7 +39,7 @@ def acceptance_probabilities(
         matches_text: `[B, T, K]` bool, True where level k's arg-max is the text's token.
         log_ratio: `[B, T, K]` log q - log p of that token, -inf past the end of the text.
         is_greedy: `[B]` bool, rows at temperature 0.
-        rule: the acceptance rule, "greedy", "sample", "token" or "block".
+        rule: one of `PREDICTABLE_RULES`.
 
     Returns:
         `[B, T, K]` float64.
@@ -45,7 +47,7 @@ def acceptance_probabilities(
     Raises:
         ValueError: for any other rule.
     """
-    # Drafts that are an arg-max are accepted as long as all of them match the text.
+    # Drafts that are an arg-max are accepted while all of them match the text.
     matches = np.cumprod(matches_text, axis=-1).astype(np.float64)
     if rule in ("greedy", "sample"):
         return matches
@@ -56,7 +58,7 @@ def acceptance_probabilities(
     elif rule == "block":
         log = np.minimum(np.minimum.accumulate(np.cumsum(log_ratio, axis=-1), axis=-1), 0)
     else:
-        raise ValueError(f"acceptance '{rule}' is not one of greedy, sample, token, block")
+        raise ValueError(f"acceptance '{rule}' is not one of {', '.join(PREDICTABLE_RULES)}")
     # A row at temperature 0 drafts the arg-max under any rule.
     return np.where(is_greedy[:, None, None], matches, np.exp(log))
 
@@ -76,12 +78,12 @@ def expected_rounds(acceptance: np.ndarray, starts: np.ndarray, ends: np.ndarray
         Rounds `[B]` and accepted drafts per level `[B, K]`, float64.
     """
     B, T, K = acceptance.shape
-    # is_anchor[:, i]: probability that a round begins at position i, where the newest committed token is i + 1.
+    # is_anchor[:, i]: probability that a round starts at position i, where the newest committed token is i + 1.
     is_anchor = np.zeros((B, T + K + 1))
     is_anchor[np.arange(B), starts - 1] = 1
     rounds, accepted = np.zeros(B), np.zeros((B, K))
     for position in range(starts.min() - 1, ends.max() - 2):
-        # A round begins here unless the text is already complete.
+        # A round starts here unless the text is already complete.
         starts_here = np.where(position < ends - 2, is_anchor[:, position], 0)
         at_least = np.pad(
             acceptance[:, position], ((0, 0), (1, 1)), constant_values=((0, 0), (1, 0))

@@ -1,7 +1,7 @@
 """Predicts the time of a decoding round on a GPU from bytes, operations and launches: `mtpjax profile --predict`.
 
 Nothing runs and no weights are read: the configuration gives all counts. A prediction is what the device could do with
-the kernels of this package, not what was measured; the assumptions are constants of this file.
+the kernels of this package, not a measurement; the assumptions are constants of this file.
 """
 
 import dataclasses
@@ -20,7 +20,7 @@ from mtpjax.models.sharding import CACHE_AXES, path_name
 
 @dataclasses.dataclass(frozen=True)
 class Device:
-    """A GPU, by its data sheet, and what is assumed of kernels on it.
+    """A GPU, by its data sheet, and assumptions about kernels on it.
 
     Attributes:
         name: its name.
@@ -28,7 +28,7 @@ class Device:
         bandwidth: bytes a second.
         flops: dense bfloat16 operations a second.
         bandwidth_share: share of the bandwidth that bfloat16 kernels are assumed to reach.
-        fp8_bandwidth_share: the same of kernels that read fp8 weights, which they must convert.
+        fp8_bandwidth_share: share for kernels that read fp8 weights, which they must convert.
         flops_share: share of the operations that kernels are assumed to reach.
         seconds_per_launch: assumed time from the end of a kernel to the work of the next one within a graph.
         link: bytes a second that a GPU sends to those of its node, one direction.
@@ -53,14 +53,14 @@ DEVICES = {
     "h200": Device("H200", 141e9, 4.8e12, 989e12, 0.8, 0.55, 0.5, 2e-6, 450e9, 50e9),
     "mi300x": Device("MI300X", 192e9, 5.3e12, 1307e12, 0.65, 0.23, 0.35, 3e-6, 448e9, 50e9),
 }
-# Launches with kernels, counted by `python -m experiments.gpu_launches` in modules compiled for an H100.
+# Launches with kernels, counted by `python -m experiments.kernels.gpu_launches` in modules compiled for an H100.
 LAUNCHES_PER_DENSE_LAYER = 9
 LAUNCHES_OF_LINEAR_ATTENTION = 8  # more than softmax attention: convolution, decay and gates are XLA's
 LAUNCHES_OF_EXPERTS = 5  # more than a dense layer's
 LAUNCHES_OF_QUERY_LATENT = 2  # of latent attention whose queries go through a latent
-LAUNCHES_OF_INDEXER = 12  # not counted: the indexer is XLA's
-LAUNCHES_PER_ROUND = 27  # outside of layers: embedding, masks, head, sampling, commit
-LAUNCHES_PER_LEVEL = 14  # of a draft level, beside the module's layer
+LAUNCHES_OF_INDEXER = 12  # not counted, but estimated: the indexer is XLA's
+LAUNCHES_PER_ROUND = 27  # outside layers: embedding, masks, head, sampling, commit
+LAUNCHES_PER_LEVEL = 14  # of a draft level, in addition to the module's layer
 
 
 @dataclasses.dataclass(frozen=True)
@@ -101,7 +101,7 @@ class Prediction:
 
     @property
     def limit(self) -> str:
-        """Name of what takes the most time: a part, or "launches"."""
+        """The name of the slowest part, or "launches"."""
         names = [*(part.name for part in self.parts), "launches"]
         times = [*self.seconds_of_parts, self.seconds_of_launches]
         return names[times.index(max(times))]
@@ -161,10 +161,7 @@ def predict_round(
 def seconds_of_parts(parts: Sequence[Part], device: Device, *, has_fp8: bool) -> tuple[float, ...]:
     """Returns the seconds of each part: its bytes or its operations, whichever takes longer.
 
-    Args:
-        parts: the parts of a round.
-        device: the GPU.
-        has_fp8: weights are fp8. Caches stay bfloat16; all other parts are mostly weights.
+    With `has_fp8` weights are fp8. Caches stay bfloat16; all other parts are mostly weights.
     """
     share = device.fp8_bandwidth_share if has_fp8 else device.bandwidth_share
     return tuple(
@@ -177,15 +174,7 @@ def seconds_of_parts(parts: Sequence[Part], device: Device, *, has_fp8: bool) ->
 
 
 def count_launches(config: ModelConfig, num_steps: int) -> int:
-    """Counts the kernels of a round at batch 1, with kernels.
-
-    Args:
-        config: the model's config.
-        num_steps: draft levels.
-
-    Returns:
-        The number of launches.
-    """
+    """Counts the kernels that a round at batch 1 launches."""
 
     def of_layer(kind) -> int:
         is_latent = kind.attention == "latent"
@@ -202,7 +191,6 @@ def count_launches(config: ModelConfig, num_steps: int) -> int:
 
 
 def weights_of(config: ModelConfig, *, weight_bytes: float = 2.0) -> float:
-    """Returns the bytes of all weights, MTP modules included."""
     leaves = jax.tree.leaves(param_shapes(config))
     return weight_bytes * sum(math.prod(leaf.shape) for leaf in leaves)
 
@@ -228,17 +216,7 @@ class Work:
 
 
 def parts_of_round(config: ModelConfig, work: Work, context: int, num_steps: int) -> Iterator[Part]:
-    """Computes bytes and operations of one device in a round.
-
-    Args:
-        config: the model's config.
-        work: the device's share.
-        context: tokens in each row's KV cache.
-        num_steps: draft levels; 0 is plain decoding.
-
-    Yields:
-        The parts.
-    """
+    """Yields bytes and operations of one device in a round; `context` is the number of tokens in each row's cache."""
     # Each draft level runs one module: the first over the round's new tokens, the others over one.
     elements, nbytes, nodes = work.elements, work.nbytes, num_steps + 1
     tokens = work.rows * nodes
@@ -262,12 +240,8 @@ def parts_of_round(config: ModelConfig, work: Work, context: int, num_steps: int
 def count_weights(config: ModelConfig, leaves: Iterable[tuple[str, Any, float]]) -> dict[str, float]:
     """Adds up what a pass reads, by the groups of `Work`.
 
-    Args:
-        config: the model's config.
-        leaves: path, whole shape and amount (numbers, or bytes) of each array.
-
-    Returns:
-        The amounts by group. Embeddings are looked up, not read whole; a tied one is the head.
+    `leaves` are path, whole shape and amount (numbers, or bytes) of each array. Embeddings are looked up, not read
+    whole; a tied one is the head.
     """
     counts = {name: 0.0 for name in ("trunk", "trunk experts", "module", "module experts", "head")}
     for name, shape, amount in leaves:
@@ -312,86 +286,3 @@ def _cache(config: ModelConfig, kinds, work: Work, context: int, tokens: int) ->
 def tokens_per_round(acceptance_rate: float, num_steps: int) -> float:
     """Returns the expected tokens of a round of a chain whose levels are each accepted with this probability."""
     return sum(acceptance_rate**level for level in range(num_steps + 1))
-
-
-def tables(
-    config: ModelConfig,
-    *,
-    devices: Sequence[str],
-    batches: Sequence[int],
-    num_steps: int,
-    acceptance_rate: float,
-    context: int,
-    weight_bytes: float,
-    num_devices: int,
-) -> tuple[list[dict[str, Any]], list]:
-    """Predicts plain and speculative rounds for several devices and batch sizes.
-
-    Args:
-        config: the model's config.
-        devices: names of `DEVICES`.
-        batches: batch sizes.
-        num_steps: draft levels; each of 0..num_steps is predicted.
-        acceptance_rate: probability that a level is accepted, given the levels before it.
-        context: tokens in each row's KV cache.
-        weight_bytes: bytes of a weight.
-        num_devices: GPUs that share the model.
-
-    Returns:
-        The predictions as values that JSON can hold, and tables to print.
-
-    Raises:
-        ValueError: a device is unknown, or a number is out of range.
-    """
-    from mtpjax.console import narrow_table
-
-    unknown = [name for name in devices if name not in DEVICES]
-    if unknown:
-        raise ValueError(f"device {unknown[0]!r} is not one of {', '.join(DEVICES)}")
-    if not 0 <= acceptance_rate <= 1:
-        raise ValueError(f"the assumed acceptance must be within 0..1, got {acceptance_rate}")
-    settings: dict[str, Any] = {"context": context, "weight_bytes": weight_bytes, "num_devices": num_devices}
-    rows, printed = [], []
-    for name in devices:
-        device = DEVICES[name]
-        # A table per device, which says if the weights do not fit into its memory.
-        needed = weights_of(config, weight_bytes=weight_bytes)
-        table = narrow_table()
-        table.title = f"{device.name} x {num_devices}: predicted, not measured; microseconds, context {context}"
-        if needed > num_devices * device.memory:
-            table.title += f" (the weights, {needed / 1e9:.0f} GB, do not fit)"
-        launches = count_launches(config, 0)
-        table.caption = "GB: bytes that a round reads at least once. dense: weights outside of experts. "
-        table.caption += "token: time per token of a row. gain: speed-up over plain decoding. "
-        if num_steps:
-            table.caption += f"Both assume that a draft level is accepted with probability {acceptance_rate:g}. "
-        table.caption += f"A round launches {launches} kernels"
-        if num_steps:
-            table.caption += f", and {count_launches(config, 1) - launches} more for each draft level"
-        table.caption += "."
-        for heading in ("rows", "levels", "GB", "dense", "experts", "cache", "MTP", "launch", "round", "token", "gain"):
-            table.add_column(heading, justify="right")
-        # Depth 0 comes first: speed-ups are over plain decoding at the same batch size.
-        for batch in batches:
-            plain = None
-            for steps in range(num_steps + 1):
-                found = predict_round(config, device, batch=batch, num_steps=steps, **settings)
-                plain = found.seconds if plain is None else plain
-                tokens = tokens_per_round(acceptance_rate, steps)
-                speedup = tokens * plain / found.seconds
-                seconds = {part.name: time for part, time in zip(found.parts, found.seconds_of_parts, strict=True)}
-                shown = {**seconds, "weights": seconds["weights"] + seconds["head"]}
-                names = ("weights", "experts", "cache", "MTP modules")
-                cells = (f"{1e6 * shown[part]:.0f}" if part in shown else "-" for part in names)
-                nbytes = sum(part.nbytes for part in found.parts)
-                times = (found.seconds_of_launches, found.seconds, found.seconds / tokens)
-                microseconds = (f"{1e6 * time:.0f}" for time in times)
-                table.add_row(str(batch), str(steps), f"{nbytes / 1e9:.1f}", *cells, *microseconds, f"{speedup:.2f}")
-                # The same numbers for JSON, unrounded.
-                row = {"device": device.name, "num_devices": num_devices, "batch": batch, "num_steps": steps}
-                row |= {"bytes": nbytes, "seconds_per_token": times[-1]}
-                row |= {"parts": [dataclasses.asdict(part) for part in found.parts], "seconds_of_parts": seconds}
-                row |= {"launches": found.launches, "seconds_of_launches": found.seconds_of_launches}
-                rows.append({**row, "seconds": found.seconds, "limit": found.limit, "speedup": speedup})
-        printed.append(table)
-    return rows, printed

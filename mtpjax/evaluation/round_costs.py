@@ -1,27 +1,27 @@
 """Measures the costs of a round and of its parts, and the speed-up that they allow.
 
 The ideal speed-up is `accept length / cost`, where the cost of a round is that of verification and drafting in units of
-a plain decoding step. With MTP modules these are the passes `verify(W) + extend(K+M) + (K-1) draft(topk)`; any other
-drafter runs as it does in decoding.
+a plain decoding step. All parts run as they do in decoding.
 """
 
 import dataclasses
+import functools
 from collections.abc import Callable
-from typing import Any, Literal
+from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 
 from mtpjax.decoding.config import DecodeConfig
-from mtpjax.decoding.drafters.base import Drafter
+from mtpjax.decoding.drafter import Drafter
 from mtpjax.decoding.gpu_graph import one_graph
+from mtpjax.drafters.methods import uses_mtp_modules
 from mtpjax.evaluation.round_loops import (
     PLAIN_STEP,
     RoundLoop,
     RoundShape,
     TimingConditions,
-    drafter_loop,
     full_round_loop,
     passes_loop,
 )
@@ -39,13 +39,11 @@ class RoundCosts:
     Attributes:
         batch: rows, B.
         verify: the trunk's pass over the nodes alone.
-        parts: all passes of a round: the trunk over the nodes, every module over the positions that it extends over,
-            and the recycled draft levels. They are timed together, since differences of timings are mostly noise. With
-            another drafter: verification and the whole of drafting, with the choice of the drafts.
+        parts: drafting, with extending over the tokens that the last round committed, and verification. They are timed
+            together, since differences of timings are mostly noise.
         round: the whole round of `speculative_generate`, including acceptance and commit; empty if not measured.
-        change: how much longer a round takes after a round of another depth.
-        draft: drafting alone, of drafters other than MTP modules: extending over the tokens that the last round
-            committed, and drafting; empty if not measured.
+        change: additional time of a round after a change of depth.
+        draft: drafting alone, of drafters other than MTP modules; empty if not measured.
     """
 
     batch: int
@@ -61,14 +59,9 @@ class RoundCosts:
         return self.parts[PLAIN_STEP]
 
     def ideal_ratio(self, accept_length: float, shape: RoundShape) -> float:
-        """Computes the speed-up over plain decoding if a round cost only its parts.
+        """Computes the speed-up over plain decoding if a round cost only its parts: `accept_length / parts`.
 
-        Args:
-            accept_length: tokens per round, bonus token included.
-            shape: the round.
-
-        Returns:
-            `accept_length / parts`, with parts in units of a plain round.
+        `accept_length` includes the bonus token; parts are in units of a plain round.
         """
         return accept_length * self.plain / self.parts[shape]
 
@@ -90,9 +83,6 @@ class RoundCosts:
         Args:
             stored: the JSON object.
 
-        Returns:
-            The costs.
-
         Raises:
             KeyError, TypeError, ValueError: for any other object.
         """
@@ -108,8 +98,7 @@ class RoundCosts:
 class CostMeter:
     """Times rounds of several shapes, and plain rounds, each in its own compiled `while_loop`.
 
-    The loops run on caches that hold a context. A loop that reaches the end of its caches starts over behind the
-    context.
+    The loops run on caches that hold a context. A loop that reaches the end of its caches restarts after the context.
     """
 
     def __init__(
@@ -118,75 +107,68 @@ class CostMeter:
         *,
         model: MTPModel,
         shapes: tuple[RoundShape, ...],
-        context: int,
-        capacity: int,
-        batch: int = 1,
-        min_rows: int = 1,
-        temperature: float = 0.0,
+        conditions: TimingConditions,
         seconds: float = 0.02,
         time_full_rounds: bool = False,
-        on_compiled: Callable[[], None] = lambda: None,
-        drafter: Literal["mtp", "lookup"] | Drafter = "mtp",
+        drafter: str | Drafter = "mtp",
         draft_params: Any = None,
     ):
-        """Compiles the loops.
+        """Makes the loops.
 
         Args:
             params: parameters of `model` with unrolled layers.
-            model: the model.
             shapes: the rounds to time; plain rounds are always added.
-            context: tokens per row in the caches.
-            capacity: cache slots per row.
-            batch: rows, B.
-            min_rows: fewest token rows per pass; narrower passes are padded, as in decoding.
-            temperature: above 0, heads compute distributions, tokens are sampled, and whole rounds use the default
-                acceptance rules.
             seconds: approximate duration of one timing, which covers at least four rounds.
             time_full_rounds: also time whole rounds as the decoding loop runs them, for chains a cycle through all
                 depths, and for drafters other than MTP modules drafting alone.
-            on_compiled: called after each loop is compiled.
-            drafter: what drafts, as in `DecodeConfig`.
+            drafter: the draft method, as in `DecodeConfig`.
             draft_params: its parameters, if it has its own.
         """
-        self.batch = batch
+        self.batch, self._seconds_per_timing, self._arguments = conditions.batch, seconds, (params, draft_params)
+        self._loops: dict[tuple[str, RoundShape], Callable[[], RoundLoop]] = {}
         self._timers: dict[tuple[str, RoundShape], Callable[[], float]] = {}
-        conditions = TimingConditions(batch, context, capacity, min_rows, temperature)
-        dtype, arguments = params["embedding"].dtype, (params, draft_params)
-
-        def add(kind: str, shape: RoundShape, loop: RoundLoop) -> None:
-            self._timers[kind, shape] = _timer(arguments, loop, seconds=seconds)
-            on_compiled()
+        dtype = params["embedding"].dtype
 
         def config_of(shape: RoundShape) -> DecodeConfig:
             nodes = shape.num_nodes if shape.num_steps else None
             return DecodeConfig(drafter=drafter, num_steps=shape.num_steps, topk=shape.topk, num_draft_tokens=nodes)
 
+        def add_passes(kind: str, shape: RoundShape, *, drafts: bool = True, verifies: bool = True) -> None:
+            self._loops[kind, shape] = functools.partial(
+                passes_loop, dtype, model, config_of(shape), conditions, drafts=drafts, verifies=verifies
+            )
+
+        def add_rounds(kind: str, shapes: tuple[RoundShape, ...]) -> None:
+            configs = tuple(map(config_of, shapes))
+            self._loops[kind, shapes[0]] = functools.partial(full_round_loop, dtype, model, configs, conditions)
+
         # 1. Per shape: all parts, verification alone (a plain round has no other part), drafting alone, and the whole
         #    round.
         for shape in dict.fromkeys((PLAIN_STEP, *shapes)):
-            if drafter == "mtp" or shape == PLAIN_STEP:
-                add("parts", shape, passes_loop(dtype, model, shape, conditions, drafts=True))
-            else:
-                add("parts", shape, drafter_loop(dtype, model, config_of(shape), conditions, verifies=True))
-                if time_full_rounds:
-                    add("draft", shape, drafter_loop(dtype, model, config_of(shape), conditions, verifies=False))
+            add_passes("parts", shape)
             if shape != PLAIN_STEP:
-                add("verify", shape, passes_loop(dtype, model, shape, conditions, drafts=False))
+                add_passes("verify", shape, drafts=False)
+                if time_full_rounds and not uses_mtp_modules(drafter):
+                    add_passes("draft", shape, verifies=False)
             if time_full_rounds:
-                add("round", shape, full_round_loop(dtype, model, (config_of(shape),), conditions))
+                add_rounds("round", (shape,))
         # 2. A cycle of one round per depth shows what a change of depth costs.
         chains = tuple(dict.fromkeys((PLAIN_STEP, *(shape for shape in shapes if shape.topk == 1))))
         if time_full_rounds and len(chains) > 1:
-            add("cycle", PLAIN_STEP, full_round_loop(dtype, model, tuple(map(config_of, chains)), conditions))
-        self._seconds: dict = {timed: [] for timed in self._timers}
+            add_rounds("cycle", chains)
+        self._seconds: dict = {timed: [] for timed in self._loops}
+
+    def compile(self, on_compiled: Callable[[], None] = lambda: None) -> None:
+        """Compiles the loops; `on_compiled` is called after each."""
+        for timed, make_loop in self._loops.items():
+            if timed not in self._timers:
+                self._timers[timed] = _timer(self._arguments, make_loop(), seconds=self._seconds_per_timing)
+                on_compiled()
 
     def measure(self, repeats: int = 3) -> None:
-        """Times every loop `repeats` times.
-
-        Args:
-            repeats: timings to add per loop.
-        """
-        # All loops take turns, so that disturbances by other programs hit them alike. The first turn only warms up.
+        """Adds `repeats` timings of every loop."""
+        self.compile()
+        # All loops take turns, so that other programs disturb them equally. The first turn only warms up.
         for number in range(repeats + 1):
             for timed, run in self._timers.items():
                 seconds = run()
@@ -194,21 +176,14 @@ class CostMeter:
                     self._seconds[timed].append(seconds)
 
     def plain_steps(self, shape: RoundShape) -> np.ndarray:
-        """Returns the cost of a round's parts in plain rounds, `[R]`: one per measurement, from timings of its turn.
-
-        Args:
-            shape: a shape that is measured.
-        """
+        """Returns the cost of a round's parts in plain rounds, `[R]`: one per measurement, from timings of its turn."""
         return np.array(self._seconds["parts", shape]) / np.array(self._seconds["parts", PLAIN_STEP])
 
     def costs(self) -> RoundCosts:
         """Summarises all timings so far.
 
-        Other programs slow down all loops of a turn alike, so ratios within a turn vary less than times. Each cost is
+        Other programs slow down all loops of a turn equally, so ratios within a turn vary less than times. Each cost is
         the median time of a plain round multiplied by the median of the ratio to the plain round of the same turn.
-
-        Returns:
-            The costs.
         """
         plain = np.array(self._seconds.get(("round", PLAIN_STEP), self._seconds["parts", PLAIN_STEP]))
         kinds = ("verify", "draft", "parts", "round", "cycle")
@@ -254,7 +229,7 @@ def _timer(arguments: tuple[Any, Any], timed: RoundLoop, *, seconds: float) -> C
         nonlocal inputs
         inputs = jax.block_until_ready(loop(rounds, arguments, inputs))
 
-    # Choose how many rounds fill the wanted time: the difference between calls of 9 rounds and of 1 is 8 rounds.
+    # Choose the number of rounds for the wanted time: the difference between calls of 9 rounds and of 1 is 8 rounds.
     call(1)  # compiles
     one, nine = np.min([time_calls(lambda: call(1), lambda: call(9))[:2] for _ in range(3)], axis=0)
     num_rounds = round(min(max(8 * seconds / max(nine - one, 1e-9), 4), MAX_ROUNDS_PER_TIMING))

@@ -1,8 +1,8 @@
 """Checks that the MTP modules of a loaded model draft as well as they did in training.
 
-Wrong norms, swapped inputs or modules of another checkpoint raise no error and change no text: they only lower the
-acceptance rate. Training therefore saves a few held-out rows in the checkpoint's metadata, with the model's agreement
-on them, and `check_acceptance` measures it again.
+Wrong norms, swapped inputs or modules of a different checkpoint raise no error and do not change texts: they only lower
+the acceptance rate. Training therefore saves a few held-out rows in the checkpoint's metadata, with the model's
+agreement on them, and `check_acceptance` measures it again.
 """
 
 import dataclasses
@@ -14,7 +14,7 @@ import numpy as np
 
 from mtpjax.distributed import gather_processes
 from mtpjax.errors import printable
-from mtpjax.evaluation.acceptance import compare_levels
+from mtpjax.evaluation.teacher_forced import compare_levels
 from mtpjax.io.checkpoint_format import find_checkpoint, is_checkpoint
 from mtpjax.io.checkpoint_reader import CheckpointReader
 from mtpjax.io.huggingface_files import SELF_CHECK_FILE
@@ -31,11 +31,7 @@ log = logging.getLogger("mtpjax.decode")
 def make_record(params: dict, tokens: np.ndarray, *, model: MTPModel, num_depths: int) -> dict[str, list]:
     """Measures the record that training saves in the checkpoint's metadata.
 
-    Args:
-        params: parameters of `model`.
-        tokens: `[R, T]` int32 held-out rows; the first 4 x 128 tokens are used.
-        model: the model.
-        num_depths: draft levels to measure.
+    The first 4 x 128 of the held-out `tokens [R, T]` int32 are used.
 
     Returns:
         "tokens" (the rows), and for each level "agreement" (the share of positions where the draft's arg-max is the
@@ -92,9 +88,9 @@ def check_acceptance(path, model: MTPModel, params: dict) -> list[str]:
         measured = _measure(params, np.array(stored["tokens"], np.int32), model=model, num_depths=levels)
         differences = [
             f"{name} of draft level {level} with the trunk is {now:.3f}; training measured {before:.3f}"
-            for name, most in TOLERANCE.items()
+            for name, limit in TOLERANCE.items()
             for level, (now, before) in enumerate(zip(measured[name], stored[name], strict=True), start=1)
-            if not abs(now - before) <= most
+            if not abs(now - before) <= limit
         ]
     if differences:
         log.warning("%s does not draft as it did when it was trained: %s", path, "; ".join(differences))
@@ -121,7 +117,7 @@ def _read_record(path: pathlib.Path) -> dict[str, list] | None:
 
 
 def _checked_record(record: Any, place: pathlib.Path) -> dict[str, list]:
-    """Returns the record. Raises ValueError if it has another form, or is larger than training writes it."""
+    """Returns the record. Raises ValueError if its form is wrong, or it is larger than training writes."""
     try:
         rows, levels = record["tokens"], len(record["agreement"])
         # Bound the sizes first: the rows decide how much memory the check takes.

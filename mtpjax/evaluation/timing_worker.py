@@ -60,14 +60,7 @@ class TimingWorker:
             pass  # `receive` reports it
 
     def receive(self) -> dict[str, Any]:
-        """Waits for the result of the oldest unanswered request.
-
-        Returns:
-            The result.
-
-        Raises:
-            RuntimeError: if the child has ended.
-        """
+        """Waits for the result of the oldest unanswered request; raises `RuntimeError` if the child has ended."""
         line = self._results.readline()
         if not line:
             raise RuntimeError(f"the timing process ended with code {self._process.wait()}; its error is above")
@@ -92,12 +85,12 @@ class _RequestHandler:
 
         Returns:
             "rows", with the tokens and counts of each prompt, "seconds", the decoding time of each without prefill and
-            first token, and what `mtpjax.evaluation.trust` asks: "waited", the share of the time that threads waited
-            for a core, and "is_negative".
+            first token, and the inputs of `mtpjax.evaluation.trust`: "waited", the share of the time that threads
+            waited for a core, and "is_negative".
         """
         from mtpjax.decoding.config import DecodeConfig
-        from mtpjax.decoding.generate import speculative_generate
         from mtpjax.decoding.sampling_params import SamplingParams
+        from mtpjax.inference.generate import speculative_generate
 
         # A call for one token measures prefill. Subtracting it leaves the time of the rounds.
         config = DecodeConfig(max_new_tokens=max_new_tokens, num_steps=num_steps, min_rows=min_rows)
@@ -129,12 +122,14 @@ class _RequestHandler:
             The medians so far (`RoundCosts.to_json`), and "waited" as in `decode`, of these measurements.
         """
         from mtpjax.evaluation.round_costs import CostMeter
-        from mtpjax.evaluation.round_loops import chain_shape
+        from mtpjax.evaluation.round_loops import TimingConditions, chain_shape
 
-        # The first request compiles the timing loops. Later ones repeat them, whatever their arguments are.
+        # The first request compiles the timing loops. Later ones repeat them, regardless of their arguments.
         if self.meter is None:
             shapes = tuple(chain_shape(depth) for depth in num_steps)
-            self.meter = CostMeter(self.params, model=self.model, shapes=shapes, context=context, capacity=capacity)
+            conditions = TimingConditions(1, context, capacity)
+            self.meter = CostMeter(self.params, model=self.model, shapes=shapes, conditions=conditions)
+        self.meter.compile()
         stopwatch = Stopwatch()
         self.meter.measure()
         return {**self.meter.costs().to_json(), "waited": stopwatch.waited_share()}

@@ -1,4 +1,4 @@
-"""Log-probabilities of a text's tokens, and the most likely tokens in their places, by one teacher-forced pass."""
+"""Log-probabilities of a text's tokens, and the most likely tokens at their positions, from one teacher-forced pass."""
 
 import functools
 from collections.abc import Sequence
@@ -18,7 +18,7 @@ PIECE = 64  # positions whose logits exist at the same time
 
 
 class TokenScores(NamedTuple):
-    """Log-probabilities under the trunk's unmodified logits, as numbers of Python.
+    """Log-probabilities under the trunk's unmodified logits, as Python numbers.
 
     Attributes:
         logprobs: of each of n tokens.
@@ -37,15 +37,7 @@ def score_tokens(
 ) -> list[TokenScores]:
     """Scores the tokens of texts that continue prompts.
 
-    Args:
-        params: parameters of `model` with unrolled layers.
-        prompts: token ids, at least one each.
-        texts: token ids that follow each prompt.
-        model: the model.
-        num_top: most likely tokens to report in each place; 0: none.
-
-    Returns:
-        The scores of each text.
+    A prompt has at least one token. `num_top` is the number of most likely tokens to report in each place.
     """
     # All rows have one shape and share a compiled program. One at a time bounds the memory.
     columns = round_up_capacity(max(len(prompt) + len(text) for prompt, text in zip(prompts, texts, strict=True)))

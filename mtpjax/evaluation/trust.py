@@ -1,10 +1,9 @@
-"""Decides whether a measured speed-up can be trusted. All tables, pictures and recommendations ask here.
+"""Decides whether a measured speed-up can be trusted. All tables, pictures and recommendations use it.
 
-A measurement that cannot be trusted has a *problem*, a text whose first word says what kind it is:
+A measurement that cannot be trusted has a *problem*, a text that starts with its kind:
 
-    impossible  no machine can reach the number, so that something disturbed one of the times
-    disturbed   other programs used the cores during the measurement
-    uncertain   the 95 % interval is too wide
+    impossible  no machine can reach the number, so one of the times was disturbed disturbed   other programs used the
+    cores during the measurement uncertain   the 95 % interval is too wide
 
 Imports no JAX.
 """
@@ -40,7 +39,7 @@ def speed_up_problem(
     ideal: float | None = None,
     is_negative: bool = False,
 ) -> str | None:
-    """Says why a measured speed-up over plain decoding cannot be trusted.
+    """Returns why a measured speed-up over plain decoding cannot be trusted.
 
     Args:
         ratio: the measured speed-up with its interval; the interval's ends are nan if there is none.
@@ -52,7 +51,7 @@ def speed_up_problem(
         is_negative: a difference of two times was not positive (`seconds_beyond`).
 
     Returns:
-        The reason, which begins with one of `KINDS`; None if the speed-up can be trusted.
+        The reason, which starts with one of `KINDS`; None if the speed-up can be trusted.
     """
     busy = f"waited {waited:.0%} of the time for a core" if waited > MAX_WAITING_SHARE else ""
     impossible = None
@@ -76,12 +75,12 @@ def speed_up_problem(
 
 
 def waiting_problem(waited: float) -> str | None:
-    """Says why times that are no speed-up cannot be trusted: "disturbed", or None. `waited` as above."""
+    """Returns why times other than speed-ups cannot be trusted: "disturbed", or None. `waited` as above."""
     return speed_up_problem(Estimate(1.0, 1.0, 1.0), None, waited=waited)
 
 
 def mark(problem: str | None) -> str:
-    """Returns what follows a number in tables and pictures: " ?" if it cannot be trusted."""
+    """Returns the suffix of a number in tables and pictures: " ?" if it cannot be trusted."""
     return " ?" if problem else ""
 
 
@@ -96,25 +95,21 @@ def can_pass(problem: str | None) -> bool:
 
 
 def verdict(problems: Sequence[str | None], waited: float) -> str:
-    """Says in one line whether measurements can be trusted, and why not. It comes before their table.
-
-    Args:
-        problems: the problem of each measurement.
-        waited: largest share of a measurement's time that threads waited for a core.
+    """Returns the line before a table: whether its measurements can be trusted, and why not.
 
     Returns:
         A line such as "trust in the timings: yes; threads waited up to 0.4% of the time for a core".
     """
     kinds = Counter(problem.partition(":")[0] for problem in problems if problem)
     num_trusted = len(problems) - sum(kinds.values())
-    waiting = f"threads waited up to {waited:.1%} of the time for a core"
+    waiting = f"threads waited up to {waited:.1%} of the time for a core" + " (their sum)" * (waited > 1)
     if not has_waiting_times():
         waiting = "this system does not say how long threads waited for a core"
     if not kinds:
         return f"trust in the timings: yes; {waiting}"
     reasons = ", ".join(f"{kinds[kind]} {kind}" for kind in KINDS if kinds[kind])
     answer = f"for {num_trusted} of {len(problems)}" if num_trusted else "no"
-    # An idle machine does not narrow an interval that comes from few prompts.
+    # An idle machine does not narrow an interval that is due to few prompts.
     advice = "measure more prompts or repeats" if set(kinds) == {"uncertain"} else "measure again on an idle machine"
     return f"trust in the timings: {answer} ({reasons}, marked ?); {waiting}: {advice}"
 
@@ -125,12 +120,7 @@ def time_calls(short: Callable[[], Any], long: Callable[[], T]) -> tuple[float, 
     A pause of the process in the short call can make the difference negative. Then both are timed again, at most
     `MAX_TIMING_TRIES` times.
 
-    Args:
-        short: returns when its work is done.
-        long: also does the work of `short`.
-
-    Returns:
-        The seconds of the short and of the long call, and the long call's result.
+    Returns the seconds of the short and of the long call, and the long call's result.
     """
 
     def once() -> tuple[float, float, T]:
@@ -149,14 +139,9 @@ def time_calls(short: Callable[[], Any], long: Callable[[], T]) -> tuple[float, 
 
 
 def seconds_beyond(short: np.ndarray, long: np.ndarray) -> np.ndarray:
-    """Subtracts the time of a short call from that of a long one, which also does its work.
+    """Subtracts the seconds of a short call from those of a long one that includes its work.
 
-    Args:
-        short: seconds.
-        long: seconds.
-
-    Returns:
-        The differences. Where one is not positive, other programs disturbed the times; `long` is then returned, an
-        upper bound, so that no speed is negative. `speed_up_problem` is told of it (`is_negative`).
+    Where a difference is not positive, other programs disturbed the times; `long` is then returned, an upper bound, so
+    that no speed is negative. Pass this on to `speed_up_problem` (`is_negative`).
     """
     return np.where(long > short, long - short, long)

@@ -13,14 +13,16 @@ import jax.numpy as jnp
 
 from mtpjax.decoding.capacity import min_rows_per_pass
 from mtpjax.decoding.config import DecodeConfig
+from mtpjax.decoding.decoder import Decoder, StateShape
 from mtpjax.decoding.loop import decode
-from mtpjax.decoding.requests import make_drafter
 from mtpjax.decoding.sampling import SamplingArrays
 from mtpjax.decoding.spec import DecodeSpec
-from mtpjax.decoding.state import NewRows, empty_state, start_rows
+from mtpjax.decoding.state import NewRows, start_rows
+from mtpjax.inference.requests import make_drafter
 from mtpjax.models.model import MTPModel
 from pallas_kernels import dispatch, measurements
-from pallas_kernels.questions import difference_from_xla, implementations_of, make_call
+from pallas_kernels.case import difference_from_xla
+from pallas_kernels.op_cases import CASES, implementations_of
 
 Question = tuple[str, dict[str, Any]]  # an op and the shape of its call
 LEAST_SECONDS = 0.02  # of one measurement; shorter calls are repeated
@@ -33,24 +35,23 @@ def find_questions(
 
     Args:
         params: model parameters; shapes suffice.
-        model: the model.
         config: decoding settings; their draft levels and plain decoding are traced.
         batches: batch sizes.
         context: slots of the KV caches.
         prefill_chunk: tokens per row of a prefill pass.
 
     Returns:
-        Each op and shape once, in the order in which they are asked first.
+        Each op and shape once, in order of first use.
     """
     shapes = jax.eval_shape(lambda: params)
     found: list[Question] = []
     for batch in batches:
         for num_steps in sorted({0, config.num_steps}):
-            # An op after a kernel gets other shapes than after XLA, so both are traced.
+            # An op may get different shapes after a kernel than after XLA, so both are traced.
             for implementation in ("xla", "triton"):
                 traced = model.clone(implementation=implementation)
                 for question in _trace(shapes, traced, config, batch, num_steps, context, prefill_chunk):
-                    # Models run `rms_norm` by XLA, which fuses it with what surrounds it.
+                    # Models run `rms_norm` in XLA, which fuses it with adjacent operations.
                     if question not in found and question[0] != "rms_norm":
                         found.append(question)
     return found
@@ -63,26 +64,16 @@ def _trace(shapes, model, config, batch, num_steps, context, prefill_chunk) -> l
     drafter = make_drafter(config)
     min_rows = min_rows_per_pass(model, batch, "cuda")
     spec = DecodeSpec.from_config(config, is_greedy=True, min_rows=min_rows, prefill_chunk=prefill_chunk)
+    decoder = Decoder(model, drafter, spec)
 
     def call(params):
-        sampling = SamplingArrays.greedy(batch)
-        one = jnp.ones(batch, jnp.int32)
-        state = empty_state(
-            model=model,
-            drafter=drafter,
-            spec=spec,
-            batch=batch,
-            capacity=context,
-            stops_shape=(8, 1),
-            features=sampling.features,
-            dtype=jnp.dtype(params["embedding"].dtype),
-        )
         own = drafter.default_params(params, config, model=model)
-        rows = NewRows.without_stops(jnp.zeros((batch, context), jnp.int32), one, one, sampling)
-        state = start_rows(state, rows, vocab_size=model.config.vocab_size)
-        # The function behind `jax.jit`, which would not trace a call again that it knows.
-        untraced = inspect.unwrap(decode.plain)
-        return untraced(params, own, state, model=model, drafter=drafter, spec=spec)
+        one = jnp.ones(batch, jnp.int32)
+        rows = NewRows.without_stops(jnp.zeros((batch, context), jnp.int32), one, one, SamplingArrays.greedy(batch))
+        state = decoder.empty_state(StateShape.of(rows), jnp.dtype(params["embedding"].dtype))
+        state = start_rows(state, rows, vocab_size=decoder.vocab_size)
+        # The function inside `jax.jit`, which would not trace a known call again.
+        return inspect.unwrap(decode.plain)(params, own, state, decoder=decoder)
 
     with dispatch.record_choices() as asked:
         jax.eval_shape(call, shapes)
@@ -92,7 +83,7 @@ def _trace(shapes, model, config, batch, num_steps, context, prefill_chunk) -> l
 def measure(
     questions: Sequence[Question], *, rounds: int = 5, implementations: tuple[str, ...] | None = None
 ) -> Iterator[tuple[Question, dict[str, float], str | None]]:
-    """Times every implementation of each question on this device, and keeps the times in the user's file at once.
+    """Times every implementation of each question on this device, and stores the times in the user's file at once.
 
     First compares an implementation with XLA, on small arrays; if the numbers differ, its times are not kept.
 
@@ -106,11 +97,10 @@ def measure(
         nothing was kept, or None.
     """
     for op, shape in questions:
-        made = make_call(op, shape)
-        if made is None:
+        if op not in CASES:
             yield (op, shape), {}, "this op cannot be timed by itself"
             continue
-        run, arrays = made
+        run, arrays = CASES[op](shape)
         calls: dict[str, Callable[[], Any]] = {}
         failure = None
         for name in implementations or implementations_of(op):
@@ -118,7 +108,7 @@ def measure(
             # If an implementation cannot run here for any reason, measure the others.
             try:
                 jax.block_until_ready(call())
-                difference = 0.0 if name == "xla" else difference_from_xla(op, shape, name)
+                difference = 0.0 if name == "xla" else difference_from_xla(CASES[op], shape, name)
             except Exception as error:
                 failure = f"{name} fails: {str(error).partition(chr(10))[0][:200]}"
                 continue
@@ -149,15 +139,7 @@ def not_measured(questions: Sequence[Question]) -> list[Question]:
 
 
 def seconds_per_call(call: Callable[[], Any], least: float = LEAST_SECONDS) -> float:
-    """Times one call, among as many in a row as take long enough to be timed.
-
-    Args:
-        call: returns arrays; called once before the measurement.
-        least: seconds of a measurement.
-
-    Returns:
-        Seconds.
-    """
+    """Times one call, among as many in a row as take `least` seconds. It was called once before."""
     jax.block_until_ready(call())
     count = 1
     while True:

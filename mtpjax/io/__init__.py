@@ -1,1 +1,1 @@
-"""Checkpoints on disk: mtpjax's own format, and conversion from and to Hugging Face's."""
+"""Checkpoints on disk: mtpjax's format, and conversion from and to Hugging Face's."""

@@ -1,8 +1,8 @@
 """Arrays of a checkpoint on disk: written and read with Orbax, or streamed in chunks with TensorStore.
 
-Both write uncompressed zarr. Arrays that fit in memory go through Orbax. A converted checkpoint can be larger than
+Both write uncompressed zarr. Arrays that fit in memory are written by Orbax. A converted checkpoint can be larger than
 memory, so its arrays are streamed: a few chunks are in memory at once, and one file holds the bytes of one chunk. An
-array that a mesh splits is streamed too: its chunks are the parts, and each process writes those that it holds.
+array that a mesh splits is streamed too: its chunks are the shards, and each process writes those that it holds.
 """
 
 import dataclasses
@@ -51,15 +51,12 @@ class StreamedArray:
 
 
 def stream_parts(array: jax.Array) -> StreamedArray:
-    """Describes an array that a mesh splits: its chunks are the parts, of which each is written by one process.
+    """Describes an array that a mesh splits: its chunks are the shards, each of which one process writes.
 
     Args:
-        array: the array; all processes that hold parts of it must write it together.
-
-    Returns:
-        The array to write.
+        array: the array; all processes that hold shards of it must write it together.
     """
-    # Among the devices with the same part, one has copy number 0.
+    # Among the devices with the same shard, one has replica number 0.
     parts = {
         tuple(cut.start or 0 for cut in shard.index): shard.data
         for shard in array.addressable_shards
@@ -77,16 +74,8 @@ def _begins(index: Index) -> tuple[int, ...]:
 def write_arrays(folder: pathlib.Path, arrays: Mapping[str, Any]) -> tuple[dict[str, dict], dict[str, str]]:
     """Writes arrays into a new folder. All processes of a run must call it.
 
-    Args:
-        folder: the folder to make.
-        arrays: arrays of this process and `StreamedArray`s by flat name.
-
-    Returns:
-        `(records, digests)`: what `digests.json` says of each array, and the sha256 of the files for which it is
-        already known, by file name relative to the parent of `folder`.
-
-    Raises:
-        OSError: the disk is full or fails.
+    Returns `(records, digests)`: the entry of each array in `digests.json`, and the sha256 of the files for which it is
+    already known, by file name relative to the parent of `folder`.
     """
     streams = {name: array for name, array in arrays.items() if isinstance(array, StreamedArray)}
     failed = OSError(f"{folder.parent.parent} cannot be written by another process")
@@ -119,7 +108,7 @@ def _write_whole(folder: pathlib.Path, arrays: Mapping[str, Any]) -> dict[str, d
     import orbax.checkpoint as ocp  # slow to import, so only where it is used
 
     checkpointer, handler = _make_checkpointer()
-    # Orbax would merge OCDBT files of several processes here, and warn that there are none.
+    # Otherwise Orbax would try to merge OCDBT files of several processes, and warn that there are none.
     handler.finalize = lambda directory: None
     whole = {name: np.asarray(array) for name, array in arrays.items() if not isinstance(array, StreamedArray)}
     # Streamed arrays are one element for Orbax.
@@ -148,7 +137,7 @@ def _write_streams(folder: pathlib.Path, streams: Mapping[str, StreamedArray]) -
     """Writes the chunks of this process; returns their sha256 by file name relative to `folder`."""
     import tensorstore
 
-    # zarr would leave out the files of chunks that hold only zeros; with all files there, a missing one is damage.
+    # zarr would omit files of chunks that are all zeros; if all files are written, a missing one means damage.
     options, context = {"store_data_equal_to_fill_value": True}, single_thread_context()
     stores = {
         name: tensorstore.open(array_spec(folder, name) | options, open=True, context=context).result()
@@ -161,7 +150,7 @@ def _write_streams(folder: pathlib.Path, streams: Mapping[str, StreamedArray]) -
         stores[name][index].write(array, can_reference_source_data_indefinitely=True).result()
         return _chunk_file(name, index, streams[name].chunks), _sha256(array).hex()
 
-    # One chunk per thread is in memory. Chunks are hashed while they are there: files need not be read again.
+    # One chunk per thread is in memory. Chunks are hashed while in memory, so that files need not be read again.
     parts = [
         (name, index)
         for name, stream in streams.items()
@@ -179,18 +168,7 @@ def _chunk_file(name: str, index: Index, chunks: tuple[int, ...]) -> str:
 
 
 def read_arrays(folder: pathlib.Path, records: Mapping[str, Any]) -> dict[str, np.ndarray]:
-    """Reads all arrays of a checkpoint into memory, without placing them on a device.
-
-    Args:
-        folder: the folder that `write_arrays` made.
-        records: the arrays that `digests.json` lists, by flat name.
-
-    Returns:
-        numpy arrays by flat name, with the dtypes and shapes that are stored.
-
-    Raises:
-        CheckpointError: the arrays cannot be read, or are not those that `records` lists.
-    """
+    """Reads all arrays of a checkpoint into memory, without placing them on a device."""
     import orbax.checkpoint as ocp
 
     try:
@@ -201,7 +179,7 @@ def read_arrays(folder: pathlib.Path, records: Mapping[str, Any]) -> dict[str, n
                 absent = folder if name in records else folder.with_name(DIGESTS_FILE)
                 raise CheckpointError(f"array {name!r} is missing from {absent}")
             item = traverse_util.unflatten_dict(dict.fromkeys(records, 0), sep="/")
-            # Ask for numpy arrays: Orbax would otherwise look for the devices of the process that saved.
+            # Request numpy arrays: Orbax would otherwise look for the devices of the saving process.
             restore_args = {name: ocp.RestoreArgs(restore_type=np.ndarray) for name in records}
             request = ocp.args.PyTreeRestore(
                 item=item, restore_args=traverse_util.unflatten_dict(restore_args, sep="/")
@@ -210,22 +188,12 @@ def read_arrays(folder: pathlib.Path, records: Mapping[str, Any]) -> dict[str, n
             return arrays
     except CheckpointError:
         raise
-    except Exception as error:  # Orbax and TensorStore raise whatever their parsers meet
+    except Exception as error:  # Orbax and TensorStore raise arbitrary errors of their parsers
         raise CheckpointError(f"{folder} cannot be read: {one_line(error)}") from error
 
 
 def check_record(folder: pathlib.Path, name: str, found: Mapping[str, Any], recorded: Mapping[str, Any]) -> None:
-    """Compares an array that was read with the record that was made when it was saved.
-
-    Args:
-        folder: the folder of the arrays, for the message.
-        name: the array's flat name.
-        found: `array_record` of the array that was read.
-        recorded: its record in `digests.json`.
-
-    Raises:
-        CheckpointError: shape, dtype or sha256 differ.
-    """
+    """Compares an array that was read with the record that was made when it was saved."""
     for key, value in found.items():
         if value != recorded.get(key):
             raise CheckpointError(f"array {name!r} in {folder} has {key} {value}; saved was {recorded.get(key)}")
@@ -234,13 +202,8 @@ def check_record(folder: pathlib.Path, name: str, found: Mapping[str, Any], reco
 def array_record(array: np.ndarray, chunks: list[int] | None = None) -> dict[str, Any]:
     """Describes an array for `digests.json`.
 
-    Args:
-        array: the array.
-        chunks: the shape of the chunks in which it was streamed, if it was.
-
-    Returns:
-        `{"shape", "dtype", "sha256"}`, where the digest covers the elements in C order; for a streamed array it covers
-        the digests of the chunks, and "chunks" is added.
+    Returns `{"shape", "dtype", "sha256"}`, where the digest covers the elements in C order; for a streamed array it
+    covers the digests of the chunks, and "chunks" is added.
     """
     if chunks is None:
         return _record(array, _sha256(array).hex())
@@ -262,15 +225,7 @@ def _sha256(array: np.ndarray) -> bytes:
 
 
 def chunk_grid(shape, chunks) -> Iterator[Index]:
-    """Lists the chunks of an array in C order.
-
-    Args:
-        shape: the array's shape.
-        chunks: the shape of a chunk. Chunks at the edge are smaller.
-
-    Yields:
-        The index of each chunk.
-    """
+    """Lists the chunks of an array in C order."""
     # Chunks in C order: the digest of an array depends on it.
     axes = [range(0, size, step) for size, step in zip(shape, chunks, strict=True)]
     for begins in itertools.product(*axes):
@@ -282,12 +237,7 @@ def chunk_grid(shape, chunks) -> Iterator[Index]:
 def array_spec(folder: pathlib.Path, name: str) -> dict[str, Any]:
     """Builds the TensorStore spec of an array in Orbax's layout.
 
-    Args:
-        folder: the folder of the arrays.
-        name: the array's flat name.
-
-    Returns:
-        The spec: a zarr array in the folder `a.b` for the name `a/b`.
+    Returns the spec: a zarr array in the folder `a.b` for the name `a/b`.
     """
     return {"driver": "zarr", "kvstore": {"driver": "file", "path": str(folder / name.replace("/", "."))}}
 
@@ -300,13 +250,13 @@ def single_thread_context():
 
 
 def _make_checkpointer():
-    """Makes an Orbax checkpointer and its handler for this process alone: other processes of a run do not wait."""
+    """Makes an Orbax checkpointer and its handler for this process only: other processes of a run do not wait."""
     import orbax.checkpoint as ocp
 
     index = jax.process_index()
     alone = ocp.options.MultiprocessingOptions(
         primary_host=index, active_processes={index}, barrier_sync_key_prefix=f"process_{index}"
     )
-    # OCDBT would mix the bytes of several arrays in shared files, and a digest could no longer name the array.
+    # OCDBT would mix the bytes of several arrays in shared files, and a digest could no longer identify the array.
     handler = ocp.PyTreeCheckpointHandler(use_ocdbt=False, multiprocessing_options=alone)
     return ocp.Checkpointer(handler, multiprocessing_options=alone), handler

@@ -49,22 +49,17 @@ def save(
 ) -> None:
     """Writes a checkpoint folder, and replaces an older one only once the new one is complete.
 
-    An exception leaves `path` unchanged. All processes of a run must call it. Each writes its devices' parts of arrays
+    An exception leaves `path` unchanged. All processes of a run must call it. Each writes its devices' shards of arrays
     that a mesh splits, and the first one writes everything else.
 
     Args:
-        path: the folder; missing parents are made.
         config_dict: the configuration, anything that JSON can hold. It is restored as JSON returns it: tuples become
             lists, and keys become strings.
         params: nested dicts of jax or numpy arrays, `BlockScaled` or `StreamedArray`, of any dtype that JAX holds. Keys
             are strings without "/" and ".".
-        metadata: further JSON values, such as the training step.
         write_extra_files: called with the unfinished folder, to add files to it.
 
     Raises:
-        ValueError: `params` hold something else than such arrays, no array, or an array without elements; or the JSON
-            values contain NaN.
-        TypeError: JSON cannot hold `config_dict` or `metadata`.
         FileExistsError: `path` is neither a checkpoint nor an empty folder, so it is not replaced.
     """
     path = pathlib.Path(path).resolve()
@@ -73,8 +68,8 @@ def save(
     config = {"format": FORMAT, "version": VERSION, "config": config_dict, "metadata": metadata or {}}
     config_bytes = json_bytes(config | ({"block_scaled": scaled} if scaled else {}))
     arrays = flatten_arrays(params)
-    # The folder gets its name once it is complete, so readers never see half a checkpoint. If the first process cannot
-    # rename it at the end, all processes raise.
+    # The folder gets its name once it is complete, so readers never see a partial checkpoint. If the first process
+    # cannot rename it at the end, all processes raise.
     with (
         distributed.raise_together(OSError(f"the first process could not write {path}")),
         distributed.in_main_process(_unfinished_folder, path) as name,
@@ -113,7 +108,7 @@ def save_model(
     init_from=None,
     model_type: str | None = None,
 ) -> None:
-    """Saves a model's configuration and parameters, and a tokenizer beside them. All processes of a run must call it.
+    """Saves a model's configuration and parameters, and a tokenizer. All processes of a run must call it.
 
     Args:
         path: the folder to write, as for `save`.
@@ -121,9 +116,9 @@ def save_model(
         params: its parameters, with unrolled layers.
         metadata: further JSON values.
         tokenizer: saved into the checkpoint, so that `load_tokenizer` finds it there.
-        init_from: the checkpoint that training began from. Its Hugging Face `config.json` is kept, so that exporting
+        init_from: the checkpoint that training started from. Its Hugging Face `config.json` is kept, so that exporting
             the new weights keeps its family.
-        model_type: the family that `init_from` was read as, if it was not its own; the kept file then names it.
+        model_type: the family that `init_from` was read as, if it differs from its own; written to the kept file.
 
     Raises:
         ValueError, FileExistsError: as for `save`.
@@ -166,10 +161,10 @@ def load(
             repository of the Hugging Face Hub: `org/name`, `org/name@revision` or `org/name/file.gguf`.
         dtype: dtype to cast the parameters to. `None` keeps the dtypes of the files; block-quantized fp8 weights stay
             fp8 with their scales (`BlockScaled`).
-        mesh: lays the parameters out over this mesh; all processes of a run must load together. Each reads only what
-            its devices hold. Exception: arrays of an mtpjax checkpoint that were saved without a mesh are read whole,
-            one after the other.
-        allow_copies: let devices hold copies of what an axis of the mesh does not divide.
+        mesh: shards the parameters over this mesh; all processes of a run must load together. Each reads only the
+            shards of its devices. Exception: arrays of an mtpjax checkpoint that were saved without a mesh are read
+            whole, one at a time.
+        allow_copies: let devices hold copies of sizes that an axis of the mesh does not divide.
         layout: the layout for decoding, or the one for training.
         model_type: the family of a Hugging Face directory, instead of the one that its `config.json` names.
         implementation: what runs the model's kernels (`pallas_kernels.dispatch`).
@@ -215,9 +210,9 @@ def load(
 
 
 def _checked_config(values: Any, params: dict, path) -> ModelConfig:
-    """Returns the configuration; raises `CheckpointError` if it describes another model than the arrays are of."""
+    """Returns the configuration; raises `CheckpointError` if it does not fit the arrays."""
     config = model_config(values, path)
-    # The numbers that decide how much is built. Flax compares every other shape while it traces.
+    # The numbers that determine how much is built. Flax compares every other shape while it traces.
     embedding = tuple(getattr(params.get("embedding"), "shape", ()))
     found = {
         "vocab_size, hidden_size": embedding,

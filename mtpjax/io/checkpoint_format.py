@@ -1,4 +1,4 @@
-"""Layout of mtpjax's own checkpoint folders. Imports no JAX: commands look at checkpoints before JAX starts.
+"""Layout of mtpjax's checkpoint folders. Imports no JAX: commands look at checkpoints before JAX starts.
 
     config.json    format name and version, the model configuration, metadata
     digests.json   the sha256 of every other file; for each array its shape, dtype and the sha256 of its elements
@@ -6,7 +6,7 @@
     huggingface*   the rest of the Hugging Face directory that the checkpoint was converted from (`huggingface_files`)
 
 Orbax restores flipped bits without an error, so every checkpoint carries digests. File digests are checked first, so
-that no parser gets damaged data. Array digests then prove that the arrays in memory are the ones that were saved.
+that parsers never get damaged data. Array digests then prove that the arrays in memory are those that were saved.
 """
 
 import hashlib
@@ -27,14 +27,7 @@ MAX_JSON_BYTES = 512 << 20  # of a file that is parsed as a whole; headers of th
 
 
 def is_checkpoint(path) -> bool:
-    """Returns whether `path` is a checkpoint folder of this format, of any version. Never raises.
-
-    Args:
-        path: a folder, which need not exist. Only its `config.json` is read.
-
-    Returns:
-        True if `config.json` names this format. The arrays may still be damaged.
-    """
+    """Returns whether `path` is a checkpoint folder of this format, of any version. Never raises."""
     return read_config(pathlib.Path(path)) is not None
 
 
@@ -48,9 +41,6 @@ def find_checkpoint(path, *, is_model: bool = True) -> pathlib.Path:
 
     Returns:
         The `checkpoint/` folder inside a run folder, the downloaded snapshot of a repository, otherwise `path` itself.
-
-    Raises:
-        CheckpointError: the path does not exist, a repository cannot be downloaded, or the folder is not a model.
     """
     path = checkpoint_of_run(resolve(path))
     if is_model and not is_checkpoint(path):
@@ -59,20 +49,13 @@ def find_checkpoint(path, *, is_model: bool = True) -> pathlib.Path:
 
 
 def checkpoint_of_run(path: pathlib.Path) -> pathlib.Path:
-    """Returns the `checkpoint/` folder inside a run folder of `mtpjax train`, and any other path as it is."""
-    # A run folder holds states of the training too; decoding wants the model alone.
+    """Returns the `checkpoint/` folder inside a run folder of `mtpjax train`, and any other path unchanged."""
+    # A run folder also holds training states; decoding needs only the model.
     return path / "checkpoint" if is_checkpoint(path / "checkpoint") else path
 
 
 def checkpoint_bytes(path) -> int:
-    """Adds up the sizes of the files of the checkpoint that `find_checkpoint` finds.
-
-    Args:
-        path: as for `find_checkpoint`.
-
-    Returns:
-        Bytes on disk; 0 if there are no files.
-    """
+    """Adds up the sizes of the files of the checkpoint that `find_checkpoint` finds."""
     found = find_checkpoint(path)
     # `rglob` of a file yields nothing, so this holds for a GGUF file too.
     return sum(file.stat().st_size for file in (found, *found.rglob("*")) if file.is_file())
@@ -81,17 +64,13 @@ def checkpoint_bytes(path) -> int:
 def checkpoint_digest(path: pathlib.Path) -> str:
     """Identifies a checkpoint without reading its weights.
 
-    Args:
-        path: a checkpoint of either format.
-
-    Returns:
-        A hexadecimal sha256: over the digests of an mtpjax checkpoint, or over the configuration, the index and the
-        file sizes of a Hugging Face directory.
+    Returns a hexadecimal sha256: over the digests of an mtpjax checkpoint, or over the configuration, the index and the
+    file sizes of a Hugging Face directory.
     """
     # Digests of an mtpjax checkpoint cover its weights. A Hugging Face directory has file sizes instead.
     described = [path / name for name in (DIGESTS_FILE, CONFIG_FILE, "model.safetensors.index.json")]
     whole = hashlib.sha256(b"".join(file.read_bytes() for file in described if file.is_file()))
-    # A GGUF file has its metadata at its beginning: hash that, and the size.
+    # A GGUF file starts with its metadata: hash that, and the size.
     if path.is_file():
         with open(path, "rb") as stream:
             whole.update(stream.read(GGUF_DIGEST_BYTES))
@@ -104,32 +83,21 @@ def checkpoint_digest(path: pathlib.Path) -> str:
 def read_config(path: pathlib.Path) -> dict[str, Any] | None:
     """Reads `config.json` of a checkpoint folder.
 
-    Args:
-        path: a folder, which need not exist.
-
-    Returns:
-        The content, or `None` if the file is missing, unreadable or of another format.
+    Returns the content, or `None` if the file is missing, unreadable or of another format.
     """
     try:
         config = parse_json(read_inside(path, CONFIG_FILE, max_bytes=MAX_JSON_BYTES) or b"null")
     except (OSError, UnsafeFileError, ValueError, RecursionError):  # ValueError: the file is not JSON, or not UTF-8
         return None
-    # Hugging Face directories have a `config.json` as well; only this format names itself.
+    # Hugging Face directories have a `config.json` too; only this format names itself.
     return config if isinstance(config, dict) and config.get("format") == FORMAT else None
 
 
 def read_digests(path: pathlib.Path) -> tuple[dict[str, str], dict[str, dict[str, Any]]]:
     """Reads `digests.json` of a checkpoint folder.
 
-    Args:
-        path: the checkpoint folder.
-
-    Returns:
-        `(files, arrays)`: the sha256 by relative file name, and `{"shape", "dtype", "sha256"}` by array name. Arrays
-        that were written in chunks also have "chunks".
-
-    Raises:
-        CheckpointError: the file is missing, damaged or incomplete.
+    Returns `(files, arrays)`: the sha256 by relative file name, and `{"shape", "dtype", "sha256"}` by array name.
+    Arrays that were written in chunks also have "chunks".
     """
     file = path / DIGESTS_FILE
     try:
@@ -156,14 +124,7 @@ def read_kept(path: pathlib.Path, name: str) -> bytes:
     """Reads a small file of a checkpoint folder safely.
 
     Args:
-        path: the checkpoint folder.
         name: the file's name, relative to it.
-
-    Returns:
-        The content.
-
-    Raises:
-        UnsafeFileError: the file is missing, leads out of the folder, is not a regular file, or is too large.
     """
     content = read_inside(path, name, max_bytes=MAX_JSON_BYTES)
     if content is None:
@@ -175,7 +136,6 @@ def file_digest(file: pathlib.Path, root: pathlib.Path) -> str | None:
     """Computes the sha256 of a file.
 
     Args:
-        file: the file.
         root: the checkpoint folder, which the file must lie in.
 
     Returns:
@@ -189,29 +149,11 @@ def file_digest(file: pathlib.Path, root: pathlib.Path) -> str | None:
 
 
 def json_bytes(value: Any) -> bytes:
-    """Encodes a value as JSON.
-
-    Args:
-        value: anything that JSON can hold.
-
-    Returns:
-        UTF-8 bytes that end in a newline.
-
-    Raises:
-        ValueError: `value` contains NaN or infinity.
-        TypeError: `value` contains a type that JSON lacks.
-    """
+    """Encodes a value as JSON."""
     # NaN is not JSON: other parsers reject files that contain it.
     return (json.dumps(value, indent=1, allow_nan=False) + "\n").encode()
 
 
 def one_line(error: Exception) -> str:
-    """Shortens an exception of another library to one line.
-
-    Args:
-        error: the exception.
-
-    Returns:
-        The type and the first line of the message, at most 300 characters of it.
-    """
+    """Shortens an exception of another library to one line."""
     return f"{type(error).__name__}: {str(error).strip().partition(chr(10))[0][:300]}"

@@ -1,4 +1,4 @@
-"""Reads mtpjax's own checkpoints: all at once (`restore`), or part by part (`CheckpointReader`)."""
+"""Reads checkpoints of mtpjax: whole (`restore`), or part by part (`CheckpointReader`)."""
 
 import contextlib
 import functools
@@ -44,20 +44,13 @@ def restore(
     """Reads a whole checkpoint and verifies every digest.
 
     Args:
-        path: a checkpoint folder that `mtpjax.io.checkpoint.save` wrote.
-        mesh: lays the parameters of a model out over this mesh, one array after the other. All processes of the run
-            must read it together, and each verifies its share of the files. None: the default device.
-        allow_copies: let devices hold copies of what an axis of the mesh does not divide.
+        mesh: shards the parameters of a model over this mesh, one array at a time. All processes of the run must read
+            it together, and each verifies its share of the files. None: the default device.
         layout: the layout for decoding, or the one for training.
 
     Returns:
         `(config_dict, params, metadata)`. The params are nested dicts of jax arrays, with the shapes, dtypes and bits
-        that were saved, whatever devices the saving process had.
-
-    Raises:
-        CheckpointError: `path` is not a checkpoint, has a newer version, or some part of it is missing, truncated or
-            changed. The message names the array or the file.
-        ValueError: the mesh does not divide the model.
+        that were saved, regardless of the saving process's devices.
     """
     # The reader checks the digests of files before an array is opened.
     if mesh is not None:
@@ -95,12 +88,8 @@ class CheckpointReader:
         """Opens a checkpoint and checks the digests of its files.
 
         Args:
-            path: the checkpoint folder.
-            verify: check the digest of every file, or of these, if others check the rest (`own_share`). False reads
-                only descriptions, which suits `mtpjax inspect`.
-
-        Raises:
-            CheckpointError: as for `restore`.
+            verify: check the digest of every file, or only of these, if others check the rest (`own_share`). False
+                reads only descriptions, for `mtpjax inspect`.
         """
         self.path = pathlib.Path(path).resolve()
         config = read_config(self.path)
@@ -117,7 +106,7 @@ class CheckpointReader:
         self.files, self.records = read_digests(self.path)
         if verify:
             self._verify_files(verify if isinstance(verify, slice) else slice(None))
-        # The digests hold for what somebody wrote, which need not be what `save` writes.
+        # Valid digests do not prove that `save` wrote the content.
         if "config" not in config:
             raise CheckpointError(f"{self.path / CONFIG_FILE} is damaged: it has no 'config'")
         self.config: Any = config["config"]
@@ -126,18 +115,11 @@ class CheckpointReader:
         for name, value in (("metadata", self.metadata), ("block_scaled", self.scaled)):
             if not isinstance(value, dict):
                 raise CheckpointError(f"{self.path / CONFIG_FILE} is damaged: {name!r} is not an object")
-        # Arrays are opened when they are first read, since a converter reads them one after the other.
+        # Arrays are opened when they are first read, since a converter reads them one at a time.
         self._open, self._context = {}, None
 
     def model_config(self) -> ModelConfig:
-        """Reads the configuration as a `ModelConfig`.
-
-        Returns:
-            The configuration that `save_model` wrote.
-
-        Raises:
-            CheckpointError: the checkpoint holds something else.
-        """
+        """Reads the configuration as a `ModelConfig`."""
         return model_config(self.config, self.path)
 
     def read(self, name: str, index: Index) -> np.ndarray:
@@ -145,25 +127,11 @@ class CheckpointReader:
 
         Args:
             name: the flat name, such as "trunk/layer_0/attention/qkv".
-            index: the part, one slice per axis.
-
-        Returns:
-            The part as a numpy array.
         """
         return self._store(name)[index].read().result()
 
     def read_checked(self, name: str) -> np.ndarray:
-        """Reads an array whole and verifies its digest.
-
-        Args:
-            name: the flat name.
-
-        Returns:
-            The array.
-
-        Raises:
-            CheckpointError: it cannot be read, or is not what was saved.
-        """
+        """Reads an array whole and verifies its digest."""
         with self._reading(name):
             array = self.read(name, ())
         record = self.records[name]
@@ -171,23 +139,12 @@ class CheckpointReader:
         return array
 
     def place(self, name: str, sharding_of: Callable[[tuple[int, ...]], jax.sharding.Sharding]) -> jax.Array:
-        """Reads the parts of an array that this process's devices hold.
-
-        Args:
-            name: the flat name.
-            sharding_of: returns the sharding of an array of this shape.
-
-        Returns:
-            The array.
-
-        Raises:
-            CheckpointError: it cannot be read, or is not what was saved.
-        """
-        # An array that was written at once is one file, which is read at once: its digest is that of all elements.
+        """Reads the shards of an array that this process's devices hold."""
+        # An unchunked array is one file, which is read whole: its digest covers all elements.
         if "chunks" not in self.records[name]:
             array = self.read_checked(name)
             return read_parts(array.shape, sharding_of(array.shape), lambda cut: array[_slices(cut)])
-        # Of a chunked array, only the chunks with these parts are read. Their files have their own digests.
+        # Read only the chunks of these shards of a chunked array; each chunk's file has a digest.
         with self._reading(name):
             store = self._store(name)
         shape = tuple(store.shape)
@@ -212,7 +169,7 @@ class CheckpointReader:
 
     @contextlib.contextmanager
     def _reading(self, name: str) -> Iterator[None]:
-        """Turns TensorStore's errors, which are whatever its parsers meet, into `CheckpointError`."""
+        """Converts TensorStore's errors, of any kind, to `CheckpointError`."""
         try:
             yield
         except Exception as error:
@@ -247,18 +204,7 @@ def own_share() -> slice:
 
 
 def model_config(values: Any, path) -> ModelConfig:
-    """Builds a `ModelConfig` from the values in a checkpoint.
-
-    Args:
-        values: the configuration as plain values.
-        path: the checkpoint, for the message.
-
-    Returns:
-        The configuration.
-
-    Raises:
-        CheckpointError: `values` is not a model configuration.
-    """
+    """Builds a `ModelConfig` from the values in a checkpoint."""
     try:
         return ModelConfig.from_dict(values)
     except (TypeError, ValueError) as error:

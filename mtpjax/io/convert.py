@@ -1,7 +1,7 @@
-"""Converts whole checkpoints between Hugging Face's layout and ours, with only a few blocks in memory at once.
+"""Converts whole checkpoints between Hugging Face's layout and mtpjax's, with only a few blocks in memory at once.
 
-Converting a Hugging Face directory and back gives the same bytes in every file: our checkpoint keeps the small files,
-the headers of the safetensors files, and the tensors that are not parameters.
+Converting a Hugging Face directory and back gives the same bytes in every file: the mtpjax checkpoint keeps the small
+files, the headers of the safetensors files, and the tensors that are not parameters.
 """
 
 import contextlib
@@ -19,9 +19,9 @@ from conversion.files import CheckpointFiles
 from conversion.gguf_files import open_checkpoint
 from conversion.hf_config import parse_config
 from conversion.hf_config_write import edit_config
-from conversion.load_plan import LoadPlan, make_plan
+from conversion.load_plan import make_plan
 from conversion.names import param_specs, stored_layout, tied_copies
-from conversion.read_params import E4M3, Index, ScaleMap, read_as, read_scales, read_values, scale_spec
+from conversion.read_params import E4M3, ReadPart, ScaleMap
 from conversion.safetensors_header import TensorInfo, parse_header
 from conversion.shards import (
     Shard,
@@ -51,7 +51,6 @@ from mtpjax.io.new_directory import (
     write_generation_config,
 )
 from mtpjax.io.param_tree import unflatten
-from mtpjax.models.quantized import BlockScaled
 
 Progress = Callable[[int], Any]
 
@@ -73,7 +72,7 @@ def to_mtpjax(
         target: the checkpoint folder to write. It appears only when it is complete; an older checkpoint is replaced.
         dtype: dtype to cast the parameters to. `None` keeps those of the files; block-quantized fp8 stays fp8.
         model_type: the family to use instead of the one that `config.json` names.
-        allow_extra: keep unknown tensors outside of the language model, instead of raising an error.
+        allow_extra: keep unknown tensors outside the language model, instead of raising an error.
         strict: raise an error for infinite or NaN weights instead of a warning.
         progress: called with the number of bytes of each chunk that is converted.
 
@@ -85,10 +84,20 @@ def to_mtpjax(
     with open_checkpoint(source, strict=strict) as files:
         # Only headers are read here. Weights are read while the checkpoint is saved, a chunk at a time.
         plan = make_plan(files, dtype=dtype, model_type=model_type, allow_extra=allow_extra)
-        params = unflatten({path: _streamed_param(files, plan, path, progress) for path in plan.specs})
+
+        def stream(path: str, spec: ParamSpec, dtype: np.dtype, read: ReadPart) -> StreamedArray:
+            def part(index: tuple[slice, ...]) -> np.ndarray:
+                array = read(tuple((cut.start, cut.stop) for cut in index))
+                if progress:
+                    progress(array.nbytes)
+                return array
+
+            return StreamedArray(spec.shape, dtype, spec.chunks(dtype.itemsize), part)
+
+        params = unflatten({path: plan.make_param(files, path, stream) for path in plan.specs})
 
         def write_rest(folder: pathlib.Path) -> None:
-            # Keep what exporting the same bytes again needs: small files, headers, and tensors of other parts.
+            # Keep everything needed to export the same bytes: small files, headers, and tensors of other parts.
             (folder / HUGGINGFACE_FOLDER).mkdir()
             copy_files(folder / HUGGINGFACE_FOLDER, files.bytes_of, files.other_files())
             headers = {file: header[8:].decode() for file, header in files.headers.items()}
@@ -101,30 +110,6 @@ def to_mtpjax(
 
         checkpoint.save(target, plan.config.to_dict(), params, write_extra_files=write_rest)
         files.report()
-
-
-def _streamed_param(files: CheckpointFiles, plan: LoadPlan, path: str, progress: Progress | None):
-    """Makes a parameter that is read from the files chunk by chunk while it is saved."""
-    spec, dtype = plan.specs[path], plan.dtypes[path]
-
-    def stream(spec: ParamSpec, dtype: np.dtype, read: Callable[[Index], np.ndarray]) -> StreamedArray:
-        def part(index: tuple[slice, ...]) -> np.ndarray:
-            array = read(tuple((cut.start, cut.stop) for cut in index))
-            if progress:
-                progress(array.nbytes)
-            return array
-
-        return StreamedArray(spec.shape, dtype, spec.chunks(dtype.itemsize), part)
-
-    if dtype != E4M3:
-        return stream(spec, dtype, lambda index: read_as(files, plan.scales, spec, index, dtype))
-    # fp8 weights keep their values, and their scales become a second array.
-    values = stream(spec, dtype, lambda index: read_values(files, spec, index))
-    scales = stream(
-        scale_spec(spec, plan.scales), np.dtype(np.float32), lambda index: read_scales(files, plan.scales, spec, index)
-    )
-    parts: dict[str, Any] = {"values": values, "scales": scales}
-    return BlockScaled(**parts, axis=spec.in_axis, block=plan.scales.columns)
 
 
 def to_hugging_face(
@@ -158,8 +143,7 @@ def to_hugging_face(
             f"{model_type!r}"
         )
     original = converted or describe_directory(reader, config, model_type)
-    # Name the tensors as the original did: its layout, its experts stacked or separate, its copies of embedding and
-    # head.
+    # Name the tensors as the original did: its layout, experts stacked or separate, copies of embedding and head.
     parsed = {file: parse_header(header, file, source) for file, header in original.headers.items()}
     before = {tensor.name: tensor for found, _ in parsed.values() for tensor in found}
     # New files have the family's own names, and stack experts where transformers expects it.
@@ -169,13 +153,7 @@ def to_hugging_face(
         layout, has = module_layout(original.layout, config), functools.partial(_is_stacked, original.layout)
     specs = param_specs(config, layout, has)
     tied = {copy: name for copy, name in tied_copies(config, layout) if copy in before}
-    entries = _tensor_entries(reader, specs, dtype)
-    # A parameter of several dtypes has become float32, which holds the values of all: each tensor gets its dtype back,
-    # but fp8 does only where the checkpoint keeps its scales.
-    if dtype is None and original.keeps_dtypes:
-        kept = {name for path in reader.scaled for name in (piece.name for piece in specs[path].slices)}
-        names = [name for name in entries if name in before and (before[name].dtype != E4M3 or name in kept)]
-        entries |= {name: entries[name]._replace(dtype=before[name].dtype) for name in names}
+    entries = _tensor_entries(reader, specs, dtype, before if original.keeps_dtypes else {})
     entries |= {copy: entries[name]._replace(name=copy) for copy, name in tied.items()}
     scales = _original_scales(original, before, entries)
     # Tensors that are cast from fp8 lose their scales.
@@ -198,21 +176,19 @@ def to_hugging_face(
                 return assembler.blocks(entry)
 
             write_shards(folder, shards, blocks, progress)
-        # Copy the small files. Configuration and index are written anew if a header has changed.
-        is_changed = [shard.header for shard in shards] != list(original.headers.values())
-        rewritten = {"config.json", INDEX} if is_changed else set()
-        copy_kept_files(reader, folder, rewritten)
-        if is_changed:
+        # Copy the small files. Configuration and index are rewritten if a header has changed.
+        content = None
+        if [shard.header for shard in shards] != list(original.headers.values()):
             dtypes = {str(entry.dtype) for entry in entries.values()}
-            has_fp8 = any(entries[name].dtype == E4M3 for name in scales.names)
-            content = edit_config(
-                original.content, layout, dtypes=dtypes, drop_quantization=bool(dropped) and not has_fp8
-            )
+            is_dropped = bool(dropped) and all(entries[name].dtype != E4M3 for name in scales.names)
+            content = edit_config(original.content, layout, dtypes=dtypes, drop_quantization=is_dropped)
+        copy_kept_files(reader, folder, {"config.json", INDEX} if content else set())
+        if content:
             (folder / "config.json").write_text(json.dumps(content, indent=2) + "\n")
             write_index(folder, shards)
             if converted is None:
                 write_generation_config(folder, content)
-        # Training's record of its acceptance goes along, so that `check_acceptance` works on the export.
+        # Include training's acceptance record, so that `check_acceptance` works on the export.
         if (record := reader.metadata.get("self_check")) is not None:
             (folder / SELF_CHECK_FILE).write_text(json.dumps(record) + "\n")
 
@@ -238,7 +214,7 @@ def _rebuild_shard(
     entries: dict[str, TensorEntry],
     dropped: set[str],
 ) -> Shard:
-    """Makes a file again: under the same header if its tensors have not changed, otherwise under a new one."""
+    """Rebuilds a file, with the same header if its tensors have not changed, otherwise with a new one."""
     # Tensors of other parts have no entry and stay as they were.
     wanted = [entries.get(tensor.name, entry_of(tensor)) for tensor in found if tensor.name not in dropped]
     if wanted == [entry_of(tensor) for tensor in found]:
@@ -256,8 +232,10 @@ def _other_tensors(reader: CheckpointReader) -> Iterator[CheckpointFiles | None]
         yield files
 
 
-def _tensor_entries(reader: CheckpointReader, specs: dict[str, ParamSpec], dtype) -> dict[str, TensorEntry]:
-    """Lists the tensors of all parameters, in `dtype` or the dtype that they are stored in."""
+def _tensor_entries(
+    reader: CheckpointReader, specs: dict[str, ParamSpec], dtype, before: dict[str, TensorInfo]
+) -> dict[str, TensorEntry]:
+    """Lists the tensors of all parameters, in `dtype`, or that of the original tensor, or of the stored array."""
     entries = {}
     for path, spec in specs.items():
         # A quantized parameter is stored as two arrays, of which the values have its shape.
@@ -266,4 +244,10 @@ def _tensor_entries(reader: CheckpointReader, specs: dict[str, ParamSpec], dtype
             raise CheckpointFileError(f"{reader.path} has no array {path} of shape {spec.shape}")
         kind = np.dtype(record["dtype"] if dtype is None else dtype)
         entries |= {piece.name: TensorEntry(piece.name, kind, piece.shape) for piece in spec.slices}
+    # A parameter of several dtypes has become float32, which represents all values: each tensor gets its dtype back,
+    # but fp8 only if the checkpoint keeps its scales.
+    if dtype is None:
+        kept = {piece.name for path in reader.scaled for piece in specs[path].slices}
+        names = [name for name in entries if name in before and (before[name].dtype != E4M3 or name in kept)]
+        entries |= {name: entries[name]._replace(dtype=before[name].dtype) for name in names}
     return entries

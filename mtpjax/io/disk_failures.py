@@ -1,4 +1,4 @@
-"""A full or failing disk while arrays are written: one `OSError`, before the first byte where that can be known."""
+"""Reports a full or failing disk while arrays are written as one `OSError`, before the first byte if possible."""
 
 import contextlib
 import errno
@@ -19,15 +19,7 @@ QUIET_ATTEMPTS = 25  # with 0.2 s between two
 
 
 def check_space(folder: pathlib.Path, arrays: Mapping[str, Any]) -> None:
-    """Checks that arrays fit on the disk, before the first of them is written.
-
-    Args:
-        folder: an existing folder on that disk.
-        arrays: numpy arrays and `StreamedArray`s by name.
-
-    Raises:
-        OSError: they need more bytes than are free; the message has both numbers.
-    """
+    """Checks that arrays fit on the disk, before the first of them is written."""
     space = os.statvfs(folder)
     blocks = 0
     for array in arrays.values():
@@ -42,15 +34,9 @@ def check_space(folder: pathlib.Path, arrays: Mapping[str, Any]) -> None:
 
 @contextlib.contextmanager
 def one_line_failures(folder: pathlib.Path) -> Iterator[None]:
-    """Turns write failures of Orbax and TensorStore into one `OSError`.
+    """Converts write failures of Orbax and TensorStore to one `OSError`.
 
     Both also report failures from their threads and event loops, as tracebacks on stderr, until these have ended.
-
-    Args:
-        folder: the folder that they write, inside an unfinished checkpoint.
-
-    Raises:
-        OSError: writing failed. No thread writes any more.
     """
     log, hook = logging.getLogger("absl"), sys.unraisablehook
     level = log.level
@@ -70,7 +56,7 @@ def one_line_failures(folder: pathlib.Path) -> Iterator[None]:
 
 
 def _wait_until_quiet(folder: pathlib.Path) -> None:
-    """Waits until running writes have ended: until two looks in a row find the same files."""
+    """Waits until running writes have ended: until two checks in a row find the same files."""
     before: set[pathlib.Path] | None = None
     for _ in range(QUIET_ATTEMPTS):
         found = set(folder.parent.rglob("*"))
@@ -78,4 +64,4 @@ def _wait_until_quiet(folder: pathlib.Path) -> None:
             break
         before = found
         time.sleep(0.2)
-    gc.collect()  # tasks and futures report an exception that nobody asked for when they are collected
+    gc.collect()  # tasks and futures report unretrieved exceptions when they are collected

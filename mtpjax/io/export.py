@@ -20,19 +20,14 @@ def export_mtp(source, target, *, model_type: str | None = None, progress: Calla
         source: a full Hugging Face checkpoint, an mtpjax checkpoint, or a run folder that holds one.
         target: the folder to write. It appears only when it is complete; an older export is replaced.
         model_type: the family to use instead of the one that the checkpoint names.
-        progress: called with the number of bytes of each block that is written.
-
-    Returns:
-        The number of modules.
 
     Raises:
-        CheckpointError: the checkpoint has no MTP modules, or is damaged.
         FileExistsError: `target` is neither empty nor an export.
     """
     path, target = find_checkpoint(source), pathlib.Path(target).resolve()
     if not is_checkpoint(path):
         return exports.export_mtp(source, target, model_type=model_type, progress=progress)
-    # Name the tensors as the family does, then take out the modules.
+    # Name the tensors as the family does, then extract the modules.
     target.parent.mkdir(parents=True, exist_ok=True)
     with tempfile.TemporaryDirectory(dir=target.parent, prefix=".tmp-") as folder:
         to_hugging_face(path, pathlib.Path(folder) / "full", model_type=model_type, progress=progress)

@@ -1,4 +1,4 @@
-"""Files of a Hugging Face directory that an mtpjax checkpoint keeps beside its parameters. Imports no JAX.
+"""Files of a Hugging Face directory that an mtpjax checkpoint keeps. Imports no JAX.
 
 huggingface/              config.json, tokenizer and other small files, byte for byte
 huggingface.json          model type and the headers of the safetensors files, so that export can repeat them
@@ -23,15 +23,10 @@ def read_small_file(path, name: str, *, max_bytes: int = MAX_TOKENIZER_BYTES) ->
     A directory whose tokenizer is a `tiktoken.model` has the equivalent `tokenizer.json`.
 
     Args:
-        path: a Hugging Face directory or a GGUF file.
-        name: the file's name.
         max_bytes: the largest size in bytes that is accepted.
 
     Returns:
         The content, or `None` if there is no such file.
-
-    Raises:
-        CheckpointError: the file is unsafe, too large, or the GGUF file is damaged.
     """
     path = pathlib.Path(path)
     if not is_gguf(path):
@@ -44,14 +39,7 @@ def read_small_file(path, name: str, *, max_bytes: int = MAX_TOKENIZER_BYTES) ->
 
 
 def has_tokenizer(path) -> bool:
-    """Returns whether a Hugging Face directory or a GGUF file has a tokenizer.
-
-    Args:
-        path: the directory or file.
-
-    Returns:
-        True if there is a `tokenizer.json` or a `tiktoken.model`, or the GGUF file holds a tokenizer.
-    """
+    """Returns whether a Hugging Face directory or a GGUF file has a tokenizer."""
     path = pathlib.Path(path)
     if is_gguf(path):
         return read_small_file(path, "tokenizer.json") is not None
@@ -67,9 +55,6 @@ def huggingface_folder(path) -> pathlib.Path:
 
     Returns:
         The `huggingface/` folder of an mtpjax checkpoint, if it has one; otherwise `path` itself.
-
-    Raises:
-        CheckpointError: the path does not exist, or a repository cannot be downloaded.
     """
     path = checkpoint_of_run(resolve(path, weights=False))
     # Converting keeps the original's small files in this folder.
@@ -97,14 +82,7 @@ def read_kept_config(path) -> bytes | None:
 def read_vocab_size(path) -> int | None:
     """Reads the size of a model's vocabulary.
 
-    Args:
-        path: as for `huggingface_folder`.
-
-    Returns:
-        V; None if no `config.json` says it.
-
-    Raises:
-        CheckpointError: the path does not exist, or a repository cannot be downloaded.
+    Returns V; None if no `config.json` has it.
     """
     found = checkpoint_of_run(resolve(path, weights=False))
     own = read_config(found)

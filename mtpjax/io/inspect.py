@@ -12,7 +12,6 @@ import jax
 import numpy as np
 
 from conversion.families import Layout
-from conversion.files import CheckpointFiles
 from conversion.gguf_files import GGUFFiles, open_checkpoint
 from conversion.load_plan import LoadPlan, inspect_files
 from conversion.names import param_specs
@@ -49,9 +48,6 @@ def inspect(path, *, mesh: dict[str, int] | None = None, model_type: str | None 
         number of trunk layers by kind of attention, and numbers and bytes of the parameters. Also the sizes that the
         mesh does not divide, of which devices hold copies; "problems", the first of which loading raises; and "notes",
         what loading warns of.
-
-    Raises:
-        CheckpointError: the checkpoint is damaged or not supported. Problems with its tensors raise no error.
     """
     found = find_checkpoint(path)
     # Read the description of either format; `config` and `sizes` are intermediate values, the rest is reported.
@@ -79,12 +75,6 @@ def stored_params(path, *, model_type: str | None = None) -> tuple[ModelConfig, 
     Args:
         path: the checkpoint, or a run folder that holds one.
         model_type: the family to use instead of the one that `config.json` names.
-
-    Returns:
-        The configuration, and a tree of `jax.ShapeDtypeStruct`, with `BlockScaled` for fp8 blocks.
-
-    Raises:
-        CheckpointError: the checkpoint is damaged or not supported.
     """
     found = find_checkpoint(path)
     facts = _inspect_mtpjax(found) if is_checkpoint(found) else _inspect_hugging_face(path, model_type)
@@ -102,13 +92,9 @@ def stored_params(path, *, model_type: str | None = None) -> tuple[ModelConfig, 
 def count_attention_kinds(config: ModelConfig) -> dict[str, int]:
     """Counts the trunk's layers by kind of attention.
 
-    Args:
-        config: the model's configuration.
-
-    Returns:
-        Numbers of layers: "full_attention" (grouped-query), "sliding_attention" (the same within a window),
-        "linear_attention" (gated delta rule), "latent_attention" (multi-head latent), and "sparse_latent_attention"
-        (latent, with an indexer).
+    Returns numbers of layers: "full_attention" (grouped-query), "sliding_attention" (the same within a window),
+    "linear_attention" (gated delta rule), "latent_attention" (multi-head latent), and "sparse_latent_attention"
+    (latent, with an indexer).
     """
     kinds = (
         "sliding_attention"
@@ -122,13 +108,9 @@ def count_attention_kinds(config: ModelConfig) -> dict[str, int]:
 def count_parameters(config: ModelConfig) -> dict[str, int]:
     """Counts a model's parameters.
 
-    Args:
-        config: the model's configuration.
-
-    Returns:
-        "trunk" (with embedding and head) and "mtp" (the MTP modules); "active" and "mtp_active" are those that take
-        part in a matrix product for each token: `num_experts_per_tok` of the routed experts, and the embedding only if
-        it is the head too.
+    Returns "trunk" (with embedding and head) and "mtp" (the MTP modules); "active" and "mtp_active" are those that take
+    part in a matrix product for each token: `num_experts_per_tok` of the routed experts, and the embedding only if it
+    is the head too.
     """
     counts = collections.Counter(trunk=0, mtp=0, active=0, mtp_active=0)
     # Any family's layout gives the same parameters, so the plain one serves for all.
@@ -147,14 +129,7 @@ def count_parameters(config: ModelConfig) -> dict[str, int]:
 
 
 def format_lines(facts: dict[str, Any]) -> list[str]:
-    """Formats what `inspect` returned as a table of 80 columns. Paths and names stay whole, even if they are longer.
-
-    Args:
-        facts: the description.
-
-    Returns:
-        The table's lines.
-    """
+    """Formats what `inspect` returned as a table of 80 columns. Paths and names stay whole, even if they are longer."""
     config, parameters = facts["configuration"], facts["parameters"]
     # Summarize attention kinds and experts.
     experts = (
@@ -195,14 +170,14 @@ def format_lines(facts: dict[str, Any]) -> list[str]:
     rows += [("copies", problem) for problem in facts["copies"]]
     rows += [("note", note) for note in facts["notes"]]
     rows += [("not loadable", problem) for problem in facts["problems"][:4]]
-    # List what differs from a plain, complete checkpoint, with a few names of each.
+    # List differences from a plain, complete checkpoint, with a few names of each.
     for name in ("tied", "other", "missing", "extra"):
         found = facts[name]
         if found:
             rows.append((f"{name} tensors", f"{len(found)}: {', '.join(found[:4])}{', …' if len(found) > 4 else ''}"))
     if not facts["problems"]:
         rows.append(("complete", "no tensor is missing, none is unknown"))
-    # Continue long values below their beginning.
+    # Continue long values below their start.
     fill = textwrap.TextWrapper(
         width=LINE_WIDTH, subsequent_indent=" " * (NAME_WIDTH + 1), break_long_words=False, break_on_hyphens=False
     )
@@ -226,6 +201,9 @@ def _inspect_hugging_face(path, model_type: str | None) -> dict[str, Any]:
         plan = inspect_files(files, model_type=model_type)
         stored_types = files.stored_types() if isinstance(files, GGUFFiles) else {}
         quantized = [name for name in stored_types if name not in UNQUANTIZED]
+        # List unusual properties of a checkpoint that loads.
+        notes = [plan.mixed] if plan.mixed else []
+        notes += [f"files that are not read: {', '.join(files.unread)}"] if files.unread else []
         quantization = {"quant_method": "gguf", "types": quantized} if quantized else None
         return {
             "path": str(path),
@@ -237,13 +215,9 @@ def _inspect_hugging_face(path, model_type: str | None) -> dict[str, Any]:
             "shards": dict(files.sizes),
             "tensors": len(files.tensors),
             "bytes": sum(files.sizes.values()),
-            "missing": list(plan.missing),
-            "extra": list(plan.extra),
-            "tied": list(plan.tied),
-            "other": list(plan.other),
+            **{name: list(getattr(plan, name)) for name in ("missing", "extra", "tied", "other", "problems")},
             "unread": list(files.unread),
-            "notes": _notes(files, plan),
-            "problems": list(plan.problems),
+            "notes": notes,
             "config": plan.config,
             "sizes": dict(_param_sizes(plan)),
             "scaled": {
@@ -252,14 +226,6 @@ def _inspect_hugging_face(path, model_type: str | None) -> dict[str, Any]:
                 if plan.dtypes[path] == E4M3
             },
         }
-
-
-def _notes(files: CheckpointFiles, plan: LoadPlan) -> list[str]:
-    """Lists what is unusual about a checkpoint that loads."""
-    notes = [plan.mixed] if plan.mixed else []
-    if files.unread:
-        notes.append(f"files that are not read: {', '.join(files.unread)}")
-    return notes
 
 
 def _param_sizes(plan: LoadPlan):
@@ -285,13 +251,7 @@ def _inspect_mtpjax(path: pathlib.Path) -> dict[str, Any]:
         "shards": {name: (path / name).stat().st_size for name in stored.files},
         "tensors": len(sizes),
         "bytes": sum((path / name).stat().st_size for name in stored.files),
-        "missing": [],
-        "extra": [],
-        "tied": [],
-        "other": [],
-        "unread": [],
-        "notes": [],
-        "problems": [],
+        **{name: [] for name in ("missing", "extra", "tied", "other", "unread", "notes", "problems")},
         "config": config,
         "sizes": sizes,
         "scaled": stored.scaled,

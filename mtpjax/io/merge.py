@@ -59,16 +59,15 @@ def _module_tensors(reader: CheckpointReader, plan: LoadPlan, base) -> ModuleTen
     config = reader.model_config()
     if not config.num_mtp_modules:
         raise CheckpointFileError(f"{reader.path} has no MTP modules")
-    # The trunk must be the base's. The comparison leaves out fields that modules may change, and those that the
-    # tokenizer sets.
-    own = ("num_mtp_modules", "mtp_own_embedding", "mtp_own_head", "num_tokens")
-    expected = dataclasses.replace(plan.config, **{name: getattr(config, name) for name in own})
+    # The trunk must be that of the base. Fields that modules may change, or that the tokenizer sets, are not compared.
+    ignored = ("num_mtp_modules", "mtp_own_embedding", "mtp_own_head", "num_tokens")
+    expected = dataclasses.replace(plan.config, **{name: getattr(config, name) for name in ignored})
     differing = [key for key, value in expected.to_dict().items() if config.to_dict()[key] != value]
     if differing and set(differing) <= {"zero_centred_norm", "mtp_norm_differs"}:
         require_same_norms(reader.path, config.of_modules.zero_centred_norm, base, plan.config)
     if differing:
         raise CheckpointFileError(f"{reader.path} is another model: it differs in {', '.join(differing)}")
-    # Name the tensors as the base names its own: its layout, and its experts stacked or separate.
+    # Name the tensors as the base does: its layout, and its experts stacked or separate.
     stored_names = {piece.name for spec in plan.specs.values() for piece in spec.slices}
     specs = {
         path: spec

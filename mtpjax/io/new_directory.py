@@ -1,4 +1,4 @@
-"""The files beside the weights of a Hugging Face directory, when a checkpoint is written as one."""
+"""The files other than weights of a Hugging Face directory that is written from a checkpoint."""
 
 import dataclasses
 import json
@@ -28,7 +28,7 @@ class OriginalDirectory(NamedTuple):
     model_type: str
     content: dict[str, Any]  # of config.json
     headers: dict[str, bytes]  # by file; empty if the checkpoint was not converted
-    keeps_dtypes: bool = False  # the conversion cast nothing on request
+    keeps_dtypes: bool = False  # the conversion did not cast the weights
 
     @property
     def layout(self) -> Layout:
@@ -37,16 +37,9 @@ class OriginalDirectory(NamedTuple):
 
 
 def read_original(reader: CheckpointReader) -> OriginalDirectory | None:
-    """Reads what a checkpoint keeps of the Hugging Face directory that it was converted from.
+    """Reads the kept parts of the Hugging Face directory that a checkpoint was converted from.
 
-    Args:
-        reader: the checkpoint.
-
-    Returns:
-        The directory; None if the checkpoint was not converted from one.
-
-    Raises:
-        CheckpointFileError: the record is damaged, or names files that are not in one folder.
+    Returns the directory; None if the checkpoint was not converted from one.
     """
     if HEADERS_FILE not in reader.files:
         return None
@@ -60,7 +53,7 @@ def read_original(reader: CheckpointReader) -> OriginalDirectory | None:
             raise CheckpointFileError(
                 f"{reader.path / HEADERS_FILE} names {file!r}, which is not a safetensors file of one folder"
             )
-    # A header begins with its length, 8 bytes little-endian.
+    # A header starts with its length, 8 bytes little-endian.
     encoded = {file: text.encode() for file, text in headers.items()}
     content = _parse(
         read_kept(reader.path, f"{HUGGINGFACE_FOLDER}/config.json"), reader.path / HUGGINGFACE_FOLDER / "config.json"
@@ -75,40 +68,27 @@ def describe_directory(reader: CheckpointReader, config: ModelConfig, model_type
     A model that was trained from a Hugging Face checkpoint keeps its family and its configuration's other keys.
 
     Args:
-        reader: the checkpoint.
-        config: its model.
-        model_type: the family to use; None: that of the checkpoint that training began from, else the first that fits.
-
-    Returns:
-        The directory, without headers.
-
-    Raises:
-        ConfigError: no family, or not `model_type`, can describe the model.
+        model_type: the family to use; None: that of the checkpoint that training started from, else the first that
+            fits.
     """
-    begun = _begun_from(reader)
-    if begun is not None and model_type in (None, begun["model_type"]):
+    initial = _initial_config(reader)
+    if initial is not None and model_type in (None, initial["model_type"]):
         # The original's keys hold for the new weights if they describe the same trunk.
-        if not set(differing_fields(parse_config(begun).model, config)) - {"num_mtp_modules"}:
-            begun = edit_config(begun, FAMILIES[begun["model_type"]].layout, num_mtp_modules=config.num_mtp_modules)
-            return OriginalDirectory(begun["model_type"], begun, {})
+        if not set(differing_fields(parse_config(initial).model, config)) - {"num_mtp_modules"}:
+            initial = edit_config(
+                initial, FAMILIES[initial["model_type"]].layout, num_mtp_modules=config.num_mtp_modules
+            )
+            return OriginalDirectory(initial["model_type"], initial, {})
         try:
-            return OriginalDirectory(*describe_config(config, begun["model_type"]), {})
+            return OriginalDirectory(*describe_config(config, initial["model_type"]), {})
         except ConfigError as error:
-            log.warning("the model is no longer of model_type %s: %s", begun["model_type"], error)
+            log.warning("the model is no longer of model_type %s: %s", initial["model_type"], error)
     made, values = describe_config(config, model_type)
     return OriginalDirectory(made, values | _token_ids(reader), {})
 
 
 def module_layout(layout: Layout, config: ModelConfig) -> Layout:
-    """Returns the layout of a new directory: several modules that share nothing need separate names.
-
-    Args:
-        layout: the family's layout.
-        config: the model.
-
-    Returns:
-        The layout.
-    """
+    """Returns the layout of a new directory: several modules that share nothing need separate names."""
     is_shared = layout.mtp == "mtp" and config.num_mtp_modules > 1
     return dataclasses.replace(layout, mtp="mtp_each") if is_shared else layout
 
@@ -117,12 +97,7 @@ def copy_kept_files(reader: CheckpointReader, folder: pathlib.Path, without: set
     """Copies the small files that a checkpoint keeps: tokenizer, chat template, generation settings.
 
     Args:
-        reader: the checkpoint.
-        folder: where to write them.
         without: names of files to leave out.
-
-    Raises:
-        CheckpointFileError: a file cannot be opened safely.
     """
     for file in sorted(reader.files):
         # Only files whose digests were verified, and only those directly in the folder, or chat templates.
@@ -137,12 +112,7 @@ def copy_kept_files(reader: CheckpointReader, folder: pathlib.Path, without: set
 
 
 def write_generation_config(folder: pathlib.Path, content: dict[str, Any]) -> None:
-    """Writes `generation_config.json` from the special tokens of `config.json`, unless the file is there.
-
-    Args:
-        folder: the unfinished directory.
-        content: of `config.json`.
-    """
+    """Writes `generation_config.json` from the special tokens of `config.json`, unless the file is there."""
     if (folder / GENERATION_CONFIG).exists():
         return
     names = ("bos_token_id", "eos_token_id", "pad_token_id")
@@ -150,13 +120,13 @@ def write_generation_config(folder: pathlib.Path, content: dict[str, Any]) -> No
     (folder / GENERATION_CONFIG).write_text(json.dumps({"_from_model_config": True, **values}, indent=2) + "\n")
 
 
-def _begun_from(reader: CheckpointReader) -> dict[str, Any] | None:
-    """Returns the `config.json` of the checkpoint that training began from, as that of a text model."""
+def _initial_config(reader: CheckpointReader) -> dict[str, Any] | None:
+    """Returns the `config.json` of the checkpoint that training started from, as that of a text model."""
     if f"{HUGGINGFACE_FOLDER}/config.json" not in reader.files:
         return None
     file = f"{HUGGINGFACE_FOLDER}/config.json"
     values = _parse(read_kept(reader.path, file), reader.path / file)
-    # A multimodal model was trained as text alone, so its text section describes what there is.
+    # A multimodal model was trained as a text model, so only its text section applies.
     if isinstance(values.get("text_config"), dict):
         model_type = f"{values.get('model_type')}_text"
         outer = {key: values[key] for key in ("dtype", "torch_dtype") if key in values}
@@ -170,7 +140,7 @@ def _begun_from(reader: CheckpointReader) -> dict[str, Any] | None:
 
 
 def _token_ids(reader: CheckpointReader) -> dict[str, Any]:
-    """Returns the end token of the checkpoint's tokenizer: byte 0 of the byte tokenizer, or what its files say."""
+    """Returns the end token of the checkpoint's tokenizer: byte 0 of the byte tokenizer, or that in its files."""
     file = f"{HUGGINGFACE_FOLDER}/{GENERATION_CONFIG}"
     if file in reader.files:
         values = _parse(read_kept(reader.path, file), reader.path / file)

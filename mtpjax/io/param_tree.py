@@ -30,13 +30,9 @@ def flatten(tree: Any, prefix: str = "") -> dict[str, Any]:
 
     Args:
         tree: nested dicts whose keys are non-empty strings without "/" and ".".
-        prefix: put in front of every name.
 
     Returns:
         The leaves by name. An empty dict below the root is a leaf.
-
-    Raises:
-        ValueError: `tree` is not a dict, or has a key that cannot be stored.
     """
     if not isinstance(tree, Mapping):
         raise ValueError(f"params must be nested dicts of arrays, not {type(tree).__name__}")
@@ -61,14 +57,10 @@ def flatten_arrays(params: Any) -> dict[str, np.ndarray | jax.Array | StreamedAr
 
     Returns:
         Arrays of this process and streamed arrays by flat name. Arrays that a mesh splits are streamed.
-
-    Raises:
-        ValueError: `params` is empty, or a leaf is not such an array, has no elements, or has a dtype that JAX cannot
-            hold.
     """
     arrays = {}
     for name, leaf in flatten(params).items():
-        # PRNG keys are arrays too, but their bits mean nothing without their implementation.
+        # PRNG keys are arrays too, but their bits are meaningless without their implementation.
         is_array = isinstance(leaf, (jax.Array, np.ndarray, StreamedArray))
         if not is_array or jnp.issubdtype(leaf.dtype, jax.dtypes.prng_key):
             raise ValueError(f"params[{name!r}] is a {type(leaf).__name__}; a checkpoint holds jax or numpy arrays")
@@ -90,12 +82,8 @@ def flatten_arrays(params: Any) -> dict[str, np.ndarray | jax.Array | StreamedAr
 def split_scaled(params: Any) -> tuple[Any, dict[str, list[int]]]:
     """Replaces quantized leaves by plain arrays, which is the form that is stored.
 
-    Args:
-        params: nested dicts that may hold `BlockScaled` leaves.
-
-    Returns:
-        `(params, scaled)`: the tree with `{"values": ..., "scales": ...}` in place of each `BlockScaled`, and
-        `[axis, block]` of each by flat name.
+    Returns `(params, scaled)`: the tree with `{"values": ..., "scales": ...}` instead of each `BlockScaled`, and
+    `[axis, block]` of each by flat name.
     """
     scaled = {}
 
@@ -112,11 +100,7 @@ def join_scaled(params: dict[str, Any], scaled: Mapping[str, list[int]]) -> dict
     """Rebuilds the quantized leaves that `split_scaled` took apart, in place.
 
     Args:
-        params: nested dicts of arrays.
         scaled: `[axis, block]` by flat name.
-
-    Returns:
-        `params`.
     """
     for name, (axis, block) in scaled.items():
         # Walk to the dict that holds the parameter, and replace its two arrays.

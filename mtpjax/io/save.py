@@ -25,8 +25,8 @@ def save(
 ) -> None:
     """Saves a model as a checkpoint, which `mtpjax.load` and every command read.
 
-    The folder appears only once it is complete, and an older checkpoint at `path` is replaced then. All processes of a
-    run must call it; of parameters that a mesh splits, each writes the parts that its devices hold.
+    The folder appears only once it is complete, and then replaces an older checkpoint at `path`. All processes of a run
+    must call it; each writes its devices' shards of sharded parameters.
 
     Args:
         path: the folder to write; missing parents are made.
@@ -34,7 +34,7 @@ def save(
         params: its parameters: those of `init_params`, `load`, or a `TrainState`. Stacked trunk layers of a model with
             `scan_layers` are saved unstacked, as decoding needs them.
         tokenizer: a folder with a `tokenizer.json`, or a tokenizer that can write one: of this package, or of
-            transformers. None: a model with 256 tokens reads bytes; another has no tokenizer.
+            transformers. None: a model with 256 tokens reads bytes; others have no tokenizer.
         metadata: further JSON values to keep, such as the number of steps.
 
     Returns:
@@ -71,7 +71,7 @@ def save(
 
 
 class _TokenizerWriter:
-    """Writes the files of a tokenizer, wherever it comes from, and checks them."""
+    """Writes the files of any tokenizer, and checks them."""
 
     def __init__(self, tokenizer: Any, vocab_size: int):
         self.tokenizer, self.vocab_size, self.folder = tokenizer, vocab_size, None

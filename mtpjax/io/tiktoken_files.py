@@ -1,7 +1,7 @@
 """Writes a `tiktoken.model` as the `tokenizer.json` of the tokenizers package.
 
-A `tiktoken.model` lists tokens and their ranks alone. The pattern that splits a text into words is in Python code
-beside it, which is not run; the patterns of known classes are here.
+A `tiktoken.model` lists only tokens and their ranks. The pattern that splits a text into words is in separate Python
+code, which is not run; the patterns of known classes are here.
 """
 
 import base64
@@ -38,15 +38,7 @@ PATTERNS = {"TikTokenTokenizer": _KIMI}  # by `tokenizer_class`; Kimi-K2 and lat
 def tokenizer_json(folder: pathlib.Path) -> bytes | None:
     """Writes the tokenizer of a directory that has a `tiktoken.model`.
 
-    Args:
-        folder: a Hugging Face directory.
-
-    Returns:
-        The content of a `tokenizer.json`; None if there is no `tiktoken.model`.
-
-    Raises:
-        TokenizerError: the file is damaged, or its tokenizer is of an unknown class.
-        UnsafeFileError: a file is unsafe or too large.
+    Returns the content of a `tokenizer.json`; None if there is no `tiktoken.model`.
     """
     ranks = read_inside(folder, TIKTOKEN_FILE, max_bytes=MAX_BYTES)
     if ranks is None:
@@ -123,7 +115,7 @@ def _parse_ranks(content: bytes, path: str) -> dict[bytes, int]:
         ranks[token] = rank
     if len(set(ranks.values())) < len(ranks):
         raise TokenizerError(f"{path}: {len(ranks)} tokens share {len(set(ranks.values()))} ranks")
-    # A text with a byte that is no token could not be encoded.
+    # A text with a byte that is not a token could not be encoded.
     missing = [byte for byte in range(256) if bytes([byte]) not in ranks]
     if missing:
         raise TokenizerError(f"{path}: {len(missing)} of the 256 bytes are no tokens, the first is {missing[0]:#04x}")
@@ -133,8 +125,8 @@ def _parse_ranks(content: bytes, path: str) -> dict[bytes, int]:
 def _merges(ranks: dict[bytes, int]) -> list[tuple[bytes, bytes]]:
     """Lists pairs of tokens that merge into a token, in the order of that token's rank.
 
-    tiktoken merges the neighbours whose joint bytes have the lowest rank, however these are split. So every split of a
-    token into two others is a merge.
+    tiktoken merges the neighbours whose joint bytes have the lowest rank, regardless of their split. So every split of
+    a token into two tokens is a merge.
     """
     merges = []
     for token in sorted(ranks, key=ranks.__getitem__):

@@ -1,9 +1,9 @@
 """The KV cache of a stack of layers: append, then commit.
 
-Each layer has one array per kind of entry. A pass appends its entries from slot `length` on and leaves `length` as it
-is. Committing a chain moves `length`, because the accepted entries are already in place; slots from `length` on hold
-garbage. A recurrent layer has a state instead. Between append and commit it holds the effect of each new token, and
-committing applies the effects of the accepted ones.
+Each layer has one array per kind of entry. A pass appends its entries from slot `length` on and does not change
+`length`. Committing a chain moves `length`, because the accepted entries are already in place; slots from `length` on
+hold garbage. A recurrent layer has a state instead. Between append and commit it holds the effect of each new token,
+and committing applies the effects of the accepted ones.
 """
 
 from collections.abc import Iterable
@@ -41,7 +41,6 @@ def empty_cache(
     """Makes a zero-filled cache.
 
     Args:
-        config: the model's config.
         kinds: kind of each layer: `config.trunk_kinds`, or `(config.mtp_kind,)` for an MTP module.
         batch: rows, B.
         capacity: slots, S.
@@ -49,9 +48,6 @@ def empty_cache(
             float32.
         kv_dtype: dtype of keys, values and latents; None: `dtype`.
         pool: number of pages and positions per page, of attention layers in pages; None: contiguous rows.
-
-    Returns:
-        The cache, with no committed slot.
     """
     kv_dtype = kv_dtype or dtype
     layers = []
@@ -94,7 +90,7 @@ def take_rows(cache: Cache, rows: jax.Array) -> Cache:
     def take(leaf: jax.Array) -> jax.Array:
         return jnp.take(leaf, rows, axis=0, mode="clip")
 
-    # A pool belongs to all rows: their pages say which entries are theirs.
+    # All rows share a pool; their pages determine which entries are theirs.
     layers = tuple(
         entries if _is_pool(cache, kind) else jax.tree.map(take, entries)
         for kind, entries in zip(cache.kinds, cache.layers, strict=True)
@@ -122,7 +118,7 @@ def pool_arrays(cache: Cache) -> list[jax.Array]:
 
 
 def replace_pool_arrays(cache: Cache, pools: Iterable[jax.Array]) -> Cache:
-    """Replaces the pools of a cache by others, in the order of `pool_arrays`."""
+    """Replaces the pools of a cache, in the order of `pool_arrays`."""
     rest = iter(pools)
     layers = tuple(
         jax.tree.map(lambda _: next(rest), entries) if _is_pool(cache, kind) else entries
@@ -138,7 +134,7 @@ def recurrent_entries(cache: Cache) -> tuple[Entries, ...]:
 
 
 def replace_recurrent_entries(cache: Cache, states: Iterable[Entries]) -> Cache:
-    """Replaces the states of a cache's recurrent layers by others, in the order of `recurrent_entries`."""
+    """Replaces the states of a cache's recurrent layers, in the order of `recurrent_entries`."""
     rest = iter(states)
     layers = tuple(
         next(rest) if ATTENTION_KINDS[kind.attention].is_recurrent else entries
@@ -157,22 +153,17 @@ def _is_pool(cache: Cache, kind: LayerKind) -> bool:
 
 
 def gather_path(cache: Cache, start: jax.Array, path: jax.Array, width: int, pages: Pages | None = None) -> Cache:
-    """Moves the accepted entries of a draft tree side by side: slot `start + path[:, j]` moves to `start + j`.
+    """Moves the accepted entries of a draft tree to adjacent slots: slot `start + path[:, j]` moves to `start + j`.
 
     Args:
-        cache: a cache of attention layers.
         start: `[B]` int32 first slot of the tree.
         path: `[B, J]` int32 places of the accepted nodes within the tree, in rising order.
         width: slots of the tree.
-        pages: the rows' pages, for a cache in pages.
-
-    Returns:
-        The cache; its length does not change.
     """
 
     def move(kept: jax.Array) -> jax.Array:
         axis = kept.ndim - 2
-        # Read the whole tree first: an entry may move to a slot that another one still has to leave.
+        # Read the whole tree first: an entry may move to a slot whose entry must itself move.
         tree = read_slots(kept, start, width, pages)
         place = jnp.expand_dims(path, tuple(other for other in range(1, kept.ndim) if other != axis))
         return write_slots(kept, jnp.take_along_axis(tree, place, axis=axis), start, pages)

@@ -2,33 +2,15 @@
 
 import dataclasses
 import functools
-import math
 from typing import Any, Literal, NamedTuple, get_args
 
 from mtpjax.field_types import check_scalar_fields
-from mtpjax.messages import did_you_mean
+from mtpjax.messages import did_you_mean, require, require_divisible
+from mtpjax.models.config_checks import check_layers, check_sizes
 from mtpjax.models.rope_scaling import RopeScaling, make_scaling
 
 Implementation = Literal["auto", "xla", "triton", "interpreted"]  # of the kernels: `pallas_kernels.dispatch`
 IMPLEMENTATIONS: tuple[str, ...] = get_args(Implementation)
-
-MAX_PARTS = 10_000  # layers, modules, or experts of a layer; published models have hundreds
-
-
-def require(condition: bool, message: str) -> None:
-    """Raises `ValueError` with the message unless the condition holds."""
-    if not condition:
-        raise ValueError(message)
-
-
-def require_choice(name: str, value: str, choices: tuple[str, ...]) -> None:
-    """Raises `ValueError` unless the value is one of the choices."""
-    hint = did_you_mean(str(value), choices)
-    require(value in choices, f"{name} '{value}' is not one of {', '.join(choices)}{hint}")
-
-
-def _require_divisible(name: str, value: int, by_name: str, by: int) -> None:
-    require(value % by == 0, f"{name} ({value}) must be divisible by {by_name} ({by})")
 
 
 class LayerKind(NamedTuple):
@@ -37,14 +19,14 @@ class LayerKind(NamedTuple):
     attention: Literal["grouped", "latent", "delta"]
     is_moe: bool
     indexer: Literal["", "full", "shared"] = ""  # sparse latent attention: its own indexer, or an earlier layer's
-    is_sliding: bool = False  # attention sees a window of the newest positions
+    is_sliding: bool = False  # attention is limited to a window of the newest positions
     expert_limit: float = 0.0  # clamp of the activation in routed experts; 0: none
     dense_limit: float = 0.0  # the same in shared experts and dense layers
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class ModelConfig:
-    """One architecture: what differs between model families is a field here, not a class.
+    """One architecture. Differences between model families are fields here, not classes.
 
     Names are those of Hugging Face configs where it has one. Letters of shapes: V `vocab_size`, D `hidden_size`,
     N `num_attention_heads`, K `num_key_value_heads`, H `head_dim`, F a feed-forward width, E `n_routed_experts`,
@@ -57,7 +39,7 @@ class ModelConfig:
         num_attention_heads: query heads per layer, N.
         intermediate_size: width of dense feed-forward layers, F.
         max_position_embeddings: longest sequence, in tokens.
-        rms_norm_eps: added to the mean square in every RMSNorm but the latent ones.
+        rms_norm_eps: added to the mean square in every RMSNorm except the latent ones.
         zero_centred_norm: norms multiply by 1 + w instead of w (Qwen3-Next, Qwen3.5).
         tie_word_embeddings: the head is the transposed embedding.
         num_tokens: token ids from here on only pad the tables and are never decoded; 0: all ids are tokens.
@@ -78,7 +60,7 @@ class ModelConfig:
         qk_nope_head_dim: channels of a latent head without rotary.
         qk_rope_head_dim: channels of a latent head with rotary.
         v_head_dim: value channels of a latent head, or of a grouped one; 0: `head_dim`.
-        latent_norm_eps: epsilon of the two latent norms. transformers fixes it, whatever `rms_norm_eps` is.
+        latent_norm_eps: epsilon of the two latent norms. transformers fixes it, regardless of `rms_norm_eps`.
         index_topk: keys that the indexer of sparse latent attention selects per query; 0: no indexer.
         index_n_heads: heads of the indexer.
         index_head_dim: head width of the indexer.
@@ -242,121 +224,25 @@ class ModelConfig:
 
     def __post_init__(self):
         check_scalar_fields(self)
-        # Sizes and choices.
-        sizes = ("vocab_size", "hidden_size", "num_hidden_layers", "num_attention_heads", "intermediate_size")
-        for name in (*sizes, "max_position_embeddings"):
-            require(getattr(self, name) > 0, f"{name} must be positive, not {getattr(self, name)}")
-        require(
-            0 <= self.num_tokens <= self.vocab_size, f"num_tokens {self.num_tokens} is not within 0..{self.vocab_size}"
-        )
-        require(self.num_mtp_modules >= 0, f"num_mtp_modules must not be negative, is {self.num_mtp_modules}")
-        require(0 <= self.rms_norm_eps < math.inf, f"rms_norm_eps must be at least 0, is {self.rms_norm_eps}")
-        # Loading lists a name per layer and expert: an absurd number in a damaged file must not take minutes.
-        for name in ("num_hidden_layers", "num_mtp_modules", "n_routed_experts"):
-            require(getattr(self, name) <= MAX_PARTS, f"{name} must be at most {MAX_PARTS}, is {getattr(self, name)}")
-        require_choice("attention", self.attention, ("grouped", "latent"))
-        require_choice("scoring_func", self.scoring_func, ("sigmoid", "softmax"))
-        require_choice("mtp_chaining", self.mtp_chaining, ("chain", "trunk"))
-        require_choice("mtp_output_norm", self.mtp_output_norm, ("own", "trunk", "none"))
-        require_choice("mtp_input", self.mtp_input, ("embedding_hidden", "hidden_embedding"))
-        # Per-layer lists, stored as tuples so that the config is hashable.
-        for name in ("indexer_types", "layer_types", "swiglu_limits", "swiglu_limits_shared"):
-            object.__setattr__(self, name, tuple(getattr(self, name)))
-            given = len(getattr(self, name))
-            require(given in (0, self.num_hidden_layers), f"{given} {name} for {self.num_hidden_layers} layers")
-        for kind in self.layer_types:
-            require_choice("layer type", kind, ("full_attention", "sliding_attention", "linear_attention"))
-        for kind in self.indexer_types:
-            require_choice("indexer type", kind, ("full", "shared"))
-        require_choice("mtp_layer_type", self.mtp_layer_type, ("full_attention", "sliding_attention"))
-        require_choice("attention_sinks", self.attention_sinks, ("none", "sliding", "all"))
-        require_choice("linear_output_gate", self.linear_output_gate, ("silu", "sigmoid"))
-        object.__setattr__(self, "mlp_only_layers", tuple(self.mlp_only_layers))
-        # Attention and experts.
-        if "linear_attention" in self.layer_types:
-            self._check_linear()
-        if self.index_topk:
-            require(
-                self.attention == "latent" and self.q_lora_rank > 0,
-                "an indexer needs latent attention with q_lora_rank",
-            )
-            require(
-                min(self.index_n_heads, self.index_head_dim) > 0, "an indexer needs index_n_heads and index_head_dim"
-            )
-            require(
-                self.index_head_dim >= self.qk_rope_head_dim,
-                f"index_head_dim ({self.index_head_dim}) must be at least qk_rope_head_dim ({self.qk_rope_head_dim})",
-            )
-            require(self.indexer_types[:1] != ("shared",), "the first layer has no indexer before it to share")
+        # Lists become tuples, so that the config is hashable; missing sizes get their defaults.
+        for name in ("indexer_types", "layer_types", "mlp_only_layers", "swiglu_limits", "swiglu_limits_shared"):
+            self._set(name, tuple(getattr(self, name)))
+        check_sizes(self)
         if self.attention == "grouped":
-            self._check_grouped()
-        else:
-            self._check_latent()
+            heads = self.num_attention_heads
+            if not self.head_dim:
+                require_divisible("hidden_size", self.hidden_size, "num_attention_heads", heads)
+                self._set("head_dim", self.hidden_size // heads)
+            self._set("num_key_value_heads", self.num_key_value_heads or heads)
+            if self.v_head_dim == self.head_dim:
+                self._set("v_head_dim", 0)
         if self.has_sliding_layers:
-            self._check_sliding()
-        require(self.rotary_dim % 2 == 0, f"the rotated width {self.rotary_dim} is odd")
-        if self.n_routed_experts:
-            self._check_experts()
+            for name in ("num_attention_heads", "num_key_value_heads", "rope_theta", "partial_rotary_factor"):
+                self._set(f"sliding_{name}", getattr(self, f"sliding_{name}") or getattr(self, name))
+        check_layers(self)
 
-    def _check_grouped(self):
-        heads = self.num_attention_heads
-        if not self.head_dim:
-            _require_divisible("hidden_size", self.hidden_size, "num_attention_heads", heads)
-            object.__setattr__(self, "head_dim", self.hidden_size // heads)
-        object.__setattr__(self, "num_key_value_heads", self.num_key_value_heads or heads)
-        kv_heads = self.num_key_value_heads
-        _require_divisible("num_attention_heads", heads, "num_key_value_heads", kv_heads)
-        if self.v_head_dim == self.head_dim:
-            object.__setattr__(self, "v_head_dim", 0)
-        is_plain = not (self.attention_bias or self.use_qk_norm or self.attn_output_gate)
-        require(
-            self.value_dim == self.head_dim or is_plain,
-            f"v_head_dim {self.v_head_dim} other than head_dim {self.head_dim} excludes biases, norms and output gates",
-        )
-
-    def _check_latent(self):
-        for name in ("kv_lora_rank", "qk_nope_head_dim", "qk_rope_head_dim", "v_head_dim"):
-            require(getattr(self, name) > 0, f"latent attention needs a positive {name}, not {getattr(self, name)}")
-        # Options of grouped attention, which latent attention does not compute.
-        absent = {"use_qk_norm": False, "attn_output_gate": False, "attn_head_gate": False, "attention_sinks": "none"}
-        for name, neutral in (absent | {"attention_value_scale": 1.0, "partial_rotary_factor": 1.0}).items():
-            value = getattr(self, name)
-            require(value == neutral, f"latent attention has no {name}: it must be {neutral!r}, not {value!r}")
-
-    def _check_sliding(self):
-        require(self.attention == "grouped", "sliding attention must be grouped-query attention")
-        require(
-            self.sliding_window > 0, f"sliding attention needs a positive sliding_window, not {self.sliding_window}"
-        )
-        # Missing values are those of layers with full attention.
-        for name in ("num_attention_heads", "num_key_value_heads", "rope_theta", "partial_rotary_factor"):
-            own = f"sliding_{name}"
-            object.__setattr__(self, own, getattr(self, own) or getattr(self, name))
-        heads, kv_heads = self.sliding_num_attention_heads, self.sliding_num_key_value_heads
-        _require_divisible("sliding_num_attention_heads", heads, "sliding_num_key_value_heads", kv_heads)
-        width = int(self.head_dim * self.sliding_partial_rotary_factor)
-        require(width % 2 == 0, f"the rotated width {width} of layers with a window is odd")
-
-    def _check_linear(self):
-        for name in ("linear_num_key_heads", "linear_key_head_dim", "linear_value_head_dim", "linear_conv_kernel_dim"):
-            require(getattr(self, name) > 0, f"linear attention needs a positive {name}, not {getattr(self, name)}")
-        keys, values = self.linear_num_key_heads, self.linear_num_value_heads
-        require(values > 0, f"linear attention needs a positive linear_num_value_heads, not {values}")
-        _require_divisible("linear_num_value_heads", values, "linear_num_key_heads", keys)
-
-    def _check_experts(self):
-        experts, groups = self.n_routed_experts, self.n_group
-        require(
-            self.moe_intermediate_size > 0, f"experts need a moe_intermediate_size, not {self.moe_intermediate_size}"
-        )
-        has_gate = self.shared_expert_gate and not self.shared_width
-        require(not has_gate, "shared_expert_gate needs n_shared_experts or shared_expert_intermediate_size")
-        _require_divisible("n_routed_experts", experts, "n_group", groups)
-        require(1 <= self.topk_group <= groups, f"topk_group must be within 1..{groups}, got {self.topk_group}")
-        reach = self.topk_group * (experts // groups)
-        picked = self.num_experts_per_tok
-        within = f"within 1..{reach}, the experts of {self.topk_group} groups"
-        require(1 <= picked <= reach, f"num_experts_per_tok must be {within}, got {picked}")
+    def _set(self, name: str, value: Any) -> None:
+        object.__setattr__(self, name, value)
 
     @property
     def rotary_dim(self) -> int:
@@ -387,12 +273,12 @@ class ModelConfig:
         return in_modules or "sliding_attention" in self.layer_types
 
     def of_layer(self, kind: LayerKind) -> "ModelConfig":
-        """Returns the config whose heads and rotary embedding are those of attention layers of a kind."""
+        """Returns the config with the heads and rotary embedding of attention layers of a kind."""
         return _sliding_config(self) if kind.is_sliding else self
 
     @property
     def of_modules(self) -> "ModelConfig":
-        """The config whose norms are those of the MTP modules."""
+        """The config with the norms of the MTP modules."""
         return _module_config(self) if self.mtp_norm_differs else self
 
     def has_sinks(self, kind: LayerKind) -> bool:
@@ -441,13 +327,13 @@ class ModelConfig:
 
 @functools.cache
 def _module_config(config: ModelConfig) -> ModelConfig:
-    """Puts the modules' convention of norms in the place of the trunk's."""
+    """Returns the config with the MTP modules' convention of norms."""
     return dataclasses.replace(config, zero_centred_norm=not config.zero_centred_norm, mtp_norm_differs=False)
 
 
 @functools.cache
 def _sliding_config(config: ModelConfig) -> ModelConfig:
-    """Puts the values of layers with a window in the place of those of layers with full attention."""
+    """Returns the config with the values of sliding-window layers in place of those of full attention."""
     return dataclasses.replace(
         config,
         num_attention_heads=config.sliding_num_attention_heads,

@@ -10,30 +10,31 @@ import jax
 import jax.numpy as jnp
 from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
 
+from mtpjax.models.attention_kinds import ATTENTION_KINDS
 from mtpjax.models.config import ModelConfig
-from mtpjax.models.layers.experts import MIN_FP8_BLOCK
 from mtpjax.models.model import MTPModel
 from mtpjax.models.parallel import axes_that_divide
 from mtpjax.models.quantized import is_scaled
 from mtpjax.models.sharding import CACHE_AXES, MESH_AXES, mesh_text, param_axes, param_sharding, path_name
 
-AXES = ("data", "expert", "tensor")  # what decoding splits; the others hold copies
+MIN_FP8_BLOCK = 16  # smallest block of fp8 weights that the kernels support
+AXES = ("data", "expert", "tensor")  # axes that decoding shards over; arrays are copied along the others
 
 
 def shard_for_decoding(
     model: MTPModel, params: dict, mesh: Mesh, *, allow_copies: bool = False
 ) -> tuple[MTPModel, dict]:
-    """Lays parameters out over a mesh as decoding needs them, so that its calls need not move them.
+    """Shards parameters over a mesh for decoding, so that calls need not move them.
 
     Args:
         model: the model.
         params: its parameters, with unrolled layers.
         mesh: the mesh.
-        allow_copies: copy what an axis does not divide.
+        allow_copies: copy sizes that an axis does not divide.
 
     Returns:
-        The model and the parameters to decode with, which compute the same. Where `tensor` has more devices than there
-        are key/value heads, each device has one head, a copy. fp8 blocks may be smaller, as in `align_blocks`.
+        The model and the parameters to decode with, which give the same results. Where `tensor` has more devices than
+        there are key/value heads, each device has one head, a copy. fp8 blocks may be smaller, as in `align_blocks`.
 
     Raises:
         ValueError: an axis of the mesh does not divide a size of the model.
@@ -56,17 +57,8 @@ def fit_to_mesh(
 ) -> tuple[MTPModel, dict]:
     """Checks that a mesh divides a model, and copies key/value heads so that each `tensor` device has one.
 
-    Args:
-        model: the model.
-        params: its parameters.
-        sizes: sizes of the mesh axes by name.
-        allow_copies: other sizes need not be divisible.
-
-    Returns:
-        The model and its parameters, the same ones if nothing is copied.
-
     Raises:
-        ValueError: an axis of the mesh does not divide a size of the model.
+        ValueError: without `allow_copies`, an axis of the mesh does not divide a size of the model.
     """
     refuse_uneven_layers(model.config, sizes)
     if not allow_copies:
@@ -81,8 +73,6 @@ def check_divisible(config: ModelConfig, sizes: Mapping[str, int], num_slots: in
     """Checks that the axes of a mesh divide the sizes of a model that they split.
 
     Args:
-        config: the model's config.
-        sizes: sizes of the mesh axes by name.
         num_slots: experts with their copies; None: without copies.
 
     Raises:
@@ -96,10 +86,6 @@ def refuse_uneven_layers(config: ModelConfig, sizes: Mapping[str, int]) -> None:
     """Checks that heads of all layers are split alike, and that experts with biases are not split by columns.
 
     Models with sliding attention get no copies of key/value heads, so `tensor` must divide their heads.
-
-    Args:
-        config: the model's config.
-        sizes: sizes of the mesh axes by name.
 
     Raises:
         ValueError: they are not. The message names the axis and the size.
@@ -120,23 +106,17 @@ def find_copies(config: ModelConfig, sizes: Mapping[str, int], num_slots: int | 
     """Lists the sizes of a model that the axes of a mesh do not divide, so that devices hold copies.
 
     Args:
-        config: the model's config.
-        sizes: sizes of the mesh axes by name.
         num_slots: experts with their copies; None: without copies.
-
-    Returns:
-        One sentence for each, without its full stop.
     """
     kinds = {*config.trunk_kinds, *([config.mtp_kind] if config.num_mtp_modules else [])}
     attentions = {kind.attention for kind in kinds}
     # Sizes by the axes that split them: heads and columns over `tensor`, experts over `data` and `expert`.
     over_tensor, over_experts = {"vocab_size": config.vocab_size}, {}
-    if attentions & {"grouped", "latent"}:
-        over_tensor["num_attention_heads"] = config.num_attention_heads
-    if "grouped" in attentions:
-        over_tensor["num_key_value_heads"] = fit_config(config, sizes).num_key_value_heads
-    if "delta" in attentions:
-        over_tensor["linear_num_key_heads"] = config.linear_num_key_heads
+    fitted, records = (
+        fit_config(config, sizes),
+        (ATTENTION_KINDS[kind] for kind in ATTENTION_KINDS if kind in attentions),
+    )
+    over_tensor |= {name: getattr(fitted, name) for record in records for name in record.split_sizes}
     if not all(kind.is_moe for kind in kinds):
         over_tensor["intermediate_size"] = config.intermediate_size
     if any(kind.is_moe for kind in kinds):
@@ -165,12 +145,7 @@ def num_expert_slots(params: dict) -> int | None:
 
 
 def fit_config(config: ModelConfig, sizes: Mapping[str, int]) -> ModelConfig:
-    """Returns the config with a key/value head for each `tensor` device, if it has fewer and copies of them fit.
-
-    Args:
-        config: the model's config.
-        sizes: sizes of the mesh axes by name.
-    """
+    """Returns the config with a key/value head for each `tensor` device, if it has fewer and copies of them fit."""
     heads, parts = config.num_key_value_heads, sizes.get("tensor", 1)
     if (
         config.attention != "grouped"
@@ -187,8 +162,6 @@ def copy_key_value_heads(params: dict, config: ModelConfig, num_heads: int) -> d
     """Copies each key/value head, and divides its queries among the copies. Attention computes the same.
 
     Args:
-        params: model parameters.
-        config: the config of these parameters.
         num_heads: key/value heads afterwards, a multiple of those before.
 
     Returns:
@@ -212,7 +185,7 @@ def copy_key_value_heads(params: dict, config: ModelConfig, num_heads: int) -> d
     return jax.tree_util.tree_map_with_path(copy, params)
 
 
-def run_in_parts(
+def run_on_shards(
     function: Callable[..., Any],
     config: ModelConfig,
     params: dict,
@@ -223,23 +196,21 @@ def run_in_parts(
 ) -> Any:
     """Calls `function(params, draft_params, state, *rest)` in one `shard_map` over the mesh that is set.
 
-    Without a mesh, and inside of another `shard_map`, it is a plain call.
+    Without a mesh, and inside a `shard_map`, it is a plain call.
 
-    Every device gets its part of weights, rows and caches, as `mtpjax.models.parallel` describes. Training's axis
+    Every device gets its shard of weights, rows and caches, as `mtpjax.models.parallel` describes. Training's axis
     `fsdp` is gathered once, before the call.
 
     Args:
         function: returns the new state.
-        config: the model's config.
-        params: model parameters.
         draft_params: the drafter's parameters.
         state: a decoding state; its first axes are rows.
         *rest: arrays that every device gets whole.
         has_row_outputs: `function` returns `(state, arrays)`. The arrays have rows as their first axis, and are the
-            same on all devices of a part of `data`.
+            same on all devices of a shard of `data`.
 
     Returns:
-        The new state, laid out as the old one; with `has_row_outputs` also the arrays, of all rows.
+        The new state, sharded like the old one; with `has_row_outputs` also the arrays, of all rows.
     """
     mesh = jax.sharding.get_abstract_mesh()
     if mesh.empty or mesh.size == 1 or any(kind is AxisType.Manual for kind in mesh.axis_types):
@@ -260,9 +231,6 @@ def part_specs(tree: Any, config: ModelConfig, sizes: Mapping[str, int], *, is_s
     """Returns the partition spec of every array of parameters or of a state, by whole heads, experts and columns.
 
     Args:
-        tree: parameters, the drafter's parameters, or a `DecodeState`.
-        config: the model's config.
-        sizes: sizes of the mesh axes by name.
         is_state: the tree is a `DecodeState`.
 
     Returns:
@@ -279,16 +247,11 @@ def part_specs(tree: Any, config: ModelConfig, sizes: Mapping[str, int], *, is_s
 def choose_layout(
     config: ModelConfig, mesh: Mesh, layout: Literal["decoding", "training"], *, allow_copies: bool = False
 ) -> Callable[[str, tuple[int, ...]], NamedSharding]:
-    """Chooses how the parameters of a model lie on a mesh.
+    """Chooses the sharding of a model's parameters: path and shape of a parameter -> its sharding.
 
     Args:
-        config: the model's config.
-        mesh: the mesh.
         layout: "decoding" as `part_specs`, "training" as `mtpjax.models.sharding.param_spec`.
-        allow_copies: let devices hold copies of what an axis does not divide; training does so anyway.
-
-    Returns:
-        A function of a parameter's path, such as `trunk/layer_3/attention/qkv`, and its shape.
+        allow_copies: let devices hold copies of sizes that an axis does not divide; training always does.
 
     Raises:
         ValueError: an axis of the mesh does not divide a size of the model.
@@ -302,14 +265,7 @@ def choose_layout(
 
 
 def param_part_spec(path: str, shape: tuple[int, ...], config: ModelConfig, sizes: Mapping[str, int]) -> PartitionSpec:
-    """Returns the partition spec of one parameter, as `part_specs` does.
-
-    Args:
-        path: its path, such as `trunk/layer_3/attention/qkv`.
-        shape: its shape.
-        config: the model's config.
-        sizes: sizes of the mesh axes by name.
-    """
+    """Returns the partition spec of one parameter, as `part_specs` does."""
     return _part_spec(path, shape, param_axes(path), config, sizes)
 
 
@@ -327,7 +283,8 @@ def _part_spec(path: str, shape, axes: tuple[str | None, ...], config: ModelConf
             continue
         name = MESH_AXES.get(axis or "", "")
         parts = sizes.get(name, 1)
-        # Wholes are split, such as heads. Scales of fp8 blocks that a border cuts are not, until `align_blocks`.
+        # Only whole units are split, such as heads. Scales of fp8 blocks that cross a shard boundary are not split
+        # before `align_blocks`.
         is_split = parts > 1 and size % parts == 0 and (axis == "batch" or units.get(axis or "", 1) % parts == 0)
         names.append(name if is_split else None)
     # The shortest form, in which jit returns arrays: P("data") and P("data", None) are one layout, but two programs.
@@ -337,7 +294,7 @@ def _part_spec(path: str, shape, axes: tuple[str | None, ...], config: ModelConf
 
 
 def _units(path: str, config: ModelConfig) -> dict[str, int]:
-    """Returns how many wholes each axis of an array has: heads of one kind, experts, columns, tokens."""
+    """Returns the number of units of each axis of an array: heads of one kind, experts, columns, tokens."""
     is_delta = "delta/" in path or path.endswith(("/state", "/conv"))
     of_attention = config.num_key_value_heads if config.attention == "grouped" else config.num_attention_heads
     ffn = config.intermediate_size
@@ -351,12 +308,7 @@ def _units(path: str, config: ModelConfig) -> dict[str, int]:
 
 
 def align_blocks(tree: Any, config: ModelConfig, sizes: Mapping[str, int]) -> Any:
-    """Cuts fp8 blocks that the border between two devices would cross into smaller ones, with repeated scales.
-
-    Args:
-        tree: parameters.
-        config: the model's config.
-        sizes: sizes of the mesh axes by name.
+    """Splits fp8 blocks that would span two devices into smaller ones, with repeated scales.
 
     Returns:
         The parameters. Where no block of at least 16 inputs fits, the weight is dequantised to bfloat16.
@@ -384,18 +336,13 @@ def align_blocks(tree: Any, config: ModelConfig, sizes: Mapping[str, int]) -> An
 
 
 def constrain_state(state: Any, config: ModelConfig, mesh: Mesh) -> Any:
-    """Lays a decoding state out over a mesh, inside of a jitted function: no device makes more than its part.
+    """Shards a decoding state over a mesh inside a jitted function: each device makes only its shard.
 
-    Rows lie over `data`, and the heads of the caches over `tensor`. Latents are the same on all `tensor` devices, and
-    the depth policy, which the whole batch shares, everywhere.
+    Rows are sharded over `data`, and the heads of the caches over `tensor`. Latents are replicated over `tensor`, and
+    the depth policy, which the whole batch shares, over all devices.
 
     Args:
         state: a `DecodeState`; `data` divides its rows.
-        config: the model's config.
-        mesh: the mesh.
-
-    Returns:
-        The state.
     """
     specs = part_specs(state, config, mesh.shape, is_state=True)
     return jax.tree.map(

@@ -9,7 +9,7 @@ import numpy as np
 
 from mtpjax.models.cache import Cache, empty_cache
 from mtpjax.models.config import ModelConfig
-from mtpjax.models.decoding_layout import run_in_parts
+from mtpjax.models.decoding_layout import run_on_shards
 from mtpjax.models.masks import cached_view, full_view
 from mtpjax.models.model import MTPModel
 from mtpjax.models.parallel import first_row
@@ -19,9 +19,7 @@ def count_expert_tokens(params: dict, tokens: jax.Array | np.ndarray, *, model: 
     """Counts how many tokens choose each expert, in one pass of the trunk over whole rows.
 
     Args:
-        params: parameters of `model` with unrolled layers.
         tokens: `[B, T]` int32 texts of the kind that will be decoded, without padding.
-        model: the model.
 
     Returns:
         `[E]` counts by layer, such as "layer_3". Layers without experts are left out.
@@ -36,30 +34,30 @@ def count_expert_tokens(params: dict, tokens: jax.Array | np.ndarray, *, model: 
     return {name: np.asarray(count) for name, count in counts.items()}
 
 
-def count_in_parts(params: dict, tokens: jax.Array, lengths: jax.Array, *, model: MTPModel, capacity: int) -> jax.Array:
-    """Counts as `count_expert_tokens` does, with the layout of decoding: one pass like that of a prefill call.
+def count_on_shards(
+    params: dict, tokens: jax.Array, lengths: jax.Array, *, model: MTPModel, capacity: int
+) -> jax.Array:
+    """Like `count_expert_tokens`, with the sharding of decoding: one pass like a prefill call.
 
     Args:
-        params: parameters of `model`, laid out for decoding over the mesh that is set.
-        tokens: `[P, b, T]` int32 right-padded texts of each part of `data`.
+        tokens: `[P, b, T]` int32 right-padded texts of each shard of `data`.
         lengths: `[P, b]` int32; 0: no text.
-        model: the model.
         capacity: slots of the pass's cache, at least T.
 
     Returns:
         `[L, E]` int32 counts of each layer of `expert_layers`.
     """
     config = model.config
-    num_parts, rows, T = tokens.shape
-    cache = empty_cache(config, config.trunk_kinds, num_parts * rows, capacity, params["embedding"].dtype)
+    num_shards, rows, T = tokens.shape
+    cache = empty_cache(config, config.trunk_kinds, num_shards * rows, capacity, params["embedding"].dtype)
 
-    def count_part(params: dict, _: Any, cache: Cache, tokens: jax.Array, lengths: jax.Array):
+    def count_shard(params: dict, _: Any, cache: Cache, tokens: jax.Array, lengths: jax.Array):
         part = first_row(1)
         is_used = jnp.arange(T)[None, :] < lengths[part][:, None]
         counts = _count_chosen(params, tokens[part], is_used, cache, model=model, capacity=capacity)
         return cache, jnp.stack([counts[name] for name in expert_layers(config)])[None]
 
-    _, counts = run_in_parts(count_part, config, params, {}, cache, tokens, lengths, has_row_outputs=True)
+    _, counts = run_on_shards(count_shard, config, params, {}, cache, tokens, lengths, has_row_outputs=True)
     return counts.sum(axis=0)
 
 
@@ -88,7 +86,7 @@ def _count_chosen(
     _, kept = model.apply({"params": params}, tokens, view, cache, method="run_trunk", mutable=["router"])
 
     def count(ids: jax.Array) -> jax.Array:
-        # Devices that have experts of their own along `data` route the rows of all: each counts its own rows.
+        # Devices with different experts along `data` route the rows of all, so each counts only its own rows.
         if len(ids) > B * T:
             ids = jax.lax.dynamic_slice_in_dim(ids, first_row(B * T), B * T)
         # An id of E or more is not counted.

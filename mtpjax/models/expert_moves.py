@@ -1,4 +1,4 @@
-"""Moves experts between devices, so that a running model gets another placement (`mtpjax.models.expert_placement`)."""
+"""Moves experts between devices to change the placement of a running model (`mtpjax.models.expert_placement`)."""
 
 import math
 from typing import Any
@@ -10,25 +10,24 @@ from jax.sharding import AxisType, PartitionSpec
 from mtpjax.models.config import ModelConfig
 from mtpjax.models.decoding_layout import AXES, part_specs
 from mtpjax.models.expert_placement import STACKS
-from mtpjax.models.parallel import axes_that_divide, num_parts
+from mtpjax.models.parallel import axes_that_divide, num_shards
 
 
 def move_experts(experts: dict[str, Any], placement: dict[str, jax.Array], *, config: ModelConfig) -> dict[str, Any]:
-    """Gives the experts of a layer other slots.
+    """Moves the experts of a layer to new slots.
 
-    On a mesh, the devices pass their slots round in a ring, and each copies those that it needs. A device holds at most
-    its old slots, its new ones, and those that pass by.
+    On a mesh, the devices pass their slots around in a ring, and each copies those that it needs. A device holds at
+    most its old slots, its new ones, and those in transit.
 
     Args:
-        experts: parameters of the layer's experts, with a placement. On a mesh they are laid out for decoding.
+        experts: parameters of the layer's experts, with a placement. On a mesh they are sharded for decoding.
         placement: the tables of the new one (`placement_tables`), with the same number of slots.
-        config: the model's config.
 
     Returns:
         The parameters that change: the stacks, with the same bits for each expert, and the placement.
     """
     stacks = {name: experts[name] for name in STACKS if name in experts}
-    # Where each slot's expert is now. Of several copies any one will do.
+    # The slot that currently holds each slot's expert; the first of several copies.
     source = experts["placement"]["slots_of_expert"][placement["expert_of_slot"], 0]
     mesh = jax.sharding.get_abstract_mesh()
     sizes = {name: mesh.shape[name] for name in AXES if name in mesh.shape}
@@ -36,7 +35,7 @@ def move_experts(experts: dict[str, Any], placement: dict[str, jax.Array], *, co
     if not over:
         return {**jax.tree.map(lambda leaf: leaf[source], stacks), "placement": placement}
     assert not any(kind is AxisType.Manual for kind in mesh.axis_types)
-    # One array after the other, so that only parts of one travel at a time.
+    # One array at a time, so that only shards of one are in transit.
     specs = part_specs({"experts": stacks}, config, sizes)["experts"]
     move = lambda stacks, source: jax.tree.map(lambda leaf: _take_around_ring(leaf, source, over), stacks)
     moved = jax.shard_map(move, in_specs=(specs, PartitionSpec()), out_specs=specs, check_vma=False)(stacks, source)
@@ -44,16 +43,16 @@ def move_experts(experts: dict[str, Any], placement: dict[str, jax.Array], *, co
 
 
 def _take_around_ring(own: jax.Array, source: jax.Array, over: tuple[str, ...]) -> jax.Array:
-    """Returns this device's part of `leaf[source]`, where `own` is its part of `leaf` along the axes `over`.
+    """Returns this device's shard of `leaf[source]`, where `own` is its shard of `leaf` along the axes `over`.
 
-    XLA's own partition of `leaf[source]` makes the whole leaf on every device.
+    XLA's automatic partitioning of `leaf[source]` would make the whole leaf on every device.
     """
-    num_devices, device, size = math.prod(map(num_parts, over)), jax.lax.axis_index(over), len(own)
+    num_devices, device, size = math.prod(map(num_shards, over)), jax.lax.axis_index(over), len(own)
     wanted = jax.lax.dynamic_slice_in_dim(source, device * size, size)
     from_next = [(sender, (sender - 1) % num_devices) for sender in range(num_devices)]
 
     def take(passing: jax.Array, taken: jax.Array, step: jax.Array | int) -> jax.Array:
-        """Takes what this device wants of the slots that pass: those of the device `step` places further."""
+        """Copies the slots that this device needs from those in transit, of the device `step` places further."""
         place = wanted - (device + step) % num_devices * size
         is_here = ((place >= 0) & (place < size)).reshape(size, *[1] * (own.ndim - 1))
         return jnp.where(is_here, jnp.take(passing, place, axis=0, mode="clip"), taken)

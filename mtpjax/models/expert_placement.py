@@ -1,10 +1,10 @@
-"""Places the experts of a mixture on devices by how often tokens choose them, with copies of those chosen most.
+"""Places the experts of a mixture on devices by how often tokens choose them, with copies of the busiest.
 
-Where experts are split over devices, a layer takes as long as its busiest device. Routers are not even: a few experts
-get a large share of the tokens. Copies of these and a placement that mixes frequent with rare experts even the devices
-out (DeepSeek's expert-parallel load balancer, "EPLB", has the same idea). Results stay the same: a copy has the weights
-of its expert. A placement is for decoding only. `mtpjax.models.expert_counts` counts the tokens, and
-`mtpjax.models.expert_moves` changes a placement on the devices.
+Where experts are split over devices, a layer takes as long as its busiest device. Routers are uneven: a few experts get
+a large share of the tokens. Copies of these and a placement that mixes frequent with rare experts balance the devices,
+as in DeepSeek's expert-parallel load balancer ("EPLB"). Results do not change, because a copy has its expert's weights.
+A placement is for decoding only. `mtpjax.models.expert_counts` counts the tokens, and `mtpjax.models.expert_moves`
+changes a placement on the devices.
 """
 
 import dataclasses
@@ -29,7 +29,7 @@ class Placement:
 
     Attributes:
         expert_of_slot: `[S]` int32, the expert in each slot; a device has S / devices neighbouring slots.
-        loads: `[devices]` float, the share of the tokens that each device computes, as it was measured.
+        loads: `[devices]` float, the measured share of the tokens that each device processes.
     """
 
     expert_of_slot: np.ndarray
@@ -56,12 +56,7 @@ class Placement:
 
 
 def num_expert_devices(params: dict, sizes: Mapping[str, int]) -> int:
-    """Returns the number of devices over which a mesh splits the experts while decoding; 1: it does not.
-
-    Args:
-        params: model parameters with unrolled layers.
-        sizes: sizes of the mesh axes by name.
-    """
+    """Returns the number of devices over which a mesh shards the experts in decoding; 1 if it does not."""
     parts = lambda axis: sizes.get(axis, 1)
     return math.prod(map(parts, axes_that_divide(num_expert_slots(params) or 1, parts)))
 
@@ -69,16 +64,13 @@ def num_expert_devices(params: dict, sizes: Mapping[str, int]) -> int:
 def place_experts(counts: np.ndarray, num_devices: int, num_slots: int | None = None) -> Placement:
     """Places the experts of a layer.
 
-    First every further slot goes to the expert whose copies have the most tokens each. Then the slots are given out by
-    their load, the largest first, each to the device with the smallest load that has a slot free.
+    First, each extra slot goes to the expert whose copies have the most tokens each. Then slots are assigned in order
+    of decreasing load, each to the least loaded device with a free slot.
 
     Args:
         counts: `[E]` tokens that chose each expert.
         num_devices: devices over which experts are split: `data x expert` of the mesh.
         num_slots: slots of all devices together, a multiple of their number; None: E, rounded up.
-
-    Returns:
-        The placement.
 
     Raises:
         ValueError: there are fewer slots than experts, or the devices do not divide them.
@@ -115,11 +107,10 @@ def place_experts(counts: np.ndarray, num_devices: int, num_slots: int | None = 
 
 
 def apply_placement(params: dict, placements: dict[str, Placement]) -> dict:
-    """Lays the experts of a model out as placements say.
+    """Applies placements to the experts of a model.
 
     Args:
-        params: model parameters with unrolled layers.
-        placements: of trunk layers by name, such as "layer_3". Layers that are not named, and the MTP modules, get the
+        placements: of trunk layers by name, such as "layer_3". Layers that are missing, and the MTP modules, get the
             same number of slots, with copies of their first experts: experts of all layers are split alike.
 
     Returns:
@@ -135,7 +126,7 @@ def apply_placement(params: dict, placements: dict[str, Placement]) -> dict:
     trunk = {name: dict(layer) for name, layer in params["trunk"].items()}
     for name in placements:
         if "experts" not in trunk.get(name, {}):
-            raise ValueError(f"{name} is no layer of the trunk with experts")
+            raise ValueError(f"{name} is not a trunk layer with experts")
 
     def slots_of(name: str | None, num_experts: int) -> np.ndarray:
         if name in placements:
@@ -160,18 +151,17 @@ def place_all_layers(
     """Places the experts of every layer of the trunk, with the same number of copies in each.
 
     Args:
-        params: model parameters with unrolled layers.
         num_devices: devices over which experts are split: `data x expert` of the mesh.
         num_redundant: copies per layer, of all experts together.
-        counts: `[E]` tokens that chose each expert, by layer, as `count_expert_tokens` returns them. In layers that are
-            not named all experts count the same. None: in all layers.
+        counts: `[E]` tokens that chose each expert, by layer, as `count_expert_tokens` returns them. In missing layers
+            all experts count the same. None: in all layers.
 
     Returns:
         The parameters, for decoding with the same model.
 
     Raises:
-        ValueError: the model has no routed experts, the devices do not divide the experts and their copies, or there
-            are counts for another number of experts.
+        ValueError: the model has no routed experts, the devices do not divide the experts and their copies, or the
+            counts are for a different number of experts.
     """
     placements = {}
     for name, layer in params["trunk"].items():
@@ -197,7 +187,7 @@ def _with_slots(experts: dict[str, Any], expert_of_slot: np.ndarray) -> dict[str
 def placement_tables(expert_of_slot: np.ndarray, num_experts: int) -> dict[str, np.ndarray]:
     """Makes the tables of a placement, which a layer's parameters hold under "placement".
 
-    Their shapes depend on the numbers of slots S and experts E alone, so programs serve every placement of these.
+    Their shapes depend only on the numbers of slots S and experts E, so a program works for every placement.
 
     Args:
         expert_of_slot: `[S]` the expert in each slot.
@@ -213,9 +203,9 @@ def placement_tables(expert_of_slot: np.ndarray, num_experts: int) -> dict[str, 
     slots = [np.flatnonzero(expert_of_slot == expert) for expert in range(num_experts)]
     if not all(map(len, slots)):
         raise ValueError("a placement leaves out an expert")
-    most = len(expert_of_slot) - num_experts + 1
+    max_copies = len(expert_of_slot) - num_experts + 1
     return {
         "expert_of_slot": np.asarray(expert_of_slot, np.int32),
-        "slots_of_expert": np.array([np.resize(found, most) for found in slots], np.int32),
+        "slots_of_expert": np.array([np.resize(found, max_copies) for found in slots], np.int32),
         "num_slots": np.array([len(found) for found in slots], np.int32),
     }

@@ -63,7 +63,7 @@ def forward(
 
     Raises:
         ValueError: for shapes that do not fit, an unknown layout, depths without modules, or token ids outside the
-            vocabulary. Traced tokens, inside of `jax.jit`, have no values to check.
+            vocabulary. Traced tokens, inside `jax.jit`, are not checked.
 
     Example:
         >>> import jax, jax.numpy as jnp
@@ -92,12 +92,10 @@ def forward(
 def check_token_ids(tokens: jax.Array | np.ndarray, vocab_size: int) -> None:
     """Checks concrete token ids on the host, because an embedding lookup clamps them silently.
 
-    Args:
-        tokens: integers of any shape. Tracers, and arrays that are spread over several processes, pass unchecked.
-        vocab_size: size of the vocabulary, V.
+    Tracers, and arrays that are spread over several processes, pass unchecked.
 
     Raises:
-        ValueError: an id is outside 0..V-1.
+        ValueError: an id is outside 0..vocab_size - 1.
     """
     if isinstance(tokens, Tracer) or not getattr(tokens, "is_fully_addressable", True):
         return
@@ -133,15 +131,11 @@ def _forward(params, tokens, *, model, segment_ids, lengths, num_depths, attenti
 def trunk_states(
     params: dict, tokens: jax.Array, segment_ids: jax.Array, *, model: MTPModel, layer_ids: tuple[int, ...] = ()
 ) -> jax.Array:
-    """Runs the trunk alone over whole rows.
+    """Runs only the trunk over whole rows, as in `forward`.
 
     Args:
-        params: parameters of `model`.
-        tokens: `[B, T]` int32.
-        segment_ids: `[B, T]` int32 documents; 0 is padding.
-        model: the model.
         layer_ids: n layers whose input states are returned as well; needs unrolled layers. The number of layers means
-            the output of the last one, before the final norm, and one more the output of this norm.
+            the output of the last one, before the final norm, and one more means the output of this norm.
 
     Returns:
         `[B, T, (n + 1) * D]`: the states that enter the layers `layer_ids`, side by side, and then those that the MTP
@@ -175,20 +169,7 @@ def forward_depths(
     attention_layout: str = "ttt",
     is_detached: bool = False,
 ) -> DepthsOutput:
-    """Runs the head and the MTP depths over hidden states of the trunk.
-
-    Args:
-        params: parameters of `model`.
-        mtp_hidden: `[B, T, D]` from `trunk_states`.
-        tokens: `[B, T]` int32, the tokens of those states.
-        segment_ids: `[B, T]` int32 documents; 0 is padding.
-        model: the model.
-        num_depths: as in `forward`.
-        attention_layout: as in `forward`.
-        is_detached: as in `forward`.
-
-    Returns:
-        Logits and hidden states of the trunk and of each depth.
+    """Runs the head and the MTP depths over hidden states `[B, T, D]` of `trunk_states`; the rest as in `forward`.
 
     Raises:
         ValueError: for an unknown layout, or depths without modules.
@@ -213,7 +194,7 @@ def forward_depths(
         shifted, is_valid = shift_left(tokens, depth), segment_ids == shift_left(segment_ids, depth)
         recycled = None
         if depth <= modules:
-            # A module reads the trunk's states, or those of the module before it.
+            # A module reads the trunk's states, or those of the previous module.
             source = mtp_hidden if config.mtp_chaining == "trunk" else chained_hidden
         else:
             # A recycled depth reads its own output. Its draft sits one position further per level.
@@ -235,7 +216,7 @@ def forward_depths(
 
 
 def shift_left(rows: jax.Array, count: int) -> jax.Array:
-    """Moves `rows [B, T, ...]` by `count` places to the left and fills up with zeros."""
+    """Shifts `rows [B, T, ...]` left by `count` positions and pads with zeros."""
     return jnp.pad(rows, ((0, 0), (0, count), *((0, 0),) * (rows.ndim - 2)))[:, count:]
 
 

@@ -11,7 +11,7 @@ from mtpjax.models.parallel import all_rows
 
 Entries = dict[str, jax.Array]  # what an attention layer stores per position; also one layer of a cache
 SLIDING = LayerKind("grouped", False, is_sliding=True)  # its heads and angles do not depend on the feed-forward layer
-Masks = tuple[jax.Array, ...]  # bool, per source of keys `[B, T, S]`; `[B, T, 1]` means that row i sees entry i alone
+Masks = tuple[jax.Array, ...]  # bool, per source of keys `[B, T, S]`; `[B, T, 1]` row i attends only to entry i
 
 
 class Span(flax.struct.PyTreeNode):
@@ -25,13 +25,13 @@ class Span(flax.struct.PyTreeNode):
 class Reach(flax.struct.PyTreeNode):
     """The same information as `View.mask` in few numbers: the form that attention kernels read."""
 
-    base: jax.Array  # [B] slots of text; each token sees all of them, or those within its window
-    ancestor_mask: jax.Array  # [B, T, X] bool: token t sees slot base + x
+    base: jax.Array  # [B] slots of text; each token attends to all of them, or those within its window
+    ancestor_mask: jax.Array  # [B, T, X] bool: token t attends to slot base + x
     begin: jax.Array | None = None  # [B, T] with a window: the first slot of text in it
     sinks: int = flax.struct.field(pytree_node=False, default=0)  # slots at the beginning that are always seen
     is_chain: bool = flax.struct.field(
         pytree_node=False, default=False
-    )  # token t is in slot base + t and sees up to it
+    )  # token t is in slot base + t and attends up to it
 
 
 class Window(flax.struct.PyTreeNode):
@@ -47,20 +47,20 @@ class View(flax.struct.PyTreeNode):
     """Positions and masks of the T tokens of a pass; the same for all layers of one kind."""
 
     angles: tuple[jax.Array, jax.Array]  # cosines and sines of the rotary embedding, each [B, T, P]
-    mask: jax.Array  # [B, T, S] bool: keys that a query sees; with a span [B, T, sinks + size]
+    mask: jax.Array  # [B, T, S] bool: keys that a query attends to; with a span [B, T, sinks + size]
     start: jax.Array | None = None  # [B] first cache slot written; None: a pass without a cache
     segment_ids: jax.Array | None = None  # [B, T] documents of packed rows
-    num_valid: jax.Array | None = None  # [B] tokens that are committed for sure; None: acceptance decides later
+    num_valid: jax.Array | None = None  # [B] tokens that are certainly committed; None: acceptance decides later
     span: Span | None = None  # None: the whole cache is read
     reach: Reach | None = None  # of a pass with a cache
     pages: Pages | None = None  # of a pass with a cache in pages
-    is_used: jax.Array | None = None  # [B, T] bool: other tokens choose no experts; None: all are used
-    all_used: jax.Array | None = None  # the same of the rows of all devices
-    sliding: Window | None = None  # what layers with a sliding window see instead
-    window: int = flax.struct.field(pytree_node=False, default=0)  # positions that a token sees; 0: all
+    is_used: jax.Array | None = None  # [B, T] bool: other tokens are not routed to experts; None: all are used
+    all_used: jax.Array | None = None  # `is_used` of the rows of all devices
+    sliding: Window | None = None  # used instead in layers with a sliding window
+    window: int = flax.struct.field(pytree_node=False, default=0)  # positions that a token attends to; 0: all
 
     def of_layer(self, kind: LayerKind, config: ModelConfig) -> "View":
-        """Returns the view that attention layers of a kind have."""
+        """Returns the view for attention layers of a kind."""
         if self.sliding is None or not kind.is_sliding:
             return self
         return self.replace(**vars(self.sliding), sliding=None, window=config.sliding_window)
@@ -74,11 +74,11 @@ class View(flax.struct.PyTreeNode):
 
 
 class TreeSlots(flax.struct.PyTreeNode):
-    """The tokens of a draft tree, which occupy cache slots from `base` on, behind the text."""
+    """The tokens of a draft tree, which occupy cache slots from `base` on, after the text."""
 
     base: jax.Array  # [B] int32
     depths: jax.Array  # [B, T] int32: token t has position base + depths[t]
-    ancestor_mask: jax.Array  # [B, T, X] bool: token t sees slot base + x
+    ancestor_mask: jax.Array  # [B, T, X] bool: token t attends to slot base + x
 
 
 class Recycled(flax.struct.PyTreeNode):
@@ -100,15 +100,9 @@ def segment_positions(segment_ids: jax.Array) -> jax.Array:
 
 
 def full_view(config: ModelConfig, segment_ids: jax.Array, *, shift: int = 0) -> View:
-    """Makes the view of whole rows without a cache: causal within each segment.
+    """Makes the view of whole rows without a cache: causal within each segment, positions from its start.
 
-    Args:
-        config: the model's config.
-        segment_ids: `[B, T]` int32 documents of packed rows.
-        shift: added to the rotary positions, for recycled MTP depths.
-
-    Returns:
-        The view; positions count from the start of each segment.
+    `shift` is added to the rotary positions, for recycled MTP depths.
     """
     index, positions = jnp.arange(segment_ids.shape[1])[None, :], segment_positions(segment_ids) + shift
     # Causal, within the segment.
@@ -130,32 +124,26 @@ def cached_view(
     num_valid: jax.Array | None = None,
     tree: TreeSlots | None = None,
     window: tuple[int, int] | None = None,
-    pages: Pages | None = None,
     is_used: jax.Array | None = None,
 ) -> View:
     """Makes the view of tokens that are written to cache slots `start .. start + width - 1`.
 
     Args:
-        config: the model's config.
         start: `[B]` int32 first slot.
         width: tokens of the pass, T.
         capacity: slots of the cache, S.
-        num_valid: `[B]` tokens that are committed for sure, if that is known before the pass; recurrent layers then
-            advance their state at once. None: acceptance decides later.
-        tree: the tokens form a draft tree. None: each token follows the one before.
+        num_valid: `[B]` tokens that are certainly committed, if known before the pass; recurrent layers then advance
+            their state at once. None: acceptance decides later.
+        tree: the tokens form a draft tree. None: each token follows the previous one.
         window: (newest positions, sinks). A token attends to that number of newest positions, itself included, and to
             the first slots, the sinks. Other slots are not read. None: a token attends to all text before it.
-        pages: the rows' pages, for a cache in pages.
-        is_used: `[B, T]` bool tokens whose outputs are read. Others, such as those of free rows and padding, choose
-            no experts. None: all.
-
-    Returns:
-        The view.
+        is_used: `[B, T]` bool tokens whose outputs are read. Others, such as those of free rows and padding, are not
+            routed to experts. None: all.
     """
     # Positions: consecutive in a chain, by depth in a tree.
     positions = start[:, None] + jnp.arange(width)[None, :] if tree is None else tree.base[:, None] + tree.depths
     mask, span, reach = _visible_slots(start, positions, capacity, tree, window)
-    # Layers with their own window attend to at most that window, whatever window the pass has.
+    # Layers with a window attend at most to it, regardless of the window of the pass.
     sliding = None
     if config.has_sliding_layers:
         own = config.sliding_window if window is None else min(config.sliding_window, window[0])
@@ -166,8 +154,8 @@ def cached_view(
     # Experts process the rows of all devices. They are gathered here, once for all layers.
     all_used = None if is_used is None else all_rows(is_used)
     return View(
-        angles, mask, start, num_valid=num_valid, span=span, reach=reach, pages=pages, is_used=is_used,
-        all_used=all_used, sliding=sliding,
+        angles, mask, start, num_valid=num_valid, span=span, reach=reach, is_used=is_used, all_used=all_used,
+        sliding=sliding,
     )  # fmt: skip
 
 
@@ -196,7 +184,7 @@ def _visible_slots(
     # 2. The mask over the slots that are read: all of them, or with a window the sinks and the newest ones.
     size = capacity
     if window is not None:
-        # At least two sinks: `attend` gives a source of one slot another meaning.
+        # At least two sinks, because `attend` treats a source of one slot specially.
         drafted = 0 if tree is None else tree.ancestor_mask.shape[2]
         sinks, size = max(window[1], 2), window[0] + max(drafted, width)
     if window is None or sinks + size >= capacity:
@@ -212,9 +200,9 @@ def _visible_slots(
 
 
 def _newest(ancestor_mask: jax.Array, window: int) -> jax.Array:
-    """Keeps the newest `window` ancestors of each node, itself included: nodes lie behind their ancestors."""
-    from_behind = jnp.cumsum(ancestor_mask[:, :, ::-1].astype(jnp.int32), axis=2)[:, :, ::-1]
-    return ancestor_mask & (from_behind <= window)
+    """Keeps the newest `window` ancestors of each node, itself included: nodes come after their ancestors."""
+    from_end = jnp.cumsum(ancestor_mask[:, :, ::-1].astype(jnp.int32), axis=2)[:, :, ::-1]
+    return ancestor_mask & (from_end <= window)
 
 
 def _is_ancestor(tree: TreeSlots, slots: jax.Array) -> jax.Array:

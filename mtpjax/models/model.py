@@ -18,8 +18,9 @@ from mtpjax.models.parallel import own_size
 from mtpjax.models.quantized import is_scaled
 from mtpjax.models.trunk import Trunk
 from mtpjax.models.vocabulary import Vocabulary
-from pallas_kernels import head_top_k, top_k
 from pallas_kernels.batch_invariance import is_batch_invariant, map_row_blocks
+from pallas_kernels.head_top_k import head_top_k
+from pallas_kernels.top_k import top_k
 
 
 class TrunkOutput(flax.struct.PyTreeNode):
@@ -27,14 +28,14 @@ class TrunkOutput(flax.struct.PyTreeNode):
 
     hidden: jax.Array  # [B, T, D] after the final norm: the head reads it
     prenorm: jax.Array  # [B, T, D] before the final norm
-    states: tuple[jax.Array, ...]  # [B, T, D] each: states that enter the layers which were asked for
+    states: tuple[jax.Array, ...]  # [B, T, D] each: input states of the requested layers
     cache: Cache | None  # with the tokens appended
 
 
 class MTPModel(nn.Module):
     """A trunk with MTP modules: a static, hashable description without parameters.
 
-    The parameters are a pytree beside it, from `init_params` or `load`.
+    The parameters are a separate pytree, from `init_params` or `load`.
 
     Args:
         config: the architecture.
@@ -96,12 +97,8 @@ class MTPModel(nn.Module):
 
         Args:
             tokens: `[B, T]` int32.
-            view: positions and masks (`mtpjax.models.masks`).
             cache: the trunk's cache; None for a pass over whole rows.
             layer_ids: layers whose input states are returned as well.
-
-        Returns:
-            Hidden states and the cache.
         """
         prenorm, cache, states = self.trunk(self._embed(self.embedding, tokens), view, cache, layer_ids=layer_ids)
         return TrunkOutput(self.norm_final(prenorm), prenorm, states, cache)
@@ -124,15 +121,13 @@ class MTPModel(nn.Module):
         index: int,
         is_valid: jax.Array | None = None,
     ):
-        """Runs one MTP module.
+        """Runs MTP module `index`, from 0.
 
         Args:
-            hidden: `[B, T, D]` hidden states, of the trunk or of the module before.
+            hidden: `[B, T, D]` hidden states, of the trunk or of the previous module.
             tokens: `[B, T]` int32, the token after each hidden state's position (one later per module).
-            view: positions and masks.
             layer_cache: the module's layer of a cache; `Recycled` for a recycled depth over whole rows; None for a
                 pass over whole rows.
-            index: which module, from 0.
             is_valid: `[B, T]` bool; embeddings of other tokens count as zero. None: all are valid.
 
         Returns:
@@ -161,44 +156,21 @@ class MTPModel(nn.Module):
         return rows if self.dtype is None else rows.astype(self.dtype)
 
     def head_matrix(self, *, index: int | None = None) -> jax.Array:
-        """Returns the head `[D, V]`: the trunk's, or the own one of module `index`."""
+        """Returns the head `[D, V]`: the trunk's, or that of module `index` if it has one."""
         if index is not None and self.config.mtp_own_head:
             return self.mtp_head[index]
         return self.embedding.T if self.config.tie_word_embeddings else self.head
 
     def logits(self, hidden: jax.Array, *, index: int | None = None) -> jax.Array:
-        """Applies the head to normalised hidden states.
-
-        Args:
-            hidden: `[..., D]`.
-            index: takes the own head of this module, if it has one. None: the trunk's head.
-
-        Returns:
-            Logits `[..., V]` float32.
-        """
+        """Applies the head of module `index`, or the trunk's, to normalised states `[..., D]`: `[..., V]` float32."""
         return Vocabulary.of(self.config.vocab_size).gather(self.own_logits(hidden, index=index))
 
     def own_logits(self, hidden: jax.Array, *, index: int | None = None) -> jax.Array:
-        """Computes the logits of this device's part of the vocabulary (`mtpjax.models.vocabulary`).
-
-        Args:
-            hidden: `[..., D]`.
-            index: as in `logits`.
-
-        Returns:
-            Logits `[..., own V]` float32; all of them where no axis splits the vocabulary.
-        """
+        """Computes the logits of this device's shard of the vocabulary, `[..., local V]` float32."""
         return multiply_head(hidden, self.head_matrix(index=index))
 
     def top_tokens(self, hidden: jax.Array, *, k: int, index: int | None = None):
-        """Computes the `k` best logits without keeping all of them.
-
-        Ids that only pad the tables are left out.
-
-        Args:
-            hidden: `[..., D]` normalised hidden states.
-            k: number of tokens.
-            index: takes the own head of this module, if it has one.
+        """Computes the `k` best logits without storing all of them; padding ids are left out.
 
         Returns:
             The k best logits `[..., k]` float32, their tokens `[..., k]` int32, and the log-sum-exp of all logits

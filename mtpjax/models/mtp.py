@@ -16,7 +16,7 @@ class MTPModule(nn.Module):
 
     DeepSeek-V3 (2412.19437, equations 21-23), in the order of its checkpoints: embedding first. Row i of module k reads
     the embedding of t[i+k] and predicts t[i+k+1]. Returns the output after the module's final norm, which the head
-    reads, the output before that norm, and the attention entries. Without a norm of its own (`mtp_output_norm`) both
+    reads, the output before that norm, and the attention entries. Without a final norm (`mtp_output_norm`) both
     outputs are the same.
     """
 
@@ -38,7 +38,7 @@ class MTPModule(nn.Module):
             pair.reverse()
         project = self.param("project", nn.initializers.lecun_normal(), (2 * config.hidden_size, config.hidden_size))
         projected = partial_product(jnp.concatenate(pair, axis=-1), project, implementation=self.implementation)
-        # One decoder layer, and the module's own final norm if it has one.
+        # One decoder layer, and the module's final norm if it has one.
         block = Block(config, config.mtp_kind, self.implementation, name="block")
         x, update, entries, _ = block(None, view, layer_cache, update=projected)
         if config.mtp_output_norm != "own":

@@ -1,4 +1,4 @@
-"""Changes single fields of a `ModelConfig`, as training settings and the command line give them."""
+"""Changes single fields of a `ModelConfig` according to training settings and the command line."""
 
 import dataclasses
 import difflib
@@ -6,24 +6,17 @@ import typing
 from collections.abc import Iterable, Mapping
 from typing import Any
 
-from mtpjax.models.config import ModelConfig, require
+from mtpjax.messages import require
+from mtpjax.models.config import ModelConfig
 from mtpjax.models.rope_scaling import make_scaling
 
 MODEL_FIELDS: dict[str, Any] = typing.get_type_hints(ModelConfig)  # the type of each field
-# Types that a value of a plain field may have. An int is a float, but a truth value is not an int here.
+# Types that a value of a plain field may have. An int counts as a float, but a bool does not count as an int.
 _PLAIN_TYPES: dict[type, tuple[type, ...]] = {int: (int,), float: (int, float), bool: (bool,)}
 
 
 def check_field_name(name: str, prefix: str = "") -> None:
-    """Checks the name of a field of `ModelConfig`.
-
-    Args:
-        name: the name.
-        prefix: put in front of the names in the message, such as "model.".
-
-    Raises:
-        ValueError: the field does not exist; the message has the nearest names.
-    """
+    """Raises `ValueError`, with the nearest names after `prefix`, unless `ModelConfig` has a field of this name."""
     if name in MODEL_FIELDS:
         return
     near = difflib.get_close_matches(name, MODEL_FIELDS, n=3)
@@ -38,9 +31,6 @@ def model_changes(model: ModelConfig | Mapping[str, Any] | Iterable[tuple[str, A
 
     Args:
         model: a whole architecture, which sets every field; a mapping or pairs of some fields; None: no field.
-
-    Returns:
-        Values by field.
 
     Raises:
         ValueError: a field is unknown, or a value has the wrong type.
@@ -65,7 +55,7 @@ def _hashable_value(name: str, value: Any) -> Any:
         try:
             return make_scaling(value)
         except TypeError as error:
-            raise ValueError(f"model.rope_scaling is no rotary scaling: {error}") from error
+            raise ValueError(f"model.rope_scaling is not a rotary scaling: {error}") from error
     wanted = MODEL_FIELDS[name]
     if wanted in _PLAIN_TYPES:
         is_right = isinstance(value, _PLAIN_TYPES[wanted]) and (wanted is bool or not isinstance(value, bool))
@@ -78,17 +68,10 @@ def _hashable_value(name: str, value: Any) -> Any:
 
 
 def override_config(base: ModelConfig, changes: Mapping[str, Any]) -> ModelConfig:
-    """Changes fields of an architecture.
+    """Changes fields of an architecture; `changes` are from `model_changes`.
 
-    `head_dim` and `num_key_value_heads` follow the other fields, as in a new `ModelConfig`, if the base has the values
-    that follow from its own fields. With `hidden_size` 96 in the place of 64, four heads are then 24 wide and not 16.
-
-    Args:
-        base: the architecture to start from.
-        changes: values by field, from `model_changes`.
-
-    Returns:
-        The new architecture.
+    `head_dim` and `num_key_value_heads` follow the other fields, as in a new `ModelConfig`, if their values in the base
+    follow from its fields. With `hidden_size` 96 instead of 64, four heads are then 24 wide, not 16.
 
     Raises:
         ValueError: the values do not fit together.

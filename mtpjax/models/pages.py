@@ -1,9 +1,9 @@
 """KV caches in pages: a pool of pages that all rows share, and a table of each row's pages (vLLM, 2309.06180).
 
-A contiguous cache reserves the longest text for every row. With pages a row takes as many as its text needs, in any
-order, and rows with the same beginning can share pages. A cache array has pages where a contiguous one has rows, and
-the slots of one page where that has a row's slots: keys are `[P, K, size, H]` in the place of `[B, K, S, H]`.
-Contiguous caches are the plain twin; `tests/models/test_pages.py` compares them.
+A contiguous cache reserves the longest text for every row. With pages, a row takes as many as its text needs, in any
+order, and rows with a common prefix can share pages. The pages of a cache array take the place of rows, and the slots
+of a page that of a row's slots: keys are `[P, K, size, H]` instead of `[B, K, S, H]`. Contiguous caches are the plain
+twin; `tests/models/test_pages.py` compares them.
 """
 
 import flax.struct
@@ -18,11 +18,11 @@ class Pages(flax.struct.PyTreeNode):
     """The page table of a batch.
 
     Entry i of MTP module k (0-based) depends on token i + k + 1. Its cache stores it in the page of that token, at
-    position i + `shift` with shift = k + 1. So the contents of a page do not depend on tokens behind the page.
+    position i + `shift` with shift = k + 1. So the contents of a page do not depend on tokens after the page.
     """
 
     table: jax.Array  # [B, N] int32: the page of positions n * size .. (n + 1) * size - 1; NO_PAGE: none
-    num_shared: jax.Array  # [B] int32: positions at the beginning that are never written, since other rows read them
+    num_shared: jax.Array  # [B] int32: positions at the start that are never written, because other rows read them
     size: int = flax.struct.field(pytree_node=False)  # positions per page
     num_pages: int = flax.struct.field(pytree_node=False)  # of the pool
     max_shift: int = flax.struct.field(pytree_node=False)  # the largest shift of the batch's caches
@@ -34,17 +34,8 @@ class Pages(flax.struct.PyTreeNode):
         """Slots for which every cache of the batch has room."""
         return self.table.shape[1] * self.size - self.max_shift
 
-    def num_pages_of(self, length: int, num_behind: int) -> int:
-        """Returns the pages of a text of `length` tokens, with `num_behind` slots that rounds write behind it."""
-        return count_pages(length, num_behind, max_shift=self.max_shift, size=self.size)
-
     def locate(self, start: jax.Array, width: int, *, to_write: bool) -> tuple[jax.Array, jax.Array]:
-        """Locates consecutive slots.
-
-        Args:
-            start: `[B]` int32 first slot.
-            width: slots, T.
-            to_write: slots at shared positions have no page.
+        """Locates `width` slots from `start [B]` on. With `to_write`, slots at shared positions have no page.
 
         Returns:
             The page of each slot, or NO_PAGE, and the place within it, both `[B, T]` int32.
@@ -56,35 +47,15 @@ class Pages(flax.struct.PyTreeNode):
         return page, position % self.size
 
 
-def count_pages(length: int, num_behind: int, *, max_shift: int, size: int) -> int:
-    """Counts the pages of a text.
-
-    Args:
-        length: its tokens.
-        num_behind: slots that rounds write behind it.
-        max_shift: positions behind its own where a module may store an entry.
-        size: positions per page.
-
-    Returns:
-        The pages.
-    """
-    return -(-(length + num_behind + 1 + max_shift) // size)
-
-
 def write_pages(pool: jax.Array, rows: jax.Array, start: jax.Array, pages: Pages) -> jax.Array:
-    """Writes entries into pages, from slot `start` of each row.
+    """Writes entries `rows [B, ..., T, H]` into a pool `[P, ..., size, H]`, from slot `start [B]` of each row.
 
-    Args:
-        pool: `[P, ..., size, H]`.
-        rows: `[B, ..., T, H]`, converted to the pool's dtype (`pallas_kernels.fp8.as_stored`).
-        start: `[B]` int32 first slot.
-        pages: the rows' pages. Rows that write to the same page may not write the same slots of it.
-
-    Returns:
-        The pool; entries of slots without a page, and at shared positions, are dropped.
+    They are converted to the pool's dtype (`pallas_kernels.fp8.as_stored`); those of slots without a page, and at
+    shared positions, are dropped. Rows that write to the same page may not write the same slots of it.
     """
-    # Attention multiplies what it masks by 0, also NaN. In a page of a drafter, whose NaN ends no request, it would
-    # spoil the drafts of every later row that gets the page. (NaN of the trunk ends the row, and clears its pages.)
+    # Attention multiplies masked values by 0, and NaN stays NaN. A drafter's NaN ends no request, so in its pages it
+    # would spoil the drafts of every later row that gets the page. (NaN of the trunk ends the row, and clears its
+    # pages.)
     if pages.is_of_drafter:
         rows = jnp.where(jnp.isfinite(rows), rows, 0)
     axis = pool.ndim - 2

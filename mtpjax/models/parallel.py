@@ -1,7 +1,7 @@
-"""A device's part of a model inside `shard_map`: sizes of parts, and sums over devices.
+"""A device's shard of a model inside `shard_map`: sizes of shards, and sums over devices.
 
-Outside of `shard_map` a model has one part, and every function here is the identity. Inside, the axes of the mesh are
-manual: the modules make parameters of their part's size, and add what the parts computed.
+Outside `shard_map` a model has one shard, and every function here is the identity. Inside, the axes of the mesh are
+manual: the modules make parameters of the shard's size, and add what the shards computed.
 """
 
 import math
@@ -10,12 +10,12 @@ from collections.abc import Callable
 import jax
 from jax.sharding import AxisType
 
-from pallas_kernels import PartialSums
+from pallas_kernels.partial_sums import PartialSums
 
 EXPERT_AXES = (("data", "expert"), ("data",), ("expert",))  # tried in this order
 
 
-def num_parts(axis: str) -> int:
+def num_shards(axis: str) -> int:
     """Returns the number of devices along a manual axis of the mesh; 1 without such an axis."""
     mesh = jax.sharding.get_abstract_mesh()
     if axis not in mesh.axis_names:
@@ -25,24 +25,24 @@ def num_parts(axis: str) -> int:
 
 
 def own_size(size: int, axis: str) -> int:
-    """Returns the size of this device's part. A size that the axis does not divide is not split."""
-    return size // num_parts(axis) if is_split(size, axis) else size
+    """Returns the size of this device's shard. A size that the axis does not divide is not split."""
+    return size // num_shards(axis) if is_split(size, axis) else size
 
 
 def is_split(size: int, axis: str) -> bool:
     """Returns whether a size is split over a manual axis."""
-    parts = num_parts(axis)
+    parts = num_shards(axis)
     return parts > 1 and size % parts == 0
 
 
 def expert_axes(num_experts: int, *, decodes: bool) -> tuple[tuple[str, ...], tuple[str, ...]]:
     """Returns the manual axes over which experts are split, the first one slowest, and those that also split the rows.
 
-    Along the latter each device has its own experts, and computes them for the rows of all devices. While decoding,
-    experts are split over `data` and `expert`, as far as they divide, and rows over `data`. In training experts are
-    split over `expert`, and rows over every axis.
+    Along the latter each device has its own experts, and runs them for the rows of all devices. While decoding, experts
+    are split over `data` and `expert`, as far as they divide, and rows over `data`. In training experts are split over
+    `expert`, and rows over every axis.
     """
-    over = axes_that_divide(num_experts, num_parts, EXPERT_AXES if decodes else (("expert",),))
+    over = axes_that_divide(num_experts, num_shards, EXPERT_AXES if decodes else (("expert",),))
     return over, tuple(axis for axis in over if axis == "data" or not decodes)
 
 
@@ -75,30 +75,30 @@ def over_rows(reduce: Callable[[jax.Array], jax.Array], rows: jax.Array) -> jax.
 
     Args:
         reduce: `jnp.any`, `jnp.all` or `jnp.max`.
-        rows: `[own B]`.
+        rows: `[local B]`.
     """
     own = reduce(rows)
-    return own if num_parts("data") == 1 else reduce(jax.lax.all_gather(own, "data"))
+    return own if num_shards("data") == 1 else reduce(jax.lax.all_gather(own, "data"))
 
 
 def all_rows(rows: jax.Array, axes: tuple[str, ...] = ("data",)) -> jax.Array:
-    """Gathers `[own B, ...]` to `[B, ...]` along some axes."""
-    # Axes of one device, or outside of `shard_map`, need no communication.
-    axes = tuple(axis for axis in axes if num_parts(axis) > 1)
+    """Gathers `[local B, ...]` to `[B, ...]` along some axes."""
+    # Axes of one device, and calls outside `shard_map`, need no communication.
+    axes = tuple(axis for axis in axes if num_shards(axis) > 1)
     return jax.lax.all_gather(rows, axes, tiled=True) if axes else rows
 
 
 def gather_axis(leaf: jax.Array, axis: int, size: int) -> jax.Array:
-    """Joins the parts of an array along `axis`, if training's axis `fsdp` splits its `size`.
+    """Joins the shards of an array along `axis`, if training's axis `fsdp` splits its `size`.
 
     The gradient is summed over these devices and scattered back.
     """
-    # An array that already has its whole size was not split: `fsdp` did not divide it.
-    if num_parts("fsdp") == 1 or leaf.shape[axis] == size:
+    # An array of full size was not split: `fsdp` did not divide it.
+    if num_shards("fsdp") == 1 or leaf.shape[axis] == size:
         return leaf
     return jax.lax.all_gather(leaf, "fsdp", axis=axis, tiled=True)
 
 
 def first_row(own: int) -> jax.Array | int:
     """Returns the number of this device's first row, of which it has `own`."""
-    return jax.lax.axis_index("data") * own if num_parts("data") > 1 else 0
+    return jax.lax.axis_index("data") * own if num_shards("data") > 1 else 0

@@ -1,4 +1,4 @@
-"""Parameters of a model: draw them, describe them, add MTP modules, and find which belong to the modules."""
+"""Parameters of a model: initialise them, describe them, add MTP modules, and find those of the modules."""
 
 import dataclasses
 import functools
@@ -18,7 +18,7 @@ from mtpjax.models.quantized import is_scaled
 from mtpjax.models.sharding import param_shardings, path_name
 from mtpjax.models.trunk import unstack_layers
 
-# Top-level names of a drafter that trains beside its trunk: its network, and the token of each column of its head.
+# Top-level names of a drafter in the parameters of its trunk: its network, and the token of each column of its head.
 DRAFTER, DRAFT_IDS = "drafter", "draft_ids"
 
 
@@ -29,7 +29,7 @@ def init_params(model: MTPModel, key: jax.Array, mesh: Mesh | None = None) -> di
     Args:
         model: the model; `scan_layers` decides between stacked and unrolled layers.
         key: a `jax.random` key.
-        mesh: draws them in the parts that training gives the devices of this mesh; None: one device.
+        mesh: draws them in training's shards on this mesh; None: one device.
 
     Returns:
         The parameters, float32.
@@ -58,7 +58,6 @@ def param_shapes(config: ModelConfig, scan_layers: bool = False) -> dict:
     """Returns the shapes and dtypes of a model's parameters without allocating any.
 
     Args:
-        config: the model's config.
         scan_layers: True for stacked trunk layers, as in `MTPModel(scan_layers=True)`.
 
     Returns:
@@ -71,10 +70,6 @@ def param_shapes(config: ModelConfig, scan_layers: bool = False) -> dict:
 def check_params(params: dict, model: MTPModel) -> None:
     """Checks that a tree holds the parameters of a model.
 
-    Args:
-        params: the parameters.
-        model: the model.
-
     Raises:
         UsageError: a parameter is missing, unexpected, or of another shape. The message names the first.
     """
@@ -83,7 +78,7 @@ def check_params(params: dict, model: MTPModel) -> None:
         if found.get(name) == wanted.get(name):
             continue
         shapes = " instead of ".join(f"shape {of[name]}" if name in of else "nothing" for of in (found, wanted))
-        # A usual mistake: layers in the other form.
+        # A common mistake: layers in the wrong form.
         form = "stacked" if model.scan_layers else "unrolled"
         hint = f"; the model expects {form} layers (scan_layers={model.scan_layers})" if "trunk/" in name else ""
         raise UsageError(f"the parameters are not the model's: {name} has {shapes}{hint}")
@@ -154,7 +149,7 @@ def add_mtp_modules(model: MTPModel, params: dict, num_modules: int, key: jax.Ar
 
 
 def is_of_modules(name: str) -> bool:
-    """Returns whether a top-level parameter belongs to what drafts: MTP modules, or a drafter beside the trunk."""
+    """Returns whether a top-level parameter belongs to the MTP modules or to a separate drafter."""
     return name.startswith("mtp_") or name == DRAFTER
 
 

@@ -4,8 +4,10 @@ import flax.struct
 import jax
 import jax.numpy as jnp
 
-from pallas_kernels import PartialSums, gated_matmul, partial_matmul, partial_matmuls
+from pallas_kernels.block_scaled_matmul.op import partial_matmul, partial_matmuls
 from pallas_kernels.dequantise import dequantise
+from pallas_kernels.gated_matmul import gated_matmul
+from pallas_kernels.partial_sums import PartialSums
 
 
 class BlockScaled(flax.struct.PyTreeNode):
@@ -46,45 +48,21 @@ def is_scaled(leaf) -> bool:
 
 
 def matrix_product(x: jax.Array, weight: jax.Array | BlockScaled, *, implementation: str = "auto") -> jax.Array:
-    """Multiplies by a weight.
+    """Multiplies `x [..., D]` by a weight `[D, ...]`: `[..., F]` in x's dtype, F the size of the weight's other axes.
 
-    Args:
-        x: `[..., D]`.
-        weight: `[D, ...]`, an array or `BlockScaled`.
-        implementation: "xla", "triton" or "auto". XLA first writes fp8 weights out in x's dtype; the kernel does not.
-
-    Returns:
-        `[..., F]` in x's dtype, where F is the size of the weight's other axes.
+    XLA first writes out fp8 weights in x's dtype; the kernel does not.
     """
     return partial_product(x, weight, implementation=implementation).total()
 
 
 def partial_product(x: jax.Array, weight: jax.Array | BlockScaled, *, implementation: str = "auto") -> PartialSums:
-    """Computes `matrix_product` without its last step, the sum over parts of D, which the next op does as it loads.
-
-    Args:
-        x: `[..., D]`.
-        weight: `[D, ...]`, an array or `BlockScaled`.
-        implementation: as in `matrix_product`.
-
-    Returns:
-        Parts `[P, ..., F]`; one part without a kernel.
-    """
+    """Computes `matrix_product` without its last step, the sum over parts of D, which the next op does as it loads."""
     values, scales, block = _as_matrix(weight, x.shape[-1])
     return partial_matmul(x, values, scales, block=block, implementation=implementation)
 
 
 def partial_products(x: jax.Array, weights, *, implementation: str = "auto") -> tuple[PartialSums, ...]:
-    """Computes `partial_product` of the same rows and several weights, by the kernel in one launch.
-
-    Args:
-        x: `[..., D]`.
-        weights: `[D, ...]` each, arrays or `BlockScaled`.
-        implementation: as in `matrix_product`.
-
-    Returns:
-        The parts `[P, ..., F]` of each product.
-    """
+    """Computes `partial_product` of the same rows and several weights, by the kernel in one launch."""
     matrices = [_as_matrix(weight, x.shape[-1]) for weight in weights]
     # One launch takes scales of one block size; weights with several sizes run one by one.
     if len({block for _, scales, block in matrices if scales is not None}) > 1:
@@ -95,16 +73,7 @@ def partial_products(x: jax.Array, weights, *, implementation: str = "auto") -> 
 
 
 def gated_product(x: jax.Array, weight: jax.Array | BlockScaled, *, implementation: str = "auto") -> jax.Array:
-    """Multiplies by gate and up, and applies SwiGLU: `silu(x gate) * (x up)`.
-
-    Args:
-        x: `[..., D]`.
-        weight: `[D, 2, F]`, gate and up, an array or `BlockScaled`.
-        implementation: as in `matrix_product`.
-
-    Returns:
-        `[..., F]` in x's dtype.
-    """
+    """Multiplies `x [..., D]` by gate and up `[D, 2, F]`, and applies SwiGLU: `silu(x gate) * (x up)`, `[..., F]`."""
     values, scales, block = _as_matrix(weight, x.shape[-1])
     return gated_matmul(x, values, scales, block=block, implementation=implementation)
 

@@ -16,7 +16,7 @@ class Yarn:
     beta_slow: float = 1.0
     mscale: float = 0.0  # 0: not set
     mscale_all_dim: float = 0.0  # 0: not set
-    truncate: bool = True  # the ramp begins and ends at whole pairs
+    truncate: bool = True  # the ramp starts and ends at whole pairs
     attention_factor: float | None = None  # of cosines and sines; None: `rotation_factor` computes it
 
     def magnitude(self, mscale: float = 1.0) -> float:
@@ -53,7 +53,7 @@ class LinearScaling:
     """Linear rotary scaling, which divides every frequency (position interpolation, 2306.15595)."""
 
     factor: float
-    rope_type: Literal["linear"] = "linear"  # tells the type when only the values are kept
+    rope_type: Literal["linear"] = "linear"  # identifies the type when only the values are stored
 
 
 RopeScaling = Yarn | Llama3Scaling | LinearScaling
@@ -63,10 +63,8 @@ def make_scaling(values: Mapping[str, Any]) -> RopeScaling:
     """Makes a rotary scaling from its values.
 
     Args:
-        values: fields of the scaling. `rope_type` "linear" or the key `low_freq_factor` tell the type; others are YaRN.
-
-    Returns:
-        The scaling.
+        values: fields of the scaling. `rope_type` "linear" or the key `low_freq_factor` identifies the type; others are
+            YaRN.
 
     Raises:
         TypeError: a field is missing or unknown.

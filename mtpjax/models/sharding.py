@@ -44,8 +44,6 @@ def spec(axes: tuple[str | None, ...], shape: tuple[int, ...], sizes: Mapping[st
 
     Args:
         axes: axis names of the array; missing ones are not split.
-        shape: its shape.
-        sizes: sizes of the mesh axes by name.
 
     Returns:
         The partition spec. An array axis that its mesh axis does not divide is not split.
@@ -63,11 +61,6 @@ def param_spec(path: str, shape: tuple[int, ...], sizes: Mapping[str, int]) -> P
     Args:
         path: its path, such as `trunk/layer_3/attention/qkv`. Values and scales of a `BlockScaled` weight are split as
             the weight is. Stacked layers (`trunk/group_...`) have one more axis in front.
-        shape: its shape.
-        sizes: sizes of the mesh axes by name.
-
-    Returns:
-        The partition spec.
     """
     axes = param_axes(path)
     if path.startswith("trunk/group_"):
@@ -76,11 +69,7 @@ def param_spec(path: str, shape: tuple[int, ...], sizes: Mapping[str, int]) -> P
 
 
 def param_axes(path: str) -> tuple[str | None, ...]:
-    """Returns the names of a parameter's axes, without that of stacked layers; nothing for norms and routers.
-
-    Args:
-        path: as in `param_spec`.
-    """
+    """Returns the names of a parameter's axes, without that of stacked layers; nothing for norms and routers."""
     path = re.sub("/(values|scales)$", "", path)
     return next((axes for pattern, axes in PARAMETER_AXES if re.search(pattern, path)), ())
 
@@ -98,9 +87,6 @@ def path_name(path: tuple[Any, ...]) -> str:
 def mesh_text(sizes: Mapping[str, int]) -> str:
     """Formats a mesh as `--mesh` takes it, such as "data=8,tensor=8", without axes of size 1.
 
-    Args:
-        sizes: sizes of the axes by name.
-
     Returns:
         The text; "one device" if all sizes are 1.
     """
@@ -108,11 +94,10 @@ def mesh_text(sizes: Mapping[str, int]) -> str:
 
 
 def num_shards(spec: PartitionSpec, sizes: Mapping[str, int]) -> int:
-    """Returns the number of parts into which a mesh cuts an array.
+    """Returns the number of shards into which a mesh cuts an array.
 
     Args:
         spec: the array's partition spec; an axis of the array may name several axes of the mesh.
-        sizes: sizes of the mesh axes by name.
     """
     named = ((names,) if isinstance(names, str) else names for names in spec if names)
     return math.prod(sizes[axis] for axes in named for axis in axes)
@@ -134,22 +119,18 @@ def shard_params(params: dict, mesh: Mesh) -> dict:
 def read_parts(
     shape: tuple[int, ...], sharding: Sharding, read: Callable[[tuple[tuple[int, int], ...]], np.ndarray]
 ) -> jax.Array:
-    """Makes an array of the parts that this process's devices hold, and reads none of it twice.
+    """Makes an array from the shards of this process's devices, without reading anything twice.
 
     Args:
-        shape: the array's shape.
-        sharding: how it lies on the devices.
-        read: returns the part between these `(begin, end)` of each axis.
-
-    Returns:
-        The array.
+        sharding: its sharding.
+        read: returns the shard between these `(begin, end)` of each axis.
     """
     cuts = {
         device: tuple(cut.indices(size)[:2] for cut, size in zip(index or (), shape, strict=True))
         for device, index in sharding.addressable_devices_indices_map(shape).items()
     }
-    # The devices of a process mostly hold neighbouring parts, which fill a box. It is read at once, because a file is
-    # read by rows: a part of the columns would read all of its rows.
+    # The devices of a process mostly hold neighbouring shards, which fill a box. It is read at once, because a file is
+    # read by rows: a shard of the columns would read all of its rows.
     parts = sorted(set(cuts.values()))
     box = tuple(
         (min(begin), max(end)) for begin, end in (zip(*along, strict=True) for along in zip(*parts, strict=True))
@@ -168,7 +149,7 @@ def read_parts(
 
 
 def mesh_of(array: jax.Array) -> Mesh | None:
-    """Returns the mesh that an array is laid out over, or None if it is on one device."""
+    """Returns the mesh of an array, or None if it is on one device."""
     sharding = array.sharding
     if not isinstance(sharding, NamedSharding) or not isinstance(sharding.mesh, Mesh):
         return None

@@ -11,7 +11,7 @@ from mtpjax.models.cache import Cache
 from mtpjax.models.config import ModelConfig
 from mtpjax.models.layers.block import Block
 from mtpjax.models.masks import Masks, View
-from mtpjax.models.parallel import gather_axis, num_parts
+from mtpjax.models.parallel import gather_axis, num_shards
 from mtpjax.models.quantized import is_scaled
 from mtpjax.models.sharding import param_axes, path_name
 
@@ -34,17 +34,10 @@ class Trunk(nn.Module):
     def __call__(
         self, x: jax.Array, view: View, cache: Cache | None = None, *, layer_ids: tuple[int, ...] = ()
     ) -> tuple[jax.Array, Cache | None, tuple[jax.Array, ...]]:
-        """Runs all layers.
+        """Runs all layers over embedded tokens `[B, T, D]`.
 
-        Args:
-            x: `[B, T, D]` embedded tokens.
-            view: positions and masks.
-            cache: the layers' cache; None for a pass over whole rows.
-            layer_ids: layers whose input states are returned as well; unrolled layers only.
-
-        Returns:
-            Hidden states `[B, T, D]` before the final norm, the cache with the tokens appended, and the states
-            `[B, T, D]` that enter the layers `layer_ids`.
+        Returns the states before the final norm, the cache with the tokens appended, and the states that enter the
+        unrolled layers `layer_ids`.
 
         Raises:
             ValueError: for a layer id out of range, or layer_ids with scanned layers.
@@ -61,8 +54,8 @@ class Trunk(nn.Module):
             if config.index_topk:
                 selection = (view.mask,)
             period_type = _Period
-            if num_parts("fsdp") > 1:
-                # Inside of what runs again, so that the backward pass gathers again and keeps no whole layer.
+            if num_shards("fsdp") > 1:
+                # Inside the rematerialised part, so that the backward pass gathers again and no whole layer is kept.
                 gather = functools.partial(gather_layers, config=config)
                 period_type = nn.map_variables(_Period, "params", trans_in_fn=gather)
             stretch = nn.remat(period_type, prevent_cse=False, policy=None if self.remat else _is_kept)
@@ -108,14 +101,10 @@ class _Period(nn.Module):
 
 
 def gather_layers(params: Any, config: ModelConfig) -> Any:
-    """Joins the parts of layers that training splits over `fsdp`, along the axis that has the model's width.
+    """Joins the shards of layers that training splits over `fsdp`, along the axis that has the model's width.
 
     Args:
         params: a tree of parameters whose paths end as those of a layer, without an axis of stacked layers.
-        config: the model's config.
-
-    Returns:
-        The whole parameters.
     """
 
     def gather(path, leaf):
@@ -136,7 +125,7 @@ def gather_layers(params: Any, config: ModelConfig) -> Any:
 def _is_kept(primitive, *_, **settings) -> bool:
     """Returns whether the backward pass of a scanned layer keeps a result: it keeps the products with weights.
 
-    Norms, activations and attention are computed again. Attention's products have two batch axes, for rows and heads.
+    Norms, activations and attention are recomputed. Attention's products have two batch axes, for rows and heads.
     Keeping everything takes more memory for all layers, which costs more time than the recomputation.
     """
     if primitive.name != "dot_general":
@@ -166,10 +155,6 @@ def _groups(config: ModelConfig) -> dict[str, tuple[int, int, int]]:
 def stack_layers(params: dict, config: ModelConfig) -> dict:
     """Stacks the trunk's layers for training: the inverse of `unstack_layers`.
 
-    Args:
-        params: model parameters with `trunk/layer_i`.
-        config: the model's config.
-
     Returns:
         The parameters with `trunk/group_<first>/layer_<place>`, which holds the layers first + place,
         first + place + period, … along a new first axis.
@@ -186,10 +171,6 @@ def stack_layers(params: dict, config: ModelConfig) -> dict:
 
 def unstack_layers(params: dict, config: ModelConfig) -> dict:
     """Unstacks the trunk's layers for decoding: the inverse of `stack_layers`.
-
-    Args:
-        params: model parameters with `trunk/group_<first>/layer_<place>`.
-        config: the model's config.
 
     Returns:
         The parameters with one entry `trunk/layer_i` per layer.

@@ -1,8 +1,8 @@
-"""One device's part of the vocabulary: look-ups, sums and maxima over columns that `tensor` may split.
+"""One device's shard of the vocabulary: look-ups, sums and maxima over columns that `tensor` may split.
 
-Inside `shard_map` a device has the logits `[..., own V]` of its part of the vocabulary, and the other devices have the
-rest. Each function here combines the parts and gives every device the result for the whole vocabulary. Except for
-`gather`, the devices exchange a few numbers per row, whatever V is. Without a split each function is plain JAX.
+Inside `shard_map` a device has the logits `[..., local V]` of its shard of the vocabulary, and the other devices have
+the rest. Each function here combines the shards and gives every device the result for the whole vocabulary. Except for
+`gather`, the devices exchange a few numbers per row, regardless of V. Without a split each function is plain JAX.
 """
 
 import dataclasses
@@ -12,56 +12,56 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from mtpjax.models.parallel import is_split, num_parts
-from pallas_kernels import top_k
+from mtpjax.models.parallel import is_split, num_shards
+from pallas_kernels.top_k import top_k
 
 
 @dataclasses.dataclass(frozen=True)
 class Vocabulary:
-    """The split of the last axis of logits and probabilities over devices. `own V` is the size of that axis.
+    """The split of the last axis of logits and probabilities over devices. `local V` is the size of that axis.
 
     Attributes:
-        axis: manual axis of the mesh that splits the columns in equal parts; None: this device has all of them.
+        axis: manual axis of the mesh that splits the columns into equal shards; None: this device has all of them.
     """
 
     axis: str | None = None
 
     @classmethod
     def of(cls, vocab_size: int) -> "Vocabulary":
-        """Returns the layout of V tokens under the mesh that is set: split over `tensor` if that axis divides V."""
+        """Returns the layout of V tokens on the current mesh: split over `tensor` if that axis divides V."""
         return cls("tensor" if is_split(vocab_size, "tensor") else None)
 
     # Columns and token ids.
 
     def size(self, own_size: int) -> int:
-        """Returns V for a part of `own V` columns."""
-        return own_size if self.axis is None else own_size * num_parts(self.axis)
+        """Returns V for a shard of `local V` columns."""
+        return own_size if self.axis is None else own_size * num_shards(self.axis)
 
     def first_id(self, own_size: int) -> jax.Array | int:
-        """Returns the token id of the first of `own V` columns."""
+        """Returns the token id of the first of `local V` columns."""
         return 0 if self.axis is None else jax.lax.axis_index(self.axis) * own_size
 
     def ids(self, own_size: int) -> jax.Array:
-        """Returns the token ids of the columns, `[own V]` int32."""
+        """Returns the token ids of the columns, `[local V]` int32."""
         ids = jnp.arange(own_size)
         return ids if self.axis is None else ids + self.first_id(own_size)
 
     def columns(self, tokens: jax.Array, own_size: int) -> jax.Array:
-        """Returns the column of each token; `own V`, which scatters drop, where another device has it."""
+        """Returns the column of each token, or `local V`, which scatters drop, if another device has it."""
         if self.axis is None:
             return tokens
         columns = tokens - self.first_id(own_size)
         return jnp.where((columns >= 0) & (columns < own_size), columns, own_size)
 
     def own(self, whole: jax.Array) -> jax.Array:
-        """Cuts the own columns `[..., own V]` out of an array `[..., V]` that every device has whole."""
+        """Slices the local columns `[..., local V]` from a replicated array `[..., V]`."""
         if self.axis is None:
             return whole
-        own_size = whole.shape[-1] // num_parts(self.axis)
+        own_size = whole.shape[-1] // num_shards(self.axis)
         return jax.lax.dynamic_slice_in_dim(whole, self.first_id(own_size), own_size, axis=-1)
 
     def gather(self, values: jax.Array) -> jax.Array:
-        """Joins the parts `[..., own V]` to `[..., V]`. The only function that sends all columns."""
+        """Joins the shards `[..., local V]` to `[..., V]`. The only function that sends all columns."""
         if self.axis is None:
             return values
         return jax.lax.all_gather(values, self.axis, axis=values.ndim - 1, tiled=True)
@@ -72,10 +72,7 @@ class Vocabulary:
         Args:
             read: reads the entries of columns, integers in the shape of `tokens`; further axes may follow.
             tokens: integer ids of the whole vocabulary.
-            own_size: own V.
-
-        Returns:
-            The entries that `read` returns on the device that has the token.
+            own_size: local V.
         """
         if self.axis is None:
             return read(tokens)
@@ -86,38 +83,30 @@ class Vocabulary:
         return jax.lax.psum(jnp.where(is_own, entries, 0), self.axis)
 
     def at(self, rows: jax.Array, index: jax.Array | np.ndarray, tokens: jax.Array) -> jax.Array:
-        """Reads `rows[index, tokens]` of `rows [R, own V]`, with token ids of the whole vocabulary."""
+        """Reads `rows[index, tokens]` of `rows [R, local V]`, with token ids of the whole vocabulary."""
         return self.look_up(lambda columns: rows[index, columns], tokens, rows.shape[-1])
 
-    # Reductions over the last axis. Sums of parts are rounded in another order than the sum of one device.
+    # Reductions over the last axis. Sums of shards are rounded in a different order than on one device.
 
     def sum(self, values: jax.Array, *, keepdims: bool = False) -> jax.Array:
-        """Sums `[..., own V]` over the vocabulary."""
+        """Sums `[..., local V]` over the vocabulary."""
         total = values.sum(axis=-1, keepdims=keepdims)
         return total if self.axis is None else jax.lax.psum(total, self.axis)
 
     def max(self, values: jax.Array, *, keepdims: bool = False) -> jax.Array:
-        """Computes the maximum of `[..., own V]` over the vocabulary."""
+        """Computes the maximum of `[..., local V]` over the vocabulary."""
         largest = values.max(axis=-1, keepdims=keepdims)
         return largest if self.axis is None else jax.lax.pmax(largest, self.axis)
 
     def argmax(self, values: jax.Array) -> jax.Array:
-        """Finds the token of the largest value, the lowest id among equal ones: `[..., own V]` to `[...]` int32."""
+        """Finds the token of the largest value, the lowest id among equal ones: `[..., local V]` to `[...]` int32."""
         tokens = jnp.argmax(values, axis=-1).astype(jnp.int32)
         if self.axis is None:
             return tokens
         return self.merge_top(values.max(axis=-1, keepdims=True), tokens[..., None], values.shape[-1])[1][..., 0]
 
     def top_k(self, values: jax.Array, k: int) -> tuple[jax.Array, jax.Array]:
-        """Finds the k largest values and their tokens, largest first and the lower id first among equal ones.
-
-        Args:
-            values: `[..., own V]` floating.
-            k: how many, at most V.
-
-        Returns:
-            Values and int32 tokens, `[..., k]`.
-        """
+        """Finds the k largest of `[..., local V]`: values and tokens `[..., k]`, of equal ones the lower id first."""
         if self.axis is None:
             return top_k(values, k)
         return self.merge_top(*top_k(values, min(k, values.shape[-1])), values.shape[-1], k)
@@ -125,16 +114,13 @@ class Vocabulary:
     def merge_top(
         self, values: jax.Array, columns: jax.Array, own_size: int, k: int | None = None
     ) -> tuple[jax.Array, jax.Array]:
-        """Merges the largest values of each part: the devices exchange pairs of a value and a token.
+        """Merges the largest values of each shard: the devices exchange pairs of a value and a token.
 
         Args:
-            values: `[..., n]` largest values of the own part, largest first, the lower column first among equal ones.
+            values: `[..., n]` largest values of this shard, largest first, the lower column first among equal ones.
             columns: `[..., n]` their columns.
-            own_size: own V.
-            k: how many to keep; None: n.
-
-        Returns:
-            Values and tokens `[..., k]` of the whole vocabulary, in the same order.
+            own_size: local V.
+            k: how many to keep, in the same order; None: n.
         """
         if self.axis is None:
             return values, columns
@@ -145,23 +131,23 @@ class Vocabulary:
         return largest, jnp.take_along_axis(tokens, place, axis=-1)
 
     def softmax(self, values: jax.Array) -> jax.Array:
-        """Computes the softmax of `[..., own V]` whose largest value in the vocabulary is 0."""
+        """Computes the softmax of `[..., local V]` whose largest value in the vocabulary is 0."""
         if self.axis is None:
             return jax.nn.softmax(values, axis=-1)
         unnormalised = jnp.exp(values)
         return unnormalised / self.sum(unnormalised, keepdims=True)
 
     def logsumexp(self, values: jax.Array) -> jax.Array:
-        """Computes the log-sum-exp of `[..., own V]` over the vocabulary."""
+        """Computes the log-sum-exp of `[..., local V]` over the vocabulary."""
         return self.merge_logsumexp(jax.nn.logsumexp(values, axis=-1))
 
     def merge_logsumexp(self, own: jax.Array) -> jax.Array:
-        """Computes the log-sum-exp `[...]` of the vocabulary from that of each part."""
+        """Computes the log-sum-exp `[...]` of the vocabulary from that of each shard."""
         return own if self.axis is None else jax.nn.logsumexp(jax.lax.all_gather(own, self.axis), axis=0)
 
     def one_hot(self, tokens: jax.Array, own_size: int) -> jax.Array:
-        """Converts tokens `[...]` to one-hot rows `[..., own V]` float32."""
+        """Converts tokens `[...]` to one-hot rows `[..., local V]` float32."""
         return jax.nn.one_hot(self.columns(tokens, own_size), own_size, dtype=jnp.float32)
 
 
-WHOLE = Vocabulary()  # arrays with all columns: outside of `shard_map`, and where `tensor` has one device
+WHOLE = Vocabulary()  # arrays with all columns: outside `shard_map`, and where `tensor` has one device

@@ -1,4 +1,4 @@
-"""The HTTP application: OpenAI's and SGLang's routes over one engine, and a page in the browser."""
+"""The HTTP application: OpenAI's and SGLang's routes over one engine, and a web page."""
 
 from fastapi import FastAPI
 from starlette.exceptions import HTTPException
@@ -8,11 +8,12 @@ from mtpjax.data.tokenizer import ByteTokenizer, HuggingFaceTokenizer, Tokenizer
 from mtpjax.serving.api import schemas
 from mtpjax.serving.api.admin_routes import admin_router
 from mtpjax.serving.api.errors import ApiError
+from mtpjax.serving.api.health_routes import health_router
 from mtpjax.serving.api.http import FaultHandler, FramingCheck, KeyCheck, error_handler
 from mtpjax.serving.api.openai_routes import openai_router
 from mtpjax.serving.api.page_routes import page_router
 from mtpjax.serving.api.readers import Readers
-from mtpjax.serving.api.route_steps import make_reader
+from mtpjax.serving.api.reading import BodyReader
 from mtpjax.serving.api.server import ApiServer, ApiSettings, Engine
 from mtpjax.serving.api.sglang_routes import generate_router
 from mtpjax.serving.metrics import Metrics
@@ -21,24 +22,21 @@ from mtpjax.version import __version__
 
 
 def make_app(engine: Engine, tokenizer: Tokenizer, settings: ApiSettings, metrics: Metrics | None = None) -> FastAPI:
-    """Makes the application.
+    """Makes the ASGI application.
 
-    Every path but `settings.open_paths` needs a key if there are keys. `app.state.server` is the `ApiServer`, through
-    which the caller stops new requests.
+    Every path except `settings.open_paths` needs a key if there are keys. `app.state.server` is the `ApiServer`, whose
+    `drain` stops new requests.
 
     Args:
-        engine: makes the tokens.
+        engine: generates the tokens.
         tokenizer: the model's.
         settings: of the API.
-        metrics: the metrics that `/metrics` shows; None leaves this path out.
-
-    Returns:
-        An ASGI application, for uvicorn.
+        metrics: served at `/metrics`; None: that path does not exist.
     """
     server = ApiServer(engine, tokenizer, settings)
-    # Other tokenizers may not be known to another process.
+    # A separate process may not have the class of other tokenizers.
     num_readers = settings.num_readers if type(tokenizer) in (ByteTokenizer, HuggingFaceTokenizer) else 0
-    server.readers = Readers(make_reader(server), num_readers)
+    server.readers = Readers(BodyReader(tokenizer, server.limits, settings.strict_fields), num_readers)
 
     # Pages of documentation would load scripts from elsewhere; the schema alone does not.
     app = FastAPI(
@@ -51,17 +49,17 @@ def make_app(engine: Engine, tokenizer: Tokenizer, settings: ApiSettings, metric
         exception_handlers={each: error_handler for each in (ApiError, QueueFull, HTTPException)},
     )
     app.state.server = server
-    for router in (openai_router(server), generate_router(server), admin_router(server), page_router(server)):
-        app.include_router(router)
+    for make_router in (openai_router, generate_router, admin_router, health_router, page_router):
+        app.include_router(make_router(server))
     if metrics is not None:
 
         @app.get("/metrics", response_class=Response)
         def read_metrics() -> Response:
-            """Answers with the metrics, for Prometheus."""
+            """Returns the metrics, for Prometheus."""
             body, content_type = metrics.render()
             return Response(body, media_type=content_type)
 
     app.add_middleware(KeyCheck, settings=settings)
-    app.add_middleware(FramingCheck)  # before the keys: the one that is added last comes first
+    app.add_middleware(FramingCheck)  # before the keys: the last one added runs first
     app.add_middleware(FaultHandler)
     return app

@@ -12,9 +12,7 @@ from mtpjax.serving.program_set import ProgramKey
 
 THREAD_NAME = "mtpjax-compile"
 LINE_SECONDS = 10.0  # between two lines of the log
-SWITCH_SECONDS = (
-    0.0005  # after which the compiling thread gives the interpreter to another one; Python's default is 5 ms
-)
+SWITCH_SECONDS = 0.0005  # after which the compiling thread releases the interpreter; Python's default is 5 ms
 
 _log = logging.getLogger(__name__)
 
@@ -45,11 +43,11 @@ class BackgroundCompiler:
 
     @property
     def num_left(self) -> int:
-        """Programs that are not compiled yet, the one that is being compiled included."""
+        """Programs that are not compiled yet, including the one that is compiling."""
         return self._num_left
 
     def want(self, key: ProgramKey) -> None:
-        """Moves a program to the front of the queue; adds one that is not in it."""
+        """Moves a program to the front of the queue, or adds it there."""
         with self._changed:
             if key in self._known:
                 return
@@ -63,13 +61,13 @@ class BackgroundCompiler:
             self._changed.notify()
 
     def stop(self) -> None:
-        """Begins no other program. One that is being compiled cannot be interrupted: its thread goes on."""
+        """Starts no further program. One that is compiling cannot be interrupted: its thread continues."""
         with self._changed:
             self._is_stopped = True
             self._changed.notify()
 
     def _next(self) -> ProgramKey | None:
-        """Waits for the next program; returns None at the end."""
+        """Waits for the next program; None after `stop`."""
         with self._changed:
             while not (self._wanted or self._queue or self._is_stopped):
                 self._changed.wait()
@@ -86,16 +84,16 @@ class BackgroundCompiler:
             try:
                 with _short_turns():
                     self._compile(key)
-            # The others may compile. Requests that need this one hear of the error.
+            # The others may compile. Requests that need this one get the error.
             except Exception as caught:
                 error = caught
-                _log.error("a program does not compile: %s", key, exc_info=caught)
+                _log.error("a program failed to compile: %s", key, exc_info=caught)
             with self._changed:
                 self._num_left -= 1
             if self._is_stopped:
                 return
             self._on_end(key, error)
-            # A server that compiles on demand has no plan, and says nothing.
+            # A server that compiles on demand has no plan to report.
             now, num_done = time.monotonic(), self._num_planned - self._num_left
             if self._num_planned and (now >= next_line or not self._num_left):
                 next_line = now + LINE_SECONDS
@@ -104,7 +102,7 @@ class BackgroundCompiler:
 
 @contextlib.contextmanager
 def _short_turns() -> Iterator[None]:
-    """Lets other threads have the interpreter sooner than usual: tracing takes it for seconds."""
+    """Lets other threads have the interpreter sooner than usual: tracing holds it for seconds."""
     before = sys.getswitchinterval()
     sys.setswitchinterval(SWITCH_SECONDS)
     try:
@@ -114,5 +112,5 @@ def _short_turns() -> Iterator[None]:
 
 
 def is_compiling() -> bool:
-    """Returns whether a thread of this process still compiles. An interpreter that ends normally could crash then."""
+    """Returns whether a thread of this process is still compiling. Ending the interpreter normally could then crash."""
     return any(thread.name == THREAD_NAME for thread in threading.enumerate())

@@ -1,39 +1,41 @@
-"""The engine's calls: before they are dispatched, while they run, and their reports."""
+"""The engine's calls: before they are dispatched, and while they run."""
 
 import dataclasses
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import numpy as np
 
-from mtpjax.decoding.drafters.base import Draft
+from mtpjax.decoding.drafter import Draft
 from mtpjax.decoding.gpu_graph import OneGraph
+from mtpjax.decoding.report import PackedReport, Report
+from mtpjax.decoding.session import Batch
 from mtpjax.serving.program_set import ProgramKey
-from mtpjax.serving.programs import Batch, PackedReport, Report
 from mtpjax.serving.scheduler import Sequence
 from mtpjax.serving.scoring import ScoredChunk
 
 
-@dataclasses.dataclass(frozen=True)
-class Work:
-    """A call that is not dispatched yet: a program of `mtpjax.serving.programs`, and its arguments behind the state.
+class PendingCall(NamedTuple):
+    """A call that is not dispatched yet.
 
-    `key` names the compiled program; None for calls that another process has sent.
+    Attributes:
+        program: of `mtpjax.decoding.session` or `mtpjax.serving.scoring`.
+        arrays: its arguments after the state.
+        key: selects its static arguments, and so the compiled program.
     """
 
     program: OneGraph
     arrays: tuple[Any, ...]
-    settings: dict[str, Any]
-    key: ProgramKey | None = None
+    key: ProgramKey
 
 
 @dataclasses.dataclass
-class Call:
+class InFlightCall:
     """A dispatched call.
 
     Attributes:
         rows: the request of each row of the report; None for padding.
-        report: what it changed, on the device.
+        report: its changes, on the device.
         is_prefill: the call processes prompts.
     """
 
@@ -65,18 +67,18 @@ class ScoreCall:
 
 @dataclasses.dataclass
 class DraftCall:
-    """A dispatched call that drafts. `Executor.verify` goes on with it.
+    """A dispatched call that drafts. `Executor.verify` continues it.
 
     Attributes:
         rows: the request of each row; None for padding.
         batch: the rows as arrays.
-        depth: draft levels.
+        key: of the program.
         draft: arrays on the device.
     """
 
     rows: list[Sequence | None]
     batch: Batch
-    depth: int
+    key: ProgramKey
     draft: Draft
 
     def read(self) -> tuple[np.ndarray, np.ndarray | None]:

@@ -1,9 +1,9 @@
 """Adaptive depth of the engine: chooses the draft levels of the next call from measured costs and acceptance.
 
 The cost model is that of `mtpjax.decoding.depth_policy`: expected tokens of a round over its duration. There the loop
-decides on the device, before every round of one batch. Here the host decides, before every call, for whichever rows
-decode: durations are measured for each batch size, and acceptance is counted over all requests. The choice depends on
-earlier rounds only, so exact rules stay exact.
+decides on the device, before every round of one batch. Here the host decides before every call: durations are measured
+for each batch size, and acceptance is counted over all requests. The choice depends only on earlier rounds, so exact
+rules stay exact.
 """
 
 import dataclasses
@@ -26,14 +26,10 @@ Costs = tuple[tuple[float, ...], ...]  # per batch size, the duration of a round
 
 
 def estimate_rates(verified: np.ndarray, accepted: np.ndarray) -> np.ndarray:
-    """Estimates the acceptance rate of each level, given that all levels before it were accepted.
+    """Estimates the acceptance rate `[K]` of each level, given that all levels before it were accepted.
 
-    Args:
-        verified: `[K]` drafts whose predecessors were all accepted.
-        accepted: `[K]` the accepted ones among them.
-
-    Returns:
-        `[K]` rates. Each is shrunk towards the rate of the level before; the first one towards `PRIOR_RATE`.
+    From counts `[K]` of drafts whose predecessors were all accepted, and of the accepted ones among them. Each rate is
+    shrunk towards the rate of the level before; the first one towards `PRIOR_RATE`.
     """
     rates, expected = [], PRIOR_RATE
     for num_verified, num_accepted in zip(verified, accepted, strict=True):
@@ -43,12 +39,7 @@ def estimate_rates(verified: np.ndarray, accepted: np.ndarray) -> np.ndarray:
 
 
 def best_depth(costs: tuple[float, ...], rates: np.ndarray) -> int:
-    """Returns the depth with the most expected tokens per unit of time.
-
-    Args:
-        costs: duration of a round at depths 0..K.
-        rates: `[K]` acceptance rates, from `estimate_rates`.
-    """
+    """Returns the depth with the most expected tokens per unit of time, by the durations of a round at depths 0..K."""
     tokens = 1 + np.concatenate([[0.0], np.cumsum(np.cumprod(rates))])
     return int(np.argmax(tokens / np.array(costs)))
 
@@ -62,7 +53,7 @@ def probe_depth(costs: tuple[float, ...], best: int) -> int:
 
 @dataclasses.dataclass
 class AdaptiveDepth:
-    """Acceptance counts of all requests, and the choice that follows from them.
+    """Acceptance counts of all requests, and the choice of the depth.
 
     Attributes:
         costs: for each of `batch_sizes`, the duration of a round at depths 0..K.
@@ -82,14 +73,8 @@ class AdaptiveDepth:
         self.verified, self.accepted = np.zeros((2, len(self.costs[0]) - 1))
 
     def record(self, num_rounds: int, proposed: np.ndarray, accepted: np.ndarray) -> None:
-        """Counts the rounds of one call.
-
-        Args:
-            num_rounds: rounds of the call.
-            proposed: `[K]` drafts per level, of all rows.
-            accepted: `[K]` the accepted ones among them.
-        """
-        # Rounds without drafts say nothing about acceptance, and leave the counts as they are.
+        """Counts the rounds of one call: proposed and accepted drafts `[K]` per level, of all rows."""
+        # Rounds without drafts reveal nothing about acceptance, so they do not change the counts.
         if not proposed.any():
             return
         # A draft says something about its level only if all drafts before it were accepted.
@@ -98,14 +83,9 @@ class AdaptiveDepth:
         self.verified, self.accepted = decay * self.verified + verified, decay * self.accepted + accepted
 
     def choose(self, num_rows: int) -> int:
-        """Chooses the depth of the next call.
+        """Chooses the depth of the next call for `num_rows` rows of one shard: the best by the counts.
 
-        Args:
-            num_rows: decoding rows, of one part of the mesh.
-
-        Returns:
-            The best depth by the counts. At regular intervals it is one deeper, because rounds reveal nothing about
-            acceptance beyond their depth.
+        At regular intervals it is one level deeper, because rounds reveal nothing about acceptance beyond their depth.
         """
         costs = self.costs[self.batch_sizes.index(bucket(num_rows, self.batch_sizes))]
         best = best_depth(costs, estimate_rates(self.verified, self.accepted))
@@ -119,44 +99,40 @@ class AdaptiveDepth:
 
 
 def measure_costs(executor: Executor) -> Costs:
-    """Times rounds of the engine's own programs, for each batch size and depth.
+    """Times rounds of the engine's own programs, for each batch size and depth, in seconds.
 
-    Args:
-        executor: an executor whose slots are all free. Its state is made anew afterwards.
-
-    Returns:
-        The durations in seconds; a deeper round never takes less time than a shallower one.
+    All slots must be free; the state is reset afterwards. A deeper round never counts as faster than a shallower one.
     """
-    depths = range(executor.spec.num_steps + 1)
+    depths = range(executor.decoder.spec.num_steps + 1)
     costs = [[_measure(executor, size, depth) for depth in depths] for size in executor.sizes.batch_sizes]
     executor.reset()
     return tuple(tuple(np.maximum.accumulate(durations).tolist()) for durations in costs)
 
 
 def _measure(executor: Executor, size: int, depth: int) -> float:
-    """Returns the duration of a round of `depth` draft levels on `size` rows per part, in seconds."""
+    """Returns the duration of a round of `depth` draft levels on `size` rows per shard, in seconds."""
     sizes = executor.sizes
     # 1. Rows with a short text and room for the timed rounds, if the longest text has that room. Rows may share pages:
-    #    nobody reads what they compute.
-    num_tokens = min(sizes.max_length, sizes.part_pages * sizes.page_size - sizes.num_behind - sizes.max_shift)
-    prompt_length = max(min(PROMPT_LENGTH, executor.spec.prefill_chunk, num_tokens - depth - 1), 1)
+    #    their results are not used.
+    num_tokens = min(sizes.max_length, executor.decoder.max_length_of(sizes.shard_pages))
+    prompt_length = max(min(PROMPT_LENGTH, executor.decoder.spec.prefill_chunk, num_tokens - depth - 1), 1)
     num_rounds = max(min((num_tokens - prompt_length - 1) // (depth + 1), NUM_MEASURED + 1), 1)
     num_new = min(1 + num_rounds * (depth + 1), num_tokens - prompt_length)
     request = Request(prompt=(0,) * prompt_length, max_new_tokens=max(num_new, 1))
     rows = executor.make_rows(request)
-    num_pages = sizes.num_pages_of(int(rows.settings.limit[0]))
+    num_pages = executor.decoder.num_pages_of(int(rows.settings.limit[0]))
     sequences = [
         Sequence(
             -1, request, lambda event: None, list(request.prompt), limit=prompt_length + num_new, rows=rows,
-            is_plain=True, matcher=None, times=RequestTimes(0.0), part=part, slot=slot, num_to_prefill=prompt_length,
-            lease=Lease([(slot * num_pages + page) % sizes.part_pages for page in range(num_pages)], 0, 0, b""),
+            is_plain=True, matcher=None, times=RequestTimes(0.0), shard=shard, slot=slot, num_to_prefill=prompt_length,
+            lease=Lease([(slot * num_pages + page) % sizes.shard_pages for page in range(num_pages)], 0, 0, b""),
         )
-        for part in range(sizes.num_parts) for slot in range(size)
+        for shard in range(sizes.num_shards) for slot in range(size)
     ]  # fmt: skip
     executor.admit(sequences)
-    most = sizes.prefill_sizes[-1]
-    for begin in range(0, size, most):
-        some = [sequence for sequence in sequences if begin <= (sequence.slot or 0) < begin + most]
+    max_rows = sizes.prefill_sizes[-1]
+    for begin in range(0, size, max_rows):
+        some = [sequence for sequence in sequences if begin <= (sequence.slot or 0) < begin + max_rows]
         executor.prefill([(sequence, 0, prompt_length) for sequence in some]).read()
     # 2. The first round prepares the dispatch of later ones.
     durations = []

@@ -1,7 +1,7 @@
 """Grammars: JSON schemas and regular expressions that a text must match, and the tokens that they allow next.
 
 llguidance compiles a grammar against the bytes of the tokenizer's tokens. Each text has a matcher, which consumes its
-tokens on the host and computes the mask of the tokens that may follow.
+tokens on the host and computes the mask of the allowed next tokens.
 """
 
 import signal
@@ -26,28 +26,18 @@ _LIMITS = {"max_lexer_states": 50_000, "step_lexer_fuel": 100_000, "verbose_erro
 
 
 class GrammarTooSlow(GrammarError):
-    """A grammar takes too long to compile."""
-
     def __init__(self, seconds: float):
         super().__init__(f"the grammar takes more than {seconds:g} seconds to compile")
 
 
 class Matcher:
-    """Follows one text through its grammar. Calls come from one thread at a time.
-
-    Args:
-        matcher: llguidance's matcher, at the beginning of the text.
-    """
+    """Follows one text through its grammar. Not thread-safe."""
 
     def __init__(self, matcher: Any):
         self._matcher = matcher
 
     def consume(self, tokens: Sequence[int]) -> None:
-        """Takes new tokens of the text.
-
-        Raises:
-            GrammarError: the grammar forbids one of them, or exceeds a limit. The matcher is unusable then.
-        """
+        """Consumes new tokens. Raises GrammarError, after which the matcher is unusable."""
         num_consumed = self._matcher.try_consume_tokens(list(tokens))
         self._check()
         if num_consumed < len(tokens):
@@ -56,14 +46,13 @@ class Matcher:
     def fill_masks(self, masks: np.ndarray, tokens: Sequence[int], parents: Sequence[int] | None = None) -> None:
         """Computes which tokens may follow each node of a draft.
 
-        The mask of a node stays as it is if the node or an ancestor is forbidden, because no exact rule accepts it, or
+        The mask of a node stays unchanged if the node or an ancestor is forbidden, because no exact rule accepts it, or
         follows an end token, because the text is cut there.
 
         Args:
-            masks: `[W, ceil(V/32)]` int32, a bit per token, the lowest bit first. Callers begin with masks that allow
-                every token.
-            tokens: of the W nodes; the text consumed so far ends with node 0.
-            parents: of the W nodes, parents before children; None: each node follows the one before.
+            masks: `[W, ceil(V/32)]` int32, a bit per token, the lowest bit first, all set at first.
+            tokens: of the W nodes; node 0 is the last token consumed.
+            parents: of the W nodes, parents before children; None: a chain.
 
         Raises:
             GrammarError: the grammar exceeds a limit. The matcher is unusable then.
@@ -73,7 +62,7 @@ class Matcher:
         for node in range(len(tokens)):
             path = [tokens[step] for step in _path_to(node, parents)]
             num_consumed = self._matcher.try_consume_tokens(path)
-            # A limit that is exceeded here looks like a forbidden token, but the mask before it allowed this one.
+            # An exceeded limit looks like a forbidden token here, but the previous mask allowed this one.
             self._check()
             if num_consumed == len(path):
                 fill_next_token_bitmask(self._matcher, masks, node)
@@ -85,7 +74,7 @@ class Matcher:
                 self._check()
 
     def _check(self) -> None:
-        """Raises GrammarError if the matcher has failed: it then stays so, and its masks mean nothing."""
+        """Raises GrammarError if the matcher has failed: its masks mean nothing then."""
         if self._matcher.is_error():
             raise GrammarError(f"the grammar failed: {explain(self._matcher.get_error())}")
 
@@ -94,11 +83,11 @@ class Grammar:
     """A compiled grammar, which many texts may share.
 
     Args:
-        matcher: llguidance's matcher; it stays at the beginning.
+        matcher: llguidance's matcher; it stays at the start.
         vocab_size: V of the model.
 
     Raises:
-        GrammarError: no text can begin.
+        GrammarError: no text matches.
 
     Attributes:
         first_mask: `[ceil(V/32)]` int32 tokens that may begin a text, as in `Matcher.fill_masks`.
@@ -111,23 +100,18 @@ class Grammar:
         self.first_mask = masks[0]
 
     def start(self) -> Matcher:
-        """Returns a matcher for a new text."""
         return Matcher(self._matcher.deep_copy())
 
 
 class Grammars:
     """Compiles grammars for one tokenizer.
 
-    Args:
-        tokenizer: the model's.
-        vocab_size: V of the model.
-
     Raises:
-        ValueError: the tokenizer has no end token, with which a complete text ends, or is of an unsupported class.
+        ValueError: the tokenizer has no end token, which ends a complete text, or its class is unsupported.
         ImportError: llguidance is missing.
 
     Attributes:
-        eos_token_ids: tokens that may follow a complete text, and nothing else may follow it.
+        eos_token_ids: the only tokens that may follow a complete text.
     """
 
     def __init__(self, tokenizer: Tokenizer, vocab_size: int):
@@ -142,18 +126,15 @@ class Grammars:
         self._vocab_size = vocab_size
 
     def compile(self, kind: GrammarKind, source: str, *, seconds: float = MAX_COMPILE_SECONDS) -> Grammar:
-        """Compiles a grammar; callable from any thread.
+        """Compiles a grammar; thread-safe.
 
         Args:
             kind: of the source.
-            source: a JSON schema as JSON, or a regular expression, which the whole text must match.
-            seconds: of CPU time that compiling may take.
-
-        Returns:
-            The grammar.
+            source: a JSON schema as JSON, or a regular expression that the whole text must match.
+            seconds: limit of CPU time.
 
         Raises:
-            GrammarError: the source is wrong, unsupported or too large, in one line.
+            GrammarError: in one line: the source is invalid, unsupported or too large.
             GrammarTooSlow: it takes longer.
         """
         from llguidance import LLMatcher, LLParserLimits
@@ -166,7 +147,7 @@ class Grammars:
             if (len(source) - len(source.rstrip("\\"))) % 2:  # llguidance would escape its own delimiter
                 raise GrammarError("the regular expression ends with an incomplete escape")
             compiled = LLMatcher.grammar_from_regex(source)
-        # Another process compiles it first, because this one could not stop.
+        # A separate process compiles it first, because compiling cannot be interrupted here.
         try:
             TRIAL_COMPILE(compiled, _LIMITS, seconds)
         except WorkerEnded as ended:
@@ -178,12 +159,12 @@ class Grammars:
 
 
 def num_words(vocab_size: int) -> int:
-    """Returns the int32 words of a mask."""
+    """Returns the number of int32 words in a mask."""
     return -(-vocab_size // 32)
 
 
 def _path_to(node: int, parents: Sequence[int] | None) -> list[int]:
-    """Returns the nodes from the first below the root to `node`."""
+    """Returns the path from below the root to `node`."""
     path = []
     while node > 0:
         path.append(node)
@@ -192,7 +173,7 @@ def _path_to(node: int, parents: Sequence[int] | None) -> list[int]:
 
 
 def _compile_failure(code: int | None, seconds: float) -> GrammarError:
-    """Returns the error for a grammar whose trial ended with an exit code; None: it did not end."""
+    """Returns the error for the exit code of a trial; None: it did not end."""
     if code == -signal.SIGPROF:
         return GrammarTooSlow(seconds)
     if code is None:

@@ -1,4 +1,4 @@
-"""Checks a JSON schema before llguidance compiles it, and puts its messages in the words of who wrote the schema."""
+"""Checks a JSON schema before llguidance compiles it, and rewrites llguidance's messages for clients."""
 
 import json
 import math
@@ -15,24 +15,24 @@ MAX_SCHEMA_DEPTH = 64
 MAX_MULTIPLE = 10_000  # llguidance makes an automaton with a state per remainder
 MAX_MESSAGE_CHARACTERS = 200
 
-# llguidance's words, and what they mean to who wrote the grammar.
+# llguidance's terms, and their meaning for the author of the grammar.
 _MEANINGS = {
-    "NoExtension": "no text matches it, or none that the model's tokens can write",
+    "NoExtension": "no text of the model's tokens matches it",
     "LexerTooComplex": "it is too complex: its regular expressions have too many states",
     "coerce_one_of": "oneOf is not supported here: use anyOf",
     "lookarounds not supported": "^, $ and \\b are not supported in it; the whole text must match anyway",
 }
 _TOO_MANY = re.compile(r"row has (?P<items>\d+) items; max is (?P<limit>\d+)")
-# A regular expression is compiled as a part of a larger grammar, whose place and text say nothing to a client.
+# A regular expression is compiled as part of a larger grammar, whose positions and text mean nothing to a client.
 _WRAPPED = re.compile(r'^at \d+\(\d+\): invalid regex ".*" \(in regex\): (?P<problem>.*?)( \d+ \| start: .*)?$')
 
 
 class GrammarError(ValueError):
-    """A grammar does not compile, or exceeds a limit while a text is made. One line that is meant for the client."""
+    """A grammar does not compile, or exceeds a limit while a text is made. The message is one line for the client."""
 
 
 def explain(message: str) -> str:
-    """Returns a message of llguidance in one line, without its internal words."""
+    """Returns a message of llguidance in one line, without its internal terms."""
     message = " ".join(message.split()).removesuffix("<non-verbose/>").strip()
     if found := _TOO_MANY.search(message):
         return (
@@ -46,48 +46,35 @@ def explain(message: str) -> str:
 
 
 def checked_schema(source: str) -> str:
-    """Checks a JSON schema.
-
-    Args:
-        source: the schema as JSON.
-
-    Returns:
-        The same in plain JSON.
-
-    Raises:
-        GrammarError: it is not JSON, nests too deeply, needs too much memory, or has a `$ref` loop.
-    """
+    """Checks a JSON schema and returns it as plain JSON. Raises GrammarError."""
     try:
         schema = parse_json(source, max_depth=MAX_SCHEMA_DEPTH)
         # Compiling takes time and memory in proportion to the least common multiple.
         multiples = [Decimal(str(value)).normalize().as_tuple().digits for value in _multiples(schema)]
         if math.lcm(*(int("".join(map(str, digits))) for digits in multiples)) > MAX_MULTIPLE:
-            raise GrammarError(f"the least common multiple of all multipleOf is above {MAX_MULTIPLE}")
+            raise GrammarError(f"the least common multiple of all multipleOf values is above {MAX_MULTIPLE}")
         plain = json.dumps(schema, allow_nan=False)
     except (ValueError, ArithmeticError) as error:
-        raise GrammarError(f"the JSON schema is not acceptable: {explain(str(error))}") from error
+        raise GrammarError(f"the JSON schema is invalid: {explain(str(error))}") from error
     loop = find_ref_loop(schema)
     if loop:
         path = printable(" -> ".join(loop), 120)
-        raise GrammarError(f"the grammar failed: the $ref loop {path} leads back to itself and never to a type")
+        raise GrammarError(f"the grammar failed: the $ref loop {path} refers only to itself and never to a type")
     return plain
 
 
 def find_ref_loop(schema: Any) -> list[str]:
-    """Finds references that lead back to themselves before they say anything about a text.
+    """Finds references that lead back to themselves before they constrain the text.
 
-    A schema may contain itself, such as a list whose items are lists: each level writes some text. A reference to a
-    reference to itself writes none.
-
-    Args:
-        schema: a JSON schema.
+    A schema may contain itself, such as a list whose items are lists: each level writes some text. A reference to
+    itself writes none.
 
     Returns:
-        The references of a loop, the first again at the end; empty without one.
+        The references of a loop, with the first again at the end; empty without one.
     """
     targets = _targets(schema)
     # The references that come to a type: those whose target has one, then those whose target refers to these, ...
-    # A target is found after what refers to it, so most are settled in one pass from the end.
+    # A target comes after what refers to it, so one pass from the end settles nearly all.
     settled: set[str] = set()
     num_before = -1
     while len(settled) > num_before:
@@ -103,7 +90,7 @@ def find_ref_loop(schema: Any) -> list[str]:
 
 
 def _targets(root: Any) -> dict[str, Any]:
-    """Returns the references that a schema uses, with their targets. Definitions that nothing uses do not matter."""
+    """Returns the references that a schema uses, with their targets, but not those of unused definitions."""
     targets: dict[str, Any] = {}
     waiting = [root]
     while waiting:
@@ -118,7 +105,7 @@ def _targets(root: Any) -> dict[str, Any]:
             try:
                 targets[ref] = _resolve(ref, root)
             except (LookupError, TypeError):
-                continue  # llguidance says what is wrong with it
+                continue  # llguidance reports what is wrong with it
             waiting.append(targets[ref])
     return targets
 
@@ -155,7 +142,7 @@ def _is_settled(schema: Any, settled: set[str], targets: dict[str, Any]) -> bool
 
 
 def _refs_in_place(schema: Any) -> Iterator[str]:
-    """Yields the references that say what a schema is, not what is in it."""
+    """Yields the references that say what a schema is, not what it contains."""
     if isinstance(schema, dict):
         if isinstance(schema.get("$ref"), str):
             yield schema["$ref"]
@@ -165,7 +152,6 @@ def _refs_in_place(schema: Any) -> Iterator[str]:
 
 
 def _dicts(part: Any) -> Iterator[dict[str, Any]]:
-    """Yields all objects in a schema."""
     if isinstance(part, dict):
         yield part
     if isinstance(part, dict | list):
@@ -174,7 +160,6 @@ def _dicts(part: Any) -> Iterator[dict[str, Any]]:
 
 
 def _multiples(schema: Any) -> Iterator[int | float]:
-    """Yields the numbers under `multipleOf` anywhere in a schema."""
     for part in _dicts(schema):
         value = part.get("multipleOf")
         if isinstance(value, int | float) and not isinstance(value, bool):

@@ -1,7 +1,7 @@
-"""The tokens of a tokenizer as llguidance needs them: the bytes that each adds to a text, and which add none.
+"""The tokens of a tokenizer as llguidance needs them: the bytes that each adds to a text, and the special ones.
 
-llguidance can read a `tokenizer.json` itself. It then takes the text of an added token, also within a string that a
-schema asks for, for that token: an end token would end the text there, and the decoder skips special tokens.
+llguidance can read a `tokenizer.json`, but then treats the text of an added token as that token, even inside a string
+of a schema: an end token would end the text there, and the decoder skips special tokens.
 """
 
 import json
@@ -23,8 +23,7 @@ class Vocabulary:
         encode: the tokenizer, without special tokens.
 
     Attributes:
-        bos_token_id: none.
-        encode_longest: makes a text of the longest tokens that fit; used where `encode` does not give the text back.
+        encode_longest: splits a text into the longest tokens; used where `encode` does not reproduce the text.
     """
 
     bos_token_id = None
@@ -43,7 +42,7 @@ class Vocabulary:
         self.encode_longest: Callable[[str], list[int]] = lambda text: []
 
     def __call__(self, forced: bytes) -> list[int]:
-        """Encodes the beginning of a text that the grammar leaves no choice of."""
+        """Encodes a text that the grammar forces."""
         text = forced[:MAX_FORCED_BYTES].decode(errors="ignore")
         tokens = self._encode(text)
         is_same = self._special.isdisjoint(tokens) and b"".join(self.tokens[each] for each in tokens) == text.encode()
@@ -51,18 +50,7 @@ class Vocabulary:
 
 
 def llguidance_tokenizer(tokenizer: Tokenizer, vocab_size: int) -> Any:
-    """Makes llguidance's tokenizer.
-
-    Args:
-        tokenizer: the model's. It has an end token.
-        vocab_size: V of the model.
-
-    Returns:
-        A `llguidance.LLTokenizer`.
-
-    Raises:
-        ValueError: the tokenizer is of an unsupported class or decoder.
-    """
+    """Makes a `llguidance.LLTokenizer` of a tokenizer with an end token. Raises ValueError if it is unsupported."""
     import llguidance
 
     ends = list(tokenizer.eos_token_ids)
@@ -84,7 +72,7 @@ def _of_huggingface(tokenizer: HuggingFaceTokenizer, vocab_size: int) -> Vocabul
     import tokenizers
 
     content, ends = tokenizer.to_json(), list(tokenizer.eos_token_ids)
-    # llguidance knows the decoders. It takes every added token for a special one.
+    # llguidance knows the decoders. It treats every added token as special.
     reader = llguidance.LLTokenizer(content, n_vocab=vocab_size, eos_token=ends)
     tokens = [reader.decode_bytes([token]) for token in range(vocab_size)]
     special = {token for token in range(vocab_size) if reader.is_special_token(token)} | set(ends)
@@ -99,12 +87,12 @@ def _of_huggingface(tokenizer: HuggingFaceTokenizer, vocab_size: int) -> Vocabul
 
 
 def _without_prefix(part: Any) -> Any:
-    """Returns a tokenizer's JSON without the space that it puts before a text: forced text is not the beginning."""
+    """Removes the space that a tokenizer puts before a text from its JSON: forced text is not the beginning."""
     if isinstance(part, list):
         return [_without_prefix(each) for each in part if not _is_prepend(each)]
     if not isinstance(part, dict):
         return part
-    # The vocabulary has the names of tokens, not of settings.
+    # Keys in the vocabulary are tokens, not settings.
     never = {"prepend_scheme": "never", "add_prefix_space": False}
     parts = ("normalizer", "pre_tokenizer", "normalizers", "pretokenizers")
     return {

@@ -14,89 +14,91 @@ _TOO_LARGE = (
 )
 
 
-def limited_protocol(seconds: float) -> type[asyncio.Protocol]:
-    """Makes an HTTP protocol for `uvicorn.Config(http=...)`, over httptools if it is installed, else over h11.
+class LimitedProtocol(AutoHTTPProtocol):
+    """An HTTP protocol over httptools if it is installed, else over h11, with limits for headers.
 
-    A header of more than `MAX_HEADER_BYTES` is answered with 431 before it is parsed. The body of a request has limits
-    of its own (`ApiSettings.max_body_bytes`, `body_timeout`), and so has the time between two requests (uvicorn's
+    A header of more than `MAX_HEADER_BYTES` is rejected with 431 before it is parsed. Bodies have their own limits
+    (`ApiSettings.max_body_bytes`, `body_timeout`), and so has the time between two requests (uvicorn's
     `timeout_keep_alive`).
 
-    Args:
-        seconds: from the beginning of a connection, or from the first byte of a later request, to the header's end.
-
-    Returns:
-        The class.
+    Attributes:
+        header_seconds: time from the start of a connection, or from the first byte of a later request, to the end of
+            the header.
     """
 
-    class Protocol(AutoHTTPProtocol):
-        # Those of uvicorn's protocols, of which there are two.
-        loop: asyncio.AbstractEventLoop
-        transport: asyncio.Transport
-        cycle: Any
+    header_seconds: float
 
-        _header_timer: asyncio.TimerHandle | None = None
-        _awaits_header = True  # with httptools: between two requests, or in a header
-        _num_header_bytes = 0  # that came without the end of a header, or without a byte of a body
-        _tail = b""  # the last of them, in which the end may begin
+    # Those of uvicorn's protocols, of which there are two.
+    loop: asyncio.AbstractEventLoop
+    transport: asyncio.Transport
+    cycle: Any
 
-        def connection_made(self, transport: Any) -> None:
-            super().connection_made(transport)
-            self._header_timer = self.loop.call_later(seconds, transport.close)
+    _header_timer: asyncio.TimerHandle | None = None
+    _awaits_header = True  # with httptools: between two requests, or in a header
+    _num_header_bytes = 0  # that came without the end of a header, or without a byte of a body
+    _tail = b""  # the last of them, in which the end may begin
 
-        def data_received(self, data: bytes) -> None:
-            # 1. Stop before the parser keeps more than the limit.
-            self._num_header_bytes += len(data)
-            if self._num_header_bytes > MAX_HEADER_BYTES and self._is_in_header():
-                room = MAX_HEADER_BYTES - self._num_header_bytes + len(data)
-                if not _HEADER_END.search(self._tail + data[:room]):
-                    return self._reject()
-            self._tail = data[-2:]
-            # 2. Parse. A callback of httptools sets the count back; h11 limits trailers and chunks itself.
-            super().data_received(data)
-            if hasattr(self, "conn") and not self._is_in_header():
-                self._num_header_bytes = 0
-            if self._num_header_bytes > MAX_HEADER_BYTES and not self._is_in_header():
-                self.transport.close()  # trailers, or the sizes of empty chunks, without end
-            # 3. The timer runs while a header is awaited.
-            has_header = self.cycle is not None and not self.cycle.response_complete
-            if has_header:
-                self._stop_timer()
-            elif self._header_timer is None:
-                self._header_timer = self.loop.call_later(seconds, self.transport.close)
+    def connection_made(self, transport: Any) -> None:
+        super().connection_made(transport)
+        self._header_timer = self.loop.call_later(self.header_seconds, transport.close)
 
-        def connection_lost(self, exc: Exception | None) -> None:
-            self._stop_timer()
-            super().connection_lost(exc)
-
-        # Callbacks of httptools, which h11 does not have.
-
-        def on_headers_complete(self) -> None:
-            self._awaits_header, self._num_header_bytes = False, 0
-            super().on_headers_complete()  # type: ignore[misc]
-
-        def on_body(self, body: bytes) -> None:
+    def data_received(self, data: bytes) -> None:
+        # 1. Stop before the parser keeps more than the limit.
+        self._num_header_bytes += len(data)
+        if self._num_header_bytes > MAX_HEADER_BYTES and self._is_in_header():
+            room = MAX_HEADER_BYTES - self._num_header_bytes + len(data)
+            if not _HEADER_END.search(self._tail + data[:room]):
+                return self._reject()
+        self._tail = data[-2:]
+        # 2. Parse. A callback of httptools sets the count back; h11 limits trailers and chunks itself.
+        super().data_received(data)
+        if hasattr(self, "conn") and not self._is_in_header():
             self._num_header_bytes = 0
-            super().on_body(body)  # type: ignore[misc]
+        if self._num_header_bytes > MAX_HEADER_BYTES and not self._is_in_header():
+            self.transport.close()  # trailers, or the sizes of empty chunks, without end
+        # 3. The timer runs while a header is awaited.
+        has_header = self.cycle is not None and not self.cycle.response_complete
+        if has_header:
+            self._stop_timer()
+        elif self._header_timer is None:
+            self._header_timer = self.loop.call_later(self.header_seconds, self.transport.close)
 
-        def on_message_complete(self) -> None:
-            self._awaits_header, self._num_header_bytes = True, 0
-            super().on_message_complete()  # type: ignore[misc]
+    def connection_lost(self, exc: Exception | None) -> None:
+        self._stop_timer()
+        super().connection_lost(exc)
 
-        def _is_in_header(self) -> bool:
-            connection = getattr(self, "conn", None)
-            return self._awaits_header if connection is None else str(connection.their_state) == "IDLE"
+    # Callbacks of httptools, which h11 does not have.
 
-        def _reject(self) -> None:
-            """Answers with 431 and closes the connection."""
-            if self.cycle is None or self.cycle.response_complete:
-                head = b"HTTP/1.1 431 Request Header Fields Too Large\r\nContent-Type: application/json\r\n"
-                head += b"Content-Length: %d\r\nConnection: close\r\n\r\n" % len(_TOO_LARGE)
-                self.transport.write(head + _TOO_LARGE)
-            self.transport.close()
+    def on_headers_complete(self) -> None:
+        self._awaits_header, self._num_header_bytes = False, 0
+        super().on_headers_complete()  # type: ignore[misc]
 
-        def _stop_timer(self) -> None:
-            if self._header_timer is not None:
-                self._header_timer.cancel()
-                self._header_timer = None
+    def on_body(self, body: bytes) -> None:
+        self._num_header_bytes = 0
+        super().on_body(body)  # type: ignore[misc]
 
-    return Protocol
+    def on_message_complete(self) -> None:
+        self._awaits_header, self._num_header_bytes = True, 0
+        super().on_message_complete()  # type: ignore[misc]
+
+    def _is_in_header(self) -> bool:
+        connection = getattr(self, "conn", None)
+        return self._awaits_header if connection is None else str(connection.their_state) == "IDLE"
+
+    def _reject(self) -> None:
+        """Sends 431 and closes the connection."""
+        if self.cycle is None or self.cycle.response_complete:
+            head = b"HTTP/1.1 431 Request Header Fields Too Large\r\nContent-Type: application/json\r\n"
+            head += b"Content-Length: %d\r\nConnection: close\r\n\r\n" % len(_TOO_LARGE)
+            self.transport.write(head + _TOO_LARGE)
+        self.transport.close()
+
+    def _stop_timer(self) -> None:
+        if self._header_timer is not None:
+            self._header_timer.cancel()
+            self._header_timer = None
+
+
+def limited_protocol(seconds: float) -> type[asyncio.Protocol]:
+    """Makes a `LimitedProtocol` with this `header_seconds`, for `uvicorn.Config(http=...)`."""
+    return type("Protocol", (LimitedProtocol,), {"header_seconds": seconds})

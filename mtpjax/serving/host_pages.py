@@ -1,7 +1,7 @@
-"""Pages in host memory: where known pages of the pool go when their place is needed (SGLang's hierarchical cache).
+"""Pages in host memory: known pages of the pool move there when their slots are needed (SGLang's hierarchical cache).
 
-A page is known by the hash of its text (`page_pool`). Its entries are copied to the host before the page is given to
-another request, and back when a prompt begins with that text again. The bits do not change.
+A page is identified by the hash of its text (`page_pool`). Its entries are copied to the host before another request
+gets the page, and back when a prompt starts with that text again. The bits do not change.
 """
 
 import collections
@@ -21,14 +21,7 @@ Entries = list[np.ndarray]  # of one page: [..., size, H] per pool array of the 
 
 
 class HostPages:
-    """Entries of pages in host memory, the least recently used dropped first.
-
-    Args:
-        max_bytes: most bytes to keep.
-
-    Attributes:
-        num_bytes: bytes kept.
-    """
+    """Entries of pages in host memory, at most `max_bytes`; the least recently used are dropped first."""
 
     def __init__(self, max_bytes: int):
         self.max_bytes, self.num_bytes = max_bytes, 0
@@ -41,7 +34,6 @@ class HostPages:
         return len(self._pages)
 
     def put(self, digest: bytes, entries: Entries) -> None:
-        """Keeps a page's entries."""
         self.take(digest)
         self._pages[digest] = entries
         self.num_bytes += sum(array.nbytes for array in entries)
@@ -49,17 +41,16 @@ class HostPages:
             self.take(next(iter(self._pages)))
 
     def take(self, digest: bytes) -> Entries | None:
-        """Returns a page's entries, and keeps them no longer: the pool has them then."""
+        """Removes and returns a page's entries: they move back to the pool."""
         entries = self._pages.pop(digest, None)
         self.num_bytes -= sum(array.nbytes for array in entries or ())
         return entries
 
     def read(self, digest: bytes) -> Entries:
-        """Returns a page's entries, and keeps them."""
         return self._pages[digest]
 
     def clear(self) -> int:
-        """Drops all pages; returns how many they were."""
+        """Drops all pages and returns their number."""
         number = len(self._pages)
         self._pages.clear()
         self.num_bytes = 0
@@ -68,7 +59,7 @@ class HostPages:
 
 @dataclasses.dataclass
 class Outgoing:
-    """Pages on their way to the host.
+    """Pages that are being copied to the host.
 
     Attributes:
         digests: hashes of their texts.
@@ -79,7 +70,7 @@ class Outgoing:
     arrays: list[jax.Array]
 
     def arrive(self, host: HostPages) -> None:
-        """Waits for the copies, and gives them to the host."""
+        """Waits for the copies and stores them on the host."""
         for digest, entries in self.read():
             host.put(digest, entries)
 
@@ -90,19 +81,11 @@ class Outgoing:
 
 
 def copy_out(state: DecodeState, pages: list[tuple[bytes, int]]) -> list[Outgoing]:
-    """Copies pages towards the host, without waiting.
-
-    Args:
-        state: a state with a pool, on one device.
-        pages: hash and page.
-
-    Returns:
-        The copies.
-    """
+    """Starts copying pages, each a hash and an id, to the host. The state is on one device."""
     copies = []
     for begin in range(0, len(pages), NUM_PER_CALL):
         some = pages[begin : begin + NUM_PER_CALL]
-        # A fixed number of pages per call compiles one program. The copies run while the engine goes on.
+        # A fixed number of pages per call compiles one program. The copies run while the engine continues.
         arrays = _read(state, _padded([page for _, page in some]))
         for array in arrays:
             array.copy_to_host_async()
@@ -111,15 +94,7 @@ def copy_out(state: DecodeState, pages: list[tuple[bytes, int]]) -> list[Outgoin
 
 
 def copy_in(state: DecodeState, pages: list[tuple[int, Entries]]) -> DecodeState:
-    """Writes entries from the host into pages.
-
-    Args:
-        state: a state with a pool, on one device; donated.
-        pages: page and entries.
-
-    Returns:
-        The new state.
-    """
+    """Writes entries from the host into pages. The state, on one device, is donated."""
     for begin in range(0, len(pages), NUM_PER_CALL):
         some = pages[begin : begin + NUM_PER_CALL]
         # Padding repeats the first entries; its page does not exist.
@@ -148,7 +123,7 @@ def warm_up(state: DecodeState) -> DecodeState:
 
 
 def _padded(pages: list[int]) -> np.ndarray:
-    """Returns page ids `[NUM_PER_CALL]` int32; an id outside the pool pads."""
+    """Returns page ids `[NUM_PER_CALL]` int32, padded with ids outside the pool."""
     return np.array([*pages, *[np.iinfo(np.int32).max] * (NUM_PER_CALL - len(pages))], np.int32)
 
 

@@ -17,18 +17,7 @@ from mtpjax.serving.header_limits import limited_protocol
 
 
 def listen(host: str, port: int) -> socket.socket:
-    """Opens a port, so that an address in use is an error in one line, and port 0 is known.
-
-    Args:
-        host: address to listen on.
-        port: port to listen on; 0 takes a free one.
-
-    Returns:
-        The socket.
-
-    Raises:
-        OSError: the port cannot be opened.
-    """
+    """Opens a port (0: a free one) before anything is loaded. Raises OSError, in one line, if that fails."""
     listener = socket.socket(socket.AF_INET6 if ":" in host else socket.AF_INET)
     listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
     try:
@@ -39,8 +28,19 @@ def listen(host: str, port: int) -> socket.socket:
     return listener
 
 
+def keepalive_options(**more: int) -> list[tuple[int, int, int]]:
+    """Returns socket options that end a connection to a lost machine within half a minute.
+
+    Args:
+        **more: further options of TCP.
+    """
+    # Names of Linux; other systems keep their own times.
+    times = {"TCP_KEEPIDLE": 10, "TCP_KEEPINTVL": 5, "TCP_KEEPCNT": 3, **more}
+    known = [(getattr(socket, name), value) for name, value in times.items() if hasattr(socket, name)]
+    return [(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1), *((socket.IPPROTO_TCP, *each) for each in known)]
+
+
 def address_of(listener: socket.socket) -> str:
-    """Returns the URL of an open port."""
     host, port = listener.getsockname()[:2]
     return f"http://{f'[{host}]' if ':' in host else host}:{port}"
 
@@ -55,7 +55,6 @@ def run_app(
     header_seconds: float = 30.0,
     has_lifespan: bool = False,
     should_stop: threading.Event | None = None,
-    log_level: str,
 ) -> None:
     """Serves an application until SIGTERM or Ctrl-C.
 
@@ -64,16 +63,13 @@ def run_app(
         listener: from `listen`.
         line: printed when the port accepts connections.
         drain: awaited before connections are closed.
-        abort: ends what still runs; called at a second Ctrl-C.
-        header_seconds: time in which a client must send the header of a request, the next one of a connection too.
-        has_lifespan: the application takes the events of its start and end.
-        should_stop: ends the server as SIGTERM does, when it is set.
-        log_level: of the HTTP server's own log.
+        abort: ends running requests; called at a second Ctrl-C.
+        header_seconds: time in which a client must send the header of a request, also of a later one.
+        has_lifespan: the application handles startup and shutdown events.
+        should_stop: when set, stops the server as SIGTERM does.
     """
 
     class Server(uvicorn.Server):
-        """Prints the ready line when the port accepts connections."""
-
         async def startup(self, sockets: list[socket.socket] | None = None) -> None:
             await super().startup(sockets)
             if self.started:
@@ -83,7 +79,7 @@ def run_app(
             return await super().on_tick(counter) or (should_stop is not None and should_stop.is_set())
 
         async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
-            # Streams go on while the server drains, and new requests get 503. A second Ctrl-C ends them.
+            # Streams continue while the server drains, and new requests get 503. A second Ctrl-C ends them.
             draining = asyncio.ensure_future(drain())
             while not draining.done() and not self.force_exit:
                 await asyncio.sleep(0.02)
@@ -94,7 +90,7 @@ def run_app(
     config = uvicorn.Config(
         app,
         http=limited_protocol(header_seconds),
-        log_level=log_level,
+        log_level="warning",
         access_log=False,
         server_header=False,
         # Without it, uvicorn logs nothing at a second Ctrl-C.
@@ -112,17 +108,7 @@ def run_app(
 def serve_in_thread(
     app: ASGIApp, *, port: int = 0, header_seconds: float = 30.0, log_level: str = "error"
 ) -> Iterator[str]:
-    """Serves an application in a thread of this process while the context is open, as in tests and notebooks.
-
-    Args:
-        app: the application.
-        port: port to listen on; 0 takes a free one.
-        header_seconds: time in which a client must send the header of a request, the next one of a connection too.
-        log_level: of the HTTP server's own log.
-
-    Yields:
-        The address.
-    """
+    """Serves an application on this machine in a thread, as in tests and notebooks. Yields the address."""
     with listen("127.0.0.1", port) as listener:
         address = address_of(listener)
         with run_in_thread(app, listener, header_seconds=header_seconds, log_level=log_level):
@@ -143,14 +129,12 @@ def run_in_thread(
     Args:
         app: the application.
         listener: from `listen`.
-        header_seconds: time in which a client must send the header of a request, the next one of a connection too.
-        last_seconds: time that open connections get at the end, if they need it.
-        log_level: of the HTTP server's own log.
+        header_seconds: as for `run_app`.
+        last_seconds: time that open connections get at shutdown.
+        log_level: of the HTTP server's log.
     """
 
     class Server(uvicorn.Server):
-        """Lets connections end that were accepted just before the end."""
-
         async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
             for each in [*self.servers, *(sockets or ())]:
                 each.close()
@@ -177,7 +161,7 @@ def run_in_thread(
 
 @contextlib.contextmanager
 def _expected_sigterm() -> Iterator[None]:
-    """Lets the process go on after uvicorn has shut down: it sends itself the signal again, which would kill it."""
+    """Keeps the process alive after uvicorn has shut down: uvicorn sends itself the signal again."""
     if threading.current_thread() is not threading.main_thread():  # where uvicorn takes no signals
         yield
         return
@@ -189,6 +173,6 @@ def _expected_sigterm() -> Iterator[None]:
 
 
 def tell(line: str, stream: TextIO) -> None:
-    """Prints a line. A full disk, or a reader that is gone, must not stop the server."""
+    """Prints a line. A full disk or a closed reader must not stop the server."""
     with contextlib.suppress(OSError):
         print(line, file=stream, flush=True)

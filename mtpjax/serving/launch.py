@@ -6,7 +6,6 @@ import gc
 import logging
 import socket
 import sys
-import threading
 import time
 from collections.abc import Callable, Iterator
 from typing import Any
@@ -14,11 +13,12 @@ from typing import Any
 import jax
 
 from mtpjax.decoding.config import DecodeConfig
-from mtpjax.decoding.requests import make_drafter
-from mtpjax.decoding.spec import DecodeSpec
+from mtpjax.decoding.decoder import Decoder, StateShape
+from mtpjax.decoding.device import fit_params
 from mtpjax.distributed import gather_values
 from mtpjax.errors import MemoryTooSmall, is_memory_error, printable
 from mtpjax.host import describe_address_limit
+from mtpjax.inference.requests import make_drafter
 from mtpjax.messages import count_of
 from mtpjax.models.cache import empty_cache, recurrent_entries
 from mtpjax.models.config import ModelConfig
@@ -33,11 +33,11 @@ from mtpjax.serving.http_server import address_of, run_app, tell
 from mtpjax.serving.metric_names import WATCHDOG
 from mtpjax.serving.metrics import Metrics
 from mtpjax.serving.multihost.connection import Followers
-from mtpjax.serving.sizes import EngineSettings, count_snapshots, longest_text
+from mtpjax.serving.sizes import EngineSettings, count_snapshots, engine_decoder, longest_text
 from mtpjax.serving.watchdog import Watchdog
 
 ERROR_SECONDS = 1.0  # in which clients get their errors before the process ends
-CPU_POOL_BYTES = 1 << 30  # of the default pool where no accelerator says how much memory it has
+CPU_POOL_BYTES = 1 << 30  # of the default pool if no accelerator reports its memory
 
 _log = logging.getLogger(__name__)
 
@@ -53,7 +53,6 @@ class ServerSettings:
         drain_seconds: time that running requests get to end after SIGTERM.
         header_seconds: time in which a client must send the header of a request.
         warm_up: programs that are compiled before the server is ready; see `Engine.warm_up`.
-        log_level: of the HTTP server's own log.
     """
 
     host: str = "127.0.0.1"
@@ -62,30 +61,12 @@ class ServerSettings:
     drain_seconds: float = 30.0
     header_seconds: float = 30.0
     warm_up: WarmUp = "first"
-    log_level: str = "warning"
 
 
-def page_bytes(model: MTPModel, decode: DecodeConfig, page_size: int, dtype: Any) -> int:
-    """Computes the bytes of one page in the caches of the trunk and of the drafter.
-
-    Args:
-        model: the model.
-        decode: settings, for the drafter and the dtype of the caches.
-        page_size: positions per page.
-        dtype: dtype of the activations.
-
-    Returns:
-        Bytes on all devices together.
-    """
-    config, drafter = model.config, make_drafter(decode)
-    spec = DecodeSpec.from_config(decode, is_greedy=decode.acceptance == "greedy")
-    spec = dataclasses.replace(spec, pool=(1, page_size))
-
-    def caches() -> tuple[Any, Any]:
-        trunk = empty_cache(config, config.trunk_kinds, 1, 1, dtype, spec.kv_cache_dtype, spec.pool)
-        return trunk, drafter.init(model=model, spec=spec, batch=1, capacity=1, dtype=dtype)
-
-    return host_pages.page_bytes(jax.eval_shape(caches))
+def page_bytes(decoder: Decoder, dtype: Any) -> int:
+    """Computes the bytes of one page in all caches, on all devices together; the decoder's pool has one page."""
+    state = jax.eval_shape(lambda: decoder.empty_state(StateShape(1, 1), dtype))
+    return host_pages.page_bytes((state.trunk, state.drafter))
 
 
 def state_bytes(config: ModelConfig, dtype: Any) -> int:
@@ -101,32 +82,30 @@ def choose_num_pages(
 
     Args:
         params: the model's parameters, on their devices.
-        model: the model.
         decode: settings of the requests.
         settings: the engine's; slots, length and snapshots.
         memory_fraction: share of the accelerator's memory that weights and pages may take.
 
-    Returns:
-        Pages.
-
     Raises:
-        MemoryTooSmall: the memory that is left has no room for one text.
+        MemoryTooSmall: the remaining memory has no room for one text.
     """
-    config = model.config
+    fitted, fitted_model, mesh = fit_params(params, model, decode)
+    decoder = engine_decoder(settings, decode, make_drafter(decode), fitted_model, mesh)
+    config, dtype = model.config, fitted["embedding"].dtype
     max_length = longest_text(settings, config.max_position_embeddings)
-    per_row = -(-(max_length + 64) // settings.page_size)
+    per_row = decoder.num_pages_of(max_length)
     devices = params["embedding"].devices()
     own = [device for device in devices if device.process_index == jax.process_index()]
     stats = [device.memory_stats() for device in own]
     if all(stats):
-        # Every device holds its part of the weights already, and its share of each page.
+        # Every device holds its shard of the weights already, and its share of each page.
         room = sum(memory_fraction * each["bytes_limit"] - each["bytes_in_use"] for each in stats if each)
         # All processes must choose the same size.
         room = min(gather_values(room * len(devices) / len(own)))
     else:
         room = CPU_POOL_BYTES
-    room -= count_snapshots(settings, config) * state_bytes(config, params["embedding"].dtype)
-    num_pages = int(room // page_bytes(model, decode, settings.page_size, params["embedding"].dtype))
+    room -= count_snapshots(settings, config) * state_bytes(config, dtype)
+    num_pages = int(room // page_bytes(decoder, dtype))
     if num_pages < per_row and all(stats):
         raise MemoryTooSmall(
             f"the memory has room for {max(num_pages, 0) * settings.page_size} tokens, but a text may have "
@@ -137,14 +116,7 @@ def choose_num_pages(
 
 @contextlib.contextmanager
 def explain_full_memory(advice: str) -> Iterator[None]:
-    """Turns JAX's error for full memory into one line with advice.
-
-    Args:
-        advice: what to change, unless the memory is full because `ulimit -v` limits it.
-
-    Raises:
-        MemoryTooSmall: memory was full.
-    """
+    """Converts JAX's out-of-memory error to a `MemoryTooSmall` with advice, unless `ulimit -v` limits the memory."""
     try:
         yield
     except (RuntimeError, MemoryError) as error:  # JAX's errors are RuntimeErrors
@@ -156,32 +128,20 @@ def explain_full_memory(advice: str) -> Iterator[None]:
 
 @contextlib.contextmanager
 def running_engine(
-    params: dict,
+    make_engine: Callable[..., Engine],
     *,
-    model: Any,
-    config: DecodeConfig,
-    settings: EngineSettings,
     server: ServerSettings,
     model_name: str,
     followers: Followers | None = None,
-    draft_params: Any = None,
     report: Callable[[str, int, int], None] = lambda stage, done, total: None,
 ) -> Iterator[tuple[Engine, Metrics]]:
     """Starts an engine and its metrics; on exit lets its requests end, for at most `drain_seconds`, and stops it.
 
-    If one of `followers` is lost, requests that run end with an error, and this process ends. `report` takes what the
-    process does, and how much of it is done.
+    If one of `followers` is lost, running requests end with an error, and this process ends. `make_engine` gets
+    `observe` and `followers` of `Engine`. `report` takes the current stage and its progress.
     """
     with explain_full_memory("lower --max-total-tokens, --max-running-requests or --chunked-prefill-size"):
-        engine = Engine(
-            params,
-            model=model,
-            config=config,
-            settings=settings,
-            observe=lambda *end: metrics.observe(*end),
-            followers=followers,
-            draft_params=draft_params,
-        )
+        engine = make_engine(observe=lambda *end: metrics.observe(*end), followers=followers)
         metrics = Metrics(engine.status, model_name=model_name)
         begin, num_programs = time.perf_counter(), 0
 
@@ -193,7 +153,8 @@ def running_engine(
         engine.warm_up(progress, server.warm_up)
         if num_programs:
             tell(f"mtpjax serve: {num_programs} programs in {time.perf_counter() - begin:.0f} s", sys.stderr)
-    # What is loaded now lives as long as the server. A collection of garbage stops all threads, and need not search it.
+    # Everything loaded now lives as long as the server. Garbage collection stops all threads, so it should not scan
+    # these objects.
     gc.collect()
     gc.freeze()
     engine.start()
@@ -224,21 +185,19 @@ def serve(
     server: ServerSettings,
     metrics: Metrics | None = None,
     disaggregation: DisaggregationSettings | None = None,
-    should_stop: threading.Event | None = None,
     *,
     listener: socket.socket,
     loading: contextlib.ExitStack,
 ) -> None:
-    """Serves requests until SIGTERM or Ctrl-C.
+    """Serves requests until SIGTERM or Ctrl-C, or until a process of `engine.followers` requests a shutdown.
 
     Args:
         engine: a running engine.
         tokenizer: the model's.
         api: settings of the API.
         server: settings of the process.
-        metrics: what `/metrics` answers; None: nothing.
-        disaggregation: makes this a prefill server or a decode server; None: it is both.
-        should_stop: ends it too, when it is set.
+        metrics: served at `/metrics`; None: that path does not exist.
+        disaggregation: makes this a prefill server or a decode server; None: a server that does both.
         listener: the open port.
         loading: closed as soon as the application takes over the port from `open_port`.
 
@@ -246,7 +205,7 @@ def serve(
         ValueError: the engine cannot be a prefill server or a decode server.
     """
     if disaggregation is not None:
-        # Decode servers have the secret in the place of a key.
+        # Decode servers use the secret instead of a key.
         api = dataclasses.replace(api, open_paths=api.open_paths | {PATH})
     app = make_app(engine, tokenizer, api, metrics)
     app.state.server.readers.warm()
@@ -267,6 +226,5 @@ def serve(
         lambda: app.state.server.drain(server.drain_seconds),
         app.state.server.abort,
         header_seconds=server.header_seconds,
-        should_stop=should_stop,
-        log_level=server.log_level,
+        should_stop=None if engine.followers is None else engine.followers.should_drain,
     )

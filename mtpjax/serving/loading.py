@@ -1,4 +1,4 @@
-"""What a server says while it loads and compiles: on the terminal or in the log, and to clients that ask already."""
+"""Progress while a server loads and compiles: on the terminal or in the log, and for early clients."""
 
 import asyncio
 import contextlib
@@ -21,19 +21,19 @@ from mtpjax.serving.http_server import address_of, run_in_thread, tell
 
 LINE_SECONDS = 5.0  # between two lines of a log
 LAST_SECONDS = 0.5  # of clients that connected just before the server is ready
-BODY_SECONDS = 5.0  # in which a body is read and thrown away
+BODY_SECONDS = 5.0  # in which a body is read and discarded
 ALIVE_PATHS = ("/health", "/ping")
 
 
 class Loading:
-    """How far the start is.
+    """The progress of a start.
 
     Args:
         name: begins each line.
-        address: of the port that is open already; "" if there is none.
+        address: of the open port; "" if there is none.
 
     Attributes:
-        text: what the process does, such as "compiling 7/48".
+        text: the current stage, such as "compiling 7/48".
     """
 
     def __init__(self, name: str, address: str = ""):
@@ -47,14 +47,14 @@ class Loading:
         self._thread = threading.Thread(target=self._write_lines, name="mtpjax-progress", daemon=True)
 
     def report(self, stage: str, done: int | None = None, total: int | None = None) -> None:
-        """Takes what the process does now, and how much of it is done."""
+        """Sets the current stage and its progress."""
         self.text = stage if total is None else f"{stage} {done}/{total}"
         if self._task is not None:
             self._bar.update(self._task, description=stage, completed=done or 0, total=total)
 
     @contextlib.contextmanager
     def shown(self) -> Iterator[None]:
-        """Shows a bar on a terminal while the context is open, and a line every few seconds elsewhere."""
+        """Shows a bar on a terminal, and a line every few seconds elsewhere."""
         with self._bar:
             self._task = self._bar.add_task(self.text, total=None)
             self._thread.start()
@@ -65,27 +65,26 @@ class Loading:
                 self._thread.join()
 
     def _write_lines(self) -> None:
-        # A quick start says nothing but that it is ready.
+        # A quick start prints only the ready line.
         while not self._has_bar and not self._stopped.wait(LINE_SECONDS):
             where = f"{self._address} is open, " if self._address else ""
             tell(f"{self._name}: {where}{self.text} ({time.monotonic() - self._begin:.0f} s)", sys.stderr)
 
 
 def loading_app(loading: Loading) -> ASGIApp:
-    """Makes the application of a server that loads: `/health` answers 200, and all else 503 with `Retry-After`."""
+    """Makes the application of a loading server: `/health` gets 200, all else 503 with `Retry-After`."""
 
     async def app(scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] != "http":  # the events of the server's start and end
             return
-        # The connection ends with the answer, because another server takes the next one.
+        # The connection closes after the response, because a different server takes the next one.
         headers = {"Connection": "close"}
         if scope["path"] in ALIVE_PATHS:
             response = Response(headers=headers)
         else:
-            headers["Retry-After"] = "5"
             message = f"the server is loading: {loading.text}"
-            response = error_response(ApiError(message, status=503, code="loading", headers=headers))
-        # A body that nobody reads would reset the connection, and the client would not see the answer.
+            response = error_response(ApiError(message, status=503, code="loading", headers=headers, retry_after=5))
+        # An unread body would reset the connection, and the client would not see the answer.
         with contextlib.suppress(TimeoutError, ClientDisconnect):
             async with asyncio.timeout(BODY_SECONDS):
                 async for _ in Request(scope, receive).stream():
@@ -96,35 +95,13 @@ def loading_app(loading: Loading) -> ASGIApp:
 
 
 @contextlib.contextmanager
-def answer_while_loading(loading: Loading, listener: socket.socket, *, header_seconds: float) -> Iterator[None]:
-    """Answers requests on an open port in a thread while the context is open. The port stays open afterwards.
-
-    Args:
-        loading: how far the start is.
-        listener: from `listen`.
-        header_seconds: time in which a client must send the header of a request.
-    """
-    app = loading_app(loading)
-    # The server closes its socket at the end. Connections that come then wait for the next server of the same port.
-    with run_in_thread(app, listener.dup(), header_seconds=header_seconds, last_seconds=LAST_SECONDS):
-        yield
-
-
-@contextlib.contextmanager
 def open_port(listener: socket.socket | None, name: str, *, header_seconds: float = 30.0) -> Iterator[Loading]:
-    """Shows the progress of a start, and tells it to clients of the port while the context is open.
-
-    Args:
-        listener: from `listen`; None: this process has no port.
-        name: begins each line.
-        header_seconds: time in which a client must send the header of a request.
-
-    Yields:
-        What takes the progress.
-    """
+    """Shows the progress of a start, also to clients of the port (None: there is none). Yields the `Loading`."""
     loading = Loading(name, "" if listener is None else address_of(listener))
     with contextlib.ExitStack() as stack:
         stack.enter_context(loading.shown())
         if listener is not None:
-            stack.enter_context(answer_while_loading(loading, listener, header_seconds=header_seconds))
+            # The server closes its socket at the end. Later connections wait for the next server of the same port.
+            app, copy = loading_app(loading), listener.dup()
+            stack.enter_context(run_in_thread(app, copy, header_seconds=header_seconds, last_seconds=LAST_SECONDS))
         yield loading

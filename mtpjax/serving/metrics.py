@@ -1,7 +1,7 @@
-"""The server's metrics for Prometheus, under our own names and under those of SGLang and vLLM.
+"""The server's metrics for Prometheus, under our names and those of SGLang and vLLM.
 
-The engine counts for itself: a collector reads its `EngineStatus` when Prometheus asks. Only latencies are kept here,
-because the engine does not know when a client's request arrived.
+The engine keeps its own counts: a collector reads its `EngineStatus` when Prometheus scrapes. Only latencies are kept
+here, because the engine does not know when a client's request arrived.
 """
 
 import bisect
@@ -13,25 +13,8 @@ from collections import Counter
 from collections.abc import Callable, Iterator
 from typing import TYPE_CHECKING
 
-from mtpjax.serving.metric_names import (
-    ACCEPTED_PER_POSITION,
-    ALIASES,
-    COUNTERS,
-    E2E_LATENCY,
-    FINISHED,
-    GAUGES,
-    INTER_TOKEN_LATENCY,
-    NEW_TOKENS,
-    PROMPT_TOKENS,
-    QUEUE_TIME,
-    REQUEST_SECONDS,
-    THROUGHPUT,
-    TIME_TO_FIRST_TOKEN,
-    TOKEN_SECONDS,
-    TOKENS,
-    WATCHDOG,
-    Names,
-)
+from mtpjax.serving import metric_names
+from mtpjax.serving.metric_names import ALIASES, Names
 from mtpjax.serving.request import EngineStatus, Finish, RequestTimes
 
 # The extra `serve` has prometheus-client; this module can be imported without it.
@@ -53,7 +36,6 @@ class _Histogram:
         self.sum += value * times
 
     def samples(self) -> list[Sample]:
-        """Returns how many values are at most each bound, their number and their sum."""
         bounds = [*(str(float(bound)) for bound in self.bounds), "+Inf"]
         counts = list(itertools.accumulate(self.counts))
         buckets = [("_bucket", {"le": bound}, count) for bound, count in zip(bounds, counts, strict=True)]
@@ -64,7 +46,7 @@ class Metrics:
     """All metrics of a server. Threads may share it.
 
     Attributes:
-        more_counters: counters that are not the engine's, and where to read them.
+        more_counters: counters outside the engine, and functions that read them.
 
     Example:
         metrics = Metrics(engine.status, model_name="tiny")
@@ -88,42 +70,37 @@ class Metrics:
         if unknown := set(aliases) - set(ALIASES):
             raise ValueError(f"metric names of {', '.join(sorted(unknown))} are unknown; known: {', '.join(ALIASES)}")
         self._status, self._model_name, self._aliases = status, model_name, aliases
-        self.more_counters: dict[Names, Callable[[], float]] = {WATCHDOG: lambda: 0}
+        self.more_counters: dict[Names, Callable[[], float]] = {metric_names.WATCHDOG: lambda: 0}
         self._lock = threading.Lock()
         self._finished: Counter[str] = Counter()
         self._histograms = {
-            TIME_TO_FIRST_TOKEN: _Histogram(REQUEST_SECONDS),
-            INTER_TOKEN_LATENCY: _Histogram(TOKEN_SECONDS),
-            E2E_LATENCY: _Histogram(REQUEST_SECONDS),
-            QUEUE_TIME: _Histogram(REQUEST_SECONDS),
-            PROMPT_TOKENS: _Histogram(TOKENS),
-            NEW_TOKENS: _Histogram(TOKENS),
+            metric_names.TIME_TO_FIRST_TOKEN: _Histogram(metric_names.REQUEST_SECONDS),
+            metric_names.INTER_TOKEN_LATENCY: _Histogram(metric_names.TOKEN_SECONDS),
+            metric_names.E2E_LATENCY: _Histogram(metric_names.REQUEST_SECONDS),
+            metric_names.QUEUE_TIME: _Histogram(metric_names.REQUEST_SECONDS),
+            metric_names.PROMPT_TOKENS: _Histogram(metric_names.TOKENS),
+            metric_names.NEW_TOKENS: _Histogram(metric_names.TOKENS),
         }
         # Time, tokens delivered until then, and throughput before it.
         self._last_scrape = (time.monotonic(), status().num_new_tokens, 0.0)
 
     def observe(self, finish: Finish, times: RequestTimes) -> None:
-        """Records a request that ended.
-
-        Args:
-            finish: how it ended.
-            times: when it arrived, started and got tokens.
-        """
+        """Records a request that ended."""
         with self._lock:
             self._finished[finish.reason] += 1
-            self._histograms[PROMPT_TOKENS].add(finish.num_prompt_tokens)
-            self._histograms[NEW_TOKENS].add(finish.num_new_tokens)
+            self._histograms[metric_names.PROMPT_TOKENS].add(finish.num_prompt_tokens)
+            self._histograms[metric_names.NEW_TOKENS].add(finish.num_new_tokens)
             if times.started is not None:
-                self._histograms[QUEUE_TIME].add(times.started - times.arrived)
-            # A request that got no token has no latency: it was refused, aborted or failed.
+                self._histograms[metric_names.QUEUE_TIME].add(times.started - times.arrived)
+            # A request without tokens has no latency: it was rejected, aborted or failed.
             if not times.deliveries:
                 return
-            self._histograms[TIME_TO_FIRST_TOKEN].add(times.deliveries[0][0] - times.arrived)
-            self._histograms[E2E_LATENCY].add(times.deliveries[-1][0] - times.arrived)
+            self._histograms[metric_names.TIME_TO_FIRST_TOKEN].add(times.deliveries[0][0] - times.arrived)
+            self._histograms[metric_names.E2E_LATENCY].add(times.deliveries[-1][0] - times.arrived)
             # A round delivers several tokens at once. Each counts with its share of the time since the last delivery,
             # so that the sum is the decoding time and the count is the number of tokens.
             for (before, _), (now, count) in itertools.pairwise(times.deliveries):
-                self._histograms[INTER_TOKEN_LATENCY].add((now - before) / count, count)
+                self._histograms[metric_names.INTER_TOKEN_LATENCY].add((now - before) / count, count)
 
     def render(self) -> tuple[bytes, str]:
         """Returns the body and the content type of `GET /metrics`."""
@@ -147,33 +124,33 @@ class Metrics:
         """Yields kind, names and samples of each metric."""
         status = self._status()
         # 1. Numbers of the status. A ratio is undefined before the first pass and is then left out.
-        gauges = {names: read(status) for names, read in GAUGES.items()}
-        gauges[THROUGHPUT] = self._throughput(status.num_new_tokens)
+        gauges: dict[Names, float] = {names: getattr(status, names.attribute) for names in metric_names.GAUGES}
+        gauges[metric_names.THROUGHPUT] = self._throughput(status.num_new_tokens)
         for names, value in gauges.items():
             yield "gauge", names, [] if math.isnan(value) else [("", {}, value)]
-        for names, read in COUNTERS.items():
-            yield "counter", names, [("_total", {}, read(status))]
+        for names in metric_names.COUNTERS:
+            yield "counter", names, [("_total", {}, getattr(status, names.attribute))]
         for names, count in self.more_counters.items():
             yield "counter", names, [("_total", {}, count())]
         # 2. Counts with a second label: draft levels from 0, as vLLM numbers them, and how requests ended.
         levels: list[Sample] = [
             ("_total", {"position": str(level)}, count) for level, count in enumerate(status.accepted)
         ]
-        yield "counter", ACCEPTED_PER_POSITION, levels
+        yield "counter", metric_names.ACCEPTED_PER_POSITION, levels
         # 3. Latencies and sizes of requests.
         with self._lock:
             finished = dict(self._finished)
             histograms = {names: each.samples() for names, each in self._histograms.items()}
         yield (
             "counter",
-            FINISHED,
+            metric_names.FINISHED,
             [("_total", {"finished_reason": reason}, count) for reason, count in finished.items()],
         )
         for names, samples in histograms.items():
             yield "histogram", names, samples
 
     def _throughput(self, num_new_tokens: int) -> float:
-        """Returns tokens per second since the previous scrape; scrapes in quick succession repeat its value."""
+        """Returns tokens per second since the previous scrape; quick further scrapes repeat its value."""
         with self._lock:
             now, (then, tokens_then, throughput) = time.monotonic(), self._last_scrape
             if now - then >= THROUGHPUT_SECONDS:

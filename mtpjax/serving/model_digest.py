@@ -1,4 +1,4 @@
-"""A hash that tells whether the pages of one engine mean the same to another."""
+"""A hash by which two engines compare whether their pages are interchangeable."""
 
 import hashlib
 from collections.abc import Sequence
@@ -10,7 +10,7 @@ import numpy as np
 from mtpjax.decoding.config import DecodeConfig
 from mtpjax.models.config import ModelConfig
 
-VERSION = 1  # of what a page holds
+VERSION = 1  # of the contents of a page
 NUM_SAMPLED = 16  # numbers of each parameter that the hash depends on
 
 
@@ -23,7 +23,7 @@ def model_digest(
     *,
     draft_params: Any = None,
 ) -> bytes:
-    """Computes a hash of everything that the entries of a page depend on besides the text.
+    """Hashes everything except the text that a page's entries depend on.
 
     Args:
         params: the model's parameters. A few numbers of each stand for all.
@@ -32,9 +32,6 @@ def model_digest(
         page_size: positions per page.
         page_shapes: shapes and dtypes of a page's entries.
         draft_params: parameters of a drafter that has its own; None: there are none.
-
-    Returns:
-        The hash.
     """
     digest = hashlib.sha256()
     drafting = (decode.drafter, decode.draft_window, decode.draft_sinks, decode.kv_cache_dtype)

@@ -1,6 +1,6 @@
-"""Continues a list of prompts to texts, some of them at a time, as vLLM's offline inference does. Needs no extra.
+"""Generates texts for a list of prompts in batches, like vLLM's offline inference. Needs no extra.
 
-A batch decodes with the resumable loop, so that it can end as soon as every text has met a stop string: these are
+With stop strings a batch decodes some rounds per call, so that it can end as soon as every text has met one: they are
 matched on text, which only the host has.
 """
 
@@ -10,20 +10,19 @@ from typing import Any, NamedTuple
 
 import jax
 import numpy as np
-from jax.sharding import Mesh
 
 from mtpjax.decoding.config import DecodeConfig, SamplingParams, check_integer
+from mtpjax.decoding.decoder import Decoder
+from mtpjax.decoding.device import fit_params, with_implementation
 from mtpjax.decoding.gpu_graph import GRAPHS
-from mtpjax.decoding.requests import check_request, make_drafter, make_stop_table
-from mtpjax.decoding.result import GenerationResult, collect
-from mtpjax.decoding.resumable import init_state, insert, resolve_statics, run
-from mtpjax.decoding.sampling import SamplingFeatures
-from mtpjax.decoding.sampling_params import make_sampling_arrays
+from mtpjax.decoding.result import GenerationResult
+from mtpjax.decoding.state import NewRows
+from mtpjax.inference.generate import BatchCall, decode_batch
+from mtpjax.inference.requests import check_request, make_drafter, make_new_rows, params_to_device, repeat_first_row
 from mtpjax.models.model import MTPModel
 from mtpjax.serving.api.text_stream import Span, TextStream
 
 ROUNDS_PER_CHECK = 16  # between two searches for stop strings, each of which copies the tokens to the host
-ALL_ROUNDS = 2**31 - 1
 
 
 @dataclasses.dataclass(frozen=True)
@@ -53,7 +52,7 @@ class CompletedBatch(NamedTuple):
 
     Attributes:
         completions: one per prompt.
-        result: what the loop decoded for them, which may go on after a stop string.
+        result: the tokens that the loop decoded for them, which may continue after a stop string.
     """
 
     completions: list[Completion]
@@ -67,26 +66,22 @@ def complete(
     model: MTPModel,
     config: DecodeConfig,
     sampling: SamplingParams,
-    seeds: Sequence[int],
-    make_decoder: Callable[[Sequence[int]], Callable[[int | None], str]],
-    stop: Sequence[str] = (),
+    make_stream: Callable[[Sequence[int]], TextStream],
     batch_size: int = 8,
     draft_params: Any = None,
 ) -> Iterator[CompletedBatch]:
     """Continues prompts, `batch_size` of them at a time.
 
-    All batches have one shape, so they share their compiled programs. Which prompts decode together depends on their
-    order alone, and a row's tokens do not depend on its batch.
+    All batches have one shape, so they share their compiled programs. The batches depend only on the order of the
+    prompts, and a row's tokens do not depend on its batch.
 
     Args:
         params: parameters of `model`.
         prompts: token ids of each prompt.
         model: the model.
-        config: the settings. Its stop tokens are no part of the texts.
-        sampling: the sampling parameters, one value for all rows, without seeds.
-        seeds: one per prompt.
-        make_decoder: returns an incremental decoder of the tokenizer for what follows a prompt.
-        stop: strings that end a text, wherever the tokens split them.
+        config: the settings.
+        sampling: the sampling parameters, one value for all rows, and a seed per prompt.
+        make_stream: returns the decoder of the text that follows a prompt.
         batch_size: rows that decode at the same time.
         draft_params: the drafter's own parameters.
 
@@ -98,93 +93,58 @@ def complete(
     """
     if check_integer("batch_size", batch_size) < 1:
         raise ValueError(f"batch_size must be at least 1, got {batch_size}")
+    seeds = list(sampling.seed)  # type: ignore[arg-type]
     # 1. Check all prompts, and size the state for the longest of them.
-    limit = check_request([np.asarray(prompt) for prompt in prompts], model, config, make_drafter(config))
+    model, params, drafter = with_implementation(model, config), params_to_device(params), make_drafter(config)
+    limit = check_request([np.asarray(prompt) for prompt in prompts], model, config, drafter)
     longest = max(map(len, prompts))
     max_length = min(longest + min(config.max_new_tokens, limit), limit)
-    # 2. Compile what the requests use and nothing else, as `speculative_generate` does.
-    is_greedy = config.acceptance == "auto" and not sampling.temperature
-    config = dataclasses.replace(config, max_length=max_length, acceptance="greedy" if is_greedy else config.acceptance)
-    arrays = make_sampling_arrays(
-        dataclasses.replace(sampling, seed=0), 1, model.config, None, tuple(config.stop_token_ids)
-    )
-    spec, mesh = resolve_statics(params, model, config, min(batch_size, len(prompts)))[3:]
-    num_slots = _count_slots(min(batch_size, len(prompts)), mesh)
-    call = _Call(params, {"model": model, "config": config}, draft_params, num_slots, arrays.features, spec.is_exact)
-    # 3. Decode the batches. The last one leaves slots free.
+    # 2. Compile only what the requests use, as `speculative_generate` does.
+    params, model, mesh = fit_params(params, model, config)
+    num_rows = min(batch_size, len(prompts))
+    decoder = Decoder.make(
+        config, drafter, model, mesh, batch=num_rows, max_length=max_length, longest_prompt=longest,
+        is_greedy=not sampling.temperature,
+    )  # fmt: skip
+    capacity = decoder.capacity(max_length, longest)
+    if draft_params is None:
+        draft_params = drafter.default_params(params, config, model=model)
+    call = BatchCall(params, draft_params, decoder, config, mesh)
+    # 3. Decode the batches. Copies of its first prompt fill the last one.
     for begin in range(0, len(prompts), batch_size):
-        batch = slice(begin, begin + batch_size)
-        row_sampling = dataclasses.replace(sampling, seed=list(seeds[batch]))
+        batch = prompts[begin : begin + batch_size]
+        rows = make_new_rows(
+            [np.asarray(prompt, np.int32) for prompt in batch], model=model, config=config, limit=limit,
+            capacity=capacity, sampling=dataclasses.replace(sampling, seed=seeds[begin : begin + batch_size]),
+        )  # fmt: skip
+        rows = repeat_first_row(rows, num_rows - len(batch))
 
-        def decode(batch=batch, row_sampling=row_sampling) -> CompletedBatch:
-            streams = [
-                TextStream(
-                    make_decoder(prompt),
-                    stop=stop,
-                    hidden_tokens=config.stop_token_ids,
-                    min_tokens=int(sampling.min_new_tokens),  # type: ignore[arg-type]
-                )
-                for prompt in prompts[batch]
-            ]
-            return call.decode(prompts[batch], row_sampling, streams, ROUNDS_PER_CHECK if stop else ALL_ROUNDS)
+        def decode(batch=batch, rows=rows) -> CompletedBatch:
+            return _decode(call, rows, [make_stream(prompt) for prompt in batch])
 
         yield GRAPHS.run_or_repeat(mesh or jax.sharding.get_mesh(), decode)
 
 
-def _count_slots(num_rows: int, mesh: Mesh | None) -> int:
-    """Returns the slots of a state for these rows: a multiple of the mesh's `data`."""
-    parts = 1 if mesh is None else mesh.shape.get("data", 1)
-    return -(-num_rows // parts) * parts
-
-
-class _Call(NamedTuple):
-    """What all batches have in common."""
-
-    params: dict
-    settings: dict[str, Any]
-    draft_params: Any
-    num_slots: int
-    features: SamplingFeatures
-    is_exact: bool
-
-    def decode(
-        self,
-        prompts: Sequence[Sequence[int]],
-        sampling: SamplingParams,
-        streams: list[TextStream],
-        rounds: int,
-    ) -> CompletedBatch:
-        """Decodes one batch until every row has ended or met a stop string."""
-        config: DecodeConfig = self.settings["config"]
-        state = init_state(
-            self.params,
-            **self.settings,
-            num_slots=self.num_slots,
-            max_length=config.max_length,
-            stops_shape=make_stop_table(config).shape,  # type: ignore[arg-type]
-            features=self.features,
-        )
-        slots = range(len(prompts))
-        inserted = [list(prompt) for prompt in prompts]
-        state = insert(
-            self.params, state, slots, inserted, **self.settings, sampling=sampling, draft_params=self.draft_params
-        )
-        spans: list[list[Span]] = [[] for _ in prompts]
-        lengths = [0] * len(prompts)
-        while True:
-            result = collect(state, slots, is_exact=self.is_exact)
-            for row, (stream, tokens) in enumerate(zip(streams, result.rows(), strict=True)):
-                origins = result.origins[row, lengths[row] : len(tokens)].tolist()
-                spans[row] += stream.push(tokens[lengths[row] :], origins).spans
-                lengths[row] = len(tokens)
-            is_running = [reason == "running" for reason in result.finish_reasons]
-            if not any(running and not stream.is_stopped for running, stream in zip(is_running, streams, strict=True)):
-                break
-            state = run(self.params, state, rounds, **self.settings, draft_params=self.draft_params)
-        completions = []
-        for row, stream in enumerate(streams):
-            spans[row] += stream.finish().spans
-            reason = "stop" if stream.is_stopped else result.finish_reasons[row]
-            tokens = result.rows()[row][: stream.num_tokens]
-            completions.append(Completion(spans[row], tokens, reason, stream.matched))
-        return CompletedBatch(completions, result)
+def _decode(call: BatchCall, rows: NewRows, streams: list[TextStream]) -> CompletedBatch:
+    """Decodes one batch until every row has ended or met a stop string."""
+    rounds = np.int32(ROUNDS_PER_CHECK) if any(stream.has_stops for stream in streams) else None
+    state, is_started = call.start(rows), False
+    spans: list[list[Span]] = [[] for _ in streams]
+    lengths = [0] * len(streams)
+    while True:
+        state = decode_batch(call, state, rounds, is_started=is_started)
+        is_started, result = True, call.collect(state, len(streams))
+        for row, (stream, tokens) in enumerate(zip(streams, result.rows(), strict=True)):
+            origins = result.origins[row, lengths[row] : len(tokens)].tolist()
+            spans[row] += stream.push(tokens[lengths[row] :], origins).spans
+            lengths[row] = len(tokens)
+        is_running = [reason == "running" for reason in result.finish_reasons]
+        if not any(running and not stream.is_stopped for running, stream in zip(is_running, streams, strict=True)):
+            break
+    completions = []
+    for row, stream in enumerate(streams):
+        spans[row] += stream.finish().spans
+        reason = "stop" if stream.is_stopped else result.finish_reasons[row]
+        tokens = result.rows()[row][: stream.num_tokens]
+        completions.append(Completion(spans[row], tokens, reason, stream.matched))
+    return CompletedBatch(completions, result)

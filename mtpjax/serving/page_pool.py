@@ -1,9 +1,8 @@
-"""Tracks which pages of a pool are free, in use, or kept because a later request may begin with the same text.
+"""Tracks which pages of a pool are free, in use, or cached because a later request may start with the same text.
 
 Only the host knows this; the device reads page tables (`mtpjax.models.pages`). A page whose positions are all final is
-known by a hash of its tokens and of all tokens before it, as in vLLM's prefix caching. A request whose prompt begins
-with known pages shares them. Pages that no request uses stay known until their place is needed, the least recently used
-first.
+*known* by a hash of its tokens and of all tokens before it, as in vLLM's prefix caching. A request whose prompt starts
+with known pages shares them. Unused pages stay known until they are needed, the least recently used first.
 """
 
 import collections
@@ -27,8 +26,8 @@ class Lease:
         num_stored: pages at the beginning whose text has been hashed.
         digest: hash of the text in these pages.
         num_found: pages at the beginning that were known; `num_cached` covers fewer if no snapshot reaches that far.
-        snapshot: row of the snapshots with the recurrent state that follows the cached tokens; None: no such state.
-        reserved: rows of the snapshots that this request writes, by the number of pages before them.
+        snapshot: row of the snapshot with the recurrent state after the cached tokens; None: no such state.
+        reserved: snapshot rows that this request writes, by the number of pages before them.
     """
 
     pages: list[int]
@@ -41,29 +40,29 @@ class Lease:
 
 
 class PagePool:
-    """Hands out pages.
+    """Allocates pages.
 
     Args:
         num_pages: P; ids are 0 .. P - 1.
         page_size: positions per page.
-        host: keeps the entries of known pages whose place is needed; None: they are forgotten.
-        snapshots: rows for recurrent states at page borders. Requests then share pages only up to a border with a
+        host: stores the entries of known pages that are evicted; None: they are forgotten.
+        snapshots: rows for recurrent states at page boundaries. Requests then share pages only up to a boundary with a
             snapshot. None: a model without recurrent layers.
 
     Attributes:
         outgoing: known pages, with the hash of their text, whose entries the caller must copy to `host` before it
             writes to any page. The caller empties the list.
-        incoming: pages to which the caller must copy entries of the host before they are read. The caller empties it.
+        incoming: pages into which the caller must copy entries of the host before they are read. The caller empties it.
 
     Raises:
-        ValueError: if one of them is below 1.
+        ValueError: if a number is below 1.
     """
 
     def __init__(
         self, num_pages: int, page_size: int, host: HostPages | None = None, snapshots: SnapshotRows | None = None
     ):
         if min(num_pages, page_size) < 1:
-            raise ValueError(f"a pool needs pages and positions, got {num_pages} pages of {page_size}")
+            raise ValueError(f"num_pages and page_size must be at least 1, got {num_pages} and {page_size}")
         self.num_pages, self.page_size, self.host, self.snapshots = num_pages, page_size, host, snapshots
         self.outgoing: list[tuple[bytes, int]] = []
         self.incoming: list[tuple[int, Entries]] = []
@@ -75,32 +74,31 @@ class PagePool:
 
     @property
     def num_available(self) -> int:
-        """Pages that can be handed out: free ones, and known ones that no request uses."""
+        """Pages that can be allocated: free ones, and known ones that no request uses."""
         return len(self._free) + len(self._unused)
 
     @property
     def num_in_use(self) -> int:
-        """Pages of requests."""
         return self.num_pages - self.num_available
 
     def acquire(self, tokens: Sequence[int], num_pages: int, *, salt: bytes = b"") -> Lease | None:
-        """Reserves the pages of a request: known ones for the beginning of its prompt, and others behind them.
+        """Reserves the pages of a request: known ones for the prefix of its prompt, then others.
 
         Args:
             tokens: the prompt.
-            num_pages: pages that the request needs, shared ones included.
-            salt: what the entries depend on beside the tokens, such as who may see them. Only requests with the same
+            num_pages: pages that the request needs, including shared ones.
+            salt: what the entries depend on besides the tokens, such as who may see them. Only requests with the same
                 salt share pages.
 
         Returns:
-            The lease; None if the pool has too few pages, and then nothing changes.
+            The lease; None, without any change, if the pool has too few pages.
         """
         # The last prompt token is always processed, because its output gives the first new token.
         size = self.page_size
         shared = self.find(tokens[: min(len(tokens) - 1, num_pages * size)], salt=salt)
         num_found = len(shared)
         if self.snapshots is not None:
-            # Recurrent layers can only continue from a border where their state was kept.
+            # Recurrent layers can continue only from a boundary whose state was kept.
             while shared and shared[-1][0] not in self.snapshots:
                 shared.pop()
         known = [page for _, page in shared if page is not None]
@@ -121,15 +119,7 @@ class PagePool:
         return lease
 
     def find(self, tokens: Sequence[int], *, salt: bytes = b"") -> list[tuple[bytes, int | None]]:
-        """Finds the known pages of a text, from its beginning to the first unknown page.
-
-        Args:
-            tokens: the text; tokens behind its last whole page do not count.
-            salt: as for `acquire`.
-
-        Returns:
-            Hash and page of each; None in the place of a page that the host has.
-        """
+        """Finds the known full pages of a text's prefix: hash and page, which is None for a page on the host."""
         found = []
         for digest in page_digests(tokens, self.page_size, salt=salt):
             page = self._page_of.get(digest)
@@ -139,32 +129,24 @@ class PagePool:
         return found
 
     def put(self, digest: bytes, entries: Entries) -> None:
-        """Keeps the entries of a page that was computed elsewhere on the host, unless the page is known already."""
+        """Stores the entries of a page computed elsewhere on the host, unless the page is known already."""
         assert self.host is not None
         if digest not in self._page_of:
             self.host.put(digest, entries)
 
     def extend(self, lease: Lease, num_pages: int) -> bool:
-        """Adds pages to a lease.
-
-        Args:
-            lease: a request's pages.
-            num_pages: how many to add.
-
-        Returns:
-            False if the pool has too few, and then nothing changes.
-        """
+        """Adds pages to a lease. Returns False, without any change, if the pool has too few."""
         if num_pages > self.num_available:
             return False
         lease.pages += [self._take() for _ in range(num_pages)]
         return True
 
     def reserve_snapshot(self, lease: Lease, num_pages: int) -> int | None:
-        """Reserves a row for the recurrent state that belongs to a page border. It is known when the pages are.
+        """Reserves a row for the recurrent state at a page boundary, which becomes known when its pages do.
 
         Args:
             lease: a request's pages.
-            num_pages: pages before the border, which are not all stored yet.
+            num_pages: pages before the boundary, which are not all stored yet.
 
         Returns:
             The row to which the caller must copy the state; None if there is none.
@@ -197,15 +179,7 @@ class PagePool:
                 self.snapshots.keep(lease.digest, lease.reserved.pop(lease.num_stored))
 
     def release(self, lease: Lease, *, forget: bool = False) -> list[int]:
-        """Gives back a request's pages. Known ones may serve later requests.
-
-        Args:
-            lease: the pages.
-            forget: pages that no other request uses become unknown.
-
-        Returns:
-            The pages that no request uses now and no later one can find.
-        """
+        """Returns a request's pages; with `forget`, those without other users become unknown. Lists the freed ones."""
         # Later pages of a text are forgotten first: without those before them they cannot be found.
         free = []
         if self.snapshots is not None:
@@ -227,11 +201,7 @@ class PagePool:
         return free
 
     def forget(self) -> int:
-        """Forgets all known pages that no request uses.
-
-        Returns:
-            The number of these pages.
-        """
+        """Forgets all known pages that no request uses, and returns their number."""
         number, host = len(self._unused), self.host
         self.host = None
         while self._unused:
@@ -242,9 +212,9 @@ class PagePool:
         return number + (0 if host is None else host.clear())
 
     def _bring_in(self, digest: bytes) -> int:
-        """Takes a page for entries of the host."""
+        """Allocates a page for entries of the host."""
         assert self.host is not None
-        # Before the page is taken: what leaves the pool for it may push these entries out of the host.
+        # Do this before taking the page: the page evicted for it may push these entries out of the host.
         entries = self.host.take(digest)
         assert entries is not None
         page = self._take()
@@ -269,7 +239,6 @@ class PagePool:
         return page
 
     def _unlink(self, page: int) -> None:
-        """Makes a known page unknown, with its snapshot."""
         digest = self._hash_of.pop(page)
         del self._page_of[digest]
         if self.snapshots is not None:
@@ -277,7 +246,7 @@ class PagePool:
 
 
 def page_digests(tokens: Sequence[int], page_size: int, *, salt: bytes = b"") -> Iterator[bytes]:
-    """Yields the hashes that the whole pages of a text are known by."""
+    """Yields the hashes of the whole pages of a text."""
     digest = _first_hash(salt)
     for begin in range(0, len(tokens) // page_size * page_size, page_size):
         digest = _extend_hash(digest, tokens[begin : begin + page_size])
@@ -289,5 +258,5 @@ def _first_hash(salt: bytes) -> bytes:
 
 
 def _extend_hash(digest: bytes, tokens: Sequence[int]) -> bytes:
-    """Returns the hash of a text and the page behind it. A plain hash could be made to collide on purpose."""
+    """Returns the hash of a text and the page after it. A plain hash could be made to collide on purpose."""
     return hashlib.sha256(digest + np.asarray(tokens, "<i4").tobytes()).digest()

@@ -1,8 +1,9 @@
-"""The programs of an engine: what distinguishes them, in which order they are compiled, and which one a call takes.
+"""The programs of an engine: their keys, the order in which they are compiled, and the choice for each call.
 
-A program is compiled for a number of rows, a width of the page table, the options of its rows and a depth. One for more
-rows, a wider table or more options computes the same for fewer, only slower. So a server can start with three programs
-for one row at full width: until the others are there, calls take a larger one, or are split into calls of fewer rows.
+A program is compiled for a number of rows, a width of the page table, the options of its rows and a depth. A program
+for more rows, a wider table or more options computes the same for fewer, but slower. So a server can start with three
+programs for one row at full width: until the others are compiled, calls use a larger one, or are split into calls of
+fewer rows.
 """
 
 import itertools
@@ -23,7 +24,7 @@ class ProgramKey(NamedTuple):
     Attributes:
         kind: "admit", "prefill", "advance", "clear" or "score"; for rows with a grammar, "masked prefill" and "masked
             round" (`draft_round` and `verify_round`).
-        size: rows of each part.
+        size: rows of each shard.
         width: pages per row.
         plain: every row is greedy and without options.
         depth: draft levels.
@@ -36,7 +37,7 @@ class ProgramKey(NamedTuple):
     depth: int = 0
 
     def covers(self, other: "ProgramKey") -> bool:
-        """Returns whether this program can do the other's work, at most slower."""
+        """Returns whether this program can replace the other, possibly more slowly."""
         return (
             (self.kind, self.depth) == (other.kind, other.depth)
             and self.size >= other.size
@@ -60,14 +61,9 @@ class ProgramSet:
         self.on_missing = on_missing
 
     def choose(self, wanted: ProgramKey) -> ProgramKey:
-        """Chooses the program of a call.
+        """Chooses the program of a call: the wanted one if it is ready, else the smallest ready one that covers it.
 
-        Args:
-            wanted: the one that fits.
-
-        Returns:
-            It, if it is ready. Else the smallest ready one that covers it. If none has so many rows, the one with the
-            most rows: the call must then be split.
+        If none has so many rows, it is the one with the most rows: the call must then be split.
         """
         if self.ready is None or wanted in self.ready:
             return wanted
@@ -81,7 +77,7 @@ class ProgramSet:
         return max(able, key=lambda key: (key.size, -key.width, key.plain))
 
     def missing(self, needed: Iterable[ProgramKey]) -> list[ProgramKey]:
-        """Returns those of the needed programs whose work no ready one could do, even row by row."""
+        """Returns the needed programs that no ready one can replace, even row by row."""
         return [] if self.ready is None else [key for key in needed if not self._able(key)]
 
     def _able(self, wanted: ProgramKey) -> list[ProgramKey]:
@@ -100,15 +96,12 @@ def first_programs(sizes: EngineSizes) -> list[ProgramKey]:
 
 
 def all_programs(sizes: EngineSizes, *, has_grammars: bool, has_plain: bool) -> list[ProgramKey]:
-    """Returns all programs that requests may need.
+    """Returns all programs that requests may need, in the order in which they are compiled.
 
     Args:
         sizes: of the engine.
         has_grammars: requests may have grammars.
         has_plain: greedy rows have programs of their own.
-
-    Returns:
-        The programs in the order in which they are compiled.
     """
     widest = sizes.table_widths[-1]
     # One row and many rows gain most, and rows without drafts or with a grammar are rare.
@@ -128,13 +121,13 @@ def all_programs(sizes: EngineSizes, *, has_grammars: bool, has_plain: bool) -> 
     return list(dict.fromkeys(keys))
 
 
-def split_rows(rows: list[Row], size: int, part_of: Callable[[Row], int]) -> list[list[Row]]:
-    """Splits the rows of a call into calls of at most `size` rows of each part of the mesh, in their order."""
+def split_rows(rows: list[Row], size: int, shard_of: Callable[[Row], int]) -> list[list[Row]]:
+    """Splits the rows of a call into calls of at most `size` rows of each shard of the mesh, in their order."""
     counts: dict[int, int] = {}
     groups: list[list[Row]] = []
     for row in rows:
-        part = part_of(row)
-        number, counts[part] = counts.get(part, 0) // size, counts.get(part, 0) + 1
+        shard = shard_of(row)
+        number, counts[shard] = counts.get(shard, 0) // size, counts.get(shard, 0) + 1
         groups += [[] for _ in range(number + 1 - len(groups))]
         groups[number].append(row)
     return groups

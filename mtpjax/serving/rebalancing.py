@@ -1,9 +1,9 @@
-"""Places a running model's experts anew, by how often its own texts choose them (SGLang's `--enable-eplb`).
+"""Moves a running model's experts according to how often its texts choose them (SGLang's `--enable-eplb`).
 
-Rounds and prefill are the same with and without it. Instead of counting in them, the engine keeps the newest tokens of
-its texts, and from time to time one more call runs the trunk over a block of them and counts the experts that they
-choose. Every so many ticks, each layer whose busiest device would get clearly less work with another placement gets
-that placement, one layer per tick. A copy has the weights of its expert, so texts do not change.
+Rounds and prefill do not change: the engine keeps the newest tokens of its texts, and from time to time an additional
+call runs the trunk over a block of them and counts the experts that they choose. Every `every` ticks, each layer whose
+busiest device would get clearly less work with a new placement gets it, one layer per tick. A copy has its expert's
+weights, so texts do not change.
 """
 
 import collections
@@ -27,16 +27,16 @@ _log = logging.getLogger(__name__)
 
 
 class ExpertRebalancer:
-    """Counts the experts that texts choose, and places the experts anew. All calls come from the engine's thread.
+    """Counts the experts that texts choose, and moves them. Called only in the engine's thread.
 
     Args:
         executor: runs the calls.
         every: ticks between two placements.
 
     Attributes:
-        num_rebalancings: times that the experts of at least one layer were placed anew.
-        imbalance: load of the busiest device over the mean, as a mean over the layers, by the newest counts: with the
-            placement before, and with that after. nan: nothing was counted yet.
+        num_rebalancings: times that the experts of at least one layer moved.
+        imbalance: load of the busiest device over the mean, averaged over the layers, by the newest counts: before and
+            after the newest placement. nan: nothing was counted yet.
     """
 
     def __init__(self, executor: Executor, every: int):
@@ -51,7 +51,7 @@ class ExpertRebalancer:
         self.imbalance = math.nan, math.nan
 
     def add(self, sequence: Sequence) -> None:
-        """Keeps the tokens of a text that were not kept yet: whole rows of a block, and the rest when it has ended."""
+        """Keeps new tokens of a text: whole rows of a block, and the rest when the text has ended."""
         text, width = sequence.text, self._shape[-1]
         while len(text) - sequence.num_kept >= (1 if sequence.has_ended else width):
             row = text[sequence.num_kept : sequence.num_kept + width]
@@ -73,7 +73,6 @@ class ExpertRebalancer:
             self._count()
 
     def _count(self) -> None:
-        """Counts the experts that the kept tokens choose."""
         tokens, lengths = np.zeros(self._shape, np.int32), np.zeros(self._shape[:2], np.int32)
         for place, text in zip(np.ndindex(lengths.shape), self._texts, strict=False):
             tokens[place][: len(text)], lengths[place] = text, len(text)
@@ -81,11 +80,11 @@ class ExpertRebalancer:
         self._counts.append(self._executor.count_experts(tokens, lengths))
 
     def _place_layer(self, layer: str, counts: np.ndarray) -> None:
-        """Places the experts of a layer anew, if that is better."""
+        """Moves the experts of a layer if that helps."""
         slots, num_devices = self._placements[layer], self._executor.num_expert_devices
         now = Placement.measured(slots, counts, num_devices)
         after = place_experts(counts, num_devices, len(slots))
-        # A small gain may be chance, and is not worth the move.
+        # A small gain may be chance and does not justify the move.
         if after.imbalance > (1 - MIN_GAIN) * now.imbalance:
             after = now
         else:
@@ -96,13 +95,12 @@ class ExpertRebalancer:
             self._finish()
 
     def _finish(self) -> None:
-        """Records what a placement of all layers has changed."""
         changes, self._changes = self._changes, []
         num_moved = sum(before != after for before, after in changes)
         before, after = np.mean(changes, axis=0).tolist()
         self.imbalance = before, after
         self.num_rebalancings += num_moved > 0
         _log.info(
-            "placed the experts of %d of %d layers anew: the busiest device had %.2f times the mean load, now %.2f",
+            "moved the experts of %d of %d layers: the busiest device had %.2f times the mean load, now %.2f",
             *(num_moved, len(changes), before, after),
         )

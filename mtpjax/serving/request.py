@@ -21,14 +21,14 @@ class Request:
 
     Attributes:
         prompt: token ids, at least one.
-        max_new_tokens: most new tokens, at least 1.
+        max_new_tokens: maximum new tokens, at least 1.
         sampling: one value per option. A temperature above 0 needs a seed.
         stop_token_ids: the text ends after any of these tokens, which is part of the new tokens.
         stop_sequences: the text ends after any of these sequences of new tokens, which is part of them.
         logprobs: report the log-probability of each new token under the trunk's unmodified logits.
         speculative: False decodes without drafts.
-        grammar: the new text matches it, or is the beginning of a text that does if a limit, a stop sequence or a stop
-            token of the request ends it early; None: any text. `stop_token_ids` must hold all end tokens.
+        grammar: the new text matches it, or is a prefix of a match if a limit, a stop sequence or a stop token of the
+            request ends it early; None: any text. `stop_token_ids` must hold all end tokens.
         salt: only requests with the same salt share pages of the prefix cache.
     """
 
@@ -45,12 +45,11 @@ class Request:
 
 @dataclasses.dataclass(frozen=True)
 class Delta:
-    """New tokens of a request.
+    """New tokens of a request, at least one.
 
     Attributes:
-        tokens: at least one.
         origins: draft level that proposed each token; 0: a bonus token, which the trunk drew itself.
-        logprobs: of each token; None unless the request asks for them.
+        logprobs: of each token; None unless requested.
     """
 
     tokens: list[int]
@@ -65,7 +64,6 @@ class Finish:
     Attributes:
         reason: "stop" (a stop token or sequence), "length" (a limit), "abort", "timeout", "error", or "invalid" (the
             request's grammar exceeds a limit).
-        num_prompt_tokens: tokens of the prompt.
         num_cached_tokens: tokens of the prompt whose entries came from the prefix cache.
         num_new_tokens: tokens delivered.
         num_steps: verification passes.
@@ -88,10 +86,9 @@ class Finish:
 
 @dataclasses.dataclass
 class RequestTimes:
-    """When things happened to a request, in seconds of one clock.
+    """Times of a request's events, in seconds of one clock.
 
     Attributes:
-        arrived: the request reached the server.
         started: its prefill began; None: it never left the queue.
         deliveries: time and number of tokens of each delivery.
     """
@@ -109,8 +106,8 @@ class Scores:
     """Log-probabilities of a given text under the trunk, without sampling options.
 
     Attributes:
-        logprobs: per token; None for the first, which nothing precedes.
-        top_ids: per token, the most likely ids in its place, in falling order; empty for the first.
+        logprobs: per token; None for the first.
+        top_ids: per token, the most likely ids at its position, descending; empty for the first.
         top_logprobs: their log-probabilities.
     """
 
@@ -124,19 +121,18 @@ class EngineStatus:
     """The engine's load and its counts since the start.
 
     Attributes:
-        num_running: requests in slots, prefill included.
+        num_running: requests in slots, including prefill.
         num_waiting: requests in the queue.
-        num_slots: most requests that run at the same time.
-        num_pages: pages of the pool.
+        num_slots: maximum requests that run at the same time.
         num_used_pages: pages of running requests.
         page_size: positions per page.
         num_prompt_tokens: tokens of prompts that were prefilled or found in the prefix cache.
-        num_cached_tokens: those of them that were found.
+        num_cached_tokens: prompt tokens that were found.
         num_new_tokens: tokens delivered.
         num_requests: requests that ended.
-        num_aborted: those of them that were aborted, or ran out of time.
-        num_failed: those of them that ended with an error.
-        num_nan_logits: those of them that ended because the model computed NaN.
+        num_aborted: requests that were aborted, or ran out of time.
+        num_failed: requests that ended with an error.
+        num_nan_logits: requests that ended because the model computed NaN.
         num_preempted: times that a request gave up its pages and waited again.
         num_received_pages: pages of the prefix cache that came from a prefill server.
         num_ticks: ticks of the scheduler that called the device.
@@ -144,12 +140,11 @@ class EngineStatus:
         proposed: per draft level, passes that drafted it.
         accepted: per draft level, passes that accepted it.
         num_compilations: programs compiled since the engine was ready.
-        compile_seconds: time that compiling took, at the start and since.
-        num_programs_left: programs that a thread will compile while requests run.
+        compile_seconds: time spent compiling, at the start and since.
+        num_programs_left: programs that a thread still compiles while requests run.
         num_compile_waits: requests that have waited for one of them.
-        num_rebalancings: times that experts were placed anew.
-        expert_imbalance: load of the busiest device over the mean, before and after the newest placement, as in
-            `ExpertRebalancer`; nan: the experts stay, or were not counted yet.
+        num_rebalancings: times that experts moved.
+        expert_imbalance: as `ExpertRebalancer.imbalance`; also nan if the experts never move.
     """
 
     num_running: int = 0
@@ -180,5 +175,39 @@ class EngineStatus:
 
     @property
     def accept_length(self) -> float:
-        """Mean tokens per verification pass, bonus token included; nan without passes."""
-        return 1 + sum(self.accepted) / self.num_steps if self.num_steps else float("nan")
+        """Mean tokens per verification pass, including the bonus token; nan without passes."""
+        return 1 + self.num_accepted / self.num_steps if self.num_steps else float("nan")
+
+    @property
+    def token_usage(self) -> float:
+        """Share of the pages in use, 0 to 1."""
+        return self.num_used_pages / self.num_pages if self.num_pages else 0.0
+
+    @property
+    def num_used_tokens(self) -> int:
+        return self.num_used_pages * self.page_size
+
+    @property
+    def num_tokens(self) -> int:
+        return self.num_pages * self.page_size
+
+    @property
+    def num_proposed(self) -> int:
+        return sum(self.proposed)
+
+    @property
+    def num_accepted(self) -> int:
+        return sum(self.accepted)
+
+    @property
+    def accept_rate(self) -> float:
+        """Accepted drafts per proposed draft; nan without drafts."""
+        return self.num_accepted / (self.num_proposed or math.nan)
+
+    @property
+    def imbalance_before(self) -> float:
+        return self.expert_imbalance[0]
+
+    @property
+    def imbalance_after(self) -> float:
+        return self.expert_imbalance[1]

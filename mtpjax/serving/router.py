@@ -1,4 +1,4 @@
-"""A router in front of decode servers: an ASGI proxy that streams, and picks the server with the fewest requests."""
+"""A router for decode servers: a streaming ASGI proxy that picks the server with the fewest requests."""
 
 import asyncio
 import contextlib
@@ -6,7 +6,6 @@ import dataclasses
 import hashlib
 import json
 import logging
-import socket
 import time
 from collections.abc import Sequence
 
@@ -17,11 +16,12 @@ from starlette.types import Message, Receive, Scope, Send
 
 from mtpjax.serving.api.errors import ApiError
 from mtpjax.serving.api.http import error_response, read_bytes, run_while_connected, to_json
+from mtpjax.serving.http_server import keepalive_options
 
 MAX_BODY_BYTES = 32 << 20
 BODY_SECONDS = 30.0
 CONNECT_SECONDS = 2.0
-PREFIX_CHARACTERS = 256  # of a prompt: requests that begin alike go to the same server if several are equally busy
+PREFIX_CHARACTERS = 256  # of a prompt: requests with a common prefix go to the same server if several are equally busy
 PROMPT_FIELDS = ("messages", "prompt", "text", "input_ids")
 # Headers of one connection, which a proxy does not pass on (RFC 9110, 7.6.1).
 HOP_HEADERS = frozenset(
@@ -36,8 +36,7 @@ class Upstream:
     """A decode server.
 
     Attributes:
-        url: its address.
-        num_running: requests that this router has sent there and that have not ended.
+        num_running: requests that this router has sent and that have not ended.
         is_ready: the last check, or the last connection, succeeded.
     """
 
@@ -47,11 +46,7 @@ class Upstream:
 
 
 class Router:
-    """The ASGI application. `/health` is its own; everything else goes to a decode server.
-
-    Args:
-        urls: addresses of the decode servers.
-        check_seconds: time between two checks of each server.
+    """The ASGI application. It handles `/health`; everything else goes to a decode server.
 
     Raises:
         ValueError: an address is not that of an HTTP server, or there is none.
@@ -60,14 +55,14 @@ class Router:
     def __init__(self, urls: Sequence[str], *, check_seconds: float = 1.0):
         self.upstreams = [Upstream(_check_url(url)) for url in urls]
         if not self.upstreams:
-            raise ValueError("a router needs the address of a server")
+            raise ValueError("a router needs the address of at least one server")
         self._check_seconds = check_seconds
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] == "lifespan":
             return await self._live(receive, send)
         if scope["type"] != "http":
-            raise RuntimeError(f"the router passes HTTP on, not {scope['type']}")
+            raise RuntimeError(f"the router forwards HTTP, not {scope['type']}")
         if scope["path"] == "/health":
             is_ready = any(upstream.is_ready for upstream in self.upstreams)
             return await (Response() if is_ready else error_response(_no_server()))(scope, receive, send)
@@ -82,27 +77,21 @@ class Router:
     def order(self, body: bytes) -> list[Upstream]:
         """Returns the servers in the order in which a request tries them.
 
-        Servers that are ready come first, then those with fewer requests. A hash of the prompt's beginning breaks ties,
-        so that the prefix cache of one server gets all requests that begin alike.
-
-        Args:
-            body: of the request.
-
-        Returns:
-            All servers.
+        Ready servers come first, then those with fewer requests. A hash of the prompt's prefix breaks ties, so that
+        requests with a common prefix share one server's cache.
         """
         prefix = _prefix(body)
         rank = lambda upstream: hashlib.sha256(prefix + str(upstream.url).encode()).digest()
         return sorted(self.upstreams, key=lambda each: (not each.is_ready, each.num_running, rank(each)))
 
     async def drain(self, seconds: float) -> None:
-        """Waits until the requests that run have ended, for at most `seconds`."""
+        """Waits until the running requests have ended, for at most `seconds`."""
         end = time.monotonic() + seconds
         while any(upstream.num_running for upstream in self.upstreams) and time.monotonic() < end:
             await asyncio.sleep(0.02)
 
     async def _try_all(self, scope: Scope, body: bytes, send: Send) -> None:
-        """Passes a request to the first server that takes it."""
+        """Passes a request to the first server that accepts it."""
         for upstream in self.order(body):
             upstream.num_running += 1
             try:
@@ -120,7 +109,7 @@ class Router:
             raise ApiError("the path must begin with /")
         if scope["query_string"]:
             raw_path += b"?" + scope["query_string"]
-        # Only the path is the client's: the address stays.
+        # Only the path comes from the client, not the address.
         url = upstream.url.copy_with(raw_path=raw_path)
         headers = [(name, value) for name, value in scope["headers"] if name not in HOP_HEADERS | {b"content-length"}]
         if scope.get("client"):
@@ -139,8 +128,8 @@ class Router:
             async for chunk in response.aiter_raw():
                 await send(_chunk(chunk))
         except httpx.HTTPError as error:
-            # The status is sent already. A stream ends with an error; anything else is cut off, so that no client
-            # takes it for whole.
+            # The status has already been sent. A stream ends with an error; anything else is cut off, so that no client
+            # mistakes it for a complete response.
             if not is_stream:
                 raise
             await send(_chunk(f"data: {to_json(_lost(upstream, error).body)}\n\n".encode()))
@@ -159,7 +148,7 @@ class Router:
         await receive()
         # A new connection per request: one that is kept may be dead, and then it is unknown what was sent.
         transport = httpx.AsyncHTTPTransport(
-            limits=httpx.Limits(max_connections=None, max_keepalive_connections=0), socket_options=_keepalive()
+            limits=httpx.Limits(max_connections=None, max_keepalive_connections=0), socket_options=keepalive_options()
         )
         timeout = httpx.Timeout(None, connect=CONNECT_SECONDS)
         async with httpx.AsyncClient(transport=transport, timeout=timeout, trust_env=False) as self._client:
@@ -172,10 +161,10 @@ class Router:
         await send({"type": "lifespan.shutdown.complete"})
 
     async def _check(self, upstream: Upstream) -> None:
-        """Asks a server again and again whether it takes requests."""
+        """Checks periodically whether a server accepts requests."""
         while True:
             try:
-                # With keys the answer is 401, which also means that the server lives.
+                # With keys the response is 401, which also means that the server is alive.
                 response = await self._client.get(upstream.url.copy_with(path="/ready"), timeout=CONNECT_SECONDS)
                 self._mark(upstream, is_ready=response.status_code < 500, reason=f"status {response.status_code}")
             except httpx.HTTPError as error:
@@ -194,7 +183,7 @@ def _check_url(text: str) -> httpx.URL:
 
 
 def _prefix(body: bytes) -> bytes:
-    """Returns the beginning of a request's prompt, whatever the fields before it."""
+    """Returns the beginning of a request's prompt, regardless of the fields before it."""
     with contextlib.suppress(ValueError, RecursionError):
         values = json.loads(body)
         if isinstance(values, dict):
@@ -208,20 +197,10 @@ def _chunk(body: bytes) -> Message:
 
 
 def _no_server() -> ApiError:
-    headers = {"Retry-After": "1"}
-    return ApiError("no server takes requests now", status=503, code="no_server", headers=headers)
+    return ApiError("no server accepts requests now", status=503, code="no_server", retry_after=1)
 
 
 def _lost(upstream: Upstream, error: Exception) -> ApiError:
-    """Logs that a server was lost while it had a request, and returns the error for the client."""
+    """Logs that a server was lost with a request, and returns the client's error."""
     _log.error("%s was lost: %r", upstream.url, error)
     return ApiError("the server that had this request was lost", status=502, code="server_lost")
-
-
-def _keepalive() -> list[tuple[int, int, int]]:
-    """Returns socket options by which a connection to a machine that is gone ends within half a minute."""
-    options = [(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)]
-    for name, value in (("TCP_KEEPIDLE", 10), ("TCP_KEEPINTVL", 5), ("TCP_KEEPCNT", 3)):
-        if hasattr(socket, name):  # Linux
-            options.append((socket.IPPROTO_TCP, getattr(socket, name), value))
-    return options

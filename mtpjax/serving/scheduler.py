@@ -1,9 +1,8 @@
-"""Decides what the engine does next: which requests enter, which prompts to process, and which rows to decode.
+"""Decides what the engine does next: which requests to admit, which prompts to process, and which rows to decode.
 
-This is host code without arrays. Requests wait in the order of their arrival. One enters when a slot is free and the
-pool has pages for its text; further pages are added as the text grows. When the pool is full, the request that entered
-last gives up its pages and waits again (preemption, as in vLLM). Its text so far is kept, and it later goes on at the
-same position.
+This is host code without arrays. Requests wait in order of arrival. One is admitted when a slot is free and the pool
+has pages for its text; it gets further pages as the text grows. When the pool is full, the newest request gives up its
+pages and waits again (preemption, as in vLLM). It keeps its text so far, and later continues at the same position.
 """
 
 import collections
@@ -19,33 +18,31 @@ from mtpjax.serving.scoring import ScoredText
 
 @dataclasses.dataclass(eq=False)
 class Sequence:
-    """A request on its way through the engine.
+    """A request in the engine.
 
     Attributes:
-        id: number of the request.
-        request: what was asked.
-        deliver: takes its deltas and its end.
+        deliver: receives its deltas and its end.
         text: the prompt and the new tokens that were read from the device.
-        limit: most tokens of the text.
+        limit: maximum tokens of the text.
         rows: the request as arrays, for the executor.
         is_plain: greedy, without sampling options and log-probabilities.
-        scored: the text is not continued: its log-probabilities are collected here. None for all other requests.
+        scored: collects the log-probabilities of a text that is not continued; None for all other requests.
         matcher: follows the text through the request's grammar, up to the end of `text`; None: no grammar.
-        times: when things happened to it, of `time.monotonic`.
-        part: part of the mesh's `data` whose slots and pages it uses.
-        slot: its slot in that part; None while it waits.
+        times: in `time.monotonic`.
+        shard: shard of the mesh's `data` axis that holds its slot and pages.
+        slot: its slot in that shard; None while it waits.
         lease: its pages; None while it waits.
         position: next prompt position to process.
         snapshot_stops: prompt positions where a chunk ends, so that the recurrent state there can be kept.
         num_to_prefill: positions to process before it decodes.
-        max_length: most tokens that its text can have after the calls that were dispatched.
-        min_length: fewest tokens that it has then, unless it ends.
+        max_length: maximum tokens of its text after the dispatched calls.
+        min_length: minimum tokens then, unless it ends.
         num_unread: calls whose report was not read yet.
         is_resumed: it decoded before, so prefill ends with a token that was delivered already.
         has_ended: its end was delivered.
-        num_cached: tokens of its prompt that the prefix cache held when it first entered.
-        num_kept: tokens of its text that were kept for the counts of `ExpertRebalancer`.
-        counts: verification passes since it last entered, then per draft level proposed and accepted drafts; empty
+        num_cached: tokens of its prompt that the prefix cache held when it was first admitted.
+        num_kept: tokens of its text that `ExpertRebalancer` has kept.
+        counts: verification passes since it was last admitted, then per draft level proposed and accepted drafts; empty
             before its first report.
         totals: the same since it arrived.
     """
@@ -60,7 +57,7 @@ class Sequence:
     matcher: Matcher | None
     times: RequestTimes
     scored: ScoredText | None = None
-    part: int = 0
+    shard: int = 0
     slot: int | None = None
     lease: Lease | None = None
     position: int = 0
@@ -78,12 +75,11 @@ class Sequence:
 
     @property
     def num_new(self) -> int:
-        """New tokens delivered so far."""
         return len(self.text) - len(self.request.prompt)
 
     @property
     def is_prefilled(self) -> bool:
-        """True if the calls that were dispatched process its whole prompt."""
+        """True if the dispatched calls process its whole prompt."""
         return self.position >= self.num_to_prefill
 
 
@@ -92,11 +88,11 @@ class Plan:
     """The calls of one tick.
 
     Attributes:
-        admitted: requests that enter a slot.
-        restored: those of them that begin with a snapshot, and its row.
-        prefills: rows whose next chunk is processed, and the positions where it starts and ends.
+        admitted: requests that get a slot.
+        restored: admitted requests that start with a snapshot, and its row.
+        prefills: rows whose next chunk is processed, and the start and end of the chunk.
         saved: rows whose recurrent state is kept when their chunk is processed, and the row of the snapshot.
-        advances: for each number of draft levels, the rows that decode.
+        advances: by number of draft levels, the rows that decode.
         constrained: the same for rows with a grammar, which take one round.
         num_rounds: rounds of each call of `advances`.
     """
@@ -112,18 +108,18 @@ class Plan:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class SchedulerSettings:
-    """Sizes that the scheduler works with.
+    """Sizes for the scheduler.
 
     Attributes:
-        num_slots: rows per part.
+        num_slots: rows per shard.
         prefill_chunk: tokens of a row per prefill call.
         prefill_rows: rows per prefill call.
-        rounds_per_call: most rounds per decoding call.
-        overlap: positions before the end of a shared beginning that prefill processes again: `Drafter.max_shift`.
+        rounds_per_call: maximum rounds per decoding call.
+        overlap: positions at the end of a shared prefix that prefill processes again: `Drafter.max_shift`.
         num_pages_of: pages that a text of this length needs.
-        max_depth: most draft levels of a round.
+        max_depth: maximum draft levels of a round.
         depth_of: draft levels for this number of decoding rows.
-        shares_prefixes: requests with the same beginning share pages.
+        shares_prefixes: requests with a common prefix share pages.
     """
 
     num_slots: int
@@ -138,12 +134,7 @@ class SchedulerSettings:
 
 
 class Scheduler:
-    """Keeps the queue, the slots and the pages.
-
-    Args:
-        settings: the sizes.
-        pools: one pool per part.
-    """
+    """Keeps the queue, the slots and the pages, with one pool per shard."""
 
     def __init__(self, settings: SchedulerSettings, pools: list[PagePool]):
         self.settings, self.pools = settings, pools
@@ -155,28 +146,23 @@ class Scheduler:
 
     @property
     def num_waiting(self) -> int:
-        """Requests that wait for a slot or for pages."""
         return len(self.waiting) + len(self._preempted)
 
     def add(self, sequence: Sequence) -> None:
-        """Appends a request to the queue; a text to score comes first, because its request has waited already."""
+        """Queues a request; a text to score goes first, because its request has already waited."""
         if sequence.scored is None:
             self.waiting.append(sequence)
         else:
             self.waiting.appendleft(sequence)
 
     def plan(self) -> Plan:
-        """Chooses the calls of the next tick. The caller dispatches all of them.
-
-        Returns:
-            The plan.
-        """
+        """Chooses the calls of the next tick. The caller dispatches all of them."""
         plan = Plan()
         # 1. Rows that decode get the pages that this tick may fill, the oldest first.
         for sequence in list(self.running):
             if sequence.is_prefilled and sequence.slot is not None and self._may_go_on(sequence):
                 self._grow(sequence)
-        # 2. New requests enter.
+        # 2. Admit new requests.
         self._requeue_preempted()
         while self.waiting and self._admit(self.waiting[0]):
             sequence = self.waiting.popleft()
@@ -186,20 +172,20 @@ class Scheduler:
         # 3. The oldest prompts get their next chunk. A row whose prompt ends there decodes in this tick.
         num_prefills: collections.Counter[int] = collections.Counter()
         for sequence in self.running:
-            if not sequence.is_prefilled and num_prefills[sequence.part] < self.settings.prefill_rows:
-                num_prefills[sequence.part] += 1
+            if not sequence.is_prefilled and num_prefills[sequence.shard] < self.settings.prefill_rows:
+                num_prefills[sequence.shard] += 1
                 self._plan_chunk(plan, sequence)
                 sequence.num_unread += 1
                 if sequence.is_prefilled:
                     sequence.max_length = sequence.min_length = sequence.num_to_prefill + 1
-        # 4. The others decode. All rows that are drafted for have the same depth. A row with a grammar waits for the
+        # 4. The others decode. All rows with drafts have the same depth. A row with a grammar waits for the
         #    next tick after its prompt: its masks follow from its first new token.
         just_prefilled = {sequence.id for sequence, *_ in plan.prefills if sequence.matcher is not None}
         decoding = [
             row for row in self.running if row.is_prefilled and self._may_go_on(row) and row.id not in just_prefilled
         ]
         depth = self.settings.depth_of(len(decoding)) if decoding else 0
-        # A request that waits for a slot or for its next chunk should wait for one round only.
+        # A request that waits for a slot or for its next chunk should wait for only one round.
         is_awaited = self.num_waiting or any(not row.is_prefilled for row in self.running)
         plan.num_rounds = 1 if is_awaited else self.settings.rounds_per_call
         for sequence in decoding:
@@ -214,15 +200,7 @@ class Scheduler:
         return plan
 
     def end(self, sequence: Sequence, *, forget: bool = False) -> list[int]:
-        """Takes a request out.
-
-        Args:
-            sequence: a request that waits or runs.
-            forget: its pages hold nothing that another request may read.
-
-        Returns:
-            With `forget`, the pages that were its own.
-        """
+        """Removes a waiting or running request; with `forget`, returns those of its pages that become unknown."""
         sequence.has_ended = True
         pages = []
         if sequence.slot is not None:
@@ -234,11 +212,11 @@ class Scheduler:
         return pages
 
     def _may_go_on(self, sequence: Sequence) -> bool:
-        """Returns whether the row may have tokens to decode after the calls that were dispatched."""
+        """Returns whether the row may have tokens to decode after the dispatched calls."""
         return sequence.scored is None and sequence.min_length < sequence.limit
 
     def _num_pages(self, length: int, limit: int) -> int:
-        """Returns the pages for a text of `length` tokens and the tick behind it."""
+        """Returns the pages for a text of `length` tokens and the tick after it."""
         max_growth = self.settings.rounds_per_call * (self.settings.max_depth + 1)
         return self.settings.num_pages_of(min(length + max_growth, limit))
 
@@ -246,29 +224,26 @@ class Scheduler:
         """Adds the pages that the next call may fill; preempts younger rows, or the row itself, if there are none."""
         assert sequence.lease is not None
         needed = self._num_pages(sequence.max_length, sequence.limit) - len(sequence.lease.pages)
-        while needed > 0 and not self.pools[sequence.part].extend(sequence.lease, needed):
-            victim = next(row for row in reversed(self.running) if row.part == sequence.part)
-            self._preempt(victim)
+        while needed > 0 and not self.pools[sequence.shard].extend(sequence.lease, needed):
+            victim = next(row for row in reversed(self.running) if row.shard == sequence.shard)
+            self._vacate(victim)
+            self._preempted.append(victim)
+            self.num_preempted += 1
             if victim is sequence:
                 return
 
-    def _preempt(self, sequence: Sequence) -> None:
-        self._vacate(sequence)
-        self._preempted.append(sequence)
-        self.num_preempted += 1
-
     def _requeue_preempted(self) -> None:
-        """Puts preempted requests whose reports were all read back into the queue, by their arrival."""
+        """Requeues preempted requests whose reports were all read, in order of arrival."""
         ready = [sequence for sequence in self._preempted if not sequence.num_unread]
-        for sequence in sorted(ready, key=lambda sequence: sequence.id, reverse=True):
+        for sequence in sorted(ready, key=lambda each: each.id, reverse=True):
             self._preempted.remove(sequence)
             self.waiting.appendleft(sequence)
 
     def _admit(self, sequence: Sequence) -> bool:
         """Gives a request a slot and pages; False if there are none."""
-        # The part with the most free slots.
-        part = max(range(len(self.pools)), key=lambda part: len(self._free_slots[part]))
-        if not self._free_slots[part]:
+        # The shard with the most free slots.
+        shard = max(range(len(self.pools)), key=lambda shard: len(self._free_slots[shard]))
+        if not self._free_slots[shard]:
             return False
         is_resumed = sequence.num_new > 0
         # The newest token of a text is pending: the trunk has not processed it.
@@ -278,10 +253,10 @@ class Scheduler:
         can_share = self.settings.shares_prefixes and sequence.scored is None
         known_text = sequence.text[:num_to_prefill] if can_share else []
         num_pages = self._num_pages(num_to_prefill + 1, sequence.limit)
-        lease = self.pools[part].acquire(known_text, num_pages, salt=sequence.request.salt)
+        lease = self.pools[shard].acquire(known_text, num_pages, salt=sequence.request.salt)
         if lease is None:
             return False
-        sequence.part, sequence.slot, sequence.lease = part, self._free_slots[part].pop(), lease
+        sequence.shard, sequence.slot, sequence.lease = shard, self._free_slots[shard].pop(), lease
         sequence.is_resumed, sequence.num_to_prefill, sequence.counts = is_resumed, num_to_prefill, []
         sequence.position = min(max(lease.num_cached - self.settings.overlap, 0), num_to_prefill - 1)
         sequence.snapshot_stops = self._snapshot_stops(sequence)
@@ -291,14 +266,14 @@ class Scheduler:
         return True
 
     def _snapshot_stops(self, sequence: Sequence) -> list[int]:
-        """Chooses where to keep the recurrent state of a request that has just entered."""
-        pool, lease, position = self.pools[sequence.part], sequence.lease, sequence.position
+        """Chooses where to keep the recurrent state of a request that was just admitted."""
+        pool, lease, position = self.pools[sequence.shard], sequence.lease, sequence.position
         assert lease is not None
         if pool.snapshots is None or sequence.scored is not None:
             return []
-        # The borders that later requests are likely to continue from: where this prompt leaves a text that another
-        # request had (Marconi, 2411.19379), and the last one of the prompt. Each costs a call for the rest of a chunk,
-        # which pays only if a request that continues there needs a chunk less.
+        # The boundaries that later requests are likely to continue from: where this prompt diverges from an earlier
+        # text (Marconi, 2411.19379), and the last one of the prompt. Each costs a call for the rest of a chunk, which
+        # pays only if a request that continues there needs one chunk less.
         stops, size = [], pool.page_size
         for num_pages in (lease.num_found, (sequence.num_to_prefill - 1) // size):
             stop = num_pages * size - self.settings.overlap
@@ -310,7 +285,7 @@ class Scheduler:
     def _plan_chunk(self, plan: Plan, sequence: Sequence) -> None:
         """Plans the next chunk of a prompt, up to the next position whose recurrent state is kept."""
         assert sequence.lease is not None
-        start, pool = sequence.position, self.pools[sequence.part]
+        start, pool = sequence.position, self.pools[sequence.shard]
         end = min(start + self.settings.prefill_chunk, sequence.num_to_prefill)
         if sequence.snapshot_stops and sequence.snapshot_stops[0] <= end:
             end = sequence.snapshot_stops.pop(0)
@@ -321,10 +296,10 @@ class Scheduler:
         sequence.position = end
 
     def _vacate(self, sequence: Sequence, *, forget: bool = False) -> list[int]:
-        """Frees slot and pages. Calls that were dispatched before still write there, and end before later calls."""
+        """Frees slot and pages. Calls dispatched before still write there, and end before later calls."""
         assert sequence.slot is not None and sequence.lease is not None
-        pages = self.pools[sequence.part].release(sequence.lease, forget=forget)
-        self._free_slots[sequence.part].append(sequence.slot)
+        pages = self.pools[sequence.shard].release(sequence.lease, forget=forget)
+        self._free_slots[sequence.shard].append(sequence.slot)
         self.running.remove(sequence)
         sequence.slot = sequence.lease = None
         sequence.position = sequence.num_to_prefill = 0

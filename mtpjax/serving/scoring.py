@@ -1,6 +1,6 @@
 """Log-probabilities of a given text, for `echo` and for clients that compare answers by their likelihood.
 
-A text to score takes a slot and pages like a prompt, and is processed chunk by chunk between the rounds of others.
+A text to score takes a slot and pages like a prompt, and is processed chunk by chunk between the rounds of other texts.
 """
 
 import dataclasses
@@ -12,15 +12,16 @@ import jax.numpy as jnp
 import numpy as np
 
 from mtpjax.decoding.capacity import MIN_PREFILL_CHUNK
+from mtpjax.decoding.decoder import Decoder
 from mtpjax.decoding.gpu_graph import one_graph
+from mtpjax.decoding.session import Batch, in_every_process, of_shard, put, take
 from mtpjax.decoding.state import DecodeState, view_pass
 from mtpjax.models.cache import commit
-from mtpjax.models.decoding_layout import run_in_parts
+from mtpjax.models.decoding_layout import run_on_shards
 from mtpjax.models.layers.entries import read_rows
-from mtpjax.models.model import MTPModel, bind
+from mtpjax.models.model import bind
 from mtpjax.models.parallel import over_rows
 from mtpjax.models.vocabulary import Vocabulary
-from mtpjax.serving.programs import Batch, Features, in_every_process, of_part, put, take
 from mtpjax.serving.request import Scores
 
 MAX_TOP = 20  # alternatives per token
@@ -33,7 +34,6 @@ class ScoredText:
     """A text whose log-probabilities are computed.
 
     Attributes:
-        tokens: the text.
         num_top: alternatives per token.
         rows: per token from the second on, as far as computed: log-probability, best ids, and their log-probabilities.
     """
@@ -43,13 +43,12 @@ class ScoredText:
     rows: list[tuple[float, list[int], list[float]]] = dataclasses.field(default_factory=list)
 
     def add(self, chunk: "ScoredChunk", row: int, count: int) -> None:
-        """Takes the first `count` results of a row of a chunk on the host."""
+        """Adds the first `count` results of a row of a chunk on the host."""
         top = slice(0, self.num_top)
         columns = (chunk.logprobs[row, :count], chunk.ids[row, :count, top], chunk.values[row, :count, top])
         self.rows += zip(*(column.tolist() for column in columns), strict=True)
 
     def result(self) -> Scores:
-        """Returns the log-probabilities of the whole text."""
         logprobs, ids, values = zip((None, [], []), *self.rows, strict=True)
         return Scores(logprobs=list(logprobs), top_ids=list(ids), top_logprobs=list(values))
 
@@ -63,17 +62,7 @@ class ScoredChunk(flax.struct.PyTreeNode):
 
 
 def check_text(tokens: list[int], num_top: int, *, vocab_size: int, max_length: int) -> None:
-    """Checks a text to score.
-
-    Args:
-        tokens: the text.
-        num_top: alternatives per token.
-        vocab_size: ids are 0 .. vocab_size - 1.
-        max_length: most tokens of a text.
-
-    Raises:
-        ValueError: for an empty or too long text, ids outside the vocabulary, or too many alternatives.
-    """
+    """Raises ValueError if a text to score is empty or too long, or a token id or `num_top` is out of range."""
     if not 1 <= len(tokens) <= max_length:
         raise ValueError(f"a text to score must have 1..{max_length} tokens, got {len(tokens)}")
     if not all(0 <= token < vocab_size for token in tokens):
@@ -82,7 +71,7 @@ def check_text(tokens: list[int], num_top: int, *, vocab_size: int, max_length: 
         raise ValueError(f"num_top must be within 0..{MAX_TOP}, got {num_top}")
 
 
-@one_graph(donate_argnames=("state",), static_argnames=("model",))
+@one_graph(donate_argnames=("state",), static_argnames=("decoder",))
 def score_chunk(
     params: dict,
     draft_params: Any,
@@ -91,26 +80,25 @@ def score_chunk(
     start: jax.Array,
     targets: jax.Array,
     *,
-    model: MTPModel,
+    decoder: Decoder,
 ) -> tuple[DecodeState, ScoredChunk]:
     """Runs the trunk over a chunk of each row's text, and scores the tokens that follow.
 
     Args:
-        params: model parameters.
         draft_params: the drafter's own parameters, for the layout of a mesh.
         state: the state; donated. Only the trunk's cache changes.
-        batch: the rows.
         start: `[P, b]` int32 first position of each row's chunk; the caches hold the positions before it. `NO_START`
             for padding.
         targets: `[P, b, C]` int32 token after each position; any where the text has ended.
-        model: the model.
 
     Returns:
         The new state and the scores.
     """
 
-    def score_part(params, _, state, batch, start, targets):
-        batch, start, targets = of_part(state, (batch, start, targets))
+    model = decoder.model
+
+    def score_shard(params, _, state, batch, start, targets):
+        batch, start, targets = of_shard(state, (batch, start, targets))
         vocab_size, width = model.config.vocab_size, targets.shape[-1]
         apply, vocabulary = bind(model, params), Vocabulary.of(vocab_size)
         assert state.pages is not None
@@ -143,7 +131,7 @@ def score_chunk(
             rows = rows.replace(trunk=commit(output.cache, begin + num_valid))
             return index + 1, rows, jax.tree.map(place, scores, new)
 
-        rows = take(state, batch)
+        rows = take(state, batch, decoder)
         num_top, shape = min(MAX_TOP, vocab_size), targets.shape
         empty = lambda dtype, *rest: jnp.zeros((*shape, *rest), dtype)
         scores = ScoredChunk(empty(jnp.float32), empty(jnp.int32, num_top), empty(jnp.float32, num_top))
@@ -151,25 +139,25 @@ def score_chunk(
         num_passes = (num_left + trunk_width - 1) // trunk_width
         carry = (jnp.int32(0), rows, scores)
         _, rows, scores = jax.lax.while_loop(lambda carry: carry[0] < num_passes, score_pass, carry)
-        return put(state, rows, batch, Features(plain=False)), scores
+        return put(state, rows, batch, decoder), scores
 
     rest = batch, start, targets
-    state, scores = run_in_parts(score_part, model.config, params, draft_params, state, *rest, has_row_outputs=True)
+    state, scores = run_on_shards(score_shard, model.config, params, draft_params, state, *rest, has_row_outputs=True)
     return state, in_every_process(scores)
 
 
 def pass_width(width: int, row_size: int) -> int:
-    """Returns the most positions that one pass of the trunk may have: a divisor of `width`.
+    """Returns the maximum positions of one pass of the trunk: a divisor of `width`.
 
     Args:
         width: positions of the chunk.
-        row_size: numbers of the scores of attention for one position of all rows, where XLA computes them.
+        row_size: attention scores of one position of all rows, where XLA computes them.
     """
     return _largest_divisor(width, max(MAX_ATTENTION_SCORES // row_size, MIN_PREFILL_CHUNK))
 
 
 def piece_size(width: int, row_size: int) -> int:
-    """Returns the most positions whose logits may exist at the same time: a divisor of `width`.
+    """Returns the maximum positions whose logits may exist at the same time: a divisor of `width`.
 
     Args:
         width: positions of the pass.

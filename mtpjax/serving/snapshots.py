@@ -1,10 +1,11 @@
-"""Snapshots: states of recurrent layers at page borders, so that models with linear attention share beginnings too.
+"""Snapshots: states of recurrent layers at page boundaries, so that models with linear attention share prefixes too.
 
 A page holds an entry per position, but a recurrent layer keeps only its newest state. While a prompt is processed, a
-chunk ends M positions before some page borders, where M is `Drafter.max_shift`, and the row's state is copied to a row
-of the snapshots. Those are arrays on the device, beside the state (SGLang has a pool of Mamba states). A later request
-that shares the pages up to that border copies the snapshot into its slot. It processes the last M positions again, as
-every request that shares pages does, because the drafter's entries behind the border need their hidden states.
+chunk ends M positions before some page boundaries, where M is `Drafter.max_shift`, and the row's state is copied to a
+row of the snapshots. These are arrays on the device, separate from the state (SGLang has a pool of Mamba states). A
+later request that shares the pages up to that boundary copies the snapshot into its slot. It processes the last M
+positions again, as every request that shares pages does, because the drafter's entries after the boundary need their
+hidden states.
 """
 
 import collections
@@ -17,18 +18,18 @@ from jax.sharding import Mesh
 from mtpjax.decoding.gpu_graph import one_graph
 from mtpjax.models.cache import recurrent_entries
 from mtpjax.models.config import ModelConfig
-from mtpjax.models.decoding_layout import constrain_state, run_in_parts
+from mtpjax.models.decoding_layout import constrain_state, run_on_shards
 from mtpjax.models.masks import Entries
 from mtpjax.models.parallel import first_row
 
-NO_ROW = 2**30  # of a part without a copy: reads any row, writes none
+NO_ROW = 2**30  # of a shard without a copy: reads any row, writes none
 States = tuple[Entries, ...]  # of each recurrent layer: [rows, ...] per array
 
 
 class SnapshotRows:
-    """The rows of one part's snapshots: free, reserved by a request, or known by the hash of the text before them.
+    """The rows of one shard's snapshots: free, reserved by a request, or known by the hash of the text before them.
 
-    The state that follows a text depends on nothing else, so a known row is right as long as it is kept.
+    The state after a text depends only on the text, so a known row is valid until it is dropped.
 
     Args:
         num_rows: rows; ids are 0 .. num_rows - 1.
@@ -45,7 +46,7 @@ class SnapshotRows:
         return len(self._row_of)
 
     def use(self, digest: bytes) -> int:
-        """Returns the row of a known text, and counts it as used most recently."""
+        """Returns the row of a known text, and marks it as most recently used."""
         self._row_of.move_to_end(digest)
         return self._row_of[digest]
 
@@ -54,7 +55,7 @@ class SnapshotRows:
 
         A restore of that row must have been dispatched before the copy that overwrites it.
         """
-        # A free row first: it costs no later request a prefix hit.
+        # Prefer a free row: that never costs a later request a prefix hit.
         if self._free:
             return self._free.pop()
         return self._row_of.popitem(last=False)[1] if self._row_of else None
@@ -67,7 +68,7 @@ class SnapshotRows:
             self._row_of[digest] = row
 
     def free(self, row: int) -> None:
-        """Gives back a reserved row."""
+        """Frees a reserved row."""
         self._free.append(row)
 
     def drop(self, digest: bytes) -> None:
@@ -82,17 +83,7 @@ class SnapshotRows:
 
 
 def make_snapshots(trunk: Any, num_rows: int, *, config: ModelConfig, mesh: Mesh | None) -> States:
-    """Makes zero-filled snapshots.
-
-    Args:
-        trunk: a trunk's cache.
-        num_rows: rows of all parts together.
-        config: the model's config.
-        mesh: splits the rows over `data` and the heads over `tensor`, as those of the state.
-
-    Returns:
-        The arrays of each recurrent layer.
-    """
+    """Makes zero-filled snapshots of `num_rows` rows of all shards together, sharded like the state."""
     shapes = jax.eval_shape(recurrent_entries, trunk)
 
     def zeros() -> States:
@@ -106,21 +97,15 @@ def make_snapshots(trunk: Any, num_rows: int, *, config: ModelConfig, mesh: Mesh
 def copy_rows(
     arrays: tuple[States, States], sources: jax.Array, targets: jax.Array, *, config: ModelConfig
 ) -> tuple[States, States]:
-    """Copies one row of each part: from the state to its snapshots, or back.
+    """Copies one row of each shard: from the state to its snapshots, or back.
 
-    Args:
-        arrays: where the rows come from, and where they go; donated.
-        sources: `[P]` int32 rows of the first.
-        targets: `[P]` int32 rows of the second; `NO_ROW` copies nothing.
-        config: the model's config.
-
-    Returns:
-        Both.
+    `arrays` are where the rows come from and where they go; donated, and returned. `sources` and `targets` are `[P]`
+    int32 rows of the first and the second; `NO_ROW` as a target copies nothing.
     """
 
-    def copy_part(_: dict, __: dict, arrays: tuple[States, States], sources: jax.Array, targets: jax.Array):
-        part = first_row(1)
-        source, target = sources[part], targets[part]
+    def copy_shard(_: dict, __: dict, arrays: tuple[States, States], sources: jax.Array, targets: jax.Array):
+        shard = first_row(1)
+        source, target = sources[shard], targets[shard]
 
         def copy(origin: jax.Array, kept: jax.Array) -> jax.Array:
             # Reading the row before writing lets XLA update the donated array in place.
@@ -129,4 +114,4 @@ def copy_rows(
 
         return arrays[0], jax.tree.map(copy, *arrays)
 
-    return run_in_parts(copy_part, config, {}, {}, arrays, sources, targets)
+    return run_on_shards(copy_shard, config, {}, {}, arrays, sources, targets)

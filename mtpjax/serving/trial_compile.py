@@ -1,4 +1,4 @@
-"""Compiles a grammar in another process first: llguidance has no limit of time, and no thread can be stopped.
+"""Compiles a grammar in a separate process first: llguidance has no time limit, and threads cannot be stopped.
 
 A JSON schema of 2 kB can take minutes: the patterns of `allOf` and of `patternProperties` are compared with each other.
 The process runs this file as a script, without the package.
@@ -12,7 +12,7 @@ import resource
 import signal
 import sys
 
-MAX_WALL_SECONDS = 60.0  # for a process that gets little of the machine, or is stopped
+MAX_WALL_SECONDS = 60.0  # for a process that gets little CPU time or is stopped
 MAX_MEMORY = 2 << 30  # bytes of address space (macOS does not enforce this; time bounds it there)
 
 
@@ -21,10 +21,10 @@ class TrialCompile:
 
     def __init__(self):
         self._workers: list = []
-        self._idle: list = []  # those of them that compile nothing
+        self._idle: list = []  # those that are idle
 
     def __call__(self, grammar: str, limits: dict[str, int], seconds: float) -> None:
-        """Compiles a grammar. An error in it is not told: compiling it again tells it.
+        """Compiles a grammar. Does not report errors in it: compiling it again will.
 
         Args:
             grammar: from `llguidance.LLMatcher.grammar_from_json_schema` or `grammar_from_regex`.
@@ -54,13 +54,13 @@ class TrialCompile:
             worker.close()
 
     def kill(self) -> None:
-        """Ends the processes at once, also in the middle of a grammar, which then fails."""
+        """Ends the processes at once, even while compiling a grammar, which then fails."""
         for worker in self._workers:
             worker.kill()
 
 
 def _serve() -> None:
-    """Answers each line of standard input, a grammar with limits, with a line."""
+    """Reads a grammar with limits from each line of standard input, and writes a line for each."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     import llguidance
 
@@ -70,7 +70,7 @@ def _serve() -> None:
     for line in sys.stdin.buffer:
         request = json.loads(line)
         limits = llguidance.LLParserLimits(**request["limits"])
-        # Without a handler the signal ends the process, also inside one long computation.
+        # Without a handler the signal ends the process, even during a long computation.
         signal.setitimer(signal.ITIMER_PROF, request["seconds"])
         llguidance.LLMatcher.validate_grammar(request["grammar"], limits=limits)
         signal.setitimer(signal.ITIMER_PROF, 0)

@@ -1,4 +1,4 @@
-"""Ends a server whose device call never returns: a hung process helps nobody, and a supervisor starts it again."""
+"""Ends a server whose device call never returns, so that a supervisor can restart it."""
 
 import contextlib
 import faulthandler
@@ -14,12 +14,12 @@ EXIT_CODE = 1
 
 
 class Watchdog:
-    """Watches a tick's duration from a separate thread.
+    """Watches the duration of ticks from a separate thread.
 
     Args:
-        busy_since: returns the time (`time.monotonic`) since which the engine is in one tick; None while it waits.
-        timeout: seconds after which `on_timeout` is called, once. After half of them the stacks of all threads are
-            written to standard error.
+        busy_since: returns the time (`time.monotonic`) at which the engine's current tick started; None while it waits.
+        timeout: seconds after which `on_timeout` is called, once. After half of them the stacks of all threads go to
+            stderr.
         on_timeout: takes the seconds; None: logs an error and ends the process with exit code 1.
 
     Attributes:
@@ -27,10 +27,7 @@ class Watchdog:
     """
 
     def __init__(
-        self,
-        busy_since: Callable[[], float | None],
-        timeout: float,
-        on_timeout: Callable[[float], None] | None = None,
+        self, busy_since: Callable[[], float | None], timeout: float, on_timeout: Callable[[float], None] | None = None
     ):
         self._busy_since, self._timeout, self._on_timeout = busy_since, timeout, on_timeout or _exit
         self.num_slow = 0
@@ -39,7 +36,6 @@ class Watchdog:
         self._thread.start()
 
     def stop(self) -> None:
-        """Stops watching."""
         self._stopped.set()
         self._thread.join()
 
@@ -51,7 +47,7 @@ class Watchdog:
             if seconds > self._timeout / 2 and shown != begin:
                 shown = begin
                 self.num_slow += 1
-                _log.warning("a call of the engine has not returned for %.0f s; the threads are at", seconds)
+                _log.warning("a call of the engine has not returned for %.0f s; stacks of all threads:", seconds)
                 with contextlib.suppress(OSError, ValueError, AttributeError):  # there may be no standard error
                     faulthandler.dump_traceback(sys.stderr)
             if seconds > self._timeout:

@@ -16,6 +16,7 @@ if TYPE_CHECKING:
     from mtpjax.training.model_yaml import model_to_yaml, read_model_config
     from mtpjax.training.panel import Panel, acceptance_panel
     from mtpjax.training.progress import learning_rate_at
+    from mtpjax.training.spec import TrainSpec
     from mtpjax.training.step import TrainState, init_train_state, make_optimizer, train_step
 
 __all__ = [
@@ -26,6 +27,7 @@ __all__ = [
     "LossInputs",
     "Panel",
     "TrainEvent",
+    "TrainSpec",
     "TrainState",
     "acceptance_panel",
     "init_train_state",
@@ -52,6 +54,7 @@ _HOMES = {
     "training.model_yaml": ("model_to_yaml", "read_model_config"),
     "training.panel": ("Panel", "acceptance_panel"),
     "training.progress": ("learning_rate_at",),
+    "training.spec": ("TrainSpec",),
     "training.step": ("TrainState", "init_train_state", "make_optimizer", "train_step"),
 }
 
@@ -65,5 +68,5 @@ def __getattr__(name: str):
 
 
 def __dir__() -> list[str]:
-    """Lists the public names, which `globals()` does not hold."""
+    """Lists the public names, which are not in `globals()`."""
     return sorted({*__all__, *(name for name in globals() if name.startswith("__"))})

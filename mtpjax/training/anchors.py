@@ -1,4 +1,4 @@
-"""Anchors of block drafters in training: DFlash and DSpark learn from one block behind each anchor.
+"""Anchors of block drafters in training: DFlash and DSpark learn from one block after each anchor.
 
 An anchor at column a of a packed row is the pending token. Level k of its block predicts token a+k. In the layout of
 MTP depths, whose row i predicts token i+k+1, that is row a-1: terms per position and their masks keep this layout, and
@@ -20,14 +20,12 @@ def draw_anchors(key: jax.Array, is_valid: jax.Array, count: int) -> jax.Array:
     """Draws anchors of each row, uniformly and without replacement, among those whose first draft has a valid target.
 
     Args:
-        key: a `jax.random` key.
         is_valid: `[B, T]` bool, valid targets of depth 1.
-        count: most anchors of a row.
 
     Returns:
         `[B, A]` int32 columns, A = min(count, T - 1), ascending; 0 means no anchor.
     """
-    # The rows with the most noise; those without a valid target come last.
+    # Choose the rows with the largest noise; those without a valid target come last.
     noise = jnp.where(is_valid, jax.random.uniform(key, is_valid.shape), -1.0)
     drawn, rows = jax.lax.top_k(noise, min(count, is_valid.shape[1] - 1))
     return jnp.sort(jnp.where(drawn >= 0, rows + 1, 0), axis=1)

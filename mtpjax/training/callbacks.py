@@ -21,8 +21,8 @@ class TrainEvent:
         metrics: after an update `loss` (the training loss), `losses` (`[1 + num_depths]` cross-entropies of trunk and
             depths in nats), `gradient_norm`, `is_finite`, `learning_rate` and `mtp_scale`. After an evaluation the
             panel, as in `metrics.jsonl`. After a save the metrics of the last update, if there was one.
-        state: parameters, with stacked trunk layers, and optimiser state. Valid during the call only: the next update
-            reuses its memory, so copy what is to be kept.
+        state: parameters, with stacked trunk layers, and optimiser state. Valid only during the call: the next update
+            reuses its memory, so copy what you keep.
         path: after a save, the folder that was written: a training state, or at the end `checkpoint/`. None otherwise,
             and in processes that write nothing.
 
@@ -45,8 +45,8 @@ class Callback:
     """Base class of callbacks. Override the methods that you need, and pass instances to `mtpjax.train`.
 
     A method that returns True asks the run to stop. The run then ends as if it had reached `steps`: it saves the model,
-    evaluates, and returns its result. `--resume` continues it. An exception ends the run after its state is saved. In
-    a run of several processes, every process calls its callbacks, and one that asks to stop stops all.
+    evaluates, and returns its result. `--resume` continues it. An exception ends the run after its state is saved. In a
+    run of several processes, every process calls its callbacks, and a request to stop from one stops all.
 
     Example:
         >>> from mtpjax.training import Callback
@@ -58,45 +58,17 @@ class Callback:
     """
 
     def after_update(self, event: TrainEvent) -> bool | None:
-        """Runs after each update, also after one that was skipped because it was not finite.
-
-        Args:
-            event: the losses of the update, and the state after it.
-
-        Returns:
-            True to stop the run; None or False to continue.
-        """
+        """Runs after each update, including those that were skipped because they were not finite."""
 
     def after_evaluation(self, event: TrainEvent) -> bool | None:
-        """Runs after each evaluation, also after the last one, when a request to stop has no effect.
-
-        Args:
-            event: the panel.
-
-        Returns:
-            True to stop the run; None or False to continue.
-        """
+        """Runs after each evaluation, including the last one, when a request to stop has no effect."""
 
     def after_save(self, event: TrainEvent) -> bool | None:
-        """Runs after a training state was saved, and at the end after the trained model was saved.
-
-        Args:
-            event: `path` is the folder that was written.
-
-        Returns:
-            True to stop the run; None or False to continue.
-        """
+        """Runs after a training state was saved, and at the end after the trained model was saved."""
 
 
 def check_callbacks(callbacks: Sequence[Callback]) -> None:
-    """Checks callbacks before a run begins.
-
-    Args:
-        callbacks: the callbacks.
-
-    Raises:
-        ValueError: one is not an instance of `Callback`.
-    """
+    """Checks callbacks before a run starts."""
     for index, callback in enumerate(callbacks):
         if not isinstance(callback, Callback):
             what = f"the class {callback.__name__}" if isinstance(callback, type) else repr(callback)
@@ -106,13 +78,7 @@ def check_callbacks(callbacks: Sequence[Callback]) -> None:
 def call_callbacks(callbacks: Sequence[Callback], moment: Moment, event: TrainEvent) -> bool:
     """Calls one method of every callback.
 
-    Args:
-        callbacks: the callbacks, called in this order.
-        moment: name of the method.
-        event: passed to it.
-
-    Returns:
-        True if any of them asks to stop.
+    Returns True if any of them asks to stop.
     """
     # A list, so that a request to stop does not keep later callbacks from being called.
     return any([bool(getattr(callback, moment)(event)) for callback in callbacks])

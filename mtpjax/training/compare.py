@@ -10,11 +10,12 @@ from mtpjax.console import narrow_table, split_columns
 from mtpjax.evaluation.trust import mark, verdict
 from mtpjax.safe_open import read_json_file
 from mtpjax.training.log import METRICS_FILE, read_metrics
+from mtpjax.training.model_yaml import flatten_settings
 from mtpjax.training.run_dir import MAX_SETTINGS_BYTES, SETTINGS_FILE, RunError
 
 
 @dataclasses.dataclass(frozen=True)
-class Run:
+class RunRecord:
     """The settings and metrics that a run folder holds.
 
     Attributes:
@@ -35,14 +36,8 @@ class Run:
         return next(row for row in reversed(self.history) if "eval" in row)
 
 
-def read_run(folder) -> Run:
+def read_run(folder) -> RunRecord:
     """Reads `run.json` and `metrics.jsonl` of a run folder.
-
-    Args:
-        folder: the run folder.
-
-    Returns:
-        The run.
 
     Raises:
         RunError: the folder is not a run folder, is damaged, or has no evaluation yet. One line.
@@ -51,7 +46,7 @@ def read_run(folder) -> Run:
     # A folder without `run.json` is not a run; every other failure to read it means damage.
     try:
         stored = read_json_file(folder / SETTINGS_FILE, max_bytes=MAX_SETTINGS_BYTES)
-        settings, fingerprint = _flatten(stored["settings"]), str(stored["fingerprint"])
+        settings, fingerprint = flatten_settings(stored["settings"]), str(stored["fingerprint"])
         history = read_metrics(folder / METRICS_FILE)
     except (FileNotFoundError, NotADirectoryError):
         raise RunError(f"{folder} is not a run folder: it has no {SETTINGS_FILE}") from None
@@ -60,15 +55,14 @@ def read_run(folder) -> Run:
     # The comparison shows the last evaluation, so there must be at least one.
     if not any("eval" in row for row in history):
         raise RunError(f"{folder} has not evaluated yet: {METRICS_FILE} holds {len(history)} rows and no panel")
-    return Run(str(folder), settings, fingerprint, history)
+    return RunRecord(str(folder), settings, fingerprint, history)
 
 
-def tables(runs: Sequence[Run], width: int = 80) -> Iterator[Any]:
+def tables(runs: Sequence[RunRecord], width: int = 80) -> Iterator[Any]:
     """Builds the comparison for the terminal.
 
     Args:
         runs: the runs; the first one is the baseline.
-        width: columns of the terminal. Runs that do not fit beside each other are in further tables.
 
     Yields:
         A `rich` table of the settings that differ, or a sentence if none does. Then lines that say which speed-ups can
@@ -86,7 +80,7 @@ def tables(runs: Sequence[Run], width: int = 80) -> Iterator[Any]:
         settings_table.add_row(key, *values)
     yield from split_columns(settings_table, width) if rows else ("the settings are the same",)
 
-    # A speed-up that cannot be trusted must not look like a result.
+    # An untrusted speed-up must not look like a result.
     timed = [(name, kind, row) for name, run in zip(names, runs, strict=True) for kind, row in _timed(run).items()]
     if timed:
         yield verdict([row.get("problem") for _, _, row in timed], max(row.get("waited") or 0.0 for _, _, row in timed))
@@ -106,18 +100,16 @@ def tables(runs: Sequence[Run], width: int = 80) -> Iterator[Any]:
     yield from split_columns(metrics_table, width)
 
 
-def _timed(run: Run) -> dict[str, dict[str, Any]]:
+def _timed(run: RunRecord) -> dict[str, dict[str, Any]]:
     """Returns the metrics of a run's last evaluation over all prompts, by kind, of kinds with a speed-up."""
     kinds = run.last_evaluation["eval"].get("decoded", {}).get("overall", {})
     return {kind: row for kind, row in kinds.items() if row["speed_up"] is not None}
 
 
-def _metrics(run: Run) -> dict[str, float]:
+def _metrics(run: RunRecord) -> dict[str, float]:
     """Returns the metrics of a run's last evaluation by name, in the order of the table."""
-    panel, found = (
-        run.last_evaluation["eval"],
-        {"updates": run.last_evaluation["step"], "seconds": run.last_evaluation["seconds"]},
-    )
+    last = run.last_evaluation
+    panel, found = last["eval"], {"updates": last["step"], "seconds": last["seconds"]}
     # Teacher-forced: the loss of the trunk (level 0) and of each draft level, then the rates of each level.
     for level, bits in enumerate(panel["bits_per_token"]):
         found["bits per token, " + (f"draft {level}" if level else "trunk")] = bits
@@ -147,7 +139,7 @@ def _format_cells(values: Sequence[float | None], problems: Sequence[str | None]
             yield f"{value:.3f}" + (f" ({value - first:+.3f})" if number and first is not None else "")
 
 
-def _different_settings(runs: Sequence[Run]) -> Iterator[tuple[str, ...]]:
+def _different_settings(runs: Sequence[RunRecord]) -> Iterator[tuple[str, ...]]:
     # Compare as JSON, in the order of the settings. The output folder always differs and is left out.
     keys = dict.fromkeys(key for run in runs for key in run.settings)
     for key in keys:
@@ -159,22 +151,7 @@ def _different_settings(runs: Sequence[Run]) -> Iterator[tuple[str, ...]]:
         yield "data (fingerprint)", *(run.fingerprint[:8] for run in runs)
 
 
-def short_names(runs: Sequence[Run]) -> list[str]:
-    """Names runs for tables and pictures.
-
-    Args:
-        runs: the runs.
-
-    Returns:
-        The last components of their paths if they are distinct, else the whole paths.
-    """
+def short_names(runs: Sequence[RunRecord]) -> list[str]:
+    """Names runs for tables and pictures."""
     last = [pathlib.Path(run.name).name for run in runs]
     return last if len(set(last)) == len(last) else [run.name for run in runs]
-
-
-def _flatten(values: dict[str, Any], prefix: str = "") -> dict[str, Any]:
-    """Flattens nested settings into dotted keys."""
-    flat: dict[str, Any] = {}
-    for key, value in values.items():
-        flat |= _flatten(value, f"{prefix}{key}.") if isinstance(value, dict) and value else {f"{prefix}{key}": value}
-    return flat

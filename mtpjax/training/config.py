@@ -5,34 +5,27 @@ import math
 from collections.abc import Mapping
 from typing import Any, Literal
 
-from conversion.drafters.read import Reading
 from mtpjax.data.config import Source
+from mtpjax.drafters.method import DraftMethod, Reading
+from mtpjax.drafters.methods import METHODS, find_method
 from mtpjax.errors import printable
 from mtpjax.field_types import check_mapping, check_scalar_fields
-from mtpjax.models.config import IMPLEMENTATIONS, Implementation, ModelConfig, require, require_choice
+from mtpjax.messages import require, require_choice
+from mtpjax.models.config import Implementation, ModelConfig
 from mtpjax.models.overrides import model_changes, override_config
 from mtpjax.models.presets import presets
 from mtpjax.training.objective import Objective
 
-MAX_LEARNING_RATE = 100.0  # far above what any run uses: a larger one is a typing error
-MAX_DEPTHS = 64  # each depth is compiled: many more would compile for hours
-DRAFTERS = ("mtp", "eagle3", "medusa", "dflash", "dspark")
-BLOCK_DRAFTERS = ("dflash", "dspark")
+MAX_LEARNING_RATE = 100.0  # far above any real value: a larger one is a typo
+MAX_DEPTHS = 64  # each depth is compiled; many more would take hours
 READING = tuple(Reading.__annotations__)  # arguments of `load_drafter`
-# Settings of drafters with their own files, and the drafters that each one applies to.
-DRAFTER_SETTINGS = {
-    "draft_init_from": DRAFTERS[1:],
-    "draft_reading": DRAFTERS[1:],
-    "draft_vocab_size": DRAFTERS[1:],
-    "draft_layers": ("eagle3", *BLOCK_DRAFTERS),
-    "draft_num_layers": BLOCK_DRAFTERS,
-    "draft_anchors": BLOCK_DRAFTERS,
-    "draft_mask_token": BLOCK_DRAFTERS,
-    "draft_markov_rank": ("dspark",),
-}
-
-
-# Settings of the draft losses, which a run without draft depths has not.
+# Settings of every drafter with files of its own; a method has further ones (`DraftTraining.settings`).
+DRAFTER_SETTINGS = ("draft_init_from", "draft_reading", "draft_vocab_size")
+# Smallest values of settings.
+MINIMA = dict.fromkeys(("steps", "batch_size", "log_every", "keep_states", "accumulation"), 1) | {"row_length": 2}
+MINIMA |= {"max_consecutive_bad_steps": 1, **dict.fromkeys(("extra_tokens", "seed", "num_depths", "save_every"), 0)}
+MINIMA |= dict.fromkeys(("panel_prompts", "profile_start", "profile_steps", "draft_vocab_size"), 0)
+# Settings of the draft losses, which are unused without draft depths.
 DEPTH_SETTINGS = ("attention_layout", "mtp_loss_scale", "mtp_loss_scale_final", "mtp_loss_switch")
 
 
@@ -53,7 +46,8 @@ class TrainConfig:
         model_type: the family to read `init_from` as, instead of the one that its `config.json` names.
         drafter: the drafter to train: "mtp", the model's MTP modules, or a new drafter with its own files, which trains
             on the frozen trunk of `init_from`: "eagle3" (2503.01840) over `num_depths` levels, "medusa" (2401.10774)
-            with `num_depths` heads, "dflash" (2602.06036) or "dspark" (2607.05147) with blocks of `num_depths` drafts.
+            with `num_depths` heads, "dflash" (2602.06036) or "dspark" (2607.05147) with blocks of `num_depths` drafts,
+            or a method of your own, as `package.module:RECORD`.
             The trunk's MTP modules are then left out, and `trains` is "modules".
         draft_init_from: drafter to continue training, instead of a new one: a folder or a repository of the Hugging
             Face Hub that `mtpjax.load_drafter` reads, or the run folder that trained it. Its architecture and draft
@@ -67,8 +61,9 @@ class TrainConfig:
             layers 2, L / 2 and L - 3, or thirds of a trunk of fewer than 7 layers. For the others five layers from 2 to
             L - 2, or from 1 to L of a trunk of fewer than 8 layers.
         draft_num_layers: layers of DFlash and DSpark. None: 5.
-        draft_anchors: most blocks of DFlash and DSpark in a row. Every update draws new anchors. None: 512.
-        draft_mask_token: token of the slots behind an anchor. None: the rarest one of the training rows.
+        draft_anchors: maximum number of blocks of DFlash and DSpark in a row. Every update draws new anchors. None:
+            512.
+        draft_mask_token: token of the slots after an anchor. None: the rarest one of the training rows.
         draft_markov_rank: rank of DSpark's Markov head. None: 256, at most the vocabulary.
         trains: "all" trains everything. "modules" freezes the trunk, and the embedding and head that the modules share
             with it. "detached" trains everything, but the draft losses do not reach the trunk.
@@ -114,8 +109,10 @@ class TrainConfig:
         save_every: updates between two saved training states, from which a killed run continues. 0: the state is saved
             only when the run receives a stop signal.
         keep_states: number of saved states to keep; older ones are deleted.
-        most_bad_steps: number of consecutive updates with a non-finite loss or gradient after which the run stops.
+        max_consecutive_bad_steps: the run stops after this number of updates in a row with a non-finite loss or
+            gradient.
         panel_prompts: held-out prompts decoded at the end of the run, some of them also during it; 0: none.
+        panel_acceptance: acceptance rule of the decoded prompts, as in `DecodeConfig`; it must allow temperature 1.
         accumulation: number of parts of a batch that run one after the other. The memory is that of one part, the
             update that of the whole batch.
         remat: "none" stores the matmul outputs of each layer for the backward pass and recomputes norms, activations
@@ -146,7 +143,7 @@ class TrainConfig:
     model: ModelConfig | Mapping[str, Any] | tuple[tuple[str, Any], ...] | None = ()
     init_from: str | None = None
     model_type: str | None = None
-    drafter: Literal["mtp", "eagle3", "medusa", "dflash", "dspark"] = "mtp"
+    drafter: str = "mtp"
     draft_init_from: str | None = None
     draft_reading: Mapping[str, bool | str] | tuple[tuple[str, bool | str], ...] = ()
     draft_vocab_size: int = 0
@@ -186,8 +183,9 @@ class TrainConfig:
     log_every: int = 10
     save_every: int = 500
     keep_states: int = 2
-    most_bad_steps: int = 10
+    max_consecutive_bad_steps: int = 10
     panel_prompts: int = 128
+    panel_acceptance: str = "auto"
     accumulation: int = 1
     remat: Literal["none", "layers"] = "none"
     implementation: Implementation = "auto"
@@ -206,22 +204,18 @@ class TrainConfig:
         self._check_drafter()
         self._check_unused()
         # Ranges of single values.
-        for name in ("steps", "batch_size", "log_every", "keep_states", "most_bad_steps", "accumulation"):
-            require(getattr(self, name) >= 1, f"{name} must be at least 1, not {getattr(self, name)}")
-        require(self.row_length >= 2, f"row_length must be at least 2, not {self.row_length}")
-        require(self.extra_tokens >= 0, f"extra_tokens must not be negative, is {self.extra_tokens}")
+        for name, minimum in MINIMA.items():
+            value = getattr(self, name)
+            need = f"be at least {minimum}, not" if minimum else "not be negative, is"
+            require(value >= minimum, f"{name} must {need} {value}")
         for name, maximum in (("row_length", 2**20), ("batch_size", 2**20), ("seed", 2**63 - 1)):
             require(getattr(self, name) <= maximum, f"{name} must be at most {maximum}, not {getattr(self, name)}")
-        require(self.seed >= 0, f"seed must not be negative, is {self.seed}")
         self._check_optimizer()
         require(self.seconds > 0, f"seconds must be positive, not {self.seconds}")
         require(
             0 <= self.min_steps <= self.steps, f"min_steps {self.min_steps} is not within 0..{self.steps}, the steps"
         )
-        for name in ("num_depths", "save_every", "panel_prompts", "profile_start", "profile_steps"):
-            require(getattr(self, name) >= 0, f"{name} must not be negative, is {getattr(self, name)}")
         require(0 <= self.held_out_fraction < 1, f"held_out_fraction {self.held_out_fraction} is not within 0..1")
-        require_choice("optimizer", self.optimizer, ("adamw", "muon"))
         require(self.num_depths <= MAX_DEPTHS, f"num_depths {printable(self.num_depths, 40)} is above {MAX_DEPTHS}")
         require(
             isinstance(self.objective, Objective),
@@ -233,28 +227,26 @@ class TrainConfig:
             object.__setattr__(self, "objective", dataclasses.replace(self.objective, mix=mix))
         is_used = self.num_depths > 0 or self.objective == Objective(mix=mix)
         require(is_used, "objective is unused: it needs num_depths above 0")
-        # Choices by name, and the settings that need one of them.
-        require_choice("trains", self.trains, ("all", "modules", "detached"))
+        # Settings that need others.
         require(self.num_depths > 0 or self.trains == "all", f"trains '{self.trains}' needs num_depths of at least 1")
         object.__setattr__(self, "plot_formats", tuple(self.plot_formats))
         for name in self.plot_formats:
             require_choice("plot_formats", name, ("png", "svg", "pdf"))
-        require_choice("remat", self.remat, ("none", "layers"))
-        require_choice("dtype", self.dtype, ("float32", "bfloat16"))
-        require_choice("implementation", self.implementation, IMPLEMENTATIONS)
         self._check_mesh()
-        require_choice("trunk_dtype", self.trunk_dtype, ("float32", "bfloat16", "stored"))
         require(
             self.trunk_dtype == "float32" or (self.trains == "modules" and self.init_from is not None),
             f"trunk_dtype '{self.trunk_dtype}' needs the frozen trunk of a checkpoint: set init_from, and trains to "
             f"'modules', not '{self.trains}'",
         )
-        require_choice("trunk_states_dtype", self.trunk_states_dtype, ("float32", "bfloat16"))
         require(
             self.trunk_states is None or self.trains == "modules",
             f"trunk_states need a frozen trunk: set trains to 'modules', not '{self.trains}'",
         )
-        require_choice("attention_layout", self.attention_layout, ("ttt", "stream"))
+
+    @property
+    def draft_method(self) -> DraftMethod:
+        """Returns the record of the method `drafter`."""
+        return find_method(self.drafter)
 
     @property
     def model_config(self) -> ModelConfig:
@@ -278,22 +270,27 @@ class TrainConfig:
 
     def _check_drafter(self):
         """Checks the settings of a separate drafter, which trains on a frozen trunk."""
-        require_choice("drafter", self.drafter, DRAFTERS)
+        method = self.draft_method
+        require(
+            _trains(method),
+            f"drafter '{self.drafter}' does not train; these do: "
+            + ", ".join(each.name for each in METHODS if _trains(each)),
+        )
         require(not isinstance(self.draft_layers, int), f"draft_layers must be a sequence, got {self.draft_layers!r}")
         object.__setattr__(self, "draft_layers", tuple(self.draft_layers))
         reading = check_mapping("draft_reading", self.draft_reading)
         object.__setattr__(self, "draft_reading", tuple(reading.items()))
         for name, _ in self.draft_reading:
             require_choice("draft_reading", name, READING)
-        require(self.draft_vocab_size >= 0, f"draft_vocab_size must not be negative, is {self.draft_vocab_size}")
-        # A setting that the drafter would ignore is a mistake.
-        for name, drafters in DRAFTER_SETTINGS.items():
-            choices, is_used = ", ".join(map(repr, drafters)), self.drafter in drafters
-            require(is_used or self._is_default(name), f"{name} needs drafter {choices}, not '{self.drafter}'")
+        # A setting that the drafter would ignore is an error.
+        for name in (field.name for field in dataclasses.fields(self) if field.name.startswith("draft_")):
+            is_used = _uses(method, name) or self._is_default(name)
+            choices = ", ".join(repr(each.name) for each in METHODS if _uses(each, name))
+            require(is_used, f"{name} needs drafter {choices}, not '{self.drafter}'")
         for name in ("draft_num_layers", "draft_anchors", "draft_markov_rank"):
             value = getattr(self, name)
             require(value is None or value >= 1, f"{name} must be at least 1, is {value}")
-        if self.drafter == "mtp":
+        if method.training is None:
             return
         require(
             self.init_from is not None,
@@ -305,8 +302,8 @@ class TrainConfig:
         )
         object.__setattr__(self, "trains", "modules")
         require(
-            self.num_depths >= 2 or self.drafter != "dspark",
-            f"drafter 'dspark' needs num_depths of at least 2, the slots of its block, not {self.num_depths}",
+            self.num_depths >= (least := method.training.min_levels),
+            f"drafter '{self.drafter}' needs num_depths of at least {least}, not {self.num_depths}",
         )
         require(not self.model, f"drafter '{self.drafter}' leaves MTP modules out: do not set model.num_mtp_modules")
         require(not check_mapping("mesh", self.mesh), f"drafter '{self.drafter}' trains on one device: leave out mesh")
@@ -321,7 +318,7 @@ class TrainConfig:
         )
 
     def _check_unused(self):
-        """Refuses settings that have no effect beside the others: whoever sets them expects another run."""
+        """Rejects settings that have no effect because of others, since the user expects one."""
         # Sources replace `data`. A list becomes a tuple, so that the config is hashable.
         is_sources = not isinstance(self.sources, str) and all(isinstance(each, Source) for each in self.sources)
         require(is_sources, f"sources must be a sequence of Source, got {self.sources!r:.80}")
@@ -378,3 +375,12 @@ class TrainConfig:
             rows % parts == 0,
             f"batch_size {rows} is not a multiple of {parts}, accumulation {self.accumulation} times the mesh {sizes}",
         )
+
+
+def _trains(method: DraftMethod) -> bool:
+    return method.is_of_model or method.training is not None
+
+
+def _uses(method: DraftMethod, setting: str) -> bool:
+    """Returns whether a setting that starts with `draft_` applies to a method."""
+    return method.training is not None and setting in (*DRAFTER_SETTINGS, *method.training.settings)

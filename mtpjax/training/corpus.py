@@ -65,10 +65,10 @@ class Corpus(NamedTuple):
         return self.summary["fingerprint"]
 
     def batches(self, batch_size: int, *, seed: int = 0, start: int = 0) -> Iterator[Batch]:
-        """Yields batches of training rows without end, as a run of `mtpjax.train` uses them.
+        """Yields batches of training rows endlessly, as a run of `mtpjax.train` uses them.
 
-        The n-th batch depends on the rows, `seed` and n alone, so a loop that continues passes the number of batches
-        that it has used as `start`.
+        The n-th batch depends only on the rows, `seed` and n, so a resumed loop passes the number of batches that it
+        has used as `start`.
 
         Args:
             batch_size: rows per batch, B.
@@ -114,7 +114,7 @@ def load_corpus(config: TrainConfig, vocab_size: int, *, num_depths: int = 0) ->
         >>> next(corpus.batches(4)).tokens.shape
         (4, 32)
     """
-    # The tokenizer: the one in the settings, else the one beside the initial checkpoint, else bytes.
+    # The tokenizer: the one in the settings, else that of the initial checkpoint, else bytes.
     folder = None if config.tokenizer is None else str(huggingface_folder(config.tokenizer))
     if folder is None and config.init_from is not None:
         # A converted checkpoint keeps the tokenizer of the original in a separate folder.
@@ -147,7 +147,7 @@ def load_corpus(config: TrainConfig, vocab_size: int, *, num_depths: int = 0) ->
         _print_reading(source, reading, reserved)
     # One fixed batch of held-out rows serves every evaluation. Its seed is fixed too, so that `mtpjax compare` compares
     # runs of different seeds on the same rows.
-    # With nothing held out, training rows take their place, and a message says so.
+    # If nothing is held out, the panel uses training rows, and a message says so.
     if held_out:
         held_out_rows = pack(held_out, config.row_length, **packing)
     else:
@@ -155,7 +155,7 @@ def load_corpus(config: TrainConfig, vocab_size: int, *, num_depths: int = 0) ->
         documents = [each for reading in readings for each in reading.documents]
         held_out_rows = pack(documents, config.row_length, **packing)
     panel_rows = next(shuffled_batches(held_out_rows, min(32, len(held_out_rows.tokens)), seed=0))
-    # A depth without targets has loss 0 all along: refuse it before the run compiles.
+    # A depth without targets would always have loss 0: reject it before the run compiles.
     _check_targets(source_rows, num_depths, "the training rows")
     _check_targets([panel_rows], num_depths, "the held-out rows")
     digest = fingerprint(sources, readings, tokenizer, vocab_size=vocab_size)
@@ -166,7 +166,7 @@ def load_corpus(config: TrainConfig, vocab_size: int, *, num_depths: int = 0) ->
 
 
 def _print_reading(source: Source, reading: SourceContents, reserved: Sequence[Document]) -> None:
-    """Prints what was read and what was not, a line for each, to stderr."""
+    """Prints what was read and what was left out, one line each, to stderr."""
     if source.path is None:
         return
     name, counts = printable(source.path), ", ".join(f"{n} {reason}" for reason, n in reading.skipped.items() if n)

@@ -7,7 +7,7 @@ from typing import Any
 
 import numpy as np
 
-from mtpjax.decoding.drafters.load import DRAFTER_FOLDER
+from mtpjax.drafters.load import DRAFTER_FOLDER
 from mtpjax.safe_open import read_json_file
 from mtpjax.training.log import METRICS_FILE, read_metrics
 from mtpjax.training.run_dir import CHECKPOINT_FOLDER, MAX_SETTINGS_BYTES, SETTINGS_FILE
@@ -31,20 +31,20 @@ class TrainingCost:
 
 
 def read_training_cost(folder) -> TrainingCost | None:
-    """Reads what training a drafter cost from its run folder.
+    """Reads the training cost of a drafter from its run folder.
 
     Args:
         folder: a folder, or anything else.
 
     Returns:
-        The cost; None if the folder is not a run that trained a drafter alone, or has logged too little.
+        The cost; None if the folder is not a run that trained only a drafter, or has logged too little.
     """
     folder = pathlib.Path(folder)
     folder = folder.parent if folder.name in (DRAFTER_FOLDER, CHECKPOINT_FOLDER) else folder
     try:
         settings = read_json_file(folder / SETTINGS_FILE, max_bytes=MAX_SETTINGS_BYTES)["settings"]
-        # A run that trained trunk and modules together does not show the cost of the modules.
-        # Nor does one that continued to train a drafter show the cost of the updates before.
+        # A run that trained trunk and modules together does not show the cost of the modules. Nor does a run that
+        # continued training a drafter show the cost of earlier updates.
         if settings["trains"] != "modules" or settings.get("draft_init_from"):
             return None
         tokens_per_update = int(settings["batch_size"]) * int(settings["row_length"])
@@ -61,11 +61,7 @@ def read_training_cost(folder) -> TrainingCost | None:
 def seconds_per_update(history: Sequence[Mapping[str, Any]]) -> float | None:
     """Computes the median duration of an update over the logged stretches of a run.
 
-    Args:
-        history: the rows of a run's metrics.
-
-    Returns:
-        Seconds; None with fewer than two logged updates.
+    Returns seconds; None with fewer than two logged updates.
     """
     # Rows with losses are the logged updates; the other rows are evaluations.
     logged = np.array([(row["step"], row["seconds"]) for row in history if "bits" in row], float)

@@ -2,7 +2,7 @@
 
 A layer of the trunk is gathered when it runs, and again for its backward pass, so that no device holds the whole trunk
 (`mtpjax.models.trunk.gather_layers`); its gradients are summed and scattered there. Embedding, head and MTP modules are
-gathered once an update. Experts are also split over the axis "expert": rows are sent to the experts, and experts are
+gathered once per update. Experts are also split over the axis "expert": rows are sent to the experts, and experts are
 not gathered.
 """
 
@@ -24,14 +24,7 @@ from mtpjax.training.gradients import trainable_params
 def make_run_mesh(config: TrainConfig) -> Mesh | None:
     """Makes the mesh of a run.
 
-    Args:
-        config: the settings.
-
-    Returns:
-        The mesh; None for one device.
-
-    Raises:
-        ValueError: the mesh has more devices than there are, or does not suit several processes.
+    Returns the mesh; None for one device.
     """
     sizes, is_multiprocess = dict(config.mesh), distributed.is_multiprocess()
     devices = distributed.mesh_devices(sizes)
@@ -48,28 +41,13 @@ def shard_batch(arrays: Any, mesh: Mesh) -> Any:
 
     Args:
         arrays: tree of arrays `[B, ...]`; every process has the whole batch.
-        mesh: the mesh.
-
-    Returns:
-        The tree as global arrays. Each process copies only its own rows to its devices.
     """
     sharding = NamedSharding(mesh, PartitionSpec(mesh.axis_names))
     return jax.tree.map(lambda rows: jax.make_array_from_callback(rows.shape, sharding, rows.__getitem__), arrays)
 
 
 def shard_train_state(state: Any, mesh: Mesh, *, optimizer: optax.GradientTransformation, trains: str) -> Any:
-    """Lays a `TrainState` out over the mesh.
-
-    Args:
-        state: the state.
-        mesh: the mesh.
-        optimizer: the optimiser that made the state's optimiser part.
-        trains: the trained part, as in `TrainConfig`.
-
-    Returns:
-        The state. Parameters are sharded by `mtpjax.models.sharding`, moments like their parameters; counters are on
-        every device.
-    """
+    """Shards a `TrainState` over the mesh."""
     params, replicated = shard_params(state.params, mesh), NamedSharding(mesh, PartitionSpec())
 
     # Muon handles only some parameters, and its state has placeholders without an array for the others.
@@ -89,16 +67,10 @@ def shard_train_state(state: Any, mesh: Mesh, *, optimizer: optax.GradientTransf
 
 
 def sharded_loss_and_gradients(compute_gradients: Callable[..., Any], mesh: Mesh, *, trains: str) -> Callable[..., Any]:
-    """Turns a function of one device's rows into a function of a batch that is split over the mesh.
+    """Converts a function of one device's rows to a function of a batch that is split over the mesh.
 
-    Args:
-        compute_gradients: `mtpjax.training.gradients.loss_and_gradients` with its settings bound.
-        mesh: the mesh.
-        trains: the trained part, as in `TrainConfig`.
-
-    Returns:
-        A function with the arguments of `compute_gradients` that returns the loss and losses of the whole batch, and
-        gradients sharded like their parameters.
+    Returns a function with the arguments of `compute_gradients` that returns the loss and losses of the whole batch,
+    and gradients sharded like their parameters.
     """
     sum_over_devices = functools.partial(jax.lax.psum, axis_name=mesh.axis_names)
 
@@ -108,7 +80,7 @@ def sharded_loss_and_gradients(compute_gradients: Callable[..., Any], mesh: Mesh
             return shard
         return jax.lax.all_gather(shard, "fsdp", axis=spec.index("fsdp"), tiled=True)
 
-    # Each device has the gradient of its own rows. Sum them over the devices that hold the same part: over fsdp, sum
+    # Each device has the gradient of its own rows. Sum them over the devices that hold the same shard: over fsdp, sum
     # and split are one reduce-scatter, for layers that of their scan. Rows went to the experts, which have their sum.
     def scatter(path, gradient, spec):
         if "fsdp" in spec and not _is_gathered_by_layer(path):

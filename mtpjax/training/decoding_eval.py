@@ -10,23 +10,23 @@ import numpy as np
 
 from mtpjax.compat import make_mesh
 from mtpjax.data.packing import Document
+from mtpjax.decoding.acceptance.rules import AcceptanceRule
 from mtpjax.decoding.capacity import min_rows_per_pass, round_up_capacity
 from mtpjax.decoding.config import DecodeConfig
+from mtpjax.decoding.spec import DecodeSpec
 from mtpjax.distributed import is_multiprocess
+from mtpjax.drafters.trained import DraftParams, TrainedDrafter
 from mtpjax.evaluation.acceptance import measure_acceptance
-from mtpjax.evaluation.intervals import Estimate, estimate_from, resample
 from mtpjax.evaluation.machine import Stopwatch
-from mtpjax.evaluation.metrics import report
+from mtpjax.evaluation.metrics import estimate_speed_up, report
 from mtpjax.evaluation.round_costs import CostMeter
-from mtpjax.evaluation.round_loops import chain_shape
+from mtpjax.evaluation.round_loops import TimingConditions, chain_shape
 from mtpjax.evaluation.trust import speed_up_problem
 from mtpjax.models.decoding_layout import shard_for_decoding
-from mtpjax.models.draft_forward import DraftArchitecture
 from mtpjax.models.model import MTPModel
 from mtpjax.models.sharding import mesh_of
 from mtpjax.models.trunk import unstack_layers
 from mtpjax.training.corpus import Corpus
-from mtpjax.training.new_drafter import to_decoding
 
 PROMPT_TOKENS, NEW_TOKENS = 64, 64
 PROMPTS_PER_BATCH = 32  # prompts in a batch, each at both temperatures
@@ -83,7 +83,7 @@ class DecodedMetrics:
 class PanelDecoder:
     """Decodes held-out prompts, greedily and at temperature 1 in the same batches.
 
-    During the run it decodes one batch of prompts, as long as that takes no more than the fraction `MAX_TIME_SHARE` of
+    During the run it decodes one batch of prompts, while that takes no more than the fraction `MAX_TIME_SHARE` of
     the time. At the end it decodes all prompts and also measures the costs of a round.
 
     Args:
@@ -91,7 +91,11 @@ class PanelDecoder:
         model: the model in its form for training.
         num_depths: draft levels; 0: nothing is decoded.
         max_prompts: maximum number of prompts.
-        architecture: the drafter beside the trunk, whose speed-up is not measured; None: MTP modules.
+        acceptance: the acceptance rule, as in `DecodeConfig`.
+        drafter: the separate drafter, whose speed-up is not measured; None: MTP modules.
+
+    Raises:
+        ValueError: there is no such rule, or it does not allow temperature 1.
     """
 
     def __init__(
@@ -101,7 +105,8 @@ class PanelDecoder:
         model: MTPModel,
         num_depths: int,
         max_prompts: int,
-        architecture: DraftArchitecture | None = None,
+        acceptance: str | AcceptanceRule = "auto",
+        drafter: TrainedDrafter | None = None,
     ):
         # Prompt, continuation and drafts together must fit into the model's positions.
         max_positions = model.config.max_position_embeddings
@@ -117,20 +122,22 @@ class PanelDecoder:
             allow_copies=True,  # the run's mesh need not suit decoding
             max_new_tokens=new_tokens,
             num_steps=num_depths,
+            acceptance=acceptance,
+            drafter=drafter or "mtp",
             stop_token_ids=corpus.tokenizer.eos_token_ids,
         )
-        self.is_stacked, self.architecture = model.scan_layers, architecture
+        DecodeSpec.from_config(self.config, is_greedy=False)  # rejects a rule before training, not afterwards
+        self.is_stacked, self.drafter = model.scan_layers, drafter
         self.seconds_spent, self.expected_seconds = 0.0, FIRST_DECODING_SECONDS
 
     def is_within_time_share(self, seconds: float) -> bool:
-        """Returns whether another decoding stays within its share of the run's `seconds` so far."""
+        """Returns whether one more decoding stays within its share of the run's `seconds` so far."""
         return self.seconds_spent + self.expected_seconds <= MAX_TIME_SHARE * seconds
 
     def measure(self, params: dict, *, is_last: bool) -> dict[str, dict[str, DecodedMetrics]]:
         """Decodes prompts and returns the acceptance.
 
         Args:
-            params: parameters, in the form of the model given to the constructor.
             is_last: decode all prompts and measure the speed-up, instead of one batch.
 
         Returns:
@@ -143,7 +150,7 @@ class PanelDecoder:
         begin = time.perf_counter()
         # Training stacks the trunk's layers for a scan; decoding runs them unrolled.
         model, params = self.model, unstack_layers(params, self.model.config) if self.is_stacked else params
-        # Decoding would copy what training's axis "fsdp" splits, so its devices split heads and columns instead.
+        # Decoding would replicate what training shards over "fsdp", so these devices shard heads and columns instead.
         if (mesh := mesh_of(params["embedding"])) is not None:
             sizes = {"tensor" if axis == "fsdp" else axis: size for axis, size in mesh.shape.items()}
             decoding_mesh = make_mesh(sizes, list(mesh.devices.flat))
@@ -153,9 +160,8 @@ class PanelDecoder:
         decoded: dict[str, dict[str, DecodedMetrics]] = {}
         try:
             decoded, counts = self._decode(model, params, chosen, 2 * batch_prompts)
-            if (
-                is_last and self.architecture is None and not is_multiprocess()
-            ):  # the clocks of several processes differ
+            # The clocks of several processes differ.
+            if is_last and self.drafter is None and not is_multiprocess():
                 decoded = self._add_speed_up(model, params, decoded, counts)
         except jax.errors.JaxRuntimeError as error:
             log.warning("held-out prompts could not be decoded: %s", error)
@@ -169,15 +175,12 @@ class PanelDecoder:
         # Every prompt appears once per temperature: greedy and sampled rows share the batches.
         rows = [prompt for prompt, _ in chosen for _ in KIND_TEMPERATURES]
         temperatures = np.tile(list(KIND_TEMPERATURES.values()), len(chosen))
-        config, draft_params = self.config, None
-        if self.architecture is not None:
-            drafter, draft_params = to_decoding(params, self.architecture)
-            config = dataclasses.replace(config, drafter=drafter)
+        draft_params = None if self.drafter is None else DraftParams.of(params)
         acceptance = measure_acceptance(
             params,
             rows,
             model=model,
-            config=config,
+            config=self.config,
             draft_params=draft_params,
             temperature=temperatures.tolist(),
             batch_size=batch_size,
@@ -204,19 +207,19 @@ class PanelDecoder:
         decoded: dict[str, dict[str, DecodedMetrics]],
         counts: dict[tuple[str, str], tuple[np.ndarray, np.ndarray]],
     ):
-        """Adds the ideal speed-up at batch 1, and marks what other programs disturbed or no machine can reach."""
+        """Adds the ideal speed-up at batch 1, and marks disturbed and impossible values."""
         # Time verify, extend and draft passes at a typical cache length, halfway through the continuation.
         shape = chain_shape(self.config.num_steps)
         context = min(PROMPT_TOKENS + NEW_TOKENS // 2, model.config.max_position_embeddings // 2)
+        capacity = round_up_capacity(2 * context + shape.num_nodes)
         meter = CostMeter(
             params,
             model=model,
             shapes=(shape,),
-            context=context,
-            capacity=round_up_capacity(2 * context + shape.num_nodes),
-            min_rows=min_rows_per_pass(model, 1, jax.default_backend()),
+            conditions=TimingConditions(1, context, capacity, min_rows_per_pass(model, 1, jax.default_backend())),
         )
-        # Compiling is over, so the stopwatch measures only disturbances of the timings.
+        meter.compile()
+        # Compilation is done, so the stopwatch measures only disturbances of the timings.
         stopwatch = Stopwatch()
         meter.measure(COST_TIMINGS)
         waited, plain_steps = stopwatch.waited_share(), meter.plain_steps(shape)
@@ -236,27 +239,6 @@ class PanelDecoder:
             name: {kind: with_speed_up(row, *counts[name, kind]) for kind, row in kinds.items()}
             for name, kinds in decoded.items()
         }
-
-
-def estimate_speed_up(steps: np.ndarray, accepted: np.ndarray, plain_steps: np.ndarray) -> Estimate:
-    """Estimates the ideal speed-up over plain decoding: accept length over the cost of a round.
-
-    Args:
-        steps: `[P]` verification passes per prompt.
-        accepted: `[P, K]` accepted drafts per prompt and level.
-        plain_steps: `[R]` the measured costs of a round, in plain steps.
-
-    Returns:
-        The accept length of all prompts over the median cost, with a 95 % interval that resamples the prompts and,
-        independently of them, the measurements of the cost.
-    """
-    prompts, timings = resample(len(steps), len(plain_steps))
-    per_prompt = accepted.sum(axis=1)
-    # Samples of prompts without a step have no accept length, and are left out.
-    sampled_steps = steps[prompts].sum(axis=1)
-    lengths = 1 + per_prompt[prompts].sum(axis=1) / np.where(sampled_steps > 0, sampled_steps, np.nan)
-    value = (1 + per_prompt.sum() / steps.sum()) / np.median(plain_steps)
-    return estimate_from(float(value), lengths / np.median(plain_steps[timings], axis=1))
 
 
 def _decoded_metrics(metrics: dict, kind: str, looping: int) -> DecodedMetrics:
@@ -281,17 +263,11 @@ def choose_panel_prompts(
 ) -> list[tuple[list[int], str]]:
     """Chooses prompts from documents. Categories take turns, and so do the documents of a category.
 
-    A prompt of bytes begins at a line's start, a prompt of a conversation ends where an answer begins, and a prompt of
-    other tokens is anywhere. A document without such a place gives a prompt that ends in its middle.
+    A prompt of bytes starts at the start of a line, a prompt of a conversation ends where an answer starts, and a
+    prompt of other tokens can be anywhere. A document without such a place gives a prompt that ends in its middle.
 
     Args:
         documents: the documents; copies count once per category.
-        count: maximum number of prompts.
-        length: maximum number of tokens of a prompt.
-        seed: seed of the choice.
-
-    Returns:
-        (tokens, category) of each prompt.
     """
     rng = np.random.default_rng(seed)
     # Shuffle the documents, and the possible places within each. A place's turn counts the prompts that its document
@@ -317,7 +293,7 @@ def choose_panel_prompts(
 def _prompt_ends(document: Document, length: int) -> np.ndarray:
     """Returns the positions where a prompt of a document may end (exclusive)."""
     tokens = document.tokens
-    # A conversation: where the loss mask turns on, an answer begins. Bytes: `length` after a line's start.
+    # A conversation: an answer starts where the loss mask turns on. Bytes: `length` after the start of a line.
     if document.loss_mask is not None:
         ends = np.flatnonzero(np.diff(document.loss_mask[: len(tokens)].astype(int)) > 0) + 1
     elif tokens.dtype == np.uint8:
@@ -333,12 +309,7 @@ def is_looping(tokens, *, longest_period: int = 48) -> bool:
 
     Greedy text of small models often falls into loops. Drafting is easy there, so loops inflate accept lengths.
 
-    Args:
-        tokens: the text's tokens.
-        longest_period: longest period to test, in tokens.
-
-    Returns:
-        True if for some period at least 90 % of the tokens in the second half equal the token one period before.
+    Returns True if for some period at least 90 % of the tokens in the second half equal the token one period before.
     """
     tokens = np.asarray(tokens)
     half = len(tokens) // 2
@@ -347,14 +318,9 @@ def is_looping(tokens, *, longest_period: int = 48) -> bool:
 
 
 def repeated_share(tokens, *, window: int = 8) -> float:
-    """Measures how much of a text was there before; stricter than `is_looping`, which looks for one exact loop.
+    """Measures how much of a text repeats earlier text; stricter than `is_looping`, which looks for one exact loop.
 
-    Args:
-        tokens: the text's tokens.
-        window: number of tokens that are compared.
-
-    Returns:
-        The share of the windows that are equal to an earlier one.
+    Returns the share of the windows that are equal to an earlier one.
     """
     windows = [tuple(tokens[begin : begin + window]) for begin in range(len(tokens) - window + 1)]
     return 1 - len(set(windows)) / len(windows) if windows else 0.0

@@ -6,8 +6,8 @@
     .lock                  held while a process checks or computes blocks
 
 Files are written atomically, so a killed process continues after its last complete block. Runs on the same trunk and
-rows can share a folder, also with different drafters, objectives, depths, batch sizes and seeds. A run adds the layers
-that it reads and the folder lacks.
+rows can share a folder, also with different drafters, objectives, depths, batch sizes and seeds. A run adds the missing
+layers that it reads.
 """
 
 import contextlib
@@ -42,19 +42,18 @@ MANIFEST_FILE = "manifest.json"
 MAX_MANIFEST_BYTES = 64 << 20
 BLOCK_BYTES = 1 << 26
 PROGRESS_INTERVAL = 5.0  # seconds between two progress lines
-# Key of the manifest -> how to name a difference in it.
+# Key of the manifest -> how messages name a difference.
 MISMATCH_MESSAGES = {
     "trunk": "of a trunk with other parameters",
     "config": "of a trunk with another configuration",
     "rows": "of other rows (data, tokenizer, row_length, extra_tokens or held_out_fraction)",
     "dtype": "in another dtype",
-    "layers": "of several layers in one file, as older versions wrote them",
 }
 log = logging.getLogger("mtpjax.train")
 
 
 class HiddenStateCacheError(UsageError):
-    """A folder holds hidden states of another trunk or other rows, or is not such a cache."""
+    """A folder holds hidden states of a different trunk or different rows, or is not such a cache."""
 
 
 class HiddenStateCache:
@@ -73,8 +72,7 @@ class HiddenStateCache:
     def take(self, row_indices: np.ndarray) -> np.ndarray:
         """Returns the states of the rows with the indices `row_indices [B]`.
 
-        Returns:
-            `[B, T, (n + 1) * D]`: those of the n layers, and the final ones, as `trunk_states` returns them.
+        Returns `[B, T, (n + 1) * D]`: those of the n layers, and the final ones, as `trunk_states` returns them.
         """
         size = self.rows_per_block
         return np.stack(
@@ -102,26 +100,16 @@ def open_hidden_state_cache(
 
     Training steps of the same batch size, in float32 on a CPU, give the same bits as without the cache, if a run that
     reads the same layers computed it. Other batch sizes round differently, and so do stacked layers, which MTP modules
-    train beside. If another process works on the folder, this one waits for it.
+    train with. If another process is working on the folder, this one waits.
 
     Args:
         folder: the folder; missing ones are made.
-        params: parameters of `model`.
         rows: packed rows `[R, T]`.
-        model: the model.
-        batch_size: rows per forward pass.
-        dtype: dtype to store, "float32" or "bfloat16".
-        layer_ids: layers whose input states are read as well, as in `mtpjax.models.forward.trunk_states`. Those that
-            the folder lacks are added in one pass of the trunk.
         should_stop: returns whether a stop signal has arrived; called before each block.
-
-    Returns:
-        The states of all rows: those of the layers, and the final ones.
 
     Raises:
         HiddenStateCacheError: the folder holds something else; the message names the difference.
-        OSError: a block cannot be written, for example on a full disk. Complete blocks stay.
-        Preempted: a stop signal arrived. Complete blocks stay.
+        Preempted: a stop signal arrived. Complete blocks are kept.
     """
     identity = _cache_identity(params, rows, model, dtype)
     pass_bytes = batch_size * rows.tokens.shape[1] * bytes_per_token(model, dtype)
@@ -143,7 +131,7 @@ def open_hidden_state_cache(
                 block = Batch(*(array[number * size : (number + 1) * size] for array in rows))
                 states = _compute_block(params, block, model, batch_size, dtype, layer_ids)
                 if distributed.is_main_process():
-                    # Files that are there stay: another run may have them mapped.
+                    # Existing files are kept: another run may have mapped them.
                     for name, part in zip(names[number], np.split(states, len(layer_ids) + 1, axis=-1), strict=True):
                         if name not in digests:
                             digests[name] = _write_block(folder / name, np.ascontiguousarray(part))
@@ -164,7 +152,7 @@ def _file_names(manifest: Mapping[str, Any], rows: Batch, layer_ids: tuple[int, 
 def _lock_and_check(
     folder, identity: dict[str, Any], rows_per_block: int, rows: Batch, layer_ids: tuple[int, ...]
 ) -> Iterator[tuple[str, dict[str, Any]]]:
-    """Locks a folder, and yields its path and its manifest, without damaged files of those that are to be read."""
+    """Locks a folder, and yields its path and its manifest, without the damaged ones of the files to read."""
     with run_dir.lock_folder(folder, wait=True) as folder:
         # Files that a killed process did not complete.
         for file in folder.glob(".tmp-*"):
@@ -189,7 +177,7 @@ class _StackedLayers:
 def _cache_identity(params: dict, rows: Batch, model: MTPModel, dtype: str) -> dict[str, Any]:
     """Returns everything that determines the states: trunk, configuration, rows and dtype."""
     trunk = {name: leaf for name, leaf in params.items() if not is_of_modules(name) and name != DRAFT_IDS}
-    # MTP modules train beside stacked layers, other drafters beside unrolled ones: both have the names of the latter.
+    # MTP modules train with stacked layers, other drafters with unrolled ones: both use the names of the latter.
     if model.scan_layers:
         stacked = jax.tree.map(_StackedLayers, trunk["trunk"])
         trunk = unstack_layers({**trunk, "trunk": stacked}, model.config)
@@ -199,7 +187,7 @@ def _cache_identity(params: dict, rows: Batch, model: MTPModel, dtype: str) -> d
         for name, value in model.config.to_dict().items()
         if "mtp" not in name or name == "mtp_hidden_post_norm"
     }
-    # The loss mask is not part of it: runs with other targets have the same states.
+    # The loss mask is not part of it: runs with different targets have the same states.
     leaves = jax.tree_util.tree_leaves_with_path(trunk)
     identity = {
         "trunk": _digest({jax.tree_util.keystr(path): leaf for path, leaf in leaves}),
@@ -240,8 +228,6 @@ def _open_manifest(folder: pathlib.Path, identity: dict[str, Any], rows_per_bloc
         raise HiddenStateCacheError(
             f"{path} is damaged ({error}): remove {folder} to compute its states again"
         ) from error
-    # Older manifests name the layers that every block holds; without any, the files are the same.
-    found, identity = {"layers": []} | found, {"layers": []} | identity
     if differing := [message for name, message in MISMATCH_MESSAGES.items() if found.get(name) != identity[name]]:
         raise HiddenStateCacheError(
             f"{folder} holds states {', and '.join(differing)}: choose another folder, or remove this one"
@@ -252,7 +238,7 @@ def _open_manifest(folder: pathlib.Path, identity: dict[str, Any], rows_per_bloc
 def _drop_damaged_files(
     folder: pathlib.Path, names: list[str], digests: dict[str, str | None], *, tokens_per_file: int
 ) -> None:
-    """Removes files from `digests` that are missing or differ from their digest; looks at those in `names` only."""
+    """Removes files from `digests` that are missing or differ from their digest; checks only those in `names`."""
     names = [name for name in names if name in digests]
     progress = _block_progress("checking the trunk's states", len(names), tokens_per_file)
     with ThreadPoolExecutor() as pool, progress as tick:

@@ -1,4 +1,4 @@
-"""Makes the model that a run begins with: new weights of an architecture, or those of a checkpoint."""
+"""Makes the initial model of a run: new weights of an architecture, or those of a checkpoint."""
 
 import dataclasses
 import functools
@@ -21,19 +21,13 @@ logger = logging.getLogger("mtpjax.train")
 
 
 def init_model(config: TrainConfig, mesh: Mesh | None = None) -> tuple[MTPModel, Callable[[], dict]]:
-    """Makes the model of a run, with stacked trunk layers; for a separate drafter, the unrolled trunk alone.
+    """Makes the model of a run, with stacked trunk layers; for a separate drafter, only the unrolled trunk.
 
     Args:
-        config: the settings.
-        mesh: draws and reads parameters in the parts that the devices of this mesh hold; None: one device.
+        mesh: draws and reads parameters in the shards that the devices of this mesh hold; None: one device.
 
     Returns:
         The model, and a function that makes its initial parameters, float32 except for a frozen trunk's.
-
-    Raises:
-        ValueError: `model.num_mtp_modules` is below the number of modules of the checkpoint, a run trains modules alone
-            and the model has none, or the mesh does not divide the experts.
-        CheckpointError: `init_from` cannot be loaded.
     """
     key = jax.random.key(config.seed)
     if config.init_from is None:
@@ -42,7 +36,7 @@ def init_model(config: TrainConfig, mesh: Mesh | None = None) -> tuple[MTPModel,
         _check_trained_modules(config, model)
         _check_experts(config, model)
         return model, functools.partial(init_params, model, key, mesh)
-    # A checkpoint. A trunk that comes without MTP modules gets one to train, or as many as the settings ask for.
+    # A checkpoint. A trunk without MTP modules gets one to train, or as many as the settings say.
     model, params = checkpoint.load(
         config.init_from,
         dtype=jnp.float32 if config.trunk_dtype == "float32" else None,
@@ -50,8 +44,8 @@ def init_model(config: TrainConfig, mesh: Mesh | None = None) -> tuple[MTPModel,
         layout="training",
         model_type=config.model_type,
     )
-    # A separate drafter: the trunk alone. Its layers stay unrolled, because only those return their states.
-    if config.drafter != "mtp":
+    # A separate drafter: only the trunk. Its layers stay unrolled, because only unrolled layers return their states.
+    if not config.draft_method.is_of_model:
         trunk = {name: leaf for name, leaf in params.items() if not is_of_modules(name)}
         if config.trunk_dtype == "bfloat16":
             trunk = jax.tree.map(lambda leaf: leaf.astype(jnp.bfloat16), trunk, is_leaf=is_scaled)
@@ -69,7 +63,7 @@ def init_model(config: TrainConfig, mesh: Mesh | None = None) -> tuple[MTPModel,
     model = MTPModel(model.config, scan_layers=True, implementation=config.implementation)
     _check_trained_modules(config, model)
     _check_experts(config, model)
-    # Trained modules are float32, whatever the dtype of a frozen trunk.
+    # Trained modules are float32, regardless of the frozen trunk's dtype.
     for name in params:
         dtype = jnp.float32 if is_of_modules(name) else jnp.bfloat16 if config.trunk_dtype == "bfloat16" else None
         if dtype is not None:
@@ -78,16 +72,8 @@ def init_model(config: TrainConfig, mesh: Mesh | None = None) -> tuple[MTPModel,
 
 
 def num_trained_depths(config: TrainConfig, model: MTPModel) -> int:
-    """Returns the number of draft depths to train: none for a model without MTP modules.
-
-    Args:
-        config: the settings.
-        model: the model of the run.
-
-    Returns:
-        The number of depths.
-    """
-    return config.num_depths if model.config.num_mtp_modules or config.drafter != "mtp" else 0
+    """Returns the number of draft depths to train: none for a model without MTP modules."""
+    return config.num_depths if model.config.num_mtp_modules or not config.draft_method.is_of_model else 0
 
 
 def _check_experts(config: TrainConfig, model: MTPModel) -> None:
@@ -111,7 +97,7 @@ def _check_trained_modules(config: TrainConfig, model: MTPModel) -> None:
             f"attention_layout '{config.attention_layout}' is unused: it needs a recycled depth, num_depths above the "
             f"{modules} MTP modules of the model"
         )
-    # num_depths 0 is the way to train a trunk alone, so it needs no warning.
+    # num_depths 0 trains only the trunk, so it needs no warning.
     if 0 < config.num_depths < modules:
         logger.warning(
             "num_depths %d trains the first %d of %d MTP modules: set num_depths=%d to train all",

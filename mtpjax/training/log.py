@@ -43,7 +43,7 @@ class MetricsLog:
             if self.path:
                 # Without a sync per row: a row that a power failure loses costs a point of a curve.
                 self.writer = stack.enter_context(JsonlWriter(self.path, sync=False))
-                # Steps after the state that the run continues from are trained again, and logged again.
+                # Steps after the state that the run continues from are trained and logged again.
                 is_kept = lambda row: not _has_step(row) or row["step"] <= self.step
                 self.history = list(filter(_has_step, self.writer.resume(is_kept, skip_damaged=True)))
                 self.show = stack.enter_context(progress_display())
@@ -60,7 +60,7 @@ class MetricsLog:
 
     def record(self, row: dict[str, Any]) -> None:
         """Appends a row, a dict with at least `step`."""
-        # The history holds a row as JSON gives it back, as it does after a restart: lists for tuples, text for keys.
+        # The history holds rows as JSON returns them, as after a restart: lists for tuples, strings for keys.
         self.history.append(json.loads(json.dumps(row)))
         if self.writer:
             self.writer.append([row])
@@ -80,11 +80,7 @@ class MetricsLog:
         """Records the losses of an update and the speed since the last row.
 
         Args:
-            step: number of updates done.
-            seconds: wall-clock time of the run.
-            progress: fraction of the run that is done, 0..1.
             losses: cross-entropy of trunk and depths in nats; recorded in bits.
-            tokens_per_step: tokens of one update.
             further: more values of the row by name, such as "learning_rate".
         """
         rate = (step - self.step) * tokens_per_step / (time.perf_counter() - self.time)
@@ -119,7 +115,7 @@ def read_metrics(path: pathlib.Path) -> list[dict[str, Any]]:
 
 
 def _has_step(row: Mapping[str, Any]) -> bool:
-    """Returns whether a row says after which update it was written, as every row of a run does."""
+    """Returns whether a row has the number of its update, as every row of a run does."""
     return isinstance(row.get("step"), (int, float)) and math.isfinite(row["step"])
 
 
@@ -128,8 +124,6 @@ def trace_window(folder: pathlib.Path, *, start: int, steps: int) -> Iterator[Ca
     """Traces some updates with JAX's profiler into `profile/`, for TensorBoard's profile plug-in, xprof or Perfetto.
 
     Args:
-        folder: the run folder.
-        start: number of updates before the trace begins.
         steps: number of updates to trace; 0: none.
 
     Yields:
@@ -151,8 +145,7 @@ def trace_window(folder: pathlib.Path, *, start: int, steps: int) -> Iterator[Ca
 def progress_display() -> Iterator[Callable[[float, str, float], None]]:
     """Shows progress on stderr: a live bar on a terminal, a line per call elsewhere.
 
-    Yields:
-        `show(progress, text, seconds)` with the fraction done 0..1, a description, and the seconds since the start.
+    Yields `show(progress, text, seconds)` with the fraction done 0..1, a description, and the seconds since the start.
     """
     console = rich.console.Console(stderr=True)
     # Log files and pipes get plain lines, with the time left extrapolated from the progress so far.

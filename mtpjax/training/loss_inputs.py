@@ -12,7 +12,7 @@ from mtpjax.training.position_losses import PositionTerms
 
 
 class LossInputs(NamedTuple):
-    """The arguments of an objective, for the rows of one device or one part of a batch.
+    """The arguments of an objective, for the rows of one device or of one step of accumulation.
 
     Values that an objective does not read are not computed.
 
@@ -67,15 +67,7 @@ ObjectiveFunction = Callable[[LossInputs], jax.Array]
 def call_objective(objective_function: ObjectiveFunction, inputs: LossInputs) -> jax.Array:
     """Calls an objective and checks its result.
 
-    Args:
-        objective_function: the objective.
-        inputs: its arguments.
-
-    Returns:
-        `[]` float32 loss.
-
-    Raises:
-        ValueError: the result is not one number.
+    Returns `[]` float32 loss.
     """
     loss = jnp.asarray(objective_function(inputs))
     if loss.shape or not jnp.issubdtype(loss.dtype, jnp.floating):
@@ -87,13 +79,6 @@ def call_objective(objective_function: ObjectiveFunction, inputs: LossInputs) ->
 
 
 def describe_objective(objective_function: ObjectiveFunction) -> str:
-    """Returns the name of an objective, as a run's settings keep it.
-
-    Args:
-        objective_function: the objective.
-
-    Returns:
-        Module and name of a function; of another callable those of its class.
-    """
+    """Returns the name of an objective, as a run's settings keep it."""
     named = objective_function if hasattr(objective_function, "__qualname__") else type(objective_function)
     return f"{named.__module__}.{named.__qualname__}"

@@ -14,7 +14,7 @@ rule "token" accepts a draft drawn from q:
 p gets no gradient, and neither does alpha in w.
 
 DSpark's confidence head predicts alpha of each draft. It minimises the binary cross-entropy to it, with the weights of
-the depths; alpha gets no gradient here, and the drafter's states do (DeepSpec's `loss.py`).
+the depths; alpha gets no gradient here, but the drafter's states do (DeepSpec's `loss.py`).
 """
 
 from typing import NamedTuple
@@ -93,20 +93,6 @@ def batch_totals(is_valid: jax.Array, overlap: jax.Array) -> BatchTotals:
     return BatchTotals(is_valid.sum((-2, -1)), jnp.cumprod(is_valid[1:], axis=0, dtype=bool).sum(), overlap)
 
 
-def cross_entropy(logits: jax.Array, targets: jax.Array, is_valid: jax.Array) -> jax.Array:
-    """Averages `-log softmax(logits)[target]` over the valid positions.
-
-    Args:
-        logits: `[B, T, V]` float32.
-        targets: `[B, T]` int32.
-        is_valid: `[B, T]` bool.
-
-    Returns:
-        `[]` nats; 0 without valid positions.
-    """
-    return valid_mean(plain_terms([logits], targets[None]).cross_entropy[0], is_valid)
-
-
 def lk_hybrid(
     kl: jax.Array, overlap: jax.Array, is_valid: jax.Array, *, decay: float, totals: BatchTotals | None = None
 ) -> jax.Array:
@@ -133,7 +119,7 @@ def end_to_end_tv(overlap: jax.Array, is_valid: jax.Array, totals: BatchTotals |
     """Computes the end-to-end total variation loss `1 - 1/K * sum_{j=1..K} prod_{k<=j} alpha_k` (2606.12370, eq. 13).
 
     Position i anchors the chain of its depths 1..K, where K ends before the first invalid depth. The mean is over the
-    depths of all chains, so a long chain weighs more than one that its document cuts short.
+    depths of all chains, so a long chain weighs more than one cut short by the end of its document.
 
     Args:
         overlap: `[depths, B, T]` alpha, 1 - TV(p, q).
@@ -161,12 +147,7 @@ def binary_cross_entropy(logits: jax.Array, chances: jax.Array) -> jax.Array:
 def depth_weights(num_depths: int, objective: Objective) -> jax.Array:
     """Returns the weights of the depths: equal (DeepSeek-V3, equation 25), or `beta^(k-1) / sum` (FastMTP, 2509.18362).
 
-    Args:
-        num_depths: number of depths.
-        objective: `depth_weights` and `depth_decay`.
-
-    Returns:
-        `[num_depths]` float32, with sum 1.
+    Returns `[num_depths]` float32, with sum 1.
     """
     decay = objective.depth_decay if objective.depth_weights == "decayed" else 1.0
     weights = decay ** jnp.arange(num_depths, dtype=jnp.float32)
@@ -179,9 +160,6 @@ def mix_at(progress: jax.Array | float, objective: Objective) -> dict[str, jax.A
     Args:
         progress: `[]` fraction of the run that is done, 0..1.
         objective: the mixes. An empty `mix` (outside a `TrainConfig`) means cross-entropy.
-
-    Returns:
-        Weights by objective.
     """
     mix, start = dict(objective.mix) or {"cross_entropy": 1.0}, dict(objective.start)
     if not start:
@@ -220,7 +198,7 @@ def objective_loss(
     """
     totals = totals or batch_totals(is_valid, valid_mean(terms.overlap, is_valid[1:]))
     losses = valid_mean(terms.cross_entropy, is_valid, totals.num_valid)
-    # Without depths only the trunk's loss is left.
+    # Without depths only the trunk's loss remains.
     if len(losses) == 1:
         return losses[0], losses
     # Cross-entropy, KL, total variation and the LK hybrid are weighed by depth. End-to-end total variation couples the
@@ -240,7 +218,7 @@ def objective_loss(
         else:
             value = end_to_end_tv(terms.overlap, drafts, totals)
         total += share * value
-    # The confidence learns the overlap, and does not change it.
+    # The confidence learns the overlap without changing it.
     if confidence is not None:
         surprise = binary_cross_entropy(confidence, jax.lax.stop_gradient(terms.overlap))
         total += weights @ valid_mean(surprise, drafts, totals.num_valid[1:])

@@ -10,7 +10,8 @@ from typing import Any
 import yaml
 
 from mtpjax.errors import printable
-from mtpjax.models.config import ModelConfig, require
+from mtpjax.messages import require
+from mtpjax.models.config import ModelConfig
 from mtpjax.models.overrides import MODEL_FIELDS, check_field_name, model_changes, override_config
 from mtpjax.safe_open import open_regular
 
@@ -78,10 +79,7 @@ def read_model_setting(value: Any, overrides: Sequence[str]) -> ModelConfig | di
         overrides: pairs without the "model.", such as "num_mtp_modules=3".
 
     Returns:
-        The whole architecture if a file is named, otherwise the fields that are set.
-
-    Raises:
-        ValueError: as `read_model_config`.
+        The whole architecture if there is a file, otherwise the fields that are set.
     """
     if isinstance(value, str):
         return override_config(read_model_config(value), model_changes(typed_fields({}, overrides)))
@@ -94,14 +92,7 @@ def typed_fields(values: Mapping[str, Any], overrides: Sequence[str] = ()) -> di
     """Checks names and types of fields of `ModelConfig`, and parses pairs by the types.
 
     Args:
-        values: values by field.
         overrides: pairs such as "hidden_size=96", which win over `values`.
-
-    Returns:
-        All values by field.
-
-    Raises:
-        ValueError: a field is unknown or a value has the wrong type. One line.
     """
     import jsonargparse
 
@@ -122,13 +113,10 @@ def typed_fields(values: Mapping[str, Any], overrides: Sequence[str] = ()) -> di
 
 
 def describe_type_error(error: argparse.ArgumentError) -> str:
-    """Says in one line of plain words which value has the wrong type.
-
-    Args:
-        error: what jsonargparse raised.
+    """Describes in one plain line which value has the wrong type.
 
     Returns:
-        Such as "steps must be an integer, not 'abc'"; errors about other things as they are, in one line.
+        Such as "steps must be an integer, not 'abc'"; other errors unchanged, in one line.
     """
     return printable(_in_plain_words(" ".join(str(error).split())), 400)
 
@@ -157,12 +145,6 @@ def read_yaml(path) -> dict[str, Any]:
 
     Args:
         path: the file; an empty one gives no settings.
-
-    Returns:
-        The values.
-
-    Raises:
-        ValueError: the file cannot be read, contains a cycle, or is not a mapping. One line.
     """
     try:
         with open_regular(path) as stream:
@@ -190,9 +172,6 @@ def _check_expanded_size(values: Any) -> None:
 def split_model_pairs(overrides: Sequence[str]) -> tuple[list[str], list[str], str | None]:
     """Separates the settings of the model from the others.
 
-    Args:
-        overrides: `key=value` pairs.
-
     Returns:
         The other pairs, the pairs `model.key=value` without "model.", and the file of the last `model=FILE`, or None.
     """
@@ -200,3 +179,12 @@ def split_model_pairs(overrides: Sequence[str]) -> tuple[list[str], list[str], s
     others = [pair for pair in overrides if not pair.startswith(("model=", "model."))]
     fields = [pair.removeprefix("model.") for pair in overrides if pair.startswith("model.")]
     return others, fields, files[-1] if files else None
+
+
+def flatten_settings(values: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
+    """Flattens nested settings into dotted keys."""
+    flat: dict[str, Any] = {}
+    for key, value in values.items():
+        is_group = isinstance(value, dict) and value
+        flat |= flatten_settings(value, f"{prefix}{key}.") if is_group else {f"{prefix}{key}": value}
+    return flat

@@ -1,51 +1,59 @@
-"""Makes the drafter that a run trains beside its trunk, and turns it into one for decoding."""
+"""Makes the new drafter that a run trains on its frozen trunk, and saves it."""
 
-import dataclasses
 import pathlib
 import shutil
-from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 
-from conversion.drafters.write import find_form
 from mtpjax.data.draft_vocabulary import choose_vocabulary
-from mtpjax.decoding.drafters.dflash import DFlashDrafter, DFlashParams
-from mtpjax.decoding.drafters.dspark import DSparkDrafter
-from mtpjax.decoding.drafters.eagle3 import Eagle3Drafter, Eagle3Params
-from mtpjax.decoding.drafters.load import DRAFTER_FOLDER, TrainedDrafter, save_drafter
-from mtpjax.decoding.drafters.medusa import MedusaDrafter, MedusaParams
-from mtpjax.models.dflash import DFlash, DFlashConfig
-from mtpjax.models.draft_forward import DraftArchitecture, draft_heads
-from mtpjax.models.dspark import DSpark, DSparkConfig
-from mtpjax.models.eagle3 import Eagle3, Eagle3Config
-from mtpjax.models.masks import full_view
-from mtpjax.models.medusa import Medusa, MedusaConfig
+from mtpjax.drafters.files.write import find_form
+from mtpjax.drafters.forward import draft_heads
+from mtpjax.drafters.load import DRAFTER_FOLDER, save_drafter
+from mtpjax.drafters.method import DraftMethod
+from mtpjax.drafters.methods import find_method
+from mtpjax.drafters.trained import DraftParams, TrainedDrafter
+from mtpjax.models.config import ModelConfig
 from mtpjax.models.model import MTPModel
 from mtpjax.models.params import DRAFT_IDS, DRAFTER
 from mtpjax.training.config import TrainConfig
 from mtpjax.training.corpus import Corpus
 
 
-def with_mask_token(architecture: DraftArchitecture, config: TrainConfig, corpus: Corpus) -> DraftArchitecture:
-    """Chooses the token of a block's mask slots, unless the settings name one: the rarest one of the training rows.
+def new_drafter(config: TrainConfig, trunk: ModelConfig) -> TrainedDrafter:
+    """Makes the drafter of a run that trains one from scratch; `fit_to_data` completes it.
 
-    Args:
-        architecture: the drafter's.
-        config: the settings.
-        corpus: the data of the run.
+    Raises:
+        ValueError: the settings do not fit the trunk.
+    """
+    method, V = find_method(config.drafter), trunk.vocab_size
+    assert method.training is not None
+    if config.draft_vocab_size > V:
+        raise ValueError(f"draft_vocab_size {config.draft_vocab_size} exceeds the vocabulary of {V}")
+    # 0: the full vocabulary.
+    return method.for_architecture(method.training.architecture(config, trunk, config.draft_vocab_size or V))
+
+
+def fit_to_data(
+    drafter: TrainedDrafter, config: TrainConfig, corpus: Corpus
+) -> tuple[TrainedDrafter, jax.Array | None]:
+    """Completes a new drafter's architecture from the training rows, and chooses its draft vocabulary from them.
 
     Returns:
-        The architecture with the token, the last of the rarest ones and not an end of a text; others unchanged.
+        The drafter, and the `[R]` int32 ids, ascending, of the most frequent targets and the ends of a text; None if
+        all tokens can be drafted.
     """
-    if not isinstance(architecture, DFlashConfig) or config.draft_mask_token is not None:
-        return architecture
-    V = architecture.block.vocab_size
+    method, own = find_method(config.drafter), drafter.architecture
+    assert method.training is not None
+    V = own.trunk.vocab_size
     counts = _count_tokens(corpus, V)
-    # However rare an end of a text is, drafts contain it.
-    counts[[token for token in corpus.tokenizer.eos_token_ids if token < V]] = np.iinfo(np.int64).max
-    return dataclasses.replace(architecture, mask_token_id=V - 1 - int(np.argmin(counts[::-1])))
+    # Every text must be able to end.
+    ends = [token for token in corpus.tokenizer.eos_token_ids if token < V]
+    drafter = method.for_architecture(method.training.fit_to_data(own, config, counts, ends))
+    if (size := own.draft_vocab_size) == V:
+        return drafter, None
+    return drafter, jnp.array(choose_vocabulary(counts, size, required_ids=ends), jnp.int32)
 
 
 def _count_tokens(corpus: Corpus, vocab_size: int) -> np.ndarray:
@@ -56,97 +64,45 @@ def _count_tokens(corpus: Corpus, vocab_size: int) -> np.ndarray:
     return counts
 
 
-def choose_draft_ids(corpus: Corpus, architecture: DraftArchitecture, vocab_size: int) -> jax.Array | None:
-    """Chooses the tokens that can be drafted: the most frequent targets of the training rows, and the end of a text.
-
-    Args:
-        corpus: the data of the run.
-        architecture: the drafter's.
-        vocab_size: V of the trunk.
-
-    Returns:
-        `[R]` int32 ids, ascending; None if all tokens can be drafted.
-    """
-    if (size := architecture.draft_vocab_size) == vocab_size:
-        return None
-    # Every text must be able to end.
-    ends = [token for token in corpus.tokenizer.eos_token_ids if token < vocab_size]
-    return jnp.array(choose_vocabulary(_count_tokens(corpus, vocab_size), size, required_ids=ends), jnp.int32)
-
-
 def add_new_drafter(
-    params: dict, *, model: MTPModel, architecture: DraftArchitecture, draft_ids: jax.Array | None, key: jax.Array
+    params: dict,
+    *,
+    model: MTPModel,
+    method: DraftMethod,
+    drafter: TrainedDrafter,
+    draft_ids: jax.Array | None,
+    key: jax.Array,
 ) -> dict:
-    """Adds a new drafter to its trunk's parameters. Its heads begin as the trunk's columns of the draft ids.
+    """Adds a new drafter to its trunk's parameters. Its heads start as the trunk's columns of the draft ids.
 
     Args:
         params: the trunk's parameters.
         model: the trunk.
-        architecture: the drafter's.
+        method: the drafter's method.
+        drafter: the drafter.
         draft_ids: `[R]` int32 token of each column of its head; None: column j is token j.
         key: a `jax.random` key.
 
     Returns:
         The parameters with `DRAFTER` (float32), and `DRAFT_IDS` if there are any.
     """
-    own, D = {} if draft_ids is None else {DRAFT_IDS: draft_ids}, model.config.hidden_size
-    # Only the shapes of the inputs matter here.
-    if isinstance(architecture, MedusaConfig):
-        network = jax.jit(Medusa(architecture).init)(key, jnp.zeros((1, D)))["params"]
-    else:
-        tokens = jnp.zeros((1, 2), jnp.int32)
-        features, view = jnp.zeros((1, 2, architecture.features_size)), full_view(architecture.block, tokens + 1)
-        if isinstance(architecture, Eagle3Config):
-            network = jax.jit(Eagle3(architecture).init)(key, features, tokens, view)["params"]
-        else:
-            block = DSpark(architecture) if isinstance(architecture, DSparkConfig) else DFlash(architecture)
-            network = jax.jit(block.init)(key, features, jnp.zeros((1, 2, D)), view)["params"]
-    params = {**params, **own, DRAFTER: dict(network)}
-    # A head of its own begins as the trunk's.
-    head = draft_heads(params, model=model, architecture=architecture, num_depths=0)[0].astype(jnp.float32)
-    for name in network:
-        if name == "head" or name.startswith("output_"):
-            params[DRAFTER][name] = jnp.copy(head)
+    assert method.training is not None
+    network = method.training.init(drafter.architecture, key)
+    params = params | DraftParams(network, draft_ids).beside_trunk()
+    head = draft_heads(params, model=model, drafter=drafter, num_depths=0)[0].astype(jnp.float32)
+    for name in filter(method.training.is_head, network):
+        params[DRAFTER][name] = jnp.copy(head)
     return params
 
 
-def to_decoding(params: dict, architecture: DraftArchitecture) -> tuple[TrainedDrafter, Any]:
-    """Returns a trained drafter as `DecodeConfig(drafter=...)` and `speculative_generate(draft_params=...)` take it.
-
-    Args:
-        params: parameters of trunk and drafter.
-        architecture: the drafter's.
-
-    Returns:
-        The drafter and its parameters.
-    """
-    network, ids = params[DRAFTER], params.get(DRAFT_IDS)
-    if isinstance(architecture, Eagle3Config):
-        return Eagle3Drafter(architecture=architecture), Eagle3Params(network, ids)
-    if isinstance(architecture, DSparkConfig):
-        return DSparkDrafter(architecture=architecture), DFlashParams(network, ids)
-    if isinstance(architecture, DFlashConfig):
-        return DFlashDrafter(architecture=architecture), DFlashParams(network, ids)
-    return MedusaDrafter(architecture=architecture), MedusaParams(network, ids)
-
-
-def save_trained_drafter(output: pathlib.Path, params: dict, architecture: DraftArchitecture) -> pathlib.Path:
-    """Saves a trained drafter in a published format, in the place of an older one of the same run.
-
-    The format is the first one of `find_form` that can express it.
-
-    Args:
-        output: the run folder.
-        params: parameters of trunk and drafter.
-        architecture: the drafter's.
-
-    Returns:
-        The folder.
-    """
+def save_trained_drafter(
+    output: pathlib.Path, params: dict, drafter: TrainedDrafter, method: DraftMethod
+) -> pathlib.Path:
+    """Saves a trained drafter in the run folder in the format of `find_form`, replacing an older one."""
     path, unfinished = output / DRAFTER_FOLDER, output / f".{DRAFTER_FOLDER}-new"
     shutil.rmtree(unfinished, ignore_errors=True)
-    form = find_form(architecture, has_draft_ids=DRAFT_IDS in params)
-    save_drafter(unfinished, *to_decoding(params, architecture), format=form)
+    form = find_form(method, drafter.architecture, has_draft_ids=DRAFT_IDS in params)
+    save_drafter(unfinished, drafter, DraftParams.of(params), format=form, method=method)
     shutil.rmtree(path, ignore_errors=True)
     unfinished.rename(path)
     return path

@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from typing import Literal
 
 from mtpjax.field_types import check_mapping, check_scalar_fields
-from mtpjax.models.config import require, require_choice
+from mtpjax.messages import require, require_choice
 
 OBJECTIVES = ("cross_entropy", "kl", "total_variation", "lk_hybrid", "end_to_end_tv")
 
@@ -67,7 +67,6 @@ class Objective:
             bool(self.start) == (self.warmup > 0), f"start {self.start} and warmup {self.warmup} must be set together"
         )
         require(self.lk_decay >= 0, f"lk_decay must not be negative, is {self.lk_decay}")
-        require_choice("depth_weights", self.depth_weights, ("mean", "decayed"))
         require(0 < self.depth_decay <= 1, f"depth_decay {self.depth_decay} is not within 0..1")
         require(self.vocab_chunk >= 0, f"vocab_chunk must not be negative, is {self.vocab_chunk}")
         # The setting, when it has an effect, and what it needs.
@@ -87,5 +86,5 @@ class Objective:
 
     @property
     def compares_with_trunk(self) -> bool:
-        """Returns whether any objective needs the trunk's distribution, and not only the data."""
+        """Returns whether any objective needs the trunk's distribution in addition to the data."""
         return self.names != {"cross_entropy"}

@@ -11,8 +11,9 @@ import numpy as np
 
 from mtpjax.console import narrow_table, print_parts
 from mtpjax.data.packing import Batch
+from mtpjax.drafters.forward import forward_with_drafter
+from mtpjax.drafters.trained import TrainedDrafter
 from mtpjax.evaluation.trust import mark, verdict
-from mtpjax.models.draft_forward import DraftArchitecture, forward_with_drafter
 from mtpjax.models.forward import forward, shift_left
 from mtpjax.models.model import MTPModel
 from mtpjax.training.decoding_eval import JSON_KEYS, KIND_TEMPERATURES, DecodedMetrics
@@ -25,7 +26,7 @@ class Panel:
     """Teacher-forced acceptance metrics on held-out rows, over all positions; index k-1 is draft level k.
 
     Decoding drafts at other positions (after its last rejection, on its own text), so its accept lengths differ from
-    these estimates; `decoded` holds what decoding really accepts.
+    these estimates; `decoded` has the actual acceptance of decoding.
 
     Attributes:
         bits_per_token: cross-entropy against the data, of the trunk and then of each level.
@@ -68,7 +69,7 @@ class Panel:
 
 
 def acceptance_panel(
-    params: dict, batch: Batch, *, model: MTPModel, num_depths: int, architecture: DraftArchitecture | None = None
+    params: dict, batch: Batch, *, model: MTPModel, num_depths: int, drafter: TrainedDrafter | None = None
 ) -> Panel:
     """Computes the teacher-forced metrics of the panel. Recycled levels attend as in decoding (`ttt`).
 
@@ -77,8 +78,8 @@ def acceptance_panel(
         batch: packed held-out rows `[B, T]`.
         model: the model.
         num_depths: draft levels.
-        architecture: the drafter beside the trunk; None: MTP modules. The bits of levels that cannot draft all tokens
-            are means over the targets that they can draft.
+        drafter: the separate drafter; None: MTP modules. The bits of levels that cannot draft all tokens are means over
+            the targets that they can draft.
 
     Returns:
         The panel, without decoded metrics.
@@ -95,22 +96,20 @@ def acceptance_panel(
         >>> len(panel.agreement)
         2
     """
-    metrics = _panel_metrics(params, batch, model=model, num_depths=num_depths, architecture=architecture)
+    metrics = _panel_metrics(params, batch, model=model, num_depths=num_depths, drafter=drafter)
     losses, *rates = jax.device_get(metrics)
     bits, agreement, survival, overlap, products = (tuple(row.tolist()) for row in (losses / np.log(2), *rates))
     return Panel(bits, agreement, survival, overlap, products)
 
 
-@functools.partial(jax.jit, static_argnames=("model", "num_depths", "architecture"))
-def _panel_metrics(params, batch: Batch, *, model: MTPModel, num_depths: int, architecture: DraftArchitecture | None):
+@functools.partial(jax.jit, static_argnames=("model", "num_depths", "drafter"))
+def _panel_metrics(params, batch: Batch, *, model: MTPModel, num_depths: int, drafter: TrainedDrafter | None):
     # One teacher-forced pass gives trunk and draft logits at every position.
     tokens, segment_ids, loss_mask = (jnp.asarray(array) for array in batch)
-    if architecture is None:
+    if drafter is None:
         output = forward(params, tokens, model=model, segment_ids=segment_ids, num_depths=num_depths)
     else:
-        output = forward_with_drafter(
-            params, tokens, segment_ids, model=model, num_depths=num_depths, architecture=architecture
-        )
+        output = forward_with_drafter(params, tokens, segment_ids, model=model, num_depths=num_depths, drafter=drafter)
     targets, is_valid = all_targets(tokens, segment_ids, loss_mask, num_depths)
     terms = plain_terms((output.logits, *output.mtp_logits), targets)
     # Draft level k at position i predicts t[i+k+1], which the trunk predicts at position i+k.
@@ -123,7 +122,7 @@ def _panel_metrics(params, batch: Batch, *, model: MTPModel, num_depths: int, ar
     # A draft survives only if all levels before it do, so survival is a product over levels. All rates are means over
     # the positions that have a valid target at that level.
     rates = (agrees, jnp.cumprod(agrees, axis=0), terms.overlap, jnp.cumprod(terms.overlap, axis=0))
-    is_draftable = is_valid if architecture is None else is_valid & jnp.isfinite(terms.cross_entropy)
+    is_draftable = is_valid if drafter is None else is_valid & jnp.isfinite(terms.cross_entropy)
     return valid_mean(terms.cross_entropy, is_draftable), *(valid_mean(rate, is_valid[1:]) for rate in rates)
 
 
@@ -131,10 +130,6 @@ def print_panel(console, panel: Panel) -> None:
     """Prints the panel as tables of at most 80 columns.
 
     They show rates by level, then accept lengths and the speed-up by category and temperature.
-
-    Args:
-        console: a `rich` console.
-        panel: the panel.
     """
     rates = narrow_table("acceptance panel, held-out text: teacher-forced at all positions; decoded")
     headings = ("level", "bits/\ntoken", "agreement\nwith trunk", "survival", "1 - TV", "sampled\nsurvival")
@@ -191,7 +186,7 @@ def _speed_up_table(decoded: Mapping[str, Mapping[str, DecodedMetrics]]):
     table.add_column("category", overflow="fold")
     for heading in ("T", "accept\nlength", "speed-up (95 %)"):
         table.add_column(heading, justify="right", no_wrap=True)
-    # A measurement that cannot be trusted says why in its own row.
+    # The row of an untrusted measurement gives the reason.
     table.add_column("problem")
     for category, kinds in decoded.items():
         for kind, row in kinds.items():

@@ -6,13 +6,12 @@ from typing import Any
 from mtpjax.evaluation.plot_style import (
     DEFAULT_FORMATS,
     colour,
+    draw_picture,
     legend_below,
     legend_columns,
     legend_key,
     level_colour,
     line_style,
-    picture,
-    picture_paths,
     plot_estimates,
     share_limits,
     shorten,
@@ -26,16 +25,12 @@ def plot_run(path, history: History, formats: Sequence[str] = DEFAULT_FORMATS, *
     """Plots losses, agreement and survival by level, and accept lengths over the updates of a run.
 
     Args:
-        path: the picture, as in `plot_style.picture_paths`.
         history: rows of `metrics.jsonl`, with at least one evaluation. Without draft levels there is one panel.
-        formats: formats of a path without suffix.
-        title: which run, and on which device.
     """
-    if not picture_paths(path, formats):
-        return
     evaluations = [row for row in history if "eval" in row]
     num_levels = len(evaluations[-1]["eval"]["agreement"])
-    with picture(path, (11, 4.6) if num_levels else (6, 4), formats, title=title) as figure:
+
+    def draw(figure):
         axes = figure.subplots(1, 3 if num_levels else 1, squeeze=False)[0]
         _draw_losses(axes[0], history, evaluations)
         if num_levels:
@@ -44,6 +39,8 @@ def plot_run(path, history: History, formats: Sequence[str] = DEFAULT_FORMATS, *
         for axis in axes:
             axis.set(xlabel="updates", xlim=(0, 1.03 * max(row["step"] for row in history)))
             axis.xaxis.get_major_locator().set_params(integer=True)
+
+    draw_picture(path, (11, 4.6) if num_levels else (6, 4), draw, formats, title=title)
 
 
 def _draw_losses(axis, history: History, evaluations: History) -> None:
@@ -65,16 +62,16 @@ def _draw_rates(axis, evaluations: History, num_levels: int) -> None:
     steps, shown = [row["step"] for row in evaluations], []
     lines = {"agreement": {"marker": "o", "linestyle": "-"}, "survival": {"marker": "s", "linestyle": "--"}}
     levels = {f"draft {level}": level_colour(level, num_levels) for level in range(1, num_levels + 1)}
-    for level, own in enumerate(levels.values()):
+    for level, color in enumerate(levels.values()):
         # At level 1 agreement and survival are the same, so only one line is drawn.
         for name in list(lines)[: level + 1]:
             values = [row["eval"][name][level] for row in evaluations]
-            axis.plot(steps, values, color=own, **lines[name])
+            axis.plot(steps, values, color=color, **lines[name])
             shown += values
     axis.set(title="drafts that agree with the trunk", ylabel="share of positions, held-out text")
     axis.set_ylim(share_limits(shown))
     # Survival: this level and all before it agree.
-    keys = [legend_key(name, color=own, linewidth=4) for name, own in levels.items()]
+    keys = [legend_key(name, color=color, linewidth=4) for name, color in levels.items()]
     keys += [legend_key(name, **look) for name, look in lines.items()][: min(num_levels, 2)]
     legend_below(axis, handles=keys, ncols=_num_columns(len(keys)))
 
@@ -111,26 +108,23 @@ def plot_comparison(
     """Plots runs side by side: the trunk's loss over the updates, survival and accept lengths at the last evaluation.
 
     Args:
-        path: the picture, as in `plot_style.picture_paths`.
-        runs: history of each run by name; each has at least one evaluation. Panels that no run has figures for are
-            left out.
-        formats: formats of a path without suffix.
-        title: what is compared.
+        runs: history of each run by name; each has at least one evaluation. Panels without data are left out.
     """
-    if not picture_paths(path, formats):
-        return
     draws = [_compare_losses]
     last = [[row for row in history if "eval" in row][-1] for history in runs.values()]
     draws += [_compare_survival] * any(row["eval"]["survival"] for row in last)
     draws += [_compare_lengths] * any(map(_overall_decoded, last))
     num_columns = legend_columns(names := [shorten(name, 60) for name in runs], width := 3.7 * len(draws))
     height = 3.7 + 0.2 * -(-len(runs) // num_columns)
-    with picture(path, (width, height), formats, title=title) as figure:
+
+    def draw(figure):
         axes = figure.subplots(1, len(draws), squeeze=False)[0]
-        for draw, axis in zip(draws, axes, strict=True):
-            draw(axis, list(runs.values()))
+        for draw_panel, axis in zip(draws, axes, strict=True):
+            draw_panel(axis, list(runs.values()))
         handles = [legend_key(name, **line_style(number)) for number, name in enumerate(names)]
         figure.legend(handles=handles, loc="outside lower center", ncols=num_columns)
+
+    draw_picture(path, (width, height), draw, formats, title=title)
 
 
 def _compare_losses(axis, histories: Sequence[History]) -> None:
@@ -170,7 +164,7 @@ def _compare_lengths(axis, histories: Sequence[History]) -> None:
 
 
 def _shift(number: int, count: int) -> float:
-    """Returns how far the points of run `number` stand beside their tick, so that runs do not cover each other."""
+    """Returns the offset of the points of run `number` from their tick, so that runs do not overlap."""
     return 0.6 * (number + 0.5) / count - 0.3
 
 

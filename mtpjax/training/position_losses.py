@@ -15,8 +15,7 @@ import jax
 import jax.numpy as jnp
 
 from mtpjax.models.forward import shift_left
-from pallas_kernels import linear_cross_entropy, linear_total_variation
-from pallas_kernels.linear_cross_entropy import choose_implementation
+from pallas_kernels.linear_cross_entropy import choose_implementation, linear_cross_entropy, linear_total_variation
 
 
 class PositionTerms(NamedTuple):
@@ -76,7 +75,7 @@ def chunked_terms(
 ) -> PositionTerms:
     """Computes `plain_terms` of the logits `hidden[n] @ heads[head_of[n]]`, `vocab_chunk` columns at a time.
 
-    The backward pass computes the logits again. Matmuls run in the dtype of `hidden` and accumulate in float32.
+    The backward pass recomputes the logits. Matmuls run in the dtype of `hidden` and accumulate in float32.
 
     Args:
         hidden: `[B, T, D]` of the trunk and every depth, as the head reads them.

@@ -1,4 +1,4 @@
-"""Progress of a run, and the learning rate that follows it."""
+"""Progress of a run, and the learning rate that depends on it."""
 
 import math
 import time

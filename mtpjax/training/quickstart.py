@@ -26,9 +26,9 @@ from mtpjax.training.decoding_eval import is_looping, repeated_share
 from mtpjax.training.panel import print_panel
 from mtpjax.training.trainer import TrainResult, train
 
-# Prompt and continuation together are as long as a training row; CAPACITY is the cache bucket that holds them.
+# Prompt and continuation together have the length of a training row; CAPACITY is the cache bucket that holds them.
 PROMPT_TOKENS, NEW_TOKENS, CAPACITY = 64, 128, 256
-# Beginnings of statements, one of which continues in the command that the quickstart prints last.
+# Starts of statements, one of which is the prompt in the command that the quickstart prints last.
 STATEMENTS = ("def ", "class ", "import ", "from ", "for ", "if ")
 EXAMPLE_TEMPERATURES = (0.0, 0.8)
 MAX_REPEATED_SHARE = 0.2  # of such a continuation
@@ -41,7 +41,7 @@ class DecoderSetting:
     Attributes:
         num_steps: draft levels; 0 is plain decoding.
         threads: CPU threads of the process; 0: all.
-        min_rows: fewest token rows per forward pass, as in `DecodeConfig`.
+        min_rows: minimum number of token rows per forward pass, as in `DecodeConfig`.
     """
 
     num_steps: int
@@ -80,7 +80,7 @@ class DepthResult:
 
 @dataclasses.dataclass(frozen=True)
 class Measured:
-    """What the workers measured.
+    """The measurements of the workers.
 
     Attributes:
         seconds: `[rounds, prompts]` of each setting, without prefill.
@@ -102,17 +102,7 @@ class Measured:
 def run(config: TrainConfig, *, depths: tuple[int, ...] = (1, 2, 3), rounds: int = 5, num_prompts: int = 16) -> int:
     """Trains a model, measures plain and speculative decoding, prints the result and writes a plot.
 
-    Args:
-        config: settings of the training run.
-        depths: draft depths to measure.
-        rounds: timing rounds, at least 2.
-        num_prompts: maximum number of prompts.
-
-    Returns:
-        The exit code: 4 if any speculative text differs from the plain one, else 0.
-
-    Raises:
-        ValueError: `rounds` is below 2.
+    Returns the exit code: 4 if any speculative text differs from the plain one, else 0.
     """
     # The first round finds the fastest plain setting; the others measure the costs in its process.
     if rounds < 2:
@@ -149,7 +139,7 @@ def run(config: TrainConfig, *, depths: tuple[int, ...] = (1, 2, 3), rounds: int
         # `mtpjax generate` runs models of this size on one thread.
         with console.status("looking for a prompt to continue with"):
             example = _choose_example(workers[1], best.num_steps)
-    # First of all say whether the speeds can be trusted.
+    # First, print whether the speeds can be trusted.
     trust = verdict([row.problem for row in rows], max(row.waited for row in rows))
     print_parts(console, ["", trust])
     texts_are = f"{num_lively} of {num_decoded} continuations of held-out text do not loop"
@@ -167,7 +157,7 @@ def run(config: TrainConfig, *, depths: tuple[int, ...] = (1, 2, 3), rounds: int
     command = f"mtpjax generate --model {shlex.quote(config.output)} {example} --max-new-tokens {NEW_TOKENS}"
     command += f" --speculative-num-steps {best.num_steps}"
     console.print(f"next: {command}", soft_wrap=True, markup=False, highlight=False, style="bold")
-    # The last line says how far all of this can be trusted.
+    # The last line repeats how far the timings can be trusted.
     num_updates = max(row["step"] for row in trained.history)
     print_parts(console, [f"model: {num_updates} updates; {texts_are}", trust])
     return 0 if identical else 4
@@ -184,16 +174,11 @@ def _find_prompts(
 ) -> tuple[list[list[int]], int, int]:
     """Chooses held-out prompts whose plain continuation does not loop, and compiles every setting meanwhile.
 
-    Also returns how many continuations do not loop, of how many; if all of them loop, the prompts are taken as they
-    are.
+    Also returns the number of continuations that do not loop, and the number of all. If all of them loop, this
+    criterion is ignored.
     """
-    candidates = held_out_prompts(
-        trained.held_out,
-        count=4 * count,
-        prompt_length=PROMPT_TOKENS,
-        continuation_length=NEW_TOKENS,
-        seed=0,
-    )
+    lengths = {"prompt_length": PROMPT_TOKENS, "continuation_length": NEW_TOKENS}
+    candidates = held_out_prompts(trained.held_out, count=4 * count, seed=0, **lengths)
     # Send one prompt per setting to all workers before reading answers, so that they compile side by side.
     for setting in settings:
         _send_prompts(workers, setting, candidates[:1])
@@ -207,21 +192,14 @@ def _find_prompts(
 
 
 def _choose_example(worker: TimingWorker, num_steps: int) -> str:
-    """Returns flags of `mtpjax generate` for a text that does not repeat itself, and that this model really writes.
+    """Returns flags of `mtpjax generate` for a text of this model that does not repeat itself.
 
     The greedy text of a small model often repeats itself. Then the flags sample.
     """
     prompts = [list(text.encode()) for text in STATEMENTS]
     shares = []
     for temperature in EXAMPLE_TEMPERATURES:
-        answer = worker.call(
-            method="decode",
-            prompts=prompts,
-            max_new_tokens=NEW_TOKENS,
-            num_steps=num_steps,
-            min_rows=None,
-            temperature=temperature,
-        )
+        answer = worker.call(**_decode_request(prompts, num_steps, temperature=temperature))
         flags = f" --temperature {temperature:g}" if temperature else ""
         shares += [
             (repeated_share(row["tokens"]), f"--prompt {shlex.quote(text)}{flags}")
@@ -234,23 +212,22 @@ def _choose_example(worker: TimingWorker, num_steps: int) -> str:
 
 def _send_prompts(workers: dict[int, TimingWorker], setting: DecoderSetting, prompts: list[list[int]]) -> None:
     """Sends a decoding request to the setting's worker without waiting for the answer."""
-    workers[setting.threads].send(
-        {
-            "method": "decode",
-            "prompts": prompts,
-            "max_new_tokens": NEW_TOKENS,
-            "num_steps": setting.num_steps,
-            "min_rows": setting.min_rows,
-        }
-    )
+    workers[setting.threads].send(_decode_request(prompts, setting.num_steps, setting.min_rows))
+
+
+def _decode_request(
+    prompts: list[list[int]], num_steps: int, min_rows: int | None = None, temperature: float = 0.0
+) -> dict[str, Any]:
+    limits = {"max_new_tokens": NEW_TOKENS, "num_steps": num_steps, "min_rows": min_rows}
+    return {"method": "decode", "prompts": prompts, "temperature": temperature, **limits}
 
 
 def _measure_settings(
     console, workers: dict[int, TimingWorker], settings, prompts, rounds: int, depths: tuple[int, ...]
 ) -> Measured:
     """Times every setting on every prompt, and the costs of a round's parts."""
-    # All settings take turns within each round, in alternating order, so that a machine that gets slower or faster
-    # affects them alike.
+    # All settings take turns within each round, in alternating order, so that a machine that slows down or speeds up
+    # affects them equally.
     seconds: dict[DecoderSetting, list] = {setting: [] for setting in settings}
     waited: dict[DecoderSetting, list] = {setting: [] for setting in settings}
     answers, negative, costs, waited_for_costs, plain = {}, set(), None, [], settings[0]
@@ -267,7 +244,7 @@ def _measure_settings(
                 waited[setting].append(answer["waited"])
                 answers[setting] = answer["rows"]
                 negative |= {setting} if answer["is_negative"] else set()
-                # Costs come from the process in which plain decoding is fastest, which is known after the first round.
+                # The process in which plain decoding is fastest, known after the first round, measures the costs.
                 if number:
                     context = PROMPT_TOKENS + NEW_TOKENS // 2
                     worker = workers[plain.threads]
@@ -295,8 +272,8 @@ def _best_plain(seconds: dict[DecoderSetting, Any]) -> DecoderSetting:
 def _depth_result(depth: int, plain: DecoderSetting, settings, measured: Measured) -> DepthResult:
     # The fastest setting of this depth.
     seconds = measured.seconds
-    own = [setting for setting in settings if setting.num_steps == depth]
-    setting = min(own, key=lambda setting: np.median(seconds[setting].sum(1)))
+    same_depth = [setting for setting in settings if setting.num_steps == depth]
+    setting = min(same_depth, key=lambda setting: np.median(seconds[setting].sum(1)))
     # Acceptance, from the counts over all prompts.
     rows = measured.answers[setting]
     num_rounds = sum(row["rounds"] for row in rows)
@@ -372,7 +349,7 @@ def _print_result(
     console.print(table)
     console.print(f"identical: {'yes' if identical else 'NO'}", style="bold green" if identical else "bold red")
     low, high = best.interval
-    # A ratio that cannot be trusted has its reason in the place of its share of the ideal.
+    # An untrusted ratio shows the reason instead of its share of the ideal.
     rest = best.problem or f"{best.ratio / best.ideal:.2f} of the ideal {best.ideal:.2f}"
     ratio = f"{best.ratio:.2f} ({low:.2f}-{high:.2f}){mark(best.problem)}"
     console.print(f"speculative/plain: {ratio} with {count_of(best.num_steps, 'draft')}; {rest}", soft_wrap=True)

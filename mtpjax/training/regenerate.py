@@ -1,4 +1,4 @@
-"""Regenerates a data set: replaces its answers by the model's own, as training text for drafts.
+"""Regenerates a data set: replaces its answers by those of the model, as training text for drafts.
 
 Drafts are accepted more often if they are trained on text that the model itself would write. Records are processed in
 windows. The prompts of a window are decoded in batches of similar length, turn by turn, and its records are appended to
@@ -27,11 +27,11 @@ from mtpjax.data.regeneration_output import Tally, open_output
 from mtpjax.data.regeneration_tasks import RecordKind, Task, detect_record_kind, make_task
 from mtpjax.data.tokenizer import Tokenizer, TokenizerError
 from mtpjax.decoding.config import DecodeConfig, SamplingParams
-from mtpjax.decoding.generate import speculative_generate
+from mtpjax.inference.generate import speculative_generate
 from mtpjax.models.model import MTPModel
 from mtpjax.program_memory import free_programs_if_full
 
-# Raised when equal settings would give another output: an output of another version is not continued.
+# Increase it when equal settings would give a different output: runs of other versions are not continued.
 OUTPUT_VERSION = 2
 BATCHES_PER_WINDOW = 8
 
@@ -110,25 +110,11 @@ def regenerate(
     """Regenerates records into a JSONL file, or continues an interrupted run there.
 
     Args:
-        params: parameters of `model` with unrolled layers.
-        request: the records and settings.
-        path: output file.
-        model: the model.
-        tokenizer: its tokenizer.
         model_digest: digest of the model; a run continues only with the same one.
-        progress: called after every window with the tally and the fraction of the input that is done, 0..1.
-
-    Returns:
-        Counts of the whole run, including parts done before an interruption.
-
-    Raises:
-        ValueError: decoding rejects the settings, the file cannot be continued (`open_output`), or no record is usable.
-        TokenizerError: the tokenizer does not support conversations.
-        OSError: a file cannot be read or written.
     """
     # A prompt must leave room for its answer.
-    most = request.config.max_length or model.config.max_position_embeddings
-    max_prompt_tokens = max_prompt_length(most, request.config.max_new_tokens)
+    max_length = request.config.max_length or model.config.max_position_embeddings
+    max_prompt_tokens = max_prompt_length(max_length, request.config.max_new_tokens)
     # Count the records first, for the progress: compressed ones do not show how many there are.
     num_records = sum(1 for _ in read_file_records(request.paths))
     records = enumerate(read_file_records(request.paths))
@@ -146,7 +132,7 @@ def regenerate(
         tally, done = Tally(**counts), 0
         if output is not None:
             output.tally = tally
-        # Windows that the output already has are read again, to keep the records' numbers, but not decoded.
+        # Windows already in the output are read again, to keep the records' numbers, but not decoded.
         while window := list(itertools.islice(records, request.batch_size * BATCHES_PER_WINDOW)):
             done += len(window)
             if window[0][0] >= tally.read:
@@ -166,16 +152,7 @@ def regenerate(
 
 
 def answer_seed(seed: int, number: int, turn: int) -> int:
-    """Returns the sampling seed of one answer.
-
-    Args:
-        seed: seed of the run.
-        number: number of the record.
-        turn: number of the answer within the record.
-
-    Returns:
-        A seed within 0..2^64-1 that depends on all three.
-    """
+    """Returns the sampling seed of one answer."""
     return int(np.random.SeedSequence([seed, number, turn]).generate_state(1, np.uint64)[0])
 
 
@@ -200,10 +177,10 @@ def _make_tasks(
 def _answer_tasks(
     params, tasks: list[tuple[int, Task]], request: RegenerationRequest, model: MTPModel, tally: Tally
 ) -> None:
-    """Answers the tasks of a window, turn by turn."""
+    """Generates the answers of a window's tasks, turn by turn."""
     config, stops = request.config, request.config.stop_token_ids
     while waiting := [(number, task, task.prompt) for number, task in tasks if task.prompt is not None]:
-        # One turn of every conversation that has one left. Sorting by length keeps padding within a batch small.
+        # One turn of every conversation with a turn left. Sorting by length keeps padding within a batch small.
         waiting.sort(key=lambda entry: len(entry[2]))
         for begin in range(0, len(waiting), request.batch_size):
             group = waiting[begin : begin + request.batch_size]

@@ -1,15 +1,11 @@
 """The run folder: a lock for its single writer, the settings, and training states to resume from.
 
-run.json            settings, and the fingerprint of the data
-model.yaml          the architecture, which another run can take (`model=FOLDER/model.yaml`)
-metrics.jsonl       one row per logged step and evaluation
-tensorboard/        the same for TensorBoard
-wandb-id            id of the run at Weights & Biases
-profile/            trace of JAX's profiler
-states/00000120/    parameters and optimiser state after 120 updates (`mtpjax.io.checkpoint`, with digests)
-checkpoint/         the trained model, for decoding
-drafter/            instead of it, a drafter that was trained on a frozen trunk (`mtpjax.load_drafter`)
-.lock               held while a process writes here
+run.json            settings, and the fingerprint of the data model.yaml          the architecture, for use in other
+runs (`model=FOLDER/model.yaml`) metrics.jsonl       one row per logged step and evaluation tensorboard/        the same
+for TensorBoard wandb-id            id of the run at Weights & Biases profile/            trace of JAX's profiler
+states/00000120/    parameters and optimiser state after 120 updates (`mtpjax.io.checkpoint`, with digests) checkpoint/
+the trained model, for decoding drafter/            instead of it, a drafter that was trained on a frozen trunk
+(`mtpjax.load_drafter`) .lock               held while a process writes here
 """
 
 import contextlib
@@ -23,7 +19,7 @@ import signal
 import socket
 import threading
 import uuid
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from typing import Any, TypeVar
 
 import jax
@@ -31,12 +27,11 @@ import numpy as np
 
 from mtpjax import distributed
 from mtpjax.atomic import write_text
-from mtpjax.decoding.drafters.load import DRAFTER_FOLDER
+from mtpjax.drafters.load import DRAFTER_FOLDER
 from mtpjax.errors import CheckpointError, UsageError
 from mtpjax.evaluation.plot_style import FORMATS
 from mtpjax.io import checkpoint
 from mtpjax.io.checkpoint_reader import CheckpointReader, own_share
-from mtpjax.safe_open import read_json_file
 from mtpjax.training.log import METRICS_FILE, PROFILE_FOLDER
 from mtpjax.training.trackers import TENSORBOARD_FOLDER, WANDB_ID_FILE
 
@@ -57,10 +52,6 @@ OWN_NAMES = (
     *(f"{PLOT_NAME}.{each}" for each in FORMATS),
     MODEL_FILE,
 )
-# Settings that may differ when a run resumes, because they do not change an update. Accumulation, remat and mesh are
-# not among them: they change its rounding.
-CHANGEABLE_SETTINGS = ("output", "log_every", "save_every", "keep_states", "most_bad_steps", "panel_prompts")
-CHANGEABLE_SETTINGS += ("tensorboard", "wandb", "profile_start", "profile_steps", "plot_formats")
 log = logging.getLogger("mtpjax.train")
 Tree = TypeVar("Tree")
 
@@ -74,16 +65,12 @@ def lock_folder(folder, *, wait: bool = False) -> Iterator[pathlib.Path]:
     """Makes a folder and locks it for this process.
 
     Args:
-        folder: the folder.
         wait: wait for another process that holds the lock, instead of failing.
-
-    Yields:
-        The folder.
 
     Raises:
         RunError: another process holds the lock; the message names its host and process.
     """
-    # The kernel releases this kind of lock when its process ends, also after a kill, so locks never go stale.
+    # The kernel releases this lock when its process ends, even if killed, so locks never go stale.
     folder = pathlib.Path(folder)
     folder.mkdir(parents=True, exist_ok=True)
     with (folder / LOCK_FILE).open("a+") as file:
@@ -96,7 +83,7 @@ def lock_folder(folder, *, wait: bool = False) -> Iterator[pathlib.Path]:
                 raise RunError(problem) from None
             log.warning("%s: waiting", problem)
             fcntl.flock(file, fcntl.LOCK_EX)
-        # The content only tells other processes who holds the lock.
+        # Tells other processes who holds the lock.
         file.truncate(0)
         file.write(f"process {os.getpid()} on {socket.gethostname()}\n")
         file.flush()
@@ -107,12 +94,6 @@ def begin(folder: pathlib.Path, settings: Mapping[str, Any], fingerprint: str, *
     """Starts a new run in a folder: removes the files of an old run, and writes `run.json`.
 
     If the process ends in between, the folder holds no run, and resuming is rejected.
-
-    Args:
-        folder: the run folder, locked.
-        settings: the settings, as JSON can hold them.
-        fingerprint: digest of the data.
-        overwrite: replace a run that is already there.
 
     Returns:
         The identifier of the new run, which its states carry.
@@ -149,12 +130,8 @@ def begin(folder: pathlib.Path, settings: Mapping[str, Any], fingerprint: str, *
 def check_outputs(folder: pathlib.Path) -> None:
     """Checks before the first update that the trained model can be written at the end.
 
-    Args:
-        folder: the run folder.
-
     Raises:
-        RunError: its `checkpoint` or `drafter` is something else and not an empty folder, so saving would not replace
-            it.
+        RunError: its `checkpoint` or `drafter` is neither such a folder nor empty, so saving would not replace it.
     """
     for name, kind in ((CHECKPOINT_FOLDER, "checkpoint"), (DRAFTER_FOLDER, "drafter")):
         path = folder / name
@@ -164,64 +141,11 @@ def check_outputs(folder: pathlib.Path) -> None:
             raise RunError(f"{path} exists and is not a {kind}: move it away or choose another output")
 
 
-def check_settings(
-    folder: pathlib.Path, settings: Mapping[str, Any], fingerprint: str, allowed_changes: Sequence[str] = ()
-) -> str | None:
-    """Checks that a run resumes with the settings and data it was started with.
-
-    Args:
-        folder: the run folder.
-        settings: the settings now.
-        fingerprint: digest of the data now.
-        allowed_changes: settings that may differ, in addition to `CHANGEABLE_SETTINGS`; "data" allows other data.
-
-    Returns:
-        The run's identifier; None for a run of an older version, whose states carry none.
-
-    Raises:
-        RunError: the folder holds no run, the run is damaged, or something else differs; the message names both values.
-    """
-    try:
-        stored = read_json_file(folder / SETTINGS_FILE, max_bytes=MAX_SETTINGS_BYTES)
-        before, data_before = dict(stored["settings"]), stored["fingerprint"]
-        run_id = stored.get("run")
-    except FileNotFoundError:
-        raise RunError(f"{folder} holds no run to resume: {SETTINGS_FILE} is missing") from None
-    except (OSError, ValueError, KeyError, TypeError) as error:
-        raise RunError(f"{folder / SETTINGS_FILE} is damaged: {error}") from error
-    # Compare as JSON, in which tuples are lists. A setting that one side lacks counts as None.
-    free = {*CHANGEABLE_SETTINGS, *allowed_changes}
-    now = json.loads(json.dumps(dict(settings)))
-    # Runs of an older version name only their preset.
-    if "model" not in before:
-        now.pop("model", None)
-    if isinstance(before.get("model"), dict) and isinstance(now.get("model"), dict):
-        before, now = _with_model_fields(before), _with_model_fields(now)
-    changed = [
-        f"{name} was {before.get(name)!r}, is {now.get(name)!r}"
-        for name in sorted({*before, *now})
-        if before.get(name) != now.get(name) and not {name, name.partition(".")[0]} & free
-    ]
-    if changed:
-        raise RunError(f"{folder} was started with other settings: {'; '.join(changed)}")
-    if fingerprint != data_before and "data" not in free:
-        raise RunError(f"{folder} was started with other data: files, their order or content have changed")
-    return run_id
-
-
 def save_state(folder: pathlib.Path, state: Any, *, step: int, keep: int, metadata: Mapping[str, Any]) -> bool:
     """Saves a training state, then deletes all but the newest `keep` states. All processes of a run must call it.
 
-    Args:
-        folder: the run folder.
-        state: tree of jax arrays.
-        step: number of updates done.
-        keep: number of states to keep.
-        metadata: stored with the state.
-
-    Returns:
-        True if the state was saved. False after an error such as a full disk: older states stay, and training may
-        continue.
+    Returns True if the state was saved. False after an error such as a full disk: older states stay, and training may
+    continue.
     """
     leaves = {f"{number:06d}": leaf for number, leaf in enumerate(jax.tree.leaves(state))}
     path = state_path(folder, step)
@@ -242,15 +166,7 @@ def save_state(folder: pathlib.Path, state: Any, *, step: int, keep: int, metada
 
 
 def state_path(folder: pathlib.Path, step: int) -> pathlib.Path:
-    """Returns the folder of a training state.
-
-    Args:
-        folder: the run folder.
-        step: number of updates done.
-
-    Returns:
-        The folder, which need not exist.
-    """
+    """Returns the folder of a training state."""
     return folder / STATES_FOLDER / f"{step:08d}"
 
 
@@ -258,7 +174,6 @@ def restore_state(folder: pathlib.Path, like: Tree, *, run_id: str | None = None
     """Restores the newest complete state. Skips damaged ones with a warning that names the array.
 
     Args:
-        folder: the run folder.
         like: a state with the structure, shapes, dtypes and shardings to restore. Arrays without a sharding, as from
             `jax.eval_shape`, go to the first device.
         run_id: identifier of the run; None does not check it.
@@ -267,11 +182,11 @@ def restore_state(folder: pathlib.Path, like: Tree, *, run_id: str | None = None
         The state and its metadata; None if there is no complete state.
 
     Raises:
-        RunError: a complete state belongs to another run, or has other arrays than `like`.
+        RunError: a complete state belongs to another run, or its arrays differ from those of `like`.
     """
     for path in _state_folders(folder):
         try:
-            # The processes skip the same states, also if only one of them cannot read its part.
+            # All processes skip the same states, even if only one cannot read its shard.
             with distributed.raise_together(CheckpointError(f"another process cannot read {path}")):
                 return _restore_from(path, like, run_id)
         except CheckpointError as error:
@@ -285,12 +200,12 @@ def _restore_from(path: pathlib.Path, like: Tree, run_id: str | None) -> tuple[T
     metadata, config = reader.metadata, reader.config
     if not isinstance(metadata.get("step"), int) or not isinstance(metadata.get("seconds"), (int, float)):
         raise CheckpointError(f"{path} does not record its step and seconds")
-    # A state of other settings, seed or data would continue silently with wrong numbers.
+    # A state with different settings, seed or data would silently continue with wrong numbers.
     if run_id is not None and metadata.get("run") != run_id:
         raise RunError(f"{path} is the state of another run: remove it, or put back the states of this run")
     # Leaves are stored by number, so names, shapes and dtypes must match before they are assigned.
     _check_tree(path, config.get("tree") if isinstance(config, dict) else None, _describe_tree(like))
-    # Each array gets the sharding of `like`'s, since a restored run may have another mesh. A shape alone has none.
+    # Each array gets the sharding of `like`'s, since a restored run may have another mesh. Plain shapes have none.
     leaves, default = jax.tree.leaves(like), jax.sharding.SingleDeviceSharding(jax.local_devices()[0])
     arrays = [
         reader.place(name, lambda shape, leaf=leaf: leaf.sharding or default)
@@ -300,7 +215,7 @@ def _restore_from(path: pathlib.Path, like: Tree, run_id: str | None) -> tuple[T
 
 
 class StopSignals:
-    """Takes note of signals that ask the run to stop. Calling it returns whether one has arrived.
+    """Records signals that ask the run to stop. Calling it returns whether one has arrived.
 
     Attributes:
         received: numbers of the signals so far.
@@ -327,11 +242,7 @@ class StopSignals:
 
 @contextlib.contextmanager
 def catch_stop_signals() -> Iterator[StopSignals]:
-    """Catches SIGINT (Ctrl-C), and SIGTERM and SIGUSR1, with which schedulers announce the end of a job.
-
-    Yields:
-        A `StopSignals`. Outside the main thread, where Python cannot install handlers, it never receives a signal.
-    """
+    """Catches SIGINT (Ctrl-C), and SIGTERM and SIGUSR1, with which schedulers announce the end of a job."""
     stop = StopSignals()
     if threading.current_thread() is not threading.main_thread():
         yield stop
@@ -343,13 +254,6 @@ def catch_stop_signals() -> Iterator[StopSignals]:
     finally:
         for which, handler in zip(signals, before, strict=True):
             signal.signal(which, handler)
-
-
-def _with_model_fields(settings: dict[str, Any]) -> dict[str, Any]:
-    """Replaces `model` by an entry per field, so that a message names those that differ, and drops the preset."""
-    # The preset does not matter: `model` holds all that it says.
-    others = {name: value for name, value in settings.items() if name not in ("model", "preset")}
-    return others | {f"model.{name}": value for name, value in settings["model"].items()}
 
 
 def _state_folders(folder: pathlib.Path) -> list[pathlib.Path]:

@@ -4,7 +4,7 @@ import math
 
 import jax
 
-from mtpjax.models.draft_forward import draft_layer_ids
+from mtpjax.drafters.forward import read_layers
 from mtpjax.training.config import TrainConfig
 from mtpjax.training.corpus import load_corpus
 from mtpjax.training.gradients import trainable_params
@@ -15,27 +15,15 @@ from mtpjax.training.step import make_optimizer
 
 
 def compute_run_sizes(config: TrainConfig) -> dict[str, int]:
-    """Computes the sizes of a run without training: rows and tokens, parameters, memory, disk space.
-
-    Args:
-        config: the settings.
-
-    Returns:
-        Sizes by name, for printing.
-
-    Raises:
-        ValueError: as `train`.
-        FileNotFoundError: as `train`.
-    """
+    """Computes the sizes of a run without training: rows and tokens, parameters, memory, disk space."""
     # Shapes only: neither parameters nor optimiser state are allocated.
     model, make_params = init_model(config)
-    drafter, architecture = initial_drafter(config, model), None
+    initial = initial_drafter(config, model)
     params = jax.eval_shape(make_params)
     corpus = load_corpus(config, model.config.vocab_size, num_depths=num_trained_depths(config, model))
-    if drafter is not None:
-        architecture = drafter.architecture
+    if initial is not None:
         settings = {"config": config, "corpus": corpus, "model": model}
-        params = jax.eval_shape(lambda params: add_drafter(params, drafter, **settings)[0], params)
+        params = jax.eval_shape(lambda params: add_drafter(params, initial, **settings)[0], params)
     state = (params, jax.eval_shape(make_optimizer(config).init, trainable_params(params, config.trains)))
     sizes = {
         "rows": sum(len(rows.tokens) for rows in corpus.source_rows),
@@ -47,7 +35,8 @@ def compute_run_sizes(config: TrainConfig) -> dict[str, int]:
         ),
     }
     if config.trunk_states is not None:
-        each = bytes_per_token(model, config.trunk_states_dtype, draft_layer_ids(architecture))
+        layer_ids = read_layers(None if initial is None else initial.drafter)
+        each = bytes_per_token(model, config.trunk_states_dtype, layer_ids)
         sizes["bytes of the trunk's states, each token"] = each
         sizes["bytes of the trunk's states"] = each * sum(rows.tokens.size for rows in corpus.source_rows)
     return sizes

@@ -9,20 +9,16 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import optax.contrib
-from jax.sharding import Mesh
 
 from mtpjax.data.packing import Batch
-from mtpjax.models.dflash import DFlashConfig
-from mtpjax.models.draft_forward import DraftArchitecture, mask_undraftable
-from mtpjax.models.model import MTPModel
+from mtpjax.drafters.forward import mask_undraftable
 from mtpjax.models.params import is_of_modules
-from mtpjax.training.anchors import MAX_ANCHORS, draw_anchors, keep_anchors
+from mtpjax.training.anchors import draw_anchors, keep_anchors
 from mtpjax.training.config import TrainConfig
 from mtpjax.training.data_parallel import sharded_loss_and_gradients
-from mtpjax.training.gradients import loss_and_gradients, trainable_params
-from mtpjax.training.loss_inputs import ObjectiveFunction
+from mtpjax.training.gradients import Rows, loss_and_gradients, trainable_params
 from mtpjax.training.losses import all_targets, batch_totals
-from mtpjax.training.objective import Objective
+from mtpjax.training.spec import TrainSpec
 
 
 class TrainState(flax.struct.PyTreeNode):
@@ -98,7 +94,7 @@ def make_optimizer(config: TrainConfig) -> optax.GradientTransformation:
         )
     # Decoupled decay, added after the core. The updates already point downhill, so the sign is negative.
     decay = optax.add_decayed_weights(-config.weight_decay, mask=_is_matrix)
-    # Detached modules get a clipping norm of their own, so that large draft gradients do not shrink the trunk's update.
+    # Detached modules are clipped by a separate norm, so that large draft gradients do not shrink the trunk's update.
     clip = optax.clip_by_global_norm(config.gradient_clip)
     if config.trains == "detached":
         clip = optax.partition({True: clip, False: clip}, lambda params: {name: is_of_modules(name) for name in params})
@@ -144,18 +140,8 @@ def train_step(
     progress: jax.Array | float = 1.0,
     states: jax.Array | np.ndarray | None = None,
     *,
-    model: MTPModel,
+    spec: TrainSpec,
     optimizer: optax.GradientTransformation,
-    num_depths: int,
-    attention_layout: str = "ttt",
-    objective: Objective = Objective(),  # noqa: B008, frozen
-    trains: str = "all",
-    accumulation: int = 1,
-    mesh: Mesh | None = None,
-    objective_function: ObjectiveFunction | None = None,
-    architecture: DraftArchitecture | None = None,
-    num_anchors: int = MAX_ANCHORS,
-    seed: int = 0,
 ) -> tuple[TrainState, dict[str, jax.Array]]:
     """Runs one update: losses, gradients, optimiser. Skips it if the loss or the gradient norm is not finite.
 
@@ -167,20 +153,8 @@ def train_step(
         progress: `[]` fraction of the run that is done, 0..1, for the objective's warm-up.
         states: `[B, T, D]` cached hidden states of a frozen trunk (`mtpjax.models.forward.trunk_states`), with those of
             the layers that the drafter reads; None: the trunk runs.
-        model: the model, with stacked layers.
+        spec: what is trained and how.
         optimizer: from `make_optimizer`.
-        num_depths: draft depths with a loss.
-        attention_layout: "ttt" or "stream", as in `TrainConfig`.
-        objective: the draft losses.
-        trains: the trained part, as in `TrainConfig`. For "modules" the frozen parameters take no backward pass.
-        accumulation: number of parts of the batch that run one after the other. The gradients are the same up to
-            rounding; the LK hybrid takes one more forward pass.
-        mesh: splits the rows over its devices (`mtpjax.training.data_parallel`); None: one device.
-        objective_function: computes the loss from `LossInputs`, in the place of `objective`.
-        architecture: the drafter that trains in the place of MTP modules (`mtpjax.models.draft_forward`); None: MTP
-            modules.
-        num_anchors: most anchors of a row, for a block drafter.
-        seed: seed of the anchors. Those of an update depend on the seed and its number alone.
 
     Returns:
         The new state, and metrics: `loss []` (the training loss), `losses [1 + num_depths]` (cross-entropy in nats),
@@ -193,51 +167,42 @@ def train_step(
         >>> import functools
         >>> import jax, numpy as np
         >>> from mtpjax import ModelConfig, MTPModel, TrainConfig, init_params
-        >>> from mtpjax.training import Batch, init_train_state, make_optimizer, train_step
+        >>> from mtpjax.training import Batch, TrainSpec, init_train_state, make_optimizer, train_step
         >>> config = ModelConfig(vocab_size=32, hidden_size=16, num_hidden_layers=2, num_attention_heads=2,
         ...                      intermediate_size=32, num_mtp_modules=1)
-        >>> model = MTPModel(config, scan_layers=True)
+        >>> spec = TrainSpec(model=MTPModel(config, scan_layers=True), num_depths=1)
         >>> optimizer = make_optimizer(TrainConfig())
-        >>> state = init_train_state(init_params(model, jax.random.key(0)), optimizer)
-        >>> step = jax.jit(functools.partial(train_step, model=model, optimizer=optimizer, num_depths=1))
+        >>> state = init_train_state(init_params(spec.model, jax.random.key(0)), optimizer)
+        >>> step = jax.jit(functools.partial(train_step, spec=spec, optimizer=optimizer))
         >>> tokens = np.tile(np.arange(8, dtype=np.int32), (2, 2))
         >>> batch = Batch(tokens, np.ones_like(tokens), np.ones_like(tokens, bool))
         >>> state, metrics = step(state, batch, 1e-2, 0.3)  # learning rate and weight of the draft losses
         >>> int(state.step), metrics["losses"].shape
         (1, (2,))
     """
-    if states is not None and trains != "modules":
-        raise ValueError(f"cached trunk states need a frozen trunk: trains '{trains}' changes it")
-    # Count the targets of the whole batch first: with them, losses of its parts are shares that add up. The overlap,
+    num_depths, drafter = spec.num_depths, spec.drafter
+    if states is not None and spec.trains != "modules":
+        raise ValueError(f"cached trunk states need a frozen trunk: trains '{spec.trains}' changes it")
+    # Count the targets of the whole batch first: with them, losses of its shards are shares that add up. The overlap,
     # which the LK hybrid also needs, is only known after a forward pass.
     tokens, segment_ids, loss_mask, cached = jax.tree.map(jnp.asarray, (*batch, states))
-    if architecture is not None:
-        loss_mask = mask_undraftable(state.params, tokens, loss_mask, model.config.vocab_size)
+    if drafter is not None:
+        loss_mask = mask_undraftable(state.params, tokens, loss_mask, spec.model.config.vocab_size)
     _, is_valid = all_targets(tokens, segment_ids, loss_mask, num_depths)
-    # A resumed run has the same number of updates behind it, and so draws the same anchors.
+    # The anchors depend only on the seed and the update's number, so a resumed run draws the same ones.
     anchors = None
-    if isinstance(architecture, DFlashConfig):
-        key = jax.random.fold_in(jax.random.key(seed), state.step)
-        anchors = draw_anchors(key, is_valid[1], num_anchors)
-    rows = (tokens, segment_ids, loss_mask, cached, anchors)
+    if drafter is not None and drafter.draws_anchors:
+        key = jax.random.fold_in(jax.random.key(spec.seed), state.step)
+        anchors = draw_anchors(key, is_valid[1], spec.num_anchors)
+    rows = Rows(tokens, segment_ids, loss_mask, cached, anchors)
     totals = batch_totals(keep_anchors(is_valid, anchors), jnp.zeros(num_depths))
     # Loss and gradients, on a mesh summed over devices.
-    compute_gradients = functools.partial(
-        loss_and_gradients,
-        model=model,
-        num_depths=num_depths,
-        attention_layout=attention_layout,
-        objective=objective,
-        trains=trains,
-        accumulation=accumulation,
-        objective_function=objective_function,
-        architecture=architecture,
-    )
-    if mesh is not None:
-        compute_gradients = sharded_loss_and_gradients(compute_gradients, mesh, trains=trains)
+    compute_gradients = functools.partial(loss_and_gradients, spec=spec)
+    if spec.mesh is not None:
+        compute_gradients = sharded_loss_and_gradients(compute_gradients, spec.mesh, trains=spec.trains)
     (loss, losses), gradients = compute_gradients(state.params, rows, totals, mtp_scale, progress)
-    # The optimiser sees trained parameters only. Its update is at learning rate 1 and is scaled here.
-    trainable = trainable_params(state.params, trains)
+    # The optimiser gets only the trained parameters. Its update is at learning rate 1 and is scaled here.
+    trainable = trainable_params(state.params, spec.trains)
     norm = optax.tree.norm(gradients)
     updates, new_optimizer = optimizer.update(gradients, state.optimizer, trainable)
     new: Any = optax.apply_updates(trainable, jax.tree.map(lambda update: learning_rate * update, updates))

@@ -30,10 +30,9 @@ def flatten(row: Any, name: str = "") -> dict[str, float]:
 
     Args:
         row: a mapping, list or value. Text and None are left out.
-        name: prefix of the names.
 
     Returns:
-        Numbers by path. Elements of lists are numbered from 1, as draft levels are. Lists of bits begin with the trunk:
+        Numbers by path. Elements of lists are numbered from 1, as draft levels are. Lists of bits start with the trunk:
         `bits/main`, `bits/mtp1`.
     """
     if isinstance(row, Mapping):
@@ -69,7 +68,7 @@ class TensorBoard:
         self.event: Any = importlib.import_module("tensorboardX.proto.event_pb2")
         self.summary: Any = importlib.import_module("tensorboardX.proto.summary_pb2").Summary
         self.file = EventsWriter(str(folder / "events"), f".{os.getpid()}.{step}")
-        # A session start tells TensorBoard to drop what older files say about later steps.
+        # A session start makes TensorBoard drop later steps of older files.
         self._add(step + 1, session_log=self.event.SessionLog(status=self.event.SessionLog.START))
 
     def _add(self, step: int, **content) -> None:
@@ -130,16 +129,9 @@ def open_trackers(
 ) -> Iterator[Callable[[Mapping[str, Any]], None]]:
     """Opens the trackers of a run. A tracker that fails is logged once and disabled.
 
-    Args:
-        folder: the run folder.
-        step: number of updates that the run continues from.
-        config: names the trackers.
-        settings: settings, for Weights & Biases.
-
-    Yields:
-        A function that sends a row of `metrics.jsonl` to every tracker.
+    Yields a function that sends a row of `metrics.jsonl` to every tracker.
     """
-    # Makers rather than trackers: making one can fail, too, for example without a network.
+    # Factories, because making a tracker can fail too, for example without a network.
     makers: dict[str, Callable[[], Tracker]] = {}
     if config.tensorboard:
         makers["TensorBoard"] = lambda: TensorBoard(folder / TENSORBOARD_FOLDER, step)

@@ -2,7 +2,7 @@
 
 import argparse
 import dataclasses
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import jsonargparse
@@ -10,9 +10,15 @@ import yaml
 
 from mtpjax.messages import did_you_mean
 from mtpjax.training.config import TrainConfig
-from mtpjax.training.model_yaml import describe_type_error, read_model_setting, read_yaml, split_model_pairs
+from mtpjax.training.model_yaml import (
+    describe_type_error,
+    flatten_settings,
+    read_model_setting,
+    read_yaml,
+    split_model_pairs,
+)
 
-# Settings that the command line sets by the flags of all commands, and not by a pair.
+# Settings that the command line sets by flags that all commands share, not by pairs.
 FLAGS = {"mesh": "--mesh data=2,fsdp=4", "model_type": "--model-type FAMILY"}
 
 
@@ -26,28 +32,20 @@ def read_train_config(
         overrides: pairs such as "steps=100", "objective.mix.kl=1.0", "model.num_mtp_modules=3", or "model=FILE.yaml",
             which names a whole architecture (`mtpjax.training.model_yaml`). Dots name nested settings; pairs of a
             mapping such as `objective.mix` replace the one in the file.
-        flags: values of the settings of `FLAGS`.
-
-    Returns:
-        The settings.
-
-    Raises:
-        ValueError: the file or a pair cannot be read, a key is unknown (the message names the nearest one), or a value
-            has the wrong type or is out of range. One line.
     """
     parser = jsonargparse.ArgumentParser(exit_on_error=False)
     parser.add_class_arguments(TrainConfig, skip={"model"})
     known = {**dict(parser.get_defaults().items()), "model": None}
     # Check the keys of both first, so that the message for an unknown key can name the nearest one.
     values = {} if path is None else read_yaml(path)
-    for key in _dotted_keys(values):
+    for key in flatten_settings(values):
         _check_key(key, known)
     for pair in overrides:
         _check_pair(pair, known)
         _remove_parent(values, pair.partition("=")[0], known)
     values |= flags or {}
-    # The architecture has its own types. A file that it is read from is not named in the settings: they hold its
-    # content, so that a run resumes with the architecture that it began with, and never silently with another.
+    # The architecture has its own types. The settings hold the content of its file, not the name, so that a run always
+    # resumes with its original architecture.
     others, fields, file = split_model_pairs(overrides)
     in_file = values.pop("model", None)
     model = read_model_setting(in_file if file is None else file, fields)
@@ -68,17 +66,8 @@ def to_yaml(config: TrainConfig) -> str:
     return yaml.safe_dump(settings, sort_keys=False)
 
 
-def _dotted_keys(values: dict[str, Any], prefix: str = "") -> Iterator[str]:
-    """Yields the dotted keys of nested dicts."""
-    for key, value in values.items():
-        if isinstance(value, dict) and value:
-            yield from _dotted_keys(value, f"{prefix}{key}.")
-        else:
-            yield f"{prefix}{key}"
-
-
 def _check_pair(pair: str, known: Mapping[str, Any]) -> None:
-    """Raises `ValueError` for a pair that is not `key=value`, or that another spelling sets."""
+    """Raises `ValueError` for a pair that is not `key=value`, or must be written in a different form."""
     key, found, value = pair.partition("=")
     if not value:
         raise ValueError(f"{pair!r} has no value" if found else f"{pair!r} is not a key=value pair")
@@ -104,7 +93,7 @@ def _remove_parent(values: dict[str, Any], key: str, known: Mapping[str, Any]) -
 
 def _check_key(key: str, known: Mapping[str, Any]) -> None:
     """Raises `ValueError` for an unknown key; `known` has the defaults of all settings."""
-    # A setting such as `mesh` has its own keys, so a key may also begin with a known one that is not a single value.
+    # A setting such as `mesh` has its own keys, so a key may also start with a known one that is not a single value.
     parents = [name for name, default in known.items() if not isinstance(default, str | int | float)]
     if key not in known and not any(key.startswith(f"{name}.") for name in parents):
         raise ValueError(f"unknown setting {key}{did_you_mean(key, known) or ': the settings are ' + ', '.join(known)}")

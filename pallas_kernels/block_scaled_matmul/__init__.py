@@ -2,7 +2,6 @@
 
 from pallas_kernels.block_scaled_matmul.op import (
     block_scaled_matmul,
-    difference_from_reference,
     partial_matmul,
     partial_matmuls,
 )
@@ -11,7 +10,6 @@ from pallas_kernels.block_scaled_matmul.reference import block_scaled_matmul_ref
 __all__ = [
     "block_scaled_matmul",
     "block_scaled_matmul_reference",
-    "difference_from_reference",
     "partial_matmul",
     "partial_matmuls",
 ]

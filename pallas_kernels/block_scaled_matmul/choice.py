@@ -1,28 +1,23 @@
-"""Checks, choice and comparison of the ops that multiply a few rows by matrices."""
+"""Checks and choice of the ops that multiply a few rows by matrices."""
 
 from collections.abc import Callable, Sequence
 from typing import Any
 
-import jax
 import jax.numpy as jnp
 from jax.experimental import pallas as pl
 
 from pallas_kernels.backend import HAS_JAX_TRITON
 from pallas_kernels.batch_invariance import is_batch_invariant
-from pallas_kernels.block_scaled_matmul.kernel import MAX_ROWS, find_unsupported_reason
+from pallas_kernels.case import Case, Shape, random_keys, random_normal
 from pallas_kernels.dispatch import choose
+
+MAX_ROWS = 64  # with more rows, multiplying takes longer than reading
 
 
 def check_matrix(x, weights, scales, block: int, *, layout: str = "[D, F]", multiple: int = 1) -> None:
-    """Raises ValueError for weights and scales that do not fit x.
+    """Raises ValueError for weights [D, F] and scales [ceil(D / block), F] or None that do not fit x [..., D].
 
-    Args:
-        x: [..., D].
-        weights: [D, F].
-        scales: [ceil(D / block), F] or None.
-        block: Number of neighbouring inputs that share a scale.
-        layout: The weights' shape in the words of the error.
-        multiple: F must be a multiple of it.
+    The message calls the weights' shape `layout`; `multiple` must divide F.
     """
     if x.ndim == 0 or weights.ndim != 2 or x.shape[-1] != weights.shape[0] or weights.shape[1] % multiple:
         raise ValueError(f"x {x.shape} does not fit weights {weights.shape}: they are [..., D] and {layout}")
@@ -38,32 +33,21 @@ def choose_for_few_rows(
     *,
     block: int,
     dtype,
-    check: Callable[[str], float],
+    make_case: Callable[[Shape], Case],
     has_jax_triton_form: bool = False,
 ) -> str:
     """Returns the implementation that an op runs: "xla" for no rows, or for more rows than the kernels take.
 
     Args:
-        op: Name of the op.
-        implementation: The requested implementation.
         x: [..., D].
         matrices: Pairs of weights [D, F] and scales or None, all of one kind.
-        block: Number of neighbouring inputs that share a scale.
-        dtype: Dtype of the products.
-        check: As in `pallas_kernels.dispatch.choose`.
         has_jax_triton_form: The op also has a kernel for the package jax_triton.
-
-    Returns:
-        "xla", "triton", "interpreted" or "jax_triton".
-
-    Raises:
-        ValueError: The implementation is unknown, or a kernel was requested that does not take these arrays.
     """
     D, F = x.shape[-1], sum(weights.shape[1] for weights, _ in matrices)
     rows = x.size // D if D else 0
     # The kernels take few rows, and any number within `batch_invariant`.
     has_few_rows = 0 < rows <= (rows if is_batch_invariant() else MAX_ROWS) and F > 0
-    reasons = (find_unsupported_reason(*matrix, block=block) for matrix in matrices) if has_few_rows else ()
+    reasons = (_find_unsupported_reason(*matrix, block=block) for matrix in matrices) if has_few_rows else ()
     shape = {"rows": rows, "inputs": D, "outputs": F, "dtype": str(dtype), "weights": str(matrices[0][0].dtype)}
     reason = next(filter(None, reasons), None)
     offered = ["xla", "triton"]
@@ -80,30 +64,27 @@ def choose_for_few_rows(
         elif implementation == "jax_triton":
             raise ValueError(obstacle)
     # Many rows run XLA, but a request for an unknown implementation is still an error.
-    chosen = choose(op, implementation, offered, shape, unsupported_reason=reason, check=check)
+    chosen = choose(op, implementation, offered, shape, unsupported_reason=reason, make_case=make_case)
     return chosen if has_few_rows else "xla"
 
 
-def compare_with_reference(op, reference, implementation: str, *, dtype, weights_dtype, has_scales: bool) -> float:
-    """Compares an implementation of an op with its reference on small arrays.
+def _find_unsupported_reason(weights, scales, block: int) -> str | None:
+    """Returns why the kernels of few rows cannot take these weights, or None if they can.
 
     Args:
-        op: `block_scaled_matmul`, or another op of its signature.
-        reference: The op's reference.
-        implementation: One of the op.
-        dtype: Dtype of x.
-        weights_dtype: Dtype of the weights.
-        has_scales: Weights with scales.
-
-    Returns:
-        The largest difference over its bound: more than 1 means that the numbers are wrong.
+        weights: [D, F].
+        scales: [blocks, F] or None.
     """
-    n, D, F, block = 3, 256, 256, 64
-    keys = jax.random.split(jax.random.key(0), 3)
-    x = jax.random.normal(keys[0], (n, D), dtype)
-    weights = (jax.random.normal(keys[1], (D, F)) * 0.1).astype(weights_dtype)
-    scales = jax.random.uniform(keys[2], (D // block, F)) if has_scales else None
-    found = op(x, weights, scales, block=block, implementation=implementation)
-    expected = reference(x.astype(jnp.float32), weights, scales, block=block)
-    bound = (1e-4 if dtype == jnp.float32 else 3e-2) * jnp.abs(expected).max()
-    return float(jnp.abs(found.astype(jnp.float32) - expected).max() / bound)
+    # A tile must fit into a block of inputs, and Pallas uses 32-bit offsets for any array of at most 2^32 bytes.
+    if scales is not None and (block < 16 or block & (block - 1)):
+        return f"the kernel takes blocks of 16 inputs, 32, 64 and so on, not of {block}"
+    if weights.dtype.itemsize == 1 and weights.size >= 2**31:
+        return f"weights {weights.shape} are 2^31 elements or more, which exceed 32-bit offsets"
+    return None
+
+
+def make_matrix_case(op: Callable[..., Any], shape: Shape) -> Case:
+    """Makes a case of an op whose arguments are rows, a matrix and its scales."""
+    keys, D, F = random_keys(), shape["inputs"], shape["outputs"]
+    arrays = random_normal(keys, (shape["rows"], D), shape["dtype"]), random_normal(keys, (D, F), shape["weights"])
+    return op, (*arrays, jnp.ones((-(-D // 128), F))) if shape["weights"].startswith("float8") else arrays

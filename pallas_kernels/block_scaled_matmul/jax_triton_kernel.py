@@ -1,7 +1,8 @@
 """The kernel of few rows in Triton's own language, called through the optional package jax_triton.
 
-It stands beside the Pallas kernel (`kernel.py`), with the same tiles, parts and conversions of fp8, for versions of JAX
-without Pallas's Triton backend. This module imports jax_triton and triton, so import it only where they are installed.
+It is an alternative to the Pallas kernel (`kernel.py`) with the same tiles, parts and conversions of fp8, for versions
+of JAX without Pallas's Triton backend. This module imports jax_triton and triton, so import it only where they are
+installed.
 """
 
 import jax
@@ -16,28 +17,19 @@ from pallas_kernels.fp8 import FP8_DIVISOR
 
 
 def multiply_few_rows(x, weights, scales, *, block, dtype, platform) -> jax.Array:
-    """Multiplies a few rows by a matrix.
+    """Multiplies rows x [n, D] by weights [D, F], of the fp8 dtypes only float8_e4m3fn, with float32 scales or None.
 
-    Args:
-        x: [n, D] floating.
-        weights: [D, F] floating; of the fp8 dtypes only float8_e4m3fn.
-        scales: [ceil(D / block), F] float32, or None.
-        block: Number of neighbouring inputs that share a scale.
-        dtype: Dtype of x in the products.
-        platform: "cuda" or "rocm".
-
-    Returns:
-        The parts [P, n, F]: float32, or `dtype` if there is one part.
+    Returns the parts [P, n, F]: float32, or `dtype` if there is one part.
     """
     (n, D), F = x.shape, weights.shape[1]
     rows, num_row_blocks = tile_rows(n)
     inputs, columns = choose_tile(F, weights.dtype, dtype, None if scales is None else block)
     num_columns = pl.cdiv(F, columns)
     num_parts = count_parts(pl.cdiv(D, inputs), num_columns, inputs, rows, is_one_byte=weights.dtype.itemsize == 1)
-    # fp8 goes in as bytes, because Triton's frontend refuses float8_e4m3fn for an MI300X.
+    # fp8 goes in as bytes, because Triton's frontend rejects float8_e4m3fn for an MI300X.
     is_fp8 = weights.dtype == jnp.float8_e4m3fn
     operands = [x, jax.lax.bitcast_convert_type(weights, jnp.uint8) if is_fp8 else weights]
-    operands.append(x if scales is None else scales)  # without scales the kernel reads none
+    operands.append(x if scales is None else scales)  # without scales, a placeholder
     return jax_triton.triton_call(
         *operands,
         kernel=kernel,
@@ -64,12 +56,11 @@ def multiply_few_rows(x, weights, scales, *, block, dtype, platform) -> jax.Arra
 
 
 def _mend_jax_triton() -> None:
-    """Adapts jax_triton 0.4.1 to JAX 0.12 and to Triton 3.7 and later, which it does not know yet."""
+    """Patches jax_triton 0.4.1, which does not support JAX 0.12 or Triton 3.7 and later."""
     library = jax_triton.triton_lib
-    # Its rule for calls whose results nobody reads takes one argument less than JAX 0.12 gives. JAX's default rule
-    # leaves such calls out.
+    # Its dead-code rule takes one argument fewer than JAX 0.12 passes. JAX's default rule removes unused calls.
     library.pe.dce_rules.pop(library.triton_kernel_call_p, None)
-    # Triton's compiler for AMD reads the size of a cluster from a table that jax_triton leaves empty.
+    # Triton's AMD compiler reads the cluster size from metadata that jax_triton does not set.
     make_llir = library.hb.HIPBackend.make_llir
 
     def make_llir_with_clusters(module, metadata, options):

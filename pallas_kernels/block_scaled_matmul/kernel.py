@@ -18,22 +18,15 @@ from pallas_kernels.cost import loads_from_l2
 from pallas_kernels.device import num_processors
 from pallas_kernels.fp8 import FP8_DIVISOR, convert_fp8, is_converted_by_integers
 
-MAX_ROWS = 64  # with more rows, multiplying takes longer than reading
 TILE_BYTES = 16384  # weights per tile: eight loads of 16 bytes for each of 128 threads
 
 
 def multiply_few_rows(x, matrices, *, block, dtype, interpret, platform) -> list[jax.Array]:
-    """Multiplies a few rows by each of several matrices.
-
-    A program computes one column of tiles of one matrix, or one part of it.
+    """Multiplies a few rows by each of several matrices. A program computes a column of tiles of one, or a part of it.
 
     Args:
         x: [n, D] floating, n <= 64, or any number within `batch_invariant`.
         matrices: Pairs of weights [D, F], of one dtype, and scales [ceil(D / block), F] or None for all of them.
-        block: Number of neighbouring inputs that share a scale.
-        dtype: Dtype of x in the products.
-        interpret: Run in Pallas's interpreter.
-        platform: "cuda" or "rocm", which convert fp8 in different ways.
 
     Returns:
         For each matrix the parts [P, n, F]: float32, or `dtype` if there is one part.
@@ -44,7 +37,7 @@ def multiply_few_rows(x, matrices, *, block, dtype, interpret, platform) -> list
     widths = [weights.shape[1] for weights, _ in matrices]
     inputs, columns = choose_tile(max(widths), first_weights.dtype, dtype, None if first_scales is None else block)
     num_tiles, num_columns = pl.cdiv(D, inputs), [pl.cdiv(F, columns) for F in widths]
-    # Split D into parts where the columns alone give too few programs. They stay float32; `PartialSums` adds them.
+    # Split D into parts if the columns alone give too few programs. They stay float32; `PartialSums` adds them.
     num_parts = count_parts(num_tiles, sum(num_columns), inputs, padded, is_one_byte=is_one_byte)
     out_dtype = dtype if num_parts == 1 else jnp.dtype(jnp.float32)
 
@@ -98,8 +91,6 @@ def choose_tile(F: int, weights_dtype, dtype, block: int | None) -> tuple[int, i
     Args:
         F: Columns of the widest matrix.
         weights_dtype: Dtype of the weights.
-        dtype: Dtype of x in the products.
-        block: Inputs that share a scale; None without scales.
 
     Returns:
         Inputs and columns.
@@ -118,8 +109,8 @@ def count_parts(num_tiles, num_columns, inputs, padded, *, is_one_byte):
     average, so they need three. More programs than run at once would add a second wave that takes as long as the first.
 
     A part has at least 16 inputs per row. Below that, writing and reading the partial sums moves more than half as many
-    bytes as the fp8 weights do. Only the padded number of rows counts, so a row gets the same bits beside 0 or 15
-    others.
+    bytes as the fp8 weights do. Only the padded number of rows counts, so a row gets the same bits with 0 or 15 other
+    rows.
     """
     max_programs = (3 if is_one_byte else 2) * num_processors()
     return max(1, min(max_programs // num_columns, num_tiles * inputs // (16 * padded)))
@@ -226,7 +217,6 @@ def multiply_tile(x, weights_ref, scales_refs, first, column, is_column, *, bloc
         first: First input of the tile.
         column: Columns of the tile.
         is_column: Mask of the columns inside the matrix; None: all are.
-        block: Number of inputs that share a scale.
         is_integer_fp8: Integer arithmetic converts the weights (`is_converted_by_integers`).
 
     Returns:
@@ -246,8 +236,7 @@ def multiply_tile(x, weights_ref, scales_refs, first, column, is_column, *, bloc
     if is_one_byte:
         weights = weights.reshape(rows_per_thread, num_threads, columns).transpose(1, 0, 2)
         weights = weights.reshape(inputs, columns)
-    # Multiply in x's dtype with float32 sums. HIGHEST keeps float32 products exact and changes nothing for
-    # bfloat16.
+    # Multiply in x's dtype with float32 sums. HIGHEST keeps float32 products exact and has no effect on bfloat16.
     if is_integer_fp8:
         weights = convert_fp8(jax.lax.bitcast_convert_type(weights, jnp.uint8), x.dtype)
     else:
@@ -272,19 +261,3 @@ def elements(ref, row, column):
     """Addresses `ref[row, column]` element by element."""
     shape = (len(row), len(column))
     return ref.at[jnp.broadcast_to(row[:, None], shape), jnp.broadcast_to(column[None, :], shape)]
-
-
-def find_unsupported_reason(weights, scales, block: int) -> str | None:
-    """Returns why the kernels of few rows cannot take these weights, or None if they can.
-
-    Args:
-        weights: [D, F].
-        scales: [blocks, F] or None.
-        block: Number of neighbouring inputs that share a scale.
-    """
-    # A tile must fit into a block of inputs, and Pallas uses 32-bit offsets for any array of at most 2^32 bytes.
-    if scales is not None and (block < 16 or block & (block - 1)):
-        return f"the kernel takes blocks of 16 inputs, 32, 64 and so on, not of {block}"
-    if weights.dtype.itemsize == 1 and weights.size >= 2**31:
-        return f"weights {weights.shape} are 2^31 elements or more, which exceed 32-bit offsets"
-    return None

@@ -1,7 +1,7 @@
-"""A few rows times a matrix, optionally fp8 with block scales: picks the kernel or a plain form.
+"""A few rows times a matrix, optionally fp8 with block scales: chooses the kernel or a plain form.
 
 Limit: the bytes of the matrix. With at most 64 rows, reading the weights takes longer than multiplying them, so the
-kernel is arranged for its loads.
+kernel is optimised for its loads.
 """
 
 import functools
@@ -10,9 +10,10 @@ from collections.abc import Sequence
 import jax
 import jax.numpy as jnp
 
-from pallas_kernels.block_scaled_matmul.choice import check_matrix, choose_for_few_rows, compare_with_reference
+from pallas_kernels.block_scaled_matmul.choice import check_matrix, choose_for_few_rows, make_matrix_case
 from pallas_kernels.block_scaled_matmul.kernel import multiply_few_rows
-from pallas_kernels.block_scaled_matmul.reference import block_scaled_matmul_reference, block_scaled_matmul_xla
+from pallas_kernels.block_scaled_matmul.reference import block_scaled_matmul_xla
+from pallas_kernels.case import Case, Shape
 from pallas_kernels.device import call_by_platform
 from pallas_kernels.fp8 import is_converted_by_integers
 from pallas_kernels.partial_sums import PartialSums
@@ -33,37 +34,23 @@ def block_scaled_matmul(x, weights, scales=None, *, block=128, implementation="a
         weights: [D, F] floating, such as float8_e4m3fn.
         scales: [ceil(D / block), F] floating, or None for weights without scales.
         block: Number of neighbouring inputs that share a scale.
-        implementation: "xla" (plain JAX), "triton" (the kernel, on CUDA and ROCm), "interpreted" (the kernel in
-            Pallas's interpreter, on any machine), "jax_triton" (a kernel called through the package jax_triton) or
-            "auto"; see `pallas_kernels.dispatch`. More than 64 rows always run "xla".
+        implementation: As for every op, or "jax_triton" (a kernel called through the package jax_triton). More than 64
+            rows always run "xla".
 
     Returns:
         [..., F] in x's dtype.
 
     Raises:
-        ValueError: The implementation is unknown, or shapes do not fit. Or the kernel was requested for a block that is
-            not a power of two from 16 up, or for one-byte weights of 2^31 elements or more, which exceed its 32-bit
-            offsets.
+        ValueError: The kernel was requested for a block that is not a power of two from 16 up, or for one-byte weights
+            of 2^31 elements or more, which exceed its 32-bit offsets.
     """
     return partial_matmul(x, weights, scales, block=block, implementation=implementation).total()
 
 
 def partial_matmul(x, weights, scales=None, *, block=128, dtype=None, implementation="auto") -> PartialSums:
-    """Computes `block_scaled_matmul` without its last step, the sum over parts of the inputs.
+    """Computes `block_scaled_matmul` without its last step, the sum over parts of the inputs: parts [P, ..., F].
 
-    Args:
-        x: As in `block_scaled_matmul`, and so are the other arguments.
-        weights: [D, F].
-        scales: [ceil(D / block), F] or None.
-        block: Number of neighbouring inputs that share a scale.
-        dtype: Dtype of x in the products, and of their total; None: x's. The kernel converts x while it loads.
-        implementation: As in `block_scaled_matmul`; "xla" always gives one part.
-
-    Returns:
-        Parts [P, ..., F], whose total is the product.
-
-    Raises:
-        ValueError: As in `block_scaled_matmul`.
+    `dtype` is that of x in the products, and of their total; None: x's. The kernel converts x while it loads.
     """
     [sums] = partial_matmuls(x, ((weights, scales),), block=block, dtype=dtype, implementation=implementation)
     return sums
@@ -74,19 +61,8 @@ def partial_matmuls(
 ) -> tuple[PartialSums, ...]:
     """Computes `partial_matmul` of the same rows and several matrices, by the kernel in one launch.
 
-    Args:
-        x: [..., D].
-        matrices: Pairs of weights [D, F] and scales [ceil(D / block), F] or None. The kernel takes weights of one
-            dtype, all of them with scales or none.
-        block: Number of neighbouring inputs that share a scale.
-        dtype: As in `partial_matmul`.
-        implementation: As in `partial_matmul`. The matrices are measured as one, side by side.
-
-    Returns:
-        The parts [P, ..., F] of each product.
-
-    Raises:
-        ValueError: As in `block_scaled_matmul`.
+    `matrices` are pairs of weights [D, F] and scales or None. The kernel takes weights of one dtype, all of them with
+    scales or none.
     """
     dtype = jnp.dtype(x.dtype if dtype is None else dtype)
     for matrix in matrices:
@@ -96,10 +72,6 @@ def partial_matmuls(
     if len(kinds) > 1:
         each = functools.partial(partial_matmul, x, block=block, dtype=dtype, implementation=implementation)
         return tuple(each(*matrix) for matrix in matrices)
-    [(weights_dtype, has_scales)] = kinds
-    check = functools.partial(
-        difference_from_reference, dtype=dtype, weights_dtype=weights_dtype, has_scales=has_scales
-    )
     chosen = choose_for_few_rows(
         "block_scaled_matmul",
         implementation,
@@ -107,7 +79,7 @@ def partial_matmuls(
         matrices,
         block=block,
         dtype=dtype,
-        check=check,
+        make_case=make_case,
         has_jax_triton_form=True,
     )
     if chosen == "xla":
@@ -117,20 +89,8 @@ def partial_matmuls(
     return tuple(PartialSums(part, dtype) for part in parts)
 
 
-def difference_from_reference(implementation: str, *, dtype, weights_dtype, has_scales: bool) -> float:
-    """Compares an implementation with `block_scaled_matmul_reference` on small arrays.
-
-    Args:
-        implementation: One of `block_scaled_matmul`.
-        dtype: Dtype of x.
-        weights_dtype: Dtype of the weights.
-        has_scales: Weights with scales.
-
-    Returns:
-        The largest difference over its bound: more than 1 means that the numbers are wrong.
-    """
-    settings = {"dtype": dtype, "weights_dtype": weights_dtype, "has_scales": has_scales}
-    return compare_with_reference(block_scaled_matmul, block_scaled_matmul_reference, implementation, **settings)
+def make_case(shape: Shape) -> Case:
+    return make_matrix_case(block_scaled_matmul, shape)
 
 
 def _multiply_xla(x, matrices, block, dtype):
@@ -168,7 +128,7 @@ def _forward(x, matrices, block, dtype, chosen):
 def _backward(block, dtype, chosen, residuals, gradients):
     # Differentiate the XLA form: training has many rows, for which XLA's matmuls are best.
     del chosen
-    # A product is the sum of its parts, so each part has the product's gradient: the first one's counts.
+    # A product is the sum of its parts, so each part has the product's gradient, and the first part's is used.
     products, pull = jax.vjp(functools.partial(_multiply_xla, block=block, dtype=dtype), *residuals)
     return pull(tuple(part[0].astype(product.dtype) for part, product in zip(gradients, products, strict=True)))
 

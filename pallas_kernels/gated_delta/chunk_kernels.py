@@ -136,7 +136,7 @@ def _scores_kernel(q_ref, k_ref, log_decay_ref, beta_ref, *refs, num_tokens, wid
     """
     *segment_ref, system_ref, attention_ref, decay_from_state_ref, decay_to_state_ref = refs
     chunk, padded = q_ref.shape
-    # Load the chunk; tokens after the last one load as 0 and change nothing.
+    # Load the chunk; tokens after the last one load as 0 and have no effect.
     begin, index = pl.program_id(0) * chunk, jnp.arange(chunk)
     num_left = num_tokens - begin if num_tokens % chunk else chunk
     log_decay, beta = (load_in_bounds(ref, (chunk,), (num_left,)) for ref in (log_decay_ref, beta_ref))
@@ -166,15 +166,15 @@ def _solve_kernel(system_ref, beta_ref, inverse_ref, *, num_tokens):
     """Computes `(I + system)^-1 diag(beta)` of one chunk, all [C, C]; beta_ref [C]. One warp, blocks of 16 tokens.
 
     Limit, by calculation for an H100: latency, since the small products depend on each other; the bytes are few. It is
-    a kernel of its own because together with the scores it spills registers, which costs more than writing and reading
+    a separate kernel because together with the scores it spills registers, which costs more than writing and reading
     the systems.
     """
     chunk = system_ref.shape[0]
     blocks = range(chunk // BLOCK)
     tokens = [pl.ds(block * BLOCK, BLOCK) for block in blocks]
     inverse = {}
-    # Block forward substitution: invert the diagonal block, then each block to its left from the blocks already
-    # inverted: `inv[i, j] = -inv[i, i] sum_m system[i, m] inv[m, j]`.
+    # Block forward substitution. For each row of blocks, invert the diagonal block, then compute the inverse's blocks
+    # to its left from those already computed: `inv[i, j] = -inv[i, i] sum_m system[i, m] inv[m, j]`.
     for later in blocks:
         system = [plt.load(system_ref.at[tokens[later], tokens[earlier]]) for earlier in blocks[: later + 1]]
         inverse[later, later] = _invert_unit_lower(system[later])

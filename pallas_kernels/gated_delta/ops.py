@@ -1,4 +1,4 @@
-"""The ops of the gated delta rule. Each picks its kernel or its reference; the package docstring has the shapes."""
+"""The ops of the gated delta rule. Each chooses its kernel or its reference; the package docstring has the shapes."""
 
 import jax
 import jax.numpy as jnp
@@ -10,26 +10,10 @@ from pallas_kernels.gated_delta.step_kernel import gated_delta_steps_triton
 
 
 def gated_delta_verify(q, k, v, log_decay, beta, state, *, implementation="auto") -> tuple[jax.Array, jax.Array]:
-    """Computes outputs and corrections of draft tokens, one after the other, without changing the state.
+    """Computes outputs and corrections of draft tokens in order, without changing the state.
 
     `gated_delta_replay` computes the state after the accepted tokens. All arithmetic is float32 and in the same order
     for any T, so a token's result does not depend on the tokens after it. The kernel has no gradient.
-
-    Args:
-        q: `[B, T, K, P]` queries.
-        k: `[B, T, K, P]` keys.
-        v: `[B, T, J, Q]` values.
-        log_decay: `[B, T, J]` float32, at most 0.
-        beta: `[B, T, J]` float32.
-        state: `[B, J, P, Q]` float32.
-        implementation: "xla" (the reference), "triton" (the kernel, on CUDA and ROCm), "interpreted" (the kernel in
-            Pallas's interpreter, on any machine) or "auto"; see `pallas_kernels.dispatch`.
-
-    Returns:
-        Outputs and corrections, `[B, T, J, Q]` float32 each.
-
-    Raises:
-        ValueError: The implementation is unknown, or shapes or dtypes do not fit.
     """
     shape = _checked_sizes(q, k, v, log_decay, beta, state)
     chosen = choose("gated_delta_verify", implementation, ("xla", "triton"), shape)
@@ -42,22 +26,9 @@ def gated_delta_verify(q, k, v, log_decay, beta, state, *, implementation="auto"
 
 
 def gated_delta_steps(q, k, v, log_decay, beta, state, *, implementation="auto") -> tuple[jax.Array, jax.Array]:
-    """Computes outputs of committed tokens, one after the other, and the state after the last one.
+    """Computes outputs of committed tokens in order, and the state after the last one.
 
-    Args:
-        q: `[B, T, K, P]` queries.
-        k: `[B, T, K, P]` keys.
-        v: `[B, T, J, Q]` values.
-        log_decay: `[B, T, J]` float32, at most 0.
-        beta: `[B, T, J]` float32.
-        state: `[B, J, P, Q]` float32; the kernel updates it in place.
-        implementation: As in `gated_delta_verify`.
-
-    Returns:
-        Outputs `[B, T, J, Q]` and the last state `[B, J, P, Q]`, float32.
-
-    Raises:
-        ValueError: The implementation is unknown, or shapes or dtypes do not fit.
+    The kernel updates the state in place.
     """
     shape = _checked_sizes(q, k, v, log_decay, beta, state)
     chosen = choose("gated_delta_steps", implementation, ("xla", "triton"), shape)
@@ -76,14 +47,8 @@ def gated_delta_replay(k, log_decay, corrections, state, num_accepted) -> jax.Ar
     between product and sum. XLA reads the state once and writes it in place.
 
     Args:
-        k: `[B, T, K, P]` keys of the draft tokens.
-        log_decay: `[B, T, J]` float32.
-        corrections: `[B, T, J, Q]` float32, from `gated_delta_verify`.
-        state: `[B, J, P, Q]` float32, the state before the draft tokens.
+        state: The state before the draft tokens.
         num_accepted: `[B]` integer, number of accepted tokens per row.
-
-    Returns:
-        The state `[B, J, P, Q]` float32.
     """
     (B, J, P, Q), (T, K) = state.shape, k.shape[1:3]
     # Rejected tokens get decay 1 and correction 0, so their steps leave the state unchanged. All rows run T steps.
@@ -112,20 +77,7 @@ def gated_delta(
     pass differentiates the reference and recomputes the forward pass.
 
     Args:
-        q: `[B, T, K, P]` queries.
-        k: `[B, T, K, P]` keys.
-        v: `[B, T, J, Q]` values.
-        log_decay: `[B, T, J]` float32, at most 0.
-        beta: `[B, T, J]` float32.
-        state: `[B, J, P, Q]` float32.
         segment_ids: `[B, T]` int32, or None. Each document starts from an empty state, the first one from `state`.
-        implementation: As in `gated_delta_verify`.
-
-    Returns:
-        Outputs `[B, T, J, Q]` and the last state `[B, J, P, Q]`, float32.
-
-    Raises:
-        ValueError: The implementation is unknown, or shapes or dtypes do not fit.
     """
     shape = _checked_sizes(q, k, v, log_decay, beta, state, segment_ids)
     chosen = choose("gated_delta", implementation, ("xla", "triton"), shape)

@@ -100,10 +100,8 @@ def grouped_matmul_kernel(
         weight: [E, K, N], or [E, N, K] if `transposed`. Gate and up [E, K, 2, N] give `silu(x gate) * (x up)`.
         out_dtype: Dtype of the result.
         scales: float32 for fp8 weights [..., K, ...]: [..., ceil(K / block), ...], otherwise of the same shape.
-        block: Number of inputs that share a scale.
         transposed: The weight is [E, N, K].
         return_products: Also return the products with gate and up, for the backward pass.
-        interpret: Run in Pallas's interpreter.
         platform: "cuda" or "rocm", whose order of programs differs; None: the one that the call is lowered for.
 
     Returns:

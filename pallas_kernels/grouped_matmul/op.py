@@ -1,4 +1,4 @@
-"""`grouped_matmul`: picks a plain form or the kernels, and differentiates the kernels."""
+"""`grouped_matmul`: chooses a plain form or the kernels, and differentiates the kernels."""
 
 import functools
 
@@ -6,6 +6,7 @@ import jax
 import jax.numpy as jnp
 
 from pallas_kernels.batch_invariance import is_batch_invariant
+from pallas_kernels.case import Case, Shape, random_keys, random_normal
 from pallas_kernels.dequantise import dequantise
 from pallas_kernels.dispatch import choose
 from pallas_kernels.grouped_matmul.matmul_kernel import grouped_matmul_kernel
@@ -19,8 +20,8 @@ from pallas_kernels.grouped_matmul.reference import (
 )
 from pallas_kernels.grouped_matmul.route import MIN_ROWS, route_few_tokens, route_many_tokens
 
-# Plain JAX passes up to this many tokens through every active expert: reading the weights costs more than multiplying
-# rows that an expert was not chosen for. Measured on a CPU.
+# Plain JAX passes up to this many tokens through every active expert: reading the weights costs more than the
+# unnecessary products. Measured on a CPU.
 MAX_FEW_TOKENS = 128
 # The kernels use `route_few_tokens` up to this many tokens. With more, each program's scan of all ids costs too much.
 MAX_ROUTE_FEW_TOKENS = 64
@@ -58,16 +59,13 @@ def grouped_matmul(
         down_scales: [E, ceil(F / block), D] float32 for fp8, else None.
         block: Number of neighbouring inputs that share a scale.
         inference: Promises that no gradient is taken, so "xla" may use a loop without a reverse mode.
-        implementation: "xla" (plain JAX), "triton" (the kernels, on CUDA and ROCm), "interpreted" (the kernels in
-            Pallas's interpreter, on any machine) or "auto"; see `pallas_kernels.dispatch`.
 
     Returns:
         [n, D] in x's dtype.
 
     Raises:
-        ValueError: The implementation is unknown, shapes or dtypes do not fit, or a gradient of fp8 kernels was
-            requested. Or the kernels were requested for another dtype of x, or for fp8 with odd D or F or a block that
-            is not a multiple of 16.
+        ValueError: A gradient of fp8 kernels was requested, or the kernels for an unsupported dtype of x, or for fp8
+            with odd D or F or a block that is not a multiple of 16.
     """
     _check(x, ids, weights, gate_up, down, gate_up_scales, down_scales, block)
     E, D, _, F = gate_up.shape
@@ -100,18 +98,26 @@ def grouped_matmul(
     )
 
 
+def make_case(shape: Shape) -> Case:
+    names = ("tokens", "chosen", "experts", "width", "expert_width")
+    keys, (n, k, E, D, F) = random_keys(), (shape[name] for name in names)
+    x, ids = random_normal(keys, (n, D), shape["dtype"]), jax.random.randint(next(keys), (n, k), 0, E)
+    arrays = x, ids, jnp.ones((n, k)) / k
+    stacks = [random_normal(keys, size, shape["weights"]) for size in ((E, D, 2, F), (E, F, D))]
+    # Only fp8 experts have scales.
+    if shape["weights"].startswith("float8"):
+        stacks += [jnp.ones((E, -(-D // 128), 2, F)), jnp.ones((E, -(-F // 128), D))]
+
+    def run(*arrays, implementation):
+        scales = dict(zip(("gate_up_scales", "down_scales"), arrays[5:], strict=False))
+        is_inference = shape["use"] == "inference"
+        return grouped_matmul(*arrays[:5], **scales, inference=is_inference, implementation=implementation)
+
+    return run, (*arrays, *stacks)
+
+
 def difference_from_reference(implementation: str, *, dtype, is_fp8: bool, inference: bool) -> float:
-    """Compares an implementation with the plain sum over all experts, on small arrays.
-
-    Args:
-        implementation: One of `grouped_matmul`.
-        dtype: Dtype of x.
-        is_fp8: Experts in fp8 with scales.
-        inference: Compares the output only; False compares gradients too.
-
-    Returns:
-        The largest difference over its bound: more than 1 means that the numbers are wrong.
-    """
+    """Compares the output with the plain sum over all experts, on small arrays; without `inference` gradients too."""
     n, k, E, D, F, block = 5, 2, 4, 128, 64, 32
     keys = iter(jax.random.split(jax.random.key(0), 7))
     x = jax.random.normal(next(keys), (n, D), dtype)
@@ -178,13 +184,13 @@ def _grouped_matmul_xla(x, ids, weights, gate_up, down, gate_up_scales, down_sca
         return grouped_matmul_many_tokens(x, ids, weights, gate_up, down)
 
     by_expert = functools.partial(grouped_matmul_by_expert, x, ids, weights, *experts, block=block)
-    # With more pairs than experts most experts are active. A GPU then reads all of them, without a copy.
+    # With more pairs than experts, nearly all experts are active, so a GPU reads all of them in place.
     if ids.size <= len(down):
         on_gpu = functools.partial(grouped_matmul_by_pair, x, ids, weights, *experts, block=block)
     elif gate_up_scales is None:
         on_gpu = functools.partial(grouped_matmul_by_all_experts, x, ids, weights, gate_up, down)
     else:
-        on_gpu = by_expert  # all of the experts in x's dtype would take too much memory
+        on_gpu = by_expert  # all experts in x's dtype would take too much memory
     return jax.lax.platform_dependent(cpu=by_expert, default=on_gpu)
 
 

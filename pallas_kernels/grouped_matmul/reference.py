@@ -27,7 +27,7 @@ def grouped_matmul_by_expert(x, ids, weights, gate_up, down, gate_up_scales=None
     on the number of experts. Not differentiable in reverse mode, because the number of loop steps is dynamic.
     """
     combine = _combine_weights(ids, weights, gate_up.shape[0]).astype(x.dtype)
-    # Sort the active experts to the front, so that the loop runs over them alone.
+    # Sort the active experts to the front, so that the loop runs only over them.
     is_active = jax.nn.one_hot(ids, gate_up.shape[0], dtype=jnp.int32).sum(axis=(0, 1)) > 0
     active_first = jnp.argsort(~is_active, stable=True)
 
@@ -41,7 +41,7 @@ def grouped_matmul_by_expert(x, ids, weights, gate_up, down, gate_up_scales=None
 
 
 def grouped_matmul_by_pair(x, ids, weights, gate_up, down, gate_up_scales=None, down_scales=None, block=128):
-    """Runs each pair of token and expert on its own, in a loop of static length: the form for few tokens on a GPU.
+    """Runs each pair of token and expert separately, in a loop of static length: the form for few tokens on a GPU.
 
     There a loop whose length depends on data returns to the host after every step, and the copy of an expert that
     `grouped_matmul_by_expert` makes triples its bytes. `row_times_matrix` reads weights once, as they are stored. Pairs
@@ -58,7 +58,7 @@ def grouped_matmul_by_pair(x, ids, weights, gate_up, down, gate_up_scales=None, 
         gate, up = jnp.split(products.astype(x.dtype), 2)
         hidden = jax.lax.optimization_barrier(jax.nn.silu(gate) * up)
         output = row_times_matrix(hidden, _read_expert(down, down_scales, expert, block, jnp.float32))
-        # A pair without an expert runs through the last one, and adds nothing.
+        # A pair without an expert runs through the last one with weight 0.
         return total.at[token].add(jnp.where(flat_ids[pair] < E, flat_weights[pair] * output, 0.0))
 
     zeros = jnp.zeros(x.shape, jnp.float32)
@@ -84,14 +84,14 @@ def grouped_matmul_by_all_experts(x, ids, weights, gate_up, down):
 def grouped_matmul_many_tokens(x, ids, weights, gate_up, down):
     """Sorts rows by expert, pads each expert's rows to blocks, and computes one product per block; drops no token.
 
-    Differentiable. Shapes are static: there are at most `n k / block + E` blocks, whatever the router chose.
+    Differentiable. Shapes are static: there are at most `n k / block + E` blocks for any choice of the router.
     """
     n, k = ids.shape
     E = gate_up.shape[0]
     # A block holds about the mean number of rows per expert, so that little padding is multiplied.
     block = max(8, min(64, n * k // E))
     num_blocks = n * k // block + E
-    # Sort the pairs (token, choice) by expert. Each expert's rows begin at a multiple of the block.
+    # Sort the pairs (token, choice) by expert. Each expert's rows start at a multiple of the block.
     flat_ids = ids.reshape(-1)
     order = jnp.argsort(flat_ids, stable=True)
     pair_expert = flat_ids[order]

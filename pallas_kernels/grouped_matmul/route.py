@@ -49,8 +49,8 @@ class Route:
 def route_few_tokens(ids, num_experts: int) -> Route:
     """Routes ids [n, k] int32: one block per pair; the first pair with an expert takes all of the expert's rows.
 
-    Products have 16 rows however many tokens chose the expert, so a row's sums do not depend on other rows. Registers
-    hold two products per pass over the weights, so an expert that more than 32 tokens chose is read twice.
+    Products always have 16 rows, so a row's sums do not depend on other rows. Registers hold two products per pass over
+    the weights, so an expert that more than 32 tokens chose is read twice.
     """
     num_tokens, k = ids.shape
     num_pairs = num_tokens * k
@@ -70,7 +70,7 @@ def route_few_tokens(ids, num_experts: int) -> Route:
         is_active = is_first & (expert < num_experts)
 
         def process(begin, num_products):
-            """Processes the expert's rows from number `begin` on."""
+            """Processes the expert's rows from index `begin` on."""
             products = []
             for product in range(num_products):
                 row = begin + product * MIN_ROWS + jnp.arange(MIN_ROWS)

@@ -19,24 +19,26 @@ import rich.console
 from mtpjax import generate, program_memory
 from mtpjax.ablation import bench as bench_module
 from mtpjax.ablation import run
-from mtpjax.ablation.bench import Bench, find_workload, paired_ratio
+from mtpjax.ablation.bench import Bench, paired_ratio
 from mtpjax.ablation.drafters import MTP
 from mtpjax.ablation.grid import Cell, Settings, list_cells
 from mtpjax.ablation.heatmap import cell_texts, plot_heatmap
 from mtpjax.ablation.pareto import plot_pareto
 from mtpjax.ablation.report import advise, cell_of, format_recommendation, format_summary, print_cells, to_csv
-from mtpjax.ablation.rows import is_whole
 from mtpjax.ablation.run import fingerprint
+from mtpjax.ablation.workload import find_workload
 from mtpjax.cli.main import main
 from mtpjax.data.jsonl_writer import JsonlWriter
-from mtpjax.data.packing import read_documents, split_held_out
+from mtpjax.data.packing import split_held_out
 from mtpjax.decoding.config import DecodeConfig
+from mtpjax.evaluation.prompt_choice import PromptChoice
 from mtpjax.evaluation.round_costs import RoundCosts
 from mtpjax.evaluation.round_loops import PLAIN_STEP
 from mtpjax.io.checkpoint import save_model
 from mtpjax.training.decoding_eval import is_looping
 from tests.helpers import training_runs
 from tests.helpers.ablation_rows import ENVIRONMENT, SETTINGS, WORKLOAD, cell_row
+from tests.helpers.documents import file_documents
 
 
 def test_the_grid_leaves_out_what_is_impossible_with_its_reason(small):
@@ -95,7 +97,7 @@ def test_a_model_that_cannot_draft_trees_has_chains_only(small):
         ({"batch_sizes": (1, 0)}, "batch_size must be at least 1"),
         ({"temperatures": (-1.0,)}, "temperature -1.0"),
         ({"temperatures": (float("nan"),)}, "temperature nan"),
-        ({"rules": ("fast",)}, "acceptance 'fast' is not one of auto, exact, greedy"),
+        ({"rules": ("fast",)}, "unknown acceptance rule 'fast'; supported: auto, greedy"),
         ({"max_new_tokens": 1}, "max_new_tokens must be at least 2"),
         ({"repeats": 0}, "repeats must be at least 1"),
     ],
@@ -126,7 +128,7 @@ def test_a_cell_of_a_right_drafter_has_its_figures(small, monkeypatch):
     assert figures["ideal_ratio"] == pytest.approx(3 * figures["costs"]["plain"] / figures["costs"]["parts"])
     assert figures["ratio"] == pytest.approx({"value": 2.5, "low": 2.5, "high": 2.5})
     for row, cell in ((figures, chain), (wide, tree)):
-        assert is_whole(json.loads(json.dumps(row, allow_nan=False)), cell)
+        assert json.loads(json.dumps(row, allow_nan=False))["cell"] == dataclasses.asdict(cell)
 
 
 @pytest.mark.slow
@@ -160,13 +162,13 @@ def test_a_text_that_differs_is_noticed(dtype, small, monkeypatch):
     monkeypatch.setattr(
         bench, "_part_costs", lambda cell: (RoundCosts(2, {cell.shape: 1.0}, {PLAIN_STEP: 1.0, cell.shape: 1.0}), 0.0)
     )
-    decode = bench._decode
+    decode = bench_module.speculative_generate
 
-    def altered(batch, config, *rest):
-        result = decode(batch, config, *rest)
+    def altered(*arguments, config, **options):
+        result = decode(*arguments, config=config, **options)
         return dataclasses.replace(result, tokens=result.tokens + 1) if config.num_steps else result
 
-    monkeypatch.setattr(bench, "_decode", altered)
+    monkeypatch.setattr(bench_module, "speculative_generate", altered)
     figures = bench.measure(Cell(2, 1, 1, 2, "greedy", 0.0))
     assert figures["lossless"] == "DIFFERS" and figures["differing_rows"] == figures["compared_rows"]
 
@@ -374,15 +376,17 @@ def test_calls_no_longer_than_their_prefill_give_no_negative_speed(small, monkey
     figures = bench.measure(cell)
     assert figures["problem"].startswith("impossible: a call for all tokens took no longer than a call for one")
     assert figures["ratio"]["low"] > 0 and min(figures["tokens_per_second"], figures["plain_tokens_per_second"]) > 0
-    assert is_whole(json.loads(json.dumps(figures, allow_nan=False)), cell)
+    assert json.loads(json.dumps(figures, allow_nan=False))["cell"] == dataclasses.asdict(cell)
 
 
 def test_disturbed_cells_are_measured_again_last(tmp_path, small):
     cells, _ = list_cells(SETTINGS, model=small("grouped", "right")[0])
     rows, _ = run_cells(tmp_path, FakeBench(), cells)
-    path, changes = tmp_path / "cells.jsonl", [{"problem": "disturbed: waited 9%"}, {"problem": "uncertain: wide"}]
+    path, changes = tmp_path / "cells.jsonl", [{"problem": "disturbed: waited 9%"}, {"problem": "uncertain: wide"}, {}]
     # The first row is disturbed, the second uncertain, which no idle machine changes, and the last is missing.
-    path.write_text("".join(json.dumps(row | change) + "\n" for row, change in zip(rows, [*changes, {}], strict=False)))
+    path.write_text(
+        "".join(json.dumps(run.seal(row | change)) + "\n" for row, change in zip(rows, changes, strict=False))
+    )
     again, said = FakeBench(), []
     with JsonlWriter(path) as writer:
         rows, is_complete = run.run_cells(cells, again, writer, ENVIRONMENT, log=said.append)
@@ -508,9 +512,9 @@ def test_ctrl_c_says_how_to_go_on(checkpoint, tmp_path, capsys, monkeypatch):
 def test_prompts_without_a_file_are_of_files_that_training_held_out(small, checkpoint):
     """Those whose plain continuation repeats itself are left out, unless all do."""
     model, params = small("grouped", "mixed", vocab_size=256)
-    workload = find_workload(checkpoint, model, params, SETTINGS, num_prompts=2, prompt_tokens=16)
+    workload = find_workload(checkpoint, model, params, SETTINGS, PromptChoice(count=2, max_tokens=16))
     assert len(workload.prompts) == 2 and all(len(prompt) == 16 for prompt in workload.prompts)
-    _, held_out = split_held_out(read_documents(sorted(checkpoint.parent.glob("*.txt"))), 0.5)
+    _, held_out = split_held_out(file_documents(sorted(checkpoint.parent.glob("*.txt"))), 0.5)
     texts = [document.tokens.tobytes() for document in held_out]
     assert 0 < len(texts) < 16 and all(any(bytes(prompt) in text for text in texts) for prompt in workload.prompts)
     rows = generate(params, workload.prompts, model=model, config=DecodeConfig(max_new_tokens=12)).rows()

@@ -16,7 +16,7 @@ from mtpjax.ablation.bench import Bench
 from mtpjax.ablation.comparison import best_of_each_drafter, format_comparison
 from mtpjax.ablation.drafters import (
     MTP,
-    DraftMethod,
+    AblatedDrafter,
     drafter_digest,
     load_methods,
     short_names,
@@ -28,17 +28,19 @@ from mtpjax.ablation.positions import deepest, plot_positions
 from mtpjax.ablation.report import format_recommendation, print_cells, to_csv
 from mtpjax.ablation.run import fingerprint
 from mtpjax.cli.main import main
-from mtpjax.decoding.drafters.dflash import DFlashDrafter, DFlashParams
+from mtpjax.drafters.dflash.drafting import DFlashDrafter
+from mtpjax.drafters.dflash.network import DFlash, DFlashConfig
+from mtpjax.drafters.methods import find_method
+from mtpjax.drafters.trained import DraftParams
 from mtpjax.errors import CheckpointError
-from mtpjax.evaluation.small_models import constructed_drafter
 from mtpjax.models.config import ModelConfig
-from mtpjax.models.dflash import DFlash, DFlashConfig
 from mtpjax.models.masks import full_view
 from mtpjax.models.model import MTPModel
 from mtpjax.training.cost import TrainingCost
 from tests.helpers.ablation_rows import ENVIRONMENT, SETTINGS, WORKLOAD, cell_row
+from tests.helpers.small_models import constructed_drafter
 
-LOOKUP = DraftMethod("lookup", "lookup")
+LOOKUP = AblatedDrafter("lookup", find_method("lookup"), "lookup")
 # Batch size, temperature, depth and topk.
 SHAPES = [(1, 0.0, 2, 1), (1, 0.0, 3, 1), (1, 1.0, 3, 1), (4, 0.0, 3, 1), (1, 0.0, 3, 2)]
 
@@ -60,7 +62,7 @@ def dflash(model):
     view = full_view(block, jnp.ones((1, 2), jnp.int32))
     zeros = jnp.zeros((1, 2, own.hidden_size))
     params = jax.jit(DFlash(config).init)(jax.random.key(0), zeros, zeros, view)["params"]
-    return DFlashDrafter(architecture=config), DFlashParams(params)
+    return DFlashDrafter(architecture=config), DraftParams(params)
 
 
 @pytest.fixture(scope="module")
@@ -135,10 +137,12 @@ def test_a_changed_drafter_gives_a_new_fingerprint(trunk):
     drafter, params = constructed_drafter("medusa", *trunk)
 
     def of(drafter, params):
-        method = DraftMethod("medusa", drafter, params, "runs/medusa", drafter_digest(drafter, params))
+        method = AblatedDrafter(
+            "medusa", find_method("medusa"), drafter, params, "runs/medusa", drafter_digest(drafter, params)
+        )
         return fingerprint(cell, SETTINGS, WORKLOAD, ENVIRONMENT, method)
 
-    changed = params.replace(heads=params.heads | {"output_0": params.heads["output_0"].at[0, 0].add(1e-3)})
+    changed = params.replace(network=params.network | {"output_0": params.network["output_0"].at[0, 0].add(1e-3)})
     fewer = dataclasses.replace(drafter, architecture=dataclasses.replace(drafter.architecture, num_heads=2))
     assert of(drafter, params) == of(*constructed_drafter("medusa", *trunk))
     narrow = jax.tree.map(lambda leaf: leaf.astype(jnp.bfloat16), params)
@@ -172,7 +176,8 @@ def rows_of_drafters():
 def test_the_report_names_the_drafter_and_compares_all():
     rows = rows_of_drafters()
     trained = TrainingCost(100, 6400, 50.0, 0.25)
-    long = DraftMethod("long-name-of-a-run/drafter", dflash_of_no_params(), None, "runs/long", "0123", trained)
+    of_long = ("long-name-of-a-run/drafter", find_method("dflash"), dflash_of_no_params())
+    long = AblatedDrafter(*of_long, None, "runs/long", "0123", trained)
     methods = (MTP, dataclasses.replace(LOOKUP, training=None), long)
     text = format_recommendation(rows, {"lookup: a reason": 2}, WORKLOAD, SETTINGS, ENVIRONMENT, methods)
     best = "long-name-of-a-run/drafter, depth 3, greedy: accept length 3.40, ratio to plain 1.55"

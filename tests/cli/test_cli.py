@@ -19,17 +19,19 @@ from mtpjax.atomic import check_output_file
 from mtpjax.cli import config_flags, generate
 from mtpjax.cli.main import COMMANDS, main
 from mtpjax.data.draft_vocabulary import save_vocabulary
-from mtpjax.decoding.drafters.dflash import DFlashDrafter, DFlashParams
-from mtpjax.decoding.drafters.dspark import DSparkDrafter
-from mtpjax.decoding.drafters.medusa import MedusaDrafter, MedusaParams
-from mtpjax.evaluation import profile
-from mtpjax.evaluation.profile import load_depth_settings
+from mtpjax.drafters.dflash.drafting import DFlashDrafter
+from mtpjax.drafters.dflash.network import DFlash, DFlashConfig
+from mtpjax.drafters.dspark.drafting import DSparkDrafter
+from mtpjax.drafters.dspark.network import DSpark, DSparkConfig
+from mtpjax.drafters.medusa.drafting import MedusaDrafter
+from mtpjax.drafters.medusa.network import Medusa, MedusaConfig
+from mtpjax.drafters.methods import find_method
+from mtpjax.drafters.trained import DraftParams
+from mtpjax.evaluation import profile, profile_file
+from mtpjax.evaluation.profile_file import load_depth_settings
 from mtpjax.io.checkpoint import save_model
 from mtpjax.models.config import ModelConfig
-from mtpjax.models.dflash import DFlash, DFlashConfig
-from mtpjax.models.dspark import DSpark, DSparkConfig
 from mtpjax.models.masks import full_view
-from mtpjax.models.medusa import Medusa, MedusaConfig
 from mtpjax.serving.offline import CompletedBatch, complete
 from tests import golden
 
@@ -218,11 +220,14 @@ def test_generate_drafts_by_lookup_with_and_without_mtp_modules(num_mtp_modules,
     error = capsys.readouterr().err
     assert "identical to plain decoding: yes" in error
     rates = error.split("accepted per level ")[1].split("\n")[0].split()
-    assert len(rates) == config_flags.DEFAULT_LOOKUP_STEPS and float(rates[0]) > 0
+    assert len(rates) == find_method("lookup").default_levels and float(rates[0]) > 0
     assert exit_code([*arguments, "--drafter", "lookup", "--topk", "2"]) == 2
     assert "drafter 'lookup' supports only chains" in capsys.readouterr().err
     assert exit_code([*arguments, "--drafter", "n-gram"]) == 2
-    assert "--drafter must be one of mtp, lookup, got n-gram" in capsys.readouterr().err
+    assert (
+        "drafter must be one of mtp, lookup, eagle3, medusa, dflash, dspark, or package.module:RECORD, got n-gram"
+        in capsys.readouterr().err
+    )
     if not num_mtp_modules:
         assert exit_code(arguments) == 0
         assert "accepted per level" not in capsys.readouterr().err
@@ -356,7 +361,7 @@ def test_profile_stands_beside_the_model_or_where_it_is_told(checkpoint, tmp_pat
     assert exit_code(["profile", "--model", str(checkpoint)]) == 0
     assert (checkpoint / "profile.json").is_file()
     load(checkpoint)  # is still one
-    monkeypatch.setattr(profile.os, "access", lambda *_: False)
+    monkeypatch.setattr(profile_file.os, "access", lambda *_: False)
     assert exit_code(["profile", "--model", str(checkpoint)]) == 2
     assert "choose another place with --output FILE" in capsys.readouterr().err
     assert exit_code(["profile", "--model", str(checkpoint), "--num-steps", "0", "--output", str(tmp_path / "x")]) == 2
@@ -432,7 +437,7 @@ def heads(checkpoint, tmp_path_factory):
     model, _ = load(checkpoint)
     config = MedusaConfig(hidden_size=32, vocab_size=model.config.vocab_size, num_heads=2)
     path = tmp_path_factory.mktemp("heads") / "heads"
-    save_drafter(path, MedusaDrafter(architecture=config), MedusaParams(init_medusa(config)))
+    save_drafter(path, MedusaDrafter(architecture=config), DraftParams(init_medusa(config)))
     return path
 
 
@@ -495,7 +500,7 @@ def test_generate_drafts_with_blocks(algorithm, flags, checkpoint, tmp_path, cap
     view = full_view(block, np.ones((1, 2), np.int32))
     zeros = np.zeros((1, 2, own.hidden_size), np.float32)
     params = network(drafter.architecture).init(jax.random.key(0), zeros, zeros, view)["params"]
-    save_drafter(tmp_path / "draft", drafter, DFlashParams(params))
+    save_drafter(tmp_path / "draft", drafter, DraftParams(params))
     arguments = ["generate", "--model", str(checkpoint), "--prompt", "def ", "--max-new-tokens", "8", "--check"]
     arguments += ["--speculative-draft-model-path", str(tmp_path / "draft")]
     arguments += ["--speculative-algorithm", algorithm, *flags]
@@ -509,7 +514,7 @@ def test_generate_drafts_with_blocks(algorithm, flags, checkpoint, tmp_path, cap
     [
         (["--sample-from-anchor"], "--sample-from-anchor needs --speculative-draft-model-path"),
         (["--last-layer-state", "after_norm"], "--last-layer-state needs --speculative-draft-model-path"),
-        (["--speculative-algorithm", "EAGLE3"], "--speculative-algorithm needs --speculative-draft-model-path"),
+        (["--speculative-algorithm", "EAGLE3"], "--speculative-algorithm EAGLE3 needs --speculative-draft-model-path"),
         (["--speculative-dspark-confidence-threshold", "0"], "threshold needs --speculative-draft-model-path"),
         (
             ["--speculative-draft-model-path", "HEADS", "--speculative-dspark-confidence-threshold", "0.5"],

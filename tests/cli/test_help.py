@@ -11,6 +11,7 @@ from mtpjax.cli.flag_checks import check_command_line
 from mtpjax.cli.help import command_parser
 from mtpjax.cli.main import main, make_parser
 from mtpjax.cli.prediction import DEVICE_NAMES
+from mtpjax.drafters.methods import METHODS, find_method
 from mtpjax.evaluation.roofline import DEVICES
 from mtpjax.messages import count_of, did_you_mean, nearest
 
@@ -214,3 +215,14 @@ def test_a_similar_name_is_suggested():
     assert nearest("gen", ["generate", "regenerate"]) == "generate"
     assert nearest("ser", ["serve", "serve-router"]) == "serve"
     assert did_you_mean("xyz", ["generate"]) == ""
+
+
+def test_help_names_every_draft_method_and_its_default_depth(monkeypatch):
+    """The help is written without importing the methods."""
+    monkeypatch.setenv("COLUMNS", "2000")
+    algorithms = {algorithm for method in METHODS for algorithm in method.algorithms}
+    found = [text for text in (parser.format_help() for _, parser in COMMANDS) if "--speculative-algorithm" in text]
+    assert len(found) >= 3 and all(algorithms <= set(re.findall(r"[A-Z0-9]+", text)) for text in found)
+    mtp, lookup, eagle3 = (find_method(name).default_levels for name in ("mtp", "lookup", "eagle3"))
+    assert sum(f"(default: {mtp} with MTP modules, {lookup} for lookup, else 0)" in text for text in found) >= 2
+    assert all(f"by default {eagle3} for EAGLE-3" in text for text in found)

@@ -30,10 +30,10 @@ from mtpjax.cli.expert_flags import read_expert_counts
 from mtpjax.cli.main import main
 from mtpjax.cli.serve_settings import engine_sizes
 from mtpjax.decoding.config import DecodeConfig
-from mtpjax.decoding.drafters.load import save_drafter
+from mtpjax.drafters.load import save_drafter
 from mtpjax.errors import UsageError
-from mtpjax.evaluation.small_models import constructed_drafter
 from mtpjax.serving.sizes import longest_text
+from tests.helpers.small_models import constructed_drafter
 
 SIZES = ("--max-running-requests", "2", "--context-length", "128", "--precompile-bs-paddings", "2")
 QUICK = (*SIZES, "--skip-server-warmup", "--port", "0")
@@ -147,17 +147,17 @@ def test_a_server_starts_drains_and_leaves_nothing_behind(serve, tmp_path):
         (
             ["--speculative-algorithm", "NGRAM", "--speculative-draft-model-path", "x"],
             2,
-            "NGRAM has no files of its own",
+            "NGRAM has no files",
         ),
         (["--nnodes", "2", "--speculative-draft-model-path", "x"], 2, "needs a server in one process"),
         (["--tp-size", "8", "--ep-size", "3"], 2, "--ep-size (3) must divide --tp-size (8)"),
-        (["--enable-eplb"], 2, "--enable-eplb needs several devices with experts of their own"),
+        (["--enable-eplb"], 2, "--enable-eplb needs experts sharded over several devices"),
         (["--enable-eplb", "--mesh", "expert=2"], 2, "the model has no routed experts"),
         (["--eplb-rebalance-num-iterations", "0"], 2, "--eplb-rebalance-num-iterations must be at least 1, got 0"),
         (["--eplb-algorithm", "x"], 2, "is a flag of SGLang that mtpjax does not support"),
         (["--ep-num-redundant-experts", "2"], 2, "the model has no routed experts"),
         (["--acceptance", "threshold"], 2, "use --allow-lossy"),
-        (["--wait-for-warm-up"], 2, "--wait-for-warm-up and --skip-server-warmup exclude each other"),
+        (["--wait-for-warm-up"], 2, "--wait-for-warm-up and --skip-server-warmup cannot be combined"),
         (["--tokenizer-path", "/no/such/folder"], 3, "/no/such/folder"),
         (["--chat-template", "/no/such/file"], 2, "/no/such/file"),
         (["--chat-template", "README.md"], 3, "has no tokenizer.json, which a chat template needs"),
@@ -180,7 +180,7 @@ def test_wrong_flags_are_one_line_and_an_exit_code(checkpoint, capsys, flags, co
             (
                 "--enable-lora is a flag of SGLang that mtpjax does not support: merge the adapter into the weights",
                 "--max-model-len is a flag of vLLM that mtpjax does not support: use --context-length",
-                "--trust-remote-code is a flag of SGLang that mtpjax does not support: leave it out",
+                "--trust-remote-code is a flag of SGLang that mtpjax does not support: remove it",
                 "unknown flag --made-up",
             ),
         ),

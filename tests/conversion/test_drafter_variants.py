@@ -1,5 +1,6 @@
 """Drafters as training programs leave them: names, classes, types and layer ids that vary for one meaning."""
 
+import functools
 import json
 
 import jax
@@ -8,15 +9,20 @@ import numpy as np
 import pytest
 from safetensors.numpy import load_file, save_file
 
-from conversion.drafters.dflash_config import describe_dflash, parse_dflash
-from conversion.drafters.eagle3_config import TrunkSizes, describe_eagle3, parse_eagle3
-from conversion.drafters.method import find_method
-from conversion.drafters.read import read_drafter
-from conversion.drafters.write import write_drafter
+from mtpjax.drafters.architecture import TrunkSizes
+from mtpjax.drafters.dflash.hf_config import DFLASH_FORMAT, describe_blocks, parse_blocks
+from mtpjax.drafters.dspark.hf_files import DSPARK_FORMAT
+from mtpjax.drafters.eagle3.hf_config import describe_eagle3, parse_eagle3
+from mtpjax.drafters.files.detect import detect_method
+from mtpjax.drafters.files.read import read_drafter as read_drafter_of
+from mtpjax.drafters.files.write import write_drafter
+from mtpjax.drafters.methods import METHODS
 from mtpjax.errors import CheckpointError, CheckpointFileError, ConfigError
 from tests.golden import drafter_path
 
 TRUNK = TrunkSizes(320, 64, 8)
+HEAD = {"lm_head.weight": (320, 64)}  # of the tensors' shapes
+read_drafter = functools.partial(read_drafter_of, methods=METHODS)
 D2T, T2D = "d2t", "t2d"
 
 
@@ -185,7 +191,7 @@ def test_the_number_of_trunk_layers_may_have_a_key_of_its_own(tmp_path):
 )
 def test_files_of_no_method_say_what_was_looked_at(values, message):
     with pytest.raises(ConfigError, match=message):
-        find_method(values, ["model.embed_tokens.weight", "lm_head.weight"])
+        detect_method(values, ["model.embed_tokens.weight", "lm_head.weight"], METHODS)
 
 
 # The draft vocabulary.
@@ -264,9 +270,8 @@ def test_a_quantised_drafter_is_named_so(tmp_path):
 def layer_ids(name, ids, key="target_layer_ids", last=None, **changes):
     values = json.loads((draft(name) / "config.json").read_text())
     section = {"dflash_config": values["dflash_config"] | {key: ids}} if "dflash_config" in values else {key: ids}
-    return parse_dflash(values | section | changes, TRUNK, has_embedding=False, has_head=False, last_layer_state=last)[
-        0
-    ].layer_ids
+    kind = DSPARK_FORMAT if name == "dspark" else DFLASH_FORMAT
+    return parse_blocks(kind, values | section | changes, {}, TRUNK, {"last_layer_state": last})[0].layer_ids
 
 
 @pytest.mark.parametrize("name", ["dflash", "dspark"])
@@ -311,19 +316,14 @@ def test_layer_ids_of_other_conventions_are_refused(ids, message):
 def test_eagle3_may_read_either_state_of_the_last_layer(aux_layers, ids, last, expected, caplog):
     values = json.loads((draft("eagle3") / "config.json").read_text()) | {"eagle_aux_hidden_state_layer_ids": ids}
     choices = {"aux_layers": aux_layers, "last_layer_state": last}
-    config, _ = parse_eagle3(values, TRUNK, has_embedding=False, has_head=True, **choices)
+    config, _ = parse_eagle3(values, HEAD, TRUNK, choices)
     assert config.layer_ids == expected
     assert ("Using before_norm" in caplog.text) == (last is None)
     # Files that mtpjax writes say it.
     for form in ("specforge", "speculators"):
         caplog.clear()
-        again, _ = parse_eagle3(
-            describe_eagle3(config, form),
-            TRUNK,
-            has_embedding=False,
-            has_head=True,
-            aux_layers=None if form == "speculators" else "output",
-        )
+        choices = {"aux_layers": None if form == "speculators" else "output"}
+        again, _ = parse_eagle3(describe_eagle3(config, form), HEAD, TRUNK, choices)
         assert again == config and not caplog.text
 
 
@@ -332,9 +332,9 @@ def test_eagle3_may_read_either_state_of_the_last_layer(aux_layers, ids, last, e
 def test_written_blocks_say_which_state_of_the_last_layer_they_read(form, last, caplog):
     values = json.loads((draft("dflash_full") / "config.json").read_text())
     values["dflash_config"]["target_layer_ids"] = [1, 7]
-    config, _ = parse_dflash(values, TRUNK, has_embedding=False, has_head=False, last_layer_state=last)
-    written = describe_dflash(config, form)
-    assert parse_dflash(written, TRUNK, has_embedding=False, has_head=False)[0] == config and not caplog.text
+    config, _ = parse_blocks(DFLASH_FORMAT, values, {}, TRUNK, {"last_layer_state": last})
+    written = describe_blocks(DFLASH_FORMAT, config, form)
+    assert parse_blocks(DFLASH_FORMAT, written, {}, TRUNK, {})[0] == config and not caplog.text
 
 
 def test_unknown_keys_of_sections_are_warned_of(tmp_path, caplog):

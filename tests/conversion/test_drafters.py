@@ -1,6 +1,7 @@
 """Published drafters: read and written with the same bytes, and what is refused."""
 
 import dataclasses
+import functools
 import json
 import pickle
 import shutil
@@ -13,16 +14,24 @@ import pytest
 from safetensors.numpy import load_file, save_file
 
 import mtpjax
-from conversion.drafters.dflash_config import describe_dflash, parse_dflash
-from conversion.drafters.eagle3_config import TrunkSizes, default_layer_ids, parse_eagle3
-from conversion.drafters.read import StoredDrafter, read_drafter
-from conversion.drafters.torch_file import TorchFile
-from conversion.drafters.write import write_drafter
 from mtpjax import MTPModel, presets
+from mtpjax.drafters.architecture import TrunkSizes
+from mtpjax.drafters.dflash.hf_config import DFLASH_FORMAT, describe_blocks
+from mtpjax.drafters.dflash.hf_config import parse_blocks as parse_kind
+from mtpjax.drafters.dflash.method import DFLASH
+from mtpjax.drafters.dspark.hf_files import DSPARK_FORMAT
+from mtpjax.drafters.dspark.method import DSPARK
+from mtpjax.drafters.eagle3.hf_config import default_layer_ids, parse_eagle3
+from mtpjax.drafters.files.read import StoredDrafter
+from mtpjax.drafters.files.read import read_drafter as read_drafter_of
+from mtpjax.drafters.files.torch_file import TorchFile
+from mtpjax.drafters.files.write import write_drafter
+from mtpjax.drafters.methods import METHODS
 from mtpjax.errors import CheckpointError, CheckpointFileError, ConfigError
 from tests.golden import drafter_path
 
 TRUNK = TrunkSizes(320, 64, 8)
+read_drafter = functools.partial(read_drafter_of, methods=METHODS)
 EAGLE = ("eagle3", "eagle3_wide", "eagle31", "eagle31_plain")
 BLOCKS = ("dflash", "dflash_full", "dspark")
 
@@ -141,7 +150,7 @@ def test_listed_layers_of_specforge_have_two_readings(tmp_path):
         ("dflash", {"final_logit_softcapping": 30.0}, "final_logit_softcapping 30.0 is not supported"),
         ("dflash", {"num_target_layers": 9}, "num_target_layers is 9, but the trunk has 8 layers"),
         ("dflash", {"sliding_window": None}, "lacks swa_window_size"),
-        ("dflash", {"layer_types": None}, "does not say which layers slide"),
+        ("dflash", {"layer_types": None}, "layer_types is missing, which says what layers use the window"),
         ("dflash", {"layer_types": ["full_attention", "linear_attention"]}, "are not 2 of"),
         ("dflash", {"architectures": ["DFlash2DraftModel"]}, "is no drafter that is supported"),
         ("dflash", {"markov_rank": 8}, "markov_rank 8 is not supported"),
@@ -168,7 +177,8 @@ def values_of(name, **changes):
 
 
 def parse_blocks(values, **choices):
-    return parse_dflash(values, TRUNK, has_embedding=False, has_head=False, **choices)[0]
+    kind = DSPARK_FORMAT if "markov_rank" in values else DFLASH_FORMAT
+    return parse_kind(kind, values, {}, TRUNK, choices)[0]
 
 
 def test_ids_name_outputs_or_entered_layers():
@@ -176,9 +186,11 @@ def test_ids_name_outputs_or_entered_layers():
     assert parse_blocks(values_of("dflash")).layer_ids == (2, 4, 6)
     assert parse_blocks(values_of("dspark", target_layer_ids=[-1, 3, 5])).layer_ids == (0, 4, 6)
     for name in BLOCKS:
-        config, _ = parse_dflash(values_of(name), TRUNK, has_embedding=True, has_head=True)
+        kind = DSPARK_FORMAT if name == "dspark" else DFLASH_FORMAT
+        shapes = {"embed_tokens.weight": (320, 64), "lm_head.weight": (320, 64)}
+        config, _ = parse_kind(kind, values_of(name), shapes, TRUNK, {})
         if name != "dflash":  # its windows count from each slot, which speculators' do not
-            assert describe_dflash(config, "speculators")["aux_hidden_state_layer_ids"] == [2, 4, 6]
+            assert describe_blocks(kind, config, "speculators")["aux_hidden_state_layer_ids"] == [2, 4, 6]
 
 
 def test_the_anchor_drafts_where_the_format_says_so():
@@ -206,15 +218,15 @@ def test_causality_follows_the_stated_precedence():
 
 def test_sliding_layers_of_speculators_count_from_the_anchor():
     config = dataclasses.replace(parse_blocks(values_of("dflash")), window_from_anchor=True)
-    values = describe_dflash(config, "speculators")
+    values = describe_blocks(DFLASH_FORMAT, config, "speculators")
     assert parse_blocks(values) == config
     del values["sliding_window_non_causal"]
     with pytest.raises(ConfigError, match="lacks sliding_window_non_causal"):
         parse_blocks(values)
     with pytest.raises(ConfigError, match="cannot express window_from_anchor"):
-        describe_dflash(config, "z-lab")
+        describe_blocks(DFLASH_FORMAT, config, "z-lab")
     with pytest.raises(ConfigError, match="DFlash is written as 'z-lab' or 'speculators', not 'deepspec'"):
-        write_drafter("never", StoredDrafter(config, {}, None), form="deepspec")
+        write_drafter("never", StoredDrafter(DFLASH, config, {}, None), form="deepspec")
 
 
 @pytest.mark.parametrize("markov_head", ["gated", "rnn"])
@@ -224,7 +236,7 @@ def test_other_markov_heads_are_written_and_read(markov_head, tmp_path):
     sizes = (D + r, r) if markov_head == "gated" else (2 * r + D, 3 * r)
     step = {"markov_step": np.full(sizes, 0.5, np.float32), "markov_step_bias": np.ones(sizes[1], np.float32)}
     config = dataclasses.replace(stored.config, markov_head=markov_head)
-    changed = StoredDrafter(config, stored.params | step, None)
+    changed = StoredDrafter(DSPARK, config, stored.params | step, None)
     write_drafter(tmp_path / "new", changed)
     same_drafter(read_drafter(tmp_path / "new", TRUNK), changed)
 
@@ -248,7 +260,7 @@ def test_the_default_layers_and_the_trunks_own_head():
     assert default_layer_ids(32) == (2, 16, 29)
     values = json.loads((draft("eagle3") / "config.json").read_text())
     del values["draft_vocab_size"]
-    config, _ = parse_eagle3(values, TRUNK, has_embedding=False, has_head=False)
+    config, _ = parse_eagle3(values, {}, TRUNK, {})
     assert config.draft_vocab_size == 320 and not config.own_head
 
 

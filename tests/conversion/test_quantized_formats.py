@@ -6,8 +6,9 @@ import ml_dtypes
 import numpy as np
 import pytest
 
-from conversion.drafters.eagle3_config import TrunkSizes
-from conversion.drafters.read import read_drafter
+from mtpjax.drafters.architecture import TrunkSizes
+from mtpjax.drafters.files.read import read_drafter
+from mtpjax.drafters.methods import METHODS
 from mtpjax.errors import CheckpointFileError
 from mtpjax.io import convert
 from mtpjax.io.inspect import format_lines, inspect
@@ -150,4 +151,4 @@ def test_a_drafter_names_its_format_too(tmp_path):
     trunk = json.loads((source.parent / "trunk" / "config.json").read_text())
     sizes = TrunkSizes(trunk["vocab_size"], trunk["hidden_size"], trunk["num_hidden_layers"])
     with pytest.raises(CheckpointFileError, match="quantized: MLX"):
-        read_drafter(drafter, sizes)
+        read_drafter(drafter, sizes, methods=METHODS)

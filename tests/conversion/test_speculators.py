@@ -16,10 +16,11 @@ import pytest
 import mtpjax
 from conversion.hf_config import parse_config
 from mtpjax import MTPModel
-from mtpjax.models.dflash_forward import dflash_blocks
-from mtpjax.models.dspark import DSpark, DSparkConfig
-from mtpjax.models.eagle3_forward import eagle3_levels
+from mtpjax.drafters.dflash.forward import block_states
+from mtpjax.drafters.dspark.network import DSpark, DSparkConfig
+from mtpjax.drafters.eagle3.forward import eagle3_levels
 from mtpjax.models.forward import trunk_states
+from mtpjax.models.model import multiply_head
 from tests.golden import drafter_path, has_trunk
 
 LEVELS = 3
@@ -213,9 +214,8 @@ def run_blocks(case, text, features, anchors, previous):
     """Logits `[A, X, R]` of blocks behind true anchors, with DSpark's Markov head, and its confidences `[A, X]`."""
     shared = case.shared("embedding"), case.shared("head")
     network, config = case.draft_params.network, case.config
-    hidden, logits = dflash_blocks(
-        network, features, text[None], anchors[None], shared[0], config=config, head=shared[1]
-    )
+    hidden = block_states(network, features, text[None], anchors[None], shared[0], config=config)
+    logits = multiply_head(hidden, shared[1])
     if not isinstance(config, DSparkConfig):
         return [np.asarray(logits[0])]
     head, variables = DSpark(config), {"params": network}

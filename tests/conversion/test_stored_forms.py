@@ -149,7 +149,7 @@ def test_modules_of_the_other_convention_are_not_merged(tmp_path):
     convert.to_mtpjax(shifted, tmp_path / "ours")
     export_mtp(shifted, tmp_path / "export")
     for modules in (shifted, tmp_path / "ours", tmp_path / "export"):
-        with pytest.raises(CheckpointFileError, match=r"store norm weights as 1 \+ w, those of"):
+        with pytest.raises(CheckpointFileError, match=r"store norm weights as the full scale, 1 \+ w, but those of"):
             merge_mtp(base, modules, tmp_path / "merged")
 
 

@@ -204,7 +204,7 @@ def test_what_cannot_be_located_is_counted_and_never_ends_a_run(make, tmp_path):
     assert not reading.documents and reading.skipped["corrupt"] == 2
     assert "line 2 is skipped: the answer in message 2 of 4 cannot be located: the chat" in reading.last_skipped
     with pytest.raises(ValueError, match=r"over 1 unusable documents \(2 corrupt\); the last: .* cannot be located"):
-        read_source(dataclasses.replace(source, most_skipped=1), make(THINKING), vocab_size=300)
+        read_source(dataclasses.replace(source, max_skipped=1), make(THINKING), vocab_size=300)
 
 
 def test_the_parts_of_a_conversation_are_held_out_together(make, tmp_path):
@@ -313,12 +313,12 @@ def test_conversations_of_no_use_stop_reading_at_the_limit(make, tmp_path):
     file = tmp_path / "talks.jsonl"
     records = [{"messages": TALK}, {"messages": TALK[:2]}, {"messages": []}]
     file.write_text("".join(json.dumps(record) + "\n" for record in records))
-    source = Source(path=str(file), kind="chat", most_skipped=3)
+    source = Source(path=str(file), kind="chat", max_skipped=3)
     reading = read_source(source, make(), vocab_size=257)  # <|im_end|> is 257
     assert reading.skipped == {"corrupt": 1, "empty": 1, "vocabulary": 1} and not reading.documents
     said = r"over 2 unusable documents \(1 corrupt, 1 empty, 1 vocabulary\); the last: .*line 3 has no 'messages'"
     with pytest.raises(ValueError, match=said):
-        read_source(dataclasses.replace(source, most_skipped=2), make(), vocab_size=257)
+        read_source(dataclasses.replace(source, max_skipped=2), make(), vocab_size=257)
 
 
 def test_a_tokenizer_that_cannot_read_conversations_stops_at_the_first(make, tmp_path):

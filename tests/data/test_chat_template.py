@@ -5,7 +5,7 @@ import json
 import pytest
 
 from mtpjax.data import chat_messages, template_probe
-from mtpjax.data.chat_template import ChatTemplates, read_chat_templates, render_chat
+from mtpjax.data.chat_template import ChatTemplates, read_chat_templates
 from mtpjax.data.config import Source
 from mtpjax.data.record_forms import find_messages
 from mtpjax.data.regeneration_tasks import make_task
@@ -14,6 +14,7 @@ from mtpjax.data.tokenizer import HuggingFaceTokenizer, load_tokenizer
 from mtpjax.errors import ConversationError, DroppedTextError, TokenizerError
 from tests.helpers import chat_templates, chatml
 from tests.helpers.chat_templates import DEEPSEEK, GLM, KIMI, LLAMA, MINIMAX, MISTRAL, PUBLISHED, QWEN
+from tests.helpers.rendered_chats import render_chat
 
 QUESTION = {"role": "user", "content": "Weather?"}
 PARAMETERS = {"type": "object", "properties": {"city": {"type": "string"}}}
@@ -359,11 +360,12 @@ TEMPLATES = PUBLISHED | {"chatml": chatml.CHATML, "parts": chat_templates.PARTS,
 @pytest.mark.parametrize("name", TEMPLATES)
 def test_three_doors_give_the_same_prompt(name, tmp_path):
     pytest.importorskip("fastapi")
-    from mtpjax.serving.api.prompts import PromptLimits, read_chat
+    from mtpjax.serving.api.fields import Limits
+    from mtpjax.serving.api.prompts import read_chat
 
     tokenizer = chatml.save_tokenizer(tmp_path, TEMPLATES[name])
-    sizes = {"max_length": 2000, "vocab_size": 300, "max_characters": 10_000, "max_total_characters": 10_000}
-    limits = PromptLimits(**sizes, template_variables=())
+    sizes = {"max_length": 2000, "vocab_size": 300, "max_prompt_characters": 10_000, "max_total_characters": 10_000}
+    limits = Limits(**sizes)
     tools = None if name in ("deepseek", "chatml", "parts", "blocks") else [TOOL]
     for kind, messages in CONVERSATIONS.items():
         if kind.startswith("call") and name in ("chatml", "parts", "blocks"):

@@ -59,7 +59,7 @@ def test_text_gives_paragraphs_or_lines_cut_at_white_space(tmp_path):
         (b'{"turns": []}', "line 1: 'turns' is not a list with at least one turn"),
         (b'{"turns": [3]}', "line 1: 'turns' holds a number, not text"),
         (b'\n{"question": null}', "line 2: 'question' holds null, not text"),
-        (b'{"answer": "4"}', "line 1 has none of turns, prompt, text, question"),
+        (b'{"answer": "4"}', "line 1: has none of turns, prompt, text, question"),
         (b'{"text": " "}', "line 1: 'text' is empty"),
         (b'{"text": "a", "category": 3}', "line 1: 'category' holds a number"),
         (b'{"text": "a"}\n\xff\xfe', "line 2 is not UTF-8 text"),

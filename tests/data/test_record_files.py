@@ -52,7 +52,7 @@ RECORDS = [record for record, _ in EXPECTED]
 
 
 def texts(path, **changes):
-    reading = read_source(Source(path=str(path), most_skipped=0, **changes), ByteTokenizer(), vocab_size=256)
+    reading = read_source(Source(path=str(path), max_skipped=0, **changes), ByteTokenizer(), vocab_size=256)
     return [document.tokens.astype(np.uint8).tobytes().decode() for document in reading.documents]
 
 

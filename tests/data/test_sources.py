@@ -11,6 +11,7 @@ from mtpjax.data import packing
 from mtpjax.data.config import Source
 from mtpjax.data.sources import end_token_id, fingerprint, read_source
 from mtpjax.data.tokenizer import ByteTokenizer, TokenizerError
+from tests.helpers.documents import file_documents
 
 BYTES = ByteTokenizer()
 
@@ -47,7 +48,7 @@ def test_a_folder_of_text_gives_a_document_per_file(tmp_path):
         (tmp_path / name).write_bytes(text.encode())
     reading = read(tmp_path, pattern="*.txt")
     assert texts(reading) == ["first", "second é\r\n"] and set(reading.skipped.values()) == {0}
-    plain = packing.read_documents([tmp_path / "a/c.txt", tmp_path / "b.txt"])
+    plain = file_documents([tmp_path / "a/c.txt", tmp_path / "b.txt"])
     assert [each.name for each in reading.documents] == [each.name for each in plain]
     for document, expected in zip(reading.documents, plain, strict=True):
         assert document.tokens.dtype == expected.tokens.dtype == np.uint8
@@ -116,7 +117,7 @@ def test_the_error_names_the_json_type_of_a_line_that_is_not_an_object(tmp_path)
     file = tmp_path / "some.jsonl"
     file.write_text("[1]")
     with pytest.raises(ValueError, match="line 1 is not a JSON object but a list"):
-        read(file, kind="jsonl", most_skipped=0)
+        read(file, kind="jsonl", max_skipped=0)
 
 
 @pytest.mark.parametrize("line, reason, message", BAD, ids=range(len(BAD)))
@@ -124,9 +125,9 @@ def test_one_more_than_the_limit_stops_with_place_and_counts(line, reason, messa
     file = tmp_path / "some.jsonl"
     good = b'{"text": "good"}'
     file.write_bytes(b"\n".join([good, line if isinstance(line, bytes) else line.encode(), good]))
-    assert len(read(file, kind="jsonl", most_skipped=1).documents) == 2
+    assert len(read(file, kind="jsonl", max_skipped=1).documents) == 2
     with pytest.raises(ValueError, match="unusable") as raised:
-        read(file, kind="jsonl", most_skipped=0)
+        read(file, kind="jsonl", max_skipped=0)
     assert f"over 0 unusable documents (1 {reason}); the last: {file} line 2 {message}" in str(raised.value)
     assert "\n" not in str(raised.value) and len(str(raised.value)) < 400 + len(str(tmp_path))
 
@@ -228,5 +229,5 @@ def test_the_fingerprint_sees_every_setting_and_no_two_are_alike(folder):
     seen.append(fingerprint_of([one, two], WordTokenizer()))
     seen.append(fingerprint_of([one, two], vocab_size=257))
     assert len(set(seen)) == len(seen) == 10
-    loose = dataclasses.replace(two, most_skipped=5)  # changes no batch
+    loose = dataclasses.replace(two, max_skipped=5)  # changes no batch
     assert fingerprint_of([one, loose]) == seen[0]

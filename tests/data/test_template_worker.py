@@ -9,9 +9,9 @@ import time
 import pytest
 
 from mtpjax.data import template_worker
-from mtpjax.data.chat_template import render_chat
 from mtpjax.data.template_worker import TemplateFailure, TemplateWorker
 from mtpjax.errors import ConversationError, TokenizerError
+from tests.helpers.rendered_chats import render_chat
 
 MESSAGES = [{"role": "user", "content": "hi"}]
 FAILING = [
@@ -26,6 +26,13 @@ FAILING = [
 ]
 HUNGRY = ["{{ 'a' * 10**9 }}", "{{ ('a\\n' * 10**6) | indent(10**6) }}", "{{ '%3000000000d' | format(1) }}"]
 ENDLESS = ["{{ 9**(9**9) }}", "{% for a in 'x' * 9999 %}{% for b in 'x' * 9999 %}{% endfor %}{% endfor %}"]
+
+
+def render(worker, template, variables):
+    [result] = worker.render_all(template, [variables])
+    if isinstance(result, TemplateFailure):
+        raise result
+    return result.text
 
 
 @pytest.fixture
@@ -52,14 +59,14 @@ def test_a_template_that_does_not_end_is_stopped(template, monkeypatch, tmp_path
     monkeypatch.setattr(worker._worker, "_script", str(tmp_path / "short.py"))
     begin = time.monotonic()
     with pytest.raises(TemplateFailure, match="ran for more than"):
-        worker.render(template, {"messages": MESSAGES})
+        render(worker, template, {"messages": MESSAGES})
     assert time.monotonic() - begin < 15
-    assert worker.render("{{ messages[0].role }}", {"messages": MESSAGES}) == "user"
+    assert render(worker, "{{ messages[0].role }}", {"messages": MESSAGES}) == "user"
 
 
 def test_long_output_is_refused(worker):
     with pytest.raises(TemplateFailure, match="more than 16777216 characters"):
-        worker.render("{% for i in 'x' * 200 %}{{ 'a' * 100000 }}{% endfor %}", {})
+        render(worker, "{% for i in 'x' * 200 %}{{ 'a' * 100000 }}{% endfor %}", {})
 
 
 def test_a_template_that_does_not_compile_is_the_tokenizers_error():
@@ -75,15 +82,15 @@ def test_a_variable_without_json_form_is_refused():
 
 def test_threads_share_a_worker_and_get_their_own_answers(worker):
     with concurrent.futures.ThreadPoolExecutor(8) as pool:
-        answers = pool.map(lambda number: worker.render("{{ a }}", {"a": number}), range(100))
+        answers = pool.map(lambda number: render(worker, "{{ a }}", {"a": number}), range(100))
     assert list(answers) == [str(number) for number in range(100)]
 
 
 def test_a_worker_that_was_killed_is_replaced(worker):
-    assert worker.render("a", {}) == "a"
+    assert render(worker, "a", {}) == "a"
     worker._worker._process.kill()
     worker._worker._process.wait()
-    assert worker.render("b", {}) == "b"
+    assert render(worker, "b", {}) == "b"
     assert worker._worker._owner == os.getpid()
 
 
@@ -97,7 +104,7 @@ def test_tojson_takes_the_keywords_of_transformers(worker):
         ("(sort_keys=True, indent=None)", '{"a": [1, {}], "b": "<é>"}'),
         ("(indent=1)", '{\n "b": "<é>",\n "a": [\n  1,\n  {}\n ]\n}'),
     ):
-        assert worker.render("{{ value | tojson" + keywords + " }}", {"value": value}) == text
+        assert render(worker, "{{ value | tojson" + keywords + " }}", {"value": value}) == text
 
 
 # The spans are those that transformers 5.24 reports for these templates.
@@ -140,19 +147,19 @@ def test_several_renderings_fail_one_by_one(worker):
 def test_a_worker_that_was_stopped_is_replaced(worker, monkeypatch):
     monkeypatch.setattr(template_worker, "MAX_SECONDS", 0.5)
     monkeypatch.setattr(template_worker, "ANSWER_SECONDS", 0)
-    assert worker.render("a", {}) == "a"
+    assert render(worker, "a", {}) == "a"
     stopped = worker._worker._process
     stopped.send_signal(signal.SIGSTOP)
     # More than a pipe holds: the request cannot even be written.
-    assert worker.render("{{ b }}", {"b": "c" * 300_000}) == "c" * 300_000
+    assert render(worker, "{{ b }}", {"b": "c" * 300_000}) == "c" * 300_000
     assert stopped.poll() == -signal.SIGKILL
 
 
 def test_a_killed_worker_ends_its_calls_at_once(worker):
-    worker.render("a", {})
+    render(worker, "a", {})
     worker._worker._process.send_signal(signal.SIGSTOP)
     with concurrent.futures.ThreadPoolExecutor(3) as pool:
-        waiting = [pool.submit(worker.render, "a", {}) for _ in range(3)]
+        waiting = [pool.submit(render, worker, "a", {}) for _ in range(3)]
         time.sleep(0.1)
         begin = time.monotonic()
         worker.kill()

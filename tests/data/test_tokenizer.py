@@ -8,7 +8,6 @@ import tokenizers
 
 import mtpjax
 from mtpjax import DecodeConfig, MTPModel, SamplingParams, init_params, load, presets, speculative_generate
-from mtpjax.data.chat_template import render_chat
 from mtpjax.data.tokenizer import (
     ByteTokenizer,
     HuggingFaceTokenizer,
@@ -19,6 +18,7 @@ from mtpjax.errors import CheckpointError, UnsafeFileError
 from mtpjax.io.checkpoint import save_model
 from mtpjax.io.huggingface_files import count_token_ids
 from tests.helpers import chatml
+from tests.helpers.rendered_chats import render_chat
 
 TOKENIZER = ByteTokenizer()
 

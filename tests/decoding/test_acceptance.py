@@ -14,18 +14,11 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from mtpjax.decoding import acceptance
-from mtpjax.decoding.acceptance import (
-    AcceptedPath,
-    block_chain,
-    match_tree,
-    recursive_tree,
-    relaxed_tree,
-    threshold_tree,
-    token_chain,
-    traversal_tree,
-    typical_tree,
-)
+from mtpjax.decoding.acceptance import tree as tree_rules
+from mtpjax.decoding.acceptance.chain import block_chain, token_chain
+from mtpjax.decoding.acceptance.lossy import relaxed_tree, threshold_tree, typical_tree
+from mtpjax.decoding.acceptance.tree import recursive_tree, traversal_tree
+from mtpjax.decoding.acceptance.walk import AcceptedPath, match_tree
 
 UNIT = 2**24  # uniforms are multiples of 1/UNIT
 MARGIN = 512  # of them: the same arithmetic in two programs differs by some roundings, the more the less is left of p
@@ -415,14 +408,14 @@ def test_q_forgotten_is_caught_in_the_ratio_and_is_sample_and_match_everywhere(r
 
 @pytest.mark.parametrize("rule", [recursive, traversal], ids=lambda rule: rule.__name__)
 def test_children_without_replacement_need_q_without_what_was_drawn(rule, monkeypatch):
-    monkeypatch.setattr(acceptance.tree, "_normaliser", lambda q, is_gone, vocabulary: jnp.ones_like(q[0]))
+    monkeypatch.setattr(tree_rules, "_normaliser", lambda q, is_gone, vocabulary: jnp.ones_like(q[0]))
     p, q = make_tables(4, 1, kinds=["random", "close"])
     error, _ = enumerate_rule(lambda *args: rule(*args), TREES["3"], p, q)
     assert error.min() > CAUGHT, error
 
 
 def test_a_node_that_lost_a_child_needs_another_w(monkeypatch):
-    monkeypatch.setattr(acceptance.tree, "_w_after_rejection", lambda w, r: w)
+    monkeypatch.setattr(tree_rules, "_w_after_rejection", lambda w, r: w)
     for shape in (CHAINS[2], TREES["1,2"]):
         p, q = make_tables(3, 2, kinds=["random", "close"])
         error, _ = enumerate_rule(lambda *args: traversal(*args), shape, p, q)

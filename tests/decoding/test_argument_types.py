@@ -8,14 +8,12 @@ import pytest
 
 from mtpjax import (
     DecodeConfig,
+    ModelConfig,
+    MTPModel,
     SamplingParams,
-    collect,
     forward,
     generate,
     init_params,
-    init_state,
-    insert,
-    run,
     speculative_generate,
 )
 from mtpjax.io.checkpoint import load
@@ -155,14 +153,37 @@ def test_decoding_works_under_strict_promotion_and_debug_checks(settings, temper
 
 
 @pytest.mark.parametrize("name", CHECKS)
-def test_the_resumable_calls_and_forward_work_under_the_same_checks(name, params):
+def test_decoding_with_drafts_and_forward_work_under_the_same_checks(name, params):
     def decode():
         config = dataclasses.replace(CONFIG, num_steps=2)
-        state = init_state(params, model=MODEL, config=config, num_slots=2)
-        state = insert(params, state, [1], [[1, 2, 3]], model=MODEL, config=config)
-        state = run(params, state, 10, model=MODEL, config=config)
-        return collect(state, [1]).rows(), forward(params, [[1, 2, 3]], model=MODEL).logits.shape
+        rows = speculative_generate(params, [[1, 2, 3]], model=MODEL, config=config).rows()
+        return rows, forward(params, [[1, 2, 3]], model=MODEL).logits.shape
 
     expected = decode()
     with CHECKS[name]():
         assert decode() == expected
+
+
+def other_width():
+    return init_params(MTPModel(ModelConfig(**(MODEL.config.to_dict() | {"hidden_size": 24}))), jax.random.key(0))
+
+
+@pytest.mark.parametrize(
+    ("change", "said"),
+    [
+        (lambda params: other_width(), r"embedding has shape \(32, 24\) instead of shape \(32, 16\)"),
+        (lambda params: {k: v for k, v in params.items() if k != "trunk"}, "trunk/layer_0/.* has nothing"),
+        (lambda params: {k: v for k, v in params.items() if k != "mtp_0"}, "mtp_0/.* has nothing"),
+    ],
+)
+def test_params_of_another_model_are_named(change, said, params):
+    wrong = change(params)
+    with pytest.raises(ValueError, match=said) as caught:
+        speculative_generate(wrong, [[1, 2]], model=MODEL, config=dataclasses.replace(CONFIG, num_steps=2))
+    assert "\n" not in str(caught.value)
+
+
+def test_a_prefill_chunk_beyond_the_positions_allocates_no_more(params):
+    huge = DecodeConfig(max_new_tokens=4, prefill_chunk=2**30)
+    results = [generate(params, [[1, 2, 3]], model=MODEL, config=config).rows() for config in (huge, CONFIG)]
+    assert results[0] == results[1]

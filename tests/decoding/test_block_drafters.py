@@ -8,24 +8,26 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from mtpjax import DecodeConfig, SamplingParams, generate, init_state, insert, run, speculative_generate
+from mtpjax import DecodeConfig, SamplingParams, generate, speculative_generate
 from mtpjax.decoding import rng
-from mtpjax.decoding.drafters import levels
-from mtpjax.decoding.drafters.dflash import DFlashDrafter, DFlashParams
-from mtpjax.decoding.drafters.dspark import DSparkDrafter
+from mtpjax.decoding.decoder import Decoder, StateShape
 from mtpjax.decoding.prefill import prefill
-from mtpjax.decoding.result import collect
 from mtpjax.decoding.sampling import SamplingArrays
 from mtpjax.decoding.spec import DecodeSpec
-from mtpjax.decoding.state import NewRows, empty_state, start_rows
+from mtpjax.decoding.state import NewRows, start_rows
+from mtpjax.drafters import levels
+from mtpjax.drafters.dflash.drafting import DFlashDrafter
+from mtpjax.drafters.dflash.forward import block_states
+from mtpjax.drafters.dflash.network import DFlash, DFlashConfig
+from mtpjax.drafters.dspark.drafting import DSparkDrafter
+from mtpjax.drafters.dspark.network import DSpark, DSparkConfig
+from mtpjax.drafters.trained import DraftParams
 from mtpjax.models.config import ModelConfig
-from mtpjax.models.dflash import DFlash, DFlashConfig
-from mtpjax.models.dflash_forward import dflash_blocks
-from mtpjax.models.dspark import DSpark, DSparkConfig
 from mtpjax.models.masks import full_view
-from mtpjax.models.model import bind
+from mtpjax.models.model import bind, multiply_head
 from tests.helpers.drafter_mesh import check_mesh
 from tests.helpers.laws import first_token_law, second_token_law, second_tokens
+from tests.helpers.running import Running
 
 V, D, R = 11, 32, 7
 DRAFT_IDS = jnp.array([0, 2, 3, 5, 7, 8, 10], jnp.int32)
@@ -57,7 +59,7 @@ def dflash(**switches):
     given = {"windows": (4, 0), "is_causal": (True, False), "own_head": True, "draft_vocab_size": R} | switches
     config = DFlashConfig(**SIZES, **{"block_size": 4} | given)
     ids = DRAFT_IDS if config.draft_vocab_size < V else None
-    return DFlashDrafter(architecture=config), DFlashParams(init(DFlash, config), ids)
+    return DFlashDrafter(architecture=config), DraftParams(init(DFlash, config), ids)
 
 
 @functools.cache
@@ -67,7 +69,7 @@ def dspark(threshold=0.0, **switches):
     config = DSparkConfig(**SIZES, **{"block_size": 3} | given)
     drafter = DSparkDrafter(architecture=config, confidence_threshold=threshold)
     ids = DRAFT_IDS if config.draft_vocab_size < V else None
-    return drafter, DFlashParams(init(DSpark, config), ids)
+    return drafter, DraftParams(init(DSpark, config), ids)
 
 
 DRAFTERS = {"dflash": dflash, "dspark": dspark, "confident": functools.partial(dspark, 0.5)}
@@ -231,17 +233,15 @@ def start(trunk, drafter, rows, chunk, capacity=64):
     tokens = jnp.stack([jnp.pad(jnp.array(row, jnp.int32), (0, capacity - len(row))) for row in rows])
     lengths = jnp.array([len(row) for row in rows], jnp.int32)
     sampling = SamplingArrays.greedy(len(rows))
-    statics = {"model": model, "drafter": drafter[0], "spec": spec}
-    state = empty_state(
-        **statics, batch=len(rows), capacity=capacity, stops_shape=(8, 1), features=sampling.features, dtype=jnp.float32
-    )
-    state = start_rows(state, NewRows.without_stops(tokens, lengths, lengths + 20, sampling), vocab_size=V)
+    decoder = Decoder(model, drafter[0], spec)
+    new = NewRows.without_stops(tokens, lengths, lengths + 20, sampling)
+    state = start_rows(decoder.empty_state(StateShape.of(new), jnp.float32), new, vocab_size=V)
 
     @jax.jit
     def begin(params, draft_params, state):
-        prepared = drafter[0].prepare(params, draft_params, model=model, dtype=jnp.float32)
-        state = prefill(params, prepared, state, **statics)
-        return state, drafter[0].propose(prepared, state, model=model, spec=spec)
+        weights = decoder.prepare(params, draft_params)
+        state = prefill(decoder, weights, state)
+        return state, drafter[0].propose(decoder, weights, state)
 
     return begin(params, drafter[1], state)
 
@@ -269,9 +269,10 @@ def test_prefill_in_chunks_and_the_uncached_twin_agree(name, trunk):
     output = bind(model, params)(jnp.asarray(tokens), view, layer_ids=drafter.layer_ids, method="run_trunk")
     own = drafter.architecture
     head = draft_params.network["head"] if own.own_head else params["head"]
-    features = drafter.select_states(output, model=model)
-    blocks = jax.jit(functools.partial(dflash_blocks, config=own))
-    hidden, logits = blocks(draft_params.network, features, tokens, anchors, params["embedding"], head=head)
+    features = drafter.select_states(Decoder(model, drafter, DecodeSpec(1)), output)
+    blocks = jax.jit(functools.partial(block_states, config=own))
+    hidden = blocks(draft_params.network, features, tokens, anchors, params["embedding"])
+    logits = multiply_head(hidden, head)
     logits = np.asarray(logits[:, 0, own.block_size - own.num_drafts :])
     if name == "dspark":
         bias, _ = DSpark(own).apply(
@@ -286,43 +287,40 @@ def test_prefill_in_chunks_and_the_uncached_twin_agree(name, trunk):
 
 @SLOW
 @pytest.mark.parametrize("name", ["dflash", "dspark"])
-@pytest.mark.parametrize("pool", [None, (64, 16)])
-def test_rows_enter_a_running_state(name, pool, trunk):
-    """Rows that continue a text of their slot, and rows in pages, draft as rows that are decoded from the start."""
+def test_rows_enter_a_running_state(name, trunk):
+    """Rows that continue a text in their pages draft as rows that are decoded from the start."""
     model, params = trunk
     drafter, draft_params = DRAFTERS[name]()
     config = DecodeConfig(max_new_tokens=9, num_steps=2, drafter=drafter, prefill_chunk=8, acceptance="greedy")
     arguments = {"model": model, "config": config, "draft_params": draft_params}
-    paged = {"pages": [list(range(20)), list(range(20, 40))]} if pool else {}
-    state, fresh = (init_state(params, num_slots=2, model=model, config=config, pool=pool) for _ in range(2))
-    texts, cached = [list(prompt) for prompt in PROMPTS[:2]], None
+    pages = [list(range(20)), list(range(20, 40))]
+    running, fresh = (Running(params, **arguments) for _ in range(2))
+    texts, cached = [list(prompt) for prompt in PROMPTS[:2]], [0, 0]
     for _ in range(2):
-        state = insert(params, state, [0, 1], texts, num_cached=cached, **paged, **arguments)
-        state = run(params, state, 99, **arguments)
-        fresh = insert(params, fresh, [0, 1], texts, **paged, **arguments)
-        fresh = run(params, fresh, 99, **arguments)
-        found, plain = collect(state), speculative_generate(params, texts, **arguments)
+        for each, counts in ((running, cached), (fresh, [0, 0])):
+            for slot in range(2):
+                each.enter(slot, texts[slot], pages[slot], num_cached=counts[slot])
+            each.go_on()
+        found, plain = running.collect(), speculative_generate(params, texts, **arguments)
         assert found.rows() == plain.rows()
         np.testing.assert_array_equal(found.stats.accepted, plain.stats.accepted)
         # The context of a row that continues is that of a row which is prefilled from its beginning.
         for row in range(2):
-            for kept, expected in zip(context_of(state, row, paged), context_of(fresh, row, paged), strict=True):
+            contexts = (context_of(each.state, row, pages[row]) for each in (running, fresh))
+            for kept, expected in zip(*contexts, strict=True):
                 np.testing.assert_allclose(kept, expected, atol=1e-5)
         # The next turn begins with the text of this one, of which the second row changes the end.
         whole = [[*text, *new] for text, new in zip(texts, found.rows(), strict=True)]
         texts = [[*whole[0], 3, 1], [*whole[1][:-2], 8]]
-        extended = np.asarray(drafter.num_extended(state.drafter))
+        extended = np.asarray(drafter.num_extended(running.state.drafter))
         cached = np.minimum([len(whole[0]) - 1, len(whole[1]) - 2], extended).tolist()
 
 
-def context_of(state, row, paged):
+def context_of(state, row, pages):
     """Keys and values of a row's context, `[K, length, H]` each."""
     length = int(state.drafter.cache.length[row])
     for leaf in jax.tree.leaves(state.drafter.cache.layers):
-        slots = np.asarray(leaf[row])
-        if paged:
-            slots = np.concatenate([np.asarray(leaf[page]) for page in paged["pages"][row]], axis=1)
-        yield slots[:, :length]
+        yield np.concatenate([np.asarray(leaf[page]) for page in pages], axis=1)[:, :length]
 
 
 @SLOW

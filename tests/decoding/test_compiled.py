@@ -15,12 +15,13 @@ from jax.sharding import NamedSharding, PartitionSpec, use_abstract_mesh
 
 from mtpjax import DecodeConfig, ModelConfig, MTPModel, compat, generate, speculative_generate
 from mtpjax.decoding.capacity import min_rows_per_pass
-from mtpjax.decoding.drafters.base import Drafter
-from mtpjax.decoding.drafters.mtp import MTPDrafter
+from mtpjax.decoding.decoder import Decoder, StateShape
+from mtpjax.decoding.drafter import Drafter
 from mtpjax.decoding.loop import decode
 from mtpjax.decoding.sampling import SamplingArrays, SamplingFeatures
 from mtpjax.decoding.spec import DecodeSpec
-from mtpjax.decoding.state import NewRows, empty_state, start_rows
+from mtpjax.decoding.state import NewRows, start_rows
+from mtpjax.drafters.mtp.drafting import MTPDrafter
 from mtpjax.evaluation.compiled_call import find_collectives
 from mtpjax.models.decoding_layout import part_specs
 from mtpjax.models.params import param_shapes
@@ -142,6 +143,7 @@ def call_of(
     model = MTPModel(config, implementation=implementation)
     spec = dataclasses.replace(spec, min_rows=min_rows_per_pass(model, batch, platform), prefill_chunk=4)
     drafter = MTPDrafter() if spec.num_steps else Drafter()
+    decoder = Decoder(model, drafter, spec)
 
     def make():
         params = model.init(jax.random.key(0), jnp.zeros((1, 2), jnp.int32))["params"]
@@ -149,22 +151,14 @@ def call_of(
         params = jax.tree_util.tree_map_with_path(keep, params)
         sampling = SamplingArrays.greedy(batch, config.vocab_size, features)
         one = jnp.ones(batch, jnp.int32)
-        state = empty_state(
-            model=model,
-            drafter=drafter,
-            spec=spec,
-            batch=batch,
-            capacity=SLOTS,
-            stops_shape=(8, 1),
-            features=sampling.features,
-            dtype=dtype,
-            depth_costs=jnp.ones(spec.num_steps + 1) if spec.is_adaptive else None,
-        )
+        costs = jnp.ones(spec.num_steps + 1) if spec.is_adaptive else None
+        shape = StateShape(batch, SLOTS, features=sampling.features)
+        state = decoder.empty_state(shape, dtype, depth_costs=costs)
         own = drafter.default_params(params, DecodeConfig(), model=model)
         rows = NewRows.without_stops(jnp.zeros((batch, SLOTS), jnp.int32), one, one, sampling)
         return params, own, start_rows(state, rows, vocab_size=config.vocab_size)
 
-    return functools.partial(decode, model=model, drafter=drafter, spec=spec), jax.eval_shape(make)
+    return functools.partial(decode, decoder=decoder), jax.eval_shape(make)
 
 
 def compile_call(*what, sharding=None, options=None, **how):

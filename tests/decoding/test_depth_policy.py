@@ -12,7 +12,6 @@ from mtpjax.decoding.depth_policy import (
     acceptance_rates,
     can_speed_up,
     init_policy,
-    reset_counts,
     update_policy,
 )
 
@@ -92,14 +91,6 @@ def test_a_row_that_is_done_does_not_influence_the_others():
     without = rounds(rounds(init_policy(CHEAP, 3), counts, 3, active), counts[:1], 3, active)
     np.testing.assert_allclose(rates(with_done, active)[active], rates(without, active)[active], rtol=1e-6)
     assert int(with_done.depth) == int(without.depth)
-
-
-def test_a_new_request_does_not_inherit_the_counts_of_its_slot():
-    on, is_new = jnp.ones(2, bool), jnp.array([True, False])
-    used = rounds(init_policy(CHEAP, 2), [[0, 3]] * 10, 3)
-    after = reset_counts(used, is_new)
-    assert not np.asarray(after.verified[0]).any() and np.asarray(after.verified[1]).any()
-    assert rates(after, on)[0, 0] > rates(used, on)[0, 0] + 0.3
 
 
 def test_the_depth_maximises_expected_tokens_over_cost():

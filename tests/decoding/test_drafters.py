@@ -10,10 +10,11 @@ import numpy as np
 import pytest
 
 from mtpjax import DecodeConfig, SamplingParams, generate, speculative_generate
-from mtpjax.decoding.acceptance import AcceptedPath
-from mtpjax.decoding.drafters.base import Draft, Drafter
-from mtpjax.decoding.drafters.lookup import find_ngram
+from mtpjax.decoding.acceptance.rules import AcceptanceRule
+from mtpjax.decoding.acceptance.walk import AcceptedPath
+from mtpjax.decoding.drafter import Draft, Drafter
 from mtpjax.decoding.reference import plain_generate
+from mtpjax.drafters.lookup.drafting import find_ngram
 from mtpjax.models.layers.entries import read_rows
 from tests.helpers.laws import first_token_law, second_token_law, second_tokens
 
@@ -80,24 +81,30 @@ def test_settings_of_modules_are_refused(changes, message, without_modules):
 def test_ranges_of_the_ngrams_are_checked():
     with pytest.raises(ValueError, match="prompt_lookup_min"):
         DecodeConfig(drafter="lookup", prompt_lookup_min=4, prompt_lookup_max=2)
-    with pytest.raises(ValueError, match="unknown drafter 'ngram'"):
-        DecodeConfig(drafter="ngram")
+
+
+def test_an_unknown_name_gets_a_suggestion(without_modules):
+    model, params = without_modules
+    with pytest.raises(ValueError, match=r"must be one of mtp, lookup, .*, got lokup: did you mean lookup\?"):
+        speculative_generate(params, PROMPTS, model=model, config=DecodeConfig(drafter="lokup"))
+    with pytest.raises(ValueError, match="drafter 'eagle3' is read from files"):
+        speculative_generate(params, PROMPTS, model=model, config=DecodeConfig(drafter="eagle3"))
 
 
 @dataclasses.dataclass(frozen=True)
 class UnigramDrafter(Drafter):
     """Draws every draft from one distribution over the vocabulary, its parameters: `[V]` log-probabilities."""
 
-    def propose(self, prepared, state, *, model, spec):
+    def propose(self, decoder, weights, state):
         pending = read_rows(state.tokens, state.length - 1, 1)
-        B, K = pending.shape[0], spec.num_steps
+        B, K, scores = pending.shape[0], decoder.spec.num_steps, weights.drafter
         if not K:
             return Draft(pending), state
         # The draw may depend on the seed and on the round's position alone, never on noise that verification uses.
         seed, length = state.settings.sampling.seed[:, 0], state.length
         keys = jax.vmap(lambda s, n: jax.random.fold_in(jax.random.fold_in(jax.random.key(123), s), n))(seed, length)
-        drafts = jax.vmap(lambda key: jax.random.categorical(key, prepared, shape=(K,)))(keys).astype(jnp.int32)
-        q = jnp.broadcast_to(jax.nn.softmax(prepared)[None, None], (B, K, len(prepared)))
+        drafts = jax.vmap(lambda key: jax.random.categorical(key, scores, shape=(K,)))(keys).astype(jnp.int32)
+        q = jnp.broadcast_to(jax.nn.softmax(scores)[None, None], (B, K, len(scores)))
         return Draft(jnp.concatenate([pending, drafts], axis=1), q), state
 
 
@@ -135,8 +142,8 @@ def test_a_wrong_q_is_caught(without_modules):
 
     @dataclasses.dataclass(frozen=True)
     class WrongDrafter(UnigramDrafter):
-        def propose(self, prepared, state, *, model, spec):
-            draft, state = super().propose(prepared, state, model=model, spec=spec)
+        def propose(self, decoder, weights, state):
+            draft, state = super().propose(decoder, weights, state)
             return draft.replace(probabilities=jnp.roll(draft.probabilities, 1, axis=-1)), state
 
     model, params = without_modules
@@ -146,7 +153,7 @@ def test_a_wrong_q_is_caught(without_modules):
     assert first_token_law(tokens, second_token_law(model, params)) > 4.5
 
 
-def accept_every_draft(tokens, parents, p, q, u, *, num_steps):
+def accept_every_draft(tokens, parents, p, u, *, num_steps):
     """Accepts the whole chain, whatever the target says; the bonus token follows the target."""
     path = jnp.arange(num_steps + 1)
     return AcceptedPath(path, jnp.int32(num_steps), p[num_steps])
@@ -154,7 +161,9 @@ def accept_every_draft(tokens, parents, p, q, u, *, num_steps):
 
 def test_an_acceptance_rule_of_ones_own_is_followed(without_modules):
     model, params = without_modules
-    config = dataclasses.replace(LOOKUP, acceptance=accept_every_draft, stop_sequences=())
+    config = dataclasses.replace(
+        LOOKUP, acceptance=AcceptanceRule("every draft", accept_every_draft), stop_sequences=()
+    )
     result = speculative_generate(
         params, PROMPTS, model=model, config=config, sampling=SamplingParams(temperature=0.5, seed=1)
     )

@@ -93,7 +93,7 @@ def test_a_whole_call_whose_graph_fails_is_repeated_with_a_new_state(how, cuda, 
         monkeypatch.setattr(decode, "_on_one_gpu", FailingCall(how, number=1, result=None, donated=2))
     else:
         monkeypatch.setattr(decode, "_on_one_gpu", decode.plain)
-        module = sys.modules["mtpjax.decoding.generate"]
+        module = sys.modules["mtpjax.inference.generate"]
         collect, calls = module.collect, []
 
         def fail_on_cuda(*arguments, **settings):

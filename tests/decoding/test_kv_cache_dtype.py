@@ -7,7 +7,9 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from mtpjax import DecodeConfig, init_state, speculative_generate
+from mtpjax import DecodeConfig, speculative_generate
+from mtpjax.decoding.decoder import Decoder, StateShape
+from mtpjax.inference.requests import make_drafter
 from mtpjax.models.layers.entries import write_rows
 from pallas_kernels.fp8 import as_stored
 
@@ -43,10 +45,11 @@ def test_greedy_speculation_equals_plain_decoding_with_fp8_caches(attention, sha
 
 
 def test_caches_have_the_dtype_that_was_asked_for(small):
-    model, params = small("hybrid", "mixed", num_mtp_modules=1)
+    model, _ = small("hybrid", "mixed", num_mtp_modules=1)
     for name, dtype in (("fp8_e4m3", jnp.float8_e4m3fn), ("bfloat16", jnp.bfloat16), ("auto", jnp.float32)):
         config = dataclasses.replace(CONFIG, kv_cache_dtype=name)
-        state = jax.eval_shape(lambda config=config: init_state(params, model=model, config=config, num_slots=2))
+        decoder = Decoder.make(config, make_drafter(config), model, None, batch=2, max_length=64)
+        state = jax.eval_shape(lambda decoder=decoder: decoder.empty_state(StateShape(2, 64), jnp.float32))
         keys = {layer["key"].dtype for layer in state.trunk.layers if "key" in layer}
         recurrent = {
             layer[name].dtype for layer in state.trunk.layers if "state" in layer for name in ("state", "conv")

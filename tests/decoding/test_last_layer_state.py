@@ -6,14 +6,14 @@ import numpy as np
 import pytest
 
 from mtpjax import DecodeConfig
-from mtpjax.decoding.drafters.trunk_states import inner_layers, join_states
+from mtpjax.drafters.trained import DraftParams
+from mtpjax.drafters.trunk_states import inner_layers, join_states
 from mtpjax.evaluation.acceptance import measure_acceptance
 from mtpjax.models.forward import trunk_states
 from mtpjax.models.masks import full_view
 from mtpjax.models.model import bind
 from mtpjax.models.params import DRAFTER
-from mtpjax.training.draft_architecture import draft_architecture
-from mtpjax.training.new_drafter import add_new_drafter, to_decoding
+from mtpjax.training.new_drafter import add_new_drafter, new_drafter
 from tests.helpers.new_drafters import settings
 
 L = 2  # layers of the trunk
@@ -40,13 +40,15 @@ def test_drafts_from_the_normed_state_are_those_of_the_teacher_forced_pass(kind,
     model, params = small(num_mtp_modules=0, vocab_size=11)  # random drafts are right now and then
     noise = lambda leaf: leaf + 0.3 * jax.random.normal(jax.random.key(leaf.size), leaf.shape)
     for layers in ((0, 1, L), (0, 1, L + 1)):
-        architecture = draft_architecture(settings(kind, draft_layers=layers, num_depths=2), model.config)
-        made = add_new_drafter(params, model=model, architecture=architecture, draft_ids=None, key=jax.random.key(1))
+        config = settings(kind, draft_layers=layers, num_depths=2)
+        drafter, method = new_drafter(config, model.config), config.draft_method
+        shape = {"model": model, "method": method, "drafter": drafter, "draft_ids": None}
+        made = add_new_drafter(params, **shape, key=jax.random.key(1))
         made |= {DRAFTER: jax.tree.map(noise, made[DRAFTER])}
-        drafter, draft_params = to_decoding(made, architecture)
+        draft_params = DraftParams.of(made)
         assert drafter.architecture.layer_ids == layers
         config = DecodeConfig(max_new_tokens=40, num_steps=2, drafter=drafter, acceptance="block")
         arguments = {"model": model, "config": config, "draft_params": draft_params}
         found = measure_acceptance(params, [[first, second] for first in range(11) for second in (1, 7)], **arguments)
-        np.testing.assert_allclose(found.predicted_accepted, found.accepted)
+        np.testing.assert_allclose(found.predicted.accepted, found.accepted)
         assert found.accepted.sum() > 0

@@ -6,20 +6,20 @@ import jax
 import numpy as np
 import pytest
 
-from mtpjax import DecodeConfig, SamplingParams, collect, init_state, insert, run
-from mtpjax.evaluation.small_models import constructed_drafter
+from mtpjax import DecodeConfig, SamplingParams
 from mtpjax.models.attention_kinds import ATTENTION_KINDS
 from mtpjax.models.cache import Cache
+from tests.helpers.running import Running
+from tests.helpers.small_models import constructed_drafter
 
 FIRST, SECOND = (np.random.default_rng(7).integers(0, 61, size).tolist() for size in (17, 9))
 CONFIG = DecodeConfig(num_steps=2, prefill_chunk=8, acceptance="sample", logprobs=True, stop_sequences=((60, 60),))
 # Of the first request; the second has none of them.
 SAMPLING = SamplingParams(temperature=0.8, seed=3, top_k=9, repetition_penalty=1.1, frequency_penalty=0.2)
 PAGES = list(range(20))
-SHARED = ("policy.depth", "policy.since_probe")  # of the whole batch: a new row changes neither
 
 
-def readable(state, row):
+def readable(state, row, pages=PAGES, size=4):
     """The row's part of each array, by name, without the slots that nothing reads.
 
     A cache's slots from its length on hold what a longer text left there, or rejected drafts. A pass writes its own
@@ -27,13 +27,11 @@ def readable(state, row):
     """
 
     def of_cache(cache):
-        pages, length = state.pages, int(cache.length[row])
+        length = int(cache.length[row])
 
         def used(leaf):
-            if pages is None:
-                return leaf[row, ..., :length, :]
             # Pages in the order of the text: [N, ..., size, H].
-            own = pages.table[row][: -(-length // pages.size)]
+            own = pages[: -(-length // size)]
             return np.concatenate(list(leaf[np.asarray(own)]), axis=-2)[..., :length, :]
 
         layers = []
@@ -48,7 +46,8 @@ def readable(state, row):
     rows = jax.tree.map(of, jax.device_get(state), is_leaf=lambda node: isinstance(node, Cache))
     leaves = jax.tree_util.tree_leaves_with_path(rows)
     named = {jax.tree_util.keystr(path).lstrip("."): leaf for path, leaf in leaves}
-    return {name: leaf for name, leaf in named.items() if name not in SHARED}
+    # The tables of a session's state are the host's: a call gets those of its rows.
+    return {name: leaf for name, leaf in named.items() if not name.startswith("pages")}
 
 
 @pytest.mark.parametrize(
@@ -62,10 +61,7 @@ def readable(state, row):
                 ("latent", {}),
                 ("sparse", {"acceptance": "greedy"}),
                 ("grouped", {"num_steps": 0}),
-                ("grouped", {"pool": True}),
-                ("hybrid", {"pool": True}),
                 ("latent", {"topk": 2, "num_draft_tokens": 5, "acceptance": "recursive"}),
-                ("grouped", {"depth_policy": "adaptive", "depth_costs": (1.0, 1.2, 1.4)}),
                 *[("grouped", {"drafter": name}) for name in ("lookup", "eagle3", "medusa", "dflash", "dspark")],
             ]
         ],
@@ -73,34 +69,27 @@ def readable(state, row):
 )
 def test_a_used_slot_starts_as_a_fresh_one(attention, changes, small):
     model, params = small(attention, "mixed")
-    pool, draft_params = ((40, 4) if changes.get("pool") else None), None
-    changes = {name: value for name, value in changes.items() if name != "pool"}
+    draft_params = None
     if changes.get("drafter", "lookup") != "lookup":
-        changes["drafter"], draft_params = constructed_drafter(changes["drafter"], model, params)
+        drafter, draft_params = constructed_drafter(changes["drafter"], model, params)
+        changes = {**changes, "drafter": drafter}
     config = dataclasses.replace(CONFIG, max_new_tokens=20, **changes)
     sampling = SAMPLING if config.acceptance != "greedy" else dataclasses.replace(SAMPLING, temperature=0.0)
-
-    def enter(state, prompt, config, sampling=None):
-        return insert(
-            params, state, [1], [prompt], model=model, config=config, sampling=sampling, draft_params=draft_params,
-            pages=None if pool is None else [PAGES],
-        )  # fmt: skip
-
-    def go_on(state, rounds):
-        return run(params, state, rounds, model=model, config=config, draft_params=draft_params)
-
-    def fresh():
-        return init_state(params, model=model, config=config, num_slots=2, max_length=64, pool=pool)
-
-    used = go_on(enter(fresh(), FIRST, config, sampling), 100)
-    assert collect(used, [1]).lengths.tolist() == [20]
+    used, fresh = (
+        Running(params, model=model, config=config, pool=(40, 4), draft_params=draft_params) for _ in range(2)
+    )
+    used.enter(1, FIRST, PAGES, sampling=sampling)
+    used.go_on()
+    assert used.collect([1]).lengths.tolist() == [20]
     second = dataclasses.replace(config, max_new_tokens=12, stop_sequences=())
-    states = [enter(state, SECOND, second) for state in (used, fresh())]
-    # Another text was in the slot than is in it now; an adaptive depth of the batch may differ from here on.
-    for rounds in (0,) if config.depth_policy == "adaptive" else (0, 2):
-        states = [go_on(state, rounds) if rounds else state for state in states]
-        again, expected = (readable(state, 1) for state in states)
+    for each in (used, fresh):
+        each.enter(1, SECOND, PAGES, config=second)
+    # Another text was in the slot than is in it now.
+    for rounds in (0, 2):
+        for each in (used, fresh):
+            each.go_on(rounds)
+        again, expected = (readable(each.state, 1) for each in (used, fresh))
         assert again.keys() == expected.keys()
         for name, leaf in expected.items():
             np.testing.assert_array_equal(again[name], leaf, err_msg=f"{name} after {rounds} rounds")
-    assert collect(states[0], [1]).origins[0, 0] == 0
+    assert used.collect([1]).origins[0, 0] == 0

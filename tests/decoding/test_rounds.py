@@ -8,18 +8,19 @@ import numpy as np
 import pytest
 
 from mtpjax import DecodeConfig
-from mtpjax.decoding.drafters.modules import extend_backlog, num_pending
-from mtpjax.decoding.drafters.mtp import MTPDrafter
+from mtpjax.decoding.decoder import Decoder, StateShape
 from mtpjax.decoding.loop import decode, run_round
 from mtpjax.decoding.prefill import prefill
 from mtpjax.decoding.sampling import SamplingArrays
 from mtpjax.decoding.spec import DecodeSpec
-from mtpjax.decoding.state import NewRows, empty_state, start_rows
+from mtpjax.decoding.state import NewRows, start_rows
+from mtpjax.drafters.modules import extend_backlog, num_pending
+from mtpjax.drafters.mtp.drafting import MTPDrafter
 from mtpjax.models.cache import empty_cache
 from mtpjax.models.forward import shift_left
 from mtpjax.models.masks import cached_view, full_view
 from mtpjax.models.model import bind
-from pallas_kernels import gated_delta_replay
+from pallas_kernels.gated_delta import gated_delta_replay
 
 CAPACITY = 64
 LENGTHS = np.array([1, 2, 3, 9, 16, 21], np.int32)  # shorter than the modules reach, and over several chunks
@@ -60,39 +61,35 @@ def make_spec(num_steps, topk=1, num_nodes=None, rule="greedy", **changes):
 
 
 def new_rows(spec):
-    """Prompts of different lengths, with random tokens behind them."""
+    """Prompts of different lengths, with random tokens after them."""
     tokens = np.random.default_rng(1).integers(0, 61, (len(LENGTHS), CAPACITY)).astype(np.int32)
-    temperature = jnp.full(len(LENGTHS), 0.0 if spec.rule == "greedy" else 0.7)
+    temperature = jnp.full(len(LENGTHS), 0.0 if spec.is_greedy else 0.7)
     seed = jnp.arange(2 * len(LENGTHS), dtype=jnp.uint32).reshape(-1, 2)
     sampling = SamplingArrays.greedy(len(LENGTHS)).replace(temperature=temperature, seed=seed)
     return NewRows.without_stops(*map(jnp.asarray, (tokens, LENGTHS, LIMITS)), sampling)
 
 
+def decoder_of(model, spec):
+    return Decoder(model, DRAFTER, spec)
+
+
 def free_state(model, spec, depth_costs=None):
-    return empty_state(
-        model=model,
-        drafter=DRAFTER,
-        spec=spec,
-        batch=len(LENGTHS),
-        capacity=CAPACITY,
-        stops_shape=(8, 1),
-        features=SamplingArrays.greedy(1).features,
-        dtype=jnp.float32,
-        depth_costs=depth_costs,
-    )
+    return decoder_of(model, spec).empty_state(StateShape(len(LENGTHS), CAPACITY), jnp.float32, depth_costs=depth_costs)
 
 
-def prepare(model, params):
-    return DRAFTER.prepare(params, DRAFTER.default_params(params, DecodeConfig(), model=model), model=model, dtype=None)
+def weights_of(decoder, params):
+    return decoder.prepare(params, DRAFTER.default_params(params, DecodeConfig(), model=decoder.model))
 
 
 def prefilled(params, state, rows, *, model, spec):
+    decoder = decoder_of(model, spec)
     state = start_rows(spoil(state), rows, vocab_size=model.config.vocab_size)
-    return prefill(params, prepare(model, params), state, model=model, drafter=DRAFTER, spec=spec)
+    return prefill(decoder, weights_of(decoder, params), state)
 
 
 def advanced(params, state, *, model, spec):
-    return run_round(params, state, model=model, drafter=DRAFTER, spec=spec, prepared=prepare(model, params))
+    decoder = decoder_of(model, spec)
+    return run_round(decoder, weights_of(decoder, params), state)
 
 
 def spoil(state):
@@ -187,7 +184,7 @@ def test_every_cache_equals_a_teacher_forced_prefill(case, small):
             assert_same_entries(cache.layers, expected, cache.length)
     assert counts == set(range(num_steps + 1))  # rejections at every level, and none
     assert (state.length == LIMITS).all()
-    if spec.rule == "greedy":
+    if spec.is_greedy:
         for row, (length, limit) in enumerate(zip(LENGTHS, LIMITS, strict=True)):
             assert (state.tokens[row, length:limit] == choices[row, length - 1 : limit - 1]).all()
 
@@ -209,13 +206,13 @@ def test_a_tree_or_a_window_reads_nothing_else(changes, small):
 
 def assert_reads_nothing_else(model, params, spec):
     own = DRAFTER.default_params(params, DecodeConfig(), model=model)
-    statics = {"model": model, "drafter": DRAFTER, "spec": spec}
+    decoder = decoder_of(model, spec)
 
     def started(state):
         return start_rows(state, new_rows(spec), vocab_size=model.config.vocab_size)
 
-    clean = decode(params, own, started(free_state(model, spec)), **statics)
-    spoiled = decode(params, own, started(spoil(free_state(model, spec))), **statics)
+    clean = decode(params, own, started(free_state(model, spec)), decoder=decoder)
+    spoiled = decode(params, own, started(spoil(free_state(model, spec))), decoder=decoder)
     for name in ("length", "rounds", "accepted", "discarded", "stopped"):
         assert (getattr(clean, name) == getattr(spoiled, name)).all()
     for row, limit in enumerate(LIMITS):
@@ -234,10 +231,11 @@ def test_depths_that_change_leave_every_cache_true(attention, num_modules, costs
     model, params = small(attention, "mixed", num_mtp_modules=num_modules)
     spec = make_spec(3, is_adaptive=True)
     begin = jax.jit(functools.partial(prefilled, model=model, spec=spec))
+    decoder = decoder_of(model, spec)
     rounds = [jax.jit(functools.partial(advanced, model=model, spec=spec.at_depth(depth))) for depth in range(4)]
     follow_up = jax.jit(
         lambda params, state, rows: extend_backlog(
-            DRAFTER.network(prepare(model, params), model=model), state, spec=spec, num_positions=rows
+            decoder, DRAFTER.network(decoder, weights_of(decoder, params)), state, rows
         ),
         static_argnums=2,
     )

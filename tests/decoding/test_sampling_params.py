@@ -124,7 +124,7 @@ def test_a_call_without_settings_takes_the_default_ones(small):
 @pytest.mark.parametrize(
     ("values", "message"),
     [
-        ({"drafter": 5}, "drafter must be 'mtp' or 'lookup', or a Drafter, got 5"),
+        ({"drafter": 5}, "drafter must be a name such as 'mtp' or 'lookup', or a Drafter, got 5"),
         ({"typical_epsilon": -1}, "typical_epsilon must be finite and at least 0, got -1"),
         ({"relaxed_delta": float("nan")}, "relaxed_delta must be finite and at least 0, got nan"),
         ({"topk": 4, "num_steps": 1, "num_draft_tokens": 8}, "num_draft_tokens must be at most 5 for topk 4"),
@@ -207,7 +207,7 @@ def test_penalties_count_along_trees_whose_passes_are_padded(small):
 
 def test_the_rule_follows_from_temperature_and_shape():
     def rule(is_greedy, **config):
-        return DecodeSpec.from_config(DecodeConfig(**config), is_greedy=is_greedy).rule
+        return DecodeSpec.from_config(DecodeConfig(**config), is_greedy=is_greedy).rule.name
 
     assert rule(True) == rule(True, topk=2) == rule(True, num_steps=0) == "greedy"
     assert rule(False) == "block" and rule(False, topk=2) == "recursive" and rule(False, num_steps=0) == "sample"

@@ -8,16 +8,17 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from mtpjax import DecodeConfig, SamplingParams, generate, init_state, insert, run, speculative_generate
-from mtpjax.decoding.drafters.eagle3 import Eagle3Drafter, Eagle3Params
-from mtpjax.decoding.drafters.medusa import MedusaDrafter, MedusaParams
-from mtpjax.decoding.result import collect
+from mtpjax import DecodeConfig, SamplingParams, generate, speculative_generate
+from mtpjax.drafters.eagle3.drafting import Eagle3Drafter
+from mtpjax.drafters.eagle3.network import Eagle3, Eagle3Config
+from mtpjax.drafters.medusa.drafting import MedusaDrafter
+from mtpjax.drafters.medusa.network import Medusa, MedusaConfig
+from mtpjax.drafters.trained import DraftParams
 from mtpjax.models.config import ModelConfig
-from mtpjax.models.eagle3 import Eagle3, Eagle3Config
 from mtpjax.models.masks import full_view
-from mtpjax.models.medusa import Medusa, MedusaConfig
 from tests.helpers.drafter_mesh import check_mesh
 from tests.helpers.laws import first_token_law, second_token_law, second_tokens
+from tests.helpers.running import Running
 
 V, D, R = 11, 32, 7
 DRAFT_IDS = jnp.array([0, 2, 3, 5, 7, 8, 10], jnp.int32)
@@ -42,7 +43,7 @@ def eagle(num_layers=1, **switches):
     view = full_view(block, jnp.ones((1, 2), jnp.int32))
     zeros = jnp.zeros((1, 2, config.features_size))
     network = jax.jit(Eagle3(config).init)(jax.random.key(3), zeros, jnp.zeros((1, 2), jnp.int32), view)["params"]
-    return Eagle3Drafter(architecture=config), Eagle3Params(network, DRAFT_IDS)
+    return Eagle3Drafter(architecture=config), DraftParams(network, DRAFT_IDS)
 
 
 @functools.cache
@@ -50,7 +51,7 @@ def medusa(choices=()):
     config = MedusaConfig(hidden_size=D, vocab_size=V, num_heads=3, draft_vocab_size=R)
     heads = jax.jit(Medusa(config).init)(jax.random.key(4), jnp.zeros((1, D)))["params"]
     heads = jax.tree.map(lambda leaf: leaf + 0.1 * jax.random.normal(jax.random.key(leaf.size), leaf.shape), heads)
-    return MedusaDrafter(architecture=config, choices=choices), MedusaParams(heads, DRAFT_IDS)
+    return MedusaDrafter(architecture=config, choices=choices), DraftParams(heads, DRAFT_IDS)
 
 
 DRAFTERS = {"eagle3": eagle, "medusa": medusa}
@@ -117,7 +118,7 @@ def test_the_trunks_own_head_and_all_tokens(trunk):
     drafter, params = eagle()
     config = dataclasses.replace(drafter.architecture, draft_vocab_size=V, own_head=False)
     network = {name: leaf for name, leaf in params.network.items() if name != "head"}
-    result, plain = decode(trunk, (Eagle3Drafter(architecture=config), Eagle3Params(network)), **CHAIN)
+    result, plain = decode(trunk, (Eagle3Drafter(architecture=config), DraftParams(network)), **CHAIN)
     assert result.rows() == plain and result.stats.accepted.sum() > 0
 
 
@@ -173,8 +174,8 @@ def test_a_wrong_draft_vocabulary_in_q_is_caught(name, trunk):
 
     @dataclasses.dataclass(frozen=True)
     class Wrong(type(drafter)):
-        def propose(self, prepared, state, *, model, spec):
-            draft, state = super().propose(prepared, state, model=model, spec=spec)
+        def propose(self, decoder, weights, state):
+            draft, state = super().propose(decoder, weights, state)
             if draft.probabilities is None:
                 return draft, state
             return draft.replace(probabilities=jnp.roll(draft.probabilities, 1, axis=-1)), state
@@ -187,20 +188,19 @@ def test_a_wrong_draft_vocabulary_in_q_is_caught(name, trunk):
 
 @pytest.mark.slow
 @pytest.mark.parametrize("name", DRAFTERS)
-@pytest.mark.parametrize("pool", [None, (64, 16)])
-def test_rows_enter_a_running_state(name, pool, trunk):
-    """Rows that continue a text of their slot, and rows in pages, draft as rows that are decoded from the start."""
+def test_rows_enter_a_running_state(name, trunk):
+    """Rows that continue a text in their pages draft as rows that are decoded from the start."""
     model, params = trunk
     drafter, draft_params = DRAFTERS[name]()
     config = DecodeConfig(max_new_tokens=9, num_steps=2, drafter=drafter, prefill_chunk=8, acceptance="greedy")
     arguments = {"model": model, "config": config, "draft_params": draft_params}
-    state = init_state(params, num_slots=2, model=model, config=config, pool=pool)
-    paged = {"pages": [list(range(20)), list(range(20, 40))]} if pool else {}
-    texts, cached = [list(prompt) for prompt in PROMPTS[:2]], None
+    running, pages = Running(params, **arguments), [list(range(20)), list(range(20, 40))]
+    texts, cached = [list(prompt) for prompt in PROMPTS[:2]], [0, 0]
     for turn in range(2):
-        state = insert(params, state, [0, 1], texts, num_cached=cached, **paged, **arguments)
-        state = run(params, state, 99, **arguments)
-        found, fresh = collect(state), speculative_generate(params, texts, **arguments)
+        for slot in range(2):
+            running.enter(slot, texts[slot], pages[slot], num_cached=cached[slot])
+        running.go_on()
+        found, fresh = running.collect(), speculative_generate(params, texts, **arguments)
         assert found.rows() == fresh.rows()
         np.testing.assert_array_equal(found.stats.accepted, fresh.stats.accepted)
         # The next turn begins with the text of this one, of which the second row changes the end.
@@ -227,7 +227,7 @@ def test_typical_acceptance_is_called_lossy(trunk):
 
 
 def test_static_trees_are_checked():
-    with pytest.raises(ValueError, match="each behind a path that is there too"):
+    with pytest.raises(ValueError, match="each after a path that is there too"):
         medusa(((0,), (1, 0)))
     with pytest.raises(ValueError, match="different paths"):
         medusa(((0,), (0,)))
@@ -283,4 +283,4 @@ def test_sizes_that_do_not_fit_are_refused():
     with pytest.raises(ValueError, match="draft_ids has 7"):
         drafter, params = eagle()
         wrong = params.replace(network=params.network | {"head": np.zeros((D, 5), np.float32)})
-        drafter.prepare({}, wrong, model=None, dtype=jnp.float32)
+        drafter.prepare({"embedding": np.zeros(1, np.float32)}, wrong, model=None)

@@ -3,8 +3,8 @@
 import pytest
 
 from mtpjax import DecodeConfig
-from mtpjax.decoding.requests import check_settings, make_drafter
 from mtpjax.decoding.unused_settings import find_unused_settings
+from mtpjax.inference.requests import check_settings, make_drafter
 
 USED = [
     {},

@@ -12,15 +12,15 @@ import pytest
 import mtpjax
 from conversion.hf_config import parse_config
 from mtpjax import DecodeConfig, MTPModel, generate, speculative_generate
-from mtpjax.decoding.drafters.dspark import DSparkDrafter
+from mtpjax.decoding.decoder import Decoder, StateShape
 from mtpjax.decoding.sampling import SamplingArrays
 from mtpjax.decoding.spec import DecodeSpec
-from mtpjax.decoding.state import empty_state
 from mtpjax.decoding.verify import Acceptance
-from mtpjax.models.dflash_forward import dflash_blocks
-from mtpjax.models.dspark import DSpark
+from mtpjax.drafters.dflash.forward import block_states
+from mtpjax.drafters.dspark.drafting import DSparkDrafter
+from mtpjax.drafters.dspark.network import DSpark
 from mtpjax.models.masks import full_view
-from mtpjax.models.model import bind
+from mtpjax.models.model import bind, multiply_head
 from tests.golden import drafter_path, has_trunk
 
 NAMES = ("dflash", "dflash_full", "dspark")
@@ -71,12 +71,13 @@ def text_features(name, prompt):
 def trunk_features(params, tokens, *, model, drafter):
     view = full_view(model.config, jnp.ones_like(tokens))
     output = bind(model, params)(tokens, view, layer_ids=drafter.layer_ids, method="run_trunk")
-    return drafter.select_states(output, model=model)
+    return drafter.select_states(Decoder(model, drafter, DecodeSpec(1)), output)
 
 
 @functools.partial(jax.jit, static_argnames=("config",))
 def run_blocks(network, features, tokens, anchors, embedding, head, *, config):
-    return dflash_blocks(network, features, tokens, anchors, embedding, config=config, head=head)
+    hidden = block_states(network, features, tokens, anchors, embedding, config=config)
+    return hidden, multiply_head(hidden, head)
 
 
 def blocks(name, prompt, config=None, features=None, tokens=None):
@@ -205,10 +206,9 @@ def rounds(name, prompt, num_steps, drafter=None):
     whole, begin = text(name, prompt), len(expected[f"{prompt}_input_ids"])
     features = jnp.pad(jnp.asarray(text_features(name, prompt)), ((0, CAPACITY - len(whole)), (0, 0)))[None]
     spec, sampling = DecodeSpec(num_steps, num_nodes=num_steps + 1), SamplingArrays.greedy(1)
-    statics = {"model": model, "drafter": drafter, "spec": spec}
-    state = empty_state(
-        **statics, batch=1, capacity=CAPACITY, stops_shape=(8, 1), features=sampling.features, dtype=jnp.float32
-    )
+    decoder = Decoder(model, drafter, spec)
+    trunk = {"embedding": jnp.zeros(1)} | trunk  # for the dtype
+    state = decoder.empty_state(StateShape(1, CAPACITY), jnp.float32)
     tokens = jnp.pad(jnp.asarray(whole), (0, CAPACITY - len(whole)))[None]
     # Prefill: the context of the prompt. The drafter never sees tokens or states behind its own round.
     state = state.replace(
@@ -218,17 +218,16 @@ def rounds(name, prompt, num_steps, drafter=None):
 
     @jax.jit
     def begin_text(trunk, draft_params, state):
-        prepared = drafter.prepare(trunk, draft_params, model=model, dtype=jnp.float32)
+        weights = decoder.prepare(trunk, draft_params)
         start = jnp.zeros(1, jnp.int32)
         return state.replace(
-            drafter=drafter.extend(prepared, state, features[:, :32], start, model=model, spec=spec),
+            drafter=drafter.extend(decoder, weights, state, features[:, :32], start),
             length=state.length + 1,
         )
 
     @jax.jit
     def advance(trunk, draft_params, state):
-        prepared = drafter.prepare(trunk, draft_params, model=model, dtype=jnp.float32)
-        draft, state = drafter.propose(prepared, state, model=model, spec=spec)
+        draft, state = drafter.propose(decoder, decoder.prepare(trunk, draft_params), state)
         target = jax.lax.dynamic_slice_in_dim(tokens, state.length[0], num_steps + 1, axis=1)
         accepted = jnp.cumprod(draft.tokens[:, 1:] == target[:, :-1], axis=1).sum(axis=1).astype(jnp.int32)
         if draft.num_drafted is not None:
@@ -236,7 +235,7 @@ def rounds(name, prompt, num_steps, drafter=None):
         # Rows behind the accepted ones have states of other tokens, which must never be read.
         states = jax.lax.dynamic_slice_in_dim(features, state.length[0] - 1, num_steps + 1, axis=1)
         states = jnp.where((jnp.arange(num_steps + 1)[None] > accepted[:, None])[:, :, None], 7.0, states)
-        kept = drafter.commit(state, states, Acceptance(None, accepted, target), model=model, spec=spec)
+        kept = drafter.commit(decoder, state, states, Acceptance(None, accepted, target))
         return draft, accepted, state.replace(drafter=kept, length=state.length + accepted + 1)
 
     state = begin_text(trunk, draft_params, state)

@@ -12,16 +12,17 @@ import pytest
 import mtpjax
 from conversion.hf_config import parse_config
 from mtpjax import DecodeConfig, MTPModel, speculative_generate
-from mtpjax.decoding.acceptance import typical_tree
-from mtpjax.decoding.drafters.medusa import MedusaState
+from mtpjax.decoding.acceptance.lossy import typical_tree
+from mtpjax.decoding.decoder import Decoder, StateShape
 from mtpjax.decoding.loop import finish_round
 from mtpjax.decoding.prefill import prefill
 from mtpjax.decoding.sampling import SamplingArrays
 from mtpjax.decoding.spec import DecodeSpec
-from mtpjax.decoding.state import NewRows, empty_state, start_rows
-from mtpjax.models.eagle3_forward import eagle3_levels
+from mtpjax.decoding.state import NewRows, start_rows
+from mtpjax.drafters.eagle3.forward import eagle3_levels
+from mtpjax.drafters.medusa.drafting import MedusaState
+from mtpjax.drafters.medusa.network import Medusa
 from mtpjax.models.masks import full_view
-from mtpjax.models.medusa import Medusa
 from mtpjax.models.model import bind
 from tests.golden import drafter_path, has_trunk
 
@@ -112,7 +113,7 @@ def test_the_states_that_enter_the_layers_are_read():
         )
         reader = dataclasses.replace(drafter, architecture=config)
         output = trunk_pass(trunk, tokens, model=model, layer_ids=reader.layer_ids)
-        features = reader.select_states(output, model=model)
+        features = reader.select_states(Decoder(model, reader, DecodeSpec(1)), output)
         if not shift:
             assert_logits(features[0], expected["p0_features"])
         logits = run_levels(params.network, features, tokens, trunk["embedding"], config=drafter.architecture)
@@ -156,21 +157,19 @@ def start(name, drafter, spec):
     tokens = np.stack([np.pad(row, (0, CAPACITY - len(row))) for row in rows])
     sampling = SamplingArrays.greedy(len(rows))
     batch = NewRows.without_stops(*map(jnp.asarray, (tokens, lengths, lengths + 32)), sampling)
-    statics = {"model": model, "drafter": drafter, "spec": spec}
-    state = empty_state(
-        **statics, batch=2, capacity=CAPACITY, stops_shape=(8, 1), features=sampling.features, dtype=jnp.float32
-    )
+    decoder = Decoder(model, drafter, spec)
+    state = decoder.empty_state(StateShape.of(batch), jnp.float32)
 
     @jax.jit
     def begin(params, draft_params, state, batch):
-        prepared = drafter.prepare(params, draft_params, model=model, dtype=jnp.float32)
-        return prefill(params, prepared, start_rows(state, batch, vocab_size=model.config.vocab_size), **statics)
+        state = start_rows(state, batch, vocab_size=model.config.vocab_size)
+        return prefill(decoder, decoder.prepare(params, draft_params), state)
 
     @jax.jit
     def advance(params, draft_params, state):
-        prepared = drafter.prepare(params, draft_params, model=model, dtype=jnp.float32)
-        draft, state = drafter.propose(prepared, state, model=model, spec=spec)
-        return draft, finish_round(params, state, draft, **statics)
+        weights = decoder.prepare(params, draft_params)
+        draft, state = drafter.propose(decoder, weights, state)
+        return draft, finish_round(decoder, weights, state, draft)
 
     return begin(params, draft_params, state, batch), lambda state: advance(params, draft_params, state)
 
@@ -233,7 +232,7 @@ def fitted_to_the_text(name):
     for text, prompt in zip(texts, PROMPTS, strict=True):
         output = trunk_pass(trunk, text[None], model=model, layer_ids=drafter.layer_ids)
         begin = len(expected[f"{prompt}_input_ids"]) - 1
-        rows.append(drafter.select_states(output, model=model)[0, begin:-2])
+        rows.append(drafter.select_states(Decoder(model, drafter, DecodeSpec(1)), output)[0, begin:-2])
         targets.append(text[begin + 2 :])
     targets = np.concatenate(targets)
     tokens = np.unique(targets)
@@ -274,7 +273,7 @@ def test_acceptance_tells_a_wrong_reading():
         ids = tuple(layer + shift for layer in drafter.architecture.layer_ids)
         reader = dataclasses.replace(drafter, architecture=dataclasses.replace(drafter.architecture, layer_ids=ids))
         output = trunk_pass(trunk, text[None], model=model, layer_ids=reader.layer_ids)
-        features = reader.select_states(output, model=model)
+        features = reader.select_states(Decoder(model, reader, DecodeSpec(1)), output)
         config = drafter.architecture
         logits = run_levels(params.network, features, text[None], trunk["embedding"], config=config)[0][0]
         drafts = np.asarray(params.draft_ids)[logits[begin:-2].argmax(axis=-1)]
@@ -304,7 +303,7 @@ def test_acceptance_of_whole_texts_tells_mistakes(wrong):
 
 def test_medusa_heads_match():
     _, _, drafter, params, expected = load("medusa")
-    found = Medusa(drafter.architecture).apply({"params": params.heads}, expected["p0_hidden_postnorm"])
+    found = Medusa(drafter.architecture).apply({"params": params.network}, expected["p0_hidden_postnorm"])
     assert_logits(found, expected["p0_medusa_logits"])
 
 
@@ -315,19 +314,15 @@ def test_medusa_drafts_match(is_tree):
     choices = [tuple(path[path >= 0].tolist()) for path in expected["choices"]]
     drafter = dataclasses.replace(drafter, choices=tuple(choices) if is_tree else ())
     spec = DecodeSpec(3, topk=3, num_nodes=10) if is_tree else DecodeSpec(3, num_nodes=4)
-    sampling = SamplingArrays.greedy(2)
-    state = empty_state(
-        model=model, drafter=drafter, spec=spec, batch=2, capacity=64, stops_shape=(8, 1), features=sampling.features,
-        dtype=jnp.float32,
-    )  # fmt: skip
+    decoder = Decoder(model, drafter, spec)
+    state = decoder.empty_state(StateShape(2, 64), jnp.float32)
     hidden = jnp.stack([expected[f"{prompt}_hidden_postnorm"][-1:] for prompt in PROMPTS])
     pending = jnp.array([expected[f"{prompt}_greedy_ids"][0] for prompt in PROMPTS], jnp.int32)
     state = state.replace(drafter=MedusaState(hidden), tokens=state.tokens.at[:, 0].set(pending))
 
     @jax.jit
     def propose(params, state):
-        prepared = drafter.prepare({}, params, model=model, dtype=jnp.float32)
-        return drafter.propose(prepared, state, model=model, spec=spec)[0]
+        return drafter.propose(decoder, decoder.prepare({"embedding": jnp.zeros(1)}, params), state)[0]
 
     draft = propose(params, state)
     for row, prompt in enumerate(PROMPTS):

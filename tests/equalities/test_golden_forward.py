@@ -9,11 +9,12 @@ import pytest
 
 import mtpjax
 from mtpjax import DecodeConfig, ModelConfig, MTPModel, forward, generate, speculative_generate
-from mtpjax.decoding.drafters.mtp import MTPDrafter
+from mtpjax.decoding.decoder import Decoder, StateShape
 from mtpjax.decoding.prefill import prefill
 from mtpjax.decoding.sampling import SamplingArrays
 from mtpjax.decoding.spec import DecodeSpec
-from mtpjax.decoding.state import NewRows, empty_state, start_rows
+from mtpjax.decoding.state import NewRows, start_rows
+from mtpjax.drafters.mtp.drafting import MTPDrafter
 from mtpjax.models.params import param_shapes
 from tests.golden import MTP_SETS, RECYCLING, RENAMED, SETS, SEVERAL, WINDOWS, path
 
@@ -163,23 +164,15 @@ def test_drafted_tokens_match(name, load):
     tokens = np.stack([np.pad(row, (0, 128 - len(row))) for row in rows])
     sampling = SamplingArrays.greedy(len(rows))
     batch = NewRows.without_stops(*map(jnp.asarray, (tokens, lengths, lengths + 24)), sampling)
-    statics = {
-        "model": model,
-        "drafter": MTPDrafter(),
-        "spec": DecodeSpec(num_steps, num_nodes=num_steps + 1, prefill_chunk=16),
-    }
-    state = empty_state(
-        **statics, batch=2, capacity=128, stops_shape=(8, 1), features=sampling.features, dtype=jnp.float32
-    )
+    drafter, spec = MTPDrafter(), DecodeSpec(num_steps, num_nodes=num_steps + 1, prefill_chunk=16)
+    decoder = Decoder(model, drafter, spec)
+    state = decoder.empty_state(StateShape.of(batch), jnp.float32)
 
     @jax.jit
     def draft(params, state, batch):
-        drafter, spec = statics["drafter"], statics["spec"]
-        prepared = drafter.prepare(
-            params, drafter.default_params(params, DecodeConfig(), model=model), model=model, dtype=None
-        )
-        state = prefill(params, prepared, start_rows(state, batch, vocab_size=model.config.vocab_size), **statics)
-        return drafter.propose(prepared, state, model=model, spec=spec)[1].tokens
+        weights = decoder.prepare(params, drafter.default_params(params, DecodeConfig(), model=model))
+        state = prefill(decoder, weights, start_rows(state, batch, vocab_size=model.config.vocab_size))
+        return drafter.propose(decoder, weights, state)[1].tokens
 
     tokens = np.asarray(draft(params, state, batch))
     for row, prompt in enumerate(PROMPTS):

@@ -10,16 +10,13 @@ import pytest
 from mtpjax import (
     DecodeConfig,
     SamplingParams,
-    collect,
     compat,
     generate,
-    init_state,
-    insert,
     load,
-    run,
     shard_for_decoding,
     speculative_generate,
 )
+from mtpjax.decoding.acceptance.rules import AcceptanceRule
 from mtpjax.decoding.acceptance.walk import AcceptedPath, descend
 from mtpjax.models.layers import attend
 from mtpjax.models.quantized import is_scaled
@@ -111,7 +108,7 @@ def test_every_way_to_decode_gives_the_same_on_a_mesh(attention, name, small):
         np.testing.assert_allclose(one, other, atol=1e-4)
 
 
-def accept_likely(tokens, parents, p, q, u, *, num_steps):
+def accept_likely(tokens, parents, p, u, *, num_steps):
     """A rule of a user, which sees the probabilities of all tokens."""
     assert p.shape[1] == 64
     path, num_accepted = descend(p[parents, tokens] > 0.1 * p.max(axis=-1)[parents], parents, num_steps)
@@ -129,7 +126,7 @@ RULES = {
     "threshold": {"acceptance": "threshold", "threshold_single": 0.5, "threshold_acc": 0.8, **TREE},
     "typical": {"acceptance": "typical", **TREE},
     "relaxed": {"acceptance": "relaxed", **TREE},
-    "custom": {"acceptance": accept_likely},
+    "custom": {"acceptance": AcceptanceRule("likely", accept_likely)},
 }
 
 
@@ -211,32 +208,6 @@ def test_flash_prefill_and_fp8_caches_are_those_of_a_single_device(attention, sm
     assert set(caches) == {jnp.dtype(jnp.float8_e4m3fn if attention == "grouped" else jnp.float32)}
 
 
-@pytest.mark.parametrize(
-    ("attention", "pool"),
-    [
-        ("latent", None),
-        ("grouped", (40, 4)),
-        ("grouped", None),
-        ("hybrid", (40, 4)),
-    ],
-)
-@slow
-def test_requests_enter_a_state_that_is_split(attention, pool, small, expected):
-    model, params = small(attention, "mixed", num_mtp_modules=2, **sizes(attention))
-    model, params = shard_for_decoding(model, params, compat.make_mesh(ALL))
-    settings = {"model": model, "config": CONFIG}
-    state = init_state(params, num_slots=4, max_length=64, pool=pool, **settings)
-    # Slots of both devices along `data`, in an order of their own; the last request comes later.
-    slots = [2, 0, 3, 1]
-    # Two of the slots share a pool of 20 pages.
-    pages = [range(10), range(10), range(10, 20), range(10, 20)] if pool else None
-    state = insert(params, state, slots[:3], PROMPTS[:3], pages=pages and pages[:3], **settings)
-    state = run(params, state, 2, **settings)
-    state = insert(params, state, slots[3:], PROMPTS[3:], pages=pages and pages[3:], **settings)
-    state = run(params, state, 100, **settings)
-    assert collect(state, slots).rows() == expected[attention]
-
-
 @pytest.mark.parametrize("allow_copies", [False, True])
 def test_sizes_that_do_not_divide_are_copied_only_if_asked_for(allow_copies, small):
     model, params = small("grouped", "mixed", num_mtp_modules=1)  # 61 tokens
@@ -248,11 +219,3 @@ def test_sizes_that_do_not_divide_are_copied_only_if_asked_for(allow_copies, sma
         return
     with pytest.raises(ValueError, match="tensor=2 of the mesh does not divide vocab_size 61"):
         speculative_generate(params, PROMPTS, model=model, config=config, mesh=mesh)
-    with pytest.raises(ValueError, match="vocab_size 61"):
-        init_state(params, model=model, config=config, num_slots=4, mesh=mesh)
-
-
-def test_slots_that_data_does_not_divide_are_refused(small):
-    model, params = small("grouped", "mixed", num_mtp_modules=1)
-    with pytest.raises(ValueError, match="num_slots must be a multiple of the mesh's data = 2, got 3"):
-        init_state(params, model=model, config=CONFIG, num_slots=3, mesh=compat.make_mesh({"data": 2}))

@@ -10,7 +10,8 @@ import pytest
 from scipy import stats
 
 from mtpjax import DecodeConfig, SamplingParams, forward, generate, speculative_generate
-from mtpjax.decoding import acceptance, rng
+from mtpjax.decoding import rng
+from mtpjax.decoding.acceptance import chain
 from mtpjax.decoding.loop import decode
 from mtpjax.decoding.reference import plain_generate
 from mtpjax.decoding.sampling import TokenHistory, apply_penalties_and_bias, distribution, draw
@@ -154,23 +155,23 @@ def by_absolute_position(monkeypatch):
 
 
 def with_the_bonus_from_p(monkeypatch):
-    rule = acceptance.block_chain
+    rule = chain.block_chain
 
-    def mutant(drafts, p, q, u, *, vocabulary):
+    def mutant(drafts, p, q, u, num_drafted, *, vocabulary):
         count, _ = rule(drafts, p, q, u)
         return count, p[count]
 
-    monkeypatch.setattr(acceptance, "block_chain", mutant)
+    monkeypatch.setattr(chain, "block_chain", mutant)
 
 
 def with_q_at_another_temperature(monkeypatch):
-    rule = acceptance.block_chain
+    rule = chain.block_chain
 
-    def mutant(drafts, p, q, u, *, vocabulary):
+    def mutant(drafts, p, q, u, num_drafted, *, vocabulary):
         colder = q**2
         return rule(drafts, p, colder / colder.sum(axis=-1, keepdims=True), u)
 
-    monkeypatch.setattr(acceptance, "block_chain", mutant)
+    monkeypatch.setattr(chain, "block_chain", mutant)
 
 
 @pytest.mark.parametrize(

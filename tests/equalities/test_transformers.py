@@ -11,10 +11,10 @@ import pytest
 
 import mtpjax
 from mtpjax import DecodeConfig, MTPModel, generate, speculative_generate
-from mtpjax.evaluation.small_models import constructed_params, random_params, small_config
 from mtpjax.io import checkpoint, convert
 from mtpjax.models.rope_scaling import Llama3Scaling
 from tests.golden import path
+from tests.helpers.small_models import constructed_params, random_params, small_config
 
 torch = pytest.importorskip("torch", reason="torch is not installed")
 transformers = pytest.importorskip("transformers", reason="transformers is not installed")

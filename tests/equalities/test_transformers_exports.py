@@ -15,11 +15,11 @@ import pytest
 
 import mtpjax
 from mtpjax import DecodeConfig, MTPModel, generate, presets
-from mtpjax.evaluation.small_models import random_params, small_config
 from mtpjax.io import checkpoint, convert
 from mtpjax.io.merge import merge_mtp
 from tests.golden import MTP_SETS, RENAMED, SETS, WINDOWS, path
 from tests.helpers.checkpoints import drop_modules, tune
+from tests.helpers.small_models import random_params, small_config
 
 torch = pytest.importorskip("torch", reason="torch is not installed")
 transformers = pytest.importorskip("transformers", reason="transformers is not installed")

@@ -9,7 +9,10 @@ import pytest
 from jax.sharding import PartitionSpec
 
 from mtpjax import compat
-from mtpjax.decoding import acceptance, rng
+from mtpjax.decoding import rng
+from mtpjax.decoding.acceptance.chain import block_chain, token_chain
+from mtpjax.decoding.acceptance.lossy import relaxed_tree, threshold_tree, typical_tree
+from mtpjax.decoding.acceptance.tree import recursive_tree, traversal_tree
 from mtpjax.decoding.draft_tree import choose_tree_shape
 from mtpjax.decoding.sampling import (
     PathTokens,
@@ -110,27 +113,15 @@ def test_sampling_from_parts_gives_the_tokens_of_the_whole():
 def rule_named(name, vocabulary):
     tree = {"num_steps": 2, "vocabulary": vocabulary}
     return {
-        "token": lambda tokens, parents, p, q, u: acceptance.token_chain(
-            tokens[1:3], p[:3], q[:2], u[1:3], vocabulary=vocabulary
-        ),
-        "block": lambda tokens, parents, p, q, u: acceptance.block_chain(
-            tokens[1:3], p[:3], q[:2], u[1:3], vocabulary=vocabulary
-        ),
-        "recursive": lambda tokens, parents, p, q, u: acceptance.recursive_tree(
-            tokens, parents, p, q, u, topk=2, **tree
-        ),
-        "traversal": lambda tokens, parents, p, q, u: acceptance.traversal_tree(
-            tokens, p, q, u, parents=TREE.parents, **tree
-        ),
-        "threshold": lambda tokens, parents, p, q, u: acceptance.threshold_tree(
+        "token": lambda tokens, parents, p, q, u: token_chain(tokens[1:3], p[:3], q[:2], u[1:3], vocabulary=vocabulary),
+        "block": lambda tokens, parents, p, q, u: block_chain(tokens[1:3], p[:3], q[:2], u[1:3], vocabulary=vocabulary),
+        "recursive": lambda tokens, parents, p, q, u: recursive_tree(tokens, parents, p, q, u, topk=2, **tree),
+        "traversal": lambda tokens, parents, p, q, u: traversal_tree(tokens, p, q, u, parents=TREE.parents, **tree),
+        "threshold": lambda tokens, parents, p, q, u: threshold_tree(
             tokens, parents, p, u, single=0.3, acc=0.6, **tree
         ),
-        "typical": lambda tokens, parents, p, q, u: acceptance.typical_tree(
-            tokens, parents, p, epsilon=0.3, delta=3.0, **tree
-        ),
-        "relaxed": lambda tokens, parents, p, q, u: acceptance.relaxed_tree(
-            tokens, parents, p, topk=2, delta=0.1, **tree
-        ),
+        "typical": lambda tokens, parents, p, q, u: typical_tree(tokens, parents, p, epsilon=0.3, delta=3.0, **tree),
+        "relaxed": lambda tokens, parents, p, q, u: relaxed_tree(tokens, parents, p, topk=2, delta=0.1, **tree),
     }[name]
 
 

@@ -11,11 +11,12 @@ import rich.console
 
 from mtpjax import DecodeConfig, forward, generate
 from mtpjax.cli.main import main
-from mtpjax.decoding.drafters.load import save_drafter
-from mtpjax.evaluation import acceptance as acceptance_module
-from mtpjax.evaluation.acceptance import Divergence, first_divergences, measure_acceptance
+from mtpjax.drafters.load import save_drafter
+from mtpjax.evaluation import teacher_forced
+from mtpjax.evaluation.acceptance import measure_acceptance
 from mtpjax.evaluation.metrics import estimate, print_report, report, to_json
-from mtpjax.evaluation.small_models import constructed_drafter
+from mtpjax.evaluation.same_text import Divergence, first_divergences
+from tests.helpers.small_models import constructed_drafter
 
 CONFIG = DecodeConfig(max_new_tokens=20, num_steps=3, prefill_chunk=8)
 PROMPTS = [[1, 2, 3], [4], [5, 6, 7, 8, 9], [10, 11], [12, 13, 14]]
@@ -25,9 +26,7 @@ CATEGORIES = ["a", "b", "a", "b", "b"]
 @pytest.fixture(scope="module")
 def mixed(small):
     model, params = small("grouped", "mixed")
-    told = []
-    acceptance = measure_acceptance(params, PROMPTS, model=model, config=CONFIG, batch_size=2, progress=told.append)
-    assert told == [2, 2, 1]
+    acceptance = measure_acceptance(params, PROMPTS, model=model, config=CONFIG, batch_size=2)
     return model, params, acceptance
 
 
@@ -85,11 +84,12 @@ def test_teacher_forced_counts_are_those_of_one_row_and_place_after_the_other(mi
 
 def test_rows_may_be_taken_in_parts(mixed, monkeypatch):
     model, params, acceptance = mixed
-    monkeypatch.setattr(acceptance_module, "MAX_LOGITS_PER_PASS", 2 * 256 * model.config.vocab_size * 4)
+    monkeypatch.setattr(teacher_forced, "MAX_LOGITS_PER_PASS", 2 * 256 * model.config.vocab_size * 4)
     parts = measure_acceptance(params, PROMPTS, model=model, config=CONFIG, batch_size=5)
-    for field in dataclasses.fields(parts.teacher_forced):
-        found, wanted = getattr(parts.teacher_forced, field.name), getattr(acceptance.teacher_forced, field.name)
-        np.testing.assert_allclose(found, wanted, rtol=1e-4, err_msg=field.name)
+    for name, found, wanted in zip(
+        parts.teacher_forced._fields, parts.teacher_forced, acceptance.teacher_forced, strict=True
+    ):
+        np.testing.assert_allclose(found, wanted, rtol=1e-4, err_msg=name)
 
 
 @pytest.mark.parametrize(("draft_quality", "expected"), [("right", 1.0), ("wrong", 0.0)])

@@ -12,7 +12,7 @@ from jax.sharding import NamedSharding, PartitionSpec
 
 from mtpjax import compat
 from mtpjax.cli.mesh_flags import parse_mesh
-from mtpjax.evaluation.compiled_call import Compiled, compile_call, find_collectives, stored_shapes
+from mtpjax.evaluation.compiled_call import Compiled, compile_call, find_collectives, h100_mesh, stored_shapes
 from mtpjax.evaluation.plan import plan_layout
 from mtpjax.models.presets import presets
 
@@ -93,7 +93,7 @@ def assert_few_collectives(compiled, *, num_dense: int, num_moe: int):
 def on_h100s(config, slots: int, rows: int, *axes: tuple[str, int]):
     """The fp8 model's call for a mesh of H100s."""
     params = stored_shapes(config, has_fp8=True)
-    return compile_call(config, dict(axes), rows=rows, slots=slots, params=params, prefill_chunk=64)
+    return compile_call(config, h100_mesh(dict(axes)), rows=rows, slots=slots, params=params, prefill_chunk=64)
 
 
 H100_MESHES = [
@@ -148,8 +148,8 @@ def test_on_h100s_no_collective_grows_with_vocabulary_slots_or_weights(sizes, ro
 def test_no_collective_grows_with_vocabulary_slots_or_weights(config, sizes):
     def compile_for(config, slots):
         params = stored_shapes(config, has_fp8=True)
-        settings = {"implementation": "xla", "prefill_chunk": 4, "devices": jax.devices()[:8]}
-        return compile_call(config, sizes, rows=16, slots=slots, params=params, **settings)
+        settings, mesh = {"implementation": "xla", "prefill_chunk": 4}, compat.make_mesh(sizes, jax.devices()[:8])
+        return compile_call(config, mesh, rows=16, slots=slots, params=params, **settings)
 
     # In both the indexer has more slots than it picks, so it scores all of them.
     base = compile_for(config, 384)

@@ -8,14 +8,18 @@ import jax.numpy as jnp
 import pytest
 import rich.console
 
-from mtpjax import DecodeConfig, compat, init_state, load, shard_for_decoding
+from mtpjax import DecodeConfig, compat, load, shard_for_decoding
 from mtpjax.cli.main import main
 from mtpjax.cli.mesh_flags import parse_mesh
 from mtpjax.decoding.capacity import round_up_capacity
+from mtpjax.decoding.decoder import Decoder, StateShape
+from mtpjax.decoding.sampling import SamplingFeatures
 from mtpjax.evaluation.compiled_call import stored_shapes
-from mtpjax.evaluation.plan import Plan, Round, Temp, estimate_round, list_meshes, plan_layout, train_bytes
-from mtpjax.evaluation.plan_report import Candidate, Comparison, compare_meshes, describe
+from mtpjax.evaluation.plan import Plan, Temp, list_meshes, plan_layout, train_bytes
+from mtpjax.evaluation.plan_report import Candidate, Comparison, Load, compare_meshes, describe
+from mtpjax.evaluation.plan_rounds import Round, estimate_round
 from mtpjax.evaluation.roofline import DEVICES, Part
+from mtpjax.inference.requests import make_drafter
 from mtpjax.io.inspect import stored_params
 from mtpjax.models.presets import presets
 from mtpjax.models.sharding import mesh_text
@@ -55,15 +59,10 @@ def test_the_bytes_are_those_that_a_device_holds(name, sizes):
     mesh = compat.make_mesh(sizes)
     model, placed = shard_for_decoding(*load(path(name), mesh=mesh), mesh)
     assert found.weights == held_by_one_device(placed)
-    state = init_state(
-        jax.tree.map(lambda leaf: leaf, placed),
-        model=model,
-        config=DecodeConfig(num_steps=2, acceptance="greedy", prefill_chunk=8),
-        num_slots=8,
-        max_length=200,
-        stops_shape=(8, 1),
-        features=None,
-    )
+    config = DecodeConfig(num_steps=2, acceptance="greedy", prefill_chunk=8)
+    decoder = Decoder.make(config, make_drafter(config), model, mesh, batch=8, max_length=200, is_greedy=True)
+    shape = StateShape(8, decoder.capacity(200), features=SamplingFeatures.all_enabled())
+    state = decoder.make_state(placed, config, mesh, shape=shape)
     # Of the state the caches are compared: this one is for every kind of request.
     caches = held_by_one_device((state.trunk, state.drafter))
     scale = 2 / jnp.dtype(placed["embedding"].dtype).itemsize  # the plan's caches are bfloat16
@@ -133,13 +132,13 @@ def test_more_devices_and_fewer_bytes_take_less_time(stored):
 
 @pytest.mark.slow
 def test_the_fastest_that_fits_is_chosen(stored):
-    settings = {"rows": 64, "context": 4000, "num_steps": 1, "accept_length": 1.8}
-    result = compare_meshes(V3, stored, H100, list_meshes(16), **settings)
+    load = Load(64, 4000, num_steps=1, accept_length=1.8)
+    result = compare_meshes(V3, stored, H100, list_meshes(16), load)
     assert result.best is min(result.candidates, key=lambda each: each.drafted.seconds)
     assert 1 < result.speedup(result.best) < 1.8
-    assert not compare_meshes(V3, stored, H100, list_meshes(4), **settings).best
+    assert not compare_meshes(V3, stored, H100, list_meshes(4), load).best
     glm = presets["glm-4.5"]
-    result = compare_meshes(glm, stored_shapes(glm, has_fp8=True), H100, list_meshes(64), **settings)
+    result = compare_meshes(glm, stored_shapes(glm, has_fp8=True), H100, list_meshes(64), load)
     assert [mesh for mesh, _ in result.excluded] == [{"data": 1, "tensor": 64}, {"data": 64, "tensor": 1}]
 
 
@@ -182,7 +181,7 @@ def test_tables_show_all_headers_and_numbers(sizes, width):
     names = ("weights", "experts", "head", "cache", "MTP modules")
     drafted = Round(3, tuple(Part(name, 1.0, 1.0) for name in names), (0.1234,) * 5, 9, 0.1234, ())
     candidate = Candidate(layout, dataclasses.replace(drafted, num_steps=0), drafted)
-    result = Comparison(2048, 131_072, 3, 2.95, [candidate], [], candidate)
+    result = Comparison(Load(2048, 131_072, 3, 2.95), [candidate], [], candidate)
     file = io.StringIO()
     console = rich.console.Console(file=file, width=width)
     for line in describe(result, H100, 2048):
@@ -195,7 +194,7 @@ def test_tables_show_all_headers_and_numbers(sizes, width):
 
 def test_the_longest_context_leaves_room_for_the_drafts():
     layout = Plan({}, 8, 5120, 40 * 10**9, 8 * 10**9, (Temp("matrices", 1e9),), 1e9, 200_000.0, 512)
-    result = Comparison(8, 4096, 1, 1.8, [], [], None)
+    result = Comparison(Load(8, 4096, 1, 1.8), [], [], None)
     longest = result.longest_context(Candidate(layout, *[Round(0, (), (), 0, 0.0, ())] * 2), H100)
     # A call of this context needs at most the slots that fit, and one token more needs more of them.
     assert round_up_capacity(longest + 3) <= layout.largest_slots(H100) < round_up_capacity(longest + 4)

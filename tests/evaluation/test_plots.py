@@ -25,9 +25,10 @@ from mtpjax.cli.main import main
 from mtpjax.errors import UsageError
 from mtpjax.evaluation import plot_style
 from mtpjax.evaluation.intervals import Estimate
-from mtpjax.evaluation.plan import Plan, Round, Temp, list_meshes
+from mtpjax.evaluation.plan import Plan, Temp, list_meshes
 from mtpjax.evaluation.plan_plots import plot_plan
-from mtpjax.evaluation.plan_report import Candidate, Comparison
+from mtpjax.evaluation.plan_report import Candidate, Comparison, Load
+from mtpjax.evaluation.plan_rounds import Round
 from mtpjax.evaluation.plot_style import STYLE, line_style, picture, picture_paths, share_limits, shorten
 from mtpjax.evaluation.plots import plot_acceptance, plot_quickstart
 from mtpjax.evaluation.roofline import DEVICES
@@ -75,7 +76,7 @@ def planned(num_steps, *meshes):
     temps, rounds = (Temp("experts", 2e9),), [Round(steps, (), (0.02,), 1, 0.0, ()) for steps in (0, num_steps)]
     plans = [Plan(mesh, 8, 5120, 70 * 10**9, 5 * 10**9, temps, 1e6, 1e6, 64) for mesh in meshes]
     candidates = [Candidate(each, *rounds) for each in plans]
-    return Comparison(8, 4096, num_steps, 1 + 0.8 * num_steps, candidates, [], candidates[0])
+    return Comparison(Load(8, 4096, num_steps, 1 + 0.8 * num_steps), candidates, [], candidates[0])
 
 
 MANY = [f"{LONG} {number}" for number in range(9)]

@@ -7,9 +7,10 @@ import numpy as np
 import pytest
 
 from mtpjax import DecodeConfig, load, speculative_generate
-from mtpjax.evaluation.acceptance import is_predictable, measure_acceptance
+from mtpjax.evaluation.acceptance import measure_acceptance
 from mtpjax.evaluation.metrics import decoded_rates, report
 from mtpjax.evaluation.predict import acceptance_probabilities, expected_rounds
+from mtpjax.evaluation.teacher_forced import is_predictable
 from tests import golden
 
 CONFIG = DecodeConfig(max_new_tokens=24, num_steps=3, prefill_chunk=8)
@@ -23,8 +24,8 @@ def make_prompts(count, vocab_size=61, most=9):
 def assert_exact(acceptance):
     """Rounds and accepted drafts of every prompt."""
     assert acceptance.is_identical.all()
-    assert acceptance.predicted_rounds.tolist() == acceptance.rounds.tolist()
-    assert acceptance.predicted_accepted.tolist() == acceptance.accepted.tolist()
+    assert acceptance.predicted.rounds.tolist() == acceptance.rounds.tolist()
+    assert acceptance.predicted.accepted.tolist() == acceptance.accepted.tolist()
 
 
 @pytest.mark.parametrize(
@@ -51,8 +52,8 @@ def test_rounds_of_fewer_levels_are_predicted_on_the_way(small):
     acceptance = measure_acceptance(params, prompts, model=model, config=CONFIG, batch_size=16)
     at_two = dataclasses.replace(CONFIG, num_steps=2)
     stats = speculative_generate(params, prompts, model=model, config=at_two).stats
-    assert acceptance.rounds_at_depth[:, 1].tolist() == stats.rounds.tolist() != acceptance.rounds.tolist()
-    assert acceptance.accepted_at_depth[:, 1].tolist() == stats.accepted.sum(axis=1).tolist()
+    assert acceptance.predicted.rounds_at_depth[:, 1].tolist() == stats.rounds.tolist() != acceptance.rounds.tolist()
+    assert acceptance.predicted.accepted_at_depth[:, 1].tolist() == stats.accepted.sum(axis=1).tolist()
     figures = report(acceptance, ["all"] * 16)["overall"]
     lengths = [length.value for length in figures["predicted"]["accept_length_at_depth"]]
     assert lengths[1] == pytest.approx(stats.accept_length)
@@ -109,7 +110,7 @@ def test_sampled_accept_lengths_are_predicted_in_expectation(rule, small):
     assert_exact(greedy)
     assert not warm.is_identical.all()
     lengths = []
-    for steps, accepted in ((warm.rounds, warm.accepted), (warm.predicted_rounds, warm.predicted_accepted)):
+    for steps, accepted in ((warm.rounds, warm.accepted), (warm.predicted.rounds, warm.predicted.accepted)):
         rates = decoded_rates(steps, accepted)
         lengths.append(rates["accept_length"])
         assert all(0.1 < rate.value < 0.7 for rate in rates["survival"])

@@ -10,12 +10,12 @@ import numpy as np
 import pytest
 
 from mtpjax import DecodeConfig
-from mtpjax.evaluation import profile, round_costs, trust
-from mtpjax.evaluation.profile import load_depth_settings, read_acceptance
+from mtpjax.evaluation import profile, profile_file, profile_report, round_costs, trust
+from mtpjax.evaluation.profile_file import load_depth_settings, read_acceptance
 from mtpjax.evaluation.round_costs import CostMeter, RoundCosts
-from mtpjax.evaluation.round_loops import PLAIN_STEP, RoundLoop, RoundShape, chain_shape
-from mtpjax.evaluation.small_models import constructed_drafter
+from mtpjax.evaluation.round_loops import PLAIN_STEP, RoundLoop, RoundShape, TimingConditions, chain_shape
 from mtpjax.host import num_threads
+from tests.helpers.small_models import constructed_drafter
 
 UNKNOWN = {"depth_rates": None}
 
@@ -29,9 +29,14 @@ def stored(tmp_path, *batches, **changes):
         for batch in batches
     ]
     file = tmp_path / "profile.json"
-    about = {"format": profile.FORMAT, "version": profile.VERSION, **profile._device_properties(), "acceptance": None}
-    content = {**about, "batches": rows, **changes}
-    profile.save(file, content)
+    about = {
+        "format": profile_file.FORMAT,
+        "version": profile_file.VERSION,
+        **profile_file.device_properties(),
+        "acceptance": None,
+    }
+    content = {**about, **profile_file.device_properties(), "batches": rows, **changes}
+    profile_file.save(file, content)
     return file
 
 
@@ -84,15 +89,11 @@ def test_every_shape_is_timed(small, modules, shape, batch, temperature, no_capt
         params,
         model=model,
         shapes=(shape,),
-        context=20,
-        capacity=64,
-        batch=batch,
-        min_rows=2,
-        temperature=temperature,
+        conditions=TimingConditions(batch, 20, 64, 2, temperature),
         seconds=0.0,
         time_full_rounds=True,
-        on_compiled=lambda: compiled.append(1),
     )
+    meter.compile(lambda: compiled.append(1))
     meter.measure(1)
     costs = meter.costs()
     assert len(compiled) == (2 if shape == PLAIN_STEP else 5 + (shape.topk == 1))
@@ -119,10 +120,7 @@ def test_rounds_of_other_drafters_are_timed_with_the_drafting_alone(small, kind,
         params,
         model=model,
         shapes=(shape,),
-        context=20,
-        capacity=64,
-        batch=2,
-        temperature=temperature,
+        conditions=TimingConditions(2, 20, 64, temperature=temperature),
         seconds=0.005,
         time_full_rounds=True,
         drafter=drafter,
@@ -166,7 +164,7 @@ def figures(rates, lengths):
 
 
 def test_rates_and_lengths_are_those_that_acceptance_was_measured_at(tmp_path):
-    file, least = tmp_path / "rates.json", profile.MIN_RATE
+    file, least = tmp_path / "rates.json", profile_file.MIN_RATE
 
     def read(*found):
         file.write_text(json.dumps({"settings": ASKED, "figures": {"overall": figures(*found)}}))
@@ -229,7 +227,7 @@ def test_what_is_missing_is_told(tmp_path, small):
 def test_a_profile_of_another_drafter_is_refused(tmp_path, small):
     model, params = small("grouped", "mixed")
     medusa, eagle3 = (constructed_drafter(kind, model, params)[0] for kind in ("medusa", "eagle3"))
-    file = stored(tmp_path, 1, drafter=profile.describe_drafter(medusa))
+    file = stored(tmp_path, 1, drafter=profile_file.describe_drafter(medusa))
     assert load_depth_settings(file, batch=1, num_steps=1, drafter=medusa)["depth_costs"] == (1.0, 2.0)
     fewer = dataclasses.replace(medusa, architecture=dataclasses.replace(medusa.architecture, num_heads=2))
     for other, name in (("mtp", "MTP modules"), (eagle3, "Eagle3Drafter"), (fewer, "MedusaDrafter")):
@@ -254,22 +252,23 @@ def test_a_disturbed_profile_says_so_first_and_where_it_is_used(tmp_path, caplog
     with caplog.at_level(logging.WARNING):
         load_depth_settings(file, batch=1, num_steps=1)
     assert "cannot be trusted: it was disturbed: waited 40%" in caplog.text
-    line, table = profile.tables(json.loads(file.read_text()))
+    line, table = profile_report.tables(json.loads(file.read_text()))
     assert line.startswith("trust in the timings: no (1 disturbed, marked ?)") and table.title.startswith(
         "batch 1 ?, 64"
     )
-    line, table = profile.tables({**json.loads(file.read_text()), "waited": 0.0, "problem": None})
+    line, table = profile_report.tables({**json.loads(file.read_text()), "waited": 0.0, "problem": None})
     assert line.startswith("trust in the timings: yes") and "?" not in table.title
 
 
 def test_rates_that_break_even():
-    assert profile.break_even_rate(1.5, 1) == pytest.approx(0.5)
-    assert profile.break_even_rate(1.75, 2) == pytest.approx(0.5)
-    assert profile.break_even_rate(3.1, 2) is None
+    assert profile_report.break_even_rate(1.5, 1) == pytest.approx(0.5)
+    assert profile_report.break_even_rate(1.75, 2) == pytest.approx(0.5)
+    assert profile_report.break_even_rate(3.1, 2) is None
 
 
 def test_what_cannot_be_measured_is_refused(small):
     model, params = small()
+    tree = DecodeConfig(num_steps=5, topk=2)
     for changes, said in (
         ({"num_mtp_modules": 0}, "no MTP modules"),
         ({"num_mtp_modules": 2}, "trees need exactly one MTP module; the model has 2"),
@@ -277,24 +276,25 @@ def test_what_cannot_be_measured_is_refused(small):
     ):
         other = model.clone(config=dataclasses.replace(model.config, **changes))
         with pytest.raises(ValueError, match=said):
-            profile.measure(params, model=other, topk=2)
+            profile.measure(params, model=other, config=tree, conditions=profile.Conditions())
     with pytest.raises(ValueError, match=r"batch sizes \[0\]"):
-        profile.measure(params, model=model, batches=(0,))
+        profile.Conditions(batches=(0,))
     with pytest.raises(ValueError, match="temperature -1 must be at least 0"):
-        profile.measure(params, model=model, temperature=-1)
+        profile.Conditions(temperature=-1)
 
 
 def test_a_drafter_refuses_what_it_cannot_do_before_anything_is_compiled(small):
     model, params = small("grouped", "mixed", num_mtp_modules=0)
     heads, head_params = constructed_drafter("medusa", model, params)
-    arguments = {"model": model, "drafter": heads, "draft_params": head_params}
-    with pytest.raises(ValueError, match="num_steps 4 exceeds the 3 Medusa heads"):
-        profile.measure(params, num_steps=4, **arguments)
-    with pytest.raises(ValueError, match="can be drafted"):
-        profile.measure(params, num_steps=2, topk=model.config.vocab_size, num_draft_tokens=9, **arguments)
+    arguments = {"model": model, "draft_params": head_params, "conditions": profile.Conditions()}
+    deep = DecodeConfig(num_steps=4, drafter=heads)
+    wide = DecodeConfig(num_steps=2, topk=model.config.vocab_size, num_draft_tokens=9, drafter=heads)
+    for config, said in ((deep, "num_steps 4 exceeds the 3 Medusa heads"), (wide, "can be drafted")):
+        with pytest.raises(ValueError, match=said):
+            profile.measure(params, config=config, **arguments)
 
 
 def test_a_file_has_no_folder_for_its_profile(tmp_path):
     (tmp_path / "model.gguf").touch()
     with pytest.raises(ValueError, match="not a writable folder: choose another place with --output"):
-        profile.default_path(tmp_path / "model.gguf")
+        profile_file.default_path(tmp_path / "model.gguf")

@@ -32,6 +32,7 @@ from mtpjax.io import convert
 from mtpjax.io.checkpoint import save_model
 from mtpjax.io.huggingface_files import SELF_CHECK_FILE
 from mtpjax.training.panel import acceptance_panel
+from tests.helpers.documents import file_documents
 
 CONVENTIONS = [{"mtp_hidden_post_norm": False}, {"mtp_chain_post_norm": False}, {"mtp_input": "hidden_embedding"}]
 HELD_OUT = 0.2
@@ -114,7 +115,7 @@ def decoded(texts, trained):
 
     Gives the accept length at temperature 1, and those that groups of held-out rows promise at temperature 0.
     """
-    _, held_out = packing.split_held_out(packing.read_documents(sorted(texts.iterdir())), HELD_OUT)
+    _, held_out = packing.split_held_out(file_documents(sorted(texts.iterdir())), HELD_OUT)
     prompts = packing.held_out_prompts(held_out, count=64, prompt_length=64, continuation_length=0, seed=0)
     rows = next(packing.shuffled_batches(packing.pack(held_out, 64, seed=0), 64, seed=0))
     groups = [jax.tree.map(lambda array, first=first: array[first::GROUPS], rows) for first in range(GROUPS)]

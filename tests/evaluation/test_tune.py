@@ -4,16 +4,16 @@ import pytest
 from mtpjax import DecodeConfig
 from mtpjax.cli.main import main
 from mtpjax.evaluation import tune
-from pallas_kernels import dispatch, measurements, questions
-from pallas_kernels.questions import difference_from_xla, make_call
+from pallas_kernels import dispatch, measurements
+from pallas_kernels.case import difference_from_xla
+from pallas_kernels.op_cases import CASES
 
 
 @pytest.fixture
 def cache(tmp_path, monkeypatch):
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
-    dispatch._read_measurements.cache_clear()
-    yield tmp_path / "cache"
-    dispatch._read_measurements.cache_clear()
+    monkeypatch.setattr(dispatch, "_process", dispatch._Process())
+    return tmp_path / "cache"
 
 
 def questions_of(small, attention):
@@ -34,9 +34,7 @@ def test_the_questions_are_those_of_plain_and_speculative_decoding_and_prefill(s
 @pytest.mark.slow
 def test_every_question_can_be_asked_again(attention, small):
     for op, shape in questions_of(small, attention):
-        made = make_call(op, shape)
-        assert made is not None, op
-        run, arrays = made
+        run, arrays = CASES[op](shape)
         with dispatch.record_choices() as asked:
             jax.eval_shape(lambda *arrays, run=run: run(*arrays, implementation="xla"), *arrays)
         assert {**shape, "scoring": "", "queries": 0} in [
@@ -49,19 +47,18 @@ def test_the_comparison_accepts_every_kernel(small):
     asked = {op: shape for attention in ("grouped", "latent") for op, shape in questions_of(small, attention)}
     assert len(asked) == 10
     for op, shape in asked.items():
-        assert difference_from_xla(op, shape, "interpreted") <= 1, op
+        assert difference_from_xla(CASES[op], shape, "interpreted") <= 1, op
 
 
 def test_wrong_numbers_are_not_kept(cache, small, monkeypatch):
     question = next(one for one in questions_of(small, "grouped") if one[0] == "head_top_k")
-    run, arrays = make_call(*question)
+    run, arrays = CASES["head_top_k"](question[1])
 
     def wrong(*arrays, implementation):
         factor = 1.01 if implementation == "interpreted" else 1.0
         return jax.tree.map(lambda out: out * factor, run(*arrays, implementation="xla"))
 
-    for module in (questions, tune):
-        monkeypatch.setattr(module, "make_call", lambda *_: (wrong, arrays))
+    monkeypatch.setitem(CASES, "head_top_k", lambda shape: (wrong, arrays))
     [(_, times, failure)] = tune.measure([question], rounds=1, implementations=("xla", "interpreted"))
     assert set(times) == {"xla"} and "interpreted gives other numbers than xla" in failure
 

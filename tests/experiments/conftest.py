@@ -2,7 +2,7 @@
 
 import pytest
 
-from experiments import machine_code
+from experiments.kernels import machine_code
 
 
 def pytest_runtest_setup(item):

@@ -5,7 +5,7 @@ import json
 import numpy as np
 import pytest
 
-from experiments import bench_engine
+from experiments.serving import bench_engine
 
 
 @pytest.fixture(scope="module")

@@ -6,9 +6,10 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from experiments import bench_kernels
-from experiments.kernel_cases import Case, attention_case
-from pallas_kernels import dispatch, rms_norm
+from experiments.kernels import bench_kernels
+from experiments.kernels.kernel_cases import Case, attention_case
+from pallas_kernels import dispatch
+from pallas_kernels.rms_norm import rms_norm
 
 
 @pytest.fixture

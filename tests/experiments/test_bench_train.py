@@ -2,8 +2,8 @@
 
 import pytest
 
-from experiments import train_engines
-from experiments.train_engines import SHAPES, Mtpjax, Torch, step_flops, write_start
+from experiments.training import train_engines
+from experiments.training.train_engines import SHAPES, Mtpjax, Torch, step_flops, write_start
 
 UPDATES = {"num_depths": 2, "first": 0, "steps": 4, "rows": 2, "length": 16}
 

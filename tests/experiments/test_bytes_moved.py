@@ -2,6 +2,7 @@
 
 import dataclasses
 import functools
+import importlib
 
 import jax
 import jax.numpy as jnp
@@ -10,16 +11,17 @@ import pytest
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import triton as plt
 
-import pallas_kernels
-from experiments import bytes_moved
-from experiments.bytes_moved import count_round, least_of_all, round_of, tally
-from experiments.decode_checkpoints import SHAPES, bytes_per_round
-from experiments.hlo_bytes import Counter, parse
-from experiments.kernel_bytes import declared_calls, run_counted
-from experiments.kernel_cases import cases
+from experiments.common.decode_checkpoints import SHAPES, bytes_per_round
+from experiments.common.hlo_bytes import Counter, parse
+from experiments.kernels import bytes_moved
+from experiments.kernels.bytes_moved import count_round, least_of_all, round_of, tally
+from experiments.kernels.kernel_bytes import declared_calls, run_counted
+from experiments.kernels.kernel_cases import cases
 from mtpjax.evaluation.roofline import DEVICES, predict_round
-from pallas_kernels import PartialSums, rms_norm
 from pallas_kernels.append_heads import Heads
+from pallas_kernels.block_scaled_matmul import block_scaled_matmul
+from pallas_kernels.partial_sums import PartialSums
+from pallas_kernels.rms_norm import rms_norm
 from pallas_kernels.router import Routing
 
 MODULE = """HloModule example
@@ -294,12 +296,18 @@ SHARED = {
 SLOW = ("verify_attention", "route_tokens", "gated_delta")
 
 
+def find_op(op):
+    homes = {"route_tokens": "router", "linear_total_variation": "linear_cross_entropy"}
+    home = homes.get(op, "gated_delta" if op.startswith("gated_delta") else op)
+    return getattr(importlib.import_module(f"pallas_kernels.{home}"), op)
+
+
 @pytest.mark.parametrize(
     "op", [pytest.param(op, marks=[pytest.mark.slow] * (op in SLOW)) for op in sorted({case.op for case in cases()})]
 )
 def test_kernels_move_what_they_declare(op):
     for options, arguments in small_calls()[op]:
-        function = functools.partial(getattr(pallas_kernels, op), **options)
+        function = functools.partial(find_op(op), **options)
         result, calls = run_counted(functools.partial(function, implementation="triton"), *arguments)
         assert calls
         for call in calls:
@@ -369,7 +377,7 @@ def test_block_scaled_matmul_reads_nothing_beyond_an_array_and_fp8_weights_once(
     x, weights = (jax.random.normal(key, shape) for key, shape in zip(keys, ((3, 300), (300, 200)), strict=False))
     scales = jnp.exp(jax.random.normal(keys[2], (3, 200)))
     arguments = x.astype(jnp.bfloat16), weights.astype(jnp.float8_e4m3fn), scales
-    interpreted = functools.partial(pallas_kernels.block_scaled_matmul, block=128, implementation="interpreted")
+    interpreted = functools.partial(block_scaled_matmul, block=128, implementation="interpreted")
     made, (traced,) = run_counted(interpreted, *arguments)  # raises at an access outside of an array
     assert traced.read + traced.written == traced.declared.nbytes
     np.testing.assert_array_equal(made, interpreted(*arguments))

@@ -7,7 +7,7 @@ pytest.importorskip("prometheus_client")
 pytest.importorskip("tokenizers")
 pytest.importorskip("uvicorn")
 
-from experiments import check_clients
+from experiments.correctness import check_clients
 
 
 @pytest.mark.slow

@@ -5,7 +5,7 @@ import json
 
 import pytest
 
-from experiments import check_engine
+from experiments.correctness import check_engine
 from mtpjax.serving.request import Finish, FinishReason, Request
 
 REQUEST = Request(prompt=(1,), max_new_tokens=3, logprobs=True)

@@ -6,9 +6,9 @@ import functools
 import numpy as np
 import pytest
 
-from experiments import check_equality
+from experiments.correctness import check_equality
 from mtpjax import DecodeConfig, SamplingParams, speculative_generate
-from mtpjax.evaluation.small_models import DRAFT_QUALITIES, MIXED_BLOCK_SCALE
+from tests.helpers.small_models import DRAFT_QUALITIES, MIXED_BLOCK_SCALE
 
 LENGTHS = (1, 2, 7, 17, 32)  # of the prompts, in turn: few, since plain.py compiles once for each
 PROMPTS = 16

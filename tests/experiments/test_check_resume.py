@@ -5,7 +5,7 @@ import subprocess
 import jax.numpy as jnp
 import pytest
 
-from experiments import check_resume
+from experiments.correctness import check_resume
 from mtpjax.io import checkpoint
 from mtpjax.training import run_dir
 

@@ -5,8 +5,8 @@ import sys
 
 import pytest
 
-from experiments import gpu_check
-from experiments.gpu_check import Step
+from experiments.gpu import gpu_check
+from experiments.gpu.gpu_check import Step
 
 
 @pytest.fixture
@@ -64,7 +64,7 @@ def test_a_quick_step_has_a_limit_of_its_own(steps):
 
 
 def test_the_gpu_is_left_to_the_steps():
-    code = "from experiments import gpu_check; gpu_check.main(['--list']); import jax; print(jax.default_backend())"
+    code = "from experiments.gpu import gpu_check; gpu_check.main(['--list']); import jax; print(jax.default_backend())"
     # JAX fails where it is told to use CUDA and there is none.
     environment = {**os.environ, "JAX_PLATFORMS": "cuda"}
     run = subprocess.run([sys.executable, "-c", code], env=environment, capture_output=True, text=True)

@@ -2,8 +2,8 @@
 
 import pytest
 
-from experiments.bytes_moved import SUBJECTS
-from experiments.gpu_launches import MOST, launches_per_layer
+from experiments.kernels.bytes_moved import SUBJECTS
+from experiments.kernels.gpu_launches import MOST, launches_per_layer
 from mtpjax.evaluation.roofline import LAUNCHES_OF_EXPERTS, LAUNCHES_PER_DENSE_LAYER
 
 

@@ -8,7 +8,7 @@ import jax.numpy as jnp
 import pytest
 from jax.sharding import NamedSharding, PartitionSpec, use_abstract_mesh
 
-from experiments.gpu_thunks import Thunk, compile_and_read, compile_thunks, parse
+from experiments.kernels.gpu_thunks import Thunk, compile_and_read, compile_thunks, parse
 from mtpjax import compat
 from mtpjax.decoding.gpu_graph import GRAPH_OPTIONS, MESH_GRAPH_OPTIONS, graph_options
 from mtpjax.decoding.graph_trial import trial_loop

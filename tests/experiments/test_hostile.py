@@ -9,7 +9,10 @@ import time
 
 import pytest
 
-from experiments import hostile, hostile_cases, hostile_time, hostile_worker
+from experiments.correctness.hostile import __main__ as hostile
+from experiments.correctness.hostile import cases as hostile_cases
+from experiments.correctness.hostile import cpu_time as hostile_time
+from experiments.correctness.hostile import worker as hostile_worker
 
 
 @pytest.fixture(scope="module")

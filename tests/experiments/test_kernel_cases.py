@@ -12,13 +12,13 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import triton as plt
 from jax.sharding import NamedSharding, PartitionSpec, use_abstract_mesh
 
-from experiments.bench_kernels import fastest_table
-from experiments.kernel_cases import attention_case, cases
+from experiments.kernels.bench_kernels import fastest_table
+from experiments.kernels.kernel_cases import attention_case, cases
 from mtpjax import compat
 from pallas_kernels import dispatch
 
 CASES = cases()
-ONE_OF_EACH = list({case.op: case for case in reversed(CASES)}.values())  # `experiments/machine_code.py` has all
+ONE_OF_EACH = list({case.op: case for case in reversed(CASES)}.values())  # `machine_code.py` has all
 
 
 def some_by_default(cases):
@@ -36,7 +36,7 @@ def test_kernel_lowers_without_a_gpu_where_it_was_measured_to_be_fastest(case, m
     cells = fastest_table([{"op": case.op, "shape": case.shape(), "seconds": {"xla": [2.0], "triton": [1.0]}}])
     monkeypatch.setattr(jax, "default_backend", lambda: "gpu")
     monkeypatch.setattr(dispatch, "_agrees", lambda *args: True)  # no GPU to compare numbers on
-    monkeypatch.setattr(dispatch, "_read_measurements", lambda: cells)
+    monkeypatch.setattr(dispatch._process, "measured", cells)
     shapes = jax.eval_shape(case.make, jax.random.key(0))
     lowered = compat.lower_for(functools.partial(case.run, implementation="auto"), *shapes)
     for platform in ("cuda", "rocm"):

@@ -9,9 +9,9 @@ import pytest
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import triton as plt
 
-from experiments import machine_code
-from experiments.kernel_cases import cases
-from experiments.machine_code import Report, compile_calls, find_python, run_jobs
+from experiments.kernels import machine_code
+from experiments.kernels.kernel_cases import cases
+from experiments.kernels.machine_code import Report, compile_calls, find_python, run_jobs
 
 # Answers a job with its number, and dies of the third, after half a line.
 MORTAL = """

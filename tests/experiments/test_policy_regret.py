@@ -4,8 +4,8 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from experiments import policy_regret
-from experiments.policy_regret import LEVELS, adaptive, cost_curves
+from experiments.decoding import policy_regret
+from experiments.decoding.policy_regret import LEVELS, adaptive, cost_curves
 from mtpjax.decoding.depth_policy import PROBE_INTERVAL
 
 CPU, GPU = cost_curves(1)["cpu"], cost_curves(1)["gpu"]

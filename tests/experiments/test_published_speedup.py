@@ -5,7 +5,7 @@ import json
 import numpy as np
 import pytest
 
-from experiments.published_speedup import PUBLISHED, RESULT, Fit, Steps, draw, fit_row, speedups, tables
+from experiments.decoding.published_speedup import PUBLISHED, RESULT, Fit, Steps, draw, fit_row, speedups, tables
 
 RESULTS = json.loads(RESULT.read_text())
 STEPS = Steps(

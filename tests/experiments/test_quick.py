@@ -10,14 +10,13 @@ import pytest
 from mtpjax import TrainConfig, train
 
 NAMES = [
-    "bench_load",
-    "bench_train",
-    "bench_trained",
-    "bench_gpu",
-    "bench_http",
-    "bench_disturbance",
-    "bench_loop",
-    "trace_host",
+    "checkpoints.bench_load",
+    "training.bench_train",
+    "gpu.bench_gpu",
+    "serving.bench_http",
+    "serving.bench_disturbance",
+    "serving.bench_loop",
+    "gpu.trace_host",
 ]
 ROOT = pathlib.Path(__file__).resolve().parents[2]
 
@@ -40,14 +39,14 @@ def test_a_benchmark_runs(name):
 @pytest.mark.slow
 def test_the_benchmark_of_pytorch_runs(tmp_path):
     pytest.importorskip("torch")
-    code, output, errors = run_quick("bench_torch", "--output", str(tmp_path / "torch.json"))
+    code, output, errors = run_quick("gpu.bench_torch", "--output", str(tmp_path / "torch.json"))
     assert code == 0, output[-2000:] + errors[-2000:]
     assert json.loads((tmp_path / "torch.json").read_text())["cells"][0]["seconds"][0] > 0
 
 
 @pytest.mark.slow
 def test_the_benchmark_of_the_engine_on_a_gpu_runs_with_its_server():
-    code, output, errors = run_quick("bench_engine_gpu", "--server")
+    code, output, errors = run_quick("gpu.bench_engine_gpu", "--server")
     assert code == 0, output[-2000:] + errors[-2000:]
     assert "4 requests" in output and "run 4 of 4" in output + errors
 
@@ -55,6 +54,6 @@ def test_the_benchmark_of_the_engine_on_a_gpu_runs_with_its_server():
 @pytest.mark.slow
 def test_the_benchmark_of_the_adaptive_depth_runs(tmp_path):
     train(TrainConfig(preset="tiny", steps=4, batch_size=2, row_length=64, panel_prompts=0, output=str(tmp_path)))
-    code, output, errors = run_quick("bench_adaptive", "--model", str(tmp_path))
+    code, output, errors = run_quick("decoding.bench_adaptive", "--model", str(tmp_path))
     assert code == 0, output[-2000:] + errors[-2000:]
     assert output

@@ -2,8 +2,8 @@ import os
 
 import pytest
 
-from experiments import bench_engine_gpu
-from experiments.trace_host import stderr_lines, summarize_log
+from experiments.gpu import bench_engine_gpu
+from experiments.gpu.trace_host import stderr_lines, summarize_log
 from pallas_kernels import dispatch
 
 
@@ -16,12 +16,12 @@ def test_lines_of_xlas_log_are_counted_by_kind():
 
 
 def test_an_op_runs_its_kernel_inside_the_context_only():
-    rules = dict(dispatch._KERNEL_BY_RULE)
+    rules = dict(dispatch._process.kernel_by_rule)
     with bench_engine_gpu.kernels_of("verify_attention") as implementation:
-        assert implementation == "auto" and dispatch._KERNEL_BY_RULE["verify_attention"]({})
-    assert rules == dispatch._KERNEL_BY_RULE
+        assert implementation == "auto" and dispatch._process.kernel_by_rule["verify_attention"]({})
+    assert rules == dispatch._process.kernel_by_rule
     with bench_engine_gpu.kernels_of("triton") as implementation:
-        assert implementation == "triton" and rules == dispatch._KERNEL_BY_RULE
+        assert implementation == "triton" and rules == dispatch._process.kernel_by_rule
 
 
 def test_an_unknown_op_is_refused(capsys):

@@ -1,4 +1,4 @@
-"""The parts of `train_smollm2` on a small model: vocabulary, files of modules, prompts, and the measurements."""
+"""The parts of `train_smollm2` on a small model: vocabulary, files of modules, and prompts."""
 
 import dataclasses
 import json
@@ -10,17 +10,10 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from experiments import (
-    smollm2_data,
-    smollm2_measure,
-    smollm2_modules,
-    smollm2_report,
-    smollm2_settings,
-    smollm2_speed,
-    train_smollm2,
-)
-from experiments.smollm2_settings import OWN_PROMPTS, QUICK, MissingModelError, Settings
-from mtpjax import DecodeConfig, ModelConfig, MTPModel, add_mtp_modules, init_params, load, presets, save
+from experiments.common import RESULTS, smollm2_modules, smollm2_settings
+from experiments.common.smollm2_settings import OWN_PROMPTS, QUICK, MissingModelError, Settings
+from experiments.training import smollm2_data, train_smollm2
+from mtpjax import ModelConfig, MTPModel, add_mtp_modules, init_params, load, presets, save
 from mtpjax.data.chat import encode_chat
 from mtpjax.data.draft_vocabulary import load_vocabulary
 from mtpjax.data.prompts import read_prompts
@@ -34,7 +27,7 @@ from tests.helpers.chatml import save_tokenizer
 PAIRS = [([7, 50, 7, 3], [90, 50, 2]), ([7, 51], [90, 91, 92, 2])]  # prompts and answers; 2 ends a text
 EOS = 2
 ROOT = pathlib.Path(__file__).resolve().parents[2]
-KEPT_MODULES = OWN_PROMPTS.with_name("results") / "smollm2_mtp.safetensors"
+KEPT_MODULES = RESULTS / "smollm2_mtp.safetensors"
 
 
 @pytest.fixture(scope="module")
@@ -155,7 +148,7 @@ def test_the_commands_read_what_the_script_writes(tmp_path, with_module):
 
 
 def test_the_next_commands_name_the_folders():
-    text = smollm2_report.next_commands(pathlib.Path("a b.gguf"), pathlib.Path("runs/smollm2"))
+    text = train_smollm2.next_commands(pathlib.Path("a b.gguf"), pathlib.Path("runs/smollm2"))
     assert "merge-mtp --input-dir 'a b.gguf' --mtp-dir runs/smollm2 --output-dir runs/smollm2-mtp" in text
     commands = [line.split("mtpjax ")[1].split()[0] for line in text.splitlines()[1:]]
     assert commands == ["merge-mtp", "generate", "serve"]
@@ -165,16 +158,6 @@ def test_the_tutorials_last_commands_are_these():
     page = (ROOT / "docs" / "tutorials" / "smollm2.md").read_text()
     commands = re.findall(r"^mtpjax (\S+)", page, re.MULTILINE)
     assert commands[-3:] == ["merge-mtp", "generate", "serve"]
-
-
-def test_progress_counts_from_one(capsys):
-    def run(prompt, count):
-        return [1] * count, count
-
-    smollm2_speed.measure_speed({"plain": run}, [[1, 2], [3]], 4, 2)
-    lines = capsys.readouterr().out.splitlines()
-    assert lines[0] == "speed: compiling, prompt 1 of 2, 2 tokens"
-    assert lines[-1] == "speed: timing 2 of 2, prompt 2 of 2, 1 tokens"
 
 
 def test_the_draft_vocabulary_has_tokens_of_answers_only(tmp_path):
@@ -202,84 +185,6 @@ def test_the_own_prompts_are_many_and_different():
     prompts = read_prompts(OWN_PROMPTS)
     assert len({each.text for each in prompts}) == len(prompts) >= 90
     assert len({each.category for each in prompts}) >= 8
-
-
-def test_acceptance_counts_equal_texts_and_rates_by_category(with_module):
-    model, params = with_module
-    config = DecodeConfig(max_new_tokens=8, num_steps=3)
-    rows = [[1, 2, 3], [4, 5], [6]]
-    report = smollm2_measure.measure_acceptance(params, rows, ["x", "y", "x"], model=model, config=config)
-    assert report["equal_texts"] == report["prompts"] == 3 and not report["differing"]
-    assert {name: row["prompts"] for name, row in report["rates"].items()} == {"overall": 3, "x": 2, "y": 1}
-    assert all(len(row["survival"]) == 3 for row in report["rates"].values())
-
-
-@pytest.mark.slow
-def test_sampled_texts_follow_the_enumerated_distribution(with_module):
-    model, params = with_module
-    texts, probabilities = smollm2_measure.enumerate_texts(params, [5, 6], model=model)
-    assert len(set(texts)) == len(texts) == 16 and probabilities.sum() == pytest.approx(1)
-    settings = dataclasses.replace(QUICK, law_samples=256)
-    report = smollm2_measure.check_law(params, [5, 6], model=model, draft_vocabulary=range(200), settings=settings)
-    assert report["samples"] == 256 and report["degrees"] > 3
-    assert report["p"] > 1e-3
-    assert report["rule_sample_equal"] == report["rule_sample_texts"] == 8
-
-
-def test_pearson_notices_another_distribution():
-    probabilities = np.array([0.4, 0.3, 0.2, 0.1])
-    assert smollm2_measure.pearson(1000 * probabilities, probabilities)["p"] == pytest.approx(1)
-    report = smollm2_measure.pearson(np.array([300.0, 400.0, 200.0, 100.0]), probabilities)
-    # (100^2 / 400 + 100^2 / 300) with three degrees of freedom
-    assert report["statistic"] == pytest.approx(25 + 100 / 3) and report["degrees"] == 3 and report["p"] < 1e-6
-
-
-def test_rare_outcomes_are_counted_together():
-    probabilities = np.array([0.5, 0.44, 0.02, 0.02, 0.02])
-    report = smollm2_measure.pearson(100 * probabilities, probabilities)  # expected counts of 2 each: one cell of 6
-    assert report["degrees"] == 2 and report["statistic"] == pytest.approx(0)
-
-
-def test_the_cost_of_a_round_leaves_out_prefill():
-    # Plain: 10 steps of 1 s after 2 s of prefill. With drafts: 5 rounds of 1.5 s. Wall time is disturbed.
-    def timing(seconds, steps, disturbance=0.0):
-        return [smollm2_speed.Timing(seconds + disturbance, seconds, disturbance, steps)]
-
-    timings = {"prefill": timing(2.0, 0), "plain": timing(12.0, 10, 7.0), "1": timing(9.5, 5)}
-    report = smollm2_speed.summarise(timings, {"plain": [[1]], "1": [[1]]}, 11)["1"]
-    assert report["cost"] == pytest.approx(1.5) and report["accept_length"] == 2
-    assert report["break_even_rate"] == pytest.approx(0.5, abs=1e-6)  # 1 + a = 1.5
-    assert report["cpu_speed_up"] == pytest.approx(12 / 9.5) and report["speed_up"] == 2
-    assert report["equal_texts"] == 1
-
-
-def test_a_measurement_is_made_once(tmp_path):
-    path = tmp_path / "law.json"
-    assert train_smollm2.once(path, lambda: {"p": 0.5}) == {"p": 0.5}
-    assert train_smollm2.once(path, lambda: pytest.fail("measured again")) == {"p": 0.5}
-
-
-def test_the_tables_have_every_category_and_engine():
-    rate = {"value": 1.25, "low": 1.2, "high": 1.3}
-    row = {"prompts": 2, "accept_length": rate, "survival": [rate, {"value": None}]}
-    differing = [{"prompt": 0, "token": 3, "gap": 1e-6}]
-    acceptance = {
-        "prompts": 2,
-        "equal_texts": 1,
-        "differing": differing,
-        "rates": {"overall": row, "qa": row | {"prompts": 1}},
-    }
-    engine = {"tokens_per_second": 9.0, "speed_up": 1.0, "range": [0.9, 1.1], "equal_texts": 2, "texts": 2}
-    engine |= {"cpu_speed_up": 0.8, "cpu_range": [0.7, 0.9]}
-    drafts = engine | {"accept_length": 1.2, "cost": 2.5, "break_even_rate": None}
-    speed = {"engines": {"plain": engine, "1": drafts}, "waited_share": 0.5, "new_tokens": 4}
-    law = {"statistic": 3.0, "degrees": 2, "p": 0.22, "samples": 8, "accept_length": 1.5}
-    law |= {"rule_sample_equal": 8, "rule_sample_texts": 8}
-    text = smollm2_report.format_report({"acceptance": acceptance, "speed": speed, "law": law})
-    assert "| overall | 2 | 1.25 (1.20-1.30) | 1.25 | - |" in text
-    assert "| qa | 1 | 1.25 | 1.25 | - |" in text  # one prompt has no interval
-    assert "| 1 draft level | 9.0 | 1.00 (0.90-1.10) | 0.80 (0.70-0.90) | 1.20 | 2.50 | never | 2 of 2 |" in text
-    assert "1 of 2" in text and "1e-06 apart" in text and "p = 0.22" in text
 
 
 @pytest.mark.parametrize(("flags", "code"), [(["--quick"], 0), ([], 2)])
@@ -317,6 +222,5 @@ def test_a_folder_of_other_settings_is_refused(tmp_path):
 
 def test_flags_replace_single_settings():
     options = train_smollm2.parse_options(["--quick", "--updates", "7"])
-    assert train_smollm2.make_settings(options, Settings()) == dataclasses.replace(QUICK, updates=7)
-    fewer = dataclasses.replace(Settings(), updates=3)
-    assert train_smollm2.make_settings(train_smollm2.parse_options([]), fewer) == fewer
+    assert train_smollm2.make_settings(options) == dataclasses.replace(QUICK, updates=7)
+    assert train_smollm2.make_settings(train_smollm2.parse_options([])) == Settings()

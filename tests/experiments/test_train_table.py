@@ -2,7 +2,7 @@
 
 import pytest
 
-from experiments.train_table import CELLS, compile_update
+from experiments.training.train_table import CELLS, compile_update
 
 MOST = {"16B-A2.4B": {8: 36e9, 64: 23e9}}
 ALL_OF_A_DEVICE = 72e9

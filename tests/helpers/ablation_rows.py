@@ -2,8 +2,8 @@
 
 import dataclasses
 
-from mtpjax.ablation.bench import Workload
 from mtpjax.ablation.grid import Cell, Settings
+from mtpjax.ablation.workload import Workload
 from mtpjax.decoding.config import DecodeConfig
 from mtpjax.evaluation.intervals import Estimate
 from mtpjax.evaluation.trust import speed_up_problem

@@ -10,8 +10,8 @@ from mtpjax import TrainConfig
 from mtpjax.data.packing import Batch
 from mtpjax.models.forward import forward
 from mtpjax.models.params import DRAFTER
-from mtpjax.training.draft_architecture import draft_architecture
-from mtpjax.training.new_drafter import add_new_drafter
+from mtpjax.training import new_drafter as training
+from mtpjax.training.spec import TrainSpec
 from mtpjax.training.step import init_train_state, make_optimizer, train_step
 
 V, D, LEVELS = 61, 32, 3
@@ -29,10 +29,12 @@ def new_drafter(small, kind, is_reduced=True):
     """A trunk with a new drafter beside it, whose residual layers are not zero."""
     model, params = small(num_mtp_modules=0)
     ids = DRAFT_IDS_OF_TESTS if is_reduced else None
-    architecture = draft_architecture(settings(kind, draft_vocab_size=0 if ids is None else len(ids)), model.config)
-    params = add_new_drafter(params, model=model, architecture=architecture, draft_ids=ids, key=jax.random.key(1))
+    config = settings(kind, draft_vocab_size=0 if ids is None else len(ids))
+    drafter = training.new_drafter(config, model.config)
+    sizes = {"model": model, "method": config.draft_method, "drafter": drafter, "draft_ids": ids}
+    params = training.add_new_drafter(params, **sizes, key=jax.random.key(1))
     noise = lambda leaf: leaf + 0.1 * jax.random.normal(jax.random.key(leaf.size), leaf.shape)
-    return model, params | {DRAFTER: jax.tree.map(noise, params[DRAFTER])}, architecture
+    return model, params | {DRAFTER: jax.tree.map(noise, params[DRAFTER])}, drafter
 
 
 def packed_batch():
@@ -44,12 +46,12 @@ def packed_batch():
     return Batch(tokens, segments, rng.random((2, 12)) < 0.8)
 
 
-def run_steps(model, params, architecture, batch, *, steps=1, states=None, **changes):
+def run_steps(model, params, drafter, batch, *, steps=1, states=None, **changes):
     """Parameters and metrics after some updates."""
     optimizer = make_optimizer(TrainConfig())
     state = init_train_state(params, optimizer, "modules")
-    step = functools.partial(train_step, model=model, optimizer=optimizer, num_depths=LEVELS, trains="modules")
-    step = jax.jit(functools.partial(step, architecture=architecture, **changes))
+    spec = TrainSpec(model=model, num_depths=LEVELS, trains="modules", drafter=drafter, **changes)
+    step = jax.jit(functools.partial(train_step, spec=spec, optimizer=optimizer))
     for _ in range(steps):
         state, metrics = step(state, batch, 1e-2, 1.0, states=states)
     return state.params, metrics

@@ -113,7 +113,7 @@ def test_model_settings_that_do_not_fit_are_refused(changes, named):
         (Source, {"path": "a", "kind": "csv"}, "kind 'csv' is not one of auto, text, jsonl, chat, formatted"),
         (Source, {"kind": "jsonl"}, "a source of kind 'jsonl' needs a path"),
         (Source, {"weight": 0.0}, "weight must be positive, not 0.0"),
-        (Source, {"most_skipped": -1}, "most_skipped must not be negative, is -1"),
+        (Source, {"max_skipped": -1}, "max_skipped must not be negative, is -1"),
         (TrainConfig, {"held_out_fraction": 1.0}, "held_out_fraction 1.0"),
         (TrainConfig, {"optimizer": "sgd"}, "optimizer 'sgd' is not one of adamw, muon"),
         (TrainConfig, {"attention_layout": "flat"}, "attention_layout 'flat'"),

@@ -9,12 +9,12 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from mtpjax.evaluation.small_models import small_config
 from mtpjax.models.config import ModelConfig
 from mtpjax.models.forward import forward
 from mtpjax.models.model import MTPModel
 from mtpjax.models.params import param_shapes
 from mtpjax.models.rope_scaling import LinearScaling
+from tests.helpers.small_models import small_config
 
 FIELDS = {field.name: field for field in dataclasses.fields(ModelConfig)}
 NO_EFFECT_ON_LOGITS = {

@@ -6,7 +6,7 @@ import pytest
 
 from mtpjax import DecodeConfig, compat, load, speculative_generate
 from mtpjax.models.decoding_layout import shard_for_decoding
-from mtpjax.models.expert_counts import count_expert_tokens, count_in_parts
+from mtpjax.models.expert_counts import count_expert_tokens, count_on_shards
 from mtpjax.models.expert_moves import move_experts
 from mtpjax.models.expert_placement import (
     Placement,
@@ -102,7 +102,7 @@ def test_wrong_placements_are_refused(skewed):
     for slots in (6, 10):
         with pytest.raises(ValueError, match="num_slots must be a multiple of 4 devices and at least 8"):
             place_experts(np.ones(8), 4, slots)
-    with pytest.raises(ValueError, match="layer_0 is no layer of the trunk with experts"):
+    with pytest.raises(ValueError, match="layer_0 is not a trunk layer with experts"):
         apply_placement(params, {"layer_0": place_experts(np.ones(8), 4)})
     with pytest.raises(ValueError, match="one number of slots"):
         apply_placement(params, {})
@@ -170,16 +170,16 @@ def test_counts_on_a_mesh_are_those_of_one_device(small, attention, sizes):
     model, params = small(attention)
     num_slots = 12
     mesh = compat.make_mesh(sizes)
-    num_devices, num_parts = mesh.size, sizes.get("data", 1)
+    num_devices, num_shards = mesh.size, sizes.get("data", 1)
     num_redundant = num_slots - model.config.n_routed_experts
     placed = place_all_layers(params, num_devices=num_devices, num_redundant=num_redundant)
     mesh_model, mesh_params = shard_for_decoding(model, placed, mesh)
     assert num_expert_devices(mesh_params, mesh.shape) == num_devices
-    tokens = np.asarray(jax.random.randint(jax.random.key(3), (num_parts, 12 // num_parts, 16), 0, 61))
+    tokens = np.asarray(jax.random.randint(jax.random.key(3), (num_shards, 12 // num_shards, 16), 0, 61))
     lengths = np.random.default_rng(3).integers(1, 17, tokens.shape[:2])
     lengths[0, 0] = 0
     with jax.set_mesh(mesh):
-        count = jax.jit(functools.partial(count_in_parts, model=mesh_model, capacity=256))
+        count = jax.jit(functools.partial(count_on_shards, model=mesh_model, capacity=256))
         found = np.asarray(count(mesh_params, tokens, lengths))
     rows = [row[:length] for row, length in zip(tokens.reshape(-1, 16), lengths.ravel(), strict=True) if length]
     each = [count_expert_tokens(params, row[None], model=model) for row in rows]

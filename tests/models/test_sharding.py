@@ -7,11 +7,10 @@ import pytest
 from jax.sharding import PartitionSpec
 
 from mtpjax import compat, forward, presets
-from mtpjax.decoding.drafters.mtp import MTPDrafter
-from mtpjax.decoding.sampling import SamplingFeatures
+from mtpjax.decoding.decoder import Decoder, StateShape
 from mtpjax.decoding.spec import DecodeSpec
-from mtpjax.decoding.state import empty_state
-from mtpjax.evaluation.small_models import small_config
+from mtpjax.drafters.mtp.drafting import MTPDrafter
+from mtpjax.models.attention_kinds import has_recurrent_layers
 from mtpjax.models.decoding_layout import (
     align_blocks,
     constrain_state,
@@ -24,6 +23,7 @@ from mtpjax.models.decoding_layout import (
 from mtpjax.models.params import param_shapes
 from mtpjax.models.quantized import BlockScaled
 from mtpjax.models.sharding import MESH_AXES, PARAMETER_AXES, param_sharding, shard_params
+from tests.helpers.small_models import small_config
 
 REPLICATED = re.compile(r"(experts/router|shared_gate)$")  # small, and each token needs them whole
 
@@ -92,16 +92,7 @@ def test_parameters_and_state_are_split_over_a_mesh(small):
     _, placed = shard_for_decoding(model, params, mesh, allow_copies=True)
     experts = placed["trunk"]["layer_1"]["experts"]["gate_up"]
     assert experts.addressable_shards[0].data.shape == (2, 32, 2, 6)
-    state = empty_state(
-        model=model,
-        drafter=MTPDrafter(),
-        spec=DecodeSpec(1, num_nodes=2),
-        batch=2,
-        capacity=16,
-        stops_shape=(8, 1),
-        features=SamplingFeatures(),
-        dtype=jnp.float32,
-    )
+    state = Decoder(model, MTPDrafter(), DecodeSpec(1, num_nodes=2)).empty_state(StateShape(2, 16), jnp.float32)
     state = jax.jit(lambda state: constrain_state(state, model.config, mesh))(state)
     assert state.trunk.layers[0]["latent"].addressable_shards[0].data.shape == (1, 16, 16)
     assert state.settings.stops.addressable_shards[0].data.shape == (1, 8, 1)
@@ -166,3 +157,22 @@ def test_sizes_that_a_mesh_does_not_divide_are_named(name, sizes, expected):
     found = find_copies(presets[name], sizes)
     assert len(found) >= len(expected) and (expected or not found)
     assert all(any(each in sentence for sentence in found) for each in expected)
+
+
+def test_a_teacher_forced_pass_over_split_experts_is_that_of_one_device(small):
+    """XLA partitions it, whether or not the mesh is set."""
+    model, params = small("latent")
+    tokens = jnp.arange(16).reshape(2, 8)
+    expected = forward(params, tokens, model=model).logits
+    mesh = compat.make_mesh({"data": 2, "expert": 2})
+    model, params = shard_for_decoding(model, params, mesh)
+    found = [forward(params, tokens, model=model).logits]
+    with jax.set_mesh(mesh):
+        found.append(forward(params, tokens, model=model).logits)
+    for logits in found:
+        np.testing.assert_allclose(logits, expected, rtol=1e-5, atol=1e-5)
+
+
+@pytest.mark.parametrize("attention, expected", [("grouped", False), ("latent", False), ("hybrid", True)])
+def test_models_with_linear_attention_have_recurrent_layers(attention, expected):
+    assert has_recurrent_layers(small_config(attention)) is expected

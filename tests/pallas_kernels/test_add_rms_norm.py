@@ -6,25 +6,25 @@ import numpy as np
 import pytest
 
 from mtpjax import compat
-from pallas_kernels import PartialSums, add_rms_norm
-from pallas_kernels.add_rms_norm import add_rms_norm_reference
+from pallas_kernels.add_rms_norm import add_rms_norm, add_rms_norm_reference
+from pallas_kernels.partial_sums import PartialSums
 
 interpreted = functools.partial(add_rms_norm, implementation="interpreted")
 
 
-def problem(key, shape, num_parts, dtype=jnp.float32):
+def problem(key, shape, num_shards, dtype=jnp.float32):
     keys = jax.random.split(key, 3)
-    parts = jax.random.normal(keys[1], (num_parts, *shape), jnp.float32 if num_parts > 1 else dtype)
+    parts = jax.random.normal(keys[1], (num_shards, *shape), jnp.float32 if num_shards > 1 else dtype)
     scale = jax.random.normal(keys[2], shape[-1:], dtype)
     return 3 * jax.random.normal(keys[0], shape, dtype), PartialSums(parts, dtype), scale
 
 
 # one row, rows and widths that fill no block, a row longer than a block of several
 @pytest.mark.parametrize("zero_centred", [False, True])
-@pytest.mark.parametrize("shape, num_parts", [((1, 64), 1), ((13, 96), 3), ((2, 3, 128), 2), ((3, 5000), 8)])
-def test_kernel_matches_reference(shape, num_parts, zero_centred, key):
+@pytest.mark.parametrize("shape, num_shards", [((1, 64), 1), ((13, 96), 3), ((2, 3, 128), 2), ((3, 5000), 8)])
+def test_kernel_matches_reference(shape, num_shards, zero_centred, key):
     for dtype in (jnp.float32, jnp.bfloat16):
-        arguments = problem(key, shape, num_parts, dtype)
+        arguments = problem(key, shape, num_shards, dtype)
         settings = {"eps": 0.5, "zero_centred": zero_centred}
         total, normed = interpreted(*arguments, **settings)
         expected = add_rms_norm_reference(*arguments, **settings)

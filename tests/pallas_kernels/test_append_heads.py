@@ -6,19 +6,19 @@ import numpy as np
 import pytest
 
 from mtpjax import compat
-from pallas_kernels import PartialSums, append_heads
-from pallas_kernels.append_heads import Heads, append_heads_reference
+from pallas_kernels.append_heads import Heads, append_heads, append_heads_reference
+from pallas_kernels.partial_sums import PartialSums
 
 # B, T, K, G, H, P: a single row, groups and widths that fill no block, a part of the channels rotated, all of them
 SHAPES = [(1, 1, 2, 2, 64, 32), (3, 4, 2, 3, 48, 24), (2, 5, 3, 1, 80, 16), (2, 16, 1, 7, 32, 12)]
 
 
-def problem(key, shape, *, num_parts=3, dtype=jnp.float32, cache_dtype=None, slots=37, gates=0, has_all=True, **heads):
+def problem(key, shape, *, num_shards=3, dtype=jnp.float32, cache_dtype=None, slots=37, gates=0, has_all=True, **heads):
     B, T, K, G, H, P = shape
     keys = iter(jax.random.split(key, 10))
     normal = lambda *shape: jax.random.normal(next(keys), shape)
-    projected = PartialSums(normal(num_parts, B, T, K, G + 2 + gates, H), dtype)
-    if num_parts == 1:
+    projected = PartialSums(normal(num_shards, B, T, K, G + 2 + gates, H), dtype)
+    if num_shards == 1:
         projected = PartialSums(projected.parts.astype(dtype), dtype)
     angle = normal(B, T, P)
     caches = [normal(B, K, slots, H).astype(cache_dtype or dtype) for _ in range(2)]
@@ -50,11 +50,11 @@ def test_kernel_matches_reference(shape, interleaved, key):
     check(key, shape, rtol=1e-5, interleaved=interleaved, gates=shape[3] % 2, zero_centred=interleaved)
 
 
-@pytest.mark.parametrize("num_parts", [1, 2])
-def test_kernel_matches_reference_in_bfloat16_with_another_dtype_of_the_cache(num_parts, key):
+@pytest.mark.parametrize("num_shards", [1, 2])
+def test_kernel_matches_reference_in_bfloat16_with_another_dtype_of_the_cache(num_shards, key):
     # Sums of parts are rounded alike; the norm and rotation may round to the neighbouring number.
-    check(key, SHAPES[1], rtol=2**-7, num_parts=num_parts, dtype=jnp.bfloat16)
-    check(key, SHAPES[1], rtol=2**-3, num_parts=num_parts, dtype=jnp.bfloat16, cache_dtype=jnp.float8_e4m3fn)
+    check(key, SHAPES[1], rtol=2**-7, num_shards=num_shards, dtype=jnp.bfloat16)
+    check(key, SHAPES[1], rtol=2**-3, num_shards=num_shards, dtype=jnp.bfloat16, cache_dtype=jnp.float8_e4m3fn)
 
 
 def test_kernel_needs_neither_bias_nor_norms(key):

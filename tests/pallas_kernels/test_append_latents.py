@@ -6,19 +6,19 @@ import numpy as np
 import pytest
 
 from mtpjax import compat
-from pallas_kernels import PartialSums
 from pallas_kernels.append_latents import append_latents, append_latents_reference
+from pallas_kernels.partial_sums import PartialSums
 
 # B, T, N, C, R, P: sizes that fill no block, several slices of the latent, many rows
 SHAPES = [(1, 1, 2, 16, 32, 8), (3, 4, 3, 24, 80, 12), (2, 16, 2, 40, 144, 16)]
 
 
-def problem(key, shape, *, num_parts=3, dtype=jnp.float32, cache_dtype=None, slots=37):
+def problem(key, shape, *, num_shards=3, dtype=jnp.float32, cache_dtype=None, slots=37):
     B, T, N, C, R, P = shape
     keys = iter(jax.random.split(key, 8))
     normal = lambda *shape: jax.random.normal(next(keys), shape)
     queries, latents = (
-        PartialSums(normal(num_parts, *sizes).astype(jnp.float32 if num_parts > 1 else dtype), dtype)
+        PartialSums(normal(num_shards, *sizes).astype(jnp.float32 if num_shards > 1 else dtype), dtype)
         for sizes in ((B, T, N, C + P), (B, T, R + P))
     )
     angle = normal(B, T, P // 2)
@@ -50,11 +50,11 @@ def test_kernel_matches_reference(shape, interleaved, key):
     check(key, shape, rtol=1e-5, interleaved=interleaved)
 
 
-@pytest.mark.parametrize("num_parts", [1, 2])
-def test_kernel_matches_reference_in_bfloat16_with_another_dtype_of_the_cache(num_parts, key):
+@pytest.mark.parametrize("num_shards", [1, 2])
+def test_kernel_matches_reference_in_bfloat16_with_another_dtype_of_the_cache(num_shards, key):
     # Sums of parts are rounded alike; the norm, the rotation and the product may round to the neighbouring number.
-    check(key, SHAPES[1], rtol=2**-7, num_parts=num_parts, dtype=jnp.bfloat16)
-    check(key, SHAPES[1], rtol=2**-3, num_parts=num_parts, dtype=jnp.bfloat16, cache_dtype=jnp.float8_e4m3fn)
+    check(key, SHAPES[1], rtol=2**-7, num_shards=num_shards, dtype=jnp.bfloat16)
+    check(key, SHAPES[1], rtol=2**-3, num_shards=num_shards, dtype=jnp.bfloat16, cache_dtype=jnp.float8_e4m3fn)
 
 
 def test_many_rows_run_the_reference_and_wrong_shapes_are_an_error(key):

@@ -8,21 +8,17 @@ import numpy as np
 import pytest
 
 from mtpjax import compat
-from pallas_kernels import (
-    PartialSums,
-    add_rms_norm,
-    batch_invariant,
-    gated_matmul,
-    grouped_matmul,
-    head_top_k,
-    partial_matmul,
-    prefill_attention,
-    rms_norm,
-    route_tokens,
-    verify_attention,
-)
-from pallas_kernels.batch_invariance import is_batch_invariant, map_row_blocks
-from pallas_kernels.router import Routing
+from pallas_kernels.add_rms_norm import add_rms_norm
+from pallas_kernels.batch_invariance import batch_invariant, is_batch_invariant, map_row_blocks
+from pallas_kernels.block_scaled_matmul import partial_matmul
+from pallas_kernels.gated_matmul import gated_matmul
+from pallas_kernels.grouped_matmul import grouped_matmul
+from pallas_kernels.head_top_k import head_top_k
+from pallas_kernels.partial_sums import PartialSums
+from pallas_kernels.prefill_attention import prefill_attention
+from pallas_kernels.rms_norm import rms_norm
+from pallas_kernels.router import Routing, route_tokens
+from pallas_kernels.verify_attention import verify_attention
 
 NUM_ROWS = (1, 5, 17, 70)  # one row, less than a block, more than one, and more than the kernels take otherwise
 FORM = {"implementation": "interpreted"}

@@ -8,8 +8,7 @@ import pytest
 import mtpjax
 from mtpjax import DecodeConfig, compat, forward, speculative_generate
 from mtpjax.models.quantized import BlockScaled, is_scaled, matrix_product
-from pallas_kernels import block_scaled_matmul
-from pallas_kernels.block_scaled_matmul import block_scaled_matmul_reference, partial_matmuls
+from pallas_kernels.block_scaled_matmul import block_scaled_matmul, block_scaled_matmul_reference, partial_matmuls
 from pallas_kernels.block_scaled_matmul.kernel import multiply_few_rows
 from tests.golden import path
 

@@ -10,14 +10,20 @@ import pytest
 
 from mtpjax.compat import make_mesh
 from pallas_kernels import dispatch, measurements
+from pallas_kernels.case import difference_from_xla
 from pallas_kernels.dispatch import choose
-from pallas_kernels.questions import difference_from_xla, make_call
+from pallas_kernels.op_cases import CASES
+from pallas_kernels.partial_sums import PartialSums
 from pallas_kernels.verify_attention import choose_implementation as choose_attention
 
 OFFERED = ("xla", "triton")
 experts = importlib.import_module("pallas_kernels.grouped_matmul.op")
 add_rms_norm_module = importlib.import_module("pallas_kernels.add_rms_norm")
-matrices = importlib.import_module("pallas_kernels.block_scaled_matmul.op")
+
+
+def forget(monkeypatch):
+    """Gives the test a process that has read and compared nothing yet."""
+    monkeypatch.setattr(dispatch, "_process", dispatch._Process())
 
 
 @pytest.fixture
@@ -36,11 +42,8 @@ def gpu(monkeypatch, tmp_path):
     path = measurements.path()
     path.parent.mkdir(parents=True)
     path.write_text(json.dumps({"op": [cell(4, xla=2.0, triton=1.0), cell(64, xla=1.0, triton=2.0)]}))
-    monkeypatch.setattr(dispatch, "_agreed", {})
-    monkeypatch.setattr(dispatch, "_compare", lambda op, shape, implementation: 0.0)
-    dispatch._read_measurements.cache_clear()
-    yield
-    dispatch._read_measurements.cache_clear()
+    forget(monkeypatch)
+    monkeypatch.setattr("pallas_kernels.dispatch.difference_from_xla", lambda *_: 0.0)  # not run here
 
 
 @pytest.mark.parametrize("rows, expected", [(4, "triton"), (8, "triton"), (64, "xla"), (33, "xla")])
@@ -77,13 +80,13 @@ def test_attention_over_the_pages_of_many_rows_runs_its_kernel(gpu):
     assert chosen_attention(64, 4, size=8) == "xla"
 
 
-def test_a_time_of_contiguous_rows_says_nothing_about_pages(gpu):
+def test_a_time_of_contiguous_rows_says_nothing_about_pages(gpu, monkeypatch):
     with dispatch.record_choices() as asked:
         assert chosen_attention(8, 4) == chosen_attention(8, None) == "xla"
     (op, paged), (_, contiguous) = asked
     assert {name for name in paged if paged[name] != contiguous[name]} == {"layout"}
     measurements.add(op, contiguous, {"xla": 2.0, "triton": 1.0})
-    dispatch._read_measurements.cache_clear()
+    forget(monkeypatch)
     assert (chosen_attention(8, 4), chosen_attention(8, None)) == ("xla", "triton")
 
 
@@ -91,13 +94,11 @@ def test_a_time_of_contiguous_rows_says_nothing_about_pages(gpu):
 def test_the_comparison_of_attention_reads_pages(implementation):
     shape = {"batch": 64, "heads": 2, "queries": 4, "width": 32, "slots": 64}
     shape |= {"dtype": "float32", "cache": "float32", "reads": "all", "layout": "pages"}
-    made = make_call("verify_attention", shape)
-    assert made is not None
-    run, arrays = made
+    run, arrays = CASES["verify_attention"](shape)
     with dispatch.record_choices() as asked:
         jax.eval_shape(functools.partial(run, implementation="xla"), *arrays)
     assert asked == [("verify_attention", shape)]
-    assert difference_from_xla("verify_attention", shape, implementation) <= 1
+    assert difference_from_xla(CASES["verify_attention"], shape, implementation) <= 1
 
 
 @pytest.mark.parametrize("difference", [0.5, 2.0, float("nan")])
@@ -131,47 +132,73 @@ def test_auto_leaves_a_kernel_that_fails_also_while_it_is_traced(gpu):
         assert jax.eval_shape(traced, 1).shape == ()
 
 
-def test_an_op_without_a_comparison_of_its_own_is_compared_by_its_shape(gpu, monkeypatch):
-    shape = {"rows": 4, "width": 24, "parts": 2, "dtype": "float32"}
-    monkeypatch.setattr(dispatch, "_compare", difference_from_xla)
-    monkeypatch.setattr(dispatch, "_fastest", lambda _, shape: "interpreted")
-    offered = [*OFFERED, "interpreted"]
-    assert choose("add_rms_norm", "auto", offered, shape) == "interpreted"
+def test_auto_compares_a_kernel_with_xla_at_the_widths_of_the_call(gpu, monkeypatch):
+    x, scale = jnp.ones((4, 24)), jnp.ones(24)
+    update = PartialSums(jnp.ones((2, 4, 24)), jnp.dtype("float32"))
+    monkeypatch.setattr(dispatch, "difference_from_xla", difference_from_xla)
+    monkeypatch.setattr(dispatch, "_fastest", lambda _, shape: "xla" if shape["rows"] != 4 else "triton")
+    # Off a GPU the interpreter stands for the kernel.
+    right, ran = add_rms_norm_module._add_rms_norm_triton, []
+
+    def run(x, update, scale, eps, zero_centred, interpret):
+        ran.append(x.shape)
+        return right(x, update, scale, eps + shift, zero_centred, True)
+
+    monkeypatch.setattr(add_rms_norm_module, "_add_rms_norm_triton", run)
+    shift = 0.0
+    add_rms_norm_module.add_rms_norm(x, update, scale)
     # The same while the caller is traced.
-    monkeypatch.setattr(dispatch, "_agreed", {})
-    assert jax.jit(lambda: choose("add_rms_norm", "auto", offered, shape) == "interpreted")()
+    forget(monkeypatch)
+    jax.jit(add_rms_norm_module.add_rms_norm)(x, update, scale)
+    assert ran == [(3, 24), (4, 24)] * 2
     # A kernel with other numbers: of another epsilon.
-    monkeypatch.setattr(dispatch, "_agreed", {})
-    right = add_rms_norm_module._add_rms_norm_triton
-    wrong = lambda x, update, scale, eps, *rest: right(x, update, scale, eps + 1.0, *rest)
-    monkeypatch.setattr(add_rms_norm_module, "_add_rms_norm_triton", wrong)
-    with pytest.warns(UserWarning, match="interpreted kernel of add_rms_norm .float32. gives other numbers"):
-        assert choose("add_rms_norm", "auto", offered, shape) == "xla"
+    forget(monkeypatch)
+    shift = 1.0
+    with pytest.warns(UserWarning, match="triton kernel of add_rms_norm .float32. gives other numbers"):
+        add_rms_norm_module.add_rms_norm(x, update, scale)
+    assert ran[4:] == [(3, 24)]
 
 
 CHECKS = {
-    "experts": functools.partial(experts.difference_from_reference, is_fp8=False, inference=True),
-    "experts' gradients": functools.partial(experts.difference_from_reference, is_fp8=False, inference=False),
-    "fp8 experts": functools.partial(experts.difference_from_reference, is_fp8=True, inference=True),
-    "matrix": functools.partial(matrices.difference_from_reference, weights_dtype=jnp.bfloat16, has_scales=False),
-    "fp8 matrix": functools.partial(
-        matrices.difference_from_reference, weights_dtype=jnp.float8_e4m3fn, has_scales=True
-    ),
+    "experts": {"is_fp8": False, "inference": True},
+    "experts' gradients": {"is_fp8": False, "inference": False},
+    "fp8 experts": {"is_fp8": True, "inference": True},
 }
 
 
 @pytest.mark.parametrize(
     "name", [pytest.param(name, marks=[pytest.mark.slow] * name.endswith("gradients")) for name in CHECKS]
 )
-def test_the_comparisons_accept_right_kernels_and_not_wrong_ones(name, monkeypatch):
+def test_the_comparison_of_experts_accepts_right_kernels_and_not_wrong_ones(name, monkeypatch):
+    check = functools.partial(experts.difference_from_reference, **CHECKS[name])
     for dtype in (jnp.float32, jnp.bfloat16):
         for implementation in ("xla", "interpreted"):
-            assert CHECKS[name](implementation, dtype=dtype) < 1
+            assert check(implementation, dtype=dtype) < 1
     # A reference with other weights stands for a kernel that reads the wrong ones.
-    for module, reference in ((experts, "grouped_matmul_reference"), (matrices, "block_scaled_matmul_reference")):
-        right = getattr(module, reference)
-        monkeypatch.setattr(module, reference, lambda *args, right=right, **options: 1.1 * right(*args, **options))
-    assert CHECKS[name]("xla", dtype=jnp.bfloat16) > 1
+    right = experts.grouped_matmul_reference
+    monkeypatch.setattr(experts, "grouped_matmul_reference", lambda *args, **options: 1.1 * right(*args, **options))
+    assert check("xla", dtype=jnp.bfloat16) > 1
+
+
+SHAPES = {
+    "block_scaled_matmul": {"rows": 4, "inputs": 256, "outputs": 256, "weights": "float8_e4m3fn"},
+    "gated_matmul": {"rows": 4, "inputs": 256, "outputs": 256, "weights": "float8_e4m3fn"},
+    "prefill_attention": {"batch": 1, "heads": 2, "queries": 40, "width": 32, "slots": 64, "reads": "a window"},
+}
+
+
+@pytest.mark.parametrize("op", SHAPES)
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_the_comparison_of_an_op_accepts_its_kernel_and_not_other_numbers(op, dtype):
+    shape = SHAPES[op] | {"dtype": dtype, "cache": dtype}
+    assert difference_from_xla(CASES[op], shape, "interpreted") <= 1
+
+    def make_wrong(shape):
+        run, arrays = CASES[op](shape)
+        factor = {"xla": 1.0, "interpreted": 1.1}
+        return lambda *arrays, implementation: run(*arrays, implementation="xla") * factor[implementation], arrays
+
+    assert difference_from_xla(make_wrong, shape, "interpreted") > 1
 
 
 def test_auto_avoids_a_kernel_that_does_not_support_the_arguments_and_naming_it_raises(gpu):
@@ -232,7 +259,7 @@ import sys
 sys.modules["jax.experimental.pallas.triton"] = None
 import jax.numpy as jnp
 import mtpjax
-from pallas_kernels import add_rms_norm, rms_norm
+from pallas_kernels.rms_norm import rms_norm
 print(rms_norm(jnp.ones((2, 8)), jnp.ones(8)).shape)
 try:
     rms_norm(jnp.ones((2, 8)), jnp.ones(8), implementation="triton")

@@ -8,9 +8,9 @@ import numpy as np
 import pytest
 
 from mtpjax import DecodeConfig, MTPModel, compat, generate, speculative_generate
-from mtpjax.evaluation import small_models
-from pallas_kernels import gated_delta, gated_delta_replay, gated_delta_steps, gated_delta_verify
+from pallas_kernels.gated_delta import gated_delta, gated_delta_replay, gated_delta_steps, gated_delta_verify
 from pallas_kernels.gated_delta.reference import CHUNK, gated_delta_reference, gated_delta_steps_reference
+from tests.helpers import small_models
 
 # rows, tokens, key heads, value heads, and the widths of keys and values
 FEW = [

@@ -6,8 +6,7 @@ import numpy as np
 import pytest
 
 from mtpjax import compat
-from pallas_kernels import gated_matmul
-from pallas_kernels.gated_matmul import _run_kernel, gated_matmul_reference
+from pallas_kernels.gated_matmul import _run_kernel, gated_matmul, gated_matmul_reference
 
 FP8 = jnp.float8_e4m3fn
 interpreted = functools.partial(gated_matmul, implementation="interpreted")

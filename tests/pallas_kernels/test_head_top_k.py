@@ -7,8 +7,8 @@ import numpy as np
 import pytest
 
 from mtpjax import DecodeConfig, SamplingParams, generate, speculative_generate
-from pallas_kernels import head_top_k, top_k
-from pallas_kernels.head_top_k import _run_kernel, head_top_k_reference
+from pallas_kernels.head_top_k import _run_kernel, head_top_k, head_top_k_reference
+from pallas_kernels.top_k import top_k
 
 interpreted = functools.partial(head_top_k, implementation="interpreted")
 # hidden.shape, V, num_tokens, k, is_transposed, dtype. Blocks are of 16 to 64 rows, 64 or 128 columns, 32 or 64 deep:

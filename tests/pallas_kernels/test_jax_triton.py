@@ -11,8 +11,9 @@ import numpy as np
 import pytest
 
 from mtpjax import compat
-from pallas_kernels import batch_invariant, block_scaled_matmul, partial_matmul
 from pallas_kernels.backend import HAS_JAX_TRITON
+from pallas_kernels.batch_invariance import batch_invariant
+from pallas_kernels.block_scaled_matmul import block_scaled_matmul, partial_matmul
 from pallas_kernels.block_scaled_matmul.reference import block_scaled_matmul_reference
 from pallas_kernels.fp8 import FP8_DIVISOR
 

@@ -8,8 +8,12 @@ import numpy as np
 import pytest
 
 from mtpjax import compat
-from pallas_kernels import linear_cross_entropy, linear_total_variation
-from pallas_kernels.linear_cross_entropy import linear_cross_entropy_reference, linear_total_variation_reference
+from pallas_kernels.linear_cross_entropy import (
+    linear_cross_entropy,
+    linear_cross_entropy_reference,
+    linear_total_variation,
+    linear_total_variation_reference,
+)
 
 # (rows, width, vocabulary), chunk. Interpreted, what lies beyond an array is NaN. No size of the first and third fills
 # its blocks (64 x 64 logits, 32 of the width; in bfloat16 128 x 256 or 128 x 128, and 64): 2 x 3 and 2 x 3 or 2 x 5 of

@@ -8,10 +8,10 @@ import numpy as np
 import pytest
 
 from mtpjax import compat
-from pallas_kernels import PartialSums
 from pallas_kernels.append_heads import Heads, append_heads
 from pallas_kernels.append_latents import append_latents
 from pallas_kernels.paged import NO_PAGE, gather_pages
+from pallas_kernels.partial_sums import PartialSums
 from pallas_kernels.verify_attention import verify_attention, verify_attention_reference
 
 SIZE, NUM_PAGES = 16, 24

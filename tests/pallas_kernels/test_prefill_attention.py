@@ -6,8 +6,7 @@ import numpy as np
 import pytest
 
 from mtpjax import compat
-from pallas_kernels import prefill_attention
-from pallas_kernels.prefill_attention import difference_from_reference, prefill_attention_reference
+from pallas_kernels.prefill_attention import prefill_attention, prefill_attention_reference
 
 # B, K, T, G, H, S: tokens, slots and widths that fill no block; a latent's width; one token
 SHAPES = [(2, 2, 19, 2, 40, 70), (3, 1, 33, 3, 16, 53), (1, 2, 1, 4, 64, 20)]
@@ -55,11 +54,6 @@ def test_bfloat16_and_a_cache_in_fp8(key):
     # The reference rounds weights after the softmax, the kernel before: neighbouring numbers.
     check(key, SHAPES[0], dtype=jnp.bfloat16, tolerance=3e-2)
     check(key, SHAPES[0], dtype=jnp.bfloat16, cache_dtype=jnp.float8_e4m3fn, tolerance=3e-2)
-
-
-def test_the_comparison_at_first_use_accepts_the_kernel():
-    for dtype in (jnp.float32, jnp.bfloat16):
-        assert difference_from_reference("interpreted", dtype=dtype, cache_dtype=dtype, width=32) <= 1
 
 
 def test_wrong_shapes_are_an_error(key):

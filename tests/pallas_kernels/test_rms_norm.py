@@ -7,8 +7,7 @@ import pytest
 from jax.test_util import check_grads
 
 from mtpjax import compat
-from pallas_kernels import rms_norm
-from pallas_kernels.rms_norm import rms_norm_reference
+from pallas_kernels.rms_norm import rms_norm, rms_norm_reference
 
 # 13 rows do not fill the last block, 96 and 5000 are no powers of two, 5000 is longer than a block of several rows
 SHAPES = [(8, 64), (13, 256), (5, 96), (2, 3, 128), (64,), (100, 96), (3, 5000)]

@@ -6,8 +6,7 @@ import numpy as np
 import pytest
 
 from mtpjax import compat
-from pallas_kernels import route_tokens
-from pallas_kernels.router import Routing, difference_from_reference
+from pallas_kernels.router import Routing, difference_from_reference, route_tokens
 
 # experts; numbers of experts and of groups that are no powers of two, all experts chosen, groups of one expert
 CASES = {

@@ -177,16 +177,37 @@ def test_turns_go_round_the_clients():
             await turns.take(client)
             order.append(client)
             await asyncio.sleep(0)
-            turns.release()
+            turns.release(client)
 
         await turns.take("first")
         tasks = [asyncio.create_task(work(client)) for client in "aaaabbc"]
         await asyncio.sleep(0)
         tasks[1].cancel()
-        turns.release()
+        turns.release("first")
         await asyncio.gather(*tasks, return_exceptions=True)
         assert "".join(order) == "abcaba"
-        await turns.take("last")  # the place is free again
+        await turns.take("last")  # the slot is free again
+
+    asyncio.run(run())
+
+
+def test_a_client_with_running_work_waits_for_clients_without():
+    async def run():
+        turns, order = Turns(2), []
+
+        async def work(client):
+            await turns.take(client)
+            order.append(client)
+
+        await turns.take("a")
+        await turns.take("a")
+        tasks = [asyncio.create_task(work(client)) for client in "abc"]
+        await asyncio.sleep(0)
+        for client in "aab":
+            turns.release(client)
+            await asyncio.sleep(0)
+        await asyncio.gather(*tasks)
+        assert "".join(order) == "bac"
 
     asyncio.run(run())
 

@@ -11,8 +11,8 @@ import tokenizers
 
 from mtpjax.data.tokenizer import HuggingFaceTokenizer
 from mtpjax.decoding.config import SamplingParams
-from mtpjax.serving.api import admin_routes
-from mtpjax.serving.api.admin_routes import HEALTH_SECONDS
+from mtpjax.serving.api import health_routes
+from mtpjax.serving.api.health_routes import HEALTH_SECONDS
 from mtpjax.serving.request import Finish, Request
 from tests.helpers import chat_templates, chatml
 from tests.helpers.api_client import api_client, chat, completion, events
@@ -464,7 +464,7 @@ def test_a_busy_engine_is_healthy_while_its_device_answers():
 
 
 def test_an_idle_engine_that_makes_no_token_is_not_healthy(monkeypatch):
-    monkeypatch.setattr(admin_routes, "IDLE_HEALTH_SECONDS", 0.1)
+    monkeypatch.setattr(health_routes, "IDLE_HEALTH_SECONDS", 0.1)
     with api_client(FakeEngine(delay=0.5)) as (client, engine):
         assert client.get("/health_generate").status_code == 200  # others' work may have come first
         assert engine.wait_until_idle()

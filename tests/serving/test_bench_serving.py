@@ -20,7 +20,7 @@ from mtpjax.evaluation.intervals import Estimate
 from mtpjax.serving.bench.backends import BACKENDS, BenchRequest
 from mtpjax.serving.bench.client import Client, merge
 from mtpjax.serving.bench.outcome import Outcome
-from mtpjax.serving.bench.sending import measure, send_all
+from mtpjax.serving.bench.sending import measure
 from mtpjax.serving.bench.speedup import PUBLISHED, Run, Speedup, speedups
 from mtpjax.serving.bench.speedup_report import format_markdown, notes, plot_speedup, speedup_table, write_report
 from mtpjax.serving.bench.summary import format_table, summarize
@@ -204,7 +204,7 @@ def test_requests_are_sent_at_their_times(server):
 
     async def work():
         async with Client(server.url, BACKENDS["mtpjax"]) as client:
-            await send_all(client, [REQUEST] * 3, outcomes, times=[0.0, 0.1, 0.2])
+            await measure(client, [REQUEST] * 3, outcomes, times=[0.0, 0.1, 0.2])
 
     asyncio.run(work())
     sent = sorted(outcome.sent for outcome in outcomes)
@@ -281,7 +281,7 @@ def test_a_run_without_success_has_a_table_and_exit_code_1(server, capsys):
         (("--dataset-name", "sharegpt"), "--dataset-path"),
         (("--request-rate", "0"), "request_rate must be above 0"),
         (("--random-range-ratio", "2"), "random_range_ratio must be from 0 to 1"),
-        (("--num-prompts", "0"), "num_prompts must be at least 1"),
+        (("--num-prompts", "0"), "--num-prompts must be at least 1"),
         (("--extra-request-body", "[1]"), "must be a JSON object"),
         (("--header", "x"), "KEY=VALUE"),
         (("--backend", "openai-chat"), "token ids"),
@@ -371,8 +371,8 @@ def test_notes_name_a_server_that_drafts_all_the_same():
     runs = [fake_run(1, 0, True, 10, accept_length=2.0), fake_run(1, 0, False, 10, accept_length=2.0, failed=3)]
     runs += [fake_run(2, 0, side, 10, client_cpu_share=0.9) for side in (True, False)]
     text = format_markdown(speedups(runs), {"model": "fake"}, {})
-    assert "the client itself was too busy at 2 requests at once" in text
-    assert "this is no comparison" in text and "3 requests failed" in text and "raise --repeats" in text
+    assert "the client was overloaded at 2 requests at once" in text
+    assert "the comparison is not valid" in text and "3 requests failed" in text and "raise --repeats" in text
     assert len(notes(speedups([fake_run(1, n, side, 10) for n in (0, 1) for side in (True, False)]), {})) == 2
 
 

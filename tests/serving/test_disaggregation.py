@@ -230,7 +230,7 @@ def damage(body, headers, request_headers):
     [
         (lambda body, headers, request: (body, {}), "not signed"),
         (lambda body, headers, request: (body[:-1] + b"x", headers), "not signed"),
-        (damage, "damaged"),
+        (damage, "corrupted"),
         (lambda body, headers, request: (body + bytes(10_000), headers), "more than"),
     ],
     ids=["unsigned", "changed", "damaged", "large"],

@@ -13,8 +13,8 @@ import pytest
 
 from mtpjax import DecodeConfig, SamplingParams, compat, speculative_generate
 from mtpjax.decoding import gpu_graph
-from mtpjax.serving import programs
-from mtpjax.serving.calls import Call
+from mtpjax.decoding import session as programs
+from mtpjax.serving.calls import InFlightCall
 from mtpjax.serving.engine import Engine
 from mtpjax.serving.executor import Executor
 from mtpjax.serving.request import Finish, QueueFull, Request
@@ -129,16 +129,17 @@ def test_the_first_token_in_a_used_slot_was_not_drafted(engines):
 def test_passes_of_one_row_are_padded_on_a_gpu(num_steps, small, monkeypatch):
     model, params = small("grouped")
     config = dataclasses.replace(CONFIG, num_steps=num_steps)
-    # The second fills the context: its last pass writes a padded row behind it.
+    # The second fills the context: its last pass writes a padded row after it.
     requests = [
         Request(prompt=(5, 6, 7), max_new_tokens=20, speculative=False),
         Request(prompt=tuple(range(56)), max_new_tokens=40),
     ]
     expected = [alone(params, model, request, config)[0] for request in requests]
-    monkeypatch.setattr("mtpjax.decoding.generate.platform_of", lambda mesh: "gpu")
+    for module in ("mtpjax.decoding.decoder", "mtpjax.serving.sizes", "mtpjax.serving.engine_session"):
+        monkeypatch.setattr(f"{module}.platform_of", lambda mesh: "gpu")
     engine = Engine(params, model=model, config=config, settings=SETTINGS)
     assert engine._executor.sizes.min_rows == (2, 1)
-    assert engine._executor.sizes.num_behind >= 2
+    assert engine._executor.decoder.slots_per_round >= 2
     engine.start()
     for request, tokens in zip(requests, expected, strict=True):
         assert Client(engine).run([request])[0][0] == tokens
@@ -339,7 +340,7 @@ def check_scores(scores, text, model, params):
 @pytest.mark.parametrize("how", ["dispatch", "read"])
 def test_a_call_that_fails_ends_its_requests_and_the_engine_goes_on(how, engines, monkeypatch):
     engine, model, params = engines()
-    client, advance, read, calls = Client(engine), engine._executor.advance, Call.read, []
+    client, advance, read, calls = Client(engine), engine._executor.advance, InFlightCall.read, []
 
     # As a CUDA graph that fails after the start: when it is dispatched, or when its report is read.
     def fail_once(*arguments):
@@ -348,7 +349,7 @@ def test_a_call_that_fails_ends_its_requests_and_the_engine_goes_on(how, engines
             raise jax.errors.JaxRuntimeError("INTERNAL: the device fails")
         return (advance if how == "dispatch" else read)(*arguments)
 
-    monkeypatch.setattr(*((engine._executor, "advance") if how == "dispatch" else (Call, "read")), fail_once)
+    monkeypatch.setattr(*((engine._executor, "advance") if how == "dispatch" else (InFlightCall, "read")), fail_once)
     requests = list(random_requests(6, 8, new_tokens=(20, 40)))
     results = client.run(requests)
     reasons = [result[2].reason for result in results]
@@ -391,7 +392,7 @@ def test_a_graph_that_fails_in_the_warm_up_gives_one_warning_and_the_same_texts(
 def test_a_warm_up_with_graphs_calls_each_program_twice(small, monkeypatch):
     model, params = small("grouped")
     executor, calls = Executor(params, model=model, config=CONFIG, settings=ONE_SIZE), collections.Counter()
-    call = lambda work, run: run(lambda: calls.update([work.key]))
+    call = lambda pending, run: run(lambda: calls.update([pending.key]))
     monkeypatch.setattr(executor, "_compile_and_run", call)
     keys = executor.all_programs()
     executor._warm_up(lambda done, total: None, keys, num_calls=2)

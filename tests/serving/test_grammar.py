@@ -15,8 +15,8 @@ import tokenizers
 
 from mtpjax import DecodeConfig, SamplingParams, compat, forward, shard_for_decoding
 from mtpjax.data.tokenizer import ByteTokenizer, load_tokenizer
+from mtpjax.decoding import session as programs
 from mtpjax.decoding.sampling import SamplingArrays, SamplingFeatures, distribution, draw_target
-from mtpjax.serving import programs
 from mtpjax.serving.engine import Engine
 from mtpjax.serving.grammar import MAX_GRAMMAR_BYTES, GrammarError, Grammars, GrammarTooSlow, Matcher, num_words
 from mtpjax.serving.request import Finish, Request
@@ -356,16 +356,16 @@ def test_rows_without_grammars_run_programs_without_masks(engines, monkeypatch):
         time.sleep(0.01)
     calls = []
     run = engine._executor._run
-    monkeypatch.setattr(engine._executor, "_run", lambda work: calls.append(work) or run(work))
+    monkeypatch.setattr(engine._executor, "_run", lambda call: calls.append(call) or run(call))
     free = Request(prompt=(1, 2), max_new_tokens=9)
     client = Client(engine)
     client.run([free])
-    assert {work.program for work in calls} == {programs.admit, programs.prefill_chunk, programs.advance}
-    assert all(work.arrays[3] is None for work in calls if work.program is programs.prefill_chunk)
-    assert all(len(work.arrays) == 2 for work in calls if work.program is programs.advance)  # rows and rounds
+    assert {call.program for call in calls} == {programs.admit, programs.prefill_chunk, programs.advance}
+    assert all(call.arrays[1].allowed is None for call in calls if call.program is programs.prefill_chunk)
+    assert all(len(call.arrays) == 2 for call in calls if call.program is programs.advance)  # rows and rounds
     calls.clear()
     client.run([request_of(GRAMMARS.compile("regex", "[a-z]{9}"))])
-    assert programs.advance not in {work.program for work in calls}
+    assert programs.advance not in {call.program for call in calls}
 
 
 @pytest.mark.parametrize(
@@ -408,10 +408,10 @@ def test_an_engine_that_cannot_keep_to_a_grammar_refuses_it(small, settings, cha
         ("regex", "(", "unclosed group"),
         ("regex", "a\\", "incomplete escape"),
         ("regex", "a" * (MAX_GRAMMAR_BYTES + 1), "more than 65536 bytes"),
-        ("json_schema", "{", "not acceptable"),
+        ("json_schema", "{", "is invalid"),
         ("json_schema", "5", "must be an object"),
         ("json_schema", '{"type": "bogus"}', "Invalid type: bogus"),
-        ("json_schema", '{"type": NaN}', "not acceptable"),
+        ("json_schema", '{"type": NaN}', "is invalid"),
         ("json_schema", '{"not": {}}', 'Unimplemented keys: ["not"]'),
         ("json_schema", '{"$ref": "file:///etc/passwd"}', "does not fetch"),
         ("json_schema", '{"$defs": {"a": {"$ref": "#/$defs/a"}}, "$ref": "#/$defs/a"}', "the grammar failed"),

@@ -8,35 +8,34 @@ import numpy as np
 import pytest
 
 from mtpjax import DecodeConfig, SamplingParams
-from mtpjax.decoding.drafters.base import Draft
-from mtpjax.serving import programs
-from mtpjax.serving.calls import Work
+from mtpjax.decoding import session
+from mtpjax.decoding.drafter import Draft
+from mtpjax.decoding.session import Batch
+from mtpjax.serving.calls import PendingCall
 from mtpjax.serving.disaggregation.protocol import Signer
 from mtpjax.serving.engine import Engine
 from mtpjax.serving.multihost import connection, plan
 from mtpjax.serving.multihost.connection import Followers, Leader
 from mtpjax.serving.multihost.follower import FollowerExecutor, follow
-from mtpjax.serving.programs import Batch, Features
+from mtpjax.serving.program_set import ProgramKey
 from mtpjax.serving.request import Finish, Request
 from mtpjax.serving.sizes import EngineSettings
 from tests.helpers.engine_client import Client
 
 CONFIG = DecodeConfig(num_steps=1, prefill_chunk=8)
 SETTINGS = EngineSettings(num_slots=2, max_length=64, page_size=8, batch_sizes=(2,), prefill_tokens=16)
-OWN = {"drafter": "its drafter", "spec": "its spec"}
+KEY = ProgramKey("advance", 2, 64, True, 3)
 
 
-def decoded(work):
-    return plan.decode_work(*plan.decode(plan.encode_work(work)), OWN)
+def decoded(call):
+    return plan.decode_call(*plan.decode(plan.encode_call(call)))
 
 
 def test_a_call_arrives_as_it_was_sent():
     batch = Batch(slots=np.array([[0, 2]], np.int32), table=np.full((1, 2, 64), 7), num_shared=np.zeros((1, 2), bool))
-    settings = {"drafter": 1, "spec": 2, "features": Features(plain=True), "depth": 3}
-    work = decoded(Work(programs.advance, (batch, np.int32(4), None, np.float32([-np.inf, 1])), settings))
-    assert work.program is programs.advance
-    assert work.settings == {**OWN, "features": Features(plain=True), "depth": 3}
-    found, *rest = work.arrays
+    call = decoded(PendingCall(session.advance, (batch, np.int32(4), None, np.float32([-np.inf, 1])), KEY))
+    assert call.program is session.advance and call.key == KEY
+    found, *rest = call.arrays
     for name in ("slots", "table", "num_shared"):
         np.testing.assert_array_equal(getattr(found, name), getattr(batch, name), strict=True)
     np.testing.assert_array_equal(rest[0], np.array(4, np.int32), strict=True)
@@ -45,17 +44,17 @@ def test_a_call_arrives_as_it_was_sent():
 
 def test_a_draft_and_arrays_of_one_value_do_not_travel():
     draft = Draft(tokens=jax.numpy.zeros((2, 3), int))
-    work = Work(programs.verify_round, (draft, np.zeros((1, 100_000), np.float32)), {})
-    assert len(plan.encode_work(work)) < 300
-    found, zeros = decoded(work).arrays
+    call = PendingCall(session.verify_round, (draft, np.zeros((1, 100_000), np.float32)), KEY)
+    assert len(plan.encode_call(call)) < 300
+    found, zeros = decoded(call).arrays
     assert found is Draft
-    np.testing.assert_array_equal(zeros, work.arrays[1], strict=True)
+    np.testing.assert_array_equal(zeros, call.arrays[1], strict=True)
 
 
 @pytest.mark.parametrize("name", ["no_such_program", "OneGraph", "dataclasses"])
 def test_a_call_of_another_version_is_an_error(name):
     with pytest.raises(ValueError, match="same version"):
-        plan.decode_work(*plan.decode(plan.encode(name)), OWN)
+        plan.decode_call(*plan.decode(plan.encode(name, key=KEY)))
 
 
 def test_only_who_knows_the_secret_becomes_a_follower(monkeypatch):

@@ -58,7 +58,7 @@ def test_too_few_pages_change_nothing():
     assert pool.acquire([1, 2], 1) is None
     pool.release(held)
     assert pool.forget() == 3 and pool.acquire(TEXT, 3).num_cached == 0
-    with pytest.raises(ValueError, match="0 pages"):
+    with pytest.raises(ValueError, match="got 0 and 4"):
         PagePool(0, 4)
 
 

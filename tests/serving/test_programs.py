@@ -2,15 +2,13 @@
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 import pytest
 from jax.sharding import NamedSharding, PartitionSpec, use_abstract_mesh
 
 from mtpjax import DecodeConfig, ModelConfig, MTPModel, compat
 from mtpjax.models.params import init_params
 from mtpjax.serving.executor import Executor
-from mtpjax.serving.programs import NO_START, Features
-from mtpjax.serving.request import Request
+from mtpjax.serving.program_set import ProgramKey
 from mtpjax.serving.sizes import EngineSettings
 from tests.helpers.hlo import NO_RESULT, called, parse, updates_in
 
@@ -33,25 +31,22 @@ def make_executor(kind, dtype=jnp.float32, implementation="xla"):
     return Executor(params, model=model, config=DecodeConfig(num_steps=2), settings=settings)
 
 
-def works(executor):
+def calls_of(executor):
     """One call of each kind, by name."""
-    batch = executor._empty_batch(4, executor.sizes.table_widths[-1])
-    nowhere, unknown = np.full_like(batch.slots, NO_START), np.full_like(batch.slots, -1)
-    rows = executor.make_rows(Request(prompt=(0,), max_new_tokens=1))
-    rows = jax.tree.map(lambda leaf: np.broadcast_to(leaf[0], (1, 4, *leaf.shape[1:])), rows)
-    yield "admit", executor._admission(rows, batch.slots)
-    yield "prefill", executor._prefill(batch, nowhere, unknown, None)
+    width = executor.sizes.table_widths[-1]
+    for key in (ProgramKey("admit", 4), ProgramKey("prefill", 4, width)):
+        yield key.kind, executor.empty_call(key)
     for plain in (True, False):
-        yield f"advance plain={plain}", executor._advance(batch, Features(plain=plain), 2, 1)
+        yield f"advance plain={plain}", executor.empty_call(ProgramKey("advance", 4, width, plain, 2))
 
 
-def compiled_text(executor, work, sharding=None):
-    arguments = (executor.params, executor.draft_params, executor.state, *work.arrays)
+def compiled_text(executor, call, sharding=None):
+    arguments = (executor.params, executor.draft_params, executor.state, *call.arrays)
     if sharding is not None:
         arguments = jax.tree.map(
             lambda leaf: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=sharding), arguments
         )
-    lowered = work.program.plain.lower(*arguments, model=executor.model, **work.settings)
+    lowered = call.program.plain.lower(*arguments, **executor._static_arguments(call.key))
     return lowered.compile().as_text()
 
 
@@ -77,8 +72,8 @@ def assert_copies_no_pool(name, text):
 @pytest.mark.parametrize("kind", ["grouped", pytest.param("latent", marks=pytest.mark.slow)])
 def test_no_call_copies_the_pool(kind):
     executor = make_executor(kind)
-    for name, work in works(executor):
-        assert_copies_no_pool(name, compiled_text(executor, work))
+    for name, call in calls_of(executor):
+        assert_copies_no_pool(name, compiled_text(executor, call))
 
 
 @pytest.mark.h100
@@ -88,5 +83,5 @@ def test_on_an_h100_no_call_copies_the_pool(kind):
     executor = make_executor(kind, jnp.bfloat16, "triton")
     mesh = compat.make_mesh({"data": 1}, compat.h100_devices())
     with use_abstract_mesh(mesh.abstract_mesh):
-        for name, work in [(name, work) for name, work in works(executor) if name in ON_AN_H100]:
-            assert_copies_no_pool(name, compiled_text(executor, work, NamedSharding(mesh, PartitionSpec())))
+        for name, call in [(name, call) for name, call in calls_of(executor) if name in ON_AN_H100]:
+            assert_copies_no_pool(name, compiled_text(executor, call, NamedSharding(mesh, PartitionSpec())))

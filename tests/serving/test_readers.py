@@ -20,7 +20,7 @@ from mtpjax.serving.api import read_queue
 from mtpjax.serving.api.errors import ApiError
 from mtpjax.serving.api.read_queue import ReadQueue
 from mtpjax.serving.api.readers import SMALL_BODY_BYTES, Readers, ReadLimits
-from mtpjax.serving.api.route_steps import make_reader
+from mtpjax.serving.api.reading import BodyReader
 from mtpjax.serving.api.server import ApiServer
 from tests.helpers import chatml
 from tests.helpers.api_client import api_client, api_settings, chat, completion
@@ -81,7 +81,7 @@ BODIES = [
 def test_a_process_reads_as_a_thread_does(is_bytes, tmp_path):
     tokenizer = ByteTokenizer() if is_bytes else chatml.save_tokenizer(tmp_path)
     engine = FakeEngine()
-    reader = make_reader(ApiServer(engine, tokenizer, api_settings()))
+    reader = BodyReader(tokenizer, ApiServer(engine, tokenizer, api_settings()).limits, strict_fields=False)
     with reading(reader, 0) as threads, reading(reader, limits=ReadLimits()) as processes:
         for kind, body in BODIES:
             assert outcome(processes, kind, body) == outcome(threads, kind, body), (kind, body)
@@ -230,7 +230,7 @@ def test_a_full_queue_has_room_for_other_clients(monkeypatch):
     assert queue.add("b", 1, "b1", is_small=False) and queue.add("b", 1, "b2", is_small=False)
     assert not queue.add("b", 1, "b3", is_small=False)
     assert not queue.add("c", 101, "c1", is_small=False)
-    queue.discard("b", "b1", is_small=False)
+    queue.discard("b", 1, "b1", is_small=False)
     assert drain(queue) == "a1 b2 a2 a3 a4"
     assert queue.add("c", 100, "c1", is_small=False)
     assert queue.clear() == ["c1"] and drain(queue) == ""

@@ -95,7 +95,7 @@ def test_one_layer_is_placed_per_tick_and_only_if_it_gains(caplog):
     assert len(executor.moved) == 1 and rebalancer.num_rebalancings == 1
     # The devices had 45 and 55 tokens of the first layer, and have 90 each of the second.
     assert rebalancer.imbalance == pytest.approx((np.mean([1.1, 1]), 1))
-    assert "of 1 of 2 layers anew: the busiest device had 1.05 times the mean load, now 1.00" in caplog.text
+    assert "of 1 of 2 layers: the busiest device had 1.05 times the mean load, now 1.00" in caplog.text
     # Texts that stay the same move nothing, and without new texts nothing is done.
     for number in range(40):
         rebalancer.add(text(range(4) if number < 14 else ()))

@@ -9,13 +9,13 @@ from jax.sharding import NamedSharding, PartitionSpec, use_abstract_mesh
 
 from mtpjax import DecodeConfig, MTPModel, compat
 from mtpjax.decoding.capacity import choose_prefill_chunk
-from mtpjax.decoding.requests import make_drafter
+from mtpjax.decoding.decoder import Decoder, StateShape
 from mtpjax.decoding.sampling import SamplingFeatures
+from mtpjax.decoding.session import Batch
 from mtpjax.decoding.spec import DecodeSpec
-from mtpjax.decoding.state import empty_state
 from mtpjax.evaluation.compiled_call import stored_shapes
+from mtpjax.inference.requests import make_drafter
 from mtpjax.models.presets import presets
-from mtpjax.serving.programs import Batch
 from mtpjax.serving.scoring import MAX_LOGITS, pass_width, piece_size, score_chunk
 
 V, T, SLOTS, PAGE = 151_936, 32_768, 4, 64
@@ -40,23 +40,14 @@ def temporary_bytes(platform, dtype, sharding=None):
     spec = DecodeSpec.from_config(settings, is_greedy=False, prefill_chunk=chunk)
     spec = dataclasses.replace(spec, pool=(num_pages, PAGE), logprobs=True)
     params = jax.tree.map(lambda leaf: jax.ShapeDtypeStruct(leaf.shape, dtype), stored_shapes(CONFIG, has_fp8=False))
-    state = jax.eval_shape(
-        lambda: empty_state(
-            model=model,
-            drafter=make_drafter(settings),
-            spec=spec,
-            batch=SLOTS,
-            capacity=T,
-            stops_shape=(8, 1),
-            features=SamplingFeatures.all_enabled(),
-            dtype=dtype,
-        )
-    )
+    decoder = Decoder(model, make_drafter(settings), spec)
+    shape = StateShape(SLOTS, T, features=SamplingFeatures.all_enabled())
+    state = jax.eval_shape(lambda: decoder.empty_state(shape, dtype))
     array = lambda *shape: jax.ShapeDtypeStruct(shape, jnp.int32)
     arguments = params, params, state, Batch(array(1, 1), array(1, 1, T // PAGE), array(1, 1)), array(1, 1)
     place = lambda leaf: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=sharding)
     placed = jax.tree.map(place, (*arguments, array(1, 1, chunk)))
-    memory = score_chunk.plain.lower(*placed, model=model).compile().memory_analysis()
+    memory = score_chunk.plain.lower(*placed, decoder=decoder).compile().memory_analysis()
     return memory.temp_size_in_bytes, memory.output_size_in_bytes - memory.alias_size_in_bytes
 
 

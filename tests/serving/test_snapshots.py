@@ -63,7 +63,7 @@ def read_row(engine, sequence, length):
     table = jnp.asarray([sequence.lease.pages], jnp.int32)
 
     def entries(cache, first):
-        pages = Pages(table, jnp.zeros(1, jnp.int32), SIZE, engine._executor.sizes.part_pages, max_shift=0)
+        pages = Pages(table, jnp.zeros(1, jnp.int32), SIZE, engine._executor.sizes.shard_pages, max_shift=0)
         # Position 0 .. k of module k has no entry.
         return [gather_pages(pool, length, pages)[..., first:, :] for pool in pool_arrays(cache)]
 

@@ -10,13 +10,13 @@ import numpy as np
 import pytest
 
 from mtpjax import DecodeConfig, MTPModel, SamplingParams, compat
-from mtpjax.evaluation.small_models import constructed_drafter, constructed_params, small_config
 from mtpjax.models.decoding_layout import shard_for_decoding
 from mtpjax.serving.engine import Engine
 from mtpjax.serving.host_pages import page_bytes
 from mtpjax.serving.launch import page_bytes as expected_page_bytes
 from mtpjax.serving.model_digest import model_digest
 from mtpjax.serving.request import Request
+from tests.helpers.small_models import constructed_drafter, constructed_params, small_config
 from tests.serving.test_engine import CONFIG, ONE_SIZE, PREFIXES, Client, alone, check_all, check_idle, random_requests
 
 slow = pytest.mark.slow
@@ -157,7 +157,7 @@ def test_a_trunk_with_linear_attention_and_modules_of_its_own(engines, kind):
 @pytest.mark.parametrize("kind", KINDS)
 def test_pages_of_another_engine_are_those_of_its_own_prefill(kind):
     settings = dataclasses.replace(ONE_SIZE, host_bytes=1 << 22)
-    (first, config), (second, _) = (make_engine(kind, settings) for _ in range(2))
+    (first, _), (second, _) = (make_engine(kind, settings) for _ in range(2))
     assert first.model_digest() == second.model_digest()
     for engine in (first, second):
         engine.start()
@@ -169,8 +169,8 @@ def test_pages_of_another_engine_are_those_of_its_own_prefill(kind):
     assert warm[2].num_cached_tokens == 40 and warm[0] == cold[0]
     assert (warm[2].num_steps, warm[2].accepted) == (cold[2].num_steps, cold[2].accepted)
     # Bytes that the pool is sized by, and that a page has.
-    model, params = trunk()
-    size = expected_page_bytes(model, config, 8, params["embedding"].dtype)
+    decoder = first._executor.decoder.replace(pool=(1, 8))
+    size = expected_page_bytes(decoder, jnp.float32)
     assert size == page_bytes(first._executor.state) == sum(array.nbytes for array in pages[0][1])
     for engine in (first, second):
         assert engine.close(timeout=30)

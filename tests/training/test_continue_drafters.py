@@ -10,11 +10,13 @@ import numpy as np
 import pytest
 
 from mtpjax import TrainConfig, load_drafter, train
+from mtpjax.drafters.methods import find_method
+from mtpjax.drafters.trained import DraftParams
 from mtpjax.errors import CheckpointError, UsageError
 from mtpjax.models.params import DRAFT_IDS, DRAFTER
 from mtpjax.training.cost import read_training_cost
 from mtpjax.training.initial_drafter import add_drafter, initial_drafter
-from mtpjax.training.new_drafter import save_trained_drafter, to_decoding
+from mtpjax.training.new_drafter import save_trained_drafter
 from mtpjax.training.run_sizes import compute_run_sizes
 from mtpjax.training.yaml_config import read_train_config
 from tests.helpers import training_runs
@@ -26,9 +28,9 @@ NO_CORPUS: Any = types.SimpleNamespace()  # vocabulary and mask token are those 
 
 def saved(small, kind, path, is_reduced=True):
     """A drafter in the folder of a run."""
-    model, params, architecture = new_drafter(small, kind, is_reduced)
-    save_trained_drafter(path, params, architecture)
-    return model, params, architecture
+    model, params, drafter = new_drafter(small, kind, is_reduced)
+    save_trained_drafter(path, params, drafter, find_method(kind))
+    return model, params, drafter
 
 
 def continued(model, params, config):
@@ -46,30 +48,30 @@ def bare(kind, path, **changes):
 @pytest.mark.parametrize("is_reduced", [True, False])
 @pytest.mark.parametrize("kind", KINDS)
 def test_a_run_begins_with_the_parameters_of_the_files(kind, is_reduced, small, tmp_path):
-    model, params, architecture = saved(small, kind, tmp_path, is_reduced)
+    model, params, drafter = saved(small, kind, tmp_path, is_reduced)
     found, again = continued(model, params, bare(kind, tmp_path))
-    assert again == architecture and found.keys() == params.keys()
+    assert again == drafter and found.keys() == params.keys()
     jax.tree.map(np.testing.assert_array_equal, found, params)
     assert all(leaf.dtype == np.float32 for leaf in jax.tree.leaves(found[DRAFTER]))
 
 
 def test_the_first_loss_is_that_of_the_loaded_drafter(small, tmp_path):
-    model, params, architecture = saved(small, "medusa", tmp_path)
+    model, params, drafter = saved(small, "medusa", tmp_path)
     found, again = continued(model, params, bare("medusa", tmp_path))
-    _, wanted = run_steps(model, params, architecture, packed_batch())
+    _, wanted = run_steps(model, params, drafter, packed_batch())
     _, metrics = run_steps(model, found, again, packed_batch())
     for name in ("loss", "losses"):
         np.testing.assert_array_equal(metrics[name], wanted[name])
 
 
 def test_what_was_continued_loads_again(small, tmp_path):
-    model, params, architecture = saved(small, "dspark", tmp_path / "before")
+    model, params, drafter = saved(small, "dspark", tmp_path / "before")
     found, again = continued(model, params, bare("dspark", tmp_path / "before"))
     found = found | {DRAFTER: jax.tree.map(lambda leaf: leaf + 1, found[DRAFTER])}
-    save_trained_drafter(tmp_path / "after", found, again)
-    drafter, draft_params = load_drafter(tmp_path / "after", model=model)
-    assert drafter.architecture == architecture
-    jax.tree.map(np.testing.assert_array_equal, draft_params, to_decoding(found, architecture)[1])
+    save_trained_drafter(tmp_path / "after", found, again, find_method("dspark"))
+    loaded, draft_params = load_drafter(tmp_path / "after", model=model)
+    assert loaded == drafter
+    jax.tree.map(np.testing.assert_array_equal, draft_params, DraftParams.of(found))
 
 
 @pytest.mark.parametrize(
@@ -97,9 +99,9 @@ def test_settings_that_contradict_the_files_are_refused(kind, changes, message, 
 
 def test_equal_settings_are_accepted(small, tmp_path):
     for kind in KINDS:
-        model, params, architecture = saved(small, kind, tmp_path / kind)
+        model, params, drafter = saved(small, kind, tmp_path / kind)
         config = dataclasses.replace(settings(kind, draft_vocab_size=31), draft_init_from=str(tmp_path / kind))
-        assert continued(model, params, config)[1] == architecture
+        assert continued(model, params, config)[1] == drafter
 
 
 def test_a_drafter_of_another_trunk_is_refused(small, tmp_path):
@@ -125,7 +127,7 @@ def test_a_file_with_two_readings_needs_one_in_the_settings(small, tmp_path):
     with pytest.raises(CheckpointError, match="lacks norm_before_residual"):
         initial_drafter(bare("eagle3", tmp_path), model)
     initial = initial_drafter(bare("eagle3", tmp_path, draft_reading={"norm_before_residual": True}), model)
-    assert initial is not None and initial.architecture.norm_before_residual
+    assert initial is not None and initial.drafter.architecture.norm_before_residual
     with pytest.raises(UsageError, match="norm_before_residual must be True or False, got 'yes'"):
         initial_drafter(bare("eagle3", tmp_path, draft_reading={"norm_before_residual": "yes"}), model)
 

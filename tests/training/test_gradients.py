@@ -15,6 +15,7 @@ from mtpjax.data.packing import Batch
 from mtpjax.training.data_parallel import shard_batch, shard_train_state
 from mtpjax.training.gradients import sum_over_parts
 from mtpjax.training.objective import OBJECTIVES
+from mtpjax.training.spec import TrainSpec
 from mtpjax.training.step import init_train_state, make_optimizer, train_step
 
 NARROW = {"hidden_size": 32, "num_hidden_layers": 2, "intermediate_size": 48, "head_dim": 0, "num_key_value_heads": 0}
@@ -43,8 +44,9 @@ def compiled(batch, objective, *, optimizer=None, accumulation=1, axes=None, tra
     if axes:
         mesh = compat.make_mesh(axes)
         state, batch = shard_train_state(state, mesh, optimizer=optimizer, trains=trains), shard_batch(batch, mesh)
-    settings = {"model": model, "optimizer": optimizer, "num_depths": 2, "attention_layout": "ttt", "trains": trains}
-    step = functools.partial(train_step, **settings, objective=objective, accumulation=accumulation, mesh=mesh)
+    shape = {"model": model, "num_depths": 2, "trains": trains, "mesh": mesh}
+    spec = TrainSpec(**shape, objective=objective, accumulation=accumulation)
+    step = functools.partial(train_step, spec=spec, optimizer=optimizer)
     return jax.jit(step).lower(state, batch, *RATES).compile(), (state, batch, *RATES)
 
 

@@ -5,7 +5,6 @@ import dataclasses
 import errno
 import functools
 import itertools
-import json
 import threading
 
 import jax
@@ -23,6 +22,7 @@ from mtpjax.models.trunk import stack_layers
 from mtpjax.training import hidden_state_cache, run_dir
 from mtpjax.training.hidden_state_cache import HiddenStateCacheError, open_hidden_state_cache
 from mtpjax.training.run_sizes import compute_run_sizes
+from mtpjax.training.spec import TrainSpec
 from mtpjax.training.step import TrainState, init_train_state, make_optimizer, train_step
 from mtpjax.training.trainer import train
 
@@ -87,7 +87,7 @@ def test_a_step_on_states_is_the_step_without_its_trunk(layout, chunk, rows, sma
     optimizer = make_optimizer(TrainConfig(trains="modules"))
     objective = Objective(mix={"kl": 1.0, "end_to_end_tv": 1.0}, vocab_chunk=chunk)
     settings = {"num_depths": 2, "attention_layout": layout, "objective": objective, "trains": "modules"}
-    step = jax.jit(functools.partial(train_step, model=model, optimizer=optimizer, **settings))
+    step = jax.jit(functools.partial(train_step, spec=TrainSpec(model=model, **settings), optimizer=optimizer))
 
     def run(with_states):
         state, losses, flops = init_train_state(params, optimizer, "modules"), [], 0
@@ -112,8 +112,8 @@ def test_a_trained_trunk_has_no_states(rows, small):
     model, params = small()
     with pytest.raises(ValueError, match="cached trunk states need a frozen trunk: trains 'all' changes it"):
         train_step(
-            TrainState(params, (), jnp.int32(0)), rows, 0.0, 0.0, 1.0, np.zeros((ROWS, LENGTH, 32)), model=model,
-            optimizer=make_optimizer(TrainConfig()), num_depths=1, attention_layout="ttt",
+            TrainState(params, (), jnp.int32(0)), rows, 0.0, 0.0, 1.0, np.zeros((ROWS, LENGTH, 32)),
+            spec=TrainSpec(model=model, num_depths=1), optimizer=make_optimizer(TrainConfig()),
         )  # fmt: skip
 
 
@@ -144,18 +144,6 @@ def test_runs_that_read_other_layers_share_a_folder(rows, small, tmp_path, monke
     stacked = {**given, "model": model.clone(scan_layers=True), "params": stack_layers(params, model.config)}
     assert read(bare, **stacked).take(np.array([3])).shape == (1, LENGTH, 32)
     assert read(bare, layer_ids=(0, 1, 2), **given).take(np.array([3])).shape == (1, LENGTH, 4 * 32)
-
-
-def test_several_layers_in_one_file_are_refused(rows, small, tmp_path):
-    """Older versions wrote them so, and named them in the manifest."""
-    read(tmp_path, rows, small)
-    manifest = tmp_path / "manifest.json"
-    stored = json.loads(manifest.read_text())
-    for layers in ([], [0, 1]):
-        manifest.write_text(json.dumps({**stored, "of": stored["of"] | {"layers": layers}}))
-        expected = pytest.raises(HiddenStateCacheError, match="several layers in one file, as older versions")
-        with expected if layers else contextlib.nullcontext():
-            read(tmp_path, rows, small)
 
 
 def test_a_folder_is_computed_once(rows, small, tmp_path, monkeypatch, capsys):

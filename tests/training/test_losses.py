@@ -11,7 +11,6 @@ from mtpjax import ModelConfig, MTPModel, Objective, TrainConfig, forward, init_
 from mtpjax.training.losses import (
     all_targets,
     batch_totals,
-    cross_entropy,
     depth_targets,
     depth_weights,
     end_to_end_tv,
@@ -35,6 +34,10 @@ CONFIG = ModelConfig(
     num_mtp_modules=2,
 )
 SEGMENTS = np.array([[1, 1, 1, 1, 2, 2, 2, 2, 2, 2, 3, 0], [1, 1, 1, 1, 1, 1, 1, 2, 2, 0, 0, 0]])
+
+
+def cross_entropy(logits, targets, is_valid):
+    return valid_mean(plain_terms([logits], targets[None]).cross_entropy[0], is_valid)
 
 
 def brute_force_loss(logits, tokens, segments, mask, depth):

@@ -14,7 +14,7 @@ import pytest
 from mtpjax import TrainConfig, load
 from mtpjax.errors import Preempted
 from mtpjax.io.checkpoint_reader import CheckpointReader
-from mtpjax.training import run_dir, trainer
+from mtpjax.training import run, run_dir, run_settings
 from mtpjax.training.run_dir import RunError
 from mtpjax.training.trainer import train
 from tests.helpers import training_runs
@@ -61,14 +61,14 @@ def test_the_state_of_another_run_is_refused(tmp_path):
     state = {"a": np.ones(2, np.float32)}
     run_dir.save_state(tmp_path / "a", state, step=4, keep=1, metadata={"seconds": 1.0, "run": ids[0]})
     (tmp_path / "a" / "states").rename(tmp_path / "b" / "states")
-    assert run_dir.check_settings(tmp_path / "b", {}, "digest") == ids[1]
+    assert run_settings.check_settings(tmp_path / "b", {}, "digest") == ids[1]
     with pytest.raises(RunError, match="state of another run"):
         run_dir.restore_state(tmp_path / "b", state, run_id=ids[1])
 
 
 @pytest.mark.parametrize("what", ["acceptance_panel", pytest.param("plot_run", marks=pytest.mark.slow)])
 def test_a_failing_panel_or_plot_leaves_the_model(what, config, monkeypatch, caplog):
-    monkeypatch.setattr(trainer, what, fail)
+    monkeypatch.setattr(run, what, fail)
     if what == "plot_run":
         assert train(config, evaluations=1).panel.survival
         assert "could not be drawn: broken" in caplog.text
@@ -81,7 +81,7 @@ def test_a_failing_panel_or_plot_leaves_the_model(what, config, monkeypatch, cap
 
 
 def test_a_panel_that_fails_during_the_run_saves_the_state(config, monkeypatch):
-    monkeypatch.setattr(trainer, "acceptance_panel", fail)
+    monkeypatch.setattr(run, "acceptance_panel", fail)
     with pytest.raises(RuntimeError, match="broken"):
         train(config, evaluations=3)
     assert len(run_dir._state_folders(pathlib.Path(config.output))) == 1
@@ -165,7 +165,7 @@ def test_ctrl_c_in_the_panel_leaves_the_model_and_a_next_step(config, monkeypatc
         signal.raise_signal(signal.SIGINT)
 
     with monkeypatch.context() as patch:
-        patch.setattr(trainer, "acceptance_panel", interrupted)
+        patch.setattr(run, "acceptance_panel", interrupted)
         with pytest.raises(Preempted, match=r"the trained model is in .*: continue with --resume"):
             train(config, evaluations=1)
     load(config.output)
@@ -173,7 +173,7 @@ def test_ctrl_c_in_the_panel_leaves_the_model_and_a_next_step(config, monkeypatc
 
 
 def test_ctrl_c_during_an_update_saves_the_state(config, monkeypatch):
-    real = trainer.learning_rate_at
+    real = run.learning_rate_at
 
     def interrupted(progress, config):
         if progress:
@@ -181,7 +181,7 @@ def test_ctrl_c_during_an_update_saves_the_state(config, monkeypatch):
         return real(progress, config)
 
     with monkeypatch.context() as patch:
-        patch.setattr(trainer, "learning_rate_at", interrupted)
+        patch.setattr(run, "learning_rate_at", interrupted)
         with pytest.raises(Preempted, match="is saved at update 2: continue with --resume"):
             train(dataclasses.replace(config, log_every=10), evaluations=1)
     assert train(dataclasses.replace(config, log_every=10), evaluations=1, resume=True).panel.survival

@@ -10,7 +10,7 @@ import pytest
 
 from mtpjax import MTPModel, TrainConfig, init_params, load, presets, save, train
 from mtpjax.cli.main import main
-from mtpjax.training import run_dir
+from mtpjax.training import run_dir, run_settings
 from mtpjax.training.initial_model import init_model
 from mtpjax.training.model_yaml import model_to_yaml, read_model_config
 from mtpjax.training.run_dir import RunError
@@ -135,19 +135,11 @@ def test_sizes_of_a_dry_run_follow_the_model(pairs, capsys):
     assert sizes[0] < sizes[1]
 
 
-def test_a_run_of_an_older_version_is_compared_by_its_preset(tmp_path):
-    run_dir.begin(tmp_path, {"preset": "tiny", "steps": 3}, "digest", overwrite=False)
-    now = {"preset": "tiny", "steps": 3, "model": presets["tiny"].to_dict(), "objective_function": None}
-    run_dir.check_settings(tmp_path, now, "digest")
-    with pytest.raises(RunError, match="preset was 'tiny', is 'small'"):
-        run_dir.check_settings(tmp_path, now | {"preset": "small"}, "digest")
-
-
 def test_a_field_of_the_model_may_be_allowed_to_differ(tmp_path):
     settings = {"preset": "tiny", "model": presets["tiny"].to_dict()}
     run_dir.begin(tmp_path, settings, "digest", overwrite=False)
     now = {"preset": "tiny", "model": settings["model"] | {"max_position_embeddings": 4096}}
     with pytest.raises(RunError, match=r"model\.max_position_embeddings was 2048, is 4096$"):
-        run_dir.check_settings(tmp_path, now, "digest")
+        run_settings.check_settings(tmp_path, now, "digest")
     for allowed in ("model", "model.max_position_embeddings"):
-        run_dir.check_settings(tmp_path, now, "digest", [allowed])
+        run_settings.check_settings(tmp_path, now, "digest", [allowed])

@@ -12,7 +12,7 @@ import optax
 import pytest
 
 from mtpjax import MTPModel, Objective, TrainConfig, compat, init_params, presets, train
-from mtpjax.training import Batch, LossInputs, init_train_state, train_step
+from mtpjax.training import Batch, LossInputs, TrainSpec, init_train_state, train_step
 from mtpjax.training.data_parallel import shard_batch, shard_train_state
 from mtpjax.training.run_dir import RunError
 from tests.helpers import training_runs
@@ -38,7 +38,8 @@ def gradients(batch, objective_function=None, *, mesh=None, **settings):
         state = shard_train_state(state, mesh, optimizer=keep, trains="all")
         batch = shard_batch(batch, mesh)
     settings = {"num_depths": 2, "mesh": mesh} | settings
-    step = functools.partial(train_step, model=MODEL, optimizer=keep, objective_function=objective_function, **settings)
+    spec = TrainSpec(model=MODEL, objective_function=objective_function, **settings)
+    step = functools.partial(train_step, spec=spec, optimizer=keep)
     after, metrics = jax.jit(step)(state, batch, 0.0, 0.3, 0.25)
     return metrics, after.optimizer.trace
 

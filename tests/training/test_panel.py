@@ -11,11 +11,12 @@ import rich.console
 from mtpjax import DecodeConfig, speculative_generate
 from mtpjax.data.packing import Batch, Document
 from mtpjax.evaluation.intervals import Estimate
+from mtpjax.evaluation.metrics import estimate_speed_up
 from mtpjax.evaluation.round_costs import CostMeter
 from mtpjax.evaluation.trust import speed_up_problem
 from mtpjax.models.forward import forward
 from mtpjax.training.corpus import Corpus
-from mtpjax.training.decoding_eval import DecodedMetrics, PanelDecoder, choose_panel_prompts, estimate_speed_up
+from mtpjax.training.decoding_eval import DecodedMetrics, PanelDecoder, choose_panel_prompts
 from mtpjax.training.panel import Panel, acceptance_panel, print_panel
 
 

@@ -14,7 +14,7 @@ import pytest
 
 from mtpjax import TrainConfig
 from mtpjax.io import checkpoint
-from mtpjax.training import run_dir
+from mtpjax.training import run_dir, run_settings
 from mtpjax.training.run_dir import RunError
 from mtpjax.training.trainer import train
 from mtpjax.training.yaml_config import read_train_config, to_yaml
@@ -153,26 +153,26 @@ def test_a_changed_setting_is_refused_or_free(name, tmp_path):
     settings = dataclasses.asdict(TrainConfig())
     run_dir.begin(tmp_path, settings | {"seconds": None}, "digest", overwrite=False)
     changed = settings | {"seconds": None, name: "changed"}
-    if name in run_dir.CHANGEABLE_SETTINGS:
-        run_dir.check_settings(tmp_path, changed, "digest")
+    if name in run_settings.CHANGEABLE_SETTINGS:
+        run_settings.check_settings(tmp_path, changed, "digest")
     else:
         with pytest.raises(RunError, match=f"other settings: {name} was .*, is 'changed'"):
-            run_dir.check_settings(tmp_path, changed, "digest")
-        run_dir.check_settings(tmp_path, changed, "digest", [name])
+            run_settings.check_settings(tmp_path, changed, "digest")
+        run_settings.check_settings(tmp_path, changed, "digest", [name])
 
 
 def test_other_data_and_other_runs_are_refused(tmp_path):
     run_dir.begin(tmp_path, {}, "digest", overwrite=False)
     with pytest.raises(RunError, match="other data"):
-        run_dir.check_settings(tmp_path, {}, "another")
-    run_dir.check_settings(tmp_path, {}, "another", ["data"])
+        run_settings.check_settings(tmp_path, {}, "another")
+    run_settings.check_settings(tmp_path, {}, "another", ["data"])
     with pytest.raises(RunError, match="holds a run: continue it"):
         run_dir.begin(tmp_path, {}, "digest", overwrite=False)
     with pytest.raises(RunError, match="holds no run to resume"):
-        run_dir.check_settings(tmp_path / "empty", {}, "digest")
+        run_settings.check_settings(tmp_path / "empty", {}, "digest")
     (tmp_path / "run.json").write_text("{")
     with pytest.raises(RunError, match="is damaged"):
-        run_dir.check_settings(tmp_path, {}, "digest")
+        run_settings.check_settings(tmp_path, {}, "digest")
 
 
 @pytest.mark.parametrize(("owner", "name"), [(shutil, "rmtree"), (run_dir, "write_text")])
@@ -188,7 +188,7 @@ def test_a_crash_while_overwriting_leaves_no_run_to_resume(owner, name, tmp_path
             run_dir.begin(tmp_path, {"seed": 1}, "digest", overwrite=True)
     for seed in (0, 1):
         with pytest.raises(RunError, match="holds no run to resume"):
-            run_dir.check_settings(tmp_path, {"seed": seed}, "digest")
+            run_settings.check_settings(tmp_path, {"seed": seed}, "digest")
     run_dir.begin(tmp_path, {"seed": 1}, "digest", overwrite=False)
     assert run_dir.restore_state(tmp_path, state_at(0)) is None
 
@@ -243,8 +243,10 @@ def test_a_run_that_is_told_to_end_says_so_and_goes_on(text, env, unbroken, tmp_
 
 def test_steps_that_are_not_finite_are_skipped_and_end_the_run(text, tmp_path, caplog, monkeypatch):
     """T11: a learning rate that overflows; parameters stay as they were."""
-    monkeypatch.setattr("mtpjax.training.trainer.learning_rate_at", lambda progress, config: 1e38)
-    config = TrainConfig(data=str(text), output=str(tmp_path), **SETTINGS | {"most_bad_steps": 3, "warmup": 0.0})
+    monkeypatch.setattr("mtpjax.training.run.learning_rate_at", lambda progress, config: 1e38)
+    config = TrainConfig(
+        data=str(text), output=str(tmp_path), **SETTINGS | {"max_consecutive_bad_steps": 3, "warmup": 0.0}
+    )
     with pytest.raises(FloatingPointError, match="3 updates in a row up to"):
         train(config, evaluations=1)
     assert "is not finite and was skipped" in caplog.text

@@ -12,8 +12,9 @@ import pytest
 from mtpjax import MTPModel, Objective, TrainConfig, forward, init_params, presets
 from mtpjax.data.packing import Batch
 from mtpjax.training.losses import multi_depth_loss
+from mtpjax.training.progress import learning_rate_at
+from mtpjax.training.spec import TrainSpec
 from mtpjax.training.step import init_train_state, make_optimizer, train_step
-from mtpjax.training.trainer import learning_rate_at
 
 
 def make(optimizer_name, config):
@@ -21,7 +22,7 @@ def make(optimizer_name, config):
     optimizer = make_optimizer(TrainConfig(optimizer=optimizer_name))
     params = init_params(model, jax.random.key(0))
     state = init_train_state(params, optimizer)
-    step = functools.partial(train_step, model=model, optimizer=optimizer, num_depths=2, attention_layout="ttt")
+    step = functools.partial(train_step, spec=TrainSpec(model=model, num_depths=2), optimizer=optimizer)
     return state, jax.jit(step)
 
 
@@ -87,7 +88,7 @@ def test_gradients_by_vocabulary_chunks_equal_those_from_all_logits(tied):
     mix = {"lk_hybrid": 1.0, "end_to_end_tv": 0.5}
     objective = Objective(mix=mix, start={"cross_entropy": 1.0}, warmup=0.5, vocab_chunk=100)
     settings = {"model": model, "num_depths": 3, "attention_layout": "ttt"}
-    step = jax.jit(functools.partial(train_step, **settings, optimizer=keep, objective=objective))
+    step = jax.jit(functools.partial(train_step, spec=TrainSpec(**settings, objective=objective), optimizer=keep))
     after, metrics = step(state, batch, 0.0, 0.3, 0.25)
 
     def plain_loss(params):

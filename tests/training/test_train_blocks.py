@@ -8,15 +8,17 @@ import numpy as np
 import pytest
 
 from mtpjax import Objective
-from mtpjax.decoding.drafters.base import Draft
-from mtpjax.decoding.drafters.dflash import DFlashDrafter, DFlashParams
-from mtpjax.decoding.drafters.dspark import DSparkDrafter
+from mtpjax.decoding.decoder import Decoder, StateShape
+from mtpjax.decoding.drafter import Draft
 from mtpjax.decoding.prefill import prefill
 from mtpjax.decoding.sampling import SamplingArrays
 from mtpjax.decoding.spec import DecodeSpec
-from mtpjax.decoding.state import NewRows, empty_state, start_rows
-from mtpjax.models import dflash_forward
-from mtpjax.models.dspark import DSparkConfig
+from mtpjax.decoding.state import NewRows, start_rows
+from mtpjax.drafters.dflash import forward as dflash_forward
+from mtpjax.drafters.dflash.drafting import DFlashDrafter
+from mtpjax.drafters.dspark.drafting import DSparkDrafter
+from mtpjax.drafters.dspark.network import DSparkConfig
+from mtpjax.drafters.trained import DraftParams
 from mtpjax.models.params import DRAFTER
 from mtpjax.training.anchors import draw_anchors
 from mtpjax.training.losses import all_targets, binary_cross_entropy
@@ -45,8 +47,8 @@ def batch():
 class _ShowsStates:
     """Returns the states of the slots in the place of a distribution."""
 
-    def _draft(self, prepared, state, hidden, *, model, spec):
-        return Draft(jnp.zeros((len(hidden), spec.num_steps + 1), jnp.int32), hidden)
+    def _draft(self, decoder, weights, state, hidden):
+        return Draft(jnp.zeros((len(hidden), decoder.spec.num_steps + 1), jnp.int32), hidden)
 
 
 class ShownDFlash(_ShowsStates, DFlashDrafter):
@@ -64,17 +66,15 @@ def drafted_states(model, params, architecture, prefixes, pending):
     tokens = jnp.stack([jnp.pad(prefix, (0, 32 - len(prefix))) for prefix in prefixes])
     lengths = jnp.array([len(prefix) for prefix in prefixes], jnp.int32)
     sampling = SamplingArrays.greedy(len(prefixes))
-    statics = {"model": model, "drafter": drafter, "spec": spec}
-    sizes = {"batch": len(prefixes), "capacity": 32, "stops_shape": (8, 1), "features": sampling.features}
-    state = empty_state(**statics, **sizes, dtype=jnp.float32)
-    state = start_rows(state, NewRows.without_stops(tokens, lengths, lengths + 9, sampling), vocab_size=V)
+    rows, decoder = NewRows.without_stops(tokens, lengths, lengths + 9, sampling), Decoder(model, drafter, spec)
+    state = start_rows(decoder.empty_state(StateShape.of(rows), jnp.float32), rows, vocab_size=V)
 
     @jax.jit
     def propose(params, state):
-        own = DFlashParams(params[DRAFTER], DRAFT_IDS_OF_TESTS)
-        prepared = drafter.prepare(params, own, model=model, dtype=jnp.float32)
-        state = prefill(params, prepared, state, first_token=jnp.array(pending, jnp.int32), **statics)
-        return drafter.propose(prepared, state, model=model, spec=spec)[0].probabilities
+        own = DraftParams(params[DRAFTER], DRAFT_IDS_OF_TESTS)
+        weights = decoder.prepare(params, own)
+        state = prefill(decoder, weights, state, first_token=jnp.array(pending, jnp.int32))
+        return drafter.propose(decoder, weights, state)[0].probabilities
 
     return np.asarray(propose(params, state), np.float64)
 
@@ -88,14 +88,15 @@ def all_anchors(batch, is_kept):
 @pytest.mark.parametrize("kind", ["dspark", pytest.param("dflash", marks=pytest.mark.slow)])
 def test_losses_are_those_of_the_cached_drafter_behind_each_anchor(kind, small, batch):
     """A loop over anchors: prefill of the document before it, one block, and the losses of its slots."""
-    model, params, architecture = new_drafter(small, kind)
+    model, params, drafter = new_drafter(small, kind)
     draftable = batch.loss_mask & np.isin(batch.tokens, DRAFT_IDS_OF_TESTS)
     _, is_valid = all_targets(*map(jnp.asarray, (batch.tokens, batch.segment_ids, draftable)), LEVELS)
     drawn = draw_anchors(jax.random.fold_in(jax.random.key(SEED), 0), is_valid[1], NUM_ANCHORS)
     chosen = all_anchors(batch, lambda row, column: column in np.asarray(drawn[row]))
     assert len(chosen) == (np.asarray(drawn) > 0).sum() > 4
     prefixes = [batch.tokens[row, begin:a] for row, begin, a, _ in chosen]
-    states = drafted_states(model, params, architecture, prefixes, [batch.tokens[row, a] for row, _, a, _ in chosen])
+    pending = [batch.tokens[row, a] for row, _, a, _ in chosen]
+    states = drafted_states(model, params, drafter.architecture, prefixes, pending)
     network, log_p = jax.tree.map(np.float64, params[DRAFTER]), trunk_logs(model, params, batch)[1]
     losses = {name: [[] for _ in range(LEVELS)] for name in ("cross_entropy", "kl", "tv", "confidence")}
     for (row, _, a, end), hidden in zip(chosen, states, strict=True):
@@ -119,7 +120,7 @@ def test_losses_are_those_of_the_cached_drafter_behind_each_anchor(kind, small, 
     mix = {"cross_entropy": 0.1, "kl": 0.5, "total_variation": 1.8}
     objective = Objective(mix=mix, depth_weights="decayed", depth_decay=0.7)
     sizes = {"num_anchors": NUM_ANCHORS, "seed": SEED}
-    _, metrics = run_steps(model, params, architecture, batch, objective=objective, **sizes)
+    _, metrics = run_steps(model, params, drafter, batch, objective=objective, **sizes)
     np.testing.assert_allclose(metrics["losses"][1:], mean["cross_entropy"], rtol=1e-5)
     wanted = 0.1 * mean["cross_entropy"] + 0.5 * mean["kl"] + 1.8 * mean["tv"] + mean["confidence"]
     np.testing.assert_allclose(metrics["loss"] - metrics["losses"][0], WEIGHTS @ wanted, rtol=1e-5)
@@ -128,9 +129,9 @@ def test_losses_are_those_of_the_cached_drafter_behind_each_anchor(kind, small, 
 @pytest.mark.slow
 def test_the_confidence_learns_the_overlap_without_changing_it(small, batch):
     """The target has no gradient: with the confidence head alone, the states still move, and q's head does not."""
-    model, params, architecture = new_drafter(small, "dspark")
+    model, params, drafter = new_drafter(small, "dspark")
     objective = Objective(mix={"kl": 0.0})
-    after, metrics = run_steps(model, params, architecture, batch, objective=objective, steps=1)
+    after, metrics = run_steps(model, params, drafter, batch, objective=objective, steps=1)
     assert metrics["gradient_norm"] > 0
     moved = jax.tree.map(lambda new, old: np.abs(np.asarray(new - old)).max(), after[DRAFTER], params[DRAFTER])
     decay = 1e-2 * 0.1 * 1.01  # of the weights, which an update has without a gradient
@@ -173,8 +174,8 @@ def test_anchors_are_drawn_anew_among_valid_rows(batch):
 
 @pytest.mark.slow
 def test_updates_draw_other_anchors(small, batch):
-    model, params, architecture = new_drafter(small, "dflash")
-    run = lambda **sizes: run_steps(model, params, architecture, batch, **sizes)[1]["losses"]
+    model, params, drafter = new_drafter(small, "dflash")
+    run = lambda **sizes: run_steps(model, params, drafter, batch, **sizes)[1]["losses"]
     one, again, other = run(num_anchors=2, seed=0), run(num_anchors=2, seed=0), run(num_anchors=2, seed=1)
     np.testing.assert_array_equal(one, again)
     assert one[1] != other[1] and one[0] == other[0]
@@ -183,9 +184,9 @@ def test_updates_draw_other_anchors(small, batch):
 @pytest.mark.parametrize("window_from_anchor", [False, pytest.param(True, marks=pytest.mark.slow)])
 def test_groups_of_anchors_change_nothing(window_from_anchor, small, batch, monkeypatch):
     """States and gradients, with a window and a causal layer, documents, and a last group that is not full."""
-    _, params, architecture = new_drafter(small, "dflash")
+    _, params, drafter = new_drafter(small, "dflash")
     changes = {"windows": (2, 0), "is_causal": (True, False), "window_from_anchor": window_from_anchor}
-    config = dataclasses.replace(architecture, **changes)
+    config = dataclasses.replace(drafter.architecture, **changes)
     features = jax.random.normal(jax.random.key(0), (2, 12, config.features_size))
     anchors = jnp.array([[1, 3, 8, 10, 11], [0, 2, 5, 6, 9]])
     given = jnp.asarray(batch.tokens), anchors, params["embedding"]
@@ -204,7 +205,8 @@ def test_groups_of_anchors_change_nothing(window_from_anchor, small, batch, monk
 
 
 def test_nothing_of_another_document_or_behind_the_anchor_is_read(small, batch):
-    _, params, config = new_drafter(small, "dflash")
+    _, params, drafter = new_drafter(small, "dflash")
+    config = drafter.architecture
     features = jax.random.normal(jax.random.key(0), (2, 12, config.features_size))
     anchors = jnp.array([[10], [4]])
 

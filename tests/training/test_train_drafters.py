@@ -11,13 +11,16 @@ import pytest
 
 from mtpjax import DecodeConfig, Objective, TrainConfig, load_drafter, speculative_generate, train
 from mtpjax.data.packing import Batch
+from mtpjax.drafters.dflash.method import default_block_layers
+from mtpjax.drafters.eagle3.method import default_draft_layers
+from mtpjax.drafters.trained import DraftParams
 from mtpjax.evaluation.acceptance import measure_acceptance
 from mtpjax.io.checkpoint import save_model
 from mtpjax.models.forward import trunk_states
 from mtpjax.models.params import DRAFT_IDS, DRAFTER
 from mtpjax.training import Callback, hidden_state_cache
-from mtpjax.training.draft_architecture import default_block_layers, default_draft_layers, draft_architecture
-from mtpjax.training.new_drafter import to_decoding, with_mask_token
+from mtpjax.training.new_drafter import fit_to_data
+from mtpjax.training.new_drafter import new_drafter as make_drafter
 from mtpjax.training.run_sizes import compute_run_sizes
 from mtpjax.training.step import init_train_state, make_optimizer
 from tests.helpers import training_runs
@@ -100,9 +103,9 @@ def plain_losses(log_p, log_q, batch, ids, level):
 
 
 def test_medusa_losses_are_those_of_a_plain_loop(small, batch):
-    model, params, architecture = new_drafter(small, "medusa")
+    model, params, drafter = new_drafter(small, "medusa")
     objective = Objective(mix={"kl": 1.0, "cross_entropy": 0.5}, depth_weights="decayed", depth_decay=0.8)
-    _, metrics = run_steps(model, params, architecture, batch, objective=objective)
+    _, metrics = run_steps(model, params, drafter, batch, objective=objective)
     hidden, log_p = trunk_logs(model, params, batch)
     network, wanted = jax.tree.map(np.float64, params[DRAFTER]), 0.0
     for level in range(1, LEVELS + 1):
@@ -117,17 +120,18 @@ def test_medusa_losses_are_those_of_a_plain_loop(small, batch):
 
 
 def test_eagle3_losses_are_those_of_a_plain_loop(small, batch):
-    model, params, architecture = new_drafter(small, "eagle3")
+    model, params, drafter = new_drafter(small, "eagle3")
     states = np.asarray(
-        trunk_states(params, batch.tokens, batch.segment_ids, model=model, layer_ids=architecture.layer_ids), np.float64
+        trunk_states(params, batch.tokens, batch.segment_ids, model=model, layer_ids=drafter.architecture.layer_ids),
+        np.float64,
     )
     network, embedding = jax.tree.map(np.float64, params[DRAFTER]), np.float64(params["embedding"])
     log_q = np.zeros((LEVELS, *batch.tokens.shape, len(DRAFT_IDS_OF_TESTS)))
     for row, start, end in ((0, 0, 7), (0, 7, 12), (1, 0, 10)):
         document = states[row, start:end, :-D], batch.tokens[row, start:end]
-        log_q[:, row, start:end] = log_softmax(eagle3_plain_levels(network, *document, embedding, architecture))
+        log_q[:, row, start:end] = log_softmax(eagle3_plain_levels(network, *document, embedding, drafter.architecture))
     objective = Objective(mix={"kl": 1.0}, depth_weights="decayed", depth_decay=0.8)
-    _, metrics = run_steps(model, params, architecture, batch, objective=objective)
+    _, metrics = run_steps(model, params, drafter, batch, objective=objective)
     log_p, wanted = trunk_logs(model, params, batch)[1], 0.0
     for level in range(1, LEVELS + 1):
         entropy, kl = plain_losses(log_p, log_q[level - 1], batch, DRAFT_IDS_OF_TESTS, level)
@@ -140,14 +144,14 @@ def test_eagle3_losses_are_those_of_a_plain_loop(small, batch):
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("mix", ["kl", "lk_hybrid", "end_to_end_tv"])
 def test_losses_are_the_same_in_parts_and_chunks_and_from_cached_states(kind, mix, small, batch):
-    model, params, architecture = new_drafter(small, kind)
+    model, params, drafter = new_drafter(small, kind)
     objective = Objective(mix={mix: 1.0})
-    _, wanted = run_steps(model, params, architecture, batch, objective=objective)
-    layers = getattr(architecture, "layer_ids", ())
+    _, wanted = run_steps(model, params, drafter, batch, objective=objective)
+    layers = drafter.architecture.layer_ids
     states = trunk_states(params, batch.tokens, batch.segment_ids, model=model, layer_ids=layers)
     chunked = dataclasses.replace(objective, vocab_chunk=7)
     for changes in ({"states": states}, {"objective": chunked}, {"accumulation": 2}):
-        _, metrics = run_steps(model, params, architecture, batch, **{"objective": objective} | changes)
+        _, metrics = run_steps(model, params, drafter, batch, **{"objective": objective} | changes)
         for name in ("loss", "losses", "gradient_norm"):
             np.testing.assert_allclose(metrics[name], wanted[name], rtol=2e-5)
 
@@ -155,17 +159,17 @@ def test_losses_are_the_same_in_parts_and_chunks_and_from_cached_states(kind, mi
 @pytest.mark.slow
 @pytest.mark.parametrize("kind", KINDS)
 def test_layers_may_compute_in_bfloat16(kind, small, batch):
-    model, params, architecture = new_drafter(small, kind)
-    _, wanted = run_steps(model, params, architecture, batch)
-    after, metrics = run_steps(model.clone(dtype="bfloat16"), params, architecture, batch)
+    model, params, drafter = new_drafter(small, kind)
+    _, wanted = run_steps(model, params, drafter, batch)
+    after, metrics = run_steps(model.clone(dtype="bfloat16"), params, drafter, batch)
     np.testing.assert_allclose(metrics["losses"], wanted["losses"], rtol=0.03)
     assert all(leaf.dtype == jnp.float32 for leaf in jax.tree.leaves(after[DRAFTER]))
 
 
 @pytest.mark.parametrize("kind", ["eagle3", pytest.param("medusa", marks=pytest.mark.slow)])
 def test_only_the_drafter_changes(kind, small, batch):
-    model, params, architecture = new_drafter(small, kind)
-    after, metrics = run_steps(model, params, architecture, batch, steps=2)
+    model, params, drafter = new_drafter(small, kind)
+    after, metrics = run_steps(model, params, drafter, batch, steps=2)
     assert metrics["is_finite"] and after.keys() == params.keys()
     for name, before in params.items():
         pairs = zip(jax.tree.leaves(before), jax.tree.leaves(after[name]), strict=True)
@@ -181,17 +185,17 @@ def test_the_draft_vocabulary_stays_out_of_the_gradient(small):
 
 
 def test_the_mask_token_is_the_rarest_of_the_training_rows(small):
-    architecture, tokenizer = new_drafter(small, "dflash")[2], types.SimpleNamespace(eos_token_ids=(58,))
+    drafter, tokenizer = new_drafter(small, "dflash", is_reduced=False)[2], types.SimpleNamespace(eos_token_ids=(58,))
     tokens = np.delete(np.arange(V, dtype=np.int32), [2, 56, 58, 60])
     rows = [Batch(tokens[None], np.ones((1, len(tokens)), np.int32), (tokens != 60)[None])]
     corpus: Any = types.SimpleNamespace(source_rows=[*rows, *rows], tokenizer=tokenizer)
-    chosen = with_mask_token(architecture, settings("dflash", draft_mask_token=None), corpus)
-    assert chosen == dataclasses.replace(architecture, mask_token_id=60)
+    chosen = fit_to_data(drafter, settings("dflash", draft_mask_token=None), corpus)[0].architecture
+    assert chosen == dataclasses.replace(drafter.architecture, mask_token_id=60)
     rows.append(Batch(np.array([[60, 60, 56]], np.int32), np.array([[1, 1, 0]], np.int32), np.ones((1, 3), bool)))
     corpus.source_rows = rows
-    chosen = with_mask_token(architecture, settings("dflash", draft_mask_token=None), corpus)
+    chosen = fit_to_data(drafter, settings("dflash", draft_mask_token=None), corpus)[0].architecture
     assert chosen.mask_token_id == 56  # of padding, and 58 ends a text
-    assert with_mask_token(architecture, settings("dflash"), corpus).mask_token_id == 1
+    assert fit_to_data(drafter, settings("dflash"), corpus)[0].architecture.mask_token_id == 1
 
 
 def test_default_layers_fit_every_trunk():
@@ -206,7 +210,7 @@ def test_default_layers_fit_every_trunk():
     [
         ({"init_from": None}, "set init_from"),
         ({"trains": "detached"}, "must be 'modules', not 'detached'"),
-        ({"drafter": "dflash2"}, "drafter 'dflash2'"),
+        ({"drafter": "dflash2"}, "got dflash2: did you mean dflash"),
         ({"drafter": "mtp", "draft_vocab_size": 8}, "draft_vocab_size needs drafter 'eagle3', 'medusa', 'dflash'"),
         ({"drafter": "medusa", "draft_layers": (1,)}, "draft_layers needs drafter 'eagle3', 'dflash', 'dspark', not"),
         ({"draft_anchors": 3}, "draft_anchors needs drafter 'dflash', 'dspark', not 'eagle3'"),
@@ -236,7 +240,7 @@ def test_wrong_settings_are_refused(changes, message):
 )
 def test_settings_that_do_not_fit_the_trunk_are_refused(changes, message, small):
     with pytest.raises(ValueError, match=message):
-        draft_architecture(settings("dflash", **changes), small()[0].config)
+        make_drafter(settings("dflash", **changes), small()[0].config)
 
 
 # Runs: a trunk of bytes that was trained on repeating text, in a few seconds.
@@ -286,8 +290,8 @@ def test_training_raises_acceptance_to_what_the_trainer_predicts(kind, trunk, co
     rates = [counts.accepted.sum() / counts.rounds.sum() / LEVELS for counts in (before, after)]
     assert rates[1] > 0.5 and rates[1] > rates[0] + 0.3
     # At temperature 0 the prediction along the trunk's own text is exact.
-    np.testing.assert_allclose(after.predicted_accepted, after.accepted)
-    np.testing.assert_allclose(after.predicted_rounds, after.rounds)
+    np.testing.assert_allclose(after.predicted.accepted, after.accepted)
+    np.testing.assert_allclose(after.predicted.rounds, after.rounds)
     # Above it, it is the expectation; the panel's interval is over prompts.
     row = result.panel.decoded["overall"]["sampled"]
     assert abs(row.predicted - row.accept_length) < 0.6
@@ -302,12 +306,12 @@ def test_training_raises_acceptance_to_what_the_trainer_predicts(kind, trunk, co
 @pytest.mark.parametrize("kind", KINDS)
 def test_predictions_are_the_expectation_of_sampled_decoding(kind, small):
     """Over many seeds; untrained drafters with a reduced vocabulary."""
-    model, params, architecture = new_drafter(small, kind)
-    drafter, draft_params = to_decoding(params, architecture)
+    model, params, drafter = new_drafter(small, kind)
+    draft_params = DraftParams.of(params)
     config = DecodeConfig(max_new_tokens=24, num_steps=LEVELS, drafter=drafter, acceptance="block")
     arguments = {"model": model, "config": config, "draft_params": draft_params, "batch_size": 128}
     found = measure_acceptance(params, [[1, 2, 3]] * 256, temperature=1.0, **arguments)
-    difference = found.accepted - found.predicted_accepted
+    difference = found.accepted - found.predicted.accepted
     error = difference.std(axis=0) / np.sqrt(len(difference))
     assert found.accepted.sum() > 50
     assert (abs(difference.mean(axis=0)) < 4 * error + 1e-6).all()
@@ -381,12 +385,12 @@ def test_a_trained_drafter_drafts_for_a_saved_trunk(small, tmp_path):
     """The files of a run, without the run."""
     from mtpjax.training.new_drafter import save_trained_drafter
 
-    model, params, architecture = new_drafter(small, "medusa")
+    model, params, drafter = new_drafter(small, "medusa")
     save_model(tmp_path / "trunk", model, {n: leaf for n, leaf in params.items() if not n.startswith("draft")})
     for _ in range(2):  # the second one replaces the first
-        save_trained_drafter(tmp_path, params, architecture)
-    drafter, draft_params = load_drafter(tmp_path, model=model)
-    assert drafter.architecture == architecture
-    jax.tree.map(np.testing.assert_array_equal, draft_params, to_decoding(params, architecture)[1])
+        save_trained_drafter(tmp_path, params, drafter, settings("medusa").draft_method)
+    loaded, draft_params = load_drafter(tmp_path, model=model)
+    assert loaded == drafter
+    jax.tree.map(np.testing.assert_array_equal, draft_params, DraftParams.of(params))
     config = DecodeConfig(max_new_tokens=2, num_steps=1, drafter=drafter)
     assert speculative_generate(params, [[1, 2]], model=model, config=config, draft_params=draft_params).rows()

@@ -15,6 +15,7 @@ from mtpjax import DecodeConfig, Objective, TrainConfig, forward, generate, load
 from mtpjax.data.packing import Batch
 from mtpjax.models.params import is_of_modules
 from mtpjax.training.losses import multi_depth_loss
+from mtpjax.training.spec import TrainSpec
 from mtpjax.training.step import init_train_state, make_optimizer, train_step
 from tests import golden
 from tests.helpers import training_runs
@@ -28,17 +29,8 @@ def batch_of(config, seed=0):
 def update(model, params, *, trains, steps=1, optimizer=None, **settings):
     optimizer = optimizer or make_optimizer(TrainConfig(trains=trains))
     state = init_train_state(params, optimizer, trains)
-    step = jax.jit(
-        functools.partial(
-            train_step,
-            model=model,
-            optimizer=optimizer,
-            num_depths=2,
-            attention_layout="ttt",
-            trains=trains,
-            **settings,
-        )
-    )
+    spec = TrainSpec(model=model, num_depths=2, trains=trains, **settings)
+    step = jax.jit(functools.partial(train_step, spec=spec, optimizer=optimizer))
     for number in range(steps):
         state, metrics = step(state, batch_of(model.config, number), 1e-2, 1.0)
         assert metrics["is_finite"]

@@ -89,11 +89,11 @@ def test_the_same_settings_give_the_same_losses(run, tmp_path, monkeypatch):
     config, result = run
     traced = []
 
-    def spy(state, batch, learning_rate, mtp_scale, progress, *, objective, **settings):
-        traced.append((objective, isinstance(progress, jax.core.Tracer)))
-        return train_step(state, batch, learning_rate, mtp_scale, progress, objective=objective, **settings)
+    def spy(state, batch, learning_rate, mtp_scale, progress, *, spec, **settings):
+        traced.append((spec.objective, isinstance(progress, jax.core.Tracer)))
+        return train_step(state, batch, learning_rate, mtp_scale, progress, spec=spec, **settings)
 
-    monkeypatch.setattr("mtpjax.training.trainer.train_step", spy)
+    monkeypatch.setattr("mtpjax.training.run.train_step", spy)
     again = train(dataclasses.replace(config, output=str(tmp_path), panel_prompts=0), panel_depths=3, evaluations=2)
     assert [row["bits"] for row in again.history if "bits" in row] == [
         row["bits"] for row in result.history if "bits" in row
@@ -145,9 +145,9 @@ def test_too_much_of_no_use_stops_a_run_before_anything_is_compiled(run, tmp_pat
     """T10; what is skipped below the limit is counted in the checkpoint (`test_a_run_on_two_sources…`)."""
     import dataclasses
 
-    monkeypatch.setattr("mtpjax.training.trainer._init_state_and_step", None)
+    monkeypatch.setattr("mtpjax.training.run.Run._compile", None)
     (tmp_path / "some.jsonl").write_text('{"text": "good"}\n{"text": ""}\n{"text": 3}\n' * 2)
-    source = Source(path=str(tmp_path / "some.jsonl"), kind="jsonl", most_skipped=3)
+    source = Source(path=str(tmp_path / "some.jsonl"), kind="jsonl", max_skipped=3)
     config = dataclasses.replace(run[0], data=None, sources=(source,), output=str(tmp_path / "out"))
     with pytest.raises(
         ValueError, match=r"over 3 unusable documents \(2 corrupt, 2 empty\); the last: .* line 6 has no"
@@ -159,14 +159,14 @@ def test_a_depth_without_a_target_is_told_before_anything_is_compiled(run, tmp_p
     """T12: rows, answers or documents too short for a depth; of the rows that are held out, too."""
     import dataclasses
 
-    monkeypatch.setattr("mtpjax.training.trainer._init_state_and_step", None)
+    monkeypatch.setattr("mtpjax.training.run.Run._compile", None)
     changes = {"row_length": 4, "batch_size": 1, "output": str(tmp_path / "out")}
     short = dataclasses.replace(run[0], **changes, num_depths=3)
     with pytest.raises(ValueError, match=r"the training rows have no target at depth 3: .* row of 4; use longer rows"):
         train(short)
     with pytest.raises(ValueError, match="at depth 3"):
         compute_run_sizes(short)
-    with pytest.raises(TypeError, match="NoneType"):  # goes on to `_init_state_and_step`
+    with pytest.raises(TypeError, match="NoneType"):  # goes on to `_compile`
         train(dataclasses.replace(short, num_depths=2))
     monkeypatch.setattr("mtpjax.training.corpus.split_held_out", lambda documents, fraction: (documents, documents[:2]))
     for number in range(40):

@@ -1,40 +1,26 @@
 """Acceptance rules: they decide which drafts of a round to accept, and what distribution the bonus token comes from.
 
-Every rule is pure arithmetic on the arrays of one row; the loop maps it over the batch. The arrays of a round:
+Every rule is pure arithmetic on the arrays of one row; the loop maps it over the batch. The arguments that all have:
 
 - `tokens [W]`: drafted tokens; node 0 is the root, the pending token.
 - `parents [W]`: parent of each node, parents before children; -1 for the root and for unused nodes.
+- `drafts [K]`: the drafted tokens of a chain, without the root.
 - `p [W, V]`: the target's distribution after each node.
 - `q [W, V]`: the distribution that the children of each node were drawn from. For a chain of K drafts `q [K, V]`, and
   row j of p and q belongs to draft j+1.
 - `u`: uniforms in [0, 1). They are compared with acceptance probabilities and used nowhere else, so probability 1
   always accepts and probability 0 never does.
+- `num_steps`: K, the depth of the tree.
+- `vocabulary`: how the columns of p and q are split over devices.
+
+A rule for chains returns the number of accepted drafts `[]` and the bonus token's weights `[V]`; a rule for trees
+returns an `AcceptedPath`.
 
 Exact rules leave the target's distribution unchanged. `match_tree` (rules `greedy` and `sample`) is exact for any tree,
 however it was chosen. The ratio rules (`token_chain`, `block_chain`, `recursive_tree`, `traversal_tree`) need the q
-that tokens were really drawn from, and they must see every drafted node: whether a node is submitted must not depend on
-the token drawn there. Example: p = (0.7, 0.3), q = (0.5, 0.5), and drafts of the second token are dropped, so p alone
-gives the next token. Then the first token appears with probability 0.5 + 0.5 * 0.7 = 0.85 instead of 0.7.
+that tokens were actually drawn from, and they must see every drafted node: whether a node is submitted must not depend
+on the token drawn there. Example: p = (0.7, 0.3), q = (0.5, 0.5), and drafts of the second token are dropped, so p
+alone gives the next token. Then the first token appears with probability 0.5 + 0.5 * 0.7 = 0.85 instead of 0.7.
 
-A custom rule is a callable `rule(tokens, parents, p, q, u, *, num_steps) -> AcceptedPath`, passed as
-`DecodeConfig(acceptance=rule)`. Set its attribute `needs_q = True` to have drafts sampled from q (chains only), and
-`is_exact = True` if it keeps the target's distribution.
+`rules` has a record for each rule. A user-defined rule is an `AcceptanceRule` too.
 """
-
-from mtpjax.decoding.acceptance.chain import block_chain, match_chain, token_chain
-from mtpjax.decoding.acceptance.lossy import relaxed_tree, threshold_tree, typical_tree
-from mtpjax.decoding.acceptance.tree import recursive_tree, traversal_tree
-from mtpjax.decoding.acceptance.walk import AcceptedPath, match_tree
-
-__all__ = [
-    "AcceptedPath",
-    "block_chain",
-    "match_chain",
-    "match_tree",
-    "recursive_tree",
-    "relaxed_tree",
-    "threshold_tree",
-    "token_chain",
-    "traversal_tree",
-    "typical_tree",
-]

@@ -19,7 +19,7 @@ def match_chain(drafts: jax.Array, target_tokens: jax.Array) -> jax.Array:
     Returns:
         `[B]` int32 accepted drafts per row.
     """
-    # Target token j tests draft j+1. The cumulative product turns every match behind the first mismatch into 0.
+    # Target token j tests draft j+1. The cumulative product turns every match after the first mismatch into 0.
     matches = drafts == target_tokens[:, : drafts.shape[1]]
     return jnp.cumprod(matches, axis=1).sum(axis=1).astype(jnp.int32)
 
@@ -39,15 +39,7 @@ def token_chain(
     (Leviathan et al., 2211.17192, algorithm 1; Chen et al., 2302.01318, algorithm 2).
 
     Args:
-        drafts: `[K]` drafted tokens.
-        p: `[K+1, V]` target distributions.
-        q: `[K, V]` draft distributions.
-        u: `[K]` uniforms.
         num_drafted: `[]` int32: drafts from here on are padding. None: all K were drafted.
-        vocabulary: how the columns of p and q are split over devices.
-
-    Returns:
-        Number of accepted drafts `[]`, and the bonus token's weights `[V]`.
     """
     K = drafts.shape[0]
     position = jnp.arange(K)
@@ -55,7 +47,7 @@ def token_chain(
     p_x, q_x = (vocabulary.at(rows, position, drafts) for rows in (p, q))
     is_accepted = u * q_x < p_x
     if num_drafted is not None:
-        # Where the draft ends, nothing is proposed: as behind the last draft.
+        # Where the draft ends early, nothing is proposed, as after the last draft.
         is_accepted &= position < num_drafted
         q = jnp.where((position < num_drafted)[:, None], q, 0)
     num_accepted = jnp.cumprod(is_accepted).sum().astype(jnp.int32)
@@ -81,19 +73,11 @@ def block_chain(
     expected number of accepted drafts is never below that of `token_chain`.
 
     Args:
-        drafts: `[K]` drafted tokens.
-        p: `[K+1, V]` target distributions.
-        q: `[K, V]` draft distributions.
-        u: `[K]` uniforms.
         num_drafted: `[]` int32: drafts from here on are padding. None: all K were drafted.
-        vocabulary: how the columns of p and q are split over devices.
-
-    Returns:
-        Number of accepted drafts `[]`, and the bonus token's weights `[V]`.
     """
     K = drafts.shape[0]
     position = jnp.arange(K)
-    # A sampled draft has q > 0. The floor only keeps the division finite where q underflows.
+    # A sampled draft has q > 0. The floor keeps the division finite where q underflows.
     p_x, q_x = (vocabulary.at(rows, position, drafts) for rows in (p, q))
     ratios = p_x / jnp.maximum(q_x, jnp.finfo(q.dtype).tiny)
 
@@ -110,7 +94,7 @@ def block_chain(
     proposed = jnp.pad(q, ((0, 1), (0, 0)))
     r = vocabulary.sum(jnp.maximum(w[:, None] * p - proposed, 0))  # [K+1]
     # Test every prefix with its own uniform, and accept the longest that passes. `u (r + 1 - w) < r` is `u < h` without
-    # a division. Behind the last draft q is 0, so r_K = w_K and h_K = w_K.
+    # a division. After the last draft q is 0, so r_K = w_K and h_K = w_K.
     passes = (w[1:] >= 1) | (u * (r[1:] + 1 - w[1:]) < r[1:])
     if num_drafted is not None:
         passes &= position < num_drafted

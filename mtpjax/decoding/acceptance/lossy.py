@@ -22,22 +22,13 @@ def threshold_tree(
 ) -> AcceptedPath:
     """Walks the tree by SGLang's thresholds (sgl-kernel's TreeSpeculativeSamplingTargetOnly).
 
-    Exact if both thresholds are 1, lossy below. One uniform per node decides about its children. The rule accepts child
-    x if the uniform is at most the total probability of the children tried so far, x included, divided by `acc`, or if
-    p(x) alone is at least `single`. The bonus token is never one of the rejected children.
+    Exact if both thresholds are 1, lossy below. One uniform per node is compared for all its children. The rule accepts
+    child x if the uniform is at most the total probability of the children tried so far, x included, divided by `acc`,
+    or if p(x) alone is at least `single`. The bonus token is never one of the rejected children.
 
     Args:
-        tokens: `[W]` token of each node; node 0 is the root.
-        parents: `[W]` parent of each node, -1 for unused nodes.
-        p: `[W, V]` target distribution after each node.
-        u: `[W]` uniforms, one per node.
         single: `threshold_single` of SGLang.
         acc: `threshold_acc` of SGLang.
-        num_steps: depth of the tree, K.
-        vocabulary: how the columns of p are split over devices.
-
-    Returns:
-        The accepted path, its length, and the bonus token's weights.
     """
     # cumulative_p[n]: total probability of node n and of its earlier siblings.
     p_x = vocabulary.at(p, parents, tokens)  # the root's own entry is never read
@@ -73,16 +64,8 @@ def typical_tree(
     from p after it.
 
     Args:
-        tokens: `[W]` token of each node; node 0 is the root.
-        parents: `[W]` parent of each node, -1 for unused nodes.
-        p: `[W, V]` target distribution after each node.
         epsilon: hard threshold.
         delta: threshold relative to exp(-entropy).
-        num_steps: depth of the tree, K.
-        vocabulary: how the columns of p are split over devices.
-
-    Returns:
-        The accepted path, its length, and the bonus token's weights.
     """
     # log_p_x[n]: log-probability of node n, or -inf if it does not pass.
     p_x = vocabulary.at(p, parents, tokens)  # the root's own entry is never read
@@ -128,16 +111,8 @@ def relaxed_tree(
     TensorRT-LLM, a token without probability never passes, since the request may ban it.
 
     Args:
-        tokens: `[W]` token of each node; node 0 is the root.
-        parents: `[W]` parent of each node, -1 for unused nodes.
-        p: `[W, V]` target distribution after each node.
-        topk: how many of the most probable tokens pass.
+        topk: number of most probable tokens that pass.
         delta: largest distance in probability from the most probable token.
-        num_steps: depth of the tree, K.
-        vocabulary: how the columns of p are split over devices.
-
-    Returns:
-        The accepted path, its length, and the bonus token's weights.
     """
     # A token's rank is the number of tokens that are more probable, or as probable with a lower id.
     p_x = vocabulary.at(p, parents, tokens)  # the root's own entry is never read

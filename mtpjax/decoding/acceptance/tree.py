@@ -31,23 +31,13 @@ def recursive_tree(
 
     The tree's shape is fixed, so a node can have a child for which q has no probability left: nothing was drawn for it.
     The rule tests such a child as a draft with a one-hot q: it accepts x with probability p(x), and after a rejection p
-    loses x. At temperature 0, where every q is one-hot, this follows the arg-max. The rule stays exact as long as such
-    a child is a function of the children drawn before it.
+    loses x. At temperature 0, where every q is one-hot, this follows the arg-max. The rule stays exact if such a child
+    is a function of the children drawn before it.
 
     Cost: it reads two rows of [V] per child tried, for at most num_steps * topk children.
 
     Args:
-        tokens: `[W]` token of each node; node 0 is the root, the last committed token.
-        parents: `[W]` parent of each node, -1 for unused nodes.
-        p: `[W, V]` target distribution after each node.
-        q: `[W, V]` distribution that each node's children were drawn from; rows of leaves are not read.
-        u: `[W]` uniforms, one per node.
-        num_steps: depth of the tree, K.
-        topk: most children of a node.
-        vocabulary: how the columns of p and q are split over devices.
-
-    Returns:
-        The accepted path, its length, and the bonus token's weights.
+        topk: maximum number of children of a node.
     """
     # The walk's state: the current node, the rank of its next child, the accepted drafts, and what earlier rejections
     # left of the node's p and q.
@@ -69,7 +59,7 @@ def recursive_tree(
         n = children[node, rank]
         is_tried = (n > 0) & (num_accepted < num_steps)
         is_accepted = is_tried & (u[n] * q_x < p_x)
-        # 2. After a rejection p and q lose this child. After an acceptance the walk continues at the child, whose own p
+        # 2. After a rejection p and q lose this child. After an acceptance the walk continues at the child, whose p
         # and q are complete.
         after_rejection, _ = _reject_child(
             remainder, one, is_drawn, rejected_children(node, rank + 1), p[node], q[node], vocabulary
@@ -96,7 +86,7 @@ def recursive_tree(
     root = jnp.zeros_like(parents[0])
     path = jnp.zeros_like(parents, shape=num_steps + 1)
     carry = (root, root, root, path, full, remaining_at(root, root, full))
-    # Every visit tests another child, which bounds the visits of a walk. The visits behind its end change nothing.
+    # Every visit tests a new child, which bounds the number of visits. Visits after the end of the walk change nothing.
     max_visits = min(num_steps * topk, len(parents) - 1)
     node, rank, num_accepted, path, remainder, _ = jax.lax.fori_loop(0, max_visits, visit, carry)
     # The bonus token comes from what the rejections at the last node left of p.
@@ -126,21 +116,12 @@ def traversal_tree(
     r norm(max(w p - q, 0)) remains, whatever q the next child has.
 
     A node's acceptance depends on its own w and on its children's tokens, not on anything below them. So w is computed
-    for all nodes of a level at once, and the accepted node is the first in post-order with u < w. The number of
-    sequential steps is the sum over levels of the most children that a node has there; each reads two rows of [V] per
-    child. The tree's shape is static: an exact rule requires that it does not depend on the drawn tokens.
+    for all nodes of a level at once, and the accepted node is the first in post-order with u < w. A level takes as many
+    sequential steps as its largest number of children of a node; each step reads two rows of [V] per child.
+    The tree's shape is static: an exact rule requires that it does not depend on the drawn tokens.
 
     Args:
-        tokens: `[W]` token of each node; node 0 is the root, the last committed token.
-        p: `[W, V]` target distribution after each node.
-        q: `[W, V]` distribution that each node's children were drawn from; rows of leaves are not read.
-        u: `[W]` uniforms, one per node.
         parents: parent of each node, static; -1 for the root.
-        num_steps: depth of the tree, K.
-        vocabulary: how the columns of p and q are split over devices.
-
-    Returns:
-        The accepted path, its length, and the bonus token's weights.
     """
     # Static layout of the tree: the children of each node and the path from the root to it.
     children: list[list[int]] = [
@@ -167,7 +148,7 @@ def traversal_tree(
             level_remainder, *(vocabulary.at(rows, parent_nodes, tokens[child_nodes]) for rows in (p, q))
         )
         w = w.at[child_nodes].set(jnp.minimum(w[parent_nodes] * (p_x / q_x), 1))
-        # The parent's p, q and w if this child is rejected too. They decide about the next child, or about the parent.
+        # The parent's p, q and w if this child is rejected too. The next child, or the parent, is tested with them.
         level_remainder, r = jax.vmap(functools.partial(_reject_child, vocabulary=vocabulary))(
             level_remainder, w[parent_nodes], is_drawn, rejected_tokens, p[parent_nodes], q[parent_nodes]
         )
@@ -236,8 +217,8 @@ def _reject_child(
     a, b = w * remainder.a, w * remainder.b + jnp.where(is_drawn, remainder.c, 0)
     is_rejected = _is_rejected(rejected_tokens, p, vocabulary)
     r = vocabulary.sum(jnp.where(is_rejected, 0, jnp.maximum(a * p - b * q, 0)))
-    # A sum below the rounding error of its terms counts as 0, and p itself replaces it. The probability of this case is
-    # of the same size. The floor also keeps the factor a below 1 / eps.
+    # A sum below the rounding error of its terms counts as 0, and p replaces it. The probability of this case is
+    # equally small. The floor also keeps the factor a below 1 / eps.
     has_mass = r > a * jnp.finfo(p.dtype).eps
     scale = jnp.where(has_mass, r, 1)
     return _Remainder(

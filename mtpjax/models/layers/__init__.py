@@ -1,1 +1,1 @@
-"""One file per kind of layer; `block.py` puts them together."""
+"""One file per kind of layer; `block.py` combines them."""

@@ -31,14 +31,14 @@ def attend(
         sources: keys `[B, K, S, H]` and values `[B, K, S, Hv]` of each source, converted to q's dtype.
         masks: `[B, T, S]` bool of each source. A mask `[B, T, 1]` means that row i attends to entry i of the source.
         scale: factor of the scores.
-        sinks: `[K, G]` a learned logit of each head, which takes part in the softmax and adds no value
-            (StreamingLLM, 2309.17453, section 3.3, as gpt-oss has it). None: no sinks.
+        sinks: `[K, G]` a learned logit of each head, which enters the softmax but adds no value (StreamingLLM,
+            2309.17453, section 3.3, as gpt-oss has it). None: no sinks.
 
     Returns:
         `[B, K, T, G, Hv]` in q's dtype.
 
     Raises:
-        ValueError: within `pallas_kernels.batch_invariant`, which this form is not.
+        ValueError: within `pallas_kernels.batch_invariant`, which this form does not support.
     """
     if is_batch_invariant():
         raise ValueError("deterministic decoding needs a kernel for attention, and this one runs by XLA")
@@ -56,7 +56,7 @@ def attend(
     joined = scores[0] if len(scores) == 1 else jnp.concatenate(scores, axis=-1)
     joined = joined * scale
     if sinks is not None:
-        # A further column of the softmax: it takes a share of the weight, and no value is added for it.
+        # An additional column of the softmax: it takes a share of the weight but has no value.
         sink = jnp.broadcast_to(sinks.astype(jnp.float32)[None, :, None, :, None], (*joined.shape[:-1], 1))
         joined = jnp.concatenate([joined, sink], axis=-1)
     weights = jax.nn.softmax(joined, axis=-1).astype(q.dtype)
@@ -78,42 +78,28 @@ def attend_cache(
     *,
     scale: float,
     implementation: str,
-    value_width: int | None = None,
     value_up: jax.Array | None = None,
     selection: Masks | None = None,
-    has_learned_sinks: bool = False,
 ) -> jax.Array | None:
     """Attends to a whole layer of a cache with a kernel: `verify_attention`, or `prefill_attention` for many tokens.
 
-    The kernels read only slots that the tokens see, so the caller does not cut out windows.
+    The kernels read only slots that the tokens attend to, so the caller need not cut out windows.
 
     Args:
         q: `[B, K, T, G, H]` queries.
         keys: `[B, K, S, H]` keys of the cache; of a cache in pages `[P, K, size, H]`.
-        values: `[B, K, S, Hv]`; None takes the first `value_width` columns of the keys.
-        view: positions and masks of the pass.
-        scale: factor of the scores.
-        implementation: "xla", "triton" or "auto".
-        value_width: Hv, without `values`.
+        values: `[B, K, S, Hv]`; None takes the first Hv columns of the keys, with Hv of `value_up`.
         value_up: `[G, Hv, V]`, a matrix of each head that multiplies its output; K is 1.
         selection: the keys that an indexer selected, one mask `[B, T, S]`; only `prefill_attention` takes it.
-        has_learned_sinks: the layer has a learned logit per head (`sinks` of `attend`).
 
     Returns:
         `[B, K, T, G, Hv]`, with `value_up` `[B, 1, T, G, V]`, or None if XLA should compute it (`attend`).
-
-    Raises:
-        ValueError: a kernel was requested by name for a layer with learned sinks.
     """
-    reach = view.reach
+    reach, pages = view.reach, view.pages
     if reach is None:
         return None
-    if has_learned_sinks:
-        if implementation not in ("auto", "xla"):
-            raise ValueError(f"the kernels of attention take no learned sinks: use xla or auto, not {implementation}")
-        return None
+    value_width = None if value_up is None else value_up.shape[1]
     is_windowed, settings = reach.begin is not None, {"scale": scale, "sinks": reach.sinks, "value_width": value_width}
-    pages = view.pages
     # Few tokens, or a draft tree.
     if q.shape[2] <= MAX_QUERY_TOKENS or not reach.is_chain:
         table = None if pages is None else pages.table
@@ -124,7 +110,7 @@ def attend_cache(
         settings |= {"value_up": value_up, "page_shift": 0 if pages is None else pages.shift}
         operands = (q, keys, values, reach.base, reach.ancestor_mask, reach.begin, table)
         return verify_attention(*operands, **settings, implementation=chosen)
-    # A prefill chunk. Copying a row's pages costs little beside the attention of a whole chunk.
+    # A prefill chunk. Copying a row's pages costs little compared with the attention of a whole chunk.
     if pages is not None:
         keys = gather_pages(keys, pages.num_slots, pages)
         values = None if values is None else gather_pages(values, pages.num_slots, pages)

@@ -19,7 +19,7 @@ def keep_entries(entries: Entries, num_committed: jax.Array) -> Entries:
 
 
 def keep_rows(entries: Entries, is_new: jax.Array) -> Entries:
-    """Resets an attention layer for new texts: entries behind the committed length are never read."""
+    """Resets an attention layer for new texts: entries after the committed length are never read."""
     return entries
 
 
@@ -37,16 +37,18 @@ class AttentionKind:
         empty_entries: makes the zero-filled cache entries of one layer from the config, the layer's kind, the batch
             size B, the slots S, and the dtype.
         cache_axes: axis names of each cache entry.
+        split_sizes: fields of the config with the heads that `tensor` of a mesh splits.
         param_axes: (regular expression of the parameter's path, axis names) pairs; the first match counts.
         commit: keeps what the first `num_committed [B]` tokens of the last pass left in the entries.
         reset: prepares the rows `is_new [B]` for new texts.
-        is_recurrent: the layer keeps a state instead of an entry per slot.
+        is_recurrent: whether the layer keeps a state instead of an entry per slot.
     """
 
     scope: str
     module: Callable[[ModelConfig, LayerKind, str, str], nn.Module]
     empty_entries: Callable[[ModelConfig, LayerKind, int, int, Any], Entries]
     cache_axes: Mapping[str, Axes]
+    split_sizes: tuple[str, ...]
     param_axes: tuple[tuple[str, Axes], ...]
     commit: Callable[[Entries, jax.Array], Entries] = keep_entries
     reset: Callable[[Entries, jax.Array], Entries] = keep_rows

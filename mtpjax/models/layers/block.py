@@ -8,18 +8,18 @@ from mtpjax.models.config import LayerKind, ModelConfig
 from mtpjax.models.layers.experts import Experts, SwiGLU
 from mtpjax.models.layers.norm import AddRMSNorm
 from mtpjax.models.masks import Entries, Masks, Recycled, View
-from pallas_kernels import PartialSums
+from pallas_kernels.partial_sums import PartialSums
 
 
 class Block(nn.Module):
     """Maps the residual stream `[B, T, D]` to the stream after attention and the update of the feed-forward layer.
 
-    The update is not added yet, because the norm of the next layer does so in one kernel: `update` is that of the layer
-    before. Without `x` the stream begins with the update. Also returns the attention's new cache entries and the
-    selection of an indexer.
+    The update is not added yet, because the norm of the next layer does so in one kernel; `update` is that of the
+    previous layer. Without `x` the stream starts with the update. Also returns the attention's new cache entries and
+    the selection of an indexer.
 
     `layer_cache` is one layer of a cache (returned with the new entries appended), `Recycled`, or None for a pass over
-    whole rows. `selection` holds the masks of the last indexer before, which layers without one pass on.
+    whole rows. `selection` has the masks of the last indexer before this layer; layers without one pass them on.
     """
 
     config: ModelConfig

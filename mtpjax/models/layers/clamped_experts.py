@@ -7,19 +7,10 @@ from pallas_kernels.batch_invariance import is_batch_invariant
 
 
 def activate(gate: jax.Array, up: jax.Array, *, limit: float, alpha: float = 0.0) -> jax.Array:
-    """Applies a gated activation whose inputs or factors are clamped.
+    """Applies a gated activation whose inputs or factors `[..., F]` are clamped to `limit`; 0: nothing is clamped.
 
     Step-3.5 clamps after the activation: `min(silu(gate), limit) * clip(up, -limit, limit)`. With `alpha` (gpt-oss)
     the clamps come first, and the result is `(up + 1) * gate * sigmoid(alpha * gate)`.
-
-    Args:
-        gate: `[..., F]`.
-        up: `[..., F]`.
-        limit: the bound; 0: nothing is clamped.
-        alpha: of gpt-oss's activation; 0: SwiGLU.
-
-    Returns:
-        `[..., F]` in their dtype.
     """
     bound = limit or jnp.inf
     up = jnp.clip(up, -bound, bound)
@@ -40,29 +31,19 @@ def mix_clamped_experts(
     limit: float,
     alpha: float = 0.0,
 ) -> jax.Array:
-    """Runs each token through its chosen experts and sums their weighted outputs; differentiable.
+    """Runs each token `x [n, D]` through its chosen experts and sums their weighted outputs; differentiable.
 
-    Args:
-        x: `[n, D]` tokens.
-        ids: `[n, k]` experts of each token; an id of E or more is skipped.
-        weights: `[n, k]` float32 weights.
-        gate_up: `[E, D, 2, F]`.
-        down: `[E, F, D]`.
-        biases: of gate and up `[E, 2, F]`, and of the output `[E, D]`; None: no biases.
-        limit: as in `activate`.
-        alpha: as in `activate`.
-
-    Returns:
-        `[n, D]` in x's dtype.
+    Arguments are those of `mix_experts` and `activate`, and `biases` of gate and up `[E, 2, F]` and of the output
+    `[E, D]`.
 
     Raises:
-        ValueError: within `pallas_kernels.batch_invariant`, which this form is not.
+        ValueError: within `pallas_kernels.batch_invariant`, which this form does not support.
     """
     if is_batch_invariant():
         raise ValueError("deterministic decoding needs a kernel for experts, and clamped ones run by XLA")
     E, D, _, F = gate_up.shape
     k = ids.shape[1]
-    # Sort the pairs of token and expert by expert; those without an expert come last, behind all groups.
+    # Sort the pairs of token and expert by expert; those without an expert come last, after all groups.
     flat = ids.reshape(-1)
     order = jnp.argsort(flat, stable=True)
     expert, token, sizes = flat[order], order // k, jnp.bincount(flat, length=E).astype(jnp.int32)
@@ -73,6 +54,6 @@ def mix_clamped_experts(
     products = products.reshape(-1, 2, F) + (0 if biases is None else biases[0].astype(x.dtype)[own])
     hidden = activate(products[:, 0], products[:, 1], limit=limit, alpha=alpha)
     output = jax.lax.ragged_dot(hidden, down, sizes) + (0 if biases is None else biases[1].astype(x.dtype)[own])
-    # Rows of no expert lie behind all groups and hold garbage: they count as zero.
+    # Rows without an expert come after all groups and hold garbage: they count as zero.
     weighted = jnp.where(is_used, output * weights.reshape(-1)[order][:, None].astype(x.dtype), 0)
     return jnp.zeros_like(x).at[token].add(weighted)

@@ -1,4 +1,4 @@
-"""The gated delta rule behind a short causal convolution: the linear attention of Qwen3-Next and Qwen3.5."""
+"""The gated delta rule after a short causal convolution: the linear attention of Qwen3-Next and Qwen3.5."""
 
 from typing import Any
 
@@ -12,14 +12,9 @@ from mtpjax.models.layers.entries import read_rows
 from mtpjax.models.masks import Entries, Masks, View
 from mtpjax.models.parallel import add_parts, own_size
 from mtpjax.models.quantized import matrix_product, partial_product
-from pallas_kernels import (
-    PartialSums,
-    gated_delta,
-    gated_delta_replay,
-    gated_delta_steps,
-    gated_delta_verify,
-    rms_norm,
-)
+from pallas_kernels.gated_delta import gated_delta, gated_delta_replay, gated_delta_steps, gated_delta_verify
+from pallas_kernels.partial_sums import PartialSums
+from pallas_kernels.rms_norm import rms_norm
 
 MAX_STEPWISE_TOKENS = 16  # of a pass whose tokens are all committed: up to here token by token, above in chunks
 
@@ -63,7 +58,7 @@ class DeltaRule(nn.Module):
         log_rate = self.param("log_rate", nn.initializers.zeros, (J,)).astype(jnp.float32)
         rate_bias = self.param("rate_bias", nn.initializers.zeros, (J,)).astype(jnp.float32)
 
-        # 2. Convolve over time, behind the inputs that the cache kept; a whole row starts with zeros.
+        # 2. Convolve over time, after the inputs that the cache kept; a whole row starts with zeros.
         before = layer_cache["conv"] if layer_cache else jnp.zeros((B, taps.shape[-1] - 1, K, channels), x.dtype)
         state = layer_cache["state"] if layer_cache else jnp.zeros((B, J, P, Q), jnp.float32)
         inputs = jnp.concatenate([before.astype(x.dtype), conv_inputs], axis=1)
@@ -76,11 +71,11 @@ class DeltaRule(nn.Module):
         beta = jax.nn.sigmoid(write).reshape(B, T, J)
         log_decay = -jnp.exp(log_rate)[None, None] * jax.nn.softplus(decay.reshape(B, T, J) + rate_bias[None, None])
         if view.num_valid is not None:
-            # Padding behind the valid tokens neither writes nor decays.
+            # Padding after the valid tokens neither writes nor decays.
             is_valid = (jnp.arange(T)[None, :] < view.num_valid[:, None])[:, :, None]
             beta, log_decay = jnp.where(is_valid, beta, 0), jnp.where(is_valid, log_decay, 0)
 
-        # 4. Apply the rule: as a draft that acceptance decides about later, in chunks, or token by token.
+        # 4. Apply the rule: pending acceptance, in chunks, or token by token.
         q, k, v = (part.astype(x.dtype) for part in (q, k, v))
         rule, implementation = (q, k, v, log_decay, beta, state), self.implementation
         if layer_cache is not None and view.num_valid is None:
@@ -121,7 +116,7 @@ def _convolve(inputs: jax.Array, taps: jax.Array, segment_ids: jax.Array | None)
     for place in range(C):
         part = inputs[:, place : place + T] * taps[None, None, :, :, place]
         if segment_ids is not None and place < C - 1:
-            # This tap reads C - 1 - place tokens back; keep it only where that token is of the same document.
+            # This tap reads C - 1 - place tokens back; keep it only if that token is in the same document.
             back = C - 1 - place
             there = jnp.pad(segment_ids, ((0, 0), (back, 0)), constant_values=-1)[:, :T]
             part = jnp.where((there == segment_ids)[:, :, None, None], part, 0)
@@ -141,7 +136,7 @@ def _empty_entries(config: ModelConfig, kind: LayerKind, batch: int, capacity: i
 def commit_states(entries: Entries, num_committed: jax.Array) -> Entries:
     """Advances the state over the first `num_committed [B]` tokens of the last pass.
 
-    Entries of a pass whose tokens were all valid have no `corrections`: their state has advanced already.
+    Entries of a pass whose tokens were all valid have no `corrections`: their state has already advanced.
     """
     if "corrections" not in entries:
         return entries
@@ -163,6 +158,7 @@ DELTA = AttentionKind(
     module=lambda config, kind, implementation, name: DeltaRule(config, implementation, name=name),
     empty_entries=_empty_entries,
     cache_axes={"state": ("batch", "heads", None, None), "conv": ("batch", None, "heads", None)},
+    split_sizes=("linear_num_key_heads",),
     param_axes=(
         (r"delta/(qkvz|ba)$", ("embed", "heads", None)),
         (r"delta/conv$", ("heads", None, None)),

@@ -1,4 +1,4 @@
-"""The cache entries of one layer: write, read, and choose what the queries of a pass attend to."""
+"""The cache entries of one layer: write, read, and select the keys that the queries of a pass attend to."""
 
 import jax
 import jax.numpy as jnp
@@ -10,18 +10,10 @@ from pallas_kernels.fp8 import as_stored
 
 
 def write_rows(buffer: jax.Array, rows: jax.Array, start: jax.Array, *, axis: int = 1) -> jax.Array:
-    """Writes `rows` into `buffer` along `axis`, from slot `start` of each batch row.
+    """Writes `rows [B, ..., T, ...]` into `buffer [B, ..., S, ...]` along `axis`, from slot `start [B]` of each row.
 
-    The caller guarantees room: `dynamic_update_slice` moves a start that is too late back over good entries.
-
-    Args:
-        buffer: `[B, ..., S, ...]` with slots along `axis`.
-        rows: `[B, ..., T, ...]`, converted to the buffer's dtype (`pallas_kernels.fp8.as_stored`).
-        start: `[B]` int32 first slot.
-        axis: the slot axis; axis 0 is the batch.
-
-    Returns:
-        The buffer with the T slots replaced.
+    Rows are converted to the buffer's dtype (`pallas_kernels.fp8.as_stored`). The caller guarantees room:
+    `dynamic_update_slice` clamps a start that is too late, which would overwrite valid entries.
     """
     rows = as_stored(rows, buffer.dtype)
     # A batch of one needs a plain update, which XLA does in place. The batched form becomes a loop on a CPU.
@@ -60,7 +52,7 @@ def read_slots(kept: jax.Array, start: jax.Array, width: int, pages: Pages | Non
 def pin_layout(array: jax.Array) -> jax.Array:
     """Keeps a cache array in row-major order on one device.
 
-    Without the constraint XLA may transpose the caches inside or around the loop. Over a mesh the array stays
+    Without the constraint XLA may transpose the caches inside or around the loop. On a mesh the array stays
     unconstrained, because the partitioner would gather it.
     """
     if jax.sharding.get_abstract_mesh().size > 1:
@@ -71,13 +63,10 @@ def pin_layout(array: jax.Array) -> jax.Array:
 def append_and_select(
     new: Entries, view: View, layer_cache: Entries | Recycled | None
 ) -> tuple[Entries, tuple[Entries, ...], Masks]:
-    """Stores the entries of a pass and selects what its queries attend to.
+    """Stores the new entries of a pass and selects the keys that its queries attend to.
 
-    Args:
-        new: the entries of the T tokens of the pass.
-        view: positions and masks of the pass.
-        layer_cache: one layer of a cache; `Recycled` for a recycled MTP depth over whole rows; None for a pass over
-            whole rows.
+    `layer_cache` is one layer of a cache, `Recycled` for a recycled MTP depth over whole rows, or None for a pass over
+    whole rows.
 
     Returns:
         The entries that the layer keeps, the sources of keys, and the mask of each source `[B, T, S]`.
@@ -85,7 +74,7 @@ def append_and_select(
     # A recycled depth attends to the true entries of the prefix, and to its own entry of every level since.
     if isinstance(layer_cache, Recycled):
         levels = (*layer_cache.levels, new)
-        # A window also ends within the levels: the entry of the level before is one position older, and so on.
+        # A window may end within the levels: the previous level's entry is one position older, and so on.
         shape, oldest = (*view.mask.shape[:2], 1), len(levels) - view.window if view.window else 0
         itself = (jnp.full(shape, level >= oldest) for level in range(len(levels)))
         return new, (layer_cache.base, *levels), (view.mask, *itself)
@@ -103,11 +92,10 @@ def side_by_side(entries: Entries, view: View, num_slots: int | None = None) -> 
 
 
 def select(entries: Entries, view: View) -> tuple[tuple[Entries, ...], Masks]:
-    """Selects what the queries of a pass attend to among one layer's entries.
+    """Selects the keys that the queries of a pass attend to among one layer's entries.
 
     Args:
         entries: one layer of a cache with the entries of the pass, or the entries of a pass over whole rows.
-        view: positions and masks of the pass.
 
     Returns:
         The sources of keys, and the mask of each source `[B, T, S]`.

@@ -7,16 +7,14 @@ from collections.abc import Mapping
 import flax.linen as nn
 import jax
 import jax.numpy as jnp
-from jax.sharding import AxisType, PartitionSpec
 
 from mtpjax.models.config import ModelConfig
 from mtpjax.models.layers.clamped_experts import activate, mix_clamped_experts
-from mtpjax.models.parallel import add_parts, all_rows, expert_axes, is_split, num_parts, own_size
+from mtpjax.models.parallel import add_parts, all_rows, expert_axes, is_split, num_shards, own_size
 from mtpjax.models.quantized import gated_product, is_scaled, partial_product
-from pallas_kernels import PartialSums, grouped_matmul, route_tokens
-from pallas_kernels.router import Routing
-
-MIN_FP8_BLOCK = 16  # smallest block of fp8 weights that the kernels support
+from pallas_kernels.grouped_matmul import grouped_matmul
+from pallas_kernels.partial_sums import PartialSums
+from pallas_kernels.router import Routing, route_tokens
 
 
 class SwiGLU(nn.Module):
@@ -27,7 +25,7 @@ class SwiGLU(nn.Module):
 
     width: int
     implementation: str = "auto"
-    is_summed_outside: bool = False  # the caller adds the devices' parts
+    is_summed_outside: bool = False  # the caller adds the devices' shards
     limit: float = 0.0  # of gate and up (`activate`); 0: none
 
     @nn.compact
@@ -47,19 +45,14 @@ class SwiGLU(nn.Module):
 
 
 def mix_experts(x, ids, weights, gate_up, down, *, inference: bool, implementation: str) -> jax.Array:
-    """Runs the chosen experts with `grouped_matmul`.
+    """Runs the chosen experts with `grouped_matmul`: weighted sums `[n, D]` over each token's experts.
 
     Args:
         x: `[n, D]` tokens.
         ids: `[n, k]` experts of each token; an id of E or more is skipped.
         weights: `[n, k]` float32 weights.
-        gate_up: `[E, D, 2, F]`, an array or `BlockScaled`.
-        down: `[E, F, D]`, an array or `BlockScaled`.
+        gate_up: `[E, D, 2, F]`, an array or `BlockScaled`; so is `down [E, F, D]`.
         inference: True if no gradient is needed.
-        implementation: "xla", "triton" or "auto".
-
-    Returns:
-        `[n, D]` weighted sums over each token's experts.
     """
     # fp8 stacks with equal blocks go to the kernel with their scales; others are cast first.
     scales = {}
@@ -73,14 +66,9 @@ def mix_experts(x, ids, weights, gate_up, down, *, inference: bool, implementati
 
 
 def choose_slots(ids: jax.Array, placement: Mapping[str, jax.Array]) -> jax.Array:
-    """Chooses a copy of each token's experts: tokens take turns.
+    """Chooses the slot `[n, k]` of a copy of each expert of `ids [n, k]`: tokens use the copies in turn.
 
-    Args:
-        ids: `[n, k]` experts.
-        placement: `slots_of_expert [E, C]` and `num_slots [E]`, as `mtpjax.models.expert_placement` makes them.
-
-    Returns:
-        `[n, k]` slots of the stacks.
+    `placement` has `slots_of_expert [E, C]` and `num_slots [E]`, as `mtpjax.models.expert_placement` makes them.
     """
     turn = jnp.arange(len(ids))[:, None] % placement["num_slots"][ids]
     return placement["slots_of_expert"][ids, turn]
@@ -101,8 +89,8 @@ def routing(config: ModelConfig) -> Routing:
 class Experts(nn.Module):
     """Routed and shared experts, `[B, T, D] -> [B, T, D]`, as `PartialSums` of one part.
 
-    `cached` marks a decoding pass, which needs no gradient. Tokens that are not used, by `is_used [B, T]` of these rows
-    and `all_used` of those of all devices, choose no experts.
+    `cached` marks a decoding pass, which needs no gradient. Unused tokens, by `is_used [B, T]` for these rows and
+    `all_used` for those of all devices, are not routed to experts.
     """
 
     config: ModelConfig
@@ -128,7 +116,7 @@ class Experts(nn.Module):
         router = self.param("router", nn.initializers.lecun_normal(), (D, E))
         initial = nn.initializers.variance_scaling(1.0, "fan_in", "normal", in_axis=1, out_axis=(2, 3), batch_axis=0)
         (over, over_rows), own_width = expert_axes(num_slots, decodes=cached), own_size(F, "tensor")
-        own_experts = num_slots // math.prod(map(num_parts, over))
+        own_experts = num_slots // math.prod(map(num_shards, over))
         gate_up = self.param("gate_up", initial, (own_experts, D, 2, own_width))
         initial = nn.initializers.variance_scaling(1.0, "fan_in", "normal", in_axis=1, out_axis=2, batch_axis=0)
         down = self.param("down", initial, (own_experts, own_width, D))
@@ -162,90 +150,46 @@ class Experts(nn.Module):
             is_used=None if used is None else used.reshape(-1),
             implementation=implementation,
         )
-        self.sow("router", "ids", ids)  # kept where the caller asks for it (`count_expert_tokens`)
+        self.sow("router", "ids", ids)  # kept if the caller requests it (`count_expert_tokens`)
         if placement is not None:
             ids = jnp.where(ids < E, choose_slots(jnp.minimum(ids, E - 1), placement), num_slots)
         form = functools.partial(mix_experts, inference=cached, implementation=self.implementation)
         if self.limit or config.expert_bias or config.swiglu_alpha:
             form = functools.partial(mix_clamped_experts, biases=biases, limit=self.limit, alpha=config.swiglu_alpha)
             gate_up, down = gate_up.astype(x.dtype), down.astype(x.dtype)
-        # Inside `shard_map` ids of other devices' experts become the number of own ones, which no expert has.
+        # Inside `shard_map` ids of other devices' experts become the number of local ones, which no expert has.
         if over:
             first = jax.lax.axis_index(over) * own_experts
             ids = jnp.where((ids >= first) & (ids < first + own_experts), ids - first, own_experts)
         if over_rows and not cached:
-            # In training a device computes the rows of one device after the other, and again for the gradient: all
-            # at once would take the memory of all.
+            # In training a device processes the rows of one device at a time, and recomputes them for the gradient: all
+            # at once would take too much memory.
             num_parts_of_rows = len(flat) // (B * T)
             rows = (part.reshape(num_parts_of_rows, B * T, -1) for part in (flat, ids, weights))
             again = jax.checkpoint(lambda rows: form(rows[0], rows[1], rows[2], gate_up, down))
             output = jax.lax.map(again, tuple(rows)).reshape(flat.shape)
         else:
-            run = _over_mesh(form, num_slots, F)
-            if config.expert_bias and run is not form:
-                raise ValueError("experts with biases are not split by automatic partitioning: use shard_map")
-            output = run(flat, ids, weights, gate_up, down)
+            output = form(flat, ids, weights, gate_up, down)
         if over_rows:
             output = jax.lax.psum_scatter(output, over_rows, scatter_dimension=0, tiled=True)
-        output = output.reshape(B, T, D)
-        summed = [*(axis for axis in over if axis not in over_rows), *(["tensor"] if is_split(F, "tensor") else [])]
+        return self._add_shared(x, output.reshape(B, T, D), tuple(axis for axis in over if axis not in over_rows))
+
+    def _add_shared(self, x: jax.Array, output: jax.Array, summed: tuple[str, ...]) -> PartialSums:
+        """Adds the shared experts, and the results of the routed ones from the devices along `summed` and `tensor`."""
+        config = self.config
+        summed += ("tensor",) * is_split(config.moe_intermediate_size, "tensor")
         if config.shared_width:
             # One sum over the devices adds shared and routed experts, if it is over the same devices.
             is_one_sum = bool(summed) and is_split(config.shared_width, "tensor") == ("tensor" in summed)
             swiglu = SwiGLU(config.shared_width, self.implementation, is_one_sum, self.shared_limit, name="shared")
             shared = swiglu(x).total()
             if config.shared_expert_gate:
-                gate = self.param("shared_gate", nn.initializers.lecun_normal(), (D, 1))
+                gate = self.param("shared_gate", nn.initializers.lecun_normal(), (x.shape[-1], 1))
                 shared = shared * jax.nn.sigmoid(x @ gate.astype(x.dtype))
             if not is_one_sum:
-                output, summed = jax.lax.psum(output, summed) if summed else output, []
+                output, summed = jax.lax.psum(output, summed) if summed else output, ()
             elif "expert" in summed:
-                # All devices along this axis computed the same shared experts: one of them counts.
+                # All devices along this axis computed the same shared experts, so only one counts.
                 shared = jnp.where(jax.lax.axis_index("expert") == 0, shared, 0)
             output = output + shared
         return PartialSums((jax.lax.psum(output, summed) if summed else output)[None], output.dtype)
-
-
-def _over_mesh(form, num_experts: int, width: int):
-    """Wraps `form` so that each device runs its own experts and columns, followed by one sum over the mesh.
-
-    Tokens are replicated. Without a mesh that splits experts or columns, returns `form`.
-    """
-    mesh = jax.sharding.get_abstract_mesh()
-    sizes = {"expert": num_experts, "tensor": width}
-    is_manual = any(kind is AxisType.Manual for kind in mesh.axis_types)
-    many = [] if mesh.empty or is_manual else [axis for axis in sizes if mesh.shape.get(axis, 1) > 1]
-    axes = [axis for axis in many if sizes[axis] % mesh.shape[axis] == 0]
-    if not axes:
-        return form
-    expert, tensor = (axis if axis in axes else None for axis in ("expert", "tensor"))
-
-    def split(x, ids, weights, gate_up, down):
-        # If the border between devices would cut an fp8 block, use smaller blocks, or cast the weights.
-        own = width // mesh.shape[tensor] if tensor else width
-        if is_scaled(gate_up) and is_scaled(down) and own % down.block:
-            block = math.gcd(own, gate_up.block, down.block)
-            if block < MIN_FP8_BLOCK:
-                gate_up, down = gate_up.astype(x.dtype), down.astype(x.dtype)
-            else:
-                gate_up, down = gate_up.in_blocks_of(block), down.in_blocks_of(block)
-        return jax.shard_map(local, in_specs=specs, out_specs=everywhere, check_vma=False)(
-            x, ids, weights, gate_up, down
-        )
-
-    def local(x, ids, weights, gate_up, down):
-        # Ids of other devices' experts become E, which `form` skips.
-        own = gate_up.shape[0]
-        first = jax.lax.axis_index(expert) * own if expert else 0
-        is_own = (ids >= first) & (ids < first + own)
-        return jax.lax.psum(form(x, jnp.where(is_own, ids - first, own), weights, gate_up, down), tuple(axes))
-
-    everywhere = PartitionSpec()
-    specs = (
-        everywhere,
-        everywhere,
-        everywhere,
-        PartitionSpec(expert, None, None, tensor),
-        PartitionSpec(expert, tensor),
-    )
-    return split

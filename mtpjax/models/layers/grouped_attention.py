@@ -15,18 +15,18 @@ from mtpjax.models.layers.rotary import softmax_scale
 from mtpjax.models.masks import Entries, Masks, Recycled, View
 from mtpjax.models.parallel import add_parts, own_size
 from mtpjax.models.quantized import partial_product
-from pallas_kernels import PartialSums, append_heads
-from pallas_kernels.append_heads import Heads, split_heads
+from pallas_kernels.append_heads import Heads, append_heads, split_heads
 from pallas_kernels.append_heads import choose_implementation as choose_append
+from pallas_kernels.partial_sums import PartialSums
 from pallas_kernels.rotation import rotate
 
 
 class GroupedAttention(nn.Module):
     """Grouped-query attention, `[B, T, D] -> [B, T, D]`. Keeps `key` and `value` `[B, K, S, H]`, keys rotated.
 
-    One matrix `[D, K, G + 2, H]` makes everything of a key/value head: its G = N/K queries, its key, its value, and
-    with an output gate G gates. A mesh then splits whole key/value heads, and a step has one product in the place of
-    three. Values of another width than keys have a matrix of their own, `[D, K, Hv]`.
+    One matrix `[D, K, G + 2, H]` computes everything for a key/value head: its G = N/K queries, its key, its value, and
+    with an output gate G gates. A mesh then splits whole key/value heads, and a step has one product instead of three.
+    If values are narrower than keys, a second matrix `[D, K, Hv]` computes them.
     """
 
     config: ModelConfig
@@ -70,7 +70,7 @@ class GroupedAttention(nn.Module):
             if V == H:
                 q, k, v = split_heads(projected.total(), view.angles, heads, group_size=G)
             else:
-                # Values of another width cannot lie beside queries and keys in one array.
+                # Values of a different width need their own array.
                 q, k = self._split_narrow(projected.total(), view)
                 initial = nn.initializers.variance_scaling(1.0, "fan_in", "normal", in_axis=0, out_axis=(1, 2))
                 kernel = self.param("value", initial, (D, K, V))
@@ -83,8 +83,14 @@ class GroupedAttention(nn.Module):
         # Attend by a kernel over the whole cache, or by XLA over the selected sources.
         scale = softmax_scale(config, H)
         sinks = self.param("sinks", nn.initializers.zeros, (K, G)) if self.has_sinks else None
-        settings = {"scale": scale, "implementation": self.implementation, "has_learned_sinks": self.has_sinks}
-        output = attend_cache(q, entries["key"], entries["value"], view, **settings)
+        if not self.has_sinks:
+            operands = q, entries["key"], entries["value"], view
+            output = attend_cache(*operands, scale=scale, implementation=self.implementation)
+        elif view.reach is not None and self.implementation not in ("auto", "xla"):
+            kernels = f"use xla or auto, not {self.implementation}"
+            raise ValueError(f"the kernels of attention take no learned sinks: {kernels}")
+        else:
+            output = None
         if output is None:
             output = attend(q, [(kept["key"], kept["value"]) for kept in sources], masks, scale=scale, sinks=sinks)
 
@@ -129,6 +135,7 @@ GROUPED = AttentionKind(
     ),
     empty_entries=_empty_entries,
     cache_axes={"key": ("batch", "heads", None, None), "value": ("batch", "heads", None, None)},
+    split_sizes=("num_attention_heads", "num_key_value_heads"),
     param_axes=(
         (r"attention/qkv$", ("embed", "heads", None, None)),
         (r"attention/qkv_bias$", ("heads", None, None)),

@@ -46,22 +46,18 @@ class Indexer(nn.Module):
     def select(
         self, x: jax.Array, query_latent: jax.Array, view: View, keys: tuple[jax.Array, ...], masks: Masks
     ) -> Masks:
-        """Narrows the masks to each query's best keys. Ties go to the earlier key.
+        """Narrows the masks to each query's best `index_topk` keys over all sources. Ties go to the earlier key.
 
         Args:
             x: `[B, T, D]` input of the layer.
             query_latent: `[B, T, q_lora_rank]` normalised latent of the queries.
-            view: positions of the pass.
             keys: `[B, S, I]` index keys of each source, converted to x's dtype.
             masks: `[B, T, S]` bool of each source.
-
-        Returns:
-            The masks with at most `index_topk` keys per query over all sources.
         """
         config = self.config
         J, width = config.index_n_heads, config.index_head_dim
         total = sum(mask.shape[-1] for mask in masks)
-        # With few keys nothing is left out.
+        # With few keys, all are selected.
         if total <= config.index_topk:
             return masks
         # Narrow queries, and one weight per head.

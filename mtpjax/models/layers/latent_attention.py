@@ -16,9 +16,10 @@ from mtpjax.models.layers.rotary import softmax_scale
 from mtpjax.models.masks import Entries, Masks, Recycled, View
 from mtpjax.models.parallel import add_parts, own_size
 from mtpjax.models.quantized import partial_product, partial_products
-from pallas_kernels import PartialSums, append_latents
+from pallas_kernels.append_latents import append_latents
 from pallas_kernels.append_latents import choose_implementation as choose_append
 from pallas_kernels.batch_invariance import is_batch_invariant, map_row_blocks
+from pallas_kernels.partial_sums import PartialSums
 from pallas_kernels.rotation import rotate
 
 
@@ -49,34 +50,17 @@ class LatentAttention(nn.Module):
         R, P = config.kv_lora_rank, config.qk_rope_head_dim
         C, V = config.qk_nope_head_dim, config.v_head_dim
 
-        # 1. Queries and the latent, both from x in one launch; the queries perhaps through a latent of their own.
-        wide = N * (C + P)
-        matrix = nn.initializers.lecun_normal()
-        first_name, first_width = ("query_down", config.q_lora_rank) if config.q_lora_rank else ("query", wide)
-        down = [self.param(first_name, matrix, (D, first_width)), self.param("latent_down", matrix, (D, R + P))]
-        query, latent = partial_products(x, down, implementation=self.implementation)
-        if config.attention_bias:
-            # Of the projections to the latents alone, as transformers has it.
-            zeros = nn.initializers.zeros
-            latent = latent.plus(self.param("latent_down_bias", zeros, (R + P,)))
-            query = query.plus(self.param("query_down_bias", zeros, (first_width,))) if config.q_lora_rank else query
-        query_latent = x
-        if config.q_lora_rank:
-            norm_query = AddRMSNorm(config.latent_norm_eps, implementation=self.implementation, name="norm_query")
-            _, query_latent = norm_query(None, query)
-            query_up = self.param("query_up", matrix, (config.q_lora_rank, wide))
-            query = partial_product(query_latent, query_up, implementation=self.implementation)
-        query = query.reshape(B, T, N, C + P)  # of each head a content part C and a rotated part P
-
+        # 1. Queries and the latent.
+        query, query_latent, latent = self._project(x, N)
         norm_scale = NormScale(R, name="norm_latent")()
         head_wise = nn.initializers.variance_scaling(1.0, "fan_in", "normal", in_axis=2, out_axis=1, batch_axis=0)
         key_up = self.param("key_up", head_wise, (N, C, R)).astype(x.dtype)
         head_wise = nn.initializers.variance_scaling(1.0, "fan_in", "normal", in_axis=1, out_axis=2, batch_axis=0)
         value_up = self.param("value_up", head_wise, (N, R, V)).astype(x.dtype)
-        project = self.param("output", matrix, (N * V, D))
+        project = self.param("output", nn.initializers.lecun_normal(), (N * V, D))
 
-        # 2. The absorbed queries, and the normalised latent and rotated key appended to the cache: in one kernel, or
-        # by XLA. An indexer narrows the masks to the keys that it selects.
+        # 2. The absorbed queries, and the normalised latent and rotated key appended to the cache: in one kernel, or by
+        # XLA. An indexer narrows the masks to its selected keys.
         is_expanded = self._expands(T, cached=view.start is not None)
         kept = layer_cache if isinstance(layer_cache, dict) else None
         fits_kernel = not is_expanded and not self.indexer and selection is None and view.reach is not None
@@ -102,8 +86,8 @@ class LatentAttention(nn.Module):
                 absorbed = jnp.concatenate([_by_head(q_content, key_up), q_rope], axis=-1)
 
         # 3. Attend.
-        scale = softmax_scale(config, C + P)
         if absorbed is None:
+            scale = softmax_scale(config, C + P)
 
             def keys_and_values(kept: Entries) -> tuple[jax.Array, jax.Array]:
                 latent, rope = jnp.split(kept["latent"].astype(x.dtype), [R], axis=-1)
@@ -121,23 +105,60 @@ class LatentAttention(nn.Module):
                 output = attend(q, pairs, masks, scale=scale)
             output = output[:, :, :, 0].swapaxes(1, 2)
         else:
-            # Absorbed: one key/value head, the latent itself, with N queries, [B, 1, T, N, R + P].
-            q = absorbed[:, None]
-            settings = {"scale": scale, "implementation": self.implementation, "selection": selection}
-            settings |= {"value_width": R, "value_up": value_up}
-            attended = attend_cache(q, entries["latent"][:, None], None, view, **settings)
-            if attended is None:
-                # The values include the rotated key, whose columns are dropped: slicing the cache would copy it.
-                latents = [kept["latent"][:, None] for kept in sources]
-                attended = attend(q, list(zip(latents, latents, strict=True)), masks, scale=scale)[..., :R]
-                output = _by_head(attended[:, 0], value_up)
-            else:
-                output = attended[:, 0]
+            output = self._attend_absorbed(absorbed, entries, sources, view, masks, selection, value_up)
         output = partial_product(output.reshape(B, T, N * V), project, implementation=self.implementation)
         output = add_parts(output, config.num_attention_heads, "tensor")
         if config.attention_output_bias:
             output = output.plus(self.param("output_bias", nn.initializers.zeros, (D,)))
         return output, entries, selection
+
+    def _project(self, x: jax.Array, N: int) -> tuple[PartialSums, jax.Array, PartialSums]:
+        """Projects to queries `[B, T, N, C + P]` and the latent `[B, T, R + P]`, both from x in one launch.
+
+        Between them it returns the input of the query projection: the normalised query latent, or x.
+        """
+        config, D = self.config, x.shape[-1]
+        width = config.qk_nope_head_dim + config.qk_rope_head_dim
+        latent_width = config.kv_lora_rank + config.qk_rope_head_dim
+        wide = N * width
+        matrix = nn.initializers.lecun_normal()
+        first_name, first_width = ("query_down", config.q_lora_rank) if config.q_lora_rank else ("query", wide)
+        down = [self.param(first_name, matrix, (D, first_width)), self.param("latent_down", matrix, (D, latent_width))]
+        query, latent = partial_products(x, down, implementation=self.implementation)
+        if config.attention_bias:
+            # Bias only on the projections to the latents, as in transformers.
+            zeros = nn.initializers.zeros
+            latent = latent.plus(self.param("latent_down_bias", zeros, (latent_width,)))
+            query = query.plus(self.param("query_down_bias", zeros, (first_width,))) if config.q_lora_rank else query
+        query_latent = x
+        if config.q_lora_rank:
+            norm_query = AddRMSNorm(config.latent_norm_eps, implementation=self.implementation, name="norm_query")
+            _, query_latent = norm_query(None, query)
+            query_up = self.param("query_up", matrix, (config.q_lora_rank, wide))
+            query = partial_product(query_latent, query_up, implementation=self.implementation)
+        return query.reshape(*x.shape[:2], N, width), query_latent, latent
+
+    def _attend_absorbed(
+        self,
+        absorbed: jax.Array,
+        entries: Entries,
+        sources: tuple[Entries, ...],
+        view: View,
+        masks: Masks,
+        selection: Masks | None,
+        value_up: jax.Array,
+    ) -> jax.Array:
+        """Attends with one key/value head, the latent itself, and N queries `[B, T, N, R + P]`: `[B, T, N, V]`."""
+        config, q = self.config, absorbed[:, None]
+        scale = softmax_scale(config, config.qk_nope_head_dim + config.qk_rope_head_dim)
+        settings = {"scale": scale, "implementation": self.implementation, "selection": selection}
+        attended = attend_cache(q, entries["latent"][:, None], None, view, **settings, value_up=value_up)
+        if attended is not None:
+            return attended[:, 0]
+        # The values include the rotated key, whose columns are dropped: slicing the cache would copy it.
+        latents = [kept["latent"][:, None] for kept in sources]
+        attended = attend(q, list(zip(latents, latents, strict=True)), masks, scale=scale)[..., : config.kv_lora_rank]
+        return _by_head(attended[:, 0], value_up)
 
     def _new_entry(self, latent: jax.Array, norm_scale: jax.Array, view: View) -> jax.Array:
         """Computes cache entries `[B, T, R + P]`: the normalised latent, and the rotated key of all heads."""
@@ -194,6 +215,7 @@ LATENT = AttentionKind(
     ),
     empty_entries=_empty_entries,
     cache_axes={"latent": ("batch",), "index": ("batch",)},  # every query head reads the whole latent
+    split_sizes=("num_attention_heads",),
     param_axes=(
         (r"attention/(query|query_up)$", (None, "heads")),
         (r"attention/(query_down|latent_down)$", ("embed", None)),

@@ -3,22 +3,14 @@
 import flax.linen as nn
 import jax
 
-from pallas_kernels import PartialSums, add_rms_norm, rms_norm
+from pallas_kernels.add_rms_norm import add_rms_norm
 from pallas_kernels.batch_invariance import is_batch_invariant
+from pallas_kernels.partial_sums import PartialSums
+from pallas_kernels.rms_norm import rms_norm
 
 
 def fused_norm(x: jax.Array, scale: jax.Array, *, implementation: str, **settings) -> jax.Array:
-    """Computes `rms_norm` by XLA, which fuses it with the operations around it; within `batch_invariant` by the kernel.
-
-    Args:
-        x: `[..., D]`.
-        scale: `[D]`.
-        implementation: what runs the model's kernels.
-        **settings: `eps` and `zero_centred` of `rms_norm`.
-
-    Returns:
-        `[..., D]` in x's dtype.
-    """
+    """Computes `rms_norm` in XLA, which fuses it with adjacent operations; within `batch_invariant` in the kernel."""
     return rms_norm(x, scale, **settings, implementation=implementation if is_batch_invariant() else "xla")
 
 
@@ -53,8 +45,8 @@ class RMSNorm(nn.Module):
 class AddRMSNorm(nn.Module):
     """Adds an update to the residual stream and normalises it: returns the sum and its norm, both `[..., D]`.
 
-    Has the parameter of `RMSNorm`. Without an update, only normalises; without a stream, it begins with the update. One
-    kernel does both, or XLA.
+    Has the parameter of `RMSNorm`. Without an update, only normalises; without a stream, it starts with the update.
+    Runs in one kernel, or in XLA.
     """
 
     eps: float = 1e-6

@@ -17,9 +17,6 @@ def inverse_frequencies(config: ModelConfig) -> np.ndarray:
     turn `beta_fast` and `beta_slow` times over the original length (2309.00071, as DeepSeek-V3 computes it). Llama 3.1
     uses a ramp in the number of turns, from `low_freq_factor` to `high_freq_factor`.
 
-    Args:
-        config: the model's config.
-
     Returns:
         `[P]` float32, radians, with P = rotary_dim / 2.
     """

@@ -17,14 +17,15 @@ _TYPES = {
 
 
 class ApiError(Exception):
-    """A request that is answered with an error.
+    """An error that becomes the response to a request.
 
     Args:
-        message: one sentence for the client. It must hold neither paths nor long parts of the request.
+        message: one sentence for the client, without paths or long parts of the request.
         status: HTTP status code.
-        param: the field at fault, such as "messages[0].content".
-        code: a word for programs, such as "model_not_found".
+        param: the invalid field, such as "messages[0].content".
+        code: a machine-readable code, such as "model_not_found".
         headers: further headers of the response.
+        retry_after: seconds after which the client may try again.
     """
 
     def __init__(
@@ -35,42 +36,38 @@ class ApiError(Exception):
         param: str | None = None,
         code: str | None = None,
         headers: dict[str, str] | None = None,
+        retry_after: int | None = None,
     ):
         super().__init__(message)
-        self.status, self.param, self.code, self.headers = status, param, code, headers or {}
+        self.status, self.param, self.code, self.headers = status, param, code, dict(headers or {})
+        if retry_after is not None:
+            self.headers["Retry-After"] = str(retry_after)
 
     @property
     def body(self) -> dict[str, Any]:
-        """The JSON body of the response."""
         kind = _TYPES.get(self.status, "server_error" if self.status >= 500 else "invalid_request_error")
         message = printable(str(self), MAX_MESSAGE_CHARACTERS)
         return {"error": {"message": message, "type": kind, "param": self.param, "code": self.code}}
 
 
 def queue_full() -> ApiError:
-    """Returns the error for requests that find the engine's queue full."""
-    message = "the server has too many requests; try again later"
-    return ApiError(message, status=429, code="queue_full", headers={"Retry-After": "1"})
+    return ApiError("the server has too many requests; try again later", status=429, code="queue_full", retry_after=1)
 
 
 def server_busy() -> ApiError:
-    """Returns the error for requests that have waited too long for work of the host."""
-    message = "the server is busy; try again later"
-    return ApiError(message, status=503, code="server_busy", headers={"Retry-After": "5"})
+    """The request has waited too long for work on the host."""
+    return ApiError("the server is busy; try again later", status=503, code="server_busy", retry_after=5)
 
 
 def shutting_down() -> ApiError:
-    """Returns the error for requests that come while the server ends."""
-    message = "the server is shutting down"
-    return ApiError(message, status=503, code="shutting_down", headers={"Retry-After": "5"})
+    return ApiError("the server is shutting down", status=503, code="shutting_down", retry_after=5)
 
 
 def internal_error(error_id: str) -> ApiError:
-    """Returns the error for a fault of the server. The log has the details under the same id."""
+    """A server fault. The log has the details under the same id."""
     return ApiError(f"internal error {error_id}", status=500, code="internal_error")
 
 
 def engine_restarted(error: ApiError) -> ApiError:
-    """Returns the error for a request that a fault of the engine ended, from the error that was logged for it."""
-    message = f"{error}: the engine had to start anew; try again"
-    return ApiError(message, status=503, code="engine_restarted", headers={"Retry-After": "1"})
+    """An engine error ended the request; `error` is the one that was logged."""
+    return ApiError(f"{error}: the engine restarted; try again", status=503, code="engine_restarted", retry_after=1)

@@ -19,13 +19,11 @@ Body = Mapping[str, Any]
 
 @dataclasses.dataclass(frozen=True)
 class Field:
-    """An optional field. A value of null is the same as no value.
+    """An optional field. null counts as no value.
 
     Attributes:
         kind: "integer", "number", "boolean" or "string".
-        default: the value if none is given.
-        minimum: the smallest value.
-        maximum: the largest value; of a string, the most characters.
+        maximum: the largest value; the maximum length of a string, in characters.
         is_above: the value must be above `minimum`.
     """
 
@@ -36,21 +34,12 @@ class Field:
     is_above: bool = False
 
     def read(self, body: Body, name: str, prefix: str = "") -> Any:
-        """Returns the checked value of a body's field.
-
-        Args:
-            body: the JSON object.
-            name: the field.
-            prefix: put in front of the name in messages.
-
-        Raises:
-            ApiError: the value has another kind or is out of range.
-        """
+        """Returns the checked value of a body's field; messages put `prefix` before the name. Raises ApiError."""
         value = body.get(name)
         return self.default if value is None else self.check(value, prefix + name)
 
     def check(self, value: Any, param: str) -> Any:
-        """Returns a value in the form of this kind. Raises ApiError, which names `param`."""
+        """Returns a value as this kind. Raises ApiError, which names `param`."""
         if self.kind == "string":
             return check_text(value, param, int(self.maximum))
         if self.kind == "boolean":
@@ -66,7 +55,6 @@ class Field:
 
     @property
     def schema(self) -> dict[str, Any]:
-        """The field's JSON schema."""
         schema: dict[str, Any] = {"type": [self.kind, "null"]}
         if self.default is not None:
             schema["default"] = self.default
@@ -78,25 +66,35 @@ class Field:
         return schema
 
 
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Limits:
+    """The limits of the model and server.
+
+    Attributes:
+        max_length: maximum tokens of a text, prompt included.
+        max_prompt_characters: longer prompts are rejected before they are tokenized.
+        max_total_characters: of all prompts of a request.
+        max_requests: maximum texts of one request.
+        max_queued: maximum texts that the server holds at the same time.
+        template_variables: variables of the chat template that requests may set.
+    """
+
+    max_length: int
+    vocab_size: int
+    max_prompt_characters: int
+    max_total_characters: int
+    eos_token_ids: tuple[int, ...] = ()
+    max_requests: int = 1
+    max_queued: int = 1
+    template_variables: tuple[str, ...] = ()
+
+
 NAME = Field("string", maximum=MAX_NAME_CHARACTERS)
 FLAG = Field("boolean", default=False)
 
 
 def parse_body(raw: bytes) -> dict[str, Any]:
-    """Parses a request's body.
-
-    Numbers without a JSON form (NaN, Infinity) and numbers beyond float64 are rejected. If a key repeats, its last
-    value counts.
-
-    Args:
-        raw: the bytes; a byte order mark is skipped.
-
-    Returns:
-        The JSON object.
-
-    Raises:
-        ApiError: the bytes are not UTF-8 or not JSON, nest too deeply, or hold another value than an object.
-    """
+    """Parses a body into a JSON object, without NaN, Infinity or numbers beyond float64. Raises ApiError."""
     try:
         check_json_depth(raw, MAX_DEPTH)
         text = raw.decode("utf-8-sig")
@@ -113,12 +111,11 @@ def parse_body(raw: bytes) -> dict[str, Any]:
 
 
 def read_fields(fields: Mapping[str, Field], body: Body, prefix: str = "") -> dict[str, Any]:
-    """Returns the checked value of each field. Raises ApiError."""
     return {name: field.read(body, name, prefix) for name, field in fields.items()}
 
 
 def check_text(value: Any, param: str, max_characters: int) -> str:
-    """Returns a string that has a UTF-8 form. Raises ApiError."""
+    """Returns a string that UTF-8 can encode. Raises ApiError."""
     if not isinstance(value, str):
         raise ApiError(f"{param} must be a string", param=param)
     if len(value) > max_characters:
@@ -131,7 +128,7 @@ def check_text(value: Any, param: str, max_characters: int) -> str:
 
 
 def check_integer(value: Any, param: str) -> int:
-    """Returns an integer. 5.0 is one, because JavaScript clients may send it; true and "5" are not. Raises ApiError."""
+    """Returns an integer. 5.0 is one, because JavaScript clients send it; true and "5" are not."""
     if isinstance(value, float) and value.is_integer():
         return int(value)
     if isinstance(value, bool) or not isinstance(value, int):
@@ -140,7 +137,6 @@ def check_integer(value: Any, param: str) -> int:
 
 
 def check_list(value: Any, param: str, max_items: int) -> list[Any]:
-    """Returns a list of limited length. Raises ApiError."""
     if not isinstance(value, list):
         raise ApiError(f"{param} must be a list", param=param)
     if len(value) > max_items:
@@ -149,7 +145,6 @@ def check_list(value: Any, param: str, max_items: int) -> list[Any]:
 
 
 def check_tokens(values: list[Any], param: str, vocab_size: int) -> list[int]:
-    """Returns token ids of the vocabulary. Raises ApiError."""
     # A body may hold millions: the usual case takes a few passes in C.
     if values and set(map(type, values)) == {int} and min(values) >= 0 and max(values) < vocab_size:
         return values
@@ -157,7 +152,6 @@ def check_tokens(values: list[Any], param: str, vocab_size: int) -> list[int]:
 
 
 def check_token(value: Any, param: str, vocab_size: int) -> int:
-    """Returns a token id of the vocabulary. Raises ApiError."""
     is_integer = type(value) is int or (type(value) is float and value.is_integer())
     if not (is_integer and 0 <= value < vocab_size):
         message = f"{param} must hold token ids in 0..{vocab_size - 1}, got {short(value)}"
@@ -166,7 +160,7 @@ def check_token(value: Any, param: str, vocab_size: int) -> int:
 
 
 def short(value: Any) -> str:
-    """Returns a value for a message: a number, or else only its kind, because the request is the client's secret."""
+    """Describes a value in a message: a number, else only its kind, because the request is the client's secret."""
     if isinstance(value, int | float):
         # A number of thousands of digits has no quick decimal form.
         return str(value) if abs(value) < 10**18 else "a number beyond 10^18"

@@ -21,12 +21,7 @@ MIN_LOGPROB = -9999.0  # JSON has no infinity; vLLM's value
 
 @dataclasses.dataclass(frozen=True)
 class Job:
-    """One text to make.
-
-    Attributes:
-        request: for the engine.
-        stop: stop strings.
-    """
+    """One text to generate, with its stop strings."""
 
     request: Request
     stop: tuple[str, ...] = ()
@@ -34,14 +29,7 @@ class Job:
 
 @dataclasses.dataclass(frozen=True)
 class Update:
-    """New output of one text.
-
-    Attributes:
-        choice: the text so far.
-        spans: new text, by token.
-        tokens: new tokens.
-        logprobs: of the new tokens; empty if not asked for.
-    """
+    """New output of one text. `logprobs` is empty unless the request asks for it."""
 
     choice: "Choice"
     spans: list[Span]
@@ -50,19 +38,17 @@ class Update:
 
     @property
     def text(self) -> str:
-        """The new text."""
         return "".join(span.text for span in self.spans)
 
 
 class Choice:
-    """One text while it is made.
+    """One text during its generation.
 
     Attributes:
-        index: its place among the texts of the HTTP request.
-        text: so far.
-        tokens: new tokens so far, without those behind a stop string.
-        logprobs: of `tokens`, if asked for.
-        finish: how it ended; None before.
+        index: its index among the texts of the HTTP request.
+        tokens: new tokens so far, without those after a stop string.
+        logprobs: of `tokens`, if the request asks for them.
+        finish: how it ended; None while it is running.
     """
 
     def __init__(self, index: int, job: Job, stream: TextStream, request_id: int):
@@ -73,7 +59,6 @@ class Choice:
         self.finish: Finish | None = None
 
     def push(self, tokens: list[int], levels: list[int], logprobs: list[float]) -> Update:
-        """Adds new tokens."""
         piece = self.stream.push(tokens, levels)
         tokens, logprobs = tokens[: piece.num_tokens], logprobs[: piece.num_tokens]
         self.tokens += tokens
@@ -82,7 +67,6 @@ class Choice:
         return Update(self, piece.spans, tokens, logprobs)
 
     def end(self, finish: Finish) -> Update:
-        """Records the end."""
         rest = self.stream.finish()
         # The engine may have reached its limit before it learned of the stop string.
         reason = "stop" if self.stream.is_stopped else finish.reason
@@ -92,16 +76,14 @@ class Choice:
 
 
 class Generation:
-    """The texts of one HTTP request. Ends its engine requests when it is left.
-
-    Use as a context manager; `updates` yields the new output of all texts in the order of arrival.
+    """The texts of one HTTP request. As a context manager, it ends its engine requests on exit.
 
     Args:
         server: state of the API.
         jobs: the texts.
         name: the HTTP request's id.
         owner: whose request it is, as in `ApiServer.running`.
-        is_streaming: the client reads while the text is made, so it may be too slow.
+        is_streaming: the client reads the text as it is generated, and may be too slow.
 
     Raises:
         ApiError: the engine rejects a request, or the server stops. Then no request runs.
@@ -154,7 +136,6 @@ class Generation:
         return Choice(index, job, stream, request_id)
 
     def _receive(self, index: int, event: Delta | Finish) -> None:
-        """Takes an event into the inbox, in the event loop."""
         if isinstance(event, Finish):
             self._open.discard(self.choices[index].request_id)
             self._forget_if_done()
@@ -171,17 +152,13 @@ class Generation:
             self.close()
 
     async def updates(self) -> AsyncIterator[Update]:
-        """Yields the new output of all texts until each has ended.
-
-        Raises:
-            ApiError: a text ended with an error, or the client reads too slowly.
-        """
+        """Yields the new output of all texts. Raises ApiError if one fails or the client reads too slowly."""
         num_ended = 0
         while num_ended < len(self.choices):
             await self._arrived.wait()
             self._arrived.clear()
             if self._is_too_slow:
-                raise ApiError("the client reads its stream too slowly", status=408, code="slow_reader")
+                raise ApiError("the client reads the stream too slowly", status=408, code="slow_reader")
             for index, event in self._drain():
                 choice = self.choices[index]
                 if isinstance(event, Finish):
@@ -196,7 +173,7 @@ class Generation:
                     yield update
 
     def _drain(self) -> Iterator[tuple[int, Delta | Finish]]:
-        """Yields what has arrived. Tokens of one text that follow each other become one delta."""
+        """Yields what has arrived; consecutive tokens of one text become one delta."""
         while self._inbox:
             index, event = self._inbox.popleft()
             while isinstance(event, Delta) and self._inbox and self._inbox[0][0] == index:
@@ -211,13 +188,12 @@ class Generation:
             yield index, event
 
     async def run(self) -> list[Choice]:
-        """Waits until all texts have ended and returns them."""
         async for _ in self.updates():
             pass
         return self.choices
 
     def close(self) -> None:
-        """Aborts what still runs."""
+        """Aborts requests that are still running."""
         self._is_closed = True
         self._inbox.clear()
         for request_id in self._open:
@@ -236,12 +212,11 @@ class Generation:
 
 
 def new_id(prefix: str) -> str:
-    """Returns a new id of a request."""
     return f"{prefix}-{uuid.uuid4().hex}"
 
 
 def log_fault(error: BaseException | str) -> ApiError:
-    """Logs a fault of the server under a new id, and returns the error for the client, which holds only the id."""
+    """Logs a server fault under a new id, and returns the client's error, which holds only the id."""
     error_id = uuid.uuid4().hex
     LOGGER.error("internal error %s: %s", error_id, error, exc_info=error if isinstance(error, BaseException) else None)
     return internal_error(error_id)
@@ -255,13 +230,11 @@ def _check_finish(finish: Finish, choice: Choice) -> None:
     if finish.reason == "invalid":
         raise ApiError(finish.message, code="grammar_failed")
     if finish.reason == "timeout" and not choice.tokens:
-        raise ApiError(
-            "the request ran out of time in the queue", status=503, code="timeout", headers={"Retry-After": "1"}
-        )
+        raise ApiError("the request timed out in the queue", status=503, code="timeout", retry_after=1)
 
 
 def json_logprob(logprob: float) -> float:
-    """Returns a log-probability that JSON can hold. NaN is a fault of the engine."""
+    """Returns a log-probability that JSON can hold. Raises an error for NaN, which is a fault of the engine."""
     if math.isnan(logprob):
         raise log_fault("a log-probability is NaN")
     return max(logprob, MIN_LOGPROB)

@@ -1,4 +1,4 @@
-"""The grammar that a request asks for, under the names of OpenAI, SGLang and vLLM."""
+"""The grammar of a request, under the names of OpenAI, SGLang and vLLM."""
 
 import dataclasses
 import json
@@ -14,13 +14,7 @@ RESPONSE_FORMATS = ("text", "json_object", "json_schema")
 
 @dataclasses.dataclass(frozen=True)
 class GrammarField:
-    """A grammar that is not compiled yet.
-
-    Attributes:
-        kind: of the source.
-        source: a JSON schema or a regular expression.
-        param: the field that gave it, for messages.
-    """
+    """A grammar that is not compiled yet, and the field that gave it, for messages."""
 
     kind: GrammarKind
     source: str
@@ -28,16 +22,13 @@ class GrammarField:
 
 
 def read_grammar(*bodies: tuple[Body, str]) -> GrammarField | None:
-    """Reads the grammar of a request.
+    """Reads the grammar of a request; None if it has none.
 
     Args:
-        *bodies: JSON objects whose fields may ask for one, and what stands before their names in messages.
-
-    Returns:
-        The grammar; None if no field asks for one.
+        *bodies: JSON objects whose fields may give a grammar, each with the prefix of its field names in messages.
 
     Raises:
-        ApiError: a value is not allowed, or there are several grammars.
+        ApiError: a value is invalid, or there are several grammars.
     """
     # Clients of three APIs name a grammar in different fields: find all of them, and allow one.
     found = [
@@ -47,7 +38,7 @@ def read_grammar(*bodies: tuple[Body, str]) -> GrammarField | None:
         if body.get(name) is not None and (grammar := read(body[name], prefix + name)) is not None
     ]
     if len(found) > 1:
-        raise ApiError(f"{found[0].param} and {found[1].param} exclude each other", param=found[1].param)
+        raise ApiError(f"{found[0].param} and {found[1].param} cannot be combined", param=found[1].param)
     return found[0] if found else None
 
 

@@ -1,4 +1,4 @@
-"""HTTP beneath the routes: keys, bodies with limits, clients that leave, streams of events, and errors."""
+"""HTTP below the routes: keys, bodies with limits, clients that disconnect, event streams, and errors."""
 
 import asyncio
 import contextlib
@@ -28,11 +28,7 @@ T = TypeVar("T")
 
 
 class FramingCheck:
-    """Answers requests whose end is ambiguous with 400: proxies may see another request in the same bytes.
-
-    Args:
-        app: the application behind it.
-    """
+    """Rejects requests with an ambiguous end with 400: a proxy may read the same bytes as a different request."""
 
     def __init__(self, app: ASGIApp):
         self._app = app
@@ -40,20 +36,17 @@ class FramingCheck:
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         names = {name for name, _ in scope["headers"]} if scope["type"] == "http" else set()
         if {b"content-length", b"transfer-encoding"} <= names:
-            message = "a request has either Content-Length or Transfer-Encoding"
+            message = "a request must not have both Content-Length and Transfer-Encoding"
             error = ApiError(message, code="ambiguous_length", headers={"Connection": "close"})
             return await error_response(error)(scope, receive, send)
         await self._app(scope, receive, send)
 
 
 class FaultHandler:
-    """Answers an exception that no route expects with 500, and keeps the connection.
+    """Converts an unexpected exception to a 500 response and keeps the connection.
 
     A handler of `Exception` would not: Starlette raises the exception again after its response, and uvicorn then closes
-    the connection, on which the client's next request may be under way.
-
-    Args:
-        app: the application behind it.
+    the connection, which may already carry the client's next request.
     """
 
     def __init__(self, app: ASGIApp):
@@ -70,19 +63,14 @@ class FaultHandler:
         try:
             await self._app(scope, receive, send_on)
         except Exception as error:
-            # The rest of a response that has begun cannot come: the connection ends.
+            # A response that has started cannot be completed, so the connection ends.
             if has_begun or scope["type"] != "http":
                 raise
             await error_response(log_fault(error))(scope, receive, send)
 
 
 class KeyCheck:
-    """Answers requests without a valid key with 401, before anything else looks at them.
-
-    Args:
-        app: the application behind it.
-        settings: the keys, and the paths that need none.
-    """
+    """Rejects requests without a valid key with 401, before anything else reads them."""
 
     def __init__(self, app: ASGIApp, settings: ApiSettings):
         self._app, self._open_paths = app, settings.open_paths
@@ -95,7 +83,7 @@ class KeyCheck:
         if scope["type"] != "http" or not (self._digests or self._admin_digests):
             return await self._app(scope, receive, send)
         digest = _bearer_digest(scope)
-        # Compare with every key, so that the time tells nothing about any of them.
+        # Compare with every key, so that the time reveals nothing about any of them.
         is_user, is_admin = (
             sum(hmac.compare_digest(digest, known) for known in digests) > 0
             for digests in (self._digests, self._admin_digests)
@@ -104,44 +92,32 @@ class KeyCheck:
         if self._digests and not is_known and scope["path"] not in self._open_paths:
             return await error_response(_invalid_key("API key"))(scope, receive, send)
         scope["has_key"], scope["is_admin"] = is_known, is_admin
-        # Clients with different keys must not find each other's prompts in the prefix cache.
+        # Clients with different keys must not share prompts in the prefix cache.
         scope["prefix_salt"] = digest if is_known else b""
         await self._app(scope, receive, send)
 
 
 def check_admin(request: Request, settings: ApiSettings) -> None:
-    """Checks that a request may change the server for everybody.
-
-    Args:
-        request: the request.
-        settings: the keys.
-
-    Raises:
-        ApiError: there are admin keys, and the request has none of them: 403 with an ordinary key, else 401.
-    """
+    """Raises ApiError if there are admin keys and the request has none: 403 with an ordinary key, else 401."""
     if not settings.admin_api_keys or request.scope["is_admin"]:
         return
     if not request.scope["has_key"]:
         raise _invalid_key("admin API key")
-    raise ApiError("this needs the admin API key", status=403, code="admin_api_key_needed")
+    raise ApiError("this request needs the admin API key", status=403, code="admin_api_key_needed")
 
 
 def check_origin(request: Request) -> None:
-    """Checks that no web page of another site sent a request, for routes without a body, which browsers let them send.
+    """Rejects requests from web pages of other sites, for routes without a body, which browsers allow.
 
-    Args:
-        request: the request.
-
-    Raises:
-        ApiError: a page sent it without a key, and not a page of this server: 403. A name that leads to this machine
-            may be the page's own, so only the address of this server counts, or localhost.
+    A page of another site can use a host name that resolves to this machine, so a page without a key passes only if its
+    origin is this server by IP address or as localhost. Raises ApiError with 403.
     """
     origin = request.headers.get("origin")
     if origin is None or request.scope.get("has_key"):
         return
     own = urllib.parse.urlsplit(f"//{request.headers.get('host', '')}")
     if urllib.parse.urlsplit(origin).netloc != own.netloc or not _is_address(own.hostname or ""):
-        raise ApiError("a web page of another site may not do this", status=403, code="other_origin")
+        raise ApiError("requests from web pages of other sites are not allowed", status=403, code="other_origin")
 
 
 def _is_address(host: str) -> bool:
@@ -157,25 +133,14 @@ def _invalid_key(kind: str) -> ApiError:
 
 
 def _bearer_digest(scope: Scope) -> bytes:
-    """Returns the digest of the key that a request gives; that of nothing if it gives none, or several."""
+    """Returns the digest of a request's key, or b"" if it gives none or several."""
     values = [value for name, value in scope["headers"] if name == b"authorization"]
     scheme, _, key = values[0].strip().partition(b" ") if len(values) == 1 else (b"", b"", b"")
     return hashlib.sha256(key.strip()).digest() if scheme.lower() == b"bearer" and key.strip() else b""
 
 
 async def read_json(request: Request, settings: ApiSettings) -> list[bytes]:
-    """Reads the bytes of a JSON body, without parsing them.
-
-    Args:
-        request: the request.
-        settings: limits of size and time.
-
-    Returns:
-        The body, in parts.
-
-    Raises:
-        ApiError: the body has another type, is too large or takes too long.
-    """
+    """Reads the bytes of a JSON body in parts, without parsing them. Raises ApiError, as `read_parts` does."""
     encoding = request.headers.get("content-encoding", "identity").strip().lower()
     if encoding not in ("", "identity"):
         message = f"the body has Content-Encoding {encoding[:32]}: send it uncompressed"
@@ -189,23 +154,14 @@ async def read_json(request: Request, settings: ApiSettings) -> list[bytes]:
 
 
 async def read_bytes(request: Request, max_bytes: int, seconds: float) -> bytes:
-    """Reads a body, as `read_parts` does."""
     return b"".join(await read_parts(request, max_bytes, seconds))
 
 
 async def read_parts(request: Request, max_bytes: int, seconds: float) -> list[bytes]:
-    """Reads a body. It stays in parts, since one copy of a large one would hold up the event loop.
-
-    Args:
-        request: the request.
-        max_bytes: most bytes of the body.
-        seconds: time in which it must arrive.
-
-    Returns:
-        The body, in parts of `PART_BYTES` or more, but for the last.
+    """Reads a body in parts of at least `PART_BYTES`, because copying a large body would block the event loop.
 
     Raises:
-        ApiError: the body is too large or takes too long, or the client left.
+        ApiError: the body exceeds `max_bytes` or `seconds`, or the client disconnects.
     """
     try:
         async with asyncio.timeout(seconds):
@@ -237,18 +193,7 @@ async def _read_body(request: Request, max_bytes: int) -> list[bytes]:
 
 
 async def run_while_connected(request: Request, work: Coroutine[Any, Any, T]) -> T:
-    """Runs a coroutine until it ends or the client leaves.
-
-    Args:
-        request: the request, whose body has been read.
-        work: is cancelled if the client leaves.
-
-    Returns:
-        The result.
-
-    Raises:
-        ApiError: the client left; nobody reads the response.
-    """
+    """Runs a coroutine until it ends. Cancels it and raises ApiError if the client disconnects first."""
     task = asyncio.ensure_future(work)
     watcher = asyncio.ensure_future(_wait_for_disconnect(request.receive))
     try:
@@ -261,14 +206,12 @@ async def run_while_connected(request: Request, work: Coroutine[Any, Any, T]) ->
 
 
 class EventStream(Response):
-    """Server-sent events.
-
-    The generator is closed when the client leaves, also between two events, and when it stops reading.
+    """Server-sent events. Closes the generator when the client disconnects or stops reading.
 
     Args:
-        events: values with a JSON form, or texts as they are.
+        events: JSON values, or texts that are sent unchanged.
         write_timeout: seconds that one event may wait for the client to read.
-        on_close: called at the end, also if the client left before the first event.
+        on_close: called at the end, even if the client disconnects before the first event.
     """
 
     media_type = "text/event-stream"
@@ -295,7 +238,6 @@ class EventStream(Response):
             await self._events.aclose()
 
     def _is_late(self) -> bool:
-        """Returns whether an event has waited too long for the client to read."""
         began = self._write_began
         return began is not None and time.monotonic() - began > self._write_timeout
 
@@ -313,7 +255,7 @@ class EventStream(Response):
                     event = await anext(self._events)
                 except StopAsyncIteration:
                     break
-                # An error in mid-stream becomes the last event, because the status is sent already.
+                # An error during a stream becomes the last event, because the status has already been sent.
                 except ApiError as error:
                     event, is_open = error.body, False
                 except Exception as error:
@@ -324,13 +266,16 @@ class EventStream(Response):
 
 
 async def error_handler(request: Request, error: Exception) -> Response:
-    """Makes the response to an exception that a route raises on purpose."""
+    """Converts an exception that a route raises on purpose."""
     if isinstance(error, ApiError):
         return error_response(error)
     if isinstance(error, QueueFull):
         return error_response(queue_full())
     if isinstance(error, HTTPException):
-        known = {404: ("there is no such path", "not_found"), 405: ("the path has other methods", "method_not_allowed")}
+        known = {
+            404: ("the path does not exist", "not_found"),
+            405: ("the path does not support this method", "method_not_allowed"),
+        }
         message, code = known.get(error.status_code, (str(error.detail), None))
         headers = dict(error.headers or {})
         return error_response(ApiError(message, status=error.status_code, code=code, headers=headers))
@@ -338,7 +283,6 @@ async def error_handler(request: Request, error: Exception) -> Response:
 
 
 def error_response(error: ApiError) -> Response:
-    """Makes the response to an error."""
     return JSONResponse(error.body, status_code=error.status, headers=error.headers)
 
 

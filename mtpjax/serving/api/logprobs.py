@@ -1,7 +1,8 @@
 """Log-probabilities in OpenAI's two forms."""
 
 import dataclasses
-from collections.abc import Iterable, Sequence
+import functools
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 from mtpjax.data.tokenizer import Tokenizer
@@ -11,13 +12,11 @@ from mtpjax.serving.api.server import ApiServer
 
 @dataclasses.dataclass(frozen=True)
 class TokenScores:
-    """Log-probabilities of a text's tokens, finite.
+    """Finite log-probabilities of a text's tokens.
 
     Attributes:
-        tokens: their ids.
-        logprobs: of each token; None for one that nothing precedes.
-        alternatives: per token, the most likely ids in its place and their log-probabilities, in falling order; None
-            without them.
+        logprobs: of each token; None for the first token of a text.
+        alternatives: per token, the most likely ids at its position and their log-probabilities, descending.
     """
 
     tokens: list[int]
@@ -28,17 +27,8 @@ class TokenScores:
 async def score_choice(server: ApiServer, choice: Choice, num_top: int, *, with_prompt: bool = False) -> TokenScores:
     """Collects the log-probabilities of a text that has ended.
 
-    The engine gives log-probabilities of new tokens as it makes them. Alternatives, and log-probabilities of the
-    prompt, take another pass over the whole text.
-
-    Args:
-        server: state of the API.
-        choice: the text.
-        num_top: alternatives per token.
-        with_prompt: include the prompt.
-
-    Returns:
-        The log-probabilities.
+    The engine returns log-probabilities with the new tokens. Alternatives, and log-probabilities of the prompt, need an
+    additional pass over the whole text.
     """
     if not num_top and not with_prompt:
         return TokenScores(choice.tokens, choice.logprobs)
@@ -53,18 +43,12 @@ async def score_choice(server: ApiServer, choice: Choice, num_top: int, *, with_
 
 
 class TextOffsets:
-    """Tells where the tokens of a text begin in it. A stream keeps one for each text.
-
-    Args:
-        tokenizer: gives the tokens' texts.
-        prompt: tokens before the text.
-    """
+    """Gives each token's offset in the text, in characters. A stream keeps one for each text."""
 
     def __init__(self, tokenizer: Tokenizer, prompt: Sequence[int] = ()):
         self._decoder, self._length = tokenizer.incremental_decoder(prompt), 0
 
     def push(self, tokens: Iterable[int]) -> list[int]:
-        """Takes the next tokens; returns the characters before each."""
         offsets = []
         for token in tokens:
             offsets.append(self._length)
@@ -73,17 +57,8 @@ class TextOffsets:
 
 
 def completion_logprobs(tokenizer: Tokenizer, scores: TokenScores, offsets: TextOffsets) -> dict[str, Any]:
-    """Makes the `logprobs` object of a completion.
-
-    Args:
-        tokenizer: gives the tokens' texts.
-        scores: of the tokens.
-        offsets: has had the tokens before them.
-
-    Returns:
-        The lists `tokens`, `token_logprobs`, `top_logprobs` (None without alternatives) and `text_offset`.
-    """
-    text_of = _TokenTexts(tokenizer)
+    """Makes the `logprobs` object of a completion; `offsets` has already had the tokens before `scores`."""
+    text_of = _token_texts(tokenizer)
     top = None
     if scores.alternatives is not None:
         # Tokens of equal text share a key: the most likely one keeps it.
@@ -98,20 +73,12 @@ def completion_logprobs(tokenizer: Tokenizer, scores: TokenScores, offsets: Text
 
 
 def chat_logprobs(tokenizer: Tokenizer, scores: TokenScores) -> dict[str, Any]:
-    """Makes the `logprobs` object of a chat.
-
-    Args:
-        tokenizer: gives the tokens' texts.
-        scores: of the tokens.
-
-    Returns:
-        A list `content` with one entry per token.
-    """
-    text_of = _TokenTexts(tokenizer)
+    """Makes the `logprobs` object of a chat, with one entry of `content` per token."""
+    text_of = _token_texts(tokenizer)
 
     def entry(token: int, logprob: float | None) -> dict[str, Any]:
         text = text_of(token)
-        # Half a character has no text of its own, and its bytes are not known.
+        # A part of a character has no text, and its bytes are not known.
         return {"token": text, "logprob": logprob, "bytes": None if "\ufffd" in text else list(text.encode())}
 
     alternatives: Iterable = scores.alternatives or [[]] * len(scores.tokens)
@@ -122,16 +89,5 @@ def chat_logprobs(tokenizer: Tokenizer, scores: TokenScores) -> dict[str, Any]:
     return {"content": content, "refusal": None}
 
 
-class _TokenTexts(dict[int, str]):
-    """Texts of single tokens, each decoded once."""
-
-    def __init__(self, tokenizer: Tokenizer):
-        super().__init__()
-        self._tokenizer = tokenizer
-
-    def __missing__(self, token: int) -> str:
-        self[token] = self._tokenizer.decode([token])
-        return self[token]
-
-    def __call__(self, token: int) -> str:
-        return self[token]
+def _token_texts(tokenizer: Tokenizer) -> Callable[[int], str]:
+    return functools.cache(lambda token: tokenizer.decode([token]))

@@ -9,54 +9,23 @@ from fastapi.responses import Response
 
 from mtpjax.serving.api import schemas
 from mtpjax.serving.api.errors import ApiError
-from mtpjax.serving.api.generation import Choice, Generation, Job, Update, new_id
+from mtpjax.serving.api.generation import Choice, Generation, Job, Update
 from mtpjax.serving.api.logprobs import TextOffsets, TokenScores, chat_logprobs, completion_logprobs, score_choice
 from mtpjax.serving.api.options import read_openai
-from mtpjax.serving.api.route_steps import check_model, client_of, limits_of, prefix_salt, read_body, respond
+from mtpjax.serving.api.route_steps import Reply, check_model, make_jobs, read_body
 from mtpjax.serving.api.server import ApiServer
 from mtpjax.serving.api.usage import speculation, usage
 
 
-class Reply:
-    """Makes the responses to one completion or chat.
-
-    Args:
-        server: state of the API.
-        values: the request's fields.
-        jobs: the texts, the choices of one prompt after the other.
-        is_chat: the form of the response.
-        prompt_texts: per prompt, its text, if the completion repeats it.
-    """
+class OpenAIReply(Reply):
+    """Responses of completions and chats. A completion repeats the `texts` of its prompts, if there are any."""
 
     def __init__(
-        self,
-        server: ApiServer,
-        values: dict[str, Any],
-        jobs: Sequence[Job],
-        *,
-        is_chat: bool,
-        prompt_texts: tuple[str, ...] = (),
+        self, server: ApiServer, values: dict[str, Any], jobs: Sequence[Job], *, is_chat: bool, texts: tuple[str, ...]
     ):
-        self._server, self._values, self._jobs, self._is_chat = server, values, jobs, is_chat
-        self._prompt_texts = prompt_texts
-        self._id = values["rid"] or new_id("chatcmpl" if is_chat else "cmpl")
+        super().__init__(server, values, jobs, "chatcmpl" if is_chat else "cmpl")
+        self._is_chat, self._prompt_texts = is_chat, texts
         self._created = int(time.time())
-
-    async def respond(self, request: Request) -> Response:
-        """Runs the texts.
-
-        Args:
-            request: is watched for the client leaving.
-
-        Returns:
-            The response: a stream if the request asks for it.
-
-        Raises:
-            ApiError: the engine rejects a text, or a text ends with an error.
-            QueueFull: the engine's queue is full.
-        """
-        events = self._events if self._values["stream"] else None
-        return await respond(self._server, request, self._jobs, self._id, events=events, complete=self._complete)
 
     async def _complete(self, generation: Generation) -> dict[str, Any]:
         choices = await generation.run()
@@ -65,7 +34,6 @@ class Reply:
         return {**self._head(kind), "choices": bodies, **self._counts(choices)}
 
     async def _choice(self, choice: Choice) -> dict[str, Any]:
-        """Makes the object of a text that has ended."""
         logprobs = None
         if choice.request.logprobs:
             num_top = self._values["top_logprobs"] if self._is_chat else self._values["logprobs"]
@@ -78,7 +46,6 @@ class Reply:
         return {"index": choice.index, **content, "logprobs": logprobs, **self._reason(choice)}
 
     async def _events(self, generation: Generation) -> AsyncGenerator[Any, None]:
-        """Yields the chunks of a stream."""
         kind = "chat.completion.chunk" if self._is_chat else "text_completion"
         with_usage, is_continuous = self._values["include_usage"], self._values["continuous_usage_stats"]
 
@@ -86,7 +53,7 @@ class Reply:
             counts = usage(generation.choices, self._values["n"]) if is_continuous else None
             return {**self._head(kind), "choices": [content], **({"usage": counts} if with_usage else {})}
 
-        # The beginning: the role of each answer, or the prompt.
+        # The start: the role of each answer, or the prompt.
         offsets = [self._offsets(choice) for choice in generation.choices]
         for choice in generation.choices:
             if self._is_chat:
@@ -105,11 +72,7 @@ class Reply:
         yield "[DONE]"
 
     def _delta(
-        self,
-        choice: Choice,
-        fields: dict[str, Any],
-        update: Update | None = None,
-        offsets: TextOffsets | None = None,
+        self, choice: Choice, fields: dict[str, Any], update: Update | None = None, offsets: TextOffsets | None = None
     ) -> dict[str, Any]:
         """Makes the choice of a chunk.
 
@@ -125,7 +88,7 @@ class Reply:
         return {"index": choice.index, **content, "logprobs": logprobs, "finish_reason": None}
 
     def _offsets(self, choice: Choice) -> TextOffsets:
-        """Makes what counts the characters before each token. With `echo`, the prompt is part of the text."""
+        """Counts the characters before each token. With `echo`, the prompt is part of the text."""
         return TextOffsets(self._server.tokenizer, () if self._prompt_texts else choice.request.prompt)
 
     def _logprobs(self, scores: TokenScores, offsets: TextOffsets) -> dict[str, Any]:
@@ -156,9 +119,8 @@ class Reply:
 
 
 def openai_router(server: ApiServer) -> APIRouter:
-    """Makes the routes under `/v1`."""
     router = APIRouter(prefix="/v1")
-    settings, limits = server.settings, limits_of(server)
+    settings, limits = server.settings, server.limits
 
     def model(name: str) -> dict[str, Any]:
         card = {"id": name, "object": "model", "created": 0, "owned_by": "mtpjax"}
@@ -176,37 +138,34 @@ def openai_router(server: ApiServer) -> APIRouter:
         check_model(server, name)
         return model(name)
 
-    @router.post("/completions", openapi_extra=schemas.completion())
+    @router.post("/completions", openapi_extra=schemas.COMPLETION)
     async def complete(request: Request) -> Response:
-        """Continues texts. With `return_draft_levels`, a stream tells which drafts the text comes from."""
+        """Continues texts. With `return_draft_levels`, a stream says which drafts the text comes from."""
         reading = await read_body(server, request, "completion")
         values, options = read_openai(reading.body, limits, is_chat=False)
         check_model(server, values["model"])
-        # Alternatives take another pass over the whole text, which a stream does not have yet.
-        if values["stream"] and values["logprobs"]:
-            message = "a stream has no alternatives: logprobs must be 0, or stream false"
-            raise ApiError(message, param="logprobs", code="unsupported_option")
-        grammar = await server.compile_grammar(options.grammar, client_of(request))
+        _reject_alternatives(values, "logprobs")
         if values["echo"] and values["stream"] and values["logprobs"] is not None:
-            message = "a stream has no log-probabilities of the prompt: set echo or stream to false"
+            message = "streams do not support log-probabilities of the prompt: set echo or stream to false"
             raise ApiError(message, param="echo", code="unsupported_option")
-        # Only requests with the same key and salt share pages of the prefix cache.
-        salt = prefix_salt(request, values["cache_salt"])
-        jobs = options.jobs(reading.prompts, limits, salt=salt, param=reading.param, grammar=grammar)
-        return await Reply(server, values, jobs, is_chat=False, prompt_texts=reading.texts).respond(request)
+        jobs = await make_jobs(server, request, reading, options, values["cache_salt"])
+        return await OpenAIReply(server, values, jobs, is_chat=False, texts=reading.texts).respond(request)
 
-    @router.post("/chat/completions", openapi_extra=schemas.chat())
+    @router.post("/chat/completions", openapi_extra=schemas.CHAT)
     async def chat(request: Request) -> Response:
-        """Answers a conversation. With `return_draft_levels`, a stream tells which drafts the text comes from."""
+        """Answers a conversation. With `return_draft_levels`, a stream says which drafts the text comes from."""
         reading = await read_body(server, request, "chat")
         values, options = read_openai(reading.body, limits, is_chat=True)
         check_model(server, values["model"])
-        if values["stream"] and values["top_logprobs"]:
-            message = "a stream has no alternatives: top_logprobs must be 0, or stream false"
-            raise ApiError(message, param="top_logprobs", code="unsupported_option")
-        grammar = await server.compile_grammar(options.grammar, client_of(request))
-        salt = prefix_salt(request, values["cache_salt"])
-        jobs = options.jobs(reading.prompts, limits, salt=salt, param=reading.param, grammar=grammar)
-        return await Reply(server, values, jobs, is_chat=True).respond(request)
+        _reject_alternatives(values, "top_logprobs")
+        jobs = await make_jobs(server, request, reading, options, values["cache_salt"])
+        return await OpenAIReply(server, values, jobs, is_chat=True, texts=()).respond(request)
 
     return router
+
+
+def _reject_alternatives(values: dict[str, Any], param: str) -> None:
+    """Rejects alternatives in a stream: they take another pass over the whole text, which a stream does not have."""
+    if values["stream"] and values[param]:
+        message = f"streams do not support alternatives: {param} must be 0, or stream false"
+        raise ApiError(message, param=param, code="unsupported_option")

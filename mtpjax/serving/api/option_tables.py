@@ -1,7 +1,4 @@
-"""The options of requests that make text: their ranges and defaults.
-
-These tables are the whole list. `options` checks bodies against them, and `schemas` describes them.
-"""
+"""Options of requests that make text, with ranges and defaults: `options` checks bodies, `schemas` describes them."""
 
 import dataclasses
 from typing import Any
@@ -87,64 +84,39 @@ TOKENIZE = {
 }
 DETOKENIZE = {"model": NAME}
 STREAM_OPTIONS = {"include_usage": FLAG, "continuous_usage_stats": FLAG}
-# Options without a table entry: lists and objects, which have checks of their own.
-STRUCTURED = ("prompt", "messages", "text", "input_ids", "sampling_params", "stream_options", "stop", "stop_token_ids")
-STRUCTURED += ("logit_bias", "chat_template_kwargs", "tool_choice")
-STRUCTURED += ("response_format", "json_schema", "regex", "guided_json", "guided_regex", "structured_outputs")
+# Options without a table entry: lists and objects, which are checked separately.
+_STRUCTURED = """
+    prompt messages text input_ids sampling_params stream_options stop stop_token_ids logit_bias chat_template_kwargs
+    tool_choice response_format json_schema regex guided_json guided_regex structured_outputs
+"""
+STRUCTURED = frozenset(_STRUCTURED.split())
 
-# Options of OpenAI, vLLM and SGLang that would change the text, and are missing here. Accepting them without effect
-# would give a wrong answer. The values in the second column have no effect.
+# Unsupported options of OpenAI, vLLM and SGLang that would change the text, with the values that have no effect.
+# Silently ignoring any other value would give a wrong answer.
+_NEVER = """
+    allowed_token_ids audio chat_template custom_logit_processor ebnf enable_thinking grammar guided_choice
+    guided_grammar guided_whitespace_pattern input_embeds lora_path prompt_embeds prompt_logprobs reasoning
+    reasoning_effort repetition_detection session_params structural_tag thinking thinking_token_budget
+    truncate_prompt_tokens web_search_options
+"""
+_EMPTY_LISTS = (
+    "audio_data bad_words documents functions image_data logits_processors stop_regex token_ids_logprob tools"
+)
+_FALSE = """
+    add_special_tokens continue_final_message echo include_stop_str_in_output no_stop_trim return_hidden_states
+    return_tokens_as_token_ids use_beam_search
+"""
 UNSUPPORTED: dict[str, tuple[Any, ...]] = {
-    "add_special_tokens": (False,),  # of chats, whose templates write them; other routes have the field
-    "allowed_token_ids": (),
-    "audio": (),
-    "audio_data": ([],),
-    "bad_words": ([],),
-    "chat_template": (),
-    "continue_final_message": (False,),
-    "custom_logit_processor": (),
-    "custom_params": ({},),
-    "documents": ([],),
-    "ebnf": (),
-    "echo": (False,),  # of chats
-    "enable_thinking": (),  # belongs into chat_template_kwargs
-    "function_call": ("none", "auto"),
-    "functions": ([],),
-    "grammar": (),
-    "guided_choice": (),
-    "guided_grammar": (),
-    "guided_whitespace_pattern": (),
-    "image_data": ([],),
-    "include_stop_str_in_output": (False,),
-    "input_embeds": (),
+    **dict.fromkeys(_NEVER.split(), ()),
+    **dict.fromkeys(_EMPTY_LISTS.split(), ([],)),
+    **dict.fromkeys(_FALSE.split(), (False,)),
+    **dict.fromkeys(("custom_params", "mm_processor_kwargs"), ({},)),
+    **dict.fromkeys(("function_call", "tool_choice"), ("none", "auto")),  # without tools, neither changes anything
     "length_penalty": (1,),
     "logprob_start_len": (-1,),
-    "logits_processors": ([],),
-    "lora_path": (),
-    "mm_processor_kwargs": ({},),
     "modalities": (["text"], []),
-    "no_stop_trim": (False,),
-    "prompt_embeds": (),
-    "prompt_logprobs": (),
-    "reasoning": (),
-    "reasoning_effort": (),  # chats have the field
-    "repetition_detection": (),
-    "return_hidden_states": (False,),
-    "return_tokens_as_token_ids": (False,),
-    "session_params": (),
     "skip_special_tokens": (True,),
-    "stop_regex": ([],),
-    "structural_tag": (),
     "suffix": ("",),
-    "thinking": (),  # belongs into chat_template_kwargs
-    "thinking_token_budget": (),
-    "token_ids_logprob": ([],),
-    "tool_choice": ("none", "auto"),  # without tools, neither changes anything
-    "tools": ([],),
     "top_logprobs_num": (0,),
-    "truncate_prompt_tokens": (),
-    "use_beam_search": (False,),
     "verbosity": ("medium",),
-    "video_data": ([],),
-    "web_search_options": (),
 }

@@ -1,4 +1,4 @@
-"""Checks the options of requests that make text, and makes the engine's requests."""
+"""Checks the options of generation requests, and makes the engine's requests."""
 
 import dataclasses
 import os
@@ -13,6 +13,7 @@ from mtpjax.serving.api.fields import (
     MAX_INTEGER,
     Body,
     Field,
+    Limits,
     check_list,
     check_text,
     check_token,
@@ -26,41 +27,17 @@ from mtpjax.serving.request import Request
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class Limits:
-    """The limits of the model.
-
-    Attributes:
-        max_length: most tokens of a text, prompt included.
-        vocab_size: valid ids are 0 .. vocab_size - 1.
-        eos_token_ids: they end a text unless the request ignores them.
-        max_prompt_characters: longer prompts are rejected before they are tokenized.
-        max_requests: most texts of one request.
-        max_queued: most texts that the server holds at the same time.
-    """
-
-    max_length: int
-    vocab_size: int
-    eos_token_ids: tuple[int, ...]
-    max_prompt_characters: int
-    max_requests: int
-    max_queued: int
-
-
-@dataclasses.dataclass(frozen=True, kw_only=True)
 class Options:
-    """The settings by which texts are continued.
+    """The settings for continuing texts.
 
     Attributes:
-        max_new_tokens: most new tokens; None: as many as fit.
-        is_explicit: the request gives `max_new_tokens`, so all of them must fit.
+        max_new_tokens: maximum new tokens; None: as many as fit.
+        is_explicit: whether the request sets `max_new_tokens`, so that all of them must fit.
         sampling: without a seed.
-        seed: of the first choice; the next ones count on.
+        seed: of the first choice; each further choice adds 1.
         stop: stop strings.
-        stop_token_ids: tokens that end the text, those of the end of a text included.
+        stop_token_ids: tokens that end the text, including the model's end tokens.
         num_choices: texts per prompt.
-        logprobs: report log-probabilities of the new tokens.
-        speculative: decode with drafts.
-        grammar: what the texts must match; None: any text.
     """
 
     max_new_tokens: int | None
@@ -83,7 +60,7 @@ class Options:
         param: str,
         grammar: Grammar | None = None,
     ) -> list[Job]:
-        """Makes the engine's requests.
+        """Makes the engine's requests, grouped by prompt.
 
         Args:
             prompts: token ids.
@@ -92,18 +69,14 @@ class Options:
             param: the field that gave the prompts, for messages.
             grammar: the compiled grammar.
 
-        Returns:
-            All choices of the first prompt, then those of the next.
-
         Raises:
             ApiError: a text would be too long, or there are too many.
         """
         num_texts = len(prompts) * self.num_choices
         asked = f"{count_of(num_texts, 'text')} ({count_of(len(prompts), 'prompt')}, n {self.num_choices})"
         if num_texts > limits.max_requests:
-            message = f"a request may ask for {count_of(limits.max_requests, 'text')}, not for {asked}"
-            raise ApiError(message, param="n")
-        # Such a request would find the queue full at any time.
+            raise ApiError(f"a request may ask for {count_of(limits.max_requests, 'text')}, not for {asked}", param="n")
+        # Such a request would never fit into the queue.
         if num_texts > limits.max_queued:
             message = (
                 f"the request asks for {asked}; the server holds at most {limits.max_queued} at the same time, running "
@@ -143,103 +116,78 @@ class Options:
 
 
 def read_openai(body: Body, limits: Limits, *, is_chat: bool) -> tuple[dict[str, Any], Options]:
-    """Checks the options of `/v1/completions` or `/v1/chat/completions`.
-
-    Args:
-        body: the JSON object.
-        limits: of the model.
-        is_chat: the body is that of a chat.
-
-    Returns:
-        The values of the table's fields, with `include_usage` and `continuous_usage_stats` beside them, and the
-        `Options`.
-
-    Raises:
-        ApiError: a value is not allowed.
-    """
+    """Checks the options of OpenAI's two routes. Returns field values and options; raises ApiError."""
     values = read_fields(tables.CHAT if is_chat else tables.COMPLETION, body)
     if is_chat:
         if values["top_logprobs"] and not values["logprobs"]:
-            raise ApiError("top_logprobs needs logprobs true", param="top_logprobs")
+            raise ApiError("top_logprobs requires logprobs to be true", param="top_logprobs")
     elif values["best_of"] not in (None, values["n"]):
         raise ApiError(f"best_of must equal n ({values['n']}), got {values['best_of']}", param="best_of")
     stream_options = _object(body, "stream_options")
     if stream_options and not values["stream"]:
-        raise ApiError("stream_options needs stream true", param="stream_options")
+        raise ApiError("stream_options requires stream to be true", param="stream_options")
     if values["return_draft_levels"] and not values["stream"]:
-        raise ApiError("return_draft_levels needs stream true", param="return_draft_levels")
+        raise ApiError("return_draft_levels requires stream to be true", param="return_draft_levels")
     values |= read_fields(tables.STREAM_OPTIONS, stream_options, "stream_options.")
     # Chats have the newer `max_completion_tokens`, and no default limit.
     length = values["max_tokens"]
     if is_chat:
         length = values["max_completion_tokens"] or length
     default = None if is_chat else tables.DEFAULT_COMPLETION_TOKENS
-    logprobs = values["logprobs"] if is_chat else values["logprobs"] is not None
-    names = {"length": length or default, "is_explicit": length is not None, "logprobs": bool(logprobs)}
-    names |= {"grammar": read_grammar((body, ""))}
-    return values, _options(body, values, limits, min_tokens="min_tokens", seed="seed", **names)
+    return values, Options(
+        max_new_tokens=length or default,
+        is_explicit=length is not None,
+        seed=_seed(values["seed"]),
+        logprobs=bool(values["logprobs"]) if is_chat else values["logprobs"] is not None,
+        grammar=read_grammar((body, "")),
+        **_shared_options(body, values, limits, length=length or default, min_tokens="min_tokens"),
+    )
 
 
 def read_generate(body: Body, limits: Limits) -> tuple[dict[str, Any], Options]:
-    """Checks the options of SGLang's `/generate`.
-
-    Args:
-        body: the JSON object.
-        limits: of the model.
-
-    Returns:
-        The values of the table's fields, and the `Options`.
-
-    Raises:
-        ApiError: a value is not allowed.
-    """
+    """Checks the options of SGLang's `/generate`. Returns field values and options; raises ApiError."""
     values, prefix = read_fields(tables.GENERATE, body), "sampling_params."
     sampling = _object(body, "sampling_params")
     reject_unsupported(sampling, tables.GENERATE_SAMPLING, prefix)
     values |= read_fields(tables.GENERATE_SAMPLING, sampling, prefix)
-    names = {"length": values["max_new_tokens"], "is_explicit": sampling.get("max_new_tokens") is not None}
-    names |= {"logprobs": values["return_logprob"], "min_tokens": "min_new_tokens", "seed": "sampling_seed"}
-    names |= {"grammar": read_grammar((body, ""), (sampling, prefix))}
-    return values, _options(sampling, values, limits, prefix=prefix, **names)
+    length = values["max_new_tokens"]
+    return values, Options(
+        max_new_tokens=length,
+        is_explicit=sampling.get("max_new_tokens") is not None,
+        seed=_seed(values["sampling_seed"]),
+        logprobs=values["return_logprob"],
+        grammar=read_grammar((body, ""), (sampling, prefix)),
+        **_shared_options(sampling, values, limits, length=length, min_tokens="min_new_tokens", prefix=prefix),
+    )
 
 
 def reject_unsupported(body: Body, fields: Mapping[str, Field], prefix: str = "") -> None:
-    """Raises ApiError if a body asks for an option that would change the text and is missing in its table of fields."""
-    for name, harmless in tables.UNSUPPORTED.items():
+    """Raises ApiError if a body has an unsupported option that would change the text."""
+    for name, harmless in sorted(tables.UNSUPPORTED.items()):
         value = body.get(name)
         if name in fields or value is None or value in harmless:
             continue
         advice = ""
         if name == "tools" and "messages" in body:
-            # The template writes tools, but nobody reads calls out of an answer.
+            # The template writes tools, but the server does not parse calls from answers.
             if body.get("tool_choice") == "none":
                 continue
-            advice = ", because calls are not read out of answers; tool_choice none only shows the tools to the model"
+            advice = ", because tool calls are not parsed; tool_choice none only shows the tools to the model"
         elif name in ("enable_thinking", "thinking"):
-            advice = ": put it into chat_template_kwargs"  # a template variable has another place
+            advice = ": set it in chat_template_kwargs"  # template variables are set elsewhere
         raise ApiError(f"{prefix}{name} is not supported{advice}", param=prefix + name, code="unsupported_option")
 
 
 def reject_unknown(body: Body, fields: Mapping[str, Field]) -> None:
-    """Raises ApiError if a body has a field that no table names."""
     for name in body:
         if name not in fields and name not in tables.STRUCTURED and name not in tables.UNSUPPORTED:
             raise ApiError(f"unknown field {name[:64]}", param=name[:64], code="unknown_field")
 
 
-def _options(
-    body: Body,
-    values: dict[str, Any],
-    limits: Limits,
-    *,
-    length: int | None,
-    is_explicit: bool,
-    min_tokens: str,
-    seed: str,
-    logprobs: bool,
-    grammar: GrammarField | None,
-    prefix: str = "",
-) -> Options:
+def _shared_options(
+    body: Body, values: dict[str, Any], limits: Limits, *, length: int | None, min_tokens: str, prefix: str = ""
+) -> dict[str, Any]:
+    """Returns the fields of `Options` that have the same names in all routes, except `min_tokens`."""
     if values[min_tokens] > (length or MAX_INTEGER):
         message = f"{prefix}{min_tokens} is {values[min_tokens]}, above the limit of {length} new tokens"
         raise ApiError(message, param=prefix + min_tokens)
@@ -247,7 +195,7 @@ def _options(
     temperature, top_k = values["temperature"], values["top_k"]
     sampling = SamplingParams(
         temperature=temperature if temperature >= tables.GREEDY_TEMPERATURE else 0.0,
-        # As many as there are tokens is all of them.
+        # The size of the vocabulary means all tokens.
         top_k=top_k if 0 < top_k < limits.vocab_size else 0,
         top_p=values["top_p"],
         min_p=values["min_p"],
@@ -258,7 +206,7 @@ def _options(
         logit_bias=_logit_bias(_object(body, "logit_bias", prefix), limits.vocab_size, f"{prefix}logit_bias"),
     )
     # The model's end tokens count as stop tokens, unless the request ignores them.
-    stop_param, stop_ids_param = f"{prefix}stop", f"{prefix}stop_token_ids"
+    stop_ids_param = f"{prefix}stop_token_ids"
     stop_ids = check_list(_or(body.get("stop_token_ids"), []), stop_ids_param, tables.MAX_STOP_TOKENS)
     stop_ids = check_tokens(stop_ids, stop_ids_param, limits.vocab_size)
     ends = () if values["ignore_eos"] else limits.eos_token_ids
@@ -266,18 +214,17 @@ def _options(
     if len(stop_ids) > tables.MAX_STOP_TOKENS:
         message = f"{stop_ids_param} and the {len(ends)} end tokens of the model are more than {tables.MAX_STOP_TOKENS}"
         raise ApiError(message, param=stop_ids_param)
-    return Options(
-        max_new_tokens=length,
-        is_explicit=is_explicit,
-        sampling=sampling,
-        seed=_or(values[seed], int.from_bytes(os.urandom(8))) % 2**64,
-        stop=_stop_strings(body.get("stop"), stop_param),
-        stop_token_ids=stop_ids,
-        num_choices=values["n"],
-        logprobs=logprobs,
-        speculative=values["speculative"],
-        grammar=grammar,
-    )
+    return {
+        "sampling": sampling,
+        "stop": _stop_strings(body.get("stop"), f"{prefix}stop"),
+        "stop_token_ids": stop_ids,
+        "num_choices": values["n"],
+        "speculative": values["speculative"],
+    }
+
+
+def _seed(value: int | None) -> int:
+    return _or(value, int.from_bytes(os.urandom(8))) % 2**64
 
 
 def _stop_strings(value: Any, param: str) -> tuple[str, ...]:

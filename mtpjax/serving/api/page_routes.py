@@ -1,4 +1,4 @@
-"""The page of the server: live state and a chat, and the JSON that the page reads."""
+"""The server's web page with its live state and a chat, and the JSON that it reads."""
 
 import collections
 import dataclasses
@@ -21,7 +21,7 @@ FILES = {
     "/page.js": ("page.js", "text/javascript"),
 }
 HEADERS = {
-    # Scripts, styles and requests of this server only, and nothing inline: text of a model can never become code.
+    # Allows only this server's scripts, styles and requests, and nothing inline: a model's text can never become code.
     "Content-Security-Policy": "default-src 'self'; img-src data:; object-src 'none'; base-uri 'none'; "
     "form-action 'none'; frame-ancestors 'none'",
     "X-Content-Type-Options": "nosniff",
@@ -31,21 +31,13 @@ HEADERS = {
 
 
 class TokenRate:
-    """Tokens per second over the last seconds, the same for any number of readers."""
+    """Tokens per second over the last `RATE_SECONDS`, the same for any number of readers."""
 
     def __init__(self) -> None:
         self._samples: collections.deque[tuple[float, int]] = collections.deque()
 
     def read(self, now: float, num_tokens: int) -> float | None:
-        """Takes a sample.
-
-        Args:
-            now: seconds of a monotonic clock.
-            num_tokens: tokens until now.
-
-        Returns:
-            Tokens per second over the last `RATE_SECONDS` at most; None before two samples are far enough apart.
-        """
+        """Takes a sample of a monotonic clock and a token count. None until two samples are far enough apart."""
         while self._samples and self._samples[0][0] < now - RATE_SECONDS:
             self._samples.popleft()
         if not self._samples:
@@ -58,7 +50,7 @@ class TokenRate:
 
 
 def page_router(server: ApiServer) -> APIRouter:
-    """Makes the routes. The page and its files need no key, its data does."""
+    """The page and its files need no key; its data does."""
     router, rate = APIRouter(), TokenRate()
 
     @router.get("/status.json")

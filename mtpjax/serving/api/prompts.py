@@ -1,13 +1,12 @@
 """Reads the prompts of a request: texts, token ids or a conversation."""
 
-import dataclasses
 from typing import Any
 
 from mtpjax.data.chat_messages import REASONING_FIELDS
 from mtpjax.data.tokenizer import Tokenizer
 from mtpjax.messages import count_of
 from mtpjax.serving.api.errors import ApiError
-from mtpjax.serving.api.fields import MAX_NAME_CHARACTERS, Body, check_list, check_text, check_tokens
+from mtpjax.serving.api.fields import MAX_NAME_CHARACTERS, Body, Limits, check_list, check_text, check_tokens
 from mtpjax.serving.api.option_tables import MAX_PROMPTS
 
 MAX_MESSAGES = 2048
@@ -18,39 +17,15 @@ _MESSAGE_FIELDS = ("name", "tool_call_id", "tool_calls", "function_call", *REASO
 _ROLE_LIST = ", ".join(ROLES)
 
 
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class PromptLimits:
-    """What prompts are checked against.
-
-    Attributes:
-        max_length: most tokens of a text; a prompt has fewer.
-        vocab_size: valid ids are 0 .. vocab_size - 1.
-        max_characters: of one prompt.
-        max_total_characters: of all prompts of a request.
-        template_variables: variables of the chat template that requests may set.
-    """
-
-    max_length: int
-    vocab_size: int
-    max_characters: int
-    max_total_characters: int
-    template_variables: tuple[str, ...]
-
-
 def read_prompts(
-    tokenizer: Tokenizer, value: Any, param: str, limits: PromptLimits, *, add_special_tokens: bool = True
+    tokenizer: Tokenizer, value: Any, param: str, limits: Limits, *, add_special_tokens: bool = True
 ) -> list[list[int]]:
-    """Reads the prompts of a completion.
+    """Reads the prompts of a completion into token ids.
 
     Args:
-        tokenizer: encodes the texts.
         value: a text, a list of texts, a list of token ids, or a list of such lists.
         param: the field, for messages.
-        limits: of the prompts.
-        add_special_tokens: texts get the tokens that the tokenizer puts around a text, such as one of its beginning.
-
-    Returns:
-        Token ids of each prompt.
+        add_special_tokens: add the tokens that the tokenizer puts around texts, such as a beginning-of-text token.
 
     Raises:
         ApiError: the value has another form, is empty, or exceeds a limit.
@@ -63,7 +38,7 @@ def read_prompts(
         raise ApiError(f"{param} must be a string, a list of strings, or lists of token ids", param=param)
     if not value or not all(each or each == 0 for each in value):
         raise ApiError(f"{param} is empty", param=param)
-    # A flat list that does not begin with a text or a list is one prompt of token ids.
+    # A flat list whose first element is neither a text nor a list is one prompt of token ids.
     if not isinstance(value[0], str | list):
         value = [value]
     check_list(value, param, MAX_PROMPTS)
@@ -71,41 +46,27 @@ def read_prompts(
         return [_token_ids(each, param, limits) for each in value]
     num_characters = 0
     for text in value:
-        num_characters += len(check_text(text, param, limits.max_characters))
+        num_characters += len(check_text(text, param, limits.max_prompt_characters))
         if num_characters > limits.max_total_characters:
             raise ApiError(f"{param} has too many characters", param=param)
     return [encode_text(tokenizer, text, param, add_special_tokens=add_special_tokens) for text in value]
 
 
 def encode_text(tokenizer: Tokenizer, text: str, param: str, *, add_special_tokens: bool) -> list[int]:
-    """Encodes a text. Raises ApiError, which names the field, if the tokenizer cannot."""
     try:
         return tokenizer.encode(text) if add_special_tokens else tokenizer.encode_plain(text)
     except ValueError as error:  # those of tokenizers have a text that is meant for users
         raise ApiError(str(error), param=param) from error
 
 
-def read_chat(tokenizer: Tokenizer, body: Body, limits: PromptLimits, *, add_generation_prompt: bool) -> list[int]:
-    """Reads the conversation of a chat.
-
-    Args:
-        tokenizer: has the chat template.
-        body: the JSON object.
-        limits: of the prompt.
-        add_generation_prompt: begin the answer.
-
-    Returns:
-        Token ids.
-
-    Raises:
-        ApiError: the messages have another form or are too long, or the chat template rejects them.
-    """
+def read_chat(tokenizer: Tokenizer, body: Body, limits: Limits, *, add_generation_prompt: bool) -> list[int]:
+    """Reads the conversation of a chat into token ids. Raises ApiError, for example if the chat template rejects it."""
     if body.get("messages") is None:
         raise ApiError("messages is missing", param="messages")
     messages = check_list(body["messages"], "messages", MAX_MESSAGES)
     if not messages:
         raise ApiError("messages is empty", param="messages")
-    size = _Size(limits.max_characters)
+    size = _Size(limits.max_prompt_characters)
     messages = [_message(message, f"messages[{index}]", size) for index, message in enumerate(messages)]
     tools = check_list(body["tools"], "tools", MAX_TOOLS) if body.get("tools") is not None else []
     size.add(tools, "tools")
@@ -120,7 +81,6 @@ def read_chat(tokenizer: Tokenizer, body: Body, limits: PromptLimits, *, add_gen
 
 
 def _reasoning_effort(value: Any, variables: dict[str, Any], tokenizer: Tokenizer) -> dict[str, Any]:
-    """Returns OpenAI's `reasoning_effort` as a variable of the chat template."""
     name = "reasoning_effort"
     if value is None:
         return {}
@@ -133,17 +93,13 @@ def _reasoning_effort(value: Any, variables: dict[str, Any], tokenizer: Tokenize
 
 
 class _Size:
-    """Counts the characters of everything that a chat template may write.
-
-    Args:
-        max_characters: of all messages and tools.
-    """
+    """Counts the characters of everything that a chat template may write."""
 
     def __init__(self, max_characters: int):
         self._max_characters, self._num_characters = max_characters, 0
 
     def add(self, value: Any, param: str) -> None:
-        """Counts the strings, keys and long numbers of a JSON value, and checks that all strings have a UTF-8 form."""
+        """Counts the strings, keys and long numbers of a JSON value, and checks that UTF-8 can encode all strings."""
         open_values = [value]
         while open_values:
             value = open_values.pop()
@@ -160,7 +116,7 @@ class _Size:
             raise ApiError(message, param=param.partition("[")[0])
 
 
-def _token_ids(value: Any, param: str, limits: PromptLimits) -> list[int]:
+def _token_ids(value: Any, param: str, limits: Limits) -> list[int]:
     if not isinstance(value, list):
         raise ApiError(f"{param} mixes token ids with other values", param=param)
     if len(value) >= limits.max_length:
@@ -171,7 +127,7 @@ def _token_ids(value: Any, param: str, limits: PromptLimits) -> list[int]:
 
 
 def _message(message: Any, param: str, size: _Size) -> dict[str, Any]:
-    """Returns a message with its known fields; the chat template decides about their forms."""
+    """Returns a message with its known fields; the chat template checks their forms."""
     if not isinstance(message, dict):
         raise ApiError(f"{param} must be an object", param=param)
     role = message.get("role")
@@ -187,9 +143,8 @@ def _message(message: Any, param: str, size: _Size) -> dict[str, Any]:
 
 
 def _content(message: dict[str, Any], param: str, size: _Size) -> str | list[dict[str, Any]] | None:
-    """Returns a text, parts of text, or None."""
     content, param = message.get("content"), f"{param}.content"
-    # An answer may have no text: it only calls tools, or was cut while the model reasoned.
+    # An answer may have no text if it only calls tools, or was cut off while the model reasoned.
     if message["role"] == "assistant" and (content is None or content == []):
         return None
     if content is None:

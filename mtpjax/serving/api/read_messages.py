@@ -1,4 +1,4 @@
-"""What goes to a process that reads bodies, and what comes back."""
+"""Messages to and from a process that reads bodies."""
 
 import base64
 import dataclasses
@@ -11,7 +11,7 @@ from mtpjax.serving.api.errors import ApiError
 
 @dataclasses.dataclass(frozen=True)
 class Reading:
-    """What the event loop needs of a body that has been read and checked.
+    """The part of a checked body that the event loop needs.
 
     Attributes:
         body: the JSON object without prompts, messages and tools. Its size is limited.
@@ -29,18 +29,16 @@ class Reading:
 
 
 def out_of_memory(limit: int) -> ApiError:
-    """Returns the error for a body that takes more memory than a process may have."""
     message = f"the request takes more than {limit >> 20} MiB of memory to read: send a shorter one"
     return ApiError(message, code="request_too_large")
 
 
 def to_request(kind: str, parts: Sequence[bytes]) -> list[bytes]:
-    """Returns a request to the process, in parts: a line with the kind and the size, and the body."""
     return [b"%s %d\n" % (kind.encode(), sum(map(len, parts))), *parts]
 
 
 def to_answer(read: Callable[[], Reading]) -> dict[str, Any]:
-    """Reads, and returns the outcome as a JSON object."""
+    """Reads a body, and returns the outcome as a JSON object."""
     try:
         reading = read()
     except ApiError as error:
@@ -50,7 +48,6 @@ def to_answer(read: Callable[[], Reading]) -> dict[str, Any]:
 
 
 def from_answer(answer: dict[str, Any]) -> Reading:
-    """Returns the outcome that `to_answer` describes, or raises its error."""
     if "error" in answer:
         message, status, param, code, headers = answer["error"]
         raise ApiError(message, status=status, param=param, code=code, headers=headers)

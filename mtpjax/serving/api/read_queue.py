@@ -1,100 +1,63 @@
-"""Requests that wait to be read, in turns of their clients."""
+"""Requests that wait to be read; clients take turns."""
 
 import collections
 from collections.abc import Hashable
 from typing import Any
+
+from mtpjax.serving.api.turns import FairQueue, subtract
 
 MAX_WAITING = 1024  # requests
 MAX_WAITING_BYTES = 256 << 20  # of their bodies
 
 
 class ReadQueue:
-    """Gives out waiting requests: the oldest of each client in turn. Not thread-safe.
+    """Returns waiting requests, with clients taking turns. Not thread-safe.
 
-    A client whose request is being read comes after those that have none. Small requests are given out to two kinds of
-    workers: those that take nothing else, and those that have no large request.
+    A worker takes either small requests only, or large ones first.
     """
 
     def __init__(self):
-        self._turns: dict[bool, _Turns] = {is_small: collections.OrderedDict() for is_small in (True, False)}
-        self._running: collections.Counter[Hashable] = collections.Counter()
+        running: collections.Counter[Hashable] = collections.Counter()
+        self._queues = {is_small: FairQueue(running) for is_small in (True, False)}
         self._counts: collections.Counter[Hashable] = collections.Counter()  # waiting, by client
         self._bytes: collections.Counter[Hashable] = collections.Counter()
 
     def add(self, client: Hashable, num_bytes: int, item: Any, *, is_small: bool) -> bool:
-        """Appends a request.
-
-        Args:
-            client: whose it is.
-            num_bytes: its size.
-            item: the request.
-            is_small: any worker may take it.
-
-        Returns:
-            False if the queue is full, and the client has its share of it already; the request is not added.
-        """
+        """Appends a request. Returns False, without adding it, if the queue is full and the client has its share."""
         num_clients = len(self._counts.keys() | {client})
-        for used, added, most in ((self._counts, 1, MAX_WAITING), (self._bytes, num_bytes, MAX_WAITING_BYTES)):
-            if used.total() + added > most and used[client] + added > most // num_clients:
+        for used, added, maximum in ((self._counts, 1, MAX_WAITING), (self._bytes, num_bytes, MAX_WAITING_BYTES)):
+            if used.total() + added > maximum and used[client] + added > maximum // num_clients:
                 return False
-        self._turns[is_small].setdefault(client, collections.deque()).append((num_bytes, item))
+        self._queues[is_small].add(client, (num_bytes, item))
         self._counts[client] += 1
         self._bytes[client] += num_bytes
         return True
 
     def take(self, *, small_only: bool) -> tuple[Hashable, Any] | None:
-        """Removes the next request.
-
-        Args:
-            small_only: take no large one.
-
-        Returns:
-            The client and the request; None if there is none. The caller tells the end of it to `finish`.
-        """
+        """Removes the next request and returns it with its client; None if there is none. `finish` marks its end."""
         for is_small in (True,) if small_only else (False, True):
-            turns = self._turns[is_small]
-            if turns:
-                client = next((each for each in turns if not self._running[each]), next(iter(turns)))
-                num_bytes, item = turns[client].popleft()
-                self._removed(client, num_bytes, is_small)
-                self._running[client] += 1
+            if taken := self._queues[is_small].take():
+                client, (num_bytes, item) = taken
+                self._removed(client, num_bytes)
                 return client, item
         return None
 
     def finish(self, client: Hashable) -> None:
-        """Notes that a request of a client has been read."""
-        _subtract(self._running, client, 1)
+        self._queues[True].finish(client)
 
-    def discard(self, client: Hashable, item: Any, *, is_small: bool) -> None:
-        """Removes a request that nobody waits for any more, if it still waits."""
-        waiting = self._turns[is_small].get(client, ())
-        found = next((each for each in waiting if each[1] is item), None)
-        if found is not None:
-            self._turns[is_small][client].remove(found)
-            self._removed(client, found[0], is_small)
+    def discard(self, client: Hashable, num_bytes: int, item: Any, *, is_small: bool) -> None:
+        """Removes a cancelled request, if it still waits."""
+        if self._queues[is_small].discard(client, (num_bytes, item)):
+            self._removed(client, num_bytes)
 
     def clear(self) -> list[Any]:
         """Removes and returns all requests."""
-        waiting = [item for turns in self._turns.values() for each in turns.values() for _, item in each]
-        for counts in (*self._turns.values(), self._counts, self._bytes):
-            counts.clear()
-        return waiting
+        items = []
+        while taken := self.take(small_only=False):
+            self.finish(taken[0])
+            items.append(taken[1])
+        return items
 
-    def _removed(self, client: Hashable, num_bytes: int, is_small: bool) -> None:
-        _subtract(self._counts, client, 1)
-        _subtract(self._bytes, client, num_bytes)
-        turns = self._turns[is_small]
-        if turns[client]:
-            turns.move_to_end(client)
-        else:
-            del turns[client]
-
-
-def _subtract(counts: collections.Counter[Hashable], client: Hashable, number: int) -> None:
-    """Lowers a client's count, and keeps no zeros."""
-    counts[client] -= number
-    if not counts[client]:
-        del counts[client]
-
-
-_Turns = collections.OrderedDict[Hashable, collections.deque[tuple[int, Any]]]
+    def _removed(self, client: Hashable, num_bytes: int) -> None:
+        subtract(self._counts, client, 1)
+        subtract(self._bytes, client, num_bytes)

@@ -13,13 +13,13 @@ from typing import Any
 
 
 def main() -> None:
-    """Answers requests, a line of JSON each, from standard input until it ends."""
+    """Answers requests on standard input, each a line with kind and size and then a body, with lines of JSON."""
     # Ctrl-C reaches every process of the terminal; the server decides when this one ends.
     signal.signal(signal.SIGINT, signal.SIG_IGN)
-    # Whatever else writes to standard output must not be taken for an answer.
+    # Other output must not be mistaken for an answer.
     answers = os.dup(sys.stdout.fileno())
     os.dup2(sys.stderr.fileno(), sys.stdout.fileno())
-    # This package, and not another that may be installed.
+    # Import this package, not an installed one.
     sys.path.insert(0, str(pathlib.Path(__file__).resolve().parents[3]))
     # Import before the limits, so that a low limit cannot fail here.
     import jinja2.ext
@@ -43,7 +43,7 @@ def main() -> None:
         elif limits is None:
             answer = {"is_new": True}
         else:
-            # Without a handler the signal ends the process, also inside one long computation.
+            # Without a handler the signal ends the process, even during a long computation.
             signal.setitimer(signal.ITIMER_PROF, limits.cpu_seconds)
             answer = _read(reader, kind.decode(), raw, limits.memory)
         line = memoryview(json.dumps(answer).encode() + b"\n")
@@ -52,7 +52,7 @@ def main() -> None:
             line = line[os.write(answers, line) :]
         del raw, answer, line
         if limits is not None and _memory_in_use() > limits.memory // 2:
-            return  # Python rarely gives memory back
+            return  # Python rarely returns memory
 
 
 def _limit_memory(num_bytes: int) -> None:
@@ -77,9 +77,9 @@ def _read(reader: Any, kind: str, raw: bytes, memory: int) -> dict[str, Any]:
 
 
 def _memory_in_use() -> int:
-    """Returns the bytes of memory that this process has; without /proc, the most that it ever had."""
+    """Returns the bytes of memory that this process has; without /proc, the maximum that it ever had."""
     with contextlib.suppress(OSError):
-        # Not `ru_maxrss`: Linux hands the peak of a large parent on to its children.
+        # Not `ru_maxrss`: on Linux, children inherit the peak of a large parent.
         return int(pathlib.Path("/proc/self/statm").read_text().split()[1]) * resource.getpagesize()
     unit = 1 if sys.platform == "darwin" else 1024
     return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * unit

@@ -1,8 +1,8 @@
-"""Reads the bodies of requests outside the event loop: in a few processes, fair between clients, and within limits.
+"""Reads request bodies outside the event loop, in a few processes, fairly between clients and within limits.
 
 Parsing, checks, chat templates and tokenizing take time that grows with a body. A thread would hold Python's lock, and
-so the event loop and the engine, for as long as one of these steps takes; and nobody can stop a thread. One of the
-processes reads only small bodies, so that large ones do not hold them up.
+so block the event loop and the engine, during each of these steps; and a thread cannot be stopped. One process reads
+only small bodies, so that they never wait for large ones.
 """
 
 import asyncio
@@ -17,7 +17,7 @@ import signal
 import threading
 import weakref
 from collections.abc import Callable, Hashable, Sequence
-from typing import Any, Protocol
+from typing import Any
 
 from mtpjax.serving.api.errors import ApiError, server_busy, shutting_down
 from mtpjax.serving.api.read_messages import Reading, from_answer, out_of_memory, to_request
@@ -28,7 +28,7 @@ SMALL_BODY_BYTES = 1 << 14
 START_SECONDS = 60.0  # of a process: imports, and a tokenizer
 LARGE_NICENESS = 10  # of the processes for large bodies
 _SCRIPT = str(pathlib.Path(__file__).with_name("reader_worker.py"))
-_MEMORY_SIGNALS = (signal.SIGABRT, signal.SIGSEGV, signal.SIGBUS)  # native code ends so when there is no memory
+_MEMORY_SIGNALS = (signal.SIGABRT, signal.SIGSEGV, signal.SIGBUS)  # native code ends this way when memory runs out
 _log = logging.getLogger(__name__)
 
 
@@ -37,9 +37,9 @@ class ReadLimits:
     """Limits of one body.
 
     Attributes:
-        answer_seconds: in which a process must answer; one that works ends itself before.
+        answer_seconds: time for an answer; a busy process ends itself earlier.
         cpu_seconds: CPU time.
-        memory: bytes of address space of a process.
+        memory: address space of a process, in bytes.
     """
 
     answer_seconds: float = 40.0
@@ -47,27 +47,11 @@ class ReadLimits:
     memory: int = 2 << 30
 
 
-class Reader(Protocol):
-    """Reads bodies, as `reading.BodyReader` does."""
-
-    def read(self, kind: str, raw: bytes) -> Reading:
-        """Reads a body.
-
-        Args:
-            kind: of the request.
-            raw: the body.
-
-        Raises:
-            ApiError: the body is not acceptable.
-        """
-        ...
-
-
 class Readers:
-    """Reads bodies in other processes, or in threads of this one. All methods may be called from any thread.
+    """Reads bodies in other processes, or in threads of this one. All methods are thread-safe.
 
     Args:
-        reader: reads a body; has a pickled form if there are processes.
+        reader: reads a body as `BodyReader.read` does; must be picklable if there are processes.
         num_workers: processes, at least 2; 0: two threads of this process do the same.
         limits: of one body, in a process.
 
@@ -75,11 +59,11 @@ class Readers:
         ValueError: there is one process, which would read small bodies after large ones.
     """
 
-    def __init__(self, reader: Reader, num_workers: int, limits: ReadLimits = ReadLimits()):
+    def __init__(self, reader: Any, num_workers: int, limits: ReadLimits = ReadLimits()):
         if num_workers < 0 or num_workers == 1:
             raise ValueError(f"num_workers must be 0 or at least 2, got {num_workers}")
         self._lock, self._queue, self._is_closed = threading.Lock(), ReadQueue(), False
-        # On a full machine, the event loop and the engine come before large bodies.
+        # On a busy machine, the event loop and the engine take precedence over large bodies.
         self._workers: list[Any] = [
             _Process(reader, limits, niceness=LARGE_NICENESS if number else 0) for number in range(num_workers)
         ] or [_Thread(reader), _Thread(reader)]
@@ -93,18 +77,15 @@ class Readers:
         self._threads.submit(self._workers[0].warm)
 
     async def read(self, kind: str, parts: Sequence[bytes], client: Hashable) -> Reading:
-        """Reads a body, when it is the client's turn.
+        """Reads a body when it is the client's turn.
 
         Args:
             kind: of the request.
-            parts: the body. They are not joined here: a copy of a large body would hold up the event loop.
-            client: whose request it is. Clients with many or large requests do not hold up the others.
-
-        Returns:
-            What the event loop needs of it.
+            parts: the body. They are not joined here, because copying a large body would block the event loop.
+            client: whose request it is. Clients with many or large requests do not delay the others.
 
         Raises:
-            ApiError: the body is not acceptable, exceeds a limit of time or memory, or too many others wait.
+            ApiError: the body is invalid or exceeds a limit of time or memory, or too many requests wait.
         """
         result: concurrent.futures.Future[Reading] = concurrent.futures.Future()
         item, num_bytes = (lambda worker: worker.read(kind, parts), result), sum(map(len, parts))
@@ -119,11 +100,11 @@ class Readers:
             return await asyncio.wrap_future(result)
         except asyncio.CancelledError:
             with self._lock:
-                self._queue.discard(client, item, is_small=is_small)
+                self._queue.discard(client, num_bytes, item, is_small=is_small)
             raise
 
     def close(self) -> None:
-        """Ends the processes at once. Requests that wait are answered with 503."""
+        """Ends the processes at once. Waiting requests get 503."""
         with self._lock:
             self._is_closed = True
             waiting = self._queue.clear()
@@ -135,11 +116,10 @@ class Readers:
         self._threads.shutdown(wait=False)
 
     def _dispatch(self) -> None:
-        """Gives waiting requests to idle workers."""
         with self._lock:
             if self._is_closed:
                 return
-            # The worker for small bodies comes first, so that the others are free for large ones.
+            # Prefer the worker for small bodies, so that the others are free for large ones.
             for worker in [each for each in self._workers if each in self._idle]:
                 taken = self._queue.take(small_only=worker is self._workers[0])
                 if taken is not None:
@@ -148,13 +128,13 @@ class Readers:
 
     def _run(self, worker: Any, client: Hashable, item: tuple[Callable, concurrent.futures.Future]) -> None:
         work, result = item
-        answer: Reading | BaseException | None = None  # None: nobody waits for it
+        answer: Reading | BaseException | None = None  # None: the request was cancelled
         if result.set_running_or_notify_cancel():
             try:
                 answer = work(worker)
             except BaseException as error:
                 answer = error
-        # The worker is idle before its answer arrives, so that who sends one body after another needs one process.
+        # Mark the worker idle before its answer arrives: a client that sends one body after another needs one process.
         with self._lock:
             self._queue.finish(client)
             self._idle.add(worker)
@@ -166,9 +146,9 @@ class Readers:
 
 
 class _Thread:
-    """Reads in the thread that calls it: the plain twin of `_Process`."""
+    """Reads in the calling thread: the plain twin of `_Process`."""
 
-    def __init__(self, reader: Reader):
+    def __init__(self, reader: Any):
         self._reader = reader
 
     def read(self, kind: str, parts: Sequence[bytes]) -> Reading:
@@ -184,24 +164,22 @@ class _Thread:
 
 
 class _Process:
-    """Reads in another process, one body at a time. A process that is stopped, or that ends, is replaced."""
+    """Reads in a separate process, one body at a time. Replaces a process that is stopped or ends."""
 
-    def __init__(self, reader: Reader, limits: ReadLimits, *, niceness: int):
+    def __init__(self, reader: Any, limits: ReadLimits, *, niceness: int):
         self._reader, self._limits, self._niceness = reader, limits, niceness
         self._process, self._is_started, self._is_killed = WorkerProcess(_SCRIPT), False, False
 
     def warm(self) -> None:
-        """Starts the process."""
         with contextlib.suppress(WorkerEnded, OSError):
             self._start()
 
     def read(self, kind: str, parts: Sequence[bytes]) -> Reading:
-        """Reads a body, as `Reader.read` does. Raises ApiError also if it exceeds a limit."""
         try:
             try:
                 return self._read(kind, parts)
             except WorkerEnded as ended:
-                # Its own limits end it with these signals. Otherwise somebody else stopped or killed it: try again.
+                # These signals come from its limits. Otherwise something else stopped or killed it: try again.
                 if self._is_killed or (ended.code is not None and -ended.code in (signal.SIGPROF, *_MEMORY_SIGNALS)):
                     raise
                 _log.warning("a process that reads requests was replaced: %s", ended)
@@ -213,11 +191,10 @@ class _Process:
             raise server_busy() from error
 
     def close(self) -> None:
-        """Ends the process."""
         self._process.close()
 
     def kill(self) -> None:
-        """Ends the process for ever, also while it reads."""
+        """Ends the process permanently, even while it reads."""
         self._is_killed = True
         self._process.kill()
 
@@ -241,7 +218,6 @@ class _Process:
             raise
 
     def _start(self) -> None:
-        """Sends the reader to a new process."""
         self._ask("start", [pickle.dumps((self._reader, self._limits, self._niceness))], START_SECONDS)
         self._is_started = True
 

@@ -1,6 +1,6 @@
-"""Reads and checks the bodies of requests: everything that takes time which grows with a body.
+"""Reads and checks request bodies: all work that grows with the size of a body.
 
-A `BodyReader` runs in another process (`readers`), and returns what the event loop needs, whose size is limited.
+A `BodyReader` runs in a separate process (`readers`), and returns a `Reading` of limited size.
 """
 
 import dataclasses
@@ -10,47 +10,28 @@ from collections.abc import Callable, Mapping
 from mtpjax.data.tokenizer import Tokenizer
 from mtpjax.serving.api import option_tables as tables
 from mtpjax.serving.api.errors import ApiError
-from mtpjax.serving.api.fields import Body, Field, check_list, check_text, check_tokens, parse_body, read_fields
-from mtpjax.serving.api.options import Limits, Options, read_generate, read_openai, reject_unknown, reject_unsupported
-from mtpjax.serving.api.prompts import PromptLimits, encode_text, read_chat, read_prompts
+from mtpjax.serving.api.fields import Body, Field, Limits, check_list, check_text, check_tokens, parse_body, read_fields
+from mtpjax.serving.api.options import Options, read_generate, read_openai, reject_unknown, reject_unsupported
+from mtpjax.serving.api.prompts import encode_text, read_chat, read_prompts
 from mtpjax.serving.api.read_messages import Reading
 
 MAX_VALUES = 1 << 17  # of JSON in a body, besides the ids of prompts
 MAX_OPTION_BYTES = 1 << 18  # of a body's JSON without prompts, messages and tools: a grammar may have 64 kB
-# What the event loop does not need. Their parts have limits of their own.
+# Fields that the event loop does not need; they have separate limits.
 _PROMPT_FIELDS = ("prompt", "text", "input_ids", "tokens")
 _READ_FIELDS = (*_PROMPT_FIELDS, "messages", "tools", "chat_template_kwargs")
 
 
-@dataclasses.dataclass(frozen=True, kw_only=True)
+@dataclasses.dataclass(frozen=True)
 class BodyReader:
-    """Reads bodies. The same body gives the same result in every process.
-
-    Attributes:
-        tokenizer: the model's.
-        limits: of the model.
-        prompt_limits: of the prompts.
-        strict_fields: answer unknown fields with 400.
-    """
+    """Reads bodies. The same body gives the same result in every process."""
 
     tokenizer: Tokenizer
     limits: Limits
-    prompt_limits: PromptLimits
     strict_fields: bool
 
     def read(self, kind: str, raw: bytes) -> Reading:
-        """Reads a body.
-
-        Args:
-            kind: a key of `KINDS`.
-            raw: the body.
-
-        Returns:
-            What the event loop needs of it.
-
-        Raises:
-            ApiError: the body is not acceptable.
-        """
+        """Reads a body of this kind, a key of `KINDS`. Raises ApiError."""
         body = parse_body(raw)
         _check_values(body)
         fields, read = KINDS[kind]
@@ -62,15 +43,13 @@ class BodyReader:
     def _chat(self, body: Body) -> Reading:
         values, options = read_openai(body, self.limits, is_chat=True)
         begins_answer = values["add_generation_prompt"]
-        prompt = read_chat(self.tokenizer, body, self.prompt_limits, add_generation_prompt=begins_answer)
+        prompt = read_chat(self.tokenizer, body, self.limits, add_generation_prompt=begins_answer)
         return self._reading(body, options, [prompt], "messages")
 
     def _completion(self, body: Body) -> Reading:
         values, options = read_openai(body, self.limits, is_chat=False)
         special = values["add_special_tokens"]
-        prompts = read_prompts(
-            self.tokenizer, body.get("prompt"), "prompt", self.prompt_limits, add_special_tokens=special
-        )
+        prompts = read_prompts(self.tokenizer, body.get("prompt"), "prompt", self.limits, add_special_tokens=special)
         reading = self._reading(body, options, prompts, "prompt")
         # With echo the prompt's text comes first, also for prompts of token ids.
         texts = [self._decode(prompt, "prompt") for prompt in prompts] if values["echo"] else []
@@ -83,7 +62,7 @@ class BodyReader:
             raise ApiError("give either text or input_ids", param="text")
         param, value = given[0], body[given[0]]
         special = values["add_special_tokens"]
-        prompts = read_prompts(self.tokenizer, value, param, self.prompt_limits, add_special_tokens=special)
+        prompts = read_prompts(self.tokenizer, value, param, self.limits, add_special_tokens=special)
         is_batch = isinstance(value, list) and isinstance(value[0], str | list)
         return dataclasses.replace(self._reading(body, options, prompts, param), is_batch=is_batch)
 
@@ -91,11 +70,11 @@ class BodyReader:
         values = read_fields(tables.TOKENIZE, body)
         if body.get("messages") is not None:
             begins_answer = values["add_generation_prompt"]
-            tokens = read_chat(self.tokenizer, body, self.prompt_limits, add_generation_prompt=begins_answer)
+            tokens = read_chat(self.tokenizer, body, self.limits, add_generation_prompt=begins_answer)
         else:
             # An error names the field that the client used.
             param = "text" if body.get("prompt") is None and "text" in body else "prompt"
-            text = check_text(body.get(param), param, self.prompt_limits.max_characters)
+            text = check_text(body.get(param), param, self.limits.max_prompt_characters)
             tokens = encode_text(self.tokenizer, text, param, add_special_tokens=values["add_special_tokens"])
         answer = {"tokens": tokens, "count": len(tokens), "max_model_len": self.limits.max_length}
         return Reading({}, texts=(json.dumps(answer),))
@@ -116,7 +95,7 @@ class BodyReader:
             raise ApiError(str(error), param=param) from error
 
     def _reading(self, body: Body, options: Options, prompts: list[list[int]], param: str) -> Reading:
-        """Checks the lengths, and keeps the fields that are left."""
+        """Checks the lengths, and keeps the other fields."""
         tuples = tuple(tuple(prompt) for prompt in prompts)
         options.jobs(tuples, self.limits, salt=b"", param=param)
         rest = {name: value for name, value in body.items() if name not in _READ_FIELDS}

@@ -56,50 +56,10 @@ _MESSAGE = {
 }
 
 
-def completion() -> dict[str, Any]:
-    """Returns the description of `/v1/completions`."""
-    prompts = [_TEXT, _TOKENS, *(_list_of(each, tables.MAX_PROMPTS) for each in (_TEXT, _TOKENS))]
-    return request_body(
-        tables.COMPLETION, {"prompt": {"anyOf": prompts}, **_COMMON, "stream_options": _stream_options()}, ["prompt"]
-    )
-
-
-def chat() -> dict[str, Any]:
-    """Returns the description of `/v1/chat/completions`."""
-    scalar = {"type": ["string", "number", "boolean"]}
-    extra = {
-        "messages": _list_of(_MESSAGE, MAX_MESSAGES),
-        "chat_template_kwargs": {"type": ["object", "null"], "additionalProperties": scalar},
-        **_COMMON,
-        "stream_options": _stream_options(),
-    }
-    return request_body(tables.CHAT, extra, ["messages"])
-
-
-def generate() -> dict[str, Any]:
-    """Returns the description of `/generate`."""
-    extra = {
-        "text": {"anyOf": [_TEXT, _list_of(_TEXT, tables.MAX_PROMPTS), {"type": "null"}]},
-        "input_ids": {"anyOf": [_TOKENS, _list_of(_TOKENS, tables.MAX_PROMPTS), {"type": "null"}]},
-        "sampling_params": _object(tables.GENERATE_SAMPLING, _COMMON),
-    }
-    return request_body(tables.GENERATE, extra, [], one_of=("text", "input_ids"))
-
-
 def request_body(
     fields: Mapping[str, Field], extra: Mapping[str, Any], required: Sequence[str], *, one_of: Sequence[str] = ()
 ) -> dict[str, Any]:
-    """Makes the description of a route.
-
-    Args:
-        fields: the table of the body's fields.
-        extra: schemas of further fields.
-        required: names of the fields that the body must have.
-        one_of: names of fields of which the body must have one.
-
-    Returns:
-        For FastAPI's `openapi_extra`.
-    """
+    """Describes a route for FastAPI's `openapi_extra`; the body must have exactly one field of `one_of`."""
     schema = {**_object(fields, extra), "type": "object"}
     if required:
         schema["required"] = list(required)
@@ -113,10 +73,30 @@ def _object(fields: Mapping[str, Field], extra: Mapping[str, Any]) -> dict[str, 
     return {"type": ["object", "null"], "properties": {**properties, **extra}}
 
 
-def _stream_options() -> dict[str, Any]:
-    return _object(tables.STREAM_OPTIONS, {})
-
-
+_PROMPTS = [_TEXT, _TOKENS, *(_list_of(each, tables.MAX_PROMPTS) for each in (_TEXT, _TOKENS))]
+_STREAM = {"stream_options": _object(tables.STREAM_OPTIONS, {})}
+_SCALAR = {"type": ["string", "number", "boolean"]}
+COMPLETION = request_body(tables.COMPLETION, {"prompt": {"anyOf": _PROMPTS}, **_COMMON, **_STREAM}, ["prompt"])
+CHAT = request_body(
+    tables.CHAT,
+    {
+        "messages": _list_of(_MESSAGE, MAX_MESSAGES),
+        "chat_template_kwargs": {"type": ["object", "null"], "additionalProperties": _SCALAR},
+        **_COMMON,
+        **_STREAM,
+    },
+    ["messages"],
+)
+GENERATE = request_body(
+    tables.GENERATE,
+    {
+        "text": {"anyOf": [_TEXT, _list_of(_TEXT, tables.MAX_PROMPTS), {"type": "null"}]},
+        "input_ids": {"anyOf": [_TOKENS, _list_of(_TOKENS, tables.MAX_PROMPTS), {"type": "null"}]},
+        "sampling_params": _object(tables.GENERATE_SAMPLING, _COMMON),
+    },
+    [],
+    one_of=("text", "input_ids"),
+)
 _ERROR_FIELDS = {
     "message": {"type": "string"},
     "type": {"type": "string"},

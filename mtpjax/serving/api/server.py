@@ -1,4 +1,4 @@
-"""The routes' shared state: the engine, the tokenizer, the settings, and the requests that run."""
+"""The routes' shared state: the engine, the tokenizer, the settings, and the running requests."""
 
 import asyncio
 import collections
@@ -13,6 +13,7 @@ from typing import Any, Protocol, TypeVar
 from mtpjax.data.template_worker import WORKER
 from mtpjax.data.tokenizer import Tokenizer
 from mtpjax.serving.api.errors import ApiError, server_busy, shutting_down
+from mtpjax.serving.api.fields import Limits
 from mtpjax.serving.api.grammars import GrammarField
 from mtpjax.serving.api.readers import Readers
 from mtpjax.serving.api.turns import Turns
@@ -23,9 +24,9 @@ from mtpjax.version import __version__
 
 DRAIN_INTERVAL = 0.02
 ABORT_SECONDS = 2.0
-QUICK_GRAMMAR_SECONDS = 0.25  # of CPU time; grammars that need more wait for each other, and not the others for them
+QUICK_GRAMMAR_SECONDS = 0.25  # of CPU time; grammars that need more wait for each other, and do not delay the others
 GRAMMAR_WAIT_SECONDS = 60.0  # for the turn of a grammar
-GRAMMAR_SECONDS = 90.0  # from its turn on, whatever llguidance does
+GRAMMAR_SECONDS = 90.0  # from its turn on, regardless of llguidance's limits
 SLOW_GRAMMARS = 2  # that compile at the same time
 
 
@@ -33,14 +34,13 @@ T = TypeVar("T")
 
 
 class Engine(Protocol):
-    """The interface of the engine. Its methods may be called from any thread.
+    """The interface of the engine. Its methods are thread-safe.
 
     Attributes:
-        max_length: most tokens of a text; a prompt may have one less.
-        vocab_size: valid ids are 0 .. vocab_size - 1.
-        max_requests: most requests that run and wait at the same time.
+        max_length: maximum tokens of a text; a prompt has fewer.
+        max_requests: maximum requests that run and wait at the same time.
         grammars: compiles the grammars of requests; None: requests have none.
-        progress_at: time (`time.monotonic`) at which the device answered last, or work came after a pause.
+        progress_at: time (`time.monotonic`) at which the device last answered, or work came after a pause.
     """
 
     max_length: int
@@ -51,39 +51,34 @@ class Engine(Protocol):
 
     @property
     def failure(self) -> str:
-        """Why the engine does not work; "" if it does. `/health` then answers 503."""
+        """The reason why the engine does not work, else "". `/health` then answers 503."""
         ...
 
     def submit(self, request: Request, deliver: Deliver) -> int:
-        """Adds a request to the queue.
+        """Queues a request and returns its id.
 
         Args:
             request: the request.
-            deliver: takes its events, in the engine's thread, which it must not block.
-
-        Returns:
-            The request's id.
+            deliver: receives its events in the engine's thread, which it must not block.
 
         Raises:
-            ValueError: the request cannot be carried out.
+            ValueError: the request is invalid.
             QueueFull: the queue is full, or the engine shuts down.
         """
         ...
 
     def abort(self, request_id: int, reason: FinishReason = "abort") -> None:
-        """Ends a request for this reason. Unknown ids are ignored."""
+        """Ends a request for this reason. Ignores unknown ids."""
         ...
 
     def score(self, tokens: Sequence[int], num_top: int) -> Scores:
         """Returns the log-probabilities of a text; blocks."""
         ...
 
-    def status(self) -> EngineStatus:
-        """Returns the load and the counts."""
-        ...
+    def status(self) -> EngineStatus: ...
 
     def flush_cache(self) -> int:
-        """Forgets unused prefix pages and returns their number."""
+        """Drops unused prefix pages and returns their number."""
         ...
 
 
@@ -95,20 +90,20 @@ class ApiSettings:
         model_name: the name that clients see.
         model_aliases: further names that requests may use.
         api_keys: requests need one of them as bearer token; empty: no key is needed.
-        admin_api_keys: with these, what changes the server for everybody needs one of them: `/flush_cache`, and
-            `/abort_request` for all. They open every other route too. Empty: such requests need what others need.
-        open_paths: paths that need no key; the page is empty without its data, which needs one.
-        max_body_bytes: larger bodies are answered with 413.
-        max_prompt_characters: most characters of a prompt; None: 64 per token of the longest text.
-        max_requests: most texts of one request, prompts times `n`.
+        admin_api_keys: `/flush_cache`, and `/abort_request` for all, need one of them; they are valid for every other
+            route too. Empty: ordinary keys are enough.
+        open_paths: paths that need no key. The page shows nothing without its data, which needs one.
+        max_body_bytes: larger bodies get 413.
+        max_prompt_characters: maximum length of a prompt; None: 64 per token of the longest text.
+        max_requests: maximum texts of one request, prompts times `n`.
         body_timeout: seconds in which a body must arrive.
-        write_timeout: seconds after which a client that does not read its stream is cut off.
-        max_buffer_bytes: most bytes of undelivered tokens per stream.
+        write_timeout: seconds after which a client that does not read its stream is disconnected.
+        max_buffer_bytes: maximum size of undelivered tokens per stream.
         template_variables: variables of the chat template that requests may set.
-        num_readers: processes that parse, check and tokenize the bodies of requests, at least 2; 0: threads of this
-            process, as with tokenizers that are not the package's own.
-        strict_fields: answer unknown fields with 400.
-        server_info: settings of the server that `/server_info` shows.
+        num_readers: processes that parse, check and tokenize bodies, at least 2; 0: threads of this process, as with
+            tokenizers of other packages.
+        strict_fields: reject unknown fields with 400.
+        server_info: settings that `/server_info` shows.
     """
 
     model_name: str
@@ -129,10 +124,10 @@ class ApiSettings:
 
 
 class Mailbox:
-    """Takes calls from other threads into an event loop.
+    """Passes calls from other threads to an event loop.
 
-    Calls that come together wake the loop once, because a wake-up is a system call: a tick of the engine has an event
-    for each of its requests.
+    Calls that arrive together wake the loop only once, because a wake-up is a system call, and a tick of the engine has
+    an event per request.
     """
 
     def __init__(self, loop: asyncio.AbstractEventLoop):
@@ -141,9 +136,9 @@ class Mailbox:
         self._is_woken = False
 
     def post(self, function: Callable[..., None], *arguments: Any) -> None:
-        """Calls a function in the loop, soon; in the order of the posts. Does nothing once the loop has ended."""
+        """Schedules a function in the loop, in the order of the calls. Does nothing once the loop has ended."""
         self._calls.append((function, arguments))
-        # `_run` resets this before it takes calls, so a call behind its last one wakes the loop again.
+        # `_run` resets this before it takes calls, so a call after its last one wakes the loop again.
         if not self._is_woken:
             self._is_woken = True
             with contextlib.suppress(RuntimeError):
@@ -163,17 +158,13 @@ class Mailbox:
 class ApiServer:
     """State of the API.
 
-    Args:
-        engine: makes the tokens.
-        tokenizer: the model's.
-        settings: of the API.
-
     Attributes:
-        is_stopping: new requests are answered with 503.
-        prepare: called with the requests of an HTTP request before they enter the engine; None: nothing is to be done.
+        limits: of requests.
+        is_stopping: new requests get 503.
+        prepare: called with the engine requests of an HTTP request before they are submitted; None disables it.
         readers: read the bodies of requests; `make_app` sets them.
-        running: engine ids by the owner and the name of the request they belong to, for `/abort_request`. An owner is a
-            client's key as `KeyCheck` gives it, so clients with different keys may use the same name.
+        running: engine ids by owner and name of the HTTP request, for `/abort_request`. An owner is a client's key as
+            `KeyCheck` gives it, so clients with different keys may use the same name.
     """
 
     def __init__(self, engine: Engine, tokenizer: Tokenizer, settings: ApiSettings):
@@ -183,7 +174,16 @@ class ApiServer:
         self.readers: Readers
         self.running: dict[tuple[bytes, str], set[int]] = {}
         self._mailbox: Mailbox | None = None
-        self.max_prompt_characters = settings.max_prompt_characters or 64 * engine.max_length
+        self.limits = Limits(
+            max_length=engine.max_length,
+            vocab_size=engine.vocab_size,
+            eos_token_ids=tuple(tokenizer.eos_token_ids),
+            max_prompt_characters=settings.max_prompt_characters or 64 * engine.max_length,
+            max_total_characters=settings.max_body_bytes,
+            template_variables=settings.template_variables,
+            max_requests=settings.max_requests,
+            max_queued=engine.max_requests,
+        )
         digest = hashlib.sha256(f"{__version__} {settings.model_name} {tokenizer.digest}".encode()).hexdigest()
         self.fingerprint = f"fp_{digest[:12]}"
         self._grammar_threads = concurrent.futures.ThreadPoolExecutor(1 + SLOW_GRAMMARS, "grammar")
@@ -191,7 +191,6 @@ class ApiServer:
         self._quick_grammars, self._slow_grammars = Turns(1), Turns(SLOW_GRAMMARS)
 
     def mailbox(self) -> Mailbox:
-        """Returns the mailbox of the running event loop."""
         loop = asyncio.get_running_loop()
         if self._mailbox is None or self._mailbox.loop is not loop:
             self._mailbox = Mailbox(loop)
@@ -202,13 +201,10 @@ class ApiServer:
 
         Args:
             field: the grammar; None: the request has none.
-            client: whose request it is. Clients with many grammars do not hold up the others.
-
-        Returns:
-            The grammar.
+            client: whose request it is. Clients with many grammars do not delay the others.
 
         Raises:
-            ApiError: it is wrong or takes too long, or too many others wait.
+            ApiError: it is invalid or takes too long, or too many others wait.
         """
         if field is None:
             return None
@@ -234,26 +230,17 @@ class ApiServer:
                 await turns.take(client)
         except TimeoutError as error:
             raise server_busy() from error
-        # The place is free again when the thread is, which nobody can stop. The limit does not count the wait before.
+        # The slot is freed when the thread ends, which cannot be stopped. The time limit excludes the wait.
         mailbox, running = self.mailbox(), self._submit(self._grammar_threads, work)
-        running.add_done_callback(lambda _: mailbox.post(turns.release))
+        running.add_done_callback(lambda _: mailbox.post(turns.release, client))
         async with asyncio.timeout(GRAMMAR_SECONDS):
             return await self._result(running)
 
     async def score(self, tokens: Sequence[int], num_top: int) -> Scores:
-        """Returns the engine's log-probabilities of a text."""
         return await self._result(self._submit(self._score_threads, lambda: self.engine.score(tokens, num_top)))
 
     def abort(self, name: str | None = None, owner: bytes | None = None) -> int:
-        """Aborts running requests.
-
-        Args:
-            name: of the requests; None: any.
-            owner: whose requests, as in `running`; None: anybody's.
-
-        Returns:
-            The number of texts that were aborted.
-        """
+        """Aborts running requests, optionally only those of a name or an owner. Returns the number of aborted texts."""
         chosen = [ids for key, ids in self.running.items() if owner in (None, key[0]) and name in (None, key[1])]
         ids = [request_id for each in chosen for request_id in each]
         for request_id in ids:
@@ -261,23 +248,19 @@ class ApiServer:
         return len(ids)
 
     async def drain(self, seconds: float) -> None:
-        """Ends the service: takes no new requests, and waits for those that run.
-
-        Args:
-            seconds: after which the rest is aborted. Their clients get the text so far, with finish reason "abort".
-        """
+        """Rejects new requests, waits `seconds` for running ones, and aborts the rest, which keep their text so far."""
         self.is_stopping = True
         try:
             end = time.monotonic() + seconds
             while self.running and time.monotonic() < end:
                 await asyncio.sleep(DRAIN_INTERVAL)
             self.abort()
-            # An engine that does not answer must not keep the process alive.
+            # An unresponsive engine must not keep the process alive.
             end = time.monotonic() + ABORT_SECONDS
             while self.running and time.monotonic() < end:
                 await asyncio.sleep(DRAIN_INTERVAL)
         finally:
-            # Neither must a thread, which Python waits for: end the processes whose answers they wait for.
+            # Nor must threads, for which Python waits: end the processes whose answers they wait for.
             self._is_closed = True
             for threads in (self._grammar_threads, self._score_threads):
                 threads.shutdown(wait=False, cancel_futures=True)
@@ -291,7 +274,6 @@ class ApiServer:
         return threads.submit(function)
 
     async def _result(self, running: concurrent.futures.Future[T]) -> T:
-        """Waits for a thread."""
         try:
             return await asyncio.wrap_future(running)
         except asyncio.CancelledError:

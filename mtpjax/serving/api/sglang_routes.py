@@ -8,42 +8,19 @@ from fastapi import APIRouter, Request
 from fastapi.responses import Response
 
 from mtpjax.serving.api import schemas
-from mtpjax.serving.api.generation import Choice, Generation, Job, new_id
+from mtpjax.serving.api.generation import Choice, Generation, Job
 from mtpjax.serving.api.options import read_generate
-from mtpjax.serving.api.route_steps import client_of, limits_of, prefix_salt, read_body, respond
+from mtpjax.serving.api.route_steps import Reply, make_jobs, read_body
 from mtpjax.serving.api.server import ApiServer
 from mtpjax.serving.api.usage import meta_info
 
 
-class GenerateReply:
-    """Makes the responses to one request of `/generate`.
-
-    Args:
-        server: state of the API.
-        values: the request's fields.
-        jobs: the texts, the choices of one prompt after the other.
-        is_list: the response is a list, because the request has several prompts or choices.
-    """
+class GenerateReply(Reply):
+    """Responses of `/generate`: lists if `is_list`, because the request has several prompts or choices."""
 
     def __init__(self, server: ApiServer, values: dict[str, Any], jobs: Sequence[Job], *, is_list: bool):
-        self._server, self._values, self._jobs, self._is_list = server, values, jobs, is_list
-        self._id = values["rid"] or new_id("gen")
-
-    async def respond(self, request: Request) -> Response:
-        """Runs the texts.
-
-        Args:
-            request: is watched for the client leaving.
-
-        Returns:
-            The response: a stream if the request asks for it.
-
-        Raises:
-            ApiError: the engine rejects a text, or a text ends with an error.
-            QueueFull: the engine's queue is full.
-        """
-        events = self._events if self._values["stream"] else None
-        return await respond(self._server, request, self._jobs, self._id, events=events, complete=self._complete)
+        super().__init__(server, values, jobs, "gen")
+        self._is_list = is_list
 
     async def _complete(self, generation: Generation) -> Any:
         bodies = [self._body(choice, generation) for choice in await generation.run()]
@@ -71,17 +48,14 @@ class GenerateReply:
 
 
 def generate_router(server: ApiServer) -> APIRouter:
-    """Makes the route."""
-    router, limits = APIRouter(), limits_of(server)
+    router, limits = APIRouter(), server.limits
 
-    @router.post("/generate", openapi_extra=schemas.generate())
+    @router.post("/generate", openapi_extra=schemas.GENERATE)
     async def generate(request: Request) -> Response:
         """Continues texts. In a stream, each event has the whole text so far."""
         reading = await read_body(server, request, "generate")
         values, options = read_generate(reading.body, limits)
-        grammar = await server.compile_grammar(options.grammar, client_of(request))
-        salt = prefix_salt(request, None)
-        jobs = options.jobs(reading.prompts, limits, salt=salt, param=reading.param, grammar=grammar)
+        jobs = await make_jobs(server, request, reading, options)
         return await GenerateReply(server, values, jobs, is_list=reading.is_batch or len(jobs) > 1).respond(request)
 
     return router

@@ -1,4 +1,4 @@
-"""New tokens to text, piece by piece: whole characters only, and an end at the first stop string."""
+"""Decodes new tokens to text as they arrive: whole characters only, up to the first stop string."""
 
 import dataclasses
 import itertools
@@ -7,7 +7,7 @@ from typing import NamedTuple
 
 
 class Span(NamedTuple):
-    """Text of one token, or the part of it that is released; a character of several tokens belongs to the last.
+    """The text of one token, or its released part; a character of several tokens belongs to the last.
 
     Attributes:
         text: never empty.
@@ -24,7 +24,7 @@ class Piece:
 
     Attributes:
         spans: in order; none while the text could still become a stop string.
-        num_tokens: tokens that count; those behind a stop string do not.
+        num_tokens: tokens that count; those after a stop string do not.
     """
 
     spans: list[Span]
@@ -32,15 +32,14 @@ class Piece:
 
     @property
     def text(self) -> str:
-        """The spans' text."""
         return "".join(span.text for span in self.spans)
 
 
 class TextStream:
     """Decodes the tokens of one request.
 
-    The text does not depend on how the tokens are split into calls. Text is held back only while it is the beginning
-    of a stop string. Stop strings and stop tokens are never shown.
+    The text does not depend on how the tokens are split into calls. Text is held back only while it may be the start of
+    a stop string. Stop strings and stop tokens are never shown.
 
     Args:
         decoder: the tokenizer's incremental decoder.
@@ -58,6 +57,7 @@ class TextStream:
         min_tokens: int = 0,
     ):
         self._decoder, self._stop = decoder, tuple(stop)
+        self.has_stops = bool(self._stop)
         self._pending: Callable[[], str] = getattr(decoder, "pending", str)
         self._hidden_tokens, self._min_tokens = frozenset(hidden_tokens), min_tokens
         self._held: list[Span] = []
@@ -67,15 +67,7 @@ class TextStream:
         self.is_stopped = False  # by a stop string
 
     def push(self, tokens: Iterable[int], levels: Iterable[int] = itertools.repeat(0)) -> Piece:
-        """Takes the next tokens.
-
-        Args:
-            tokens: in order. Those behind a stop string are ignored.
-            levels: draft level of each token.
-
-        Returns:
-            The text that can be shown now.
-        """
+        """Takes tokens and their draft levels; returns the text to show now. Ignores tokens after a stop string."""
         released: list[Span] = []
         before = self.num_tokens
         for token, self._level in zip(tokens, levels, strict=False):
@@ -94,7 +86,7 @@ class TextStream:
         """Returns the rest of the text after the last token."""
         if self.is_stopped:
             return Piece([])
-        # Flush incomplete characters. What was held back can no longer become a stop string.
+        # Flush incomplete characters. Held-back text can no longer become a stop string.
         spans = self._release(self._decoder(None))
         if not self.is_stopped:
             spans, self._held = spans + self._held, []
@@ -109,7 +101,7 @@ class TextStream:
         return self._release(pending) if any(stop in text for stop in self._stop) else []
 
     def _release(self, text: str) -> list[Span]:
-        """Returns the text that is safe to show once `text`, of the last token, follows what is held back."""
+        """Returns the text that is safe to show after `text` of the last token."""
         if not text:
             return []
         # Without stop strings, nothing is ever held back.
@@ -120,30 +112,30 @@ class TextStream:
         if self.num_tokens < self._min_tokens:
             return spans
         text = "".join(span.text for span in spans)
-        # The stop string that begins first wins; of several at one place, the first in the request's order.
+        # The stop string that starts first wins; of several at one place, the first in the request's order.
         found = [(place, stop) for stop in self._stop if (place := text.find(stop)) >= 0]
         if found:
             place, self.matched = min(found, key=lambda each: each[0])
             self.is_stopped = True
             return _split(spans, place)[0]
-        # Hold back the longest end of the text that may still become a stop string.
+        # Hold back the longest suffix that may still become a stop string.
         held = max((_overlap(text, stop) for stop in self._stop), default=0)
         shown, self._held = _split(spans, len(text) - held)
         return shown
 
 
 def _split(spans: list[Span], place: int) -> tuple[list[Span], list[Span]]:
-    """Returns the spans before a place in their text, and those behind it."""
-    before, behind = [], []
+    """Splits spans at a position of their text."""
+    before, after = [], []
     for text, level in spans:
         before.append(Span(text[:place], level))
-        behind.append(Span(text[place:], level))
+        after.append(Span(text[place:], level))
         place = max(place - len(text), 0)
-    return [span for span in before if span.text], [span for span in behind if span.text]
+    return [span for span in before if span.text], [span for span in after if span.text]
 
 
 def _overlap(text: str, stop: str) -> int:
-    """Returns the length of the longest end of `text` that is a beginning of `stop`."""
+    """Returns the length of the longest suffix of `text` that is a prefix of `stop`."""
     for length in range(min(len(text), len(stop) - 1), 0, -1):
         if text.endswith(stop[:length]):
             return length

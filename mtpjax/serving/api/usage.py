@@ -9,15 +9,7 @@ from mtpjax.serving.request import Finish
 
 
 def usage(choices: Sequence[Choice], num_choices: int) -> dict[str, Any]:
-    """Makes OpenAI's `usage` object.
-
-    Args:
-        choices: the texts, some of which may still be made.
-        num_choices: choices per prompt; a prompt counts once.
-
-    Returns:
-        The counts. `completion_tokens` are the tokens of the texts, never rejected drafts.
-    """
+    """Makes OpenAI's `usage` object; a prompt with several choices counts once, and rejected drafts never count."""
     num_prompt_tokens = sum(len(choice.request.prompt) for choice in choices[::num_choices])
     num_new_tokens = sum(len(choice.tokens) for choice in choices)
     num_cached_tokens = sum(choice.finish.num_cached_tokens for choice in choices[::num_choices] if choice.finish)
@@ -30,20 +22,16 @@ def usage(choices: Sequence[Choice], num_choices: int) -> dict[str, Any]:
 
 
 def speculation(choices: Sequence[Choice]) -> dict[str, Any]:
-    """Makes the `speculative_decoding` object of a response.
+    """Makes the `speculative_decoding` object of texts that have ended.
 
-    Args:
-        choices: the texts, which have ended.
-
-    Returns:
-        Verification passes, the mean tokens per pass, counts per draft level, and the histogram whose entry k counts
-        the passes that accepted k drafts.
+    `accept_length` is the mean number of tokens per verification pass; entry k of the histogram counts the passes that
+    accepted k drafts.
     """
     finishes = [choice.finish for choice in choices if choice.finish]
     num_steps = sum(finish.num_steps for finish in finishes)
     proposed = _sum_levels([finish.proposed for finish in finishes])
     accepted = _sum_levels([finish.accepted for finish in finishes])
-    # A level is accepted only behind all levels before it.
+    # A level is accepted only after all levels before it.
     at_least = [num_steps, *accepted, 0]
     return {
         "num_spec_steps": num_steps,
@@ -55,17 +43,7 @@ def speculation(choices: Sequence[Choice]) -> dict[str, Any]:
 
 
 def meta_info(name: str, choice: Choice, seconds: float, weight_version: str) -> dict[str, Any]:
-    """Makes SGLang's `meta_info` object.
-
-    Args:
-        name: the request's id.
-        choice: the text.
-        seconds: since the request arrived.
-        weight_version: the model's name.
-
-    Returns:
-        Its fields; those of speculation only at the end.
-    """
+    """Makes SGLang's `meta_info` object of a text, with speculation only at the end."""
     finish = choice.finish
     info = {
         "id": name,

@@ -1,4 +1,4 @@
-"""The routes that a benchmark can use: how a request is written for each, and how its events are read."""
+"""The routes that a benchmark can use: how to write a request for each, and how to read its events."""
 
 import dataclasses
 from collections.abc import Callable
@@ -7,8 +7,6 @@ from typing import Any
 
 @dataclasses.dataclass(frozen=True)
 class BenchRequest:
-    """One request: a prompt as text or token ids, the most new tokens, and the prompt's category."""
-
     prompt: str | tuple[int, ...]
     max_new_tokens: int
     category: str = ""
@@ -20,12 +18,11 @@ class RequestFailedError(Exception):
 
 @dataclasses.dataclass(frozen=True)
 class Update:
-    """One event of a stream. Counts are totals of the request so far; None: the event does not say.
+    """One event of a stream. Counts are totals of the request so far; None: not in the event.
 
     Attributes:
         text: new text, or all text so far if the route's `text_is_cumulative`.
         num_new_tokens: tokens delivered.
-        num_prompt_tokens: tokens of the prompt.
         num_verify_steps: verification passes.
         accept_length: tokens per verification pass.
     """
@@ -74,9 +71,9 @@ def _read_generate(event: dict[str, Any]) -> Update:
 
 
 def _write_openai(request: BenchRequest, model: str, stream: bool, ignore_eos: bool) -> dict[str, Any]:
-    """Writes the fields that both OpenAI routes share."""
+    """Writes the fields of both OpenAI routes."""
     body: dict[str, Any] = {"model": model, "temperature": 0.0, "stream": stream}
-    # Chunks hold several tokens, so their number says nothing: ask for a token count in each of them.
+    # Chunks hold several tokens, so counting them is not enough: request a token count in each.
     if stream:
         body["stream_options"] = {"include_usage": True, "continuous_usage_stats": True}
     # OpenAI's API has no `ignore_eos`, so a server may reject even a false one.
@@ -117,18 +114,7 @@ BACKENDS = {
 
 
 def read_event(backend: Backend, event: Any) -> Update:
-    """Reads an event of a stream, or a whole answer.
-
-    Args:
-        backend: the route.
-        event: the JSON.
-
-    Returns:
-        The update that it reports.
-
-    Raises:
-        RequestFailedError: the event reports an error, or has another form.
-    """
+    """Reads an event, or a whole answer. Raises RequestFailedError if it reports an error or has another form."""
     if not isinstance(event, dict):
         raise RequestFailedError("an event is not a JSON object")
     if event.get("error"):
@@ -137,4 +123,4 @@ def read_event(backend: Backend, event: Any) -> Update:
     try:
         return backend.read(event)
     except (AttributeError, IndexError, KeyError, TypeError) as error:
-        raise RequestFailedError(f"an event has another form than that of {backend.path}") from error
+        raise RequestFailedError(f"an event does not have the form of {backend.path}") from error

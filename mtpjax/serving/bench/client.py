@@ -1,4 +1,4 @@
-"""The client of a benchmark: sends requests and notes when their tokens arrive."""
+"""The client of a benchmark: sends requests and records when their tokens arrive."""
 
 import contextlib
 import json
@@ -18,7 +18,7 @@ MAX_ERROR_CHARACTERS = 200
 
 
 class Client:
-    """A client of one server. Use it as an asynchronous context manager."""
+    """A client of one server, used as an asynchronous context manager."""
 
     def __init__(
         self,
@@ -38,12 +38,12 @@ class Client:
             backend: the route for requests.
             model: the model's name; empty: the first one that the server lists.
             headers: of every request.
-            stream: ask for tokens as they come.
-            ignore_eos: ask for exactly `max_new_tokens` tokens.
-            extra_body: added to every body, objects into objects.
+            stream: request tokens as a stream.
+            ignore_eos: request exactly `max_new_tokens` tokens.
+            extra_body: merged into every body.
 
         Raises:
-            ValueError: the URL has another form.
+            ValueError: the URL is invalid.
             UsageError: httpx is not installed.
         """
         self._connections = Connections(url, headers)
@@ -51,11 +51,7 @@ class Client:
         self._stream, self._ignore_eos, self._extra = stream, ignore_eos, extra_body or {}
 
     async def __aenter__(self) -> "Client":
-        """Checks that a server answers, and asks for the model's name.
-
-        Raises:
-            ConnectionError: no server answers.
-        """
+        """Checks that a server responds, else raises ConnectionError, and requests the model's name."""
         import httpx
 
         try:
@@ -65,7 +61,7 @@ class Client:
             await self._connections.close()
             reason = str(error) or type(error).__name__
             raise ConnectionError(f"no server answers at {self.url}: {reason}") from error
-        # A server without this route is a server all the same.
+        # A server may lack this route.
         with contextlib.suppress(ValueError, LookupError, TypeError):
             self.model = self.model or str(response.json()["data"][0]["id"])
         return self
@@ -74,7 +70,7 @@ class Client:
         await self._connections.close()
 
     async def open_connections(self, count: int) -> None:
-        """Opens connections ahead of as many requests at once."""
+        """Opens connections before many requests are sent at once."""
         await self._connections.open(count)
 
     async def tokenize(self, text: str) -> list[int] | None:
@@ -87,11 +83,11 @@ class Client:
             return None
 
     async def flush_cache(self) -> bool:
-        """Empties the server's prefix cache, by `POST /flush_cache`. Returns whether the server did it."""
+        """Empties the server's prefix cache, by `POST /flush_cache`. Returns whether that worked."""
         return await self._ask("POST", "/flush_cache") is not None
 
     async def speculation_counts(self) -> tuple[float, float] | None:
-        """Returns verification passes and accepted drafts since the server's start; None if it does not count them."""
+        """Returns verification passes and accepted drafts since the server's start; None if it does not report them."""
         # Names as vLLM has them, with any prefix; `mtpjax serve` may export the same count under two prefixes.
         pattern = r"^(\w+):spec_decode_num_(drafts|accepted_tokens)(?:_total)?(?:\{[^}]*\})? (\S+)"
         found = re.findall(pattern, await self._ask("GET", "/metrics") or "", re.MULTILINE)
@@ -102,7 +98,7 @@ class Client:
         return (sums["drafts"], sums["accepted_tokens"]) if found else None
 
     async def _ask(self, method: str, path: str, **settings: Any) -> str | None:
-        """Returns the answer of a route that not every server has; None if it fails."""
+        """Returns the response of an optional route; None if it fails."""
         import httpx
 
         try:
@@ -113,15 +109,7 @@ class Client:
         return response.text if response.is_success else None
 
     async def send(self, request: BenchRequest, extra_body: dict[str, Any] | None = None) -> Outcome:
-        """Sends a request and waits for its end.
-
-        Args:
-            request: the request.
-            extra_body: added to the body.
-
-        Returns:
-            The outcome, which includes failures: this raises nothing.
-        """
+        """Sends a request, merged with `extra_body`, and waits for its end. Failures are part of the outcome."""
         import httpx
 
         body = self._backend.write(request, self.model, self._stream, self._ignore_eos)
@@ -161,7 +149,7 @@ class Client:
 
 
 def _error_message(content: str) -> str:
-    """Returns the message of an OpenAI error object, or any other content as it is."""
+    """Returns the message of an OpenAI error object, or other content unchanged."""
     try:
         return str(json.loads(content)["error"]["message"])
     except (ValueError, LookupError, TypeError):
@@ -169,15 +157,7 @@ def _error_message(content: str) -> str:
 
 
 def merge(body: dict[str, Any], extra: dict[str, Any]) -> dict[str, Any]:
-    """Adds fields to a body; an object within an object is merged, everything else is replaced.
-
-    Args:
-        body: the body.
-        extra: the fields.
-
-    Returns:
-        A new body.
-    """
+    """Returns a body with added fields: objects within objects are merged, everything else is replaced."""
     merged = dict(body)
     for key, value in extra.items():
         both = isinstance(value, dict) and isinstance(merged.get(key), dict)

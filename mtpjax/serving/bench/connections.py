@@ -1,4 +1,4 @@
-"""Connections to a server, opened before they are measured.
+"""Connections to a server, opened before the measurement.
 
 One `httpx` client with a pool for all requests would be simpler. But its pool looks at every connection for every
 request, which adds to the time to first token when many requests run at once.
@@ -16,7 +16,7 @@ if TYPE_CHECKING:
     import httpx
 
 CONNECT_SECONDS = 10.0
-# Servers close idle connections after some seconds, uvicorn after 5. Closing first means that no request meets that.
+# Servers close idle connections after some seconds, uvicorn after 5. Closing them earlier avoids failed requests.
 IDLE_SECONDS = 3.0
 MAX_OPENED = 256  # connections opened ahead of a run
 
@@ -25,16 +25,7 @@ class Connections:
     """Connections to one server, each for one request at a time."""
 
     def __init__(self, url: str, headers: dict[str, str] | None = None):
-        """Checks the URL; opens nothing yet.
-
-        Args:
-            url: the server, without the route.
-            headers: of every request.
-
-        Raises:
-            ValueError: the URL has another form.
-            UsageError: httpx is not installed.
-        """
+        """Opens nothing yet. Raises ValueError for an invalid URL, and UsageError if httpx is not installed."""
         try:
             import httpx
         except ImportError as error:
@@ -51,7 +42,7 @@ class Connections:
 
     @contextlib.asynccontextmanager
     async def use(self) -> "AsyncIterator[httpx.AsyncClient]":
-        """Gives a connection to the block: the one used last, or a new one if all are in use."""
+        """Lends a connection: the one used last, or a new one if all are in use."""
         connection = self._free.pop() if self._free else self._make()
         try:
             yield connection
@@ -59,7 +50,7 @@ class Connections:
             self._free.append(connection)
 
     async def open(self, count: int) -> None:
-        """Opens connections, so that requests do not wait for them. Failures are left for the requests to meet."""
+        """Opens connections, so that requests do not wait for them. Ignores failures: the requests will see them."""
         import httpx
 
         async def ask() -> None:
@@ -70,7 +61,6 @@ class Connections:
         await asyncio.gather(*(ask() for _ in range(min(count, MAX_OPENED))))
 
     async def close(self) -> None:
-        """Closes all connections."""
         await asyncio.gather(*(connection.aclose() for connection in self._all))
 
     def _make(self) -> "httpx.AsyncClient":
@@ -80,7 +70,7 @@ class Connections:
             base_url=self.url,
             headers=self._headers,
             verify=self._certificates,
-            # Requests may queue for long.
+            # Requests may queue for a long time.
             timeout=httpx.Timeout(None, connect=CONNECT_SECONDS),
             limits=httpx.Limits(keepalive_expiry=IDLE_SECONDS),
             # A proxy named by the environment would add its own latency.

@@ -1,4 +1,4 @@
-"""The outcome of one request of a benchmark: when its tokens arrived, and the counts of the server."""
+"""The outcome of one request of a benchmark: arrival times of its tokens, and the server's counts."""
 
 import dataclasses
 import itertools
@@ -11,13 +11,11 @@ class Outcome:
     """The outcome of a request. Times are those of `time.perf_counter`.
 
     Attributes:
-        request: the request.
         sent: when it was sent.
         arrivals: time and number of tokens so far, for each event that brought tokens.
         num_prompt_tokens: tokens of the prompt, as the server counts them.
-        num_verify_steps: verification passes; 0 if the server does not say.
-        accept_length: tokens per verification pass; None if the server does not say.
-        text: the answer.
+        num_verify_steps: verification passes; 0 if the server does not report them.
+        accept_length: tokens per verification pass; None if the server does not report it.
         error: one line if it failed, else empty.
     """
 
@@ -32,7 +30,6 @@ class Outcome:
 
     @property
     def num_new_tokens(self) -> int:
-        """Tokens delivered."""
         return self.arrivals[-1][1] if self.arrivals else 0
 
     @property
@@ -47,7 +44,7 @@ class Outcome:
 
     @property
     def inter_token_latencies(self) -> list[float]:
-        """Seconds of each token after the first event. Tokens of one event share the time since the event before."""
+        """Seconds of each token after the first event. Tokens of one event share the time since the previous event."""
         result = []
         for (before, old), (now, new) in itertools.pairwise(self.arrivals):
             result += [(now - before) / (new - old)] * (new - old)
@@ -55,7 +52,7 @@ class Outcome:
 
 
 class AnswerReader:
-    """Fills an outcome from the events of its answer, in their order."""
+    """Fills an outcome from the events of its answer, in order."""
 
     def __init__(self, outcome: Outcome, *, text_is_cumulative: bool):
         self._outcome, self._text_is_cumulative = outcome, text_is_cumulative
@@ -64,7 +61,6 @@ class AnswerReader:
         self._counts: list[tuple[float, int]] = []
 
     def add(self, now: float, update: Update) -> None:
-        """Notes an event that arrived at a time."""
         outcome = self._outcome
         if update.text:
             self._times_of_text.append(now)
@@ -73,7 +69,7 @@ class AnswerReader:
             self._texts.append(update.text)
         if update.num_new_tokens is not None:
             self._counts.append((now, update.num_new_tokens))
-        # Numbers of the whole request: the last event that has one is right.
+        # Numbers of the whole request: the last event that has one counts.
         outcome.num_prompt_tokens = update.num_prompt_tokens or outcome.num_prompt_tokens
         outcome.num_verify_steps = update.num_verify_steps or outcome.num_verify_steps
         outcome.accept_length = update.accept_length or outcome.accept_length
@@ -81,7 +77,7 @@ class AnswerReader:
     def close(self) -> None:
         """Completes the outcome after the last event."""
         self._outcome.text = "".join(self._texts)
-        # Servers without running counts name only the total, at the end: spread it over the events with text.
+        # Servers without running counts report only the total, at the end: spread it over the events with text.
         counts, num_events = self._counts, len(self._times_of_text)
         if len(counts) == 1 and num_events:
             total = counts[0][1]

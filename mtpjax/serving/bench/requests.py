@@ -1,4 +1,4 @@
-"""Makes the requests of a benchmark from its settings and the server's tokenizer."""
+"""Makes the requests of a benchmark with the server's tokenizer."""
 
 from collections.abc import Sequence
 
@@ -10,57 +10,37 @@ from mtpjax.serving.bench.workload import WORDS, RandomLengths, random_requests,
 DEFAULT_NEW_TOKENS = 256
 
 
-async def make_requests(
-    client: Client,
-    dataset: str,
-    *,
-    path: str | None,
-    count: int,
-    lengths: RandomLengths,
-    vocab_size: int | None = None,
-    max_new_tokens: int | None = None,
-    categories: Sequence[str] = (),
-    seed: int,
-) -> list[BenchRequest]:
-    """Makes the requests.
-
-    Args:
-        client: the client, whose server encodes texts.
-        dataset: "random", "random-ids", or the name of a kind of file.
-        path: the file of a data set that is not random.
-        count: number of requests; fewer if the file has fewer.
-        lengths: range of the lengths of random requests.
-        vocab_size: the ids below it are the tokens of "random-ids".
-        max_new_tokens: most new tokens of a request that is not random; None: as many as the file's reply has, or 256.
-        categories: only prompts of these categories; empty: all.
-        seed: seed of every choice.
-
-    Returns:
-        The requests.
+async def word_requests(client: Client, count: int, lengths: RandomLengths, *, seed: int) -> list[BenchRequest]:
+    """Makes requests of random tokens of common words. Ids of the whole vocabulary would include rare and special ones.
 
     Raises:
-        UsageError: a setting that the data set needs is missing.
-        ValueError: the file has another form.
-        OSError: the file cannot be read.
+        UsageError: the server does not tokenize.
     """
-    if dataset == "random":
-        # Tokens of words, because ids drawn from all of the vocabulary would be rare and special tokens too.
-        token_ids = await client.tokenize(" ".join(WORDS.split()))
-        if not token_ids:
-            raise UsageError(
-                f"{client.url} has no POST /tokenize: use --dataset-name random-ids with --vocab-size, or a file"
-            )
-        return random_requests(sorted(set(token_ids)), count, lengths, seed=seed)
-    if dataset == "random-ids":
-        if vocab_size is None or vocab_size < 1:
-            raise UsageError("--dataset-name random-ids draws ids below --vocab-size, which must be given and above 0")
-        return random_requests(range(vocab_size), count, lengths, seed=seed)
-    if path is None:
-        raise UsageError(f"--dataset-name {dataset} needs --dataset-path")
+    token_ids = await client.tokenize(" ".join(WORDS.split()))
+    if not token_ids:
+        raise UsageError(
+            f"{client.url} has no POST /tokenize: use --dataset-name random-ids with --vocab-size, or a file"
+        )
+    return random_requests(sorted(set(token_ids)), count, lengths, seed=seed)
+
+
+async def file_requests(
+    client: Client, path: str, count: int, *, max_new_tokens: int | None, categories: Sequence[str] = (), seed: int
+) -> list[BenchRequest]:
+    """Makes requests from a file of prompts or conversations, as `read_dataset` reads it.
+
+    Args:
+        client: the client, whose server counts the tokens of replies.
+        path: the file.
+        count: number of requests; fewer if the file has fewer.
+        max_new_tokens: maximum new tokens; None: as many as the file's reply has, or 256.
+        categories: only prompts of these categories; empty: all.
+        seed: seed of the choice.
+    """
     requests = []
     for prompt, reply in read_dataset(path, count, categories=categories, seed=seed):
         num_new = max_new_tokens
-        # The reply of the data set says how long an answer is in practice.
+        # The data set's reply gives a realistic length of the answer.
         if num_new is None and reply is not None:
             num_new = len(await client.tokenize(reply) or ())
         requests.append(BenchRequest(prompt.text, num_new or DEFAULT_NEW_TOKENS, prompt.category))

@@ -16,7 +16,7 @@ from mtpjax.serving.bench.summary import summarize
 T = TypeVar("T")
 
 
-async def send_all(
+async def measure(
     client: Client,
     requests: Sequence[BenchRequest],
     outcomes: list[Outcome],
@@ -25,24 +25,28 @@ async def send_all(
     max_concurrency: int | None = None,
     extra_body: dict[str, Any] | None = None,
     progress: Callable[[], None] = lambda: None,
-) -> None:
-    """Sends requests and waits for all.
+) -> dict[str, Any]:
+    """Sends requests, waits for all, and computes the numbers of the run.
 
     Args:
         client: the client.
         requests: the requests.
-        outcomes: receives each outcome when its request ends, so that an interrupted caller has those before.
-        times: when each request arrives, in seconds from now. It is sent then, or once fewer than `max_concurrency`
+        outcomes: receives each outcome when its request ends, so that an interrupted caller keeps the finished ones.
+        times: arrival of each request, in seconds from now. It is sent then, or once fewer than `max_concurrency`
             requests run.
-        max_concurrency: most requests that run at the same time; None: no limit.
-        extra_body: added to every body.
+        max_concurrency: maximum requests that run at the same time; None: no limit.
+        extra_body: merged into every body.
         progress: called when a request ends.
     """
-    begin, slots = time.perf_counter(), asyncio.Semaphore(max_concurrency or len(requests))
+    limit = max_concurrency or len(requests)
+    await client.open_connections(min(limit, len(requests)))
+    before = await client.speculation_counts()
+    stopwatch = Stopwatch()
+    begin, slots = time.perf_counter(), asyncio.Semaphore(limit)
 
     async def send(request: BenchRequest, at: float) -> None:
         await asyncio.sleep(begin + at - time.perf_counter())
-        # The semaphore hands slots out in the order of arrival. The time before the slot is not part of the latency.
+        # The semaphore grants slots in order of arrival. The time before the slot is not part of the latency.
         async with slots:
             outcomes.append(await client.send(request, extra_body))
         progress()
@@ -50,59 +54,23 @@ async def send_all(
     async with asyncio.TaskGroup() as group:
         for request, at in zip(requests, times, strict=True):
             group.create_task(send(request, at))
-
-
-async def measure(
-    client: Client,
-    requests: Sequence[BenchRequest],
-    outcomes: list[Outcome],
-    *,
-    times: Sequence[float],
-    max_concurrency: int | None,
-    extra_body: dict[str, Any] | None = None,
-    progress: Callable[[], None] = lambda: None,
-) -> dict[str, Any]:
-    """Sends all requests and computes the numbers of the run; the arguments are those of `send_all`."""
-    await client.open_connections(min(max_concurrency or len(requests), len(requests)))
-    before = await client.speculation_counts()
-    stopwatch = Stopwatch()
-    await send_all(
-        client,
-        requests,
-        outcomes,
-        times=times,
-        max_concurrency=max_concurrency,
-        extra_body=extra_body,
-        progress=progress,
-    )
     # A client that needs a whole core, or waits for one, reads tokens late.
     elapsed = stopwatch.read()
     shares = {"client_cpu_share": elapsed["cpu_seconds"] / elapsed["seconds"]}
     shares["client_waited_share"] = stopwatch.waited_share()
     after = await client.speculation_counts()
     counts = None if before is None or after is None else (after[0] - before[0], after[1] - before[1])
-    summary = summarize(outcomes, counts)
-    return {**summary, **shares}
+    return {**summarize(outcomes, counts), **shares}
 
 
 def run_until_interrupted(work: Coroutine[Any, Any, T]) -> T:
-    """Runs a coroutine, in which Ctrl-C raises `CancelledError`: it can return what it has.
-
-    Args:
-        work: the coroutine.
-
-    Returns:
-        Its result.
-
-    Raises:
-        KeyboardInterrupt: the coroutine did not catch the cancellation.
-    """
+    """Runs a coroutine. Ctrl-C cancels it; unless it returns what it has, KeyboardInterrupt is raised."""
     previous = signal.getsignal(signal.SIGINT)
 
     async def cancellable() -> T:
         task = asyncio.current_task()
         assert task is not None
-        # Only the main thread can have signal handlers; elsewhere Ctrl-C is the caller's matter.
+        # Only the main thread can have signal handlers; elsewhere the caller handles Ctrl-C.
         with contextlib.suppress(ValueError, RuntimeError):
             asyncio.get_running_loop().add_signal_handler(signal.SIGINT, task.cancel)
         return await work

@@ -50,16 +50,16 @@ async def compare(
     Args:
         client: the client.
         requests: the requests, the same in every run.
-        runs: receives each run when it ends, so that an interrupted caller has those before.
+        runs: receives each run when it ends, so that an interrupted caller keeps the finished ones.
         concurrencies: numbers of requests that run at the same time.
         repeats: pairs of runs per concurrency.
         progress: called with None when a request ends, and with the run when a run ends.
     """
     for concurrency in concurrencies:
         for repeat in range(repeats):
-            # The order alternates, so that a machine that gets slower or faster favours neither side.
+            # The order alternates, so that a machine that slows down or speeds up favours neither side.
             for speculative in (True, False) if repeat % 2 == 0 else (False, True):
-                # The prompts are those of the run before: without this, the second run would find them in the cache.
+                # The prompts are those of the previous run: without this, the second run would find them in the cache.
                 await client.flush_cache()
                 summary = await measure(
                     client,
@@ -79,14 +79,13 @@ class Speedup:
     """The comparison at one concurrency.
 
     Attributes:
-        concurrency: requests that run at the same time.
         ratio: output tokens per second with drafts over those without; the interval is over pairs of runs, and nan with
             one pair.
         throughput: output tokens per second, without and with drafts.
         ttft: mean milliseconds to the first token, without and with drafts.
         itl: mean milliseconds per token after the first, without and with drafts; None if no request had one.
-        accept_length: tokens per verification pass with drafts; None if the server does not say.
-        accept_length_without: that of the runs without drafts, which is 1 if the server obeys.
+        accept_length: tokens per verification pass with drafts; None if the server does not report it.
+        accept_length_without: the same without drafts; 1 if the server turns drafts off as requested.
         num_pairs: pairs of runs.
         num_failed: requests that failed.
         is_client_busy: the client was too busy in a run, see `is_client_busy`.
@@ -108,19 +107,11 @@ class Speedup:
     problem: str | None = None
 
     def to_dict(self) -> dict[str, Any]:
-        """Returns the fields for JSON."""
         return {**dataclasses.asdict(self), "ratio": self.ratio.to_dict()}
 
 
 def speedups(runs: Sequence[Run]) -> list[Speedup]:
-    """Compares the runs of each concurrency.
-
-    Args:
-        runs: the runs. Those without a partner, and pairs in which a run got no token, are left out.
-
-    Returns:
-        A comparison per concurrency that has a pair.
-    """
+    """Compares the runs of each concurrency that has a complete pair, in which both runs got tokens."""
     by_key = {(run.concurrency, run.repeat, run.speculative): run.summary for run in runs}
     result = []
     for concurrency in sorted({run.concurrency for run in runs}):

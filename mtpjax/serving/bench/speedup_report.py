@@ -9,7 +9,7 @@ import rich.table
 
 from mtpjax.atomic import write_text
 from mtpjax.console import narrow_table
-from mtpjax.evaluation.plot_style import GREY, colour, legend_below, picture, picture_paths, plain_log_ticks
+from mtpjax.evaluation.plot_style import GREY, colour, draw_picture, legend_below, plain_log_ticks
 from mtpjax.evaluation.plots import plot_speed_ups
 from mtpjax.evaluation.trust import mark, verdict
 from mtpjax.messages import count_of
@@ -54,12 +54,12 @@ def _number(value: float | None, digits: int) -> str:
 
 
 def rows_verdict(rows: Sequence[Speedup]) -> str:
-    """Says in one line which speed-ups can be trusted. It comes before the table."""
+    """Returns the line above the table: which speed-ups can be trusted."""
     return verdict([row.problem for row in rows], max(row.waited for row in rows))
 
 
 def notes(rows: Sequence[Speedup], reference: Reference) -> list[str]:
-    """Says what the columns mean, and what limits the numbers."""
+    """Explains the columns, and what limits the numbers."""
     result = [
         "speed-up: output tokens per second with drafts over those of the same requests with `speculative: false`, in "
         "turns; the interval is over pairs of runs",
@@ -67,17 +67,19 @@ def notes(rows: Sequence[Speedup], reference: Reference) -> list[str]:
         "accept length: 1 + accepted drafts / verification passes; TTFT and ITL: means, without drafts / with MTP",
     ]
     if failed := sum(row.num_failed for row in rows):
-        result.append(f"{count_of(failed, 'request')} failed, whose tokens do not count")
+        result.append(f"{count_of(failed, 'request')} failed; their tokens do not count")
     result += [f"{count_of(row.concurrency, 'request')} at once: {row.problem}" for row in rows if row.problem]
     if any(row.num_pairs == 1 for row in rows):
         result.append("one pair of runs has no interval: raise --repeats")
     if any(row.accept_length is None for row in rows):
         result.append("the server reports no accept length")
     if busy := [str(row.concurrency) for row in rows if row.is_client_busy]:
-        result.append(f"the client itself was too busy at {', '.join(busy)} requests at once: latencies are too long")
-    # A server that does not know the field answers all requests with drafts.
+        result.append(
+            f"the client was overloaded at {', '.join(busy)} requests at once: the measured latencies are too long"
+        )
+    # A server that does not know the field drafts for all requests.
     if any((row.accept_length_without or 1) > 1.001 for row in rows):
-        result.append("the server drafts in spite of `speculative: false`: this is no comparison")
+        result.append("the server drafts despite `speculative: false`: the comparison is not valid")
     return result
 
 
@@ -89,7 +91,7 @@ def write_report(
     formats: Sequence[str],
     reference: Reference,
 ) -> list[pathlib.Path]:
-    """Writes JSON, Markdown and pictures.
+    """Writes JSON, Markdown and pictures, and returns the files of JSON and Markdown.
 
     Args:
         output: path of the files without suffix.
@@ -98,9 +100,6 @@ def write_report(
         settings: how they were measured: server, requests, machine.
         formats: formats of the pictures.
         reference: published speed-ups to show beside them.
-
-    Returns:
-        The files of JSON and Markdown.
     """
     output = pathlib.Path(output)
     content = {
@@ -112,7 +111,7 @@ def write_report(
     files = [output.with_name(f"{output.name}.{suffix}") for suffix in ("json", "md")]
     write_text(files[0], json.dumps(content, indent=1, allow_nan=False) + "\n")
     write_text(files[1], format_markdown(rows, settings, reference))
-    # The client does not know the server's device; the address and its own processor say where it was measured.
+    # The client does not know the server's device; the address and the client's processor are all it can report.
     title = f"Serving {settings.get('model')} at {settings.get('url')}\n"
     title += f"client: {settings.get('client_cpu')}, {settings.get('client_cores')} cores"
     plot_speedup(output, rows, formats, reference, title=title)
@@ -136,15 +135,11 @@ def plot_speedup(
     """Plots throughput and speed-up against concurrency.
 
     Args:
-        path: the picture, as in `plot_style.picture_paths`.
         rows: the comparisons.
-        formats: formats of a path without suffix.
         reference: published speed-ups to show beside them.
-        title: what was measured, and where.
     """
-    if not picture_paths(path, formats):
-        return
-    with picture(path, (9.5, 4.2), formats, title=title) as figure:
+
+    def draw(figure):
         throughput, speed = figure.subplots(1, 2)
         places = [row.concurrency for row in rows]
         # Left: output tokens per second.
@@ -166,3 +161,5 @@ def plot_speedup(
             axes.set_xscale("log", base=2)
             axes.set_xticks(places, [str(place) for place in places])
             legend_below(axes)
+
+    draw_picture(path, (9.5, 4.2), draw, formats, title=title)

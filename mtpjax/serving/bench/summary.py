@@ -21,18 +21,15 @@ LATENCIES = {
 
 
 def summarize(outcomes: Sequence[Outcome], counts: tuple[float, float] | None = None) -> dict[str, Any]:
-    """Computes the numbers of a run.
+    """Computes the numbers of a run, by SGLang's names; None: undefined.
 
     Args:
-        outcomes: the requests that ended, failed ones included.
+        outcomes: the requests that ended, including failed ones.
         counts: verification passes and accepted drafts of the server during the run, for servers that do not report
             them per request; None: unknown.
-
-    Returns:
-        Numbers by SGLang's names. A number that is undefined is None.
     """
     done = [outcome for outcome in outcomes if not outcome.error]
-    # The run begins with its first request and ends with its last token.
+    # The run starts with its first request and ends with its last token.
     begin = min((outcome.sent for outcome in outcomes), default=0.0)
     duration = max((outcome.arrivals[-1][0] for outcome in done), default=begin) - begin
     # Prompts of token ids are counted here; texts are counted by the server.
@@ -109,8 +106,7 @@ def _statistics(name: str, seconds: Sequence[float]) -> dict[str, float | None]:
 
 
 def _accept_length(done: Sequence[Outcome], counts: tuple[float, float] | None) -> float | None:
-    """Returns 1 + accepted drafts / verification passes."""
-    # A request's accept length counts as often as it has passes: the accepted drafts of all over the passes of all.
+    # Weight each request's accept length by its passes: all accepted drafts over all passes.
     known = [(outcome.accept_length, outcome.num_verify_steps) for outcome in done if outcome.num_verify_steps]
     told = [(length, steps) for length, steps in known if length is not None]
     if told:
@@ -119,7 +115,7 @@ def _accept_length(done: Sequence[Outcome], counts: tuple[float, float] | None) 
 
 
 def _by_category(done: Sequence[Outcome]) -> dict[str, float | None]:
-    """Returns the accept length of each category of prompts, where requests report it; empty if there is only one."""
+    """Returns the accept length of each category of prompts, if there are several and requests report it."""
     groups: dict[str, list[Outcome]] = {}
     for outcome in done:
         groups.setdefault(outcome.request.category, []).append(outcome)
@@ -127,7 +123,7 @@ def _by_category(done: Sequence[Outcome]) -> dict[str, float | None]:
 
 
 def _peak_throughput(done: Sequence[Outcome], begin: float, duration: float) -> float | None:
-    """Returns the most tokens per second within a window of at least one second; None for a run without tokens."""
+    """Returns the maximum tokens per second within a window of at least one second; None for a run without tokens."""
     if not duration:
         return None
     # Windows of equal length that divide the run: the mean of the run is the mean of its windows, so the highest one
@@ -144,7 +140,6 @@ def _peak_throughput(done: Sequence[Outcome], begin: float, duration: float) -> 
 
 
 def _peak_requests(done: Sequence[Outcome]) -> int:
-    """Returns the most requests that ran at the same time."""
     # Ends sort before beginnings of the same moment.
     changes = sorted(change for each in done for change in ((each.sent, 1), (each.sent + each.latency, -1)))
     running = peak = 0
@@ -155,15 +150,7 @@ def _peak_requests(done: Sequence[Outcome]) -> int:
 
 
 def format_table(settings: dict[str, Any], summary: dict[str, Any]) -> str:
-    """Formats a run as SGLang's benchmark prints it, so that scripts can read both.
-
-    Args:
-        settings: `backend`, `request_rate` and `max_concurrency`.
-        summary: the result of `summarize`.
-
-    Returns:
-        Lines of at most 50 columns.
-    """
+    """Formats a run as SGLang's benchmark prints it, so that scripts can read both, in lines of at most 50 columns."""
     # The labels and their order are those of SGLang's benchmark.
     limit = settings["max_concurrency"]
     rows = [

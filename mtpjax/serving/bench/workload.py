@@ -1,4 +1,4 @@
-"""The requests of a benchmark and the times to send them. The same seed gives the same requests and times."""
+"""The requests of a benchmark and their times. The same seed gives the same requests and times."""
 
 import dataclasses
 import itertools
@@ -25,7 +25,7 @@ WORDS = """
 
 @dataclasses.dataclass(frozen=True)
 class RandomLengths:
-    """Lengths of random requests, uniform from `range_ratio` times the greatest length to that length, as in SGLang."""
+    """Lengths of random requests, uniform from `range_ratio` times the maximum to the maximum, as in SGLang."""
 
     num_input: int = 1024
     num_output: int = 1024
@@ -39,17 +39,6 @@ class RandomLengths:
 
 
 def random_requests(token_ids: Sequence[int], count: int, lengths: RandomLengths, *, seed: int) -> list[BenchRequest]:
-    """Draws prompts of random tokens.
-
-    Args:
-        token_ids: the tokens to draw from.
-        count: number of requests.
-        lengths: range of the numbers of tokens.
-        seed: seed of lengths and tokens.
-
-    Returns:
-        The requests.
-    """
     rng = np.random.default_rng(seed)
 
     def draw(greatest: int) -> list[int]:
@@ -62,16 +51,13 @@ def random_requests(token_ids: Sequence[int], count: int, lengths: RandomLengths
 
 
 def read_dataset(path, count: int, *, categories: Sequence[str] = (), seed: int) -> list[tuple[Prompt, str | None]]:
-    """Chooses prompts of a file, evenly over its categories.
+    """Chooses prompts of a file, evenly over its categories, each with the reply that the file has for it, or None.
 
     Args:
         path: conversations as ShareGPT has them, in JSON or JSONL; or prompts, see `mtpjax.data.prompts`.
         count: number of prompts; fewer if the file has fewer.
         categories: only these; empty: all.
         seed: seed of the choice.
-
-    Returns:
-        Each prompt with the reply that the file has for it, or None.
 
     Raises:
         ValueError: the file has another form.
@@ -96,7 +82,7 @@ def _conversations(path: pathlib.Path) -> Iterator[tuple[Prompt, str]]:
         turns = record.get("conversations") if isinstance(record, dict) else None
         if not isinstance(turns, list):
             continue
-        # ShareGPT calls a turn's text "value", OpenAI's format "content". One turn alone has no reply.
+        # ShareGPT calls a turn's text "value", OpenAI's format "content". A single turn has no reply.
         found = [turn.get("value", turn.get("content")) for turn in turns[:2] if isinstance(turn, dict)]
         texts = [text for text in found if isinstance(text, str) and text.strip()]
         if len(texts) == 2:
@@ -104,18 +90,12 @@ def _conversations(path: pathlib.Path) -> Iterator[tuple[Prompt, str]]:
 
 
 def arrival_times(count: int, request_rate: float, *, seed: int) -> list[float]:
-    """Draws the times at which requests arrive, in seconds after the first.
+    """Draws the arrival times of requests, ascending, in seconds after the first.
 
     Args:
         count: number of requests.
-        request_rate: mean requests per second of a Poisson process; infinite: all at once.
+        request_rate: mean requests per second of a Poisson process; infinite: all at once. Must be above 0.
         seed: seed of the gaps.
-
-    Returns:
-        The times, in ascending order; the first is 0.
-
-    Raises:
-        ValueError: the rate is not above 0.
     """
     if not request_rate > 0:
         raise ValueError(f"request_rate must be above 0, got {request_rate}")

@@ -1,7 +1,6 @@
 """The prefill server's route for decode servers."""
 
 import asyncio
-import dataclasses
 import logging
 
 import numpy as np
@@ -23,48 +22,31 @@ REQUEST = {"model": bytes, "tokens": bytes, "salt": bytes, "num_known": int}
 _log = logging.getLogger(__name__)
 
 
-@dataclasses.dataclass(frozen=True)
-class PrefillService:
-    """The parts of a prefill server that its route needs.
-
-    Attributes:
-        engine: computes the pages.
-        signer: checks who asks.
-        model: hash of the model; see `Engine.model_digest`.
-        transfer: sends the pages.
-    """
-
-    engine: Engine
-    signer: Signer
-    model: bytes
-    transfer: Transfer
-
-
-def prefill_router(server: ApiServer, service: PrefillService) -> APIRouter:
-    """Makes the route."""
-    router, engine, size = APIRouter(), service.engine, service.engine.settings.page_size
+def prefill_router(server: ApiServer, engine: Engine, signer: Signer, model: bytes, transfer: Transfer) -> APIRouter:
+    """Makes the route, for decode servers whose `Engine.model_digest` is `model` too."""
+    router, size = APIRouter(), engine.settings.page_size
 
     @router.post(PATH, response_class=Response, include_in_schema=False)
     async def prefill(request: Request) -> Response:
-        """Computes the whole pages of a prompt, and offers those that the decode server does not have."""
+        """Computes the full pages of a prompt, and offers those that the decode server lacks."""
         # 1. Check the sender, before anything reads the body.
         max_bytes = 4 * engine.max_length + protocol.MESSAGE_BYTES
         body = await read_bytes(request, max_bytes, server.settings.body_timeout)
         try:
-            service.signer.check(request.headers, body)
+            signer.check(request.headers, body)
         except Forged as error:
             _log.warning("a request for prefill was refused: %s", error)
-            raise ApiError("only decode servers may ask", status=403, code="forbidden") from error
+            raise ApiError("only decode servers may send this request", status=403, code="forbidden") from error
         # 2. Read the request.
         try:
             values = protocol.unpack(body, REQUEST)
             tokens = np.frombuffer(values["tokens"], "<i4").tolist()
         except ValueError as error:
             raise ApiError(str(error)) from error
-        if values["model"] != service.model:
+        if values["model"] != model:
             message = "the servers differ in their model, --page-size, --kv-cache-dtype or draft settings"
             raise ApiError(message, status=409, code="other_model")
-        # 3. Compute the pages that are missing: prefill, and one token that nobody reads.
+        # 3. Compute the pages that are missing: prefill, plus one unused token.
         salt = values["salt"]
 
         async def compute() -> None:
@@ -82,7 +64,7 @@ def prefill_router(server: ApiServer, service: PrefillService) -> APIRouter:
         pages = [entries for _, entries in engine.read_pages(tokens[:-1], salt)[max(num_known, 0) :]]
         data = protocol.pages_to_bytes(pages)
         checksum = protocol.checksum(data)
-        answer = protocol.pack({"size": len(data), "checksum": checksum, **service.transfer.send(data)})
-        return Response(answer, headers=service.signer.sign_answer(headers, answer))
+        answer = protocol.pack({"size": len(data), "checksum": checksum, **transfer.send(data)})
+        return Response(answer, headers=signer.sign_answer(headers, answer))
 
     return router

@@ -16,23 +16,16 @@ from mtpjax.serving.host_pages import Entries
 
 PATH = "/disaggregation/prefill"
 MAX_AGE = 60.0  # seconds that the clocks of two machines may differ
-MESSAGE_BYTES = 1 << 12  # most bytes of a message besides tokens and pages
+MESSAGE_BYTES = 1 << 12  # maximum size of a message, besides tokens and pages
 TIME, NONCE, SIGNATURE = "mtpjax-time", "mtpjax-nonce", "mtpjax-signature"  # headers
 
 
 class Forged(Exception):
-    """A message that nobody with the secret has sent just now."""
+    """A message that was not sent recently by a holder of the secret."""
 
 
 class Signer:
-    """Signs messages with a shared secret, and checks those of others.
-
-    Args:
-        secret: at least 16 bytes.
-
-    Raises:
-        ValueError: the secret is shorter.
-    """
+    """Signs and checks messages with a shared secret of at least 16 bytes; a shorter one raises ValueError."""
 
     def __init__(self, secret: bytes):
         if len(secret) < 16:
@@ -41,26 +34,17 @@ class Signer:
         self._nonces: dict[str, float] = {}  # of requests that were accepted, and when, the oldest first
 
     def sign(self, body: bytes) -> dict[str, str]:
-        """Returns the headers of a request."""
         now, nonce = repr(time.time()), secrets.token_hex(16)
         return {TIME: now, NONCE: nonce, SIGNATURE: self._mac("request", now, nonce, body)}
 
     def check(self, headers: Mapping[str, str], body: bytes) -> None:
-        """Checks a request. All calls come from one thread.
-
-        Args:
-            headers: of the request.
-            body: of the request.
-
-        Raises:
-            Forged: the signature is wrong, the request is too old, or it came before.
-        """
+        """Checks a request; not thread-safe. Raises Forged for a wrong signature, an old request or a repeated one."""
         sent, nonce = headers.get(TIME, ""), headers.get(NONCE, "")
         self._compare(self._mac("request", sent, nonce, body), headers)
         now = time.time()
         if abs(now - float(sent)) > MAX_AGE:
-            raise Forged("its time is too far from that of this machine")
-        # A request that was recorded in the network must not be answered a second time.
+            raise Forged("its time differs too much from this machine's")
+        # A request that was recorded in the network must not work a second time.
         if nonce in self._nonces:
             raise Forged("it came before")
         self._nonces[nonce] = now
@@ -68,7 +52,6 @@ class Signer:
             del self._nonces[next(iter(self._nonces))]
 
     def sign_answer(self, request_headers: Mapping[str, str], body: bytes) -> dict[str, str]:
-        """Returns the headers of the answer to a request."""
         return {SIGNATURE: self._mac("answer", request_headers[TIME], request_headers[NONCE], body)}
 
     def check_answer(self, request_headers: Mapping[str, str], headers: Mapping[str, str], body: bytes) -> None:
@@ -85,55 +68,33 @@ class Signer:
 
 
 def pack(message: dict[str, Any]) -> bytes:
-    """Encodes a message."""
     return msgpack.Packer().pack(message)
 
 
 def unpack(body: bytes, fields: Mapping[str, type]) -> dict[str, Any]:
-    """Decodes a message.
-
-    Args:
-        body: the message.
-        fields: its fields and their types.
-
-    Returns:
-        The fields.
-
-    Raises:
-        ValueError: the message has other fields.
-    """
+    """Decodes a message. Raises ValueError unless it has exactly these fields, of these types."""
     message = msgpack.unpackb(body)  # its errors are ValueErrors, and lengths beyond the body's are errors
     if not isinstance(message, dict) or {name: type(value) for name, value in message.items()} != dict(fields):
-        raise ValueError("the message has other fields; do both servers run the same version?")
+        raise ValueError("the message has unexpected fields; do both servers run the same version?")
     return message
 
 
 def page_bytes(shapes: Sequence[jax.ShapeDtypeStruct]) -> int:
-    """Returns the bytes of a page's entries."""
     return sum(int(np.prod(each.shape)) * each.dtype.itemsize for each in shapes)
 
 
 def pages_to_bytes(pages: Sequence[Entries]) -> np.ndarray:
-    """Returns the entries of pages, one after the other, as `[bytes]` uint8."""
+    """Returns the entries of consecutive pages as `[bytes]` uint8."""
     arrays = [np.ascontiguousarray(array).reshape(-1).view(np.uint8) for page in pages for array in page]
     return np.concatenate([np.zeros(0, np.uint8), *arrays])
 
 
 def checksum(data: np.ndarray) -> bytes:
-    """Returns the hash of `[bytes]` uint8."""
     return hashlib.sha256(memoryview(data)).digest()  # type: ignore[arg-type]  # arrays are buffers
 
 
 def pages_from_bytes(data: np.ndarray, shapes: Sequence[jax.ShapeDtypeStruct]) -> list[Entries]:
-    """Returns pages from the bytes of `pages_to_bytes`.
-
-    Args:
-        data: `[bytes]` uint8.
-        shapes: shapes and dtypes of a page's entries.
-
-    Returns:
-        The entries of each page.
-    """
+    """Returns the pages of `pages_to_bytes`, from shapes and dtypes of a page's entries."""
     begin, pages = 0, []
     while begin < len(data):
         page = []

@@ -1,4 +1,4 @@
-"""The decode server's side: asks the prefill server for pages, and prefills itself if it does not get them."""
+"""The decode server's side: requests pages from the prefill server, and prefills itself if that fails."""
 
 import asyncio
 import concurrent.futures
@@ -33,15 +33,15 @@ class RemotePrefill:
         engine: the engine; it must have pages in host memory.
         url: address of the prefill server.
         signer: signs the requests.
-        model: hash of the model; see `Engine.model_digest`.
+        model: the hash `Engine.model_digest`.
         transfer: fetches the pages.
         timeout: seconds that a request waits for its pages.
-        max_concurrent: most prompts that the prefill server is asked for at the same time.
+        max_concurrent: maximum prompts that the prefill server gets at the same time.
 
     Attributes:
-        num_fetched: prompts whose pages came.
-        num_fallbacks: prompts that this server prefilled alone, because the prefill server failed, had failed just
-            before, or had enough to do.
+        num_fetched: prompts whose pages arrived.
+        num_fallbacks: prompts that this server prefilled itself, because the prefill server failed, had just failed, or
+            was busy.
     """
 
     def __init__(
@@ -59,22 +59,18 @@ class RemotePrefill:
         self._url, self._host = url.rstrip("/") + PATH, urlsplit(url).hostname or ""
         self._timeout, self._max_concurrent = timeout, max_concurrent
         limits = httpx.Timeout(timeout, connect=min(CONNECT_SECONDS, timeout))
-        self._client = httpx.Client(timeout=limits, trust_env=False)  # no proxy stands between the servers
+        self._client = httpx.Client(timeout=limits, trust_env=False)  # no proxies
         self._num_running = 0
         self._paused_until = 0.0
         self.num_fetched = self.num_fallbacks = 0
 
     async def prepare(self, requests: Sequence[Request]) -> None:
-        """Fetches the pages of prompts before they enter the engine. Never fails: the engine can prefill by itself.
-
-        Args:
-            requests: the requests.
-        """
+        """Fetches the pages of prompts before they enter the engine. Never fails: the engine can prefill itself."""
         prompts = {(request.prompt, request.salt) for request in requests}
         await asyncio.gather(*(self._prepare(*prompt) for prompt in prompts))
 
     async def _prepare(self, prompt: tuple[int, ...], salt: bytes) -> None:
-        # A page is known only as a whole, and a prompt that is too long is rejected later.
+        # Only full pages are shared, and a prompt that is too long is rejected later.
         if not self._engine.settings.page_size < len(prompt) < self._engine.max_length:
             return
         if self._num_running >= self._max_concurrent or time.monotonic() < self._paused_until:
@@ -84,21 +80,21 @@ class RemotePrefill:
         fetch = asyncio.wrap_future(_run_in_thread(lambda: self._fetch(prompt, salt)))
         fetch.add_done_callback(self._release)
         try:
-            # A thread cannot be stopped: it goes on alone, within the timeouts of its connections.
+            # A thread cannot be stopped: it continues, within the timeouts of its connections.
             self.num_fetched += await asyncio.wait_for(asyncio.shield(fetch), self._timeout)
         except Exception as error:
             self.num_fallbacks += 1
             self._paused_until = time.monotonic() + PAUSE_SECONDS
             reason = printable(f"{type(error).__name__}: {error}", 400)
-            _log.error("no pages from the prefill server, this server prefills itself: %s", reason)
+            _log.error("the prefill server sent no pages; this server prefills itself: %s", reason)
 
     def _release(self, fetch: asyncio.Future) -> None:
         self._num_running -= 1
         if not fetch.cancelled():
-            fetch.exception()  # asyncio logs exceptions that nobody reads
+            fetch.exception()  # asyncio logs exceptions that are never read
 
     def _fetch(self, prompt: tuple[int, ...], salt: bytes) -> bool:
-        """Fetches the pages of a prompt that the engine does not have; returns whether there were any."""
+        """Fetches the pages of a prompt that the engine lacks; returns whether there were any."""
         engine, deadline = self._engine, time.monotonic() + self._timeout
         shapes = engine.page_shapes
         # The engine processes the last token itself.
@@ -122,7 +118,7 @@ class RemotePrefill:
             raise ValueError(f"expected pages of at most {max_bytes} bytes, got {num_bytes}")
         data = self._transfer.receive(values, num_bytes, self._host, max(deadline - time.monotonic(), 0.1))
         if len(data) != num_bytes or protocol.checksum(data) != values["checksum"]:
-            raise ValueError("the pages were damaged on their way")
+            raise ValueError("the pages were corrupted in transit")
         # 3. Keep.
         pages = protocol.pages_from_bytes(data, shapes)
         engine.put_pages(list(zip(itertools.islice(digests, num_known, None), pages, strict=False)))

@@ -1,10 +1,10 @@
-"""Makes a server a prefill server or a decode server."""
+"""Turns a server into a prefill server or a decode server."""
 
 import dataclasses
 
 from fastapi import FastAPI
 
-from mtpjax.serving.disaggregation.prefill_routes import PrefillService, prefill_router
+from mtpjax.serving.disaggregation.prefill_routes import prefill_router
 from mtpjax.serving.disaggregation.protocol import Signer
 from mtpjax.serving.disaggregation.remote_prefill import RemotePrefill
 from mtpjax.serving.disaggregation.transfer import HttpTransfer, JaxTransfer, own_address
@@ -19,14 +19,11 @@ class DisaggregationSettings:
 
     Attributes:
         prefill_url: address of the prefill server, for a decode server; None: this is the prefill server.
-        secret: what both servers share, at least 16 bytes.
-        backend: how pages travel: "jax" or "http".
-        host: address that the data plane listens on.
+        secret: shared by both servers, at least 16 bytes; a shorter one raises ValueError.
+        backend: how pages are sent: "jax" or "http".
+        host: address on which the data plane listens.
         port: the prefill server's port for pages; 0: a free one.
         timeout: seconds that a request waits for its pages.
-
-    Raises:
-        ValueError: the secret is too short.
     """
 
     prefill_url: str | None
@@ -47,7 +44,7 @@ def set_up(app: FastAPI, engine: Engine, settings: DisaggregationSettings, metri
         app: from `make_app`.
         engine: its engine, with pages in host memory.
         settings: which server this is.
-        metrics: gets the decode server's counters; None: nothing counts.
+        metrics: gets the decode server's counters; None: no counters.
 
     Raises:
         ValueError: the engine shares no pages, or the data plane does not start.
@@ -61,10 +58,10 @@ def set_up(app: FastAPI, engine: Engine, settings: DisaggregationSettings, metri
     signer, model = Signer(settings.secret), engine.model_digest()
     server = app.state.server
     is_jax = settings.backend == "jax"
-    # A prefill server gets one more route, which computes pages and offers them.
+    # A prefill server gets an additional route, which computes and offers pages.
     if settings.prefill_url is None:
         transfer = JaxTransfer(own_address(settings.host), settings.port) if is_jax else HttpTransfer()
-        app.include_router(prefill_router(server, PrefillService(engine, signer, model, transfer)))
+        app.include_router(prefill_router(server, engine, signer, model, transfer))
         return
     # A decode server fetches pages before a request enters the engine.
     remote = RemotePrefill(

@@ -1,7 +1,7 @@
-"""The data plane: how the bytes of pages get from one process to another.
+"""The data plane: sends the bytes of pages from one process to another.
 
-`jax` sends them from host memory to host memory over `jax.experimental.transfer`, beside HTTP and in parallel
-connections. `http` puts them into the answer itself, which works everywhere.
+`jax` sends them from host memory to host memory with `jax.experimental.transfer`, over additional parallel connections.
+`http` puts them into the response, which works everywhere.
 """
 
 import datetime
@@ -13,12 +13,12 @@ import jax
 import numpy as np
 
 BACKENDS = ("jax", "http")
-PUBLIC_ADDRESS = "192.0.2.1"  # of no machine (RFC 5737): the way there is the default route
-OFFER_SECONDS = 60.0  # bytes that nobody fetches are dropped after this time
+PUBLIC_ADDRESS = "192.0.2.1"  # reserved for documentation (RFC 5737): it is reached by the default route
+OFFER_SECONDS = 60.0  # after which bytes that were not fetched are dropped
 
 
 class Transfer(Protocol):
-    """A way for bytes from a prefill server to a decode server.
+    """Sends bytes from a prefill server to a decode server.
 
     Attributes:
         fields: name and type of what `send` adds to an answer.
@@ -31,17 +31,7 @@ class Transfer(Protocol):
         ...
 
     def receive(self, answer: dict[str, Any], size: int, host: str, seconds: float) -> np.ndarray:
-        """Fetches bytes.
-
-        Args:
-            answer: holds the fields of `send`.
-            size: number of bytes.
-            host: name or address of the machine that sends.
-            seconds: longest time to wait.
-
-        Returns:
-            `[size]` uint8.
-        """
+        """Fetches `[size]` uint8 from `host`, whose answer holds the fields of `send`, within `seconds`."""
         ...
 
 
@@ -51,19 +41,17 @@ class HttpTransfer:
     fields: ClassVar[dict[str, type]] = {"data": bytes}
 
     def send(self, data: np.ndarray) -> dict[str, Any]:
-        """Returns the bytes themselves."""
         return {"data": data.tobytes()}
 
     def receive(self, answer: dict[str, Any], size: int, host: str, seconds: float) -> np.ndarray:
-        """Returns the bytes of the answer."""
         return np.frombuffer(answer["data"], np.uint8)
 
 
 class JaxTransfer:
-    """Bytes over `jax.experimental.transfer`, between host memories, whatever the accelerator.
+    """Bytes over `jax.experimental.transfer`, between host memories, for any accelerator.
 
-    Nothing encrypts or authenticates its connections. A random number names each offer, and the signed answer has the
-    bytes' checksum.
+    Its connections are neither encrypted nor authenticated. A random number identifies each offer, and the signed
+    response has the bytes' checksum.
 
     Args:
         host: name or address that the other side connects to, if this one sends; not that of all interfaces.
@@ -76,7 +64,7 @@ class JaxTransfer:
     fields: ClassVar[dict[str, type]] = {"uuid": int, "port": int}
 
     def __init__(self, host: str = "127.0.0.1", port: int = 0):
-        # The other side is told to connect to the address that this one listens on, so it must be a real one.
+        # The other side connects to the address that this one listens on, so it must be a real one.
         host = _resolve(host)
         try:
             from jax.experimental import transfer
@@ -99,30 +87,19 @@ class JaxTransfer:
         return {"uuid": uuid, "port": self._port}
 
     def receive(self, answer: dict[str, Any], size: int, host: str, seconds: float) -> np.ndarray:
-        """Pulls the bytes."""
         address = f"{_resolve(host)}:{answer['port']}"
         connection = self._connections.pop(address, None) or self._server.connect(address)
         sharding = jax.sharding.SingleDeviceSharding(self._device)
         shape = jax.ShapeDtypeStruct((size,), np.uint8, sharding=sharding)
         [data] = connection.pull(answer["uuid"], [shape], timeout=_after(seconds))
         data = np.asarray(data)
-        # A connection that failed is not used again.
+        # A failed connection is not reused.
         self._connections[address] = connection
         return data
 
 
 def own_address(host: str) -> str:
-    """Finds an address of this machine that others can connect to.
-
-    Args:
-        host: address that this server listens on.
-
-    Returns:
-        `host` if it is one address; for all of them, that of the default route.
-
-    Raises:
-        ValueError: there is no default route.
-    """
+    """Returns a server's `host`; for all interfaces, the default route's address. Raises ValueError without one."""
     if host not in ("", "0.0.0.0", "::"):
         return host
     try:
@@ -134,7 +111,7 @@ def own_address(host: str) -> str:
 
 
 def _resolve(host: str) -> str:
-    """Returns the address of a name, as a URL has it: JAX connects to addresses only."""
+    """Returns the address of a host name, in URL form: JAX connects only to addresses."""
     addresses = [each[4][0] for each in socket.getaddrinfo(host, None, type=socket.SOCK_STREAM)]
     address = min(addresses, key=lambda each: ":" in str(each))  # IPv4 first
     return f"[{address}]" if ":" in str(address) else str(address)

@@ -1,7 +1,7 @@
-"""TCP connections between process 0 and the others: how they meet, frames of bytes, and what happens if one is lost.
+"""TCP connections between process 0 and the others: how they meet, frames of bytes, and lost connections.
 
-Process 0 listens at a free port. The port, its addresses and a secret that is made for this run travel over JAX's own
-collectives, so there is nothing to configure. Frames are not encrypted, and neither are JAX's collectives.
+Process 0 listens on a free port. The port, its addresses and a secret for this run are sent over JAX's collectives, so
+there is nothing to configure. Frames are not encrypted, and neither are JAX's collectives.
 """
 
 import contextlib
@@ -21,21 +21,19 @@ from mtpjax.errors import LostProcess, printable
 from mtpjax.serving.disaggregation import protocol
 from mtpjax.serving.disaggregation.protocol import NONCE, SIGNATURE, TIME, Forged, Signer
 from mtpjax.serving.disaggregation.transfer import own_address
+from mtpjax.serving.http_server import keepalive_options
 
 EXIT_CODE = 75  # of a process that has lost another; see `LostProcess`
 MEETING_SECONDS = 60.0  # until all processes are connected
-HELLO_SECONDS = 5.0  # until a connection must have said who it is
-STOP_SECONDS = 5.0  # in which another process closes its connection at the end
+HELLO_SECONDS = 5.0  # until a connection must have identified itself
+STOP_SECONDS = 5.0  # in which another process closes its connection at shutdown
 MAX_BYTES = 1 << 30  # of a frame
 HELLO = {"rank": int, TIME: str, NONCE: str, SIGNATURE: str}
 STOP, DRAIN, CALL = b"s", b"d", b"c"  # first byte of a frame
 
 
 class Followers:
-    """Connections of process 0 to the others.
-
-    Args:
-        connections: one per process, by its number.
+    """Connections of process 0 to the others, by process number.
 
     Attributes:
         before_exit: called with a message when another process is lost, before this one ends.
@@ -55,11 +53,7 @@ class Followers:
             thread.start()
 
     def send(self, body: bytes) -> None:
-        """Sends a call to all of them.
-
-        Raises:
-            LostProcess: a connection is broken.
-        """
+        """Sends a call to all processes. Raises LostProcess."""
         for rank, connection in self._connections.items():
             try:
                 _send(connection, CALL + body)
@@ -67,11 +61,7 @@ class Followers:
                 raise LostProcess(f"process {rank} cannot be reached: {error.strerror or error}") from error
 
     def stop(self, problem: str = "") -> None:
-        """Lets the other processes end.
-
-        Args:
-            problem: why this one ends, if that is a fault.
-        """
+        """Lets the other processes end; `problem` is the error that ends this one, if any."""
         if self._has_ended.acquire(blocking=False):
             for connection in self._connections.values():
                 with contextlib.suppress(OSError):
@@ -82,11 +72,7 @@ class Followers:
                 thread.join(timeout=STOP_SECONDS)
 
     def end_process(self, message: str) -> None:
-        """Ends this process because another one is lost; returns if it is ending already, or the run has ended.
-
-        Args:
-            message: one line.
-        """
+        """Ends this process because another one is lost; returns if it, or the run, is ending already."""
         if self._has_ended.acquire(blocking=False):
             _end_process(message, self.before_exit)
 
@@ -98,11 +84,7 @@ class Followers:
 
 
 class Leader:
-    """The connection of another process to process 0.
-
-    Args:
-        connection: the socket.
-    """
+    """The connection of another process to process 0."""
 
     def __init__(self, connection: socket.socket):
         self._connection, self._is_closed = connection, False
@@ -111,18 +93,14 @@ class Leader:
         threading.Thread(target=self._read, name="mtpjax-process-0", daemon=True).start()
 
     def receive(self) -> bytes | None:
-        """Waits for the next call; None: process 0 stops.
-
-        Raises:
-            ValueError: process 0 ends because of a fault.
-        """
+        """Waits for the next call; None: process 0 stops. Raises ValueError if it ends because of an error."""
         frame = self._frames.get()
         if frame[:1] == STOP and len(frame) > 1:
             raise ValueError(f"process 0 has ended: {printable(frame[1:].decode(errors='replace'))}")
         return frame[1:] if frame[:1] == CALL else None
 
     def close(self) -> None:
-        """Ends the connection. From now on, the end of process 0 does not end this one."""
+        """Closes the connection. From now on, the end of process 0 does not end this one."""
         self._is_closed = True
         self._connection.close()
 
@@ -154,11 +132,11 @@ def connect_processes(address: str | None) -> Iterator[Followers | Leader]:
         `Followers` in process 0, `Leader` in the others.
 
     Raises:
-        LostProcess: a process did not come.
+        LostProcess: a process did not connect.
     """
     is_main, num_others = distributed.is_main_process(), jax.process_count() - 1
     with contextlib.ExitStack() as stack:
-        # 1. Process 0 opens a port, and tells the others.
+        # 1. Process 0 opens a port and sends its number to the others.
         meeting = None
         if is_main:
             listener = stack.enter_context(_listen())
@@ -193,14 +171,14 @@ def _end_process(message: str, before_exit: Callable[[str], None]) -> None:
 
 
 def _listen() -> socket.socket:
-    """Opens a free port at all addresses of the machine."""
+    """Opens a free port on all addresses of the machine."""
     if socket.has_dualstack_ipv6():
         return socket.create_server(("", 0), family=socket.AF_INET6, dualstack_ipv6=True)
     return socket.create_server(("", 0))
 
 
 def _own_hosts() -> list[str]:
-    """Returns names of this machine for others, the most likely one first."""
+    """Returns names of this machine for others, the likeliest first."""
     with contextlib.suppress(ValueError):
         return [own_address(""), socket.gethostname()]
     return [socket.gethostname()]
@@ -223,7 +201,7 @@ def _accept(listener: socket.socket, count: int, signer: Signer) -> dict[int, so
             rank = hello["rank"]
             signer.check(hello, str(rank).encode())
             if not 1 <= rank <= count or rank in connections:
-                raise Forged("there is such a process already")
+                raise Forged("this process is connected already")
             _send(connection, signer.sign_answer(hello, b"")[SIGNATURE].encode())
             connections[rank] = _prepared(connection)
         except (OSError, ValueError, Forged):
@@ -232,7 +210,6 @@ def _accept(listener: socket.socket, count: int, signer: Signer) -> dict[int, so
 
 
 def _join(hosts: list[str], port: int, signer: Signer) -> socket.socket:
-    """Connects to process 0."""
     rank, problem = jax.process_index(), ""
     headers = signer.sign(str(rank).encode())
     for host in hosts:
@@ -253,14 +230,11 @@ def _join(hosts: list[str], port: int, signer: Signer) -> socket.socket:
 
 
 def _prepared(connection: socket.socket) -> socket.socket:
-    """Sets a connection's options: no delays, and a host that is gone breaks it within half a minute."""
+    """Sets a connection's options: no delays, and a lost host breaks it within half a minute."""
     connection.settimeout(None)
     connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
-    connection.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
-    # Names of Linux; other systems keep their own times.
-    for name, value in (("TCP_KEEPIDLE", 10), ("TCP_KEEPINTVL", 5), ("TCP_KEEPCNT", 3), ("TCP_USER_TIMEOUT", 25_000)):
-        if hasattr(socket, name):
-            connection.setsockopt(socket.IPPROTO_TCP, getattr(socket, name), value)
+    for option in keepalive_options(TCP_USER_TIMEOUT=25_000):
+        connection.setsockopt(*option)
     return connection
 
 
@@ -269,12 +243,7 @@ def _send(connection: socket.socket, body: bytes) -> None:
 
 
 def _receive(connection: socket.socket, max_bytes: int) -> bytes:
-    """Reads a frame.
-
-    Raises:
-        OSError: the connection is closed or broken.
-        ValueError: the frame is longer than `max_bytes`.
-    """
+    """Reads a frame. Raises OSError, or ValueError if it is longer than `max_bytes`."""
     [size] = struct.unpack(">I", _read_exactly(connection, 4))
     if size > max_bytes:
         raise ValueError(f"a frame has {size} bytes, more than {max_bytes}")

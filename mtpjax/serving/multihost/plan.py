@@ -1,7 +1,7 @@
-"""A call as bytes: the name of its program, its static settings, and its arrays on the host.
+"""A call as bytes: the name and key of its program, and its arrays on the host.
 
-The other processes have the same model, drafter and spec, so those do not travel. Drafts do not either: every process
-has the draft that its own `draft_round` made.
+The other processes have the same decoder, so it is not sent. Neither are drafts: every process has the draft that its
+own `draft_round` made.
 """
 
 import dataclasses
@@ -11,72 +11,57 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from mtpjax.decoding.drafters.base import Draft
+from mtpjax.decoding import session as programs
+from mtpjax.decoding.drafter import Draft
 from mtpjax.decoding.gpu_graph import OneGraph
 from mtpjax.decoding.sampling import SamplingArrays, SamplingFeatures
+from mtpjax.decoding.session import Batch, PromptChunk
 from mtpjax.decoding.state import NewRows, RowSettings
-from mtpjax.serving import programs, scoring
-from mtpjax.serving.calls import Work
+from mtpjax.serving import scoring
+from mtpjax.serving.calls import PendingCall
 from mtpjax.serving.disaggregation import protocol
-from mtpjax.serving.programs import Batch, Features
+from mtpjax.serving.program_set import ProgramKey
 
-FIELDS = {"name": str, "arguments": list, "settings": dict}
-OF_EXECUTOR = ("drafter", "spec")  # static settings that every process has
-TYPES = {each.__name__: each for each in (Batch, Features, NewRows, RowSettings, SamplingArrays, SamplingFeatures)}
-MIN_REPEATED = 64  # elements from which an array of equal elements travels as one of them
+FIELDS = {"name": str, "arguments": list, "key": list}
+TYPES = {each.__name__: each for each in (Batch, PromptChunk, NewRows, RowSettings, SamplingArrays, SamplingFeatures)}
+MIN_REPEATED = 64  # elements from which an array of equal elements is sent as one element
 
 
-def encode(name: str, *arguments: Any, settings: dict[str, Any] | None = None) -> bytes:
+def encode(name: str, *arguments: Any, key: ProgramKey | None = None) -> bytes:
     """Encodes a call.
 
     Args:
         name: of a program, or of a method of `Executor`.
         *arguments: numbers, strings, arrays on the host, and tuples and dataclasses of them.
-        settings: static settings of a program.
+        key: selects the program's static arguments; None: a method.
     """
-    message = {"name": name, "arguments": [_to_plain(each) for each in arguments], "settings": {}}
-    message["settings"] = {key: _to_plain(value) for key, value in (settings or {}).items()}
-    return protocol.pack(message)
+    return protocol.pack({"name": name, "arguments": [_to_plain(each) for each in arguments], "key": list(key or ())})
 
 
-def encode_work(work: Work) -> bytes:
-    """Encodes a call of a program."""
-    settings = {key: None if key in OF_EXECUTOR else value for key, value in work.settings.items()}
-    name = work.program.plain.__name__
-    return encode(name, *work.arrays, settings=settings)
+def encode_call(call: PendingCall) -> bytes:
+    return encode(call.program.plain.__name__, *call.arrays, key=call.key)
 
 
-def decode(body: bytes) -> tuple[str, tuple[Any, ...], dict[str, Any]]:
-    """Decodes a call into name, arguments and settings.
-
-    Raises:
-        ValueError: the message is damaged, or of another version.
-    """
+def decode(body: bytes) -> tuple[str, tuple[Any, ...], list[Any]]:
+    """Decodes a call into name, arguments and key. Raises ValueError if it is damaged or of a different version."""
     message = protocol.unpack(body, FIELDS)
-    arguments = tuple(_from_plain(each) for each in message["arguments"])
-    return message["name"], arguments, {name: _from_plain(value) for name, value in message["settings"].items()}
+    return message["name"], tuple(_from_plain(each) for each in message["arguments"]), message["key"]
 
 
-def decode_work(name: str, arrays: tuple[Any, ...], settings: dict[str, Any], own: dict[str, Any]) -> Work:
-    """Makes the call that `encode_work` has encoded.
-
-    Args:
-        name: of the program.
-        arrays: its arguments behind the state.
-        settings: its static settings.
-        own: values of the settings `OF_EXECUTOR`.
+def decode_call(name: str, arrays: tuple[Any, ...], key: list[Any]) -> PendingCall:
+    """Makes the call of a program from what `decode` returned.
 
     Raises:
         ValueError: the program does not exist.
     """
     program = getattr(programs, name, None) or getattr(scoring, name, None)
-    if not isinstance(program, OneGraph):
+    if not isinstance(program, OneGraph) or len(key) != len(ProgramKey._fields):
         _reject(name)
-    return Work(program, arrays, {key: own.get(key, value) for key, value in settings.items()})
+    return PendingCall(program, arrays, ProgramKey(*key))
 
 
 def _to_plain(value: Any) -> Any:
-    """Returns what msgpack can hold."""
+    """Converts a value for msgpack."""
     if value is None or isinstance(value, bool | int | str):
         return value
     if isinstance(value, tuple | list):
@@ -86,7 +71,7 @@ def _to_plain(value: Any) -> Any:
     if type(value) in TYPES.values():
         fields = {field.name: _to_plain(getattr(value, field.name)) for field in dataclasses.fields(value)}
         return {"type": type(value).__name__, "fields": fields}
-    assert not isinstance(value, jax.Array), "arrays on the device do not travel"
+    assert not isinstance(value, jax.Array), "arrays on the device are not sent"
     array = np.asarray(value)
     # The options of most requests are zeros, one for each token of the vocabulary.
     is_repeated = array.size >= MIN_REPEATED and bool((array == array.flat[0]).all())
@@ -110,4 +95,4 @@ def _from_plain(value: Any) -> Any:
 
 
 def _reject(name: str) -> NoReturn:
-    raise ValueError(f"a call has an unknown part, {name!r}; do all processes run the same version?")
+    raise ValueError(f"a call has an unknown element, {name!r}; do all processes run the same version?")

@@ -1,0 +1,131 @@
+"""Lists what an update needs on meshes of H100s: memory per device (compiled, not run).
+
+    PYTHONPATH=DIRECTORY_OF_THE_PLUGIN JAX_SKIP_CUDA_CONSTRAINTS_CHECK=1 python -m experiments.training.train_table
+
+A 16B-A2.4B model is trained whole, in float32 with AdamW; of DeepSeek-V3 the MTP module, on its frozen trunk in fp8.
+Layers compute in bfloat16 and run again for the backward pass. Each device has one row, and the losses are computed
+over 8192 columns of the vocabulary at a time. Kernels are those of XLA.
+"""
+
+import argparse
+import dataclasses
+import functools
+import math
+import pathlib
+import sys
+import time
+from collections.abc import Mapping, Sequence
+from typing import Any, Literal
+
+import jax
+import jax.numpy as jnp
+import optax
+from jax.sharding import NamedSharding, PartitionSpec, use_abstract_mesh
+from rich.console import Console
+
+from experiments.common import RESULTS
+from experiments.common.results import about, write
+from experiments.kernels.bytes_moved import LITE
+from mtpjax import ModelConfig, MTPModel, TrainConfig, compat, presets
+from mtpjax.console import narrow_table
+from mtpjax.data.packing import Batch
+from mtpjax.evaluation import plan
+from mtpjax.evaluation.compiled_call import stored_shapes
+from mtpjax.models.params import is_of_modules, param_shapes
+from mtpjax.models.quantized import is_scaled
+from mtpjax.models.sharding import mesh_text, param_shardings
+from mtpjax.models.trunk import stack_layers
+from mtpjax.training.gradients import trainable_params
+from mtpjax.training.spec import TrainSpec
+from mtpjax.training.step import init_train_state, make_optimizer, train_step
+
+RESULT = RESULTS / "train_table.json"
+TOKENS, VOCAB_CHUNK = 4096, 8192
+Trained = Literal["all", "modules"]
+# name, config, trained part, mesh
+CELLS: tuple[tuple[str, ModelConfig, Trained, dict[str, int]], ...] = (
+    ("16B-A2.4B", LITE, "all", {"fsdp": 8}),
+    ("16B-A2.4B", LITE, "all", {"fsdp": 64}),
+    ("16B-A2.4B", LITE, "all", {"fsdp": 8, "expert": 8}),
+    ("DeepSeek-V3, MTP module", presets["deepseek-v3"], "modules", {"fsdp": 8, "expert": 8}),
+)
+
+
+def compile_update(config: ModelConfig, trains: Trained, sizes: Mapping[str, int]) -> tuple[int, int, float]:
+    """Compiles an update.
+
+    Args:
+        config: the model's config.
+        trains: "all", or "modules" on a frozen trunk in fp8.
+        sizes: sizes of the mesh axes.
+
+    Returns:
+        Bytes per device of parameters and optimiser, bytes besides, and CPU seconds of the compilation.
+    """
+    num_devices = math.prod(sizes.values())
+    mesh = compat.make_mesh(sizes, compat.h100_devices(f"1x1x{num_devices}"))
+    model = MTPModel(config, scan_layers=True, implementation="xla", remat=True, dtype=jnp.bfloat16)
+    settings = TrainConfig(trains=trains)
+    objective, optimizer = dataclasses.replace(settings.objective, vocab_chunk=VOCAB_CHUNK), make_optimizer(settings)
+
+    def widen(tree):
+        return jax.tree.map(lambda leaf: leaf.astype(jnp.float32), tree, is_leaf=is_scaled)
+
+    def make(params):
+        params = {name: widen(leaf) if is_of_modules(name) else leaf for name, leaf in params.items()}
+        return init_train_state(stack_layers(params, config), optimizer, trains)
+
+    state = jax.eval_shape(make, param_shapes(config) if trains == "all" else stored_shapes(config, has_fp8=True))
+    # Moments lie as their parameters do.
+    replicated, rows = (NamedSharding(mesh, PartitionSpec(*names)) for names in ((), (mesh.axis_names,)))
+    place = lambda leaf, sharding: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=sharding)
+    params = jax.tree.map(place, state.params, param_shardings(state.params, mesh))
+    moments = optax.tree_utils.tree_map_params(
+        optimizer,
+        lambda leaf, param: place(leaf, param.sharding),
+        state.optimizer,
+        trainable_params(params, trains),
+        transform_non_params=lambda leaf: place(leaf, replicated),
+    )
+    state = state.replace(params=params, optimizer=moments, step=place(state.step, replicated))
+    shape = num_devices, TOKENS
+    arrays: list[Any] = [jax.ShapeDtypeStruct(shape, dtype, sharding=rows) for dtype in (jnp.int32, jnp.int32, bool)]
+    batch = Batch(*arrays)
+    numbers = [jax.ShapeDtypeStruct((), jnp.float32, sharding=replicated)] * 3
+    spec = TrainSpec(model=model, num_depths=1, objective=objective, trains=trains, mesh=mesh)
+    step = functools.partial(train_step, spec=spec, optimizer=optimizer)
+    shardings = (jax.tree.map(lambda leaf: leaf.sharding, state), replicated)
+    begin = time.process_time()
+    with use_abstract_mesh(mesh.abstract_mesh):
+        jitted = jax.jit(step, donate_argnames="state", out_shardings=shardings)
+        memory = jitted.lower(state, batch, *numbers).compile().memory_analysis()
+    assert memory is not None, "XLA reports no memory for this platform"
+    return memory.argument_size_in_bytes, memory.temp_size_in_bytes, time.process_time() - begin
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Compiles the cells and prints them."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--output", type=pathlib.Path, default=RESULT)
+    options = parser.parse_args(argv)
+    description = about(tokens_per_device=TOKENS)
+    rows: list[dict[str, Any]] = []
+    table = narrow_table("an update on H100s: compiled, not run; GB per device")
+    for heading in ("model", "mesh", "arguments", "planned", "temp", "CPU s"):
+        table.add_column(heading, justify="right")
+    for number, (name, config, trains, sizes) in enumerate(CELLS, start=1):
+        print(f"{number}/{len(CELLS)} {name}, {sizes}", file=sys.stderr, flush=True)
+        arguments, temp, seconds = compile_update(config, trains, sizes)
+        planned = plan.train_bytes(stored_shapes(config, has_fp8=trains == "modules"), sizes, trains=trains)
+        row = {"model": name, "trains": trains, "mesh": sizes, "arguments": arguments, "planned": planned}
+        rows.append({**row, "temp": temp, "cpu_seconds": round(seconds)})
+        # Keep each cell before the next one begins.
+        write(options.output, {**description, "rows": rows})
+        sizes_in_gb = (f"{nbytes / 1e9:.2f}" for nbytes in (arguments, planned, temp))
+        table.add_row(name, mesh_text(sizes), *sizes_in_gb, str(round(seconds)))
+    Console(width=None if sys.stdout.isatty() else 120).print(table)
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,50 @@
+"""The default corpus: the standard library of the running interpreter, so that a first run downloads nothing."""
+
+import os
+import pathlib
+import site
+import sysconfig
+
+_MIN_STDLIB_FILES = 100  # a complete standard library has over a thousand; a zipped or stripped one has a few
+
+
+def list_python_sources() -> list[pathlib.Path]:
+    """Lists the .py files of the standard library, or of installed packages if it is zipped or stripped.
+
+    Skips links that leave their folder or repeat a file, and files that are empty, unreadable, contain NUL or are not
+    UTF-8.
+    """
+    roots = [sysconfig.get_path("stdlib")]
+    files = _list_sources_under(roots[0])
+    # Embedded interpreters may ship almost no sources: fall back to the installed packages.
+    if len(files) < _MIN_STDLIB_FILES:
+        roots += dict.fromkeys([sysconfig.get_path("purelib"), sysconfig.get_path("platlib"), *site.getsitepackages()])
+        files = list(dict.fromkeys(file for folder in roots for file in _list_sources_under(folder)))
+    if not files:
+        raise FileNotFoundError(f"no Python sources under {', '.join(map(str, roots))}: name a folder of .py files")
+    return files
+
+
+def _list_sources_under(root) -> list[pathlib.Path]:
+    """Lists the .py text files under a folder, without installed packages, outside links and repeated files."""
+    root = pathlib.Path(root)
+    inside = root.resolve()
+    files = {}  # resolved path -> path
+    # `os.walk` does not follow links to folders; links to files count once, and only inside the folder.
+    for folder, subfolders, names in os.walk(root):
+        subfolders[:] = sorted(set(subfolders) - {"site-packages", "dist-packages"})
+        for name in sorted(names):
+            path = pathlib.Path(folder, name)
+            target = path.resolve()
+            if path.suffix == ".py" and target.is_relative_to(inside) and target not in files and _is_source_file(path):
+                files[target] = path
+    return sorted(files.values())
+
+
+def _is_source_file(path) -> bool:
+    try:
+        content = path.read_bytes() if path.is_file() else b""
+        content.decode("utf-8")
+    except (OSError, UnicodeDecodeError):
+        return False
+    return bool(content) and b"\0" not in content

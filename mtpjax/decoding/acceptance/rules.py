@@ -1,0 +1,177 @@
+"""The acceptance rules: one record each. Imports no JAX, so that `--help` can list them.
+
+To add a rule, write its function in the file of its kind (`chain`, `tree`, `lossy`) and a record here. All other code
+reads the record. A user-defined rule is a record in the user's module: pass it as `DecodeConfig(acceptance=...)`, or as
+`--acceptance package.module:RECORD` on the command line.
+"""
+
+import dataclasses
+from collections.abc import Callable, Mapping
+from typing import Any, Literal
+
+from mtpjax.records import import_record
+
+MAX_PARAMETERS = 2  # columns of `RowSettings.rule_params`
+
+
+@dataclasses.dataclass(frozen=True)
+class AcceptanceRule:
+    """An acceptance rule.
+
+    `function` gets the arrays of one row (`mtpjax.decoding.acceptance`), and the parameters of the rule by keyword.
+    Without `needs_q` there is no q:
+
+    - `drafts="chain"`: `function(drafts, p, q, u, num_drafted=None) -> (num_accepted, weights)`, with `drafts [K]`, `p
+      [K+1, V]`, `q [K, V]`, `u [K]`. Drafts from index `num_drafted` on are padding.
+    - otherwise: `function(tokens, parents, p, q, u, *, num_steps) -> AcceptedPath`. If `drafts` is "fixed tree", the
+      keyword `tree` is its `TreeShape`.
+
+    Attributes:
+        name: its name in settings, tables and messages.
+        function: the rule. None for rules that follow the target's own tokens.
+        is_exact: whether the rule keeps the target's distribution.
+        drafts: what it supports: "chain"; "fixed tree", whose shape does not depend on the drafted tokens; or "any",
+            chains and trees of any shape.
+        needs_q: whether drafts must be sampled and the rule reads q, the distribution that they were sampled from.
+        parameters: the default of each parameter by name, at most two. A field of `DecodeConfig` of the same name
+            overrides the default. Records that differ only in these values share a compiled program.
+        follows: whether the rule accepts the drafts that equal the target's token after each node: its arg-max or a
+            sample.
+        on_chain: for a "fixed tree" rule, the cheaper rule that equals it on a chain.
+        reads_shard: whether `function` takes `vocabulary`, and p and q with one device's columns. Otherwise it gets all
+            columns.
+
+    Raises:
+        ValueError: the attributes contradict each other.
+
+    Example:
+        >>> import jax.numpy as jnp
+        >>> from mtpjax import DecodeConfig
+        >>> def first_draft(drafts, p, u, num_drafted=None):  # accepts the first draft, whatever it is
+        ...     return jnp.int32(1), p[1]
+        >>> rule = AcceptanceRule("first draft", first_draft, drafts="chain")
+        >>> DecodeConfig(num_steps=2, acceptance=rule).rule.is_exact
+        False
+    """
+
+    name: str
+    function: Callable[..., Any] | None = None
+    is_exact: bool = False
+    drafts: Literal["chain", "fixed tree", "any"] = "any"
+    needs_q: bool = False
+    parameters: Mapping[str, float] = dataclasses.field(default_factory=dict, compare=False)
+    follows: Literal["arg-max", "sample"] | None = None
+    on_chain: str | None = None
+    reads_shard: bool = False
+
+    def __post_init__(self):
+        if (self.function is None) == (self.follows is None):
+            raise ValueError(f"acceptance rule '{self.name}' must set exactly one of 'function' and 'follows'")
+        # The nodes of a dynamic tree are chosen by their drafted tokens, so a test against q would not be exact.
+        if self.needs_q and self.drafts == "any":
+            raise ValueError(f"acceptance rule '{self.name}' needs q: its drafts must be 'chain' or 'fixed tree'")
+        if (self.on_chain is None) == (self.drafts == "fixed tree"):
+            raise ValueError(f"acceptance rule '{self.name}': rules for a fixed tree, and no others, need on_chain")
+        if len(self.parameters) > MAX_PARAMETERS:
+            raise ValueError(f"acceptance rule '{self.name}' has more than {MAX_PARAMETERS} parameters")
+
+    def __str__(self) -> str:
+        return self.name
+
+
+# Each function imports its rule when it is traced, because the rules import JAX.
+def _token(drafts, p, q, u, num_drafted=None, *, vocabulary):
+    from mtpjax.decoding.acceptance.chain import token_chain
+
+    return token_chain(drafts, p, q, u, num_drafted, vocabulary=vocabulary)
+
+
+def _block(drafts, p, q, u, num_drafted=None, *, vocabulary):
+    from mtpjax.decoding.acceptance.chain import block_chain
+
+    return block_chain(drafts, p, q, u, num_drafted, vocabulary=vocabulary)
+
+
+def _recursive(tokens, parents, p, q, u, *, num_steps, tree, vocabulary):
+    from mtpjax.decoding.acceptance.tree import recursive_tree
+
+    return recursive_tree(tokens, parents, p, q, u, topk=tree.topk, num_steps=num_steps, vocabulary=vocabulary)
+
+
+def _traversal(tokens, parents, p, q, u, *, num_steps, tree, vocabulary):
+    from mtpjax.decoding.acceptance.tree import traversal_tree
+
+    return traversal_tree(tokens, p, q, u, parents=tree.parents, num_steps=num_steps, vocabulary=vocabulary)
+
+
+def _threshold(tokens, parents, p, u, *, threshold_single, threshold_acc, num_steps, vocabulary):
+    from mtpjax.decoding.acceptance.lossy import threshold_tree
+
+    thresholds = {"single": threshold_single, "acc": threshold_acc}
+    return threshold_tree(tokens, parents, p, u, **thresholds, num_steps=num_steps, vocabulary=vocabulary)
+
+
+def _typical(tokens, parents, p, u, *, typical_epsilon, typical_delta, num_steps, vocabulary):
+    from mtpjax.decoding.acceptance.lossy import typical_tree
+
+    limits = {"epsilon": typical_epsilon, "delta": typical_delta}
+    return typical_tree(tokens, parents, p, **limits, num_steps=num_steps, vocabulary=vocabulary)
+
+
+def _relaxed(tokens, parents, p, u, *, relaxed_topk, relaxed_delta, num_steps, vocabulary):
+    from mtpjax.decoding.acceptance.lossy import relaxed_tree
+
+    limits = {"topk": relaxed_topk, "delta": relaxed_delta}
+    return relaxed_tree(tokens, parents, p, **limits, num_steps=num_steps, vocabulary=vocabulary)
+
+
+_RULES = (
+    # Rules that follow the target's own token after each node, so that any tree is exact.
+    AcceptanceRule("greedy", follows="arg-max", is_exact=True),
+    AcceptanceRule("sample", follows="sample", is_exact=True),
+    # Ratio rules compare p with q. For chains:
+    AcceptanceRule("token", _token, is_exact=True, drafts="chain", needs_q=True, reads_shard=True),
+    AcceptanceRule("block", _block, is_exact=True, drafts="chain", needs_q=True, reads_shard=True),
+    # For trees whose shape is fixed; on a chain they equal the rules above.
+    AcceptanceRule(
+        "recursive", _recursive, is_exact=True, drafts="fixed tree", needs_q=True, on_chain="token", reads_shard=True
+    ),
+    AcceptanceRule(
+        "traversal", _traversal, is_exact=True, drafts="fixed tree", needs_q=True, on_chain="block", reads_shard=True
+    ),
+    # Lossy rules for chains and any tree. Their parameters are fields of `DecodeConfig`.
+    AcceptanceRule(
+        "threshold", _threshold, parameters={"threshold_single": 1.0, "threshold_acc": 1.0}, reads_shard=True
+    ),
+    AcceptanceRule("typical", _typical, parameters={"typical_epsilon": 0.09, "typical_delta": 0.3}, reads_shard=True),
+    AcceptanceRule("relaxed", _relaxed, parameters={"relaxed_topk": 10, "relaxed_delta": 0.6}, reads_shard=True),
+)
+RULES = {rule.name: rule for rule in _RULES}  # by name, exact rules first
+EXACT_NAMES = tuple(name for name, rule in RULES.items() if rule.is_exact)
+LOSSY_NAMES = tuple(name for name, rule in RULES.items() if not rule.is_exact)
+PARAMETERS = {name: value for rule in _RULES for name, value in rule.parameters.items()}
+
+
+def find_rule(rule: "str | AcceptanceRule") -> AcceptanceRule:
+    """Returns the record of a rule.
+
+    Args:
+        rule: a name of `RULES`, `package.module:RECORD`, or the record itself.
+
+    Returns:
+        The record.
+
+    Raises:
+        ValueError: there is no such rule.
+    """
+    if isinstance(rule, AcceptanceRule):
+        return rule
+    # A colon marks a user's record; names of rules have none.
+    if isinstance(rule, str) and ":" in rule:
+        return import_record(rule, AcceptanceRule)
+    if not isinstance(rule, str) or rule not in RULES:
+        raise ValueError(
+            f"unknown acceptance rule '{rule}'; supported: {', '.join(('auto', *RULES))}, package.module:RECORD, or an "
+            "AcceptanceRule"
+        )
+    return RULES[rule]

@@ -1,0 +1,80 @@
+"""Where a call runs: its mesh and platform, and JAX's settings for it."""
+
+import contextlib
+from collections.abc import Iterator
+
+import jax
+import jax.numpy as jnp
+from jax.sharding import Mesh
+
+from mtpjax.decoding.config import DecodeConfig
+from mtpjax.models.decoding_layout import fit_to_mesh, shard_for_decoding
+from mtpjax.models.model import MTPModel
+from mtpjax.models.sharding import mesh_of
+from pallas_kernels.batch_invariance import batch_invariant
+
+
+def fit_params(
+    params: dict, model: MTPModel, config: DecodeConfig, mesh: Mesh | None = None
+) -> tuple[dict, MTPModel, Mesh | None]:
+    """Fits parameters and model to a mesh.
+
+    Args:
+        config: settings, for `allow_copies`.
+        mesh: moves the parameters to this mesh; None leaves them where they are.
+
+    Returns:
+        The parameters and the model to decode with, and the mesh; None: one device.
+
+    Raises:
+        ValueError: the mesh does not divide the model.
+    """
+    if mesh is not None:
+        model, params = shard_for_decoding(model, params, mesh, allow_copies=config.allow_copies)
+    else:
+        mesh = mesh_of(params["embedding"])
+        if mesh is not None:
+            model, params = fit_to_mesh(model, params, mesh.shape, allow_copies=config.allow_copies)
+    return params, model, mesh
+
+
+def with_implementation(model: MTPModel, config: DecodeConfig) -> MTPModel:
+    """Returns the model with the implementation of the settings, if they set one.
+
+    With `deterministic`, "auto" becomes the kernels on a GPU.
+    """
+    implementation = config.implementation or model.implementation
+    if config.deterministic and implementation == "auto" and jax.default_backend() == "gpu":
+        implementation = "triton"
+    return model if implementation == model.implementation else model.clone(implementation=implementation)
+
+
+def platform_of(mesh: Mesh | None) -> str:
+    """Returns JAX's name of the mesh's platform, or of the default one: "cpu" or "gpu"."""
+    return mesh.devices.flat[0].platform if mesh is not None else jax.default_backend()
+
+
+def data_size(mesh: Mesh | None) -> int:
+    """Returns the number of shards of the rows: the size of the mesh's axis `data`."""
+    return 1 if mesh is None else mesh.shape.get("data", 1)
+
+
+@contextlib.contextmanager
+def device_settings(params: dict, mesh: Mesh | None, config: DecodeConfig) -> Iterator[None]:
+    """Sets the mesh, `deterministic`, and full float32 matmul precision on accelerators, for a call with these weights.
+
+    Raises:
+        ValueError: for deterministic settings with several devices.
+    """
+    if config.deterministic and mesh is not None and mesh.size > 1:
+        raise ValueError(f"deterministic decoding runs on one device, not on a mesh of {mesh.size}")
+    platform = platform_of(mesh)
+    with contextlib.ExitStack() as settings:
+        settings.enter_context(batch_invariant(config.deterministic))
+        if mesh is not None:
+            settings.enter_context(jax.set_mesh(mesh))
+        if platform != "cpu" and params["embedding"].dtype == jnp.float32:
+            # By default XLA rounds float32 matmul inputs to TF32 on a GPU, but the Pallas kernels do not. The error of
+            # TF32 can flip near-tied logits, so that plain and speculative decoding differ.
+            settings.enter_context(jax.default_matmul_precision("highest"))
+        yield

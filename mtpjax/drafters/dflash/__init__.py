@@ -1,0 +1,1 @@
+"""DFlash (2602.06036): network, drafting and published files."""

@@ -1,0 +1,254 @@
+"""The `config.json` of drafters with blocks, in the format of the method's authors and in that of speculators.
+
+z-lab's (`DFlashDraftModel`) is DFlash's own. A method that extends DFlash has a `BlockFormat` of its own. vLLM reads
+all of them from speculators' format. The authors list the trunk layers whose outputs are read, speculators the layers
+that these states enter.
+"""
+
+import dataclasses
+import logging
+from collections.abc import Callable
+from typing import Any
+
+from conversion.config_reader import ConfigReader
+from conversion.describe_config import describe_config
+from mtpjax.drafters.architecture import TrunkSizes
+from mtpjax.drafters.dflash.hf_windows import ATTENTION_KEYS, FULL, SLIDING, read_windows
+from mtpjax.drafters.dflash.network import DFlashConfig
+from mtpjax.drafters.files.layers_config import class_names, is_speculators, parse_layers
+from mtpjax.drafters.files.trunk_layers import (
+    LAST_LAYER_STATE,
+    LastLayerState,
+    describe_last_layer,
+    entered_layers,
+    read_last_layer_state,
+)
+from mtpjax.drafters.method import Reading, Shapes
+from mtpjax.errors import ConfigError
+
+log = logging.getLogger("mtpjax.conversion")
+
+SPECULATORS = "speculators"
+KNOWN_KEYS = {
+    *("block_size", "dflash_config", "dspark_config", "num_target_layers", "is_causal", "num_anchors"),
+    *("target_layer_ids", "mask_token_id", "sample_from_anchor", "markov_rank", "markov_head_type"),
+    *("enable_confidence_head", "confidence_head_with_markov", "draft_vocab_size", "target_hidden_size"),
+    *("is_neox_style", "target_num_hidden_layers", "projector_type", "attention_mode", LAST_LAYER_STATE),
+}
+# Keys of `dflash_config`; others cause a warning.
+SECTION_KEYS = {
+    *("mask_token_id", "target_layer_ids", "aux_hidden_state_layer_ids", "causal", "use_swa", "swa_window_size"),
+    *("sample_from_anchor", "block_size", "markov_rank", "markov_head_type", "enable_confidence_head"),
+    *("confidence_head_with_markov", "num_anchors", LAST_LAYER_STATE),
+}
+# Keys of published files that this network does not implement, with the values that change nothing.
+NOT_SUPPORTED = {
+    "attention_sink_bias": (False,),
+    "add_swa_attention_sink_bias": (False,),
+    "attention_value_scale": (1, 1.0),
+    "final_logit_softcapping": (),
+    "input_embedding_scale": (1, 1.0),
+    "output_multiplier": (1, 1.0),
+    "is_neox_style": (True,),
+    "attention_bias": (False,),
+    "use_aux_hidden_state": (True,),
+    "projector_type": ("dflash", "dspark"),
+    "attention_mode": ("gqa", "mha"),
+    "shift_label": (),
+}
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class BlockFormat:
+    """The differences between the files of methods that draft blocks.
+
+    Attributes:
+        name: the method's name in speculators' format.
+        authors: name of its authors' format.
+        class_name: the class in `architectures`.
+        config: the class of the architecture.
+        describe: makes the authors' configuration of an architecture from that of its layers.
+        read_heads: reads further fields of the architecture, from the configuration, the shapes of the tensors, and D.
+        describe_heads: makes the keys that `read_heads` reads.
+        drafts_from_anchor: whether the authors' class drafts from the anchor's slot if the file has no key for it.
+    """
+
+    name: str
+    authors: str
+    class_name: str
+    config: type[DFlashConfig]
+    describe: Callable[[Any, dict[str, Any]], dict[str, Any]]
+    read_heads: Callable[[ConfigReader, Shapes, int], dict[str, Any]]
+    describe_heads: Callable[[Any], dict[str, Any]]
+    drafts_from_anchor: bool
+
+
+def parse_blocks(
+    kind: BlockFormat, values: dict[str, Any], shapes: Shapes, trunk: TrunkSizes, reading: Reading
+) -> tuple[Any, str]:
+    """Parses the content of a `config.json`.
+
+    Arguments and result are those of `DrafterFiles.parse`. Without `sample_from_anchor` it is `kind.drafts_from_anchor`
+    for the authors' files and False for others; without `last_layer_state` the drafter reads the last layer after the
+    final norm, or before it for speculators' files, with a warning.
+
+    Raises:
+        ConfigError: the configuration is damaged or not supported, or does not state which trunk states are read.
+    """
+    reader = ConfigReader(values)
+    form = SPECULATORS if is_speculators(values) else kind.authors
+    section = reader.section("dflash_config" if reader.get("dflash_config") is not None else "dspark_config")
+    layers = reader.section("transformer_layer_config") if form == SPECULATORS else reader
+    for key, allowed in NOT_SUPPORTED.items():
+        for each in (reader, section, layers):
+            each.require(key, *allowed)
+    if unknown := sorted(section.values.keys() - SECTION_KEYS - NOT_SUPPORTED.keys()):
+        log.warning("dflash_config has unknown keys, which are ignored: %s", ", ".join(unknown))
+    # Keys may be in `dflash_config` or at the top level.
+    for key in SECTION_KEYS & section.values.keys() & values.keys():
+        if None not in (section.values[key], values[key]) and section.values[key] != values[key]:
+            raise ConfigError(f"config.json: {key} is {values[key]!r}, and {section.values[key]!r} in dflash_config")
+    own = {key: value for key, value in {**section.values, **values}.items() if value is not None}
+    own_layers = {key: value for key, value in layers.values.items() if key not in ATTENTION_KEYS}
+    block = parse_layers(own_layers, KNOWN_KEYS, shapes, classes=class_names(values))
+    # Some programs write the number of trunk states under the key for the number of layers, and that number under a
+    # different key.
+    key = "target_num_hidden_layers" if "target_num_hidden_layers" in own else "num_target_layers"
+    num_layers = reader.integer(key, trunk.num_hidden_layers)
+    if num_layers != trunk.num_hidden_layers:
+        raise ConfigError(f"config.json: {key} is {num_layers}, but the trunk has {trunk.num_hidden_layers} layers")
+    windows, is_causal = read_windows(reader, section, layers, form, block.num_hidden_layers)
+    is_first = reading.get("sample_from_anchor")
+    is_first = form == kind.authors and kind.drafts_from_anchor if is_first is None else is_first
+    both = ConfigReader(own)
+    fields: dict[str, Any] = {
+        "block": block,
+        "layer_ids": _layer_ids(both, form, num_layers, reading.get("last_layer_state")),
+        "num_target_layers": num_layers,
+        "block_size": both.integer("block_size"),
+        "mask_token_id": both.integer("mask_token_id", low=0),
+        "windows": windows,
+        "is_causal": is_causal,
+        "window_from_anchor": form == SPECULATORS and any(windows),
+        "sample_from_anchor": both.flag("sample_from_anchor", is_first),
+        "draft_vocab_size": reader.integer("draft_vocab_size", block.vocab_size),
+        "own_embedding": "embed_tokens.weight" in shapes,
+        "own_head": "lm_head.weight" in shapes,
+    }
+    try:
+        return kind.config(**fields, **kind.read_heads(both, shapes, block.hidden_size)), form
+    except ConfigError:
+        raise
+    except ValueError as error:
+        raise ConfigError(f"config.json: {error}") from error
+
+
+def _layer_ids(
+    reader: ConfigReader, form: str, num_layers: int, last_layer_state: LastLayerState | None
+) -> tuple[int, ...]:
+    """Reads which trunk states the drafter reads, as the ids of the layers that they enter."""
+    key = "aux_hidden_state_layer_ids" if form == SPECULATORS else "target_layer_ids"
+    listed = reader.items(key, int)
+    if not listed:
+        raise ConfigError(
+            f"config.json lacks {key}: the formula that programs fall back to is wrong for most published files, and a "
+            "wrong reading raises no error; add the trunk layers that the drafter was trained with"
+        )
+    # z-lab and DeepSpec list the layers whose outputs are read, and -1 for the embedding. They train on transformers'
+    # hidden_states, the last of which is after the final norm; speculators uses vLLM's states.
+    return entered_layers(
+        listed,
+        key,
+        num_layers,
+        are_outputs=form != SPECULATORS,
+        stated=read_last_layer_state(reader),
+        usual="before_norm" if form == SPECULATORS else "after_norm",
+        choice=last_layer_state,
+    )
+
+
+def describe_blocks(kind: BlockFormat, config: DFlashConfig, form: str) -> dict[str, Any]:
+    """Makes a `config.json` that `parse_blocks` reads as `config`; raises `ConfigError` if the format cannot."""
+    _, layers = describe_config(config.block, "qwen3")
+    for key in ("num_nextn_predict_layers", "mtp_num_hidden_layers"):
+        layers.pop(key, None)
+    window = max(config.windows)
+    layers |= {
+        "layer_types": [SLIDING if each else FULL for each in config.windows],
+        "sliding_window": window or None,
+        "use_sliding_window": window > 0,
+    }
+    values = _describe_speculators(kind, config, layers) if form == SPECULATORS else kind.describe(config, layers)
+    own = {"embed_tokens.weight": config.own_embedding, "lm_head.weight": config.own_head}
+    found, _ = parse_blocks(kind, values, {name: () for name, is_own in own.items() if is_own}, config.trunk, {})
+    if found != config:
+        fields = [each.name for each in dataclasses.fields(config)]
+        names = [name for name in fields if getattr(found, name, None) != getattr(config, name)]
+        raise ConfigError(f"this format cannot express {', '.join(names) or type(config).__name__}: write another")
+    return values
+
+
+def _describe_zlab(config: DFlashConfig, layers: dict[str, Any]) -> dict[str, Any]:
+    section: dict[str, Any] = {
+        "mask_token_id": config.mask_token_id,
+        **describe_layer_ids(config),
+    }
+    if config.sample_from_anchor:
+        section["sample_from_anchor"] = True
+    if config.is_causal != tuple(window > 0 for window in config.windows):
+        section["causal"] = config.is_causal[0]
+    return {
+        **layers,
+        "architectures": ["DFlashDraftModel"],
+        "block_size": config.block_size,
+        "dflash_config": section,
+        "draft_vocab_size": config.draft_vocab_size,
+        "num_target_layers": config.num_target_layers,
+    }
+
+
+def describe_layer_ids(config: DFlashConfig) -> dict[str, Any]:
+    """Makes the keys about trunk states in the authors' formats."""
+    listed, last_layer = describe_last_layer(config.layer_ids, config.num_target_layers)
+    return {"target_layer_ids": [layer - 1 for layer in listed], **last_layer}
+
+
+def _describe_speculators(kind: BlockFormat, config: DFlashConfig, layers: dict[str, Any]) -> dict[str, Any]:
+    layers = {key: value for key, value in layers.items() if key != "architectures"}
+    listed, last_layer = describe_last_layer(config.layer_ids, config.num_target_layers)
+    return {
+        "architectures": [kind.class_name],
+        "aux_hidden_state_layer_ids": listed,
+        **last_layer,
+        "block_size": config.block_size,
+        "draft_vocab_size": config.draft_vocab_size,
+        "mask_token_id": config.mask_token_id,
+        "sample_from_anchor": config.sample_from_anchor,
+        "sliding_window_non_causal": not any(config.is_causal),
+        **kind.describe_heads(config),
+        "speculators_config": {
+            "algorithm": kind.name,
+            "default_proposal_method": "greedy",
+            "proposal_methods": [{"proposal_type": "greedy", "speculative_tokens": config.num_drafts}],
+            "verifier": {"architectures": [], "name_or_path": None},
+        },
+        "speculators_model_type": kind.name,
+        "transformer_layer_config": layers,
+    }
+
+
+def _no_heads(reader: ConfigReader, shapes: Shapes, D: int) -> dict[str, Any]:
+    reader.require("markov_rank", 0)
+    return {}
+
+
+DFLASH_FORMAT = BlockFormat(
+    name="dflash",
+    authors="z-lab",
+    class_name="DFlashDraftModel",
+    config=DFlashConfig,
+    describe=_describe_zlab,
+    read_heads=_no_heads,
+    describe_heads=lambda config: {},
+    drafts_from_anchor=False,
+)

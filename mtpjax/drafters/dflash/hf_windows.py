@@ -1,0 +1,44 @@
+"""The windows of DFlash and DSpark layers, and whether their slots attend to later ones, in `config.json`."""
+
+from conversion.config_reader import ConfigReader
+from mtpjax.errors import ConfigError
+
+SLIDING, FULL = "sliding_attention", "full_attention"
+# Keys of the layers' attention that this file reads, and not the parser of model families.
+ATTENTION_KEYS = ("layer_types", "sliding_window", "use_sliding_window", "max_window_layers", "tie_word_embeddings")
+
+
+def read_windows(
+    reader: ConfigReader, section: ConfigReader, layers: ConfigReader, form: str, count: int
+) -> tuple[tuple[int, ...], tuple[bool, ...]]:
+    """Reads each layer's window, 0 for none, and whether its slots attend only to the slots before them."""
+    types = layers.items("layer_types", str)
+    if not types and layers.flag("use_sliding_window", False):
+        raise ConfigError(
+            "config.json: use_sliding_window is set, but layer_types is missing, which says what layers use the window"
+        )
+    types = types or (FULL,) * count
+    if len(types) != count or any(kind not in (SLIDING, FULL) for kind in types):
+        raise ConfigError(f"config.json: layer_types {list(types)} are not {count} of '{FULL}' and '{SLIDING}'")
+    if section.flag("use_swa", False) and SLIDING not in types:
+        # MiMo's files: every layer has a window in both directions.
+        size = section.integer("swa_window_size", layers.get("sliding_window"))
+        return (size,) * count, (reader.flag("is_causal", section.flag("causal", False)),) * count
+    slides = tuple(kind == SLIDING for kind in types)
+    if form == "deepspec" and any(slides):
+        raise ConfigError("config.json: sliding layers are not supported in DeepSpec's format: it trains without them")
+    window = section.integer("swa_window_size", layers.get("sliding_window")) if any(slides) else 0
+    windows = tuple(window * each for each in slides)
+    if form == "speculators":
+        if any(slides) and reader.get("sliding_window_non_causal") is None:
+            raise ConfigError(
+                "config.json lacks sliding_window_non_causal, whose default differs between programs: add the value "
+                "that the drafter was trained with"
+            )
+        is_causal = not reader.flag("sliding_window_non_causal", True)
+        return windows, tuple(each and is_causal for each in slides)
+    # is_causal, then dflash_config.causal, then the layer's type.
+    for each, key in ((reader, "is_causal"), (section, "causal")):
+        if each.get(key) is not None:
+            return windows, (each.flag(key, False),) * count
+    return windows, slides

@@ -1,0 +1,58 @@
+"""The record of DSpark, and how its drafters are made for training."""
+
+from typing import Any
+
+from mtpjax.drafters.dflash.hf_config import describe_blocks, parse_blocks
+from mtpjax.drafters.dflash.method import (
+    BLOCK_SETTINGS,
+    block_fields,
+    block_settings,
+    init_blocks,
+    with_mask_token,
+)
+from mtpjax.drafters.dspark.drafting import DSparkDrafter
+from mtpjax.drafters.dspark.hf_files import DSPARK_FORMAT, dspark_specs
+from mtpjax.drafters.dspark.network import DSpark, DSparkConfig
+from mtpjax.drafters.method import DrafterFiles, DraftMethod, DraftTraining
+from mtpjax.models.config import ModelConfig
+
+MARKOV_RANK = 256  # 2607.05147
+
+
+def _new_architecture(settings: Any, trunk: ModelConfig, num_drafted: int) -> DSparkConfig:
+    """Returns blocks whose first slot drafts too, with the heads that DeepSpec trains."""
+    return DSparkConfig(
+        block_size=settings.num_depths,
+        sample_from_anchor=True,
+        markov_head="vanilla",
+        markov_rank=settings.draft_markov_rank or min(MARKOV_RANK, trunk.vocab_size),
+        has_confidence=True,
+        confidence_with_markov=True,
+        **block_fields(settings, trunk, num_drafted),
+    )
+
+
+DSPARK = DraftMethod(
+    name="dspark",
+    title="DSpark",
+    drafter=DSparkDrafter,
+    algorithms=("DSPARK",),
+    files=DrafterFiles(
+        formats=("deepspec", "speculators"),
+        format_with_ids="speculators",
+        parse=lambda *arguments: parse_blocks(DSPARK_FORMAT, *arguments),
+        specs=lambda config, form: dspark_specs(config),
+        describe=lambda config, form: describe_blocks(DSPARK_FORMAT, config, form),
+        is_of_speculators=True,
+        keys={"dspark_config": None, "projector_type": "dspark"},
+        tensors=("markov_head.markov_w1.weight",),
+    ),
+    training=DraftTraining(
+        architecture=_new_architecture,
+        init=lambda config, key: init_blocks(DSpark, config, key),
+        settings_of=lambda config: block_settings(config) | {"draft_markov_rank": config.markov_rank},
+        settings=(*BLOCK_SETTINGS, "draft_markov_rank"),
+        fit_to_data=with_mask_token,
+        min_levels=2,  # the slots of its block
+    ),
+)

@@ -1,0 +1,1 @@
+"""EAGLE-3 (2503.01840): network, drafting and published files."""

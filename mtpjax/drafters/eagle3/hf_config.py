@@ -1,0 +1,200 @@
+"""The `config.json` of EAGLE-3 drafters, in the formats of SpecForge and of speculators.
+
+SpecForge's (`LlamaForCausalLMEagle3`) is EAGLE's own, which SGLang reads; speculators' (`Eagle3Speculator`) is vLLM's.
+Both formats leave open something that changes what the network computes. Such files are rejected with an error that
+names both readings, unless the caller chooses one.
+"""
+
+import logging
+from typing import Any
+
+from conversion.config_reader import ConfigReader
+from conversion.describe_config import describe_config
+from mtpjax.drafters.architecture import TrunkSizes
+from mtpjax.drafters.eagle3.network import Eagle3Config
+from mtpjax.drafters.files.layers_config import class_names, is_speculators, parse_layers
+from mtpjax.drafters.files.trunk_layers import (
+    LAST_LAYER_STATE,
+    describe_last_layer,
+    entered_layers,
+    read_last_layer_state,
+)
+from mtpjax.drafters.method import Reading, Shapes
+from mtpjax.errors import ConfigError
+
+log = logging.getLogger("mtpjax.conversion")
+
+SPECFORGE_CLASS, SPECULATORS_CLASS = "LlamaForCausalLMEagle3", "Eagle3Speculator"
+NUM_STATES = 3  # of the default layers
+LAYER_IDS = "eagle_aux_hidden_state_layer_ids"
+SWITCHES = ("norm_before_fc", "fc_norm", "norm_output")
+KNOWN_KEYS = {
+    *("draft_vocab_size", "target_hidden_size", "num_aux_hidden_states", "eagle_config", "norm_before_residual"),
+    *(LAYER_IDS, LAST_LAYER_STATE, "bias", *SWITCHES),
+    *("speculators_config", "speculators_model_type", "speculators_version"),
+}
+
+
+# Keys of `eagle_config` in exports of ModelOpt, with the values that change nothing.
+EAGLE_KEYS = {
+    "use_aux_hidden_state": (True,),
+    "use_input_layernorm_in_first_layer": (True,),
+    "use_last_layernorm": (True,),
+    "use_mtp_layernorm": (False,),
+    "parallel_draft_step": (1,),
+}
+
+
+def default_layer_ids(num_layers: int) -> tuple[int, ...]:
+    """Returns the layers whose input states EAGLE, SGLang and vLLM take for a file that names none."""
+    return (2, num_layers // 2, num_layers - 3)
+
+
+def parse_eagle3(
+    values: dict[str, Any], shapes: Shapes, trunk: TrunkSizes, reading: Reading
+) -> tuple[Eagle3Config, str]:
+    """Parses the content of a `config.json`.
+
+    Arguments and result are those of `DrafterFiles.parse`. Without `last_layer_state` the drafter reads the last layer
+    before the final norm, with a warning.
+
+    Raises:
+        ConfigError: the configuration is damaged, not supported, or has two readings and neither is chosen.
+    """
+    reader = ConfigReader(values)
+    eagle = reader.section("eagle_config")
+    # speculators nests the keys of the layers; SpecForge mixes them with its own.
+    form = "speculators" if is_speculators(values) else "specforge"
+    layers = reader.section("transformer_layer_config").values if form == "speculators" else values
+    block = parse_layers(layers, KNOWN_KEYS, shapes, classes=class_names(values))
+    for key, allowed in EAGLE_KEYS.items():
+        eagle.require(key, *allowed)
+    known = {*EAGLE_KEYS, *SWITCHES, LAYER_IDS, LAST_LAYER_STATE, "num_aux_hidden_states"}
+    if unknown := sorted(eagle.values.keys() - known):
+        log.warning("eagle_config has unknown keys, which are ignored: %s", ", ".join(unknown))
+    reader.require("bias", False)
+    for section in (reader, ConfigReader(layers)):
+        section.require("tie_word_embeddings", False)
+
+    def switch(name: str) -> bool:
+        return eagle.flag(name, reader.flag(name, False))
+
+    if form == "specforge":
+        residual = False  # SGLang has no such switch
+    elif reader.get("norm_before_residual") is None:
+        # speculators' own class and vLLM's reader of its files have different defaults.
+        if (chosen := reading.get("norm_before_residual")) is None:
+            raise ConfigError(
+                "config.json lacks norm_before_residual, which speculators takes for false and vLLM for true: pass "
+                "norm_before_residual to choose one"
+            )
+        residual = chosen
+    else:
+        residual = reader.flag("norm_before_residual", False)
+    if form == "specforge" and block.num_hidden_layers > 1:
+        raise ConfigError(
+            f"config.json: num_hidden_layers {block.num_hidden_layers} is not supported in this format: its programs "
+            "disagree about the residual and the norms of further layers; supported: 1, or speculators' format"
+        )
+    try:
+        return Eagle3Config(
+            block=block,
+            layer_ids=_layer_ids(reader, eagle, trunk, form, reading),
+            num_target_layers=trunk.num_hidden_layers,
+            target_hidden_size=reader.integer("target_hidden_size", block.hidden_size),
+            draft_vocab_size=reader.integer("draft_vocab_size", block.vocab_size),
+            norm_before_residual=residual,
+            own_embedding="embed_tokens.weight" in shapes,
+            own_head="lm_head.weight" in shapes,
+            **{name: switch(name) for name in SWITCHES},
+        ), form
+    except ConfigError:
+        raise
+    except ValueError as error:
+        raise ConfigError(f"config.json: {error}") from error
+
+
+def _layer_ids(
+    reader: ConfigReader,
+    eagle: ConfigReader,
+    trunk: TrunkSizes,
+    form: str,
+    reading: Reading,
+) -> tuple[int, ...]:
+    """Reads which trunk states the drafter reads, as the ids of the layers that they enter."""
+    count = reader.integer("num_aux_hidden_states", eagle.integer("num_aux_hidden_states", 0, low=0), low=0)
+    nested, beside = (section.items(LAYER_IDS, int) for section in (eagle, reader))
+    if nested and beside and nested != beside:
+        raise ConfigError(f"config.json: {LAYER_IDS} is {list(beside)}, and {list(nested)} in eagle_config")
+    listed = nested or beside
+    default = default_layer_ids(trunk.num_hidden_layers)
+    if not listed:
+        if count not in (0, NUM_STATES):
+            raise ConfigError(f"config.json: {count} states of the trunk, but {LAYER_IDS} does not say which")
+        return default
+    if count and count != len(listed):
+        raise ConfigError(f"config.json: num_aux_hidden_states is {count}, but {LAYER_IDS} has {len(listed)}")
+    entered, output = listed, tuple(layer + 1 for layer in listed)
+    # speculators and vLLM read the states that enter these layers, SGLang the outputs, and the file does not say which
+    # program made it. The wrong reading is easy to miss, but is accepted far less often.
+    if reading.get("aux_layers") is None and form == "specforge":
+        usual = {default: "; the usual default of this trunk is the first", output: ""}.get(entered, "")
+        usual = "; the second is the usual default of this trunk" if output == default else usual
+        raise ConfigError(
+            f"config.json: {LAYER_IDS} {list(listed)} has two readings: the states that enter these layers (vLLM, "
+            f"EAGLE), or the outputs of these layers, which enter {list(output)} (SGLang){usual}. Pass aux_layers "
+            "'entered' or 'output' (--aux-layers); the better one is accepted far more often on any text"
+        )
+    # SGLang and vLLM capture the last layer before the norm.
+    return entered_layers(
+        listed,
+        LAYER_IDS,
+        trunk.num_hidden_layers,
+        are_outputs=reading.get("aux_layers") == "output",
+        stated=read_last_layer_state(eagle, reader),
+        usual="before_norm",
+        choice=reading.get("last_layer_state"),
+    )
+
+
+def describe_eagle3(config: Eagle3Config, form: str) -> dict[str, Any]:
+    """Makes a `config.json` that `parse_eagle3` reads as `config`; raises `ConfigError` if the format cannot.
+
+    In SpecForge's format, layers that are not the default ones are written as SGLang reads them, as outputs, and
+    reading them needs `aux_layers="output"`.
+    """
+    block = config.block
+    _, layers = describe_config(block, "qwen3" if block.use_qk_norm else "llama")
+    layers.pop("num_nextn_predict_layers", None)
+    layers.pop("mtp_num_hidden_layers", None)
+    switches = {name: getattr(config, name) for name in SWITCHES}
+    sizes = {"draft_vocab_size": config.draft_vocab_size, "target_hidden_size": config.target_hidden_size}
+    listed, last_layer = describe_last_layer(config.layer_ids, config.num_target_layers)
+    if form == "speculators":
+        layers.pop("architectures")
+        return {
+            "architectures": [SPECULATORS_CLASS],
+            **sizes,
+            LAYER_IDS: listed,
+            **last_layer,
+            "norm_before_residual": config.norm_before_residual,
+            **switches,
+            "speculators_config": {
+                "algorithm": "eagle3",
+                "default_proposal_method": "greedy",
+                "proposal_methods": [{"proposal_type": "greedy", "speculative_tokens": 3}],
+                "verifier": {"architectures": [], "name_or_path": None},
+            },
+            "speculators_model_type": "eagle3",
+            "tie_word_embeddings": False,
+            "transformer_layer_config": layers,
+        }
+    if config.norm_before_residual or block.num_hidden_layers > 1:
+        raise ConfigError("this format has neither norm_before_residual nor further layers: write speculators' format")
+    eagle: dict[str, Any] = {"use_aux_hidden_state": True}
+    if config.layer_ids != default_layer_ids(config.num_target_layers):
+        if min(config.layer_ids) == 0:
+            raise ConfigError("this format has no id for the embedding as a state: write speculators' format")
+        eagle |= {LAYER_IDS: [layer - 1 for layer in listed], **last_layer}
+    present = {name: value for name, value in switches.items() if value}
+    return {**layers, "architectures": [SPECFORGE_CLASS], **sizes, "eagle_config": eagle, **present}

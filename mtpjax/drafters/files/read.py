@@ -1,0 +1,172 @@
+"""Reads a published drafter into a configuration and parameters."""
+
+import contextlib
+import dataclasses
+import logging
+import pathlib
+from collections.abc import Iterator, Sequence
+from typing import Any, Unpack
+
+import jax
+from flax.traverse_util import unflatten_dict
+
+from conversion.files import CheckpointFiles
+from conversion.load_plan import find_packing
+from conversion.read_params import ScaleMap, read_as
+from conversion.safetensors_header import MAX_HEADER_BYTES, parse_json
+from conversion.tensor_slice import ParamSpec
+from conversion.tensor_types import describe_mixed, param_dtype
+from conversion.weight_files import INDEX, SINGLE
+from mtpjax.drafters.architecture import DraftArchitecture, TrunkSizes
+from mtpjax.drafters.files.detect import detect_method
+from mtpjax.drafters.files.tensor_names import names_in_files, rename_slices
+from mtpjax.drafters.files.torch_file import TorchFile
+from mtpjax.drafters.method import DrafterFiles, DraftMethod, Reading
+from mtpjax.errors import CheckpointFileError, ConfigError
+from mtpjax.messages import count_of
+from mtpjax.safe_open import read_inside
+
+log = logging.getLogger("mtpjax.conversion")
+
+CONFIG = "config.json"
+# Weights that have other names than safetensors' usual ones: Medusa's authors'.
+MEDUSA_SAFETENSORS, MEDUSA_TORCH = "medusa_lm_head.safetensors", "medusa_lm_head.pt"
+NO_SCALES = ScaleMap({}, None)
+
+
+@dataclasses.dataclass(frozen=True)
+class StoredDrafter:
+    """A drafter as files hold it."""
+
+    method: DraftMethod
+    config: DraftArchitecture
+    params: dict[str, Any]  # of the network, nested by name
+    draft_ids: Any  # [R] int32 token of each column of the head; None: column j is token j
+
+    @property
+    def files(self) -> DrafterFiles:
+        """How files hold it."""
+        assert self.method.files is not None
+        return self.method.files
+
+
+@dataclasses.dataclass(frozen=True)
+class DrafterPlan:
+    """A drafter's configuration, and the tensors of its parameters."""
+
+    method: DraftMethod
+    config: Any
+    specs: dict[str, ParamSpec]  # by the names in the files
+    names: dict[str, str]  # of the tensors in the files, by plain name
+
+
+def read_drafter(
+    path, trunk: TrunkSizes, *, methods: Sequence[DraftMethod], dtype=None, **reading: Unpack[Reading]
+) -> StoredDrafter:
+    """Reads a drafter.
+
+    Args:
+        path: a directory with `config.json` and safetensors files, or Medusa's `.pt` file.
+        trunk: sizes of the trunk.
+        methods: the possible methods. The files decide between several.
+        dtype: dtype to cast the parameters to. None keeps those of the files.
+        **reading: choices that the files leave open.
+
+    Returns:
+        The drafter.
+
+    Raises:
+        CheckpointFileError: the files are damaged, incomplete or not supported.
+        ConfigError: `config.json` is damaged, not supported, or has two readings.
+    """
+    path = pathlib.Path(path)
+    with open_drafter(path) as files:
+        plan = make_drafter_plan(path, files, trunk, methods, **reading)
+        if dtype is None and (mixed := describe_mixed(plan.specs, files)):
+            log.warning("%s: %s", path, mixed)
+        params = {}
+        for name, spec in plan.specs.items():
+            kind = param_dtype(name, spec, files, NO_SCALES, dtype)
+            index = tuple((0, size) for size in spec.shape)
+            params[tuple(name.split("/"))] = jax.device_put(read_as(files, NO_SCALES, spec, index, kind))
+        config = plan.config
+        stored = StoredDrafter(plan.method, config, unflatten_dict(params), None)
+        ids = stored.files.ids.read(files, plan.names, config.draft_vocab_size, config.trunk.vocab_size)
+        if isinstance(files, CheckpointFiles):
+            files.report()
+            # A drafter without a head or an embedding uses the trunk's, so a missing one may be intended.
+            if files.unread:
+                log.warning("%s has safetensors files that are not read: %s", path, ", ".join(files.unread))
+    return dataclasses.replace(stored, draft_ids=ids)
+
+
+@contextlib.contextmanager
+def open_drafter(path: pathlib.Path) -> Iterator[CheckpointFiles | TorchFile]:
+    """Opens the weights of a drafter: safetensors where there are any, else Medusa's `.pt` file."""
+    has_safetensors = not path.is_dir() or any((path / name).exists() for name in (SINGLE, INDEX))
+    if not has_safetensors and (path / MEDUSA_SAFETENSORS).exists():
+        files: CheckpointFiles | TorchFile = CheckpointFiles(path, only=MEDUSA_SAFETENSORS)
+    elif not has_safetensors and (path / MEDUSA_TORCH).exists():
+        files = TorchFile(path / MEDUSA_TORCH)
+    else:
+        files = CheckpointFiles(path)
+    with files:
+        yield files
+
+
+def config_bytes(path: pathlib.Path) -> bytes:
+    """Reads `config.json`. Raises `CheckpointFileError` if it is missing."""
+    content = read_inside(path, CONFIG, max_bytes=MAX_HEADER_BYTES)
+    if content is None:
+        raise CheckpointFileError(f"{path} has no {CONFIG}")
+    return content
+
+
+def make_drafter_plan(
+    path: pathlib.Path,
+    files: CheckpointFiles | TorchFile,
+    trunk: TrunkSizes,
+    methods: Sequence[DraftMethod],
+    **reading: Unpack[Reading],
+) -> DrafterPlan:
+    """Parses the configuration, and checks that the files hold its tensors and no others."""
+    values = parse_json(config_bytes(path), path / CONFIG)
+    if not isinstance(values, dict):
+        raise ConfigError(f"{CONFIG} contains a {type(values).__name__}, not an object")
+    if packed := find_packing(files, values):
+        raise CheckpointFileError(packed)
+    names = names_in_files(files.tensors, path, methods)
+    shapes = {plain: files.tensors[name].shape for plain, name in names.items()}
+    # 1. The architecture, and the tensors that it has.
+    try:
+        method = methods[0] if len(methods) == 1 else detect_method(values, shapes, methods)
+        assert method.files is not None
+        config, format = method.files.parse(values, shapes, trunk, reading)
+    except ConfigError as error:
+        raise ConfigError(f"{path}: {error}") from error
+    specs = method.files.specs(config, format)
+    # 2. Each tensor once, of the shape that the configuration implies.
+    wanted = {piece.name: piece.shape for spec in specs.values() for piece in spec.slices}
+    missing = sorted(wanted.keys() - shapes.keys())
+    extra = sorted(shapes.keys() - wanted.keys() - {*method.files.ids.names})
+    quantization = values.get("quantization_config") or {}
+    quantized = f" Packed or scaled weights ({quantization}) of drafters are not supported." if quantization else ""
+    if missing:
+        raise CheckpointFileError(
+            f"{path} lacks {count_of(len(missing), 'tensor')}: {', '.join(missing[:5])}; it holds {len(names)}: "
+            f"{_names_of(names, sorted(extra) or sorted(names))}.{quantized}"
+        )
+    # Ignoring a tensor would change what the drafter computes.
+    if extra:
+        raise CheckpointFileError(f"{path} has {len(extra)} unknown tensors: {_names_of(names, extra)}.{quantized}")
+    for plain, shape in wanted.items():
+        if shapes[plain] != shape:
+            raise CheckpointFileError(
+                f"tensor {names[plain]} has shape {shapes[plain]}; {CONFIG} implies {shape}.{quantized}"
+            )
+    return DrafterPlan(method, config, rename_slices(specs, names), names)
+
+
+def _names_of(names: dict[str, str], plain: list[str]) -> str:
+    """Lists the names in the files of some tensors, at most five."""
+    return ", ".join(names[each] for each in plain[:5]) or "none"

@@ -1,0 +1,252 @@
+"""Reads tensors from a `.pt` file of PyTorch without unpickling it.
+
+Such a file is a zip archive: `data.pkl` is a pickle that describes the tensors, and `data/N` holds the bytes of storage
+N. A pickle is a program, and Python's interpreter imports and calls whatever it names. This interpreter supports dicts,
+tuples and numbers, and three names, which it never imports: the rebuilding of a tensor, `OrderedDict`, and the storage
+types. Anything else is an error.
+"""
+
+import math
+import os
+import pathlib
+import pickletools
+import zipfile
+from collections.abc import Hashable
+from typing import Any, NamedTuple
+
+import ml_dtypes
+import numpy as np
+
+from conversion.safetensors_header import TensorInfo
+from mtpjax.errors import CheckpointFileError, printable
+from mtpjax.safe_open import allowed_root, open_inside
+
+MAX_PICKLE_BYTES = 16 << 20  # descriptions of tensors have about 100 bytes each
+STORAGES = {
+    "FloatStorage": np.dtype(np.float32),
+    "HalfStorage": np.dtype(np.float16),
+    "BFloat16Storage": np.dtype(ml_dtypes.bfloat16),
+    "DoubleStorage": np.dtype(np.float64),
+}
+
+
+class _Name(NamedTuple):
+    """A global that the pickle names. It is compared, and never imported."""
+
+    module: str
+    name: str
+
+
+class _Storage(NamedTuple):
+    """A storage that the pickle refers to by its key."""
+
+    dtype: np.dtype
+    key: str
+    size: int  # elements
+
+
+class _Tensor(NamedTuple):
+    storage: _Storage
+    offset: int  # elements
+    shape: tuple[int, ...]
+
+
+_REBUILD, _ORDERED_DICT = _Name("torch._utils", "_rebuild_tensor_v2"), _Name("collections", "OrderedDict")
+_MARK = object()
+
+
+class TorchFile:
+    """The tensors of a `.pt` file, with the part of `CheckpointFiles` that reading parameters needs.
+
+    Attributes:
+        path: the file.
+        tensors: dtype and shape of each tensor, by name.
+    """
+
+    def __init__(self, path):
+        """Opens the file and checks the description of its tensors.
+
+        Args:
+            path: the file.
+
+        Raises:
+            CheckpointFileError: the file is damaged, or holds anything but a dict of tensors.
+        """
+        self.path = pathlib.Path(path)
+        self._stream = os.fdopen(open_inside(self.path, allowed_root(self.path.parent)), "rb")
+        try:
+            self._places = self._describe()
+        except BaseException:
+            self._stream.close()
+            raise
+        self.tensors = {
+            name: TensorInfo(name, self.path.name, tensor.storage.dtype, tensor.shape, 0, 0)
+            for name, tensor in self._places.items()
+        }
+
+    def __enter__(self) -> "TorchFile":
+        return self
+
+    def __exit__(self, *_):
+        self._stream.close()
+
+    def read(self, name: str, begin: int = 0, end: int | None = None) -> np.ndarray:
+        """Reads a tensor or some of its rows; arguments as in `CheckpointFiles.read`."""
+        tensor = self._places[name]
+        count, itemsize = math.prod(tensor.shape), tensor.storage.dtype.itemsize
+        with self._zip.open(f"{self._folder}/data/{tensor.storage.key}") as stream:
+            stream.seek(tensor.offset * itemsize)
+            content = stream.read(count * itemsize)
+        if len(content) != count * itemsize:
+            raise CheckpointFileError(f"{self.path}: the bytes of tensor {printable(name, 200)} are incomplete")
+        return np.frombuffer(bytearray(content), tensor.storage.dtype).reshape(tensor.shape)[begin:end]
+
+    def read_checked(self, name: str, begin: int, end: int) -> np.ndarray:
+        """Reads rows of a tensor, and rejects infinite and NaN elements."""
+        rows = self.read(name, begin, end)
+        if not np.isfinite(rows.astype(np.float32)).all():
+            raise CheckpointFileError(f"{self.path}: tensor {printable(name, 200)} has infinite or NaN elements")
+        return rows
+
+    def _describe(self) -> dict[str, _Tensor]:
+        """Opens the archive, and returns where each tensor is."""
+        try:
+            self._zip = zipfile.ZipFile(self._stream)
+        except (zipfile.BadZipFile, OSError, ValueError) as error:
+            raise CheckpointFileError(
+                f"{self.path} is no zip archive, as PyTorch writes since 1.6: save it again, or as safetensors"
+            ) from error
+        entries = {entry.filename: entry for entry in self._zip.infolist()}
+        pickles = [name for name in entries if name.endswith("/data.pkl") and name.count("/") == 1]
+        # Stored, so that no entry is larger than the file.
+        if len(entries) != len(self._zip.infolist()) or any(entry.compress_type for entry in entries.values()):
+            raise CheckpointFileError(f"{self.path} has compressed or repeated entries, which PyTorch does not write")
+        if len(pickles) != 1 or entries[pickles[0]].file_size > MAX_PICKLE_BYTES:
+            raise CheckpointFileError(f"{self.path} is not a file of tensors: it has {len(pickles)} data.pkl")
+        self._folder = pickles[0].partition("/")[0]
+        order = f"{self._folder}/byteorder"
+        if order in entries and self._zip.read(order) != b"little":
+            raise CheckpointFileError(f"{self.path} is not little-endian")
+        found = self._run(self._zip.read(pickles[0]))
+        if not isinstance(found, dict) or not found:
+            raise CheckpointFileError(f"{self.path} holds no dict of tensors")
+        for name, tensor in found.items():
+            if not isinstance(name, str) or not name.isprintable() or not isinstance(tensor, _Tensor):
+                raise CheckpointFileError(f"{self.path} holds {printable(name, 200)!r}, which is not a tensor")
+            entry = entries.get(f"{self._folder}/data/{tensor.storage.key}")
+            size = tensor.storage.size * tensor.storage.dtype.itemsize
+            if entry is None or entry.file_size < size or tensor.offset + math.prod(tensor.shape) > tensor.storage.size:
+                raise CheckpointFileError(f"{self.path}: tensor {name[:200]} does not fit into its storage")
+        return found
+
+    def _run(self, content: bytes) -> Any:
+        """Interprets the pickle."""
+        try:
+            return _interpret(content)
+        # Malformed pickles fail in many ways, but they run only the code of this file.
+        except (ValueError, IndexError, KeyError, TypeError, AttributeError) as error:
+            raise CheckpointFileError(
+                f"{self.path} is not read: {printable(error, 300)}. Only tensors in dicts are; save them as safetensors"
+            ) from error
+
+
+def _interpret(content: bytes) -> Any:
+    """Runs the opcodes that tensors need, and returns the value on top of the stack."""
+    stack: list[Any] = []
+    memo: dict[Any, Any] = {}
+
+    def pop_mark() -> list[Any]:
+        place = len(stack) - 1 - stack[::-1].index(_MARK)
+        items = stack[place + 1 :]
+        del stack[place:]
+        return items
+
+    def pop(count: int) -> tuple[Any, ...]:
+        items = tuple(stack[len(stack) - count :])
+        del stack[len(stack) - count :]
+        return items
+
+    constants = {"NONE": None, "NEWTRUE": True, "NEWFALSE": False, "EMPTY_TUPLE": ()}
+    values = ("BININT", "BININT1", "BININT2", "LONG1", "BINUNICODE", "SHORT_BINUNICODE")
+    for opcode, argument, _ in pickletools.genops(content):
+        name: str = opcode.name
+        if name in ("PROTO", "FRAME"):
+            continue
+        if name == "STOP":
+            return stack[-1]
+        if name in constants:
+            stack.append(constants[name])
+        elif name in values:
+            stack.append(argument)
+        elif name == "MARK":
+            stack.append(_MARK)
+        elif name == "EMPTY_DICT":
+            stack.append({})
+        elif name in ("BINPUT", "LONG_BINPUT"):
+            memo[argument] = stack[-1]
+        elif name == "MEMOIZE":
+            memo[len(memo)] = stack[-1]
+        elif name in ("BINGET", "LONG_BINGET"):
+            stack.append(memo[argument])
+        elif name in ("TUPLE1", "TUPLE2", "TUPLE3"):
+            stack.append(pop(int(name[-1])))
+        elif name == "TUPLE":
+            stack.append(tuple(pop_mark()))
+        elif name == "GLOBAL":
+            stack.append(_known(_Name(*str(argument).split(" "))))
+        elif name == "STACK_GLOBAL":
+            stack.append(_known(_Name(*pop(2))))
+        elif name == "BINPERSID":
+            stack.append(_storage(stack.pop()))
+        elif name == "REDUCE":
+            stack.append(_rebuild(*pop(2)))
+        elif name in ("SETITEMS", "SETITEM"):
+            items = pop_mark() if name == "SETITEMS" else list(pop(2))
+            _update(stack[-1], items)
+        else:
+            raise ValueError(f"it has the pickle opcode {name}, which tensors do not need")
+    raise ValueError("its pickle does not end")
+
+
+def _known(name: _Name) -> _Name:
+    """Returns the name if tensors need it."""
+    if name in (_REBUILD, _ORDERED_DICT) or (name.module == "torch" and name.name in STORAGES):
+        return name
+    raise ValueError(f"it names {name.module}.{name.name}, which is never imported")
+
+
+def _storage(reference: Any) -> _Storage:
+    """Reads a storage's reference: ("storage", type, key, device, number of elements)."""
+    kind, storage, key, _, size = reference
+    if kind != "storage" or not isinstance(storage, _Name) or storage.module != "torch" or not str(key).isdecimal():
+        raise ValueError("it refers to something else than a storage")
+    return _Storage(STORAGES[storage.name], str(key), _count(size))
+
+
+def _rebuild(function: Any, arguments: Any) -> Any:
+    """Interprets the two calls that occur in descriptions of tensors."""
+    if function == _ORDERED_DICT and arguments == ():
+        return {}
+    if function != _REBUILD:
+        raise ValueError("it calls something else than the rebuilding of a tensor")
+    storage, offset, shape, strides = arguments[:4]
+    shape = tuple(map(_count, shape))
+    contiguous = tuple(math.prod(shape[axis + 1 :]) for axis in range(len(shape)))
+    if not isinstance(storage, _Storage) or tuple(strides) != contiguous:
+        raise ValueError(f"a tensor of shape {shape} is not contiguous")
+    return _Tensor(storage, _count(offset), shape)
+
+
+def _count(value: Any) -> int:
+    if not isinstance(value, int) or isinstance(value, bool) or not 0 <= value < 2**48:
+        raise ValueError(f"{value!r} is not a size")
+    return value
+
+
+def _update(target: Any, items: list[Any]) -> None:
+    if type(target) is not dict or len(items) % 2 or not all(isinstance(key, Hashable) for key in items[::2]):
+        raise ValueError("it fills something else than a dict")
+    for key, value in zip(items[::2], items[1::2], strict=True):
+        if key in target:
+            raise ValueError(f"it names {key!r} twice")
+        target[key] = value

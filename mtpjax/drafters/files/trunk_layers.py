@@ -1,0 +1,94 @@
+"""Which trunk states a drafter reads, as the ids of the layers that they enter.
+
+In these ids the number of trunk layers, L, means the output of the last layer, which enters the final norm, and L + 1
+the output of this norm.
+"""
+
+import logging
+from typing import Literal
+
+from conversion.config_reader import ConfigReader
+from mtpjax.errors import ConfigError
+
+log = logging.getLogger("mtpjax.conversion")
+
+LastLayerState = Literal["before_norm", "after_norm"]
+LAST_LAYER_STATE = "last_layer_state"  # the key of `config.json`, which mtpjax writes
+STATES: tuple[LastLayerState, ...] = ("before_norm", "after_norm")
+
+
+def entered_layers(
+    listed: tuple[int, ...],
+    key: str,
+    num_layers: int,
+    *,
+    are_outputs: bool,
+    stated: LastLayerState | None,
+    usual: LastLayerState,
+    choice: LastLayerState | None,
+) -> tuple[int, ...]:
+    """Converts a file's layer ids to those of the layers that the states enter.
+
+    Args:
+        listed: the ids.
+        key: the key that lists them, for messages.
+        num_layers: layers of the trunk.
+        are_outputs: the ids are layers whose outputs are read, -1 being the embedding; else layers that the states
+            enter.
+        stated: the state of the last layer that the file says it was trained on.
+        usual: the state that programs of this format train on.
+        choice: the state that the caller chose.
+
+    Returns:
+        The ids.
+
+    Raises:
+        ConfigError: an id is outside the trunk, repeated or ambiguous, or `choice` contradicts the file.
+    """
+    if are_outputs and -1 in listed[1:]:
+        raise ConfigError(
+            f"config.json: {key} {list(listed)} has two readings: -1 is the embedding in this format, and the last "
+            f"layer in others; write the last layer as {num_layers - 1}, and the embedding after other layers in "
+            "speculators' format, as 0 of aux_hidden_state_layer_ids"
+        )
+    layers = tuple(layer + are_outputs for layer in listed)
+    if len(set(layers)) != len(layers) or not all(0 <= layer <= num_layers for layer in layers):
+        counts = f"; if the ids count from 1, subtract 1 from each: the last layer is {num_layers - 1}"
+        hint = counts if are_outputs and max(listed) == num_layers else ""
+        raise ConfigError(
+            f"config.json: {key} {list(listed)} mean the states that enter the layers {list(layers)}, which are not "
+            f"different ones within 0..{num_layers} of a trunk of {num_layers} layers{hint}"
+        )
+    if num_layers not in layers:
+        return layers
+    # The output of the last layer. Published files do not say whether it was read before or after the final norm.
+    if stated is not None and choice not in (None, stated):
+        raise ConfigError(f"config.json: {LAST_LAYER_STATE} is {stated!r}, not {choice!r}")
+    state = stated or choice or usual
+    if stated is None and choice is None:
+        other = STATES[usual == STATES[0]]
+        log.warning(
+            "config.json: %s %s reads the last of %d trunk layers, and does not say which state of it the drafter was "
+            "trained on: the one before the final norm (hooks on layers; what SGLang and vLLM capture), or the one "
+            "after it (the last of transformers' hidden_states). Using %s, as programs that write this format train; "
+            "%s='%s' (--last-layer-state %s) takes the other one. Compare both: the right one is accepted more often",
+            *(key, list(listed), num_layers, usual, LAST_LAYER_STATE, other, other),
+        )
+    return tuple(layer + (layer == num_layers and state == "after_norm") for layer in layers)
+
+
+def read_last_layer_state(*sections: ConfigReader) -> LastLayerState | None:
+    """Reads which state of the last layer the drafter was trained on; None if no section states it."""
+    for section in sections:
+        section.require(LAST_LAYER_STATE, *STATES)
+    return next((value for section in sections if (value := section.get(LAST_LAYER_STATE)) is not None), None)
+
+
+def describe_last_layer(layer_ids: tuple[int, ...], num_layers: int) -> tuple[list[int], dict[str, str]]:
+    """Returns layer ids as files list them, entered ones, and the key about the last layer's state if it is read."""
+    if {num_layers, num_layers + 1} <= set(layer_ids):
+        raise ConfigError("no format can express that the last layer's state is read before and after the final norm")
+    listed = [min(layer, num_layers) for layer in layer_ids]
+    if num_layers not in listed:
+        return listed, {}
+    return listed, {LAST_LAYER_STATE: STATES[num_layers + 1 in layer_ids]}

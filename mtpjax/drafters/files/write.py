@@ -1,0 +1,175 @@
+"""Writes a drafter in a published format: with the bytes of the original, or as new files."""
+
+import contextlib
+import itertools
+import json
+import pathlib
+from collections.abc import Callable, Iterator, Mapping
+from typing import Any
+
+import numpy as np
+from flax.traverse_util import flatten_dict
+
+from conversion.export import TensorAssembler
+from conversion.files import CheckpointFiles
+from conversion.shards import (
+    Shard,
+    TensorEntry,
+    copy_files,
+    entry_of,
+    make_shard,
+    split_into_shards,
+    write_index,
+    write_shards,
+)
+from conversion.tensor_slice import ParamSpec
+from conversion.weight_files import SINGLE
+from mtpjax.atomic import atomic_folder
+from mtpjax.drafters.files.read import (
+    CONFIG,
+    NO_SCALES,
+    DrafterPlan,
+    StoredDrafter,
+    config_bytes,
+    make_drafter_plan,
+    open_drafter,
+)
+from mtpjax.drafters.files.tensor_names import rename_slices
+from mtpjax.drafters.files.torch_file import TorchFile
+from mtpjax.drafters.files.trunk_layers import STATES
+from mtpjax.drafters.method import DraftMethod, Reading
+from mtpjax.errors import CheckpointFileError, ConfigError
+
+
+def write_drafter(path, drafter: StoredDrafter, *, like=None, form: str | None = None) -> None:
+    """Writes a drafter as safetensors and `config.json`.
+
+    Args:
+        path: the folder to write; it appears once it is complete.
+        drafter: the drafter.
+        like: a directory of the same architecture, whose names, order, dtypes, `config.json` and other files are kept.
+            Unchanged parameters then give the same bytes in every safetensors file.
+        form: without `like`, one of `DrafterFiles.formats`; None: the first.
+
+    Raises:
+        CheckpointFileError: `like` has a different architecture.
+        ConfigError: the format cannot express the architecture.
+        FileExistsError: `path` exists and is not empty.
+    """
+    with contextlib.ExitStack() as stack:
+        if like is None:
+            files, small_files, names = None, (), {}
+            specs, values = _describe(drafter.method, drafter.config, form)
+            content = (json.dumps(values, indent=2) + "\n").encode()
+        else:
+            like = pathlib.Path(like)
+            files = stack.enter_context(open_drafter(like))
+            plan = _plan_like(like, files, drafter)
+            specs, names = plan.specs, plan.names
+            content = config_bytes(like)
+            small_files = files.other_files() if isinstance(files, CheckpointFiles) else ()
+        blocks = _tensor_blocks(specs, drafter, names)
+        if isinstance(files, CheckpointFiles):
+            groups = {
+                file: [entry_of(each) for each in files.tensors.values() if each.file == file] for file in files.headers
+            }
+            shards = [Shard(file, files.headers[file], tuple(entries)) for file, entries in groups.items()]
+        else:
+            shards = _new_shards(specs, drafter)
+        folder = stack.enter_context(atomic_folder(pathlib.Path(path).absolute()))
+        write_shards(folder, shards, blocks)
+        if files is None or isinstance(files, TorchFile):
+            write_index(folder, shards)
+        else:
+            copy_files(folder, files.bytes_of, [name for name in small_files if name != CONFIG])
+        (folder / CONFIG).write_bytes(content)
+
+
+def _plan_like(path: pathlib.Path, files: CheckpointFiles | TorchFile, drafter: StoredDrafter) -> DrafterPlan:
+    """Plans to write a drafter like the files at `path`, under the reading of the files that gives its architecture."""
+    for aux_layers, switch, state in itertools.product(("entered", "output"), (False, True), STATES):
+        reading: Reading = {"aux_layers": aux_layers, "norm_before_residual": switch, "sample_from_anchor": switch}
+        reading["last_layer_state"] = state
+        try:
+            plan = make_drafter_plan(path, files, drafter.config.trunk, (drafter.method,), **reading)
+        except ConfigError:
+            continue
+        if plan.config == drafter.config:
+            return plan
+    raise CheckpointFileError(f"{path} is a drafter of another architecture: name a format instead")
+
+
+def _describe(method: DraftMethod, config: Any, form: str | None) -> tuple[dict[str, ParamSpec], dict[str, Any]]:
+    """Returns the tensors and the configuration of a new file."""
+    files = method.files
+    assert files is not None
+    if form not in (None, *files.formats):
+        raise ConfigError(f"{method.title} is written as {' or '.join(map(repr, files.formats))}, not {form!r}")
+    form = form or files.formats[0]
+    specs = files.specs(config, form)
+    names = {part.name: files.rename(part.name, form) for spec in specs.values() for part in spec.slices}
+    return rename_slices(specs, names), files.describe(config, form)
+
+
+def find_form(method: DraftMethod, config: Any, *, has_draft_ids: bool) -> str:
+    """Finds a format that can express a drafter: the usual one, unless a draft vocabulary needs another.
+
+    Raises:
+        ConfigError: no format can express it.
+    """
+    assert method.files is not None
+    preferred, reasons = method.files.format_with_ids if has_draft_ids else None, []
+    for form in sorted(method.files.formats, key=lambda form: form != preferred):
+        try:
+            _describe(method, config, form)
+            return form
+        except ConfigError as error:
+            reasons.append(f"{form}: {error}")
+    raise ConfigError(f"no format can express this drafter ({'; '.join(reasons)})")
+
+
+def _ids_tensors(drafter: StoredDrafter) -> dict[str, np.ndarray]:
+    """Returns the tensors of the draft vocabulary by name."""
+    if drafter.draft_ids is None:
+        return {}
+    return drafter.files.ids.write(np.asarray(drafter.draft_ids).astype(np.int64), drafter.config.trunk.vocab_size)
+
+
+def _flat(drafter: StoredDrafter) -> dict[str, np.ndarray]:
+    return {name: np.asarray(leaf) for name, leaf in flatten_dict(drafter.params, sep="/").items()}
+
+
+def _tensor_blocks(
+    specs: dict[str, ParamSpec], drafter: StoredDrafter, names: Mapping[str, str]
+) -> Callable[[TensorEntry], Iterator[np.ndarray]]:
+    """Returns the function that makes the rows of a tensor, block by block."""
+    flat = _flat(drafter)
+    ids = {names.get(plain, plain): array for plain, array in _ids_tensors(drafter).items()}
+    different = sorted(flat.keys() ^ specs.keys())
+    if different:
+        raise CheckpointFileError(f"the parameters are not the drafter's: {', '.join(different[:5])}")
+    for name, spec in specs.items():
+        if flat[name].shape != spec.shape:
+            raise CheckpointFileError(f"parameter {name} has shape {flat[name].shape}, not {spec.shape}")
+    assembler = TensorAssembler(specs, lambda name, index: flat[name][index], scaled={}, scales=NO_SCALES, tied={})
+
+    def blocks(entry: TensorEntry) -> Iterator[np.ndarray]:
+        if entry.name in ids:
+            return iter([ids[entry.name].astype(entry.dtype)])
+        return assembler.blocks(entry)
+
+    return blocks
+
+
+def _new_shards(specs: dict[str, ParamSpec], drafter: StoredDrafter) -> list[Shard]:
+    """Lays the tensors out as the safetensors package does: by falling size of an element, then by name."""
+    flat, ids = _flat(drafter), _ids_tensors(drafter)
+    entries = {
+        piece.name: TensorEntry(piece.name, flat[path].dtype, piece.shape)
+        for path, spec in specs.items()
+        for piece in spec.slices
+    }
+    entries |= {name: TensorEntry(name, array.dtype, array.shape) for name, array in ids.items()}
+    ordered = sorted(entries.values(), key=lambda entry: (-entry.dtype.itemsize, entry.name))
+    shards = split_into_shards(ordered)
+    return shards if len(shards) > 1 else [make_shard(SINGLE, ordered, {"format": "pt"})]

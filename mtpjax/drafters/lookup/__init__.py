@@ -1,0 +1,1 @@
+"""Prompt lookup: drafts copied from the row's own text."""

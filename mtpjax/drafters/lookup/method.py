@@ -1,0 +1,14 @@
+"""The record of prompt lookup."""
+
+from mtpjax.drafters.lookup.drafting import LookupDrafter
+from mtpjax.drafters.method import DraftMethod
+
+LOOKUP = DraftMethod(
+    name="lookup",
+    title="n-gram lookup",
+    drafter=LookupDrafter,
+    algorithms=("NGRAM",),
+    from_settings=lambda config: LookupDrafter(min_n=config.prompt_lookup_min, max_n=config.prompt_lookup_max),
+    # Copied n-grams are often right for longer than MTP drafts.
+    default_levels=4,
+)

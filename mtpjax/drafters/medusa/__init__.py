@@ -1,0 +1,1 @@
+"""Medusa (2401.10774): heads, drafting and published files."""

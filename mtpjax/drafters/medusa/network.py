@@ -1,0 +1,107 @@
+"""The heads of a Medusa drafter (2401.10774)."""
+
+import dataclasses
+
+import flax.linen as nn
+import jax
+import jax.numpy as jnp
+
+from mtpjax.drafters.architecture import TrunkSizes
+from mtpjax.messages import require
+from mtpjax.models.model import multiply_head
+from mtpjax.models.quantized import matrix_product
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class MedusaConfig:
+    """The architecture of Medusa heads.
+
+    Args:
+        hidden_size: width of the trunk, D.
+        vocab_size: vocabulary of the trunk, V.
+        num_heads: heads. Head k, from 0, predicts the token k+2 positions after the hidden state.
+        num_layers: residual layers per head.
+        has_bias: the residual layers have a bias.
+        draft_vocab_size: tokens that can be drafted, R; 0: all V.
+        shares_output: all heads share one output matrix (vLLM's `original_lm_head`).
+
+    Raises:
+        ValueError: for values that do not fit together.
+    """
+
+    hidden_size: int
+    vocab_size: int
+    num_heads: int
+    num_layers: int = 1
+    has_bias: bool = True
+    draft_vocab_size: int = 0
+    shares_output: bool = False
+
+    def __post_init__(self):
+        for name in ("hidden_size", "vocab_size", "num_heads"):
+            require(getattr(self, name) >= 1, f"{name} must be at least 1, is {getattr(self, name)}")
+        require(self.num_layers >= 0, f"num_layers must not be negative, is {self.num_layers}")
+        object.__setattr__(self, "draft_vocab_size", self.draft_vocab_size or self.vocab_size)
+        require(
+            1 <= self.draft_vocab_size <= self.vocab_size,
+            f"draft_vocab_size {self.draft_vocab_size} is not within 1..{self.vocab_size}",
+        )
+
+    @property
+    def trunk(self) -> TrunkSizes:
+        """The trunk that the heads are for, of any depth."""
+        return TrunkSizes(self.vocab_size, self.hidden_size, 0)
+
+    @property
+    def layer_ids(self) -> tuple[int, ...]:
+        """The heads read only the final state."""
+        return ()
+
+
+class MedusaHead(nn.Module):
+    """The residual layers of one head, `[..., D] -> [..., D]`: `x + silu(x W + b)` each."""
+
+    config: MedusaConfig
+    implementation: str = "auto"
+
+    @nn.compact
+    def __call__(self, x: jax.Array) -> jax.Array:
+        D = self.config.hidden_size
+        for layer in range(self.config.num_layers):
+            # Zeros: an untrained head is its output matrix.
+            kernel = self.param(f"kernel_{layer}", nn.initializers.zeros, (D, D))
+            projected = matrix_product(x, kernel, implementation=self.implementation)
+            if self.config.has_bias:
+                bias = self.param(f"bias_{layer}", nn.initializers.zeros, (D,)).astype(x.dtype)
+                projected = projected + bias.reshape((1,) * (x.ndim - 1) + (D,))
+            x = x + nn.silu(projected)
+        return x
+
+
+class Medusa(nn.Module):
+    """All heads. They read the trunk's hidden states after its final norm, and do not depend on drafts."""
+
+    config: MedusaConfig
+    implementation: str = "auto"
+
+    def setup(self):
+        config, matrix = self.config, nn.initializers.lecun_normal()
+        self.block = [MedusaHead(config, self.implementation) for _ in range(config.num_heads)]
+        shape = (config.hidden_size, config.draft_vocab_size)
+        self.output = [
+            self.param(f"output_{index}", matrix, shape)
+            for index in range(1 if config.shares_output else config.num_heads)
+        ]
+
+    def __call__(self, hidden: jax.Array) -> jax.Array:
+        """Computes the logits of every head: `[..., D]` to `[num_heads, ..., R]` float32."""
+        logits = [self.logits(hidden, index) for index in range(self.config.num_heads)]
+        return jnp.stack(logits)
+
+    def hidden(self, hidden: jax.Array, index: int) -> jax.Array:
+        """Runs the residual layers of head `index`: `[..., D]` to `[..., D]`."""
+        return self.block[index](hidden)
+
+    def logits(self, hidden: jax.Array, index: int) -> jax.Array:
+        """Computes the logits of head `index`: `[..., D]` to `[..., R]` float32."""
+        return multiply_head(self.hidden(hidden, index), self.output[0 if self.config.shares_output else index])

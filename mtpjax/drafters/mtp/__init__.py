@@ -1,0 +1,1 @@
+"""The MTP drafter: drafts with the modules that were trained with the model."""

@@ -1,0 +1,168 @@
+"""The MTP drafter: the model's MTP modules propose a chain or a tree."""
+
+import dataclasses
+from typing import Any
+
+import flax.struct
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from mtpjax.decoding.config import DecodeConfig
+from mtpjax.decoding.decoder import Decoder, Weights
+from mtpjax.decoding.sampling import PathTokens
+from mtpjax.decoding.state import DecodeState
+from mtpjax.drafters.cached import CachedDrafter
+from mtpjax.drafters.scoring import DraftScores, ReducedHead, reduce_head
+from mtpjax.models.attention_kinds import has_recurrent_layers
+from mtpjax.models.cache import Cache, empty_cache
+from mtpjax.models.config import ModelConfig
+from mtpjax.models.masks import Entries, View
+from mtpjax.models.model import MTPModel, TrunkOutput, bind
+from mtpjax.models.params import is_of_modules
+
+
+class MTPParams(flax.struct.PyTreeNode):
+    """Parameters of the MTP drafter."""
+
+    modules: dict[str, Any]  # the model's top-level parameters whose names start with `mtp_`
+    draft_ids: jax.Array | None = None  # [R] int32 reduced draft vocabulary, ascending
+
+
+class PreparedMTP(flax.struct.PyTreeNode):
+    """The parameters that a round reads: the modules', and those that they share with the trunk."""
+
+    params: dict[str, Any]
+    head: ReducedHead | None
+
+
+@dataclasses.dataclass(frozen=True)
+class MTPNetwork:
+    """The model's MTP modules as a `DraftNetwork`."""
+
+    decoder: Decoder
+    prepared: PreparedMTP
+
+    @property
+    def config(self) -> ModelConfig:
+        """The model's own config: a module's layer is like the trunk's."""
+        return self.decoder.model.config
+
+    def input_hidden(self, states: jax.Array) -> jax.Array:
+        """Returns the trunk's hidden states as they are."""
+        return states
+
+    def run(
+        self, index: int, hidden: jax.Array, tokens: jax.Array, view: View, layers: tuple[Entries, ...]
+    ) -> tuple[jax.Array, jax.Array, tuple[Entries, ...]]:
+        """Runs module `index`; see `DraftNetwork.run`."""
+        apply = bind(self.decoder.model, self.prepared.params)
+        output, chained, entries = apply(hidden, tokens, view, layers[0], index=index, method="run_module")
+        return output, chained, (entries,)
+
+    def scores(
+        self, state: DecodeState, output: jax.Array, index: int, path: PathTokens | None, level: int
+    ) -> DraftScores:
+        """Scores tokens by the module's head, or a reduced one; see `DraftNetwork.scores`."""
+        return DraftScores(self.decoder, self.prepared.params, state, self.prepared.head, output, index, path, level)
+
+
+@dataclasses.dataclass(frozen=True)
+class MTPDrafter(CachedDrafter):
+    """Drafts with the model's MTP modules: a chain with any number of them, a tree with one."""
+
+    def check(self, model: MTPModel, config: DecodeConfig) -> None:
+        """Raises `ValueError` if the model has no modules or cannot draft the tree."""
+        if not model.config.num_mtp_modules:
+            raise ValueError(
+                f"num_steps {config.num_steps} with drafter 'mtp' needs at least one MTP module, but the model has "
+                "none; use drafter 'lookup', or add_mtp_modules and train"
+            )
+        if config.topk > 1:
+            check_tree(model, config)
+
+    def default_params(self, params: dict, config: DecodeConfig, *, model: MTPModel) -> MTPParams:
+        """Returns the `mtp_*` leaves of the model's parameters, and the reduced vocabulary if there is one."""
+        modules = {name: leaf for name, leaf in params.items() if is_of_modules(name)}
+        ids = None
+        if config.draft_vocabulary is not None:
+            ids = jnp.asarray(draftable_ids(config.draft_vocabulary, model))
+        return MTPParams(modules, ids)
+
+    def prepare(self, params: dict, draft_params: MTPParams, *, model: MTPModel) -> PreparedMTP:
+        """Joins the modules with the parameters that they share with the trunk, and gathers the reduced head."""
+        # Modules share the embedding, and often the head, with the trunk.
+        merged = {**params, **draft_params.modules}
+        head = None
+        if draft_params.draft_ids is not None:
+            head = reduce_head(merged, draft_params.draft_ids, model=model)
+        return PreparedMTP(merged, head)
+
+    def max_shift(self, model: MTPModel) -> int:
+        """Returns the shift of the last module."""
+        return model.config.num_mtp_modules
+
+    def network(self, decoder: Decoder, weights: Weights) -> MTPNetwork:
+        """Returns the modules, with their parameters."""
+        return MTPNetwork(decoder, weights.drafter)
+
+    def num_caches(self, model: MTPModel, num_steps: int) -> int:
+        """Returns the number of modules that a call runs: at most one per level."""
+        return min(model.config.num_mtp_modules, num_steps)
+
+    def empty_module_cache(self, decoder: Decoder, batch: int, capacity: int, dtype: Any) -> Cache:
+        """Makes the cache of a module's one layer."""
+        config, spec = decoder.model.config, decoder.spec
+        return empty_cache(config, (config.mtp_kind,), batch, capacity, dtype, spec.kv_cache_dtype, spec.pool)
+
+    def state_size(self, model: MTPModel) -> int:
+        """Returns the trunk's width, D."""
+        return model.config.hidden_size
+
+    def select_states(self, decoder: Decoder, output: TrunkOutput) -> jax.Array:
+        """Picks the hidden states `[B, T, D]` that enter the modules."""
+        return decoder.model.mtp_input_hidden(output)
+
+
+def check_tree(model: MTPModel, config: DecodeConfig) -> None:
+    """Checks that the model's modules can draft the tree of `config`.
+
+    Args:
+        config: settings with topk above 1.
+
+    Raises:
+        ValueError: if they cannot.
+    """
+    num_modules, num_draftable = model.config.num_mtp_modules, model.config.num_tokens or model.config.vocab_size
+    if num_modules > 1:
+        raise ValueError(
+            f"topk {config.topk} drafts trees, which need exactly one MTP module; the model has {num_modules}"
+        )
+    # A recurrent state cannot follow the branches of a tree.
+    if has_recurrent_layers(model.config):
+        raise ValueError(f"linear attention supports only chains: set topk to 1, got {config.topk}")
+    if config.draft_vocabulary is not None:
+        num_draftable = len(draftable_ids(config.draft_vocabulary, model))
+    if config.topk > num_draftable:
+        raise ValueError(f"topk {config.topk} exceeds the {num_draftable} tokens that can be drafted")
+
+
+def draftable_ids(ids: tuple[int, ...], model: MTPModel) -> np.ndarray:
+    """Sorts a reduced vocabulary and drops ids that only pad the embedding table.
+
+    Args:
+        ids: token ids.
+
+    Returns:
+        `[R]` int32, ascending.
+
+    Raises:
+        ValueError: if no id remains, or one is outside the vocabulary.
+    """
+    unique = np.unique(np.asarray(ids, np.int32))
+    num_tokens = model.config.num_tokens or model.config.vocab_size
+    if not unique.size or unique[0] < 0 or unique[-1] >= model.config.vocab_size:
+        raise ValueError(f"draft_vocabulary is empty or has ids outside 0..{model.config.vocab_size - 1}")
+    if num_tokens <= unique[0]:
+        raise ValueError(f"draft_vocabulary has no usable token: ids from {num_tokens} on only pad the embedding table")
+    return unique[unique < num_tokens]

@@ -1,0 +1,14 @@
+"""The record of the model's MTP modules. Network, files and training are the model's."""
+
+from mtpjax.drafters.method import DraftMethod
+from mtpjax.drafters.mtp.drafting import MTPDrafter
+
+MTP = DraftMethod(
+    name="mtp",
+    title="MTP modules",
+    drafter=MTPDrafter,
+    algorithms=("MTP", "NEXTN", "EAGLE"),
+    from_settings=lambda config: MTPDrafter(),
+    default_levels=2,
+    is_of_model=True,
+)

@@ -1,0 +1,220 @@
+"""Drafts a tree level by level, with one MTP module or any other `DraftNetwork` of one module."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from mtpjax.decoding import rng
+from mtpjax.decoding.decoder import Decoder
+from mtpjax.decoding.draft_tree import Candidates, depths_and_ancestor_mask
+from mtpjax.decoding.drafter import Draft
+from mtpjax.decoding.sampling import PathTokens, apply_temperature, distribution
+from mtpjax.decoding.spec import DecodeSpec
+from mtpjax.decoding.state import DecodeState, view_pass
+from mtpjax.drafters.modules import extend_and_read, num_pending, run_over_drafts
+from mtpjax.drafters.network import DraftNetwork
+from mtpjax.drafters.scoring import DraftScores
+from mtpjax.models.cache import Cache
+from mtpjax.models.layers.entries import read_rows
+from mtpjax.models.masks import TreeSlots
+from mtpjax.models.vocabulary import Vocabulary
+
+
+def draft_tree(decoder: Decoder, network: DraftNetwork, state: DecodeState) -> tuple[Draft, list[Cache], jax.Array]:
+    """Drafts a tree. One pass of the module serves all nodes of a level that have children.
+
+    Returns:
+        The draft, the module's cache in a list, and the unchanged tokens `[B, L]`.
+    """
+    spec, caches = decoder.spec, list(state.drafter.caches)
+    builder = FixedTreeBuilder(state, spec) if spec.tree_shape else DynamicTreeBuilder(state, spec)
+    B = len(state.tokens)
+    base = state.length - 1  # the module's slots from here on hold drafted nodes
+    slot_tokens, num_slots = jnp.zeros((B, 0), jnp.int32), 0
+    # State of the current level: its ancestor mask, and each node's token and index of its parent in the level before.
+    mask = path = tokens = parent = None
+
+    # 1. Extend the module over what the last round committed. Its newest output gives the children of the root.
+    num_positions = spec.num_steps + 1
+    view = view_pass(
+        state,
+        network.config,
+        state.drafter.hidden_start,
+        num_positions,
+        num_used=num_pending(state),
+        window=spec.window,
+    )
+    output, chained, _ = extend_and_read(network, caches, 0, None, state, state.tokens, num_positions, view)
+
+    for level in range(1, builder.num_levels + 1):
+        if tokens is not None and parent is not None:
+            # 2. Run the module over the nodes that the previous level chose. Each attends to the text, its ancestors
+            # and itself: a node's mask is its parent's, extended by one column per node of this level.
+            num_nodes = tokens.shape[1]
+            slot_tokens = jnp.concatenate([slot_tokens, tokens], axis=1)
+            mask = extend_ancestor_mask(mask, parent)
+            # The nodes occupy the slots after those of earlier levels, at the position of their depth.
+            width = max(num_nodes, spec.min_rows)
+            tree = TreeSlots(
+                base, jnp.full((B, width), level - 2), jnp.pad(mask, ((0, 0), (0, width - num_nodes), (0, 0)))
+            )
+            view = view_pass(
+                state, network.config, base + num_slots, width, num_used=num_nodes, tree=tree, window=spec.window
+            )
+            # Each node continues from the module's output at its parent.
+            chained = jnp.take_along_axis(chained, parent[:, :, None], axis=1)
+            output, chained = run_over_drafts(network, caches, 0, chained, tokens, view)
+            num_slots += num_nodes
+            path = PathTokens(slot_tokens, mask) if state.settings.sampling.has_penalties else None
+        # 3. Score the children of these nodes, and choose the nodes that get children of their own.
+        scores = network.scores(state, output, 0, path, level)
+        tokens, parent = builder.add_level(level, scores)
+    return builder.draft(), caches, state.tokens
+
+
+def extend_ancestor_mask(mask: jax.Array | None, parent: jax.Array) -> jax.Array:
+    """Computes which drafted nodes each node of a new level attends to: its ancestors and itself.
+
+    Args:
+        mask: `[B, f, n]` bool, the mask of the level before; None for the first level.
+        parent: `[B, g]` int32, each new node's parent among the f nodes.
+
+    Returns:
+        `[B, g, n + g]` bool, with a column per node of the new level.
+    """
+    B, num_nodes = parent.shape
+    self_mask = jnp.broadcast_to(jnp.eye(num_nodes, dtype=bool), (B, num_nodes, num_nodes))
+    if mask is None:
+        return self_mask
+    return jnp.concatenate([jnp.take_along_axis(mask, parent[:, :, None], axis=1), self_mask], axis=2)
+
+
+class DynamicTreeBuilder:
+    """A tree of the most likely nodes, for rules that accept any tree.
+
+    A node's score is the product of the draft probabilities on its path (EAGLE-2, 2406.16858). Every level expands its
+    topk best nodes; in the end the best nodes of all levels form the tree.
+    """
+
+    def __init__(self, state: DecodeState, spec: DecodeSpec):
+        self.state, self.spec, self.num_levels = state, spec, spec.num_steps
+        B = len(state.length)
+        self.candidates = Candidates()
+        self.scores, self.parent_index = jnp.ones((B, 1)), jnp.full((B, 1), -1, jnp.int32)
+
+    def add_level(self, level: int, scores: DraftScores) -> tuple[jax.Array, jax.Array]:
+        """Adds the topk best children of each node of the level before.
+
+        Args:
+            level: draft level of the children, from 1.
+            scores: scores of the children.
+
+        Returns:
+            The nodes to expand next: their tokens and their parents' indices in the level before, `[B, topk]`.
+        """
+        if self.spec.is_greedy and not self.state.settings.sampling.changes_logits:
+            # Every row is at temperature 0 and nothing changes the logits, so the kernel finds the best tokens without
+            # storing all logits.
+            values, tokens, logsumexp = scores.top_tokens(self.spec.topk)
+            probabilities = jnp.exp(values - logsumexp[:, :, None])
+        else:
+            probabilities = softmax_at_temperature(scores.logits(), self.state, scores.vocabulary)
+            probabilities, tokens = scores.vocabulary.top_k(probabilities, self.spec.topk)
+        self.scores, tokens, self.parent_index, parent = self.candidates.add_children(
+            probabilities, tokens, self.scores, self.parent_index
+        )
+        return tokens, parent
+
+    def draft(self) -> Draft:
+        """Returns the tree of the best candidates of all levels."""
+        tokens, parents = self.candidates.select_nodes(self.spec.num_nodes)
+        pending = read_rows(self.state.tokens, self.state.length - 1, 1)
+        depths, mask = depths_and_ancestor_mask(parents, self.spec.num_steps)
+        return Draft(jnp.concatenate([pending, tokens], axis=1), None, parents, depths, mask)
+
+
+class FixedTreeBuilder:
+    """A tree of a fixed shape, whose nodes' children are drawn without replacement.
+
+    Rules that compare p with q stay exact only if the shape does not depend on the drawn tokens.
+    """
+
+    def __init__(self, state: DecodeState, spec: DecodeSpec):
+        assert spec.tree_shape is not None
+        self.state, self.shape = state, spec.tree_shape
+        self.inner = self.shape.inner_levels()
+        self.num_levels = len(self.inner)
+        self.tokens: dict[int, jax.Array] = {0: read_rows(state.tokens, state.length - 1, 1)[:, 0]}
+        self.probabilities: list[jax.Array] = []
+
+    def add_level(self, level: int, scores: DraftScores) -> tuple[jax.Array | None, jax.Array]:
+        """Draws the children of the inner nodes of the level before.
+
+        Args:
+            level: draft level of the children, from 1.
+            scores: scores of the children.
+
+        Returns:
+            The drawn nodes that have children themselves: tokens `[B, f]` (None at the last level) and their parents'
+            indices in the level before.
+        """
+        nodes, state = self.inner[level - 1], self.state
+        sampling = state.settings.sampling
+        logits, vocabulary = scores.logits(), scores.vocabulary
+        B, _, V = logits.shape
+        # The k largest of log q + Gumbel noise are k draws without replacement (Kool et al., 1903.06059). Rows at
+        # temperature 0 get no noise: they take the k best.
+        is_greedy = (sampling.temperature == 0)[:, None, None]
+        probabilities = jnp.where(
+            is_greedy,
+            softmax_at_temperature(logits, state, vocabulary),
+            distribution(logits, sampling, vocabulary),
+        )
+        self.probabilities.append(probabilities)
+        round_start = jnp.broadcast_to(state.length[:, None], (B, len(nodes)))
+        gumbel = rng.gumbel(sampling.seed, round_start, rng.DRAFT, jnp.array(nodes), V, vocabulary.first_id(V))
+        _, drawn = vocabulary.top_k(
+            jnp.log(probabilities) + jnp.where(is_greedy, 0, gumbel),
+            max(len(self.shape.children(node)) for node in nodes),
+        )
+        # Assign the draws to the children in order. Nodes with fewer children than the widest use only the first ones.
+        for column, node in enumerate(nodes):
+            for rank, child in enumerate(self.shape.children(node)):
+                self.tokens[child] = drawn[:, column, rank].astype(jnp.int32)
+        if level == self.num_levels:
+            return None, jnp.zeros((B, 0), jnp.int32)
+        # The shape is static, so the inner nodes of the next level and their parents' indices are known here.
+        next_nodes = self.inner[level]
+        parent = [nodes.index(self.shape.parents[node]) for node in next_nodes]
+        tokens = jnp.stack([self.tokens[node] for node in next_nodes], axis=1)
+        return tokens, jnp.broadcast_to(jnp.array(parent, jnp.int32), tokens.shape)
+
+    def draft(self) -> Draft:
+        """Returns the tree with the distribution that each node's children were drawn from."""
+        W, B = len(self.shape.parents), len(self.state.length)
+        # Reorder q from the order of drawing to node order. Leaves have no children and no q: rules do not read their
+        # rows.
+        inner = [node for level in self.inner for node in level]
+        row = [inner.index(node) if node in inner else 0 for node in range(W)]
+        parents = jnp.broadcast_to(jnp.array(self.shape.parents, jnp.int32), (B, W))
+        depths, mask = depths_and_ancestor_mask(parents, max(self.shape.depths))
+        return Draft(
+            jnp.stack([self.tokens[node] for node in range(W)], axis=1),
+            jnp.concatenate(self.probabilities, axis=1)[:, np.array(row)],
+            parents,
+            depths,
+            mask,
+        )
+
+
+def softmax_at_temperature(logits: jax.Array, state: DecodeState, vocabulary: Vocabulary) -> jax.Array:
+    """Computes the distribution that ranks candidates: the softmax without top-k, top-p and min-p.
+
+    Args:
+        logits: `[B, f, V]` adjusted logits.
+
+    Returns:
+        `[B, f, V]` at the row's temperature, or at 1 where the temperature is 0.
+    """
+    temperature = state.settings.sampling.temperature[:, None, None]
+    return vocabulary.softmax(apply_temperature(logits, jnp.where(temperature == 0, 1, temperature), vocabulary))

@@ -1,0 +1,106 @@
+"""Compares texts with those of plain decoding, and finds how close the logits were where they differ."""
+
+import dataclasses
+import itertools
+import math
+from collections.abc import Sequence
+from typing import Any, NamedTuple
+
+import jax.numpy as jnp
+import numpy as np
+
+from mtpjax.decoding.config import DecodeConfig, SamplingParams
+from mtpjax.inference.generate import generate
+from mtpjax.models.model import MTPModel
+
+
+class Divergence(NamedTuple):
+    """The first difference between two texts."""
+
+    position: int  # number of new tokens that both share
+    gap: float  # distance between the trunk's logits of the two different tokens; inf where one text ends
+
+
+def first_divergences(
+    params: dict,
+    prompts: Sequence[list[int]],
+    rows: Sequence[list[int]],
+    other_rows: Sequence[list[int]],
+    *,
+    model: MTPModel,
+) -> list[Divergence | None]:
+    """Finds where two texts of each prompt first differ, and how close the trunk's logits of the two tokens are.
+
+    A small gap means a near tie, which rounding can decide either way; a large gap means an error.
+
+    `rows` and `other_rows` are the new tokens of both texts of each prompt.
+
+    Returns:
+        A `Divergence` per prompt, None for equal texts. If one text is a prefix of the other, they differ at its end,
+        with an infinite gap. Logits are the trunk's unmodified ones.
+    """
+    # The first differing token of each pair of texts.
+    positions: dict[int, int] = {}
+    for number, texts in enumerate(zip(rows, other_rows, strict=True)):
+        differing = [
+            position for position, (token, other) in enumerate(itertools.zip_longest(*texts)) if token != other
+        ]
+        if differing:
+            positions[number] = differing[0]
+    # Only pairs in which both texts have a token there have two logits to compare.
+    compared = [
+        number for number, position in positions.items() if position < min(len(rows[number]), len(other_rows[number]))
+    ]
+    gaps = dict.fromkeys(positions, math.inf)
+    if compared:
+        config = DecodeConfig(num_steps=0, max_new_tokens=1, logprobs=True)
+        # Decode one token after the common prefix, once with each token as the only allowed one. The reported
+        # log-probabilities are those of the unmodified logits, so the normaliser cancels in the difference.
+        shared = [[*prompts[number], *rows[number][: positions[number]]] for number in compared]
+        logprobs = []
+        for texts in (rows, other_rows):
+            sampling = SamplingParams(allowed_tokens=[[texts[number][positions[number]]] for number in compared])
+            result = generate(params, shared, model=model, config=config, sampling=sampling)
+            assert result.logprobs is not None
+            logprobs.append(result.logprobs[:, 0])
+        gaps |= dict(zip(compared, np.abs(logprobs[0] - logprobs[1]).tolist(), strict=True))
+    return [Divergence(positions[number], gaps[number]) if number in positions else None for number in range(len(rows))]
+
+
+def equals_plain_decoding(
+    params: dict,
+    prompts: Sequence[list[int]],
+    rows: Sequence[list[int]],
+    plain: Sequence[list[int]],
+    *,
+    model: MTPModel,
+    config: DecodeConfig,
+    **sampling_kwargs,
+) -> np.ndarray:
+    """Checks that texts decoded with drafts equal plain decoding's.
+
+    Below float32, matmuls round differently at different batch widths, so near-tied logits can flip. A text that
+    differs from `plain` is therefore compared again, with plain decoding in passes as wide as verification. This second
+    comparison is reliable for a fixed depth; rounds of an adaptive depth have several widths, unless `config.min_rows`
+    is the width of the deepest. The states that linear attention replays may also differ in the last bit.
+
+    Args:
+        rows: new tokens of decoding with `config`.
+        plain: new tokens of plain decoding.
+        **sampling_kwargs: from `sampling_arguments` for these calls.
+
+    Returns:
+        `[P]` bool.
+    """
+    is_equal = np.array([row == other for row, other in zip(rows, plain, strict=True)])
+    if is_equal.all() or jnp.finfo(params["embedding"].dtype).bits >= 32:
+        return is_equal
+    # Decode plainly once more, padded to the width of verification.
+    wide_config = dataclasses.replace(config, min_rows=max(config.num_nodes, config.min_rows or 1))
+    wide_rows = generate(params, prompts, model=model, config=wide_config, **sampling_kwargs).rows()
+    return is_equal | np.array([row == other for row, other in zip(rows, wide_rows, strict=True)])
+
+
+def sampling_arguments(temperature, seeds: list[int]) -> dict[str, Any]:
+    """Returns `{"sampling": SamplingParams}` for a decoding call; an empty dict if every row is at temperature 0."""
+    return {"sampling": SamplingParams(temperature=temperature, seed=seeds)} if np.any(temperature) else {}

@@ -1,0 +1,196 @@
+"""The public decoding functions: check the request, run the compiled call, and report the result."""
+
+import dataclasses
+from typing import Any, NamedTuple
+
+import jax
+from jax.sharding import Mesh
+
+from mtpjax.compat import library_settings
+from mtpjax.decoding import gpu_graph
+from mtpjax.decoding.config import DecodeConfig, SamplingParams
+from mtpjax.decoding.decoder import Decoder
+from mtpjax.decoding.device import data_size, device_settings, fit_params, with_implementation
+from mtpjax.decoding.loop import decode
+from mtpjax.decoding.result import GenerationResult, collect
+from mtpjax.decoding.sampling_params import temperatures
+from mtpjax.decoding.state import DecodeState, NewRows
+from mtpjax.inference.requests import (
+    check_argument_types,
+    check_request,
+    explain_param_errors,
+    make_drafter,
+    make_new_rows,
+    params_to_device,
+    prompts_to_arrays,
+    repeat_first_row,
+)
+from mtpjax.models.model import MTPModel
+
+
+def generate(
+    params: dict,
+    prompts: Any,
+    *,
+    model: MTPModel,
+    config: DecodeConfig | None = None,
+    sampling: SamplingParams | None = None,
+    key: jax.Array | None = None,
+    lengths: Any = None,
+    mesh: Mesh | None = None,
+) -> GenerationResult:
+    """Decodes without drafts, one token per pass: `speculative_generate` with `num_steps=0`.
+
+    Args:
+        params: parameters of `model` with unrolled layers.
+        prompts: token lists, or an array `[B, T]`.
+        model: the model.
+        config: settings; those of drafting and acceptance are ignored. None: `DecodeConfig()`.
+        sampling: sampling parameters per row; None picks the arg-max.
+        key: seeds for rows without one.
+        lengths: `[B]` prompt lengths of a right-padded array.
+        mesh: shards parameters and caches over this mesh.
+
+    Returns:
+        The new tokens, finish reasons and step counts.
+
+    Raises:
+        ValueError: in the same cases as `speculative_generate`.
+
+    Example:
+        >>> import jax
+        >>> from mtpjax import DecodeConfig, ModelConfig, MTPModel, generate, init_params
+        >>> model = MTPModel(ModelConfig(vocab_size=32, hidden_size=16, num_hidden_layers=1, num_attention_heads=2,
+        ...                              intermediate_size=32, max_position_embeddings=64))
+        >>> params = init_params(model, jax.random.key(0))
+        >>> generate(params, [[1, 2, 3]], model=model, config=DecodeConfig(max_new_tokens=5)).tokens.shape
+        (1, 5)
+    """
+    config = DecodeConfig() if config is None else config
+    make_drafter(config)  # checks its type
+    plain = without_drafts(config)
+    return speculative_generate(
+        params, prompts, model=model, config=plain, sampling=sampling, key=key, lengths=lengths, mesh=mesh
+    )
+
+
+def without_drafts(config: DecodeConfig) -> DecodeConfig:
+    """Returns the settings of plain decoding: every round verifies only the pending token and appends one token."""
+    return dataclasses.replace(
+        config, num_steps=0, topk=1, num_draft_tokens=None, acceptance="auto", depth_policy="fixed"
+    )
+
+
+@library_settings()
+def speculative_generate(
+    params: dict,
+    prompts: Any,
+    *,
+    model: MTPModel,
+    config: DecodeConfig | None = None,
+    sampling: SamplingParams | None = None,
+    key: jax.Array | None = None,
+    lengths: Any = None,
+    mesh: Mesh | None = None,
+    draft_params: Any = None,
+) -> GenerationResult:
+    """Continues prompts with speculative decoding: a drafter proposes tokens, one trunk pass per round verifies them.
+
+    At temperature 0 in float32 the tokens equal those of `generate`, regardless of the drafts. At higher temperatures
+    they follow the same distribution, under every acceptance rule except the lossy ones (`DecodeConfig`). The whole
+    call is one jitted function: a prefill and a `lax.while_loop`. A second call does not recompile if the batch, the
+    cache capacity (the longest sequence, rounded up), the static settings and the sampling options in use are the same.
+
+    Args:
+        params: parameters of `model` with unrolled layers.
+        prompts: token lists, or an array `[B, T]`.
+        model: the model.
+        config: settings; None: `DecodeConfig()`.
+        sampling: sampling parameters per row; None picks the arg-max.
+        key: a `jax.random` key that seeds rows without a seed. A row's random numbers depend only on its seed, or on
+            the key and the row's index.
+        lengths: `[B]` prompt lengths of a right-padded array.
+        mesh: shards parameters and caches over this mesh (`mtpjax.models.decoding_layout`); None: that of the
+            parameters, if any. `shard_for_decoding` moves them once, for many calls.
+        draft_params: the drafter's own parameters; None takes the MTP modules' from `params`.
+
+    Returns:
+        The new tokens, finish reasons and acceptance counts.
+
+    Raises:
+        ValueError: for an empty prompt, ids outside the vocabulary, a prompt as long as `max_length`, drafts without
+            MTP modules, sampling without a seed or key, a mesh that does not divide the model, or settings that
+            contradict each other. The message is one line with the value and the limit.
+
+    Example:
+        >>> import jax
+        >>> from mtpjax import DecodeConfig, ModelConfig, MTPModel, generate, init_params, speculative_generate
+        >>> model = MTPModel(ModelConfig(vocab_size=32, hidden_size=16, num_hidden_layers=1, num_attention_heads=2,
+        ...                              intermediate_size=32, max_position_embeddings=64, num_mtp_modules=1))
+        >>> params = init_params(model, jax.random.key(0))
+        >>> config = DecodeConfig(max_new_tokens=8, num_steps=2)
+        >>> result = speculative_generate(params, [[1, 2, 3], [4]], model=model, config=config)
+        >>> result.rows() == generate(params, [[1, 2, 3], [4]], model=model, config=config).rows()
+        True
+    """
+    # 1. Check the request on the host, because the compiled call would silently clamp values that are out of range.
+    check_argument_types(params, prompts, sampling, key, model=model)
+    config, sampling = DecodeConfig() if config is None else config, sampling or SamplingParams()
+    drafter, model, params = make_drafter(config), with_implementation(model, config), params_to_device(params)
+    prompts = prompts_to_arrays(prompts, lengths)
+    limit = check_request(prompts, model, config, drafter)
+    # 2. Move the parameters to the mesh, and resolve the static settings, which select the compiled program.
+    params, model, mesh = fit_params(params, model, config, mesh)
+    B, longest = len(prompts), max(row.size for row in prompts)
+    max_length = min(longest + min(config.max_new_tokens, limit), limit)
+    decoder = Decoder.make(
+        config, drafter, model, mesh, batch=B, max_length=max_length, longest_prompt=longest,
+        is_greedy=not temperatures(sampling, B).any(),
+    )  # fmt: skip
+    # 3. Convert the requests to arrays of the size of the caches.
+    capacity = decoder.capacity(max_length, longest)
+    rows = make_new_rows(
+        prompts, model=model, config=config, limit=limit, capacity=capacity, sampling=sampling, key=key
+    )
+    if draft_params is None:
+        draft_params = drafter.default_params(params, config, model=model)
+    # 4. Run the compiled call: prefill, then rounds until every row is done. It donates the state.
+    call = BatchCall(params, draft_params, decoder, config, mesh)
+
+    def run() -> GenerationResult:
+        return call.collect(decode_batch(call, call.start(rows)), B)
+
+    return gpu_graph.GRAPHS.run_or_repeat(mesh or jax.sharding.get_mesh(), run)
+
+
+class BatchCall(NamedTuple):
+    """Decodes batches with one decoder and the same parameters."""
+
+    params: dict
+    draft_params: Any
+    decoder: Decoder
+    config: DecodeConfig
+    mesh: Mesh | None
+
+    def num_rows(self, batch: int) -> int:
+        """Returns the number of rows of a state for `batch` requests: a multiple of the mesh's `data`."""
+        return -(-batch // data_size(self.mesh)) * data_size(self.mesh)
+
+    def start(self, rows: NewRows) -> DecodeState:
+        """Makes the state of new requests before their prefill. Copies of the first row fill the last device."""
+        rows = repeat_first_row(rows, self.num_rows(len(rows.length)) - len(rows.length))
+        return self.decoder.make_state(self.params, self.config, self.mesh, rows=rows)
+
+    def collect(self, state: DecodeState, batch: int) -> GenerationResult:
+        """Copies the first `batch` rows of a state to the host."""
+        slots = range(batch) if batch < len(state.length) else None
+        return collect(state, slots, is_exact=self.decoder.spec.rule.is_exact)
+
+
+def decode_batch(
+    call: BatchCall, state: DecodeState, max_rounds: Any = None, *, is_started: bool = False
+) -> DecodeState:
+    """Runs the compiled call; see `mtpjax.decoding.loop.decode`."""
+    settings = device_settings(call.params, call.mesh, call.config)
+    with settings, explain_param_errors(call.params, call.decoder.model):
+        return decode(call.params, call.draft_params, state, max_rounds, decoder=call.decoder, is_started=is_started)

@@ -1,0 +1,71 @@
+"""Routes that report whether the server works: health, readiness, and a token from the device."""
+
+import asyncio
+import contextlib
+import time
+
+from fastapi import APIRouter, Request
+from fastapi.responses import Response
+
+from mtpjax.decoding.config import SamplingParams
+from mtpjax.serving.api.errors import ApiError, shutting_down
+from mtpjax.serving.api.generation import Generation, Job, new_id
+from mtpjax.serving.api.http import run_while_connected
+from mtpjax.serving.api.server import ApiServer
+from mtpjax.serving.request import QueueFull
+from mtpjax.serving.request import Request as EngineRequest
+
+HEALTH_SECONDS = 20.0  # within which a device that has work must return a result; SGLang's limit
+IDLE_HEALTH_SECONDS = 20.0  # the same for the token of `/health_generate`
+
+
+def health_router(server: ApiServer) -> APIRouter:
+    router, engine = APIRouter(), server.engine
+
+    def check_health() -> None:
+        if failure := engine.failure:
+            raise ApiError(failure, status=503, code="unhealthy")
+
+    @router.get("/health", response_class=Response)
+    @router.get("/ping", response_class=Response)
+    async def health() -> Response:
+        """Returns 200 while the engine works."""
+        check_health()
+        return Response()
+
+    @router.get("/ready", response_class=Response)
+    async def ready() -> Response:
+        """Returns 200 while the server accepts new requests."""
+        check_health()
+        if server.is_stopping:
+            raise shutting_down()
+        return Response()
+
+    def check_progress() -> None:
+        if (seconds := time.monotonic() - engine.progress_at) > HEALTH_SECONDS:
+            raise ApiError(f"the device has not answered for {seconds:.0f} s", status=503, code="unhealthy")
+
+    @router.get("/health_generate", response_class=Response)
+    async def health_generate(request: Request) -> Response:
+        """Returns 200 if the device works: it has answered recently, or generates a token if no request runs."""
+        check_health()
+        status = engine.status()
+        if status.num_running or status.num_waiting:
+            # A token would wait for the running requests, whose progress shows the same.
+            check_progress()
+            return Response()
+        job = Job(EngineRequest(prompt=(0,), max_new_tokens=1, sampling=SamplingParams()))
+
+        async def make_token() -> None:
+            with Generation(server, [job], new_id("health")) as generation:
+                await generation.run()
+
+        # Others may have come first.
+        with contextlib.suppress(TimeoutError, QueueFull):
+            async with asyncio.timeout(IDLE_HEALTH_SECONDS):
+                await run_while_connected(request, make_token())
+                return Response()
+        check_progress()
+        return Response()
+
+    return router

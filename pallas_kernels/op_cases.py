@@ -1,0 +1,36 @@
+"""The ops that can be timed separately, at any shape that `dispatch.choose` takes: op -> maker of its case."""
+
+from collections.abc import Callable
+
+from pallas_kernels import (
+    add_rms_norm,
+    append_heads,
+    append_latents,
+    head_top_k,
+    prefill_attention,
+    router,
+    verify_attention,
+)
+from pallas_kernels import gated_matmul as gated
+from pallas_kernels.backend import HAS_JAX_TRITON
+from pallas_kernels.block_scaled_matmul import op as block_scaled
+from pallas_kernels.case import Case, Shape
+from pallas_kernels.grouped_matmul import op as grouped
+
+CASES: dict[str, Callable[[Shape], Case]] = {
+    "block_scaled_matmul": block_scaled.make_case,
+    "gated_matmul": gated.make_case,
+    "grouped_matmul": grouped.make_case,
+    "verify_attention": verify_attention.make_case,
+    "prefill_attention": prefill_attention.make_case,
+    "head_top_k": head_top_k.make_case,
+    "route_tokens": router.make_case,
+    "add_rms_norm": add_rms_norm.make_case,
+    "append_heads": append_heads.make_case,
+    "append_latents": append_latents.make_case,
+}
+
+
+def implementations_of(op: str) -> tuple[str, ...]:
+    """Returns the implementations of an op that can be timed here, on a GPU."""
+    return ("xla", "triton", *(["jax_triton"] if op == "block_scaled_matmul" and HAS_JAX_TRITON else []))
