@@ -1,7 +1,8 @@
-"""The process's threads and memory on the host CPU. Imports no JAX: both must be set before JAX starts."""
+"""The process's threads, memory and sockets on the host. Imports no JAX: the first two are set before JAX starts."""
 
 import contextlib
 import os
+import socket
 import sys
 
 # XLA's CPU client takes its number of threads from the first of these that holds a number, once, when it starts.
@@ -98,3 +99,15 @@ def keep_freed_memory() -> None:
     sys.stdout.flush()
     sys.stderr.flush()
     os.execv(sys.executable, [sys.executable, *sys.orig_argv[1:]])
+
+
+def keepalive_options(**more: int) -> list[tuple[int, int, int]]:
+    """Returns socket options that end a connection to a lost machine within half a minute.
+
+    Args:
+        **more: further options of TCP.
+    """
+    # Names of Linux; other systems keep their own times.
+    times = {"TCP_KEEPIDLE": 10, "TCP_KEEPINTVL": 5, "TCP_KEEPCNT": 3, **more}
+    known = [(getattr(socket, name), value) for name, value in times.items() if hasattr(socket, name)]
+    return [(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1), *((socket.IPPROTO_TCP, *each) for each in known)]

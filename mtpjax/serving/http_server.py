@@ -28,18 +28,6 @@ def listen(host: str, port: int) -> socket.socket:
     return listener
 
 
-def keepalive_options(**more: int) -> list[tuple[int, int, int]]:
-    """Returns socket options that end a connection to a lost machine within half a minute.
-
-    Args:
-        **more: further options of TCP.
-    """
-    # Names of Linux; other systems keep their own times.
-    times = {"TCP_KEEPIDLE": 10, "TCP_KEEPINTVL": 5, "TCP_KEEPCNT": 3, **more}
-    known = [(getattr(socket, name), value) for name, value in times.items() if hasattr(socket, name)]
-    return [(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1), *((socket.IPPROTO_TCP, *each) for each in known)]
-
-
 def address_of(listener: socket.socket) -> str:
     host, port = listener.getsockname()[:2]
     return f"http://{f'[{host}]' if ':' in host else host}:{port}"

@@ -14,9 +14,9 @@ from starlette.requests import Request
 from starlette.responses import Response
 from starlette.types import Message, Receive, Scope, Send
 
+from mtpjax.host import keepalive_options
 from mtpjax.serving.api.errors import ApiError
 from mtpjax.serving.api.http import error_response, read_bytes, run_while_connected, to_json
-from mtpjax.serving.http_server import keepalive_options
 
 MAX_BODY_BYTES = 32 << 20
 BODY_SECONDS = 30.0

@@ -18,10 +18,10 @@ import jax
 
 from mtpjax import distributed
 from mtpjax.errors import LostProcess, printable
+from mtpjax.host import keepalive_options
 from mtpjax.serving.disaggregation import protocol
 from mtpjax.serving.disaggregation.protocol import NONCE, SIGNATURE, TIME, Forged, Signer
 from mtpjax.serving.disaggregation.transfer import own_address
-from mtpjax.serving.http_server import keepalive_options
 
 EXIT_CODE = 75  # of a process that has lost another; see `LostProcess`
 MEETING_SECONDS = 60.0  # until all processes are connected
