@@ -7,6 +7,7 @@ import jax
 import jax.numpy as jnp
 from jax.sharding import Mesh
 
+from mtpjax.compat import library_settings
 from mtpjax.decoding.config import DecodeConfig
 from mtpjax.models.decoding_layout import fit_to_mesh, shard_for_decoding
 from mtpjax.models.model import MTPModel
@@ -61,7 +62,7 @@ def data_size(mesh: Mesh | None) -> int:
 
 @contextlib.contextmanager
 def device_settings(params: dict, mesh: Mesh | None, config: DecodeConfig) -> Iterator[None]:
-    """Sets the mesh, `deterministic`, and full float32 matmul precision on accelerators, for a call with these weights.
+    """Sets the library's settings, the mesh, `deterministic`, and full float32 matmul precision on accelerators.
 
     Raises:
         ValueError: for deterministic settings with several devices.
@@ -70,6 +71,7 @@ def device_settings(params: dict, mesh: Mesh | None, config: DecodeConfig) -> It
         raise ValueError(f"deterministic decoding runs on one device, not on a mesh of {mesh.size}")
     platform = platform_of(mesh)
     with contextlib.ExitStack() as settings:
+        settings.enter_context(library_settings())
         settings.enter_context(batch_invariant(config.deterministic))
         if mesh is not None:
             settings.enter_context(jax.set_mesh(mesh))

@@ -4,6 +4,7 @@ import dataclasses
 from typing import Any, NamedTuple
 
 import jax
+import numpy as np
 from jax.sharding import Mesh
 
 from mtpjax.compat import library_settings
@@ -136,31 +137,54 @@ def speculative_generate(
     # 1. Check the request on the host, because the compiled call would silently clamp values that are out of range.
     check_argument_types(params, prompts, sampling, key, model=model)
     config, sampling = DecodeConfig() if config is None else config, sampling or SamplingParams()
-    drafter, model, params = make_drafter(config), with_implementation(model, config), params_to_device(params)
     prompts = prompts_to_arrays(prompts, lengths)
-    limit = check_request(prompts, model, config, drafter)
-    # 2. Move the parameters to the mesh, and resolve the static settings, which select the compiled program.
-    params, model, mesh = fit_params(params, model, config, mesh)
-    B, longest = len(prompts), max(row.size for row in prompts)
-    max_length = min(longest + min(config.max_new_tokens, limit), limit)
-    decoder = Decoder.make(
-        config, drafter, model, mesh, batch=B, max_length=max_length, longest_prompt=longest,
-        is_greedy=not temperatures(sampling, B).any(),
-    )  # fmt: skip
-    # 3. Convert the requests to arrays of the size of the caches.
-    capacity = decoder.capacity(max_length, longest)
-    rows = make_new_rows(
-        prompts, model=model, config=config, limit=limit, capacity=capacity, sampling=sampling, key=key
+    B = len(prompts)
+    # 2. Resolve the static settings, which select the compiled program, and convert the requests to arrays.
+    call = make_call(
+        params, prompts, model=model, config=config, sampling=sampling, batch=B, draft_params=draft_params, mesh=mesh
     )
-    if draft_params is None:
-        draft_params = drafter.default_params(params, config, model=model)
-    # 4. Run the compiled call: prefill, then rounds until every row is done. It donates the state.
-    call = BatchCall(params, draft_params, decoder, config, mesh)
+    rows = call.make_rows(prompts, sampling, key)
 
+    # 3. Run the compiled call: prefill, then rounds until every row is done. It donates the state.
     def run() -> GenerationResult:
         return call.collect(decode_batch(call, call.start(rows)), B)
 
-    return gpu_graph.GRAPHS.run_or_repeat(mesh or jax.sharding.get_mesh(), run)
+    return gpu_graph.GRAPHS.run_or_repeat(call.mesh or jax.sharding.get_mesh(), run)
+
+
+def make_call(
+    params: dict,
+    prompts: list[np.ndarray],
+    *,
+    model: MTPModel,
+    config: DecodeConfig,
+    sampling: SamplingParams,
+    batch: int,
+    draft_params: Any = None,
+    mesh: Mesh | None = None,
+) -> "BatchCall":
+    """Checks prompts and settings, moves the parameters to the mesh, and sizes the caches for the longest prompt.
+
+    Args:
+        batch: rows that decode at the same time.
+        draft_params: the drafter's parameters; None: those of the model.
+        mesh: moves the parameters to this mesh; None leaves them where they are.
+
+    Raises:
+        ValueError: as `speculative_generate`.
+    """
+    drafter, model, params = make_drafter(config), with_implementation(model, config), params_to_device(params)
+    limit = check_request(prompts, model, config, drafter)
+    params, model, mesh = fit_params(params, model, config, mesh)
+    longest = max(row.size for row in prompts)
+    max_length = min(longest + min(config.max_new_tokens, limit), limit)
+    decoder = Decoder.make(
+        config, drafter, model, mesh, batch=batch, max_length=max_length, longest_prompt=longest,
+        is_greedy=not temperatures(sampling, batch).any(),
+    )  # fmt: skip
+    if draft_params is None:
+        draft_params = drafter.default_params(params, config, model=model)
+    return BatchCall(params, draft_params, decoder, config, mesh, limit, decoder.capacity(max_length, longest))
 
 
 class BatchCall(NamedTuple):
@@ -171,11 +195,21 @@ class BatchCall(NamedTuple):
     decoder: Decoder
     config: DecodeConfig
     mesh: Mesh | None
+    limit: int  # maximum tokens of a text, prompt included
+    capacity: int  # cache slots per row
+
+    def make_rows(self, prompts: list[np.ndarray], sampling: SamplingParams, key: jax.Array | None = None) -> NewRows:
+        """Converts checked requests to arrays of the size of the caches."""
+        return make_new_rows(
+            prompts, model=self.decoder.model, config=self.config, limit=self.limit, capacity=self.capacity,
+            sampling=sampling, key=key,
+        )  # fmt: skip
 
     def num_rows(self, batch: int) -> int:
         """Returns the number of rows of a state for `batch` requests: a multiple of the mesh's `data`."""
         return -(-batch // data_size(self.mesh)) * data_size(self.mesh)
 
+    @library_settings()
     def start(self, rows: NewRows) -> DecodeState:
         """Makes the state of new requests before their prefill. Copies of the first row fill the last device."""
         rows = repeat_first_row(rows, self.num_rows(len(rows.length)) - len(rows.length))

@@ -222,11 +222,7 @@ class EngineSession(Session):
     @contextlib.contextmanager
     def _on_device(self, *calls: Any) -> Iterator[None]:
         """Sets what calls on the device need, and counts the programs that `calls` compile."""
-        with (
-            library_settings(),
-            self.on_device(),
-            explain_param_errors(self.params, self.model),
-        ):
+        with self.on_device(), explain_param_errors(self.params, self.model):
             before, begin = _num_programs(calls), time.perf_counter()
             yield
             if (num_new := _num_programs(calls) - before) > 0:

@@ -12,13 +12,11 @@ import jax
 import numpy as np
 
 from mtpjax.decoding.config import DecodeConfig, SamplingParams, check_integer
-from mtpjax.decoding.decoder import Decoder
-from mtpjax.decoding.device import fit_params, with_implementation
 from mtpjax.decoding.gpu_graph import GRAPHS
 from mtpjax.decoding.result import GenerationResult
 from mtpjax.decoding.state import NewRows
-from mtpjax.inference.generate import BatchCall, decode_batch
-from mtpjax.inference.requests import check_request, make_drafter, make_new_rows, params_to_device, repeat_first_row
+from mtpjax.inference.generate import BatchCall, decode_batch, make_call
+from mtpjax.inference.requests import repeat_first_row
 from mtpjax.models.model import MTPModel
 from mtpjax.serving.api.text_stream import Span, TextStream
 
@@ -94,35 +92,22 @@ def complete(
     if check_integer("batch_size", batch_size) < 1:
         raise ValueError(f"batch_size must be at least 1, got {batch_size}")
     seeds = list(sampling.seed)  # type: ignore[arg-type]
-    # 1. Check all prompts, and size the state for the longest of them.
-    model, params, drafter = with_implementation(model, config), params_to_device(params), make_drafter(config)
-    limit = check_request([np.asarray(prompt) for prompt in prompts], model, config, drafter)
-    longest = max(map(len, prompts))
-    max_length = min(longest + min(config.max_new_tokens, limit), limit)
-    # 2. Compile only what the requests use, as `speculative_generate` does.
-    params, model, mesh = fit_params(params, model, config)
-    num_rows = min(batch_size, len(prompts))
-    decoder = Decoder.make(
-        config, drafter, model, mesh, batch=num_rows, max_length=max_length, longest_prompt=longest,
-        is_greedy=not sampling.temperature,
-    )  # fmt: skip
-    capacity = decoder.capacity(max_length, longest)
-    if draft_params is None:
-        draft_params = drafter.default_params(params, config, model=model)
-    call = BatchCall(params, draft_params, decoder, config, mesh)
-    # 3. Decode the batches. Copies of its first prompt fill the last one.
+    # 1. Check all prompts, and size the state for the longest of them. Compile only what the requests use.
+    arrays, num_rows = [np.asarray(prompt) for prompt in prompts], min(batch_size, len(prompts))
+    call = make_call(
+        params, arrays, model=model, config=config, sampling=sampling, batch=num_rows, draft_params=draft_params
+    )
+    # 2. Decode the batches. Copies of its first prompt fill the last one.
     for begin in range(0, len(prompts), batch_size):
         batch = prompts[begin : begin + batch_size]
-        rows = make_new_rows(
-            [np.asarray(prompt, np.int32) for prompt in batch], model=model, config=config, limit=limit,
-            capacity=capacity, sampling=dataclasses.replace(sampling, seed=seeds[begin : begin + batch_size]),
-        )  # fmt: skip
+        of_batch = dataclasses.replace(sampling, seed=seeds[begin : begin + batch_size])
+        rows = call.make_rows(arrays[begin : begin + batch_size], of_batch)
         rows = repeat_first_row(rows, num_rows - len(batch))
 
         def decode(batch=batch, rows=rows) -> CompletedBatch:
             return _decode(call, rows, [make_stream(prompt) for prompt in batch])
 
-        yield GRAPHS.run_or_repeat(mesh or jax.sharding.get_mesh(), decode)
+        yield GRAPHS.run_or_repeat(call.mesh or jax.sharding.get_mesh(), decode)
 
 
 def _decode(call: BatchCall, rows: NewRows, streams: list[TextStream]) -> CompletedBatch:

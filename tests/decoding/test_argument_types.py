@@ -16,7 +16,10 @@ from mtpjax import (
     init_params,
     speculative_generate,
 )
+from mtpjax.data.tokenizer import ByteTokenizer
 from mtpjax.io.checkpoint import load
+from mtpjax.serving.api.text_stream import TextStream
+from mtpjax.serving.offline import complete
 from tests.helpers.tiny_model import MODEL
 
 CONFIG = DecodeConfig(max_new_tokens=4)
@@ -158,6 +161,22 @@ def test_decoding_with_drafts_and_forward_work_under_the_same_checks(name, param
         config = dataclasses.replace(CONFIG, num_steps=2)
         rows = speculative_generate(params, [[1, 2, 3]], model=MODEL, config=config).rows()
         return rows, forward(params, [[1, 2, 3]], model=MODEL).logits.shape
+
+    expected = decode()
+    with CHECKS[name]():
+        assert decode() == expected
+
+
+@pytest.mark.parametrize("name", ["strict", "transfers"])
+def test_batches_of_prompts_work_under_the_same_checks(name, params):
+    def make_stream(prompt):
+        return TextStream(ByteTokenizer().incremental_decoder(prompt))
+
+    def decode():
+        config, sampling = dataclasses.replace(CONFIG, num_steps=2), SamplingParams(seed=[1, 2])
+        settings = {"config": config, "sampling": sampling, "make_stream": make_stream, "batch_size": 1}
+        batches = complete(params, [[1, 2, 3], [4]], model=MODEL, **settings)
+        return [completion.tokens for batch in batches for completion in batch.completions]
 
     expected = decode()
     with CHECKS[name]():
