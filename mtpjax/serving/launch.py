@@ -14,7 +14,6 @@ import jax
 
 from mtpjax.decoding.config import DecodeConfig
 from mtpjax.decoding.decoder import Decoder, StateShape
-from mtpjax.decoding.device import fit_params
 from mtpjax.distributed import gather_values
 from mtpjax.errors import MemoryTooSmall, is_memory_error, printable
 from mtpjax.host import describe_address_limit
@@ -23,6 +22,7 @@ from mtpjax.messages import count_of
 from mtpjax.models.cache import empty_cache, recurrent_entries
 from mtpjax.models.config import ModelConfig
 from mtpjax.models.model import MTPModel
+from mtpjax.models.sharding import mesh_of
 from mtpjax.serving import host_pages
 from mtpjax.serving.api.server import ApiSettings
 from mtpjax.serving.app import make_app
@@ -81,7 +81,7 @@ def choose_num_pages(
     """Chooses the size of the pool: what every slot can need, if the memory has room for it.
 
     Args:
-        params: the model's parameters, on their devices.
+        params: the parameters of `model`, on their devices.
         decode: settings of the requests.
         settings: the engine's; slots, length and snapshots.
         memory_fraction: share of the accelerator's memory that weights and pages may take.
@@ -89,9 +89,8 @@ def choose_num_pages(
     Raises:
         MemoryTooSmall: the remaining memory has no room for one text.
     """
-    fitted, fitted_model, mesh = fit_params(params, model, decode)
-    decoder = engine_decoder(settings, decode, make_drafter(decode), fitted_model, mesh)
-    config, dtype = model.config, fitted["embedding"].dtype
+    decoder = engine_decoder(settings, decode, make_drafter(decode), model, mesh_of(params["embedding"]))
+    config, dtype = model.config, params["embedding"].dtype
     max_length = longest_text(settings, config.max_position_embeddings)
     per_row = decoder.num_pages_of(max_length)
     devices = params["embedding"].devices()
