@@ -12,7 +12,6 @@ import argparse
 import contextlib
 import logging
 import math
-import os
 import pathlib
 import random
 import signal
@@ -21,7 +20,7 @@ import sys
 import tempfile
 import time
 from collections import Counter
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from typing import Any
 
 import jax
@@ -29,49 +28,12 @@ import numpy as np
 
 from mtpjax import MTPModel, TrainConfig, init_params, presets
 from mtpjax.training import run_dir
-from mtpjax.training.log import METRICS_FILE, read_metrics
 from mtpjax.training.step import TrainState, init_train_state, make_optimizer
+from tests.helpers.training_runs import SETTINGS, environment, read_losses, train_command, write_corpus
 
-SETTINGS = {"batch_size": 2, "row_length": 32, "log_every": 1, "num_depths": 1, "panel_prompts": 0}
 STEPS_PER_KILL = 10  # that a run needs to outlive its kills: each falls at most 4 steps, or a saved state, further on
 LONGEST_START, LONGEST_SAVE = 3.0, 0.3  # seconds in which a kill may fall
 PATIENCE = 120.0
-
-
-def write_corpus(folder: pathlib.Path) -> pathlib.Path:
-    """Forty small files, some of which will be held out."""
-    folder.mkdir(parents=True, exist_ok=True)
-    for number in range(40):
-        (folder / f"{number}.py").write_text(f"def f{number}(x):\n    return x + {number}\n" * 8)
-    return folder
-
-
-def train_command(corpus: pathlib.Path, output: pathlib.Path, settings: dict[str, Any]) -> list[str]:
-    pairs = {**SETTINGS, **settings, "data": corpus, "output": output}
-    return [sys.executable, "-m", "mtpjax.cli.main", "train", *(f"{name}={value}" for name, value in pairs.items())]
-
-
-def environment(cache: pathlib.Path) -> dict[str, str]:
-    """Of a process that compiles quickly and keeps what it compiled."""
-    return os.environ | {
-        "JAX_ENABLE_COMPILATION_CACHE": "true",
-        "JAX_COMPILATION_CACHE_DIR": str(cache),
-        "JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS": "0",
-        "JAX_DISABLE_MOST_OPTIMIZATIONS": "1",
-        "JAX_DEFAULT_MATMUL_PRECISION": "highest",
-        "XLA_FLAGS": "",
-        "GLIBC_TUNABLES": "",  # set already: the command does not start itself again
-    }
-
-
-def read_losses(folder: pathlib.Path) -> dict[int, list[float]]:
-    """Step -> bits, of what a run has logged so far."""
-    return losses(read_metrics(folder / METRICS_FILE))
-
-
-def losses(rows: Iterable[dict[str, Any]]) -> dict[int, list[float]]:
-    """Step -> bits, of a run's rows."""
-    return {row["step"]: row["bits"] for row in rows if "bits" in row}
 
 
 def kill_and_go_on(
