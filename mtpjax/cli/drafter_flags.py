@@ -82,7 +82,11 @@ def chosen_method(options):
     if options.speculative_algorithm is None:
         if own != "mtp" and path is not None:
             raise ValueError(f"--drafter {own} and --speculative-draft-model-path name two drafters")
-        return None if own == "mtp" else find_method(own)
+        if own == "mtp":
+            return None
+        if (method := find_method(own)).from_settings is None:
+            raise ValueError(f"--drafter {own} has files: name them with --speculative-draft-model-path instead")
+        return method
     if own != "mtp":
         raise ValueError(f"--drafter {own} and --speculative-algorithm name two drafters")
     name = options.speculative_algorithm

@@ -515,6 +515,7 @@ def test_generate_drafts_with_blocks(algorithm, flags, checkpoint, tmp_path, cap
         (["--sample-from-anchor"], "--sample-from-anchor needs --speculative-draft-model-path"),
         (["--last-layer-state", "after_norm"], "--last-layer-state needs --speculative-draft-model-path"),
         (["--speculative-algorithm", "EAGLE3"], "--speculative-algorithm EAGLE3 needs --speculative-draft-model-path"),
+        (["--drafter", "eagle3"], "--drafter eagle3 has files: name them with --speculative-draft-model-path"),
         (["--speculative-dspark-confidence-threshold", "0"], "threshold needs --speculative-draft-model-path"),
         (
             ["--speculative-draft-model-path", "HEADS", "--speculative-dspark-confidence-threshold", "0.5"],
