@@ -19,6 +19,7 @@ HTTP, by `mtpjax bench-serving --with-and-without-mtp` in a process of its own.
 import argparse
 import contextlib
 import dataclasses
+import importlib
 import itertools
 import json
 import os
@@ -141,6 +142,40 @@ def measure_count(engine: Engine, subject: gpu_models.Subject, count: int, new_t
     return {**row, "host": host}
 
 
+@contextlib.contextmanager
+def http_form(parser: str, switch_interval: float | None) -> Iterator[None]:
+    """Sets how this process serves HTTP.
+
+    Args:
+        parser: uvicorn's protocol: "h11", "httptools", or "auto" for httptools where it is installed.
+        switch_interval: milliseconds after which a thread gives up the interpreter's lock; None: Python's default.
+    """
+    from uvicorn.protocols.http import auto
+
+    from mtpjax.serving import header_limits, http_server
+
+    protocol, interval = auto.AutoHTTPProtocol, sys.getswitchinterval()
+    if parser == "h11":
+        from uvicorn.protocols.http.h11_impl import H11Protocol as chosen
+    elif parser == "httptools":
+        from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol as chosen
+    else:
+        chosen = protocol
+
+    def take(protocol: Any) -> None:
+        auto.AutoHTTPProtocol = protocol
+        http_server.limited_protocol = importlib.reload(header_limits).limited_protocol
+
+    take(chosen)
+    if switch_interval is not None:
+        sys.setswitchinterval(switch_interval / 1e3)
+    try:
+        yield
+    finally:
+        take(protocol)
+        sys.setswitchinterval(interval)
+
+
 def measure_server(
     engine: Engine, subject: gpu_models.Subject, options: argparse.Namespace, output: pathlib.Path
 ) -> None:
@@ -179,6 +214,12 @@ def print_table(console: Console, rows: list[dict]) -> None:
             f"{PUBLISHED.get(row['requests'], float('nan')):.2f}",
         )
     console.print(table)
+
+
+def server_forms(options: argparse.Namespace) -> Iterator[tuple[str, float | None]]:
+    """Yields what `http_form` takes, for each measurement over HTTP."""
+    if options.server:
+        yield from itertools.product(options.http, options.switch_interval)
 
 
 def find_subjects(options: argparse.Namespace, folder: pathlib.Path) -> Iterator[gpu_models.Subject]:
@@ -229,6 +270,12 @@ def make_parser() -> argparse.ArgumentParser:
     parser.add_argument("--turns", type=int, default=3, help="measurements of each cell (default: %(default)s)")
     parser.add_argument("--new-tokens", type=int, default=128, help="per request (default: %(default)s)")
     parser.add_argument("--server", action="store_true", help="measure over HTTP too")
+    parser.add_argument(
+        "--http", nargs="+", choices=("auto", "h11", "httptools"), default=["auto"], help="parser there (default: auto)"
+    )
+    parser.add_argument(
+        "--switch-interval", type=float, nargs="+", default=[None], metavar="MS", help="of Python's threads there"
+    )
     parser.add_argument("--server-turns", type=int, default=2, help="pairs of runs there (default: %(default)s)")
     parser.add_argument("--server-tokens", type=int, default=64, help="new tokens there (default: %(default)s)")
     parser.add_argument("--quick", action="store_true", help="a toy, on any machine: shows that it runs")
@@ -274,9 +321,12 @@ def main(argv: list[str] | None = None) -> int:
                     rounds = max(options.rounds_per_call)
                     engine = make_engine(served, options.counts, options.new_tokens, rounds_per_call=rounds)
                     measure_engine(engine, served, cell, options, console=console, keep=keep)
-                    if options.server:
-                        files = folder / "server" if output is None else output.with_name(f"{output.stem}_server")
-                        measure_server(engine, served, options, files)
+                    for parser, interval in server_forms(options):
+                        form = "server" if (parser, interval) == ("auto", None) else f"server_{parser}_{interval}"
+                        files = folder / form if output is None else output.with_name(f"{output.stem}_{form}")
+                        console.print(f"HTTP by {parser}, switch interval {interval or 'by default'}")
+                        with http_form(parser, interval):
+                            measure_server(engine, served, options, files)
                 assert engine.close(timeout=60)
                 # The keys of JAX's caches do not include the rule of `kernels_of`.
                 del engine

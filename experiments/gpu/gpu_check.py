@@ -89,6 +89,13 @@ _PYTEST = ("{python}", "-m", "pytest", "-n", "0", "-q")
 # Tests spend their time compiling on the host, so many share the GPU.
 _GPU_TESTS = ("{python}", "-m", "pytest", "-n", "auto", "--maxprocesses=12", "--dist=load", "-q", "-m", "gpu")
 _GROUPED = ("{python}", "-m", "experiments.kernels.bench_kernels", "--op", "grouped_matmul", "--rounds", "1")
+# Cases of every op, and some of each form of the loop.
+_SAMPLE = (
+    "reference_on_a_gpu and (block_scaled or size1 or size4-bfloat16 or G9 or G16 or shape2 or linear and bfloat16"
+    " or gated_delta and 70)"
+    " or every_form and (grouped-chain-auto or grouped-tree-triton or latent-chain-triton or sparse-adaptive-auto)"
+    " or one_graph and grouped or deterministic and grouped"
+)
 _PLAIN = ("--only-plain", "--repeats", "3")
 _SERVE = ("--block-scale", BLOCK_SCALE, "--no-single", "--turns", "2")
 _KEPT_ADDRESSES = {
@@ -97,6 +104,72 @@ _KEPT_ADDRESSES = {
 }
 # The planned times are for 16 cores. Most of each is XLA's trials of matrix products and compiling.
 FIRST_STEPS = (
+    Step(
+        "sample",
+        "Does each op's compiled kernel give the reference's numbers, and the loop the tokens of plain decoding?",
+        (
+            *_GPU_TESTS, "--maxschedchunk=1", "-k", _SAMPLE,
+            "tests/decoding/test_on_a_gpu.py", "tests/pallas_kernels",
+        ),
+        1.0,
+        quick=(*_PYTEST, "tests/pallas_kernels/test_device.py"),
+        environment={"XLA_FLAGS": "--xla_gpu_autotune_level=0"},  # XLA's trials take longer than the tests
+    ),
+    Step(
+        "variants",
+        "Which variants of the kernels make a layer faster?",
+        _module("gpu.kernel_variants"),
+        1.8,
+        quick=_module("gpu.kernel_variants", "--quick"),
+    ),
+    Step(
+        "ncu-layer",
+        "What limits add_rms_norm and the four products?",
+        (
+            "ncu", "--set", "basic", "--kernel-name", "regex:norm|matmul", "--launch-count", "6",
+            "{python}", "-m", "experiments.gpu.kernel_variants", "--only", "once",
+        ),
+        0.6,
+        needs=("ncu",),
+    ),
+    Step(
+        "http",
+        "What do a shorter switch interval and httptools gain over HTTP at 64 requests?",
+        _module(
+            "gpu.bench_engine_gpu", "--counts", "64", "--new-tokens", "256", *_SERVE, "--server",
+            "--server-tokens", "256", "--server-turns", "1", "--http", "h11", "httptools",
+            "--switch-interval", "5", "0.5",
+        ),
+        2.0,
+        quick=_module("gpu.bench_engine_gpu", "--quick", "--no-single", "--server", "--http", "h11", "auto"),
+    ),
+    Step(
+        "xla-products",
+        "How fast are XLA's products of two rows?",
+        _module("gpu.kernel_variants", "--only", "xla"),
+        0.4,
+        quick=_module("gpu.kernel_variants", "--quick", "--only", "xla"),
+    ),
+    Step(
+        "xla-search",
+        "Do XLA's products of two rows gain from the larger search of tiles?",
+        _module("gpu.kernel_variants", "--only", "xla"),
+        1.2,
+        quick=_module("gpu.kernel_variants", "--quick", "--only", "xla"),
+        # In a folder of their own, or the trials of other steps would answer.
+        environment={
+            "XLA_FLAGS": "--xla_gpu_exhaustive_tiling_search=true", "JAX_ENABLE_COMPILATION_CACHE": "false",
+        },
+    ),
+    Step(
+        "arrivals",
+        "What do the calls of 64 arriving requests wait for?",
+        _module("gpu.trace_host", "--requests", "64", "--new-tokens", "256"),
+        1.2,
+        quick=_module("gpu.trace_host", "--quick", "--requests", "4"),
+    ),
+)  # fmt: skip
+MORE_STEPS = (
     Step(
         "plain",
         "How near to the memory's limit is plain decoding, by XLA and by the kernels?",
@@ -146,8 +219,21 @@ FIRST_STEPS = (
         "rounds-per-call",
         "How many rounds per call hide the host at one request?",
         _module(
-            "gpu.bench_engine_gpu", "--models", "quickstart", "SmolLM2", "1B", "--counts", "1",
-            "--rounds-per-call", "2", "4", "8", "16", "--new-tokens", "256", *_SERVE,
+            "gpu.bench_engine_gpu",
+            "--models",
+            "quickstart",
+            "SmolLM2",
+            "1B",
+            "--counts",
+            "1",
+            "--rounds-per-call",
+            "2",
+            "4",
+            "8",
+            "16",
+            "--new-tokens",
+            "256",
+            *_SERVE,
         ),
         1.6,
         quick=_module("gpu.bench_engine_gpu", "--quick", "--no-single"),
@@ -156,8 +242,15 @@ FIRST_STEPS = (
         "pages",
         "Does attention over pages in place pay at 64 requests?",
         _module(
-            "gpu.bench_engine_gpu", "--counts", "64", "--implementation", "auto", "verify_attention",
-            "--new-tokens", "512", *_SERVE,
+            "gpu.bench_engine_gpu",
+            "--counts",
+            "64",
+            "--implementation",
+            "auto",
+            "verify_attention",
+            "--new-tokens",
+            "512",
+            *_SERVE,
         ),
         1.3,
         quick=_module("gpu.bench_engine_gpu", "--quick", "--no-single"),
@@ -173,14 +266,20 @@ FIRST_STEPS = (
         "draft-heads",
         "What does a smaller head for drafts save, at 1 and 64 requests?",
         _module(
-            "gpu.bench_engine_gpu", "--counts", "1", "64", "--draft-vocabulary", "32768", "0",
-            "--new-tokens", "512", *_SERVE,
+            "gpu.bench_engine_gpu",
+            "--counts",
+            "1",
+            "64",
+            "--draft-vocabulary",
+            "32768",
+            "0",
+            "--new-tokens",
+            "512",
+            *_SERVE,
         ),
         2.6,
         quick=_module("gpu.bench_engine_gpu", "--quick", "--no-single", "--draft-vocabulary", "0", "32"),
     ),
-)  # fmt: skip
-MORE_STEPS = (
     Step(
         "kernels",
         "Do the compiled kernels give the reference's numbers?",

@@ -7,9 +7,11 @@
         python -m experiments.gpu.trace_host --new-tokens 16     # XLA names what it updates
     python -m experiments.gpu.trace_host --quick                 # a toy, on any machine
 
-One request of a model with constructed weights, with drafts and without. Its calls are measured in two forms: as they
-are, and with host arrays replaced by arrays that stay on the device, so that a call transfers nothing and these
-addresses never change. Each form runs three times: to compile and record graphs, for the times of
+    python -m experiments.gpu.trace_host --requests 64           # what the calls of arriving requests wait for
+
+One request of a model with constructed weights, or several at once, with drafts and without. The calls are measured in
+two forms: as they are, and with host arrays replaced by arrays that stay on the device, so that a call transfers
+nothing and these addresses never change. Each form runs three times: to compile and record graphs, for the times of
 `experiments.serving.bench_engine`, and under `jax.profiler`, whose events are summed by name. A profile slows the calls
 down, so its sums show shares, not times. Results are written after every form.
 """
@@ -18,6 +20,7 @@ import argparse
 import collections
 import contextlib
 import dataclasses
+import itertools
 import json
 import os
 import pathlib
@@ -25,7 +28,7 @@ import re
 import sys
 import tempfile
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import jax
@@ -36,13 +39,14 @@ from experiments.common import RESULTS
 from experiments.common.results import about, write
 from experiments.gpu import gpu_models
 from experiments.gpu.bench_engine_gpu import compile_plain, make_engine, make_requests
-from experiments.serving.bench_engine import Trace, host_times, run_load
+from experiments.serving.bench_engine import Trace, TracedCall, host_times, run_load
 from mtpjax.serving.calls import PendingCall
 from mtpjax.serving.engine import Engine
 from mtpjax.serving.request import Request
 
 RESULT = RESULTS / "trace_host.json"
 KEPT_NAMES = 60  # of events and of lines of XLA's log
+KEPT_CALLS = 60  # of a load
 KEPT_LINES = 40  # of XLA's log, as they are
 MAX_LINE = 400  # characters
 
@@ -98,12 +102,51 @@ def summarize_log(lines: list[str]) -> dict[str, Any]:
     }
 
 
-def profile(engine: Engine, request: Request) -> dict[str, Any]:
-    """Runs a request under the profiler.
+def describe_calls(calls: Sequence[TracedCall]) -> list[dict[str, Any]]:
+    """Returns the first calls of a load: kind, rows, and milliseconds since the first call began."""
+    begin = calls[0].began
+    return [
+        {
+            "kind": "prefill" if traced.call.is_prefill else "advance",
+            "rows": sum(sequence is not None for sequence in traced.call.rows),
+            "waiting": traced.num_waiting,
+            **{name: round(1e3 * (getattr(traced, name) - begin), 3) for name in ("began", "dispatched", "completed")},
+            "read": round(1e3 * traced.read_seconds, 3),
+        }
+        for traced in calls[:KEPT_CALLS]
+    ]
+
+
+def ramp_times(calls: Sequence[TracedCall]) -> dict[str, Any]:
+    """Summarizes calls while requests arrive: from the first call to the last prefill, and of the decoding after it."""
+    last = max(index for index, traced in enumerate(calls) if traced.call.is_prefill)
+    ramp, steady = calls[: last + 1], calls[last + 1 :]
+
+    def medians(some: Sequence[TracedCall]) -> dict[str, float]:
+        following = {id(one): other for one, other in itertools.pairwise(calls)}
+        values = {
+            "dispatch_ms": [one.dispatched - one.began for one in some],
+            "to_next_ms": [following[id(one)].began - one.began for one in some if id(one) in following],
+            "device_ms": [one.completed - one.dispatched for one in some],
+        }
+        return {name: 1e3 * float(np.median(each)) for name, each in values.items() if each}
+
+    return {
+        "ramp_ms": 1e3 * (ramp[-1].completed - ramp[0].began),
+        "steady_ms": 1e3 * (steady[-1].completed - ramp[-1].completed) if steady else 0.0,
+        "prefills": sum(traced.call.is_prefill for traced in ramp),
+        "prefill": medians([traced for traced in ramp if traced.call.is_prefill]),
+        "advance": medians([traced for traced in ramp if not traced.call.is_prefill]),
+        "steady": medians(steady),
+    }
+
+
+def profile(engine: Engine, requests: Sequence[Request]) -> dict[str, Any]:
+    """Runs requests under the profiler.
 
     Args:
         engine: the engine.
-        request: the request.
+        requests: the requests, all at once.
 
     Returns:
         By kind of thread, "host" or the device's stream: events by name, with their number and milliseconds in all.
@@ -112,7 +155,7 @@ def profile(engine: Engine, request: Request) -> dict[str, Any]:
     options.python_tracer_level = 0
     with tempfile.TemporaryDirectory() as folder:
         with jax.profiler.trace(folder, profiler_options=options):
-            run_load(engine, [request])
+            run_load(engine, requests)
         [file] = pathlib.Path(folder).rglob("*.xplane.pb")
         data = jax.profiler.ProfileData.from_file(str(file))
     counts: dict[str, collections.Counter[str]] = collections.defaultdict(collections.Counter)
@@ -134,18 +177,19 @@ def profile(engine: Engine, request: Request) -> dict[str, Any]:
     }
 
 
-def measure(engine: Engine, request: Request) -> dict[str, Any]:
-    """Measures the calls of one request."""
-    run_load(engine, [request])
+def measure(engine: Engine, requests: Sequence[Request]) -> dict[str, Any]:
+    """Measures the calls of requests that arrive at once."""
+    run_load(engine, requests)
     with Trace(engine) as trace:
-        run_load(engine, [request])
-    found: dict[str, Any] = {"host": host_times(trace.calls)}
+        run_load(engine, requests)
+    found: dict[str, Any] = {"host": host_times(trace.calls), "ramp": ramp_times(trace.calls)}
+    found["calls"] = describe_calls(trace.calls)
     if "TF_CPP_VMODULE" in os.environ:
         with stderr_lines() as lines:
-            run_load(engine, [request])
+            run_load(engine, requests)
         return {**found, "log": summarize_log(lines)}
     try:
-        return {**found, "profile": profile(engine, request)}
+        return {**found, "profile": profile(engine, requests)}
     except Exception as reason:  # a machine without the profiler's library still has the times
         return {**found, "profile_failed": f"{type(reason).__name__}: {reason}"}
 
@@ -158,6 +202,7 @@ def main(argv: list[str] | None = None) -> int:
     parser.add_argument("--block-scale", type=float, default=0.0031552670417893266, help="of `bench_engine_gpu`")
     parser.add_argument("--rounds-per-call", type=int, default=2, help="(default: %(default)s)")
     parser.add_argument("--new-tokens", type=int, default=192, help="of the request (default: %(default)s)")
+    parser.add_argument("--requests", type=int, default=1, help="at once (default: %(default)s)")
     parser.add_argument("--quick", action="store_true", help="a toy, on any machine: shows that it runs")
     parser.add_argument("--output", type=pathlib.Path, default=None, help=f"default: {RESULT.name} in results/")
     options = parser.parse_args(argv)
@@ -170,29 +215,32 @@ def main(argv: list[str] | None = None) -> int:
     subject = gpu_models.constructed(
         options.model, num_steps=options.num_steps, accept_length=1, scale=options.block_scale
     )
-    engine = make_engine(subject, [1], options.new_tokens, rounds_per_call=options.rounds_per_call)
+    counts = [options.requests]
+    engine = make_engine(subject, counts, options.new_tokens, rounds_per_call=options.rounds_per_call)
     begin = time.perf_counter()
-    compile_plain(engine, [1])
+    compile_plain(engine, counts)
     found: dict[str, Any] = about(
         argv,
         device=jax.devices()[0].device_kind,
         environment={name: value for name, value in os.environ.items() if name.startswith(("XLA_", "TF_CPP_"))},
         model=subject.name,
+        requests=options.requests,
         rounds_per_call=options.rounds_per_call,
         compile_seconds=time.perf_counter() - begin,
         cells=[],
     )
     engine.start()
-    (request,) = make_requests(subject, 1, options.new_tokens)
+    requests = make_requests(subject, options.requests, options.new_tokens)
     console = Console(highlight=False)
     for form, context in {"as it is": contextlib.nullcontext, "inputs on the device": inputs_on_device}.items():
         for speculative in (True, False):
             with context(engine):
-                cell = measure(engine, dataclasses.replace(request, speculative=speculative))
+                cell = measure(engine, [dataclasses.replace(each, speculative=speculative) for each in requests])
             found["cells"].append({"form": form, "drafts": speculative, **cell})
             write(output, found)
             host = {name: round(value, 3) for name, value in cell["host"].items() if name.endswith("_ms")}
             console.print(f"{form}, {'drafts' if speculative else 'plain'}: {json.dumps(host)}", soft_wrap=True)
+            console.print(f"  arrival: {json.dumps(cell['ramp'])}", soft_wrap=True)
     assert engine.close(timeout=60)
     return 0
 
