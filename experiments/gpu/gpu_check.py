@@ -88,6 +88,8 @@ def _kernels(op: str) -> tuple[str, ...]:
 _PYTEST = ("{python}", "-m", "pytest", "-n", "0", "-q")
 # Tests spend their time compiling on the host, so many share the GPU.
 _GPU_TESTS = ("{python}", "-m", "pytest", "-n", "auto", "--maxprocesses=12", "--dist=load", "-q", "-m", "gpu")
+# pytest-benchmark, where it is installed, warns about several processes, and warnings are errors.
+_GPU_TESTS += ("-p", "no:benchmark")
 _GROUPED = ("{python}", "-m", "experiments.kernels.bench_kernels", "--op", "grouped_matmul", "--rounds", "1")
 # Cases of every op, and some of each form of the loop.
 _SAMPLE = (

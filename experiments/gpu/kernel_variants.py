@@ -287,14 +287,18 @@ def make_layers(sizes: Sizes, dtype) -> list[dict[str, jax.Array]]:
     ]
 
 
-def timed(step: Callable[[Any], Any], carry: Any, repeats: int) -> tuple[float, Any]:
-    """Returns the seconds of one step, and the carry after one: steps run in a loop, in one CUDA graph."""
-    first = jax.block_until_ready(jax.jit(step)(carry))
+def timed(step: Callable[[Any, Any], Any], carry: Any, weights: Any, repeats: int) -> tuple[float, Any]:
+    """Returns the seconds of one step, and the carry after one: steps run in a loop, in one CUDA graph.
+
+    The weights are arguments: arrays that a function closes over would become constants of the program.
+    """
+    first = jax.block_until_ready(jax.jit(step)(carry, weights))
     options = GRAPH_OPTIONS if jax.default_backend() == "gpu" else None
     run = jax.jit(
-        lambda carry: jax.lax.fori_loop(0, repeats, lambda _, each: step(each), carry), compiler_options=options
+        lambda carry, weights: jax.lax.fori_loop(0, repeats, lambda _, each: step(each, weights), carry),
+        compiler_options=options,
     )
-    took = min(seconds_per_call(functools.partial(run, carry), 0.05) for _ in range(3))
+    took = min(seconds_per_call(functools.partial(run, carry, weights), 0.05) for _ in range(3))
     return took / repeats, first
 
 
@@ -307,7 +311,7 @@ def measure_layers(sizes: Sizes, names: Sequence[str], implementation: str, dtyp
         stream = jax.random.normal(jax.random.key(9), (variant.rows, sizes.D)).astype(dtype)
         carry = stream, jnp.zeros(sizes.D, jnp.int32)
 
-        def step(carry, variant=variant):
+        def step(carry, layers, variant=variant):
             stream, counters = run_layers(carry[0], layers, carry[1], variant=variant, implementation=implementation)
             return (stream * jnp.asarray(0.5, dtype)), counters  # so that it does not grow
 
@@ -317,7 +321,7 @@ def measure_layers(sizes: Sizes, names: Sequence[str], implementation: str, dtyp
             with contextlib.ExitStack() as stack:
                 for patch in variant.patches():
                     stack.enter_context(patch)
-                seconds, (found, counters) = timed(step, carry, sizes.repeats)
+                seconds, (found, counters) = timed(step, carry, layers, sizes.repeats)
             expected.setdefault(variant.rows, found)
             row |= {"us_per_layer": 1e6 * seconds / sizes.num_layers, "counters_are_zero": not np.any(counters)}
             row |= {"error": relative_error(found, expected[variant.rows])}
@@ -334,7 +338,7 @@ def measure_products(sizes: Sizes, implementation: str, dtype, rows: int) -> Ite
         row: dict[str, Any] = {"product": name, "bytes": weights[0].nbytes}
         for form, used in {"memory": weights, "again": weights[:1]}.items():
 
-            def step(x, used=used, name=name):
+            def step(x, used, name=name):
                 for each in used:
                     if implementation == "xla":
                         out = jnp.matmul(x, each)
@@ -348,7 +352,7 @@ def measure_products(sizes: Sizes, implementation: str, dtype, rows: int) -> Ite
                 return x
 
             jax.clear_caches()
-            seconds, _ = timed(step, x, sizes.repeats * (len(weights) if form == "again" else 1))
+            seconds, _ = timed(step, x, used, sizes.repeats * (len(weights) if form == "again" else 1))
             row[f"us_{form}"] = 1e6 * seconds / len(used)
             yield row
 
@@ -359,13 +363,13 @@ def measure_norms(sizes: Sizes, implementation: str, dtype) -> Iterator[dict[str
         update = PartialSums(1e-3 * jax.random.normal(jax.random.key(1), (parts, rows, sizes.D)), jnp.dtype(dtype))
         scale = jnp.ones(sizes.D, dtype)
 
-        def step(x, update=update, scale=scale):
+        def step(x, weights):
             for _ in range(16):
-                x, _ = norms.add_rms_norm(x, update, scale, implementation=implementation)
+                x, _ = norms.add_rms_norm(x, *weights, implementation=implementation)
             return x
 
         jax.clear_caches()
-        seconds, _ = timed(step, jnp.zeros((rows, sizes.D), dtype), sizes.repeats)
+        seconds, _ = timed(step, jnp.zeros((rows, sizes.D), dtype), (update, scale), sizes.repeats)
         yield {"rows": rows, "parts": parts, "us": 1e6 * seconds / 16}
 
 
