@@ -1,6 +1,5 @@
 """Cache capacity and pass width: the shapes for which a decoding call is compiled."""
 
-from mtpjax.decoding.config import DecodeConfig
 from mtpjax.models.model import MTPModel
 
 MIN_PREFILL_CHUNK, MAX_PREFILL_CHUNK = 64, 2048  # tokens
@@ -57,11 +56,6 @@ def choose_prefill_chunk(model: MTPModel, batch: int, platform: str, *, longest_
     while chunk < min(MAX_PREFILL_CHUNK, longest_prompt) and 2 * chunk * 4 * batch * widest <= MAX_ACTIVATION_BYTES:
         chunk *= 2
     return chunk
-
-
-def choose_min_rows(config: DecodeConfig, model: MTPModel, platform: str, *, batch: int) -> int:
-    """Chooses the minimum number of token rows of a forward pass: the configured one, or `min_rows_per_pass`."""
-    return config.min_rows or min_rows_per_pass(model, batch, platform)
 
 
 def min_rows_per_pass(model: MTPModel, batch: int, platform: str) -> int:

@@ -13,7 +13,6 @@ import flax.struct
 import jax
 import jax.numpy as jnp
 
-from mtpjax.decoding import rng
 from mtpjax.models.vocabulary import WHOLE, Vocabulary
 
 BITS_OF_TWO = 0x40000000  # bits of 2.0 as float32: above every probability
@@ -276,14 +275,3 @@ def draw(probabilities: jax.Array, gumbel: jax.Array, vocabulary: Vocabulary = W
     """Draws tokens `[B, T]` int32 from weights `[B, T, V]`, with Gumbel noise of that shape; never one of weight 0."""
     # The Gumbel-max trick: the arg-max of log p plus Gumbel noise is a draw from p.
     return vocabulary.argmax(jnp.log(probabilities) + gumbel)
-
-
-def draw_target(
-    probabilities: jax.Array, sampling: SamplingArrays, position: jax.Array, vocabulary: Vocabulary = WHOLE
-) -> jax.Array:
-    """Draws the tokens `[B, T]` int32 that plain decoding with the same seed draws at `position [B, T]`."""
-    # The position alone keys the draw. The node is always 0, since plain decoding has no tree.
-    _, T, V = probabilities.shape
-    node = jnp.zeros(T, jnp.int32)
-    gumbel = rng.gumbel(sampling.seed, position, rng.TARGET, node, V, vocabulary.first_id(V))
-    return draw(probabilities, gumbel, vocabulary)

@@ -7,7 +7,7 @@ from typing import Any, Literal, NamedTuple, get_args
 from mtpjax.field_types import check_scalar_fields
 from mtpjax.messages import did_you_mean, require, require_divisible
 from mtpjax.models.config_checks import check_layers, check_sizes
-from mtpjax.models.rope_scaling import RopeScaling, make_scaling
+from mtpjax.models.rope_scaling import RopeScaling, Yarn, make_scaling
 
 Implementation = Literal["auto", "xla", "triton", "interpreted"]  # of the kernels: `pallas_kernels.dispatch`
 IMPLEMENTATIONS: tuple[str, ...] = get_args(Implementation)
@@ -250,6 +250,13 @@ class ModelConfig:
         if self.attention == "latent":
             return self.qk_rope_head_dim
         return int(self.head_dim * self.partial_rotary_factor)
+
+    def softmax_scale(self, width: int) -> float:
+        """Returns `width^-0.5`, times YaRN's squared magnitude in latent attention if `mscale_all_dim` is set."""
+        yarn = self.rope_scaling
+        if self.attention != "latent" or not isinstance(yarn, Yarn) or not yarn.mscale_all_dim:
+            return width**-0.5
+        return width**-0.5 * yarn.magnitude(yarn.mscale_all_dim) ** 2
 
     @property
     def is_moe(self) -> bool:

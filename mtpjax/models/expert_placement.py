@@ -17,7 +17,6 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from mtpjax.models.decoding_layout import num_expert_slots
 from mtpjax.models.parallel import axes_that_divide
 
 STACKS = ("gate_up", "gate_up_bias", "down", "down_bias")  # parameters with a first axis of experts
@@ -53,6 +52,14 @@ class Placement:
     def imbalance(self) -> float:
         """Load of the busiest device over the mean; 1 is even."""
         return float(self.loads.max() / self.loads.mean()) if self.loads.sum() else 1.0
+
+
+def num_expert_slots(params: dict) -> int | None:
+    """Returns the slots of a model's stacks of experts, copies included; None without experts."""
+    trunk = params.get("trunk")
+    layers = trunk.values() if isinstance(trunk, Mapping) else ()
+    stacks = (layer["experts"].get("down") for layer in layers if isinstance(layer, Mapping) and "experts" in layer)
+    return next((stack.shape[0] for stack in stacks if stack is not None), None)
 
 
 def num_expert_devices(params: dict, sizes: Mapping[str, int]) -> int:

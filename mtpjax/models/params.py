@@ -2,18 +2,27 @@
 
 import dataclasses
 import functools
+from collections.abc import Mapping
 from typing import Any
 
 import jax
 import jax.numpy as jnp
-from jax.sharding import Mesh
+from jax.sharding import Mesh, NamedSharding
 
 from mtpjax.compat import library_settings
 from mtpjax.errors import UsageError
 from mtpjax.models.config import ModelConfig
+from mtpjax.models.decoding_layout import (
+    align_blocks,
+    check_divisible,
+    copy_key_value_heads,
+    fit_config,
+    part_specs,
+    refuse_uneven_layers,
+)
+from mtpjax.models.expert_placement import num_expert_slots
 from mtpjax.models.masks import full_view
-from mtpjax.models.model import MTPModel
-from mtpjax.models.mtp import MTPModule
+from mtpjax.models.model import MTPModel, MTPModule
 from mtpjax.models.quantized import is_scaled
 from mtpjax.models.sharding import param_shardings, path_name
 from mtpjax.models.trunk import unstack_layers
@@ -146,6 +155,54 @@ def add_mtp_modules(model: MTPModel, params: dict, num_modules: int, key: jax.Ar
         params["mtp_0"] = {**new, "block": last} if shapes(last) == shapes(new["block"]) else new
     config = dataclasses.replace(config, num_mtp_modules=first + num_modules)
     return model.clone(config=config), params
+
+
+def shard_for_decoding(
+    model: MTPModel, params: dict, mesh: Mesh, *, allow_copies: bool = False
+) -> tuple[MTPModel, dict]:
+    """Shards parameters over a mesh for decoding, so that calls need not move them.
+
+    Args:
+        model: the model.
+        params: its parameters, with unrolled layers.
+        mesh: the mesh.
+        allow_copies: copy sizes that an axis does not divide.
+
+    Returns:
+        The model and the parameters to decode with, which give the same results. Where `tensor` has more devices than
+        there are key/value heads, each device has one head, a copy. fp8 blocks may be smaller, as in `align_blocks`.
+
+    Raises:
+        ValueError: an axis of the mesh does not divide a size of the model.
+
+    Example:
+        >>> import jax, mtpjax
+        >>> from mtpjax.compat import make_mesh
+        >>> model = mtpjax.MTPModel(mtpjax.presets["tiny"])
+        >>> params = mtpjax.init_params(model, jax.random.key(0))
+        >>> model, params = mtpjax.shard_for_decoding(model, params, make_mesh({"data": 1, "tensor": 1}))
+    """
+    model, params = fit_to_mesh(model, params, mesh.shape, allow_copies=allow_copies)
+    params = align_blocks(params, model.config, mesh.shape)
+    specs = part_specs(params, model.config, mesh.shape)
+    return model, jax.tree.map(lambda leaf, spec: jax.device_put(leaf, NamedSharding(mesh, spec)), params, specs)
+
+
+def fit_to_mesh(
+    model: MTPModel, params: dict, sizes: Mapping[str, int], *, allow_copies: bool = False
+) -> tuple[MTPModel, dict]:
+    """Checks that a mesh divides a model, and copies key/value heads so that each `tensor` device has one.
+
+    Raises:
+        ValueError: without `allow_copies`, an axis of the mesh does not divide a size of the model.
+    """
+    refuse_uneven_layers(model.config, sizes)
+    if not allow_copies:
+        check_divisible(model.config, sizes, num_expert_slots(params))
+    config = fit_config(model.config, sizes)
+    if config == model.config:
+        return model, params
+    return model.clone(config=config), copy_key_value_heads(params, model.config, config.num_key_value_heads)
 
 
 def is_of_modules(name: str) -> bool:

@@ -11,6 +11,9 @@ import numpy as np
 from jax.sharding import Mesh, NamedSharding, PartitionSpec, Sharding
 
 from mtpjax.models.attention_kinds import ATTENTION_KINDS
+from mtpjax.models.config import ModelConfig
+from mtpjax.models.parallel import gather_axis
+from mtpjax.models.quantized import is_scaled
 
 # (pattern, axis names): the first pattern found in a parameter's path counts. Parameters without a pattern (norms,
 # routers) are replicated.
@@ -84,6 +87,28 @@ def path_name(path: tuple[Any, ...]) -> str:
     return jax.tree_util.keystr(path, simple=True, separator="/")
 
 
+def gather_layers(params: Any, config: ModelConfig) -> Any:
+    """Joins the shards of layers that training splits over `fsdp`, along the axis that has the model's width.
+
+    Args:
+        params: a tree of parameters whose paths end as those of a layer, without an axis of stacked layers.
+    """
+
+    def gather(path, leaf):
+        axes = param_axes(path_name(path))
+        if "embed" not in axes:
+            return leaf
+        axis = axes.index("embed")
+        if not is_scaled(leaf):
+            return gather_axis(leaf, axis, config.hidden_size)
+        is_input = leaf.axis % leaf.ndim == axis
+        num_scales = -(-config.hidden_size // leaf.block) if is_input else config.hidden_size
+        values, scales = gather_axis(leaf.values, axis, config.hidden_size), gather_axis(leaf.scales, axis, num_scales)
+        return leaf.replace(values=values, scales=scales)
+
+    return jax.tree_util.tree_map_with_path(gather, params, is_leaf=is_scaled)
+
+
 def mesh_text(sizes: Mapping[str, int]) -> str:
     """Formats a mesh as `--mesh` takes it, such as "data=8,tensor=8", without axes of size 1.
 
@@ -154,3 +179,13 @@ def mesh_of(array: jax.Array) -> Mesh | None:
     if not isinstance(sharding, NamedSharding) or not isinstance(sharding.mesh, Mesh):
         return None
     return sharding.mesh if sharding.mesh.size > 1 else None
+
+
+def platform_of(mesh: Mesh | None) -> str:
+    """Returns JAX's name of the mesh's platform, or of the default one: "cpu" or "gpu"."""
+    return mesh.devices.flat[0].platform if mesh is not None else jax.default_backend()
+
+
+def data_size(mesh: Mesh | None) -> int:
+    """Returns the number of shards of the rows: the size of the mesh's axis `data`."""
+    return 1 if mesh is None else mesh.shape.get("data", 1)

@@ -3,8 +3,7 @@
 import jax
 import jax.numpy as jnp
 
-from mtpjax.models.masks import Masks, View
-from mtpjax.models.pages import gather_pages
+from mtpjax.models.view import Masks, View
 from pallas_kernels.batch_invariance import is_batch_invariant
 from pallas_kernels.prefill_attention import choose_implementation as prefill_implementation
 from pallas_kernels.prefill_attention import prefill_attention
@@ -95,25 +94,23 @@ def attend_cache(
     Returns:
         `[B, K, T, G, Hv]`, with `value_up` `[B, 1, T, G, V]`, or None if XLA should compute it (`attend`).
     """
-    reach, pages = view.reach, view.pages
+    reach, storage = view.reach, view.storage
     if reach is None:
         return None
     value_width = None if value_up is None else value_up.shape[1]
     is_windowed, settings = reach.begin is not None, {"scale": scale, "sinks": reach.sinks, "value_width": value_width}
     # Few tokens, or a draft tree.
     if q.shape[2] <= MAX_QUERY_TOKENS or not reach.is_chain:
-        table = None if pages is None else pages.table
+        table = storage.table
         shape = {"is_windowed": is_windowed, "pages_per_row": None if table is None else table.shape[1]}
         chosen = choose_implementation(q, keys, reach.ancestor_mask, implementation, **shape)
         if chosen == "xla" or selection is not None:
             return None
-        settings |= {"value_up": value_up, "page_shift": 0 if pages is None else pages.shift}
+        settings |= {"value_up": value_up, "page_shift": storage.shift}
         operands = (q, keys, values, reach.base, reach.ancestor_mask, reach.begin, table)
         return verify_attention(*operands, **settings, implementation=chosen)
     # A prefill chunk. Copying a row's pages costs little compared with the attention of a whole chunk.
-    if pages is not None:
-        keys = gather_pages(keys, pages.num_slots, pages)
-        values = None if values is None else gather_pages(values, pages.num_slots, pages)
+    keys, values = storage.first(keys), None if values is None else storage.first(values)
     mask = selection[0] if selection else None
     if mask is not None and mask.shape[2] != keys.shape[2]:
         return None

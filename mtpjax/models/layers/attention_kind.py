@@ -2,13 +2,11 @@
 
 import dataclasses
 from collections.abc import Callable, Mapping
-from typing import Any
 
 import flax.linen as nn
 import jax
 
-from mtpjax.models.config import LayerKind, ModelConfig
-from mtpjax.models.masks import Entries
+from mtpjax.models.view import Entries
 
 Axes = tuple[str | None, ...]  # one axis name of `mtpjax.models.sharding.MESH_AXES` per array axis; None: not split
 
@@ -45,8 +43,8 @@ class AttentionKind:
     """
 
     scope: str
-    module: Callable[[ModelConfig, LayerKind, str, str], nn.Module]
-    empty_entries: Callable[[ModelConfig, LayerKind, int, int, Any], Entries]
+    module: Callable[..., nn.Module]
+    empty_entries: Callable[..., Entries]
     cache_axes: Mapping[str, Axes]
     split_sizes: tuple[str, ...]
     param_axes: tuple[tuple[str, Axes], ...]
