@@ -11,32 +11,36 @@ from collections.abc import Iterable, Mapping
 from typing import Any, NamedTuple
 
 
-class Range(NamedTuple):
-    """The values that a number may have.
+class Option(NamedTuple):
+    """A numeric sampling option.
 
     Attributes:
+        feature: its name in `SamplingArrays` and `SamplingFeatures`.
         minimum: smallest value.
         maximum: largest value; infinity itself is not allowed.
+        neutral: the value that turns the option off.
         is_positive: 0 is not allowed.
         is_integer: only whole numbers are allowed.
     """
 
-    minimum: float
-    maximum: float
+    feature: str
+    minimum: float = 0
+    maximum: float = math.inf
+    neutral: float = 0
     is_positive: bool = False
     is_integer: bool = False
 
 
 # By the names in `SamplingParams`.
-RANGES = {
-    "temperature": Range(0, math.inf),
-    "top_k": Range(0, math.inf, is_integer=True),
-    "top_p": Range(0, 1, is_positive=True),
-    "min_p": Range(0, 1),
-    "repetition_penalty": Range(0, math.inf, is_positive=True),
-    "frequency_penalty": Range(-math.inf, math.inf),
-    "presence_penalty": Range(-math.inf, math.inf),
-    "min_new_tokens": Range(0, math.inf, is_integer=True),
+OPTIONS = {
+    "temperature": Option("temperature"),
+    "top_k": Option("top_k", is_integer=True),
+    "top_p": Option("top_p", maximum=1, neutral=1, is_positive=True),
+    "min_p": Option("min_p", maximum=1),
+    "repetition_penalty": Option("repetition", neutral=1, is_positive=True),
+    "frequency_penalty": Option("frequency", minimum=-math.inf),
+    "presence_penalty": Option("presence", minimum=-math.inf),
+    "min_new_tokens": Option("min_new", is_integer=True),
 }
 MAX_SEED = 2**64 - 1
 
@@ -50,7 +54,7 @@ def check_sampling(values: Mapping[str, Any]) -> None:
     Raises:
         ValueError: a value has the wrong type or is out of range. The message names the field and the value.
     """
-    for name in RANGES:
+    for name in OPTIONS:
         check_numbers(name, values[name])
     check_seed(values["seed"])
     _check_biases(values["logit_bias"])
@@ -68,7 +72,7 @@ def check_numbers(name: str, value: Any) -> None:
     Raises:
         ValueError: an element is not a number, or out of range.
     """
-    minimum, maximum, is_positive, is_integer = RANGES[name]
+    _, minimum, maximum, _, is_positive, is_integer = OPTIONS[name]
     plain = _plain(value)
     for number in plain if isinstance(plain, list) else [plain]:
         if number is _TRACED:

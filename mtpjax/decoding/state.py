@@ -155,21 +155,9 @@ def start_rows(state: DecodeState, rows: NewRows, *, vocab_size: int) -> DecodeS
             is_prompt &= ~is_new
             counts = jax.vmap(lambda counts, row, new: counts.at[row].add(new))(counts, rows.tokens, is_new.astype(int))
         history = TokenHistory(mark(rows.tokens, is_prompt), counts)
-    return state.replace(
-        settings=rows.settings,
-        tokens=rows.tokens,
-        origin=jnp.zeros_like(state.origin),
-        logprobs=jnp.zeros_like(state.logprobs),
-        length=rows.length,
-        done=jnp.zeros_like(state.done),
-        stopped=jnp.zeros_like(state.stopped),
-        failed=jnp.zeros_like(state.failed),
-        history=history,
-        rounds=jnp.zeros_like(state.rounds),
-        proposed=jnp.zeros_like(state.proposed),
-        accepted=jnp.zeros_like(state.accepted),
-        discarded=jnp.zeros_like(state.discarded),
-    )
+    cleared = ("origin", "logprobs", "done", "stopped", "failed", "rounds", "proposed", "accepted", "discarded")
+    zeros = {name: jnp.zeros_like(getattr(state, name)) for name in cleared}
+    return state.replace(settings=rows.settings, tokens=rows.tokens, length=rows.length, history=history, **zeros)
 
 
 def gather_rows(state: DecodeState, slots: jax.Array) -> DecodeState:

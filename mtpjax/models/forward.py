@@ -9,6 +9,7 @@ import numpy as np
 from jax.core import Tracer
 
 from mtpjax.compat import library_settings
+from mtpjax.messages import require
 from mtpjax.models.masks import full_view
 from mtpjax.models.model import MTPModel, bind
 from mtpjax.models.params import detach_trunk
@@ -178,7 +179,10 @@ def forward_depths(
     config = model.config
     modules = config.num_mtp_modules
     num_depths = modules if num_depths is None else num_depths
-    _check_depths(modules, num_depths, attention_layout)
+    is_possible = num_depths == 0 or (num_depths > 0 and modules > 0)
+    require(is_possible, f"num_depths {num_depths} is not possible with {modules} MTP modules")
+    is_known = attention_layout in ("ttt", "stream")
+    require(is_known, f"attention_layout '{attention_layout}' is not one of ttt, stream")
     apply = bind(model, params)
     view = full_view(config, segment_ids)
     hidden = apply(mtp_hidden, method="head_input_hidden")
@@ -222,16 +226,11 @@ def shift_left(rows: jax.Array, count: int) -> jax.Array:
 
 
 def _check_rows(tokens, segment_ids, lengths):
-    if tokens.ndim != 2:
-        raise ValueError(f"tokens must be [B, T], not of shape {tokens.shape}")
-    if segment_ids is not None and segment_ids.shape != tokens.shape:
-        raise ValueError(f"segment_ids {segment_ids.shape} do not match tokens {tokens.shape}")
-    if lengths is not None and lengths.shape != tokens.shape[:1]:
-        raise ValueError(f"lengths {lengths.shape} do not match the batch of {tokens.shape[0]}")
-
-
-def _check_depths(modules, num_depths, attention_layout):
-    if num_depths < 0 or (num_depths and not modules):
-        raise ValueError(f"num_depths {num_depths} is not possible with {modules} MTP modules")
-    if attention_layout not in ("ttt", "stream"):
-        raise ValueError(f"attention_layout '{attention_layout}' is not one of ttt, stream")
+    require(tokens.ndim == 2, f"tokens must be [B, T], not of shape {tokens.shape}")
+    if segment_ids is not None:
+        require(
+            segment_ids.shape == tokens.shape, f"segment_ids {segment_ids.shape} do not match tokens {tokens.shape}"
+        )
+    if lengths is not None:
+        fits = lengths.shape == tokens.shape[:1]
+        require(fits, f"lengths {lengths.shape} do not match the batch of {tokens.shape[0]}")
