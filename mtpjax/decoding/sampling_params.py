@@ -10,6 +10,7 @@ from mtpjax.decoding.config import SamplingParams
 from mtpjax.decoding.rng import seeds_from_key
 from mtpjax.decoding.sampling import SamplingArrays, SamplingFeatures
 from mtpjax.decoding.sampling_ranges import OPTIONS, check_numbers, check_seed
+from mtpjax.messages import require
 from mtpjax.models.config import ModelConfig
 
 
@@ -59,8 +60,7 @@ def make_sampling_arrays(
     if features is None:
         features = SamplingFeatures(**used)
     missing = [name for name, is_used in used.items() if is_used and not getattr(features, name)]
-    if missing:
-        raise ValueError(f"the decoding state was made without these sampling options: {', '.join(missing)}")
+    require(not missing, f"the decoding state was made without these sampling options: {', '.join(missing)}")
     if bias is None:
         bias = np.zeros((batch, V if features.bias else 0), np.float32)
     seed = _seeds(sampling, batch, key, is_needed=is_sampled)
@@ -156,7 +156,6 @@ def _seeds(sampling: SamplingParams, batch: int, key: jax.Array | None, *, is_ne
         return np.zeros((batch, 2), np.uint32) if key is None else seeds_from_key(key, batch)
     given = sampling.seed if np.iterable(sampling.seed) else [sampling.seed] * batch
     seeds = list(given)
-    if len(seeds) != batch:
-        raise ValueError(f"seed has {len(seeds)} values, but there are {batch} rows")
+    require(len(seeds) == batch, f"seed has {len(seeds)} values, but there are {batch} rows")
     check_seed(seeds)
     return np.array([divmod(int(seed), 2**32) for seed in seeds], np.uint32)

@@ -10,6 +10,8 @@ import sys
 from collections.abc import Iterable, Mapping
 from typing import Any, NamedTuple
 
+from mtpjax.messages import require
+
 
 class Option(NamedTuple):
     """A numeric sampling option.
@@ -77,8 +79,7 @@ def check_numbers(name: str, value: Any) -> None:
     for number in plain if isinstance(plain, list) else [plain]:
         if number is _TRACED:
             continue
-        if not _is_number(number):
-            raise ValueError(f"{name} must be a number or one per row, got {value!r}")
+        require(_is_number(number), f"{name} must be a number or one per row, got {value!r}")
         if not (minimum <= number <= maximum and abs(number) <= sys.float_info.max):
             raise ValueError(f"{name} {value} must be within {minimum}..{maximum}")
         if is_integer and number != int(number):
@@ -101,19 +102,16 @@ def _check_biases(value: Any) -> None:
     """Raises ValueError unless this is a mapping from token ids to finite numbers, or one (or None) per row."""
     if value is None:
         return
-    if not isinstance(value, Mapping | list | tuple):
-        raise ValueError(f"logit_bias must be a mapping or one per row, got {value!r}")
+    require(isinstance(value, Mapping | list | tuple), f"logit_bias must be a mapping or one per row, got {value!r}")
     for mapping in [value] if isinstance(value, Mapping) else value:
         if mapping is None:
             continue
-        if not isinstance(mapping, Mapping):
-            raise ValueError(f"logit_bias must be a mapping or one per row, got {value!r}")
+        require(isinstance(mapping, Mapping), f"logit_bias must be a mapping or one per row, got {value!r}")
         _check_tokens("logit_bias", list(mapping))
         for bias in map(_plain, mapping.values()):
             if bias is _TRACED:
                 continue
-            if not _is_number(bias):
-                raise ValueError(f"logit_bias must hold numbers, got {bias!r}")
+            require(_is_number(bias), f"logit_bias must hold numbers, got {bias!r}")
             if not abs(bias) <= sys.float_info.max:
                 raise ValueError("logit_bias holds a value that is not finite; use banned_tokens to ban a token")
 
@@ -131,10 +129,8 @@ def _check_tokens(name: str, value: Any) -> None:
         for token in [] if row is _TRACED else row:
             if token is _TRACED:
                 continue
-            if not _is_integer(token):
-                raise ValueError(f"{name} must hold token ids, got {token!r}")
-            if token < 0:
-                raise ValueError(f"{name} holds token id {token}, which is negative")
+            require(_is_integer(token), f"{name} must hold token ids, got {token!r}")
+            require(token >= 0, f"{name} holds token id {token}, which is negative")
 
 
 _TRACED = object()  # in place of a value that JAX traces

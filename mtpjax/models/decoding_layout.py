@@ -90,15 +90,9 @@ def find_copies(config: ModelConfig, sizes: Mapping[str, int], num_slots: int | 
 def fit_config(config: ModelConfig, sizes: Mapping[str, int]) -> ModelConfig:
     """Returns the config with a key/value head for each `tensor` device, if it has fewer and copies of them fit."""
     heads, parts = config.num_key_value_heads, sizes.get("tensor", 1)
-    if (
-        config.attention != "grouped"
-        or config.has_sliding_layers
-        or heads >= parts
-        or parts % heads
-        or config.num_attention_heads % parts
-    ):
-        return config
-    return dataclasses.replace(config, num_key_value_heads=parts)
+    has_copies = config.attention == "grouped" and not config.has_sliding_layers and heads < parts
+    fits = has_copies and parts % heads == 0 and config.num_attention_heads % parts == 0
+    return dataclasses.replace(config, num_key_value_heads=parts) if fits else config
 
 
 def copy_key_value_heads(params: dict, config: ModelConfig, num_heads: int) -> dict:

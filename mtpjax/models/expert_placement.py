@@ -17,6 +17,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from mtpjax.messages import require
 from mtpjax.models.parallel import axes_that_divide
 
 STACKS = ("gate_up", "gate_up_bias", "down", "down_bias")  # parameters with a first axis of experts
@@ -127,28 +128,24 @@ def apply_placement(params: dict, placements: dict[str, Placement]) -> dict:
         ValueError: no placement is given, they differ in their number of slots, or a layer has no experts.
     """
     counts = {len(placement.expert_of_slot) for placement in placements.values()}
-    if len(counts) != 1:
-        raise ValueError(f"placements must have one number of slots, got {sorted(counts)}")
+    require(len(counts) == 1, f"placements must have one number of slots, got {sorted(counts)}")
     [num_slots] = counts
-    trunk = {name: dict(layer) for name, layer in params["trunk"].items()}
+    trunk = dict(params["trunk"])
     for name in placements:
         if "experts" not in trunk.get(name, {}):
             raise ValueError(f"{name} is not a trunk layer with experts")
 
-    def slots_of(name: str | None, num_experts: int) -> np.ndarray:
-        if name in placements:
-            return placements[name].expert_of_slot
-        return np.arange(num_slots, dtype=np.int32) % num_experts
+    def place(layer: dict[str, Any], placement: Placement | None) -> dict[str, Any]:
+        slots = np.arange(num_slots, dtype=np.int32) % layer["experts"]["router"].shape[-1]
+        return {**layer, "experts": _with_slots(layer["experts"], placement.expert_of_slot if placement else slots)}
 
     for name, layer in trunk.items():
         if "experts" in layer:
-            layer["experts"] = _with_slots(layer["experts"], slots_of(name, layer["experts"]["router"].shape[-1]))
+            trunk[name] = place(layer, placements.get(name))
     modules = {}
     for name, module in params.items():
-        block = module.get("block", {}) if isinstance(module, dict) else {}
-        if "experts" in block:
-            experts = _with_slots(block["experts"], slots_of(None, block["experts"]["router"].shape[-1]))
-            modules[name] = {**module, "block": {**block, "experts": experts}}
+        if isinstance(module, dict) and "experts" in module.get("block", {}):
+            modules[name] = {**module, "block": place(module["block"], None)}
     return {**params, "trunk": trunk, **modules}
 
 
@@ -178,8 +175,7 @@ def place_all_layers(
             if np.shape(chosen) != (num_experts,):
                 raise ValueError(f"{name} has {num_experts} experts, but there are counts {np.shape(chosen)}")
             placements[name] = place_experts(chosen, num_devices, num_experts + num_redundant)
-    if not placements:
-        raise ValueError("the model has no routed experts")
+    require(bool(placements), "the model has no routed experts")
     return apply_placement(params, placements)
 
 
@@ -208,8 +204,7 @@ def placement_tables(expert_of_slot: np.ndarray, num_experts: int) -> dict[str, 
         ValueError: an expert has no slot.
     """
     slots = [np.flatnonzero(expert_of_slot == expert) for expert in range(num_experts)]
-    if not all(map(len, slots)):
-        raise ValueError("a placement leaves out an expert")
+    require(all(map(len, slots)), "a placement leaves out an expert")
     max_copies = len(expert_of_slot) - num_experts + 1
     return {
         "expert_of_slot": np.asarray(expert_of_slot, np.int32),

@@ -79,16 +79,7 @@ def forward(
     if isinstance(tokens, (list, tuple)):
         tokens = np.asarray(tokens)
     check_token_ids(tokens, model.config.vocab_size)
-    return _forward(
-        params,
-        tokens,
-        model=model,
-        segment_ids=segment_ids,
-        lengths=lengths,
-        num_depths=num_depths,
-        attention_layout=attention_layout,
-        is_detached=is_detached,
-    )
+    return _forward(params, tokens, lengths, segment_ids, model, num_depths, attention_layout, is_detached)
 
 
 def check_token_ids(tokens: jax.Array | np.ndarray, vocab_size: int) -> None:
@@ -109,23 +100,15 @@ def check_token_ids(tokens: jax.Array | np.ndarray, vocab_size: int) -> None:
 
 
 @functools.partial(jax.jit, static_argnames=("model", "num_depths", "attention_layout", "is_detached"))
-def _forward(params, tokens, *, model, segment_ids, lengths, num_depths, attention_layout, is_detached):
+def _forward(params, tokens, lengths, segment_ids, model, num_depths, attention_layout, is_detached):
     _check_rows(tokens, segment_ids, lengths)
     if segment_ids is None:
         segment_ids = jnp.ones(tokens.shape, jnp.int32)
         if lengths is not None:
             segment_ids = (jnp.arange(tokens.shape[1])[None, :] < lengths[:, None]).astype(jnp.int32)
     mtp_hidden, prenorm = _trunk_pass(params, tokens, segment_ids, model)
-    output = forward_depths(
-        params,
-        mtp_hidden,
-        tokens,
-        segment_ids,
-        model=model,
-        num_depths=num_depths,
-        attention_layout=attention_layout,
-        is_detached=is_detached,
-    )
+    settings = {"num_depths": num_depths, "attention_layout": attention_layout, "is_detached": is_detached}
+    output = forward_depths(params, mtp_hidden, tokens, segment_ids, model=model, **settings)
     return ForwardOutput(**vars(output), hidden_prenorm=prenorm)
 
 

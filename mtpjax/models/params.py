@@ -11,6 +11,7 @@ from jax.sharding import Mesh, NamedSharding
 
 from mtpjax.compat import library_settings
 from mtpjax.errors import UsageError
+from mtpjax.messages import require
 from mtpjax.models.config import ModelConfig
 from mtpjax.models.decoding_layout import (
     align_blocks,
@@ -128,8 +129,7 @@ def add_mtp_modules(model: MTPModel, params: dict, num_modules: int, key: jax.Ar
         2
     """
     config = model.config
-    if num_modules < 1:
-        raise ValueError(f"num_modules must be at least 1, not {num_modules}")
+    require(num_modules >= 1, f"num_modules must be at least 1, not {num_modules}")
     if config.mtp_own_embedding or config.mtp_own_head:
         raise ValueError("cannot add MTP modules: the existing ones have their own embedding or head")
     # Inputs with the shapes that `init` needs; their values do not matter.

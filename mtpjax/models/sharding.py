@@ -42,33 +42,18 @@ MESH_AXES = {
 }
 
 
-def spec(axes: tuple[str | None, ...], shape: tuple[int, ...], sizes: Mapping[str, int]) -> PartitionSpec:
-    """Splits an array over a mesh.
-
-    Args:
-        axes: axis names of the array; missing ones are not split.
-
-    Returns:
-        The partition spec. An array axis that its mesh axis does not divide is not split.
-    """
-    names = []
-    for axis, size in zip(axes, shape, strict=False):
-        name = MESH_AXES.get(axis or "", "")
-        names.append(name if name in sizes and size % sizes[name] == 0 else None)
-    return PartitionSpec(*names)
-
-
 def param_spec(path: str, shape: tuple[int, ...], sizes: Mapping[str, int]) -> PartitionSpec:
-    """Splits one parameter over a mesh.
+    """Splits one parameter over a mesh for training. An array axis that its mesh axis does not divide is not split.
 
     Args:
-        path: its path, such as `trunk/layer_3/attention/qkv`. Values and scales of a `BlockScaled` weight are split as
-            the weight is. Stacked layers (`trunk/group_...`) have one more axis in front.
+        path: its path, such as `trunk/layer_3/attention/qkv`. Values and scales of a `BlockScaled` weight are split
+            like the weight. Stacked layers (`trunk/group_...`) have an additional first axis.
     """
-    axes = param_axes(path)
-    if path.startswith("trunk/group_"):
-        axes = (None, *axes)
-    return spec(axes, shape, sizes)
+    axes = (None,) * path.startswith("trunk/group_") + param_axes(path)
+    names = (MESH_AXES.get(axis or "", "") for axis in axes)
+    return PartitionSpec(
+        *(name if name in sizes and size % sizes[name] == 0 else None for name, size in zip(names, shape, strict=False))
+    )
 
 
 def param_axes(path: str) -> tuple[str | None, ...]:
@@ -130,7 +115,6 @@ def num_shards(spec: PartitionSpec, sizes: Mapping[str, int]) -> int:
 
 def param_shardings(params: dict, mesh: Mesh) -> dict:
     """Returns the sharding of every parameter over `mesh`, in the structure of `params`."""
-
     return jax.tree_util.tree_map_with_path(
         lambda path, leaf: param_sharding(path_name(path), leaf.shape, mesh), params
     )
@@ -147,7 +131,6 @@ def read_parts(
     """Makes an array from the shards of this process's devices, without reading anything twice.
 
     Args:
-        sharding: its sharding.
         read: returns the shard between these `(begin, end)` of each axis.
     """
     cuts = {

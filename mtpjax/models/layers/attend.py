@@ -3,6 +3,7 @@
 import jax
 import jax.numpy as jnp
 
+from mtpjax.messages import require
 from mtpjax.models.view import Masks, View
 from pallas_kernels.batch_invariance import is_batch_invariant
 from pallas_kernels.prefill_attention import choose_implementation as prefill_implementation
@@ -39,8 +40,7 @@ def attend(
     Raises:
         ValueError: within `pallas_kernels.batch_invariant`, which this form does not support.
     """
-    if is_batch_invariant():
-        raise ValueError("deterministic decoding needs a kernel for attention, and this one runs by XLA")
+    require(not is_batch_invariant(), "deterministic decoding needs a kernel for attention, and this one runs by XLA")
     sources = [(key.astype(q.dtype), value.astype(q.dtype)) for key, value in sources]
     # Score every source, then normalise over all of them together.
     scores = []

@@ -3,6 +3,7 @@
 import jax
 import jax.numpy as jnp
 
+from mtpjax.messages import require
 from pallas_kernels.batch_invariance import is_batch_invariant
 
 
@@ -39,8 +40,7 @@ def mix_clamped_experts(
     Raises:
         ValueError: within `pallas_kernels.batch_invariant`, which this form does not support.
     """
-    if is_batch_invariant():
-        raise ValueError("deterministic decoding needs a kernel for experts, and clamped ones run by XLA")
+    require(not is_batch_invariant(), "deterministic decoding needs a kernel for experts, and clamped ones run by XLA")
     E, D, _, F = gate_up.shape
     k = ids.shape[1]
     # Sort the pairs of token and expert by expert; those without an expert come last, after all groups.
