@@ -25,7 +25,7 @@ from mtpjax.models.view import CONTIGUOUS, Pages, read_rows
 
 
 class Weights(flax.struct.PyTreeNode):
-    """The arrays that rounds only read."""
+    """The arrays that rounds read but do not change."""
 
     params: dict[str, Any]  # of the model
     drafter: Any  # from `Drafter.prepare`
@@ -266,7 +266,7 @@ class Decoder:
             dtype: dtype of the activations, and of the caches unless the spec sets a different one.
             depth_costs: `[K+1]` durations of rounds, for an adaptive depth; None: fixed depth.
             depth_rates: `[K]` measured acceptance rates, for an adaptive depth; None: unknown.
-            drafting_disabled: True if no depth can pay, so every round is a plain decoding step.
+            drafting_disabled: True if drafting cannot be faster at any depth, so every round is a plain decoding step.
         """
         # Every slot holds a sequence of one token 0, so that indices such as `length - 1` stay in range. Number and
         # shapes of the arrays depend only on static settings, so later requests do not recompile.
@@ -327,8 +327,8 @@ class Decoder:
         if shape is None:
             assert rows is not None
             shape = StateShape.of(rows)
-        # If drafting can never pay at these costs, an adaptive call disables it, so that it need not keep the drafter
-        # up to date.
+        # If drafting cannot be faster at these costs, an adaptive call disables it, and need not keep the drafter up to
+        # date.
         costs, rates, is_disabled = None, None, False
         if self.spec.is_adaptive and config.depth_costs is not None:
             costs = np.asarray(config.depth_costs, np.float32)

@@ -205,7 +205,7 @@ def distribution(logits: jax.Array, sampling: SamplingArrays, vocabulary: Vocabu
         probabilities = _keep_at_least(probabilities, threshold, vocabulary)
     # 3. top_p: the threshold above which the probability mass reaches top_p.
     if features.top_p:
-        # A row with top_p 1 asks for infinite mass, so that rounding of the sum never cuts a token.
+        # For top_p 1 the required mass is infinite, so that rounding of the sum never drops a token.
         min_sum = jnp.where(sampling.top_p >= 1, jnp.inf, sampling.top_p)[:, None]
         min_sum = jnp.broadcast_to(min_sum, logits.shape[:2])
         threshold = _threshold(probabilities, probabilities, min_sum, vocabulary)

@@ -1,4 +1,4 @@
-"""The types and ranges of sampling parameters. Imports neither JAX nor NumPy, because `mtpjax --help` needs the fields.
+"""The types and ranges of sampling parameters. Imports neither JAX nor NumPy, so that `mtpjax --help` starts quickly.
 
 `SamplingParams` checks its fields when it is made. A call checks them again, because lists and arrays can change.
 """
@@ -137,7 +137,7 @@ _TRACED = object()  # in place of a value that JAX traces
 
 
 def _plain(value: Any) -> Any:
-    """Returns a value as Python numbers: arrays, sets and sequences as lists, all else as it is."""
+    """Returns a value as Python numbers: arrays, sets and sequences as lists, anything else unchanged."""
     if hasattr(value, "tolist"):
         try:
             return value.tolist()

@@ -51,7 +51,7 @@ class Batch(flax.struct.PyTreeNode):
 
     slots: Any  # [P, b] int32; the number of slots of a shard: padding
     table: Any  # [P, b, N] int32 pages of each row; NO_PAGE where it has none
-    num_shared: Any  # [P, b] int32 positions at the beginning that the row never writes
+    num_shared: Any  # [P, b] int32 positions at the start that the row never writes
 
 
 class PromptChunk(flax.struct.PyTreeNode):
@@ -235,7 +235,7 @@ def verify_round(
     decoder: Decoder,
     depth: int,
 ) -> tuple[DecodeState, PackedReport]:
-    """Ends the round that `draft_round` began: verifies, accepts and commits.
+    """Ends the round that `draft_round` started: verifies, accepts and commits.
 
     Args:
         state: the state; donated.

@@ -1,4 +1,4 @@
-"""The static part of a decoding call: the settings that select the compiled program."""
+"""The static settings of a decoding call, which select the compiled program."""
 
 import dataclasses
 
@@ -21,8 +21,8 @@ class DecodeSpec:
         prefill_chunk: tokens per row in one prefill pass.
         logprobs: record the log-probability of every new token.
         kv_cache_dtype: NumPy's name of the dtype of the caches; None: that of the embedding.
-        pool: number of pages and positions per page, of a new state whose caches are in pages; None: contiguous.
-        check_nan: end a row as failed when a logit that its text depends on is NaN.
+        pool: number of pages, and positions per page, of a state whose caches are in pages; None: contiguous caches.
+        check_nan: end a row as failed if a logit that its text depends on is NaN.
     """
 
     num_steps: int

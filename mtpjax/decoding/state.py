@@ -43,7 +43,7 @@ class DecodeState(flax.struct.PyTreeNode):
     drafter: Any  # the drafter's own state
     storage: Storage  # where the caches keep each row's entries
     policy: DepthPolicy | None  # chooses the depth of an adaptive call; None: fixed depth
-    drafting_disabled: jax.Array  # [] bool: no depth can pay at these costs, so rounds do not extend the drafter
+    drafting_disabled: jax.Array  # [] bool: no depth is faster at these costs, so rounds do not extend the drafter
     rounds: jax.Array  # [B] int32 verification passes
     proposed: jax.Array  # [B, K] int32 rounds that drafted at least this many levels
     accepted: jax.Array  # [B, K] int32 accepted drafts per level, including those cut off at a stop or limit
@@ -140,8 +140,8 @@ def start_rows(state: DecodeState, rows: NewRows, *, vocab_size: int) -> DecodeS
         vocab_size: V.
 
     Returns:
-        The state before prefill: prompts as the committed text, and all else as in a state that was never used, except
-        entries after the text, which attention masks.
+        The state before prefill: prompts as the committed text, and all other fields as in an unused state,
+        except entries after the text, which attention masks.
     """
     history = state.history
     if rows.settings.sampling.has_penalties:

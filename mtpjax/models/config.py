@@ -314,9 +314,9 @@ class ModelConfig:
 
     @property
     def mtp_kind(self) -> LayerKind:
-        """Kind of an MTP module's layer: by default full attention, its own indexer, and experts as the trunk has.
+        """Kind of an MTP module's layer: full attention by default, an indexer and experts if the trunk has them.
 
-        Nothing is clamped.
+        Activations are not clamped.
         """
         indexer, is_sliding = "full" if self.index_topk else "", self.mtp_layer_type == "sliding_attention"
         return LayerKind(self.attention, self.is_moe and not self.mtp_dense, indexer, is_sliding)

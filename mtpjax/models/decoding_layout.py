@@ -30,11 +30,11 @@ def check_divisible(config: ModelConfig, sizes: Mapping[str, int], num_slots: in
         ValueError: they do not. The message names the axes and the size.
     """
     for problem in find_copies(config, sizes, num_slots):
-        raise ValueError(f"{problem}: choose another mesh, or let every device hold a copy with allow_copies")
+        raise ValueError(f"{problem}: choose a different mesh, or set allow_copies to replicate it on these devices")
 
 
 def refuse_uneven_layers(config: ModelConfig, sizes: Mapping[str, int]) -> None:
-    """Checks that heads of all layers are split alike, and that experts with biases are not split by columns.
+    """Checks that a mesh splits the heads of all layers in the same way, and no columns of experts with biases.
 
     Models with sliding attention get no copies of key/value heads, so `tensor` must divide their heads.
 

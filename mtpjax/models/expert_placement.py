@@ -72,8 +72,8 @@ def num_expert_devices(params: dict, sizes: Mapping[str, int]) -> int:
 def place_experts(counts: np.ndarray, num_devices: int, num_slots: int | None = None) -> Placement:
     """Places the experts of a layer.
 
-    First, each extra slot goes to the expert whose copies have the most tokens each. Then slots are assigned in order
-    of decreasing load, each to the least loaded device with a free slot.
+    First, each extra slot goes to the expert with the most tokens per copy. Then slots are assigned to devices in order
+    of decreasing load, each to the least loaded device that has a free slot.
 
     Args:
         counts: `[E]` tokens that chose each expert.
@@ -204,7 +204,7 @@ def placement_tables(expert_of_slot: np.ndarray, num_experts: int) -> dict[str, 
         ValueError: an expert has no slot.
     """
     slots = [np.flatnonzero(expert_of_slot == expert) for expert in range(num_experts)]
-    require(all(map(len, slots)), "a placement leaves out an expert")
+    require(all(map(len, slots)), "a placement must have a slot for every expert")
     max_copies = len(expert_of_slot) - num_experts + 1
     return {
         "expert_of_slot": np.asarray(expert_of_slot, np.int32),

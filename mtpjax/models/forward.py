@@ -54,17 +54,17 @@ def forward(
         model: the model.
         segment_ids: `[B, T]` int32 documents of packed rows; 0 is padding. None: one document per row.
         lengths: `[B]` int32 lengths of right-padded rows, instead of `segment_ids`.
-        num_depths: MTP depths, at most or beyond the number of modules; None: the number of modules. Further depths
-            recycle the last module on its own output.
-        attention_layout: what a recycled depth attends to. "ttt": true entries of the prefix and its own drafts, as
-            decoding does (training-time test, EAGLE-3, 2503.01840). "stream": the entries of its own depth.
-        is_detached: stop the gradients from the depths to the trunk, and to the embedding and head they share.
+        num_depths: number of MTP depths; None: the number of modules. Depths beyond that run the last module again on
+            its output (recycled depths).
+        attention_layout: entries that a recycled depth attends to. "ttt": true entries of the prefix and the entries of
+            its drafts, as in decoding (training-time test, EAGLE-3, 2503.01840). "stream": the entries of this depth.
+        is_detached: stop the gradients from the depths to the trunk and to the shared embedding and head.
 
     Returns:
         Logits and hidden states of the trunk and of each depth.
 
     Raises:
-        ValueError: for shapes that do not fit, an unknown layout, depths without modules, or token ids outside the
+        ValueError: for shapes that do not match, an unknown layout, depths without modules, or token ids outside the
             vocabulary. Traced tokens, inside `jax.jit`, are not checked.
 
     Example:

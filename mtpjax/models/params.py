@@ -81,7 +81,7 @@ def check_params(params: dict, model: MTPModel) -> None:
     """Checks that a tree holds the parameters of a model.
 
     Raises:
-        UsageError: a parameter is missing, unexpected, or of another shape. The message names the first.
+        UsageError: a parameter is missing or unexpected, or has a different shape. The message lists the first one.
     """
     found, wanted = _shapes(params), _shapes(param_shapes(model.config, model.scan_layers))
     for name in [*wanted, *found]:
@@ -117,7 +117,7 @@ def add_mtp_modules(model: MTPModel, params: dict, num_modules: int, key: jax.Ar
         The model with `num_modules` more modules, and its parameters. New ones have the embedding's dtype.
 
     Raises:
-        ValueError: for num_modules < 1, or if the existing modules have embeddings or heads of their own.
+        ValueError: for num_modules < 1, or if the existing modules have separate embeddings or heads.
 
     Example:
         >>> import dataclasses, jax
@@ -131,7 +131,7 @@ def add_mtp_modules(model: MTPModel, params: dict, num_modules: int, key: jax.Ar
     config = model.config
     require(num_modules >= 1, f"num_modules must be at least 1, not {num_modules}")
     if config.mtp_own_embedding or config.mtp_own_head:
-        raise ValueError("cannot add MTP modules: the existing ones have their own embedding or head")
+        raise ValueError("cannot add MTP modules: the existing ones have a separate embedding or head")
     # Inputs with the shapes that `init` needs; their values do not matter.
     view = full_view(config, jnp.ones((1, 2), jnp.int32))
     hidden = jnp.zeros((1, 2, config.hidden_size))
@@ -169,8 +169,9 @@ def shard_for_decoding(
         allow_copies: copy sizes that an axis does not divide.
 
     Returns:
-        The model and the parameters to decode with, which give the same results. Where `tensor` has more devices than
-        there are key/value heads, each device has one head, a copy. fp8 blocks may be smaller, as in `align_blocks`.
+        The model and the parameters to decode with, which give the same results. Where `tensor` has more devices
+        than there are key/value heads, heads are copied so that each device has one. fp8 blocks may become smaller, as
+        in `align_blocks`.
 
     Raises:
         ValueError: an axis of the mesh does not divide a size of the model.
@@ -211,5 +212,5 @@ def is_of_modules(name: str) -> bool:
 
 
 def detach_trunk(params: dict) -> dict:
-    """Stops the gradients of all parameters except the MTP modules' own."""
+    """Stops the gradients of all parameters except those of the MTP modules."""
     return {name: leaf if is_of_modules(name) else jax.lax.stop_gradient(leaf) for name, leaf in params.items()}

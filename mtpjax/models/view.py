@@ -170,7 +170,7 @@ class Span(flax.struct.PyTreeNode):
 
 
 class Reach(flax.struct.PyTreeNode):
-    """The same information as `View.mask` in few numbers: the form that attention kernels read."""
+    """`View.mask` in a compact form, which the attention kernels read."""
 
     base: jax.Array  # [B] slots of text; each token attends to all of them, or those within its window
     ancestor_mask: jax.Array  # [B, T, X] bool: token t attends to slot base + x
@@ -228,7 +228,7 @@ class TreeSlots(flax.struct.PyTreeNode):
 class Recycled(flax.struct.PyTreeNode):
     """Keys of a recycled MTP depth in a full pass: row i attends to `base` up to i, and entry i of later levels.
 
-    Decoding attends to the same: true entries of the prefix, then the draft's own (the training-time test of EAGLE-3,
+    Decoding attends to the same entries: true ones of the prefix, then those of the draft (training-time test, EAGLE-3,
     2503.01840).
     """
 

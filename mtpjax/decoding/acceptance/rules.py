@@ -22,7 +22,7 @@ class AcceptanceRule:
     """An acceptance rule.
 
     `function` gets the arrays of one row (`mtpjax.decoding.acceptance`), and the parameters of the rule by keyword.
-    Without `needs_q` there is no q:
+    Without `needs_q` the argument q is left out:
 
     - `drafts="chain"`: `function(drafts, p, q, u, num_drafted=None) -> (num_accepted, weights)`, with `drafts [K]`, `p
       [K+1, V]`, `q [K, V]`, `u [K]`. Drafts from index `num_drafted` on are padding.
@@ -30,12 +30,12 @@ class AcceptanceRule:
       keyword `tree` is its `TreeShape`.
 
     Attributes:
-        name: its name in settings, tables and messages.
+        name: the rule's name in settings, tables and messages.
         function: the rule. None for rules that follow the target's own tokens, and for the library's, whose functions
             import JAX (`mtpjax.decoding.verify.FUNCTIONS`).
         is_exact: whether the rule keeps the target's distribution.
-        drafts: what it supports: "chain"; "fixed tree", whose shape does not depend on the drafted tokens; or "any",
-            chains and trees of any shape.
+        drafts: the drafts that it supports: "chain"; "fixed tree", a tree whose shape does not depend on the drafted
+            tokens; or "any", chains and trees of any shape.
         needs_q: whether drafts must be sampled and the rule reads q, the distribution that they were sampled from.
         parameters: the default of each parameter by name, at most two. A field of `DecodeConfig` of the same name
             overrides the default. Records that differ only in these values share a compiled program.
@@ -116,7 +116,7 @@ def find_rule(rule: "str | AcceptanceRule") -> AcceptanceRule:
         The record.
 
     Raises:
-        ValueError: there is no such rule.
+        ValueError: the rule does not exist.
     """
     if isinstance(rule, AcceptanceRule):
         return rule

@@ -29,18 +29,20 @@ def attend(
     Args:
         q: `[B, K, T, G, H]` queries, G per key/value head.
         sources: keys `[B, K, S, H]` and values `[B, K, S, Hv]` of each source, converted to q's dtype.
-        masks: `[B, T, S]` bool of each source. A mask `[B, T, 1]` means that row i attends to entry i of the source.
+        masks: `[B, T, S]` bool of each source. With a mask `[B, T, 1]`, row i attends only to entry i.
         scale: factor of the scores.
         sinks: `[K, G]` a learned logit of each head, which enters the softmax but adds no value (StreamingLLM,
-            2309.17453, section 3.3, as gpt-oss has it). None: no sinks.
+            2309.17453, section 3.3, in gpt-oss's form). None: no sinks.
 
     Returns:
         `[B, K, T, G, Hv]` in q's dtype.
 
     Raises:
-        ValueError: within `pallas_kernels.batch_invariant`, which this form does not support.
+        ValueError: within `pallas_kernels.batch_invariant`, which XLA does not support.
     """
-    require(not is_batch_invariant(), "deterministic decoding needs a kernel for attention, and this one runs by XLA")
+    require(
+        not is_batch_invariant(), "deterministic decoding needs an attention kernel, but this attention runs in XLA"
+    )
     sources = [(key.astype(q.dtype), value.astype(q.dtype)) for key, value in sources]
     # Score every source, then normalise over all of them together.
     scores = []

@@ -86,8 +86,8 @@ class GroupedAttention(nn.Module):
             operands = q, entries["key"], entries["value"], view
             output = attend_cache(*operands, scale=scale, implementation=self.implementation)
         elif view.reach is not None and self.implementation not in ("auto", "xla"):
-            kernels = f"use xla or auto, not {self.implementation}"
-            raise ValueError(f"the kernels of attention take no learned sinks: {kernels}")
+            hint = f"use implementation xla or auto, not {self.implementation}"
+            raise ValueError(f"the attention kernels do not support learned sinks: {hint}")
         else:
             output = None
         if output is None:
