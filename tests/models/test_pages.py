@@ -5,7 +5,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from mtpjax.models.view import NO_PAGE, Pages, read_rows, write_rows
+from mtpjax.models.view import CONTIGUOUS, NO_PAGE, ContiguousRows, Pages
 
 B, SIZE, NUM_PAGES = 3, 4, 20
 
@@ -20,15 +20,14 @@ def random_pages(shift):
 def test_writes_and_reads_are_those_of_rows(heads, shift, key):
     pages = random_pages(shift)
     pool, rows = jnp.full((NUM_PAGES, *heads, SIZE, 5), 7.0), jnp.zeros((B, *heads, pages.num_slots(1000), 5))
-    axis = rows.ndim - 2
     for step, start in enumerate([[0, 3, 9], [5, 4, 11], [2, 19, 0]]):
         new = jax.random.normal(jax.random.fold_in(key, step), (B, *heads, 3, 5))
         pool = jax.jit(lambda pool, *new: pages.write(pool, *new))(pool, new, jnp.array(start))
-        rows = write_rows(rows, new, jnp.array(start), axis=axis)
-        np.testing.assert_array_equal(
-            pages.read(pool, jnp.array(start), 3), read_rows(rows, jnp.array(start), 3, axis=axis)
-        )
+        rows = CONTIGUOUS.write(rows, new, jnp.array(start))
+        np.testing.assert_array_equal(pages.read(pool, jnp.array(start), 3), CONTIGUOUS.read(rows, jnp.array(start), 3))
     gathered = pages.first(pool)
+    np.testing.assert_array_equal(pages.first(pool, 9), gathered[..., :9, :])
+    np.testing.assert_array_equal(CONTIGUOUS.first(rows, 9), rows[..., :9, :])
     np.testing.assert_array_equal(jnp.where(rows == 0, 0, gathered), rows)
     assert (gathered[rows == 0] == 7).all()  # nothing else was written
 
@@ -56,3 +55,13 @@ def test_nan_of_a_drafter_is_not_written():
         pool = pages.write(jnp.zeros((NUM_PAGES, SIZE, 5)), rows, start)
         expected = jnp.nan_to_num(rows) if pages.is_of_drafter else rows
         np.testing.assert_array_equal(pages.read(pool, start, 6), expected)
+
+
+def test_both_storages_have_the_same_operations():
+    operations = [{name for name in vars(kind) if not name.startswith("_")} for kind in (ContiguousRows, Pages)]
+    assert {"running", "of_drafter", "num_slots", "write", "read", "first", "places"} <= operations[0] & operations[1]
+    pages, done = random_pages(1), jnp.array([False, True, False])
+    assert (pages.running(done).table[1] == NO_PAGE).all() and (pages.running(done).table[0] != NO_PAGE).all()
+    assert CONTIGUOUS.running(done) is CONTIGUOUS.of_drafter(shift=2) is CONTIGUOUS
+    # A table of 6 pages of 4 positions, of which the largest shift takes 2.
+    assert pages.num_slots(100) == 22 and pages.num_slots(9) == CONTIGUOUS.num_slots(9) == 9

@@ -6,7 +6,7 @@ slots after them. The next round overwrites its keys and values before anything 
 """
 
 import dataclasses
-from typing import TYPE_CHECKING, Any, ClassVar
+from typing import Any, ClassVar
 
 import flax.struct
 import jax
@@ -16,7 +16,7 @@ from mtpjax.decoding.config import DecodeConfig
 from mtpjax.decoding.decoder import Decoder, Weights
 from mtpjax.decoding.sampling import PathTokens
 from mtpjax.decoding.spec import DecodeSpec
-from mtpjax.decoding.state import DecodeState, Draft, view_pass
+from mtpjax.decoding.state import Acceptance, DecodeState, Draft, view_pass
 from mtpjax.drafters.dflash.forward import block_states
 from mtpjax.drafters.dflash.network import DFlash, DFlashConfig, context_entries
 from mtpjax.drafters.levels import draft_levels
@@ -38,9 +38,6 @@ from mtpjax.models.model import MTPModel, TrunkOutput, bind, multiply_head
 from mtpjax.models.parallel import over_rows
 from mtpjax.models.params import DRAFTER
 from mtpjax.models.view import TreeSlots, View, read_rows, write_rows
-
-if TYPE_CHECKING:
-    from mtpjax.decoding.state import Acceptance
 
 
 class PreparedDFlash(flax.struct.PyTreeNode):
@@ -211,7 +208,7 @@ class DFlashDrafter(TrainedDrafter):
             made[kind] = of_drafter(view).replace(angles=rotary_angles(own.block, base[:, None] + offset))
         return tuple(made[kind] for kind in zip(own.windows, own.is_causal, strict=True))
 
-    def commit(self, decoder: Decoder, state: DecodeState, states: jax.Array, accepted: "Acceptance") -> DFlashState:
+    def commit(self, decoder: Decoder, state: DecodeState, states: jax.Array, accepted: Acceptance) -> DFlashState:
         """Keeps the states of the verified nodes. A round of depth 0 appends its one state to the backlog."""
         drafter_state, start = state.drafter, state.length - 1
         size = drafter_state.hidden.shape[1]

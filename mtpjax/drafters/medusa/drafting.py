@@ -2,7 +2,7 @@
 
 import dataclasses
 import functools
-from typing import TYPE_CHECKING, Any, ClassVar
+from typing import Any, ClassVar
 
 import flax.struct
 import jax
@@ -13,7 +13,7 @@ from mtpjax.decoding.decoder import Decoder, Weights
 from mtpjax.decoding.draft_tree import depths_and_ancestor_mask
 from mtpjax.decoding.sampling import PathTokens
 from mtpjax.decoding.spec import DecodeSpec
-from mtpjax.decoding.state import DecodeState, Draft
+from mtpjax.decoding.state import Acceptance, DecodeState, Draft
 from mtpjax.drafters.levels import draft_levels
 from mtpjax.drafters.medusa.network import Medusa, MedusaConfig
 from mtpjax.drafters.scoring import DraftScores, ReducedHead, own_head
@@ -22,9 +22,6 @@ from mtpjax.drafters.tree import DynamicTreeBuilder, FixedTreeBuilder, extend_an
 from mtpjax.models.model import MTPModel, TrunkOutput, multiply_head
 from mtpjax.models.params import DRAFTER
 from mtpjax.models.view import read_rows
-
-if TYPE_CHECKING:
-    from mtpjax.decoding.state import Acceptance
 
 Choices = tuple[tuple[int, ...], ...]
 
@@ -135,7 +132,7 @@ class MedusaDrafter(TrainedDrafter):
         is_in_chunk = (offset >= 0) & (offset < chunk)
         return MedusaState(jnp.where(is_in_chunk[:, None, None], hidden, state.drafter.hidden))
 
-    def commit(self, decoder: Decoder, state: DecodeState, states: jax.Array, accepted: "Acceptance") -> MedusaState:
+    def commit(self, decoder: Decoder, state: DecodeState, states: jax.Array, accepted: Acceptance) -> MedusaState:
         """Keeps the state of the last accepted node, from whose logits the next pending token comes."""
         return MedusaState(read_rows(states, accepted.num_accepted, 1))
 
