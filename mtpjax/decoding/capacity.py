@@ -59,7 +59,7 @@ def choose_prefill_chunk(model: MTPModel, batch: int, platform: str, *, longest_
 
 
 def min_rows_per_pass(model: MTPModel, batch: int, platform: str) -> int:
-    """Computes the minimum number of token rows per forward pass that runs fast.
+    """Computes the minimum number of token rows with which a forward pass is fast.
 
     On a GPU a single row needs more launches than two: XLA does not multiply it on the tensor cores, and fuses less
     around it. A model with experts keeps a single row, because a second one would activate more experts.

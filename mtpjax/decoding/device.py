@@ -1,4 +1,4 @@
-"""Where a call runs: its mesh and platform, and JAX's settings for it."""
+"""Prepares a call for its devices: parameters on a mesh, the kernels, and JAX's settings."""
 
 import contextlib
 from collections.abc import Iterator

@@ -1,4 +1,4 @@
-"""A small loop like that of a decoding call, which tests whether CUDA can run such loops as graphs."""
+"""A small loop that tests whether CUDA can run the loop of a decoding call as a graph."""
 
 import functools
 from typing import Any

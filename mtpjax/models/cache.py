@@ -20,7 +20,7 @@ from mtpjax.models.view import CONTIGUOUS, Entries, Storage
 
 
 class Cache(flax.struct.PyTreeNode):
-    """Entries of the committed positions, one dictionary per layer; `AttentionKind.empty_entries` makes its arrays."""
+    """Entries of the committed positions, one dictionary per layer; `AttentionKind.empty_entries` makes the arrays."""
 
     layers: tuple[Entries, ...]
     length: jax.Array  # [B] int32, committed slots
@@ -43,10 +43,9 @@ def empty_cache(
         kinds: kind of each layer: `config.trunk_kinds`, or `(config.mtp_kind,)` for an MTP module.
         batch: rows, B.
         capacity: slots, S.
-        dtype: dtype of the activations. In a recurrent layer it is that of the convolution's inputs; the state is
-            float32.
+        dtype: dtype of the activations, and of the convolution's inputs in a recurrent layer, whose state is float32.
         kv_dtype: dtype of keys, values and latents; None: `dtype`.
-        pool: number of pages and positions per page, of attention layers in pages; None: contiguous rows.
+        pool: number of pages, and positions per page, for attention layers in pages; None: contiguous rows.
     """
     kv_dtype = kv_dtype or dtype
     layers = []

@@ -23,7 +23,7 @@ def count_expert_tokens(params: dict, tokens: jax.Array | np.ndarray, *, model: 
         tokens: `[B, T]` int32 texts of the kind that will be decoded, without padding.
 
     Returns:
-        `[E]` counts by layer, such as "layer_3". Layers without experts are left out.
+        `[E]` counts by layer, such as "layer_3". Layers without experts are omitted.
 
     Raises:
         ValueError: the model has no routed experts.

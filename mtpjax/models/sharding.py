@@ -128,7 +128,7 @@ def shard_params(params: dict, mesh: Mesh) -> dict:
 def read_parts(
     shape: tuple[int, ...], sharding: Sharding, read: Callable[[tuple[tuple[int, int], ...]], np.ndarray]
 ) -> jax.Array:
-    """Makes an array from the shards of this process's devices, without reading anything twice.
+    """Makes an array from the shards of this process's devices, and reads nothing twice.
 
     Args:
         read: returns the shard between these `(begin, end)` of each axis.
