@@ -63,8 +63,8 @@ def make_sampling_arrays(
     require(not missing, f"the decoding state was made without these sampling options: {', '.join(missing)}")
     if bias is None:
         bias = np.zeros((batch, V if features.bias else 0), np.float32)
-    seed = _seeds(sampling, batch, key, is_needed=is_sampled)
-    return SamplingArrays(features=features, seed=seed, bias=bias, **arrays)
+    arrays |= {"seed": _seeds(sampling, batch, key, is_needed=is_sampled), "bias": bias}
+    return SamplingArrays(features=features, **arrays)
 
 
 def _per_row_numbers(sampling: SamplingParams, name: str, batch: int) -> np.ndarray:

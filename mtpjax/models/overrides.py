@@ -61,7 +61,8 @@ def _hashable_value(name: str, value: Any) -> Any:
         is_right = isinstance(value, _PLAIN_TYPES[wanted]) and (wanted is bool or not isinstance(value, bool))
         require(is_right, f"model.{name} must be of type {wanted.__name__}, not {value!r}")
     if typing.get_origin(wanted) is tuple:
-        require(isinstance(value, list | tuple), f"model.{name} must be a list, not {value!r}")
+        if not isinstance(value, list | tuple):
+            raise ValueError(f"model.{name} must be a list, not {value!r}")
         return tuple(value)
     return value
 
