@@ -42,9 +42,9 @@ from experiments.kernels.kernel_bytes import Declared, declared_calls
 from mtpjax import ModelConfig, MTPModel, compat
 from mtpjax.decoding.capacity import min_rows_per_pass
 from mtpjax.decoding.config import DecodeConfig
-from mtpjax.decoding.decoder import Decoder, StateShape
+from mtpjax.decoding.decoder import Decoder, make_spec
 from mtpjax.decoding.loop import run_round
-from mtpjax.decoding.spec import DecodeSpec
+from mtpjax.decoding.state import StateShape
 from mtpjax.evaluation.plot_style import COLOURS, GREY, picture
 from mtpjax.inference.requests import make_drafter
 from mtpjax.models.config import Implementation
@@ -102,7 +102,7 @@ def round_of(
     model = MTPModel(subject.config, implementation=implementation)
     config = DecodeConfig(num_steps=num_steps)
     drafter = make_drafter(config)
-    spec = DecodeSpec.from_config(config, is_greedy=True, min_rows=min_rows_per_pass(model, batch, "cuda"))
+    spec = make_spec(config, is_greedy=True, min_rows=min_rows_per_pass(model, batch, "cuda"))
     if page_size is not None:
         spec = dataclasses.replace(spec, pool=(batch * subject.slots // page_size, page_size))
     decoder = Decoder(model, drafter, spec)

@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from mtpjax.ablation.drafters import MTP, AblatedDrafter
 from mtpjax.decoding.acceptance.rules import RULES, find_rule
 from mtpjax.decoding.config import DecodeConfig
-from mtpjax.decoding.spec import DecodeSpec
+from mtpjax.decoding.decoder import make_spec
 from mtpjax.evaluation.round_costs import MAX_MEASURED_STEPS
 from mtpjax.evaluation.round_loops import RoundShape
 from mtpjax.inference.requests import check_settings, make_drafter
@@ -176,7 +176,7 @@ def _resolve_rules(name: str, topk: int, temperature: float) -> tuple[str, ...]:
     if not temperature:
         return ("greedy",)
     if name == "auto":
-        return (DecodeSpec.from_config(DecodeConfig(topk=topk), is_greedy=False).rule.name,)
+        return (make_spec(DecodeConfig(topk=topk), is_greedy=False).rule.name,)
     # "exact": every exact rule that supports this shape.
     unsuitable = "fixed tree" if topk == 1 else "chain"
     return tuple(

@@ -1,6 +1,5 @@
 """Cache capacity and pass width: the shapes for which a decoding call is compiled."""
 
-from mtpjax.decoding.config import DecodeConfig
 from mtpjax.models.model import MTPModel
 
 MIN_PREFILL_CHUNK, MAX_PREFILL_CHUNK = 64, 2048  # tokens
@@ -59,13 +58,8 @@ def choose_prefill_chunk(model: MTPModel, batch: int, platform: str, *, longest_
     return chunk
 
 
-def choose_min_rows(config: DecodeConfig, model: MTPModel, platform: str, *, batch: int) -> int:
-    """Chooses the minimum number of token rows of a forward pass: the configured one, or `min_rows_per_pass`."""
-    return config.min_rows or min_rows_per_pass(model, batch, platform)
-
-
 def min_rows_per_pass(model: MTPModel, batch: int, platform: str) -> int:
-    """Computes the minimum number of token rows per forward pass that runs fast.
+    """Computes the minimum number of token rows with which a forward pass is fast.
 
     On a GPU a single row needs more launches than two: XLA does not multiply it on the tensor cores, and fuses less
     around it. A model with experts keeps a single row, because a second one would activate more experts.

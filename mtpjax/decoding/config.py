@@ -9,8 +9,9 @@ from typing import Any, Literal
 
 from mtpjax.decoding.acceptance.rules import PARAMETERS, AcceptanceRule, find_rule
 from mtpjax.decoding.sampling_ranges import check_sampling
-from mtpjax.messages import require, require_choice
-from mtpjax.models.config import IMPLEMENTATIONS, Implementation
+from mtpjax.field_types import check_scalar_fields
+from mtpjax.messages import require
+from mtpjax.models.config import Implementation
 
 MAX_STEPS = 127  # draft levels are reported as int8
 DEFAULT_MAX_NODES = 64  # upper limit of the default of `num_draft_tokens`
@@ -20,11 +21,10 @@ DEFAULT_MAX_NODES = 64  # upper limit of the default of `num_draft_tokens`
 KV_CACHE_DTYPES = {"auto": None, "bfloat16": "bfloat16", "fp8_e4m3": "float8_e4m3fn"}
 
 
-INTEGER_FIELDS = ("max_new_tokens", "num_steps", "topk", "prompt_lookup_min", "prompt_lookup_max", "relaxed_topk")
-INTEGER_FIELDS += ("draft_sinks",)
-OPTIONAL_INTEGER_FIELDS = ("num_draft_tokens", "draft_window", "max_length", "min_rows", "prefill_chunk")
-FLOAT_FIELDS = ("threshold_single", "threshold_acc", "typical_epsilon", "typical_delta", "relaxed_delta")
 MAX_INTEGER = 2**31 - 1  # token ids and counts are int32 on the device
+# The smallest value of each field that is an integer or None.
+MINIMA = {"max_new_tokens": 1, "num_steps": 0, "topk": 1, "num_draft_tokens": 2, "relaxed_topk": 1, "draft_window": 1}
+MINIMA |= {"draft_sinks": 0, "max_length": 2, "prefill_chunk": 1, "min_rows": 1}
 
 
 def check_integer(name: str, value: Any) -> int:
@@ -71,68 +71,70 @@ class DecodeConfig:
     """Settings of a decoding call.
 
     Shapes and rules are static: a change compiles a new program. Limits, stop sequences, thresholds, costs and
-    vocabularies enter the compiled call as arrays, so a change of their values compiles nothing. A setting that has no
-    effect beside the others is named in a warning.
+    vocabularies enter the compiled call as arrays, so a change of their values compiles nothing. A call warns about
+    settings that have no effect because of other settings.
 
     Attributes:
         max_new_tokens: maximum number of new tokens per row, at least 1.
         drafter: the draft method: "mtp" (the model's MTP modules), "lookup" (n-grams copied from the row's own text),
-            or an instance of `mtpjax.drafters.Drafter`: an EAGLE-3, Medusa, DFlash or DSpark drafter of
-            `load_drafter`, or one of your own.
+            or an instance of `mtpjax.drafters.Drafter`: an EAGLE-3, Medusa, DFlash or DSpark drafter from
+            `load_drafter`, or your own.
         num_steps: draft levels per round; 0 is plain decoding. Levels beyond the number of MTP modules run the last
             module again on its own output. SGLang: `speculative_num_steps`.
-        topk: candidates that each level drafts per node: 1 drafts a chain, more a tree. A tree needs a model with
-            exactly one MTP module if the drafter is "mtp". SGLang: `speculative_eagle_topk`.
+        topk: candidates that each level drafts per node; 1 drafts a chain, more than 1 a tree. With drafter "mtp", a
+            tree needs a model with exactly one MTP module. SGLang: `speculative_eagle_topk`.
         num_draft_tokens: nodes verified per round, including the pending token. None: `num_steps + 1` for a chain; for
-            a tree as many as topk and num_steps allow, up to 64. SGLang: `speculative_num_draft_tokens`.
-        acceptance: the acceptance rule: a name of `mtpjax.decoding.acceptance.rules`, `package.module:RECORD`, or an
+            a tree, the maximum for topk and num_steps, at most 64. SGLang: `speculative_num_draft_tokens`.
+        acceptance: the acceptance rule: a name from `mtpjax.decoding.acceptance.rules`, `package.module:RECORD`, or an
             `AcceptanceRule`. "auto" is "greedy" if every row is at temperature 0, else "block" for a chain and
-            "recursive" for a tree. On a chain "recursive" is "token" and "traversal" is "block". "threshold", "typical"
-            and "relaxed" are lossy: they change the distribution of the text.
-        depth_policy: "fixed" drafts num_steps levels in every round; "adaptive" chooses 0..num_steps before each round,
-            for chains only.
+            "recursive" for a tree. On a chain, "recursive" is the same as "token", and "traversal" the same as "block".
+            "threshold", "typical" and "relaxed" are lossy: they change the distribution of the text.
+        depth_policy: "fixed" drafts num_steps levels in every round. "adaptive" chooses 0 to num_steps levels before
+            each round; it supports only chains.
         depth_costs: duration of a round at each depth 0..num_steps, in any unit (`mtpjax profile` measures them).
-            Required by "adaptive".
+            Required for an adaptive depth.
         depth_rates: conditional acceptance rate of each level 1..num_steps (given that the levels before it were
-            accepted), measured on similar texts (`mtpjax eval acceptance`). "adaptive" starts from them. None: unknown.
-        prompt_lookup_min: shortest n-gram that "lookup" matches, in tokens.
-        prompt_lookup_max: longest n-gram that "lookup" matches, in tokens.
-        threshold_single: for "threshold": accept every draft that the model gives at least this probability; 1 is
-            exact. SGLang: `speculative_accept_threshold_single`.
-        threshold_acc: for "threshold": divide the probability of acceptance by this number; 1 is exact. SGLang:
+            accepted), measured on similar texts (`mtpjax eval acceptance`). An adaptive depth starts from these rates.
+            None: it starts from an assumed rate.
+        prompt_lookup_min: minimum length of the n-grams that "lookup" matches, in tokens.
+        prompt_lookup_max: maximum length of the n-grams that "lookup" matches, in tokens.
+        threshold_single: "threshold" accepts every draft that the model gives at least this probability; 1 is exact.
+            SGLang: `speculative_accept_threshold_single`.
+        threshold_acc: "threshold" divides the acceptance probability by this number; 1 is exact. SGLang:
             `speculative_accept_threshold_acc`.
-        typical_epsilon: for "typical", Medusa's posterior threshold: accept a draft of more than this probability.
-        typical_delta: for "typical", Medusa's posterior alpha: accept a draft of more than this number times
-            exp(-entropy) too.
-        relaxed_topk: for "relaxed", TensorRT-LLM's rule: accept only drafts among this number of most likely tokens.
-        relaxed_delta: for "relaxed": accept only drafts at most this much less probable than the most likely token.
-        draft_vocabulary: token ids that the MTP modules may draft (FR-Spec, 2502.14856); None: all. The text keeps its
-            distribution.
-        draft_window: number of newest positions that the MTP modules attend to, besides the first `draft_sinks`; None:
-            all positions.
-        draft_sinks: number of first positions that the MTP modules always attend to if `draft_window` is set.
+        typical_epsilon: "typical" accepts a draft whose probability is above this number. Medusa: posterior threshold.
+        typical_delta: "typical" also accepts a draft whose probability is above this number times exp(-entropy).
+            Medusa: posterior alpha.
+        relaxed_topk: "relaxed" accepts only drafts among this number of most likely tokens (TensorRT-LLM).
+        relaxed_delta: "relaxed" accepts only drafts whose probability is at most this much below that of the most
+            likely token.
+        draft_vocabulary: token ids that the MTP modules may draft (FR-Spec, 2502.14856); None: all. It does not change
+            the distribution of the text.
+        draft_window: number of newest positions that the MTP modules attend to, in addition to the first `draft_sinks`;
+            None: all positions.
+        draft_sinks: number of positions at the start that the MTP modules always attend to if `draft_window` is set.
         stop_token_ids: a row ends after any of these tokens. The result includes the token.
         stop_sequences: a row ends after any of these sequences of new tokens. The result includes the sequence.
         logprobs: report the log-probability of each new token under the trunk's unmodified logits.
         max_length: maximum length of a row in tokens, prompt included; None: the model's `max_position_embeddings`.
-        prefill_chunk: tokens per row in one prefill pass. None: 64 on a CPU; on a GPU up to 2048, as the prompts and
-            memory allow, because each pass reads all weights.
-        implementation: what runs the model's kernels: "xla" (plain JAX), "triton" (GPU kernels), "interpreted" (the GPU
-            kernels on any machine, slowly), or "auto" (`pallas_kernels.dispatch`). None: the model's own.
-        kv_cache_dtype: dtype of keys, values and latents in the caches, by SGLang's names: "auto" (the embedding's),
-            "bfloat16" or "fp8_e4m3". fp8 halves the bytes of a bfloat16 cache, and rounds its entries to 3 bits of
-            fraction, without scales: numbers beyond 448 become 448. Speculation then equals plain decoding with the
-            same caches. The states of recurrent layers keep their dtype.
-        deterministic: a row's text does not depend on the rows beside it. Every kernel splits its work in one way,
-            whatever the batch, which takes longer (docs/guides/kernels.md). Needs the kernels: a GPU, or
+        prefill_chunk: tokens per row in one prefill pass. None: 64 on a CPU; on a GPU up to 2048, depending on the
+            prompts and the memory, because each pass reads all weights.
+        implementation: implementation of the model's kernels: "xla" (plain JAX), "triton" (GPU kernels), "interpreted"
+            (the GPU kernels on any machine, slowly) or "auto" (`pallas_kernels.dispatch`). None: that of the model.
+        kv_cache_dtype: dtype of keys, values and latents in the caches, with SGLang's names: "auto" (the embedding's
+            dtype), "bfloat16" or "fp8_e4m3". fp8 takes half the bytes of bfloat16. It rounds entries to 3 bits of
+            fraction, without scales, and clamps them to ±448. Speculative and plain decoding still give the same text
+            if both use it. The states of recurrent layers keep their dtype.
+        deterministic: make each row's text independent of the other rows of the batch. Kernels then split their work in
+            the same way at every batch size, which is slower (docs/guides/kernels.md). Needs the kernels: a GPU, or
             implementation "interpreted".
-        allow_copies: on a mesh, let devices hold copies of heads, columns, experts or the vocabulary where an axis does
-            not divide their number; otherwise that is an error.
+        allow_copies: on a mesh, replicate heads, columns, experts or the vocabulary where an axis does not divide their
+            number. False: raise an error.
         min_rows: minimum number of token rows per forward pass; narrower passes are padded. None: 2 for a batch of one
             on a GPU if the model has no experts, else 1.
 
     Raises:
-        ValueError: for a value out of range, or settings that contradict each other.
+        ValueError: if a value is out of range, or settings contradict each other.
 
     Example:
         >>> from mtpjax import DecodeConfig
@@ -176,54 +178,32 @@ class DecodeConfig:
 
     def __post_init__(self):
         # 1. Types, so that every later comparison is of plain numbers. Lists become tuples, which can be hashed.
-        for name in INTEGER_FIELDS:
-            object.__setattr__(self, name, check_integer(name, getattr(self, name)))
-        for name in OPTIONAL_INTEGER_FIELDS:
-            value = getattr(self, name)
-            object.__setattr__(self, name, None if value is None else check_integer(name, value))
-        for name in FLOAT_FIELDS:
-            object.__setattr__(self, name, _float(name, getattr(self, name)))
-        # By name: NumPy also has a truth value, and `--help` runs without importing it.
-        for name in ("logprobs", "deterministic", "allow_copies"):
-            value = getattr(self, name)
-            if type(value).__name__ not in ("bool", "bool_"):
-                raise ValueError(f"{name} must be True or False, got {value!r}")
-            object.__setattr__(self, name, bool(value))
+        check_scalar_fields(self)
         self._convert_sequences()
         # 2. Ranges of single values.
-        for name, minimum in (("max_new_tokens", 1), ("num_steps", 0), ("topk", 1)):
-            require(getattr(self, name) >= minimum, f"{name} must be at least {minimum}, got {getattr(self, name)}")
-        optional = {"min_rows": 1, "max_length": 2, "draft_window": 1, "num_draft_tokens": 2, "prefill_chunk": 1}
-        for name, minimum in optional.items():
+        for name, minimum in MINIMA.items():
             value = getattr(self, name)
             require(value is None or value >= minimum, f"{name} must be at least {minimum}, got {value}")
+            check_integer(name, minimum if value is None else value)
         require(self.num_steps <= MAX_STEPS, f"num_steps must be at most {MAX_STEPS}, got {self.num_steps}")
-        require(self.draft_sinks >= 0, f"draft_sinks must not be negative, got {self.draft_sinks}")
+        for name in ("prompt_lookup_min", "prompt_lookup_max"):
+            check_integer(name, getattr(self, name))
         require(
             1 <= self.prompt_lookup_min <= self.prompt_lookup_max,
             f"prompt_lookup_min ({self.prompt_lookup_min}) must be at least 1 and at most prompt_lookup_max "
             f"({self.prompt_lookup_max})",
         )
-        # 3. Choices by name. Drafters and rules may also be the user's own objects.
-        is_drafter = hasattr(self.drafter, "propose") and not isinstance(self.drafter, type)
-        require(
-            is_drafter or isinstance(self.drafter, str),
-            f"drafter must be a name such as 'mtp' or 'lookup', or a Drafter, got {self.drafter!r}",
-        )
-        policies = ("fixed", "adaptive")
-        require(
-            self.depth_policy in policies,
-            f"unknown depth_policy '{self.depth_policy}'; supported: {', '.join(policies)}",
-        )
-        if self.implementation is not None:
-            require_choice("implementation", self.implementation, IMPLEMENTATIONS)
-        require_choice("kv_cache_dtype", self.kv_cache_dtype, tuple(KV_CACHE_DTYPES))
         for name in ("threshold_single", "threshold_acc"):
             require(0 <= getattr(self, name) <= 1, f"{name} must be within 0..1, got {getattr(self, name)}")
         for name in ("typical_epsilon", "typical_delta", "relaxed_delta"):
             value = getattr(self, name)
             require(0 <= value < math.inf, f"{name} must be finite and at least 0, got {value}")
-        require(self.relaxed_topk >= 1, f"relaxed_topk must be at least 1, got {self.relaxed_topk}")
+        # 3. Drafters may also be the user's own objects.
+        is_drafter = hasattr(self.drafter, "propose") and not isinstance(self.drafter, type)
+        require(
+            is_drafter or isinstance(self.drafter, str),
+            f"drafter must be a name such as 'mtp' or 'lookup', or a Drafter, got {self.drafter!r}",
+        )
         require(all(self.stop_sequences), "stop_sequences contains an empty sequence")
         # 4. Combinations of values.
         self._check_tree()
@@ -242,11 +222,8 @@ class DecodeConfig:
             if value is not None or name == "stop_token_ids":
                 object.__setattr__(self, name, tuple(of(name, each) for each in _elements(name, value)))
         sequences = [_elements("stop_sequences", each) for each in _elements("stop_sequences", self.stop_sequences)]
-        object.__setattr__(
-            self,
-            "stop_sequences",
-            tuple(tuple(check_integer("stop_sequences", each) for each in row) for row in sequences),
-        )
+        stops = tuple(tuple(check_integer("stop_sequences", each) for each in row) for row in sequences)
+        object.__setattr__(self, "stop_sequences", stops)
 
     def _check_tree(self):
         """Checks that the rule supports the tree, and that the tree can have `num_draft_tokens` nodes."""
@@ -326,27 +303,28 @@ def largest_tree(topk: int, num_steps: int) -> int:
 class SamplingParams:
     """Sampling parameters. Each field is one value for all rows, or a sequence with one value per row.
 
-    They apply in this order: penalties, bias, banned tokens, temperature, top_k, top_p, min_p
-    (`mtpjax.decoding.sampling` has the formulas).
+    The order is: penalties, bias, banned tokens, temperature, top_k, top_p, min_p (formulas:
+    `mtpjax.decoding.sampling`).
 
     Attributes:
         temperature: softmax temperature; 0 is greedy.
-        top_k: keep this number of most likely tokens; 0 keeps all.
-        top_p: keep the most likely tokens that hold this share of the probability that top_k kept; 1 keeps all.
-        min_p: keep tokens with at least this share of the most likely token's probability; 0 keeps all.
+        top_k: keep only this number of most likely tokens; 0 keeps all.
+        top_p: of the tokens that top_k keeps, keep the most likely ones whose total probability reaches this share; 1
+            keeps all.
+        min_p: keep tokens with at least this fraction of the most likely token's probability; 0 keeps all.
         repetition_penalty: penalty for tokens in the prompt or the new text (CTRL, 1909.05858); 1 is off.
-        frequency_penalty: OpenAI's penalty per occurrence among the new tokens; 0 is off.
-        presence_penalty: OpenAI's penalty for tokens that occur among the new tokens; 0 is off.
+        frequency_penalty: penalty per occurrence of a token in the new text, as in OpenAI's API; 0 is off.
+        presence_penalty: penalty for tokens that occur in the new text, as in OpenAI's API; 0 is off.
         min_new_tokens: minimum number of new tokens. Until then, single stop tokens are banned and longer stop
             sequences do not end the row.
-        logit_bias: values to add to the logits of token ids: one mapping for all rows, or one (or None) per row.
-        allowed_tokens: ids outside which every token is banned: one set for all rows, or one (or None) per row.
-        banned_tokens: ids to ban; same form as allowed_tokens.
+        logit_bias: values to add to the logits, by token id: one mapping for all rows, or one (or None) per row.
+        allowed_tokens: the only token ids that may be generated: one sequence for all rows, or one (or None) per row.
+        banned_tokens: token ids that may not be generated, in the same form as allowed_tokens.
         seed: seed of the row's random numbers, 0..2^64-1; None derives it from the call's key.
 
     Raises:
-        ValueError: a value has the wrong type or is out of range. A call also compares token ids with the vocabulary,
-            and lengths with the number of rows.
+        ValueError: if a value has the wrong type or is out of range. A decoding call also checks token ids against the
+            vocabulary, and the lengths of sequences against the number of rows.
 
     Example:
         >>> from mtpjax import SamplingParams

@@ -2,7 +2,7 @@
 
 import dataclasses
 import functools
-from typing import Any, NamedTuple
+from typing import Any
 
 import flax.struct
 import jax
@@ -10,42 +10,126 @@ import jax.numpy as jnp
 import numpy as np
 from jax.sharding import Mesh
 
-from mtpjax.decoding.acceptance.rules import RULES
-from mtpjax.decoding.capacity import MIN_PREFILL_CHUNK, choose_min_rows, choose_prefill_chunk, round_up_capacity
-from mtpjax.decoding.config import DecodeConfig
+from mtpjax.decoding.acceptance.rules import RULES, find_rule
+from mtpjax.decoding.capacity import MIN_PREFILL_CHUNK, choose_prefill_chunk, min_rows_per_pass, round_up_capacity
+from mtpjax.decoding.config import KV_CACHE_DTYPES, DecodeConfig
 from mtpjax.decoding.depth_policy import can_speed_up, init_policy
-from mtpjax.decoding.device import platform_of
-from mtpjax.decoding.drafter import Drafter
-from mtpjax.decoding.sampling import SamplingArrays, SamplingFeatures, TokenHistory
+from mtpjax.decoding.sampling import SamplingArrays, TokenHistory
 from mtpjax.decoding.spec import DecodeSpec
-from mtpjax.decoding.state import DecodeState, NewRows, RowSettings, start_rows
+from mtpjax.decoding.state import Acceptance, DecodeState, Draft, NewRows, RowSettings, StateShape, start_rows
 from mtpjax.models.cache import empty_cache
 from mtpjax.models.decoding_layout import constrain_state
-from mtpjax.models.model import MTPModel
-from mtpjax.models.pages import NO_PAGE, Pages
+from mtpjax.models.model import MTPModel, TrunkOutput
+from mtpjax.models.sharding import platform_of
+from mtpjax.models.view import CONTIGUOUS, Pages, read_rows
 
 
 class Weights(flax.struct.PyTreeNode):
-    """The arrays that rounds only read."""
+    """The arrays that rounds read but do not change."""
 
     params: dict[str, Any]  # of the model
     drafter: Any  # from `Drafter.prepare`
 
 
-class StateShape(NamedTuple):
-    """The shape of a `DecodeState`."""
+@dataclasses.dataclass(frozen=True)
+class Drafter:
+    """A draft method. This base class drafts nothing, which makes every round a plain decoding step.
 
-    batch: int  # slots, B
-    capacity: int  # cache slots per row, L
-    stops: tuple[int, ...] = (8, 1)  # largest number and length of a row's stop sequences, (N, Z)
-    features: SamplingFeatures = SamplingFeatures()  # sampling options that are compiled in
+    A drafter is a frozen dataclass: hashable, and static under `jax.jit`. Arrays live in its parameters (a tree of its
+    own) and in its state, whose leaves all have the batch as their first axis. A round calls `propose`, then
+    `select_states` on the verification pass, then `commit`. Prefill calls `select_states` and `extend` once per chunk.
+    An adaptive call keeps its depth while `backlog_fits` holds, and calls `drain_backlog` before it continues at any
+    depth.
 
-    @classmethod
-    def of(cls, rows: NewRows) -> "StateShape":
-        """Returns the shape of a state of exactly these requests."""
-        settings = rows.settings
-        batch, capacity = rows.tokens.shape
-        return cls(batch, capacity, settings.stops.shape[1:], settings.sampling.features)
+    Methods get the `Decoder` of the round, with model and spec (`spec.num_steps` is the depth of this round), the
+    `Weights`, whose `drafter` is what `prepare` returned, and the rows' `DecodeState`, whose `tokens` after `length`
+    are scratch space. They run inside a trace, except `check`, `default_params`, `num_scratch_slots` and `max_shift`.
+
+    Text stays exact with any drafter if `Draft.probabilities` are those that the tokens were actually drawn from: the
+    drafter's distribution for sampled tokens, one-hot for all others.
+
+    Attributes:
+        layer_ids: trunk layers whose input states the drafter reads (`TrunkOutput.states`).
+    """
+
+    layer_ids: tuple[int, ...] = ()
+
+    # Before the loop.
+
+    def check(self, model: MTPModel, config: DecodeConfig) -> None:
+        """Raises `ValueError` if the drafter does not support a model or settings; not called for plain decoding."""
+
+    def default_params(self, params: dict, config: DecodeConfig, *, model: MTPModel) -> Any:
+        """Returns the drafter's parameters for calls without `draft_params`: arguments of the compiled call."""
+        return None
+
+    def prepare(self, params: dict, draft_params: Any, *, model: MTPModel) -> Any:
+        """Computes the arrays that every round reads from the parameters of model and drafter, once per call."""
+        return draft_params
+
+    def num_scratch_slots(self, decoder: "Decoder") -> int:
+        """Returns the maximum number of cache slots that drafting writes after the committed text."""
+        return 0
+
+    def max_shift(self, model: MTPModel) -> int:
+        """Returns the maximum distance from a cache entry's position to a token that it depends on."""
+        return 0
+
+    def init(self, decoder: "Decoder", batch: int, capacity: int, dtype: Any) -> Any:
+        """Makes the drafter's state for free slots, a tree of arrays `[B, ...]`.
+
+        Args:
+            batch: slots, B.
+            capacity: cache slots per row, L.
+            dtype: dtype of the activations, and of the caches unless `spec.kv_cache_dtype` sets a different one.
+        """
+        return ()
+
+    # Prefill, once per chunk. `select_states` also runs on every verification pass.
+
+    def select_states(self, decoder: "Decoder", output: TrunkOutput) -> Any:
+        """Picks the trunk states to keep from a pass: a tree of arrays `[B, T, ...]`."""
+        return ()
+
+    def extend(self, decoder: "Decoder", weights: Weights, state: DecodeState, states: Any, start: jax.Array) -> Any:
+        """Processes one prefill chunk, so that the drafter's cache covers the prompt; returns the drafter's new state.
+
+        Args:
+            state: the rows; `tokens` and `length` are the prompts.
+            states: from `select_states`, `[B, T, ...]` for the chunk's T tokens.
+            start: `[B]` position of the chunk's first token.
+        """
+        return state.drafter
+
+    def num_extended(self, draft_state: Any) -> jax.Array | None:
+        """Returns the `[B]` number of positions with final entries, from which a row can continue; None: no limit."""
+        return None
+
+    # Every round: draft before verification, commit after acceptance.
+
+    def propose(self, decoder: "Decoder", weights: Weights, state: DecodeState) -> tuple[Draft, DecodeState]:
+        """Drafts `spec.num_steps` levels: `spec.num_nodes` nodes. Returns a state with a new `drafter` field too."""
+        return Draft(read_rows(state.tokens, state.length - 1, 1)), state
+
+    def commit(self, decoder: "Decoder", state: DecodeState, states: Any, accepted: Acceptance) -> Any:
+        """Keeps the trunk states of a verification pass that the next round needs; returns the drafter's new state.
+
+        Args:
+            state: the rows before the accepted tokens are appended.
+            states: from `select_states`, `[B, K+1, ...]` along the accepted path, which starts with the pending token.
+            accepted: the acceptance rule's decision.
+        """
+        return state.drafter
+
+    # Rounds of changing depth (`depth_policy="adaptive"`). The decoder is that of the deepest round.
+
+    def backlog_fits(self, decoder: "Decoder", state: DecodeState, depth: jax.Array | int) -> jax.Array:
+        """Returns whether a round of this depth can follow, `[]` bool. If False, the loop calls `drain_backlog`."""
+        return jnp.ones((), bool)
+
+    def drain_backlog(self, decoder: "Decoder", weights: Weights, state: DecodeState, depth: jax.Array) -> DecodeState:
+        """Processes the backlog of rounds of depth 0 until `backlog_fits` holds."""
+        return state
 
 
 @dataclasses.dataclass(frozen=True)
@@ -92,8 +176,8 @@ class Decoder:
         """
         longest = max_length if longest_prompt is None else longest_prompt
         chunk = choose_prefill_chunk(model, batch, platform_of(mesh), longest_prompt=longest, max_length=max_length)
-        min_rows = choose_min_rows(config, model, platform_of(mesh), batch=batch)
-        spec = DecodeSpec.from_config(config, is_greedy=is_greedy, min_rows=min_rows, prefill_chunk=chunk)
+        min_rows = config.min_rows or min_rows_per_pass(model, batch, platform_of(mesh))
+        spec = make_spec(config, is_greedy=is_greedy, min_rows=min_rows, prefill_chunk=chunk)
         # No prompt is longer than the model's positions, and caches hold a whole chunk, so a wider one only wastes
         # memory.
         max_chunk = max(model.config.max_position_embeddings, MIN_PREFILL_CHUNK)
@@ -179,20 +263,16 @@ class Decoder:
 
         Args:
             shape: slots, capacity and options.
-            dtype: dtype of the activations, and of the caches unless the spec names another.
+            dtype: dtype of the activations, and of the caches unless the spec sets a different one.
             depth_costs: `[K+1]` durations of rounds, for an adaptive depth; None: fixed depth.
             depth_rates: `[K]` measured acceptance rates, for an adaptive depth; None: unknown.
-            drafting_disabled: True if no depth can pay, so every round is a plain decoding step.
-
-        Returns:
-            The state. Every slot holds a sequence of one token 0, so that indices such as `length - 1` stay in range.
+            drafting_disabled: True if drafting cannot be faster at any depth, so every round is a plain decoding step.
         """
-        # Number and shapes of the arrays depend only on static settings, so later requests do not recompile.
-        (batch, capacity, stops, features), config, spec, pages = shape, self.model.config, self.spec, None
+        # Every slot holds a sequence of one token 0, so that indices such as `length - 1` stay in range. Number and
+        # shapes of the arrays depend only on static settings, so later requests do not recompile.
+        (batch, capacity, stops, features), config, spec, storage = shape, self.model.config, self.spec, CONTIGUOUS
         if spec.pool is not None:
-            (num_pages, page_size), max_shift = spec.pool, self.drafter.max_shift(self.model)
-            table = jnp.full((batch, -(-(capacity + max_shift) // page_size)), NO_PAGE, jnp.int32)
-            pages = Pages(table, jnp.zeros(batch, jnp.int32), page_size, num_pages, max_shift)
+            storage = Pages.empty(batch, capacity, spec.pool, self.drafter.max_shift(self.model))
 
         def zeros(*sizes: int, dtype: Any = jnp.int32) -> jax.Array:
             return jnp.zeros((batch, *sizes), dtype)
@@ -217,7 +297,7 @@ class Decoder:
             history=TokenHistory.empty(batch, config.vocab_size, sampling),
             trunk=empty_cache(config, config.trunk_kinds, batch, capacity, dtype, spec.kv_cache_dtype, spec.pool),
             drafter=self.drafter.init(self, batch, capacity, dtype),
-            pages=pages,
+            storage=storage,
             policy=None if depth_costs is None else init_policy(depth_costs, batch, prior=depth_rates),
             drafting_disabled=jnp.asarray(drafting_disabled),
             rounds=zeros(),
@@ -247,8 +327,8 @@ class Decoder:
         if shape is None:
             assert rows is not None
             shape = StateShape.of(rows)
-        # If drafting can never pay at these costs, an adaptive call disables it, so that it need not keep the drafter
-        # up to date.
+        # If drafting cannot be faster at these costs, an adaptive call disables it, and need not keep the drafter up to
+        # date.
         costs, rates, is_disabled = None, None, False
         if self.spec.is_adaptive and config.depth_costs is not None:
             costs = np.asarray(config.depth_costs, np.float32)
@@ -264,6 +344,45 @@ class Decoder:
             depth_rates=rates,
             drafting_disabled=np.bool_(is_disabled),
         )
+
+
+def make_spec(config: DecodeConfig, *, is_greedy: bool, min_rows: int = 1, prefill_chunk: int = 64) -> DecodeSpec:
+    """Resolves the settings of one call to a spec, with `acceptance="auto"` replaced by a rule.
+
+    Args:
+        is_greedy: every row is at temperature 0.
+        min_rows: minimum number of token rows per pass (`mtpjax.decoding.capacity.min_rows_per_pass`).
+        prefill_chunk: tokens per row in one prefill pass, unless the config sets it.
+
+    Raises:
+        ValueError: for rule "greedy" with rows at a temperature above 0.
+    """
+    # 1. "auto" picks an exact rule: comparison with the arg-max for greedy rows, block verification for sampled
+    #    chains, recursive rejection for sampled trees.
+    is_tree = config.topk > 1 and config.num_steps > 0
+    rule = config.rule or RULES["greedy" if is_greedy else "recursive" if is_tree else "block"]
+    # 2. On a chain the rules for fixed trees reduce to chain rules, which cost less.
+    if not is_tree and rule.on_chain is not None:
+        rule = find_rule(rule.on_chain)
+    if rule.follows == "arg-max" and not is_greedy:
+        raise ValueError(
+            "acceptance 'greedy' supports only temperature 0; use 'auto' or an exact sampling rule for sampled rows"
+        )
+    # 3. Without drafts the rule only chooses the next token: the arg-max, or a sample from the target.
+    if not config.num_steps:
+        rule = RULES["greedy" if is_greedy else "sample"]
+    return DecodeSpec(
+        num_steps=config.num_steps,
+        topk=config.topk if config.num_steps else 1,
+        num_nodes=config.num_nodes,
+        rule=rule,
+        is_adaptive=config.depth_policy == "adaptive" and config.num_steps > 0,
+        window=None if config.draft_window is None else (config.draft_window, config.draft_sinks),
+        min_rows=min_rows,
+        prefill_chunk=config.prefill_chunk or prefill_chunk,
+        logprobs=config.logprobs,
+        kv_cache_dtype=KV_CACHE_DTYPES[config.kv_cache_dtype],
+    )
 
 
 # Jitted, so that one dispatch transfers the requests and allocates all buffers of a state.

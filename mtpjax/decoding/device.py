@@ -1,4 +1,4 @@
-"""Where a call runs: its mesh and platform, and JAX's settings for it."""
+"""Prepares a call for its devices: parameters on a mesh, the kernels, and JAX's settings."""
 
 import contextlib
 from collections.abc import Iterator
@@ -9,9 +9,9 @@ from jax.sharding import Mesh
 
 from mtpjax.compat import library_settings
 from mtpjax.decoding.config import DecodeConfig
-from mtpjax.models.decoding_layout import fit_to_mesh, shard_for_decoding
 from mtpjax.models.model import MTPModel
-from mtpjax.models.sharding import mesh_of
+from mtpjax.models.params import fit_to_mesh, shard_for_decoding
+from mtpjax.models.sharding import mesh_of, platform_of
 from pallas_kernels.batch_invariance import batch_invariant
 
 
@@ -48,16 +48,6 @@ def with_implementation(model: MTPModel, config: DecodeConfig) -> MTPModel:
     if config.deterministic and implementation == "auto" and jax.default_backend() == "gpu":
         implementation = "triton"
     return model if implementation == model.implementation else model.clone(implementation=implementation)
-
-
-def platform_of(mesh: Mesh | None) -> str:
-    """Returns JAX's name of the mesh's platform, or of the default one: "cpu" or "gpu"."""
-    return mesh.devices.flat[0].platform if mesh is not None else jax.default_backend()
-
-
-def data_size(mesh: Mesh | None) -> int:
-    """Returns the number of shards of the rows: the size of the mesh's axis `data`."""
-    return 1 if mesh is None else mesh.shape.get("data", 1)
 
 
 @contextlib.contextmanager

@@ -1,4 +1,4 @@
-"""A small loop like that of a decoding call, which tests whether CUDA can run such loops as graphs."""
+"""A small loop that tests whether CUDA can run the loop of a decoding call as a graph."""
 
 import functools
 from typing import Any
@@ -62,7 +62,7 @@ def try_loop(mesh: Mesh, options: dict[str, str]) -> None:
         x = jax.block_until_ready(loop(x, np.int32(NUM_TURNS)))
     found = np.asarray(x.addressable_data(0))
     if not (found == 1 + 2 * NUM_TURNS).all():
-        raise jax.errors.JaxRuntimeError(f"a loop computed {found[0, 0]} in the place of {1 + 2 * NUM_TURNS}")
+        raise jax.errors.JaxRuntimeError(f"a loop computed {found[0, 0]} instead of {1 + 2 * NUM_TURNS}")
 
 
 def wait_for_devices(mesh: Mesh) -> None:

@@ -1,12 +1,13 @@
-"""Adjusts logits with the sampling parameters and history of a decoding state."""
+"""Adjusts logits with the sampling parameters and history of a decoding state, and draws the target's tokens."""
 
 import jax
 import jax.numpy as jnp
 
-from mtpjax.decoding.sampling import PathTokens, apply_penalties_and_bias
+from mtpjax.decoding import rng
+from mtpjax.decoding.sampling import PathTokens, SamplingArrays, apply_penalties_and_bias, draw
 from mtpjax.decoding.state import DecodeState
 from mtpjax.models.model import MTPModel
-from mtpjax.models.vocabulary import Vocabulary
+from mtpjax.models.vocabulary import WHOLE, Vocabulary
 
 
 def adjust_logits(
@@ -49,6 +50,17 @@ def adjust_logits(
     if allowed is None:
         return adjusted
     return jnp.where(_unpack_bits(allowed, model.config.vocab_size), adjusted, -jnp.inf)
+
+
+def draw_target(
+    probabilities: jax.Array, sampling: SamplingArrays, position: jax.Array, vocabulary: Vocabulary = WHOLE
+) -> jax.Array:
+    """Draws the tokens `[B, T]` int32 that plain decoding with the same seed draws at `position [B, T]`."""
+    # The position alone keys the draw. The node is always 0, since plain decoding has no tree.
+    _, T, V = probabilities.shape
+    node = jnp.zeros(T, jnp.int32)
+    gumbel = rng.gumbel(sampling.seed, position, rng.TARGET, node, V, vocabulary.first_id(V))
+    return draw(probabilities, gumbel, vocabulary)
 
 
 def _unpack_bits(words: jax.Array, vocab_size: int) -> jax.Array:

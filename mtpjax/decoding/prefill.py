@@ -5,13 +5,13 @@ import jax.numpy as jnp
 
 from mtpjax.decoding.commit import append_tokens
 from mtpjax.decoding.decoder import Decoder, Weights
-from mtpjax.decoding.logits import adjust_logits
-from mtpjax.decoding.sampling import distribution, draw_target
+from mtpjax.decoding.logits import adjust_logits, draw_target
+from mtpjax.decoding.sampling import distribution
 from mtpjax.decoding.state import DecodeState, view_pass
 from mtpjax.models.cache import commit
-from mtpjax.models.layers.entries import read_rows
 from mtpjax.models.model import bind
 from mtpjax.models.parallel import over_rows
+from mtpjax.models.view import read_rows
 from mtpjax.models.vocabulary import Vocabulary
 
 
@@ -32,7 +32,7 @@ def prefill(
         state: rows whose committed text is the prompt.
         start: `[B]` int32 first position to process; the caches hold the positions before it. None: 0 for every row.
         end: `[B]` int32 position before which a row's chunks end; None: at the end of the prompt. A row that ends
-            earlier gets no token, and another call continues where this one ends.
+            earlier gets no token, and a later call continues where this one ends.
         max_chunks: maximum number of chunks, with the same effect; None: no limit.
         first_token: `[B]` int32 the first new token if it is already known, as after a preemption, else -1. None: -1
             for all rows.

@@ -35,7 +35,7 @@ class Report(NamedTuple):
     rounds: Any  # [R] int32, as in `DecodeState`
     proposed: Any  # [R, K] int32
     accepted: Any  # [R, K] int32
-    num_final: Any  # [R] int32 positions at the beginning whose entries will not change
+    num_final: Any  # [R] int32 positions at the start whose entries will not change
 
     def rows(self) -> Iterator[RowReport]:
         """Yields the rows of a report on the host. Reading arrays element by element would take longer."""

@@ -13,7 +13,6 @@ import flax.struct
 import jax
 import jax.numpy as jnp
 
-from mtpjax.decoding import rng
 from mtpjax.models.vocabulary import WHOLE, Vocabulary
 
 BITS_OF_TWO = 0x40000000  # bits of 2.0 as float32: above every probability
@@ -206,7 +205,7 @@ def distribution(logits: jax.Array, sampling: SamplingArrays, vocabulary: Vocabu
         probabilities = _keep_at_least(probabilities, threshold, vocabulary)
     # 3. top_p: the threshold above which the probability mass reaches top_p.
     if features.top_p:
-        # A row with top_p 1 asks for infinite mass, so that rounding of the sum never cuts a token.
+        # For top_p 1 the required mass is infinite, so that rounding of the sum never drops a token.
         min_sum = jnp.where(sampling.top_p >= 1, jnp.inf, sampling.top_p)[:, None]
         min_sum = jnp.broadcast_to(min_sum, logits.shape[:2])
         threshold = _threshold(probabilities, probabilities, min_sum, vocabulary)
@@ -276,14 +275,3 @@ def draw(probabilities: jax.Array, gumbel: jax.Array, vocabulary: Vocabulary = W
     """Draws tokens `[B, T]` int32 from weights `[B, T, V]`, with Gumbel noise of that shape; never one of weight 0."""
     # The Gumbel-max trick: the arg-max of log p plus Gumbel noise is a draw from p.
     return vocabulary.argmax(jnp.log(probabilities) + gumbel)
-
-
-def draw_target(
-    probabilities: jax.Array, sampling: SamplingArrays, position: jax.Array, vocabulary: Vocabulary = WHOLE
-) -> jax.Array:
-    """Draws the tokens `[B, T]` int32 that plain decoding with the same seed draws at `position [B, T]`."""
-    # The position alone keys the draw. The node is always 0, since plain decoding has no tree.
-    _, T, V = probabilities.shape
-    node = jnp.zeros(T, jnp.int32)
-    gumbel = rng.gumbel(sampling.seed, position, rng.TARGET, node, V, vocabulary.first_id(V))
-    return draw(probabilities, gumbel, vocabulary)

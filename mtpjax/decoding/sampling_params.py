@@ -1,7 +1,7 @@
 """Sampling parameters on the host: checks `SamplingParams` and converts them to arrays for a batch."""
 
 from collections.abc import Callable, Mapping
-from typing import Any, NamedTuple
+from typing import Any
 
 import jax
 import numpy as np
@@ -9,39 +9,14 @@ import numpy as np
 from mtpjax.decoding.config import SamplingParams
 from mtpjax.decoding.rng import seeds_from_key
 from mtpjax.decoding.sampling import SamplingArrays, SamplingFeatures
-from mtpjax.decoding.sampling_ranges import check_numbers, check_seed
+from mtpjax.decoding.sampling_ranges import OPTIONS, check_numbers, check_seed
+from mtpjax.messages import require
 from mtpjax.models.config import ModelConfig
-
-
-class SamplingOption(NamedTuple):
-    """How a numeric sampling option is passed to the compiled call.
-
-    Attributes:
-        feature: its name in `SamplingArrays` and `SamplingFeatures`.
-        dtype: dtype of its array.
-        neutral: the value that turns the option off.
-    """
-
-    feature: str
-    dtype: Any
-    neutral: float
-
-
-# Numeric options by their names in `SamplingParams`.
-OPTIONS = {
-    "top_k": SamplingOption("top_k", np.int32, 0),
-    "top_p": SamplingOption("top_p", np.float32, 1),
-    "min_p": SamplingOption("min_p", np.float32, 0),
-    "repetition_penalty": SamplingOption("repetition", np.float32, 1),
-    "frequency_penalty": SamplingOption("frequency", np.float32, 0),
-    "presence_penalty": SamplingOption("presence", np.float32, 0),
-    "min_new_tokens": SamplingOption("min_new", np.int32, 0),
-}
 
 
 def temperatures(sampling: SamplingParams, batch: int) -> np.ndarray:
     """Checks the rows' temperatures and returns `[B]` float32; raises `ValueError` if one is out of range."""
-    return _per_row_numbers(sampling, "temperature", batch, np.float32)
+    return _per_row_numbers(sampling, "temperature", batch)
 
 
 def make_sampling_arrays(
@@ -68,13 +43,13 @@ def make_sampling_arrays(
             field and the value.
     """
     V = config.vocab_size
-    temperature = temperatures(sampling, batch)
     # 1. Numeric options. An option is in use if some row's value differs from the neutral one.
     arrays: dict[str, Any] = {}  # host arrays, which jit transfers
     used: dict[str, bool] = {}
     for name, option in OPTIONS.items():
-        values = _per_row_numbers(sampling, name, batch, option.dtype)
+        values = _per_row_numbers(sampling, name, batch)
         arrays[option.feature], used[option.feature] = values, bool((values != option.neutral).any())
+    is_sampled = used.pop("temperature")
     # Users write top_k 0 for "all tokens"; on the device V means the same and needs no special case.
     arrays["top_k"] = np.where(arrays["top_k"] == 0, V, arrays["top_k"]).astype(np.int32)
     # 2. logit_bias, allowed_tokens and banned_tokens become one bias per token.
@@ -85,19 +60,14 @@ def make_sampling_arrays(
     if features is None:
         features = SamplingFeatures(**used)
     missing = [name for name, is_used in used.items() if is_used and not getattr(features, name)]
-    if missing:
-        raise ValueError(f"the decoding state was made without these sampling options: {', '.join(missing)}")
+    require(not missing, f"the decoding state was made without these sampling options: {', '.join(missing)}")
     if bias is None:
         bias = np.zeros((batch, V if features.bias else 0), np.float32)
-    arrays |= {
-        "temperature": temperature,
-        "seed": _seeds(sampling, batch, key, is_needed=bool(temperature.any())),
-        "bias": bias,
-    }
+    arrays |= {"seed": _seeds(sampling, batch, key, is_needed=is_sampled), "bias": bias}
     return SamplingArrays(features=features, **arrays)
 
 
-def _per_row_numbers(sampling: SamplingParams, name: str, batch: int, dtype) -> np.ndarray:
+def _per_row_numbers(sampling: SamplingParams, name: str, batch: int) -> np.ndarray:
     """Returns one value per row, `[B]`; raises `ValueError` for values out of range."""
     # Check before the conversion, which rounds large integers and values near the bounds.
     check_numbers(name, getattr(sampling, name))
@@ -107,12 +77,12 @@ def _per_row_numbers(sampling: SamplingParams, name: str, batch: int, dtype) -> 
         raise ValueError(f"{name} must be a number or one per row, got {getattr(sampling, name)!r}") from error
     if values.ndim > 1 or (values.ndim and len(values) != batch):
         raise ValueError(f"{name} has shape {values.shape}, but there are {batch} rows")
-    return np.full(batch, np.minimum(values, 2**31 - 1), dtype)
+    return np.full(batch, np.minimum(values, 2**31 - 1), np.int32 if OPTIONS[name].is_integer else np.float32)
 
 
 def _per_row_values(name: str, value: Any, batch: int, is_single_value: Callable[[Any], bool]) -> list[Any]:
-    """Returns one value (or None) per row: `value` itself for every row if it is a single value, else its elements."""
-    if is_single_value(value):
+    """Returns one value or None per row: `value` itself for every row if it is a single value, else its elements."""
+    if value is None or is_single_value(value):
         return [value] * batch
     values = list(value)
     if len(values) != batch or not all(row is None or is_single_value(row) for row in values):
@@ -148,29 +118,18 @@ def _bias(sampling: SamplingParams, batch: int, config: ModelConfig, stops, min_
         return is_list and all(isinstance(token, (int, np.integer)) for token in value)
 
     # 1. Add the biases, then ban everything outside allowed_tokens, then ban banned_tokens.
-    if sampling.logit_bias is not None:
-        if not isinstance(sampling.logit_bias, (Mapping, list, tuple)):
-            raise ValueError(f"logit_bias must be a mapping or one per row, got {sampling.logit_bias!r}")
-        for row, mapping in zip(
-            bias, _per_row_values("logit_bias", sampling.logit_bias, batch, is_mapping), strict=True
-        ):
-            values = np.asarray(list((mapping or {}).values()), np.float32)
-            if not np.isfinite(values).all():
-                raise ValueError("logit_bias holds a value that is not finite; use banned_tokens to ban a token")
-            row[ids("logit_bias", (mapping or {}).keys())] += values
-    if sampling.allowed_tokens is not None:
-        for row, allowed in zip(
-            bias, _per_row_values("allowed_tokens", sampling.allowed_tokens, batch, is_ids), strict=True
-        ):
-            if allowed is not None:
-                is_banned = np.ones(V, bool)
-                is_banned[ids("allowed_tokens", allowed)] = False
-                row[is_banned] = -np.inf
-    if sampling.banned_tokens is not None:
-        for row, banned in zip(
-            bias, _per_row_values("banned_tokens", sampling.banned_tokens, batch, is_ids), strict=True
-        ):
-            row[ids("banned_tokens", () if banned is None else banned)] = -np.inf
+    tests = {"logit_bias": is_mapping, "allowed_tokens": is_ids, "banned_tokens": is_ids}
+    columns = [_per_row_values(name, getattr(sampling, name), batch, test) for name, test in tests.items()]
+    for row, biases, allowed, banned in zip(bias, *columns, strict=True):
+        values = np.asarray(list((biases or {}).values()), np.float32)
+        if not np.isfinite(values).all():
+            raise ValueError("logit_bias holds a value that is not finite; use banned_tokens to ban a token")
+        row[ids("logit_bias", biases or ())] += values
+        if allowed is not None:
+            is_banned = np.ones(V, bool)
+            is_banned[ids("allowed_tokens", allowed)] = False
+            row[is_banned] = -np.inf
+        row[ids("banned_tokens", () if banned is None else banned)] = -np.inf
     # 2. Check that every row can emit some token, even while min_new_tokens bans its stop tokens. Otherwise all of its
     #    logits would be -inf.
     is_allowed = ~np.isneginf(bias[:, :num_tokens])
@@ -197,7 +156,6 @@ def _seeds(sampling: SamplingParams, batch: int, key: jax.Array | None, *, is_ne
         return np.zeros((batch, 2), np.uint32) if key is None else seeds_from_key(key, batch)
     given = sampling.seed if np.iterable(sampling.seed) else [sampling.seed] * batch
     seeds = list(given)
-    if len(seeds) != batch:
-        raise ValueError(f"seed has {len(seeds)} values, but there are {batch} rows")
+    require(len(seeds) == batch, f"seed has {len(seeds)} values, but there are {batch} rows")
     check_seed(seeds)
     return np.array([divmod(int(seed), 2**32) for seed in seeds], np.uint32)

@@ -1,4 +1,4 @@
-"""The types and ranges of sampling parameters. Imports neither JAX nor NumPy, because `mtpjax --help` needs the fields.
+"""The types and ranges of sampling parameters. Imports neither JAX nor NumPy, so that `mtpjax --help` starts quickly.
 
 `SamplingParams` checks its fields when it is made. A call checks them again, because lists and arrays can change.
 """
@@ -10,33 +10,39 @@ import sys
 from collections.abc import Iterable, Mapping
 from typing import Any, NamedTuple
 
+from mtpjax.messages import require
 
-class Range(NamedTuple):
-    """The values that a number may have.
+
+class Option(NamedTuple):
+    """A numeric sampling option.
 
     Attributes:
+        feature: its name in `SamplingArrays` and `SamplingFeatures`.
         minimum: smallest value.
         maximum: largest value; infinity itself is not allowed.
+        neutral: the value that turns the option off.
         is_positive: 0 is not allowed.
         is_integer: only whole numbers are allowed.
     """
 
-    minimum: float
-    maximum: float
+    feature: str
+    minimum: float = 0
+    maximum: float = math.inf
+    neutral: float = 0
     is_positive: bool = False
     is_integer: bool = False
 
 
 # By the names in `SamplingParams`.
-RANGES = {
-    "temperature": Range(0, math.inf),
-    "top_k": Range(0, math.inf, is_integer=True),
-    "top_p": Range(0, 1, is_positive=True),
-    "min_p": Range(0, 1),
-    "repetition_penalty": Range(0, math.inf, is_positive=True),
-    "frequency_penalty": Range(-math.inf, math.inf),
-    "presence_penalty": Range(-math.inf, math.inf),
-    "min_new_tokens": Range(0, math.inf, is_integer=True),
+OPTIONS = {
+    "temperature": Option("temperature"),
+    "top_k": Option("top_k", is_integer=True),
+    "top_p": Option("top_p", maximum=1, neutral=1, is_positive=True),
+    "min_p": Option("min_p", maximum=1),
+    "repetition_penalty": Option("repetition", neutral=1, is_positive=True),
+    "frequency_penalty": Option("frequency", minimum=-math.inf),
+    "presence_penalty": Option("presence", minimum=-math.inf),
+    "min_new_tokens": Option("min_new", is_integer=True),
 }
 MAX_SEED = 2**64 - 1
 
@@ -50,7 +56,7 @@ def check_sampling(values: Mapping[str, Any]) -> None:
     Raises:
         ValueError: a value has the wrong type or is out of range. The message names the field and the value.
     """
-    for name in RANGES:
+    for name in OPTIONS:
         check_numbers(name, values[name])
     check_seed(values["seed"])
     _check_biases(values["logit_bias"])
@@ -68,13 +74,12 @@ def check_numbers(name: str, value: Any) -> None:
     Raises:
         ValueError: an element is not a number, or out of range.
     """
-    minimum, maximum, is_positive, is_integer = RANGES[name]
+    _, minimum, maximum, _, is_positive, is_integer = OPTIONS[name]
     plain = _plain(value)
     for number in plain if isinstance(plain, list) else [plain]:
         if number is _TRACED:
             continue
-        if not _is_number(number):
-            raise ValueError(f"{name} must be a number or one per row, got {value!r}")
+        require(_is_number(number), f"{name} must be a number or one per row, got {value!r}")
         if not (minimum <= number <= maximum and abs(number) <= sys.float_info.max):
             raise ValueError(f"{name} {value} must be within {minimum}..{maximum}")
         if is_integer and number != int(number):
@@ -97,19 +102,16 @@ def _check_biases(value: Any) -> None:
     """Raises ValueError unless this is a mapping from token ids to finite numbers, or one (or None) per row."""
     if value is None:
         return
-    if not isinstance(value, Mapping | list | tuple):
-        raise ValueError(f"logit_bias must be a mapping or one per row, got {value!r}")
+    require(isinstance(value, Mapping | list | tuple), f"logit_bias must be a mapping or one per row, got {value!r}")
     for mapping in [value] if isinstance(value, Mapping) else value:
         if mapping is None:
             continue
-        if not isinstance(mapping, Mapping):
-            raise ValueError(f"logit_bias must be a mapping or one per row, got {value!r}")
+        require(isinstance(mapping, Mapping), f"logit_bias must be a mapping or one per row, got {value!r}")
         _check_tokens("logit_bias", list(mapping))
         for bias in map(_plain, mapping.values()):
             if bias is _TRACED:
                 continue
-            if not _is_number(bias):
-                raise ValueError(f"logit_bias must hold numbers, got {bias!r}")
+            require(_is_number(bias), f"logit_bias must hold numbers, got {bias!r}")
             if not abs(bias) <= sys.float_info.max:
                 raise ValueError("logit_bias holds a value that is not finite; use banned_tokens to ban a token")
 
@@ -127,17 +129,15 @@ def _check_tokens(name: str, value: Any) -> None:
         for token in [] if row is _TRACED else row:
             if token is _TRACED:
                 continue
-            if not _is_integer(token):
-                raise ValueError(f"{name} must hold token ids, got {token!r}")
-            if token < 0:
-                raise ValueError(f"{name} holds token id {token}, which is negative")
+            require(_is_integer(token), f"{name} must hold token ids, got {token!r}")
+            require(token >= 0, f"{name} holds token id {token}, which is negative")
 
 
 _TRACED = object()  # in place of a value that JAX traces
 
 
 def _plain(value: Any) -> Any:
-    """Returns a value as Python numbers: arrays, sets and sequences as lists, all else as it is."""
+    """Returns a value as Python numbers: arrays, sets and sequences as lists, anything else unchanged."""
     if hasattr(value, "tolist"):
         try:
             return value.tolist()

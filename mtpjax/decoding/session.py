@@ -26,15 +26,14 @@ from jax.sharding import Mesh, PartitionSpec
 
 from mtpjax.decoding.commit import cond_as_while_loop
 from mtpjax.decoding.config import DecodeConfig
-from mtpjax.decoding.decoder import Decoder, StateShape, Weights
+from mtpjax.decoding.decoder import Decoder, Weights
 from mtpjax.decoding.device import device_settings
-from mtpjax.decoding.drafter import Draft
 from mtpjax.decoding.gpu_graph import OneGraph, one_graph
 from mtpjax.decoding.loop import finish_round, run_rounds
 from mtpjax.decoding.prefill import prefill
 from mtpjax.decoding.report import PackedReport, Report
 from mtpjax.decoding.sampling import SamplingFeatures
-from mtpjax.decoding.state import DecodeState, NewRows, gather_rows, scatter_rows, start_rows
+from mtpjax.decoding.state import DecodeState, Draft, NewRows, StateShape, gather_rows, scatter_rows, start_rows
 from mtpjax.models.cache import Cache, reset_rows
 from mtpjax.models.cache import clear_pages as clear_cache_pages
 from mtpjax.models.decoding_layout import run_on_shards
@@ -44,7 +43,7 @@ from mtpjax.models.vocabulary import Vocabulary
 # Padding rows start after every text, so they have no chunk.
 NO_START = 2**30
 # Fields of a state that no call after `admit` changes.
-UNCHANGED = ("settings", "pages", "drafting_disabled")
+UNCHANGED = ("settings", "storage", "drafting_disabled")
 
 
 class Batch(flax.struct.PyTreeNode):
@@ -52,7 +51,7 @@ class Batch(flax.struct.PyTreeNode):
 
     slots: Any  # [P, b] int32; the number of slots of a shard: padding
     table: Any  # [P, b, N] int32 pages of each row; NO_PAGE where it has none
-    num_shared: Any  # [P, b] int32 positions at the beginning that the row never writes
+    num_shared: Any  # [P, b] int32 positions at the start that the row never writes
 
 
 class PromptChunk(flax.struct.PyTreeNode):
@@ -236,7 +235,7 @@ def verify_round(
     decoder: Decoder,
     depth: int,
 ) -> tuple[DecodeState, PackedReport]:
-    """Ends the round that `draft_round` began: verifies, accepts and commits.
+    """Ends the round that `draft_round` started: verifies, accepts and commits.
 
     Args:
         state: the state; donated.
@@ -286,7 +285,7 @@ def _at_depth(decoder: Decoder, depth: int) -> Decoder:
 def _run_once(function: Callable[[Any], Any], carry: Any) -> Any:
     """Computes `function(carry)`, unless all rows of `carry[0]` have ended.
 
-    Outside a loop, jit rejects donated caches whose layout is pinned (`mtpjax.models.layers.entries.pin_layout`).
+    Outside a loop, jit rejects donated caches whose layout is pinned (`mtpjax.models.view.Storage`).
     """
     return cond_as_while_loop(function, over_rows(jnp.any, ~carry[0].done), carry)
 
@@ -301,9 +300,8 @@ def of_shard(state: DecodeState, tree: Any) -> Any:
 def take(state: DecodeState, batch: Batch, decoder: Decoder) -> DecodeState:
     """Returns the batch's rows, which read and write the pages of its table. Padding rows are done."""
     rows = gather_rows(state, batch.slots)
-    assert rows.pages is not None
     rows = rows.replace(
-        pages=rows.pages.replace(table=batch.table, num_shared=batch.num_shared),
+        storage=rows.storage.replace(table=batch.table, num_shared=batch.num_shared),
         done=rows.done | (batch.slots >= len(state.length)),
     )
     if decoder.spec.logprobs:

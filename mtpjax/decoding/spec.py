@@ -1,9 +1,8 @@
-"""The static part of a decoding call: the settings that select the compiled program."""
+"""The static settings of a decoding call, which select the compiled program."""
 
 import dataclasses
 
 from mtpjax.decoding.acceptance.rules import RULES, AcceptanceRule, find_rule
-from mtpjax.decoding.config import KV_CACHE_DTYPES, DecodeConfig
 from mtpjax.decoding.draft_tree import TreeShape, choose_tree_shape
 
 
@@ -22,8 +21,8 @@ class DecodeSpec:
         prefill_chunk: tokens per row in one prefill pass.
         logprobs: record the log-probability of every new token.
         kv_cache_dtype: NumPy's name of the dtype of the caches; None: that of the embedding.
-        pool: number of pages and positions per page, of a new state whose caches are in pages; None: contiguous.
-        check_nan: end a row as failed when a logit that its text depends on is NaN.
+        pool: number of pages, and positions per page, of a state whose caches are in pages; None: contiguous caches.
+        check_nan: end a row as failed if a logit that its text depends on is NaN.
     """
 
     num_steps: int
@@ -42,51 +41,6 @@ class DecodeSpec:
     def __post_init__(self):
         # Names become records, so that equal specs compare equal.
         object.__setattr__(self, "rule", find_rule(self.rule))
-
-    @classmethod
-    def from_config(
-        cls, config: DecodeConfig, *, is_greedy: bool, min_rows: int = 1, prefill_chunk: int = 64
-    ) -> "DecodeSpec":
-        """Resolves a `DecodeConfig` for one call.
-
-        Args:
-            config: the user's settings.
-            is_greedy: True if every row decodes at temperature 0.
-            min_rows: minimum number of token rows per pass (`mtpjax.decoding.capacity.min_rows_per_pass`).
-            prefill_chunk: tokens per row in one prefill pass, if the settings do not set it.
-
-        Returns:
-            The spec, with `acceptance="auto"` replaced by a rule.
-
-        Raises:
-            ValueError: for rule "greedy" with rows at a temperature above 0.
-        """
-        # 1. "auto" picks an exact rule: comparison with the arg-max for greedy rows, block verification for sampled
-        #    chains, recursive rejection for sampled trees.
-        is_tree = config.topk > 1 and config.num_steps > 0
-        rule = config.rule or RULES["greedy" if is_greedy else "recursive" if is_tree else "block"]
-        # 2. On a chain the rules for fixed trees reduce to chain rules, which cost less.
-        if not is_tree and rule.on_chain is not None:
-            rule = find_rule(rule.on_chain)
-        if rule.follows == "arg-max" and not is_greedy:
-            raise ValueError(
-                "acceptance 'greedy' supports only temperature 0; use 'auto' or an exact sampling rule for sampled rows"
-            )
-        # 3. Without drafts the rule only chooses the next token: the arg-max, or a sample from the target.
-        if not config.num_steps:
-            rule = RULES["greedy" if is_greedy else "sample"]
-        return cls(
-            num_steps=config.num_steps,
-            topk=config.topk if config.num_steps else 1,
-            num_nodes=config.num_nodes,
-            rule=rule,
-            is_adaptive=config.depth_policy == "adaptive" and config.num_steps > 0,
-            window=None if config.draft_window is None else (config.draft_window, config.draft_sinks),
-            min_rows=min_rows,
-            prefill_chunk=config.prefill_chunk or prefill_chunk,
-            logprobs=config.logprobs,
-            kv_cache_dtype=KV_CACHE_DTYPES[config.kv_cache_dtype],
-        )
 
     def at_depth(self, num_steps: int) -> "DecodeSpec":
         """Returns the spec of a chain round with `num_steps` draft levels, for one inner loop of an adaptive call."""

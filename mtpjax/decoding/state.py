@@ -1,17 +1,17 @@
 """The decoding state: all arrays that one speculative round passes to the next."""
 
-from typing import Any
+from typing import Any, NamedTuple
 
 import flax.struct
 import jax
 import jax.numpy as jnp
 
 from mtpjax.decoding.depth_policy import DepthPolicy
-from mtpjax.decoding.sampling import SamplingArrays, TokenHistory
+from mtpjax.decoding.sampling import SamplingArrays, SamplingFeatures, TokenHistory
 from mtpjax.models.cache import Cache, put_rows, take_rows
 from mtpjax.models.config import ModelConfig
-from mtpjax.models.masks import TreeSlots, View, cached_view
-from mtpjax.models.pages import NO_PAGE, Pages
+from mtpjax.models.masks import cached_view
+from mtpjax.models.view import Storage, TreeSlots, View
 
 
 class RowSettings(flax.struct.PyTreeNode):
@@ -41,9 +41,9 @@ class DecodeState(flax.struct.PyTreeNode):
     history: TokenHistory
     trunk: Cache  # the trunk's KV cache; holds the first length - 1 tokens
     drafter: Any  # the drafter's own state
-    pages: Pages | None  # where the caches keep each row's entries; None: contiguous caches
+    storage: Storage  # where the caches keep each row's entries
     policy: DepthPolicy | None  # chooses the depth of an adaptive call; None: fixed depth
-    drafting_disabled: jax.Array  # [] bool: no depth can pay at these costs, so rounds do not extend the drafter
+    drafting_disabled: jax.Array  # [] bool: no depth is faster at these costs, so rounds do not extend the drafter
     rounds: jax.Array  # [B] int32 verification passes
     proposed: jax.Array  # [B, K] int32 rounds that drafted at least this many levels
     accepted: jax.Array  # [B, K] int32 accepted drafts per level, including those cut off at a stop or limit
@@ -81,6 +81,56 @@ class NewRows(flax.struct.PyTreeNode):
         return cls(tokens, length, settings)
 
 
+class StateShape(NamedTuple):
+    """The shape of a `DecodeState`."""
+
+    batch: int  # slots, B
+    capacity: int  # cache slots per row, L
+    stops: tuple[int, ...] = (8, 1)  # largest number and length of a row's stop sequences, (N, Z)
+    features: SamplingFeatures = SamplingFeatures()  # sampling options that are compiled in
+
+    @classmethod
+    def of(cls, rows: NewRows) -> "StateShape":
+        """Returns the shape of a state of exactly these requests."""
+        settings = rows.settings
+        batch, capacity = rows.tokens.shape
+        return cls(batch, capacity, settings.stops.shape[1:], settings.sampling.features)
+
+
+class Draft(flax.struct.PyTreeNode):
+    """The W nodes per row that one round verifies. Node 0 is the pending token.
+
+    In a chain, node n is the child of node n-1, and `parents`, `depths` and `ancestor_mask` are None. Text stays exact
+    only if no row's `num_drafted` depends on the token drawn at its end or on later ones. On a mesh
+    `probabilities` may have the columns of this device's shard of the vocabulary, or all of them.
+    """
+
+    tokens: jax.Array  # [B, W] int32
+    probabilities: jax.Array | None = None  # [B, W, V] (chain: [B, W-1, V]), q of each node's children
+    parents: jax.Array | None = None  # [B, W] int32, parents before children, -1 for the root
+    depths: jax.Array | None = None  # [B, W] int32
+    ancestor_mask: jax.Array | None = None  # [B, W, W] bool, (n, m): m is n or an ancestor of n
+    num_drafted: jax.Array | None = None  # [B] int32 drafts of each chain, the rest is padding; None: all
+
+
+class VerifyOutput(flax.struct.PyTreeNode):
+    """The outputs of the trunk's pass over W nodes. Exactly one of `logits` and `target_tokens` is set."""
+
+    logits: jax.Array | None  # [B, W, local V] float32, unmodified; None if the rule needs only the arg-max
+    target_tokens: jax.Array | None  # [B, W] int32 arg-max after each node; None if the rule needs logits
+    states: Any  # trunk states that the drafter selected, [B, W, ...] per leaf
+    trunk: Cache  # the trunk's cache with the nodes appended; its length is unchanged
+    is_nan: jax.Array | None = None  # [B, W] bool, a logit after the node is NaN; None unless `spec.check_nan`
+
+
+class Acceptance(flax.struct.PyTreeNode):
+    """The path that the rule accepted, and the tokens that the round appends."""
+
+    path: jax.Array | None  # [B, K+1] int32 nodes of the accepted path; None for a chain, where it is 0, 1, ...
+    num_accepted: jax.Array  # [B] int32 accepted drafts, 0..K
+    tokens: jax.Array  # [B, K+1] int32: the accepted drafts, then the bonus token, then garbage
+
+
 def start_rows(state: DecodeState, rows: NewRows, *, vocab_size: int) -> DecodeState:
     """Replaces every row of a state by a new request. The caches keep their entries.
 
@@ -90,8 +140,8 @@ def start_rows(state: DecodeState, rows: NewRows, *, vocab_size: int) -> DecodeS
         vocab_size: V.
 
     Returns:
-        The state before prefill: prompts as the committed text, and all else as in a state that was never used, except
-        entries after the text, which attention masks.
+        The state before prefill: prompts as the committed text, and all other fields as in an unused state,
+        except entries after the text, which attention masks.
     """
     history = state.history
     if rows.settings.sampling.has_penalties:
@@ -105,21 +155,9 @@ def start_rows(state: DecodeState, rows: NewRows, *, vocab_size: int) -> DecodeS
             is_prompt &= ~is_new
             counts = jax.vmap(lambda counts, row, new: counts.at[row].add(new))(counts, rows.tokens, is_new.astype(int))
         history = TokenHistory(mark(rows.tokens, is_prompt), counts)
-    return state.replace(
-        settings=rows.settings,
-        tokens=rows.tokens,
-        origin=jnp.zeros_like(state.origin),
-        logprobs=jnp.zeros_like(state.logprobs),
-        length=rows.length,
-        done=jnp.zeros_like(state.done),
-        stopped=jnp.zeros_like(state.stopped),
-        failed=jnp.zeros_like(state.failed),
-        history=history,
-        rounds=jnp.zeros_like(state.rounds),
-        proposed=jnp.zeros_like(state.proposed),
-        accepted=jnp.zeros_like(state.accepted),
-        discarded=jnp.zeros_like(state.discarded),
-    )
+    cleared = ("origin", "logprobs", "done", "stopped", "failed", "rounds", "proposed", "accepted", "discarded")
+    zeros = {name: jnp.zeros_like(getattr(state, name)) for name in cleared}
+    return state.replace(settings=rows.settings, tokens=rows.tokens, length=rows.length, history=history, **zeros)
 
 
 def gather_rows(state: DecodeState, slots: jax.Array) -> DecodeState:
@@ -148,13 +186,6 @@ def _is_cache(node: Any) -> bool:
     return isinstance(node, Cache)
 
 
-def running_pages(state: DecodeState) -> Pages | None:
-    """Returns the pages of the running rows. Those of an ended row may already belong to another request."""
-    if state.pages is None:
-        return None
-    return state.pages.replace(table=jnp.where(state.done[:, None], NO_PAGE, state.pages.table))
-
-
 def view_pass(
     state: DecodeState,
     config: ModelConfig,
@@ -181,8 +212,8 @@ def view_pass(
     Returns:
         The view for the trunk's layers; MTP modules store their entries at shifted places of a page.
     """
-    pages, capacity = running_pages(state), state.tokens.shape[1]
-    num_slots = capacity if pages is None else min(capacity, pages.num_slots)
+    storage = state.storage.running(state.done)
     is_used = ~state.done[:, None] & (jnp.arange(width)[None, :] < jnp.reshape(num_used, (-1, 1)))
-    settings = {"num_valid": num_valid, "tree": tree, "window": window, "is_used": is_used}
-    return cached_view(config, start, width, num_slots, **settings).replace(pages=pages)
+    num_slots, settings = storage.num_slots(state.tokens.shape[1]), {"num_valid": num_valid, "tree": tree}
+    view = cached_view(config, start, width, num_slots, **settings, window=window, is_used=is_used)
+    return view.replace(storage=storage)

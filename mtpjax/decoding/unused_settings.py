@@ -14,7 +14,7 @@ def find_unused_settings(config: DecodeConfig) -> dict[str, str]:
     """Finds the settings that differ from their defaults and have no effect.
 
     Returns:
-        For each of them, by name, what it would need to have an effect.
+        The requirement under which each of them would have an effect, by name.
     """
     # Plain decoding ignores all settings of drafts. Callers derive it from any configuration, so only a number of draft
     # tokens contradicts it.

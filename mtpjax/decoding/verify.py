@@ -2,41 +2,33 @@
 
 from typing import Any
 
-import flax.struct
 import jax
 import jax.numpy as jnp
 
 from mtpjax.decoding import rng
-from mtpjax.decoding.acceptance.chain import match_chain
+from mtpjax.decoding.acceptance.chain import block_chain, match_chain, token_chain
+from mtpjax.decoding.acceptance.lossy import relaxed_tree, threshold_tree, typical_tree
+from mtpjax.decoding.acceptance.tree import recursive_tree, traversal_tree
 from mtpjax.decoding.acceptance.walk import match_tree
 from mtpjax.decoding.decoder import Decoder, Weights
-from mtpjax.decoding.drafter import Draft
-from mtpjax.decoding.logits import adjust_logits
-from mtpjax.decoding.sampling import PathTokens, distribution, draw, draw_target
+from mtpjax.decoding.logits import adjust_logits, draw_target
+from mtpjax.decoding.sampling import PathTokens, distribution, draw
 from mtpjax.decoding.spec import DecodeSpec
-from mtpjax.decoding.state import DecodeState, view_pass
-from mtpjax.models.cache import Cache
-from mtpjax.models.masks import TreeSlots
+from mtpjax.decoding.state import Acceptance, DecodeState, Draft, VerifyOutput, view_pass
 from mtpjax.models.model import bind
+from mtpjax.models.view import TreeSlots
 from mtpjax.models.vocabulary import Vocabulary
 
-
-class VerifyOutput(flax.struct.PyTreeNode):
-    """The outputs of the trunk's pass over W nodes. Exactly one of `logits` and `target_tokens` is set."""
-
-    logits: jax.Array | None  # [B, W, local V] float32, unmodified; None if the rule needs only the arg-max
-    target_tokens: jax.Array | None  # [B, W] int32 arg-max after each node; None if the rule needs logits
-    states: Any  # trunk states that the drafter selected, [B, W, ...] per leaf
-    trunk: Cache  # the trunk's cache with the nodes appended; its length is unchanged
-    is_nan: jax.Array | None = None  # [B, W] bool, a logit after the node is NaN; None unless `spec.check_nan`
-
-
-class Acceptance(flax.struct.PyTreeNode):
-    """The path that the rule accepted, and the tokens that the round appends."""
-
-    path: jax.Array | None  # [B, K+1] int32 nodes of the accepted path; None for a chain, where it is 0, 1, ...
-    num_accepted: jax.Array  # [B] int32 accepted drafts, 0..K
-    tokens: jax.Array  # [B, K+1] int32: the accepted drafts, then the bonus token, then garbage
+# The functions of the library's acceptance rules, by name (`mtpjax.decoding.acceptance.rules`).
+FUNCTIONS = {
+    "token": token_chain,
+    "block": block_chain,
+    "recursive": recursive_tree,
+    "traversal": traversal_tree,
+    "threshold": threshold_tree,
+    "typical": typical_tree,
+    "relaxed": relaxed_tree,
+}
 
 
 def verify(decoder: Decoder, weights: Weights, state: DecodeState, draft: Draft) -> VerifyOutput:
@@ -175,9 +167,10 @@ def _apply_rule(
     draft: Draft, p: jax.Array, q: jax.Array | None, u: jax.Array, state: DecodeState, spec: DecodeSpec, vocabulary
 ) -> tuple[jax.Array | None, jax.Array, jax.Array]:
     """Maps the rule over the rows. Returns the fields of `AcceptedPath`, `[B, ...]`; a chain rule's path is None."""
-    rule, function, ends = spec.rule, spec.rule.function, ()
+    rule, ends = spec.rule, ()
+    function = rule.function or FUNCTIONS[rule.name]
     static: dict[str, Any] = {}
-    assert function is not None and (q is not None or not rule.needs_q)
+    assert q is not None or not rule.needs_q
     if rule.drafts == "chain":
         # Chain rules need only the count: the accepted path is a prefix of the chain.
         nodes = (draft.tokens[:, 1:],)

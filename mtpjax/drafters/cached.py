@@ -1,14 +1,13 @@
 """Drafters whose network reads the trunk's states and keeps KV caches: extend, propose, commit, and their backlog."""
 
 import dataclasses
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import jax
 import jax.numpy as jnp
 
-from mtpjax.decoding.decoder import Decoder, Weights
-from mtpjax.decoding.drafter import Draft, Drafter
-from mtpjax.decoding.state import DecodeState
+from mtpjax.decoding.decoder import Decoder, Drafter, Weights
+from mtpjax.decoding.state import Acceptance, DecodeState, Draft
 from mtpjax.drafters.chain import draft_chain
 from mtpjax.drafters.modules import (
     EXTEND_CHUNK,
@@ -21,12 +20,9 @@ from mtpjax.drafters.modules import (
 from mtpjax.drafters.network import DraftNetwork
 from mtpjax.drafters.tree import draft_tree
 from mtpjax.models.cache import Cache, commit
-from mtpjax.models.layers.entries import write_rows
 from mtpjax.models.model import MTPModel
 from mtpjax.models.parallel import over_rows
-
-if TYPE_CHECKING:
-    from mtpjax.decoding.verify import Acceptance
+from mtpjax.models.view import write_rows
 
 
 @dataclasses.dataclass(frozen=True)
@@ -131,7 +127,7 @@ class CachedDrafter(Drafter):
         )
         return draft, state.replace(tokens=tokens, drafter=state.drafter.replace(caches=caches))
 
-    def commit(self, decoder: Decoder, state: DecodeState, states: jax.Array, accepted: "Acceptance") -> ModulesState:
+    def commit(self, decoder: Decoder, state: DecodeState, states: jax.Array, accepted: Acceptance) -> ModulesState:
         """Keeps the hidden states that the modules process next; see `Drafter.commit`.
 
         After a round with drafts these are the new ones and the M-1 before them, whose slots hold entries of drafted

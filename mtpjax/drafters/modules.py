@@ -15,8 +15,7 @@ from mtpjax.decoding.state import DecodeState, view_pass
 from mtpjax.drafters.network import DraftNetwork
 from mtpjax.drafters.scoring import pad_rows
 from mtpjax.models.cache import Cache
-from mtpjax.models.layers.entries import read_rows
-from mtpjax.models.masks import View
+from mtpjax.models.view import View, read_rows
 
 # Rounds of depth 0 in an adaptive call do not run the modules: they store up to this many hidden states per row.
 HIDDEN_BUFFER = 32
@@ -71,7 +70,7 @@ def extend_module(
 
 def of_drafter(view: View, shift: int = 0) -> View:
     """Returns the view of a pass over a drafter's cache, whose entries are shifted within the pages."""
-    return view if view.pages is None else view.replace(pages=view.pages.replace(shift=shift, is_of_drafter=True))
+    return view.replace(storage=view.storage.of_drafter(shift))
 
 
 def extend_modules(

@@ -19,9 +19,9 @@ from jax.sharding import Mesh, NamedSharding, use_abstract_mesh
 from mtpjax import compat
 from mtpjax.decoding.capacity import choose_prefill_chunk
 from mtpjax.decoding.config import DecodeConfig
-from mtpjax.decoding.decoder import Decoder, StateShape
+from mtpjax.decoding.decoder import Decoder, make_spec
 from mtpjax.decoding.loop import decode
-from mtpjax.decoding.spec import DecodeSpec
+from mtpjax.decoding.state import StateShape
 from mtpjax.inference.requests import make_drafter
 from mtpjax.models.config import Implementation, ModelConfig
 from mtpjax.models.decoding_layout import align_blocks, copy_key_value_heads, fit_config, part_specs
@@ -102,7 +102,7 @@ def call_shapes(
         if fitted != config:
             params = copy_key_value_heads(params, config, fitted.num_key_value_heads)
         settings = DecodeConfig(num_steps=num_steps)
-        spec = DecodeSpec.from_config(settings, is_greedy=True)
+        spec = make_spec(settings, is_greedy=True)
         state = Decoder(MTPModel(fitted), make_drafter(settings), spec).empty_state(
             StateShape(rows, slots), jnp.bfloat16
         )
@@ -151,7 +151,7 @@ def compile_call(
     drafter = make_drafter(settings)
     if prefill_chunk is None:
         prefill_chunk = choose_prefill_chunk(model, rows, "cuda", longest_prompt=slots // 2, max_length=slots)
-    spec = DecodeSpec.from_config(settings, is_greedy=True, prefill_chunk=prefill_chunk)
+    spec = make_spec(settings, is_greedy=True, prefill_chunk=prefill_chunk)
     # 2. Shard the shapes over the mesh, as decoding shards the arrays.
     placed = _place(shapes, part_specs(shapes, config, sizes), mesh)
     state = _place(state, part_specs(state, config, sizes, is_state=True), mesh)

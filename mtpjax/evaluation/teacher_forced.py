@@ -13,7 +13,7 @@ import numpy as np
 
 from mtpjax.decoding.capacity import round_up_capacity
 from mtpjax.decoding.config import DecodeConfig
-from mtpjax.decoding.spec import DecodeSpec
+from mtpjax.decoding.decoder import make_spec
 from mtpjax.distributed import gather_processes
 from mtpjax.drafters.forward import forward_with_drafter
 from mtpjax.drafters.trained import TrainedDrafter
@@ -113,7 +113,7 @@ def count_teacher_forced(
     starts = np.array([len(prompt) for prompt in prompts])
     ends = starts + num_new
     is_greedy = temperatures == 0
-    rule = DecodeSpec.from_config(config, is_greedy=bool(is_greedy.all())).rule.name
+    rule = make_spec(config, is_greedy=bool(is_greedy.all())).rule.name
     # Expected counts for every depth 1..K; `accepted` keeps those of the deepest, the depth of the call.
     accepted, rounds_at_depth, accepted_at_depth = np.full((3, len(prompts), config.num_steps), np.nan)
     if is_predictable(config, rule):

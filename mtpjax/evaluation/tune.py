@@ -13,11 +13,10 @@ import jax.numpy as jnp
 
 from mtpjax.decoding.capacity import min_rows_per_pass
 from mtpjax.decoding.config import DecodeConfig
-from mtpjax.decoding.decoder import Decoder, StateShape
+from mtpjax.decoding.decoder import Decoder, make_spec
 from mtpjax.decoding.loop import decode
 from mtpjax.decoding.sampling import SamplingArrays
-from mtpjax.decoding.spec import DecodeSpec
-from mtpjax.decoding.state import NewRows, start_rows
+from mtpjax.decoding.state import NewRows, StateShape, start_rows
 from mtpjax.inference.requests import make_drafter
 from mtpjax.models.model import MTPModel
 from pallas_kernels import dispatch, measurements
@@ -63,7 +62,7 @@ def _trace(shapes, model, config, batch, num_steps, context, prefill_chunk) -> l
         config = dataclasses.replace(config, num_steps=0, topk=1, num_draft_tokens=None)
     drafter = make_drafter(config)
     min_rows = min_rows_per_pass(model, batch, "cuda")
-    spec = DecodeSpec.from_config(config, is_greedy=True, min_rows=min_rows, prefill_chunk=prefill_chunk)
+    spec = make_spec(config, is_greedy=True, min_rows=min_rows, prefill_chunk=prefill_chunk)
     decoder = Decoder(model, drafter, spec)
 
     def call(params):

@@ -6,7 +6,7 @@ hold garbage. A recurrent layer has a state instead. Between append and commit i
 and committing applies the effects of the accepted ones.
 """
 
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from typing import Any
 
 import flax.struct
@@ -15,13 +15,12 @@ import jax.numpy as jnp
 
 from mtpjax.models.attention_kinds import ATTENTION_KINDS
 from mtpjax.models.config import LayerKind, ModelConfig
-from mtpjax.models.layers.entries import read_slots, write_slots
-from mtpjax.models.masks import Entries
-from mtpjax.models.pages import Pages
+from mtpjax.models.layers.attention_kind import AttentionKind
+from mtpjax.models.view import CONTIGUOUS, Entries, Storage
 
 
 class Cache(flax.struct.PyTreeNode):
-    """Entries of the committed positions, one dictionary per layer; `AttentionKind.empty_entries` makes its arrays."""
+    """Entries of the committed positions, one dictionary per layer; `AttentionKind.empty_entries` makes the arrays."""
 
     layers: tuple[Entries, ...]
     length: jax.Array  # [B] int32, committed slots
@@ -44,10 +43,9 @@ def empty_cache(
         kinds: kind of each layer: `config.trunk_kinds`, or `(config.mtp_kind,)` for an MTP module.
         batch: rows, B.
         capacity: slots, S.
-        dtype: dtype of the activations. In a recurrent layer it is that of the convolution's inputs; the state is
-            float32.
+        dtype: dtype of the activations, and of the convolution's inputs in a recurrent layer, whose state is float32.
         kv_dtype: dtype of keys, values and latents; None: `dtype`.
-        pool: number of pages and positions per page, of attention layers in pages; None: contiguous rows.
+        pool: number of pages, and positions per page, for attention layers in pages; None: contiguous rows.
     """
     kv_dtype = kv_dtype or dtype
     layers = []
@@ -61,6 +59,12 @@ def empty_cache(
     return Cache(tuple(layers), jnp.zeros(batch, jnp.int32), tuple(kinds), is_paged=pool is not None)
 
 
+def _map_layers(cache: Cache, function: Callable[..., Entries], *others: tuple[Entries, ...]) -> Cache:
+    """Replaces the entries of each layer by `function(kind of attention, entries, entries of the others)`."""
+    layers = zip(cache.kinds, cache.layers, *others, strict=True)
+    return cache.replace(layers=tuple(function(ATTENTION_KINDS[kind.attention], *entries) for kind, *entries in layers))
+
+
 def commit(cache: Cache, length: jax.Array) -> Cache:
     """Commits the first `length [B]` slots.
 
@@ -68,20 +72,14 @@ def commit(cache: Cache, length: jax.Array) -> Cache:
     accepted tokens.
     """
     num_committed = length - cache.length
-    layers = tuple(
-        ATTENTION_KINDS[kind.attention].commit(entries, num_committed)
-        for kind, entries in zip(cache.kinds, cache.layers, strict=True)
-    )
-    return cache.replace(layers=layers, length=length)
+    advanced = _map_layers(cache, lambda attention, entries: attention.commit(entries, num_committed))
+    return advanced.replace(length=length)
 
 
 def reset_rows(cache: Cache, is_new: jax.Array) -> Cache:
     """Empties the rows `is_new [B]` for new texts: length 0 and zero recurrent states."""
-    layers = tuple(
-        ATTENTION_KINDS[kind.attention].reset(entries, is_new)
-        for kind, entries in zip(cache.kinds, cache.layers, strict=True)
-    )
-    return cache.replace(layers=layers, length=jnp.where(is_new, 0, cache.length))
+    emptied = _map_layers(cache, lambda attention, entries: attention.reset(entries, is_new))
+    return emptied.replace(length=jnp.where(is_new, 0, cache.length))
 
 
 def take_rows(cache: Cache, rows: jax.Array) -> Cache:
@@ -90,12 +88,9 @@ def take_rows(cache: Cache, rows: jax.Array) -> Cache:
     def take(leaf: jax.Array) -> jax.Array:
         return jnp.take(leaf, rows, axis=0, mode="clip")
 
-    # All rows share a pool; their pages determine which entries are theirs.
-    layers = tuple(
-        entries if _is_pool(cache, kind) else jax.tree.map(take, entries)
-        for kind, entries in zip(cache.kinds, cache.layers, strict=True)
-    )
-    return cache.replace(layers=layers, length=take(cache.length))
+    # The page table determines which entries of a pool belong to a row.
+    taken = _map_layers(cache, lambda kind, kept: kept if _is_pool(cache, kind) else jax.tree.map(take, kept))
+    return taken.replace(length=take(cache.length))
 
 
 def put_rows(cache: Cache, new: Cache, rows: jax.Array) -> Cache:
@@ -104,27 +99,29 @@ def put_rows(cache: Cache, new: Cache, rows: jax.Array) -> Cache:
     def put(leaf: jax.Array, new: jax.Array) -> jax.Array:
         return leaf.at[rows].set(new, mode="drop")
 
-    layers = tuple(
-        written if _is_pool(cache, kind) else jax.tree.map(put, entries, written)
-        for kind, entries, written in zip(cache.kinds, cache.layers, new.layers, strict=True)
+    written = _map_layers(
+        cache, lambda kind, kept, new: new if _is_pool(cache, kind) else jax.tree.map(put, kept, new), new.layers
     )
-    return cache.replace(layers=layers, length=put(cache.length, new.length))
+    return written.replace(length=put(cache.length, new.length))
+
+
+def _is_pool(cache: Cache, attention: AttentionKind) -> bool:
+    return cache.is_paged and not attention.is_recurrent
 
 
 def pool_arrays(cache: Cache) -> list[jax.Array]:
     """Returns the pools `[P, ..., size, H]` of a cache in pages, layer by layer."""
     layers = zip(cache.kinds, cache.layers, strict=True)
-    return [pool for kind, entries in layers if _is_pool(cache, kind) for pool in jax.tree.leaves(entries)]
+    pools = [entries for kind, entries in layers if _is_pool(cache, ATTENTION_KINDS[kind.attention])]
+    return jax.tree.leaves(pools)
 
 
 def replace_pool_arrays(cache: Cache, pools: Iterable[jax.Array]) -> Cache:
     """Replaces the pools of a cache, in the order of `pool_arrays`."""
     rest = iter(pools)
-    layers = tuple(
-        jax.tree.map(lambda _: next(rest), entries) if _is_pool(cache, kind) else entries
-        for kind, entries in zip(cache.kinds, cache.layers, strict=True)
+    return _map_layers(
+        cache, lambda kind, kept: jax.tree.map(lambda _: next(rest), kept) if _is_pool(cache, kind) else kept
     )
-    return cache.replace(layers=layers)
 
 
 def recurrent_entries(cache: Cache) -> tuple[Entries, ...]:
@@ -136,11 +133,7 @@ def recurrent_entries(cache: Cache) -> tuple[Entries, ...]:
 def replace_recurrent_entries(cache: Cache, states: Iterable[Entries]) -> Cache:
     """Replaces the states of a cache's recurrent layers, in the order of `recurrent_entries`."""
     rest = iter(states)
-    layers = tuple(
-        next(rest) if ATTENTION_KINDS[kind.attention].is_recurrent else entries
-        for kind, entries in zip(cache.kinds, cache.layers, strict=True)
-    )
-    return cache.replace(layers=layers)
+    return _map_layers(cache, lambda attention, entries: next(rest) if attention.is_recurrent else entries)
 
 
 def clear_pages(cache: Cache, pages: jax.Array) -> Cache:
@@ -148,24 +141,21 @@ def clear_pages(cache: Cache, pages: jax.Array) -> Cache:
     return replace_pool_arrays(cache, [pool.at[pages].set(0, mode="drop") for pool in pool_arrays(cache)])
 
 
-def _is_pool(cache: Cache, kind: LayerKind) -> bool:
-    return cache.is_paged and not ATTENTION_KINDS[kind.attention].is_recurrent
-
-
-def gather_path(cache: Cache, start: jax.Array, path: jax.Array, width: int, pages: Pages | None = None) -> Cache:
+def gather_path(cache: Cache, start: jax.Array, path: jax.Array, width: int, storage: Storage = CONTIGUOUS) -> Cache:
     """Moves the accepted entries of a draft tree to adjacent slots: slot `start + path[:, j]` moves to `start + j`.
 
     Args:
         start: `[B]` int32 first slot of the tree.
         path: `[B, J]` int32 places of the accepted nodes within the tree, in rising order.
         width: slots of the tree.
+        storage: where the cache keeps its slots.
     """
 
     def move(kept: jax.Array) -> jax.Array:
         axis = kept.ndim - 2
         # Read the whole tree first: an entry may move to a slot whose entry must itself move.
-        tree = read_slots(kept, start, width, pages)
+        tree = storage.read(kept, start, width)
         place = jnp.expand_dims(path, tuple(other for other in range(1, kept.ndim) if other != axis))
-        return write_slots(kept, jnp.take_along_axis(tree, place, axis=axis), start, pages)
+        return storage.write(kept, jnp.take_along_axis(tree, place, axis=axis), start)
 
     return cache.replace(layers=tuple(jax.tree.map(move, entries) for entries in cache.layers))

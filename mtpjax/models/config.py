@@ -7,7 +7,7 @@ from typing import Any, Literal, NamedTuple, get_args
 from mtpjax.field_types import check_scalar_fields
 from mtpjax.messages import did_you_mean, require, require_divisible
 from mtpjax.models.config_checks import check_layers, check_sizes
-from mtpjax.models.rope_scaling import RopeScaling, make_scaling
+from mtpjax.models.rope_scaling import RopeScaling, Yarn, make_scaling
 
 Implementation = Literal["auto", "xla", "triton", "interpreted"]  # of the kernels: `pallas_kernels.dispatch`
 IMPLEMENTATIONS: tuple[str, ...] = get_args(Implementation)
@@ -20,17 +20,17 @@ class LayerKind(NamedTuple):
     is_moe: bool
     indexer: Literal["", "full", "shared"] = ""  # sparse latent attention: its own indexer, or an earlier layer's
     is_sliding: bool = False  # attention is limited to a window of the newest positions
-    expert_limit: float = 0.0  # clamp of the activation in routed experts; 0: none
-    dense_limit: float = 0.0  # the same in shared experts and dense layers
+    expert_limit: float = 0.0  # limit of the activation in routed experts; 0: none
+    dense_limit: float = 0.0  # limit of the activation in shared experts and dense layers; 0: none
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class ModelConfig:
     """One architecture. Differences between model families are fields here, not classes.
 
-    Names are those of Hugging Face configs where it has one. Letters of shapes: V `vocab_size`, D `hidden_size`,
-    N `num_attention_heads`, K `num_key_value_heads`, H `head_dim`, F a feed-forward width, E `n_routed_experts`,
-    M `num_mtp_modules`.
+    Fields have the names of Hugging Face configs where these have one. Letters of shapes: V `vocab_size`,
+    D `hidden_size`, N `num_attention_heads`, K `num_key_value_heads`, H `head_dim`, F a feed-forward width,
+    E `n_routed_experts`, M `num_mtp_modules`.
 
     Args:
         vocab_size: rows of the embedding table, V.
@@ -38,88 +38,95 @@ class ModelConfig:
         num_hidden_layers: trunk layers.
         num_attention_heads: query heads per layer, N.
         intermediate_size: width of dense feed-forward layers, F.
-        max_position_embeddings: longest sequence, in tokens.
-        rms_norm_eps: added to the mean square in every RMSNorm except the latent ones.
-        zero_centred_norm: norms multiply by 1 + w instead of w (Qwen3-Next, Qwen3.5).
-        tie_word_embeddings: the head is the transposed embedding.
-        num_tokens: token ids from here on only pad the tables and are never decoded; 0: all ids are tokens.
+        max_position_embeddings: maximum length of a sequence, in tokens.
+        rms_norm_eps: epsilon of every RMSNorm, added to the mean square; the latent norms use `latent_norm_eps`.
+        zero_centred_norm: norms multiply by 1 + weight instead of by the weight (Qwen3-Next, Qwen3.5).
+        tie_word_embeddings: use the transposed embedding as the head.
+        num_tokens: number of real tokens. Ids from this number on only pad the tables and are never decoded; 0: all
+            ids are real.
         attention: "grouped" (grouped-query) or "latent" (multi-head latent) full attention.
-        num_key_value_heads: key/value heads of grouped attention, K; 0: as many as query heads.
+        num_key_value_heads: key/value heads of grouped attention, K; 0: the number of query heads.
         head_dim: head width of grouped attention, H; 0: `hidden_size / num_attention_heads`.
-        attention_bias: bias on q, k and v, and on the gates of `attn_output_gate`; of latent attention on the two
+        attention_bias: add a bias to q, k, v and the gates of `attn_output_gate`; in latent attention, to the two
             projections to latents.
-        attention_output_bias: bias on the output of attention.
-        use_qk_norm: RMSNorm over each query and key head, before rotary.
-        attn_output_gate: attention output times sigmoid of a gate, before the output projection.
-        attn_head_gate: the same with one gate per head (Step-3.5).
-        attention_sinks: layers with a learned logit per head that takes part in the softmax and adds no value: "none",
-            "sliding" or "all".
-        attention_value_scale: factor of the values of grouped attention (MiMo-V2).
-        q_lora_rank: width of the queries' latent; 0: queries straight from the hidden state. Latent attention only.
+        attention_output_bias: add a bias to the output projection of attention.
+        use_qk_norm: apply an RMSNorm to each query and key head, before the rotary embedding.
+        attn_output_gate: multiply the attention output by the sigmoid of a gate per channel, before the output
+            projection.
+        attn_head_gate: multiply it by the sigmoid of one gate per head (Step-3.5).
+        attention_sinks: which layers have an attention sink, a learned logit per head that enters the softmax but adds
+            no value: "none", "sliding" or "all".
+        attention_value_scale: factor that multiplies the values of grouped attention (MiMo-V2).
+        q_lora_rank: width of the queries' latent in latent attention; 0: queries are computed from the hidden state.
         kv_lora_rank: width of the keys' and values' latent.
         qk_nope_head_dim: channels of a latent head without rotary.
         qk_rope_head_dim: channels of a latent head with rotary.
-        v_head_dim: value channels of a latent head, or of a grouped one; 0: `head_dim`.
-        latent_norm_eps: epsilon of the two latent norms. transformers fixes it, regardless of `rms_norm_eps`.
+        v_head_dim: value channels of a head; 0: `head_dim`, in grouped attention only.
+        latent_norm_eps: epsilon of the two latent norms, which transformers fixes regardless of `rms_norm_eps`.
         index_topk: keys that the indexer of sparse latent attention selects per query; 0: no indexer.
         index_n_heads: heads of the indexer.
         index_head_dim: head width of the indexer.
-        indexer_rope_interleave: the indexer rotates channel pairs (2j, 2j+1).
-        indexer_types: per layer "full" (its own indexer) or "shared" (the selection of the layer before that
-            has one); (): all "full".
-        layer_types: per layer "full_attention", "sliding_attention" or "linear_attention" (gated delta rule); (): all
-            full.
-        sliding_window: positions that a layer of type "sliding_attention" attends to, the query's own included.
-        sliding_num_attention_heads: query heads of these layers; 0: `num_attention_heads`.
-        sliding_num_key_value_heads: their key/value heads; 0: `num_key_value_heads`.
-        sliding_rope_theta: their base of the rotary frequencies; 0: `rope_theta`.
-        sliding_partial_rotary_factor: their share of each head that rotates; 0: `partial_rotary_factor`.
-        sliding_rope_scaling: they scale rotary frequencies by `rope_scaling` as well.
+        indexer_rope_interleave: the indexer rotates channel pairs (2j, 2j+1) instead of halves.
+        indexer_types: for each layer, "full" (it has an indexer) or "shared" (it uses the selection of the last
+            indexer before it); (): all "full".
+        layer_types: for each layer, "full_attention", "sliding_attention" or "linear_attention" (gated delta rule);
+            (): all full.
+        sliding_window: positions that a "sliding_attention" layer attends to, including the query's own.
+        sliding_num_attention_heads: query heads of sliding-window layers; 0: `num_attention_heads`.
+        sliding_num_key_value_heads: key/value heads of sliding-window layers; 0: `num_key_value_heads`.
+        sliding_rope_theta: base of the rotary frequencies in sliding-window layers; 0: `rope_theta`.
+        sliding_partial_rotary_factor: share of each head that rotates in sliding-window layers; 0:
+            `partial_rotary_factor`.
+        sliding_rope_scaling: apply `rope_scaling` in sliding-window layers too.
         linear_num_key_heads: key heads of linear attention.
         linear_num_value_heads: value heads of linear attention, a multiple of the key heads.
         linear_key_head_dim: key width of linear attention.
         linear_value_head_dim: value width of linear attention.
-        linear_conv_kernel_dim: taps of its causal convolution.
-        linear_output_gate: function of its output gate, "silu" or "sigmoid".
+        linear_conv_kernel_dim: taps of the causal convolution in linear attention.
+        linear_output_gate: activation of the output gate in linear attention, "silu" or "sigmoid".
         rope_theta: base of the rotary frequencies.
         rope_interleave: rotate channel pairs (2j, 2j+1) instead of halves.
-        partial_rotary_factor: share of each grouped head that rotates.
-        rope_scaling: `Yarn`, `Llama3Scaling`, `LinearScaling` or None.
+        partial_rotary_factor: share of each head that rotates, in grouped attention.
+        rope_scaling: scaling of the rotary frequencies: `Yarn`, `Llama3Scaling` or `LinearScaling`; None: unscaled.
         n_routed_experts: routed experts per layer, E; 0: dense layers only.
         num_experts_per_tok: experts per token.
         moe_intermediate_size: width of a routed expert.
         n_shared_experts: experts that process every token.
-        shared_expert_intermediate_size: width of the shared experts together; 0:
+        shared_expert_intermediate_size: total width of the shared experts; 0:
             `n_shared_experts * moe_intermediate_size`.
-        shared_expert_gate: shared output times sigmoid(x w) (Qwen).
-        first_k_dense_replace: the first layers are dense.
-        mlp_only_layers: further layers that are dense.
-        scoring_func: router scores, "sigmoid" or "softmax" of the logits.
-        router_correction_bias: a bias selects experts but does not weigh them (DeepSeek-V3 `noaux_tc`).
-        n_group: groups of experts.
-        topk_group: groups that a token may use.
-        norm_topk_prob: normalise the chosen experts' weights to sum 1.
-        routed_scaling_factor: factor of those weights.
-        expert_bias: biases on the router's logits and in the routed experts (gpt-oss).
-        swiglu_limits: per layer the bound of gate and up in routed experts, 0: none; (): none in all layers.
-        swiglu_limits_shared: the same in shared experts and dense layers.
-        swiglu_alpha: experts compute `(up + 1) * gate * sigmoid(alpha * gate)` of clamped gate and up (gpt-oss); 0:
-            `silu(gate) * up`, clamped after the activation (Step-3.5).
+        shared_expert_gate: multiply the shared experts' output by the sigmoid of a gate per token (Qwen).
+        first_k_dense_replace: number of layers at the start of the trunk that are dense.
+        mlp_only_layers: indices of further dense layers.
+        scoring_func: function from router logits to scores, "sigmoid" or "softmax".
+        router_correction_bias: add a bias to the scores that select experts, but not to their weights (DeepSeek-V3
+            `noaux_tc`).
+        n_group: groups into which the experts are divided.
+        topk_group: groups that a token may choose experts from.
+        norm_topk_prob: normalise the weights of a token's experts so that they sum to 1.
+        routed_scaling_factor: factor that multiplies these weights.
+        expert_bias: add biases to the router's logits and in the routed experts (gpt-oss).
+        swiglu_limits: for each layer, the limit to which gate and up of the routed experts are clamped, 0 for none;
+            (): no limits.
+        swiglu_limits_shared: the limits of shared experts and dense layers.
+        swiglu_alpha: above 0, experts compute `(up + 1) * gate * sigmoid(alpha * gate)` from clamped inputs (gpt-oss);
+            0: `silu(gate) * up`, clamped after the activation (Step-3.5).
         num_mtp_modules: MTP modules, M.
-        mtp_chaining: "chain": module k reads the output of module k-1; "trunk": every module reads the trunk's.
+        mtp_chaining: hidden states that a module reads: "chain", the output of the previous module; "trunk", always
+            those of the trunk.
         mtp_input: order of the projection's two inputs, "embedding_hidden" or "hidden_embedding".
-        mtp_hidden_post_norm: modules read the trunk's hidden states after its final norm.
-        mtp_chain_post_norm: the next depth reads a module's output after its own final norm.
+        mtp_hidden_post_norm: modules read the trunk's hidden states after the trunk's final norm, not before it.
+        mtp_chain_post_norm: the next depth reads a module's output after the module's final norm, not before it.
         mtp_mask_first: zero the embedding at position 0 (vLLM's DeepSeek, GLM and Ernie classes).
         mtp_layer_type: attention of the modules' layers, "full_attention" or "sliding_attention".
-        mtp_dense: the modules' layers are dense where the trunk has experts (Ernie-4.5).
-        mtp_output_norm: final norm of a module before the head: its "own", the "trunk"'s (Ernie-4.5), or "none".
-        mtp_own_embedding: each module has its own embedding.
-        mtp_own_head: each module has its own head.
-        mtp_norm_differs: the modules' norms multiply by w where the trunk's multiply by 1 + w, or the reverse.
+        mtp_dense: the modules have dense layers although the trunk has experts (Ernie-4.5).
+        mtp_output_norm: norm between a module and the head: "own" (the module has one), "trunk" (the trunk's final
+            norm, Ernie-4.5) or "none".
+        mtp_own_embedding: each module has a separate embedding.
+        mtp_own_head: each module has a separate head.
+        mtp_norm_differs: the modules' norms use the opposite convention of `zero_centred_norm`.
 
     Raises:
-        ValueError: for values that do not fit together, with the numbers.
+        ValueError: if values do not fit together; the message contains the numbers.
 
     Example:
         >>> from mtpjax import ModelConfig
@@ -246,19 +253,24 @@ class ModelConfig:
 
     @property
     def rotary_dim(self) -> int:
-        """Rotated channels of each head."""
         if self.attention == "latent":
             return self.qk_rope_head_dim
         return int(self.head_dim * self.partial_rotary_factor)
 
+    def softmax_scale(self, width: int) -> float:
+        """Returns `width^-0.5`, times YaRN's squared magnitude in latent attention if `mscale_all_dim` is set."""
+        yarn = self.rope_scaling
+        if self.attention != "latent" or not isinstance(yarn, Yarn) or not yarn.mscale_all_dim:
+            return width**-0.5
+        return width**-0.5 * yarn.magnitude(yarn.mscale_all_dim) ** 2
+
     @property
     def is_moe(self) -> bool:
-        """True if some layers have routed experts."""
         return self.n_routed_experts > 0
 
     @property
     def shared_width(self) -> int:
-        """Width of the shared experts, computed as one feed-forward layer; 0 without any."""
+        """Total width of the shared experts, which are computed as one feed-forward layer; 0 without any."""
         return self.shared_expert_intermediate_size or self.n_shared_experts * self.moe_intermediate_size
 
     @property
@@ -273,7 +285,7 @@ class ModelConfig:
         return in_modules or "sliding_attention" in self.layer_types
 
     def of_layer(self, kind: LayerKind) -> "ModelConfig":
-        """Returns the config with the heads and rotary embedding of attention layers of a kind."""
+        """Returns the config with the heads and the rotary embedding of layers of this kind."""
         return _sliding_config(self) if kind.is_sliding else self
 
     @property
@@ -302,9 +314,9 @@ class ModelConfig:
 
     @property
     def mtp_kind(self) -> LayerKind:
-        """Kind of an MTP module's layer: by default full attention, its own indexer, and experts as the trunk has.
+        """Kind of an MTP module's layer: full attention by default, an indexer and experts if the trunk has them.
 
-        Nothing is clamped.
+        Activations are not clamped.
         """
         indexer, is_sliding = "full" if self.index_topk else "", self.mtp_layer_type == "sliding_attention"
         return LayerKind(self.attention, self.is_moe and not self.mtp_dense, indexer, is_sliding)
@@ -327,13 +339,12 @@ class ModelConfig:
 
 @functools.cache
 def _module_config(config: ModelConfig) -> ModelConfig:
-    """Returns the config with the MTP modules' convention of norms."""
     return dataclasses.replace(config, zero_centred_norm=not config.zero_centred_norm, mtp_norm_differs=False)
 
 
 @functools.cache
 def _sliding_config(config: ModelConfig) -> ModelConfig:
-    """Returns the config with the values of sliding-window layers in place of those of full attention."""
+    """Returns the config whose full-attention fields have the values of the sliding-window layers."""
     return dataclasses.replace(
         config,
         num_attention_heads=config.sliding_num_attention_heads,

@@ -22,7 +22,10 @@ def check_sizes(config: Any) -> None:
         require(getattr(config, name) <= MAX_PARTS, f"{name} must be at most {MAX_PARTS}, is {getattr(config, name)}")
     for name in ("indexer_types", "layer_types", "swiglu_limits", "swiglu_limits_shared"):
         given = len(getattr(config, name))
-        require(given in (0, config.num_hidden_layers), f"{given} {name} for {config.num_hidden_layers} layers")
+        require(
+            given in (0, config.num_hidden_layers),
+            f"{name} must have {config.num_hidden_layers} entries, one per layer; got {given}",
+        )
     for kind in config.layer_types:
         require_choice("layer type", kind, ("full_attention", "sliding_attention", "linear_attention"))
     for kind in config.indexer_types:
@@ -41,7 +44,9 @@ def check_layers(config: Any) -> None:
         _check_latent(config)
     if config.has_sliding_layers:
         _check_sliding(config)
-    require(config.rotary_dim % 2 == 0, f"the rotated width {config.rotary_dim} is odd")
+    require(
+        config.rotary_dim % 2 == 0, f"the number of rotated channels per head must be even, got {config.rotary_dim}"
+    )
     if config.n_routed_experts:
         _check_experts(config)
 
@@ -57,7 +62,7 @@ def _check_grouped(config: Any) -> None:
     is_plain = not (config.attention_bias or config.use_qk_norm or config.attn_output_gate)
     require(
         config.value_dim == config.head_dim or is_plain,
-        f"v_head_dim {config.v_head_dim} other than head_dim {config.head_dim} excludes biases, norms and output gates",
+        f"v_head_dim {config.v_head_dim} must equal head_dim {config.head_dim} with biases, norms or output gates",
     )
 
 
@@ -68,7 +73,7 @@ def _check_latent(config: Any) -> None:
     absent = {"use_qk_norm": False, "attn_output_gate": False, "attn_head_gate": False, "attention_sinks": "none"}
     for name, neutral in (absent | {"attention_value_scale": 1.0, "partial_rotary_factor": 1.0}).items():
         value = getattr(config, name)
-        require(value == neutral, f"latent attention has no {name}: it must be {neutral!r}, not {value!r}")
+        require(value == neutral, f"latent attention does not support {name} {value!r}: it must be {neutral!r}")
 
 
 def _check_indexer(config: Any) -> None:
@@ -77,7 +82,10 @@ def _check_indexer(config: Any) -> None:
     width, rotated = config.index_head_dim, config.qk_rope_head_dim
     require(min(config.index_n_heads, width) > 0, "an indexer needs index_n_heads and index_head_dim")
     require(width >= rotated, f"index_head_dim ({width}) must be at least qk_rope_head_dim ({rotated})")
-    require(config.indexer_types[:1] != ("shared",), "the first layer has no indexer before it to share")
+    require(
+        config.indexer_types[:1] != ("shared",),
+        "the first layer cannot share the selection of an earlier indexer: set its indexer type to full",
+    )
 
 
 def _check_sliding(config: Any) -> None:
@@ -86,7 +94,7 @@ def _check_sliding(config: Any) -> None:
     heads, kv_heads = config.sliding_num_attention_heads, config.sliding_num_key_value_heads
     require_divisible("sliding_num_attention_heads", heads, "sliding_num_key_value_heads", kv_heads)
     width = int(config.head_dim * config.sliding_partial_rotary_factor)
-    require(width % 2 == 0, f"the rotated width {width} of layers with a window is odd")
+    require(width % 2 == 0, f"the number of rotated channels per head of sliding attention must be even, got {width}")
 
 
 def _check_linear(config: Any) -> None:

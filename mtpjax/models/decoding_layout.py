@@ -12,61 +12,12 @@ from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
 
 from mtpjax.models.attention_kinds import ATTENTION_KINDS
 from mtpjax.models.config import ModelConfig
-from mtpjax.models.model import MTPModel
 from mtpjax.models.parallel import axes_that_divide
 from mtpjax.models.quantized import is_scaled
 from mtpjax.models.sharding import CACHE_AXES, MESH_AXES, mesh_text, param_axes, param_sharding, path_name
 
 MIN_FP8_BLOCK = 16  # smallest block of fp8 weights that the kernels support
 AXES = ("data", "expert", "tensor")  # axes that decoding shards over; arrays are copied along the others
-
-
-def shard_for_decoding(
-    model: MTPModel, params: dict, mesh: Mesh, *, allow_copies: bool = False
-) -> tuple[MTPModel, dict]:
-    """Shards parameters over a mesh for decoding, so that calls need not move them.
-
-    Args:
-        model: the model.
-        params: its parameters, with unrolled layers.
-        mesh: the mesh.
-        allow_copies: copy sizes that an axis does not divide.
-
-    Returns:
-        The model and the parameters to decode with, which give the same results. Where `tensor` has more devices than
-        there are key/value heads, each device has one head, a copy. fp8 blocks may be smaller, as in `align_blocks`.
-
-    Raises:
-        ValueError: an axis of the mesh does not divide a size of the model.
-
-    Example:
-        >>> import jax, mtpjax
-        >>> from mtpjax.compat import make_mesh
-        >>> model = mtpjax.MTPModel(mtpjax.presets["tiny"])
-        >>> params = mtpjax.init_params(model, jax.random.key(0))
-        >>> model, params = mtpjax.shard_for_decoding(model, params, make_mesh({"data": 1, "tensor": 1}))
-    """
-    model, params = fit_to_mesh(model, params, mesh.shape, allow_copies=allow_copies)
-    params = align_blocks(params, model.config, mesh.shape)
-    specs = part_specs(params, model.config, mesh.shape)
-    return model, jax.tree.map(lambda leaf, spec: jax.device_put(leaf, NamedSharding(mesh, spec)), params, specs)
-
-
-def fit_to_mesh(
-    model: MTPModel, params: dict, sizes: Mapping[str, int], *, allow_copies: bool = False
-) -> tuple[MTPModel, dict]:
-    """Checks that a mesh divides a model, and copies key/value heads so that each `tensor` device has one.
-
-    Raises:
-        ValueError: without `allow_copies`, an axis of the mesh does not divide a size of the model.
-    """
-    refuse_uneven_layers(model.config, sizes)
-    if not allow_copies:
-        check_divisible(model.config, sizes, num_expert_slots(params))
-    config = fit_config(model.config, sizes)
-    if config == model.config:
-        return model, params
-    return model.clone(config=config), copy_key_value_heads(params, model.config, config.num_key_value_heads)
 
 
 def check_divisible(config: ModelConfig, sizes: Mapping[str, int], num_slots: int | None = None) -> None:
@@ -79,11 +30,11 @@ def check_divisible(config: ModelConfig, sizes: Mapping[str, int], num_slots: in
         ValueError: they do not. The message names the axes and the size.
     """
     for problem in find_copies(config, sizes, num_slots):
-        raise ValueError(f"{problem}: choose another mesh, or let every device hold a copy with allow_copies")
+        raise ValueError(f"{problem}: choose a different mesh, or set allow_copies to replicate it on these devices")
 
 
 def refuse_uneven_layers(config: ModelConfig, sizes: Mapping[str, int]) -> None:
-    """Checks that heads of all layers are split alike, and that experts with biases are not split by columns.
+    """Checks that a mesh splits the heads of all layers in the same way, and no columns of experts with biases.
 
     Models with sliding attention get no copies of key/value heads, so `tensor` must divide their heads.
 
@@ -136,26 +87,12 @@ def find_copies(config: ModelConfig, sizes: Mapping[str, int], num_slots: int | 
     ]
 
 
-def num_expert_slots(params: dict) -> int | None:
-    """Returns the slots of a model's stacks of experts, copies included; None without experts."""
-    trunk = params.get("trunk")
-    layers = trunk.values() if isinstance(trunk, Mapping) else ()
-    stacks = (layer["experts"].get("down") for layer in layers if isinstance(layer, Mapping) and "experts" in layer)
-    return next((stack.shape[0] for stack in stacks if stack is not None), None)
-
-
 def fit_config(config: ModelConfig, sizes: Mapping[str, int]) -> ModelConfig:
     """Returns the config with a key/value head for each `tensor` device, if it has fewer and copies of them fit."""
     heads, parts = config.num_key_value_heads, sizes.get("tensor", 1)
-    if (
-        config.attention != "grouped"
-        or config.has_sliding_layers
-        or heads >= parts
-        or parts % heads
-        or config.num_attention_heads % parts
-    ):
-        return config
-    return dataclasses.replace(config, num_key_value_heads=parts)
+    has_copies = config.attention == "grouped" and not config.has_sliding_layers and heads < parts
+    fits = has_copies and parts % heads == 0 and config.num_attention_heads % parts == 0
+    return dataclasses.replace(config, num_key_value_heads=parts) if fits else config
 
 
 def copy_key_value_heads(params: dict, config: ModelConfig, num_heads: int) -> dict:

@@ -7,6 +7,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from mtpjax.messages import require
 from mtpjax.models.cache import Cache, empty_cache
 from mtpjax.models.config import ModelConfig
 from mtpjax.models.decoding_layout import run_on_shards
@@ -22,13 +23,12 @@ def count_expert_tokens(params: dict, tokens: jax.Array | np.ndarray, *, model: 
         tokens: `[B, T]` int32 texts of the kind that will be decoded, without padding.
 
     Returns:
-        `[E]` counts by layer, such as "layer_3". Layers without experts are left out.
+        `[E]` counts by layer, such as "layer_3". Layers without experts are omitted.
 
     Raises:
         ValueError: the model has no routed experts.
     """
-    if not model.config.is_moe:
-        raise ValueError("the model has no routed experts")
+    require(model.config.is_moe, "the model has no routed experts")
     tokens = jnp.asarray(tokens, jnp.int32)
     counts = _count_chosen(params, tokens, jnp.ones(tokens.shape, bool), model=model)
     return {name: np.asarray(count) for name, count in counts.items()}

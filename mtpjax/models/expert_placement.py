@@ -17,7 +17,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from mtpjax.models.decoding_layout import num_expert_slots
+from mtpjax.messages import require
 from mtpjax.models.parallel import axes_that_divide
 
 STACKS = ("gate_up", "gate_up_bias", "down", "down_bias")  # parameters with a first axis of experts
@@ -55,6 +55,14 @@ class Placement:
         return float(self.loads.max() / self.loads.mean()) if self.loads.sum() else 1.0
 
 
+def num_expert_slots(params: dict) -> int | None:
+    """Returns the slots of a model's stacks of experts, copies included; None without experts."""
+    trunk = params.get("trunk")
+    layers = trunk.values() if isinstance(trunk, Mapping) else ()
+    stacks = (layer["experts"].get("down") for layer in layers if isinstance(layer, Mapping) and "experts" in layer)
+    return next((stack.shape[0] for stack in stacks if stack is not None), None)
+
+
 def num_expert_devices(params: dict, sizes: Mapping[str, int]) -> int:
     """Returns the number of devices over which a mesh shards the experts in decoding; 1 if it does not."""
     parts = lambda axis: sizes.get(axis, 1)
@@ -64,8 +72,8 @@ def num_expert_devices(params: dict, sizes: Mapping[str, int]) -> int:
 def place_experts(counts: np.ndarray, num_devices: int, num_slots: int | None = None) -> Placement:
     """Places the experts of a layer.
 
-    First, each extra slot goes to the expert whose copies have the most tokens each. Then slots are assigned in order
-    of decreasing load, each to the least loaded device with a free slot.
+    First, each extra slot goes to the expert with the most tokens per copy. Then slots are assigned to devices in order
+    of decreasing load, each to the least loaded device that has a free slot.
 
     Args:
         counts: `[E]` tokens that chose each expert.
@@ -120,28 +128,24 @@ def apply_placement(params: dict, placements: dict[str, Placement]) -> dict:
         ValueError: no placement is given, they differ in their number of slots, or a layer has no experts.
     """
     counts = {len(placement.expert_of_slot) for placement in placements.values()}
-    if len(counts) != 1:
-        raise ValueError(f"placements must have one number of slots, got {sorted(counts)}")
+    require(len(counts) == 1, f"placements must have one number of slots, got {sorted(counts)}")
     [num_slots] = counts
-    trunk = {name: dict(layer) for name, layer in params["trunk"].items()}
+    trunk = dict(params["trunk"])
     for name in placements:
         if "experts" not in trunk.get(name, {}):
             raise ValueError(f"{name} is not a trunk layer with experts")
 
-    def slots_of(name: str | None, num_experts: int) -> np.ndarray:
-        if name in placements:
-            return placements[name].expert_of_slot
-        return np.arange(num_slots, dtype=np.int32) % num_experts
+    def place(layer: dict[str, Any], placement: Placement | None) -> dict[str, Any]:
+        slots = np.arange(num_slots, dtype=np.int32) % layer["experts"]["router"].shape[-1]
+        return {**layer, "experts": _with_slots(layer["experts"], placement.expert_of_slot if placement else slots)}
 
     for name, layer in trunk.items():
         if "experts" in layer:
-            layer["experts"] = _with_slots(layer["experts"], slots_of(name, layer["experts"]["router"].shape[-1]))
+            trunk[name] = place(layer, placements.get(name))
     modules = {}
     for name, module in params.items():
-        block = module.get("block", {}) if isinstance(module, dict) else {}
-        if "experts" in block:
-            experts = _with_slots(block["experts"], slots_of(None, block["experts"]["router"].shape[-1]))
-            modules[name] = {**module, "block": {**block, "experts": experts}}
+        if isinstance(module, dict) and "experts" in module.get("block", {}):
+            modules[name] = {**module, "block": place(module["block"], None)}
     return {**params, "trunk": trunk, **modules}
 
 
@@ -171,8 +175,7 @@ def place_all_layers(
             if np.shape(chosen) != (num_experts,):
                 raise ValueError(f"{name} has {num_experts} experts, but there are counts {np.shape(chosen)}")
             placements[name] = place_experts(chosen, num_devices, num_experts + num_redundant)
-    if not placements:
-        raise ValueError("the model has no routed experts")
+    require(bool(placements), "the model has no routed experts")
     return apply_placement(params, placements)
 
 
@@ -201,8 +204,7 @@ def placement_tables(expert_of_slot: np.ndarray, num_experts: int) -> dict[str, 
         ValueError: an expert has no slot.
     """
     slots = [np.flatnonzero(expert_of_slot == expert) for expert in range(num_experts)]
-    if not all(map(len, slots)):
-        raise ValueError("a placement leaves out an expert")
+    require(all(map(len, slots)), "a placement must have a slot for every expert")
     max_copies = len(expert_of_slot) - num_experts + 1
     return {
         "expert_of_slot": np.asarray(expert_of_slot, np.int32),

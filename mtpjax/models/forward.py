@@ -9,9 +9,11 @@ import numpy as np
 from jax.core import Tracer
 
 from mtpjax.compat import library_settings
-from mtpjax.models.masks import Entries, Recycled, full_view
+from mtpjax.messages import require
+from mtpjax.models.masks import full_view
 from mtpjax.models.model import MTPModel, bind
 from mtpjax.models.params import detach_trunk
+from mtpjax.models.view import Entries, Recycled
 
 
 class DepthsOutput(flax.struct.PyTreeNode):
@@ -52,17 +54,17 @@ def forward(
         model: the model.
         segment_ids: `[B, T]` int32 documents of packed rows; 0 is padding. None: one document per row.
         lengths: `[B]` int32 lengths of right-padded rows, instead of `segment_ids`.
-        num_depths: MTP depths, at most or beyond the number of modules; None: the number of modules. Further depths
-            recycle the last module on its own output.
-        attention_layout: what a recycled depth attends to. "ttt": true entries of the prefix and its own drafts, as
-            decoding does (training-time test, EAGLE-3, 2503.01840). "stream": the entries of its own depth.
-        is_detached: stop the gradients from the depths to the trunk, and to the embedding and head they share.
+        num_depths: number of MTP depths; None: the number of modules. Depths beyond that run the last module again on
+            its output (recycled depths).
+        attention_layout: entries that a recycled depth attends to. "ttt": true entries of the prefix and the entries of
+            its drafts, as in decoding (training-time test, EAGLE-3, 2503.01840). "stream": the entries of this depth.
+        is_detached: stop the gradients from the depths to the trunk and to the shared embedding and head.
 
     Returns:
         Logits and hidden states of the trunk and of each depth.
 
     Raises:
-        ValueError: for shapes that do not fit, an unknown layout, depths without modules, or token ids outside the
+        ValueError: for shapes that do not match, an unknown layout, depths without modules, or token ids outside the
             vocabulary. Traced tokens, inside `jax.jit`, are not checked.
 
     Example:
@@ -77,16 +79,7 @@ def forward(
     if isinstance(tokens, (list, tuple)):
         tokens = np.asarray(tokens)
     check_token_ids(tokens, model.config.vocab_size)
-    return _forward(
-        params,
-        tokens,
-        model=model,
-        segment_ids=segment_ids,
-        lengths=lengths,
-        num_depths=num_depths,
-        attention_layout=attention_layout,
-        is_detached=is_detached,
-    )
+    return _forward(params, tokens, lengths, segment_ids, model, num_depths, attention_layout, is_detached)
 
 
 def check_token_ids(tokens: jax.Array | np.ndarray, vocab_size: int) -> None:
@@ -107,23 +100,15 @@ def check_token_ids(tokens: jax.Array | np.ndarray, vocab_size: int) -> None:
 
 
 @functools.partial(jax.jit, static_argnames=("model", "num_depths", "attention_layout", "is_detached"))
-def _forward(params, tokens, *, model, segment_ids, lengths, num_depths, attention_layout, is_detached):
+def _forward(params, tokens, lengths, segment_ids, model, num_depths, attention_layout, is_detached):
     _check_rows(tokens, segment_ids, lengths)
     if segment_ids is None:
         segment_ids = jnp.ones(tokens.shape, jnp.int32)
         if lengths is not None:
             segment_ids = (jnp.arange(tokens.shape[1])[None, :] < lengths[:, None]).astype(jnp.int32)
     mtp_hidden, prenorm = _trunk_pass(params, tokens, segment_ids, model)
-    output = forward_depths(
-        params,
-        mtp_hidden,
-        tokens,
-        segment_ids,
-        model=model,
-        num_depths=num_depths,
-        attention_layout=attention_layout,
-        is_detached=is_detached,
-    )
+    settings = {"num_depths": num_depths, "attention_layout": attention_layout, "is_detached": is_detached}
+    output = forward_depths(params, mtp_hidden, tokens, segment_ids, model=model, **settings)
     return ForwardOutput(**vars(output), hidden_prenorm=prenorm)
 
 
@@ -177,7 +162,10 @@ def forward_depths(
     config = model.config
     modules = config.num_mtp_modules
     num_depths = modules if num_depths is None else num_depths
-    _check_depths(modules, num_depths, attention_layout)
+    is_possible = num_depths == 0 or (num_depths > 0 and modules > 0)
+    require(is_possible, f"num_depths {num_depths} is not possible with {modules} MTP modules")
+    is_known = attention_layout in ("ttt", "stream")
+    require(is_known, f"attention_layout '{attention_layout}' is not one of ttt, stream")
     apply = bind(model, params)
     view = full_view(config, segment_ids)
     hidden = apply(mtp_hidden, method="head_input_hidden")
@@ -221,16 +209,11 @@ def shift_left(rows: jax.Array, count: int) -> jax.Array:
 
 
 def _check_rows(tokens, segment_ids, lengths):
-    if tokens.ndim != 2:
-        raise ValueError(f"tokens must be [B, T], not of shape {tokens.shape}")
-    if segment_ids is not None and segment_ids.shape != tokens.shape:
-        raise ValueError(f"segment_ids {segment_ids.shape} do not match tokens {tokens.shape}")
-    if lengths is not None and lengths.shape != tokens.shape[:1]:
-        raise ValueError(f"lengths {lengths.shape} do not match the batch of {tokens.shape[0]}")
-
-
-def _check_depths(modules, num_depths, attention_layout):
-    if num_depths < 0 or (num_depths and not modules):
-        raise ValueError(f"num_depths {num_depths} is not possible with {modules} MTP modules")
-    if attention_layout not in ("ttt", "stream"):
-        raise ValueError(f"attention_layout '{attention_layout}' is not one of ttt, stream")
+    require(tokens.ndim == 2, f"tokens must be [B, T], not of shape {tokens.shape}")
+    if segment_ids is not None:
+        require(
+            segment_ids.shape == tokens.shape, f"segment_ids {segment_ids.shape} do not match tokens {tokens.shape}"
+        )
+    if lengths is not None:
+        fits = lengths.shape == tokens.shape[:1]
+        require(fits, f"lengths {lengths.shape} do not match the batch of {tokens.shape[0]}")

@@ -1,95 +1,14 @@
 """Positions, attention masks and cache slots of the tokens of a pass."""
 
-import flax.struct
 import jax
 import jax.numpy as jnp
 
 from mtpjax.models.config import LayerKind, ModelConfig
 from mtpjax.models.layers.rotary import rotary_angles
-from mtpjax.models.pages import Pages
 from mtpjax.models.parallel import all_rows
+from mtpjax.models.view import Reach, Span, TreeSlots, View, Window
 
-Entries = dict[str, jax.Array]  # what an attention layer stores per position; also one layer of a cache
 SLIDING = LayerKind("grouped", False, is_sliding=True)  # its heads and angles do not depend on the feed-forward layer
-Masks = tuple[jax.Array, ...]  # bool, per source of keys `[B, T, S]`; `[B, T, 1]` row i attends only to entry i
-
-
-class Span(flax.struct.PyTreeNode):
-    """The slots of a cache that a windowed pass reads: the first `sinks`, and `size` slots from `begin [B]` on."""
-
-    begin: jax.Array
-    sinks: int = flax.struct.field(pytree_node=False)
-    size: int = flax.struct.field(pytree_node=False)
-
-
-class Reach(flax.struct.PyTreeNode):
-    """The same information as `View.mask` in few numbers: the form that attention kernels read."""
-
-    base: jax.Array  # [B] slots of text; each token attends to all of them, or those within its window
-    ancestor_mask: jax.Array  # [B, T, X] bool: token t attends to slot base + x
-    begin: jax.Array | None = None  # [B, T] with a window: the first slot of text in it
-    sinks: int = flax.struct.field(pytree_node=False, default=0)  # slots at the beginning that are always seen
-    is_chain: bool = flax.struct.field(
-        pytree_node=False, default=False
-    )  # token t is in slot base + t and attends up to it
-
-
-class Window(flax.struct.PyTreeNode):
-    """The fields of `View` that differ in layers with a sliding window."""
-
-    angles: tuple[jax.Array, jax.Array]
-    mask: jax.Array
-    span: Span | None = None
-    reach: Reach | None = None
-
-
-class View(flax.struct.PyTreeNode):
-    """Positions and masks of the T tokens of a pass; the same for all layers of one kind."""
-
-    angles: tuple[jax.Array, jax.Array]  # cosines and sines of the rotary embedding, each [B, T, P]
-    mask: jax.Array  # [B, T, S] bool: keys that a query attends to; with a span [B, T, sinks + size]
-    start: jax.Array | None = None  # [B] first cache slot written; None: a pass without a cache
-    segment_ids: jax.Array | None = None  # [B, T] documents of packed rows
-    num_valid: jax.Array | None = None  # [B] tokens that are certainly committed; None: acceptance decides later
-    span: Span | None = None  # None: the whole cache is read
-    reach: Reach | None = None  # of a pass with a cache
-    pages: Pages | None = None  # of a pass with a cache in pages
-    is_used: jax.Array | None = None  # [B, T] bool: other tokens are not routed to experts; None: all are used
-    all_used: jax.Array | None = None  # `is_used` of the rows of all devices
-    sliding: Window | None = None  # used instead in layers with a sliding window
-    window: int = flax.struct.field(pytree_node=False, default=0)  # positions that a token attends to; 0: all
-
-    def of_layer(self, kind: LayerKind, config: ModelConfig) -> "View":
-        """Returns the view for attention layers of a kind."""
-        if self.sliding is None or not kind.is_sliding:
-            return self
-        return self.replace(**vars(self.sliding), sliding=None, window=config.sliding_window)
-
-    @property
-    def places(self) -> tuple[jax.Array, jax.Array] | None:
-        """Page of each token's new entry, and the place within it, `[B, T]` int32; None: contiguous."""
-        if self.pages is None or self.start is None:
-            return None
-        return self.pages.locate(self.start, self.mask.shape[1], to_write=True)
-
-
-class TreeSlots(flax.struct.PyTreeNode):
-    """The tokens of a draft tree, which occupy cache slots from `base` on, after the text."""
-
-    base: jax.Array  # [B] int32
-    depths: jax.Array  # [B, T] int32: token t has position base + depths[t]
-    ancestor_mask: jax.Array  # [B, T, X] bool: token t attends to slot base + x
-
-
-class Recycled(flax.struct.PyTreeNode):
-    """Keys of a recycled MTP depth in a full pass: row i attends to `base` up to i, and entry i of later levels.
-
-    Decoding attends to the same: true entries of the prefix, then the draft's own (the training-time test of EAGLE-3,
-    2503.01840).
-    """
-
-    base: Entries
-    levels: tuple[Entries, ...] = ()
 
 
 def segment_positions(segment_ids: jax.Array) -> jax.Array:
@@ -112,7 +31,8 @@ def full_view(config: ModelConfig, segment_ids: jax.Array, *, shift: int = 0) ->
         return view
     # Within a segment, differences of places are differences of positions.
     is_near = index[:, :, None] + shift - index[:, None, :] < config.sliding_window
-    return view.replace(sliding=Window(rotary_angles(config.of_layer(SLIDING), positions), mask & is_near))
+    sliding = Window(rotary_angles(config.of_layer(SLIDING), positions), mask & is_near, window=config.sliding_window)
+    return view.replace(sliding=sliding)
 
 
 def cached_view(
@@ -149,7 +69,7 @@ def cached_view(
         own = config.sliding_window if window is None else min(config.sliding_window, window[0])
         near = tree if tree is None else tree.replace(ancestor_mask=_newest(tree.ancestor_mask, own))
         seen = _visible_slots(start, positions, capacity, near, (own, 0))
-        sliding = Window(rotary_angles(config.of_layer(SLIDING), positions), *seen)
+        sliding = Window(rotary_angles(config.of_layer(SLIDING), positions), *seen, config.sliding_window)
     angles = rotary_angles(config, positions)
     # Experts process the rows of all devices. They are gathered here, once for all layers.
     all_used = None if is_used is None else all_rows(is_used)

@@ -11,12 +11,14 @@ import jax.numpy as jnp
 
 from mtpjax.models.cache import Cache
 from mtpjax.models.config import Implementation, ModelConfig
-from mtpjax.models.layers.norm import RMSNorm
-from mtpjax.models.masks import Entries, Recycled, View, full_view
-from mtpjax.models.mtp import MTPModule
-from mtpjax.models.parallel import own_size
-from mtpjax.models.quantized import is_scaled
-from mtpjax.models.trunk import Trunk
+from mtpjax.models.layers.block import Block
+from mtpjax.models.layers.norm import AddRMSNorm, RMSNorm
+from mtpjax.models.masks import full_view
+from mtpjax.models.parallel import num_shards, own_size
+from mtpjax.models.quantized import is_scaled, partial_product
+from mtpjax.models.sharding import gather_layers
+from mtpjax.models.trunk import layer_groups
+from mtpjax.models.view import Entries, Masks, Recycled, View
 from mtpjax.models.vocabulary import Vocabulary
 from pallas_kernels.batch_invariance import is_batch_invariant, map_row_blocks
 from pallas_kernels.head_top_k import head_top_k
@@ -30,6 +32,140 @@ class TrunkOutput(flax.struct.PyTreeNode):
     prenorm: jax.Array  # [B, T, D] before the final norm
     states: tuple[jax.Array, ...]  # [B, T, D] each: input states of the requested layers
     cache: Cache | None  # with the tokens appended
+
+
+class Trunk(nn.Module):
+    """All decoder layers, in one of two forms; `stack_layers` and `unstack_layers` convert the parameters.
+
+    Unrolled layers have parameters `layer_i` and a cache each. Decoding uses this form, because a scan would copy every
+    weight in each step. With `scanned`, layers whose kinds repeat are stacked and scanned over whole rows, without a
+    cache. Training uses this form, because it compiles one layer instead of all. For the backward pass a scanned layer
+    keeps the weight products (`_is_kept`); with `remat` it keeps only its input and runs again.
+    """
+
+    config: ModelConfig
+    scanned: bool = False
+    remat: bool = False
+    implementation: str = "auto"
+
+    @nn.compact
+    def __call__(
+        self, x: jax.Array, view: View, cache: Cache | None = None, *, layer_ids: tuple[int, ...] = ()
+    ) -> tuple[jax.Array, Cache | None, tuple[jax.Array, ...]]:
+        """Runs all layers over embedded tokens `[B, T, D]`.
+
+        Returns the states before the final norm, the cache with the tokens appended, and the states that enter the
+        unrolled layers `layer_ids`.
+
+        Raises:
+            ValueError: for a layer id out of range, or layer_ids with scanned layers.
+        """
+        config = self.config
+        if layer_ids and (self.scanned or not all(0 <= layer < config.num_hidden_layers for layer in layer_ids)):
+            raise ValueError(
+                f"layer_ids {layer_ids} need unrolled layers and ids within 0..{config.num_hidden_layers - 1}"
+            )
+        selection: Masks | None = None
+        if self.scanned:
+            # One scan per run of repeating kinds. The carry needs a constant structure, so a selection exists from the
+            # start; the first layer's indexer replaces it.
+            if config.index_topk:
+                selection = (view.mask,)
+            period_type = _Period
+            if num_shards("fsdp") > 1:
+                # Inside the rematerialised part, so that the backward pass gathers again and no whole layer is kept.
+                gather = functools.partial(gather_layers, config=config)
+                period_type = nn.map_variables(_Period, "params", trans_in_fn=gather)
+            stretch = nn.remat(period_type, prevent_cse=False, policy=None if self.remat else _is_kept)
+            for name, (first, period, repeats) in layer_groups(config).items():
+                scan = nn.scan(
+                    lambda stack, carry, view: (stack(*carry, view), None),
+                    variable_axes={"params": 0},
+                    split_rngs={"params": True},
+                    in_axes=nn.broadcast,  # pyright: ignore[reportArgumentType]
+                    length=repeats,
+                )
+                period_layers = stretch(config, first, period, self.implementation, name=name)
+                (x, selection), _ = scan(period_layers, (x, selection), view)
+            return x, None, ()
+        # Unrolled: each layer has its own parameters and its own part of the cache.
+        layers, states, update = [], {}, None
+        for index, kind in enumerate(config.trunk_kinds):
+            if index in layer_ids:
+                states[index] = x if update is None else x + update.total()
+            block = Block(config, kind, self.implementation, name=f"layer_{index}")
+            x, update, entries, selection = block(x, view, cache.layers[index] if cache else None, selection, update)
+            layers.append(entries)
+        cache = cache.replace(layers=tuple(layers)) if cache else None
+        return x if update is None else x + update.total(), cache, tuple(states[layer] for layer in layer_ids)
+
+
+class _Period(nn.Module):
+    """The `period` layers from layer `first` on, which a scan repeats with other parameters."""
+
+    config: ModelConfig
+    first: int
+    period: int
+    implementation: str
+
+    @nn.compact
+    def __call__(self, x: jax.Array, selection: Masks | None, view: View) -> tuple[jax.Array, Masks | None]:
+        for place in range(self.period):
+            kind = self.config.layer_kind(self.first + place)
+            block = Block(self.config, kind, self.implementation, name=f"layer_{place}")
+            x, update, _, selection = block(x, view, None, selection)
+            x = x + update.total()
+        return x, selection
+
+
+def _is_kept(primitive, *_, **settings) -> bool:
+    """Returns whether the backward pass of a scanned layer keeps a result: it keeps the products with weights.
+
+    Norms, activations and attention are recomputed. Attention's products have two batch axes, for rows and heads.
+    Keeping everything takes more memory for all layers, which costs more time than the recomputation.
+    """
+    if primitive.name != "dot_general":
+        return False
+    _, (batch, _) = settings["dimension_numbers"]
+    return len(batch) < 2
+
+
+class MTPModule(nn.Module):
+    """One MTP module: `hidden [B, T, D]` and `embedding [B, T, D]` of the following tokens to `[B, T, D]`.
+
+    DeepSeek-V3 (2412.19437, equations 21-23), in the order of its checkpoints: embedding first. Row i of module k reads
+    the embedding of t[i+k] and predicts t[i+k+1]. Returns the output after the module's final norm, which the head
+    reads, the output before that norm, and the attention entries. Without a final norm (`mtp_output_norm`) both
+    outputs are the same.
+    """
+
+    config: ModelConfig
+    implementation: str = "auto"
+
+    @nn.compact
+    def __call__(
+        self, hidden: jax.Array, embedding: jax.Array, view: View, layer_cache: Entries | Recycled | None = None
+    ) -> tuple[jax.Array, jax.Array, Entries]:
+        config = self.config.of_modules
+
+        def norm(name: str) -> RMSNorm:
+            return RMSNorm(config.rms_norm_eps, config.zero_centred_norm, self.implementation, name=name)
+
+        # Normalise both inputs, join them in the checkpoint's order, and project back to the model width.
+        pair = [norm("norm_embedding")(embedding), norm("norm_hidden")(hidden)]
+        if config.mtp_input == "hidden_embedding":
+            pair.reverse()
+        project = self.param("project", nn.initializers.lecun_normal(), (2 * config.hidden_size, config.hidden_size))
+        projected = partial_product(jnp.concatenate(pair, axis=-1), project, implementation=self.implementation)
+        # One decoder layer, and the module's final norm if it has one.
+        block = Block(config, config.mtp_kind, self.implementation, name="block")
+        x, update, entries, _ = block(None, view, layer_cache, update=projected)
+        if config.mtp_output_norm != "own":
+            output = x + update.total()
+            return output, output, entries
+        norm_output = AddRMSNorm(config.rms_norm_eps, config.zero_centred_norm, self.implementation, name="norm_output")
+        before, after = norm_output(x, update)
+        return after, before, entries
 
 
 class MTPModel(nn.Module):

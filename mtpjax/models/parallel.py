@@ -36,11 +36,11 @@ def is_split(size: int, axis: str) -> bool:
 
 
 def expert_axes(num_experts: int, *, decodes: bool) -> tuple[tuple[str, ...], tuple[str, ...]]:
-    """Returns the manual axes over which experts are split, the first one slowest, and those that also split the rows.
+    """Returns the manual axes that split the experts, slowest first, and those of them that also split the rows.
 
-    Along the latter each device has its own experts, and runs them for the rows of all devices. While decoding, experts
-    are split over `data` and `expert`, as far as they divide, and rows over `data`. In training experts are split over
-    `expert`, and rows over every axis.
+    Along the latter, each device runs its experts for the rows of all devices. Decoding splits experts over `data` and
+    `expert` where these divide their number, and rows over `data`. Training splits experts over `expert`, and rows over
+    every axis.
     """
     over = axes_that_divide(num_experts, num_shards, EXPERT_AXES if decodes else (("expert",),))
     return over, tuple(axis for axis in over if axis == "data" or not decodes)
@@ -49,12 +49,11 @@ def expert_axes(num_experts: int, *, decodes: bool) -> tuple[tuple[str, ...], tu
 def axes_that_divide(
     size: int, parts: Callable[[str], int], candidates: tuple[tuple[str, ...], ...] = EXPERT_AXES
 ) -> tuple[str, ...]:
-    """Returns the first axes that split a size: each has several devices, and together they divide it; else none.
+    """Returns the first candidate whose axes all have several devices and together divide a size; () if none does.
 
     Args:
-        size: the size.
-        parts: returns the devices along an axis.
-        candidates: axes to try, in this order.
+        parts: returns the number of devices along an axis.
+        candidates: tuples of axes to try, in this order.
     """
     for axes in candidates:
         counts = [parts(axis) for axis in axes]
@@ -64,7 +63,7 @@ def axes_that_divide(
 
 
 def add_parts(sums: PartialSums, size: int, axis: str) -> PartialSums:
-    """Adds a product over the devices among which `size`, of its inputs, is split."""
+    """Sums a product over the devices of `axis` if they split its `size` inputs."""
     if not is_split(size, axis):
         return sums
     return PartialSums(jax.lax.psum(sums.total(), axis)[None], sums.dtype)
@@ -100,5 +99,5 @@ def gather_axis(leaf: jax.Array, axis: int, size: int) -> jax.Array:
 
 
 def first_row(own: int) -> jax.Array | int:
-    """Returns the number of this device's first row, of which it has `own`."""
+    """Returns the index of this device's first row; `own` is the number of its rows."""
     return jax.lax.axis_index("data") * own if num_shards("data") > 1 else 0

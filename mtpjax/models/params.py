@@ -2,18 +2,28 @@
 
 import dataclasses
 import functools
+from collections.abc import Mapping
 from typing import Any
 
 import jax
 import jax.numpy as jnp
-from jax.sharding import Mesh
+from jax.sharding import Mesh, NamedSharding
 
 from mtpjax.compat import library_settings
 from mtpjax.errors import UsageError
+from mtpjax.messages import require
 from mtpjax.models.config import ModelConfig
+from mtpjax.models.decoding_layout import (
+    align_blocks,
+    check_divisible,
+    copy_key_value_heads,
+    fit_config,
+    part_specs,
+    refuse_uneven_layers,
+)
+from mtpjax.models.expert_placement import num_expert_slots
 from mtpjax.models.masks import full_view
-from mtpjax.models.model import MTPModel
-from mtpjax.models.mtp import MTPModule
+from mtpjax.models.model import MTPModel, MTPModule
 from mtpjax.models.quantized import is_scaled
 from mtpjax.models.sharding import param_shardings, path_name
 from mtpjax.models.trunk import unstack_layers
@@ -71,7 +81,7 @@ def check_params(params: dict, model: MTPModel) -> None:
     """Checks that a tree holds the parameters of a model.
 
     Raises:
-        UsageError: a parameter is missing, unexpected, or of another shape. The message names the first.
+        UsageError: a parameter is missing or unexpected, or has a different shape. The message lists the first one.
     """
     found, wanted = _shapes(params), _shapes(param_shapes(model.config, model.scan_layers))
     for name in [*wanted, *found]:
@@ -107,7 +117,7 @@ def add_mtp_modules(model: MTPModel, params: dict, num_modules: int, key: jax.Ar
         The model with `num_modules` more modules, and its parameters. New ones have the embedding's dtype.
 
     Raises:
-        ValueError: for num_modules < 1, or if the existing modules have embeddings or heads of their own.
+        ValueError: for num_modules < 1, or if the existing modules have separate embeddings or heads.
 
     Example:
         >>> import dataclasses, jax
@@ -119,10 +129,9 @@ def add_mtp_modules(model: MTPModel, params: dict, num_modules: int, key: jax.Ar
         2
     """
     config = model.config
-    if num_modules < 1:
-        raise ValueError(f"num_modules must be at least 1, not {num_modules}")
+    require(num_modules >= 1, f"num_modules must be at least 1, not {num_modules}")
     if config.mtp_own_embedding or config.mtp_own_head:
-        raise ValueError("cannot add MTP modules: the existing ones have their own embedding or head")
+        raise ValueError("cannot add MTP modules: the existing ones have a separate embedding or head")
     # Inputs with the shapes that `init` needs; their values do not matter.
     view = full_view(config, jnp.ones((1, 2), jnp.int32))
     hidden = jnp.zeros((1, 2, config.hidden_size))
@@ -148,11 +157,60 @@ def add_mtp_modules(model: MTPModel, params: dict, num_modules: int, key: jax.Ar
     return model.clone(config=config), params
 
 
+def shard_for_decoding(
+    model: MTPModel, params: dict, mesh: Mesh, *, allow_copies: bool = False
+) -> tuple[MTPModel, dict]:
+    """Shards parameters over a mesh for decoding, so that calls need not move them.
+
+    Args:
+        model: the model.
+        params: its parameters, with unrolled layers.
+        mesh: the mesh.
+        allow_copies: copy sizes that an axis does not divide.
+
+    Returns:
+        The model and the parameters to decode with, which give the same results. Where `tensor` has more devices
+        than there are key/value heads, heads are copied so that each device has one. fp8 blocks may become smaller, as
+        in `align_blocks`.
+
+    Raises:
+        ValueError: an axis of the mesh does not divide a size of the model.
+
+    Example:
+        >>> import jax, mtpjax
+        >>> from mtpjax.compat import make_mesh
+        >>> model = mtpjax.MTPModel(mtpjax.presets["tiny"])
+        >>> params = mtpjax.init_params(model, jax.random.key(0))
+        >>> model, params = mtpjax.shard_for_decoding(model, params, make_mesh({"data": 1, "tensor": 1}))
+    """
+    model, params = fit_to_mesh(model, params, mesh.shape, allow_copies=allow_copies)
+    params = align_blocks(params, model.config, mesh.shape)
+    specs = part_specs(params, model.config, mesh.shape)
+    return model, jax.tree.map(lambda leaf, spec: jax.device_put(leaf, NamedSharding(mesh, spec)), params, specs)
+
+
+def fit_to_mesh(
+    model: MTPModel, params: dict, sizes: Mapping[str, int], *, allow_copies: bool = False
+) -> tuple[MTPModel, dict]:
+    """Checks that a mesh divides a model, and copies key/value heads so that each `tensor` device has one.
+
+    Raises:
+        ValueError: without `allow_copies`, an axis of the mesh does not divide a size of the model.
+    """
+    refuse_uneven_layers(model.config, sizes)
+    if not allow_copies:
+        check_divisible(model.config, sizes, num_expert_slots(params))
+    config = fit_config(model.config, sizes)
+    if config == model.config:
+        return model, params
+    return model.clone(config=config), copy_key_value_heads(params, model.config, config.num_key_value_heads)
+
+
 def is_of_modules(name: str) -> bool:
     """Returns whether a top-level parameter belongs to the MTP modules or to a separate drafter."""
     return name.startswith("mtp_") or name == DRAFTER
 
 
 def detach_trunk(params: dict) -> dict:
-    """Stops the gradients of all parameters except the MTP modules' own."""
+    """Stops the gradients of all parameters except those of the MTP modules."""
     return {name: leaf if is_of_modules(name) else jax.lax.stop_gradient(leaf) for name, leaf in params.items()}

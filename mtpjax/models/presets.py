@@ -1,4 +1,4 @@
-"""Architectures by name: small ones to train, and the published ones."""
+"""Architectures by name: small models to train, and published ones."""
 
 import dataclasses
 

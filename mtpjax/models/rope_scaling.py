@@ -5,6 +5,8 @@ import math
 from collections.abc import Mapping
 from typing import Any, Literal
 
+from mtpjax.messages import require
+
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Yarn:
@@ -44,8 +46,7 @@ class Llama3Scaling:
 
     def __post_init__(self):
         low, high = self.low_freq_factor, self.high_freq_factor
-        if not low < high:
-            raise ValueError(f"low_freq_factor ({low}) must be below high_freq_factor ({high})")
+        require(low < high, f"low_freq_factor ({low}) must be below high_freq_factor ({high})")
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)

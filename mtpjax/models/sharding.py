@@ -11,6 +11,9 @@ import numpy as np
 from jax.sharding import Mesh, NamedSharding, PartitionSpec, Sharding
 
 from mtpjax.models.attention_kinds import ATTENTION_KINDS
+from mtpjax.models.config import ModelConfig
+from mtpjax.models.parallel import gather_axis
+from mtpjax.models.quantized import is_scaled
 
 # (pattern, axis names): the first pattern found in a parameter's path counts. Parameters without a pattern (norms,
 # routers) are replicated.
@@ -39,33 +42,18 @@ MESH_AXES = {
 }
 
 
-def spec(axes: tuple[str | None, ...], shape: tuple[int, ...], sizes: Mapping[str, int]) -> PartitionSpec:
-    """Splits an array over a mesh.
-
-    Args:
-        axes: axis names of the array; missing ones are not split.
-
-    Returns:
-        The partition spec. An array axis that its mesh axis does not divide is not split.
-    """
-    names = []
-    for axis, size in zip(axes, shape, strict=False):
-        name = MESH_AXES.get(axis or "", "")
-        names.append(name if name in sizes and size % sizes[name] == 0 else None)
-    return PartitionSpec(*names)
-
-
 def param_spec(path: str, shape: tuple[int, ...], sizes: Mapping[str, int]) -> PartitionSpec:
-    """Splits one parameter over a mesh.
+    """Splits one parameter over a mesh for training. An array axis that its mesh axis does not divide is not split.
 
     Args:
-        path: its path, such as `trunk/layer_3/attention/qkv`. Values and scales of a `BlockScaled` weight are split as
-            the weight is. Stacked layers (`trunk/group_...`) have one more axis in front.
+        path: its path, such as `trunk/layer_3/attention/qkv`. Values and scales of a `BlockScaled` weight are split
+            like the weight. Stacked layers (`trunk/group_...`) have an additional first axis.
     """
-    axes = param_axes(path)
-    if path.startswith("trunk/group_"):
-        axes = (None, *axes)
-    return spec(axes, shape, sizes)
+    axes = (None,) * path.startswith("trunk/group_") + param_axes(path)
+    names = (MESH_AXES.get(axis or "", "") for axis in axes)
+    return PartitionSpec(
+        *(name if name in sizes and size % sizes[name] == 0 else None for name, size in zip(names, shape, strict=False))
+    )
 
 
 def param_axes(path: str) -> tuple[str | None, ...]:
@@ -82,6 +70,28 @@ def param_sharding(path: str, shape: tuple[int, ...], mesh: Mesh) -> NamedShardi
 def path_name(path: tuple[Any, ...]) -> str:
     """Returns the name of a leaf, such as `trunk/layer_3/attention/qkv`, from its path in a tree."""
     return jax.tree_util.keystr(path, simple=True, separator="/")
+
+
+def gather_layers(params: Any, config: ModelConfig) -> Any:
+    """Joins the shards of layers that training splits over `fsdp`, along the axis that has the model's width.
+
+    Args:
+        params: a tree of parameters whose paths end as those of a layer, without an axis of stacked layers.
+    """
+
+    def gather(path, leaf):
+        axes = param_axes(path_name(path))
+        if "embed" not in axes:
+            return leaf
+        axis = axes.index("embed")
+        if not is_scaled(leaf):
+            return gather_axis(leaf, axis, config.hidden_size)
+        is_input = leaf.axis % leaf.ndim == axis
+        num_scales = -(-config.hidden_size // leaf.block) if is_input else config.hidden_size
+        values, scales = gather_axis(leaf.values, axis, config.hidden_size), gather_axis(leaf.scales, axis, num_scales)
+        return leaf.replace(values=values, scales=scales)
+
+    return jax.tree_util.tree_map_with_path(gather, params, is_leaf=is_scaled)
 
 
 def mesh_text(sizes: Mapping[str, int]) -> str:
@@ -105,7 +115,6 @@ def num_shards(spec: PartitionSpec, sizes: Mapping[str, int]) -> int:
 
 def param_shardings(params: dict, mesh: Mesh) -> dict:
     """Returns the sharding of every parameter over `mesh`, in the structure of `params`."""
-
     return jax.tree_util.tree_map_with_path(
         lambda path, leaf: param_sharding(path_name(path), leaf.shape, mesh), params
     )
@@ -119,10 +128,9 @@ def shard_params(params: dict, mesh: Mesh) -> dict:
 def read_parts(
     shape: tuple[int, ...], sharding: Sharding, read: Callable[[tuple[tuple[int, int], ...]], np.ndarray]
 ) -> jax.Array:
-    """Makes an array from the shards of this process's devices, without reading anything twice.
+    """Makes an array from the shards of this process's devices, and reads nothing twice.
 
     Args:
-        sharding: its sharding.
         read: returns the shard between these `(begin, end)` of each axis.
     """
     cuts = {
@@ -154,3 +162,13 @@ def mesh_of(array: jax.Array) -> Mesh | None:
     if not isinstance(sharding, NamedSharding) or not isinstance(sharding.mesh, Mesh):
         return None
     return sharding.mesh if sharding.mesh.size > 1 else None
+
+
+def platform_of(mesh: Mesh | None) -> str:
+    """Returns JAX's name of the mesh's platform, or of the default one: "cpu" or "gpu"."""
+    return mesh.devices.flat[0].platform if mesh is not None else jax.default_backend()
+
+
+def data_size(mesh: Mesh | None) -> int:
+    """Returns the number of shards of the rows: the size of the mesh's axis `data`."""
+    return 1 if mesh is None else mesh.shape.get("data", 1)

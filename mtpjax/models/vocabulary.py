@@ -47,7 +47,7 @@ class Vocabulary:
         return ids if self.axis is None else ids + self.first_id(own_size)
 
     def columns(self, tokens: jax.Array, own_size: int) -> jax.Array:
-        """Returns the column of each token, or `local V`, which scatters drop, if another device has it."""
+        """Returns the column of each token, or `local V`, which scatters drop, if a different device has it."""
         if self.axis is None:
             return tokens
         columns = tokens - self.first_id(own_size)

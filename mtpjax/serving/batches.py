@@ -8,7 +8,7 @@ import numpy as np
 
 from mtpjax.decoding.session import NO_START, Batch, PromptChunk
 from mtpjax.decoding.state import NewRows
-from mtpjax.models.pages import NO_PAGE
+from mtpjax.models.view import NO_PAGE
 from mtpjax.serving.grammar import num_words
 from mtpjax.serving.scheduler import Sequence
 from mtpjax.serving.sizes import EngineSizes

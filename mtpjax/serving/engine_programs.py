@@ -19,7 +19,7 @@ from mtpjax.decoding.sampling_params import temperatures
 from mtpjax.decoding.session import Batch
 from mtpjax.decoding.state import NewRows
 from mtpjax.inference.requests import check_request, make_new_rows
-from mtpjax.models.pages import NO_PAGE
+from mtpjax.models.view import NO_PAGE
 from mtpjax.serving import host_pages
 from mtpjax.serving.batches import all_allowed, empty_batch, no_chunk, no_targets
 from mtpjax.serving.calls import DraftCall, PendingCall

@@ -1,8 +1,9 @@
 """Tracks which pages of a pool are free, in use, or cached because a later request may start with the same text.
 
-Only the host knows this; the device reads page tables (`mtpjax.models.pages`). A page whose positions are all final is
-*known* by a hash of its tokens and of all tokens before it, as in vLLM's prefix caching. A request whose prompt starts
-with known pages shares them. Unused pages stay known until they are needed, the least recently used first.
+Only the host knows this; the device reads page tables (`mtpjax.models.view.Pages`). A page whose positions are all
+final is *known* by a hash of its tokens and of all tokens before it, as in vLLM's prefix caching. A request whose
+prompt starts with known pages shares them. Unused pages stay known until they are needed, the least recently used
+first.
 """
 
 import collections

@@ -18,9 +18,9 @@ from mtpjax.decoding.session import Batch, in_every_process, of_shard, put, take
 from mtpjax.decoding.state import DecodeState, view_pass
 from mtpjax.models.cache import commit
 from mtpjax.models.decoding_layout import run_on_shards
-from mtpjax.models.layers.entries import read_rows
 from mtpjax.models.model import bind
 from mtpjax.models.parallel import over_rows
+from mtpjax.models.view import Pages, read_rows
 from mtpjax.models.vocabulary import Vocabulary
 from mtpjax.serving.request import Scores
 
@@ -101,8 +101,8 @@ def score_chunk(
         batch, start, targets = of_shard(state, (batch, start, targets))
         vocab_size, width = model.config.vocab_size, targets.shape[-1]
         apply, vocabulary = bind(model, params), Vocabulary.of(vocab_size)
-        assert state.pages is not None
-        num_slots = batch.table.shape[-1] * state.pages.size
+        assert isinstance(state.storage, Pages)
+        num_slots = batch.table.shape[-1] * state.storage.size
         trunk_width = pass_width(width, len(start) * model.config.num_attention_heads * num_slots)
         size = piece_size(trunk_width, len(start) * vocab_size)
         split = lambda leaf: jnp.moveaxis(leaf.reshape(len(leaf), -1, size, *leaf.shape[2:]), 1, 0)

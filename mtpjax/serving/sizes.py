@@ -4,14 +4,13 @@ import dataclasses
 
 from jax.sharding import Mesh
 
-from mtpjax.decoding.capacity import choose_min_rows
+from mtpjax.decoding.capacity import min_rows_per_pass
 from mtpjax.decoding.config import DecodeConfig
-from mtpjax.decoding.decoder import Decoder
-from mtpjax.decoding.device import data_size, platform_of
-from mtpjax.decoding.drafter import Drafter
+from mtpjax.decoding.decoder import Decoder, Drafter
 from mtpjax.models.attention_kinds import has_recurrent_layers
 from mtpjax.models.config import ModelConfig
 from mtpjax.models.model import MTPModel
+from mtpjax.models.sharding import data_size, platform_of
 from mtpjax.serving.grammar import Grammars
 
 
@@ -136,7 +135,7 @@ def engine_decoder(
         config, drafter, model, mesh, batch=settings.num_slots, max_length=max_length, is_greedy=is_greedy
     )
     batch_sizes = _batch_sizes(settings, num_shards)
-    min_rows = max(choose_min_rows(config, model, platform_of(mesh), batch=size) for size in batch_sizes)
+    min_rows = max(config.min_rows or min_rows_per_pass(model, size, platform_of(mesh)) for size in batch_sizes)
     chunk = decoder.spec.prefill_chunk
     return decoder.replace(
         # A chain may change its depth from call to call, so the drafter keeps the states of rounds without drafts.
@@ -216,7 +215,7 @@ def resolve_sizes(
         capacity=decoder.capacity(max_length),
         depths=depths,
         batch_sizes=batch_sizes,
-        min_rows=tuple(choose_min_rows(config, decoder.model, platform, batch=size) for size in batch_sizes),
+        min_rows=tuple(config.min_rows or min_rows_per_pass(decoder.model, size, platform) for size in batch_sizes),
         prefill_sizes=powers_of(4, prefill_rows),
         table_widths=fractions_of(8, max_pages, 16),
     )

@@ -13,7 +13,7 @@ from mtpjax.data.packing import Document
 from mtpjax.decoding.acceptance.rules import AcceptanceRule
 from mtpjax.decoding.capacity import min_rows_per_pass, round_up_capacity
 from mtpjax.decoding.config import DecodeConfig
-from mtpjax.decoding.spec import DecodeSpec
+from mtpjax.decoding.decoder import make_spec
 from mtpjax.distributed import is_multiprocess
 from mtpjax.drafters.trained import DraftParams, TrainedDrafter
 from mtpjax.evaluation.acceptance import measure_acceptance
@@ -22,8 +22,8 @@ from mtpjax.evaluation.metrics import estimate_speed_up, report
 from mtpjax.evaluation.round_costs import CostMeter
 from mtpjax.evaluation.round_loops import TimingConditions, chain_shape
 from mtpjax.evaluation.trust import speed_up_problem
-from mtpjax.models.decoding_layout import shard_for_decoding
 from mtpjax.models.model import MTPModel
+from mtpjax.models.params import shard_for_decoding
 from mtpjax.models.sharding import mesh_of
 from mtpjax.models.trunk import unstack_layers
 from mtpjax.training.corpus import Corpus
@@ -126,7 +126,7 @@ class PanelDecoder:
             drafter=drafter or "mtp",
             stop_token_ids=corpus.tokenizer.eos_token_ids,
         )
-        DecodeSpec.from_config(self.config, is_greedy=False)  # rejects a rule before training, not afterwards
+        make_spec(self.config, is_greedy=False)  # rejects a rule before training, not afterwards
         self.is_stacked, self.drafter = model.scan_layers, drafter
         self.seconds_spent, self.expected_seconds = 0.0, FIRST_DECODING_SECONDS
 

@@ -53,7 +53,7 @@ def test_every_key_is_known_and_written_again(name):
         ("mimo_v2_flash", {"swa_head_dim": 16}, "swa_head_dim 16 is not supported; supported: 12"),
         ("mimo_v2_flash", {"hybrid_block_size": 4}, "hybrid_block_size 4 is not supported"),
         ("mimo_v2_flash", {"layer_types": None}, "lacks layer_types"),
-        ("mimo_v2_flash", {"attention_bias": True}, "v_head_dim 8 other than head_dim 12 excludes biases"),
+        ("mimo_v2_flash", {"attention_bias": True}, "v_head_dim 8 must equal head_dim 12 with biases"),
         (
             "mimo_v2_flash",
             {"add_full_attention_sink_bias": True, "add_swa_attention_sink_bias": False},

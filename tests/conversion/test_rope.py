@@ -8,7 +8,7 @@ import pytest
 from conversion.describe_config import describe_config
 from conversion.hf_config import parse_config
 from mtpjax.errors import ConfigError
-from mtpjax.models.layers.rotary import inverse_frequencies, softmax_scale
+from mtpjax.models.layers.rotary import inverse_frequencies
 from mtpjax.models.rope_scaling import Yarn
 from tests.golden import HERE
 from tests.golden import path as golden_path
@@ -28,7 +28,7 @@ def rotary_of(model):
     is_yarn, is_latent = isinstance(model.rope_scaling, Yarn), model.attention == "latent"
     width = model.qk_nope_head_dim + model.qk_rope_head_dim if is_latent else model.head_dim
     factor = model.rope_scaling.rotation_factor if is_yarn else 1.0
-    return inverse_frequencies(model), factor, softmax_scale(model, width)
+    return inverse_frequencies(model), factor, model.softmax_scale(width)
 
 
 def test_each_section_gives_transformers_numbers_or_an_error():

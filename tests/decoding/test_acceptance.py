@@ -19,6 +19,7 @@ from mtpjax.decoding.acceptance.chain import block_chain, token_chain
 from mtpjax.decoding.acceptance.lossy import relaxed_tree, threshold_tree, typical_tree
 from mtpjax.decoding.acceptance.tree import recursive_tree, traversal_tree
 from mtpjax.decoding.acceptance.walk import AcceptedPath, match_tree
+from mtpjax.decoding.draft_tree import TreeShape
 
 UNIT = 2**24  # uniforms are multiples of 1/UNIT
 MARGIN = 512  # of them: the same arithmetic in two programs differs by some roundings, the more the less is left of p
@@ -61,12 +62,11 @@ token, block = as_tree(token_chain), as_tree(block_chain)
 
 
 def recursive(tokens, parents, p, q, u, shape):
-    topk = max(map(shape.count, shape[1:]))
-    return recursive_tree(tokens, parents, p, q, u, num_steps=int(depths(shape).max()), topk=topk)
+    return recursive_tree(tokens, parents, p, q, u, num_steps=int(depths(shape).max()), tree=TreeShape(tuple(shape)))
 
 
 def traversal(tokens, parents, p, q, u, shape):
-    return traversal_tree(tokens, p, q, u, parents=tuple(shape), num_steps=int(depths(shape).max()))
+    return traversal_tree(tokens, parents, p, q, u, num_steps=int(depths(shape).max()), tree=TreeShape(tuple(shape)))
 
 
 # Tables: p[level] and q[level] are [C, V^level, V] for C cases; a prefix is a number in base V
@@ -524,7 +524,9 @@ def test_at_temperature_0_a_tree_keeps_the_children_that_q_gives_nothing():
     p = one_hot(p)
     q = one_hot(dirichlet(np.random.default_rng(1), p.shape[:2], 4))
     path, count = jax.jit(jax.vmap(functools.partial(match_tree, num_steps=4)))(tokens, parents, p.argmax(axis=-1))
-    walk = jax.jit(jax.vmap(functools.partial(recursive_tree, num_steps=4, topk=4)))(tokens, parents, p, q, u)
+    walk = jax.jit(jax.vmap(functools.partial(recursive_tree, num_steps=4, tree=TreeShape((-1, 0, 0, 0, 0)))))(
+        tokens, parents, p, q, u
+    )
     assert count.max() >= 3
     np.testing.assert_array_equal(walk.path, path)
     np.testing.assert_array_equal(walk.num_accepted, count)
@@ -575,7 +577,7 @@ def sglang_walk(tokens, parents, p, u, single, acc, num_steps):
 
 @functools.partial(jax.jit, static_argnums=6)
 def thresholds(tokens, parents, p, u, single, acc, num_steps):
-    return jax.vmap(functools.partial(threshold_tree, single=single, acc=acc, num_steps=num_steps))(
+    return jax.vmap(functools.partial(threshold_tree, threshold_single=single, threshold_acc=acc, num_steps=num_steps))(
         tokens, parents, p, u
     )
 
@@ -612,7 +614,11 @@ def test_thresholds_of_1_have_the_targets_law_and_lower_ones_do_not(shape):
     prob = np.full((C, 4, len(coins)), 0.25 / len(coins))
     for single, acc in ((1.0, 1.0), (1.0, 0.9), (0.3, 1.0)):
         run = functools.partial(
-            threshold_tree, parents=np.array(shape, np.int32), single=single, acc=acc, num_steps=num_steps
+            threshold_tree,
+            parents=np.array(shape, np.int32),
+            threshold_single=single,
+            threshold_acc=acc,
+            num_steps=num_steps,
         )
         over_coins = jax.vmap(lambda tokens, p, u, run=run: run(tokens, p=p, u=u), in_axes=(None, None, 0))
         over_trees = jax.vmap(over_coins, in_axes=(0, 0, None))
@@ -676,7 +682,9 @@ def check_against(twin, walk, trees, num_steps):
 @pytest.mark.parametrize("epsilon, delta", [(0.09, 0.3), (0.3, 0.09), (0.3, 0.6), (0.0, 0.3)])
 def test_typical_acceptance_is_medusas(epsilon, delta):
     trees = random_trees(150, 14, 6, 4)
-    walk = jax.jit(jax.vmap(functools.partial(typical_tree, epsilon=epsilon, delta=delta, num_steps=4)))(*trees[:3])
+    walk = jax.jit(
+        jax.vmap(functools.partial(typical_tree, typical_epsilon=epsilon, typical_delta=delta, num_steps=4))
+    )(*trees[:3])
     twin = functools.partial(medusa_walk, epsilon=epsilon, delta=delta)
     assert len(check_against(twin, walk, trees, 4)) >= 2
 
@@ -685,6 +693,8 @@ def test_typical_acceptance_is_medusas(epsilon, delta):
 def test_relaxed_acceptance_is_tensorrts(topk, delta):
     tokens, parents, p, u = random_trees(150, 14, 6, 4)
     p = (np.round(p * 8) / 8).astype(np.float32)  # ties, zeros
-    walk = jax.jit(jax.vmap(functools.partial(relaxed_tree, topk=topk, delta=delta, num_steps=4)))(tokens, parents, p)
+    walk = jax.jit(jax.vmap(functools.partial(relaxed_tree, relaxed_topk=topk, relaxed_delta=delta, num_steps=4)))(
+        tokens, parents, p
+    )
     twin = functools.partial(tensorrt_walk, topk=topk, delta=delta)
     assert check_against(twin, walk, (tokens, parents, p, u), 4) >= {0, 1, 2}

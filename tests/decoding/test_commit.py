@@ -12,6 +12,7 @@ from mtpjax.decoding.commit import commit
 from mtpjax.decoding.sampling import SamplingArrays, SamplingFeatures, TokenHistory
 from mtpjax.decoding.state import RowSettings
 from mtpjax.models.cache import empty_cache
+from mtpjax.models.view import CONTIGUOUS, ContiguousRows
 from tests.helpers.small_models import small_config
 
 B, L, K, V = 6, 40, 3, 5  # few tokens, so that stop sequences are hit
@@ -38,7 +39,7 @@ class Rows(flax.struct.PyTreeNode):
     accepted: jax.Array
     discarded: jax.Array
     drafter: object = None
-    pages: None = None
+    storage: ContiguousRows = CONTIGUOUS
     policy: None = None
 
 

@@ -13,8 +13,8 @@ from mtpjax import (
     speculative_generate,
 )
 from mtpjax.decoding.capacity import round_down_capacity, round_up_capacity
+from mtpjax.decoding.decoder import make_spec
 from mtpjax.decoding.result import DecodeStats, GenerationResult
-from mtpjax.decoding.spec import DecodeSpec
 
 PROMPTS = [[1, 2, 3], [4], [5, 6]]
 CONFIG = DecodeConfig(max_new_tokens=9, num_steps=2, prefill_chunk=8)
@@ -138,7 +138,7 @@ def test_rows_at_temperature_0_among_sampled_ones_are_plain_decoding(rule, small
 def test_on_a_chain_a_tree_rule_is_the_chains(rule, on_a_chain):
     """`test_acceptance.py` has the proof."""
     tree, chain = (
-        DecodeSpec.from_config(DecodeConfig(num_steps=3, acceptance=acceptance), is_greedy=False)
+        make_spec(DecodeConfig(num_steps=3, acceptance=acceptance), is_greedy=False)
         for acceptance in (rule, on_a_chain)
     )
     assert tree == chain

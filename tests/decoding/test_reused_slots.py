@@ -47,7 +47,7 @@ def readable(state, row, pages=PAGES, size=4):
     leaves = jax.tree_util.tree_leaves_with_path(rows)
     named = {jax.tree_util.keystr(path).lstrip("."): leaf for path, leaf in leaves}
     # The tables of a session's state are the host's: a call gets those of its rows.
-    return {name: leaf for name, leaf in named.items() if not name.startswith("pages")}
+    return {name: leaf for name, leaf in named.items() if not name.startswith("storage")}
 
 
 @pytest.mark.parametrize(

@@ -7,10 +7,10 @@ import numpy as np
 import pytest
 
 from mtpjax import DecodeConfig, SamplingParams, generate, speculative_generate
+from mtpjax.decoding.decoder import make_spec
 from mtpjax.decoding.loop import decode
 from mtpjax.decoding.sampling import SamplingFeatures
 from mtpjax.decoding.sampling_params import make_sampling_arrays
-from mtpjax.decoding.spec import DecodeSpec
 
 
 @pytest.mark.parametrize(
@@ -174,7 +174,7 @@ def test_what_a_model_cannot_do_is_refused(changes, config, message, small):
 
 def test_greedy_does_not_take_warm_rows():
     with pytest.raises(ValueError, match="acceptance 'greedy' supports only temperature 0"):
-        DecodeSpec.from_config(DecodeConfig(acceptance="greedy"), is_greedy=False)
+        make_spec(DecodeConfig(acceptance="greedy"), is_greedy=False)
 
 
 def test_what_may_come_early_must_not_be_stop_tokens_alone(small):
@@ -207,7 +207,7 @@ def test_penalties_count_along_trees_whose_passes_are_padded(small):
 
 def test_the_rule_follows_from_temperature_and_shape():
     def rule(is_greedy, **config):
-        return DecodeSpec.from_config(DecodeConfig(**config), is_greedy=is_greedy).rule.name
+        return make_spec(DecodeConfig(**config), is_greedy=is_greedy).rule.name
 
     assert rule(True) == rule(True, topk=2) == rule(True, num_steps=0) == "greedy"
     assert rule(False) == "block" and rule(False, topk=2) == "recursive" and rule(False, num_steps=0) == "sample"

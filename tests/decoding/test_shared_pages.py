@@ -6,7 +6,6 @@ import numpy as np
 import pytest
 
 from mtpjax import DecodeConfig, speculative_generate
-from mtpjax.models.pages import gather_pages
 from tests.helpers.running import Running
 
 SIZE, NUM_PAGES = 4, 64
@@ -19,10 +18,10 @@ def layers_of(running, slot, length):
     kept, state = [], running.state
     table = jnp.asarray(running.batch([slot]).table[0])
     for index, cache in enumerate([state.trunk, *state.drafter.caches]):
-        pages = state.pages.replace(table=table, shift=index)
+        pages = state.storage.replace(table=table, shift=index)
         for entries in cache.layers:
             for name, pool in entries.items():
-                slots = gather_pages(pool, pages.num_slots, pages)[0]
+                slots = pages.first(pool)[0]
                 kept.append((index, name, np.asarray(slots[..., : length - index, :])))
     return kept
 

@@ -13,12 +13,12 @@ import mtpjax
 from conversion.hf_config import parse_config
 from mtpjax import DecodeConfig, MTPModel, speculative_generate
 from mtpjax.decoding.acceptance.lossy import typical_tree
-from mtpjax.decoding.decoder import Decoder, StateShape
+from mtpjax.decoding.decoder import Decoder
 from mtpjax.decoding.loop import finish_round
 from mtpjax.decoding.prefill import prefill
 from mtpjax.decoding.sampling import SamplingArrays
 from mtpjax.decoding.spec import DecodeSpec
-from mtpjax.decoding.state import NewRows, start_rows
+from mtpjax.decoding.state import NewRows, StateShape, start_rows
 from mtpjax.drafters.eagle3.forward import eagle3_levels
 from mtpjax.drafters.medusa.drafting import MedusaState
 from mtpjax.drafters.medusa.network import Medusa
@@ -339,7 +339,7 @@ def test_typical_acceptance_matches():
     """Medusa's lossy rule on its own tree: how many drafts, and along which leaf."""
     *_, expected = load("medusa")
     parents, retrieve = jnp.asarray(expected["tree_parents"]), expected["tree_retrieve"]
-    rule = jax.jit(functools.partial(typical_tree, epsilon=0.09, delta=0.3, num_steps=3))
+    rule = jax.jit(functools.partial(typical_tree, typical_epsilon=0.09, typical_delta=0.3, num_steps=3))
     for case in range(len(expected["typical_tokens"])):
         p = jax.nn.softmax(expected["typical_logits"][case] / 0.7)
         found = rule(jnp.asarray(expected["typical_tokens"][case]), parents, p)

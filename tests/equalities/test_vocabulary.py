@@ -14,6 +14,7 @@ from mtpjax.decoding.acceptance.chain import block_chain, token_chain
 from mtpjax.decoding.acceptance.lossy import relaxed_tree, threshold_tree, typical_tree
 from mtpjax.decoding.acceptance.tree import recursive_tree, traversal_tree
 from mtpjax.decoding.draft_tree import choose_tree_shape
+from mtpjax.decoding.logits import draw_target
 from mtpjax.decoding.sampling import (
     PathTokens,
     SamplingArrays,
@@ -21,7 +22,6 @@ from mtpjax.decoding.sampling import (
     TokenHistory,
     apply_penalties_and_bias,
     distribution,
-    draw_target,
 )
 from mtpjax.models.vocabulary import WHOLE, Vocabulary
 
@@ -115,13 +115,17 @@ def rule_named(name, vocabulary):
     return {
         "token": lambda tokens, parents, p, q, u: token_chain(tokens[1:3], p[:3], q[:2], u[1:3], vocabulary=vocabulary),
         "block": lambda tokens, parents, p, q, u: block_chain(tokens[1:3], p[:3], q[:2], u[1:3], vocabulary=vocabulary),
-        "recursive": lambda tokens, parents, p, q, u: recursive_tree(tokens, parents, p, q, u, topk=2, **tree),
-        "traversal": lambda tokens, parents, p, q, u: traversal_tree(tokens, p, q, u, parents=TREE.parents, **tree),
+        "recursive": lambda tokens, parents, p, q, u: recursive_tree(tokens, parents, p, q, u, tree=TREE, **tree),
+        "traversal": lambda tokens, parents, p, q, u: traversal_tree(tokens, parents, p, q, u, tree=TREE, **tree),
         "threshold": lambda tokens, parents, p, q, u: threshold_tree(
-            tokens, parents, p, u, single=0.3, acc=0.6, **tree
+            tokens, parents, p, u, threshold_single=0.3, threshold_acc=0.6, **tree
         ),
-        "typical": lambda tokens, parents, p, q, u: typical_tree(tokens, parents, p, epsilon=0.3, delta=3.0, **tree),
-        "relaxed": lambda tokens, parents, p, q, u: relaxed_tree(tokens, parents, p, topk=2, delta=0.1, **tree),
+        "typical": lambda tokens, parents, p, q, u: typical_tree(
+            tokens, parents, p, typical_epsilon=0.3, typical_delta=3.0, **tree
+        ),
+        "relaxed": lambda tokens, parents, p, q, u: relaxed_tree(
+            tokens, parents, p, relaxed_topk=2, relaxed_delta=0.1, **tree
+        ),
     }[name]
 
 

@@ -5,8 +5,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from mtpjax.models.layers.entries import read_rows, write_rows
-from mtpjax.models.pages import NO_PAGE, Pages, gather_pages, read_pages, write_pages
+from mtpjax.models.view import CONTIGUOUS, NO_PAGE, ContiguousRows, Pages
 
 B, SIZE, NUM_PAGES = 3, 4, 20
 
@@ -20,16 +19,15 @@ def random_pages(shift):
 @pytest.mark.parametrize("heads", [(), (2,)], ids=["latents", "heads"])
 def test_writes_and_reads_are_those_of_rows(heads, shift, key):
     pages = random_pages(shift)
-    pool, rows = jnp.full((NUM_PAGES, *heads, SIZE, 5), 7.0), jnp.zeros((B, *heads, pages.num_slots, 5))
-    axis = rows.ndim - 2
+    pool, rows = jnp.full((NUM_PAGES, *heads, SIZE, 5), 7.0), jnp.zeros((B, *heads, pages.num_slots(1000), 5))
     for step, start in enumerate([[0, 3, 9], [5, 4, 11], [2, 19, 0]]):
         new = jax.random.normal(jax.random.fold_in(key, step), (B, *heads, 3, 5))
-        pool = jax.jit(write_pages)(pool, new, jnp.array(start), pages)
-        rows = write_rows(rows, new, jnp.array(start), axis=axis)
-        np.testing.assert_array_equal(
-            read_pages(pool, jnp.array(start), 3, pages), read_rows(rows, jnp.array(start), 3, axis=axis)
-        )
-    gathered = gather_pages(pool, pages.num_slots, pages)
+        pool = jax.jit(lambda pool, *new: pages.write(pool, *new))(pool, new, jnp.array(start))
+        rows = CONTIGUOUS.write(rows, new, jnp.array(start))
+        np.testing.assert_array_equal(pages.read(pool, jnp.array(start), 3), CONTIGUOUS.read(rows, jnp.array(start), 3))
+    gathered = pages.first(pool)
+    np.testing.assert_array_equal(pages.first(pool, 9), gathered[..., :9, :])
+    np.testing.assert_array_equal(CONTIGUOUS.first(rows, 9), rows[..., :9, :])
     np.testing.assert_array_equal(jnp.where(rows == 0, 0, gathered), rows)
     assert (gathered[rows == 0] == 7).all()  # nothing else was written
 
@@ -38,22 +36,32 @@ def test_writes_without_a_page_are_dropped():
     pages = random_pages(0)
     pages = pages.replace(table=pages.table.at[1].set(NO_PAGE))
     pool = jnp.zeros((NUM_PAGES, SIZE, 5))
-    written = write_pages(pool, jnp.ones((B, 3, 5)), jnp.array([22, 0, 4]), pages)
+    written = pages.write(pool, jnp.ones((B, 3, 5)), jnp.array([22, 0, 4]))
     # Row 0 has two slots before the end of its table, row 1 has no page, row 2 has all three.
     assert written.sum() == 5 * (2 + 0 + 3)
 
 
 def test_shared_positions_are_read_and_not_written():
     pages = random_pages(1).replace(num_shared=jnp.array([0, 3, 8]))
-    pool = write_pages(jnp.zeros((NUM_PAGES, SIZE, 5)), jnp.ones((B, 6, 5)), jnp.zeros(B, jnp.int32), pages)
+    pool = pages.write(jnp.zeros((NUM_PAGES, SIZE, 5)), jnp.ones((B, 6, 5)), jnp.zeros(B, jnp.int32))
     # Slot i is at position i + 1, so rows of 0, 3 and 8 shared positions keep 6, 4 and none of 6 slots.
-    written = read_pages(pool, jnp.zeros(B, jnp.int32), 6, pages)[..., 0]
+    written = pages.read(pool, jnp.zeros(B, jnp.int32), 6)[..., 0]
     np.testing.assert_array_equal(written, [[1, 1, 1, 1, 1, 1], [0, 0, 1, 1, 1, 1], [0, 0, 0, 0, 0, 0]])
 
 
 def test_nan_of_a_drafter_is_not_written():
     rows, start = jnp.ones((B, 6, 5)).at[1, 2].set(jnp.nan), jnp.zeros(B, jnp.int32)
     for pages in (random_pages(0), random_pages(0).replace(is_of_drafter=True)):
-        pool = write_pages(jnp.zeros((NUM_PAGES, SIZE, 5)), rows, start, pages)
+        pool = pages.write(jnp.zeros((NUM_PAGES, SIZE, 5)), rows, start)
         expected = jnp.nan_to_num(rows) if pages.is_of_drafter else rows
-        np.testing.assert_array_equal(read_pages(pool, start, 6, pages), expected)
+        np.testing.assert_array_equal(pages.read(pool, start, 6), expected)
+
+
+def test_both_storages_have_the_same_operations():
+    operations = [{name for name in vars(kind) if not name.startswith("_")} for kind in (ContiguousRows, Pages)]
+    assert {"running", "of_drafter", "num_slots", "write", "read", "first", "places"} <= operations[0] & operations[1]
+    pages, done = random_pages(1), jnp.array([False, True, False])
+    assert (pages.running(done).table[1] == NO_PAGE).all() and (pages.running(done).table[0] != NO_PAGE).all()
+    assert CONTIGUOUS.running(done) is CONTIGUOUS.of_drafter(shift=2) is CONTIGUOUS
+    # A table of 6 pages of 4 positions, of which the largest shift takes 2.
+    assert pages.num_slots(100) == 22 and pages.num_slots(9) == CONTIGUOUS.num_slots(9) == 9

@@ -33,7 +33,7 @@ def test_kernels_by_name_take_no_learned_sinks(small):
     model = model.clone(implementation="interpreted")
     view = cached_view(model.config, jnp.zeros(1, jnp.int32), 2, 16)
     cache = empty_cache(model.config, model.config.trunk_kinds, 1, 16)
-    with pytest.raises(ValueError, match="the kernels of attention take no learned sinks"):
+    with pytest.raises(ValueError, match="the attention kernels do not support learned sinks"):
         jax.eval_shape(lambda: bind(model, params)(jnp.ones((1, 2), jnp.int32), view, cache, method="run_trunk"))
 
 

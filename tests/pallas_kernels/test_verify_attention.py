@@ -8,8 +8,9 @@ import pytest
 
 from mtpjax import DecodeConfig, generate, speculative_generate
 from mtpjax.models.cache import empty_cache
-from mtpjax.models.masks import TreeSlots, cached_view
+from mtpjax.models.masks import cached_view
 from mtpjax.models.model import bind
+from mtpjax.models.view import TreeSlots
 from pallas_kernels.verify_attention import _run_kernel, verify_attention, verify_attention_reference
 
 FP8 = jnp.float8_e4m3fn

@@ -9,10 +9,10 @@ from jax.sharding import NamedSharding, PartitionSpec, use_abstract_mesh
 
 from mtpjax import DecodeConfig, MTPModel, compat
 from mtpjax.decoding.capacity import choose_prefill_chunk
-from mtpjax.decoding.decoder import Decoder, StateShape
+from mtpjax.decoding.decoder import Decoder, make_spec
 from mtpjax.decoding.sampling import SamplingFeatures
 from mtpjax.decoding.session import Batch
-from mtpjax.decoding.spec import DecodeSpec
+from mtpjax.decoding.state import StateShape
 from mtpjax.evaluation.compiled_call import stored_shapes
 from mtpjax.inference.requests import make_drafter
 from mtpjax.models.presets import presets
@@ -37,7 +37,7 @@ def temporary_bytes(platform, dtype, sharding=None):
     model, settings = MTPModel(CONFIG), DecodeConfig(num_steps=1)
     chunk = choose_prefill_chunk(model, SLOTS, platform, longest_prompt=T, max_length=T)
     num_pages = SLOTS * T // PAGE
-    spec = DecodeSpec.from_config(settings, is_greedy=False, prefill_chunk=chunk)
+    spec = make_spec(settings, is_greedy=False, prefill_chunk=chunk)
     spec = dataclasses.replace(spec, pool=(num_pages, PAGE), logprobs=True)
     params = jax.tree.map(lambda leaf: jax.ShapeDtypeStruct(leaf.shape, dtype), stored_shapes(CONFIG, has_fp8=False))
     decoder = Decoder(model, make_drafter(settings), spec)

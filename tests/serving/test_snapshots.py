@@ -9,7 +9,7 @@ import pytest
 
 from mtpjax import DecodeConfig
 from mtpjax.models.cache import pool_arrays, recurrent_entries
-from mtpjax.models.pages import Pages, gather_pages
+from mtpjax.models.view import Pages
 from mtpjax.serving.engine import Engine
 from mtpjax.serving.page_pool import PagePool, page_digests
 from mtpjax.serving.request import Finish, Request
@@ -65,7 +65,7 @@ def read_row(engine, sequence, length):
     def entries(cache, first):
         pages = Pages(table, jnp.zeros(1, jnp.int32), SIZE, engine._executor.sizes.shard_pages, max_shift=0)
         # Position 0 .. k of module k has no entry.
-        return [gather_pages(pool, length, pages)[..., first:, :] for pool in pool_arrays(cache)]
+        return [pages.first(pool, length)[..., first:, :] for pool in pool_arrays(cache)]
 
     modules, num_modules = state.drafter.caches, len(state.drafter.caches)
     row = {

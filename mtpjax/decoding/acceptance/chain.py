@@ -41,18 +41,14 @@ def token_chain(
     Args:
         num_drafted: `[]` int32: drafts from here on are padding. None: all K were drafted.
     """
-    K = drafts.shape[0]
-    position = jnp.arange(K)
+    position = jnp.arange(drafts.shape[0])
     # u < p/q, written without a division so that q = 0 needs no special case.
     p_x, q_x = (vocabulary.at(rows, position, drafts) for rows in (p, q))
     is_accepted = u * q_x < p_x
     if num_drafted is not None:
-        # Where the draft ends early, nothing is proposed, as after the last draft.
         is_accepted &= position < num_drafted
-        q = jnp.where((position < num_drafted)[:, None], q, 0)
     num_accepted = jnp.cumprod(is_accepted).sum().astype(jnp.int32)
-    # After the last draft nothing was proposed: its q is 0 and the residual is p.
-    proposed = jnp.pad(q, ((0, 1), (0, 0)))[num_accepted]
+    proposed = _proposed(q, position, num_drafted)[num_accepted]
     return num_accepted, residual(p[num_accepted], proposed, p[num_accepted], vocabulary)
 
 
@@ -75,8 +71,7 @@ def block_chain(
     Args:
         num_drafted: `[]` int32: drafts from here on are padding. None: all K were drafted.
     """
-    K = drafts.shape[0]
-    position = jnp.arange(K)
+    position = jnp.arange(drafts.shape[0])
     # A sampled draft has q > 0. The floor keeps the division finite where q underflows.
     p_x, q_x = (vocabulary.at(rows, position, drafts) for rows in (p, q))
     ratios = p_x / jnp.maximum(q_x, jnp.finfo(q.dtype).tiny)
@@ -89,9 +84,7 @@ def block_chain(
     _, w = jax.lax.scan(narrow, jnp.ones_like(p[0, 0]), ratios, unroll=True)
     w = jnp.concatenate([jnp.ones_like(p[0, :1]), w])  # [K+1]
     # r_i: the probability mass of the target that the next draft does not cover. Where the draft ends, that is w_i.
-    if num_drafted is not None:
-        q = jnp.where((position < num_drafted)[:, None], q, 0)
-    proposed = jnp.pad(q, ((0, 1), (0, 0)))
+    proposed = _proposed(q, position, num_drafted)
     r = vocabulary.sum(jnp.maximum(w[:, None] * p - proposed, 0))  # [K+1]
     # Test every prefix with its own uniform, and accept the longest that passes. `u (r + 1 - w) < r` is `u < h` without
     # a division. After the last draft q is 0, so r_K = w_K and h_K = w_K.
@@ -101,3 +94,10 @@ def block_chain(
     num_accepted = jnp.max(jnp.where(passes, position + 1, 0), initial=0).astype(jnp.int32)
     rest = residual(w[num_accepted] * p[num_accepted], proposed[num_accepted], p[num_accepted], vocabulary)
     return num_accepted, rest
+
+
+def _proposed(q: jax.Array, position: jax.Array, num_drafted: jax.Array | None) -> jax.Array:
+    """Returns `[K+1, V]`: q of each draft, and 0 where nothing was drafted, so that the residual there is p."""
+    if num_drafted is not None:
+        q = jnp.where((position < num_drafted)[:, None], q, 0)
+    return jnp.pad(q, ((0, 1), (0, 0)))

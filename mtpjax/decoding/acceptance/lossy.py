@@ -15,20 +15,17 @@ def threshold_tree(
     p: jax.Array,
     u: jax.Array,
     *,
-    single: float,
-    acc: float,
+    threshold_single: float,
+    threshold_acc: float,
     num_steps: int,
     vocabulary: Vocabulary = WHOLE,
 ) -> AcceptedPath:
     """Walks the tree by SGLang's thresholds (sgl-kernel's TreeSpeculativeSamplingTargetOnly).
 
     Exact if both thresholds are 1, lossy below. One uniform per node is compared for all its children. The rule accepts
-    child x if the uniform is at most the total probability of the children tried so far, x included, divided by `acc`,
-    or if p(x) alone is at least `single`. The bonus token is never one of the rejected children.
-
-    Args:
-        single: `threshold_single` of SGLang.
-        acc: `threshold_acc` of SGLang.
+    child x if the uniform is at most the total probability of the children tried so far, x included, divided by
+    `threshold_acc`, or if p(x) alone is at least `threshold_single`. The bonus token is never one of the rejected
+    children.
     """
     # cumulative_p[n]: total probability of node n and of its earlier siblings.
     p_x = vocabulary.at(p, parents, tokens)  # the root's own entry is never read
@@ -36,7 +33,7 @@ def threshold_tree(
     is_tried = (parents[:, None] == parents[None, :]) & (order[:, None] >= order[None, :])
     cumulative_p = jnp.where(is_tried, p_x[None, :], 0).sum(axis=1)
     # SGLang's comparison, `<=`: a uniform of exactly 0 accepts a token of probability 0. The other rules reject it.
-    passes = (u[parents] <= cumulative_p / jnp.maximum(acc, MIN_THRESHOLD)) | (p_x >= single)
+    passes = (u[parents] <= cumulative_p / jnp.maximum(threshold_acc, MIN_THRESHOLD)) | (p_x >= threshold_single)
     path, num_accepted = descend(passes, parents, num_steps)
     # The bonus token comes from p without the children that the walk rejected. A full path has rejected none.
     last = path[-1]
@@ -51,9 +48,10 @@ def typical_tree(
     tokens: jax.Array,
     parents: jax.Array,
     p: jax.Array,
+    u: jax.Array | None = None,
     *,
-    epsilon: float,
-    delta: float,
+    typical_epsilon: float,
+    typical_delta: float,
     num_steps: int,
     vocabulary: Vocabulary = WHOLE,
 ) -> AcceptedPath:
@@ -61,15 +59,11 @@ def typical_tree(
 
     A draft x passes if p(x) > min(epsilon, delta exp(-H(p))), where H is the entropy in nats. The rule accepts the
     longest path on which every draft passes; among several of that length, the most probable. The bonus token comes
-    from p after it.
-
-    Args:
-        epsilon: hard threshold.
-        delta: threshold relative to exp(-entropy).
+    from p after it. The rule needs no uniforms.
     """
     # log_p_x[n]: log-probability of node n, or -inf if it does not pass.
     p_x = vocabulary.at(p, parents, tokens)  # the root's own entry is never read
-    threshold = jnp.minimum(epsilon, delta * jnp.exp(-vocabulary.sum(jax.scipy.special.entr(p))))
+    threshold = jnp.minimum(typical_epsilon, typical_delta * jnp.exp(-vocabulary.sum(jax.scipy.special.entr(p))))
     log_p_x = jnp.where(p_x > threshold[parents], jnp.log(p_x), -jnp.inf)
     is_root = jnp.arange(len(parents)) == 0
     is_node = parents >= 0
@@ -98,21 +92,19 @@ def relaxed_tree(
     tokens: jax.Array,
     parents: jax.Array,
     p: jax.Array,
+    u: jax.Array | None = None,
     *,
-    topk: int,
-    delta: float,
+    relaxed_topk: int,
+    relaxed_delta: float,
     num_steps: int,
     vocabulary: Vocabulary = WHOLE,
 ) -> AcceptedPath:
     """Walks the tree by TensorRT-LLM's relaxed acceptance (`mtpRelaxedAcceptance`), extended to trees. Lossy.
 
-    A draft x passes if it is among the `topk` most probable tokens (the lower id wins a tie) and p(x) >= max p - delta.
+    A draft x passes if it is among the `relaxed_topk` most probable tokens (the lower id wins a tie) and
+    p(x) >= max p - `relaxed_delta`. The rule needs no uniforms.
     The walk goes to the lowest-numbered child that passes, and the bonus token comes from p after it. Unlike in
     TensorRT-LLM, a token without probability never passes, since the request may ban it.
-
-    Args:
-        topk: number of most probable tokens that pass.
-        delta: largest distance in probability from the most probable token.
     """
     # A token's rank is the number of tokens that are more probable, or as probable with a lower id.
     p_x = vocabulary.at(p, parents, tokens)  # the root's own entry is never read
@@ -120,7 +112,9 @@ def relaxed_tree(
     ranks_higher = (parent_p > p_x[:, None]) | (
         (parent_p == p_x[:, None]) & (vocabulary.ids(p.shape[1])[None, :] < tokens[:, None])
     )
-    passes = (vocabulary.sum(ranks_higher) < topk) & (p_x >= vocabulary.max(parent_p) - delta) & (p_x > 0)
+    passes = (
+        (vocabulary.sum(ranks_higher) < relaxed_topk) & (p_x >= vocabulary.max(parent_p) - relaxed_delta) & (p_x > 0)
+    )
     # The bonus token comes from all of p, rejected children included: this rule does not keep the distribution anyway.
     path, num_accepted = descend(passes, parents, num_steps)
     return AcceptedPath(path, num_accepted, p[path[-1]])

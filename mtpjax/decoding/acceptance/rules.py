@@ -1,8 +1,9 @@
 """The acceptance rules: one record each. Imports no JAX, so that `--help` can list them.
 
-To add a rule, write its function in the file of its kind (`chain`, `tree`, `lossy`) and a record here. All other code
-reads the record. A user-defined rule is a record in the user's module: pass it as `DecodeConfig(acceptance=...)`, or as
-`--acceptance package.module:RECORD` on the command line.
+To add a rule, write its function in the file of its kind (`chain`, `tree`, `lossy`), list the function in
+`mtpjax.decoding.verify.FUNCTIONS`, and write a record here. All other code reads the record. A user-defined rule is a
+record in the user's module: pass it as `DecodeConfig(acceptance=...)`, or as `--acceptance package.module:RECORD` on
+the command line.
 """
 
 import dataclasses
@@ -12,6 +13,8 @@ from typing import Any, Literal
 from mtpjax.records import import_record
 
 MAX_PARAMETERS = 2  # columns of `RowSettings.rule_params`
+# Rules whose functions are `mtpjax.decoding.verify.FUNCTIONS`.
+LIBRARY_RULES = ("token", "block", "recursive", "traversal", "threshold", "typical", "relaxed")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -19,7 +22,7 @@ class AcceptanceRule:
     """An acceptance rule.
 
     `function` gets the arrays of one row (`mtpjax.decoding.acceptance`), and the parameters of the rule by keyword.
-    Without `needs_q` there is no q:
+    Without `needs_q` the argument q is left out:
 
     - `drafts="chain"`: `function(drafts, p, q, u, num_drafted=None) -> (num_accepted, weights)`, with `drafts [K]`, `p
       [K+1, V]`, `q [K, V]`, `u [K]`. Drafts from index `num_drafted` on are padding.
@@ -27,11 +30,12 @@ class AcceptanceRule:
       keyword `tree` is its `TreeShape`.
 
     Attributes:
-        name: its name in settings, tables and messages.
-        function: the rule. None for rules that follow the target's own tokens.
+        name: the rule's name in settings, tables and messages.
+        function: the rule. None for rules that follow the target's own tokens, and for the library's, whose functions
+            import JAX (`mtpjax.decoding.verify.FUNCTIONS`).
         is_exact: whether the rule keeps the target's distribution.
-        drafts: what it supports: "chain"; "fixed tree", whose shape does not depend on the drafted tokens; or "any",
-            chains and trees of any shape.
+        drafts: the drafts that it supports: "chain"; "fixed tree", a tree whose shape does not depend on the drafted
+            tokens; or "any", chains and trees of any shape.
         needs_q: whether drafts must be sampled and the rule reads q, the distribution that they were sampled from.
         parameters: the default of each parameter by name, at most two. A field of `DecodeConfig` of the same name
             overrides the default. Records that differ only in these values share a compiled program.
@@ -65,7 +69,8 @@ class AcceptanceRule:
     reads_shard: bool = False
 
     def __post_init__(self):
-        if (self.function is None) == (self.follows is None):
+        is_of_library = self.name in LIBRARY_RULES and self.follows is None
+        if not is_of_library and (self.function is None) == (self.follows is None):
             raise ValueError(f"acceptance rule '{self.name}' must set exactly one of 'function' and 'follows'")
         # The nodes of a dynamic tree are chosen by their drafted tokens, so a test against q would not be exact.
         if self.needs_q and self.drafts == "any":
@@ -79,72 +84,21 @@ class AcceptanceRule:
         return self.name
 
 
-# Each function imports its rule when it is traced, because the rules import JAX.
-def _token(drafts, p, q, u, num_drafted=None, *, vocabulary):
-    from mtpjax.decoding.acceptance.chain import token_chain
-
-    return token_chain(drafts, p, q, u, num_drafted, vocabulary=vocabulary)
-
-
-def _block(drafts, p, q, u, num_drafted=None, *, vocabulary):
-    from mtpjax.decoding.acceptance.chain import block_chain
-
-    return block_chain(drafts, p, q, u, num_drafted, vocabulary=vocabulary)
-
-
-def _recursive(tokens, parents, p, q, u, *, num_steps, tree, vocabulary):
-    from mtpjax.decoding.acceptance.tree import recursive_tree
-
-    return recursive_tree(tokens, parents, p, q, u, topk=tree.topk, num_steps=num_steps, vocabulary=vocabulary)
-
-
-def _traversal(tokens, parents, p, q, u, *, num_steps, tree, vocabulary):
-    from mtpjax.decoding.acceptance.tree import traversal_tree
-
-    return traversal_tree(tokens, p, q, u, parents=tree.parents, num_steps=num_steps, vocabulary=vocabulary)
-
-
-def _threshold(tokens, parents, p, u, *, threshold_single, threshold_acc, num_steps, vocabulary):
-    from mtpjax.decoding.acceptance.lossy import threshold_tree
-
-    thresholds = {"single": threshold_single, "acc": threshold_acc}
-    return threshold_tree(tokens, parents, p, u, **thresholds, num_steps=num_steps, vocabulary=vocabulary)
-
-
-def _typical(tokens, parents, p, u, *, typical_epsilon, typical_delta, num_steps, vocabulary):
-    from mtpjax.decoding.acceptance.lossy import typical_tree
-
-    limits = {"epsilon": typical_epsilon, "delta": typical_delta}
-    return typical_tree(tokens, parents, p, **limits, num_steps=num_steps, vocabulary=vocabulary)
-
-
-def _relaxed(tokens, parents, p, u, *, relaxed_topk, relaxed_delta, num_steps, vocabulary):
-    from mtpjax.decoding.acceptance.lossy import relaxed_tree
-
-    limits = {"topk": relaxed_topk, "delta": relaxed_delta}
-    return relaxed_tree(tokens, parents, p, **limits, num_steps=num_steps, vocabulary=vocabulary)
-
-
+_EXACT: Any = {"is_exact": True, "needs_q": True, "reads_shard": True}
 _RULES = (
     # Rules that follow the target's own token after each node, so that any tree is exact.
     AcceptanceRule("greedy", follows="arg-max", is_exact=True),
     AcceptanceRule("sample", follows="sample", is_exact=True),
     # Ratio rules compare p with q. For chains:
-    AcceptanceRule("token", _token, is_exact=True, drafts="chain", needs_q=True, reads_shard=True),
-    AcceptanceRule("block", _block, is_exact=True, drafts="chain", needs_q=True, reads_shard=True),
+    AcceptanceRule("token", drafts="chain", **_EXACT),
+    AcceptanceRule("block", drafts="chain", **_EXACT),
     # For trees whose shape is fixed; on a chain they equal the rules above.
-    AcceptanceRule(
-        "recursive", _recursive, is_exact=True, drafts="fixed tree", needs_q=True, on_chain="token", reads_shard=True
-    ),
-    AcceptanceRule(
-        "traversal", _traversal, is_exact=True, drafts="fixed tree", needs_q=True, on_chain="block", reads_shard=True
-    ),
+    AcceptanceRule("recursive", drafts="fixed tree", on_chain="token", **_EXACT),
+    AcceptanceRule("traversal", drafts="fixed tree", on_chain="block", **_EXACT),
     # Lossy rules for chains and any tree. Their parameters are fields of `DecodeConfig`.
-    AcceptanceRule(
-        "threshold", _threshold, parameters={"threshold_single": 1.0, "threshold_acc": 1.0}, reads_shard=True
-    ),
-    AcceptanceRule("typical", _typical, parameters={"typical_epsilon": 0.09, "typical_delta": 0.3}, reads_shard=True),
-    AcceptanceRule("relaxed", _relaxed, parameters={"relaxed_topk": 10, "relaxed_delta": 0.6}, reads_shard=True),
+    AcceptanceRule("threshold", parameters={"threshold_single": 1.0, "threshold_acc": 1.0}, reads_shard=True),
+    AcceptanceRule("typical", parameters={"typical_epsilon": 0.09, "typical_delta": 0.3}, reads_shard=True),
+    AcceptanceRule("relaxed", parameters={"relaxed_topk": 10, "relaxed_delta": 0.6}, reads_shard=True),
 )
 RULES = {rule.name: rule for rule in _RULES}  # by name, exact rules first
 EXACT_NAMES = tuple(name for name, rule in RULES.items() if rule.is_exact)
@@ -162,7 +116,7 @@ def find_rule(rule: "str | AcceptanceRule") -> AcceptanceRule:
         The record.
 
     Raises:
-        ValueError: there is no such rule.
+        ValueError: the rule does not exist.
     """
     if isinstance(rule, AcceptanceRule):
         return rule

@@ -9,6 +9,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from mtpjax.decoding.acceptance.walk import AcceptedPath, residual
+from mtpjax.decoding.draft_tree import TreeShape
 from mtpjax.models.vocabulary import WHOLE, Vocabulary
 
 
@@ -20,7 +21,7 @@ def recursive_tree(
     u: jax.Array,
     *,
     num_steps: int,
-    topk: int,
+    tree: TreeShape,
     vocabulary: Vocabulary = WHOLE,
 ) -> AcceptedPath:
     """Walks the tree by recursive rejection sampling without replacement. Exact.
@@ -35,10 +36,8 @@ def recursive_tree(
     is a function of the children drawn before it.
 
     Cost: it reads two rows of [V] per child tried, for at most num_steps * topk children.
-
-    Args:
-        topk: maximum number of children of a node.
     """
+    topk = tree.topk
     # The walk's state: the current node, the rank of its next child, the accepted drafts, and what earlier rejections
     # left of the node's p and q.
     children = _children_table(parents, topk)
@@ -96,12 +95,13 @@ def recursive_tree(
 
 def traversal_tree(
     tokens: jax.Array,
+    parents: jax.Array | None,
     p: jax.Array,
     q: jax.Array,
     u: jax.Array,
     *,
-    parents: tuple[int, ...],
     num_steps: int,
+    tree: TreeShape,
     vocabulary: Vocabulary = WHOLE,
 ) -> AcceptedPath:
     """Walks the tree by traversal verification, from the leaves to the root (2505.12398). Exact.
@@ -118,26 +118,19 @@ def traversal_tree(
     A node's acceptance depends on its own w and on its children's tokens, not on anything below them. So w is computed
     for all nodes of a level at once, and the accepted node is the first in post-order with u < w. A level takes as many
     sequential steps as its largest number of children of a node; each step reads two rows of [V] per child.
-    The tree's shape is static: an exact rule requires that it does not depend on the drawn tokens.
-
-    Args:
-        parents: parent of each node, static; -1 for the root.
+    The parents are those of the static `tree`: an exact rule requires that they do not depend on the drawn tokens.
     """
     # Static layout of the tree: the children of each node and the path from the root to it.
-    children: list[list[int]] = [
-        [n for n, parent in enumerate(parents) if parent == node] for node in range(len(parents))
-    ]
-    paths = [[0]]
-    for node in range(1, len(parents)):
-        paths.append([*paths[parents[node]], node])
+    nodes, paths = range(len(tree.parents)), [[0]]
+    children = [tree.children(node) for node in nodes]
+    for node in nodes[1:]:
+        paths.append([*paths[tree.parents[node]], node])
     assert max(map(len, paths)) <= num_steps + 1
     # Compute w from the root down: level by level, and within a level first children, then second ones, and so on. All
     # nodes of a level that have a child of this rank advance together.
     remainder, w = _full_remainder(p[:, 0]), jnp.ones_like(p[:, 0])
     for depth, rank in itertools.product(range(num_steps), range(max(map(len, children)))):
-        level_parents = [
-            node for node in range(len(parents)) if len(paths[node]) == depth + 1 and len(children[node]) > rank
-        ]
+        level_parents = [node for node in nodes if len(paths[node]) == depth + 1 and len(children[node]) > rank]
         if not level_parents:
             continue
         parent_nodes, child_nodes = np.array(level_parents), np.array([children[node][rank] for node in level_parents])

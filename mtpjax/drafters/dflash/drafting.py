@@ -6,7 +6,7 @@ slots after them. The next round overwrites its keys and values before anything 
 """
 
 import dataclasses
-from typing import TYPE_CHECKING, Any, ClassVar
+from typing import Any, ClassVar
 
 import flax.struct
 import jax
@@ -14,10 +14,9 @@ import jax.numpy as jnp
 
 from mtpjax.decoding.config import DecodeConfig
 from mtpjax.decoding.decoder import Decoder, Weights
-from mtpjax.decoding.drafter import Draft
 from mtpjax.decoding.sampling import PathTokens
 from mtpjax.decoding.spec import DecodeSpec
-from mtpjax.decoding.state import DecodeState, view_pass
+from mtpjax.decoding.state import Acceptance, DecodeState, Draft, view_pass
 from mtpjax.drafters.dflash.forward import block_states
 from mtpjax.drafters.dflash.network import DFlash, DFlashConfig, context_entries
 from mtpjax.drafters.levels import draft_levels
@@ -33,15 +32,12 @@ from mtpjax.drafters.trained import (
 )
 from mtpjax.drafters.trunk_states import join_states
 from mtpjax.models.cache import Cache, commit, empty_cache
-from mtpjax.models.layers.entries import append, read_rows, write_rows
+from mtpjax.models.layers.entries import append
 from mtpjax.models.layers.rotary import rotary_angles
-from mtpjax.models.masks import TreeSlots, View
 from mtpjax.models.model import MTPModel, TrunkOutput, bind, multiply_head
 from mtpjax.models.parallel import over_rows
 from mtpjax.models.params import DRAFTER
-
-if TYPE_CHECKING:
-    from mtpjax.decoding.verify import Acceptance
+from mtpjax.models.view import TreeSlots, View, read_rows, write_rows
 
 
 class PreparedDFlash(flax.struct.PyTreeNode):
@@ -212,7 +208,7 @@ class DFlashDrafter(TrainedDrafter):
             made[kind] = of_drafter(view).replace(angles=rotary_angles(own.block, base[:, None] + offset))
         return tuple(made[kind] for kind in zip(own.windows, own.is_causal, strict=True))
 
-    def commit(self, decoder: Decoder, state: DecodeState, states: jax.Array, accepted: "Acceptance") -> DFlashState:
+    def commit(self, decoder: Decoder, state: DecodeState, states: jax.Array, accepted: Acceptance) -> DFlashState:
         """Keeps the states of the verified nodes. A round of depth 0 appends its one state to the backlog."""
         drafter_state, start = state.drafter, state.length - 1
         size = drafter_state.hidden.shape[1]

@@ -10,8 +10,9 @@ import jax
 import jax.numpy as jnp
 
 from mtpjax.drafters.dflash.network import DFlash, DFlashConfig, context_entries
-from mtpjax.models.layers.rotary import rotary_angles, softmax_scale
-from mtpjax.models.masks import Entries, segment_positions
+from mtpjax.models.layers.rotary import rotary_angles
+from mtpjax.models.masks import segment_positions
+from mtpjax.models.view import Entries
 from pallas_kernels.rms_norm import rms_norm_reference
 from pallas_kernels.rotation import rotate
 
@@ -123,7 +124,7 @@ def _block_layer(
         [einsum("BAXKGH,BKTH->BAKGXT", query, context["key"]), einsum("BAXKGH,BAYKH->BAKGXY", query, key)], axis=-1
     )
     mask = jnp.concatenate([is_seen[0], jnp.broadcast_to(is_seen[1], (B, A, X, X))], axis=-1)[:, :, None, None]
-    weights = jax.nn.softmax(jnp.where(mask, scores * softmax_scale(block, H), -jnp.inf), axis=-1).astype(z.dtype)
+    weights = jax.nn.softmax(jnp.where(mask, scores * block.softmax_scale(H), -jnp.inf), axis=-1).astype(z.dtype)
     # 3. Add up the values, and the feed-forward layer.
     output = jnp.einsum("BAKGXT,BKTH->BAXKGH", weights[..., :T], context["value"])
     output += jnp.einsum("BAKGXY,BAYKH->BAXKGH", weights[..., T:], value)

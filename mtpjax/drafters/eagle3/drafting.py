@@ -24,9 +24,9 @@ from mtpjax.drafters.trained import (
 from mtpjax.drafters.trunk_states import join_states
 from mtpjax.models.cache import Cache, empty_cache
 from mtpjax.models.config import ModelConfig
-from mtpjax.models.masks import Entries, View
 from mtpjax.models.model import MTPModel, TrunkOutput, bind
 from mtpjax.models.params import DRAFTER
+from mtpjax.models.view import Entries, View
 
 
 class PreparedEagle3(flax.struct.PyTreeNode):

@@ -2,7 +2,7 @@
 
 import dataclasses
 import functools
-from typing import TYPE_CHECKING, Any, ClassVar
+from typing import Any, ClassVar
 
 import flax.struct
 import jax
@@ -11,21 +11,17 @@ import jax.numpy as jnp
 from mtpjax.decoding.config import DecodeConfig
 from mtpjax.decoding.decoder import Decoder, Weights
 from mtpjax.decoding.draft_tree import depths_and_ancestor_mask
-from mtpjax.decoding.drafter import Draft
 from mtpjax.decoding.sampling import PathTokens
 from mtpjax.decoding.spec import DecodeSpec
-from mtpjax.decoding.state import DecodeState
+from mtpjax.decoding.state import Acceptance, DecodeState, Draft
 from mtpjax.drafters.levels import draft_levels
 from mtpjax.drafters.medusa.network import Medusa, MedusaConfig
 from mtpjax.drafters.scoring import DraftScores, ReducedHead, own_head
 from mtpjax.drafters.trained import DraftLevels, DraftParams, TextRows, TrainedDrafter, require_whole_trunk
 from mtpjax.drafters.tree import DynamicTreeBuilder, FixedTreeBuilder, extend_ancestor_mask
-from mtpjax.models.layers.entries import read_rows
 from mtpjax.models.model import MTPModel, TrunkOutput, multiply_head
 from mtpjax.models.params import DRAFTER
-
-if TYPE_CHECKING:
-    from mtpjax.decoding.verify import Acceptance
+from mtpjax.models.view import read_rows
 
 Choices = tuple[tuple[int, ...], ...]
 
@@ -136,7 +132,7 @@ class MedusaDrafter(TrainedDrafter):
         is_in_chunk = (offset >= 0) & (offset < chunk)
         return MedusaState(jnp.where(is_in_chunk[:, None, None], hidden, state.drafter.hidden))
 
-    def commit(self, decoder: Decoder, state: DecodeState, states: jax.Array, accepted: "Acceptance") -> MedusaState:
+    def commit(self, decoder: Decoder, state: DecodeState, states: jax.Array, accepted: Acceptance) -> MedusaState:
         """Keeps the state of the last accepted node, from whose logits the next pending token comes."""
         return MedusaState(read_rows(states, accepted.num_accepted, 1))
 

@@ -3,8 +3,8 @@
 import jax
 import jax.numpy as jnp
 
-from mtpjax.models.masks import Masks, View
-from mtpjax.models.pages import gather_pages
+from mtpjax.messages import require
+from mtpjax.models.view import Masks, View
 from pallas_kernels.batch_invariance import is_batch_invariant
 from pallas_kernels.prefill_attention import choose_implementation as prefill_implementation
 from pallas_kernels.prefill_attention import prefill_attention
@@ -29,19 +29,20 @@ def attend(
     Args:
         q: `[B, K, T, G, H]` queries, G per key/value head.
         sources: keys `[B, K, S, H]` and values `[B, K, S, Hv]` of each source, converted to q's dtype.
-        masks: `[B, T, S]` bool of each source. A mask `[B, T, 1]` means that row i attends to entry i of the source.
+        masks: `[B, T, S]` bool of each source. With a mask `[B, T, 1]`, row i attends only to entry i.
         scale: factor of the scores.
         sinks: `[K, G]` a learned logit of each head, which enters the softmax but adds no value (StreamingLLM,
-            2309.17453, section 3.3, as gpt-oss has it). None: no sinks.
+            2309.17453, section 3.3, in gpt-oss's form). None: no sinks.
 
     Returns:
         `[B, K, T, G, Hv]` in q's dtype.
 
     Raises:
-        ValueError: within `pallas_kernels.batch_invariant`, which this form does not support.
+        ValueError: within `pallas_kernels.batch_invariant`, which XLA does not support.
     """
-    if is_batch_invariant():
-        raise ValueError("deterministic decoding needs a kernel for attention, and this one runs by XLA")
+    require(
+        not is_batch_invariant(), "deterministic decoding needs an attention kernel, but this attention runs in XLA"
+    )
     sources = [(key.astype(q.dtype), value.astype(q.dtype)) for key, value in sources]
     # Score every source, then normalise over all of them together.
     scores = []
@@ -95,25 +96,23 @@ def attend_cache(
     Returns:
         `[B, K, T, G, Hv]`, with `value_up` `[B, 1, T, G, V]`, or None if XLA should compute it (`attend`).
     """
-    reach, pages = view.reach, view.pages
+    reach, storage = view.reach, view.storage
     if reach is None:
         return None
     value_width = None if value_up is None else value_up.shape[1]
     is_windowed, settings = reach.begin is not None, {"scale": scale, "sinks": reach.sinks, "value_width": value_width}
     # Few tokens, or a draft tree.
     if q.shape[2] <= MAX_QUERY_TOKENS or not reach.is_chain:
-        table = None if pages is None else pages.table
+        table = storage.table
         shape = {"is_windowed": is_windowed, "pages_per_row": None if table is None else table.shape[1]}
         chosen = choose_implementation(q, keys, reach.ancestor_mask, implementation, **shape)
         if chosen == "xla" or selection is not None:
             return None
-        settings |= {"value_up": value_up, "page_shift": 0 if pages is None else pages.shift}
+        settings |= {"value_up": value_up, "page_shift": storage.shift}
         operands = (q, keys, values, reach.base, reach.ancestor_mask, reach.begin, table)
         return verify_attention(*operands, **settings, implementation=chosen)
     # A prefill chunk. Copying a row's pages costs little compared with the attention of a whole chunk.
-    if pages is not None:
-        keys = gather_pages(keys, pages.num_slots, pages)
-        values = None if values is None else gather_pages(values, pages.num_slots, pages)
+    keys, values = storage.first(keys), None if values is None else storage.first(values)
     mask = selection[0] if selection else None
     if mask is not None and mask.shape[2] != keys.shape[2]:
         return None

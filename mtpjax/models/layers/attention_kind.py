@@ -2,24 +2,17 @@
 
 import dataclasses
 from collections.abc import Callable, Mapping
-from typing import Any
 
 import flax.linen as nn
 import jax
 
-from mtpjax.models.config import LayerKind, ModelConfig
-from mtpjax.models.masks import Entries
+from mtpjax.models.view import Entries
 
 Axes = tuple[str | None, ...]  # one axis name of `mtpjax.models.sharding.MESH_AXES` per array axis; None: not split
 
 
-def keep_entries(entries: Entries, num_committed: jax.Array) -> Entries:
-    """Commits an attention layer: its accepted entries are already in place."""
-    return entries
-
-
-def keep_rows(entries: Entries, is_new: jax.Array) -> Entries:
-    """Resets an attention layer for new texts: entries after the committed length are never read."""
+def _keep(entries: Entries, _: jax.Array) -> Entries:
+    """Commits or resets an attention layer: accepted entries are in place, and others are never read."""
     return entries
 
 
@@ -45,11 +38,11 @@ class AttentionKind:
     """
 
     scope: str
-    module: Callable[[ModelConfig, LayerKind, str, str], nn.Module]
-    empty_entries: Callable[[ModelConfig, LayerKind, int, int, Any], Entries]
+    module: Callable[..., nn.Module]
+    empty_entries: Callable[..., Entries]
     cache_axes: Mapping[str, Axes]
     split_sizes: tuple[str, ...]
     param_axes: tuple[tuple[str, Axes], ...]
-    commit: Callable[[Entries, jax.Array], Entries] = keep_entries
-    reset: Callable[[Entries, jax.Array], Entries] = keep_rows
+    commit: Callable[[Entries, jax.Array], Entries] = _keep
+    reset: Callable[[Entries, jax.Array], Entries] = _keep
     is_recurrent: bool = False

@@ -7,7 +7,7 @@ from mtpjax.models.attention_kinds import ATTENTION_KINDS
 from mtpjax.models.config import LayerKind, ModelConfig
 from mtpjax.models.layers.experts import Experts, SwiGLU
 from mtpjax.models.layers.norm import AddRMSNorm
-from mtpjax.models.masks import Entries, Masks, Recycled, View
+from mtpjax.models.view import Entries, Masks, Recycled, View
 from pallas_kernels.partial_sums import PartialSums
 
 
@@ -44,7 +44,7 @@ class Block(nn.Module):
         record = ATTENTION_KINDS[self.kind.attention]
         attention = record.module(config, self.kind, self.implementation, record.scope)
         x, normed = add_and_norm("norm_attention")(x, update)
-        own_view = view.of_layer(self.kind, config)
+        own_view = view.of_layer(is_sliding=self.kind.is_sliding)
         attended, entries, selection = attention(normed, own_view, layer_cache, selection)
         # Feed-forward: experts or one dense SwiGLU. A pass with a cache needs no gradients.
         x, normed = add_and_norm("norm_feed_forward")(x, attended)

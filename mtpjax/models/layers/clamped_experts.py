@@ -3,6 +3,7 @@
 import jax
 import jax.numpy as jnp
 
+from mtpjax.messages import require
 from pallas_kernels.batch_invariance import is_batch_invariant
 
 
@@ -33,14 +34,15 @@ def mix_clamped_experts(
 ) -> jax.Array:
     """Runs each token `x [n, D]` through its chosen experts and sums their weighted outputs; differentiable.
 
-    Arguments are those of `mix_experts` and `activate`, and `biases` of gate and up `[E, 2, F]` and of the output
+    Arguments are as in `mix_experts` and `activate`. `biases` are those of gate and up `[E, 2, F]` and of the output
     `[E, D]`.
 
     Raises:
-        ValueError: within `pallas_kernels.batch_invariant`, which this form does not support.
+        ValueError: within `pallas_kernels.batch_invariant`, which XLA does not support.
     """
-    if is_batch_invariant():
-        raise ValueError("deterministic decoding needs a kernel for experts, and clamped ones run by XLA")
+    require(
+        not is_batch_invariant(), "deterministic decoding needs a kernel for experts, but clamped experts run in XLA"
+    )
     E, D, _, F = gate_up.shape
     k = ids.shape[1]
     # Sort the pairs of token and expert by expert; those without an expert come last, after all groups.

@@ -89,14 +89,14 @@ def routing(config: ModelConfig) -> Routing:
 class Experts(nn.Module):
     """Routed and shared experts, `[B, T, D] -> [B, T, D]`, as `PartialSums` of one part.
 
-    `cached` marks a decoding pass, which needs no gradient. Unused tokens, by `is_used [B, T]` for these rows and
-    `all_used` for those of all devices, are not routed to experts.
+    `cached` marks a decoding pass, which needs no gradient. Tokens for which `is_used [B, T]` is False, or
+    `all_used` for the rows of all devices, are not routed to experts.
     """
 
     config: ModelConfig
     implementation: str = "auto"
     limit: float = 0.0  # of gate and up in routed experts (`activate`); 0: none
-    shared_limit: float = 0.0  # the same in shared experts
+    shared_limit: float = 0.0  # of gate and up in shared experts; 0: none
 
     @nn.compact
     def __call__(

@@ -11,10 +11,9 @@ from mtpjax.models.layers.attend import attend, attend_cache
 from mtpjax.models.layers.attention_kind import AttentionKind
 from mtpjax.models.layers.entries import append_and_select, select
 from mtpjax.models.layers.norm import NormScale
-from mtpjax.models.layers.rotary import softmax_scale
-from mtpjax.models.masks import Entries, Masks, Recycled, View
 from mtpjax.models.parallel import add_parts, own_size
 from mtpjax.models.quantized import partial_product
+from mtpjax.models.view import Entries, Masks, Recycled, View
 from pallas_kernels.append_heads import Heads, append_heads, split_heads
 from pallas_kernels.append_heads import choose_implementation as choose_append
 from pallas_kernels.partial_sums import PartialSums
@@ -81,14 +80,14 @@ class GroupedAttention(nn.Module):
             entries, sources, masks = append_and_select(entries, view, layer_cache)
 
         # Attend by a kernel over the whole cache, or by XLA over the selected sources.
-        scale = softmax_scale(config, H)
+        scale = config.softmax_scale(H)
         sinks = self.param("sinks", nn.initializers.zeros, (K, G)) if self.has_sinks else None
         if not self.has_sinks:
             operands = q, entries["key"], entries["value"], view
             output = attend_cache(*operands, scale=scale, implementation=self.implementation)
         elif view.reach is not None and self.implementation not in ("auto", "xla"):
-            kernels = f"use xla or auto, not {self.implementation}"
-            raise ValueError(f"the kernels of attention take no learned sinks: {kernels}")
+            hint = f"use implementation xla or auto, not {self.implementation}"
+            raise ValueError(f"the attention kernels do not support learned sinks: {hint}")
         else:
             output = None
         if output is None:

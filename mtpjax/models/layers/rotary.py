@@ -53,11 +53,3 @@ def rotary_angles(config: ModelConfig, positions: jax.Array) -> tuple[jax.Array,
     yarn = config.rope_scaling
     ratio = yarn.rotation_factor if isinstance(yarn, Yarn) else 1.0
     return jnp.cos(angles) * ratio, jnp.sin(angles) * ratio
-
-
-def softmax_scale(config: ModelConfig, width: int) -> float:
-    """Returns `width^-0.5`; latent attention multiplies it by YaRN's squared magnitude if `mscale_all_dim` is set."""
-    yarn = config.rope_scaling
-    if config.attention != "latent" or not isinstance(yarn, Yarn) or not yarn.mscale_all_dim:
-        return width**-0.5
-    return width**-0.5 * yarn.magnitude(yarn.mscale_all_dim) ** 2

@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 
 from mtpjax import ModelConfig
-from mtpjax.models.layers.rotary import inverse_frequencies, rotary_angles, softmax_scale
+from mtpjax.models.layers.rotary import inverse_frequencies, rotary_angles
 from mtpjax.models.rope_scaling import Llama3Scaling, Yarn
 from pallas_kernels.rotation import rotate
 
@@ -83,8 +83,8 @@ def test_yarn_scales_rotation_and_the_softmax_of_latent_attention():
     of_all, of_rotation = 0.05 * np.log(8) + 1, 0.1 * np.log(8) + 1
     latent = {"kv_lora_rank": 8, "qk_nope_head_dim": 8, "qk_rope_head_dim": 16, "v_head_dim": 8}
     latent = dataclasses.replace(config, attention="latent", **latent)
-    assert softmax_scale(latent, 16) == pytest.approx(0.25 * of_all**2)
-    assert softmax_scale(config, 16) == softmax_scale(CONFIG, 16) == 0.25
+    assert latent.softmax_scale(16) == pytest.approx(0.25 * of_all**2)
+    assert config.softmax_scale(16) == CONFIG.softmax_scale(16) == 0.25
     cos, sin = rotary_angles(config, POSITIONS)
     np.testing.assert_allclose(cos**2 + sin**2, (of_rotation / of_all) ** 2, rtol=1e-5)
 
@@ -92,7 +92,7 @@ def test_yarn_scales_rotation_and_the_softmax_of_latent_attention():
 def test_yarn_without_scaling_is_plain():
     config = dataclasses.replace(CONFIG, rope_scaling=dataclasses.replace(YARN, factor=1.0))
     np.testing.assert_array_equal(inverse_frequencies(config), inverse_frequencies(CONFIG))
-    assert softmax_scale(config, 16) == 0.25
+    assert config.softmax_scale(16) == 0.25
 
 
 def test_llama3_scaling_follows_its_definition():
@@ -112,4 +112,4 @@ def test_llama3_scaling_follows_its_definition():
             expected.append((1 - smooth) * plain / 8 + smooth * plain)
     np.testing.assert_allclose(inverse_frequencies(config), expected, rtol=1e-6)
     assert len(set(np.round(np.array(expected) / unscaled, 4).tolist())) > 2  # of all three kinds
-    assert softmax_scale(config, 16) == 0.25
+    assert config.softmax_scale(16) == 0.25

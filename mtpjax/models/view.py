@@ -1,0 +1,236 @@
+"""The view of a pass: positions and masks of its tokens, and the storage of the cache slots that they read and write.
+
+A cache keeps its slots in one of two forms, a `Storage`. `ContiguousRows` reserves the longest text for every row:
+arrays are `[B, ..., S, H]`. `Pages` (vLLM, 2309.06180) is a pool of pages that all rows share, with a table of each
+row's pages: a row takes as many pages as its text needs, in any order, and rows with a common prefix can share pages.
+Arrays are `[P, ..., size, H]`. Contiguous rows are the plain twin; `tests/models/test_pages.py` compares them. In both
+forms the slot axis is the last but one.
+"""
+
+import flax.struct
+import jax
+import jax.numpy as jnp
+from jax.experimental.layout import Layout, with_layout_constraint
+
+from pallas_kernels import paged
+from pallas_kernels.fp8 import as_stored
+from pallas_kernels.paged import NO_PAGE
+
+Entries = dict[str, jax.Array]  # what an attention layer stores per position; also one layer of a cache
+Masks = tuple[jax.Array, ...]  # bool, per source of keys `[B, T, S]`; `[B, T, 1]` row i attends only to entry i
+
+
+def write_rows(buffer: jax.Array, rows: jax.Array, start: jax.Array, *, axis: int = 1) -> jax.Array:
+    """Writes `rows [B, ..., T, ...]` into `buffer [B, ..., S, ...]` along `axis`, from slot `start [B]` of each row.
+
+    Rows are converted to the buffer's dtype (`pallas_kernels.fp8.as_stored`). The caller guarantees room:
+    `dynamic_update_slice` clamps a start that is too late, which would overwrite valid entries.
+    """
+    rows = as_stored(rows, buffer.dtype)
+    # A batch of one needs a plain update, which XLA does in place. The batched form becomes a loop on a CPU.
+    if buffer.shape[0] == 1:
+        return jax.lax.dynamic_update_slice_in_dim(buffer, rows, start[0], axis)
+    return jax.vmap(lambda b, r, s: jax.lax.dynamic_update_slice_in_dim(b, r, s, axis - 1))(buffer, rows, start)
+
+
+def read_rows(buffer: jax.Array, start: jax.Array, width: int, *, axis: int = 1) -> jax.Array:
+    """Reads `width` slots of `buffer` along `axis`, from slot `start [B]` of each batch row (axis 0)."""
+    if buffer.shape[0] == 1:
+        return jax.lax.dynamic_slice_in_dim(buffer, start[0], width, axis)
+    return jax.vmap(lambda b, s: jax.lax.dynamic_slice_in_dim(b, s, width, axis - 1))(buffer, start)
+
+
+class ContiguousRows(flax.struct.PyTreeNode):
+    """Storage in which every row has its slots next to each other: cache arrays are `[B, ..., S, H]`."""
+
+    table = None  # the page table that kernels read
+    shift = 0
+
+    def running(self, done: jax.Array) -> "ContiguousRows":
+        """Returns the storage of the rows that are not `done [B]`."""
+        return self
+
+    def of_drafter(self, shift: int) -> "ContiguousRows":
+        """Returns the storage of a drafter's cache whose entry i depends on token i + `shift`."""
+        return self
+
+    def num_slots(self, capacity: int) -> int:
+        """Returns the slots of a row, at most `capacity`."""
+        return capacity
+
+    def write(self, kept: jax.Array, new: jax.Array, start: jax.Array) -> jax.Array:
+        """Writes entries `new [B, ..., T, H]` into a cache array, from slot `start [B]` of each row."""
+        return _pin_layout(write_rows(kept, new, start, axis=kept.ndim - 2))
+
+    def read(self, kept: jax.Array, start: jax.Array, width: int) -> jax.Array:
+        """Reads `[B, ..., width, H]` from slot `start [B]` of each row."""
+        return read_rows(kept, start, width, axis=kept.ndim - 2)
+
+    def first(self, kept: jax.Array, num_slots: int | None = None) -> jax.Array:
+        """Returns the first slots of each row, `[B, ..., num_slots, H]`; None: all."""
+        if num_slots in (None, kept.shape[-2]):
+            return kept
+        return jax.lax.slice_in_dim(kept, 0, num_slots, axis=kept.ndim - 2)
+
+    def places(self, start: jax.Array, width: int) -> tuple[jax.Array, jax.Array] | None:
+        """Returns page and place of each slot for the kernels that append; None: contiguous."""
+        return None
+
+
+class Pages(flax.struct.PyTreeNode):
+    """Storage in pages: the page table of a batch. Methods are those of `ContiguousRows`.
+
+    Entry i of MTP module k (0-based) depends on token i + k + 1. Its cache stores it in the page of that token, at
+    position i + `shift` with shift = k + 1. So the contents of a page do not depend on tokens after the page.
+    """
+
+    table: jax.Array  # [B, N] int32: the page of positions n * size .. (n + 1) * size - 1; NO_PAGE: none
+    num_shared: jax.Array  # [B] int32: positions at the start that are never written, because other rows read them
+    size: int = flax.struct.field(pytree_node=False)  # positions per page
+    num_pages: int = flax.struct.field(pytree_node=False)  # of the pool
+    max_shift: int = flax.struct.field(pytree_node=False)  # the largest shift of the batch's caches
+    shift: int = flax.struct.field(pytree_node=False, default=0)  # slot i of the cache is at position i + shift
+    is_of_drafter: bool = flax.struct.field(pytree_node=False, default=False)  # the cache is not the trunk's
+
+    @classmethod
+    def empty(cls, batch: int, capacity: int, pool: tuple[int, int], max_shift: int) -> "Pages":
+        """Makes the table of rows without pages; `pool` is the number of pages and the positions per page."""
+        table = jnp.full((batch, -(-(capacity + max_shift) // pool[1])), NO_PAGE, jnp.int32)
+        return cls(table, jnp.zeros(batch, jnp.int32), pool[1], pool[0], max_shift)
+
+    def running(self, done: jax.Array) -> "Pages":
+        # The pages of an ended row may already belong to a different request.
+        return self.replace(table=jnp.where(done[:, None], NO_PAGE, self.table))
+
+    def of_drafter(self, shift: int) -> "Pages":
+        return self.replace(shift=shift, is_of_drafter=True)
+
+    def num_slots(self, capacity: int) -> int:
+        return min(capacity, self._num_slots)
+
+    @property
+    def _num_slots(self) -> int:
+        """Slots for which every cache of the batch has room."""
+        return self.table.shape[1] * self.size - self.max_shift
+
+    def write(self, kept: jax.Array, new: jax.Array, start: jax.Array) -> jax.Array:
+        """Writes entries as `ContiguousRows` does; drops those of slots without a page and at shared positions.
+
+        Rows that write to the same page may not write the same slots of it.
+        """
+        # Attention multiplies masked values by 0, and NaN stays NaN. A drafter's NaN ends no request, so in its pages
+        # it would spoil the drafts of every later row that gets the page. (NaN of the trunk ends the row, and clears
+        # its pages.)
+        if self.is_of_drafter:
+            new = jnp.where(jnp.isfinite(new), new, 0)
+        axis = kept.ndim - 2
+        places = self.places(start, new.shape[axis])
+        return _pin_layout(paged.write_places(kept, jnp.moveaxis(new, axis, 1), *places))
+
+    def read(self, kept: jax.Array, start: jax.Array, width: int) -> jax.Array:
+        page, place, _ = self._locate(start, width)
+        return jnp.moveaxis(kept.at[paged.index_places(kept, page, place)].get(mode="clip"), 1, kept.ndim - 2)
+
+    def first(self, kept: jax.Array, num_slots: int | None = None) -> jax.Array:
+        return paged.gather_pages(kept, self.table, shift=self.shift, num_slots=num_slots or self._num_slots)
+
+    def places(self, start: jax.Array, width: int) -> tuple[jax.Array, jax.Array]:
+        """Returns page and place of each slot to write, `[B, T]` int32; slots at shared positions have no page."""
+        page, place, position = self._locate(start, width)
+        return jnp.where(position < self.num_shared[:, None], NO_PAGE, page), place
+
+    def _locate(self, start: jax.Array, width: int) -> tuple[jax.Array, jax.Array, jax.Array]:
+        """Returns page, place within the page, and position in the text of each slot, `[B, T]` int32."""
+        position = start[:, None] + jnp.arange(width)[None, :] + self.shift
+        page = jnp.take_along_axis(self.table, position // self.size, axis=1, mode="fill", fill_value=NO_PAGE)
+        return page, position % self.size, position
+
+
+Storage = ContiguousRows | Pages
+CONTIGUOUS = ContiguousRows()
+
+
+def _pin_layout(array: jax.Array) -> jax.Array:
+    """Keeps a cache array in row-major order on one device.
+
+    Without the constraint XLA may transpose the caches inside or around the loop. On a mesh the array stays
+    unconstrained, because the partitioner would gather it.
+    """
+    if jax.sharding.get_abstract_mesh().size > 1:
+        return array
+    return with_layout_constraint(array, Layout(tuple(range(array.ndim))))
+
+
+class Span(flax.struct.PyTreeNode):
+    """The slots of a cache that a windowed pass reads: the first `sinks`, and `size` slots from `begin [B]` on."""
+
+    begin: jax.Array
+    sinks: int = flax.struct.field(pytree_node=False)
+    size: int = flax.struct.field(pytree_node=False)
+
+
+class Reach(flax.struct.PyTreeNode):
+    """`View.mask` in a compact form, which the attention kernels read."""
+
+    base: jax.Array  # [B] slots of text; each token attends to all of them, or those within its window
+    ancestor_mask: jax.Array  # [B, T, X] bool: token t attends to slot base + x
+    begin: jax.Array | None = None  # [B, T] with a window: the first slot of text in it
+    sinks: int = flax.struct.field(pytree_node=False, default=0)  # slots at the start that are always attended to
+    # Token t is in slot base + t and attends to all slots up to it.
+    is_chain: bool = flax.struct.field(pytree_node=False, default=False)
+
+
+class Window(flax.struct.PyTreeNode):
+    """The fields of `View` that differ in layers with a sliding window."""
+
+    angles: tuple[jax.Array, jax.Array]
+    mask: jax.Array
+    span: Span | None = None
+    reach: Reach | None = None
+    window: int = flax.struct.field(pytree_node=False, default=0)
+
+
+class View(flax.struct.PyTreeNode):
+    """Positions and masks of the T tokens of a pass; the same for all layers of one kind."""
+
+    angles: tuple[jax.Array, jax.Array]  # cosines and sines of the rotary embedding, each [B, T, P]
+    mask: jax.Array  # [B, T, S] bool: keys that a query attends to; with a span [B, T, sinks + size]
+    start: jax.Array | None = None  # [B] first cache slot written; None: a pass without a cache
+    segment_ids: jax.Array | None = None  # [B, T] documents of packed rows
+    num_valid: jax.Array | None = None  # [B] tokens that are certainly committed; None: acceptance decides later
+    span: Span | None = None  # None: the whole cache is read
+    reach: Reach | None = None  # of a pass with a cache
+    storage: Storage = CONTIGUOUS  # of the cache's slots
+    is_used: jax.Array | None = None  # [B, T] bool: other tokens are not routed to experts; None: all are used
+    all_used: jax.Array | None = None  # `is_used` of the rows of all devices
+    sliding: Window | None = None  # used instead in layers with a sliding window
+    window: int = flax.struct.field(pytree_node=False, default=0)  # positions that a token attends to; 0: all
+
+    def of_layer(self, *, is_sliding: bool) -> "View":
+        """Returns the view for attention layers with or without a sliding window."""
+        return self.replace(**vars(self.sliding), sliding=None) if is_sliding and self.sliding is not None else self
+
+    @property
+    def places(self) -> tuple[jax.Array, jax.Array] | None:
+        """Page of each token's new entry, and the place within it, `[B, T]` int32; None: contiguous."""
+        assert self.start is not None, "a pass with a cache takes a cached view"
+        return self.storage.places(self.start, self.mask.shape[1])
+
+
+class TreeSlots(flax.struct.PyTreeNode):
+    """The tokens of a draft tree, which occupy cache slots from `base` on, after the text."""
+
+    base: jax.Array  # [B] int32
+    depths: jax.Array  # [B, T] int32: token t has position base + depths[t]
+    ancestor_mask: jax.Array  # [B, T, X] bool: token t attends to slot base + x
+
+
+class Recycled(flax.struct.PyTreeNode):
+    """Keys of a recycled MTP depth in a full pass: row i attends to `base` up to i, and entry i of later levels.
+
+    Decoding attends to the same entries: true ones of the prefix, then those of the draft (training-time test, EAGLE-3,
+    2503.01840).
+    """
+
+    base: Entries
+    levels: tuple[Entries, ...] = ()
