@@ -1,7 +1,7 @@
 """The drafter interface: the methods of a draft method, and the draft that it passes to verification."""
 
 import dataclasses
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, ClassVar
 
 import flax.struct
 import jax
@@ -33,6 +33,25 @@ class Draft(flax.struct.PyTreeNode):
     num_drafted: jax.Array | None = None  # [B] int32 drafts of each chain, the rest is padding; None: all
 
 
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class DraftLimits:
+    """What a draft method does not support: for each feature the reason, which the error gives. None: it is supported.
+
+    Attributes:
+        trees: `topk` above 1.
+        draft_window: a window of the drafter's cache.
+        draft_vocabulary: a reduced head of the MTP modules.
+        sharded_trunk: a mesh that splits the trunk's width, heads or experts.
+        levels: the noun of the levels of a drafter with `max_levels`.
+    """
+
+    trees: str | None = None
+    draft_window: str | None = None
+    draft_vocabulary: str | None = None
+    sharded_trunk: str | None = None
+    levels: str = "levels of the drafter"
+
+
 @dataclasses.dataclass(frozen=True)
 class Drafter:
     """A draft method. This base class drafts nothing, which makes every round a plain decoding step.
@@ -52,9 +71,11 @@ class Drafter:
 
     Attributes:
         layer_ids: trunk layers whose input states the drafter reads (`TrunkOutput.states`).
+        limits: what drafters of this class do not support. Calls with other settings are rejected before `check`.
     """
 
     layer_ids: tuple[int, ...] = ()
+    limits: ClassVar[DraftLimits] = DraftLimits()
 
     # Before the loop.
 

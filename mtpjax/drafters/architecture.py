@@ -1,9 +1,10 @@
 """The properties that every drafter with its own network declares for itself and its trunk, and their checks."""
 
+import dataclasses
 from typing import Any, NamedTuple, Protocol
 
 from mtpjax.messages import require
-from mtpjax.models.config import ModelConfig
+from mtpjax.models.config import LayerKind, ModelConfig
 
 
 class TrunkSizes(NamedTuple):
@@ -34,24 +35,59 @@ class DraftArchitecture(Protocol):
         ...
 
 
-def check_layer_ids(layer_ids: tuple[int, ...], num_target_layers: int) -> None:
-    """Raises `ValueError` if the ids are empty, repeat a layer, or exceed the depth of the trunk."""
-    ids, layers = layer_ids, num_target_layers
-    require(
-        bool(ids) and len(set(ids)) == len(ids) and all(0 <= layer <= layers + 1 for layer in ids),
-        f"layer_ids {list(ids)} must be different layers within 0..{layers + 1}; {layers} is the output of the last "
-        f"one of a trunk of {layers}, {layers + 1} that of the final norm",
-    )
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class LayersConfig:
+    """Base of the architectures of drafters with their own layers.
 
+    Letters: D width of the drafter, n trunk states, V vocabulary, R draft vocabulary.
 
-def check_draft_vocabulary(draft_vocab_size: int, vocab_size: int, *, own_head: bool) -> None:
-    """Raises `ValueError` for an invalid size of the draft vocabulary; the trunk's head has columns for all tokens."""
-    require(1 <= draft_vocab_size <= vocab_size, f"draft_vocab_size {draft_vocab_size} is not within 1..{vocab_size}")
-    require(
-        own_head or draft_vocab_size == vocab_size,
-        f"draft_vocab_size {draft_vocab_size} is below the vocabulary of {vocab_size}: "
-        "the trunk's head has the columns of all tokens",
-    )
+    Args:
+        block: sizes of the drafter's own layers, of which it has `num_hidden_layers`; `vocab_size` is V.
+        layer_ids: the n trunk layers whose input states are read, in the order of the projection's inputs. The number
+            of trunk layers means the output of the last one, before the final norm, and one more that of this norm.
+        num_target_layers: layers of the trunk.
+        draft_vocab_size: tokens that can be drafted, R; 0: V.
+        own_embedding: the drafter has an embedding; else it uses the trunk's.
+        own_head: the drafter has a head [D, R]; else it uses the trunk's.
+    """
+
+    block: ModelConfig
+    layer_ids: tuple[int, ...]
+    num_target_layers: int
+    draft_vocab_size: int = 0
+    own_embedding: bool = False
+    own_head: bool = False
+
+    def __post_init__(self):
+        V, layers = self.block.vocab_size, self.num_target_layers
+        object.__setattr__(self, "layer_ids", tuple(self.layer_ids))
+        object.__setattr__(self, "draft_vocab_size", self.draft_vocab_size or V)
+        ids, size = self.layer_ids, self.draft_vocab_size
+        require(
+            bool(ids) and len(set(ids)) == len(ids) and all(0 <= layer <= layers + 1 for layer in ids),
+            f"layer_ids {list(ids)} must be different layers within 0..{layers + 1}; {layers} is the output of the "
+            f"last one of a trunk of {layers}, {layers + 1} that of the final norm",
+        )
+        require(1 <= size <= V, f"draft_vocab_size {size} is not within 1..{V}")
+        require(
+            self.own_head or size == V,
+            f"draft_vocab_size {size} is below the vocabulary of {V}: the trunk's head has the columns of all tokens",
+        )
+
+    @property
+    def trunk(self) -> TrunkSizes:
+        """The trunk that the drafter is for."""
+        return TrunkSizes(self.block.vocab_size, self.block.hidden_size, self.num_target_layers)
+
+    @property
+    def kinds(self) -> tuple[LayerKind, ...]:
+        """Kinds of the drafter's layers."""
+        return self.block.trunk_kinds
+
+    @property
+    def features_size(self) -> int:
+        """Width of the n trunk states side by side."""
+        return len(self.layer_ids) * self.trunk.hidden_size
 
 
 def dense_layers(trunk: ModelConfig, **changes: Any) -> ModelConfig:

@@ -6,10 +6,9 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from mtpjax.decoding import rng
 from mtpjax.decoding.decoder import Decoder
 from mtpjax.decoding.drafter import Draft
-from mtpjax.decoding.sampling import PathTokens, distribution, draw
+from mtpjax.decoding.sampling import PathTokens
 from mtpjax.decoding.state import DecodeState
 from mtpjax.drafters.scoring import DraftScores
 from mtpjax.models.layers.entries import read_rows
@@ -26,26 +25,16 @@ def draft_levels(decoder: Decoder, score: ScoreLevel, state: DecodeState, carry:
         score: returns the scores of a level, 1 to K.
         carry: the carry that the first level gets.
     """
-    spec, sampling = decoder.spec, state.settings.sampling
     tokens, probabilities = [read_rows(state.tokens, state.length - 1, 1)], []
-    for level in range(1, spec.num_steps + 1):
+    for level in range(1, decoder.spec.num_steps + 1):
         # Penalties count the tokens drafted so far, as verification does.
         path = None
-        if sampling.has_penalties and level > 1:
+        if state.settings.sampling.has_penalties and level > 1:
             drafted = jnp.concatenate(tokens[1:], axis=1)
             path = PathTokens(drafted, jnp.ones((len(drafted), 1, level - 1), bool))
         scores, carry = score(level, tokens[-1], path, carry)
-        vocabulary = scores.vocabulary
-        if spec.is_ratio_rule:
-            logits = scores.logits()
-            probabilities.append(distribution(logits, sampling, vocabulary))
-            # Drafts have their own noise: the draws of acceptance and of the bonus token must not depend on it.
-            V, node = logits.shape[-1], jnp.array([level])
-            noise = rng.gumbel(sampling.seed, state.length[:, None], rng.DRAFT, node, V, vocabulary.first_id(V))
-            tokens.append(draw(probabilities[-1], noise, vocabulary))
-        elif sampling.changes_logits:
-            tokens.append(vocabulary.argmax(scores.logits()))
-        else:
-            tokens.append(scores.top_tokens(1)[1][:, :, 0])
+        token, q = scores.draft_token()
+        tokens.append(token)
+        probabilities += [] if q is None else [q]
     nodes = jnp.concatenate([token.astype(jnp.int32) for token in tokens], axis=1)
     return Draft(nodes, jnp.concatenate(probabilities, axis=1) if probabilities else None)

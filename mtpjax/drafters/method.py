@@ -9,7 +9,7 @@ import numpy as np
 
 from conversion.tensor_slice import ParamSpec
 from mtpjax.decoding.config import DecodeConfig
-from mtpjax.decoding.drafter import Drafter
+from mtpjax.decoding.drafter import Drafter, DraftLimits
 from mtpjax.drafters.architecture import DraftArchitecture, TrunkSizes
 from mtpjax.drafters.files.draft_ids import OFFSETS_AND_MARKS, IdsTensors
 from mtpjax.drafters.files.trunk_layers import LastLayerState
@@ -72,7 +72,6 @@ class DraftTraining:
         settings: settings of `TrainConfig` that start with `draft_`, beyond those that every drafter has.
         fit_to_data: completes an architecture, from the settings, how often each token `[V]` is a target, and the ids
             that end a text.
-        is_head: whether a parameter is a head, by its name: it is initialised from the trunk's.
         min_levels: minimum number of levels to train.
     """
 
@@ -81,7 +80,6 @@ class DraftTraining:
     settings_of: Callable[[Any], dict[str, Any]]
     settings: tuple[str, ...] = ()
     fit_to_data: Callable[[Any, Any, np.ndarray, Collection[int]], Any] = lambda own, *_: own
-    is_head: Callable[[str], bool] = lambda name: name == "head"
     min_levels: int = 1
 
 
@@ -94,8 +92,7 @@ class DraftMethod:
     Attributes:
         name: its name in settings, such as "eagle3".
         title: its name in texts, such as "EAGLE-3".
-        drafter: the class that drafts. Its `check` and `prepare` reject what it does not support, such as trees,
-            windows or a mesh.
+        drafter: the class that drafts. Its `limits` state what the method does not support.
         algorithms: SGLang's names of `--speculative-algorithm`, the usual one first.
         from_settings: makes the drafter from the settings of a call; None: it is read from files.
         default_levels: draft levels if the command line gives none; 0: all that the drafter has.
@@ -113,6 +110,11 @@ class DraftMethod:
     is_of_model: bool = False
     files: DrafterFiles | None = None
     training: DraftTraining | None = None
+
+    @property
+    def limits(self) -> DraftLimits:
+        """What the method does not support, and why."""
+        return self.drafter.limits
 
     def for_architecture(self, architecture: DraftArchitecture) -> Any:
         """Returns the drafter of an architecture, a `mtpjax.drafters.trained.TrainedDrafter`."""

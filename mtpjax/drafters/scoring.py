@@ -10,9 +10,10 @@ import flax.struct
 import jax
 import jax.numpy as jnp
 
+from mtpjax.decoding import rng
 from mtpjax.decoding.decoder import Decoder
 from mtpjax.decoding.logits import adjust_logits
-from mtpjax.decoding.sampling import PathTokens
+from mtpjax.decoding.sampling import PathTokens, distribution, draw
 from mtpjax.decoding.state import DecodeState
 from mtpjax.models.model import MTPModel, bind, multiply_head
 from mtpjax.models.vocabulary import Vocabulary
@@ -130,6 +131,24 @@ class DraftScores:
             )
             tokens = self.head.ids[columns]
         return values[:, :f], tokens[:, :f], logsumexp[:, :f]
+
+    def draft_token(self) -> tuple[jax.Array, jax.Array | None]:
+        """Drafts a token after each node: sampled from q if the acceptance rule compares p with q, else the arg-max.
+
+        Returns:
+            The tokens `[B, f]`, and q `[B, f, V]` if they are sampled.
+        """
+        state, sampling = self.state, self.state.settings.sampling
+        if self.decoder.spec.is_ratio_rule:
+            logits, vocabulary = self.logits(), self.vocabulary
+            q = distribution(logits, sampling, vocabulary)
+            # Drafts have their own noise: the draws of acceptance and of the bonus token must not depend on it.
+            V, node = logits.shape[-1], jnp.array([self.level])
+            noise = rng.gumbel(sampling.seed, state.length[:, None], rng.DRAFT, node, V, vocabulary.first_id(V))
+            return draw(q, noise, vocabulary), q
+        if sampling.changes_logits:
+            return self.vocabulary.argmax(self.logits()), None
+        return self.top_tokens(1)[1][:, :, 0], None
 
     @property
     def vocabulary(self) -> Vocabulary:

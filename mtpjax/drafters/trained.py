@@ -10,11 +10,13 @@ from typing import Any, ClassVar
 
 import flax.struct
 import jax
+import jax.numpy as jnp
 
 from mtpjax.decoding.config import DecodeConfig
-from mtpjax.decoding.drafter import Drafter
-from mtpjax.drafters.trunk_states import inner_layers
-from mtpjax.models.model import MTPModel
+from mtpjax.decoding.decoder import Decoder, Weights
+from mtpjax.decoding.drafter import Drafter, DraftLimits
+from mtpjax.drafters.scoring import ReducedHead, own_head
+from mtpjax.models.model import MTPModel, TrunkOutput, bind
 from mtpjax.models.parallel import num_shards
 from mtpjax.models.params import DRAFT_IDS, DRAFTER
 
@@ -33,6 +35,13 @@ class DraftParams(flax.struct.PyTreeNode):
     def beside_trunk(self) -> dict[str, Any]:
         """Returns them by their names in a tree that also holds the trunk."""
         return {DRAFTER: dict(self.network)} | ({} if self.draft_ids is None else {DRAFT_IDS: self.draft_ids})
+
+
+class PreparedDrafter(flax.struct.PyTreeNode):
+    """The drafter's parameters that a round reads."""
+
+    network: dict[str, Any]
+    head: ReducedHead | None  # None: the trunk's
 
 
 class TextRows(flax.struct.PyTreeNode):
@@ -72,6 +81,11 @@ class TrainedDrafter(Drafter):
     architecture: Any = dataclasses.field(kw_only=True)
     title: ClassVar[str]
     draws_anchors: ClassVar[bool] = False
+    limits: ClassVar[DraftLimits] = DraftLimits(
+        draft_vocabulary="draft_vocabulary applies only to drafter 'mtp': the head of a drafter with its own network "
+        "has its own draft vocabulary",
+        sharded_trunk="drafters with their own parameters do not support a mesh that splits the trunk",
+    )
 
     def __post_init__(self):
         # The output of the last layer is no layer's input: `select_states` takes it from the pass itself.
@@ -93,18 +107,33 @@ class TrainedDrafter(Drafter):
         """True if a draft may have fewer than `num_steps` tokens; a teacher-forced pass cannot predict that."""
         return False
 
+    @property
+    def head_names(self) -> tuple[str, ...]:
+        """Names of the output matrices in the network, one per level or one for all. The trunk's head replaces a
+        matrix that the network lacks."""
+        return ("head",)
+
     def heads(self, network: dict[str, Any], trunk_head: jax.Array, num_levels: int) -> tuple[jax.Array, ...]:
-        """Returns the heads `[D, R]` of the levels.
+        """Returns the heads `[D, R]` of the levels: one per level, or a single one that all levels share.
 
         Args:
             network: the drafter's parameters.
             trunk_head: `[D, V]`, for levels without a head of their own.
             num_levels: levels to run.
-
-        Returns:
-            One head per level, or a single one that all levels share. By default that is "head", or the trunk's.
         """
-        return (network.get("head", trunk_head),)
+        return tuple(network.get(name, trunk_head) for name in self.head_names[:num_levels])
+
+    def prepare(self, params: dict, draft_params: DraftParams, *, model: MTPModel) -> Any:
+        """Casts the drafter's own output matrices, and indexes the draft vocabulary."""
+        require_whole_trunk()
+        network, ids = draft_params.network, draft_params.draft_ids
+        matrices = tuple(network[name] for name in self.head_names if name in network)
+        return PreparedDrafter(network, own_head(params, matrices, ids, model=model) if matrices else None)
+
+    def select_states(self, decoder: Decoder, output: TrunkOutput) -> Any:
+        """Joins the trunk states that the network reads, `[B, T, n * D]`."""
+        own = self.architecture
+        return join_states(output, own.layer_ids, own.trunk.num_hidden_layers) if own.layer_ids else ()
 
     def levels(
         self, params: dict, rows: TextRows, heads: tuple[jax.Array, ...], *, model: MTPModel, num_levels: int
@@ -136,11 +165,8 @@ class TrainedDrafter(Drafter):
                 f"the {self.title} drafter is for a trunk of {trunk.num_hidden_layers} layers; "
                 f"this one has {found.num_hidden_layers}"
             )
-        if config.draft_vocabulary is not None:
-            raise ValueError(
-                f"draft_vocabulary applies only to drafter 'mtp': the head of a {self.title} drafter has a vocabulary "
-                "of its own"
-            )
+        if self.max_levels is not None and config.num_steps > self.max_levels:
+            raise ValueError(f"num_steps {config.num_steps} exceeds the {self.max_levels} {self.limits.levels}")
         if config.topk > self.architecture.draft_vocab_size:
             raise ValueError(
                 f"topk {config.topk} exceeds the {self.architecture.draft_vocab_size} tokens that can be drafted"
@@ -160,6 +186,29 @@ def embedding_table(params: dict, architecture: Any, model: MTPModel) -> jax.Arr
     return table if model.dtype is None else table.astype(model.dtype)
 
 
+def embed(architecture: Any, decoder: Decoder, weights: Weights, tokens: jax.Array, dtype: Any) -> jax.Array:
+    """Embeds tokens `[B, T]` for a round, by the drafter's own embedding or the trunk's."""
+    if architecture.own_embedding:
+        return weights.drafter.network["embedding"][tokens].astype(dtype)
+    return bind(decoder.model, weights.params)(tokens, method="embed")
+
+
+def inner_layers(layer_ids: tuple[int, ...], num_layers: int) -> tuple[int, ...]:
+    """Returns the layers below `num_layers`, whose input states the trunk must return (`Drafter.layer_ids`).
+
+    In a drafter's architecture, `num_layers` means the output of the last layer, and `num_layers + 1` that of the final
+    norm; neither is a layer's input.
+    """
+    return tuple(layer for layer in layer_ids if layer < num_layers)
+
+
+def join_states(output: TrunkOutput, layer_ids: tuple[int, ...], num_layers: int) -> jax.Array:
+    """Joins trunk states side by side, `[B, T, n * D]` in the order of `layer_ids`; see `inner_layers`."""
+    states = dict(zip(inner_layers(layer_ids, num_layers), output.states, strict=True))
+    states |= {num_layers: output.prenorm, num_layers + 1: output.hidden}
+    return jnp.concatenate([states[layer] for layer in layer_ids], axis=-1)
+
+
 def require_whole_trunk(sizes: Mapping[str, int] | None = None) -> None:
     """Raises `ValueError` if a mesh axis splits the trunk's width or heads: only MTP modules are split with the trunk.
 
@@ -169,7 +218,5 @@ def require_whole_trunk(sizes: Mapping[str, int] | None = None) -> None:
     for axis in ("tensor", "expert"):
         count = num_shards(axis) if sizes is None else sizes.get(axis, 1)
         if count > 1:
-            raise ValueError(
-                f"drafters with parameters of their own do not support a mesh that splits the trunk ({axis} {count}): "
-                "split only the rows, over data"
-            )
+            reason = TrainedDrafter.limits.sharded_trunk
+            raise ValueError(f"{reason} ({axis} {count}): split only the rows, over data")

@@ -13,7 +13,7 @@ from jax.core import Tracer
 from mtpjax.decoding.acceptance.rules import MAX_PARAMETERS
 from mtpjax.decoding.config import DecodeConfig, SamplingParams
 from mtpjax.decoding.decoder import StateShape
-from mtpjax.decoding.drafter import Drafter
+from mtpjax.decoding.drafter import Drafter, DraftLimits
 from mtpjax.decoding.sampling_params import make_sampling_arrays
 from mtpjax.decoding.state import NewRows, RowSettings
 from mtpjax.decoding.unused_settings import warn_of_unused_settings
@@ -192,8 +192,18 @@ def check_settings(model: MTPModel, config: DecodeConfig, drafter: Drafter) -> i
     if config.num_steps:
         if config.topk > 1 and has_recurrent_layers(model.config):
             raise ValueError(f"linear attention supports only chains: set topk to 1, got {config.topk}")
+        check_limits(drafter.limits, config)
         drafter.check(model, config)
     return limit
+
+
+def check_limits(limits: DraftLimits, config: DecodeConfig) -> None:
+    """Raises `ValueError` if settings need what the draft method does not support."""
+    if config.topk > 1 and limits.trees is not None:
+        raise ValueError(f"{limits.trees}; set topk to 1, got {config.topk}")
+    for name in ("draft_window", "draft_vocabulary"):
+        if getattr(config, name) is not None and (reason := getattr(limits, name)) is not None:
+            raise ValueError(reason)
 
 
 def _check_deterministic(model: MTPModel, config: DecodeConfig) -> None:

@@ -16,7 +16,7 @@ import pytest
 import mtpjax
 from conversion.hf_config import parse_config
 from mtpjax import MTPModel
-from mtpjax.drafters.dflash.forward import block_states
+from mtpjax.drafters.dflash.network import block_states
 from mtpjax.drafters.dspark.network import DSpark, DSparkConfig
 from mtpjax.drafters.eagle3.forward import eagle3_levels
 from mtpjax.models.forward import trunk_states

@@ -15,10 +15,9 @@ from mtpjax.decoding.prefill import prefill
 from mtpjax.decoding.sampling import SamplingArrays
 from mtpjax.decoding.spec import DecodeSpec
 from mtpjax.decoding.state import NewRows, start_rows
-from mtpjax.drafters import levels
+from mtpjax.drafters import scoring
 from mtpjax.drafters.dflash.drafting import DFlashDrafter
-from mtpjax.drafters.dflash.forward import block_states
-from mtpjax.drafters.dflash.network import DFlash, DFlashConfig
+from mtpjax.drafters.dflash.network import DFlash, DFlashConfig, block_states
 from mtpjax.drafters.dspark.drafting import DSparkDrafter
 from mtpjax.drafters.dspark.network import DSpark, DSparkConfig
 from mtpjax.drafters.trained import DraftParams
@@ -191,7 +190,7 @@ def share_noise(monkeypatch):
     def shared(seed, position, purpose, node, *sizes):
         return gumbel(seed, position, rng.BONUS, jnp.zeros_like(node), *sizes)
 
-    monkeypatch.setattr(levels.rng, "gumbel", shared)
+    monkeypatch.setattr(scoring.rng, "gumbel", shared)
 
 
 @pytest.mark.parametrize(
@@ -259,7 +258,7 @@ def test_prefill_in_chunks_and_the_uncached_twin_agree(name, trunk):
     np.testing.assert_array_equal(draft.tokens, again.tokens)
     np.testing.assert_allclose(draft.probabilities, again.probabilities, atol=1e-5)
     for row, text in enumerate(rows):
-        for found, expected in zip(jax.tree.leaves(parts.drafter.cache.layers), jax.tree.leaves(whole.drafter.cache.layers), strict=True):  # fmt: skip  # noqa: E501
+        for found, expected in zip(jax.tree.leaves(parts.drafter.caches[0].layers), jax.tree.leaves(whole.drafter.caches[0].layers), strict=True):  # fmt: skip  # noqa: E501
             np.testing.assert_allclose(found[row, :, : len(text)], expected[row, :, : len(text)], atol=1e-5)
     if name == "dspark":  # its first level alone: later ones depend on drafts
         assert drafter.architecture.sample_from_anchor
@@ -318,8 +317,8 @@ def test_rows_enter_a_running_state(name, trunk):
 
 def context_of(state, row, pages):
     """Keys and values of a row's context, `[K, length, H]` each."""
-    length = int(state.drafter.cache.length[row])
-    for leaf in jax.tree.leaves(state.drafter.cache.layers):
+    length = int(state.drafter.caches[0].length[row])
+    for leaf in jax.tree.leaves(state.drafter.caches[0].layers):
         yield np.concatenate([np.asarray(leaf[page]) for page in pages], axis=1)[:, :length]
 
 

@@ -69,7 +69,7 @@ def test_lookup_draws_the_tokens_of_plain_decoding(without_modules):
     [
         ({"topk": 2}, "supports only chains"),
         ({"draft_vocabulary": (1, 2)}, "draft_vocabulary applies only to drafter 'mtp'"),
-        ({"draft_window": 4}, "draft_window applies only to drafter 'mtp'"),
+        ({"draft_window": 4}, "draft_window applies only to drafters with a cache"),
     ],
 )
 def test_settings_of_modules_are_refused(changes, message, without_modules):

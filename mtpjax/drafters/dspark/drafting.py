@@ -9,10 +9,10 @@ import jax.numpy as jnp
 
 from mtpjax.decoding.config import DecodeConfig
 from mtpjax.decoding.decoder import Decoder, Weights
-from mtpjax.decoding.drafter import Draft
+from mtpjax.decoding.drafter import Draft, DraftLimits
 from mtpjax.decoding.sampling import PathTokens
 from mtpjax.decoding.state import DecodeState
-from mtpjax.drafters.dflash.drafting import DFlashDrafter
+from mtpjax.drafters.dflash.drafting import DFlashDrafter, block_limits
 from mtpjax.drafters.dspark.network import DSpark, DSparkConfig
 from mtpjax.drafters.levels import draft_levels
 from mtpjax.drafters.scoring import DraftScores
@@ -55,6 +55,7 @@ class DSparkDrafter(DFlashDrafter):
     architecture: DSparkConfig = dataclasses.field(kw_only=True)  # pyright: ignore[reportIncompatibleVariableOverride]
     confidence_threshold: float = dataclasses.field(default=0.0, kw_only=True)
     title: ClassVar[str] = "DSpark"
+    limits: ClassVar[DraftLimits] = block_limits("DSpark")
     network_type: ClassVar[type[DSpark]] = DSpark
 
     def __post_init__(self):

@@ -9,8 +9,7 @@ from typing import Any, get_args
 
 from conversion.config_reader import ConfigReader
 from conversion.tensor_slice import ParamSpec, copied, linear
-from mtpjax.drafters.dflash.hf_config import BlockFormat, describe_layer_ids
-from mtpjax.drafters.dflash.tensor_names import dflash_specs
+from mtpjax.drafters.dflash.hf_config import BlockFormat, describe_layer_ids, dflash_specs
 from mtpjax.drafters.dspark.network import DSparkConfig, MarkovHead
 from mtpjax.errors import ConfigError
 
@@ -47,14 +46,9 @@ def describe_heads(config: DSparkConfig) -> dict[str, Any]:
     }
 
 
-def _describe_deepspec(config: DSparkConfig, layers: dict[str, Any]) -> dict[str, Any]:
+def _describe_deepspec(config: DSparkConfig) -> dict[str, Any]:
     return {
-        **layers,
-        "architectures": [DEEPSPEC_CLASS],
-        "block_size": config.block_size,
-        "draft_vocab_size": config.draft_vocab_size,
         "mask_token_id": config.mask_token_id,
-        "num_target_layers": config.num_target_layers,
         **describe_layer_ids(config),
         **({} if config.sample_from_anchor else {"sample_from_anchor": False}),
         **describe_heads(config),

@@ -10,9 +10,9 @@ import flax.linen as nn
 import jax
 import jax.numpy as jnp
 
-from mtpjax.drafters.architecture import TrunkSizes, check_draft_vocabulary, check_layer_ids
+from mtpjax.drafters.architecture import LayersConfig, TrunkSizes
 from mtpjax.messages import require
-from mtpjax.models.config import LayerKind, ModelConfig
+from mtpjax.models.config import ModelConfig
 from mtpjax.models.layers.experts import SwiGLU
 from mtpjax.models.layers.grouped_attention import GroupedAttention
 from mtpjax.models.layers.norm import AddRMSNorm, RMSNorm
@@ -23,45 +23,30 @@ from pallas_kernels.partial_sums import PartialSums
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class Eagle3Config:
-    """The architecture of an EAGLE-3 drafter and the trunk states that it reads.
-
-    Letters: D width of the drafter, Dt width of the trunk, n trunk states, V vocabulary, R draft vocabulary.
+class Eagle3Config(LayersConfig):
+    """The architecture of an EAGLE-3 drafter and the trunk states that it reads; further letter: Dt width of the trunk.
 
     Args:
-        block: sizes of the drafter's own layers, of which it has `num_hidden_layers`; `vocab_size` is V.
-        layer_ids: the n trunk layers whose input states are read, in the order of the projection's inputs. The number
-            of trunk layers means the output of the last one, before the final norm, and one more that of this norm.
-        num_target_layers: layers of the trunk.
         target_hidden_size: width of the trunk, Dt.
-        draft_vocab_size: tokens that can be drafted, R.
         norm_before_residual: the first layer's residual is the normalised hidden state.
         norm_before_fc: one norm over all n states before the projection.
         fc_norm: a separate norm for each of the n states (EAGLE-3.1).
         norm_output: the next level reads the output after the final norm (EAGLE-3.1).
-        own_embedding: the drafter has an embedding; else it uses the trunk's.
-        own_head: the drafter has a head [D, R]; else it uses the trunk's.
 
     Raises:
         ValueError: for values that do not fit together.
     """
 
-    block: ModelConfig
-    layer_ids: tuple[int, ...]
-    num_target_layers: int
     target_hidden_size: int
-    draft_vocab_size: int
     norm_before_residual: bool = False
     norm_before_fc: bool = False
     fc_norm: bool = False
     norm_output: bool = False
-    own_embedding: bool = False
     own_head: bool = True
 
     def __post_init__(self):
-        object.__setattr__(self, "layer_ids", tuple(self.layer_ids))
+        super().__post_init__()
         block = self.block
-        check_layer_ids(self.layer_ids, self.num_target_layers)
         require(
             block.attention == "grouped" and not block.is_moe, "EAGLE-3 layers have grouped attention and are dense"
         )
@@ -70,22 +55,11 @@ class Eagle3Config:
             f"a drafter of width {block.hidden_size} needs its own embedding and head: "
             f"the trunk's have width {self.target_hidden_size}",
         )
-        check_draft_vocabulary(self.draft_vocab_size, block.vocab_size, own_head=self.own_head)
 
     @property
     def trunk(self) -> TrunkSizes:
         """The trunk that the drafter is for."""
         return TrunkSizes(self.block.vocab_size, self.target_hidden_size, self.num_target_layers)
-
-    @property
-    def kinds(self) -> tuple[LayerKind, ...]:
-        """Kinds of the drafter's layers."""
-        return self.block.trunk_kinds
-
-    @property
-    def features_size(self) -> int:
-        """Width of the n trunk states side by side."""
-        return len(self.layer_ids) * self.target_hidden_size
 
 
 class Eagle3(nn.Module):
@@ -116,7 +90,7 @@ class Eagle3(nn.Module):
     def __call__(self, features: jax.Array, tokens: jax.Array, view: View) -> None:
         """Uses every parameter once, so that `init` makes it."""
         D = self.config.block.hidden_size
-        embedded = self.embed(tokens) if self.config.own_embedding else jnp.zeros((*tokens.shape, D))
+        embedded = self.embedding[tokens] if self.config.own_embedding else jnp.zeros((*tokens.shape, D))
         self.run(self.fuse(features), embedded, view)
 
     def fuse(self, features: jax.Array) -> jax.Array:
@@ -127,10 +101,6 @@ class Eagle3(nn.Module):
         if self.config.norm_before_fc:
             features = self.norm_features(features)
         return matrix_product(features, self.fc, implementation=self.implementation)
-
-    def embed(self, tokens: jax.Array) -> jax.Array:
-        """Looks up the drafter's own embedding: `[B, T]` tokens to `[B, T, D]`."""
-        return self.embedding[tokens]
 
     def run(
         self,

@@ -1,16 +1,15 @@
 """Prompt lookup: copy the tokens that followed the same n-gram earlier in the row's own text."""
 
 import dataclasses
+from typing import ClassVar
 
 import jax
 import jax.numpy as jnp
 
-from mtpjax.decoding.config import DecodeConfig
 from mtpjax.decoding.decoder import Decoder, Weights
-from mtpjax.decoding.drafter import Draft, Drafter
+from mtpjax.decoding.drafter import Draft, Drafter, DraftLimits
 from mtpjax.decoding.state import DecodeState
 from mtpjax.models.layers.entries import read_rows
-from mtpjax.models.model import MTPModel
 from mtpjax.models.parallel import own_size
 from mtpjax.models.vocabulary import Vocabulary
 
@@ -26,14 +25,11 @@ class LookupDrafter(Drafter):
 
     min_n: int = 2
     max_n: int = 4
-
-    def check(self, model: MTPModel, config: DecodeConfig) -> None:
-        """Raises `ValueError` for trees and for settings that apply only to MTP modules."""
-        if config.topk > 1:
-            raise ValueError(f"drafter 'lookup' supports only chains: set topk to 1, got {config.topk}")
-        for name in ("draft_vocabulary", "draft_window"):
-            if getattr(config, name) is not None:
-                raise ValueError(f"{name} applies only to drafter 'mtp'; drafter 'lookup' copies from the text")
+    limits: ClassVar[DraftLimits] = DraftLimits(
+        trees="drafter 'lookup' supports only chains, since it copies one continuation",
+        draft_window="draft_window applies only to drafters with a cache; drafter 'lookup' copies from the text",
+        draft_vocabulary="draft_vocabulary applies only to drafter 'mtp'; drafter 'lookup' copies from the text",
+    )
 
     def propose(self, decoder: Decoder, weights: Weights, state: DecodeState) -> tuple[Draft, DecodeState]:
         """Copies `spec.num_steps` tokens; see `Drafter.propose`."""

@@ -11,15 +11,15 @@ import jax.numpy as jnp
 from mtpjax.decoding.config import DecodeConfig
 from mtpjax.decoding.decoder import Decoder, Weights
 from mtpjax.decoding.draft_tree import depths_and_ancestor_mask
-from mtpjax.decoding.drafter import Draft
+from mtpjax.decoding.drafter import Draft, DraftLimits
 from mtpjax.decoding.sampling import PathTokens
 from mtpjax.decoding.spec import DecodeSpec
 from mtpjax.decoding.state import DecodeState
 from mtpjax.drafters.levels import draft_levels
 from mtpjax.drafters.medusa.network import Medusa, MedusaConfig
-from mtpjax.drafters.scoring import DraftScores, ReducedHead, own_head
-from mtpjax.drafters.trained import DraftLevels, DraftParams, TextRows, TrainedDrafter, require_whole_trunk
-from mtpjax.drafters.tree import DynamicTreeBuilder, FixedTreeBuilder, extend_ancestor_mask
+from mtpjax.drafters.scoring import DraftScores
+from mtpjax.drafters.trained import DraftLevels, TextRows, TrainedDrafter
+from mtpjax.drafters.tree import extend_ancestor_mask, tree_builder
 from mtpjax.models.layers.entries import read_rows
 from mtpjax.models.model import MTPModel, TrunkOutput, multiply_head
 from mtpjax.models.params import DRAFTER
@@ -28,13 +28,6 @@ if TYPE_CHECKING:
     from mtpjax.decoding.verify import Acceptance
 
 Choices = tuple[tuple[int, ...], ...]
-
-
-class PreparedMedusa(flax.struct.PyTreeNode):
-    """The heads' parameters that a round reads."""
-
-    heads: dict[str, Any]
-    head: ReducedHead
 
 
 class MedusaState(flax.struct.PyTreeNode):
@@ -61,6 +54,11 @@ class MedusaDrafter(TrainedDrafter):
     architecture: MedusaConfig = dataclasses.field(kw_only=True)
     choices: Choices = dataclasses.field(default=(), kw_only=True)
     title: ClassVar[str] = "Medusa"
+    limits: ClassVar[DraftLimits] = dataclasses.replace(
+        TrainedDrafter.limits,
+        draft_window="draft_window applies only to drafters with a cache; Medusa heads have none",
+        levels="Medusa heads, one per level",
+    )
 
     def __post_init__(self):
         super().__post_init__()
@@ -84,10 +82,6 @@ class MedusaDrafter(TrainedDrafter):
     def check(self, model: MTPModel, config: DecodeConfig) -> None:
         """Raises `ValueError` if the heads are for a different trunk or do not support the settings."""
         super().check(model, config)
-        if config.draft_window is not None:
-            raise ValueError("draft_window applies only to drafters with a cache; Medusa heads attend to nothing")
-        if config.num_steps > self.max_levels:
-            raise ValueError(f"num_steps {config.num_steps} exceeds the {self.max_levels} Medusa heads, one per level")
         if self.choices:
             self._check_choices(config)
 
@@ -109,14 +103,11 @@ class MedusaDrafter(TrainedDrafter):
                 "use 'greedy', 'sample' or a lossy rule, or no choices"
             )
 
-    def prepare(self, params: dict, draft_params: DraftParams, *, model: MTPModel) -> PreparedMedusa:
-        """Casts the output matrices, and indexes the draft vocabulary."""
-        require_whole_trunk()
+    @property
+    def head_names(self) -> tuple[str, ...]:
+        """One output matrix per head, or one that they share."""
         own = self.architecture
-        names = [f"output_{index}" for index in range(1 if own.shares_output else own.num_heads)]
-        matrices = tuple(draft_params.network[name] for name in names)
-        head = own_head(params, matrices, draft_params.draft_ids, model=model)
-        return PreparedMedusa(draft_params.network, head)
+        return tuple(f"output_{index}" for index in range(1 if own.shares_output else own.num_heads))
 
     def init(self, decoder: Decoder, batch: int, capacity: int, dtype: Any) -> MedusaState:
         """Makes an empty state."""
@@ -147,7 +138,7 @@ class MedusaDrafter(TrainedDrafter):
             return super().propose(decoder, weights, state)
         # 1. The residual layers of every head that is used, at the state of the pending token.
         heads = Medusa(self.architecture, decoder.model.implementation)
-        run: Any = functools.partial(heads.apply, {"params": prepared.heads}, method="hidden")
+        run: Any = functools.partial(heads.apply, {"params": prepared.network}, method="hidden")
         hidden = [run(state.drafter.hidden, index) for index in range(spec.num_steps)]
 
         # 2. Scores of the tokens after f nodes of one level, which all read the same state.
@@ -176,12 +167,6 @@ class MedusaDrafter(TrainedDrafter):
         parents = jnp.broadcast_to(jnp.array(self.parents, jnp.int32)[None], tokens.shape)
         return Draft(tokens, None, parents, *depths_and_ancestor_mask(parents, spec.num_steps))
 
-    def heads(self, network: dict[str, Any], trunk_head: jax.Array, num_levels: int) -> tuple[jax.Array, ...]:
-        """Returns the output matrices of the heads, or the one that they share."""
-        return tuple(
-            network[f"output_{level}"] for level in range(1 if self.architecture.shares_output else num_levels)
-        )
-
     def levels(
         self, params: dict, rows: TextRows, heads: tuple[jax.Array, ...], *, model: MTPModel, num_levels: int
     ) -> DraftLevels:
@@ -194,7 +179,7 @@ class MedusaDrafter(TrainedDrafter):
 
 def _draft_tree(scores: Any, state: DecodeState, spec: DecodeSpec) -> Draft:
     """Drafts a tree level by level, as a draft network does, but from the same state in every level."""
-    builder = FixedTreeBuilder(state, spec) if spec.tree_shape else DynamicTreeBuilder(state, spec)
+    builder = tree_builder(state, spec)
     drafted, mask, num_nodes, path = jnp.zeros((len(state.tokens), 0), jnp.int32), None, 1, None
     for level in range(1, builder.num_levels + 1):
         tokens, parent = builder.add_level(level, scores(level, num_nodes, path))

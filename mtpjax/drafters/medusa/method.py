@@ -47,6 +47,5 @@ MEDUSA = DraftMethod(
         architecture=_new_architecture,
         init=_init,
         settings_of=lambda config: {"num_depths": config.num_heads},
-        is_head=lambda name: name.startswith("output_"),
     ),
 )

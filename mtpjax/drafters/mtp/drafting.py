@@ -14,9 +14,7 @@ from mtpjax.decoding.sampling import PathTokens
 from mtpjax.decoding.state import DecodeState
 from mtpjax.drafters.cached import CachedDrafter
 from mtpjax.drafters.scoring import DraftScores, ReducedHead, reduce_head
-from mtpjax.models.attention_kinds import has_recurrent_layers
-from mtpjax.models.cache import Cache, empty_cache
-from mtpjax.models.config import ModelConfig
+from mtpjax.models.config import LayerKind, ModelConfig
 from mtpjax.models.masks import Entries, View
 from mtpjax.models.model import MTPModel, TrunkOutput, bind
 from mtpjax.models.params import is_of_modules
@@ -78,8 +76,18 @@ class MTPDrafter(CachedDrafter):
                 f"num_steps {config.num_steps} with drafter 'mtp' needs at least one MTP module, but the model has "
                 "none; use drafter 'lookup', or add_mtp_modules and train"
             )
-        if config.topk > 1:
-            check_tree(model, config)
+        if config.topk == 1:
+            return
+        # A tree.
+        num_modules, num_draftable = model.config.num_mtp_modules, model.config.num_tokens or model.config.vocab_size
+        if num_modules > 1:
+            raise ValueError(
+                f"topk {config.topk} drafts trees, which need exactly one MTP module; the model has {num_modules}"
+            )
+        if config.draft_vocabulary is not None:
+            num_draftable = len(draftable_ids(config.draft_vocabulary, model))
+        if config.topk > num_draftable:
+            raise ValueError(f"topk {config.topk} exceeds the {num_draftable} tokens that can be drafted")
 
     def default_params(self, params: dict, config: DecodeConfig, *, model: MTPModel) -> MTPParams:
         """Returns the `mtp_*` leaves of the model's parameters, and the reduced vocabulary if there is one."""
@@ -98,22 +106,17 @@ class MTPDrafter(CachedDrafter):
             head = reduce_head(merged, draft_params.draft_ids, model=model)
         return PreparedMTP(merged, head)
 
-    def max_shift(self, model: MTPModel) -> int:
-        """Returns the shift of the last module."""
-        return model.config.num_mtp_modules
-
     def network(self, decoder: Decoder, weights: Weights) -> MTPNetwork:
         """Returns the modules, with their parameters."""
         return MTPNetwork(decoder, weights.drafter)
 
-    def num_caches(self, model: MTPModel, num_steps: int) -> int:
-        """Returns the number of modules that a call runs: at most one per level."""
-        return min(model.config.num_mtp_modules, num_steps)
+    def num_modules(self, model: MTPModel) -> int:
+        """Returns the number of the model's modules."""
+        return model.config.num_mtp_modules
 
-    def empty_module_cache(self, decoder: Decoder, batch: int, capacity: int, dtype: Any) -> Cache:
-        """Makes the cache of a module's one layer."""
-        config, spec = decoder.model.config, decoder.spec
-        return empty_cache(config, (config.mtp_kind,), batch, capacity, dtype, spec.kv_cache_dtype, spec.pool)
+    def module_layers(self, model: MTPModel) -> tuple[ModelConfig, tuple[LayerKind, ...]]:
+        """Returns the kind of a module's one layer, which has the trunk's sizes."""
+        return model.config, (model.config.mtp_kind,)
 
     def state_size(self, model: MTPModel) -> int:
         """Returns the trunk's width, D."""
@@ -122,29 +125,6 @@ class MTPDrafter(CachedDrafter):
     def select_states(self, decoder: Decoder, output: TrunkOutput) -> jax.Array:
         """Picks the hidden states `[B, T, D]` that enter the modules."""
         return decoder.model.mtp_input_hidden(output)
-
-
-def check_tree(model: MTPModel, config: DecodeConfig) -> None:
-    """Checks that the model's modules can draft the tree of `config`.
-
-    Args:
-        config: settings with topk above 1.
-
-    Raises:
-        ValueError: if they cannot.
-    """
-    num_modules, num_draftable = model.config.num_mtp_modules, model.config.num_tokens or model.config.vocab_size
-    if num_modules > 1:
-        raise ValueError(
-            f"topk {config.topk} drafts trees, which need exactly one MTP module; the model has {num_modules}"
-        )
-    # A recurrent state cannot follow the branches of a tree.
-    if has_recurrent_layers(model.config):
-        raise ValueError(f"linear attention supports only chains: set topk to 1, got {config.topk}")
-    if config.draft_vocabulary is not None:
-        num_draftable = len(draftable_ids(config.draft_vocabulary, model))
-    if config.topk > num_draftable:
-        raise ValueError(f"topk {config.topk} exceeds the {num_draftable} tokens that can be drafted")
 
 
 def draftable_ids(ids: tuple[int, ...], model: MTPModel) -> np.ndarray:
