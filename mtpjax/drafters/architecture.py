@@ -3,8 +3,13 @@
 import dataclasses
 from typing import Any, NamedTuple, Protocol
 
+import flax.linen as nn
+import jax
+import jax.numpy as jnp
+
 from mtpjax.messages import require
 from mtpjax.models.config import LayerKind, ModelConfig
+from mtpjax.models.masks import full_view
 
 
 class TrunkSizes(NamedTuple):
@@ -88,6 +93,14 @@ class LayersConfig:
     def features_size(self) -> int:
         """Width of the n trunk states side by side."""
         return len(self.layer_ids) * self.trunk.hidden_size
+
+
+def init_layers(network: type[nn.Module], config: LayersConfig, key: jax.Array) -> dict[str, Any]:
+    """Makes the parameters of a network, which is called with trunk states, embedded tokens and a view."""
+    # Only the shapes of the inputs matter here.
+    view = full_view(config.block, jnp.ones((1, 2), jnp.int32))
+    features, embedded = jnp.zeros((1, 2, config.features_size)), jnp.zeros((1, 2, config.block.hidden_size))
+    return jax.jit(network(config).init)(key, features, embedded, view)["params"]
 
 
 def dense_layers(trunk: ModelConfig, **changes: Any) -> ModelConfig:

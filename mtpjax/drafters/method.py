@@ -13,6 +13,7 @@ from mtpjax.decoding.drafter import Drafter, DraftLimits
 from mtpjax.drafters.architecture import DraftArchitecture, TrunkSizes
 from mtpjax.drafters.files.draft_ids import OFFSETS_AND_MARKS, IdsTensors
 from mtpjax.drafters.files.trunk_layers import LastLayerState
+from mtpjax.errors import UsageError
 from mtpjax.models.config import ModelConfig
 
 Shapes = Mapping[str, tuple[int, ...]]  # of tensors, by plain name (`mtpjax.drafters.files.tensor_names`)
@@ -110,6 +111,12 @@ class DraftMethod:
     is_of_model: bool = False
     files: DrafterFiles | None = None
     training: DraftTraining | None = None
+
+    def require_files(self) -> DrafterFiles:
+        """Returns its files; raises `UsageError` if it has none."""
+        if self.files is None:
+            raise UsageError(f"draft method {self.name} has no files of its own")
+        return self.files
 
     @property
     def limits(self) -> DraftLimits:

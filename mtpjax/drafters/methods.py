@@ -34,12 +34,14 @@ READINGS: dict[str, tuple[Any, ...]] = {
 }
 
 
-def find_method(name: str) -> DraftMethod:
-    """Finds a method by its name, or a user-defined one by `package.module:RECORD`.
+def find_method(name: DraftMethod | str) -> DraftMethod:
+    """Finds a method by its name, or a user-defined one by `package.module:RECORD`; returns a record as it is.
 
     Raises:
         UsageError: there is no such method, or the user's module or record cannot be imported.
     """
+    if isinstance(name, DraftMethod):
+        return name
     if ":" in name:
         return import_record(name, DraftMethod)
     known = {method.name: method for method in METHODS}
@@ -128,7 +130,9 @@ def load_drafter(
             raise UsageError(f"{name} must be {' or '.join(map(repr, choices))}, got {reading[name]!r}")
     found = find_checkpoint(path, is_model=False)
     found = found / DRAFTER_FOLDER if (found / DRAFTER_FOLDER / "config.json").is_file() else found
-    methods = METHODS if method is None else (_with_files(method),)
+    methods = METHODS if method is None else (find_method(method),)
+    if method is not None:
+        methods[0].require_files()
     stored = read_drafter(found, trunk, methods=methods, dtype=dtype, **reading)
     # 2. A drafter fits one vocabulary and width. The files do not say for which trunk of these sizes it was trained.
     sizes = stored.config.trunk
@@ -139,13 +143,6 @@ def load_drafter(
         )
     ids = None if stored.draft_ids is None else jnp.asarray(stored.draft_ids)
     return stored.method.for_architecture(stored.config), DraftParams(stored.params, ids)
-
-
-def _with_files(method: DraftMethod | str) -> DraftMethod:
-    found = find_method(method) if isinstance(method, str) else method
-    if found.files is None:
-        raise UsageError(f"draft method {found.name} has no files of its own")
-    return found
 
 
 def save_drafter(
@@ -188,7 +185,7 @@ def save_drafter(
         raise UsageError(f"drafter must be a drafter with parameters of its own, got {type(drafter).__name__}")
     if like is not None and format is not None:
         raise UsageError(f"format {format!r} with like: the files of like decide the format")
-    found = method_of(drafter) if method is None else _with_files(method)
+    found = method_of(drafter) if method is None else find_method(method)
     if found is None:
         raise UsageError(f"the draft method of {type(drafter).__name__} is not known: pass its record as method")
     stored = StoredDrafter(found, drafter.architecture, draft_params.network, draft_params.draft_ids)

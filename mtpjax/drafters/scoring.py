@@ -28,6 +28,13 @@ class ReducedHead(flax.struct.PyTreeNode):
     column: jax.Array  # [V] int32, column of each token, -1 where the token cannot be drafted
 
 
+class PreparedDrafter(flax.struct.PyTreeNode):
+    """The parameters that a round of a drafter with modules or its own network reads."""
+
+    network: dict[str, Any]  # of MTP modules: with those that they share with the trunk
+    head: ReducedHead | None  # None: the trunk's
+
+
 def reduce_head(params: dict, ids: jax.Array, *, model: MTPModel) -> ReducedHead:
     """Gathers every module's head columns of a reduced vocabulary, `ids [R]` ascending, once per call."""
     # Modules with their own heads each get a matrix; otherwise all share one.

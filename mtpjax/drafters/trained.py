@@ -15,7 +15,7 @@ import jax.numpy as jnp
 from mtpjax.decoding.config import DecodeConfig
 from mtpjax.decoding.decoder import Decoder, Weights
 from mtpjax.decoding.drafter import Drafter, DraftLimits
-from mtpjax.drafters.scoring import ReducedHead, own_head
+from mtpjax.drafters.scoring import PreparedDrafter, own_head
 from mtpjax.models.model import MTPModel, TrunkOutput, bind
 from mtpjax.models.parallel import num_shards
 from mtpjax.models.params import DRAFT_IDS, DRAFTER
@@ -35,13 +35,6 @@ class DraftParams(flax.struct.PyTreeNode):
     def beside_trunk(self) -> dict[str, Any]:
         """Returns them by their names in a tree that also holds the trunk."""
         return {DRAFTER: dict(self.network)} | ({} if self.draft_ids is None else {DRAFT_IDS: self.draft_ids})
-
-
-class PreparedDrafter(flax.struct.PyTreeNode):
-    """The drafter's parameters that a round reads."""
-
-    network: dict[str, Any]
-    head: ReducedHead | None  # None: the trunk's
 
 
 class TextRows(flax.struct.PyTreeNode):

@@ -9,13 +9,13 @@ import numpy as np
 import pytest
 
 from mtpjax import DecodeConfig, SamplingParams, generate, speculative_generate
+from mtpjax.drafters.architecture import init_layers
 from mtpjax.drafters.eagle3.drafting import Eagle3Drafter
 from mtpjax.drafters.eagle3.network import Eagle3, Eagle3Config
 from mtpjax.drafters.medusa.drafting import MedusaDrafter
 from mtpjax.drafters.medusa.network import Medusa, MedusaConfig
 from mtpjax.drafters.trained import DraftParams
 from mtpjax.models.config import ModelConfig
-from mtpjax.models.masks import full_view
 from tests.helpers.drafter_mesh import check_mesh
 from tests.helpers.laws import first_token_law, second_token_law, second_tokens
 from tests.helpers.running import Running
@@ -40,10 +40,7 @@ def eagle(num_layers=1, **switches):
     config = Eagle3Config(
         block=block, layer_ids=(0, 1, 2), num_target_layers=2, target_hidden_size=D, draft_vocab_size=R, **switches
     )
-    view = full_view(block, jnp.ones((1, 2), jnp.int32))
-    zeros = jnp.zeros((1, 2, config.features_size))
-    network = jax.jit(Eagle3(config).init)(jax.random.key(3), zeros, jnp.zeros((1, 2), jnp.int32), view)["params"]
-    return Eagle3Drafter(architecture=config), DraftParams(network, DRAFT_IDS)
+    return Eagle3Drafter(architecture=config), DraftParams(init_layers(Eagle3, config, jax.random.key(3)), DRAFT_IDS)
 
 
 @functools.cache

@@ -6,7 +6,8 @@ that these states enter.
 """
 
 import dataclasses
-from collections.abc import Callable
+import functools
+from collections.abc import Callable, Mapping
 from typing import Any
 
 from conversion.config_reader import ConfigReader
@@ -31,7 +32,7 @@ from mtpjax.drafters.files.trunk_layers import (
     entered_layers,
     read_last_layer_state,
 )
-from mtpjax.drafters.method import Reading, Shapes
+from mtpjax.drafters.method import DrafterFiles, Reading, Shapes
 from mtpjax.errors import ConfigError
 
 SPECULATORS = "speculators"
@@ -236,6 +237,22 @@ DFLASH_FORMAT = BlockFormat(
     describe_heads=lambda config: {},
     drafts_from_anchor=False,
 )
+
+
+def block_files(
+    kind: BlockFormat, specs: Callable[[Any], dict[str, ParamSpec]], tensor: str, keys: Mapping[str, Any] | None = None
+) -> DrafterFiles:
+    """Makes the record of the files of a method that drafts blocks."""
+    return DrafterFiles(
+        formats=(kind.authors, SPECULATORS),
+        format_with_ids=SPECULATORS,
+        parse=functools.partial(parse_blocks, kind),
+        specs=lambda config, form: specs(config),
+        describe=functools.partial(describe_blocks, kind),
+        is_of_speculators=True,
+        tensors=(tensor,),
+        keys=keys or {},
+    )
 
 
 def dflash_specs(config: DFlashConfig) -> dict[str, ParamSpec]:

@@ -1,20 +1,18 @@
 """The record of DFlash, and how drafters with blocks are made for training."""
 
 import dataclasses
+import functools
 from collections.abc import Collection
 from typing import Any
 
-import jax
-import jax.numpy as jnp
 import numpy as np
 
-from mtpjax.drafters.architecture import dense_layers
+from mtpjax.drafters.architecture import dense_layers, init_layers
 from mtpjax.drafters.dflash.drafting import DFlashDrafter
-from mtpjax.drafters.dflash.hf_config import DFLASH_FORMAT, describe_blocks, dflash_specs, parse_blocks
+from mtpjax.drafters.dflash.hf_config import DFLASH_FORMAT, block_files, dflash_specs
 from mtpjax.drafters.dflash.network import DFlash, DFlashConfig
-from mtpjax.drafters.method import DrafterFiles, DraftMethod, DraftTraining
+from mtpjax.drafters.method import DraftMethod, DraftTraining
 from mtpjax.models.config import ModelConfig
-from mtpjax.models.masks import full_view
 
 NUM_BLOCK_LAYERS = 5  # layers of a drafter, and trunk layers that it reads (2602.06036)
 MIN_BLOCK_LAYERS = 8  # from this depth on, five different layers fit between 2 and L - 2
@@ -62,34 +60,18 @@ def with_mask_token(config: DFlashConfig, settings: Any, counts: np.ndarray, end
     return dataclasses.replace(config, mask_token_id=len(counts) - 1 - int(np.argmin(counts[::-1])))
 
 
-def init_blocks(network: type[DFlash], config: DFlashConfig, key: jax.Array) -> dict[str, Any]:
-    """Makes the parameters of a network."""
-    # Only the shapes of the inputs matter here.
-    view = full_view(config.block, jnp.ones((1, 2), jnp.int32))
-    features, embedded = jnp.zeros((1, 2, config.features_size)), jnp.zeros((1, 2, config.block.hidden_size))
-    return jax.jit(network(config).init)(key, features, embedded, view)["params"]
-
-
 DFLASH = DraftMethod(
     name="dflash",
     title="DFlash",
     drafter=DFlashDrafter,
     algorithms=("DFLASH",),
-    files=DrafterFiles(
-        formats=("z-lab", "speculators"),
-        format_with_ids="speculators",
-        parse=lambda *arguments: parse_blocks(DFLASH_FORMAT, *arguments),
-        specs=lambda config, form: dflash_specs(config),
-        describe=lambda config, form: describe_blocks(DFLASH_FORMAT, config, form),
-        is_of_speculators=True,
-        tensors=("hidden_norm.weight",),
-    ),
+    files=block_files(DFLASH_FORMAT, dflash_specs, tensor="hidden_norm.weight"),
     training=DraftTraining(
         # The anchor's slot drafts nothing.
         architecture=lambda settings, *trunk: DFlashConfig(
             block_size=settings.num_depths + 1, **block_fields(settings, *trunk)
         ),
-        init=lambda config, key: init_blocks(DFlash, config, key),
+        init=functools.partial(init_layers, DFlash),
         settings_of=block_settings,
         settings=BLOCK_SETTINGS,
         fit_to_data=with_mask_token,

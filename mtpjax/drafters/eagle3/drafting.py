@@ -9,8 +9,7 @@ from mtpjax.decoding.decoder import Decoder, Weights
 from mtpjax.decoding.sampling import PathTokens
 from mtpjax.decoding.state import DecodeState
 from mtpjax.drafters.cached import CachedDrafter
-from mtpjax.drafters.eagle3.forward import eagle3_levels
-from mtpjax.drafters.eagle3.network import Eagle3, Eagle3Config
+from mtpjax.drafters.eagle3.network import Eagle3, Eagle3Config, eagle3_levels
 from mtpjax.drafters.scoring import DraftScores
 from mtpjax.drafters.trained import DraftLevels, TextRows, TrainedDrafter, embed, embedding_table
 from mtpjax.models.config import LayerKind, ModelConfig

@@ -1,18 +1,15 @@
 """The record of EAGLE-3, and how its drafters are made for training."""
 
+import functools
 from typing import Any
 
-import jax
-import jax.numpy as jnp
-
-from mtpjax.drafters.architecture import dense_layers
+from mtpjax.drafters.architecture import dense_layers, init_layers
 from mtpjax.drafters.eagle3.drafting import Eagle3Drafter
 from mtpjax.drafters.eagle3.hf_config import describe_eagle3, eagle3_specs, parse_eagle3
 from mtpjax.drafters.eagle3.network import Eagle3, Eagle3Config
 from mtpjax.drafters.files.tensor_names import ALIASES, MIDLAYER
 from mtpjax.drafters.method import DrafterFiles, DraftMethod, DraftTraining
 from mtpjax.models.config import ModelConfig
-from mtpjax.models.masks import full_view
 
 MIN_DEFAULT_LAYERS = 7  # from this depth on, the default layers are three different ones
 
@@ -33,13 +30,6 @@ def _new_architecture(settings: Any, trunk: ModelConfig, num_drafted: int) -> Ea
         target_hidden_size=trunk.hidden_size,
         draft_vocab_size=num_drafted,
     )
-
-
-def _init(config: Eagle3Config, key: jax.Array) -> dict[str, Any]:
-    # Only the shapes of the inputs matter here.
-    tokens = jnp.zeros((1, 2), jnp.int32)
-    features, view = jnp.zeros((1, 2, config.features_size)), full_view(config.block, tokens + 1)
-    return jax.jit(Eagle3(config).init)(key, features, tokens, view)["params"]
 
 
 def _rename(name: str, form: str) -> str:
@@ -66,7 +56,7 @@ EAGLE3 = DraftMethod(
     ),
     training=DraftTraining(
         architecture=_new_architecture,
-        init=_init,
+        init=functools.partial(init_layers, Eagle3),
         settings_of=lambda config: {"draft_layers": config.layer_ids},
         settings=("draft_layers",),
     ),

@@ -5,18 +5,21 @@ module does. It can read its own output instead of the trunk's states, one posit
 """
 
 import dataclasses
+from typing import Any
 
 import flax.linen as nn
 import jax
 import jax.numpy as jnp
 
 from mtpjax.drafters.architecture import LayersConfig, TrunkSizes
+from mtpjax.drafters.trained import DraftLevels
 from mtpjax.messages import require
 from mtpjax.models.config import ModelConfig
+from mtpjax.models.forward import shift_left
 from mtpjax.models.layers.experts import SwiGLU
 from mtpjax.models.layers.grouped_attention import GroupedAttention
 from mtpjax.models.layers.norm import AddRMSNorm, RMSNorm
-from mtpjax.models.masks import Entries, Recycled, View
+from mtpjax.models.masks import Entries, Recycled, View, full_view
 from mtpjax.models.model import multiply_head
 from mtpjax.models.quantized import matrix_product
 from pallas_kernels.partial_sums import PartialSums
@@ -87,10 +90,8 @@ class Eagle3(nn.Module):
         if config.own_head:
             self.head = self.param("head", matrix, (D, config.draft_vocab_size))
 
-    def __call__(self, features: jax.Array, tokens: jax.Array, view: View) -> None:
+    def __call__(self, features: jax.Array, embedded: jax.Array, view: View) -> None:
         """Uses every parameter once, so that `init` makes it."""
-        D = self.config.block.hidden_size
-        embedded = self.embedding[tokens] if self.config.own_embedding else jnp.zeros((*tokens.shape, D))
         self.run(self.fuse(features), embedded, view)
 
     def fuse(self, features: jax.Array) -> jax.Array:
@@ -131,10 +132,6 @@ class Eagle3(nn.Module):
         before, after = self.norm_final(x, update)
         return after, after if self.config.norm_output else before, tuple(entries)
 
-    def logits(self, hidden: jax.Array) -> jax.Array:
-        """Applies the drafter's own head: `[..., D]` to `[..., R]` float32."""
-        return multiply_head(hidden, self.head)
-
 
 class Eagle3Layer(nn.Module):
     """A decoder layer. The first one's attention reads the embedding and the hidden state side by side.
@@ -169,3 +166,58 @@ class Eagle3Layer(nn.Module):
         attended, entries, _ = attention(inputs, view, layer_cache)
         x, normed = AddRMSNorm(*settings, name="norm_feed_forward")(x, attended)
         return x, SwiGLU(config.intermediate_size, self.implementation, name="dense")(normed), entries
+
+
+def eagle3_levels(
+    params: Any,
+    features: jax.Array,
+    tokens: jax.Array,
+    embedding: jax.Array,
+    *,
+    config: Eagle3Config,
+    num_levels: int,
+    segment_ids: jax.Array | None = None,
+    implementation: str = "xla",
+) -> DraftLevels:
+    """Runs the levels that decoding drafts, over true tokens (the training-time test of EAGLE-3, 2503.01840).
+
+    Level 1 reads the trunk's states. Each later level reads the output of the level before. It attends to the entries
+    of level 1 up to its own row, and to those of its own row in later levels, as decoding does.
+
+    Args:
+        params: parameters of `Eagle3`; "head" is the drafter's, or the trunk's.
+        features: `[B, T, n * Dt]` trunk states side by side.
+        tokens: `[B, T]` int32 tokens of these positions.
+        embedding: `[V, D]` the embedding, the trunk's or the drafter's own.
+        config: the architecture.
+        num_levels: levels to run.
+        segment_ids: `[B, T]` int32 documents of packed rows; 0 is padding. None: one document per row.
+        implementation: what runs the kernels.
+
+    Returns:
+        The outputs of every level. Rows from T-k on of level k hold garbage.
+    """
+
+    def apply(*arguments: Any, method: str) -> Any:
+        return Eagle3(config, implementation).apply({"params": params}, *arguments, method=method)
+
+    segments = jnp.ones(tokens.shape, jnp.int32) if segment_ids is None else segment_ids
+    hidden = apply(features, method="fuse")
+    base: tuple[Entries, ...] = ()
+    levels: list[tuple[Entries, ...]] = []
+    logits, inputs = [], []
+    for level in range(1, num_levels + 1):
+        # Level k reads the token k positions further, at the rotary position of its slot.
+        view = full_view(config.block, segments, shift=level - 1)
+        embedded = embedding[shift_left(tokens, level)]
+        layers = None
+        if level > 1:
+            layers = tuple(Recycled(kept, tuple(each[index] for each in levels)) for index, kept in enumerate(base))
+        output, hidden, entries = apply(hidden, embedded, view, layers, method="run")
+        if level == 1:
+            base = entries
+        else:
+            levels.append(entries)
+        logits.append(multiply_head(output, params["head"]))
+        inputs.append(output)
+    return DraftLevels(tuple(logits), tuple(inputs))

@@ -21,7 +21,7 @@ from mtpjax.drafters.architecture import DraftArchitecture, TrunkSizes
 from mtpjax.drafters.files.detect import detect_method
 from mtpjax.drafters.files.tensor_names import names_in_files, rename_slices
 from mtpjax.drafters.files.torch_file import TorchFile
-from mtpjax.drafters.method import DrafterFiles, DraftMethod, Reading
+from mtpjax.drafters.method import DraftMethod, Reading
 from mtpjax.errors import CheckpointFileError, ConfigError
 from mtpjax.messages import count_of
 from mtpjax.safe_open import read_inside
@@ -42,12 +42,6 @@ class StoredDrafter:
     config: DraftArchitecture
     params: dict[str, Any]  # of the network, nested by name
     draft_ids: Any  # [R] int32 token of each column of the head; None: column j is token j
-
-    @property
-    def files(self) -> DrafterFiles:
-        """How files hold it."""
-        assert self.method.files is not None
-        return self.method.files
 
 
 @dataclasses.dataclass(frozen=True)
@@ -91,7 +85,7 @@ def read_drafter(
             params[tuple(name.split("/"))] = jax.device_put(read_as(files, NO_SCALES, spec, index, kind))
         config = plan.config
         stored = StoredDrafter(plan.method, config, unflatten_dict(params), None)
-        ids = stored.files.ids.read(files, plan.names, config.draft_vocab_size, config.trunk.vocab_size)
+        ids = plan.method.require_files().ids.read(files, plan.names, config.draft_vocab_size, config.trunk.vocab_size)
         if isinstance(files, CheckpointFiles):
             files.report()
             # A drafter without a head or an embedding uses the trunk's, so a missing one may be intended.
@@ -140,15 +134,15 @@ def make_drafter_plan(
     # 1. The architecture, and the tensors that it has.
     try:
         method = methods[0] if len(methods) == 1 else detect_method(values, shapes, methods)
-        assert method.files is not None
-        config, format = method.files.parse(values, shapes, trunk, reading)
+        own = method.require_files()
+        config, format = own.parse(values, shapes, trunk, reading)
     except ConfigError as error:
         raise ConfigError(f"{path}: {error}") from error
-    specs = method.files.specs(config, format)
+    specs = own.specs(config, format)
     # 2. Each tensor once, of the shape that the configuration implies.
     wanted = {piece.name: piece.shape for spec in specs.values() for piece in spec.slices}
     missing = sorted(wanted.keys() - shapes.keys())
-    extra = sorted(shapes.keys() - wanted.keys() - {*method.files.ids.names})
+    extra = sorted(shapes.keys() - wanted.keys() - {*own.ids.names})
     quantization = values.get("quantization_config") or {}
     quantized = f" Packed or scaled weights ({quantization}) of drafters are not supported." if quantization else ""
     if missing:

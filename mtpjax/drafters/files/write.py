@@ -101,8 +101,7 @@ def _plan_like(path: pathlib.Path, files: CheckpointFiles | TorchFile, drafter: 
 
 def _describe(method: DraftMethod, config: Any, form: str | None) -> tuple[dict[str, ParamSpec], dict[str, Any]]:
     """Returns the tensors and the configuration of a new file."""
-    files = method.files
-    assert files is not None
+    files = method.require_files()
     if form not in (None, *files.formats):
         raise ConfigError(f"{method.title} is written as {' or '.join(map(repr, files.formats))}, not {form!r}")
     form = form or files.formats[0]
@@ -117,9 +116,9 @@ def find_form(method: DraftMethod, config: Any, *, has_draft_ids: bool) -> str:
     Raises:
         ConfigError: no format can express it.
     """
-    assert method.files is not None
-    preferred, reasons = method.files.format_with_ids if has_draft_ids else None, []
-    for form in sorted(method.files.formats, key=lambda form: form != preferred):
+    files, reasons = method.require_files(), []
+    preferred = files.format_with_ids if has_draft_ids else None
+    for form in sorted(files.formats, key=lambda form: form != preferred):
         try:
             _describe(method, config, form)
             return form
@@ -132,7 +131,8 @@ def _ids_tensors(drafter: StoredDrafter) -> dict[str, np.ndarray]:
     """Returns the tensors of the draft vocabulary by name."""
     if drafter.draft_ids is None:
         return {}
-    return drafter.files.ids.write(np.asarray(drafter.draft_ids).astype(np.int64), drafter.config.trunk.vocab_size)
+    ids = np.asarray(drafter.draft_ids).astype(np.int64)
+    return drafter.method.require_files().ids.write(ids, drafter.config.trunk.vocab_size)
 
 
 def _flat(drafter: StoredDrafter) -> dict[str, np.ndarray]:

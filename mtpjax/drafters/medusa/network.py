@@ -95,13 +95,9 @@ class Medusa(nn.Module):
 
     def __call__(self, hidden: jax.Array) -> jax.Array:
         """Computes the logits of every head: `[..., D]` to `[num_heads, ..., R]` float32."""
-        logits = [self.logits(hidden, index) for index in range(self.config.num_heads)]
-        return jnp.stack(logits)
+        inputs = [self.hidden(hidden, index) for index in range(self.config.num_heads)]
+        return jnp.stack([multiply_head(x, self.output[k % len(self.output)]) for k, x in enumerate(inputs)])
 
     def hidden(self, hidden: jax.Array, index: int) -> jax.Array:
         """Runs the residual layers of head `index`: `[..., D]` to `[..., D]`."""
         return self.block[index](hidden)
-
-    def logits(self, hidden: jax.Array, index: int) -> jax.Array:
-        """Computes the logits of head `index`: `[..., D]` to `[..., R]` float32."""
-        return multiply_head(self.hidden(hidden, index), self.output[0 if self.config.shares_output else index])

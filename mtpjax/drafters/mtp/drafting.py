@@ -13,7 +13,7 @@ from mtpjax.decoding.decoder import Decoder, Weights
 from mtpjax.decoding.sampling import PathTokens
 from mtpjax.decoding.state import DecodeState
 from mtpjax.drafters.cached import CachedDrafter
-from mtpjax.drafters.scoring import DraftScores, ReducedHead, reduce_head
+from mtpjax.drafters.scoring import DraftScores, PreparedDrafter, reduce_head
 from mtpjax.models.config import LayerKind, ModelConfig
 from mtpjax.models.masks import Entries, View
 from mtpjax.models.model import MTPModel, TrunkOutput, bind
@@ -27,19 +27,12 @@ class MTPParams(flax.struct.PyTreeNode):
     draft_ids: jax.Array | None = None  # [R] int32 reduced draft vocabulary, ascending
 
 
-class PreparedMTP(flax.struct.PyTreeNode):
-    """The parameters that a round reads: the modules', and those that they share with the trunk."""
-
-    params: dict[str, Any]
-    head: ReducedHead | None
-
-
 @dataclasses.dataclass(frozen=True)
 class MTPNetwork:
     """The model's MTP modules as a `DraftNetwork`."""
 
     decoder: Decoder
-    prepared: PreparedMTP
+    prepared: PreparedDrafter
 
     @property
     def config(self) -> ModelConfig:
@@ -54,7 +47,7 @@ class MTPNetwork:
         self, index: int, hidden: jax.Array, tokens: jax.Array, view: View, layers: tuple[Entries, ...]
     ) -> tuple[jax.Array, jax.Array, tuple[Entries, ...]]:
         """Runs module `index`; see `DraftNetwork.run`."""
-        apply = bind(self.decoder.model, self.prepared.params)
+        apply = bind(self.decoder.model, self.prepared.network)
         output, chained, entries = apply(hidden, tokens, view, layers[0], index=index, method="run_module")
         return output, chained, (entries,)
 
@@ -62,7 +55,7 @@ class MTPNetwork:
         self, state: DecodeState, output: jax.Array, index: int, path: PathTokens | None, level: int
     ) -> DraftScores:
         """Scores tokens by the module's head, or a reduced one; see `DraftNetwork.scores`."""
-        return DraftScores(self.decoder, self.prepared.params, state, self.prepared.head, output, index, path, level)
+        return DraftScores(self.decoder, self.prepared.network, state, self.prepared.head, output, index, path, level)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -92,19 +85,15 @@ class MTPDrafter(CachedDrafter):
     def default_params(self, params: dict, config: DecodeConfig, *, model: MTPModel) -> MTPParams:
         """Returns the `mtp_*` leaves of the model's parameters, and the reduced vocabulary if there is one."""
         modules = {name: leaf for name, leaf in params.items() if is_of_modules(name)}
-        ids = None
-        if config.draft_vocabulary is not None:
-            ids = jnp.asarray(draftable_ids(config.draft_vocabulary, model))
-        return MTPParams(modules, ids)
+        ids = config.draft_vocabulary
+        return MTPParams(modules, None if ids is None else jnp.asarray(draftable_ids(ids, model)))
 
-    def prepare(self, params: dict, draft_params: MTPParams, *, model: MTPModel) -> PreparedMTP:
+    def prepare(self, params: dict, draft_params: MTPParams, *, model: MTPModel) -> PreparedDrafter:
         """Joins the modules with the parameters that they share with the trunk, and gathers the reduced head."""
         # Modules share the embedding, and often the head, with the trunk.
         merged = {**params, **draft_params.modules}
-        head = None
-        if draft_params.draft_ids is not None:
-            head = reduce_head(merged, draft_params.draft_ids, model=model)
-        return PreparedMTP(merged, head)
+        ids = draft_params.draft_ids
+        return PreparedDrafter(merged, None if ids is None else reduce_head(merged, ids, model=model))
 
     def network(self, decoder: Decoder, weights: Weights) -> MTPNetwork:
         """Returns the modules, with their parameters."""
