@@ -1,7 +1,7 @@
 """Drafters whose modules read the trunk's states and keep KV caches: extend, propose, and their backlog."""
 
 import dataclasses
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -32,6 +32,15 @@ from mtpjax.models.model import MTPModel
 from mtpjax.models.parallel import over_rows
 
 
+class ModuleSizes(NamedTuple):
+    """The modules of a drafter, which are alike."""
+
+    num_modules: int  # a call runs at most one per draft level, M
+    config: ModelConfig  # sizes of the layers
+    kinds: tuple[LayerKind, ...]  # of the layers of one module
+    state_size: int  # width of the trunk states that `select_states` picks
+
+
 @dataclasses.dataclass(frozen=True)
 class CachedDrafter(BufferedDrafter):
     """Base of drafters with M modules and a KV cache each. A subclass defines the modules.
@@ -43,21 +52,13 @@ class CachedDrafter(BufferedDrafter):
         """Returns the modules, with their parameters."""
         raise NotImplementedError
 
-    def num_modules(self, model: MTPModel) -> int:
-        """Returns the number of modules. A call runs at most one per draft level, M."""
-        raise NotImplementedError
-
-    def module_layers(self, model: MTPModel) -> tuple[ModelConfig, tuple[LayerKind, ...]]:
-        """Returns the sizes and the kinds of the layers of one module."""
-        raise NotImplementedError
-
-    def state_size(self, model: MTPModel) -> int:
-        """Returns the width of the trunk states that `select_states` picks."""
+    def sizes(self, model: MTPModel) -> ModuleSizes:
+        """Returns the number and the sizes of the modules."""
         raise NotImplementedError
 
     def max_shift(self, model: MTPModel) -> int:
         """Returns the shift of the last module."""
-        return self.num_modules(model)
+        return self.sizes(model).num_modules
 
     def num_extend_positions(self, model: MTPModel, num_steps: int) -> int:
         """Returns how many positions each module processes per round: K + M, at least 1.
@@ -65,7 +66,7 @@ class CachedDrafter(BufferedDrafter):
         These are the K+1 verified positions and the M-1 before them, whose entries in some module came from drafted
         tokens.
         """
-        return max(num_steps + min(self.num_modules(model), num_steps), 1)
+        return max(num_steps + min(self.sizes(model).num_modules, num_steps), 1)
 
     def num_scratch_slots(self, decoder: Decoder) -> int:
         """Returns the maximum number of slots that extending and drafting write after the committed text."""
@@ -84,7 +85,7 @@ class CachedDrafter(BufferedDrafter):
     def init(self, decoder: Decoder, batch: int, capacity: int, dtype: Any) -> ModulesState:
         """Makes empty module caches and an empty buffer of trunk states."""
         model, spec = decoder.model, decoder.spec
-        config, kinds = self.module_layers(model)
+        num_modules, config, kinds, state_size = self.sizes(model)
         # An adaptive call also buffers the states of rounds of depth 0, which do not run the modules.
         buffer_size = self.num_extend_positions(model, spec.num_steps)
         if spec.is_adaptive:
@@ -92,9 +93,9 @@ class CachedDrafter(BufferedDrafter):
         return ModulesState(
             caches=tuple(
                 empty_cache(config, kinds, batch, capacity, dtype, spec.kv_cache_dtype, spec.pool)
-                for _ in range(min(self.num_modules(model), spec.num_steps))
+                for _ in range(min(num_modules, spec.num_steps))
             ),
-            hidden=jnp.zeros((batch, buffer_size, self.state_size(model)), dtype),
+            hidden=jnp.zeros((batch, buffer_size, state_size), dtype),
             hidden_start=jnp.zeros(batch, jnp.int32),
         )
 

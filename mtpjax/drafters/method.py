@@ -12,7 +12,7 @@ from mtpjax.decoding.config import DecodeConfig
 from mtpjax.decoding.drafter import Drafter, DraftLimits
 from mtpjax.drafters.architecture import DraftArchitecture, TrunkSizes
 from mtpjax.drafters.files.draft_ids import OFFSETS_AND_MARKS, IdsTensors
-from mtpjax.drafters.files.trunk_layers import LastLayerState
+from mtpjax.drafters.files.trunk_layers import STATES, LastLayerState
 from mtpjax.errors import UsageError
 from mtpjax.models.config import ModelConfig
 
@@ -26,6 +26,15 @@ class Reading(TypedDict, total=False):
     norm_before_residual: bool | None
     sample_from_anchor: bool | None
     last_layer_state: LastLayerState | None
+
+
+# The choices of `Reading`.
+READINGS: dict[str, tuple[Any, ...]] = {
+    "aux_layers": ("entered", "output"),
+    "norm_before_residual": (True, False),
+    "sample_from_anchor": (True, False),
+    "last_layer_state": STATES,
+}
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, eq=False)

@@ -10,11 +10,11 @@ from mtpjax.drafters.dflash.method import DFLASH
 from mtpjax.drafters.dspark.method import DSPARK
 from mtpjax.drafters.eagle3.method import EAGLE3
 from mtpjax.drafters.files.read import StoredDrafter, read_drafter
-from mtpjax.drafters.files.trunk_layers import STATES, LastLayerState
+from mtpjax.drafters.files.trunk_layers import LastLayerState
 from mtpjax.drafters.files.write import write_drafter
 from mtpjax.drafters.lookup.method import LOOKUP
 from mtpjax.drafters.medusa.method import MEDUSA
-from mtpjax.drafters.method import DraftMethod
+from mtpjax.drafters.method import READINGS, DraftMethod
 from mtpjax.drafters.mtp.method import MTP
 from mtpjax.drafters.trained import DraftParams, TrainedDrafter
 from mtpjax.errors import UsageError, printable
@@ -25,13 +25,6 @@ from mtpjax.records import import_record
 
 METHODS: tuple[DraftMethod, ...] = (MTP, LOOKUP, EAGLE3, MEDUSA, DFLASH, DSPARK)
 DRAFTER_FOLDER = "drafter"  # in the run folder of `mtpjax train drafter=...`
-# Values of `Reading`.
-READINGS: dict[str, tuple[Any, ...]] = {
-    "aux_layers": ("entered", "output"),
-    "norm_before_residual": (True, False),
-    "sample_from_anchor": (True, False),
-    "last_layer_state": STATES,
-}
 
 
 def find_method(name: DraftMethod | str) -> DraftMethod:

@@ -109,9 +109,7 @@ class FixedTreeBuilder:
         # temperature 0 get no noise: they take the k best.
         is_greedy = (sampling.temperature == 0)[:, None, None]
         probabilities = jnp.where(
-            is_greedy,
-            softmax_at_temperature(logits, state, vocabulary),
-            distribution(logits, sampling, vocabulary),
+            is_greedy, softmax_at_temperature(logits, state, vocabulary), distribution(logits, sampling, vocabulary)
         )
         self.probabilities.append(probabilities)
         round_start = jnp.broadcast_to(state.length[:, None], (B, len(nodes)))

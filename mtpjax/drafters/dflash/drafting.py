@@ -142,10 +142,7 @@ class DFlashDrafter(TrainedDrafter, BufferedDrafter):
         offset = jnp.broadcast_to(jnp.arange(X)[None, :], (B, X))
         distance = jnp.arange(X)[:, None] - jnp.arange(X)[None, :]  # from the key's slot to the query's
         made: dict[tuple[int, bool], View] = {}
-        for kind in zip(own.windows, own.is_causal, strict=True):
-            window, is_causal = kind
-            if kind in made:
-                continue
+        for window, is_causal in dict.fromkeys(zip(own.windows, own.is_causal, strict=True)):
             is_seen = distance >= 0 if is_causal else jnp.ones((X, X), bool)
             if window and not own.window_from_anchor:
                 is_seen &= jnp.abs(distance) < window
@@ -158,7 +155,7 @@ class DFlashDrafter(TrainedDrafter, BufferedDrafter):
             depths = jnp.zeros_like(offset) if window and own.window_from_anchor else offset
             tree = TreeSlots(base, depths, jnp.broadcast_to(is_seen[None], (B, X, X)))
             view = view_pass(state, own.block, base, X, num_used=X, tree=tree, window=limit)
-            made[kind] = of_drafter(view).replace(angles=rotary_angles(own.block, base[:, None] + offset))
+            made[window, is_causal] = of_drafter(view).replace(angles=rotary_angles(own.block, base[:, None] + offset))
         return tuple(made[kind] for kind in zip(own.windows, own.is_causal, strict=True))
 
     def drain_backlog(self, decoder: Decoder, weights: Weights, state: DecodeState, depth: jax.Array) -> DecodeState:

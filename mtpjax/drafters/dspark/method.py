@@ -5,12 +5,7 @@ from typing import Any
 
 from mtpjax.drafters.architecture import init_layers
 from mtpjax.drafters.dflash.hf_config import block_files
-from mtpjax.drafters.dflash.method import (
-    BLOCK_SETTINGS,
-    block_fields,
-    block_settings,
-    with_mask_token,
-)
+from mtpjax.drafters.dflash.method import BLOCK_SETTINGS, block_fields, block_settings, with_mask_token
 from mtpjax.drafters.dspark.drafting import DSparkDrafter
 from mtpjax.drafters.dspark.hf_files import DSPARK_FORMAT, dspark_specs
 from mtpjax.drafters.dspark.network import DSpark, DSparkConfig

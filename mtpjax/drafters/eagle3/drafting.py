@@ -8,11 +8,11 @@ import jax
 from mtpjax.decoding.decoder import Decoder, Weights
 from mtpjax.decoding.sampling import PathTokens
 from mtpjax.decoding.state import DecodeState
-from mtpjax.drafters.cached import CachedDrafter
+from mtpjax.drafters.cached import CachedDrafter, ModuleSizes
 from mtpjax.drafters.eagle3.network import Eagle3, Eagle3Config, eagle3_levels
 from mtpjax.drafters.scoring import DraftScores
 from mtpjax.drafters.trained import DraftLevels, TextRows, TrainedDrafter, embed, embedding_table
-from mtpjax.models.config import LayerKind, ModelConfig
+from mtpjax.models.config import ModelConfig
 from mtpjax.models.masks import Entries, View
 from mtpjax.models.model import MTPModel
 from mtpjax.models.params import DRAFTER
@@ -75,17 +75,10 @@ class Eagle3Drafter(TrainedDrafter, CachedDrafter):
         """Returns the network with its parameters."""
         return Eagle3Network(decoder, weights, self.architecture)
 
-    def num_modules(self, model: MTPModel) -> int:
-        """Returns 1: row i reads the token of position i+1, and later levels run the network on its own output."""
-        return 1
-
-    def module_layers(self, model: MTPModel) -> tuple[ModelConfig, tuple[LayerKind, ...]]:
-        """Returns the sizes and the kinds of the drafter's own layers."""
-        return self.architecture.block, self.architecture.kinds
-
-    def state_size(self, model: MTPModel) -> int:
-        """Returns the width of the trunk states side by side."""
-        return self.architecture.features_size
+    def sizes(self, model: MTPModel) -> ModuleSizes:
+        """Returns the sizes of one module: later levels run the network on its own output."""
+        own = self.architecture
+        return ModuleSizes(1, own.block, own.kinds, own.features_size)
 
     def levels(
         self, params: dict, rows: TextRows, heads: tuple[jax.Array, ...], *, model: MTPModel, num_levels: int

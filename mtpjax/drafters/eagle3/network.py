@@ -104,11 +104,7 @@ class Eagle3(nn.Module):
         return matrix_product(features, self.fc, implementation=self.implementation)
 
     def run(
-        self,
-        hidden: jax.Array,
-        embedding: jax.Array,
-        view: View,
-        layers: tuple[Entries | Recycled, ...] | None = None,
+        self, hidden: jax.Array, embedding: jax.Array, view: View, layers: tuple[Entries | Recycled, ...] | None = None
     ) -> tuple[jax.Array, jax.Array, tuple[Entries, ...]]:
         """Runs the drafter's layers.
 

@@ -1,10 +1,9 @@
 """Reads a published drafter into a configuration and parameters."""
 
-import contextlib
 import dataclasses
 import logging
 import pathlib
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from typing import Any, Unpack
 
 import jax
@@ -94,18 +93,14 @@ def read_drafter(
     return dataclasses.replace(stored, draft_ids=ids)
 
 
-@contextlib.contextmanager
-def open_drafter(path: pathlib.Path) -> Iterator[CheckpointFiles | TorchFile]:
-    """Opens the weights of a drafter: safetensors where there are any, else Medusa's `.pt` file."""
-    has_safetensors = not path.is_dir() or any((path / name).exists() for name in (SINGLE, INDEX))
-    if not has_safetensors and (path / MEDUSA_SAFETENSORS).exists():
-        files: CheckpointFiles | TorchFile = CheckpointFiles(path, only=MEDUSA_SAFETENSORS)
-    elif not has_safetensors and (path / MEDUSA_TORCH).exists():
-        files = TorchFile(path / MEDUSA_TORCH)
-    else:
-        files = CheckpointFiles(path)
-    with files:
-        yield files
+def open_drafter(path: pathlib.Path) -> CheckpointFiles | TorchFile:
+    """Opens the weights of a drafter: files with safetensors' usual names, else those of Medusa's authors."""
+    has_usual = not path.is_dir() or any((path / name).exists() for name in (SINGLE, INDEX))
+    if not has_usual and (path / MEDUSA_SAFETENSORS).exists():
+        return CheckpointFiles(path, only=MEDUSA_SAFETENSORS)
+    if not has_usual and (path / MEDUSA_TORCH).exists():
+        return TorchFile(path / MEDUSA_TORCH)
+    return CheckpointFiles(path)
 
 
 def config_bytes(path: pathlib.Path) -> bytes:

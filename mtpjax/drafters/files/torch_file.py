@@ -11,7 +11,7 @@ import os
 import pathlib
 import pickletools
 import zipfile
-from collections.abc import Hashable
+from collections.abc import Callable, Hashable, Sequence
 from typing import Any, NamedTuple
 
 import ml_dtypes
@@ -166,45 +166,34 @@ def _interpret(content: bytes) -> Any:
         del stack[len(stack) - count :]
         return items
 
-    constants = {"NONE": None, "NEWTRUE": True, "NEWFALSE": False, "EMPTY_TUPLE": ()}
-    values = ("BININT", "BININT1", "BININT2", "LONG1", "BINUNICODE", "SHORT_BINUNICODE")
+    push = stack.append
+    operations: dict[str, Callable[[Any], Any]] = {
+        **dict.fromkeys(("PROTO", "FRAME"), lambda _: None),
+        **dict.fromkeys(("BININT", "BININT1", "BININT2", "LONG1", "BINUNICODE", "SHORT_BINUNICODE"), push),
+        "NONE": lambda _: push(None),
+        "NEWTRUE": lambda _: push(True),
+        "NEWFALSE": lambda _: push(False),
+        "EMPTY_DICT": lambda _: push({}),
+        "EMPTY_TUPLE": lambda _: push(()),
+        "MARK": lambda _: push(_MARK),
+        "MEMOIZE": lambda _: memo.update({len(memo): stack[-1]}),
+        **dict.fromkeys(("BINPUT", "LONG_BINPUT"), lambda key: memo.update({key: stack[-1]})),
+        **dict.fromkeys(("BINGET", "LONG_BINGET"), lambda key: push(memo[key])),
+        "TUPLE": lambda _: push(tuple(pop_mark())),
+        **{f"TUPLE{count}": lambda _, count=count: push(pop(count)) for count in (1, 2, 3)},
+        "GLOBAL": lambda text: push(_known(_Name(*str(text).split(" ")))),
+        "STACK_GLOBAL": lambda _: push(_known(_Name(*pop(2)))),
+        "BINPERSID": lambda _: push(_storage(stack.pop())),
+        "REDUCE": lambda _: push(_rebuild(*pop(2))),
+        "SETITEM": lambda _: _update(pop(2), stack),
+        "SETITEMS": lambda _: _update(pop_mark(), stack),
+    }
     for opcode, argument, _ in pickletools.genops(content):
-        name: str = opcode.name
-        if name in ("PROTO", "FRAME"):
-            continue
-        if name == "STOP":
+        if opcode.name == "STOP":
             return stack[-1]
-        if name in constants:
-            stack.append(constants[name])
-        elif name in values:
-            stack.append(argument)
-        elif name == "MARK":
-            stack.append(_MARK)
-        elif name == "EMPTY_DICT":
-            stack.append({})
-        elif name in ("BINPUT", "LONG_BINPUT"):
-            memo[argument] = stack[-1]
-        elif name == "MEMOIZE":
-            memo[len(memo)] = stack[-1]
-        elif name in ("BINGET", "LONG_BINGET"):
-            stack.append(memo[argument])
-        elif name in ("TUPLE1", "TUPLE2", "TUPLE3"):
-            stack.append(pop(int(name[-1])))
-        elif name == "TUPLE":
-            stack.append(tuple(pop_mark()))
-        elif name == "GLOBAL":
-            stack.append(_known(_Name(*str(argument).split(" "))))
-        elif name == "STACK_GLOBAL":
-            stack.append(_known(_Name(*pop(2))))
-        elif name == "BINPERSID":
-            stack.append(_storage(stack.pop()))
-        elif name == "REDUCE":
-            stack.append(_rebuild(*pop(2)))
-        elif name in ("SETITEMS", "SETITEM"):
-            items = pop_mark() if name == "SETITEMS" else list(pop(2))
-            _update(stack[-1], items)
-        else:
-            raise ValueError(f"it has the pickle opcode {name}, which tensors do not need")
+        if opcode.name not in operations:
+            raise ValueError(f"it has the pickle opcode {opcode.name}, which tensors do not need")
+        operations[opcode.name](argument)
     raise ValueError("its pickle does not end")
 
 
@@ -243,7 +232,8 @@ def _count(value: Any) -> int:
     return value
 
 
-def _update(target: Any, items: list[Any]) -> None:
+def _update(items: Sequence[Any], stack: list[Any]) -> None:
+    target = stack[-1]
     if type(target) is not dict or len(items) % 2 or not all(isinstance(key, Hashable) for key in items[::2]):
         raise ValueError("it fills something else than a dict")
     for key, value in zip(items[::2], items[1::2], strict=True):

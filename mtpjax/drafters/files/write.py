@@ -36,8 +36,7 @@ from mtpjax.drafters.files.read import (
 )
 from mtpjax.drafters.files.tensor_names import rename_slices
 from mtpjax.drafters.files.torch_file import TorchFile
-from mtpjax.drafters.files.trunk_layers import STATES
-from mtpjax.drafters.method import DraftMethod, Reading
+from mtpjax.drafters.method import READINGS, DraftMethod
 from mtpjax.errors import CheckpointFileError, ConfigError
 
 
@@ -58,7 +57,7 @@ def write_drafter(path, drafter: StoredDrafter, *, like=None, form: str | None =
     """
     with contextlib.ExitStack() as stack:
         if like is None:
-            files, small_files, names = None, (), {}
+            files, names = None, {}
             specs, values = _describe(drafter.method, drafter.config, form)
             content = (json.dumps(values, indent=2) + "\n").encode()
         else:
@@ -67,29 +66,26 @@ def write_drafter(path, drafter: StoredDrafter, *, like=None, form: str | None =
             plan = _plan_like(like, files, drafter)
             specs, names = plan.specs, plan.names
             content = config_bytes(like)
-            small_files = files.other_files() if isinstance(files, CheckpointFiles) else ()
         blocks = _tensor_blocks(specs, drafter, names)
+        folder = stack.enter_context(atomic_folder(pathlib.Path(path).absolute()))
         if isinstance(files, CheckpointFiles):
-            groups = {
-                file: [entry_of(each) for each in files.tensors.values() if each.file == file] for file in files.headers
-            }
-            shards = [Shard(file, files.headers[file], tuple(entries)) for file, entries in groups.items()]
+            shards = [
+                Shard(file, header, tuple(entry_of(each) for each in files.tensors.values() if each.file == file))
+                for file, header in files.headers.items()
+            ]
+            write_shards(folder, shards, blocks)
+            copy_files(folder, files.bytes_of, [name for name in files.other_files() if name != CONFIG])
         else:
             shards = _new_shards(specs, drafter)
-        folder = stack.enter_context(atomic_folder(pathlib.Path(path).absolute()))
-        write_shards(folder, shards, blocks)
-        if files is None or isinstance(files, TorchFile):
+            write_shards(folder, shards, blocks)
             write_index(folder, shards)
-        else:
-            copy_files(folder, files.bytes_of, [name for name in small_files if name != CONFIG])
         (folder / CONFIG).write_bytes(content)
 
 
 def _plan_like(path: pathlib.Path, files: CheckpointFiles | TorchFile, drafter: StoredDrafter) -> DrafterPlan:
     """Plans to write a drafter like the files at `path`, under the reading of the files that gives its architecture."""
-    for aux_layers, switch, state in itertools.product(("entered", "output"), (False, True), STATES):
-        reading: Reading = {"aux_layers": aux_layers, "norm_before_residual": switch, "sample_from_anchor": switch}
-        reading["last_layer_state"] = state
+    for choices in itertools.product(*READINGS.values()):
+        reading: Any = dict(zip(READINGS, choices, strict=True))
         try:
             plan = make_drafter_plan(path, files, drafter.config.trunk, (drafter.method,), **reading)
         except ConfigError:

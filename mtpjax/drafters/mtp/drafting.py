@@ -12,9 +12,9 @@ from mtpjax.decoding.config import DecodeConfig
 from mtpjax.decoding.decoder import Decoder, Weights
 from mtpjax.decoding.sampling import PathTokens
 from mtpjax.decoding.state import DecodeState
-from mtpjax.drafters.cached import CachedDrafter
+from mtpjax.drafters.cached import CachedDrafter, ModuleSizes
 from mtpjax.drafters.scoring import DraftScores, PreparedDrafter, reduce_head
-from mtpjax.models.config import LayerKind, ModelConfig
+from mtpjax.models.config import ModelConfig
 from mtpjax.models.masks import Entries, View
 from mtpjax.models.model import MTPModel, TrunkOutput, bind
 from mtpjax.models.params import is_of_modules
@@ -99,17 +99,10 @@ class MTPDrafter(CachedDrafter):
         """Returns the modules, with their parameters."""
         return MTPNetwork(decoder, weights.drafter)
 
-    def num_modules(self, model: MTPModel) -> int:
-        """Returns the number of the model's modules."""
-        return model.config.num_mtp_modules
-
-    def module_layers(self, model: MTPModel) -> tuple[ModelConfig, tuple[LayerKind, ...]]:
-        """Returns the kind of a module's one layer, which has the trunk's sizes."""
-        return model.config, (model.config.mtp_kind,)
-
-    def state_size(self, model: MTPModel) -> int:
-        """Returns the trunk's width, D."""
-        return model.config.hidden_size
+    def sizes(self, model: MTPModel) -> ModuleSizes:
+        """Returns the modules' sizes: each has one layer like the trunk's."""
+        config = model.config
+        return ModuleSizes(config.num_mtp_modules, config, (config.mtp_kind,), config.hidden_size)
 
     def select_states(self, decoder: Decoder, output: TrunkOutput) -> jax.Array:
         """Picks the hidden states `[B, T, D]` that enter the modules."""
