@@ -1,6 +1,6 @@
 """Draft methods: a folder for each, their shared code, and the classes for a user-defined method."""
 
-from mtpjax.decoding.drafter import Draft, Drafter
+from mtpjax.decoding.drafter import Draft, Drafter, DraftLimits
 from mtpjax.drafters.architecture import TrunkSizes
 from mtpjax.drafters.method import DrafterFiles, DraftMethod, DraftTraining
 from mtpjax.drafters.trained import DraftLevels, DraftParams, TextRows, TrainedDrafter
@@ -8,6 +8,7 @@ from mtpjax.drafters.trained import DraftLevels, DraftParams, TextRows, TrainedD
 __all__ = [
     "Draft",
     "DraftLevels",
+    "DraftLimits",
     "DraftMethod",
     "DraftParams",
     "DraftTraining",

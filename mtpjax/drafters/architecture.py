@@ -1,4 +1,4 @@
-"""The properties that every drafter with its own network declares for itself and its trunk, and their checks."""
+"""Architectures of drafters with their own network: what all of them declare, and new layers of the trunk's width."""
 
 import dataclasses
 from typing import Any, NamedTuple, Protocol
@@ -21,17 +21,17 @@ class TrunkSizes(NamedTuple):
 
 
 class DraftArchitecture(Protocol):
-    """The architecture of a drafter with its own network: a frozen dataclass, hashable."""
+    """The architecture of a drafter with its own network: a hashable, frozen dataclass."""
 
     @property
     def trunk(self) -> TrunkSizes:
-        """The trunk that it is for."""
+        """The trunk that the drafter is for."""
         ...
 
     @property
     def layer_ids(self) -> tuple[int, ...]:
-        """Trunk layers whose input states it reads; the number of trunk layers, L, means the last one's output, before
-        the final norm, and L + 1 the output of this norm."""
+        """Trunk layers whose input states the drafter reads. In a trunk of L layers, L is the output of the last layer
+        before the final norm, and L + 1 the output of that norm."""
         ...
 
     @property
@@ -48,12 +48,12 @@ class LayersConfig:
 
     Args:
         block: sizes of the drafter's own layers, of which it has `num_hidden_layers`; `vocab_size` is V.
-        layer_ids: the n trunk layers whose input states are read, in the order of the projection's inputs. The number
-            of trunk layers means the output of the last one, before the final norm, and one more that of this norm.
+        layer_ids: the n trunk layers whose input states are read, in the order of the projection's inputs; see
+            `DraftArchitecture.layer_ids`.
         num_target_layers: layers of the trunk.
         draft_vocab_size: tokens that can be drafted, R; 0: V.
-        own_embedding: the drafter has an embedding; else it uses the trunk's.
-        own_head: the drafter has a head [D, R]; else it uses the trunk's.
+        own_embedding: whether the drafter has an embedding; otherwise it uses the trunk's.
+        own_head: whether the drafter has a head `[D, R]`; otherwise it uses the trunk's.
     """
 
     block: ModelConfig
@@ -70,8 +70,8 @@ class LayersConfig:
         ids, size = self.layer_ids, self.draft_vocab_size
         require(
             bool(ids) and len(set(ids)) == len(ids) and all(0 <= layer <= layers + 1 for layer in ids),
-            f"layer_ids {list(ids)} must be different layers within 0..{layers + 1}; {layers} is the output of the "
-            f"last one of a trunk of {layers}, {layers + 1} that of the final norm",
+            f"layer_ids {list(ids)} must be distinct and within 0..{layers + 1}: {layers} is the output of the last "
+            f"trunk layer, and {layers + 1} that of the final norm",
         )
         require(1 <= size <= V, f"draft_vocab_size {size} is not within 1..{V}")
         require(
@@ -104,7 +104,7 @@ def init_layers(network: type[nn.Module], config: LayersConfig, key: jax.Array) 
 
 
 def dense_layers(trunk: ModelConfig, **changes: Any) -> ModelConfig:
-    """Returns the config of dense layers of the trunk's width, with as many attention heads, for a new drafter."""
+    """Returns the config of a new drafter's layers: dense, with the trunk's width and number of attention heads."""
     D, is_grouped = trunk.hidden_size, trunk.attention == "grouped"
     return ModelConfig(
         vocab_size=trunk.vocab_size,

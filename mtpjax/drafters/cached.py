@@ -83,7 +83,7 @@ class CachedDrafter(BufferedDrafter):
         return max(num_extended, num_drafted + spec.min_rows)
 
     def init(self, decoder: Decoder, batch: int, capacity: int, dtype: Any) -> ModulesState:
-        """Makes empty module caches and an empty buffer of trunk states."""
+        """Makes empty caches and an empty buffer of trunk states."""
         model, spec = decoder.model, decoder.spec
         num_modules, config, kinds, state_size = self.sizes(model)
         # An adaptive call also buffers the states of rounds of depth 0, which do not run the modules.
@@ -125,7 +125,7 @@ class CachedDrafter(BufferedDrafter):
         return ModulesState(caches, hidden, hidden_start)
 
     def propose(self, decoder: Decoder, weights: Weights, state: DecodeState) -> tuple[Draft, DecodeState]:
-        """Extends the modules over the positions that the last round committed, then drafts a chain or a tree."""
+        """Extends the modules over the newly committed positions, then drafts a chain or a tree."""
         if not decoder.spec.num_steps:
             return super().propose(decoder, weights, state)
         propose = draft_tree if decoder.spec.topk > 1 else draft_chain

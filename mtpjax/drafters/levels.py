@@ -1,4 +1,4 @@
-"""Drafts a chain from scores that need no further pass of a network: Medusa's heads, the slots of a DFlash block."""
+"""Drafts a chain whose scores need no further pass of a network, as from Medusa's heads or the slots of a block."""
 
 from collections.abc import Callable
 from typing import Any
@@ -18,12 +18,11 @@ ScoreLevel = Callable[[int, jax.Array, PathTokens | None, Any], tuple[DraftScore
 
 
 def draft_levels(decoder: Decoder, score: ScoreLevel, state: DecodeState, carry: Any = None) -> Draft:
-    """Drafts one token per level: sampled from q where the rule compares p with q, else the arg-max.
+    """Drafts one token per level (`DraftScores.draft_token`).
 
     Args:
-        decoder: the decoder of a chain.
         score: returns the scores of a level, 1 to K.
-        carry: the carry that the first level gets.
+        carry: the carry of the first level.
     """
     tokens, probabilities = [read_rows(state.tokens, state.length - 1, 1)], []
     for level in range(1, decoder.spec.num_steps + 1):

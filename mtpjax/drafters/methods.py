@@ -1,4 +1,4 @@
-"""All draft methods: their lookup by name or drafter, and `mtpjax.load_drafter` and `mtpjax.save_drafter`."""
+"""All draft methods: finds them by name or drafter, and loads and saves their drafters."""
 
 from typing import Any, Literal
 
@@ -28,7 +28,7 @@ DRAFTER_FOLDER = "drafter"  # in the run folder of `mtpjax train drafter=...`
 
 
 def find_method(name: DraftMethod | str) -> DraftMethod:
-    """Finds a method by its name, or a user-defined one by `package.module:RECORD`; returns a record as it is.
+    """Finds a method by name, or a user-defined one by `package.module:RECORD`; returns a record unchanged.
 
     Raises:
         UsageError: there is no such method, or the user's module or record cannot be imported.
@@ -54,7 +54,7 @@ def method_of(drafter: str | Drafter) -> DraftMethod | None:
 
 
 def uses_mtp_modules(drafter: str | Drafter) -> bool:
-    """Returns whether `DecodeConfig.drafter` drafts with the model's own MTP modules."""
+    """Returns whether `DecodeConfig.drafter` drafts with the model's MTP modules."""
     method = method_of(drafter)
     return method is not None and method.is_of_model
 
@@ -172,14 +172,14 @@ def save_drafter(
         >>> mtpjax.save_drafter("out", None, None)
         Traceback (most recent call last):
         ...
-        mtpjax.errors.UsageError: drafter must be a drafter with parameters of its own, got NoneType
+        mtpjax.errors.UsageError: drafter must be a TrainedDrafter, got NoneType
     """
     if not isinstance(drafter, TrainedDrafter) or not isinstance(draft_params, DraftParams):
-        raise UsageError(f"drafter must be a drafter with parameters of its own, got {type(drafter).__name__}")
+        raise UsageError(f"drafter must be a TrainedDrafter, got {type(drafter).__name__}")
     if like is not None and format is not None:
-        raise UsageError(f"format {format!r} with like: the files of like decide the format")
+        raise UsageError(f"format {format!r} and like exclude each other: the files of like decide the format")
     found = method_of(drafter) if method is None else find_method(method)
     if found is None:
-        raise UsageError(f"the draft method of {type(drafter).__name__} is not known: pass its record as method")
+        raise UsageError(f"the draft method of {type(drafter).__name__} is unknown: pass its record as method")
     stored = StoredDrafter(found, drafter.architecture, draft_params.network, draft_params.draft_ids)
     write_drafter(path, stored, like=None if like is None else find_checkpoint(like, is_model=False), form=format)

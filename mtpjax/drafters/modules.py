@@ -1,4 +1,4 @@
-"""Runs the modules of a draft network: their state, and draft extend, the pass of a module over committed text.
+"""The modules of a draft network: their interface, their state, and draft extend, the pass over committed text.
 
 Module k (0-based) reads, at slot i, the trunk's hidden state of position i (or the previous module's output) and the
 token of position i+k+1. Its cache matches a teacher-forced prefill up to the last slot whose inputs are all committed.
@@ -34,7 +34,7 @@ EXTEND_CHUNK = HIDDEN_BUFFER // 2
 
 
 class ModulesState(flax.struct.PyTreeNode):
-    """State of a drafter with M modules: M caches, and the trunk states whose entries in some module are not final."""
+    """State of a drafter with M modules: M caches, and the trunk states that some module still has to process."""
 
     caches: tuple[Cache, ...]  # one per module; length: slots that match a teacher-forced prefill
     hidden: jax.Array  # [B, E, D] trunk states that the modules read, from position hidden_start on
@@ -46,11 +46,11 @@ class DraftNetwork(Protocol):
 
     @property
     def config(self) -> ModelConfig:
-        """Sizes and rotary embedding of the layers that draft."""
+        """Sizes and rotary embedding of the modules' layers."""
         ...
 
     def input_hidden(self, states: jax.Array) -> jax.Array:
-        """Converts the trunk states that the drafter keeps to a module's input hidden states, `[B, T, D]`."""
+        """Converts the trunk states that the drafter keeps to the input of a module, `[B, T, D]`."""
         ...
 
     def run(
@@ -83,7 +83,7 @@ def num_pending(state: DecodeState) -> jax.Array:
 
 @dataclasses.dataclass(frozen=True)
 class BufferedDrafter(Drafter):
-    """Base of drafters with the state `ModulesState`: the caches follow the text, and a buffer holds what they lack."""
+    """Base of drafters whose state is a `ModulesState`: caches, and trunk states that are not in them yet."""
 
     def num_extended(self, draft_state: ModulesState) -> jax.Array:
         """Returns `[B]` slots that match a prefill in every module; the last module has the fewest."""
@@ -162,7 +162,7 @@ def extend_module(
 
 
 def of_drafter(view: View, shift: int = 0) -> View:
-    """Returns the view of a pass over a drafter's cache, whose entries are shifted within the pages."""
+    """Marks a view as one of the drafter's cache, whose entries are shifted within the pages."""
     return view if view.pages is None else view.replace(pages=view.pages.replace(shift=shift, is_of_drafter=True))
 
 
@@ -177,10 +177,9 @@ def extend_modules(
     """Runs all modules in order over positions whose tokens are known.
 
     Args:
-        decoder: the decoder, for the window.
         states: `[B, T, D]` the trunk states that the drafter keeps.
         start: `[B]` position of `states[:, 0]`.
-        num_used: `[B]` states at the beginning that belong to committed positions; others are padding.
+        num_used: `[B]` number of states of committed positions; the rest is padding.
 
     Returns:
         The caches with the entries of these positions.

@@ -1,4 +1,4 @@
-"""Token scores of draft networks, from the trunk's head, a reduced one (FR-Spec, 2502.14856), or one of their own.
+"""Token scores of draft networks, from the trunk's head, a reduced one (FR-Spec, 2502.14856), or the drafter's.
 
 Verification always uses the full vocabulary, so a reduced one changes the acceptance rate but not the text.
 """
@@ -44,7 +44,7 @@ def reduce_head(params: dict, ids: jax.Array, *, model: MTPModel) -> ReducedHead
     vocabulary = Vocabulary.of(config.vocab_size)
 
     def reduced(index):
-        rows = apply(index=index, method="head_matrix").T  # [own V, D]
+        rows = apply(index=index, method="head_matrix").T  # [local V, D]
         return vocabulary.look_up(lambda columns: rows[columns], ids, len(rows)).T.astype(params["embedding"].dtype)
 
     return ReducedHead(tuple(map(reduced, indices)), ids, _columns(ids, config.vocab_size))

@@ -36,7 +36,7 @@ class DynamicTreeBuilder:
     """A tree of the most likely nodes, for rules that accept any tree.
 
     A node's score is the product of the draft probabilities on its path (EAGLE-2, 2406.16858). Every level expands its
-    topk best nodes; in the end the best nodes of all levels form the tree.
+    topk best nodes; finally the best nodes of all levels form the tree.
     """
 
     def __init__(self, state: DecodeState, spec: DecodeSpec):

@@ -185,7 +185,7 @@ def test_the_number_of_trunk_layers_may_have_a_key_of_its_own(tmp_path):
         ),
         ({"architectures": ["EagleLlamaForCausalLM"]}, "EAGLE-1 and EAGLE-2 are not supported"),
         ({"architectures": ["DFlash2DraftModel"]}, "DFlash 2 are not supported"),
-        ({"speculators_config": {"algorithm": "mlp"}}, "'mlp' is not supported here; supported: 'eagle3', 'dflash'"),
+        ({"speculators_config": {"algorithm": "mlp"}}, "'mlp' is not supported; supported: 'eagle3', 'dflash'"),
         ({}, "no architectures, no model_type.*2 tensors .lm_head.weight, model.embed"),
     ],
 )
@@ -213,7 +213,7 @@ def test_the_draft_vocabulary_may_have_any_integers(dtype, marks, tmp_path):
     ("offsets", "ids", "message"),
     [
         (np.arange(96), None, r"two readings without t2d"),  # the first 96 tokens, or every second one
-        (np.arange(96), np.arange(96), r"holds token ids \(0, 1, \.\.\.\) where offsets belong"),
+        (np.arange(96), np.arange(96), r"holds token ids \(0, 1, \.\.\.\) instead of offsets"),
         (np.arange(96) * 3, None, r"holds token ids \(0, 3, \.\.\.\)"),
         (np.zeros(96, int), np.arange(1, 97), r"t2d and d2t name different draft vocabularies.*96 tokens, .*names 95"),
         (np.full(96, 300), None, r"names tokens outside 0\.\.319.*is from 300 to 395"),
@@ -293,10 +293,10 @@ def test_the_last_layer_is_read_after_the_norm_and_a_warning_says_so(name, caplo
 @pytest.mark.parametrize(
     ("ids", "message"),
     [
-        ([1, 3, 8], r"\[2, 4, 9\], which are not different ones within 0\.\.8.*count from 1, subtract 1"),
+        ([1, 3, 8], r"\[2, 4, 9\], which must be distinct and within 0\.\.8.*count from 1, subtract 1"),
         ([1, 3, -1], r"two readings: -1 is the embedding .* write the last layer as 7"),
         ([-2, 1], r"within 0\.\.8"),
-        ([1, 1], "not different ones"),
+        ([1, 1], "must be distinct"),
     ],
 )
 def test_layer_ids_of_other_conventions_are_refused(ids, message):

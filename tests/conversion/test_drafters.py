@@ -95,7 +95,7 @@ def test_changed_weights_keep_the_configuration(tmp_path):
     assert (tmp_path / "new" / "config.json").read_bytes() == (draft("eagle31") / "config.json").read_bytes()
     with pytest.raises(CheckpointFileError, match="another architecture"):
         write_drafter(tmp_path / "other", stored, like=draft("eagle31_plain"))
-    with pytest.raises(ConfigError, match="neither norm_before_residual nor further layers"):
+    with pytest.raises(ConfigError, match="neither norm_before_residual nor several layers"):
         write_drafter(tmp_path / "other", stored, form="specforge")
     with pytest.raises(FileExistsError):
         write_drafter(tmp_path / "new", stored)
@@ -123,7 +123,7 @@ def test_listed_layers_of_specforge_have_two_readings(tmp_path):
     ("name", "changes", "message"),
     [
         ("eagle31", {"norm_before_residual": None}, "speculators takes for false and vLLM for true"),
-        ("eagle31", {"speculators_model_type": "peagle"}, "'peagle' is not supported here"),
+        ("eagle31", {"speculators_model_type": "peagle"}, "'peagle' is not supported"),
         ("eagle31", {"fc_norm": False}, "3 unknown tensors: fc_norm.0.weight"),
         ("eagle31", {"norm_before_fc": True}, "lacks 1 tensor: input_norm.weight"),
         ("eagle31", {"eagle_aux_hidden_state_layer_ids": [2, 4, 9]}, "within 0..8"),
@@ -152,7 +152,7 @@ def test_listed_layers_of_specforge_have_two_readings(tmp_path):
         ("dflash", {"sliding_window": None}, "lacks swa_window_size"),
         ("dflash", {"layer_types": None}, "layer_types is missing, which says what layers use the window"),
         ("dflash", {"layer_types": ["full_attention", "linear_attention"]}, "are not 2 of"),
-        ("dflash", {"architectures": ["DFlash2DraftModel"]}, "is no drafter that is supported"),
+        ("dflash", {"architectures": ["DFlash2DraftModel"]}, "not a supported drafter"),
         ("dflash", {"markov_rank": 8}, "markov_rank 8 is not supported"),
         ("dspark", {"markov_head_type": "fir"}, "'fir' is not supported; supported: vanilla, gated, rnn"),
         ("dspark", {"markov_head_type": "gated"}, "lacks 2 tensors: markov_head.gate_proj.bias"),
@@ -225,7 +225,7 @@ def test_sliding_layers_of_speculators_count_from_the_anchor():
         parse_blocks(values)
     with pytest.raises(ConfigError, match="cannot express window_from_anchor"):
         describe_blocks(DFLASH_FORMAT, config, "z-lab")
-    with pytest.raises(ConfigError, match="DFlash is written as 'z-lab' or 'speculators', not 'deepspec'"):
+    with pytest.raises(ConfigError, match="format of DFlash must be 'z-lab' or 'speculators', got 'deepspec'"):
         write_drafter("never", StoredDrafter(DFLASH, config, {}, None), form="deepspec")
 
 
@@ -246,7 +246,7 @@ def test_absolute_ids_in_the_place_of_offsets_are_noticed(tmp_path):
     tensors = load_file(draft("eagle3") / "model.safetensors")
     tensors["d2t"] = tensors["d2t"] + np.arange(len(tensors["d2t"]))
     save_file(tensors, tmp_path / "wrong" / "model.safetensors")
-    with pytest.raises(CheckpointFileError, match=r"d2t holds token ids \(3, 9, \.\.\.\) where offsets belong"):
+    with pytest.raises(CheckpointFileError, match=r"d2t holds token ids \(3, 9, \.\.\.\) instead of offsets"):
         read_drafter(tmp_path / "wrong", TRUNK)
 
 
@@ -326,7 +326,7 @@ def test_a_pickle_that_is_more_than_tensors_is_refused(content, tmp_path, capsys
 def test_damaged_archives_are_refused(tmp_path):
     source = draft("medusa") / "medusa_lm_head.pt"
     (tmp_path / "no.pt").write_bytes(b"\x80\x02}q\x00.")
-    with pytest.raises(CheckpointFileError, match="no zip archive"):
+    with pytest.raises(CheckpointFileError, match="not a zip archive"):
         TorchFile(tmp_path / "no.pt")
     with zipfile.ZipFile(source) as archive:
         parts = {name: archive.read(name) for name in archive.namelist()}

@@ -354,7 +354,7 @@ def test_settings_that_a_drafter_cannot_do_are_refused(drafter, settings, messag
 def test_another_trunk_or_missing_parameters_are_refused(trunk, small):
     model, params = trunk
     config = DecodeConfig(drafter=dspark()[0])
-    with pytest.raises(ValueError, match="DSparkDrafter has parameters of its own: pass draft_params"):
+    with pytest.raises(ValueError, match="DSparkDrafter needs draft_params"):
         speculative_generate(params, PROMPTS, model=model, config=config)
     other, others = small("grouped", "random", vocab_size=V, num_mtp_modules=0, num_hidden_layers=3)
     with pytest.raises(ValueError, match="for a trunk of 2 layers; this one has 3"):

@@ -1,8 +1,8 @@
 """The DFlash drafter (2602.06036): one pass over a block of mask tokens drafts all levels at once.
 
-A cache of the drafter holds the keys and values of committed positions only, made of the trunk's states there. A round
-extends the caches by the states of the positions that the last round committed. Then the block passes the layers in the
-slots after them. The next round overwrites its keys and values before anything reads them.
+The drafter's cache holds keys and values of committed positions, which are computed from the trunk's states there. A
+round extends the cache over the positions that the last round committed. Then the block passes through the layers, in
+the slots after them. The next round overwrites the block's keys and values before anything reads them.
 """
 
 import dataclasses
@@ -43,7 +43,7 @@ def block_limits(title: str) -> DraftLimits:
 class DFlashDrafter(TrainedDrafter, BufferedDrafter):
     """Drafts chains with a DFlash network; `mtpjax.load_drafter` reads one with its parameters.
 
-    The block always has as many slots as in training. With a smaller `num_steps` the last drafts are not used.
+    The block always has the number of slots of training. With a smaller `num_steps`, the last drafts are not used.
 
     Attributes:
         architecture: the network, and the trunk states that it reads.
@@ -58,7 +58,7 @@ class DFlashDrafter(TrainedDrafter, BufferedDrafter):
 
     @property
     def max_levels(self) -> int:
-        """The drafts of a block."""
+        """The number of drafts of a block."""
         return self.architecture.num_drafts
 
     def num_scratch_slots(self, decoder: Decoder) -> int:
@@ -75,7 +75,7 @@ class DFlashDrafter(TrainedDrafter, BufferedDrafter):
         )
 
     def _buffer_size(self, spec: DecodeSpec) -> int:
-        """Returns the positions that the buffer holds: those of a round, and an adaptive call's backlog."""
+        """Returns the size of the buffer: the positions of a round, and the backlog of an adaptive call."""
         return spec.num_steps + 1 + HIDDEN_BUFFER * spec.is_adaptive
 
     def extend(
@@ -102,7 +102,7 @@ class DFlashDrafter(TrainedDrafter, BufferedDrafter):
         return cache.replace(layers=tuple(layers))
 
     def propose(self, decoder: Decoder, weights: Weights, state: DecodeState) -> tuple[Draft, DecodeState]:
-        """Extends the context by what the last round committed, then drafts all levels in one pass."""
+        """Extends the context over the newly committed positions, then drafts all levels in one pass."""
         num_steps = decoder.spec.num_steps
         if not num_steps:
             return super().propose(decoder, weights, state)
@@ -178,7 +178,7 @@ class DFlashDrafter(TrainedDrafter, BufferedDrafter):
     def levels(
         self, params: dict, rows: TextRows, heads: tuple[jax.Array, ...], *, model: MTPModel, num_levels: int
     ) -> DraftLevels:
-        """Runs one block after each anchor. Without anchors, that of row i is token i + 1; the last row has none."""
+        """Runs one block after each anchor; without anchors, row i has the anchor i + 1, and the last row none."""
         own, T, anchors = self.architecture, rows.tokens.shape[1], rows.anchors
         table = embedding_table(params, own, model)
         if anchors is None:
@@ -194,5 +194,5 @@ class DFlashDrafter(TrainedDrafter, BufferedDrafter):
     def _head_inputs(
         self, network: dict[str, Any], hidden: jax.Array, tokens: jax.Array, anchors: jax.Array, model: MTPModel
     ) -> tuple[tuple[jax.Array, ...], jax.Array | None]:
-        """Returns what the head multiplies in each level, of the slots' states `[B, A, K, D]`, and the confidence."""
+        """Computes each level's input of the head, `[B, A, D]`, from the slots' states, and the confidence."""
         return tuple(hidden[:, :, level] for level in range(hidden.shape[2])), None

@@ -1,8 +1,8 @@
-"""The `config.json` of drafters with blocks, in the format of the method's authors and in that of speculators.
+"""The `config.json` and tensors of drafters with blocks, in the formats of the method's authors and of speculators.
 
-z-lab's (`DFlashDraftModel`) is DFlash's own. A method that extends DFlash has a `BlockFormat` of its own. vLLM reads
-all of them from speculators' format. The authors list the trunk layers whose outputs are read, speculators the layers
-that these states enter.
+DFlash's authors are z-lab (`DFlashDraftModel`). A method that extends DFlash defines a further `BlockFormat`. vLLM
+reads all of them in speculators' format. The authors list the trunk layers whose outputs are read, and speculators
+lists the layers that these states enter.
 """
 
 import dataclasses
@@ -74,10 +74,10 @@ class BlockFormat:
         authors: name of its authors' format.
         class_name: the class in `architectures`.
         config: the class of the architecture.
-        describe: makes the keys that only the authors' configuration has.
+        describe: makes the keys that only the authors' format has.
         read_heads: reads further fields of the architecture, from the configuration, the shapes of the tensors, and D.
         describe_heads: makes the keys that `read_heads` reads.
-        drafts_from_anchor: whether the authors' class drafts from the anchor's slot if the file has no key for it.
+        drafts_from_anchor: `sample_from_anchor` of the authors' files that do not state it.
     """
 
     name: str
@@ -93,14 +93,10 @@ class BlockFormat:
 def parse_blocks(
     kind: BlockFormat, values: dict[str, Any], shapes: Shapes, trunk: TrunkSizes, reading: Reading
 ) -> tuple[Any, str]:
-    """Parses the content of a `config.json`.
-
-    Arguments and result are those of `DrafterFiles.parse`. Without `sample_from_anchor` it is `kind.drafts_from_anchor`
-    for the authors' files and False for others; without `last_layer_state` the drafter reads the last layer after the
-    final norm, or before it for speculators' files, with a warning.
+    """Parses `config.json`; arguments and result are those of `DrafterFiles.parse`.
 
     Raises:
-        ConfigError: the configuration is damaged or not supported, or does not state which trunk states are read.
+        ConfigError: the configuration is damaged or not supported, or does not list the trunk layers that are read.
     """
     reader = ConfigReader(values)
     form = SPECULATORS if is_speculators(values) else kind.authors
@@ -147,13 +143,13 @@ def parse_blocks(
 def _layer_ids(
     reader: ConfigReader, form: str, num_layers: int, last_layer_state: LastLayerState | None
 ) -> tuple[int, ...]:
-    """Reads which trunk states the drafter reads, as the ids of the layers that they enter."""
+    """Reads the ids of the trunk layers whose input states the drafter reads."""
     key = "aux_hidden_state_layer_ids" if form == SPECULATORS else "target_layer_ids"
     listed = reader.items(key, int)
     if not listed:
         raise ConfigError(
-            f"config.json lacks {key}: the formula that programs fall back to is wrong for most published files, and a "
-            "wrong reading raises no error; add the trunk layers that the drafter was trained with"
+            f"config.json lacks {key}: the default of other programs is wrong for most published files, and wrong "
+            "layers would go unnoticed; add the trunk layers that the drafter was trained with"
         )
     # z-lab and DeepSpec list the layers whose outputs are read, and -1 for the embedding. They train on transformers'
     # hidden_states, the last of which is after the final norm; speculators uses vLLM's states.
@@ -169,7 +165,7 @@ def _layer_ids(
 
 
 def describe_blocks(kind: BlockFormat, config: DFlashConfig, form: str) -> dict[str, Any]:
-    """Makes a `config.json` that `parse_blocks` reads as `config`; raises `ConfigError` if the format cannot."""
+    """Makes a `config.json` that `parse_blocks` reads as `config`; raises `ConfigError` if that is impossible."""
     window = max(config.windows)
     layers = describe_layers(config.block) | {
         "layer_types": [SLIDING if each else FULL for each in config.windows],
@@ -190,7 +186,9 @@ def describe_blocks(kind: BlockFormat, config: DFlashConfig, form: str) -> dict[
     if found != config:
         fields = [each.name for each in dataclasses.fields(config)]
         names = [name for name in fields if getattr(found, name, None) != getattr(config, name)]
-        raise ConfigError(f"this format cannot express {', '.join(names) or type(config).__name__}: write another")
+        raise ConfigError(
+            f"this format cannot express {', '.join(names) or type(config).__name__}: use a different one"
+        )
     return values
 
 
@@ -204,7 +202,7 @@ def _describe_zlab(config: DFlashConfig) -> dict[str, Any]:
 
 
 def describe_layer_ids(config: DFlashConfig) -> dict[str, Any]:
-    """Makes the keys about trunk states in the authors' formats."""
+    """Makes the keys of the authors' formats that list the trunk states."""
     listed, last_layer = describe_last_layer(config.layer_ids, config.num_target_layers)
     return {"target_layer_ids": [layer - 1 for layer in listed], **last_layer}
 
@@ -256,5 +254,5 @@ def block_files(
 
 
 def dflash_specs(config: DFlashConfig) -> dict[str, ParamSpec]:
-    """Lists every parameter with the tensors that hold it, by their plain names, which are the same in all formats."""
+    """Lists every parameter with its tensors, by plain name; all formats have the same names."""
     return layers_specs(config) | {"norm_context/scale": copied("hidden_norm.weight", config.block.hidden_size)}

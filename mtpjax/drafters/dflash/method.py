@@ -20,14 +20,16 @@ BLOCK_SETTINGS = ("draft_layers", "draft_num_layers", "draft_anchors", "draft_ma
 
 
 def default_block_layers(num_layers: int) -> tuple[int, ...]:
-    """Returns the layers whose input states are read: five at equal distances from 2 to L - 2, or from 1 to L of fewer
-    than 8 layers."""
+    """Returns the trunk layers whose input states a new drafter reads: five, evenly spaced from 2 to L - 2.
+
+    In a trunk of fewer than 8 layers they are spaced from 1 to L.
+    """
     first, last = (2, num_layers - 2) if num_layers >= MIN_BLOCK_LAYERS else (1, num_layers)
     return tuple(sorted({round(each) for each in np.linspace(first, last, NUM_BLOCK_LAYERS)}))
 
 
 def block_fields(settings: Any, trunk: ModelConfig, num_drafted: int) -> dict[str, Any]:
-    """Returns fields of a new `DFlashConfig`: Qwen3 layers of the trunk's width; all slots attend to each other."""
+    """Returns the fields of a new `DFlashConfig`: Qwen3 layers of the trunk's width, with bidirectional attention."""
     num_layers = settings.draft_num_layers or NUM_BLOCK_LAYERS
     return {
         "block": dense_layers(trunk, num_hidden_layers=num_layers, use_qk_norm=True),
@@ -51,7 +53,7 @@ def block_settings(config: DFlashConfig) -> dict[str, Any]:
 
 
 def with_mask_token(config: DFlashConfig, settings: Any, counts: np.ndarray, end_ids: Collection[int]) -> DFlashConfig:
-    """Chooses the token of the mask slots, unless the settings name one: the last of the rarest targets."""
+    """Sets the mask token to the rarest target, the last of several, unless the settings choose one."""
     if settings.draft_mask_token is not None:
         return config
     counts = counts.copy()
@@ -67,7 +69,7 @@ DFLASH = DraftMethod(
     algorithms=("DFLASH",),
     files=block_files(DFLASH_FORMAT, dflash_specs, tensor="hidden_norm.weight"),
     training=DraftTraining(
-        # The anchor's slot drafts nothing.
+        # The anchor's slot does not draft.
         architecture=lambda settings, *trunk: DFlashConfig(
             block_size=settings.num_depths + 1, **block_fields(settings, *trunk)
         ),

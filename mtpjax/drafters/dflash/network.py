@@ -35,12 +35,12 @@ class DFlashConfig(LayersConfig):
     Args:
         block_size: slots of a block, X.
         mask_token_id: the token of the slots after the anchor.
-        windows: per layer the newest positions that a slot attends to; 0: all. (): all positions in every layer.
-        is_causal: per layer True if a slot attends only to itself and the slots before it. (): to all slots.
+        windows: per layer, the number of newest positions that a slot attends to; 0: all. (): 0 in every layer.
+        is_causal: per layer, whether a slot attends only to itself and the slots before it. (): False in every layer.
         window_from_anchor: windows count back from the anchor for every slot, and do not limit the block
             (speculators). False: from each slot, itself included (z-lab).
         sample_from_anchor: slot j drafts the token after its own position, so that a block has X drafts. False: the
-            token at its position, and the anchor's slot drafts nothing.
+            token at its own position, and the anchor's slot does not draft.
 
     Raises:
         ValueError: for values that do not fit together.
@@ -68,7 +68,7 @@ class DFlashConfig(LayersConfig):
         )
         require(
             block.attention == "grouped" and block.use_qk_norm and not block.is_moe and not block.attention_bias,
-            "DFlash layers are Qwen3's: grouped attention with query and key norms and no bias, dense",
+            "DFlash layers must be dense Qwen3 layers: grouped attention with query and key norms and without bias",
         )
 
     @property
@@ -127,7 +127,7 @@ class DFlash(nn.Module):
 
 
 class DFlashLayer(nn.Module):
-    """A decoder layer of Qwen3; like `Block`, it returns the stream and the update that is not added yet."""
+    """A decoder layer of Qwen3. Like `Block`, it returns the residual stream and an update that is not added yet."""
 
     config: ModelConfig
     implementation: str = "auto"
@@ -146,7 +146,7 @@ class DFlashLayer(nn.Module):
 def context_entries(
     attention: dict[str, Any], context: jax.Array, angles: tuple[jax.Array, jax.Array], config: ModelConfig
 ) -> Entries:
-    """Computes a layer's keys and values of the context. No norm and no residual comes before the projection.
+    """Computes a layer's keys and values of the context, which pass through no norm before the projection.
 
     Args:
         attention: the layer's attention parameters.

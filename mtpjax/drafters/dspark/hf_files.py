@@ -1,6 +1,6 @@
 """The files of DSpark: those of DFlash, with a Markov head and a confidence head.
 
-DeepSpec's format (`Qwen3DSparkModel`) is DSpark's own. SpecForge writes it as `DSparkDraftModel`, with keys in
+DSpark's authors are DeepSpec (`Qwen3DSparkModel`). SpecForge writes their format as `DSparkDraftModel`, with keys in
 `dflash_config`. Further axis: r rank of the Markov head.
 """
 
@@ -18,7 +18,7 @@ DEEPSPEC_CLASS = "Qwen3DSparkModel"
 
 
 def read_heads(reader: ConfigReader, shapes: Mapping[str, tuple[int, ...]], D: int) -> dict[str, Any]:
-    """Reads the heads. The tensors supply what the configuration leaves out."""
+    """Reads the settings of the heads. The tensors decide where the configuration has no value."""
     markov, confidence = shapes.get("markov_head.markov_w1.weight", ()), shapes.get("confidence_head.proj.weight", ())
     rank = reader.integer("markov_rank", markov[-1] if markov else 0, low=0)
     steps = [kind for kind, name in STEPS.items() if f"markov_head.{name}.weight" in shapes]

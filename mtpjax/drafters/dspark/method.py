@@ -16,7 +16,7 @@ MARKOV_RANK = 256  # 2607.05147
 
 
 def _new_architecture(settings: Any, trunk: ModelConfig, num_drafted: int) -> DSparkConfig:
-    """Returns blocks whose first slot drafts too, with the heads that DeepSpec trains."""
+    """Returns blocks whose first slot drafts too, with the Markov and confidence heads that DeepSpec trains."""
     return DSparkConfig(
         block_size=settings.num_depths,
         sample_from_anchor=True,

@@ -1,4 +1,4 @@
-"""The EAGLE-3 drafter (2503.01840): a small separate network that reads states of three trunk layers."""
+"""The EAGLE-3 drafter (2503.01840): a small network that reads the states of three trunk layers."""
 
 import dataclasses
 from typing import Any, ClassVar
@@ -20,13 +20,7 @@ from mtpjax.models.params import DRAFTER
 
 @dataclasses.dataclass(frozen=True)
 class Eagle3Network:
-    """The drafter's network as a `DraftNetwork` of one module.
-
-    Attributes:
-        decoder: the decoder, with the trunk.
-        weights: parameters of the trunk and of the network.
-        architecture: the network's architecture.
-    """
+    """The drafter's network as a `DraftNetwork` of one module."""
 
     decoder: Decoder
     weights: Weights

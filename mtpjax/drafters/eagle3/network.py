@@ -31,10 +31,10 @@ class Eagle3Config(LayersConfig):
 
     Args:
         target_hidden_size: width of the trunk, Dt.
-        norm_before_residual: the first layer's residual is the normalised hidden state.
-        norm_before_fc: one norm over all n states before the projection.
-        fc_norm: a separate norm for each of the n states (EAGLE-3.1).
-        norm_output: the next level reads the output after the final norm (EAGLE-3.1).
+        norm_before_residual: whether the first layer's residual is the normalised hidden state.
+        norm_before_fc: whether one norm over all n states comes before the projection.
+        fc_norm: whether each of the n states has a separate norm (EAGLE-3.1).
+        norm_output: whether the next level reads the output after the final norm (EAGLE-3.1).
 
     Raises:
         ValueError: for values that do not fit together.
@@ -51,7 +51,7 @@ class Eagle3Config(LayersConfig):
         super().__post_init__()
         block = self.block
         require(
-            block.attention == "grouped" and not block.is_moe, "EAGLE-3 layers have grouped attention and are dense"
+            block.attention == "grouped" and not block.is_moe, "EAGLE-3 layers must be dense, with grouped attention"
         )
         require(
             block.hidden_size == self.target_hidden_size or (self.own_embedding and self.own_head),
@@ -112,8 +112,8 @@ class Eagle3(nn.Module):
             hidden: `[B, T, D]` from `fuse`, or this function's second result, to draft on.
             embedding: `[B, T, D]` of the token after each hidden state's position.
             view: positions and masks.
-            layers: the cache, an entry per layer; `Recycled` for a recycled level over whole rows; None for the first
-                level over whole rows.
+            layers: the cache, one entry per layer. Over whole rows: None for the first level, and `Recycled` for later
+                ones.
 
         Returns:
             The states that the head reads and those that the next level reads, both `[B, T, D]`, and the attention

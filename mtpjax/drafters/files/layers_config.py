@@ -30,9 +30,9 @@ LATENT = re.compile(r"\.(kv_a_proj|kv_b_proj|q_a_proj|q_b_proj|fused_qkv_a_proj|
 QUERY_NORM = ".self_attn.q_norm.weight"
 COUNTS_OF_MODULES = ("num_nextn_predict_layers", "mtp_num_hidden_layers")
 EXPERT_KEYS = ("n_routed_experts", "num_experts", "num_local_experts")
-# Families in the names of classes whose layers are Llama's, if their tensors are.
+# Families in class names. Their drafters have Llama's layers if they have Llama's tensors.
 LIKE_LLAMA = (LLAMA, QWEN3, "mistral", "deepseek", "kimi")
-# Words in class names that are not families. SGLang and vLLM run these classes as Llama, or blocks as Qwen3.
+# Words in class names that are not families. SGLang and vLLM run these classes as Llama, and blocks as Qwen3.
 NO_FAMILY = re.compile(r"eagle3|dflash|dspark|speculator|draft|model|forcausallm|deep")
 
 
@@ -54,8 +54,8 @@ def parse_layers(
 
     Args:
         values: the keys of the layers, possibly among others.
-        known_keys: the expected other keys; further ones cause a warning.
-        names: the plain names of the drafter's tensors; may be empty.
+        known_keys: other expected keys. The rest causes a warning.
+        names: the plain names of the drafter's tensors. (): unknown.
         classes: the names in `architectures`.
 
     Returns:
@@ -69,8 +69,8 @@ def parse_layers(
     if latent or (not names and values.get("kv_lora_rank") is not None):
         raise ConfigError(
             f"drafters with latent attention ({latent[0] if latent else 'kv_lora_rank'}, model_type {model_type!r}) "
-            "are not supported: the attention of the first layer reads an input of twice the width, for which no "
-            "latent form is implemented; supported: layers of Llama and Qwen3"
+            "are not supported: the first layer's attention reads an input of twice the width, which latent attention "
+            "does not implement; supported: layers of Llama and Qwen3"
         )
     kind = _layer_type(model_type, names, classes)
     # Experts of the trunk, in a configuration that was copied from it.
@@ -82,13 +82,13 @@ def parse_layers(
 
 
 def _layer_type(model_type: Any, names: Collection[str], classes: tuple[str, ...]) -> str:
-    """Returns the family that the layers belong to."""
+
     text = [name.lower() for name in classes]
     others = [name for name in text if not any(each in name for each in LIKE_LLAMA) and NO_FAMILY.sub("", name)]
     if others and model_type not in (LLAMA, QWEN3):
         raise ConfigError(
-            f"config.json: model_type {model_type!r} of a drafter is not supported: {LLAMA} and {QWEN3} are, and "
-            f"others where no class in architectures names another family, unlike {list(classes)}"
+            f"config.json: model_type {model_type!r} with architectures {list(classes)} is not supported in a drafter; "
+            f"supported: {LLAMA}, {QWEN3}, and other values if no class contains the name of a different family"
         )
     # The two differ in the norms of queries and keys, which the tensors show.
     has_query_norm = any(name.endswith(QUERY_NORM) for name in names)

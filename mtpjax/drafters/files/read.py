@@ -28,14 +28,14 @@ from mtpjax.safe_open import read_inside
 log = logging.getLogger("mtpjax.conversion")
 
 CONFIG = "config.json"
-# Weights that have other names than safetensors' usual ones: Medusa's authors'.
+# Names of weight files that only Medusa's authors use.
 MEDUSA_SAFETENSORS, MEDUSA_TORCH = "medusa_lm_head.safetensors", "medusa_lm_head.pt"
 NO_SCALES = ScaleMap({}, None)
 
 
 @dataclasses.dataclass(frozen=True)
 class StoredDrafter:
-    """A drafter as files hold it."""
+    """A drafter with its parameters, as read from files."""
 
     method: DraftMethod
     config: DraftArchitecture
@@ -61,16 +61,16 @@ def read_drafter(
     Args:
         path: a directory with `config.json` and safetensors files, or Medusa's `.pt` file.
         trunk: sizes of the trunk.
-        methods: the possible methods. The files decide between several.
+        methods: the possible methods. If there are several, the files decide.
         dtype: dtype to cast the parameters to. None keeps those of the files.
-        **reading: choices that the files leave open.
+        **reading: choices for what the files do not state.
 
     Returns:
         The drafter.
 
     Raises:
         CheckpointFileError: the files are damaged, incomplete or not supported.
-        ConfigError: `config.json` is damaged, not supported, or has two readings.
+        ConfigError: `config.json` is damaged, not supported or ambiguous.
     """
     path = pathlib.Path(path)
     with open_drafter(path) as files:
@@ -118,7 +118,7 @@ def make_drafter_plan(
     methods: Sequence[DraftMethod],
     **reading: Unpack[Reading],
 ) -> DrafterPlan:
-    """Parses the configuration, and checks that the files hold its tensors and no others."""
+    """Parses the configuration, and checks that the files hold exactly its tensors."""
     values = parse_json(config_bytes(path), path / CONFIG)
     if not isinstance(values, dict):
         raise ConfigError(f"{CONFIG} contains a {type(values).__name__}, not an object")
@@ -139,7 +139,7 @@ def make_drafter_plan(
     missing = sorted(wanted.keys() - shapes.keys())
     extra = sorted(shapes.keys() - wanted.keys() - {*own.ids.names})
     quantization = values.get("quantization_config") or {}
-    quantized = f" Packed or scaled weights ({quantization}) of drafters are not supported." if quantization else ""
+    quantized = f" Drafters with packed or scaled weights ({quantization}) are not supported." if quantization else ""
     if missing:
         raise CheckpointFileError(
             f"{path} lacks {count_of(len(missing), 'tensor')}: {', '.join(missing[:5])}; it holds {len(names)}: "
@@ -157,5 +157,5 @@ def make_drafter_plan(
 
 
 def _names_of(names: dict[str, str], plain: list[str]) -> str:
-    """Lists the names in the files of some tensors, at most five."""
+    """Joins the names of up to five tensors, as the files have them."""
     return ", ".join(names[each] for each in plain[:5]) or "none"

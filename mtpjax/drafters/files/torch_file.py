@@ -1,9 +1,9 @@
 """Reads tensors from a `.pt` file of PyTorch without unpickling it.
 
 Such a file is a zip archive: `data.pkl` is a pickle that describes the tensors, and `data/N` holds the bytes of storage
-N. A pickle is a program, and Python's interpreter imports and calls whatever it names. This interpreter supports dicts,
-tuples and numbers, and three names, which it never imports: the rebuilding of a tensor, `OrderedDict`, and the storage
-types. Anything else is an error.
+N. A pickle is a program: Python's unpickler imports and calls any function that it refers to. This interpreter supports
+only dicts, tuples, numbers and three globals, which it never imports: the function that rebuilds a tensor,
+`OrderedDict`, and the storage types. Anything else is an error.
 """
 
 import math
@@ -31,14 +31,14 @@ STORAGES = {
 
 
 class _Name(NamedTuple):
-    """A global that the pickle names. It is compared, and never imported."""
+    """A global in the pickle. It is compared with the known ones, and never imported."""
 
     module: str
     name: str
 
 
 class _Storage(NamedTuple):
-    """A storage that the pickle refers to by its key."""
+    """A storage, which the pickle refers to by its key."""
 
     dtype: np.dtype
     key: str
@@ -70,7 +70,7 @@ class TorchFile:
             path: the file.
 
         Raises:
-            CheckpointFileError: the file is damaged, or holds anything but a dict of tensors.
+            CheckpointFileError: the file is damaged, or holds something other than a dict of tensors.
         """
         self.path = pathlib.Path(path)
         self._stream = os.fdopen(open_inside(self.path, allowed_root(self.path.parent)), "rb")
@@ -109,12 +109,12 @@ class TorchFile:
         return rows
 
     def _describe(self) -> dict[str, _Tensor]:
-        """Opens the archive, and returns where each tensor is."""
+        """Opens the archive, and returns the storage and shape of each tensor."""
         try:
             self._zip = zipfile.ZipFile(self._stream)
         except (zipfile.BadZipFile, OSError, ValueError) as error:
             raise CheckpointFileError(
-                f"{self.path} is no zip archive, as PyTorch writes since 1.6: save it again, or as safetensors"
+                f"{self.path} is not a zip archive, PyTorch's format since 1.6: save it again, or as safetensors"
             ) from error
         entries = {entry.filename: entry for entry in self._zip.infolist()}
         pickles = [name for name in entries if name.endswith("/data.pkl") and name.count("/") == 1]
@@ -129,7 +129,7 @@ class TorchFile:
             raise CheckpointFileError(f"{self.path} is not little-endian")
         found = self._run(self._zip.read(pickles[0]))
         if not isinstance(found, dict) or not found:
-            raise CheckpointFileError(f"{self.path} holds no dict of tensors")
+            raise CheckpointFileError(f"{self.path} does not hold a dict of tensors")
         for name, tensor in found.items():
             if not isinstance(name, str) or not name.isprintable() or not isinstance(tensor, _Tensor):
                 raise CheckpointFileError(f"{self.path} holds {printable(name, 200)!r}, which is not a tensor")
@@ -146,7 +146,7 @@ class TorchFile:
         # Malformed pickles fail in many ways, but they run only the code of this file.
         except (ValueError, IndexError, KeyError, TypeError, AttributeError) as error:
             raise CheckpointFileError(
-                f"{self.path} is not read: {printable(error, 300)}. Only tensors in dicts are; save them as safetensors"
+                f"{self.path} is not supported: {printable(error, 300)}. Only dicts of tensors are; use safetensors"
             ) from error
 
 
@@ -198,17 +198,17 @@ def _interpret(content: bytes) -> Any:
 
 
 def _known(name: _Name) -> _Name:
-    """Returns the name if tensors need it."""
+    """Returns a name that tensors need, and rejects all others."""
     if name in (_REBUILD, _ORDERED_DICT) or (name.module == "torch" and name.name in STORAGES):
         return name
-    raise ValueError(f"it names {name.module}.{name.name}, which is never imported")
+    raise ValueError(f"it uses {name.module}.{name.name}, which is never imported")
 
 
 def _storage(reference: Any) -> _Storage:
     """Reads a storage's reference: ("storage", type, key, device, number of elements)."""
     kind, storage, key, _, size = reference
     if kind != "storage" or not isinstance(storage, _Name) or storage.module != "torch" or not str(key).isdecimal():
-        raise ValueError("it refers to something else than a storage")
+        raise ValueError("it refers to something other than a storage")
     return _Storage(STORAGES[storage.name], str(key), _count(size))
 
 
@@ -217,7 +217,7 @@ def _rebuild(function: Any, arguments: Any) -> Any:
     if function == _ORDERED_DICT and arguments == ():
         return {}
     if function != _REBUILD:
-        raise ValueError("it calls something else than the rebuilding of a tensor")
+        raise ValueError("it calls something other than the function that rebuilds a tensor")
     storage, offset, shape, strides = arguments[:4]
     shape = tuple(map(_count, shape))
     contiguous = tuple(math.prod(shape[axis + 1 :]) for axis in range(len(shape)))
@@ -235,8 +235,8 @@ def _count(value: Any) -> int:
 def _update(items: Sequence[Any], stack: list[Any]) -> None:
     target = stack[-1]
     if type(target) is not dict or len(items) % 2 or not all(isinstance(key, Hashable) for key in items[::2]):
-        raise ValueError("it fills something else than a dict")
+        raise ValueError("it sets items of something other than a dict")
     for key, value in zip(items[::2], items[1::2], strict=True):
         if key in target:
-            raise ValueError(f"it names {key!r} twice")
+            raise ValueError(f"it contains {key!r} twice")
         target[key] = value

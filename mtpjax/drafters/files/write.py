@@ -1,4 +1,4 @@
-"""Writes a drafter in a published format: with the bytes of the original, or as new files."""
+"""Writes a drafter in a published format: like existing files, or as new ones."""
 
 import contextlib
 import itertools
@@ -46,8 +46,8 @@ def write_drafter(path, drafter: StoredDrafter, *, like=None, form: str | None =
     Args:
         path: the folder to write; it appears once it is complete.
         drafter: the drafter.
-        like: a directory of the same architecture, whose names, order, dtypes, `config.json` and other files are kept.
-            Unchanged parameters then give the same bytes in every safetensors file.
+        like: the directory of a drafter of the same architecture, to keep its `config.json`, its other files, and the
+            names, order and dtypes of its tensors. Unchanged parameters then give the same bytes.
         form: without `like`, one of `DrafterFiles.formats`; None: the first.
 
     Raises:
@@ -83,7 +83,7 @@ def write_drafter(path, drafter: StoredDrafter, *, like=None, form: str | None =
 
 
 def _plan_like(path: pathlib.Path, files: CheckpointFiles | TorchFile, drafter: StoredDrafter) -> DrafterPlan:
-    """Plans to write a drafter like the files at `path`, under the reading of the files that gives its architecture."""
+    """Finds the reading of the files at `path` that gives the drafter's architecture."""
     for choices in itertools.product(*READINGS.values()):
         reading: Any = dict(zip(READINGS, choices, strict=True))
         try:
@@ -92,14 +92,14 @@ def _plan_like(path: pathlib.Path, files: CheckpointFiles | TorchFile, drafter: 
             continue
         if plan.config == drafter.config:
             return plan
-    raise CheckpointFileError(f"{path} is a drafter of another architecture: name a format instead")
+    raise CheckpointFileError(f"{path} holds a drafter of a different architecture: pass format instead")
 
 
 def _describe(method: DraftMethod, config: Any, form: str | None) -> tuple[dict[str, ParamSpec], dict[str, Any]]:
     """Returns the tensors and the configuration of a new file."""
     files = method.require_files()
     if form not in (None, *files.formats):
-        raise ConfigError(f"{method.title} is written as {' or '.join(map(repr, files.formats))}, not {form!r}")
+        raise ConfigError(f"format of {method.title} must be {' or '.join(map(repr, files.formats))}, got {form!r}")
     form = form or files.formats[0]
     specs = files.specs(config, form)
     names = {part.name: files.rename(part.name, form) for spec in specs.values() for part in spec.slices}
@@ -107,7 +107,7 @@ def _describe(method: DraftMethod, config: Any, form: str | None) -> tuple[dict[
 
 
 def find_form(method: DraftMethod, config: Any, *, has_draft_ids: bool) -> str:
-    """Finds a format that can express a drafter: the usual one, unless a draft vocabulary needs another.
+    """Finds a format that can express a drafter: the default one, unless a draft vocabulary needs a different one.
 
     Raises:
         ConfigError: no format can express it.
@@ -143,7 +143,7 @@ def _tensor_blocks(
     ids = {names.get(plain, plain): array for plain, array in _ids_tensors(drafter).items()}
     different = sorted(flat.keys() ^ specs.keys())
     if different:
-        raise CheckpointFileError(f"the parameters are not the drafter's: {', '.join(different[:5])}")
+        raise CheckpointFileError(f"the parameters do not match the drafter's architecture: {', '.join(different[:5])}")
     for name, spec in specs.items():
         if flat[name].shape != spec.shape:
             raise CheckpointFileError(f"parameter {name} has shape {flat[name].shape}, not {spec.shape}")
@@ -158,7 +158,7 @@ def _tensor_blocks(
 
 
 def _new_shards(specs: dict[str, ParamSpec], drafter: StoredDrafter) -> list[Shard]:
-    """Lays the tensors out as the safetensors package does: by falling size of an element, then by name."""
+    """Lays out the tensors as the safetensors package does: by decreasing element size, then by name."""
     flat, ids = _flat(drafter), _ids_tensors(drafter)
     entries = {
         piece.name: TensorEntry(piece.name, flat[path].dtype, piece.shape)

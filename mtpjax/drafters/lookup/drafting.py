@@ -1,4 +1,4 @@
-"""Prompt lookup: copy the tokens that followed the same n-gram earlier in the row's own text."""
+"""Prompt lookup: copies the tokens that followed the same n-gram earlier in the row's text."""
 
 import dataclasses
 from typing import ClassVar
@@ -16,11 +16,11 @@ from mtpjax.models.vocabulary import Vocabulary
 
 @dataclasses.dataclass(frozen=True)
 class LookupDrafter(Drafter):
-    """Drafts by n-gram lookup, like vLLM's `ngram` method. Needs no modules, no parameters and no state.
+    """Drafts by n-gram lookup, like vLLM's `ngram` method, without parameters or state.
 
     Attributes:
-        min_n: shortest n-gram that counts as a match.
-        max_n: longest n-gram that is compared.
+        min_n: minimum length of a matching n-gram.
+        max_n: maximum length.
     """
 
     min_n: int = 2
@@ -56,14 +56,14 @@ def find_ngram(
 
     Args:
         tokens: `[L]` int32; the first `length` of them are the text.
-        length: `[]` int32 tokens of the text.
-        min_n: shortest n-gram.
-        max_n: longest n-gram.
-        num_drafts: tokens to copy, K.
+        length: `[]` int32, number of tokens of the text.
+        min_n: minimum length of the n-gram.
+        max_n: maximum length.
+        num_drafts: number of tokens to copy, K.
 
     Returns:
-        drafts `[K]` int32 and their number `[]` int32. Drafts past that number repeat the copied tokens, or the last
-        token without a match, since a round of the compiled loop always verifies K of them.
+        drafts `[K]` int32, and the number of them that were found, `[]` int32. A round always verifies K drafts, so the
+        rest repeats the copied tokens, or the last token if there is no match.
     """
     L = tokens.shape[0]
     # Index an occurrence by its end: the position of the token that follows it. That token must be part of the text.

@@ -1,4 +1,4 @@
-"""The Medusa drafter (2401.10774): heads on the trunk's final hidden state, one per draft level."""
+"""The Medusa drafter (2401.10774): one head per draft level, on the trunk's final hidden state."""
 
 import dataclasses
 import functools
@@ -40,15 +40,15 @@ class MedusaState(flax.struct.PyTreeNode):
 class MedusaDrafter(TrainedDrafter):
     """Drafts with Medusa heads; `mtpjax.load_drafter` reads them with their parameters.
 
-    Head k reads one hidden state and nothing that was drafted, so all levels are drafted at once. With `topk` above 1
-    the tree is chosen by the heads' probabilities, or drawn in the fixed shape that exact ratio rules need. `choices`
-    replaces it with a published static tree.
+    A head reads one hidden state and no drafted token, so all levels are drafted at once. With `topk` above 1 the tree
+    consists of the most likely nodes, or is drawn in the fixed shape that exact ratio rules need. `choices` replaces it
+    with a published static tree.
 
     Attributes:
         architecture: the heads.
-        choices: a path of candidate ranks per node: (0, 1) is the second candidate of head 1 after the first of head
-            0. (): none. It needs `num_steps` and `topk` of its depth and ranks, and `num_draft_tokens` of its size
-            plus 1.
+        choices: the static tree, a path of candidate ranks per node: (0, 1) is the second candidate of head 1 after the
+            first of head 0. `num_steps` must be its depth, `topk` its number of ranks, and `num_draft_tokens` its
+            number of nodes plus 1. (): no static tree.
     """
 
     architecture: MedusaConfig = dataclasses.field(kw_only=True)
@@ -65,7 +65,7 @@ class MedusaDrafter(TrainedDrafter):
         choices = tuple(sorted((tuple(map(int, path)) for path in self.choices), key=lambda path: (len(path), path)))
         known = {(), *choices}
         if len(known) != len(choices) + 1 or any(path[:-1] not in known or min(path) < 0 for path in choices):
-            raise ValueError("choices must be different paths of ranks from 0 on, each after a path that is there too")
+            raise ValueError("choices must be distinct paths of ranks from 0, and contain the parent of each path")
         object.__setattr__(self, "choices", choices)
 
     @property
@@ -75,7 +75,7 @@ class MedusaDrafter(TrainedDrafter):
 
     @property
     def parents(self) -> tuple[int, ...]:
-        """Parent of each node of `choices`, the root first; -1 for the root."""
+        """Parent of each node of `choices`, starting with the root, whose parent is -1."""
         place = {(): 0} | {path: node for node, path in enumerate(self.choices, start=1)}
         return (-1, *(place[path[:-1]] for path in self.choices))
 
@@ -86,7 +86,7 @@ class MedusaDrafter(TrainedDrafter):
             self._check_choices(config)
 
     def _check_choices(self, config: DecodeConfig) -> None:
-        """Checks that the settings describe the static tree."""
+        """Raises `ValueError` unless the settings describe the static tree."""
         depth = max(map(len, self.choices))
         wanted = {
             "num_steps": depth,
@@ -99,8 +99,8 @@ class MedusaDrafter(TrainedDrafter):
             raise ValueError(f"the static tree needs {text}; got {', '.join(map(str, found.values()))}")
         if config.rule is not None and config.rule.drafts == "fixed tree":
             raise ValueError(
-                f"acceptance '{config.rule}' draws each node's children; a static tree has the best candidates: "
-                "use 'greedy', 'sample' or a lossy rule, or no choices"
+                f"acceptance '{config.rule}' draws each node's children, but a static tree holds the best candidates: "
+                "use 'greedy', 'sample' or a lossy rule, or leave out choices"
             )
 
     @property
@@ -120,7 +120,7 @@ class MedusaDrafter(TrainedDrafter):
     def extend(
         self, decoder: Decoder, weights: Weights, state: DecodeState, states: jax.Array, start: jax.Array
     ) -> MedusaState:
-        """Keeps the state of each row's last prompt token, which may be in any chunk."""
+        """Keeps the state of each row's last prompt token, whichever chunk holds it."""
         chunk = states.shape[1]
         offset = state.length - 1 - start
         hidden = read_rows(states, jnp.clip(offset, 0, chunk - 1), 1)
@@ -128,7 +128,7 @@ class MedusaDrafter(TrainedDrafter):
         return MedusaState(jnp.where(is_in_chunk[:, None, None], hidden, state.drafter.hidden))
 
     def commit(self, decoder: Decoder, state: DecodeState, states: jax.Array, accepted: "Acceptance") -> MedusaState:
-        """Keeps the state of the last accepted node, from whose logits the next pending token comes."""
+        """Keeps the state of the last accepted node; its logits give the next pending token."""
         return MedusaState(read_rows(states, accepted.num_accepted, 1))
 
     def propose(self, decoder: Decoder, weights: Weights, state: DecodeState) -> tuple[Draft, DecodeState]:
@@ -170,7 +170,7 @@ class MedusaDrafter(TrainedDrafter):
     def levels(
         self, params: dict, rows: TextRows, heads: tuple[jax.Array, ...], *, model: MTPModel, num_levels: int
     ) -> DraftLevels:
-        """Runs the heads; all of them read the final state."""
+        """Runs the heads on the final hidden state."""
         network = Medusa(self.architecture, model.implementation)
         apply: Any = functools.partial(network.apply, {"params": params[DRAFTER]}, method="hidden")
         inputs = tuple(apply(rows.hidden, index) for index in range(num_levels))
@@ -178,7 +178,7 @@ class MedusaDrafter(TrainedDrafter):
 
 
 def _draft_tree(scores: Any, state: DecodeState, spec: DecodeSpec) -> Draft:
-    """Drafts a tree level by level, as a draft network does, but from the same state in every level."""
+    """Drafts a tree level by level; all nodes of a level have the same hidden state."""
     builder = tree_builder(state, spec)
     drafted, mask, num_nodes, path = jnp.zeros((len(state.tokens), 0), jnp.int32), None, 1, None
     for level in range(1, builder.num_levels + 1):

@@ -36,11 +36,11 @@ class MTPNetwork:
 
     @property
     def config(self) -> ModelConfig:
-        """The model's own config: a module's layer is like the trunk's."""
+        """The model's config: a module's layer is like the trunk's."""
         return self.decoder.model.config
 
     def input_hidden(self, states: jax.Array) -> jax.Array:
-        """Returns the trunk's hidden states as they are."""
+        """Returns the trunk's hidden states unchanged."""
         return states
 
     def run(
@@ -89,7 +89,7 @@ class MTPDrafter(CachedDrafter):
         return MTPParams(modules, None if ids is None else jnp.asarray(draftable_ids(ids, model)))
 
     def prepare(self, params: dict, draft_params: MTPParams, *, model: MTPModel) -> PreparedDrafter:
-        """Joins the modules with the parameters that they share with the trunk, and gathers the reduced head."""
+        """Merges the modules with the parameters that they share with the trunk, and gathers the reduced head."""
         # Modules share the embedding, and often the head, with the trunk.
         merged = {**params, **draft_params.modules}
         ids = draft_params.draft_ids
@@ -126,5 +126,7 @@ def draftable_ids(ids: tuple[int, ...], model: MTPModel) -> np.ndarray:
     if not unique.size or unique[0] < 0 or unique[-1] >= model.config.vocab_size:
         raise ValueError(f"draft_vocabulary is empty or has ids outside 0..{model.config.vocab_size - 1}")
     if num_tokens <= unique[0]:
-        raise ValueError(f"draft_vocabulary has no usable token: ids from {num_tokens} on only pad the embedding table")
+        raise ValueError(
+            f"draft_vocabulary has no usable token: ids of {num_tokens} and above only pad the embedding table"
+        )
     return unique[unique < num_tokens]
