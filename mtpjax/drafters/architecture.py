@@ -1,6 +1,7 @@
 """Architectures of drafters with their own network: what all of them declare, and new layers of the trunk's width."""
 
 import dataclasses
+from collections.abc import Callable
 from typing import Any, NamedTuple, Protocol
 
 import flax.linen as nn
@@ -95,7 +96,7 @@ class LayersConfig:
         return len(self.layer_ids) * self.trunk.hidden_size
 
 
-def init_layers(network: type[nn.Module], config: LayersConfig, key: jax.Array) -> dict[str, Any]:
+def init_layers(network: Callable[[Any], nn.Module], config: LayersConfig, key: jax.Array) -> dict[str, Any]:
     """Makes the parameters of a network, which is called with trunk states, embedded tokens and a view."""
     # Only the shapes of the inputs matter here.
     view = full_view(config.block, jnp.ones((1, 2), jnp.int32))

@@ -107,9 +107,9 @@ def make_architecture(kind: type[T], shapes: Mapping[str, tuple[int, ...]], **fi
     Raises:
         ConfigError: the fields do not fit together.
     """
-    own = {"own_embedding": "embed_tokens.weight" in shapes, "own_head": "lm_head.weight" in shapes}
+    fields |= {"own_embedding": "embed_tokens.weight" in shapes, "own_head": "lm_head.weight" in shapes}
     try:
-        return kind(**own, **fields)
+        return kind(**fields)
     except ValueError as error:
         raise ConfigError(f"config.json: {error}") from error
 
