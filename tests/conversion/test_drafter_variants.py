@@ -91,7 +91,7 @@ def test_missing_tensors_are_named_beside_those_that_are_there(tmp_path):
 
 def test_two_tensors_for_one_parameter_are_refused(tmp_path):
     path = variant(tmp_path / "draft", "eagle3", tensors={"model.fc.weight": np.zeros((64, 192), np.float32)})
-    with pytest.raises(CheckpointFileError, match=r"holds fc.weight and model.fc.weight, which are both fc.weight"):
+    with pytest.raises(CheckpointFileError, match=r"holds fc.weight and model.fc.weight, which both mean fc.weight"):
         read_drafter(path, TRUNK)
 
 
@@ -260,7 +260,7 @@ def test_weights_of_integers_are_refused(name, dtype, tmp_path):
 def test_a_quantised_drafter_is_named_so(tmp_path):
     packed = {"fc.weight": np.zeros((64, 24), np.int32)}
     path = variant(tmp_path / "draft", "eagle3", tensors=packed, quantization_config={"quant_method": "awq"})
-    with pytest.raises(CheckpointFileError, match=r"quant_method.*awq.* of drafters are not supported"):
+    with pytest.raises(CheckpointFileError, match=r"quant_method.*awq.* are not supported"):
         read_drafter(path, TRUNK)
 
 
@@ -277,7 +277,7 @@ def layer_ids(name, ids, key="target_layer_ids", last=None, **changes):
 @pytest.mark.parametrize("name", ["dflash", "dspark"])
 def test_the_last_layer_is_read_after_the_norm_and_a_warning_says_so(name, caplog):
     assert layer_ids(name, [1, 3, 7]) == (2, 4, 9)
-    assert "target_layer_ids [1, 3, 7] reads the last of 8 trunk layers" in caplog.text
+    assert "target_layer_ids [1, 3, 7] includes the last of 8 trunk layers" in caplog.text
     assert "Using after_norm" in caplog.text and "--last-layer-state before_norm" in caplog.text
     caplog.clear()
     assert layer_ids(name, [1, 3, 7], last="before_norm") == (2, 4, 8)

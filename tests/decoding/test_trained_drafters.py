@@ -224,9 +224,9 @@ def test_typical_acceptance_is_called_lossy(trunk):
 
 
 def test_static_trees_are_checked():
-    with pytest.raises(ValueError, match="each after a path that is there too"):
+    with pytest.raises(ValueError, match="contain the parent of each path"):
         medusa(((0,), (1, 0)))
-    with pytest.raises(ValueError, match="different paths"):
+    with pytest.raises(ValueError, match="distinct paths"):
         medusa(((0,), (0,)))
     assert medusa(CHOICES)[0].parents == (-1, 0, 0, 1, 1, 2)
 
@@ -269,7 +269,7 @@ def test_another_trunk_or_missing_parameters_are_refused(trunk, small):
 def test_sizes_that_do_not_fit_are_refused():
     config = eagle()[0].architecture
     for changes, message in (
-        ({"layer_ids": (0, 0)}, "different layers"),
+        ({"layer_ids": (0, 0)}, "must be distinct"),
         ({"layer_ids": (0, 4)}, "within 0..3"),
         ({"draft_vocab_size": 12}, "not within 1..11"),
         ({"own_head": False}, "the trunk's head has the columns of all tokens"),
