@@ -7,9 +7,8 @@ import jax
 import jax.numpy as jnp
 
 from mtpjax.decoding.decoder import Decoder, Weights
-from mtpjax.decoding.drafter import Draft
 from mtpjax.decoding.sampling import PathTokens
-from mtpjax.decoding.state import DecodeState, view_pass
+from mtpjax.decoding.state import DecodeState, Draft, view_pass
 from mtpjax.drafters.modules import (
     EXTEND_CHUNK,
     HIDDEN_BUFFER,
@@ -26,10 +25,9 @@ from mtpjax.drafters.modules import (
 from mtpjax.drafters.tree import extend_ancestor_mask, tree_builder
 from mtpjax.models.cache import Cache, commit, empty_cache
 from mtpjax.models.config import LayerKind, ModelConfig
-from mtpjax.models.layers.entries import read_rows, write_rows
-from mtpjax.models.masks import TreeSlots
 from mtpjax.models.model import MTPModel
 from mtpjax.models.parallel import over_rows
+from mtpjax.models.view import TreeSlots, read_rows, write_rows
 
 
 class ModuleSizes(NamedTuple):

@@ -4,7 +4,7 @@ from typing import Any, Literal
 
 import jax.numpy as jnp
 
-from mtpjax.decoding.drafter import Drafter
+from mtpjax.decoding.decoder import Drafter
 from mtpjax.drafters.architecture import TrunkSizes
 from mtpjax.drafters.dflash.method import DFLASH
 from mtpjax.drafters.dspark.method import DSPARK

@@ -13,19 +13,17 @@ import flax.struct
 import jax
 import jax.numpy as jnp
 
-from mtpjax.decoding.decoder import Decoder
-from mtpjax.decoding.drafter import Drafter
+from mtpjax.decoding.decoder import Decoder, Drafter
 from mtpjax.decoding.sampling import PathTokens
 from mtpjax.decoding.state import DecodeState, view_pass
 from mtpjax.drafters.scoring import DraftScores, pad_rows
 from mtpjax.models.cache import Cache
 from mtpjax.models.config import ModelConfig
-from mtpjax.models.layers.entries import read_rows, write_rows
-from mtpjax.models.masks import Entries, View
 from mtpjax.models.parallel import over_rows
+from mtpjax.models.view import Entries, View, read_rows, write_rows
 
 if TYPE_CHECKING:
-    from mtpjax.decoding.verify import Acceptance
+    from mtpjax.decoding.state import Acceptance
 
 # Rounds of depth 0 in an adaptive call do not run the modules: they store up to this many hidden states per row.
 HIDDEN_BUFFER = 32

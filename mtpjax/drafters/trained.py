@@ -13,8 +13,8 @@ import jax
 import jax.numpy as jnp
 
 from mtpjax.decoding.config import DecodeConfig
-from mtpjax.decoding.decoder import Decoder, Weights
-from mtpjax.decoding.drafter import Drafter, DraftLimits
+from mtpjax.decoding.decoder import Decoder, Drafter, Weights
+from mtpjax.decoding.drafter import DraftLimits
 from mtpjax.drafters.scoring import PreparedDrafter, own_head
 from mtpjax.models.model import MTPModel, TrunkOutput, bind
 from mtpjax.models.parallel import num_shards

@@ -6,12 +6,11 @@ import numpy as np
 
 from mtpjax.decoding import rng
 from mtpjax.decoding.draft_tree import Candidates, depths_and_ancestor_mask
-from mtpjax.decoding.drafter import Draft
 from mtpjax.decoding.sampling import apply_temperature, distribution
 from mtpjax.decoding.spec import DecodeSpec
-from mtpjax.decoding.state import DecodeState
+from mtpjax.decoding.state import DecodeState, Draft
 from mtpjax.drafters.scoring import DraftScores
-from mtpjax.models.layers.entries import read_rows
+from mtpjax.models.view import read_rows
 from mtpjax.models.vocabulary import Vocabulary
 
 

@@ -12,21 +12,21 @@ import jax
 import jax.numpy as jnp
 
 from mtpjax.decoding.decoder import Decoder, Weights
-from mtpjax.decoding.drafter import Draft, DraftLimits
+from mtpjax.decoding.drafter import DraftLimits
 from mtpjax.decoding.sampling import PathTokens
 from mtpjax.decoding.spec import DecodeSpec
-from mtpjax.decoding.state import DecodeState, view_pass
+from mtpjax.decoding.state import DecodeState, Draft, view_pass
 from mtpjax.drafters.dflash.network import DFlash, DFlashConfig, block_states, context_entries
 from mtpjax.drafters.levels import draft_levels
 from mtpjax.drafters.modules import HIDDEN_BUFFER, BufferedDrafter, ModulesState, num_pending, of_drafter
 from mtpjax.drafters.scoring import DraftScores
 from mtpjax.drafters.trained import DraftLevels, TextRows, TrainedDrafter, embed, embedding_table
 from mtpjax.models.cache import Cache, commit, empty_cache
-from mtpjax.models.layers.entries import append, read_rows
+from mtpjax.models.layers.entries import append
 from mtpjax.models.layers.rotary import rotary_angles
-from mtpjax.models.masks import TreeSlots, View
 from mtpjax.models.model import MTPModel, multiply_head
 from mtpjax.models.params import DRAFTER
+from mtpjax.models.view import TreeSlots, View, read_rows
 
 
 def block_limits(title: str) -> DraftLimits:

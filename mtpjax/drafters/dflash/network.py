@@ -20,8 +20,9 @@ from mtpjax.models.layers.experts import SwiGLU
 from mtpjax.models.layers.grouped_attention import GroupedAttention
 from mtpjax.models.layers.norm import AddRMSNorm, RMSNorm
 from mtpjax.models.layers.rotary import rotary_angles, softmax_scale
-from mtpjax.models.masks import Entries, View, segment_positions
+from mtpjax.models.masks import segment_positions
 from mtpjax.models.quantized import matrix_product
+from mtpjax.models.view import Entries, View
 from pallas_kernels.rms_norm import rms_norm_reference
 from pallas_kernels.rotation import rotate
 

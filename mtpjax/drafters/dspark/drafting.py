@@ -9,9 +9,9 @@ import jax.numpy as jnp
 
 from mtpjax.decoding.config import DecodeConfig
 from mtpjax.decoding.decoder import Decoder, Weights
-from mtpjax.decoding.drafter import Draft, DraftLimits
+from mtpjax.decoding.drafter import DraftLimits
 from mtpjax.decoding.sampling import PathTokens
-from mtpjax.decoding.state import DecodeState
+from mtpjax.decoding.state import DecodeState, Draft
 from mtpjax.drafters.dflash.drafting import DFlashDrafter, block_limits
 from mtpjax.drafters.dspark.network import DSpark, DSparkConfig
 from mtpjax.drafters.levels import draft_levels

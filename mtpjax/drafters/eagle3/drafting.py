@@ -13,9 +13,9 @@ from mtpjax.drafters.eagle3.network import Eagle3, Eagle3Config, eagle3_levels
 from mtpjax.drafters.scoring import DraftScores
 from mtpjax.drafters.trained import DraftLevels, TextRows, TrainedDrafter, embed, embedding_table
 from mtpjax.models.config import ModelConfig
-from mtpjax.models.masks import Entries, View
 from mtpjax.models.model import MTPModel
 from mtpjax.models.params import DRAFTER
+from mtpjax.models.view import Entries, View
 
 
 @dataclasses.dataclass(frozen=True)

@@ -19,9 +19,10 @@ from mtpjax.models.forward import shift_left
 from mtpjax.models.layers.experts import SwiGLU
 from mtpjax.models.layers.grouped_attention import GroupedAttention
 from mtpjax.models.layers.norm import AddRMSNorm, RMSNorm
-from mtpjax.models.masks import Entries, Recycled, View, full_view
+from mtpjax.models.masks import full_view
 from mtpjax.models.model import multiply_head
 from mtpjax.models.quantized import matrix_product
+from mtpjax.models.view import Entries, Recycled, View
 from pallas_kernels.partial_sums import PartialSums
 
 

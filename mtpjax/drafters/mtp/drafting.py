@@ -15,9 +15,9 @@ from mtpjax.decoding.state import DecodeState
 from mtpjax.drafters.cached import CachedDrafter, ModuleSizes
 from mtpjax.drafters.scoring import DraftScores, PreparedDrafter, reduce_head
 from mtpjax.models.config import ModelConfig
-from mtpjax.models.masks import Entries, View
 from mtpjax.models.model import MTPModel, TrunkOutput, bind
 from mtpjax.models.params import is_of_modules
+from mtpjax.models.view import Entries, View
 
 
 class MTPParams(flax.struct.PyTreeNode):
