@@ -10,7 +10,7 @@ if TYPE_CHECKING:
     from mtpjax.data.tokenizer import load_tokenizer
     from mtpjax.decoding.config import DecodeConfig, SamplingParams
     from mtpjax.decoding.result import GenerationResult
-    from mtpjax.drafters.load import load_drafter, save_drafter
+    from mtpjax.drafters.methods import load_drafter, save_drafter
     from mtpjax.evaluation.self_check import check_acceptance
     from mtpjax.inference.generate import generate, speculative_generate
     from mtpjax.io.checkpoint import load
@@ -54,7 +54,7 @@ __all__ = [
 _HOMES = {
     "data.tokenizer": ("load_tokenizer",),
     "decoding.config": ("DecodeConfig", "SamplingParams"),
-    "drafters.load": ("load_drafter", "save_drafter"),
+    "drafters.methods": ("load_drafter", "save_drafter"),
     "inference.generate": ("generate", "speculative_generate"),
     "decoding.result": ("GenerationResult",),
     "evaluation.self_check": ("check_acceptance",),

@@ -23,7 +23,7 @@ def import_record(name: str, kind: type[T]) -> T:
     Raises:
         UsageError: the module cannot be imported, or has no such record.
     """
-    # What is missing or misspelt is an error of one line; other errors of the module keep their traceback.
+    # A missing or misspelt name is an error of one line; other errors of the module keep their traceback.
     module, _, attribute = name.partition(":")
     if (folder := os.getcwd()) not in sys.path:  # as with `python -m`
         sys.path.append(folder)

@@ -62,6 +62,4 @@ def test_only_the_table_knows_the_draft_methods():
         home = file.parent.name if file.parent.name in methods else str(file.relative_to(ROOT))
         arrows |= {(home, name) for name in imported - {file.parent.name}}
     allowed = {("mtpjax/drafters/methods.py", name) for name in methods} | {("dspark", "dflash")}
-    # An example in a docstring.
-    allowed |= {("mtpjax/drafters/load.py", "medusa")}
     assert arrows <= allowed, arrows - allowed

@@ -20,6 +20,7 @@ from mtpjax.cli.main import main
 from mtpjax.drafters import (
     DrafterFiles,
     DraftLevels,
+    DraftLimits,
     DraftMethod,
     DraftParams,
     DraftTraining,
@@ -66,11 +67,7 @@ class ToyDrafter(TrainedDrafter):
 
     architecture: ToyConfig = dataclasses.field(kw_only=True)
     title: ClassVar[str] = "Toy"
-
-    def check(self, model, config):
-        super().check(model, config)
-        if config.topk > 1:
-            raise ValueError(f"Toy drafts chains only: set topk to 1, got {config.topk}")
+    limits: ClassVar[DraftLimits] = dataclasses.replace(TrainedDrafter.limits, trees="Toy drafts chains only")
 
     def prepare(self, params, draft_params, *, model):
         network = draft_params.network

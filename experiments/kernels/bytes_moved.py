@@ -135,7 +135,7 @@ def passes_of(config: ModelConfig, batch: int, num_steps: int) -> dict[str, list
     """The passes of a round through the trunk and through each module: the tokens that each takes."""
     modules = min(config.num_mtp_modules, num_steps)
     passes = {"trunk": [batch * (num_steps + 1)], **{f"mtp_{index}": [] for index in range(modules)}}
-    for level in range(1, num_steps + 1):  # as in `mtpjax.drafters.chain`: the last module is recycled
+    for level in range(1, num_steps + 1):  # as in `mtpjax.drafters.cached`: the last module is recycled
         rows = batch * (num_steps + modules if level <= modules else 1)
         passes[f"mtp_{min(level, modules) - 1}"].append(rows)
     return passes

@@ -2,7 +2,7 @@
 
 import dataclasses
 import functools
-from typing import Any
+from typing import Any, ClassVar
 
 import flax.struct
 import jax
@@ -14,6 +14,7 @@ from mtpjax.decoding.acceptance.rules import RULES, find_rule
 from mtpjax.decoding.capacity import MIN_PREFILL_CHUNK, choose_prefill_chunk, min_rows_per_pass, round_up_capacity
 from mtpjax.decoding.config import KV_CACHE_DTYPES, DecodeConfig
 from mtpjax.decoding.depth_policy import can_speed_up, init_policy
+from mtpjax.decoding.limits import DraftLimits
 from mtpjax.decoding.sampling import SamplingArrays, TokenHistory
 from mtpjax.decoding.spec import DecodeSpec
 from mtpjax.decoding.state import Acceptance, DecodeState, Draft, NewRows, RowSettings, StateShape, start_rows
@@ -50,9 +51,11 @@ class Drafter:
 
     Attributes:
         layer_ids: trunk layers whose input states the drafter reads (`TrunkOutput.states`).
+        limits: what drafters of this class do not support. Calls with other settings are rejected before `check`.
     """
 
     layer_ids: tuple[int, ...] = ()
+    limits: ClassVar[DraftLimits] = DraftLimits()
 
     # Before the loop.
 

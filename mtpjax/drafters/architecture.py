@@ -1,9 +1,16 @@
-"""The properties that every drafter with its own network declares for itself and its trunk, and their checks."""
+"""Architectures of drafters with their own network: what all of them declare, and new layers of the trunk's width."""
 
+import dataclasses
+from collections.abc import Callable
 from typing import Any, NamedTuple, Protocol
 
+import flax.linen as nn
+import jax
+import jax.numpy as jnp
+
 from mtpjax.messages import require
-from mtpjax.models.config import ModelConfig
+from mtpjax.models.config import LayerKind, ModelConfig
+from mtpjax.models.masks import full_view
 
 
 class TrunkSizes(NamedTuple):
@@ -15,17 +22,17 @@ class TrunkSizes(NamedTuple):
 
 
 class DraftArchitecture(Protocol):
-    """The architecture of a drafter with its own network: a frozen dataclass, hashable."""
+    """The architecture of a drafter with its own network: a hashable, frozen dataclass."""
 
     @property
     def trunk(self) -> TrunkSizes:
-        """The trunk that it is for."""
+        """The trunk that the drafter is for."""
         ...
 
     @property
     def layer_ids(self) -> tuple[int, ...]:
-        """Trunk layers whose input states it reads; the number of trunk layers, L, means the last one's output, before
-        the final norm, and L + 1 the output of this norm."""
+        """Trunk layers whose input states the drafter reads. In a trunk of L layers, L is the output of the last layer
+        before the final norm, and L + 1 the output of that norm."""
         ...
 
     @property
@@ -34,28 +41,71 @@ class DraftArchitecture(Protocol):
         ...
 
 
-def check_layer_ids(layer_ids: tuple[int, ...], num_target_layers: int) -> None:
-    """Raises `ValueError` if the ids are empty, repeat a layer, or exceed the depth of the trunk."""
-    ids, layers = layer_ids, num_target_layers
-    require(
-        bool(ids) and len(set(ids)) == len(ids) and all(0 <= layer <= layers + 1 for layer in ids),
-        f"layer_ids {list(ids)} must be different layers within 0..{layers + 1}; {layers} is the output of the last "
-        f"one of a trunk of {layers}, {layers + 1} that of the final norm",
-    )
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class LayersConfig:
+    """Base of the architectures of drafters with their own layers.
+
+    Letters: D width of the drafter, n trunk states, V vocabulary, R draft vocabulary.
+
+    Args:
+        block: sizes of the drafter's own layers, of which it has `num_hidden_layers`; `vocab_size` is V.
+        layer_ids: the n trunk layers whose input states are read, in the order of the projection's inputs; see
+            `DraftArchitecture.layer_ids`.
+        num_target_layers: layers of the trunk.
+        draft_vocab_size: tokens that can be drafted, R; 0: V.
+        own_embedding: whether the drafter has an embedding; otherwise it uses the trunk's.
+        own_head: whether the drafter has a head `[D, R]`; otherwise it uses the trunk's.
+    """
+
+    block: ModelConfig
+    layer_ids: tuple[int, ...]
+    num_target_layers: int
+    draft_vocab_size: int = 0
+    own_embedding: bool = False
+    own_head: bool = False
+
+    def __post_init__(self):
+        V, layers = self.block.vocab_size, self.num_target_layers
+        object.__setattr__(self, "layer_ids", tuple(self.layer_ids))
+        object.__setattr__(self, "draft_vocab_size", self.draft_vocab_size or V)
+        ids, size = self.layer_ids, self.draft_vocab_size
+        require(
+            bool(ids) and len(set(ids)) == len(ids) and all(0 <= layer <= layers + 1 for layer in ids),
+            f"layer_ids {list(ids)} must be distinct and within 0..{layers + 1}: {layers} is the output of the last "
+            f"trunk layer, and {layers + 1} that of the final norm",
+        )
+        require(1 <= size <= V, f"draft_vocab_size {size} is not within 1..{V}")
+        require(
+            self.own_head or size == V,
+            f"draft_vocab_size {size} is below the vocabulary of {V}: the trunk's head has the columns of all tokens",
+        )
+
+    @property
+    def trunk(self) -> TrunkSizes:
+        """The trunk that the drafter is for."""
+        return TrunkSizes(self.block.vocab_size, self.block.hidden_size, self.num_target_layers)
+
+    @property
+    def kinds(self) -> tuple[LayerKind, ...]:
+        """Kinds of the drafter's layers."""
+        return self.block.trunk_kinds
+
+    @property
+    def features_size(self) -> int:
+        """Width of the n trunk states side by side."""
+        return len(self.layer_ids) * self.trunk.hidden_size
 
 
-def check_draft_vocabulary(draft_vocab_size: int, vocab_size: int, *, own_head: bool) -> None:
-    """Raises `ValueError` for an invalid size of the draft vocabulary; the trunk's head has columns for all tokens."""
-    require(1 <= draft_vocab_size <= vocab_size, f"draft_vocab_size {draft_vocab_size} is not within 1..{vocab_size}")
-    require(
-        own_head or draft_vocab_size == vocab_size,
-        f"draft_vocab_size {draft_vocab_size} is below the vocabulary of {vocab_size}: "
-        "the trunk's head has the columns of all tokens",
-    )
+def init_layers(network: Callable[[Any], nn.Module], config: LayersConfig, key: jax.Array) -> dict[str, Any]:
+    """Makes the parameters of a network, which is called with trunk states, embedded tokens and a view."""
+    # Only the shapes of the inputs matter here.
+    view = full_view(config.block, jnp.ones((1, 2), jnp.int32))
+    features, embedded = jnp.zeros((1, 2, config.features_size)), jnp.zeros((1, 2, config.block.hidden_size))
+    return jax.jit(network(config).init)(key, features, embedded, view)["params"]
 
 
 def dense_layers(trunk: ModelConfig, **changes: Any) -> ModelConfig:
-    """Returns the config of dense layers of the trunk's width, with as many attention heads, for a new drafter."""
+    """Returns the config of a new drafter's layers: dense, with the trunk's width and number of attention heads."""
     D, is_grouped = trunk.hidden_size, trunk.attention == "grouped"
     return ModelConfig(
         vocab_size=trunk.vocab_size,

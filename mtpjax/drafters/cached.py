@@ -1,52 +1,62 @@
-"""Drafters whose network reads the trunk's states and keeps KV caches: extend, propose, commit, and their backlog."""
+"""Drafters whose modules read the trunk's states and keep KV caches: extend, propose, and their backlog."""
 
 import dataclasses
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 
-from mtpjax.decoding.decoder import Decoder, Drafter, Weights
-from mtpjax.decoding.state import Acceptance, DecodeState, Draft
-from mtpjax.drafters.chain import draft_chain
+from mtpjax.decoding.decoder import Decoder, Weights
+from mtpjax.decoding.sampling import PathTokens
+from mtpjax.decoding.state import DecodeState, Draft, view_pass
 from mtpjax.drafters.modules import (
     EXTEND_CHUNK,
     HIDDEN_BUFFER,
+    BufferedDrafter,
+    DraftNetwork,
     ModulesState,
+    extend_and_read,
     extend_backlog,
     extend_modules,
     num_pending,
+    run_over_drafts,
+    view_pending,
 )
-from mtpjax.drafters.network import DraftNetwork
-from mtpjax.drafters.tree import draft_tree
-from mtpjax.models.cache import Cache, commit
+from mtpjax.drafters.tree import extend_ancestor_mask, tree_builder
+from mtpjax.models.cache import Cache, commit, empty_cache
+from mtpjax.models.config import LayerKind, ModelConfig
 from mtpjax.models.model import MTPModel
 from mtpjax.models.parallel import over_rows
-from mtpjax.models.view import write_rows
+from mtpjax.models.view import TreeSlots, read_rows, write_rows
+
+
+class ModuleSizes(NamedTuple):
+    """The modules of a drafter, which are alike."""
+
+    num_modules: int  # a call runs at most one per draft level, M
+    config: ModelConfig  # sizes of the layers
+    kinds: tuple[LayerKind, ...]  # of the layers of one module
+    state_size: int  # width of the trunk states that `select_states` picks
 
 
 @dataclasses.dataclass(frozen=True)
-class CachedDrafter(Drafter):
+class CachedDrafter(BufferedDrafter):
     """Base of drafters with M modules and a KV cache each. A subclass defines the modules.
 
-    The state is a `ModulesState`. Slot i of module k (0-based) depends on the token of position i+k+1.
+    Slot i of module k (0-based) depends on the token of position i+k+1.
     """
 
     def network(self, decoder: Decoder, weights: Weights) -> DraftNetwork:
         """Returns the modules, with their parameters."""
         raise NotImplementedError
 
-    def num_caches(self, model: MTPModel, num_steps: int) -> int:
-        """Returns how many modules a call with `num_steps` draft levels runs, M."""
+    def sizes(self, model: MTPModel) -> ModuleSizes:
+        """Returns the number and the sizes of the modules."""
         raise NotImplementedError
 
-    def empty_module_cache(self, decoder: Decoder, batch: int, capacity: int, dtype: Any) -> Cache:
-        """Makes the cache of one module; arguments as in `init`."""
-        raise NotImplementedError
-
-    def state_size(self, model: MTPModel) -> int:
-        """Returns the width of the trunk states that `select_states` picks."""
-        raise NotImplementedError
+    def max_shift(self, model: MTPModel) -> int:
+        """Returns the shift of the last module."""
+        return self.sizes(model).num_modules
 
     def num_extend_positions(self, model: MTPModel, num_steps: int) -> int:
         """Returns how many positions each module processes per round: K + M, at least 1.
@@ -54,7 +64,7 @@ class CachedDrafter(Drafter):
         These are the K+1 verified positions and the M-1 before them, whose entries in some module came from drafted
         tokens.
         """
-        return max(num_steps + self.num_caches(model, num_steps), 1)
+        return max(num_steps + min(self.sizes(model).num_modules, num_steps), 1)
 
     def num_scratch_slots(self, decoder: Decoder) -> int:
         """Returns the maximum number of slots that extending and drafting write after the committed text."""
@@ -71,16 +81,19 @@ class CachedDrafter(Drafter):
         return max(num_extended, num_drafted + spec.min_rows)
 
     def init(self, decoder: Decoder, batch: int, capacity: int, dtype: Any) -> ModulesState:
-        """Makes empty module caches and an empty buffer of trunk states."""
+        """Makes empty caches and an empty buffer of trunk states."""
         model, spec = decoder.model, decoder.spec
-        num_caches = self.num_caches(model, spec.num_steps)
+        num_modules, config, kinds, state_size = self.sizes(model)
         # An adaptive call also buffers the states of rounds of depth 0, which do not run the modules.
         buffer_size = self.num_extend_positions(model, spec.num_steps)
         if spec.is_adaptive:
             buffer_size = HIDDEN_BUFFER + spec.num_steps
         return ModulesState(
-            caches=tuple(self.empty_module_cache(decoder, batch, capacity, dtype) for _ in range(num_caches)),
-            hidden=jnp.zeros((batch, buffer_size, self.state_size(model)), dtype),
+            caches=tuple(
+                empty_cache(config, kinds, batch, capacity, dtype, spec.kv_cache_dtype, spec.pool)
+                for _ in range(min(num_modules, spec.num_steps))
+            ),
+            hidden=jnp.zeros((batch, buffer_size, state_size), dtype),
             hidden_start=jnp.zeros(batch, jnp.int32),
         )
 
@@ -109,12 +122,8 @@ class CachedDrafter(Drafter):
         hidden = jnp.where(is_in_chunk[:, :, None], chunk_hidden, drafter_state.hidden)
         return ModulesState(caches, hidden, hidden_start)
 
-    def num_extended(self, draft_state: ModulesState) -> jax.Array:
-        """Returns `[B]` slots that match a prefill in every module; the last module has the fewest."""
-        return draft_state.caches[-1].length
-
     def propose(self, decoder: Decoder, weights: Weights, state: DecodeState) -> tuple[Draft, DecodeState]:
-        """Extends the modules over the positions that the last round committed, then drafts a chain or a tree."""
+        """Extends the modules over the newly committed positions, then drafts a chain or a tree."""
         if not decoder.spec.num_steps:
             return super().propose(decoder, weights, state)
         propose = draft_tree if decoder.spec.topk > 1 else draft_chain
@@ -126,45 +135,6 @@ class CachedDrafter(Drafter):
             for index, cache in enumerate(caches)
         )
         return draft, state.replace(tokens=tokens, drafter=state.drafter.replace(caches=caches))
-
-    def commit(self, decoder: Decoder, state: DecodeState, states: jax.Array, accepted: Acceptance) -> ModulesState:
-        """Keeps the hidden states that the modules process next; see `Drafter.commit`.
-
-        After a round with drafts these are the new ones and the M-1 before them, whose slots hold entries of drafted
-        tokens. After a round of depth 0 the new one is appended to the backlog.
-        """
-        drafter_state = state.drafter
-        E, num_modules = drafter_state.hidden.shape[1], len(drafter_state.caches)
-        new_start = state.length - 1  # position of states[:, 0], the pending token
-        # 1. One module: drafting has made all earlier slots final, so the new states replace the buffer.
-        if decoder.spec.num_steps and num_modules == 1:
-            hidden = jnp.pad(states, ((0, 0), (0, E - states.shape[1]), (0, 0)))
-            return drafter_state.replace(hidden=hidden, hidden_start=new_start)
-        # 2. Depth 0: the modules did not run, so the new state is appended to the backlog.
-        if not decoder.spec.num_steps:
-            slot = jnp.minimum(new_start - drafter_state.hidden_start, E - 1)
-            return drafter_state.replace(hidden=write_rows(drafter_state.hidden, states, slot))
-        # 3. Several modules: keep the M-1 states before the new ones too.
-        start = jnp.maximum(state.length - num_modules, 0)
-        position = start[:, None] + jnp.arange(E)[None, :]
-        # Row by row: a position before the pending token comes from the old buffer, any other from this round.
-        candidates = jnp.concatenate([drafter_state.hidden, states], axis=1)
-        old = position - drafter_state.hidden_start[:, None]
-        new = position - new_start[:, None] + E
-        index = jnp.clip(jnp.where(position < new_start[:, None], old, new), 0, candidates.shape[1] - 1)
-        return drafter_state.replace(
-            hidden=jnp.take_along_axis(candidates, index[:, :, None], axis=1), hidden_start=start
-        )
-
-    def backlog_fits(self, decoder: Decoder, state: DecodeState, depth: jax.Array | int) -> jax.Array:
-        """Returns whether a round of this depth can follow; see `Drafter.backlog_fits`.
-
-        A round of depth 0 needs a free slot in the buffer. A round with drafts must process the whole backlog in its
-        one pass over depth + M positions.
-        """
-        drafter_state = state.drafter
-        max_backlog = jnp.where(depth == 0, drafter_state.hidden.shape[1] - 1, depth + len(drafter_state.caches))
-        return state.drafting_disabled | (over_rows(jnp.max, num_pending(state)) <= max_backlog)
 
     def drain_backlog(self, decoder: Decoder, weights: Weights, state: DecodeState, depth: jax.Array) -> DecodeState:
         """Extends the modules over the backlog; see `Drafter.drain_backlog`.
@@ -184,3 +154,93 @@ class CachedDrafter(Drafter):
                 state,
             )
         return state
+
+
+def draft_chain(decoder: Decoder, network: DraftNetwork, state: DecodeState) -> tuple[Draft, list[Cache], jax.Array]:
+    """Drafts K tokens and writes them after the committed text.
+
+    Level k <= M extends module k over all hidden states of the buffer at once. Its output at the newest slot gives
+    draft k, which module k+1 reads as a token. Later levels run module M on its own output, one slot further each time.
+
+    Returns:
+        The draft, the modules' caches, and the tokens `[B, L]`.
+    """
+    # The levels k <= M extend over the same positions, so they share one view.
+    spec, tokens, caches = decoder.spec, state.tokens, list(state.drafter.caches)
+    num_modules, K = len(caches), spec.num_steps
+    sampling = state.settings.sampling
+    extend_view = view_pending(decoder, network, state)
+    draft, probabilities = tokens[:, :1], []
+    output = newest = chained = None
+    for level in range(1, max(K, num_modules) + 1):
+        index = min(level, num_modules) - 1
+        if level <= num_modules:
+            # 1. Draft extend: run a module over the positions that the last round committed. This overwrites entries
+            # that the last round computed from drafted tokens.
+            output, newest, chained = extend_and_read(network, caches, index, chained, state, tokens, extend_view)
+            if level > K:
+                continue  # a shallow round of an adaptive call only extends the deeper modules
+        else:
+            # 2. Past the last module: run it again on its own output and the token that it just drafted.
+            slot = state.length - 2 + level - num_modules
+            view = view_pass(state, network.config, slot, spec.min_rows, num_used=1, window=spec.window)
+            assert newest is not None
+            output, newest = run_over_drafts(network, caches, index, newest, draft, view)
+        # 3. Score the next token. Penalties also count the tokens drafted so far.
+        path = None
+        if sampling.has_penalties:
+            is_before = jnp.broadcast_to(jnp.arange(K) < level - 1, (len(tokens), 1, K))
+            path = PathTokens(read_rows(tokens, state.length, K), is_before)
+        assert output is not None
+        scores = network.scores(state, output, index, path, level)
+        # 4. Choose it: sampled from q where the acceptance rule compares p with q, else the arg-max.
+        draft, q = scores.draft_token()
+        probabilities += [] if q is None else [q]
+        tokens = write_rows(tokens, draft, state.length + level - 1)
+    # The nodes to verify are the pending token and the drafts after it.
+    nodes = read_rows(tokens, state.length - 1, K + 1)
+    return Draft(nodes, jnp.concatenate(probabilities, axis=1) if probabilities else None), caches, tokens
+
+
+def draft_tree(decoder: Decoder, network: DraftNetwork, state: DecodeState) -> tuple[Draft, list[Cache], jax.Array]:
+    """Drafts a tree. One pass of the module serves all nodes of a level that have children.
+
+    Returns:
+        The draft, the module's cache in a list, and the unchanged tokens `[B, L]`.
+    """
+    spec, caches = decoder.spec, list(state.drafter.caches)
+    builder = tree_builder(state, spec)
+    B = len(state.tokens)
+    base = state.length - 1  # the module's slots from here on hold drafted nodes
+    slot_tokens, num_slots = jnp.zeros((B, 0), jnp.int32), 0
+    # State of the current level: its ancestor mask, and each node's token and index of its parent in the level before.
+    mask = path = tokens = parent = None
+
+    # 1. Extend the module over what the last round committed. Its newest output gives the children of the root.
+    view = view_pending(decoder, network, state)
+    output, chained, _ = extend_and_read(network, caches, 0, None, state, state.tokens, view)
+
+    for level in range(1, builder.num_levels + 1):
+        if tokens is not None and parent is not None:
+            # 2. Run the module over the nodes that the previous level chose. Each attends to the text, its ancestors
+            # and itself: a node's mask is its parent's, extended by one column per node of this level.
+            num_nodes = tokens.shape[1]
+            slot_tokens = jnp.concatenate([slot_tokens, tokens], axis=1)
+            mask = extend_ancestor_mask(mask, parent)
+            # The nodes occupy the slots after those of earlier levels, at the position of their depth.
+            width = max(num_nodes, spec.min_rows)
+            tree = TreeSlots(
+                base, jnp.full((B, width), level - 2), jnp.pad(mask, ((0, 0), (0, width - num_nodes), (0, 0)))
+            )
+            view = view_pass(
+                state, network.config, base + num_slots, width, num_used=num_nodes, tree=tree, window=spec.window
+            )
+            # Each node continues from the module's output at its parent.
+            chained = jnp.take_along_axis(chained, parent[:, :, None], axis=1)
+            output, chained = run_over_drafts(network, caches, 0, chained, tokens, view)
+            num_slots += num_nodes
+            path = PathTokens(slot_tokens, mask) if state.settings.sampling.has_penalties else None
+        # 3. Score the children of these nodes, and choose the nodes that get children of their own.
+        scores = network.scores(state, output, 0, path, level)
+        tokens, parent = builder.add_level(level, scores)
+    return builder.draft(), caches, state.tokens

@@ -1,4 +1,4 @@
-"""The teacher-forced pass of a drafter with its own parameters: the plain twin of its drafting."""
+"""The teacher-forced pass of a trunk and a drafter with its own network: the plain twin of drafting."""
 
 import jax
 import jax.numpy as jnp
@@ -36,13 +36,13 @@ def forward_drafter(
         model: the trunk.
         drafter: the drafter.
         num_depths: levels to run.
-        anchors: `[B, A]` int32 columns of the anchors of a block drafter: the levels then have a row for each anchor,
-            in which level k after the anchor at column a predicts token a+k. None: the token after every row.
+        anchors: `[B, A]` int32 columns of the anchors of a block drafter. The levels then have one row per anchor:
+            level k of the anchor at column a predicts token a+k. None: the anchor of row i is token i+1.
 
     Returns:
-        Logits over the R tokens that can be drafted, in the order of the draft ids, of the trunk and of each level. A
-        softmax over the trunk's is its distribution restricted to these tokens. As in an MTP pass, row i of level k
-        predicts token i+k+1.
+        Logits of the trunk and of each level, over the R tokens that can be drafted, in the order of the draft ids. The
+        softmax of the trunk's logits is its distribution restricted to these tokens. As in an MTP pass, row i of level
+        k predicts token i+k+1.
     """
     # 1. The trunk: its final state, and its distribution over the tokens that can be drafted.
     trunk_head, *heads = draft_heads(params, model=model, drafter=drafter, num_depths=num_depths)
@@ -80,7 +80,7 @@ def forward_with_drafter(
 
 
 def read_layers(drafter: TrainedDrafter | None) -> tuple[int, ...]:
-    """Returns the trunk layers whose input states a drafter reads in addition to the final state; None: MTP modules."""
+    """Returns the trunk layers whose input states a drafter reads; () for MTP modules (None)."""
     return () if drafter is None else drafter.architecture.layer_ids
 
 
@@ -101,15 +101,15 @@ def draft_columns(params: dict, vocab_size: int) -> jax.Array | None:
 def mask_undraftable(params: dict, tokens: jax.Array, loss_mask: jax.Array, vocab_size: int) -> jax.Array:
     """Removes tokens that cannot be drafted from a loss mask `[B, T]`.
 
-    EAGLE-3 and SpecForge leave out positions where the trunk's arg-max cannot be drafted; on text that the trunk chose
-    greedily these are the same positions.
+    EAGLE-3 and SpecForge drop positions whose arg-max of the trunk cannot be drafted. In text that the trunk generated
+    greedily, these are the same positions.
     """
     column = draft_columns(params, vocab_size)
     return loss_mask if column is None else loss_mask & (column[tokens] >= 0)
 
 
 def spread_logits(params: dict, logits: jax.Array, vocab_size: int) -> jax.Array:
-    """Spreads a drafter's logits `[..., R]` over the vocabulary `[..., V]`; other tokens have -inf, so their q is 0."""
+    """Scatters a drafter's logits `[..., R]` to the vocabulary `[..., V]`; other tokens get -inf, so their q is 0."""
     if (ids := params.get(DRAFT_IDS)) is None:
         return logits
     return jnp.full((*logits.shape[:-1], vocab_size), -jnp.inf, logits.dtype).at[..., ids].set(logits)

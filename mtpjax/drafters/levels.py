@@ -1,4 +1,4 @@
-"""Drafts a chain from scores that need no further pass of a network: Medusa's heads, the slots of a DFlash block."""
+"""Drafts a chain whose scores need no further pass of a network, as from Medusa's heads or the slots of a block."""
 
 from collections.abc import Callable
 from typing import Any
@@ -6,9 +6,8 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from mtpjax.decoding import rng
 from mtpjax.decoding.decoder import Decoder
-from mtpjax.decoding.sampling import PathTokens, distribution, draw
+from mtpjax.decoding.sampling import PathTokens
 from mtpjax.decoding.state import DecodeState, Draft
 from mtpjax.drafters.scoring import DraftScores
 from mtpjax.models.view import read_rows
@@ -18,33 +17,22 @@ ScoreLevel = Callable[[int, jax.Array, PathTokens | None, Any], tuple[DraftScore
 
 
 def draft_levels(decoder: Decoder, score: ScoreLevel, state: DecodeState, carry: Any = None) -> Draft:
-    """Drafts one token per level: sampled from q where the rule compares p with q, else the arg-max.
+    """Drafts one token per level (`DraftScores.draft_token`).
 
     Args:
-        decoder: the decoder of a chain.
         score: returns the scores of a level, 1 to K.
-        carry: the carry that the first level gets.
+        carry: the carry of the first level.
     """
-    spec, sampling = decoder.spec, state.settings.sampling
     tokens, probabilities = [read_rows(state.tokens, state.length - 1, 1)], []
-    for level in range(1, spec.num_steps + 1):
+    for level in range(1, decoder.spec.num_steps + 1):
         # Penalties count the tokens drafted so far, as verification does.
         path = None
-        if sampling.has_penalties and level > 1:
+        if state.settings.sampling.has_penalties and level > 1:
             drafted = jnp.concatenate(tokens[1:], axis=1)
             path = PathTokens(drafted, jnp.ones((len(drafted), 1, level - 1), bool))
         scores, carry = score(level, tokens[-1], path, carry)
-        vocabulary = scores.vocabulary
-        if spec.is_ratio_rule:
-            logits = scores.logits()
-            probabilities.append(distribution(logits, sampling, vocabulary))
-            # Drafts have their own noise: the draws of acceptance and of the bonus token must not depend on it.
-            V, node = logits.shape[-1], jnp.array([level])
-            noise = rng.gumbel(sampling.seed, state.length[:, None], rng.DRAFT, node, V, vocabulary.first_id(V))
-            tokens.append(draw(probabilities[-1], noise, vocabulary))
-        elif sampling.changes_logits:
-            tokens.append(vocabulary.argmax(scores.logits()))
-        else:
-            tokens.append(scores.top_tokens(1)[1][:, :, 0])
+        token, q = scores.draft_token()
+        tokens.append(token)
+        probabilities += [] if q is None else [q]
     nodes = jnp.concatenate([token.astype(jnp.int32) for token in tokens], axis=1)
     return Draft(nodes, jnp.concatenate(probabilities, axis=1) if probabilities else None)

@@ -10,16 +10,18 @@ import numpy as np
 from conversion.tensor_slice import ParamSpec
 from mtpjax.decoding.config import DecodeConfig
 from mtpjax.decoding.decoder import Drafter
+from mtpjax.decoding.limits import DraftLimits
 from mtpjax.drafters.architecture import DraftArchitecture, TrunkSizes
 from mtpjax.drafters.files.draft_ids import OFFSETS_AND_MARKS, IdsTensors
-from mtpjax.drafters.files.trunk_layers import LastLayerState
+from mtpjax.drafters.files.trunk_layers import STATES, LastLayerState
+from mtpjax.errors import UsageError
 from mtpjax.models.config import ModelConfig
 
 Shapes = Mapping[str, tuple[int, ...]]  # of tensors, by plain name (`mtpjax.drafters.files.tensor_names`)
 
 
 class Reading(TypedDict, total=False):
-    """Choices for what the files leave open, named as the arguments of `mtpjax.load_drafter`."""
+    """Choices for what the files do not state: the arguments of `mtpjax.load_drafter` of these names."""
 
     aux_layers: Literal["entered", "output"] | None
     norm_before_residual: bool | None
@@ -27,24 +29,33 @@ class Reading(TypedDict, total=False):
     last_layer_state: LastLayerState | None
 
 
+# The choices of `Reading`.
+READINGS: dict[str, tuple[Any, ...]] = {
+    "aux_layers": ("entered", "output"),
+    "norm_before_residual": (True, False),
+    "sample_from_anchor": (True, False),
+    "last_layer_state": STATES,
+}
+
+
 @dataclasses.dataclass(frozen=True, kw_only=True, eq=False)
 class DrafterFiles:
-    """How files hold the drafters of a method: a `config.json`, and tensors in safetensors files.
+    """The files of a method's drafters: a `config.json`, and tensors in safetensors files.
 
     Attributes:
-        formats: names of the formats that are written, the default one first.
-        format_with_ids: the format that training prefers for a drafter with a draft vocabulary; None: the default one.
-        parse: reads the content of `config.json`, with the shapes of the tensors, the sizes of the trunk and the
-            `Reading`. Returns the architecture and the name of the format.
+        formats: names of the formats that can be written, the default one first.
+        format_with_ids: the format in which training saves a drafter with a draft vocabulary; None: the default one.
+        parse: returns the architecture and the name of the format, from the content of `config.json`, the shapes of the
+            tensors, the sizes of the trunk and the `Reading`.
         specs: lists the parameters of an architecture with the tensors that hold them in a format, by plain name.
-        describe: makes a `config.json` of a format, which `parse` reads as the architecture; raises `ConfigError` if
-            the format cannot express it.
-        rename: gives a tensor its name in a new file, from the plain one and the format.
+        describe: makes the `config.json` of an architecture in a format; raises `ConfigError` if the format cannot
+            express it.
+        rename: returns a tensor's name in a new file, from its plain name and the format.
         ids: the tensors of a draft vocabulary.
         is_of_speculators: whether the method's name is a value of `speculators_model_type`.
-        keys: keys of `config.json` that only this method has, with their value; None: any.
-        tensors: plain names of tensors that no method before it in `METHODS` has.
-        owners: attributes that may hold the whole drafter and so prefix its tensors' names, like the method's name.
+        keys: keys of `config.json` that identify the method, with their values; None: any value.
+        tensors: plain names of tensors that no earlier method of `METHODS` has.
+        owners: attributes other than the method's name that may hold the drafter and so prefix its tensors' names.
     """
 
     formats: tuple[str, ...]
@@ -65,14 +76,13 @@ class DraftTraining:
     """How a method's drafters are made and trained on a frozen trunk.
 
     Attributes:
-        architecture: chooses a new drafter's from the run's settings, a `mtpjax.TrainConfig`, the trunk's config, and
-            the number of tokens that can be drafted; raises `ValueError` if they do not fit.
+        architecture: makes the architecture of a new drafter from the run's `TrainConfig`, the trunk's config and the
+            number of tokens that can be drafted; raises `ValueError` if they do not fit.
         init: makes float32 parameters of an architecture from a `jax.random` key.
-        settings_of: the settings that would make training choose this architecture, without `draft_vocab_size`.
-        settings: settings of `TrainConfig` that start with `draft_`, beyond those that every drafter has.
-        fit_to_data: completes an architecture, from the settings, how often each token `[V]` is a target, and the ids
-            that end a text.
-        is_head: whether a parameter is a head, by its name: it is initialised from the trunk's.
+        settings_of: returns the settings that give an architecture, without `draft_vocab_size`.
+        settings: the `draft_*` settings of `TrainConfig` that this method has in addition to those of every drafter.
+        fit_to_data: completes an architecture from the settings, the count of each token as a target `[V]`, and the
+            ids that end a text.
         min_levels: minimum number of levels to train.
     """
 
@@ -81,7 +91,6 @@ class DraftTraining:
     settings_of: Callable[[Any], dict[str, Any]]
     settings: tuple[str, ...] = ()
     fit_to_data: Callable[[Any, Any, np.ndarray, Collection[int]], Any] = lambda own, *_: own
-    is_head: Callable[[str], bool] = lambda name: name == "head"
     min_levels: int = 1
 
 
@@ -92,16 +101,15 @@ class DraftMethod:
     Every command accepts a user-defined record as `package.module:RECORD`.
 
     Attributes:
-        name: its name in settings, such as "eagle3".
-        title: its name in texts, such as "EAGLE-3".
-        drafter: the class that drafts. Its `check` and `prepare` reject what it does not support, such as trees,
-            windows or a mesh.
-        algorithms: SGLang's names of `--speculative-algorithm`, the usual one first.
-        from_settings: makes the drafter from the settings of a call; None: it is read from files.
-        default_levels: draft levels if the command line gives none; 0: all that the drafter has.
-        is_of_model: whether the model's own MTP modules draft, which are loaded, saved and trained with it.
-        files: its files; None: it has no parameters.
-        training: how it trains on a frozen trunk; None: it cannot be trained.
+        name: name in settings, such as "eagle3".
+        title: name in messages and tables, such as "EAGLE-3".
+        drafter: the class that drafts. Its `limits` state what the method does not support.
+        algorithms: SGLang's values of `--speculative-algorithm`, the usual one first.
+        from_settings: makes the drafter from the settings of a call; None: drafters are read from files.
+        default_levels: draft levels without `--num-steps`; 0: all levels of the drafter.
+        is_of_model: whether the model's MTP modules draft, which are loaded, saved and trained with the model.
+        files: the files of drafters; None: drafters have no separate files.
+        training: how drafters are trained on a frozen trunk; None: not supported.
     """
 
     name: str
@@ -113,6 +121,17 @@ class DraftMethod:
     is_of_model: bool = False
     files: DrafterFiles | None = None
     training: DraftTraining | None = None
+
+    def require_files(self) -> DrafterFiles:
+        """Returns its files; raises `UsageError` if it has none."""
+        if self.files is None:
+            raise UsageError(f"draft method {self.name} has no drafter files")
+        return self.files
+
+    @property
+    def limits(self) -> DraftLimits:
+        """What the method does not support, and why."""
+        return self.drafter.limits
 
     def for_architecture(self, architecture: DraftArchitecture) -> Any:
         """Returns the drafter of an architecture, a `mtpjax.drafters.trained.TrainedDrafter`."""

@@ -1,4 +1,4 @@
-"""Runs the modules of a draft network: their state, and draft extend, the pass of a module over committed text.
+"""The modules of a draft network: their interface, their state, and draft extend, the pass over committed text.
 
 Module k (0-based) reads, at slot i, the trunk's hidden state of position i (or the previous module's output) and the
 token of position i+k+1. Its cache matches a teacher-forced prefill up to the last slot whose inputs are all committed.
@@ -6,16 +6,21 @@ Later entries come from drafted tokens; the next round overwrites them when it e
 that verification accepted. Prefill, every round and the backlog of an adaptive call use the same `extend_module`.
 """
 
+import dataclasses
+from typing import Protocol
+
 import flax.struct
 import jax
 import jax.numpy as jnp
 
-from mtpjax.decoding.decoder import Decoder
-from mtpjax.decoding.state import DecodeState, view_pass
-from mtpjax.drafters.network import DraftNetwork
-from mtpjax.drafters.scoring import pad_rows
+from mtpjax.decoding.decoder import Decoder, Drafter
+from mtpjax.decoding.sampling import PathTokens
+from mtpjax.decoding.state import Acceptance, DecodeState, view_pass
+from mtpjax.drafters.scoring import DraftScores, pad_rows
 from mtpjax.models.cache import Cache
-from mtpjax.models.view import View, read_rows
+from mtpjax.models.config import ModelConfig
+from mtpjax.models.parallel import over_rows
+from mtpjax.models.view import Entries, View, read_rows, write_rows
 
 # Rounds of depth 0 in an adaptive call do not run the modules: they store up to this many hidden states per row.
 HIDDEN_BUFFER = 32
@@ -24,16 +29,99 @@ EXTEND_CHUNK = HIDDEN_BUFFER // 2
 
 
 class ModulesState(flax.struct.PyTreeNode):
-    """State of a drafter with M modules: M caches, and the trunk states whose entries in some module are not final."""
+    """State of a drafter with M modules: M caches, and the trunk states that some module still has to process."""
 
     caches: tuple[Cache, ...]  # one per module; length: slots that match a teacher-forced prefill
     hidden: jax.Array  # [B, E, D] trunk states that the modules read, from position hidden_start on
     hidden_start: jax.Array  # [B] int32
 
 
+class DraftNetwork(Protocol):
+    """One or several modules that read hidden states and tokens; module k's output can feed module k+1 or itself."""
+
+    @property
+    def config(self) -> ModelConfig:
+        """Sizes and rotary embedding of the modules' layers."""
+        ...
+
+    def input_hidden(self, states: jax.Array) -> jax.Array:
+        """Converts the trunk states that the drafter keeps to the input of a module, `[B, T, D]`."""
+        ...
+
+    def run(
+        self, index: int, hidden: jax.Array, tokens: jax.Array, view: View, layers: tuple[Entries, ...]
+    ) -> tuple[jax.Array, jax.Array, tuple[Entries, ...]]:
+        """Runs one module.
+
+        Args:
+            hidden: `[B, T, D]` from `input_hidden`, or a module's output.
+            tokens: `[B, T]` int32, the token that follows each hidden state's position (one later per module).
+            view: cache slots, positions and masks.
+            layers: the module's cache, one entry per layer.
+
+        Returns:
+            The output for the head and the output to draft on, both `[B, T, D]`, and the cache with the new entries.
+        """
+        ...
+
+    def scores(
+        self, state: DecodeState, output: jax.Array, index: int, path: PathTokens | None, level: int
+    ) -> DraftScores:
+        """Returns the scores of the tokens after each row of `output [B, f, D]`; arguments as in `DraftScores`."""
+        ...
+
+
 def num_pending(state: DecodeState) -> jax.Array:
     """Counts `[B]` committed positions whose entries in some module are not final; 0 for rows that are done."""
     return jnp.where(state.done, 0, state.length - 1 - state.drafter.hidden_start)
+
+
+@dataclasses.dataclass(frozen=True)
+class BufferedDrafter(Drafter):
+    """Base of drafters whose state is a `ModulesState`: caches, and trunk states that are not in them yet."""
+
+    def num_extended(self, draft_state: ModulesState) -> jax.Array:
+        """Returns `[B]` slots that match a prefill in every module; the last module has the fewest."""
+        return draft_state.caches[-1].length
+
+    def commit(self, decoder: Decoder, state: DecodeState, states: jax.Array, accepted: Acceptance) -> ModulesState:
+        """Keeps the hidden states that the modules process next; see `Drafter.commit`.
+
+        After a round with drafts these are the new ones and the M-1 before them, whose slots hold entries of drafted
+        tokens. After a round of depth 0 the new one is appended to the backlog.
+        """
+        drafter_state = state.drafter
+        E, num_modules = drafter_state.hidden.shape[1], len(drafter_state.caches)
+        new_start = state.length - 1  # position of states[:, 0], the pending token
+        # 1. One module: drafting has made all earlier slots final, so the new states replace the buffer.
+        if decoder.spec.num_steps and num_modules == 1:
+            hidden = jnp.pad(states, ((0, 0), (0, E - states.shape[1]), (0, 0)))
+            return drafter_state.replace(hidden=hidden, hidden_start=new_start)
+        # 2. Depth 0: the modules did not run, so the new state is appended to the backlog.
+        if not decoder.spec.num_steps:
+            slot = jnp.minimum(new_start - drafter_state.hidden_start, E - 1)
+            return drafter_state.replace(hidden=write_rows(drafter_state.hidden, states, slot))
+        # 3. Several modules: keep the M-1 states before the new ones too.
+        start = jnp.maximum(state.length - num_modules, 0)
+        position = start[:, None] + jnp.arange(E)[None, :]
+        # Row by row: a position before the pending token comes from the old buffer, any other from this round.
+        candidates = jnp.concatenate([drafter_state.hidden, states], axis=1)
+        old = position - drafter_state.hidden_start[:, None]
+        new = position - new_start[:, None] + E
+        index = jnp.clip(jnp.where(position < new_start[:, None], old, new), 0, candidates.shape[1] - 1)
+        return drafter_state.replace(
+            hidden=jnp.take_along_axis(candidates, index[:, :, None], axis=1), hidden_start=start
+        )
+
+    def backlog_fits(self, decoder: Decoder, state: DecodeState, depth: jax.Array | int) -> jax.Array:
+        """Returns whether a round of this depth can follow; see `Drafter.backlog_fits`.
+
+        A round of depth 0 needs a free slot in the buffer. A round with drafts must process the whole backlog in its
+        one pass over depth + M positions.
+        """
+        drafter_state = state.drafter
+        max_backlog = jnp.where(depth == 0, drafter_state.hidden.shape[1] - 1, depth + len(drafter_state.caches))
+        return state.drafting_disabled | (over_rows(jnp.max, num_pending(state)) <= max_backlog)
 
 
 def extend_module(
@@ -69,7 +157,7 @@ def extend_module(
 
 
 def of_drafter(view: View, shift: int = 0) -> View:
-    """Returns the view of a pass over a drafter's cache, whose entries are shifted within the pages."""
+    """Marks a view as one of the drafter's cache, whose entries are shifted within the pages."""
     return view.replace(storage=view.storage.of_drafter(shift))
 
 
@@ -84,10 +172,9 @@ def extend_modules(
     """Runs all modules in order over positions whose tokens are known.
 
     Args:
-        decoder: the decoder, for the window.
         states: `[B, T, D]` the trunk states that the drafter keeps.
         start: `[B]` position of `states[:, 0]`.
-        num_used: `[B]` states at the beginning that belong to committed positions; others are padding.
+        num_used: `[B]` number of states of committed positions; the rest is padding.
 
     Returns:
         The caches with the entries of these positions.
@@ -113,6 +200,13 @@ def extend_backlog(decoder: Decoder, network: DraftNetwork, state: DecodeState, 
     return state.replace(drafter=ModulesState(caches, hidden, drafter_state.hidden_start + processed))
 
 
+def view_pending(decoder: Decoder, network: DraftNetwork, state: DecodeState) -> View:
+    """Makes the view of the K + M positions that a round extends over."""
+    num_positions = decoder.spec.num_steps + len(state.drafter.caches)
+    start, num_used = state.drafter.hidden_start, num_pending(state)
+    return view_pass(state, network.config, start, num_positions, num_used=num_used, window=decoder.spec.window)
+
+
 def extend_and_read(
     network: DraftNetwork,
     caches: list[Cache],
@@ -120,29 +214,26 @@ def extend_and_read(
     chained_hidden: jax.Array | None,
     state: DecodeState,
     tokens: jax.Array,
-    num_positions: int,
     view: View,
 ) -> tuple[jax.Array, jax.Array, jax.Array]:
     """Extends a module over the hidden states of the last round and reads its newest output.
 
     Args:
-        chained_hidden: `[B, num_positions, D]` the previous module's output; None for the first module.
+        chained_hidden: `[B, K + M, D]` the previous module's output; None for the first module.
         tokens: `[B, L]` the text and the drafts so far.
-        num_positions: hidden states to process.
-        view: cache slots, positions and masks of these positions.
+        view: from `view_pending`.
 
     Returns:
         The outputs of the newest committed slot, for the head and to draft on, `[B, 1, D]`; and all outputs for the
-        next module, `[B, num_positions, D]`.
+        next module, `[B, K + M, D]`.
     """
-    drafter_state = state.drafter
+    drafter_state, num_positions = state.drafter, view.mask.shape[1]
     hidden = network.input_hidden(drafter_state.hidden[:, :num_positions])
-    output, chained = extend_module(
-        network, caches, index, hidden, chained_hidden, tokens, drafter_state.hidden_start, view
-    )
+    start = drafter_state.hidden_start
+    output, chained = extend_module(network, caches, index, hidden, chained_hidden, tokens, start, view)
     # The newest slot is length - 2: position length - 1 is pending, so the trunk has no hidden state for it. A row that
     # is done may have stopped within the buffer, so the index is clipped.
-    newest = jnp.clip(state.length - 2 - drafter_state.hidden_start, 0, num_positions - 1)
+    newest = jnp.clip(state.length - 2 - start, 0, num_positions - 1)
     return read_rows(output, newest, 1), read_rows(chained, newest, 1), chained
 
 

@@ -1,4 +1,4 @@
-"""Token scores of draft networks, from the trunk's head, a reduced one (FR-Spec, 2502.14856), or one of their own.
+"""Token scores of draft networks, from the trunk's head, a reduced one (FR-Spec, 2502.14856), or the drafter's.
 
 Verification always uses the full vocabulary, so a reduced one changes the acceptance rate but not the text.
 """
@@ -10,9 +10,10 @@ import flax.struct
 import jax
 import jax.numpy as jnp
 
+from mtpjax.decoding import rng
 from mtpjax.decoding.decoder import Decoder
 from mtpjax.decoding.logits import adjust_logits
-from mtpjax.decoding.sampling import PathTokens
+from mtpjax.decoding.sampling import PathTokens, distribution, draw
 from mtpjax.decoding.state import DecodeState
 from mtpjax.models.model import MTPModel, bind, multiply_head
 from mtpjax.models.vocabulary import Vocabulary
@@ -27,6 +28,13 @@ class ReducedHead(flax.struct.PyTreeNode):
     column: jax.Array  # [V] int32, column of each token, -1 where the token cannot be drafted
 
 
+class PreparedDrafter(flax.struct.PyTreeNode):
+    """The parameters that a round of a drafter with modules or its own network reads."""
+
+    network: dict[str, Any]  # of MTP modules: with those that they share with the trunk
+    head: ReducedHead | None  # None: the trunk's
+
+
 def reduce_head(params: dict, ids: jax.Array, *, model: MTPModel) -> ReducedHead:
     """Gathers every module's head columns of a reduced vocabulary, `ids [R]` ascending, once per call."""
     # Modules with their own heads each get a matrix; otherwise all share one.
@@ -36,7 +44,7 @@ def reduce_head(params: dict, ids: jax.Array, *, model: MTPModel) -> ReducedHead
     vocabulary = Vocabulary.of(config.vocab_size)
 
     def reduced(index):
-        rows = apply(index=index, method="head_matrix").T  # [own V, D]
+        rows = apply(index=index, method="head_matrix").T  # [local V, D]
         return vocabulary.look_up(lambda columns: rows[columns], ids, len(rows)).T.astype(params["embedding"].dtype)
 
     return ReducedHead(tuple(map(reduced, indices)), ids, _columns(ids, config.vocab_size))
@@ -130,6 +138,24 @@ class DraftScores:
             )
             tokens = self.head.ids[columns]
         return values[:, :f], tokens[:, :f], logsumexp[:, :f]
+
+    def draft_token(self) -> tuple[jax.Array, jax.Array | None]:
+        """Drafts a token after each node: sampled from q if the acceptance rule compares p with q, else the arg-max.
+
+        Returns:
+            The tokens `[B, f]`, and q `[B, f, V]` if they are sampled.
+        """
+        state, sampling = self.state, self.state.settings.sampling
+        if self.decoder.spec.is_ratio_rule:
+            logits, vocabulary = self.logits(), self.vocabulary
+            q = distribution(logits, sampling, vocabulary)
+            # Drafts have their own noise: the draws of acceptance and of the bonus token must not depend on it.
+            V, node = logits.shape[-1], jnp.array([self.level])
+            noise = rng.gumbel(sampling.seed, state.length[:, None], rng.DRAFT, node, V, vocabulary.first_id(V))
+            return draw(q, noise, vocabulary), q
+        if sampling.changes_logits:
+            return self.vocabulary.argmax(self.logits()), None
+        return self.top_tokens(1)[1][:, :, 0], None
 
     @property
     def vocabulary(self) -> Vocabulary:

@@ -1,7 +1,7 @@
-"""Drafters with a separate network, which is read from files or trained on the frozen trunk.
+"""Drafters with their own network, which is read from files or trained on the frozen trunk.
 
-In a tree of parameters that holds trunk and drafter, the network is at `DRAFTER`, and at `DRAFT_IDS` the token of each
-column of its head, if it cannot draft all tokens.
+A tree of parameters of trunk and drafter has the network at `DRAFTER`. If the drafter cannot draft all tokens,
+`DRAFT_IDS` holds the token of each column of its head.
 """
 
 import dataclasses
@@ -10,33 +10,35 @@ from typing import Any, ClassVar
 
 import flax.struct
 import jax
+import jax.numpy as jnp
 
 from mtpjax.decoding.config import DecodeConfig
-from mtpjax.decoding.decoder import Drafter
-from mtpjax.drafters.trunk_states import inner_layers
-from mtpjax.models.model import MTPModel
+from mtpjax.decoding.decoder import Decoder, Drafter, Weights
+from mtpjax.decoding.limits import DraftLimits
+from mtpjax.drafters.scoring import PreparedDrafter, own_head
+from mtpjax.models.model import MTPModel, TrunkOutput, bind
 from mtpjax.models.parallel import num_shards
 from mtpjax.models.params import DRAFT_IDS, DRAFTER
 
 
 class DraftParams(flax.struct.PyTreeNode):
-    """Parameters of a drafter."""
+    """Parameters of a drafter with its own network."""
 
     network: dict[str, Any]
     draft_ids: jax.Array | None = None  # [R] int32 token of each column of the head; None: column j is token j
 
     @classmethod
     def of(cls, params: dict) -> "DraftParams":
-        """Extracts them from a tree that holds trunk and drafter."""
+        """Extracts them from a tree of trunk and drafter."""
         return cls(params[DRAFTER], params.get(DRAFT_IDS))
 
     def beside_trunk(self) -> dict[str, Any]:
-        """Returns them by their names in a tree that also holds the trunk."""
+        """Returns them under their names in a tree of trunk and drafter."""
         return {DRAFTER: dict(self.network)} | ({} if self.draft_ids is None else {DRAFT_IDS: self.draft_ids})
 
 
 class TextRows(flax.struct.PyTreeNode):
-    """Rows of true tokens with the trunk's states, which the levels of a drafter read in one teacher-forced pass."""
+    """Rows of true tokens with the trunk's states: the input of a teacher-forced pass."""
 
     states: jax.Array  # [B, T, (n + 1) * D] input states of the n layers that the drafter reads, and the final states
     hidden: jax.Array  # [B, T, D] the final states after the final norm
@@ -54,57 +56,76 @@ class DraftLevels(flax.struct.PyTreeNode):
     """Outputs of K levels. With anchors, the arrays are `[B, A, ...]`, and level k predicts token a+k of anchor a."""
 
     logits: tuple[jax.Array, ...]  # [B, T, R] float32 each; row i of level k predicts token i+k+1
-    head_input: tuple[jax.Array, ...]  # [B, T, D] each: what the heads multiply
+    head_input: tuple[jax.Array, ...]  # [B, T, D] each: the inputs of the heads
     confidence: jax.Array | None = None  # [K, B, T] float32 logits of the chance of acceptance
 
 
 @dataclasses.dataclass(frozen=True)
 class TrainedDrafter(Drafter):
-    """A drafter with its own network. A subclass implements drafting, and the same levels as a teacher-forced pass.
+    """A drafter with its own network. A subclass implements drafting, and the same levels in a teacher-forced pass.
 
     Attributes:
         architecture: the network, and the trunk states that it reads: a `DraftArchitecture`.
         title: the method's name in messages.
-        draws_anchors: whether training draws positions at which the levels start, instead of running them after every
-            position.
+        draws_anchors: whether training runs the levels after random positions instead of after every position.
     """
 
     architecture: Any = dataclasses.field(kw_only=True)
     title: ClassVar[str]
     draws_anchors: ClassVar[bool] = False
+    limits: ClassVar[DraftLimits] = DraftLimits(
+        draft_vocabulary="draft_vocabulary applies only to drafter 'mtp': the head of a drafter with its own network "
+        "has its own draft vocabulary",
+        sharded_trunk="drafters with their own parameters do not support a mesh that splits the trunk",
+    )
 
     def __post_init__(self):
-        # The output of the last layer is no layer's input: `select_states` takes it from the pass itself.
+        # No layer reads the output of the last one: `select_states` takes it from the pass itself.
         own = self.architecture
         object.__setattr__(self, "layer_ids", inner_layers(own.layer_ids, own.trunk.num_hidden_layers))
 
     @property
     def max_levels(self) -> int | None:
-        """The draft levels that the network has; None: any number."""
+        """Number of draft levels of the network; None: any number."""
         return None
 
     @property
     def has_confidence(self) -> bool:
-        """True if the network predicts whether each draft is accepted; training then needs the overlap."""
+        """True if the network predicts the acceptance of each draft, which training needs the overlap for."""
         return False
 
     @property
     def ends_early(self) -> bool:
-        """True if a draft may have fewer than `num_steps` tokens; a teacher-forced pass cannot predict that."""
+        """True if a draft may have fewer than `num_steps` tokens, which a teacher-forced pass cannot predict."""
         return False
 
+    @property
+    def head_names(self) -> tuple[str, ...]:
+        """Names of the output matrices in the network, one per level or one for all levels. Where the network has no
+        such matrix, the trunk's head is used."""
+        return ("head",)
+
     def heads(self, network: dict[str, Any], trunk_head: jax.Array, num_levels: int) -> tuple[jax.Array, ...]:
-        """Returns the heads `[D, R]` of the levels.
+        """Returns the heads `[D, R]` of the levels: one per level, or a single one that all levels share.
 
         Args:
             network: the drafter's parameters.
-            trunk_head: `[D, V]`, for levels without a head of their own.
+            trunk_head: `[D, V]`, for levels without their own head.
             num_levels: levels to run.
-
-        Returns:
-            One head per level, or a single one that all levels share. By default that is "head", or the trunk's.
         """
-        return (network.get("head", trunk_head),)
+        return tuple(network.get(name, trunk_head) for name in self.head_names[:num_levels])
+
+    def prepare(self, params: dict, draft_params: DraftParams, *, model: MTPModel) -> Any:
+        """Casts the drafter's own output matrices, and indexes the draft vocabulary."""
+        require_whole_trunk()
+        network, ids = draft_params.network, draft_params.draft_ids
+        matrices = tuple(network[name] for name in self.head_names if name in network)
+        return PreparedDrafter(network, own_head(params, matrices, ids, model=model) if matrices else None)
+
+    def select_states(self, decoder: Decoder, output: TrunkOutput) -> Any:
+        """Joins the trunk states that the network reads, `[B, T, n * D]`."""
+        own = self.architecture
+        return join_states(output, own.layer_ids, own.trunk.num_hidden_layers) if own.layer_ids else ()
 
     def levels(
         self, params: dict, rows: TextRows, heads: tuple[jax.Array, ...], *, model: MTPModel, num_levels: int
@@ -136,11 +157,8 @@ class TrainedDrafter(Drafter):
                 f"the {self.title} drafter is for a trunk of {trunk.num_hidden_layers} layers; "
                 f"this one has {found.num_hidden_layers}"
             )
-        if config.draft_vocabulary is not None:
-            raise ValueError(
-                f"draft_vocabulary applies only to drafter 'mtp': the head of a {self.title} drafter has a vocabulary "
-                "of its own"
-            )
+        if self.max_levels is not None and config.num_steps > self.max_levels:
+            raise ValueError(f"num_steps {config.num_steps} exceeds the {self.max_levels} {self.limits.levels}")
         if config.topk > self.architecture.draft_vocab_size:
             raise ValueError(
                 f"topk {config.topk} exceeds the {self.architecture.draft_vocab_size} tokens that can be drafted"
@@ -148,16 +166,35 @@ class TrainedDrafter(Drafter):
 
     def default_params(self, params: dict, config: DecodeConfig, *, model: MTPModel) -> Any:
         """Raises `ValueError`: the drafter's parameters are not part of the model's."""
-        raise ValueError(
-            f"{type(self).__name__} has parameters of its own: pass draft_params, the second result of "
-            "mtpjax.load_drafter"
-        )
+        raise ValueError(f"{type(self).__name__} needs draft_params: pass the second result of mtpjax.load_drafter")
 
 
 def embedding_table(params: dict, architecture: Any, model: MTPModel) -> jax.Array:
-    """Returns the embedding `[V, D]` that a drafter's network reads: its own, or the trunk's."""
+    """Returns the embedding `[V, D]` that a drafter's network reads: the drafter's, or the trunk's."""
     table = params[DRAFTER]["embedding"] if architecture.own_embedding else params["embedding"]
     return table if model.dtype is None else table.astype(model.dtype)
+
+
+def embed(architecture: Any, decoder: Decoder, weights: Weights, tokens: jax.Array, dtype: Any) -> jax.Array:
+    """Embeds tokens `[B, T]` in a round, with the drafter's embedding or the trunk's."""
+    if architecture.own_embedding:
+        return weights.drafter.network["embedding"][tokens].astype(dtype)
+    return bind(decoder.model, weights.params)(tokens, method="embed")
+
+
+def inner_layers(layer_ids: tuple[int, ...], num_layers: int) -> tuple[int, ...]:
+    """Returns the layers below `num_layers`, whose input states the trunk must return (`Drafter.layer_ids`).
+
+    The ids `num_layers` and `num_layers + 1` of an architecture are outputs of the last layer and of the final norm.
+    """
+    return tuple(layer for layer in layer_ids if layer < num_layers)
+
+
+def join_states(output: TrunkOutput, layer_ids: tuple[int, ...], num_layers: int) -> jax.Array:
+    """Concatenates trunk states to `[B, T, n * D]`, in the order of `layer_ids`."""
+    states = dict(zip(inner_layers(layer_ids, num_layers), output.states, strict=True))
+    states |= {num_layers: output.prenorm, num_layers + 1: output.hidden}
+    return jnp.concatenate([states[layer] for layer in layer_ids], axis=-1)
 
 
 def require_whole_trunk(sizes: Mapping[str, int] | None = None) -> None:
@@ -169,7 +206,5 @@ def require_whole_trunk(sizes: Mapping[str, int] | None = None) -> None:
     for axis in ("tensor", "expert"):
         count = num_shards(axis) if sizes is None else sizes.get(axis, 1)
         if count > 1:
-            raise ValueError(
-                f"drafters with parameters of their own do not support a mesh that splits the trunk ({axis} {count}): "
-                "split only the rows, over data"
-            )
+            reason = TrainedDrafter.limits.sharded_trunk
+            raise ValueError(f"{reason} ({axis} {count}): split only the rows, over data")

@@ -1,73 +1,17 @@
-"""Drafts a tree level by level, with one MTP module or any other `DraftNetwork` of one module."""
+"""Builds draft trees level by level, from scores of the children of each level's nodes."""
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 
 from mtpjax.decoding import rng
-from mtpjax.decoding.decoder import Decoder
 from mtpjax.decoding.draft_tree import Candidates, depths_and_ancestor_mask
-from mtpjax.decoding.sampling import PathTokens, apply_temperature, distribution
+from mtpjax.decoding.sampling import apply_temperature, distribution
 from mtpjax.decoding.spec import DecodeSpec
-from mtpjax.decoding.state import DecodeState, Draft, view_pass
-from mtpjax.drafters.modules import extend_and_read, num_pending, run_over_drafts
-from mtpjax.drafters.network import DraftNetwork
+from mtpjax.decoding.state import DecodeState, Draft
 from mtpjax.drafters.scoring import DraftScores
-from mtpjax.models.cache import Cache
-from mtpjax.models.view import TreeSlots, read_rows
+from mtpjax.models.view import read_rows
 from mtpjax.models.vocabulary import Vocabulary
-
-
-def draft_tree(decoder: Decoder, network: DraftNetwork, state: DecodeState) -> tuple[Draft, list[Cache], jax.Array]:
-    """Drafts a tree. One pass of the module serves all nodes of a level that have children.
-
-    Returns:
-        The draft, the module's cache in a list, and the unchanged tokens `[B, L]`.
-    """
-    spec, caches = decoder.spec, list(state.drafter.caches)
-    builder = FixedTreeBuilder(state, spec) if spec.tree_shape else DynamicTreeBuilder(state, spec)
-    B = len(state.tokens)
-    base = state.length - 1  # the module's slots from here on hold drafted nodes
-    slot_tokens, num_slots = jnp.zeros((B, 0), jnp.int32), 0
-    # State of the current level: its ancestor mask, and each node's token and index of its parent in the level before.
-    mask = path = tokens = parent = None
-
-    # 1. Extend the module over what the last round committed. Its newest output gives the children of the root.
-    num_positions = spec.num_steps + 1
-    view = view_pass(
-        state,
-        network.config,
-        state.drafter.hidden_start,
-        num_positions,
-        num_used=num_pending(state),
-        window=spec.window,
-    )
-    output, chained, _ = extend_and_read(network, caches, 0, None, state, state.tokens, num_positions, view)
-
-    for level in range(1, builder.num_levels + 1):
-        if tokens is not None and parent is not None:
-            # 2. Run the module over the nodes that the previous level chose. Each attends to the text, its ancestors
-            # and itself: a node's mask is its parent's, extended by one column per node of this level.
-            num_nodes = tokens.shape[1]
-            slot_tokens = jnp.concatenate([slot_tokens, tokens], axis=1)
-            mask = extend_ancestor_mask(mask, parent)
-            # The nodes occupy the slots after those of earlier levels, at the position of their depth.
-            width = max(num_nodes, spec.min_rows)
-            tree = TreeSlots(
-                base, jnp.full((B, width), level - 2), jnp.pad(mask, ((0, 0), (0, width - num_nodes), (0, 0)))
-            )
-            view = view_pass(
-                state, network.config, base + num_slots, width, num_used=num_nodes, tree=tree, window=spec.window
-            )
-            # Each node continues from the module's output at its parent.
-            chained = jnp.take_along_axis(chained, parent[:, :, None], axis=1)
-            output, chained = run_over_drafts(network, caches, 0, chained, tokens, view)
-            num_slots += num_nodes
-            path = PathTokens(slot_tokens, mask) if state.settings.sampling.has_penalties else None
-        # 3. Score the children of these nodes, and choose the nodes that get children of their own.
-        scores = network.scores(state, output, 0, path, level)
-        tokens, parent = builder.add_level(level, scores)
-    return builder.draft(), caches, state.tokens
 
 
 def extend_ancestor_mask(mask: jax.Array | None, parent: jax.Array) -> jax.Array:
@@ -91,7 +35,7 @@ class DynamicTreeBuilder:
     """A tree of the most likely nodes, for rules that accept any tree.
 
     A node's score is the product of the draft probabilities on its path (EAGLE-2, 2406.16858). Every level expands its
-    topk best nodes; in the end the best nodes of all levels form the tree.
+    topk best nodes; finally the best nodes of all levels form the tree.
     """
 
     def __init__(self, state: DecodeState, spec: DecodeSpec):
@@ -164,9 +108,7 @@ class FixedTreeBuilder:
         # temperature 0 get no noise: they take the k best.
         is_greedy = (sampling.temperature == 0)[:, None, None]
         probabilities = jnp.where(
-            is_greedy,
-            softmax_at_temperature(logits, state, vocabulary),
-            distribution(logits, sampling, vocabulary),
+            is_greedy, softmax_at_temperature(logits, state, vocabulary), distribution(logits, sampling, vocabulary)
         )
         self.probabilities.append(probabilities)
         round_start = jnp.broadcast_to(state.length[:, None], (B, len(nodes)))
@@ -203,6 +145,11 @@ class FixedTreeBuilder:
             depths,
             mask,
         )
+
+
+def tree_builder(state: DecodeState, spec: DecodeSpec) -> DynamicTreeBuilder | FixedTreeBuilder:
+    """Returns the builder of a call's trees."""
+    return FixedTreeBuilder(state, spec) if spec.tree_shape else DynamicTreeBuilder(state, spec)
 
 
 def softmax_at_temperature(logits: jax.Array, state: DecodeState, vocabulary: Vocabulary) -> jax.Array:

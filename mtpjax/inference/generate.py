@@ -1,4 +1,4 @@
-"""The public decoding functions: check the request, run the compiled call, and report the result."""
+"""The public decoding functions: check the request, run the compiled call, and return the result."""
 
 import dataclasses
 from typing import Any, NamedTuple
@@ -49,7 +49,7 @@ def generate(
         model: the model.
         config: settings; those of drafting and acceptance are ignored. None: `DecodeConfig()`.
         sampling: sampling parameters per row; None picks the arg-max.
-        key: seeds for rows without one.
+        key: a `jax.random` key that seeds rows without a seed.
         lengths: `[B]` prompt lengths of a right-padded array.
         mesh: shards parameters and caches over this mesh.
 
@@ -114,14 +114,14 @@ def speculative_generate(
         lengths: `[B]` prompt lengths of a right-padded array.
         mesh: shards parameters and caches over this mesh (`mtpjax.models.decoding_layout`); None: that of the
             parameters, if any. `shard_for_decoding` moves them once, for many calls.
-        draft_params: the drafter's own parameters; None takes the MTP modules' from `params`.
+        draft_params: the drafter's parameters; None: the MTP modules in `params`.
 
     Returns:
         The new tokens, finish reasons and acceptance counts.
 
     Raises:
         ValueError: for an empty prompt, ids outside the vocabulary, a prompt as long as `max_length`, drafts without
-            MTP modules, sampling without a seed or key, a mesh that does not divide the model, or settings that
+            MTP modules, sampling without a seed or key, a mesh that cannot shard the model, or settings that
             contradict each other. The message is one line with the value and the limit.
 
     Example:

@@ -13,6 +13,7 @@ from jax.core import Tracer
 from mtpjax.decoding.acceptance.rules import MAX_PARAMETERS
 from mtpjax.decoding.config import DecodeConfig, SamplingParams
 from mtpjax.decoding.decoder import Drafter
+from mtpjax.decoding.limits import DraftLimits
 from mtpjax.decoding.sampling_params import make_sampling_arrays
 from mtpjax.decoding.state import NewRows, RowSettings, StateShape
 from mtpjax.decoding.unused_settings import warn_of_unused_settings
@@ -37,7 +38,9 @@ def make_drafter(config: DecodeConfig) -> Drafter:
     if isinstance(config.drafter, str):
         method = find_method(config.drafter)
         if method.from_settings is None:
-            raise ValueError(f"drafter {config.drafter!r} is read from files: pass what mtpjax.load_drafter returns")
+            raise ValueError(
+                f"drafter {config.drafter!r} is read from files: pass the drafter that mtpjax.load_drafter returns"
+            )
         return method.from_settings(config)
     if not isinstance(config.drafter, Drafter):
         raise ValueError(
@@ -47,7 +50,7 @@ def make_drafter(config: DecodeConfig) -> Drafter:
 
 
 def check_argument_types(params: Any, prompts: Any = (), sampling: Any = None, key: Any = None, *, model: Any) -> None:
-    """Raises a `ValueError` that names the type for arguments of a decoding call that would fail deep inside."""
+    """Raises `ValueError` for arguments of wrong types, which would otherwise fail deep inside the decoding call."""
     rows = prompts if isinstance(prompts, (list, tuple)) else [prompts]
     if any(isinstance(leaf, Tracer) for leaf in (*rows, key, *jax.tree.leaves(params))):
         raise ValueError("decoding is jitted itself: it cannot be called inside jax.jit, jax.vmap or jax.grad")
@@ -191,12 +194,22 @@ def check_settings(model: MTPModel, config: DecodeConfig, drafter: Drafter) -> i
     if config.num_steps:
         if config.topk > 1 and has_recurrent_layers(model.config):
             raise ValueError(f"linear attention supports only chains: set topk to 1, got {config.topk}")
+        check_limits(drafter.limits, config)
         drafter.check(model, config)
     return limit
 
 
+def check_limits(limits: DraftLimits, config: DecodeConfig) -> None:
+    """Raises `ValueError`, with the reason, for settings that a draft method does not support."""
+    if config.topk > 1 and limits.trees is not None:
+        raise ValueError(f"{limits.trees}; set topk to 1, got {config.topk}")
+    for name in ("draft_window", "draft_vocabulary"):
+        if getattr(config, name) is not None and (reason := getattr(limits, name)) is not None:
+            raise ValueError(reason)
+
+
 def _check_deterministic(model: MTPModel, config: DecodeConfig) -> None:
-    """Raises ValueError where XLA would compute products whose sizes depend on the batch."""
+    """Raises `ValueError` if XLA would compute matrix products whose sizes depend on the batch."""
     if model.implementation not in ("triton", "interpreted"):
         raise ValueError(
             f"deterministic decoding needs the kernels on a GPU, but runs {model.implementation!r} on a "
@@ -205,11 +218,11 @@ def _check_deterministic(model: MTPModel, config: DecodeConfig) -> None:
     if model.config.index_topk:
         raise ValueError("deterministic decoding does not support a sparse indexer, which XLA computes")
     if has_recurrent_layers(model.config):
-        raise ValueError("deterministic decoding does not support linear attention, whose states XLA advances")
-    # One kernel attends from up to 16 tokens and another from more. So rounds have at most 16, and prefill has more.
+        raise ValueError("deterministic decoding does not support linear attention, whose states XLA computes")
+    # Up to 16 tokens and more than 16 use different attention kernels. So rounds have at most 16, and prefill more.
     widest = max(config.num_nodes, config.min_rows or 1)
     if widest > MAX_QUERY_TOKENS:
-        raise ValueError(f"deterministic decoding takes at most {MAX_QUERY_TOKENS} tokens per round, got {widest}")
+        raise ValueError(f"deterministic decoding supports at most {MAX_QUERY_TOKENS} tokens per round, got {widest}")
     if config.prefill_chunk is not None and config.prefill_chunk <= MAX_QUERY_TOKENS:
         raise ValueError(
             f"deterministic decoding needs a prefill_chunk above {MAX_QUERY_TOKENS}, got {config.prefill_chunk}"
@@ -265,7 +278,8 @@ def make_new_rows(
         capacity: cache slots per row, L.
         sampling: the requests' sampling parameters.
         key: a `jax.random` key that seeds rows without a seed.
-        shape: of the state that the rows enter, which determines options and stop table; None: those of these requests.
+        shape: shape of the state that the rows enter, which fixes the sampling options and the stop table. None: these
+            requests determine them.
 
     Returns:
         `NewRows` of host arrays; jit transfers all of them at once.

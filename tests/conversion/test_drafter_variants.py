@@ -91,7 +91,7 @@ def test_missing_tensors_are_named_beside_those_that_are_there(tmp_path):
 
 def test_two_tensors_for_one_parameter_are_refused(tmp_path):
     path = variant(tmp_path / "draft", "eagle3", tensors={"model.fc.weight": np.zeros((64, 192), np.float32)})
-    with pytest.raises(CheckpointFileError, match=r"holds fc.weight and model.fc.weight, which are both fc.weight"):
+    with pytest.raises(CheckpointFileError, match=r"holds fc.weight and model.fc.weight, which both mean fc.weight"):
         read_drafter(path, TRUNK)
 
 
@@ -185,7 +185,7 @@ def test_the_number_of_trunk_layers_may_have_a_key_of_its_own(tmp_path):
         ),
         ({"architectures": ["EagleLlamaForCausalLM"]}, "EAGLE-1 and EAGLE-2 are not supported"),
         ({"architectures": ["DFlash2DraftModel"]}, "DFlash 2 are not supported"),
-        ({"speculators_config": {"algorithm": "mlp"}}, "'mlp' is not supported here; supported: 'eagle3', 'dflash'"),
+        ({"speculators_config": {"algorithm": "mlp"}}, "'mlp' is not supported; supported: 'eagle3', 'dflash'"),
         ({}, "no architectures, no model_type.*2 tensors .lm_head.weight, model.embed"),
     ],
 )
@@ -213,7 +213,7 @@ def test_the_draft_vocabulary_may_have_any_integers(dtype, marks, tmp_path):
     ("offsets", "ids", "message"),
     [
         (np.arange(96), None, r"two readings without t2d"),  # the first 96 tokens, or every second one
-        (np.arange(96), np.arange(96), r"holds token ids \(0, 1, \.\.\.\) where offsets belong"),
+        (np.arange(96), np.arange(96), r"holds token ids \(0, 1, \.\.\.\) instead of offsets"),
         (np.arange(96) * 3, None, r"holds token ids \(0, 3, \.\.\.\)"),
         (np.zeros(96, int), np.arange(1, 97), r"t2d and d2t name different draft vocabularies.*96 tokens, .*names 95"),
         (np.full(96, 300), None, r"names tokens outside 0\.\.319.*is from 300 to 395"),
@@ -260,7 +260,7 @@ def test_weights_of_integers_are_refused(name, dtype, tmp_path):
 def test_a_quantised_drafter_is_named_so(tmp_path):
     packed = {"fc.weight": np.zeros((64, 24), np.int32)}
     path = variant(tmp_path / "draft", "eagle3", tensors=packed, quantization_config={"quant_method": "awq"})
-    with pytest.raises(CheckpointFileError, match=r"quant_method.*awq.* of drafters are not supported"):
+    with pytest.raises(CheckpointFileError, match=r"quant_method.*awq.* are not supported"):
         read_drafter(path, TRUNK)
 
 
@@ -277,7 +277,7 @@ def layer_ids(name, ids, key="target_layer_ids", last=None, **changes):
 @pytest.mark.parametrize("name", ["dflash", "dspark"])
 def test_the_last_layer_is_read_after_the_norm_and_a_warning_says_so(name, caplog):
     assert layer_ids(name, [1, 3, 7]) == (2, 4, 9)
-    assert "target_layer_ids [1, 3, 7] reads the last of 8 trunk layers" in caplog.text
+    assert "target_layer_ids [1, 3, 7] includes the last of 8 trunk layers" in caplog.text
     assert "Using after_norm" in caplog.text and "--last-layer-state before_norm" in caplog.text
     caplog.clear()
     assert layer_ids(name, [1, 3, 7], last="before_norm") == (2, 4, 8)
@@ -293,10 +293,10 @@ def test_the_last_layer_is_read_after_the_norm_and_a_warning_says_so(name, caplo
 @pytest.mark.parametrize(
     ("ids", "message"),
     [
-        ([1, 3, 8], r"\[2, 4, 9\], which are not different ones within 0\.\.8.*count from 1, subtract 1"),
+        ([1, 3, 8], r"\[2, 4, 9\], which must be distinct and within 0\.\.8.*count from 1, subtract 1"),
         ([1, 3, -1], r"two readings: -1 is the embedding .* write the last layer as 7"),
         ([-2, 1], r"within 0\.\.8"),
-        ([1, 1], "not different ones"),
+        ([1, 1], "must be distinct"),
     ],
 )
 def test_layer_ids_of_other_conventions_are_refused(ids, message):

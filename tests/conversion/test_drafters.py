@@ -93,9 +93,9 @@ def test_changed_weights_keep_the_configuration(tmp_path):
     write_drafter(tmp_path / "new", stored, like=draft("eagle31"))
     same_drafter(read_drafter(tmp_path / "new", TRUNK), stored)
     assert (tmp_path / "new" / "config.json").read_bytes() == (draft("eagle31") / "config.json").read_bytes()
-    with pytest.raises(CheckpointFileError, match="another architecture"):
+    with pytest.raises(CheckpointFileError, match="different architecture"):
         write_drafter(tmp_path / "other", stored, like=draft("eagle31_plain"))
-    with pytest.raises(ConfigError, match="neither norm_before_residual nor further layers"):
+    with pytest.raises(ConfigError, match="neither norm_before_residual nor several layers"):
         write_drafter(tmp_path / "other", stored, form="specforge")
     with pytest.raises(FileExistsError):
         write_drafter(tmp_path / "new", stored)
@@ -122,8 +122,8 @@ def test_listed_layers_of_specforge_have_two_readings(tmp_path):
 @pytest.mark.parametrize(
     ("name", "changes", "message"),
     [
-        ("eagle31", {"norm_before_residual": None}, "speculators takes for false and vLLM for true"),
-        ("eagle31", {"speculators_model_type": "peagle"}, "'peagle' is not supported here"),
+        ("eagle31", {"norm_before_residual": None}, "speculators then assumes false, and vLLM true"),
+        ("eagle31", {"speculators_model_type": "peagle"}, "'peagle' is not supported"),
         ("eagle31", {"fc_norm": False}, "3 unknown tensors: fc_norm.0.weight"),
         ("eagle31", {"norm_before_fc": True}, "lacks 1 tensor: input_norm.weight"),
         ("eagle31", {"eagle_aux_hidden_state_layer_ids": [2, 4, 9]}, "within 0..8"),
@@ -131,14 +131,14 @@ def test_listed_layers_of_specforge_have_two_readings(tmp_path):
         (
             "eagle3",
             {"model_type": "gemma3_text", "architectures": ["Gemma3ForCausalLMEagle3"]},
-            "'gemma3_text' of a drafter is not supported.*unlike .'Gemma3ForCausalLMEagle3'",
+            "'gemma3_text' with architectures .'Gemma3ForCausalLMEagle3'. is not supported in a drafter",
         ),
         ("eagle3", {"num_aux_hidden_states": 2}, "does not say which"),
         ("eagle3", {"eagle_config": {"use_aux_hidden_state": False}}, "use_aux_hidden_state False"),
         ("eagle3", {"draft_vocab_size": 95}, "lm_head.weight has shape"),
         ("eagle3", {"tie_word_embeddings": True}, "tie_word_embeddings True"),
         ("medusa", {"vocab_size": 300}, "not within 1..300"),
-        ("dflash", {"dflash_config": {"mask_token_id": 319}}, "lacks target_layer_ids: the formula .* is wrong"),
+        ("dflash", {"dflash_config": {"mask_token_id": 319}}, "lacks target_layer_ids: the default .* is wrong"),
         (
             "dflash",
             {"dflash_config": {"mask_token_id": 320, "target_layer_ids": [1, 3, 5]}},
@@ -150,9 +150,9 @@ def test_listed_layers_of_specforge_have_two_readings(tmp_path):
         ("dflash", {"final_logit_softcapping": 30.0}, "final_logit_softcapping 30.0 is not supported"),
         ("dflash", {"num_target_layers": 9}, "num_target_layers is 9, but the trunk has 8 layers"),
         ("dflash", {"sliding_window": None}, "lacks swa_window_size"),
-        ("dflash", {"layer_types": None}, "layer_types is missing, which says what layers use the window"),
-        ("dflash", {"layer_types": ["full_attention", "linear_attention"]}, "are not 2 of"),
-        ("dflash", {"architectures": ["DFlash2DraftModel"]}, "is no drafter that is supported"),
+        ("dflash", {"layer_types": None}, "layer_types, which lists the layers with a window, is missing"),
+        ("dflash", {"layer_types": ["full_attention", "linear_attention"]}, "must be 2 of"),
+        ("dflash", {"architectures": ["DFlash2DraftModel"]}, "not a supported drafter"),
         ("dflash", {"markov_rank": 8}, "markov_rank 8 is not supported"),
         ("dspark", {"markov_head_type": "fir"}, "'fir' is not supported; supported: vanilla, gated, rnn"),
         ("dspark", {"markov_head_type": "gated"}, "lacks 2 tensors: markov_head.gate_proj.bias"),
@@ -225,7 +225,7 @@ def test_sliding_layers_of_speculators_count_from_the_anchor():
         parse_blocks(values)
     with pytest.raises(ConfigError, match="cannot express window_from_anchor"):
         describe_blocks(DFLASH_FORMAT, config, "z-lab")
-    with pytest.raises(ConfigError, match="DFlash is written as 'z-lab' or 'speculators', not 'deepspec'"):
+    with pytest.raises(ConfigError, match="format of DFlash must be 'z-lab' or 'speculators', got 'deepspec'"):
         write_drafter("never", StoredDrafter(DFLASH, config, {}, None), form="deepspec")
 
 
@@ -246,14 +246,14 @@ def test_absolute_ids_in_the_place_of_offsets_are_noticed(tmp_path):
     tensors = load_file(draft("eagle3") / "model.safetensors")
     tensors["d2t"] = tensors["d2t"] + np.arange(len(tensors["d2t"]))
     save_file(tensors, tmp_path / "wrong" / "model.safetensors")
-    with pytest.raises(CheckpointFileError, match=r"d2t holds token ids \(3, 9, \.\.\.\) where offsets belong"):
+    with pytest.raises(CheckpointFileError, match=r"d2t holds token ids \(3, 9, \.\.\.\) instead of offsets"):
         read_drafter(tmp_path / "wrong", TRUNK)
 
 
 def test_a_wrong_number_of_heads_is_overruled_by_the_files(tmp_path, caplog):
     path = edited(draft("medusa"), tmp_path / "edited", medusa_num_heads=2)
     assert read_drafter(path, TRUNK).config.num_heads == 3
-    assert "medusa_num_heads 2; the files hold 3" in caplog.text
+    assert "medusa_num_heads is 2, but the files hold 3" in caplog.text
 
 
 def test_the_default_layers_and_the_trunks_own_head():
@@ -326,7 +326,7 @@ def test_a_pickle_that_is_more_than_tensors_is_refused(content, tmp_path, capsys
 def test_damaged_archives_are_refused(tmp_path):
     source = draft("medusa") / "medusa_lm_head.pt"
     (tmp_path / "no.pt").write_bytes(b"\x80\x02}q\x00.")
-    with pytest.raises(CheckpointFileError, match="no zip archive"):
+    with pytest.raises(CheckpointFileError, match="not a zip archive"):
         TorchFile(tmp_path / "no.pt")
     with zipfile.ZipFile(source) as archive:
         parts = {name: archive.read(name) for name in archive.namelist()}

@@ -15,10 +15,9 @@ from mtpjax.decoding.prefill import prefill
 from mtpjax.decoding.sampling import SamplingArrays
 from mtpjax.decoding.spec import DecodeSpec
 from mtpjax.decoding.state import NewRows, StateShape, start_rows
-from mtpjax.drafters import levels
+from mtpjax.drafters import scoring
 from mtpjax.drafters.dflash.drafting import DFlashDrafter
-from mtpjax.drafters.dflash.forward import block_states
-from mtpjax.drafters.dflash.network import DFlash, DFlashConfig
+from mtpjax.drafters.dflash.network import DFlash, DFlashConfig, block_states
 from mtpjax.drafters.dspark.drafting import DSparkDrafter
 from mtpjax.drafters.dspark.network import DSpark, DSparkConfig
 from mtpjax.drafters.trained import DraftParams
@@ -191,7 +190,7 @@ def share_noise(monkeypatch):
     def shared(seed, position, purpose, node, *sizes):
         return gumbel(seed, position, rng.BONUS, jnp.zeros_like(node), *sizes)
 
-    monkeypatch.setattr(levels.rng, "gumbel", shared)
+    monkeypatch.setattr(scoring.rng, "gumbel", shared)
 
 
 @pytest.mark.parametrize(
@@ -259,7 +258,7 @@ def test_prefill_in_chunks_and_the_uncached_twin_agree(name, trunk):
     np.testing.assert_array_equal(draft.tokens, again.tokens)
     np.testing.assert_allclose(draft.probabilities, again.probabilities, atol=1e-5)
     for row, text in enumerate(rows):
-        for found, expected in zip(jax.tree.leaves(parts.drafter.cache.layers), jax.tree.leaves(whole.drafter.cache.layers), strict=True):  # fmt: skip  # noqa: E501
+        for found, expected in zip(jax.tree.leaves(parts.drafter.caches[0].layers), jax.tree.leaves(whole.drafter.caches[0].layers), strict=True):  # fmt: skip  # noqa: E501
             np.testing.assert_allclose(found[row, :, : len(text)], expected[row, :, : len(text)], atol=1e-5)
     if name == "dspark":  # its first level alone: later ones depend on drafts
         assert drafter.architecture.sample_from_anchor
@@ -318,8 +317,8 @@ def test_rows_enter_a_running_state(name, trunk):
 
 def context_of(state, row, pages):
     """Keys and values of a row's context, `[K, length, H]` each."""
-    length = int(state.drafter.cache.length[row])
-    for leaf in jax.tree.leaves(state.drafter.cache.layers):
+    length = int(state.drafter.caches[0].length[row])
+    for leaf in jax.tree.leaves(state.drafter.caches[0].layers):
         yield np.concatenate([np.asarray(leaf[page]) for page in pages], axis=1)[:, :length]
 
 
@@ -355,7 +354,7 @@ def test_settings_that_a_drafter_cannot_do_are_refused(drafter, settings, messag
 def test_another_trunk_or_missing_parameters_are_refused(trunk, small):
     model, params = trunk
     config = DecodeConfig(drafter=dspark()[0])
-    with pytest.raises(ValueError, match="DSparkDrafter has parameters of its own: pass draft_params"):
+    with pytest.raises(ValueError, match="DSparkDrafter needs draft_params"):
         speculative_generate(params, PROMPTS, model=model, config=config)
     other, others = small("grouped", "random", vocab_size=V, num_mtp_modules=0, num_hidden_layers=3)
     with pytest.raises(ValueError, match="for a trunk of 2 layers; this one has 3"):
@@ -364,13 +363,13 @@ def test_another_trunk_or_missing_parameters_are_refused(trunk, small):
 
 def test_sizes_that_do_not_fit_are_refused():
     for config, changes, message in (
-        (dflash()[0].architecture, {"layer_ids": (0, 0)}, "different layers"),
+        (dflash()[0].architecture, {"layer_ids": (0, 0)}, "must be distinct"),
         (dflash()[0].architecture, {"layer_ids": (0, 4)}, "within 0..3"),
         (dflash()[0].architecture, {"windows": (1,)}, "1 windows for 2 layers"),
         (dflash()[0].architecture, {"mask_token_id": 11}, "not within the vocabulary of 11"),
         (dflash()[0].architecture, {"own_head": False}, "the trunk's head has the columns of all tokens"),
         (dflash()[0].architecture, {"block_size": 1}, "at least 2"),
-        (dspark()[0].architecture, {"markov_rank": 0}, "does not fit markov_head"),
+        (dspark()[0].architecture, {"markov_rank": 0}, "contradicts markov_head"),
         (dspark()[0].architecture, {"has_confidence": False}, "needs a confidence head"),
     ):
         with pytest.raises(ValueError, match=message):

@@ -13,9 +13,12 @@ from mtpjax import DecodeConfig, SamplingParams, generate, speculative_generate
 from mtpjax.decoding.acceptance.rules import AcceptanceRule
 from mtpjax.decoding.acceptance.walk import AcceptedPath
 from mtpjax.decoding.decoder import Drafter
+from mtpjax.decoding.limits import DraftLimits
 from mtpjax.decoding.reference import plain_generate
 from mtpjax.decoding.state import Draft
 from mtpjax.drafters.lookup.drafting import find_ngram
+from mtpjax.drafters.method import DraftMethod
+from mtpjax.inference.requests import check_settings
 from mtpjax.models.view import read_rows
 from tests.helpers.laws import first_token_law, second_token_law, second_tokens
 
@@ -70,13 +73,33 @@ def test_lookup_draws_the_tokens_of_plain_decoding(without_modules):
     [
         ({"topk": 2}, "supports only chains"),
         ({"draft_vocabulary": (1, 2)}, "draft_vocabulary applies only to drafter 'mtp'"),
-        ({"draft_window": 4}, "draft_window applies only to drafter 'mtp'"),
+        ({"draft_window": 4}, "draft_window applies only to drafters with a cache"),
     ],
 )
 def test_settings_of_modules_are_refused(changes, message, without_modules):
     model, params = without_modules
     with pytest.raises(ValueError, match=message):
         speculative_generate(params, PROMPTS, model=model, config=dataclasses.replace(LOOKUP, **changes))
+
+
+@dataclasses.dataclass(frozen=True)
+class ChainsOnly(Drafter):
+    limits = DraftLimits(trees="ChainsOnly drafts chains only", draft_window="ChainsOnly has no cache")
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"topk": 2}, "^ChainsOnly drafts chains only; set topk to 1, got 2$"),
+        ({"draft_window": 4}, "^ChainsOnly has no cache$"),
+    ],
+)
+def test_a_drafters_limits_are_data_with_their_reason(changes, message, without_modules):
+    model, _ = without_modules
+    config = DecodeConfig(num_steps=2, drafter=ChainsOnly(), **changes)
+    with pytest.raises(ValueError, match=message):
+        check_settings(model, config, ChainsOnly())
+    assert DraftMethod(name="chains", title="Chains", drafter=ChainsOnly).limits is ChainsOnly.limits
 
 
 def test_ranges_of_the_ngrams_are_checked():

@@ -9,13 +9,13 @@ import numpy as np
 import pytest
 
 from mtpjax import DecodeConfig, SamplingParams, generate, speculative_generate
+from mtpjax.drafters.architecture import init_layers
 from mtpjax.drafters.eagle3.drafting import Eagle3Drafter
 from mtpjax.drafters.eagle3.network import Eagle3, Eagle3Config
 from mtpjax.drafters.medusa.drafting import MedusaDrafter
 from mtpjax.drafters.medusa.network import Medusa, MedusaConfig
 from mtpjax.drafters.trained import DraftParams
 from mtpjax.models.config import ModelConfig
-from mtpjax.models.masks import full_view
 from tests.helpers.drafter_mesh import check_mesh
 from tests.helpers.laws import first_token_law, second_token_law, second_tokens
 from tests.helpers.running import Running
@@ -40,10 +40,7 @@ def eagle(num_layers=1, **switches):
     config = Eagle3Config(
         block=block, layer_ids=(0, 1, 2), num_target_layers=2, target_hidden_size=D, draft_vocab_size=R, **switches
     )
-    view = full_view(block, jnp.ones((1, 2), jnp.int32))
-    zeros = jnp.zeros((1, 2, config.features_size))
-    network = jax.jit(Eagle3(config).init)(jax.random.key(3), zeros, jnp.zeros((1, 2), jnp.int32), view)["params"]
-    return Eagle3Drafter(architecture=config), DraftParams(network, DRAFT_IDS)
+    return Eagle3Drafter(architecture=config), DraftParams(init_layers(Eagle3, config, jax.random.key(3)), DRAFT_IDS)
 
 
 @functools.cache
@@ -227,9 +224,9 @@ def test_typical_acceptance_is_called_lossy(trunk):
 
 
 def test_static_trees_are_checked():
-    with pytest.raises(ValueError, match="each after a path that is there too"):
+    with pytest.raises(ValueError, match="contain the parent of each path"):
         medusa(((0,), (1, 0)))
-    with pytest.raises(ValueError, match="different paths"):
+    with pytest.raises(ValueError, match="distinct paths"):
         medusa(((0,), (0,)))
     assert medusa(CHOICES)[0].parents == (-1, 0, 0, 1, 1, 2)
 
@@ -241,7 +238,7 @@ def test_static_trees_are_checked():
         (eagle, {"topk": 8, "num_steps": 2}, "exceeds the 7 tokens that can be drafted"),
         (medusa, {"draft_vocabulary": (1, 2)}, "applies only to drafter 'mtp'"),
         (medusa, {"topk": 8, "num_steps": 2}, "exceeds the 7 tokens that can be drafted"),
-        (medusa, {"draft_window": 4}, "attend to nothing"),
+        (medusa, {"draft_window": 4}, "Medusa heads have none"),
         (medusa, {"num_steps": 4}, "exceeds the 3 Medusa heads"),
         (functools.partial(medusa, CHOICES), {"num_steps": 2}, "needs num_steps 2, topk 2, num_draft_tokens 6"),
         (functools.partial(medusa, CHOICES), TREE | {"acceptance": "recursive"}, "draws each node's children"),
@@ -272,7 +269,7 @@ def test_another_trunk_or_missing_parameters_are_refused(trunk, small):
 def test_sizes_that_do_not_fit_are_refused():
     config = eagle()[0].architecture
     for changes, message in (
-        ({"layer_ids": (0, 0)}, "different layers"),
+        ({"layer_ids": (0, 0)}, "must be distinct"),
         ({"layer_ids": (0, 4)}, "within 0..3"),
         ({"draft_vocab_size": 12}, "not within 1..11"),
         ({"own_head": False}, "the trunk's head has the columns of all tokens"),

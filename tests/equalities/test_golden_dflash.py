@@ -16,7 +16,7 @@ from mtpjax.decoding.decoder import Decoder
 from mtpjax.decoding.sampling import SamplingArrays
 from mtpjax.decoding.spec import DecodeSpec
 from mtpjax.decoding.state import Acceptance, StateShape
-from mtpjax.drafters.dflash.forward import block_states
+from mtpjax.drafters.dflash.network import block_states
 from mtpjax.drafters.dspark.drafting import DSparkDrafter
 from mtpjax.drafters.dspark.network import DSpark
 from mtpjax.models.masks import full_view

@@ -19,7 +19,7 @@ from mtpjax.decoding.prefill import prefill
 from mtpjax.decoding.sampling import SamplingArrays
 from mtpjax.decoding.spec import DecodeSpec
 from mtpjax.decoding.state import NewRows, StateShape, start_rows
-from mtpjax.drafters.eagle3.forward import eagle3_levels
+from mtpjax.drafters.eagle3.network import eagle3_levels
 from mtpjax.drafters.medusa.drafting import MedusaState
 from mtpjax.drafters.medusa.network import Medusa
 from mtpjax.models.masks import full_view

@@ -13,7 +13,7 @@ from mtpjax.decoding.prefill import prefill
 from mtpjax.decoding.sampling import SamplingArrays
 from mtpjax.decoding.spec import DecodeSpec
 from mtpjax.decoding.state import Draft, NewRows, StateShape, start_rows
-from mtpjax.drafters.dflash import forward as dflash_forward
+from mtpjax.drafters.dflash import network as dflash_network
 from mtpjax.drafters.dflash.drafting import DFlashDrafter
 from mtpjax.drafters.dspark.drafting import DSparkDrafter
 from mtpjax.drafters.dspark.network import DSparkConfig
@@ -192,12 +192,12 @@ def test_groups_of_anchors_change_nothing(window_from_anchor, small, batch, monk
 
     def total(network, features):
         shape = {"config": config, "segment_ids": jnp.asarray(batch.segment_ids)}
-        states = dflash_forward.block_states(network, features, *given, **shape)
+        states = dflash_network.block_states(network, features, *given, **shape)
         return jnp.sin(states).sum(), states
 
     results = []
     for most in (1 << 26, 2 * 2 * config.block.num_attention_heads * 4 * 16):  # two anchors at once, of five
-        monkeypatch.setattr(dflash_forward, "MAX_SCORES", most)
+        monkeypatch.setattr(dflash_network, "MAX_SCORES", most)
         compute = jax.jit(lambda *given: jax.value_and_grad(total, argnums=(0, 1), has_aux=True)(*given))
         results.append(compute(params[DRAFTER], features))
     jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-4, atol=1e-5), *results)
@@ -212,7 +212,7 @@ def test_nothing_of_another_document_or_behind_the_anchor_is_read(small, batch):
     @jax.jit
     def states(features, tokens):
         shape = {"config": config, "segment_ids": jnp.asarray(batch.segment_ids)}
-        return dflash_forward.block_states(params[DRAFTER], features, tokens, anchors, params["embedding"], **shape)
+        return dflash_network.block_states(params[DRAFTER], features, tokens, anchors, params["embedding"], **shape)
 
     tokens = jnp.asarray(batch.tokens)
     columns = jnp.arange(12)[None, :]

@@ -1,65 +1,49 @@
 """The DFlash drafter (2602.06036): one pass over a block of mask tokens drafts all levels at once.
 
-A cache of the drafter holds the keys and values of committed positions only, made of the trunk's states there. A round
-extends the caches by the states of the positions that the last round committed. Then the block passes the layers in the
-slots after them. The next round overwrites its keys and values before anything reads them.
+The drafter's cache holds keys and values of committed positions, which are computed from the trunk's states there. A
+round extends the cache over the positions that the last round committed. Then the block passes through the layers, in
+the slots after them. The next round overwrites the block's keys and values before anything reads them.
 """
 
 import dataclasses
 from typing import Any, ClassVar
 
-import flax.struct
 import jax
 import jax.numpy as jnp
 
-from mtpjax.decoding.config import DecodeConfig
 from mtpjax.decoding.decoder import Decoder, Weights
+from mtpjax.decoding.limits import DraftLimits
 from mtpjax.decoding.sampling import PathTokens
 from mtpjax.decoding.spec import DecodeSpec
-from mtpjax.decoding.state import Acceptance, DecodeState, Draft, view_pass
-from mtpjax.drafters.dflash.forward import block_states
-from mtpjax.drafters.dflash.network import DFlash, DFlashConfig, context_entries
+from mtpjax.decoding.state import DecodeState, Draft, view_pass
+from mtpjax.drafters.dflash.network import DFlash, DFlashConfig, block_states, context_entries
 from mtpjax.drafters.levels import draft_levels
-from mtpjax.drafters.modules import HIDDEN_BUFFER, num_pending, of_drafter
-from mtpjax.drafters.scoring import DraftScores, ReducedHead, own_head
-from mtpjax.drafters.trained import (
-    DraftLevels,
-    DraftParams,
-    TextRows,
-    TrainedDrafter,
-    embedding_table,
-    require_whole_trunk,
-)
-from mtpjax.drafters.trunk_states import join_states
+from mtpjax.drafters.modules import HIDDEN_BUFFER, BufferedDrafter, ModulesState, num_pending, of_drafter
+from mtpjax.drafters.scoring import DraftScores
+from mtpjax.drafters.trained import DraftLevels, TextRows, TrainedDrafter, embed, embedding_table
 from mtpjax.models.cache import Cache, commit, empty_cache
 from mtpjax.models.layers.entries import append
 from mtpjax.models.layers.rotary import rotary_angles
-from mtpjax.models.model import MTPModel, TrunkOutput, bind, multiply_head
-from mtpjax.models.parallel import over_rows
+from mtpjax.models.model import MTPModel, multiply_head
 from mtpjax.models.params import DRAFTER
-from mtpjax.models.view import TreeSlots, View, read_rows, write_rows
+from mtpjax.models.view import TreeSlots, View, read_rows
 
 
-class PreparedDFlash(flax.struct.PyTreeNode):
-    """The drafter's parameters that a round reads."""
-
-    network: dict[str, Any]
-    head: ReducedHead | None  # None: the trunk's
-
-
-class DFlashState(flax.struct.PyTreeNode):
-    """State of the DFlash drafter: its caches, and the trunk states that are not in them yet."""
-
-    cache: Cache  # keys and values of the context; length: positions that they cover
-    hidden: jax.Array  # [B, E, n * D] trunk states side by side, from position hidden_start on
-    hidden_start: jax.Array  # [B] int32
+def block_limits(title: str) -> DraftLimits:
+    """Returns the limits of a method that drafts a block."""
+    return dataclasses.replace(
+        TrainedDrafter.limits,
+        trees=f"{title} drafts chains only: the slots of a block draft one continuation, and a tree would need blocks "
+        "after other tokens",
+        levels=f"drafts of a {title} block",
+    )
 
 
 @dataclasses.dataclass(frozen=True)
-class DFlashDrafter(TrainedDrafter):
+class DFlashDrafter(TrainedDrafter, BufferedDrafter):
     """Drafts chains with a DFlash network; `mtpjax.load_drafter` reads one with its parameters.
 
-    The block always has as many slots as in training. With a smaller `num_steps` the last drafts are not used.
+    The block always has the number of slots of training. With a smaller `num_steps`, the last drafts are not used.
 
     Attributes:
         architecture: the network, and the trunk states that it reads.
@@ -70,69 +54,45 @@ class DFlashDrafter(TrainedDrafter):
     title: ClassVar[str] = "DFlash"
     draws_anchors: ClassVar[bool] = True
     network_type: ClassVar[type[DFlash]] = DFlash
+    limits: ClassVar[DraftLimits] = block_limits("DFlash")
 
     @property
     def max_levels(self) -> int:
-        """The drafts of a block."""
+        """The number of drafts of a block."""
         return self.architecture.num_drafts
-
-    def check(self, model: MTPModel, config: DecodeConfig) -> None:
-        """Raises `ValueError` if the drafter is for a different trunk or does not support the settings."""
-        super().check(model, config)
-        if config.topk > 1:
-            raise ValueError(
-                f"{self.title} drafts chains only: the slots of a block stand for one continuation, and verification "
-                f"of a tree would need blocks after other tokens; set topk to 1, got {config.topk}"
-            )
-        if config.num_steps > self.max_levels:
-            raise ValueError(
-                f"num_steps {config.num_steps} exceeds the {self.max_levels} drafts of a {self.title} block"
-            )
-
-    def prepare(self, params: dict, draft_params: DraftParams, *, model: MTPModel) -> PreparedDFlash:
-        """Casts the output matrix, if the drafter has its own, and indexes the draft vocabulary."""
-        require_whole_trunk()
-        head = None
-        if self.architecture.own_head:
-            head = own_head(params, (draft_params.network["head"],), draft_params.draft_ids, model=model)
-        return PreparedDFlash(draft_params.network, head)
 
     def num_scratch_slots(self, decoder: Decoder) -> int:
         """Returns the maximum number of slots that extending and the block write after the committed text."""
         return max(self._buffer_size(decoder.spec), self.architecture.block_size)
 
-    def init(self, decoder: Decoder, batch: int, capacity: int, dtype: Any) -> DFlashState:
+    def init(self, decoder: Decoder, batch: int, capacity: int, dtype: Any) -> ModulesState:
         """Makes empty caches and an empty buffer of trunk states."""
         own, spec = self.architecture, decoder.spec
-        return DFlashState(
-            cache=empty_cache(own.block, own.kinds, batch, capacity, dtype, spec.kv_cache_dtype, spec.pool),
+        return ModulesState(
+            caches=(empty_cache(own.block, own.kinds, batch, capacity, dtype, spec.kv_cache_dtype, spec.pool),),
             hidden=jnp.zeros((batch, self._buffer_size(spec), own.features_size), dtype),
             hidden_start=jnp.zeros(batch, jnp.int32),
         )
 
     def _buffer_size(self, spec: DecodeSpec) -> int:
-        """Returns the positions that the buffer holds: those of a round, and an adaptive call's backlog."""
+        """Returns the size of the buffer: the positions of a round, and the backlog of an adaptive call."""
         return spec.num_steps + 1 + HIDDEN_BUFFER * spec.is_adaptive
-
-    def select_states(self, decoder: Decoder, output: TrunkOutput) -> jax.Array:
-        """Joins the trunk states that the drafter reads, `[B, T, n * D]`."""
-        return join_states(output, self.architecture.layer_ids, self.architecture.num_target_layers)
 
     def extend(
         self, decoder: Decoder, weights: Weights, state: DecodeState, states: jax.Array, start: jax.Array
-    ) -> DFlashState:
+    ) -> ModulesState:
         """Writes the context of one prefill chunk. A row's padding lands after its text."""
         cache = self._extend_cache(decoder, weights, state, states, start)
         length = jnp.minimum(start + states.shape[1], state.length)
         # The slot's previous request may have left NaN in the buffer, which is harmless: it is written after the text.
         hidden = jnp.zeros_like(state.drafter.hidden)
-        return DFlashState(commit(cache, length), hidden, length)
+        return ModulesState((commit(cache, length),), hidden, length)
 
     def _extend_cache(
         self, decoder: Decoder, weights: Weights, state: DecodeState, states: jax.Array, start: jax.Array
     ) -> Cache:
         """Projects trunk states `[B, T, n * D]` and writes their keys and values from slot `start` on."""
-        config, cache, network = self.architecture.block, state.drafter.cache, weights.drafter.network
+        config, network, (cache,) = self.architecture.block, weights.drafter.network, state.drafter.caches
         view = of_drafter(view_pass(state, config, start, states.shape[1], num_used=states.shape[1]))
         context = self._apply(decoder, weights, states, method="context")
         layers = []
@@ -141,12 +101,8 @@ class DFlashDrafter(TrainedDrafter):
             layers.append(append(kept, context_entries(attention, context, view.angles, config), view))
         return cache.replace(layers=tuple(layers))
 
-    def num_extended(self, draft_state: DFlashState) -> jax.Array:
-        """Returns `[B]` positions whose context is in the caches."""
-        return draft_state.cache.length
-
     def propose(self, decoder: Decoder, weights: Weights, state: DecodeState) -> tuple[Draft, DecodeState]:
-        """Extends the context by what the last round committed, then drafts all levels in one pass."""
+        """Extends the context over the newly committed positions, then drafts all levels in one pass."""
         num_steps = decoder.spec.num_steps
         if not num_steps:
             return super().propose(decoder, weights, state)
@@ -157,10 +113,7 @@ class DFlashDrafter(TrainedDrafter):
         # 2. The block: the pending token, whose own state is not known yet, and mask tokens.
         anchor = read_rows(state.tokens, state.length - 1, 1)
         tokens = jnp.pad(anchor, ((0, 0), (0, own.block_size - 1)), constant_values=own.mask_token_id)
-        if own.own_embedding:
-            embedded = self._apply(decoder, weights, tokens, method="embed").astype(states.dtype)
-        else:
-            embedded = bind(decoder.model, weights.params)(tokens, method="embed")
+        embedded = embed(own, decoder, weights, tokens, states.dtype)
         views = self._block_views(state, decoder.spec)
         hidden, layers = self._apply(decoder, weights, embedded, views, cache.layers, method="run")
         # Rows that are done were not extended: their pages may belong to other rows.
@@ -168,7 +121,7 @@ class DFlashDrafter(TrainedDrafter):
         # 3. Draft from the slots. The anchor's slot drafts only if the network was trained that way.
         hidden = hidden[:, own.block_size - own.num_drafts :][:, :num_steps]
         draft = self._draft(decoder, weights, state, hidden)
-        return draft, state.replace(drafter=drafter_state.replace(cache=cache))
+        return draft, state.replace(drafter=drafter_state.replace(caches=(cache,)))
 
     def _draft(self, decoder: Decoder, weights: Weights, state: DecodeState, hidden: jax.Array) -> Draft:
         """Drafts from the states `[B, K, D]` of the slots; no draft depends on another."""
@@ -189,10 +142,7 @@ class DFlashDrafter(TrainedDrafter):
         offset = jnp.broadcast_to(jnp.arange(X)[None, :], (B, X))
         distance = jnp.arange(X)[:, None] - jnp.arange(X)[None, :]  # from the key's slot to the query's
         made: dict[tuple[int, bool], View] = {}
-        for kind in zip(own.windows, own.is_causal, strict=True):
-            window, is_causal = kind
-            if kind in made:
-                continue
+        for window, is_causal in dict.fromkeys(zip(own.windows, own.is_causal, strict=True)):
             is_seen = distance >= 0 if is_causal else jnp.ones((X, X), bool)
             if window and not own.window_from_anchor:
                 is_seen &= jnp.abs(distance) < window
@@ -205,24 +155,8 @@ class DFlashDrafter(TrainedDrafter):
             depths = jnp.zeros_like(offset) if window and own.window_from_anchor else offset
             tree = TreeSlots(base, depths, jnp.broadcast_to(is_seen[None], (B, X, X)))
             view = view_pass(state, own.block, base, X, num_used=X, tree=tree, window=limit)
-            made[kind] = of_drafter(view).replace(angles=rotary_angles(own.block, base[:, None] + offset))
+            made[window, is_causal] = of_drafter(view).replace(angles=rotary_angles(own.block, base[:, None] + offset))
         return tuple(made[kind] for kind in zip(own.windows, own.is_causal, strict=True))
-
-    def commit(self, decoder: Decoder, state: DecodeState, states: jax.Array, accepted: Acceptance) -> DFlashState:
-        """Keeps the states of the verified nodes. A round of depth 0 appends its one state to the backlog."""
-        drafter_state, start = state.drafter, state.length - 1
-        size = drafter_state.hidden.shape[1]
-        if decoder.spec.num_steps:
-            hidden = jnp.pad(states, ((0, 0), (0, size - states.shape[1]), (0, 0)))
-            return drafter_state.replace(hidden=hidden, hidden_start=start)
-        slot = jnp.minimum(start - drafter_state.hidden_start, size - 1)
-        return drafter_state.replace(hidden=write_rows(drafter_state.hidden, states, slot))
-
-    def backlog_fits(self, decoder: Decoder, state: DecodeState, depth: jax.Array | int) -> jax.Array:
-        """Returns whether a round of this depth can follow; see `Drafter.backlog_fits`."""
-        # A round of depth 0 needs a free place in the buffer; one with drafts extends by depth + 1 positions.
-        max_backlog = jnp.where(depth == 0, state.drafter.hidden.shape[1] - 1, depth + 1)
-        return state.drafting_disabled | (over_rows(jnp.max, num_pending(state)) <= max_backlog)
 
     def drain_backlog(self, decoder: Decoder, weights: Weights, state: DecodeState, depth: jax.Array) -> DecodeState:
         """Extends the context by the whole buffer; see `Drafter.drain_backlog`."""
@@ -233,7 +167,7 @@ class DFlashDrafter(TrainedDrafter):
             cache = self._extend_cache(decoder, weights, state, drafter_state.hidden, start)
             end = start + num_pending(state)
             cache = commit(cache, jnp.where(state.done, cache.length, end))
-            return state.replace(drafter=drafter_state.replace(cache=cache, hidden_start=end))
+            return state.replace(drafter=drafter_state.replace(caches=(cache,), hidden_start=end))
 
         return jax.lax.while_loop(lambda state: ~self.backlog_fits(decoder, state, depth), drain, state)
 
@@ -244,7 +178,7 @@ class DFlashDrafter(TrainedDrafter):
     def levels(
         self, params: dict, rows: TextRows, heads: tuple[jax.Array, ...], *, model: MTPModel, num_levels: int
     ) -> DraftLevels:
-        """Runs one block after each anchor. Without anchors, that of row i is token i + 1; the last row has none."""
+        """Runs one block after each anchor; without anchors, row i has the anchor i + 1, and the last row none."""
         own, T, anchors = self.architecture, rows.tokens.shape[1], rows.anchors
         table = embedding_table(params, own, model)
         if anchors is None:
@@ -260,5 +194,5 @@ class DFlashDrafter(TrainedDrafter):
     def _head_inputs(
         self, network: dict[str, Any], hidden: jax.Array, tokens: jax.Array, anchors: jax.Array, model: MTPModel
     ) -> tuple[tuple[jax.Array, ...], jax.Array | None]:
-        """Returns what the head multiplies in each level, of the slots' states `[B, A, K, D]`, and the confidence."""
+        """Computes each level's input of the head, `[B, A, D]`, from the slots' states, and the confidence."""
         return tuple(hidden[:, :, level] for level in range(hidden.shape[2])), None

@@ -1,21 +1,30 @@
-"""The `config.json` of drafters with blocks, in the format of the method's authors and in that of speculators.
+"""The `config.json` and tensors of drafters with blocks, in the formats of the method's authors and of speculators.
 
-z-lab's (`DFlashDraftModel`) is DFlash's own. A method that extends DFlash has a `BlockFormat` of its own. vLLM reads
-all of them from speculators' format. The authors list the trunk layers whose outputs are read, speculators the layers
-that these states enter.
+DFlash's authors are z-lab (`DFlashDraftModel`). A method that extends DFlash defines a further `BlockFormat`. vLLM
+reads all of them in speculators' format. The authors list the trunk layers whose outputs are read, and speculators
+lists the layers that these states enter.
 """
 
 import dataclasses
-import logging
-from collections.abc import Callable
+import functools
+from collections.abc import Callable, Mapping
 from typing import Any
 
 from conversion.config_reader import ConfigReader
-from conversion.describe_config import describe_config
+from conversion.tensor_slice import ParamSpec, copied
 from mtpjax.drafters.architecture import TrunkSizes
 from mtpjax.drafters.dflash.hf_windows import ATTENTION_KEYS, FULL, SLIDING, read_windows
 from mtpjax.drafters.dflash.network import DFlashConfig
-from mtpjax.drafters.files.layers_config import class_names, is_speculators, parse_layers
+from mtpjax.drafters.files.layers_config import (
+    class_names,
+    describe_layers,
+    describe_speculators,
+    is_speculators,
+    layers_specs,
+    make_architecture,
+    parse_layers,
+    warn_of_unknown_keys,
+)
 from mtpjax.drafters.files.trunk_layers import (
     LAST_LAYER_STATE,
     LastLayerState,
@@ -23,10 +32,8 @@ from mtpjax.drafters.files.trunk_layers import (
     entered_layers,
     read_last_layer_state,
 )
-from mtpjax.drafters.method import Reading, Shapes
+from mtpjax.drafters.method import DrafterFiles, Reading, Shapes
 from mtpjax.errors import ConfigError
-
-log = logging.getLogger("mtpjax.conversion")
 
 SPECULATORS = "speculators"
 KNOWN_KEYS = {
@@ -67,17 +74,17 @@ class BlockFormat:
         authors: name of its authors' format.
         class_name: the class in `architectures`.
         config: the class of the architecture.
-        describe: makes the authors' configuration of an architecture from that of its layers.
+        describe: makes the keys that only the authors' format has.
         read_heads: reads further fields of the architecture, from the configuration, the shapes of the tensors, and D.
         describe_heads: makes the keys that `read_heads` reads.
-        drafts_from_anchor: whether the authors' class drafts from the anchor's slot if the file has no key for it.
+        drafts_from_anchor: `sample_from_anchor` of the authors' files that do not state it.
     """
 
     name: str
     authors: str
     class_name: str
     config: type[DFlashConfig]
-    describe: Callable[[Any, dict[str, Any]], dict[str, Any]]
+    describe: Callable[[Any], dict[str, Any]]
     read_heads: Callable[[ConfigReader, Shapes, int], dict[str, Any]]
     describe_heads: Callable[[Any], dict[str, Any]]
     drafts_from_anchor: bool
@@ -86,14 +93,10 @@ class BlockFormat:
 def parse_blocks(
     kind: BlockFormat, values: dict[str, Any], shapes: Shapes, trunk: TrunkSizes, reading: Reading
 ) -> tuple[Any, str]:
-    """Parses the content of a `config.json`.
-
-    Arguments and result are those of `DrafterFiles.parse`. Without `sample_from_anchor` it is `kind.drafts_from_anchor`
-    for the authors' files and False for others; without `last_layer_state` the drafter reads the last layer after the
-    final norm, or before it for speculators' files, with a warning.
+    """Parses `config.json`; arguments and result are those of `DrafterFiles.parse`.
 
     Raises:
-        ConfigError: the configuration is damaged or not supported, or does not state which trunk states are read.
+        ConfigError: the configuration is damaged or not supported, or does not list the trunk layers that are read.
     """
     reader = ConfigReader(values)
     form = SPECULATORS if is_speculators(values) else kind.authors
@@ -102,8 +105,7 @@ def parse_blocks(
     for key, allowed in NOT_SUPPORTED.items():
         for each in (reader, section, layers):
             each.require(key, *allowed)
-    if unknown := sorted(section.values.keys() - SECTION_KEYS - NOT_SUPPORTED.keys()):
-        log.warning("dflash_config has unknown keys, which are ignored: %s", ", ".join(unknown))
+    warn_of_unknown_keys("dflash_config", section.values.keys() - SECTION_KEYS - NOT_SUPPORTED.keys())
     # Keys may be in `dflash_config` or at the top level.
     for key in SECTION_KEYS & section.values.keys() & values.keys():
         if None not in (section.values[key], values[key]) and section.values[key] != values[key]:
@@ -121,38 +123,33 @@ def parse_blocks(
     is_first = reading.get("sample_from_anchor")
     is_first = form == kind.authors and kind.drafts_from_anchor if is_first is None else is_first
     both = ConfigReader(own)
-    fields: dict[str, Any] = {
-        "block": block,
-        "layer_ids": _layer_ids(both, form, num_layers, reading.get("last_layer_state")),
-        "num_target_layers": num_layers,
-        "block_size": both.integer("block_size"),
-        "mask_token_id": both.integer("mask_token_id", low=0),
-        "windows": windows,
-        "is_causal": is_causal,
-        "window_from_anchor": form == SPECULATORS and any(windows),
-        "sample_from_anchor": both.flag("sample_from_anchor", is_first),
-        "draft_vocab_size": reader.integer("draft_vocab_size", block.vocab_size),
-        "own_embedding": "embed_tokens.weight" in shapes,
-        "own_head": "lm_head.weight" in shapes,
-    }
-    try:
-        return kind.config(**fields, **kind.read_heads(both, shapes, block.hidden_size)), form
-    except ConfigError:
-        raise
-    except ValueError as error:
-        raise ConfigError(f"config.json: {error}") from error
+    return make_architecture(
+        kind.config,
+        shapes,
+        block=block,
+        layer_ids=_layer_ids(both, form, num_layers, reading.get("last_layer_state")),
+        num_target_layers=num_layers,
+        block_size=both.integer("block_size"),
+        mask_token_id=both.integer("mask_token_id", low=0),
+        windows=windows,
+        is_causal=is_causal,
+        window_from_anchor=form == SPECULATORS and any(windows),
+        sample_from_anchor=both.flag("sample_from_anchor", is_first),
+        draft_vocab_size=reader.integer("draft_vocab_size", block.vocab_size),
+        **kind.read_heads(both, shapes, block.hidden_size),
+    ), form
 
 
 def _layer_ids(
     reader: ConfigReader, form: str, num_layers: int, last_layer_state: LastLayerState | None
 ) -> tuple[int, ...]:
-    """Reads which trunk states the drafter reads, as the ids of the layers that they enter."""
+    """Reads the ids of the trunk layers whose input states the drafter reads."""
     key = "aux_hidden_state_layer_ids" if form == SPECULATORS else "target_layer_ids"
     listed = reader.items(key, int)
     if not listed:
         raise ConfigError(
-            f"config.json lacks {key}: the formula that programs fall back to is wrong for most published files, and a "
-            "wrong reading raises no error; add the trunk layers that the drafter was trained with"
+            f"config.json lacks {key}: the default of other programs is wrong for most published files, and wrong "
+            "layers would go unnoticed; add the trunk layers that the drafter was trained with"
         )
     # z-lab and DeepSpec list the layers whose outputs are read, and -1 for the embedding. They train on transformers'
     # hidden_states, the last of which is after the final norm; speculators uses vLLM's states.
@@ -168,72 +165,58 @@ def _layer_ids(
 
 
 def describe_blocks(kind: BlockFormat, config: DFlashConfig, form: str) -> dict[str, Any]:
-    """Makes a `config.json` that `parse_blocks` reads as `config`; raises `ConfigError` if the format cannot."""
-    _, layers = describe_config(config.block, "qwen3")
-    for key in ("num_nextn_predict_layers", "mtp_num_hidden_layers"):
-        layers.pop(key, None)
+    """Makes a `config.json` that `parse_blocks` reads as `config`; raises `ConfigError` if that is impossible."""
     window = max(config.windows)
-    layers |= {
+    layers = describe_layers(config.block) | {
         "layer_types": [SLIDING if each else FULL for each in config.windows],
         "sliding_window": window or None,
         "use_sliding_window": window > 0,
     }
-    values = _describe_speculators(kind, config, layers) if form == SPECULATORS else kind.describe(config, layers)
+    values = {
+        "architectures": [kind.class_name],
+        "block_size": config.block_size,
+        "draft_vocab_size": config.draft_vocab_size,
+    }
+    if form == SPECULATORS:
+        values |= _describe_speculators(kind, config, layers)
+    else:
+        values = layers | values | {"num_target_layers": config.num_target_layers} | kind.describe(config)
     own = {"embed_tokens.weight": config.own_embedding, "lm_head.weight": config.own_head}
     found, _ = parse_blocks(kind, values, {name: () for name, is_own in own.items() if is_own}, config.trunk, {})
     if found != config:
         fields = [each.name for each in dataclasses.fields(config)]
         names = [name for name in fields if getattr(found, name, None) != getattr(config, name)]
-        raise ConfigError(f"this format cannot express {', '.join(names) or type(config).__name__}: write another")
+        raise ConfigError(
+            f"this format cannot express {', '.join(names) or type(config).__name__}: use a different one"
+        )
     return values
 
 
-def _describe_zlab(config: DFlashConfig, layers: dict[str, Any]) -> dict[str, Any]:
-    section: dict[str, Any] = {
-        "mask_token_id": config.mask_token_id,
-        **describe_layer_ids(config),
-    }
+def _describe_zlab(config: DFlashConfig) -> dict[str, Any]:
+    section: dict[str, Any] = {"mask_token_id": config.mask_token_id, **describe_layer_ids(config)}
     if config.sample_from_anchor:
         section["sample_from_anchor"] = True
     if config.is_causal != tuple(window > 0 for window in config.windows):
         section["causal"] = config.is_causal[0]
-    return {
-        **layers,
-        "architectures": ["DFlashDraftModel"],
-        "block_size": config.block_size,
-        "dflash_config": section,
-        "draft_vocab_size": config.draft_vocab_size,
-        "num_target_layers": config.num_target_layers,
-    }
+    return {"dflash_config": section}
 
 
 def describe_layer_ids(config: DFlashConfig) -> dict[str, Any]:
-    """Makes the keys about trunk states in the authors' formats."""
+    """Makes the keys of the authors' formats that list the trunk states."""
     listed, last_layer = describe_last_layer(config.layer_ids, config.num_target_layers)
     return {"target_layer_ids": [layer - 1 for layer in listed], **last_layer}
 
 
 def _describe_speculators(kind: BlockFormat, config: DFlashConfig, layers: dict[str, Any]) -> dict[str, Any]:
-    layers = {key: value for key, value in layers.items() if key != "architectures"}
     listed, last_layer = describe_last_layer(config.layer_ids, config.num_target_layers)
     return {
-        "architectures": [kind.class_name],
         "aux_hidden_state_layer_ids": listed,
         **last_layer,
-        "block_size": config.block_size,
-        "draft_vocab_size": config.draft_vocab_size,
         "mask_token_id": config.mask_token_id,
         "sample_from_anchor": config.sample_from_anchor,
         "sliding_window_non_causal": not any(config.is_causal),
         **kind.describe_heads(config),
-        "speculators_config": {
-            "algorithm": kind.name,
-            "default_proposal_method": "greedy",
-            "proposal_methods": [{"proposal_type": "greedy", "speculative_tokens": config.num_drafts}],
-            "verifier": {"architectures": [], "name_or_path": None},
-        },
-        "speculators_model_type": kind.name,
-        "transformer_layer_config": layers,
+        **describe_speculators(kind.name, layers, config.num_drafts),
     }
 
 
@@ -252,3 +235,24 @@ DFLASH_FORMAT = BlockFormat(
     describe_heads=lambda config: {},
     drafts_from_anchor=False,
 )
+
+
+def block_files(
+    kind: BlockFormat, specs: Callable[[Any], dict[str, ParamSpec]], tensor: str, keys: Mapping[str, Any] | None = None
+) -> DrafterFiles:
+    """Makes the record of the files of a method that drafts blocks."""
+    return DrafterFiles(
+        formats=(kind.authors, SPECULATORS),
+        format_with_ids=SPECULATORS,
+        parse=functools.partial(parse_blocks, kind),
+        specs=lambda config, form: specs(config),
+        describe=functools.partial(describe_blocks, kind),
+        is_of_speculators=True,
+        tensors=(tensor,),
+        keys=keys or {},
+    )
+
+
+def dflash_specs(config: DFlashConfig) -> dict[str, ParamSpec]:
+    """Lists every parameter with its tensors, by plain name; all formats have the same names."""
+    return layers_specs(config) | {"norm_context/scale": copied("hidden_norm.weight", config.block.hidden_size)}

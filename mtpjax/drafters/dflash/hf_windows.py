@@ -1,10 +1,10 @@
-"""The windows of DFlash and DSpark layers, and whether their slots attend to later ones, in `config.json`."""
+"""Reads the windows of DFlash and DSpark layers, and their direction of attention, from `config.json`."""
 
 from conversion.config_reader import ConfigReader
 from mtpjax.errors import ConfigError
 
 SLIDING, FULL = "sliding_attention", "full_attention"
-# Keys of the layers' attention that this file reads, and not the parser of model families.
+# Keys of the layers' attention that this file reads instead of the parser of model families.
 ATTENTION_KEYS = ("layer_types", "sliding_window", "use_sliding_window", "max_window_layers", "tie_word_embeddings")
 
 
@@ -15,30 +15,32 @@ def read_windows(
     types = layers.items("layer_types", str)
     if not types and layers.flag("use_sliding_window", False):
         raise ConfigError(
-            "config.json: use_sliding_window is set, but layer_types is missing, which says what layers use the window"
+            "config.json: use_sliding_window is set, but layer_types, which lists the layers with a window, is missing"
         )
     types = types or (FULL,) * count
     if len(types) != count or any(kind not in (SLIDING, FULL) for kind in types):
-        raise ConfigError(f"config.json: layer_types {list(types)} are not {count} of '{FULL}' and '{SLIDING}'")
+        raise ConfigError(f"config.json: layer_types {list(types)} must be {count} of '{FULL}' and '{SLIDING}'")
     if section.flag("use_swa", False) and SLIDING not in types:
         # MiMo's files: every layer has a window in both directions.
         size = section.integer("swa_window_size", layers.get("sliding_window"))
         return (size,) * count, (reader.flag("is_causal", section.flag("causal", False)),) * count
-    slides = tuple(kind == SLIDING for kind in types)
-    if form == "deepspec" and any(slides):
-        raise ConfigError("config.json: sliding layers are not supported in DeepSpec's format: it trains without them")
-    window = section.integer("swa_window_size", layers.get("sliding_window")) if any(slides) else 0
-    windows = tuple(window * each for each in slides)
+    is_sliding = tuple(kind == SLIDING for kind in types)
+    if form == "deepspec" and any(is_sliding):
+        raise ConfigError(
+            "config.json: DeepSpec's format does not support sliding layers: DeepSpec trains without them"
+        )
+    window = section.integer("swa_window_size", layers.get("sliding_window")) if any(is_sliding) else 0
+    windows = tuple(window * each for each in is_sliding)
     if form == "speculators":
-        if any(slides) and reader.get("sliding_window_non_causal") is None:
+        if any(is_sliding) and reader.get("sliding_window_non_causal") is None:
             raise ConfigError(
                 "config.json lacks sliding_window_non_causal, whose default differs between programs: add the value "
                 "that the drafter was trained with"
             )
         is_causal = not reader.flag("sliding_window_non_causal", True)
-        return windows, tuple(each and is_causal for each in slides)
+        return windows, tuple(each and is_causal for each in is_sliding)
     # is_causal, then dflash_config.causal, then the layer's type.
     for each, key in ((reader, "is_causal"), (section, "causal")):
         if each.get(key) is not None:
             return windows, (each.flag(key, False),) * count
-    return windows, slides
+    return windows, is_sliding

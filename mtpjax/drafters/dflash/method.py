@@ -1,21 +1,18 @@
 """The record of DFlash, and how drafters with blocks are made for training."""
 
 import dataclasses
+import functools
 from collections.abc import Collection
 from typing import Any
 
-import jax
-import jax.numpy as jnp
 import numpy as np
 
-from mtpjax.drafters.architecture import dense_layers
+from mtpjax.drafters.architecture import dense_layers, init_layers
 from mtpjax.drafters.dflash.drafting import DFlashDrafter
-from mtpjax.drafters.dflash.hf_config import DFLASH_FORMAT, describe_blocks, parse_blocks
+from mtpjax.drafters.dflash.hf_config import DFLASH_FORMAT, block_files, dflash_specs
 from mtpjax.drafters.dflash.network import DFlash, DFlashConfig
-from mtpjax.drafters.dflash.tensor_names import dflash_specs
-from mtpjax.drafters.method import DrafterFiles, DraftMethod, DraftTraining
+from mtpjax.drafters.method import DraftMethod, DraftTraining
 from mtpjax.models.config import ModelConfig
-from mtpjax.models.masks import full_view
 
 NUM_BLOCK_LAYERS = 5  # layers of a drafter, and trunk layers that it reads (2602.06036)
 MIN_BLOCK_LAYERS = 8  # from this depth on, five different layers fit between 2 and L - 2
@@ -23,14 +20,16 @@ BLOCK_SETTINGS = ("draft_layers", "draft_num_layers", "draft_anchors", "draft_ma
 
 
 def default_block_layers(num_layers: int) -> tuple[int, ...]:
-    """Returns the layers whose input states are read: five at equal distances from 2 to L - 2, or from 1 to L of fewer
-    than 8 layers."""
+    """Returns the trunk layers whose input states a new drafter reads: five, evenly spaced from 2 to L - 2.
+
+    In a trunk of fewer than 8 layers they are spaced from 1 to L.
+    """
     first, last = (2, num_layers - 2) if num_layers >= MIN_BLOCK_LAYERS else (1, num_layers)
     return tuple(sorted({round(each) for each in np.linspace(first, last, NUM_BLOCK_LAYERS)}))
 
 
 def block_fields(settings: Any, trunk: ModelConfig, num_drafted: int) -> dict[str, Any]:
-    """Returns fields of a new `DFlashConfig`: Qwen3 layers of the trunk's width; all slots attend to each other."""
+    """Returns the fields of a new `DFlashConfig`: Qwen3 layers of the trunk's width, with bidirectional attention."""
     num_layers = settings.draft_num_layers or NUM_BLOCK_LAYERS
     return {
         "block": dense_layers(trunk, num_hidden_layers=num_layers, use_qk_norm=True),
@@ -54,7 +53,7 @@ def block_settings(config: DFlashConfig) -> dict[str, Any]:
 
 
 def with_mask_token(config: DFlashConfig, settings: Any, counts: np.ndarray, end_ids: Collection[int]) -> DFlashConfig:
-    """Chooses the token of the mask slots, unless the settings name one: the last of the rarest targets."""
+    """Sets the mask token to the rarest target, the last of several, unless the settings choose one."""
     if settings.draft_mask_token is not None:
         return config
     counts = counts.copy()
@@ -63,34 +62,18 @@ def with_mask_token(config: DFlashConfig, settings: Any, counts: np.ndarray, end
     return dataclasses.replace(config, mask_token_id=len(counts) - 1 - int(np.argmin(counts[::-1])))
 
 
-def init_blocks(network: type[DFlash], config: DFlashConfig, key: jax.Array) -> dict[str, Any]:
-    """Makes the parameters of a network."""
-    # Only the shapes of the inputs matter here.
-    view = full_view(config.block, jnp.ones((1, 2), jnp.int32))
-    features, embedded = jnp.zeros((1, 2, config.features_size)), jnp.zeros((1, 2, config.block.hidden_size))
-    return jax.jit(network(config).init)(key, features, embedded, view)["params"]
-
-
 DFLASH = DraftMethod(
     name="dflash",
     title="DFlash",
     drafter=DFlashDrafter,
     algorithms=("DFLASH",),
-    files=DrafterFiles(
-        formats=("z-lab", "speculators"),
-        format_with_ids="speculators",
-        parse=lambda *arguments: parse_blocks(DFLASH_FORMAT, *arguments),
-        specs=lambda config, form: dflash_specs(config),
-        describe=lambda config, form: describe_blocks(DFLASH_FORMAT, config, form),
-        is_of_speculators=True,
-        tensors=("hidden_norm.weight",),
-    ),
+    files=block_files(DFLASH_FORMAT, dflash_specs, tensor="hidden_norm.weight"),
     training=DraftTraining(
-        # The anchor's slot drafts nothing.
+        # The anchor's slot does not draft.
         architecture=lambda settings, *trunk: DFlashConfig(
             block_size=settings.num_depths + 1, **block_fields(settings, *trunk)
         ),
-        init=lambda config, key: init_blocks(DFlash, config, key),
+        init=functools.partial(init_layers, DFlash),
         settings_of=block_settings,
         settings=BLOCK_SETTINGS,
         fit_to_data=with_mask_token,

@@ -6,71 +6,59 @@ of all positions before the anchor.
 """
 
 import dataclasses
+import functools
 from typing import Any
 
 import flax.linen as nn
 import jax
 import jax.numpy as jnp
 
-from mtpjax.drafters.architecture import TrunkSizes, check_draft_vocabulary, check_layer_ids
+from mtpjax.drafters.architecture import LayersConfig
 from mtpjax.messages import require
-from mtpjax.models.config import LayerKind, ModelConfig
+from mtpjax.models.config import ModelConfig
 from mtpjax.models.layers.experts import SwiGLU
 from mtpjax.models.layers.grouped_attention import GroupedAttention
 from mtpjax.models.layers.norm import AddRMSNorm, RMSNorm
+from mtpjax.models.layers.rotary import rotary_angles
+from mtpjax.models.masks import segment_positions
 from mtpjax.models.quantized import matrix_product
 from mtpjax.models.view import Entries, View
 from pallas_kernels.rms_norm import rms_norm_reference
 from pallas_kernels.rotation import rotate
 
+MAX_SCORES = 1 << 26  # maximum attention scores of a layer in memory at once, float32: 256 MiB
+
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class DFlashConfig:
-    """The architecture of a DFlash drafter and the trunk states that it reads.
-
-    Letters: D width, n trunk states, V vocabulary, R draft vocabulary, X slots of a block.
+class DFlashConfig(LayersConfig):
+    """The architecture of a DFlash drafter and the trunk states that it reads; further letter: X slots of a block.
 
     Args:
-        block: sizes of the drafter's own layers, of which it has `num_hidden_layers`; `vocab_size` is V.
-        layer_ids: the n trunk layers whose input states are read, in the order of the projection's inputs. The number
-            of trunk layers means the output of the last one, before the final norm, and one more that of this norm.
-        num_target_layers: layers of the trunk.
         block_size: slots of a block, X.
         mask_token_id: the token of the slots after the anchor.
-        windows: per layer the newest positions that a slot attends to; 0: all. (): all positions in every layer.
-        is_causal: per layer True if a slot attends only to itself and the slots before it. (): to all slots.
+        windows: per layer, the number of newest positions that a slot attends to; 0: all. (): 0 in every layer.
+        is_causal: per layer, whether a slot attends only to itself and the slots before it. (): False in every layer.
         window_from_anchor: windows count back from the anchor for every slot, and do not limit the block
             (speculators). False: from each slot, itself included (z-lab).
         sample_from_anchor: slot j drafts the token after its own position, so that a block has X drafts. False: the
-            token at its position, and the anchor's slot drafts nothing.
-        draft_vocab_size: tokens that can be drafted, R; 0: V.
-        own_embedding: the drafter has an embedding; else it uses the trunk's.
-        own_head: the drafter has a head [D, R]; else it uses the trunk's.
+            token at its own position, and the anchor's slot does not draft.
 
     Raises:
         ValueError: for values that do not fit together.
     """
 
-    block: ModelConfig
-    layer_ids: tuple[int, ...]
-    num_target_layers: int
     block_size: int
     mask_token_id: int
     windows: tuple[int, ...] = ()
     is_causal: tuple[bool, ...] = ()
     window_from_anchor: bool = False
     sample_from_anchor: bool = False
-    draft_vocab_size: int = 0
-    own_embedding: bool = False
-    own_head: bool = False
 
     def __post_init__(self):
+        super().__post_init__()
         block, count = self.block, self.block.num_hidden_layers
-        object.__setattr__(self, "layer_ids", tuple(self.layer_ids))
         object.__setattr__(self, "windows", tuple(self.windows) or (0,) * count)
         object.__setattr__(self, "is_causal", tuple(self.is_causal) or (False,) * count)
-        object.__setattr__(self, "draft_vocab_size", self.draft_vocab_size or block.vocab_size)
-        check_layer_ids(self.layer_ids, self.num_target_layers)
         for name in ("windows", "is_causal"):
             require(len(getattr(self, name)) == count, f"{len(getattr(self, name))} {name} for {count} layers")
         require(min(self.windows) >= 0, f"windows must not be negative, got {list(self.windows)}")
@@ -79,26 +67,10 @@ class DFlashConfig:
             0 <= self.mask_token_id < block.vocab_size,
             f"mask_token_id {self.mask_token_id} is not within the vocabulary of {block.vocab_size}",
         )
-        check_draft_vocabulary(self.draft_vocab_size, block.vocab_size, own_head=self.own_head)
         require(
             block.attention == "grouped" and block.use_qk_norm and not block.is_moe and not block.attention_bias,
-            "DFlash layers are Qwen3's: grouped attention with query and key norms and no bias, dense",
+            "DFlash layers must be dense Qwen3 layers: grouped attention with query and key norms and without bias",
         )
-
-    @property
-    def trunk(self) -> TrunkSizes:
-        """The trunk that the drafter is for."""
-        return TrunkSizes(self.block.vocab_size, self.block.hidden_size, self.num_target_layers)
-
-    @property
-    def kinds(self) -> tuple[LayerKind, ...]:
-        """Kinds of the drafter's layers."""
-        return self.block.trunk_kinds
-
-    @property
-    def features_size(self) -> int:
-        """Width of the n trunk states side by side."""
-        return len(self.layer_ids) * self.block.hidden_size
 
     @property
     def num_drafts(self) -> int:
@@ -134,10 +106,6 @@ class DFlash(nn.Module):
         """Projects trunk states to the input of every layer's keys and values: `[B, T, n * D]` to `[B, T, D]`."""
         return self.norm_context(matrix_product(features, self.fc, implementation=self.implementation))
 
-    def embed(self, tokens: jax.Array) -> jax.Array:
-        """Looks up the drafter's own embedding: `[B, T]` tokens to `[B, T, D]`."""
-        return self.embedding[tokens]
-
     def run(
         self, embedded: jax.Array, views: tuple[View, ...], layers: tuple[Entries, ...] | None = None
     ) -> tuple[jax.Array, tuple[Entries, ...]]:
@@ -160,7 +128,7 @@ class DFlash(nn.Module):
 
 
 class DFlashLayer(nn.Module):
-    """A decoder layer of Qwen3; like `Block`, it returns the stream and the update that is not added yet."""
+    """A decoder layer of Qwen3. Like `Block`, it returns the residual stream and an update that is not added yet."""
 
     config: ModelConfig
     implementation: str = "auto"
@@ -179,7 +147,7 @@ class DFlashLayer(nn.Module):
 def context_entries(
     attention: dict[str, Any], context: jax.Array, angles: tuple[jax.Array, jax.Array], config: ModelConfig
 ) -> Entries:
-    """Computes a layer's keys and values of the context. No norm and no residual comes before the projection.
+    """Computes a layer's keys and values of the context, which pass through no norm before the projection.
 
     Args:
         attention: the layer's attention parameters.
@@ -196,3 +164,138 @@ def context_entries(
     key = rms_norm_reference(projected[0], attention["norm_k"]["scale"], eps=config.rms_norm_eps)
     key = rotate(key, angles, interleaved=config.rope_interleave)
     return {"key": key.swapaxes(1, 2), "value": projected[1].swapaxes(1, 2)}
+
+
+def block_states(
+    params: Any,
+    features: jax.Array,
+    tokens: jax.Array,
+    anchors: jax.Array,
+    embedding: jax.Array,
+    *,
+    config: DFlashConfig,
+    segment_ids: jax.Array | None = None,
+    implementation: str = "xla",
+) -> jax.Array:
+    """Runs one block after each anchor, over true tokens.
+
+    The block of an anchor at position a attends to the trunk states of positions before a in the same document, and to
+    its own slots. Blocks do not attend to each other. If they have more than `MAX_SCORES` attention scores, they run in
+    groups of anchors, one at a time, and the backward pass recomputes each group.
+
+    Args:
+        params: parameters of `DFlash`, or of a network that extends it.
+        features: `[B, T, n * D]` trunk states side by side.
+        tokens: `[B, T]` int32 tokens of these positions.
+        anchors: `[B, A]` int32 positions of the anchors, below T.
+        embedding: `[V, D]` the embedding, the trunk's or the drafter's own.
+        config: the architecture.
+        segment_ids: `[B, T]` int32 documents of packed rows; 0 is padding. None: one document per row.
+        implementation: what runs the kernels.
+
+    Returns:
+        The states that the head reads, `[B, A, X, D]`.
+    """
+    (B, A), T, block = anchors.shape, tokens.shape[1], config.block
+    segments = jnp.ones(tokens.shape, jnp.int32) if segment_ids is None else segment_ids
+    positions = segment_positions(segments)
+    # 1. Keys and values of the context, once for all blocks.
+    context: Any = DFlash(config, implementation).apply({"params": params}, features, method="context")
+    angles = rotary_angles(block, positions)
+    entries = tuple(
+        context_entries(params[f"layer_{index}"]["attention"], context, angles, block)
+        for index in range(block.num_hidden_layers)
+    )
+
+    # 2. The blocks of a group of anchors `[B, a]`.
+    def run(anchors: jax.Array) -> jax.Array:
+        first = jnp.take_along_axis(tokens, anchors, axis=1)[:, :, None]
+        ids = jnp.pad(first, ((0, 0), (0, 0), (0, config.block_size - 1)), constant_values=config.mask_token_id)
+        z = embedding[ids].astype(context.dtype)
+        first_position = jnp.take_along_axis(positions, anchors, axis=1)
+        for index, kept in enumerate(entries):
+            is_seen = _visibility(config, index, anchors, segments)
+            z = _block_layer(params[f"layer_{index}"], z, kept, is_seen, first_position, config)
+        return rms_norm_reference(z, params["norm_final"]["scale"], eps=block.rms_norm_eps)
+
+    scores_of_anchor = B * block.num_attention_heads * config.block_size * (T + config.block_size)
+    size = max(1, MAX_SCORES // scores_of_anchor)
+    if size >= A:
+        return run(anchors)
+    # The last group's padding repeats the last anchor.
+    groups = jnp.pad(anchors, ((0, 0), (0, -A % size)), mode="edge").reshape(B, -1, size).swapaxes(0, 1)
+    hidden = jax.lax.map(jax.checkpoint(run), groups)  # [groups, B, size, X, D]
+    return hidden.swapaxes(0, 1).reshape(B, -1, *hidden.shape[3:])[:, :A]
+
+
+def _block_layer(
+    layer: dict[str, Any],
+    z: jax.Array,
+    context: Entries,
+    is_seen: tuple[jax.Array, jax.Array],
+    first_position: jax.Array,
+    config: DFlashConfig,
+) -> jax.Array:
+    """Runs a layer over blocks.
+
+    Args:
+        layer: the layer's parameters.
+        z: `[B, A, X, D]` states of the slots.
+        context: the layer's keys and values of the context, from `context_entries`.
+        is_seen: from `_visibility`.
+        first_position: `[B, A]` int32 position of each anchor.
+        config: the architecture.
+
+    Returns:
+        `[B, A, X, D]`.
+    """
+    block, attention = config.block, layer["attention"]
+    (B, A, X, _), T = z.shape, context["key"].shape[2]
+    N, H = block.num_attention_heads, block.head_dim
+    slots = (first_position[:, :, None] + jnp.arange(X)[None, None]).reshape(B, A * X)
+
+    def norm(x: jax.Array, scale: dict[str, Any]) -> jax.Array:
+        return rms_norm_reference(x, scale["scale"], eps=block.rms_norm_eps)
+
+    def turn(x: jax.Array) -> jax.Array:
+        flat = x.reshape(B, A * X, -1, H)
+        return rotate(flat, rotary_angles(block, slots), interleaved=block.rope_interleave).reshape(x.shape)
+
+    # 1. Queries, keys and values of the slots.
+    projected = jnp.einsum("BAXD,DKPH->BAXKPH", norm(z, layer["norm_attention"]), attention["qkv"].astype(z.dtype))
+    query = turn(norm(projected[..., :-2, :], attention["norm_q"]))
+    key, value = turn(norm(projected[..., -2, :], attention["norm_k"])), projected[..., -1, :]
+    # 2. Scores of the context and of the block, under the layer's window and direction.
+    einsum = functools.partial(jnp.einsum, preferred_element_type=jnp.float32)
+    scores = jnp.concatenate(
+        [einsum("BAXKGH,BKTH->BAKGXT", query, context["key"]), einsum("BAXKGH,BAYKH->BAKGXY", query, key)], axis=-1
+    )
+    mask = jnp.concatenate([is_seen[0], jnp.broadcast_to(is_seen[1], (B, A, X, X))], axis=-1)[:, :, None, None]
+    weights = jax.nn.softmax(jnp.where(mask, scores * block.softmax_scale(H), -jnp.inf), axis=-1).astype(z.dtype)
+    # 3. Add up the values, and the feed-forward layer.
+    output = jnp.einsum("BAKGXT,BKTH->BAXKGH", weights[..., :T], context["value"])
+    output += jnp.einsum("BAKGXY,BAYKH->BAXKGH", weights[..., T:], value)
+    z += output.reshape(B, A, X, N * H) @ attention["output"].reshape(N * H, -1).astype(z.dtype)
+    dense = jax.tree.map(lambda matrix: matrix.astype(z.dtype), layer["dense"])
+    gated = jnp.einsum("BAXD,DPF->PBAXF", norm(z, layer["norm_feed_forward"]), dense["gate_up"])
+    return z + (jax.nn.silu(gated[0]) * gated[1]) @ dense["down"]
+
+
+def _visibility(
+    config: DFlashConfig, index: int, anchors: jax.Array, segment_ids: jax.Array
+) -> tuple[jax.Array, jax.Array]:
+    """Returns the positions of the context `[B, A, X, T]`, and the slots `[1, 1, X, X]`, that each slot attends to."""
+    window, anchor = config.windows[index], anchors[:, :, None, None]
+    slots = jnp.arange(config.block_size)
+    distance = slots[:, None] - slots[None, :]
+    sees_block = distance >= 0 if config.is_causal[index] else jnp.ones_like(distance, bool)
+    column = jnp.arange(segment_ids.shape[1])[None, None, None]
+    document = jnp.take_along_axis(segment_ids, anchors, axis=1)[:, :, None, None]
+    sees_context = (column < anchor) & (segment_ids[:, None, None] == document)
+    if window and config.window_from_anchor:
+        sees_context &= column >= anchor - window
+    elif window:
+        sees_context = sees_context & (column > anchor + slots[None, None, :, None] - window)
+        sees_block &= jnp.abs(distance) < window
+    shape = (*anchors.shape, config.block_size, segment_ids.shape[1])
+    return jnp.broadcast_to(sees_context, shape), sees_block[None, None]

@@ -9,9 +9,10 @@ import jax.numpy as jnp
 
 from mtpjax.decoding.config import DecodeConfig
 from mtpjax.decoding.decoder import Decoder, Weights
+from mtpjax.decoding.limits import DraftLimits
 from mtpjax.decoding.sampling import PathTokens
 from mtpjax.decoding.state import DecodeState, Draft
-from mtpjax.drafters.dflash.drafting import DFlashDrafter
+from mtpjax.drafters.dflash.drafting import DFlashDrafter, block_limits
 from mtpjax.drafters.dspark.network import DSpark, DSparkConfig
 from mtpjax.drafters.levels import draft_levels
 from mtpjax.drafters.scoring import DraftScores
@@ -44,16 +45,17 @@ class DSparkDrafter(DFlashDrafter):
     """Drafts chains with a DSpark network; `mtpjax.load_drafter` reads one with its parameters.
 
     A row's draft ends before the first slot whose predicted chance of acceptance is below `confidence_threshold`. The
-    prediction reads the tokens before this slot and not its own, so that the text stays exact. The verification pass
-    keeps its width: the threshold changes what is accepted, and how many drafts count as proposed.
+    prediction reads the tokens before this slot but not the slot's token, so the text stays exact. The verification
+    pass keeps its width: the threshold changes only the number of drafts that count as proposed and can be accepted.
 
     Attributes:
-        confidence_threshold: the smallest chance, 0..1; 0 drafts `num_steps` levels in every round.
+        confidence_threshold: minimum chance of acceptance, 0..1. 0: every round drafts `num_steps` levels.
     """
 
     architecture: DSparkConfig = dataclasses.field(kw_only=True)  # pyright: ignore[reportIncompatibleVariableOverride]
     confidence_threshold: float = dataclasses.field(default=0.0, kw_only=True)
     title: ClassVar[str] = "DSpark"
+    limits: ClassVar[DraftLimits] = block_limits("DSpark")
     network_type: ClassVar[type[DSpark]] = DSpark
 
     def __post_init__(self):
@@ -78,12 +80,12 @@ class DSparkDrafter(DFlashDrafter):
         super().check(model, config)
         if self.confidence_threshold and config.depth_policy == "adaptive":
             raise ValueError(
-                "confidence_threshold and an adaptive depth both choose the depth, and the policy would count a draft "
-                "that ended early as rejected: use one of them"
+                "confidence_threshold and depth_policy 'adaptive' both choose the depth, and the policy would count a "
+                "draft that ended early as rejected: use only one of them"
             )
 
     def _draft(self, decoder: Decoder, weights: Weights, state: DecodeState, hidden: jax.Array) -> Draft:
-        """Drafts from the states `[B, K, D]` of the slots, each token with the bias of the one before."""
+        """Drafts from the states `[B, K, D]` of the slots; each token's logits get a bias from the token before."""
         # 1. Draft all levels.
         draft_all = self._draft_markov if self.architecture.markov_rank else super()._draft
         draft = draft_all(decoder, weights, state, hidden)
@@ -96,7 +98,6 @@ class DSparkDrafter(DFlashDrafter):
         return draft.replace(num_drafted=is_kept.sum(axis=1).astype(jnp.int32))
 
     def _draft_markov(self, decoder: Decoder, weights: Weights, state: DecodeState, hidden: jax.Array) -> Draft:
-        """Drafts with the Markov head."""
 
         def score(
             level: int, previous: jax.Array, path: PathTokens | None, carry: jax.Array

@@ -1,6 +1,6 @@
 """The files of DSpark: those of DFlash, with a Markov head and a confidence head.
 
-DeepSpec's format (`Qwen3DSparkModel`) is DSpark's own. SpecForge writes it as `DSparkDraftModel`, with keys in
+DSpark's authors are DeepSpec (`Qwen3DSparkModel`). SpecForge writes their format as `DSparkDraftModel`, with keys in
 `dflash_config`. Further axis: r rank of the Markov head.
 """
 
@@ -9,8 +9,7 @@ from typing import Any, get_args
 
 from conversion.config_reader import ConfigReader
 from conversion.tensor_slice import ParamSpec, copied, linear
-from mtpjax.drafters.dflash.hf_config import BlockFormat, describe_layer_ids
-from mtpjax.drafters.dflash.tensor_names import dflash_specs
+from mtpjax.drafters.dflash.hf_config import BlockFormat, describe_layer_ids, dflash_specs
 from mtpjax.drafters.dspark.network import DSparkConfig, MarkovHead
 from mtpjax.errors import ConfigError
 
@@ -19,7 +18,7 @@ DEEPSPEC_CLASS = "Qwen3DSparkModel"
 
 
 def read_heads(reader: ConfigReader, shapes: Mapping[str, tuple[int, ...]], D: int) -> dict[str, Any]:
-    """Reads the heads. The tensors supply what the configuration leaves out."""
+    """Reads the settings of the heads. The tensors decide where the configuration has no value."""
     markov, confidence = shapes.get("markov_head.markov_w1.weight", ()), shapes.get("confidence_head.proj.weight", ())
     rank = reader.integer("markov_rank", markov[-1] if markov else 0, low=0)
     steps = [kind for kind, name in STEPS.items() if f"markov_head.{name}.weight" in shapes]
@@ -47,14 +46,9 @@ def describe_heads(config: DSparkConfig) -> dict[str, Any]:
     }
 
 
-def _describe_deepspec(config: DSparkConfig, layers: dict[str, Any]) -> dict[str, Any]:
+def _describe_deepspec(config: DSparkConfig) -> dict[str, Any]:
     return {
-        **layers,
-        "architectures": [DEEPSPEC_CLASS],
-        "block_size": config.block_size,
-        "draft_vocab_size": config.draft_vocab_size,
         "mask_token_id": config.mask_token_id,
-        "num_target_layers": config.num_target_layers,
         **describe_layer_ids(config),
         **({} if config.sample_from_anchor else {"sample_from_anchor": False}),
         **describe_heads(config),

@@ -1,26 +1,22 @@
 """The record of DSpark, and how its drafters are made for training."""
 
+import functools
 from typing import Any
 
-from mtpjax.drafters.dflash.hf_config import describe_blocks, parse_blocks
-from mtpjax.drafters.dflash.method import (
-    BLOCK_SETTINGS,
-    block_fields,
-    block_settings,
-    init_blocks,
-    with_mask_token,
-)
+from mtpjax.drafters.architecture import init_layers
+from mtpjax.drafters.dflash.hf_config import block_files
+from mtpjax.drafters.dflash.method import BLOCK_SETTINGS, block_fields, block_settings, with_mask_token
 from mtpjax.drafters.dspark.drafting import DSparkDrafter
 from mtpjax.drafters.dspark.hf_files import DSPARK_FORMAT, dspark_specs
 from mtpjax.drafters.dspark.network import DSpark, DSparkConfig
-from mtpjax.drafters.method import DrafterFiles, DraftMethod, DraftTraining
+from mtpjax.drafters.method import DraftMethod, DraftTraining
 from mtpjax.models.config import ModelConfig
 
 MARKOV_RANK = 256  # 2607.05147
 
 
 def _new_architecture(settings: Any, trunk: ModelConfig, num_drafted: int) -> DSparkConfig:
-    """Returns blocks whose first slot drafts too, with the heads that DeepSpec trains."""
+    """Returns blocks whose first slot drafts too, with the Markov and confidence heads that DeepSpec trains."""
     return DSparkConfig(
         block_size=settings.num_depths,
         sample_from_anchor=True,
@@ -37,19 +33,15 @@ DSPARK = DraftMethod(
     title="DSpark",
     drafter=DSparkDrafter,
     algorithms=("DSPARK",),
-    files=DrafterFiles(
-        formats=("deepspec", "speculators"),
-        format_with_ids="speculators",
-        parse=lambda *arguments: parse_blocks(DSPARK_FORMAT, *arguments),
-        specs=lambda config, form: dspark_specs(config),
-        describe=lambda config, form: describe_blocks(DSPARK_FORMAT, config, form),
-        is_of_speculators=True,
+    files=block_files(
+        DSPARK_FORMAT,
+        dspark_specs,
         keys={"dspark_config": None, "projector_type": "dspark"},
-        tensors=("markov_head.markov_w1.weight",),
+        tensor="markov_head.markov_w1.weight",
     ),
     training=DraftTraining(
         architecture=_new_architecture,
-        init=lambda config, key: init_blocks(DSpark, config, key),
+        init=functools.partial(init_layers, DSpark),
         settings_of=lambda config: block_settings(config) | {"draft_markov_rank": config.markov_rank},
         settings=(*BLOCK_SETTINGS, "draft_markov_rank"),
         fit_to_data=with_mask_token,

@@ -19,11 +19,12 @@ class DSparkConfig(DFlashConfig):
     """The architecture of a DSpark drafter; further letter: r rank of the Markov head.
 
     Args:
-        markov_head: what is added to the logits of a slot. "vanilla": a bias of the token before, of rank r. "gated":
-            the same, scaled by a function of the slot's state. "rnn": of all drafted tokens, by a recurrent state.
+        markov_head: how the logits of a slot depend on drafted tokens. "vanilla": a bias of rank r from the token
+            before. "gated": the same, scaled by a function of the slot's state. "rnn": a bias from all tokens before,
+            by a recurrent state.
         markov_rank: r; 0 with "none".
-        has_confidence: the drafter predicts whether each draft is accepted.
-        confidence_with_markov: this prediction reads the embedding of the token before, too.
+        has_confidence: whether the drafter predicts the acceptance of each draft.
+        confidence_with_markov: whether this prediction also reads the embedding of the token before.
 
     Raises:
         ValueError: for values that do not fit together.
@@ -39,7 +40,7 @@ class DSparkConfig(DFlashConfig):
         require_choice("markov_head", self.markov_head, get_args(MarkovHead))
         require(
             (self.markov_rank > 0) == (self.markov_head != "none"),
-            f"markov_rank {self.markov_rank} does not fit markov_head '{self.markov_head}'",
+            f"markov_rank {self.markov_rank} contradicts markov_head '{self.markov_head}'",
         )
         require(
             not self.confidence_with_markov or (self.has_confidence and self.markov_rank > 0),
@@ -85,7 +86,7 @@ class DSpark(DFlash):
         return jnp.zeros((len(hidden), 1, r), hidden.dtype)
 
     def markov_features(self, hidden: jax.Array, previous: jax.Array, carry: jax.Array) -> tuple[jax.Array, jax.Array]:
-        """Computes what `markov_out` turns into a bias of the logits.
+        """Computes the features that `markov_out` projects to a bias of the logits.
 
         Args:
             hidden: `[B, T, D]` states of the slots, after the final norm; T is 1 with recurrence.
@@ -108,7 +109,7 @@ class DSpark(DFlash):
         return x, carry
 
     def markov_bias(self, hidden: jax.Array, previous: jax.Array, carry: jax.Array) -> tuple[jax.Array, jax.Array]:
-        """Computes what the Markov head adds to the logits; arguments as in `markov_features`.
+        """Computes the bias that the Markov head adds to the logits; arguments as in `markov_features`.
 
         Returns:
             `[B, T, R]` float32, and the recurrent state for the next slot.

@@ -1,50 +1,26 @@
-"""The EAGLE-3 drafter (2503.01840): a small separate network that reads states of three trunk layers."""
+"""The EAGLE-3 drafter (2503.01840): a small network that reads the states of three trunk layers."""
 
 import dataclasses
 from typing import Any, ClassVar
 
-import flax.struct
 import jax
 
 from mtpjax.decoding.decoder import Decoder, Weights
 from mtpjax.decoding.sampling import PathTokens
 from mtpjax.decoding.state import DecodeState
-from mtpjax.drafters.cached import CachedDrafter
-from mtpjax.drafters.eagle3.forward import eagle3_levels
-from mtpjax.drafters.eagle3.network import Eagle3, Eagle3Config
-from mtpjax.drafters.scoring import DraftScores, ReducedHead, own_head
-from mtpjax.drafters.trained import (
-    DraftLevels,
-    DraftParams,
-    TextRows,
-    TrainedDrafter,
-    embedding_table,
-    require_whole_trunk,
-)
-from mtpjax.drafters.trunk_states import join_states
-from mtpjax.models.cache import Cache, empty_cache
+from mtpjax.drafters.cached import CachedDrafter, ModuleSizes
+from mtpjax.drafters.eagle3.network import Eagle3, Eagle3Config, eagle3_levels
+from mtpjax.drafters.scoring import DraftScores
+from mtpjax.drafters.trained import DraftLevels, TextRows, TrainedDrafter, embed, embedding_table
 from mtpjax.models.config import ModelConfig
-from mtpjax.models.model import MTPModel, TrunkOutput, bind
+from mtpjax.models.model import MTPModel
 from mtpjax.models.params import DRAFTER
 from mtpjax.models.view import Entries, View
 
 
-class PreparedEagle3(flax.struct.PyTreeNode):
-    """The drafter's parameters that a round reads."""
-
-    network: dict[str, Any]
-    head: ReducedHead | None  # None: the trunk's
-
-
 @dataclasses.dataclass(frozen=True)
 class Eagle3Network:
-    """The drafter's network as a `DraftNetwork` of one module.
-
-    Attributes:
-        decoder: the decoder, with the trunk.
-        weights: parameters of the trunk and of the network.
-        architecture: the network's architecture.
-    """
+    """The drafter's network as a `DraftNetwork` of one module."""
 
     decoder: Decoder
     weights: Weights
@@ -63,10 +39,7 @@ class Eagle3Network:
         self, index: int, hidden: jax.Array, tokens: jax.Array, view: View, layers: tuple[Entries, ...]
     ) -> tuple[jax.Array, jax.Array, tuple[Entries, ...]]:
         """Runs the drafter's layers; see `DraftNetwork.run`."""
-        if self.architecture.own_embedding:
-            embedding = self._apply(tokens, method="embed").astype(hidden.dtype)
-        else:
-            embedding = bind(self.decoder.model, self.weights.params)(tokens, method="embed")
+        embedding = embed(self.architecture, self.decoder, self.weights, tokens, hidden.dtype)
         return self._apply(hidden, embedding, view, layers, method="run")
 
     def scores(
@@ -92,38 +65,14 @@ class Eagle3Drafter(TrainedDrafter, CachedDrafter):
     architecture: Eagle3Config = dataclasses.field(kw_only=True)
     title: ClassVar[str] = "EAGLE-3"
 
-    def prepare(self, params: dict, draft_params: DraftParams, *, model: MTPModel) -> PreparedEagle3:
-        """Casts the output matrix, if the drafter has its own, and indexes the draft vocabulary."""
-        require_whole_trunk()
-        head = None
-        if self.architecture.own_head:
-            head = own_head(params, (draft_params.network["head"],), draft_params.draft_ids, model=model)
-        return PreparedEagle3(draft_params.network, head)
-
-    def max_shift(self, model: MTPModel) -> int:
-        """Returns 1: row i reads the token of position i+1."""
-        return 1
-
     def network(self, decoder: Decoder, weights: Weights) -> Eagle3Network:
         """Returns the network with its parameters."""
         return Eagle3Network(decoder, weights, self.architecture)
 
-    def num_caches(self, model: MTPModel, num_steps: int) -> int:
-        """Returns 1: later levels run the same network on its own output."""
-        return 1
-
-    def empty_module_cache(self, decoder: Decoder, batch: int, capacity: int, dtype: Any) -> Cache:
-        """Makes the cache of the drafter's layers."""
-        own, spec = self.architecture, decoder.spec
-        return empty_cache(own.block, own.kinds, batch, capacity, dtype, spec.kv_cache_dtype, spec.pool)
-
-    def state_size(self, model: MTPModel) -> int:
-        """Returns the width of the trunk states side by side."""
-        return self.architecture.features_size
-
-    def select_states(self, decoder: Decoder, output: TrunkOutput) -> jax.Array:
-        """Joins the trunk states that the drafter reads, `[B, T, n * Dt]`."""
-        return join_states(output, self.architecture.layer_ids, self.architecture.num_target_layers)
+    def sizes(self, model: MTPModel) -> ModuleSizes:
+        """Returns the sizes of one module: later levels run the network on its own output."""
+        own = self.architecture
+        return ModuleSizes(1, own.block, own.kinds, own.features_size)
 
     def levels(
         self, params: dict, rows: TextRows, heads: tuple[jax.Array, ...], *, model: MTPModel, num_levels: int

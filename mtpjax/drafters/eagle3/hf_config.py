@@ -1,18 +1,26 @@
-"""The `config.json` of EAGLE-3 drafters, in the formats of SpecForge and of speculators.
+"""The `config.json` and tensors of EAGLE-3 drafters, in the formats of SpecForge and speculators.
 
-SpecForge's (`LlamaForCausalLMEagle3`) is EAGLE's own, which SGLang reads; speculators' (`Eagle3Speculator`) is vLLM's.
-Both formats leave open something that changes what the network computes. Such files are rejected with an error that
-names both readings, unless the caller chooses one.
+SpecForge (`LlamaForCausalLMEagle3`) writes EAGLE's original format, which SGLang reads; speculators
+(`Eagle3Speculator`) writes vLLM's. Both formats can be ambiguous about what the network computes. Ambiguous files are
+rejected with an error that describes both readings, unless the caller chooses one.
 """
 
-import logging
 from typing import Any
 
 from conversion.config_reader import ConfigReader
-from conversion.describe_config import describe_config
+from conversion.tensor_slice import ParamSpec, copied
 from mtpjax.drafters.architecture import TrunkSizes
 from mtpjax.drafters.eagle3.network import Eagle3Config
-from mtpjax.drafters.files.layers_config import class_names, is_speculators, parse_layers
+from mtpjax.drafters.files.layers_config import (
+    class_names,
+    describe_layers,
+    describe_speculators,
+    is_speculators,
+    layers_specs,
+    make_architecture,
+    parse_layers,
+    warn_of_unknown_keys,
+)
 from mtpjax.drafters.files.trunk_layers import (
     LAST_LAYER_STATE,
     describe_last_layer,
@@ -21,8 +29,6 @@ from mtpjax.drafters.files.trunk_layers import (
 )
 from mtpjax.drafters.method import Reading, Shapes
 from mtpjax.errors import ConfigError
-
-log = logging.getLogger("mtpjax.conversion")
 
 SPECFORGE_CLASS, SPECULATORS_CLASS = "LlamaForCausalLMEagle3", "Eagle3Speculator"
 NUM_STATES = 3  # of the default layers
@@ -46,20 +52,17 @@ EAGLE_KEYS = {
 
 
 def default_layer_ids(num_layers: int) -> tuple[int, ...]:
-    """Returns the layers whose input states EAGLE, SGLang and vLLM take for a file that names none."""
+    """Returns the layers whose input states EAGLE, SGLang and vLLM read if a file lists none."""
     return (2, num_layers // 2, num_layers - 3)
 
 
 def parse_eagle3(
     values: dict[str, Any], shapes: Shapes, trunk: TrunkSizes, reading: Reading
 ) -> tuple[Eagle3Config, str]:
-    """Parses the content of a `config.json`.
-
-    Arguments and result are those of `DrafterFiles.parse`. Without `last_layer_state` the drafter reads the last layer
-    before the final norm, with a warning.
+    """Parses `config.json`; arguments and result are those of `DrafterFiles.parse`.
 
     Raises:
-        ConfigError: the configuration is damaged, not supported, or has two readings and neither is chosen.
+        ConfigError: the configuration is damaged or not supported, or it is ambiguous and no reading is chosen.
     """
     reader = ConfigReader(values)
     eagle = reader.section("eagle_config")
@@ -70,14 +73,10 @@ def parse_eagle3(
     for key, allowed in EAGLE_KEYS.items():
         eagle.require(key, *allowed)
     known = {*EAGLE_KEYS, *SWITCHES, LAYER_IDS, LAST_LAYER_STATE, "num_aux_hidden_states"}
-    if unknown := sorted(eagle.values.keys() - known):
-        log.warning("eagle_config has unknown keys, which are ignored: %s", ", ".join(unknown))
+    warn_of_unknown_keys("eagle_config", eagle.values.keys() - known)
     reader.require("bias", False)
     for section in (reader, ConfigReader(layers)):
         section.require("tie_word_embeddings", False)
-
-    def switch(name: str) -> bool:
-        return eagle.flag(name, reader.flag(name, False))
 
     if form == "specforge":
         residual = False  # SGLang has no such switch
@@ -85,7 +84,7 @@ def parse_eagle3(
         # speculators' own class and vLLM's reader of its files have different defaults.
         if (chosen := reading.get("norm_before_residual")) is None:
             raise ConfigError(
-                "config.json lacks norm_before_residual, which speculators takes for false and vLLM for true: pass "
+                "config.json lacks norm_before_residual: speculators then assumes false, and vLLM true; pass "
                 "norm_before_residual to choose one"
             )
         residual = chosen
@@ -93,35 +92,26 @@ def parse_eagle3(
         residual = reader.flag("norm_before_residual", False)
     if form == "specforge" and block.num_hidden_layers > 1:
         raise ConfigError(
-            f"config.json: num_hidden_layers {block.num_hidden_layers} is not supported in this format: its programs "
-            "disagree about the residual and the norms of further layers; supported: 1, or speculators' format"
+            f"config.json: num_hidden_layers {block.num_hidden_layers} is not supported in this format, whose programs "
+            "disagree about the residual and the norms after the first layer; supported: 1, or speculators' format"
         )
-    try:
-        return Eagle3Config(
-            block=block,
-            layer_ids=_layer_ids(reader, eagle, trunk, form, reading),
-            num_target_layers=trunk.num_hidden_layers,
-            target_hidden_size=reader.integer("target_hidden_size", block.hidden_size),
-            draft_vocab_size=reader.integer("draft_vocab_size", block.vocab_size),
-            norm_before_residual=residual,
-            own_embedding="embed_tokens.weight" in shapes,
-            own_head="lm_head.weight" in shapes,
-            **{name: switch(name) for name in SWITCHES},
-        ), form
-    except ConfigError:
-        raise
-    except ValueError as error:
-        raise ConfigError(f"config.json: {error}") from error
+    return make_architecture(
+        Eagle3Config,
+        shapes,
+        block=block,
+        layer_ids=_layer_ids(reader, eagle, trunk, form, reading),
+        num_target_layers=trunk.num_hidden_layers,
+        target_hidden_size=reader.integer("target_hidden_size", block.hidden_size),
+        draft_vocab_size=reader.integer("draft_vocab_size", block.vocab_size),
+        norm_before_residual=residual,
+        **{name: eagle.flag(name, reader.flag(name, False)) for name in SWITCHES},
+    ), form
 
 
 def _layer_ids(
-    reader: ConfigReader,
-    eagle: ConfigReader,
-    trunk: TrunkSizes,
-    form: str,
-    reading: Reading,
+    reader: ConfigReader, eagle: ConfigReader, trunk: TrunkSizes, form: str, reading: Reading
 ) -> tuple[int, ...]:
-    """Reads which trunk states the drafter reads, as the ids of the layers that they enter."""
+    """Reads the ids of the trunk layers whose input states the drafter reads."""
     count = reader.integer("num_aux_hidden_states", eagle.integer("num_aux_hidden_states", 0, low=0), low=0)
     nested, beside = (section.items(LAYER_IDS, int) for section in (eagle, reader))
     if nested and beside and nested != beside:
@@ -158,20 +148,16 @@ def _layer_ids(
 
 
 def describe_eagle3(config: Eagle3Config, form: str) -> dict[str, Any]:
-    """Makes a `config.json` that `parse_eagle3` reads as `config`; raises `ConfigError` if the format cannot.
+    """Makes a `config.json` that `parse_eagle3` reads as `config`; raises `ConfigError` if that is impossible.
 
-    In SpecForge's format, layers that are not the default ones are written as SGLang reads them, as outputs, and
-    reading them needs `aux_layers="output"`.
+    SpecForge's format lists layers other than the default ones by their outputs, as SGLang reads them: pass
+    `aux_layers="output"` to read them.
     """
-    block = config.block
-    _, layers = describe_config(block, "qwen3" if block.use_qk_norm else "llama")
-    layers.pop("num_nextn_predict_layers", None)
-    layers.pop("mtp_num_hidden_layers", None)
+    layers = describe_layers(config.block)
     switches = {name: getattr(config, name) for name in SWITCHES}
     sizes = {"draft_vocab_size": config.draft_vocab_size, "target_hidden_size": config.target_hidden_size}
     listed, last_layer = describe_last_layer(config.layer_ids, config.num_target_layers)
     if form == "speculators":
-        layers.pop("architectures")
         return {
             "architectures": [SPECULATORS_CLASS],
             **sizes,
@@ -179,22 +165,28 @@ def describe_eagle3(config: Eagle3Config, form: str) -> dict[str, Any]:
             **last_layer,
             "norm_before_residual": config.norm_before_residual,
             **switches,
-            "speculators_config": {
-                "algorithm": "eagle3",
-                "default_proposal_method": "greedy",
-                "proposal_methods": [{"proposal_type": "greedy", "speculative_tokens": 3}],
-                "verifier": {"architectures": [], "name_or_path": None},
-            },
-            "speculators_model_type": "eagle3",
             "tie_word_embeddings": False,
-            "transformer_layer_config": layers,
+            **describe_speculators("eagle3", layers, num_tokens=3),
         }
-    if config.norm_before_residual or block.num_hidden_layers > 1:
-        raise ConfigError("this format has neither norm_before_residual nor further layers: write speculators' format")
+    if config.norm_before_residual or config.block.num_hidden_layers > 1:
+        raise ConfigError(
+            "this format supports neither norm_before_residual nor several layers: use speculators' format"
+        )
     eagle: dict[str, Any] = {"use_aux_hidden_state": True}
     if config.layer_ids != default_layer_ids(config.num_target_layers):
         if min(config.layer_ids) == 0:
-            raise ConfigError("this format has no id for the embedding as a state: write speculators' format")
+            raise ConfigError("this format cannot list the embedding as a state: use speculators' format")
         eagle |= {LAYER_IDS: [layer - 1 for layer in listed], **last_layer}
     present = {name: value for name, value in switches.items() if value}
     return {**layers, "architectures": [SPECFORGE_CLASS], **sizes, "eagle_config": eagle, **present}
+
+
+def eagle3_specs(config: Eagle3Config) -> dict[str, ParamSpec]:
+    """Lists every parameter with its tensors, by plain name."""
+    specs = layers_specs(config, has_wide_first=True)
+    if config.norm_before_fc:
+        specs["norm_features/scale"] = copied("input_norm.weight", config.features_size)
+    if config.fc_norm:
+        for index in range(len(config.layer_ids)):
+            specs[f"norm_state_{index}/scale"] = copied(f"fc_norm.{index}.weight", config.target_hidden_size)
+    return specs

@@ -5,17 +5,21 @@ module does. It can read its own output instead of the trunk's states, one posit
 """
 
 import dataclasses
+from typing import Any
 
 import flax.linen as nn
 import jax
 import jax.numpy as jnp
 
-from mtpjax.drafters.architecture import TrunkSizes, check_draft_vocabulary, check_layer_ids
+from mtpjax.drafters.architecture import LayersConfig, TrunkSizes
+from mtpjax.drafters.trained import DraftLevels
 from mtpjax.messages import require
-from mtpjax.models.config import LayerKind, ModelConfig
+from mtpjax.models.config import ModelConfig
+from mtpjax.models.forward import shift_left
 from mtpjax.models.layers.experts import SwiGLU
 from mtpjax.models.layers.grouped_attention import GroupedAttention
 from mtpjax.models.layers.norm import AddRMSNorm, RMSNorm
+from mtpjax.models.masks import full_view
 from mtpjax.models.model import multiply_head
 from mtpjax.models.quantized import matrix_product
 from mtpjax.models.view import Entries, Recycled, View
@@ -23,69 +27,43 @@ from pallas_kernels.partial_sums import PartialSums
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class Eagle3Config:
-    """The architecture of an EAGLE-3 drafter and the trunk states that it reads.
-
-    Letters: D width of the drafter, Dt width of the trunk, n trunk states, V vocabulary, R draft vocabulary.
+class Eagle3Config(LayersConfig):
+    """The architecture of an EAGLE-3 drafter and the trunk states that it reads; further letter: Dt width of the trunk.
 
     Args:
-        block: sizes of the drafter's own layers, of which it has `num_hidden_layers`; `vocab_size` is V.
-        layer_ids: the n trunk layers whose input states are read, in the order of the projection's inputs. The number
-            of trunk layers means the output of the last one, before the final norm, and one more that of this norm.
-        num_target_layers: layers of the trunk.
         target_hidden_size: width of the trunk, Dt.
-        draft_vocab_size: tokens that can be drafted, R.
-        norm_before_residual: the first layer's residual is the normalised hidden state.
-        norm_before_fc: one norm over all n states before the projection.
-        fc_norm: a separate norm for each of the n states (EAGLE-3.1).
-        norm_output: the next level reads the output after the final norm (EAGLE-3.1).
-        own_embedding: the drafter has an embedding; else it uses the trunk's.
-        own_head: the drafter has a head [D, R]; else it uses the trunk's.
+        norm_before_residual: whether the first layer's residual is the normalised hidden state.
+        norm_before_fc: whether one norm over all n states comes before the projection.
+        fc_norm: whether each of the n states has a separate norm (EAGLE-3.1).
+        norm_output: whether the next level reads the output after the final norm (EAGLE-3.1).
 
     Raises:
         ValueError: for values that do not fit together.
     """
 
-    block: ModelConfig
-    layer_ids: tuple[int, ...]
-    num_target_layers: int
     target_hidden_size: int
-    draft_vocab_size: int
     norm_before_residual: bool = False
     norm_before_fc: bool = False
     fc_norm: bool = False
     norm_output: bool = False
-    own_embedding: bool = False
     own_head: bool = True
 
     def __post_init__(self):
-        object.__setattr__(self, "layer_ids", tuple(self.layer_ids))
+        super().__post_init__()
         block = self.block
-        check_layer_ids(self.layer_ids, self.num_target_layers)
         require(
-            block.attention == "grouped" and not block.is_moe, "EAGLE-3 layers have grouped attention and are dense"
+            block.attention == "grouped" and not block.is_moe, "EAGLE-3 layers must be dense, with grouped attention"
         )
         require(
             block.hidden_size == self.target_hidden_size or (self.own_embedding and self.own_head),
             f"a drafter of width {block.hidden_size} needs its own embedding and head: "
             f"the trunk's have width {self.target_hidden_size}",
         )
-        check_draft_vocabulary(self.draft_vocab_size, block.vocab_size, own_head=self.own_head)
 
     @property
     def trunk(self) -> TrunkSizes:
         """The trunk that the drafter is for."""
         return TrunkSizes(self.block.vocab_size, self.target_hidden_size, self.num_target_layers)
-
-    @property
-    def kinds(self) -> tuple[LayerKind, ...]:
-        """Kinds of the drafter's layers."""
-        return self.block.trunk_kinds
-
-    @property
-    def features_size(self) -> int:
-        """Width of the n trunk states side by side."""
-        return len(self.layer_ids) * self.target_hidden_size
 
 
 class Eagle3(nn.Module):
@@ -113,10 +91,8 @@ class Eagle3(nn.Module):
         if config.own_head:
             self.head = self.param("head", matrix, (D, config.draft_vocab_size))
 
-    def __call__(self, features: jax.Array, tokens: jax.Array, view: View) -> None:
+    def __call__(self, features: jax.Array, embedded: jax.Array, view: View) -> None:
         """Uses every parameter once, so that `init` makes it."""
-        D = self.config.block.hidden_size
-        embedded = self.embed(tokens) if self.config.own_embedding else jnp.zeros((*tokens.shape, D))
         self.run(self.fuse(features), embedded, view)
 
     def fuse(self, features: jax.Array) -> jax.Array:
@@ -128,16 +104,8 @@ class Eagle3(nn.Module):
             features = self.norm_features(features)
         return matrix_product(features, self.fc, implementation=self.implementation)
 
-    def embed(self, tokens: jax.Array) -> jax.Array:
-        """Looks up the drafter's own embedding: `[B, T]` tokens to `[B, T, D]`."""
-        return self.embedding[tokens]
-
     def run(
-        self,
-        hidden: jax.Array,
-        embedding: jax.Array,
-        view: View,
-        layers: tuple[Entries | Recycled, ...] | None = None,
+        self, hidden: jax.Array, embedding: jax.Array, view: View, layers: tuple[Entries | Recycled, ...] | None = None
     ) -> tuple[jax.Array, jax.Array, tuple[Entries, ...]]:
         """Runs the drafter's layers.
 
@@ -145,8 +113,8 @@ class Eagle3(nn.Module):
             hidden: `[B, T, D]` from `fuse`, or this function's second result, to draft on.
             embedding: `[B, T, D]` of the token after each hidden state's position.
             view: positions and masks.
-            layers: the cache, an entry per layer; `Recycled` for a recycled level over whole rows; None for the first
-                level over whole rows.
+            layers: the cache, one entry per layer. Over whole rows: None for the first level, and `Recycled` for later
+                ones.
 
         Returns:
             The states that the head reads and those that the next level reads, both `[B, T, D]`, and the attention
@@ -160,10 +128,6 @@ class Eagle3(nn.Module):
         # EAGLE-3.1 passes the normalised state to the next level, EAGLE-3 the one before the norm.
         before, after = self.norm_final(x, update)
         return after, after if self.config.norm_output else before, tuple(entries)
-
-    def logits(self, hidden: jax.Array) -> jax.Array:
-        """Applies the drafter's own head: `[..., D]` to `[..., R]` float32."""
-        return multiply_head(hidden, self.head)
 
 
 class Eagle3Layer(nn.Module):
@@ -199,3 +163,58 @@ class Eagle3Layer(nn.Module):
         attended, entries, _ = attention(inputs, view, layer_cache)
         x, normed = AddRMSNorm(*settings, name="norm_feed_forward")(x, attended)
         return x, SwiGLU(config.intermediate_size, self.implementation, name="dense")(normed), entries
+
+
+def eagle3_levels(
+    params: Any,
+    features: jax.Array,
+    tokens: jax.Array,
+    embedding: jax.Array,
+    *,
+    config: Eagle3Config,
+    num_levels: int,
+    segment_ids: jax.Array | None = None,
+    implementation: str = "xla",
+) -> DraftLevels:
+    """Runs the levels that decoding drafts, over true tokens (the training-time test of EAGLE-3, 2503.01840).
+
+    Level 1 reads the trunk's states. Each later level reads the output of the level before. It attends to the entries
+    of level 1 up to its own row, and to those of its own row in later levels, as decoding does.
+
+    Args:
+        params: parameters of `Eagle3`; "head" is the drafter's, or the trunk's.
+        features: `[B, T, n * Dt]` trunk states side by side.
+        tokens: `[B, T]` int32 tokens of these positions.
+        embedding: `[V, D]` the embedding, the trunk's or the drafter's own.
+        config: the architecture.
+        num_levels: levels to run.
+        segment_ids: `[B, T]` int32 documents of packed rows; 0 is padding. None: one document per row.
+        implementation: what runs the kernels.
+
+    Returns:
+        The outputs of every level. Rows from T-k on of level k hold garbage.
+    """
+
+    def apply(*arguments: Any, method: str) -> Any:
+        return Eagle3(config, implementation).apply({"params": params}, *arguments, method=method)
+
+    segments = jnp.ones(tokens.shape, jnp.int32) if segment_ids is None else segment_ids
+    hidden = apply(features, method="fuse")
+    base: tuple[Entries, ...] = ()
+    levels: list[tuple[Entries, ...]] = []
+    logits, inputs = [], []
+    for level in range(1, num_levels + 1):
+        # Level k reads the token k positions further, at the rotary position of its slot.
+        view = full_view(config.block, segments, shift=level - 1)
+        embedded = embedding[shift_left(tokens, level)]
+        layers = None
+        if level > 1:
+            layers = tuple(Recycled(kept, tuple(each[index] for each in levels)) for index, kept in enumerate(base))
+        output, hidden, entries = apply(hidden, embedded, view, layers, method="run")
+        if level == 1:
+            base = entries
+        else:
+            levels.append(entries)
+        logits.append(multiply_head(output, params["head"]))
+        inputs.append(output)
+    return DraftLevels(tuple(logits), tuple(inputs))

@@ -1,1 +1,1 @@
-"""Reads and writes published drafters: EAGLE-3 of SpecForge and speculators, Medusa of its authors and of vLLM."""
+"""Reads and writes the files of published drafters: the parts that all methods share."""

@@ -1,8 +1,8 @@
-"""Finds the draft method of a drafter's files.
+"""Detects the draft method of a drafter's files.
 
 Published files state it in different places: `speculators_model_type`, a key of one method, the class in
-`architectures`, `model_type`, or only their tensors. Several programs name the class after the trunk's family, so only
-the method in a class name counts.
+`architectures`, `model_type`, or only the names of tensors. Several programs put the trunk's family into the class
+name, so only the part of the name that is a method counts.
 """
 
 import re
@@ -20,7 +20,7 @@ NUM_SHOWN = 5  # names of tensors in a message
 
 
 def detect_method(values: dict[str, Any], names: Collection[str], methods: Sequence[DraftMethod]) -> DraftMethod:
-    """Finds the method of a drafter by its `config.json` and the plain names of its tensors; else `ConfigError`."""
+    """Detects the method from `config.json` and plain names of tensors; raises `ConfigError` if it is unknown."""
     known = {method: method.files for method in methods if method.files is not None}
     # 1. The name in speculators' format.
     section = values.get("speculators_config")
@@ -30,7 +30,7 @@ def detect_method(values: dict[str, Any], names: Collection[str], methods: Seque
         if kind in supported:
             return supported[kind]
         raise ConfigError(
-            f"config.json: speculators_model_type {kind!r} is not supported here; supported: "
+            f"config.json: speculators_model_type {kind!r} is not supported; supported: "
             + ", ".join(map(repr, supported))
         )
     # 2. Keys of one method.
@@ -68,9 +68,8 @@ def _describe_what_was_found(values: dict[str, Any], names: Collection[str]) -> 
     elif any(other in plain for other in NOT_SUPPORTED):
         hint = "; P-EAGLE and DFlash 2 are not supported"
     return (
-        f"this is no drafter that is supported: config.json has {found}; the files hold "
-        f"{count_of(len(names), 'tensor')} ({shown}). Supported are EAGLE-3, Medusa, DFlash and "
-        "DSpark, by a class in architectures such as "
+        f"not a supported drafter: config.json has {found}; the files hold {count_of(len(names), 'tensor')} ({shown}). "
+        "EAGLE-3, Medusa, DFlash and DSpark are supported, and recognised by a class in architectures such as "
         "LlamaForCausalLMEagle3, DFlashDraftModel or Qwen3DSparkModel, by speculators_model_type, medusa_num_heads or "
         f"model_type 'medusa', or by their tensors{hint}"
     )

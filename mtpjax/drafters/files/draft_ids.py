@@ -29,15 +29,17 @@ class IdsTensors:
 
 
 def read_offsets(files: Any, names: Mapping[str, str], R: int, V: int) -> np.ndarray | None:
-    """Reads `IdsTensors`: `d2t` holds offsets, so column j of the head is token `j + d2t[j]`.
+    """Implements `IdsTensors.read`: `d2t` holds offsets, so column j of the head is token `j + d2t[j]`.
 
     Raises:
-        CheckpointFileError: the vocabulary is missing, does not fit, or has two readings.
+        CheckpointFileError: the vocabulary is missing, damaged or ambiguous.
     """
     marks = _read_marks(files, names, V)
     if OFFSETS not in names:
         if R < V:
-            raise CheckpointFileError(f"{files.path} lacks {OFFSETS}: which {R} of {V} tokens are drafted is unknown")
+            raise CheckpointFileError(
+                f"{files.path} lacks {OFFSETS}, which lists the {R} of {V} tokens that can be drafted"
+            )
         if marks is not None and not marks.all():
             raise CheckpointFileError(
                 f"{files.path}: {IS_DRAFTED} marks {marks.sum()} of {V} tokens, but the head drafts all of them"
@@ -57,8 +59,8 @@ def read_offsets(files: Any, names: Mapping[str, str], R: int, V: int) -> np.nda
         is_absolute = is_absolute and np.array_equal(marks, _mark(values, V))
     if is_absolute and not is_offsets:
         raise CheckpointFileError(
-            f"{files.path}: {OFFSETS} holds token ids ({values[0]}, {values[1 % R]}, ...) where offsets belong: column "
-            f"j of the head is token j + {OFFSETS}[j], for SGLang and vLLM too; subtract j from element j"
+            f"{files.path}: {OFFSETS} holds token ids ({values[0]}, {values[1 % R]}, ...) instead of offsets: as in "
+            f"SGLang and vLLM, column j of the head is token j + {OFFSETS}[j]; subtract j from element j"
         )
     if not is_offsets:
         if marks is not None and _are_tokens(ids, V):

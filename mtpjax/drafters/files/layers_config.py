@@ -1,4 +1,4 @@
-"""Reads the configuration of a drafter's own layers, which have Llama's or Qwen3's architecture, not the trunk's.
+"""The configuration and tensors of a drafter's own layers, which have Llama's or Qwen3's architecture, not the trunk's.
 
 Training programs often copy the trunk's `config.json`, with its `model_type` and keys about latent attention or
 experts, so the architecture is inferred from the tensors.
@@ -7,24 +7,32 @@ experts, so the architecture is inferred from the tensors.
 import dataclasses
 import logging
 import re
-from collections.abc import Collection
-from typing import Any
+from collections.abc import Collection, Mapping
+from typing import Any, TypeVar
 
+from conversion.attention_names import grouped_names
+from conversion.describe_config import describe_config
+from conversion.families import Layout
 from conversion.hf_config import parse_config
+from conversion.layer_names import prefixed
+from conversion.tensor_slice import ParamSpec, copied, gate_up, linear
+from mtpjax.drafters.architecture import LayersConfig
 from mtpjax.errors import ConfigError
 from mtpjax.models.config import ModelConfig
 
 log = logging.getLogger("mtpjax.conversion")
+T = TypeVar("T", bound=LayersConfig)
 
 LLAMA, QWEN3 = "llama", "qwen3"
 # Sections that only speculators' configurations have.
 SPECULATORS_SECTIONS = ("speculators_config", "transformer_layer_config")
 LATENT = re.compile(r"\.(kv_a_proj|kv_b_proj|q_a_proj|q_b_proj|fused_qkv_a_proj|kv_a_layernorm)")
 QUERY_NORM = ".self_attn.q_norm.weight"
+COUNTS_OF_MODULES = ("num_nextn_predict_layers", "mtp_num_hidden_layers")
 EXPERT_KEYS = ("n_routed_experts", "num_experts", "num_local_experts")
-# Families in the names of classes whose layers are Llama's, if their tensors are.
+# Families in class names. Their drafters have Llama's layers if they have Llama's tensors.
 LIKE_LLAMA = (LLAMA, QWEN3, "mistral", "deepseek", "kimi")
-# Words in class names that are not families. SGLang and vLLM run these classes as Llama, or blocks as Qwen3.
+# Words in class names that are not families. SGLang and vLLM run these classes as Llama, and blocks as Qwen3.
 NO_FAMILY = re.compile(r"eagle3|dflash|dspark|speculator|draft|model|forcausallm|deep")
 
 
@@ -46,8 +54,8 @@ def parse_layers(
 
     Args:
         values: the keys of the layers, possibly among others.
-        known_keys: the expected other keys; further ones cause a warning.
-        names: the plain names of the drafter's tensors; may be empty.
+        known_keys: other expected keys. The rest causes a warning.
+        names: the plain names of the drafter's tensors. (): unknown.
         classes: the names in `architectures`.
 
     Returns:
@@ -61,30 +69,93 @@ def parse_layers(
     if latent or (not names and values.get("kv_lora_rank") is not None):
         raise ConfigError(
             f"drafters with latent attention ({latent[0] if latent else 'kv_lora_rank'}, model_type {model_type!r}) "
-            "are not supported: the attention of the first layer reads an input of twice the width, for which no "
-            "latent form is implemented; supported: layers of Llama and Qwen3"
+            "are not supported: the first layer's attention reads an input of twice the width, which latent attention "
+            "does not implement; supported: layers of Llama and Qwen3"
         )
     kind = _layer_type(model_type, names, classes)
     # Experts of the trunk, in a configuration that was copied from it.
     if names and not any(".experts." in name for name in names):
         values = {key: value for key, value in values.items() if key not in EXPERT_KEYS}
     parsed = parse_config(values, kind)
-    unknown = set(parsed.unknown) - known_keys
-    if unknown:
-        log.warning("config.json has unknown keys, which are ignored: %s", ", ".join(sorted(unknown)))
+    warn_of_unknown_keys("config.json", set(parsed.unknown) - known_keys)
     return dataclasses.replace(parsed.model, num_mtp_modules=0)
 
 
 def _layer_type(model_type: Any, names: Collection[str], classes: tuple[str, ...]) -> str:
-    """Returns the family that the layers belong to."""
+
     text = [name.lower() for name in classes]
     others = [name for name in text if not any(each in name for each in LIKE_LLAMA) and NO_FAMILY.sub("", name)]
     if others and model_type not in (LLAMA, QWEN3):
         raise ConfigError(
-            f"config.json: model_type {model_type!r} of a drafter is not supported: {LLAMA} and {QWEN3} are, and "
-            f"others where no class in architectures names another family, unlike {list(classes)}"
+            f"config.json: model_type {model_type!r} with architectures {list(classes)} is not supported in a drafter; "
+            f"supported: {LLAMA}, {QWEN3}, and other values if no class contains the name of a different family"
         )
     # The two differ in the norms of queries and keys, which the tensors show.
     has_query_norm = any(name.endswith(QUERY_NORM) for name in names)
     is_qwen = model_type == QWEN3 and not any(LLAMA in name for name in text)
     return QWEN3 if has_query_norm or is_qwen else LLAMA
+
+
+def warn_of_unknown_keys(section: str, keys: Collection[str]) -> None:
+    if keys:
+        log.warning("%s has unknown keys, which are ignored: %s", section, ", ".join(sorted(keys)))
+
+
+def make_architecture(kind: type[T], shapes: Mapping[str, tuple[int, ...]], **fields: Any) -> T:
+    """Makes an architecture that has the embedding and the head of the files.
+
+    Raises:
+        ConfigError: the fields do not fit together.
+    """
+    fields |= {"own_embedding": "embed_tokens.weight" in shapes, "own_head": "lm_head.weight" in shapes}
+    try:
+        return kind(**fields)
+    except ValueError as error:
+        raise ConfigError(f"config.json: {error}") from error
+
+
+def describe_layers(block: ModelConfig) -> dict[str, Any]:
+    """Makes the keys of `config.json` that `parse_layers` reads."""
+    _, layers = describe_config(block, QWEN3 if block.use_qk_norm else LLAMA)
+    return {name: value for name, value in layers.items() if name not in COUNTS_OF_MODULES}
+
+
+def describe_speculators(method: str, layers: dict[str, Any], num_tokens: int) -> dict[str, Any]:
+    """Makes the keys that all configurations of speculators have."""
+    return {
+        "speculators_config": {
+            "algorithm": method,
+            "default_proposal_method": "greedy",
+            "proposal_methods": [{"proposal_type": "greedy", "speculative_tokens": num_tokens}],
+            "verifier": {"architectures": [], "name_or_path": None},
+        },
+        "speculators_model_type": method,
+        "transformer_layer_config": {name: value for name, value in layers.items() if name != "architectures"},
+    }
+
+
+def layers_specs(config: LayersConfig, *, has_wide_first: bool = False) -> dict[str, ParamSpec]:
+    """Lists the parameters of projection, layers, final norm, embedding and head, with their tensors by plain name.
+
+    Args:
+        has_wide_first: the first layer's attention reads the embedding too, and both inputs have a norm (EAGLE-3).
+    """
+    block, D, F = config.block, config.block.hidden_size, config.block.intermediate_size
+    specs = {"fc": linear("fc.weight", config.features_size, D), "norm_final/scale": copied("norm.weight", D)}
+    for index, kind in enumerate(config.kinds):
+        prefix, is_wide = f"layers.{index}.", has_wide_first and index == 0
+        norms = {"norm_attention": "input_layernorm"}
+        if is_wide:
+            norms = {"norm_embedding": "input_layernorm", "norm_hidden": "hidden_norm"}
+        norms |= {"norm_feed_forward": "post_attention_layernorm"}
+        layer = {f"{path}/scale": copied(f"{prefix}{name}.weight", D) for path, name in norms.items()}
+        attention = grouped_names(block, kind, prefix, Layout(), input_size=2 * D if is_wide else D)
+        layer |= prefixed("attention/", attention)
+        layer["dense/gate_up"] = gate_up(f"{prefix}mlp.", D, F)
+        layer["dense/down"] = linear(f"{prefix}mlp.down_proj.weight", F, D)
+        specs |= prefixed(f"layer_{index}/", layer)
+    if config.own_embedding:
+        specs["embedding"] = copied("embed_tokens.weight", block.vocab_size, D)
+    if config.own_head:
+        specs["head"] = linear("lm_head.weight", D, config.draft_vocab_size)
+    return specs

@@ -1,10 +1,9 @@
 """Reads a published drafter into a configuration and parameters."""
 
-import contextlib
 import dataclasses
 import logging
 import pathlib
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from typing import Any, Unpack
 
 import jax
@@ -21,7 +20,7 @@ from mtpjax.drafters.architecture import DraftArchitecture, TrunkSizes
 from mtpjax.drafters.files.detect import detect_method
 from mtpjax.drafters.files.tensor_names import names_in_files, rename_slices
 from mtpjax.drafters.files.torch_file import TorchFile
-from mtpjax.drafters.method import DrafterFiles, DraftMethod, Reading
+from mtpjax.drafters.method import DraftMethod, Reading
 from mtpjax.errors import CheckpointFileError, ConfigError
 from mtpjax.messages import count_of
 from mtpjax.safe_open import read_inside
@@ -29,25 +28,19 @@ from mtpjax.safe_open import read_inside
 log = logging.getLogger("mtpjax.conversion")
 
 CONFIG = "config.json"
-# Weights that have other names than safetensors' usual ones: Medusa's authors'.
+# Names of weight files that only Medusa's authors use.
 MEDUSA_SAFETENSORS, MEDUSA_TORCH = "medusa_lm_head.safetensors", "medusa_lm_head.pt"
 NO_SCALES = ScaleMap({}, None)
 
 
 @dataclasses.dataclass(frozen=True)
 class StoredDrafter:
-    """A drafter as files hold it."""
+    """A drafter with its parameters, as read from files."""
 
     method: DraftMethod
     config: DraftArchitecture
     params: dict[str, Any]  # of the network, nested by name
     draft_ids: Any  # [R] int32 token of each column of the head; None: column j is token j
-
-    @property
-    def files(self) -> DrafterFiles:
-        """How files hold it."""
-        assert self.method.files is not None
-        return self.method.files
 
 
 @dataclasses.dataclass(frozen=True)
@@ -68,16 +61,16 @@ def read_drafter(
     Args:
         path: a directory with `config.json` and safetensors files, or Medusa's `.pt` file.
         trunk: sizes of the trunk.
-        methods: the possible methods. The files decide between several.
+        methods: the possible methods. If there are several, the files decide.
         dtype: dtype to cast the parameters to. None keeps those of the files.
-        **reading: choices that the files leave open.
+        **reading: choices for what the files do not state.
 
     Returns:
         The drafter.
 
     Raises:
         CheckpointFileError: the files are damaged, incomplete or not supported.
-        ConfigError: `config.json` is damaged, not supported, or has two readings.
+        ConfigError: `config.json` is damaged, not supported or ambiguous.
     """
     path = pathlib.Path(path)
     with open_drafter(path) as files:
@@ -91,7 +84,7 @@ def read_drafter(
             params[tuple(name.split("/"))] = jax.device_put(read_as(files, NO_SCALES, spec, index, kind))
         config = plan.config
         stored = StoredDrafter(plan.method, config, unflatten_dict(params), None)
-        ids = stored.files.ids.read(files, plan.names, config.draft_vocab_size, config.trunk.vocab_size)
+        ids = plan.method.require_files().ids.read(files, plan.names, config.draft_vocab_size, config.trunk.vocab_size)
         if isinstance(files, CheckpointFiles):
             files.report()
             # A drafter without a head or an embedding uses the trunk's, so a missing one may be intended.
@@ -100,18 +93,14 @@ def read_drafter(
     return dataclasses.replace(stored, draft_ids=ids)
 
 
-@contextlib.contextmanager
-def open_drafter(path: pathlib.Path) -> Iterator[CheckpointFiles | TorchFile]:
-    """Opens the weights of a drafter: safetensors where there are any, else Medusa's `.pt` file."""
-    has_safetensors = not path.is_dir() or any((path / name).exists() for name in (SINGLE, INDEX))
-    if not has_safetensors and (path / MEDUSA_SAFETENSORS).exists():
-        files: CheckpointFiles | TorchFile = CheckpointFiles(path, only=MEDUSA_SAFETENSORS)
-    elif not has_safetensors and (path / MEDUSA_TORCH).exists():
-        files = TorchFile(path / MEDUSA_TORCH)
-    else:
-        files = CheckpointFiles(path)
-    with files:
-        yield files
+def open_drafter(path: pathlib.Path) -> CheckpointFiles | TorchFile:
+    """Opens the weights of a drafter: files with safetensors' usual names, else those of Medusa's authors."""
+    has_usual = not path.is_dir() or any((path / name).exists() for name in (SINGLE, INDEX))
+    if not has_usual and (path / MEDUSA_SAFETENSORS).exists():
+        return CheckpointFiles(path, only=MEDUSA_SAFETENSORS)
+    if not has_usual and (path / MEDUSA_TORCH).exists():
+        return TorchFile(path / MEDUSA_TORCH)
+    return CheckpointFiles(path)
 
 
 def config_bytes(path: pathlib.Path) -> bytes:
@@ -129,7 +118,7 @@ def make_drafter_plan(
     methods: Sequence[DraftMethod],
     **reading: Unpack[Reading],
 ) -> DrafterPlan:
-    """Parses the configuration, and checks that the files hold its tensors and no others."""
+    """Parses the configuration, and checks that the files hold exactly its tensors."""
     values = parse_json(config_bytes(path), path / CONFIG)
     if not isinstance(values, dict):
         raise ConfigError(f"{CONFIG} contains a {type(values).__name__}, not an object")
@@ -140,17 +129,17 @@ def make_drafter_plan(
     # 1. The architecture, and the tensors that it has.
     try:
         method = methods[0] if len(methods) == 1 else detect_method(values, shapes, methods)
-        assert method.files is not None
-        config, format = method.files.parse(values, shapes, trunk, reading)
+        own = method.require_files()
+        config, format = own.parse(values, shapes, trunk, reading)
     except ConfigError as error:
         raise ConfigError(f"{path}: {error}") from error
-    specs = method.files.specs(config, format)
+    specs = own.specs(config, format)
     # 2. Each tensor once, of the shape that the configuration implies.
     wanted = {piece.name: piece.shape for spec in specs.values() for piece in spec.slices}
     missing = sorted(wanted.keys() - shapes.keys())
-    extra = sorted(shapes.keys() - wanted.keys() - {*method.files.ids.names})
+    extra = sorted(shapes.keys() - wanted.keys() - {*own.ids.names})
     quantization = values.get("quantization_config") or {}
-    quantized = f" Packed or scaled weights ({quantization}) of drafters are not supported." if quantization else ""
+    quantized = f" Drafters with packed or scaled weights ({quantization}) are not supported." if quantization else ""
     if missing:
         raise CheckpointFileError(
             f"{path} lacks {count_of(len(missing), 'tensor')}: {', '.join(missing[:5])}; it holds {len(names)}: "
@@ -168,5 +157,5 @@ def make_drafter_plan(
 
 
 def _names_of(names: dict[str, str], plain: list[str]) -> str:
-    """Lists the names in the files of some tensors, at most five."""
+    """Joins the names of up to five tensors, as the files have them."""
     return ", ".join(names[each] for each in plain[:5]) or "none"

@@ -1,4 +1,4 @@
-"""The plain names of a drafter's tensors: without the prefixes of training programs.
+"""The plain names of a drafter's tensors, without the prefixes of training programs.
 
 Programs save the drafter inside other modules (`model.fc.weight`, `draft_model.layers.0...`, `module.fc.weight` of
 PyTorch's DDP), and formats name a few modules differently. The specs of parameters use the plain names.
@@ -14,7 +14,7 @@ from mtpjax.errors import CheckpointFileError
 
 # Wrappers of DDP, torch.compile, FSDP and activation checkpointing, which can occur anywhere in a name.
 WRAPPERS = {"module", "_orig_mod", "_fsdp_wrapped_module", "_checkpoint_wrapped_module"}
-# Attributes that hold the whole drafter, in front of its names, as those of a method do (`DrafterFiles.owners`).
+# Attributes that hold the whole drafter and so prefix its names; a method may add more (`DrafterFiles.owners`).
 OWNERS = {"model", "draft_model", "draft", "drafter", "speculator"}
 MIDLAYER = "midlayer."  # the first layer in EAGLE's and SpecForge's files; `layers.0.` in speculators'
 # Other names of modules, and the plain ones: older norms of EAGLE-3.1's three states, and Muse's context of DFlash.
@@ -41,7 +41,7 @@ def plain_name(name: str, owners: Collection[str]) -> str:
 
 
 def names_in_files(tensors: Iterable[str], path, methods: Sequence[DraftMethod]) -> dict[str, str]:
-    """Maps plain names to those in the files. A repeated plain name is an error, since one tensor is unrelated."""
+    """Maps plain names to the names in the files. Two tensors with one plain name are an error: one is unrelated."""
     owners = OWNERS.union(*((method.name, *method.files.owners) for method in methods if method.files is not None))
     names: dict[str, str] = {}
     for name in sorted(tensors):
@@ -51,12 +51,12 @@ def names_in_files(tensors: Iterable[str], path, methods: Sequence[DraftMethod])
         other = names.setdefault(plain, name)
         if other != name:
             raise CheckpointFileError(
-                f"{path} holds {other} and {name}, which are both {plain} of a drafter: keep the tensors of one drafter"
+                f"{path} holds {other} and {name}, which both mean {plain}: keep the tensors of one drafter"
             )
     return names
 
 
 def rename_slices(specs: dict[str, ParamSpec], names: Mapping[str, str]) -> dict[str, ParamSpec]:
-    """Returns specs with the names in the files, by plain name; others are kept."""
+    """Replaces plain names in specs with the names in the files; unknown names stay."""
     rename = lambda part: part._replace(name=names.get(part.name, part.name))
     return {path: dataclasses.replace(spec, slices=tuple(map(rename, spec.slices))) for path, spec in specs.items()}

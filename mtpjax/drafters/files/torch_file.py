@@ -1,9 +1,9 @@
 """Reads tensors from a `.pt` file of PyTorch without unpickling it.
 
 Such a file is a zip archive: `data.pkl` is a pickle that describes the tensors, and `data/N` holds the bytes of storage
-N. A pickle is a program, and Python's interpreter imports and calls whatever it names. This interpreter supports dicts,
-tuples and numbers, and three names, which it never imports: the rebuilding of a tensor, `OrderedDict`, and the storage
-types. Anything else is an error.
+N. A pickle is a program: Python's unpickler imports and calls any function that it refers to. This interpreter supports
+only dicts, tuples, numbers and three globals, which it never imports: the function that rebuilds a tensor,
+`OrderedDict`, and the storage types. Anything else is an error.
 """
 
 import math
@@ -11,7 +11,7 @@ import os
 import pathlib
 import pickletools
 import zipfile
-from collections.abc import Hashable
+from collections.abc import Callable, Hashable, Sequence
 from typing import Any, NamedTuple
 
 import ml_dtypes
@@ -31,14 +31,14 @@ STORAGES = {
 
 
 class _Name(NamedTuple):
-    """A global that the pickle names. It is compared, and never imported."""
+    """A global in the pickle. It is compared with the known ones, and never imported."""
 
     module: str
     name: str
 
 
 class _Storage(NamedTuple):
-    """A storage that the pickle refers to by its key."""
+    """A storage, which the pickle refers to by its key."""
 
     dtype: np.dtype
     key: str
@@ -70,7 +70,7 @@ class TorchFile:
             path: the file.
 
         Raises:
-            CheckpointFileError: the file is damaged, or holds anything but a dict of tensors.
+            CheckpointFileError: the file is damaged, or holds something other than a dict of tensors.
         """
         self.path = pathlib.Path(path)
         self._stream = os.fdopen(open_inside(self.path, allowed_root(self.path.parent)), "rb")
@@ -109,12 +109,12 @@ class TorchFile:
         return rows
 
     def _describe(self) -> dict[str, _Tensor]:
-        """Opens the archive, and returns where each tensor is."""
+        """Opens the archive, and returns the storage and shape of each tensor."""
         try:
             self._zip = zipfile.ZipFile(self._stream)
         except (zipfile.BadZipFile, OSError, ValueError) as error:
             raise CheckpointFileError(
-                f"{self.path} is no zip archive, as PyTorch writes since 1.6: save it again, or as safetensors"
+                f"{self.path} is not a zip archive, PyTorch's format since 1.6: save it again, or as safetensors"
             ) from error
         entries = {entry.filename: entry for entry in self._zip.infolist()}
         pickles = [name for name in entries if name.endswith("/data.pkl") and name.count("/") == 1]
@@ -129,7 +129,7 @@ class TorchFile:
             raise CheckpointFileError(f"{self.path} is not little-endian")
         found = self._run(self._zip.read(pickles[0]))
         if not isinstance(found, dict) or not found:
-            raise CheckpointFileError(f"{self.path} holds no dict of tensors")
+            raise CheckpointFileError(f"{self.path} does not hold a dict of tensors")
         for name, tensor in found.items():
             if not isinstance(name, str) or not name.isprintable() or not isinstance(tensor, _Tensor):
                 raise CheckpointFileError(f"{self.path} holds {printable(name, 200)!r}, which is not a tensor")
@@ -146,7 +146,7 @@ class TorchFile:
         # Malformed pickles fail in many ways, but they run only the code of this file.
         except (ValueError, IndexError, KeyError, TypeError, AttributeError) as error:
             raise CheckpointFileError(
-                f"{self.path} is not read: {printable(error, 300)}. Only tensors in dicts are; save them as safetensors"
+                f"{self.path} is not supported: {printable(error, 300)}. Only dicts of tensors are; use safetensors"
             ) from error
 
 
@@ -166,60 +166,49 @@ def _interpret(content: bytes) -> Any:
         del stack[len(stack) - count :]
         return items
 
-    constants = {"NONE": None, "NEWTRUE": True, "NEWFALSE": False, "EMPTY_TUPLE": ()}
-    values = ("BININT", "BININT1", "BININT2", "LONG1", "BINUNICODE", "SHORT_BINUNICODE")
+    push = stack.append
+    operations: dict[str, Callable[[Any], Any]] = {
+        **dict.fromkeys(("PROTO", "FRAME"), lambda _: None),
+        **dict.fromkeys(("BININT", "BININT1", "BININT2", "LONG1", "BINUNICODE", "SHORT_BINUNICODE"), push),
+        "NONE": lambda _: push(None),
+        "NEWTRUE": lambda _: push(True),
+        "NEWFALSE": lambda _: push(False),
+        "EMPTY_DICT": lambda _: push({}),
+        "EMPTY_TUPLE": lambda _: push(()),
+        "MARK": lambda _: push(_MARK),
+        "MEMOIZE": lambda _: memo.update({len(memo): stack[-1]}),
+        **dict.fromkeys(("BINPUT", "LONG_BINPUT"), lambda key: memo.update({key: stack[-1]})),
+        **dict.fromkeys(("BINGET", "LONG_BINGET"), lambda key: push(memo[key])),
+        "TUPLE": lambda _: push(tuple(pop_mark())),
+        **{f"TUPLE{count}": lambda _, count=count: push(pop(count)) for count in (1, 2, 3)},
+        "GLOBAL": lambda text: push(_known(_Name(*str(text).split(" ")))),
+        "STACK_GLOBAL": lambda _: push(_known(_Name(*pop(2)))),
+        "BINPERSID": lambda _: push(_storage(stack.pop())),
+        "REDUCE": lambda _: push(_rebuild(*pop(2))),
+        "SETITEM": lambda _: _update(pop(2), stack),
+        "SETITEMS": lambda _: _update(pop_mark(), stack),
+    }
     for opcode, argument, _ in pickletools.genops(content):
-        name: str = opcode.name
-        if name in ("PROTO", "FRAME"):
-            continue
-        if name == "STOP":
+        if opcode.name == "STOP":
             return stack[-1]
-        if name in constants:
-            stack.append(constants[name])
-        elif name in values:
-            stack.append(argument)
-        elif name == "MARK":
-            stack.append(_MARK)
-        elif name == "EMPTY_DICT":
-            stack.append({})
-        elif name in ("BINPUT", "LONG_BINPUT"):
-            memo[argument] = stack[-1]
-        elif name == "MEMOIZE":
-            memo[len(memo)] = stack[-1]
-        elif name in ("BINGET", "LONG_BINGET"):
-            stack.append(memo[argument])
-        elif name in ("TUPLE1", "TUPLE2", "TUPLE3"):
-            stack.append(pop(int(name[-1])))
-        elif name == "TUPLE":
-            stack.append(tuple(pop_mark()))
-        elif name == "GLOBAL":
-            stack.append(_known(_Name(*str(argument).split(" "))))
-        elif name == "STACK_GLOBAL":
-            stack.append(_known(_Name(*pop(2))))
-        elif name == "BINPERSID":
-            stack.append(_storage(stack.pop()))
-        elif name == "REDUCE":
-            stack.append(_rebuild(*pop(2)))
-        elif name in ("SETITEMS", "SETITEM"):
-            items = pop_mark() if name == "SETITEMS" else list(pop(2))
-            _update(stack[-1], items)
-        else:
-            raise ValueError(f"it has the pickle opcode {name}, which tensors do not need")
+        if opcode.name not in operations:
+            raise ValueError(f"it has the pickle opcode {opcode.name}, which tensors do not need")
+        operations[opcode.name](argument)
     raise ValueError("its pickle does not end")
 
 
 def _known(name: _Name) -> _Name:
-    """Returns the name if tensors need it."""
+    """Returns a name that tensors need, and rejects all others."""
     if name in (_REBUILD, _ORDERED_DICT) or (name.module == "torch" and name.name in STORAGES):
         return name
-    raise ValueError(f"it names {name.module}.{name.name}, which is never imported")
+    raise ValueError(f"it uses {name.module}.{name.name}, which is never imported")
 
 
 def _storage(reference: Any) -> _Storage:
     """Reads a storage's reference: ("storage", type, key, device, number of elements)."""
     kind, storage, key, _, size = reference
     if kind != "storage" or not isinstance(storage, _Name) or storage.module != "torch" or not str(key).isdecimal():
-        raise ValueError("it refers to something else than a storage")
+        raise ValueError("it refers to something other than a storage")
     return _Storage(STORAGES[storage.name], str(key), _count(size))
 
 
@@ -228,7 +217,7 @@ def _rebuild(function: Any, arguments: Any) -> Any:
     if function == _ORDERED_DICT and arguments == ():
         return {}
     if function != _REBUILD:
-        raise ValueError("it calls something else than the rebuilding of a tensor")
+        raise ValueError("it calls something other than the function that rebuilds a tensor")
     storage, offset, shape, strides = arguments[:4]
     shape = tuple(map(_count, shape))
     contiguous = tuple(math.prod(shape[axis + 1 :]) for axis in range(len(shape)))
@@ -243,10 +232,11 @@ def _count(value: Any) -> int:
     return value
 
 
-def _update(target: Any, items: list[Any]) -> None:
+def _update(items: Sequence[Any], stack: list[Any]) -> None:
+    target = stack[-1]
     if type(target) is not dict or len(items) % 2 or not all(isinstance(key, Hashable) for key in items[::2]):
-        raise ValueError("it fills something else than a dict")
+        raise ValueError("it sets items of something other than a dict")
     for key, value in zip(items[::2], items[1::2], strict=True):
         if key in target:
-            raise ValueError(f"it names {key!r} twice")
+            raise ValueError(f"it contains {key!r} twice")
         target[key] = value

@@ -1,7 +1,7 @@
-"""Which trunk states a drafter reads, as the ids of the layers that they enter.
+"""The trunk states that a drafter reads, as the ids of the layers that they enter (`DraftArchitecture.layer_ids`).
 
-In these ids the number of trunk layers, L, means the output of the last layer, which enters the final norm, and L + 1
-the output of this norm.
+In a trunk of L layers, the id L is the output of the last layer, which enters the final norm, and L + 1 the output of
+that norm.
 """
 
 import logging
@@ -33,9 +33,9 @@ def entered_layers(
         listed: the ids.
         key: the key that lists them, for messages.
         num_layers: layers of the trunk.
-        are_outputs: the ids are layers whose outputs are read, -1 being the embedding; else layers that the states
-            enter.
-        stated: the state of the last layer that the file says it was trained on.
+        are_outputs: True if the ids are layers whose outputs are read, where -1 is the embedding; False if they are
+            layers that the states enter.
+        stated: the state of the last layer that the file states.
         usual: the state that programs of this format train on.
         choice: the state that the caller chose.
 
@@ -56,8 +56,8 @@ def entered_layers(
         counts = f"; if the ids count from 1, subtract 1 from each: the last layer is {num_layers - 1}"
         hint = counts if are_outputs and max(listed) == num_layers else ""
         raise ConfigError(
-            f"config.json: {key} {list(listed)} mean the states that enter the layers {list(layers)}, which are not "
-            f"different ones within 0..{num_layers} of a trunk of {num_layers} layers{hint}"
+            f"config.json: {key} {list(listed)} means the states that enter the layers {list(layers)}, which must be "
+            f"distinct and within 0..{num_layers} in a trunk of {num_layers} layers{hint}"
         )
     if num_layers not in layers:
         return layers
@@ -68,26 +68,28 @@ def entered_layers(
     if stated is None and choice is None:
         other = STATES[usual == STATES[0]]
         log.warning(
-            "config.json: %s %s reads the last of %d trunk layers, and does not say which state of it the drafter was "
-            "trained on: the one before the final norm (hooks on layers; what SGLang and vLLM capture), or the one "
-            "after it (the last of transformers' hidden_states). Using %s, as programs that write this format train; "
-            "%s='%s' (--last-layer-state %s) takes the other one. Compare both: the right one is accepted more often",
+            "config.json: %s %s includes the last of %d trunk layers, but does not state which of its outputs the "
+            "drafter was trained on: the one before the final norm, which SGLang and vLLM capture, or the one after "
+            "it, the last of transformers' hidden_states. Using %s, the usual one of this format; pass %s='%s' "
+            "(--last-layer-state %s) for the other one. Compare both: with the right one, more drafts are accepted",
             *(key, list(listed), num_layers, usual, LAST_LAYER_STATE, other, other),
         )
     return tuple(layer + (layer == num_layers and state == "after_norm") for layer in layers)
 
 
 def read_last_layer_state(*sections: ConfigReader) -> LastLayerState | None:
-    """Reads which state of the last layer the drafter was trained on; None if no section states it."""
+    """Reads the state of the last layer that the drafter was trained on; None if no section states it."""
     for section in sections:
         section.require(LAST_LAYER_STATE, *STATES)
     return next((value for section in sections if (value := section.get(LAST_LAYER_STATE)) is not None), None)
 
 
 def describe_last_layer(layer_ids: tuple[int, ...], num_layers: int) -> tuple[list[int], dict[str, str]]:
-    """Returns layer ids as files list them, entered ones, and the key about the last layer's state if it is read."""
+    """Returns the ids of the entered layers as files list them, and the key of the last layer's state if it is read."""
     if {num_layers, num_layers + 1} <= set(layer_ids):
-        raise ConfigError("no format can express that the last layer's state is read before and after the final norm")
+        raise ConfigError(
+            "no format can express a drafter that reads the last layer both before and after the final norm"
+        )
     listed = [min(layer, num_layers) for layer in layer_ids]
     if num_layers not in listed:
         return listed, {}

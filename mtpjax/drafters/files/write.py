@@ -1,4 +1,4 @@
-"""Writes a drafter in a published format: with the bytes of the original, or as new files."""
+"""Writes a drafter in a published format: like existing files, or as new ones."""
 
 import contextlib
 import itertools
@@ -36,8 +36,7 @@ from mtpjax.drafters.files.read import (
 )
 from mtpjax.drafters.files.tensor_names import rename_slices
 from mtpjax.drafters.files.torch_file import TorchFile
-from mtpjax.drafters.files.trunk_layers import STATES
-from mtpjax.drafters.method import DraftMethod, Reading
+from mtpjax.drafters.method import READINGS, DraftMethod
 from mtpjax.errors import CheckpointFileError, ConfigError
 
 
@@ -47,8 +46,8 @@ def write_drafter(path, drafter: StoredDrafter, *, like=None, form: str | None =
     Args:
         path: the folder to write; it appears once it is complete.
         drafter: the drafter.
-        like: a directory of the same architecture, whose names, order, dtypes, `config.json` and other files are kept.
-            Unchanged parameters then give the same bytes in every safetensors file.
+        like: the directory of a drafter of the same architecture, to keep its `config.json`, its other files, and the
+            names, order and dtypes of its tensors. Unchanged parameters then give the same bytes.
         form: without `like`, one of `DrafterFiles.formats`; None: the first.
 
     Raises:
@@ -58,7 +57,7 @@ def write_drafter(path, drafter: StoredDrafter, *, like=None, form: str | None =
     """
     with contextlib.ExitStack() as stack:
         if like is None:
-            files, small_files, names = None, (), {}
+            files, names = None, {}
             specs, values = _describe(drafter.method, drafter.config, form)
             content = (json.dumps(values, indent=2) + "\n").encode()
         else:
@@ -67,44 +66,40 @@ def write_drafter(path, drafter: StoredDrafter, *, like=None, form: str | None =
             plan = _plan_like(like, files, drafter)
             specs, names = plan.specs, plan.names
             content = config_bytes(like)
-            small_files = files.other_files() if isinstance(files, CheckpointFiles) else ()
         blocks = _tensor_blocks(specs, drafter, names)
+        folder = stack.enter_context(atomic_folder(pathlib.Path(path).absolute()))
         if isinstance(files, CheckpointFiles):
-            groups = {
-                file: [entry_of(each) for each in files.tensors.values() if each.file == file] for file in files.headers
-            }
-            shards = [Shard(file, files.headers[file], tuple(entries)) for file, entries in groups.items()]
+            shards = [
+                Shard(file, header, tuple(entry_of(each) for each in files.tensors.values() if each.file == file))
+                for file, header in files.headers.items()
+            ]
+            write_shards(folder, shards, blocks)
+            copy_files(folder, files.bytes_of, [name for name in files.other_files() if name != CONFIG])
         else:
             shards = _new_shards(specs, drafter)
-        folder = stack.enter_context(atomic_folder(pathlib.Path(path).absolute()))
-        write_shards(folder, shards, blocks)
-        if files is None or isinstance(files, TorchFile):
+            write_shards(folder, shards, blocks)
             write_index(folder, shards)
-        else:
-            copy_files(folder, files.bytes_of, [name for name in small_files if name != CONFIG])
         (folder / CONFIG).write_bytes(content)
 
 
 def _plan_like(path: pathlib.Path, files: CheckpointFiles | TorchFile, drafter: StoredDrafter) -> DrafterPlan:
-    """Plans to write a drafter like the files at `path`, under the reading of the files that gives its architecture."""
-    for aux_layers, switch, state in itertools.product(("entered", "output"), (False, True), STATES):
-        reading: Reading = {"aux_layers": aux_layers, "norm_before_residual": switch, "sample_from_anchor": switch}
-        reading["last_layer_state"] = state
+    """Finds the reading of the files at `path` that gives the drafter's architecture."""
+    for choices in itertools.product(*READINGS.values()):
+        reading: Any = dict(zip(READINGS, choices, strict=True))
         try:
             plan = make_drafter_plan(path, files, drafter.config.trunk, (drafter.method,), **reading)
         except ConfigError:
             continue
         if plan.config == drafter.config:
             return plan
-    raise CheckpointFileError(f"{path} is a drafter of another architecture: name a format instead")
+    raise CheckpointFileError(f"{path} holds a drafter of a different architecture: pass format instead")
 
 
 def _describe(method: DraftMethod, config: Any, form: str | None) -> tuple[dict[str, ParamSpec], dict[str, Any]]:
     """Returns the tensors and the configuration of a new file."""
-    files = method.files
-    assert files is not None
+    files = method.require_files()
     if form not in (None, *files.formats):
-        raise ConfigError(f"{method.title} is written as {' or '.join(map(repr, files.formats))}, not {form!r}")
+        raise ConfigError(f"format of {method.title} must be {' or '.join(map(repr, files.formats))}, got {form!r}")
     form = form or files.formats[0]
     specs = files.specs(config, form)
     names = {part.name: files.rename(part.name, form) for spec in specs.values() for part in spec.slices}
@@ -112,14 +107,14 @@ def _describe(method: DraftMethod, config: Any, form: str | None) -> tuple[dict[
 
 
 def find_form(method: DraftMethod, config: Any, *, has_draft_ids: bool) -> str:
-    """Finds a format that can express a drafter: the usual one, unless a draft vocabulary needs another.
+    """Finds a format that can express a drafter: the default one, unless a draft vocabulary needs a different one.
 
     Raises:
         ConfigError: no format can express it.
     """
-    assert method.files is not None
-    preferred, reasons = method.files.format_with_ids if has_draft_ids else None, []
-    for form in sorted(method.files.formats, key=lambda form: form != preferred):
+    files, reasons = method.require_files(), []
+    preferred = files.format_with_ids if has_draft_ids else None
+    for form in sorted(files.formats, key=lambda form: form != preferred):
         try:
             _describe(method, config, form)
             return form
@@ -132,7 +127,8 @@ def _ids_tensors(drafter: StoredDrafter) -> dict[str, np.ndarray]:
     """Returns the tensors of the draft vocabulary by name."""
     if drafter.draft_ids is None:
         return {}
-    return drafter.files.ids.write(np.asarray(drafter.draft_ids).astype(np.int64), drafter.config.trunk.vocab_size)
+    ids = np.asarray(drafter.draft_ids).astype(np.int64)
+    return drafter.method.require_files().ids.write(ids, drafter.config.trunk.vocab_size)
 
 
 def _flat(drafter: StoredDrafter) -> dict[str, np.ndarray]:
@@ -147,7 +143,7 @@ def _tensor_blocks(
     ids = {names.get(plain, plain): array for plain, array in _ids_tensors(drafter).items()}
     different = sorted(flat.keys() ^ specs.keys())
     if different:
-        raise CheckpointFileError(f"the parameters are not the drafter's: {', '.join(different[:5])}")
+        raise CheckpointFileError(f"the parameters do not match the drafter's architecture: {', '.join(different[:5])}")
     for name, spec in specs.items():
         if flat[name].shape != spec.shape:
             raise CheckpointFileError(f"parameter {name} has shape {flat[name].shape}, not {spec.shape}")
@@ -162,7 +158,7 @@ def _tensor_blocks(
 
 
 def _new_shards(specs: dict[str, ParamSpec], drafter: StoredDrafter) -> list[Shard]:
-    """Lays the tensors out as the safetensors package does: by falling size of an element, then by name."""
+    """Lays out the tensors as the safetensors package does: by decreasing element size, then by name."""
     flat, ids = _flat(drafter), _ids_tensors(drafter)
     entries = {
         piece.name: TensorEntry(piece.name, flat[path].dtype, piece.shape)

@@ -1,1 +1,1 @@
-"""Prompt lookup: drafts copied from the row's own text."""
+"""Prompt lookup: copies drafts from the row's text."""

@@ -1,14 +1,14 @@
-"""Prompt lookup: copy the tokens that followed the same n-gram earlier in the row's own text."""
+"""Prompt lookup: copies the tokens that followed the same n-gram earlier in the row's text."""
 
 import dataclasses
+from typing import ClassVar
 
 import jax
 import jax.numpy as jnp
 
-from mtpjax.decoding.config import DecodeConfig
 from mtpjax.decoding.decoder import Decoder, Drafter, Weights
+from mtpjax.decoding.limits import DraftLimits
 from mtpjax.decoding.state import DecodeState, Draft
-from mtpjax.models.model import MTPModel
 from mtpjax.models.parallel import own_size
 from mtpjax.models.view import read_rows
 from mtpjax.models.vocabulary import Vocabulary
@@ -16,23 +16,20 @@ from mtpjax.models.vocabulary import Vocabulary
 
 @dataclasses.dataclass(frozen=True)
 class LookupDrafter(Drafter):
-    """Drafts by n-gram lookup, like vLLM's `ngram` method. Needs no modules, no parameters and no state.
+    """Drafts by n-gram lookup, like vLLM's `ngram` method, without parameters or state.
 
     Attributes:
-        min_n: shortest n-gram that counts as a match.
-        max_n: longest n-gram that is compared.
+        min_n: minimum length of a matching n-gram.
+        max_n: maximum length.
     """
 
     min_n: int = 2
     max_n: int = 4
-
-    def check(self, model: MTPModel, config: DecodeConfig) -> None:
-        """Raises `ValueError` for trees and for settings that apply only to MTP modules."""
-        if config.topk > 1:
-            raise ValueError(f"drafter 'lookup' supports only chains: set topk to 1, got {config.topk}")
-        for name in ("draft_vocabulary", "draft_window"):
-            if getattr(config, name) is not None:
-                raise ValueError(f"{name} applies only to drafter 'mtp'; drafter 'lookup' copies from the text")
+    limits: ClassVar[DraftLimits] = DraftLimits(
+        trees="drafter 'lookup' supports only chains, since it copies one continuation",
+        draft_window="draft_window applies only to drafters with a cache; drafter 'lookup' copies from the text",
+        draft_vocabulary="draft_vocabulary applies only to drafter 'mtp'; drafter 'lookup' copies from the text",
+    )
 
     def propose(self, decoder: Decoder, weights: Weights, state: DecodeState) -> tuple[Draft, DecodeState]:
         """Copies `spec.num_steps` tokens; see `Drafter.propose`."""
@@ -59,14 +56,14 @@ def find_ngram(
 
     Args:
         tokens: `[L]` int32; the first `length` of them are the text.
-        length: `[]` int32 tokens of the text.
-        min_n: shortest n-gram.
-        max_n: longest n-gram.
-        num_drafts: tokens to copy, K.
+        length: `[]` int32, number of tokens of the text.
+        min_n: minimum length of the n-gram.
+        max_n: maximum length.
+        num_drafts: number of tokens to copy, K.
 
     Returns:
-        drafts `[K]` int32 and their number `[]` int32. Drafts past that number repeat the copied tokens, or the last
-        token without a match, since a round of the compiled loop always verifies K of them.
+        drafts `[K]` int32, and the number of them that were found, `[]` int32. A round always verifies K drafts, so the
+        rest repeats the copied tokens, or the last token if there is no match.
     """
     L = tokens.shape[0]
     # Index an occurrence by its end: the position of the token that follows it. That token must be part of the text.

@@ -9,6 +9,6 @@ LOOKUP = DraftMethod(
     drafter=LookupDrafter,
     algorithms=("NGRAM",),
     from_settings=lambda config: LookupDrafter(min_n=config.prompt_lookup_min, max_n=config.prompt_lookup_max),
-    # Copied n-grams are often right for longer than MTP drafts.
+    # More levels than MTP modules: copied n-grams are often right for several tokens.
     default_levels=4,
 )

@@ -1,4 +1,4 @@
-"""The Medusa drafter (2401.10774): heads on the trunk's final hidden state, one per draft level."""
+"""The Medusa drafter (2401.10774): one head per draft level, on the trunk's final hidden state."""
 
 import dataclasses
 import functools
@@ -11,26 +11,20 @@ import jax.numpy as jnp
 from mtpjax.decoding.config import DecodeConfig
 from mtpjax.decoding.decoder import Decoder, Weights
 from mtpjax.decoding.draft_tree import depths_and_ancestor_mask
+from mtpjax.decoding.limits import DraftLimits
 from mtpjax.decoding.sampling import PathTokens
 from mtpjax.decoding.spec import DecodeSpec
 from mtpjax.decoding.state import Acceptance, DecodeState, Draft
 from mtpjax.drafters.levels import draft_levels
 from mtpjax.drafters.medusa.network import Medusa, MedusaConfig
-from mtpjax.drafters.scoring import DraftScores, ReducedHead, own_head
-from mtpjax.drafters.trained import DraftLevels, DraftParams, TextRows, TrainedDrafter, require_whole_trunk
-from mtpjax.drafters.tree import DynamicTreeBuilder, FixedTreeBuilder, extend_ancestor_mask
+from mtpjax.drafters.scoring import DraftScores
+from mtpjax.drafters.trained import DraftLevels, TextRows, TrainedDrafter
+from mtpjax.drafters.tree import extend_ancestor_mask, tree_builder
 from mtpjax.models.model import MTPModel, TrunkOutput, multiply_head
 from mtpjax.models.params import DRAFTER
 from mtpjax.models.view import read_rows
 
 Choices = tuple[tuple[int, ...], ...]
-
-
-class PreparedMedusa(flax.struct.PyTreeNode):
-    """The heads' parameters that a round reads."""
-
-    heads: dict[str, Any]
-    head: ReducedHead
 
 
 class MedusaState(flax.struct.PyTreeNode):
@@ -43,27 +37,32 @@ class MedusaState(flax.struct.PyTreeNode):
 class MedusaDrafter(TrainedDrafter):
     """Drafts with Medusa heads; `mtpjax.load_drafter` reads them with their parameters.
 
-    Head k reads one hidden state and nothing that was drafted, so all levels are drafted at once. With `topk` above 1
-    the tree is chosen by the heads' probabilities, or drawn in the fixed shape that exact ratio rules need. `choices`
-    replaces it with a published static tree.
+    A head reads one hidden state and no drafted token, so all levels are drafted at once. With `topk` above 1 the tree
+    consists of the most likely nodes, or is drawn in the fixed shape that exact ratio rules need. `choices` replaces it
+    with a published static tree.
 
     Attributes:
         architecture: the heads.
-        choices: a path of candidate ranks per node: (0, 1) is the second candidate of head 1 after the first of head
-            0. (): none. It needs `num_steps` and `topk` of its depth and ranks, and `num_draft_tokens` of its size
-            plus 1.
+        choices: the static tree, a path of candidate ranks per node: (0, 1) is the second candidate of head 1 after the
+            first of head 0. `num_steps` must be its depth, `topk` its number of ranks, and `num_draft_tokens` its
+            number of nodes plus 1. (): no static tree.
     """
 
     architecture: MedusaConfig = dataclasses.field(kw_only=True)
     choices: Choices = dataclasses.field(default=(), kw_only=True)
     title: ClassVar[str] = "Medusa"
+    limits: ClassVar[DraftLimits] = dataclasses.replace(
+        TrainedDrafter.limits,
+        draft_window="draft_window applies only to drafters with a cache; Medusa heads have none",
+        levels="Medusa heads, one per level",
+    )
 
     def __post_init__(self):
         super().__post_init__()
         choices = tuple(sorted((tuple(map(int, path)) for path in self.choices), key=lambda path: (len(path), path)))
         known = {(), *choices}
         if len(known) != len(choices) + 1 or any(path[:-1] not in known or min(path) < 0 for path in choices):
-            raise ValueError("choices must be different paths of ranks from 0 on, each after a path that is there too")
+            raise ValueError("choices must be distinct paths of ranks from 0, and contain the parent of each path")
         object.__setattr__(self, "choices", choices)
 
     @property
@@ -73,22 +72,18 @@ class MedusaDrafter(TrainedDrafter):
 
     @property
     def parents(self) -> tuple[int, ...]:
-        """Parent of each node of `choices`, the root first; -1 for the root."""
+        """Parent of each node of `choices`, starting with the root, whose parent is -1."""
         place = {(): 0} | {path: node for node, path in enumerate(self.choices, start=1)}
         return (-1, *(place[path[:-1]] for path in self.choices))
 
     def check(self, model: MTPModel, config: DecodeConfig) -> None:
         """Raises `ValueError` if the heads are for a different trunk or do not support the settings."""
         super().check(model, config)
-        if config.draft_window is not None:
-            raise ValueError("draft_window applies only to drafters with a cache; Medusa heads attend to nothing")
-        if config.num_steps > self.max_levels:
-            raise ValueError(f"num_steps {config.num_steps} exceeds the {self.max_levels} Medusa heads, one per level")
         if self.choices:
             self._check_choices(config)
 
     def _check_choices(self, config: DecodeConfig) -> None:
-        """Checks that the settings describe the static tree."""
+        """Raises `ValueError` unless the settings describe the static tree."""
         depth = max(map(len, self.choices))
         wanted = {
             "num_steps": depth,
@@ -101,18 +96,15 @@ class MedusaDrafter(TrainedDrafter):
             raise ValueError(f"the static tree needs {text}; got {', '.join(map(str, found.values()))}")
         if config.rule is not None and config.rule.drafts == "fixed tree":
             raise ValueError(
-                f"acceptance '{config.rule}' draws each node's children; a static tree has the best candidates: "
-                "use 'greedy', 'sample' or a lossy rule, or no choices"
+                f"acceptance '{config.rule}' draws each node's children, but a static tree holds the best candidates: "
+                "use 'greedy', 'sample' or a lossy rule, or leave out choices"
             )
 
-    def prepare(self, params: dict, draft_params: DraftParams, *, model: MTPModel) -> PreparedMedusa:
-        """Casts the output matrices, and indexes the draft vocabulary."""
-        require_whole_trunk()
+    @property
+    def head_names(self) -> tuple[str, ...]:
+        """One output matrix per head, or one that they share."""
         own = self.architecture
-        names = [f"output_{index}" for index in range(1 if own.shares_output else own.num_heads)]
-        matrices = tuple(draft_params.network[name] for name in names)
-        head = own_head(params, matrices, draft_params.draft_ids, model=model)
-        return PreparedMedusa(draft_params.network, head)
+        return tuple(f"output_{index}" for index in range(1 if own.shares_output else own.num_heads))
 
     def init(self, decoder: Decoder, batch: int, capacity: int, dtype: Any) -> MedusaState:
         """Makes an empty state."""
@@ -125,7 +117,7 @@ class MedusaDrafter(TrainedDrafter):
     def extend(
         self, decoder: Decoder, weights: Weights, state: DecodeState, states: jax.Array, start: jax.Array
     ) -> MedusaState:
-        """Keeps the state of each row's last prompt token, which may be in any chunk."""
+        """Keeps the state of each row's last prompt token, whichever chunk holds it."""
         chunk = states.shape[1]
         offset = state.length - 1 - start
         hidden = read_rows(states, jnp.clip(offset, 0, chunk - 1), 1)
@@ -133,7 +125,7 @@ class MedusaDrafter(TrainedDrafter):
         return MedusaState(jnp.where(is_in_chunk[:, None, None], hidden, state.drafter.hidden))
 
     def commit(self, decoder: Decoder, state: DecodeState, states: jax.Array, accepted: Acceptance) -> MedusaState:
-        """Keeps the state of the last accepted node, from whose logits the next pending token comes."""
+        """Keeps the state of the last accepted node; its logits give the next pending token."""
         return MedusaState(read_rows(states, accepted.num_accepted, 1))
 
     def propose(self, decoder: Decoder, weights: Weights, state: DecodeState) -> tuple[Draft, DecodeState]:
@@ -143,7 +135,7 @@ class MedusaDrafter(TrainedDrafter):
             return super().propose(decoder, weights, state)
         # 1. The residual layers of every head that is used, at the state of the pending token.
         heads = Medusa(self.architecture, decoder.model.implementation)
-        run: Any = functools.partial(heads.apply, {"params": prepared.heads}, method="hidden")
+        run: Any = functools.partial(heads.apply, {"params": prepared.network}, method="hidden")
         hidden = [run(state.drafter.hidden, index) for index in range(spec.num_steps)]
 
         # 2. Scores of the tokens after f nodes of one level, which all read the same state.
@@ -172,16 +164,10 @@ class MedusaDrafter(TrainedDrafter):
         parents = jnp.broadcast_to(jnp.array(self.parents, jnp.int32)[None], tokens.shape)
         return Draft(tokens, None, parents, *depths_and_ancestor_mask(parents, spec.num_steps))
 
-    def heads(self, network: dict[str, Any], trunk_head: jax.Array, num_levels: int) -> tuple[jax.Array, ...]:
-        """Returns the output matrices of the heads, or the one that they share."""
-        return tuple(
-            network[f"output_{level}"] for level in range(1 if self.architecture.shares_output else num_levels)
-        )
-
     def levels(
         self, params: dict, rows: TextRows, heads: tuple[jax.Array, ...], *, model: MTPModel, num_levels: int
     ) -> DraftLevels:
-        """Runs the heads; all of them read the final state."""
+        """Runs the heads on the final hidden state."""
         network = Medusa(self.architecture, model.implementation)
         apply: Any = functools.partial(network.apply, {"params": params[DRAFTER]}, method="hidden")
         inputs = tuple(apply(rows.hidden, index) for index in range(num_levels))
@@ -189,8 +175,8 @@ class MedusaDrafter(TrainedDrafter):
 
 
 def _draft_tree(scores: Any, state: DecodeState, spec: DecodeSpec) -> Draft:
-    """Drafts a tree level by level, as a draft network does, but from the same state in every level."""
-    builder = FixedTreeBuilder(state, spec) if spec.tree_shape else DynamicTreeBuilder(state, spec)
+    """Drafts a tree level by level; all nodes of a level have the same hidden state."""
+    builder = tree_builder(state, spec)
     drafted, mask, num_nodes, path = jnp.zeros((len(state.tokens), 0), jnp.int32), None, 1, None
     for level in range(1, builder.num_levels + 1):
         tokens, parent = builder.add_level(level, scores(level, num_nodes, path))

@@ -1,7 +1,8 @@
 """Configuration and tensor names of Medusa heads: its authors' format and vLLM's.
 
-The authors' (`medusa_lm_head.pt`) names tensors `k.j.linear.weight` and `k.n.weight`, vLLM `blocks.k.layers.j.weight`
-and `lm_heads.k.weight`. Published configurations sometimes have the wrong number of heads, so the files decide.
+Head k with n layers has the tensors `k.j.linear.weight` and `k.n.weight` in the authors' format (`medusa_lm_head.pt`),
+and `blocks.k.layers.j.weight` and `lm_heads.k.weight` in vLLM's. Published configurations sometimes state a wrong
+number of heads, so the tensors decide.
 """
 
 import logging
@@ -26,7 +27,7 @@ TOKEN_MAP = "token_map"  # vLLM's draft vocabulary: column j of a head is token 
 def parse_medusa(
     values: dict[str, Any], shapes: Mapping[str, tuple[int, ...]], trunk: TrunkSizes
 ) -> tuple[MedusaConfig, str]:
-    """Parses the content of a `config.json`, with the names and shapes of the tensors."""
+    """Parses `config.json`; arguments and result are those of `DrafterFiles.parse`."""
     reader = ConfigReader(values)
     form = "vllm" if any(name.startswith(("blocks.", "lm_heads.")) for name in shapes) else "medusa"
     if form == "medusa":
@@ -39,15 +40,15 @@ def parse_medusa(
     layers = {int(found[1]) for name in shapes if (found := re.fullmatch(layer, name))}
     output = output.format(len(layers))
     if len(shapes.get(output, ())) != 2 or heads != set(range(len(heads))) or layers != set(range(len(layers))):
-        raise CheckpointFileError(f"the tensors are not those of Medusa heads: {', '.join(sorted(shapes)[:5])}")
+        raise CheckpointFileError(f"these are not the tensors of Medusa heads: {', '.join(sorted(shapes)[:5])}")
     for key, found in zip(keys, (len(heads), len(layers)), strict=True):
-        named = reader.integer(key, found, low=0)
-        if named != found:
-            log.warning("config.json has %s %d; the files hold %d, which are used", key, named, found)
+        stated = reader.integer(key, found, low=0)
+        if stated != found:
+            log.warning("config.json: %s is %d, but the files hold %d; using the files", key, stated, found)
     vocab_size = reader.integer("vocab_size", trunk.vocab_size)
     draft_size = shapes[output][0]
     if form == "vllm" and draft_size != reader.integer("truncated_vocab_size", vocab_size):
-        raise ConfigError(f"config.json: truncated_vocab_size is not the {draft_size} rows of {output}")
+        raise ConfigError(f"config.json: truncated_vocab_size differs from the {draft_size} rows of {output}")
     reader.require("logit_scale", 1.0, 1)
     return MedusaConfig(
         hidden_size=reader.integer("hidden_size", trunk.hidden_size),
@@ -61,7 +62,7 @@ def parse_medusa(
 
 
 def medusa_specs(config: MedusaConfig, form: str) -> dict[str, ParamSpec]:
-    """Lists every parameter with the tensor that holds it, by its plain name in a format."""
+    """Lists every parameter with its tensor in a format."""
     D, R = config.hidden_size, config.draft_vocab_size
     specs = {}
     for k in range(config.num_heads):
@@ -91,7 +92,7 @@ def describe_medusa(config: MedusaConfig, form: str) -> dict[str, Any]:
             "original_lm_head": config.shares_output,
         }
     if config.draft_vocab_size < config.vocab_size or config.shares_output:
-        raise ConfigError("this format has neither a draft vocabulary nor a shared head: write vLLM's format")
+        raise ConfigError("this format supports neither a draft vocabulary nor a shared head: use vLLM's format")
     return {"medusa_num_heads": config.num_heads, "medusa_num_layers": config.num_layers, **sizes, "version": "2"}
 
 
@@ -103,7 +104,7 @@ def _read_token_map(files: Any, names: Mapping[str, str], R: int, V: int) -> np.
     ids = files.read(names[TOKEN_MAP])
     is_valid = ids.shape == (R,) and ids.dtype.kind == "i" and len(np.unique(ids)) == len(ids)
     if not is_valid or ids.min() < 0 or ids.max() >= V:
-        raise CheckpointFileError(f"{files.path}: {TOKEN_MAP} does not name {R} different tokens")
+        raise CheckpointFileError(f"{files.path}: {TOKEN_MAP} does not hold {R} distinct token ids")
     return ids.astype(np.int32)
 
 

@@ -23,10 +23,6 @@ def _new_architecture(settings: Any, trunk: ModelConfig, num_drafted: int) -> Me
     )
 
 
-def _init(config: MedusaConfig, key: jax.Array) -> dict[str, Any]:
-    return jax.jit(Medusa(config).init)(key, jnp.zeros((1, config.hidden_size)))["params"]
-
-
 MEDUSA = DraftMethod(
     name="medusa",
     title="Medusa",
@@ -45,8 +41,7 @@ MEDUSA = DraftMethod(
     ),
     training=DraftTraining(
         architecture=_new_architecture,
-        init=_init,
+        init=lambda config, key: jax.jit(Medusa(config).init)(key, jnp.zeros((1, config.hidden_size)))["params"],
         settings_of=lambda config: {"num_depths": config.num_heads},
-        is_head=lambda name: name.startswith("output_"),
     ),
 )

@@ -19,11 +19,11 @@ class MedusaConfig:
     Args:
         hidden_size: width of the trunk, D.
         vocab_size: vocabulary of the trunk, V.
-        num_heads: heads. Head k, from 0, predicts the token k+2 positions after the hidden state.
+        num_heads: number of heads. Head k (0-based) predicts the token k+2 positions after the hidden state.
         num_layers: residual layers per head.
-        has_bias: the residual layers have a bias.
+        has_bias: whether the residual layers have a bias.
         draft_vocab_size: tokens that can be drafted, R; 0: all V.
-        shares_output: all heads share one output matrix (vLLM's `original_lm_head`).
+        shares_output: whether all heads share one output matrix (vLLM's `original_lm_head`).
 
     Raises:
         ValueError: for values that do not fit together.
@@ -39,8 +39,8 @@ class MedusaConfig:
 
     def __post_init__(self):
         for name in ("hidden_size", "vocab_size", "num_heads"):
-            require(getattr(self, name) >= 1, f"{name} must be at least 1, is {getattr(self, name)}")
-        require(self.num_layers >= 0, f"num_layers must not be negative, is {self.num_layers}")
+            require(getattr(self, name) >= 1, f"{name} must be at least 1, got {getattr(self, name)}")
+        require(self.num_layers >= 0, f"num_layers must not be negative, got {self.num_layers}")
         object.__setattr__(self, "draft_vocab_size", self.draft_vocab_size or self.vocab_size)
         require(
             1 <= self.draft_vocab_size <= self.vocab_size,
@@ -49,12 +49,12 @@ class MedusaConfig:
 
     @property
     def trunk(self) -> TrunkSizes:
-        """The trunk that the heads are for, of any depth."""
+        """The trunk that the heads are for; its depth does not matter."""
         return TrunkSizes(self.vocab_size, self.hidden_size, 0)
 
     @property
     def layer_ids(self) -> tuple[int, ...]:
-        """The heads read only the final state."""
+        """Empty: the heads read only the final hidden state."""
         return ()
 
 
@@ -68,7 +68,7 @@ class MedusaHead(nn.Module):
     def __call__(self, x: jax.Array) -> jax.Array:
         D = self.config.hidden_size
         for layer in range(self.config.num_layers):
-            # Zeros: an untrained head is its output matrix.
+            # With zeros, an untrained head only applies its output matrix.
             kernel = self.param(f"kernel_{layer}", nn.initializers.zeros, (D, D))
             projected = matrix_product(x, kernel, implementation=self.implementation)
             if self.config.has_bias:
@@ -95,13 +95,9 @@ class Medusa(nn.Module):
 
     def __call__(self, hidden: jax.Array) -> jax.Array:
         """Computes the logits of every head: `[..., D]` to `[num_heads, ..., R]` float32."""
-        logits = [self.logits(hidden, index) for index in range(self.config.num_heads)]
-        return jnp.stack(logits)
+        inputs = [self.hidden(hidden, index) for index in range(self.config.num_heads)]
+        return jnp.stack([multiply_head(x, self.output[k % len(self.output)]) for k, x in enumerate(inputs)])
 
     def hidden(self, hidden: jax.Array, index: int) -> jax.Array:
         """Runs the residual layers of head `index`: `[..., D]` to `[..., D]`."""
         return self.block[index](hidden)
-
-    def logits(self, hidden: jax.Array, index: int) -> jax.Array:
-        """Computes the logits of head `index`: `[..., D]` to `[..., R]` float32."""
-        return multiply_head(self.hidden(hidden, index), self.output[0 if self.config.shares_output else index])

@@ -12,10 +12,8 @@ from mtpjax.decoding.config import DecodeConfig
 from mtpjax.decoding.decoder import Decoder, Weights
 from mtpjax.decoding.sampling import PathTokens
 from mtpjax.decoding.state import DecodeState
-from mtpjax.drafters.cached import CachedDrafter
-from mtpjax.drafters.scoring import DraftScores, ReducedHead, reduce_head
-from mtpjax.models.attention_kinds import has_recurrent_layers
-from mtpjax.models.cache import Cache, empty_cache
+from mtpjax.drafters.cached import CachedDrafter, ModuleSizes
+from mtpjax.drafters.scoring import DraftScores, PreparedDrafter, reduce_head
 from mtpjax.models.config import ModelConfig
 from mtpjax.models.model import MTPModel, TrunkOutput, bind
 from mtpjax.models.params import is_of_modules
@@ -29,34 +27,27 @@ class MTPParams(flax.struct.PyTreeNode):
     draft_ids: jax.Array | None = None  # [R] int32 reduced draft vocabulary, ascending
 
 
-class PreparedMTP(flax.struct.PyTreeNode):
-    """The parameters that a round reads: the modules', and those that they share with the trunk."""
-
-    params: dict[str, Any]
-    head: ReducedHead | None
-
-
 @dataclasses.dataclass(frozen=True)
 class MTPNetwork:
     """The model's MTP modules as a `DraftNetwork`."""
 
     decoder: Decoder
-    prepared: PreparedMTP
+    prepared: PreparedDrafter
 
     @property
     def config(self) -> ModelConfig:
-        """The model's own config: a module's layer is like the trunk's."""
+        """The model's config: a module's layer is like the trunk's."""
         return self.decoder.model.config
 
     def input_hidden(self, states: jax.Array) -> jax.Array:
-        """Returns the trunk's hidden states as they are."""
+        """Returns the trunk's hidden states unchanged."""
         return states
 
     def run(
         self, index: int, hidden: jax.Array, tokens: jax.Array, view: View, layers: tuple[Entries, ...]
     ) -> tuple[jax.Array, jax.Array, tuple[Entries, ...]]:
         """Runs module `index`; see `DraftNetwork.run`."""
-        apply = bind(self.decoder.model, self.prepared.params)
+        apply = bind(self.decoder.model, self.prepared.network)
         output, chained, entries = apply(hidden, tokens, view, layers[0], index=index, method="run_module")
         return output, chained, (entries,)
 
@@ -64,7 +55,7 @@ class MTPNetwork:
         self, state: DecodeState, output: jax.Array, index: int, path: PathTokens | None, level: int
     ) -> DraftScores:
         """Scores tokens by the module's head, or a reduced one; see `DraftNetwork.scores`."""
-        return DraftScores(self.decoder, self.prepared.params, state, self.prepared.head, output, index, path, level)
+        return DraftScores(self.decoder, self.prepared.network, state, self.prepared.head, output, index, path, level)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -78,73 +69,44 @@ class MTPDrafter(CachedDrafter):
                 f"num_steps {config.num_steps} with drafter 'mtp' needs at least one MTP module, but the model has "
                 "none; use drafter 'lookup', or add_mtp_modules and train"
             )
-        if config.topk > 1:
-            check_tree(model, config)
+        if config.topk == 1:
+            return
+        # A tree.
+        num_modules, num_draftable = model.config.num_mtp_modules, model.config.num_tokens or model.config.vocab_size
+        if num_modules > 1:
+            raise ValueError(
+                f"topk {config.topk} drafts trees, which need exactly one MTP module; the model has {num_modules}"
+            )
+        if config.draft_vocabulary is not None:
+            num_draftable = len(draftable_ids(config.draft_vocabulary, model))
+        if config.topk > num_draftable:
+            raise ValueError(f"topk {config.topk} exceeds the {num_draftable} tokens that can be drafted")
 
     def default_params(self, params: dict, config: DecodeConfig, *, model: MTPModel) -> MTPParams:
         """Returns the `mtp_*` leaves of the model's parameters, and the reduced vocabulary if there is one."""
         modules = {name: leaf for name, leaf in params.items() if is_of_modules(name)}
-        ids = None
-        if config.draft_vocabulary is not None:
-            ids = jnp.asarray(draftable_ids(config.draft_vocabulary, model))
-        return MTPParams(modules, ids)
+        ids = config.draft_vocabulary
+        return MTPParams(modules, None if ids is None else jnp.asarray(draftable_ids(ids, model)))
 
-    def prepare(self, params: dict, draft_params: MTPParams, *, model: MTPModel) -> PreparedMTP:
-        """Joins the modules with the parameters that they share with the trunk, and gathers the reduced head."""
+    def prepare(self, params: dict, draft_params: MTPParams, *, model: MTPModel) -> PreparedDrafter:
+        """Merges the modules with the parameters that they share with the trunk, and gathers the reduced head."""
         # Modules share the embedding, and often the head, with the trunk.
         merged = {**params, **draft_params.modules}
-        head = None
-        if draft_params.draft_ids is not None:
-            head = reduce_head(merged, draft_params.draft_ids, model=model)
-        return PreparedMTP(merged, head)
-
-    def max_shift(self, model: MTPModel) -> int:
-        """Returns the shift of the last module."""
-        return model.config.num_mtp_modules
+        ids = draft_params.draft_ids
+        return PreparedDrafter(merged, None if ids is None else reduce_head(merged, ids, model=model))
 
     def network(self, decoder: Decoder, weights: Weights) -> MTPNetwork:
         """Returns the modules, with their parameters."""
         return MTPNetwork(decoder, weights.drafter)
 
-    def num_caches(self, model: MTPModel, num_steps: int) -> int:
-        """Returns the number of modules that a call runs: at most one per level."""
-        return min(model.config.num_mtp_modules, num_steps)
-
-    def empty_module_cache(self, decoder: Decoder, batch: int, capacity: int, dtype: Any) -> Cache:
-        """Makes the cache of a module's one layer."""
-        config, spec = decoder.model.config, decoder.spec
-        return empty_cache(config, (config.mtp_kind,), batch, capacity, dtype, spec.kv_cache_dtype, spec.pool)
-
-    def state_size(self, model: MTPModel) -> int:
-        """Returns the trunk's width, D."""
-        return model.config.hidden_size
+    def sizes(self, model: MTPModel) -> ModuleSizes:
+        """Returns the modules' sizes: each has one layer like the trunk's."""
+        config = model.config
+        return ModuleSizes(config.num_mtp_modules, config, (config.mtp_kind,), config.hidden_size)
 
     def select_states(self, decoder: Decoder, output: TrunkOutput) -> jax.Array:
         """Picks the hidden states `[B, T, D]` that enter the modules."""
         return decoder.model.mtp_input_hidden(output)
-
-
-def check_tree(model: MTPModel, config: DecodeConfig) -> None:
-    """Checks that the model's modules can draft the tree of `config`.
-
-    Args:
-        config: settings with topk above 1.
-
-    Raises:
-        ValueError: if they cannot.
-    """
-    num_modules, num_draftable = model.config.num_mtp_modules, model.config.num_tokens or model.config.vocab_size
-    if num_modules > 1:
-        raise ValueError(
-            f"topk {config.topk} drafts trees, which need exactly one MTP module; the model has {num_modules}"
-        )
-    # A recurrent state cannot follow the branches of a tree.
-    if has_recurrent_layers(model.config):
-        raise ValueError(f"linear attention supports only chains: set topk to 1, got {config.topk}")
-    if config.draft_vocabulary is not None:
-        num_draftable = len(draftable_ids(config.draft_vocabulary, model))
-    if config.topk > num_draftable:
-        raise ValueError(f"topk {config.topk} exceeds the {num_draftable} tokens that can be drafted")
 
 
 def draftable_ids(ids: tuple[int, ...], model: MTPModel) -> np.ndarray:
@@ -164,5 +126,7 @@ def draftable_ids(ids: tuple[int, ...], model: MTPModel) -> np.ndarray:
     if not unique.size or unique[0] < 0 or unique[-1] >= model.config.vocab_size:
         raise ValueError(f"draft_vocabulary is empty or has ids outside 0..{model.config.vocab_size - 1}")
     if num_tokens <= unique[0]:
-        raise ValueError(f"draft_vocabulary has no usable token: ids from {num_tokens} on only pad the embedding table")
+        raise ValueError(
+            f"draft_vocabulary has no usable token: ids of {num_tokens} and above only pad the embedding table"
+        )
     return unique[unique < num_tokens]
