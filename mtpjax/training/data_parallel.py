@@ -18,7 +18,7 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 from mtpjax import compat, distributed
 from mtpjax.models.sharding import param_shardings, shard_params
 from mtpjax.training.config import TrainConfig
-from mtpjax.training.gradients import trainable_params
+from mtpjax.training.train_state import trainable_params
 
 
 def make_run_mesh(config: TrainConfig) -> Mesh | None:

@@ -27,57 +27,15 @@ from mtpjax.models.model import MTPModel
 from mtpjax.models.sharding import mesh_of
 from mtpjax.models.trunk import unstack_layers
 from mtpjax.training.corpus import Corpus
+from mtpjax.training.panel import KIND_TEMPERATURES, DecodedMetrics
 
 PROMPT_TOKENS, NEW_TOKENS = 64, 64
 PROMPTS_PER_BATCH = 32  # prompts in a batch, each at both temperatures
 COST_TIMINGS = 7  # timings of a round's parts at the end of a run
-KIND_TEMPERATURES = {"greedy": 0.0, "sampled": 1.0}  # kind -> temperature
 MAX_TIME_SHARE = 0.05  # largest fraction of the run's time for decoding during training
 FIRST_DECODING_SECONDS = 30.0  # assumed duration of the first decoding, which also compiles
 _NEWLINE = 10
-# Field of `DecodedMetrics` -> its key in `metrics.jsonl`.
-JSON_KEYS = {"accept_length": "real", "accept_length_low": "real_low", "accept_length_high": "real_high"}
 log = logging.getLogger("mtpjax.train")
-
-
-@dataclasses.dataclass(frozen=True)
-class DecodedMetrics:
-    """Metrics of one category of held-out prompts at one temperature. Accept lengths include the bonus token.
-
-    Attributes:
-        prompts: number of prompts.
-        looping: number of texts that repeat themselves (`is_looping`).
-        accept_length: accept length of decoding.
-        accept_length_low: lower end of its 95 % interval over prompts.
-        accept_length_high: upper end of the interval.
-        predicted: accept length computed from the trunk's own plain text (`mtpjax.evaluation.predict`).
-        teacher_forced: `1 + sum of survival` over all positions of that text, not only those where decoding drafts.
-        survival: per draft level, fraction of rounds of decoding that accepted it.
-        agreement: per draft level, fraction of positions where its arg-max is the trunk's.
-        overlap: per draft level, mean of `1 - TV(p, q)` over positions.
-        speed_up: ideal speed-up at batch 1, from `accept_length` and the measured costs of a round's parts; None: not
-            measured.
-        speed_up_low: lower end of its 95 % interval over prompts and timings.
-        speed_up_high: upper end of the interval.
-        waited: share of the timings' duration that threads waited for a core.
-        problem: the reason why the speed-up cannot be trusted (`mtpjax.evaluation.trust`); None: there is none.
-    """
-
-    prompts: int
-    looping: int
-    accept_length: float
-    accept_length_low: float
-    accept_length_high: float
-    predicted: float
-    teacher_forced: float
-    survival: tuple[float, ...]
-    agreement: tuple[float, ...]
-    overlap: tuple[float, ...]
-    speed_up: float | None = None
-    speed_up_low: float | None = None
-    speed_up_high: float | None = None
-    waited: float | None = None
-    problem: str | None = None
 
 
 class PanelDecoder:

@@ -15,8 +15,7 @@ import rich.console
 import rich.progress
 
 from mtpjax.data.jsonl_writer import JsonlWriter, read_resumable_records
-
-METRICS_FILE, PROFILE_FOLDER = "metrics.jsonl", "profile"
+from mtpjax.training.run_dir import METRICS_FILE, PROFILE_FOLDER
 
 
 class MetricsLog:

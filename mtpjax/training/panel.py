@@ -16,9 +16,52 @@ from mtpjax.drafters.trained import TrainedDrafter
 from mtpjax.evaluation.trust import mark, verdict
 from mtpjax.models.forward import forward, shift_left
 from mtpjax.models.model import MTPModel
-from mtpjax.training.decoding_eval import JSON_KEYS, KIND_TEMPERATURES, DecodedMetrics
 from mtpjax.training.losses import all_targets, valid_mean
 from mtpjax.training.position_losses import plain_terms
+
+KIND_TEMPERATURES = {"greedy": 0.0, "sampled": 1.0}  # kind -> temperature
+# Field of `DecodedMetrics` -> its key in `metrics.jsonl`.
+JSON_KEYS = {"accept_length": "real", "accept_length_low": "real_low", "accept_length_high": "real_high"}
+
+
+@dataclasses.dataclass(frozen=True)
+class DecodedMetrics:
+    """Metrics of one category of held-out prompts at one temperature. Accept lengths include the bonus token.
+
+    Attributes:
+        prompts: number of prompts.
+        looping: number of texts that repeat themselves (`is_looping`).
+        accept_length: accept length of decoding.
+        accept_length_low: lower end of its 95 % interval over prompts.
+        accept_length_high: upper end of the interval.
+        predicted: accept length computed from the trunk's own plain text (`mtpjax.evaluation.predict`).
+        teacher_forced: `1 + sum of survival` over all positions of that text, not only those where decoding drafts.
+        survival: per draft level, fraction of rounds of decoding that accepted it.
+        agreement: per draft level, fraction of positions where its arg-max is the trunk's.
+        overlap: per draft level, mean of `1 - TV(p, q)` over positions.
+        speed_up: ideal speed-up at batch 1, from `accept_length` and the measured costs of a round's parts; None: not
+            measured.
+        speed_up_low: lower end of its 95 % interval over prompts and timings.
+        speed_up_high: upper end of the interval.
+        waited: share of the timings' duration that threads waited for a core.
+        problem: the reason why the speed-up cannot be trusted (`mtpjax.evaluation.trust`); None: there is none.
+    """
+
+    prompts: int
+    looping: int
+    accept_length: float
+    accept_length_low: float
+    accept_length_high: float
+    predicted: float
+    teacher_forced: float
+    survival: tuple[float, ...]
+    agreement: tuple[float, ...]
+    overlap: tuple[float, ...]
+    speed_up: float | None = None
+    speed_up_low: float | None = None
+    speed_up_high: float | None = None
+    waited: float | None = None
+    problem: str | None = None
 
 
 @dataclasses.dataclass(frozen=True)

@@ -32,10 +32,9 @@ from mtpjax.errors import CheckpointError, UsageError
 from mtpjax.evaluation.plot_style import FORMATS
 from mtpjax.io import checkpoint
 from mtpjax.io.checkpoint_reader import CheckpointReader, own_share
-from mtpjax.training.log import METRICS_FILE, PROFILE_FOLDER
-from mtpjax.training.trackers import TENSORBOARD_FOLDER, WANDB_ID_FILE
 
 SETTINGS_FILE, STATES_FOLDER, LOCK_FILE = "run.json", "states", ".lock"
+METRICS_FILE, PROFILE_FOLDER, TENSORBOARD_FOLDER, WANDB_ID_FILE = "metrics.jsonl", "profile", "tensorboard", "wandb-id"
 # The plot's name is without the suffix of its format.
 CHECKPOINT_FOLDER, PLOT_NAME, MODEL_FILE = "checkpoint", "panel", "model.yaml"
 # Old settings while a run is being replaced. Marks the other files of the folder as ours if the process dies.

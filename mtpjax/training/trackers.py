@@ -12,8 +12,8 @@ from typing import Any, Protocol
 from mtpjax.atomic import write_text
 from mtpjax.errors import install_extra
 from mtpjax.training.config import TrainConfig
+from mtpjax.training.run_dir import TENSORBOARD_FOLDER, WANDB_ID_FILE
 
-TENSORBOARD_FOLDER, WANDB_ID_FILE = "tensorboard", "wandb-id"
 log = logging.getLogger("mtpjax.train")
 
 

@@ -12,7 +12,7 @@ from mtpjax.models.model import MTPModel
 from mtpjax.models.params import DRAFT_IDS, DRAFTER
 from mtpjax.training.callbacks import Callback
 from mtpjax.training.config import TrainConfig
-from mtpjax.training.loss_inputs import ObjectiveFunction
+from mtpjax.training.losses import ObjectiveFunction
 from mtpjax.training.panel import Panel
 from mtpjax.training.run import Run
 
