@@ -201,13 +201,9 @@ def encode_formatted(text: str, tokenizer: Tokenizer) -> tuple[list[int], np.nda
     while position >= 0:
         # Tokens from the end of the header up to and including the next end token.
         position += len(header)
-        place = int(np.searchsorted(starts, position))
-        while place < len(tokens):
-            is_target[place] = True
-            if tokens[place] in tokenizer.eos_token_ids:
-                break
-            place += 1
-        else:
-            is_target[place] = True  # the end token that packing adds
+        begin = int(np.searchsorted(starts, position))
+        # Without one, also the end token that packing adds.
+        ends = (place for place in range(begin, len(tokens)) if tokens[place] in tokenizer.eos_token_ids)
+        is_target[begin : next(ends, len(tokens)) + 1] = True
         position = text.find(header, position)
     return tokens, is_target

@@ -1,5 +1,6 @@
 """Keeps the text of users in a conversation from becoming special tokens: a message could end its own turn."""
 
+import dataclasses
 import functools
 import json
 import re
@@ -11,6 +12,35 @@ _COUNTER_DIGITS = 8
 _PREFIX = re.compile(r"(?=(9[0-7]{9}))")  # of marks; also where several overlap
 
 Spans = list[tuple[int, int]]  # start and end of parts of a text, ascending
+
+
+@dataclasses.dataclass(frozen=True)
+class RenderedChat:
+    """A conversation that a chat template has written.
+
+    Attributes:
+        text: the text.
+        hidden: start and end of the parts whose special tokens are only text, since a user or a tool wrote them.
+        generation: start and end of the template's `{% generation %}` blocks, which mark what the model writes; None:
+            the template has none, or they were not requested.
+    """
+
+    text: str
+    hidden: Spans
+    generation: Spans | None = None
+
+    def pieces(self, start: int = 0) -> list[tuple[int, str, bool]]:
+        """Cuts the text at the boundaries of hidden parts.
+
+        Returns for each piece, its first character's place, the piece, and True where special tokens are only text.
+        """
+        pieces = []
+        for begin, end in [*self.hidden, (len(self.text), len(self.text))]:
+            pieces += [(start, self.text[start:begin], False)] if begin > start else []
+            begin = max(begin, start)
+            pieces += [(begin, self.text[begin:end], True)] if end > begin else []
+            start = max(start, end)
+        return pieces
 
 
 class HiddenText:

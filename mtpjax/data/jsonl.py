@@ -4,9 +4,10 @@ import codecs
 import hashlib
 import json
 import pathlib
-from collections.abc import Generator, Iterator
+from collections.abc import Generator
 from typing import Any
 
+from mtpjax.messages import json_type_name
 from mtpjax.safe_open import open_regular, parse_json
 
 
@@ -68,22 +69,3 @@ def parse_json_object(content: bytes) -> dict[str, Any]:
     if not isinstance(record, dict):
         raise SkippedRecordError("corrupt", f"is not a JSON object but {json_type_name(record)}")
     return record
-
-
-def read_json_objects(path: pathlib.Path) -> Iterator[tuple[str, dict[str, Any]]]:
-    """Reads the objects of a JSONL file in which every line must be usable.
-
-    Yields `("FILE line N", object)` of each line that is not blank.
-    """
-    for place, line in read_raw_records(path, by_line=True):
-        try:
-            record = parse_json_object(line)
-        except SkippedRecordError as error:
-            raise ValueError(f"{place} {error}") from error
-        yield place, record
-
-
-def json_type_name(value: Any) -> str:
-    """Returns the JSON type of a value for an error message, such as "an object"."""
-    names = {dict: "an object", list: "a list", str: "a string", bool: "a boolean", type(None): "null"}
-    return names.get(type(value), "a number")

@@ -14,11 +14,12 @@ from typing import Any
 
 from mtpjax.atomic import write_text
 from mtpjax.data.jsonl_writer import JsonlWriter
-from mtpjax.data.regeneration_tasks import TASK_SKIP_REASONS
+from mtpjax.errors import printable
 from mtpjax.messages import count_of
 from mtpjax.safe_open import read_json_file
 
 FORMAT = "mtpjax-regenerated"
+SKIP_REASONS = ("corrupt", "empty", "too long", "unreadable")
 MAX_MANIFEST_BYTES = 1 << 20
 
 
@@ -42,7 +43,7 @@ class Tally:
     read: int = 0
     regenerated: int = 0
     cut: int = 0
-    skipped: dict[str, int] = dataclasses.field(default_factory=lambda: dict.fromkeys(TASK_SKIP_REASONS, 0))
+    skipped: dict[str, int] = dataclasses.field(default_factory=lambda: dict.fromkeys(SKIP_REASONS, 0))
     finished: dict[str, int] = dataclasses.field(default_factory=lambda: {"stop": 0, "length": 0})
     changed: int = 0
     tokens: int = 0
@@ -120,7 +121,7 @@ class RegenerationOutput:
             raise ValueError(f"{self.manifest_path} is damaged: {error}") from error
         # Records of different settings must not mix. A file without records may still change its settings.
         changed = [
-            f"{name} was {_shorten(stored_settings.get(name))}, is {_shorten(self.settings.get(name))}"
+            f"{name} was {printable(repr(stored_settings.get(name)), 80)}, is {printable(repr(self.settings.get(name)), 80)}"
             for name in sorted({*stored_settings, *self.settings})
             if stored_settings.get(name) != self.settings.get(name)
         ]
@@ -154,8 +155,3 @@ def open_output(path, settings: Mapping[str, Any], kind: str) -> Iterator[Regene
         else:
             output.write_manifest()
         yield output
-
-
-def _shorten(value: Any) -> str:
-    text = repr(value)
-    return text if len(text) <= 40 else f"{text[:37]}..."

@@ -1,8 +1,9 @@
 """Records that wait for a model's answers: texts to continue, and conversations to answer again."""
 
+import abc
 import pathlib
 from collections.abc import Sequence
-from typing import Any, Literal, Protocol
+from typing import Any, Literal
 
 from mtpjax.data.chat import TEMPLATE_DATE, encode_answers
 from mtpjax.data.jsonl import SkippedRecordError, decode_utf8
@@ -12,12 +13,11 @@ from mtpjax.data.record_forms import find_messages, has_conversation, without_co
 from mtpjax.data.tokenizer import ConversationError, Tokenizer, TokenizerError
 from mtpjax.errors import DroppedTextError
 
-TASK_SKIP_REASONS = ("corrupt", "empty", "too long", "unreadable")  # why a record is skipped
 DOCUMENT_PROMPT_TOKENS = 64  # tokens of a document that are kept as its prompt
 RecordKind = Literal["conversations", "prompts", "documents"]
 
 
-class Task(Protocol):
+class Task(abc.ABC):
     """A record that waits for answers.
 
     Attributes:
@@ -26,10 +26,14 @@ class Task(Protocol):
         is_truncated: the last answers had no room.
     """
 
-    prompt: list[int] | None
-    finish_reasons: list[str]
-    is_truncated: bool
+    prompt: list[int] | None = None
+    is_truncated = False
 
+    def __init__(self, tokenizer: Tokenizer, extra_fields: dict[str, Any]):
+        self.tokenizer, self.extra_fields = tokenizer, extra_fields
+        self.finish_reasons: list[str] = []
+
+    @abc.abstractmethod
     def add_answer(self, tokens: list[int], finish_reason: str) -> bool:
         """Adds an answer and moves to the next prompt.
 
@@ -39,11 +43,10 @@ class Task(Protocol):
         Returns:
             True if training will tokenize the record's text so far as the same tokens.
         """
-        ...
 
+    @abc.abstractmethod
     def record(self) -> dict[str, Any]:
         """Returns the finished record. Raises `SkippedRecordError` if training could not read it."""
-        ...
 
 
 def detect_record_kind(paths: Sequence[pathlib.Path]) -> RecordKind:
@@ -108,15 +111,12 @@ def make_task(
     return TextTask(prompt, tokenizer, extra_fields)
 
 
-class TextTask:
+class TextTask(Task):
     """A text to continue."""
 
-    prompt: list[int] | None
-    is_truncated = False
-
     def __init__(self, prompt: list[int], tokenizer: Tokenizer, extra_fields: dict[str, Any]):
-        self.prompt, self.tokenizer, self.extra_fields, self.text = prompt, tokenizer, extra_fields, ""
-        self.finish_reasons: list[str] = []
+        super().__init__(tokenizer, extra_fields)
+        self.prompt, self.text = prompt, ""
 
     def add_answer(self, tokens: list[int], finish_reason: str) -> bool:
         # Store the decoded text. It may tokenize differently: a continuation can merge across the cut.
@@ -129,23 +129,20 @@ class TextTask:
         return {**self.extra_fields, "text": self.text, "finish_reasons": self.finish_reasons}
 
 
-class ConversationTask:
+class ConversationTask(Task):
     """A conversation whose assistant messages are answered again, except those with `"weight": 0`.
 
     A user's message at the end gets an answer too.
     """
 
-    is_truncated = False
-
     def __init__(
         self, messages: list[dict], tokenizer: Tokenizer, max_prompt_tokens: int, extra_fields: dict[str, Any]
     ):
-        self.tokenizer, self.max_prompt_tokens, self.extra_fields = tokenizer, max_prompt_tokens, extra_fields
+        super().__init__(tokenizer, extra_fields)
+        self.max_prompt_tokens = max_prompt_tokens
         self.template_variables = {"tools": extra_fields.get("tools")}
         self.remaining = [*messages, {"role": "assistant"}] if messages[-1]["role"] == "user" else list(messages)
         self.messages: list[dict[str, Any]] = []
-        self.finish_reasons: list[str] = []
-        self.prompt: list[int] | None = None
         self._advance()
         if self.prompt is None:
             raise SkippedRecordError("too long" if self.is_truncated else "empty", "has no answer to regenerate")

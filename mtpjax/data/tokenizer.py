@@ -9,11 +9,17 @@ from collections.abc import Callable, Iterable, Sequence
 from typing import Any, Protocol
 
 from mtpjax.data.chat_messages import clean_messages, clean_tools, text_of
-from mtpjax.data.chat_template import DEFAULT, ChatTemplates, RenderedChat, read_chat_templates
-from mtpjax.data.decoder_stages import Utf8Stage
-from mtpjax.data.end_tokens import find_end_tokens
-from mtpjax.data.incremental_decoder import IncrementalDecoder, TokenizerDecoder
-from mtpjax.data.tokenizer_checks import check_expansion, read_json_object, rust_errors
+from mtpjax.data.chat_template import ChatTemplates
+from mtpjax.data.hidden_text import RenderedChat
+from mtpjax.data.incremental_decoder import IncrementalDecoder, TokenizerDecoder, Utf8Stage
+from mtpjax.data.tokenizer_files import (
+    DEFAULT_TEMPLATE,
+    check_expansion,
+    find_end_tokens,
+    read_chat_templates,
+    read_json_object,
+    rust_errors,
+)
 from mtpjax.errors import ConversationError, TokenizerError
 from mtpjax.io.huggingface_files import (
     MAX_TOKENIZER_BYTES,
@@ -181,7 +187,9 @@ class HuggingFaceTokenizer:
         }
         eos_token = self._special_tokens().get("eos_token")
         self.eos_token_ids = find_end_tokens(folder, self._tokenizer, eos_token, vocab_size=vocab_size, **files)
-        templates = read_chat_templates(folder, self._settings) if chat_template is None else {DEFAULT: chat_template}
+        templates = (
+            read_chat_templates(folder, self._settings) if chat_template is None else {DEFAULT_TEMPLATE: chat_template}
+        )
         self.chat_templates = ChatTemplates(templates, self._special_tokens(), self._special_names)
         # The digest covers everything that decides the tokens, so that a resumed run notices a changed template.
         chat_setting = self.chat_templates.setting

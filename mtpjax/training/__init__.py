@@ -8,11 +8,11 @@ from mtpjax.training.callbacks import Callback, TrainEvent
 from mtpjax.training.corpus import Corpus, load_corpus
 from mtpjax.training.gradients import TrainSpec
 from mtpjax.training.losses import LossInputs, mtp_scale_at, multi_depth_loss
-from mtpjax.training.model_yaml import model_to_yaml, read_model_config
 from mtpjax.training.panel import Panel, acceptance_panel
 from mtpjax.training.progress import learning_rate_at
 from mtpjax.training.step import make_optimizer, train_step
 from mtpjax.training.train_state import TrainState, init_train_state
+from mtpjax.training.yaml_config import model_to_yaml, read_model_config
 
 __all__ = [
     "Batch",

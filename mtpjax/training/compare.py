@@ -8,10 +8,9 @@ from typing import Any
 
 from mtpjax.console import narrow_table, split_columns
 from mtpjax.evaluation.trust import mark, verdict
-from mtpjax.safe_open import read_json_file
 from mtpjax.training.log import read_metrics
-from mtpjax.training.model_yaml import flatten_settings
-from mtpjax.training.run_dir import MAX_SETTINGS_BYTES, METRICS_FILE, SETTINGS_FILE, RunError
+from mtpjax.training.run_dir import METRICS_FILE, RunError, read_run_file
+from mtpjax.training.yaml_config import flatten_settings
 
 
 @dataclasses.dataclass(frozen=True)
@@ -43,19 +42,15 @@ def read_run(folder) -> RunRecord:
         RunError: the folder is not a run folder, is damaged, or has no evaluation yet. One line.
     """
     folder = pathlib.Path(folder)
-    # A folder without `run.json` is not a run; every other failure to read it means damage.
+    settings, fingerprint, _ = read_run_file(folder)
     try:
-        stored = read_json_file(folder / SETTINGS_FILE, max_bytes=MAX_SETTINGS_BYTES)
-        settings, fingerprint = flatten_settings(stored["settings"]), str(stored["fingerprint"])
         history = read_metrics(folder / METRICS_FILE)
-    except (FileNotFoundError, NotADirectoryError):
-        raise RunError(f"{folder} is not a run folder: it has no {SETTINGS_FILE}") from None
-    except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
-        raise RunError(f"{folder / SETTINGS_FILE} is damaged: {type(error).__name__}: {error}") from error
+    except (OSError, ValueError) as error:
+        raise RunError(f"{folder / METRICS_FILE} is damaged: {error}") from error
     # The comparison shows the last evaluation, so there must be at least one.
     if not any("eval" in row for row in history):
         raise RunError(f"{folder} has not evaluated yet: {METRICS_FILE} holds {len(history)} rows and no panel")
-    return RunRecord(str(folder), settings, fingerprint, history)
+    return RunRecord(str(folder), flatten_settings(settings), fingerprint, history)
 
 
 def tables(runs: Sequence[RunRecord], width: int = 80) -> Iterator[Any]:

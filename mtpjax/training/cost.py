@@ -8,9 +8,8 @@ from typing import Any
 import numpy as np
 
 from mtpjax.drafters.load import DRAFTER_FOLDER
-from mtpjax.safe_open import read_json_file
 from mtpjax.training.log import read_metrics
-from mtpjax.training.run_dir import CHECKPOINT_FOLDER, MAX_SETTINGS_BYTES, METRICS_FILE, SETTINGS_FILE
+from mtpjax.training.run_dir import CHECKPOINT_FOLDER, METRICS_FILE, read_run_file
 
 
 @dataclasses.dataclass(frozen=True)
@@ -42,7 +41,7 @@ def read_training_cost(folder) -> TrainingCost | None:
     folder = pathlib.Path(folder)
     folder = folder.parent if folder.name in (DRAFTER_FOLDER, CHECKPOINT_FOLDER) else folder
     try:
-        settings = read_json_file(folder / SETTINGS_FILE, max_bytes=MAX_SETTINGS_BYTES)["settings"]
+        settings, _, _ = read_run_file(folder)
         # A run that trained trunk and modules together does not show the cost of the modules. Nor does a run that
         # continued training a drafter show the cost of earlier updates.
         if settings["trains"] != "modules" or settings.get("draft_init_from"):

@@ -26,7 +26,6 @@ from mtpjax.training.corpus import Corpus
 class InitialDrafter(NamedTuple):
     """The drafter of a run before its first update."""
 
-    method: DraftMethod
     drafter: TrainedDrafter
     params: DraftParams | None  # None: new weights, which `add_drafter` makes
 
@@ -42,7 +41,7 @@ def initial_drafter(config: TrainConfig, model: MTPModel) -> InitialDrafter | No
     if method.is_of_model:
         return None
     if config.draft_init_from is None:
-        return InitialDrafter(method, new_drafter(config, model.config), None)
+        return InitialDrafter(new_drafter(config, model.config), None)
     # A run replaces the drafter in its folder, and a resumed run reads its original drafter again.
     path, output = (pathlib.Path(each).resolve() for each in (config.draft_init_from, config.output))
     if path.is_relative_to(output):
@@ -54,7 +53,7 @@ def initial_drafter(config: TrainConfig, model: MTPModel) -> InitialDrafter | No
     _check_settings(config, method, drafter)
     # Fail now if the drafter could not be saved at the end of the run.
     find_form(method, drafter.architecture, has_draft_ids=params.draft_ids is not None)
-    return InitialDrafter(method, drafter, params)
+    return InitialDrafter(drafter, params)
 
 
 def add_drafter(
@@ -64,7 +63,7 @@ def add_drafter(
     if initial.params is not None:
         return params | initial.params.beside_trunk(), initial.drafter
     drafter, ids = fit_to_data(initial.drafter, config, corpus)
-    settings = {"model": model, "method": initial.method, "drafter": drafter, "draft_ids": ids}
+    settings = {"model": model, "method": config.draft_method, "drafter": drafter, "draft_ids": ids}
     return add_new_drafter(params, **settings, key=jax.random.key(config.seed)), drafter
 
 
@@ -118,21 +117,16 @@ def fit_to_data(
     method, own = config.draft_method, drafter.architecture
     assert method.training is not None
     V = own.trunk.vocab_size
-    counts = _count_tokens(corpus, V)
+    # Count the targets of the training rows.
+    counts = np.zeros(V, np.int64)
+    for rows in corpus.source_rows:
+        counts += np.bincount(rows.tokens[(rows.segment_ids > 0) & rows.loss_mask], minlength=V)
     # Every text must be able to end.
     ends = [token for token in corpus.tokenizer.eos_token_ids if token < V]
     drafter = method.for_architecture(method.training.fit_to_data(own, config, counts, ends))
     if (size := own.draft_vocab_size) == V:
         return drafter, None
     return drafter, jnp.array(choose_vocabulary(counts, size, required_ids=ends), jnp.int32)
-
-
-def _count_tokens(corpus: Corpus, vocab_size: int) -> np.ndarray:
-    """Counts the targets of the training rows by token, `[V]` int64."""
-    counts = np.zeros(vocab_size, np.int64)
-    for rows in corpus.source_rows:
-        counts += np.bincount(rows.tokens[(rows.segment_ids > 0) & rows.loss_mask], minlength=vocab_size)
-    return counts
 
 
 def add_new_drafter(

@@ -39,7 +39,6 @@ from mtpjax.training.initial_drafter import add_drafter, initial_drafter, save_t
 from mtpjax.training.initial_model import init_model, num_trained_depths
 from mtpjax.training.log import MetricsLog, peak_memory_bytes, trace_window
 from mtpjax.training.losses import ObjectiveFunction, mtp_scale_at
-from mtpjax.training.model_yaml import model_to_yaml
 from mtpjax.training.panel import Panel, acceptance_panel
 from mtpjax.training.plots import plot_run
 from mtpjax.training.progress import ProgressClock, learning_rate_at
@@ -47,6 +46,7 @@ from mtpjax.training.run_settings import check_settings, settings_to_json
 from mtpjax.training.step import make_optimizer, train_step
 from mtpjax.training.trackers import open_trackers, require_trackers
 from mtpjax.training.train_state import TrainState, init_train_state
+from mtpjax.training.yaml_config import model_to_yaml
 
 logger = logging.getLogger("mtpjax.train")
 

@@ -32,6 +32,7 @@ from mtpjax.errors import CheckpointError, UsageError
 from mtpjax.evaluation.plot_style import FORMATS
 from mtpjax.io import checkpoint
 from mtpjax.io.checkpoint_reader import CheckpointReader, own_share
+from mtpjax.safe_open import read_json_file
 
 SETTINGS_FILE, STATES_FOLDER, LOCK_FILE = "run.json", "states", ".lock"
 METRICS_FILE, PROFILE_FOLDER, TENSORBOARD_FOLDER, WANDB_ID_FILE = "metrics.jsonl", "profile", "tensorboard", "wandb-id"
@@ -124,6 +125,21 @@ def begin(folder: pathlib.Path, settings: Mapping[str, Any], fingerprint: str, *
     write_text(folder / SETTINGS_FILE, json.dumps(content, indent=1) + "\n")
     (folder / REPLACED_FILE).unlink(missing_ok=True)
     return run_id
+
+
+def read_run_file(folder: pathlib.Path) -> tuple[dict[str, Any], str, str]:
+    """Reads `run.json`: the settings of a run, the fingerprint of its data, and its identifier.
+
+    Raises:
+        RunError: there is no such file, or it is damaged.
+    """
+    try:
+        stored = read_json_file(folder / SETTINGS_FILE, max_bytes=MAX_SETTINGS_BYTES)
+        return dict(stored["settings"]), str(stored["fingerprint"]), stored["run"]
+    except (FileNotFoundError, NotADirectoryError):
+        raise RunError(f"{folder} is not a run folder: it has no {SETTINGS_FILE}") from None
+    except (OSError, ValueError, KeyError, TypeError) as error:
+        raise RunError(f"{folder / SETTINGS_FILE} is damaged: {type(error).__name__}: {error}") from error
 
 
 def check_outputs(folder: pathlib.Path) -> None:

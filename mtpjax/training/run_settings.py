@@ -7,10 +7,9 @@ import pathlib
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from mtpjax.safe_open import read_json_file
 from mtpjax.training.config import TrainConfig
 from mtpjax.training.losses import ObjectiveFunction, describe_objective
-from mtpjax.training.run_dir import MAX_SETTINGS_BYTES, SETTINGS_FILE, RunError
+from mtpjax.training.run_dir import RunError, read_run_file
 
 # Settings that may differ when a run resumes, because they do not change an update. Accumulation, remat and mesh are
 # not among them: they change its rounding.
@@ -46,13 +45,7 @@ def check_settings(
     Raises:
         RunError: the folder holds no run, the run is damaged, or something else differs; the message names both values.
     """
-    try:
-        stored = read_json_file(folder / SETTINGS_FILE, max_bytes=MAX_SETTINGS_BYTES)
-        before, data_before, run_id = dict(stored["settings"]), stored["fingerprint"], stored["run"]
-    except FileNotFoundError:
-        raise RunError(f"{folder} holds no run to resume: {SETTINGS_FILE} is missing") from None
-    except (OSError, ValueError, KeyError, TypeError) as error:
-        raise RunError(f"{folder / SETTINGS_FILE} is damaged: {error}") from error
+    before, data_before, run_id = read_run_file(folder)
     # Compare as JSON, in which tuples are lists. A setting missing on one side counts as None.
     free = {*CHANGEABLE_SETTINGS, *allowed_changes}
     now = json.loads(json.dumps(dict(settings)))

@@ -97,8 +97,7 @@ def train(
     with run.open(resume=resume, overwrite=overwrite, allowed_changes=allowed_changes):
         run.update_until_done()
         params, path, panel = run.finish()
-    result = TrainResult(MTPModel(run.model.config), params, path, run.corpus.held_out, panel, run.log.history)
-    if run.drafter is None:
-        return result
-    trunk = {name: leaf for name, leaf in params.items() if name not in (DRAFTER, DRAFT_IDS)}
-    return dataclasses.replace(result, params=trunk, drafter=run.drafter, draft_params=DraftParams.of(params))
+    draft_params = None if run.drafter is None else DraftParams.of(params)
+    params = {name: leaf for name, leaf in params.items() if name not in (DRAFTER, DRAFT_IDS)}
+    found = run.corpus.held_out, panel, run.log.history
+    return TrainResult(MTPModel(run.model.config), params, path, *found, run.drafter, draft_params)

@@ -168,7 +168,7 @@ def test_other_data_and_other_runs_are_refused(tmp_path):
     run_settings.check_settings(tmp_path, {}, "another", ["data"])
     with pytest.raises(RunError, match="holds a run: continue it"):
         run_dir.begin(tmp_path, {}, "digest", overwrite=False)
-    with pytest.raises(RunError, match="holds no run to resume"):
+    with pytest.raises(RunError, match=r"is not a run folder: it has no run\.json"):
         run_settings.check_settings(tmp_path / "empty", {}, "digest")
     (tmp_path / "run.json").write_text("{")
     with pytest.raises(RunError, match="is damaged"):
@@ -187,7 +187,7 @@ def test_a_crash_while_overwriting_leaves_no_run_to_resume(owner, name, tmp_path
         with pytest.raises(Killed):
             run_dir.begin(tmp_path, {"seed": 1}, "digest", overwrite=True)
     for seed in (0, 1):
-        with pytest.raises(RunError, match="holds no run to resume"):
+        with pytest.raises(RunError, match=r"is not a run folder: it has no run\.json"):
             run_settings.check_settings(tmp_path, {"seed": seed}, "digest")
     run_dir.begin(tmp_path, {"seed": 1}, "digest", overwrite=False)
     assert run_dir.restore_state(tmp_path, state_at(0)) is None

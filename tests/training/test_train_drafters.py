@@ -216,14 +216,14 @@ def test_default_layers_fit_every_trunk():
         ({"drafter": "medusa", "draft_layers": (1,)}, "draft_layers needs drafter 'eagle3', 'dflash', 'dspark', not"),
         ({"draft_anchors": 3}, "draft_anchors needs drafter 'dflash', 'dspark', not 'eagle3'"),
         ({"drafter": "dflash", "draft_markov_rank": 3}, "draft_markov_rank needs drafter 'dspark', not 'dflash'"),
-        ({"drafter": "dflash", "draft_num_layers": 0}, "draft_num_layers must be at least 1, is 0"),
+        ({"drafter": "dflash", "draft_num_layers": 0}, "draft_num_layers must be at least 1, not 0"),
         ({"drafter": "dspark", "num_depths": 1}, "needs num_depths of at least 2"),
         ({"model": {"num_mtp_modules": 2}}, "do not set model.num_mtp_modules"),
         ({"mesh": {"data": 2}}, "leave out mesh"),
         ({"attention_layout": "stream"}, "must be 'ttt'"),
         ({"remat": "layers"}, "leaves frozen"),
         ({"num_depths": 0}, "num_depths of at least 1"),
-        ({"draft_vocab_size": -1}, "must not be negative"),
+        ({"draft_vocab_size": -1}, "must be at least 0"),
     ],
 )
 def test_wrong_settings_are_refused(changes, message):
