@@ -25,7 +25,7 @@ class Forms:
         content: as "given", as "text", as "parts", or as "one part".
         text_roles: roles whose content is a text in any case.
         empty: the content of an answer without text: "text" (an empty one), "null" or "absent"; "usual": as OpenAI's
-            API writes it, null beside tool calls, and else an empty text.
+            API writes it, null with tool calls, and otherwise an empty text.
         arguments: of tool calls: as "given", as "object", as JSON "text", or as "object or text", which is text only
             where it is not the JSON text of an object.
         calls: "wrapped" in a "function" field, or "bare".

@@ -54,7 +54,7 @@ class ChatTemplates:
 
     @property
     def setting(self) -> Any:
-        """The value of `chat_template` in a `tokenizer_config.json` that stands for these templates."""
+        """The value of `chat_template` with which a `tokenizer_config.json` stores these templates."""
         if list(self.templates) in ([], [DEFAULT_TEMPLATE]):
             return self.templates.get(DEFAULT_TEMPLATE)
         return [{"name": name, "template": template} for name, template in self.templates.items()]
@@ -73,7 +73,7 @@ class ChatTemplates:
 
         Args:
             **variables: further variables of the template, such as `enable_thinking`; `strftime_now` may be a date,
-                which the template's function of that name then takes for today.
+                which the template then takes as today.
         """
         _check_size("", messages)
         messages, tools = clean_messages(messages), clean_tools(tools)
@@ -87,7 +87,7 @@ class ChatTemplates:
         if not names:
             others = ", ".join(printable(name, 40) for name in self.templates)
             raise TokenizerError(
-                f"the checkpoint has no chat template named {DEFAULT_TEMPLATE}, only {others}"
+                f"the checkpoint has no chat template '{DEFAULT_TEMPLATE}', only {others}"
                 if others
                 else "the checkpoint has no chat template"
             )

@@ -1,4 +1,4 @@
-"""Keeps the text of users in a conversation from becoming special tokens: a message could end its own turn."""
+"""Keeps special tokens in users' messages from taking effect: otherwise a message could end its own turn."""
 
 import dataclasses
 import functools
@@ -32,7 +32,7 @@ class RenderedChat:
     def pieces(self, start: int = 0) -> list[tuple[int, str, bool]]:
         """Cuts the text at the boundaries of hidden parts.
 
-        Returns for each piece, its first character's place, the piece, and True where special tokens are only text.
+        Returns the index of each piece's first character, the piece, and whether its special tokens are only text.
         """
         pieces = []
         for begin, end in [*self.hidden, (len(self.text), len(self.text))]:

@@ -12,7 +12,7 @@ text. Each stage here takes one piece at a time and returns the pieces that late
     Fuse, ByteLevel              make one piece of all: later stages then see parts of one piece
     Strip after them             drops characters at the start, and holds back those that it may drop at the end
 
-A stage that is not in this list holds back all text to the end, and then runs once over everything.
+An unknown stage holds back all text until the end, and then runs once over all of it.
 """
 
 import codecs
@@ -67,7 +67,7 @@ class MapStage(Stage):
 
 
 class FirstTokenStage(Stage):
-    """Takes the first of a pair for the first token, the second for all others."""
+    """Receives pairs: returns the first element for the first token, the second for all others."""
 
     def __init__(self):
         self._index = 0
@@ -79,7 +79,7 @@ class FirstTokenStage(Stage):
 
 
 class LastTokenStage(Stage):
-    """Takes the second of a pair for the last token, the first for all others."""
+    """Receives pairs: returns the second element for the last token, the first for all others."""
 
     def __init__(self):
         self._held: tuple[str, str] | None = None
@@ -93,7 +93,7 @@ class LastTokenStage(Stage):
 
 
 class ChangedTokenStage(Stage):
-    """Drops tokens that equal the previous one, and tokens without text. A pair: the token, its text."""
+    """Receives pairs of token and text: drops tokens that equal the previous one, and tokens without text."""
 
     def __init__(self):
         self._before: str | None = None
@@ -115,7 +115,7 @@ class ByteFallbackStage(Stage):
 
     @property
     def has_whole_characters(self) -> bool:
-        """The run, which may still break, is whole characters so far."""
+        """Returns whether the run's bytes are whole characters so far. Later bytes can still make it invalid."""
         return bool(self._text) and not self._is_broken and not self._decoder.getstate()[0]
 
     def push(self, piece: str | bytes) -> Iterable[str]:
@@ -184,7 +184,7 @@ class ReplaceStage(Stage):
 
 
 class WholeTextStage(Stage):
-    """Runs all later stages over the whole text at its end, for stages that are not known."""
+    """Runs an unknown stage and all later ones over the whole text at its end."""
 
     def __init__(self, decoder: Any, is_fused: bool):
         self._decoder, self._is_fused, self._pieces = decoder, is_fused, []
@@ -203,7 +203,7 @@ class IncrementalDecoder:
     """Decodes the tokens of one text.
 
     Args:
-        piece_of: returns the piece that a token gives the first stage; None if it stands for no text.
+        piece_of: returns a token's piece for the first stage; None if the token has no text.
         stages: new stages, in order, at least one.
         prompt: tokens before the text, of which the last few affect its start. Their text is not returned, except a
             character that starts in them and ends in the text.
@@ -262,7 +262,7 @@ class IncrementalDecoder:
 
 
 class TokenizerDecoder:
-    """The pieces of text of a tokenizer's tokens; `start` begins a text.
+    """Makes incremental decoders for a tokenizer.
 
     Args:
         tokenizer: a `tokenizers.Tokenizer`. Its vocabulary and decoder must not change.
@@ -344,7 +344,7 @@ def _token_stage(step: dict[str, Any]) -> tuple[Callable | None, Callable[[], St
 
 
 def _fused_stage(step: dict[str, Any]) -> tuple[Callable | None, Callable[[], Stage] | None] | None:
-    """Returns them for a step that gets one piece in parts, after the pieces were joined."""
+    """Returns the same for a step after the pieces were joined, which receives one piece in parts."""
     kind = step["type"]
     if kind == "Fuse":
         return None, None
@@ -371,7 +371,7 @@ def _rust_decoder(step: dict[str, Any]) -> Any:
 
 
 def _byte_of_name(piece: str) -> str | bytes:
-    """Returns the byte of a token such as <0xE5>; other tokens as they are."""
+    """Returns the byte of a token such as <0xE5>; other tokens unchanged."""
     found = _BYTE_TOKEN.fullmatch(piece)
     return bytes([int(found[1], 16)]) if found else piece
 

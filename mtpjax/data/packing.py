@@ -20,12 +20,12 @@ class Document:
     """One file, or one record of a file.
 
     Attributes:
-        name: where it comes from.
+        name: file of the document, with the line or item of a record.
         tokens: `[n]` uint8 or int32, without the end token that packing adds.
         loss_mask: `[n + 1]` bool, true where a token is a target, the last entry for the end token; None: all are
             targets.
         category: the group under which evaluations report it.
-        origin: digest of the record that it is a part of; "" for a whole record.
+        origin: digest of the record of which it is a part; "" for a whole record.
 
     Example:
         >>> import numpy as np

@@ -23,7 +23,7 @@ class Task(abc.ABC):
     Attributes:
         prompt: tokens before the next answer; None when all answers are given.
         finish_reasons: finish reasons of the answers so far.
-        is_truncated: the last answers had no room.
+        is_truncated: the last answers did not fit.
     """
 
     prompt: list[int] | None = None
@@ -166,7 +166,7 @@ class ConversationTask(Task):
         return {**self.extra_fields, "messages": self.messages, "finish_reasons": self.finish_reasons}
 
     def _advance(self) -> None:
-        """Moves to the next answer to generate; ends the conversation if an answer has no room."""
+        """Moves to the next answer to generate; ends the conversation if an answer does not fit."""
         self.prompt, num_answered = None, len(self.messages)
         while self.remaining:
             message = self.remaining.pop(0)
@@ -177,8 +177,8 @@ class ConversationTask(Task):
             try:
                 prompt = self._encode_messages(add_generation_prompt=True)
             except ConversationError as error:
-                # A template that rejects the first prompt makes the record unusable; later, the conversation ends
-                # there.
+                # A template that rejects the first prompt makes the record unusable. Later, the conversation ends
+                # before the rejected prompt.
                 if not self.finish_reasons:
                     reason = "unreadable" if isinstance(error, DroppedTextError) else "corrupt"
                     raise SkippedRecordError(reason, str(error)) from error

@@ -50,7 +50,7 @@ class SourceContents:
 def end_token_id(tokenizer: Tokenizer) -> int:
     """Returns the token that ends a document: the tokenizer's first end token."""
     if not tokenizer.eos_token_ids:
-        raise TokenizerError("the tokenizer names no end token, which must separate documents")
+        raise TokenizerError("the tokenizer has no end token, which must separate documents")
     return tokenizer.eos_token_ids[0]
 
 
@@ -74,7 +74,7 @@ def read_source(source: Source, tokenizer: Tokenizer, *, vocab_size: int, output
         listed = list_data_files(source.path, source.pattern, output=output)
         paths, contents.left_out = listed.paths, listed.describe_left_out()
     if source.kind == "auto" and source.field and not any(map(is_record_file, paths)):
-        raise ValueError(f"field '{source.field}' names a field of records, and {name} has only texts")
+        raise ValueError(f"field '{source.field}' is unused: {name} has only texts, no records")
     texts = {str(path) for path in paths if not is_record_file(path)}
     for place, content in read_file_records(paths, by_line=by_line, files=contents.files):
         try:

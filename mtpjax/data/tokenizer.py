@@ -42,12 +42,12 @@ class Tokenizer(Protocol):
 
     @property
     def special_token_ids(self) -> tuple[int, ...]:
-        """Tokens that stand for no text."""
+        """Tokens without text."""
         ...
 
     @property
     def digest(self) -> str:
-        """Hexadecimal sha256 of everything that decides the tokens of a text or a conversation, and the end tokens."""
+        """Hexadecimal sha256 of everything that determines the tokens of texts and conversations, and the end tokens."""
         ...
 
     def encode(self, text: str) -> list[int]: ...
@@ -123,17 +123,17 @@ class ByteTokenizer:
     def apply_chat_template(self, messages: list[dict[str, Any]], **template_variables: Any) -> list[int]:
         """Encodes a conversation as plain text: a line `role: content` per message; an answer ends with the end token.
 
-        Small models of bytes have no chat template.
+        Byte-level models have no chat template.
 
         Args:
             **template_variables: `add_generation_prompt` and `tools`; others are ignored.
         """
         tokens: list[int] = []
         if clean_tools(template_variables.get("tools")):
-            raise ConversationError("a model of bytes has no form for tools")
+            raise ConversationError("byte-level models do not support tools")
         for number, message in enumerate(clean_messages(messages), start=1):
             if "tool_calls" in message:
-                raise ConversationError(f"message {number}: a model of bytes has no form for tool calls")
+                raise ConversationError(f"message {number}: byte-level models do not support tool calls")
             role, content = message["role"], text_of(message.get("content"))
             is_answer = role == "assistant"
             try:
@@ -156,7 +156,7 @@ class HuggingFaceTokenizer:
     Args:
         folder: the directory, or the GGUF file.
         vocab_size: V of the model.
-        chat_template: a chat template instead of those in the files.
+        chat_template: jinja2 template that replaces those in the files.
 
     Raises:
         TokenizerError: a file is damaged, or a token is outside `vocab_size`.
@@ -197,7 +197,7 @@ class HuggingFaceTokenizer:
         self.digest = hashlib.sha256(json.dumps(digest_parts, sort_keys=True).encode()).hexdigest()
 
     def _build(self, content: bytes) -> None:
-        """Makes what the package reads from a `tokenizer.json`."""
+        """Makes the objects of the tokenizers package."""
         import tokenizers
 
         self._content, self._tokenizer = content, tokenizers.Tokenizer.from_buffer(content)
@@ -295,7 +295,7 @@ class HuggingFaceTokenizer:
         return plain
 
     def encode_with_starts(self, text: str) -> tuple[list[int], list[int]]:
-        """Encodes a text that has its special tokens already.
+        """Encodes a text that already contains its special tokens.
 
         Returns the tokens, and the character at which each begins, ascending.
         """
@@ -326,10 +326,10 @@ def load_tokenizer(path, vocab_size: int | None = None, *, chat_template: str | 
 
     Args:
         path: anything that `mtpjax.load` takes: a checkpoint, a run folder that holds one, a Hugging Face directory, a
-            GGUF file, or `org/name` of the Hugging Face Hub. Of a checkpoint that came from a Hugging Face directory,
-            the tokenizer of that directory.
+            GGUF file, or `org/name` of the Hugging Face Hub. For a checkpoint that was converted
+            from a Hugging Face directory, the tokenizer of that directory.
         vocab_size: V of the model; None: that of the checkpoint's `config.json`.
-        chat_template: a chat template instead of the checkpoint's.
+        chat_template: jinja2 template that replaces the checkpoint's.
 
     Returns:
         A tokenizer with `encode(text)`, `decode(ids)`, `apply_chat_template(messages)` and `eos_token_ids`: a
@@ -337,8 +337,8 @@ def load_tokenizer(path, vocab_size: int | None = None, *, chat_template: str | 
 
     Raises:
         CheckpointError: the path does not exist.
-        TokenizerError: there is neither, and the vocabulary is not the 256 bytes, or a chat template is given, which
-            bytes do not support.
+        TokenizerError: there is neither file and the vocabulary is not the 256 bytes, or `chat_template` is given
+            without a tokenizer file.
 
     Example:
         >>> import tempfile
@@ -358,7 +358,7 @@ def load_tokenizer(path, vocab_size: int | None = None, *, chat_template: str | 
         )
     vocab_size = read_vocab_size(path) if vocab_size is None else vocab_size
     if vocab_size is None:
-        raise TokenizerError(f"{path} has no config.json with a vocab_size: give that of the model as vocab_size")
+        raise TokenizerError(f"{path} has no config.json with a vocab_size: pass the model's vocab_size")
     folder = huggingface_folder(path)
     if has_tokenizer(folder):
         return HuggingFaceTokenizer(folder, vocab_size, chat_template=chat_template)
@@ -368,8 +368,8 @@ def load_tokenizer(path, vocab_size: int | None = None, *, chat_template: str | 
         return ByteTokenizer()
     other = [name for name in OTHER_FORMATS if (folder / name).exists()]
     way_on = (
-        f". Its {other[0]} is of another format: load it with transformers.AutoTokenizer and write a tokenizer.json "
-        "with save_pretrained"
+        f". Its {other[0]} has an unsupported format: load it with transformers.AutoTokenizer and write a "
+        "tokenizer.json with save_pretrained"
         if other
         else ""
     )

@@ -15,7 +15,7 @@ from mtpjax.training.yaml_config import flatten_settings
 
 @dataclasses.dataclass(frozen=True)
 class RunRecord:
-    """The settings and metrics that a run folder holds.
+    """The settings and metrics in a run folder.
 
     Attributes:
         name: path of the folder.
@@ -42,7 +42,7 @@ def read_run(folder) -> RunRecord:
         RunError: the folder is not a run folder, is damaged, or has no evaluation yet. One line.
     """
     folder = pathlib.Path(folder)
-    settings, fingerprint, _ = read_run_file(folder)
+    settings, fingerprint = read_run_file(folder, "fingerprint")
     try:
         history = read_metrics(folder / METRICS_FILE)
     except (OSError, ValueError) as error:
@@ -75,7 +75,7 @@ def tables(runs: Sequence[RunRecord], width: int = 80) -> Iterator[Any]:
         settings_table.add_row(key, *values)
     yield from split_columns(settings_table, width) if rows else ("the settings are the same",)
 
-    # An untrusted speed-up must not look like a result.
+    # Never present an untrusted speed-up as a result.
     timed = [(name, kind, row) for name, run in zip(names, runs, strict=True) for kind, row in _timed(run).items()]
     if timed:
         yield verdict([row.get("problem") for _, _, row in timed], max(row.get("waited") or 0.0 for _, _, row in timed))
@@ -147,6 +147,6 @@ def _different_settings(runs: Sequence[RunRecord]) -> Iterator[tuple[str, ...]]:
 
 
 def short_names(runs: Sequence[RunRecord]) -> list[str]:
-    """Names runs for tables and pictures."""
+    """Returns the names of runs for tables and plots: of their folders, or the paths if those are not unique."""
     last = [pathlib.Path(run.name).name for run in runs]
     return last if len(set(last)) == len(last) else [run.name for run in runs]

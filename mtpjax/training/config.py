@@ -319,7 +319,7 @@ class TrainConfig:
             ("model_type", self.init_from is not None, "init_from: it says how a checkpoint is read"),
             ("draft_reading", self.draft_init_from is not None, "draft_init_from: it says how its files are read"),
             ("trunk_states_dtype", self.trunk_states is not None, "trunk_states, the folder of the states"),
-            ("pattern", self.data is not None, "the folder data; each source has a separate pattern"),
+            ("pattern", self.data is not None, "data, which is a folder; each source has a separate pattern"),
             ("panel_prompts", self.held_out_fraction > 0 or not self.panel_prompts, "held_out_fraction above 0"),
             ("mtp_loss_scale_final", self.mtp_loss_switch < 1, "mtp_loss_switch below 1"),
             ("profile_start", self.profile_steps > 0, "profile_steps above 0"),

@@ -39,8 +39,8 @@ log = logging.getLogger("mtpjax.train")
 class PanelDecoder:
     """Decodes held-out prompts, greedily and at temperature 1 in the same batches.
 
-    During the run it decodes one batch of prompts, while that takes no more than the fraction `MAX_TIME_SHARE` of
-    the time. At the end it decodes all prompts and also measures the costs of a round.
+    An evaluation during the run decodes one batch of prompts, unless all decoding would take more than the fraction
+    `MAX_TIME_SHARE` of the run's time. The last evaluation decodes all prompts and also measures the costs of a round.
 
     Args:
         corpus: the data of the run.
@@ -51,7 +51,7 @@ class PanelDecoder:
         drafter: the separate drafter, whose speed-up is not measured; None: MTP modules.
 
     Raises:
-        ValueError: there is no such rule, or it does not allow temperature 1.
+        ValueError: the rule is unknown or does not allow temperature 1.
     """
 
     def __init__(

@@ -1,4 +1,4 @@
-"""Loss and gradients of some rows of a batch, as shares that add up to those of the whole batch."""
+"""Loss and gradients of some rows of a batch. Those of all its rows add up to the loss and gradients of the batch."""
 
 import dataclasses
 import functools
@@ -44,7 +44,7 @@ class TrainSpec:
         mesh: splits the rows over its devices (`mtpjax.training.data_parallel`); None: one device.
         drafter: the drafter that trains instead of MTP modules (`mtpjax.drafters.trained`); None: MTP modules.
         num_anchors: maximum number of anchors in a row, for a drafter that draws them.
-        seed: seed of the anchors. Those of an update depend only on the seed and the update's number.
+        seed: seed of the anchors, which depend only on it and on the number of the update.
 
     Example:
         >>> from mtpjax import MTPModel, presets
@@ -66,7 +66,7 @@ class TrainSpec:
 
 
 class Rows(NamedTuple):
-    """Rows of a batch `[b, T]`: those of a `Batch`, and what an update adds.
+    """Rows `[b, T]` of a `Batch`, with the trunk states and anchors that an update adds.
 
     Attributes:
         tokens: int32.

@@ -45,7 +45,7 @@ def initial_drafter(config: TrainConfig, model: MTPModel) -> InitialDrafter | No
     # A run replaces the drafter in its folder, and a resumed run reads its original drafter again.
     path, output = (pathlib.Path(each).resolve() for each in (config.draft_init_from, config.output))
     if path.is_relative_to(output):
-        raise UsageError(f"draft_init_from {path} is in output {output}: choose another output")
+        raise UsageError(f"draft_init_from {path} is in output {output}: choose a different output")
     reading: dict[str, Any] = dict(config.draft_reading)
     # Only files of the methods in `METHODS` can be detected.
     chosen = None if method in METHODS else method
@@ -87,7 +87,7 @@ def _check_settings(config: TrainConfig, method: DraftMethod, drafter: TrainedDr
     if wrong:
         raise UsageError(
             f"settings differ from the drafter of draft_init_from {path}, whose {'; '.join(wrong)}: set these values, "
-            "or leave out settings that begin with draft_; a drafter of another architecture is a new one"
+            "or leave out the draft_* settings; a different architecture needs a new drafter"
         )
 
 

@@ -141,7 +141,7 @@ def end_to_end_tv(overlap: jax.Array, is_valid: jax.Array, totals: BatchTotals |
 
 
 def binary_cross_entropy(logits: jax.Array, chances: jax.Array) -> jax.Array:
-    """Computes `-c log s - (1 - c) log(1 - s)` in nats, with s the sigmoid of the logits and c the true chances."""
+    """Computes `-c log s - (1 - c) log(1 - s)` in nats: s is the sigmoid of the logits, c the target probability."""
     return (1 - chances) * logits + jax.nn.softplus(-logits)
 
 

@@ -31,20 +31,20 @@ class DecodedMetrics:
     Attributes:
         prompts: number of prompts.
         looping: number of texts that repeat themselves (`is_looping`).
-        accept_length: accept length of decoding.
+        accept_length: accept length measured by decoding.
         accept_length_low: lower end of its 95 % interval over prompts.
         accept_length_high: upper end of the interval.
-        predicted: accept length computed from the trunk's own plain text (`mtpjax.evaluation.predict`).
-        teacher_forced: `1 + sum of survival` over all positions of that text, not only those where decoding drafts.
+        predicted: accept length predicted from the trunk's plain text (`mtpjax.evaluation.predict`).
+        teacher_forced: `1 + sum of survival` over all positions of that text, also those where decoding does not draft.
         survival: per draft level, fraction of rounds of decoding that accepted it.
         agreement: per draft level, fraction of positions where its arg-max is the trunk's.
         overlap: per draft level, mean of `1 - TV(p, q)` over positions.
-        speed_up: ideal speed-up at batch 1, from `accept_length` and the measured costs of a round's parts; None: not
+        speed_up: ideal speed-up at batch 1, from `accept_length` and the measured costs of a round's passes; None: not
             measured.
         speed_up_low: lower end of its 95 % interval over prompts and timings.
         speed_up_high: upper end of the interval.
-        waited: share of the timings' duration that threads waited for a core.
-        problem: the reason why the speed-up cannot be trusted (`mtpjax.evaluation.trust`); None: there is none.
+        waited: fraction of the timed duration in which threads waited for a CPU core.
+        problem: why the speed-up cannot be trusted (`mtpjax.evaluation.trust`); None: it can be trusted.
     """
 
     prompts: int
@@ -203,7 +203,7 @@ def _lengths_table(decoded: Mapping[str, Mapping[str, DecodedMetrics]]):
     headings = ("T", "prompts", "loop-\ning", "decoded (95 %)", "pre-\ndicted", "teacher-\nforced")
     table = _category_table(
         "accept length at temperature T on held-out prompts: decoded;\n"
-        "predicted at decoding's anchors along the trunk's own text;\n"
+        "predicted at decoding's anchors along the trunk's plain text;\n"
         "teacher-forced over all positions of that text",
         headings,
     )

@@ -1,8 +1,8 @@
-"""Regenerates a data set: replaces its answers by those of the model, as training text for drafts.
+"""Regenerates a data set: replaces its answers with the model's, to train drafters on.
 
-Drafts are accepted more often if they are trained on text that the model itself would write. Records are processed in
-windows. The prompts of a window are decoded in batches of similar length, turn by turn, and its records are appended to
-the output in the order of the input. Windows, batches and seeds depend only on the settings and the records' numbers,
+Drafts are accepted more often if the drafter is trained on text that the model itself would write. Records are processed
+in windows. The prompts of a window are decoded in batches of similar length, turn by turn, and its records are appended
+to the output in the order of the input. Windows, batches and seeds depend only on the settings and the records' numbers,
 so an interrupted run continues after its last complete window and writes the same bytes as an uninterrupted one.
 """
 
@@ -31,7 +31,7 @@ from mtpjax.inference.generate import speculative_generate
 from mtpjax.models.model import MTPModel
 from mtpjax.program_memory import free_programs_if_full
 
-# Increase it when equal settings would give a different output: runs of other versions are not continued.
+# Increase it when the same settings give different output: runs of other versions are not resumed.
 OUTPUT_VERSION = 2
 BATCHES_PER_WINDOW = 8
 
@@ -41,7 +41,7 @@ class RegenerationRequest:
     """The records to answer, and the settings.
 
     Args:
-        paths: files of one kind: records of conversations, records of prompts, or documents.
+        paths: files with one kind of content: conversations, prompts, or documents.
         config: decoding settings, with a fixed depth.
         sampling: sampling parameters, without seeds.
         chat: treat prompts as user messages and apply the chat template.
@@ -50,7 +50,7 @@ class RegenerationRequest:
         seed: seed of the run. The random numbers of an answer depend on it, the record's number and the turn.
 
     Raises:
-        ValueError: the files are of several kinds, or a setting is out of range or unsupported.
+        ValueError: the files have several kinds of content, or a setting is out of range or unsupported.
     """
 
     paths: Sequence[pathlib.Path]
@@ -105,7 +105,7 @@ def regenerate(
     """Regenerates records into a JSONL file, or continues an interrupted run there.
 
     Args:
-        model_digest: digest of the model; a run continues only with the same one.
+        model_digest: digest of the model; a run resumes only with the same model.
     """
     # A prompt must leave room for its answer.
     max_length = request.config.max_length or model.config.max_position_embeddings

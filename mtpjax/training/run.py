@@ -66,7 +66,7 @@ class Run:
         panel_depths: int = 0,
         evaluations: int = 6,
     ):
-        """Prepares everything that wrong settings can make fail, before touching the run folder."""
+        """Does everything that can fail because of wrong settings before touching the run folder."""
         self.config, self.callbacks, self.evaluations = config, callbacks, evaluations
         self.output, self.is_main_process = pathlib.Path(config.output), distributed.is_main_process()
         if self.output.exists() and not self.output.is_dir():
@@ -186,7 +186,7 @@ class Run:
         return ProgressClock(self.config, step=metadata["step"], seconds=metadata["seconds"])
 
     def update_until_done(self) -> None:
-        """Updates, evaluates and saves until the run's steps or seconds are over, or a callback stops it.
+        """Updates, evaluates and saves until the run reaches its limit of steps or seconds, or a callback stops it.
 
         The batches depend only on the seed and the number of the update, so a resumed run reads those that an
         uninterrupted one would read.
@@ -206,7 +206,7 @@ class Run:
                 break
             if math.floor(clock.progress * self.evaluations) > math.floor(progress * self.evaluations):
                 self._call_or_save(self.evaluate)
-            self._stop_if_told()
+            self._stop_if_requested()
             if config.save_every and clock.step % config.save_every == 0 and self.save_state():
                 self._notify_saved(run_dir.state_path(self.output, clock.step))
         if self.is_stopped and self.is_main_process:
@@ -260,15 +260,15 @@ class Run:
                 f" skipped: lower learning_rate {self.config.learning_rate}"
             )
 
-    def _stop_if_told(self) -> None:
-        """Ends the run after a signal: one to any process stops all of them at the same update, with a saved state."""
+    def _stop_if_requested(self) -> None:
+        """Saves the state and ends the run after a signal. A signal to one process stops all of them at the same update."""
         if not distributed.any_process(self.should_stop()):
             return
         if not self.save_state():
-            raise OSError(f"{self.output} was told to stop, but update {self.clock.step} could not be saved")
+            raise OSError(f"{self.output} received a stop signal, but update {self.clock.step} could not be saved")
         self._notify_saved(run_dir.state_path(self.output, self.clock.step))
         raise Preempted(
-            f"{self.output} was told to stop and is saved at update {self.clock.step}: continue with --resume"
+            f"{self.output} received a stop signal and is saved at update {self.clock.step}: continue with --resume"
         )
 
     def evaluate(self, *, is_last: bool = False) -> Panel:
@@ -291,7 +291,7 @@ class Run:
         return is_saved
 
     def _notify(self, moment: Moment, metrics: Mapping[str, Any], path: pathlib.Path | None = None) -> None:
-        """Calls the callbacks, in every process; a request to stop in one of them holds for all."""
+        """Calls the callbacks in every process. A stop request in one process stops all of them."""
         if self.callbacks:
             clock = self.clock
             event = TrainEvent(clock.step, clock.progress, clock.seconds, metrics, self.state, path)
@@ -376,7 +376,7 @@ class Run:
         except KeyboardInterrupt:
             self.should_stop.is_immediate = False
             raise Preempted(
-                f"{self.output} was told to stop before its panel was complete; the trained model is in {path}: "
+                f"{self.output} received a stop signal before its panel was complete; the trained model is in {path}: "
                 + next_step
             ) from None
         except Exception:
@@ -384,7 +384,7 @@ class Run:
             raise
 
     def _plot_or_warn(self) -> None:
-        """Plots the run. A failure only logs a warning: the run is complete without its picture."""
+        """Plots the run. A failure only logs a warning: the run is complete without its plot."""
         config, path = self.config, self.output / run_dir.PLOT_NAME
         try:
             title = f"Training of '{config.init_from or config.preset}' in {config.output}\n"

@@ -18,7 +18,7 @@ CHANGEABLE_SETTINGS += ("tensorboard", "wandb", "profile_start", "profile_steps"
 
 
 def settings_to_json(config: TrainConfig, objective: ObjectiveFunction | None) -> dict[str, Any]:
-    """Converts the settings to JSON values, with None for infinity and for unset fields."""
+    """Converts the settings to JSON values; infinity becomes None."""
     values = dataclasses.asdict(config)
     settings = {name: None if value == math.inf else value for name, value in values.items()}
     # The whole architecture, so that a run resumes with it regardless of its source, and `mtpjax compare` shows the
@@ -35,17 +35,17 @@ def settings_to_json(config: TrainConfig, objective: ObjectiveFunction | None) -
 def check_settings(
     folder: pathlib.Path, settings: Mapping[str, Any], fingerprint: str, allowed_changes: Sequence[str] = ()
 ) -> str:
-    """Checks that a run resumes with the settings and data it was started with.
+    """Checks that a run resumes with its original settings and data.
 
     Returns the run's identifier.
 
     Args:
-        allowed_changes: settings that may differ, in addition to `CHANGEABLE_SETTINGS`; "data" allows other data.
+        allowed_changes: settings that may differ, in addition to `CHANGEABLE_SETTINGS`; "data" allows different data.
 
     Raises:
         RunError: the folder holds no run, the run is damaged, or something else differs; the message names both values.
     """
-    before, data_before, run_id = read_run_file(folder)
+    before, data_before, run_id = read_run_file(folder, "fingerprint", "run")
     # Compare as JSON, in which tuples are lists. A setting missing on one side counts as None.
     free = {*CHANGEABLE_SETTINGS, *allowed_changes}
     now = json.loads(json.dumps(dict(settings)))
@@ -57,14 +57,14 @@ def check_settings(
         if before.get(name) != now.get(name) and not {name, name.partition(".")[0]} & free
     ]
     if changed:
-        raise RunError(f"{folder} was started with other settings: {'; '.join(changed)}")
+        raise RunError(f"{folder} was started with different settings: {'; '.join(changed)}")
     if fingerprint != data_before and "data" not in free:
-        raise RunError(f"{folder} was started with other data: files, their order or content have changed")
+        raise RunError(f"{folder} was started with different data: files, their order or content have changed")
     return run_id
 
 
 def _with_model_fields(settings: dict[str, Any]) -> dict[str, Any]:
-    """Replaces `model` by an entry per field, so that a message names those that differ, and drops the preset."""
+    """Replaces `model` by an entry per field, so that errors list the fields that differ, and drops the preset."""
     # The preset does not matter: `model` has all its fields.
     others = {name: value for name, value in settings.items() if name not in ("model", "preset")}
     return others | {f"model.{name}": value for name, value in settings["model"].items()}

@@ -15,7 +15,7 @@ from mtpjax.training.train_state import trainable_params
 
 
 def compute_run_sizes(config: TrainConfig) -> dict[str, int]:
-    """Computes the sizes of a run without training: rows and tokens, parameters, memory, disk space."""
+    """Computes rows and tokens, parameters, memory and disk space of a run without training."""
     # Shapes only: neither parameters nor optimiser state are allocated.
     model, make_params = init_model(config)
     initial = initial_drafter(config, model)

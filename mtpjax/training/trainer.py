@@ -56,13 +56,13 @@ def train(
     """Trains a model from scratch or from a checkpoint, and writes the run folder `config.output`.
 
     `metrics.jsonl` gets a row every `log_every` updates (losses per depth in bits) and one per evaluation (the
-    acceptance panel on held-out documents). The pictures `panel.png` and `panel.svg` show both;
+    acceptance panel on held-out documents). The plots `panel.png` and `panel.svg` show both;
     `checkpoint/` holds the model and its tokenizer, `drafter/` a drafter that is trained instead. Progress goes to
     stderr, as a live bar on a terminal, else as lines.
 
     Args:
         config: the settings.
-        callbacks: called after each update, evaluation and save; may ask to stop (`mtpjax.training.Callback`).
+        callbacks: called after each update, evaluation and save; may request a stop (`mtpjax.training.Callback`).
         objective: computes the training loss from `mtpjax.training.LossInputs`, instead of `config.objective`, whose
             loss it may add to. A JAX function: it is traced once. To resume, pass one of the same name.
         panel_depths: minimum number of draft levels in the panel, which always has the trained ones.
@@ -71,7 +71,7 @@ def train(
             a CPU the losses are then those of an uninterrupted run, bit for bit. Settings and data must be the same,
             except `mtpjax.training.run_settings.CHANGEABLE_SETTINGS`.
         overwrite: replace a run that is in the folder.
-        allowed_changes: further settings that may differ when resuming; "data" allows other data.
+        allowed_changes: further settings that may differ when resuming; "data" allows different data.
 
     Returns:
         The model, its parameters and checkpoint, the held-out documents, the last panel and all logged rows.

@@ -75,11 +75,11 @@ def _check_pair(pair: str, known: Mapping[str, Any]) -> None:
     _check_key(key, known)
     # Each setting has one spelling.
     if flag := FLAGS.get(key.partition(".")[0]):
-        raise ValueError(f"{pair!r} is written as a flag: {flag}")
+        raise ValueError(f"{pair!r} must be given as a flag: {flag}")
     if key == "sources":
-        raise ValueError("sources are written in a file of --config; `data` names one folder or file")
+        raise ValueError("sources can only be set in the file of --config; data= takes one folder or file")
     if value.startswith("{") and not isinstance(known.get(key), str):
-        raise ValueError(f"{pair!r} is written with dots: {key}.NAME=VALUE for each value")
+        raise ValueError(f"{pair!r} must be given with dots: {key}.NAME=VALUE for each value")
 
 
 def _remove_parent(values: dict[str, Any], key: str, known: Mapping[str, Any]) -> None:
@@ -103,7 +103,7 @@ def _check_key(key: str, known: Mapping[str, Any]) -> None:
 def read_model_config(path) -> ModelConfig:
     """Reads an architecture from a YAML file, a mapping of fields of `ModelConfig`.
 
-    Fields that the file does not name have the defaults of `ModelConfig`.
+    Fields missing in the file have the defaults of `ModelConfig`.
 
     Args:
         path: the file.

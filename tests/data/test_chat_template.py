@@ -261,7 +261,7 @@ def test_named_templates_are_read_chosen_and_saved(tmp_path):
     assert HuggingFaceTokenizer(other, 300).digest == named.digest
     setting = json.loads((other / "tokenizer_config.json").read_text())["chat_template"]
     assert {each["name"]: each["template"] for each in setting} == {"default": chatml.CHATML, "tool_use": QWEN}
-    with pytest.raises(TokenizerError, match="no chat template named default, only rag"):
+    with pytest.raises(TokenizerError, match="no chat template 'default', only rag"):
         render({"rag": QWEN}, [QUESTION])
 
 

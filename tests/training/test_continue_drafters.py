@@ -113,7 +113,7 @@ def test_a_drafter_of_another_trunk_is_refused(small, tmp_path):
 def test_a_drafter_in_the_folder_of_the_run_is_refused(small, tmp_path):
     model, _, _ = saved(small, "eagle3", tmp_path)
     for path in (tmp_path, tmp_path / "drafter"):
-        with pytest.raises(UsageError, match="choose another output"):
+        with pytest.raises(UsageError, match="choose a different output"):
             initial_drafter(bare("eagle3", path, output=str(tmp_path)), model)
 
 

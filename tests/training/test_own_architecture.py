@@ -67,7 +67,7 @@ def test_a_run_of_a_yaml_model_resumes_from_what_it_saved(pairs, tmp_path):
     as_fields = [*PAIRS, "model.head_dim=4"]
     assert train(read_train_config(None, [*pairs, *as_fields]), resume=True, evaluations=1).model.config == model
     with pytest.raises(
-        RunError, match=r"other settings: model\.head_dim was 4, is 8; model\.hidden_size was 16, is 32$"
+        RunError, match=r"different settings: model\.head_dim was 4, is 8; model\.hidden_size was 16, is 32$"
     ):
         train(read_train_config(None, [*longer, "model.hidden_size=32"]), resume=True)
 

@@ -278,9 +278,11 @@ def test_only_what_was_begun_is_gone_on_with(run, tmp_path):
     run(TALKS)
     content = (tmp_path / "answers.jsonl").read_bytes()
     assert run(TALKS)[1].regenerated == 3 and (tmp_path / "answers.jsonl").read_bytes() == content
-    with pytest.raises(ValueError, match=r"other settings: seed was 0, is 3; temperature was 0.0, is 0.5\. To start"):
+    with pytest.raises(
+        ValueError, match=r"different settings: seed was 0, is 3; temperature was 0.0, is 0.5\. To start"
+    ):
         run(TALKS, temperature=0.5, seed=3)
-    with pytest.raises(ValueError, match="has other settings: data was '"):
+    with pytest.raises(ValueError, match="written with different settings: data was '"):
         run(TALKS[:2])
     (tmp_path / "answers.jsonl").write_bytes(content[:-1] + b" ")
     with pytest.raises(ValueError, match=r"was changed after it was written: remove it and answers\.jsonl\.about"):
@@ -291,7 +293,7 @@ def test_only_what_was_begun_is_gone_on_with(run, tmp_path):
     (tmp_path / "answers.jsonl.about.json").write_text("{")
     with pytest.raises(ValueError, match=r"answers.jsonl.about.json is damaged"):
         run(TALKS)
-    with pytest.raises(ValueError, match=r"data.jsonl exists without data.jsonl.about.json beside it"):
+    with pytest.raises(ValueError, match=r"data.jsonl exists without its manifest data.jsonl.about.json"):
         run(TALKS, "data.jsonl")
     with (tmp_path / "busy.jsonl").open("a") as file:
         fcntl.flock(file, fcntl.LOCK_EX)
@@ -369,7 +371,7 @@ def test_the_command_writes_tells_and_goes_on(checkpoint, tmp_path, capsys, monk
     assert "top_p 2.0 must be within 0..1" in capsys.readouterr().err
     assert command(other) == 0 and (tmp_path / "other.jsonl").read_bytes() == output.read_bytes()
     assert command([*arguments, "--seed", 1]) == 2
-    assert "has other settings: seed was 0, is 1" in capsys.readouterr().err
+    assert "written with different settings: seed was 0, is 1" in capsys.readouterr().err
     for extra, code, text in (
         (["--data", "missing"], 2, "missing does not exist"),
         (["--model", "missing"], 3, "missing does not exist"),
