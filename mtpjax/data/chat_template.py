@@ -124,7 +124,7 @@ class ChatTemplates:
             messages, tools = in_forms(messages, tools, forms)
             return _render_once(template, messages, {**variables, "tools": tools}, with_generation)
 
-        # 2. Render the conversation as it is, and again with marks in place of foreign special tokens.
+        # 2. Render the conversation unchanged, and again with marks that replace foreign special tokens.
         plain = render(messages, tools, with_generation)
         hidden = HiddenText(self._special_names, [messages, tools], template)
         hidden_tools = hidden.hide_value(tools)

@@ -170,7 +170,7 @@ def _texts(file: pathlib.Path) -> Iterator[str]:
 
 
 def _record_texts(record: dict[str, Any]) -> list[str]:
-    """Returns the messages of a conversation, or every text field of another record."""
+    """Returns the messages of a conversation, or every text field of any other record."""
     if has_conversation(record):
         return [text_of(message.get("content")) for message in clean_messages(find_messages(record))]
     # A field may hold several texts, such as Spec-Bench's turns.

@@ -53,7 +53,7 @@ class HiddenText:
         names: the special tokens.
         given: the values that will be hidden, which have a JSON form.
         template: the chat template.
-        keep_length: a mark is the special token with another character in it, for templates that count or cut.
+        keep_length: a mark is the special token with one character changed, for templates that count or cut characters.
     """
 
     def __init__(self, names: Sequence[str], given: Any, template: str, *, keep_length: bool = False):

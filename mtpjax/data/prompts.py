@@ -131,7 +131,7 @@ def max_prompt_length(max_positions: int, max_new_tokens: int, requested: int | 
 
 
 def read_turns(record: dict[str, Any]) -> Iterator[str]:
-    """Yields all turns of a Spec-Bench record, or the one text of another record; at least one.
+    """Yields all turns of a Spec-Bench record, or the text of any other record; at least one.
 
     Raises:
         SkippedRecordError: as "corrupt" or "empty", at the first turn that is not a text.

@@ -85,7 +85,7 @@ def _from_openai(message: Any, place: str) -> dict[str, Any]:
 def _read_weight(message: dict[str, Any], place: str) -> dict[str, int]:
     """Returns `weight` 0 for a message that is left out of training, by OpenAI's `weight` or Axolotl's `train`."""
     weight, train = message.get("weight", 1), message.get("train", True)
-    # With a value of another type, such as the text "0", a message that its author excluded would be trained on.
+    # With a value of a different type, such as the text "0", a message that its author excluded would be trained on.
     if not isinstance(weight, int | float) or weight not in (0, 1):
         raise SkippedRecordError("corrupt", f"{place}: 'weight' is {printable(repr(weight), 60)}, not 0 or 1")
     if not isinstance(train, bool):

@@ -47,7 +47,7 @@ class Tokenizer(Protocol):
 
     @property
     def digest(self) -> str:
-        """Hexadecimal sha256 of everything that determines the tokens of texts and conversations, and the end tokens."""
+        """Hexadecimal sha256 of all that determines the tokens of texts and conversations, and the end tokens."""
         ...
 
     def encode(self, text: str) -> list[int]: ...
@@ -246,7 +246,7 @@ class HuggingFaceTokenizer:
     def encode_rendered(self, rendered: RenderedChat, start: int = 0) -> tuple[list[int], list[tuple[int, int]]]:
         """Encodes a conversation that the chat template has written, from the character `start` on.
 
-        Returns the tokens, and the start and end of the characters that each stands for.
+        Returns the tokens, and the start and end of each token's characters.
         """
         tokens: list[int] = []
         offsets: list[tuple[int, int]] = []

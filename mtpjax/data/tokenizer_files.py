@@ -75,13 +75,15 @@ def find_end_tokens(
         config: the content of `config.json`; a multimodal one nests the text model's settings.
 
     Returns:
-        The ids, each once: of `generation_config.json`, `config.json`, its `text_config`, and the named token.
+        The ids, each once: of `generation_config.json`, `config.json`, its `text_config`, and `eos_token`.
     """
     sources = {"generation_config.json": generation, "config.json": config}
     first, *others = _read_ids(folder, sources | {"config.json's text_config": config.get("text_config")}, vocab_size)
     named = None if eos_token is None else tokenizer.token_to_id(eos_token)
     if eos_token is not None and named is None:
-        log.warning("%s: eos_token %s is no token of the tokenizer: ignored", folder, printable(repr(eos_token), 60))
+        log.warning(
+            "%s: eos_token %s is not in the tokenizer's vocabulary: ignored", folder, printable(repr(eos_token), 60)
+        )
     # The first file counts. Another may have a leftover id from a model with a different tokenizer.
     added = tokenizer.get_added_tokens_decoder()
     for token in dict.fromkeys(itertools.chain(*others)):

@@ -19,7 +19,7 @@ from mtpjax.training.objective import Objective
 MAX_LEARNING_RATE = 100.0  # far above any real value: a larger one is a typo
 MAX_DEPTHS = 64  # each depth is compiled; many more would take hours
 READING = tuple(Reading.__annotations__)  # arguments of `load_drafter`
-# Settings of every drafter with files of its own; a method has further ones (`DraftTraining.settings`).
+# Settings of every drafter with separate files; a method has further ones (`DraftTraining.settings`).
 DRAFTER_SETTINGS = ("draft_init_from", "draft_reading", "draft_vocab_size")
 # Smallest and largest values of settings.
 LIMITS = (

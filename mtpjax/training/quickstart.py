@@ -150,10 +150,10 @@ def run(config: TrainConfig, *, depths: tuple[int, ...] = (1, 2, 3), rounds: int
         f"Quickstart: '{config.preset}' trained for {_training_length(config)}, then {len(prompts)} held-out prompts "
     )
     title += f"decoded greedily, one at a time\n{describe_device()}"
-    picture = pathlib.Path(config.output) / "quickstart"
-    plot_quickstart(picture, trained.history, rows, config.plot_formats, title=title)
-    pictures = [file.name for name in ("panel", "quickstart") for file in picture_paths(name, config.plot_formats)]
-    files = ", ".join(["metrics.jsonl", "checkpoint/", *pictures])
+    plot = pathlib.Path(config.output) / "quickstart"
+    plot_quickstart(plot, trained.history, rows, config.plot_formats, title=title)
+    plots = [file.name for name in ("panel", "quickstart") for file in picture_paths(name, config.plot_formats)]
+    files = ", ".join(["metrics.jsonl", "checkpoint/", *plots])
     console.print(f"\nwrote {config.output}/: {files}", soft_wrap=True)
     command = f"mtpjax generate --model {shlex.quote(config.output)} {example} --max-new-tokens {NEW_TOKENS}"
     command += f" --speculative-num-steps {best.num_steps}"

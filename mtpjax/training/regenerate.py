@@ -1,8 +1,8 @@
 """Regenerates a data set: replaces its answers with the model's, to train drafters on.
 
-Drafts are accepted more often if the drafter is trained on text that the model itself would write. Records are processed
-in windows. The prompts of a window are decoded in batches of similar length, turn by turn, and its records are appended
-to the output in the order of the input. Windows, batches and seeds depend only on the settings and the records' numbers,
+Drafts are accepted more often if the drafter is trained on text that the model would write. Records are processed in
+windows. The prompts of a window are decoded in batches of similar length, turn by turn, and its records are then
+appended in the order of the input. Windows, batches and seeds depend only on the settings and the records' numbers,
 so an interrupted run continues after its last complete window and writes the same bytes as an uninterrupted one.
 """
 

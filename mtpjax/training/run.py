@@ -106,7 +106,7 @@ class Run:
             state = shard_train_state(state, self.mesh, optimizer=optimizer, trains=config.trains)
             shardings = jax.tree.map(lambda leaf: leaf.sharding, state)
             out_shardings = (shardings, NamedSharding(self.mesh, PartitionSpec()))
-        # None is the embedding's dtype, which is float32 unless the trunk is frozen in another.
+        # None is the embedding's dtype, which is float32 unless the frozen trunk has a different one.
         dtype = None if config.dtype == config.trunk_dtype == "float32" else config.dtype
         spec = TrainSpec(
             model=self.model.clone(remat=config.remat == "layers", dtype=dtype),
@@ -261,7 +261,7 @@ class Run:
             )
 
     def _stop_if_requested(self) -> None:
-        """Saves the state and ends the run after a signal. A signal to one process stops all of them at the same update."""
+        """Saves the state and ends the run after a signal. A signal to one process stops all at the same update."""
         if not distributed.any_process(self.should_stop()):
             return
         if not self.save_state():

@@ -229,7 +229,7 @@ def _restore_from(path: pathlib.Path, like: Tree, run_id: str | None) -> tuple[T
         raise RunError(f"{path} belongs to a different run: remove it, or restore the states of this run")
     # Leaves are stored by number, so names, shapes and dtypes must match before they are assigned.
     _check_tree(path, config.get("tree") if isinstance(config, dict) else None, _describe_tree(like))
-    # Each array gets the sharding of `like`'s, since a restored run may have another mesh. Plain shapes have none.
+    # Each array gets the sharding of `like`'s, since a restored run may have a different mesh. Plain shapes have none.
     leaves, default = jax.tree.leaves(like), jax.sharding.SingleDeviceSharding(jax.local_devices()[0])
     arrays = [
         reader.place(name, lambda shape, leaf=leaf: leaf.sharding or default)

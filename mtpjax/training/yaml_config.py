@@ -201,7 +201,7 @@ def describe_type_error(error: argparse.ArgumentError) -> str:
 
 
 def _in_plain_words(text: str) -> str:
-    # A setting with fields of its own, such as a source.
+    # A setting with nested fields, such as a source.
     if nested := re.fullmatch(r'Parser key "([^"]+)": Problem with given class_path \S+: (.*)', text):
         return f"{nested[1]}: {_in_plain_words(nested[2])}"
     if option := re.fullmatch(r"Option '([^']+)' is not accepted", text):
