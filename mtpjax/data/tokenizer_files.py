@@ -81,9 +81,7 @@ def find_end_tokens(
     first, *others = _read_ids(folder, sources | {"config.json's text_config": config.get("text_config")}, vocab_size)
     named = None if eos_token is None else tokenizer.token_to_id(eos_token)
     if eos_token is not None and named is None:
-        log.warning(
-            "%s: eos_token %s is not in the tokenizer's vocabulary: ignored", folder, printable(repr(eos_token), 60)
-        )
+        log.warning("%s: eos_token %s is not a token: ignored", folder, printable(repr(eos_token), 60))
     # The first file counts. Another may have a leftover id from a model with a different tokenizer.
     added = tokenizer.get_added_tokens_decoder()
     for token in dict.fromkeys(itertools.chain(*others)):

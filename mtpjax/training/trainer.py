@@ -78,7 +78,7 @@ def train(
 
     Raises:
         ValueError: settings do not fit the model, the data or the devices, too many documents are unusable, or the
-            folder is in use or holds a different run. Also for a callback that is not a `Callback`, and an objective that
+            folder is in use or holds a run. Also for a callback that is not a `Callback`, and an objective that
             does not return one number.
         FileNotFoundError: the sources have no text.
         FloatingPointError: the loss or gradient was not finite in `max_consecutive_bad_steps` consecutive updates.
