@@ -48,15 +48,10 @@ def connect(num_processes: int, process_id: int | None = None, address: str | No
         shutdown_timeout_seconds=HEARTBEAT_TIMEOUT,
     )
     # Under Slurm, JAX gives each task the one GPU of its number on the node: with one task per node, the first GPU.
-    if _has_one_task_per_node() and "JAX_LOCAL_DEVICE_IDS" not in os.environ:
+    num_tasks, num_nodes = (os.environ.get(name) for name in ("SLURM_STEP_NUM_TASKS", "SLURM_STEP_NUM_NODES"))
+    if num_tasks and num_tasks == num_nodes and "JAX_LOCAL_DEVICE_IDS" not in os.environ:
         for name in ("jax_cuda_visible_devices", "jax_rocm_visible_devices"):
             jax.config.update(name, "all")
-
-
-def _has_one_task_per_node() -> bool:
-    """Returns whether Slurm started one task on each of its nodes."""
-    counts = [os.environ.get(name, "") for name in ("SLURM_STEP_NUM_TASKS", "SLURM_STEP_NUM_NODES")]
-    return bool(counts[0]) and counts[0] == counts[1]
 
 
 def mesh_devices(sizes: Mapping[str, int]) -> list[Any]:

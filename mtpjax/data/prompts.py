@@ -166,13 +166,9 @@ def _to_prompt(line: bytes, place: str, stem: str) -> Prompt:
 
 def _paragraphs(text: str, max_characters: int) -> Iterator[str]:
     """Yields blocks between blank lines, or lines if none is blank, none longer than `max_characters`."""
-    lines = [line.rstrip() for line in text.splitlines()]
-    while lines and not lines[-1]:
-        lines.pop()
-    while lines and not lines[0]:
-        lines.pop(0)
+    text = "\n".join(line.rstrip() for line in text.splitlines()).strip("\n")
     # Blank lines separate paragraphs. Without any, each line is a prompt.
-    blocks = lines if all(lines) else [block.strip("\n") for block in "\n".join(lines).split("\n\n")]
+    blocks = [block.strip("\n") for block in text.split("\n\n")] if "\n\n" in text else text.split("\n")
     for block in blocks:
         # Cut long blocks at the last white space that fits, or within a word if there is none.
         while len(block) > max_characters:

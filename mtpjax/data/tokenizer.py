@@ -353,9 +353,8 @@ def load_tokenizer(path, vocab_size: int | None = None, *, chat_template: str | 
         'def '
     """
     if vocab_size is not None and type(vocab_size) is not int:
-        raise ValueError(
-            f"vocab_size must be an integer, such as model.config.vocab_size, got {type(vocab_size).__name__}"
-        )
+        kind = type(vocab_size).__name__
+        raise ValueError(f"vocab_size must be an integer, such as model.config.vocab_size, got {kind}")
     vocab_size = read_vocab_size(path) if vocab_size is None else vocab_size
     if vocab_size is None:
         raise TokenizerError(f"{path} has no config.json with a vocab_size: pass the model's vocab_size")
@@ -367,15 +366,11 @@ def load_tokenizer(path, vocab_size: int | None = None, *, chat_template: str | 
     if vocab_size == ByteTokenizer.vocab_size:
         return ByteTokenizer()
     other = [name for name in OTHER_FORMATS if (folder / name).exists()]
-    way_on = (
-        f". Its {other[0]} has an unsupported format: load it with transformers.AutoTokenizer and write a "
-        "tokenizer.json with save_pretrained"
-        if other
-        else ""
-    )
-    raise TokenizerError(
-        f"{folder} has no tokenizer.json, and the model has {vocab_size} tokens, not the 256 bytes{way_on}"
-    )
+    problem = f"{folder} has no tokenizer.json, and the model has {vocab_size} tokens, not the 256 bytes"
+    if other:
+        advice = "load it with transformers.AutoTokenizer and write a tokenizer.json with save_pretrained"
+        problem += f". Its {other[0]} has an unsupported format: {advice}"
+    raise TokenizerError(problem)
 
 
 def _token_text(token: Any) -> str | None:

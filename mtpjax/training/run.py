@@ -230,16 +230,16 @@ class Run:
         self._check_finite(metrics)
         if clock.step % config.log_every == 0:
             tokens = config.batch_size * config.row_length
-            further = {
+            row = {
+                "step": clock.step,
+                "seconds": clock.seconds,
+                "bits": [float(loss) / math.log(2) for loss in jax.device_get(metrics["losses"])],
                 "learning_rate": learning_rate,
                 "gradient_norm": float(metrics["gradient_norm"]),
                 "tokens": clock.step * tokens,
                 "memory_bytes": peak_memory_bytes(),
             }
-            losses = jax.device_get(metrics["losses"])
-            self.log.record_step(
-                clock.step, clock.seconds, clock.progress, losses=losses, tokens_per_step=tokens, further=further
-            )
+            self.log.record_step(row, tokens_per_step=tokens, progress=clock.progress)
         if self.callbacks:
             values = jax.device_get(metrics).items()
             self.last_metrics = {name: value if value.ndim else value.item() for name, value in values}
