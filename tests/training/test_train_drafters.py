@@ -221,7 +221,7 @@ def test_default_layers_fit_every_trunk():
         ({"model": {"num_mtp_modules": 2}}, "do not set model.num_mtp_modules"),
         ({"mesh": {"data": 2}}, "leave out mesh"),
         ({"attention_layout": "stream"}, "must be 'ttt'"),
-        ({"remat": "layers"}, "leaves frozen"),
+        ({"remat": "layers"}, "has a frozen trunk"),
         ({"num_depths": 0}, "num_depths of at least 1"),
         ({"draft_vocab_size": -1}, "must be at least 0"),
     ],
