@@ -1,11 +1,11 @@
-"""The chat templates of a checkpoint: the choice for a conversation, its inputs, and the text it writes.
+"""Renders conversations with the chat templates of a checkpoint.
 
-Server, `regenerate`, `generate` and training all render conversations here, so they see the same prompts.
+The server, `regenerate`, `generate` and training all use this module, so they see the same prompts.
 
 Templates differ in what they read: arguments of tool calls as an object or as text, content as text or as parts, and so
-on. Content that a template does not read often vanishes without an error. So a conversation's shape is first rendered
-with a unique word in place of each text (`mtpjax.data.probe_messages`), and a form is right if every word reaches the
-prompt.
+on. Content that a template does not read often vanishes without an error. So a conversation of the same shape is first
+rendered with a unique word instead of each text (`mtpjax.data.probe_messages`). A form is right if every word reaches
+the prompt.
 """
 
 import dataclasses

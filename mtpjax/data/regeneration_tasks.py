@@ -1,4 +1,4 @@
-"""Records that wait for a model's answers: texts to continue, and conversations to answer again."""
+"""Tasks of a regeneration: texts to continue, and conversations to answer again."""
 
 import abc
 import pathlib
@@ -18,7 +18,7 @@ RecordKind = Literal["conversations", "prompts", "documents"]
 
 
 class Task(abc.ABC):
-    """A record that waits for answers.
+    """A record to answer.
 
     Attributes:
         prompt: tokens before the next answer; None when all answers are given.
@@ -58,7 +58,9 @@ def detect_record_kind(paths: Sequence[pathlib.Path]) -> RecordKind:
     # Whole files and records cannot be mixed in one run.
     have_records = {is_record_file(path) for path in paths}
     if len(have_records) != 1:
-        problem = f"some files have records ({', '.join(RECORD_SUFFIXES)}) and some are texts: choose by a pattern"
+        problem = (
+            f"some files contain records ({', '.join(RECORD_SUFFIXES)}), some plain text: select one kind by pattern"
+        )
         raise ValueError(problem if paths else "there are no files")
     if have_records == {False}:
         return "documents"
@@ -67,7 +69,7 @@ def detect_record_kind(paths: Sequence[pathlib.Path]) -> RecordKind:
             return "conversations" if has_conversation(as_object(content)) else "prompts"
         except SkippedRecordError:
             continue
-    raise ValueError(f"{paths[0]} holds no record: nothing in it is a JSON object")
+    raise ValueError(f"{paths[0]} contains no record: none of it is a JSON object")
 
 
 def make_task(

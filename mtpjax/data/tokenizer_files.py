@@ -60,7 +60,7 @@ def check_expansion(content: bytes, path: pathlib.Path) -> None:
                     steps += step[key] if isinstance(step.get(key), list) else []
         if factor > MAX_EXPANSION:
             raise TokenizerError(
-                f"{path}: its {name} can make a text {printable(factor, 30)} times as long, above {MAX_EXPANSION}"
+                f"{path}: its {name} can make a text {printable(factor, 30)} times as long; limit: {MAX_EXPANSION}"
             )
 
 

@@ -215,7 +215,7 @@ def _open_manifest(folder: pathlib.Path, identity: dict[str, Any], rows_per_bloc
     if not path.exists():
         if others := [file.name for file in folder.iterdir() if file.name != run_dir.LOCK_FILE]:
             raise HiddenStateCacheError(
-                f"{folder} is not a folder of trunk states: it holds {others[0]}; choose a different folder"
+                f"{folder} is not a cache of trunk states: it contains {others[0]}; choose a different folder"
             )
         manifest = {"of": identity, "rows_per_block": rows_per_block, "blocks": {}}
         write_text(path, json.dumps(manifest, indent=1) + "\n")

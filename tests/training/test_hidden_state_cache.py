@@ -201,7 +201,7 @@ def test_other_trunks_rows_and_dtypes_are_refused(rows, small, tmp_path):
     with pytest.raises(HiddenStateCacheError, match=r"manifest\.json is damaged"):
         read(tmp_path, rows, small)
     (tmp_path / "manifest.json").unlink()
-    with pytest.raises(HiddenStateCacheError, match="is not a folder of trunk states: it holds 00000"):
+    with pytest.raises(HiddenStateCacheError, match="is not a cache of trunk states: it contains 00000"):
         read(tmp_path, rows, small)
 
 

@@ -304,7 +304,7 @@ def test_only_what_was_begun_is_gone_on_with(run, tmp_path):
 @pytest.mark.parametrize(
     ("content", "changes", "said"),
     [
-        (b"nonsense\n", {}, "holds no record: nothing in it is a JSON object"),
+        (b"nonsense\n", {}, "contains no record: none of it is a JSON object"),
         (b'{"messages": 3}', {}, "no record could be used: 1 record: 0 regenerated, 1 skipped"),
         (b'{"text": "x"}', {"batch_size": 0}, "batch_size must be at least 1, not 0"),
         (b'{"text": "x"}', {"seed": -1}, "seed must be at least 0"),
@@ -327,7 +327,7 @@ def test_bad_requests_are_told(run, content, changes, said):
 def test_files_of_two_kinds_are_told(rig, tmp_path):
     for name in ("a.jsonl", "b.txt"):
         (tmp_path / name).write_text('{"text": "x"}')
-    with pytest.raises(ValueError, match=r"some files have records \(.jsonl, .* and some are texts: choose by a"):
+    with pytest.raises(ValueError, match=r"some files contain records \(.jsonl, .*, some plain text: select one kind"):
         RegenerationRequest(paths=[tmp_path / "a.jsonl", tmp_path / "b.txt"], config=rig[3])
 
 
