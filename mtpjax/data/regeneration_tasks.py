@@ -58,9 +58,7 @@ def detect_record_kind(paths: Sequence[pathlib.Path]) -> RecordKind:
     # Whole files and records cannot be mixed in one run.
     have_records = {is_record_file(path) for path in paths}
     if len(have_records) != 1:
-        problem = (
-            f"some files contain records ({', '.join(RECORD_SUFFIXES)}), some plain text: select one kind by pattern"
-        )
+        problem = f"some files contain records ({', '.join(RECORD_SUFFIXES)}), some plain text: select by pattern"
         raise ValueError(problem if paths else "there are no files")
     if have_records == {False}:
         return "documents"
