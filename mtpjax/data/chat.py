@@ -145,7 +145,7 @@ def _encode_answer(
 
 
 def _counted_blocks(blocks: Spans | None, messages: list[dict[str, Any]]) -> Spans | None:
-    """Returns the generation blocks whose answers count, or None if the blocks cannot be matched to answers."""
+    """Returns the generation blocks of answers that are targets; None if the blocks do not match the answers."""
     answers = [message for message in messages if message["role"] == "assistant"]
     if blocks is None or all(message.get("weight") != 0 for message in answers):
         return blocks

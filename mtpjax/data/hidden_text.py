@@ -154,7 +154,7 @@ class HiddenText:
         return "".join(pieces), spans
 
     def _split(self, marked: str) -> list[str]:
-        """Returns texts and numbers of marks in turns."""
+        """Splits at the marks. Returns texts and the numbers of marks alternately."""
         return re.split(rf"{self._prefix}(\d{{{_COUNTER_DIGITS}}})", marked)
 
     def _mark(self, match: re.Match[str]) -> str:

@@ -57,7 +57,7 @@ class Utf8Stage(Stage):
 
 
 class MapStage(Stage):
-    """A function of one piece, between stages with a state."""
+    """Applies a function to each piece."""
 
     def __init__(self, function: Callable[[Any], Any]):
         self._function = function
@@ -296,7 +296,7 @@ class TokenizerDecoder:
 
 
 def _compile(steps: list[dict[str, Any]] | None) -> tuple[list[Callable], list[Callable[[], Stage]]]:
-    """Returns the functions of one token in front of the first stage with a state, and makers of all later stages."""
+    """Returns the functions of a token before the first stage with a state, and makers of that and later stages."""
     if steps is None:
         return [lambda piece: (piece, " " + piece)], [FirstTokenStage]
     functions: list[Callable[[Any], Any]] = []

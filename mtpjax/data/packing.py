@@ -258,7 +258,7 @@ def _row_numbers(num_rows: int, batch_size: int, *, seed: int, start: int) -> It
 def mixed_batches(
     source_rows: Sequence[Batch], weights: Sequence[float], batch_size: int, *, seed: int, start: int = 0
 ) -> Iterator[tuple[np.ndarray, Batch]]:
-    """Yields batches of the packed rows of several sources, in shares by `weights`.
+    """Yields batches of the packed rows of several sources, in proportion to `weights`.
 
     The sources take turns, so every stretch of rows has their shares to within a row or two. A source whose rows are
     used up starts again in a new order, so small sources with a large weight repeat. The n-th batch depends only on the

@@ -20,7 +20,7 @@ MAX_JSON_BYTES = 1 << 30  # of a `.json` list, which is parsed whole
 
 
 def is_record_file(path: str | os.PathLike) -> bool:
-    """Checks by its suffix whether a file holds records; other files are texts."""
+    """Returns whether a file contains records, by its suffix. Other files are texts."""
     return str(path).lower().endswith(RECORD_SUFFIXES)
 
 

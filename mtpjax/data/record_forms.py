@@ -31,7 +31,7 @@ SHAREGPT_ROLES = {
 
 
 def has_conversation(record: dict[str, Any]) -> bool:
-    """Checks for the fields of one of the forms, regardless of their values."""
+    """Returns whether a record has the fields of one of the forms, regardless of their values."""
     return "messages" in record or "conversations" in record or "instruction" in record
 
 

@@ -76,7 +76,7 @@ def valid_mean(values: jax.Array, is_valid: jax.Array, count: jax.Array | None =
 
 
 class BatchTotals(NamedTuple):
-    """Sums over a whole batch that losses of its parts need. With them the parts' losses add up to the batch's.
+    """Sums over a whole batch. With them, the losses of its parts add up to the loss of the batch.
 
     Attributes:
         num_valid: `[1 + depths]` number of valid targets.
@@ -357,6 +357,6 @@ def call_objective(objective_function: ObjectiveFunction, inputs: LossInputs) ->
 
 
 def describe_objective(objective_function: ObjectiveFunction) -> str:
-    """Returns the name of an objective, as a run's settings keep it."""
+    """Returns the name under which a run's settings store an objective."""
     named = objective_function if hasattr(objective_function, "__qualname__") else type(objective_function)
     return f"{named.__module__}.{named.__qualname__}"

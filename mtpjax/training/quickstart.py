@@ -226,7 +226,7 @@ def _decode_request(
 def _measure_settings(
     console, workers: dict[int, TimingWorker], settings, prompts, rounds: int, depths: tuple[int, ...]
 ) -> Measured:
-    """Times every setting on every prompt, and the costs of a round's parts."""
+    """Times every setting on every prompt, and measures the costs of a round's passes."""
     # All settings take turns within each round, in alternating order, so that a machine that slows down or speeds up
     # affects them equally.
     seconds: dict[DecoderSetting, list] = {setting: [] for setting in settings}

@@ -38,7 +38,7 @@ BATCHES_PER_WINDOW = 8
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class RegenerationRequest:
-    """The records to answer, and the settings.
+    """The records to answer, and how to answer them.
 
     Args:
         paths: files with one kind of content: conversations, prompts, or documents.
@@ -155,7 +155,7 @@ def answer_seed(seed: int, number: int, turn: int) -> int:
 def _make_tasks(
     window, request: RegenerationRequest, tokenizer: Tokenizer, max_prompt_tokens: int, tally: Tally
 ) -> list[tuple[int, Task]]:
-    """Returns the usable records of a window with their numbers, and counts the others."""
+    """Returns the tasks of a window's usable records with their numbers, and counts the other records."""
     settings = {"kind": request.kind, "chat": request.chat, "prompt_tokens": request.prompt_tokens}
     settings |= {"max_prompt_tokens": max_prompt_tokens}
     tasks = []
