@@ -4,7 +4,7 @@ import codecs
 import hashlib
 import json
 import pathlib
-from collections.abc import Generator
+from collections.abc import Generator, Iterator
 from typing import Any
 
 from mtpjax.messages import json_type_name
@@ -69,3 +69,16 @@ def parse_json_object(content: bytes) -> dict[str, Any]:
     if not isinstance(record, dict):
         raise SkippedRecordError("corrupt", f"is not a JSON object but {json_type_name(record)}")
     return record
+
+
+def read_json_objects(path: pathlib.Path) -> Iterator[tuple[str, dict[str, Any]]]:
+    """Reads the objects of a JSONL file in which every line must be usable.
+
+    Yields `("FILE line N", object)` of each line that is not blank.
+    """
+    for place, line in read_raw_records(path, by_line=True):
+        try:
+            record = parse_json_object(line)
+        except SkippedRecordError as error:
+            raise ValueError(f"{place} {error}") from error
+        yield place, record

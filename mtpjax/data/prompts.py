@@ -8,7 +8,7 @@ from typing import Any
 
 import numpy as np
 
-from mtpjax.data.jsonl import SkippedRecordError, parse_json_object, read_raw_records
+from mtpjax.data.jsonl import SkippedRecordError, read_json_objects
 from mtpjax.data.packing import take_turns
 from mtpjax.data.tokenizer import Tokenizer
 from mtpjax.messages import json_type_name
@@ -36,7 +36,7 @@ def read_prompts(path, *, max_characters: int = 2000) -> list[Prompt]:
     """
     path = pathlib.Path(path)
     if path.suffix == ".jsonl":
-        prompts = [_to_prompt(line, place, path.stem) for place, line in read_raw_records(path, by_line=True)]
+        prompts = [_to_prompt(record, place, path.stem) for place, record in read_json_objects(path)]
     else:
         prompts = [
             Prompt(text=text, category=path.stem, id=str(number))
@@ -150,10 +150,9 @@ def read_turns(record: dict[str, Any]) -> Iterator[str]:
         yield text
 
 
-def _to_prompt(line: bytes, place: str, stem: str) -> Prompt:
-    """Converts a line of JSONL into a prompt. Raises ValueError, naming the line's place."""
+def _to_prompt(record: dict[str, Any], place: str, stem: str) -> Prompt:
+    """Converts a record into a prompt. Raises ValueError, naming the record's place."""
     try:
-        record = parse_json_object(line)
         text, category = next(read_turns(record)), record.get("category", stem)
         if not isinstance(category, str):
             raise SkippedRecordError("corrupt", f"has {json_type_name(category)}, not text, in 'category'")
