@@ -73,12 +73,3 @@ def check_callbacks(callbacks: Sequence[Callback]) -> None:
         if not isinstance(callback, Callback):
             what = f"the class {callback.__name__}" if isinstance(callback, type) else repr(callback)
             raise ValueError(f"callbacks[{index}] is {what}, not an instance of a subclass of mtpjax.training.Callback")
-
-
-def call_callbacks(callbacks: Sequence[Callback], moment: Moment, event: TrainEvent) -> bool:
-    """Calls one method of every callback.
-
-    Returns True if any of them requests a stop.
-    """
-    # A list, so that a request to stop does not keep later callbacks from being called.
-    return any([bool(getattr(callback, moment)(event)) for callback in callbacks])

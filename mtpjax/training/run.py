@@ -28,7 +28,7 @@ from mtpjax.models.sharding import shard_params
 from mtpjax.models.trunk import unstack_layers
 from mtpjax.training import run_dir
 from mtpjax.training.anchors import MAX_ANCHORS
-from mtpjax.training.callbacks import Callback, Moment, TrainEvent, call_callbacks, check_callbacks
+from mtpjax.training.callbacks import Callback, Moment, TrainEvent, check_callbacks
 from mtpjax.training.config import TrainConfig
 from mtpjax.training.corpus import load_corpus
 from mtpjax.training.data_parallel import make_run_mesh, shard_batch, shard_train_state
@@ -295,7 +295,9 @@ class Run:
         if self.callbacks:
             clock = self.clock
             event = TrainEvent(clock.step, clock.progress, clock.seconds, metrics, self.state, path)
-            self.is_stopped |= distributed.any_process(call_callbacks(self.callbacks, moment, event))
+            # A list, so that a stop request does not keep later callbacks from being called.
+            requests = [bool(getattr(callback, moment)(event)) for callback in self.callbacks]
+            self.is_stopped |= distributed.any_process(any(requests))
 
     def _notify_saved(self, path: pathlib.Path) -> None:
         self._notify("after_save", self.last_metrics, path if self.is_main_process else None)
