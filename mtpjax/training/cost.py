@@ -7,7 +7,7 @@ from typing import Any
 
 import numpy as np
 
-from mtpjax.drafters.load import DRAFTER_FOLDER
+from mtpjax.drafters.methods import DRAFTER_FOLDER
 from mtpjax.training.log import read_metrics
 from mtpjax.training.run_dir import CHECKPOINT_FOLDER, METRICS_FILE, read_run_file
 

@@ -11,9 +11,8 @@ import numpy as np
 from mtpjax.data.draft_vocabulary import choose_vocabulary
 from mtpjax.drafters.files.write import find_form
 from mtpjax.drafters.forward import draft_heads
-from mtpjax.drafters.load import DRAFTER_FOLDER, load_drafter, save_drafter
 from mtpjax.drafters.method import DraftMethod
-from mtpjax.drafters.methods import METHODS, method_of
+from mtpjax.drafters.methods import DRAFTER_FOLDER, METHODS, load_drafter, method_of, save_drafter
 from mtpjax.drafters.trained import DraftParams, TrainedDrafter
 from mtpjax.errors import UsageError
 from mtpjax.models.config import ModelConfig

@@ -31,7 +31,7 @@ import numpy as np
 
 from mtpjax import distributed
 from mtpjax.atomic import write_text
-from mtpjax.drafters.load import DRAFTER_FOLDER
+from mtpjax.drafters.methods import DRAFTER_FOLDER
 from mtpjax.errors import CheckpointError, UsageError
 from mtpjax.evaluation.plot_style import FORMATS
 from mtpjax.io import checkpoint

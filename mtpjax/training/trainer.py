@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from mtpjax.data.packing import Document
-from mtpjax.decoding.drafter import Drafter
+from mtpjax.decoding.decoder import Drafter
 from mtpjax.drafters.trained import DraftParams
 from mtpjax.models.model import MTPModel
 from mtpjax.models.params import DRAFT_IDS, DRAFTER

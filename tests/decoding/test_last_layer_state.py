@@ -6,8 +6,7 @@ import numpy as np
 import pytest
 
 from mtpjax import DecodeConfig
-from mtpjax.drafters.trained import DraftParams
-from mtpjax.drafters.trunk_states import inner_layers, join_states
+from mtpjax.drafters.trained import DraftParams, inner_layers, join_states
 from mtpjax.evaluation.acceptance import measure_acceptance
 from mtpjax.models.forward import trunk_states
 from mtpjax.models.masks import full_view
