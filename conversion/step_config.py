@@ -102,5 +102,5 @@ def _feed_forward_types(values: dict[str, Any], layers: int) -> list[str]:
         raise ConfigError(f"config.json: moe_layers_enum is {sparse!r}, not a list of layers")
     numbers = {int(layer) for layer in sparse}
     if any(layer >= layers for layer in numbers):
-        raise ConfigError("config.json: moe_layers_enum with modules is not supported")
+        raise ConfigError("config.json: moe_layers_enum lists layers of MTP modules, which is not supported")
     return ["sparse" if layer in numbers else "dense" for layer in range(layers)]

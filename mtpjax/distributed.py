@@ -25,8 +25,8 @@ def connect(num_processes: int, process_id: int | None = None, address: str | No
     """Joins the other processes of a run. Must run before anything else initialises JAX's devices.
 
     Args:
-        address: "host:port" of the first process. Without `process_id` and `address`, JAX asks the launcher (Slurm,
-            Open MPI, …).
+        address: "host:port" of the first process. Without `process_id` and `address`, JAX gets them from the
+            launcher (Slurm, Open MPI, …).
 
     Raises:
         ValueError: only one of `process_id` and `address` is given, `process_id` is out of range, or `address` is not
@@ -48,25 +48,20 @@ def connect(num_processes: int, process_id: int | None = None, address: str | No
         shutdown_timeout_seconds=HEARTBEAT_TIMEOUT,
     )
     # Under Slurm, JAX gives each task the one GPU of its number on the node: with one task per node, the first GPU.
-    if _has_one_task_per_node() and "JAX_LOCAL_DEVICE_IDS" not in os.environ:
+    num_tasks, num_nodes = (os.environ.get(name) for name in ("SLURM_STEP_NUM_TASKS", "SLURM_STEP_NUM_NODES"))
+    if num_tasks and num_tasks == num_nodes and "JAX_LOCAL_DEVICE_IDS" not in os.environ:
         for name in ("jax_cuda_visible_devices", "jax_rocm_visible_devices"):
             jax.config.update(name, "all")
 
 
-def _has_one_task_per_node() -> bool:
-    """Returns whether Slurm started one task on each of its nodes."""
-    counts = [os.environ.get(name, "") for name in ("SLURM_STEP_NUM_TASKS", "SLURM_STEP_NUM_NODES")]
-    return bool(counts[0]) and counts[0] == counts[1]
-
-
 def mesh_devices(sizes: Mapping[str, int]) -> list[Any]:
-    """Returns the devices of a mesh, in order: those of a process lie together.
+    """Returns the devices of a mesh, in order: those of the same process are adjacent.
 
     Raises:
-        ValueError: there are fewer devices, or several processes have more.
+        ValueError: there are too few devices, or several processes have more than the mesh.
     """
     size, devices = math.prod(sizes.values()), jax.devices()
-    # Several processes must use all devices, because each one takes part with its own.
+    # Several processes must use all devices, because each contributes its local devices.
     if size > len(devices) or (is_multiprocess() and size != len(devices)):
         raise ValueError(f"the mesh {dict(sizes)} covers {size} devices, but JAX has {len(devices)}")
     return devices[:size]
@@ -102,13 +97,13 @@ def gather_processes(arrays: Any) -> Any:
     # On one process, arrays that are sharded over its devices stay as they are.
     if all(getattr(leaf, "is_fully_addressable", True) for leaf in jax.tree.leaves(arrays)):
         return arrays
-    # The calls that compute them may be CUDA graphs, beside which no other collective may start
+    # The calls that compute them may be CUDA graphs, during which no other collective may start
     # (`compat.allow_recorded_collectives`).
     return multihost_utils.process_allgather(jax.block_until_ready(arrays), tiled=True)
 
 
 def gather_values(value: Any) -> list[Any]:
-    """Returns the values that the processes pass, in their order, in every process. All processes must call it."""
+    """Returns the values that all processes pass, in their order, in every process. All processes must call it."""
     if not is_multiprocess():
         return [value]
     content = np.frombuffer(json.dumps(value).encode(), np.uint8)
@@ -129,7 +124,7 @@ def check_same(values: Mapping[str, Any]) -> None:
         names = [name for name in {**first, **other} if first.get(name) != other.get(name)]
         if names:
             found = ", ".join(f"{name} ({other.get(name)}; process 0 has {first.get(name)})" for name in names)
-            raise ValueError(f"process {number} was started with another {found}")
+            raise ValueError(f"process {number} was started with a different {found}")
 
 
 def from_main_process(value: Any) -> Any:
@@ -171,7 +166,7 @@ def in_main_process(make: Callable[..., contextlib.AbstractContextManager], *arg
     """
     with contextlib.ExitStack() as stack:
         value = None
-        with raise_together(ValueError("the first process failed, and says why")):
+        with raise_together(ValueError("process 0 failed; see its error message")):
             if is_main_process():
                 value = stack.enter_context(make(*arguments))
         yield from_main_process(value)
@@ -181,7 +176,7 @@ def in_main_process(make: Callable[..., contextlib.AbstractContextManager], *arg
 def raise_on_lost_peer() -> Iterator[None]:
     """Converts JAX's errors about a lost process to `LostProcess`; other errors pass unchanged.
 
-    JAX has no exception class of its own for a lost process, so this is the one place that reads messages.
+    JAX has no exception class for a lost process, so this function reads the messages of errors.
 
     Raises:
         LostProcess: a collective of the block failed because another process has ended or cannot be reached.

@@ -2,14 +2,17 @@
 
 import dataclasses
 import functools
+import math
 import numbers
 import operator
 import os
 import types
 import typing
+from collections.abc import Iterable
 from typing import Any, Literal
 
-from mtpjax.messages import require_choice
+from mtpjax.errors import printable
+from mtpjax.messages import require, require_choice
 
 SCALARS = (bool, int, float, str)
 NAMES = {bool: "True or False", int: "an integer", float: "a number", str: "a string"}
@@ -77,3 +80,28 @@ def check_mapping(name: str, value: Any) -> dict[Any, Any]:
         return dict(value)
     except (TypeError, ValueError) as error:
         raise ValueError(f"{name} must be a mapping or pairs, got {value!r:.80}") from error
+
+
+def check_range(name: str, value: float | None, low: float, high: float = math.inf) -> None:
+    """Raises `ValueError` unless a value is None, or finite and within `low..high`. Errors name the violated limit."""
+    if value is None:
+        return
+    shown = printable(value, 40)
+    require(value >= low, f"{name} must be at least {low}, not {shown}")
+    require(value < math.inf, f"{name} must be finite, not {shown}")
+    require(value <= high, f"{name} must be at most {high}, not {shown}")
+
+
+def check_used(config: Any, rows: Iterable[tuple[str, bool, str]], prefix: str = "") -> None:
+    """Raises `ValueError` for a setting that is not its default and has no effect.
+
+    Args:
+        config: a dataclass.
+        rows: name of a setting, whether it has an effect, and what it needs to have one.
+        prefix: of the names in messages, such as "objective.".
+    """
+    for name, has_effect, need in rows:
+        value = getattr(config, name)
+        shown = printable(repr(value), 80)
+        is_default = value == getattr(type(config), name)
+        require(has_effect or is_default, f"{prefix}{name} {shown} is unused: it needs {need}")

@@ -14,6 +14,12 @@ def count_of(number: int, noun: str) -> str:
     return f"{number} {noun}" if number == 1 else f"{number} {noun}s"
 
 
+def json_type_name(value: Any) -> str:
+    """Returns the JSON type of a value for an error message, such as "an object"."""
+    names = {dict: "an object", list: "a list", str: "a string", bool: "a boolean", type(None): "null"}
+    return names.get(type(value), "a number")
+
+
 def nearest(name: str, known: Iterable[str]) -> str | None:
     """Returns the known name that a misspelt one most likely means.
 

@@ -1,4 +1,4 @@
-"""A child process that answers requests one at a time, and is ended if it does not answer in time.
+"""A child process that answers requests one at a time, and is killed if it does not answer in time.
 
 Python cannot stop a thread. Work that may never end, or use all memory, runs in such a process.
 """
@@ -21,7 +21,7 @@ class WorkerEnded(Exception):
     """The process gave no answer.
 
     Attributes:
-        code: its exit code, negative for a signal; None: it was ended because its time was over.
+        code: its exit code, negative for a signal; None: it was killed at the time limit.
     """
 
     def __init__(self, code: int | None):
@@ -37,7 +37,7 @@ class WorkerProcess:
     The process starts at the first request, and again after it has ended.
 
     Args:
-        script: path of the script. It runs with this interpreter, and does not see the modules beside it.
+        script: path of the script. It runs with this interpreter, and cannot import modules from its folder.
     """
 
     def __init__(self, script: str):
@@ -51,7 +51,7 @@ class WorkerProcess:
 
         Args:
             line: the request in parts, which are not joined; without a line end.
-            seconds: time from the turn of this request to the whole answer.
+            seconds: time limit from the start of this request to the whole answer.
 
         Raises:
             WorkerEnded: there is no answer. The next request starts a new process.

@@ -89,8 +89,9 @@ class Mtpjax:
         import jax
         import jax.numpy as jnp
 
-        from mtpjax.training.spec import TrainSpec
-        from mtpjax.training.step import init_train_state, make_optimizer, train_step
+        from mtpjax.training.gradients import TrainSpec
+        from mtpjax.training.step import make_optimizer, train_step
+        from mtpjax.training.train_state import init_train_state
 
         optimizer = make_optimizer(SETTINGS)
         spec = TrainSpec(model=self.model, num_depths=num_depths)
@@ -320,8 +321,9 @@ def loss_memory(
 
     from mtpjax import MTPModel, Objective, init_params
     from mtpjax.data.packing import Batch
-    from mtpjax.training.spec import TrainSpec
-    from mtpjax.training.step import init_train_state, make_optimizer, train_step
+    from mtpjax.training.gradients import TrainSpec
+    from mtpjax.training.step import make_optimizer, train_step
+    from mtpjax.training.train_state import init_train_state
 
     model = MTPModel(dataclasses.replace(SHAPES[shape], vocab_size=vocab_size), scan_layers=True)
     optimizer = make_optimizer(SETTINGS)

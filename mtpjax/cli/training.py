@@ -45,11 +45,12 @@ def add_commands(commands) -> None:
 
     train = command_parser(
         "Train a model with its MTP modules, or modules on a frozen trunk: mtpjax train data=FOLDER output=runs/mine. "
-        "FOLDER holds text files of any kind, or records in .jsonl, .json or .parquet. `mtpjax.TrainConfig` documents "
-        "the settings, and --print-config prints them. Dots name nested settings. The settings model.* change fields "
-        "of the preset's architecture (--print-model prints them), and model=FILE.yaml names a whole one. To train "
-        "every MTP module, set model.num_mtp_modules and num_depths to the same number: depth k is module k, depths "
-        "beyond the last module run that module again, and modules beyond num_depths are not trained."
+        "FOLDER contains text files of any kind, or records in .jsonl, .json or .parquet. `mtpjax.TrainConfig` "
+        "documents the settings, and --print-config prints them. Nested settings are written with dots. The settings "
+        "model.* change fields of the preset's architecture (--print-model prints them), and model=FILE.yaml reads a "
+        "complete architecture. To train every MTP module, set model.num_mtp_modules and num_depths to the same "
+        "number: depth k uses module k, depths beyond the last module run that module again, and modules beyond "
+        "num_depths are not trained."
     )
     group = flag_group(train, "settings")
     group.add_argument("--config", default=None, metavar="FILE", help="YAML file of settings (default: none)")
@@ -57,10 +58,10 @@ def add_commands(commands) -> None:
     add_model_type_flag(train)
     add_mesh_flag(
         train,
-        "spread the run over devices, such as data=2,fsdp=4: rows over all axes, parameters and optimiser over fsdp, "
-        "experts over expert (default: the file's, or one device)",
+        "shard the run over devices, such as data=2,fsdp=4: rows over all axes, parameters and optimiser state over "
+        "fsdp, experts over expert (default: the mesh in the --config file, or one device)",
     )
-    group = flag_group(train, "runs that exist")
+    group = flag_group(train, "existing runs")
     group.add_argument("--resume", action="store_true", help="continue the run in the output folder")
     group.add_argument("--overwrite", action="store_true", help="replace the run in the output folder")
     group.add_argument(
@@ -68,10 +69,10 @@ def add_commands(commands) -> None:
         nargs="+",
         default=[],
         metavar="KEY",
-        help="settings that may differ from the resumed run's; 'data' allows changed files too",
+        help="settings that may differ from those of the resumed run; 'data' allows changed data files",
     )
     add_process_flags(train)
-    group = flag_group(train, "look without training")
+    group = flag_group(train, "inspection, without training")
     group.add_argument("--dry-run", action="store_true", help="check settings and data, print sizes, and exit")
     group.add_argument("--print-config", action="store_true", help="print every setting as YAML, and exit")
     group.add_argument(
@@ -83,14 +84,14 @@ def add_commands(commands) -> None:
 
     compare = command_parser(
         "Show training runs side by side: the settings that differ, the last losses, and accept lengths on "
-        "held-out prompts, measured by decoding and predicted along the trunk's own text."
+        "held-out prompts, measured by decoding and predicted from the trunk's plain text."
     )
     flag_group(compare, "runs").add_argument("runs", nargs="+", metavar="RUN", help="folder of a training run")
     flag_group(compare, "output").add_argument(
         "--output",
         default=None,
-        metavar="PICTURE",
-        help="picture of the loss curves to write: .png, .svg or .pdf; without a suffix one file for each of "
+        metavar="PLOT",
+        help="file for a plot of the loss curves: .png, .svg or .pdf; without a suffix, one file per format in "
         "--plot-formats",
     )
     add_plot_formats_flag(compare)
@@ -131,11 +132,10 @@ def _train(options) -> int:
     from mtpjax import distributed
     from mtpjax.errors import Preempted
     from mtpjax.evaluation.plot_style import picture_paths
-    from mtpjax.training.model_yaml import model_to_yaml
     from mtpjax.training.panel import print_panel
     from mtpjax.training.run_sizes import compute_run_sizes
     from mtpjax.training.trainer import train
-    from mtpjax.training.yaml_config import read_train_config, to_yaml
+    from mtpjax.training.yaml_config import model_to_yaml, read_train_config, to_yaml
 
     # Settings come from the file, then from `key=value` arguments, which win.
     flags: dict[str, Any] = {"model_type": model_type(options), "mesh": parse_mesh(options.mesh)}

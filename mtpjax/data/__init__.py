@@ -1,1 +1,1 @@
-"""Data: tokenizers, chat templates, prompts, training sources, packing."""
+"""Tokenizers, chat templates, prompts, training sources and packing."""

@@ -19,10 +19,10 @@ def encode_chat(
 ) -> tuple[list[int], np.ndarray]:
     """Encodes a conversation, and marks the tokens of the assistant's answers as targets.
 
-    An answer is what the template's `{% generation %}` blocks hold. A template without them writes an answer after the
-    prompt that decoding would see. An answer ends with its last end token. If the template writes no end token there,
-    the next token is a target if it is an end token, because it stops decoding (GLM's `<|user|>`); so is the end of the
-    conversation. Messages of `"weight": 0` do not count.
+    Answers are the contents of the template's `{% generation %}` blocks. Without such blocks, an answer is what the
+    template writes after the prompt that decoding would see. An answer ends with its last end token. If it contains no
+    end token, the next token is also a target if it is an end token, because it stops decoding (GLM's `<|user|>`); so
+    is the end of the conversation. Messages of `"weight": 0` are not targets.
 
     Args:
         **template_variables: variables of the template, such as `tools`.
@@ -92,7 +92,7 @@ def encode_answers(
 
 
 def _answer_indices(messages: Sequence[dict[str, Any]]) -> list[int]:
-    """Returns the indices of the answers that count."""
+    """Returns the indices of the answers that are targets."""
     return [n for n, each in enumerate(messages) if each["role"] == "assistant" and each.get("weight") != 0]
 
 
@@ -104,9 +104,9 @@ def _not_located(index: int, messages: Sequence[Any], problem: object) -> Answer
 def _mark_by_prefixes(
     tokens: list[int], messages: list[dict[str, Any]], tokenizer: Tokenizer, template_variables: dict[str, Any]
 ) -> np.ndarray:
-    """Locates each answer by encoding the conversation up to its start and up to its end.
+    """Locates each answer by encoding the conversation up to the start and the end of the answer.
 
-    Both must be prefixes of the whole, or positions would not match what decoding sees.
+    Both encodings must be prefixes of the whole conversation's, or positions would not match what decoding sees.
     """
     is_target = np.zeros(len(tokens) + 1, bool)
     for index in _answer_indices(messages):
@@ -145,7 +145,7 @@ def _encode_answer(
 
 
 def _counted_blocks(blocks: Spans | None, messages: list[dict[str, Any]]) -> Spans | None:
-    """Returns the generation blocks whose answers count, or None if the blocks cannot be matched to answers."""
+    """Returns the generation blocks of answers that are targets; None if the blocks do not match the answers."""
     answers = [message for message in messages if message["role"] == "assistant"]
     if blocks is None or all(message.get("weight") != 0 for message in answers):
         return blocks
@@ -191,23 +191,19 @@ def encode_formatted(text: str, tokenizer: Tokenizer) -> tuple[list[int], np.nda
     Returns tokens `[n]`, and `[n + 1]` bool, true where a token is a target, as `encode_chat` returns them.
     """
     if not isinstance(tokenizer, HuggingFaceTokenizer):
-        raise TokenizerError("text that a chat template has written needs the tokenizer of that template")
+        raise TokenizerError("formatted conversations need a tokenizer with a chat template")
     header = tokenizer.chat_templates.generation_prompt
     if not header:
-        raise TokenizerError("the chat template writes nothing before an answer, so answers cannot be located")
+        raise TokenizerError("the chat template writes no text before an answer, so answers cannot be located")
     tokens, starts = tokenizer.encode_with_starts(text)
     is_target = np.zeros(len(tokens) + 1, bool)
     position = text.find(header)
     while position >= 0:
         # Tokens from the end of the header up to and including the next end token.
         position += len(header)
-        place = int(np.searchsorted(starts, position))
-        while place < len(tokens):
-            is_target[place] = True
-            if tokens[place] in tokenizer.eos_token_ids:
-                break
-            place += 1
-        else:
-            is_target[place] = True  # the end token that packing adds
+        begin = int(np.searchsorted(starts, position))
+        # Without one, also the end token that packing adds.
+        ends = (place for place in range(begin, len(tokens)) if tokens[place] in tokenizer.eos_token_ids)
+        is_target[begin : next(ends, len(tokens)) + 1] = True
         position = text.find(header, position)
     return tokens, is_target

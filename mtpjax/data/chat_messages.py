@@ -10,8 +10,8 @@ import json
 from collections.abc import Sequence
 from typing import Any
 
-from mtpjax.data.jsonl import json_type_name
 from mtpjax.errors import ConversationError, printable
+from mtpjax.messages import json_type_name
 from mtpjax.safe_open import parse_json
 
 REASONING_FIELDS = ("reasoning_content", "thinking", "reasoning")  # the first is the one that most templates read
@@ -25,7 +25,7 @@ class Forms:
         content: as "given", as "text", as "parts", or as "one part".
         text_roles: roles whose content is a text in any case.
         empty: the content of an answer without text: "text" (an empty one), "null" or "absent"; "usual": as OpenAI's
-            API writes it, null beside tool calls, and else an empty text.
+            API writes it, null with tool calls, and otherwise an empty text.
         arguments: of tool calls: as "given", as "object", as JSON "text", or as "object or text", which is text only
             where it is not the JSON text of an object.
         calls: "wrapped" in a "function" field, or "bare".
@@ -208,14 +208,16 @@ def _call_in_form(call: dict[str, Any], forms: Forms, place: str) -> dict[str, A
     arguments = call["function"]["arguments"]
     if forms.arguments == "text" and not isinstance(arguments, str):
         arguments = json.dumps(arguments, ensure_ascii=False)
-    elif forms.arguments == "object or text" and isinstance(arguments, str):
-        arguments = _object_or_text(arguments)
-    elif forms.arguments == "object" and isinstance(arguments, str):
-        arguments = _parse(arguments, f"{place}: arguments")
-        if not isinstance(arguments, dict):
-            raise ConversationError(
-                f"{place}: arguments is {json_type_name(arguments)}; the chat template needs an object"
-            )
+    elif forms.arguments in ("object", "object or text") and isinstance(arguments, str):
+        try:
+            parsed = _parse(arguments, f"{place}: arguments")
+            if not isinstance(parsed, dict):
+                problem = f"arguments is {json_type_name(parsed)}; the chat template needs an object"
+                raise ConversationError(f"{place}: {problem}")
+            arguments = parsed
+        except ConversationError:
+            if forms.arguments == "object":
+                raise
     function = call["function"] | {"arguments": arguments}
     return call | {"function": function} if forms.calls == "wrapped" else {**_without(call, "function"), **function}
 
@@ -227,14 +229,6 @@ def _tool_in_form(tool: Any, form: str) -> Any:
     if form == "wrapped" and not is_wrapped:
         return {"type": "function", "function": _without(tool, "type")}
     return tool["function"] if form == "bare" and is_wrapped else tool
-
-
-def _object_or_text(text: str) -> Any:
-    try:
-        value = parse_json(text)
-    except (ValueError, RecursionError):
-        return text
-    return value if isinstance(value, dict) else text
 
 
 def _parse(text: str, place: str) -> Any:

@@ -1,56 +1,43 @@
-"""The chat templates of a checkpoint: the choice for a conversation, its inputs, and the text it writes.
+"""Renders conversations with the chat templates of a checkpoint.
 
-Server, `regenerate`, `generate` and training all render conversations here, so they see the same prompts.
+The server, `regenerate`, `generate` and training all use this module, so they see the same prompts.
+
+Templates differ in what they read: arguments of tool calls as an object or as text, content as text or as parts, and so
+on. Content that a template does not read often vanishes without an error. So a conversation of the same shape is first
+rendered with a unique word instead of each text (`mtpjax.data.probe_messages`). A form is right if every word reaches
+the prompt.
 """
 
 import dataclasses
 import functools
-import pathlib
+import itertools
+import json
 import re
-from collections.abc import Callable, Mapping, Sequence
-from typing import Any
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import Any, NamedTuple
 
-from mtpjax.data.chat_messages import clean_messages, clean_tools, in_forms
-from mtpjax.data.hidden_text import HiddenText, Spans
-from mtpjax.data.template_probe import choose_forms
+from mtpjax.data.chat_messages import Forms, clean_messages, clean_tools, in_forms, text_of
+from mtpjax.data.hidden_text import HiddenText, RenderedChat
+from mtpjax.data.probe_messages import (
+    CALL_ID,
+    message_shape,
+    probe_message,
+    probe_tool,
+    tool_kind,
+    unique_word,
+    without_repetitions,
+)
 from mtpjax.data.template_worker import WORKER, Rendered, TemplateFailure
-from mtpjax.data.tokenizer_checks import read_json_object
-from mtpjax.errors import ConversationError, TokenizerError, printable
-from mtpjax.io.huggingface_files import read_small_file
-from mtpjax.safe_open import list_chat_templates
+from mtpjax.data.tokenizer_files import DEFAULT_TEMPLATE, MAX_TEMPLATE_CHARACTERS
+from mtpjax.errors import ConversationError, DroppedTextError, TokenizerError, printable
 
-MAX_TEMPLATE_CHARACTERS = 1 << 20
 MAX_MESSAGES = 10_000
-DEFAULT, TOOL_USE = "default", "tool_use"
-
-
-@dataclasses.dataclass(frozen=True)
-class RenderedChat:
-    """A conversation that a chat template has written.
-
-    Attributes:
-        text: the text.
-        hidden: start and end of the parts whose special tokens are only text, since a user or a tool wrote them.
-        generation: start and end of the template's `{% generation %}` blocks, which mark what the model writes; None:
-            the template has none, or they were not requested.
-    """
-
-    text: str
-    hidden: Spans
-    generation: Spans | None = None
-
-    def pieces(self, start: int = 0) -> list[tuple[int, str, bool]]:
-        """Cuts the text at the boundaries of hidden parts.
-
-        Returns for each piece, its first character's place, the piece, and True where special tokens are only text.
-        """
-        pieces = []
-        for begin, end in [*self.hidden, (len(self.text), len(self.text))]:
-            pieces += [(start, self.text[start:begin], False)] if begin > start else []
-            begin = max(begin, start)
-            pieces += [(begin, self.text[begin:end], True)] if end > begin else []
-            start = max(start, end)
-        return pieces
+MAX_PROBES, MAX_PROBE_MESSAGES = 128, 4096  # renderings of a shape in one step, and messages in all of them
+PROBES_AT_ONCE = 32
+MAX_STEPS = 3
+SYSTEM_ROLES = ("system", "developer")
+MISSING, FAILED = 2, 3  # ranks of the problems of probes
+TOOL_USE = "tool_use"
 
 
 class ChatTemplates:
@@ -67,9 +54,9 @@ class ChatTemplates:
 
     @property
     def setting(self) -> Any:
-        """The value of `chat_template` in a `tokenizer_config.json` that stands for these templates."""
-        if list(self.templates) in ([], [DEFAULT]):
-            return self.templates.get(DEFAULT)
+        """The value of `chat_template` with which a `tokenizer_config.json` stores these templates."""
+        if list(self.templates) in ([], [DEFAULT_TEMPLATE]):
+            return self.templates.get(DEFAULT_TEMPLATE)
         return [{"name": name, "template": template} for name, template in self.templates.items()]
 
     def reads(self, name: str) -> bool:
@@ -86,21 +73,21 @@ class ChatTemplates:
 
         Args:
             **variables: further variables of the template, such as `enable_thinking`; `strftime_now` may be a date,
-                which the template's function of that name then takes for today.
+                which the template then takes as today.
         """
         _check_size("", messages)
         messages, tools = clean_messages(messages), clean_tools(tools)
         # transformers always defines these two, and some templates rely on it.
         variables = {**self._variables, "documents": None, "add_generation_prompt": True, **variables}
         # Where there are tool calls but no list of tools, the default template comes first, as in transformers.
-        names = [TOOL_USE, DEFAULT] if tools is not None else [DEFAULT]
+        names = [TOOL_USE, DEFAULT_TEMPLATE] if tools is not None else [DEFAULT_TEMPLATE]
         names = [name for name in names if name in self.templates][:1]
         has_calls = any("tool_calls" in message or message["role"] == "tool" for message in messages)
         names += [TOOL_USE] if has_calls and TOOL_USE in self.templates and names != [TOOL_USE] else []
         if not names:
             others = ", ".join(printable(name, 40) for name in self.templates)
             raise TokenizerError(
-                f"the checkpoint has no chat template named {DEFAULT}, only {others}"
+                f"the checkpoint has no chat template '{DEFAULT_TEMPLATE}', only {others}"
                 if others
                 else "the checkpoint has no chat template"
             )
@@ -137,7 +124,7 @@ class ChatTemplates:
             messages, tools = in_forms(messages, tools, forms)
             return _render_once(template, messages, {**variables, "tools": tools}, with_generation)
 
-        # 2. Render the conversation as it is, and again with marks in place of foreign special tokens.
+        # 2. Render the conversation unchanged, and again with marks that replace foreign special tokens.
         plain = render(messages, tools, with_generation)
         hidden = HiddenText(self._special_names, [messages, tools], template)
         hidden_tools = hidden.hide_value(tools)
@@ -160,35 +147,6 @@ class ChatTemplates:
         if spans is None:
             return RenderedChat(restored, restored_spans)
         return RenderedChat(plain.text, spans, plain.generation)
-
-
-def read_chat_templates(folder: pathlib.Path, settings: Mapping[str, Any]) -> dict[str, str]:
-    """Reads the chat templates of a checkpoint.
-
-    Returns the templates by name: those of `chat_template.jinja` and `additional_chat_templates/`, or else those of
-    `tokenizer_config.json` or `chat_template.json`.
-    """
-    found = {DEFAULT: "chat_template.jinja"}
-    found |= {pathlib.PurePath(file).stem: file for file in list_chat_templates(folder)}
-    contents = {name: _read_text(folder, file) for name, file in found.items()}
-    templates = {name: content for name, content in contents.items() if content is not None}
-    if DEFAULT in templates:
-        return templates
-    setting = settings.get("chat_template")
-    if setting is None:
-        values = read_json_object(folder, "chat_template.json", max_bytes=MAX_TEMPLATE_CHARACTERS)
-        setting = values.get("chat_template")
-    entries = setting if isinstance(setting, list) else [{"name": DEFAULT, "template": setting}]
-    named = {each.get("name"): each.get("template") for each in entries if isinstance(each, dict)}
-    return {name: each for name, each in named.items() if isinstance(name, str) and isinstance(each, str)} | templates
-
-
-def _read_text(folder: pathlib.Path, name: str) -> str | None:
-    content = read_small_file(folder, name, max_bytes=MAX_TEMPLATE_CHARACTERS)
-    try:
-        return None if content is None else content.decode("utf-8")
-    except UnicodeDecodeError as error:
-        raise TokenizerError(f"{folder / name} is not UTF-8 text") from error
 
 
 def _check_size(template: str, messages: Sequence[Any]) -> None:
@@ -227,3 +185,184 @@ def _with_errors(function: Callable[[], Any]) -> Any:
         raise
     except (TypeError, ValueError, RecursionError) as error:
         raise ConversationError(f"the chat template failed: a variable has no JSON form: {error}") from error
+
+
+class _Probe(NamedTuple):
+    """A conversation's shape, with a unique word in place of each text, and the template that renders it."""
+
+    template: str
+    messages: list[dict[str, Any]]
+    tools: list[Any] | None
+    variables: dict[str, Any]
+
+    def render(self, candidates: Sequence[Forms]) -> Iterator[tuple[Rendered | TemplateFailure, list[dict[str, Any]]]]:
+        """Renders in each form. Yields the text, and the messages as the template got them."""
+        shaped = [in_forms(self.messages, self.tools, forms) for forms in candidates]
+        sets = [{**self.variables, "messages": each, "tools": its_tools} for each, its_tools in shaped]
+        results = WORKER.render_all(self.template, sets)
+        return zip(results, (messages for messages, _ in shaped), strict=True)
+
+
+class _Problem(NamedTuple):
+    """The worst problem of a rendered probe.
+
+    Attributes:
+        rank: 0 none, 1 quoted twice or as a Python value, `MISSING`, `FAILED`.
+        lost: index of the message whose text does not reach the prompt, or -1 for the tools.
+        what: the missing part.
+    """
+
+    rank: int
+    lost: int = 0
+    what: str = ""
+
+
+def choose_forms(
+    template: str, messages: Sequence[dict[str, Any]], tools: list[Any] | None, variables: dict[str, Any]
+) -> Forms:
+    """Finds the forms in which a template reads a conversation.
+
+    Probes are cached by the template and the shape of the conversation: roles, and which fields the messages have. A
+    turn that repeats counts as two.
+
+    If the template fails on every probe, these are the usual forms: it then fails on the messages too, or it looks at
+    their text.
+
+    Raises:
+        DroppedTextError: the template writes the conversation without the text of a message, without a tool call or
+            without the tools, in every form.
+    """
+    kept = without_repetitions(list(map(message_shape, messages)))
+    probe = [probe_message(messages[index], number) for number, index in enumerate(kept)]
+    probe_tools = None
+    if tools is not None:
+        kinds = {tool_kind(tool): tool for tool in tools}
+        probe_tools = [probe_tool(kinds[kind], number) for number, kind in enumerate(sorted(kinds))]
+    forms, problem = _choose(template, json.dumps([probe, probe_tools, variables], sort_keys=True))
+    if problem.rank == FAILED or problem.what == "tool call":
+        # Some templates look into the ids of tool calls, so try again with the conversation's own.
+        probe = [probe_message(messages[index], number, own_ids=True) for number, index in enumerate(kept)]
+        forms, problem = _choose(template, json.dumps([probe, probe_tools, variables], sort_keys=True))
+    if problem.rank == FAILED:
+        # The template fails on the messages too, or it looks at their text. Fewer templates fail on an empty text than
+        # on null.
+        return Forms(empty="text")
+    if problem.rank == MISSING:
+        if problem.lost < 0:
+            raise DroppedTextError(
+                "the chat template does not write the tools, so the model would not see them; put them into a system"
+                " message, or leave them out",
+                -1,
+            )
+        index = kept[problem.lost]
+        place = f"message {index + 1} of {len(messages)} (role {printable(messages[index]['role'], 40)})"
+        raise DroppedTextError(
+            f"the chat template does not write the {problem.what} of {place}, so the model would not see it", index
+        )
+    return forms
+
+
+@functools.lru_cache(maxsize=1024)
+def _choose(template: str, probe_text: str) -> tuple[Forms, _Problem]:
+    """Tries the usual forms, and the others only if those are wrong. Returns the best forms and their problem."""
+    probe = _Probe(template, *json.loads(probe_text))
+    choices = _choices(probe.messages, probe.tools)
+    best = Forms()
+    tried: dict[Forms, _Problem] = {}
+    badness = lambda forms: (tried[forms].rank, -tried[forms].lost)
+    # If every form loses something, the one that loses it latest is closest: further changes start from there.
+    for _ in range(MAX_STEPS):
+        candidates = [each for each in _candidates(choices, best, len(probe.messages)) if each not in tried]
+        # The first form is right for most; the others follow in requests that stay within the time limit.
+        for start, end in itertools.pairwise([0, 1, *range(1 + PROBES_AT_ONCE, len(candidates), PROBES_AT_ONCE), None]):
+            part = candidates[start:end]
+            tried |= zip(part, _try(part, probe), strict=True)
+            if min(problem.rank for problem in tried.values()) == 0:
+                break
+        before, best = best, min(tried, key=badness)
+        if tried[best].rank == 0 or best == before:
+            break
+    return best if tried[best].rank >= MISSING else _with_objects(best, probe), tried[best]
+
+
+def _with_objects(forms: Forms, probe: _Probe) -> Forms:
+    """Gives arguments as objects to a template that reads both forms, if it then writes them differently.
+
+    Such a template has a separate form for objects (such as XML), and would copy JSON text unchanged.
+    """
+    calls = [call for message in probe.messages for call in message.get("tool_calls", ())]
+    if forms.arguments != "given" or not any(isinstance(call["function"]["arguments"], str) for call in calls):
+        return forms
+    as_objects = dataclasses.replace(forms, arguments="object or text")
+    (as_given, _), (result, shaped) = probe.render((forms, as_objects))
+    if isinstance(result, TemplateFailure) or result == as_given:
+        return forms
+    return forms if _judge(result, probe, shaped).rank else as_objects
+
+
+def _choices(messages: list[dict[str, Any]], tools: list[Any] | None) -> dict[str, list[Any]]:
+    """Returns the values of each field of `Forms` that may make a difference, the usual one first."""
+    roles = {message["role"] for message in messages}
+    calls = [call["function"]["arguments"] for message in messages for call in message.get("tool_calls", ())]
+    has_parts = any(isinstance(message.get("content"), list) for message in messages)
+    has_empty = any("content" not in message for message in messages)
+    groups = [group for group in (SYSTEM_ROLES, ("tool",), (*SYSTEM_ROLES, "tool")) if roles.intersection(group)]
+    return {
+        "content": ["given", "text", "parts", "one part"] if has_parts else ["given", "parts"],
+        "text_roles": [(), *groups],
+        "arguments": ["given", "object", "text"] if calls else ["given"],
+        "empty": ["usual", "text", "null", "absent"] if has_empty else ["usual"],
+        "developer": ["developer", "system"] if "developer" in roles else ["developer"],
+        "calls": ["wrapped", "bare"] if calls else ["wrapped"],
+        "tools": ["given", "wrapped", "bare"] if tools else ["given"],
+    }
+
+
+def _candidates(choices: dict[str, list[Any]], first: Forms, num_messages: int) -> list[Forms]:
+    """Returns forms, `first` and those nearest to it."""
+    usual = [getattr(first, name) for name in choices]
+    products = sorted(
+        itertools.product(*choices.values()),
+        key=lambda values: sum(value != other for value, other in zip(values, usual, strict=True)),
+    )
+    # A client must not be able to cause many renderings of many messages. Each single change is tried.
+    count = max(1, min(MAX_PROBES, MAX_PROBE_MESSAGES // max(1, num_messages)) - 1)
+    count = 1 + max(count, sum(len(values) - 1 for values in choices.values()))
+    return [Forms(**dict(zip(choices, values, strict=True))) for values in products[:count]]
+
+
+def _try(candidates: list[Forms], probe: _Probe) -> list[_Problem]:
+    return [
+        _Problem(FAILED) if isinstance(result, TemplateFailure) else _judge(result, probe, shaped)
+        for result, shaped in probe.render(candidates)
+    ]
+
+
+def _judge(result: Rendered, probe: _Probe, shaped: list[dict[str, Any]]) -> _Problem:
+    """Checks that everything in a probe reached the text in a correct form.
+
+    `shaped` are the messages as the template got them.
+    """
+    text = result.text.casefold()
+    if any(unique_word("tool", number) not in text for number in range(len(probe.tools or ()))):
+        return _Problem(MISSING, -1, "tools")
+    words = []
+    for index, message in enumerate(probe.messages):
+        if any(word not in text for word in text_of(message.get("content")).split()):
+            return _Problem(MISSING, index, "text")
+        for call in message.get("tool_calls", ()):
+            name, arguments = call["function"]["name"], call["function"]["arguments"]
+            arguments = json.loads(arguments) if isinstance(arguments, str) else arguments
+            words += arguments
+            # Some templates write only the id, which contains the name (Kimi's).
+            is_named = name in text or ("id" in call and (call["id"] != CALL_ID or CALL_ID in text))
+            if not is_named or any(word not in text for word in (*arguments, *arguments.values())):
+                return _Problem(MISSING, index, "tool call")
+    nulls = [index for index, each in enumerate(shaped) if each.get("content", "") is None]
+    if nulls and "None" in result.text:
+        return _Problem(MISSING, nulls[0], "missing content")
+    # A part that was written with its field names is not read as a part.
+    if part := re.search(r"""['"]text\\?['"]: ?\\?['"]xqtext(\d+)p""", text):
+        return _Problem(MISSING, int(part[1]), "text")
+    # A key in single quotes or after a backslash belongs to a Python value, or to JSON text that was quoted again.
+    return _Problem(int(any(f"'{word}':" in text or f'\\"{word}' in text for word in words)))

@@ -4,7 +4,7 @@ import dataclasses
 import math
 from typing import Literal
 
-from mtpjax.field_types import check_scalar_fields
+from mtpjax.field_types import check_range, check_scalar_fields
 from mtpjax.messages import require
 
 
@@ -41,7 +41,7 @@ class Source:
         check_scalar_fields(self)
         require(self.path is not None or self.kind in ("auto", "text"), f"a source of kind '{self.kind}' needs a path")
         require(0 < self.weight < math.inf, f"weight must be positive, not {self.weight}")
-        require(self.max_skipped >= 0, f"max_skipped must not be negative, is {self.max_skipped}")
+        check_range("max_skipped", self.max_skipped, 0)
         require(self.path is not None or self.pattern == "*", f"pattern '{self.pattern}' is unused: it needs a path")
         require(
             self.field in ("", "text") or self.kind != "text",

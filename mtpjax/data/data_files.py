@@ -50,7 +50,7 @@ def list_data_files(path, pattern: str = "*", *, output=None) -> DataFiles:
         if pattern != "*":
             raise ValueError(f"pattern {pattern!r} chooses files of a folder, and {root} is a file")
         return DataFiles([root], Counter())
-    files, last = DataFiles([], Counter()), None
+    paths, left_out, last = [], Counter(), None
     matching, with_hidden = set(root.rglob(pattern)), _names_hidden(pattern)
     output = None if output is None else pathlib.Path(output).resolve()
     # Sorted, so that the order of documents does not depend on the file system.
@@ -59,14 +59,14 @@ def list_data_files(path, pattern: str = "*", *, output=None) -> DataFiles:
         if is_folder or (file.is_file() and file not in matching):
             continue
         if reason := _reason_to_leave_out(file, root, output, with_hidden=with_hidden):
-            files.left_out[reason] += 1
+            left_out[reason] += 1
             last = file
         else:
-            files.paths.append(file)
-    files = files._replace(last_left_out=last)
-    if not files.paths:
-        left_out = files.describe_left_out()
-        raise FileNotFoundError(f"no files match {pattern} under {root}" + (left_out and f" (left out: {left_out})"))
+            paths.append(file)
+    files = DataFiles(paths, left_out, last)
+    if not paths:
+        described = files.describe_left_out()
+        raise FileNotFoundError(f"no files match {pattern} under {root}" + (described and f" (left out: {described})"))
     return files
 
 

@@ -1,6 +1,6 @@
 """Chooses the most frequent tokens of a corpus as a reduced draft vocabulary (FR-Spec, 2502.14856).
 
-The output head is most of the cost of a draft, and is proportionally cheaper over a part of the vocabulary. The
+The output head dominates the cost of drafting, and its cost is proportional to the size of the draft vocabulary. The
 distribution of the text does not change, because the trunk can still emit every token.
 """
 
@@ -70,7 +70,7 @@ def count_tokens(
         # Report the bytes that are not text too, such as JSON syntax, so that progress reaches the files' sizes.
         progress(max(file.stat().st_size - bytes_counted, 0))
     if not counts.any():
-        raise ValueError(f"there is no token in {count_of(len(files), 'file')}")
+        raise ValueError(f"no tokens in {count_of(len(files), 'file')}")
     return CorpusCounts(counts=counts, num_files=len(files) - len(skipped), skipped=tuple(skipped))
 
 
@@ -170,7 +170,7 @@ def _texts(file: pathlib.Path) -> Iterator[str]:
 
 
 def _record_texts(record: dict[str, Any]) -> list[str]:
-    """Returns the messages of a conversation, or every text field of another record."""
+    """Returns the messages of a conversation, or every text field of any other record."""
     if has_conversation(record):
         return [text_of(message.get("content")) for message in clean_messages(find_messages(record))]
     # A field may hold several texts, such as Spec-Bench's turns.

@@ -1,5 +1,6 @@
-"""Keeps the text of users in a conversation from becoming special tokens: a message could end its own turn."""
+"""Keeps special tokens in users' messages from taking effect: otherwise a message could end its own turn."""
 
+import dataclasses
 import functools
 import json
 import re
@@ -13,6 +14,35 @@ _PREFIX = re.compile(r"(?=(9[0-7]{9}))")  # of marks; also where several overlap
 Spans = list[tuple[int, int]]  # start and end of parts of a text, ascending
 
 
+@dataclasses.dataclass(frozen=True)
+class RenderedChat:
+    """A conversation that a chat template has written.
+
+    Attributes:
+        text: the text.
+        hidden: start and end of the parts whose special tokens are only text, since a user or a tool wrote them.
+        generation: start and end of the template's `{% generation %}` blocks, which mark what the model writes; None:
+            the template has none, or they were not requested.
+    """
+
+    text: str
+    hidden: Spans
+    generation: Spans | None = None
+
+    def pieces(self, start: int = 0) -> list[tuple[int, str, bool]]:
+        """Cuts the text at the boundaries of hidden parts.
+
+        Returns the index of each piece's first character, the piece, and whether its special tokens are only text.
+        """
+        pieces = []
+        for begin, end in [*self.hidden, (len(self.text), len(self.text))]:
+            pieces += [(start, self.text[start:begin], False)] if begin > start else []
+            begin = max(begin, start)
+            pieces += [(begin, self.text[begin:end], True)] if end > begin else []
+            start = max(start, end)
+        return pieces
+
+
 class HiddenText:
     """Special tokens in the text of users, tools and tool calls, replaced by marks while a chat template runs.
 
@@ -23,7 +53,7 @@ class HiddenText:
         names: the special tokens.
         given: the values that will be hidden, which have a JSON form.
         template: the chat template.
-        keep_length: a mark is the special token with another character in it, for templates that count or cut.
+        keep_length: a mark is the special token with one character changed, for templates that count or cut characters.
     """
 
     def __init__(self, names: Sequence[str], given: Any, template: str, *, keep_length: bool = False):
@@ -124,7 +154,7 @@ class HiddenText:
         return "".join(pieces), spans
 
     def _split(self, marked: str) -> list[str]:
-        """Returns texts and numbers of marks in turns."""
+        """Splits at the marks. Returns texts and the numbers of marks alternately."""
         return re.split(rf"{self._prefix}(\d{{{_COUNTER_DIGITS}}})", marked)
 
     def _mark(self, match: re.Match[str]) -> str:

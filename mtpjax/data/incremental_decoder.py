@@ -12,41 +12,198 @@ text. Each stage here takes one piece at a time and returns the pieces that late
     Fuse, ByteLevel              make one piece of all: later stages then see parts of one piece
     Strip after them             drops characters at the start, and holds back those that it may drop at the end
 
-A stage that is not in this list holds back all text to the end, and then runs once over everything.
+An unknown stage holds back all text until the end, and then runs once over all of it.
 """
 
+import codecs
 import copy
 import functools
 import json
 import re
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 from mtpjax.byte_letters import BYTE_OF_LETTER
-from mtpjax.data.decoder_stages import (
-    ByteFallbackStage,
-    ChangedTokenStage,
-    FirstTokenStage,
-    LastTokenStage,
-    MapStage,
-    Piece,
-    ReplaceStage,
-    Stage,
-    StripStage,
-    Utf8Stage,
-    WholeTextStage,
-)
-from mtpjax.data.tokenizer_checks import rust_errors
+from mtpjax.data.tokenizer_files import rust_errors
 
 CONTEXT_TOKENS = 16  # of a prompt; a token joins with its neighbours at most
 _BYTE_TOKEN = re.compile(r"<0x([0-9A-Fa-f]{2}|\+[0-9A-Fa-f])>")  # Rust's from_str_radix allows the sign
+Piece = Any  # str; before the first stage with a state also the result of its function of one token: bytes, a pair
+
+
+class Stage:
+    """One stage of a decoder, with the state of one text."""
+
+    def push(self, piece: Piece) -> Iterable[Any]:
+        """Takes the next piece; returns pieces that can no longer change."""
+        raise NotImplementedError
+
+    def finish(self) -> Iterable[str]:
+        """Returns what was held back, at the end of the text."""
+        return ()
+
+
+class Utf8Stage(Stage):
+    """Joins bytes to characters. Bytes that are not UTF-8 become U+FFFD, counted as Rust and Python both do."""
+
+    def __init__(self):
+        self._decoder = codecs.getincrementaldecoder("utf-8")("replace")
+
+    def push(self, piece: bytes) -> Iterable[str]:
+        return (self._decoder.decode(piece),)
+
+    def finish(self) -> Iterable[str]:
+        return (self._decoder.decode(b"", final=True),)
+
+
+class MapStage(Stage):
+    """Applies a function to each piece."""
+
+    def __init__(self, function: Callable[[Any], Any]):
+        self._function = function
+
+    def push(self, piece: Piece) -> Iterable[Any]:
+        return (self._function(piece),)
+
+
+class FirstTokenStage(Stage):
+    """Receives pairs: returns the first element for the first token, the second for all others."""
+
+    def __init__(self):
+        self._index = 0
+
+    def push(self, piece: tuple[str, str]) -> Iterable[str]:
+        text = piece[self._index]
+        self._index = 1
+        return (text,)
+
+
+class LastTokenStage(Stage):
+    """Receives pairs: returns the second element for the last token, the first for all others."""
+
+    def __init__(self):
+        self._held: tuple[str, str] | None = None
+
+    def push(self, piece: tuple[str, str]) -> Iterable[str]:
+        before, self._held = self._held, piece
+        return () if before is None else (before[0],)
+
+    def finish(self) -> Iterable[str]:
+        return () if self._held is None else (self._held[1],)
+
+
+class ChangedTokenStage(Stage):
+    """Receives pairs of token and text: drops tokens that equal the previous one, and tokens without text."""
+
+    def __init__(self):
+        self._before: str | None = None
+
+    def push(self, piece: tuple[str, str]) -> Iterable[str]:
+        is_new, self._before = piece[0] != self._before, piece[0]
+        return (piece[1],) if is_new and piece[1] else ()
+
+
+class ByteFallbackStage(Stage):
+    """Joins runs of byte tokens: one valid UTF-8 text, or U+FFFD for each byte of the run."""
+
+    def __init__(self):
+        self._start_run()
+
+    def _start_run(self) -> None:
+        self._decoder = codecs.getincrementaldecoder("utf-8")()
+        self._num_bytes, self._text, self._is_broken = 0, "", False
+
+    @property
+    def has_whole_characters(self) -> bool:
+        """Returns whether the run's bytes are whole characters so far. Later bytes can still make it invalid."""
+        return bool(self._text) and not self._is_broken and not self._decoder.getstate()[0]
+
+    def push(self, piece: str | bytes) -> Iterable[str]:
+        if isinstance(piece, str):
+            return (*self.finish(), piece) if self._num_bytes else (piece,)
+        self._num_bytes += len(piece)
+        # Later bytes cannot repair a run, so its bytes are shown as invalid from then on. A valid run may still become
+        # invalid.
+        if self._is_broken:
+            return ("\ufffd",)
+        try:
+            self._text += self._decoder.decode(piece)
+        except UnicodeDecodeError:
+            self._is_broken = True
+            return ("\ufffd",) * self._num_bytes
+        return ()
+
+    def finish(self) -> Iterable[str]:
+        num_bytes, text, is_broken = self._num_bytes, self._text, self._is_broken
+        is_complete = not self._decoder.getstate()[0]
+        self._start_run()
+        if is_broken:
+            return ()
+        if is_complete:
+            return (text,) if text else ()
+        return ("\ufffd",) * num_bytes
+
+
+class StripStage(Stage):
+    """Drops up to `start` and `stop` times the character `content` at the two ends of a text that comes in parts."""
+
+    def __init__(self, content: str, start: int, stop: int):
+        self._content, self._start, self._stop = content, start, stop
+        self._held = ""
+
+    def push(self, piece: str) -> Iterable[str]:
+        while self._start and piece:
+            if piece[0] == self._content:
+                self._start, piece = self._start - 1, piece[1:]
+            else:
+                self._start = 0
+        if not self._stop:
+            return (piece,)
+        text = self._held + piece
+        kept = max(len(text.rstrip(self._content)), len(text) - self._stop)
+        self._held = text[kept:]
+        return (text[:kept],)
+
+
+class ReplaceStage(Stage):
+    """Replaces a string in a text that comes in parts; holds back a partial match at the end of a part."""
+
+    def __init__(self, pattern: str, content: str):
+        self._pattern, self._content = pattern, content
+        self._held = ""
+
+    def push(self, piece: str) -> Iterable[str]:
+        *whole, rest = (self._held + piece).split(self._pattern)
+        lengths = range(min(len(rest), len(self._pattern) - 1), 0, -1)
+        held = next((length for length in lengths if rest.endswith(self._pattern[:length])), 0)
+        self._held = rest[len(rest) - held :]
+        return (self._content.join([*whole, rest[: len(rest) - held]]),)
+
+    def finish(self) -> Iterable[str]:
+        return (self._held,)
+
+
+class WholeTextStage(Stage):
+    """Runs an unknown stage and all later ones over the whole text at its end."""
+
+    def __init__(self, decoder: Any, is_fused: bool):
+        self._decoder, self._is_fused, self._pieces = decoder, is_fused, []
+
+    def push(self, piece: str) -> Iterable[str]:
+        self._pieces.append(piece)
+        return ()
+
+    def finish(self) -> Iterable[str]:
+        pieces = ["".join(self._pieces)] if self._is_fused else self._pieces
+        with rust_errors("the tokenizer cannot decode these ids"):
+            return (self._decoder.decode(pieces),)
 
 
 class IncrementalDecoder:
     """Decodes the tokens of one text.
 
     Args:
-        piece_of: returns the piece that a token gives the first stage; None if it stands for no text.
+        piece_of: returns a token's piece for the first stage; None if the token has no text.
         stages: new stages, in order, at least one.
         prompt: tokens before the text, of which the last few affect its start. Their text is not returned, except a
             character that starts in them and ends in the text.
@@ -105,7 +262,7 @@ class IncrementalDecoder:
 
 
 class TokenizerDecoder:
-    """The pieces of text of a tokenizer's tokens; `start` begins a text.
+    """Makes incremental decoders for a tokenizer.
 
     Args:
         tokenizer: a `tokenizers.Tokenizer`. Its vocabulary and decoder must not change.
@@ -118,14 +275,14 @@ class TokenizerDecoder:
     def __init__(self, tokenizer: Any):
         self._tokenizer = tokenizer
         self._special = {token.content for token in tokenizer.get_added_tokens_decoder().values() if token.special}
-        self._pieces = _Pieces(self._find_piece)
+        self._piece_of = functools.cache(self._find_piece)
         steps = _flatten(json.loads(tokenizer.decoder.__getstate__())) if tokenizer.decoder is not None else None
         self.is_total = not any(step["type"] == "Strip" and step["stop"] for step in steps or ())
         self._functions, self._makers = _compile(steps)
 
     def start(self, prompt: Sequence[int] = ()) -> IncrementalDecoder:
         """Returns a decoder for a new text, or for the continuation of a prompt."""
-        return IncrementalDecoder(self._pieces.__getitem__, [make() for make in self._makers], prompt)
+        return IncrementalDecoder(self._piece_of, [make() for make in self._makers], prompt)
 
     def _find_piece(self, token: int) -> Piece | None:
         with rust_errors("the tokenizer cannot decode this id"):
@@ -138,20 +295,8 @@ class TokenizerDecoder:
         return piece
 
 
-class _Pieces(dict[int, Piece | None]):
-    """Pieces of the tokens that were needed so far."""
-
-    def __init__(self, find: Callable[[int], Piece | None]):
-        super().__init__()
-        self._find = find
-
-    def __missing__(self, token: int) -> Piece | None:
-        self[token] = piece = self._find(token)
-        return piece
-
-
 def _compile(steps: list[dict[str, Any]] | None) -> tuple[list[Callable], list[Callable[[], Stage]]]:
-    """Returns the functions of one token in front of the first stage with a state, and makers of all later stages."""
+    """Returns the functions of a token before the first stage with a state, and makers of that and later stages."""
     if steps is None:
         return [lambda piece: (piece, " " + piece)], [FirstTokenStage]
     functions: list[Callable[[Any], Any]] = []
@@ -199,7 +344,7 @@ def _token_stage(step: dict[str, Any]) -> tuple[Callable | None, Callable[[], St
 
 
 def _fused_stage(step: dict[str, Any]) -> tuple[Callable | None, Callable[[], Stage] | None] | None:
-    """Returns them for a step that gets one piece in parts, after the pieces were joined."""
+    """Returns the same for a step after the pieces were joined, which receives one piece in parts."""
     kind = step["type"]
     if kind == "Fuse":
         return None, None
@@ -226,7 +371,7 @@ def _rust_decoder(step: dict[str, Any]) -> Any:
 
 
 def _byte_of_name(piece: str) -> str | bytes:
-    """Returns the byte of a token such as <0xE5>; other tokens as they are."""
+    """Returns the byte of a token such as <0xE5>; other tokens unchanged."""
     found = _BYTE_TOKEN.fullmatch(piece)
     return bytes([int(found[1], 16)]) if found else piece
 

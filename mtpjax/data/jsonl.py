@@ -7,6 +7,7 @@ import pathlib
 from collections.abc import Generator, Iterator
 from typing import Any
 
+from mtpjax.messages import json_type_name
 from mtpjax.safe_open import open_regular, parse_json
 
 
@@ -81,9 +82,3 @@ def read_json_objects(path: pathlib.Path) -> Iterator[tuple[str, dict[str, Any]]
         except SkippedRecordError as error:
             raise ValueError(f"{place} {error}") from error
         yield place, record
-
-
-def json_type_name(value: Any) -> str:
-    """Returns the JSON type of a value for an error message, such as "an object"."""
-    names = {dict: "an object", list: "a list", str: "a string", bool: "a boolean", type(None): "null"}
-    return names.get(type(value), "a number")

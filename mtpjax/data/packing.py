@@ -3,14 +3,16 @@
 import dataclasses
 import hashlib
 import itertools
-from collections.abc import Iterator, Sequence
-from typing import Any, NamedTuple
+from collections.abc import Iterable, Iterator, Sequence
+from typing import Any, NamedTuple, TypeVar
 
 import numpy as np
 
 from mtpjax.errors import UsageError, install_extra
 
 _NEWLINE = 10
+_NO_ITEM: Any = object()
+T = TypeVar("T")
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -18,12 +20,12 @@ class Document:
     """One file, or one record of a file.
 
     Attributes:
-        name: where it comes from.
+        name: file of the document, with the line or item of a record.
         tokens: `[n]` uint8 or int32, without the end token that packing adds.
         loss_mask: `[n + 1]` bool, true where a token is a target, the last entry for the end token; None: all are
             targets.
         category: the group under which evaluations report it.
-        origin: digest of the record that it is a part of; "" for a whole record.
+        origin: digest of the record of which it is a part; "" for a whole record.
 
     Example:
         >>> import numpy as np
@@ -256,7 +258,7 @@ def _row_numbers(num_rows: int, batch_size: int, *, seed: int, start: int) -> It
 def mixed_batches(
     source_rows: Sequence[Batch], weights: Sequence[float], batch_size: int, *, seed: int, start: int = 0
 ) -> Iterator[tuple[np.ndarray, Batch]]:
-    """Yields batches of the packed rows of several sources, in shares by `weights`.
+    """Yields batches of the packed rows of several sources, in proportion to `weights`.
 
     The sources take turns, so every stretch of rows has their shares to within a row or two. A source whose rows are
     used up starts again in a new order, so small sources with a large weight repeat. The n-th batch depends only on the
@@ -301,6 +303,53 @@ def _mixed_row_numbers(
     return (mixture[number] for number in itertools.count(start))
 
 
+def draw_prompts(
+    documents: Sequence[Document], count: int, *, length: int, seed: int, num_after: int | None = None
+) -> list[tuple[list[int], str]]:
+    """Draws prompts from documents, with their category. Categories take turns, and so do a category's documents.
+
+    A prompt of bytes starts at the start of a line, a prompt of a conversation ends where an answer starts, and a
+    prompt of other tokens can be anywhere. If `num_after` is None, a document without such a place gives a prompt that
+    ends in its middle. Copies of a document count once per category, and no place is used twice.
+
+    Args:
+        count: maximum number of prompts.
+        length: maximum number of tokens of a prompt.
+        num_after: tokens that must follow the prompt in its document; None: 0.
+    """
+    rng = np.random.default_rng(seed)
+    # Shuffle the documents, and the possible places within each.
+    distinct = list({(each.category, each.tokens.tobytes()): each for each in documents if len(each.tokens)}.values())
+    prompts: dict[str, list[list]] = {}  # category -> prompts of each document
+    for index in rng.permutation(len(distinct)):
+        tokens, category = distinct[index].tokens, distinct[index].category
+        ends = rng.permutation(_prompt_ends(distinct[index], length, num_after))[:count]
+        of_document = [(tokens[max(0, end - length) : end].tolist(), category) for end in ends]
+        prompts.setdefault(category, []).append(of_document)
+    # Every document gives one prompt before any gives a second.
+    return take_turns([take_turns(of_category) for _, of_category in sorted(prompts.items())])[:count]
+
+
+def take_turns(groups: Iterable[Iterable[T]]) -> list[T]:
+    """Returns the first item of each group, then the second of each, and so on."""
+    turns = itertools.zip_longest(*groups, fillvalue=_NO_ITEM)
+    return [each for turn in turns for each in turn if each is not _NO_ITEM]
+
+
+def _prompt_ends(document: Document, length: int, num_after: int | None) -> np.ndarray:
+    """Returns the positions where a prompt of a document may end (exclusive)."""
+    tokens = document.tokens
+    # A conversation: an answer starts where the loss mask turns on. Bytes: `length` after the start of a line.
+    if document.loss_mask is not None:
+        ends = np.flatnonzero(np.diff(document.loss_mask[: len(tokens)].astype(int)) > 0) + 1
+    elif tokens.dtype == np.uint8:
+        ends = np.append(0, np.flatnonzero(tokens == _NEWLINE) + 1) + length
+    else:
+        ends = np.arange(length, len(tokens) + 1)
+    ends = ends[ends <= len(tokens) - (num_after or 0)]
+    return ends if len(ends) or num_after is not None else np.array([-(-len(tokens) // 2)])
+
+
 def held_out_prompts(
     documents: Sequence[Document],
     *,
@@ -310,10 +359,7 @@ def held_out_prompts(
     seed: int,
     min_count: int | None = None,
 ) -> list[list[int]]:
-    """Draws prompts of bytes from documents, each from the start of a line and with its continuation in the document.
-
-    Every document gives one prompt before any gives a second. Copies of a document count as one, and no start is used
-    twice.
+    """Draws prompts of bytes as `draw_prompts` does, each with its continuation in the document.
 
     Args:
         continuation_length: tokens that must follow the prompt in its document.
@@ -321,22 +367,18 @@ def held_out_prompts(
     """
     if min(count, prompt_length) < 1 or continuation_length < 0:
         raise ValueError(f"no prompts: {count=}, {prompt_length=}, {continuation_length=}")
-    rng = np.random.default_rng(seed)
-    distinct = list({document.tokens.tobytes(): document.tokens for document in documents}.values())
-    candidates = []  # (round, document, start): sorted by round, documents take turns
-    for index in rng.permutation(len(distinct)):
-        # Line starts that leave room for prompt and continuation, in random order.
-        starts = np.append(0, np.flatnonzero(distinct[index] == _NEWLINE) + 1)
-        starts = starts[starts + prompt_length + continuation_length <= len(distinct[index])]
-        candidates += [(turn, index, start) for turn, start in enumerate(rng.permutation(starts)[:count])]
-    candidates.sort(key=lambda candidate: candidate[0])  # stable: the shuffled order of the documents stays
+    # Without categories and loss masks: every line start is a place, and copies of any kind count as one.
+    distinct = {each.tokens.tobytes(): Document("", each.tokens.astype(np.uint8)) for each in documents}
+    prompts = draw_prompts(
+        list(distinct.values()), count, length=prompt_length, seed=seed, num_after=continuation_length
+    )
     min_count = count if min_count is None else min_count
-    if len(candidates) < min_count:
+    if len(prompts) < min_count:
         raise ValueError(
-            f"{len(distinct)} held-out documents hold {len(candidates)} prompts of {prompt_length} tokens with"
-            f" {continuation_length} to follow; {min_count} were asked for"
+            f"{len(distinct)} held-out documents hold {len(prompts)} prompts of {prompt_length} tokens with"
+            f" {continuation_length} to follow; {min_count} were requested"
         )
-    return [distinct[index][start : start + prompt_length].tolist() for _, index, start in candidates[:count]]
+    return [prompt for prompt, _ in prompts]
 
 
 def _loss_mask(document: Document, eos_token_id: int) -> np.ndarray:

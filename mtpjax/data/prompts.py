@@ -8,8 +8,10 @@ from typing import Any
 
 import numpy as np
 
-from mtpjax.data.jsonl import SkippedRecordError, json_type_name, read_json_objects
+from mtpjax.data.jsonl import SkippedRecordError, read_json_objects
+from mtpjax.data.packing import take_turns
 from mtpjax.data.tokenizer import Tokenizer
+from mtpjax.messages import json_type_name
 from mtpjax.safe_open import open_regular
 
 TEXT_KEYS = ("prompt", "text", "question")  # the first one that a record has is its text
@@ -83,13 +85,12 @@ def choose_prompts(
     for category in selected:
         if category not in by_category:
             raise ValueError(f"there are no prompts of category '{category}', only of {', '.join(by_category)}")
-    # Shuffle each category by its own seed, then sort by turn, so that categories alternate.
-    turns = []  # (turn, category's number, index)
-    for number, category in enumerate(selected):
-        rng = np.random.default_rng([seed, zlib.crc32(category.encode())])
-        order = rng.permutation(len(by_category[category]))
-        turns += [(turn, number, int(index)) for turn, index in enumerate(order[:count])]
-    return [by_category[selected[number]][index] for _, number, index in sorted(turns)[:count]]
+    # Shuffle each category by a separate seed.
+    groups = []
+    for category in selected:
+        order = np.random.default_rng([seed, zlib.crc32(category.encode())]).permutation(len(by_category[category]))
+        groups.append([by_category[category][index] for index in order[:count]])
+    return take_turns(groups)[:count]
 
 
 def encode_prompts(
@@ -130,7 +131,7 @@ def max_prompt_length(max_positions: int, max_new_tokens: int, requested: int | 
 
 
 def read_turns(record: dict[str, Any]) -> Iterator[str]:
-    """Yields all turns of a Spec-Bench record, or the one text of another record; at least one.
+    """Yields all turns of a Spec-Bench record, or the text of any other record; at least one.
 
     Raises:
         SkippedRecordError: as "corrupt" or "empty", at the first turn that is not a text.
@@ -140,38 +141,33 @@ def read_turns(record: dict[str, Any]) -> Iterator[str]:
         raise SkippedRecordError("corrupt", f"has none of turns, {', '.join(TEXT_KEYS)}")
     turns = record[key] if key == "turns" else [record[key]]
     if not isinstance(turns, list) or not turns:
-        raise SkippedRecordError("corrupt", "'turns' is not a list with at least one turn")
+        raise SkippedRecordError("corrupt", "has 'turns' that are not a list with at least one turn")
     for text in turns:
         if not isinstance(text, str):
-            raise SkippedRecordError("corrupt", f"'{key}' holds {json_type_name(text)}, not text")
+            raise SkippedRecordError("corrupt", f"has {json_type_name(text)}, not text, in '{key}'")
         if not text.strip():
-            raise SkippedRecordError("empty", f"'{key}' is empty")
+            raise SkippedRecordError("empty", f"has an empty '{key}'")
         yield text
 
 
 def _to_prompt(record: dict[str, Any], place: str, stem: str) -> Prompt:
     """Converts a record into a prompt. Raises ValueError, naming the record's place."""
     try:
-        text = next(read_turns(record))
+        text, category = next(read_turns(record)), record.get("category", stem)
+        if not isinstance(category, str):
+            raise SkippedRecordError("corrupt", f"has {json_type_name(category)}, not text, in 'category'")
     except SkippedRecordError as error:
-        raise ValueError(f"{place}: {error}") from error
+        raise ValueError(f"{place} {error}") from error
     # The first id that the record has, else the number of its line.
     named = [record[key] for key in ID_KEYS if isinstance(record.get(key), (str, int))]
-    category = record.get("category", stem)
-    if not isinstance(category, str):
-        raise ValueError(f"{place}: 'category' holds {json_type_name(category)}, not text")
     return Prompt(text=text, category=category, id=str(named[0]) if named else place.rpartition(" ")[2])
 
 
 def _paragraphs(text: str, max_characters: int) -> Iterator[str]:
     """Yields blocks between blank lines, or lines if none is blank, none longer than `max_characters`."""
-    lines = [line.rstrip() for line in text.splitlines()]
-    while lines and not lines[-1]:
-        lines.pop()
-    while lines and not lines[0]:
-        lines.pop(0)
+    text = "\n".join(line.rstrip() for line in text.splitlines()).strip("\n")
     # Blank lines separate paragraphs. Without any, each line is a prompt.
-    blocks = lines if all(lines) else [block.strip("\n") for block in "\n".join(lines).split("\n\n")]
+    blocks = [block.strip("\n") for block in text.split("\n\n")] if "\n\n" in text else text.split("\n")
     for block in blocks:
         # Cut long blocks at the last white space that fits, or within a word if there is none.
         while len(block) > max_characters:

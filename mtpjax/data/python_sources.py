@@ -1,4 +1,4 @@
-"""The default corpus: the standard library of the running interpreter, so that a first run downloads nothing."""
+"""The default corpus: the standard library of the running Python, so that a first run downloads nothing."""
 
 import os
 import pathlib

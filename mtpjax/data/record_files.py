@@ -20,7 +20,7 @@ MAX_JSON_BYTES = 1 << 30  # of a `.json` list, which is parsed whole
 
 
 def is_record_file(path: str | os.PathLike) -> bool:
-    """Checks by its suffix whether a file holds records; other files are texts."""
+    """Returns whether a file contains records, by its suffix. Other files are texts."""
     return str(path).lower().endswith(RECORD_SUFFIXES)
 
 
@@ -85,7 +85,7 @@ def _read_json(path: pathlib.Path) -> Iterator[tuple[str, bytes]]:
     try:
         values = parse_json(content)
     except ValueError as error:
-        raise ValueError(f"{path} is not JSON: {error}; a file with an object in each line is named .jsonl") from error
+        raise ValueError(f"{path} is not JSON: {error}; name a file with one object per line .jsonl") from error
     for number, value in enumerate(values if isinstance(values, list) else [values], start=1):
         yield f"{path} item {number}", json.dumps(value).encode()
 

@@ -10,8 +10,9 @@ Names and roles are those documented by LLaMA-Factory (data/README.md) and used 
 from typing import Any
 
 from mtpjax.data.chat_messages import drop_nulls
-from mtpjax.data.jsonl import SkippedRecordError, json_type_name
+from mtpjax.data.jsonl import SkippedRecordError
 from mtpjax.errors import printable
+from mtpjax.messages import json_type_name
 from mtpjax.safe_open import parse_json
 
 ALPACA_FIELDS = ("instruction", "input", "output", "system", "history")
@@ -30,7 +31,7 @@ SHAREGPT_ROLES = {
 
 
 def has_conversation(record: dict[str, Any]) -> bool:
-    """Checks for the fields of one of the forms, regardless of their values."""
+    """Returns whether a record has the fields of one of the forms, regardless of their values."""
     return "messages" in record or "conversations" in record or "instruction" in record
 
 
@@ -84,7 +85,7 @@ def _from_openai(message: Any, place: str) -> dict[str, Any]:
 def _read_weight(message: dict[str, Any], place: str) -> dict[str, int]:
     """Returns `weight` 0 for a message that is left out of training, by OpenAI's `weight` or Axolotl's `train`."""
     weight, train = message.get("weight", 1), message.get("train", True)
-    # With a value of another type, such as the text "0", a message that its author excluded would be trained on.
+    # With a value of a different type, such as the text "0", a message that its author excluded would be trained on.
     if not isinstance(weight, int | float) or weight not in (0, 1):
         raise SkippedRecordError("corrupt", f"{place}: 'weight' is {printable(repr(weight), 60)}, not 0 or 1")
     if not isinstance(train, bool):

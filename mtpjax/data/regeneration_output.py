@@ -14,11 +14,12 @@ from typing import Any
 
 from mtpjax.atomic import write_text
 from mtpjax.data.jsonl_writer import JsonlWriter
-from mtpjax.data.regeneration_tasks import TASK_SKIP_REASONS
+from mtpjax.errors import printable
 from mtpjax.messages import count_of
 from mtpjax.safe_open import read_json_file
 
 FORMAT = "mtpjax-regenerated"
+SKIP_REASONS = ("corrupt", "empty", "too long", "unreadable")
 MAX_MANIFEST_BYTES = 1 << 20
 
 
@@ -29,7 +30,7 @@ class Tally:
     Attributes:
         read: records read.
         regenerated: records written.
-        cut: regenerated conversations whose last turns had no room.
+        cut: regenerated conversations whose last turns did not fit.
         skipped: skipped records by reason.
         finished: answers by finish reason.
         changed: answers that training will tokenize differently from the decoded tokens.
@@ -42,7 +43,7 @@ class Tally:
     read: int = 0
     regenerated: int = 0
     cut: int = 0
-    skipped: dict[str, int] = dataclasses.field(default_factory=lambda: dict.fromkeys(TASK_SKIP_REASONS, 0))
+    skipped: dict[str, int] = dataclasses.field(default_factory=lambda: dict.fromkeys(SKIP_REASONS, 0))
     finished: dict[str, int] = dataclasses.field(default_factory=lambda: {"stop": 0, "length": 0})
     changed: int = 0
     tokens: int = 0
@@ -61,20 +62,20 @@ class Tally:
 
     def __str__(self) -> str:
         skipped = ", ".join(f"{count} {reason}" for reason, count in self.skipped.items() if count)
-        answers = ", ".join(f"{count} by {reason}" for reason, count in self.finished.items())
+        answers = ", ".join(f"{count} ended by {reason}" for reason, count in self.finished.items())
         return (
             f"{count_of(self.read, 'record')}: {self.regenerated} regenerated"
             + (f" ({self.cut} of them cut)" if self.cut else "")
             + f", {sum(self.skipped.values())} skipped"
             + (f" ({skipped})" if skipped else "")
-            + f"; {sum(self.finished.values())} answers, ended {answers}"
+            + f"; {sum(self.finished.values())} answers ({answers})"
             + (f", {self.changed} tokenized differently by training" if self.changed else "")
             + f"; accept length {self.accept_length:.2f}, {self.tokens} tokens, {self.tokens_per_second:.0f} tokens/s"
         )
 
 
 def manifest_path(path: pathlib.Path) -> pathlib.Path:
-    """Returns the path of the manifest beside the records at `path`."""
+    """Returns the path of the manifest, which is next to the records at `path`."""
     return path.with_name(f"{path.name}.about.json")
 
 
@@ -111,7 +112,7 @@ class RegenerationOutput:
     def resume(self) -> None:
         """Continues from the manifest: reads the counts, and cuts off bytes written after it."""
         # Read the manifest. Any failure means that it cannot be trusted.
-        advice = f"remove it and {self.manifest_path.name}, or choose another output"
+        advice = f"remove it and {self.manifest_path.name}, or choose a different output"
         try:
             stored = read_json_file(self.manifest_path, max_bytes=MAX_MANIFEST_BYTES)
             stored_settings, tally, written = dict(stored["settings"]), Tally(**stored["tally"]), stored["written"]
@@ -120,12 +121,14 @@ class RegenerationOutput:
             raise ValueError(f"{self.manifest_path} is damaged: {error}") from error
         # Records of different settings must not mix. A file without records may still change its settings.
         changed = [
-            f"{name} was {_shorten(stored_settings.get(name))}, is {_shorten(self.settings.get(name))}"
+            f"{name} was {printable(repr(before), 80)}, is {printable(repr(now), 80)}"
             for name in sorted({*stored_settings, *self.settings})
-            if stored_settings.get(name) != self.settings.get(name)
+            if (before := stored_settings.get(name)) != (now := self.settings.get(name))
         ]
         if changed and tally.read:
-            raise ValueError(f"{self.path} has other settings: {'; '.join(changed)}. To start over, {advice}")
+            raise ValueError(
+                f"{self.path} was written with different settings: {'; '.join(changed)}. To start over, {advice}"
+            )
         # The bytes that the manifest counts must be those that were written; another program may have edited them.
         num_left = size
         with self.path.open("rb") as file:
@@ -150,12 +153,9 @@ def open_output(path, settings: Mapping[str, Any], kind: str) -> Iterator[Regene
         if output.manifest_path.exists():
             output.resume()
         elif writer.size:
-            raise ValueError(f"{path} exists without {output.manifest_path.name} beside it: choose another output")
+            raise ValueError(
+                f"{path} exists without its manifest {output.manifest_path.name}: choose a different output"
+            )
         else:
             output.write_manifest()
         yield output
-
-
-def _shorten(value: Any) -> str:
-    text = repr(value)
-    return text if len(text) <= 40 else f"{text[:37]}..."

@@ -1,8 +1,9 @@
-"""Records that wait for a model's answers: texts to continue, and conversations to answer again."""
+"""Tasks of a regeneration: texts to continue, and conversations to answer again."""
 
+import abc
 import pathlib
 from collections.abc import Sequence
-from typing import Any, Literal, Protocol
+from typing import Any, Literal
 
 from mtpjax.data.chat import TEMPLATE_DATE, encode_answers
 from mtpjax.data.jsonl import SkippedRecordError, decode_utf8
@@ -12,24 +13,27 @@ from mtpjax.data.record_forms import find_messages, has_conversation, without_co
 from mtpjax.data.tokenizer import ConversationError, Tokenizer, TokenizerError
 from mtpjax.errors import DroppedTextError
 
-TASK_SKIP_REASONS = ("corrupt", "empty", "too long", "unreadable")  # why a record is skipped
 DOCUMENT_PROMPT_TOKENS = 64  # tokens of a document that are kept as its prompt
 RecordKind = Literal["conversations", "prompts", "documents"]
 
 
-class Task(Protocol):
-    """A record that waits for answers.
+class Task(abc.ABC):
+    """A record to answer.
 
     Attributes:
         prompt: tokens before the next answer; None when all answers are given.
         finish_reasons: finish reasons of the answers so far.
-        is_truncated: the last answers had no room.
+        is_truncated: the last answers did not fit.
     """
 
-    prompt: list[int] | None
-    finish_reasons: list[str]
-    is_truncated: bool
+    prompt: list[int] | None = None
+    is_truncated = False
 
+    def __init__(self, tokenizer: Tokenizer, extra_fields: dict[str, Any]):
+        self.tokenizer, self.extra_fields = tokenizer, extra_fields
+        self.finish_reasons: list[str] = []
+
+    @abc.abstractmethod
     def add_answer(self, tokens: list[int], finish_reason: str) -> bool:
         """Adds an answer and moves to the next prompt.
 
@@ -39,11 +43,10 @@ class Task(Protocol):
         Returns:
             True if training will tokenize the record's text so far as the same tokens.
         """
-        ...
 
+    @abc.abstractmethod
     def record(self) -> dict[str, Any]:
         """Returns the finished record. Raises `SkippedRecordError` if training could not read it."""
-        ...
 
 
 def detect_record_kind(paths: Sequence[pathlib.Path]) -> RecordKind:
@@ -55,7 +58,7 @@ def detect_record_kind(paths: Sequence[pathlib.Path]) -> RecordKind:
     # Whole files and records cannot be mixed in one run.
     have_records = {is_record_file(path) for path in paths}
     if len(have_records) != 1:
-        problem = f"some files have records ({', '.join(RECORD_SUFFIXES)}) and some are texts: choose by a pattern"
+        problem = f"some files contain records ({', '.join(RECORD_SUFFIXES)}), some plain text: select by pattern"
         raise ValueError(problem if paths else "there are no files")
     if have_records == {False}:
         return "documents"
@@ -64,7 +67,7 @@ def detect_record_kind(paths: Sequence[pathlib.Path]) -> RecordKind:
             return "conversations" if has_conversation(as_object(content)) else "prompts"
         except SkippedRecordError:
             continue
-    raise ValueError(f"{paths[0]} holds no record: nothing in it is a JSON object")
+    raise ValueError(f"{paths[0]} contains no record: none of it is a JSON object")
 
 
 def make_task(
@@ -108,15 +111,12 @@ def make_task(
     return TextTask(prompt, tokenizer, extra_fields)
 
 
-class TextTask:
+class TextTask(Task):
     """A text to continue."""
 
-    prompt: list[int] | None
-    is_truncated = False
-
     def __init__(self, prompt: list[int], tokenizer: Tokenizer, extra_fields: dict[str, Any]):
-        self.prompt, self.tokenizer, self.extra_fields, self.text = prompt, tokenizer, extra_fields, ""
-        self.finish_reasons: list[str] = []
+        super().__init__(tokenizer, extra_fields)
+        self.prompt, self.text = prompt, ""
 
     def add_answer(self, tokens: list[int], finish_reason: str) -> bool:
         # Store the decoded text. It may tokenize differently: a continuation can merge across the cut.
@@ -129,23 +129,20 @@ class TextTask:
         return {**self.extra_fields, "text": self.text, "finish_reasons": self.finish_reasons}
 
 
-class ConversationTask:
+class ConversationTask(Task):
     """A conversation whose assistant messages are answered again, except those with `"weight": 0`.
 
     A user's message at the end gets an answer too.
     """
 
-    is_truncated = False
-
     def __init__(
         self, messages: list[dict], tokenizer: Tokenizer, max_prompt_tokens: int, extra_fields: dict[str, Any]
     ):
-        self.tokenizer, self.max_prompt_tokens, self.extra_fields = tokenizer, max_prompt_tokens, extra_fields
+        super().__init__(tokenizer, extra_fields)
+        self.max_prompt_tokens = max_prompt_tokens
         self.template_variables = {"tools": extra_fields.get("tools")}
         self.remaining = [*messages, {"role": "assistant"}] if messages[-1]["role"] == "user" else list(messages)
         self.messages: list[dict[str, Any]] = []
-        self.finish_reasons: list[str] = []
-        self.prompt: list[int] | None = None
         self._advance()
         if self.prompt is None:
             raise SkippedRecordError("too long" if self.is_truncated else "empty", "has no answer to regenerate")
@@ -169,7 +166,7 @@ class ConversationTask:
         return {**self.extra_fields, "messages": self.messages, "finish_reasons": self.finish_reasons}
 
     def _advance(self) -> None:
-        """Moves to the next answer to generate; ends the conversation if an answer has no room."""
+        """Moves to the next answer to generate; ends the conversation if an answer does not fit."""
         self.prompt, num_answered = None, len(self.messages)
         while self.remaining:
             message = self.remaining.pop(0)
@@ -180,8 +177,8 @@ class ConversationTask:
             try:
                 prompt = self._encode_messages(add_generation_prompt=True)
             except ConversationError as error:
-                # A template that rejects the first prompt makes the record unusable; later, the conversation ends
-                # there.
+                # A template that rejects the first prompt makes the record unusable. Later, the conversation ends
+                # before the rejected prompt.
                 if not self.finish_reasons:
                     reason = "unreadable" if isinstance(error, DroppedTextError) else "corrupt"
                     raise SkippedRecordError(reason, str(error)) from error

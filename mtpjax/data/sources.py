@@ -24,7 +24,7 @@ SKIP_REASONS = ("corrupt", "empty", "vocabulary")  # reasons to skip a document
 Encoded = tuple[np.ndarray, np.ndarray | None]  # tokens `[n]`, and the loss mask `[n + 1]` of a conversation
 
 
-@dataclasses.dataclass(frozen=True)
+@dataclasses.dataclass
 class SourceContents:
     """The documents and files of a source, and the counts of skipped documents.
 
@@ -38,9 +38,9 @@ class SourceContents:
         left_out: the files of the folder that were not read, in words; "": none.
     """
 
-    documents: list[Document]
-    skipped: dict[str, int]
-    files: list[FileDigest]
+    documents: list[Document] = dataclasses.field(default_factory=list)
+    skipped: dict[str, int] = dataclasses.field(default_factory=lambda: dict.fromkeys(SKIP_REASONS, 0))
+    files: list[FileDigest] = dataclasses.field(default_factory=list)
     last_skipped: str = ""
     lost_answers: int = 0
     last_lost: str = ""
@@ -50,7 +50,7 @@ class SourceContents:
 def end_token_id(tokenizer: Tokenizer) -> int:
     """Returns the token that ends a document: the tokenizer's first end token."""
     if not tokenizer.eos_token_ids:
-        raise TokenizerError("the tokenizer names no end token, which must separate documents")
+        raise TokenizerError("the tokenizer has no end token, which must separate documents")
     return tokenizer.eos_token_ids[0]
 
 
@@ -63,45 +63,42 @@ def read_source(source: Source, tokenizer: Tokenizer, *, vocab_size: int, output
     and `vocabulary` (ids outside the vocabulary). Ignores blank lines of JSONL.
     Conversations may become several documents, see `encode_answers`; answers that cannot be located are counted.
     """
-    end = end_token_id(tokenizer)
-    documents: list[Document] = []
-    skipped: dict[str, int] = dict.fromkeys(SKIP_REASONS, 0)
-    files: list[FileDigest] = []
-    last_skipped, last_lost, lost_answers = "", "", 0
+    end, contents = end_token_id(tokenizer), SourceContents()
     # The place of a text is its file's name; records add line, item or row.
     is_text = lambda place: source.kind == "text" or (source.kind == "auto" and place in texts)
     by_line = {"auto": None, "text": False}.get(source.kind, True)
-    name, left_out = source.path or "the standard library", ""
+    name = source.path or "the standard library"
     if source.path is None:
         paths = list_python_sources()
     else:
         listed = list_data_files(source.path, source.pattern, output=output)
-        paths, left_out = listed.paths, listed.describe_left_out()
+        paths, contents.left_out = listed.paths, listed.describe_left_out()
     if source.kind == "auto" and source.field and not any(map(is_record_file, paths)):
-        raise ValueError(f"field '{source.field}' names a field of records, and {name} has only texts")
+        raise ValueError(f"field '{source.field}' is unused: {name} has only texts, no records")
     texts = {str(path) for path in paths if not is_record_file(path)}
-    for place, content in read_file_records(paths, by_line=by_line, files=files):
+    for place, content in read_file_records(paths, by_line=by_line, files=contents.files):
         try:
             encoded, category, problems = _encode_record(content, source, tokenizer, is_text=is_text(place))
             # Conversations contain end tokens after each answer, so only other documents are checked for them.
             parts = [(_check_tokens(each, vocab_size, end if mask is None else None), mask) for each, mask in encoded]
-            origin = _digest([each for each, _ in parts]) if parts[1:] else ""
-            documents += [Document(place, each, mask, category, origin) for each, mask in parts]
-            lost_answers += len(problems)
-            last_lost = f"{place}: {problems[-1]}" if problems else last_lost
+            joined = b"".join(each.tobytes() for each, _ in parts)
+            origin = hashlib.sha256(joined).hexdigest() if parts[1:] else ""
+            contents.documents += [Document(place, each, mask, category, origin) for each, mask in parts]
+            contents.lost_answers += len(problems)
+            contents.last_lost = f"{place}: {problems[-1]}" if problems else contents.last_lost
         except SkippedRecordError as error:
             # A few bad records are normal in large data; many mean a wrong field or tokenizer.
-            skipped[error.reason] += 1
-            last_skipped = f"{place} {error}"
-            if sum(skipped.values()) > source.max_skipped:
-                counts = ", ".join(f"{count} {reason}" for reason, count in skipped.items() if count)
+            contents.skipped[error.reason] += 1
+            contents.last_skipped = f"{place} {error}"
+            if sum(contents.skipped.values()) > source.max_skipped:
+                counts = ", ".join(f"{count} {reason}" for reason, count in contents.skipped.items() if count)
                 raise ValueError(
-                    f"{name} has over {source.max_skipped} unusable documents ({counts}); the last: {last_skipped};"
-                    " `pattern` chooses files, `max_skipped` of a source allows more"
+                    f"{name} has over {source.max_skipped} unusable documents ({counts}); the last: "
+                    f"{contents.last_skipped}; `pattern` chooses files, `max_skipped` of a source allows more"
                 ) from error
         except TokenizerError as error:
             raise TokenizerError(f"{place}: {error}") from error
-    return SourceContents(documents, skipped, files, last_skipped, lost_answers, last_lost, left_out)
+    return contents
 
 
 def fingerprint(
@@ -126,10 +123,6 @@ def _kind_and_field(source: Source, content: SourceContents) -> dict[str, str]:
     if source.kind == "auto" and not any(is_record_file(name) for name, _, _ in content.files):
         return {"kind": "text", "field": "text"}
     return {"kind": source.kind, "field": source.field}
-
-
-def _digest(parts: Sequence[np.ndarray]) -> str:
-    return hashlib.sha256(b"".join(np.ascontiguousarray(part).tobytes() for part in parts)).hexdigest()
 
 
 def _encode_record(

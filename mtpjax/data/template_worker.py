@@ -55,7 +55,7 @@ class TemplateWorker:
         self._compiled: dict[str, Any] | None = None  # templates, if this process renders itself
 
     def render_here(self) -> None:
-        """Renders in this process from now on, if it already has limits of time and memory."""
+        """Renders in this process from now on. Call it only in a process that has limits of time and memory."""
         self._compiled = {}
 
     def render_all(

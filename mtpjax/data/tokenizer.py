@@ -9,11 +9,17 @@ from collections.abc import Callable, Iterable, Sequence
 from typing import Any, Protocol
 
 from mtpjax.data.chat_messages import clean_messages, clean_tools, text_of
-from mtpjax.data.chat_template import DEFAULT, ChatTemplates, RenderedChat, read_chat_templates
-from mtpjax.data.decoder_stages import Utf8Stage
-from mtpjax.data.end_tokens import find_end_tokens
-from mtpjax.data.incremental_decoder import IncrementalDecoder, TokenizerDecoder
-from mtpjax.data.tokenizer_checks import check_expansion, read_json_object, rust_errors
+from mtpjax.data.chat_template import ChatTemplates
+from mtpjax.data.hidden_text import RenderedChat
+from mtpjax.data.incremental_decoder import IncrementalDecoder, TokenizerDecoder, Utf8Stage
+from mtpjax.data.tokenizer_files import (
+    DEFAULT_TEMPLATE,
+    check_expansion,
+    find_end_tokens,
+    read_chat_templates,
+    read_json_object,
+    rust_errors,
+)
 from mtpjax.errors import ConversationError, TokenizerError
 from mtpjax.io.huggingface_files import (
     MAX_TOKENIZER_BYTES,
@@ -36,12 +42,12 @@ class Tokenizer(Protocol):
 
     @property
     def special_token_ids(self) -> tuple[int, ...]:
-        """Tokens that stand for no text."""
+        """Tokens without text."""
         ...
 
     @property
     def digest(self) -> str:
-        """Hexadecimal sha256 of everything that decides the tokens of a text or a conversation, and the end tokens."""
+        """Hexadecimal sha256 of all that determines the tokens of texts and conversations, and the end tokens."""
         ...
 
     def encode(self, text: str) -> list[int]: ...
@@ -117,17 +123,17 @@ class ByteTokenizer:
     def apply_chat_template(self, messages: list[dict[str, Any]], **template_variables: Any) -> list[int]:
         """Encodes a conversation as plain text: a line `role: content` per message; an answer ends with the end token.
 
-        Small models of bytes have no chat template.
+        Byte-level models have no chat template.
 
         Args:
             **template_variables: `add_generation_prompt` and `tools`; others are ignored.
         """
         tokens: list[int] = []
         if clean_tools(template_variables.get("tools")):
-            raise ConversationError("a model of bytes has no form for tools")
+            raise ConversationError("byte-level models do not support tools")
         for number, message in enumerate(clean_messages(messages), start=1):
             if "tool_calls" in message:
-                raise ConversationError(f"message {number}: a model of bytes has no form for tool calls")
+                raise ConversationError(f"message {number}: byte-level models do not support tool calls")
             role, content = message["role"], text_of(message.get("content"))
             is_answer = role == "assistant"
             try:
@@ -150,7 +156,7 @@ class HuggingFaceTokenizer:
     Args:
         folder: the directory, or the GGUF file.
         vocab_size: V of the model.
-        chat_template: a chat template instead of those in the files.
+        chat_template: jinja2 template that replaces those in the files.
 
     Raises:
         TokenizerError: a file is damaged, or a token is outside `vocab_size`.
@@ -181,7 +187,9 @@ class HuggingFaceTokenizer:
         }
         eos_token = self._special_tokens().get("eos_token")
         self.eos_token_ids = find_end_tokens(folder, self._tokenizer, eos_token, vocab_size=vocab_size, **files)
-        templates = read_chat_templates(folder, self._settings) if chat_template is None else {DEFAULT: chat_template}
+        templates = (
+            read_chat_templates(folder, self._settings) if chat_template is None else {DEFAULT_TEMPLATE: chat_template}
+        )
         self.chat_templates = ChatTemplates(templates, self._special_tokens(), self._special_names)
         # The digest covers everything that decides the tokens, so that a resumed run notices a changed template.
         chat_setting = self.chat_templates.setting
@@ -189,7 +197,7 @@ class HuggingFaceTokenizer:
         self.digest = hashlib.sha256(json.dumps(digest_parts, sort_keys=True).encode()).hexdigest()
 
     def _build(self, content: bytes) -> None:
-        """Makes what the package reads from a `tokenizer.json`."""
+        """Makes the objects of the tokenizers package."""
         import tokenizers
 
         self._content, self._tokenizer = content, tokenizers.Tokenizer.from_buffer(content)
@@ -238,7 +246,7 @@ class HuggingFaceTokenizer:
     def encode_rendered(self, rendered: RenderedChat, start: int = 0) -> tuple[list[int], list[tuple[int, int]]]:
         """Encodes a conversation that the chat template has written, from the character `start` on.
 
-        Returns the tokens, and the start and end of the characters that each stands for.
+        Returns the tokens, and the start and end of each token's characters.
         """
         tokens: list[int] = []
         offsets: list[tuple[int, int]] = []
@@ -287,7 +295,7 @@ class HuggingFaceTokenizer:
         return plain
 
     def encode_with_starts(self, text: str) -> tuple[list[int], list[int]]:
-        """Encodes a text that has its special tokens already.
+        """Encodes a text that already contains its special tokens.
 
         Returns the tokens, and the character at which each begins, ascending.
         """
@@ -318,10 +326,10 @@ def load_tokenizer(path, vocab_size: int | None = None, *, chat_template: str | 
 
     Args:
         path: anything that `mtpjax.load` takes: a checkpoint, a run folder that holds one, a Hugging Face directory, a
-            GGUF file, or `org/name` of the Hugging Face Hub. Of a checkpoint that came from a Hugging Face directory,
-            the tokenizer of that directory.
+            GGUF file, or `org/name` of the Hugging Face Hub. For a checkpoint that was converted
+            from a Hugging Face directory, the tokenizer of that directory.
         vocab_size: V of the model; None: that of the checkpoint's `config.json`.
-        chat_template: a chat template instead of the checkpoint's.
+        chat_template: jinja2 template that replaces the checkpoint's.
 
     Returns:
         A tokenizer with `encode(text)`, `decode(ids)`, `apply_chat_template(messages)` and `eos_token_ids`: a
@@ -329,8 +337,8 @@ def load_tokenizer(path, vocab_size: int | None = None, *, chat_template: str | 
 
     Raises:
         CheckpointError: the path does not exist.
-        TokenizerError: there is neither, and the vocabulary is not the 256 bytes, or a chat template is given, which
-            bytes do not support.
+        TokenizerError: there is neither file and the vocabulary is not the 256 bytes, or `chat_template` is given
+            without a tokenizer file.
 
     Example:
         >>> import tempfile
@@ -345,12 +353,11 @@ def load_tokenizer(path, vocab_size: int | None = None, *, chat_template: str | 
         'def '
     """
     if vocab_size is not None and type(vocab_size) is not int:
-        raise ValueError(
-            f"vocab_size must be an integer, such as model.config.vocab_size, got {type(vocab_size).__name__}"
-        )
+        kind = type(vocab_size).__name__
+        raise ValueError(f"vocab_size must be an integer, such as model.config.vocab_size, got {kind}")
     vocab_size = read_vocab_size(path) if vocab_size is None else vocab_size
     if vocab_size is None:
-        raise TokenizerError(f"{path} has no config.json with a vocab_size: give that of the model as vocab_size")
+        raise TokenizerError(f"{path} has no config.json with a vocab_size: pass the model's vocab_size")
     folder = huggingface_folder(path)
     if has_tokenizer(folder):
         return HuggingFaceTokenizer(folder, vocab_size, chat_template=chat_template)
@@ -359,15 +366,11 @@ def load_tokenizer(path, vocab_size: int | None = None, *, chat_template: str | 
     if vocab_size == ByteTokenizer.vocab_size:
         return ByteTokenizer()
     other = [name for name in OTHER_FORMATS if (folder / name).exists()]
-    way_on = (
-        f". Its {other[0]} is of another format: load it with transformers.AutoTokenizer and write a tokenizer.json "
-        "with save_pretrained"
-        if other
-        else ""
-    )
-    raise TokenizerError(
-        f"{folder} has no tokenizer.json, and the model has {vocab_size} tokens, not the 256 bytes{way_on}"
-    )
+    problem = f"{folder} has no tokenizer.json, and the model has {vocab_size} tokens, not the 256 bytes"
+    if other:
+        advice = "load it with transformers.AutoTokenizer and write a tokenizer.json with save_pretrained"
+        problem += f". Its {other[0]} has an unsupported format: {advice}"
+    raise TokenizerError(problem)
 
 
 def _token_text(token: Any) -> str | None:

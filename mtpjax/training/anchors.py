@@ -1,8 +1,8 @@
-"""Anchors of block drafters in training: DFlash and DSpark learn from one block after each anchor.
+"""Anchors for training block drafters: DFlash and DSpark train on one block after each anchor.
 
-An anchor at column a of a packed row is the pending token. Level k of its block predicts token a+k. In the layout of
-MTP depths, whose row i predicts token i+k+1, that is row a-1: terms per position and their masks keep this layout, and
-are valid only in the rows of anchors.
+The anchor, at column a of a packed row, is the pending token, and level k of its block predicts token a+k. Terms and
+masks keep the layout of MTP depths, in which position i of depth k predicts token i+k+1. An anchor's block is therefore
+at position a-1, and all other positions are invalid.
 """
 
 from collections.abc import Callable
@@ -13,7 +13,7 @@ import jax.numpy as jnp
 from mtpjax.models.forward import DepthsOutput
 from mtpjax.training.position_losses import PositionTerms
 
-MAX_ANCHORS = 512  # in a row, unless the settings say otherwise (DFlash, 2602.06036)
+MAX_ANCHORS = 512  # per row, by default (DFlash, 2602.06036)
 
 
 def draw_anchors(key: jax.Array, is_valid: jax.Array, count: int) -> jax.Array:
@@ -32,7 +32,7 @@ def draw_anchors(key: jax.Array, is_valid: jax.Array, count: int) -> jax.Array:
 
 
 def to_rows(values: jax.Array, anchors: jax.Array, num_columns: int) -> jax.Array:
-    """Lays values of anchors out in rows, with zeros elsewhere: `[K, B, A]` to `[K, B, T]`."""
+    """Scatters the values of anchors into rows of zeros: `[K, B, A]` to `[K, B, T]`."""
     batch = jnp.arange(len(anchors))[:, None]
     rows = jnp.where(anchors > 0, anchors - 1, num_columns)  # without an anchor: outside, and dropped
     zeros = jnp.zeros((len(values), len(anchors), num_columns), values.dtype)
@@ -40,11 +40,11 @@ def to_rows(values: jax.Array, anchors: jax.Array, num_columns: int) -> jax.Arra
 
 
 def keep_anchors(is_valid: jax.Array, anchors: jax.Array | None) -> jax.Array:
-    """Restricts the valid targets of the depths to the rows of anchors.
+    """Restricts the valid targets of the depths to the positions of anchors.
 
     Args:
         is_valid: `[1 + depths, B, T]` bool.
-        anchors: `[B, A]` from `draw_anchors`; None: all rows.
+        anchors: `[B, A]` from `draw_anchors`; None: all positions.
 
     Returns:
         `[1 + depths, B, T]` bool; the trunk's are unchanged.
@@ -61,10 +61,10 @@ def anchor_terms(
     targets: jax.Array,
     anchors: jax.Array,
 ) -> PositionTerms:
-    """Computes the terms of blocks. Rows without an anchor have zeros.
+    """Computes the terms of blocks. They are 0 at positions without an anchor.
 
     Args:
-        compute: computes the terms of an output with the arrays `[B, T, ...]` of an MTP pass, from its targets.
+        compute: computes terms from the output of an MTP pass, with arrays `[B, T, ...]`, and its targets.
         output: the trunk's arrays `[B, T, ...]`, and the levels' `[B, A, ...]`.
         targets: `[1 + K, B, T]` int32.
         anchors: `[B, A]` from `draw_anchors`.

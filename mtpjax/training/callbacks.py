@@ -5,14 +5,14 @@ import pathlib
 from collections.abc import Mapping, Sequence
 from typing import Any, Literal
 
-from mtpjax.training.step import TrainState
+from mtpjax.training.train_state import TrainState
 
 Moment = Literal["after_update", "after_evaluation", "after_save"]
 
 
 @dataclasses.dataclass(frozen=True)
 class TrainEvent:
-    """An event of a run, as a callback gets it.
+    """The event that a callback receives.
 
     Args:
         step: number of updates done.
@@ -44,7 +44,7 @@ class TrainEvent:
 class Callback:
     """Base class of callbacks. Override the methods that you need, and pass instances to `mtpjax.train`.
 
-    A method that returns True asks the run to stop. The run then ends as if it had reached `steps`: it saves the model,
+    A method that returns True requests a stop. The run then ends as if it had reached `steps`: it saves the model,
     evaluates, and returns its result. `--resume` continues it. An exception ends the run after its state is saved. In a
     run of several processes, every process calls its callbacks, and a request to stop from one stops all.
 
@@ -73,12 +73,3 @@ def check_callbacks(callbacks: Sequence[Callback]) -> None:
         if not isinstance(callback, Callback):
             what = f"the class {callback.__name__}" if isinstance(callback, type) else repr(callback)
             raise ValueError(f"callbacks[{index}] is {what}, not an instance of a subclass of mtpjax.training.Callback")
-
-
-def call_callbacks(callbacks: Sequence[Callback], moment: Moment, event: TrainEvent) -> bool:
-    """Calls one method of every callback.
-
-    Returns True if any of them asks to stop.
-    """
-    # A list, so that a request to stop does not keep later callbacks from being called.
-    return any([bool(getattr(callback, moment)(event)) for callback in callbacks])

@@ -8,15 +8,14 @@ from typing import Any
 
 from mtpjax.console import narrow_table, split_columns
 from mtpjax.evaluation.trust import mark, verdict
-from mtpjax.safe_open import read_json_file
-from mtpjax.training.log import METRICS_FILE, read_metrics
-from mtpjax.training.model_yaml import flatten_settings
-from mtpjax.training.run_dir import MAX_SETTINGS_BYTES, SETTINGS_FILE, RunError
+from mtpjax.training.log import read_metrics
+from mtpjax.training.run_dir import METRICS_FILE, RunError, read_run_file
+from mtpjax.training.yaml_config import flatten_settings
 
 
 @dataclasses.dataclass(frozen=True)
 class RunRecord:
-    """The settings and metrics that a run folder holds.
+    """The settings and metrics in a run folder.
 
     Attributes:
         name: path of the folder.
@@ -43,19 +42,15 @@ def read_run(folder) -> RunRecord:
         RunError: the folder is not a run folder, is damaged, or has no evaluation yet. One line.
     """
     folder = pathlib.Path(folder)
-    # A folder without `run.json` is not a run; every other failure to read it means damage.
+    settings, fingerprint = read_run_file(folder, "fingerprint")
     try:
-        stored = read_json_file(folder / SETTINGS_FILE, max_bytes=MAX_SETTINGS_BYTES)
-        settings, fingerprint = flatten_settings(stored["settings"]), str(stored["fingerprint"])
         history = read_metrics(folder / METRICS_FILE)
-    except (FileNotFoundError, NotADirectoryError):
-        raise RunError(f"{folder} is not a run folder: it has no {SETTINGS_FILE}") from None
-    except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
-        raise RunError(f"{folder / SETTINGS_FILE} is damaged: {type(error).__name__}: {error}") from error
+    except (OSError, ValueError) as error:
+        raise RunError(f"{folder / METRICS_FILE} is damaged: {error}") from error
     # The comparison shows the last evaluation, so there must be at least one.
     if not any("eval" in row for row in history):
         raise RunError(f"{folder} has not evaluated yet: {METRICS_FILE} holds {len(history)} rows and no panel")
-    return RunRecord(str(folder), settings, fingerprint, history)
+    return RunRecord(str(folder), flatten_settings(settings), fingerprint, history)
 
 
 def tables(runs: Sequence[RunRecord], width: int = 80) -> Iterator[Any]:
@@ -80,7 +75,7 @@ def tables(runs: Sequence[RunRecord], width: int = 80) -> Iterator[Any]:
         settings_table.add_row(key, *values)
     yield from split_columns(settings_table, width) if rows else ("the settings are the same",)
 
-    # An untrusted speed-up must not look like a result.
+    # Never present an untrusted speed-up as a result.
     timed = [(name, kind, row) for name, run in zip(names, runs, strict=True) for kind, row in _timed(run).items()]
     if timed:
         yield verdict([row.get("problem") for _, _, row in timed], max(row.get("waited") or 0.0 for _, _, row in timed))
@@ -152,6 +147,6 @@ def _different_settings(runs: Sequence[RunRecord]) -> Iterator[tuple[str, ...]]:
 
 
 def short_names(runs: Sequence[RunRecord]) -> list[str]:
-    """Names runs for tables and pictures."""
+    """Returns the names of runs for tables and plots: of their folders, or the paths if those are not unique."""
     last = [pathlib.Path(run.name).name for run in runs]
     return last if len(set(last)) == len(last) else [run.name for run in runs]

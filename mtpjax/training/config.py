@@ -9,7 +9,7 @@ from mtpjax.data.config import Source
 from mtpjax.drafters.method import DraftMethod, Reading
 from mtpjax.drafters.methods import METHODS, find_method
 from mtpjax.errors import printable
-from mtpjax.field_types import check_mapping, check_scalar_fields
+from mtpjax.field_types import check_mapping, check_range, check_scalar_fields, check_used
 from mtpjax.messages import require, require_choice
 from mtpjax.models.config import Implementation, ModelConfig
 from mtpjax.models.overrides import model_changes, override_config
@@ -19,115 +19,127 @@ from mtpjax.training.objective import Objective
 MAX_LEARNING_RATE = 100.0  # far above any real value: a larger one is a typo
 MAX_DEPTHS = 64  # each depth is compiled; many more would take hours
 READING = tuple(Reading.__annotations__)  # arguments of `load_drafter`
-# Settings of every drafter with files of its own; a method has further ones (`DraftTraining.settings`).
+# Settings of every drafter with separate files; a method has further ones (`DraftTraining.settings`).
 DRAFTER_SETTINGS = ("draft_init_from", "draft_reading", "draft_vocab_size")
-# Smallest values of settings.
-MINIMA = dict.fromkeys(("steps", "batch_size", "log_every", "keep_states", "accumulation"), 1) | {"row_length": 2}
-MINIMA |= {"max_consecutive_bad_steps": 1, **dict.fromkeys(("extra_tokens", "seed", "num_depths", "save_every"), 0)}
-MINIMA |= dict.fromkeys(("panel_prompts", "profile_start", "profile_steps", "draft_vocab_size"), 0)
+# Smallest and largest values of settings.
+LIMITS = (
+    (0, math.inf, ("extra_tokens", "save_every", "panel_prompts", "profile_start", "profile_steps")),
+    (0, math.inf, ("draft_vocab_size", "weight_decay", "mtp_loss_scale", "mtp_loss_scale_final", "gradient_clip")),
+    (0, 1, ("warmup", "final_learning_rate", "mtp_loss_switch")),
+    (0, MAX_LEARNING_RATE, ("learning_rate",)),
+    (0, MAX_DEPTHS, ("num_depths",)),
+    (0, 2**63 - 1, ("seed",)),
+    (1, math.inf, ("steps", "log_every", "keep_states", "accumulation", "max_consecutive_bad_steps")),
+    (1, math.inf, ("draft_num_layers", "draft_anchors", "draft_markov_rank")),
+    (1, 2**20, ("batch_size",)),
+    (2, 2**20, ("row_length",)),
+)
 # Settings of the draft losses, which are unused without draft depths.
 DEPTH_SETTINGS = ("attention_layout", "mtp_loss_scale", "mtp_loss_scale_final", "mtp_loss_switch")
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class TrainConfig:
-    """Settings of a training run. It ends after `steps` updates or `seconds` of wall clock, whichever comes first,
-    but not before `min_steps` updates.
+    """Settings of a training run, which ends after `steps` updates or `seconds` of wall-clock time, whichever comes
+    first, but not before `min_steps` updates.
 
     Args:
         preset: name of the architecture in `mtpjax.presets`.
-        model: fields of `ModelConfig` that differ from the preset's, as a dict or as pairs, such as
-            `{"num_mtp_modules": 3}`; or a whole `ModelConfig`, which replaces the preset. Kept as pairs. On the command
-            line `model.num_mtp_modules=3`, or `model=FILE.yaml` for a whole architecture.
-        init_from: checkpoint (mtpjax or Hugging Face) to continue training from, instead of new weights of `preset`. A
-            trunk without MTP modules gets one, or as many as `model` says in `num_mtp_modules`, the only field that may
-            be set here. Its `tokenizer.json`, if it has one, is the default tokenizer. It may be a repository of the
-            Hugging Face Hub: `org/name` or `org/name@revision`.
-        model_type: the family to read `init_from` as, instead of the one that its `config.json` names.
-        drafter: the drafter to train: "mtp", the model's MTP modules, or a new drafter with its own files, which trains
-            on the frozen trunk of `init_from`: "eagle3" (2503.01840) over `num_depths` levels, "medusa" (2401.10774)
-            with `num_depths` heads, "dflash" (2602.06036) or "dspark" (2607.05147) with blocks of `num_depths` drafts,
-            or a method of your own, as `package.module:RECORD`.
-            The trunk's MTP modules are then left out, and `trains` is "modules".
-        draft_init_from: drafter to continue training, instead of a new one: a folder or a repository of the Hugging
-            Face Hub that `mtpjax.load_drafter` reads, or the run folder that trained it. Its architecture and draft
-            vocabulary are kept: settings that begin with `draft_` are then left out, or equal to those of the drafter.
-            `num_depths` is the number of its Medusa heads, or of the drafts of its block.
+        model: fields of `ModelConfig` that differ from the preset, as a dict or as pairs, such as
+            `{"num_mtp_modules": 3}`; or a complete `ModelConfig`, which replaces the preset. Stored as pairs. On the
+            command line: `model.num_mtp_modules=3`, or `model=FILE.yaml` for a complete architecture.
+        init_from: checkpoint (mtpjax or Hugging Face) to continue training from, instead of new weights of `preset`:
+            a folder, or `org/name` or `org/name@revision` on the Hugging Face Hub. A checkpoint without MTP modules
+            gets one, or the number in `model.num_mtp_modules`, which is the only field of `model` that may be set. Its
+            `tokenizer.json`, if it has one, is the default tokenizer.
+        model_type: the family to read `init_from` as, instead of the `model_type` in its `config.json`.
+        drafter: the drafter to train. "mtp" trains the model's MTP modules. The other methods train a drafter with
+            separate files on the frozen trunk of `init_from`, without its MTP modules, and set `trains` to "modules":
+            "eagle3" (2503.01840) over `num_depths` levels, "medusa" (2401.10774) with `num_depths` heads, "dflash"
+            (2602.06036) or "dspark" (2607.05147) with blocks of `num_depths` drafts, or your own method, as
+            `package.module:RECORD`.
+        draft_init_from: drafter to continue training, instead of a new one: a folder or a Hugging Face Hub repository
+            that `mtpjax.load_drafter` reads, or the run folder that trained it. It keeps its architecture and draft
+            vocabulary, so leave out the other `draft_*` settings or set them to the drafter's values. `num_depths` must
+            be the number of its Medusa heads, or of the drafts in its block.
         draft_reading: arguments of `load_drafter` that say how to read `draft_init_from`, such as
-            `{"aux_layers": "output"}`, as a dict or as pairs. On the command line `draft_reading.aux_layers=output`.
-        draft_vocab_size: tokens that a new drafter can draft: the most frequent ones of the training rows. 0: all.
-        draft_layers: trunk layers whose input states EAGLE-3, DFlash and DSpark read; the number of layers means the
-            last one's output, and one more that of the final norm. (): for EAGLE-3
-            layers 2, L / 2 and L - 3, or thirds of a trunk of fewer than 7 layers. For the others five layers from 2 to
-            L - 2, or from 1 to L of a trunk of fewer than 8 layers.
-        draft_num_layers: layers of DFlash and DSpark. None: 5.
-        draft_anchors: maximum number of blocks of DFlash and DSpark in a row. Every update draws new anchors. None:
+            `{"aux_layers": "output"}`, as a dict or as pairs. On the command line: `draft_reading.aux_layers=output`.
+        draft_vocab_size: size of a new drafter's vocabulary: the most frequent tokens of the training rows. 0: all
+            tokens.
+        draft_layers: trunk layers whose input states EAGLE-3, DFlash and DSpark read. With L layers, L means the output
+            of the last layer, and L + 1 that of the final norm. (): for EAGLE-3 layers 2, L / 2 and L - 3, or thirds of
+            a trunk with fewer than 7 layers; for the others five layers from 2 to L - 2, or from 1 to L in a trunk with
+            fewer than 8 layers.
+        draft_num_layers: number of layers of DFlash and DSpark. None: 5.
+        draft_anchors: maximum number of blocks per row for DFlash and DSpark. Every update draws new anchors. None:
             512.
-        draft_mask_token: token of the slots after an anchor. None: the rarest one of the training rows.
-        draft_markov_rank: rank of DSpark's Markov head. None: 256, at most the vocabulary.
-        trains: "all" trains everything. "modules" freezes the trunk, and the embedding and head that the modules share
-            with it. "detached" trains everything, but the draft losses do not reach the trunk.
-        trunk_dtype: dtype of a frozen trunk's weights, with its embedding and head: "float32", "bfloat16", or "stored",
-            which keeps those of the checkpoint, such as fp8 blocks. Modules are always float32. The last two need
-            `init_from` and trains "modules".
-        trunk_states: folder that caches the frozen trunk's hidden states (`mtpjax.training.hidden_state_cache`). Runs
-            on the same trunk and rows can share it. None: the trunk runs in every step. Needs trains "modules".
-        trunk_states_dtype: dtype of the cached states: "float32", or "bfloat16" for half the disk space.
-        output: run folder (`mtpjax.training.run_dir`).
-        data: folder or file to train on; None: the standard library of the running interpreter. The suffix of a file
-            decides how it is read (`mtpjax.data.config.Source`): as text, or as records of texts or conversations.
-        pattern: glob pattern of the files of the folder `data` to read, such as `*.md`; by default all, except hidden
-            and binary ones.
-        sources: sources to read instead of `data`; several are mixed by their weights.
-        tokenizer: directory or repository with a `tokenizer.json`; None: that of `init_from`, or bytes if it has none.
-        extra_tokens: tokens of the next row that a row repeats at its end; `num_depths + 1` keeps every target of every
+        draft_mask_token: token id in the slots after an anchor. None: the rarest token of the training rows.
+        draft_markov_rank: rank of DSpark's Markov head. None: 256, or the vocabulary size if that is smaller.
+        trains: "all" trains everything. "modules" freezes the trunk, with the embedding and head that the modules share
+            with it. "detached" trains everything, but the draft losses send no gradients into the trunk.
+        trunk_dtype: weight dtype of a frozen trunk, including embedding and head: "float32", "bfloat16", or "stored",
+            which keeps the checkpoint's dtypes, such as block-scaled fp8. Modules are always float32. "bfloat16" and
+            "stored" need `init_from` and `trains="modules"`.
+        trunk_states: folder in which to cache the frozen trunk's hidden states
+            (`mtpjax.training.hidden_state_cache`). Runs with the same trunk and rows can share it. None: every step
+            runs the trunk. Needs `trains="modules"`.
+        trunk_states_dtype: dtype of the cached states: "float32", or "bfloat16", which halves the disk space.
+        output: run folder to write (`mtpjax.training.run_dir`).
+        data: file or folder to train on. None: the standard library of the running Python. The suffix of a file
+            decides whether it is read as text or as records of texts or conversations (`mtpjax.data.config.Source`).
+        pattern: glob pattern that selects files in the folder `data`, such as `*.md`. The default reads all files
+            except hidden and binary ones.
+        sources: data sources, mixed by their weights, instead of `data`.
+        tokenizer: folder or Hub repository with a `tokenizer.json`. None: the tokenizer of `init_from`, or bytes if
+            there is none.
+        extra_tokens: number of tokens by which a row overlaps the next one. `num_depths + 1` keeps all targets of every
             depth.
-        held_out_fraction: fraction of the documents that are held out for evaluation, from 0 to below 1. If there is a
-            single text, its end is held out. With 0, everything is trained on, the panel measures training rows, and no
-            prompts are decoded.
+        held_out_fraction: fraction of the documents to hold out for evaluation, at least 0 and below 1. If there is
+            only one text, its end is held out. With 0, the panel measures training rows and decodes no prompts.
         steps: maximum number of updates.
         seconds: maximum wall-clock time of training, in seconds.
-        min_steps: updates that the run makes even if they take longer than `seconds`.
+        min_steps: minimum number of updates, even if they take longer than `seconds`.
         batch_size: rows per update, B.
         row_length: tokens per packed row, T, without `extra_tokens`.
-        num_depths: draft depths with a loss. Depth k predicts the token k + 1 positions ahead. Depth k is module k of
-            the model's `num_mtp_modules`; depths beyond the last module run that module again on its own output, and
-            modules beyond `num_depths` are not trained.
+        num_depths: number of draft depths with a loss. Depth k predicts the token k + 1 positions ahead, with MTP
+            module k. Depths beyond the model's `num_mtp_modules` run the last module again on its own output; modules
+            beyond `num_depths` are not trained.
         mtp_loss_scale: lambda of DeepSeek-V3 (section 2.2), the weight of the draft losses.
-        mtp_loss_scale_final: lambda from the fraction `mtp_loss_switch` of the run on.
+        mtp_loss_scale_final: lambda after the fraction `mtp_loss_switch` of the run.
         mtp_loss_switch: fraction of the run at which lambda changes, 0..1.
         objective: losses of the draft depths and their weights.
-        attention_layout: keys that a recycled depth attends to: "ttt" (training-time test, as in decoding), or "stream"
-            (its own depth only).
-        optimizer: "adamw", or "muon" for the matrices inside the layers and AdamW for the rest.
+        attention_layout: keys that a recycled depth attends to: "ttt" (those of training-time test, as in decoding), or
+            "stream" (only those of the same depth).
+        optimizer: "adamw", or "muon", which uses Muon for the matrices inside the layers and AdamW for the rest.
         learning_rate: peak learning rate.
-        weight_decay: decoupled weight decay of matrices.
+        weight_decay: decoupled weight decay, applied to matrices only.
         warmup: fraction of the run over which the learning rate rises linearly.
-        final_learning_rate: learning rate at the end of the cosine, as a fraction of `learning_rate`.
+        final_learning_rate: learning rate at the end of the cosine schedule, as a fraction of `learning_rate`.
         gradient_clip: maximum global norm of the gradients.
-        log_every: updates between two logged rows.
-        save_every: updates between two saved training states, from which a killed run continues. 0: the state is saved
-            only when the run receives a stop signal.
-        keep_states: number of saved states to keep; older ones are deleted.
-        max_consecutive_bad_steps: the run stops after this number of updates in a row with a non-finite loss or
-            gradient.
-        panel_prompts: held-out prompts decoded at the end of the run, some of them also during it; 0: none.
-        panel_acceptance: acceptance rule of the decoded prompts, as in `DecodeConfig`; it must allow temperature 1.
-        accumulation: number of parts of a batch that run one after the other. The memory is that of one part, the
-            update that of the whole batch.
-        remat: "none" stores the matmul outputs of each layer for the backward pass and recomputes norms, activations
-            and attention; "layers" stores only the input of each layer.
-        implementation: what runs the kernels: "xla" (plain JAX), "triton" (GPU kernels), "interpreted" (the GPU kernels
-            on any machine, slowly), or "auto" (`pallas_kernels.dispatch`).
-        dtype: dtype of the computation in the layers. Parameters, gradient sums and optimiser state stay float32.
-        mesh: sizes of the mesh axes "data", "fsdp" and "expert", as a dict or as pairs. Rows are split over all of
-            them, parameters and optimiser state over "fsdp", and experts also over "expert".
-        plot_formats: formats of the run's picture: "png", "svg", "pdf"; empty: no picture.
-        tensorboard: write the numbers of `metrics.jsonl` to `tensorboard/` in the run folder, too.
-        wandb: Weights & Biases project that receives the numbers, too; None: none.
-        profile_start: number of updates before the profiler starts.
-        profile_steps: number of updates to trace into `profile/`; 0: none.
-        seed: seed of the initial parameters and of the order of the rows.
+        log_every: number of updates between logged rows.
+        save_every: number of updates between saved training states, from which an interrupted run can resume. 0: save
+            only when the run receives a stop signal, and at the end.
+        keep_states: number of saved states to keep. Older ones are deleted.
+        max_consecutive_bad_steps: number of consecutive updates with a non-finite loss or gradient after which the run
+            stops.
+        panel_prompts: number of held-out prompts to decode at the end of the run. A part of them is also decoded during
+            the run. 0: decode none.
+        panel_acceptance: acceptance rule for the decoded prompts, as in `DecodeConfig`. It must allow temperature 1.
+        accumulation: number of microbatches per update, which run one after the other. This reduces memory without
+            changing the update, up to rounding.
+        remat: "none" stores each layer's matmul outputs for the backward pass and recomputes norms, activations and
+            attention. "layers" stores only each layer's input.
+        implementation: how kernels run: "xla" (plain JAX), "triton" (GPU kernels), "interpreted" (the GPU kernels in an
+            interpreter: slow, on any device), or "auto" (`pallas_kernels.dispatch`).
+        dtype: compute dtype inside the layers. Trained parameters, gradient sums and optimiser state stay float32.
+        mesh: sizes of the mesh axes "data", "fsdp" and "expert", as a dict or as pairs. Rows are sharded over all axes,
+            parameters and optimiser state over "fsdp", and experts also over "expert".
+        plot_formats: file formats of the run's plot: "png", "svg", "pdf". (): no plot.
+        tensorboard: also write the metrics to `tensorboard/` in the run folder.
+        wandb: Weights & Biases project to which the metrics are also sent. None: do not use Weights & Biases.
+        profile_start: number of updates before profiling starts.
+        profile_steps: number of updates to profile; the traces are written to `profile/`. 0: do not profile.
+        seed: seed of the initial parameters and of the row order.
 
     Raises:
         ValueError: a value is out of range, or settings contradict each other.
@@ -203,20 +215,13 @@ class TrainConfig:
         self._check_model()
         self._check_drafter()
         self._check_unused()
-        # Ranges of single values.
-        for name, minimum in MINIMA.items():
-            value = getattr(self, name)
-            need = f"be at least {minimum}, not" if minimum else "not be negative, is"
-            require(value >= minimum, f"{name} must {need} {value}")
-        for name, maximum in (("row_length", 2**20), ("batch_size", 2**20), ("seed", 2**63 - 1)):
-            require(getattr(self, name) <= maximum, f"{name} must be at most {maximum}, not {getattr(self, name)}")
-        self._check_optimizer()
-        require(self.seconds > 0, f"seconds must be positive, not {self.seconds}")
-        require(
-            0 <= self.min_steps <= self.steps, f"min_steps {self.min_steps} is not within 0..{self.steps}, the steps"
-        )
+        for low, high, names in LIMITS:
+            for name in names:
+                check_range(name, getattr(self, name), low, high)
+        for name in ("learning_rate", "gradient_clip", "seconds"):
+            require(getattr(self, name) > 0, f"{name} must be positive, not {getattr(self, name)}")
+        check_range("min_steps", self.min_steps, 0, self.steps)
         require(0 <= self.held_out_fraction < 1, f"held_out_fraction {self.held_out_fraction} is not within 0..1")
-        require(self.num_depths <= MAX_DEPTHS, f"num_depths {printable(self.num_depths, 40)} is above {MAX_DEPTHS}")
         require(
             isinstance(self.objective, Objective),
             f"objective must be an Objective, not {printable(repr(self.objective), 80)}",
@@ -265,7 +270,7 @@ class TrainConfig:
         others = ", ".join(f"model.{name}" for name in sorted(set(changes) - {"num_mtp_modules"})[:3])
         require(
             not others,
-            f"init_from has an architecture of its own: set only model.num_mtp_modules with it, not {others}",
+            f"the checkpoint of init_from fixes the architecture: only model.num_mtp_modules can be set, not {others}",
         )
 
     def _check_drafter(self):
@@ -287,35 +292,20 @@ class TrainConfig:
             is_used = _uses(method, name) or self._is_default(name)
             choices = ", ".join(repr(each.name) for each in METHODS if _uses(each, name))
             require(is_used, f"{name} needs drafter {choices}, not '{self.drafter}'")
-        for name in ("draft_num_layers", "draft_anchors", "draft_markov_rank"):
-            value = getattr(self, name)
-            require(value is None or value >= 1, f"{name} must be at least 1, is {value}")
         if method.training is None:
             return
-        require(
-            self.init_from is not None,
-            f"drafter '{self.drafter}' trains on the frozen trunk of a checkpoint: set init_from",
-        )
-        require(
-            self.trains != "detached",
-            f"drafter '{self.drafter}' trains on a frozen trunk: trains must be 'modules', not 'detached'",
-        )
+        least = method.training.min_levels
+        for holds, problem in (
+            (self.init_from is not None, "trains on the frozen trunk of a checkpoint: set init_from"),
+            (self.trains != "detached", "trains on a frozen trunk: trains must be 'modules', not 'detached'"),
+            (self.num_depths >= least, f"needs num_depths of at least {least}, not {self.num_depths}"),
+            (not self.model, "does not use MTP modules: do not set model.num_mtp_modules"),
+            (not check_mapping("mesh", self.mesh), "trains on one device: leave out mesh"),
+            (self.attention_layout == "ttt", "trains as it decodes: attention_layout must be 'ttt'"),
+            (self.remat == "none", "has a frozen trunk, whose layers have no backward pass: remat must be 'none'"),
+        ):
+            require(holds, f"drafter '{self.drafter}' {problem}")
         object.__setattr__(self, "trains", "modules")
-        require(
-            self.num_depths >= (least := method.training.min_levels),
-            f"drafter '{self.drafter}' needs num_depths of at least {least}, not {self.num_depths}",
-        )
-        require(not self.model, f"drafter '{self.drafter}' leaves MTP modules out: do not set model.num_mtp_modules")
-        require(not check_mapping("mesh", self.mesh), f"drafter '{self.drafter}' trains on one device: leave out mesh")
-        require(
-            self.attention_layout == "ttt",
-            f"drafter '{self.drafter}' trains as it decodes: attention_layout must be 'ttt', not "
-            f"'{self.attention_layout}'",
-        )
-        require(
-            self.remat == "none",
-            f"remat '{self.remat}' repeats the trunk's layers, which drafter '{self.drafter}' leaves frozen",
-        )
 
     def _check_unused(self):
         """Rejects settings that have no effect because of others, since the user expects one."""
@@ -323,21 +313,19 @@ class TrainConfig:
         is_sources = not isinstance(self.sources, str) and all(isinstance(each, Source) for each in self.sources)
         require(is_sources, f"sources must be a sequence of Source, got {self.sources!r:.80}")
         object.__setattr__(self, "sources", tuple(self.sources))
-        require(self.data is None or not self.sources, "data and sources are both given: name the folder as a source")
-        # The setting, when it has an effect, and what it needs.
-        for name, is_used, need in (
-            ("preset", self.init_from is None, "new weights: leave out init_from, which has an architecture"),
+        require(self.data is None or not self.sources, "data and sources are both given: add the folder as a source")
+        rows = (
+            ("preset", self.init_from is None, "new weights: leave out init_from, which fixes the architecture"),
             ("model_type", self.init_from is not None, "init_from: it says how a checkpoint is read"),
             ("draft_reading", self.draft_init_from is not None, "draft_init_from: it says how its files are read"),
             ("trunk_states_dtype", self.trunk_states is not None, "trunk_states, the folder of the states"),
-            ("pattern", self.data is not None, "data, a folder; a source has a pattern of its own"),
+            ("pattern", self.data is not None, "data, which is a folder; each source has a separate pattern"),
             ("panel_prompts", self.held_out_fraction > 0 or not self.panel_prompts, "held_out_fraction above 0"),
             ("mtp_loss_scale_final", self.mtp_loss_switch < 1, "mtp_loss_switch below 1"),
             ("profile_start", self.profile_steps > 0, "profile_steps above 0"),
             *((name, self.num_depths > 0, "num_depths above 0") for name in DEPTH_SETTINGS),
-        ):
-            value = printable(repr(getattr(self, name)), 80)
-            require(is_used or self._is_default(name), f"{name} {value} is unused: it needs {need}")
+        )
+        check_used(self, rows)
         require(
             self.profile_start < self.steps or not self.profile_steps,
             f"profile_start {self.profile_start} must be below steps {self.steps}, or no update is traced",
@@ -347,28 +335,13 @@ class TrainConfig:
         """Returns whether a setting has its default value."""
         return getattr(self, name) == getattr(type(self), name)
 
-    def _check_optimizer(self):
-        """Checks the numbers that scale an update; NaN fails every comparison."""
-        for name in ("learning_rate", "gradient_clip"):
-            value = getattr(self, name)
-            require(0 < value < math.inf, f"{name} must be positive and finite, not {value}")
-        require(
-            self.learning_rate <= MAX_LEARNING_RATE,
-            f"learning_rate must be at most {MAX_LEARNING_RATE:g}, not {self.learning_rate}",
-        )
-        for name in ("weight_decay", "mtp_loss_scale", "mtp_loss_scale_final"):
-            value = getattr(self, name)
-            require(0 <= value < math.inf, f"{name} must be finite and at least 0, not {value}")
-        for name in ("warmup", "final_learning_rate", "mtp_loss_switch"):
-            require(0 <= getattr(self, name) <= 1, f"{name} {getattr(self, name)} is not within 0..1")
-
     def _check_mesh(self):
         """Checks the mesh, and that every device gets the same number of rows of each part of a batch."""
         sizes = check_mapping("mesh", self.mesh)
         for name, size in sizes.items():
             require_choice("mesh axis", name, ("data", "fsdp", "expert"))
             require(type(size) is int, f"mesh axis {name} must be an integer, got {size!r:.80}")
-            require(size >= 1, f"mesh axis {name} must be at least 1, not {size}")
+            check_range(f"mesh axis {name}", size, 1)
         object.__setattr__(self, "mesh", tuple(sizes.items()))
         parts, rows = self.accumulation * math.prod(sizes.values()), self.batch_size
         require(

@@ -8,9 +8,8 @@ from typing import Any
 import numpy as np
 
 from mtpjax.drafters.methods import DRAFTER_FOLDER
-from mtpjax.safe_open import read_json_file
-from mtpjax.training.log import METRICS_FILE, read_metrics
-from mtpjax.training.run_dir import CHECKPOINT_FOLDER, MAX_SETTINGS_BYTES, SETTINGS_FILE
+from mtpjax.training.log import read_metrics
+from mtpjax.training.run_dir import CHECKPOINT_FOLDER, METRICS_FILE, read_run_file
 
 
 @dataclasses.dataclass(frozen=True)
@@ -34,7 +33,7 @@ def read_training_cost(folder) -> TrainingCost | None:
     """Reads the training cost of a drafter from its run folder.
 
     Args:
-        folder: a folder, or anything else.
+        folder: a run folder, its `drafter/` or `checkpoint/`, or any other path.
 
     Returns:
         The cost; None if the folder is not a run that trained only a drafter, or has logged too little.
@@ -42,7 +41,7 @@ def read_training_cost(folder) -> TrainingCost | None:
     folder = pathlib.Path(folder)
     folder = folder.parent if folder.name in (DRAFTER_FOLDER, CHECKPOINT_FOLDER) else folder
     try:
-        settings = read_json_file(folder / SETTINGS_FILE, max_bytes=MAX_SETTINGS_BYTES)["settings"]
+        (settings,) = read_run_file(folder)
         # A run that trained trunk and modules together does not show the cost of the modules. Nor does a run that
         # continued training a drafter show the cost of earlier updates.
         if settings["trains"] != "modules" or settings.get("draft_init_from"):

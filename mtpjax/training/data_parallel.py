@@ -18,7 +18,7 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 from mtpjax import compat, distributed
 from mtpjax.models.sharding import param_shardings, shard_params
 from mtpjax.training.config import TrainConfig
-from mtpjax.training.gradients import trainable_params
+from mtpjax.training.train_state import trainable_params
 
 
 def make_run_mesh(config: TrainConfig) -> Mesh | None:
@@ -80,8 +80,9 @@ def sharded_loss_and_gradients(compute_gradients: Callable[..., Any], mesh: Mesh
             return shard
         return jax.lax.all_gather(shard, "fsdp", axis=spec.index("fsdp"), tiled=True)
 
-    # Each device has the gradient of its own rows. Sum them over the devices that hold the same shard: over fsdp, sum
-    # and split are one reduce-scatter, for layers that of their scan. Rows went to the experts, which have their sum.
+    # Each device has the gradient of its local rows. Sum them over the devices that hold the same shard. Over fsdp, one
+    # reduce-scatter sums and splits; for the trunk's layers their scan has done it. Experts already have the sum over
+    # the expert axis, because rows were sent to them.
     def scatter(path, gradient, spec):
         if "fsdp" in spec and not _is_gathered_by_layer(path):
             gradient = jax.lax.psum_scatter(gradient, "fsdp", scatter_dimension=spec.index("fsdp"), tiled=True)

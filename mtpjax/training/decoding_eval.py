@@ -3,13 +3,12 @@
 import dataclasses
 import logging
 import time
-from collections.abc import Sequence
 
 import jax
 import numpy as np
 
 from mtpjax.compat import make_mesh
-from mtpjax.data.packing import Document
+from mtpjax.data.packing import draw_prompts
 from mtpjax.decoding.acceptance.rules import AcceptanceRule
 from mtpjax.decoding.capacity import min_rows_per_pass, round_up_capacity
 from mtpjax.decoding.config import DecodeConfig
@@ -27,64 +26,21 @@ from mtpjax.models.params import shard_for_decoding
 from mtpjax.models.sharding import mesh_of
 from mtpjax.models.trunk import unstack_layers
 from mtpjax.training.corpus import Corpus
+from mtpjax.training.panel import KIND_TEMPERATURES, DecodedMetrics
 
 PROMPT_TOKENS, NEW_TOKENS = 64, 64
 PROMPTS_PER_BATCH = 32  # prompts in a batch, each at both temperatures
 COST_TIMINGS = 7  # timings of a round's parts at the end of a run
-KIND_TEMPERATURES = {"greedy": 0.0, "sampled": 1.0}  # kind -> temperature
 MAX_TIME_SHARE = 0.05  # largest fraction of the run's time for decoding during training
 FIRST_DECODING_SECONDS = 30.0  # assumed duration of the first decoding, which also compiles
-_NEWLINE = 10
-# Field of `DecodedMetrics` -> its key in `metrics.jsonl`.
-JSON_KEYS = {"accept_length": "real", "accept_length_low": "real_low", "accept_length_high": "real_high"}
 log = logging.getLogger("mtpjax.train")
-
-
-@dataclasses.dataclass(frozen=True)
-class DecodedMetrics:
-    """Metrics of one category of held-out prompts at one temperature. Accept lengths include the bonus token.
-
-    Attributes:
-        prompts: number of prompts.
-        looping: number of texts that repeat themselves (`is_looping`).
-        accept_length: accept length of decoding.
-        accept_length_low: lower end of its 95 % interval over prompts.
-        accept_length_high: upper end of the interval.
-        predicted: accept length computed from the trunk's own plain text (`mtpjax.evaluation.predict`).
-        teacher_forced: `1 + sum of survival` over all positions of that text, not only those where decoding drafts.
-        survival: per draft level, fraction of rounds of decoding that accepted it.
-        agreement: per draft level, fraction of positions where its arg-max is the trunk's.
-        overlap: per draft level, mean of `1 - TV(p, q)` over positions.
-        speed_up: ideal speed-up at batch 1, from `accept_length` and the measured costs of a round's parts; None: not
-            measured.
-        speed_up_low: lower end of its 95 % interval over prompts and timings.
-        speed_up_high: upper end of the interval.
-        waited: share of the timings' duration that threads waited for a core.
-        problem: the reason why the speed-up cannot be trusted (`mtpjax.evaluation.trust`); None: there is none.
-    """
-
-    prompts: int
-    looping: int
-    accept_length: float
-    accept_length_low: float
-    accept_length_high: float
-    predicted: float
-    teacher_forced: float
-    survival: tuple[float, ...]
-    agreement: tuple[float, ...]
-    overlap: tuple[float, ...]
-    speed_up: float | None = None
-    speed_up_low: float | None = None
-    speed_up_high: float | None = None
-    waited: float | None = None
-    problem: str | None = None
 
 
 class PanelDecoder:
     """Decodes held-out prompts, greedily and at temperature 1 in the same batches.
 
-    During the run it decodes one batch of prompts, while that takes no more than the fraction `MAX_TIME_SHARE` of
-    the time. At the end it decodes all prompts and also measures the costs of a round.
+    An evaluation during the run decodes one batch of prompts, unless all decoding would take more than the fraction
+    `MAX_TIME_SHARE` of the run's time. The last evaluation decodes all prompts and also measures the costs of a round.
 
     Args:
         corpus: the data of the run.
@@ -95,7 +51,7 @@ class PanelDecoder:
         drafter: the separate drafter, whose speed-up is not measured; None: MTP modules.
 
     Raises:
-        ValueError: there is no such rule, or it does not allow temperature 1.
+        ValueError: the rule is unknown or does not allow temperature 1.
     """
 
     def __init__(
@@ -117,7 +73,7 @@ class PanelDecoder:
         self.model = MTPModel(
             dataclasses.replace(model.config, num_tokens=num_tokens), implementation=model.implementation
         )
-        self.prompts = choose_panel_prompts(corpus.held_out, max_prompts, length=length, seed=0) if num_depths else []
+        self.prompts = draw_prompts(corpus.held_out, max_prompts, length=length, seed=0) if num_depths else []
         self.config = DecodeConfig(
             allow_copies=True,  # the run's mesh need not suit decoding
             max_new_tokens=new_tokens,
@@ -256,52 +212,6 @@ def _decoded_metrics(metrics: dict, kind: str, looping: int) -> DecodedMetrics:
         agreement=tuple(rate.value for rate in forced["agreement"]),
         overlap=tuple(rate.value for rate in forced["overlap"]),
     )
-
-
-def choose_panel_prompts(
-    documents: Sequence[Document], count: int, *, length: int, seed: int
-) -> list[tuple[list[int], str]]:
-    """Chooses prompts from documents. Categories take turns, and so do the documents of a category.
-
-    A prompt of bytes starts at the start of a line, a prompt of a conversation ends where an answer starts, and a
-    prompt of other tokens can be anywhere. A document without such a place gives a prompt that ends in its middle.
-
-    Args:
-        documents: the documents; copies count once per category.
-    """
-    rng = np.random.default_rng(seed)
-    # Shuffle the documents, and the possible places within each. A place's turn counts the prompts that its document
-    # has already given.
-    distinct = {(each.category, each.tokens.tobytes()): each for each in documents if len(each.tokens)}
-    places: dict[str, list] = {}  # category -> (turn, number of the document, where the prompt ends, document)
-    for number, index in enumerate(rng.permutation(len(distinct))):
-        document = list(distinct.values())[index]
-        ends = rng.permutation(_prompt_ends(document, length))[:count]
-        places.setdefault(document.category, []).extend(
-            (turn, number, int(end), document) for turn, end in enumerate(ends)
-        )
-    # Order each category by turn, so that every document gives one prompt before any gives a second. The rank within
-    # the category then interleaves the categories.
-    turns = [
-        (turn, place, document.tokens[max(0, end - length) : end].tolist(), category)
-        for place, (category, found) in enumerate(sorted(places.items()))
-        for turn, (_, _, end, document) in enumerate(sorted(found, key=lambda each: each[:3]))
-    ]
-    return [(prompt, category) for _, _, prompt, category in sorted(turns, key=lambda each: each[:2])[:count]]
-
-
-def _prompt_ends(document: Document, length: int) -> np.ndarray:
-    """Returns the positions where a prompt of a document may end (exclusive)."""
-    tokens = document.tokens
-    # A conversation: an answer starts where the loss mask turns on. Bytes: `length` after the start of a line.
-    if document.loss_mask is not None:
-        ends = np.flatnonzero(np.diff(document.loss_mask[: len(tokens)].astype(int)) > 0) + 1
-    elif tokens.dtype == np.uint8:
-        ends = np.append(0, np.flatnonzero(tokens == _NEWLINE) + 1) + length
-    else:
-        ends = np.arange(length, len(tokens) + 1)
-    ends = ends[ends <= len(tokens)]
-    return ends if len(ends) else np.array([-(-len(tokens) // 2)])
 
 
 def is_looping(tokens, *, longest_period: int = 48) -> bool:

@@ -1,25 +1,72 @@
-"""Loss and gradients of some rows of a batch, as shares that add up to those of the whole batch."""
+"""Loss and gradients of some rows of a batch. Those of all its rows add up to the loss and gradients of the batch."""
 
+import dataclasses
 import functools
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
+from jax.sharding import Mesh
 
 from mtpjax.drafters.forward import draft_columns, draft_heads, forward_drafter, read_layers
+from mtpjax.drafters.trained import TrainedDrafter
 from mtpjax.models.forward import DepthsOutput, forward_depths, trunk_states
-from mtpjax.models.model import bind
-from mtpjax.models.params import is_of_modules
-from mtpjax.training.anchors import anchor_terms, keep_anchors, to_rows
-from mtpjax.training.loss_inputs import LossInputs, call_objective
-from mtpjax.training.losses import BatchTotals, all_targets, objective_loss, valid_mean
+from mtpjax.models.model import MTPModel, bind
+from mtpjax.training.anchors import MAX_ANCHORS, anchor_terms, keep_anchors, to_rows
+from mtpjax.training.losses import (
+    BatchTotals,
+    LossInputs,
+    ObjectiveFunction,
+    all_targets,
+    call_objective,
+    objective_loss,
+    valid_mean,
+)
+from mtpjax.training.objective import Objective
 from mtpjax.training.position_losses import PositionTerms, chunked_terms, plain_terms
-from mtpjax.training.spec import TrainSpec
+from mtpjax.training.train_state import trainable_params
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class TrainSpec:
+    """The static settings of `train_step`: what it trains and how. Hashable.
+
+    Attributes:
+        model: the model, with stacked layers; the unrolled trunk of a drafter.
+        num_depths: draft depths with a loss.
+        trains: the trained part, as in `TrainConfig`. For "modules" the frozen parameters have no backward pass.
+        objective: the draft losses.
+        objective_function: computes the loss from `LossInputs`, instead of `objective`.
+        attention_layout: "ttt" or "stream", as in `TrainConfig`.
+        accumulation: number of parts of the batch that run one after the other. The gradients are the same up to
+            rounding; the LK hybrid needs an additional forward pass.
+        mesh: splits the rows over its devices (`mtpjax.training.data_parallel`); None: one device.
+        drafter: the drafter that trains instead of MTP modules (`mtpjax.drafters.trained`); None: MTP modules.
+        num_anchors: maximum number of anchors in a row, for a drafter that draws them.
+        seed: seed of the anchors, which depend only on it and on the number of the update.
+
+    Example:
+        >>> from mtpjax import MTPModel, presets
+        >>> from mtpjax.training import TrainSpec
+        >>> spec = TrainSpec(model=MTPModel(presets["tiny"], scan_layers=True), num_depths=1, trains="modules")
+    """
+
+    model: MTPModel
+    num_depths: int
+    trains: str = "all"
+    objective: Objective = Objective()  # noqa: RUF009, frozen
+    objective_function: ObjectiveFunction | None = None
+    attention_layout: str = "ttt"
+    accumulation: int = 1
+    mesh: Mesh | None = None
+    drafter: TrainedDrafter | None = None
+    num_anchors: int = MAX_ANCHORS
+    seed: int = 0
 
 
 class Rows(NamedTuple):
-    """Rows of a batch `[b, T]`: those of a `Batch`, and what an update adds.
+    """Rows `[b, T]` of a `Batch`, with the trunk states and anchors that an update adds.
 
     Attributes:
         tokens: int32.
@@ -44,18 +91,6 @@ class _Forward(NamedTuple):
     targets: jax.Array
     output: DepthsOutput
     confidence: jax.Array | None
-
-
-def trainable_params(params: dict, trains: str) -> dict:
-    """Selects the parameters that training changes.
-
-    Args:
-        params: parameters by top-level name, or a tree of the same structure, such as their shardings.
-
-    Returns:
-        The parameters of the MTP modules, or of the drafter, for "modules"; else all.
-    """
-    return {name: leaf for name, leaf in params.items() if trains != "modules" or is_of_modules(name)}
 
 
 def loss_and_gradients(

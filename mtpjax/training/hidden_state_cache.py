@@ -44,10 +44,10 @@ BLOCK_BYTES = 1 << 26
 PROGRESS_INTERVAL = 5.0  # seconds between two progress lines
 # Key of the manifest -> how messages name a difference.
 MISMATCH_MESSAGES = {
-    "trunk": "of a trunk with other parameters",
-    "config": "of a trunk with another configuration",
-    "rows": "of other rows (data, tokenizer, row_length, extra_tokens or held_out_fraction)",
-    "dtype": "in another dtype",
+    "trunk": "of a trunk with different parameters",
+    "config": "of a trunk with a different configuration",
+    "rows": "of different rows (data, tokenizer, row_length, extra_tokens or held_out_fraction)",
+    "dtype": "in a different dtype",
 }
 log = logging.getLogger("mtpjax.train")
 
@@ -60,7 +60,7 @@ class HiddenStateCache:
     """Reads cached hidden states of rows `[R, T]`.
 
     Args:
-        files: files of the blocks, in order; of each block one file per kind of state. They are memory-mapped.
+        files: for each block, in order, one file per kind of state. They are memory-mapped.
         dtype: dtype of the states.
         rows_per_block: number of rows in each block but the last.
     """
@@ -126,7 +126,7 @@ def open_hidden_state_cache(
             for done, number in enumerate(missing, len(names) - len(missing)):
                 if distributed.any_process(should_stop()):
                     raise Preempted(
-                        f"told to stop with {done} of {len(names)} blocks in {folder}: continue with resume"
+                        f"stopped by a signal with {done} of {len(names)} blocks in {folder}: continue with resume"
                     )
                 block = Batch(*(array[number * size : (number + 1) * size] for array in rows))
                 states = _compute_block(params, block, model, batch_size, dtype, layer_ids)
@@ -215,7 +215,7 @@ def _open_manifest(folder: pathlib.Path, identity: dict[str, Any], rows_per_bloc
     if not path.exists():
         if others := [file.name for file in folder.iterdir() if file.name != run_dir.LOCK_FILE]:
             raise HiddenStateCacheError(
-                f"{folder} is not a folder of trunk states: it holds {others[0]}; choose another folder"
+                f"{folder} is not a cache of trunk states: it contains {others[0]}; choose a different folder"
             )
         manifest = {"of": identity, "rows_per_block": rows_per_block, "blocks": {}}
         write_text(path, json.dumps(manifest, indent=1) + "\n")
@@ -230,7 +230,7 @@ def _open_manifest(folder: pathlib.Path, identity: dict[str, Any], rows_per_bloc
         ) from error
     if differing := [message for name, message in MISMATCH_MESSAGES.items() if found.get(name) != identity[name]]:
         raise HiddenStateCacheError(
-            f"{folder} holds states {', and '.join(differing)}: choose another folder, or remove this one"
+            f"{folder} holds states {', and '.join(differing)}: choose a different folder, or remove this one"
         )
     return manifest
 

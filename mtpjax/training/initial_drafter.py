@@ -1,26 +1,30 @@
-"""Makes the initial drafter of a run: a new one, or one from files."""
+"""Makes the initial drafter of a run, a new one or one from files, and saves the trained one."""
 
 import pathlib
+import shutil
 from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 
+from mtpjax.data.draft_vocabulary import choose_vocabulary
 from mtpjax.drafters.files.write import find_form
+from mtpjax.drafters.forward import draft_heads
 from mtpjax.drafters.method import DraftMethod
-from mtpjax.drafters.methods import METHODS, find_method, load_drafter, method_of
+from mtpjax.drafters.methods import DRAFTER_FOLDER, METHODS, load_drafter, method_of, save_drafter
 from mtpjax.drafters.trained import DraftParams, TrainedDrafter
 from mtpjax.errors import UsageError
+from mtpjax.models.config import ModelConfig
 from mtpjax.models.model import MTPModel
+from mtpjax.models.params import DRAFT_IDS, DRAFTER
 from mtpjax.training.config import TrainConfig
 from mtpjax.training.corpus import Corpus
-from mtpjax.training.new_drafter import add_new_drafter, fit_to_data, new_drafter
 
 
 class InitialDrafter(NamedTuple):
     """The drafter of a run before its first update."""
 
-    method: DraftMethod
     drafter: TrainedDrafter
     params: DraftParams | None  # None: new weights, which `add_drafter` makes
 
@@ -32,15 +36,15 @@ def initial_drafter(config: TrainConfig, model: MTPModel) -> InitialDrafter | No
         ValueError: the settings do not fit the trunk, or contradict the files of `draft_init_from`.
         CheckpointError: these files cannot be read, or no format can express the drafter.
     """
-    method = find_method(config.drafter)
+    method = config.draft_method
     if method.is_of_model:
         return None
     if config.draft_init_from is None:
-        return InitialDrafter(method, new_drafter(config, model.config), None)
+        return InitialDrafter(new_drafter(config, model.config), None)
     # A run replaces the drafter in its folder, and a resumed run reads its original drafter again.
     path, output = (pathlib.Path(each).resolve() for each in (config.draft_init_from, config.output))
     if path.is_relative_to(output):
-        raise UsageError(f"draft_init_from {path} is in output {output}: choose another output")
+        raise UsageError(f"draft_init_from {path} is in output {output}: choose a different output")
     reading: dict[str, Any] = dict(config.draft_reading)
     # Only files of the methods in `METHODS` can be detected.
     chosen = None if method in METHODS else method
@@ -48,7 +52,7 @@ def initial_drafter(config: TrainConfig, model: MTPModel) -> InitialDrafter | No
     _check_settings(config, method, drafter)
     # Fail now if the drafter could not be saved at the end of the run.
     find_form(method, drafter.architecture, has_draft_ids=params.draft_ids is not None)
-    return InitialDrafter(method, drafter, params)
+    return InitialDrafter(drafter, params)
 
 
 def add_drafter(
@@ -58,7 +62,7 @@ def add_drafter(
     if initial.params is not None:
         return params | initial.params.beside_trunk(), initial.drafter
     drafter, ids = fit_to_data(initial.drafter, config, corpus)
-    settings = {"model": model, "method": initial.method, "drafter": drafter, "draft_ids": ids}
+    settings = {"model": model, "method": config.draft_method, "drafter": drafter, "draft_ids": ids}
     return add_new_drafter(params, **settings, key=jax.random.key(config.seed)), drafter
 
 
@@ -82,5 +86,88 @@ def _check_settings(config: TrainConfig, method: DraftMethod, drafter: TrainedDr
     if wrong:
         raise UsageError(
             f"settings differ from the drafter of draft_init_from {path}, whose {'; '.join(wrong)}: set these values, "
-            "or leave out settings that begin with draft_; a drafter of another architecture is a new one"
+            "or leave out the draft_* settings; a different architecture needs a new drafter"
         )
+
+
+def new_drafter(config: TrainConfig, trunk: ModelConfig) -> TrainedDrafter:
+    """Makes the drafter of a run that trains one from scratch; `fit_to_data` completes it.
+
+    Raises:
+        ValueError: the settings do not fit the trunk.
+    """
+    method, V = config.draft_method, trunk.vocab_size
+    assert method.training is not None
+    if config.draft_vocab_size > V:
+        raise ValueError(f"draft_vocab_size {config.draft_vocab_size} exceeds the vocabulary of {V}")
+    # 0: the full vocabulary.
+    return method.for_architecture(method.training.architecture(config, trunk, config.draft_vocab_size or V))
+
+
+def fit_to_data(
+    drafter: TrainedDrafter, config: TrainConfig, corpus: Corpus
+) -> tuple[TrainedDrafter, jax.Array | None]:
+    """Completes a new drafter's architecture from the training rows, and chooses its draft vocabulary from them.
+
+    Returns:
+        The drafter, and the `[R]` int32 ids, ascending, of the most frequent targets and the ends of a text; None if
+        all tokens can be drafted.
+    """
+    method, own = config.draft_method, drafter.architecture
+    assert method.training is not None
+    V = own.trunk.vocab_size
+    # Count the targets of the training rows.
+    counts = np.zeros(V, np.int64)
+    for rows in corpus.source_rows:
+        counts += np.bincount(rows.tokens[(rows.segment_ids > 0) & rows.loss_mask], minlength=V)
+    # Every text must be able to end.
+    ends = [token for token in corpus.tokenizer.eos_token_ids if token < V]
+    drafter = method.for_architecture(method.training.fit_to_data(own, config, counts, ends))
+    if (size := own.draft_vocab_size) == V:
+        return drafter, None
+    return drafter, jnp.array(choose_vocabulary(counts, size, required_ids=ends), jnp.int32)
+
+
+def add_new_drafter(
+    params: dict,
+    *,
+    model: MTPModel,
+    method: DraftMethod,
+    drafter: TrainedDrafter,
+    draft_ids: jax.Array | None,
+    key: jax.Array,
+) -> dict:
+    """Adds a new drafter to its trunk's parameters. Its heads start as the trunk's columns of the draft ids.
+
+    Args:
+        params: the trunk's parameters.
+        model: the trunk.
+        method: the drafter's method.
+        drafter: the drafter.
+        draft_ids: `[R]` int32 token of each column of its head; None: column j is token j.
+        key: a `jax.random` key.
+
+    Returns:
+        The parameters with `DRAFTER` (float32), and `DRAFT_IDS` if there are any.
+    """
+    assert method.training is not None
+    network = method.training.init(drafter.architecture, key)
+    params = params | DraftParams(network, draft_ids).beside_trunk()
+    head = draft_heads(params, model=model, drafter=drafter, num_depths=0)[0].astype(jnp.float32)
+    for name in drafter.head_names:
+        if name in network:
+            params[DRAFTER][name] = jnp.copy(head)
+    return params
+
+
+def save_trained_drafter(
+    output: pathlib.Path, params: dict, drafter: TrainedDrafter, method: DraftMethod
+) -> pathlib.Path:
+    """Saves a trained drafter in the run folder in the format of `find_form`, replacing an older one."""
+    path, unfinished = output / DRAFTER_FOLDER, output / f".{DRAFTER_FOLDER}-new"
+    shutil.rmtree(unfinished, ignore_errors=True)
+    form = find_form(method, drafter.architecture, has_draft_ids=DRAFT_IDS in params)
+    save_drafter(unfinished, drafter, DraftParams.of(params), format=form, method=method)
+    shutil.rmtree(path, ignore_errors=True)
+    unfinished.rename(path)
+    return path

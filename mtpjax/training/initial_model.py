@@ -33,8 +33,7 @@ def init_model(config: TrainConfig, mesh: Mesh | None = None) -> tuple[MTPModel,
     if config.init_from is None:
         # New weights.
         model = MTPModel(config.model_config, scan_layers=True, implementation=config.implementation)
-        _check_trained_modules(config, model)
-        _check_experts(config, model)
+        _check_modules_and_experts(config, model)
         return model, functools.partial(init_params, model, key, mesh)
     # A checkpoint. A trunk without MTP modules gets one to train, or as many as the settings say.
     model, params = checkpoint.load(
@@ -61,8 +60,7 @@ def init_model(config: TrainConfig, mesh: Mesh | None = None) -> tuple[MTPModel,
     if wanted > existing:
         model, params = add_mtp_modules(model, params, wanted - existing, key)
     model = MTPModel(model.config, scan_layers=True, implementation=config.implementation)
-    _check_trained_modules(config, model)
-    _check_experts(config, model)
+    _check_modules_and_experts(config, model)
     # Trained modules are float32, regardless of the frozen trunk's dtype.
     for name in params:
         dtype = jnp.float32 if is_of_modules(name) else jnp.bfloat16 if config.trunk_dtype == "bfloat16" else None
@@ -76,15 +74,14 @@ def num_trained_depths(config: TrainConfig, model: MTPModel) -> int:
     return config.num_depths if model.config.num_mtp_modules or not config.draft_method.is_of_model else 0
 
 
-def _check_experts(config: TrainConfig, model: MTPModel) -> None:
-    """Raises `ValueError` if the mesh does not divide the experts."""
+def _check_modules_and_experts(config: TrainConfig, model: MTPModel) -> None:
+    """Raises `ValueError` if nothing would be trained, a setting is unused, or the mesh does not divide the experts.
+
+    Warns of modules without a loss.
+    """
     parts, experts = dict(config.mesh).get("expert", 1), model.config.n_routed_experts
     if experts % parts or (parts > 1 and not experts):
         raise ValueError(f"mesh axis expert = {parts} does not divide the model's n_routed_experts {experts}")
-
-
-def _check_trained_modules(config: TrainConfig, model: MTPModel) -> None:
-    """Raises `ValueError` if nothing would be trained or a setting is unused, and warns of modules without a loss."""
     modules = model.config.num_mtp_modules
     if config.trains == "modules" and not modules:
         raise ValueError("trains 'modules' needs a model with MTP modules, and this one has 0 (model.num_mtp_modules)")
@@ -99,10 +96,5 @@ def _check_trained_modules(config: TrainConfig, model: MTPModel) -> None:
         )
     # num_depths 0 trains only the trunk, so it needs no warning.
     if 0 < config.num_depths < modules:
-        logger.warning(
-            "num_depths %d trains the first %d of %d MTP modules: set num_depths=%d to train all",
-            config.num_depths,
-            config.num_depths,
-            modules,
-            modules,
-        )
+        what = "num_depths %d trains only the first modules: set num_depths=%d to train all"
+        logger.warning(what, config.num_depths, modules)

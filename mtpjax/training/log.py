@@ -7,7 +7,7 @@ import pathlib
 import resource
 import sys
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
 import jax
@@ -15,8 +15,7 @@ import rich.console
 import rich.progress
 
 from mtpjax.data.jsonl_writer import JsonlWriter, read_resumable_records
-
-METRICS_FILE, PROFILE_FOLDER = "metrics.jsonl", "profile"
+from mtpjax.training.run_dir import METRICS_FILE, PROFILE_FOLDER
 
 
 class MetricsLog:
@@ -67,30 +66,19 @@ class MetricsLog:
         if self.send:
             self.send(row)
 
-    def record_step(
-        self,
-        step: int,
-        seconds: float,
-        progress: float,
-        *,
-        losses: Sequence[float],
-        tokens_per_step: int,
-        further: Mapping[str, float] | None = None,
-    ) -> None:
-        """Records the losses of an update and the speed since the last row.
+    def record_step(self, row: dict[str, Any], *, tokens_per_step: int, progress: float) -> None:
+        """Records an update, with the speed since the last row.
 
         Args:
-            losses: cross-entropy of trunk and depths in nats; recorded in bits.
-            further: more values of the row by name, such as "learning_rate".
+            row: at least `step`, `seconds` and `bits`, the losses of trunk and depths.
         """
+        step, bits = row["step"], row["bits"]
         rate = (step - self.step) * tokens_per_step / (time.perf_counter() - self.time)
         self.restart_clock(step)
-        bits = [float(loss) / math.log(2) for loss in losses]
-        row = {"step": step, "seconds": seconds, "bits": bits, "tokens_per_second": rate, **(further or {})}
-        self.record(row)
+        self.record({**row, "tokens_per_second": rate})
         if self.show:
             text = " ".join(f"{'main' if depth == 0 else f'mtp{depth}'}={loss:.3f}" for depth, loss in enumerate(bits))
-            self.show(progress, f"update={step} {text} tokens/s={rate:.0f}", seconds)
+            self.show(progress, f"update={step} {text} tokens/s={rate:.0f}", row["seconds"])
 
 
 def peak_memory_bytes() -> int:

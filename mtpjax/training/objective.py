@@ -1,12 +1,11 @@
 """The settings of the draft losses: `Objective`, frozen and hashable."""
 
 import dataclasses
-import math
 import numbers
 from collections.abc import Mapping
 from typing import Literal
 
-from mtpjax.field_types import check_mapping, check_scalar_fields
+from mtpjax.field_types import check_mapping, check_range, check_scalar_fields, check_used
 from mtpjax.messages import require, require_choice
 
 OBJECTIVES = ("cross_entropy", "kl", "total_variation", "lk_hybrid", "end_to_end_tv")
@@ -59,25 +58,22 @@ class Objective:
             for name, weight in weights.items():
                 require_choice("objective", name, OBJECTIVES)
                 require(isinstance(weight, numbers.Real), f"the weight of {name} must be a number, got {weight!r:.80}")
-                require(0 <= weight < math.inf, f"the weight of {name} must be finite and at least 0, not {weight}")
+                check_range(f"the weight of {name}", weight, 0)
             object.__setattr__(self, field, tuple(weights.items()))
         # A warm-up needs a mix to start from, and a start needs a warm-up that leaves it.
-        require(0 <= self.warmup <= 1, f"warmup {self.warmup} is not within 0..1")
+        check_range("warmup", self.warmup, 0, 1)
         require(
             bool(self.start) == (self.warmup > 0), f"start {self.start} and warmup {self.warmup} must be set together"
         )
-        require(self.lk_decay >= 0, f"lk_decay must not be negative, is {self.lk_decay}")
-        require(0 < self.depth_decay <= 1, f"depth_decay {self.depth_decay} is not within 0..1")
-        require(self.vocab_chunk >= 0, f"vocab_chunk must not be negative, is {self.vocab_chunk}")
-        # The setting, when it has an effect, and what it needs.
-        for name, is_used, need in (
+        check_range("lk_decay", self.lk_decay, 0)
+        require(0 < self.depth_decay <= 1, f"depth_decay must be positive and at most 1, not {self.depth_decay}")
+        check_range("vocab_chunk", self.vocab_chunk, 0)
+        rows = (
             ("lk_decay", "lk_hybrid" in self.names, "the objective 'lk_hybrid' in mix or start"),
             ("depth_decay", self.depth_weights == "decayed", "depth_weights 'decayed'"),
-            ("depth_weights", self.names != {"end_to_end_tv"}, "another objective than 'end_to_end_tv'"),
-        ):
-            value = getattr(self, name)
-            is_default = value == getattr(type(self), name)
-            require(is_used or is_default, f"objective.{name} {value!r} is unused: it needs {need}")
+            ("depth_weights", self.names != {"end_to_end_tv"}, "an objective other than 'end_to_end_tv'"),
+        )
+        check_used(self, rows, "objective.")
 
     @property
     def names(self) -> set[str]:

@@ -2,7 +2,7 @@
 
 import dataclasses
 import functools
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 import jax
@@ -16,9 +16,52 @@ from mtpjax.drafters.trained import TrainedDrafter
 from mtpjax.evaluation.trust import mark, verdict
 from mtpjax.models.forward import forward, shift_left
 from mtpjax.models.model import MTPModel
-from mtpjax.training.decoding_eval import JSON_KEYS, KIND_TEMPERATURES, DecodedMetrics
 from mtpjax.training.losses import all_targets, valid_mean
 from mtpjax.training.position_losses import plain_terms
+
+KIND_TEMPERATURES = {"greedy": 0.0, "sampled": 1.0}  # kind -> temperature
+# Field of `DecodedMetrics` -> its key in `metrics.jsonl`.
+JSON_KEYS = {"accept_length": "real", "accept_length_low": "real_low", "accept_length_high": "real_high"}
+
+
+@dataclasses.dataclass(frozen=True)
+class DecodedMetrics:
+    """Metrics of one category of held-out prompts at one temperature. Accept lengths include the bonus token.
+
+    Attributes:
+        prompts: number of prompts.
+        looping: number of texts that repeat themselves (`is_looping`).
+        accept_length: accept length measured by decoding.
+        accept_length_low: lower end of its 95 % interval over prompts.
+        accept_length_high: upper end of the interval.
+        predicted: accept length predicted from the trunk's plain text (`mtpjax.evaluation.predict`).
+        teacher_forced: `1 + sum of survival` over all positions of that text, also those where decoding does not draft.
+        survival: per draft level, fraction of rounds of decoding that accepted it.
+        agreement: per draft level, fraction of positions where its arg-max is the trunk's.
+        overlap: per draft level, mean of `1 - TV(p, q)` over positions.
+        speed_up: ideal speed-up at batch 1, from `accept_length` and the measured costs of a round's passes; None: not
+            measured.
+        speed_up_low: lower end of its 95 % interval over prompts and timings.
+        speed_up_high: upper end of the interval.
+        waited: fraction of the timed duration in which threads waited for a CPU core.
+        problem: why the speed-up cannot be trusted (`mtpjax.evaluation.trust`); None: it can be trusted.
+    """
+
+    prompts: int
+    looping: int
+    accept_length: float
+    accept_length_low: float
+    accept_length_high: float
+    predicted: float
+    teacher_forced: float
+    survival: tuple[float, ...]
+    agreement: tuple[float, ...]
+    overlap: tuple[float, ...]
+    speed_up: float | None = None
+    speed_up_low: float | None = None
+    speed_up_high: float | None = None
+    waited: float | None = None
+    problem: str | None = None
 
 
 @dataclasses.dataclass(frozen=True)
@@ -157,46 +200,44 @@ def print_panel(console, panel: Panel) -> None:
 
 
 def _lengths_table(decoded: Mapping[str, Mapping[str, DecodedMetrics]]):
-    table = narrow_table(
-        "accept length at temperature T on held-out prompts: decoded;\n"
-        "predicted at decoding's anchors along the trunk's own text;\n"
-        "teacher-forced over all positions of that text"
-    )
-    table.add_column("category", overflow="fold")
     headings = ("T", "prompts", "loop-\ning", "decoded (95 %)", "pre-\ndicted", "teacher-\nforced")
-    for heading in headings:
-        table.add_column(heading, justify="right", no_wrap=True)
-    # One row per category and temperature; the category's name is on its first row only.
-    for category, kinds in decoded.items():
-        for kind, row in kinds.items():
-            table.add_row(
-                category if kind == next(iter(kinds)) else "",
-                f"{KIND_TEMPERATURES[kind]:g}",
-                str(row.prompts),
-                str(row.looping),
-                f"{row.accept_length:.2f} {row.accept_length_low:.2f}-{row.accept_length_high:.2f}",
-                f"{row.predicted:.2f}",
-                f"{row.teacher_forced:.2f}",
-            )
+    table = _category_table(
+        "accept length at temperature T on held-out prompts: decoded;\n"
+        "predicted at decoding's anchors along the trunk's plain text;\n"
+        "teacher-forced over all positions of that text",
+        headings,
+    )
+    for names, row in _category_rows(decoded):
+        low, high = row.accept_length_low, row.accept_length_high
+        lengths = (f"{row.accept_length:.2f} {low:.2f}-{high:.2f}", f"{row.predicted:.2f}", f"{row.teacher_forced:.2f}")
+        table.add_row(*names, str(row.prompts), str(row.looping), *lengths)
     return table
 
 
 def _speed_up_table(decoded: Mapping[str, Mapping[str, DecodedMetrics]]):
-    table = narrow_table("speed-up over plain decoding at batch 1\nthat the measured costs of a round allow")
-    table.add_column("category", overflow="fold")
-    for heading in ("T", "accept\nlength", "speed-up (95 %)"):
-        table.add_column(heading, justify="right", no_wrap=True)
+    title = "speed-up over plain decoding at batch 1\nthat the measured costs of a round allow"
+    table = _category_table(title, ("T", "accept\nlength", "speed-up (95 %)"))
     # The row of an untrusted measurement gives the reason.
     table.add_column("problem")
-    for category, kinds in decoded.items():
-        for kind, row in kinds.items():
-            if row.speed_up is None:
-                continue
-            table.add_row(
-                category if kind == next(iter(kinds)) else "",
-                f"{KIND_TEMPERATURES[kind]:g}",
-                f"{row.accept_length:.2f}",
-                f"{row.speed_up:.2f} {row.speed_up_low:.2f}-{row.speed_up_high:.2f}{mark(row.problem)}",
-                row.problem or "",
-            )
+    for names, row in _category_rows(decoded):
+        if row.speed_up is not None:
+            speed_up = f"{row.speed_up:.2f} {row.speed_up_low:.2f}-{row.speed_up_high:.2f}{mark(row.problem)}"
+            table.add_row(*names, f"{row.accept_length:.2f}", speed_up, row.problem or "")
     return table
+
+
+def _category_table(title: str, headings: Sequence[str]):
+    table = narrow_table(title)
+    table.add_column("category", overflow="fold")
+    for heading in headings:
+        table.add_column(heading, justify="right", no_wrap=True)
+    return table
+
+
+def _category_rows(
+    decoded: Mapping[str, Mapping[str, DecodedMetrics]],
+) -> Iterator[tuple[tuple[str, str], DecodedMetrics]]:
+    """Yields category, temperature and metrics of each row. The category's name is in its first row only."""
+    for category, kinds in decoded.items():
+        for number, (kind, row) in enumerate(kinds.items()):
+            yield ("" if number else category, f"{KIND_TEMPERATURES[kind]:g}"), row

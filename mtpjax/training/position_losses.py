@@ -19,7 +19,7 @@ from pallas_kernels.linear_cross_entropy import choose_implementation, linear_cr
 
 
 class PositionTerms(NamedTuple):
-    """Terms per position. Positions without a valid target hold finite garbage.
+    """Terms per position. Positions without a valid target hold arbitrary finite values.
 
     q is the draft distribution of depth k at position i. p is the trunk's distribution of the same token, which the
     trunk predicts at position i+k; it gets no gradient.

@@ -36,7 +36,7 @@ MAX_REPEATED_SHARE = 0.2  # of such a continuation
 
 @dataclasses.dataclass(frozen=True)
 class DecoderSetting:
-    """One way to run the decoder.
+    """A configuration of the decoder to time.
 
     Attributes:
         num_steps: draft levels; 0 is plain decoding.
@@ -61,9 +61,10 @@ class DepthResult:
         tokens_per_second: speed without the token that prefill gives.
         ratio: speed-up over the fastest plain setting, the median over prompts and rounds.
         interval: 95 % interval of `ratio`, from resampled prompts.
-        ideal: speed-up that the accept length and the measured costs of a round's parts allow.
-        waited: largest share of the time of this setting, the plain one or the costs that threads waited for a core.
-        problem: the reason why the speed-up cannot be trusted (`mtpjax.evaluation.trust`); None: there is none.
+        ideal: maximum speed-up for this accept length and the measured costs of a round's passes.
+        waited: largest fraction of time in which threads waited for a CPU core, of this setting, the plain one and the
+            cost measurement.
+        problem: why the speed-up cannot be trusted (`mtpjax.evaluation.trust`); None: it can be trusted.
     """
 
     num_steps: int
@@ -85,10 +86,10 @@ class Measured:
     Attributes:
         seconds: `[rounds, prompts]` of each setting, without prefill.
         answers: the texts and counts of each setting.
-        waited: share of a setting's time that threads waited for a core, the mean over rounds.
+        waited: fraction of a setting's time in which threads waited for a CPU core, the mean over rounds.
         negative: settings with a call that took no longer than its prefill.
-        costs: costs of a round's parts, in the process of the fastest plain setting.
-        waited_for_costs: the share while costs were measured.
+        costs: costs of a round's passes, in the process of the fastest plain setting.
+        waited_for_costs: the same fraction while costs were measured.
     """
 
     seconds: dict[DecoderSetting, np.ndarray]
@@ -149,10 +150,10 @@ def run(config: TrainConfig, *, depths: tuple[int, ...] = (1, 2, 3), rounds: int
         f"Quickstart: '{config.preset}' trained for {_training_length(config)}, then {len(prompts)} held-out prompts "
     )
     title += f"decoded greedily, one at a time\n{describe_device()}"
-    picture = pathlib.Path(config.output) / "quickstart"
-    plot_quickstart(picture, trained.history, rows, config.plot_formats, title=title)
-    pictures = [file.name for name in ("panel", "quickstart") for file in picture_paths(name, config.plot_formats)]
-    files = ", ".join(["metrics.jsonl", "checkpoint/", *pictures])
+    plot = pathlib.Path(config.output) / "quickstart"
+    plot_quickstart(plot, trained.history, rows, config.plot_formats, title=title)
+    plots = [file.name for name in ("panel", "quickstart") for file in picture_paths(name, config.plot_formats)]
+    files = ", ".join(["metrics.jsonl", "checkpoint/", *plots])
     console.print(f"\nwrote {config.output}/: {files}", soft_wrap=True)
     command = f"mtpjax generate --model {shlex.quote(config.output)} {example} --max-new-tokens {NEW_TOKENS}"
     command += f" --speculative-num-steps {best.num_steps}"
@@ -172,7 +173,7 @@ def _training_length(config: TrainConfig) -> str:
 def _find_prompts(
     workers: dict[int, TimingWorker], settings, trained: TrainResult, count: int
 ) -> tuple[list[list[int]], int, int]:
-    """Chooses held-out prompts whose plain continuation does not loop, and compiles every setting meanwhile.
+    """Compiles every setting, and chooses held-out prompts whose plain continuation does not loop.
 
     Also returns the number of continuations that do not loop, and the number of all. If all of them loop, this
     criterion is ignored.
@@ -225,7 +226,7 @@ def _decode_request(
 def _measure_settings(
     console, workers: dict[int, TimingWorker], settings, prompts, rounds: int, depths: tuple[int, ...]
 ) -> Measured:
-    """Times every setting on every prompt, and the costs of a round's parts."""
+    """Times every setting on every prompt, and measures the costs of a round's passes."""
     # All settings take turns within each round, in alternating order, so that a machine that slows down or speeds up
     # affects them equally.
     seconds: dict[DecoderSetting, list] = {setting: [] for setting in settings}
@@ -326,7 +327,7 @@ def _print_result(
     def threads(setting: DecoderSetting) -> str:
         return "1" if setting.threads == 1 else "all"
 
-    texts = "which all loop and are easy to draft" if loops else "that do not loop"
+    texts = "(all loop, which makes drafting easy)" if loops else "that do not loop"
     table = narrow_table(f"greedy decoding at batch 1 of held-out prompts {texts}")
     for heading in ("drafts", "threads", "accept\nlength", "survival", "tokens/s", "ratio", "95 %", "ideal"):
         table.add_column(heading, justify="right", no_wrap=True)

@@ -1,8 +1,8 @@
-"""Regenerates a data set: replaces its answers by those of the model, as training text for drafts.
+"""Regenerates a data set: replaces its answers with the model's, to train drafters on.
 
-Drafts are accepted more often if they are trained on text that the model itself would write. Records are processed in
-windows. The prompts of a window are decoded in batches of similar length, turn by turn, and its records are appended to
-the output in the order of the input. Windows, batches and seeds depend only on the settings and the records' numbers,
+Drafts are accepted more often if the drafter is trained on text that the model would write. Records are processed in
+windows. The prompts of a window are decoded in batches of similar length, turn by turn, and its records are then
+appended in the order of the input. Windows, batches and seeds depend only on the settings and the records' numbers,
 so an interrupted run continues after its last complete window and writes the same bytes as an uninterrupted one.
 """
 
@@ -11,7 +11,6 @@ import dataclasses
 import hashlib
 import itertools
 import json
-import os
 import pathlib
 import time
 from collections.abc import Callable, Iterator, Sequence
@@ -22,26 +21,27 @@ import numpy as np
 from mtpjax import distributed
 from mtpjax.data.jsonl import SkippedRecordError
 from mtpjax.data.prompts import max_prompt_length
-from mtpjax.data.record_files import read_file_records
+from mtpjax.data.record_files import FileDigest, read_file_records
 from mtpjax.data.regeneration_output import Tally, open_output
 from mtpjax.data.regeneration_tasks import RecordKind, Task, detect_record_kind, make_task
 from mtpjax.data.tokenizer import Tokenizer, TokenizerError
 from mtpjax.decoding.config import DecodeConfig, SamplingParams
+from mtpjax.field_types import check_range
 from mtpjax.inference.generate import speculative_generate
 from mtpjax.models.model import MTPModel
 from mtpjax.program_memory import free_programs_if_full
 
-# Increase it when equal settings would give a different output: runs of other versions are not continued.
+# Increase it when the same settings give different output: runs of other versions are not resumed.
 OUTPUT_VERSION = 2
 BATCHES_PER_WINDOW = 8
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class RegenerationRequest:
-    """The records to answer, and the settings.
+    """The records to answer, and how to answer them.
 
     Args:
-        paths: files of one kind: records of conversations, records of prompts, or documents.
+        paths: files with one kind of content: conversations, prompts, or documents.
         config: decoding settings, with a fixed depth.
         sampling: sampling parameters, without seeds.
         chat: treat prompts as user messages and apply the chat template.
@@ -50,7 +50,7 @@ class RegenerationRequest:
         seed: seed of the run. The random numbers of an answer depend on it, the record's number and the turn.
 
     Raises:
-        ValueError: the files are of several kinds, or a setting is out of range or unsupported.
+        ValueError: the files have several kinds of content, or a setting is out of range or unsupported.
     """
 
     paths: Sequence[pathlib.Path]
@@ -63,11 +63,8 @@ class RegenerationRequest:
     kind: RecordKind = dataclasses.field(init=False)
 
     def __post_init__(self):
-        # Ranges of single values.
         for name, least in (("batch_size", 1), ("seed", 0), ("prompt_tokens", 1)):
-            value = getattr(self, name)
-            if value is not None and value < least:
-                raise ValueError(f"{name} must be at least {least}, not {value}")
+            check_range(name, getattr(self, name), least)
         if self.config.depth_policy != "fixed":
             raise ValueError("depth_policy must be 'fixed': an adaptive depth makes texts depend on other records")
         # The first record decides what the files contain.
@@ -82,12 +79,10 @@ class RegenerationRequest:
         """Returns the `kind` with which a `mtpjax.data.config.Source` reads the output."""
         return "chat" if self.chat or self.kind == "conversations" else "jsonl"
 
-    def describe(self) -> dict[str, Any]:
+    def describe(self, files: Sequence[FileDigest]) -> dict[str, Any]:
         """Returns everything that determines the output, except the model and its tokenizer."""
-        # Paths relative to their common folder, so that a moved data set still matches.
-        root = os.path.commonpath([path.parent for path in self.paths])
-        files = [(os.path.relpath(path, root), _sha256(path)) for path in self.paths]
-        data = hashlib.sha256(json.dumps(files).encode()).hexdigest()
+        # The names of the files are relative to their common folder, so that a moved data set still matches.
+        data = hashlib.sha256(json.dumps([(name, digest) for name, _, digest in files]).encode()).hexdigest()
         settings = {name: getattr(self, name) for name in ("chat", "prompt_tokens", "batch_size", "seed")}
         return (
             {"version": OUTPUT_VERSION, "data": data}
@@ -110,15 +105,16 @@ def regenerate(
     """Regenerates records into a JSONL file, or continues an interrupted run there.
 
     Args:
-        model_digest: digest of the model; a run continues only with the same one.
+        model_digest: digest of the model; a run resumes only with the same model.
     """
     # A prompt must leave room for its answer.
     max_length = request.config.max_length or model.config.max_position_embeddings
     max_prompt_tokens = max_prompt_length(max_length, request.config.max_new_tokens)
     # Count the records first, for the progress: compressed ones do not show how many there are.
-    num_records = sum(1 for _ in read_file_records(request.paths))
+    files: list[FileDigest] = []
+    num_records = sum(1 for _ in read_file_records(request.paths, files=files))
     records = enumerate(read_file_records(request.paths))
-    settings = {"model": model_digest, "tokenizer": tokenizer.digest, **request.describe()}
+    settings = {"model": model_digest, "tokenizer": tokenizer.digest, **request.describe(files)}
     output = None
 
     @contextlib.contextmanager
@@ -159,7 +155,7 @@ def answer_seed(seed: int, number: int, turn: int) -> int:
 def _make_tasks(
     window, request: RegenerationRequest, tokenizer: Tokenizer, max_prompt_tokens: int, tally: Tally
 ) -> list[tuple[int, Task]]:
-    """Returns the usable records of a window with their numbers, and counts the others."""
+    """Returns the tasks of a window's usable records with their numbers, and counts the other records."""
     settings = {"kind": request.kind, "chat": request.chat, "prompt_tokens": request.prompt_tokens}
     settings |= {"max_prompt_tokens": max_prompt_tokens}
     tasks = []
@@ -214,8 +210,3 @@ def _finished_records(tasks: list[tuple[int, Task]], tally: Tally) -> list[dict[
         tally.regenerated += 1
         tally.cut += task.is_truncated
     return records
-
-
-def _sha256(path: pathlib.Path) -> str:
-    with path.open("rb") as stream:
-        return hashlib.file_digest(stream, "sha256").hexdigest()

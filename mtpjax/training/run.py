@@ -28,26 +28,25 @@ from mtpjax.models.sharding import shard_params
 from mtpjax.models.trunk import unstack_layers
 from mtpjax.training import run_dir
 from mtpjax.training.anchors import MAX_ANCHORS
-from mtpjax.training.callbacks import Callback, Moment, TrainEvent, call_callbacks, check_callbacks
+from mtpjax.training.callbacks import Callback, Moment, TrainEvent, check_callbacks
 from mtpjax.training.config import TrainConfig
 from mtpjax.training.corpus import load_corpus
 from mtpjax.training.data_parallel import make_run_mesh, shard_batch, shard_train_state
 from mtpjax.training.decoding_eval import PanelDecoder
+from mtpjax.training.gradients import TrainSpec
 from mtpjax.training.hidden_state_cache import HiddenStateCache, open_hidden_state_cache
-from mtpjax.training.initial_drafter import add_drafter, initial_drafter
+from mtpjax.training.initial_drafter import add_drafter, initial_drafter, save_trained_drafter
 from mtpjax.training.initial_model import init_model, num_trained_depths
 from mtpjax.training.log import MetricsLog, peak_memory_bytes, trace_window
-from mtpjax.training.loss_inputs import ObjectiveFunction
-from mtpjax.training.losses import mtp_scale_at
-from mtpjax.training.model_yaml import model_to_yaml
-from mtpjax.training.new_drafter import save_trained_drafter
+from mtpjax.training.losses import ObjectiveFunction, mtp_scale_at
 from mtpjax.training.panel import Panel, acceptance_panel
 from mtpjax.training.plots import plot_run
 from mtpjax.training.progress import ProgressClock, learning_rate_at
 from mtpjax.training.run_settings import check_settings, settings_to_json
-from mtpjax.training.spec import TrainSpec
-from mtpjax.training.step import TrainState, init_train_state, make_optimizer, train_step
+from mtpjax.training.step import make_optimizer, train_step
 from mtpjax.training.trackers import open_trackers, require_trackers
+from mtpjax.training.train_state import TrainState, init_train_state
+from mtpjax.training.yaml_config import model_to_yaml
 
 logger = logging.getLogger("mtpjax.train")
 
@@ -67,7 +66,7 @@ class Run:
         panel_depths: int = 0,
         evaluations: int = 6,
     ):
-        """Prepares everything that wrong settings can make fail, before touching the run folder."""
+        """Does everything that can fail because of wrong settings before touching the run folder."""
         self.config, self.callbacks, self.evaluations = config, callbacks, evaluations
         self.output, self.is_main_process = pathlib.Path(config.output), distributed.is_main_process()
         if self.output.exists() and not self.output.is_dir():
@@ -107,7 +106,7 @@ class Run:
             state = shard_train_state(state, self.mesh, optimizer=optimizer, trains=config.trains)
             shardings = jax.tree.map(lambda leaf: leaf.sharding, state)
             out_shardings = (shardings, NamedSharding(self.mesh, PartitionSpec()))
-        # None is the embedding's dtype, which is float32 unless the trunk is frozen in another.
+        # None is the embedding's dtype, which is float32 unless the frozen trunk has a different one.
         dtype = None if config.dtype == config.trunk_dtype == "float32" else config.dtype
         spec = TrainSpec(
             model=self.model.clone(remat=config.remat == "layers", dtype=dtype),
@@ -187,7 +186,7 @@ class Run:
         return ProgressClock(self.config, step=metadata["step"], seconds=metadata["seconds"])
 
     def update_until_done(self) -> None:
-        """Updates, evaluates and saves until the run's steps or seconds are over, or a callback stops it.
+        """Updates, evaluates and saves until the run reaches its limit of steps or seconds, or a callback stops it.
 
         The batches depend only on the seed and the number of the update, so a resumed run reads those that an
         uninterrupted one would read.
@@ -207,7 +206,7 @@ class Run:
                 break
             if math.floor(clock.progress * self.evaluations) > math.floor(progress * self.evaluations):
                 self._call_or_save(self.evaluate)
-            self._stop_if_told()
+            self._stop_if_requested()
             if config.save_every and clock.step % config.save_every == 0 and self.save_state():
                 self._notify_saved(run_dir.state_path(self.output, clock.step))
         if self.is_stopped and self.is_main_process:
@@ -231,16 +230,16 @@ class Run:
         self._check_finite(metrics)
         if clock.step % config.log_every == 0:
             tokens = config.batch_size * config.row_length
-            further = {
+            row = {
+                "step": clock.step,
+                "seconds": clock.seconds,
+                "bits": [float(loss) / math.log(2) for loss in jax.device_get(metrics["losses"])],
                 "learning_rate": learning_rate,
                 "gradient_norm": float(metrics["gradient_norm"]),
                 "tokens": clock.step * tokens,
                 "memory_bytes": peak_memory_bytes(),
             }
-            losses = jax.device_get(metrics["losses"])
-            self.log.record_step(
-                clock.step, clock.seconds, clock.progress, losses=losses, tokens_per_step=tokens, further=further
-            )
+            self.log.record_step(row, tokens_per_step=tokens, progress=clock.progress)
         if self.callbacks:
             values = jax.device_get(metrics).items()
             self.last_metrics = {name: value if value.ndim else value.item() for name, value in values}
@@ -261,15 +260,15 @@ class Run:
                 f" skipped: lower learning_rate {self.config.learning_rate}"
             )
 
-    def _stop_if_told(self) -> None:
-        """Ends the run after a signal: one to any process stops all of them at the same update, with a saved state."""
+    def _stop_if_requested(self) -> None:
+        """Saves the state and ends the run after a signal. A signal to one process stops all at the same update."""
         if not distributed.any_process(self.should_stop()):
             return
         if not self.save_state():
-            raise OSError(f"{self.output} was told to stop, but update {self.clock.step} could not be saved")
+            raise OSError(f"{self.output} received a stop signal, but update {self.clock.step} could not be saved")
         self._notify_saved(run_dir.state_path(self.output, self.clock.step))
         raise Preempted(
-            f"{self.output} was told to stop and is saved at update {self.clock.step}: continue with --resume"
+            f"{self.output} received a stop signal and is saved at update {self.clock.step}: continue with --resume"
         )
 
     def evaluate(self, *, is_last: bool = False) -> Panel:
@@ -292,11 +291,13 @@ class Run:
         return is_saved
 
     def _notify(self, moment: Moment, metrics: Mapping[str, Any], path: pathlib.Path | None = None) -> None:
-        """Calls the callbacks, in every process; a request to stop in one of them holds for all."""
+        """Calls the callbacks in every process. A stop request in one process stops all of them."""
         if self.callbacks:
             clock = self.clock
             event = TrainEvent(clock.step, clock.progress, clock.seconds, metrics, self.state, path)
-            self.is_stopped |= distributed.any_process(call_callbacks(self.callbacks, moment, event))
+            # A list, so that a stop request does not keep later callbacks from being called.
+            requests = [bool(getattr(callback, moment)(event)) for callback in self.callbacks]
+            self.is_stopped |= distributed.any_process(any(requests))
 
     def _notify_saved(self, path: pathlib.Path) -> None:
         self._notify("after_save", self.last_metrics, path if self.is_main_process else None)
@@ -377,7 +378,7 @@ class Run:
         except KeyboardInterrupt:
             self.should_stop.is_immediate = False
             raise Preempted(
-                f"{self.output} was told to stop before its panel was complete; the trained model is in {path}: "
+                f"{self.output} received a stop signal before its panel was complete; the trained model is in {path}: "
                 + next_step
             ) from None
         except Exception:
@@ -385,7 +386,7 @@ class Run:
             raise
 
     def _plot_or_warn(self) -> None:
-        """Plots the run. A failure only logs a warning: the run is complete without its picture."""
+        """Plots the run. A failure only logs a warning: the run is complete without its plot."""
         config, path = self.config, self.output / run_dir.PLOT_NAME
         try:
             title = f"Training of '{config.init_from or config.preset}' in {config.output}\n"

@@ -1,11 +1,15 @@
 """The run folder: a lock for its single writer, the settings, and training states to resume from.
 
-run.json            settings, and the fingerprint of the data model.yaml          the architecture, for use in other
-runs (`model=FOLDER/model.yaml`) metrics.jsonl       one row per logged step and evaluation tensorboard/        the same
-for TensorBoard wandb-id            id of the run at Weights & Biases profile/            trace of JAX's profiler
-states/00000120/    parameters and optimiser state after 120 updates (`mtpjax.io.checkpoint`, with digests) checkpoint/
-the trained model, for decoding drafter/            instead of it, a drafter that was trained on a frozen trunk
-(`mtpjax.load_drafter`) .lock               held while a process writes here
+run.json            settings, fingerprint of the data, and identifier of the run
+model.yaml          the architecture, for use in other runs (`model=FOLDER/model.yaml`)
+metrics.jsonl       one row per logged step and evaluation
+tensorboard/        the same for TensorBoard
+wandb-id            id of the run at Weights & Biases
+profile/            trace of JAX's profiler
+states/00000120/    parameters and optimiser state after 120 updates (`mtpjax.io.checkpoint`, with digests)
+checkpoint/         the trained model, for decoding
+drafter/            instead of `checkpoint/`: a drafter trained on a frozen trunk (`mtpjax.load_drafter`)
+.lock               held while a process writes here
 """
 
 import contextlib
@@ -32,13 +36,13 @@ from mtpjax.errors import CheckpointError, UsageError
 from mtpjax.evaluation.plot_style import FORMATS
 from mtpjax.io import checkpoint
 from mtpjax.io.checkpoint_reader import CheckpointReader, own_share
-from mtpjax.training.log import METRICS_FILE, PROFILE_FOLDER
-from mtpjax.training.trackers import TENSORBOARD_FOLDER, WANDB_ID_FILE
+from mtpjax.safe_open import read_json_file
 
 SETTINGS_FILE, STATES_FOLDER, LOCK_FILE = "run.json", "states", ".lock"
+METRICS_FILE, PROFILE_FOLDER, TENSORBOARD_FOLDER, WANDB_ID_FILE = "metrics.jsonl", "profile", "tensorboard", "wandb-id"
 # The plot's name is without the suffix of its format.
 CHECKPOINT_FOLDER, PLOT_NAME, MODEL_FILE = "checkpoint", "panel", "model.yaml"
-# Old settings while a run is being replaced. Marks the other files of the folder as ours if the process dies.
+# Old settings while a run is being replaced. It shows that the other files belong to a run if the process dies.
 REPLACED_FILE = ".replaced-run.json"
 MAX_SETTINGS_BYTES = 64 << 20  # of run.json
 OWN_NAMES = (
@@ -57,7 +61,7 @@ Tree = TypeVar("Tree")
 
 
 class RunError(UsageError):
-    """A run folder is in use, damaged, or does not match the run that is to resume."""
+    """A run folder is in use, is damaged, or does not match the run to resume."""
 
 
 @contextlib.contextmanager
@@ -99,18 +103,20 @@ def begin(folder: pathlib.Path, settings: Mapping[str, Any], fingerprint: str, *
         The identifier of the new run, which its states carry.
 
     Raises:
-        RunError: the folder holds a run, or files of something else that a run would replace, and `overwrite` is not
-            set; or its `checkpoint` is not a checkpoint.
+        RunError: `overwrite` is not set and the folder holds a run, or foreign files that a run would replace; or its
+            `checkpoint` is not a checkpoint.
     """
     check_outputs(folder)
     if (folder / SETTINGS_FILE).exists() and not overwrite:
-        raise RunError(f"{folder} holds a run: continue it (resume), replace it (overwrite) or choose another output")
+        raise RunError(
+            f"{folder} holds a run: continue it (resume), replace it (overwrite) or choose a different output"
+        )
     is_ours = (folder / SETTINGS_FILE).exists() or (folder / REPLACED_FILE).exists()
     foreign = [name for name in OWN_NAMES if (folder / name).exists()]
     if foreign and not is_ours and not overwrite:
         raise RunError(
-            f"{folder} holds {', '.join(foreign)} but no {SETTINGS_FILE}, so it is not a run of mtpjax: choose another"
-            " output, or replace these files (overwrite)"
+            f"{folder} holds {', '.join(foreign)} but no {SETTINGS_FILE}, so it is not a run of mtpjax: choose a"
+            " different output, or replace these files (overwrite)"
         )
     # Old states must not be resumed under new settings, nor old settings without their states. So remove the settings
     # first and write the new ones last: in between the folder holds no run.
@@ -127,18 +133,36 @@ def begin(folder: pathlib.Path, settings: Mapping[str, Any], fingerprint: str, *
     return run_id
 
 
+def read_run_file(folder: pathlib.Path, *names: str) -> tuple[Any, ...]:
+    """Reads `run.json`.
+
+    Returns:
+        The settings of the run, and the values with these names: "fingerprint" (of its data), "run" (its identifier).
+
+    Raises:
+        RunError: there is no such file, or it is damaged.
+    """
+    try:
+        stored = read_json_file(folder / SETTINGS_FILE, max_bytes=MAX_SETTINGS_BYTES)
+        return dict(stored["settings"]), *(stored[name] for name in names)
+    except (FileNotFoundError, NotADirectoryError):
+        raise RunError(f"{folder} is not a run folder: it has no {SETTINGS_FILE}") from None
+    except (OSError, ValueError, KeyError, TypeError) as error:
+        raise RunError(f"{folder / SETTINGS_FILE} is damaged: {type(error).__name__}: {error}") from error
+
+
 def check_outputs(folder: pathlib.Path) -> None:
     """Checks before the first update that the trained model can be written at the end.
 
     Raises:
-        RunError: its `checkpoint` or `drafter` is neither such a folder nor empty, so saving would not replace it.
+        RunError: `checkpoint` or `drafter` exists, but is neither empty nor a checkpoint or drafter.
     """
     for name, kind in ((CHECKPOINT_FOLDER, "checkpoint"), (DRAFTER_FOLDER, "drafter")):
         path = folder / name
         is_free = not path.exists() or (path.is_dir() and not any(path.iterdir()))
         is_ours = checkpoint.is_checkpoint(path) if kind == "checkpoint" else (path / "config.json").is_file()
         if not is_free and not is_ours:
-            raise RunError(f"{path} exists and is not a {kind}: move it away or choose another output")
+            raise RunError(f"{path} exists and is not a {kind}: move it away or choose a different output")
 
 
 def save_state(folder: pathlib.Path, state: Any, *, step: int, keep: int, metadata: Mapping[str, Any]) -> bool:
@@ -182,7 +206,7 @@ def restore_state(folder: pathlib.Path, like: Tree, *, run_id: str | None = None
         The state and its metadata; None if there is no complete state.
 
     Raises:
-        RunError: a complete state belongs to another run, or its arrays differ from those of `like`.
+        RunError: a complete state belongs to a different run, or its arrays differ from those of `like`.
     """
     for path in _state_folders(folder):
         try:
@@ -202,10 +226,10 @@ def _restore_from(path: pathlib.Path, like: Tree, run_id: str | None) -> tuple[T
         raise CheckpointError(f"{path} does not record its step and seconds")
     # A state with different settings, seed or data would silently continue with wrong numbers.
     if run_id is not None and metadata.get("run") != run_id:
-        raise RunError(f"{path} is the state of another run: remove it, or put back the states of this run")
+        raise RunError(f"{path} belongs to a different run: remove it, or restore the states of this run")
     # Leaves are stored by number, so names, shapes and dtypes must match before they are assigned.
     _check_tree(path, config.get("tree") if isinstance(config, dict) else None, _describe_tree(like))
-    # Each array gets the sharding of `like`'s, since a restored run may have another mesh. Plain shapes have none.
+    # Each array gets the sharding of `like`'s, since a restored run may have a different mesh. Plain shapes have none.
     leaves, default = jax.tree.leaves(like), jax.sharding.SingleDeviceSharding(jax.local_devices()[0])
     arrays = [
         reader.place(name, lambda shape, leaf=leaf: leaf.sharding or default)
@@ -215,12 +239,12 @@ def _restore_from(path: pathlib.Path, like: Tree, run_id: str | None) -> tuple[T
 
 
 class StopSignals:
-    """Records signals that ask the run to stop. Calling it returns whether one has arrived.
+    """Records stop signals. Calling it returns whether one has arrived.
 
     Attributes:
         received: numbers of the signals so far.
-        is_immediate: raise `KeyboardInterrupt` at the next signal instead of taking note. The trainer sets it once
-            everything trained is saved.
+        is_immediate: raise `KeyboardInterrupt` at the next signal instead of recording it. The trainer sets it once
+            all trained parameters are saved.
     """
 
     def __init__(self):

@@ -7,10 +7,9 @@ import pathlib
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from mtpjax.safe_open import read_json_file
 from mtpjax.training.config import TrainConfig
-from mtpjax.training.loss_inputs import ObjectiveFunction, describe_objective
-from mtpjax.training.run_dir import MAX_SETTINGS_BYTES, SETTINGS_FILE, RunError
+from mtpjax.training.losses import ObjectiveFunction, describe_objective
+from mtpjax.training.run_dir import RunError, read_run_file
 
 # Settings that may differ when a run resumes, because they do not change an update. Accumulation, remat and mesh are
 # not among them: they change its rounding.
@@ -19,7 +18,7 @@ CHANGEABLE_SETTINGS += ("tensorboard", "wandb", "profile_start", "profile_steps"
 
 
 def settings_to_json(config: TrainConfig, objective: ObjectiveFunction | None) -> dict[str, Any]:
-    """Converts the settings to JSON values, with None for infinity and for unset fields."""
+    """Converts the settings to JSON values; infinity becomes None."""
     values = dataclasses.asdict(config)
     settings = {name: None if value == math.inf else value for name, value in values.items()}
     # The whole architecture, so that a run resumes with it regardless of its source, and `mtpjax compare` shows the
@@ -36,23 +35,17 @@ def settings_to_json(config: TrainConfig, objective: ObjectiveFunction | None) -
 def check_settings(
     folder: pathlib.Path, settings: Mapping[str, Any], fingerprint: str, allowed_changes: Sequence[str] = ()
 ) -> str:
-    """Checks that a run resumes with the settings and data it was started with.
+    """Checks that a run resumes with its original settings and data.
 
     Returns the run's identifier.
 
     Args:
-        allowed_changes: settings that may differ, in addition to `CHANGEABLE_SETTINGS`; "data" allows other data.
+        allowed_changes: settings that may differ, in addition to `CHANGEABLE_SETTINGS`; "data" allows different data.
 
     Raises:
         RunError: the folder holds no run, the run is damaged, or something else differs; the message names both values.
     """
-    try:
-        stored = read_json_file(folder / SETTINGS_FILE, max_bytes=MAX_SETTINGS_BYTES)
-        before, data_before, run_id = dict(stored["settings"]), stored["fingerprint"], stored["run"]
-    except FileNotFoundError:
-        raise RunError(f"{folder} holds no run to resume: {SETTINGS_FILE} is missing") from None
-    except (OSError, ValueError, KeyError, TypeError) as error:
-        raise RunError(f"{folder / SETTINGS_FILE} is damaged: {error}") from error
+    before, data_before, run_id = read_run_file(folder, "fingerprint", "run")
     # Compare as JSON, in which tuples are lists. A setting missing on one side counts as None.
     free = {*CHANGEABLE_SETTINGS, *allowed_changes}
     now = json.loads(json.dumps(dict(settings)))
@@ -64,14 +57,14 @@ def check_settings(
         if before.get(name) != now.get(name) and not {name, name.partition(".")[0]} & free
     ]
     if changed:
-        raise RunError(f"{folder} was started with other settings: {'; '.join(changed)}")
+        raise RunError(f"{folder} was started with different settings: {'; '.join(changed)}")
     if fingerprint != data_before and "data" not in free:
-        raise RunError(f"{folder} was started with other data: files, their order or content have changed")
+        raise RunError(f"{folder} was started with different data: files, their order or content have changed")
     return run_id
 
 
 def _with_model_fields(settings: dict[str, Any]) -> dict[str, Any]:
-    """Replaces `model` by an entry per field, so that a message names those that differ, and drops the preset."""
+    """Replaces `model` by an entry per field, so that errors list the fields that differ, and drops the preset."""
     # The preset does not matter: `model` has all its fields.
     others = {name: value for name, value in settings.items() if name not in ("model", "preset")}
     return others | {f"model.{name}": value for name, value in settings["model"].items()}

@@ -3,7 +3,6 @@
 import functools
 from typing import Any
 
-import flax.struct
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -16,54 +15,9 @@ from mtpjax.models.params import is_of_modules
 from mtpjax.training.anchors import draw_anchors, keep_anchors
 from mtpjax.training.config import TrainConfig
 from mtpjax.training.data_parallel import sharded_loss_and_gradients
-from mtpjax.training.gradients import Rows, loss_and_gradients, trainable_params
+from mtpjax.training.gradients import Rows, TrainSpec, loss_and_gradients
 from mtpjax.training.losses import all_targets, batch_totals
-from mtpjax.training.spec import TrainSpec
-
-
-class TrainState(flax.struct.PyTreeNode):
-    """The state that an update changes. A pytree; `init_train_state` makes it, `train_step` returns a new one.
-
-    Attributes:
-        params: all parameters, with stacked trunk layers.
-        optimizer: optimiser state of the trained parameters.
-        step: `[]` int32 number of updates, including skipped ones.
-
-    Example:
-        >>> import jax, optax
-        >>> from mtpjax import MTPModel, init_params, presets
-        >>> from mtpjax.training import init_train_state
-        >>> params = init_params(MTPModel(presets["tiny"], scan_layers=True), jax.random.key(0))
-        >>> state = init_train_state(params, optax.adamw(1.0))
-        >>> int(state.step), sorted(state.params)
-        (0, ['embedding', 'head', 'mtp_0', 'norm_final', 'trunk'])
-    """
-
-    params: dict
-    optimizer: optax.OptState
-    step: jax.Array
-
-
-def init_train_state(params: dict, optimizer: optax.GradientTransformation, trains: str = "all") -> TrainState:
-    """Makes the state before the first update.
-
-    Args:
-        params: all parameters, with stacked trunk layers.
-        optimizer: the optimiser; it keeps state for trained parameters only.
-        trains: the trained part, as in `TrainConfig`.
-
-    Returns:
-        The state.
-
-    Example:
-        >>> import jax, jax.numpy as jnp, optax
-        >>> from mtpjax.training import init_train_state
-        >>> params = {"trunk": jnp.ones(2), "mtp_0": jnp.ones(3)}
-        >>> state = init_train_state(params, optax.adamw(1.0), trains="modules")
-        >>> sum(leaf.size for leaf in jax.tree.leaves(state.optimizer))  # two moments of three numbers, and a counter
-        7
-    """
-    return TrainState(params, optimizer.init(trainable_params(params, trains)), jnp.zeros((), jnp.int32))
+from mtpjax.training.train_state import TrainState, trainable_params
 
 
 def make_optimizer(config: TrainConfig) -> optax.GradientTransformation:
@@ -76,7 +30,7 @@ def make_optimizer(config: TrainConfig) -> optax.GradientTransformation:
         config: optimizer, weight decay and clipping.
 
     Returns:
-        The optimiser, for the parameters that `mtpjax.training.gradients.trainable_params` selects.
+        The optimiser, for the parameters that `mtpjax.training.train_state.trainable_params` selects.
 
     Example:
         >>> from mtpjax import TrainConfig

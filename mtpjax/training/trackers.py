@@ -7,22 +7,15 @@ import os
 import pathlib
 import time
 from collections.abc import Callable, Iterator, Mapping
-from typing import Any, Protocol
+from typing import Any
 
 from mtpjax.atomic import write_text
 from mtpjax.errors import install_extra
 from mtpjax.training.config import TrainConfig
+from mtpjax.training.run_dir import TENSORBOARD_FOLDER, WANDB_ID_FILE
 
-TENSORBOARD_FOLDER, WANDB_ID_FILE = "tensorboard", "wandb-id"
 log = logging.getLogger("mtpjax.train")
-
-
-class Tracker(Protocol):
-    """A destination for the numbers of a run, by name and step."""
-
-    def write(self, step: int, numbers: Mapping[str, float]) -> None: ...
-
-    def close(self) -> None: ...
+Write = Callable[[int, Mapping[str, float]], None]  # writes the numbers of a step by name
 
 
 def flatten(row: Any, name: str = "") -> dict[str, float]:
@@ -50,64 +43,46 @@ def flatten(row: Any, name: str = "") -> dict[str, float]:
     return numbers
 
 
-class TensorBoard:
-    """Writes TensorBoard event files.
+@contextlib.contextmanager
+def _tensorboard(folder: pathlib.Path, step: int) -> Iterator[Write]:
+    """Opens TensorBoard event files. `step` is the number of updates that the run continues from.
 
-    It writes in the thread of the run. The usual `SummaryWriter` passes events to another thread, which ends silently
-    when the disk is full, and then blocks.
-
-    Args:
-        folder: folder of the event files.
-        step: number of updates that the run continues from.
+    Events are written in the thread of the run. The usual `SummaryWriter` passes them to a separate thread, which ends
+    silently when the disk is full, and then blocks.
     """
+    from tensorboardX.event_file_writer import EventsWriter
 
-    def __init__(self, folder: pathlib.Path, step: int):
-        from tensorboardX.event_file_writer import EventsWriter
+    folder.mkdir(parents=True, exist_ok=True)
+    event: Any = importlib.import_module("tensorboardX.proto.event_pb2")
+    summary: Any = importlib.import_module("tensorboardX.proto.summary_pb2").Summary
+    file = EventsWriter(str(folder / "events"), f".{os.getpid()}.{step}")
 
-        folder.mkdir(parents=True, exist_ok=True)
-        self.event: Any = importlib.import_module("tensorboardX.proto.event_pb2")
-        self.summary: Any = importlib.import_module("tensorboardX.proto.summary_pb2").Summary
-        self.file = EventsWriter(str(folder / "events"), f".{os.getpid()}.{step}")
-        # A session start makes TensorBoard drop later steps of older files.
-        self._add(step + 1, session_log=self.event.SessionLog(status=self.event.SessionLog.START))
+    def add(step: int, **content) -> None:
+        file.write_event(event.Event(wall_time=time.time(), step=step, **content))
+        file.flush()
 
-    def _add(self, step: int, **content) -> None:
-        self.file.write_event(self.event.Event(wall_time=time.time(), step=step, **content))
-        self.file.flush()
-
-    def write(self, step: int, numbers: Mapping[str, float]) -> None:
-        values = [self.summary.Value(tag=name, simple_value=number) for name, number in numbers.items()]
-        self._add(step, summary=self.summary(value=values))
-
-    def close(self) -> None:
-        self.file.close()
-
-
-class Wandb:
-    """Logs to Weights & Biases.
-
-    Args:
-        folder: the run folder, which stores the id.
-        project: the project.
-        settings: settings of the run.
-    """
-
-    def __init__(self, folder: pathlib.Path, project: str, settings: Mapping[str, Any]):
-        import wandb
-
-        # A resumed run continues under its stored id. Weights & Biases ignores steps that it already has.
-        file = folder / WANDB_ID_FILE
-        known = file.read_text().strip() if file.exists() else None
-        self.run = wandb.init(
-            project=project, name=folder.name, dir=str(folder), id=known, resume="allow", config=dict(settings)
+    # A session start makes TensorBoard drop later steps of older files.
+    add(step + 1, session_log=event.SessionLog(status=event.SessionLog.START))
+    with contextlib.closing(file):
+        yield lambda step, numbers: add(
+            step, summary=summary(value=[summary.Value(tag=tag, simple_value=each) for tag, each in numbers.items()])
         )
-        write_text(file, f"{self.run.id}\n")
 
-    def write(self, step: int, numbers: Mapping[str, float]) -> None:
-        self.run.log(dict(numbers), step=step)
 
-    def close(self) -> None:
-        self.run.finish()
+@contextlib.contextmanager
+def _wandb(folder: pathlib.Path, project: str, settings: Mapping[str, Any]) -> Iterator[Write]:
+    """Opens a run at Weights & Biases. The run folder stores its id."""
+    import wandb
+
+    # A resumed run continues under its stored id. Weights & Biases ignores steps that it already has.
+    file = folder / WANDB_ID_FILE
+    known = file.read_text().strip() if file.exists() else None
+    run = wandb.init(
+        project=project, name=folder.name, dir=str(folder), id=known, resume="allow", config=dict(settings)
+    )
+    write_text(file, f"{run.id}\n")
+    yield lambda step, numbers: run.log(dict(numbers), step=step)
+    run.finish()
 
 
 def require_trackers(config: TrainConfig) -> None:
@@ -131,36 +106,38 @@ def open_trackers(
 
     Yields a function that sends a row of `metrics.jsonl` to every tracker.
     """
-    # Factories, because making a tracker can fail too, for example without a network.
-    makers: dict[str, Callable[[], Tracker]] = {}
+    makers: dict[str, contextlib.AbstractContextManager[Write]] = {}
     if config.tensorboard:
-        makers["TensorBoard"] = lambda: TensorBoard(folder / TENSORBOARD_FOLDER, step)
+        makers["TensorBoard"] = _tensorboard(folder / TENSORBOARD_FOLDER, step)
     if config.wandb is not None:
-        makers["Weights & Biases"] = lambda: Wandb(folder, str(config.wandb), settings)
-    trackers: dict[str, Tracker] = {}
+        makers["Weights & Biases"] = _wandb(folder, config.wandb, settings)
+    trackers: dict[str, tuple[Write, contextlib.ExitStack]] = {}
 
     # Third-party code may raise anything, and none of its errors may end a run, so all are caught.
-    def attempt(name: str, action: Callable[[], Any]) -> Any:
+    def attempt(name: str, action: Callable[[], Any]) -> None:
         try:
-            return action()
+            action()
         except Exception as error:
-            if (tracker := trackers.pop(name, None)) is not None:
+            if name in trackers:
                 with contextlib.suppress(Exception):
-                    tracker.close()
+                    trackers.pop(name)[1].close()
             log.warning("%s is disabled for the rest of this run: %s: %s", name, type(error).__name__, error)
 
-    for name, make in makers.items():
-        if (tracker := attempt(name, make)) is not None:
-            trackers[name] = tracker
+    def start(name: str) -> None:
+        stack = contextlib.ExitStack()
+        trackers[name] = stack.enter_context(makers[name]), stack
+
+    for name in makers:
+        attempt(name, lambda name=name: start(name))
 
     # Trackers have their own step axis and clock, so those two fields are not sent as numbers.
     def send(row: Mapping[str, Any]) -> None:
         numbers = flatten({key: value for key, value in row.items() if key not in ("step", "seconds")})
-        for name, tracker in list(trackers.items()):
-            attempt(name, lambda tracker=tracker: tracker.write(row["step"], numbers))
+        for name, (write, _) in list(trackers.items()):
+            attempt(name, lambda write=write: write(row["step"], numbers))
 
     try:
         yield send
     finally:
-        for name, tracker in list(trackers.items()):
-            attempt(name, tracker.close)
+        for name, (_, stack) in list(trackers.items()):
+            attempt(name, stack.close)

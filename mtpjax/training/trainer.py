@@ -12,7 +12,7 @@ from mtpjax.models.model import MTPModel
 from mtpjax.models.params import DRAFT_IDS, DRAFTER
 from mtpjax.training.callbacks import Callback
 from mtpjax.training.config import TrainConfig
-from mtpjax.training.loss_inputs import ObjectiveFunction
+from mtpjax.training.losses import ObjectiveFunction
 from mtpjax.training.panel import Panel
 from mtpjax.training.run import Run
 
@@ -56,13 +56,13 @@ def train(
     """Trains a model from scratch or from a checkpoint, and writes the run folder `config.output`.
 
     `metrics.jsonl` gets a row every `log_every` updates (losses per depth in bits) and one per evaluation (the
-    acceptance panel on held-out documents). The pictures `panel.png` and `panel.svg` show both;
+    acceptance panel on held-out documents). The plots `panel.png` and `panel.svg` show both;
     `checkpoint/` holds the model and its tokenizer, `drafter/` a drafter that is trained instead. Progress goes to
     stderr, as a live bar on a terminal, else as lines.
 
     Args:
         config: the settings.
-        callbacks: called after each update, evaluation and save; may ask to stop (`mtpjax.training.Callback`).
+        callbacks: called after each update, evaluation and save; may request a stop (`mtpjax.training.Callback`).
         objective: computes the training loss from `mtpjax.training.LossInputs`, instead of `config.objective`, whose
             loss it may add to. A JAX function: it is traced once. To resume, pass one of the same name.
         panel_depths: minimum number of draft levels in the panel, which always has the trained ones.
@@ -71,14 +71,14 @@ def train(
             a CPU the losses are then those of an uninterrupted run, bit for bit. Settings and data must be the same,
             except `mtpjax.training.run_settings.CHANGEABLE_SETTINGS`.
         overwrite: replace a run that is in the folder.
-        allowed_changes: further settings that may differ when resuming; "data" allows other data.
+        allowed_changes: further settings that may differ when resuming; "data" allows different data.
 
     Returns:
         The model, its parameters and checkpoint, the held-out documents, the last panel and all logged rows.
 
     Raises:
         ValueError: settings do not fit the model, the data or the devices, too many documents are unusable, or the
-            folder is in use or holds another run. Also for a callback that is not a `Callback`, and an objective that
+            folder is in use or holds a run. Also for a callback that is not a `Callback`, and an objective that
             does not return one number.
         FileNotFoundError: the sources have no text.
         FloatingPointError: the loss or gradient was not finite in `max_consecutive_bad_steps` consecutive updates.
@@ -97,8 +97,7 @@ def train(
     with run.open(resume=resume, overwrite=overwrite, allowed_changes=allowed_changes):
         run.update_until_done()
         params, path, panel = run.finish()
-    result = TrainResult(MTPModel(run.model.config), params, path, run.corpus.held_out, panel, run.log.history)
-    if run.drafter is None:
-        return result
-    trunk = {name: leaf for name, leaf in params.items() if name not in (DRAFTER, DRAFT_IDS)}
-    return dataclasses.replace(result, params=trunk, drafter=run.drafter, draft_params=DraftParams.of(params))
+    draft_params = None if run.drafter is None else DraftParams.of(params)
+    params = {name: leaf for name, leaf in params.items() if name not in (DRAFTER, DRAFT_IDS)}
+    found = run.corpus.held_out, panel, run.log.history
+    return TrainResult(MTPModel(run.model.config), params, path, *found, run.drafter, draft_params)

@@ -1,23 +1,24 @@
-"""Reads training settings from a YAML file and `key=value` pairs."""
+"""Reads and writes training settings and architectures as YAML, with `key=value` pairs of the command line."""
 
 import argparse
 import dataclasses
+import json
+import re
 from collections.abc import Mapping, Sequence
 from typing import Any
 
 import jsonargparse
 import yaml
 
-from mtpjax.messages import did_you_mean
+from mtpjax.errors import printable
+from mtpjax.messages import did_you_mean, require
+from mtpjax.models.config import ModelConfig
+from mtpjax.models.overrides import MODEL_FIELDS, check_field_name, model_changes, override_config
+from mtpjax.safe_open import open_regular
 from mtpjax.training.config import TrainConfig
-from mtpjax.training.model_yaml import (
-    describe_type_error,
-    flatten_settings,
-    read_model_setting,
-    read_yaml,
-    split_model_pairs,
-)
 
+MAX_YAML_BYTES = 1 << 20  # of a file, and of its text with aliases expanded
+REQUIRED = tuple(field.name for field in dataclasses.fields(ModelConfig) if field.default is dataclasses.MISSING)
 # Settings that the command line sets by flags that all commands share, not by pairs.
 FLAGS = {"mesh": "--mesh data=2,fsdp=4", "model_type": "--model-type FAMILY"}
 
@@ -30,7 +31,7 @@ def read_train_config(
     Args:
         path: the file; None: the defaults.
         overrides: pairs such as "steps=100", "objective.mix.kl=1.0", "model.num_mtp_modules=3", or "model=FILE.yaml",
-            which names a whole architecture (`mtpjax.training.model_yaml`). Dots name nested settings; pairs of a
+            which names a whole architecture (`mtpjax.training.yaml_config`). Dots name nested settings; pairs of a
             mapping such as `objective.mix` replace the one in the file.
     """
     parser = jsonargparse.ArgumentParser(exit_on_error=False)
@@ -74,11 +75,11 @@ def _check_pair(pair: str, known: Mapping[str, Any]) -> None:
     _check_key(key, known)
     # Each setting has one spelling.
     if flag := FLAGS.get(key.partition(".")[0]):
-        raise ValueError(f"{pair!r} is written as a flag: {flag}")
+        raise ValueError(f"{pair!r} must be given as a flag: {flag}")
     if key == "sources":
-        raise ValueError("sources are written in a file of --config; `data` names one folder or file")
+        raise ValueError("sources can only be set in the file of --config; data= takes one folder or file")
     if value.startswith("{") and not isinstance(known.get(key), str):
-        raise ValueError(f"{pair!r} is written with dots: {key}.NAME=VALUE for each value")
+        raise ValueError(f"{pair!r} must be given with dots: {key}.NAME=VALUE for each value")
 
 
 def _remove_parent(values: dict[str, Any], key: str, known: Mapping[str, Any]) -> None:
@@ -97,3 +98,172 @@ def _check_key(key: str, known: Mapping[str, Any]) -> None:
     parents = [name for name, default in known.items() if not isinstance(default, str | int | float)]
     if key not in known and not any(key.startswith(f"{name}.") for name in parents):
         raise ValueError(f"unknown setting {key}{did_you_mean(key, known) or ': the settings are ' + ', '.join(known)}")
+
+
+def read_model_config(path) -> ModelConfig:
+    """Reads an architecture from a YAML file, a mapping of fields of `ModelConfig`.
+
+    Fields missing in the file have the defaults of `ModelConfig`.
+
+    Args:
+        path: the file.
+
+    Returns:
+        The architecture.
+
+    Raises:
+        ValueError: the file cannot be read, a field is unknown (the message names the nearest ones) or missing, or a
+            value has the wrong type or does not fit the others. One line.
+
+    Example:
+        >>> import pathlib, tempfile
+        >>> from mtpjax import presets
+        >>> from mtpjax.training import model_to_yaml, read_model_config
+        >>> file = pathlib.Path(tempfile.mkdtemp(), "model.yaml")
+        >>> _ = file.write_text(model_to_yaml(presets["tiny"]))
+        >>> read_model_config(file) == presets["tiny"]
+        True
+    """
+    content = read_yaml(path)
+    missing = [name for name in REQUIRED if name not in content]
+    try:
+        values = model_changes(typed_fields(content))
+        require(not missing, f"{', '.join(missing)} missing: a model needs {', '.join(REQUIRED)}")
+        return ModelConfig(**values)
+    except ValueError as error:
+        raise ValueError(f"{path}: {error}") from error
+
+
+def model_to_yaml(config: ModelConfig) -> str:
+    """Formats an architecture as YAML that `read_model_config` reads.
+
+    Args:
+        config: the architecture.
+
+    Returns:
+        A line for each field.
+
+    Example:
+        >>> from mtpjax import presets
+        >>> from mtpjax.training import model_to_yaml
+        >>> model_to_yaml(presets["tiny"]).splitlines()[:2]
+        ['vocab_size: 256', 'hidden_size: 64']
+    """
+    return yaml.safe_dump(config.to_dict(), sort_keys=False)
+
+
+def read_model_setting(value: Any, overrides: Sequence[str]) -> ModelConfig | dict[str, Any]:
+    """Reads the setting `model` of a run: a file or fields, and `model.*` pairs over them.
+
+    Args:
+        value: the path of a YAML file with a whole architecture; a mapping of fields; None: no field.
+        overrides: pairs without the "model.", such as "num_mtp_modules=3".
+
+    Returns:
+        The whole architecture if there is a file, otherwise the fields that are set.
+    """
+    if isinstance(value, str):
+        return override_config(read_model_config(value), model_changes(typed_fields({}, overrides)))
+    if not isinstance(value or {}, Mapping):
+        raise ValueError(f"model must be the name of a YAML file or a mapping of fields, not {value!r}")
+    return typed_fields(dict(value or {}), overrides)
+
+
+def typed_fields(values: Mapping[str, Any], overrides: Sequence[str] = ()) -> dict[str, Any]:
+    """Checks names and types of fields of `ModelConfig`, and parses pairs by the types.
+
+    Args:
+        overrides: pairs such as "hidden_size=96", which win over `values`.
+    """
+    # Only the given fields become arguments: those that are required in a whole architecture are not required here.
+    names = dict.fromkeys([*map(str, values), *(pair.partition("=")[0].partition(".")[0] for pair in overrides)])
+    parser = jsonargparse.ArgumentParser(exit_on_error=False)
+    for name in names:
+        check_field_name(name, "model.")
+        parser.add_argument(f"--model.{name}", type=MODEL_FIELDS[name])
+    if not names:
+        return {}
+    try:
+        parsed = parser.parse_object({"model": dict(values)}) if values else None
+        parsed = parser.parse_args([f"--model.{pair}" for pair in overrides], parsed)
+        return parser.instantiate(parsed).model.as_dict()
+    except argparse.ArgumentError as error:
+        raise ValueError(describe_type_error(error)) from error
+
+
+def describe_type_error(error: argparse.ArgumentError) -> str:
+    """Describes in one plain line which value has the wrong type.
+
+    Returns:
+        Such as "steps must be an integer, not 'abc'"; other errors unchanged, in one line.
+    """
+    return printable(_in_plain_words(" ".join(str(error).split())), 400)
+
+
+def _in_plain_words(text: str) -> str:
+    # A setting with nested fields, such as a source.
+    if nested := re.fullmatch(r'Parser key "([^"]+)": Problem with given class_path \S+: (.*)', text):
+        return f"{nested[1]}: {_in_plain_words(nested[2])}"
+    if option := re.fullmatch(r"Option '([^']+)' is not accepted", text):
+        return f"unknown setting {option[1]}"
+    if union := re.fullmatch(r'Parser key "([^"]+)": Does not validate against .* Given value: (.*)', text):
+        return f"{union[1]} has a value of the wrong type: {union[2]!r}"
+    found = re.fullmatch(r'Parser key "([^"]+)": Expected a (.+?)\. Got value: (.*)', text)
+    if not found:
+        return text
+    name, kind, value = found.groups()
+    if choices := re.fullmatch(r"typing\.Literal\[(.*)\]", kind):
+        return f"{name} {value!r} is not one of {choices[1].replace(chr(39), '')}"
+    kinds = {"int": "an integer", "float": "a number", "bool": "true or false", "tuple": "a list, such as [A, B]"}
+    kind = kind.removeprefix("<class '").removesuffix("'>")
+    return f"{name} must be {kinds.get(kind, kind)}, not {value!r}"
+
+
+def read_yaml(path) -> dict[str, Any]:
+    """Reads a YAML mapping.
+
+    Args:
+        path: the file; an empty one gives no settings.
+    """
+    try:
+        with open_regular(path) as stream:
+            content = stream.read(MAX_YAML_BYTES + 1)
+        if len(content) > MAX_YAML_BYTES:
+            raise ValueError(f"larger than {MAX_YAML_BYTES} bytes")
+        values = yaml.safe_load(content)
+        _check_expanded_size(values)
+    except (OSError, ValueError, RecursionError, yaml.YAMLError) as error:
+        raise ValueError(f"{path} cannot be read: {' '.join(str(error).split())}") from error
+    if values is not None and not isinstance(values, dict):
+        raise ValueError(f"{path} must be a mapping of settings")
+    return values or {}
+
+
+def _check_expanded_size(values: Any) -> None:
+    """Raises `ValueError` for aliases that form a cycle, or that expand to much more text than the file has."""
+    size = 0
+    for part in json.JSONEncoder(default=str, skipkeys=True).iterencode(values):
+        size += len(part)
+        if size > MAX_YAML_BYTES:
+            raise ValueError(f"its aliases expand to more than {MAX_YAML_BYTES} bytes")
+
+
+def split_model_pairs(overrides: Sequence[str]) -> tuple[list[str], list[str], str | None]:
+    """Separates the settings of the model from the others.
+
+    Returns:
+        The other pairs, the pairs `model.key=value` without "model.", and the file of the last `model=FILE`, or None.
+    """
+    files = [pair.removeprefix("model=") for pair in overrides if pair.startswith("model=")]
+    others = [pair for pair in overrides if not pair.startswith(("model=", "model."))]
+    fields = [pair.removeprefix("model.") for pair in overrides if pair.startswith("model.")]
+    return others, fields, files[-1] if files else None
+
+
+def flatten_settings(values: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
+    """Flattens nested settings into dotted keys."""
+    flat: dict[str, Any] = {}
+    for key, value in values.items():
+        is_group = isinstance(value, dict) and value
+        flat |= flatten_settings(value, f"{prefix}{key}.") if is_group else {f"{prefix}{key}": value}
+    return flat

@@ -63,7 +63,7 @@ def test_every_key_is_known_and_written_again(name):
         ("step3p5", {"rope_theta": [1e4, 2e4, 3e4, 1e4, 2e4, 2e4]}, "within layers of type sliding_attention"),
         ("step3p5", {"use_rope_layers": [True, False] * 3}, "layers without rotary embedding"),
         ("step3p5", {"swiglu_limits": [0.0] * 5 + [7.0]}, "clamped modules"),
-        ("step3p5", {"moe_layers_enum": "1,5"}, "moe_layers_enum with modules"),
+        ("step3p5", {"moe_layers_enum": "1,5"}, "moe_layers_enum lists layers of MTP modules"),
         ("step3p5", {"moe_router_activation": "softmax"}, "moe_router_activation 'softmax' is not supported"),
         ("step3p5", {"attention_other_setting": {"head_dim": 16}}, "head_dim 16 is not supported; supported: 8"),
         ("gpt_oss", {"quantization_config": {"quant_method": "mxfp4"}}, "mxfp4, which is not supported"),

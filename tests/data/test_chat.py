@@ -365,5 +365,5 @@ def test_text_that_the_template_wrote_has_the_targets_of_the_conversation(make, 
     np.testing.assert_array_equal(document.loss_mask, is_target)
     file.write_text(json.dumps({"text": "no header"}) + "\n")
     assert read_source(Source(path=str(file), kind="formatted"), tokenizer, vocab_size=300).skipped["empty"] == 1
-    with pytest.raises(TokenizerError, match="needs the tokenizer of that template"):
+    with pytest.raises(TokenizerError, match="need a tokenizer with a chat template"):
         read_source(Source(path=str(file), kind="formatted"), ByteTokenizer(), vocab_size=256)

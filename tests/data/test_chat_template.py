@@ -4,13 +4,14 @@ import json
 
 import pytest
 
-from mtpjax.data import chat_messages, template_probe
-from mtpjax.data.chat_template import ChatTemplates, read_chat_templates
+from mtpjax.data import chat_messages, chat_template
+from mtpjax.data.chat_template import ChatTemplates
 from mtpjax.data.config import Source
 from mtpjax.data.record_forms import find_messages
 from mtpjax.data.regeneration_tasks import make_task
 from mtpjax.data.sources import read_source
 from mtpjax.data.tokenizer import HuggingFaceTokenizer, load_tokenizer
+from mtpjax.data.tokenizer_files import read_chat_templates
 from mtpjax.errors import ConversationError, DroppedTextError, TokenizerError
 from tests.helpers import chat_templates, chatml
 from tests.helpers.chat_templates import DEEPSEEK, GLM, KIMI, LLAMA, MINIMAX, MISTRAL, PUBLISHED, QWEN
@@ -220,13 +221,13 @@ def test_a_template_that_needs_several_forms_is_found_also_for_long_conversation
 
 def test_probes_are_few_and_shared_by_conversations_of_a_shape(monkeypatch):
     rendered = []
-    real = template_probe.WORKER.render_all
+    real = chat_template.WORKER.render_all
 
     def counted(template, sets, **options):
         rendered.append(len(sets))
         return real(template, sets, **options)
 
-    monkeypatch.setattr(template_probe.WORKER, "render_all", counted)
+    monkeypatch.setattr(chat_template.WORKER, "render_all", counted)
     template = GLM + "{# counted #}"
     turn = [QUESTION, {"role": "assistant", "content": "Fine."}]
     for turns in (3, 4, 50):
@@ -260,7 +261,7 @@ def test_named_templates_are_read_chosen_and_saved(tmp_path):
     assert HuggingFaceTokenizer(other, 300).digest == named.digest
     setting = json.loads((other / "tokenizer_config.json").read_text())["chat_template"]
     assert {each["name"]: each["template"] for each in setting} == {"default": chatml.CHATML, "tool_use": QWEN}
-    with pytest.raises(TokenizerError, match="no chat template named default, only rag"):
+    with pytest.raises(TokenizerError, match="no chat template 'default', only rag"):
         render({"rag": QWEN}, [QUESTION])
 
 

@@ -101,7 +101,7 @@ def test_settings_of_a_source_without_effect_are_refused(tmp_path):
         Source(pattern="*.txt")
     with pytest.raises(ValueError, match="field 'body' is unused: kind 'text' has no records"):
         Source(path="a", kind="text", field="body")
-    with pytest.raises(ValueError, match=r"field 'body' names a field of records, and .*book.txt has only texts"):
+    with pytest.raises(ValueError, match=r"field 'body' is unused: .*book.txt has only texts"):
         read_source(Source(path=str(file), field="body"), ByteTokenizer(), vocab_size=256)
 
 

@@ -68,7 +68,7 @@ def test_end_tokens_of_all_files_count(files, expected, folder, tmp_path_factory
 @pytest.mark.parametrize(
     "files, expected, warning",
     [
-        ({"tokenizer_config": {"eos_token": "</s>"}}, (END,), "eos_token '</s>' is no token of the tokenizer: ignored"),
+        ({"tokenizer_config": {"eos_token": "</s>"}}, (END,), "eos_token '</s>' is not a token: ignored"),
         (
             {"config": {"eos_token_id": 300}},
             (END,),

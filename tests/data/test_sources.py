@@ -83,7 +83,7 @@ def test_every_tokenizer_gives_documents_without_their_end(tmp_path):
     class Endless(WordTokenizer):
         eos_token_ids = ()
 
-    with pytest.raises(TokenizerError, match="names no end token"):
+    with pytest.raises(TokenizerError, match="has no end token"):
         read(tmp_path, Endless())
     assert end_token_id(BYTES) == 0
 

@@ -153,5 +153,7 @@ def test_a_file_without_bound_is_not_read(folder):
 @pytest.mark.parametrize("name", ["tokenizer.model", "vocab.json"])
 def test_a_tokenizer_of_another_format_is_named_with_the_way_on(name, tmp_path):
     (tmp_path / name).write_text("")
-    with pytest.raises(TokenizerError, match=f"no tokenizer.json.* Its {name} is of another format: .*AutoTokenizer"):
+    with pytest.raises(
+        TokenizerError, match=f"no tokenizer.json.* Its {name} has an unsupported format: .*AutoTokenizer"
+    ):
         load_tokenizer(tmp_path, 320)

@@ -184,11 +184,11 @@ def test_nested_settings_have_one_spelling():
     assert dict(config.model) == {"num_mtp_modules": 2}
     for pair, advice in {
         "objective={mix: {kl: 1.0}}": r"unknown setting objective: did you mean objective\.mix",
-        "objective.mix={kl: 1.0}": r"is written with dots: objective\.mix\.NAME=VALUE",
-        "sources=[{path: a}]": "sources are written in a file of --config; `data` names one folder or file",
-        "mesh.data=2": "is written as a flag: --mesh data=2,fsdp=4",
-        "mesh={data: 2}": "is written as a flag: --mesh data=2,fsdp=4",
-        "model_type=llama": "is written as a flag: --model-type FAMILY",
+        "objective.mix={kl: 1.0}": r"must be given with dots: objective\.mix\.NAME=VALUE",
+        "sources=[{path: a}]": "sources can only be set in the file of --config; data= takes one folder or file",
+        "mesh.data=2": "must be given as a flag: --mesh data=2,fsdp=4",
+        "mesh={data: 2}": "must be given as a flag: --mesh data=2,fsdp=4",
+        "model_type=llama": "must be given as a flag: --model-type FAMILY",
         "data=": "'data=' has no value",
     }.items():
         with pytest.raises(ValueError, match=advice):

@@ -15,8 +15,7 @@ from mtpjax.drafters.trained import DraftParams
 from mtpjax.errors import CheckpointError, UsageError
 from mtpjax.models.params import DRAFT_IDS, DRAFTER
 from mtpjax.training.cost import read_training_cost
-from mtpjax.training.initial_drafter import add_drafter, initial_drafter
-from mtpjax.training.new_drafter import save_trained_drafter
+from mtpjax.training.initial_drafter import add_drafter, initial_drafter, save_trained_drafter
 from mtpjax.training.run_sizes import compute_run_sizes
 from mtpjax.training.yaml_config import read_train_config
 from tests.helpers import training_runs
@@ -114,7 +113,7 @@ def test_a_drafter_of_another_trunk_is_refused(small, tmp_path):
 def test_a_drafter_in_the_folder_of_the_run_is_refused(small, tmp_path):
     model, _, _ = saved(small, "eagle3", tmp_path)
     for path in (tmp_path, tmp_path / "drafter"):
-        with pytest.raises(UsageError, match="choose another output"):
+        with pytest.raises(UsageError, match="choose a different output"):
             initial_drafter(bare("eagle3", path, output=str(tmp_path)), model)
 
 

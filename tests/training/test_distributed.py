@@ -14,8 +14,8 @@ import pytest
 from mtpjax import TrainConfig, check_acceptance, compat, distributed, load, train
 from mtpjax.data import packing
 from mtpjax.training.data_parallel import shard_batch
-from mtpjax.training.log import METRICS_FILE, read_metrics
-from mtpjax.training.run_dir import RunError
+from mtpjax.training.log import read_metrics
+from mtpjax.training.run_dir import METRICS_FILE, RunError
 from mtpjax.training.yaml_config import read_train_config, to_yaml
 from tests.helpers import training_runs
 
@@ -174,7 +174,7 @@ def test_meshes_that_do_not_fit_are_refused(tmp_path, monkeypatch):
         ({"accumulation": 0}, "accumulation must be at least 1, not 0"),
         ({"remat": "all"}, "remat 'all' is not one of none, layers"),
         ({"dtype": "float16"}, "dtype 'float16' is not one of float32, bfloat16"),
-        ({"profile_steps": -1}, "profile_steps must not be negative, is -1"),
+        ({"profile_steps": -1}, "profile_steps must be at least 0, not -1"),
     ):
         with pytest.raises(ValueError, match=said):
             TrainConfig(**changes)

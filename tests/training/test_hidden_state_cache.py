@@ -20,10 +20,11 @@ from mtpjax.io import checkpoint
 from mtpjax.models.forward import trunk_states
 from mtpjax.models.trunk import stack_layers
 from mtpjax.training import hidden_state_cache, run_dir
+from mtpjax.training.gradients import TrainSpec
 from mtpjax.training.hidden_state_cache import HiddenStateCacheError, open_hidden_state_cache
 from mtpjax.training.run_sizes import compute_run_sizes
-from mtpjax.training.spec import TrainSpec
-from mtpjax.training.step import TrainState, init_train_state, make_optimizer, train_step
+from mtpjax.training.step import make_optimizer, train_step
+from mtpjax.training.train_state import TrainState, init_train_state
 from mtpjax.training.trainer import train
 
 ROWS, LENGTH = 11, 16
@@ -185,13 +186,13 @@ def test_other_trunks_rows_and_dtypes_are_refused(rows, small, tmp_path):
     tokens = rows.tokens.copy()
     tokens[5, 5] += 1
     for changes, said in (
-        ({"params": other}, "of a trunk with other parameters: choose another folder, or remove this one"),
-        ({"model": turned}, "of a trunk with another configuration"),
-        ({"model": unnormed}, "of a trunk with another configuration"),
-        ({"rows": rows._replace(tokens=tokens)}, r"of other rows \(data, tokenizer, "),
-        ({"rows": rows._replace(segment_ids=rows.segment_ids + 1)}, "of other rows"),
-        ({"rows": packing.select_rows(rows, np.arange(10))}, "of other rows"),
-        ({"dtype": "bfloat16", "params": other}, "other parameters, and in another dtype"),
+        ({"params": other}, "of a trunk with different parameters: choose a different folder, or remove this one"),
+        ({"model": turned}, "of a trunk with a different configuration"),
+        ({"model": unnormed}, "of a trunk with a different configuration"),
+        ({"rows": rows._replace(tokens=tokens)}, r"of different rows \(data, tokenizer, "),
+        ({"rows": rows._replace(segment_ids=rows.segment_ids + 1)}, "of different rows"),
+        ({"rows": packing.select_rows(rows, np.arange(10))}, "of different rows"),
+        ({"dtype": "bfloat16", "params": other}, "different parameters, and in a different dtype"),
     ):
         with pytest.raises(HiddenStateCacheError, match=f"{tmp_path} holds states .*{said}"):
             read(tmp_path, **{"rows": rows, "small": small, **changes})
@@ -200,7 +201,7 @@ def test_other_trunks_rows_and_dtypes_are_refused(rows, small, tmp_path):
     with pytest.raises(HiddenStateCacheError, match=r"manifest\.json is damaged"):
         read(tmp_path, rows, small)
     (tmp_path / "manifest.json").unlink()
-    with pytest.raises(HiddenStateCacheError, match="is not a folder of trunk states: it holds 00000"):
+    with pytest.raises(HiddenStateCacheError, match="is not a cache of trunk states: it contains 00000"):
         read(tmp_path, rows, small)
 
 
@@ -316,7 +317,7 @@ def test_a_run_that_is_told_to_end_goes_on_with_its_states(origin, tmp_path, mon
             train(config, evaluations=1, resume=resume)
         monkeypatch.undo()
 
-    told_after(2, r"told to stop with 2 of \d+ blocks in .*states: continue with resume", resume=False)
+    told_after(2, r"stopped by a signal with 2 of \d+ blocks in .*states: continue with resume", resume=False)
     rest = -(-compute_run_sizes(config)["rows"] // 4) - 2
     told_after(rest + 3, "is saved at update 4", resume=True)
     assert_same(train(config, evaluations=1, resume=True), plain)

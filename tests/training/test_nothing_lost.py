@@ -62,7 +62,7 @@ def test_the_state_of_another_run_is_refused(tmp_path):
     run_dir.save_state(tmp_path / "a", state, step=4, keep=1, metadata={"seconds": 1.0, "run": ids[0]})
     (tmp_path / "a" / "states").rename(tmp_path / "b" / "states")
     assert run_settings.check_settings(tmp_path / "b", {}, "digest") == ids[1]
-    with pytest.raises(RunError, match="state of another run"):
+    with pytest.raises(RunError, match="belongs to a different run"):
         run_dir.restore_state(tmp_path / "b", state, run_id=ids[1])
 
 

@@ -12,9 +12,8 @@ from mtpjax import MTPModel, TrainConfig, init_params, load, presets, save, trai
 from mtpjax.cli.main import main
 from mtpjax.training import run_dir, run_settings
 from mtpjax.training.initial_model import init_model
-from mtpjax.training.model_yaml import model_to_yaml, read_model_config
 from mtpjax.training.run_dir import RunError
-from mtpjax.training.yaml_config import read_train_config
+from mtpjax.training.yaml_config import model_to_yaml, read_model_config, read_train_config
 from tests.helpers import training_runs
 
 PAIRS = ["model.hidden_size=16", "model.num_hidden_layers=2", "model.intermediate_size=24"]
@@ -68,7 +67,7 @@ def test_a_run_of_a_yaml_model_resumes_from_what_it_saved(pairs, tmp_path):
     as_fields = [*PAIRS, "model.head_dim=4"]
     assert train(read_train_config(None, [*pairs, *as_fields]), resume=True, evaluations=1).model.config == model
     with pytest.raises(
-        RunError, match=r"other settings: model\.head_dim was 4, is 8; model\.hidden_size was 16, is 32$"
+        RunError, match=r"different settings: model\.head_dim was 4, is 8; model\.hidden_size was 16, is 32$"
     ):
         train(read_train_config(None, [*longer, "model.hidden_size=32"]), resume=True)
 
@@ -86,7 +85,7 @@ def test_modules_without_a_loss_are_told(depths, caplog):
     config = TrainConfig(model={"num_mtp_modules": 2}, num_depths=depths)
     with caplog.at_level(logging.WARNING):
         init_model(config)
-    is_told = "num_depths 1 trains the first 1 of 2 MTP modules: set num_depths=2" in caplog.text
+    is_told = "num_depths 1 trains only the first modules: set num_depths=2" in caplog.text
     assert is_told == (depths == 1) and bool(caplog.records) == is_told
 
 
@@ -123,7 +122,7 @@ def test_the_command_prints_the_architecture_as_a_file_that_it_takes(tmp_path, c
 def test_the_help_tells_depths_from_modules(capsys):
     assert exit_code(["train", "--help"]) == 0
     said = " ".join(capsys.readouterr().out.split())
-    assert "every MTP module, set model.num_mtp_modules and num_depths to the same number: depth k is module k" in said
+    assert "set model.num_mtp_modules and num_depths to the same number: depth k uses module k" in said
 
 
 def test_sizes_of_a_dry_run_follow_the_model(pairs, capsys):

@@ -9,15 +9,15 @@ import pytest
 import rich.console
 
 from mtpjax import DecodeConfig, speculative_generate
-from mtpjax.data.packing import Batch, Document
+from mtpjax.data.packing import Batch, Document, draw_prompts
 from mtpjax.evaluation.intervals import Estimate
 from mtpjax.evaluation.metrics import estimate_speed_up
 from mtpjax.evaluation.round_costs import CostMeter
 from mtpjax.evaluation.trust import speed_up_problem
 from mtpjax.models.forward import forward
 from mtpjax.training.corpus import Corpus
-from mtpjax.training.decoding_eval import DecodedMetrics, PanelDecoder, choose_panel_prompts
-from mtpjax.training.panel import Panel, acceptance_panel, print_panel
+from mtpjax.training.decoding_eval import PanelDecoder
+from mtpjax.training.panel import DecodedMetrics, Panel, acceptance_panel, print_panel
 
 
 @pytest.mark.parametrize("num_depths", [0, 3])
@@ -63,26 +63,26 @@ def corpus_of(documents):
 
 def test_prompts_begin_with_lines_and_end_before_answers():
     lines = text_document("abc\ndefg\nhi\njklmnop\n")
-    for prompt, _ in choose_panel_prompts([lines], 9, length=5, seed=0):
+    for prompt, _ in draw_prompts([lines], 9, length=5, seed=0):
         start = bytes(lines.tokens).index(bytes(prompt))
         assert len(prompt) == 5 and (start == 0 or lines.tokens[start - 1] == ord("\n"))
     tokens = np.arange(100, 112, dtype=np.int32)
     answers = np.array([0, 0, 0, 1, 1, 0, 0, 0, 0, 1, 1, 1, 1], bool)
-    talk = choose_panel_prompts([Document("talk", tokens, answers)], 9, length=5, seed=0)
+    talk = draw_prompts([Document("talk", tokens, answers)], 9, length=5, seed=0)
     assert sorted(prompt for prompt, _ in talk) == [[100, 101, 102], [104, 105, 106, 107, 108]]
-    words = choose_panel_prompts([Document("words", tokens)], 99, length=5, seed=0)
+    words = draw_prompts([Document("words", tokens)], 99, length=5, seed=0)
     assert sorted(words) == [([*range(100 + start, 105 + start)], "") for start in range(8)]
-    assert choose_panel_prompts([text_document("short")], 9, length=64, seed=0) == [([*b"sho"], "")]
+    assert draw_prompts([text_document("short")], 9, length=64, seed=0) == [([*b"sho"], "")]
 
 
 def test_categories_and_documents_take_turns():
     documents = [text_document(f"{number}\n" * 30, "many") for number in range(10, 16)]
     documents += [text_document("ab\ncd\nef\ngh\n", "few"), text_document("ab\ncd\nef\ngh\n", "few")]
-    chosen = choose_panel_prompts(documents, 12, length=6, seed=0)
+    chosen = draw_prompts(documents, 12, length=6, seed=0)
     assert sorted(category for _, category in chosen) == ["few"] * 3 + ["many"] * 9  # copies of a document are one
     assert len({tuple(prompt[:2]) for prompt, category in chosen if category == "many"}) == 6
-    assert chosen[:4] == choose_panel_prompts(documents, 4, length=6, seed=0)
-    assert chosen != choose_panel_prompts(documents, 12, length=6, seed=1)
+    assert chosen[:4] == draw_prompts(documents, 4, length=6, seed=0)
+    assert chosen != draw_prompts(documents, 12, length=6, seed=1)
 
 
 @pytest.fixture(scope="module")

@@ -278,9 +278,11 @@ def test_only_what_was_begun_is_gone_on_with(run, tmp_path):
     run(TALKS)
     content = (tmp_path / "answers.jsonl").read_bytes()
     assert run(TALKS)[1].regenerated == 3 and (tmp_path / "answers.jsonl").read_bytes() == content
-    with pytest.raises(ValueError, match=r"other settings: seed was 0, is 3; temperature was 0.0, is 0.5\. To start"):
+    with pytest.raises(
+        ValueError, match=r"different settings: seed was 0, is 3; temperature was 0.0, is 0.5\. To start"
+    ):
         run(TALKS, temperature=0.5, seed=3)
-    with pytest.raises(ValueError, match="has other settings: data was '"):
+    with pytest.raises(ValueError, match="written with different settings: data was '"):
         run(TALKS[:2])
     (tmp_path / "answers.jsonl").write_bytes(content[:-1] + b" ")
     with pytest.raises(ValueError, match=r"was changed after it was written: remove it and answers\.jsonl\.about"):
@@ -291,7 +293,7 @@ def test_only_what_was_begun_is_gone_on_with(run, tmp_path):
     (tmp_path / "answers.jsonl.about.json").write_text("{")
     with pytest.raises(ValueError, match=r"answers.jsonl.about.json is damaged"):
         run(TALKS)
-    with pytest.raises(ValueError, match=r"data.jsonl exists without data.jsonl.about.json beside it"):
+    with pytest.raises(ValueError, match=r"data.jsonl exists without its manifest data.jsonl.about.json"):
         run(TALKS, "data.jsonl")
     with (tmp_path / "busy.jsonl").open("a") as file:
         fcntl.flock(file, fcntl.LOCK_EX)
@@ -302,7 +304,7 @@ def test_only_what_was_begun_is_gone_on_with(run, tmp_path):
 @pytest.mark.parametrize(
     ("content", "changes", "said"),
     [
-        (b"nonsense\n", {}, "holds no record: nothing in it is a JSON object"),
+        (b"nonsense\n", {}, "contains no record: none of it is a JSON object"),
         (b'{"messages": 3}', {}, "no record could be used: 1 record: 0 regenerated, 1 skipped"),
         (b'{"text": "x"}', {"batch_size": 0}, "batch_size must be at least 1, not 0"),
         (b'{"text": "x"}', {"seed": -1}, "seed must be at least 0"),
@@ -325,7 +327,7 @@ def test_bad_requests_are_told(run, content, changes, said):
 def test_files_of_two_kinds_are_told(rig, tmp_path):
     for name in ("a.jsonl", "b.txt"):
         (tmp_path / name).write_text('{"text": "x"}')
-    with pytest.raises(ValueError, match=r"some files have records \(.jsonl, .* and some are texts: choose by a"):
+    with pytest.raises(ValueError, match=r"some files contain records \(.jsonl, .*, some plain text: select by"):
         RegenerationRequest(paths=[tmp_path / "a.jsonl", tmp_path / "b.txt"], config=rig[3])
 
 
@@ -369,7 +371,7 @@ def test_the_command_writes_tells_and_goes_on(checkpoint, tmp_path, capsys, monk
     assert "top_p 2.0 must be within 0..1" in capsys.readouterr().err
     assert command(other) == 0 and (tmp_path / "other.jsonl").read_bytes() == output.read_bytes()
     assert command([*arguments, "--seed", 1]) == 2
-    assert "has other settings: seed was 0, is 1" in capsys.readouterr().err
+    assert "written with different settings: seed was 0, is 1" in capsys.readouterr().err
     for extra, code, text in (
         (["--data", "missing"], 2, "missing does not exist"),
         (["--model", "missing"], 3, "missing does not exist"),

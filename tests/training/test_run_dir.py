@@ -156,19 +156,19 @@ def test_a_changed_setting_is_refused_or_free(name, tmp_path):
     if name in run_settings.CHANGEABLE_SETTINGS:
         run_settings.check_settings(tmp_path, changed, "digest")
     else:
-        with pytest.raises(RunError, match=f"other settings: {name} was .*, is 'changed'"):
+        with pytest.raises(RunError, match=f"different settings: {name} was .*, is 'changed'"):
             run_settings.check_settings(tmp_path, changed, "digest")
         run_settings.check_settings(tmp_path, changed, "digest", [name])
 
 
 def test_other_data_and_other_runs_are_refused(tmp_path):
     run_dir.begin(tmp_path, {}, "digest", overwrite=False)
-    with pytest.raises(RunError, match="other data"):
+    with pytest.raises(RunError, match="different data"):
         run_settings.check_settings(tmp_path, {}, "another")
     run_settings.check_settings(tmp_path, {}, "another", ["data"])
     with pytest.raises(RunError, match="holds a run: continue it"):
         run_dir.begin(tmp_path, {}, "digest", overwrite=False)
-    with pytest.raises(RunError, match="holds no run to resume"):
+    with pytest.raises(RunError, match=r"is not a run folder: it has no run\.json"):
         run_settings.check_settings(tmp_path / "empty", {}, "digest")
     (tmp_path / "run.json").write_text("{")
     with pytest.raises(RunError, match="is damaged"):
@@ -187,7 +187,7 @@ def test_a_crash_while_overwriting_leaves_no_run_to_resume(owner, name, tmp_path
         with pytest.raises(Killed):
             run_dir.begin(tmp_path, {"seed": 1}, "digest", overwrite=True)
     for seed in (0, 1):
-        with pytest.raises(RunError, match="holds no run to resume"):
+        with pytest.raises(RunError, match=r"is not a run folder: it has no run\.json"):
             run_settings.check_settings(tmp_path, {"seed": seed}, "digest")
     run_dir.begin(tmp_path, {"seed": 1}, "digest", overwrite=False)
     assert run_dir.restore_state(tmp_path, state_at(0)) is None
@@ -235,7 +235,7 @@ def test_a_run_that_is_told_to_end_says_so_and_goes_on(text, env, unbroken, tmp_
             run.terminate()
             break
     said = run.communicate()[1]
-    assert run.returncode == 75 and "was told to stop and is saved at update " in said
+    assert run.returncode == 75 and "received a stop signal and is saved at update " in said
     assert len(run_dir._state_folders(tmp_path)) == 1
     subprocess.run([*command, "--resume"], check=True, capture_output=True, env=env)
     assert training_runs.read_losses(tmp_path) == unbroken(settings)

@@ -19,10 +19,11 @@ from mtpjax.io.checkpoint import save_model
 from mtpjax.models.forward import trunk_states
 from mtpjax.models.params import DRAFT_IDS, DRAFTER
 from mtpjax.training import Callback, hidden_state_cache
-from mtpjax.training.new_drafter import fit_to_data
-from mtpjax.training.new_drafter import new_drafter as make_drafter
+from mtpjax.training.initial_drafter import fit_to_data
+from mtpjax.training.initial_drafter import new_drafter as make_drafter
 from mtpjax.training.run_sizes import compute_run_sizes
-from mtpjax.training.step import init_train_state, make_optimizer
+from mtpjax.training.step import make_optimizer
+from mtpjax.training.train_state import init_train_state
 from tests.helpers import training_runs
 from tests.helpers.new_drafters import (
     DRAFT_IDS_OF_TESTS,
@@ -215,14 +216,14 @@ def test_default_layers_fit_every_trunk():
         ({"drafter": "medusa", "draft_layers": (1,)}, "draft_layers needs drafter 'eagle3', 'dflash', 'dspark', not"),
         ({"draft_anchors": 3}, "draft_anchors needs drafter 'dflash', 'dspark', not 'eagle3'"),
         ({"drafter": "dflash", "draft_markov_rank": 3}, "draft_markov_rank needs drafter 'dspark', not 'dflash'"),
-        ({"drafter": "dflash", "draft_num_layers": 0}, "draft_num_layers must be at least 1, is 0"),
+        ({"drafter": "dflash", "draft_num_layers": 0}, "draft_num_layers must be at least 1, not 0"),
         ({"drafter": "dspark", "num_depths": 1}, "needs num_depths of at least 2"),
         ({"model": {"num_mtp_modules": 2}}, "do not set model.num_mtp_modules"),
         ({"mesh": {"data": 2}}, "leave out mesh"),
         ({"attention_layout": "stream"}, "must be 'ttt'"),
-        ({"remat": "layers"}, "leaves frozen"),
+        ({"remat": "layers"}, "has a frozen trunk"),
         ({"num_depths": 0}, "num_depths of at least 1"),
-        ({"draft_vocab_size": -1}, "must not be negative"),
+        ({"draft_vocab_size": -1}, "must be at least 0"),
     ],
 )
 def test_wrong_settings_are_refused(changes, message):
@@ -383,7 +384,7 @@ def test_the_command_trains_and_decodes(kind, trunk, corpus, tmp_path, capsys):
 
 def test_a_trained_drafter_drafts_for_a_saved_trunk(small, tmp_path):
     """The files of a run, without the run."""
-    from mtpjax.training.new_drafter import save_trained_drafter
+    from mtpjax.training.initial_drafter import save_trained_drafter
 
     model, params, drafter = new_drafter(small, "medusa")
     save_model(tmp_path / "trunk", model, {n: leaf for n, leaf in params.items() if not n.startswith("draft")})
