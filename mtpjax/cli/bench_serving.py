@@ -3,7 +3,7 @@
 import math
 
 from mtpjax.cli.common import add_plot_formats_flag
-from mtpjax.cli.help import command_parser, flag_group
+from mtpjax.cli.help import command_parser
 from mtpjax.serving.bench.backends import BACKENDS
 
 DATASETS = ("random", "random-ids", "sharegpt", "spec-bench", "custom")
@@ -32,7 +32,7 @@ def run_bench_serving(options) -> int:
 
 
 def _add_server_flags(bench) -> None:
-    group = flag_group(bench, "server and requests")
+    group = bench.flag_group("server and requests")
     group.add_argument(
         "--backend",
         choices=tuple(BACKENDS),
@@ -59,7 +59,7 @@ def _add_server_flags(bench) -> None:
 
 
 def _add_dataset_flags(bench) -> None:
-    group = flag_group(bench, "prompts")
+    group = bench.flag_group("prompts")
     group.add_argument(
         "--dataset-name",
         choices=DATASETS,
@@ -92,7 +92,7 @@ def _add_dataset_flags(bench) -> None:
 
 
 def _add_traffic_flags(bench) -> None:
-    group = flag_group(bench, "traffic")
+    group = bench.flag_group("traffic")
     group.add_argument(
         "--request-rate",
         type=float,
@@ -104,7 +104,7 @@ def _add_traffic_flags(bench) -> None:
 
 
 def _add_comparison_flags(bench) -> None:
-    group = flag_group(bench, "comparison with and without drafts")
+    group = bench.flag_group("comparison with and without drafts")
     group.add_argument(
         "--with-and-without-mtp",
         action="store_true",
@@ -126,7 +126,7 @@ def _add_comparison_flags(bench) -> None:
 
 
 def _add_output_flags(bench) -> None:
-    group = flag_group(bench, "output")
+    group = bench.flag_group("output")
     group.add_argument("--output-file", metavar="FILE", help="JSONL file that gets a line per run")
     group.add_argument("--output-details", action="store_true", help="write every request to --output-file too")
     group.add_argument("--tag", metavar="TEXT", help="text to write to --output-file too")

@@ -7,14 +7,13 @@ import time
 from collections.abc import Callable, Iterator
 
 from mtpjax import compilation_cache
-from mtpjax.cli.help import flag_group
 from mtpjax.errors import UsageError, printable
 from mtpjax.evaluation.plot_style import DEFAULT_FORMATS, FORMATS
 from mtpjax.models.config import IMPLEMENTATIONS
 
 
 def add_model_path_flag(parser) -> None:
-    flag_group(parser, "model").add_argument(
+    parser.flag_group("model").add_argument(
         "--model-path",
         "--model",
         required=True,
@@ -25,7 +24,7 @@ def add_model_path_flag(parser) -> None:
 
 
 def add_model_type_flag(parser) -> None:
-    flag_group(parser, "model").add_argument(
+    parser.flag_group("model").add_argument(
         "--model-type",
         default="auto",
         help="family to read a Hugging Face checkpoint as, such as qwen3_next (default: the model_type of its "
@@ -34,7 +33,7 @@ def add_model_type_flag(parser) -> None:
 
 
 def add_implementation_flag(parser) -> None:
-    flag_group(parser, "model").add_argument(
+    parser.flag_group("model").add_argument(
         "--implementation",
         choices=IMPLEMENTATIONS,
         default="auto",
@@ -59,7 +58,7 @@ def check_minimums(options, **minimums: int) -> None:
 
 
 def add_plot_formats_flag(parser) -> None:
-    flag_group(parser, "output").add_argument(
+    parser.flag_group("output").add_argument(
         "--plot-formats",
         nargs="*",
         choices=FORMATS,

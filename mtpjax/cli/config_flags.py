@@ -10,7 +10,6 @@ import typing
 from collections.abc import Iterable, Mapping
 from typing import Any
 
-from mtpjax.cli.help import flag_group
 from mtpjax.decoding.acceptance.rules import EXACT_NAMES, LOSSY_NAMES, PARAMETERS, RULES
 from mtpjax.decoding.config import DecodeConfig, SamplingParams
 
@@ -73,7 +72,7 @@ def add_config_flags(parser, fields: Iterable[str], **defaults: Any) -> None:
 def add_sampling_flags(parser, *, seed: str = "seed of the first prompt; each further prompt adds 1") -> None:
     """Adds a flag for each number in `SamplingParams`, and `--seed` with this help."""
     _add_flags(parser, SamplingParams, SAMPLING_FIELDS, {})
-    flag_group(parser, _group_of("seed")).add_argument("--seed", type=int, default=0, help=seed)
+    parser.flag_group(_group_of("seed")).add_argument("--seed", type=int, default=0, help=seed)
 
 
 def _add_flags(parser, kind: type, fields: Iterable[str], defaults: Mapping[str, Any]) -> None:
@@ -89,7 +88,7 @@ def _add_flags(parser, kind: type, fields: Iterable[str], defaults: Mapping[str,
         choices = rule_choices("auto") if name == "acceptance" else _names_of(types[name])
         if choices:
             kind_of_flag |= {"choices": choices, "metavar": name.rsplit("_")[-1].upper()}
-        flag_group(parser, _group_of(name)).add_argument(*flag_names(name), default=default, help=text, **kind_of_flag)
+        parser.flag_group(_group_of(name)).add_argument(*flag_names(name), default=default, help=text, **kind_of_flag)
 
 
 class _NamesOrRecord(tuple):

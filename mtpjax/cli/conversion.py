@@ -5,7 +5,7 @@ from typing import Any
 
 from mtpjax import compilation_cache
 from mtpjax.cli.common import add_model_type_flag, model_type, show_bytes_read
-from mtpjax.cli.help import command_parser, flag_group
+from mtpjax.cli.help import command_parser
 from mtpjax.cli.mesh_flags import add_mesh_flag, parse_mesh
 
 
@@ -25,14 +25,14 @@ def _add_inspect(commands) -> None:
     inspect = command_parser(
         "Describe a checkpoint without reading its weights. The exit code is 3 if it cannot be loaded."
     )
-    group = flag_group(inspect, "model")
+    group = inspect.flag_group("model")
     group.add_argument(
         "path",
         help="a Hugging Face directory, a GGUF file, an mtpjax checkpoint, a run folder that holds one, or a "
         "repository of the Hugging Face Hub, which is downloaded: org/name or org/name@revision",
     )
     add_model_type_flag(inspect)
-    group = flag_group(inspect, "output")
+    group = inspect.flag_group("output")
     add_mesh_flag(inspect, "show the memory per device of this mesh, such as tensor=8,expert=4 (default: one device)")
     group.add_argument("--json", action="store_true", help="print everything as JSON")
     commands.add_subcommand("inspect", inspect, help="show family, sizes, dtypes, missing tensors, memory per device")
@@ -44,7 +44,7 @@ def _add_convert(commands) -> None:
         "to a Hugging Face directory. Converting back gives the same bytes for everything that has not changed. "
         "--model-type also chooses the family that a trained model is written as."
     )
-    group = flag_group(convert, "model")
+    group = convert.flag_group("model")
     group.add_argument("source", help="folder, GGUF file or repository (org/name, org/name@revision) to read")
     add_model_type_flag(convert)
     group.add_argument(
@@ -53,7 +53,7 @@ def _add_convert(commands) -> None:
         help="keep unknown tensors that are not part of the language model, instead of failing",
     )
     group.add_argument("--strict", action="store_true", help="fail on weights that are infinite or NaN")
-    group = flag_group(convert, "output")
+    group = convert.flag_group("output")
     group.add_argument("target", help="folder to write; it appears only when it is complete")
     group.add_argument(
         "--dtype",
@@ -70,13 +70,13 @@ def _add_export(commands) -> None:
         "Write the MTP modules of a Hugging Face directory as a separate checkpoint, with the tensor "
         "names and the configuration of xLLM's export_mtp.py. Block-scaled fp8 becomes bfloat16."
     )
-    flag_group(export, "model").add_argument(
+    export.flag_group("model").add_argument(
         "--input-dir",
         required=True,
         help="a full Hugging Face checkpoint or repository, an mtpjax checkpoint, a GGUF file, or a run folder",
     )
     add_model_type_flag(export)
-    flag_group(export, "output").add_argument(
+    export.flag_group("output").add_argument(
         "--output-dir", required=True, help="folder to write; it appears only when it is complete"
     )
     commands.add_subcommand("export-mtp", export, help="write the MTP modules as a separate checkpoint")
@@ -87,7 +87,7 @@ def _add_merge(commands) -> None:
         "Put MTP modules into a full Hugging Face checkpoint. Every unchanged tensor keeps its bytes; a "
         "changed one is stored in the dtype of the tensor it replaces."
     )
-    group = flag_group(merge, "model")
+    group = merge.flag_group("model")
     group.add_argument(
         "--input-dir",
         required=True,
@@ -101,7 +101,7 @@ def _add_merge(commands) -> None:
         "original of a fine-tuned model, a trained mtpjax checkpoint, or a run folder",
     )
     add_model_type_flag(merge)
-    group = flag_group(merge, "output")
+    group = merge.flag_group("output")
     group.add_argument("--output-dir", required=True, help="folder to write; it appears only when it is complete")
     group.add_argument(
         "--check",

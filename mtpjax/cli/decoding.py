@@ -17,7 +17,7 @@ from mtpjax.cli.config_flags import (
 )
 from mtpjax.cli.drafter_flags import add_drafter_flags
 from mtpjax.cli.generate import run_generate
-from mtpjax.cli.help import command_parser, flag_group
+from mtpjax.cli.help import command_parser
 from mtpjax.cli.mesh_flags import add_mesh_flags, load_on_mesh, open_mesh
 from mtpjax.errors import printable
 from mtpjax.messages import count_of
@@ -42,7 +42,7 @@ def _add_generate(commands) -> None:
     parser = command_parser("Continue prompts with a trained model. On a terminal, accepted drafts are coloured.")
     add_model_path_flag(parser)
     add_implementation_flag(parser)
-    prompts = flag_group(parser, "prompts")
+    prompts = parser.flag_group("prompts")
     prompts.add_argument(
         "--prompt",
         action="append",
@@ -65,7 +65,7 @@ def _add_generate(commands) -> None:
         help="make each prompt a user message of the model's chat template, and print the answer alone",
     )
     add_config_flags(parser, (*DECODE_FIELDS, "depth_policy"), **DECODE_DEFAULTS)
-    flag_group(parser, "drafts").add_argument(
+    parser.flag_group("drafts").add_argument(
         "--profile",
         default=None,
         metavar="FILE",
@@ -75,7 +75,7 @@ def _add_generate(commands) -> None:
     add_drafter_flags(parser)
     add_sampling_flags(parser)
     add_mesh_flags(parser)
-    output = flag_group(parser, "output")
+    output = parser.flag_group("output")
     output.add_argument(
         "--stop",
         action="append",
@@ -112,7 +112,7 @@ def _add_regenerate(commands) -> None:
     )
     add_model_path_flag(parser)
     add_implementation_flag(parser)
-    group = flag_group(parser, "data")
+    group = parser.flag_group("data")
     group.add_argument(
         "--data",
         required=True,
@@ -134,7 +134,7 @@ def _add_regenerate(commands) -> None:
         help="tokens to keep of each prompt or document (default: whole prompts, 64 tokens of a document)",
     )
     group.add_argument("--batch-size", type=int, default=8, help="records decoded together")
-    flag_group(parser, "output").add_argument(
+    parser.flag_group("output").add_argument(
         "--output", required=True, metavar="FILE", help="JSONL file to write or to continue"
     )
     add_config_flags(parser, DECODE_FIELDS, **DECODE_DEFAULTS)

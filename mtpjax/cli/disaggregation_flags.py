@@ -4,14 +4,13 @@ import os
 import pathlib
 from typing import Any
 
-from mtpjax.cli.help import flag_group
 from mtpjax.errors import UsageError
 
 SECRET_VARIABLE = "MTPJAX_DISAGGREGATION_SECRET"
 
 
 def add_disaggregation_flags(parser) -> None:
-    group = flag_group(parser, "prefill and decode on different machines")
+    group = parser.flag_group("prefill and decode on different machines")
     group.add_argument(
         "--disaggregation-mode",
         metavar="MODE",

@@ -3,7 +3,6 @@
 import dataclasses
 from typing import Any
 
-from mtpjax.cli.help import flag_group
 from mtpjax.messages import did_you_mean
 
 NO_DRAFTS = "NONE"
@@ -11,7 +10,7 @@ NO_DRAFTS = "NONE"
 
 def add_drafter_flags(parser) -> None:
     """Adds the flags of a command that decodes with one drafter."""
-    flag_group(parser, "drafts").add_argument(
+    parser.flag_group("drafts").add_argument(
         "--speculative-algorithm",
         default=None,
         metavar="NAME",
@@ -25,7 +24,7 @@ def add_drafter_flags(parser) -> None:
 
 def add_path_flags(parser) -> None:
     """Adds the flags for the drafter's files and how to read them."""
-    flag_group(parser, "drafts").add_argument(
+    parser.flag_group("drafts").add_argument(
         "--speculative-draft-model-path",
         "--speculative-draft-model",
         default=None,
@@ -38,7 +37,7 @@ def add_path_flags(parser) -> None:
 
 def add_reading_flags(parser) -> None:
     """Adds the flags that say how to read the files of drafters."""
-    group = flag_group(parser, "drafts")
+    group = parser.flag_group("drafts")
     group.add_argument(
         "--aux-layers",
         choices=("entered", "output"),

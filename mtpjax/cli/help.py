@@ -72,12 +72,11 @@ class CommandParser(jsonargparse.ArgumentParser):
         text = re.sub(r"(?<=[ ,])[\w-]+[.](?=\w)", "", " ".join(message.split()))
         raise UsageError(f"{text}; see --help") from ex
 
+    def flag_group(self, title: str) -> Any:
+        """Returns the group of flags with this title in `--help`; the first call adds it."""
+        groups = self.groups or {}
+        return groups[title] if title in groups else self.add_argument_group(title, name=title)
+
 
 def command_parser(description: str) -> CommandParser:
     return CommandParser(description=description, formatter_class=HelpFormatter, allow_abbrev=False)
-
-
-def flag_group(parser: jsonargparse.ArgumentParser, title: str) -> Any:
-    """Returns the group of flags with this title in `--help`; the first call adds it."""
-    groups = parser.groups or {}
-    return groups[title] if title in groups else parser.add_argument_group(title, name=title)

@@ -22,7 +22,7 @@ from mtpjax.cli.config_flags import (
     rule_choices,
 )
 from mtpjax.cli.drafter_flags import add_drafter_flags, add_reading_flags, load_drafter_of, reading_of
-from mtpjax.cli.help import command_parser, flag_group
+from mtpjax.cli.help import command_parser
 from mtpjax.cli.mesh_flags import add_mesh_flags, load_on_mesh, open_mesh
 from mtpjax.cli.planning import add_plan, run_plan
 from mtpjax.cli.prediction import add_prediction_flags, run_prediction
@@ -55,7 +55,7 @@ def _add_profile(commands) -> None:
     )
     add_model_path_flag(profile)
     add_implementation_flag(profile)
-    flag_group(profile, "drafts").add_argument(
+    profile.flag_group("drafts").add_argument(
         *flag_names("num_steps"),
         type=int,
         default=None,
@@ -64,7 +64,7 @@ def _add_profile(commands) -> None:
     )
     add_config_flags(profile, SHAPE_FIELDS[1:])
     add_drafter_flags(profile)
-    group = flag_group(profile, "measurement")
+    group = profile.flag_group("measurement")
     group.add_argument("--batch-size", type=int, nargs="+", default=[1], help="batch sizes to measure")
     group.add_argument("--context", type=int, default=512, help="tokens in the KV caches")
     group.add_argument("--temperature", type=float, default=0.0, help="0: greedy rounds; above 0: rounds that sample")
@@ -76,7 +76,7 @@ def _add_profile(commands) -> None:
         help="file of `mtpjax eval acceptance --output`, measured on similar prompts: adaptive depth starts from its "
         "acceptance rates",
     )
-    flag_group(profile, "output").add_argument(
+    profile.flag_group("output").add_argument(
         "--output",
         default=None,
         metavar="FILE",
@@ -99,11 +99,11 @@ def _add_eval(commands) -> None:
     add_config_flags(acceptance, (*DRAFT_FIELDS, "kv_cache_dtype"), num_steps=3)
     add_drafter_flags(acceptance)
     add_mesh_flags(acceptance)
-    flag_group(acceptance, "prompts").add_argument("--batch-size", type=int, default=8, help="prompts decoded together")
-    group = flag_group(acceptance, "sampling")
+    acceptance.flag_group("prompts").add_argument("--batch-size", type=int, default=8, help="prompts decoded together")
+    group = acceptance.flag_group("sampling")
     group.add_argument("--temperature", type=float, default=0.0, help="softmax temperature; 0 is greedy")
     group.add_argument("--seed", type=int, default=0, help="seed of prompt choice and sampling")
-    flag_group(acceptance, "output").add_argument(
+    acceptance.flag_group("output").add_argument(
         "--output",
         default=None,
         metavar="FILE",
@@ -126,7 +126,7 @@ def _add_ablate(commands) -> None:
     add_model_path_flag(ablate)
     add_implementation_flag(ablate)
     _add_prompt_flags(ablate, required=False, count=12)
-    flag_group(ablate, "drafts").add_argument(
+    ablate.flag_group("drafts").add_argument(
         "--drafters",
         nargs="+",
         default=["mtp"],
@@ -150,11 +150,11 @@ def _add_ablate(commands) -> None:
         ("temperature", float, [0.0, 1.0], "softmax temperatures; 0: greedy"),
         ("batch_size", int, [1, 4], "prompts decoded together"),
     ]
-    grid_flags = flag_group(ablate, "grid: every combination is measured")
+    grid_flags = ablate.flag_group("grid: every combination is measured")
     for name, kind, default, meaning in grid:
         choices = {"choices": rule_choices("auto", "exact"), "metavar": "RULE"} if name == "acceptance" else {}
         grid_flags.add_argument(*flag_names(name), type=kind, nargs="+", default=default, help=meaning, **choices)
-    group = flag_group(ablate, "measurement")
+    group = ablate.flag_group("measurement")
     group.add_argument("--repeats", type=int, default=5, help="times that each setting and plain decoding alternate")
     group.add_argument("--seed", type=int, default=0, help="seed of prompt choice and sampling")
     group.add_argument(
@@ -163,7 +163,7 @@ def _add_ablate(commands) -> None:
         default=0,
         help="XLA's CPU threads; 0: one for a model below 16 MiB, else all cores",
     )
-    flag_group(ablate, "output").add_argument(
+    ablate.flag_group("output").add_argument(
         "--output", required=True, metavar="FOLDER", help="folder to write or to continue"
     )
     add_plot_formats_flag(ablate)
@@ -175,7 +175,7 @@ def _add_prompt_flags(parser, *, required: bool, count: int) -> None:
     kinds = "JSONL of prompts (Spec-Bench, GSM8K and others), or any other text file, with a prompt per line, or per "
     kinds += "paragraph if it has blank lines"
     otherwise = "" if required else " (default: held-out files of the training data, for byte-level models)"
-    group = flag_group(parser, "prompts")
+    group = parser.flag_group("prompts")
     group.add_argument("--prompts", required=required, default=None, metavar="FILE", help=kinds + otherwise)
     group.add_argument("--num-prompts", type=int, default=count, help="prompts in all, spread over the categories")
     group.add_argument(

@@ -5,14 +5,13 @@ from collections.abc import Iterator
 
 from mtpjax.cli.common import model_type
 from mtpjax.cli.config_flags import add_config_flags
-from mtpjax.cli.help import flag_group
 
 AXES = ("data", "fsdp", "expert", "tensor")
 
 
 def add_mesh_flag(parser, help: str) -> None:
     """Adds `--mesh`, which `parse_mesh` reads, with the command's help."""
-    flag_group(parser, "devices").add_argument("--mesh", default="", metavar="AXIS=SIZE,...", help=help)
+    parser.flag_group("devices").add_argument("--mesh", default="", metavar="AXIS=SIZE,...", help=help)
 
 
 def add_mesh_flags(parser) -> None:
@@ -27,7 +26,7 @@ def add_mesh_flags(parser) -> None:
 
 
 def add_process_flags(parser) -> None:
-    group = flag_group(parser, "devices")
+    group = parser.flag_group("devices")
     group.add_argument("--nnodes", type=int, default=1, help="number of processes, one per host")
     group.add_argument("--node-rank", type=int, help="number of this process, from 0 (default: the launcher's)")
     group.add_argument(

@@ -8,7 +8,7 @@ import sys
 from mtpjax.atomic import check_output_file
 from mtpjax.cli.common import add_model_type_flag, add_plot_formats_flag, model_type
 from mtpjax.cli.config_flags import flag_names
-from mtpjax.cli.help import command_parser, flag_group
+from mtpjax.cli.help import command_parser
 from mtpjax.cli.mesh_flags import add_mesh_flag, parse_mesh
 from mtpjax.cli.prediction import DEVICE_NAMES, read_model
 
@@ -21,7 +21,7 @@ def add_plan(commands) -> None:
         "arithmetic. Temporary memory and times are estimates of what the kernels of this package could do, not "
         "measurements; --compile compiles the call for H100s instead, without a GPU."
     )
-    group = flag_group(plan, "model")
+    group = plan.flag_group("model")
     group.add_argument(
         "model", help="a preset, such as deepseek-v3, a checkpoint, or a folder with nothing but config.json"
     )
@@ -32,7 +32,7 @@ def add_plan(commands) -> None:
         default="stored",
         help="dtype of the matrices; stored: the checkpoint's, and bfloat16 for a preset",
     )
-    group = flag_group(plan, "devices")
+    group = plan.flag_group("devices")
     group.add_argument(
         "--device",
         default="h100",
@@ -47,7 +47,7 @@ def add_plan(commands) -> None:
         action="store_true",
         help="also compile the fastest mesh that fits, for H100s and without one; takes minutes",
     )
-    group = flag_group(plan, "requests")
+    group = plan.flag_group("requests")
     group.add_argument(*flag_names("batch_size"), type=int, default=8, help="rows decoded together")
     group.add_argument(
         "--context", type=int, default=None, help="tokens of a row (default: 4096, if the model has as many positions)"
@@ -55,7 +55,7 @@ def add_plan(commands) -> None:
     group.add_argument(
         "--prefill-chunk", type=int, default=None, help="tokens of a prefill pass (default: as decoding chooses)"
     )
-    group = flag_group(plan, "drafts")
+    group = plan.flag_group("drafts")
     group.add_argument(
         *flag_names("num_steps"),
         type=int,
@@ -69,7 +69,7 @@ def add_plan(commands) -> None:
         help="tokens per round to assume, the bonus token included (default: as if each level were accepted with "
         "probability 0.8, given that the levels before it are)",
     )
-    flag_group(plan, "training").add_argument(
+    plan.flag_group("training").add_argument(
         "--train",
         nargs="?",
         const="all",
@@ -78,7 +78,7 @@ def add_plan(commands) -> None:
         help="plan training instead: bytes of parameters and optimiser, for all parameters (default) or for the MTP "
         "modules on a frozen trunk",
     )
-    flag_group(plan, "output").add_argument(
+    plan.flag_group("output").add_argument(
         "--output", default=None, metavar="FILE", help="JSON file to write; the plot is saved under the same name"
     )
     add_plot_formats_flag(plan)

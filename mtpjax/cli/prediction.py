@@ -6,7 +6,6 @@ import pathlib
 
 from mtpjax.atomic import check_output_file
 from mtpjax.cli.common import model_type
-from mtpjax.cli.help import flag_group
 from mtpjax.errors import UsageError
 
 DEVICE_NAMES = ("h100", "h200", "mi300x")  # of `mtpjax.evaluation.roofline.DEVICES`, which imports JAX
@@ -15,7 +14,7 @@ MAX_CONFIG_BYTES = 16 * 2**20  # of a config.json
 
 def add_prediction_flags(profile) -> None:
     """Adds the flags of the prediction to the parser of `profile`."""
-    predict = flag_group(profile, "prediction, without a GPU and without weights")
+    predict = profile.flag_group("prediction, without a GPU and without weights")
     predict.add_argument(
         "--predict",
         action="store_true",

@@ -7,7 +7,7 @@ from typing import Any
 from mtpjax import compilation_cache
 from mtpjax.atomic import check_output_file
 from mtpjax.cli.common import add_model_type_flag, add_plot_formats_flag, model_type
-from mtpjax.cli.help import command_parser, flag_group
+from mtpjax.cli.help import command_parser
 from mtpjax.cli.mesh_flags import add_mesh_flag, add_process_flags, connect_processes, parse_mesh
 from mtpjax.errors import printable
 
@@ -29,7 +29,7 @@ def add_commands(commands) -> None:
         "prompts with and without drafts, and compare. Takes about three minutes on two idle cores, and downloads "
         "nothing."
     )
-    group = flag_group(quickstart, "training")
+    group = quickstart.flag_group("training")
     group.add_argument("--preset", default="tiny", help="architecture: a name in `mtpjax.presets`, such as small")
     group.add_argument(
         "--seconds",
@@ -39,7 +39,7 @@ def add_commands(commands) -> None:
     )
     group.add_argument("--seed", type=int, default=0, help="seed of weights and data order")
     group.add_argument("--quick", action="store_true", help="only a few updates and prompts, to see that it works")
-    flag_group(quickstart, "output").add_argument("--output", default="runs/quickstart", help="folder to write")
+    quickstart.flag_group("output").add_argument("--output", default="runs/quickstart", help="folder to write")
     add_plot_formats_flag(quickstart)
     commands.add_subcommand("quickstart", quickstart, help="train a small model, decode with it, and see the speed-up")
 
@@ -51,7 +51,7 @@ def add_commands(commands) -> None:
         "every MTP module, set model.num_mtp_modules and num_depths to the same number: depth k is module k, depths "
         "beyond the last module run that module again, and modules beyond num_depths are not trained."
     )
-    group = flag_group(train, "settings")
+    group = train.flag_group("settings")
     group.add_argument("--config", default=None, metavar="FILE", help="YAML file of settings (default: none)")
     group.add_argument("settings", nargs="*", default=[], metavar="key=value", help=SETTINGS_HELP)
     add_model_type_flag(train)
@@ -60,7 +60,7 @@ def add_commands(commands) -> None:
         "spread the run over devices, such as data=2,fsdp=4: rows over all axes, parameters and optimiser over fsdp, "
         "experts over expert (default: the file's, or one device)",
     )
-    group = flag_group(train, "runs that exist")
+    group = train.flag_group("runs that exist")
     group.add_argument("--resume", action="store_true", help="continue the run in the output folder")
     group.add_argument("--overwrite", action="store_true", help="replace the run in the output folder")
     group.add_argument(
@@ -71,7 +71,7 @@ def add_commands(commands) -> None:
         help="settings that may differ from the resumed run's; 'data' allows changed files too",
     )
     add_process_flags(train)
-    group = flag_group(train, "look without training")
+    group = train.flag_group("look without training")
     group.add_argument("--dry-run", action="store_true", help="check settings and data, print sizes, and exit")
     group.add_argument("--print-config", action="store_true", help="print every setting as YAML, and exit")
     group.add_argument(
@@ -85,8 +85,8 @@ def add_commands(commands) -> None:
         "Show training runs side by side: the settings that differ, the last losses, and accept lengths on "
         "held-out prompts, measured by decoding and predicted along the trunk's own text."
     )
-    flag_group(compare, "runs").add_argument("runs", nargs="+", metavar="RUN", help="folder of a training run")
-    flag_group(compare, "output").add_argument(
+    compare.flag_group("runs").add_argument("runs", nargs="+", metavar="RUN", help="folder of a training run")
+    compare.flag_group("output").add_argument(
         "--output",
         default=None,
         metavar="PICTURE",

@@ -4,7 +4,7 @@ import sys
 
 from mtpjax.cli.common import add_model_path_flag, model_type, progress_bar, set_threads
 from mtpjax.cli.config_flags import SHAPE_FIELDS, add_config_flags, decode_settings
-from mtpjax.cli.help import command_parser, flag_group
+from mtpjax.cli.help import command_parser
 from mtpjax.errors import printable
 from mtpjax.messages import count_of
 
@@ -19,7 +19,7 @@ def add_tune(commands) -> None:
     )
     add_model_path_flag(tune)
     add_config_flags(tune, SHAPE_FIELDS, num_steps=3)
-    group = flag_group(tune, "measurement")
+    group = tune.flag_group("measurement")
     group.add_argument("--batch-size", type=int, nargs="+", default=[1, 8], help="batch sizes to measure")
     group.add_argument("--context", type=int, default=2048, help="tokens of a row that the KV cache has room for")
     group.add_argument("--prefill-chunk", type=int, default=512, help="tokens per row of a prefill pass")

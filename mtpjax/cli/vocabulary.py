@@ -2,7 +2,7 @@
 
 from mtpjax.atomic import check_output_file
 from mtpjax.cli.common import add_model_path_flag, list_data, model_type, show_bytes_read
-from mtpjax.cli.help import command_parser, flag_group
+from mtpjax.cli.help import command_parser
 from mtpjax.errors import printable
 from mtpjax.messages import count_of
 
@@ -14,12 +14,12 @@ def add_vocabulary(commands) -> None:
         "MTP modules draft only those tokens, which makes their output head smaller."
     )
     add_model_path_flag(vocabulary)
-    group = flag_group(vocabulary, "data")
+    group = vocabulary.flag_group("data")
     group.add_argument("--data", required=True, metavar="PATH", help="a file of text or records, or a folder of them")
     group.add_argument(
         "--pattern", default="*", help="glob pattern of the files to read in a folder, such as '*.jsonl'"
     )
-    group = flag_group(vocabulary, "output")
+    group = vocabulary.flag_group("output")
     group.add_argument("--size", type=int, required=True, help="token ids to keep, special tokens included")
     group.add_argument("--output", required=True, metavar="FILE", help="JSON file to write")
     commands.add_subcommand("vocabulary", vocabulary, help="choose the tokens that MTP modules may draft")
