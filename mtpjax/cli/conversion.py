@@ -4,7 +4,7 @@ import json
 from typing import Any
 
 from mtpjax import compilation_cache
-from mtpjax.cli.common import add_model_type_flag, model_type, show_bytes_read
+from mtpjax.cli.common import add_model_type_flag, show_bytes_read
 from mtpjax.cli.help import command_parser
 from mtpjax.cli.mesh_flags import add_mesh_flag, parse_mesh
 
@@ -117,7 +117,7 @@ def _inspect(options) -> int:
     from mtpjax.io.inspect import format_lines, inspect
 
     # Read the configuration and the tensor headers, and print one of two forms.
-    facts = inspect(options.path, mesh=parse_mesh(options.mesh), model_type=model_type(options))
+    facts = inspect(options.path, mesh=parse_mesh(options.mesh), model_type=options.model_type)
     print(json.dumps(facts, indent=1) if options.json else "\n".join(format_lines(facts)))
     return 3 if facts["problems"] else 0
 
@@ -131,7 +131,7 @@ def _convert(options) -> int:
 
     # The dtypes that weights may be converted to; fp8 is only kept, never made.
     dtypes = {"float32": np.float32, "float16": np.float16, "bfloat16": ml_dtypes.bfloat16}
-    choice: dict[str, Any] = {"dtype": options.dtype and dtypes[options.dtype], "model_type": model_type(options)}
+    choice: dict[str, Any] = {"dtype": options.dtype and dtypes[options.dtype], "model_type": options.model_type}
     # The source's kind decides the direction: an mtpjax checkpoint goes to Hugging Face, anything else comes from it.
     source = find_checkpoint(options.source)
     with show_bytes_read(source, options.target) as progress:
@@ -149,7 +149,7 @@ def _export_mtp(options) -> int:
 
     source = find_checkpoint(options.input_dir)
     with show_bytes_read(source, options.output_dir) as progress:
-        export_mtp(source, options.output_dir, model_type=model_type(options), progress=progress)
+        export_mtp(source, options.output_dir, model_type=options.model_type, progress=progress)
     return 0
 
 
@@ -159,7 +159,7 @@ def _merge_mtp(options) -> int:
     from mtpjax.io.checkpoint_format import find_checkpoint
     from mtpjax.io.merge import merge_mtp
 
-    choice: dict[str, Any] = {"model_type": model_type(options)}
+    choice: dict[str, Any] = {"model_type": options.model_type}
     # Read the prompts first, so that a bad file is an error before anything is written.
     prompts = []
     if options.check is not None:

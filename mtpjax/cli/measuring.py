@@ -9,7 +9,6 @@ from mtpjax.cli.common import (
     add_implementation_flag,
     add_model_path_flag,
     add_plot_formats_flag,
-    model_type,
     progress_bar,
     set_threads,
 )
@@ -226,7 +225,7 @@ def _profile(options) -> int:
     )
     if options.output is not None:
         check_output_file(options.output)
-    model, params = load(options.model_path, model_type=model_type(options), implementation=options.implementation)
+    model, params = load(options.model_path, model_type=options.model_type, implementation=options.implementation)
     settings = {name: options[name] for name in SHAPE_FIELDS}
     settings, draft_params = load_drafter_of(options, settings, model)
     drafter = settings.get("drafter", "mtp")
@@ -366,7 +365,7 @@ def _ablate(options) -> int:
     subject = run.load_subject(
         options.model_path,
         options.drafters,
-        model_type=model_type(options),
+        model_type=options.model_type,
         implementation=options.implementation,
         reading=reading_of(options),
     )

@@ -3,7 +3,6 @@
 import contextlib
 from collections.abc import Iterator
 
-from mtpjax.cli.common import model_type
 from mtpjax.cli.config_flags import add_config_flags
 
 AXES = ("data", "fsdp", "expert", "tensor")
@@ -63,7 +62,7 @@ def load_on_mesh(path, options, mesh, *, rearrange=lambda params: params):
     from mtpjax.models.decoding_layout import shard_for_decoding
 
     # Load only each process's shards, then move them to the layout for decoding.
-    settings = {"model_type": model_type(options), "implementation": options.implementation}
+    settings = {"model_type": options.model_type, "implementation": options.implementation}
     model, params = load(path, mesh=mesh, allow_copies=options.allow_copies, **settings)
     config, params = model.config, rearrange(params)
     if mesh is not None:

@@ -6,7 +6,7 @@ import pathlib
 import sys
 
 from mtpjax.atomic import check_output_file
-from mtpjax.cli.common import add_model_type_flag, add_plot_formats_flag, model_type
+from mtpjax.cli.common import add_model_type_flag, add_plot_formats_flag
 from mtpjax.cli.config_flags import flag_names
 from mtpjax.cli.help import command_parser
 from mtpjax.cli.mesh_flags import add_mesh_flag, parse_mesh
@@ -152,7 +152,7 @@ def run_plan(options) -> int:
         raise ValueError(f"--compile compiles for H100s, not for {options.device}")
     # 2. Read the shapes of the weights, in the requested dtype. No weights are read.
     device, console = DEVICES[options.device], rich.console.Console()
-    config, params = read_model(options.model, model_type(options))
+    config, params = read_model(options.model, options.model_type)
     if params is None or options.weights != "stored":
         params = stored_shapes(config, has_fp8=options.weights == "fp8")
     # A plan for training has its own table, and no rounds.

@@ -5,7 +5,6 @@ import json
 import pathlib
 
 from mtpjax.atomic import check_output_file
-from mtpjax.cli.common import model_type
 from mtpjax.errors import UsageError
 
 DEVICE_NAMES = ("h100", "h200", "mi300x")  # of `mtpjax.evaluation.roofline.DEVICES`, which imports JAX
@@ -61,7 +60,7 @@ def run_prediction(options) -> int:
             f"--predict takes chains of 0 or more drafts, got num_steps {options.num_steps}, topk {options.topk}"
         )
     # Read shapes only. A preset has no files, so its weights count as bfloat16.
-    config, params = read_model(options.model_path, model_type(options))
+    config, params = read_model(options.model_path, options.model_type)
     weight_bytes = 2.0 if params is None else _bytes_of_weight(params)
     rows, printed = tables(
         config,

@@ -6,7 +6,7 @@ from typing import Any
 
 from mtpjax import compilation_cache
 from mtpjax.atomic import check_output_file
-from mtpjax.cli.common import add_model_type_flag, add_plot_formats_flag, model_type
+from mtpjax.cli.common import add_model_type_flag, add_plot_formats_flag
 from mtpjax.cli.help import command_parser
 from mtpjax.cli.mesh_flags import add_mesh_flag, add_process_flags, connect_processes, parse_mesh
 from mtpjax.errors import printable
@@ -138,7 +138,7 @@ def _train(options) -> int:
     from mtpjax.training.yaml_config import read_train_config, to_yaml
 
     # Settings come from the file, then from `key=value` arguments, which win.
-    flags: dict[str, Any] = {"model_type": model_type(options), "mesh": parse_mesh(options.mesh)}
+    flags: dict[str, Any] = {"model_type": options.model_type, "mesh": parse_mesh(options.mesh)}
     config = read_train_config(options.config, options.settings, flags={k: v for k, v in flags.items() if v})
     if options.resume and options.overwrite:
         raise ValueError("--resume and --overwrite exclude each other: one continues the run, the other replaces it")

@@ -2,7 +2,7 @@
 
 import sys
 
-from mtpjax.cli.common import add_model_path_flag, model_type, progress_bar, set_threads
+from mtpjax.cli.common import add_model_path_flag, progress_bar, set_threads
 from mtpjax.cli.config_flags import SHAPE_FIELDS, add_config_flags, decode_settings
 from mtpjax.cli.help import command_parser
 from mtpjax.errors import printable
@@ -48,7 +48,7 @@ def run_tune(options) -> int:
             raise ValueError(f"{name} must be at least 1, got {getattr(options, name)}")
     if min(options.batch_size) < 1:
         raise ValueError(f"batch_size must be at least 1, got {min(options.batch_size)}")
-    model, params = load(options.model_path, model_type=model_type(options))
+    model, params = load(options.model_path, model_type=options.model_type)
     # Trace the decoding call to find the ops and shapes, and drop those that have times already.
     questions = tune.find_questions(
         params,

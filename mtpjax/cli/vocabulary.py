@@ -1,7 +1,7 @@
 """`mtpjax vocabulary`."""
 
 from mtpjax.atomic import check_output_file
-from mtpjax.cli.common import add_model_path_flag, list_data, model_type, show_bytes_read
+from mtpjax.cli.common import add_model_path_flag, list_data, show_bytes_read
 from mtpjax.cli.help import command_parser
 from mtpjax.errors import printable
 from mtpjax.messages import count_of
@@ -37,7 +37,7 @@ def run_vocabulary(options) -> int:
     from mtpjax.io.inspect import inspect
 
     path = find_checkpoint(options.model_path)
-    vocab_size = inspect(path, model_type=model_type(options))["configuration"]["vocab_size"]
+    vocab_size = inspect(path, model_type=options.model_type)["configuration"]["vocab_size"]
     tokenizer = load_tokenizer(path, vocab_size)
     # Always keep the special tokens: without end-of-text, MTP modules could not draft the end of an answer.
     kept = {*tokenizer.eos_token_ids, *tokenizer.special_token_ids}
