@@ -31,6 +31,9 @@ ACCEPTANCE_FIELDS = ("acceptance", *PARAMETERS)
 MTP_FIELDS = ("draft_vocabulary", "draft_window", "draft_sinks")
 LOOKUP_FIELDS = ("prompt_lookup_min", "prompt_lookup_max")
 DRAFT_FIELDS = (*SHAPE_FIELDS, *ACCEPTANCE_FIELDS, *MTP_FIELDS)
+# Settings of the commands that write texts.
+TEXT_FIELDS = ("max_new_tokens", "max_length", "drafter", *DRAFT_FIELDS, *LOOKUP_FIELDS)
+TEXT_FIELDS += ("kv_cache_dtype", "deterministic", "allow_copies")
 # Numbers with one value for all rows. The other fields of `SamplingParams` have no flags.
 SAMPLING_FIELDS = (
     "temperature",
@@ -64,7 +67,7 @@ _HELP = {
 
 
 def add_config_flags(parser, fields: Iterable[str], **defaults: Any) -> None:
-    """Adds a flag for each of these fields of `DecodeConfig` and `SamplingParams`; `defaults` replace the fields' own."""
+    """Adds a flag for each of these fields of `DecodeConfig` or `SamplingParams`; `defaults` override the fields'."""
     for name in fields:
         kind = SamplingParams if name in SAMPLING_FIELDS else DecodeConfig
         default, type_hint = defaults.get(name, getattr(kind, name)), _type_hints(kind)[name]
@@ -78,9 +81,10 @@ def add_config_flags(parser, fields: Iterable[str], **defaults: Any) -> None:
         parser.flag_group(group).add_argument(*flag_names(name), default=default, help=text, **flag)
 
 
-def add_sampling_flags(parser, *, seed: str = "seed of the first prompt; each further prompt adds 1") -> None:
-    """Adds a flag for each number in `SamplingParams`, and `--seed` with this help."""
-    add_config_flags(parser, SAMPLING_FIELDS)
+def add_text_flags(parser, *more: str, seed: str) -> None:
+    """Adds the flags of a command that writes texts: `TEXT_FIELDS`, sampling, and `--seed` with this help."""
+    # `num_steps=None` lets `with_num_steps` choose by drafter and model.
+    add_config_flags(parser, (*TEXT_FIELDS, *more, *SAMPLING_FIELDS), max_new_tokens=256, num_steps=None)
     add_seed_flag(parser, seed)
 
 

@@ -91,7 +91,7 @@ def chosen_method(options):
     if path is not None and (method is None or method.files is None):
         others = ", ".join(each.algorithms[0] for each in METHODS if each.files is not None)
         raise ValueError(
-            f"--speculative-algorithm {name} has no files: remove --speculative-draft-model-path, or use one of {others}"
+            f"--speculative-algorithm {name} has no files: remove --speculative-draft-model-path or use {others}"
         )
     if path is None and method is not None and method.from_settings is None:
         raise ValueError(f"--speculative-algorithm {name} needs --speculative-draft-model-path")

@@ -3,8 +3,6 @@
 import contextlib
 from collections.abc import Iterator
 
-from mtpjax.cli.config_flags import add_config_flags
-
 AXES = ("data", "fsdp", "expert", "tensor")
 
 
@@ -14,13 +12,12 @@ def add_mesh_flag(parser, help: str) -> None:
 
 
 def add_mesh_flags(parser) -> None:
-    """Adds `--mesh` for a command that decodes, `--allow-copies`, and the flags of several processes."""
+    """Adds `--mesh` for a command that decodes, and the flags of several processes."""
     add_mesh_flag(
         parser,
         "shard the model over devices, such as data=2,tensor=4: rows over data, heads and columns over tensor, "
         "experts over data and expert (default: one device)",
     )
-    add_config_flags(parser, ("allow_copies",))
     add_process_flags(parser)
 
 

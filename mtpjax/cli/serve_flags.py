@@ -180,4 +180,5 @@ def _add_mesh_flags(parser) -> None:
         help="groups of the --tp-size devices with different experts; equivalent to --mesh expert=N,... (default: "
         "--dp-size)",
     )
+    add_config_flags(parser, ("allow_copies",))
     add_mesh_flags(parser)
