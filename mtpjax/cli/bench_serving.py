@@ -44,9 +44,7 @@ def _add_server_flags(bench) -> None:
     group.add_argument("--host", default="127.0.0.1", help="address of the server")
     group.add_argument("--port", type=int, default=30000, help="port of the server")
     group.add_argument("--served-model-name", help="name of the model (default: the first one that the server lists)")
-    group.add_argument(
-        "--header", nargs="+", default=[], metavar="KEY=VALUE", help="HTTP headers of every request"
-    )
+    group.add_argument("--header", nargs="+", default=[], metavar="KEY=VALUE", help="HTTP headers of every request")
     group.add_argument(
         "--extra-request-body",
         metavar="JSON",

@@ -3,18 +3,16 @@
 import asyncio
 import collections
 import dataclasses
-import logging
 import math
 import time
 import uuid
 from collections.abc import AsyncIterator, Iterator, Sequence
 
-from mtpjax.serving.api.errors import ApiError, engine_restarted, internal_error, shutting_down
-from mtpjax.serving.api.server import ApiServer
+from mtpjax.serving.api.engine_client import EngineClient
+from mtpjax.serving.api.errors import ApiError, engine_restarted, log_fault, shutting_down
 from mtpjax.serving.api.text_stream import Span, TextStream
 from mtpjax.serving.request import Delta, Finish, Request
 
-LOGGER = logging.getLogger(__name__)
 BYTES_PER_TOKEN = 96  # of a token, its draft level and its log-probability as Python objects in lists
 MIN_LOGPROB = -9999.0  # JSON has no infinity; vLLM's value
 
@@ -79,10 +77,10 @@ class Generation:
     """The texts of one HTTP request. As a context manager, it ends its engine requests on exit.
 
     Args:
-        server: state of the API.
+        client: the engine and the running requests.
         jobs: the texts.
         name: the HTTP request's id.
-        owner: whose request it is, as in `ApiServer.running`.
+        owner: whose request it is, as in `EngineClient.running`.
         is_streaming: the client reads the text as it is generated, and may be too slow.
 
     Raises:
@@ -91,23 +89,23 @@ class Generation:
     """
 
     def __init__(
-        self, server: ApiServer, jobs: Sequence[Job], name: str, *, owner: bytes = b"", is_streaming: bool = False
+        self, client: EngineClient, jobs: Sequence[Job], name: str, *, owner: bytes = b"", is_streaming: bool = False
     ):
-        if server.is_stopping:
+        if client.is_stopping:
             raise shutting_down()
-        self._key, self._server = (owner, name), server
-        if self._key in server.running:
+        self._key, self._client = (owner, name), client
+        if self._key in client.running:
             raise ApiError("a request with this rid is running", param="rid")
         self.started = time.monotonic()
-        self._max_bytes = server.settings.max_buffer_bytes if is_streaming else math.inf
-        self._mailbox = server.mailbox()
+        self._max_bytes = client.max_buffer_bytes if is_streaming else math.inf
+        self._mailbox = client.mailbox()
         self._inbox: collections.deque[tuple[int, Delta | Finish]] = collections.deque()
         self._arrived = asyncio.Event()
         self._num_bytes = 0
         self._is_closed = self._is_too_slow = False
         self.choices: list[Choice] = []
         self._open: set[int] = set()
-        server.running[self._key] = self._open
+        client.running[self._key] = self._open
         try:
             for index, job in enumerate(jobs):
                 self.choices.append(self._submit(index, job))
@@ -118,7 +116,7 @@ class Generation:
     def _submit(self, index: int, job: Job) -> Choice:
         request = job.request
         stream = TextStream(
-            self._server.tokenizer.incremental_decoder(request.prompt),
+            self._client.tokenizer.incremental_decoder(request.prompt),
             stop=job.stop,
             hidden_tokens=request.stop_token_ids,
             min_tokens=int(request.sampling.min_new_tokens),  # type: ignore[arg-type]
@@ -129,7 +127,7 @@ class Generation:
             self._mailbox.post(self._receive, index, event)
 
         try:
-            request_id = self._server.engine.submit(request, deliver)
+            request_id = self._client.engine.submit(request, deliver)
         except ValueError as error:
             raise ApiError(str(error)) from error
         self._open.add(request_id)
@@ -169,7 +167,7 @@ class Generation:
                     logprobs = [json_logprob(each) for each in event.logprobs or ()]
                     update = choice.push(event.tokens, event.origins, logprobs)
                     if choice.stream.is_stopped:
-                        self._server.engine.abort(choice.request_id, "stop")
+                        self._client.engine.abort(choice.request_id, "stop")
                     yield update
 
     def _drain(self) -> Iterator[tuple[int, Delta | Finish]]:
@@ -197,12 +195,12 @@ class Generation:
         self._is_closed = True
         self._inbox.clear()
         for request_id in self._open:
-            self._server.engine.abort(request_id)
+            self._client.engine.abort(request_id)
         self._forget_if_done()
 
     def _forget_if_done(self) -> None:
-        if not self._open and self._server.running.get(self._key) is self._open:
-            del self._server.running[self._key]
+        if not self._open and self._client.running.get(self._key) is self._open:
+            del self._client.running[self._key]
 
     def __enter__(self) -> "Generation":
         return self
@@ -213,13 +211,6 @@ class Generation:
 
 def new_id(prefix: str) -> str:
     return f"{prefix}-{uuid.uuid4().hex}"
-
-
-def log_fault(error: BaseException | str) -> ApiError:
-    """Logs a server fault under a new id, and returns the client's error, which holds only the id."""
-    error_id = uuid.uuid4().hex
-    LOGGER.error("internal error %s: %s", error_id, error, exc_info=error if isinstance(error, BaseException) else None)
-    return internal_error(error_id)
 
 
 def _check_finish(finish: Finish, choice: Choice) -> None:
@@ -234,7 +225,7 @@ def _check_finish(finish: Finish, choice: Choice) -> None:
 
 
 def json_logprob(logprob: float) -> float:
-    """Returns a log-probability that JSON can hold. Raises an error for NaN, which is a fault of the engine."""
+    """Returns a log-probability that JSON can hold. Raises ApiError for NaN, which is an engine fault."""
     if math.isnan(logprob):
         raise log_fault("a log-probability is NaN")
     return max(logprob, MIN_LOGPROB)

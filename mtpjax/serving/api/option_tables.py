@@ -3,10 +3,9 @@
 import dataclasses
 from typing import Any
 
-from mtpjax.serving.api.fields import FLAG, NAME, Field
+from mtpjax.serving.api.errors import FLAG, NAME, Field
 
 MAX_CHOICES = 16
-MAX_PROMPTS = 1024
 MAX_LOGPROBS = 20
 MAX_STOP_STRINGS = 16
 MAX_STOP_BYTES = 512
