@@ -16,11 +16,8 @@ def add_commands(commands) -> None:
         "accept length is 1 + accepted drafts / verification passes. --with-and-without-mtp compares runs with and "
         "without drafts at several concurrencies instead. The API key is read from MTPJAX_API_KEY or OPENAI_API_KEY."
     )
-    _add_server_flags(bench)
-    _add_dataset_flags(bench)
-    _add_traffic_flags(bench)
-    _add_comparison_flags(bench)
-    _add_output_flags(bench)
+    _add_request_flags(bench)
+    _add_measurement_flags(bench)
     commands.add_subcommand("bench-serving", bench, help="measure latency and throughput of a running server")
 
 
@@ -31,7 +28,7 @@ def _bench_serving(options) -> int:
     return run_benchmark(options)
 
 
-def _add_server_flags(bench) -> None:
+def _add_request_flags(bench) -> None:
     group = bench.flag_group("server and requests")
     group.add_argument(
         "--backend",
@@ -52,9 +49,6 @@ def _add_server_flags(bench) -> None:
     )
     group.add_argument("--disable-stream", action="store_true", help="do not stream the answers")
     group.add_argument("--disable-ignore-eos", action="store_true", help="let answers end at an end-of-text token")
-
-
-def _add_dataset_flags(bench) -> None:
     group = bench.flag_group("prompts")
     group.add_argument(
         "--dataset-name",
@@ -85,7 +79,7 @@ def _add_dataset_flags(bench) -> None:
     group.add_argument("--seed", type=int, default=0, help="seed of prompts, lengths and times")
 
 
-def _add_traffic_flags(bench) -> None:
+def _add_measurement_flags(bench) -> None:
     group = bench.flag_group("traffic")
     group.add_argument(
         "--request-rate",
@@ -95,9 +89,6 @@ def _add_traffic_flags(bench) -> None:
     )
     group.add_argument("--max-concurrency", type=int, help="maximum number of requests in flight (default: no limit)")
     group.add_argument("--warmup-requests", type=int, default=1, help="number of requests before the measurement")
-
-
-def _add_comparison_flags(bench) -> None:
     group = bench.flag_group("comparison with and without drafts")
     group.add_argument(
         "--with-and-without-mtp",
@@ -117,9 +108,6 @@ def _add_comparison_flags(bench) -> None:
         action="store_true",
         help="also show AMD's published speedups of DeepSeek with MTP on MI300X, a different model and machine",
     )
-
-
-def _add_output_flags(bench) -> None:
     group = bench.flag_group("output")
     group.add_argument("--output-file", metavar="FILE", help="JSONL file to append a line per run to")
     group.add_argument("--output-details", action="store_true", help="also write every request to --output-file")

@@ -9,6 +9,7 @@ from collections.abc import Callable, Iterator
 from mtpjax import compilation_cache
 from mtpjax.errors import UsageError, printable
 from mtpjax.evaluation.plot_style import DEFAULT_FORMATS, FORMATS
+from mtpjax.messages import require
 from mtpjax.models.config import IMPLEMENTATIONS
 
 PROMPT_FILE_HELP = (
@@ -89,8 +90,7 @@ def set_threads(model_path: str, threads: int = 0) -> None:
     from mtpjax.host import choose_num_threads, limit_threads
     from mtpjax.io.checkpoint_format import checkpoint_bytes
 
-    if threads < 0:
-        raise ValueError(f"threads must be at least 0, got {threads}")
+    require(threads >= 0, f"threads must be at least 0, got {threads}")
     # XLA reads the number once, when JAX makes its devices.
     if "jax" not in sys.modules:
         limit_threads(threads or choose_num_threads(checkpoint_bytes(model_path)))

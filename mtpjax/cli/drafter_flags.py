@@ -3,7 +3,7 @@
 import dataclasses
 from typing import Any
 
-from mtpjax.messages import did_you_mean
+from mtpjax.messages import did_you_mean, require
 
 NO_DRAFTS = "NONE"
 
@@ -77,8 +77,7 @@ def chosen_method(options):
         if (method := find_method(own)).from_settings is None:
             raise ValueError(f"--drafter {own} is read from files: use --speculative-draft-model-path instead")
         return method
-    if own != "mtp":
-        raise ValueError(f"--drafter {own} and --speculative-algorithm select different drafters")
+    require(own == "mtp", f"--drafter {own} and --speculative-algorithm select different drafters")
     name = options.speculative_algorithm
     name = name if ":" in name else name.upper()
     # SGLang's EAGLE is a drafter in files, or MTP modules: the later one counts, which fits the path.
@@ -105,8 +104,7 @@ def load_drafter_of(options, settings: dict[str, Any], model) -> tuple[dict[str,
     # 1. Without files, flags about files are errors.
     if path is None:
         for name, value in (reading | {"speculative_dspark_confidence_threshold": threshold}).items():
-            if value is not None:
-                raise ValueError(f"--{name.replace('_', '-')} needs --speculative-draft-model-path")
+            require(value is None, f"--{name.replace('_', '-')} needs --speculative-draft-model-path")
         if wanted is None:
             return settings, None
         if method is None:

@@ -19,7 +19,7 @@ from mtpjax.cli.generate_output import Output, compare_with_plain, print_stats, 
 from mtpjax.cli.help import command_parser
 from mtpjax.cli.mesh_flags import add_mesh_flags, load_on_mesh, open_mesh
 from mtpjax.errors import UsageError, printable
-from mtpjax.messages import count_of
+from mtpjax.messages import count_of, require
 
 MAX_TOP = 20  # alternatives per token, as on the server
 STANDARD_INPUT = "-"
@@ -100,8 +100,7 @@ def _check_flags(options, settings: dict[str, Any]) -> None:
     if options.logprobs is not None and not 0 <= options.logprobs <= MAX_TOP:
         raise ValueError(f"--logprobs must be within 0..{MAX_TOP}, got {options.logprobs}")
     for stop in options.stop:
-        if not stop:
-            raise ValueError("--stop must not be empty")
+        require(stop, "--stop must not be empty")
         # A shell passes \n as two characters, which no text that breaks its lines contains.
         if any(escape in stop for escape in ("\\n", "\\t", "\\r")):
             print(

@@ -10,6 +10,7 @@ from mtpjax.cli.common import add_model_type_flag, add_plot_formats_flag
 from mtpjax.cli.help import command_parser
 from mtpjax.cli.mesh_flags import add_mesh_flag, add_process_flags, connect_processes, parse_mesh
 from mtpjax.errors import printable
+from mtpjax.messages import require
 
 SETTINGS_HELP = (
     "settings that override the file's, such as data=FOLDER, steps=500, objective.mix.kl=1.0, "
@@ -153,8 +154,7 @@ def _train(options) -> int:
         print(to_yaml(config), end="")
         return 0
     if options.print_model:
-        if config.init_from is not None:
-            raise ValueError("--print-model prints the architecture of a new model: remove init_from")
+        require(config.init_from is None, "--print-model prints the architecture of a new model: remove init_from")
         print(model_to_yaml(config.model_config), end="")
         return 0
     if options.dry_run:

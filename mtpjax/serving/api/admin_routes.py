@@ -7,7 +7,7 @@ from fastapi import APIRouter, Request
 from fastapi.responses import Response
 
 from mtpjax.serving.api import schemas
-from mtpjax.serving.api.errors import ApiError
+from mtpjax.serving.api.errors import require
 from mtpjax.serving.api.http import check_admin, check_origin, owner_of
 from mtpjax.serving.api.option_tables import ABORT, DETOKENIZE, TOKENIZE
 from mtpjax.serving.api.server import ApiServer
@@ -58,13 +58,12 @@ def admin_router(server: ApiServer) -> APIRouter:
 
     @router.post("/abort_request", openapi_extra=schemas.request_body(ABORT, {}, []))
     async def abort_request(request: Request) -> dict[str, Any]:
-        """Aborts the client's request `rid`. `abort_all` aborts all requests, and needs the admin key if there is one."""
+        """Aborts the client's request `rid`. `abort_all` aborts all; it needs the admin key if there is one."""
         values = (await server.read_body(request, "abort")).body  # also while the server stops
         if values["abort_all"]:
             check_admin(request, settings)
             return {"num_aborted": server.client.abort()}
-        if not values["rid"]:
-            raise ApiError("rid is missing, or set abort_all to true", param="rid")
+        require(values["rid"], "rid is missing: name a request, or set abort_all to true", param="rid")
         # A client may abort its own requests; the admin may abort any.
         owner = None if request.scope.get("is_admin") else owner_of(request)
         return {"num_aborted": server.client.abort(values["rid"], owner)}

@@ -1,7 +1,7 @@
 """Errors of the HTTP API, and the checks of JSON values that raise them.
 
-Errors have OpenAI's form: `{"error": {"message", "type", "param", "code"}}`. A `Field` declares the check of a value and
-its JSON schema.
+Errors have OpenAI's form: `{"error": {"message", "type", "param", "code"}}`. A `Field` declares the check of a value
+and its JSON schema.
 """
 
 import dataclasses
@@ -67,8 +67,14 @@ class ApiError(Exception):
         return {"error": {"message": message, "type": kind, "param": self.param, "code": self.code}}
 
 
-def queue_full() -> ApiError:
-    return ApiError("the server has too many requests; try again later", status=429, code="queue_full", retry_after=1)
+def require(condition: object, message: str, *, param: str | None = None, code: str | None = None) -> None:
+    """Raises a 400 `ApiError` with the message unless the condition holds."""
+    if not condition:
+        raise ApiError(message, param=param, code=code)
+
+
+def unsupported(message: str, param: str) -> ApiError:
+    return ApiError(message, param=param, code="unsupported_option")
 
 
 def server_busy() -> ApiError:
@@ -122,8 +128,7 @@ class Field:
         if self.kind == "string":
             return check_text(value, param, int(self.maximum))
         if self.kind == "boolean":
-            if not isinstance(value, bool):
-                raise ApiError(f"{param} must be true or false", param=param)
+            require(isinstance(value, bool), f"{param} must be true or false", param=param)
             return value
         number = check_integer(value, param) if self.kind == "integer" else _check_number(value, param)
         if not (self.minimum < number if self.is_above else self.minimum <= number) or number > self.maximum:
@@ -161,8 +166,7 @@ def parse_body(raw: bytes) -> dict[str, Any]:
         raise ApiError(f"the body is not JSON: {error.msg} at character {error.pos}", code="invalid_json") from error
     except (ValueError, RecursionError) as error:
         raise ApiError(f"the body is not valid JSON: {printable(error, 100)}", code="invalid_json") from error
-    if not isinstance(body, dict):
-        raise ApiError("the body must be a JSON object", code="invalid_json")
+    require(isinstance(body, dict), "the body must be a JSON object", code="invalid_json")
     return body
 
 
@@ -172,8 +176,7 @@ def read_fields(fields: Mapping[str, Field], body: Body, prefix: str = "") -> di
 
 def check_text(value: Any, param: str, max_characters: int) -> str:
     """Returns a string that UTF-8 can encode. Raises ApiError."""
-    if not isinstance(value, str):
-        raise ApiError(f"{param} must be a string", param=param)
+    require(isinstance(value, str), f"{param} must be a string", param=param)
     if len(value) > max_characters:
         raise ApiError(f"{param} has {len(value)} characters; at most {max_characters} are allowed", param=param)
     try:
@@ -193,10 +196,8 @@ def check_integer(value: Any, param: str) -> int:
 
 
 def check_list(value: Any, param: str, max_items: int) -> list[Any]:
-    if not isinstance(value, list):
-        raise ApiError(f"{param} must be a list", param=param)
-    if len(value) > max_items:
-        raise ApiError(f"{param} has {len(value)} entries; at most {max_items} are allowed", param=param)
+    require(isinstance(value, list), f"{param} must be a list", param=param)
+    require(len(value) <= max_items, f"{param} has {len(value)} entries; at most {max_items} are allowed", param=param)
     return value
 
 
@@ -229,8 +230,7 @@ def _check_number(value: Any, param: str) -> float:
         number = float(value) if isinstance(value, int | float) and not isinstance(value, bool) else math.nan
     except OverflowError:
         number = math.nan
-    if not math.isfinite(number):
-        raise ApiError(f"{param} must be a finite number, got {short(value)}", param=param)
+    require(math.isfinite(number), f"{param} must be a finite number, got {short(value)}", param=param)
     return number
 
 

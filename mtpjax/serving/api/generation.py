@@ -9,7 +9,7 @@ import uuid
 from collections.abc import AsyncIterator, Iterator, Sequence
 
 from mtpjax.serving.api.engine_client import EngineClient
-from mtpjax.serving.api.errors import ApiError, engine_restarted, log_fault, shutting_down
+from mtpjax.serving.api.errors import ApiError, engine_restarted, log_fault, require, shutting_down
 from mtpjax.serving.api.text_stream import Span, TextStream
 from mtpjax.serving.request import Delta, Finish, Request
 
@@ -94,8 +94,7 @@ class Generation:
         if client.is_stopping:
             raise shutting_down()
         self._key, self._client = (owner, name), client
-        if self._key in client.running:
-            raise ApiError("a request with this rid is running", param="rid")
+        require(self._key not in client.running, "a request with this rid is running", param="rid")
         self.started = time.monotonic()
         self._max_bytes = client.max_buffer_bytes if is_streaming else math.inf
         self._mailbox = client.mailbox()
@@ -218,8 +217,7 @@ def _check_finish(finish: Finish, choice: Choice) -> None:
     if finish.reason == "error":
         error = log_fault(finish.message)
         raise engine_restarted(error) if finish.is_retryable else error
-    if finish.reason == "invalid":
-        raise ApiError(finish.message, code="grammar_failed")
+    require(finish.reason != "invalid", finish.message, code="grammar_failed")
     if finish.reason == "timeout" and not choice.tokens:
         raise ApiError("the request timed out in the queue", status=503, code="timeout", retry_after=1)
 

@@ -16,7 +16,7 @@ from starlette.requests import ClientDisconnect, Request
 from starlette.responses import JSONResponse, Response
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
-from mtpjax.serving.api.errors import ApiError, log_fault, queue_full
+from mtpjax.serving.api.errors import ApiError, log_fault, require
 from mtpjax.serving.api.settings import ApiSettings
 from mtpjax.serving.request import QueueFull
 
@@ -160,17 +160,6 @@ async def read_parts(request: Request, max_bytes: int, seconds: float) -> list[b
     Raises:
         ApiError: the body exceeds `max_bytes` or `seconds`, or the client disconnects.
     """
-    try:
-        async with asyncio.timeout(seconds):
-            return await _read_body(request, max_bytes)
-    except TimeoutError as error:
-        message = f"the body did not arrive within {seconds:g} seconds"
-        raise ApiError(message, status=408, code="body_timeout", headers={"Connection": "close"}) from error
-    except ClientDisconnect as error:
-        raise ApiError("the client left") from error
-
-
-async def _read_body(request: Request, max_bytes: int) -> list[bytes]:
     too_large = ApiError(f"the body has more than {max_bytes} bytes", status=413, code="body_too_large")
     length = request.headers.get("content-length", "")
     if length.isdecimal() and (len(length) > 15 or int(length) > max_bytes):
@@ -178,14 +167,21 @@ async def _read_body(request: Request, max_bytes: int) -> list[bytes]:
     # A chunked body has no length: count. Its chunks may be of one byte each, and are then joined.
     parts: list[bytes] = []
     tail, num_bytes = bytearray(), 0
-    async for chunk in request.stream():
-        num_bytes += len(chunk)
-        if num_bytes > max_bytes:
-            raise too_large
-        tail += chunk
-        if len(tail) >= PART_BYTES:
-            parts.append(bytes(tail))
-            tail.clear()
+    try:
+        async with asyncio.timeout(seconds):
+            async for chunk in request.stream():
+                num_bytes += len(chunk)
+                if num_bytes > max_bytes:
+                    raise too_large
+                tail += chunk
+                if len(tail) >= PART_BYTES:
+                    parts.append(bytes(tail))
+                    tail.clear()
+    except TimeoutError as error:
+        message = f"the body did not arrive within {seconds:g} seconds"
+        raise ApiError(message, status=408, code="body_timeout", headers={"Connection": "close"}) from error
+    except ClientDisconnect as error:
+        raise ApiError("the client disconnected") from error
     return [*parts, bytes(tail)]
 
 
@@ -195,8 +191,7 @@ async def run_while_connected(request: Request, work: Coroutine[Any, Any, T]) ->
     watcher = asyncio.ensure_future(_wait_for_disconnect(request.receive))
     try:
         await asyncio.wait({task, watcher}, return_when=asyncio.FIRST_COMPLETED)
-        if not task.done():
-            raise ApiError("the client left")
+        require(task.done(), "the client disconnected")
         return task.result()
     finally:
         await _cancel(task, watcher)
@@ -245,7 +240,7 @@ class EventStream(Response):
             self._write_started = None
 
         await send({"type": "http.response.start", "status": 200, "headers": self.raw_headers})
-        with contextlib.suppress(OSError):  # the client left
+        with contextlib.suppress(OSError):  # the client disconnected
             is_open = True
             while is_open:
                 try:
@@ -267,7 +262,8 @@ async def error_handler(request: Request, error: Exception) -> Response:
     if isinstance(error, ApiError):
         return error_response(error)
     if isinstance(error, QueueFull):
-        return error_response(queue_full())
+        message = "the server has too many requests; try again later"
+        return error_response(ApiError(message, status=429, code="queue_full", retry_after=1))
     if isinstance(error, HTTPException):
         known = {
             404: ("the path does not exist", "not_found"),

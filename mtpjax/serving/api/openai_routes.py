@@ -8,7 +8,7 @@ from fastapi import APIRouter, Request
 from fastapi.responses import Response
 
 from mtpjax.serving.api import schemas
-from mtpjax.serving.api.errors import ApiError
+from mtpjax.serving.api.errors import unsupported
 from mtpjax.serving.api.generation import Choice, Generation, Job, Update
 from mtpjax.serving.api.http import client_of, owner_of
 from mtpjax.serving.api.logprobs import TextOffsets, TokenScores, chat_logprobs, completion_logprobs, score_choice
@@ -168,8 +168,6 @@ def _check_stream(values: dict[str, Any], param: str) -> None:
     if not values["stream"]:
         return
     if values[param]:
-        message = f"streams do not support alternatives: set {param} to 0 or stream to false"
-        raise ApiError(message, param=param, code="unsupported_option")
+        raise unsupported(f"streams do not support alternatives: set {param} to 0 or stream to false", param)
     if values.get("echo") and values["logprobs"] is not None:
-        message = "streams do not support log-probabilities of the prompt: set echo or stream to false"
-        raise ApiError(message, param="echo", code="unsupported_option")
+        raise unsupported("streams do not support prompt log-probabilities: set echo or stream to false", "echo")

@@ -27,6 +27,8 @@ SAMPLING = {
     "ignore_eos": FLAG,
     "n": Field("integer", 1, 1, MAX_CHOICES),
 }
+# Those that `SamplingParams` takes unchanged.
+SAME_NAMES = ("top_p", "min_p", "repetition_penalty", "frequency_penalty", "presence_penalty")
 _SEED = Field("integer", None, -(2**63), 2**64 - 1)
 _TOKENS = Field("integer", None, 1)
 _MIN_TOKENS = Field("integer", 0, 0)

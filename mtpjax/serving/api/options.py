@@ -18,6 +18,8 @@ from mtpjax.serving.api.errors import (
     check_token,
     check_tokens,
     read_fields,
+    require,
+    unsupported,
 )
 from mtpjax.serving.api.generation import Job
 from mtpjax.serving.api.grammars import GrammarField, read_grammar
@@ -102,8 +104,7 @@ class Options:
         return jobs
 
     def _new_tokens(self, num_prompt_tokens: int, max_length: int, param: str) -> int:
-        if not num_prompt_tokens:
-            raise ApiError(f"{param} is empty", param=param)
+        require(num_prompt_tokens, f"{param} is empty", param=param)
         left = max_length - num_prompt_tokens
         wanted = self.max_new_tokens or max(left, 1)
         if left < 1 or (self.is_explicit and wanted > left):
@@ -175,7 +176,7 @@ def reject_unsupported(body: Body, fields: Mapping[str, Field], prefix: str = ""
             advice = ", because tool calls are not parsed; tool_choice none only shows the tools to the model"
         elif name in ("enable_thinking", "thinking"):
             advice = ": set it in chat_template_kwargs"  # template variables are set elsewhere
-        raise ApiError(f"{prefix}{name} is not supported{advice}", param=prefix + name, code="unsupported_option")
+        raise unsupported(f"{prefix}{name} is not supported{advice}", prefix + name)
 
 
 def reject_unknown(body: Body, fields: Mapping[str, Field]) -> None:
@@ -197,11 +198,7 @@ def _shared_options(
         temperature=temperature if temperature >= tables.GREEDY_TEMPERATURE else 0.0,
         # The size of the vocabulary means all tokens.
         top_k=top_k if 0 < top_k < limits.vocab_size else 0,
-        top_p=values["top_p"],
-        min_p=values["min_p"],
-        repetition_penalty=values["repetition_penalty"],
-        frequency_penalty=values["frequency_penalty"],
-        presence_penalty=values["presence_penalty"],
+        **{name: values[name] for name in tables.SAME_NAMES},
         min_new_tokens=values[min_tokens],
         logit_bias=_logit_bias(_object(body, "logit_bias", prefix), limits.vocab_size, f"{prefix}logit_bias"),
     )
@@ -249,8 +246,7 @@ def _logit_bias(bias: Body, vocab_size: int, param: str) -> dict[int, float] | N
 
 def _object(body: Body, name: str, prefix: str = "") -> dict[str, Any]:
     value = _or(body.get(name), {})
-    if not isinstance(value, dict):
-        raise ApiError(f"{prefix}{name} must be an object", param=prefix + name)
+    require(isinstance(value, dict), f"{prefix}{name} must be an object", param=prefix + name)
     return value
 
 

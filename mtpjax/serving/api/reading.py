@@ -18,6 +18,7 @@ from mtpjax.serving.api.errors import (
     check_tokens,
     parse_body,
     read_fields,
+    require,
 )
 from mtpjax.serving.api.options import Options, read_generate, read_openai, reject_unknown, reject_unsupported
 from mtpjax.serving.api.prompts import encode_text, read_chat, read_prompts
@@ -67,8 +68,7 @@ class BodyReader:
     def _generate(self, body: Body) -> Reading:
         values, options = read_generate(body, self.limits)
         given = [name for name in ("text", "input_ids") if body.get(name) is not None]
-        if len(given) != 1:
-            raise ApiError("give either text or input_ids", param="text")
+        require(len(given) == 1, "give either text or input_ids", param="text")
         param, value = given[0], body[given[0]]
         special = values["add_special_tokens"]
         prompts = read_prompts(self.tokenizer, value, param, self.limits, add_special_tokens=special)

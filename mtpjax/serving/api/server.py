@@ -14,7 +14,7 @@ from starlette.responses import JSONResponse, Response
 from mtpjax.data.template_worker import WORKER
 from mtpjax.data.tokenizer import Tokenizer
 from mtpjax.serving.api.engine_client import Engine, EngineClient
-from mtpjax.serving.api.errors import ApiError, server_busy, shutting_down
+from mtpjax.serving.api.errors import ApiError, server_busy, shutting_down, unsupported
 from mtpjax.serving.api.generation import Generation, Job, new_id
 from mtpjax.serving.api.grammars import GrammarField
 from mtpjax.serving.api.http import EventStream, client_of, owner_of, read_json, run_while_connected
@@ -98,8 +98,7 @@ class ApiServer:
             return None
         grammars = self.engine.grammars
         if grammars is None:
-            message = f"{field.param} is not supported: the server was started without grammars"
-            raise ApiError(message, param=field.param, code="unsupported_option")
+            raise unsupported(f"{field.param} is not supported: the server runs without grammars", field.param)
         work = lambda seconds: lambda: grammars.compile(field.kind, field.source, seconds=seconds)
         try:
             try:
