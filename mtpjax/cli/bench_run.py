@@ -18,7 +18,7 @@ from mtpjax.data.jsonl_writer import JsonlWriter
 from mtpjax.errors import INTERRUPTED, UsageError, printable
 from mtpjax.evaluation.machine import describe_machine
 from mtpjax.evaluation.plot_style import picture_paths
-from mtpjax.messages import count_of
+from mtpjax.messages import count_of, require
 from mtpjax.serving.bench.backends import BACKENDS, BenchRequest
 from mtpjax.serving.bench.client import Client
 from mtpjax.serving.bench.outcome import Outcome
@@ -77,8 +77,7 @@ async def _make_requests(options, client: Client, lengths: RandomLengths) -> lis
         if (options.vocab_size or 0) < 1:
             raise UsageError("--dataset-name random-ids needs --vocab-size, which must be at least 1")
         return random_requests(range(options.vocab_size), count, lengths, seed=seed)
-    if options.dataset_path is None:
-        raise UsageError(f"--dataset-name {name} needs --dataset-path")
+    require(options.dataset_path is not None, f"--dataset-name {name} needs --dataset-path")
     limits = {"max_new_tokens": options.max_new_tokens, "categories": options.categories}
     return await file_requests(client, options.dataset_path, count, **limits, seed=seed)
 
@@ -217,6 +216,5 @@ def _json_object(text: str | None) -> dict:
         value = json.loads(text)
     except ValueError as error:
         raise UsageError(f"--extra-request-body is not JSON: {error}") from error
-    if not isinstance(value, dict):
-        raise UsageError(f"--extra-request-body must be a JSON object, not {text}")
+    require(isinstance(value, dict), f"--extra-request-body must be a JSON object, not {text}")
     return value

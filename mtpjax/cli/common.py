@@ -1,12 +1,15 @@
 """Flags, checks and progress bars that several commands share."""
 
 import contextlib
+import json
 import pathlib
 import sys
 import time
 from collections.abc import Callable, Iterator
+from typing import Any
 
 from mtpjax import compilation_cache
+from mtpjax.atomic import check_output_file, write_text
 from mtpjax.errors import UsageError, printable
 from mtpjax.evaluation.plot_style import DEFAULT_FORMATS, FORMATS
 from mtpjax.messages import require
@@ -48,6 +51,11 @@ def add_implementation_flag(parser) -> None:
     )
 
 
+def add_decoding_model_flags(parser) -> None:
+    add_model_path_flag(parser)
+    add_implementation_flag(parser)
+
+
 def add_chat_flag(group) -> None:
     group.add_argument("--chat", action="store_true", help="apply the chat template to each prompt as a user message")
 
@@ -78,6 +86,18 @@ def add_plot_formats_flag(parser) -> None:
         metavar="FORMAT",
         help=f"file formats of the plots: {', '.join(FORMATS)}; give none to skip the plots",
     )
+
+
+def check_output(options) -> None:
+    """Raises ValueError if the file of `--output` cannot be written, before the work whose result it gets."""
+    if options.output is not None:
+        check_output_file(options.output)
+
+
+def write_json(path: str | None, content: Any, *, allow_nan: bool = True) -> None:
+    """Writes a JSON file; does nothing without a path."""
+    if path is not None:
+        write_text(path, json.dumps(content, indent=1, allow_nan=allow_nan) + "\n")
 
 
 def set_threads(model_path: str, threads: int = 0) -> None:

@@ -5,6 +5,7 @@ import pathlib
 from typing import Any
 
 from mtpjax.errors import UsageError
+from mtpjax.messages import require
 
 SECRET_VARIABLE = "MTPJAX_DISAGGREGATION_SECRET"
 
@@ -66,8 +67,7 @@ def disaggregation_settings(options) -> Any:
         secret = pathlib.Path(options.disaggregation_secret_file).read_bytes().strip()
     else:
         secret = os.environ.get(SECRET_VARIABLE, "").encode()
-    if not secret:
-        raise UsageError(f"--disaggregation-mode needs --disaggregation-secret-file, or {SECRET_VARIABLE}")
+    require(secret, f"--disaggregation-mode needs --disaggregation-secret-file, or {SECRET_VARIABLE}")
     return DisaggregationSettings(
         prefill_url=url if mode == "decode" else None,
         secret=secret,

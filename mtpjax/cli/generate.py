@@ -8,8 +8,7 @@ from typing import Any
 from mtpjax.cli.common import (
     PROMPT_FILE_HELP,
     add_chat_flag,
-    add_implementation_flag,
-    add_model_path_flag,
+    add_decoding_model_flags,
     check_minimums,
     set_threads,
 )
@@ -30,8 +29,7 @@ def add_commands(commands) -> None:
         "Continue prompts with a trained model. On a terminal, accepted drafts are colored. With --chat, only the "
         "answers are printed."
     )
-    add_model_path_flag(parser)
-    add_implementation_flag(parser)
+    add_decoding_model_flags(parser)
     group = parser.flag_group("prompts")
     group.add_argument(
         "--prompt",
@@ -124,8 +122,7 @@ def _read_prompts(options) -> list:
         prompts = read_prompts(options.prompts, max_characters=sys.maxsize)
         print(f"mtpjax generate: {count_of(len(prompts), 'prompt')} in {printable(options.prompts)}", file=sys.stderr)
         return prompts
-    if options.prompt.count(STANDARD_INPUT) > 1:
-        raise UsageError("--prompt - is given twice: standard input can be read once")
+    require(options.prompt.count(STANDARD_INPUT) <= 1, "--prompt - is given twice: standard input can be read once")
     if STANDARD_INPUT in options.prompt and options.nnodes > 1:
         raise UsageError("--prompt - needs one process: give several the prompt as --prompts FILE")
     texts = [_read_standard_input() if text == STANDARD_INPUT else text for text in options.prompt]
@@ -134,16 +131,14 @@ def _read_prompts(options) -> list:
 
 def _read_standard_input() -> str:
     """Reads a prompt from standard input, without the newline at its end that `echo` and editors add."""
-    if sys.stdin is None:
-        raise UsageError("--prompt - reads standard input, which is closed")
+    require(sys.stdin is not None, "--prompt - reads standard input, which is closed")
     if sys.stdin.isatty():
         print("mtpjax generate: type the prompt; Ctrl-D ends it", file=sys.stderr)
     try:
         text = sys.stdin.buffer.read().decode("utf-8-sig")
     except UnicodeDecodeError as error:
         raise UsageError(f"standard input is not UTF-8 text at byte {error.start + 1}") from error
-    if not text.strip():
-        raise UsageError("standard input is empty, but --prompt - reads the prompt from it")
+    require(text.strip(), "standard input is empty, but --prompt - reads the prompt from it")
     return text.removesuffix("\n").removesuffix("\r")
 
 
@@ -243,11 +238,7 @@ def _decode_config(options, settings: dict[str, Any], config, tokenizer, *, batc
     if options.depth_policy == "adaptive" and settings["num_steps"]:
         profile = options.profile or options.speculative_draft_model_path or options.model_path
         settings |= load_depth_settings(
-            profile,
-            batch=batch,
-            num_steps=settings["num_steps"],
-            config=config,
-            drafter=settings["drafter"],
+            profile, batch=batch, num_steps=settings["num_steps"], config=config, drafter=settings["drafter"]
         )
     return DecodeConfig(**settings, stop_token_ids=tokenizer.eos_token_ids)
 

@@ -1,6 +1,5 @@
 """`mtpjax profile`, `eval` and `ablate`."""
 
-import json
 import pathlib
 import sys
 
@@ -8,11 +7,12 @@ from mtpjax.atomic import check_output_file
 from mtpjax.cli.common import (
     PROMPT_FILE_HELP,
     add_chat_flag,
-    add_implementation_flag,
-    add_model_path_flag,
+    add_decoding_model_flags,
     add_plot_formats_flag,
     check_minimums,
+    check_output,
     set_threads,
+    write_json,
 )
 from mtpjax.cli.config_flags import (
     DRAFT_FIELDS,
@@ -26,7 +26,7 @@ from mtpjax.cli.config_flags import (
 from mtpjax.cli.drafter_flags import add_drafter_flags, add_reading_flags, load_drafter_of, reading_of
 from mtpjax.cli.help import command_parser
 from mtpjax.cli.mesh_flags import add_mesh_flags, load_on_mesh, open_mesh
-from mtpjax.cli.prediction import add_prediction_flags, run_prediction
+from mtpjax.cli.prediction import add_prediction_flags, print_prediction
 from mtpjax.errors import printable
 from mtpjax.messages import count_of
 
@@ -44,8 +44,7 @@ def _add_profile(commands) -> None:
         "Measure how long decoding rounds with 0 to --num-steps draft levels take on this device, per batch size. "
         "`mtpjax generate --depth-policy adaptive` reads the output."
     )
-    add_model_path_flag(profile)
-    add_implementation_flag(profile)
+    add_decoding_model_flags(profile)
     profile.flag_group("drafts").add_argument(
         *flag_names("num_steps"),
         type=int,
@@ -80,8 +79,7 @@ def _add_eval(commands) -> None:
         "accept length is 1 + accepted drafts / rounds. The conditional rate of a level is over the rounds that "
         "accepted all earlier levels; its survival rate is over all rounds."
     )
-    add_model_path_flag(acceptance)
-    add_implementation_flag(acceptance)
+    add_decoding_model_flags(acceptance)
     _add_prompt_flags(acceptance, required=True, count=64)
     fields = (*DRAFT_FIELDS, "kv_cache_dtype", "temperature", "allow_copies")
     add_config_flags(acceptance, fields, num_steps=3)
@@ -106,8 +104,7 @@ def _add_ablate(commands) -> None:
         "again to resume. Writes cells.jsonl, cells.csv, recommendation.md and the plots heatmap, pareto and, with "
         "several drafters, positions."
     )
-    add_model_path_flag(ablate)
-    add_implementation_flag(ablate)
+    add_decoding_model_flags(ablate)
     _add_prompt_flags(ablate, required=False, count=12)
     ablate.flag_group("drafts").add_argument(
         "--drafters",
@@ -122,12 +119,7 @@ def _add_ablate(commands) -> None:
     grid: list[tuple[str, type, list, str]] = [
         ("num_steps", int, [1, 2, 3], "draft levels per round"),
         ("topk", int, [1, 2], "candidates per node and level; 1 drafts a chain"),
-        (
-            "num_draft_tokens",
-            int,
-            [0],
-            "nodes verified per round; 0: as many as depth and --topk allow, up to 64",
-        ),
+        ("num_draft_tokens", int, [0], "nodes verified per round; 0: as many as depth and --topk allow, up to 64"),
         (
             "acceptance",
             str,
@@ -178,8 +170,10 @@ def _profile(options) -> int:
     # This default is for MTP modules; other drafters have their own.
     if options.num_steps is None and drafter_path is None:
         options.num_steps = DEFAULT_PROFILE_STEPS
+    check_output(options)
     if options.predict:
-        return run_prediction(options)
+        write_json(options.output, print_prediction(options))
+        return 0
     set_threads(options.model_path)
     import rich.console
 
@@ -196,8 +190,6 @@ def _profile(options) -> int:
     conditions = profile.Conditions(
         tuple(options.batch_size), options.context, options.temperature, repeats=options.repeats
     )
-    if options.output is not None:
-        check_output_file(options.output)
     model, params = load(options.model_path, model_type=options.model_type, implementation=options.implementation)
     settings = {name: options[name] for name in SHAPE_FIELDS}
     settings, draft_params = load_drafter_of(options, settings, model)
@@ -240,7 +232,6 @@ def _eval_acceptance(options) -> int:
 def _eval_acceptance_on(mesh, options) -> int:
     import rich.console
 
-    from mtpjax.atomic import write_text
     from mtpjax.console import progress_bar
     from mtpjax.data.tokenizer import load_tokenizer
     from mtpjax.decoding.config import DecodeConfig
@@ -259,8 +250,8 @@ def _eval_acceptance_on(mesh, options) -> int:
     check_minimums(options, batch_size=1)
     choice = _prompt_choice(options)
     chosen = choice.read(options.seed)
+    check_output(options)
     if options.output is not None:
-        check_output_file(options.output)
         picture_paths(pathlib.Path(options.output).stem, options.plot_formats)  # warns early if plots are impossible
     path = find_checkpoint(options.model_path)
     model, params, _ = load_on_mesh(path, options, mesh)
@@ -298,7 +289,7 @@ def _eval_acceptance_on(mesh, options) -> int:
     if options.output is not None:
         settings = {name: value for name, value in vars(options).items() if isinstance(value, (str, int, float, list))}
         content = {"settings": settings, "prompts_cut": cut, "figures": to_json(figures)}
-        write_text(options.output, json.dumps(content, indent=1, allow_nan=False) + "\n")
+        write_json(options.output, content, allow_nan=False)
         title = f"Acceptance of {pathlib.Path(options.model_path).name} on {len(prompts)} prompts of "
         title += f"{pathlib.Path(options.prompts).name}, temperature {options.temperature:g}\n"
         title += describe_device(1 if mesh is None else mesh.size)

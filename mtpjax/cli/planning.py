@@ -1,12 +1,10 @@
 """`mtpjax plan`."""
 
-import json
 import math
 import pathlib
 import sys
 
-from mtpjax.atomic import check_output_file
-from mtpjax.cli.common import add_model_type_flag, add_plot_formats_flag, check_minimums
+from mtpjax.cli.common import add_model_type_flag, add_plot_formats_flag, check_minimums, check_output, write_json
 from mtpjax.cli.config_flags import flag_names
 from mtpjax.cli.help import command_parser
 from mtpjax.cli.mesh_flags import add_mesh_flag, parse_mesh
@@ -31,11 +29,7 @@ def add_commands(commands) -> None:
     )
     group = plan.flag_group("devices")
     group.add_argument(
-        "--device",
-        default="h100",
-        choices=DEVICE_NAMES,
-        metavar="NAME",
-        help=f"GPU model: {', '.join(DEVICE_NAMES)}",
+        "--device", default="h100", choices=DEVICE_NAMES, metavar="NAME", help=f"GPU model: {', '.join(DEVICE_NAMES)}"
     )
     group.add_argument("--count", type=int, default=8, help="number of GPUs")
     add_mesh_flag(plan, "mesh to plan (default: every data x tensor mesh)")
@@ -50,9 +44,7 @@ def add_commands(commands) -> None:
     group.add_argument("--prefill-chunk", type=int, help="tokens per prefill pass (default: as for decoding)")
     group = plan.flag_group("drafts")
     group.add_argument(
-        *flag_names("num_steps"),
-        type=int,
-        help="draft levels per round (default: 1 with MTP modules, else 0)",
+        *flag_names("num_steps"), type=int, help="draft levels per round (default: 1 with MTP modules, else 0)"
     )
     group.add_argument(
         "--accept-length",
@@ -120,15 +112,13 @@ def _compile_best(result, config, params) -> None:
 def _plan(options) -> int:
     import rich.console
 
-    from mtpjax.atomic import write_text
     from mtpjax.evaluation import plan, plan_report
     from mtpjax.evaluation.compiled_call import stored_shapes
     from mtpjax.evaluation.plan_plots import plot_plan
     from mtpjax.evaluation.roofline import DEVICES
 
     # 1. Check the flags before the model is read.
-    if options.output is not None:
-        check_output_file(options.output)
+    check_output(options)
     check_minimums(options, count=1)
     if options.compile and options.device != "h100":
         raise ValueError(f"--compile compiles for H100s, not for {options.device}")
@@ -141,8 +131,7 @@ def _plan(options) -> int:
     if options.train is not None:
         rows = plan_report.train_rows(config, params, device, count=options.count, trains=options.train)
         console.print(plan_report.train_table(rows, device, options.count))
-        if options.output is not None:
-            write_text(options.output, json.dumps(rows, indent=1) + "\n")
+        write_json(options.output, rows)
         return 0
     # 3. Compare all meshes, or check that of --mesh.
     load = _load_of(options, config)
@@ -158,7 +147,7 @@ def _plan(options) -> int:
         _compile_best(result, config, params)
         console.print(plan_report.compiled_line(result))
     if options.output is not None:
-        write_text(options.output, json.dumps(result.to_json(), indent=1) + "\n")
+        write_json(options.output, result.to_json())
         title = f"Plan of {pathlib.Path(options.model).name} on {options.count} {device.name}: {options.batch_size} "
         title += f"rows of {load.context} tokens\nComputed and estimated, not measured"
         plot_plan(pathlib.Path(options.output).with_suffix(""), result, device, options.plot_formats, title=title)

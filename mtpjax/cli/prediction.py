@@ -1,9 +1,7 @@
 """`mtpjax profile --predict`."""
 
-import json
 import pathlib
 
-from mtpjax.atomic import check_output_file
 from mtpjax.errors import UsageError
 from mtpjax.messages import did_you_mean
 
@@ -37,16 +35,13 @@ def add_prediction_flags(profile) -> None:
     predict.add_argument("--weight-bytes", type=float, help="bytes per weight (default: the checkpoint's, else 2)")
 
 
-def run_prediction(options) -> int:
-    """Prints predicted rounds, and returns the exit code."""
+def print_prediction(options) -> list:
+    """Prints predicted rounds, and returns them."""
     import rich.console
 
-    from mtpjax.atomic import write_text
     from mtpjax.evaluation.roofline_report import tables
 
     # Check the flags: predictions exist for chains of MTP modules only.
-    if options.output is not None:
-        check_output_file(options.output)
     if options.speculative_draft_model_path is not None:
         raise ValueError("--predict supports MTP modules only; without --predict, other drafters can be measured")
     if options.num_steps < 0 or options.topk != 1:
@@ -64,12 +59,10 @@ def run_prediction(options) -> int:
         weight_bytes=weight_bytes if options.weight_bytes is None else options.weight_bytes,
         num_devices=options.num_devices,
     )
-    if options.output is not None:
-        write_text(options.output, json.dumps(rows, indent=1) + "\n")
     console = rich.console.Console()
     for table in printed:
         console.print(table)
-    return 0
+    return rows
 
 
 def read_model(path: str, family: str | None):

@@ -6,8 +6,7 @@ import sys
 from mtpjax.cli.common import (
     add_chat_flag,
     add_data_flags,
-    add_implementation_flag,
-    add_model_path_flag,
+    add_decoding_model_flags,
     list_data,
     set_threads,
 )
@@ -25,8 +24,7 @@ def add_commands(commands) -> None:
         "becomes a line of the output with 'messages' or 'text' and the reason why each answer ended. "
         "OUTPUT.about.json holds the settings and the progress. Run the same command again to resume."
     )
-    add_model_path_flag(parser)
-    add_implementation_flag(parser)
+    add_decoding_model_flags(parser)
     group = add_data_flags(
         parser,
         "a file, or a folder of files of one kind: records (.jsonl, .jsonl.gz, .json, .parquet) of conversations, as "

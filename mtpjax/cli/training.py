@@ -5,8 +5,7 @@ import sys
 from typing import Any
 
 from mtpjax import compilation_cache
-from mtpjax.atomic import check_output_file
-from mtpjax.cli.common import add_model_type_flag, add_plot_formats_flag
+from mtpjax.cli.common import add_model_type_flag, add_plot_formats_flag, check_output
 from mtpjax.cli.help import command_parser
 from mtpjax.cli.mesh_flags import add_mesh_flag, add_process_flags, connect_processes, parse_mesh
 from mtpjax.errors import printable
@@ -192,8 +191,8 @@ def _compare(options) -> int:
     from mtpjax.training.compare import read_run, short_names, tables
     from mtpjax.training.plots import plot_comparison
 
+    check_output(options)
     if options.output is not None:
-        check_output_file(options.output)
         require_matplotlib()
     pictures = [] if options.output is None else picture_paths(options.output, options.plot_formats)
     # Read all runs first: a wrong folder fails before anything is printed.

@@ -90,11 +90,6 @@ def out_of_memory(limit: int) -> ApiError:
     return ApiError(message, code="request_too_large")
 
 
-def engine_restarted(error: ApiError) -> ApiError:
-    """Returns the error of a request that an engine fault ended; `error` is the one that was logged."""
-    return ApiError(f"{error}: the engine restarted; try again", status=503, code="engine_restarted", retry_after=1)
-
-
 def log_fault(error: BaseException | str) -> ApiError:
     """Logs a server fault under a new id, and returns the client's error, which holds only the id."""
     error_id = uuid.uuid4().hex

@@ -9,7 +9,7 @@ import uuid
 from collections.abc import AsyncIterator, Iterator, Sequence
 
 from mtpjax.serving.api.engine_client import EngineClient
-from mtpjax.serving.api.errors import ApiError, engine_restarted, log_fault, require, shutting_down
+from mtpjax.serving.api.errors import ApiError, log_fault, require, shutting_down
 from mtpjax.serving.api.text_stream import Span, TextStream
 from mtpjax.serving.request import Delta, Finish, Request
 
@@ -216,7 +216,10 @@ def _check_finish(finish: Finish, choice: Choice) -> None:
     """Raises the error of a request that failed, or that ran out of time in the queue."""
     if finish.reason == "error":
         error = log_fault(finish.message)
-        raise engine_restarted(error) if finish.is_retryable else error
+        if finish.is_retryable:
+            message = f"{error}: the engine restarted; try again"
+            raise ApiError(message, status=503, code="engine_restarted", retry_after=1)
+        raise error
     require(finish.reason != "invalid", finish.message, code="grammar_failed")
     if finish.reason == "timeout" and not choice.tokens:
         raise ApiError("the request timed out in the queue", status=503, code="timeout", retry_after=1)
