@@ -114,10 +114,8 @@ async def _run_once(options, client, requests) -> int:
 
 def _check_concurrencies(concurrencies: list[int], num_requests: int) -> None:
     if max(concurrencies) > num_requests or min(concurrencies) < 1:
-        raise UsageError(
-            f"concurrencies must be from 1 to the number of requests, {num_requests}, got "
-            f"{' '.join(map(str, concurrencies))}: change --concurrencies or --num-prompts"
-        )
+        given = " ".join(map(str, concurrencies))
+        raise UsageError(f"--concurrencies must be within 1..{num_requests}, the number of requests, got {given}")
 
 
 async def _compare(options, client, requests) -> int:

@@ -12,13 +12,6 @@ OUTPUT_HELP = "folder to write; it appears only when it is complete"
 
 
 def add_commands(commands) -> None:
-    _add_inspect(commands)
-    _add_convert(commands)
-    _add_export(commands)
-    _add_merge(commands)
-
-
-def _add_inspect(commands) -> None:
     inspect = command_parser("Describe a checkpoint without reading its weights. Exits with 3 if it cannot be loaded.")
     inspect.flag_group("model").add_argument(
         "path",
@@ -29,9 +22,6 @@ def _add_inspect(commands) -> None:
     inspect.flag_group("output").add_argument("--json", action="store_true", help="print everything as JSON")
     add_mesh_flag(inspect, "show the memory per device for this mesh, such as tensor=8,expert=4 (default: one device)")
     commands.add_subcommand("inspect", inspect, help="show family, sizes, dtypes, missing tensors, memory per device")
-
-
-def _add_convert(commands) -> None:
     convert = command_parser(
         "Convert a Hugging Face directory or a GGUF file to an mtpjax checkpoint, or an mtpjax checkpoint to a Hugging "
         "Face directory. A round trip preserves the bytes of everything unchanged. --model-type also selects the "
@@ -51,9 +41,10 @@ def _add_convert(commands) -> None:
         help="convert all weights to float32, float16 or bfloat16 (default: keep all dtypes, including fp8)",
     )
     commands.add_subcommand("convert", convert, help="convert between Hugging Face and mtpjax checkpoints")
+    _add_mtp_commands(commands)
 
 
-def _add_export(commands) -> None:
+def _add_mtp_commands(commands) -> None:
     export = command_parser(
         "Write the MTP modules of a checkpoint as a separate checkpoint, with the tensor names and configuration of "
         "xLLM's export_mtp.py. Block-scaled fp8 becomes bfloat16."
@@ -66,9 +57,6 @@ def _add_export(commands) -> None:
     add_model_type_flag(export)
     export.flag_group("output").add_argument("--output-dir", required=True, help=OUTPUT_HELP)
     commands.add_subcommand("export-mtp", export, help="write the MTP modules as a separate checkpoint")
-
-
-def _add_merge(commands) -> None:
     merge = command_parser(
         "Merge MTP modules into a full Hugging Face checkpoint. Unchanged tensors keep their bytes; changed ones are "
         "stored in the dtype of the tensor that they replace."

@@ -5,14 +5,7 @@ import sys
 from collections.abc import Sequence
 from typing import Any
 
-from mtpjax.cli.common import (
-    PROMPT_FILE_HELP,
-    add_chat_flag,
-    add_decoding_model_flags,
-    check_minimums,
-    set_threads,
-)
-from mtpjax.cli.config_flags import add_text_flags, decode_settings, sampling_params, with_num_steps
+from mtpjax.cli import common, config_flags
 from mtpjax.cli.drafter_flags import add_drafter_flags, chosen_method, load_drafter_of
 from mtpjax.cli.generate_output import Output, compare_with_plain, print_stats, warn_of_limit
 from mtpjax.cli.help import command_parser
@@ -29,7 +22,7 @@ def add_commands(commands) -> None:
         "Continue prompts with a trained model. On a terminal, accepted drafts are colored. With --chat, only the "
         "answers are printed."
     )
-    add_decoding_model_flags(parser)
+    common.add_decoding_model_flags(parser)
     group = parser.flag_group("prompts")
     group.add_argument(
         "--prompt",
@@ -38,10 +31,10 @@ def add_commands(commands) -> None:
         metavar="TEXT",
         help="text to continue; repeat the flag for more prompts; - reads one from standard input",
     )
-    group.add_argument("--prompts", metavar="FILE", help=PROMPT_FILE_HELP)
+    group.add_argument("--prompts", metavar="FILE", help=common.PROMPT_FILE_HELP)
     group.add_argument("--batch-size", type=int, default=8, help="number of prompts to decode together")
-    add_chat_flag(group)
-    add_text_flags(parser, "depth_policy", seed="random seed of the first prompt; each further prompt adds 1")
+    common.add_chat_flag(group)
+    config_flags.add_text_flags(parser, "depth_policy", seed="random seed of the first prompt; others add 1, 2, ...")
     parser.flag_group("drafts").add_argument(
         "--profile",
         metavar="FILE",
@@ -77,11 +70,11 @@ def add_commands(commands) -> None:
 
 
 def _generate(options) -> int:
-    set_threads(options.model_path)
+    common.set_threads(options.model_path)
     chosen_method(options)
     # Check the flags and read the prompts before the model is loaded, which may take minutes.
-    # The flag `--logprobs` is a number, and its pass over the finished texts needs nothing of decoding.
-    settings = decode_settings(options) | {"logprobs": False}
+    # Log-probabilities of `--logprobs` are computed after decoding, so the field of the same name stays off.
+    settings = config_flags.decode_settings(options) | {"logprobs": False}
     _check_flags(options, settings)
     prompts = _read_prompts(options)
     with open_mesh(options) as mesh:
@@ -93,19 +86,16 @@ def _check_flags(options, settings: dict[str, Any]) -> None:
     if options.profile is not None and options.depth_policy != "adaptive":
         raise ValueError("--profile has no effect without --depth-policy adaptive")
     if options.check and options.temperature and settings["acceptance"] != "sample":
-        raise ValueError("--check above temperature 0 needs --acceptance sample: other rules draw other tokens")
-    check_minimums(options, batch_size=1)
+        raise ValueError("--check above temperature 0 needs --acceptance sample: other rules draw different tokens")
+    common.check_minimums(options, batch_size=1)
     if options.logprobs is not None and not 0 <= options.logprobs <= MAX_TOP:
         raise ValueError(f"--logprobs must be within 0..{MAX_TOP}, got {options.logprobs}")
     for stop in options.stop:
         require(stop, "--stop must not be empty")
-        # A shell passes \n as two characters, which no text that breaks its lines contains.
+        # A shell passes \n as two characters, which texts with real newlines do not contain.
         if any(escape in stop for escape in ("\\n", "\\t", "\\r")):
-            print(
-                f"mtpjax generate: --stop {printable(stop, 100)} has a backslash: write $'...' in the shell for a "
-                "newline or a tab",
-                file=sys.stderr,
-            )
+            advice = "has a backslash: in a shell, write a newline or a tab as $'...'"
+            print(f"mtpjax generate: --stop {printable(stop, 100)} {advice}", file=sys.stderr)
 
 
 def _read_prompts(options) -> list:
@@ -113,9 +103,9 @@ def _read_prompts(options) -> list:
     from mtpjax.data.prompts import Prompt, read_prompts
 
     if not options.prompt and options.prompts is None:
-        raise UsageError("what to continue is missing: give --prompt TEXT, --prompt - or --prompts FILE")
+        raise UsageError("the prompt is missing: use --prompt TEXT, --prompt - or --prompts FILE")
     if options.prompt and options.prompts is not None:
-        raise UsageError("--prompt and --prompts are both given: put all prompts into the file")
+        raise UsageError("--prompt and --prompts cannot be combined: put all prompts into the file")
     if options.prompts == STANDARD_INPUT:
         raise UsageError("--prompts takes a file; --prompt - reads one prompt from standard input")
     if options.prompts is not None:
@@ -124,7 +114,7 @@ def _read_prompts(options) -> list:
         return prompts
     require(options.prompt.count(STANDARD_INPUT) <= 1, "--prompt - is given twice: standard input can be read once")
     if STANDARD_INPUT in options.prompt and options.nnodes > 1:
-        raise UsageError("--prompt - needs one process: give several the prompt as --prompts FILE")
+        raise UsageError("--prompt - needs one process: with several, use --prompts FILE")
     texts = [_read_standard_input() if text == STANDARD_INPUT else text for text in options.prompt]
     return [Prompt(text, "--prompt", str(number)) for number, text in enumerate(texts, start=1)]
 
@@ -167,10 +157,10 @@ def _generate_on(mesh, options, settings: dict[str, Any], prompts: list) -> int:
     # texts, and one prints them.
     prints = is_main_process()
     output = Output(options, tokenizer, is_one=len(prompts) == 1)
-    sampling = sampling_params(options)
+    sampling = config_flags.sampling_params(options)
 
     def make_stream(prompt: list[int]) -> TextStream:
-        # Stop tokens are no part of the texts.
+        # Stop tokens are not part of the texts.
         settings = {"stop": options.stop, "hidden_tokens": config.stop_token_ids}
         return TextStream(tokenizer.incremental_decoder(prompt), **settings, min_tokens=int(sampling.min_new_tokens))  # type: ignore[arg-type]
 
@@ -212,10 +202,8 @@ def _check_lengths(prompts: list, rows: list[list[int]], config, positions: int)
     limit = min(config.max_length or positions, positions)
     for prompt, row in zip(prompts, rows, strict=True):
         if len(row) >= limit:
-            raise ValueError(
-                f"prompt {prompt.id} of {prompt.category} has {len(row)} tokens; max_length {limit} leaves room for "
-                f"{limit - 1}"
-            )
+            room = f"max_length {limit} leaves room for {limit - 1}"
+            raise ValueError(f"prompt {prompt.id} of {prompt.category} has {len(row)} tokens; {room}")
 
 
 def _score(params, rows: list[list[int]], completions: Sequence, options, model) -> list | None:
@@ -233,7 +221,7 @@ def _decode_config(options, settings: dict[str, Any], config, tokenizer, *, batc
     from mtpjax.decoding.config import DecodeConfig
     from mtpjax.evaluation.profile_file import load_depth_settings
 
-    settings = with_num_steps(settings, config)
+    settings = config_flags.with_num_steps(settings, config)
     # Adaptive depth weighs accept length against measured round times, which depend on the device.
     if options.depth_policy == "adaptive" and settings["num_steps"]:
         profile = options.profile or options.speculative_draft_model_path or options.model_path

@@ -56,7 +56,7 @@ class Output:
         return {"token": self._text_of(token), "id": token, "logprob": round(max(logprob, MIN_LOGPROB), 6)}
 
     def _format_scores(self, tokens: list[int], scores) -> list[str]:
-        """Formats a line per token: its log-probability, its text, and the most likely tokens in its place."""
+        """Formats a line per token: its log-probability, its text, and the most likely tokens at its position."""
         num_top = self._options.logprobs
         lines = ["  logprob  token" + (f"            {num_top} most likely" if num_top else "")]
         for token, logprob, top_ids, top in zip(tokens, *scores, strict=True):
@@ -65,12 +65,12 @@ class Output:
         return lines
 
     def _text_of(self, token: int) -> str:
-        """Returns the text of a single token; of one that stands for no text, such as an end token, its name."""
+        """Returns the text of a single token, or a name if it has no text, such as an end token."""
         return self._tokenizer.decode([token]) or f"<token {token}>"
 
 
 def _print_text(prompt: str, spans: Sequence) -> None:
-    """Prints a prompt and its continuation. A terminal shows accepted drafts in a colour per level."""
+    """Prints a prompt and its continuation. A terminal shows accepted drafts in a color per level."""
     import rich.console
     import rich.text
 
@@ -79,11 +79,11 @@ def _print_text(prompt: str, spans: Sequence) -> None:
     if not console.is_terminal:
         print(prompt, *(span.text for span in spans), sep="")
         return
-    colours = ("green", "cyan", "magenta", "yellow")
+    colors = ("green", "cyan", "magenta", "yellow")
     text = rich.text.Text(prompt, style="bold")
-    # The colour tells the draft level that proposed the token; tokens of the trunk itself stay plain.
+    # The color is that of the draft level that proposed the token; the trunk's own tokens have none.
     for part, level in spans:
-        text.append(part, style=colours[(level - 1) % len(colours)] if level else "")
+        text.append(part, style=colors[(level - 1) % len(colors)] if level else "")
     console.print(text)
 
 
@@ -112,21 +112,18 @@ def print_stats(results: list, texts: list[list[int]], config) -> None:
 
 
 def warn_of_limit(prompts: list[list[int]], config, positions: int) -> None:
-    """Prints on stderr that a text may have fewer new tokens than requested."""
+    """Warns on stderr that a text may have fewer new tokens than requested."""
     longest = max(map(len, prompts))
     if config.max_length is None and longest + config.max_new_tokens > positions:
-        print(
-            f"mtpjax generate: a prompt of {count_of(longest, 'token')} and --max-new-tokens {config.max_new_tokens} "
-            f"are more than the {positions} positions of the model: its text has at most "
-            f"{count_of(positions - longest, 'new token')}",
-            file=sys.stderr,
-        )
+        given = f"a prompt of {count_of(longest, 'token')} and --max-new-tokens {config.max_new_tokens}"
+        limit = f"{positions} positions: its text has at most {count_of(positions - longest, 'new token')}"
+        print(f"mtpjax generate: {given} exceed the model's {limit}", file=sys.stderr)
 
 
 def compare_with_plain(
     params, prompts, texts, decode_plainly: Callable[[int | None], list[list[int]]], *, model, config
 ) -> tuple[list[str], int]:
-    """Returns lines that say whether the texts equal plain decoding's and where not, and the exit code, 0 or 4."""
+    """Returns lines that say where the texts differ from plain decoding's, if they do, and the exit code, 0 or 4."""
     import jax.numpy as jnp
 
     from mtpjax.evaluation.same_text import first_divergences

@@ -2,27 +2,10 @@
 
 import pathlib
 import sys
+from typing import Any
 
 from mtpjax.atomic import check_output_file
-from mtpjax.cli.common import (
-    PROMPT_FILE_HELP,
-    add_chat_flag,
-    add_decoding_model_flags,
-    add_plot_formats_flag,
-    check_minimums,
-    check_output,
-    set_threads,
-    write_json,
-)
-from mtpjax.cli.config_flags import (
-    DRAFT_FIELDS,
-    SHAPE_FIELDS,
-    add_config_flags,
-    add_seed_flag,
-    decode_settings,
-    flag_names,
-    rule_choices,
-)
+from mtpjax.cli import common, config_flags
 from mtpjax.cli.drafter_flags import add_drafter_flags, add_reading_flags, load_drafter_of, reading_of
 from mtpjax.cli.help import command_parser
 from mtpjax.cli.mesh_flags import add_mesh_flags, load_on_mesh, open_mesh
@@ -44,14 +27,14 @@ def _add_profile(commands) -> None:
         "Measure how long decoding rounds with 0 to --num-steps draft levels take on this device, per batch size. "
         "`mtpjax generate --depth-policy adaptive` reads the output."
     )
-    add_decoding_model_flags(profile)
+    common.add_decoding_model_flags(profile)
     profile.flag_group("drafts").add_argument(
-        *flag_names("num_steps"),
+        *config_flags.flag_names("num_steps"),
         type=int,
         help=f"maximum number of draft levels to measure (default: {DEFAULT_PROFILE_STEPS} with MTP modules, else the "
         "drafter's number of levels)",
     )
-    add_config_flags(profile, SHAPE_FIELDS[1:])
+    config_flags.add_config_flags(profile, config_flags.SHAPE_FIELDS[1:])
     add_drafter_flags(profile)
     group = profile.flag_group("measurement")
     group.add_argument("--batch-size", type=int, nargs="+", default=[1], help="batch sizes to measure")
@@ -79,18 +62,18 @@ def _add_eval(commands) -> None:
         "accept length is 1 + accepted drafts / rounds. The conditional rate of a level is over the rounds that "
         "accepted all earlier levels; its survival rate is over all rounds."
     )
-    add_decoding_model_flags(acceptance)
+    common.add_decoding_model_flags(acceptance)
     _add_prompt_flags(acceptance, required=True, count=64)
-    fields = (*DRAFT_FIELDS, "kv_cache_dtype", "temperature", "allow_copies")
-    add_config_flags(acceptance, fields, num_steps=3)
+    fields = (*config_flags.DRAFT_FIELDS, "kv_cache_dtype", "temperature", "allow_copies")
+    config_flags.add_config_flags(acceptance, fields, num_steps=3)
     add_drafter_flags(acceptance)
     add_mesh_flags(acceptance)
     group = acceptance.flag_group("prompts")
     group.add_argument("--batch-size", type=int, default=8, help="number of prompts to decode together")
-    add_seed_flag(acceptance, "random seed for choosing prompts and for sampling")
+    config_flags.add_seed_flag(acceptance, "random seed for choosing prompts and for sampling")
     group = acceptance.flag_group("output")
     group.add_argument("--output", metavar="FILE", help="JSON file to write; the plots are saved under the same name")
-    add_plot_formats_flag(acceptance)
+    common.add_plot_formats_flag(acceptance)
     evaluate = command_parser("Evaluate a trained model. `mtpjax eval WHAT --help` describes a command.")
     commands.add_subcommand("eval", evaluate, help="evaluate a model on prompts")
     kinds = evaluate.add_subcommands(title="commands", metavar="WHAT", dest="what", description=None)
@@ -104,7 +87,7 @@ def _add_ablate(commands) -> None:
         "again to resume. Writes cells.jsonl, cells.csv, recommendation.md and the plots heatmap, pareto and, with "
         "several drafters, positions."
     )
-    add_decoding_model_flags(ablate)
+    common.add_decoding_model_flags(ablate)
     _add_prompt_flags(ablate, required=False, count=12)
     ablate.flag_group("drafts").add_argument(
         "--drafters",
@@ -132,17 +115,19 @@ def _add_ablate(commands) -> None:
     ]
     grid_flags = ablate.flag_group("grid: every combination is measured")
     for name, kind, default, meaning in grid:
-        choices = {"choices": rule_choices("auto", "exact"), "metavar": "RULE"} if name == "acceptance" else {}
-        grid_flags.add_argument(*flag_names(name), type=kind, nargs="+", default=default, help=meaning, **choices)
+        flag: dict[str, Any] = {"type": kind, "nargs": "+", "default": default, "help": meaning}
+        if name == "acceptance":
+            flag |= {"choices": config_flags.rule_choices("auto", "exact"), "metavar": "RULE"}
+        grid_flags.add_argument(*config_flags.flag_names(name), **flag)
     group = ablate.flag_group("measurement")
     group.add_argument("--repeats", type=int, default=5, help="number of measurements of each combination")
-    add_seed_flag(ablate, "random seed for choosing prompts and for sampling")
+    config_flags.add_seed_flag(ablate, "random seed for choosing prompts and for sampling")
     group.add_argument(
         "--threads", type=int, default=0, help="XLA's CPU threads; 0: one for models below 16 MiB, else all cores"
     )
     group = ablate.flag_group("output")
     group.add_argument("--output", required=True, metavar="FOLDER", help="folder to write or resume")
-    add_plot_formats_flag(ablate)
+    common.add_plot_formats_flag(ablate)
     commands.add_subcommand("ablate", ablate, help="measure a grid of draft settings and recommend one")
 
 
@@ -150,11 +135,11 @@ def _add_prompt_flags(parser, *, required: bool, count: int) -> None:
     # Without a file, `mtpjax ablate` uses held-out files of the model's own training data.
     default = "" if required else " (default: held-out files of the training data, for byte-level models)"
     group = parser.flag_group("prompts")
-    group.add_argument("--prompts", required=required, metavar="FILE", help=PROMPT_FILE_HELP + default)
+    group.add_argument("--prompts", required=required, metavar="FILE", help=common.PROMPT_FILE_HELP + default)
     group.add_argument("--num-prompts", type=int, default=count, help="number of prompts, spread over the categories")
     group.add_argument("--categories", nargs="+", default=[], metavar="NAME", help="categories to use (default: all)")
     group.add_argument("--prompt-tokens", type=int, help="cut prompts to N tokens (default: what fits the model)")
-    add_chat_flag(group)
+    common.add_chat_flag(group)
     group.add_argument("--max-new-tokens", type=int, default=96, help="new tokens per prompt")
 
 
@@ -170,11 +155,11 @@ def _profile(options) -> int:
     # This default is for MTP modules; other drafters have their own.
     if options.num_steps is None and drafter_path is None:
         options.num_steps = DEFAULT_PROFILE_STEPS
-    check_output(options)
+    common.check_output(options)
     if options.predict:
-        write_json(options.output, print_prediction(options))
+        common.write_json(options.output, print_prediction(options))
         return 0
-    set_threads(options.model_path)
+    common.set_threads(options.model_path)
     import rich.console
 
     from mtpjax.console import print_parts, progress_bar
@@ -191,7 +176,7 @@ def _profile(options) -> int:
         tuple(options.batch_size), options.context, options.temperature, repeats=options.repeats
     )
     model, params = load(options.model_path, model_type=options.model_type, implementation=options.implementation)
-    settings = {name: options[name] for name in SHAPE_FIELDS}
+    settings = {name: options[name] for name in config_flags.SHAPE_FIELDS}
     settings, draft_params = load_drafter_of(options, settings, model)
     drafter = settings.get("drafter", "mtp")
     if isinstance(drafter, str) and not uses_mtp_modules(drafter):
@@ -224,7 +209,7 @@ def _eval(options) -> int:
 
 
 def _eval_acceptance(options) -> int:
-    set_threads(options.model_path)
+    common.set_threads(options.model_path)
     with open_mesh(options) as mesh:
         return _eval_acceptance_on(mesh, options)
 
@@ -245,12 +230,12 @@ def _eval_acceptance_on(mesh, options) -> int:
     from mtpjax.io.checkpoint_format import find_checkpoint
 
     # Check the settings and read the prompts before the model is loaded.
-    settings = decode_settings(options)
+    settings = config_flags.decode_settings(options)
     DecodeConfig(**settings)
-    check_minimums(options, batch_size=1)
+    common.check_minimums(options, batch_size=1)
     choice = _prompt_choice(options)
     chosen = choice.read(options.seed)
-    check_output(options)
+    common.check_output(options)
     if options.output is not None:
         picture_paths(pathlib.Path(options.output).stem, options.plot_formats)  # warns early if plots are impossible
     path = find_checkpoint(options.model_path)
@@ -289,7 +274,7 @@ def _eval_acceptance_on(mesh, options) -> int:
     if options.output is not None:
         settings = {name: value for name, value in vars(options).items() if isinstance(value, (str, int, float, list))}
         content = {"settings": settings, "prompts_cut": cut, "figures": to_json(figures)}
-        write_json(options.output, content, allow_nan=False)
+        common.write_json(options.output, content, allow_nan=False)
         title = f"Acceptance of {pathlib.Path(options.model_path).name} on {len(prompts)} prompts of "
         title += f"{pathlib.Path(options.prompts).name}, temperature {options.temperature:g}\n"
         title += describe_device(1 if mesh is None else mesh.size)
@@ -301,7 +286,7 @@ def _eval_acceptance_on(mesh, options) -> int:
 
 
 def _ablate(options) -> int:
-    set_threads(options.model_path, options.threads)
+    common.set_threads(options.model_path, options.threads)
     import rich.console
 
     from mtpjax.ablation import run

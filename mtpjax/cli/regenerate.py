@@ -3,14 +3,7 @@
 import pathlib
 import sys
 
-from mtpjax.cli.common import (
-    add_chat_flag,
-    add_data_flags,
-    add_decoding_model_flags,
-    list_data,
-    set_threads,
-)
-from mtpjax.cli.config_flags import add_text_flags, decode_settings, sampling_params, with_num_steps
+from mtpjax.cli import common, config_flags
 from mtpjax.cli.help import command_parser
 from mtpjax.cli.mesh_flags import add_mesh_flags, load_on_mesh, open_mesh
 from mtpjax.errors import printable
@@ -24,14 +17,14 @@ def add_commands(commands) -> None:
         "becomes a line of the output with 'messages' or 'text' and the reason why each answer ended. "
         "OUTPUT.about.json holds the settings and the progress. Run the same command again to resume."
     )
-    add_decoding_model_flags(parser)
-    group = add_data_flags(
+    common.add_decoding_model_flags(parser)
+    group = common.add_data_flags(
         parser,
         "a file, or a folder of files of one kind: records (.jsonl, .jsonl.gz, .json, .parquet) of conversations, as "
         "for training, whose answers are rewritten; records of prompts (Spec-Bench, GSM8K and others); or documents "
         "(any other file)",
     )
-    add_chat_flag(group)
+    common.add_chat_flag(group)
     group.add_argument(
         "--prompt-tokens",
         type=int,
@@ -40,13 +33,13 @@ def add_commands(commands) -> None:
     group.add_argument("--batch-size", type=int, default=8, help="number of records to decode together")
     output = parser.flag_group("output")
     output.add_argument("--output", required=True, metavar="FILE", help="JSONL file to write or resume")
-    add_text_flags(parser, seed="random seed; the seed of each record depends on it and on the record's number")
+    config_flags.add_text_flags(parser, seed="random seed; each record's seed depends on it and the record's number")
     add_mesh_flags(parser)
     commands.add_subcommand("regenerate", parser, help="let the model write its own training data")
 
 
 def _regenerate(options) -> int:
-    set_threads(options.model_path)
+    common.set_threads(options.model_path)
     from mtpjax.drafters.methods import find_method
 
     find_method(options.drafter)  # before the model is loaded
@@ -67,16 +60,17 @@ def _regenerate_on(mesh, options) -> int:
 
     # The settings that determine the output; `regenerate` refuses to resume a file made with different ones.
     names = ("chat", "prompt_tokens", "batch_size", "seed")
-    settings, output = decode_settings(options), pathlib.Path(options.output).resolve()
+    settings, output = config_flags.decode_settings(options), pathlib.Path(options.output).resolve()
     # If the output is in the data folder, it must not be read as data when the command runs again.
     written = (output, manifest_path(output))
-    paths = [file for file in list_data(options) if file.resolve() not in written]
+    paths = [file for file in common.list_data(options) if file.resolve() not in written]
     path = find_checkpoint(options.model_path)
     model, params, loaded_config = load_on_mesh(path, options, mesh)
     tokenizer = load_tokenizer(path, model.config.vocab_size)
-    config = DecodeConfig(**with_num_steps(settings, loaded_config), stop_token_ids=tokenizer.eos_token_ids)
+    settings = config_flags.with_num_steps(settings, loaded_config)
+    config = DecodeConfig(**settings, stop_token_ids=tokenizer.eos_token_ids)
     chosen = {name: options[name] for name in names}
-    request = RegenerationRequest(paths=paths, config=config, sampling=sampling_params(options), **chosen)
+    request = RegenerationRequest(paths=paths, config=config, sampling=config_flags.sampling_params(options), **chosen)
     # On a terminal a bar shows the progress; elsewhere each update is a line.
     console, prints = rich.console.Console(stderr=True), is_main_process()
     with rich.progress.Progress(console=console, disable=not (console.is_terminal and prints)) as bar:

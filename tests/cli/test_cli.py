@@ -204,7 +204,7 @@ def test_a_text_that_the_model_s_positions_cut_is_told(capsys):
         warn_of_limit(prompts, config, 128)
         assert not capsys.readouterr().err
     warn_of_limit(prompts, DecodeConfig(max_new_tokens=99), 128)
-    assert "30 tokens and --max-new-tokens 99 are more than the 128 positions" in (told := capsys.readouterr().err)
+    assert "30 tokens and --max-new-tokens 99 exceed the model's 128 positions" in (told := capsys.readouterr().err)
     assert told.endswith("at most 98 new tokens\n")
 
 
