@@ -48,7 +48,7 @@ def split_columns(table: rich.table.Table, width: int) -> Iterator[rich.table.Ta
 
 
 def print_parts(console: rich.console.Console, parts: Iterable[rich.table.Table | str]) -> None:
-    """Prints tables, and lines as they are: neither wrapped, nor coloured, nor read as markup.
+    """Prints tables, and plain lines: neither wrapped, nor colored, nor parsed as markup.
 
     Args:
         console: where to print.

@@ -34,7 +34,7 @@ TOKENIZER_FILES = (
     *("tokenizer.json", "tokenizer_config.json", "special_tokens_map.json", "added_tokens.json"),
     *("tokenizer.model", "tiktoken.model", "vocab.json", "merges.txt"),
 )
-# Small files that determine which large ones are needed. `digests.json` is a file of mtpjax's own checkpoints.
+# Small files that determine which large ones are needed. `digests.json` is a file of mtpjax checkpoints.
 _DESCRIPTION = (
     *(*TOKENIZER_FILES, INDEX, "digests.json", "mtpjax_self_check.json", "adapter_config.json"),
     *("hf_quant_config.json", "quantize_config.json"),
@@ -68,7 +68,7 @@ def resolve(name, *, weights: bool = True) -> pathlib.Path:
 
 
 def _describe_missing(text: str) -> str:
-    """Says that nothing exists at a path, and what its folder holds instead."""
+    """Returns a message that a path does not exist, with the content of its folder."""
     folder, path = pathlib.Path(text).parent, printable(repr(text) if not text.strip() else text, 300)
     try:
         names = sorted(file.name for file in folder.iterdir() if not file.name.startswith("."))
@@ -80,12 +80,12 @@ def _describe_missing(text: str) -> str:
     if not names:
         return f"{path} does not exist; its folder is empty"
     others = f" and {len(names) - len(near)} more" if len(names) > len(near) else ""
-    return f"{path} does not exist; its folder holds {printable(', '.join(near), 300)}{others}"
+    return f"{path} does not exist; its folder contains {printable(', '.join(near), 300)}{others}"
 
 
 @functools.cache  # a command resolves a name several times, and must get one snapshot
 def _download(repository: str, revision: str | None, file: str, weights: bool) -> pathlib.Path:
-    """Downloads what is needed of a repository, and returns the snapshot's folder or the file in it."""
+    """Downloads the necessary files of a repository, and returns the snapshot's folder or the file in it."""
     name = repository + (f"@{revision}" if revision else "")
     # A GGUF file holds everything.
     if file:
@@ -122,7 +122,7 @@ def _weight_files(folder: pathlib.Path) -> tuple[str, ...]:
         content = read_inside(folder, INDEX, max_bytes=MAX_INDEX_BYTES)
         index = parse_json(content) if content is not None else {}
     except (UnsafeFileError, ValueError):
-        index = {}  # loading says what is wrong with the file
+        index = {}  # loading reports the problem
     weight_map = index.get("weight_map") if isinstance(index, dict) else None
     listed = weight_map.values() if isinstance(weight_map, dict) else [SINGLE]
     # Loading rejects an index with values of other kinds.

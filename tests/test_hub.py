@@ -138,7 +138,7 @@ def test_a_wrong_path_that_looks_like_a_name_is_first_said_not_to_exist(is_onlin
         ["train", f"init_from={model[1]}", "data=text.txt", "output=out"],
     ):
         error = run_and_read(command)
-        said = rf"^mtpjax {command[0]}: runs/quickstrat does not exist; its folder holds quickstart and 1 more\. "
+        said = rf"^mtpjax {command[0]}: runs/quickstrat does not exist; its folder contains quickstart and 1 more\. "
         assert re.search(said, error) and error.count("\n") == 1, (command, error)
 
 

@@ -59,7 +59,7 @@ def _vocabulary(options) -> int:
         chosen = "bold" if size == options.size else ""
         table.add_row(str(size), f"{size / vocab_size:.1%}", f"{share:.2%}", style=chosen)
     rich.console.Console().print(table)
-    # List what was not read, so that a wrong --pattern is noticed.
+    # List skipped files, so that a wrong --pattern is noticed.
     skipped = f", {len(corpus.skipped)} skipped, the last: {printable(corpus.skipped[-1])}" if corpus.skipped else ""
     files_read = f"{count_of(corpus.num_files, 'file')} of text{skipped}"
     counted = f"{count_of(corpus.counts.sum(), 'token')} of {files_read}"

@@ -63,7 +63,7 @@ def admin_router(server: ApiServer) -> APIRouter:
         if values["abort_all"]:
             check_admin(request, settings)
             return {"num_aborted": server.client.abort()}
-        require(values["rid"], "rid is missing: name a request, or set abort_all to true", param="rid")
+        require(values["rid"], "rid is missing: set it, or set abort_all to true", param="rid")
         # A client may abort its own requests; the admin may abort any.
         owner = None if request.scope.get("is_admin") else owner_of(request)
         return {"num_aborted": server.client.abort(values["rid"], owner)}

@@ -103,8 +103,8 @@ class Field:
 
     Attributes:
         kind: "integer", "number", "boolean" or "string".
-        maximum: the largest value; the maximum length of a string, in characters.
-        is_above: the value must be above `minimum`.
+        maximum: maximum value; of a string, the maximum length in characters.
+        is_above: `minimum` itself is not allowed.
     """
 
     kind: str
@@ -119,7 +119,7 @@ class Field:
         return self.default if value is None else self.check(value, prefix + name)
 
     def check(self, value: Any, param: str) -> Any:
-        """Returns a value as this kind. Raises ApiError, which names `param`."""
+        """Returns the value, converted to this kind. Raises ApiError with `param`."""
         if self.kind == "string":
             return check_text(value, param, int(self.maximum))
         if self.kind == "boolean":
@@ -150,7 +150,7 @@ FLAG = Field("boolean", default=False)
 
 
 def parse_body(raw: bytes) -> dict[str, Any]:
-    """Parses a body into a JSON object, without NaN, Infinity or numbers beyond float64. Raises ApiError."""
+    """Parses a body into a JSON object, without NaN, Infinity or numbers above float64's range. Raises ApiError."""
     try:
         check_json_depth(raw, MAX_DEPTH)
         text = raw.decode("utf-8-sig")
@@ -177,12 +177,12 @@ def check_text(value: Any, param: str, max_characters: int) -> str:
     try:
         value.encode()
     except UnicodeEncodeError as error:
-        raise ApiError(f"{param} holds a lone surrogate at character {error.start}", param=param) from error
+        raise ApiError(f"{param} contains a lone surrogate at character {error.start}", param=param) from error
     return value
 
 
 def check_integer(value: Any, param: str) -> int:
-    """Returns an integer. 5.0 is one, because JavaScript clients send it; true and "5" are not."""
+    """Returns an integer. Accepts 5.0, because JavaScript clients send it, but not true and "5"."""
     if isinstance(value, float) and value.is_integer():
         return int(value)
     if isinstance(value, bool) or not isinstance(value, int):
@@ -206,18 +206,18 @@ def check_tokens(values: list[Any], param: str, vocab_size: int) -> list[int]:
 def check_token(value: Any, param: str, vocab_size: int) -> int:
     is_integer = type(value) is int or (type(value) is float and value.is_integer())
     if not (is_integer and 0 <= value < vocab_size):
-        message = f"{param} must hold token ids in 0..{vocab_size - 1}, got {short(value)}"
+        message = f"{param} must contain token ids in 0..{vocab_size - 1}, got {short(value)}"
         raise ApiError(message, param=param, code="out_of_vocabulary")
     return int(value)
 
 
 def short(value: Any) -> str:
-    """Describes a value in a message: a number, else only its kind, because the request is the client's secret."""
+    """Describes a value in a message: a number, else only its type, because requests are confidential."""
     if isinstance(value, int | float):
-        # A number of thousands of digits has no quick decimal form.
+        # Formatting a number with thousands of digits would be slow.
         return str(value) if abs(value) < 10**18 else "a number beyond 10^18"
     kinds = {str: "a string", list: "a list", dict: "an object", type(None): "null"}
-    return kinds.get(type(value), "another value")
+    return kinds.get(type(value), "a value of a different type")
 
 
 def _check_number(value: Any, param: str) -> float:
@@ -236,5 +236,5 @@ def _reject_constant(name: str) -> Any:
 def _finite_float(text: str) -> float:
     number = float(text)
     if not math.isfinite(number):
-        raise ValueError("a number is beyond float64")
+        raise ValueError("a number does not fit into float64")
     return number

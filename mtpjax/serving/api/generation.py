@@ -27,7 +27,7 @@ class Job:
 
 @dataclasses.dataclass(frozen=True)
 class Update:
-    """New output of one text. `logprobs` is empty unless the request asks for it."""
+    """New output of one text. `logprobs` is empty unless requested."""
 
     choice: "Choice"
     spans: list[Span]
@@ -45,7 +45,7 @@ class Choice:
     Attributes:
         index: its index among the texts of the HTTP request.
         tokens: new tokens so far, without those after a stop string.
-        logprobs: of `tokens`, if the request asks for them.
+        logprobs: of `tokens`, if requested.
         finish: how it ended; None while it is running.
     """
 
@@ -81,7 +81,7 @@ class Generation:
         jobs: the texts.
         name: the HTTP request's id.
         owner: whose request it is, as in `EngineClient.running`.
-        is_streaming: the client reads the text as it is generated, and may be too slow.
+        is_streaming: the response is a stream, whose client may read too slowly.
 
     Raises:
         ApiError: the engine rejects a request, or the server stops. Then no request runs.
@@ -170,7 +170,7 @@ class Generation:
                     yield update
 
     def _drain(self) -> Iterator[tuple[int, Delta | Finish]]:
-        """Yields what has arrived; consecutive tokens of one text become one delta."""
+        """Yields the events that have arrived; consecutive tokens of one text become one delta."""
         while self._inbox:
             index, event = self._inbox.popleft()
             while isinstance(event, Delta) and self._inbox and self._inbox[0][0] == index:

@@ -59,7 +59,7 @@ class TextOffsets:
 
 
 def completion_logprobs(tokenizer: Tokenizer, scores: TokenScores, offsets: TextOffsets) -> dict[str, Any]:
-    """Makes the `logprobs` object of a completion; `offsets` has already had the tokens before `scores`."""
+    """Makes the `logprobs` object of a completion; `offsets` has counted the tokens before `scores`."""
     text_of = _token_texts(tokenizer)
     top = None
     if scores.alternatives is not None:

@@ -30,11 +30,11 @@ from mtpjax.serving.request import Request
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Options:
-    """The settings for continuing texts.
+    """The generation options of a request.
 
     Attributes:
         max_new_tokens: maximum new tokens; None: as many as fit.
-        is_explicit: whether the request sets `max_new_tokens`, so that all of them must fit.
+        is_explicit: the request sets `max_new_tokens`, so that all of them must fit.
         sampling: without a seed.
         seed: of the first choice; each further choice adds 1.
         stop: stop strings.
@@ -66,24 +66,21 @@ class Options:
 
         Args:
             prompts: token ids.
-            limits: of the model.
+            limits: of the model and server.
             salt: only requests with the same salt share pages.
-            param: the field that gave the prompts, for messages.
+            param: the field with the prompts, for messages.
             grammar: the compiled grammar.
 
         Raises:
             ApiError: a text would be too long, or there are too many.
         """
         num_texts = len(prompts) * self.num_choices
-        asked = f"{count_of(num_texts, 'text')} ({count_of(len(prompts), 'prompt')}, n {self.num_choices})"
+        texts = f"{count_of(num_texts, 'text')} ({count_of(len(prompts), 'prompt')}, n {self.num_choices})"
         if num_texts > limits.max_requests:
-            raise ApiError(f"a request may ask for {count_of(limits.max_requests, 'text')}, not for {asked}", param="n")
+            raise ApiError(f"a request may have {count_of(limits.max_requests, 'text')}, got {texts}", param="n")
         # Such a request would never fit into the queue.
         if num_texts > limits.max_queued:
-            message = (
-                f"the request asks for {asked}; the server holds at most {limits.max_queued} at the same time, running "
-                "and waiting: send fewer in one request"
-            )
+            message = f"the request has {texts}; the server accepts at most {limits.max_queued}, running and waiting"
             raise ApiError(message, param=param if len(prompts) > 1 else "n", code="batch_too_large")
         # Each choice is a separate engine request, whose seed is one higher than that of the choice before.
         jobs = []

@@ -21,7 +21,7 @@ MAX_PROMPTS = 1024
 MAX_MESSAGES = 2048
 MAX_TOOLS = 128  # as OpenAI's API
 ROLES = ("system", "developer", "user", "assistant", "tool")
-# Fields of a message that templates read besides role and content.
+# Fields of a message that templates read, in addition to role and content.
 _MESSAGE_FIELDS = ("name", "tool_call_id", "tool_calls", "function_call", *REASONING_FIELDS)
 _ROLE_LIST = ", ".join(ROLES)
 
@@ -34,7 +34,7 @@ def read_prompts(
     Args:
         value: a text, a list of texts, a list of token ids, or a list of such lists.
         param: the field, for messages.
-        add_special_tokens: add the tokens that the tokenizer puts around texts, such as a beginning-of-text token.
+        add_special_tokens: add the tokenizer's special tokens, such as a beginning-of-text token.
 
     Raises:
         ApiError: the value has another form, is empty, or exceeds a limit.
@@ -61,7 +61,7 @@ def read_prompts(
 def encode_text(tokenizer: Tokenizer, text: str, param: str, *, add_special_tokens: bool) -> list[int]:
     try:
         return tokenizer.encode(text) if add_special_tokens else tokenizer.encode_plain(text)
-    except ValueError as error:  # those of tokenizers have a text that is meant for users
+    except ValueError as error:  # the messages of tokenizers are written for users
         raise ApiError(str(error), param=param) from error
 
 
@@ -95,7 +95,7 @@ def _reasoning_effort(value: Any, variables: dict[str, Any], tokenizer: Tokenize
 
 
 class _Size:
-    """Counts the characters of everything that a chat template may write."""
+    """Counts the characters of all input of a chat template."""
 
     def __init__(self, max_characters: int):
         self._max_characters, self._num_characters = max_characters, 0
@@ -119,7 +119,7 @@ class _Size:
 
 
 def _token_ids(value: Any, param: str, limits: Limits) -> list[int]:
-    require(isinstance(value, list), f"{param} mixes token ids with other values", param=param)
+    require(isinstance(value, list), f"{param} mixes token ids and other values", param=param)
     if len(value) >= limits.max_length:
         given = count_of(len(value), "token")
         message = f"{param} has {given}; the longest text has {limits.max_length} tokens, one of them new"

@@ -13,7 +13,7 @@ from typing import Any
 
 
 def main() -> None:
-    """Answers requests on standard input, each a line with kind and size and then a body, with lines of JSON."""
+    """Reads requests from standard input, each a line with kind and size, then a body; answers each with a line of JSON."""
     # Ctrl-C reaches every process of the terminal; the server decides when this one ends.
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     # Other output must not be mistaken for an answer.
@@ -52,7 +52,7 @@ def main() -> None:
             line = line[os.write(answers, line) :]
         del raw, answer, line
         if limits is not None and _memory_in_use() > limits.memory // 2:
-            return  # Python rarely returns memory
+            return  # Python rarely returns memory to the system
 
 
 def _limit_memory(num_bytes: int) -> None:

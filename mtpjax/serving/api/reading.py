@@ -25,7 +25,7 @@ from mtpjax.serving.api.prompts import encode_text, read_chat, read_prompts
 from mtpjax.serving.api.reading_result import Reading
 from mtpjax.serving.api.settings import Limits
 
-MAX_VALUES = 1 << 17  # of JSON in a body, besides the ids of prompts
+MAX_VALUES = 1 << 17  # of JSON in a body, excluding the token ids of prompts
 MAX_OPTION_BYTES = 1 << 18  # of a body's JSON without prompts, messages and tools: a grammar may have 64 kB
 # Fields that the event loop does not need; they have separate limits.
 _PROMPT_FIELDS = ("prompt", "text", "input_ids", "tokens")
@@ -110,7 +110,7 @@ class BodyReader:
         rest = {name: value for name, value in body.items() if name not in _READ_FIELDS}
         size = len(json.dumps(rest))
         if size > MAX_OPTION_BYTES:
-            message = f"the fields besides {param} have {size} bytes of JSON; at most {MAX_OPTION_BYTES} are allowed"
+            message = f"the fields other than {param} have {size} bytes of JSON; at most {MAX_OPTION_BYTES} are allowed"
             raise ApiError(message, code="request_too_large")
         return Reading(rest, tuples, param=param)
 
@@ -132,7 +132,7 @@ def _check_values(body: Body) -> None:
         value = open_values.pop()
         num_values += len(value)
         if num_values > MAX_VALUES:
-            message = f"the body has more than {MAX_VALUES} JSON values besides its prompt"
+            message = f"the body has more than {MAX_VALUES} JSON values in addition to its prompt"
             raise ApiError(message, code="request_too_large")
         inner = value.values() if isinstance(value, dict) else value
         open_values += [each for each in inner if isinstance(each, dict | list)]

@@ -1,4 +1,4 @@
-"""What a process that reads bodies returns."""
+"""The result of reading a body, which a separate process returns as JSON."""
 
 import base64
 import dataclasses

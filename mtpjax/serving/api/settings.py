@@ -14,7 +14,7 @@ class ApiSettings:
         api_keys: requests need one of them as bearer token; empty: no key is needed.
         admin_api_keys: `/flush_cache`, and `/abort_request` for all, need one of them; they are valid for every other
             route too. Empty: ordinary keys are enough.
-        open_paths: paths that need no key. The page shows nothing without its data, which needs one.
+        open_paths: paths that need no key. The page itself is open, but its data needs a key.
         max_body_bytes: larger bodies get 413.
         max_prompt_characters: maximum length of a prompt; None: 64 per token of the longest text.
         max_requests: maximum texts of one request, prompts times `n`.
@@ -52,7 +52,7 @@ class Limits:
     Attributes:
         max_length: maximum tokens of a text, prompt included.
         max_prompt_characters: longer prompts are rejected before they are tokenized.
-        max_total_characters: of all prompts of a request.
+        max_total_characters: maximum characters of all prompts of a request.
         max_requests: maximum texts of one request.
         max_queued: maximum texts that the server holds at the same time.
         template_variables: variables of the chat template that requests may set.

@@ -1,4 +1,4 @@
-"""Clients take turns: many requests of one client do not delay the others."""
+"""Fairness between clients: many requests of one client do not delay the others."""
 
 import asyncio
 import collections
@@ -10,10 +10,10 @@ MAX_WAITING_BYTES = 256 << 20  # of their bodies
 
 
 class FairQueue:
-    """Waiting items: the oldest of each client in turn. Clients with a running item come after those without.
+    """A queue that takes the oldest item of each client in turn; clients with running items come last.
 
     Args:
-        running: items that were taken and have not ended, by client. Queues may share them.
+        running: number of items that were taken and have not ended, by client. Queues may share it.
     """
 
     def __init__(self, running: collections.Counter[Hashable]):
@@ -37,7 +37,7 @@ class FairQueue:
         subtract(self._running, client, 1)
 
     def discard(self, client: Hashable, item: Any) -> bool:
-        """Removes an item if it still waits; the next turn goes to other clients. Returns whether it waited."""
+        """Removes an item if it still waits, and moves its client to the end. Returns whether it waited."""
         items = self._waiting.get(client, ())
         if not items or item not in items:
             return False
@@ -49,10 +49,10 @@ class FairQueue:
 
 
 class Turns:
-    """Limits how much work runs at the same time. Used in one event loop.
+    """Limits how many tasks run at the same time, in one event loop.
 
     Args:
-        num_slots: pieces of work that may run.
+        num_slots: maximum number of tasks that run.
     """
 
     def __init__(self, num_slots: int):
@@ -108,7 +108,7 @@ class ReadQueue:
         self._bytes: collections.Counter[Hashable] = collections.Counter()
 
     def add(self, client: Hashable, num_bytes: int, item: Any, *, is_small: bool) -> bool:
-        """Appends a request. Returns False, without adding it, if the queue is full and the client has its share."""
+        """Appends a request. Returns False, without adding it, if the queue and the client's share of it are full."""
         num_clients = len(self._counts.keys() | {client})
         for used, added, maximum in ((self._counts, 1, MAX_WAITING), (self._bytes, num_bytes, MAX_WAITING_BYTES)):
             if used.total() + added > maximum and used[client] + added > maximum // num_clients:
