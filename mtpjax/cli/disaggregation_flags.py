@@ -67,7 +67,7 @@ def disaggregation_settings(options) -> Any:
         secret = pathlib.Path(options.disaggregation_secret_file).read_bytes().strip()
     else:
         secret = os.environ.get(SECRET_VARIABLE, "").encode()
-    require(secret, f"--disaggregation-mode needs --disaggregation-secret-file, or {SECRET_VARIABLE}")
+    require(bool(secret), f"--disaggregation-mode needs --disaggregation-secret-file, or {SECRET_VARIABLE}")
     return DisaggregationSettings(
         prefill_url=url if mode == "decode" else None,
         secret=secret,

@@ -128,7 +128,7 @@ def _read_standard_input() -> str:
         text = sys.stdin.buffer.read().decode("utf-8-sig")
     except UnicodeDecodeError as error:
         raise UsageError(f"standard input is not UTF-8 text at byte {error.start + 1}") from error
-    require(text.strip(), "standard input is empty, but --prompt - reads the prompt from it")
+    require(bool(text.strip()), "standard input is empty, but --prompt - reads the prompt from it")
     return text.removesuffix("\n").removesuffix("\r")
 
 

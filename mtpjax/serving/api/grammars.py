@@ -76,8 +76,8 @@ def _read_structured_outputs(value: Any, param: str) -> GrammarField | None:
     # "json_object" is short for the schema of any object.
     if given.get("json_object") is True:
         given = {**given, "json": {"type": "object"}}
-    unsupported = [name for name in given if name not in (*readers, "json_object")]
-    if not isinstance(value, dict) or unsupported or len(given.keys() & readers) != 1:
+    unknown = [name for name in given if name not in (*readers, "json_object")]
+    if not isinstance(value, dict) or unknown or len(given.keys() & readers) != 1:
         raise unsupported(f"{param} must have json, regex or json_object", param)
     return next(read(given[name], f"{param}.{name}") for name, read in readers.items() if name in given)
 

@@ -13,7 +13,7 @@ from typing import Any
 
 
 def main() -> None:
-    """Reads requests from standard input, each a line with kind and size, then a body; answers each with a line of JSON."""
+    """Reads requests from standard input: a line with kind and size, then a body. Answers with a line of JSON each."""
     # Ctrl-C reaches every process of the terminal; the server decides when this one ends.
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     # Other output must not be mistaken for an answer.
