@@ -104,6 +104,7 @@ def test_the_command_lists_the_shapes_and_says_that_a_cpu_has_no_kernels(cache, 
     output = capsys.readouterr()
     assert ended.value.code == 0
     assert "verify_attention" in output.out and "JAX has no GPU here" in output.err
-    with pytest.raises(SystemExit) as ended:
-        main(["tune", "--model", str(checkpoint), "--context", "0"])
-    assert ended.value.code and "context must be at least 1, got 0" in capsys.readouterr().err
+    for flags in (["--context", "0"], ["--batch-size", "1", "0"]):
+        with pytest.raises(SystemExit) as ended:
+            main(["tune", "--model", str(checkpoint), *flags])
+        assert ended.value.code and f"{flags[0]} must be at least 1, got 0" in capsys.readouterr().err
