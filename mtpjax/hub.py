@@ -107,8 +107,8 @@ def _download(repository: str, revision: str | None, file: str, weights: bool) -
     if (folder / INDEX).exists() and SINGLE not in patterns and _has_file(repository, folder.name, SINGLE):
         # As in a folder: one of the two is obsolete, and programs differ in which one they read.
         raise CheckpointError(
-            f"the repository {name} has {SINGLE} and also {INDEX}, which lists other files: only one of them is valid: "
-            f"download it (hf download {repository} --local-dir FOLDER), delete one of the two, and use FOLDER"
+            f"the repository {name} has {SINGLE} and also {INDEX}, which names other files: only one of the two is the "
+            f"checkpoint. Download it (hf download {repository} --local-dir FOLDER), delete one of the two, and use FOLDER"
         )
     _fetch(repository, folder.name, patterns, name)
     return folder

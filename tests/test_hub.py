@@ -215,7 +215,7 @@ def test_a_gguf_file_of_a_repository(hub, tmp_path):
     params, expected = mtpjax.load("org/small-GGUF/quants/model.F32.gguf")[1], mtpjax.load(golden.path("glm4_moe"))[1]
     jax.tree.map(np.testing.assert_array_equal, params, expected)
     assert hub.downloaded == ["quants/model.F32.gguf"]
-    with pytest.raises(CheckpointError, match=r"name a GGUF file in it as org/small-GGUF/FILE\.gguf"):
+    with pytest.raises(CheckpointError, match=r"use org/small-GGUF/FILE\.gguf for a GGUF file"):
         mtpjax.load("org/small-GGUF")
     with pytest.raises(CheckpointError, match=r"org/small-GGUF has no file absent\.gguf"):
         mtpjax.load("org/small-GGUF/absent.gguf")
@@ -263,7 +263,7 @@ def test_a_damaged_index_is_the_loaders_error(repository, hub):
 def test_a_single_file_beside_an_index_of_others_is_refused_as_in_a_folder(repository, hub):
     (repository / "model.safetensors").write_bytes((repository / "model-00001-of-00003.safetensors").read_bytes())
     for name in ("org/small", repository):
-        with pytest.raises(CheckpointError, match=r"which lists other files: only one of them is valid"):
+        with pytest.raises(CheckpointError, match=r"which names .*: only one of the two is the checkpoint"):
             mtpjax.load(name)
     assert not [file for file in hub.downloaded if file.endswith(".safetensors")]
 
@@ -271,7 +271,7 @@ def test_a_single_file_beside_an_index_of_others_is_refused_as_in_a_folder(repos
 def test_an_index_of_too_many_files_is_rejected(repository, hub):
     weight_map = {str(number): f"{number}.safetensors" for number in range(names.MAX_SHARDS + 1)}
     (repository / names.INDEX).write_text(json.dumps({"weight_map": weight_map}))
-    with pytest.raises(CheckpointError, match="names 10001 files; at most 10000"):
+    with pytest.raises(CheckpointError, match="lists 10001 files; at most 10000"):
         mtpjax.load("org/small")
 
 

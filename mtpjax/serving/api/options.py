@@ -80,7 +80,9 @@ class Options:
             raise ApiError(f"a request may have {count_of(limits.max_requests, 'text')}, got {texts}", param="n")
         # Such a request would never fit into the queue.
         if num_texts > limits.max_queued:
-            message = f"the request has {texts}; the server accepts at most {limits.max_queued}, running and waiting"
+            message = (
+                f"the request has {texts}; the server accepts at most {limits.max_queued} at the same time: send fewer"
+            )
             raise ApiError(message, param=param if len(prompts) > 1 else "n", code="batch_too_large")
         # Each choice is a separate engine request, whose seed is one higher than that of the choice before.
         jobs = []
