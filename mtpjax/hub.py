@@ -108,7 +108,7 @@ def _download(repository: str, revision: str | None, file: str, weights: bool) -
         # As in a folder: one of the two is obsolete, and programs differ in which one they read.
         raise CheckpointError(
             f"the repository {name} has {SINGLE} and also {INDEX}, which names other files: only one of the two is the "
-            f"checkpoint. Download it (hf download {repository} --local-dir FOLDER), delete one of the two, and use FOLDER"
+            f"checkpoint. Download it (hf download {repository} --local-dir FOLDER), delete one, and use FOLDER"
         )
     _fetch(repository, folder.name, patterns, name)
     return folder

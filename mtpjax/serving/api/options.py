@@ -81,7 +81,7 @@ class Options:
         # Such a request would never fit into the queue.
         if num_texts > limits.max_queued:
             message = (
-                f"the request has {texts}; the server accepts at most {limits.max_queued} at the same time: send fewer"
+                f"the request has {texts}; the server holds at most {limits.max_queued} at the same time: send fewer"
             )
             raise ApiError(message, param=param if len(prompts) > 1 else "n", code="batch_too_large")
         # Each choice is a separate engine request, whose seed is one higher than that of the choice before.
