@@ -155,8 +155,8 @@ def _profile(options) -> int:
     # This default is for MTP modules; other drafters have their own.
     if options.num_steps is None and drafter_path is None:
         options.num_steps = DEFAULT_PROFILE_STEPS
-    common.check_output(options)
     if options.predict:
+        common.check_output(options)
         common.write_json(options.output, print_prediction(options))
         return 0
     common.set_threads(options.model_path)
@@ -175,6 +175,7 @@ def _profile(options) -> int:
     conditions = profile.Conditions(
         tuple(options.batch_size), options.context, options.temperature, repeats=options.repeats
     )
+    common.check_output(options)
     model, params = load(options.model_path, model_type=options.model_type, implementation=options.implementation)
     settings = {name: options[name] for name in config_flags.SHAPE_FIELDS}
     settings, draft_params = load_drafter_of(options, settings, model)

@@ -96,14 +96,13 @@ class EngineClient:
     """State that all generations share.
 
     Attributes:
-        max_buffer_bytes: maximum size of undelivered tokens per stream.
         is_stopping: new requests get 503.
         running: engine ids by owner and name of the HTTP request, for `/abort_request`. An owner is a client's key as
             `RequestGuard` gives it, so clients with different keys may use the same name.
     """
 
-    def __init__(self, engine: Engine, tokenizer: Tokenizer, max_buffer_bytes: int):
-        self.engine, self.tokenizer, self.max_buffer_bytes = engine, tokenizer, max_buffer_bytes
+    def __init__(self, engine: Engine, tokenizer: Tokenizer):
+        self.engine, self.tokenizer = engine, tokenizer
         self.is_stopping = False
         self.running: dict[tuple[bytes, str], set[int]] = {}
         self._mailbox: Mailbox | None = None

@@ -50,7 +50,7 @@ class ApiServer:
 
     def __init__(self, engine: Engine, tokenizer: Tokenizer, settings: ApiSettings):
         self.engine, self.tokenizer, self.settings = engine, tokenizer, settings
-        self.client = EngineClient(engine, tokenizer, settings.max_buffer_bytes)
+        self.client = EngineClient(engine, tokenizer)
         self._is_closed = False
         self.prepare: Callable[[Sequence[Request]], Awaitable[None]] | None = None
         self.readers: Readers
@@ -196,8 +196,8 @@ class Reply(abc.ABC):
             await server.prepare([job.request for job in self._jobs])
         if self._values["stream"]:
             # Submit before the status is sent, so that a full queue is still a 429.
-            generation = Generation(server.client, self._jobs, self._id, owner=owner, is_streaming=True)
-            timeout = server.settings.write_timeout
+            max_bytes, timeout = server.settings.max_buffer_bytes, server.settings.write_timeout
+            generation = Generation(server.client, self._jobs, self._id, owner=owner, max_buffer_bytes=max_bytes)
             return EventStream(self._events(generation), write_timeout=timeout, on_close=generation.close)
 
         async def run() -> Any:
