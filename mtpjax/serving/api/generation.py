@@ -81,7 +81,7 @@ class Generation:
         jobs: the texts.
         name: the HTTP request's id.
         owner: whose request it is, as in `EngineClient.running`.
-        max_buffer_bytes: maximum size of undelivered tokens; a stream's client may read too slowly.
+        max_bytes: maximum size of undelivered tokens; a stream's client may read too slowly.
 
     Raises:
         ApiError: the engine rejects a request, or the server stops. Then no request runs.
@@ -89,20 +89,14 @@ class Generation:
     """
 
     def __init__(
-        self,
-        client: EngineClient,
-        jobs: Sequence[Job],
-        name: str,
-        *,
-        owner: bytes = b"",
-        max_buffer_bytes: float = math.inf,
+        self, client: EngineClient, jobs: Sequence[Job], name: str, *, owner: bytes = b"", max_bytes: float = math.inf
     ):
         if client.is_stopping:
             raise shutting_down()
         self._key, self._client = (owner, name), client
         require(self._key not in client.running, "a request with this rid is running", param="rid")
         self.started = time.monotonic()
-        self._max_bytes = max_buffer_bytes
+        self._max_bytes = max_bytes
         self._mailbox = client.mailbox()
         self._inbox: collections.deque[tuple[int, Delta | Finish]] = collections.deque()
         self._arrived = asyncio.Event()

@@ -197,7 +197,7 @@ class Reply(abc.ABC):
         if self._values["stream"]:
             # Submit before the status is sent, so that a full queue is still a 429.
             max_bytes, timeout = server.settings.max_buffer_bytes, server.settings.write_timeout
-            generation = Generation(server.client, self._jobs, self._id, owner=owner, max_buffer_bytes=max_bytes)
+            generation = Generation(server.client, self._jobs, self._id, owner=owner, max_bytes=max_bytes)
             return EventStream(self._events(generation), write_timeout=timeout, on_close=generation.close)
 
         async def run() -> Any:
