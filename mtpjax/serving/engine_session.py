@@ -12,16 +12,17 @@ from jax.sharding import NamedSharding, PartitionSpec
 from mtpjax.compat import library_settings
 from mtpjax.decoding.capacity import round_up_capacity
 from mtpjax.decoding.config import DecodeConfig
-from mtpjax.decoding.decoder import StateShape
-from mtpjax.decoding.device import fit_params, platform_of, with_implementation
+from mtpjax.decoding.device import fit_params, with_implementation
 from mtpjax.decoding.sampling import SamplingFeatures
 from mtpjax.decoding.session import Session
+from mtpjax.decoding.state import StateShape
 from mtpjax.drafters.trained import require_whole_trunk
 from mtpjax.inference.requests import check_settings, explain_param_errors, make_drafter, params_to_device
 from mtpjax.models.cache import recurrent_entries, replace_recurrent_entries
 from mtpjax.models.expert_counts import expert_layers
 from mtpjax.models.expert_placement import STACKS, num_expert_devices, placement_tables
 from mtpjax.models.model import MTPModel
+from mtpjax.models.sharding import platform_of
 from mtpjax.serving import host_pages
 from mtpjax.serving.calls import PendingCall
 from mtpjax.serving.expert_programs import count_experts, move_experts

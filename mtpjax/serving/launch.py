@@ -13,7 +13,8 @@ from typing import Any
 import jax
 
 from mtpjax.decoding.config import DecodeConfig
-from mtpjax.decoding.decoder import Decoder, StateShape
+from mtpjax.decoding.decoder import Decoder
+from mtpjax.decoding.state import StateShape
 from mtpjax.distributed import gather_values
 from mtpjax.errors import MemoryTooSmall, is_memory_error, printable
 from mtpjax.host import describe_address_limit

@@ -3,9 +3,10 @@
 import json
 
 import pytest
+from mtpjax.data.tokenizer_files import read_chat_templates
 
 from mtpjax.data import chat_messages, template_probe
-from mtpjax.data.chat_template import ChatTemplates, read_chat_templates
+from mtpjax.data.chat_template import ChatTemplates
 from mtpjax.data.config import Source
 from mtpjax.data.record_forms import find_messages
 from mtpjax.data.regeneration_tasks import make_task
