@@ -1,9 +1,10 @@
-"""Tables for the terminal."""
+"""Tables and progress bars for the terminal."""
 
 from collections.abc import Iterable, Iterator
 
 import rich.box
 import rich.console
+import rich.progress
 import rich.table
 
 
@@ -47,10 +48,17 @@ def split_columns(table: rich.table.Table, width: int) -> Iterator[rich.table.Ta
 
 
 def print_parts(console: rich.console.Console, parts: Iterable[rich.table.Table | str]) -> None:
-    """Prints tables, and lines as they are: neither wrapped, nor coloured, nor read as markup.
+    """Prints tables, and plain lines: neither wrapped, nor colored, nor parsed as markup.
 
     Args:
         console: where to print.
     """
     for part in parts:
         console.print(part, soft_wrap=isinstance(part, str), highlight=False, markup=False)
+
+
+def progress_bar(*columns: rich.progress.ProgressColumn) -> rich.progress.Progress:
+    """Makes a progress bar on stderr, shown only on a terminal and removed at the end."""
+    # stdout carries the command's results only, so that they can be piped.
+    console = rich.console.Console(stderr=True)
+    return rich.progress.Progress(*columns, console=console, transient=True, disable=not console.is_terminal)

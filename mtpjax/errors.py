@@ -11,6 +11,7 @@ Every other `ValueError` or `OSError` exits with 2 too.
 """
 
 MAX_MESSAGE_CHARACTERS = 2000
+INTERRUPTED = 130  # the exit code of a shell's command that SIGINT ended
 
 
 def printable(text: object, max_characters: int = MAX_MESSAGE_CHARACTERS) -> str:

@@ -15,10 +15,10 @@ DRAFTER_KEYS = ("speculators_model_type", "medusa_num_heads")
 
 
 def reject_other_folder(folder: pathlib.Path) -> None:
-    """Raises an error for a folder that is not a model; the message says what it is and what to do.
+    """Raises an error for a folder that is not a model; the message describes the folder and what to do.
 
     Args:
-        folder: what a user gave as a model. A file, a missing folder or a model raises nothing.
+        folder: the path that was given as a model. Files, missing folders and models raise nothing.
 
     Raises:
         CheckpointError: the folder holds an adapter, a drafter, a diffusion pipeline, parts of a training state, or
@@ -39,7 +39,7 @@ def _describe(folder: pathlib.Path, names: list[str]) -> str | None:
     )
     if ADAPTER in names and not has_model:
         base = _read(folder, ADAPTER).get("base_model_name_or_path")
-        base = printable(base, 200) if isinstance(base, str) and base else "a model that it does not name"
+        base = printable(base, 200) if isinstance(base, str) and base else "an unnamed model"
         return (
             f"is an adapter of {base}, not a model: merge it first. With peft: PeftModel.from_pretrained(base, folder)"
             ".merge_and_unload().save_pretrained(OUT); then give OUT"
@@ -68,7 +68,7 @@ def _describe_training(folder: pathlib.Path, names: list[str]) -> str | None:
     """Recognizes the state of another program's training run, without its model."""
     if any(name.endswith(".distcp") for name in names) or any((folder / name / ".metadata").exists() for name in names):
         return (
-            "holds the parts of a distributed training state (.distcp), not a model: consolidate them first, for "
+            "contains the shards of a distributed training state (.distcp), not a model: consolidate them first, for "
             "example with accelerate merge-weights"
         )
     if "zero_to_fp32.py" in names or any(name.startswith("global_step") for name in names):

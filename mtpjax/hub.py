@@ -1,11 +1,11 @@
-"""Resolves names of repositories on the Hugging Face Hub, wherever a checkpoint's path is taken. Imports no JAX.
+"""Resolves names of Hugging Face Hub repositories, which can replace a checkpoint's path. Imports no JAX.
 
     org/name            a repository
     org/name@revision   its branch, tag or commit
     org/name/file.gguf  a GGUF file of a repository, also with @revision
 
 An existing path takes precedence. The package `huggingface_hub` downloads into its cache; its environment variables
-(HF_HOME, HF_TOKEN, HF_ENDPOINT, HF_HUB_OFFLINE) hold as usual.
+(HF_HOME, HF_TOKEN, HF_ENDPOINT, HF_HUB_OFFLINE) apply.
 """
 
 import difflib
@@ -24,7 +24,7 @@ _NAME = re.compile(
     r"(?:@(?P<revision>[A-Za-z0-9][\w./-]*))?",
     re.ASCII,
 )
-# A missing file with one of these suffixes is a missing file, not a repository.
+# A name whose first part has one of these suffixes is a missing file, not a repository.
 _FILE_SUFFIXES = (".gguf", ".json", ".jsonl", ".safetensors", ".txt", ".yaml", ".yml")
 INDEX, SINGLE = "model.safetensors.index.json", "model.safetensors"
 MAX_INDEX_BYTES, MAX_SHARDS = 512 << 20, 10_000
@@ -34,7 +34,7 @@ TOKENIZER_FILES = (
     *("tokenizer.json", "tokenizer_config.json", "special_tokens_map.json", "added_tokens.json"),
     *("tokenizer.model", "tiktoken.model", "vocab.json", "merges.txt"),
 )
-# Small files that determine which large ones are needed. `digests.json` is a file of mtpjax's own checkpoints.
+# Small files that determine which large ones are needed. `digests.json` is a file of mtpjax checkpoints.
 _DESCRIPTION = (
     *(*TOKENIZER_FILES, INDEX, "digests.json", "mtpjax_self_check.json", "adapter_config.json"),
     *("hf_quant_config.json", "quantize_config.json"),
@@ -43,7 +43,7 @@ _OWN_FILES = ("params/*", "huggingface/*", "huggingface.json", "huggingface.safe
 
 
 def resolve(name, *, weights: bool = True) -> pathlib.Path:
-    """Finds the path that a user means by a name: a local one, or the cached snapshot of a repository on the Hub.
+    """Returns the path for a name: a local one, or the cached snapshot of a repository on the Hub.
 
     Args:
         name: a path, or `org/name`, `org/name@revision`, `org/name/file.gguf`.
@@ -68,7 +68,7 @@ def resolve(name, *, weights: bool = True) -> pathlib.Path:
 
 
 def _describe_missing(text: str) -> str:
-    """Says that nothing exists at a path, and what its folder holds instead."""
+    """Returns a message that a path does not exist, with the content of its folder."""
     folder, path = pathlib.Path(text).parent, printable(repr(text) if not text.strip() else text, 300)
     try:
         names = sorted(file.name for file in folder.iterdir() if not file.name.startswith("."))
@@ -80,12 +80,12 @@ def _describe_missing(text: str) -> str:
     if not names:
         return f"{path} does not exist; its folder is empty"
     others = f" and {len(names) - len(near)} more" if len(names) > len(near) else ""
-    return f"{path} does not exist; its folder holds {printable(', '.join(near), 300)}{others}"
+    return f"{path} does not exist; its folder contains {printable(', '.join(near), 300)}{others}"
 
 
-@functools.cache  # one command asks several times, and must get one snapshot
+@functools.cache  # a command resolves a name several times, and must get one snapshot
 def _download(repository: str, revision: str | None, file: str, weights: bool) -> pathlib.Path:
-    """Downloads what is needed of a repository, and returns the snapshot's folder or the file in it."""
+    """Downloads the necessary files of a repository, and returns the snapshot's folder or the file in it."""
     name = repository + (f"@{revision}" if revision else "")
     # A GGUF file holds everything.
     if file:
@@ -96,22 +96,19 @@ def _download(repository: str, revision: str | None, file: str, weights: bool) -
     folder = _fetch(repository, revision, _DESCRIPTION if weights else TOKENIZER_FILES, name)
     if not weights:
         return folder
-    # An adapter is downloaded no further: `mtpjax.folder_kinds` says what to do with it.
+    # Stop at an adapter: `mtpjax.folder_kinds` says what to do with it.
     if (folder / "adapter_config.json").exists() and not (folder / "config.json").exists():
         return folder
     if not (folder / "config.json").exists():
-        raise CheckpointError(
-            f"the repository {name} has no config.json; name a GGUF file in it as {repository}/FILE.gguf"
-        )
-    # The small files say which weights belong to the checkpoint; other files, such as copies in another format, stay.
-    # The folder is named after its commit: both downloads are of the same one.
+        raise CheckpointError(f"the repository {name} has no config.json; use {repository}/FILE.gguf for a GGUF file")
+    # The small files say which weights belong to the checkpoint; other files, such as copies in a different format, are
+    # not downloaded. The folder's name is its commit, so both downloads are of the same one.
     patterns = _weight_files(folder)
     if (folder / INDEX).exists() and SINGLE not in patterns and _has_file(repository, folder.name, SINGLE):
-        # As in a folder: one of the two is left over, and programs differ in which one they read.
+        # As in a folder: one of the two is obsolete, and programs differ in which one they read.
         raise CheckpointError(
             f"the repository {name} has {SINGLE} and also {INDEX}, which names other files: only one of the two is the "
-            f"checkpoint. Download it (hf download {repository} --local-dir FOLDER), delete one of the two, and take "
-            "FOLDER"
+            f"checkpoint. Download it (hf download {repository} --local-dir FOLDER), delete one, and use FOLDER"
         )
     _fetch(repository, folder.name, patterns, name)
     return folder
@@ -125,19 +122,19 @@ def _weight_files(folder: pathlib.Path) -> tuple[str, ...]:
         content = read_inside(folder, INDEX, max_bytes=MAX_INDEX_BYTES)
         index = parse_json(content) if content is not None else {}
     except (UnsafeFileError, ValueError):
-        index = {}  # loading says what is wrong with the file
+        index = {}  # loading reports the problem
     weight_map = index.get("weight_map") if isinstance(index, dict) else None
-    named = weight_map.values() if isinstance(weight_map, dict) else [SINGLE]
+    listed = weight_map.values() if isinstance(weight_map, dict) else [SINGLE]
     # Loading rejects an index with values of other kinds.
-    files = {name for name in named if isinstance(name, str) and name.endswith(".safetensors")}
+    files = {name for name in listed if isinstance(name, str) and name.endswith(".safetensors")}
     if len(files) > MAX_SHARDS:
-        raise CheckpointError(f"{folder / INDEX} names {len(files)} files; at most {MAX_SHARDS} are accepted")
+        raise CheckpointError(f"{folder / INDEX} lists {len(files)} files; at most {MAX_SHARDS} are accepted")
     # MTP modules may be in a file that the index does not list.
     return (*map(glob.escape, sorted(files)), "*mtp*.safetensors")
 
 
 def _has_file(repository: str, commit: str, file: str) -> bool:
-    """Returns whether a repository has a file; False if the Hub cannot be asked, as for a snapshot in the cache."""
+    """Returns whether a repository has a file; False if the Hub cannot be reached, as for a cached snapshot."""
     from huggingface_hub import HfApi, constants
 
     try:

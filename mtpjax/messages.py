@@ -1,4 +1,4 @@
-"""Wording that messages share, and checks that raise `ValueError` with them. Imports nothing of mtpjax."""
+"""Shared wording of messages, and checks that raise `ValueError` with them. Imports nothing of mtpjax."""
 
 import difflib
 from collections.abc import Iterable
@@ -21,7 +21,7 @@ def json_type_name(value: Any) -> str:
 
 
 def nearest(name: str, known: Iterable[str]) -> str | None:
-    """Returns the known name that a misspelt one most likely means.
+    """Returns the known name that is most likely meant by a misspelt one.
 
     Returns:
         The name that starts with `name`, if there is only one; else the one with the most similar spelling. None if no

@@ -138,7 +138,7 @@ def test_a_wrong_path_that_looks_like_a_name_is_first_said_not_to_exist(is_onlin
         ["train", f"init_from={model[1]}", "data=text.txt", "output=out"],
     ):
         error = run_and_read(command)
-        said = rf"^mtpjax {command[0]}: runs/quickstrat does not exist; its folder holds quickstart and 1 more\. "
+        said = rf"^mtpjax {command[0]}: runs/quickstrat does not exist; its folder contains quickstart and 1 more\. "
         assert re.search(said, error) and error.count("\n") == 1, (command, error)
 
 
@@ -215,7 +215,7 @@ def test_a_gguf_file_of_a_repository(hub, tmp_path):
     params, expected = mtpjax.load("org/small-GGUF/quants/model.F32.gguf")[1], mtpjax.load(golden.path("glm4_moe"))[1]
     jax.tree.map(np.testing.assert_array_equal, params, expected)
     assert hub.downloaded == ["quants/model.F32.gguf"]
-    with pytest.raises(CheckpointError, match=r"name a GGUF file in it as org/small-GGUF/FILE\.gguf"):
+    with pytest.raises(CheckpointError, match=r"use org/small-GGUF/FILE\.gguf for a GGUF file"):
         mtpjax.load("org/small-GGUF")
     with pytest.raises(CheckpointError, match=r"org/small-GGUF has no file absent\.gguf"):
         mtpjax.load("org/small-GGUF/absent.gguf")
@@ -271,7 +271,7 @@ def test_a_single_file_beside_an_index_of_others_is_refused_as_in_a_folder(repos
 def test_an_index_of_too_many_files_is_rejected(repository, hub):
     weight_map = {str(number): f"{number}.safetensors" for number in range(names.MAX_SHARDS + 1)}
     (repository / names.INDEX).write_text(json.dumps({"weight_map": weight_map}))
-    with pytest.raises(CheckpointError, match="names 10001 files; at most 10000"):
+    with pytest.raises(CheckpointError, match="lists 10001 files; at most 10000"):
         mtpjax.load("org/small")
 
 

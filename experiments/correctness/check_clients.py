@@ -24,7 +24,7 @@ import tokenizers
 
 from mtpjax import DecodeConfig, MTPModel, forward
 from mtpjax.data.tokenizer import load_tokenizer
-from mtpjax.serving.api.server import ApiSettings
+from mtpjax.serving.api.settings import ApiSettings
 from mtpjax.serving.app import make_app
 from mtpjax.serving.engine import Engine
 from mtpjax.serving.http_server import serve_in_thread

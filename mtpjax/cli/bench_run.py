@@ -13,14 +13,12 @@ from collections.abc import Mapping
 import rich.console
 
 from mtpjax.atomic import check_output_file
-from mtpjax.cli.common import check_minimums, progress_bar
-from mtpjax.cli.interrupts import INTERRUPTED
-from mtpjax.console import print_parts
+from mtpjax.console import print_parts, progress_bar
 from mtpjax.data.jsonl_writer import JsonlWriter
-from mtpjax.errors import UsageError, printable
+from mtpjax.errors import INTERRUPTED, UsageError, printable
 from mtpjax.evaluation.machine import describe_machine
 from mtpjax.evaluation.plot_style import picture_paths
-from mtpjax.messages import count_of
+from mtpjax.messages import count_of, require
 from mtpjax.serving.bench.backends import BACKENDS, BenchRequest
 from mtpjax.serving.bench.client import Client
 from mtpjax.serving.bench.outcome import Outcome
@@ -35,11 +33,8 @@ from mtpjax.version import __version__
 
 def run_benchmark(options) -> int:
     """Checks every setting, then measures the server. Returns the exit code: 1 if every request failed."""
-    check_minimums(options, num_prompts=1, repeats=1, max_concurrency=1, max_new_tokens=1, warmup_requests=0)
     if options.dataset_name.startswith("random") and not BACKENDS[options.backend].accepts_tokens:
-        raise UsageError(
-            f"--backend {options.backend} does not accept token ids as prompts: give a file, --dataset-path"
-        )
+        raise UsageError(f"--backend {options.backend} does not accept token ids as prompts: use --dataset-path FILE")
     lengths = RandomLengths(options.random_input_len, options.random_output_len, options.random_range_ratio)
     arrival_times(1, options.request_rate, seed=options.seed)
     for path in (options.output_file, f"{options.output}.json" if options.with_and_without_mtp else None):
@@ -65,9 +60,9 @@ async def _connect_and_run(options, lengths) -> int:
         if len(requests) < options.num_prompts:
             print(f"{options.dataset_path} has only {count_of(len(requests), 'prompt')}", file=sys.stderr)
         if options.with_and_without_mtp:
-            picture_paths("comparison", options.plot_formats)  # warns now if none can be drawn
+            picture_paths("comparison", options.plot_formats)  # warns early if plots are impossible
             _check_concurrencies(options.concurrencies, len(requests))
-        # Warm up what will be measured: connections, and the server's programs.
+        # Warm up the connections and the server's programs.
         for request in requests[: options.warmup_requests]:
             for extra in ({}, WITHOUT_DRAFTS) if options.with_and_without_mtp else ({},):
                 await client.send(request, extra)
@@ -82,8 +77,7 @@ async def _make_requests(options, client: Client, lengths: RandomLengths) -> lis
         if (options.vocab_size or 0) < 1:
             raise UsageError("--dataset-name random-ids needs --vocab-size, which must be at least 1")
         return random_requests(range(options.vocab_size), count, lengths, seed=seed)
-    if options.dataset_path is None:
-        raise UsageError(f"--dataset-name {name} needs --dataset-path")
+    require(options.dataset_path is not None, f"--dataset-name {name} needs --dataset-path")
     limits = {"max_new_tokens": options.max_new_tokens, "categories": options.categories}
     return await file_requests(client, options.dataset_path, count, **limits, seed=seed)
 
@@ -102,7 +96,7 @@ async def _run_once(options, client, requests) -> int:
                 max_concurrency=options.max_concurrency,
                 progress=lambda: bar.advance(task),
             )
-        # After Ctrl-C the requests that ended still count.
+        # After Ctrl-C, the finished requests still count.
         except asyncio.CancelledError:
             interrupted, summary = True, summarize(outcomes)
     settings = _settings(options, client)
@@ -120,10 +114,8 @@ async def _run_once(options, client, requests) -> int:
 
 def _check_concurrencies(concurrencies: list[int], num_requests: int) -> None:
     if max(concurrencies) > num_requests or min(concurrencies) < 1:
-        raise UsageError(
-            f"concurrencies must be from 1 to the number of requests, {num_requests}, got "
-            f"{' '.join(map(str, concurrencies))}: change --concurrencies or --num-prompts"
-        )
+        given = " ".join(map(str, concurrencies))
+        raise UsageError(f"--concurrencies must be within 1..{num_requests}, the number of requests, got {given}")
 
 
 async def _compare(options, client, requests) -> int:
@@ -140,13 +132,13 @@ async def _compare(options, client, requests) -> int:
             if run is None:
                 bar.advance(task)
                 return
-            # A line per run: hours of work show in a log too, and --output-file keeps them.
+            # A line per run, also for logs; --output-file keeps the results of long comparisons.
             side = "with MTP" if run.speculative else "without"
             speed = f"{run.summary['output_throughput'] or 0:.1f} tokens/s"
             bar.console.print(f"run {len(runs)} of {num_runs}: {run.concurrency} at once, {side}: {speed}")
             if options.output_file is not None:
-                own = {"max_concurrency": run.concurrency, "speculative": run.speculative, "repeat": run.repeat}
-                _append(options.output_file, {**settings, **own}, run.summary)
+                row = {"max_concurrency": run.concurrency, "speculative": run.speculative, "repeat": run.repeat}
+                _append(options.output_file, {**settings, **row}, run.summary)
 
         try:
             await compare(
@@ -162,7 +154,7 @@ async def _compare(options, client, requests) -> int:
     # Report the pairs that are complete, even if Ctrl-C ended the comparison.
     _print_errors(sum((Counter(run.summary["errors"]) for run in runs), Counter()))
     if rows := speedups(runs):
-        # Speed-ups of another machine are shown only on request.
+        # Published speedups, of a different machine, are shown only on request.
         reference = PUBLISHED if options.reference else {}
         files = write_report(options.output, rows, runs, settings, options.plot_formats, reference)
         console = rich.console.Console()
@@ -177,7 +169,7 @@ async def _compare(options, client, requests) -> int:
 
 
 def _settings(options, client) -> dict:
-    """Returns what a result says about its measurement."""
+    """Returns the description of a measurement, stored with its result."""
     names = ("backend", "dataset_name", "dataset_path", "num_prompts", "max_new_tokens", "random_input_len")
     names += ("random_output_len", "random_range_ratio", "max_concurrency", "seed", "tag", "extra_request_body")
     return {
@@ -222,6 +214,5 @@ def _json_object(text: str | None) -> dict:
         value = json.loads(text)
     except ValueError as error:
         raise UsageError(f"--extra-request-body is not JSON: {error}") from error
-    if not isinstance(value, dict):
-        raise UsageError(f"--extra-request-body must be a JSON object, not {text}")
+    require(isinstance(value, dict), f"--extra-request-body must be a JSON object, not {text}")
     return value

@@ -1,72 +1,103 @@
-"""Flags, progress bars and threads that several commands share."""
+"""Flags, checks and progress bars that several commands share."""
 
 import contextlib
+import json
 import pathlib
 import sys
 import time
 from collections.abc import Callable, Iterator
+from typing import Any
 
 from mtpjax import compilation_cache
-from mtpjax.cli.help import flag_group
+from mtpjax.atomic import check_output_file, write_text
 from mtpjax.errors import UsageError, printable
 from mtpjax.evaluation.plot_style import DEFAULT_FORMATS, FORMATS
+from mtpjax.messages import require
 from mtpjax.models.config import IMPLEMENTATIONS
+
+PROMPT_FILE_HELP = (
+    "file of prompts: JSONL (Spec-Bench, GSM8K and others), or a text file with one prompt per line, or per paragraph "
+    "if it has blank lines"
+)
 
 
 def add_model_path_flag(parser) -> None:
-    flag_group(parser, "model").add_argument(
+    parser.flag_group("model").add_argument(
         "--model-path",
         "--model",
         required=True,
-        help="a checkpoint, a run folder that holds one, a Hugging Face directory, a GGUF file, or a repository of the "
-        "Hugging Face Hub: org/name, org/name@revision or org/name/file.gguf",
+        help="a checkpoint, a training run's folder, a Hugging Face directory, a GGUF file, or a Hugging Face Hub "
+        "repository: org/name, org/name@revision or org/name/file.gguf",
     )
     add_model_type_flag(parser)
 
 
 def add_model_type_flag(parser) -> None:
-    flag_group(parser, "model").add_argument(
+    parser.flag_group("model").add_argument(
         "--model-type",
-        default="auto",
-        help="family to read a Hugging Face checkpoint as, such as qwen3_next (default: the model_type of its "
-        "config.json)",
+        help="model family of a Hugging Face checkpoint, such as qwen3_next (default: model_type in its config.json)",
     )
 
 
 def add_implementation_flag(parser) -> None:
-    flag_group(parser, "model").add_argument(
+    parser.flag_group("model").add_argument(
         "--implementation",
         choices=IMPLEMENTATIONS,
         default="auto",
         metavar="NAME",
-        help="implementation of the ops: xla (plain JAX), triton (GPU kernels), interpreted (the GPU kernels on any "
-        "machine, slowly), or auto, which on a GPU chooses for each op: by the times of `mtpjax tune`, else kernels "
-        "for experts, fp8 weights, prefill attention and attention over the pages of many rows",
+        help="implementation of the ops: xla (plain JAX), triton (GPU kernels), interpreted (the GPU kernels, emulated "
+        "slowly on any device), or auto: on a GPU, the faster one for each op as measured by `mtpjax tune`; without "
+        "measurements, kernels for experts, fp8 weights, prefill attention and paged attention with many rows",
     )
 
 
-def model_type(options) -> str | None:
-    """Returns the family of `--model-type`; None: the checkpoint's own."""
-    return None if options.model_type == "auto" else options.model_type
+def add_decoding_model_flags(parser) -> None:
+    add_model_path_flag(parser)
+    add_implementation_flag(parser)
 
 
-def check_minimums(options, **minimums: int) -> None:
-    """Raises UsageError if the value of a flag is below its minimum."""
+def add_chat_flag(group) -> None:
+    group.add_argument("--chat", action="store_true", help="apply the chat template to each prompt as a user message")
+
+
+def add_data_flags(parser, help: str):
+    """Adds `--data` with this help, and `--pattern`; `list_data` reads them. Returns their group."""
+    group = parser.flag_group("data")
+    group.add_argument("--data", required=True, metavar="PATH", help=help)
+    group.add_argument("--pattern", default="*", help="glob pattern of the files to read in a folder, such as *.jsonl")
+    return group
+
+
+def check_minimums(options, **minimums: float) -> None:
+    """Raises UsageError if the value of a flag, or one of its values, is below its minimum."""
     for name, minimum in minimums.items():
         value = getattr(options, name)
-        if value is not None and value < minimum:
-            raise UsageError(f"--{name.replace('_', '-')} must be at least {minimum}, got {value}")
+        for each in value if isinstance(value, list) else [value]:
+            if each is not None and each < minimum:
+                raise UsageError(f"--{name.replace('_', '-')} must be at least {minimum}, got {each}")
 
 
 def add_plot_formats_flag(parser) -> None:
-    flag_group(parser, "output").add_argument(
+    parser.flag_group("output").add_argument(
         "--plot-formats",
         nargs="*",
         choices=FORMATS,
         default=list(DEFAULT_FORMATS),
         metavar="FORMAT",
-        help=f"formats of the plots: {', '.join(FORMATS)}; no value: no plots",
+        help=f"file formats of the plots: {', '.join(FORMATS)}; give none to skip the plots",
     )
+
+
+def check_output(options) -> None:
+    """Raises ValueError if the file of `--output` cannot be written, before the work whose result it gets."""
+    if options.output is not None:
+        check_output_file(options.output)
+
+
+def write_json(path: str | None, content: Any, *, allow_nan: bool = True) -> None:
+    """Writes a JSON file; does nothing without a path."""
+    if path is not None:
+        write_text(path, json.dumps(content, indent=1, allow_nan=allow_nan) + "\n")
 
 
 def set_threads(model_path: str, threads: int = 0) -> None:
@@ -79,22 +110,11 @@ def set_threads(model_path: str, threads: int = 0) -> None:
     from mtpjax.host import choose_num_threads, limit_threads
     from mtpjax.io.checkpoint_format import checkpoint_bytes
 
-    if threads < 0:
-        raise ValueError(f"threads must be at least 0, got {threads}")
+    require(threads >= 0, f"threads must be at least 0, got {threads}")
     # XLA reads the number once, when JAX makes its devices.
     if "jax" not in sys.modules:
         limit_threads(threads or choose_num_threads(checkpoint_bytes(model_path)))
     compilation_cache.enable()
-
-
-def progress_bar(*columns):
-    """Makes a `rich` progress bar on stderr, shown only on a terminal and removed at the end."""
-    import rich.console
-    from rich.progress import Progress
-
-    # stdout carries the command's results only, so that they can be piped.
-    console = rich.console.Console(stderr=True)
-    return Progress(*columns, console=console, transient=True, disable=not console.is_terminal)
 
 
 @contextlib.contextmanager
@@ -102,19 +122,21 @@ def show_bytes_read(source: str | pathlib.Path, target: str) -> Iterator[Callabl
     """Shows how many bytes a command has read: a bar on a terminal, and one closing line on stderr.
 
     Args:
-        source: file or folder that the command reads; its size is the bar's total.
-        target: what the command writes, named in the closing line.
+        source: the file or folder to read; its size is the bar's total.
+        target: the output, which the closing line names.
 
     Yields:
         A function that takes the number of bytes read since the last call.
     """
     from rich.progress import BarColumn, DownloadColumn, TextColumn, TimeRemainingColumn, TransferSpeedColumn
 
+    from mtpjax.console import progress_bar
+
     place = pathlib.Path(source)
     # `rglob` of a file yields nothing, so this holds for a file and for a folder.
     total = sum(file.stat().st_size for file in (place, *place.rglob("*")) if file.is_file())
     columns = (TextColumn("{task.description}"), BarColumn(), DownloadColumn(), TransferSpeedColumn())
-    done, begin = 0, time.perf_counter()
+    done, start = 0, time.perf_counter()
     with progress_bar(*columns, TimeRemainingColumn()) as bar:
         task = bar.add_task(pathlib.Path(target).name, total=total)
 
@@ -125,10 +147,9 @@ def show_bytes_read(source: str | pathlib.Path, target: str) -> Iterator[Callabl
 
         yield advance
     # The bar disappears at the end; this line stays, also in logs.
-    seconds = time.perf_counter() - begin
-    print(
-        f"{printable(target)}: {done / 1e9:.3f} GB in {seconds:.1f} s, {done / 1e6 / seconds:.0f} MB/s", file=sys.stderr
-    )
+    seconds = time.perf_counter() - start
+    speed = f"{done / 1e9:.3f} GB in {seconds:.1f} s, {done / 1e6 / seconds:.0f} MB/s"
+    print(f"{printable(target)}: {speed}", file=sys.stderr)
 
 
 def list_data(options) -> list[pathlib.Path]:

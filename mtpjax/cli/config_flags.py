@@ -1,20 +1,20 @@
 """Command-line flags made from the fields of `DecodeConfig` and `SamplingParams`. Imports no JAX.
 
-The dataclass alone describes a setting: a flag has its field's name, type and default, and the field's text in the
-class's docstring is its help. SGLang's flag for the same setting, if any, is an alias.
+A flag has the name, type and default of its field, and the field's text in the class's docstring is its help. SGLang's
+flag for the same setting, if any, is an alias.
 """
 
 import dataclasses
+import functools
 import re
 import typing
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable
 from typing import Any
 
-from mtpjax.cli.help import flag_group
 from mtpjax.decoding.acceptance.rules import EXACT_NAMES, LOSSY_NAMES, PARAMETERS, RULES
 from mtpjax.decoding.config import DecodeConfig, SamplingParams
 
-# SGLang's server flags for the same settings, accepted as aliases.
+# SGLang's server flags for the same settings; they are aliases.
 SGLANG_FLAGS = {
     "num_steps": "--speculative-num-steps",
     "topk": "--speculative-eagle-topk",
@@ -25,13 +25,16 @@ SGLANG_FLAGS = {
     "draft_sinks": "--speculative-draft-sink-size",
     "draft_vocabulary": "--speculative-token-map",
 }
-# Settings of the draft's shape, of acceptance, and of one drafter each.
+# Settings of the draft's shape, of acceptance, and of single drafters.
 SHAPE_FIELDS = ("num_steps", "topk", "num_draft_tokens")
 ACCEPTANCE_FIELDS = ("acceptance", *PARAMETERS)
 MTP_FIELDS = ("draft_vocabulary", "draft_window", "draft_sinks")
 LOOKUP_FIELDS = ("prompt_lookup_min", "prompt_lookup_max")
 DRAFT_FIELDS = (*SHAPE_FIELDS, *ACCEPTANCE_FIELDS, *MTP_FIELDS)
-# Numbers with one value for all rows. The other fields of `SamplingParams` have no form on a command line.
+# Settings of the commands that write texts.
+TEXT_FIELDS = ("max_new_tokens", "max_length", "drafter", *DRAFT_FIELDS, *LOOKUP_FIELDS)
+TEXT_FIELDS += ("kv_cache_dtype", "deterministic", "allow_copies")
+# Numbers with one value for all rows. The other fields of `SamplingParams` have no flags.
 SAMPLING_FIELDS = (
     "temperature",
     "top_k",
@@ -42,70 +45,66 @@ SAMPLING_FIELDS = (
     "presence_penalty",
     "min_new_tokens",
 )
-# The group of flags in `--help` that a field belongs to.
+# The group in `--help` of each field's flag.
 GROUPS = {
     "model": ("kv_cache_dtype", "deterministic"),
     "length": ("max_new_tokens", "max_length", "min_new_tokens"),
     "drafts": ("drafter", *SHAPE_FIELDS, "depth_policy", *MTP_FIELDS, *LOOKUP_FIELDS),
     "acceptance": ACCEPTANCE_FIELDS,
-    "sampling": (*SAMPLING_FIELDS[:-1], "seed"),
+    "sampling": SAMPLING_FIELDS[:-1],
     "devices": ("allow_copies",),
 }
-FLAG_FIELDS = tuple(
-    name for names in GROUPS.values() for name in names if name not in SAMPLING_FIELDS and name != "seed"
-)
-# Fields whose flag takes a different kind of value.
+FLAG_FIELDS = {name for names in GROUPS.values() for name in names}
+# Help of fields whose flags take other values than the fields.
 _HELP = {
-    "acceptance": f"acceptance rule: auto, {', '.join(EXACT_NAMES)}; {', '.join(LOSSY_NAMES)} change the text's "
-    "distribution; or package.module:RECORD, an AcceptanceRule of yours. auto is greedy if every prompt is at "
-    "temperature 0, else block for a chain and recursive for a tree",
-    "drafter": "draft method: mtp (the model's MTP modules), lookup (n-grams copied from the row's own text, which "
-    "needs no MTP modules), or package.module:RECORD, a DraftMethod of yours",
-    "draft_vocabulary": "file written by `mtpjax vocabulary`: the MTP modules draft only its tokens",
+    "acceptance": f"acceptance rule: auto, {', '.join(EXACT_NAMES)}, or package.module:RECORD for your own "
+    f"AcceptanceRule. The lossy rules {', '.join(LOSSY_NAMES)} change the text's distribution. auto is greedy if all "
+    "prompts have temperature 0, else block for chains and recursive for trees",
+    "drafter": "draft method: mtp (the model's MTP modules), lookup (n-grams from the prompt and the text so far), or "
+    "package.module:RECORD for your own DraftMethod",
+    "draft_vocabulary": "file written by `mtpjax vocabulary`: the MTP modules draft only tokens in it",
 }
 
 
 def add_config_flags(parser, fields: Iterable[str], **defaults: Any) -> None:
-    """Adds a flag for each of these fields of `DecodeConfig`; `defaults` replace the fields' own."""
-    _add_flags(parser, DecodeConfig, fields, defaults)
-
-
-def add_sampling_flags(parser, *, seed: str = "seed of the first prompt; each further prompt adds 1") -> None:
-    """Adds a flag for each number in `SamplingParams`, and `--seed` with this help."""
-    _add_flags(parser, SamplingParams, SAMPLING_FIELDS, {})
-    flag_group(parser, _group_of("seed")).add_argument("--seed", type=int, default=0, help=seed)
-
-
-def _add_flags(parser, kind: type, fields: Iterable[str], defaults: Mapping[str, Any]) -> None:
-    texts = {name: _flag_text(text) for name, text in field_docs(kind).items()} | _HELP
-    types = typing.get_type_hints(kind)
-    own_defaults = {field.name: field.default for field in dataclasses.fields(kind)}
+    """Adds a flag for each of these fields of `DecodeConfig` or `SamplingParams`; `defaults` override the fields'."""
     for name in fields:
-        default = defaults.get(name, own_defaults[name])
-        text = texts.get(name, "")
+        kind = SamplingParams if name in SAMPLING_FIELDS else DecodeConfig
+        default, type_hint = defaults.get(name, getattr(kind, name)), _type_hints(kind)[name]
+        text = _HELP.get(name) or _flag_text(field_docs(kind).get(name, ""))
         if name == "num_steps" and default is None:
             text += " (default: 2 with MTP modules, 4 for lookup, else 0)"
-        kind_of_flag = {"action": "store_true"} if types[name] is bool else {"type": _number_or_text(types[name])}
-        choices = rule_choices("auto") if name == "acceptance" else _names_of(types[name])
-        if choices:
-            kind_of_flag |= {"choices": choices, "metavar": name.rsplit("_")[-1].upper()}
-        flag_group(parser, _group_of(name)).add_argument(*flag_names(name), default=default, help=text, **kind_of_flag)
+        flag: dict[str, Any] = {"action": "store_true"} if type_hint is bool else {"type": _number_or_text(type_hint)}
+        if choices := rule_choices("auto") if name == "acceptance" else _names_of(type_hint):
+            flag |= {"choices": choices, "metavar": name.rsplit("_")[-1].upper()}
+        group = next(group for group, names in GROUPS.items() if name in names)
+        parser.flag_group(group).add_argument(*flag_names(name), default=default, help=text, **flag)
+
+
+def add_text_flags(parser, *more: str, seed: str) -> None:
+    """Adds the flags of a command that writes texts: `TEXT_FIELDS`, sampling, and `--seed` with this help."""
+    # `num_steps=None` lets `with_num_steps` choose by drafter and model.
+    add_config_flags(parser, (*TEXT_FIELDS, *more, *SAMPLING_FIELDS), max_new_tokens=256, num_steps=None)
+    add_seed_flag(parser, seed)
+
+
+def add_seed_flag(parser, help: str) -> None:
+    parser.flag_group("sampling").add_argument("--seed", type=int, default=0, help=help)
+
+
+_type_hints = functools.cache(typing.get_type_hints)
 
 
 class _NamesOrRecord(tuple):
-    """Names that a flag takes, in addition to `package.module:RECORD`."""
+    """Names that a flag accepts, in addition to `package.module:RECORD`."""
 
     def __contains__(self, value: object) -> bool:
         return ":" in str(value) or super().__contains__(value)
 
 
 def rule_choices(*names: str) -> tuple[str, ...]:
-    """Returns what `--acceptance` takes: these names, those of all rules, and `package.module:RECORD`."""
+    """Returns the choices of `--acceptance`: these names, all rules, and `package.module:RECORD`."""
     return _NamesOrRecord((*names, *RULES))
-
-
-def _group_of(name: str) -> str:
-    return next(group for group, names in GROUPS.items() if name in names)
 
 
 def _flag_text(text: str) -> str:
@@ -118,7 +117,7 @@ def _flag_text(text: str) -> str:
 
 def _flag_of(text: str, name: str) -> str:
     """Returns the flag of the field `name`, or `text` if it is not a field."""
-    return f"--{name.replace('_', '-')}" if name in FLAG_FIELDS + SAMPLING_FIELDS else text
+    return f"--{name.replace('_', '-')}" if name in FLAG_FIELDS else text
 
 
 def flag_names(name: str) -> list[str]:
@@ -129,8 +128,9 @@ def flag_names(name: str) -> list[str]:
     return [f"--{name.replace('_', '-')}", *filter(None, [SGLANG_FLAGS.get(name)])]
 
 
+@functools.cache
 def field_docs(kind: type) -> dict[str, str]:
-    """Reads the text of each field, on one line, from a class's `Attributes:`; nothing under `python -OO`."""
+    """Reads the text of each field, on one line, from a class's `Attributes:`. Empty under `python -OO`."""
     # The section ends at the first empty line.
     _, _, section = (kind.__doc__ or "").partition("Attributes:\n")
     section = re.split(r"\n\s*\n", section)[0]
@@ -178,24 +178,20 @@ def decode_settings(options) -> dict[str, Any]:
     return settings
 
 
-def choose_num_steps(flag_value: int | None, drafter: str, num_mtp_modules: int) -> int:
-    """Returns the given draft levels, or the method's default; 0 for MTP modules that the model does not have."""
-    if flag_value is not None:
-        return flag_value
+def with_num_steps(settings: dict[str, Any], config) -> dict[str, Any]:
+    """Returns arguments of `DecodeConfig` with the draft levels: those given, or the method's default.
+
+    The default is 0 for MTP modules that the model does not have.
+    """
     from mtpjax.drafters.methods import find_method
 
-    method = find_method(drafter)
-    return 0 if method.is_of_model and not num_mtp_modules else method.default_levels
+    if settings["num_steps"] is not None:
+        return settings
+    method = find_method(settings.get("drafter", "mtp"))
+    is_missing = method.is_of_model and not config.num_mtp_modules
+    return settings | {"num_steps": 0 if is_missing else method.default_levels}
 
 
-def with_num_steps(settings: dict[str, Any], config) -> dict[str, Any]:
-    """Returns arguments of `DecodeConfig` with the draft levels of `choose_num_steps`."""
-    steps = choose_num_steps(settings["num_steps"], settings.get("drafter", "mtp"), config.num_mtp_modules)
-    return settings | {"num_steps": steps}
-
-
-def sampling_params(options, num_prompts: int) -> SamplingParams:
-    """Makes the sampling parameters of a batch: one seed per row, so that a repeated prompt gets a different text."""
-    # One number for all rows; only the seed differs.
-    numbers = {name: options[name] for name in SAMPLING_FIELDS}
-    return SamplingParams(**numbers, seed=[options.seed + row for row in range(num_prompts)])
+def sampling_params(options) -> SamplingParams:
+    """Makes the sampling parameters, the same for all rows and without seeds."""
+    return SamplingParams(**{name: options[name] for name in SAMPLING_FIELDS})

@@ -4,14 +4,14 @@ import os
 import pathlib
 from typing import Any
 
-from mtpjax.cli.help import flag_group
 from mtpjax.errors import UsageError
+from mtpjax.messages import require
 
 SECRET_VARIABLE = "MTPJAX_DISAGGREGATION_SECRET"
 
 
 def add_disaggregation_flags(parser) -> None:
-    group = flag_group(parser, "prefill and decode on different machines")
+    group = parser.flag_group("prefill and decode on different machines")
     group.add_argument(
         "--disaggregation-mode",
         metavar="MODE",
@@ -67,8 +67,7 @@ def disaggregation_settings(options) -> Any:
         secret = pathlib.Path(options.disaggregation_secret_file).read_bytes().strip()
     else:
         secret = os.environ.get(SECRET_VARIABLE, "").encode()
-    if not secret:
-        raise UsageError(f"--disaggregation-mode needs --disaggregation-secret-file, or {SECRET_VARIABLE}")
+    require(bool(secret), f"--disaggregation-mode needs --disaggregation-secret-file, or {SECRET_VARIABLE}")
     return DisaggregationSettings(
         prefill_url=url if mode == "decode" else None,
         secret=secret,

@@ -1,71 +1,61 @@
-"""Flags that choose the drafter, by SGLang's names. Imports no JAX before a drafter is loaded."""
+"""Flags that choose the drafter, with SGLang's names. Imports no JAX before a drafter is loaded."""
 
 import dataclasses
 from typing import Any
 
-from mtpjax.cli.help import flag_group
-from mtpjax.messages import did_you_mean
+from mtpjax.messages import did_you_mean, require
 
 NO_DRAFTS = "NONE"
 
 
 def add_drafter_flags(parser) -> None:
     """Adds the flags of a command that decodes with one drafter."""
-    flag_group(parser, "drafts").add_argument(
+    group = parser.flag_group("drafts")
+    group.add_argument(
         "--speculative-algorithm",
-        default=None,
         metavar="NAME",
-        help="draft method. MTP (or NEXTN, EAGLE): the model's MTP modules; EAGLE3, MEDUSA, DFLASH or DSPARK: the "
-        "drafter of --speculative-draft-model-path; NGRAM: n-grams of the text; NONE: no drafts; "
-        "package.module:RECORD: your own method (default: the drafter of --speculative-draft-model-path, else the "
-        "MTP modules, if the model has any)",
+        help="draft method: MTP, NEXTN or EAGLE (the model's MTP modules), EAGLE3, MEDUSA, DFLASH or DSPARK (the "
+        "drafter of --speculative-draft-model-path), NGRAM (n-grams of the text), NONE (no drafts), or "
+        "package.module:RECORD for your own DraftMethod (default: the drafter of --speculative-draft-model-path, else "
+        "the model's MTP modules, if any)",
     )
-    add_path_flags(parser)
-
-
-def add_path_flags(parser) -> None:
-    """Adds the flags for the drafter's files and how to read them."""
-    flag_group(parser, "drafts").add_argument(
+    group.add_argument(
         "--speculative-draft-model-path",
         "--speculative-draft-model",
-        default=None,
-        help="folder or Hub repository of a drafter for this model: EAGLE-3, Medusa, DFlash or DSpark, in the format "
-        "of SpecForge, speculators, vLLM, z-lab or DeepSpec. --num-steps is then by default 3 for EAGLE-3, else as "
-        "many levels as the drafter has",
+        help="folder or Hub repository of an EAGLE-3, Medusa, DFlash or DSpark drafter for this model, in the format "
+        "of SpecForge, speculators, vLLM, z-lab or DeepSpec. --num-steps is then by default 3 for EAGLE-3, else the "
+        "drafter's number of levels",
     )
     add_reading_flags(parser)
+    group.add_argument(
+        "--speculative-dspark-confidence-threshold",
+        type=float,
+        metavar="P",
+        help="for DSpark: end the draft before the first token whose predicted acceptance probability is below this "
+        "value, 0..1 (default: 0, never)",
+    )
 
 
 def add_reading_flags(parser) -> None:
-    """Adds the flags that say how to read the files of drafters."""
-    group = flag_group(parser, "drafts")
+    """Adds the flags that complete the configuration of drafters whose files do not state everything."""
+    group = parser.flag_group("drafts")
     group.add_argument(
         "--aux-layers",
         choices=("entered", "output"),
-        default=None,
-        help="how to read the list of trunk layers of an EAGLE-3 drafter whose files do not say it: the drafter reads "
-        "the states that enter these layers (vLLM), or their outputs (SGLang)",
+        help="for an EAGLE-3 drafter whose files do not say it: its list of trunk layers means the hidden states that "
+        "enter these layers (vLLM), or their outputs (SGLang)",
     )
     group.add_argument(
         "--sample-from-anchor",
         action="store_true",
         default=None,
-        help="for a DFlash drafter whose files do not say it: the first slot of a block drafts too",
+        help="for a DFlash drafter whose files do not say it: the first slot of a block also drafts a token",
     )
     group.add_argument(
         "--last-layer-state",
         choices=("before_norm", "after_norm"),
-        default=None,
-        help="for a drafter that reads the last trunk layer and whose files do not say how: its output before the "
-        "final norm (SGLang, vLLM), or after it (transformers)",
-    )
-    group.add_argument(
-        "--speculative-dspark-confidence-threshold",
-        type=float,
-        default=None,
-        metavar="CHANCE",
-        help="for a DSpark drafter: end a draft before the first slot whose predicted chance of acceptance is lower, "
-        "0..1 (default: 0, which never ends one early)",
+        help="for a drafter that reads the last trunk layer and whose files do not say it: the hidden states before "
+        "the final norm (SGLang, vLLM), or after it (transformers)",
     )
 
 
@@ -75,20 +65,19 @@ def reading_of(options) -> Any:
 
 
 def chosen_method(options):
-    """Returns the `DraftMethod` that `--speculative-algorithm` or `--drafter` names; None: no flag, or NONE."""
+    """Returns the `DraftMethod` of `--speculative-algorithm` or `--drafter`; None without either, or for NONE."""
     from mtpjax.drafters.methods import METHODS, find_method
 
     path, own = options.speculative_draft_model_path, getattr(options, "drafter", "mtp")
     if options.speculative_algorithm is None:
         if own != "mtp" and path is not None:
-            raise ValueError(f"--drafter {own} and --speculative-draft-model-path name two drafters")
+            raise ValueError(f"--drafter {own} and --speculative-draft-model-path select different drafters")
         if own == "mtp":
             return None
         if (method := find_method(own)).from_settings is None:
-            raise ValueError(f"--drafter {own} has files: name them with --speculative-draft-model-path instead")
+            raise ValueError(f"--drafter {own} is read from files: use --speculative-draft-model-path instead")
         return method
-    if own != "mtp":
-        raise ValueError(f"--drafter {own} and --speculative-algorithm name two drafters")
+    require(own == "mtp", f"--drafter {own} and --speculative-algorithm select different drafters")
     name = options.speculative_algorithm
     name = name if ":" in name else name.upper()
     # SGLang's EAGLE is a drafter in files, or MTP modules: the later one counts, which fits the path.
@@ -101,8 +90,7 @@ def chosen_method(options):
     if path is not None and (method is None or method.files is None):
         others = ", ".join(each.algorithms[0] for each in METHODS if each.files is not None)
         raise ValueError(
-            f"--speculative-algorithm {name} has no files of its own: leave --speculative-draft-model-path out, or "
-            f"choose one of {others}"
+            f"--speculative-algorithm {name} has no files: remove --speculative-draft-model-path or use {others}"
         )
     if path is None and method is not None and method.from_settings is None:
         raise ValueError(f"--speculative-algorithm {name} needs --speculative-draft-model-path")
@@ -112,13 +100,11 @@ def chosen_method(options):
 def load_drafter_of(options, settings: dict[str, Any], model) -> tuple[dict[str, Any], Any]:
     """Loads the drafter of the flags; returns arguments of `DecodeConfig` with it, and its parameters."""
     path, wanted, method = options.speculative_draft_model_path, options.speculative_algorithm, chosen_method(options)
-    threshold = options.speculative_dspark_confidence_threshold
-    # 1. Without files, no flag may need such a drafter.
+    reading, threshold = reading_of(options), options.speculative_dspark_confidence_threshold
+    # 1. Without files, flags about files are errors.
     if path is None:
-        needs_files = {f"--{name.replace('_', '-')}": value for name, value in reading_of(options).items()}
-        for flag, value in (needs_files | {"--speculative-dspark-confidence-threshold": threshold}).items():
-            if value is not None:
-                raise ValueError(f"{flag} needs --speculative-draft-model-path")
+        for name, value in (reading | {"speculative_dspark_confidence_threshold": threshold}).items():
+            require(value is None, f"--{name.replace('_', '-')} needs --speculative-draft-model-path")
         if wanted is None:
             return settings, None
         if method is None:
@@ -128,7 +114,7 @@ def load_drafter_of(options, settings: dict[str, Any], model) -> tuple[dict[str,
 
     # 2. Load the drafter, and check that it is of the requested kind.
     is_users = method is not None and method not in METHODS
-    drafter, draft_params = load_drafter(path, model=model, method=method if is_users else None, **reading_of(options))
+    drafter, draft_params = load_drafter(path, model=model, method=method if is_users else None, **reading)
     found: Any = method if is_users else method_of(drafter)
     if method not in (None, found):
         raise ValueError(f"--speculative-algorithm is {wanted}, but {path} is {found.title}")

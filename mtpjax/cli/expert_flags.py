@@ -2,14 +2,13 @@
 
 from typing import Any
 
-from mtpjax.cli.help import flag_group
 from mtpjax.errors import UsageError
 
 MAX_COUNTS_BYTES = 64 << 20  # of a file of --init-expert-location
 
 
 def add_expert_flags(parser) -> None:
-    group = flag_group(parser, "experts")
+    group = parser.flag_group("experts")
     group.add_argument(
         "--ep-num-redundant-experts",
         type=int,

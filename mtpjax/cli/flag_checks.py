@@ -1,4 +1,4 @@
-"""Checks a command line: one message names all unknown flags, including SGLang's and vLLM's, and bad values."""
+"""Checks a command line: one message lists all unknown flags, including SGLang's and vLLM's, and bad values."""
 
 import argparse
 import functools
@@ -17,11 +17,11 @@ def _by_flag(flags_by_advice: dict[str, str]) -> dict[str, str]:
     return {flag: advice for advice, flags in flags_by_advice.items() for flag in flags.split()}
 
 
-# What to use instead of an unsupported flag of SGLang. Others can only be left out.
+# Alternatives to unsupported flags of SGLang. All others can only be removed.
 SGLANG_ADVICE = _by_flag(
     {
         "use --implementation": "--attention-backend --decode-attention-backend --prefill-attention-backend",
-        "write the flags out": "--config",
+        "pass the flags themselves": "--config",
         "use --precompile-bs-paddings": "--cuda-graph-bs-decode",
         "use --max-running-requests": "--cuda-graph-max-bs-decode",
         "use --dp-size": "--data-parallel-size",
@@ -36,10 +36,10 @@ SGLANG_ADVICE = _by_flag(
         "send them with a request": "--preferred-sampling-params",
         "the quantization is read from the checkpoint's config.json": "--quantization",
         "send seed with a request": "--random-seed",
-        "answers hold the reasoning as the model writes it": "--reasoning-parser",
+        "answers contain the reasoning as the model writes it": "--reasoning-parser",
         "use --model-path org/name@revision": "--revision",
         "use --speculative-draft-model-path org/name@revision": "--speculative-draft-model-revision",
-        "answers hold tool calls as the model writes them": "--tool-call-parser",
+        "answers contain tool calls as the model writes them": "--tool-call-parser",
         "remove it: code of checkpoints never runs": "--trust-remote-code",
     }
 )
@@ -50,13 +50,13 @@ VLLM_ADVICE = _by_flag(
         "remove it: the template decides": "--chat-template-content-format",
         "remove it: requests are not logged": "--disable-log-requests",
         "remove it": "--disable-log-stats --enforce-eager --generation-config --max-logprobs",
-        "remove it: answers hold tool calls as the model writes them": "--enable-auto-tool-choice",
+        "remove it: answers contain tool calls as the model writes them": "--enable-auto-tool-choice",
         "remove it: prompts are always processed in chunks": "--enable-chunked-prefill --no-enable-chunked-prefill",
         "use --ep-size": "--enable-expert-parallel",
         "remove it: requests always share prefixes": "--enable-prefix-caching",
         "use --mem-fraction-static": "--gpu-memory-utilization",
         "use --grammar-backend": "--guided-decoding-backend",
-        "change a copy of config.json": "--hf-overrides",
+        "edit a copy of config.json": "--hf-overrides",
         "remove it: prompts are texts": "--limit-mm-per-prompt",
         "use --context-length": "--max-model-len",
         "use --chunked-prefill-size": "--max-num-batched-tokens",
@@ -114,13 +114,13 @@ def check_flags(
     Args:
         arguments: the command line after the name of the command.
         parser: the parser of the command.
-        advise: returns the origin of an unknown flag and the advice, if it is known elsewhere.
+        advise: returns the origin of an unknown flag and the advice, for flags of other programs.
 
     Returns:
         The arguments, with dashes for underscores in the names of flags.
 
     Raises:
-        UsageError: flags are unknown or missing, or have invalid values. The message names each, and what to do.
+        UsageError: flags are unknown or missing, or have invalid values. The message lists each, and what to do.
     """
     known, seen = parser._option_string_actions, set()
     checked, wrong, bad_values = [], [], []
@@ -152,7 +152,7 @@ def check_flags(
     for name in wrong:
         problem = (advise and advise(name)) or ("", did_you_mean(name, known).removeprefix(": "))
         groups.setdefault(problem, []).append(name)
-    problems = [_told(names, *problem) for problem, names in groups.items()] + bad_values
+    problems = [_describe(names, *problem) for problem, names in groups.items()] + bad_values
     if problems:
         raise UsageError("; ".join(problems))
     missing = [each.option_strings[0] for each in parser._actions if each.required and each.option_strings]
@@ -189,7 +189,7 @@ def _advise_server(name: str) -> tuple[str, str] | None:
 
 
 def _advise_training(name: str) -> tuple[str, str] | None:
-    """Returns how to write a setting of `mtpjax train` that is given as a flag."""
+    """Returns how to write a setting of `mtpjax train` that was given as a flag."""
     from mtpjax.training.config import TrainConfig
 
     setting = name.lstrip("-").replace("-", "_")
@@ -198,7 +198,7 @@ def _advise_training(name: str) -> tuple[str, str] | None:
     return "", f"settings are written without dashes: {setting}=VALUE"
 
 
-def _told(names: list[str], origin: str, advice: str) -> str:
+def _describe(names: list[str], origin: str, advice: str) -> str:
     is_one, listed = len(names) == 1, ", ".join(names)
     if not origin:
         return f"unknown flag{'' if is_one else 's'} {listed}" + (f": {advice}" if advice else "")

@@ -19,7 +19,7 @@ class HelpFormatter(jsonargparse.DefaultHelpFormatter):
         super().__init__(prog.replace(" [options]", ""), **settings)
 
     def add_usage(self, usage: str | None, actions: Iterable[argparse.Action], groups: Any, prefix: Any = None) -> None:
-        """Shows in the usage only what a command requires: the groups list all flags."""
+        """Shows only required flags in the usage: the groups list all flags."""
         actions = [each for each in actions if not isinstance(each, argparse._HelpAction | argparse._VersionAction)]
         shown = [action for action in actions if action.required or not action.option_strings]
         if len(shown) < len(actions):
@@ -56,8 +56,8 @@ class HelpFormatter(jsonargparse.DefaultHelpFormatter):
             return f"{text} (required)"
         # Switches are off by default; the text explains defaults that are empty.
         has_default = action.default is not None and action.default is not False and action.default not in ("", [])
-        is_told = not has_default or action.default == argparse.SUPPRESS or re.search(r"default:|by default", text)
-        if is_told or not action.option_strings:
+        is_stated = not has_default or action.default == argparse.SUPPRESS or re.search(r"default:|by default", text)
+        if is_stated or not action.option_strings:
             return text
         values = action.default if isinstance(action.default, list) else [action.default]
         return f"{text} (default: {' '.join(map(str, values))})"
@@ -72,12 +72,11 @@ class CommandParser(jsonargparse.ArgumentParser):
         text = re.sub(r"(?<=[ ,])[\w-]+[.](?=\w)", "", " ".join(message.split()))
         raise UsageError(f"{text}; see --help") from ex
 
+    def flag_group(self, title: str) -> Any:
+        """Returns the group of flags with this title in `--help`; the first call adds it."""
+        groups = self.groups or {}
+        return groups[title] if title in groups else self.add_argument_group(title, name=title)
+
 
 def command_parser(description: str) -> CommandParser:
     return CommandParser(description=description, formatter_class=HelpFormatter, allow_abbrev=False)
-
-
-def flag_group(parser: jsonargparse.ArgumentParser, title: str) -> Any:
-    """Returns the group of flags with this title in `--help`; the first call adds it."""
-    groups = parser.groups or {}
-    return groups[title] if title in groups else parser.add_argument_group(title, name=title)

@@ -8,7 +8,6 @@ from types import FrameType
 
 RETRY_SECONDS = 0.05  # until an interrupt at an unfit moment is delivered again
 MAX_SECONDS = 10.0  # maximum delay of an interrupt
-INTERRUPTED = 130  # the exit code of a shell's command that SIGINT ended
 
 
 def defer_interrupts() -> None:

@@ -7,12 +7,24 @@ import signal
 import sys
 from typing import NoReturn
 
-from mtpjax.cli import conversion, decoding, measuring, serving, training
+from mtpjax.cli import (
+    bench_serving,
+    conversion,
+    generate,
+    measuring,
+    planning,
+    regenerate,
+    serving,
+    training,
+    tuning,
+    vocabulary,
+)
 from mtpjax.cli.flag_checks import check_command_line
 from mtpjax.cli.help import CommandParser, HelpFormatter
-from mtpjax.cli.interrupts import INTERRUPTED, defer_interrupts
+from mtpjax.cli.interrupts import defer_interrupts
 from mtpjax.cli.supervisor import LOST_PROCESS, continue_in_child
 from mtpjax.errors import (
+    INTERRUPTED,
     CheckpointError,
     LostProcess,
     MemoryTooSmall,
@@ -24,9 +36,10 @@ from mtpjax.errors import (
 from mtpjax.host import describe_address_limit, keep_freed_memory
 from mtpjax.version import __version__
 
-GROUPS = (training, decoding, conversion, measuring, serving)
-COMMANDS = {name: run for group in GROUPS for name, run in group.COMMANDS.items()}
-# Exit code of an exception: the first class that it is an instance of. `errors.py` says what each means.
+# In the order of `--help`.
+MODULES = (training, generate, regenerate, conversion, planning, tuning, measuring, vocabulary, serving, bench_serving)
+COMMANDS = {name: run for module in MODULES for name, run in module.COMMANDS.items()}
+# The first class that an exception is an instance of determines the exit code. `errors.py` explains the codes.
 EXIT_CODES = (
     (UsageError, 2),
     (CheckpointError, 3),
@@ -39,9 +52,9 @@ EXIT_CODES = (
 def main(arguments: list[str] | None = None) -> None:
     """Runs a command and exits.
 
-    The exit code is 0 on success. Errors have 2 (wrong usage), 3 (bad checkpoint), 5 (memory too small) or 1 (any
-    other). 4 means that a text differs from plain decoding's, and 130 Ctrl-C. 75 means that the run was interrupted and
-    the same command continues it.
+    The exit code is 0 on success, 2 for wrong usage, 3 for a bad checkpoint, 4 if a text differs from plain decoding's,
+    5 if memory is too small, 75 if the run was interrupted and the same command resumes it, 130 after Ctrl-C, and 1 for
+    all other errors.
 
     Args:
         arguments: the command line without the program's name; None: `sys.argv`.
@@ -156,15 +169,15 @@ def make_parser() -> CommandParser:
     # This runs without JAX, so `--help` answers at once.
     parser = CommandParser(
         prog="mtpjax",
-        description="Multi-token prediction in JAX: training, speculative decoding, conversion and a server. "
-        "`mtpjax COMMAND --help` explains a command.",
+        description="Multi-token prediction in JAX: training, speculative decoding, conversion and serving. "
+        "`mtpjax COMMAND --help` describes a command.",
         version=__version__,
         formatter_class=HelpFormatter,
         allow_abbrev=False,
     )
     commands = parser.add_subcommands(title="commands", metavar="COMMAND", description=None)
-    for group in GROUPS:
-        group.add_commands(commands)
+    for module in MODULES:
+        module.add_commands(commands)
     return parser
 
 

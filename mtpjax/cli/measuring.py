@@ -1,33 +1,15 @@
-"""`mtpjax profile`, `tune`, `plan`, `vocabulary`, `eval` and `ablate`."""
+"""`mtpjax profile`, `eval` and `ablate`."""
 
-import json
 import pathlib
 import sys
+from typing import Any
 
 from mtpjax.atomic import check_output_file
-from mtpjax.cli.common import (
-    add_implementation_flag,
-    add_model_path_flag,
-    add_plot_formats_flag,
-    model_type,
-    progress_bar,
-    set_threads,
-)
-from mtpjax.cli.config_flags import (
-    DRAFT_FIELDS,
-    SHAPE_FIELDS,
-    add_config_flags,
-    decode_settings,
-    flag_names,
-    rule_choices,
-)
+from mtpjax.cli import common, config_flags
 from mtpjax.cli.drafter_flags import add_drafter_flags, add_reading_flags, load_drafter_of, reading_of
-from mtpjax.cli.help import command_parser, flag_group
+from mtpjax.cli.help import command_parser
 from mtpjax.cli.mesh_flags import add_mesh_flags, load_on_mesh, open_mesh
-from mtpjax.cli.planning import add_plan, run_plan
-from mtpjax.cli.prediction import add_prediction_flags, run_prediction
-from mtpjax.cli.tuning import add_tune, run_tune
-from mtpjax.cli.vocabulary import add_vocabulary, run_vocabulary
+from mtpjax.cli.prediction import add_prediction_flags, print_prediction
 from mtpjax.errors import printable
 from mtpjax.messages import count_of
 
@@ -35,50 +17,37 @@ DEFAULT_PROFILE_STEPS = 5  # deepest draft of `mtpjax profile` with MTP modules
 
 
 def add_commands(commands) -> None:
-    """Adds the commands and their flags.
-
-    Args:
-        commands: the subcommands of the `mtpjax` parser.
-    """
     _add_profile(commands)
-    add_tune(commands)
-    add_plan(commands)
-    add_vocabulary(commands)
     _add_eval(commands)
     _add_ablate(commands)
 
 
 def _add_profile(commands) -> None:
     profile = command_parser(
-        "Measure on this device how long decoding rounds of 0 to --num-steps draft levels take, per batch size. "
-        "`mtpjax generate --depth-policy adaptive` reads the file."
+        "Measure how long decoding rounds with 0 to --num-steps draft levels take on this device, per batch size. "
+        "`mtpjax generate --depth-policy adaptive` reads the output."
     )
-    add_model_path_flag(profile)
-    add_implementation_flag(profile)
-    flag_group(profile, "drafts").add_argument(
-        *flag_names("num_steps"),
+    common.add_decoding_model_flags(profile)
+    profile.flag_group("drafts").add_argument(
+        *config_flags.flag_names("num_steps"),
         type=int,
-        default=None,
-        help=f"maximum number of draft levels to measure (default: {DEFAULT_PROFILE_STEPS} with MTP modules, else as "
-        "many as the drafter has)",
+        help=f"maximum number of draft levels to measure (default: {DEFAULT_PROFILE_STEPS} with MTP modules, else the "
+        "drafter's number of levels)",
     )
-    add_config_flags(profile, SHAPE_FIELDS[1:])
+    config_flags.add_config_flags(profile, config_flags.SHAPE_FIELDS[1:])
     add_drafter_flags(profile)
-    group = flag_group(profile, "measurement")
+    group = profile.flag_group("measurement")
     group.add_argument("--batch-size", type=int, nargs="+", default=[1], help="batch sizes to measure")
-    group.add_argument("--context", type=int, default=512, help="tokens in the KV caches")
-    group.add_argument("--temperature", type=float, default=0.0, help="0: greedy rounds; above 0: rounds that sample")
-    group.add_argument("--repeats", type=int, default=48, help="maximum number of measurements of each round")
+    group.add_argument("--context", type=int, default=512, help="number of tokens in the KV cache")
+    group.add_argument("--temperature", type=float, default=0.0, help="temperature of the rounds; 0 is greedy")
+    group.add_argument("--repeats", type=int, default=48, help="maximum number of measurements per depth")
     group.add_argument(
         "--acceptance-rates",
-        default=None,
         metavar="FILE",
-        help="file of `mtpjax eval acceptance --output`, measured on similar prompts: adaptive depth starts from its "
-        "acceptance rates",
+        help="output of `mtpjax eval acceptance` on similar prompts: adaptive depth starts from its acceptance rates",
     )
-    flag_group(profile, "output").add_argument(
+    profile.flag_group("output").add_argument(
         "--output",
-        default=None,
         metavar="FILE",
         help="file to write (default: profile.json in the folder of the drafter or the model)",
     )
@@ -88,29 +57,24 @@ def _add_profile(commands) -> None:
 
 def _add_eval(commands) -> None:
     acceptance = command_parser(
-        "Measure accept length and acceptance rates per draft level, for each category of prompts and "
-        "for all: by decoding, and teacher-forced along the model's own text, with 95 % intervals over prompts. The "
-        "accept length is 1 + accepted drafts / rounds. A conditional rate counts the rounds that accepted the levels "
-        "before; a survival rate counts all rounds."
+        "Measure the accept length and the acceptance rate per draft level, for each category of prompts and "
+        "overall: by decoding, and teacher-forced on the model's own text, with 95 % intervals over prompts. The "
+        "accept length is 1 + accepted drafts / rounds. The conditional rate of a level is over the rounds that "
+        "accepted all earlier levels; its survival rate is over all rounds."
     )
-    add_model_path_flag(acceptance)
-    add_implementation_flag(acceptance)
+    common.add_decoding_model_flags(acceptance)
     _add_prompt_flags(acceptance, required=True, count=64)
-    add_config_flags(acceptance, (*DRAFT_FIELDS, "kv_cache_dtype"), num_steps=3)
+    fields = (*config_flags.DRAFT_FIELDS, "kv_cache_dtype", "temperature", "allow_copies")
+    config_flags.add_config_flags(acceptance, fields, num_steps=3)
     add_drafter_flags(acceptance)
     add_mesh_flags(acceptance)
-    flag_group(acceptance, "prompts").add_argument("--batch-size", type=int, default=8, help="prompts decoded together")
-    group = flag_group(acceptance, "sampling")
-    group.add_argument("--temperature", type=float, default=0.0, help="softmax temperature; 0 is greedy")
-    group.add_argument("--seed", type=int, default=0, help="seed of prompt choice and sampling")
-    flag_group(acceptance, "output").add_argument(
-        "--output",
-        default=None,
-        metavar="FILE",
-        help="JSON file to write, with all counts; its pictures get the same name",
-    )
-    add_plot_formats_flag(acceptance)
-    evaluate = command_parser("Evaluate a trained model. `mtpjax eval WHAT --help` explains a command.")
+    group = acceptance.flag_group("prompts")
+    group.add_argument("--batch-size", type=int, default=8, help="number of prompts to decode together")
+    config_flags.add_seed_flag(acceptance, "random seed for choosing prompts and for sampling")
+    group = acceptance.flag_group("output")
+    group.add_argument("--output", metavar="FILE", help="JSON file to write; the plots are saved under the same name")
+    common.add_plot_formats_flag(acceptance)
+    evaluate = command_parser("Evaluate a trained model. `mtpjax eval WHAT --help` describes a command.")
     commands.add_subcommand("eval", evaluate, help="evaluate a model on prompts")
     kinds = evaluate.add_subcommands(title="commands", metavar="WHAT", dest="what", description=None)
     kinds.add_subcommand("acceptance", acceptance, help="accept length and acceptance rates on prompts")
@@ -118,83 +82,68 @@ def _add_eval(commands) -> None:
 
 def _add_ablate(commands) -> None:
     ablate = command_parser(
-        "Decode the same prompts with every combination of drafter and settings, each alternating with plain decoding "
-        "at the same batch size and temperature, and recommend one. Finished cells are kept: run the same command "
-        "again to continue. Writes cells.jsonl, cells.csv, recommendation.md, and the pictures heatmap and pareto, and "
-        "of several drafters also positions."
+        "Decode the same prompts with every combination of drafter and settings, alternating with plain decoding at "
+        "the same batch size and temperature, and recommend the best. Finished cells are kept: run the same command "
+        "again to resume. Writes cells.jsonl, cells.csv, recommendation.md and the plots heatmap, pareto and, with "
+        "several drafters, positions."
     )
-    add_model_path_flag(ablate)
-    add_implementation_flag(ablate)
+    common.add_decoding_model_flags(ablate)
     _add_prompt_flags(ablate, required=False, count=12)
-    flag_group(ablate, "drafts").add_argument(
+    ablate.flag_group("drafts").add_argument(
         "--drafters",
         nargs="+",
         default=["mtp"],
         metavar="DRAFTER",
-        help="drafters to compare: mtp (the model's MTP modules), lookup or ngram (n-grams of the text), or the "
-        "folder, training run or Hub repository of an EAGLE-3, Medusa, DFlash or DSpark drafter for this model",
+        help="drafters to compare: mtp (the model's MTP modules), lookup or ngram (n-grams of the text), or a folder, "
+        "training run or Hub repository with an EAGLE-3, Medusa, DFlash or DSpark drafter for this model",
     )
     add_reading_flags(ablate)
-    # The flags of single settings, which take several values here; the grid is their product.
+    # The grid is the product of these flags' values.
     grid: list[tuple[str, type, list, str]] = [
         ("num_steps", int, [1, 2, 3], "draft levels per round"),
-        ("topk", int, [1, 2], "candidates that each level drafts per node; 1: chains"),
-        ("num_draft_tokens", int, [0], "nodes verified per round; 0: as many as levels and --topk allow, up to 64"),
+        ("topk", int, [1, 2], "candidates per node and level; 1 drafts a chain"),
+        ("num_draft_tokens", int, [0], "nodes verified per round; 0: as many as depth and --topk allow, up to 64"),
         (
             "acceptance",
             str,
             ["auto"],
-            "acceptance rules; auto: the default for temperature and tree; exact: all exact rules; "
-            "package.module:RECORD: an AcceptanceRule of yours",
+            "acceptance rules; auto: the default for the temperature and draft shape; exact: all exact rules; "
+            "package.module:RECORD: your own AcceptanceRule",
         ),
-        ("temperature", float, [0.0, 1.0], "softmax temperatures; 0: greedy"),
-        ("batch_size", int, [1, 4], "prompts decoded together"),
+        ("temperature", float, [0.0, 1.0], "softmax temperatures; 0 is greedy"),
+        ("batch_size", int, [1, 4], "number of prompts to decode together"),
     ]
-    grid_flags = flag_group(ablate, "grid: every combination is measured")
+    grid_flags = ablate.flag_group("grid: every combination is measured")
     for name, kind, default, meaning in grid:
-        choices = {"choices": rule_choices("auto", "exact"), "metavar": "RULE"} if name == "acceptance" else {}
-        grid_flags.add_argument(*flag_names(name), type=kind, nargs="+", default=default, help=meaning, **choices)
-    group = flag_group(ablate, "measurement")
-    group.add_argument("--repeats", type=int, default=5, help="times that each setting and plain decoding alternate")
-    group.add_argument("--seed", type=int, default=0, help="seed of prompt choice and sampling")
+        flag: dict[str, Any] = {"type": kind, "nargs": "+", "default": default, "help": meaning}
+        if name == "acceptance":
+            flag |= {"choices": config_flags.rule_choices("auto", "exact"), "metavar": "RULE"}
+        grid_flags.add_argument(*config_flags.flag_names(name), **flag)
+    group = ablate.flag_group("measurement")
+    group.add_argument("--repeats", type=int, default=5, help="number of measurements of each combination")
+    config_flags.add_seed_flag(ablate, "random seed for choosing prompts and for sampling")
     group.add_argument(
-        "--threads",
-        type=int,
-        default=0,
-        help="XLA's CPU threads; 0: one for a model below 16 MiB, else all cores",
+        "--threads", type=int, default=0, help="XLA's CPU threads; 0: one for models below 16 MiB, else all cores"
     )
-    flag_group(ablate, "output").add_argument(
-        "--output", required=True, metavar="FOLDER", help="folder to write or to continue"
-    )
-    add_plot_formats_flag(ablate)
+    group = ablate.flag_group("output")
+    group.add_argument("--output", required=True, metavar="FOLDER", help="folder to write or resume")
+    common.add_plot_formats_flag(ablate)
     commands.add_subcommand("ablate", ablate, help="measure a grid of draft settings and recommend one")
 
 
 def _add_prompt_flags(parser, *, required: bool, count: int) -> None:
-    # Without a file, `mtpjax ablate` takes held-out files of the model's own training data.
-    kinds = "JSONL of prompts (Spec-Bench, GSM8K and others), or any other text file, with a prompt per line, or per "
-    kinds += "paragraph if it has blank lines"
-    otherwise = "" if required else " (default: held-out files of the training data, for byte-level models)"
-    group = flag_group(parser, "prompts")
-    group.add_argument("--prompts", required=required, default=None, metavar="FILE", help=kinds + otherwise)
-    group.add_argument("--num-prompts", type=int, default=count, help="prompts in all, spread over the categories")
-    group.add_argument(
-        "--categories", nargs="+", default=[], metavar="NAME", help="only these categories (default: all)"
-    )
-    group.add_argument(
-        "--prompt-tokens",
-        type=int,
-        default=None,
-        help="cut prompts to this many tokens (default: as many as the model has room for)",
-    )
-    group.add_argument(
-        "--chat", action="store_true", help="make each prompt a user message of the model's chat template"
-    )
+    # Without a file, `mtpjax ablate` uses held-out files of the model's own training data.
+    default = "" if required else " (default: held-out files of the training data, for byte-level models)"
+    group = parser.flag_group("prompts")
+    group.add_argument("--prompts", required=required, metavar="FILE", help=common.PROMPT_FILE_HELP + default)
+    group.add_argument("--num-prompts", type=int, default=count, help="number of prompts, spread over the categories")
+    group.add_argument("--categories", nargs="+", default=[], metavar="NAME", help="categories to use (default: all)")
+    group.add_argument("--prompt-tokens", type=int, help="cut prompts to N tokens (default: what fits the model)")
+    common.add_chat_flag(group)
     group.add_argument("--max-new-tokens", type=int, default=96, help="new tokens per prompt")
 
 
 def _prompt_choice(options):
-    """Returns the `PromptChoice` of the flags."""
     from mtpjax.evaluation.prompt_choice import PromptChoice
 
     categories = tuple(options.categories)
@@ -203,15 +152,17 @@ def _prompt_choice(options):
 
 def _profile(options) -> int:
     drafter_path = options.speculative_draft_model_path
-    # This default is for MTP modules; a drafter with its own files brings its own depth.
+    # This default is for MTP modules; other drafters have their own.
     if options.num_steps is None and drafter_path is None:
         options.num_steps = DEFAULT_PROFILE_STEPS
     if options.predict:
-        return run_prediction(options)
-    set_threads(options.model_path)
+        common.check_output(options)
+        common.write_json(options.output, print_prediction(options))
+        return 0
+    common.set_threads(options.model_path)
     import rich.console
 
-    from mtpjax.console import print_parts
+    from mtpjax.console import print_parts, progress_bar
     from mtpjax.decoding.config import DecodeConfig
     from mtpjax.drafters.methods import uses_mtp_modules
     from mtpjax.evaluation import profile, profile_file, profile_report
@@ -224,14 +175,13 @@ def _profile(options) -> int:
     conditions = profile.Conditions(
         tuple(options.batch_size), options.context, options.temperature, repeats=options.repeats
     )
-    if options.output is not None:
-        check_output_file(options.output)
-    model, params = load(options.model_path, model_type=model_type(options), implementation=options.implementation)
-    settings = {name: options[name] for name in SHAPE_FIELDS}
+    common.check_output(options)
+    model, params = load(options.model_path, model_type=options.model_type, implementation=options.implementation)
+    settings = {name: options[name] for name in config_flags.SHAPE_FIELDS}
     settings, draft_params = load_drafter_of(options, settings, model)
     drafter = settings.get("drafter", "mtp")
     if isinstance(drafter, str) and not uses_mtp_modules(drafter):
-        raise ValueError(f"profiles are of MTP modules and of drafters in files, not of {drafter}")
+        raise ValueError(f"only MTP modules and drafters in files can be profiled, not {drafter}")
     output = options.output or profile_file.default_path(drafter_path or options.model_path)
     with progress_bar() as bar:
         # Compile a loop per shape and batch size, then time the loops in turns.
@@ -246,11 +196,8 @@ def _profile(options) -> int:
         )
     measured["acceptance"] = rates
     if measured.get("context", options.context) < options.context:
-        print(
-            f"mtpjax profile: --context {options.context} leaves no room in the model's "
-            f"{model.config.max_position_embeddings} positions: measured with {measured['context']}",
-            file=sys.stderr,
-        )
+        room = f"{options.context} leaves no room in the model's {model.config.max_position_embeddings} positions"
+        print(f"mtpjax profile: --context {room}: measured with {measured['context']}", file=sys.stderr)
     # Save before printing: the tables are only a summary of the file.
     profile_file.save(output, measured)
     print_parts(rich.console.Console(), profile_report.tables(measured))
@@ -263,7 +210,7 @@ def _eval(options) -> int:
 
 
 def _eval_acceptance(options) -> int:
-    set_threads(options.model_path)
+    common.set_threads(options.model_path)
     with open_mesh(options) as mesh:
         return _eval_acceptance_on(mesh, options)
 
@@ -271,7 +218,7 @@ def _eval_acceptance(options) -> int:
 def _eval_acceptance_on(mesh, options) -> int:
     import rich.console
 
-    from mtpjax.atomic import write_text
+    from mtpjax.console import progress_bar
     from mtpjax.data.tokenizer import load_tokenizer
     from mtpjax.decoding.config import DecodeConfig
     from mtpjax.distributed import is_main_process
@@ -284,15 +231,14 @@ def _eval_acceptance_on(mesh, options) -> int:
     from mtpjax.io.checkpoint_format import find_checkpoint
 
     # Check the settings and read the prompts before the model is loaded.
-    settings = decode_settings(options)
+    settings = config_flags.decode_settings(options)
     DecodeConfig(**settings)
-    if options.batch_size < 1:
-        raise ValueError(f"batch_size must be at least 1, got {options.batch_size}")
+    common.check_minimums(options, batch_size=1)
     choice = _prompt_choice(options)
     chosen = choice.read(options.seed)
+    common.check_output(options)
     if options.output is not None:
-        check_output_file(options.output)
-        picture_paths(pathlib.Path(options.output).stem, options.plot_formats)  # warns now if none can be drawn
+        picture_paths(pathlib.Path(options.output).stem, options.plot_formats)  # warns early if plots are impossible
     path = find_checkpoint(options.model_path)
     model, params, _ = load_on_mesh(path, options, mesh)
     tokenizer = load_tokenizer(path, model.config.vocab_size)
@@ -317,8 +263,8 @@ def _eval_acceptance_on(mesh, options) -> int:
         acceptance = AcceptanceCounts.concatenate(batches)
     # Summarise per category and over all prompts, with intervals.
     figures = report(acceptance, [prompt.category for prompt in chosen])
-    # Check that speculation did not change the text. Above temperature 0 only the rule "sample" draws plain decoding's
-    # own tokens.
+    # Check that speculation did not change the text. Above temperature 0, only the rule "sample" draws the same tokens
+    # as plain decoding.
     identical = int(acceptance.is_identical.sum())
     is_compared = not options.temperature or config.acceptance == "sample"
     code = 4 if is_compared and identical < len(prompts) else 0
@@ -329,12 +275,11 @@ def _eval_acceptance_on(mesh, options) -> int:
     if options.output is not None:
         settings = {name: value for name, value in vars(options).items() if isinstance(value, (str, int, float, list))}
         content = {"settings": settings, "prompts_cut": cut, "figures": to_json(figures)}
-        write_text(options.output, json.dumps(content, indent=1, allow_nan=False) + "\n")
+        common.write_json(options.output, content, allow_nan=False)
         title = f"Acceptance of {pathlib.Path(options.model_path).name} on {len(prompts)} prompts of "
         title += f"{pathlib.Path(options.prompts).name}, temperature {options.temperature:g}\n"
         title += describe_device(1 if mesh is None else mesh.size)
-        picture = pathlib.Path(options.output).with_suffix("")
-        plot_acceptance(picture, figures, options.plot_formats, title=title)
+        plot_acceptance(pathlib.Path(options.output).with_suffix(""), figures, options.plot_formats, title=title)
     print_report(console, figures)
     if is_compared:
         print(f"identical to plain decoding: {identical} of {len(prompts)}")
@@ -342,7 +287,7 @@ def _eval_acceptance_on(mesh, options) -> int:
 
 
 def _ablate(options) -> int:
-    set_threads(options.model_path, options.threads)
+    common.set_threads(options.model_path, options.threads)
     import rich.console
 
     from mtpjax.ablation import run
@@ -362,11 +307,11 @@ def _ablate(options) -> int:
     )
     output = pathlib.Path(options.output)
     check_output_file(output / "cells.jsonl")
-    picture_paths(output / "heatmap", options.plot_formats)  # warns now if none can be drawn
+    picture_paths(output / "heatmap", options.plot_formats)  # warns early if plots are impossible
     subject = run.load_subject(
         options.model_path,
         options.drafters,
-        model_type=model_type(options),
+        model_type=options.model_type,
         implementation=options.implementation,
         reading=reading_of(options),
     )
@@ -374,11 +319,4 @@ def _ablate(options) -> int:
     return run.run(subject, settings, _prompt_choice(options), output, console=console, plot_formats=formats)
 
 
-COMMANDS = {
-    "profile": _profile,
-    "tune": run_tune,
-    "plan": run_plan,
-    "vocabulary": run_vocabulary,
-    "eval": _eval,
-    "ablate": _ablate,
-}
+COMMANDS = {"profile": _profile, "eval": _eval, "ablate": _ablate}

@@ -3,31 +3,26 @@
 import contextlib
 from collections.abc import Iterator
 
-from mtpjax.cli.common import model_type
-from mtpjax.cli.config_flags import add_config_flags
-from mtpjax.cli.help import flag_group
-
 AXES = ("data", "fsdp", "expert", "tensor")
 
 
 def add_mesh_flag(parser, help: str) -> None:
     """Adds `--mesh`, which `parse_mesh` reads, with the command's help."""
-    flag_group(parser, "devices").add_argument("--mesh", default="", metavar="AXIS=SIZE,...", help=help)
+    parser.flag_group("devices").add_argument("--mesh", default="", metavar="AXIS=SIZE,...", help=help)
 
 
 def add_mesh_flags(parser) -> None:
-    """Adds `--mesh` for a command that decodes, `--allow-copies`, and the flags of several processes."""
+    """Adds `--mesh` for a command that decodes, and the flags of several processes."""
     add_mesh_flag(
         parser,
         "shard the model over devices, such as data=2,tensor=4: rows over data, heads and columns over tensor, "
         "experts over data and expert (default: one device)",
     )
-    add_config_flags(parser, ("allow_copies",))
     add_process_flags(parser)
 
 
 def add_process_flags(parser) -> None:
-    group = flag_group(parser, "devices")
+    group = parser.flag_group("devices")
     group.add_argument("--nnodes", type=int, default=1, help="number of processes, one per host")
     group.add_argument("--node-rank", type=int, help="number of this process, from 0 (default: the launcher's)")
     group.add_argument(
@@ -64,7 +59,7 @@ def load_on_mesh(path, options, mesh, *, rearrange=lambda params: params):
     from mtpjax.models.params import shard_for_decoding
 
     # Load only each process's shards, then move them to the layout for decoding.
-    settings = {"model_type": model_type(options), "implementation": options.implementation}
+    settings = {"model_type": options.model_type, "implementation": options.implementation}
     model, params = load(path, mesh=mesh, allow_copies=options.allow_copies, **settings)
     config, params = model.config, rearrange(params)
     if mesh is not None:

@@ -1,26 +1,21 @@
 """`mtpjax profile --predict`."""
 
-import difflib
-import json
 import pathlib
 
-from mtpjax.atomic import check_output_file
-from mtpjax.cli.common import model_type
-from mtpjax.cli.help import flag_group
 from mtpjax.errors import UsageError
+from mtpjax.messages import did_you_mean
 
 DEVICE_NAMES = ("h100", "h200", "mi300x")  # of `mtpjax.evaluation.roofline.DEVICES`, which imports JAX
 MAX_CONFIG_BYTES = 16 * 2**20  # of a config.json
 
 
 def add_prediction_flags(profile) -> None:
-    """Adds the flags of the prediction to the parser of `profile`."""
-    predict = flag_group(profile, "prediction, without a GPU and without weights")
+    predict = profile.flag_group("prediction (needs no GPU and no weights)")
     predict.add_argument(
         "--predict",
         action="store_true",
-        help="measure nothing: predict the time of rounds on GPUs from bytes, operations and launches. --model-path "
-        "may be a preset, such as deepseek-v3, or a folder with nothing but config.json",
+        help="instead of measuring, estimate the time of rounds on GPUs from bytes, FLOPs and kernel launches. "
+        "--model-path may then be a preset, such as deepseek-v3, or a folder with only config.json",
     )
     predict.add_argument(
         "--device",
@@ -28,41 +23,31 @@ def add_prediction_flags(profile) -> None:
         default=list(DEVICE_NAMES),
         choices=DEVICE_NAMES,
         metavar="NAME",
-        help=f"GPUs to predict: {', '.join(DEVICE_NAMES)}",
+        help=f"GPU models: {', '.join(DEVICE_NAMES)}",
     )
-    predict.add_argument("--num-devices", type=int, default=1, help="GPUs that share the model")
+    predict.add_argument("--num-devices", type=int, default=1, help="number of GPUs that the model is sharded over")
     predict.add_argument(
         "--assumed-acceptance",
         type=float,
         default=0.8,
-        help="probability that a draft level is accepted, given that the levels before it are",
+        help="conditional acceptance rate to assume for every draft level",
     )
-    predict.add_argument(
-        "--weight-bytes", type=float, default=None, help="bytes of a weight (default: the checkpoint's, else 2)"
-    )
+    predict.add_argument("--weight-bytes", type=float, help="bytes per weight (default: the checkpoint's, else 2)")
 
 
-def run_prediction(options) -> int:
-    """Prints predicted rounds, and returns the exit code."""
+def print_prediction(options) -> list:
+    """Prints predicted rounds, and returns them."""
     import rich.console
 
-    from mtpjax.atomic import write_text
     from mtpjax.evaluation.roofline_report import tables
 
     # Check the flags: predictions exist for chains of MTP modules only.
-    if options.output is not None:
-        check_output_file(options.output)
     if options.speculative_draft_model_path is not None:
-        raise ValueError(
-            "--predict knows the kernels that MTP modules launch, and not those of other drafters: "
-            "leave --predict out to measure it on this device"
-        )
+        raise ValueError("--predict supports MTP modules only; without --predict, other drafters can be measured")
     if options.num_steps < 0 or options.topk != 1:
-        raise ValueError(
-            f"--predict takes chains of 0 or more drafts, got num_steps {options.num_steps}, topk {options.topk}"
-        )
+        raise ValueError(f"--predict needs --num-steps 0 or more and --topk 1, got {options.num_steps}, {options.topk}")
     # Read shapes only. A preset has no files, so its weights count as bfloat16.
-    config, params = read_model(options.model_path, model_type(options))
+    config, params = read_model(options.model_path, options.model_type)
     weight_bytes = 2.0 if params is None else _bytes_of_weight(params)
     rows, printed = tables(
         config,
@@ -74,22 +59,20 @@ def run_prediction(options) -> int:
         weight_bytes=weight_bytes if options.weight_bytes is None else options.weight_bytes,
         num_devices=options.num_devices,
     )
-    if options.output is not None:
-        write_text(options.output, json.dumps(rows, indent=1) + "\n")
     console = rich.console.Console()
     for table in printed:
         console.print(table)
-    return 0
+    return rows
 
 
 def read_model(path: str, family: str | None):
-    """Reads the data for a prediction from a preset, a checkpoint or a folder with only `config.json`.
+    """Reads the config and shapes for a prediction from a preset, a checkpoint or a folder with only `config.json`.
 
     Returns:
         The config, and the shapes of the parameters as they are stored; None for a preset, which has no files.
 
     Raises:
-        UsageError: the name is neither that of a preset nor a path.
+        UsageError: the name is neither a preset nor a path.
         CheckpointError: the checkpoint is missing, damaged or not supported.
     """
     from conversion.hf_config import parse_config
@@ -103,8 +86,8 @@ def read_model(path: str, family: str | None):
     if path in presets and not folder.exists():
         return presets[path], None
     if "/" not in path and not folder.exists():
-        near = ", ".join(difflib.get_close_matches(path, presets, n=3) or presets)
-        raise UsageError(f"{path} does not exist here, and it is not a preset; presets are {near}")
+        hint = did_you_mean(path, presets) or f": the presets are {', '.join(presets)}"
+        raise UsageError(f"{path} is neither an existing path nor a preset{hint}")
     has_config_alone = (folder / "config.json").is_file() and not any(folder.glob("*.safetensors"))
     if has_config_alone and not is_checkpoint(folder):
         parsed = parse_config(read_json_file(folder / "config.json", max_bytes=MAX_CONFIG_BYTES), family)

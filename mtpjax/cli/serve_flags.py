@@ -5,7 +5,7 @@ from mtpjax.cli.config_flags import DRAFT_FIELDS, LOOKUP_FIELDS, add_config_flag
 from mtpjax.cli.disaggregation_flags import add_disaggregation_flags
 from mtpjax.cli.drafter_flags import add_drafter_flags
 from mtpjax.cli.expert_flags import add_expert_flags
-from mtpjax.cli.help import command_parser, flag_group
+from mtpjax.cli.help import command_parser
 from mtpjax.cli.mesh_flags import add_mesh_flags
 from mtpjax.cli.serve_settings import ADMIN_KEY_VARIABLE, DEFAULT_HOST_GB, KEY_VARIABLE
 
@@ -32,7 +32,7 @@ def make_parser():
 
 
 def _add_model_flags(parser) -> None:
-    group = flag_group(parser, "model")
+    group = parser.flag_group("model")
     group.add_argument("--tokenizer-path", help="folder of the tokenizer (default: the model's)")
     group.add_argument("--chat-template", metavar="FILE", help="Jinja chat template (default: the model's)")
     group.add_argument("--context-length", type=int, help="maximum tokens of prompt plus answer (default: the model's)")
@@ -40,7 +40,7 @@ def _add_model_flags(parser) -> None:
 
 
 def _add_server_flags(parser) -> None:
-    group = flag_group(parser, "server")
+    group = parser.flag_group("server")
     add_listen_flags(group)
     group.add_argument("--served-model-name", help="the model's name for clients (default: the name of its folder)")
     group.add_argument(
@@ -74,7 +74,7 @@ def add_listen_flags(group) -> None:
 
 
 def _add_startup_flags(parser) -> None:
-    group = flag_group(parser, "startup")
+    group = parser.flag_group("startup")
     group.add_argument(
         "--wait-for-warm-up",
         action="store_true",
@@ -91,7 +91,7 @@ def _add_startup_flags(parser) -> None:
 
 
 def _add_batch_flags(parser) -> None:
-    group = flag_group(parser, "batching")
+    group = parser.flag_group("batching")
     group.add_argument("--max-running-requests", type=int, default=8, help="maximum number of running requests")
     group.add_argument("--max-queued-requests", type=int, default=1024, help="maximum queued requests; others get 429")
     group.add_argument("--max-queue-seconds", type=float, help="maximum time in the queue (default: no limit)")
@@ -110,7 +110,7 @@ def _add_batch_flags(parser) -> None:
 
 
 def _add_cache_flags(parser) -> None:
-    group = flag_group(parser, "memory and prefix cache")
+    group = parser.flag_group("memory and prefix cache")
     group.add_argument(
         "--mem-fraction-static", type=float, default=0.9, help="share of device memory for weights and KV cache"
     )
@@ -140,7 +140,7 @@ def _add_cache_flags(parser) -> None:
 
 
 def _add_draft_flags(parser) -> None:
-    group = flag_group(parser, "drafts")
+    group = parser.flag_group("drafts")
     add_drafter_flags(parser)
     add_config_flags(parser, (*DRAFT_FIELDS, *LOOKUP_FIELDS), num_steps=None)
     group.add_argument(
@@ -158,14 +158,14 @@ def _add_draft_flags(parser) -> None:
 
 
 def _add_acceptance_flags(parser) -> None:
-    group = flag_group(parser, "acceptance")
+    group = parser.flag_group("acceptance")
     group.add_argument("--speculative-use-rejection-sampling", action="store_true", help="short for --acceptance token")
     group.add_argument("--speculative-use-block-verification", action="store_true", help="short for --acceptance block")
     group.add_argument("--allow-lossy", action="store_true", help="allow rules that change the text's distribution")
 
 
 def _add_mesh_flags(parser) -> None:
-    group = flag_group(parser, "devices")
+    group = parser.flag_group("devices")
     group.add_argument("--tp-size", type=int, help="devices; equivalent to --mesh tensor=N (default: 1)")
     group.add_argument(
         "--dp-size",
@@ -180,4 +180,5 @@ def _add_mesh_flags(parser) -> None:
         help="groups of the --tp-size devices with different experts; equivalent to --mesh expert=N,... (default: "
         "--dp-size)",
     )
+    add_config_flags(parser, ("allow_copies",))
     add_mesh_flags(parser)

@@ -1,6 +1,6 @@
 """`mtpjax serve-router`."""
 
-from mtpjax.cli.help import command_parser, flag_group
+from mtpjax.cli.help import command_parser
 from mtpjax.cli.serve_flags import add_listen_flags
 from mtpjax.errors import UsageError, install_extra
 from mtpjax.messages import count_of
@@ -12,9 +12,9 @@ def add_serve_router(commands) -> None:
         "Among equally busy servers, prompts with the same beginning go to the same one, for its prefix cache. Servers "
         "that do not answer get no requests until they do. The servers check API keys, which the router forwards."
     )
-    group = flag_group(router, "servers")
+    group = router.flag_group("servers")
     group.add_argument("--decode-urls", nargs="+", required=True, metavar="URL", help="addresses of the servers")
-    add_listen_flags(flag_group(router, "router"))
+    add_listen_flags(router.flag_group("router"))
     commands.add_subcommand("serve-router", router, help="route requests to several servers")
 
 

@@ -1,7 +1,6 @@
-"""`mtpjax serve`, `mtpjax serve-router` and `mtpjax bench-serving`."""
+"""`mtpjax serve` and `mtpjax serve-router`."""
 
 from mtpjax.cli import serve, serve_flags
-from mtpjax.cli.bench_serving import add_bench_serving, run_bench_serving
 from mtpjax.cli.serve_router import add_serve_router, run_serve_router
 
 
@@ -9,7 +8,6 @@ def add_commands(commands) -> None:
     text = "serve a model over HTTP, with OpenAI's and SGLang's routes"
     commands.add_subcommand("serve", serve_flags.make_parser(), help=text)
     add_serve_router(commands)
-    add_bench_serving(commands)
 
 
-COMMANDS = {"serve": serve.run_serve, "serve-router": run_serve_router, "bench-serving": run_bench_serving}
+COMMANDS = {"serve": serve.run_serve, "serve-router": run_serve_router}

@@ -5,11 +5,11 @@ import sys
 from typing import Any
 
 from mtpjax import compilation_cache
-from mtpjax.atomic import check_output_file
-from mtpjax.cli.common import add_model_type_flag, add_plot_formats_flag, model_type
-from mtpjax.cli.help import command_parser, flag_group
+from mtpjax.cli.common import add_model_type_flag, add_plot_formats_flag, check_output
+from mtpjax.cli.help import command_parser
 from mtpjax.cli.mesh_flags import add_mesh_flag, add_process_flags, connect_processes, parse_mesh
 from mtpjax.errors import printable
+from mtpjax.messages import require
 
 SETTINGS_HELP = (
     "settings that override the file's, such as data=FOLDER, steps=500, objective.mix.kl=1.0, "
@@ -19,79 +19,82 @@ QUICKSTART_UPDATES = 500  # fewer leave a model whose greedy texts loop
 
 
 def add_commands(commands) -> None:
-    """Adds the commands and their flags.
+    _add_quickstart(commands)
+    _add_train(commands)
+    _add_compare(commands)
 
-    Args:
-        commands: the subcommands of the `mtpjax` parser.
-    """
+
+def _add_quickstart(commands) -> None:
     quickstart = command_parser(
-        "Train a small model with an MTP module on the standard library of this Python, decode held-out "
-        "prompts with and without drafts, and compare. Takes about three minutes on two idle cores, and downloads "
+        "Train a small model with an MTP module on the source code of Python's standard library, and compare decoding "
+        "of held-out prompts with and without drafts. Takes about three minutes on two idle cores, and downloads "
         "nothing."
     )
-    group = flag_group(quickstart, "training")
+    group = quickstart.flag_group("training")
     group.add_argument("--preset", default="tiny", help="architecture: a name in `mtpjax.presets`, such as small")
     group.add_argument(
         "--seconds",
         type=float,
         default=90.0,
-        help=f"seconds of training, which makes at least {QUICKSTART_UPDATES} updates even if they take longer",
+        help=f"training time, in seconds; makes at least {QUICKSTART_UPDATES} updates even if they take longer",
     )
-    group.add_argument("--seed", type=int, default=0, help="seed of weights and data order")
-    group.add_argument("--quick", action="store_true", help="only a few updates and prompts, to see that it works")
-    flag_group(quickstart, "output").add_argument("--output", default="runs/quickstart", help="folder to write")
+    group.add_argument("--seed", type=int, default=0, help="random seed of the weights and of the data order")
+    group.add_argument("--quick", action="store_true", help="only a few updates and prompts, as a smoke test")
+    quickstart.flag_group("output").add_argument("--output", default="runs/quickstart", help="folder to write")
     add_plot_formats_flag(quickstart)
-    commands.add_subcommand("quickstart", quickstart, help="train a small model, decode with it, and see the speed-up")
+    commands.add_subcommand("quickstart", quickstart, help="train a small model, decode with it, and see the speedup")
 
+
+def _add_train(commands) -> None:
     train = command_parser(
         "Train a model with its MTP modules, or modules on a frozen trunk: mtpjax train data=FOLDER output=runs/mine. "
-        "FOLDER contains text files of any kind, or records in .jsonl, .json or .parquet. `mtpjax.TrainConfig` "
-        "documents the settings, and --print-config prints them. Nested settings are written with dots. The settings "
-        "model.* change fields of the preset's architecture (--print-model prints them), and model=FILE.yaml reads a "
-        "complete architecture. To train every MTP module, set model.num_mtp_modules and num_depths to the same "
-        "number: depth k uses module k, depths beyond the last module run that module again, and modules beyond "
-        "num_depths are not trained."
+        "FOLDER holds text files of any kind, or records in .jsonl, .json or .parquet. `mtpjax.TrainConfig` documents "
+        "the settings, and --print-config prints them. Nested settings are written with dots. model.* settings change "
+        "the preset's architecture (--print-model prints it), and model=FILE.yaml replaces it. To train every MTP "
+        "module, set model.num_mtp_modules and num_depths to the same number: depth k trains module k, depths beyond "
+        "the last module run that module again, and modules beyond num_depths are not trained."
     )
-    group = flag_group(train, "settings")
-    group.add_argument("--config", default=None, metavar="FILE", help="YAML file of settings (default: none)")
+    group = train.flag_group("settings")
+    group.add_argument("--config", metavar="FILE", help="YAML file of settings (default: none)")
     group.add_argument("settings", nargs="*", default=[], metavar="key=value", help=SETTINGS_HELP)
     add_model_type_flag(train)
     add_mesh_flag(
         train,
-        "shard the run over devices, such as data=2,fsdp=4: rows over all axes, parameters and optimiser state over "
-        "fsdp, experts over expert (default: the mesh in the --config file, or one device)",
+        "shard the run over devices, such as data=2,fsdp=4: the batch over all axes, parameters and optimizer state "
+        "over fsdp, experts over expert (default: the file's mesh, or one device)",
     )
-    group = flag_group(train, "existing runs")
-    group.add_argument("--resume", action="store_true", help="continue the run in the output folder")
+    group = train.flag_group("existing runs")
+    group.add_argument("--resume", action="store_true", help="resume the run in the output folder")
     group.add_argument("--overwrite", action="store_true", help="replace the run in the output folder")
     group.add_argument(
         "--allow-config-change",
         nargs="+",
         default=[],
         metavar="KEY",
-        help="settings that may differ from those of the resumed run; 'data' allows changed data files",
+        help="settings that may differ from the resumed run's; 'data' also allows changed files",
     )
     add_process_flags(train)
-    group = flag_group(train, "inspection, without training")
+    group = train.flag_group("inspect without training")
     group.add_argument("--dry-run", action="store_true", help="check settings and data, print sizes, and exit")
-    group.add_argument("--print-config", action="store_true", help="print every setting as YAML, and exit")
+    group.add_argument("--print-config", action="store_true", help="print all settings as YAML, and exit")
     group.add_argument(
         "--print-model",
         action="store_true",
-        help="print the architecture of new weights as YAML, to edit and pass as model=FILE.yaml, and exit",
+        help="print the architecture of a new model as YAML, to edit and pass as model=FILE.yaml, and exit",
     )
     commands.add_subcommand("train", train, help="train a model and its MTP modules")
 
+
+def _add_compare(commands) -> None:
     compare = command_parser(
-        "Show training runs side by side: the settings that differ, the last losses, and accept lengths on "
-        "held-out prompts, measured by decoding and predicted from the trunk's plain text."
+        "Show training runs side by side: the settings that differ, the final losses, and accept lengths on held-out "
+        "prompts, both measured by decoding and predicted on the trunk's own text."
     )
-    flag_group(compare, "runs").add_argument("runs", nargs="+", metavar="RUN", help="folder of a training run")
-    flag_group(compare, "output").add_argument(
+    compare.flag_group("runs").add_argument("runs", nargs="+", metavar="RUN", help="folder of a training run")
+    compare.flag_group("output").add_argument(
         "--output",
-        default=None,
         metavar="PLOT",
-        help="file for a plot of the loss curves: .png, .svg or .pdf; without a suffix, one file per format in "
+        help="plot of the loss curves to write: a .png, .svg or .pdf file; without a suffix, one file per format of "
         "--plot-formats",
     )
     add_plot_formats_flag(compare)
@@ -121,7 +124,7 @@ def _quickstart(options) -> int:
         return quickstart.run(config, **({"depths": (1,), "rounds": 2, "num_prompts": 2} if options.quick else {}))
     except Preempted:
         # This command has no --resume: it replaces its run.
-        print("mtpjax quickstart: interrupted; the same command starts anew", file=sys.stderr)
+        print("mtpjax quickstart: interrupted; run the same command to start again", file=sys.stderr)
         return 130
 
 
@@ -137,11 +140,11 @@ def _train(options) -> int:
     from mtpjax.training.trainer import train
     from mtpjax.training.yaml_config import model_to_yaml, read_train_config, to_yaml
 
-    # Settings come from the file, then from `key=value` arguments, which win.
-    flags: dict[str, Any] = {"model_type": model_type(options), "mesh": parse_mesh(options.mesh)}
+    # Settings come from the file, then from `key=value` arguments, which take precedence.
+    flags: dict[str, Any] = {"model_type": options.model_type, "mesh": parse_mesh(options.mesh)}
     config = read_train_config(options.config, options.settings, flags={k: v for k, v in flags.items() if v})
     if options.resume and options.overwrite:
-        raise ValueError("--resume and --overwrite exclude each other: one continues the run, the other replaces it")
+        raise ValueError("--resume and --overwrite cannot be combined: one resumes the run, the other replaces it")
     if options.allow_config_change and not options.resume:
         raise ValueError("--allow-config-change needs --resume: a new run has no settings to differ from")
     # Modes that train nothing: print the settings or the architecture, or check them against data and memory.
@@ -149,8 +152,7 @@ def _train(options) -> int:
         print(to_yaml(config), end="")
         return 0
     if options.print_model:
-        if config.init_from is not None:
-            raise ValueError("--print-model prints the architecture of new weights: leave out init_from")
+        require(config.init_from is None, "--print-model prints the architecture of a new model: remove init_from")
         print(model_to_yaml(config.model_config), end="")
         return 0
     if options.dry_run:
@@ -188,8 +190,8 @@ def _compare(options) -> int:
     from mtpjax.training.compare import read_run, short_names, tables
     from mtpjax.training.plots import plot_comparison
 
+    check_output(options)
     if options.output is not None:
-        check_output_file(options.output)
         require_matplotlib()
     pictures = [] if options.output is None else picture_paths(options.output, options.plot_formats)
     # Read all runs first: a wrong folder fails before anything is printed.
@@ -204,8 +206,4 @@ def _compare(options) -> int:
     return 0
 
 
-COMMANDS = {
-    "quickstart": _quickstart,
-    "train": _train,
-    "compare": _compare,
-}
+COMMANDS = {"quickstart": _quickstart, "train": _train, "compare": _compare}

@@ -1,32 +1,26 @@
 """`mtpjax vocabulary`."""
 
 from mtpjax.atomic import check_output_file
-from mtpjax.cli.common import add_model_path_flag, list_data, model_type, show_bytes_read
-from mtpjax.cli.help import command_parser, flag_group
+from mtpjax.cli.common import add_data_flags, add_model_path_flag, list_data, show_bytes_read
+from mtpjax.cli.help import command_parser
 from mtpjax.errors import printable
 from mtpjax.messages import count_of
 
 
-def add_vocabulary(commands) -> None:
-    """Adds the command and its flags to the subcommands of the `mtpjax` parser."""
+def add_commands(commands) -> None:
     vocabulary = command_parser(
-        "Count the tokens of a corpus and write the most frequent ones to a file. With --draft-vocabulary, "
-        "MTP modules draft only those tokens, which makes their output head smaller."
+        "Count the tokens of a corpus and write the most frequent ones to a file. With --draft-vocabulary FILE, MTP "
+        "modules draft only these tokens, which shrinks their output head."
     )
     add_model_path_flag(vocabulary)
-    group = flag_group(vocabulary, "data")
-    group.add_argument("--data", required=True, metavar="PATH", help="a file of text or records, or a folder of them")
-    group.add_argument(
-        "--pattern", default="*", help="glob pattern of the files to read in a folder, such as '*.jsonl'"
-    )
-    group = flag_group(vocabulary, "output")
-    group.add_argument("--size", type=int, required=True, help="token ids to keep, special tokens included")
+    add_data_flags(vocabulary, "a file of text or records, or a folder of such files")
+    group = vocabulary.flag_group("output")
+    group.add_argument("--size", type=int, required=True, help="number of tokens to keep, special tokens included")
     group.add_argument("--output", required=True, metavar="FILE", help="JSON file to write")
     commands.add_subcommand("vocabulary", vocabulary, help="choose the tokens that MTP modules may draft")
 
 
-def run_vocabulary(options) -> int:
-    """Writes the vocabulary, and returns the exit code."""
+def _vocabulary(options) -> int:
     import numpy as np
     import rich.console
     import rich.table
@@ -37,11 +31,11 @@ def run_vocabulary(options) -> int:
     from mtpjax.io.inspect import inspect
 
     path = find_checkpoint(options.model_path)
-    vocab_size = inspect(path, model_type=model_type(options))["configuration"]["vocab_size"]
+    vocab_size = inspect(path, model_type=options.model_type)["configuration"]["vocab_size"]
     tokenizer = load_tokenizer(path, vocab_size)
-    # Always keep the special tokens: without end-of-text, MTP modules could not draft the end of an answer.
+    # Always keep the special tokens: MTP modules must be able to draft end-of-text.
     kept = {*tokenizer.eos_token_ids, *tokenizer.special_token_ids}
-    # Raise for a wrong output and size before the corpus is read.
+    # Check the output and the size before the corpus is read.
     check_output_file(options.output)
     draft_vocabulary.choose_vocabulary(np.zeros(vocab_size), options.size, required_ids=kept)
     # Count the corpus once; every size below is chosen from the same counts.
@@ -65,9 +59,12 @@ def run_vocabulary(options) -> int:
         chosen = "bold" if size == options.size else ""
         table.add_row(str(size), f"{size / vocab_size:.1%}", f"{share:.2%}", style=chosen)
     rich.console.Console().print(table)
-    # List what was not read, so that a wrong --pattern is noticed.
+    # List skipped files, so that a wrong --pattern is noticed.
     skipped = f", {len(corpus.skipped)} skipped, the last: {printable(corpus.skipped[-1])}" if corpus.skipped else ""
     files_read = f"{count_of(corpus.num_files, 'file')} of text{skipped}"
     counted = f"{count_of(corpus.counts.sum(), 'token')} of {files_read}"
     print(f"{counted}; {count_of(len(ids), 'id')} in {printable(options.output)}")
     return 0
+
+
+COMMANDS = {"vocabulary": _vocabulary}

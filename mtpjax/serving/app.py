@@ -7,14 +7,16 @@ from starlette.responses import Response
 from mtpjax.data.tokenizer import ByteTokenizer, HuggingFaceTokenizer, Tokenizer
 from mtpjax.serving.api import schemas
 from mtpjax.serving.api.admin_routes import admin_router
+from mtpjax.serving.api.engine_client import Engine
 from mtpjax.serving.api.errors import ApiError
 from mtpjax.serving.api.health_routes import health_router
-from mtpjax.serving.api.http import FaultHandler, FramingCheck, KeyCheck, error_handler
+from mtpjax.serving.api.http import RequestGuard, error_handler
 from mtpjax.serving.api.openai_routes import openai_router
 from mtpjax.serving.api.page_routes import page_router
 from mtpjax.serving.api.readers import Readers
 from mtpjax.serving.api.reading import BodyReader
-from mtpjax.serving.api.server import ApiServer, ApiSettings, Engine
+from mtpjax.serving.api.server import ApiServer
+from mtpjax.serving.api.settings import ApiSettings
 from mtpjax.serving.api.sglang_routes import generate_router
 from mtpjax.serving.metrics import Metrics
 from mtpjax.serving.request import QueueFull
@@ -59,7 +61,5 @@ def make_app(engine: Engine, tokenizer: Tokenizer, settings: ApiSettings, metric
             body, content_type = metrics.render()
             return Response(body, media_type=content_type)
 
-    app.add_middleware(KeyCheck, settings=settings)
-    app.add_middleware(FramingCheck)  # before the keys: the last one added runs first
-    app.add_middleware(FaultHandler)
+    app.add_middleware(RequestGuard, settings=settings)
     return app

@@ -25,7 +25,7 @@ from mtpjax.models.config import ModelConfig
 from mtpjax.models.model import MTPModel
 from mtpjax.models.sharding import mesh_of
 from mtpjax.serving import host_pages
-from mtpjax.serving.api.server import ApiSettings
+from mtpjax.serving.api.settings import ApiSettings
 from mtpjax.serving.app import make_app
 from mtpjax.serving.disaggregation.protocol import PATH
 from mtpjax.serving.disaggregation.setup import DisaggregationSettings, set_up
@@ -224,7 +224,7 @@ def serve(
         listener,
         line,
         lambda: app.state.server.drain(server.drain_seconds),
-        app.state.server.abort,
+        app.state.server.client.abort,
         header_seconds=server.header_seconds,
         should_stop=None if engine.followers is None else engine.followers.should_drain,
     )

@@ -9,14 +9,15 @@ import subprocess
 import sys
 
 import jax
-import jsonargparse
 import numpy as np
 import pytest
 import tokenizers
 
 from mtpjax import DecodeConfig, MTPModel, SamplingParams, init_params, load, presets, save_drafter
 from mtpjax.atomic import check_output_file
-from mtpjax.cli import config_flags, generate
+from mtpjax.cli import config_flags
+from mtpjax.cli.generate_output import warn_of_limit
+from mtpjax.cli.help import command_parser
 from mtpjax.cli.main import COMMANDS, main
 from mtpjax.data.draft_vocabulary import save_vocabulary
 from mtpjax.drafters.dflash.drafting import DFlashDrafter
@@ -83,20 +84,20 @@ for arguments in {COMMAND_LINES}:
 
 def test_every_flag_of_a_setting_has_its_field_name_type_default_and_text(capsys):
     """Flags are derived: a field that changes in `DecodeConfig` or `SamplingParams` changes on the command line too."""
-    parser = jsonargparse.ArgumentParser()
+    parser = command_parser("Text.")
+    sampling = config_flags.SAMPLING_FIELDS
     fields = [field.name for field in dataclasses.fields(DecodeConfig) if field.name in config_flags.FLAG_FIELDS]
-    assert set(fields) == set(config_flags.FLAG_FIELDS)
-    config_flags.add_config_flags(parser, fields)
-    config_flags.add_sampling_flags(parser)
+    assert {*fields, *sampling} == config_flags.FLAG_FIELDS
+    config_flags.add_config_flags(parser, [*fields, *sampling])
     options = parser.parse_args([])
     assert DecodeConfig(**config_flags.decode_settings(options)) == DecodeConfig()
-    assert config_flags.sampling_params(options, 2) == SamplingParams(seed=[0, 1])
+    assert config_flags.sampling_params(options) == SamplingParams()
     texts = config_flags.field_docs(DecodeConfig) | config_flags.field_docs(SamplingParams)
-    assert texts.keys() >= {*fields, *config_flags.SAMPLING_FIELDS}
+    assert texts.keys() >= {*fields, *sampling}
 
 
 def test_sglang_names_of_flags_are_aliases():
-    parser = jsonargparse.ArgumentParser()
+    parser = command_parser("Text.")
     config_flags.add_config_flags(parser, config_flags.SGLANG_FLAGS)
     values = {"num_steps": 3, "topk": 2, "num_draft_tokens": 5, "threshold_single": 0.5, "threshold_acc": 0.25}
     values |= {"draft_window": 64, "draft_sinks": 8, "draft_vocabulary": "frequent.json"}
@@ -200,10 +201,10 @@ def test_generate_drafts_from_a_vocabulary(checkpoint, tmp_path, capsys):
 def test_a_text_that_the_model_s_positions_cut_is_told(capsys):
     prompts = [[1] * 20, [1] * 30]
     for config in (DecodeConfig(max_new_tokens=98), DecodeConfig(max_new_tokens=200, max_length=100)):
-        generate._tell_of_limit(prompts, config, 128)
+        warn_of_limit(prompts, config, 128)
         assert not capsys.readouterr().err
-    generate._tell_of_limit(prompts, DecodeConfig(max_new_tokens=99), 128)
-    assert "30 tokens and --max-new-tokens 99 are more than the 128 positions" in (told := capsys.readouterr().err)
+    warn_of_limit(prompts, DecodeConfig(max_new_tokens=99), 128)
+    assert "30 tokens and --max-new-tokens 99 exceed the model's 128 positions" in (told := capsys.readouterr().err)
     assert told.endswith("at most 98 new tokens\n")
 
 
@@ -476,7 +477,7 @@ def test_a_drafter_is_profiled_and_drafts_at_the_depths_that_pay(checkpoint, hea
 def test_kernels_of_a_drafter_are_not_predicted(checkpoint, capsys):
     arguments = ["profile", "--model", str(checkpoint), "--predict", "--speculative-draft-model-path", "x"]
     assert exit_code(arguments) == 2
-    assert "--predict knows the kernels that MTP modules launch" in capsys.readouterr().err
+    assert "--predict supports MTP modules only" in capsys.readouterr().err
 
 
 @pytest.mark.slow
@@ -515,14 +516,14 @@ def test_generate_drafts_with_blocks(algorithm, flags, checkpoint, tmp_path, cap
         (["--sample-from-anchor"], "--sample-from-anchor needs --speculative-draft-model-path"),
         (["--last-layer-state", "after_norm"], "--last-layer-state needs --speculative-draft-model-path"),
         (["--speculative-algorithm", "EAGLE3"], "--speculative-algorithm EAGLE3 needs --speculative-draft-model-path"),
-        (["--drafter", "eagle3"], "--drafter eagle3 has files: name them with --speculative-draft-model-path"),
+        (["--drafter", "eagle3"], "--drafter eagle3 is read from files: use --speculative-draft-model-path"),
         (["--speculative-dspark-confidence-threshold", "0"], "threshold needs --speculative-draft-model-path"),
         (
             ["--speculative-draft-model-path", "HEADS", "--speculative-dspark-confidence-threshold", "0.5"],
             "is for DSPARK drafters, but",
         ),
         (["--speculative-draft-model-path", "HEADS", "--speculative-algorithm", "EAGLE3"], "is EAGLE3, but"),
-        (["--speculative-draft-model-path", "HEADS", "--drafter", "lookup"], "name two drafters"),
+        (["--speculative-draft-model-path", "HEADS", "--drafter", "lookup"], "select different drafters"),
         (["--speculative-draft-model-path", "HEADS", "--depth-policy", "adaptive"], "no profile at"),
         (["--speculative-draft-model-path", "HEADS", "--num-steps", "3"], "exceeds the 2 Medusa heads"),
     ],

@@ -173,7 +173,7 @@ def test_a_file_of_json_lines_gives_its_prompts_and_ids(run, tmp_path):
     ("flags", "said"),
     [
         ([], "give --prompt TEXT, --prompt - or --prompts FILE"),
-        (["--prompt", "x", "--prompts", "FILE"], "--prompt and --prompts are both given"),
+        (["--prompt", "x", "--prompts", "FILE"], "--prompt and --prompts cannot be combined"),
         (["--prompts", "missing.txt"], "missing.txt"),
         (["--prompts", "FOLDER"], "is a folder, not a file"),
         (["--prompts", "EMPTY"], "contains no prompt, only white space"),
@@ -200,4 +200,4 @@ def test_what_cannot_be_is_one_line(flags, said, run, tmp_path):
 
 def test_a_backslash_in_a_stop_string_is_told(run):
     code, _, err = run("--prompt", "x", "--stop", "\\n", "--max-new-tokens", 2)
-    assert code == 0 and "has a backslash: write $'...' in the shell" in err
+    assert code == 0 and "has a backslash: in a shell, write a newline or a tab as $'...'" in err

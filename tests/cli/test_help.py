@@ -141,7 +141,7 @@ def test_a_wrong_flag_is_one_line_with_a_suggestion(line, flag, capsys):
         ("eval", "mtpjax eval: a command is missing; `mtpjax eval --help` lists the commands"),
         (
             "generate --model m",
-            "mtpjax generate: what to continue is missing: give --prompt TEXT, --prompt - or --prompts FILE",
+            "mtpjax generate: the prompt is missing: use --prompt TEXT, --prompt - or --prompts FILE",
         ),
         ("convert m", "mtpjax convert: the following arguments are required: target; see --help"),
         ("inspect m --mesh", "mtpjax inspect: argument --mesh: expected one argument; see --help"),

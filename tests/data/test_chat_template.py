@@ -361,8 +361,8 @@ TEMPLATES = PUBLISHED | {"chatml": chatml.CHATML, "parts": chat_templates.PARTS,
 @pytest.mark.parametrize("name", TEMPLATES)
 def test_three_doors_give_the_same_prompt(name, tmp_path):
     pytest.importorskip("fastapi")
-    from mtpjax.serving.api.fields import Limits
     from mtpjax.serving.api.prompts import read_chat
+    from mtpjax.serving.api.settings import Limits
 
     tokenizer = chatml.save_tokenizer(tmp_path, TEMPLATES[name])
     sizes = {"max_length": 2000, "vocab_size": 300, "max_prompt_characters": 10_000, "max_total_characters": 10_000}

@@ -203,7 +203,7 @@ def test_the_command_counts_with_a_drafter_in_files_of_its_own(checkpoint, small
         (["--num-prompts", "0"], 2, "at least 1, not 0"),
         (["--num-steps", "0"], 2, "num_steps must be at least 1"),
         (["--max-new-tokens", "256"], 2, "leaves no room"),
-        (["--batch-size", "0"], 2, "batch_size must be at least 1"),
+        (["--batch-size", "0"], 2, "--batch-size must be at least 1"),
         (["--temperature", "-1"], 2, "temperature"),
         (["--topk", "2", "--acceptance", "block"], 2, "'block' supports only chains"),
         (["--acceptance", "greedy", "--temperature", "1"], 2, "acceptance 'greedy' supports only temperature 0"),

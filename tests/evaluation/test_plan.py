@@ -207,7 +207,7 @@ def test_the_longest_context_leaves_room_for_the_drafts():
         (["--device", "a100"], "--device must be one of h100, h200, mi300x, got a100"),
         (["--count", "0"], "count must be at least 1, got 0"),
         (["--batch-size", "0"], "batch must be at least 1, got 0"),
-        (["--num-steps", "-1"], "num_steps must be at least 0, got -1"),
+        (["--num-steps", "-1"], "--num-steps must be at least 0, got -1"),
         (["--accept-length", "5"], "accept_length must be within 1..2 with 1 draft levels, got 5.0"),
         (["--mesh", "tensor=3", "--count", "3"], "tensor=3 of the mesh does not divide vocab_size 256"),
         (["--mesh", "tensor=4"], "--mesh tensor=4 must cover 8 GPUs"),
@@ -228,4 +228,4 @@ def test_a_model_without_modules_drafts_nothing(capsys):
 
 def test_a_context_beyond_the_model_is_told(capsys):
     assert run(["plan", str(path("qwen3")), "--count", "1", "--context", "1000000"]) in (0, 1)
-    assert "--context 1000000 is more than the " in capsys.readouterr().err
+    assert "--context 1000000 exceeds the model's " in capsys.readouterr().err

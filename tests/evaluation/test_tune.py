@@ -103,7 +103,8 @@ def test_the_command_lists_the_shapes_and_says_that_a_cpu_has_no_kernels(cache, 
         main(["tune", "--model", str(checkpoint), "--dry-run", "--batch-size", "1", "--num-steps", "1"])
     output = capsys.readouterr()
     assert ended.value.code == 0
-    assert "verify_attention" in output.out and "JAX has none here" in output.err
-    with pytest.raises(SystemExit) as ended:
-        main(["tune", "--model", str(checkpoint), "--context", "0"])
-    assert ended.value.code and "context must be at least 1, got 0" in capsys.readouterr().err
+    assert "verify_attention" in output.out and "JAX has no GPU here" in output.err
+    for flags in (["--context", "0"], ["--batch-size", "1", "0"]):
+        with pytest.raises(SystemExit) as ended:
+            main(["tune", "--model", str(checkpoint), *flags])
+        assert ended.value.code and f"{flags[0]} must be at least 1, got 0" in capsys.readouterr().err

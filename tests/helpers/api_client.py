@@ -6,7 +6,7 @@ import json
 from starlette.testclient import TestClient
 
 from mtpjax.data.tokenizer import ByteTokenizer
-from mtpjax.serving.api.server import ApiSettings
+from mtpjax.serving.api.settings import ApiSettings
 from mtpjax.serving.app import make_app
 from tests.helpers.fake_engine import FakeEngine
 

@@ -10,7 +10,8 @@ import httpx
 
 from mtpjax import DecodeConfig
 from mtpjax.data.tokenizer import ByteTokenizer
-from mtpjax.serving.api.server import ApiServer, ApiSettings
+from mtpjax.serving.api.server import ApiServer
+from mtpjax.serving.api.settings import ApiSettings
 from mtpjax.serving.app import make_app
 from mtpjax.serving.engine import Engine
 from mtpjax.serving.http_server import serve_in_thread
@@ -73,7 +74,7 @@ class LiveServer:
     def is_idle(self):
         """True if nothing runs, waits or holds pages."""
         status = self.engine.status()
-        return not (status.num_running or status.num_waiting or status.num_used_pages or self.api.running)
+        return not (status.num_running or status.num_waiting or status.num_used_pages or self.api.client.running)
 
     def check(self):
         """Checks that the server is as it was at the start."""

@@ -239,7 +239,7 @@ def test_health_and_readiness():
             assert client.get(path).status_code == 200
         assert engine.requests[-1].max_new_tokens == 1
         # While the server stops, what runs goes on and nothing new begins.
-        client.app.state.server.is_stopping = True
+        client.app.state.server.client.is_stopping = True
         assert client.get("/health").status_code == 200
         for response in (client.get("/ready"), completion(client), chat(client), client.get("/health_generate")):
             assert response.status_code == 503 and "retry-after" in response.headers
@@ -527,7 +527,7 @@ def test_a_full_queue_is_429_and_nothing_is_lost():
             response = completion(client, n=3, stream=stream)
             assert response.status_code == 429 and int(response.headers["retry-after"]) >= 1
             assert engine.wait_until_idle()
-            assert not client.app.state.server.running
+            assert not client.app.state.server.client.running
         assert completion(client, n=2).status_code == 200
 
 

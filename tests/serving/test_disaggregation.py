@@ -17,7 +17,7 @@ pytest.importorskip("msgpack")
 from starlette.testclient import TestClient
 
 from mtpjax.data.tokenizer import ByteTokenizer
-from mtpjax.serving.api.server import ApiSettings
+from mtpjax.serving.api.settings import ApiSettings
 from mtpjax.serving.app import make_app
 from mtpjax.serving.disaggregation import protocol, remote_prefill
 from mtpjax.serving.disaggregation.protocol import PATH, Forged, Signer

@@ -285,7 +285,7 @@ async def abort_all_at_once(server, count):
         _, writer = await asyncio.open_connection(host, int(port))
         writer.write(raw_request("/v1/completions", {"prompt": f"storm {number}", "stream": True, **LONG}))
         writers.append(writer)
-    while len(server.api.running) + len(server.finishes) - num_finished < count:
+    while len(server.api.client.running) + len(server.finishes) - num_finished < count:
         await asyncio.sleep(0.005)
     begin = time.perf_counter()
     for writer in writers:

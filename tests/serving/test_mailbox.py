@@ -5,7 +5,7 @@ import threading
 
 import pytest
 
-from mtpjax.serving.api.server import Mailbox
+from mtpjax.serving.api.engine_client import Mailbox
 
 
 class CountingLoop:

@@ -16,12 +16,12 @@ import pytest
 pytest.importorskip("fastapi")
 
 from mtpjax.data.tokenizer import ByteTokenizer
-from mtpjax.serving.api import read_queue
+from mtpjax.serving.api import turns
 from mtpjax.serving.api.errors import ApiError
-from mtpjax.serving.api.read_queue import ReadQueue
 from mtpjax.serving.api.readers import SMALL_BODY_BYTES, Readers, ReadLimits
 from mtpjax.serving.api.reading import BodyReader
 from mtpjax.serving.api.server import ApiServer
+from mtpjax.serving.api.turns import ReadQueue
 from tests.helpers import chatml
 from tests.helpers.api_client import api_client, api_settings, chat, completion
 from tests.helpers.fake_engine import FakeEngine
@@ -222,8 +222,8 @@ def test_small_requests_do_not_wait_for_large_ones():
 
 
 def test_a_full_queue_has_room_for_other_clients(monkeypatch):
-    monkeypatch.setattr(read_queue, "MAX_WAITING", 4)
-    monkeypatch.setattr(read_queue, "MAX_WAITING_BYTES", 100)
+    monkeypatch.setattr(turns, "MAX_WAITING", 4)
+    monkeypatch.setattr(turns, "MAX_WAITING_BYTES", 100)
     queue = ReadQueue()
     fill(queue, "a1 a2 a3 a4")
     assert not queue.add("a", 1, "a5", is_small=False)

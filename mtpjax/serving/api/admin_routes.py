@@ -7,11 +7,9 @@ from fastapi import APIRouter, Request
 from fastapi.responses import Response
 
 from mtpjax.serving.api import schemas
-from mtpjax.serving.api.errors import ApiError
-from mtpjax.serving.api.http import check_admin, check_origin
+from mtpjax.serving.api.errors import require
+from mtpjax.serving.api.http import check_admin, check_origin, owner_of
 from mtpjax.serving.api.option_tables import ABORT, DETOKENIZE, TOKENIZE
-from mtpjax.serving.api.read_messages import Reading
-from mtpjax.serving.api.route_steps import owner_of, read_body
 from mtpjax.serving.api.server import ApiServer
 from mtpjax.version import __version__
 
@@ -53,36 +51,34 @@ def admin_router(server: ApiServer) -> APIRouter:
 
     @router.post("/flush_cache")
     async def flush_cache(request: Request) -> dict[str, Any]:
-        """Drops prefix pages that no request uses. Needs the admin key, if there is one."""
+        """Drops unused prefix pages. Needs the admin key if there is one."""
         check_admin(request, settings)
         check_origin(request)
         return {"success": True, "num_pages": engine.flush_cache()}
 
     @router.post("/abort_request", openapi_extra=schemas.request_body(ABORT, {}, []))
     async def abort_request(request: Request) -> dict[str, Any]:
-        """Aborts the client's requests of an id, or all requests, which needs the admin key, if there is one."""
-        values = (await read_body(server, request, "abort")).body  # also while the server stops
+        """Aborts the client's request `rid`. `abort_all` aborts all; it needs the admin key if there is one."""
+        values = (await server.read_body(request, "abort")).body  # also while the server stops
         if values["abort_all"]:
             check_admin(request, settings)
-            return {"num_aborted": server.abort()}
-        if not values["rid"]:
-            raise ApiError("rid is missing, or set abort_all to true", param="rid")
+            return {"num_aborted": server.client.abort()}
+        require(values["rid"], "rid is missing: set it, or set abort_all to true", param="rid")
         # A client may abort its own requests; the admin may abort any.
         owner = None if request.scope.get("is_admin") else owner_of(request)
-        return {"num_aborted": server.abort(values["rid"], owner)}
+        return {"num_aborted": server.client.abort(values["rid"], owner)}
 
     @router.post("/tokenize", openapi_extra=schemas.request_body(TOKENIZE, {"prompt": _STRING}, ["prompt"]))
     async def tokenize(request: Request) -> Response:
         """Encodes a text (`prompt` or `text`) or a conversation (`messages`)."""
-        return _json_response(await read_body(server, request, "tokenize"))
+        return await respond(request, "tokenize")
 
     @router.post("/detokenize", openapi_extra=schemas.request_body(DETOKENIZE, {"tokens": _IDS}, ["tokens"]))
     async def detokenize(request: Request) -> Response:
         """Decodes token ids."""
-        return _json_response(await read_body(server, request, "detokenize"))
+        return await respond(request, "detokenize")
+
+    async def respond(request: Request, kind: str) -> Response:
+        return Response((await server.read_body(request, kind)).texts[0], media_type="application/json")
 
     return router
-
-
-def _json_response(reading: Reading) -> Response:
-    return Response(reading.texts[0], media_type="application/json")

@@ -3,18 +3,16 @@
 import asyncio
 import collections
 import dataclasses
-import logging
 import math
 import time
 import uuid
 from collections.abc import AsyncIterator, Iterator, Sequence
 
-from mtpjax.serving.api.errors import ApiError, engine_restarted, internal_error, shutting_down
-from mtpjax.serving.api.server import ApiServer
+from mtpjax.serving.api.engine_client import EngineClient
+from mtpjax.serving.api.errors import ApiError, log_fault, require, shutting_down
 from mtpjax.serving.api.text_stream import Span, TextStream
 from mtpjax.serving.request import Delta, Finish, Request
 
-LOGGER = logging.getLogger(__name__)
 BYTES_PER_TOKEN = 96  # of a token, its draft level and its log-probability as Python objects in lists
 MIN_LOGPROB = -9999.0  # JSON has no infinity; vLLM's value
 
@@ -29,7 +27,7 @@ class Job:
 
 @dataclasses.dataclass(frozen=True)
 class Update:
-    """New output of one text. `logprobs` is empty unless the request asks for it."""
+    """New output of one text. `logprobs` is empty unless requested."""
 
     choice: "Choice"
     spans: list[Span]
@@ -47,7 +45,7 @@ class Choice:
     Attributes:
         index: its index among the texts of the HTTP request.
         tokens: new tokens so far, without those after a stop string.
-        logprobs: of `tokens`, if the request asks for them.
+        logprobs: of `tokens`, if requested.
         finish: how it ended; None while it is running.
     """
 
@@ -79,11 +77,11 @@ class Generation:
     """The texts of one HTTP request. As a context manager, it ends its engine requests on exit.
 
     Args:
-        server: state of the API.
+        client: the engine and the running requests.
         jobs: the texts.
         name: the HTTP request's id.
-        owner: whose request it is, as in `ApiServer.running`.
-        is_streaming: the client reads the text as it is generated, and may be too slow.
+        owner: whose request it is, as in `EngineClient.running`.
+        max_bytes: maximum size of undelivered tokens; a stream's client may read too slowly.
 
     Raises:
         ApiError: the engine rejects a request, or the server stops. Then no request runs.
@@ -91,23 +89,22 @@ class Generation:
     """
 
     def __init__(
-        self, server: ApiServer, jobs: Sequence[Job], name: str, *, owner: bytes = b"", is_streaming: bool = False
+        self, client: EngineClient, jobs: Sequence[Job], name: str, *, owner: bytes = b"", max_bytes: float = math.inf
     ):
-        if server.is_stopping:
+        if client.is_stopping:
             raise shutting_down()
-        self._key, self._server = (owner, name), server
-        if self._key in server.running:
-            raise ApiError("a request with this rid is running", param="rid")
+        self._key, self._client = (owner, name), client
+        require(self._key not in client.running, "a request with this rid is running", param="rid")
         self.started = time.monotonic()
-        self._max_bytes = server.settings.max_buffer_bytes if is_streaming else math.inf
-        self._mailbox = server.mailbox()
+        self._max_bytes = max_bytes
+        self._mailbox = client.mailbox()
         self._inbox: collections.deque[tuple[int, Delta | Finish]] = collections.deque()
         self._arrived = asyncio.Event()
         self._num_bytes = 0
         self._is_closed = self._is_too_slow = False
         self.choices: list[Choice] = []
         self._open: set[int] = set()
-        server.running[self._key] = self._open
+        client.running[self._key] = self._open
         try:
             for index, job in enumerate(jobs):
                 self.choices.append(self._submit(index, job))
@@ -118,7 +115,7 @@ class Generation:
     def _submit(self, index: int, job: Job) -> Choice:
         request = job.request
         stream = TextStream(
-            self._server.tokenizer.incremental_decoder(request.prompt),
+            self._client.tokenizer.incremental_decoder(request.prompt),
             stop=job.stop,
             hidden_tokens=request.stop_token_ids,
             min_tokens=int(request.sampling.min_new_tokens),  # type: ignore[arg-type]
@@ -129,7 +126,7 @@ class Generation:
             self._mailbox.post(self._receive, index, event)
 
         try:
-            request_id = self._server.engine.submit(request, deliver)
+            request_id = self._client.engine.submit(request, deliver)
         except ValueError as error:
             raise ApiError(str(error)) from error
         self._open.add(request_id)
@@ -169,11 +166,11 @@ class Generation:
                     logprobs = [json_logprob(each) for each in event.logprobs or ()]
                     update = choice.push(event.tokens, event.origins, logprobs)
                     if choice.stream.is_stopped:
-                        self._server.engine.abort(choice.request_id, "stop")
+                        self._client.engine.abort(choice.request_id, "stop")
                     yield update
 
     def _drain(self) -> Iterator[tuple[int, Delta | Finish]]:
-        """Yields what has arrived; consecutive tokens of one text become one delta."""
+        """Yields the events that have arrived; consecutive tokens of one text become one delta."""
         while self._inbox:
             index, event = self._inbox.popleft()
             while isinstance(event, Delta) and self._inbox and self._inbox[0][0] == index:
@@ -197,12 +194,12 @@ class Generation:
         self._is_closed = True
         self._inbox.clear()
         for request_id in self._open:
-            self._server.engine.abort(request_id)
+            self._client.engine.abort(request_id)
         self._forget_if_done()
 
     def _forget_if_done(self) -> None:
-        if not self._open and self._server.running.get(self._key) is self._open:
-            del self._server.running[self._key]
+        if not self._open and self._client.running.get(self._key) is self._open:
+            del self._client.running[self._key]
 
     def __enter__(self) -> "Generation":
         return self
@@ -215,26 +212,21 @@ def new_id(prefix: str) -> str:
     return f"{prefix}-{uuid.uuid4().hex}"
 
 
-def log_fault(error: BaseException | str) -> ApiError:
-    """Logs a server fault under a new id, and returns the client's error, which holds only the id."""
-    error_id = uuid.uuid4().hex
-    LOGGER.error("internal error %s: %s", error_id, error, exc_info=error if isinstance(error, BaseException) else None)
-    return internal_error(error_id)
-
-
 def _check_finish(finish: Finish, choice: Choice) -> None:
     """Raises the error of a request that failed, or that ran out of time in the queue."""
     if finish.reason == "error":
         error = log_fault(finish.message)
-        raise engine_restarted(error) if finish.is_retryable else error
-    if finish.reason == "invalid":
-        raise ApiError(finish.message, code="grammar_failed")
+        if finish.is_retryable:
+            message = f"{error}: the engine restarted; try again"
+            raise ApiError(message, status=503, code="engine_restarted", retry_after=1)
+        raise error
+    require(finish.reason != "invalid", finish.message, code="grammar_failed")
     if finish.reason == "timeout" and not choice.tokens:
         raise ApiError("the request timed out in the queue", status=503, code="timeout", retry_after=1)
 
 
 def json_logprob(logprob: float) -> float:
-    """Returns a log-probability that JSON can hold. Raises an error for NaN, which is a fault of the engine."""
+    """Returns a log-probability that JSON can hold. Raises ApiError for NaN, which is an engine fault."""
     if math.isnan(logprob):
         raise log_fault("a log-probability is NaN")
     return max(logprob, MIN_LOGPROB)

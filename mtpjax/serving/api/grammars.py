@@ -4,8 +4,7 @@ import dataclasses
 import json
 from typing import Any
 
-from mtpjax.serving.api.errors import ApiError
-from mtpjax.serving.api.fields import Body, check_text
+from mtpjax.serving.api.errors import ApiError, Body, check_text, require, unsupported
 from mtpjax.serving.grammar import MAX_GRAMMAR_BYTES, GrammarKind
 
 ANY_JSON = "$$ANY$$"  # SGLang's schema of any JSON value
@@ -59,16 +58,14 @@ def _read_response_format(value: Any, param: str) -> GrammarField | None:
     """Reads OpenAI's `{"type": "json_schema", "json_schema": {"schema": ...}}`, or one of the other types."""
     kind = value.get("type") if isinstance(value, dict) else None
     if kind not in RESPONSE_FORMATS:
-        message = f"{param}.type must be one of {', '.join(RESPONSE_FORMATS)}"
-        raise ApiError(message, param=param, code="unsupported_option")
+        raise unsupported(f"{param}.type must be one of {', '.join(RESPONSE_FORMATS)}", param)
     if kind == "text":
         return None
     if kind == "json_object":
         return GrammarField("json_schema", '{"type": "object"}', param)
     inner = value.get("json_schema")
     schema = inner.get("schema") if isinstance(inner, dict) else None
-    if schema is None:
-        raise ApiError(f"{param}.json_schema.schema is missing", param=f"{param}.json_schema.schema")
+    require(schema is not None, f"{param}.json_schema.schema is missing", param=f"{param}.json_schema.schema")
     return _read_schema(schema, f"{param}.json_schema.schema")
 
 
@@ -79,9 +76,9 @@ def _read_structured_outputs(value: Any, param: str) -> GrammarField | None:
     # "json_object" is short for the schema of any object.
     if given.get("json_object") is True:
         given = {**given, "json": {"type": "object"}}
-    unsupported = [name for name in given if name not in (*readers, "json_object")]
-    if not isinstance(value, dict) or unsupported or len(given.keys() & readers) != 1:
-        raise ApiError(f"{param} must have json, regex or json_object", param=param, code="unsupported_option")
+    unknown = [name for name in given if name not in (*readers, "json_object")]
+    if not isinstance(value, dict) or unknown or len(given.keys() & readers) != 1:
+        raise unsupported(f"{param} must have json, regex or json_object", param)
     return next(read(given[name], f"{param}.{name}") for name, read in readers.items() if name in given)
 
 

@@ -37,7 +37,7 @@ def health_router(server: ApiServer) -> APIRouter:
     async def ready() -> Response:
         """Returns 200 while the server accepts new requests."""
         check_health()
-        if server.is_stopping:
+        if server.client.is_stopping:
             raise shutting_down()
         return Response()
 
@@ -57,7 +57,7 @@ def health_router(server: ApiServer) -> APIRouter:
         job = Job(EngineRequest(prompt=(0,), max_new_tokens=1, sampling=SamplingParams()))
 
         async def make_token() -> None:
-            with Generation(server, [job], new_id("health")) as generation:
+            with Generation(server.client, [job], new_id("health")) as generation:
                 await generation.run()
 
         # Others may have come first.

@@ -1,4 +1,4 @@
-"""HTTP below the routes: keys, bodies with limits, clients that disconnect, event streams, and errors."""
+"""HTTP below the routes: keys, body limits, disconnecting clients, event streams, and error responses."""
 
 import asyncio
 import contextlib
@@ -8,7 +8,7 @@ import ipaddress
 import json
 import time
 import urllib.parse
-from collections.abc import AsyncGenerator, Callable, Coroutine
+from collections.abc import AsyncGenerator, Callable, Coroutine, Hashable
 from typing import Any, TypeVar
 
 from starlette.exceptions import HTTPException
@@ -16,9 +16,8 @@ from starlette.requests import ClientDisconnect, Request
 from starlette.responses import JSONResponse, Response
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
-from mtpjax.serving.api.errors import ApiError, queue_full
-from mtpjax.serving.api.generation import log_fault
-from mtpjax.serving.api.server import ApiSettings
+from mtpjax.serving.api.errors import ApiError, log_fault, require
+from mtpjax.serving.api.settings import ApiSettings
 from mtpjax.serving.request import QueueFull
 
 PART_BYTES = 1 << 16  # of a body that is kept in parts
@@ -27,50 +26,15 @@ _ENCODER = json.JSONEncoder(ensure_ascii=False, allow_nan=False, separators=(","
 T = TypeVar("T")
 
 
-class FramingCheck:
-    """Rejects requests with an ambiguous end with 400: a proxy may read the same bytes as a different request."""
+class RequestGuard:
+    """Middleware around all routes: checks framing and keys, and converts unexpected exceptions to 500 responses.
 
-    def __init__(self, app: ASGIApp):
-        self._app = app
-
-    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        names = {name for name, _ in scope["headers"]} if scope["type"] == "http" else set()
-        if {b"content-length", b"transfer-encoding"} <= names:
-            message = "a request must not have both Content-Length and Transfer-Encoding"
-            error = ApiError(message, code="ambiguous_length", headers={"Connection": "close"})
-            return await error_response(error)(scope, receive, send)
-        await self._app(scope, receive, send)
-
-
-class FaultHandler:
-    """Converts an unexpected exception to a 500 response and keeps the connection.
-
-    A handler of `Exception` would not: Starlette raises the exception again after its response, and uvicorn then closes
-    the connection, which may already carry the client's next request.
+    - Requests with an ambiguous end get 400: a proxy may read the same bytes as a different request.
+    - Requests without a valid key get 401, before anything else reads them.
+    - After an exception, the connection stays open. A handler of `Exception` would close it: Starlette raises the
+      exception again after its response, and uvicorn then closes the connection, which may already carry the client's
+      next request.
     """
-
-    def __init__(self, app: ASGIApp):
-        self._app = app
-
-    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        has_begun = False
-
-        async def send_on(message: Message) -> None:
-            nonlocal has_begun
-            has_begun = True
-            await send(message)
-
-        try:
-            await self._app(scope, receive, send_on)
-        except Exception as error:
-            # A response that has started cannot be completed, so the connection ends.
-            if has_begun or scope["type"] != "http":
-                raise
-            await error_response(log_fault(error))(scope, receive, send)
-
-
-class KeyCheck:
-    """Rejects requests without a valid key with 401, before anything else reads them."""
 
     def __init__(self, app: ASGIApp, settings: ApiSettings):
         self._app, self._open_paths = app, settings.open_paths
@@ -80,8 +44,31 @@ class KeyCheck:
         )
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        if scope["type"] != "http" or not (self._digests or self._admin_digests):
+        if scope["type"] != "http":
             return await self._app(scope, receive, send)
+        has_started = False
+
+        async def send_on(message: Message) -> None:
+            nonlocal has_started
+            has_started = True
+            await send(message)
+
+        try:
+            rejection = self._check(scope)
+            await (self._app if rejection is None else error_response(rejection))(scope, receive, send_on)
+        except Exception as error:
+            # A response that has started cannot be completed, so the connection ends.
+            if has_started:
+                raise
+            await error_response(log_fault(error))(scope, receive, send)
+
+    def _check(self, scope: Scope) -> ApiError | None:
+        """Returns the error of a request that is rejected. Adds the client's key and rights to the scope."""
+        if {b"content-length", b"transfer-encoding"} <= {name for name, _ in scope["headers"]}:
+            message = "a request must not have both Content-Length and Transfer-Encoding"
+            return ApiError(message, code="ambiguous_length", headers={"Connection": "close"})
+        if not (self._digests or self._admin_digests):
+            return None
         digest = _bearer_digest(scope)
         # Compare with every key, so that the time reveals nothing about any of them.
         is_user, is_admin = (
@@ -90,11 +77,21 @@ class KeyCheck:
         )
         is_known = is_user or is_admin
         if self._digests and not is_known and scope["path"] not in self._open_paths:
-            return await error_response(_invalid_key("API key"))(scope, receive, send)
+            return _invalid_key("API key")
         scope["has_key"], scope["is_admin"] = is_known, is_admin
         # Clients with different keys must not share prompts in the prefix cache.
         scope["prefix_salt"] = digest if is_known else b""
-        await self._app(scope, receive, send)
+        return None
+
+
+def owner_of(request: Request) -> bytes:
+    """Returns a digest of the client's key; b"" without a key."""
+    return request.scope.get("prefix_salt", b"")
+
+
+def client_of(request: Request) -> Hashable:
+    """Returns the client for taking turns: its key, or without one its address."""
+    return owner_of(request) or (request.client and request.client.host)
 
 
 def check_admin(request: Request, settings: ApiSettings) -> None:
@@ -143,9 +140,9 @@ async def read_json(request: Request, settings: ApiSettings) -> list[bytes]:
     """Reads the bytes of a JSON body in parts, without parsing them. Raises ApiError, as `read_parts` does."""
     encoding = request.headers.get("content-encoding", "identity").strip().lower()
     if encoding not in ("", "identity"):
-        message = f"the body has Content-Encoding {encoding[:32]}: send it uncompressed"
+        error = f"the body has Content-Encoding {encoding[:32]}: send it uncompressed"
         headers = {"Accept-Encoding": "identity"}
-        raise ApiError(message, status=415, param=None, code="unsupported_content_encoding", headers=headers)
+        raise ApiError(error, status=415, code="unsupported_content_encoding", headers=headers)
     media_type = request.headers.get("content-type", "").partition(";")[0].strip().lower()
     if media_type != "application/json":
         message = "the body must be JSON, with Content-Type: application/json"
@@ -163,17 +160,6 @@ async def read_parts(request: Request, max_bytes: int, seconds: float) -> list[b
     Raises:
         ApiError: the body exceeds `max_bytes` or `seconds`, or the client disconnects.
     """
-    try:
-        async with asyncio.timeout(seconds):
-            return await _read_body(request, max_bytes)
-    except TimeoutError as error:
-        message = f"the body did not arrive within {seconds:g} seconds"
-        raise ApiError(message, status=408, code="body_timeout", headers={"Connection": "close"}) from error
-    except ClientDisconnect as error:
-        raise ApiError("the client left") from error
-
-
-async def _read_body(request: Request, max_bytes: int) -> list[bytes]:
     too_large = ApiError(f"the body has more than {max_bytes} bytes", status=413, code="body_too_large")
     length = request.headers.get("content-length", "")
     if length.isdecimal() and (len(length) > 15 or int(length) > max_bytes):
@@ -181,14 +167,21 @@ async def _read_body(request: Request, max_bytes: int) -> list[bytes]:
     # A chunked body has no length: count. Its chunks may be of one byte each, and are then joined.
     parts: list[bytes] = []
     tail, num_bytes = bytearray(), 0
-    async for chunk in request.stream():
-        num_bytes += len(chunk)
-        if num_bytes > max_bytes:
-            raise too_large
-        tail += chunk
-        if len(tail) >= PART_BYTES:
-            parts.append(bytes(tail))
-            tail.clear()
+    try:
+        async with asyncio.timeout(seconds):
+            async for chunk in request.stream():
+                num_bytes += len(chunk)
+                if num_bytes > max_bytes:
+                    raise too_large
+                tail += chunk
+                if len(tail) >= PART_BYTES:
+                    parts.append(bytes(tail))
+                    tail.clear()
+    except TimeoutError as error:
+        message = f"the body did not arrive within {seconds:g} seconds"
+        raise ApiError(message, status=408, code="body_timeout", headers={"Connection": "close"}) from error
+    except ClientDisconnect as error:
+        raise ApiError("the client disconnected") from error
     return [*parts, bytes(tail)]
 
 
@@ -198,8 +191,7 @@ async def run_while_connected(request: Request, work: Coroutine[Any, Any, T]) ->
     watcher = asyncio.ensure_future(_wait_for_disconnect(request.receive))
     try:
         await asyncio.wait({task, watcher}, return_when=asyncio.FIRST_COMPLETED)
-        if not task.done():
-            raise ApiError("the client left")
+        require(task.done(), "the client disconnected")
         return task.result()
     finally:
         await _cancel(task, watcher)
@@ -220,7 +212,7 @@ class EventStream(Response):
         super().__init__(headers={"Cache-Control": "no-cache", "X-Accel-Buffering": "no"})
         del self.headers["content-length"]
         self._events, self._write_timeout, self._on_close = events, write_timeout, on_close
-        self._write_began: float | None = None  # time at which the event that is being written began
+        self._write_started: float | None = None  # when the write of the current event started
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         writer = asyncio.ensure_future(self._write(send))
@@ -238,17 +230,17 @@ class EventStream(Response):
             await self._events.aclose()
 
     def _is_late(self) -> bool:
-        began = self._write_began
-        return began is not None and time.monotonic() - began > self._write_timeout
+        started = self._write_started
+        return started is not None and time.monotonic() - started > self._write_timeout
 
     async def _write(self, send: Send) -> None:
         async def write(body: bytes, *, more_body: bool) -> None:
-            self._write_began = time.monotonic()
+            self._write_started = time.monotonic()
             await send({"type": "http.response.body", "body": body, "more_body": more_body})
-            self._write_began = None
+            self._write_started = None
 
         await send({"type": "http.response.start", "status": 200, "headers": self.raw_headers})
-        with contextlib.suppress(OSError):  # the client left
+        with contextlib.suppress(OSError):  # the client disconnected
             is_open = True
             while is_open:
                 try:
@@ -270,7 +262,8 @@ async def error_handler(request: Request, error: Exception) -> Response:
     if isinstance(error, ApiError):
         return error_response(error)
     if isinstance(error, QueueFull):
-        return error_response(queue_full())
+        message = "the server has too many requests; try again later"
+        return error_response(ApiError(message, status=429, code="queue_full", retry_after=1))
     if isinstance(error, HTTPException):
         known = {
             404: ("the path does not exist", "not_found"),

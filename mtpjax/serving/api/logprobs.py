@@ -2,12 +2,12 @@
 
 import dataclasses
 import functools
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Awaitable, Callable, Iterable, Sequence
 from typing import Any
 
 from mtpjax.data.tokenizer import Tokenizer
 from mtpjax.serving.api.generation import Choice, json_logprob
-from mtpjax.serving.api.server import ApiServer
+from mtpjax.serving.request import Scores
 
 
 @dataclasses.dataclass(frozen=True)
@@ -24,16 +24,18 @@ class TokenScores:
     alternatives: Sequence[list[tuple[int, float]]] | None = None
 
 
-async def score_choice(server: ApiServer, choice: Choice, num_top: int, *, with_prompt: bool = False) -> TokenScores:
+async def score_choice(
+    score: Callable[[list[int], int], Awaitable[Scores]], choice: Choice, num_top: int, *, with_prompt: bool = False
+) -> TokenScores:
     """Collects the log-probabilities of a text that has ended.
 
     The engine returns log-probabilities with the new tokens. Alternatives, and log-probabilities of the prompt, need an
-    additional pass over the whole text.
+    additional pass over the whole text, by `score`.
     """
     if not num_top and not with_prompt:
         return TokenScores(choice.tokens, choice.logprobs)
     prompt = list(choice.request.prompt)
-    scores = await server.score(prompt + choice.tokens, num_top)
+    scores = await score(prompt + choice.tokens, num_top)
     rows = list(zip(scores.top_ids, scores.top_logprobs, strict=True))
     alternatives = [[(token, json_logprob(each)) for token, each in zip(*row, strict=True)] for row in rows]
     given = [None if each is None else json_logprob(each) for each in scores.logprobs[: len(prompt)]]
@@ -57,7 +59,7 @@ class TextOffsets:
 
 
 def completion_logprobs(tokenizer: Tokenizer, scores: TokenScores, offsets: TextOffsets) -> dict[str, Any]:
-    """Makes the `logprobs` object of a completion; `offsets` has already had the tokens before `scores`."""
+    """Makes the `logprobs` object of a completion; `offsets` has counted the tokens before `scores`."""
     text_of = _token_texts(tokenizer)
     top = None
     if scores.alternatives is not None:

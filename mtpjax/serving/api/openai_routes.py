@@ -8,12 +8,12 @@ from fastapi import APIRouter, Request
 from fastapi.responses import Response
 
 from mtpjax.serving.api import schemas
-from mtpjax.serving.api.errors import ApiError
+from mtpjax.serving.api.errors import unsupported
 from mtpjax.serving.api.generation import Choice, Generation, Job, Update
+from mtpjax.serving.api.http import client_of, owner_of
 from mtpjax.serving.api.logprobs import TextOffsets, TokenScores, chat_logprobs, completion_logprobs, score_choice
 from mtpjax.serving.api.options import read_openai
-from mtpjax.serving.api.route_steps import Reply, check_model, make_jobs, read_body
-from mtpjax.serving.api.server import ApiServer
+from mtpjax.serving.api.server import ApiServer, Reply
 from mtpjax.serving.api.usage import speculation, usage
 
 
@@ -37,7 +37,7 @@ class OpenAIReply(Reply):
         logprobs = None
         if choice.request.logprobs:
             num_top = self._values["top_logprobs"] if self._is_chat else self._values["logprobs"]
-            scores = await score_choice(self._server, choice, num_top, with_prompt=bool(self._prompt_texts))
+            scores = await score_choice(self._server.score, choice, num_top, with_prompt=bool(self._prompt_texts))
             logprobs = self._logprobs(scores, self._offsets(choice))
         if self._is_chat:
             content = {"message": {"role": "assistant", "content": choice.text, "refusal": None}}
@@ -76,8 +76,8 @@ class OpenAIReply(Reply):
     ) -> dict[str, Any]:
         """Makes the choice of a chunk.
 
-        If the request asks for `return_draft_levels`, a choice with new text has `draft_levels`: that text by token,
-        each with the level of the draft that proposed it. Level 0 means that the trunk drew the token.
+        With `return_draft_levels`, a choice with new text has `draft_levels`: the text of each token with the level of
+        the draft that proposed it; 0 means that the trunk drew the token.
         """
         logprobs = None
         if update is not None and update.logprobs and offsets is not None:
@@ -135,37 +135,39 @@ def openai_router(server: ApiServer) -> APIRouter:
     @router.get("/models/{name:path}")
     async def get_model(name: str) -> dict[str, Any]:
         """Describes the model."""
-        check_model(server, name)
+        server.check_model(name)
         return model(name)
 
     @router.post("/completions", openapi_extra=schemas.COMPLETION)
     async def complete(request: Request) -> Response:
         """Continues texts. With `return_draft_levels`, a stream says which drafts the text comes from."""
-        reading = await read_body(server, request, "completion")
-        values, options = read_openai(reading.body, limits, is_chat=False)
-        check_model(server, values["model"])
-        _reject_alternatives(values, "logprobs")
-        if values["echo"] and values["stream"] and values["logprobs"] is not None:
-            message = "streams do not support log-probabilities of the prompt: set echo or stream to false"
-            raise ApiError(message, param="echo", code="unsupported_option")
-        jobs = await make_jobs(server, request, reading, options, values["cache_salt"])
-        return await OpenAIReply(server, values, jobs, is_chat=False, texts=reading.texts).respond(request)
+        return await respond(request, "completion")
 
     @router.post("/chat/completions", openapi_extra=schemas.CHAT)
     async def chat(request: Request) -> Response:
         """Answers a conversation. With `return_draft_levels`, a stream says which drafts the text comes from."""
-        reading = await read_body(server, request, "chat")
-        values, options = read_openai(reading.body, limits, is_chat=True)
-        check_model(server, values["model"])
-        _reject_alternatives(values, "top_logprobs")
-        jobs = await make_jobs(server, request, reading, options, values["cache_salt"])
-        return await OpenAIReply(server, values, jobs, is_chat=True, texts=()).respond(request)
+        return await respond(request, "chat")
+
+    async def respond(request: Request, kind: str) -> Response:
+        is_chat = kind == "chat"
+        reading = await server.read_body(request, kind)
+        values, options = read_openai(reading.body, limits, is_chat=is_chat)
+        server.check_model(values["model"])
+        _check_stream(values, "top_logprobs" if is_chat else "logprobs")
+        grammar = await server.compile_grammar(options.grammar, client_of(request))
+        # Only requests with the same key and salt share prefix pages.
+        salt = owner_of(request) + (values["cache_salt"] or "").encode()
+        jobs = options.jobs(reading.prompts, limits, salt=salt, param=reading.param, grammar=grammar)
+        return await OpenAIReply(server, values, jobs, is_chat=is_chat, texts=reading.texts).respond(request)
 
     return router
 
 
-def _reject_alternatives(values: dict[str, Any], param: str) -> None:
-    """Rejects alternatives in a stream: they take another pass over the whole text, which a stream does not have."""
-    if values["stream"] and values[param]:
-        message = f"streams do not support alternatives: {param} must be 0, or stream false"
-        raise ApiError(message, param=param, code="unsupported_option")
+def _check_stream(values: dict[str, Any], param: str) -> None:
+    """Rejects the log-probabilities that a stream lacks: they need an additional pass over the whole text."""
+    if not values["stream"]:
+        return
+    if values[param]:
+        raise unsupported(f"streams do not support alternatives: set {param} to 0 or stream to false", param)
+    if values.get("echo") and values["logprobs"] is not None:
+        raise unsupported("streams do not support prompt log-probabilities: set echo or stream to false", "echo")

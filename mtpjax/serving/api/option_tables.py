@@ -3,10 +3,9 @@
 import dataclasses
 from typing import Any
 
-from mtpjax.serving.api.fields import FLAG, NAME, Field
+from mtpjax.serving.api.errors import FLAG, NAME, Field
 
 MAX_CHOICES = 16
-MAX_PROMPTS = 1024
 MAX_LOGPROBS = 20
 MAX_STOP_STRINGS = 16
 MAX_STOP_BYTES = 512
@@ -28,6 +27,8 @@ SAMPLING = {
     "ignore_eos": FLAG,
     "n": Field("integer", 1, 1, MAX_CHOICES),
 }
+# Those that `SamplingParams` takes unchanged.
+SAME_NAMES = ("top_p", "min_p", "repetition_penalty", "frequency_penalty", "presence_penalty")
 _SEED = Field("integer", None, -(2**63), 2**64 - 1)
 _TOKENS = Field("integer", None, 1)
 _MIN_TOKENS = Field("integer", 0, 0)

@@ -8,31 +8,33 @@ from typing import Any
 from mtpjax.decoding.config import SamplingParams
 from mtpjax.messages import count_of
 from mtpjax.serving.api import option_tables as tables
-from mtpjax.serving.api.errors import ApiError
-from mtpjax.serving.api.fields import (
+from mtpjax.serving.api.errors import (
     MAX_INTEGER,
+    ApiError,
     Body,
     Field,
-    Limits,
     check_list,
     check_text,
     check_token,
     check_tokens,
     read_fields,
+    require,
+    unsupported,
 )
 from mtpjax.serving.api.generation import Job
 from mtpjax.serving.api.grammars import GrammarField, read_grammar
+from mtpjax.serving.api.settings import Limits
 from mtpjax.serving.grammar import Grammar
 from mtpjax.serving.request import Request
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Options:
-    """The settings for continuing texts.
+    """The generation options of a request.
 
     Attributes:
         max_new_tokens: maximum new tokens; None: as many as fit.
-        is_explicit: whether the request sets `max_new_tokens`, so that all of them must fit.
+        is_explicit: the request sets `max_new_tokens`, so that all of them must fit.
         sampling: without a seed.
         seed: of the first choice; each further choice adds 1.
         stop: stop strings.
@@ -64,23 +66,22 @@ class Options:
 
         Args:
             prompts: token ids.
-            limits: of the model.
+            limits: of the model and server.
             salt: only requests with the same salt share pages.
-            param: the field that gave the prompts, for messages.
+            param: the field with the prompts, for messages.
             grammar: the compiled grammar.
 
         Raises:
             ApiError: a text would be too long, or there are too many.
         """
         num_texts = len(prompts) * self.num_choices
-        asked = f"{count_of(num_texts, 'text')} ({count_of(len(prompts), 'prompt')}, n {self.num_choices})"
+        texts = f"{count_of(num_texts, 'text')} ({count_of(len(prompts), 'prompt')}, n {self.num_choices})"
         if num_texts > limits.max_requests:
-            raise ApiError(f"a request may ask for {count_of(limits.max_requests, 'text')}, not for {asked}", param="n")
+            raise ApiError(f"a request may have {count_of(limits.max_requests, 'text')}, got {texts}", param="n")
         # Such a request would never fit into the queue.
         if num_texts > limits.max_queued:
             message = (
-                f"the request asks for {asked}; the server holds at most {limits.max_queued} at the same time, running "
-                "and waiting: send fewer in one request"
+                f"the request has {texts}; the server holds at most {limits.max_queued} at the same time: send fewer"
             )
             raise ApiError(message, param=param if len(prompts) > 1 else "n", code="batch_too_large")
         # Each choice is a separate engine request, whose seed is one higher than that of the choice before.
@@ -102,8 +103,7 @@ class Options:
         return jobs
 
     def _new_tokens(self, num_prompt_tokens: int, max_length: int, param: str) -> int:
-        if not num_prompt_tokens:
-            raise ApiError(f"{param} is empty", param=param)
+        require(num_prompt_tokens, f"{param} is empty", param=param)
         left = max_length - num_prompt_tokens
         wanted = self.max_new_tokens or max(left, 1)
         if left < 1 or (self.is_explicit and wanted > left):
@@ -175,7 +175,7 @@ def reject_unsupported(body: Body, fields: Mapping[str, Field], prefix: str = ""
             advice = ", because tool calls are not parsed; tool_choice none only shows the tools to the model"
         elif name in ("enable_thinking", "thinking"):
             advice = ": set it in chat_template_kwargs"  # template variables are set elsewhere
-        raise ApiError(f"{prefix}{name} is not supported{advice}", param=prefix + name, code="unsupported_option")
+        raise unsupported(f"{prefix}{name} is not supported{advice}", prefix + name)
 
 
 def reject_unknown(body: Body, fields: Mapping[str, Field]) -> None:
@@ -197,11 +197,7 @@ def _shared_options(
         temperature=temperature if temperature >= tables.GREEDY_TEMPERATURE else 0.0,
         # The size of the vocabulary means all tokens.
         top_k=top_k if 0 < top_k < limits.vocab_size else 0,
-        top_p=values["top_p"],
-        min_p=values["min_p"],
-        repetition_penalty=values["repetition_penalty"],
-        frequency_penalty=values["frequency_penalty"],
-        presence_penalty=values["presence_penalty"],
+        **{name: values[name] for name in tables.SAME_NAMES},
         min_new_tokens=values[min_tokens],
         logit_bias=_logit_bias(_object(body, "logit_bias", prefix), limits.vocab_size, f"{prefix}logit_bias"),
     )
@@ -249,8 +245,7 @@ def _logit_bias(bias: Body, vocab_size: int, param: str) -> dict[int, float] | N
 
 def _object(body: Body, name: str, prefix: str = "") -> dict[str, Any]:
     value = _or(body.get(name), {})
-    if not isinstance(value, dict):
-        raise ApiError(f"{prefix}{name} must be an object", param=prefix + name)
+    require(isinstance(value, dict), f"{prefix}{name} must be an object", param=prefix + name)
     return value
 
 

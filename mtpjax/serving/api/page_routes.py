@@ -55,7 +55,7 @@ def page_router(server: ApiServer) -> APIRouter:
 
     @router.get("/status.json")
     async def status() -> dict[str, Any]:
-        """Returns the load and the counts since the start, named as in `EngineStatus`, and tokens per second."""
+        """Returns the load and the counts since the start, with the names of `EngineStatus`, and tokens per second."""
         status = server.engine.status()
         length = status.accept_length
         return {

@@ -5,14 +5,23 @@ from typing import Any
 from mtpjax.data.chat_messages import REASONING_FIELDS
 from mtpjax.data.tokenizer import Tokenizer
 from mtpjax.messages import count_of
-from mtpjax.serving.api.errors import ApiError
-from mtpjax.serving.api.fields import MAX_NAME_CHARACTERS, Body, Limits, check_list, check_text, check_tokens
-from mtpjax.serving.api.option_tables import MAX_PROMPTS
+from mtpjax.serving.api.errors import (
+    MAX_NAME_CHARACTERS,
+    ApiError,
+    Body,
+    check_list,
+    check_text,
+    check_tokens,
+    require,
+    unsupported,
+)
+from mtpjax.serving.api.settings import Limits
 
+MAX_PROMPTS = 1024
 MAX_MESSAGES = 2048
 MAX_TOOLS = 128  # as OpenAI's API
 ROLES = ("system", "developer", "user", "assistant", "tool")
-# Fields of a message that templates read besides role and content.
+# Fields of a message that templates read, in addition to role and content.
 _MESSAGE_FIELDS = ("name", "tool_call_id", "tool_calls", "function_call", *REASONING_FIELDS)
 _ROLE_LIST = ", ".join(ROLES)
 
@@ -25,17 +34,15 @@ def read_prompts(
     Args:
         value: a text, a list of texts, a list of token ids, or a list of such lists.
         param: the field, for messages.
-        add_special_tokens: add the tokens that the tokenizer puts around texts, such as a beginning-of-text token.
+        add_special_tokens: add the tokenizer's special tokens, such as a beginning-of-text token.
 
     Raises:
         ApiError: the value has another form, is empty, or exceeds a limit.
     """
-    if value is None:
-        raise ApiError(f"{param} is missing", param=param)
+    require(value is not None, f"{param} is missing", param=param)
     if isinstance(value, str):
         value = [value]
-    if not isinstance(value, list):
-        raise ApiError(f"{param} must be a string, a list of strings, or lists of token ids", param=param)
+    require(isinstance(value, list), f"{param} must be a string, a list of strings, or lists of token ids", param=param)
     if not value or not all(each or each == 0 for each in value):
         raise ApiError(f"{param} is empty", param=param)
     # A flat list whose first element is neither a text nor a list is one prompt of token ids.
@@ -47,25 +54,22 @@ def read_prompts(
     num_characters = 0
     for text in value:
         num_characters += len(check_text(text, param, limits.max_prompt_characters))
-        if num_characters > limits.max_total_characters:
-            raise ApiError(f"{param} has too many characters", param=param)
+        require(num_characters <= limits.max_total_characters, f"{param} has too many characters", param=param)
     return [encode_text(tokenizer, text, param, add_special_tokens=add_special_tokens) for text in value]
 
 
 def encode_text(tokenizer: Tokenizer, text: str, param: str, *, add_special_tokens: bool) -> list[int]:
     try:
         return tokenizer.encode(text) if add_special_tokens else tokenizer.encode_plain(text)
-    except ValueError as error:  # those of tokenizers have a text that is meant for users
+    except ValueError as error:  # the messages of tokenizers are written for users
         raise ApiError(str(error), param=param) from error
 
 
 def read_chat(tokenizer: Tokenizer, body: Body, limits: Limits, *, add_generation_prompt: bool) -> list[int]:
     """Reads the conversation of a chat into token ids. Raises ApiError, for example if the chat template rejects it."""
-    if body.get("messages") is None:
-        raise ApiError("messages is missing", param="messages")
+    require(body.get("messages") is not None, "messages is missing", param="messages")
     messages = check_list(body["messages"], "messages", MAX_MESSAGES)
-    if not messages:
-        raise ApiError("messages is empty", param="messages")
+    require(messages, "messages is empty", param="messages")
     size = _Size(limits.max_prompt_characters)
     messages = [_message(message, f"messages[{index}]", size) for index, message in enumerate(messages)]
     tools = check_list(body["tools"], "tools", MAX_TOOLS) if body.get("tools") is not None else []
@@ -85,15 +89,13 @@ def _reasoning_effort(value: Any, variables: dict[str, Any], tokenizer: Tokenize
     if value is None:
         return {}
     if not tokenizer.reads_template_variable(name):
-        message = f"{name} is not supported: the chat template of this model does not read it"
-        raise ApiError(message, param=name, code="unsupported_option")
-    if variables.get(name, value) != value:
-        raise ApiError(f"{name} and chat_template_kwargs.{name} differ", param=name)
+        raise unsupported(f"{name} is not supported: the model's chat template does not read it", name)
+    require(variables.get(name, value) == value, f"{name} and chat_template_kwargs.{name} differ", param=name)
     return {name: check_text(value, name, MAX_NAME_CHARACTERS)}
 
 
 class _Size:
-    """Counts the characters of everything that a chat template may write."""
+    """Counts the characters of all input of a chat template."""
 
     def __init__(self, max_characters: int):
         self._max_characters, self._num_characters = max_characters, 0
@@ -117,8 +119,7 @@ class _Size:
 
 
 def _token_ids(value: Any, param: str, limits: Limits) -> list[int]:
-    if not isinstance(value, list):
-        raise ApiError(f"{param} mixes token ids with other values", param=param)
+    require(isinstance(value, list), f"{param} mixes token ids and other values", param=param)
     if len(value) >= limits.max_length:
         given = count_of(len(value), "token")
         message = f"{param} has {given}; the longest text has {limits.max_length} tokens, one of them new"
@@ -128,11 +129,9 @@ def _token_ids(value: Any, param: str, limits: Limits) -> list[int]:
 
 def _message(message: Any, param: str, size: _Size) -> dict[str, Any]:
     """Returns a message with its known fields; the chat template checks their forms."""
-    if not isinstance(message, dict):
-        raise ApiError(f"{param} must be an object", param=param)
+    require(isinstance(message, dict), f"{param} must be an object", param=param)
     role = message.get("role")
-    if role not in ROLES:
-        raise ApiError(f"{param}.role must be one of {_ROLE_LIST}", param=f"{param}.role")
+    require(role in ROLES, f"{param}.role must be one of {_ROLE_LIST}", param=f"{param}.role")
     content = _content(message, param, size)
     checked = {"role": role} if content is None else {"role": role, "content": content}
     for name in _MESSAGE_FIELDS:
@@ -147,8 +146,7 @@ def _content(message: dict[str, Any], param: str, size: _Size) -> str | list[dic
     # An answer may have no text if it only calls tools, or was cut off while the model reasoned.
     if message["role"] == "assistant" and (content is None or content == []):
         return None
-    if content is None:
-        raise ApiError(f"{param} is missing", param=param)
+    require(content is not None, f"{param} is missing", param=param)
     if isinstance(content, str):
         size.add(content, param)
         return content
@@ -160,8 +158,7 @@ def _content(message: dict[str, Any], param: str, size: _Size) -> str | list[dic
             raise ApiError(f"{param}[{index}].text must be a string", param=f"{param}[{index}].text")
         size.add(text, f"{param}[{index}].text")
         parts.append({"type": "text", "text": text})
-    if not parts:
-        raise ApiError(f"{param} is empty", param=param)
+    require(parts, f"{param} is empty", param=param)
     return parts
 
 
@@ -169,11 +166,9 @@ def _template_variables(value: Any, allowed: tuple[str, ...]) -> dict[str, Any]:
     param = "chat_template_kwargs"
     if value is None:
         return {}
-    if not isinstance(value, dict):
-        raise ApiError(f"{param} must be an object", param=param)
+    require(isinstance(value, dict), f"{param} must be an object", param=param)
     for name, each in value.items():
-        if name not in allowed:
-            raise ApiError(f"{param} may set {', '.join(allowed) or 'nothing'}", param=param)
+        require(name in allowed, f"{param} may set {', '.join(allowed) or 'nothing'}", param=param)
         if not isinstance(each, bool | int | float | str):
             raise ApiError(f"{param}.{name} must be a string, a number, or true or false", param=param)
         if isinstance(each, str):

@@ -1,4 +1,4 @@
-"""The process that reads the bodies of requests, run as a script by `readers`. It does not import JAX."""
+"""The process that reads the bodies of requests; `readers` runs it as a script. Does not import JAX."""
 
 import contextlib
 import json
@@ -13,7 +13,7 @@ from typing import Any
 
 
 def main() -> None:
-    """Answers requests on standard input, each a line with kind and size and then a body, with lines of JSON."""
+    """Reads requests from standard input: a line with kind and size, then a body. Answers with a line of JSON each."""
     # Ctrl-C reaches every process of the terminal; the server decides when this one ends.
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     # Other output must not be mistaken for an answer.
@@ -26,7 +26,6 @@ def main() -> None:
     import jinja2.sandbox  # noqa: F401
 
     from mtpjax.data.template_worker import WORKER
-    from mtpjax.serving.api import reading  # noqa: F401, for `pickle`
 
     WORKER.render_here()
     reader: Any = None
@@ -37,6 +36,7 @@ def main() -> None:
         raw = source.read(int(size))
         source.readline()
         if kind == b"start":
+            # Imports the modules of the reader, before the memory is limited.
             (reader, limits, niceness), answer = pickle.loads(raw), {}
             os.nice(niceness)
             _limit_memory(limits.memory)
@@ -52,7 +52,7 @@ def main() -> None:
             line = line[os.write(answers, line) :]
         del raw, answer, line
         if limits is not None and _memory_in_use() > limits.memory // 2:
-            return  # Python rarely returns memory
+            return  # Python rarely returns memory to the system
 
 
 def _limit_memory(num_bytes: int) -> None:
@@ -62,18 +62,17 @@ def _limit_memory(num_bytes: int) -> None:
 
 
 def _read(reader: Any, kind: str, raw: bytes, memory: int) -> dict[str, Any]:
-    from mtpjax.serving.api.read_messages import out_of_memory, to_answer
-
-    def read() -> Any:
-        try:
-            return reader.read(kind, raw)
-        except MemoryError:
-            raise out_of_memory(memory) from None
+    from mtpjax.serving.api.errors import ApiError, out_of_memory
 
     try:
-        return to_answer(read)
+        return reader.read(kind, raw).to_json()
+    except MemoryError:
+        error = out_of_memory(memory)
+    except ApiError as rejection:
+        error = rejection
     except Exception:
         return {"fault": traceback.format_exc()}
+    return {"error": [str(error), error.status, error.param, error.code, error.headers]}
 
 
 def _memory_in_use() -> int:

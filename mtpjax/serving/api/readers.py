@@ -19,9 +19,9 @@ import weakref
 from collections.abc import Callable, Hashable, Sequence
 from typing import Any
 
-from mtpjax.serving.api.errors import ApiError, server_busy, shutting_down
-from mtpjax.serving.api.read_messages import Reading, from_answer, out_of_memory, to_request
-from mtpjax.serving.api.read_queue import ReadQueue
+from mtpjax.serving.api.errors import ApiError, out_of_memory, server_busy, shutting_down
+from mtpjax.serving.api.reading_result import Reading
+from mtpjax.serving.api.turns import ReadQueue
 from mtpjax.worker_process import WorkerEnded, WorkerProcess
 
 SMALL_BODY_BYTES = 1 << 14
@@ -205,14 +205,20 @@ class _Process:
         if answer.get("is_new"):  # the process had ended, and was replaced
             self._start()
             answer = self._ask(kind, parts)
-        return from_answer(answer)
+        if "error" in answer:
+            message, status, param, code, headers = answer["error"]
+            raise ApiError(message, status=status, param=param, code=code, headers=headers)
+        if "fault" in answer:
+            raise RuntimeError(f"a process that reads requests failed:\n{answer['fault']}")
+        return Reading.from_json(answer)
 
     def _ask(self, kind: str, parts: Sequence[bytes], seconds: float | None = None) -> dict[str, Any]:
         seconds = self._limits.answer_seconds if seconds is None else seconds
         if self._is_killed:
             raise WorkerEnded(None)
         try:
-            return json.loads(self._process.ask(to_request(kind, parts), seconds))
+            head = b"%s %d\n" % (kind.encode(), sum(map(len, parts)))
+            return json.loads(self._process.ask([head, *parts], seconds))
         except WorkerEnded:
             self._is_started = False
             raise

@@ -9,13 +9,23 @@ from collections.abc import Callable, Mapping
 
 from mtpjax.data.tokenizer import Tokenizer
 from mtpjax.serving.api import option_tables as tables
-from mtpjax.serving.api.errors import ApiError
-from mtpjax.serving.api.fields import Body, Field, Limits, check_list, check_text, check_tokens, parse_body, read_fields
+from mtpjax.serving.api.errors import (
+    ApiError,
+    Body,
+    Field,
+    check_list,
+    check_text,
+    check_tokens,
+    parse_body,
+    read_fields,
+    require,
+)
 from mtpjax.serving.api.options import Options, read_generate, read_openai, reject_unknown, reject_unsupported
 from mtpjax.serving.api.prompts import encode_text, read_chat, read_prompts
-from mtpjax.serving.api.read_messages import Reading
+from mtpjax.serving.api.reading_result import Reading
+from mtpjax.serving.api.settings import Limits
 
-MAX_VALUES = 1 << 17  # of JSON in a body, besides the ids of prompts
+MAX_VALUES = 1 << 17  # of JSON in a body, excluding the token ids of prompts
 MAX_OPTION_BYTES = 1 << 18  # of a body's JSON without prompts, messages and tools: a grammar may have 64 kB
 # Fields that the event loop does not need; they have separate limits.
 _PROMPT_FIELDS = ("prompt", "text", "input_ids", "tokens")
@@ -58,8 +68,7 @@ class BodyReader:
     def _generate(self, body: Body) -> Reading:
         values, options = read_generate(body, self.limits)
         given = [name for name in ("text", "input_ids") if body.get(name) is not None]
-        if len(given) != 1:
-            raise ApiError("give either text or input_ids", param="text")
+        require(len(given) == 1, "give either text or input_ids", param="text")
         param, value = given[0], body[given[0]]
         special = values["add_special_tokens"]
         prompts = read_prompts(self.tokenizer, value, param, self.limits, add_special_tokens=special)
@@ -101,7 +110,7 @@ class BodyReader:
         rest = {name: value for name, value in body.items() if name not in _READ_FIELDS}
         size = len(json.dumps(rest))
         if size > MAX_OPTION_BYTES:
-            message = f"the fields besides {param} have {size} bytes of JSON; at most {MAX_OPTION_BYTES} are allowed"
+            message = f"the fields other than {param} have {size} bytes of JSON; at most {MAX_OPTION_BYTES} are allowed"
             raise ApiError(message, code="request_too_large")
         return Reading(rest, tuples, param=param)
 
@@ -123,7 +132,7 @@ def _check_values(body: Body) -> None:
         value = open_values.pop()
         num_values += len(value)
         if num_values > MAX_VALUES:
-            message = f"the body has more than {MAX_VALUES} JSON values besides its prompt"
+            message = f"the body has more than {MAX_VALUES} JSON values in addition to its prompt"
             raise ApiError(message, code="request_too_large")
         inner = value.values() if isinstance(value, dict) else value
         open_values += [each for each in inner if isinstance(each, dict | list)]

@@ -4,9 +4,9 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from mtpjax.serving.api import option_tables as tables
-from mtpjax.serving.api.fields import MAX_INTEGER, Field
+from mtpjax.serving.api.errors import MAX_INTEGER, Field
 from mtpjax.serving.api.grammars import RESPONSE_FORMATS
-from mtpjax.serving.api.prompts import MAX_MESSAGES, ROLES
+from mtpjax.serving.api.prompts import MAX_MESSAGES, MAX_PROMPTS, ROLES
 
 _TEXT = {"type": "string", "minLength": 1}
 _TOKENS = {"type": "array", "minItems": 1, "items": {"type": "integer", "minimum": 0, "maximum": MAX_INTEGER}}
@@ -19,7 +19,7 @@ def _list_of(items: dict[str, Any], max_items: int) -> dict[str, Any]:
 
 _SCHEMA = {"type": ["object", "string", "null"]}
 _REGEX = {"type": ["string", "null"]}
-# Fields that all bodies have, besides those of the tables.
+# Fields that all bodies have, in addition to those of the tables.
 _COMMON = {
     "response_format": {
         "type": ["object", "null"],
@@ -73,7 +73,7 @@ def _object(fields: Mapping[str, Field], extra: Mapping[str, Any]) -> dict[str, 
     return {"type": ["object", "null"], "properties": {**properties, **extra}}
 
 
-_PROMPTS = [_TEXT, _TOKENS, *(_list_of(each, tables.MAX_PROMPTS) for each in (_TEXT, _TOKENS))]
+_PROMPTS = [_TEXT, _TOKENS, *(_list_of(each, MAX_PROMPTS) for each in (_TEXT, _TOKENS))]
 _STREAM = {"stream_options": _object(tables.STREAM_OPTIONS, {})}
 _SCALAR = {"type": ["string", "number", "boolean"]}
 COMPLETION = request_body(tables.COMPLETION, {"prompt": {"anyOf": _PROMPTS}, **_COMMON, **_STREAM}, ["prompt"])
@@ -90,8 +90,8 @@ CHAT = request_body(
 GENERATE = request_body(
     tables.GENERATE,
     {
-        "text": {"anyOf": [_TEXT, _list_of(_TEXT, tables.MAX_PROMPTS), {"type": "null"}]},
-        "input_ids": {"anyOf": [_TOKENS, _list_of(_TOKENS, tables.MAX_PROMPTS), {"type": "null"}]},
+        "text": {"anyOf": [_TEXT, _list_of(_TEXT, MAX_PROMPTS), {"type": "null"}]},
+        "input_ids": {"anyOf": [_TOKENS, _list_of(_TOKENS, MAX_PROMPTS), {"type": "null"}]},
         "sampling_params": _object(tables.GENERATE_SAMPLING, _COMMON),
     },
     [],

@@ -1,24 +1,29 @@
-"""The routes' shared state: the engine, the tokenizer, the settings, and the running requests."""
+"""The state that the routes share, and the steps that they have in common."""
 
+import abc
 import asyncio
-import collections
 import concurrent.futures
-import contextlib
-import dataclasses
 import hashlib
 import time
-from collections.abc import Awaitable, Callable, Hashable, Sequence
-from typing import Any, Protocol, TypeVar
+from collections.abc import AsyncGenerator, Awaitable, Callable, Hashable, Sequence
+from typing import Any, TypeVar
+
+from starlette.requests import Request as HttpRequest
+from starlette.responses import JSONResponse, Response
 
 from mtpjax.data.template_worker import WORKER
 from mtpjax.data.tokenizer import Tokenizer
-from mtpjax.serving.api.errors import ApiError, server_busy, shutting_down
-from mtpjax.serving.api.fields import Limits
+from mtpjax.serving.api.engine_client import Engine, EngineClient
+from mtpjax.serving.api.errors import ApiError, server_busy, shutting_down, unsupported
+from mtpjax.serving.api.generation import Generation, Job, new_id
 from mtpjax.serving.api.grammars import GrammarField
-from mtpjax.serving.api.readers import Readers
+from mtpjax.serving.api.http import EventStream, client_of, owner_of, read_json, run_while_connected
+from mtpjax.serving.api.readers import SMALL_BODY_BYTES, Readers
+from mtpjax.serving.api.reading_result import Reading
+from mtpjax.serving.api.settings import ApiSettings, Limits
 from mtpjax.serving.api.turns import Turns
-from mtpjax.serving.grammar import MAX_COMPILE_SECONDS, Grammar, Grammars, GrammarTooSlow
-from mtpjax.serving.request import Deliver, EngineStatus, FinishReason, Request, Scores
+from mtpjax.serving.grammar import MAX_COMPILE_SECONDS, Grammar, GrammarTooSlow
+from mtpjax.serving.request import Request, Scores
 from mtpjax.serving.trial_compile import TRIAL_COMPILE
 from mtpjax.version import __version__
 
@@ -33,147 +38,22 @@ SLOW_GRAMMARS = 2  # that compile at the same time
 T = TypeVar("T")
 
 
-class Engine(Protocol):
-    """The interface of the engine. Its methods are thread-safe.
-
-    Attributes:
-        max_length: maximum tokens of a text; a prompt has fewer.
-        max_requests: maximum requests that run and wait at the same time.
-        grammars: compiles the grammars of requests; None: requests have none.
-        progress_at: time (`time.monotonic`) at which the device last answered, or work came after a pause.
-    """
-
-    max_length: int
-    vocab_size: int
-    max_requests: int
-    grammars: Grammars | None
-    progress_at: float
-
-    @property
-    def failure(self) -> str:
-        """The reason why the engine does not work, else "". `/health` then answers 503."""
-        ...
-
-    def submit(self, request: Request, deliver: Deliver) -> int:
-        """Queues a request and returns its id.
-
-        Args:
-            request: the request.
-            deliver: receives its events in the engine's thread, which it must not block.
-
-        Raises:
-            ValueError: the request is invalid.
-            QueueFull: the queue is full, or the engine shuts down.
-        """
-        ...
-
-    def abort(self, request_id: int, reason: FinishReason = "abort") -> None:
-        """Ends a request for this reason. Ignores unknown ids."""
-        ...
-
-    def score(self, tokens: Sequence[int], num_top: int) -> Scores:
-        """Returns the log-probabilities of a text; blocks."""
-        ...
-
-    def status(self) -> EngineStatus: ...
-
-    def flush_cache(self) -> int:
-        """Drops unused prefix pages and returns their number."""
-        ...
-
-
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class ApiSettings:
-    """Settings of the HTTP API.
-
-    Attributes:
-        model_name: the name that clients see.
-        model_aliases: further names that requests may use.
-        api_keys: requests need one of them as bearer token; empty: no key is needed.
-        admin_api_keys: `/flush_cache`, and `/abort_request` for all, need one of them; they are valid for every other
-            route too. Empty: ordinary keys are enough.
-        open_paths: paths that need no key. The page shows nothing without its data, which needs one.
-        max_body_bytes: larger bodies get 413.
-        max_prompt_characters: maximum length of a prompt; None: 64 per token of the longest text.
-        max_requests: maximum texts of one request, prompts times `n`.
-        body_timeout: seconds in which a body must arrive.
-        write_timeout: seconds after which a client that does not read its stream is disconnected.
-        max_buffer_bytes: maximum size of undelivered tokens per stream.
-        template_variables: variables of the chat template that requests may set.
-        num_readers: processes that parse, check and tokenize bodies, at least 2; 0: threads of this process, as with
-            tokenizers of other packages.
-        strict_fields: reject unknown fields with 400.
-        server_info: settings that `/server_info` shows.
-    """
-
-    model_name: str
-    model_aliases: tuple[str, ...] = ()
-    api_keys: tuple[str, ...] = ()
-    admin_api_keys: tuple[str, ...] = ()
-    open_paths: frozenset[str] = frozenset({"/health", "/ready", "/", "/page.css", "/page.js"})
-    max_body_bytes: int = 32 << 20
-    max_prompt_characters: int | None = None
-    max_requests: int = 4096
-    body_timeout: float = 30.0
-    write_timeout: float = 60.0
-    max_buffer_bytes: int = 1 << 20
-    template_variables: tuple[str, ...] = ("enable_thinking", "thinking", "reasoning_effort")
-    num_readers: int = 2
-    strict_fields: bool = False
-    server_info: dict[str, Any] = dataclasses.field(default_factory=dict)
-
-
-class Mailbox:
-    """Passes calls from other threads to an event loop.
-
-    Calls that arrive together wake the loop only once, because a wake-up is a system call, and a tick of the engine has
-    an event per request.
-    """
-
-    def __init__(self, loop: asyncio.AbstractEventLoop):
-        self.loop = loop
-        self._calls: collections.deque[tuple[Callable[..., None], tuple[Any, ...]]] = collections.deque()
-        self._is_woken = False
-
-    def post(self, function: Callable[..., None], *arguments: Any) -> None:
-        """Schedules a function in the loop, in the order of the calls. Does nothing once the loop has ended."""
-        self._calls.append((function, arguments))
-        # `_run` resets this before it takes calls, so a call after its last one wakes the loop again.
-        if not self._is_woken:
-            self._is_woken = True
-            with contextlib.suppress(RuntimeError):
-                self.loop.call_soon_threadsafe(self._run)
-
-    def _run(self) -> None:
-        self._is_woken = False
-        try:
-            while self._calls:
-                function, arguments = self._calls.popleft()
-                function(*arguments)
-        finally:
-            if self._calls:  # one of them failed
-                self.loop.call_soon(self._run)
-
-
 class ApiServer:
     """State of the API.
 
     Attributes:
+        client: the engine and the running requests.
         limits: of requests.
-        is_stopping: new requests get 503.
         prepare: called with the engine requests of an HTTP request before they are submitted; None disables it.
         readers: read the bodies of requests; `make_app` sets them.
-        running: engine ids by owner and name of the HTTP request, for `/abort_request`. An owner is a client's key as
-            `KeyCheck` gives it, so clients with different keys may use the same name.
     """
 
     def __init__(self, engine: Engine, tokenizer: Tokenizer, settings: ApiSettings):
         self.engine, self.tokenizer, self.settings = engine, tokenizer, settings
-        self.is_stopping = self._is_closed = False
+        self.client = EngineClient(engine, tokenizer)
+        self._is_closed = False
         self.prepare: Callable[[Sequence[Request]], Awaitable[None]] | None = None
         self.readers: Readers
-        self.running: dict[tuple[bytes, str], set[int]] = {}
-        self._mailbox: Mailbox | None = None
         self.limits = Limits(
             max_length=engine.max_length,
             vocab_size=engine.vocab_size,
@@ -190,11 +70,19 @@ class ApiServer:
         self._score_threads = concurrent.futures.ThreadPoolExecutor(4, "score")
         self._quick_grammars, self._slow_grammars = Turns(1), Turns(SLOW_GRAMMARS)
 
-    def mailbox(self) -> Mailbox:
-        loop = asyncio.get_running_loop()
-        if self._mailbox is None or self._mailbox.loop is not loop:
-            self._mailbox = Mailbox(loop)
-        return self._mailbox
+    async def read_body(self, request: HttpRequest, kind: str) -> Reading:
+        """Reads and checks a body, of a kind of `reading.KINDS`, outside the event loop. Raises ApiError."""
+        if self.client.is_stopping and kind != "abort":
+            raise shutting_down()
+        parts = await read_json(request, self.settings)
+        reading = self.readers.read(kind, parts, client_of(request))
+        # Large bodies may wait for a long time, and need not be read once the client has disconnected.
+        return await (run_while_connected(request, reading) if sum(map(len, parts)) > SMALL_BODY_BYTES else reading)
+
+    def check_model(self, name: str | None) -> None:
+        """Raises ApiError if a request names a different model."""
+        if name is not None and name not in (self.settings.model_name, *self.settings.model_aliases):
+            raise ApiError("the model does not exist", status=404, param="model", code="model_not_found")
 
     async def compile_grammar(self, field: GrammarField | None, client: Hashable) -> Grammar | None:
         """Compiles a request's grammar outside the event loop.
@@ -210,8 +98,7 @@ class ApiServer:
             return None
         grammars = self.engine.grammars
         if grammars is None:
-            message = f"{field.param} is not supported: the server was started without grammars"
-            raise ApiError(message, param=field.param, code="unsupported_option")
+            raise unsupported(f"{field.param} is not supported: the server runs without grammars", field.param)
         work = lambda seconds: lambda: grammars.compile(field.kind, field.source, seconds=seconds)
         try:
             try:
@@ -231,7 +118,7 @@ class ApiServer:
         except TimeoutError as error:
             raise server_busy() from error
         # The slot is freed when the thread ends, which cannot be stopped. The time limit excludes the wait.
-        mailbox, running = self.mailbox(), self._submit(self._grammar_threads, work)
+        mailbox, running = self.client.mailbox(), self._submit(self._grammar_threads, work)
         running.add_done_callback(lambda _: mailbox.post(turns.release, client))
         async with asyncio.timeout(GRAMMAR_SECONDS):
             return await self._result(running)
@@ -239,25 +126,17 @@ class ApiServer:
     async def score(self, tokens: Sequence[int], num_top: int) -> Scores:
         return await self._result(self._submit(self._score_threads, lambda: self.engine.score(tokens, num_top)))
 
-    def abort(self, name: str | None = None, owner: bytes | None = None) -> int:
-        """Aborts running requests, optionally only those of a name or an owner. Returns the number of aborted texts."""
-        chosen = [ids for key, ids in self.running.items() if owner in (None, key[0]) and name in (None, key[1])]
-        ids = [request_id for each in chosen for request_id in each]
-        for request_id in ids:
-            self.engine.abort(request_id)
-        return len(ids)
-
     async def drain(self, seconds: float) -> None:
         """Rejects new requests, waits `seconds` for running ones, and aborts the rest, which keep their text so far."""
-        self.is_stopping = True
+        self.client.is_stopping = True
         try:
             end = time.monotonic() + seconds
-            while self.running and time.monotonic() < end:
+            while self.client.running and time.monotonic() < end:
                 await asyncio.sleep(DRAIN_INTERVAL)
-            self.abort()
+            self.client.abort()
             # An unresponsive engine must not keep the process alive.
             end = time.monotonic() + ABORT_SECONDS
-            while self.running and time.monotonic() < end:
+            while self.client.running and time.monotonic() < end:
                 await asyncio.sleep(DRAIN_INTERVAL)
         finally:
             # Nor must threads, for which Python waits: end the processes whose answers they wait for.
@@ -281,3 +160,48 @@ class ApiServer:
             if self._is_closed and task is not None and not task.cancelling():
                 raise shutting_down() from None
             raise
+
+
+class Reply(abc.ABC):
+    """Makes the responses to a generation request.
+
+    Args:
+        server: state of the API.
+        values: the request's fields.
+        jobs: the texts, grouped by prompt.
+        prefix: of the id, if the request has none.
+    """
+
+    def __init__(self, server: ApiServer, values: dict[str, Any], jobs: Sequence[Job], prefix: str):
+        self._server, self._values, self._jobs = server, values, jobs
+        self._id = values["rid"] or new_id(prefix)
+
+    @abc.abstractmethod
+    def _events(self, generation: Generation) -> AsyncGenerator[Any, None]:
+        """Yields the events of a stream."""
+
+    @abc.abstractmethod
+    async def _complete(self, generation: Generation) -> Any:
+        """Waits for the texts and returns the body of the response."""
+
+    async def respond(self, request: HttpRequest) -> Response:
+        """Runs the texts, and aborts them if the client disconnects. Returns a stream if the request sets `stream`.
+
+        Raises:
+            ApiError: the engine rejects a text, or a text ends with an error.
+            QueueFull: the engine's queue is full.
+        """
+        server, owner = self._server, owner_of(request)
+        if server.prepare is not None:
+            await server.prepare([job.request for job in self._jobs])
+        if self._values["stream"]:
+            # Submit before the status is sent, so that a full queue is still a 429.
+            max_bytes, timeout = server.settings.max_buffer_bytes, server.settings.write_timeout
+            generation = Generation(server.client, self._jobs, self._id, owner=owner, max_bytes=max_bytes)
+            return EventStream(self._events(generation), write_timeout=timeout, on_close=generation.close)
+
+        async def run() -> Any:
+            with Generation(server.client, self._jobs, self._id, owner=owner) as generation:
+                return await self._complete(generation)
+
+        return JSONResponse(await run_while_connected(request, run()))

@@ -9,9 +9,9 @@ from fastapi.responses import Response
 
 from mtpjax.serving.api import schemas
 from mtpjax.serving.api.generation import Choice, Generation, Job
+from mtpjax.serving.api.http import client_of, owner_of
 from mtpjax.serving.api.options import read_generate
-from mtpjax.serving.api.route_steps import Reply, make_jobs, read_body
-from mtpjax.serving.api.server import ApiServer
+from mtpjax.serving.api.server import ApiServer, Reply
 from mtpjax.serving.api.usage import meta_info
 
 
@@ -53,9 +53,10 @@ def generate_router(server: ApiServer) -> APIRouter:
     @router.post("/generate", openapi_extra=schemas.GENERATE)
     async def generate(request: Request) -> Response:
         """Continues texts. In a stream, each event has the whole text so far."""
-        reading = await read_body(server, request, "generate")
+        reading = await server.read_body(request, "generate")
         values, options = read_generate(reading.body, limits)
-        jobs = await make_jobs(server, request, reading, options)
+        grammar, salt = await server.compile_grammar(options.grammar, client_of(request)), owner_of(request)
+        jobs = options.jobs(reading.prompts, limits, salt=salt, param=reading.param, grammar=grammar)
         return await GenerateReply(server, values, jobs, is_list=reading.is_batch or len(jobs) > 1).respond(request)
 
     return router

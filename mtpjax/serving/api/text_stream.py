@@ -7,7 +7,7 @@ from typing import NamedTuple
 
 
 class Span(NamedTuple):
-    """The text of one token, or its released part; a character of several tokens belongs to the last.
+    """The text of one token, or a part of it; a character of several tokens belongs to the last one.
 
     Attributes:
         text: never empty.
@@ -20,11 +20,11 @@ class Span(NamedTuple):
 
 @dataclasses.dataclass(frozen=True)
 class Piece:
-    """The text that some tokens released.
+    """The text that one call of a `TextStream` releases.
 
     Attributes:
-        spans: in order; none while the text could still become a stop string.
-        num_tokens: tokens that count; those after a stop string do not.
+        spans: in order; empty while the text may still become a stop string.
+        num_tokens: number of tokens, without those after a stop string.
     """
 
     spans: list[Span]
@@ -112,7 +112,7 @@ class TextStream:
         if self.num_tokens < self._min_tokens:
             return spans
         text = "".join(span.text for span in spans)
-        # The stop string that starts first wins; of several at one place, the first in the request's order.
+        # The stop string that starts first wins; if several start at one position, the first in the request.
         found = [(place, stop) for stop in self._stop if (place := text.find(stop)) >= 0]
         if found:
             place, self.matched = min(found, key=lambda each: each[0])

@@ -1,16 +1,19 @@
-"""Clients take turns: many requests of one client do not delay the others."""
+"""Fairness between clients: many requests of one client do not delay the others."""
 
 import asyncio
 import collections
 from collections.abc import Hashable
 from typing import Any
 
+MAX_WAITING = 1024  # requests that wait to be read
+MAX_WAITING_BYTES = 256 << 20  # of their bodies
+
 
 class FairQueue:
-    """Waiting items: the oldest of each client in turn. Clients with a running item come after those without.
+    """A queue that takes the oldest item of each client in turn; clients with running items come last.
 
     Args:
-        running: items that were taken and have not ended, by client. Queues may share them.
+        running: number of items that were taken and have not ended, by client. Queues may share it.
     """
 
     def __init__(self, running: collections.Counter[Hashable]):
@@ -34,7 +37,7 @@ class FairQueue:
         subtract(self._running, client, 1)
 
     def discard(self, client: Hashable, item: Any) -> bool:
-        """Removes an item if it still waits; the next turn goes to other clients. Returns whether it waited."""
+        """Removes an item if it still waits, and moves its client to the end. Returns whether it waited."""
         items = self._waiting.get(client, ())
         if not items or item not in items:
             return False
@@ -46,10 +49,10 @@ class FairQueue:
 
 
 class Turns:
-    """Limits how much work runs at the same time. Used in one event loop.
+    """Limits how many tasks run at the same time, in one event loop.
 
     Args:
-        num_slots: pieces of work that may run.
+        num_slots: maximum number of tasks that run.
     """
 
     def __init__(self, num_slots: int):
@@ -90,3 +93,56 @@ def subtract(counts: collections.Counter[Hashable], client: Hashable, number: in
     counts[client] -= number
     if not counts[client]:
         del counts[client]
+
+
+class ReadQueue:
+    """Returns waiting requests, with clients taking turns. Not thread-safe.
+
+    A worker takes either small requests only, or large ones first.
+    """
+
+    def __init__(self):
+        running: collections.Counter[Hashable] = collections.Counter()
+        self._queues = {is_small: FairQueue(running) for is_small in (True, False)}
+        self._counts: collections.Counter[Hashable] = collections.Counter()  # waiting, by client
+        self._bytes: collections.Counter[Hashable] = collections.Counter()
+
+    def add(self, client: Hashable, num_bytes: int, item: Any, *, is_small: bool) -> bool:
+        """Appends a request. Returns False, without adding it, if the queue and the client's share of it are full."""
+        num_clients = len(self._counts.keys() | {client})
+        for used, added, maximum in ((self._counts, 1, MAX_WAITING), (self._bytes, num_bytes, MAX_WAITING_BYTES)):
+            if used.total() + added > maximum and used[client] + added > maximum // num_clients:
+                return False
+        self._queues[is_small].add(client, (num_bytes, item))
+        self._counts[client] += 1
+        self._bytes[client] += num_bytes
+        return True
+
+    def take(self, *, small_only: bool) -> tuple[Hashable, Any] | None:
+        """Removes the next request and returns it with its client; None if there is none. `finish` marks its end."""
+        for is_small in (True,) if small_only else (False, True):
+            if taken := self._queues[is_small].take():
+                client, (num_bytes, item) = taken
+                self._removed(client, num_bytes)
+                return client, item
+        return None
+
+    def finish(self, client: Hashable) -> None:
+        self._queues[True].finish(client)
+
+    def discard(self, client: Hashable, num_bytes: int, item: Any, *, is_small: bool) -> None:
+        """Removes a cancelled request, if it still waits."""
+        if self._queues[is_small].discard(client, (num_bytes, item)):
+            self._removed(client, num_bytes)
+
+    def clear(self) -> list[Any]:
+        """Removes and returns all requests."""
+        items = []
+        while taken := self.take(small_only=False):
+            self.finish(taken[0])
+            items.append(taken[1])
+        return items
+
+    def _removed(self, client: Hashable, num_bytes: int) -> None:
+        subtract(self._counts, client, 1)
+        subtract(self._bytes, client, num_bytes)

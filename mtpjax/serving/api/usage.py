@@ -1,4 +1,4 @@
-"""Counts of a response: tokens, and what speculation did."""
+"""Token counts and speculation statistics of a response."""
 
 import itertools
 from collections.abc import Sequence

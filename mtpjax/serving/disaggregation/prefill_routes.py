@@ -53,7 +53,7 @@ def prefill_router(server: ApiServer, engine: Engine, signer: Signer, model: byt
             known = await asyncio.to_thread(engine.count_known_pages, tokens[:-1], salt)
             if known < (len(tokens) - 1) // size:
                 job = Job(EngineRequest(prompt=tuple(tokens), max_new_tokens=1, salt=salt))
-                with Generation(server, [job], new_id("prefill")) as generation:
+                with Generation(server.client, [job], new_id("prefill")) as generation:
                     await generation.run()
 
         await run_while_connected(request, compute())

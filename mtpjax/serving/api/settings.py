@@ -1,0 +1,68 @@
+"""Settings of the HTTP API, and the limits of requests."""
+
+import dataclasses
+from typing import Any
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class ApiSettings:
+    """Settings of the HTTP API.
+
+    Attributes:
+        model_name: the name that clients see.
+        model_aliases: further names that requests may use.
+        api_keys: requests need one of them as bearer token; empty: no key is needed.
+        admin_api_keys: `/flush_cache`, and `/abort_request` for all, need one of them; they are valid for every other
+            route too. Empty: ordinary keys are enough.
+        open_paths: paths that need no key. The page itself is open, but its data needs a key.
+        max_body_bytes: larger bodies get 413.
+        max_prompt_characters: maximum length of a prompt; None: 64 per token of the longest text.
+        max_requests: maximum texts of one request, prompts times `n`.
+        body_timeout: seconds in which a body must arrive.
+        write_timeout: seconds after which a client that does not read its stream is disconnected.
+        max_buffer_bytes: maximum size of undelivered tokens per stream.
+        template_variables: variables of the chat template that requests may set.
+        num_readers: processes that parse, check and tokenize bodies, at least 2; 0: threads of this process, as with
+            tokenizers of other packages.
+        strict_fields: reject unknown fields with 400.
+        server_info: settings that `/server_info` shows.
+    """
+
+    model_name: str
+    model_aliases: tuple[str, ...] = ()
+    api_keys: tuple[str, ...] = ()
+    admin_api_keys: tuple[str, ...] = ()
+    open_paths: frozenset[str] = frozenset({"/health", "/ready", "/", "/page.css", "/page.js"})
+    max_body_bytes: int = 32 << 20
+    max_prompt_characters: int | None = None
+    max_requests: int = 4096
+    body_timeout: float = 30.0
+    write_timeout: float = 60.0
+    max_buffer_bytes: int = 1 << 20
+    template_variables: tuple[str, ...] = ("enable_thinking", "thinking", "reasoning_effort")
+    num_readers: int = 2
+    strict_fields: bool = False
+    server_info: dict[str, Any] = dataclasses.field(default_factory=dict)
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Limits:
+    """The limits of the model and server.
+
+    Attributes:
+        max_length: maximum tokens of a text, prompt included.
+        max_prompt_characters: longer prompts are rejected before they are tokenized.
+        max_total_characters: maximum characters of all prompts of a request.
+        max_requests: maximum texts of one request.
+        max_queued: maximum texts that the server holds at the same time.
+        template_variables: variables of the chat template that requests may set.
+    """
+
+    max_length: int
+    vocab_size: int
+    max_prompt_characters: int
+    max_total_characters: int
+    eos_token_ids: tuple[int, ...] = ()
+    max_requests: int = 1
+    max_queued: int = 1
+    template_variables: tuple[str, ...] = ()
