@@ -1,4 +1,4 @@
-"""Flags of `mtpjax serve` for prefill and decode on different machines, by SGLang's names where it has them."""
+"""Flags of `mtpjax serve` for prefill and decode on different machines, with SGLang's names where it has them."""
 
 import os
 import pathlib
@@ -16,8 +16,8 @@ def add_disaggregation_flags(parser) -> None:
         "--disaggregation-mode",
         metavar="MODE",
         choices=("null", "prefill", "decode"),
-        help="prefill: also prefill prompts for decode servers; decode: fetch the KV cache of prompts from a prefill "
-        "server (default: neither)",
+        help="prefill: also compute prompts for decode servers; decode: fetch the KV cache of prompts from a prefill "
+        "server; null: neither (default)",
     )
     group.add_argument("--disaggregation-prefill-url", help="for a decode server: address of the prefill server")
     group.add_argument(

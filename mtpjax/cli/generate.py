@@ -9,7 +9,7 @@ from typing import Any
 
 from mtpjax.cli.common import set_threads
 from mtpjax.cli.config_flags import decode_settings, sampling_params, with_num_steps
-from mtpjax.cli.drafter_flags import chosen_method, load_drafter_of
+from mtpjax.cli.drafter_flags import check_no_drafts, chosen_method, load_drafter_of
 from mtpjax.cli.mesh_flags import load_on_mesh, open_mesh
 from mtpjax.errors import UsageError, printable
 from mtpjax.messages import count_of
@@ -28,6 +28,7 @@ def run_generate(options) -> int:
     Returns:
         The exit code.
     """
+    check_no_drafts(options)
     set_threads(options.model_path)
     chosen_method(options)
     # Check the flags and read the prompts before the model is loaded, which may take minutes.

@@ -7,7 +7,7 @@ import signal
 import sys
 from typing import NoReturn
 
-from mtpjax.cli import conversion, decoding, measuring, serving, training
+from mtpjax.cli import conversion, decoding, measuring, serve, training
 from mtpjax.cli.flag_checks import check_command_line
 from mtpjax.cli.help import CommandParser, HelpFormatter
 from mtpjax.cli.interrupts import INTERRUPTED, defer_interrupts
@@ -24,7 +24,7 @@ from mtpjax.errors import (
 from mtpjax.host import describe_address_limit, keep_freed_memory
 from mtpjax.version import __version__
 
-GROUPS = (training, decoding, conversion, measuring, serving)
+GROUPS = (training, decoding, conversion, measuring, serve)
 COMMANDS = {name: run for group in GROUPS for name, run in group.COMMANDS.items()}
 # Exit code of an exception: the first class that it is an instance of. `errors.py` says what each means.
 EXIT_CODES = (

@@ -21,7 +21,7 @@ from mtpjax.cli.config_flags import (
     flag_names,
     rule_choices,
 )
-from mtpjax.cli.drafter_flags import add_drafter_flags, add_reading_flags, load_drafter_of, reading_of
+from mtpjax.cli.drafter_flags import add_drafter_flags, add_reading_flags, check_no_drafts, load_drafter_of, reading_of
 from mtpjax.cli.help import command_parser, flag_group
 from mtpjax.cli.mesh_flags import add_mesh_flags, load_on_mesh, open_mesh
 from mtpjax.cli.planning import add_plan, run_plan
@@ -204,6 +204,7 @@ def _prompt_choice(options):
 def _profile(options) -> int:
     drafter_path = options.speculative_draft_model_path
     # This default is for MTP modules; a drafter with its own files brings its own depth.
+    check_no_drafts(options)
     if options.num_steps is None and drafter_path is None:
         options.num_steps = DEFAULT_PROFILE_STEPS
     if options.predict:

@@ -1,32 +1,16 @@
-"""The engine's calls: before they are dispatched, and while they run."""
+"""The engine's calls while they run."""
 
 import dataclasses
-from typing import Any, NamedTuple
 
 import jax
 import numpy as np
 
 from mtpjax.decoding.drafter import Draft
-from mtpjax.decoding.gpu_graph import OneGraph
 from mtpjax.decoding.report import PackedReport, Report
 from mtpjax.decoding.session import Batch
 from mtpjax.serving.program_set import ProgramKey
-from mtpjax.serving.scheduler import Sequence
+from mtpjax.serving.request import Sequence
 from mtpjax.serving.scoring import ScoredChunk
-
-
-class PendingCall(NamedTuple):
-    """A call that is not dispatched yet.
-
-    Attributes:
-        program: of `mtpjax.decoding.session` or `mtpjax.serving.scoring`.
-        arrays: its arguments after the state.
-        key: selects its static arguments, and so the compiled program.
-    """
-
-    program: OneGraph
-    arrays: tuple[Any, ...]
-    key: ProgramKey
 
 
 @dataclasses.dataclass

@@ -17,8 +17,10 @@ from mtpjax.serving.api.fields import Limits
 from mtpjax.serving.api.grammars import GrammarField
 from mtpjax.serving.api.readers import Readers
 from mtpjax.serving.api.turns import Turns
-from mtpjax.serving.grammar import MAX_COMPILE_SECONDS, Grammar, Grammars, GrammarTooSlow
-from mtpjax.serving.request import Deliver, EngineStatus, FinishReason, Request, Scores
+from mtpjax.serving.grammar import MAX_COMPILE_SECONDS, Grammars, GrammarTooSlow
+from mtpjax.serving.matcher import Grammar
+from mtpjax.serving.request import Deliver, FinishReason, Request, Scores
+from mtpjax.serving.status import EngineStatus
 from mtpjax.serving.trial_compile import TRIAL_COMPILE
 from mtpjax.version import __version__
 
