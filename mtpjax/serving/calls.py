@@ -1,4 +1,4 @@
-"""The engine's calls while they run."""
+"""The engine's dispatched calls. Their `rows` are the requests of each row of the result; None for padding."""
 
 import dataclasses
 
@@ -15,13 +15,7 @@ from mtpjax.serving.scoring import ScoredChunk
 
 @dataclasses.dataclass
 class InFlightCall:
-    """A dispatched call.
-
-    Attributes:
-        rows: the request of each row of the report; None for padding.
-        report: its changes, on the device.
-        is_prefill: the call processes prompts.
-    """
+    """A call that decodes, or that processes prompts (`is_prefill`)."""
 
     rows: list[Sequence | None]
     report: PackedReport
@@ -34,12 +28,7 @@ class InFlightCall:
 
 @dataclasses.dataclass
 class ScoreCall:
-    """A dispatched call that scores a chunk of texts.
-
-    Attributes:
-        rows: the request of each row, and the positions of its chunk; None for padding.
-        scores: arrays on the device.
-    """
+    """A call that scores a chunk of texts: `rows` also have the start and the end of the chunk."""
 
     rows: list[tuple[Sequence, int, int] | None]
     scores: ScoredChunk
@@ -51,14 +40,7 @@ class ScoreCall:
 
 @dataclasses.dataclass
 class DraftCall:
-    """A dispatched call that drafts. `Executor.verify` continues it.
-
-    Attributes:
-        rows: the request of each row; None for padding.
-        batch: the rows as arrays.
-        key: of the program.
-        draft: arrays on the device.
-    """
+    """A call that drafts for rows with a grammar. `Executor.verify` continues it."""
 
     rows: list[Sequence | None]
     batch: Batch

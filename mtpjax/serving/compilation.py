@@ -17,8 +17,6 @@ class Compilation:
     """The compilation of an engine's programs.
 
     Args:
-        programs: of the engine.
-        inbox: of the engine's thread.
         enter: takes a request in the engine's thread once its programs are ready, with "" or with the error of one.
 
     Attributes:

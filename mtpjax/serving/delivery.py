@@ -27,8 +27,6 @@ class Delivery:
     """The requests of an engine that have not ended. Its methods are called in the engine's thread.
 
     Args:
-        executor: clears the pages of failed rows.
-        scheduler: frees the slots and pages of ended requests.
         observe: called with the end of each request and its times.
         held: requests that wait for a program.
 

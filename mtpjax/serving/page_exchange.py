@@ -13,11 +13,6 @@ from mtpjax.serving.scheduler import Scheduler
 class PageExchange:
     """The pages of an engine, for prefill and decode on different machines. Its methods block the caller.
 
-    Args:
-        session: copies pages.
-        scheduler: has the pool of pages.
-        inbox: of the engine's thread.
-
     Attributes:
         shapes: shapes and dtypes of a page's entries.
         num_received: pages that `put` has taken.

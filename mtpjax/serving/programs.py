@@ -36,12 +36,7 @@ NUM_CLEARED = 64  # pages per call that clears pages
 class Programs:
     """Checks requests, chooses the programs of calls, and compiles them.
 
-    Args:
-        session: runs the programs.
-        grammars: compiles the grammars of requests; None: requests have none.
-
-    Attributes:
-        available: the programs that calls may use.
+    Calls may use the programs in `available`.
     """
 
     def __init__(self, session: EngineSession, grammars: Grammars | None):

@@ -63,7 +63,11 @@ def notes(rows: Sequence[Speedup], reference: Reference) -> list[str]:
     result = [
         "speed-up: output tokens per second with drafts over those of the same requests with `speculative: false`, in "
         "turns; the interval is over pairs of runs",
-        *([f"AMD: published speed-up ({PUBLISHED_SOURCE}); a different model on a different machine"] if reference else []),
+        *(
+            [f"AMD: published speed-up ({PUBLISHED_SOURCE}); a different model on a different machine"]
+            if reference
+            else []
+        ),
         "accept length: 1 + accepted drafts / verification passes; TTFT and ITL: means, without drafts / with MTP",
     ]
     if failed := sum(row.num_failed for row in rows):
