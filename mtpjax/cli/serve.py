@@ -9,7 +9,6 @@ from mtpjax.cli import serve_flags
 from mtpjax.cli.bench_serving import add_bench_serving, run_bench_serving
 from mtpjax.cli.common import check_minimums, set_threads
 from mtpjax.cli.config_flags import decode_settings, with_num_steps
-from mtpjax.cli.disaggregation_flags import disaggregation_settings
 from mtpjax.cli.drafter_flags import check_no_drafts, chosen_method, load_drafter_of
 from mtpjax.cli.expert_flags import check_expert_devices, place_experts_by_flags
 from mtpjax.cli.mesh_flags import load_on_mesh, open_mesh
@@ -18,6 +17,7 @@ from mtpjax.cli.serve_router import add_serve_router, run_serve_router
 from mtpjax.cli.serve_settings import (
     api_settings,
     check_used,
+    disaggregation_settings,
     engine_sizes,
     load_grammars,
     server_settings,

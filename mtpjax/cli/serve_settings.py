@@ -3,8 +3,11 @@
 import dataclasses
 import logging
 import os
+import pathlib
 import sys
+from typing import Any
 
+from mtpjax.cli.disaggregation_flags import SECRET_VARIABLE
 from mtpjax.cli.serve_flags import ADMIN_KEY_VARIABLE, DEFAULT_HOST_GB, KEY_VARIABLE
 from mtpjax.errors import UsageError
 
@@ -93,6 +96,41 @@ def api_settings(options, path, config, *, has_grammars: bool):
             "page_size": options.page_size,
             "grammar_backend": "llguidance" if has_grammars else "none",
         },
+    )
+
+
+def disaggregation_settings(options) -> Any:
+    """Returns the `DisaggregationSettings`; None for a server that does both.
+
+    With a mode, this imports JAX, so the number of threads must be set before.
+
+    Raises:
+        UsageError: a flag is missing, or contradicts another.
+        ValueError: the secret is too short.
+        OSError: the secret's file cannot be read.
+    """
+    mode, url = options.disaggregation_mode, options.disaggregation_prefill_url
+    if mode in (None, "null"):  # SGLang's default
+        return None
+    from mtpjax.serving.disaggregation.setup import DisaggregationSettings
+
+    if options.disable_radix_cache:
+        raise UsageError("--disaggregation-mode needs the prefix cache: remove --disable-radix-cache")
+    if mode == "decode" and not (url or "").startswith(("http://", "https://")):
+        raise UsageError("--disaggregation-mode decode needs --disaggregation-prefill-url http://HOST:PORT")
+    if options.disaggregation_secret_file is not None:
+        secret = pathlib.Path(options.disaggregation_secret_file).read_bytes().strip()
+    else:
+        secret = os.environ.get(SECRET_VARIABLE, "").encode()
+    if not secret:
+        raise UsageError(f"--disaggregation-mode needs --disaggregation-secret-file, or {SECRET_VARIABLE}")
+    return DisaggregationSettings(
+        prefill_url=url if mode == "decode" else None,
+        secret=secret,
+        backend=options.disaggregation_transfer_backend,
+        host=options.host,
+        port=options.disaggregation_bootstrap_port,
+        timeout=options.disaggregation_timeout,
     )
 
 
