@@ -32,8 +32,8 @@ from experiments.common.results import about, write
 from mtpjax import DecodeConfig, MTPModel, SamplingParams, speculative_generate
 from mtpjax.compat import make_mesh
 from mtpjax.console import narrow_table
-from mtpjax.models.decoding_layout import shard_for_decoding
 from mtpjax.models.expert_placement import place_all_layers
+from mtpjax.models.params import shard_for_decoding
 from mtpjax.serving.engine import Engine
 from mtpjax.serving.request import Delta, Finish, Request
 from mtpjax.serving.sizes import EngineSettings

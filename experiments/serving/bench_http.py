@@ -88,7 +88,8 @@ class SteadyEngine:
 
 def serve(tick: float, busy: float, num_tokens: int, connection) -> None:
     """Serves a stand-in in this process: sends its URL, and at each request what was measured since the last."""
-    from mtpjax.serving.api.server import ApiSettings
+    from mtpjax.serving.api.settings import ApiSettings
+
     from mtpjax.serving.app import make_app
     from mtpjax.serving.http_server import serve_in_thread
 

@@ -5,9 +5,9 @@ import dataclasses
 import jax
 import numpy as np
 
-from mtpjax.decoding.drafter import Draft
 from mtpjax.decoding.report import PackedReport, Report
 from mtpjax.decoding.session import Batch
+from mtpjax.decoding.state import Draft
 from mtpjax.serving.program_set import ProgramKey
 from mtpjax.serving.request import Sequence
 from mtpjax.serving.scoring import ScoredChunk

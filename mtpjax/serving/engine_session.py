@@ -12,11 +12,11 @@ from jax.sharding import NamedSharding, PartitionSpec
 from mtpjax.compat import library_settings
 from mtpjax.decoding.capacity import round_up_capacity
 from mtpjax.decoding.config import DecodeConfig
-from mtpjax.decoding.decoder import StateShape
-from mtpjax.decoding.device import fit_params, platform_of, with_implementation
+from mtpjax.decoding.device import fit_params, with_implementation
 from mtpjax.decoding.gpu_graph import one_graph
 from mtpjax.decoding.sampling import SamplingFeatures
 from mtpjax.decoding.session import Session, in_every_process
+from mtpjax.decoding.state import StateShape
 from mtpjax.drafters.trained import require_whole_trunk
 from mtpjax.inference.requests import check_settings, explain_param_errors, make_drafter, params_to_device
 from mtpjax.models import expert_moves
@@ -25,6 +25,7 @@ from mtpjax.models.config import ModelConfig
 from mtpjax.models.expert_counts import count_on_shards, expert_layers
 from mtpjax.models.expert_placement import STACKS, num_expert_devices, placement_tables
 from mtpjax.models.model import MTPModel
+from mtpjax.models.sharding import platform_of
 from mtpjax.serving import host_pages
 from mtpjax.serving.host_pages import Entries, Outgoing, copy_in, copy_out
 from mtpjax.serving.program_set import PendingCall, ProgramKey

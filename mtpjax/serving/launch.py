@@ -14,7 +14,8 @@ import jax
 from fastapi import FastAPI
 
 from mtpjax.decoding.config import DecodeConfig
-from mtpjax.decoding.decoder import Decoder, StateShape
+from mtpjax.decoding.decoder import Decoder
+from mtpjax.decoding.state import StateShape
 from mtpjax.distributed import gather_values
 from mtpjax.errors import MemoryTooSmall, is_memory_error, printable
 from mtpjax.host import describe_address_limit

@@ -16,10 +16,9 @@ import numpy as np
 
 from mtpjax import compat
 from mtpjax.decoding import gpu_graph, session
-from mtpjax.decoding.drafter import Draft
 from mtpjax.decoding.sampling_params import temperatures
 from mtpjax.decoding.session import Batch
-from mtpjax.decoding.state import NewRows
+from mtpjax.decoding.state import Draft, NewRows
 from mtpjax.inference.requests import check_request, make_new_rows
 from mtpjax.models.pages import NO_PAGE
 from mtpjax.serving.batches import all_allowed, empty_batch, no_chunk, no_targets

@@ -16,7 +16,8 @@ import tokenizers
 from mtpjax import DecodeConfig, SamplingParams, compat, forward, shard_for_decoding
 from mtpjax.data.tokenizer import ByteTokenizer, load_tokenizer
 from mtpjax.decoding import session as programs
-from mtpjax.decoding.sampling import SamplingArrays, SamplingFeatures, distribution, draw_target
+from mtpjax.decoding.logits import draw_target
+from mtpjax.decoding.sampling import SamplingArrays, SamplingFeatures, distribution
 from mtpjax.serving.engine import Engine
 from mtpjax.serving.grammar import MAX_GRAMMAR_BYTES, Grammars, GrammarTooSlow
 from mtpjax.serving.matcher import GrammarError, Matcher, num_words

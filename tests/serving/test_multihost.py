@@ -9,8 +9,8 @@ import pytest
 
 from mtpjax import DecodeConfig, SamplingParams
 from mtpjax.decoding import session
-from mtpjax.decoding.drafter import Draft
 from mtpjax.decoding.session import Batch
+from mtpjax.decoding.state import Draft
 from mtpjax.serving.disaggregation.protocol import Signer
 from mtpjax.serving.engine import Engine
 from mtpjax.serving.engine_session import EngineSession
