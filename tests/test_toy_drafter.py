@@ -171,7 +171,8 @@ def test_generate_drafts_with_it(trained, checkpoint, capsys):
 
 
 def test_serve_drafts_with_it(trained, checkpoint, capsys, monkeypatch):
-    def serve(engine, tokenizer, api, *others, **more):
+    def serve(app, engine, *others, **more):
+        tokenizer, api = app.state.server.tokenizer, app.state.server.settings
         prompt = tuple(tokenizer.encode("def f1(x):"))
         requests = [Request(prompt=prompt, max_new_tokens=12, speculative=drafts) for drafts in (True, False)]
         (drafted, _, finish), (plain, _, _) = Client(engine).run(requests)

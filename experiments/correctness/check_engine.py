@@ -35,8 +35,9 @@ from mtpjax.console import narrow_table
 from mtpjax.models.expert_placement import place_all_layers
 from mtpjax.models.params import shard_for_decoding
 from mtpjax.serving.engine import Engine
-from mtpjax.serving.request import Delta, EngineStatus, Finish, Request
+from mtpjax.serving.request import Delta, Finish, Request
 from mtpjax.serving.sizes import EngineSettings
+from mtpjax.serving.status import EngineStatus
 from tests.helpers.small_models import constructed_drafter, constructed_params, small_config
 
 MAX_LENGTH = 96

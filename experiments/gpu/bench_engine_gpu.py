@@ -76,17 +76,18 @@ def make_engine(subject: gpu_models.Subject, counts: list[int], new_tokens: int,
 
 def compile_plain(engine: Engine, counts: list[int]) -> int:
     """Compiles the programs that so many greedy requests need, on all cores; returns how many."""
-    executor = engine._executor
-    prefills = {bucket(min(count, executor.sizes.prefill_sizes[-1]), executor.sizes.prefill_sizes) for count in counts}
+    programs, session = engine._executor.programs, engine._executor.session
+    prefill_sizes = session.sizes.prefill_sizes
+    prefills = {bucket(min(count, prefill_sizes[-1]), prefill_sizes) for count in counts}
     needed = {
         "admit": lambda key: True,
         "prefill": lambda key: key.size in prefills,
-        "advance": lambda key: key.plain == executor.has_plain,
+        "advance": lambda key: key.plain == session.has_plain,
     }
-    keys = [key for key in executor.all_programs() if key.kind in needed and needed[key.kind](key)]
-    executor.warm_up(keys=keys)
+    keys = [key for key in programs.all() if key.kind in needed and needed[key.kind](key)]
+    programs.warm_up(keys=keys)
     # Calls of other sizes take the next larger program.
-    executor.programs.ready = set(keys)
+    programs.available.ready = set(keys)
     return len(keys)
 
 

@@ -40,8 +40,8 @@ from experiments.common.results import about, write
 from experiments.gpu import gpu_models
 from experiments.gpu.bench_engine_gpu import compile_plain, make_engine, make_requests
 from experiments.serving.bench_engine import Trace, TracedCall, host_times, run_load
-from mtpjax.serving.calls import PendingCall
 from mtpjax.serving.engine import Engine
+from mtpjax.serving.program_set import PendingCall
 from mtpjax.serving.request import Request
 
 RESULT = RESULTS / "trace_host.json"
@@ -54,9 +54,9 @@ MAX_LINE = 400  # characters
 @contextlib.contextmanager
 def inputs_on_device(engine: Engine) -> Iterator[None]:
     """Passes equal host arrays to decoding calls as the same array on the device."""
-    executor = engine._executor
+    session = engine._executor.session
     kept: dict[Any, jax.Array] = {}
-    run = executor._run
+    run = session.run
 
     def place(leaf: Any) -> Any:
         if not isinstance(leaf, (np.ndarray, np.generic)):
@@ -69,11 +69,11 @@ def inputs_on_device(engine: Engine) -> Iterator[None]:
     def placed_run(call: PendingCall) -> Any:
         return run(call._replace(arrays=jax.tree.map(place, call.arrays)) if call.key.kind == "advance" else call)
 
-    executor._run = placed_run
+    session.run = placed_run
     try:
         yield
     finally:
-        del executor._run  # the class's own method again
+        del session.run  # the class's own method again
 
 
 @contextlib.contextmanager

@@ -19,10 +19,9 @@ from jax.experimental import multihost_utils
 from mtpjax import distributed
 from mtpjax.decoding import session
 from mtpjax.decoding.session import Batch
-from mtpjax.serving.calls import PendingCall
 from mtpjax.serving.multihost import plan
 from mtpjax.serving.multihost.connection import Followers, connect_processes
-from mtpjax.serving.program_set import ProgramKey
+from mtpjax.serving.program_set import PendingCall, ProgramKey
 
 SHAPES = ((8, 16), (64, 256))  # rows, pages of each
 
@@ -46,14 +45,15 @@ def measure(repeats: int) -> None:
     with connect_processes("127.0.0.1:0") as link:
         for rows, pages in SHAPES:
             call = make_call(rows, pages)
-            size = len(plan.encode_call(call))
+            name = call.program.plain.__name__
+            size = len(plan.encode(name, *call.arrays, key=call.key))
             if isinstance(link, Followers):
                 print(f"{rows} rows x {pages} pages: {size} bytes", flush=True)
             sent, answered = [], []
             for _ in range(repeats):
                 if isinstance(link, Followers):
                     begin = time.perf_counter()
-                    link.send(plan.encode_call(call))
+                    link.send(plan.encode(name, *call.arrays, key=call.key))
                     sent.append(time.perf_counter() - begin)
                     link.should_drain.wait()
                     link.should_drain.clear()

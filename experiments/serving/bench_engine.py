@@ -204,7 +204,7 @@ def count_rounds(engine: Engine, requests: Sequence[Request]) -> dict[str, int]:
     def hold() -> None:
         is_submitted.wait()
 
-    engine._post(hold)  # keeps the engine's thread from its next tick
+    engine._inbox.post(hold)  # keeps the engine's thread from its next tick
     with Trace(engine) as trace:
         load = Load(engine)
         for request in requests:

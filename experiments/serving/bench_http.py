@@ -26,7 +26,8 @@ from rich.console import Console
 from experiments.common.results import about, write
 from experiments.gpu.gpu_models import NumberTokenizer
 from mtpjax.console import narrow_table
-from mtpjax.serving.request import Deliver, Delta, EngineStatus, Finish, Request
+from mtpjax.serving.request import Deliver, Delta, Finish, Request
+from mtpjax.serving.status import EngineStatus
 
 VOCAB_SIZE = 1000
 

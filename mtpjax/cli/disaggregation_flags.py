@@ -1,11 +1,4 @@
-"""Flags of `mtpjax serve` for prefill and decode on different machines, by SGLang's names where it has them."""
-
-import os
-import pathlib
-from typing import Any
-
-from mtpjax.errors import UsageError
-from mtpjax.messages import require
+"""Flags of `mtpjax serve` for prefill and decode on different machines, with SGLang's names where it has them."""
 
 SECRET_VARIABLE = "MTPJAX_DISAGGREGATION_SECRET"
 
@@ -16,8 +9,8 @@ def add_disaggregation_flags(parser) -> None:
         "--disaggregation-mode",
         metavar="MODE",
         choices=("null", "prefill", "decode"),
-        help="prefill: also prefill prompts for decode servers; decode: fetch the KV cache of prompts from a prefill "
-        "server (default: neither)",
+        help="prefill: also compute prompts for decode servers; decode: fetch the KV cache of prompts from a prefill "
+        "server; null: neither (default)",
     )
     group.add_argument("--disaggregation-prefill-url", help="for a decode server: address of the prefill server")
     group.add_argument(
@@ -41,38 +34,4 @@ def add_disaggregation_flags(parser) -> None:
         type=float,
         default=30.0,
         help="seconds that a request waits for its KV cache; then the decode server prefills the prompt itself",
-    )
-
-
-def disaggregation_settings(options) -> Any:
-    """Returns the `DisaggregationSettings`; None for a server that does both.
-
-    With a mode, this imports JAX, so the number of threads must be set before.
-
-    Raises:
-        UsageError: a flag is missing, or contradicts another.
-        ValueError: the secret is too short.
-        OSError: the secret's file cannot be read.
-    """
-    mode, url = options.disaggregation_mode, options.disaggregation_prefill_url
-    if mode in (None, "null"):  # SGLang's default
-        return None
-    from mtpjax.serving.disaggregation.setup import DisaggregationSettings
-
-    if options.disable_radix_cache:
-        raise UsageError("--disaggregation-mode needs the prefix cache: remove --disable-radix-cache")
-    if mode == "decode" and not (url or "").startswith(("http://", "https://")):
-        raise UsageError("--disaggregation-mode decode needs --disaggregation-prefill-url http://HOST:PORT")
-    if options.disaggregation_secret_file is not None:
-        secret = pathlib.Path(options.disaggregation_secret_file).read_bytes().strip()
-    else:
-        secret = os.environ.get(SECRET_VARIABLE, "").encode()
-    require(bool(secret), f"--disaggregation-mode needs --disaggregation-secret-file, or {SECRET_VARIABLE}")
-    return DisaggregationSettings(
-        prefill_url=url if mode == "decode" else None,
-        secret=secret,
-        backend=options.disaggregation_transfer_backend,
-        host=options.host,
-        port=options.disaggregation_bootstrap_port,
-        timeout=options.disaggregation_timeout,
     )

@@ -3,6 +3,7 @@
 import dataclasses
 from typing import Any
 
+from mtpjax.errors import UsageError
 from mtpjax.messages import did_you_mean, require
 
 NO_DRAFTS = "NONE"
@@ -62,6 +63,16 @@ def add_reading_flags(parser) -> None:
 def reading_of(options) -> Any:
     """Returns the arguments of `mtpjax.load_drafter` that the flags of `add_reading_flags` give."""
     return {name: getattr(options, name) for name in ("aux_layers", "sample_from_anchor", "last_layer_state")}
+
+
+def check_no_drafts(options) -> None:
+    """Raises `UsageError` if a flag sets the number of drafts, and `--speculative-algorithm` is NONE."""
+    if (options.speculative_algorithm or "").upper() != NO_DRAFTS:
+        return
+    given = {"--num-steps": options.num_steps, "--num-draft-tokens": options.num_draft_tokens}
+    names = [name for name, value in (given | {"--topk": (options.topk or 1) - 1}).items() if value]
+    if names:
+        raise UsageError("; ".join(f"{name} has no effect with --speculative-algorithm NONE" for name in names))
 
 
 def chosen_method(options):

@@ -1,4 +1,4 @@
-"""Flags for experts that are sharded over devices, by SGLang's names. Imports no JAX."""
+"""Flags for experts that are sharded over devices, with SGLang's names. Imports no JAX."""
 
 from typing import Any
 
@@ -13,19 +13,19 @@ def add_expert_flags(parser) -> None:
         "--ep-num-redundant-experts",
         type=int,
         default=0,
-        help="copies of experts per layer, to balance the devices: of the experts that --init-expert-location counts "
-        "most often",
+        help="additional copies of experts per layer, which balance the load of the devices: the most frequent experts "
+        "in --init-expert-location are copied",
     )
     group.add_argument(
         "--init-expert-location",
         default="trivial",
         metavar="FILE",
-        help="JSON file with 'logical_count': for each layer, how many tokens chose each expert; trivial: equal counts",
+        help="JSON file whose 'logical_count' has the tokens routed to each expert, per layer; trivial: equal counts",
     )
     group.add_argument(
         "--enable-eplb",
         action="store_true",
-        help="count how often each expert is chosen while the server runs, and move experts to balance the devices",
+        help="count the tokens routed to each expert while the server runs, and move experts to balance the devices",
     )
     group.add_argument(
         "--eplb-rebalance-num-iterations",

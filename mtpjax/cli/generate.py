@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from mtpjax.cli import common, config_flags
-from mtpjax.cli.drafter_flags import add_drafter_flags, chosen_method, load_drafter_of
+from mtpjax.cli.drafter_flags import add_drafter_flags, check_no_drafts, chosen_method, load_drafter_of
 from mtpjax.cli.generate_output import Output, compare_with_plain, print_stats, warn_of_limit
 from mtpjax.cli.help import command_parser
 from mtpjax.cli.mesh_flags import add_mesh_flags, load_on_mesh, open_mesh
@@ -70,6 +70,7 @@ def add_commands(commands) -> None:
 
 
 def _generate(options) -> int:
+    check_no_drafts(options)
     common.set_threads(options.model_path)
     chosen_method(options)
     # Check the flags and read the prompts before the model is loaded, which may take minutes.

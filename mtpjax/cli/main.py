@@ -14,7 +14,7 @@ from mtpjax.cli import (
     measuring,
     planning,
     regenerate,
-    serving,
+    serve,
     training,
     tuning,
     vocabulary,
@@ -37,7 +37,7 @@ from mtpjax.host import describe_address_limit, keep_freed_memory
 from mtpjax.version import __version__
 
 # In the order of `--help`.
-MODULES = (training, generate, regenerate, conversion, planning, tuning, measuring, vocabulary, serving, bench_serving)
+MODULES = (training, generate, regenerate, conversion, planning, tuning, measuring, vocabulary, serve, bench_serving)
 COMMANDS = {name: run for module in MODULES for name, run in module.COMMANDS.items()}
 # The first class that an exception is an instance of determines the exit code. `errors.py` explains the codes.
 EXIT_CODES = (

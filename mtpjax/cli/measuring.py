@@ -6,10 +6,11 @@ from typing import Any
 
 from mtpjax.atomic import check_output_file
 from mtpjax.cli import common, config_flags
-from mtpjax.cli.drafter_flags import add_drafter_flags, add_reading_flags, load_drafter_of, reading_of
+from mtpjax.cli.drafter_flags import add_drafter_flags, add_reading_flags, check_no_drafts, load_drafter_of, reading_of
 from mtpjax.cli.help import command_parser
 from mtpjax.cli.mesh_flags import add_mesh_flags, load_on_mesh, open_mesh
 from mtpjax.cli.prediction import add_prediction_flags, print_prediction
+from mtpjax.console import progress_bar
 from mtpjax.errors import printable
 from mtpjax.messages import count_of
 
@@ -153,6 +154,7 @@ def _prompt_choice(options):
 def _profile(options) -> int:
     drafter_path = options.speculative_draft_model_path
     # This default is for MTP modules; other drafters have their own.
+    check_no_drafts(options)
     if options.num_steps is None and drafter_path is None:
         options.num_steps = DEFAULT_PROFILE_STEPS
     if options.predict:
@@ -162,7 +164,7 @@ def _profile(options) -> int:
     common.set_threads(options.model_path)
     import rich.console
 
-    from mtpjax.console import print_parts, progress_bar
+    from mtpjax.console import print_parts
     from mtpjax.decoding.config import DecodeConfig
     from mtpjax.drafters.methods import uses_mtp_modules
     from mtpjax.evaluation import profile, profile_file, profile_report
@@ -218,7 +220,6 @@ def _eval_acceptance(options) -> int:
 def _eval_acceptance_on(mesh, options) -> int:
     import rich.console
 
-    from mtpjax.console import progress_bar
     from mtpjax.data.tokenizer import load_tokenizer
     from mtpjax.decoding.config import DecodeConfig
     from mtpjax.distributed import is_main_process

@@ -38,7 +38,9 @@ def parse_mesh(text: str) -> dict[str, int]:
     for part in filter(None, text.split(",")):
         axis, _, size = part.partition("=")
         if axis not in AXES or axis in sizes or not (size.isascii() and size.isdecimal() and int(size)):
-            raise ValueError(f"--mesh {part!r} must name an axis ({', '.join(AXES)}) once, and its size: tensor=8")
+            raise ValueError(
+                f"--mesh {part!r} must be an axis ({', '.join(AXES)}), used once, with its size, such as tensor=8"
+            )
         sizes[axis] = int(size)
     return sizes
 

@@ -1,20 +1,22 @@
-"""`mtpjax serve`."""
+"""`mtpjax serve`, `mtpjax serve-router` and `mtpjax bench-serving`."""
 
 import contextlib
 import functools
 import os
 from typing import Any
 
+from mtpjax.cli import serve_flags
 from mtpjax.cli.common import check_minimums, set_threads
 from mtpjax.cli.config_flags import decode_settings, with_num_steps
-from mtpjax.cli.disaggregation_flags import disaggregation_settings
-from mtpjax.cli.drafter_flags import chosen_method, load_drafter_of
+from mtpjax.cli.drafter_flags import check_no_drafts, chosen_method, load_drafter_of
 from mtpjax.cli.expert_flags import check_expert_devices, place_experts_by_flags
 from mtpjax.cli.mesh_flags import load_on_mesh, open_mesh
 from mtpjax.cli.serve_processes import check_process_flags, check_same_start, connect_followers
+from mtpjax.cli.serve_router import add_serve_router, run_serve_router
 from mtpjax.cli.serve_settings import (
     api_settings,
     check_used,
+    disaggregation_settings,
     engine_sizes,
     load_grammars,
     server_settings,
@@ -31,7 +33,7 @@ def engine_settings(options) -> dict[str, Any]:
     rules = {"token": options.speculative_use_rejection_sampling, "block": options.speculative_use_block_verification}
     for rule in (rule for rule, is_chosen in rules.items() if is_chosen):
         if settings["acceptance"] not in ("auto", rule):
-            raise ValueError(f"acceptance is set twice: {settings['acceptance']} and {rule}")
+            raise ValueError(f"the acceptance rule is set twice: {settings['acceptance']} and {rule}")
         settings["acceptance"] = rule
     # A changing depth needs a rule whose text for a seed does not depend on the number of drafts.
     changes_depth = options.speculative_adaptive or options.speculative_disable_by_batch_size is not None
@@ -52,12 +54,12 @@ def _mesh_text(options) -> str:
     """Returns the mesh of `--mesh` or of SGLang's sizes."""
     has_sizes = options.tp_size is not None or options.dp_size != 1 or options.ep_size is not None
     if options.mesh and has_sizes:
-        raise ValueError("give either --mesh or --tp-size, --dp-size and --ep-size")
+        raise ValueError("--mesh cannot be combined with --tp-size, --dp-size and --ep-size")
     if not has_sizes:
         return options.mesh
     size, parts = options.tp_size or 1, options.dp_size
     if parts > 1 and not options.enable_dp_attention:
-        raise ValueError("--dp-size needs --enable-dp-attention: for copies of the whole model, start several servers")
+        raise ValueError("--dp-size needs --enable-dp-attention; to replicate the whole model, start several servers")
     if min(size, parts) < 1 or size % parts:
         raise ValueError(f"--tp-size ({size}) must be a multiple of --dp-size ({parts})")
     # Experts are split over data and expert together, and their columns over tensor.
@@ -83,6 +85,7 @@ def run_serve(options) -> int:
     # Check the flags before the model is loaded, which may take minutes.
     check_minimums(options, ep_num_redundant_experts=0, eplb_rebalance_num_iterations=1)
     check_used(options)
+    check_no_drafts(options)
     engine_settings(options)
     # The number of threads and the compilation cache are set before anything imports JAX, as a user's record may.
     set_threads(options.model_path)
@@ -104,6 +107,8 @@ def _serve_on(mesh, options, disaggregation) -> int:
     from mtpjax.drafters.methods import uses_mtp_modules
     from mtpjax.evaluation.self_check import check_acceptance
     from mtpjax.io.checkpoint_format import find_checkpoint
+    from mtpjax.serving.app import make_app
+    from mtpjax.serving.disaggregation.setup import set_up
     from mtpjax.serving.engine import Engine
     from mtpjax.serving.http_server import listen
     from mtpjax.serving.launch import explain_full_memory, running_engine, serve
@@ -139,17 +144,31 @@ def _serve_on(mesh, options, disaggregation) -> int:
         #    memory.
         uses_host = options.enable_hierarchical_cache or disaggregation is not None
         grammars = load_grammars(options.grammar_backend, tokenizer, model.config.vocab_size)
-        settings = engine_sizes(options, params, model=model, config=config, grammars=grammars, uses_host=uses_host)
-        api = api_settings(options, path, config, settings)
+        settings = engine_sizes(options, params, model=model, config=config, uses_host=uses_host)
+        api = api_settings(options, path, config, has_grammars=grammars is not None)
         arguments = {"model": model, "config": config, "settings": settings, "draft_params": draft_params}
         if listener is None:
             loading.close()
-        followers = stack.enter_context(connect_followers(options, params, arguments))
+        followers = stack.enter_context(connect_followers(options, params, arguments, grammars))
         if listener is None:
             return 0
         # 4. The server.
         started = {"server": server, "model_name": api.model_name, "followers": followers, "report": report}
-        engine, metrics = stack.enter_context(running_engine(functools.partial(Engine, params, **arguments), **started))
+        make_engine = functools.partial(Engine, params, **arguments, grammars=grammars)
+        engine, metrics = stack.enter_context(running_engine(make_engine, **started))
         shown = metrics if options.enable_metrics else None
-        serve(engine, tokenizer, api, server, shown, disaggregation, listener=listener, loading=loading)
+        app = make_app(engine, tokenizer, api, shown)
+        app.state.server.readers.warm()
+        if disaggregation is not None:
+            set_up(app, engine, disaggregation, shown)
+        serve(app, engine, server, listener=listener, loading=loading)
     return 0
+
+
+def add_commands(commands) -> None:
+    text = "serve a model over HTTP, with OpenAI's and SGLang's routes"
+    commands.add_subcommand("serve", serve_flags.make_parser(), help=text)
+    add_serve_router(commands)
+
+
+COMMANDS = {"serve": run_serve, "serve-router": run_serve_router}

@@ -1,4 +1,4 @@
-"""The flags of `mtpjax serve`, by SGLang's names. Imports no JAX."""
+"""The flags of `mtpjax serve`, with SGLang's names. Imports no JAX."""
 
 from mtpjax.cli.common import add_implementation_flag, add_model_path_flag
 from mtpjax.cli.config_flags import DRAFT_FIELDS, LOOKUP_FIELDS, add_config_flags
@@ -7,7 +7,9 @@ from mtpjax.cli.drafter_flags import add_drafter_flags
 from mtpjax.cli.expert_flags import add_expert_flags
 from mtpjax.cli.help import command_parser
 from mtpjax.cli.mesh_flags import add_mesh_flags
-from mtpjax.cli.serve_settings import ADMIN_KEY_VARIABLE, DEFAULT_HOST_GB, KEY_VARIABLE
+
+DEFAULT_HOST_GB = 4.0
+KEY_VARIABLE, ADMIN_KEY_VARIABLE = "MTPJAX_API_KEY", "MTPJAX_ADMIN_API_KEY"
 
 
 def make_parser():
@@ -45,19 +47,19 @@ def _add_server_flags(parser) -> None:
     group.add_argument("--served-model-name", help="the model's name for clients (default: the name of its folder)")
     group.add_argument(
         "--api-key",
-        help="API key that requests need as bearer token, or several, separated by commas; other users of the machine "
-        f"cannot see the default (default: ${KEY_VARIABLE})",
+        help="API key that requests must send as a bearer token; several keys are separated by commas. Unlike this "
+        f"flag, the environment variable is hidden from other users of the machine (default: ${KEY_VARIABLE})",
     )
     group.add_argument(
         "--admin-api-key",
-        help="API key for /flush_cache and for /abort_request with abort_all, or several, separated by commas "
+        help="API key for /flush_cache and for /abort_request with abort_all; several keys are separated by commas "
         f"(default: ${ADMIN_KEY_VARIABLE})",
     )
     group.add_argument(
         "--grammar-backend",
         choices=("llguidance", "none"),
-        help="compiles the JSON schemas and regular expressions of requests (default: llguidance, if it is installed "
-        "and supports the tokenizer)",
+        help="library for constrained output by JSON schema or regular expression (default: llguidance, if it is "
+        "installed and supports the tokenizer)",
     )
     group.add_argument("--enable-metrics", action="store_true", help="serve metrics for Prometheus at /metrics")
 
@@ -81,24 +83,36 @@ def _add_startup_flags(parser) -> None:
         help="become ready only when all programs are compiled (default: when one request can run; the other programs "
         "compile while the server runs)",
     )
-    group.add_argument("--skip-server-warmup", action="store_true", help="compile each program at its first use")
+    group.add_argument(
+        "--skip-server-warmup", action="store_true", help="compile each program when a request first needs it"
+    )
     group.add_argument(
         "--watchdog-timeout",
         type=float,
         default=300.0,
-        help="end the server if a call takes longer, in seconds; 0: never",
+        help="seconds after which a hung device call ends the server; 0: never",
     )
 
 
 def _add_batch_flags(parser) -> None:
     group = parser.flag_group("batching")
     group.add_argument("--max-running-requests", type=int, default=8, help="maximum number of running requests")
-    group.add_argument("--max-queued-requests", type=int, default=1024, help="maximum queued requests; others get 429")
-    group.add_argument("--max-queue-seconds", type=float, help="maximum time in the queue (default: no limit)")
-    group.add_argument("--max-run-seconds", type=float, help="maximum time from arrival to end (default: no limit)")
+    group.add_argument(
+        "--max-queued-requests",
+        type=int,
+        default=1024,
+        help="maximum number of queued requests; further ones get status 429",
+    )
+    group.add_argument("--max-queue-seconds", type=float, help="maximum seconds in the queue (default: no limit)")
+    group.add_argument(
+        "--max-run-seconds", type=float, help="maximum seconds from arrival to the last token (default: no limit)"
+    )
     group.add_argument("--chunked-prefill-size", type=int, help="prompt tokens per prefill call (default: 4 chunks)")
     group.add_argument(
-        "--num-continuous-decode-steps", type=int, default=2, help="decoding rounds per call; 1 while a request waits"
+        "--num-continuous-decode-steps",
+        type=int,
+        default=2,
+        help="decoding rounds per call; 1 while requests wait or prefill",
     )
     group.add_argument(
         "--precompile-bs-paddings",
@@ -124,8 +138,8 @@ def _add_cache_flags(parser) -> None:
     group.add_argument(
         "--max-mamba-cache-size",
         type=int,
-        help="for models with linear attention: recurrent states that the prefix cache keeps on the device; 0: no "
-        "prefix cache (default: four per running request)",
+        help="for models with linear attention: maximum number of recurrent states in the prefix cache; 0 disables it "
+        "(default: 4 per running request)",
     )
     group.add_argument(
         "--enable-hierarchical-cache",
@@ -146,8 +160,8 @@ def _add_draft_flags(parser) -> None:
     group.add_argument(
         "--speculative-adaptive",
         action="store_true",
-        help="choose the draft levels of each call, at most --num-steps, by acceptance and by the round costs measured "
-        "at startup; --acceptance auto then means sample",
+        help="choose the draft levels of each call, up to --num-steps, from the acceptance so far and the round times "
+        "measured at startup; --acceptance auto then means sample",
     )
     group.add_argument(
         "--speculative-disable-by-batch-size",
@@ -171,14 +185,15 @@ def _add_mesh_flags(parser) -> None:
         "--dp-size",
         type=int,
         default=1,
-        help="groups of the --tp-size devices that decode different requests; equivalent to --mesh data=N,...",
+        help="number of groups into which the --tp-size devices are divided; each group decodes different requests; "
+        "equivalent to --mesh data=N,...",
     )
-    group.add_argument("--enable-dp-attention", action="store_true", help="needed with --dp-size: shard the requests")
+    group.add_argument("--enable-dp-attention", action="store_true", help="shard the requests; required with --dp-size")
     group.add_argument(
         "--ep-size",
         type=int,
-        help="groups of the --tp-size devices with different experts; equivalent to --mesh expert=N,... (default: "
-        "--dp-size)",
+        help="number of groups into which the --tp-size devices are divided; each group has different experts; "
+        "equivalent to --mesh expert=N,... (default: --dp-size)",
     )
     add_config_flags(parser, ("allow_copies",))
     add_mesh_flags(parser)

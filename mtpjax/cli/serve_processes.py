@@ -42,13 +42,14 @@ def check_same_start(options, path: pathlib.Path) -> None:
 
 
 @contextlib.contextmanager
-def connect_followers(options, params: dict, arguments: dict[str, Any]) -> Iterator:
+def connect_followers(options, params: dict, arguments: dict[str, Any], grammars) -> Iterator:
     """Connects the processes of a server. All but the first run the calls of process 0 until it stops.
 
     Args:
         options: the parsed flags.
         params: model parameters.
-        arguments: those of `Engine`: model, config and settings.
+        arguments: those of `EngineSession`.
+        grammars: compiles the grammars of requests, or None.
 
     Yields:
         The other processes in process 0; None in a server of one process. In the others None, once process 0 has
@@ -60,21 +61,23 @@ def connect_followers(options, params: dict, arguments: dict[str, Any]) -> Itera
     import jax
 
     from mtpjax.distributed import check_same
+    from mtpjax.serving.engine_session import EngineSession
+    from mtpjax.serving.executor import Executor
     from mtpjax.serving.http_server import tell
     from mtpjax.serving.launch import explain_full_memory
     from mtpjax.serving.multihost.connection import Leader, connect_processes
-    from mtpjax.serving.multihost.follower import FollowerExecutor, follow
+    from mtpjax.serving.multihost.follower import follow
 
     # Sizes depend on the memory, and programs on the packages of a machine.
     settings = arguments["settings"]
-    check_same({"number of pages": settings.num_pages, "--grammar-backend": settings.grammars is not None})
+    check_same({"number of pages": settings.num_pages, "--grammar-backend": grammars is not None})
     with connect_processes(options.dist_init_addr) as link:
         if not isinstance(link, Leader):
             yield link
             return
         tell(f"mtpjax serve: process {jax.process_index()} runs the calls of process 0", sys.stderr)
         with explain_full_memory("lower --max-total-tokens, --max-running-requests or --chunked-prefill-size"):
-            executor = FollowerExecutor(params, **arguments)
+            executor = Executor(EngineSession(params, **arguments), grammars)
         follow(executor, link)
     yield None
 

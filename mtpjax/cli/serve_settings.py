@@ -3,17 +3,18 @@
 import dataclasses
 import logging
 import os
+import pathlib
 import sys
+from typing import Any
 
+from mtpjax.cli.disaggregation_flags import SECRET_VARIABLE
+from mtpjax.cli.serve_flags import ADMIN_KEY_VARIABLE, DEFAULT_HOST_GB, KEY_VARIABLE
 from mtpjax.errors import UsageError
-
-DEFAULT_HOST_GB = 4.0
-KEY_VARIABLE, ADMIN_KEY_VARIABLE = "MTPJAX_API_KEY", "MTPJAX_ADMIN_API_KEY"
 
 log = logging.getLogger("mtpjax.serve")
 
 
-def engine_sizes(options, params: dict, *, model, config, grammars, uses_host: bool):
+def engine_sizes(options, params: dict, *, model, config, uses_host: bool):
     """Makes the `EngineSettings`.
 
     Args:
@@ -21,7 +22,6 @@ def engine_sizes(options, params: dict, *, model, config, grammars, uses_host: b
         params: parameters of the model, already on their devices: the pool of pages takes the memory that is left.
         model: the model.
         config: the `DecodeConfig` of every request.
-        grammars: what `load_grammars` returned.
         uses_host: pages may be in host memory.
 
     Raises:
@@ -53,7 +53,6 @@ def engine_sizes(options, params: dict, *, model, config, grammars, uses_host: b
         shares_prefixes=not options.disable_radix_cache,
         num_snapshots=options.max_mamba_cache_size,
         host_bytes=int((DEFAULT_HOST_GB if options.hicache_size is None else options.hicache_size) * 1e9) * uses_host,
-        grammars=grammars,
         rebalance_experts_every=options.eplb_rebalance_num_iterations if options.enable_eplb else None,
     )
     if options.max_total_tokens is not None:
@@ -67,16 +66,14 @@ def server_settings(options):
     from mtpjax.serving.launch import ServerSettings
 
     return ServerSettings(
-        host=options.host,
-        port=options.port,
         watchdog_seconds=options.watchdog_timeout or None,
         drain_seconds=options.drain_timeout,
         warm_up="none" if options.skip_server_warmup else "all" if options.wait_for_warm_up else "first",
     )
 
 
-def api_settings(options, path, config, settings):
-    """Makes the `ApiSettings`; `settings` are the engine's. Warns on stderr if the server is open to everybody."""
+def api_settings(options, path, config, *, has_grammars: bool):
+    """Makes the `ApiSettings`. Warns on stderr if the server is open to everybody."""
     from mtpjax.serving.api.settings import ApiSettings
 
     folder = path.parent.name if path.name == "checkpoint" else path.name
@@ -95,10 +92,45 @@ def api_settings(options, path, config, settings):
             "speculative_eagle_topk": config.topk,
             "speculative_num_draft_tokens": config.num_nodes,
             "acceptance": str(config.acceptance),
-            "max_running_requests": settings.num_slots,
-            "page_size": settings.page_size,
-            "grammar_backend": "none" if settings.grammars is None else "llguidance",
+            "max_running_requests": options.max_running_requests,
+            "page_size": options.page_size,
+            "grammar_backend": "llguidance" if has_grammars else "none",
         },
+    )
+
+
+def disaggregation_settings(options) -> Any:
+    """Returns the `DisaggregationSettings`; None for a server that does both.
+
+    With a mode, this imports JAX, so the number of threads must be set before.
+
+    Raises:
+        UsageError: a flag is missing, or contradicts another.
+        ValueError: the secret is too short.
+        OSError: the secret's file cannot be read.
+    """
+    mode, url = options.disaggregation_mode, options.disaggregation_prefill_url
+    if mode in (None, "null"):  # SGLang's default
+        return None
+    from mtpjax.serving.disaggregation.setup import DisaggregationSettings
+
+    if options.disable_radix_cache:
+        raise UsageError("--disaggregation-mode needs the prefix cache: remove --disable-radix-cache")
+    if mode == "decode" and not (url or "").startswith(("http://", "https://")):
+        raise UsageError("--disaggregation-mode decode needs --disaggregation-prefill-url http://HOST:PORT")
+    if options.disaggregation_secret_file is not None:
+        secret = pathlib.Path(options.disaggregation_secret_file).read_bytes().strip()
+    else:
+        secret = os.environ.get(SECRET_VARIABLE, "").encode()
+    if not secret:
+        raise UsageError(f"--disaggregation-mode needs --disaggregation-secret-file, or {SECRET_VARIABLE}")
+    return DisaggregationSettings(
+        prefill_url=url if mode == "decode" else None,
+        secret=secret,
+        backend=options.disaggregation_transfer_backend,
+        host=options.host,
+        port=options.disaggregation_bootstrap_port,
+        timeout=options.disaggregation_timeout,
     )
 
 
@@ -122,10 +154,6 @@ def check_used(options) -> None:
         unused.append("--hicache-size has no effect without --enable-hierarchical-cache")
     if options.enable_hierarchical_cache and options.disable_radix_cache:
         unused.append("--enable-hierarchical-cache has no effect with --disable-radix-cache")
-    if (options.speculative_algorithm or "").upper() == "NONE":
-        given = {"--num-steps": options.num_steps, "--num-draft-tokens": options.num_draft_tokens}
-        names = [name for name, value in (given | {"--topk": (options.topk or 1) - 1}).items() if value]
-        unused += [f"{name} has no effect with --speculative-algorithm NONE" for name in names]
     if unused:
         raise UsageError("; ".join(unused))
 

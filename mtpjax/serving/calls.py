@@ -1,43 +1,21 @@
-"""The engine's calls: before they are dispatched, and while they run."""
+"""The engine's dispatched calls. Their `rows` are the requests of each row of the result; None for padding."""
 
 import dataclasses
-from typing import Any, NamedTuple
 
 import jax
 import numpy as np
 
-from mtpjax.decoding.gpu_graph import OneGraph
 from mtpjax.decoding.report import PackedReport, Report
 from mtpjax.decoding.session import Batch
 from mtpjax.decoding.state import Draft
 from mtpjax.serving.program_set import ProgramKey
-from mtpjax.serving.scheduler import Sequence
+from mtpjax.serving.request import Sequence
 from mtpjax.serving.scoring import ScoredChunk
-
-
-class PendingCall(NamedTuple):
-    """A call that is not dispatched yet.
-
-    Attributes:
-        program: of `mtpjax.decoding.session` or `mtpjax.serving.scoring`.
-        arrays: its arguments after the state.
-        key: selects its static arguments, and so the compiled program.
-    """
-
-    program: OneGraph
-    arrays: tuple[Any, ...]
-    key: ProgramKey
 
 
 @dataclasses.dataclass
 class InFlightCall:
-    """A dispatched call.
-
-    Attributes:
-        rows: the request of each row of the report; None for padding.
-        report: its changes, on the device.
-        is_prefill: the call processes prompts.
-    """
+    """A call that decodes, or that processes prompts (`is_prefill`)."""
 
     rows: list[Sequence | None]
     report: PackedReport
@@ -50,12 +28,7 @@ class InFlightCall:
 
 @dataclasses.dataclass
 class ScoreCall:
-    """A dispatched call that scores a chunk of texts.
-
-    Attributes:
-        rows: the request of each row, and the positions of its chunk; None for padding.
-        scores: arrays on the device.
-    """
+    """A call that scores a chunk of texts: `rows` also have the start and the end of the chunk."""
 
     rows: list[tuple[Sequence, int, int] | None]
     scores: ScoredChunk
@@ -67,14 +40,7 @@ class ScoreCall:
 
 @dataclasses.dataclass
 class DraftCall:
-    """A dispatched call that drafts. `Executor.verify` continues it.
-
-    Attributes:
-        rows: the request of each row; None for padding.
-        batch: the rows as arrays.
-        key: of the program.
-        draft: arrays on the device.
-    """
+    """A call that drafts for rows with a grammar. `Executor.verify` continues it."""
 
     rows: list[Sequence | None]
     batch: Batch

@@ -2,26 +2,19 @@
 
 The cost model is that of `mtpjax.decoding.depth_policy`: expected tokens of a round over its duration. There the loop
 decides on the device, before every round of one batch. Here the host decides before every call: durations are measured
-for each batch size, and acceptance is counted over all requests. The choice depends only on earlier rounds, so exact
-rules stay exact.
+for each batch size (`depth_costs`), and acceptance is counted over all requests. The choice depends only on earlier
+rounds, so exact rules stay exact.
 """
 
 import dataclasses
-import statistics
-import time
+import logging
 
 import numpy as np
 
 from mtpjax.decoding.depth_policy import ASSUMED_PRIOR_COUNT, DECAY_ROUNDS, MIN_SPEEDUP, PRIOR_RATE, PROBE_INTERVAL
-from mtpjax.serving.executor import Executor
-from mtpjax.serving.page_pool import Lease
-from mtpjax.serving.request import Request, RequestTimes
-from mtpjax.serving.scheduler import Sequence
 from mtpjax.serving.sizes import bucket
 
-NUM_MEASURED = 5  # timed rounds per batch size and depth
-PROMPT_LENGTH = 16  # of the rows whose rounds are timed
-
+_log = logging.getLogger(__name__)
 Costs = tuple[tuple[float, ...], ...]  # per batch size, the duration of a round at depths 0, 1, ...
 
 
@@ -71,6 +64,9 @@ class AdaptiveDepth:
 
     def __post_init__(self):
         self.verified, self.accepted = np.zeros((2, len(self.costs[0]) - 1))
+        for size, durations in zip(self.batch_sizes, self.costs, strict=True):
+            shown = ", ".join(f"{depth}: {1000 * seconds:.2f}" for depth, seconds in enumerate(durations))
+            _log.info("ms of a round with %d rows, by draft levels: %s", size, shown)
 
     def record(self, num_rounds: int, proposed: np.ndarray, accepted: np.ndarray) -> None:
         """Counts the rounds of one call: proposed and accepted drafts `[K]` per level, of all rows."""
@@ -96,48 +92,3 @@ class AdaptiveDepth:
             return best
         self.since_probe = 0
         return probe_depth(costs, best)
-
-
-def measure_costs(executor: Executor) -> Costs:
-    """Times rounds of the engine's own programs, for each batch size and depth, in seconds.
-
-    All slots must be free; the state is reset afterwards. A deeper round never counts as faster than a shallower one.
-    """
-    depths = range(executor.decoder.spec.num_steps + 1)
-    costs = [[_measure(executor, size, depth) for depth in depths] for size in executor.sizes.batch_sizes]
-    executor.reset()
-    return tuple(tuple(np.maximum.accumulate(durations).tolist()) for durations in costs)
-
-
-def _measure(executor: Executor, size: int, depth: int) -> float:
-    """Returns the duration of a round of `depth` draft levels on `size` rows per shard, in seconds."""
-    sizes = executor.sizes
-    # 1. Rows with a short text and room for the timed rounds, if the longest text has that room. Rows may share pages:
-    #    their results are not used.
-    num_tokens = min(sizes.max_length, executor.decoder.max_length_of(sizes.shard_pages))
-    prompt_length = max(min(PROMPT_LENGTH, executor.decoder.spec.prefill_chunk, num_tokens - depth - 1), 1)
-    num_rounds = max(min((num_tokens - prompt_length - 1) // (depth + 1), NUM_MEASURED + 1), 1)
-    num_new = min(1 + num_rounds * (depth + 1), num_tokens - prompt_length)
-    request = Request(prompt=(0,) * prompt_length, max_new_tokens=max(num_new, 1))
-    rows = executor.make_rows(request)
-    num_pages = executor.decoder.num_pages_of(int(rows.settings.limit[0]))
-    sequences = [
-        Sequence(
-            -1, request, lambda event: None, list(request.prompt), limit=prompt_length + num_new, rows=rows,
-            is_plain=True, matcher=None, times=RequestTimes(0.0), shard=shard, slot=slot, num_to_prefill=prompt_length,
-            lease=Lease([(slot * num_pages + page) % sizes.shard_pages for page in range(num_pages)], 0, 0, b""),
-        )
-        for shard in range(sizes.num_shards) for slot in range(size)
-    ]  # fmt: skip
-    executor.admit(sequences)
-    max_rows = sizes.prefill_sizes[-1]
-    for begin in range(0, size, max_rows):
-        some = [sequence for sequence in sequences if begin <= (sequence.slot or 0) < begin + max_rows]
-        executor.prefill([(sequence, 0, prompt_length) for sequence in some]).read()
-    # 2. The first round prepares the dispatch of later ones.
-    durations = []
-    for _ in range(num_rounds):
-        begin = time.perf_counter()
-        executor.advance(sequences, depth, 1).read()
-        durations.append(time.perf_counter() - begin)
-    return statistics.median(durations[1:] or durations)

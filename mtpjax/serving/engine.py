@@ -1,47 +1,62 @@
 """The engine: requests in, tokens out, one thread that keeps the device busy.
 
-A tick takes new requests and aborts, plans (`Scheduler`), dispatches the calls of the plan (`Executor`), and then reads
-the reports of the previous tick, while the device runs this one. Deltas reach each request's `deliver` function. Rows
-with a grammar draft in that first batch of calls. Their verification is dispatched last, with masks that the host
-computes from the drafts and the text so far.
+A tick (`Engine._tick`) takes new requests and aborts, plans (`Scheduler`), dispatches the calls of the plan
+(`Executor`), and then reads the reports of the previous tick (`Delivery`), while the device runs this one. Deltas reach
+each request's `deliver` function. Rows with a grammar draft in that first batch of calls. Their verification is
+dispatched last, with masks that the host computes from the drafts and the text so far.
 """
 
-import dataclasses
+import itertools
 import logging
 import math
 import queue
+import threading
 import time
 from collections.abc import Callable
 from collections.abc import Sequence as TokenSequence
-from typing import Literal
+from typing import Any
 
-from mtpjax.decoding.config import SamplingParams
+from mtpjax.decoding.config import DecodeConfig
+from mtpjax.distributed import is_runtime_error
+from mtpjax.errors import LostProcess, printable
 from mtpjax.messages import count_of
-from mtpjax.serving.background import BackgroundCompiler
-from mtpjax.serving.depth import measure_costs
-from mtpjax.serving.engine_delivery import TOTALS
-from mtpjax.serving.engine_loop import EngineLoop
-from mtpjax.serving.host_pages import Entries, Outgoing
-from mtpjax.serving.model_digest import model_digest
-from mtpjax.serving.page_pool import PagePool
+from mtpjax.models.model import MTPModel
+from mtpjax.serving.calls import InFlightCall, ScoreCall
+from mtpjax.serving.compilation import Compilation, WarmUp
+from mtpjax.serving.delivery import TOTALS, Delivery, draft_counts
+from mtpjax.serving.depth import AdaptiveDepth
+from mtpjax.serving.depth_costs import measure_costs
+from mtpjax.serving.engine_session import EngineSession
+from mtpjax.serving.executor import Executor
+from mtpjax.serving.grammar import Grammars
+from mtpjax.serving.inbox import Inbox
+from mtpjax.serving.multihost.connection import Followers
+from mtpjax.serving.multihost.plan import encode
+from mtpjax.serving.page_exchange import PageExchange
+from mtpjax.serving.page_pool import make_pools
 from mtpjax.serving.request import (
     Deliver,
-    EngineStatus,
     Finish,
     FinishReason,
     QueueFull,
     Request,
     RequestTimes,
+    ScoredText,
     Scores,
+    Sequence,
 )
-from mtpjax.serving.scheduler import Sequence
-from mtpjax.serving.scoring import ScoredText, check_text
+from mtpjax.serving.scheduler import Scheduler, scheduler_settings
+from mtpjax.serving.scoring import check_text
+from mtpjax.serving.sizes import EngineSettings
+from mtpjax.serving.status import EngineStatus
 
-WarmUp = Literal["all", "first", "none"]
+RETRY_SECONDS = 1.0  # between two attempts to rebuild the state
+HELD_SECONDS = 0.5  # after which time limits of requests that wait for a program are checked again
+
 _log = logging.getLogger(__name__)
 
 
-class Engine(EngineLoop):
+class Engine:
     """Serves requests. All methods may be called from any thread.
 
     Args:
@@ -53,6 +68,7 @@ class Engine(EngineLoop):
         followers: the other processes of the mesh, which run the same calls; None: there are none.
         draft_params: parameters of a drafter that has its own (`mtpjax.load_drafter`); None: it has none, or the
             model's MTP modules.
+        grammars: compiles the grammars of requests; None: requests have none.
 
     Raises:
         ValueError: for settings that contradict each other or the model.
@@ -61,11 +77,49 @@ class Engine(EngineLoop):
         max_length: maximum tokens of a text, prompt included.
         vocab_size: ids are 0 .. vocab_size - 1.
         max_requests: maximum number of requests that run and wait at the same time.
-        grammars: compiles the grammars of requests; None: requests have none.
-        followers: the other processes of the mesh; None: there are none.
-        page_shapes: shapes and dtypes of a page's entries.
-        progress_at: time (`time.monotonic`) at which the device answered last, or work came after a pause.
+        pages: exchanges pages of the prefix cache with other engines.
     """
+
+    def __init__(
+        self,
+        params: dict,
+        *,
+        model: MTPModel,
+        config: DecodeConfig,
+        settings: EngineSettings | None = None,
+        observe: Callable[[Finish, RequestTimes], None] = lambda finish, times: None,
+        followers: Followers | None = None,
+        draft_params: Any = None,
+        grammars: Grammars | None = None,
+    ):
+        self.settings, self.followers, self.grammars = settings or EngineSettings(), followers, grammars
+        self.vocab_size = model.config.vocab_size
+        self.max_requests = self.settings.num_slots + self.settings.max_waiting
+        # 1. The inbox and the thread.
+        self._thread = threading.Thread(target=self._run, name="mtpjax-engine", daemon=True)
+        self._inbox = Inbox(self._thread)
+        self._ids = itertools.count()
+        self._in_flight: list[InFlightCall | ScoreCall] = []
+        self._tick_began: float | None = None
+        # 2. The parts of a tick.
+        settings = self.settings
+        announce = None if followers is None else lambda *call, key: followers.send(encode(*call, key=key))
+        session = EngineSession(
+            params, model=model, config=config, settings=settings, draft_params=draft_params, announce=announce
+        )
+        self._executor = Executor(session, grammars)
+        self.max_length, self._num_levels = session.sizes.max_length, session.decoder.spec.num_steps
+        self._compilation = Compilation(self._executor.programs, self._inbox, self._enter)
+        of_scheduler = scheduler_settings(session, self._choose_depth)
+        self._scheduler = Scheduler(of_scheduler, make_pools(session.sizes, settings))
+        self._delivery = Delivery(self._executor, self._scheduler, observe, self._compilation.held)
+        self.pages = PageExchange(session, self._scheduler, self._inbox)
+        self._num_warm_up_programs = 0
+
+    @property
+    def progress_at(self) -> float:
+        """Time (`time.monotonic`) at which the device answered last, or work came after a pause."""
+        return self._delivery.progress_at
 
     def warm_up(
         self, progress: Callable[[int, int], None] = lambda done, total: None, programs: WarmUp = "all"
@@ -81,31 +135,20 @@ class Engine(EngineLoop):
             programs: which ones: all that requests may need; "first": those that serve any request without a grammar,
                 and the others after `start`; "none": each when a request needs it.
         """
-        executor, settings = self._executor, self.settings
-        is_measured = settings.adapts_depth and settings.depth_costs is None
-        has_thread = self.followers is None and settings.rebalance_experts_every is None and not is_measured
-        if has_thread and programs != "all":
-            executor.warm_up(progress, executor.first_programs() if programs == "first" else [])
-            executor.programs.ready = set(executor.first_programs()) if programs == "first" else set()
-            executor.programs.on_missing = self._want
-            if programs == "first":
-                keys = [key for key in executor.all_programs() if key not in executor.programs.ready]
-                self._later_programs, executor.planned = keys, set(keys)
-        elif programs != "none":
-            executor.warm_up(progress)
+        self._compilation.warm_up(progress, programs)
         self._measure_depths()
-        self._num_warm_up_programs = executor.num_compiled
+        self._num_warm_up_programs = self._executor.session.num_compiled
 
     def start(self) -> None:
         """Starts the threads: one that serves requests, and one that compiles the remaining programs."""
         self._measure_depths()
         self._thread.start()
-        if self._executor.programs.ready is not None:
-            self._compiler = BackgroundCompiler(self._later_programs, self._compile, self._end_compiling)
+        self._compilation.start()
 
     def _measure_depths(self) -> None:
-        if self.settings.adapts_depth and self._max_depth and self._depth is None:
-            self._adapt_depth(measure_costs(self._executor))
+        if self.settings.adapts_depth and self._num_levels and self._delivery.depth is None:
+            costs = measure_costs(self._executor)
+            self._delivery.depth = AdaptiveDepth(costs, self._executor.session.sizes.batch_sizes)
 
     def submit(self, request: Request, deliver: Deliver) -> int:
         """Puts a request into the queue.
@@ -124,30 +167,18 @@ class Engine(EngineLoop):
         return self._submit(request, deliver)
 
     def _submit(self, request: Request, deliver: Deliver, scored: ScoredText | None = None) -> int:
-        rows = self._executor.make_rows(request)
-        is_plain = dataclasses.replace(request.sampling, seed=None) == SamplingParams() and not request.logprobs
-        sequence = Sequence(
-            next(self._ids),
-            request,
-            deliver,
-            list(request.prompt),
-            limit=int(rows.settings.limit[0]),
-            rows=rows,
-            is_plain=is_plain,
-            matcher=None if request.grammar is None else request.grammar.start(),
-            times=RequestTimes(time.monotonic()),
-            scored=scored,
-        )
-        with self._changed:
-            if self._is_closing:
+        rows = self._executor.programs.make_rows(request)
+        sequence = Sequence.new(next(self._ids), request, rows, deliver, scored)
+        with self._inbox.changed:
+            if self._inbox.is_closing:
                 raise QueueFull("the server shuts down")
             # A request with a free slot does not count as waiting, even before it is admitted.
-            num_waiting = len(self._sequences) - self.settings.num_slots
+            num_waiting = len(self._delivery.sequences) - self.settings.num_slots
             if num_waiting >= self.settings.max_waiting and scored is None:
                 raise QueueFull(f"the queue is full ({count_of(num_waiting, 'request')}): try again later")
-            self._sequences[sequence.id] = sequence
-            self._inbox.append(lambda: self._enter(sequence))
-            self._changed.notify()
+            self._delivery.sequences[sequence.id] = sequence
+            self._inbox.actions.append(lambda: self._compilation.add(sequence))
+            self._inbox.changed.notify()
         return sequence.id
 
     def abort(self, request_id: int, reason: FinishReason = "abort") -> None:
@@ -159,11 +190,11 @@ class Engine(EngineLoop):
         """
 
         def end() -> None:
-            sequence = self._sequences.get(request_id)
+            sequence = self._delivery.sequences.get(request_id)
             if sequence is not None:
-                self._end(sequence, reason)
+                self._delivery.end(sequence, reason)
 
-        self._post(end)
+        self._inbox.post(end)
 
     def score(self, tokens: TokenSequence[int], num_top: int) -> Scores:
         """Computes the log-probabilities of a text under the trunk. Blocks while it is processed, as a prompt is.
@@ -186,119 +217,52 @@ class Engine(EngineLoop):
             if finish.reason == "error":
                 raise RuntimeError(finish.message)
             if finish.reason != "stop":
-                raise QueueFull("the text could not be scored in time")
+                raise QueueFull("the text was not scored in time")
         return text.result()
 
     def flush_cache(self) -> int:
         """Drops the pages that no request uses; returns their number."""
-        return self._ask(lambda: sum(pool.forget() for pool in self._scheduler.pools))
-
-    def count_known_pages(self, tokens: TokenSequence[int], salt: bytes) -> int:
-        """Counts the pages of a text's prefix that are in the prefix cache. Blocks."""
-        return self._ask(lambda: len(self._only_pool.find(tokens, salt=salt)))
-
-    def read_pages(self, tokens: TokenSequence[int], salt: bytes) -> list[tuple[bytes, Entries]]:
-        """Reads the cached full pages of a text's prefix, for `put_pages` of another engine. Blocks.
-
-        Returns:
-            Hash and entries of each page.
-        """
-
-        def start() -> tuple[list[bytes], dict[bytes, Entries], list[Outgoing]]:
-            found, host = self._only_pool.find(tokens, salt=salt), self._only_pool.host
-            in_host = {digest: host.read(digest) for digest, page in found if page is None and host is not None}
-            copies = self._executor.read_pages([(digest, page) for digest, page in found if page is not None])
-            return [digest for digest, _ in found], in_host, copies
-
-        digests, entries, copies = self._ask(start)
-        # The engine's thread continues while the copies arrive.
-        entries.update(page for some in copies for page in some.read())
-        return [(digest, entries[digest]) for digest in digests]
-
-    def put_pages(self, pages: list[tuple[bytes, Entries]]) -> None:
-        """Adds hashes and entries of pages to the prefix cache, in host memory. Blocks.
-
-        The engine that has read them must have the same model, page size and dtypes.
-        """
-
-        def put() -> None:
-            for digest, entries in pages:
-                self._only_pool.put(digest, entries)
-            self._totals["received_pages"] += len(pages)
-
-        self._ask(put)
-
-    @property
-    def shares_pages(self) -> bool:
-        """True if requests with a common prefix can share pages without anything else."""
-        return self._scheduler.settings.shares_prefixes and not self._executor.sizes.shard_snapshots
-
-    def model_digest(self) -> bytes:
-        """Computes a hash of everything except the text that a page's entries depend on; see `model_digest`."""
-        executor = self._executor
-        return model_digest(
-            executor.params,
-            executor.model.config,
-            executor.config,
-            self.settings.page_size,
-            self.page_shapes,
-            draft_params=executor.own_draft_params,
-        )
+        return self._inbox.ask(lambda: sum(pool.forget() for pool in self._scheduler.pools))
 
     def status(self) -> EngineStatus:
         """Returns the load and the counts since the start."""
-        scheduler, depth, drafts = self._scheduler, self._max_depth, self._drafts
+        scheduler, session = self._scheduler, self._executor.session
+        delivery, rebalancer = self._delivery, self._delivery.rebalancer
+        counts = draft_counts(delivery.drafts)
+        counts |= {f"num_{name}": delivery.totals[name] for name in TOTALS}
         return EngineStatus(
             num_running=len(scheduler.running),
-            num_waiting=len(self._sequences) - len(scheduler.running),
+            num_waiting=len(delivery.sequences) - len(scheduler.running),
             num_slots=self.settings.num_slots,
             num_pages=sum(pool.num_pages for pool in scheduler.pools),
             num_used_pages=sum(pool.num_in_use for pool in scheduler.pools),
             page_size=self.settings.page_size,
             num_preempted=scheduler.num_preempted,
-            num_steps=drafts[0],
-            proposed=tuple(drafts[1 : 1 + depth]),
-            accepted=tuple(drafts[1 + depth :]),
-            num_compilations=self._executor.num_compiled - self._num_warm_up_programs,
-            compile_seconds=self._executor.compile_seconds,
-            num_programs_left=0 if self._compiler is None else self._compiler.num_left,
-            num_compile_waits=self._num_held,
-            num_rebalancings=0 if self._rebalancer is None else self._rebalancer.num_rebalancings,
-            expert_imbalance=(math.nan, math.nan) if self._rebalancer is None else self._rebalancer.imbalance,
-            **{f"num_{name}": self._totals[name] for name in TOTALS},
+            num_compilations=session.num_compiled - self._num_warm_up_programs,
+            compile_seconds=session.compile_seconds,
+            num_programs_left=self._compilation.num_left,
+            num_compile_waits=self._compilation.num_held,
+            num_rebalancings=0 if rebalancer is None else rebalancer.num_rebalancings,
+            expert_imbalance=(math.nan, math.nan) if rebalancer is None else rebalancer.imbalance,
+            num_received_pages=self.pages.num_received,
+            **counts,
         )
 
     def fail(self, message: str) -> None:
-        """Ends all requests with an error and accepts no new ones: the process is about to end.
+        """Ends all requests with this message and accepts no new ones: the process is about to end.
 
         The engine's thread may be waiting for a device that never responds, so this runs in the caller's.
-
-        Args:
-            message: why, in one line.
         """
-        with self._changed:
-            self._is_closing = True
-        for sequence in list(self._sequences.values()):
-            deliver, sequence.deliver = sequence.deliver, lambda event: None  # nothing may follow the end
-            finish = Finish(
-                "error",
-                num_prompt_tokens=len(sequence.request.prompt),
-                num_new_tokens=sequence.num_new,
-                message=f"request {sequence.id} failed: {message}",
-                is_retryable=True,
-            )
-            try:
-                deliver(finish)
-            except Exception:
-                _log.exception("request %d: its receiver failed", sequence.id)
+        self._inbox.close()
+        self._delivery.fail_all(message)
 
     @property
     def busy_since(self) -> float | None:
         """Time (`time.monotonic`) at which the running tick began; None while the engine waits or compiles."""
-        if self._executor.is_compiling:
+        if self._executor.session.is_compiling:
             return None
         # The time starts anew after the tick has compiled.
-        began, compiled = self._tick_began, self._executor.compiled_at
+        began, compiled = self._tick_began, self._executor.session.compiled_at
         return began if began is None else max(began, compiled)
 
     @property
@@ -319,22 +283,117 @@ class Engine(EngineLoop):
             True if all requests ended by themselves.
         """
         deadline = None if timeout is None else time.monotonic() + timeout
-        with self._changed:
-            self._is_closing = True
-            self._changed.notify()
+        self._inbox.close()
         is_running = self._thread.ident is not None
-        while is_running and self._sequences and (deadline is None or time.monotonic() < deadline):
+        while is_running and self._delivery.sequences and (deadline is None or time.monotonic() < deadline):
             time.sleep(0.01)
-        if self._compiler is not None:
-            self._compiler.stop()
-        left = list(self._sequences)
+        self._compilation.stop()
+        left = list(self._delivery.sequences)
         for request_id in left:
             self.abort(request_id)
         if is_running:
             self._thread.join()
         return not left
 
-    @property
-    def _only_pool(self) -> PagePool:
-        [pool] = self._scheduler.pools
-        return pool
+    # The engine's thread.
+
+    def _run(self) -> None:
+        held = self._compilation.held
+        while True:
+            with self._inbox.changed:
+                self._tick_began = None
+                # While a request waits for a program, the engine only checks its time limits.
+                while not (self._inbox.actions or self._in_flight or len(self._delivery.sequences) > len(held)):
+                    if self._inbox.is_closing and not held:
+                        return
+                    is_notified = self._inbox.changed.wait(HELD_SECONDS if held else None)
+                    self._delivery.progress_at = time.monotonic()
+                    if not is_notified:
+                        break
+                actions, self._inbox.actions = self._inbox.actions, []
+                self._tick_began = time.monotonic()
+            # An error of one request must never end the thread.
+            try:
+                for action in actions:
+                    action()
+                self._tick()
+            except Exception as error:
+                # The other processes may not have failed in the same call, so the states may now differ.
+                if self.followers is not None and (isinstance(error, LostProcess) or is_runtime_error(error)):
+                    problem = printable(error, 200)
+                    return self.followers.end_process(f"another process has ended, or a call failed: {problem}")
+                self._recover(error)
+
+    def _tick(self) -> None:
+        self._delivery.end_late()
+        # 1. Dispatch this tick's calls. The device runs them in this order.
+        plan, split = self._scheduler.plan(), self._compilation.split
+        calls: list[InFlightCall | ScoreCall] = []
+        leaving = self._executor.move_pages(self._scheduler.pools)
+        for rows in split("admit", plan.admitted):
+            self._executor.admit(rows)
+        if plan.admitted:
+            # Before `saved` may overwrite these rows.
+            self._executor.restore_snapshots(plan.restored)
+            self._delivery.count_admitted(plan.admitted)
+        prompts = [chunk for chunk in plan.prefills if chunk[0].scored is None]
+        if prompts:
+            chunks = {sequence.id: chunk for chunk in prompts for sequence in chunk[:1]}
+            for rows in split("prefill", [sequence for sequence, *_ in prompts]):
+                calls.append(self._executor.prefill([chunks[sequence.id] for sequence in rows]))
+            self._executor.save_snapshots(plan.saved)
+        calls += [self._executor.score(chunk) for chunk in plan.prefills if chunk[0].scored is not None]
+        drafts = []
+        for depth, sequences in plan.constrained.items():
+            for rows in split("masked round", sequences, depth):
+                drafts.append(self._executor.draft(rows, depth))
+        for depth, sequences in plan.advances.items():
+            for rows in split("advance", sequences, depth):
+                calls.append(self._executor.advance(rows, depth, plan.num_rounds))
+        if calls or drafts:
+            self._delivery.totals["ticks"] += 1
+            if self._delivery.rebalancer is not None:
+                self._delivery.rebalancer.tick()
+        # 2. Read the reports of the previous tick.
+        for call in self._in_flight:
+            self._delivery.take(call)
+        # 3. The text of rows with a grammar is now known, so their drafts can be masked and verified.
+        calls += [self._executor.verify(draft, self._delivery.allowed(draft)) for draft in drafts]
+        self._in_flight = calls
+        # 4. Pages that left the pool were copied before this tick's calls.
+        for host, copies in leaving:
+            copies.arrive(host)
+
+    def _choose_depth(self, num_rows: int) -> int:
+        """Returns the draft levels of the next call for this number of decoding rows."""
+        limit, adaptive = self.settings.disable_drafts_at, self._delivery.depth
+        depth = self._num_levels
+        if limit is not None and num_rows >= limit:
+            depth = 0
+        elif adaptive is not None:
+            depth = adaptive.choose(-(-num_rows // self._executor.session.sizes.num_shards))
+        return depth if self._compilation.has_depth(depth) else self._num_levels
+
+    def _enter(self, sequence: Sequence, problem: str) -> None:
+        """Puts a request into the scheduler's queue, or ends it because of a problem."""
+        if problem:
+            self._delivery.end(sequence, "error", f"request {sequence.id} failed: {problem}")
+        else:
+            self._scheduler.add(sequence)
+
+    def _recover(self, error: Exception) -> None:
+        """Ends the admitted requests, whose state may be lost, and continues with the others."""
+        _log.error("a call of the engine failed; its requests end", exc_info=error)
+        # 1. End the requests. Their slots and pages are lost.
+        self._in_flight = []
+        for sequence in self._scheduler.restart(make_pools(self._executor.session.sizes, self.settings)):
+            message = f"request {sequence.id} failed: the engine was restarted"
+            self._delivery.end(sequence, "error", message, is_retryable=True)
+        # 2. Rebuild the state. Memory may become free later; the watchdog ends a server that fails for too long.
+        while not self._inbox.is_closing:
+            try:
+                return self._executor.session.reset()
+            except Exception:
+                _log.exception("the engine cannot be restarted; trying again in %.0f s", RETRY_SECONDS)
+                time.sleep(RETRY_SECONDS)
+        raise error

@@ -1,8 +1,8 @@
-"""The device's side of an engine: the running state, and the programs that work on it and their compilation."""
+"""The device's side of an engine: the running state, and the dispatch of the calls that work on it."""
 
 import contextlib
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import jax
@@ -13,26 +13,29 @@ from mtpjax.compat import library_settings
 from mtpjax.decoding.capacity import round_up_capacity
 from mtpjax.decoding.config import DecodeConfig
 from mtpjax.decoding.device import fit_params, with_implementation
+from mtpjax.decoding.gpu_graph import one_graph
 from mtpjax.decoding.sampling import SamplingFeatures
-from mtpjax.decoding.session import Session
+from mtpjax.decoding.session import Session, in_every_process
 from mtpjax.decoding.state import StateShape
 from mtpjax.drafters.trained import require_whole_trunk
 from mtpjax.inference.requests import check_settings, explain_param_errors, make_drafter, params_to_device
+from mtpjax.models import expert_moves
 from mtpjax.models.cache import recurrent_entries, replace_recurrent_entries
-from mtpjax.models.expert_counts import expert_layers
+from mtpjax.models.config import ModelConfig
+from mtpjax.models.expert_counts import count_on_shards, expert_layers
 from mtpjax.models.expert_placement import STACKS, num_expert_devices, placement_tables
 from mtpjax.models.model import MTPModel
 from mtpjax.models.sharding import platform_of
 from mtpjax.serving import host_pages
-from mtpjax.serving.calls import PendingCall
-from mtpjax.serving.expert_programs import count_experts, move_experts
-from mtpjax.serving.host_pages import Outgoing, copy_in, copy_out
-from mtpjax.serving.page_pool import PagePool
-from mtpjax.serving.program_set import SMALL_VOCABULARY, ProgramKey, ProgramSet
-from mtpjax.serving.sizes import EngineSettings, check_changing_depth, engine_decoder, resolve_sizes
-from mtpjax.serving.snapshots import States, copy_rows, make_snapshots
+from mtpjax.serving.host_pages import Entries, Outgoing, copy_in, copy_out
+from mtpjax.serving.program_set import PendingCall, ProgramKey
+from mtpjax.serving.sizes import EngineSettings, resolve_sizes
+from mtpjax.serving.snapshots import NO_ROW, States, copy_rows, make_snapshots
 
 STOPS_SHAPE = 32, 8  # largest number and length of a request's stop sequences, in tokens
+# Sampling options over so few logits cost nothing that could be measured on a CPU, so that greedy rows need no programs
+# of their own.
+SMALL_VOCABULARY = 1024
 
 
 class EngineSession(Session):
@@ -44,6 +47,8 @@ class EngineSession(Session):
         config: settings of every request. Limits and stop tokens are the requests' own.
         settings: sizes.
         draft_params: parameters of a drafter that has its own; None: it has none, or the model's MTP modules.
+        announce: sends the name, arguments and key of each call to the other processes of the mesh, before the call is
+            dispatched here; None: there are none.
 
     Raises:
         ValueError: for settings that contradict each other or the model.
@@ -58,10 +63,11 @@ class EngineSession(Session):
         config: DecodeConfig,
         settings: EngineSettings,
         draft_params: Any = None,
+        announce: Callable[..., None] | None = None,
     ):
         if config.depth_policy != "fixed":
             raise ValueError("an engine chooses the depth by its load: set depth_policy to 'fixed'")
-        self.settings = settings
+        self.settings, self.announce = settings, announce
         # A mesh is checked here, not in a request's first call.
         params, model, mesh = fit_params(params_to_device(params), with_implementation(model, config), config)
         if settings.host_bytes and mesh is not None and mesh.size > 1:
@@ -72,10 +78,8 @@ class EngineSession(Session):
             require_whole_trunk(mesh.shape)
             self.own_draft_params = jax.device_put(self.own_draft_params, NamedSharding(mesh, PartitionSpec()))
         drafter = make_drafter(config)
-        decoder = engine_decoder(settings, config, drafter, model, mesh)
-        check_changing_depth(settings, config, decoder)
         limit = check_settings(model, config, drafter)
-        self.sizes = resolve_sizes(settings, config, decoder, limit=limit, mesh=mesh)
+        self.sizes = resolve_sizes(settings, config, drafter, model, mesh, limit=limit)
         draft_params = self.own_draft_params
         if draft_params is None:
             draft_params = drafter.default_params(params, config, model=model)
@@ -84,7 +88,6 @@ class EngineSession(Session):
             _check_rebalancing(params, model, self.num_expert_devices)
         self.num_compiled = 0  # programs
         self.compile_seconds = 0.0
-        self.programs = ProgramSet()
         self.planned: set[ProgramKey] = set()  # programs whose compilation is never counted
         self._used: set[ProgramKey] = set()  # programs that are compiled
         self._first_uses: set[ProgramKey] = set()  # currently running
@@ -96,13 +99,9 @@ class EngineSession(Session):
         super().__init__(params, draft_params, decoder=self.sizes.decoder, config=config, mesh=mesh, shape=shape)
         self.snapshots = self._new_snapshots()
 
-    @property
-    def model(self) -> MTPModel:
-        """The model, fitted to the mesh."""
-        return self.decoder.model
-
     def reset(self) -> None:
         """Makes a state whose slots are all free, and empty snapshots."""
+        self.tell_others("reset")
         for leaf in jax.tree.leaves(self.snapshots):
             if not leaf.is_deleted():
                 leaf.delete()
@@ -113,14 +112,15 @@ class EngineSession(Session):
         num_rows = self.sizes.shard_snapshots * self.sizes.num_shards
         if not num_rows:
             return ()
-        return make_snapshots(self.state.trunk, num_rows, config=self.model.config, mesh=self.mesh)
+        return make_snapshots(self.state.trunk, num_rows, config=self.decoder.model.config, mesh=self.mesh)
 
     def copy_snapshots(self, slots: np.ndarray, rows: np.ndarray, to_state: bool) -> None:
         """Copies one row of each shard between `slots` and `rows` of the snapshots, both `[P]` int32.
 
         `to_state`: from the snapshots to the slots. `NO_ROW` copies nothing.
         """
-        own, config = recurrent_entries(self.state.trunk), self.model.config
+        self.tell_others("copy_snapshots", slots, rows, to_state)
+        own, config = recurrent_entries(self.state.trunk), self.decoder.model.config
         with self._on_device(copy_rows):
             if to_state:
                 self.snapshots, own = copy_rows((self.snapshots, own), rows, slots, config=config)
@@ -128,23 +128,19 @@ class EngineSession(Session):
                 own, self.snapshots = copy_rows((own, self.snapshots), slots, rows, config=config)
         self.state = self.state.replace(trunk=replace_recurrent_entries(self.state.trunk, own))
 
-    def move_pages(self, pool: PagePool) -> list[Outgoing]:
-        """Starts copying pages that leave the pool to the host, then copies those that return; returns the former."""
+    def move_pages(
+        self, outgoing: list[tuple[bytes, int]], incoming: Sequence[tuple[int, Entries]] = ()
+    ) -> list[Outgoing]:
+        """Starts copying pages to the host, then copies others from there; returns the former copies."""
         with self._on_device(*host_pages.PROGRAMS):
-            copies = copy_out(self.state, pool.outgoing)
-            self.state = copy_in(self.state, pool.incoming)
-        pool.outgoing, pool.incoming = [], []
+            copies = copy_out(self.state, outgoing)
+            self.state = copy_in(self.state, incoming)
         return copies
-
-    def read_pages(self, pages: list[tuple[bytes, int]]) -> list[Outgoing]:
-        """Starts copying cached pages to the host; they stay in the pool."""
-        with self._on_device(*host_pages.PROGRAMS):
-            return copy_out(self.state, pages)
 
     def expert_placements(self) -> dict[str, np.ndarray]:
         """Returns the expert in each slot, `[S]` int32, by layer."""
         trunk = self.params["trunk"]
-        placements = {layer: trunk[layer]["experts"]["placement"] for layer in expert_layers(self.model.config)}
+        placements = {layer: trunk[layer]["experts"]["placement"] for layer in expert_layers(self.decoder.model.config)}
         # Copies, because `move_experts` deletes these arrays.
         return {layer: np.array(tables["expert_of_slot"]) for layer, tables in placements.items()}
 
@@ -158,13 +154,15 @@ class EngineSession(Session):
 
         `tokens` are right-padded texts of the shape `count_shape`, `lengths` `[P, b]` their lengths; 0: no text.
         """
+        self.tell_others("count_experts", tokens, lengths)
         capacity = round_up_capacity(tokens.shape[-1])
         with self._on_device(count_experts):
-            return count_experts(self.params, tokens, lengths, model=self.model, capacity=capacity)
+            return count_experts(self.params, tokens, lengths, model=self.decoder.model, capacity=capacity)
 
     def move_experts(self, layer: str, expert_of_slot: np.ndarray) -> None:
         """Moves the experts of a layer to new slots, `expert_of_slot [S]`. Deletes the old arrays."""
-        trunk, config = self.params["trunk"], self.model.config
+        self.tell_others("move_experts", layer, expert_of_slot)
+        trunk, config = self.params["trunk"], self.decoder.model.config
         experts = trunk[layer]["experts"]
         moving = {name: experts[name] for name in (*STACKS, "placement") if name in experts}
         with self._on_device(move_experts):
@@ -180,7 +178,12 @@ class EngineSession(Session):
 
     # Programs.
 
-    def _static_arguments(self, key: ProgramKey) -> dict[str, Any]:
+    def tell_others(self, name: str, *arguments: Any, key: ProgramKey | None = None) -> None:
+        """Sends a call to the other processes, so that all start it at about the same time."""
+        if self.announce is not None:
+            self.announce(name, *arguments, key=key)
+
+    def static_arguments(self, key: ProgramKey) -> dict[str, Any]:
         """Returns the static arguments of a program."""
         if key.kind not in ("advance", "draft", "verify"):
             return {"decoder": self.decoder}
@@ -189,11 +192,31 @@ class EngineSession(Session):
         max_rounds = {"max_rounds": self.settings.rounds_per_call} if key.kind == "advance" else {}
         return {"decoder": decoder, "depth": key.depth, **max_rounds}
 
-    def _run(self, call: PendingCall) -> Any:
+    def run(self, call: PendingCall) -> Any:
         """Dispatches a call; returns its report, if it has one."""
-        program, key, static = call.program, call.key, self._static_arguments(call.key)
-        with self._first_use(key), self._on_device(*self._counted(program, key)):
+        program, key, static = call.program, call.key, self.static_arguments(call.key)
+        self.tell_others(program.plain.__name__, *call.arrays, key=key)
+        with self.first_use(key), self._on_device(*self._counted(program, key)):
             return self.call(program, *call.arrays, **static)
+
+    def compile_call(self, call: PendingCall) -> None:
+        """Compiles the program of a call in the caller's thread."""
+        with self._on_device():
+            self.compile(call.program, *call.arrays, **self.static_arguments(call.key))
+        # From now on, a call that does not return hangs and is not compiling.
+        self._used.add(call.key)
+
+    def warm_up_copies(self, num_calls: int) -> None:
+        """Compiles the programs that move pages and snapshots, and waits for all dispatched calls."""
+        for _ in range(num_calls):
+            if self.settings.host_bytes:
+                with self._on_device(*host_pages.PROGRAMS):
+                    self.state = host_pages.warm_up(self.state)
+            if self.snapshots:
+                nowhere = np.full(self.sizes.num_shards, NO_ROW, np.int32)
+                for to_state in (False, True):
+                    self.copy_snapshots(nowhere, nowhere, to_state=to_state)
+        jax.block_until_ready(self.state)
 
     def _counted(self, program: Any, key: ProgramKey) -> tuple[Any, ...]:
         """Returns the program if its compilation is counted."""
@@ -207,7 +230,7 @@ class EngineSession(Session):
         return bool(self._first_uses)
 
     @contextlib.contextmanager
-    def _first_use(self, key: ProgramKey) -> Iterator[None]:
+    def first_use(self, key: ProgramKey) -> Iterator[None]:
         """Marks the first call of a program, which may take minutes without being hung."""
         if key in self._used:
             yield
@@ -223,12 +246,24 @@ class EngineSession(Session):
     @contextlib.contextmanager
     def _on_device(self, *calls: Any) -> Iterator[None]:
         """Sets what calls on the device need, and counts the programs that `calls` compile."""
-        with self.on_device(), explain_param_errors(self.params, self.model):
+        with self.on_device(), explain_param_errors(self.params, self.decoder.model):
             before, begin = _num_programs(calls), time.perf_counter()
             yield
             if (num_new := _num_programs(calls) - before) > 0:
                 self.num_compiled += num_new
                 self.compile_seconds += time.perf_counter() - begin
+
+
+@one_graph(static_argnames=("model", "capacity"))
+def count_experts(params: dict, tokens: jax.Array, lengths: jax.Array, *, model: MTPModel, capacity: int) -> jax.Array:
+    """Returns how many tokens chose each expert, `[L, E]`; see `count_on_shards`."""
+    return in_every_process(count_on_shards(params, tokens, lengths, model=model, capacity=capacity))
+
+
+@one_graph(static_argnames=("config",))
+def move_experts(experts: dict[str, Any], placement: dict[str, jax.Array], *, config: ModelConfig) -> dict[str, Any]:
+    """Moves the experts of a layer to new slots; see `mtpjax.models.expert_moves.move_experts`."""
+    return expert_moves.move_experts(experts, placement, config=config)
 
 
 def _check_rebalancing(params: dict, model: MTPModel, num_devices: int) -> None:

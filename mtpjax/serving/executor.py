@@ -2,39 +2,47 @@
 
 import itertools
 from collections.abc import Iterator
+from typing import Any
 
 import jax
 import numpy as np
 
 from mtpjax.decoding import session
-from mtpjax.serving.batches import Grid, admitted_rows, all_allowed, cells, make_batch, make_grid, no_chunk, no_targets
-from mtpjax.serving.calls import DraftCall, InFlightCall, PendingCall, ScoreCall
-from mtpjax.serving.engine_programs import NUM_CLEARED, EnginePrograms, draft_call, verify_call
-from mtpjax.serving.scheduler import Sequence
+from mtpjax.decoding.session import Batch
+from mtpjax.decoding.state import NewRows
+from mtpjax.serving.batches import all_allowed, empty_batch, no_chunk, no_targets
+from mtpjax.serving.calls import DraftCall, InFlightCall, ScoreCall
+from mtpjax.serving.engine_session import EngineSession
+from mtpjax.serving.grammar import Grammars
+from mtpjax.serving.host_pages import HostPages, Outgoing
+from mtpjax.serving.page_pool import PagePool
+from mtpjax.serving.program_set import PendingCall, ProgramKey
+from mtpjax.serving.programs import NUM_CLEARED, Programs, draft_call, verify_call
+from mtpjax.serving.request import Sequence
 from mtpjax.serving.scoring import score_chunk
 from mtpjax.serving.snapshots import NO_ROW
 
+Grid = list[list[Sequence | None]]  # the rows of each shard; None for padding
 
-class Executor(EnginePrograms):
-    """The device's side of the engine, as the engine calls it; see `EngineSession`."""
+
+class Executor:
+    """Dispatches an engine's calls on its `session`, with the compiled `programs`."""
+
+    def __init__(self, session: EngineSession, grammars: Grammars | None = None):
+        self.session, self.programs, self._sizes = session, Programs(session, grammars), session.sizes
 
     def admit(self, sequences: list[Sequence]) -> None:
         """Puts requests into their slots."""
-        key = self.choose_program("admit", sequences)
-        grid = make_grid(self.sizes, sequences, key.size)
-        self._run(
-            PendingCall(session.admit, (admitted_rows(grid, sequences[0]), make_batch(self.sizes, grid, 1).slots), key)
-        )
+        key, grid, batch = self._prepare("admit", sequences)
+        self.session.run(PendingCall(session.admit, (_admitted_rows(grid, sequences[0]), batch.slots), key))
 
     def prefill(self, prefills: list[tuple[Sequence, int, int]]) -> InFlightCall:
         """Processes a chunk of each row's prompt, between the given positions."""
         chunks = {sequence.id: (start, end) for sequence, start, end in prefills}
-        key = self.choose_program("prefill", [sequence for sequence, *_ in prefills])
-        grid = make_grid(self.sizes, [sequence for sequence, *_ in prefills], key.size)
-        batch = make_batch(self.sizes, grid, key.width)
-        allowed = all_allowed(self.sizes, batch.slots.shape) if key.kind == "masked prefill" else None
-        chunk = no_chunk(self.sizes, batch, allowed)
-        for shard, column, sequence in cells(grid):
+        key, grid, batch = self._prepare("prefill", [sequence for sequence, *_ in prefills])
+        allowed = all_allowed(self._sizes, batch.slots.shape) if key.kind == "masked prefill" else None
+        chunk = no_chunk(self._sizes, batch, allowed)
+        for shard, column, sequence in _cells(grid):
             chunk.start[shard, column], end = chunks[sequence.id]
             if chunk.end is not None:
                 chunk.end[shard, column] = end
@@ -47,63 +55,108 @@ class Executor(EnginePrograms):
     def score(self, chunk: tuple[Sequence, int, int]) -> ScoreCall:
         """Processes a chunk of a text to score, between the given positions."""
         sequence, begin, end = chunk
-        key = self.choose_program("score", [sequence])
-        grid = make_grid(self.sizes, [sequence], key.size)
-        batch = make_batch(self.sizes, grid, key.width)
-        start, targets = no_targets(self.sizes, batch)
+        key, grid, batch = self._prepare("score", [sequence])
+        start, targets = no_targets(self._sizes, batch)
         assert sequence.scored is not None
         start[sequence.shard, 0] = begin
         targets[sequence.shard, 0, : end - begin] = sequence.scored.tokens[begin + 1 : end + 1]
-        scores = self._run(PendingCall(score_chunk, (batch, start, targets), key))
+        scores = self.session.run(PendingCall(score_chunk, (batch, start, targets), key))
         for leaf in jax.tree.leaves(scores):
             leaf.copy_to_host_async()
         return ScoreCall([None if row is None else chunk for row in itertools.chain(*grid)], scores)
 
     def advance(self, sequences: list[Sequence], depth: int, rounds: int) -> InFlightCall:
         """Runs rounds of `depth` draft levels on rows."""
-        key = self.choose_program("advance", sequences, depth)
-        grid = make_grid(self.sizes, sequences, key.size)
-        return self._call(
-            grid, PendingCall(session.advance, (make_batch(self.sizes, grid, key.width), np.int32(rounds)), key)
-        )
+        key, grid, batch = self._prepare("advance", sequences, depth)
+        return self._call(grid, PendingCall(session.advance, (batch, np.int32(rounds)), key))
 
     def draft(self, sequences: list[Sequence], depth: int) -> DraftCall:
         """Starts a round of `depth` draft levels on rows with a grammar."""
-        key = self.choose_program("masked round", sequences, depth)
-        grid = make_grid(self.sizes, sequences, key.size)
-        batch = make_batch(self.sizes, grid, key.width)
-        return DraftCall(list(itertools.chain(*grid)), batch, key, self._run(draft_call(batch, key)))
+        key, grid, batch = self._prepare("masked round", sequences, depth)
+        return DraftCall(list(itertools.chain(*grid)), batch, key, self.session.run(draft_call(batch, key)))
 
     def verify(self, call: DraftCall, allowed: np.ndarray) -> InFlightCall:
         """Ends a round, with the tokens `[R, W, ceil(V/32)]` that may follow each node."""
-        return self._call([call.rows], verify_call(call, allowed))
+        return self._call([call.rows], verify_call(call.batch, call.draft, allowed, call.key))
 
     def clear_pages(self, shard: int, pages: list[int]) -> None:
         """Zeroes pages of a shard."""
         for begin in range(0, len(pages), NUM_CLEARED):
-            self._run(self._clearing(shard, pages[begin : begin + NUM_CLEARED]))
+            self.session.run(self.programs.clearing(shard, pages[begin : begin + NUM_CLEARED]))
+
+    def move_pages(self, pools: list[PagePool]) -> list[tuple[HostPages, Outgoing]]:
+        """Starts copying pages that leave a pool, then copies those that return; returns the former copies."""
+        leaving = []
+        for pool in pools:
+            if pool.host is not None and (pool.outgoing or pool.incoming):
+                leaving += [(pool.host, each) for each in self.session.move_pages(pool.outgoing, pool.incoming)]
+                pool.outgoing, pool.incoming = [], []
+        return leaving
 
     def save_snapshots(self, rows: list[tuple[Sequence, int]]) -> None:
         """Copies the recurrent states of requests to rows of the snapshots."""
-        for slots, kept in self._of_parts(rows):
-            self.copy_snapshots(slots, kept, to_state=False)
+        for slots, kept in self._of_shards(rows):
+            self.session.copy_snapshots(slots, kept, to_state=False)
 
     def restore_snapshots(self, rows: list[tuple[Sequence, int]]) -> None:
         """Copies rows of the snapshots to the slots of requests."""
-        for slots, kept in self._of_parts(rows):
-            self.copy_snapshots(slots, kept, to_state=True)
+        for slots, kept in self._of_shards(rows):
+            self.session.copy_snapshots(slots, kept, to_state=True)
 
-    def _of_parts(self, rows: list[tuple[Sequence, int]]) -> Iterator[tuple[np.ndarray, np.ndarray]]:
+    def _of_shards(self, rows: list[tuple[Sequence, int]]) -> Iterator[tuple[np.ndarray, np.ndarray]]:
         """Yields slots and rows of the snapshots, both `[P]` int32: one of each shard."""
-        shards = [[row for row in rows if row[0].shard == shard] for shard in range(self.sizes.num_shards)]
+        shards = [[row for row in rows if row[0].shard == shard] for shard in range(self._sizes.num_shards)]
         for some in itertools.zip_longest(*shards):
             pairs = [(NO_ROW, NO_ROW) if row is None else (row[0].slot, row[1]) for row in some]
             slots, kept = np.array(pairs, np.int32).T
             yield slots, kept
 
+    def _prepare(self, kind: str, sequences: list[Sequence], depth: int = 0) -> tuple[ProgramKey, Grid, Batch]:
+        """Chooses the program of a call, and arranges its rows."""
+        sizes, key = self._sizes, self.programs.choose(kind, sequences, depth)
+        # 1. The requests of each shard, padded to the program's size.
+        grid: Grid = [[] for _ in range(sizes.num_shards)]
+        for sequence in sequences:
+            grid[sequence.shard].append(sequence)
+        grid = [row + [None] * (key.size - len(row)) for row in grid]
+        # 2. Their slots and pages. A call that does not read pages needs none.
+        width = key.width or 1
+        batch = empty_batch(sizes, key.size, width)
+        for shard, column, sequence in _cells(grid):
+            assert sequence.lease is not None and sequence.slot is not None
+            pages = sequence.lease.pages[: min(sizes.max_pages, width)]
+            batch.slots[shard, column] = sequence.slot
+            batch.table[shard, column, : len(pages)] = pages
+            batch.num_shared[shard, column] = sequence.lease.num_cached
+        return key, grid, batch
+
     def _call(self, grid: Grid, call: PendingCall, *, is_prefill: bool = False) -> InFlightCall:
         """Dispatches a call that has a report."""
-        report = self._run(call)
+        report = self.session.run(call)
         # The next tick reads it: start the copy as soon as the call ends, not when it is read.
         report.values.copy_to_host_async()
         return InFlightCall(list(itertools.chain(*grid)), report, is_prefill)
+
+
+def _cells(grid: Grid) -> Iterator[tuple[int, int, Sequence]]:
+    """Yields shard, column and request of each row that is not padding."""
+    for shard, row in enumerate(grid):
+        for column, sequence in enumerate(row):
+            if sequence is not None:
+                yield shard, column, sequence
+
+
+def _admitted_rows(grid: Grid, padding: Sequence) -> Any:
+    """Returns the arrays of requests `[P, r, ...]`. Padding repeats a request; its slot does not exist."""
+    rows = [[_text_rows(sequence or padding) for sequence in row] for row in grid]
+    shards = [jax.tree.map(lambda *leaves: np.concatenate(leaves), *row) for row in rows]
+    return jax.tree.map(lambda *leaves: np.stack(leaves), *shards)
+
+
+def _text_rows(sequence: Sequence) -> NewRows:
+    """Returns the arrays of a request, with its text at admission."""
+    rows, size = sequence.rows, sequence.num_to_prefill
+    tokens = np.zeros_like(rows.tokens)
+    tokens[0, :size] = sequence.text[:size]
+    first_token = sequence.text[-1] if sequence.is_resumed else -1
+    return rows.replace(tokens=tokens, length=np.full(1, size, np.int32), first_token=np.full(1, first_token, np.int32))

@@ -1,8 +1,7 @@
-"""Checks a JSON schema before llguidance compiles it, and rewrites llguidance's messages for clients."""
+"""Checks a JSON schema before llguidance compiles it."""
 
 import json
 import math
-import re
 import urllib.parse
 from collections.abc import Iterator
 from decimal import Decimal
@@ -15,51 +14,23 @@ MAX_SCHEMA_DEPTH = 64
 MAX_MULTIPLE = 10_000  # llguidance makes an automaton with a state per remainder
 MAX_MESSAGE_CHARACTERS = 200
 
-# llguidance's terms, and their meaning for the author of the grammar.
-_MEANINGS = {
-    "NoExtension": "no text of the model's tokens matches it",
-    "LexerTooComplex": "it is too complex: its regular expressions have too many states",
-    "coerce_one_of": "oneOf is not supported here: use anyOf",
-    "lookarounds not supported": "^, $ and \\b are not supported in it; the whole text must match anyway",
-}
-_TOO_MANY = re.compile(r"row has (?P<items>\d+) items; max is (?P<limit>\d+)")
-# A regular expression is compiled as part of a larger grammar, whose positions and text mean nothing to a client.
-_WRAPPED = re.compile(r'^at \d+\(\d+\): invalid regex ".*" \(in regex\): (?P<problem>.*?)( \d+ \| start: .*)?$')
-
-
-class GrammarError(ValueError):
-    """A grammar does not compile, or exceeds a limit while a text is made. The message is one line for the client."""
-
-
-def explain(message: str) -> str:
-    """Returns a message of llguidance in one line, without its internal terms."""
-    message = " ".join(message.split()).removesuffix("<non-verbose/>").strip()
-    if found := _TOO_MANY.search(message):
-        return (
-            f"it allows {found['items']} alternatives at one place, more than {found['limit']}; an object has about "
-            "four for each of its optional properties, so make some of them required, or ask for fewer"
-        )
-    found = _WRAPPED.match(message)
-    message = found["problem"] if found else message
-    message = next((meaning for word, meaning in _MEANINGS.items() if word in message), message)
-    return printable(message, MAX_MESSAGE_CHARACTERS)
-
 
 def checked_schema(source: str) -> str:
-    """Checks a JSON schema and returns it as plain JSON. Raises GrammarError."""
+    """Checks a JSON schema and returns it as plain JSON. Raises ValueError in one line."""
     try:
         schema = parse_json(source, max_depth=MAX_SCHEMA_DEPTH)
         # Compiling takes time and memory in proportion to the least common multiple.
         multiples = [Decimal(str(value)).normalize().as_tuple().digits for value in _multiples(schema)]
         if math.lcm(*(int("".join(map(str, digits))) for digits in multiples)) > MAX_MULTIPLE:
-            raise GrammarError(f"the least common multiple of all multipleOf values is above {MAX_MULTIPLE}")
+            raise ValueError(f"the least common multiple of all multipleOf values is above {MAX_MULTIPLE}")
         plain = json.dumps(schema, allow_nan=False)
     except (ValueError, ArithmeticError) as error:
-        raise GrammarError(f"the JSON schema is invalid: {explain(str(error))}") from error
+        problem = printable(" ".join(str(error).split()), MAX_MESSAGE_CHARACTERS)
+        raise ValueError(f"the JSON schema is invalid: {problem}") from error
     loop = find_ref_loop(schema)
     if loop:
         path = printable(" -> ".join(loop), 120)
-        raise GrammarError(f"the grammar failed: the $ref loop {path} refers only to itself and never to a type")
+        raise ValueError(f"the grammar failed: the $ref loop {path} refers only to itself and never to a type")
     return plain
 
 

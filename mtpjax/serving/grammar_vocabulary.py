@@ -87,7 +87,7 @@ def _of_huggingface(tokenizer: HuggingFaceTokenizer, vocab_size: int) -> Vocabul
 
 
 def _without_prefix(part: Any) -> Any:
-    """Removes the space that a tokenizer puts before a text from its JSON: forced text is not the beginning."""
+    """Removes from a tokenizer's JSON the space that it puts before a text: forced text is not at the start."""
     if isinstance(part, list):
         return [_without_prefix(each) for each in part if not _is_prepend(each)]
     if not isinstance(part, dict):

@@ -6,6 +6,7 @@ gets the page, and back when a prompt starts with that text again. The bits do n
 
 import collections
 import dataclasses
+from collections.abc import Sequence
 from typing import Any
 
 import jax
@@ -93,7 +94,7 @@ def copy_out(state: DecodeState, pages: list[tuple[bytes, int]]) -> list[Outgoin
     return copies
 
 
-def copy_in(state: DecodeState, pages: list[tuple[int, Entries]]) -> DecodeState:
+def copy_in(state: DecodeState, pages: Sequence[tuple[int, Entries]]) -> DecodeState:
     """Writes entries from the host into pages. The state, on one device, is donated."""
     for begin in range(0, len(pages), NUM_PER_CALL):
         some = pages[begin : begin + NUM_PER_CALL]

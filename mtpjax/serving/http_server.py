@@ -132,7 +132,7 @@ def run_in_thread(
             await super().shutdown(sockets)
 
     http = limited_protocol(header_seconds)
-    # Without a `log_config` of its own, uvicorn closes no handlers of this process.
+    # Without a `log_config`, uvicorn closes no handlers of this process.
     settings: dict[str, Any] = {"ws": "none", "log_config": None, "log_level": log_level}
     settings |= {"timeout_keep_alive": header_seconds, "timeout_graceful_shutdown": 1}
     server = Server(uvicorn.Config(app, http=http, **settings))

@@ -11,6 +11,7 @@ from collections.abc import Callable, Iterator
 from typing import Any
 
 import jax
+from fastapi import FastAPI
 
 from mtpjax.decoding.config import DecodeConfig
 from mtpjax.decoding.decoder import Decoder
@@ -25,16 +26,14 @@ from mtpjax.models.config import ModelConfig
 from mtpjax.models.model import MTPModel
 from mtpjax.models.sharding import mesh_of
 from mtpjax.serving import host_pages
-from mtpjax.serving.api.settings import ApiSettings
-from mtpjax.serving.app import make_app
-from mtpjax.serving.disaggregation.protocol import PATH
-from mtpjax.serving.disaggregation.setup import DisaggregationSettings, set_up
-from mtpjax.serving.engine import Engine, WarmUp
+from mtpjax.serving.api.server import ApiServer
+from mtpjax.serving.compilation import WarmUp
+from mtpjax.serving.engine import Engine
 from mtpjax.serving.http_server import address_of, run_app, tell
 from mtpjax.serving.metric_names import WATCHDOG
 from mtpjax.serving.metrics import Metrics
 from mtpjax.serving.multihost.connection import Followers
-from mtpjax.serving.sizes import EngineSettings, count_snapshots, engine_decoder, longest_text
+from mtpjax.serving.sizes import EngineSettings, resolve_sizes
 from mtpjax.serving.watchdog import Watchdog
 
 ERROR_SECONDS = 1.0  # in which clients get their errors before the process ends
@@ -48,16 +47,12 @@ class ServerSettings:
     """Settings of the process that serves.
 
     Attributes:
-        host: address to listen on.
-        port: port to listen on; 0 takes a free one.
         watchdog_seconds: a call that takes longer ends the process; None: no limit.
         drain_seconds: time that running requests get to end after SIGTERM.
         header_seconds: time in which a client must send the header of a request.
         warm_up: programs that are compiled before the server is ready; see `Engine.warm_up`.
     """
 
-    host: str = "127.0.0.1"
-    port: int = 30000
     watchdog_seconds: float | None = 300.0
     drain_seconds: float = 30.0
     header_seconds: float = 30.0
@@ -90,11 +85,10 @@ def choose_num_pages(
     Raises:
         MemoryTooSmall: the remaining memory has no room for one text.
     """
-    decoder = engine_decoder(settings, decode, make_drafter(decode), model, mesh_of(params["embedding"]))
-    config, dtype = model.config, params["embedding"].dtype
-    max_length = longest_text(settings, config.max_position_embeddings)
-    per_row = decoder.num_pages_of(max_length)
-    devices = params["embedding"].devices()
+    embedding, config = params["embedding"], model.config
+    limit = config.max_position_embeddings
+    sizes = resolve_sizes(settings, decode, make_drafter(decode), model, mesh_of(embedding), limit=limit)
+    per_row, devices = sizes.max_pages, embedding.devices()
     own = [device for device in devices if device.process_index == jax.process_index()]
     stats = [device.memory_stats() for device in own]
     if all(stats):
@@ -104,12 +98,12 @@ def choose_num_pages(
         room = min(gather_values(room * len(devices) / len(own)))
     else:
         room = CPU_POOL_BYTES
-    room -= count_snapshots(settings, config) * state_bytes(config, dtype)
-    num_pages = int(room // page_bytes(decoder, dtype))
+    room -= sizes.num_shards * sizes.shard_snapshots * state_bytes(config, embedding.dtype)
+    num_pages = int(room // page_bytes(sizes.decoder.replace(pool=(1, settings.page_size)), embedding.dtype))
     if num_pages < per_row and all(stats):
         raise MemoryTooSmall(
             f"the memory has room for {max(num_pages, 0) * settings.page_size} tokens, but a text may have "
-            f"{max_length}: lower --context-length, or raise --mem-fraction-static"
+            f"{sizes.max_length}: lower --context-length, or raise --mem-fraction-static"
         )
     return max(min(num_pages, per_row * settings.num_slots), per_row)
 
@@ -179,41 +173,21 @@ def running_engine(
 
 
 def serve(
-    engine: Engine,
-    tokenizer: Any,
-    api: ApiSettings,
-    server: ServerSettings,
-    metrics: Metrics | None = None,
-    disaggregation: DisaggregationSettings | None = None,
-    *,
-    listener: socket.socket,
-    loading: contextlib.ExitStack,
+    app: FastAPI, engine: Engine, server: ServerSettings, *, listener: socket.socket, loading: contextlib.ExitStack
 ) -> None:
     """Serves requests until SIGTERM or Ctrl-C, or until a process of `engine.followers` requests a shutdown.
 
     Args:
-        engine: a running engine.
-        tokenizer: the model's.
-        api: settings of the API.
+        app: from `make_app`.
+        engine: its engine, which runs.
         server: settings of the process.
-        metrics: served at `/metrics`; None: that path does not exist.
-        disaggregation: makes this a prefill server or a decode server; None: a server that does both.
         listener: the open port.
         loading: closed as soon as the application takes over the port from `open_port`.
-
-    Raises:
-        ValueError: the engine cannot be a prefill server or a decode server.
     """
-    if disaggregation is not None:
-        # Decode servers use the secret instead of a key.
-        api = dataclasses.replace(api, open_paths=api.open_paths | {PATH})
-    app = make_app(engine, tokenizer, api, metrics)
-    app.state.server.readers.warm()
-    if disaggregation is not None:
-        set_up(app, engine, disaggregation, metrics)
-    drafter = api.server_info.get("speculative_algorithm")
+    state: ApiServer = app.state.server
+    drafter = state.settings.server_info.get("speculative_algorithm")
     line = (
-        f"mtpjax serve: {api.model_name} is ready at {address_of(listener)}: "
+        f"mtpjax serve: {state.settings.model_name} is ready at {address_of(listener)}: "
         f"{count_of(engine.settings.num_slots, 'slot')} of up to {engine.max_length} tokens, "
         f"{count_of(engine.status().num_pages, 'page')} of {engine.settings.page_size}, "
         f"{f'drafts by {drafter}' if drafter else 'no drafts'}"
@@ -223,8 +197,8 @@ def serve(
         app,
         listener,
         line,
-        lambda: app.state.server.drain(server.drain_seconds),
-        app.state.server.client.abort,
+        lambda: state.drain(server.drain_seconds),
+        state.client.abort,
         header_seconds=server.header_seconds,
         should_stop=None if engine.followers is None else engine.followers.should_drain,
     )

@@ -26,10 +26,10 @@ ALIVE_PATHS = ("/health", "/ping")
 
 
 class Loading:
-    """The progress of a start.
+    """The progress of a server's start.
 
     Args:
-        name: begins each line.
+        name: start of each line.
         address: of the open port; "" if there is none.
 
     Attributes:

@@ -3,7 +3,7 @@
 import dataclasses
 from collections.abc import Iterator
 
-ALIASES = ("sglang", "vllm")
+PREFIX, ALIASES = "mtpjax", ("sglang", "vllm")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -22,7 +22,7 @@ class Names:
 
     def full(self, aliases: tuple[str, ...]) -> Iterator[str]:
         """Yields the names with prefix."""
-        yield f"mtpjax:{self.ours}"
+        yield f"{PREFIX}:{self.ours}"
         yield from (f"{prefix}:{name}" for prefix in aliases if (name := getattr(self, prefix)))
 
 

@@ -7,37 +7,15 @@ first.
 """
 
 import collections
-import dataclasses
 import hashlib
 from collections.abc import Iterator, Sequence
 
 import numpy as np
 
 from mtpjax.serving.host_pages import Entries, HostPages
+from mtpjax.serving.request import Lease
+from mtpjax.serving.sizes import EngineSettings, EngineSizes
 from mtpjax.serving.snapshots import SnapshotRows
-
-
-@dataclasses.dataclass
-class Lease:
-    """The pages of one request.
-
-    Attributes:
-        pages: in the order of the text.
-        num_cached: tokens at the beginning whose entries the pages already hold.
-        num_stored: pages at the beginning whose text has been hashed.
-        digest: hash of the text in these pages.
-        num_found: pages at the beginning that were known; `num_cached` covers fewer if no snapshot reaches that far.
-        snapshot: row of the snapshot with the recurrent state after the cached tokens; None: no such state.
-        reserved: snapshot rows that this request writes, by the number of pages before them.
-    """
-
-    pages: list[int]
-    num_cached: int
-    num_stored: int
-    digest: bytes
-    num_found: int = 0
-    snapshot: int | None = None
-    reserved: dict[int, int] = dataclasses.field(default_factory=dict)
 
 
 class PagePool:
@@ -164,7 +142,7 @@ class PagePool:
         Args:
             lease: a request's pages.
             tokens: its text, at least `num_final` tokens.
-            num_final: tokens at the beginning whose entries, of the trunk and of all modules, will not change.
+            num_final: tokens at the start whose entries, of the trunk and of all modules, will not change.
         """
         num_whole = min(num_final // self.page_size, len(lease.pages))
         size = self.page_size
@@ -244,6 +222,19 @@ class PagePool:
         del self._page_of[digest]
         if self.snapshots is not None:
             self.snapshots.drop(digest)
+
+
+def make_pools(sizes: EngineSizes, settings: EngineSettings) -> list[PagePool]:
+    """Makes the empty pool of each shard."""
+    return [
+        PagePool(
+            sizes.shard_pages,
+            settings.page_size,
+            HostPages(settings.host_bytes) if settings.host_bytes else None,
+            SnapshotRows(sizes.shard_snapshots) if sizes.shard_snapshots else None,
+        )
+        for _ in range(sizes.num_shards)
+    ]
 
 
 def page_digests(tokens: Sequence[int], page_size: int, *, salt: bytes = b"") -> Iterator[bytes]:

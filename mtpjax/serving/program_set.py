@@ -1,4 +1,4 @@
-"""The programs of an engine: their keys, the order in which they are compiled, and the choice for each call.
+"""The programs of an engine: their keys, and the choice for each call.
 
 A program is compiled for a number of rows, a width of the page table, the options of its rows and a depth. A program
 for more rows, a wider table or more options computes the same for fewer, but slower. So a server can start with three
@@ -6,20 +6,16 @@ programs for one row at full width: until the others are compiled, calls use a l
 fewer rows.
 """
 
-import itertools
 from collections.abc import Callable, Iterable
-from typing import NamedTuple, TypeVar
+from typing import Any, NamedTuple, TypeVar
 
-from mtpjax.serving.sizes import EngineSizes
+from mtpjax.decoding.gpu_graph import OneGraph
 
-# Sampling options over so few logits cost nothing that could be measured on a CPU, so that greedy rows need no programs
-# of their own.
-SMALL_VOCABULARY = 1024
 Row = TypeVar("Row")
 
 
 class ProgramKey(NamedTuple):
-    """What distinguishes a program from the others of an engine.
+    """Identifies a program of an engine.
 
     Attributes:
         kind: "admit", "prefill", "advance", "clear" or "score"; for rows with a grammar, "masked prefill" and "masked
@@ -46,6 +42,20 @@ class ProgramKey(NamedTuple):
         )
 
 
+class PendingCall(NamedTuple):
+    """A call that is not dispatched yet.
+
+    Attributes:
+        program: of `mtpjax.decoding.session` or `mtpjax.serving.scoring`.
+        arrays: its arguments after the state.
+        key: selects its static arguments, and so the compiled program.
+    """
+
+    program: OneGraph
+    arrays: tuple[Any, ...]
+    key: ProgramKey
+
+
 class ProgramSet:
     """The programs that calls may use.
 
@@ -63,7 +73,7 @@ class ProgramSet:
     def choose(self, wanted: ProgramKey) -> ProgramKey:
         """Chooses the program of a call: the wanted one if it is ready, else the smallest ready one that covers it.
 
-        If none has so many rows, it is the one with the most rows: the call must then be split.
+        If no ready program has enough rows, returns the one with the most rows; the call must then be split.
         """
         if self.ready is None or wanted in self.ready:
             return wanted
@@ -83,42 +93,6 @@ class ProgramSet:
     def _able(self, wanted: ProgramKey) -> list[ProgramKey]:
         one_row = wanted._replace(size=min(wanted.size, 1))
         return [key for key in self.ready or () if key.covers(one_row)]
-
-
-def first_programs(sizes: EngineSizes) -> list[ProgramKey]:
-    """Returns the programs that serve every request without a grammar, row by row."""
-    size, width = sizes.batch_sizes[0], sizes.table_widths[-1]
-    return [
-        ProgramKey("admit", size),
-        ProgramKey("prefill", sizes.prefill_sizes[0], width),
-        ProgramKey("advance", size, width, False, sizes.depths[0]),
-    ]
-
-
-def all_programs(sizes: EngineSizes, *, has_grammars: bool, has_plain: bool) -> list[ProgramKey]:
-    """Returns all programs that requests may need, in the order in which they are compiled.
-
-    Args:
-        sizes: of the engine.
-        has_grammars: requests may have grammars.
-        has_plain: greedy rows have programs of their own.
-    """
-    widest = sizes.table_widths[-1]
-    # One row and many rows gain most, and rows without drafts or with a grammar are rare.
-    rows = [sizes.batch_sizes[0], *reversed(sizes.batch_sizes[1:])]
-    kinds = (True, False) if has_plain else (False,)
-    keys = [*first_programs(sizes), *(ProgramKey("admit", size) for size in sizes.batch_sizes)]
-    keys += [ProgramKey("prefill", *each) for each in itertools.product(sizes.prefill_sizes, sizes.table_widths)]
-    for depth, size, width, plain in itertools.product(sizes.depths, rows, sizes.table_widths, kinds):
-        keys.append(ProgramKey("advance", size, width, plain, depth))
-    keys.append(ProgramKey("clear"))
-    # Rows with a grammar have programs for the widest table only.
-    if has_grammars:
-        keys += [ProgramKey("masked prefill", size, widest) for size in sizes.prefill_sizes]
-        rounds = itertools.product(sizes.depths, rows)
-        keys += [ProgramKey("masked round", size, widest, False, depth) for depth, size in rounds]
-    keys += [ProgramKey("score", 1, width) for width in sizes.table_widths]
-    return list(dict.fromkeys(keys))
 
 
 def split_rows(rows: list[Row], size: int, shard_of: Callable[[Row], int]) -> list[list[Row]]:

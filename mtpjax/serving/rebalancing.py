@@ -15,8 +15,8 @@ import jax
 import numpy as np
 
 from mtpjax.models.expert_placement import Placement, place_experts
-from mtpjax.serving.executor import Executor
-from mtpjax.serving.scheduler import Sequence
+from mtpjax.serving.engine_session import EngineSession
+from mtpjax.serving.request import Sequence
 
 BLOCKS_PER_PLACEMENT = 8  # blocks of tokens that are counted between two placements
 # A layer keeps its placement unless the busiest device's load falls by this share: counts are of a sample of the
@@ -30,7 +30,7 @@ class ExpertRebalancer:
     """Counts the experts that texts choose, and moves them. Called only in the engine's thread.
 
     Args:
-        executor: runs the calls.
+        session: runs the calls.
         every: ticks between two placements.
 
     Attributes:
@@ -39,12 +39,12 @@ class ExpertRebalancer:
             after the newest placement. nan: nothing was counted yet.
     """
 
-    def __init__(self, executor: Executor, every: int):
-        self._executor, self._every = executor, every
-        self._shape = executor.count_shape
+    def __init__(self, session: EngineSession, every: int):
+        self._session, self._every = session, every
+        self._shape = session.count_shape
         self._texts: collections.deque[list[int]] = collections.deque(maxlen=math.prod(self._shape[:2]))
         self._counts: list[Any] = []  # [L, E] each, on the device
-        self._placements = executor.expert_placements()
+        self._placements = session.expert_placements()
         self._waiting: collections.deque[tuple[str, np.ndarray]] = collections.deque()  # layers to place, their counts
         self._changes: list[tuple[float, float]] = []  # imbalance of each layer that was placed, before and after
         self._num_ticks = self.num_rebalancings = 0
@@ -77,18 +77,18 @@ class ExpertRebalancer:
         for place, text in zip(np.ndindex(lengths.shape), self._texts, strict=False):
             tokens[place][: len(text)], lengths[place] = text, len(text)
         self._texts.clear()
-        self._counts.append(self._executor.count_experts(tokens, lengths))
+        self._counts.append(self._session.count_experts(tokens, lengths))
 
     def _place_layer(self, layer: str, counts: np.ndarray) -> None:
         """Moves the experts of a layer if that helps."""
-        slots, num_devices = self._placements[layer], self._executor.num_expert_devices
+        slots, num_devices = self._placements[layer], self._session.num_expert_devices
         now = Placement.measured(slots, counts, num_devices)
         after = place_experts(counts, num_devices, len(slots))
         # A small gain may be chance and does not justify the move.
         if after.imbalance > (1 - MIN_GAIN) * now.imbalance:
             after = now
         else:
-            self._executor.move_experts(layer, after.expert_of_slot)
+            self._session.move_experts(layer, after.expert_of_slot)
             self._placements[layer] = after.expert_of_slot
         self._changes.append((now.imbalance, after.imbalance))
         if not self._waiting:

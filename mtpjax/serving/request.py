@@ -1,12 +1,14 @@
-"""The engine's input and output: requests, the tokens of a tick, and the end of a request."""
+"""Requests, what the engine delivers for them, and their state in the engine (`Sequence`)."""
 
 import dataclasses
-import math
+import time
 from collections.abc import Callable
 from typing import Literal
 
 from mtpjax.decoding.config import SamplingParams
-from mtpjax.serving.grammar import Grammar
+from mtpjax.decoding.state import NewRows
+from mtpjax.serving.matcher import Grammar, Matcher
+from mtpjax.serving.scoring import ScoredChunk
 
 FinishReason = Literal["stop", "length", "abort", "timeout", "error", "invalid"]
 
@@ -116,98 +118,133 @@ class Scores:
     top_logprobs: list[list[float]]
 
 
-@dataclasses.dataclass(frozen=True)
-class EngineStatus:
-    """The engine's load and its counts since the start.
+@dataclasses.dataclass
+class ScoredText:
+    """A text whose log-probabilities are computed.
 
     Attributes:
-        num_running: requests in slots, including prefill.
-        num_waiting: requests in the queue.
-        num_slots: maximum requests that run at the same time.
-        num_used_pages: pages of running requests.
-        page_size: positions per page.
-        num_prompt_tokens: tokens of prompts that were prefilled or found in the prefix cache.
-        num_cached_tokens: prompt tokens that were found.
-        num_new_tokens: tokens delivered.
-        num_requests: requests that ended.
-        num_aborted: requests that were aborted, or ran out of time.
-        num_failed: requests that ended with an error.
-        num_nan_logits: requests that ended because the model computed NaN.
-        num_preempted: times that a request gave up its pages and waited again.
-        num_received_pages: pages of the prefix cache that came from a prefill server.
-        num_ticks: ticks of the scheduler that called the device.
-        num_steps: verification passes of all rows.
-        proposed: per draft level, passes that drafted it.
-        accepted: per draft level, passes that accepted it.
-        num_compilations: programs compiled since the engine was ready.
-        compile_seconds: time spent compiling, at the start and since.
-        num_programs_left: programs that a thread still compiles while requests run.
-        num_compile_waits: requests that have waited for one of them.
-        num_rebalancings: times that experts moved.
-        expert_imbalance: as `ExpertRebalancer.imbalance`; also nan if the experts never move.
+        num_top: alternatives per token.
+        rows: per token from the second on, as far as computed: log-probability, best ids, and their log-probabilities.
     """
 
-    num_running: int = 0
-    num_waiting: int = 0
-    num_slots: int = 0
-    num_pages: int = 0
-    num_used_pages: int = 0
-    page_size: int = 0
-    num_prompt_tokens: int = 0
-    num_cached_tokens: int = 0
-    num_new_tokens: int = 0
-    num_requests: int = 0
-    num_aborted: int = 0
-    num_failed: int = 0
-    num_nan_logits: int = 0
-    num_preempted: int = 0
-    num_received_pages: int = 0
-    num_ticks: int = 0
-    num_steps: int = 0
-    proposed: tuple[int, ...] = ()
-    accepted: tuple[int, ...] = ()
-    num_compilations: int = 0
-    compile_seconds: float = 0.0
-    num_programs_left: int = 0
-    num_compile_waits: int = 0
-    num_rebalancings: int = 0
-    expert_imbalance: tuple[float, float] = (math.nan, math.nan)
+    tokens: list[int]
+    num_top: int
+    rows: list[tuple[float, list[int], list[float]]] = dataclasses.field(default_factory=list)
+
+    def add(self, chunk: ScoredChunk, row: int, count: int) -> None:
+        """Adds the first `count` results of a row of a chunk on the host."""
+        top = slice(0, self.num_top)
+        columns = (chunk.logprobs[row, :count], chunk.ids[row, :count, top], chunk.values[row, :count, top])
+        self.rows += zip(*(column.tolist() for column in columns), strict=True)
+
+    def result(self) -> Scores:
+        logprobs, ids, values = zip((None, [], []), *self.rows, strict=True)
+        return Scores(logprobs=list(logprobs), top_ids=list(ids), top_logprobs=list(values))
+
+
+@dataclasses.dataclass
+class Lease:
+    """The pages of one request.
+
+    Attributes:
+        pages: in the order of the text.
+        num_cached: tokens at the start whose entries the pages already hold.
+        num_stored: pages at the start whose text has been hashed.
+        digest: hash of the text in these pages.
+        num_found: pages at the start that were known; `num_cached` covers fewer if no snapshot reaches that far.
+        snapshot: row of the snapshot with the recurrent state after the cached tokens; None: no such state.
+        reserved: snapshot rows that this request writes, by the number of pages before them.
+    """
+
+    pages: list[int]
+    num_cached: int
+    num_stored: int
+    digest: bytes
+    num_found: int = 0
+    snapshot: int | None = None
+    reserved: dict[int, int] = dataclasses.field(default_factory=dict)
+
+
+@dataclasses.dataclass(eq=False)
+class Sequence:
+    """A request in the engine.
+
+    Attributes:
+        deliver: receives its deltas and its end.
+        text: the prompt and the new tokens that were read from the device.
+        limit: maximum tokens of the text.
+        rows: the request as arrays, for the executor.
+        is_plain: greedy, without sampling options and log-probabilities.
+        scored: collects the log-probabilities of a text that is not continued; None for all other requests.
+        matcher: follows the text through the request's grammar, up to the end of `text`; None: no grammar.
+        times: when it arrived, started and delivered tokens, by `time.monotonic`.
+        shard: shard of the mesh's `data` axis that holds its slot and pages.
+        slot: its slot in that shard; None while it waits.
+        lease: its pages; None while it waits.
+        position: next prompt position to process.
+        snapshot_stops: prompt positions where a chunk ends, so that the recurrent state there can be kept.
+        num_to_prefill: positions to process before it decodes.
+        max_length: maximum tokens of its text after the dispatched calls.
+        min_length: minimum tokens then, unless it ends.
+        num_unread: calls whose report was not read yet.
+        is_resumed: it decoded before, so prefill ends with a token that was delivered already.
+        has_ended: its end was delivered.
+        num_cached: tokens of its prompt that the prefix cache held when it was first admitted.
+        num_kept: tokens of its text that `ExpertRebalancer` has kept.
+        counts: verification passes since it was last admitted, then per draft level proposed and accepted drafts; empty
+            before its first report.
+        totals: the same since it arrived.
+    """
+
+    id: int
+    request: Request
+    deliver: Deliver
+    text: list[int]
+    limit: int
+    rows: NewRows
+    is_plain: bool
+    matcher: Matcher | None
+    times: RequestTimes
+    scored: ScoredText | None = None
+    shard: int = 0
+    slot: int | None = None
+    lease: Lease | None = None
+    position: int = 0
+    snapshot_stops: list[int] = dataclasses.field(default_factory=list)
+    num_to_prefill: int = 0
+    max_length: int = 0
+    min_length: int = 0
+    num_unread: int = 0
+    is_resumed: bool = False
+    has_ended: bool = False
+    num_cached: int | None = None
+    num_kept: int = 0
+    counts: list[int] = dataclasses.field(default_factory=list)
+    totals: list[int] = dataclasses.field(default_factory=list)
+
+    @classmethod
+    def new(
+        cls, id: int, request: Request, rows: NewRows, deliver: Deliver, scored: ScoredText | None = None
+    ) -> "Sequence":
+        """Makes the sequence of a request that has just arrived, from its arrays."""
+        return cls(
+            id,
+            request,
+            deliver,
+            list(request.prompt),
+            limit=int(rows.settings.limit[0]),
+            rows=rows,
+            is_plain=dataclasses.replace(request.sampling, seed=None) == SamplingParams() and not request.logprobs,
+            matcher=None if request.grammar is None else request.grammar.start(),
+            times=RequestTimes(time.monotonic()),
+            scored=scored,
+        )
 
     @property
-    def accept_length(self) -> float:
-        """Mean tokens per verification pass, including the bonus token; nan without passes."""
-        return 1 + self.num_accepted / self.num_steps if self.num_steps else float("nan")
+    def num_new(self) -> int:
+        return len(self.text) - len(self.request.prompt)
 
     @property
-    def token_usage(self) -> float:
-        """Share of the pages in use, 0 to 1."""
-        return self.num_used_pages / self.num_pages if self.num_pages else 0.0
-
-    @property
-    def num_used_tokens(self) -> int:
-        return self.num_used_pages * self.page_size
-
-    @property
-    def num_tokens(self) -> int:
-        return self.num_pages * self.page_size
-
-    @property
-    def num_proposed(self) -> int:
-        return sum(self.proposed)
-
-    @property
-    def num_accepted(self) -> int:
-        return sum(self.accepted)
-
-    @property
-    def accept_rate(self) -> float:
-        """Accepted drafts per proposed draft; nan without drafts."""
-        return self.num_accepted / (self.num_proposed or math.nan)
-
-    @property
-    def imbalance_before(self) -> float:
-        return self.expert_imbalance[0]
-
-    @property
-    def imbalance_after(self) -> float:
-        return self.expert_imbalance[1]
+    def is_prefilled(self) -> bool:
+        """True if the dispatched calls process its whole prompt."""
+        return self.position >= self.num_to_prefill

@@ -106,7 +106,7 @@ class Router:
     async def _pass_on(self, scope: Scope, body: bytes, upstream: Upstream, send: Send) -> None:
         raw_path = scope.get("raw_path") or scope["path"].encode()
         if not raw_path.startswith(b"/"):
-            raise ApiError("the path must begin with /")
+            raise ApiError("the path must start with /")
         if scope["query_string"]:
             raw_path += b"?" + scope["query_string"]
         # Only the path comes from the client, not the address.
@@ -183,7 +183,7 @@ def _check_url(text: str) -> httpx.URL:
 
 
 def _prefix(body: bytes) -> bytes:
-    """Returns the beginning of a request's prompt, regardless of the fields before it."""
+    """Returns the start of a request's prompt, regardless of the fields before it."""
     with contextlib.suppress(ValueError, RecursionError):
         values = json.loads(body)
         if isinstance(values, dict):

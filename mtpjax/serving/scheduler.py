@@ -8,79 +8,11 @@ pages and waits again (preemption, as in vLLM). It keeps its text so far, and la
 import collections
 import dataclasses
 from collections.abc import Callable
-from typing import Any
 
-from mtpjax.serving.grammar import Matcher
-from mtpjax.serving.page_pool import Lease, PagePool
-from mtpjax.serving.request import Deliver, Request, RequestTimes
-from mtpjax.serving.scoring import ScoredText
-
-
-@dataclasses.dataclass(eq=False)
-class Sequence:
-    """A request in the engine.
-
-    Attributes:
-        deliver: receives its deltas and its end.
-        text: the prompt and the new tokens that were read from the device.
-        limit: maximum tokens of the text.
-        rows: the request as arrays, for the executor.
-        is_plain: greedy, without sampling options and log-probabilities.
-        scored: collects the log-probabilities of a text that is not continued; None for all other requests.
-        matcher: follows the text through the request's grammar, up to the end of `text`; None: no grammar.
-        times: in `time.monotonic`.
-        shard: shard of the mesh's `data` axis that holds its slot and pages.
-        slot: its slot in that shard; None while it waits.
-        lease: its pages; None while it waits.
-        position: next prompt position to process.
-        snapshot_stops: prompt positions where a chunk ends, so that the recurrent state there can be kept.
-        num_to_prefill: positions to process before it decodes.
-        max_length: maximum tokens of its text after the dispatched calls.
-        min_length: minimum tokens then, unless it ends.
-        num_unread: calls whose report was not read yet.
-        is_resumed: it decoded before, so prefill ends with a token that was delivered already.
-        has_ended: its end was delivered.
-        num_cached: tokens of its prompt that the prefix cache held when it was first admitted.
-        num_kept: tokens of its text that `ExpertRebalancer` has kept.
-        counts: verification passes since it was last admitted, then per draft level proposed and accepted drafts; empty
-            before its first report.
-        totals: the same since it arrived.
-    """
-
-    id: int
-    request: Request
-    deliver: Deliver
-    text: list[int]
-    limit: int
-    rows: Any
-    is_plain: bool
-    matcher: Matcher | None
-    times: RequestTimes
-    scored: ScoredText | None = None
-    shard: int = 0
-    slot: int | None = None
-    lease: Lease | None = None
-    position: int = 0
-    snapshot_stops: list[int] = dataclasses.field(default_factory=list)
-    num_to_prefill: int = 0
-    max_length: int = 0
-    min_length: int = 0
-    num_unread: int = 0
-    is_resumed: bool = False
-    has_ended: bool = False
-    num_cached: int | None = None
-    num_kept: int = 0
-    counts: list[int] = dataclasses.field(default_factory=list)
-    totals: list[int] = dataclasses.field(default_factory=list)
-
-    @property
-    def num_new(self) -> int:
-        return len(self.text) - len(self.request.prompt)
-
-    @property
-    def is_prefilled(self) -> bool:
-        """True if the dispatched calls process its whole prompt."""
-        return self.position >= self.num_to_prefill
+from mtpjax.models.attention_kinds import has_recurrent_layers
+from mtpjax.serving.engine_session import EngineSession
+from mtpjax.serving.page_pool import PagePool
+from mtpjax.serving.request import Sequence
 
 
 @dataclasses.dataclass
@@ -133,16 +65,43 @@ class SchedulerSettings:
     shares_prefixes: bool = True
 
 
+def scheduler_settings(session: EngineSession, depth_of: Callable[[int], int]) -> SchedulerSettings:
+    """Returns the settings for an engine with this session."""
+    sizes, decoder, settings = session.sizes, session.decoder, session.settings
+    is_recurrent = has_recurrent_layers(decoder.model.config)
+    return SchedulerSettings(
+        num_slots=sizes.shard_slots,
+        prefill_chunk=decoder.spec.prefill_chunk,
+        prefill_rows=sizes.prefill_sizes[-1],
+        rounds_per_call=settings.rounds_per_call,
+        overlap=decoder.drafter.max_shift(decoder.model),
+        num_pages_of=decoder.num_pages_of,
+        max_depth=decoder.spec.num_steps,
+        depth_of=depth_of,
+        # A recurrent layer keeps only its newest state, which is stored in snapshots, not in pages.
+        shares_prefixes=settings.shares_prefixes and (not is_recurrent or sizes.shard_snapshots > 0),
+    )
+
+
 class Scheduler:
     """Keeps the queue, the slots and the pages, with one pool per shard."""
 
     def __init__(self, settings: SchedulerSettings, pools: list[PagePool]):
-        self.settings, self.pools = settings, pools
+        self.settings = settings
         self.waiting: collections.deque[Sequence] = collections.deque()
         self.running: list[Sequence] = []  # in the order in which they entered
         self._preempted: list[Sequence] = []  # some of their reports are not read yet
-        self._free_slots = [list(range(settings.num_slots))[::-1] for _ in pools]
         self.num_preempted = 0
+        self.restart(pools)
+
+    def restart(self, pools: list[PagePool]) -> list[Sequence]:
+        """Frees all slots and takes new pools, after the state was lost. Returns the admitted requests, now without."""
+        lost = [*self.running, *self._preempted]
+        for sequence in lost:
+            sequence.slot = sequence.lease = None
+        self.pools, self.running, self._preempted = pools, [], []
+        self._free_slots = [list(range(self.settings.num_slots))[::-1] for _ in pools]
+        return lost
 
     @property
     def num_waiting(self) -> int:

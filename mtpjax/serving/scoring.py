@@ -3,7 +3,6 @@
 A text to score takes a slot and pages like a prompt, and is processed chunk by chunk between the rounds of other texts.
 """
 
-import dataclasses
 from typing import Any
 
 import flax.struct
@@ -22,35 +21,10 @@ from mtpjax.models.model import bind
 from mtpjax.models.parallel import over_rows
 from mtpjax.models.view import Pages, read_rows
 from mtpjax.models.vocabulary import Vocabulary
-from mtpjax.serving.request import Scores
 
 MAX_TOP = 20  # alternatives per token
 MAX_LOGITS = 2**24  # numbers, of the logits that exist at the same time: 64 MiB
 MAX_ATTENTION_SCORES = 2**26  # the same for the scores of attention in one layer: 256 MiB
-
-
-@dataclasses.dataclass
-class ScoredText:
-    """A text whose log-probabilities are computed.
-
-    Attributes:
-        num_top: alternatives per token.
-        rows: per token from the second on, as far as computed: log-probability, best ids, and their log-probabilities.
-    """
-
-    tokens: list[int]
-    num_top: int
-    rows: list[tuple[float, list[int], list[float]]] = dataclasses.field(default_factory=list)
-
-    def add(self, chunk: "ScoredChunk", row: int, count: int) -> None:
-        """Adds the first `count` results of a row of a chunk on the host."""
-        top = slice(0, self.num_top)
-        columns = (chunk.logprobs[row, :count], chunk.ids[row, :count, top], chunk.values[row, :count, top])
-        self.rows += zip(*(column.tolist() for column in columns), strict=True)
-
-    def result(self) -> Scores:
-        logprobs, ids, values = zip((None, [], []), *self.rows, strict=True)
-        return Scores(logprobs=list(logprobs), top_ids=list(ids), top_logprobs=list(values))
 
 
 class ScoredChunk(flax.struct.PyTreeNode):

@@ -8,10 +8,8 @@ from mtpjax.decoding.capacity import min_rows_per_pass
 from mtpjax.decoding.config import DecodeConfig
 from mtpjax.decoding.decoder import Decoder, Drafter
 from mtpjax.models.attention_kinds import has_recurrent_layers
-from mtpjax.models.config import ModelConfig
 from mtpjax.models.model import MTPModel
 from mtpjax.models.sharding import data_size, platform_of
-from mtpjax.serving.grammar import Grammars
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -19,29 +17,28 @@ class EngineSettings:
     """Sizes and limits of an engine.
 
     Attributes:
-        num_slots: maximum number of requests that run at the same time.
-        max_length: maximum tokens of a text, prompt included, up to the model's `max_position_embeddings`; None:
-            that.
+        num_slots: maximum number of running requests.
+        max_length: maximum tokens of a text, prompt included; None: the model's `max_position_embeddings`, which also
+            caps it.
         page_size: positions per page.
         num_pages: pages of the pool; None: enough for every slot at `max_length`.
         prefill_tokens: maximum prompt tokens of one call; None: four chunks.
-        rounds_per_call: decoding rounds per call while no request waits and no prompt is processed; 1 otherwise. More
-            rounds hide the host's work better.
+        rounds_per_call: decoding rounds per call; 1 while a request waits or a prompt is processed. More rounds hide
+            more of the host's work.
         disable_drafts_at: number of decoding rows at which drafting stops; None: never.
         adapts_depth: each call drafts the number of levels, up to `num_steps`, with the most expected tokens per
             second.
-        depth_costs: for that, per number of rows in `batch_sizes`, durations of a round at depths 0..num_steps; None:
+        depth_costs: for `adapts_depth`: durations of a round at depths 0..num_steps, for each of `batch_sizes`; None:
             measured at the start.
         batch_sizes: numbers of rows that programs are compiled for, ascending; None: powers of four.
         max_waiting: maximum number of requests in the queue, besides one per slot.
         max_queue_seconds: a request that waits longer ends with "timeout"; None: no limit.
-        max_run_seconds: the same for the time since its arrival.
+        max_run_seconds: a request that has not ended this long after its arrival ends with "timeout"; None: no limit.
         max_tick_seconds: a server whose tick takes longer is unhealthy; None: no limit.
         shares_prefixes: requests with a common prefix share pages.
         num_snapshots: states of recurrent layers that the prefix cache keeps; 0: requests of such models share nothing.
             None: four per slot. No effect on other models.
         host_bytes: host memory for evicted pages of the prefix cache; 0 disables it. One device only.
-        grammars: compiles the grammars of requests; None: requests have none.
         rebalance_experts_every: ticks between placements of the experts on a mesh that shards them, by how often texts
             choose them; None disables it. The parameters have placements (`place_all_layers`), and the engine then owns
             them: it deletes arrays of experts that it has moved.
@@ -64,7 +61,6 @@ class EngineSettings:
     shares_prefixes: bool = True
     num_snapshots: int | None = None
     host_bytes: int = 0
-    grammars: Grammars | None = None
     rebalance_experts_every: int | None = None
 
 
@@ -80,7 +76,7 @@ class EngineSizes:
         shard_snapshots: states of recurrent layers that the prefix cache of a shard keeps; 0 for models without them.
         max_length: maximum tokens of a text, prompt included.
         capacity: tokens per row that the state has room for.
-        depths: numbers of draft levels that calls can have, the deepest first; a request can ask for none.
+        depths: numbers of draft levels of calls, the deepest first; a request may decode without drafts.
         batch_sizes: numbers of rows that programs are compiled for, ascending.
         min_rows: for each of `batch_sizes`, the minimum number of token rows of a forward pass.
         prefill_sizes: as `batch_sizes`, for prompts.
@@ -106,36 +102,88 @@ class EngineSizes:
         return self.decoder.num_pages_of(self.max_length)
 
 
-def engine_decoder(
-    settings: EngineSettings, config: DecodeConfig, drafter: Drafter, model: MTPModel, mesh: Mesh | None
-) -> Decoder:
-    """Makes the decoder of an engine, whose pool has a single page.
+def resolve_sizes(
+    settings: EngineSettings, config: DecodeConfig, drafter: Drafter, model: MTPModel, mesh: Mesh | None, *, limit: int
+) -> EngineSizes:
+    """Computes an engine's sizes, with its decoder.
 
     Args:
-        settings: what the user asks for.
+        settings: the requested sizes.
         config: settings of every request.
         drafter: the draft method of `config`.
         model: the model, fitted to the mesh.
         mesh: mesh of the parameters; None: one device.
+        limit: maximum tokens of a text that the model allows.
 
     Raises:
-        ValueError: for sizes below their minimum, or that the mesh does not divide.
+        ValueError: for sizes below their minimum, that contradict each other, or that the mesh does not divide.
     """
     sizes_from_1 = ("num_slots", "page_size", "num_pages", "prefill_tokens", "rounds_per_call", "max_waiting")
     for name in (*sizes_from_1, "rebalance_experts_every"):
         value = getattr(settings, name)
         if value is not None and value < 1:
             raise ValueError(f"{name} must be at least 1, got {value}")
+    # 1. The rows of a call.
     num_shards = data_size(mesh)
     if settings.num_slots % num_shards:
         raise ValueError(f"num_slots must be a multiple of data = {num_shards}, got {settings.num_slots}")
+    shard_slots = settings.num_slots // num_shards
+    batch_sizes = settings.batch_sizes or powers_of(4, shard_slots)
+    if batch_sizes[-1] < shard_slots or list(batch_sizes) != sorted(set(batch_sizes)):
+        raise ValueError(f"batch_sizes must be ascending and reach {shard_slots}, got {batch_sizes}")
+    platform = platform_of(mesh)
+    min_rows = tuple(config.min_rows or min_rows_per_pass(model, size, platform) for size in batch_sizes)
+    decoder = _make_decoder(settings, config, drafter, model, mesh, min_rows=max(min_rows))
+    _check_changing_depth(settings, config, decoder)
+    # 2. The pool.
+    max_length = limit if settings.max_length is None else min(settings.max_length, limit)
+    if max_length < 2:
+        raise ValueError(f"max_length must be at least 2, got {max_length}")
+    max_pages = decoder.num_pages_of(max_length)
+    num_pages = settings.num_pages or max_pages * settings.num_slots
+    if num_pages % num_shards:
+        raise ValueError(f"num_pages must be a multiple of data = {num_shards}, got {num_pages}")
+    num_snapshots = 4 * settings.num_slots if settings.num_snapshots is None else settings.num_snapshots
+    if not settings.shares_prefixes or not has_recurrent_layers(model.config):
+        num_snapshots = 0
+    if num_snapshots < 0 or num_snapshots % num_shards:
+        raise ValueError(f"num_snapshots must be a multiple of data = {num_shards}, at least 0, got {num_snapshots}")
+    # 3. The depths.
+    num_steps = decoder.spec.num_steps
+    depths = (num_steps, 0) if num_steps else (0,)
+    if settings.adapts_depth:
+        depths = tuple(range(num_steps, -1, -1))
+    costs = settings.depth_costs
+    if costs is not None and [len(each) for each in costs] != [num_steps + 1] * len(batch_sizes):
+        raise ValueError(f"depth_costs must have {num_steps + 1} durations for each of batch_sizes {batch_sizes}")
+    # 4. A call processes a chunk of each of some prompts.
+    chunk = decoder.spec.prefill_chunk
+    prefill_rows = min((settings.prefill_tokens or 4 * chunk) // chunk, shard_slots)
+    return EngineSizes(
+        decoder=decoder.replace(pool=(num_pages, settings.page_size)),
+        num_shards=num_shards,
+        shard_slots=shard_slots,
+        shard_pages=num_pages // num_shards,
+        shard_snapshots=num_snapshots // num_shards,
+        max_length=max_length,
+        capacity=decoder.capacity(max_length),
+        depths=depths,
+        batch_sizes=batch_sizes,
+        min_rows=min_rows,
+        prefill_sizes=powers_of(4, prefill_rows),
+        table_widths=fractions_of(8, max_pages, 16),
+    )
+
+
+def _make_decoder(
+    settings: EngineSettings, config: DecodeConfig, drafter: Drafter, model: MTPModel, mesh: Mesh | None, min_rows: int
+) -> Decoder:
+    """Makes the decoder of an engine, whose pool has a single page."""
     # Requests may use any sampling option, so only the explicit rule "greedy" makes all rows greedy.
     is_greedy, max_length = config.acceptance == "greedy", config.max_length or model.config.max_position_embeddings
     decoder = Decoder.make(
         config, drafter, model, mesh, batch=settings.num_slots, max_length=max_length, is_greedy=is_greedy
     )
-    batch_sizes = _batch_sizes(settings, num_shards)
-    min_rows = max(config.min_rows or min_rows_per_pass(model, size, platform_of(mesh)) for size in batch_sizes)
     chunk = decoder.spec.prefill_chunk
     return decoder.replace(
         # A chain may change its depth from call to call, so the drafter keeps the states of rounds without drafts.
@@ -148,12 +196,12 @@ def engine_decoder(
     )
 
 
-def check_changing_depth(settings: EngineSettings, config: DecodeConfig, decoder: Decoder) -> None:
+def _check_changing_depth(settings: EngineSettings, config: DecodeConfig, decoder: Decoder) -> None:
     """Raises `ValueError` if the depth depends on load or acceptance, and the settings do not allow that."""
     if settings.disable_drafts_at is None and not settings.adapts_depth:
         return
     if config.topk > 1:
-        raise ValueError("the number of draft levels can follow load or acceptance only for chains: set topk to 1")
+        raise ValueError("draft levels can adapt to load or acceptance only for chains: set topk to 1")
     if decoder.spec.is_ratio_rule:
         raise ValueError(
             f"under acceptance '{decoder.spec.rule}' the text of a seed depends on the number of drafts, which would "
@@ -164,82 +212,6 @@ def check_changing_depth(settings: EngineSettings, config: DecodeConfig, decoder
         costs = (1.0,) * (config.num_steps + 1)
         adaptive = dataclasses.replace(config, depth_policy="adaptive", depth_costs=costs)
         decoder.drafter.check(decoder.model, adaptive)
-
-
-def resolve_sizes(
-    settings: EngineSettings, config: DecodeConfig, decoder: Decoder, *, limit: int, mesh: Mesh | None
-) -> EngineSizes:
-    """Computes an engine's sizes.
-
-    Args:
-        settings: what the user asks for.
-        config: settings of every request.
-        decoder: from `engine_decoder`.
-        limit: maximum tokens of a text that the model allows.
-        mesh: mesh of the parameters; None: one device.
-
-    Raises:
-        ValueError: for sizes that contradict each other, or that the mesh does not divide.
-    """
-    num_shards, num_steps = data_size(mesh), decoder.spec.num_steps
-    shard_slots, max_length = settings.num_slots // num_shards, longest_text(settings, limit)
-    if max_length < 2:
-        raise ValueError(f"max_length must be at least 2, got {max_length}")
-    batch_sizes = _batch_sizes(settings, num_shards)
-    # 1. The pool.
-    max_pages = decoder.num_pages_of(max_length)
-    num_pages = settings.num_pages or max_pages * settings.num_slots
-    if num_pages % num_shards:
-        raise ValueError(f"num_pages must be a multiple of data = {num_shards}, got {num_pages}")
-    num_snapshots = count_snapshots(settings, decoder.model.config)
-    if num_snapshots < 0 or num_snapshots % num_shards:
-        raise ValueError(f"num_snapshots must be a multiple of data = {num_shards}, at least 0, got {num_snapshots}")
-    # 2. The depths.
-    depths = (num_steps, 0) if num_steps else (0,)
-    if settings.adapts_depth:
-        depths = tuple(range(num_steps, -1, -1))
-    costs = settings.depth_costs
-    if costs is not None and [len(each) for each in costs] != [num_steps + 1] * len(batch_sizes):
-        raise ValueError(f"depth_costs must have {num_steps + 1} durations for each of batch_sizes {batch_sizes}")
-    # 3. A call processes a chunk of each of some prompts.
-    chunk = decoder.spec.prefill_chunk
-    prefill_rows = min((settings.prefill_tokens or 4 * chunk) // chunk, shard_slots)
-    platform = platform_of(mesh)
-    return EngineSizes(
-        decoder=decoder.replace(pool=(num_pages, settings.page_size)),
-        num_shards=num_shards,
-        shard_slots=shard_slots,
-        shard_pages=num_pages // num_shards,
-        shard_snapshots=num_snapshots // num_shards,
-        max_length=max_length,
-        capacity=decoder.capacity(max_length),
-        depths=depths,
-        batch_sizes=batch_sizes,
-        min_rows=tuple(config.min_rows or min_rows_per_pass(decoder.model, size, platform) for size in batch_sizes),
-        prefill_sizes=powers_of(4, prefill_rows),
-        table_widths=fractions_of(8, max_pages, 16),
-    )
-
-
-def _batch_sizes(settings: EngineSettings, num_shards: int) -> tuple[int, ...]:
-    """Returns the numbers of rows of each shard that programs are compiled for."""
-    shard_slots = settings.num_slots // num_shards
-    batch_sizes = settings.batch_sizes or powers_of(4, shard_slots)
-    if batch_sizes[-1] < shard_slots or list(batch_sizes) != sorted(set(batch_sizes)):
-        raise ValueError(f"batch_sizes must rise up to {shard_slots}, got {batch_sizes}")
-    return batch_sizes
-
-
-def longest_text(settings: EngineSettings, limit: int) -> int:
-    """Returns the maximum tokens of a text: that of the settings, or the `limit` of the model if it is lower."""
-    return limit if settings.max_length is None else min(settings.max_length, limit)
-
-
-def count_snapshots(settings: EngineSettings, config: ModelConfig) -> int:
-    """Returns the number of recurrent states that the prefix cache keeps; 0 for models without recurrent layers."""
-    if not settings.shares_prefixes or not has_recurrent_layers(config):
-        return 0
-    return 4 * settings.num_slots if settings.num_snapshots is None else settings.num_snapshots
 
 
 def bucket(count: int, sizes: tuple[int, ...]) -> int:

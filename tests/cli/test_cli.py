@@ -252,6 +252,10 @@ def test_generate_drafts_by_lookup_with_and_without_mtp_modules(num_mtp_modules,
         (["--prompt", "x", "--max-new-tokens", "0"], "max_new_tokens must be at least 1, got 0"),
         (["--prompt", "x", "--max-length", "1000"], "max_length 1000 exceeds the model's 128 positions"),
         (["--prompt", "a\0b"], "NUL at character 1"),
+        (
+            ["--prompt", "x", "--speculative-algorithm", "NONE", "--num-steps", "3"],
+            "--num-steps has no effect with --speculative-algorithm NONE",
+        ),
     ],
 )
 def test_bad_input_is_one_line_and_exit_code_2(checkpoint, extra, said, capsys):

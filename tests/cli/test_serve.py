@@ -32,7 +32,6 @@ from mtpjax.cli.serve_settings import engine_sizes
 from mtpjax.decoding.config import DecodeConfig
 from mtpjax.drafters.methods import save_drafter
 from mtpjax.errors import UsageError
-from mtpjax.serving.sizes import longest_text
 from tests.helpers.small_models import constructed_drafter
 
 SIZES = ("--max-running-requests", "2", "--context-length", "128", "--precompile-bs-paddings", "2")
@@ -249,8 +248,8 @@ def test_a_context_beyond_the_model_is_told_with_both_numbers(length, small, cap
     line = ["--model-path", "model", "--max-total-tokens", "512"]
     line += [] if length is None else ["--context-length", str(length)]
     options = serve_flags.make_parser().parse_args(line)
-    settings = engine_sizes(options, params, model=model, config=DecodeConfig(), grammars=None, uses_host=False)
-    assert longest_text(settings, 256) == min(length or 256, 256)
+    settings = engine_sizes(options, params, model=model, config=DecodeConfig(), uses_host=False)
+    assert settings.max_length == length
     messages = [record.getMessage() for record in caplog.records]
     if length is None or length <= 256:
         assert not messages

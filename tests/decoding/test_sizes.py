@@ -11,7 +11,7 @@ from mtpjax.inference.requests import make_drafter
 from mtpjax.serving.engine import Engine
 from mtpjax.serving.launch import choose_num_pages
 from mtpjax.serving.request import Request
-from mtpjax.serving.sizes import EngineSettings, engine_decoder, resolve_sizes
+from mtpjax.serving.sizes import EngineSettings, resolve_sizes
 from tests.helpers.engine_client import Client
 from tests.helpers.small_models import small_config
 
@@ -54,8 +54,8 @@ def test_the_longest_text_fits(seed):
         num_slots=int(random.integers(1, 9)), page_size=int(random.choice([1, 4, 16, 100])), max_length=max_length,
         prefill_tokens=int(random.choice([4, 100])),
     )  # fmt: skip
-    decoder = engine_decoder(settings, config, drafter, model, None)
-    sizes = resolve_sizes(settings, config, decoder, limit=4096, mesh=None)
+    sizes = resolve_sizes(settings, config, drafter, model, None, limit=4096)
+    decoder = sizes.decoder
     num_slots = max(decoder.slots_per_round, decoder.for_plain_rows().slots_per_round)
     assert sizes.capacity >= max_length + max(num_slots, decoder.spec.prefill_chunk)
     assert sizes.shard_pages >= settings.num_slots * sizes.max_pages

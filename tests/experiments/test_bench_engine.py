@@ -14,7 +14,7 @@ def tiny():
     model, params = bench_engine.make_model("tiny")
     engine = bench_engine.make_engine(params, model, bench_engine.NUM_SLOTS, (bench_engine.NUM_SLOTS,))
     # Programs are compiled where they are needed.
-    engine._executor.warm_up = lambda progress=None: None
+    engine._executor.programs.warm_up = lambda progress=None: None
     engine.start()
     yield engine
     assert engine.close(timeout=60)

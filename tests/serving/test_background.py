@@ -9,7 +9,8 @@ import pytest
 
 from mtpjax.serving.background import BackgroundCompiler
 from mtpjax.serving.engine import Engine
-from mtpjax.serving.program_set import ProgramKey, ProgramSet, all_programs, first_programs, split_rows
+from mtpjax.serving.program_set import ProgramKey, ProgramSet, split_rows
+from mtpjax.serving.programs import Programs
 from mtpjax.serving.request import Finish, Request
 from tests.helpers.engine_client import Client, check_idle
 from tests.serving.test_engine import CONFIG, SETTINGS, random_requests
@@ -71,7 +72,7 @@ def stuck(small, monkeypatch):
         if engine.error is not None:
             raise engine.error
 
-    monkeypatch.setattr(engine._executor, "compile_program", compile_program)
+    monkeypatch.setattr(engine._executor.programs, "compile", compile_program)
     engine.warm_up(programs="none")
     engine.start()
     yield engine
@@ -117,12 +118,12 @@ def test_a_program_that_does_not_compile_fails_the_requests_that_need_it(stuck):
 
 
 def test_a_first_use_is_not_a_hung_call(stuck):
-    executor, stuck._tick_began = stuck._executor, time.monotonic() - 1000
+    session, stuck._tick_began = stuck._executor.session, time.monotonic() - 1000
     try:
-        with executor._first_use(ProgramKey("clear")):
+        with session.first_use(ProgramKey("clear")):
             assert stuck.busy_since is None
         assert time.monotonic() - stuck.busy_since < 100, "the time of the call begins when it has compiled"
-        with executor._first_use(ProgramKey("clear")):
+        with session.first_use(ProgramKey("clear")):
             assert stuck.busy_since is not None, "the second use compiles nothing"
     finally:
         stuck._tick_began = None
@@ -163,10 +164,10 @@ def test_a_call_takes_the_smallest_program_that_can_do_its_work():
 
 
 def test_the_first_programs_serve_any_request_without_a_grammar(stuck):
-    sizes = stuck._executor.sizes
-    programs = ProgramSet()
-    programs.ready = set(first_programs(sizes))
-    left = programs.missing(all_programs(sizes, has_grammars=True, has_plain=True))
+    programs, available = Programs(stuck._executor.session, grammars=object()), ProgramSet()
+    stuck._executor.session.has_plain = True
+    available.ready = set(programs.first())
+    left = available.missing(programs.all())
     assert {(key.kind, key.depth) for key in left} == {
         *{("advance", 0), ("masked prefill", 0), ("masked round", 0), ("masked round", CONFIG.num_steps)},
         *{("clear", 0), ("score", 0)},

@@ -7,8 +7,10 @@ import pytest
 
 from mtpjax import DecodeConfig, SamplingParams
 from mtpjax.decoding.depth_policy import PROBE_INTERVAL
-from mtpjax.serving.depth import AdaptiveDepth, best_depth, estimate_rates, measure_costs, probe_depth
+from mtpjax.serving.depth import AdaptiveDepth, best_depth, estimate_rates, probe_depth
+from mtpjax.serving.depth_costs import measure_costs
 from mtpjax.serving.engine import Engine
+from mtpjax.serving.engine_session import EngineSession
 from mtpjax.serving.executor import Executor
 from mtpjax.serving.request import Request
 from mtpjax.serving.sizes import EngineSettings
@@ -99,9 +101,11 @@ def test_sizes_of_the_costs_are_checked(small):
     model, params = small("grouped")
     settings = dataclasses.replace(SETTINGS, depth_costs=((1.0, 1.5),))
     with pytest.raises(ValueError, match="depth_costs must have 3 durations"):
-        Executor(params, model=model, config=CONFIG, settings=settings)
+        Executor(EngineSession(params, model=model, config=CONFIG, settings=settings))
     with pytest.raises(ValueError, match="acceptance 'block' the text of a seed depends"):
-        Executor(params, model=model, config=dataclasses.replace(CONFIG, acceptance="auto"), settings=SETTINGS)
+        Executor(
+            EngineSession(params, model=model, config=dataclasses.replace(CONFIG, acceptance="auto"), settings=SETTINGS)
+        )
 
 
 @pytest.mark.slow
@@ -109,7 +113,7 @@ def test_sizes_of_the_costs_are_checked(small):
 def test_costs_are_measured_for_each_batch_size_and_depth(attention, small):
     model, params = small(attention, "mixed")
     settings = dataclasses.replace(SETTINGS, num_slots=4, batch_sizes=(1, 4), depth_costs=None)
-    costs = measure_costs(Executor(params, model=model, config=CONFIG, settings=settings))
+    costs = measure_costs(Executor(EngineSession(params, model=model, config=CONFIG, settings=settings)))
     assert [len(durations) for durations in costs] == [3, 3]
     assert all(0 < durations[0] <= durations[1] <= durations[2] for durations in costs)
     engine = Engine(params, model=model, config=CONFIG, settings=settings)

@@ -74,7 +74,7 @@ def remote(engine, client, *, model=None, transfer=None, secret=SECRET, timeout=
         engine,
         url,
         signer=Signer(secret),
-        model=model or engine.model_digest(),
+        model=model or engine.pages.digest(),
         transfer=transfer or HttpTransfer(),
         timeout=timeout,
     )
@@ -91,12 +91,12 @@ def test_pages_of_another_engine_are_those_of_its_own_prefill(small, attention):
         expected = alone(params, model, request)[0]
         tokens, _, own = Client(first).run([request])[0]
         assert tokens == expected
-        pages = first.read_pages(request.prompt, request.salt)
+        pages = first.pages.read(request.prompt, request.salt)
         assert [digest for digest, _ in pages] == list(page_digests(request.prompt, 8))
         assert len(pages) == NUM_WHOLE
         # An engine that has the pages from elsewhere.
-        second.put_pages(pages)
-        assert second.count_known_pages(request.prompt, request.salt) == NUM_WHOLE
+        second.pages.put(pages)
+        assert second.pages.count_known(request.prompt, request.salt) == NUM_WHOLE
         tokens, _, finish = Client(second).run([request])[0]
         assert tokens == expected and finish.num_cached_tokens == 8 * NUM_WHOLE
         assert (finish.num_steps, finish.proposed, finish.accepted) == (own.num_steps, own.proposed, own.accepted)
@@ -104,7 +104,7 @@ def test_pages_of_another_engine_are_those_of_its_own_prefill(small, attention):
         # After it has decoded they are in its pool, unchanged, and equal to those of a third engine's own prefill.
         Client(third).run([dataclasses.replace(request, max_new_tokens=1)])
         for (_, before), (_, after), (_, computed) in zip(
-            pages, second.read_pages(request.prompt, b""), third.read_pages(request.prompt, b""), strict=True
+            pages, second.pages.read(request.prompt, b""), third.pages.read(request.prompt, b""), strict=True
         ):
             for arrays in zip(before, after, computed, strict=True):
                 np.testing.assert_array_equal(arrays[0], arrays[1])
@@ -138,7 +138,7 @@ def test_a_decode_engine_gets_its_pages_from_the_prefill_server(pair, backend):
         asyncio.run(side.prepare([longer]))
         assert second.status().num_received_pages == before + 1
     # Nobody with another salt finds them.
-    assert second.count_known_pages(request.prompt, b"another client") == 0
+    assert second.pages.count_known(request.prompt, b"another client") == 0
 
 
 def ask(client, body, headers):
@@ -149,7 +149,7 @@ def test_only_those_with_the_secret_may_ask(pair, monkeypatch):
     engine = pair[2]
     signer = Signer(SECRET)
     tokens = np.array(make_request(3).prompt, "<i4").tobytes()
-    body = protocol.pack({"model": engine.model_digest(), "tokens": tokens, "salt": b"", "num_known": 0})
+    body = protocol.pack({"model": engine.pages.digest(), "tokens": tokens, "salt": b"", "num_known": 0})
     with prefill_server(engine) as client:
         num_requests = engine.status().num_requests
         assert ask(client, body, {}) == 403
@@ -184,7 +184,7 @@ def test_an_answer_is_signed_for_its_request():
 
 def test_servers_with_other_weights_or_settings_refuse_each_other(small, pair, caplog):
     model, params, first, second = pair
-    digests = {first.model_digest(), second.model_digest()}
+    digests = {first.pages.digest(), second.pages.digest()}
     assert len(digests) == 1
     others = [
         (small("grouped"), SETTINGS, CONFIG),
@@ -193,7 +193,7 @@ def test_servers_with_other_weights_or_settings_refuse_each_other(small, pair, c
         ((model, params), SETTINGS, dataclasses.replace(CONFIG, num_steps=0)),
     ]
     for (other_model, other_params), settings, config in others:
-        digests.add(Engine(other_params, model=other_model, config=config, settings=settings).model_digest())
+        digests.add(Engine(other_params, model=other_model, config=config, settings=settings).pages.digest())
     assert len(digests) == 1 + len(others)
     request = make_request(4)
     with prefill_server(first) as client:
@@ -241,7 +241,7 @@ def test_a_wrong_answer_is_not_used(pair, caplog, change, reason):
         side = remote(engine, Fault(client, change))
         asyncio.run(side.prepare([request]))
     assert (side.num_fetched, side.num_fallbacks) == (0, 1) and reason in caplog.text
-    assert engine.count_known_pages(request.prompt, b"") == 0
+    assert engine.pages.count_known(request.prompt, b"") == 0
 
 
 def test_a_dead_or_hanging_prefill_server_costs_only_time(pair, monkeypatch):

@@ -16,7 +16,9 @@ from mtpjax.decoding import gpu_graph
 from mtpjax.decoding import session as programs
 from mtpjax.serving.calls import InFlightCall
 from mtpjax.serving.engine import Engine
+from mtpjax.serving.engine_session import EngineSession
 from mtpjax.serving.executor import Executor
+from mtpjax.serving.programs import Programs
 from mtpjax.serving.request import Finish, QueueFull, Request
 from mtpjax.serving.sizes import EngineSettings
 from tests.helpers.engine_client import Client, check_idle
@@ -138,8 +140,8 @@ def test_passes_of_one_row_are_padded_on_a_gpu(num_steps, small, monkeypatch):
     for module in ("mtpjax.decoding.decoder", "mtpjax.serving.sizes", "mtpjax.serving.engine_session"):
         monkeypatch.setattr(f"{module}.platform_of", lambda mesh: "gpu")
     engine = Engine(params, model=model, config=config, settings=SETTINGS)
-    assert engine._executor.sizes.min_rows == (2, 1)
-    assert engine._executor.decoder.slots_per_round >= 2
+    assert engine._executor.session.sizes.min_rows == (2, 1)
+    assert engine._executor.session.decoder.slots_per_round >= 2
     engine.start()
     for request, tokens in zip(requests, expected, strict=True):
         assert Client(engine).run([request])[0][0] == tokens
@@ -371,12 +373,12 @@ def test_a_graph_that_fails_in_the_warm_up_gives_one_warning_and_the_same_texts(
     recorded = FailingCall(how, number=2, result=clear.plain, donated=2)  # XLA records a graph in the second call
     monkeypatch.setattr(clear, "_on_one_gpu", recorded)
 
-    def warm_up(executor, progress, keys, *, num_calls):
+    def warm_up(self, progress, keys, *, num_calls):
         for _ in range(num_calls):
-            state = executor._run(executor._clearing(0, [0]))
-            jax.block_until_ready((executor.state, state))
+            state = self.session.run(self.clearing(0, [0]))
+            jax.block_until_ready((self.session.state, state))
 
-    monkeypatch.setattr(Executor, "_warm_up", warm_up)
+    monkeypatch.setattr(Programs, "_warm_up", warm_up)
     engine = Engine(params, model=model, config=CONFIG, settings=SETTINGS)
     with caplog.at_level(logging.WARNING):
         engine.warm_up()
@@ -391,9 +393,11 @@ def test_a_graph_that_fails_in_the_warm_up_gives_one_warning_and_the_same_texts(
 
 def test_a_warm_up_with_graphs_calls_each_program_twice(small, monkeypatch):
     model, params = small("grouped")
-    executor, calls = Executor(params, model=model, config=CONFIG, settings=ONE_SIZE), collections.Counter()
-    call = lambda pending, run: run(lambda: calls.update([pending.key]))
-    monkeypatch.setattr(executor, "_compile_and_run", call)
-    keys = executor.all_programs()
-    executor._warm_up(lambda done, total: None, keys, num_calls=2)
+    own, calls = (
+        Executor(EngineSession(params, model=model, config=CONFIG, settings=ONE_SIZE)).programs,
+        collections.Counter(),
+    )
+    monkeypatch.setattr(own, "compile", lambda key, run: run(lambda: calls.update([key])))
+    keys = own.all()
+    own._warm_up(lambda done, total: None, keys, num_calls=2)
     assert calls == dict.fromkeys(keys, 2)

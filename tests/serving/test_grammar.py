@@ -19,16 +19,15 @@ from mtpjax.decoding import session as programs
 from mtpjax.decoding.logits import draw_target
 from mtpjax.decoding.sampling import SamplingArrays, SamplingFeatures, distribution
 from mtpjax.serving.engine import Engine
-from mtpjax.serving.grammar import MAX_GRAMMAR_BYTES, GrammarError, Grammars, GrammarTooSlow, Matcher, num_words
+from mtpjax.serving.grammar import MAX_GRAMMAR_BYTES, Grammars, GrammarTooSlow
+from mtpjax.serving.matcher import GrammarError, Matcher, num_words
 from mtpjax.serving.request import Finish, Request
 from mtpjax.serving.sizes import EngineSettings
 from tests.helpers.engine_client import Client, check_idle
 
 CONFIG = DecodeConfig(num_steps=2, prefill_chunk=8)
 GRAMMARS = Grammars(ByteTokenizer(), 256)
-SETTINGS = EngineSettings(
-    num_slots=4, max_length=96, page_size=8, batch_sizes=(4,), prefill_tokens=16, grammars=GRAMMARS
-)
+SETTINGS = EngineSettings(num_slots=4, max_length=96, page_size=8, batch_sizes=(4,), prefill_tokens=16)
 SMALL_POOL = dataclasses.replace(SETTINGS, num_pages=19)  # less than two of the longest texts need
 MAX_LENGTH = 96
 slow = pytest.mark.slow
@@ -43,7 +42,8 @@ def engines(small):
         key = (attention, quality, settings, tuple(changes.items()))
         if key not in made:
             model, params = small(attention, quality, vocab_size=256)
-            engine = Engine(params, model=model, config=dataclasses.replace(CONFIG, **changes), settings=settings)
+            config = dataclasses.replace(CONFIG, **changes)
+            engine = Engine(params, model=model, config=config, settings=settings, grammars=GRAMMARS)
             if not changes:  # the others compile what they use
                 engine.warm_up()
             engine.start()
@@ -323,7 +323,7 @@ def test_a_row_that_becomes_nan_fails_alone(small):
     model, params = small("grouped", "mixed", vocab_size=256)
     broken = {**params, "embedding": params["embedding"].at[200].set(np.nan)}
     config = dataclasses.replace(CONFIG, draft_vocabulary=tuple(range(128)))
-    engine = Engine(broken, model=model, config=config, settings=SETTINGS)
+    engine = Engine(broken, model=model, config=config, settings=SETTINGS, grammars=GRAMMARS)
     engine.start()
     grammar = GRAMMARS.compile("regex", "[a-z]{9}")
     results = Client(engine).run([request_of(grammar, prompt) for prompt in ((65, 66), (65, 200), (67,))])
@@ -336,7 +336,7 @@ def test_a_mesh_changes_no_text(small):
     model, params = small("grouped", "mixed", vocab_size=256)
     mesh = compat.make_mesh({"data": 2, "tensor": 2})
     parts = shard_for_decoding(model, params, mesh)
-    engine = Engine(parts[1], model=parts[0], config=CONFIG, settings=SETTINGS)
+    engine = Engine(parts[1], model=parts[0], config=CONFIG, settings=SETTINGS, grammars=GRAMMARS)
     engine.warm_up()
     engine.start()
     pairs = list(random_requests(7, 12))
@@ -356,8 +356,8 @@ def test_rows_without_grammars_run_programs_without_masks(engines, monkeypatch):
     while engine.busy_since is not None:
         time.sleep(0.01)
     calls = []
-    run = engine._executor._run
-    monkeypatch.setattr(engine._executor, "_run", lambda call: calls.append(call) or run(call))
+    run = engine._executor.session.run
+    monkeypatch.setattr(engine._executor.session, "run", lambda call: calls.append(call) or run(call))
     free = Request(prompt=(1, 2), max_new_tokens=9)
     client = Client(engine)
     client.run([free])
@@ -384,15 +384,16 @@ def test_options_that_contradict_a_grammar_are_refused(engines, fields, message)
 
 
 @pytest.mark.parametrize(
-    ("settings", "changes", "message"),
+    ("grammars", "changes", "message"),
     [
-        (dataclasses.replace(SETTINGS, grammars=None), {}, "started without grammars"),
-        (SETTINGS, {"acceptance": "threshold"}, "may accept tokens that the grammar forbids"),
+        (None, {}, "started without grammars"),
+        (GRAMMARS, {"acceptance": "threshold"}, "may accept tokens that the grammar forbids"),
     ],
 )
-def test_an_engine_that_cannot_keep_to_a_grammar_refuses_it(small, settings, changes, message):
+def test_an_engine_that_cannot_keep_to_a_grammar_refuses_it(small, grammars, changes, message):
     model, params = small("grouped", "mixed", vocab_size=256)
-    engine = Engine(params, model=model, config=dataclasses.replace(CONFIG, **changes), settings=settings)
+    config = dataclasses.replace(CONFIG, **changes)
+    engine = Engine(params, model=model, config=config, settings=SETTINGS, grammars=grammars)
     events = queue.Queue()
     with pytest.raises(ValueError, match=message):
         engine.submit(request_of(GRAMMARS.compile("regex", "a")), events.put)

@@ -8,8 +8,9 @@ import pytest
 pytest.importorskip("llguidance")
 
 from mtpjax.data.tokenizer import ByteTokenizer
-from mtpjax.serving.grammar import GrammarError, Grammars
-from mtpjax.serving.grammar_checks import checked_schema, explain, find_ref_loop
+from mtpjax.serving.grammar import Grammars
+from mtpjax.serving.grammar_checks import checked_schema, find_ref_loop
+from mtpjax.serving.matcher import GrammarError, explain
 
 GRAMMARS = Grammars(ByteTokenizer(), 256)
 TO_A, TO_B = {"$ref": "#/$defs/a"}, {"$ref": "#/$defs/b"}

@@ -90,7 +90,7 @@ def page_contents(engine, request):
         pages.append(pool._page_of.get(digest))
     if None in pages:
         return None
-    caches = [node for node in jax.tree.leaves(engine._executor.state, is_leaf=is_cache) if is_cache(node)]
+    caches = [node for node in jax.tree.leaves(engine._executor.session.state, is_leaf=is_cache) if is_cache(node)]
     return [np.asarray(array)[pages] for cache in caches for array in pool_arrays(cache)]
 
 

@@ -49,8 +49,8 @@ def is_nan(tree):
 
 def test_nan_in_one_row_of_eight_fails_that_row_alone(server, monkeypatch):
     """43: the embedding of a token that one prompt has is NaN."""
-    executor, params = server.engine._executor, server.engine._executor.params
-    monkeypatch.setattr(executor, "params", {**params, "embedding": params["embedding"].at[1].set(np.nan)})
+    session, params = server.engine._executor.session, server.engine._executor.session.params
+    monkeypatch.setattr(session, "params", {**params, "embedding": params["embedding"].at[1].set(np.nan)})
     bodies = [*BODIES[:3], {**BODIES[3], "prompt": "\x01 bad"}, *BODIES[4:]]
     num_failed = server.engine.status().num_failed
     responses = server.together(bodies)
@@ -60,7 +60,7 @@ def test_nan_in_one_row_of_eight_fails_that_row_alone(server, monkeypatch):
     expected = server.engine.reference
     assert texts(responses) == expected[:3] + expected[4:]
     assert server.engine.status().num_failed == num_failed + 1
-    assert not is_nan(server.engine._executor.state.trunk), "the pages of the failed row are cleared"
+    assert not is_nan(server.engine._executor.session.state.trunk), "the pages of the failed row are cleared"
 
 
 def accept_rate(server, bodies):
@@ -76,12 +76,12 @@ def accept_rate(server, bodies):
 @pytest.mark.parametrize("options", [{}, {"temperature": 0.8, "seed": 3}])
 def test_nan_in_the_draft_head_changes_no_text(server, monkeypatch, options):
     """44: the acceptance falls while it lasts, and recovers."""
-    executor = server.engine._executor
+    session = server.engine._executor.session
     bodies = [{**body, **options} for body in BODIES]
     expected, healthy = accept_rate(server, bodies)
     with monkeypatch.context() as patch:
-        broken = jax.tree.map(lambda leaf: leaf * np.nan, executor.draft_params.modules)
-        patch.setattr(executor, "draft_params", dataclasses.replace(executor.draft_params, modules=broken))
+        broken = jax.tree.map(lambda leaf: leaf * np.nan, session.draft_params.modules)
+        patch.setattr(session, "draft_params", dataclasses.replace(session.draft_params, modules=broken))
         server.engine.flush_cache()
         given, rate = accept_rate(server, bodies)
     assert rate < 0.2 * healthy
@@ -152,13 +152,14 @@ def test_a_fault_in_mid_stream_is_the_last_event_of_each_stream(server):
 def test_the_old_state_is_freed_before_the_new_one_is_made(server, monkeypatch):
     """45: memory may not have room for two."""
     executor = server.engine._executor
-    new_state, freed = executor._new_state, []
+    session, freed = executor.session, []
+    new_state = session._new_state
 
     def record():
-        freed.append(all(leaf.is_deleted() for leaf in jax.tree.leaves(executor.state)))
+        freed.append(all(leaf.is_deleted() for leaf in jax.tree.leaves(session.state)))
         return new_state()
 
-    monkeypatch.setattr(executor, "_new_state", record)
+    monkeypatch.setattr(session, "_new_state", record)
     with failing_once(executor, "advance", at=1):
         assert server.post(**BODIES[0]).status_code == 503
     assert texts(server.together(BODIES)) == server.engine.reference
@@ -167,9 +168,9 @@ def test_the_old_state_is_freed_before_the_new_one_is_made(server, monkeypatch):
 
 def test_an_engine_that_cannot_start_anew_tries_again(server, monkeypatch):
     """45: the memory is still full at the first attempt."""
-    monkeypatch.setattr("mtpjax.serving.engine_loop.RETRY_SECONDS", 0.05)
+    monkeypatch.setattr("mtpjax.serving.engine.RETRY_SECONDS", 0.05)
     executor = server.engine._executor
-    with failing_once(executor, "_new_state", at=1), failing_once(executor, "advance", at=1):
+    with failing_once(executor.session, "_new_state", at=1), failing_once(executor, "advance", at=1):
         assert server.post(**BODIES[0]).status_code == 503
         assert server.text(**BODIES[1]) == server.engine.reference[1]
 

@@ -190,7 +190,7 @@ def test_odd_paths_lead_nowhere(server, path):
 @pytest.fixture
 def aborts(server, monkeypatch):
     """For each abort of a client: the ticks between the call and the end of its request."""
-    called, ticks, abort, end = {}, [], server.engine.abort, server.engine._end
+    called, ticks, abort, end = {}, [], server.engine.abort, server.engine._delivery.end
 
     def record_abort(request_id, reason="abort"):
         called.setdefault(request_id, server.engine.status().num_ticks)
@@ -202,7 +202,7 @@ def aborts(server, monkeypatch):
             ticks.append(server.engine.status().num_ticks - called[sequence.id])
 
     monkeypatch.setattr(server.engine, "abort", record_abort)
-    monkeypatch.setattr(server.engine, "_end", record_end)
+    monkeypatch.setattr(server.engine._delivery, "end", record_end)
     return ticks
 
 
@@ -253,7 +253,7 @@ def test_an_abort_while_the_device_works_loses_no_other_row(server, monkeypatch)
         num_calls[0] += 1
         if num_calls[0] in (3, 9):
             victim = sequences[num_calls[0] % len(sequences)]
-            server.engine._end(victim, "abort")
+            server.engine._delivery.end(victim, "abort")
             server.engine.abort(victim.id)
         return call
 

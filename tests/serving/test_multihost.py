@@ -11,13 +11,14 @@ from mtpjax import DecodeConfig, SamplingParams
 from mtpjax.decoding import session
 from mtpjax.decoding.session import Batch
 from mtpjax.decoding.state import Draft
-from mtpjax.serving.calls import PendingCall
 from mtpjax.serving.disaggregation.protocol import Signer
 from mtpjax.serving.engine import Engine
+from mtpjax.serving.engine_session import EngineSession
+from mtpjax.serving.executor import Executor
 from mtpjax.serving.multihost import connection, plan
 from mtpjax.serving.multihost.connection import Followers, Leader
-from mtpjax.serving.multihost.follower import FollowerExecutor, follow
-from mtpjax.serving.program_set import ProgramKey
+from mtpjax.serving.multihost.follower import follow
+from mtpjax.serving.program_set import PendingCall, ProgramKey
 from mtpjax.serving.request import Finish, Request
 from mtpjax.serving.sizes import EngineSettings
 from tests.helpers.engine_client import Client
@@ -27,8 +28,12 @@ SETTINGS = EngineSettings(num_slots=2, max_length=64, page_size=8, batch_sizes=(
 KEY = ProgramKey("advance", 2, 64, True, 3)
 
 
+def encoded(call):
+    return plan.encode(call.program.plain.__name__, *call.arrays, key=call.key)
+
+
 def decoded(call):
-    return plan.decode_call(*plan.decode(plan.encode_call(call)))
+    return plan.decode_call(*plan.decode(encoded(call)))
 
 
 def test_a_call_arrives_as_it_was_sent():
@@ -45,7 +50,7 @@ def test_a_call_arrives_as_it_was_sent():
 def test_a_draft_and_arrays_of_one_value_do_not_travel():
     draft = Draft(tokens=jax.numpy.zeros((2, 3), int))
     call = PendingCall(session.verify_round, (draft, np.zeros((1, 100_000), np.float32)), KEY)
-    assert len(plan.encode_call(call)) < 300
+    assert len(encoded(call)) < 300
     found, zeros = decoded(call).arrays
     assert found is Draft
     np.testing.assert_array_equal(zeros, call.arrays[1], strict=True)
@@ -88,7 +93,7 @@ def test_a_follower_has_the_leaders_state_and_its_loss_ends_requests(attention, 
     followers, leader = Followers({1: here}), Leader(there)
     engine = Engine(params, model=model, config=CONFIG, settings=SETTINGS, followers=followers)
     followers.before_exit = engine.fail
-    executor = FollowerExecutor(params, model=model, config=CONFIG, settings=SETTINGS)
+    executor = Executor(EngineSession(params, model=model, config=CONFIG, settings=SETTINGS))
     thread = threading.Thread(target=follow, args=(executor, leader), daemon=True)
     thread.start()
     engine.start()
@@ -96,20 +101,20 @@ def test_a_follower_has_the_leaders_state_and_its_loss_ends_requests(attention, 
     prompt = tuple(range(1, 35))  # long enough to be shared, and for snapshots of recurrent states
     requests = [Request(prompt=prompt, max_new_tokens=12, sampling=SamplingParams(temperature=1.0, seed=1))] * 3
     before = Client(engine).run(requests)
-    engine._ask(engine._executor.reset)
+    engine._inbox.ask(engine._executor.session.reset)
     engine.flush_cache()  # the pages hold nothing now
     assert [tokens for tokens, _, _ in Client(engine).run(requests)] == [tokens for tokens, _, _ in before]
-    engine._ask(lambda: None)
+    engine._inbox.ask(lambda: None)
     # 2. A tick is complete when the next action runs, but the follower may still be behind.
-    leaves = jax.tree.leaves((engine._executor.state, engine._executor.snapshots))
+    leaves = jax.tree.leaves((engine._executor.session.state, engine._executor.session.snapshots))
     connection._send(here, connection.STOP)
     thread.join(timeout=20)
     assert not thread.is_alive() and len(leaves) > 10
-    for own, other in zip(leaves, jax.tree.leaves((executor.state, executor.snapshots)), strict=True):
+    for own, other in zip(leaves, jax.tree.leaves((executor.session.state, executor.session.snapshots)), strict=True):
         np.testing.assert_array_equal(own, other)
     # 3. The follower is lost while a request waits.
     gate = threading.Event()
-    engine._post(gate.wait)
+    engine._inbox.post(gate.wait)
     submitted = Client(engine).submit(Request(prompt=(1,), max_new_tokens=50))
     leader.close()
     finish = submitted[1].get(timeout=10)

@@ -7,6 +7,7 @@ from jax.sharding import NamedSharding, PartitionSpec, use_abstract_mesh
 
 from mtpjax import DecodeConfig, ModelConfig, MTPModel, compat
 from mtpjax.models.params import init_params
+from mtpjax.serving.engine_session import EngineSession
 from mtpjax.serving.executor import Executor
 from mtpjax.serving.program_set import ProgramKey
 from mtpjax.serving.sizes import EngineSettings
@@ -28,25 +29,25 @@ def make_executor(kind, dtype=jnp.float32, implementation="xla"):
     model = MTPModel(CONFIGS[kind], implementation=implementation)
     params = jax.tree.map(lambda leaf: leaf.astype(dtype), init_params(model, jax.random.key(0)))
     settings = EngineSettings(num_slots=8, page_size=16, num_pages=NUM_PAGES, max_length=256, batch_sizes=(4, 8))
-    return Executor(params, model=model, config=DecodeConfig(num_steps=2), settings=settings)
+    return Executor(EngineSession(params, model=model, config=DecodeConfig(num_steps=2), settings=settings))
 
 
 def calls_of(executor):
     """One call of each kind, by name."""
-    width = executor.sizes.table_widths[-1]
+    width = executor.session.sizes.table_widths[-1]
     for key in (ProgramKey("admit", 4), ProgramKey("prefill", 4, width)):
-        yield key.kind, executor.empty_call(key)
+        yield key.kind, executor.programs.empty_call(key)
     for plain in (True, False):
-        yield f"advance plain={plain}", executor.empty_call(ProgramKey("advance", 4, width, plain, 2))
+        yield f"advance plain={plain}", executor.programs.empty_call(ProgramKey("advance", 4, width, plain, 2))
 
 
 def compiled_text(executor, call, sharding=None):
-    arguments = (executor.params, executor.draft_params, executor.state, *call.arrays)
+    arguments = (executor.session.params, executor.session.draft_params, executor.session.state, *call.arrays)
     if sharding is not None:
         arguments = jax.tree.map(
             lambda leaf: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=sharding), arguments
         )
-    lowered = call.program.plain.lower(*arguments, **executor._static_arguments(call.key))
+    lowered = call.program.plain.lower(*arguments, **executor.session.static_arguments(call.key))
     return lowered.compile().as_text()
 
 

@@ -12,6 +12,10 @@ from mtpjax.models.expert_counts import count_expert_tokens
 from mtpjax.models.expert_placement import Placement, place_all_layers
 from mtpjax.models.params import shard_for_decoding
 from mtpjax.serving.engine import Engine
+from mtpjax.serving.engine_session import EngineSession
+from mtpjax.serving.executor import Executor
+from mtpjax.serving.multihost.follower import Follower
+from mtpjax.serving.multihost.plan import encode
 from mtpjax.serving.rebalancing import ExpertRebalancer
 from mtpjax.serving.sizes import EngineSettings
 from tests.helpers.engine_client import Client, check_idle
@@ -128,7 +132,7 @@ def test_texts_do_not_change_while_experts_move(skewed, sizes, caplog):
     model, params = skewed
     mesh_model, mesh_params = on_mesh(model, params, sizes)
     engine = Engine(mesh_params, model=mesh_model, config=CONFIG, settings=SETTINGS)
-    before = engine._executor.expert_placements()
+    before = engine._executor.session.expert_placements()
     engine.warm_up()
     engine.start()
     requests = list(random_requests(8, 16, prompt_length=(1, 12), new_tokens=(1, 26), prefixes=[list(range(18))]))
@@ -144,10 +148,10 @@ def test_texts_do_not_change_while_experts_move(skewed, sizes, caplog):
     # The first placement counts all experts the same; the last one fits the texts, of which the engine counted some.
     texts = [[*request.prompt, *tokens] for request, (tokens, _) in zip(requests, expected, strict=True)]
     counts = [count_expert_tokens(params, np.array([text]), model=model) for text in texts]
-    for layer, after in engine._executor.expert_placements().items():
+    for layer, after in engine._executor.session.expert_placements().items():
         total = sum(each[layer] for each in counts)
         found = [
-            Placement.measured(slots, total, engine._executor.num_expert_devices).imbalance
+            Placement.measured(slots, total, engine._executor.session.num_expert_devices).imbalance
             for slots in (before[layer], after)
         ]
         print(layer, found)
@@ -170,16 +174,13 @@ def test_what_cannot_be_rebalanced_is_refused(small, skewed):
 @pytest.mark.slow
 def test_the_other_processes_move_and_count_what_process_0_does(skewed):
     """Two executors in one process, one after the other."""
-    from mtpjax.serving.multihost.follower import FollowerExecutor
-    from mtpjax.serving.multihost.leader import LeaderExecutor
-
     sent = []
     arguments = {"config": CONFIG, "settings": SETTINGS}
     model, params = on_mesh(*skewed, {"expert": 2})
     copy = jax.tree.map(lambda leaf: leaf.copy(), params)
-    followers = types.SimpleNamespace(send=sent.append)
-    leader = LeaderExecutor(params, model=model, followers=followers, **arguments)
-    follower = FollowerExecutor(copy, model=model, **arguments)
+    announce = lambda *call, key: sent.append(encode(*call, key=key))
+    leader = EngineSession(params, model=model, announce=announce, **arguments)
+    follower = EngineSession(copy, model=model, **arguments)
     tokens = np.arange(32, dtype=np.int32).reshape(1, 4, 8)
     counts = np.asarray(leader.count_experts(tokens, np.array([[8, 5, 0, 1]], np.int32)))
     np.testing.assert_array_equal(counts.sum(axis=1), 2 * 14)
@@ -187,8 +188,8 @@ def test_the_other_processes_move_and_count_what_process_0_does(skewed):
     leader.move_experts("layer_2", slots)
     assert len(sent) == 2
     for body in sent:
-        follower.run(body)
-    for executor in (leader, follower):
-        np.testing.assert_array_equal(executor.expert_placements()["layer_2"], slots)
+        Follower(Executor(follower)).run(body)
+    for session in (leader, follower):
+        np.testing.assert_array_equal(session.expert_placements()["layer_2"], slots)
     for own, other in zip(*(jax.tree.leaves(each.params) for each in (leader, follower)), strict=True):
         np.testing.assert_array_equal(own, other)

@@ -48,7 +48,7 @@ def run(engine, prompt, max_new_tokens=1):
 
     engine.submit(Request(prompt=tuple(prompt), max_new_tokens=max_new_tokens), deliver)
     while True:
-        actions, engine._inbox = engine._inbox, []
+        actions, engine._inbox.actions = engine._inbox.actions, []
         for action in actions:
             action()
         engine._tick()
@@ -59,11 +59,11 @@ def run(engine, prompt, max_new_tokens=1):
 
 def read_row(engine, sequence, length):
     """All that a prefill leaves: recurrent states, entries of the trunk and of modules, hidden states, lengths."""
-    state, slot = engine._executor.state, sequence.slot
+    state, slot = engine._executor.session.state, sequence.slot
     table = jnp.asarray([sequence.lease.pages], jnp.int32)
 
     def entries(cache, first):
-        pages = Pages(table, jnp.zeros(1, jnp.int32), SIZE, engine._executor.sizes.shard_pages, max_shift=0)
+        pages = Pages(table, jnp.zeros(1, jnp.int32), SIZE, engine._executor.session.sizes.shard_pages, max_shift=0)
         # Position 0 .. k of module k has no entry.
         return [pages.first(pool, length)[..., first:, :] for pool in pool_arrays(cache)]
 
@@ -105,7 +105,9 @@ def test_a_shared_beginning_leaves_the_bits_of_a_cold_prefill(small, engine, num
     flush(engine)
     run(engine, first)
     [row] = engine._scheduler.pools[0].snapshots._row_of.values()
-    kept = jax.device_get([{name: leaf[row] for name, leaf in layer.items()} for layer in engine._executor.snapshots])
+    kept = jax.device_get(
+        [{name: leaf[row] for name, leaf in layer.items()} for layer in engine._executor.session.snapshots]
+    )
     jax.tree.map(np.testing.assert_array_equal, kept, at_border["recurrent"])
     end, warm = run(engine, second)
     assert end.num_cached_tokens == 16

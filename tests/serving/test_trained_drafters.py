@@ -40,12 +40,13 @@ def drafter_of(kind, seed=0, **changes):
     return constructed_drafter(kind, *trunk(**changes), seed=seed)
 
 
-def make_engine(kind, settings=ONE_SIZE, of_trunk=(), **changes):
+def make_engine(kind, settings=ONE_SIZE, of_trunk=(), grammars=None, **changes):
     """Makes an engine; returns it with its config and the parameters of its drafter."""
     drafter, draft_params = drafter_of(kind, **dict(of_trunk))
     config = dataclasses.replace(CONFIG, drafter=drafter, **changes)
     model, params = trunk(**dict(of_trunk))
-    return Engine(params, model=model, config=config, settings=settings, draft_params=draft_params), config
+    made = {"model": model, "config": config, "settings": settings, "draft_params": draft_params}
+    return Engine(params, **made, grammars=grammars), config
 
 
 @pytest.fixture(scope="module")
@@ -158,20 +159,20 @@ def test_a_trunk_with_linear_attention_and_modules_of_its_own(engines, kind):
 def test_pages_of_another_engine_are_those_of_its_own_prefill(kind):
     settings = dataclasses.replace(ONE_SIZE, host_bytes=1 << 22)
     (first, _), (second, _) = (make_engine(kind, settings) for _ in range(2))
-    assert first.model_digest() == second.model_digest()
+    assert first.pages.digest() == second.pages.digest()
     for engine in (first, second):
         engine.start()
     request = Request(prompt=tuple(np.random.default_rng(0).integers(0, 61, 42).tolist()), max_new_tokens=20)
     (cold,) = Client(first).run([request])
-    pages = first.read_pages(request.prompt, request.salt)
-    second.put_pages(pages)
+    pages = first.pages.read(request.prompt, request.salt)
+    second.pages.put(pages)
     (warm,) = Client(second).run([request])
     assert warm[2].num_cached_tokens == 40 and warm[0] == cold[0]
     assert (warm[2].num_steps, warm[2].accepted) == (cold[2].num_steps, cold[2].accepted)
     # Bytes that the pool is sized by, and that a page has.
-    decoder = first._executor.decoder.replace(pool=(1, 8))
+    decoder = first._executor.session.decoder.replace(pool=(1, 8))
     size = expected_page_bytes(decoder, jnp.float32)
-    assert size == page_bytes(first._executor.state) == sum(array.nbytes for array in pages[0][1])
+    assert size == page_bytes(first._executor.session.state) == sum(array.nbytes for array in pages[0][1])
     for engine in (first, second):
         assert engine.close(timeout=30)
 
@@ -186,9 +187,9 @@ def test_texts_with_grammars_are_those_of_plain_decoding_with_masks(kind, shape)
     from tests.serving.test_grammar import GRAMMARS, check_text, plain_text
     from tests.serving.test_grammar import random_requests as constrained_requests
 
-    settings = dataclasses.replace(ONE_SIZE, num_pages=40, max_length=96, grammars=GRAMMARS)
+    settings = dataclasses.replace(ONE_SIZE, num_pages=40, max_length=96)
     of_trunk = (("vocab_size", 256),)
-    engine, _ = make_engine(kind, settings, of_trunk, acceptance="sample", **shape)
+    engine, _ = make_engine(kind, settings, of_trunk, GRAMMARS, acceptance="sample", **shape)
     engine.start()
     pairs = list(constrained_requests(0, 8))
     model, params = trunk(**dict(of_trunk))
@@ -252,7 +253,7 @@ def test_a_drafter_that_computes_nan_changes_no_text(kind):
     engine.warm_up()
     engine.start()
     check_all(engine, model, params, list(random_requests(0, 8)), config, broken)
-    state = engine._executor.state
+    state = engine._executor.session.state
     assert not any(jnp.isnan(leaf).any() for leaf in jax.tree.leaves((state.trunk, state.drafter)))
     assert engine.close(timeout=30)
 

@@ -8,7 +8,8 @@ from typing import Any, Protocol
 
 from mtpjax.data.tokenizer import Tokenizer
 from mtpjax.serving.grammar import Grammars
-from mtpjax.serving.request import Deliver, EngineStatus, FinishReason, Request, Scores
+from mtpjax.serving.request import Deliver, FinishReason, Request, Scores
+from mtpjax.serving.status import EngineStatus
 
 
 class Engine(Protocol):
@@ -25,7 +26,9 @@ class Engine(Protocol):
     vocab_size: int
     max_requests: int
     grammars: Grammars | None
-    progress_at: float
+
+    @property
+    def progress_at(self) -> float: ...
 
     @property
     def failure(self) -> str:

@@ -24,7 +24,7 @@ from mtpjax.serving.api.errors import (
 from mtpjax.serving.api.generation import Job
 from mtpjax.serving.api.grammars import GrammarField, read_grammar
 from mtpjax.serving.api.settings import Limits
-from mtpjax.serving.grammar import Grammar
+from mtpjax.serving.matcher import Grammar
 from mtpjax.serving.request import Request
 
 

@@ -22,7 +22,8 @@ from mtpjax.serving.api.readers import SMALL_BODY_BYTES, Readers
 from mtpjax.serving.api.reading_result import Reading
 from mtpjax.serving.api.settings import ApiSettings, Limits
 from mtpjax.serving.api.turns import Turns
-from mtpjax.serving.grammar import MAX_COMPILE_SECONDS, Grammar, GrammarTooSlow
+from mtpjax.serving.grammar import MAX_COMPILE_SECONDS, GrammarTooSlow
+from mtpjax.serving.matcher import Grammar
 from mtpjax.serving.request import Request, Scores
 from mtpjax.serving.trial_compile import TRIAL_COMPILE
 from mtpjax.version import __version__

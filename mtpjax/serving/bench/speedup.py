@@ -13,7 +13,7 @@ from mtpjax.serving.bench.client import Client
 from mtpjax.serving.bench.sending import measure
 from mtpjax.serving.bench.summary import is_client_busy
 
-# Speed-ups by concurrency, which `--reference` shows beside the measured ones.
+# Speed-ups by concurrency, which `--reference` shows next to the measured ones.
 PUBLISHED = {1: 2.11, 2: 2.04, 4: 1.84, 8: 1.70, 16: 1.53, 32: 1.44, 64: 1.25}
 PUBLISHED_SOURCE = "AMD, DeepSeek with MTP on MI300X"
 WITHOUT_DRAFTS = {"speculative": False}  # added to the body of a request

@@ -1,4 +1,4 @@
-"""The report of runs with and without drafts: table, Markdown, JSON and picture."""
+"""The report of runs with and without drafts: table, Markdown, JSON and plot."""
 
 import json
 import pathlib
@@ -63,7 +63,11 @@ def notes(rows: Sequence[Speedup], reference: Reference) -> list[str]:
     result = [
         "speed-up: output tokens per second with drafts over those of the same requests with `speculative: false`, in "
         "turns; the interval is over pairs of runs",
-        *([f"AMD: published speed-up ({PUBLISHED_SOURCE}); another model and another machine"] if reference else []),
+        *(
+            [f"AMD: published speed-up ({PUBLISHED_SOURCE}); a different model on a different machine"]
+            if reference
+            else []
+        ),
         "accept length: 1 + accepted drafts / verification passes; TTFT and ITL: means, without drafts / with MTP",
     ]
     if failed := sum(row.num_failed for row in rows):
@@ -91,15 +95,15 @@ def write_report(
     formats: Sequence[str],
     reference: Reference,
 ) -> list[pathlib.Path]:
-    """Writes JSON, Markdown and pictures, and returns the files of JSON and Markdown.
+    """Writes JSON, Markdown and plots, and returns the files of JSON and Markdown.
 
     Args:
         output: path of the files without suffix.
         rows: the comparisons.
         runs: the runs that they come from.
         settings: how they were measured: server, requests, machine.
-        formats: formats of the pictures.
-        reference: published speed-ups to show beside them.
+        formats: formats of the plots.
+        reference: published speed-ups to show next to them.
     """
     output = pathlib.Path(output)
     content = {
@@ -136,7 +140,7 @@ def plot_speedup(
 
     Args:
         rows: the comparisons.
-        reference: published speed-ups to show beside them.
+        reference: published speed-ups to show next to them.
     """
 
     def draw(figure):

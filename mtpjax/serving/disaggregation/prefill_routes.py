@@ -15,22 +15,24 @@ from mtpjax.serving.api.server import ApiServer
 from mtpjax.serving.disaggregation import protocol
 from mtpjax.serving.disaggregation.protocol import PATH, Forged, Signer
 from mtpjax.serving.disaggregation.transfer import Transfer
-from mtpjax.serving.engine import Engine
+from mtpjax.serving.page_exchange import PageExchange
 from mtpjax.serving.request import Request as EngineRequest
 
 REQUEST = {"model": bytes, "tokens": bytes, "salt": bytes, "num_known": int}
 _log = logging.getLogger(__name__)
 
 
-def prefill_router(server: ApiServer, engine: Engine, signer: Signer, model: bytes, transfer: Transfer) -> APIRouter:
-    """Makes the route, for decode servers whose `Engine.model_digest` is `model` too."""
-    router, size = APIRouter(), engine.settings.page_size
+def prefill_router(
+    server: ApiServer, exchange: PageExchange, signer: Signer, model: bytes, transfer: Transfer
+) -> APIRouter:
+    """Makes the route, for decode servers whose `PageExchange.digest` is `model` too."""
+    router = APIRouter()
 
     @router.post(PATH, response_class=Response, include_in_schema=False)
     async def prefill(request: Request) -> Response:
         """Computes the full pages of a prompt, and offers those that the decode server lacks."""
         # 1. Check the sender, before anything reads the body.
-        max_bytes = 4 * engine.max_length + protocol.MESSAGE_BYTES
+        max_bytes = 4 * exchange.max_length + protocol.MESSAGE_BYTES
         body = await read_bytes(request, max_bytes, server.settings.body_timeout)
         try:
             signer.check(request.headers, body)
@@ -50,8 +52,8 @@ def prefill_router(server: ApiServer, engine: Engine, signer: Signer, model: byt
         salt = values["salt"]
 
         async def compute() -> None:
-            known = await asyncio.to_thread(engine.count_known_pages, tokens[:-1], salt)
-            if known < (len(tokens) - 1) // size:
+            known = await asyncio.to_thread(exchange.count_known, tokens[:-1], salt)
+            if known < (len(tokens) - 1) // exchange.page_size:
                 job = Job(EngineRequest(prompt=tuple(tokens), max_new_tokens=1, salt=salt))
                 with Generation(server.client, [job], new_id("prefill")) as generation:
                     await generation.run()
@@ -61,7 +63,7 @@ def prefill_router(server: ApiServer, engine: Engine, signer: Signer, model: byt
         return await asyncio.to_thread(offer, request.headers, tokens, salt, values["num_known"])
 
     def offer(headers: Headers, tokens: list[int], salt: bytes, num_known: int) -> Response:
-        pages = [entries for _, entries in engine.read_pages(tokens[:-1], salt)[max(num_known, 0) :]]
+        pages = [entries for _, entries in exchange.read(tokens[:-1], salt)[max(num_known, 0) :]]
         data = protocol.pages_to_bytes(pages)
         checksum = protocol.checksum(data)
         answer = protocol.pack({"size": len(data), "checksum": checksum, **transfer.send(data)})

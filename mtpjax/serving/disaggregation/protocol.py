@@ -46,7 +46,7 @@ class Signer:
             raise Forged("its time differs too much from this machine's")
         # A request that was recorded in the network must not work a second time.
         if nonce in self._nonces:
-            raise Forged("it came before")
+            raise Forged("it was received before")
         self._nonces[nonce] = now
         while now - next(iter(self._nonces.values())) > 2 * MAX_AGE:
             del self._nonces[next(iter(self._nonces))]

@@ -17,7 +17,7 @@ from mtpjax.errors import printable
 from mtpjax.serving.disaggregation import protocol
 from mtpjax.serving.disaggregation.protocol import PATH, Forged, Signer
 from mtpjax.serving.disaggregation.transfer import Transfer
-from mtpjax.serving.engine import Engine
+from mtpjax.serving.page_exchange import PageExchange
 from mtpjax.serving.page_pool import page_digests
 from mtpjax.serving.request import Request
 
@@ -30,10 +30,10 @@ class RemotePrefill:
     """Fetches pages from a prefill server into an engine's prefix cache.
 
     Args:
-        engine: the engine; it must have pages in host memory.
+        pages: those of the engine, which must be in host memory too.
         url: address of the prefill server.
         signer: signs the requests.
-        model: the hash `Engine.model_digest`.
+        model: the hash `PageExchange.digest`.
         transfer: fetches the pages.
         timeout: seconds that a request waits for its pages.
         max_concurrent: maximum prompts that the prefill server gets at the same time.
@@ -46,7 +46,7 @@ class RemotePrefill:
 
     def __init__(
         self,
-        engine: Engine,
+        pages: PageExchange,
         url: str,
         *,
         signer: Signer,
@@ -55,7 +55,7 @@ class RemotePrefill:
         timeout: float = 30.0,
         max_concurrent: int = 8,
     ):
-        self._engine, self._signer, self._model, self._transfer = engine, signer, model, transfer
+        self._pages, self._signer, self._model, self._transfer = pages, signer, model, transfer
         self._url, self._host = url.rstrip("/") + PATH, urlsplit(url).hostname or ""
         self._timeout, self._max_concurrent = timeout, max_concurrent
         limits = httpx.Timeout(timeout, connect=min(CONNECT_SECONDS, timeout))
@@ -71,7 +71,7 @@ class RemotePrefill:
 
     async def _prepare(self, prompt: tuple[int, ...], salt: bytes) -> None:
         # Only full pages are shared, and a prompt that is too long is rejected later.
-        if not self._engine.settings.page_size < len(prompt) < self._engine.max_length:
+        if not self._pages.page_size < len(prompt) < self._pages.max_length:
             return
         if self._num_running >= self._max_concurrent or time.monotonic() < self._paused_until:
             self.num_fallbacks += 1
@@ -95,11 +95,10 @@ class RemotePrefill:
 
     def _fetch(self, prompt: tuple[int, ...], salt: bytes) -> bool:
         """Fetches the pages of a prompt that the engine lacks; returns whether there were any."""
-        engine, deadline = self._engine, time.monotonic() + self._timeout
-        shapes = engine.page_shapes
+        deadline, shapes = time.monotonic() + self._timeout, self._pages.shapes
         # The engine processes the last token itself.
-        digests = list(page_digests(prompt[:-1], engine.settings.page_size, salt=salt))
-        num_known = engine.count_known_pages(prompt[:-1], salt)
+        digests = list(page_digests(prompt[:-1], self._pages.page_size, salt=salt))
+        num_known = self._pages.count_known(prompt[:-1], salt)
         if num_known == len(digests):
             return False
         # 1. Ask.
@@ -121,7 +120,7 @@ class RemotePrefill:
             raise ValueError("the pages were corrupted in transit")
         # 3. Keep.
         pages = protocol.pages_from_bytes(data, shapes)
-        engine.put_pages(list(zip(itertools.islice(digests, num_known, None), pages, strict=False)))
+        self._pages.put(list(zip(itertools.islice(digests, num_known, None), pages, strict=False)))
         return True
 
     def _post(self, body: bytes, headers: dict[str, str], max_bytes: int, deadline: float) -> bytes:

@@ -49,23 +49,23 @@ def set_up(app: FastAPI, engine: Engine, settings: DisaggregationSettings, metri
     Raises:
         ValueError: the engine shares no pages, or the data plane does not start.
     """
-    if not engine.shares_pages or not engine.settings.host_bytes:
+    if not engine.pages.is_supported:
         raise ValueError(
             "disaggregation needs a prefix cache with pages in host memory: one device, and a model without linear "
             "attention"
         )
     # Messages are signed with the secret, and pages are valid only between servers of the same model.
-    signer, model = Signer(settings.secret), engine.model_digest()
+    signer, model = Signer(settings.secret), engine.pages.digest()
     server = app.state.server
     is_jax = settings.backend == "jax"
     # A prefill server gets an additional route, which computes and offers pages.
     if settings.prefill_url is None:
         transfer = JaxTransfer(own_address(settings.host), settings.port) if is_jax else HttpTransfer()
-        app.include_router(prefill_router(server, engine, signer, model, transfer))
+        app.include_router(prefill_router(server, engine.pages, signer, model, transfer))
         return
     # A decode server fetches pages before a request enters the engine.
     remote = RemotePrefill(
-        engine,
+        engine.pages,
         settings.prefill_url,
         signer=signer,
         model=model,

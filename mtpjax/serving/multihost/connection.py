@@ -26,7 +26,7 @@ from mtpjax.serving.disaggregation.transfer import own_address
 EXIT_CODE = 75  # of a process that has lost another; see `LostProcess`
 MEETING_SECONDS = 60.0  # until all processes are connected
 HELLO_SECONDS = 5.0  # until a connection must have identified itself
-STOP_SECONDS = 5.0  # in which another process closes its connection at shutdown
+STOP_SECONDS = 5.0  # in which a follower process closes its connection at shutdown
 MAX_BYTES = 1 << 30  # of a frame
 HELLO = {"rank": int, TIME: str, NONCE: str, SIGNATURE: str}
 STOP, DRAIN, CALL = b"s", b"d", b"c"  # first byte of a frame
@@ -36,8 +36,8 @@ class Followers:
     """Connections of process 0 to the others, by process number.
 
     Attributes:
-        before_exit: called with a message when another process is lost, before this one ends.
-        should_drain: set when another process has received a stop signal.
+        before_exit: called with a message when a follower process is lost, before this one ends.
+        should_drain: set when a follower process has received a stop signal.
     """
 
     def __init__(self, connections: dict[int, socket.socket]):
@@ -72,7 +72,7 @@ class Followers:
                 thread.join(timeout=STOP_SECONDS)
 
     def end_process(self, message: str) -> None:
-        """Ends this process because another one is lost; returns if it, or the run, is ending already."""
+        """Ends this process because a follower is lost; returns if this process is already ending."""
         if self._has_ended.acquire(blocking=False):
             _end_process(message, self.before_exit)
 
@@ -84,7 +84,7 @@ class Followers:
 
 
 class Leader:
-    """The connection of another process to process 0."""
+    """The connection of a follower process to process 0."""
 
     def __init__(self, connection: socket.socket):
         self._connection, self._is_closed = connection, False
@@ -178,7 +178,7 @@ def _listen() -> socket.socket:
 
 
 def _own_hosts() -> list[str]:
-    """Returns names of this machine for others, the likeliest first."""
+    """Returns host names at which others may reach this machine, the likeliest first."""
     with contextlib.suppress(ValueError):
         return [own_address(""), socket.gethostname()]
     return [socket.gethostname()]

@@ -17,9 +17,8 @@ from mtpjax.decoding.sampling import SamplingArrays, SamplingFeatures
 from mtpjax.decoding.session import Batch, PromptChunk
 from mtpjax.decoding.state import Draft, NewRows, RowSettings
 from mtpjax.serving import scoring
-from mtpjax.serving.calls import PendingCall
 from mtpjax.serving.disaggregation import protocol
-from mtpjax.serving.program_set import ProgramKey
+from mtpjax.serving.program_set import PendingCall, ProgramKey
 
 FIELDS = {"name": str, "arguments": list, "key": list}
 TYPES = {each.__name__: each for each in (Batch, PromptChunk, NewRows, RowSettings, SamplingArrays, SamplingFeatures)}
@@ -30,15 +29,11 @@ def encode(name: str, *arguments: Any, key: ProgramKey | None = None) -> bytes:
     """Encodes a call.
 
     Args:
-        name: of a program, or of a method of `Executor`.
+        name: of a program, or of one of `follower.METHODS`.
         *arguments: numbers, strings, arrays on the host, and tuples and dataclasses of them.
         key: selects the program's static arguments; None: a method.
     """
     return protocol.pack({"name": name, "arguments": [_to_plain(each) for each in arguments], "key": list(key or ())})
-
-
-def encode_call(call: PendingCall) -> bytes:
-    return encode(call.program.plain.__name__, *call.arrays, key=call.key)
 
 
 def decode(body: bytes) -> tuple[str, tuple[Any, ...], list[Any]]:

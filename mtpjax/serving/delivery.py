@@ -1,0 +1,234 @@
+"""Takes the reports of an engine's calls, and delivers tokens, scores and ends to requests."""
+
+import collections
+import logging
+import time
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+
+from mtpjax.decoding.report import RowReport
+from mtpjax.serving.batches import all_allowed
+from mtpjax.serving.calls import DraftCall, InFlightCall, ScoreCall
+from mtpjax.serving.depth import AdaptiveDepth
+from mtpjax.serving.executor import Executor
+from mtpjax.serving.matcher import GrammarError
+from mtpjax.serving.rebalancing import ExpertRebalancer
+from mtpjax.serving.request import Delta, Finish, FinishReason, RequestTimes, Sequence
+from mtpjax.serving.scheduler import Scheduler
+
+_log = logging.getLogger(__name__)
+# Counts that `EngineStatus` reports.
+TOTALS = ("prompt_tokens", "cached_tokens", "new_tokens", "requests", "aborted", "failed", "nan_logits", "ticks")
+
+
+class Delivery:
+    """The requests of an engine that have not ended. Its methods are called in the engine's thread.
+
+    Args:
+        observe: called with the end of each request and its times.
+        held: requests that wait for a program.
+
+    Attributes:
+        sequences: the requests, by number.
+        totals: the counts of `TOTALS`.
+        drafts: verification passes, and proposed and accepted drafts per level.
+        depth: learns from these counts; None: the depth is fixed.
+        rebalancer: gets the new tokens; None: experts do not move.
+        progress_at: time (`time.monotonic`) at which the device answered last, or work came after a pause.
+    """
+
+    def __init__(
+        self,
+        executor: Executor,
+        scheduler: Scheduler,
+        observe: Callable[[Finish, RequestTimes], None],
+        held: dict[int, Sequence],
+    ):
+        self._executor, self._scheduler, self._observe, self._held = executor, scheduler, observe, held
+        self.sequences: dict[int, Sequence] = {}
+        self.totals: collections.Counter[str] = collections.Counter()
+        session, settings = executor.session, executor.session.settings
+        self._no_counts = [0] * (1 + 2 * session.decoder.spec.num_steps)
+        self.drafts = self._no_counts
+        costs, every = settings.depth_costs, settings.rebalance_experts_every
+        self.depth = None if costs is None else AdaptiveDepth(costs, session.sizes.batch_sizes)
+        self.rebalancer = None if every is None else ExpertRebalancer(session, every)
+        self.progress_at = time.monotonic()
+
+    def count_admitted(self, sequences: list[Sequence]) -> None:
+        """Counts requests that get a slot for the first time."""
+        for sequence in sequences:
+            if sequence.scored is not None:
+                sequence.scored.rows.clear()  # it starts again if it was preempted
+            elif sequence.times.started is None:
+                sequence.times.started = time.monotonic()
+                self.totals["prompt_tokens"] += len(sequence.request.prompt)
+                self.totals["cached_tokens"] += sequence.num_cached or 0
+
+    def allowed(self, call: DraftCall) -> np.ndarray:
+        """Computes the tokens `[R, W, ceil(V/32)]` that may follow each node; ends rows whose grammar fails."""
+        tokens, parents = call.read()
+        allowed = all_allowed(self._executor.session.sizes, tokens.shape)
+        for row, sequence in enumerate(call.rows):
+            if sequence is None or sequence.matcher is None or sequence.has_ended:
+                continue
+            try:
+                own_parents = None if parents is None else parents[row].tolist()
+                sequence.matcher.fill_masks(allowed[row], tokens[row].tolist(), own_parents)
+            except GrammarError as error:
+                self.end(sequence, "invalid", str(error))
+        return allowed
+
+    def take(self, call: InFlightCall | ScoreCall) -> None:
+        """Waits for a call, and delivers its results."""
+        if isinstance(call, ScoreCall):
+            self._take_scores(call)
+        else:
+            self._take_report(call)
+
+    def _take_scores(self, call: ScoreCall) -> None:
+        """Collects the scores of a chunk, and ends texts that are complete."""
+        chunk = call.read()
+        self.progress_at = time.monotonic()
+        for index, row in enumerate(call.rows):
+            if row is None:
+                continue
+            sequence, start, end = row
+            sequence.num_unread -= 1
+            # A text that was preempted after this call starts again.
+            if sequence.has_ended or sequence.slot is None or sequence.scored is None:
+                continue
+            sequence.scored.add(chunk, index, end - start)
+            if end == sequence.num_to_prefill:
+                self.end(sequence, "stop")
+
+    def _take_report(self, call: InFlightCall) -> None:
+        """Delivers the new tokens of a call, and ends the rows that are done."""
+        report, before = call.read(), self.drafts
+        self.progress_at = time.monotonic()
+        num_rounds = 0
+        for sequence, row in zip(call.rows, report.rows(), strict=True):
+            if sequence is not None:
+                sequence.num_unread -= 1
+                if not sequence.has_ended:
+                    num_rounds = max(num_rounds, self._take_row(sequence, row, call.is_prefill))
+        if self.depth is not None:
+            proposed, accepted = np.split(np.subtract(self.drafts, before)[1:], 2)
+            self.depth.record(num_rounds, proposed, accepted)
+
+    def _take_row(self, sequence: Sequence, row: RowReport, is_prefill: bool) -> int:
+        """Delivers the new tokens of a row; returns the number of its rounds."""
+        # 1. Counts.
+        before = sequence.counts or self._no_counts
+        new_counts = [count - old for count, old in zip(row.counts, before, strict=True)]
+        self.drafts = _add(self.drafts, new_counts)
+        sequence.totals = _add(sequence.totals or self._no_counts, new_counts)
+        sequence.counts = row.counts
+        # 2. New tokens. The first one of a row that decoded before was delivered then.
+        new = slice(int(is_prefill and sequence.is_resumed), None)
+        tokens = row.tokens[new]
+        if tokens:
+            sequence.text += tokens
+            if self.rebalancer is not None:
+                self.rebalancer.add(sequence)
+            self.totals["new_tokens"] += len(tokens)
+            sequence.times.deliveries.append((time.monotonic(), len(tokens)))
+            logprobs = row.logprobs[new].tolist() if sequence.request.logprobs else None
+            self._deliver(sequence, Delta(tokens, row.origins[new], logprobs))
+        # 3. Pages whose entries are final serve later requests.
+        if sequence.lease is not None and self._scheduler.settings.shares_prefixes:
+            pool = self._scheduler.pools[sequence.shard]
+            pool.store(sequence.lease, sequence.text, min(row.num_final, len(sequence.text)))
+        # 4. The end.
+        if row.failed:
+            self.totals["nan_logits"] += 1
+            self.end(sequence, "error", f"request {sequence.id} failed: the model computed NaN")
+        elif row.done:
+            self.end(sequence, "stop" if row.stopped else "length")
+        elif sequence.matcher is not None:
+            try:
+                sequence.matcher.consume(tokens)
+            except GrammarError as error:
+                self.end(sequence, "invalid", str(error))
+        return new_counts[0]
+
+    def end(self, sequence: Sequence, reason: FinishReason, message: str = "", *, is_retryable: bool = False) -> None:
+        shard, has_failed = sequence.shard, reason == "error"
+        # Cache entries of a failed row may be NaN: drop them from the prefix cache, and clear their pages.
+        pages = self._scheduler.end(sequence, forget=has_failed)
+        if has_failed and pages:
+            self._executor.clear_pages(shard, pages)
+        if self.rebalancer is not None and sequence.num_new:
+            self.rebalancer.add(sequence)
+        del self.sequences[sequence.id]
+        self._held.pop(sequence.id, None)
+        # Scores are part of a request that has already been counted.
+        is_counted = sequence.scored is None
+        self.totals["requests"] += is_counted
+        self.totals["aborted"] += is_counted and reason in ("abort", "timeout")
+        self.totals["failed"] += is_counted and has_failed
+        finish = Finish(
+            reason,
+            num_prompt_tokens=len(sequence.request.prompt),
+            num_cached_tokens=sequence.num_cached or 0,
+            num_new_tokens=sequence.num_new,
+            **draft_counts(sequence.totals or self._no_counts),
+            message=message,
+            is_retryable=is_retryable,
+        )
+        self._deliver(sequence, finish)
+        try:
+            if is_counted:
+                self._observe(finish, sequence.times)
+        except Exception:
+            _log.exception("request %d: its metrics are lost", sequence.id)
+
+    def end_late(self) -> None:
+        """Ends requests that have waited or run for too long."""
+        now, settings = time.monotonic(), self._executor.session.settings
+        if settings.max_queue_seconds is not None:
+            for sequence in [*self._scheduler.waiting, *self._held.values()]:
+                if now - sequence.times.arrived > settings.max_queue_seconds and not sequence.num_new:
+                    self.end(sequence, "timeout")
+        if settings.max_run_seconds is not None:
+            for sequence in list(self.sequences.values()):
+                if now - sequence.times.arrived > settings.max_run_seconds:
+                    self.end(sequence, "timeout")
+
+    def fail_all(self, message: str) -> None:
+        """Delivers an error to all requests, in any thread: the process is about to end."""
+        for sequence in list(self.sequences.values()):
+            deliver, sequence.deliver = sequence.deliver, lambda event: None  # nothing may follow the end
+            finish = Finish(
+                "error",
+                num_prompt_tokens=len(sequence.request.prompt),
+                num_new_tokens=sequence.num_new,
+                message=f"request {sequence.id} failed: {message}",
+                is_retryable=True,
+            )
+            try:
+                deliver(finish)
+            except Exception:
+                _log.exception("request %d: its receiver failed", sequence.id)
+
+    def _deliver(self, sequence: Sequence, event: Delta | Finish) -> None:
+        try:
+            sequence.deliver(event)
+        except Exception:
+            _log.exception("request %d: its receiver failed", sequence.id)
+
+
+def draft_counts(counts: list[int]) -> dict[str, Any]:
+    """Returns the fields of `Finish` and `EngineStatus` for verification passes and drafts per level."""
+    num_levels = len(counts) // 2
+    return {
+        "num_steps": counts[0],
+        "proposed": tuple(counts[1 : 1 + num_levels]),
+        "accepted": tuple(counts[1 + num_levels :]),
+    }
+
+
+def _add(values: list[int], others: list[int]) -> list[int]:
+    return [value + other for value, other in zip(values, others, strict=True)]

@@ -1,0 +1,59 @@
+"""The inbox of an engine's thread: functions that other threads want it to run between ticks."""
+
+import concurrent.futures
+import threading
+from collections.abc import Callable
+from typing import TypeVar
+
+from mtpjax.serving.request import QueueFull
+
+ASK_SECONDS = 1.0  # after which a caller checks whether the engine's thread is still alive
+T = TypeVar("T")
+
+
+class Inbox:
+    """Functions for a thread, in the order in which they came.
+
+    Attributes:
+        changed: guards all attributes; notified when one changes.
+        actions: the functions.
+        is_closing: the thread will end.
+    """
+
+    def __init__(self, thread: threading.Thread):
+        self._thread, self.changed = thread, threading.Condition()
+        self.actions: list[Callable[[], None]] = []
+        self.is_closing = False
+
+    def close(self) -> None:
+        with self.changed:
+            self.is_closing = True
+            self.changed.notify()
+
+    def post(self, action: Callable[[], None]) -> None:
+        """Adds a function. Raises `QueueFull` if the thread has ended."""
+        with self.changed:
+            if self.is_closing and not self._thread.is_alive():
+                raise QueueFull("the server shuts down")
+            self.actions.append(action)
+            self.changed.notify()
+
+    def ask(self, compute: Callable[[], T]) -> T:
+        """Runs a function in the thread, and waits for its result. Raises `QueueFull` if the thread has ended."""
+        future: concurrent.futures.Future[T] = concurrent.futures.Future()
+
+        def run() -> None:
+            try:
+                future.set_result(compute())
+            except Exception as error:
+                future.set_exception(error)
+
+        self.post(run)
+        while True:
+            try:
+                return future.result(ASK_SECONDS)
+            except TimeoutError:
+                if future.done():  # the function's own error
+                    raise
+                if not self._thread.is_alive():
+                    raise QueueFull("the server shuts down") from None
