@@ -8,7 +8,7 @@ import dataclasses
 from collections.abc import Callable, Iterator
 
 from conversion.families import Layout
-from conversion.layer_names import decoder_layer, prefixed
+from conversion.feed_forward_names import decoder_layer, prefixed
 from conversion.tensor_slice import ParamSpec, copied, linear
 from mtpjax.models.config import ModelConfig
 
