@@ -12,7 +12,6 @@ import fnmatch
 import json
 import logging
 import pathlib
-import re
 import sys
 from collections.abc import Callable
 from typing import Any
@@ -22,20 +21,15 @@ from conversion.files import CheckpointFiles
 from conversion.fp8_blocks import dequantized_blocks
 from conversion.gguf_files import open_checkpoint
 from conversion.load_plan import LoadPlan, make_plan
-from conversion.read_params import BF16
+from conversion.names import EXPORT_FILE, exported_name, shared_tensors
+from conversion.safetensors_header import BF16
 from conversion.shards import TensorEntry, copy_files, entry_of, index_bytes, make_shard, write_shards
 from conversion.weight_files import INDEX
 from mtpjax.atomic import atomic_folder
 from mtpjax.errors import CheckpointError, CheckpointFileError
 from mtpjax.models.config import ModelConfig
 
-WEIGHTS = "mtp_layer_parameters.safetensors"
 ASCEND_QUANTIZATION = "quant_model_description.json"  # Ascend's list of quantized tensors, by name
-# Tensors beside a module's decoder layer.
-AROUND = (
-    *("embed_tokens.", "shared_head.", "transformer.shared_head.", "final_layernorm."),
-    *("enorm.", "hnorm.", "eh_proj."),
-)
 # Small files that belong to a checkpoint, by their usual names. The source's other files are not copied: pictures,
 # logs, results, and the description of the whole model.
 CHECKPOINT_FILES = (
@@ -105,7 +99,7 @@ def export_mtp(source, target, *, model_type: str | None = None, progress: Calla
         if plan.layout.is_under_mtp:
             sources |= {name: name for name in shared_tensors(config, plan.layout)}
         entries = [_entry(files, plan, new, name) for new, name in sorted(sources.items())]
-        shards = [make_shard(WEIGHTS, entries, {"format": "pt"})]
+        shards = [make_shard(EXPORT_FILE, entries, {"format": "pt"})]
         content = _edit_config(files.json("config.json"), plan)
 
         # Write the tensors, copy the small files of a checkpoint, and replace those that describe the weights.
@@ -127,57 +121,6 @@ def export_mtp(source, target, *, model_type: str | None = None, progress: Calla
         return config.num_mtp_modules
 
 
-def exported_name(name: str, config: ModelConfig, layout: Layout) -> str | None:
-    """Renames a tensor for an export.
-
-    The decoder layer of module k becomes `model.layers.k`. Tensors around the layer move up to `model.` if there is one
-    module, and stay with their layer if there are several, a case that xLLM's script rejects. Qwen, MiMo and Ernie keep
-    their names, under `mtp.` and `model.`.
-
-    Returns:
-        The name in the export, or `None` if the tensor does not belong to a module.
-    """
-    if layout.is_under_mtp:
-        return f"mtp.{name.removeprefix(layout.modules)}" if name.startswith(layout.modules) else None
-    if layout.mtp in ("mimo", "mimo_v2", "ernie"):
-        is_of_module = name.startswith((f"{layout.modules}mtp_", f"{layout.modules}mtp."))
-        return f"model.{name.removeprefix(layout.modules)}" if is_of_module else None
-    if name == "rot.weight":  # a rotation that some quantized checkpoints have
-        return "model.rot.weight"
-    # Modules are the decoder layers after those of the trunk.
-    found = re.fullmatch(rf"{re.escape(layout.modules)}layers\.(\d+)\.(.+)", name)
-    if found is None or int(found[1]) < config.num_hidden_layers:
-        return None
-    if config.num_mtp_modules == 1 and found[2].startswith(AROUND):
-        return f"model.{found[2]}"
-    return f"model.layers.{int(found[1]) - config.num_hidden_layers}.{found[2]}"
-
-
-def original_name(name: str, config: ModelConfig, layout: Layout) -> str:
-    """Inverts `exported_name`.
-
-    Raises:
-        CheckpointFileError: an export has no tensor of this name.
-    """
-    if layout.is_under_mtp:
-        return re.sub(r"^(?:[\w.]+\.)?mtp\.", layout.modules, name)
-    if layout.mtp != "layers":
-        return layout.modules + name.removeprefix("model.")
-    if name == "model.rot.weight":
-        return "rot.weight"
-    # Tensors of a single module have no layer number, except those of its decoder layer.
-    found = re.fullmatch(r"model\.(?:layers\.(\d+)\.)?(.+)", name)
-    if found is None:
-        raise CheckpointFileError(f"tensor {name} does not belong to an MTP module")
-    return f"{layout.modules}layers.{config.num_hidden_layers + int(found[1] or 0)}.{found[2]}"
-
-
-def shared_tensors(config: ModelConfig, layout: Layout) -> list[str]:
-    """Lists the trunk's tensors that Qwen's exports contain besides the modules: the embedding and the head."""
-    # The engines run Qwen's export as a complete model, so it needs both.
-    return [layout.embedding] if config.tie_word_embeddings else [layout.embedding, layout.head]
-
-
 def belongs_to_checkpoint(name: str) -> bool:
     """Returns whether a file other than the weights belongs to a checkpoint and is copied to an export.
 
@@ -189,7 +132,7 @@ def belongs_to_checkpoint(name: str) -> bool:
 
 def is_export(path: pathlib.Path) -> bool:
     """Returns whether a folder is an export, which a later one may replace."""
-    return (path / WEIGHTS).is_file()
+    return (path / EXPORT_FILE).is_file()
 
 
 def _entry(files: CheckpointFiles, plan: LoadPlan, new: str, name: str) -> TensorEntry:

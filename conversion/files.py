@@ -18,11 +18,17 @@ from conversion.array_checks import count_nonfinite
 from conversion.safetensors_header import MAX_HEADER_BYTES, MAX_TENSORS, TensorInfo, parse_header, parse_json
 from conversion.weight_files import INDEX, PICKLE_SUFFIXES, choose_weight_files, safetensors_files
 from mtpjax.errors import CheckpointFileError, UnsafeFileError
-from mtpjax.safe_open import allowed_root, is_gguf, list_chat_templates, open_inside
+from mtpjax.safe_open import (
+    BLOCK_BYTES,
+    allowed_root,
+    is_gguf,
+    list_chat_templates,
+    open_inside,
+    pread,
+    pread_into,
+)
 
 log = logging.getLogger("mtpjax.conversion")
-
-BLOCK_BYTES = 4 << 20  # of a tensor that is read, reordered or written at once
 
 
 class TensorSource(Protocol):
@@ -115,7 +121,7 @@ class CheckpointFiles:
         size = os.fstat(descriptor).st_size
         if size > MAX_HEADER_BYTES * 4:
             raise CheckpointFileError(f"{self.path / name} has {size} bytes: too large for a JSON description")
-        return parse_json(_pread(descriptor, size, 0, self.path / name), self.path / name)
+        return parse_json(pread(descriptor, size, 0, self.path / name), self.path / name)
 
     def peek(self, file: str) -> list[TensorInfo]:
         """Reads the header of one of the files of `unread`, without taking its tensors.
@@ -242,12 +248,12 @@ class CheckpointFiles:
         if size < 8:
             raise CheckpointFileError(f"{path} has {size} bytes, too few for a safetensors header")
         # The length is checked before the header is read, so that a wrong one allocates nothing.
-        (length,) = struct.unpack("<Q", _pread(descriptor, 8, 0, path))
+        (length,) = struct.unpack("<Q", pread(descriptor, 8, 0, path))
         if length > MAX_HEADER_BYTES:
             raise CheckpointFileError(f"{path} has a header of {length} bytes; at most {MAX_HEADER_BYTES} are accepted")
         if length + 8 > size:
             raise CheckpointFileError(f"{path} is truncated: it has {size} bytes, and its header alone has {length}")
-        self.headers[file] = _pread(descriptor, 8 + length, 0, path)
+        self.headers[file] = bytes(pread(descriptor, 8 + length, 0, path))
         tensors, self.metadata[file] = parse_header(self.headers[file], file, path)
         end = tensors[-1].end if tensors else 8 + length
         # Bytes after the last tensor belong to no tensor: the header is of a different file, or a download failed.
@@ -265,20 +271,3 @@ class CheckpointFiles:
             except UnsafeFileError as error:
                 raise CheckpointFileError(str(error)) from error
         return self._open[file]
-
-
-def _pread(descriptor: int, count: int, offset: int, path) -> bytes:
-    buffer = bytearray(count)
-    pread_into(descriptor, memoryview(buffer), offset, path)
-    return bytes(buffer)
-
-
-def pread_into(descriptor: int, view: memoryview, offset: int, path) -> None:
-    """Fills `view` from a place in a file. Linux reads at most 2 GiB per call, so it reads 1 GiB at a time."""
-    done = 0
-    while done < len(view):
-        # `preadv` reads at an offset without moving a shared position, so threads can read one file at once.
-        count = os.preadv(descriptor, [view[done : done + (1 << 30)]], offset + done)
-        if not count:
-            raise CheckpointFileError(f"{path} is truncated: it ended at byte {offset + done} while it was read")
-        done += count

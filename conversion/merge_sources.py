@@ -8,14 +8,22 @@ from collections.abc import Callable, Iterator
 import numpy as np
 
 from conversion.array_checks import streams_equal
-from conversion.export_mtp import WEIGHTS, exported_name, original_name
 from conversion.families import FAMILIES
 from conversion.files import CheckpointFiles
 from conversion.fp8_blocks import dequantized_blocks
 from conversion.load_plan import LoadPlan, inspect_files
-from conversion.names import HEADS, TRUNK_PREFIXES, mtp_names, param_specs
+from conversion.names import (
+    EXPORT_FILE,
+    HEADS,
+    TRUNK_PREFIXES,
+    exported_name,
+    mtp_names,
+    original_name,
+    param_specs,
+)
 from conversion.norm_storage import find_norm_storage
-from conversion.read_params import BF16
+from conversion.quantized_formats import SCALE_ENDS
+from conversion.safetensors_header import BF16
 from conversion.shards import TensorEntry, entry_of
 from mtpjax.errors import CheckpointFileError
 from mtpjax.messages import count_of
@@ -46,7 +54,7 @@ def read_modules(source: CheckpointFiles, base: CheckpointFiles, plan: LoadPlan)
     Raises:
         CheckpointFileError: the source has no modules, or they do not fit the base.
     """
-    is_export = (pathlib.Path(source.path) / WEIGHTS).is_file()
+    is_export = (pathlib.Path(source.path) / EXPORT_FILE).is_file()
     modules = _from_export(source, base, plan) if is_export else _from_full(source, base, plan)
     _check_tensors(modules, f"{'the export' if is_export else source.path}")
     return modules
@@ -187,7 +195,7 @@ def _check_tensors(modules: ModuleTensors, where: str) -> None:
     specs = param_specs(config, plan.layout, modules.entries.__contains__)
     wanted = {piece.name: piece for path, spec in specs.items() if path.startswith("mtp_") for piece in spec.slices}
     names, copies = set(modules.entries), set().union(*_copies(config, plan).values())
-    scales = {f"{name}{end}" for name in names for end in ("_scale_inv", "_scale")}
+    scales = {f"{name}{end}" for name in names for end in SCALE_ENDS}
     unknown = names - wanted.keys() - copies - scales - {"rot.weight"}
     for problem, found in (("lacks", wanted.keys() - names - copies), ("has unknown", unknown)):
         if found:

@@ -5,12 +5,16 @@ use this one table.
 """
 
 import dataclasses
+import re
 from collections.abc import Callable, Iterator
 
+from conversion.attention_names import ATTENTION_NAMES
 from conversion.families import Layout
-from conversion.feed_forward_names import decoder_layer, prefixed
-from conversion.tensor_slice import ParamSpec, copied, linear
-from mtpjax.models.config import ModelConfig
+from conversion.feed_forward_names import dense_names, expert_names
+from conversion.tensor_slice import ParamSpec, copied, linear, prefixed
+from mtpjax.errors import CheckpointFileError
+from mtpjax.models.attention_kinds import ATTENTION_KINDS
+from mtpjax.models.config import LayerKind, ModelConfig
 
 HEADS = ("lm_head.weight", "language_model.lm_head.weight")
 TRUNK_PREFIXES = ("model.", "model.language_model.", "language_model.model.")  # of embedding, layers and final norm
@@ -22,6 +26,13 @@ MIMO = {
 
 # The tensors around the decoder layer of a module.
 AROUND_LAYER = ("project", "norm_embedding", "norm_hidden", "norm_output", "embedding", "head")
+
+# Of an export: its file of weights, and the tensors around a module's decoder layer.
+EXPORT_FILE = "mtp_layer_parameters.safetensors"
+EXPORTED_AROUND = (
+    *("embed_tokens.", "shared_head.", "transformer.shared_head.", "final_layernorm."),
+    *("enorm.", "hnorm.", "eh_proj."),
+)
 
 
 def param_specs(config: ModelConfig, layout: Layout, has: Callable[[str], bool]) -> dict[str, ParamSpec]:
@@ -42,7 +53,7 @@ def param_specs(config: ModelConfig, layout: Layout, has: Callable[[str], bool])
         specs["head"] = linear(layout.head, D, V)
     for layer, kind in enumerate(config.trunk_kinds):
         specs |= prefixed(
-            f"trunk/layer_{layer}/", decoder_layer(config, kind, f"{layout.trunk}layers.{layer}.", layout, has)
+            f"trunk/layer_{layer}/", _decoder_layer(config, kind, f"{layout.trunk}layers.{layer}.", layout, has)
         )
     # The MTP modules: a projection of [embedding | hidden], two or three norms, and one decoder layer each. Embedding
     # and head are the trunk's, unless the checkpoint has separate ones for the modules.
@@ -53,7 +64,7 @@ def param_specs(config: ModelConfig, layout: Layout, has: Callable[[str], bool])
         module = {
             "project": linear(around["project"], 2 * D, D),
             **{f"{norm}/scale": copied(around[norm], D) for norm in norms},
-            **prefixed("block/", decoder_layer(config, config.mtp_kind, prefix, of_modules, has)),
+            **prefixed("block/", _decoder_layer(config, config.mtp_kind, prefix, of_modules, has)),
         }
         specs |= prefixed(f"mtp_{number}/", module)
         if config.mtp_own_embedding:
@@ -61,6 +72,27 @@ def param_specs(config: ModelConfig, layout: Layout, has: Callable[[str], bool])
         if config.mtp_own_head:
             specs[f"mtp_head_{number}"] = linear(around["head"], D, V)
     return specs
+
+
+def _decoder_layer(
+    config: ModelConfig, kind: LayerKind, prefix: str, layout: Layout, has: Callable[[str], bool]
+) -> dict[str, ParamSpec]:
+    """Lists the parameters of a decoder layer.
+
+    Args:
+        prefix: prefix of the layer's tensor names, such as "model.layers.0.".
+    """
+    D = config.hidden_size
+    specs = {
+        "norm_attention/scale": copied(f"{prefix}input_layernorm.weight", D),
+        "norm_feed_forward/scale": copied(f"{prefix}{layout.feed_forward_norm}.weight", D),
+    }
+    attention = ATTENTION_NAMES[kind.attention](config, kind, prefix, layout)
+    specs |= prefixed(f"{ATTENTION_KINDS[kind.attention].scope}/", attention)
+    # Feed-forward: experts, or one dense SwiGLU.
+    if kind.is_moe:
+        return specs | prefixed("experts/", expert_names(config, prefix, layout, has))
+    return specs | prefixed("dense/", dense_names(config, prefix))
 
 
 def mtp_names(config: ModelConfig, layout: Layout, number: int) -> tuple[str, dict[str, str]]:
@@ -155,3 +187,54 @@ def tied_copies(config: ModelConfig, layout: Layout) -> Iterator[tuple[str, str]
             yield around["embedding"], embedding
         if "head" in around and not config.mtp_own_head:
             yield around["head"], head
+
+
+def exported_name(name: str, config: ModelConfig, layout: Layout) -> str | None:
+    """Renames a tensor for an export.
+
+    The decoder layer of module k becomes `model.layers.k`. Tensors around the layer move up to `model.` if there is one
+    module, and stay with their layer if there are several, a case that xLLM's script rejects. Qwen, MiMo and Ernie keep
+    their names, under `mtp.` and `model.`.
+
+    Returns:
+        The name in the export, or `None` if the tensor does not belong to a module.
+    """
+    if layout.is_under_mtp:
+        return f"mtp.{name.removeprefix(layout.modules)}" if name.startswith(layout.modules) else None
+    if layout.mtp in ("mimo", "mimo_v2", "ernie"):
+        is_of_module = name.startswith((f"{layout.modules}mtp_", f"{layout.modules}mtp."))
+        return f"model.{name.removeprefix(layout.modules)}" if is_of_module else None
+    if name == "rot.weight":  # a rotation that some quantized checkpoints have
+        return "model.rot.weight"
+    # Modules are the decoder layers after those of the trunk.
+    found = re.fullmatch(rf"{re.escape(layout.modules)}layers\.(\d+)\.(.+)", name)
+    if found is None or int(found[1]) < config.num_hidden_layers:
+        return None
+    if config.num_mtp_modules == 1 and found[2].startswith(EXPORTED_AROUND):
+        return f"model.{found[2]}"
+    return f"model.layers.{int(found[1]) - config.num_hidden_layers}.{found[2]}"
+
+
+def original_name(name: str, config: ModelConfig, layout: Layout) -> str:
+    """Inverts `exported_name`.
+
+    Raises:
+        CheckpointFileError: an export has no tensor of this name.
+    """
+    if layout.is_under_mtp:
+        return re.sub(r"^(?:[\w.]+\.)?mtp\.", layout.modules, name)
+    if layout.mtp != "layers":
+        return layout.modules + name.removeprefix("model.")
+    if name == "model.rot.weight":
+        return "rot.weight"
+    # Tensors of a single module have no layer number, except those of its decoder layer.
+    found = re.fullmatch(r"model\.(?:layers\.(\d+)\.)?(.+)", name)
+    if found is None:
+        raise CheckpointFileError(f"tensor {name} does not belong to an MTP module")
+    return f"{layout.modules}layers.{config.num_hidden_layers + int(found[1] or 0)}.{found[2]}"
+
+
+def shared_tensors(config: ModelConfig, layout: Layout) -> list[str]:
+    """Lists the trunk's tensors that Qwen's exports contain besides the modules: the embedding and the head."""
+    # The engines run Qwen's export as a complete model, so it needs both.
+    return [layout.embedding] if config.tie_word_embeddings else [layout.embedding, layout.head]

@@ -14,6 +14,7 @@ from conversion.safetensors_header import DTYPES, TensorInfo
 Tensors = Mapping[str, TensorInfo]
 FP8 = (DTYPES["F8_E4M3"], DTYPES["F8_E5M2"])
 DESCRIPTIONS = ("hf_quant_config.json", "quantize_config.json", "quant_model_description.json")
+SCALE_ENDS = ("_scale_inv", "_scale")  # of the names of scales: DeepSeek's, and those of some other programs
 ORIGINAL = "load the original release in bfloat16"
 
 

@@ -11,16 +11,13 @@ import math
 from collections.abc import Callable
 from typing import Any
 
-import ml_dtypes
 import numpy as np
 
 from conversion.files import TensorSource
+from conversion.safetensors_header import E4M3, E8M0, FLOAT32
 from conversion.tensor_slice import ParamSpec, TensorSlice, copy_into
 from mtpjax.errors import CheckpointFileError
 
-BF16 = np.dtype(ml_dtypes.bfloat16)
-E4M3 = np.dtype(ml_dtypes.float8_e4m3fn)
-E8M0 = np.dtype(ml_dtypes.float8_e8m0fnu)
 _E4M3_VALUES = np.arange(256, dtype=np.uint8).view(E4M3).astype(np.float32)  # looking values up is faster than casting
 
 Index = tuple[tuple[int, int], ...]  # begin, end of each axis of a parameter
@@ -111,7 +108,7 @@ def read_scales(files: TensorSource, scales: ScaleMap, spec: ParamSpec, index: I
     def rows(piece: TensorSlice, begin: int, end: int) -> np.ndarray:
         return _read_scale_rows(files, scales, piece.name, begin, end)
 
-    return _assemble(scale_spec(spec, scales), index, np.dtype(np.float32), rows)
+    return _assemble(scale_spec(spec, scales), index, FLOAT32, rows)
 
 
 def _read_scale_rows(files: TensorSource, scales: ScaleMap, name: str, begin: int, end: int) -> np.ndarray:

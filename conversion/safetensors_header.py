@@ -30,6 +30,8 @@ DTYPES = {
     "BOOL": np.dtype(bool),
 }
 DTYPE_NAMES = {dtype: name for name, dtype in DTYPES.items()}
+FLOAT32, BF16, E4M3, E8M0 = (DTYPES[name] for name in ("F32", "BF16", "F8_E4M3", "F8_E8M0"))
+FLOATS = (FLOAT32, DTYPES["F16"], BF16)
 
 # Limits far above any real checkpoint, so that a damaged one cannot exhaust the memory.
 MAX_HEADER_BYTES = 32 << 20  # the headers of DeepSeek-V3's 91,991 tensors are a tenth of it, over all shards

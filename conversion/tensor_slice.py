@@ -14,7 +14,7 @@ from typing import NamedTuple
 import jax
 import numpy as np
 
-from conversion.files import BLOCK_BYTES
+from mtpjax.safe_open import BLOCK_BYTES
 
 ALL = slice(None)
 TILE_BYTES = 1 << 20  # that XLA transposes at once
@@ -147,6 +147,15 @@ def tensor_slice(name: str, shape, target, *, rows=None, split=None, select=(), 
     return TensorSlice(
         name, tuple(shape), (begin, end), tuple(split), select, tuple(axes or range(left)), tuple(target)
     )
+
+
+def prefixed(prefix: str, specs: dict[str, ParamSpec]) -> dict[str, ParamSpec]:
+    """Puts a prefix in front of parameter names.
+
+    Args:
+        prefix: the prefix, such as "trunk/layer_0/".
+    """
+    return {f"{prefix}{path}": spec for path, spec in specs.items()}
 
 
 def copied(name: str, *shape: int) -> ParamSpec:

@@ -5,19 +5,15 @@ from collections.abc import Mapping
 import numpy as np
 
 from conversion.files import TensorSource
-from conversion.quantized_formats import ORIGINAL
-from conversion.read_params import BF16, E4M3, ScaleMap
-from conversion.safetensors_header import DTYPES, TensorInfo
+from conversion.quantized_formats import ORIGINAL, SCALE_ENDS
+from conversion.read_params import ScaleMap
+from conversion.safetensors_header import DTYPES, E4M3, E8M0, FLOAT32, FLOATS, TensorInfo
 from conversion.tensor_slice import ParamSpec
 from mtpjax.errors import CheckpointFileError
 
-FLOAT32 = np.dtype(np.float32)
-FLOATS = (FLOAT32, np.dtype(np.float16), BF16)
 # Scales: numbers, or exponents (e8m0: 2^(x - 127)), which some programs store as plain bytes.
-EXPONENTS = (DTYPES["F8_E8M0"], DTYPES["U8"])
-SCALES = (*FLOATS, *EXPONENTS)
+SCALES = (*FLOATS, E8M0, DTYPES["U8"])
 SUPPORTED = "float32, float16, bfloat16, and float8_e4m3fn with a scale for each block"
-SCALE_ENDS = ("_scale_inv", "_scale")  # of the names of scales: DeepSeek's, and those of some other programs
 
 
 def param_dtype(path: str, spec: ParamSpec, files: TensorSource, scales: ScaleMap, dtype) -> np.dtype:

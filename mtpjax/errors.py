@@ -34,6 +34,11 @@ def _without_middle(text: str, max_characters: int) -> str:
     return f"{text[:half]} [{len(text) - 2 * half} characters] {text[-half:]}"
 
 
+def one_line(error: Exception) -> str:
+    """Shortens an exception of another library to one line."""
+    return f"{type(error).__name__}: {str(error).strip().partition(chr(10))[0][:300]}"
+
+
 def install_extra(name: str) -> str:
     """Returns how to install an extra of mtpjax, for messages about missing packages.
 

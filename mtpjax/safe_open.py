@@ -13,8 +13,9 @@ import re
 import stat
 from typing import Any
 
-from mtpjax.errors import UnsafeFileError, printable
+from mtpjax.errors import CheckpointFileError, UnsafeFileError, printable
 
+BLOCK_BYTES = 4 << 20  # of a tensor or file that is read, reordered or written at once
 MAX_JSON_DEPTH = 64  # numpy arrays have at most 64 dimensions; configurations and records nest less than ten deep
 ADDITIONAL_TEMPLATES = "additional_chat_templates"  # the folder of a Hugging Face directory's named chat templates
 # Strings, whose brackets do not count, or single brackets.
@@ -93,6 +94,24 @@ def read_inside(folder: pathlib.Path, name: str, *, max_bytes: int) -> bytes | N
     if len(content) > max_bytes:
         raise UnsafeFileError(f"{path} is larger than {max_bytes} bytes")
     return content
+
+
+def pread(descriptor: int, count: int, offset: int, path) -> bytearray:
+    """Reads bytes at an offset of an open file. `path` is its name in the error about a truncated file."""
+    content = bytearray(count)
+    pread_into(descriptor, memoryview(content), offset, path)
+    return content
+
+
+def pread_into(descriptor: int, view: memoryview, offset: int, path) -> None:
+    """Fills `view` with bytes at an offset of an open file, at most 1 GiB per call: Linux's limit is 2 GiB."""
+    done = 0
+    while done < len(view):
+        # `preadv` reads at an offset without moving a shared position, so threads can read one file at once.
+        count = os.preadv(descriptor, [view[done : done + (1 << 30)]], offset + done)
+        if not count:
+            raise CheckpointFileError(f"{path} is truncated: it ended at byte {offset + done} while it was read")
+        done += count
 
 
 def list_chat_templates(folder: pathlib.Path) -> list[str]:

@@ -8,6 +8,7 @@ array that a mesh splits is streamed too: its chunks are the shards, and each pr
 import dataclasses
 import hashlib
 import itertools
+import math
 import os
 import pathlib
 import shutil
@@ -16,13 +17,15 @@ from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 from flax import traverse_util
 
 from mtpjax import distributed
-from mtpjax.errors import CheckpointError
-from mtpjax.io.checkpoint_format import DIGESTS_FILE, one_line
+from mtpjax.errors import CheckpointError, one_line
+from mtpjax.io.checkpoint_format import DIGESTS_FILE
 from mtpjax.io.disk_failures import check_space, one_line_failures
+from mtpjax.io.param_tree import flatten
 
 Index = tuple[slice, ...]
 
@@ -69,6 +72,36 @@ def stream_parts(array: jax.Array) -> StreamedArray:
 
 def _begins(index: Index) -> tuple[int, ...]:
     return tuple(cut.start for cut in index)
+
+
+def flatten_arrays(params: Any) -> dict[str, np.ndarray | jax.Array | StreamedArray]:
+    """Flattens parameters to save, and rejects leaves that would not restore to the same bits.
+
+    Args:
+        params: nested dicts of jax or numpy arrays, or of `StreamedArray`.
+
+    Returns:
+        Arrays of this process and streamed arrays by flat name. Arrays that a mesh splits are streamed.
+    """
+    arrays = {}
+    for name, leaf in flatten(params).items():
+        # PRNG keys are arrays too, but their bits are meaningless without their implementation.
+        is_array = isinstance(leaf, (jax.Array, np.ndarray, StreamedArray))
+        if not is_array or jnp.issubdtype(leaf.dtype, jax.dtypes.prng_key):
+            raise ValueError(f"params[{name!r}] is a {type(leaf).__name__}; a checkpoint holds jax or numpy arrays")
+        if not math.prod(leaf.shape):
+            raise ValueError(f"params[{name!r}] has shape {leaf.shape}; Orbax cannot store an array without elements")
+        # JAX converts foreign byte orders and, by default, 64-bit types, so these would not restore to the same bits.
+        dtype = np.dtype(leaf.dtype)
+        if not dtype.isnative or not _is_jax_dtype(dtype):
+            raise ValueError(f"params[{name!r}] has dtype {dtype.str} ({dtype}); JAX would not restore it")
+        # Arrays stay on their devices until they are written; of several copies, one is written.
+        if isinstance(leaf, jax.Array):
+            leaf = leaf.addressable_data(0) if leaf.is_fully_replicated else stream_parts(leaf)
+        arrays[name] = leaf
+    if not arrays:
+        raise ValueError("params hold no array")
+    return arrays
 
 
 def write_arrays(folder: pathlib.Path, arrays: Mapping[str, Any]) -> tuple[dict[str, dict], dict[str, str]]:
@@ -260,3 +293,10 @@ def _make_checkpointer():
     # OCDBT would mix the bytes of several arrays in shared files, and a digest could no longer identify the array.
     handler = ocp.PyTreeCheckpointHandler(use_ocdbt=False, multiprocessing_options=alone)
     return ocp.Checkpointer(handler, multiprocessing_options=alone), handler
+
+
+def _is_jax_dtype(dtype) -> bool:
+    """Returns whether JAX keeps the dtype; float64 only does so under jax_enable_x64."""
+    # `canonicalize_dtype` returns the dtype that JAX would store instead, if it cannot keep this one.
+    is_number = jnp.issubdtype(dtype, np.number) or dtype == np.bool_
+    return is_number and jax.dtypes.canonicalize_dtype(dtype) == dtype

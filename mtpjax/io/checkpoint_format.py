@@ -14,7 +14,7 @@ import json
 import pathlib
 from typing import Any
 
-from mtpjax.errors import CheckpointError, UnsafeFileError
+from mtpjax.errors import CheckpointError, UnsafeFileError, one_line
 from mtpjax.folder_kinds import reject_other_folder
 from mtpjax.hub import resolve
 from mtpjax.safe_open import allowed_root, open_inside, parse_json, read_inside
@@ -152,8 +152,3 @@ def json_bytes(value: Any) -> bytes:
     """Encodes a value as JSON."""
     # NaN is not JSON: other parsers reject files that contain it.
     return (json.dumps(value, indent=1, allow_nan=False) + "\n").encode()
-
-
-def one_line(error: Exception) -> str:
-    """Shortens an exception of another library to one line."""
-    return f"{type(error).__name__}: {str(error).strip().partition(chr(10))[0][:300]}"

@@ -8,11 +8,13 @@ import contextlib
 import functools
 import json
 import pathlib
+import tempfile
 from collections.abc import Callable, Iterator
 from typing import Any
 
 import numpy as np
 
+from conversion import export_mtp as hugging_face_export
 from conversion.export import TensorAssembler
 from conversion.families import Layout
 from conversion.files import CheckpointFiles
@@ -21,8 +23,9 @@ from conversion.hf_config import parse_config
 from conversion.hf_config_write import edit_config
 from conversion.load_plan import make_plan
 from conversion.names import param_specs, stored_layout, tied_copies
-from conversion.read_params import E4M3, ReadPart, ScaleMap
-from conversion.safetensors_header import TensorInfo, parse_header
+from conversion.quantized_formats import SCALE_ENDS
+from conversion.read_params import ReadPart, ScaleMap
+from conversion.safetensors_header import E4M3, TensorInfo, parse_header
 from conversion.shards import (
     Shard,
     TensorEntry,
@@ -39,7 +42,7 @@ from mtpjax.atomic import atomic_folder
 from mtpjax.errors import CheckpointFileError, ConfigError
 from mtpjax.io import checkpoint
 from mtpjax.io.array_files import StreamedArray
-from mtpjax.io.checkpoint_format import find_checkpoint
+from mtpjax.io.checkpoint_format import find_checkpoint, is_checkpoint
 from mtpjax.io.checkpoint_reader import CheckpointReader
 from mtpjax.io.huggingface_files import HEADERS_FILE, HUGGINGFACE_FOLDER, OTHER_TENSORS_FILE, SELF_CHECK_FILE
 from mtpjax.io.new_directory import (
@@ -193,6 +196,30 @@ def to_hugging_face(
             (folder / SELF_CHECK_FILE).write_text(json.dumps(record) + "\n")
 
 
+def export_mtp(source, target, *, model_type: str | None = None, progress: Progress | None = None) -> int:
+    """Writes the MTP modules of a checkpoint as a separate checkpoint.
+
+    An mtpjax checkpoint is first written as a Hugging Face directory beside the target, which needs as much space on
+    disk as the whole model; the directory is removed at the end.
+
+    Args:
+        source: a full Hugging Face checkpoint, an mtpjax checkpoint, or a run folder that holds one.
+        target: the folder to write. It appears only when it is complete; an older export is replaced.
+        model_type: the family to use instead of the one that the checkpoint names.
+
+    Raises:
+        FileExistsError: `target` is neither empty nor an export.
+    """
+    path, target = find_checkpoint(source), pathlib.Path(target).resolve()
+    if not is_checkpoint(path):
+        return hugging_face_export.export_mtp(source, target, model_type=model_type, progress=progress)
+    # Name the tensors as the family does, then extract the modules.
+    target.parent.mkdir(parents=True, exist_ok=True)
+    with tempfile.TemporaryDirectory(dir=target.parent, prefix=".tmp-") as folder:
+        to_hugging_face(path, pathlib.Path(folder) / "full", model_type=model_type, progress=progress)
+        return hugging_face_export.export_mtp(pathlib.Path(folder) / "full", target, progress=progress)
+
+
 def _is_stacked(layout: Layout, name: str) -> bool:
     """Returns whether new files hold this tensor of stacked experts, as Qwen3.5's trunk does."""
     return layout.fused_experts and name.startswith(f"{layout.trunk}layers.") and name.endswith("experts.gate_up_proj")
@@ -202,7 +229,7 @@ def _original_scales(
     original: OriginalDirectory, before: dict[str, TensorInfo], entries: dict[str, TensorEntry]
 ) -> ScaleMap:
     """Finds the scale tensors that the original had, and its block size."""
-    names = {name: f"{name}{end}" for name in entries for end in ("_scale_inv", "_scale") if f"{name}{end}" in before}
+    names = {name: f"{name}{end}" for name in entries for end in SCALE_ENDS if f"{name}{end}" in before}
     return ScaleMap(names, parse_config(original.content, original.model_type).block)
 
 

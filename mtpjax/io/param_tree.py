@@ -1,15 +1,10 @@
 """Parameter trees as flat names: nested dicts of arrays become `{"trunk/layer_0/attention/qkv": array}` and back."""
 
-import math
 from collections.abc import Callable, Mapping
 from typing import Any
 
-import jax
-import jax.numpy as jnp
-import numpy as np
 from flax import traverse_util
 
-from mtpjax.io.array_files import StreamedArray, stream_parts
 from mtpjax.models.quantized import BlockScaled, is_scaled
 
 
@@ -47,36 +42,6 @@ def flatten(tree: Any, prefix: str = "") -> dict[str, Any]:
         else:
             leaves[f"{prefix}{key}"] = value
     return leaves
-
-
-def flatten_arrays(params: Any) -> dict[str, np.ndarray | jax.Array | StreamedArray]:
-    """Flattens parameters to save, and rejects leaves that would not restore to the same bits.
-
-    Args:
-        params: nested dicts of jax or numpy arrays, or of `StreamedArray`.
-
-    Returns:
-        Arrays of this process and streamed arrays by flat name. Arrays that a mesh splits are streamed.
-    """
-    arrays = {}
-    for name, leaf in flatten(params).items():
-        # PRNG keys are arrays too, but their bits are meaningless without their implementation.
-        is_array = isinstance(leaf, (jax.Array, np.ndarray, StreamedArray))
-        if not is_array or jnp.issubdtype(leaf.dtype, jax.dtypes.prng_key):
-            raise ValueError(f"params[{name!r}] is a {type(leaf).__name__}; a checkpoint holds jax or numpy arrays")
-        if not math.prod(leaf.shape):
-            raise ValueError(f"params[{name!r}] has shape {leaf.shape}; Orbax cannot store an array without elements")
-        # JAX converts foreign byte orders and, by default, 64-bit types, so these would not restore to the same bits.
-        dtype = np.dtype(leaf.dtype)
-        if not dtype.isnative or not _is_jax_dtype(dtype):
-            raise ValueError(f"params[{name!r}] has dtype {dtype.str} ({dtype}); JAX would not restore it")
-        # Arrays stay on their devices until they are written; of several copies, one is written.
-        if isinstance(leaf, jax.Array):
-            leaf = leaf.addressable_data(0) if leaf.is_fully_replicated else stream_parts(leaf)
-        arrays[name] = leaf
-    if not arrays:
-        raise ValueError("params hold no array")
-    return arrays
 
 
 def split_scaled(params: Any) -> tuple[Any, dict[str, list[int]]]:
@@ -117,10 +82,3 @@ def _map_leaves(function: Callable[[tuple[str, ...], Any], Any], tree: Any, path
     if not isinstance(tree, Mapping):
         return function(path, tree)
     return {key: _map_leaves(function, value, (*path, key)) for key, value in tree.items()}
-
-
-def _is_jax_dtype(dtype) -> bool:
-    """Returns whether JAX keeps the dtype; float64 only does so under jax_enable_x64."""
-    # `canonicalize_dtype` returns the dtype that JAX would store instead, if it cannot keep this one.
-    is_number = jnp.issubdtype(dtype, np.number) or dtype == np.bool_
-    return is_number and jax.dtypes.canonicalize_dtype(dtype) == dtype

@@ -11,11 +11,13 @@ import numpy as np
 import pytest
 
 import mtpjax
-from conversion.export_mtp import WEIGHTS, export_mtp
+from conversion.export_mtp import export_mtp
 from conversion.files import CheckpointFiles
 from conversion.fp8_blocks import quantized_blocks
 from conversion.load_plan import make_plan
-from conversion.read_params import E8M0, decode_scales, read_scale_blocks
+from conversion.names import EXPORT_FILE
+from conversion.read_params import decode_scales, read_scale_blocks
+from conversion.safetensors_header import E8M0
 from mtpjax.errors import CheckpointFileError
 from mtpjax.io import convert
 from mtpjax.io.inspect import format_lines, inspect
@@ -303,11 +305,11 @@ def test_a_further_file_may_repeat_tensors_but_not_change_them(tmp_path, caplog)
     """An export of Qwen's modules holds embedding and head too."""
     source = rewrite(path("qwen3_next"), tmp_path / "source", lambda n, a: None if n.startswith("mtp.") else a)
     export_mtp(path("qwen3_next"), tmp_path / "mtp")
-    shutil.copy(tmp_path / "mtp" / WEIGHTS, source / WEIGHTS)
+    shutil.copy(tmp_path / "mtp" / EXPORT_FILE, source / EXPORT_FILE)
     assert_same(mtpjax.load(source)[1], mtpjax.load(path("qwen3_next"))[1])
     assert_round_trip(source, tmp_path)
     changed = rewrite(source, tmp_path / "changed", lambda n, a: a * 2 if n == HEAD else a)
-    shutil.copy(tmp_path / "mtp" / WEIGHTS, changed / WEIGHTS)
+    shutil.copy(tmp_path / "mtp" / EXPORT_FILE, changed / EXPORT_FILE)
     assert mtpjax.load(changed)[0].config.num_mtp_modules == 0
     assert f"but {HEAD} differs from that of model.safetensors" in caplog.text
 
