@@ -132,7 +132,7 @@ def _values(config: ModelConfig, model_type: str) -> dict[str, Any]:
     head = {"architectures": [family.architecture], "model_type": model_type, "hidden_act": "silu", "dtype": "float32"}
     ends = dict.fromkeys(("bos_token_id", "eos_token_id", "pad_token_id"))
     values = {**head, **ends, **values, **_modules(config, model_type)}
-    return {dict(family.keys).get(name, name): value for name, value in values.items()}
+    return {family.keys.get(name, name): value for name, value in values.items()}
 
 
 def _experts(config: ModelConfig, model_type: str) -> dict[str, Any]:
@@ -163,5 +163,5 @@ def _modules(config: ModelConfig, model_type: str) -> dict[str, Any]:
     values: dict[str, Any] = {key: config.num_mtp_modules}
     if config.mtp_own_embedding:
         values["mtp_use_dedicated_embeddings"] = True
-    defaults = {field.name: field.default for field in dataclasses.fields(ModelConfig)} | dict(family.fixed)
+    defaults = {field.name: field.default for field in dataclasses.fields(ModelConfig)} | family.fixed
     return values | {name: getattr(config, name) for name in MTP_CONVENTIONS if getattr(config, name) != defaults[name]}

@@ -51,15 +51,15 @@ def parse_config(values: Any, model_type: str | None = None) -> ParsedConfig:
     text = ConfigReader(values).section("text_config")
     outer = {key: values[key] for key in ("tie_word_embeddings", "quantization_config") if values.get(key) is not None}
     stated = {**values, **text.values, **outer}
-    values = with_defaults(stated, dict(family.defaults), model_type)
+    values = with_defaults(stated, family.defaults, model_type)
     values = expand_step(values) if model_type in STEP else values
-    reader = ConfigReader(values, dict(family.keys))
+    reader = ConfigReader(values, family.keys)
     # Collect the fields of ModelConfig, part by part; later parts read the fields of earlier ones.
     fields = dict(family.fixed)
     try:
-        for key, value in family.required:
+        for key, value in family.required.items():
             reader.require(key, value)
-        for usual, own in family.keys:
+        for usual, own in family.keys.items():
             if values.get(usual) is not None and values.get(own) not in (None, values[usual]):
                 raise ConfigError(
                     f"config.json: {usual} is {values[usual]!r}, and {own} is {values[own]!r}: keep {own}"
@@ -85,11 +85,11 @@ def parse_config(values: Any, model_type: str | None = None) -> ParsedConfig:
             if key in reader.seen and key in values and values[key] is None and key not in family.nulls:
                 raise ConfigError(f"config.json: {key} is null: give it a value, or leave it out")
         model = ModelConfig(**fields)
-        for name, value in family.computes:
+        for name, value in family.computes.items():
             found = fields.get(name, value)
             if found != value:
                 raise ConfigError(
-                    f"config.json: {dict(family.keys).get(name, name)} {found!r} is not supported; models of type "
+                    f"config.json: {family.keys.get(name, name)} {found!r} is not supported; models of type "
                     f"{model_type} have {value!r}"
                 )
     except ConfigError:

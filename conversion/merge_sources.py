@@ -162,7 +162,7 @@ def require_same_norms(path, is_centred: bool, base_path, base: ModelConfig) -> 
 
 def _check_norms_of_export(exported: CheckpointFiles, names: dict[str, str], base: CheckpointFiles, plan: LoadPlan):
     """Compares how the norms of an export are stored with those of the base. `names` are by name in the base."""
-    if not dict(FAMILIES[plan.model_type].fixed).get("zero_centred_norm"):
+    if not FAMILIES[plan.model_type].fixed.get("zero_centred_norm"):
         return
     specs = param_specs(plan.config, plan.layout, names.__contains__)
     norms = [spec.slices[0].name for path, spec in specs.items() if path.startswith("mtp_") and path.endswith("/scale")]

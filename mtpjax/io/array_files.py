@@ -1,8 +1,9 @@
-"""Arrays of a checkpoint on disk: written and read with Orbax, or streamed in chunks with TensorStore.
+"""Arrays of a checkpoint on disk: written whole with Orbax, or streamed in chunks with TensorStore.
 
-Both write uncompressed zarr. Arrays that fit in memory are written by Orbax. A converted checkpoint can be larger than
-memory, so its arrays are streamed: a few chunks are in memory at once, and one file holds the bytes of one chunk. An
-array that a mesh splits is streamed too: its chunks are the shards, and each process writes those that it holds.
+Both write uncompressed zarr, which TensorStore reads. Orbax writes arrays that fit in memory. A converted checkpoint
+can be larger than memory, so its arrays are streamed: a few chunks are in memory at once, and one file holds the bytes
+of one chunk. An array that a mesh shards is streamed too: its chunks are the shards, and each process writes those that
+it holds.
 """
 
 import dataclasses
@@ -22,8 +23,7 @@ import numpy as np
 from flax import traverse_util
 
 from mtpjax import distributed
-from mtpjax.errors import CheckpointError, one_line
-from mtpjax.io.checkpoint_format import DIGESTS_FILE
+from mtpjax.errors import CheckpointError
 from mtpjax.io.disk_failures import check_space, one_line_failures
 from mtpjax.io.param_tree import flatten
 
@@ -140,13 +140,19 @@ def _write_whole(folder: pathlib.Path, arrays: Mapping[str, Any]) -> dict[str, d
     """Writes the arrays that are not streamed, and Orbax's description of all arrays; returns their records."""
     import orbax.checkpoint as ocp  # slow to import, so only where it is used
 
-    checkpointer, handler = _make_checkpointer()
+    # For this process only: the other processes of a run do not wait.
+    index = jax.process_index()
+    alone = ocp.options.MultiprocessingOptions(
+        primary_host=index, active_processes={index}, barrier_sync_key_prefix=f"process_{index}"
+    )
+    # OCDBT would mix the bytes of several arrays in shared files, and a digest could no longer identify the array.
+    handler = ocp.PyTreeCheckpointHandler(use_ocdbt=False, multiprocessing_options=alone)
     # Otherwise Orbax would try to merge OCDBT files of several processes, and warn that there are none.
     handler.finalize = lambda directory: None
     whole = {name: np.asarray(array) for name, array in arrays.items() if not isinstance(array, StreamedArray)}
     # Streamed arrays are one element for Orbax.
     stand_ins = {name: np.zeros(1, arrays[name].dtype) for name in arrays.keys() - whole.keys()}
-    with checkpointer:
+    with ocp.Checkpointer(handler, multiprocessing_options=alone) as checkpointer:
         checkpointer.save(folder, args=ocp.args.PyTreeSave(traverse_util.unflatten_dict(whole | stand_ins, sep="/")))
     # Hashing releases the interpreter lock, so threads hash several arrays at once.
     with ThreadPoolExecutor() as pool:
@@ -198,31 +204,6 @@ def _chunk_file(name: str, index: Index, chunks: tuple[int, ...]) -> str:
     """Returns a chunk's file, relative to the folder of the arrays: zarr numbers chunks along each axis."""
     place = ".".join(str(cut.start // size) for cut, size in zip(index, chunks, strict=True))
     return f"{name.replace('/', '.')}/{place}"
-
-
-def read_arrays(folder: pathlib.Path, records: Mapping[str, Any]) -> dict[str, np.ndarray]:
-    """Reads all arrays of a checkpoint into memory, without placing them on a device."""
-    import orbax.checkpoint as ocp
-
-    try:
-        with _make_checkpointer()[0] as checkpointer:
-            # Compare names first: Orbax would skip an array that the request does not name.
-            stored = traverse_util.flatten_dict(checkpointer.metadata(folder).item_metadata.tree, sep="/")
-            for name in sorted(records.keys() ^ stored.keys()):
-                absent = folder if name in records else folder.with_name(DIGESTS_FILE)
-                raise CheckpointError(f"array {name!r} is missing from {absent}")
-            item = traverse_util.unflatten_dict(dict.fromkeys(records, 0), sep="/")
-            # Request numpy arrays: Orbax would otherwise look for the devices of the saving process.
-            restore_args = {name: ocp.RestoreArgs(restore_type=np.ndarray) for name in records}
-            request = ocp.args.PyTreeRestore(
-                item=item, restore_args=traverse_util.unflatten_dict(restore_args, sep="/")
-            )
-            arrays: Any = traverse_util.flatten_dict(checkpointer.restore(folder, args=request), sep="/")
-            return arrays
-    except CheckpointError:
-        raise
-    except Exception as error:  # Orbax and TensorStore raise arbitrary errors of their parsers
-        raise CheckpointError(f"{folder} cannot be read: {one_line(error)}") from error
 
 
 def check_record(folder: pathlib.Path, name: str, found: Mapping[str, Any], recorded: Mapping[str, Any]) -> None:
@@ -280,19 +261,6 @@ def single_thread_context():
     import tensorstore
 
     return tensorstore.Context({"data_copy_concurrency": {"limit": 1}, "file_io_concurrency": {"limit": 1}})
-
-
-def _make_checkpointer():
-    """Makes an Orbax checkpointer and its handler for this process only: other processes of a run do not wait."""
-    import orbax.checkpoint as ocp
-
-    index = jax.process_index()
-    alone = ocp.options.MultiprocessingOptions(
-        primary_host=index, active_processes={index}, barrier_sync_key_prefix=f"process_{index}"
-    )
-    # OCDBT would mix the bytes of several arrays in shared files, and a digest could no longer identify the array.
-    handler = ocp.PyTreeCheckpointHandler(use_ocdbt=False, multiprocessing_options=alone)
-    return ocp.Checkpointer(handler, multiprocessing_options=alone), handler
 
 
 def _is_jax_dtype(dtype) -> bool:

@@ -16,10 +16,11 @@ from jax.sharding import Mesh
 
 from mtpjax import distributed
 from mtpjax.errors import CheckpointError, one_line
-from mtpjax.io.array_files import Index, array_record, array_spec, check_record, read_arrays, single_thread_context
+from mtpjax.io.array_files import Index, array_record, array_spec, check_record, single_thread_context
 from mtpjax.io.checkpoint_format import (
     ARRAYS_FOLDER,
     CONFIG_FILE,
+    DIGESTS_FILE,
     FORMAT,
     VERSION,
     file_digest,
@@ -57,18 +58,13 @@ def restore(
             reader = CheckpointReader(path, verify=own_share())
             sharding_of = choose_layout(reader.model_config(), mesh, layout, allow_copies=allow_copies)
             placed = {name: reader.place(name, functools.partial(sharding_of, name)) for name in reader.records}
-        return reader.config, join_scaled(unflatten(placed), reader.scaled), reader.metadata
-    reader = CheckpointReader(path)
-    folder = reader.path / ARRAYS_FOLDER
-    arrays = read_arrays(folder, reader.records)
-    # The arrays in memory must be the ones that were in memory when they were saved.
-    with ThreadPoolExecutor() as pool:
-        chunks = [reader.records[name].get("chunks") for name in arrays]
-        for name, found in zip(arrays, pool.map(array_record, arrays.values(), chunks), strict=True):
-            check_record(folder, name, found, reader.records[name])
+    else:
+        reader = CheckpointReader(path, is_threaded=True)
+        with ThreadPoolExecutor() as pool:
+            arrays = pool.map(reader.read_checked, reader.records)
+            placed = {name: jnp.asarray(array) for name, array in zip(reader.records, arrays, strict=True)}
     # Nest the arrays by name, and put values and scales of quantized parameters together again.
-    params = unflatten({name: jnp.asarray(array) for name, array in arrays.items()})
-    return reader.config, join_scaled(params, reader.scaled), reader.metadata
+    return reader.config, join_scaled(unflatten(placed), reader.scaled), reader.metadata
 
 
 class CheckpointReader:
@@ -83,12 +79,13 @@ class CheckpointReader:
         scaled: `[axis, block]` of quantized parameters by flat name.
     """
 
-    def __init__(self, path, *, verify: bool | slice = True):
+    def __init__(self, path, *, verify: bool | slice = True, is_threaded: bool = False):
         """Opens a checkpoint and checks the digests of its files.
 
         Args:
             verify: check the digest of every file, or only of these, if others check the rest (`own_share`). False
                 reads only descriptions, for `mtpjax inspect`.
+            is_threaded: several threads read and copy. Each keeps memory, so conversion uses one.
         """
         self.path = pathlib.Path(path).resolve()
         config = read_config(self.path)
@@ -115,7 +112,7 @@ class CheckpointReader:
             if not isinstance(value, dict):
                 raise CheckpointError(f"{self.path / CONFIG_FILE} is damaged: {name!r} is not an object")
         # Arrays are opened when they are first read, since a converter reads them one at a time.
-        self._open, self._context = {}, None
+        self._open, self._context, self._is_threaded = {}, None, is_threaded
 
     def model_config(self) -> ModelConfig:
         """Reads the configuration as a `ModelConfig`."""
@@ -161,7 +158,8 @@ class CheckpointReader:
         import tensorstore
 
         if name not in self._open:
-            self._context = self._context or single_thread_context()
+            if self._context is None and not self._is_threaded:
+                self._context = single_thread_context()
             spec = array_spec(self.path / ARRAYS_FOLDER, name)
             self._open[name] = tensorstore.open(spec, read=True, context=self._context).result()
         return self._open[name]
@@ -195,6 +193,12 @@ class CheckpointReader:
                 if digest != self.files[file]:
                     problem = "is missing or unreadable" if digest is None else "differs from what was saved"
                     raise CheckpointError(f"{self.path / file}{_array_suffix(file, self.records)} {problem}")
+        # An array without a record would go unnoticed, and a record without an array belongs to a different checkpoint.
+        metadata = [file.split("/") for file in self.files if file.endswith("/.zarray")]
+        stored = {parts[1].replace(".", "/") for parts in metadata if parts[0] == ARRAYS_FOLDER}
+        for name in sorted(self.records.keys() ^ stored):
+            absent = ARRAYS_FOLDER if name in self.records else DIGESTS_FILE
+            raise CheckpointError(f"array {name!r} is missing from {self.path / absent}")
 
 
 def own_share() -> slice:
