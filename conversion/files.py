@@ -17,7 +17,7 @@ import numpy as np
 from conversion.array_checks import count_nonfinite
 from conversion.safetensors_header import MAX_HEADER_BYTES, MAX_TENSORS, TensorInfo, parse_header, parse_json
 from conversion.weight_files import INDEX, PICKLE_SUFFIXES, choose_weight_files, safetensors_files
-from mtpjax.errors import CheckpointFileError, UnsafeFileError
+from mtpjax.errors import CheckpointFileError
 from mtpjax.safe_open import (
     BLOCK_BYTES,
     allowed_root,
@@ -265,9 +265,6 @@ class CheckpointFiles:
     def _descriptor(self, file: str) -> int:
         """Opens a file once, and returns its descriptor."""
         if file not in self._open:
-            try:
-                # The descriptor stays open: the file that was checked is the file that is read later.
-                self._open[file] = open_inside(self.path / file, self._root)
-            except UnsafeFileError as error:
-                raise CheckpointFileError(str(error)) from error
+            # The descriptor stays open: the file that was checked is the file that is read later.
+            self._open[file] = open_inside(self.path / file, self._root)
         return self._open[file]

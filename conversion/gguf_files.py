@@ -21,7 +21,7 @@ from conversion.gguf_names import named_tensors, read_rows
 from conversion.gguf_tokenizer import tokenizer_files
 from conversion.safetensors_header import BF16, TensorInfo
 from conversion.shards import TensorEntry, make_shard
-from mtpjax.errors import CheckpointFileError, UnsafeFileError, install_extra
+from mtpjax.errors import CheckpointFileError, install_extra
 from mtpjax.hub import resolve
 from mtpjax.safe_open import is_gguf, open_inside, pread
 
@@ -56,11 +56,8 @@ class GGUFFiles(CheckpointFiles):
         self._quants = _import_gguf()
         self.path, self.strict = pathlib.Path(path), strict
         self._nonfinite, self._open, self.metadata, self.index = {}, {}, {WEIGHTS_FILE: {"format": "pt"}}, None
-        try:
-            # The user names this file, so its own symlinks are followed; it must still be a regular file.
-            self._file = self._open[""] = open_inside(self.path, pathlib.Path("/"))
-        except UnsafeFileError as error:
-            raise CheckpointFileError(str(error)) from error
+        # The user names this file, so its symlinks are followed; it must still be a regular file.
+        self._file = self._open[""] = open_inside(self.path, pathlib.Path("/"))
         try:
             blocks = {int(kind): sizes for kind, sizes in self._quants.GGML_QUANT_SIZES.items()}
             self._blocks = blocks

@@ -21,7 +21,13 @@ _DEEPSEEK = (  # applied in order: digits, Chinese and Japanese, the rest
     r"[!\"#$%&'()*+,\-./:;<=>?@\[\\\]^_`{|}~][A-Za-z]+|[^\r\n\p{L}\p{P}\p{S}]?[\p{L}\p{M}]+"
     r"| ?[\p{P}\p{S}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+",
 )
-_PRE_TOKENIZERS = ("gpt-2", "smollm", "qwen2", *_LLAMA3_NAMES, *_GLM_NAMES, *_DEEPSEEK_NAMES)
+# The patterns that split a text, in order, by `tokenizer.ggml.pre`.
+_SPLITS: dict[str, tuple[str, ...]] = {
+    "qwen2": (_QWEN2,),
+    **dict.fromkeys((*_LLAMA3_NAMES, *_GLM_NAMES), (_LLAMA3,)),
+    **dict.fromkeys(_DEEPSEEK_NAMES, _DEEPSEEK),
+}
+_BYTE_LEVEL = {"type": "ByteLevel", "add_prefix_space": False, "trim_offsets": True, "use_regex": True}
 
 
 def tokenizer_files(metadata: dict[str, Any]) -> dict[str, Any]:
@@ -52,28 +58,24 @@ def tokenizer_files(metadata: dict[str, Any]) -> dict[str, Any]:
     if not isinstance(pre, str):
         raise TokenizerError("tokenizer.ggml.pre is not a string")
     normalizer, pre_tokenizer = _pre_tokenizer(pre)
-    model = {
-        "type": "BPE",
-        "vocab": vocabulary,
-        "merges": [_split_merge(merge) for merge in merges],
-        "ignore_merges": pre in _LLAMA3_NAMES,
-    }
-    byte_level = {"type": "ByteLevel", "add_prefix_space": False, "trim_offsets": True, "use_regex": True}
-    names = {name: _token(metadata, f"{key}_token_id", tokens) for name, key in _SPECIAL.items()}
+    pairs = [_split_merge(merge) for merge in merges]
+    model = {"type": "BPE", "vocab": vocabulary, "merges": pairs, "ignore_merges": pre in _LLAMA3_NAMES}
+    ids = {name: _token_id(metadata, key, tokens) for name, key in _SPECIAL.items()}
+    names = {name: None if index is None else tokens[index] for name, index in ids.items()}
     bos = names["bos_token"] if metadata.get("tokenizer.ggml.add_bos_token", pre in _LLAMA3_NAMES) else None
     tokenizer = {
         "version": "1.0",
         "added_tokens": added,
         "normalizer": normalizer,
         "pre_tokenizer": pre_tokenizer,
-        "post_processor": byte_level if bos is None else _bos_processor(bos, vocabulary[bos]),
-        "decoder": byte_level,
+        "post_processor": _BYTE_LEVEL if bos is None else _bos_processor(bos, vocabulary[bos]),
+        "decoder": _BYTE_LEVEL,
         "model": model,
     }
     settings = {name: token for name, token in names.items() if token is not None}
     settings |= _chat_templates(metadata)
     # Instruction-tuned models may end an answer (`eot`) and a document with different tokens.
-    ends = [_token_id(metadata, f"{key}_token_id", tokens) for key in ("eos", "eot")]
+    ends = [_token_id(metadata, key, tokens) for key in ("eos", "eot")]
     generation = {"eos_token_id": [index for index in dict.fromkeys(ends) if index is not None]}
     return {"tokenizer.json": tokenizer, "tokenizer_config.json": settings, "generation_config.json": generation}
 
@@ -114,30 +116,20 @@ def _split_merge(merge: str) -> list[str]:
     return [merge[:place], merge[place + 1 :]]
 
 
-def _pre_tokenizer(kind: Any) -> tuple[dict | None, dict]:
-    """Returns normalizer and pre-tokenizer of a kind that `tokenizer.ggml.pre` names."""
-    byte_level = {"type": "ByteLevel", "add_prefix_space": False, "trim_offsets": True, "use_regex": True}
+def _pre_tokenizer(kind: str) -> tuple[dict | None, dict]:
+    """Returns the normalizer and the pre-tokenizer of a value of `tokenizer.ggml.pre`."""
     if kind in ("gpt-2", "gpt2"):
-        return None, byte_level
+        return None, _BYTE_LEVEL
     if kind == "smollm":
         # Each digit is a separate token.
-        steps = [{"type": "Digits", "individual_digits": True}, byte_level]
-        return None, {"type": "Sequence", "pretokenizers": steps}
-    # The patterns that split the text, in order.
-    patterns: tuple[str, ...] = ()
-    if kind == "qwen2":
-        patterns = (_QWEN2,)
-    elif kind in (*_LLAMA3_NAMES, *_GLM_NAMES):
-        patterns = (_LLAMA3,)
-    elif kind in _DEEPSEEK_NAMES:
-        patterns = _DEEPSEEK
-    if not patterns:
-        raise TokenizerError(f"unsupported tokenizer.ggml.pre {kind!r}; supported: {', '.join(_PRE_TOKENIZERS)}")
-    splits = [
-        {"type": "Split", "pattern": {"Regex": pattern}, "behavior": "Isolated", "invert": False}
-        for pattern in patterns
-    ]
-    steps = [*splits, {**byte_level, "use_regex": False}]
+        steps = [{"type": "Digits", "individual_digits": True}, _BYTE_LEVEL]
+    elif kind in _SPLITS:
+        how = {"behavior": "Isolated", "invert": False}
+        splits = [{"type": "Split", "pattern": {"Regex": pattern}, **how} for pattern in _SPLITS[kind]]
+        steps = [*splits, {**_BYTE_LEVEL, "use_regex": False}]
+    else:
+        supported = ", ".join(("gpt-2", "smollm", *_SPLITS))
+        raise TokenizerError(f"unsupported tokenizer.ggml.pre {kind!r}; supported: {supported}")
     return {"type": "NFC"} if kind == "qwen2" else None, {"type": "Sequence", "pretokenizers": steps}
 
 
@@ -146,23 +138,15 @@ def _bos_processor(token: str, index: int) -> dict[str, Any]:
     bos, text = {"SpecialToken": {"id": token, "type_id": 0}}, {"Sequence": {"id": "A", "type_id": 0}}
     second = {"Sequence": {"id": "B", "type_id": 1}}
     special = {token: {"id": token, "ids": [index], "tokens": [token]}}
-    return {
-        "type": "TemplateProcessing",
-        "single": [bos, text],
-        "pair": [bos, text, second],
-        "special_tokens": special,
-    }
+    parts = {"single": [bos, text], "pair": [bos, text, second], "special_tokens": special}
+    return {"type": "TemplateProcessing", **parts}
 
 
-def _token_id(metadata: dict[str, Any], key: str, tokens: list[str]) -> int | None:
-    index = metadata.get(f"tokenizer.ggml.{key}")
+def _token_id(metadata: dict[str, Any], name: str, tokens: list[str]) -> int | None:
+    key = f"tokenizer.ggml.{name}_token_id"
+    index = metadata.get(key)
     if index is None:
         return None
     if not isinstance(index, int) or not 0 <= index < len(tokens):
-        raise TokenizerError(f"tokenizer.ggml.{key} is {index!r}; the tokenizer has {len(tokens)} tokens")
+        raise TokenizerError(f"{key} is {index!r}; the tokenizer has {len(tokens)} tokens")
     return index
-
-
-def _token(metadata: dict[str, Any], key: str, tokens: list[str]) -> str | None:
-    index = _token_id(metadata, key, tokens)
-    return None if index is None else tokens[index]

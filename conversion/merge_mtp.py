@@ -15,17 +15,14 @@ import numpy as np
 from conversion.array_checks import streams_equal
 from conversion.files import CheckpointFiles
 from conversion.fp8_blocks import dequantized_blocks, quantized_blocks
-from conversion.gguf_files import open_checkpoint
 from conversion.hf_config_write import edit_config
-from conversion.load_plan import LoadPlan, make_plan
-from conversion.merge_sources import ModuleTensors, read_modules
+from conversion.load_plan import LoadPlan
+from conversion.merge_sources import ModuleTensors
 from conversion.safetensors_header import parse_header
 from conversion.shards import Shard, TensorEntry, copy_files, entry_of, make_shard, write_index, write_shards
 from conversion.weight_files import INDEX
 from mtpjax.atomic import atomic_folder
 from mtpjax.errors import CheckpointFileError
-from mtpjax.hub import resolve
-from mtpjax.safe_open import is_gguf
 
 ADDED = "model-mtp.safetensors"  # the file of modules that the base does not have
 
@@ -37,41 +34,6 @@ class MergeReport:
     equal: int = 0
     replaced: int = 0
     added: int = 0
-
-
-def merge_export(
-    base,
-    modules,
-    target,
-    *,
-    model_type: str | None = None,
-    progress: Callable[[int], Any] | None = None,
-) -> MergeReport:
-    """Writes the checkpoint `base` with the MTP modules of an export or of another full checkpoint.
-
-    Args:
-        base: a full Hugging Face checkpoint or a GGUF file, with or without MTP modules. Modules that it lacks go into
-            a new file.
-        modules: a folder that `export_mtp` wrote, or a full checkpoint or GGUF file, such as the original release.
-        target: the folder to write. It appears only when it is complete.
-        model_type: the family of `base` to use instead of the one that its `config.json` names.
-
-    Returns:
-        The numbers of tensors that were equal, replaced and added.
-
-    Raises:
-        CheckpointFileError: one of the checkpoints is damaged, or the two do not fit.
-    """
-    modules = resolve(modules)
-    with open_checkpoint(base) as files:
-        plan = make_plan(files, model_type=model_type, is_copied=True)
-        if not is_gguf(modules) and not (pathlib.Path(modules) / "config.json").is_file():
-            raise CheckpointFileError(
-                f"{modules} is neither an export of MTP modules nor a checkpoint: it has no config.json"
-            )
-        with open_checkpoint(modules) as source:
-            found = read_modules(source, files, plan)
-            return merge_tensors(files, plan, found, target, progress=progress)
 
 
 def merge_tensors(

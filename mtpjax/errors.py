@@ -72,7 +72,7 @@ class ConfigError(CheckpointError):
     """A `config.json` is damaged, or describes an architecture that is not supported. One line that names the key."""
 
 
-class UnsafeFileError(CheckpointError):
+class UnsafeFileError(CheckpointFileError):
     """A file is missing, not a regular file, too large, or a symlink that leaves its directory. One line."""
 
 

@@ -13,7 +13,8 @@ import math
 import os
 import pathlib
 import shutil
-from collections.abc import Callable, Iterator, Mapping
+import types
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
@@ -25,7 +26,7 @@ from flax import traverse_util
 from mtpjax import distributed
 from mtpjax.errors import CheckpointError
 from mtpjax.io.disk_failures import check_space, one_line_failures
-from mtpjax.io.param_tree import flatten
+from mtpjax.models.quantized import BlockScaled, is_scaled
 
 Index = tuple[slice, ...]
 
@@ -74,34 +75,73 @@ def _begins(index: Index) -> tuple[int, ...]:
     return tuple(cut.start for cut in index)
 
 
-def flatten_arrays(params: Any) -> dict[str, np.ndarray | jax.Array | StreamedArray]:
+def nest(leaves: Mapping[str, Any], scaled: Mapping[str, Sequence[int]] = types.MappingProxyType({})) -> dict[str, Any]:
+    """Nests leaves by flat name, such as `{"a/b": leaf}`, and joins the arrays of quantized parameters.
+
+    Args:
+        scaled: `[axis, block]` of each `BlockScaled` whose leaves are `name/values` and `name/scales`.
+    """
+    leaves = dict(leaves)
+    for name, (axis, block) in scaled.items():
+        values, scales = leaves.pop(f"{name}/values"), leaves.pop(f"{name}/scales")
+        leaves[name] = BlockScaled(values, scales, axis=axis, block=block)
+    return traverse_util.unflatten_dict(leaves, sep="/")
+
+
+def flatten_arrays(params: Any) -> tuple[dict[str, np.ndarray | jax.Array | StreamedArray], dict[str, list[int]]]:
     """Flattens parameters to save, and rejects leaves that would not restore to the same bits.
 
     Args:
-        params: nested dicts of jax or numpy arrays, or of `StreamedArray`.
+        params: nested dicts of jax or numpy arrays, `StreamedArray` or `BlockScaled`, with non-empty string keys without
+            "/" and ".".
 
     Returns:
-        Arrays of this process and streamed arrays by flat name. Arrays that a mesh splits are streamed.
+        `(arrays, scaled)`: arrays of this process and streamed arrays by flat name, and `scaled` of `nest`. Arrays that
+        a mesh shards are streamed.
     """
-    arrays = {}
-    for name, leaf in flatten(params).items():
-        # PRNG keys are arrays too, but their bits are meaningless without their implementation.
-        is_array = isinstance(leaf, (jax.Array, np.ndarray, StreamedArray))
-        if not is_array or jnp.issubdtype(leaf.dtype, jax.dtypes.prng_key):
-            raise ValueError(f"params[{name!r}] is a {type(leaf).__name__}; a checkpoint holds jax or numpy arrays")
-        if not math.prod(leaf.shape):
-            raise ValueError(f"params[{name!r}] has shape {leaf.shape}; Orbax cannot store an array without elements")
-        # JAX converts foreign byte orders and, by default, 64-bit types, so these would not restore to the same bits.
-        dtype = np.dtype(leaf.dtype)
-        if not dtype.isnative or not _is_jax_dtype(dtype):
-            raise ValueError(f"params[{name!r}] has dtype {dtype.str} ({dtype}); JAX would not restore it")
-        # Arrays stay on their devices until they are written; of several copies, one is written.
-        if isinstance(leaf, jax.Array):
-            leaf = leaf.addressable_data(0) if leaf.is_fully_replicated else stream_parts(leaf)
-        arrays[name] = leaf
+    arrays, scaled = {}, {}
+    for name, leaf in _flatten(params).items():
+        if is_scaled(leaf):
+            scaled[name] = [leaf.axis, leaf.block]
+            parts = {f"{name}/values": leaf.values, f"{name}/scales": leaf.scales}
+        else:
+            parts = {name: leaf}
+        arrays |= {part: _array_to_save(part, array) for part, array in parts.items()}
     if not arrays:
         raise ValueError("params hold no array")
-    return arrays
+    return arrays, scaled
+
+
+def _flatten(tree: Any, prefix: str = "") -> dict[str, Any]:
+    """Lists the leaves of nested dicts by flat name. An empty dict below the root is a leaf."""
+    if not isinstance(tree, Mapping):
+        raise ValueError(f"params must be nested dicts of arrays, not {type(tree).__name__}")
+    leaves = {}
+    for key, value in tree.items():
+        # Keys become names of folders and files.
+        if not isinstance(key, str) or not key or "/" in key or "." in key:  # Orbax joins names with "."
+            raise ValueError(f"params key {key!r} under {prefix!r} must be a non-empty string without '/' and '.'")
+        leaves |= (
+            _flatten(value, f"{prefix}{key}/") if isinstance(value, Mapping) and value else {f"{prefix}{key}": value}
+        )
+    return leaves
+
+
+def _array_to_save(name: str, leaf: Any) -> np.ndarray | jax.Array | StreamedArray:
+    # PRNG keys are arrays too, but their bits are meaningless without their implementation.
+    is_array = isinstance(leaf, (jax.Array, np.ndarray, StreamedArray))
+    if not is_array or jnp.issubdtype(leaf.dtype, jax.dtypes.prng_key):
+        raise ValueError(f"params[{name!r}] is a {type(leaf).__name__}; a checkpoint holds jax or numpy arrays")
+    if not math.prod(leaf.shape):
+        raise ValueError(f"params[{name!r}] has shape {leaf.shape}; Orbax cannot store an array without elements")
+    # JAX converts foreign byte orders and, by default, 64-bit types, so these would not restore to the same bits.
+    dtype = np.dtype(leaf.dtype)
+    if not dtype.isnative or not _is_jax_dtype(dtype):
+        raise ValueError(f"params[{name!r}] has dtype {dtype.str} ({dtype}); JAX would not restore it")
+    # Arrays stay on their devices until they are written; of several copies, one is written.
+    if isinstance(leaf, jax.Array):
+        return leaf.addressable_data(0) if leaf.is_fully_replicated else stream_parts(leaf)
+    return leaf
 
 
 def write_arrays(folder: pathlib.Path, arrays: Mapping[str, Any]) -> tuple[dict[str, dict], dict[str, str]]:

@@ -28,7 +28,6 @@ from mtpjax.io.checkpoint_format import (
 )
 from mtpjax.io.checkpoint_reader import model_config, restore
 from mtpjax.io.huggingface_files import HUGGINGFACE_FOLDER, count_token_ids, read_kept_config
-from mtpjax.io.param_tree import split_scaled
 from mtpjax.models.config import Implementation, ModelConfig
 from mtpjax.models.model import MTPModel
 from mtpjax.models.params import is_of_modules
@@ -64,10 +63,9 @@ def save(
     """
     path = pathlib.Path(path).resolve()
     # Check everything that can be checked before the first byte is written.
-    params, scaled = split_scaled(params)
+    arrays, scaled = flatten_arrays(params)
     config = {"format": FORMAT, "version": VERSION, "config": config_dict, "metadata": metadata or {}}
     config_bytes = json_bytes(config | ({"block_scaled": scaled} if scaled else {}))
-    arrays = flatten_arrays(params)
     # The folder gets its name once it is complete, so readers never see a partial checkpoint. If the first process
     # cannot rename it at the end, all processes raise.
     with (

@@ -87,7 +87,7 @@ def read_config(path: pathlib.Path) -> dict[str, Any] | None:
     """
     try:
         config = parse_json(read_inside(path, CONFIG_FILE, max_bytes=MAX_JSON_BYTES) or b"null")
-    except (OSError, UnsafeFileError, ValueError, RecursionError):  # ValueError: the file is not JSON, or not UTF-8
+    except (OSError, ValueError):  # ValueError: the file is unsafe, not JSON, or not UTF-8
         return None
     # Hugging Face directories have a `config.json` too; only this format names itself.
     return config if isinstance(config, dict) and config.get("format") == FORMAT else None
@@ -105,7 +105,7 @@ def read_digests(path: pathlib.Path) -> tuple[dict[str, str], dict[str, dict[str
         digests = parse_json(read_kept(path, DIGESTS_FILE))
         files, arrays = dict(digests["files"]), dict(digests["arrays"])
         is_complete = CONFIG_FILE in files and all(_is_record(record) for record in arrays.values())
-    except (OSError, UnsafeFileError, ValueError, KeyError, TypeError, RecursionError) as error:
+    except (OSError, ValueError, KeyError, TypeError) as error:
         raise CheckpointError(f"{file} is missing or damaged: {one_line(error)}") from error
     # Without the digest of `config.json` a changed configuration would go unnoticed.
     if not is_complete:

@@ -16,7 +16,7 @@ from jax.sharding import Mesh
 
 from mtpjax import distributed
 from mtpjax.errors import CheckpointError, one_line
-from mtpjax.io.array_files import Index, array_record, array_spec, check_record, single_thread_context
+from mtpjax.io.array_files import Index, array_record, array_spec, check_record, nest, single_thread_context
 from mtpjax.io.checkpoint_format import (
     ARRAYS_FOLDER,
     CONFIG_FILE,
@@ -27,7 +27,6 @@ from mtpjax.io.checkpoint_format import (
     read_config,
     read_digests,
 )
-from mtpjax.io.param_tree import join_scaled, unflatten
 from mtpjax.models.config import ModelConfig
 from mtpjax.models.decoding_layout import choose_layout
 from mtpjax.models.sharding import read_parts
@@ -64,7 +63,7 @@ def restore(
             arrays = pool.map(reader.read_checked, reader.records)
             placed = {name: jnp.asarray(array) for name, array in zip(reader.records, arrays, strict=True)}
     # Nest the arrays by name, and put values and scales of quantized parameters together again.
-    return reader.config, join_scaled(unflatten(placed), reader.scaled), reader.metadata
+    return reader.config, nest(placed, reader.scaled), reader.metadata
 
 
 class CheckpointReader:

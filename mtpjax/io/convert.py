@@ -41,7 +41,7 @@ from conversion.weight_files import INDEX
 from mtpjax.atomic import atomic_folder
 from mtpjax.errors import CheckpointFileError, ConfigError
 from mtpjax.io import checkpoint
-from mtpjax.io.array_files import StreamedArray
+from mtpjax.io.array_files import StreamedArray, nest
 from mtpjax.io.checkpoint_format import find_checkpoint, is_checkpoint
 from mtpjax.io.checkpoint_reader import CheckpointReader
 from mtpjax.io.huggingface_files import HEADERS_FILE, HUGGINGFACE_FOLDER, OTHER_TENSORS_FILE, SELF_CHECK_FILE
@@ -53,7 +53,6 @@ from mtpjax.io.new_directory import (
     read_original,
     write_generation_config,
 )
-from mtpjax.io.param_tree import unflatten
 
 Progress = Callable[[int], Any]
 
@@ -97,7 +96,7 @@ def to_mtpjax(
 
             return StreamedArray(spec.shape, dtype, spec.chunks(dtype.itemsize), part)
 
-        params = unflatten({path: plan.make_param(files, path, stream) for path in plan.specs})
+        params = nest({path: plan.make_param(files, path, stream) for path in plan.specs})
 
         def write_rest(folder: pathlib.Path) -> None:
             # Keep everything needed to export the same bytes: small files, headers, and tensors of other parts.

@@ -5,7 +5,7 @@ import json
 import math
 import pathlib
 import textwrap
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from typing import Any
 
 import jax
@@ -16,15 +16,14 @@ from conversion.gguf_files import GGUFFiles, open_checkpoint
 from conversion.load_plan import LoadPlan, inspect_files
 from conversion.names import param_specs
 from conversion.read_params import scale_spec
-from conversion.safetensors_header import DTYPE_NAMES, E4M3
+from conversion.safetensors_header import DTYPE_NAMES, E4M3, FLOAT32
 from mtpjax.errors import CheckpointFileError
+from mtpjax.io.array_files import nest
 from mtpjax.io.checkpoint_format import find_checkpoint, is_checkpoint
 from mtpjax.io.checkpoint_reader import CheckpointReader
-from mtpjax.io.param_tree import unflatten
 from mtpjax.messages import count_of
 from mtpjax.models.config import ModelConfig
 from mtpjax.models.decoding_layout import find_copies, param_part_spec
-from mtpjax.models.quantized import BlockScaled
 from mtpjax.models.sharding import mesh_text, num_shards
 from mtpjax.safe_open import is_gguf
 
@@ -80,13 +79,8 @@ def stored_params(path, *, model_type: str | None = None) -> tuple[ModelConfig, 
     facts = _inspect_mtpjax(found) if is_checkpoint(found) else _inspect_hugging_face(path, model_type)
     if facts["problems"]:
         raise CheckpointFileError(facts["problems"][0])
-    leaves: dict[str, Any] = {
-        name: jax.ShapeDtypeStruct(shape, dtype) for name, (shape, dtype) in facts["sizes"].items()
-    }
-    for name, (axis, block) in facts["scaled"].items():
-        values, scales = leaves.pop(name, None) or leaves.pop(f"{name}/values"), leaves.pop(f"{name}/scales")
-        leaves[name] = BlockScaled(values, scales, axis=axis, block=block)
-    return facts["config"], unflatten(leaves)
+    leaves = {name: jax.ShapeDtypeStruct(shape, dtype) for name, (shape, dtype) in facts["sizes"].items()}
+    return facts["config"], nest(leaves, facts["scaled"])
 
 
 def count_attention_kinds(config: ModelConfig) -> dict[str, int]:
@@ -228,12 +222,13 @@ def _inspect_hugging_face(path, model_type: str | None) -> dict[str, Any]:
         }
 
 
-def _param_sizes(plan: LoadPlan):
-    """Yields `(path, (shape, dtype))` of each parameter as it would be in memory."""
+def _param_sizes(plan: LoadPlan) -> Iterator[tuple[str, tuple[tuple[int, ...], np.dtype]]]:
+    """Yields `(path, (shape, dtype))` of each array of the parameters as it would be in memory."""
     for path, spec in plan.specs.items():
-        yield path, (spec.shape, plan.dtypes[path])
-        if plan.dtypes[path] == E4M3:
-            yield f"{path}/scales", (scale_spec(spec, plan.scales).shape, np.dtype(np.float32))
+        dtype = plan.dtypes[path]
+        yield f"{path}/values" if dtype == E4M3 else path, (spec.shape, dtype)
+        if dtype == E4M3:
+            yield f"{path}/scales", (scale_spec(spec, plan.scales).shape, FLOAT32)
 
 
 def _inspect_mtpjax(path: pathlib.Path) -> dict[str, Any]:

@@ -19,7 +19,8 @@ from mtpjax.safe_open import ADDITIONAL_TEMPLATES, parse_json
 
 log = logging.getLogger("mtpjax.conversion")
 
-GENERATION_CONFIG = "generation_config.json"
+KEPT_CONFIG, GENERATION_CONFIG = f"{HUGGINGFACE_FOLDER}/config.json", "generation_config.json"
+TOKEN_IDS = ("bos_token_id", "eos_token_id", "pad_token_id")
 
 
 class OriginalDirectory(NamedTuple):
@@ -43,7 +44,7 @@ def read_original(reader: CheckpointReader) -> OriginalDirectory | None:
     """
     if HEADERS_FILE not in reader.files:
         return None
-    kept = _parse(read_kept(reader.path, HEADERS_FILE), reader.path / HEADERS_FILE)
+    kept = _read_object(reader, HEADERS_FILE)
     headers, model_type = kept.get("headers"), kept.get("model_type")
     if not isinstance(headers, dict) or model_type not in FAMILIES:
         raise CheckpointFileError(f"{reader.path / HEADERS_FILE} is damaged: it has no headers, or no known model_type")
@@ -55,9 +56,7 @@ def read_original(reader: CheckpointReader) -> OriginalDirectory | None:
             )
     # A header starts with its length, 8 bytes little-endian.
     encoded = {file: text.encode() for file, text in headers.items()}
-    content = _parse(
-        read_kept(reader.path, f"{HUGGINGFACE_FOLDER}/config.json"), reader.path / HUGGINGFACE_FOLDER / "config.json"
-    )
+    content = _read_object(reader, KEPT_CONFIG)
     headers = {file: len(text).to_bytes(8, "little") + text for file, text in encoded.items()}
     return OriginalDirectory(model_type, content, headers, kept.get("keeps_dtypes") is True)
 
@@ -115,17 +114,15 @@ def write_generation_config(folder: pathlib.Path, content: dict[str, Any]) -> No
     """Writes `generation_config.json` from the special tokens of `config.json`, unless the file is there."""
     if (folder / GENERATION_CONFIG).exists():
         return
-    names = ("bos_token_id", "eos_token_id", "pad_token_id")
-    values = {name: content[name] for name in names if content.get(name) is not None}
+    values = {name: content[name] for name in TOKEN_IDS if content.get(name) is not None}
     (folder / GENERATION_CONFIG).write_text(json.dumps({"_from_model_config": True, **values}, indent=2) + "\n")
 
 
 def _initial_config(reader: CheckpointReader) -> dict[str, Any] | None:
     """Returns the `config.json` of the checkpoint that training started from, as that of a text model."""
-    if f"{HUGGINGFACE_FOLDER}/config.json" not in reader.files:
+    if KEPT_CONFIG not in reader.files:
         return None
-    file = f"{HUGGINGFACE_FOLDER}/config.json"
-    values = _parse(read_kept(reader.path, file), reader.path / file)
+    values = _read_object(reader, KEPT_CONFIG)
     # A multimodal model was trained as a text model, so only its text section applies.
     if isinstance(values.get("text_config"), dict):
         model_type = f"{values.get('model_type')}_text"
@@ -143,13 +140,13 @@ def _token_ids(reader: CheckpointReader) -> dict[str, Any]:
     """Returns the end token of the checkpoint's tokenizer: byte 0 of the byte tokenizer, or that in its files."""
     file = f"{HUGGINGFACE_FOLDER}/{GENERATION_CONFIG}"
     if file in reader.files:
-        values = _parse(read_kept(reader.path, file), reader.path / file)
-        return {key: value for key, value in values.items() if key in ("bos_token_id", "eos_token_id", "pad_token_id")}
+        return {key: value for key, value in _read_object(reader, file).items() if key in TOKEN_IDS}
     return {"eos_token_id": 0} if reader.metadata.get("tokenizer") == "bytes" else {}
 
 
-def _parse(content: bytes, path: pathlib.Path) -> dict[str, Any]:
-    """Parses a kept JSON object."""
+def _read_object(reader: CheckpointReader, file: str) -> dict[str, Any]:
+    """Reads a JSON object that the checkpoint keeps."""
+    path, content = reader.path / file, read_kept(reader.path, file)
     try:
         values = parse_json(content)
     except ValueError as error:
