@@ -33,24 +33,11 @@ ASCEND_QUANTIZATION = "quant_model_description.json"  # Ascend's list of quantiz
 # Small files that belong to a checkpoint, by their usual names. The source's other files are not copied: pictures,
 # logs, results, and the description of the whole model.
 CHECKPOINT_FILES = (
-    "generation_config.json",
-    "tokenizer*.json",
-    "tokenizer.model",
-    "tiktoken.model",
-    "*.tiktoken",
-    "special_tokens_map.json",
-    "added_tokens.json",
-    "vocab.json",
-    "vocab.txt",
-    "merges.txt",
-    "chat_template.*",
-    "additional_chat_templates/*.jinja",
-    "*processor_config.json",
+    *("generation_config.json", "tokenizer*.json", "tokenizer.model", "tiktoken.model", "*.tiktoken"),
+    *("special_tokens_map.json", "added_tokens.json", "vocab.json", "vocab.txt", "merges.txt"),
+    *("chat_template.*", "additional_chat_templates/*.jinja", "*processor_config.json", "LICENSE*"),
     "quant_model_description*.json",
-    "configuration_*.py",  # code that config.json names in auto_map
-    "modeling_*.py",
-    "tokenization_*.py",
-    "LICENSE*",
+    *("configuration_*.py", "modeling_*.py", "tokenization_*.py"),  # code that config.json names in auto_map
 )
 
 # The architecture that engines load an export as; "MtpForCausalLM" for families that are not listed.
@@ -98,7 +85,10 @@ def export_mtp(source, target, *, model_type: str | None = None, progress: Calla
                 sources[new] = name
         if plan.layout.is_under_mtp:
             sources |= {name: name for name in shared_tensors(config, plan.layout)}
-        entries = [_entry(files, plan, new, name) for new, name in sorted(sources.items())]
+        entries = []
+        for new, name in sorted(sources.items()):
+            dtype = BF16 if name in plan.scales.names else files.tensors[name].dtype
+            entries.append(TensorEntry(new, dtype, files.tensors[name].shape))
         shards = [make_shard(EXPORT_FILE, entries, {"format": "pt"})]
         content = _edit_config(files.json("config.json"), plan)
 
@@ -133,12 +123,6 @@ def belongs_to_checkpoint(name: str) -> bool:
 def is_export(path: pathlib.Path) -> bool:
     """Returns whether a folder is an export, which a later one may replace."""
     return (path / EXPORT_FILE).is_file()
-
-
-def _entry(files: CheckpointFiles, plan: LoadPlan, new: str, name: str) -> TensorEntry:
-    """Makes the entry of an exported tensor: fp8 with scales becomes bfloat16, other dtypes stay."""
-    tensor = files.tensors[name]
-    return TensorEntry(new, BF16 if name in plan.scales.names else tensor.dtype, tensor.shape)
 
 
 def _edit_config(values: dict[str, Any], plan: LoadPlan) -> dict[str, Any]:

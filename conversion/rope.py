@@ -176,13 +176,8 @@ def _read_scaling(section: ConfigReader, reader: ConfigReader, is_nested: bool) 
     original = _original_length(section, reader, is_nested)
     if kind == "llama3":
         # Llama 3 scales low frequencies only, with a smooth transition.
-        low, high = needed("low_freq_factor"), needed("high_freq_factor")
-        return Llama3Scaling(
-            factor=needed("factor"),
-            original_max_position_embeddings=original,
-            low_freq_factor=low,
-            high_freq_factor=high,
-        )
+        factors = {key: needed(key) for key in ("low_freq_factor", "high_freq_factor", "factor")}
+        return Llama3Scaling(original_max_position_embeddings=original, **factors)
     # YaRN. A factor of null is the ratio of the lengths; null and 0 of some optional keys mean that they are not set.
     is_null = "factor" in section.values and section.get("factor") is None
     factor = reader.integer("max_position_embeddings") / original if is_null else needed("factor")

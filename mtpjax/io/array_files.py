@@ -13,7 +13,6 @@ import math
 import os
 import pathlib
 import shutil
-import types
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
@@ -75,14 +74,14 @@ def _begins(index: Index) -> tuple[int, ...]:
     return tuple(cut.start for cut in index)
 
 
-def nest(leaves: Mapping[str, Any], scaled: Mapping[str, Sequence[int]] = types.MappingProxyType({})) -> dict[str, Any]:
+def nest(leaves: Mapping[str, Any], scaled: Mapping[str, Sequence[int]] | None = None) -> dict[str, Any]:
     """Nests leaves by flat name, such as `{"a/b": leaf}`, and joins the arrays of quantized parameters.
 
     Args:
         scaled: `[axis, block]` of each `BlockScaled` whose leaves are `name/values` and `name/scales`.
     """
     leaves = dict(leaves)
-    for name, (axis, block) in scaled.items():
+    for name, (axis, block) in (scaled or {}).items():
         values, scales = leaves.pop(f"{name}/values"), leaves.pop(f"{name}/scales")
         leaves[name] = BlockScaled(values, scales, axis=axis, block=block)
     return traverse_util.unflatten_dict(leaves, sep="/")
@@ -92,8 +91,8 @@ def flatten_arrays(params: Any) -> tuple[dict[str, np.ndarray | jax.Array | Stre
     """Flattens parameters to save, and rejects leaves that would not restore to the same bits.
 
     Args:
-        params: nested dicts of jax or numpy arrays, `StreamedArray` or `BlockScaled`, with non-empty string keys without
-            "/" and ".".
+        params: nested dicts of jax or numpy arrays, `StreamedArray` or `BlockScaled`; the keys are non-empty strings
+            without "/" and ".".
 
     Returns:
         `(arrays, scaled)`: arrays of this process and streamed arrays by flat name, and `scaled` of `nest`. Arrays that
@@ -121,9 +120,8 @@ def _flatten(tree: Any, prefix: str = "") -> dict[str, Any]:
         # Keys become names of folders and files.
         if not isinstance(key, str) or not key or "/" in key or "." in key:  # Orbax joins names with "."
             raise ValueError(f"params key {key!r} under {prefix!r} must be a non-empty string without '/' and '.'")
-        leaves |= (
-            _flatten(value, f"{prefix}{key}/") if isinstance(value, Mapping) and value else {f"{prefix}{key}": value}
-        )
+        is_leaf = not isinstance(value, Mapping) or not value
+        leaves |= {f"{prefix}{key}": value} if is_leaf else _flatten(value, f"{prefix}{key}/")
     return leaves
 
 

@@ -212,19 +212,14 @@ def _checked_config(values: Any, params: dict, path) -> ModelConfig:
     config = model_config(values, path)
     # The numbers that determine how much is built. Flax compares every other shape while it traces.
     embedding = tuple(getattr(params.get("embedding"), "shape", ()))
-    found = {
-        "vocab_size, hidden_size": embedding,
-        "num_hidden_layers": len(params.get("trunk", ())),
-        "num_mtp_modules": sum(is_of_modules(name) and name.partition("_")[2].isdecimal() for name in params),
-    }
-    named = {
-        "vocab_size, hidden_size": (config.vocab_size, config.hidden_size),
-        "num_hidden_layers": config.num_hidden_layers,
-        "num_mtp_modules": config.num_mtp_modules,
-    }
-    for name, value in named.items():
-        if found[name] != value:
-            raise CheckpointError(f"{path / CONFIG_FILE} has {name} {value}, but the arrays have {found[name]}")
+    modules = sum(is_of_modules(name) and name.partition("_")[2].isdecimal() for name in params)
+    for name, value, found in (
+        ("vocab_size, hidden_size", (config.vocab_size, config.hidden_size), embedding),
+        ("num_hidden_layers", config.num_hidden_layers, len(params.get("trunk", ()))),
+        ("num_mtp_modules", config.num_mtp_modules, modules),
+    ):
+        if found != value:
+            raise CheckpointError(f"{path / CONFIG_FILE} has {name} {value}, but the arrays have {found}")
     return config
 
 

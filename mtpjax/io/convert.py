@@ -169,10 +169,12 @@ def to_hugging_face(
         shards = split_into_shards(entries.values())
     assembler = TensorAssembler(specs, reader.read, scaled=reader.scaled, scales=scales, tied=tied)
     with atomic_folder(pathlib.Path(target).resolve()) as folder:
-        with _other_tensors(reader) as other:
+        # Tensors of the original that are not parameters were kept in a separate file.
+        has_others = OTHER_TENSORS_FILE in reader.files
+        kept = CheckpointFiles(reader.path, only=OTHER_TENSORS_FILE) if has_others else contextlib.nullcontext()
+        with kept as other:
 
             def blocks(entry: TensorEntry) -> Iterator[np.ndarray]:
-                # Tensors that are not parameters were kept in a separate file.
                 if other is not None and entry.name in other.tensors:
                     return other.blocks(entry.name)
                 return assembler.blocks(entry)
@@ -246,16 +248,6 @@ def _rebuild_shard(
     if wanted == [entry_of(tensor) for tensor in found]:
         return Shard(file, header, tuple(wanted))
     return make_shard(file, wanted, metadata)
-
-
-@contextlib.contextmanager
-def _other_tensors(reader: CheckpointReader) -> Iterator[CheckpointFiles | None]:
-    """Opens the tensors of the original that are not parameters, if it had any."""
-    if OTHER_TENSORS_FILE not in reader.files:
-        yield None
-        return
-    with CheckpointFiles(reader.path, only=OTHER_TENSORS_FILE) as files:
-        yield files
 
 
 def _tensor_entries(
