@@ -1,4 +1,4 @@
-"""Makes the `config.json` of an mtpjax model: finds a family that transformers can load, and writes its values."""
+"""Writes the `config.json` of an mtpjax model as that of a family that transformers can load."""
 
 import dataclasses
 from typing import Any
@@ -9,8 +9,9 @@ from conversion.rope import FULL, SLIDING, describe_scaling
 from conversion.step_config import STEP
 from mtpjax.errors import ConfigError
 from mtpjax.models.config import ModelConfig
+from mtpjax.models.rope_scaling import RopeScaling
 
-# Families for models that were not converted from a checkpoint, the plainest first.
+# Families to try for models that were not converted from a checkpoint, the simplest first.
 ORDER = (
     *("llama", "qwen3", "deepseek_v3", "deepseek_v32", "glm_moe_dsa", "glm4_moe"),
     *("qwen3_next", "qwen3_5_text", "qwen3_5_moe_text", "mimo", "kimi_k2"),
@@ -18,11 +19,11 @@ ORDER = (
     "gpt_oss",
 )
 QWEN_HYBRID = ("qwen3_next", "qwen3_5", "qwen3_5_text", "qwen3_5_moe", "qwen3_5_moe_text")
-# These name each layer's kind instead of the number of dense layers.
+# These list each layer's feed-forward type instead of the number of dense layers.
 LISTS_FEED_FORWARD = ("glm4_moe_lite", "hy_v3", "mimo_v2_flash", "step3p5", "step3p7")
 # Fields determined by the files or the tokenizer, not by `config.json`.
 NOT_DESCRIBED = ("num_tokens", "mtp_own_embedding", "mtp_own_head")
-# Conventions of MTP modules that differ between families; written if a model differs from its family.
+# Conventions of MTP modules, written where a model differs from its family.
 MTP_CONVENTIONS = (
     *("mtp_chaining", "mtp_input", "mtp_hidden_post_norm", "mtp_chain_post_norm", "mtp_mask_first"),
     *("mtp_dense", "mtp_output_norm", "mtp_layer_type", "mtp_norm_differs"),
@@ -30,7 +31,7 @@ MTP_CONVENTIONS = (
 
 
 def describe_config(config: ModelConfig, model_type: str | None = None) -> tuple[str, dict[str, Any]]:
-    """Finds a family that can describe a model, and makes its `config.json`.
+    """Finds a family that can describe a model, and writes its `config.json`.
 
     Args:
         model_type: the family to use; by default the first that fits.
@@ -39,7 +40,7 @@ def describe_config(config: ModelConfig, model_type: str | None = None) -> tuple
         `(model_type, values)`, where `parse_config(values)` gives `config` again.
 
     Raises:
-        ConfigError: no family can describe the model; the message names the fields that the closest one cannot express.
+        ConfigError: no family can describe the model. The message lists what the closest family cannot express.
     """
     if model_type is not None and model_type not in FAMILIES:
         raise ConfigError(f"unsupported model_type {model_type!r}; supported: {', '.join(FAMILIES)}")
@@ -56,19 +57,19 @@ def describe_config(config: ModelConfig, model_type: str | None = None) -> tuple
             return name, values
         nearest = min(nearest or differing, differing, key=len)
     raise ConfigError(
-        "no supported family can describe this model; the closest one cannot express "
+        "no supported family can describe this model; the closest family cannot express "
         f"{', '.join(nearest) if nearest else 'its sizes'}"
     )
 
 
 def differing_fields(found: ModelConfig, config: ModelConfig) -> list[str]:
-    """Lists the fields in which two configurations differ. Leaves out fields that `config.json` does not decide."""
+    """Lists the fields in which two configurations differ, except those that `config.json` does not determine."""
     names = (field.name for field in dataclasses.fields(config) if field.name not in NOT_DESCRIBED)
     return [name for name in names if getattr(found, name) != getattr(config, name)]
 
 
 def _unsupported(config: ModelConfig, model_type: str) -> list[str]:
-    """Lists fields that mtpjax reads for a family, but that transformers' class of it does not compute."""
+    """Lists fields that mtpjax supports in a family, but that its transformers class does not compute."""
     wrong = []
     # In transformers, Llama and Qwen3 have no experts.
     if model_type in ("llama", "qwen3"):
@@ -77,7 +78,7 @@ def _unsupported(config: ModelConfig, model_type: str) -> list[str]:
     # These mixture-of-experts classes of transformers have no dense form.
     if model_type in ("qwen3_moe", "hy_v3", "ernie4_5_moe") and not config.is_moe:
         wrong.append("n_routed_experts")
-    # Qwen3-Next and some others mix dense layers with expert layers; Qwen3.5 does not.
+    # Qwen3-Next and a few others mix dense and expert layers; Qwen3.5 does not.
     dense = bool(config.mlp_only_layers or (config.is_moe and config.first_k_dense_replace))
     if model_type.startswith("qwen3_5") and dense:
         wrong.append("mlp_only_layers")
@@ -96,7 +97,7 @@ def _unsupported(config: ModelConfig, model_type: str) -> list[str]:
 
 
 def _values(config: ModelConfig, model_type: str) -> dict[str, Any]:
-    """Makes the keys of `config.json`; sections that the model does not have are left out."""
+    """Makes the keys of `config.json`, without those of parts that the model does not have."""
     family = FAMILIES[model_type]
     same = ("vocab_size", "hidden_size", "num_hidden_layers", "num_attention_heads", "intermediate_size")
     # Keys of every family.
@@ -116,8 +117,8 @@ def _values(config: ModelConfig, model_type: str) -> dict[str, Any]:
     values = {name: getattr(config, name) for name in names}
     values |= _experts(config, model_type)
     values = {name: list(value) if isinstance(value, tuple) else value for name, value in values.items()}
-    # Keys that are spelled differently from ModelConfig's fields, and keys that transformers needs: its number of key
-    # heads has another default, and it replaces an empty list of indexer types by its own pattern.
+    # Keys that differ from ModelConfig's fields, and keys that transformers needs: its default number of key heads is
+    # different, and it replaces an empty list of indexer types with a pattern.
     if config.attention == "latent":
         values["num_key_value_heads"] = config.num_attention_heads
     if config.index_topk and not config.indexer_types:
@@ -128,7 +129,7 @@ def _values(config: ModelConfig, model_type: str) -> dict[str, Any]:
         values |= _windows(config, model_type)
     if config.linear_output_gate == "sigmoid":
         values["output_gate_type"] = "sigmoid"
-    # End tokens come from the tokenizer. Without these keys transformers would use the family's defaults.
+    # The tokenizer determines the end tokens. Without these keys, transformers would use the family's defaults.
     head = {"architectures": [family.architecture], "model_type": model_type, "hidden_act": "silu", "dtype": "float32"}
     ends = dict.fromkeys(("bos_token_id", "eos_token_id", "pad_token_id"))
     values = {**head, **ends, **values, **_modules(config, model_type)}
@@ -136,8 +137,8 @@ def _values(config: ModelConfig, model_type: str) -> dict[str, Any]:
 
 
 def _experts(config: ModelConfig, model_type: str) -> dict[str, Any]:
-    """Makes the keys about the mixture of experts, and those that say which layers are dense."""
-    # Without experts, transformers' mixture-of-experts classes need a key which says that all layers are dense.
+    """Makes the keys of the mixture of experts and of dense layers."""
+    # Without experts, transformers' mixture-of-experts classes need a key that makes all layers dense.
     if not config.is_moe:
         is_mixture = model_type not in ("llama", "qwen3", "mimo", *QWEN_HYBRID)
         return {"first_k_dense_replace": config.num_hidden_layers} if is_mixture else {}
@@ -157,7 +158,7 @@ def _experts(config: ModelConfig, model_type: str) -> dict[str, Any]:
 
 
 def _modules(config: ModelConfig, model_type: str) -> dict[str, Any]:
-    """Makes the keys about MTP modules: their number, and the conventions in which they differ from the family."""
+    """Makes the keys of MTP modules: their number, and conventions that differ from those of the family."""
     family = FAMILIES[model_type]
     key = "mtp_num_hidden_layers" if family.layout.mtp == "mtp" else "num_nextn_predict_layers"
     values: dict[str, Any] = {key: config.num_mtp_modules}
@@ -168,7 +169,7 @@ def _modules(config: ModelConfig, model_type: str) -> dict[str, Any]:
 
 
 def _windows(config: ModelConfig, model_type: str) -> dict[str, Any]:
-    """Makes the keys about layers with a window, which `conversion.windows` and `conversion.step_config` read."""
+    """Makes the keys of sliding-window attention, which `conversion.windows` and `conversion.step_config` read."""
     values: dict[str, Any] = {"layer_types": list(config.layer_types), "sliding_window": config.sliding_window}
     if model_type == "gpt_oss":
         limit = {"swiglu_limit": config.swiglu_limits[0]} if config.swiglu_limits else {}
@@ -184,29 +185,29 @@ def _windows(config: ModelConfig, model_type: str) -> dict[str, Any]:
         "add_full_attention_sink_bias": config.attention_sinks == "all",
         "add_swa_attention_sink_bias": config.attention_sinks != "none",
         "rope_parameters": {
-            FULL: {
-                **describe_scaling(config.rope_scaling),
-                "rope_theta": config.rope_theta,
-                "partial_rotary_factor": config.partial_rotary_factor,
-            },
-            SLIDING: {
-                **describe_scaling(config.rope_scaling if config.sliding_rope_scaling else None),
-                "rope_theta": config.sliding_rope_theta,
-                "partial_rotary_factor": config.sliding_partial_rotary_factor,
-            },
+            kind: {**describe_scaling(scaling), "rope_theta": base, "partial_rotary_factor": share}
+            for kind, (scaling, base, share) in _rope_by_type(config).items()
         },
     }
 
 
+def _rope_by_type(config: ModelConfig) -> dict[str, tuple[RopeScaling | None, float, float]]:
+    """Returns scaling, base and rotated share of each type of layer."""
+    sliding = config.rope_scaling if config.sliding_rope_scaling else None
+    return {
+        FULL: (config.rope_scaling, config.rope_theta, config.partial_rotary_factor),
+        SLIDING: (sliding, config.sliding_rope_theta, config.sliding_partial_rotary_factor),
+    }
+
+
 def _step_lists(config: ModelConfig) -> dict[str, Any]:
-    """Lists an entry per layer and then per MTP module."""
+    """Makes Step-3.5's lists: an entry per layer, then per MTP module."""
     types = [*config.layer_types, *[config.mtp_layer_type] * config.num_mtp_modules]
-    bases = {FULL: config.rope_theta, SLIDING: config.sliding_rope_theta}
-    shares = {FULL: config.partial_rotary_factor, SLIDING: config.sliding_partial_rotary_factor}
+    rope = _rope_by_type(config)
     values: dict[str, Any] = {
         "layer_types": types,
-        "rope_theta": [bases[kind] for kind in types],
-        "partial_rotary_factors": [shares[kind] for kind in types],
+        "rope_theta": [rope[kind][1] for kind in types],
+        "partial_rotary_factors": [rope[kind][2] for kind in types],
         "yarn_only_types": [FULL, SLIDING] if config.sliding_rope_scaling else [FULL],
         "moe_layers_enum": ",".join(str(layer) for layer, kind in enumerate(config.trunk_kinds) if kind.is_moe),
         "attention_other_setting": {

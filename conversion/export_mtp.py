@@ -23,8 +23,7 @@ from conversion.gguf_files import open_checkpoint
 from conversion.load_plan import LoadPlan, make_plan
 from conversion.names import EXPORT_FILE, exported_name, shared_tensors
 from conversion.safetensors_header import BF16
-from conversion.shards import TensorEntry, copy_files, entry_of, index_bytes, make_shard, write_shards
-from conversion.weight_files import INDEX
+from conversion.shards import TensorEntry, copy_files, entry_of, make_shard, write_index, write_shards
 from mtpjax.atomic import atomic_folder
 from mtpjax.errors import CheckpointError, CheckpointFileError
 from mtpjax.models.config import ModelConfig
@@ -100,7 +99,7 @@ def export_mtp(source, target, *, model_type: str | None = None, progress: Calla
 
             write_shards(folder, shards, blocks, progress)
             copy_files(folder, files.bytes_of, filter(belongs_to_checkpoint, files.other_files()))
-            (folder / INDEX).write_bytes(index_bytes(shards))
+            write_index(folder, shards)
             (folder / "config.json").write_text(json.dumps(content, indent=2) + "\n")
             if (folder / ASCEND_QUANTIZATION).is_file():
                 described = _rename_described(files.json(ASCEND_QUANTIZATION), config, plan.layout)

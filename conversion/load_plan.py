@@ -15,14 +15,7 @@ from conversion.files import CheckpointFiles, TensorSource
 from conversion.names import param_specs, stored_layout, tied_copies
 from conversion.norm_storage import with_norm_storage
 from conversion.quantized_formats import DESCRIPTIONS, SCALE_ENDS, described_quantization, find_packed_format
-from conversion.read_params import (
-    MakeArray,
-    ScaleMap,
-    read_as,
-    read_scales,
-    read_values,
-    scale_spec,
-)
+from conversion.read_params import MakeArray, ScaleMap, read_as, read_scales, read_values, scale_spec
 from conversion.safetensors_header import E4M3, FLOAT32
 from conversion.stored_modules import (
     count_stored_modules,
@@ -75,14 +68,10 @@ class LoadPlan:
         dtype, spec, scales = self.dtypes[path], self.specs[path], self.scales
         if dtype != E4M3:
             return make(path, spec, dtype, lambda index: read_as(files, scales, spec, index, dtype))
-        parts = {
-            "values": make(f"{path}/values", spec, dtype, lambda index: read_values(files, spec, index)),
-            "scales": make(
-                *(f"{path}/scales", scale_spec(spec, scales), FLOAT32),
-                lambda index: read_scales(files, scales, spec, index),
-            ),
-        }
-        return BlockScaled(**parts, axis=spec.in_axis, block=scales.columns)
+        values = make(f"{path}/values", spec, dtype, lambda index: read_values(files, spec, index))
+        read = lambda index: read_scales(files, scales, spec, index)
+        stored = make(f"{path}/scales", scale_spec(spec, scales), FLOAT32, read)
+        return BlockScaled(values, stored, axis=spec.in_axis, block=scales.columns)
 
 
 def make_plan(
@@ -171,7 +160,22 @@ def inspect_files(
         if name.endswith(IGNORED_SUFFIXES):
             log.info("ignored: %s", name)
         (other if name.startswith(OTHER_PARTS) or name.endswith(IGNORED_SUFFIXES) else extra).append(name)
-    plan = LoadPlan(
+    missing, dtypes, mixed = wanted.keys() - files.tensors.keys(), dict.fromkeys(specs, FLOAT32), ""
+    # The problems in the order in which loading raises them.
+    problems = [packed] if packed else [*_find_shape_problems(config, layout, files, wanted), *scale_problems]
+    if packed:
+        missing, extra = set(), []
+    else:
+        for path, spec in specs.items():
+            if any(piece.name in missing for piece in spec.slices):
+                continue
+            try:
+                dtypes[path] = param_dtype(path, spec, files, scales, dtype)
+            except CheckpointFileError as error:
+                problems.append(str(error))
+        mixed = describe_mixed(specs, files)
+        problems += [] if is_copied else _find_extra_problems(extra, layout, files, allow_extra)
+    return LoadPlan(
         model_type=parsed.model_type,
         config=config,
         layout=layout,
@@ -179,16 +183,12 @@ def inspect_files(
         scales=scales,
         tied=tied,
         other=tuple(other),
-        missing=tuple(sorted(wanted.keys() - files.tensors.keys())),
+        missing=tuple(sorted(missing)),
         extra=tuple(extra),
-        dtypes=dict.fromkeys(specs, FLOAT32),
-        mixed="",
-        problems=(packed,) if packed else (),
+        dtypes=dtypes,
+        mixed=mixed,
+        problems=tuple(problems),
     )
-    if packed:
-        return dataclasses.replace(plan, missing=(), extra=())
-    problems = [*_find_shape_problems(plan, files, wanted), *scale_problems]
-    return _with_dtypes(plan, files, dtype, problems, _find_extra_problems(plan, files, allow_extra, is_copied))
 
 
 def find_packing(files: TensorSource, values: Any) -> str | None:
@@ -209,15 +209,16 @@ def read_descriptions(files: TensorSource) -> dict[str, Any]:
     return {name: files.json(name) for name in DESCRIPTIONS if (files.path / name).is_file()}
 
 
-def _find_shape_problems(plan: LoadPlan, files: CheckpointFiles, wanted: dict[str, tuple[int, ...]]) -> list[str]:
+def _find_shape_problems(
+    config: ModelConfig, layout: Layout, files: CheckpointFiles, wanted: dict[str, tuple[int, ...]]
+) -> list[str]:
     """Lists missing tensors, and those whose shape is not the one that the configuration implies."""
     problems = []
-    if plan.missing:
-        found, named = count_stored_modules(plan.config, plan.layout, files), plan.config.num_mtp_modules
+    if missing := sorted(wanted.keys() - files.tensors.keys()):
+        found, named = count_stored_modules(config, layout, files), config.num_mtp_modules
         modules = f"; config.json names {named} MTP modules, the files hold {found}" if found < named else ""
         problems.append(
-            f"{files.path} lacks {count_of(len(plan.missing), 'tensor')}{modules}; missing: "
-            f"{', '.join(plan.missing[:5])}"
+            f"{files.path} lacks {count_of(len(missing), 'tensor')}{modules}; missing: {', '.join(missing[:5])}"
         )
     for name, shape in wanted.items():
         if name in files.tensors and files.tensors[name].shape != shape:
@@ -225,21 +226,18 @@ def _find_shape_problems(plan: LoadPlan, files: CheckpointFiles, wanted: dict[st
     return problems
 
 
-def _find_extra_problems(plan: LoadPlan, files: CheckpointFiles, allow_extra: bool, is_copied: bool) -> list[str]:
+def _find_extra_problems(extra: list[str], layout: Layout, files: CheckpointFiles, allow_extra: bool) -> list[str]:
     """Lists unknown tensors: those inside the language model change what it computes, so they are never ignored."""
-    if is_copied or not plan.extra:
-        return []
-    inside = [name for name in plan.extra if _is_inside(name, plan.layout)]
+    inside = [name for name in extra if _is_inside(name, layout)]
     if inside:
         return [
             f"{files.path} has {count_of(len(inside), 'tensor')} that the model of config.json does not compute: "
             f"{', '.join(inside[:5])}; without them its results would be wrong"
         ]
-    if allow_extra:
+    if allow_extra or not extra:
         return []
     return [
-        f"{files.path} has {len(plan.extra)} unknown tensors: {', '.join(plan.extra[:5])}; "
-        "allow_extra (--allow-extra) skips them"
+        f"{files.path} has {len(extra)} unknown tensors: {', '.join(extra[:5])}; allow_extra (--allow-extra) skips them"
     ]
 
 
@@ -248,19 +246,3 @@ def _is_inside(name: str, layout: Layout) -> bool:
     parts = [f"{layout.trunk}{part}" for part in ("layers.", "norm.", "embed_tokens")]
     modules = layout.modules if layout.is_under_mtp else f"{layout.modules}mtp"
     return name.startswith((*parts, modules, layout.head.removesuffix("weight")))
-
-
-def _with_dtypes(plan: LoadPlan, files: CheckpointFiles, dtype, problems: list[str], last: list[str]) -> LoadPlan:
-    """Adds the dtypes of the parameters, and the problems in the order in which loading raises them."""
-    dtypes = dict(plan.dtypes)
-    missing = set(plan.missing)
-    for path, spec in plan.specs.items():
-        names = {piece.name for piece in spec.slices}
-        if names & missing:
-            continue
-        try:
-            dtypes[path] = param_dtype(path, spec, files, plan.scales, dtype)
-        except CheckpointFileError as error:
-            problems.append(str(error))
-    mixed = describe_mixed(plan.specs, files)
-    return dataclasses.replace(plan, dtypes=dtypes, mixed=mixed, problems=(*problems, *last))

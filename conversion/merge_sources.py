@@ -25,6 +25,7 @@ from conversion.norm_storage import find_norm_storage
 from conversion.quantized_formats import SCALE_ENDS
 from conversion.safetensors_header import BF16
 from conversion.shards import TensorEntry, entry_of
+from conversion.tensor_slice import slices_under
 from mtpjax.errors import CheckpointFileError
 from mtpjax.messages import count_of
 from mtpjax.models.config import ModelConfig
@@ -103,10 +104,9 @@ def _from_export(exported: CheckpointFiles, base: CheckpointFiles, plan: LoadPla
 def _from_full(source: CheckpointFiles, base: CheckpointFiles, plan: LoadPlan) -> ModuleTensors:
     """Lists the tensors of the modules of a full checkpoint, such as the original release, or only of its modules."""
     given = inspect_files(source, is_copied=True)
-    needed = {piece.name for path, spec in given.specs.items() if path.startswith("mtp_") for piece in spec.slices}
+    needed, trunk = slices_under("mtp_", given.specs).keys(), slices_under("trunk/", given.specs).keys()
     # A folder with only the file of the modules, under their original names, has no trunk.
-    has_modules_alone = bool(needed) and needed <= source.tensors.keys()
-    has_modules_alone &= not any(name in source.tensors for name in _trunk_names(given))
+    has_modules_alone = bool(needed) and needed <= source.tensors.keys() and not trunk & source.tensors.keys()
     if given.problems and not has_modules_alone:
         raise CheckpointFileError(given.problems[0])
     count = given.config.num_mtp_modules
@@ -125,7 +125,7 @@ def _from_full(source: CheckpointFiles, base: CheckpointFiles, plan: LoadPlan) -
     for name in source.tensors:
         new = exported_name(name, given.config, given.layout)
         # The merged modules use the base's embedding and head, so leave out copies that equal the source's.
-        if new is None or name in given.tied or f"{name}".removesuffix("_scale_inv") in given.tied:
+        if new is None or name in given.tied or name.removesuffix("_scale_inv") in given.tied:
             continue
         if keeps_fp8 or name not in scale_names:
             names[original_name(new, plan.config, plan.layout)] = name
@@ -172,11 +172,6 @@ def _check_norms_of_export(exported: CheckpointFiles, names: dict[str, str], bas
     require_same_norms(exported.path, is_centred, base.path, plan.config)
 
 
-def _trunk_names(plan: LoadPlan) -> set[str]:
-    """Names the tensors of the trunk's layers."""
-    return {piece.name for path, spec in plan.specs.items() if path.startswith("trunk/") for piece in spec.slices}
-
-
 def _with_modules(plan: LoadPlan, count: int, mtp: str) -> LoadPlan:
     """Returns the base's plan with the number of modules after the merge, and the layout of their names."""
     layout = plan.layout if plan.config.num_mtp_modules else dataclasses.replace(plan.layout, mtp=mtp)
@@ -193,7 +188,7 @@ def _check_tensors(modules: ModuleTensors, where: str) -> None:
     """Checks that the modules have all tensors, no others, and the shapes that the base's configuration implies."""
     config, plan = modules.plan.config, modules.plan
     specs = param_specs(config, plan.layout, modules.entries.__contains__)
-    wanted = {piece.name: piece for path, spec in specs.items() if path.startswith("mtp_") for piece in spec.slices}
+    wanted = slices_under("mtp_", specs)
     names, copies = set(modules.entries), set().union(*_copies(config, plan).values())
     scales = {f"{name}{end}" for name in names for end in SCALE_ENDS}
     unknown = names - wanted.keys() - copies - scales - {"rot.weight"}

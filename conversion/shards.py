@@ -93,16 +93,6 @@ def split_into_shards(entries: Iterable[TensorEntry], max_bytes: int = SHARD_BYT
     return [make_shard(name, group, {"format": "pt"}) for name, group in zip(names, groups, strict=True)]
 
 
-def index_bytes(shards: Iterable[Shard]) -> bytes:
-    """Makes the content of `model.safetensors.index.json`."""
-    shards = list(shards)
-    # Hugging Face's loaders read `weight_map`; `total_size` counts tensors without headers.
-    total = sum(entry.nbytes for shard in shards for entry in shard.entries)
-    places = {entry.name: shard.file for shard in shards for entry in shard.entries}
-    index = {"metadata": {"total_size": total}, "weight_map": dict(sorted(places.items()))}
-    return (json.dumps(index, indent=2) + "\n").encode()
-
-
 def write_shards(
     folder: pathlib.Path,
     shards: Iterable[Shard],
@@ -158,5 +148,10 @@ def copy_files(folder: pathlib.Path, content: Callable[[str], Iterator[memoryvie
 
 def write_index(folder: pathlib.Path, shards: list[Shard]) -> None:
     """Writes `model.safetensors.index.json`, unless the only shard is `model.safetensors`."""
-    if len(shards) > 1 or shards[0].file != SINGLE:
-        (folder / INDEX).write_bytes(index_bytes(shards))
+    if len(shards) == 1 and shards[0].file == SINGLE:
+        return
+    # Hugging Face's loaders read `weight_map`; `total_size` counts tensors without headers.
+    total = sum(entry.nbytes for shard in shards for entry in shard.entries)
+    places = {entry.name: shard.file for shard in shards for entry in shard.entries}
+    index = {"metadata": {"total_size": total}, "weight_map": dict(sorted(places.items()))}
+    (folder / INDEX).write_text(json.dumps(index, indent=2) + "\n")

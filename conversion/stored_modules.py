@@ -26,24 +26,20 @@ def read_module_files(files: CheckpointFiles, parsed: hf_config.ParsedConfig) ->
     unused = []
     for file in files.unread:
         try:
-            tensors = {tensor.name: tensor for tensor in files.peek(file)}
+            with CheckpointFiles(files.path, only=file) as further:
+                names, differing = _find_modules(parsed, files, further)
         except CheckpointFileError as error:
             log.warning("left out: %s", error)
             continue
-        layout = stored_layout(parsed.layout, parsed.model, (tensors.keys() | files.tensors.keys()).__contains__)
-        prefixes = module_prefixes(parsed.model, layout)
-        is_module = [name for name in tensors if name.startswith(prefixes) and name not in files.tensors]
-        again = sorted(tensors.keys() & files.tensors.keys()) if is_module else []
-        differing = [name for name in again if _differs(files, file, name)]
-        if is_module and not differing:
+        if names and not differing:
             log.warning(
                 "%s is not named by the index; its %d tensors, %d of them of MTP modules, are read",
-                *(files.path / file, len(tensors), len(is_module)),
+                *(files.path / file, len(further.tensors), len(names)),
             )
             files.adopt(file)
-        elif is_module:
-            name = differing[0]
-            unused.append(f"{file} (it holds MTP modules, but {name} differs from that of {files.tensors[name].file})")
+        elif names:
+            other = files.tensors[differing].file
+            unused.append(f"{file} (it holds MTP modules, but {differing} differs from that of {other})")
         elif not file.startswith(KNOWN_FILE):
             unused.append(file)
     if unused:
@@ -53,11 +49,18 @@ def read_module_files(files: CheckpointFiles, parsed: hf_config.ParsedConfig) ->
         )
 
 
-def _differs(files: CheckpointFiles, file: str, name: str) -> bool:
-    """Returns whether an additional file's tensor of this name differs from the checkpoint's."""
-    with CheckpointFiles(files.path, only=file) as further:
+def _find_modules(
+    parsed: hf_config.ParsedConfig, files: CheckpointFiles, further: CheckpointFiles
+) -> tuple[list[str], str | None]:
+    """Lists the new tensors of MTP modules in a further file, and a tensor that differs from the checkpoint's."""
+    layout = stored_layout(parsed.layout, parsed.model, (further.tensors.keys() | files.tensors.keys()).__contains__)
+    prefixes = module_prefixes(parsed.model, layout)
+    names = [name for name in further.tensors if name.startswith(prefixes) and name not in files.tensors]
+    for name in sorted(further.tensors.keys() & files.tensors.keys()) if names else ():
         mine, other = files.tensors[name], further.tensors[name]
-        return mine.shape != other.shape or not streams_equal(files.blocks(name), further.blocks(name))
+        if mine.shape != other.shape or not streams_equal(files.blocks(name), further.blocks(name)):
+            return names, name
+    return names, None
 
 
 def count_stored_modules(config: ModelConfig, layout: Layout, files: CheckpointFiles) -> int:

@@ -143,14 +143,8 @@ def triton_kernels(lowered: jax.stages.Lowered) -> list[TritonKernel]:
             with ir.Context() as context, ir.Location.unknown():
                 dialect.register_dialect(context)
                 text = ir.Module.parse(call["ir"].value_bytes).operation.get_asm()
-            kernels.append(
-                TritonKernel(
-                    name=call["name"].value,
-                    ir=str(text),
-                    num_warps=call["num_warps"].value,
-                    num_stages=call["num_stages"].value,
-                )
-            )
+            sizes = {name: call[name].value for name in ("num_warps", "num_stages")}
+            kernels.append(TritonKernel(call["name"].value, str(text), **sizes))
         return ir.WalkResult.ADVANCE
 
     # Kernels can be nested in loops and called functions, so walk every operation.

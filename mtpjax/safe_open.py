@@ -87,10 +87,14 @@ def read_inside(folder: pathlib.Path, name: str, *, max_bytes: int) -> bytes | N
     # `lexists` is true for a broken symlink, which `open_inside` then reports.
     if not os.path.lexists(path):
         return None
-    # Read one byte more than allowed: the size that the file system reports can change while the file is read. A read
-    # reserves memory for all that it may return, so a small file must not ask for the largest size.
     with open(open_inside(path, allowed_root(folder)), "rb") as stream:
-        content = stream.read(min(os.fstat(stream.fileno()).st_size, max_bytes) + 1)
+        return _read_bounded(stream, path, max_bytes)
+
+
+def _read_bounded(stream: io.BufferedReader, path, max_bytes: int) -> bytes:
+    # Read one byte more than allowed: the size that the file system reports can change while the file is read. A read
+    # reserves memory for all that it may return, so the limit of a small file is its size.
+    content = stream.read(min(os.fstat(stream.fileno()).st_size, max_bytes) + 1)
     if len(content) > max_bytes:
         raise UnsafeFileError(f"{path} is larger than {max_bytes} bytes")
     return content
@@ -184,7 +188,4 @@ def read_json_file(path: str | os.PathLike, *, max_bytes: int) -> Any:
         ValueError: the file is not a regular file, too large, not JSON, or nests too deeply.
     """
     with open_regular(path) as stream:
-        content = stream.read(max_bytes + 1)
-    if len(content) > max_bytes:
-        raise UnsafeFileError(f"{path} is larger than {max_bytes} bytes")
-    return parse_json(content)
+        return parse_json(_read_bounded(stream, path, max_bytes))

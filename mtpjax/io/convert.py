@@ -46,7 +46,6 @@ from mtpjax.io.checkpoint_format import find_checkpoint, is_checkpoint
 from mtpjax.io.checkpoint_reader import CheckpointReader
 from mtpjax.io.huggingface_files import HEADERS_FILE, HUGGINGFACE_FOLDER, OTHER_TENSORS_FILE, SELF_CHECK_FILE
 from mtpjax.io.new_directory import (
-    OriginalDirectory,
     copy_kept_files,
     describe_directory,
     module_layout,
@@ -157,16 +156,17 @@ def to_hugging_face(
     tied = {copy: name for copy, name in tied_copies(config, layout) if copy in before}
     entries = _tensor_entries(reader, specs, dtype, before if original.keeps_dtypes else {})
     entries |= {copy: entries[name]._replace(name=copy) for copy, name in tied.items()}
-    scales = _original_scales(original, before, entries)
+    scale_names = {name: f"{name}{end}" for name in entries for end in SCALE_ENDS if f"{name}{end}" in before}
+    scales = ScaleMap(scale_names, parse_config(original.content, original.model_type).block)
     # Tensors that are cast from fp8 lose their scales.
     dropped = {scale for name, scale in scales.names.items() if entries[name].dtype != E4M3}
-    # Repeat the original files, or make new ones.
-    shards = [
-        _rebuild_shard(file, original.headers[file], found, metadata, entries, dropped)
-        for file, (found, metadata) in parsed.items()
-    ]
-    if converted is None:
-        shards = split_into_shards(entries.values())
+    # Repeat the original files, with their headers unless a tensor has changed, or make new ones. Tensors that are not
+    # parameters have no entry and do not change.
+    shards = [] if converted else split_into_shards(entries.values())
+    for file, (found, metadata) in parsed.items():
+        wanted = tuple(entries.get(tensor.name, entry_of(tensor)) for tensor in found if tensor.name not in dropped)
+        is_same = wanted == tuple(map(entry_of, found))
+        shards.append(Shard(file, original.headers[file], wanted) if is_same else make_shard(file, wanted, metadata))
     assembler = TensorAssembler(specs, reader.read, scaled=reader.scaled, scales=scales, tied=tied)
     with atomic_folder(pathlib.Path(target).resolve()) as folder:
         # Tensors of the original that are not parameters were kept in a separate file.
@@ -224,30 +224,6 @@ def export_mtp(source, target, *, model_type: str | None = None, progress: Progr
 def _is_stacked(layout: Layout, name: str) -> bool:
     """Returns whether new files hold this tensor of stacked experts, as Qwen3.5's trunk does."""
     return layout.fused_experts and name.startswith(f"{layout.trunk}layers.") and name.endswith("experts.gate_up_proj")
-
-
-def _original_scales(
-    original: OriginalDirectory, before: dict[str, TensorInfo], entries: dict[str, TensorEntry]
-) -> ScaleMap:
-    """Finds the scale tensors that the original had, and its block size."""
-    names = {name: f"{name}{end}" for name in entries for end in SCALE_ENDS if f"{name}{end}" in before}
-    return ScaleMap(names, parse_config(original.content, original.model_type).block)
-
-
-def _rebuild_shard(
-    file: str,
-    header: bytes,
-    found: list[TensorInfo],
-    metadata: dict[str, str] | None,
-    entries: dict[str, TensorEntry],
-    dropped: set[str],
-) -> Shard:
-    """Rebuilds a file, with the same header if its tensors have not changed, otherwise with a new one."""
-    # Tensors of other parts have no entry and stay as they were.
-    wanted = [entries.get(tensor.name, entry_of(tensor)) for tensor in found if tensor.name not in dropped]
-    if wanted == [entry_of(tensor) for tensor in found]:
-        return Shard(file, header, tuple(wanted))
-    return make_shard(file, wanted, metadata)
 
 
 def _tensor_entries(

@@ -60,7 +60,8 @@ def inspect(path, *, mesh: dict[str, int] | None = None, model_type: str | None 
     mesh = mesh or {}
     facts["mesh"] = mesh
     facts["bytes_per_device"] = sum(
-        _elements_per_device(name, shape, config, mesh) * dtype.itemsize for name, (shape, dtype) in sizes.items()
+        math.prod(shape) // num_shards(param_part_spec(name, shape, config, mesh), mesh) * dtype.itemsize
+        for name, (shape, dtype) in sizes.items()
     )
     facts["copies"] = find_copies(config, mesh)
     facts["attention"] = count_attention_kinds(config)
@@ -124,41 +125,37 @@ def count_parameters(config: ModelConfig) -> dict[str, int]:
 
 def format_lines(facts: dict[str, Any]) -> list[str]:
     """Formats what `inspect` returned as a table of 80 columns. Paths and names stay whole, even if they are longer."""
-    config, parameters = facts["configuration"], facts["parameters"]
-    # Summarize attention kinds and experts.
-    experts = (
-        f"{config['n_routed_experts']} experts, {config['num_experts_per_tok']} per token, "
-        f"from layer {config['first_k_dense_replace']} on"
-        if config["n_routed_experts"]
-        else "dense"
+    config, parameters, quantization = facts["configuration"], facts["parameters"], facts["quantization"]
+    experts = "dense"
+    if config["n_routed_experts"]:
+        experts = f"{config['n_routed_experts']} experts, {config['num_experts_per_tok']} per token, "
+        experts += f"from layer {config['first_k_dense_replace']} on"
+    types = [("dtypes", _format_types(facts["dtypes"]))]
+    quantized = json.dumps(quantization or "none").strip('"')
+    # GGUF files are dequantized when they are loaded.
+    if facts["stored_types"]:
+        types = [("stored as", _format_types(facts["stored_types"])), ("loaded as", types[0][1])]
+        if quantization:
+            quantized = f"{', '.join(quantization['types'])}, dequantized when the file is loaded"
+    layers = ", ".join(f"{count} {kind}" for kind, count in facts["attention"].items())
+    sizes = (
+        f"vocabulary {config['vocab_size']}, width {config['hidden_size']}, context {config['max_position_embeddings']}"
     )
-    dtypes = _format_types(facts["dtypes"])
-    stored_types, quantization = facts["stored_types"], json.dumps(facts["quantization"] or "none").strip('"')
-    if stored_types and facts["quantization"]:
-        quantization = f"{', '.join(facts['quantization']['types'])}, dequantized when the file is loaded"
-    num_shards, size = len(facts["shards"]), format_bytes(facts["bytes"])
+    files = f"{count_of(len(facts['shards']), 'shard')}, {count_of(facts['tensors'], 'tensor')}"
     rows = [
         ("checkpoint", f"{facts['path']} ({facts['format']})"),
         ("family", facts["model_type"]),
-        ("layers", ", ".join(f"{count} {kind}" for kind, count in facts["attention"].items()) + f"; {experts}"),
-        (
-            "sizes",
-            f"vocabulary {config['vocab_size']}, width {config['hidden_size']}, context "
-            f"{config['max_position_embeddings']}",
-        ),
+        ("layers", f"{layers}; {experts}"),
+        ("sizes", sizes),
         ("MTP modules", str(config["num_mtp_modules"])),
         (
             "parameters",
             f"{parameters['trunk']:,} in the trunk, {parameters['active']:,} of them active; "
             f"{parameters['mtp']:,} in MTP modules, {parameters['mtp_active']:,} active",
         ),
-        *(
-            [("stored as", _format_types(stored_types)), ("loaded as", dtypes)]
-            if stored_types
-            else [("dtypes", dtypes)]
-        ),
-        ("quantization", quantization),
-        ("files", f"{count_of(num_shards, 'shard')}, {count_of(facts['tensors'], 'tensor')}, {size}"),
+        *types,
+        ("quantization", quantized),
+        ("files", f"{files}, {format_bytes(facts['bytes'])}"),
         ("memory", f"{format_bytes(facts['bytes_per_device'])} of parameters per device on {mesh_text(facts['mesh'])}"),
     ]
     rows += [("copies", problem) for problem in facts["copies"]]
@@ -215,9 +212,9 @@ def _inspect_hugging_face(path, model_type: str | None) -> dict[str, Any]:
             "config": plan.config,
             "sizes": dict(_param_sizes(plan)),
             "scaled": {
-                path: (spec.in_axis, plan.scales.columns)
-                for path, spec in plan.specs.items()
-                if plan.dtypes[path] == E4M3
+                path: (plan.specs[path].in_axis, plan.scales.columns)
+                for path, dtype in plan.dtypes.items()
+                if dtype == E4M3
             },
         }
 
@@ -261,8 +258,3 @@ def _count_by_dtype(arrays: Iterable[tuple[tuple[int, ...], np.dtype]]) -> dict[
         kind["tensors"] += 1
         kind["bytes"] += math.prod(shape) * dtype.itemsize
     return kinds
-
-
-def _elements_per_device(name: str, shape: tuple[int, ...], config: ModelConfig, mesh: dict[str, int]) -> int:
-    """Returns the number of elements of an array that one device holds."""
-    return math.prod(shape) // num_shards(param_part_spec(name, shape, config, mesh), mesh)

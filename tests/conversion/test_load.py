@@ -181,7 +181,7 @@ def test_a_tensor_twice_absent_or_elsewhere_is_named(copy):
 def test_a_key_that_comes_again_after_many_others_is_found():
     """A search that compares every key with all others would take hours here."""
     keys = ",".join(f'"{number}":0' for number in range(300_000))
-    with pytest.raises(CheckpointFileError, match="names '299999' twice"):
+    with pytest.raises(CheckpointFileError, match="has the key '299999' twice"):
         parse_json(f'{{{keys},"299999":0}}'.encode(), "x.json")
 
 
