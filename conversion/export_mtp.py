@@ -3,8 +3,8 @@
     python -m conversion.export_mtp --input-dir DIR --output-dir DIR [--model-type TYPE]
 
 Inference engines load such an export as a draft model. Unlike xLLM's script, this one supports Qwen3-Next and several
-modules, dequantizes fp8 of every family by the block size of the configuration, and checks names and shapes. It keeps
-only a few blocks in memory and runs no remote code.
+modules, dequantizes fp8 of every family with the block size of the configuration, checks names and shapes, keeps only a
+few blocks in memory, and runs no remote code.
 """
 
 import argparse
@@ -29,14 +29,14 @@ from mtpjax.errors import CheckpointError, CheckpointFileError
 from mtpjax.models.config import ModelConfig
 
 ASCEND_QUANTIZATION = "quant_model_description.json"  # Ascend's list of quantized tensors, by name
-# Small files that belong to a checkpoint, by their usual names. The source's other files are not copied: pictures,
-# logs, results, and the description of the whole model.
+# Small files that belong to a checkpoint, by their usual names. Others are not copied: plots, logs, results, and the
+# description of the whole model.
 CHECKPOINT_FILES = (
     *("generation_config.json", "tokenizer*.json", "tokenizer.model", "tiktoken.model", "*.tiktoken"),
     *("special_tokens_map.json", "added_tokens.json", "vocab.json", "vocab.txt", "merges.txt"),
     *("chat_template.*", "additional_chat_templates/*.jinja", "*processor_config.json", "LICENSE*"),
     "quant_model_description*.json",
-    *("configuration_*.py", "modeling_*.py", "tokenization_*.py"),  # code that config.json names in auto_map
+    *("configuration_*.py", "modeling_*.py", "tokenization_*.py"),  # the code of auto_map
 )
 
 # The architecture that engines load an export as; "MtpForCausalLM" for families that are not listed.
@@ -73,10 +73,10 @@ def export_mtp(source, target, *, model_type: str | None = None, progress: Calla
         config = plan.config
         if not config.num_mtp_modules:
             raise CheckpointFileError(
-                f"{files.path} has no MTP modules: config.json names none (num_nextn_predict_layers, "
+                f"{files.path} has no MTP modules: config.json states none (num_nextn_predict_layers, "
                 "mtp_num_hidden_layers), and the files contain none"
             )
-        # Choose the modules' tensors and their new names. Scales are left out, since fp8 becomes bfloat16.
+        # Choose the modules' tensors and their new names. Scales are omitted, since fp8 becomes bfloat16.
         sources = {}  # new name -> name in the checkpoint
         for name in files.tensors:
             new = exported_name(name, config, plan.layout)
@@ -104,18 +104,14 @@ def export_mtp(source, target, *, model_type: str | None = None, progress: Calla
             if (folder / ASCEND_QUANTIZATION).is_file():
                 described = _rename_described(files.json(ASCEND_QUANTIZATION), config, plan.layout)
                 (folder / ASCEND_QUANTIZATION).write_text(json.dumps(described, indent=2) + "\n")
-            # Verify the export by reading it back before it is renamed into place.
+            # Read the export back before it is renamed into place.
             with CheckpointFiles(folder) as written:
                 assert [entry_of(tensor) for _, tensor in sorted(written.tensors.items())] == entries
         return config.num_mtp_modules
 
 
 def belongs_to_checkpoint(name: str) -> bool:
-    """Returns whether a file other than the weights belongs to a checkpoint and is copied to an export.
-
-    Returns:
-        True for tokenizer, chat template, generation settings, licence, and code that `config.json` may name.
-    """
+    """Returns whether a file is copied to an export: tokenizer, chat template, generation settings, code, licence."""
     return any(fnmatch.fnmatchcase(name, pattern) for pattern in CHECKPOINT_FILES)
 
 
@@ -133,7 +129,7 @@ def _edit_config(values: dict[str, Any], plan: LoadPlan) -> dict[str, Any]:
     values = {**values, **sizes, "first_k_dense_replace": 0, "quantization_config": ""}
     values["architectures"] = [ARCHITECTURES.get(family, "MtpForCausalLM")]
     values["model_type"] = f"{family}_mtp"
-    # Modules whose embedding or head is not a copy of the trunk's: a merge keeps these, and leaves out mere copies.
+    # A merge keeps an embedding or head of modules that differs from the trunk's, and omits copies.
     if plan.config.mtp_own_embedding:
         values["mtp_use_dedicated_embeddings"] = True
     if plan.config.mtp_own_head:
@@ -146,7 +142,7 @@ def _edit_config(values: dict[str, Any], plan: LoadPlan) -> dict[str, Any]:
             values["text_config"] = {**values["text_config"], "num_hidden_layers": count, **kinds}
         else:
             values |= kinds
-    # GLM-5.2: one module runs several times, and reuses the tokens that its indexer has selected.
+    # GLM-5.2: one module runs several times, and reuses the tokens that its indexer selected.
     if plan.config.index_topk and values.get("index_share_for_mtp_iteration"):
         frequency = values.get("index_topk_freq") or 0
         shared = {"index_topk_freq": max(frequency, 2), "index_skip_topk_offset": 0, "index_topk_pattern": "S"}
@@ -156,8 +152,7 @@ def _edit_config(values: dict[str, Any], plan: LoadPlan) -> dict[str, Any]:
 
 
 def _rename_described(described: dict[str, Any], config: ModelConfig, layout: Layout) -> dict[str, Any]:
-    """Renames the tensors in Ascend's list; entries that are not about tensors stay."""
-    # Entries about other layers are dropped, like the tensors themselves.
+    """Renames the tensors in Ascend's list, and drops those of other layers."""
     kept = {}
     for name, value in described.items():
         new = exported_name(name, config, layout) if name.endswith((".weight", ".bias", "_scale", "_offset")) else name
@@ -167,21 +162,16 @@ def _rename_described(described: dict[str, Any], config: ModelConfig, layout: La
 
 
 def main(arguments: list[str] | None = None) -> int:
-    """Runs the command line of this file, which has the flags of xLLM's script.
-
-    Args:
-        arguments: the arguments; those of the process by default.
-
-    Returns:
-        The exit code: 0, or 3 for a checkpoint that cannot be exported.
-    """
+    """Runs the command line, which has the flags of xLLM's script. Returns the exit code."""
     parser = argparse.ArgumentParser(prog="python -m conversion.export_mtp", description=__doc__)
     parser.add_argument("--input-dir", required=True, help="a full Hugging Face checkpoint")
-    parser.add_argument("--output-dir", required=True, help="folder to write; it appears only when it is complete")
-    parser.add_argument("--model-type", default=None, help="use this family instead of the one in config.json")
+    parser.add_argument(
+        "--output-dir", required=True, help="folder to write; it is created only when the output is complete"
+    )
+    parser.add_argument("--model-type", default=None, help="family to use instead of that of config.json")
     options = parser.parse_args(arguments)
     logging.basicConfig(level=logging.WARNING, format="%(message)s")
-    # Print one line for a faulty checkpoint; anything else is a bug and keeps its traceback.
+    # A faulty checkpoint is one line; any other error keeps its traceback.
     try:
         export_mtp(options.input_dir, options.output_dir, model_type=options.model_type)
     except CheckpointError as error:

@@ -1,6 +1,6 @@
-"""Plans the loading of a checkpoint directory: from its configuration and headers to the tensors of every parameter.
+"""Plans the loading of a checkpoint directory: which tensors make up each parameter, from configuration and headers.
 
-`inspect_files` lists all problems; `make_plan` raises the first. Every command plans with one of the two.
+`inspect_files` lists all problems; `make_plan` raises the first.
 """
 
 import dataclasses
@@ -33,13 +33,13 @@ from mtpjax.models.quantized import BlockScaled
 
 log = logging.getLogger("mtpjax.conversion")
 
-# Ends of tensors that weights do not depend on: tables of rotary embeddings, and scales of activations and KV caches in
-# quantized checkpoints. mtpjax computes neither activations nor caches in 8 bits.
+# Ends of names of tensors that are not needed: tables of rotary embeddings, and scales of activations and KV caches of
+# quantized checkpoints. mtpjax does not compute activations or caches in 8 bits.
 IGNORED_SUFFIXES = (
     *("rotary_emb.inv_freq", "rotary_emb.cos_cached", "rotary_emb.sin_cached"),
     *(".input_scale", ".k_scale", ".v_scale", ".q_scale"),
 )
-# Prefixes of tensors of multimodal checkpoints that are not part of the language model.
+# Prefixes of tensors that do not belong to the language model of a multimodal checkpoint.
 OTHER_PARTS = (
     *("model.visual.", "visual.", "vision_tower.", "model.vision_tower.", "mm_projector."),
     *("vision_model.", "vit_large_projector."),
@@ -48,23 +48,23 @@ OTHER_PARTS = (
 
 @dataclasses.dataclass(frozen=True)
 class LoadPlan:
-    """A checkpoint directory in terms of the model: its configuration, and the source of each parameter."""
+    """How to load a checkpoint directory: the model's configuration, and the source of each parameter."""
 
     model_type: str
     config: ModelConfig
     layout: Layout
     specs: dict[str, ParamSpec]  # by flat parameter name
     scales: ScaleMap
-    tied: dict[str, str]  # copies that the files contain -> the tensor that they repeat
-    other: tuple[str, ...]  # tensors outside the language model; export writes them back
+    tied: dict[str, str]  # copies in the files -> the tensor that they repeat
+    other: tuple[str, ...]  # tensors outside the language model; exports write them back
     missing: tuple[str, ...]
     extra: tuple[str, ...]  # unknown tensors
     dtypes: dict[str, np.dtype]  # of each parameter; float32 for one that cannot be read
-    mixed: str  # names parameters that are assembled from tensors of several dtypes; empty: none
+    mixed: str  # describes parameters that are assembled from tensors of several dtypes; may be empty
     problems: tuple[str, ...]  # why the checkpoint cannot be loaded
 
     def make_param(self, files: CheckpointFiles, path: str, make: MakeArray) -> Any:
-        """Makes a parameter with `make(path, spec, dtype, read)`; of fp8 a `BlockScaled`, with two such arrays."""
+        """Makes a parameter with `make(path, spec, dtype, read)`, or from fp8 a `BlockScaled` of two such arrays."""
         dtype, spec, scales = self.dtypes[path], self.specs[path], self.scales
         if dtype != E4M3:
             return make(path, spec, dtype, lambda index: read_as(files, scales, spec, index, dtype))
@@ -85,10 +85,10 @@ def make_plan(
     """Plans loading, and rejects a checkpoint that cannot be loaded completely.
 
     Args:
-        dtype: dtype of all parameters; `None` keeps those of the files.
+        dtype: dtype of all parameters; None keeps those of the files.
         model_type: the family to use instead of the one that `config.json` names.
-        allow_extra: accept unknown tensors outside the language model. They are not loaded; conversion keeps them.
-        is_copied: the tensors are only copied, so unknown ones are harmless.
+        allow_extra: accept unknown tensors outside the language model. Loading ignores them, conversion keeps them.
+        is_copied: tensors are only copied, so unknown ones are accepted.
 
     Raises:
         CheckpointFileError: tensors are missing, unknown, or of the wrong shape or dtype.
@@ -112,17 +112,17 @@ def inspect_files(
 ) -> LoadPlan:
     """Plans loading, and lists problems instead of raising them.
 
-    Only headers are read, and the few tensors that decide something: copies of embedding and head, and norms.
+    Only headers are read, and the few tensors that the plan depends on: copies of embedding and head, and norms.
 
     Returns:
         The plan; `problems` holds what `make_plan` raises.
 
     Raises:
-        CheckpointFileError: modules are stored in ways that cannot be described together.
+        CheckpointFileError: MTP modules are stored in different ways.
         ConfigError: `config.json` is damaged or not supported.
     """
     values = files.json("config.json")
-    # The format of quantized weights comes first: it explains names and shapes that would look wrong.
+    # Check for quantized formats first: they explain names and shapes that would look wrong.
     packed = find_packing(files, values)
     try:
         parsed = hf_config.parse_config(values, model_type)
@@ -131,19 +131,19 @@ def inspect_files(
             raise CheckpointFileError(packed) from error
         raise
     if "auto_map" in values:
-        log.warning("config.json has auto_map: remote code is not run")
+        log.warning("config.json has auto_map; remote code is not run")
     if parsed.unknown:
-        log.warning("config.json has unknown keys, which are ignored: %s", ", ".join(parsed.unknown))
+        log.warning("unknown keys of config.json are ignored: %s", ", ".join(parsed.unknown))
     for note in parsed.notes:
         log.warning("config.json: %s", note)
-    # The configuration does not say everything: the files decide how many modules there are, whether these have a
-    # separate embedding and head, and how norms are stored.
+    # The files determine what the configuration does not state: the number of modules, whether these have a separate
+    # embedding and head, and how norms are stored.
     read_module_files(files, parsed)
     layout = stored_layout(parsed.layout, parsed.model, files.tensors.__contains__)
     config = with_stored_modules(parsed, layout, files)
     config = with_own_copies(with_own_head(config, layout, files), layout, files)
     specs = param_specs(config, layout, files.tensors.__contains__)
-    # The norms can only be read once the names of their tensors are known.
+    # Reading the norms needs the names of their tensors.
     config = with_norm_storage(config, specs, files)
     tied = {copy: original for copy, original in tied_copies(config, layout) if copy in files.tensors}
     wanted = {piece.name: piece.shape for spec in specs.values() for piece in spec.slices}
@@ -151,8 +151,10 @@ def inspect_files(
     scale_names, scale_problems = find_scales(files.tensors, wanted, parsed.block, said)
     scales = ScaleMap(scale_names, parsed.block)
     if said and not (packed or scale_names or scale_problems):
-        log.warning("%s says that weights are quantized, but the tensors are not: they are read as they are", said)
-    # Sort the remaining tensors: other parts of a multimodal model, tensors without effect, and unknown ones.
+        log.warning(
+            "%s says that weights are quantized, but the tensors are not: they are read without dequantization", said
+        )
+    # The remaining tensors: other parts of a multimodal model, tensors that are not needed, and unknown ones.
     known = wanted.keys() | tied.keys() | set(scale_names.values())
     known |= {f"{name}{end}" for name in tied for end in SCALE_ENDS if files.tensors[name].dtype == E4M3}
     other, extra = [], []
@@ -192,11 +194,7 @@ def inspect_files(
 
 
 def find_packing(files: TensorSource, values: Any) -> str | None:
-    """Finds out whether the weights are packed in an unsupported format.
-
-    Returns:
-        One sentence that names the format and what to do; None for other checkpoints.
-    """
+    """Returns which unsupported format the weights are packed in, and what to do; None if they are not packed."""
     tensors = {name: tensor for name, tensor in files.tensors.items() if not name.startswith(OTHER_PARTS)}
     found = find_packed_format(tensors, values, read_descriptions(files), SUPPORTED)
     return found and f"{files.path}: {found}"
@@ -212,11 +210,11 @@ def read_descriptions(files: TensorSource) -> dict[str, Any]:
 def _find_shape_problems(
     config: ModelConfig, layout: Layout, files: CheckpointFiles, wanted: dict[str, tuple[int, ...]]
 ) -> list[str]:
-    """Lists missing tensors, and those whose shape is not the one that the configuration implies."""
+    """Describes missing tensors, and those whose shapes differ from the configuration's."""
     problems = []
     if missing := sorted(wanted.keys() - files.tensors.keys()):
         found, named = count_stored_modules(config, layout, files), config.num_mtp_modules
-        modules = f"; config.json names {named} MTP modules, the files hold {found}" if found < named else ""
+        modules = f"; config.json states {named} MTP modules, the files have {found}" if found < named else ""
         problems.append(
             f"{files.path} lacks {count_of(len(missing), 'tensor')}{modules}; missing: {', '.join(missing[:5])}"
         )
@@ -227,17 +225,17 @@ def _find_shape_problems(
 
 
 def _find_extra_problems(extra: list[str], layout: Layout, files: CheckpointFiles, allow_extra: bool) -> list[str]:
-    """Lists unknown tensors: those inside the language model change what it computes, so they are never ignored."""
+    """Describes unknown tensors. Those inside the language model would change its output, so they are never ignored."""
     inside = [name for name in extra if _is_inside(name, layout)]
     if inside:
         return [
-            f"{files.path} has {count_of(len(inside), 'tensor')} that the model of config.json does not compute: "
-            f"{', '.join(inside[:5])}; without them its results would be wrong"
+            f"{files.path} has {count_of(len(inside), 'tensor')} that the model of config.json does not use: "
+            f"{', '.join(inside[:5])}; without them its output would be wrong"
         ]
     if allow_extra or not extra:
         return []
     return [
-        f"{files.path} has {len(extra)} unknown tensors: {', '.join(extra[:5])}; allow_extra (--allow-extra) skips them"
+        f"{files.path} has {len(extra)} unknown tensors: {', '.join(extra[:5])}; allow_extra (--allow-extra) ignores them"
     ]
 
 

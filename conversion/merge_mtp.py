@@ -1,7 +1,7 @@
 """Merges MTP modules back into a full Hugging Face checkpoint: the inverse of `export_mtp`.
 
-Tensors that have not changed keep their bytes. A changed tensor takes the dtype of the one that it replaces: it is
-cast, or quantized to block-scaled fp8.
+Unchanged tensors keep their bytes. A changed tensor is cast, or quantized to block-scaled fp8, to the dtype of the
+tensor that it replaces.
 """
 
 import dataclasses
@@ -24,7 +24,7 @@ from conversion.weight_files import INDEX
 from mtpjax.atomic import atomic_folder
 from mtpjax.errors import CheckpointFileError
 
-ADDED = "model-mtp.safetensors"  # the file of modules that the base does not have
+ADDED = "model-mtp.safetensors"  # the file of modules that the base lacks
 
 
 @dataclasses.dataclass
@@ -49,11 +49,8 @@ def merge_tensors(
     Args:
         target: the folder to write. It appears only when it is complete.
 
-    Returns:
-        The numbers of tensors that were equal, replaced and added.
-
     Raises:
-        CheckpointFileError: the shape of a tensor differs from that of the one it replaces.
+        CheckpointFileError: the shape of a tensor differs from that of the tensor that it replaces.
     """
     report, changed = _compare(files, plan, modules)
     # A changed fp8 tensor gets new scales, so the tensor of its scales changes with it.
@@ -116,7 +113,7 @@ def _compare(files: CheckpointFiles, plan: LoadPlan, modules: ModuleTensors) -> 
 
 
 def _is_equal(files: CheckpointFiles, plan: LoadPlan, modules: ModuleTensors, name: str) -> bool:
-    """Returns whether exporting the base's tensor would give the module's tensor, in its dtype."""
+    """Returns whether an export of the base would have this tensor of the modules."""
     # An export of an fp8 checkpoint holds bfloat16: dequantize the base in the same way before comparing.
     dtype = modules.entries[name].dtype
     ours = (block.astype(dtype) for block in dequantized_blocks(files, plan.scales, name, dtype))

@@ -1,4 +1,4 @@
-"""Finds the MTP modules in the files of a checkpoint: their number, their files, and which copies are tied."""
+"""Finds the MTP modules of a checkpoint: their files, their number, and which copies are tied."""
 
 import dataclasses
 import logging
@@ -14,14 +14,14 @@ from mtpjax.models.config import ModelConfig
 
 log = logging.getLogger("mtpjax.conversion")
 
-KNOWN_FILE = "consolidated"  # prefix of files with the same weights under Mistral's names
+KNOWN_FILE = "consolidated"  # prefix of files that hold the same weights under Mistral's names
 
 
 def read_module_files(files: CheckpointFiles, parsed: hf_config.ParsedConfig) -> None:
     """Reads MTP modules from files that the index does not list, such as `mtp.safetensors`, and reports other files.
 
-    A file is taken if it holds new tensors of the family's modules, and no tensor that differs from one of the
-    checkpoint. An export may repeat embedding and head.
+    A file is read if it has new tensors of MTP modules, and no tensor that differs from the checkpoint's. An export may
+    repeat embedding and head.
     """
     unused = []
     for file in files.unread:
@@ -33,18 +33,18 @@ def read_module_files(files: CheckpointFiles, parsed: hf_config.ParsedConfig) ->
             continue
         if names and not differing:
             log.warning(
-                "%s is not named by the index; its %d tensors, %d of them of MTP modules, are read",
+                "%s is not in the index; its %d tensors are read, of which %d belong to MTP modules",
                 *(files.path / file, len(further.tensors), len(names)),
             )
             files.adopt(file)
         elif names:
             other = files.tensors[differing].file
-            unused.append(f"{file} (it holds MTP modules, but {differing} differs from that of {other})")
+            unused.append(f"{file} (it has MTP modules, but its {differing} differs from that in {other})")
         elif not file.startswith(KNOWN_FILE):
             unused.append(file)
     if unused:
         log.warning(
-            "%s has safetensors files that do not belong to the checkpoint, and are not read: %s",
+            "%s has safetensors files that are not part of the checkpoint and are not read: %s",
             *(files.path, ", ".join(unused)),
         )
 
@@ -64,7 +64,7 @@ def _find_modules(
 
 
 def count_stored_modules(config: ModelConfig, layout: Layout, files: CheckpointFiles) -> int:
-    """Counts the MTP modules that the files contain, by the first norm of each."""
+    """Counts the MTP modules in the files, by the first norm of each."""
     found = 0
     # Every module has a decoder layer, and every decoder layer has this norm.
     while mtp_names(config, layout, found)[0] + "input_layernorm.weight" in files.tensors:
@@ -73,37 +73,32 @@ def count_stored_modules(config: ModelConfig, layout: Layout, files: CheckpointF
 
 
 def with_stored_modules(parsed: hf_config.ParsedConfig, layout: Layout, files: CheckpointFiles) -> ModelConfig:
-    """Counts MTP modules: those in the files, or the configuration's number if the files hold some of them.
+    """Returns the configuration with the number of MTP modules to load.
 
-    Returns:
-        The model's configuration with the number of modules to load.
+    This is the number in the files; if they hold fewer than the configuration states, but some, the latter.
     """
     config = parsed.model
     found, named = count_stored_modules(config, layout, files), config.num_mtp_modules
-    # Fine-tuning tools drop the modules and keep the configuration. If the files hold no tensor of a module, count 0.
+    # Fine-tuning tools drop the modules and keep the configuration.
     if named and not any(name.startswith(module_prefixes(config, layout)) for name in files.tensors):
         modules = f"{named} MTP module{'s' if named > 1 else ''}"
         log.warning(
-            "config.json names %s, but the files hold none of their tensors: loaded as a trunk with 0 modules. "
-            "mtpjax merge-mtp --input-dir %s --mtp-dir ORIGINAL --output-dir OUT puts the modules of the original "
-            "release or of an export back; mtpjax.add_mtp_modules makes new ones to train",
+            "config.json states %s, but the files have none of their tensors: loaded as a trunk without modules. To "
+            "restore the modules of the original release or of an export: mtpjax merge-mtp --input-dir %s --mtp-dir "
+            "ORIGINAL --output-dir OUT. To train new ones: mtpjax.add_mtp_modules",
             *(modules, files.path),
         )
         return dataclasses.replace(config, num_mtp_modules=0)
-    # Some published configurations state fewer modules than the files hold. The reverse means missing tensors.
+    # Some published configurations state fewer modules than the files have. The reverse means missing tensors.
     if found > named:
         if parsed.names_modules:
-            log.warning("config.json names %d MTP modules; the files hold %d, which are used", named, found)
+            log.warning("config.json states %d MTP modules; the files have %d, all of which are used", named, found)
         config = dataclasses.replace(config, num_mtp_modules=found)
     return config
 
 
 def with_own_head(config: ModelConfig, layout: Layout, files: CheckpointFiles) -> ModelConfig:
-    """Compares the head with a tied embedding: a head that differs is kept, as in transformers.
-
-    Returns:
-        The configuration, without the tie if the files hold two different tensors.
-    """
+    """Returns the configuration without tying if the head and the embedding in the files differ, as in transformers."""
     both = {layout.head, layout.embedding} <= files.tensors.keys() and layout.head != layout.embedding
     if not config.tie_word_embeddings or not both or _same_bytes(files, layout.head, layout.embedding):
         return config
@@ -115,13 +110,13 @@ def with_own_head(config: ModelConfig, layout: Layout, files: CheckpointFiles) -
 
 
 def with_own_copies(config: ModelConfig, layout: Layout, files: CheckpointFiles) -> ModelConfig:
-    """Compares the copies of embedding and head in MTP modules: ties equal ones, and loads the others separately.
+    """Ties the copies of embedding and head in MTP modules that equal the trunk's, and loads the others separately.
 
     Returns:
         The configuration with `mtp_own_embedding` and `mtp_own_head` set.
 
     Raises:
-        CheckpointFileError: some modules have one and others do not.
+        CheckpointFileError: only some modules have a separate one.
     """
     own = {"embedding": [], "head": []}
     for copy, original in tied_copies(config, layout):
@@ -130,14 +125,19 @@ def with_own_copies(config: ModelConfig, layout: Layout, files: CheckpointFiles)
             log.info("%s is shared: the files contain no copy", copy)
             continue
         same = _same_bytes(files, copy, original)
-        log.info("%s %s %s", copy, "equals, and is tied to," if same else "differs from, and is kept beside,", original)
+        log.info(
+            "%s %s %s",
+            copy,
+            "equals and is tied to" if same else "differs from, and is loaded in addition to,",
+            original,
+        )
         own["embedding" if "embed_tokens" in copy else "head"].append(not same)
-    # The model has own embeddings or heads for all modules or for none.
+    # The model has a separate embedding or head for all modules or for none.
     changes = {}
     for name, differs in own.items():
         if any(differs):
             if len(differs) < config.num_mtp_modules:
-                raise CheckpointFileError(f"unsupported: some MTP modules have a {name} of their own and others do not")
+                raise CheckpointFileError(f"unsupported: only some of the MTP modules have a separate {name}")
             changes[f"mtp_own_{name}"] = True
     return dataclasses.replace(config, **changes) if changes else config
 

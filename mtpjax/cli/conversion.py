@@ -54,7 +54,7 @@ def _add_convert(commands) -> None:
     )
     group.add_argument("--strict", action="store_true", help="fail on weights that are infinite or NaN")
     group = flag_group(convert, "output")
-    group.add_argument("target", help="folder to write; it appears only when it is complete")
+    group.add_argument("target", help="folder to write; it is created only when the output is complete")
     group.add_argument(
         "--dtype",
         default=None,
@@ -77,7 +77,7 @@ def _add_export(commands) -> None:
     )
     add_model_type_flag(export)
     flag_group(export, "output").add_argument(
-        "--output-dir", required=True, help="folder to write; it appears only when it is complete"
+        "--output-dir", required=True, help="folder to write; it is created only when the output is complete"
     )
     commands.add_subcommand("export-mtp", export, help="write the MTP modules as a separate checkpoint")
 
@@ -102,7 +102,9 @@ def _add_merge(commands) -> None:
     )
     add_model_type_flag(merge)
     group = flag_group(merge, "output")
-    group.add_argument("--output-dir", required=True, help="folder to write; it appears only when it is complete")
+    group.add_argument(
+        "--output-dir", required=True, help="folder to write; it is created only when the output is complete"
+    )
     group.add_argument(
         "--check",
         default=None,
