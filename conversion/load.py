@@ -45,7 +45,7 @@ def load(
     Raises:
         CheckpointFileError: the files are damaged, incomplete or not supported, or do not fit into memory.
         ConfigError: `config.json` is damaged or not supported.
-        ValueError: the mesh does not divide the model.
+        ValueError: the model cannot be sharded over the mesh.
     """
     with open_checkpoint(path) as files:
         # Check everything that the headers show before any weight is read.

@@ -235,7 +235,8 @@ def _find_extra_problems(extra: list[str], layout: Layout, files: CheckpointFile
     if allow_extra or not extra:
         return []
     return [
-        f"{files.path} has {len(extra)} unknown tensors: {', '.join(extra[:5])}; allow_extra (--allow-extra) ignores them"
+        f"{files.path} has {len(extra)} unknown tensors: {', '.join(extra[:5])}; "
+        "allow_extra (--allow-extra) ignores them"
     ]
 
 

@@ -58,7 +58,7 @@ def with_norm_storage(config: ModelConfig, specs: dict[str, ParamSpec], files: C
     modules = found.get(0, is_centred)
     if modules != is_centred:
         log.warning(
-            "norm weights are stored as %s in the trunk and as %s in the MTP modules; both are read correctly",
+            "norm weights are stored as %s in the trunk and as %s in the MTP modules; both are handled",
             *("w", "1 + w") if is_centred else ("1 + w", "w"),
         )
     return dataclasses.replace(config, zero_centred_norm=is_centred, mtp_norm_differs=modules != is_centred)

@@ -256,7 +256,7 @@ def test_gated_and_private_repositories_need_a_token(repository, hub, monkeypatc
 
 def test_a_damaged_index_is_the_loaders_error(repository, hub):
     (repository / "model.safetensors.index.json").write_text(json.dumps({"weight_map": {"a": 3, "b": "../up"}}))
-    with pytest.raises(CheckpointError, match="which is not a file of the directory"):
+    with pytest.raises(CheckpointError, match="which is not the name of a file in the directory"):
         mtpjax.load("org/small")
 
 

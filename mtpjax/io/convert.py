@@ -1,4 +1,4 @@
-"""Converts whole checkpoints between Hugging Face's layout and mtpjax's, with only a few blocks in memory at once.
+"""Converts checkpoints between Hugging Face's format and mtpjax's, with only a few blocks in memory at once.
 
 Converting a Hugging Face directory and back gives the same bytes in every file: the mtpjax checkpoint keeps the small
 files, the headers of the safetensors files, and the tensors that are not parameters.
@@ -66,13 +66,13 @@ def to_mtpjax(
     strict: bool = False,
     progress: Progress | None = None,
 ) -> None:
-    """Converts a Hugging Face directory to an mtpjax checkpoint, which keeps everything else in the directory too.
+    """Converts a Hugging Face directory to an mtpjax checkpoint, which also keeps the directory's other content.
 
     Args:
         source: the Hugging Face directory.
         target: the checkpoint folder to write. It appears only when it is complete; an older checkpoint is replaced.
-        dtype: dtype to cast the parameters to. `None` keeps those of the files; block-quantized fp8 stays fp8.
-        model_type: the family to use instead of the one that `config.json` names.
+        dtype: dtype to cast the parameters to. None keeps those of the files; block-quantized fp8 stays fp8.
+        model_type: the family to use instead of that of `config.json`.
         allow_extra: keep unknown tensors outside the language model, instead of raising an error.
         strict: raise an error for infinite or NaN weights instead of a warning.
         progress: called with the number of bytes of each chunk that is converted.
@@ -83,7 +83,7 @@ def to_mtpjax(
         FileExistsError: `target` is neither empty nor a checkpoint.
     """
     with open_checkpoint(source, strict=strict) as files:
-        # Only headers are read here. Weights are read while the checkpoint is saved, a chunk at a time.
+        # This reads only headers. Weights are read chunk by chunk while the checkpoint is saved.
         plan = make_plan(files, dtype=dtype, model_type=model_type, allow_extra=allow_extra)
 
         def stream(path: str, spec: ParamSpec, dtype: np.dtype, read: ReadPart) -> StreamedArray:
@@ -98,7 +98,7 @@ def to_mtpjax(
         params = nest({path: plan.make_param(files, path, stream) for path in plan.specs})
 
         def write_rest(folder: pathlib.Path) -> None:
-            # Keep everything needed to export the same bytes: small files, headers, and tensors of other parts.
+            # Keep what is needed to export the same bytes: small files, headers, and other tensors.
             (folder / HUGGINGFACE_FOLDER).mkdir()
             copy_files(folder / HUGGINGFACE_FOLDER, files.bytes_of, files.other_files())
             headers = {file: header[8:].decode() for file, header in files.headers.items()}
@@ -119,14 +119,14 @@ def to_hugging_face(
     """Converts an mtpjax checkpoint to a Hugging Face directory.
 
     A checkpoint that was converted from such a directory gets its files, names and order back, and the same bytes
-    unless `dtype` casts the weights. Another model is written as the first family that can describe it.
+    unless `dtype` casts the weights. Other models are written as the first family that can describe them.
 
     Args:
         source: the checkpoint, or a run folder that holds one.
         target: the folder to write, which must be empty or missing. It appears only when it is complete.
         dtype: dtype to cast the weights to. `None` keeps those of the checkpoint.
         model_type: the family to write, for a model that was not converted from a Hugging Face directory. None: the
-            family of the checkpoint that training began from, else the first that can describe the model.
+            family of the checkpoint that training started from, or the first that can describe the model.
         progress: called with the number of bytes of each block that is written.
 
     Raises:
@@ -134,20 +134,20 @@ def to_hugging_face(
         ConfigError: no supported family can describe the model, or `model_type` is not that of the original.
         FileExistsError: `target` is not empty.
     """
-    # Read the description of the checkpoint, and of the directory that it was converted from.
+    # Read the metadata of the checkpoint, and of the directory that it was converted from.
     reader = CheckpointReader(find_checkpoint(source))
     config = reader.model_config()
     converted = read_original(reader)
     if converted is not None and model_type not in (None, converted.model_type):
         raise ConfigError(
-            f"{reader.path} was converted from model_type {converted.model_type} and is written back as that, not as "
+            f"{reader.path} was converted from model_type {converted.model_type}, so it cannot be written as "
             f"{model_type!r}"
         )
     original = converted or describe_directory(reader, config, model_type)
     # Name the tensors as the original did: its layout, experts stacked or separate, copies of embedding and head.
     parsed = {file: parse_header(header, file, source) for file, header in original.headers.items()}
     before = {tensor.name: tensor for found, _ in parsed.values() for tensor in found}
-    # New files have the family's own names, and stack experts where transformers expects it.
+    # New files have the family's names, and stack experts where transformers expects it.
     if converted is not None:
         layout, has = stored_layout(original.layout, config, before.__contains__), before.__contains__
     else:
@@ -192,7 +192,7 @@ def to_hugging_face(
             write_index(folder, shards)
             if converted is None:
                 write_generation_config(folder, content)
-        # Include training's acceptance record, so that `check_acceptance` works on the export.
+        # Include the acceptance that training measured, for `check_acceptance` on the export.
         if (record := reader.metadata.get("self_check")) is not None:
             (folder / SELF_CHECK_FILE).write_text(json.dumps(record) + "\n")
 
@@ -200,13 +200,13 @@ def to_hugging_face(
 def export_mtp(source, target, *, model_type: str | None = None, progress: Progress | None = None) -> int:
     """Writes the MTP modules of a checkpoint as a separate checkpoint.
 
-    An mtpjax checkpoint is first written as a Hugging Face directory beside the target, which needs as much space on
-    disk as the whole model; the directory is removed at the end.
+    An mtpjax checkpoint is first written as a temporary Hugging Face directory next to the target, which needs as much
+    disk space as the whole model.
 
     Args:
         source: a full Hugging Face checkpoint, an mtpjax checkpoint, or a run folder that holds one.
         target: the folder to write. It appears only when it is complete; an older export is replaced.
-        model_type: the family to use instead of the one that the checkpoint names.
+        model_type: the family to use instead of that of the checkpoint.
 
     Raises:
         FileExistsError: `target` is neither empty nor an export.
@@ -222,7 +222,7 @@ def export_mtp(source, target, *, model_type: str | None = None, progress: Progr
 
 
 def _is_stacked(layout: Layout, name: str) -> bool:
-    """Returns whether new files hold this tensor of stacked experts, as Qwen3.5's trunk does."""
+    """Returns whether new files have this tensor of stacked experts, as in Qwen3.5's trunk."""
     return layout.fused_experts and name.startswith(f"{layout.trunk}layers.") and name.endswith("experts.gate_up_proj")
 
 
@@ -232,14 +232,14 @@ def _tensor_entries(
     """Lists the tensors of all parameters, in `dtype`, or that of the original tensor, or of the stored array."""
     entries = {}
     for path, spec in specs.items():
-        # A quantized parameter is stored as two arrays, of which the values have its shape.
+        # A quantized parameter is stored as two arrays; the values have its shape.
         record = reader.records.get(f"{path}/values" if path in reader.scaled else path)
         if record is None or tuple(record["shape"]) != spec.shape:
             raise CheckpointFileError(f"{reader.path} has no array {path} of shape {spec.shape}")
         kind = np.dtype(record["dtype"] if dtype is None else dtype)
         entries |= {piece.name: TensorEntry(piece.name, kind, piece.shape) for piece in spec.slices}
-    # A parameter of several dtypes has become float32, which represents all values: each tensor gets its dtype back,
-    # but fp8 only if the checkpoint keeps its scales.
+    # Tensors of several dtypes have become one float32 parameter: each gets its dtype back, fp8 only if the checkpoint
+    # keeps its scales.
     if dtype is None:
         kept = {piece.name for path in reader.scaled for piece in specs[path].slices}
         names = [name for name in entries if name in before and (before[name].dtype != E4M3 or name in kept)]

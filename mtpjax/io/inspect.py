@@ -1,4 +1,4 @@
-"""Describes a checkpoint from its headers and its configuration, without loading weights."""
+"""Describes a checkpoint by its headers and configuration, without loading weights."""
 
 import collections
 import json
@@ -27,9 +27,9 @@ from mtpjax.models.decoding_layout import find_copies, param_part_spec
 from mtpjax.models.sharding import mesh_text, num_shards
 from mtpjax.safe_open import is_gguf
 
-LINE_WIDTH, NAME_WIDTH = 80, 14  # columns of a printed line, and of the names at its beginning
+LINE_WIDTH, NAME_WIDTH = 80, 14  # columns of a printed line, and of the names at its start
 UNQUANTIZED = ("F64", "F32", "F16", "BF16")  # llama.cpp's types of plain numbers
-# `inspect`'s names of `LayerKind.attention`: Hugging Face's layer_types, which have no name for latent attention.
+# The reported names of `LayerKind.attention`: Hugging Face's layer_types, which have no name for latent attention.
 ATTENTION_NAMES = {"grouped": "full_attention", "delta": "linear_attention", "latent": "latent_attention"}
 
 
@@ -37,26 +37,25 @@ def inspect(path, *, mesh: dict[str, int] | None = None, model_type: str | None 
     """Describes a Hugging Face directory or an mtpjax checkpoint.
 
     Args:
-        path: the checkpoint, or a run folder that holds one.
-        mesh: axis sizes by name, such as `{"tensor": 8}`, for "bytes_per_device"; `None` is one device.
+        path: the checkpoint, or a run folder.
+        mesh: axis sizes by name, such as `{"tensor": 8}`, for "bytes_per_device"; None: one device.
         model_type: the family to use instead of the one that `config.json` names.
 
     Returns:
-        Values that JSON can hold: format, family, dtypes of the tensors as they are read ("dtypes") and llama.cpp's
-        types in a GGUF file ("stored_types"), files, missing and unknown tensors, the configuration, the
-        number of trunk layers by kind of attention, and numbers and bytes of the parameters. Also the sizes that the
-        mesh does not divide, of which devices hold copies; "problems", the first of which loading raises; and "notes",
-        what loading warns of.
+        JSON values: format, family, dtypes of the tensors after reading ("dtypes") and llama.cpp's types in a GGUF file
+        ("stored_types"), files, missing and unknown tensors, the configuration, the number of trunk layers by kind of
+        attention, and the number and bytes of parameters; "copies", the dimensions that are replicated because the mesh
+        does not divide them; "problems", the first of which loading raises; and "notes", about which loading warns.
     """
     found = find_checkpoint(path)
-    # Read the description of either format; `config` and `sizes` are intermediate values, the rest is reported.
+    # `config`, `sizes` and `scaled` are intermediate values; the rest is reported.
     facts = _inspect_mtpjax(found) if is_checkpoint(found) else _inspect_hugging_face(path, model_type)
     config, sizes = facts.pop("config"), facts.pop("sizes")
     facts.pop("scaled")
-    # The same numbers for both formats: they follow from the configuration and the shapes.
+    # These numbers follow from the configuration and the shapes, for both formats.
     facts["parameters"] = count_parameters(config)
     facts["bytes_of_parameters"] = sum(math.prod(shape) * dtype.itemsize for shape, dtype in sizes.values())
-    # Sharded as `mtpjax.load(mesh=...)` lays parameters out; axes that an array does not use hold copies.
+    # Sharding is that of `mtpjax.load(mesh=...)`; arrays are replicated along axes that they do not use.
     mesh = mesh or {}
     facts["mesh"] = mesh
     facts["bytes_per_device"] = sum(
@@ -70,7 +69,7 @@ def inspect(path, *, mesh: dict[str, int] | None = None, model_type: str | None 
 
 
 def stored_params(path, *, model_type: str | None = None) -> tuple[ModelConfig, dict]:
-    """Describes the parameters of a checkpoint as they are stored, without reading weights.
+    """Returns configuration and abstract parameters (shapes and dtypes) of a checkpoint, without reading weights.
 
     Args:
         path: the checkpoint, or a run folder that holds one.
@@ -103,17 +102,17 @@ def count_attention_kinds(config: ModelConfig) -> dict[str, int]:
 def count_parameters(config: ModelConfig) -> dict[str, int]:
     """Counts a model's parameters.
 
-    Returns "trunk" (with embedding and head) and "mtp" (the MTP modules); "active" and "mtp_active" are those that take
-    part in a matrix product for each token: `num_experts_per_tok` of the routed experts, and the embedding only if it
-    is the head too.
+    Returns "trunk" (including embedding and head) and "mtp" (the MTP modules), and as "active" and "mtp_active" the
+    parameters in matrix products of one token: `num_experts_per_tok` of the routed experts, and the embedding only if
+    it is also the head.
     """
     counts = collections.Counter(trunk=0, mtp=0, active=0, mtp_active=0)
-    # Any family's layout gives the same parameters, so the plain one serves for all.
+    # All layouts have the same parameters, so use the default one.
     for path, spec in param_specs(config, Layout(), lambda name: False).items():
         part = "mtp" if path.startswith("mtp_") else "trunk"
         number = math.prod(spec.shape)
         counts[part] += number
-        # A token runs through a few of the routed experts.
+        # A token uses some of the routed experts.
         if path.endswith(("experts/gate_up", "experts/down")):
             number = number // config.n_routed_experts * config.num_experts_per_tok
         # The embedding is a table look-up, unless it is also the head.
@@ -124,7 +123,7 @@ def count_parameters(config: ModelConfig) -> dict[str, int]:
 
 
 def format_lines(facts: dict[str, Any]) -> list[str]:
-    """Formats what `inspect` returned as a table of 80 columns. Paths and names stay whole, even if they are longer."""
+    """Formats the result of `inspect` as a table of 80 columns. Long paths and names are not broken."""
     config, parameters, quantization = facts["configuration"], facts["parameters"], facts["quantization"]
     experts = "dense"
     if config["n_routed_experts"]:
@@ -161,14 +160,14 @@ def format_lines(facts: dict[str, Any]) -> list[str]:
     rows += [("copies", problem) for problem in facts["copies"]]
     rows += [("note", note) for note in facts["notes"]]
     rows += [("not loadable", problem) for problem in facts["problems"][:4]]
-    # List differences from a plain, complete checkpoint, with a few names of each.
+    # List tied, other, missing and unknown tensors, with a few names of each.
     for name in ("tied", "other", "missing", "extra"):
         found = facts[name]
         if found:
             rows.append((f"{name} tensors", f"{len(found)}: {', '.join(found[:4])}{', …' if len(found) > 4 else ''}"))
     if not facts["problems"]:
-        rows.append(("complete", "no tensor is missing, none is unknown"))
-    # Continue long values below their start.
+        rows.append(("complete", "no missing or unknown tensors"))
+    # Indent continuation lines to the start of the value.
     fill = textwrap.TextWrapper(
         width=LINE_WIDTH, subsequent_indent=" " * (NAME_WIDTH + 1), break_long_words=False, break_on_hyphens=False
     )
@@ -188,11 +187,9 @@ def format_bytes(count: float) -> str:
 
 def _inspect_hugging_face(path, model_type: str | None) -> dict[str, Any]:
     with open_checkpoint(path) as files:
-        # Unlike `make_plan`, this lists missing and unknown tensors instead of raising an error.
         plan = inspect_files(files, model_type=model_type)
         stored_types = files.stored_types() if isinstance(files, GGUFFiles) else {}
         quantized = [name for name in stored_types if name not in UNQUANTIZED]
-        # List unusual properties of a checkpoint that loads.
         notes = [plan.mixed] if plan.mixed else []
         notes += [f"files that are not read: {', '.join(files.unread)}"] if files.unread else []
         quantization = {"quant_method": "gguf", "types": quantized} if quantized else None
@@ -220,7 +217,7 @@ def _inspect_hugging_face(path, model_type: str | None) -> dict[str, Any]:
 
 
 def _param_sizes(plan: LoadPlan) -> Iterator[tuple[str, tuple[tuple[int, ...], np.dtype]]]:
-    """Yields `(path, (shape, dtype))` of each array of the parameters as it would be in memory."""
+    """Yields `(path, (shape, dtype))` of each array of the loaded parameters."""
     for path, spec in plan.specs.items():
         dtype = plan.dtypes[path]
         yield f"{path}/values" if dtype == E4M3 else path, (spec.shape, dtype)

@@ -33,11 +33,12 @@ def merge_mtp(
     """Writes the Hugging Face checkpoint `base` with the MTP modules of `modules` to `target`.
 
     Args:
-        base: a full Hugging Face checkpoint, with or without MTP modules. Modules that it lacks go into a new file.
-        modules: a folder that `mtpjax export-mtp` wrote, a full Hugging Face checkpoint such as the original release
-            of a fine-tuned model, an mtpjax checkpoint, or a run folder that holds one.
+        base: a full Hugging Face checkpoint or a GGUF file, with or without MTP modules. Modules that it lacks are
+            written to a new file.
+        modules: a folder that `mtpjax export-mtp` wrote, a full Hugging Face checkpoint or GGUF file such as the
+            original release of a fine-tuned model, an mtpjax checkpoint, or a run folder.
         target: the folder to write. It appears only when it is complete.
-        model_type: the family of `base` to use instead of the one that its `config.json` names.
+        model_type: the family of `base`, instead of that of its `config.json`.
         progress: called with the number of bytes of each block that is written.
 
     Returns:
@@ -50,7 +51,7 @@ def merge_mtp(
     with contextlib.ExitStack() as opened:
         files = opened.enter_context(open_checkpoint(base))
         plan = make_plan(files, model_type=model_type, is_copied=True)
-        # A trained checkpoint is renamed by the plan of the base; the others have Hugging Face names already.
+        # The parameters of a trained checkpoint get the names of the base; the others have Hugging Face names.
         if is_checkpoint(path):
             found = _module_tensors(CheckpointReader(path), plan, base)
         elif is_gguf(path) or (path / "config.json").is_file():
@@ -67,15 +68,17 @@ def _module_tensors(reader: CheckpointReader, plan: LoadPlan, base) -> ModuleTen
     config = reader.model_config()
     if not config.num_mtp_modules:
         raise CheckpointFileError(f"{reader.path} has no MTP modules")
-    # The trunk must be that of the base. Fields that modules may change, or that the tokenizer sets, are not compared.
+    # The trunk must be that of the base. Settings of modules, and those from the tokenizer, are not compared.
     ignored = ("num_mtp_modules", "mtp_own_embedding", "mtp_own_head", "num_tokens")
     expected = dataclasses.replace(plan.config, **{name: getattr(config, name) for name in ignored})
     differing = [key for key, value in expected.to_dict().items() if config.to_dict()[key] != value]
     if differing and set(differing) <= {"zero_centred_norm", "mtp_norm_differs"}:
         require_same_norms(reader.path, config.of_modules.zero_centred_norm, base, plan.config)
     if differing:
-        raise CheckpointFileError(f"{reader.path} is another model: it differs in {', '.join(differing)}")
-    # Name the tensors as the base does: its layout, and its experts stacked or separate.
+        raise CheckpointFileError(
+            f"{reader.path} is a different model from {base}: it differs in {', '.join(differing)}"
+        )
+    # Name the tensors as the base does, with experts stacked or separate.
     stored_names = {piece.name for spec in plan.specs.values() for piece in spec.slices}
     specs = {
         path: spec

@@ -247,7 +247,7 @@ def test_values_of_the_wrong_kind_are_rejected():
 
 def test_rotary_factors_of_llama3_are_recognized(tmp_path):
     write_gguf(tmp_path / "model.gguf", factors=np.linspace(1, 8, H // 2, dtype=np.float32), base=1e6)
-    with pytest.raises(CheckpointError, match="other factors"):
+    with pytest.raises(CheckpointError, match="differs from Llama"):
         mtpjax.load(tmp_path / "model.gguf")
     # As llama.cpp writes them: 1 for short waves, the factor for long ones, and a smooth change between.
     waves = 2 * np.pi * 1e6 ** (np.arange(0, H, 2) / H)

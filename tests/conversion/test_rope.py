@@ -125,5 +125,5 @@ def test_step_with_rotary_sections_of_transformers_is_refused():
     """Their values would not be read: the release has lists with an entry per layer."""
     values = json.loads((golden_path("step3p5") / "config.json").read_text())
     sections = {"full_attention": {"rope_theta": 5e6}, "sliding_attention": {"rope_theta": 1e4}}
-    with pytest.raises(ConfigError, match="rope_parameters, as transformers writes them"):
+    with pytest.raises(ConfigError, match="rope_parameters, which transformers writes"):
         parse_config(values | {"rope_parameters": sections})

@@ -125,7 +125,10 @@ def test_a_damaged_file_is_refused(change, problem, folder, ranks):
 @pytest.mark.parametrize(
     "settings, problem",
     [
-        ({"tokenizer_class": "HYTokenizer"}, "tokenizer_class is 'HYTokenizer', .* known: TikTokenTokenizer. Write a"),
+        (
+            {"tokenizer_class": "HYTokenizer"},
+            "tokenizer_class is 'HYTokenizer', .* supported: TikTokenTokenizer. Add a",
+        ),
         ({}, "tokenizer_class is None"),
         ({"tokenizer_class": [KIMI]}, "tokenizer_class is "),
         ({"tokenizer_class": KIMI}, "no added_tokens_decoder"),
@@ -134,7 +137,7 @@ def test_a_damaged_file_is_refused(change, problem, folder, ranks):
         ({"tokenizer_class": KIMI, "added_tokens_decoder": {"660": "x"}}, "an object with content"),
         (
             {"tokenizer_class": KIMI, "added_tokens_decoder": {"660": {"content": "a"}}},
-            "another token's",
+            "duplicate token",
         ),
     ],
 )
