@@ -221,7 +221,7 @@ def test_what_does_not_fit_is_refused(exported, tmp_path, key):
         merge_mtp(source, tmp_path / "modules", tmp_path / "merged")
     model, params = mtpjax.load(path("qwen3_5_tied_bf16"))
     checkpoint.save_model(tmp_path / "other", model, params)
-    with pytest.raises(CheckpointFileError, match="is a different model from .*: it differs in"):
+    with pytest.raises(CheckpointFileError, match=r"is a different model from .*: it differs in"):
         merge_mtp(source, tmp_path / "other", tmp_path / "merged")
     config = dataclasses.replace(model.config, num_mtp_modules=0)
     params = {name: value for name, value in params.items() if not name.startswith("mtp")}
