@@ -1,8 +1,8 @@
 """Opens files of a checkpoint safely, and parses untrusted JSON.
 
-Checkpoints are downloaded, so their file names and symlinks are untrusted. A file is opened only if it is a regular
-file that lies inside the checkpoint directory once symlinks are resolved. The Hugging Face cache keeps the files of a
-snapshot as symlinks to a sibling folder of blobs; those are accepted.
+Checkpoints are downloaded, so their file names and symlinks are untrusted. A file is opened only if, with symlinks
+resolved, it is a regular file inside the checkpoint directory. In the Hugging Face cache, the files of a snapshot are
+symlinks to a sibling folder of blobs, which are accepted.
 """
 
 import io
@@ -16,18 +16,14 @@ from typing import Any
 from mtpjax.errors import CheckpointFileError, UnsafeFileError, printable
 
 BLOCK_BYTES = 4 << 20  # of a tensor or file that is read, reordered or written at once
-MAX_JSON_DEPTH = 64  # numpy arrays have at most 64 dimensions; configurations and records nest less than ten deep
-ADDITIONAL_TEMPLATES = "additional_chat_templates"  # the folder of a Hugging Face directory's named chat templates
-# Strings, whose brackets do not count, or single brackets.
+MAX_JSON_DEPTH = 64  # NumPy arrays have at most 64 dimensions; configurations and records nest less than ten levels
+ADDITIONAL_TEMPLATES = "additional_chat_templates"  # folder of additional chat templates in a Hugging Face directory
+# A string, whose brackets do not count, or a bracket.
 _BRACKETS = re.compile(rb'"(?:[^"\\]|\\.)*+"?|[\[\]{}]', re.DOTALL)
 
 
 def is_gguf(path) -> bool:
-    """Returns whether a path names a GGUF file by its suffix.
-
-    Returns:
-        True for a name that ends in .gguf and is not a directory.
-    """
+    """Returns whether a path ends in .gguf and is not a directory."""
     path = pathlib.Path(path)
     return path.suffix.lower() == ".gguf" and not path.is_dir()
 
@@ -46,18 +42,18 @@ def allowed_root(path: pathlib.Path) -> pathlib.Path:
 
 
 def open_inside(path: pathlib.Path, root: pathlib.Path) -> int:
-    """Opens a regular file that lies under `root` once symlinks are resolved.
+    """Opens a regular file that is inside `root` once symlinks are resolved.
 
     Args:
-        root: the folder that it must lie in, as `allowed_root` returns it.
+        root: the folder that must contain it (`allowed_root`).
 
     Returns:
-        A file descriptor, open for reading. The caller closes it.
+        A file descriptor for reading, which the caller closes.
 
     Raises:
         UnsafeFileError: the file is missing, unreadable, not a regular file, or outside `root`.
     """
-    # Resolve symlinks first: the checks below hold for the file that is opened, not for the name that was given.
+    # Resolve symlinks first, so that the checks are of the file that is opened.
     try:
         real = path.resolve(strict=True)
         kind = os.lstat(real).st_mode
@@ -84,7 +80,7 @@ def read_inside(folder: pathlib.Path, name: str, *, max_bytes: int) -> bytes | N
         UnsafeFileError: `open_inside` rejects the file, or it is larger than `max_bytes`.
     """
     path = folder / name
-    # `lexists` is true for a broken symlink, which `open_inside` then reports.
+    # `lexists` is true for a broken symlink, which `open_inside` reports.
     if not os.path.lexists(path):
         return None
     with open(open_inside(path, allowed_root(folder)), "rb") as stream:
@@ -119,19 +115,15 @@ def pread_into(descriptor: int, view: memoryview, offset: int, path) -> None:
 
 
 def list_chat_templates(folder: pathlib.Path) -> list[str]:
-    """Lists the chat templates that a Hugging Face directory keeps beside its default one.
-
-    Returns:
-        Names relative to the directory, such as "additional_chat_templates/tool_use.jinja", sorted.
-    """
+    """Lists a directory's additional chat templates, such as "additional_chat_templates/tool_use.jinja"."""
     files = sorted((folder / ADDITIONAL_TEMPLATES).glob("*.jinja"))
     return [f"{ADDITIONAL_TEMPLATES}/{file.name}" for file in files]
 
 
 def open_regular(path: str | os.PathLike) -> io.BufferedReader:
-    """Opens a user's file at any location, if it is a regular file.
+    """Opens a user's file at any location if it is a regular file.
 
-    A named pipe without a writer would block, and a device such as `/dev/zero` never ends.
+    Reading a named pipe could block, and a device such as `/dev/zero` never ends.
 
     Args:
         path: the file; symlinks are followed.
@@ -140,7 +132,7 @@ def open_regular(path: str | os.PathLike) -> io.BufferedReader:
         OSError: the file is missing or cannot be read.
         UnsafeFileError: it is not a regular file.
     """
-    # O_NONBLOCK: opening a named pipe must not wait for its writer. The check is on what was opened, not on its name.
+    # O_NONBLOCK: opening a named pipe must not wait for its writer. Check the open file, which the name may not match.
     descriptor = os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC)
     kind = os.fstat(descriptor).st_mode
     if stat.S_ISREG(kind):
@@ -155,7 +147,7 @@ def parse_json(content: bytes | str, *, max_depth: int = MAX_JSON_DEPTH) -> Any:
     """Parses JSON from an untrusted file.
 
     Raises:
-        ValueError: the content is not JSON, or nests deeper. One printable line, without the place.
+        ValueError: the content is not JSON or nests too deeply. The message is one printable line without the path.
     """
     check_json_depth(content.encode("utf-8", "surrogatepass") if isinstance(content, str) else content, max_depth)
     try:
@@ -165,13 +157,9 @@ def parse_json(content: bytes | str, *, max_depth: int = MAX_JSON_DEPTH) -> Any:
 
 
 def check_json_depth(raw: bytes, max_depth: int = MAX_JSON_DEPTH) -> None:
-    """Checks how deeply JSON nests, before it is parsed.
-
-    Raises:
-        ValueError: the content nests deeper.
-    """
-    # Count the depth before parsing: the parser recurses, and what uses the value may be slower still. Less than
-    # `max_depth` brackets cannot nest too deeply, so most files need no scan.
+    """Raises `ValueError` if JSON nests deeper than `max_depth`, before it is parsed."""
+    # The parser and users of the value recurse. Without more brackets than `max_depth` it cannot nest too
+    # deeply, so most files need no scan.
     if raw.count(b"[") + raw.count(b"{") > max_depth:
         depth = 0
         for match in _BRACKETS.finditer(raw):

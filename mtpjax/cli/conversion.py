@@ -23,13 +23,13 @@ def add_commands(commands) -> None:
 
 def _add_inspect(commands) -> None:
     inspect = command_parser(
-        "Describe a checkpoint without reading its weights. The exit code is 3 if it cannot be loaded."
+        "Describe a checkpoint without reading its weights. The exit code is 3 if the checkpoint cannot be loaded."
     )
     group = flag_group(inspect, "model")
     group.add_argument(
         "path",
-        help="a Hugging Face directory, a GGUF file, an mtpjax checkpoint, a run folder that holds one, or a "
-        "repository of the Hugging Face Hub, which is downloaded: org/name or org/name@revision",
+        help="a Hugging Face directory, a GGUF file, an mtpjax checkpoint, a run folder, or a repository of the "
+        "Hugging Face Hub, which is downloaded: org/name or org/name@revision",
     )
     add_model_type_flag(inspect)
     group = flag_group(inspect, "output")
@@ -41,8 +41,8 @@ def _add_inspect(commands) -> None:
 def _add_convert(commands) -> None:
     convert = command_parser(
         "Convert a Hugging Face directory or a GGUF file to an mtpjax checkpoint, or an mtpjax checkpoint "
-        "to a Hugging Face directory. Converting back gives the same bytes for everything that has not changed. "
-        "--model-type also chooses the family that a trained model is written as."
+        "to a Hugging Face directory. Converting a directory and back restores the same bytes. "
+        "--model-type also sets the family that a trained model is written as."
     )
     group = flag_group(convert, "model")
     group.add_argument("source", help="folder, GGUF file or repository (org/name, org/name@revision) to read")
@@ -50,7 +50,7 @@ def _add_convert(commands) -> None:
     group.add_argument(
         "--allow-extra",
         action="store_true",
-        help="keep unknown tensors that are not part of the language model, instead of failing",
+        help="keep unknown tensors outside the language model instead of failing",
     )
     group.add_argument("--strict", action="store_true", help="fail on weights that are infinite or NaN")
     group = flag_group(convert, "output")
@@ -60,20 +60,20 @@ def _add_convert(commands) -> None:
         default=None,
         choices=("float32", "float16", "bfloat16"),
         metavar="DTYPE",
-        help="convert all weights to float32, float16 or bfloat16 (default: keep each dtype, also fp8)",
+        help="convert all weights to float32, float16 or bfloat16 (default: keep the dtypes, including fp8)",
     )
     commands.add_subcommand("convert", convert, help="convert between Hugging Face and mtpjax checkpoints")
 
 
 def _add_export(commands) -> None:
     export = command_parser(
-        "Write the MTP modules of a Hugging Face directory as a separate checkpoint, with the tensor "
-        "names and the configuration of xLLM's export_mtp.py. Block-scaled fp8 becomes bfloat16."
+        "Write the MTP modules of a checkpoint as a separate checkpoint, with the tensor names and the "
+        "configuration of xLLM's export_mtp.py. Block-scaled fp8 becomes bfloat16."
     )
     flag_group(export, "model").add_argument(
         "--input-dir",
         required=True,
-        help="a full Hugging Face checkpoint or repository, an mtpjax checkpoint, a GGUF file, or a run folder",
+        help="a full Hugging Face checkpoint or repository, a GGUF file, an mtpjax checkpoint, or a run folder",
     )
     add_model_type_flag(export)
     flag_group(export, "output").add_argument(
@@ -84,8 +84,8 @@ def _add_export(commands) -> None:
 
 def _add_merge(commands) -> None:
     merge = command_parser(
-        "Put MTP modules into a full Hugging Face checkpoint. Every unchanged tensor keeps its bytes; a "
-        "changed one is stored in the dtype of the tensor it replaces."
+        "Write a full Hugging Face checkpoint with new MTP modules. Unchanged tensors keep their bytes; a "
+        "changed tensor is stored in the dtype of the tensor that it replaces."
     )
     group = flag_group(merge, "model")
     group.add_argument(
@@ -98,7 +98,7 @@ def _add_merge(commands) -> None:
         "--mtp-dir",
         required=True,
         help="folder that export-mtp wrote, a full Hugging Face checkpoint, repository or GGUF file such as the "
-        "original of a fine-tuned model, a trained mtpjax checkpoint, or a run folder",
+        "original release of a fine-tuned model, a trained mtpjax checkpoint, or a run folder",
     )
     add_model_type_flag(merge)
     group = flag_group(merge, "output")
@@ -109,10 +109,10 @@ def _add_merge(commands) -> None:
         "--check",
         default=None,
         metavar="PROMPTS",
-        help="file of prompts, as for eval: decode them before and after the merge, and print both accept lengths",
+        help="file of prompts, as in eval: decode them before and after the merge, and print both accept lengths",
     )
     group.add_argument("--max-new-tokens", type=int, default=64, help="new tokens per prompt of --check")
-    commands.add_subcommand("merge-mtp", merge, help="put trained MTP modules into a full checkpoint")
+    commands.add_subcommand("merge-mtp", merge, help="write a full checkpoint with trained MTP modules")
 
 
 def _inspect(options) -> int:

@@ -195,7 +195,7 @@ def test_what_is_there_is_not_replaced(converted, tmp_path):
     assert content(original) == content(path("deepseek_v3_fp8"))
     (tmp_path / "thesis.tex").write_text("years of work")
     for function, source in ((convert.to_mtpjax, path), (convert.to_hugging_face, converted)):
-        with pytest.raises(FileExistsError, match="remove it, or write elsewhere"):
+        with pytest.raises(FileExistsError, match="remove it, or choose a different path"):
             function(source("deepseek_v3_fp8"), tmp_path)
     assert (tmp_path / "thesis.tex").read_text() == "years of work"
 
