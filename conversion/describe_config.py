@@ -70,30 +70,25 @@ def differing_fields(found: ModelConfig, config: ModelConfig) -> list[str]:
 
 def _unsupported(config: ModelConfig, model_type: str) -> list[str]:
     """Lists fields that mtpjax supports in a family, but that its transformers class does not compute."""
-    wrong = []
-    # In transformers, Llama and Qwen3 have no experts.
-    if model_type in ("llama", "qwen3"):
-        wrong += ["n_routed_experts"] if config.n_routed_experts else []
-        wrong += ["use_qk_norm"] if config.use_qk_norm and model_type == "llama" else []
-    # These mixture-of-experts classes of transformers have no dense form.
-    if model_type in ("qwen3_moe", "hy_v3", "ernie4_5_moe") and not config.is_moe:
-        wrong.append("n_routed_experts")
-    # Qwen3-Next and a few others mix dense and expert layers; Qwen3.5 does not.
-    dense = bool(config.mlp_only_layers or (config.is_moe and config.first_k_dense_replace))
-    if model_type.startswith("qwen3_5") and dense:
-        wrong.append("mlp_only_layers")
-    if model_type not in ("qwen3_next", "qwen3_moe", *LISTS_FEED_FORWARD) and config.mlp_only_layers:
-        wrong.append("mlp_only_layers")
-    if model_type in QWEN_HYBRID and config.is_moe == (model_type in ("qwen3_5", "qwen3_5_text")):
-        wrong.append("n_routed_experts")
-    # transformers has twice the key/value heads, and sinks, in MiMo-V2's layers with a window.
-    if model_type == "mimo_v2_flash":
-        doubled = config.sliding_num_key_value_heads == 2 * config.num_key_value_heads
-        wrong += [] if doubled else ["sliding_num_key_value_heads"]
-        wrong += ["attention_sinks"] if config.attention_sinks != "sliding" else []
-    if model_type == "deepseek_v32" and "shared" in config.indexer_types:
-        wrong.append("indexer_types")
-    return wrong
+    is_moe = config.is_moe
+    doubled = config.sliding_num_key_value_heads == 2 * config.num_key_value_heads
+    dense = bool(config.mlp_only_layers or (is_moe and config.first_k_dense_replace))
+    mixes_dense = ("qwen3_next", "qwen3_moe", *LISTS_FEED_FORWARD)
+    rows: tuple[tuple[bool, str, Any], ...] = (
+        (model_type in ("llama", "qwen3"), "n_routed_experts", config.n_routed_experts),
+        (model_type == "llama", "use_qk_norm", config.use_qk_norm),
+        # These mixture-of-experts classes have no dense form.
+        (model_type in ("qwen3_moe", "hy_v3", "ernie4_5_moe"), "n_routed_experts", not is_moe),
+        # Qwen3-Next and a few others mix dense and expert layers; Qwen3.5 does not.
+        (model_type.startswith("qwen3_5"), "mlp_only_layers", dense),
+        (model_type not in mixes_dense, "mlp_only_layers", config.mlp_only_layers),
+        (model_type in QWEN_HYBRID, "n_routed_experts", is_moe == (model_type in ("qwen3_5", "qwen3_5_text"))),
+        # MiMo-V2's layers with a window have twice the key/value heads, and sinks.
+        (model_type == "mimo_v2_flash", "sliding_num_key_value_heads", not doubled),
+        (model_type == "mimo_v2_flash", "attention_sinks", config.attention_sinks != "sliding"),
+        (model_type == "deepseek_v32", "indexer_types", "shared" in config.indexer_types),
+    )
+    return [field for is_family, field, is_wrong in rows if is_family and is_wrong]
 
 
 def _values(config: ModelConfig, model_type: str) -> dict[str, Any]:

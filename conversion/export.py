@@ -82,7 +82,7 @@ class TensorAssembler:
         for path, spec, piece in self.parts[name]:
             index, kept = _index(piece, scale_spec(spec, self.scales).shape)
             piece.write(rows[slice(*piece.rows)], self.read(f"{path}/scales", index)[kept])
-        return encode_scales(rows[:: self.scales.rows], entry.dtype)
+        return encode_scales(rows[:: self.scales.block[0]], entry.dtype)
 
 
 def _index(piece: TensorSlice, shape: tuple[int, ...]) -> tuple[tuple[slice, ...], tuple[int | slice, ...]]:

@@ -23,13 +23,13 @@ def dequantized_blocks(files: CheckpointFiles, scales: ScaleMap, name: str, dtyp
         return
     rows, columns = files.tensors[name].shape
     # Whole blocks of rows are read at once, so that a row of scales is needed only once.
-    side = scales.rows
+    side = scales.block[0]
     step = max(1, BLOCK_BYTES // (side * columns * 4)) * side
     for begin in range(0, rows, step):
         end = min(begin + step, rows)
         part = read_scale_blocks(files, scales.names[name], begin // side, -(-end // side))
         part = np.repeat(part, side, axis=0)[: end - begin]
-        yield dequantize(files.read_checked(name, begin, end), part, 1, scales.columns, 0).astype(dtype)
+        yield dequantize(files.read_checked(name, begin, end), part, 1, scales.block[1], 0).astype(dtype)
 
 
 def quantized_blocks(

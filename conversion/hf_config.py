@@ -232,9 +232,9 @@ def _experts(reader: ConfigReader, fields: dict[str, Any]) -> dict[str, Any]:
     if not names or not reader.integer(names[0], low=0):
         for field in ("scoring_func", "shared_expert_gate", "router_correction_bias"):
             fields.pop(field, None)
-        for key in ("mlp_only_layers", "decoder_sparse_step", "num_experts_per_tok", "norm_topk_prob"):
+        unused = ("mlp_only_layers", "decoder_sparse_step", "num_experts_per_tok", "norm_topk_prob")
+        for key in (*unused, "first_k_dense_replace"):
             reader.get(key)
-        reader.get("first_k_dense_replace")
         return {}
     reader.require("topk_method", "noaux_tc")
     reader.require("scoring_func", fields.get("scoring_func", "sigmoid"))

@@ -71,7 +71,7 @@ class LoadPlan:
         values = make(f"{path}/values", spec, dtype, lambda index: read_values(files, spec, index))
         read = lambda index: read_scales(files, scales, spec, index)
         stored = make(f"{path}/scales", scale_spec(spec, scales), FLOAT32, read)
-        return BlockScaled(values, stored, axis=spec.in_axis, block=scales.columns)
+        return BlockScaled(values, stored, axis=spec.in_axis, block=scales.block[1])
 
 
 def make_plan(
@@ -149,7 +149,7 @@ def inspect_files(
     wanted = {piece.name: piece.shape for spec in specs.values() for piece in spec.slices}
     said = described_quantization(values, read_descriptions(files))
     scale_names, scale_problems = find_scales(files.tensors, wanted, parsed.block, said)
-    scales = ScaleMap(scale_names, parsed.block)
+    scales = ScaleMap(scale_names, parsed.block or (0, 0))
     if said and not (packed or scale_names or scale_problems):
         log.warning(
             "%s says that weights are quantized, but the tensors are not: they are read without dequantization", said

@@ -72,7 +72,7 @@ def merge_tensors(
         # Changed, and fp8 in the base: quantize, and yield the values or the scales, whichever the entry is.
         elif name in plan.scales.names:
             kind = files.tensors[plan.scales.names[name]].dtype
-            for values, scales in quantized_blocks(modules.blocks(name), (plan.scales.rows, plan.scales.columns), kind):
+            for values, scales in quantized_blocks(modules.blocks(name), plan.scales.block, kind):
                 yield values if entry.name == name else scales
         # Changed or added: cast.
         else:

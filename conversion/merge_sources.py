@@ -23,6 +23,7 @@ from conversion.names import (
 )
 from conversion.norm_storage import find_norm_storage
 from conversion.quantized_formats import SCALE_ENDS
+from conversion.read_params import ScaleMap
 from conversion.safetensors_header import BF16
 from conversion.shards import TensorEntry, entry_of
 from conversion.tensor_slice import slices_under
@@ -117,7 +118,7 @@ def _from_full(source: CheckpointFiles, base: CheckpointFiles, plan: LoadPlan) -
     plan = _with_modules(plan, count, given.layout.mtp)
     # fp8 modules stay fp8 if they are added to a checkpoint with the same block size; otherwise they become bfloat16.
     has_modules = any(path.startswith("mtp_") for path in plan.specs)
-    blocks = [(each.scales.rows, each.scales.columns) for each in (given, plan) if each.scales.names]
+    blocks = [each.scales.block for each in (given, plan) if each.scales.names]
     keeps_fp8 = len(blocks) == 2 and blocks[0] == blocks[1] and not has_modules
     scale_names = set(given.scales.names.values())
     names = {}
@@ -128,16 +129,13 @@ def _from_full(source: CheckpointFiles, base: CheckpointFiles, plan: LoadPlan) -
             continue
         if keeps_fp8 or name not in scale_names:
             names[original_name(new, plan.config, plan.layout)] = name
+    # Without scales, tensors are read unchanged.
+    scales = ScaleMap({}) if keeps_fp8 else given.scales
     entries = {}
     for name, old in names.items():
-        dtype = BF16 if old in given.scales.names and not keeps_fp8 else source.tensors[old].dtype
+        dtype = BF16 if old in scales.names else source.tensors[old].dtype
         entries[name] = TensorEntry(name, dtype, source.tensors[old].shape)
-
-    def read(name: str) -> Iterator[np.ndarray]:
-        if keeps_fp8:
-            return source.blocks(names[name])
-        return dequantized_blocks(source, given.scales, names[name])
-
+    read = lambda name: dequantized_blocks(source, scales, names[name])
     return ModuleTensors(count, entries, read, plan, given.config.mtp_own_embedding)
 
 

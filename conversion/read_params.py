@@ -29,19 +29,7 @@ class ScaleMap:
     """The location of the scales of fp8 tensors."""
 
     names: dict[str, str]  # fp8 tensor -> the tensor of its scales
-    block: tuple[int, int] | None  # rows, columns of a tensor that share a scale; `None` without fp8
-
-    @property
-    def rows(self) -> int:
-        """Rows of a block."""
-        assert self.block is not None
-        return self.block[0]
-
-    @property
-    def columns(self) -> int:
-        """Columns of a block."""
-        assert self.block is not None
-        return self.block[1]
+    block: tuple[int, int] = (0, 0)  # rows and columns of a tensor that share a scale; unused without fp8
 
 
 def scale_spec(spec: ParamSpec, scales: ScaleMap) -> ParamSpec:
@@ -52,7 +40,7 @@ def scale_spec(spec: ParamSpec, scales: ScaleMap) -> ParamSpec:
     """
     # Along the input axis one scale serves a whole block; along the other axes scales are repeated.
     shape = list(spec.shape)
-    shape[spec.in_axis] = -(-shape[spec.in_axis] // scales.columns)
+    shape[spec.in_axis] = -(-shape[spec.in_axis] // scales.block[1])
     return dataclasses.replace(spec, shape=tuple(shape))
 
 
@@ -64,7 +52,7 @@ def read_as(files: TensorSource, scales: ScaleMap, spec: ParamSpec, index: Index
         if piece.name not in scales.names:
             return values
         # The rows of a tensor have all of its columns, so the scales need no cutting.
-        return dequantize(values, _read_scale_rows(files, scales, piece.name, begin, end), 1, scales.columns, 0)
+        return dequantize(values, _read_scale_rows(files, scales, piece.name, begin, end), 1, scales.block[1], 0)
 
     return _assemble(spec, index, dtype, rows)
 
@@ -98,7 +86,7 @@ def read_scales(files: TensorSource, scales: ScaleMap, spec: ParamSpec, index: I
 def _read_scale_rows(files: TensorSource, scales: ScaleMap, name: str, begin: int, end: int) -> np.ndarray:
     """Reads the scales of rows of an fp8 tensor, one row of scales for each row of the tensor."""
     # Repeat each row of scales for the rows of its block, then cut out the requested rows.
-    side = scales.rows
+    side = scales.block[0]
     first = begin // side
     blocks = read_scale_blocks(files, scales.names[name], first, -(-end // side))
     return np.repeat(blocks, side, axis=0)[begin - first * side : end - first * side]

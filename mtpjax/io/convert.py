@@ -157,7 +157,7 @@ def to_hugging_face(
     entries = _tensor_entries(reader, specs, dtype, before if original.keeps_dtypes else {})
     entries |= {copy: entries[name]._replace(name=copy) for copy, name in tied.items()}
     scale_names = {name: f"{name}{end}" for name in entries for end in SCALE_ENDS if f"{name}{end}" in before}
-    scales = ScaleMap(scale_names, parse_config(original.content, original.model_type).block)
+    scales = ScaleMap(scale_names, parse_config(original.content, original.model_type).block or (0, 0))
     # Tensors that are cast from fp8 lose their scales.
     dropped = {scale for name, scale in scales.names.items() if entries[name].dtype != E4M3}
     # Repeat the original files, with their headers unless a tensor has changed, or make new ones. Tensors that are not

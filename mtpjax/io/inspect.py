@@ -53,6 +53,7 @@ def inspect(path, *, mesh: dict[str, int] | None = None, model_type: str | None 
     config, sizes = facts.pop("config"), facts.pop("sizes")
     facts.pop("scaled")
     # These numbers follow from the configuration and the shapes, for both formats.
+    facts["bytes"] = sum(facts["shards"].values())
     facts["parameters"] = count_parameters(config)
     facts["bytes_of_parameters"] = sum(math.prod(shape) * dtype.itemsize for shape, dtype in sizes.values())
     # Sharding is that of `mtpjax.load(mesh=...)`; arrays are replicated along axes that they do not use.
@@ -202,14 +203,13 @@ def _inspect_hugging_face(path, model_type: str | None) -> dict[str, Any]:
             "dtypes": _count_by_dtype((tensor.shape, tensor.dtype) for tensor in files.tensors.values()),
             "shards": dict(files.sizes),
             "tensors": len(files.tensors),
-            "bytes": sum(files.sizes.values()),
             **{name: list(getattr(plan, name)) for name in ("missing", "extra", "tied", "other", "problems")},
             "unread": list(files.unread),
             "notes": notes,
             "config": plan.config,
             "sizes": dict(_param_sizes(plan)),
             "scaled": {
-                path: (plan.specs[path].in_axis, plan.scales.columns)
+                path: (plan.specs[path].in_axis, plan.scales.block[1])
                 for path, dtype in plan.dtypes.items()
                 if dtype == E4M3
             },
@@ -239,7 +239,6 @@ def _inspect_mtpjax(path: pathlib.Path) -> dict[str, Any]:
         "dtypes": _count_by_dtype(sizes.values()),
         "shards": {name: (path / name).stat().st_size for name in stored.files},
         "tensors": len(sizes),
-        "bytes": sum((path / name).stat().st_size for name in stored.files),
         **{name: [] for name in ("missing", "extra", "tied", "other", "unread", "notes", "problems")},
         "config": config,
         "sizes": sizes,

@@ -85,7 +85,7 @@ def _module_tensors(reader: CheckpointReader, plan: LoadPlan, base) -> ModuleTen
         for path, spec in param_specs(config, plan.layout, stored_names.__contains__).items()
         if path.startswith("mtp_")
     }
-    assembly = TensorAssembler(specs, reader.read, scaled=reader.scaled, scales=ScaleMap({}, None), tied={})
+    assembly = TensorAssembler(specs, reader.read, scaled=reader.scaled, scales=ScaleMap({}), tied={})
     entries = {}
     for path, spec in specs.items():
         # fp8 modules are compared and written as bfloat16; the merge quantizes them again where the base is fp8.

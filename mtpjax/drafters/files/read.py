@@ -31,7 +31,7 @@ log = logging.getLogger("mtpjax.conversion")
 CONFIG = "config.json"
 # Weights that have other names than safetensors' usual ones: Medusa's authors'.
 MEDUSA_SAFETENSORS, MEDUSA_TORCH = "medusa_lm_head.safetensors", "medusa_lm_head.pt"
-NO_SCALES = ScaleMap({}, None)
+NO_SCALES = ScaleMap({})
 
 
 @dataclasses.dataclass(frozen=True)
