@@ -124,18 +124,7 @@ def inspect_files(
     values = files.json("config.json")
     # Check for quantized formats first: they explain names and shapes that would look wrong.
     packed = find_packing(files, values)
-    try:
-        parsed = hf_config.parse_config(values, model_type)
-    except ConfigError as error:
-        if packed:
-            raise CheckpointFileError(packed) from error
-        raise
-    if "auto_map" in values:
-        log.warning("config.json has auto_map; remote code is not run")
-    if parsed.unknown:
-        log.warning("unknown keys of config.json are ignored: %s", ", ".join(parsed.unknown))
-    for note in parsed.notes:
-        log.warning("config.json: %s", note)
+    parsed = _parse_config(values, model_type, packed)
     # The files determine what the configuration does not state: the number of modules, whether these have a separate
     # embedding and head, and how norms are stored.
     read_module_files(files, parsed)
@@ -168,11 +157,9 @@ def inspect_files(
     if packed:
         missing, extra = set(), []
     else:
-        for path, spec in specs.items():
-            if any(piece.name in missing for piece in spec.slices):
-                continue
+        for path in [path for path, spec in specs.items() if not any(each.name in missing for each in spec.slices)]:
             try:
-                dtypes[path] = param_dtype(path, spec, files, scales, dtype)
+                dtypes[path] = param_dtype(path, specs[path], files, scales, dtype)
             except CheckpointFileError as error:
                 problems.append(str(error))
         mixed = describe_mixed(specs, files)
@@ -191,6 +178,23 @@ def inspect_files(
         mixed=mixed,
         problems=tuple(problems),
     )
+
+
+def _parse_config(values: Any, model_type: str | None, packed: str | None) -> hf_config.ParsedConfig:
+    """Parses `config.json` and logs its warnings. A packed format explains an unsupported configuration."""
+    try:
+        parsed = hf_config.parse_config(values, model_type)
+    except ConfigError as error:
+        if packed:
+            raise CheckpointFileError(packed) from error
+        raise
+    if "auto_map" in values:
+        log.warning("config.json has auto_map; remote code is not run")
+    if parsed.unknown:
+        log.warning("unknown keys of config.json are ignored: %s", ", ".join(parsed.unknown))
+    for note in parsed.notes:
+        log.warning("config.json: %s", note)
+    return parsed
 
 
 def find_packing(files: TensorSource, values: Any) -> str | None:

@@ -136,12 +136,10 @@ def to_hugging_face(
     """
     # Read the metadata of the checkpoint, and of the directory that it was converted from.
     reader = CheckpointReader(find_checkpoint(source))
-    config = reader.model_config()
-    converted = read_original(reader)
+    config, converted = reader.model_config(), read_original(reader)
     if converted is not None and model_type not in (None, converted.model_type):
         raise ConfigError(
-            f"{reader.path} was converted from model_type {converted.model_type}, so it cannot be written as "
-            f"{model_type!r}"
+            f"{reader.path} was converted from model_type {converted.model_type}, not from {model_type!r}"
         )
     original = converted or describe_directory(reader, config, model_type)
     # Name the tensors as the original did: its layout, experts stacked or separate, copies of embedding and head.
