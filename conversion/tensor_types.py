@@ -54,7 +54,7 @@ def describe_mixed(specs: Mapping[str, ParamSpec], files: TensorSource) -> str:
         return ""
     path, named = next(iter(mixed.items()))
     return (
-        f"{count_of(len(mixed), 'parameter')} assembled from tensors of several dtypes become float32, such as {path} "
+        f"{count_of(len(mixed), 'parameter')} with tensors of several dtypes, read as float32: {path} "
         f"from {', '.join(named[:3])}{', …' if len(named) > 3 else ''}"
     )
 

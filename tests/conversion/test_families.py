@@ -182,7 +182,7 @@ def test_ernies_module_can_run_as_in_the_engines(tmp_path):
 @pytest.mark.parametrize(
     ("name", "changes", "words"),
     [
-        ("qwen3", {"rms_norm_eps": None}, "rms_norm_eps is null: give it a value, or leave it out"),
+        ("qwen3", {"rms_norm_eps": None}, "rms_norm_eps is null: set a value, or remove the key"),
         ("qwen3", {"hidden_act": None}, "hidden_act is null"),
         ("qwen3", {"hidden_act": "gelu"}, "hidden_act 'gelu' is not supported"),
         ("qwen3", {"use_sliding_window": "false"}, "use_sliding_window 'false' is not supported"),
@@ -200,7 +200,7 @@ def test_ernies_module_can_run_as_in_the_engines(tmp_path):
         ("hy_v3", {"route_norm": False}, "route_norm False is not supported"),
         ("gpt_oss", {"norm_topk_prob": False}, "norm_topk_prob False is not supported"),
         ("gpt_oss", {"experts_per_token": 1}, "experts_per_token 1 is not supported; supported: 2"),
-        ("ernie4_5_moe", {"num_experts_per_tok": 1}, "num_experts_per_tok is 1, and moe_k is 2: keep moe_k"),
+        ("ernie4_5_moe", {"num_experts_per_tok": 1}, "num_experts_per_tok is 1, but moe_k is 2: keep only moe_k"),
         ("ernie4_5_moe", {"moe_norm_min": 0.1}, "moe_norm_min 0.1 is not supported"),
         ("ernie4_5_moe", {"attention_bias": True}, "attention_bias True is not supported"),
     ],
@@ -278,13 +278,13 @@ def test_step_saved_by_transformers_has_its_modules_under_keys_of_their_own():
         (
             "hy_v3",
             {"mlp_layer_types": ["dense"] * 6},
-            "has 6 entries; supported: one for each of 3 layers, or also for 1",
+            "has 6 entries; supported: one for each of 3 layers, optionally followed by one for each of 1",
         ),
         ("hy_v3", {"mlp_layer_types": ["dense", "moe", "dense"]}, "mlp_layer_types with 'moe' is not supported"),
         (
             "mimo_v2_flash",
             {"mlp_layer_types": ["dense", *["sparse"] * 4, "dense", "dense"]},
-            r"modules of several kinds, \['sparse', 'dense', 'dense'\]",
+            r"different values for MTP modules, \['sparse', 'dense', 'dense'\]",
         ),
         ("glm_moe_dsa", {"indexer_types": ["full"] * 6 + ["shared"]}, "MTP modules of type 'shared'"),
         ("qwen3", {"layer_types": ["sliding_attention"] * 3}, "layer_types"),
