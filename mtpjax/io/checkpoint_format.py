@@ -5,8 +5,9 @@
     params/        the arrays, written by Orbax, one folder each
     huggingface*   the rest of the Hugging Face directory that the checkpoint was converted from (`huggingface_files`)
 
-Orbax restores flipped bits without an error, so every checkpoint has digests. File digests are checked first, so that
-parsers never read damaged data. Array digests then prove that the arrays in memory are those that were saved.
+zarr arrays with flipped bits are read without an error, so every checkpoint has digests. File digests are checked
+first, so that parsers never read damaged data. Array digests then prove that the arrays in memory are those that were
+saved.
 """
 
 import hashlib
