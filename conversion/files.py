@@ -121,7 +121,7 @@ class CheckpointFiles:
         size = os.fstat(descriptor).st_size
         if size > MAX_HEADER_BYTES * 4:
             raise CheckpointFileError(f"{self.path / name} has {size} bytes: too large for a JSON description")
-        return parse_json(pread(descriptor, size, 0, self.path / name), self.path / name)
+        return parse_json(bytes(pread(descriptor, size, 0, self.path / name)), self.path / name)
 
     def adopt(self, file: str) -> None:
         """Adds the tensors of a file of `unread`. Tensors that are in both must be equal."""

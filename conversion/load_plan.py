@@ -151,7 +151,8 @@ def inspect_files(
         if name.endswith(IGNORED_SUFFIXES):
             log.info("ignored: %s", name)
         (other if name.startswith(OTHER_PARTS) or name.endswith(IGNORED_SUFFIXES) else extra).append(name)
-    missing, dtypes, mixed = wanted.keys() - files.tensors.keys(), dict.fromkeys(specs, FLOAT32), ""
+    missing, mixed = wanted.keys() - files.tensors.keys(), ""
+    dtypes: dict[str, np.dtype] = dict.fromkeys(specs, FLOAT32)
     # The problems in the order in which loading raises them.
     problems = [packed] if packed else [*_find_shape_problems(config, layout, files, wanted), *scale_problems]
     if packed:

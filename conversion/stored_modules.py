@@ -51,8 +51,8 @@ def read_module_files(files: CheckpointFiles, parsed: hf_config.ParsedConfig) ->
 
 def _find_modules(
     parsed: hf_config.ParsedConfig, files: CheckpointFiles, further: CheckpointFiles
-) -> tuple[list[str], str | None]:
-    """Lists the new tensors of MTP modules in a further file, and a tensor that differs from the checkpoint's."""
+) -> tuple[list[str], str]:
+    """Lists the new tensors of MTP modules in a further file, and a tensor that differs from the checkpoint's, or ""."""
     layout = stored_layout(parsed.layout, parsed.model, (further.tensors.keys() | files.tensors.keys()).__contains__)
     prefixes = module_prefixes(parsed.model, layout)
     names = [name for name in further.tensors if name.startswith(prefixes) and name not in files.tensors]
@@ -60,7 +60,7 @@ def _find_modules(
         mine, other = files.tensors[name], further.tensors[name]
         if mine.shape != other.shape or not streams_equal(files.blocks(name), further.blocks(name)):
             return names, name
-    return names, None
+    return names, ""
 
 
 def count_stored_modules(config: ModelConfig, layout: Layout, files: CheckpointFiles) -> int:
