@@ -52,7 +52,7 @@ def read_module_files(files: CheckpointFiles, parsed: hf_config.ParsedConfig) ->
 def _find_modules(
     parsed: hf_config.ParsedConfig, files: CheckpointFiles, further: CheckpointFiles
 ) -> tuple[list[str], str]:
-    """Lists the new tensors of MTP modules in a further file, and a tensor that differs from the checkpoint's, or ""."""
+    """Lists the new tensors of MTP modules in a further file, and one that differs from the checkpoint's, or ""."""
     layout = stored_layout(parsed.layout, parsed.model, (further.tensors.keys() | files.tensors.keys()).__contains__)
     prefixes = module_prefixes(parsed.model, layout)
     names = [name for name in further.tensors if name.startswith(prefixes) and name not in files.tensors]
