@@ -152,7 +152,7 @@ def inspect_files(
             log.info("ignored: %s", name)
         (other if name.startswith(OTHER_PARTS) or name.endswith(IGNORED_SUFFIXES) else extra).append(name)
     missing, mixed = wanted.keys() - files.tensors.keys(), ""
-    dtypes: dict[str, np.dtype] = dict.fromkeys(specs, FLOAT32)
+    dtypes: dict[str, np.dtype] = {path: FLOAT32 for path in specs}
     # The problems in the order in which loading raises them.
     problems = [packed] if packed else [*_find_shape_problems(config, layout, files, wanted), *scale_problems]
     if packed:
