@@ -13,7 +13,7 @@ import jax
 
 from mtpjax.atomic import write_text
 from mtpjax.decoding.acceptance.rules import RULES
-from mtpjax.decoding.drafter import Drafter
+from mtpjax.decoding.decoder import Drafter
 from mtpjax.evaluation.round_costs import RoundCosts
 from mtpjax.evaluation.round_loops import PLAIN_STEP
 from mtpjax.host import num_threads

@@ -22,8 +22,8 @@ from mtpjax.evaluation.metrics import estimate_speed_up, report
 from mtpjax.evaluation.round_costs import CostMeter
 from mtpjax.evaluation.round_loops import TimingConditions, chain_shape
 from mtpjax.evaluation.trust import speed_up_problem
-from mtpjax.models.decoding_layout import shard_for_decoding
 from mtpjax.models.model import MTPModel
+from mtpjax.models.params import shard_for_decoding
 from mtpjax.models.sharding import mesh_of
 from mtpjax.models.trunk import unstack_layers
 from mtpjax.training.corpus import Corpus
