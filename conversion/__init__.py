@@ -1,7 +1,7 @@
-"""Hugging Face checkpoints in and out.
+"""Reads and writes Hugging Face checkpoints.
 
-`files` is the open checkpoint (`conversion.files.CheckpointFiles`), `plan` its `LoadPlan`, `config` the `ModelConfig`,
-`layout` how the family names its tensors, `specs` the parameters by flat name, and `values` the content of
-`config.json`. `has` returns whether the checkpoint holds a tensor, and `progress` is called with the bytes of each
-block that is read or written.
+Arguments that many functions share: `files` is the open checkpoint (`conversion.files.CheckpointFiles`), `plan` its
+`LoadPlan`, `config` the `ModelConfig`, `layout` the family's naming of tensors, `specs` the parameters by flat name,
+`values` the parsed `config.json`. `has(name)` returns whether the checkpoint has a tensor. `progress(count)` is called
+with the number of bytes of each block that is read or written.
 """

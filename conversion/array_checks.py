@@ -1,4 +1,4 @@
-"""Checks on the bytes of arrays: equality of two streams of blocks, and numbers that are not finite."""
+"""Counts infinite and NaN elements of arrays, and compares streams of blocks byte by byte."""
 
 from collections.abc import Iterator
 

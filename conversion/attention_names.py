@@ -20,9 +20,9 @@ def grouped_names(
 ) -> Specs:
     """Maps grouped-query attention: the q, k and v projections become one array `qkv [D, K, G + 2, H]`.
 
-    The first G entries of the third axis are the queries of a key/value head, followed by its key and its value. With
-    an output gate, G gates follow, and `q_proj` holds query and gate of each head side by side. The input is as wide as
-    the model, unless `input_size` says otherwise.
+    On the third axis, G queries of a key/value head come first, then its key and its value. With an output gate, G
+    gates follow, and `q_proj` stores each head's query and gate next to each other. The input width is that of the
+    model unless `input_size` is given.
     """
     prefix, config = f"{prefix}self_attn.", config.of_layer(kind)
     D, K, H, V = input_size or config.hidden_size, config.num_key_value_heads, config.head_dim, config.value_dim
@@ -55,7 +55,7 @@ def grouped_names(
         values = [of("v", 1, slice(G + 1, G + 2))] if V == H else []
         return [*queries, of("k", 1, slice(G, G + 1)), *values]
 
-    # The third axis: queries, key, value (unless it is narrower), and gates if there are any.
+    # The third axis: queries, key, value (unless its width differs), and gates if there are any.
     heads = G + 1 + (V == H) + (G if gates == 2 else 0)
     specs = {"qkv": ParamSpec((D, K, heads, H), tuple(slices("weight", D)), in_axis=-4)}
     if V != H:
@@ -91,7 +91,7 @@ def latent_names(config: ModelConfig, kind: LayerKind, prefix: str, layout: Layo
     prefix = f"{prefix}self_attn."
     D, N, R = config.hidden_size, config.num_attention_heads, config.kv_lora_rank
     C, P, V, L = config.qk_nope_head_dim, config.qk_rope_head_dim, config.v_head_dim, config.q_lora_rank
-    # Both slices read `kv_b_proj [N * (C + V), R]`: of each head's rows the first C are keys, the others values.
+    # Both slices read `kv_b_proj [N * (C + V), R]`: the first C rows of each head are keys, the others values.
     up = {"name": f"{prefix}kv_b_proj.weight", "shape": (N * (C + V), R), "split": (N, C + V, R), "target": (ALL,) * 3}
     specs = {
         "latent_down": linear(f"{prefix}kv_a_proj_with_mqa.weight", D, R + P),
@@ -102,7 +102,7 @@ def latent_names(config: ModelConfig, kind: LayerKind, prefix: str, layout: Layo
         ),
         "output": linear(f"{prefix}o_proj.weight", N * V, D),
     }
-    # Queries have their own latent, or are projected directly.
+    # Queries have a separate latent, or are projected directly.
     if L:
         specs["query_down"] = linear(f"{prefix}q_a_proj.weight", D, L)
         specs["norm_query/scale"] = copied(f"{prefix}q_a_layernorm.weight", L)
@@ -128,8 +128,8 @@ def latent_names(config: ModelConfig, kind: LayerKind, prefix: str, layout: Layo
 def delta_names(config: ModelConfig, kind: LayerKind, prefix: str, layout: Layout) -> Specs:
     """Maps gated delta rule attention (Qwen3-Next, Qwen3.5): projections and convolution, arranged by key head.
 
-    `qkvz [D, K, ...]` holds query, key, values and output gates of a key head side by side, `ba [D, K, 2 G]` the write
-    strengths and decay inputs of its G value heads.
+    `qkvz [D, K, ...]` holds the query, key, values and output gates of a key head, `ba [D, K, 2 G]` the write strengths
+    and decay inputs of its G value heads.
     """
     prefix = f"{prefix}linear_attn."
     D, K, J = config.hidden_size, config.linear_num_key_heads, config.linear_num_value_heads

@@ -9,15 +9,15 @@ LIMIT = 2**31  # every integer of a configuration must be smaller
 
 
 class ConfigReader:
-    """Reads the values of one JSON object, and records which keys were read.
+    """Reads the values of a JSON object, and records the keys that were read.
 
-    Every method raises `ConfigError`, one line with the key and its value, for a value of the wrong type or range. A
-    value of null counts as missing.
+    Every method raises `ConfigError`, one line with the key and its value, for a value of the wrong type or range. Null
+    counts as missing.
 
     Attributes:
         values: the object.
         seen: the keys that were read.
-        names: the object's own names for some keys, by the names that callers use.
+        names: the keys that the object uses instead of the usual ones, by usual key.
         unknown_within: keys of nested objects that were not read, as `section.key`.
     """
 
@@ -33,7 +33,7 @@ class ConfigReader:
         return self.values.get(key)
 
     def _value(self, key: str, default: Any) -> tuple[Any, str]:
-        """Returns the value of `key`, or the default, and the key's name in the file."""
+        """Returns the value or the default, and the key in the file."""
         value = self.get(key)
         return default if value is None else value, self.names.get(key, key)
 
@@ -71,21 +71,22 @@ class ConfigReader:
         return tuple(value)
 
     def per_layer(self, key: str, kind: type, layers: int, modules: int) -> tuple[tuple, Any]:
-        """Returns a list with an entry per layer, and the entry of the MTP modules: after them, or in `mtp_{key}`.
+        """Returns the entries of the layers, and the entry that all MTP modules share.
 
-        Returns:
-            The entries of the layers, empty if the key is missing, and the one that all modules have, or None.
+        The modules' entries follow those of the layers, or are in `mtp_{key}`. Without the key: `((), None)`.
         """
         listed = self.items(key, kind)
         own = listed[layers:] or self.items(f"mtp_{key}", kind)
         key = self.names.get(key, key)
         if listed and len(listed) not in (layers, layers + modules):
             raise ConfigError(
-                f"config.json: {key} has {len(listed)} entries; supported: one for each of {layers} layers, or also "
-                f"for {modules} MTP modules after them"
+                f"config.json: {key} has {len(listed)} entries; supported: one for each of {layers} layers, "
+                f"optionally followed by one for each of {modules} MTP modules"
             )
         if len(set(own)) > 1:
-            raise ConfigError(f"config.json: {key} has modules of several kinds, {list(own)}, which is not supported")
+            raise ConfigError(
+                f"config.json: {key} has different values for MTP modules, {list(own)}, which is not supported"
+            )
         return listed[:layers], own[0] if own else None
 
     def section(self, key: str) -> "ConfigReader":
@@ -96,7 +97,7 @@ class ConfigReader:
         return ConfigReader(value)
 
     def require(self, key: str, *allowed: Any) -> None:
-        """Rejects a value that the model does not implement; a missing one is accepted."""
+        """Rejects an unsupported value; a missing value is accepted."""
         value, key = self.get(key), self.names.get(key, key)
         if value is not None and value not in allowed:
             supported = f"; supported: {', '.join(map(repr, allowed))}" if allowed else ""

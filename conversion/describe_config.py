@@ -1,16 +1,17 @@
-"""Makes the `config.json` of an mtpjax model: finds a family that transformers can load, and writes its values."""
+"""Writes the `config.json` of an mtpjax model as that of a family that transformers can load."""
 
 import dataclasses
 from typing import Any
 
-from conversion.describe_windows import describe_windows
 from conversion.families import FAMILIES
 from conversion.hf_config import parse_config
-from conversion.rope import describe_scaling
+from conversion.rope import FULL, SLIDING, describe_scaling
+from conversion.step_config import STEP
 from mtpjax.errors import ConfigError
 from mtpjax.models.config import ModelConfig
+from mtpjax.models.rope_scaling import RopeScaling
 
-# Families for models that were not converted from a checkpoint, the plainest first.
+# Families to try for models that were not converted from a checkpoint, the simplest first.
 ORDER = (
     *("llama", "qwen3", "deepseek_v3", "deepseek_v32", "glm_moe_dsa", "glm4_moe"),
     *("qwen3_next", "qwen3_5_text", "qwen3_5_moe_text", "mimo", "kimi_k2"),
@@ -18,11 +19,11 @@ ORDER = (
     "gpt_oss",
 )
 QWEN_HYBRID = ("qwen3_next", "qwen3_5", "qwen3_5_text", "qwen3_5_moe", "qwen3_5_moe_text")
-# These name each layer's kind instead of the number of dense layers.
+# These list each layer's feed-forward type instead of the number of dense layers.
 LISTS_FEED_FORWARD = ("glm4_moe_lite", "hy_v3", "mimo_v2_flash", "step3p5", "step3p7")
 # Fields determined by the files or the tokenizer, not by `config.json`.
 NOT_DESCRIBED = ("num_tokens", "mtp_own_embedding", "mtp_own_head")
-# Conventions of MTP modules that differ between families; written if a model differs from its family.
+# Conventions of MTP modules, written where a model differs from its family.
 MTP_CONVENTIONS = (
     *("mtp_chaining", "mtp_input", "mtp_hidden_post_norm", "mtp_chain_post_norm", "mtp_mask_first"),
     *("mtp_dense", "mtp_output_norm", "mtp_layer_type", "mtp_norm_differs"),
@@ -30,7 +31,7 @@ MTP_CONVENTIONS = (
 
 
 def describe_config(config: ModelConfig, model_type: str | None = None) -> tuple[str, dict[str, Any]]:
-    """Finds a family that can describe a model, and makes its `config.json`.
+    """Finds a family that can describe a model, and writes its `config.json`.
 
     Args:
         model_type: the family to use; by default the first that fits.
@@ -39,7 +40,7 @@ def describe_config(config: ModelConfig, model_type: str | None = None) -> tuple
         `(model_type, values)`, where `parse_config(values)` gives `config` again.
 
     Raises:
-        ConfigError: no family can describe the model; the message names the fields that the closest one cannot express.
+        ConfigError: no family can describe the model. The message lists what the closest family cannot express.
     """
     if model_type is not None and model_type not in FAMILIES:
         raise ConfigError(f"unsupported model_type {model_type!r}; supported: {', '.join(FAMILIES)}")
@@ -56,47 +57,42 @@ def describe_config(config: ModelConfig, model_type: str | None = None) -> tuple
             return name, values
         nearest = min(nearest or differing, differing, key=len)
     raise ConfigError(
-        "no supported family can describe this model; the closest one cannot express "
+        "no supported family can describe this model; the closest family cannot express "
         f"{', '.join(nearest) if nearest else 'its sizes'}"
     )
 
 
 def differing_fields(found: ModelConfig, config: ModelConfig) -> list[str]:
-    """Lists the fields in which two configurations differ. Leaves out fields that `config.json` does not decide."""
+    """Lists the fields in which two configurations differ, except those that `config.json` does not determine."""
     names = (field.name for field in dataclasses.fields(config) if field.name not in NOT_DESCRIBED)
     return [name for name in names if getattr(found, name) != getattr(config, name)]
 
 
 def _unsupported(config: ModelConfig, model_type: str) -> list[str]:
-    """Lists fields that mtpjax reads for a family, but that transformers' class of it does not compute."""
-    wrong = []
-    # In transformers, Llama and Qwen3 have no experts.
-    if model_type in ("llama", "qwen3"):
-        wrong += ["n_routed_experts"] if config.n_routed_experts else []
-        wrong += ["use_qk_norm"] if config.use_qk_norm and model_type == "llama" else []
-    # These mixture-of-experts classes of transformers have no dense form.
-    if model_type in ("qwen3_moe", "hy_v3", "ernie4_5_moe") and not config.is_moe:
-        wrong.append("n_routed_experts")
-    # Qwen3-Next and some others mix dense layers with expert layers; Qwen3.5 does not.
-    dense = bool(config.mlp_only_layers or (config.is_moe and config.first_k_dense_replace))
-    if model_type.startswith("qwen3_5") and dense:
-        wrong.append("mlp_only_layers")
-    if model_type not in ("qwen3_next", "qwen3_moe", *LISTS_FEED_FORWARD) and config.mlp_only_layers:
-        wrong.append("mlp_only_layers")
-    if model_type in QWEN_HYBRID and config.is_moe == (model_type in ("qwen3_5", "qwen3_5_text")):
-        wrong.append("n_routed_experts")
-    # transformers has twice the key/value heads, and sinks, in MiMo-V2's layers with a window.
-    if model_type == "mimo_v2_flash":
-        doubled = config.sliding_num_key_value_heads == 2 * config.num_key_value_heads
-        wrong += [] if doubled else ["sliding_num_key_value_heads"]
-        wrong += ["attention_sinks"] if config.attention_sinks != "sliding" else []
-    if model_type == "deepseek_v32" and "shared" in config.indexer_types:
-        wrong.append("indexer_types")
-    return wrong
+    """Lists fields that mtpjax supports in a family, but that its transformers class does not compute."""
+    is_moe = config.is_moe
+    doubled = config.sliding_num_key_value_heads == 2 * config.num_key_value_heads
+    dense = bool(config.mlp_only_layers or (is_moe and config.first_k_dense_replace))
+    mixes_dense = ("qwen3_next", "qwen3_moe", *LISTS_FEED_FORWARD)
+    rows: tuple[tuple[bool, str, Any], ...] = (
+        (model_type in ("llama", "qwen3"), "n_routed_experts", config.n_routed_experts),
+        (model_type == "llama", "use_qk_norm", config.use_qk_norm),
+        # These mixture-of-experts classes have no dense form.
+        (model_type in ("qwen3_moe", "hy_v3", "ernie4_5_moe"), "n_routed_experts", not is_moe),
+        # Qwen3-Next and a few others mix dense and expert layers; Qwen3.5 does not.
+        (model_type.startswith("qwen3_5"), "mlp_only_layers", dense),
+        (model_type not in mixes_dense, "mlp_only_layers", config.mlp_only_layers),
+        (model_type in QWEN_HYBRID, "n_routed_experts", is_moe == (model_type in ("qwen3_5", "qwen3_5_text"))),
+        # MiMo-V2's layers with a window have twice the key/value heads, and sinks.
+        (model_type == "mimo_v2_flash", "sliding_num_key_value_heads", not doubled),
+        (model_type == "mimo_v2_flash", "attention_sinks", config.attention_sinks != "sliding"),
+        (model_type == "deepseek_v32", "indexer_types", "shared" in config.indexer_types),
+    )
+    return [field for is_family, field, is_wrong in rows if is_family and is_wrong]
 
 
 def _values(config: ModelConfig, model_type: str) -> dict[str, Any]:
-    """Makes the keys of `config.json`; sections that the model does not have are left out."""
+    """Makes the keys of `config.json`, without those of parts that the model does not have."""
     family = FAMILIES[model_type]
     same = ("vocab_size", "hidden_size", "num_hidden_layers", "num_attention_heads", "intermediate_size")
     # Keys of every family.
@@ -116,8 +112,8 @@ def _values(config: ModelConfig, model_type: str) -> dict[str, Any]:
     values = {name: getattr(config, name) for name in names}
     values |= _experts(config, model_type)
     values = {name: list(value) if isinstance(value, tuple) else value for name, value in values.items()}
-    # Keys that are spelled differently from ModelConfig's fields, and keys that transformers needs: its number of key
-    # heads has another default, and it replaces an empty list of indexer types by its own pattern.
+    # Keys that differ from ModelConfig's fields, and keys that transformers needs: its default number of key heads is
+    # different, and it replaces an empty list of indexer types with a pattern.
     if config.attention == "latent":
         values["num_key_value_heads"] = config.num_attention_heads
     if config.index_topk and not config.indexer_types:
@@ -125,19 +121,19 @@ def _values(config: ModelConfig, model_type: str) -> dict[str, Any]:
     if config.rope_scaling is not None:
         values["rope_scaling"] = describe_scaling(config.rope_scaling)
     if family.has_windows:
-        values |= describe_windows(config, model_type)
+        values |= _windows(config, model_type)
     if config.linear_output_gate == "sigmoid":
         values["output_gate_type"] = "sigmoid"
-    # End tokens come from the tokenizer. Without these keys transformers would use the family's defaults.
+    # The tokenizer determines the end tokens. Without these keys, transformers would use the family's defaults.
     head = {"architectures": [family.architecture], "model_type": model_type, "hidden_act": "silu", "dtype": "float32"}
     ends = dict.fromkeys(("bos_token_id", "eos_token_id", "pad_token_id"))
     values = {**head, **ends, **values, **_modules(config, model_type)}
-    return {dict(family.keys).get(name, name): value for name, value in values.items()}
+    return {family.keys.get(name, name): value for name, value in values.items()}
 
 
 def _experts(config: ModelConfig, model_type: str) -> dict[str, Any]:
-    """Makes the keys about the mixture of experts, and those that say which layers are dense."""
-    # Without experts, transformers' mixture-of-experts classes need a key which says that all layers are dense.
+    """Makes the keys of the mixture of experts and of dense layers."""
+    # Without experts, transformers' mixture-of-experts classes need a key that makes all layers dense.
     if not config.is_moe:
         is_mixture = model_type not in ("llama", "qwen3", "mimo", *QWEN_HYBRID)
         return {"first_k_dense_replace": config.num_hidden_layers} if is_mixture else {}
@@ -157,11 +153,68 @@ def _experts(config: ModelConfig, model_type: str) -> dict[str, Any]:
 
 
 def _modules(config: ModelConfig, model_type: str) -> dict[str, Any]:
-    """Makes the keys about MTP modules: their number, and the conventions in which they differ from the family."""
+    """Makes the keys of MTP modules: their number, and conventions that differ from those of the family."""
     family = FAMILIES[model_type]
     key = "mtp_num_hidden_layers" if family.layout.mtp == "mtp" else "num_nextn_predict_layers"
     values: dict[str, Any] = {key: config.num_mtp_modules}
     if config.mtp_own_embedding:
         values["mtp_use_dedicated_embeddings"] = True
-    defaults = {field.name: field.default for field in dataclasses.fields(ModelConfig)} | dict(family.fixed)
+    defaults = {field.name: field.default for field in dataclasses.fields(ModelConfig)} | family.fixed
     return values | {name: getattr(config, name) for name in MTP_CONVENTIONS if getattr(config, name) != defaults[name]}
+
+
+def _windows(config: ModelConfig, model_type: str) -> dict[str, Any]:
+    """Makes the keys of sliding-window attention, which `conversion.windows` and `conversion.step_config` read."""
+    values: dict[str, Any] = {"layer_types": list(config.layer_types), "sliding_window": config.sliding_window}
+    if model_type == "gpt_oss":
+        limit = {"swiglu_limit": config.swiglu_limits[0]} if config.swiglu_limits else {}
+        rope = {"rope_parameters": {**describe_scaling(config.rope_scaling), "rope_theta": config.rope_theta}}
+        return values | limit | rope | {"swiglu_alpha": config.swiglu_alpha}
+    if model_type in STEP:
+        return values | _step_lists(config)
+    return values | {
+        "swa_num_attention_heads": config.sliding_num_attention_heads,
+        "swa_num_key_value_heads": config.sliding_num_key_value_heads,
+        "v_head_dim": config.value_dim,
+        "attention_value_scale": config.attention_value_scale,
+        "add_full_attention_sink_bias": config.attention_sinks == "all",
+        "add_swa_attention_sink_bias": config.attention_sinks != "none",
+        "rope_parameters": {
+            kind: {**describe_scaling(scaling), "rope_theta": base, "partial_rotary_factor": share}
+            for kind, (scaling, base, share) in _rope_by_type(config).items()
+        },
+    }
+
+
+def _rope_by_type(config: ModelConfig) -> dict[str, tuple[RopeScaling | None, float, float]]:
+    """Returns scaling, base and rotated share of each type of layer."""
+    sliding = config.rope_scaling if config.sliding_rope_scaling else None
+    return {
+        FULL: (config.rope_scaling, config.rope_theta, config.partial_rotary_factor),
+        SLIDING: (sliding, config.sliding_rope_theta, config.sliding_partial_rotary_factor),
+    }
+
+
+def _step_lists(config: ModelConfig) -> dict[str, Any]:
+    """Makes Step-3.5's lists: an entry per layer, then per MTP module."""
+    types = [*config.layer_types, *[config.mtp_layer_type] * config.num_mtp_modules]
+    rope = _rope_by_type(config)
+    values: dict[str, Any] = {
+        "layer_types": types,
+        "rope_theta": [rope[kind][1] for kind in types],
+        "partial_rotary_factors": [rope[kind][2] for kind in types],
+        "yarn_only_types": [FULL, SLIDING] if config.sliding_rope_scaling else [FULL],
+        "moe_layers_enum": ",".join(str(layer) for layer, kind in enumerate(config.trunk_kinds) if kind.is_moe),
+        "attention_other_setting": {
+            "attention_type": SLIDING,
+            "num_attention_heads": config.sliding_num_attention_heads,
+            "num_attention_groups": config.sliding_num_key_value_heads,
+            "head_dim": config.head_dim,
+        },
+    }
+    for name in ("swiglu_limits", "swiglu_limits_shared"):
+        limits = getattr(config, name)
+        values[name] = [*limits, *[0.0] * config.num_mtp_modules] if limits else None
+    if config.rope_scaling is not None:
+        values["rope_scaling"] = describe_scaling(config.rope_scaling)
+    return values

@@ -1,10 +1,11 @@
-"""Assembles the tensors of Hugging Face files from parameters, block by block: the inverse of loading."""
+"""Assembles the tensors of Hugging Face files from parameters, block by block. This is the inverse of loading."""
 
 from collections.abc import Callable, Iterator, Mapping
 
 import numpy as np
 
-from conversion.read_params import E4M3, ScaleMap, dequantize, encode_scales, scale_spec
+from conversion.read_params import ScaleMap, dequantize, encode_scales, scale_spec
+from conversion.safetensors_header import E4M3
 from conversion.shards import TensorEntry
 from conversion.tensor_slice import ParamSpec, TensorSlice
 
@@ -38,18 +39,14 @@ class TensorAssembler:
                 self.parts.setdefault(piece.name, []).append((path, spec, piece))
 
     def blocks(self, entry: TensorEntry) -> Iterator[np.ndarray]:
-        """Makes the rows of a tensor.
-
-        Yields:
-            Its rows in order, block after block, in the entry's dtype.
-        """
+        """Yields the rows of a tensor in blocks, in order and in the entry's dtype."""
         # A copy, such as a module's embedding, is made from the tensor that it copies.
         name = self.tied.get(entry.name, entry.name)
         if name in self.fp8_tensor:
             yield self._scale_tensor(self.fp8_tensor[name], entry)
             return
         # Several slices can share rows of a tensor, such as the query and the gate of `q_proj`. They are cut at the
-        # same rows, and a block is written once all of them have filled it.
+        # same rows, and a block is yielded once all of them have filled it.
         groups: dict[tuple[int, int], list[tuple[str, ParamSpec, TensorSlice]]] = {}
         for part in self.parts[name]:
             groups.setdefault(part[2].rows, []).append(part)
@@ -63,7 +60,7 @@ class TensorAssembler:
                 yield rows
 
     def _values(self, path: str, spec: ParamSpec, piece: TensorSlice, dtype: np.dtype) -> np.ndarray:
-        """Reads the part of a parameter that a slice covers, dequantized unless the tensor is fp8 as well."""
+        """Reads the part of a parameter that a slice covers, dequantized unless the tensor is fp8 too."""
         index, kept = _index(piece, spec.shape)
         if path not in self.scaled:
             return self.read(path, index)[kept].astype(dtype, copy=False)
@@ -79,17 +76,17 @@ class TensorAssembler:
         return dequantize(values, scales, axis % len(spec.shape), block, index[axis].start)[kept].astype(dtype)
 
     def _scale_tensor(self, name: str, entry: TensorEntry) -> np.ndarray:
-        """Makes the scales of an fp8 tensor: the parameter repeats them along rows, so every n-th row is kept."""
+        """Makes the scales of an fp8 tensor. The parameter repeats them along rows, so one row per block is kept."""
         # Assemble the scales with one row per row of the weight, as the parameter has them.
         rows = np.empty((self.parts[name][0][2].shape[0], entry.shape[1]), np.float32)
         for path, spec, piece in self.parts[name]:
             index, kept = _index(piece, scale_spec(spec, self.scales).shape)
             piece.write(rows[slice(*piece.rows)], self.read(f"{path}/scales", index)[kept])
-        return encode_scales(rows[:: self.scales.rows], entry.dtype)
+        return encode_scales(rows[:: self.scales.block[0]], entry.dtype)
 
 
 def _index(piece: TensorSlice, shape: tuple[int, ...]) -> tuple[tuple[slice, ...], tuple[int | slice, ...]]:
-    """Returns the slice's target as slices, and the index that then drops the axes where it has a single place."""
+    """Returns the slice's target as slices, and an index that then drops the axes with a single position."""
     index = tuple(
         slice(*place.indices(size)[:2]) if isinstance(place, slice) else slice(place, place + 1)
         for place, size in zip(piece.target, shape, strict=True)

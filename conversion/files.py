@@ -1,8 +1,8 @@
 """Opens a Hugging Face checkpoint directory: checks its index and headers, then reads tensors by byte ranges.
 
 The directory is untrusted. No file outside it is opened, nothing is unpickled, and every header is checked before
-memory is allocated for a tensor. Reads use `preadv` instead of a memory map: memory stays bounded by the requested
-block, and a file that is truncated during reading raises an error instead of SIGBUS.
+memory is allocated for a tensor. Files are read with `preadv` instead of a memory map, so that memory is bounded by
+the requested block, and a file that is truncated while it is read raises an error instead of SIGBUS.
 """
 
 import logging
@@ -17,16 +17,22 @@ import numpy as np
 from conversion.array_checks import count_nonfinite
 from conversion.safetensors_header import MAX_HEADER_BYTES, MAX_TENSORS, TensorInfo, parse_header, parse_json
 from conversion.weight_files import INDEX, PICKLE_SUFFIXES, choose_weight_files, safetensors_files
-from mtpjax.errors import CheckpointFileError, UnsafeFileError
-from mtpjax.safe_open import allowed_root, is_gguf, list_chat_templates, open_inside
+from mtpjax.errors import CheckpointFileError
+from mtpjax.safe_open import (
+    BLOCK_BYTES,
+    allowed_root,
+    is_gguf,
+    list_chat_templates,
+    open_inside,
+    pread,
+    pread_into,
+)
 
 log = logging.getLogger("mtpjax.conversion")
 
-BLOCK_BYTES = 4 << 20  # of a tensor that is read, reordered or written at once
-
 
 class TensorSource(Protocol):
-    """The files that parameters are read from: `CheckpointFiles`, or another format."""
+    """Files that parameters are read from: `CheckpointFiles`, or those of a different format."""
 
     path: pathlib.Path
     tensors: dict[str, TensorInfo]
@@ -46,11 +52,11 @@ class CheckpointFiles:
     Attributes:
         path: the directory.
         tensors: where each tensor is, by name.
-        headers: the raw header of each safetensors file, with its 8 length bytes.
+        headers: the raw header of each safetensors file, including the 8 bytes of its length.
         metadata: the `__metadata__` of each safetensors file.
         sizes: the size of each safetensors file in bytes.
-        index: the content of `model.safetensors.index.json`, if there is one.
-        unread: safetensors files of the directory that belong to neither the index nor a checkpoint of one file.
+        index: the parsed `model.safetensors.index.json`; None if there is none.
+        unread: safetensors files of the directory that are not part of the checkpoint.
     """
 
     unread: tuple[str, ...] = ()
@@ -59,7 +65,7 @@ class CheckpointFiles:
         """Opens the files and checks their headers.
 
         Args:
-            strict: raise an error for infinite or NaN weights. Otherwise they are counted, and `report` warns of them.
+            strict: raise an error for infinite or NaN weights instead of counting them for `report`.
             only: the one safetensors file to open; by default all that the index lists.
 
         Raises:
@@ -115,31 +121,18 @@ class CheckpointFiles:
         size = os.fstat(descriptor).st_size
         if size > MAX_HEADER_BYTES * 4:
             raise CheckpointFileError(f"{self.path / name} has {size} bytes: too large for a JSON description")
-        return parse_json(_pread(descriptor, size, 0, self.path / name), self.path / name)
-
-    def peek(self, file: str) -> list[TensorInfo]:
-        """Reads the header of one of the files of `unread`, without taking its tensors.
-
-        Raises:
-            CheckpointFileError: the file is damaged or cannot be opened safely.
-        """
-        try:
-            return self._read_header(file)
-        finally:
-            for kept in (self.headers, self.metadata, self.sizes):
-                kept.pop(file, None)
+        return parse_json(bytes(pread(descriptor, size, 0, self.path / name)), self.path / name)
 
     def adopt(self, file: str) -> None:
-        """Takes the tensors of one of the files of `unread`. Tensors that are already known must be equal."""
+        """Adds the tensors of a file of `unread`. Tensors that are in both must be equal."""
         self.tensors = {tensor.name: tensor for tensor in self._read_header(file)} | self.tensors
         self.unread = tuple(name for name in self.unread if name != file)
 
     def other_files(self) -> list[str]:
-        """Lists the files other than the weights: configuration, tokenizer, text.
+        """Lists the files other than weights, such as configuration and tokenizer.
 
-        Returns:
-            File names. Pickles, files that cannot be opened safely, and folders but the one of chat templates are left
-            out; the unsafe files with a warning.
+        Pickles, folders other than that of chat templates and, with a warning, files that cannot be opened safely are
+        left out.
         """
         kept = []
         for name in [*sorted(os.listdir(self.path)), *list_chat_templates(self.path)]:
@@ -207,7 +200,7 @@ class CheckpointFiles:
         return array
 
     def report(self) -> None:
-        """Warns of tensors with infinite or NaN elements that `read_checked` has read."""
+        """Warns of the infinite or NaN elements that `read_checked` has counted."""
         for name in dict.fromkeys(name for name, _ in self._nonfinite):
             count = sum(count for (other, _), count in self._nonfinite.items() if other == name)
             log.warning("tensor %s has %d infinite or NaN elements", name, count)
@@ -231,7 +224,7 @@ class CheckpointFiles:
         if stray:
             # Some programs add tensors, such as those of MTP modules, without updating the index.
             log.warning(
-                "%s: %d tensors are in the files of %s but not in it, and are read: %s",
+                "%s: %d tensors are in the weight files but not listed in %s; they are read: %s",
                 *(self.path, len(stray), INDEX, ", ".join(stray[:3])),
             )
 
@@ -242,15 +235,15 @@ class CheckpointFiles:
         if size < 8:
             raise CheckpointFileError(f"{path} has {size} bytes, too few for a safetensors header")
         # The length is checked before the header is read, so that a wrong one allocates nothing.
-        (length,) = struct.unpack("<Q", _pread(descriptor, 8, 0, path))
+        (length,) = struct.unpack("<Q", pread(descriptor, 8, 0, path))
         if length > MAX_HEADER_BYTES:
             raise CheckpointFileError(f"{path} has a header of {length} bytes; at most {MAX_HEADER_BYTES} are accepted")
         if length + 8 > size:
-            raise CheckpointFileError(f"{path} is truncated: it has {size} bytes, and its header alone has {length}")
-        self.headers[file] = _pread(descriptor, 8 + length, 0, path)
+            raise CheckpointFileError(f"{path} is truncated: it has {size} bytes, but its header alone has {length}")
+        self.headers[file] = bytes(pread(descriptor, 8 + length, 0, path))
         tensors, self.metadata[file] = parse_header(self.headers[file], file, path)
         end = tensors[-1].end if tensors else 8 + length
-        # Bytes after the last tensor belong to no tensor: the header is of a different file, or a download failed.
+        # Bytes after the last tensor show that the header is of a different file, or that a download failed.
         if end != size:
             kind = "truncated" if end > size else "longer than its header says"
             raise CheckpointFileError(f"{path} is {kind}: {size} bytes instead of {end}")
@@ -259,26 +252,6 @@ class CheckpointFiles:
     def _descriptor(self, file: str) -> int:
         """Opens a file once, and returns its descriptor."""
         if file not in self._open:
-            try:
-                # The descriptor stays open: the file that was checked is the file that is read later.
-                self._open[file] = open_inside(self.path / file, self._root)
-            except UnsafeFileError as error:
-                raise CheckpointFileError(str(error)) from error
+            # The descriptor stays open: the file that was checked is the file that is read later.
+            self._open[file] = open_inside(self.path / file, self._root)
         return self._open[file]
-
-
-def _pread(descriptor: int, count: int, offset: int, path) -> bytes:
-    buffer = bytearray(count)
-    pread_into(descriptor, memoryview(buffer), offset, path)
-    return bytes(buffer)
-
-
-def pread_into(descriptor: int, view: memoryview, offset: int, path) -> None:
-    """Fills `view` from a place in a file. Linux reads at most 2 GiB per call, so it reads 1 GiB at a time."""
-    done = 0
-    while done < len(view):
-        # `preadv` reads at an offset without moving a shared position, so threads can read one file at once.
-        count = os.preadv(descriptor, [view[done : done + (1 << 30)]], offset + done)
-        if not count:
-            raise CheckpointFileError(f"{path} is truncated: it ended at byte {offset + done} while it was read")
-        done += count

@@ -1,22 +1,14 @@
-"""Streams of block-scaled fp8: tensors dequantized block by block, and quantized again as DeepSeek-V3 does."""
+"""Dequantizes and quantizes block-scaled fp8 tensors in streams, as DeepSeek-V3 does."""
 
 from collections.abc import Iterator
 
 import numpy as np
 
-from conversion.files import BLOCK_BYTES, CheckpointFiles
-from conversion.read_params import (
-    BF16,
-    E4M3,
-    E8M0,
-    ScaleMap,
-    decode_scales,
-    dequantize,
-    encode_scales,
-    read_scale_blocks,
-)
+from conversion.files import CheckpointFiles
+from conversion.read_params import ScaleMap, decode_scales, dequantize, encode_scales, read_scale_blocks
+from conversion.safetensors_header import BF16, E4M3, E8M0, FLOAT32
+from mtpjax.safe_open import BLOCK_BYTES
 
-FLOAT32 = np.dtype(np.float32)
 FP8_MAX = 448.0  # the largest finite float8_e4m3fn
 
 
@@ -24,20 +16,20 @@ def dequantized_blocks(files: CheckpointFiles, scales: ScaleMap, name: str, dtyp
     """Reads a tensor in blocks of rows, and dequantizes it if it has scales.
 
     Args:
-        dtype: dtype of a dequantized tensor. Tensors without scales keep theirs.
+        dtype: dtype of dequantized tensors. Tensors without scales keep theirs.
     """
     if name not in scales.names:
         yield from files.blocks(name)
         return
     rows, columns = files.tensors[name].shape
     # Whole blocks of rows are read at once, so that a row of scales is needed only once.
-    side = scales.rows
+    side = scales.block[0]
     step = max(1, BLOCK_BYTES // (side * columns * 4)) * side
     for begin in range(0, rows, step):
         end = min(begin + step, rows)
         part = read_scale_blocks(files, scales.names[name], begin // side, -(-end // side))
         part = np.repeat(part, side, axis=0)[: end - begin]
-        yield dequantize(files.read_checked(name, begin, end), part, 1, scales.columns, 0).astype(dtype)
+        yield dequantize(files.read_checked(name, begin, end), part, 1, scales.block[1], 0).astype(dtype)
 
 
 def quantized_blocks(
@@ -46,9 +38,9 @@ def quantized_blocks(
     """Quantizes the rows of a tensor to fp8 with one scale per block.
 
     Args:
-        blocks: the tensor's rows in order, cut anywhere.
+        blocks: the tensor's rows in order, in blocks of any size.
         block: rows and columns that share a scale.
-        scale_dtype: dtype of the scales in the file. Values are divided by the scales that this dtype can hold.
+        scale_dtype: dtype of the scales in the file. Values are divided by scales that are rounded to it.
 
     Yields:
         `(values, scales)`: float8_e4m3fn rows, and the scales of their blocks in `scale_dtype`. At least one row of
@@ -57,7 +49,7 @@ def quantized_blocks(
     rows, columns = block
     rest: np.ndarray | None = None
     for part in blocks:
-        # Keep rows back until their blocks are complete.
+        # Hold rows back until their blocks are complete.
         part = part.astype(np.float32)
         rest = part if rest is None else np.concatenate([rest, part])
         whole = len(rest) // rows * rows
@@ -78,7 +70,7 @@ def _quantize(values: np.ndarray, rows: int, columns: int, scale_dtype: np.dtype
     padded[:height, :width] = np.abs(values)
     largest = padded.reshape(grid[0], rows, grid[1], columns).max(axis=(1, 3))
     scales = np.where(largest > 0, largest / FP8_MAX, 1.0).astype(np.float32)
-    # Exponents (e8m0) hold powers of two: take the next one above, so that no value overflows.
+    # Exponents (e8m0) hold powers of two: round up, so that no value overflows.
     if scale_dtype in (np.uint8, E8M0):
         scales = np.exp2(np.ceil(np.log2(scales))).astype(np.float32)
     stored = encode_scales(scales, scale_dtype)

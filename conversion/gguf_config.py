@@ -1,4 +1,4 @@
-"""Converts the metadata of a GGUF file to the content of a `config.json`, by its architecture."""
+"""Converts the metadata of a GGUF file to a `config.json`."""
 
 import math
 from collections.abc import Callable
@@ -8,11 +8,12 @@ import numpy as np
 
 from conversion.gguf_header import GGUFHeader
 from mtpjax.errors import ConfigError
+from mtpjax.messages import count_of
 
 ROPE_FACTORS = "rope_freqs.weight"
-MAX_EXPERTS = 1 << 17  # matrices of all experts; Kimi-K2 has 69,000
+MAX_EXPERTS = 1 << 17  # the maximum number of expert matrices; Kimi-K2 has 69,000
 SIGMOID = 2  # llama.cpp's number of the router's scoring function
-# Keys that would change every logit, with the only value that is supported: they change nothing.
+# Keys that would change every logit, and the only supported value of each, which has no effect.
 NEUTRAL = {
     **{"attention.scale": 0.0, "attention.clamp_kqv": 0.0, "attention.max_alibi_bias": 0.0, "attention.causal": True},
     **{"logit_scale": 0.0, "residual_scale": 0.0, "embedding_scale": 0.0, "attention.sliding_window": 0},
@@ -21,12 +22,7 @@ NEUTRAL = {
 
 
 class Metadata:
-    """Reads the metadata of a file by the keys of its architecture, and checks the types of values.
-
-    Attributes:
-        header: the parsed header.
-        architecture: the architecture's name, the prefix of its keys.
-    """
+    """Reads and checks values of a file's metadata by key, without the architecture's prefix."""
 
     def __init__(self, header: GGUFHeader):
         """Checks the architecture.
@@ -40,14 +36,7 @@ class Metadata:
         self.header, self.architecture = header, name
 
     def get(self, key: str, default: Any = None) -> Any:
-        """Returns the value of a key of the architecture.
-
-        Args:
-            default: what a missing key means; None: it is an error.
-
-        Raises:
-            ConfigError: the file lacks the key and `default` is None, or the value is an array.
-        """
+        """Returns a value, or the default; without a default the key is required. Raises `ConfigError` for arrays."""
         value = self.header.metadata.get(f"{self.architecture}.{key}", default)
         if value is None:
             raise ConfigError(f"the GGUF file lacks {self.architecture}.{key}")
@@ -56,18 +45,11 @@ class Metadata:
         return value
 
     def error(self, key: str, problem: str) -> ConfigError:
-        """Makes the error of a value of the architecture, which the message names."""
+        """Makes the error about a value: its key and value, followed by the problem."""
         return ConfigError(f"{self.architecture}.{key} is {self.get(key)!r}{problem}")
 
     def integer(self, key: str, default: int | None = None, *, low: int = 0) -> int:
-        """Returns the integer value of a key of the architecture.
-
-        Args:
-            default: returned if the file lacks the key; None: an error.
-
-        Raises:
-            ConfigError: as for `get`, or the value is not an integer, or below `low`.
-        """
+        """Returns an integer of at least `low`; without a default the key is required."""
         value = self.get(key, default)
         if isinstance(value, bool) or not isinstance(value, int) or value < low:
             raise ConfigError(f"{self.architecture}.{key} is {value!r}; supported: one integer of at least {low}")
@@ -77,18 +59,16 @@ class Metadata:
 def describe_config(
     header: GGUFHeader, tokens: dict[str, Any], rope_factors: np.ndarray | None = None
 ) -> dict[str, Any]:
-    """Writes the metadata of a file as the content of a `config.json`.
+    """Converts the metadata of a file to a `config.json`, whose values `conversion.hf_config` checks.
 
     Args:
+        tokens: further keys, such as the end tokens.
         rope_factors: the tensor `rope_freqs.weight`, if the file has one.
-
-    Returns:
-        The content. `conversion.hf_config` checks the values.
 
     Raises:
         ConfigError: the architecture is not supported, a value is missing, or the file is one of several parts.
     """
-    # Parts after the first do not describe the model.
+    # Only the first part describes the model.
     parts = header.metadata.get("split.count", 1)
     if isinstance(parts, int) and parts > 1:
         raise ConfigError(f"the GGUF file is one of {parts} parts: join them first (llama-gguf-split --merge)")
@@ -100,15 +80,15 @@ def describe_config(
     if data.get("expert_count", 0) and not has_experts:
         raise data.error("expert_count", f": experts are not supported in GGUF files of {data.architecture}")
     heads, width = data.integer("attention.head_count", low=1), data.integer("embedding_length", low=1)
-    # The names of all layers and experts are listed before any is looked up, so reject wrong counts first.
+    # Reject wrong counts before the names of all layers and experts are generated.
     blocks = data.integer("block_count", low=1)
     if blocks > len(header.tensors):
-        raise data.error("block_count", f", and the file has {len(header.tensors)} tensors")
+        raise data.error("block_count", f", but the file has {len(header.tensors)} tensors")
     # MTP modules are the last blocks; llama.cpp counts them among the blocks.
     modules = data.integer("nextn_predict_layers", 0)
     if modules >= blocks:
-        raise data.error("nextn_predict_layers", f", and block_count, which includes them, is {blocks}")
-    # Some programs drop the modules and keep their number; then every block in the file is the trunk's.
+        raise data.error("nextn_predict_layers", f", but block_count, which includes them, is {blocks}")
+    # Some programs drop the modules and keep their number; then all blocks belong to the trunk.
     is_dropped = modules and not any(".nextn." in name for name in header.tensors)
     trunk = blocks if is_dropped and any(f"blk.{blocks - 1}." in name for name in header.tensors) else blocks - modules
     vocabulary = header.tensors.get("token_embd.weight")
@@ -137,7 +117,7 @@ def _grouped(data: Metadata, heads: int, width: int, factors: np.ndarray | None)
     head_dim = data.get("attention.key_length", data.get("rope.dimension_count", width // heads))
     for key in ("attention.value_length", "rope.dimension_count"):
         if data.get(key, head_dim) != head_dim:
-            raise data.error(key, f", and the head size {head_dim!r}: not supported")
+            raise data.error(key, f", but the head size is {head_dim!r}: not supported")
     if not isinstance(head_dim, int) or head_dim < 2 or head_dim % 2:
         raise ConfigError(f"the head size is {head_dim!r}, not an even number")
     return {
@@ -148,10 +128,10 @@ def _grouped(data: Metadata, heads: int, width: int, factors: np.ndarray | None)
 
 
 def _partial(data: Metadata, heads: int, width: int, factors: np.ndarray | None) -> dict[str, Any]:
-    """Reads grouped-query attention of GLM-4.5: a part of each head is rotated, and queries and keys may have norms."""
+    """Reads the grouped-query attention of GLM-4.5, with partial rotation and optional norms of queries and keys."""
     head_dim = data.integer("attention.key_length", width // heads, low=1)
     if data.get("attention.value_length", head_dim) != head_dim:
-        raise data.error("attention.value_length", f", and the head size {head_dim}: not supported")
+        raise data.error("attention.value_length", f", but the head size is {head_dim}: not supported")
     return {
         "num_key_value_heads": data.get("attention.head_count_kv", heads),
         "head_dim": head_dim,
@@ -164,16 +144,16 @@ def _partial(data: Metadata, heads: int, width: int, factors: np.ndarray | None)
 def _latent(data: Metadata, heads: int, width: int, factors: np.ndarray | None) -> dict[str, Any]:
     """Reads multi-head latent attention.
 
-    Files whose `kv_b_proj` is split describe heads of the latent under `key_length`, and those of the model under
-    `key_length_mla`. Older files have only the latter, under the plain name.
+    Files with a split `kv_b_proj` store the head size of the latent as `key_length` and that of the model as
+    `key_length_mla`. Older files store only the latter, as `key_length`.
     """
     key = "attention.key_length_mla"
     rotated = data.integer("rope.dimension_count", low=1)
     key_length = data.integer(key, data.integer("attention.key_length"))
     if key_length <= rotated:
         raise ConfigError(
-            f"{data.architecture}.{key} is {key_length}, not larger than its rotated part, rope.dimension_count "
-            f"{rotated}"
+            f"{data.architecture}.{key} is {key_length}, not larger than rope.dimension_count {rotated}, the size "
+            "of its rotated part"
         )
     return {
         "q_lora_rank": data.integer("attention.q_lora_rank", 0),
@@ -187,7 +167,7 @@ def _latent(data: Metadata, heads: int, width: int, factors: np.ndarray | None) 
 
 
 def _experts(data: Metadata) -> dict[str, Any]:
-    """Reads the mixture of experts, whose number the stacked tensors confirm."""
+    """Reads the mixture of experts; the stacked tensors must have the same number of experts."""
     count, tensors = data.integer("expert_count", 0), data.header.tensors
     if not count:
         return {}
@@ -195,15 +175,17 @@ def _experts(data: Metadata) -> dict[str, Any]:
     for tensor in stacks:
         if len(tensor.shape) != 3 or tensor.shape[0] != count:
             shapes = f"has shape {list(tensor.shape)}, not [{count}, rows, columns]"
-            raise data.error("expert_count", f", and tensor {tensor.name!r} {shapes}")
+            raise data.error("expert_count", f", but tensor {tensor.name!r} {shapes}")
     if not stacks or count * len(stacks) > MAX_EXPERTS:
-        supported = f"at least one stack, and at most {MAX_EXPERTS} matrices in all"
-        raise data.error("expert_count", f", and the file has {len(stacks)} stacks of experts; supported: {supported}")
+        supported = f"at least one stack and at most {MAX_EXPERTS} matrices"
+        raise data.error(
+            "expert_count", f", and the file has {count_of(len(stacks), 'stack')} of experts; supported: {supported}"
+        )
     scoring = data.get("expert_gating_func", 0)
     if scoring != SIGMOID:
         raise ConfigError(
-            f"{data.architecture}.expert_gating_func is {scoring!r}; supported: {SIGMOID} (sigmoid), as DeepSeek-V3 and"
-            " GLM-4.5 have it"
+            f"{data.architecture}.expert_gating_func is {scoring!r}; supported: {SIGMOID} (sigmoid), as in "
+            "DeepSeek-V3 and GLM-4.5"
         )
     return {
         "n_routed_experts": count,
@@ -220,10 +202,10 @@ def _experts(data: Metadata) -> dict[str, Any]:
 
 
 def _rope_scaling(data: Metadata, head_dim: int, factors: np.ndarray | None) -> dict[str, Any] | None:
-    """Reads rotary scaling: named in the metadata, or as Llama 3.1's factors per frequency."""
+    """Reads rotary scaling from the metadata, or from Llama 3.1's factors per frequency."""
     if factors is not None:
         return _llama3_scaling(np.asarray(factors, np.float64), data.get("rope.freq_base", 10000.0), head_dim)
-    # A factor without a type is linear scaling, as llama.cpp reads it; old files have it in a separate key.
+    # As in llama.cpp, a factor without a type is linear scaling; old files store it under a different key.
     kind = data.get("rope.scaling.type", "linear")
     factor = data.get("rope.scaling.factor", data.get("rope.scale_linear", 1.0))
     if kind == "none" or (kind == "linear" and factor in (0, 1)):
@@ -238,7 +220,7 @@ def _rope_scaling(data: Metadata, head_dim: int, factors: np.ndarray | None) -> 
     scaling = {"rope_type": kind, "factor": factor, "original_max_position_embeddings": original}
     betas = {name: data.get(f"rope.scaling.yarn_{name}", 0) for name in ("beta_fast", "beta_slow")}
     scaling |= {name: value for name, value in betas.items() if value}
-    # DeepSeek's `mscale_all_dim`, which llama.cpp stores times 0.1. It takes `mscale` to be the same, as published.
+    # llama.cpp stores 0.1 times DeepSeek's `mscale_all_dim`, and assumes an equal `mscale`, as in published models.
     log_multiplier = data.get("rope.scaling.yarn_log_multiplier", 0.0)
     if not isinstance(log_multiplier, float) or not math.isfinite(log_multiplier):
         raise data.error("rope.scaling.yarn_log_multiplier", ", not a finite number")
@@ -249,16 +231,18 @@ def _rope_scaling(data: Metadata, head_dim: int, factors: np.ndarray | None) -> 
 
 
 def _llama3_scaling(factors: np.ndarray, theta: float, head_dim: int) -> dict[str, Any]:
-    """Recognizes Llama 3.1's settings, of which the file keeps only the factor of each frequency."""
+    """Recovers Llama 3.1's settings from the factors of frequencies, which are all that the file stores."""
     if factors.shape != (head_dim // 2,) or not isinstance(theta, (int, float)) or not theta > 0:
-        raise ConfigError(f"{ROPE_FACTORS} has shape {list(factors.shape)}, and rope.freq_base is {theta!r}")
+        raise ConfigError(
+            f"{ROPE_FACTORS} has shape {list(factors.shape)} and rope.freq_base is {theta!r}: not supported"
+        )
     # The lowest frequencies are divided by the factor itself; the other settings are the same in all releases.
     factor, low, high, original = float(factors.max()), 1.0, 4.0, 8192
     wavelengths = 2 * math.pi * float(theta) ** (np.arange(0, head_dim, 2) / head_dim)
     smooth = np.clip((original / wavelengths - low) / (high - low), 0, 1)
     expected = 1 / ((1 - smooth) / factor + smooth)
     if not np.allclose(factors, expected, rtol=1e-4):
-        raise ConfigError(f"{ROPE_FACTORS} holds other factors than Llama 3.1's: not supported")
+        raise ConfigError(f"{ROPE_FACTORS} differs from Llama 3.1's factors: not supported")
     return {
         "rope_type": "llama3",
         "factor": factor,

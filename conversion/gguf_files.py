@@ -1,8 +1,8 @@
-"""Reads a GGUF file as if it were a Hugging Face directory: tensors under their names there, dequantized row by row.
+"""Reads a GGUF file as if it were a Hugging Face directory, and dequantizes its tensors row by row.
 
-Quantized tensors become float32, as do all others unless every matrix of the file is bfloat16; then its norms and
-routers, which llama.cpp widens to float32, are bfloat16 again. `gguf.quants` dequantizes. Opening and reading follow
-the rules of `conversion.files`: regular files only, and sizes before memory.
+Tensors become float32, unless every matrix of the file is bfloat16; then norms and routers, which llama.cpp stores in
+float32, become bfloat16 again. `gguf.quants` dequantizes. Opening and reading follow the rules of `conversion.files`:
+only regular files, and sizes are checked before memory is allocated.
 """
 
 import json
@@ -14,19 +14,18 @@ from typing import Any
 
 import numpy as np
 
-from conversion.files import CheckpointFiles, pread_into
+from conversion.files import CheckpointFiles
 from conversion.gguf_config import ROPE_FACTORS, describe_config
 from conversion.gguf_header import GGUFHeader, parse_header
 from conversion.gguf_names import named_tensors, read_rows
 from conversion.gguf_tokenizer import tokenizer_files
-from conversion.read_params import BF16
-from conversion.safetensors_header import TensorInfo
+from conversion.safetensors_header import BF16, TensorInfo
 from conversion.shards import TensorEntry, make_shard
-from mtpjax.errors import CheckpointFileError, UnsafeFileError, install_extra
+from mtpjax.errors import CheckpointFileError, install_extra
 from mtpjax.hub import resolve
-from mtpjax.safe_open import is_gguf, open_inside
+from mtpjax.safe_open import is_gguf, open_inside, pread
 
-WEIGHTS_FILE = "model.safetensors"  # the file that the tensors would be in
+WEIGHTS_FILE = "model.safetensors"  # the name of the safetensors file that a directory would have
 ROUTER, CORRECTION_BIAS = ".ffn_gate_inp.weight", ".exp_probs_b.bias"  # ends of names
 
 
@@ -34,10 +33,10 @@ def open_checkpoint(path, *, strict: bool = False) -> CheckpointFiles:
     """Opens a Hugging Face directory or a GGUF file.
 
     Args:
-        path: the directory, the file, or the name of a repository on the Hugging Face Hub (`mtpjax.hub`).
+        path: the directory, the file, or a repository of the Hugging Face Hub (`mtpjax.hub`).
 
     Raises:
-        CheckpointFileError: they are missing, damaged or not supported.
+        CheckpointFileError: it is missing, damaged or not supported.
     """
     path = resolve(path)
     return GGUFFiles(path, strict=strict) if is_gguf(path) else CheckpointFiles(path, strict=strict)
@@ -57,16 +56,13 @@ class GGUFFiles(CheckpointFiles):
         self._quants = _import_gguf()
         self.path, self.strict = pathlib.Path(path), strict
         self._nonfinite, self._open, self.metadata, self.index = {}, {}, {WEIGHTS_FILE: {"format": "pt"}}, None
-        try:
-            # The user names this file, so its own symlinks are followed; it must still be a regular file.
-            self._file = self._open[""] = open_inside(self.path, pathlib.Path("/"))
-        except UnsafeFileError as error:
-            raise CheckpointFileError(str(error)) from error
+        # The user names this file, so its symlinks are followed; it must still be a regular file.
+        self._file = self._open[""] = open_inside(self.path, pathlib.Path("/"))
         try:
             blocks = {int(kind): sizes for kind, sizes in self._quants.GGML_QUANT_SIZES.items()}
             self._blocks = blocks
             self._header = parse_header(self._file, self.path, blocks)
-            # Describing the model checks the architecture, so it comes before the tensors' names.
+            # This checks the architecture, so it comes before the names of tensors.
             self._json = self._describe(self._header)
             self._named = named_tensors(self._header, self._json["config.json"])
             self.sizes = {self.path.name: os.fstat(self._file).st_size}
@@ -74,12 +70,12 @@ class GGUFFiles(CheckpointFiles):
         except BaseException:
             self.close()
             raise
-        # The header that a safetensors file of these tensors would have, so that conversion can continue from here.
+        # The header of a safetensors file with these tensors, as in a directory.
         entries = [TensorEntry(tensor.name, tensor.dtype, tensor.shape) for tensor in self.tensors.values()]
         self.headers = {WEIGHTS_FILE: make_shard(WEIGHTS_FILE, entries, {"format": "pt"}).header}
 
     def stored_types(self) -> dict[str, dict[str, int]]:
-        """Counts tensors and bytes of the file by llama.cpp's type, such as "Q4_1", by falling bytes."""
+        """Counts tensors and bytes by llama.cpp's type, such as "Q4_1", in descending order of bytes."""
         kinds: dict[str, dict[str, int]] = {}
         for tensor in self._header.tensors.values():
             kind = kinds.setdefault(self._quants.GGMLQuantizationType(tensor.kind).name, {"tensors": 0, "bytes": 0})
@@ -88,13 +84,9 @@ class GGUFFiles(CheckpointFiles):
         return dict(sorted(kinds.items(), key=lambda item: -item[1]["bytes"]))
 
     def json(self, name: str) -> Any:
-        """Returns the content that a JSON file of a directory would have.
-
-        Raises:
-            CheckpointFileError: the file has nothing of this kind.
-        """
+        """Returns the content of a JSON file that a directory would have."""
         if name not in self._json:
-            raise CheckpointFileError(f"{self.path} holds nothing for {name}")
+            raise CheckpointFileError(f"{self.path} has no content for {name}")
         return self._json[name]
 
     def other_files(self) -> list[str]:
@@ -102,7 +94,7 @@ class GGUFFiles(CheckpointFiles):
         return sorted(self._json)
 
     def bytes_of(self, name: str) -> Iterator[memoryview]:
-        """Writes one of `other_files` as JSON."""
+        """Returns one of `other_files` as JSON."""
         yield memoryview(json.dumps(self.json(name)).encode())
 
     def read(self, name: str, begin: int = 0, end: int | None = None) -> np.ndarray:
@@ -121,15 +113,14 @@ class GGUFFiles(CheckpointFiles):
         """Reads rows in the order of the file; all axes but the last count as rows."""
         tensor = self._header.tensors[source]
         if not tensor.shape[1:]:
-            # One axis: blocks lie along it, so all of it is read; such tensors are small.
+            # One axis: blocks run along it, so the whole tensor is read; such tensors are small.
             return self._values(tensor, tensor.begin, tensor.end - tensor.begin, tensor.shape)[begin:end]
         size = (tensor.end - tensor.begin) // math.prod(tensor.shape[:-1])
         return self._values(tensor, tensor.begin + begin * size, (end - begin) * size, (end - begin, tensor.shape[-1]))
 
     def _values(self, tensor, offset: int, count: int, shape: tuple[int, ...]) -> np.ndarray:
-        content = bytearray(count)
-        pread_into(self._file, memoryview(content), offset, self.path)
-        # Blocks lie along the last axis, so each row is a whole number of blocks.
+        content = pread(self._file, count, offset, self.path)
+        # Blocks run along the last axis, so each row has a whole number of blocks.
         raw = np.frombuffer(content, np.uint8).reshape(*shape[:-1], -1)
         kind = self._quants.GGMLQuantizationType(tensor.kind)
         if kind.name in ("F32", "F16"):
@@ -142,7 +133,7 @@ class GGUFFiles(CheckpointFiles):
             ) from error
 
     def _describe(self, header: GGUFHeader) -> dict[str, Any]:
-        """Writes the JSON files of a directory from the metadata."""
+        """Makes the JSON files of a directory from the metadata."""
         factors = header.tensors.get(ROPE_FACTORS)
         files = tokenizer_files(header.metadata)
         ends = files["generation_config.json"] if files else {}
@@ -169,7 +160,7 @@ class GGUFFiles(CheckpointFiles):
 
 
 def _import_gguf():
-    """Imports the package `gguf`, or says which extra installs it."""
+    """Imports the package `gguf`, or raises an error that says how to install it."""
     try:
         import gguf
         import gguf.quants

@@ -1,8 +1,8 @@
-"""Parses the header of a GGUF file: its metadata, and the type and place of every tensor.
+"""Parses the header of a GGUF file: its metadata, and the type and location of every tensor.
 
 The file is untrusted, so each length and count is compared with the remaining bytes before anything is allocated. The
-`gguf` package's own reader makes several objects per vocabulary entry and checks no count, so only its tables of
-quantization types and its dequantization are used (`conversion.gguf_files`).
+reader of the `gguf` package is not used: it makes several objects per vocabulary entry and checks no counts. Its tables
+of quantization types and its dequantization are used (`conversion.gguf_files`).
 """
 
 import dataclasses
@@ -15,19 +15,19 @@ import numpy as np
 
 from mtpjax.errors import CheckpointFileError
 
-MAX_ITEMS = 1 << 21  # strings of all arrays together; vocabulary and merges of Gemma have 780,000
+MAX_ITEMS = 1 << 21  # strings of all arrays; vocabulary and merges of Gemma have 780,000
 MAX_STRING_BYTES = 8 << 20
 MAX_ARRAY_BYTES = 64 << 20
 MAX_KEYS, MAX_TENSORS, MAX_AXES = 1 << 16, 1 << 20, 4
 SCALARS = {0: "<u1", 1: "<i1", 2: "<u2", 3: "<i2", 4: "<u4", 5: "<i4", 6: "<f4", 7: "<u1", 10: "<u8", 11: "<i8"}
-SCALARS |= {12: "<f8"}  # value types by their number in the file; 7 is a boolean
+SCALARS |= {12: "<f8"}  # NumPy dtypes by number of the value type; 7 is a boolean
 STRING, ARRAY, BOOL, FLOAT32 = 8, 9, 7, 6
 BUFFER_BYTES = 1 << 20
 
 
 @dataclasses.dataclass(frozen=True)
 class GGUFTensor:
-    """Type and place of a tensor in a GGUF file."""
+    """Type and location of a tensor in a GGUF file."""
 
     name: str
     shape: tuple[int, ...]  # rows first, the reverse of the order in the file
@@ -45,7 +45,7 @@ class GGUFHeader:
 
 
 def parse_header(descriptor: int, path, block_sizes: dict[int, tuple[int, int]]) -> GGUFHeader:
-    """Parses the header of an open GGUF file, and checks that its tensors lie inside the file.
+    """Parses the header of an open GGUF file, and checks that its tensors are inside the file.
 
     Args:
         block_sizes: elements and bytes of a block by quantization type, as in the `gguf` package.
@@ -55,15 +55,15 @@ def parse_header(descriptor: int, path, block_sizes: dict[int, tuple[int, int]])
     """
     cursor = _Cursor(descriptor, path)
     if cursor.take(4) != b"GGUF":
-        raise CheckpointFileError(f"{path} is not a GGUF file: it does not begin with GGUF")
+        raise CheckpointFileError(f"{path} is not a GGUF file: it does not start with GGUF")
     version = cursor.number("<I")
     if version not in (2, 3):
         raise CheckpointFileError(f"{path} has GGUF version {version}; supported: 2 and 3, little-endian")
     num_tensors, num_keys = cursor.number("<Q"), cursor.number("<Q")
     if num_tensors > MAX_TENSORS or num_keys > MAX_KEYS:
         raise CheckpointFileError(
-            f"{path} claims {num_tensors} tensors and {num_keys} keys; at most {MAX_TENSORS} and {MAX_KEYS} are"
-            " accepted"
+            f"{path} has {num_tensors} tensors and {num_keys} keys in its header; at most {MAX_TENSORS} and {MAX_KEYS} "
+            "are accepted"
         )
     # Metadata: key, value type, value.
     metadata: dict[str, Any] = {}
@@ -86,7 +86,7 @@ def parse_header(descriptor: int, path, block_sizes: dict[int, tuple[int, int]])
         end = begin + _tensor_bytes(name, shape, kind, block_sizes, path)
         if end > cursor.size:
             raise CheckpointFileError(
-                f"{path} is truncated: tensor {name!r} ends at byte {end}, and the file has {cursor.size}"
+                f"{path} is truncated: tensor {name!r} ends at byte {end}, but the file has {cursor.size}"
             )
         tensors[name] = GGUFTensor(name, shape, kind, begin, end)
     return GGUFHeader(metadata, tensors)
@@ -104,7 +104,7 @@ def _tensor_entry(cursor: "_Cursor") -> tuple[str, tuple[int, ...], int, int]:
 
 
 def _tensor_bytes(name: str, shape: tuple[int, ...], kind: int, block_sizes, path) -> int:
-    """Computes the size of a tensor in the file. Blocks lie along the last axis."""
+    """Computes the size of a tensor in the file. Blocks run along the last axis."""
     if kind not in block_sizes:
         raise CheckpointFileError(f"{path}: tensor {name!r} has the unsupported quantization type {kind}")
     elements, size = block_sizes[kind]
@@ -128,7 +128,7 @@ class _Cursor:
         """Returns the next bytes; the file must have them."""
         if count > self.size - self.offset:
             raise CheckpointFileError(
-                f"{self.path} is truncated: {count} bytes are expected at byte {self.offset}, and it has {self.size}"
+                f"{self.path} is truncated: {count} bytes are expected at byte {self.offset}, but it has {self.size}"
             )
         place = self.offset - self._begin
         if place + count > len(self._buffer):
@@ -151,7 +151,7 @@ class _Cursor:
             raise CheckpointFileError(
                 f"{self.path}: a string of {count} bytes before byte {self.offset}; at most {MAX_STRING_BYTES}"
             )
-        # Some vocabularies hold bytes that are not UTF-8; they stay different from each other.
+        # Some vocabularies hold bytes that are not UTF-8; different bytes give different strings.
         return self.take(count).decode("utf-8", errors="surrogateescape")
 
     def value(self, kind: int) -> Any:

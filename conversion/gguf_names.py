@@ -1,4 +1,4 @@
-"""The Hugging Face names of the tensors of a GGUF file, and the layout of their rows.
+"""Maps the tensors of a GGUF file to Hugging Face names, and their rows to Hugging Face's order.
 
 Names and layouts are those of llama.cpp's converters: `blk.N.` for layer N, the experts of a layer stacked into one
 tensor, DeepSeek's `kv_b_proj` split into keys (transposed) and values, `blk.N.nextn.` for the tensors of an MTP module
@@ -44,16 +44,16 @@ class NamedTensor:
 
     name: str
     shape: tuple[int, ...]
-    sources: tuple[str, ...]  # its names in the file: one, or the keys and the values of a split `kv_b_proj`
-    head_dim: int = 0  # rows of a head whose rotary pairs are interleaved in the file; 0: rows are in order
-    expert: int = 0  # its place in a stack of experts
+    sources: tuple[str, ...]  # names in the file: one, or keys and values of a split `kv_b_proj`
+    head_dim: int = 0  # the head size if the file interleaves the rows of rotary pairs; 0: rows are in order
+    expert: int = 0  # the position in a stack of experts
 
 
 def named_tensors(header: GGUFHeader, config: dict[str, Any]) -> dict[str, NamedTensor]:
     """Lists the tensors of a file under their Hugging Face names.
 
     Returns:
-        The tensors by name. Unknown ones keep their name, so that loading reports them.
+        The tensors by name. Unknown ones keep their names, so that loading reports them.
 
     Raises:
         CheckpointFileError: two tensors have the same Hugging Face name, or a shape does not fit its name.
@@ -104,7 +104,7 @@ def _whole(name: str, tensor: GGUFTensor, head_dim: int = 0) -> NamedTensor:
 
 
 def _joined(name: str, keys: GGUFTensor, header: GGUFHeader, values_name: str) -> NamedTensor:
-    """Names the up-projections of keys `[N, R, C]` and values `[N, V, R]`, which are one tensor `[N * (C + V), R]`."""
+    """Joins the up-projections of keys `[N, R, C]` and values `[N, V, R]` to one tensor `[N * (C + V), R]`."""
     values = header.tensors.get(values_name)
     if values is None:
         raise CheckpointFileError(f"the GGUF file has {keys.name!r}, but not {values_name!r}")
@@ -121,14 +121,10 @@ def _joined(name: str, keys: GGUFTensor, header: GGUFHeader, values_name: str) -
 def read_rows(
     named: NamedTensor, header: GGUFHeader, rows: Callable[[str, int, int], np.ndarray], begin: int, end: int
 ) -> np.ndarray:
-    """Reads rows of a tensor in the order that they have under its Hugging Face name.
+    """Returns rows of a tensor in Hugging Face's order, `[end - begin, ...]`.
 
     Args:
-        rows: returns rows of a tensor of the file, where all axes but the last count as rows.
-        begin: the first row along the first axis.
-
-    Returns:
-        The rows, of shape `[end - begin, ...]`.
+        rows: returns rows of a tensor in the file, where all axes but the last count as rows.
     """
     source = named.sources[0]
     if len(named.sources) == 2:

@@ -1,4 +1,4 @@
-"""Writes the tokenizer of a GGUF file as the `tokenizer.json` and `tokenizer_config.json` of the tokenizers package."""
+"""Converts the tokenizer of a GGUF file to `tokenizer.json` and `tokenizer_config.json`."""
 
 from typing import Any
 
@@ -7,13 +7,13 @@ import numpy as np
 from mtpjax.errors import TokenizerError
 from mtpjax.messages import count_of
 
-CONTROL, USER_DEFINED = 3, 4  # token types: special tokens, and other tokens that are found in text first
+CONTROL, USER_DEFINED = 3, 4  # token types: special tokens, and other tokens that are matched before splitting
 _QWEN2 = (
     r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
 )
 _LLAMA3 = _QWEN2.replace(r"|\p{N}|", r"|\p{N}{1,3}|")
 _LLAMA3_NAMES = ("llama3", "llama-v3", "llama-bpe")
-_GLM_NAMES = ("glm4", "chatglm-bpe")  # split as Llama 3 does, but do not skip merges
+_GLM_NAMES = ("glm4", "chatglm-bpe")  # split like Llama 3, but do not ignore merges
 _DEEPSEEK_NAMES = ("deepseek-v3", "joyai-llm")
 _DEEPSEEK = (  # applied in order: digits, Chinese and Japanese, the rest
     r"\p{N}{1,3}",
@@ -21,15 +21,21 @@ _DEEPSEEK = (  # applied in order: digits, Chinese and Japanese, the rest
     r"[!\"#$%&'()*+,\-./:;<=>?@\[\\\]^_`{|}~][A-Za-z]+|[^\r\n\p{L}\p{P}\p{S}]?[\p{L}\p{M}]+"
     r"| ?[\p{P}\p{S}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+",
 )
-_PRE_TOKENIZERS = ("gpt-2", "smollm", "qwen2", *_LLAMA3_NAMES, *_GLM_NAMES, *_DEEPSEEK_NAMES)
+# The patterns that split a text, in order, by `tokenizer.ggml.pre`.
+_SPLITS: dict[str, tuple[str, ...]] = {
+    "qwen2": (_QWEN2,),
+    **dict.fromkeys((*_LLAMA3_NAMES, *_GLM_NAMES), (_LLAMA3,)),
+    **dict.fromkeys(_DEEPSEEK_NAMES, _DEEPSEEK),
+}
+_BYTE_LEVEL = {"type": "ByteLevel", "add_prefix_space": False, "trim_offsets": True, "use_regex": True}
 
 
 def tokenizer_files(metadata: dict[str, Any]) -> dict[str, Any]:
-    """Writes the tokenizer and the chat template of a file.
+    """Converts the tokenizer and the chat template of a file.
 
     Returns:
-        Contents of JSON files by name: "tokenizer.json", "tokenizer_config.json" and "generation_config.json". Empty
-        if the file has no tokenizer.
+        The content of "tokenizer.json", "tokenizer_config.json" and "generation_config.json" by name; empty if the file
+        has no tokenizer.
 
     Raises:
         TokenizerError: the tokenizer is damaged, or of a kind that is not supported.
@@ -39,11 +45,11 @@ def tokenizer_files(metadata: dict[str, Any]) -> dict[str, Any]:
         return {}
     if not isinstance(kind, str) or kind != "gpt2":
         raise TokenizerError(f"unsupported GGUF tokenizer {kind!r}; supported: 'gpt2' (byte-level BPE)")
-    # Names that are not UTF-8 cannot be written as JSON, and repeated ones would lose an id.
+    # Strings that are not UTF-8 cannot be written as JSON, and duplicate tokens would lose an id.
     tokens, merges = _strings(metadata, "tokens"), _strings(metadata, "merges")
     vocabulary = {token: index for index, token in enumerate(tokens)}
     if len(vocabulary) != len(tokens):
-        raise TokenizerError(f"the GGUF tokenizer lists {count_of(len(tokens) - len(vocabulary), 'token')} twice")
+        raise TokenizerError(f"the GGUF tokenizer has {count_of(len(tokens) - len(vocabulary), 'duplicate token')}")
     types = metadata.get("tokenizer.ggml.token_type", np.ones(len(tokens), np.int32))
     if not isinstance(types, np.ndarray) or len(types) != len(tokens):
         raise TokenizerError(f"tokenizer.ggml.token_type must have {len(tokens)} entries, one per token")
@@ -52,34 +58,30 @@ def tokenizer_files(metadata: dict[str, Any]) -> dict[str, Any]:
     if not isinstance(pre, str):
         raise TokenizerError("tokenizer.ggml.pre is not a string")
     normalizer, pre_tokenizer = _pre_tokenizer(pre)
-    model = {
-        "type": "BPE",
-        "vocab": vocabulary,
-        "merges": [_split_merge(merge) for merge in merges],
-        "ignore_merges": pre in _LLAMA3_NAMES,
-    }
-    byte_level = {"type": "ByteLevel", "add_prefix_space": False, "trim_offsets": True, "use_regex": True}
-    names = {name: _token(metadata, f"{key}_token_id", tokens) for name, key in _SPECIAL.items()}
+    pairs = [_split_merge(merge) for merge in merges]
+    model = {"type": "BPE", "vocab": vocabulary, "merges": pairs, "ignore_merges": pre in _LLAMA3_NAMES}
+    ids = {name: _token_id(metadata, key, tokens) for name, key in _SPECIAL.items()}
+    names = {name: None if index is None else tokens[index] for name, index in ids.items()}
     bos = names["bos_token"] if metadata.get("tokenizer.ggml.add_bos_token", pre in _LLAMA3_NAMES) else None
     tokenizer = {
         "version": "1.0",
         "added_tokens": added,
         "normalizer": normalizer,
         "pre_tokenizer": pre_tokenizer,
-        "post_processor": byte_level if bos is None else _bos_processor(bos, vocabulary[bos]),
-        "decoder": byte_level,
+        "post_processor": _BYTE_LEVEL if bos is None else _bos_processor(bos, vocabulary[bos]),
+        "decoder": _BYTE_LEVEL,
         "model": model,
     }
     settings = {name: token for name, token in names.items() if token is not None}
     settings |= _chat_templates(metadata)
-    # Instruction-tuned models may end an answer (`eot`) and a document with different tokens.
-    ends = [_token_id(metadata, f"{key}_token_id", tokens) for key in ("eos", "eot")]
+    # Instruction-tuned models may have different tokens for the end of a turn (`eot`) and of a document.
+    ends = [_token_id(metadata, key, tokens) for key in ("eos", "eot")]
     generation = {"eos_token_id": [index for index in dict.fromkeys(ends) if index is not None]}
     return {"tokenizer.json": tokenizer, "tokenizer_config.json": settings, "generation_config.json": generation}
 
 
 def _chat_templates(metadata: dict[str, Any]) -> dict[str, Any]:
-    """Returns the setting of the default chat template, or of all by name, such as `tool_use`."""
+    """Returns the setting of the default chat template, or of all templates by name, such as `tool_use`."""
     prefix = "tokenizer.chat_template"
     texts = {key: each for key, each in metadata.items() if key.startswith(prefix) and isinstance(each, str)}
     named = {key.removeprefix(prefix).removeprefix(".") or "default": each for key, each in texts.items()}
@@ -107,62 +109,44 @@ def _added_token(index: int, content: str, special: bool) -> dict[str, Any]:
 
 
 def _split_merge(merge: str) -> list[str]:
-    """Splits "a b" into its two tokens, at the first space that is not the first character."""
+    """Splits "a b" into two tokens, at the first space that is not the first character."""
     place = merge.find(" ", 1)
     if place < 0:
-        raise TokenizerError(f"tokenizer.ggml.merges has {merge[:40]!r}, not two tokens with a space between them")
+        raise TokenizerError(f"tokenizer.ggml.merges has {merge[:40]!r}, not two tokens separated by a space")
     return [merge[:place], merge[place + 1 :]]
 
 
-def _pre_tokenizer(kind: Any) -> tuple[dict | None, dict]:
-    """Returns normalizer and pre-tokenizer of a kind that `tokenizer.ggml.pre` names."""
-    byte_level = {"type": "ByteLevel", "add_prefix_space": False, "trim_offsets": True, "use_regex": True}
+def _pre_tokenizer(kind: str) -> tuple[dict | None, dict]:
+    """Returns the normalizer and the pre-tokenizer of a value of `tokenizer.ggml.pre`."""
     if kind in ("gpt-2", "gpt2"):
-        return None, byte_level
+        return None, _BYTE_LEVEL
     if kind == "smollm":
         # Each digit is a separate token.
-        steps = [{"type": "Digits", "individual_digits": True}, byte_level]
-        return None, {"type": "Sequence", "pretokenizers": steps}
-    # The patterns that split the text, in order.
-    patterns: tuple[str, ...] = ()
-    if kind == "qwen2":
-        patterns = (_QWEN2,)
-    elif kind in (*_LLAMA3_NAMES, *_GLM_NAMES):
-        patterns = (_LLAMA3,)
-    elif kind in _DEEPSEEK_NAMES:
-        patterns = _DEEPSEEK
-    if not patterns:
-        raise TokenizerError(f"unsupported tokenizer.ggml.pre {kind!r}; supported: {', '.join(_PRE_TOKENIZERS)}")
-    splits = [
-        {"type": "Split", "pattern": {"Regex": pattern}, "behavior": "Isolated", "invert": False}
-        for pattern in patterns
-    ]
-    steps = [*splits, {**byte_level, "use_regex": False}]
+        steps = [{"type": "Digits", "individual_digits": True}, _BYTE_LEVEL]
+    elif kind in _SPLITS:
+        how = {"behavior": "Isolated", "invert": False}
+        splits = [{"type": "Split", "pattern": {"Regex": pattern}, **how} for pattern in _SPLITS[kind]]
+        steps = [*splits, {**_BYTE_LEVEL, "use_regex": False}]
+    else:
+        supported = ", ".join(("gpt-2", "smollm", *_SPLITS))
+        raise TokenizerError(f"unsupported tokenizer.ggml.pre {kind!r}; supported: {supported}")
     return {"type": "NFC"} if kind == "qwen2" else None, {"type": "Sequence", "pretokenizers": steps}
 
 
 def _bos_processor(token: str, index: int) -> dict[str, Any]:
-    """Returns the processor that writes the BOS token before a text."""
+    """Returns the post-processor that prepends the BOS token."""
     bos, text = {"SpecialToken": {"id": token, "type_id": 0}}, {"Sequence": {"id": "A", "type_id": 0}}
     second = {"Sequence": {"id": "B", "type_id": 1}}
     special = {token: {"id": token, "ids": [index], "tokens": [token]}}
-    return {
-        "type": "TemplateProcessing",
-        "single": [bos, text],
-        "pair": [bos, text, second],
-        "special_tokens": special,
-    }
+    parts = {"single": [bos, text], "pair": [bos, text, second], "special_tokens": special}
+    return {"type": "TemplateProcessing", **parts}
 
 
-def _token_id(metadata: dict[str, Any], key: str, tokens: list[str]) -> int | None:
-    index = metadata.get(f"tokenizer.ggml.{key}")
+def _token_id(metadata: dict[str, Any], name: str, tokens: list[str]) -> int | None:
+    key = f"tokenizer.ggml.{name}_token_id"
+    index = metadata.get(key)
     if index is None:
         return None
     if not isinstance(index, int) or not 0 <= index < len(tokens):
-        raise TokenizerError(f"tokenizer.ggml.{key} is {index!r}; the tokenizer has {len(tokens)} tokens")
+        raise TokenizerError(f"{key} is {index!r}; the tokenizer has {len(tokens)} tokens")
     return index
-
-
-def _token(metadata: dict[str, Any], key: str, tokens: list[str]) -> str | None:
-    index = _token_id(metadata, key, tokens)
-    return None if index is None else tokens[index]

@@ -1,7 +1,6 @@
 """Parses the `config.json` of the supported families into a `ModelConfig`.
 
-mtpjax has its own parser: no remote code runs, and every value is checked. A value whose arithmetic the model does not
-implement is an error, not a default.
+The parser runs no remote code and checks every value. A value whose arithmetic is not implemented is an error.
 """
 
 import dataclasses
@@ -20,22 +19,22 @@ MODULE_KEYS = ("num_nextn_predict_layers", "mtp_num_hidden_layers", "num_mtp_lay
 
 @dataclasses.dataclass(frozen=True)
 class ParsedConfig:
-    """A `config.json` in terms of the model."""
+    """A parsed `config.json`."""
 
     model_type: str
     model: ModelConfig
     layout: Layout
-    block: tuple[int, int] | None  # rows, columns that share an fp8 scale
-    names_modules: bool  # the file says how many MTP modules there are
-    unknown: tuple[str, ...]  # keys that are neither used nor known to be irrelevant
-    notes: tuple[str, ...] = ()  # settings that mtpjax handles differently, one sentence each
+    block: tuple[int, int] | None  # rows and columns that share an fp8 scale; None without fp8
+    names_modules: bool  # the file states the number of MTP modules
+    unknown: tuple[str, ...]  # keys that are neither read nor listed in `IGNORED_KEYS`
+    notes: tuple[str, ...] = ()  # settings that mtpjax handles differently from other programs, one sentence each
 
 
 def parse_config(values: Any, model_type: str | None = None) -> ParsedConfig:
     """Parses the content of a `config.json`.
 
     Args:
-        model_type: the family to use instead of the one that the file names.
+        model_type: the family to use instead of that of the file.
 
     Raises:
         ConfigError: the configuration is damaged or not supported; one line with the key and its value.
@@ -46,23 +45,23 @@ def parse_config(values: Any, model_type: str | None = None) -> ParsedConfig:
     if not isinstance(model_type, str) or model_type not in FAMILIES:
         raise ConfigError(f"unsupported model_type {model_type!r}; supported: {', '.join(FAMILIES)}")
     family = FAMILIES[model_type]
-    # Multimodal checkpoints nest the language model's values; those of the nested section win. As in transformers, the
-    # outer file says whether the head is tied, and how weights are quantized.
+    # Multimodal checkpoints nest the language model's values, which take precedence. As in transformers, the outer
+    # level determines tying and quantization.
     text = ConfigReader(values).section("text_config")
     outer = {key: values[key] for key in ("tie_word_embeddings", "quantization_config") if values.get(key) is not None}
     stated = {**values, **text.values, **outer}
-    values = with_defaults(stated, dict(family.defaults), model_type)
+    values = with_defaults(stated, family.defaults, model_type)
     values = expand_step(values) if model_type in STEP else values
-    reader = ConfigReader(values, dict(family.keys))
+    reader = ConfigReader(values, family.keys)
     # Collect the fields of ModelConfig, part by part; later parts read the fields of earlier ones.
     fields = dict(family.fixed)
     try:
-        for key, value in family.required:
+        for key, value in family.required.items():
             reader.require(key, value)
-        for usual, own in family.keys:
+        for usual, own in family.keys.items():
             if values.get(usual) is not None and values.get(own) not in (None, values[usual]):
                 raise ConfigError(
-                    f"config.json: {usual} is {values[usual]!r}, and {own} is {values[own]!r}: keep {own}"
+                    f"config.json: {usual} is {values[usual]!r}, but {own} is {values[own]!r}: keep only {own}"
                 )
         epsilon = "layernorm_epsilon" if model_type == "mimo_v2_flash" else "rms_norm_eps"
         given = {key: stated[key] for key in (epsilon, "rms_norm_eps") if stated.get(key) is not None}
@@ -79,17 +78,19 @@ def parse_config(values: Any, model_type: str | None = None) -> ParsedConfig:
         fields |= _mtp_conventions(reader)
         fields["mtp_own_embedding"] = reader.flag("mtp_use_dedicated_embeddings", False)
         if model_type == "deepseek_v3" and fields.get("index_topk"):
-            raise ConfigError("config.json: index_topk with model_type deepseek_v3; sparse attention is deepseek_v32")
+            raise ConfigError(
+                "config.json: index_topk is not supported with model_type deepseek_v3: sparse attention is deepseek_v32"
+            )
         # Null is an error only for keys that this family reads.
         for key in NOT_NULL:
             if key in reader.seen and key in values and values[key] is None and key not in family.nulls:
-                raise ConfigError(f"config.json: {key} is null: give it a value, or leave it out")
+                raise ConfigError(f"config.json: {key} is null: set a value, or remove the key")
         model = ModelConfig(**fields)
-        for name, value in family.computes:
+        for name, value in family.computes.items():
             found = fields.get(name, value)
             if found != value:
                 raise ConfigError(
-                    f"config.json: {dict(family.keys).get(name, name)} {found!r} is not supported; models of type "
+                    f"config.json: {family.keys.get(name, name)} {found!r} is not supported; models of type "
                     f"{model_type} have {value!r}"
                 )
     except ConfigError:
@@ -99,15 +100,15 @@ def parse_config(values: Any, model_type: str | None = None) -> ParsedConfig:
     notes = ()
     if reader.flag("index_share_for_mtp_iteration", False) and model.index_topk and model.num_mtp_modules:
         notes = (
-            "index_share_for_mtp_iteration is not supported: every draft step of an MTP module selects keys of its own,"
-            " so drafts after the first can differ from those that the release was trained for; texts stay the same",
+            "index_share_for_mtp_iteration is not supported: every draft step of an MTP module runs the indexer, so "
+            "later draft tokens may be accepted less often; generated text does not change",
         )
     unknown = tuple(sorted((set(reader.values) - reader.seen - IGNORED_KEYS) | reader.unknown_within))
     return ParsedConfig(model_type, model, family.layout, _fp8_block(reader), names_modules, unknown, notes)
 
 
 def _common(reader: ConfigReader, epsilon: str) -> dict[str, Any]:
-    """Reads the settings of every family; `epsilon` is the key of the norms' epsilon in published files."""
+    """Reads the settings that all families have. `epsilon` is the published key of the norms' epsilon."""
     # Values that the model does not implement are errors.
     reader.require("hidden_act", "silu", "swish")
     reader.require("use_sliding_window", False)
@@ -126,8 +127,8 @@ def _grouped(reader: ConfigReader, fields: dict[str, Any]) -> dict[str, Any]:
     """Reads grouped-query attention."""
     heads = fields["num_attention_heads"]
     bias = reader.flag("attention_bias", fields.get("attention_bias", False))
-    # Most classes of transformers also have a bias on the output; other families have it in their fixed fields. The key
-    # is written for GGUF files, whose tensors tell.
+    # Most transformers classes then have an output bias too; families without one fix it. The key is only written for
+    # GGUF files, where the tensors decide.
     has_output_bias = reader.flag("attention_output_bias", fields.get("attention_output_bias", True))
     made = {
         "num_key_value_heads": reader.integer("num_key_value_heads", heads),
@@ -135,7 +136,7 @@ def _grouped(reader: ConfigReader, fields: dict[str, Any]) -> dict[str, Any]:
         "attention_bias": bias,
         "attention_output_bias": bias and has_output_bias,
     }
-    # Families that always normalize queries and keys have it in their fixed fields; exports of mtpjax also state it.
+    # Families that always normalize queries and keys fix this setting; exports of mtpjax also state it.
     if fields.get("use_qk_norm"):
         reader.require("use_qk_norm", True)
     else:
@@ -146,7 +147,7 @@ def _grouped(reader: ConfigReader, fields: dict[str, Any]) -> dict[str, Any]:
 
 
 def _latent(reader: ConfigReader, fields: dict[str, Any]) -> dict[str, Any]:
-    """Reads multi-head latent attention, and the indexer of sparse attention if there is one."""
+    """Reads multi-head latent attention, and the indexer of sparse attention."""
     bias = reader.flag("attention_bias", False)
     # The other sizes imply these.
     reader.seen |= {"head_dim", "num_key_value_heads", "qk_head_dim", "attention_output_bias"}
@@ -169,7 +170,7 @@ def _latent(reader: ConfigReader, fields: dict[str, Any]) -> dict[str, Any]:
 
 
 def _indexer_types(reader: ConfigReader, layers: int, modules: int) -> tuple[str, ...]:
-    """Returns "full" or "shared" for each layer; empty if every layer has its own indexer."""
+    """Returns "full" or "shared" for each layer; empty if every layer has an indexer."""
     listed, of_modules = reader.per_layer("indexer_types", str, layers, modules)
     if of_modules not in (None, "full"):
         raise ConfigError(f"config.json: indexer_types with MTP modules of type {of_modules!r} is not supported")
@@ -178,12 +179,12 @@ def _indexer_types(reader: ConfigReader, layers: int, modules: int) -> tuple[str
 
 
 def _patterned_indexer_types(reader: ConfigReader, layers: int) -> tuple[str, ...]:
-    """Reads which layers share an earlier layer's indexer from a pattern of letters, or a frequency."""
+    """Reads which layers share an earlier layer's indexer, from a pattern or a frequency."""
     # GLM's pattern: a letter per layer.
     pattern = reader.get("index_topk_pattern")
     if isinstance(pattern, str) and pattern:
         return tuple({"F": "full", "S": "shared"}.get(letter, letter) for letter in pattern)
-    # GLM's frequency: from `offset` on, every freq-th layer has its own indexer.
+    # GLM's frequency: from `offset` on, every freq-th layer has an indexer.
     freq = reader.integer("index_topk_freq", 1)
     offset = reader.integer("index_skip_topk_offset", 2, low=0)
     shares = (max(layer - offset + 1, 0) % freq != 0 for layer in range(layers))
@@ -191,7 +192,7 @@ def _patterned_indexer_types(reader: ConfigReader, layers: int) -> tuple[str, ..
 
 
 def _linear(reader: ConfigReader, fields: dict[str, Any]) -> dict[str, Any]:
-    """Reads which layers have linear attention (Qwen3-Next, Qwen3.5), and its sizes."""
+    """Reads the layers with linear attention (Qwen3-Next, Qwen3.5), and its sizes."""
     interval, count = reader.get("full_attention_interval"), fields["num_hidden_layers"]
     types, of_modules = reader.per_layer("layer_types", str, count, fields["num_mtp_modules"])
     # transformers writes "indexed_attention" for sparse attention, which `index_topk` already implies.
@@ -203,7 +204,7 @@ def _linear(reader: ConfigReader, fields: dict[str, Any]) -> dict[str, Any]:
             if kind not in full:
                 raise ConfigError(f"config.json: layer_types with {kind!r} is not supported in this family")
         return {}
-    # Qwen lists the layers' types, or gives the interval of those with full attention.
+    # Qwen lists the types of layers, or states the interval of those with full attention.
     interval = reader.integer("full_attention_interval", 4)
     types = types or tuple(
         "linear_attention" if layer % interval else "full_attention" for layer in range(1, count + 1)
@@ -218,18 +219,22 @@ def _linear(reader: ConfigReader, fields: dict[str, Any]) -> dict[str, Any]:
 
 
 def _experts(reader: ConfigReader, fields: dict[str, Any]) -> dict[str, Any]:
-    """Reads the mixture of experts, and which layers are dense."""
-    aliases = ("n_routed_experts", "num_experts", "num_local_experts")  # the last one by transformers 5 for Qwen3-MoE
+    """Reads the mixture of experts, and the dense layers."""
+    aliases = (
+        "n_routed_experts",
+        "num_experts",
+        "num_local_experts",
+    )  # transformers 5 writes the last one for Qwen3-MoE
     names = [name for name in aliases if reader.get(name) is not None]
     for name in names[1:]:
         reader.require(name, reader.get(names[0]))
-    # A dense model: drop the family's fields about experts.
+    # A dense model: remove the family's settings of experts.
     if not names or not reader.integer(names[0], low=0):
         for field in ("scoring_func", "shared_expert_gate", "router_correction_bias"):
             fields.pop(field, None)
-        for key in ("mlp_only_layers", "decoder_sparse_step", "num_experts_per_tok", "norm_topk_prob"):
+        unused = ("mlp_only_layers", "decoder_sparse_step", "num_experts_per_tok", "norm_topk_prob")
+        for key in (*unused, "first_k_dense_replace"):
             reader.get(key)
-        reader.get("first_k_dense_replace")
         return {}
     reader.require("topk_method", "noaux_tc")
     reader.require("scoring_func", fields.get("scoring_func", "sigmoid"))
@@ -248,7 +253,7 @@ def _experts(reader: ConfigReader, fields: dict[str, Any]) -> dict[str, Any]:
         "norm_topk_prob": reader.flag("norm_topk_prob", True),
         "routed_scaling_factor": reader.number("routed_scaling_factor", 1.0),
     }
-    # Dense layers: the first and last few, those listed, all but every n-th, or as each layer's type says.
+    # Dense layers: the first and last few, listed ones, all but every n-th, or by the type of each layer.
     first = reader.integer("first_k_dense_replace", 0, low=0)
     marks, of_modules = (), None
     if isinstance(reader.get("moe_layer_freq"), list):  # MiMo-V2
@@ -275,7 +280,7 @@ def _experts(reader: ConfigReader, fields: dict[str, Any]) -> dict[str, Any]:
 
 
 def _mtp(reader: ConfigReader) -> tuple[int, bool]:
-    """Returns the number of MTP modules, and whether the file names one (DeepSeek and GLM, Qwen, MiMo)."""
+    """Returns the number of MTP modules, and whether the file states it (DeepSeek and GLM, Qwen, MiMo)."""
     for key in MODULE_KEYS:
         if reader.get(key) is not None:
             return reader.integer(key, low=0), True
@@ -283,7 +288,7 @@ def _mtp(reader: ConfigReader) -> tuple[int, bool]:
 
 
 def _mtp_conventions(reader: ConfigReader) -> dict[str, Any]:
-    """Reads the inputs and chaining of MTP modules, where an mtpjax export differs from the family."""
+    """Reads the conventions of MTP modules in which an mtpjax export differs from its family."""
     names = ("mtp_chaining", "mtp_input", "mtp_output_norm", "mtp_layer_type")
     made = {key: value for key in names if (value := reader.get(key)) is not None}
     for key in ("mtp_hidden_post_norm", "mtp_chain_post_norm", "mtp_mask_first", "mtp_dense", "mtp_norm_differs"):
@@ -293,8 +298,8 @@ def _mtp_conventions(reader: ConfigReader) -> dict[str, Any]:
 
 
 def _fp8_block(reader: ConfigReader) -> tuple[int, int] | None:
-    """Returns rows and columns of an fp8 block; `None` without fp8. The files decide which tensors have scales."""
-    # Other quantization methods are found later, when a tensor turns out to have an unsupported dtype.
+    """Returns rows and columns of an fp8 block; None without fp8."""
+    # The tensors decide which weights have scales, and show other quantization methods by their dtypes.
     given = reader.section("quantization_config")
     if given.get("quant_method") != "fp8":
         return None

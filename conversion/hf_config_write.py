@@ -1,4 +1,4 @@
-"""Edits `config.json` for changed weights. `describe_config` makes a new one."""
+"""Edits a `config.json` for changed weights."""
 
 import itertools
 from typing import Any
@@ -6,7 +6,7 @@ from typing import Any
 from conversion.families import Layout
 from conversion.hf_config import MODULE_KEYS
 
-# Keys whose lists have an entry per layer, and may continue with the MTP modules.
+# Keys whose lists have an entry per layer, optionally followed by entries of the MTP modules.
 PER_LAYER = (
     *("layer_types", "mlp_layer_types", "hybrid_layer_pattern", "moe_layer_freq", "indexer_types", "swiglu_limits"),
     *("swiglu_limits_shared", "rope_theta", "partial_rotary_factors", "use_rope_layers"),
@@ -22,7 +22,7 @@ def edit_config(
     dtypes: set[str] | None = None,
     drop_quantization: bool = False,
 ) -> dict[str, Any]:
-    """Edits a `config.json` for weights that have changed. Other keys stay unchanged.
+    """Edits a `config.json` for changed weights. Other keys stay the same.
 
     Args:
         dtypes: names of the dtypes of the weights, such as "bfloat16".
@@ -37,13 +37,13 @@ def edit_config(
         level = values["text_config"] = {**values["text_config"]}
     if num_mtp_modules is not None:
         level |= _resize_lists(level, num_mtp_modules)
-        # A file may have several keys for the number, which must agree.
+        # A file may state the number under several keys, which must agree.
         keys = [key for key in MODULE_KEYS if key in level]
         keys = keys or ["mtp_num_hidden_layers" if layout.mtp == "mtp" else "num_nextn_predict_layers"]
         level |= dict.fromkeys(keys, num_mtp_modules)
     if own_embedding:
         level["mtp_use_dedicated_embeddings"] = True
-    # State the main dtype: among bfloat16 weights, a few such as router biases are float32.
+    # State the main dtype: some tensors of a bfloat16 model, such as router biases, are float32.
     if dtypes is not None:
         main = sorted(dtypes, key=lambda name: (name == "float32", name))[0]
         for part, key in itertools.product((values, level), ("torch_dtype", "dtype")):
@@ -53,7 +53,7 @@ def edit_config(
 
 
 def _resize_lists(level: dict[str, Any], num_mtp_modules: int) -> dict[str, list]:
-    """Resizes lists with entries for layers and modules to a new number of modules: all modules are of one kind."""
+    """Resizes lists with entries for layers and modules to a new number of modules, which are all of one kind."""
     layers, counts = level.get("num_hidden_layers", 0), [level[key] for key in MODULE_KEYS if level.get(key)]
     made = {}
     for key in PER_LAYER if counts else ():

@@ -35,9 +35,9 @@ def load(
         dtype: dtype to cast the parameters to. `None` keeps those of the files; block-quantized fp8 weights stay fp8
             with their scales (`BlockScaled`).
         mesh: shards the parameters over this mesh; each process reads only the shards of its devices.
-        allow_copies: let devices hold copies of sizes that an axis of the mesh does not divide.
-        layout: the layout for decoding, or the one for training.
-        model_type: the family to use instead of the one that `config.json` names.
+        allow_copies: replicate dimensions that an axis of the mesh does not divide.
+        layout: the sharding for decoding or for training.
+        model_type: the family to use instead of that of `config.json`.
 
     Returns:
         `(model, params)`: the model, and its parameters as nested dicts of jax arrays.
@@ -45,7 +45,7 @@ def load(
     Raises:
         CheckpointFileError: the files are damaged, incomplete or not supported, or do not fit into memory.
         ConfigError: `config.json` is damaged or not supported.
-        ValueError: the mesh does not divide the model.
+        ValueError: the model cannot be sharded over the mesh.
     """
     with open_checkpoint(path) as files:
         # Check everything that the headers show before any weight is read.
@@ -67,7 +67,7 @@ def load(
 
 
 def _check_memory(plan: LoadPlan, mesh: Mesh | None) -> None:
-    """Rejects a model that this machine's memory cannot hold, before anything is allocated. Only checked on CPUs."""
+    """Rejects a model that does not fit into this machine's memory. Only checked on CPUs."""
     # Bytes for this process's devices: their share under a mesh, everything without one.
     need = sum(np.prod(spec.shape, dtype=np.int64) * plan.dtypes[path].itemsize for path, spec in plan.specs.items())
     devices = len(mesh.local_devices) / mesh.size if mesh is not None else 1
@@ -79,5 +79,5 @@ def _check_memory(plan: LoadPlan, mesh: Mesh | None) -> None:
     platform = mesh.devices.flat[0].platform if mesh is not None else jax.default_backend()
     if platform == "cpu" and need * devices > have:
         raise CheckpointFileError(
-            f"out of memory: the parameters need {need * devices:.3g} bytes; this machine has {have:.3g}"
+            f"out of memory: the parameters need {need * devices:.3g} bytes, and this machine has {have:.3g}"
         )

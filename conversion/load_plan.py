@@ -1,6 +1,6 @@
-"""Plans the loading of a checkpoint directory: from its configuration and headers to the tensors of every parameter.
+"""Plans the loading of a checkpoint directory: which tensors make up each parameter, from configuration and headers.
 
-`inspect_files` lists all problems; `make_plan` raises the first. Every command plans with one of the two.
+`inspect_files` lists all problems; `make_plan` raises the first.
 """
 
 import dataclasses
@@ -14,16 +14,9 @@ from conversion.families import Layout
 from conversion.files import CheckpointFiles, TensorSource
 from conversion.names import param_specs, stored_layout, tied_copies
 from conversion.norm_storage import with_norm_storage
-from conversion.quantized_formats import DESCRIPTIONS, described_quantization, find_packed_format
-from conversion.read_params import (
-    E4M3,
-    MakeArray,
-    ScaleMap,
-    read_as,
-    read_scales,
-    read_values,
-    scale_spec,
-)
+from conversion.quantized_formats import DESCRIPTIONS, SCALE_ENDS, described_quantization, find_packed_format
+from conversion.read_params import MakeArray, ScaleMap, read_as, read_scales, read_values, scale_spec
+from conversion.safetensors_header import E4M3, FLOAT32
 from conversion.stored_modules import (
     count_stored_modules,
     read_module_files,
@@ -32,7 +25,7 @@ from conversion.stored_modules import (
     with_stored_modules,
 )
 from conversion.tensor_slice import ParamSpec
-from conversion.tensor_types import FLOAT32, SCALE_ENDS, SUPPORTED, describe_mixed, find_scales, param_dtype
+from conversion.tensor_types import SUPPORTED, describe_mixed, find_scales, param_dtype
 from mtpjax.errors import CheckpointFileError, ConfigError
 from mtpjax.messages import count_of
 from mtpjax.models.config import ModelConfig
@@ -40,13 +33,13 @@ from mtpjax.models.quantized import BlockScaled
 
 log = logging.getLogger("mtpjax.conversion")
 
-# Ends of tensors that weights do not depend on: tables of rotary embeddings, and scales of activations and KV caches in
-# quantized checkpoints. mtpjax computes neither activations nor caches in 8 bits.
+# Ends of names of tensors that are not needed: tables of rotary embeddings, and scales of activations and KV caches of
+# quantized checkpoints. mtpjax does not compute activations or caches in 8 bits.
 IGNORED_SUFFIXES = (
     *("rotary_emb.inv_freq", "rotary_emb.cos_cached", "rotary_emb.sin_cached"),
     *(".input_scale", ".k_scale", ".v_scale", ".q_scale"),
 )
-# Prefixes of tensors of multimodal checkpoints that are not part of the language model.
+# Prefixes of tensors that do not belong to the language model of a multimodal checkpoint.
 OTHER_PARTS = (
     *("model.visual.", "visual.", "vision_tower.", "model.vision_tower.", "mm_projector."),
     *("vision_model.", "vit_large_projector."),
@@ -55,34 +48,30 @@ OTHER_PARTS = (
 
 @dataclasses.dataclass(frozen=True)
 class LoadPlan:
-    """A checkpoint directory in terms of the model: its configuration, and the source of each parameter."""
+    """How to load a checkpoint directory: the model's configuration, and the source of each parameter."""
 
     model_type: str
     config: ModelConfig
     layout: Layout
     specs: dict[str, ParamSpec]  # by flat parameter name
     scales: ScaleMap
-    tied: dict[str, str]  # copies that the files contain -> the tensor that they repeat
-    other: tuple[str, ...]  # tensors outside the language model; export writes them back
+    tied: dict[str, str]  # copies in the files -> the tensor that they repeat
+    other: tuple[str, ...]  # tensors outside the language model; exports write them back
     missing: tuple[str, ...]
     extra: tuple[str, ...]  # unknown tensors
     dtypes: dict[str, np.dtype]  # of each parameter; float32 for one that cannot be read
-    mixed: str  # names parameters that are assembled from tensors of several dtypes; empty: none
+    mixed: str  # describes parameters that are assembled from tensors of several dtypes; may be empty
     problems: tuple[str, ...]  # why the checkpoint cannot be loaded
 
     def make_param(self, files: CheckpointFiles, path: str, make: MakeArray) -> Any:
-        """Makes a parameter with `make(path, spec, dtype, read)`; of fp8 a `BlockScaled`, with two such arrays."""
+        """Makes a parameter with `make(path, spec, dtype, read)`, or from fp8 a `BlockScaled` of two such arrays."""
         dtype, spec, scales = self.dtypes[path], self.specs[path], self.scales
         if dtype != E4M3:
             return make(path, spec, dtype, lambda index: read_as(files, scales, spec, index, dtype))
-        parts = {
-            "values": make(f"{path}/values", spec, dtype, lambda index: read_values(files, spec, index)),
-            "scales": make(
-                *(f"{path}/scales", scale_spec(spec, scales), FLOAT32),
-                lambda index: read_scales(files, scales, spec, index),
-            ),
-        }
-        return BlockScaled(**parts, axis=spec.in_axis, block=scales.columns)
+        values = make(f"{path}/values", spec, dtype, lambda index: read_values(files, spec, index))
+        read = lambda index: read_scales(files, scales, spec, index)
+        stored = make(f"{path}/scales", scale_spec(spec, scales), FLOAT32, read)
+        return BlockScaled(values, stored, axis=spec.in_axis, block=scales.block[1])
 
 
 def make_plan(
@@ -96,10 +85,10 @@ def make_plan(
     """Plans loading, and rejects a checkpoint that cannot be loaded completely.
 
     Args:
-        dtype: dtype of all parameters; `None` keeps those of the files.
+        dtype: dtype of all parameters; None keeps those of the files.
         model_type: the family to use instead of the one that `config.json` names.
-        allow_extra: accept unknown tensors outside the language model. They are not loaded; conversion keeps them.
-        is_copied: the tensors are only copied, so unknown ones are harmless.
+        allow_extra: accept unknown tensors outside the language model. Loading ignores them, conversion keeps them.
+        is_copied: tensors are only copied, so unknown ones are accepted.
 
     Raises:
         CheckpointFileError: tensors are missing, unknown, or of the wrong shape or dtype.
@@ -123,47 +112,38 @@ def inspect_files(
 ) -> LoadPlan:
     """Plans loading, and lists problems instead of raising them.
 
-    Only headers are read, and the few tensors that decide something: copies of embedding and head, and norms.
+    Only headers are read, and the few tensors that the plan depends on: copies of embedding and head, and norms.
 
     Returns:
         The plan; `problems` holds what `make_plan` raises.
 
     Raises:
-        CheckpointFileError: modules are stored in ways that cannot be described together.
+        CheckpointFileError: MTP modules are stored in different ways.
         ConfigError: `config.json` is damaged or not supported.
     """
     values = files.json("config.json")
-    # The format of quantized weights comes first: it explains names and shapes that would look wrong.
+    # Check for quantized formats first: they explain names and shapes that would look wrong.
     packed = find_packing(files, values)
-    try:
-        parsed = hf_config.parse_config(values, model_type)
-    except ConfigError as error:
-        if packed:
-            raise CheckpointFileError(packed) from error
-        raise
-    if "auto_map" in values:
-        log.warning("config.json has auto_map: remote code is not run")
-    if parsed.unknown:
-        log.warning("config.json has unknown keys, which are ignored: %s", ", ".join(parsed.unknown))
-    for note in parsed.notes:
-        log.warning("config.json: %s", note)
-    # The configuration does not say everything: the files decide how many modules there are, whether these have a
-    # separate embedding and head, and how norms are stored.
+    parsed = _parse_config(values, model_type, packed)
+    # The files determine what the configuration does not state: the number of modules, whether these have a separate
+    # embedding and head, and how norms are stored.
     read_module_files(files, parsed)
     layout = stored_layout(parsed.layout, parsed.model, files.tensors.__contains__)
     config = with_stored_modules(parsed, layout, files)
     config = with_own_copies(with_own_head(config, layout, files), layout, files)
     specs = param_specs(config, layout, files.tensors.__contains__)
-    # The norms can only be read once the names of their tensors are known.
+    # Reading the norms needs the names of their tensors.
     config = with_norm_storage(config, specs, files)
     tied = {copy: original for copy, original in tied_copies(config, layout) if copy in files.tensors}
     wanted = {piece.name: piece.shape for spec in specs.values() for piece in spec.slices}
     said = described_quantization(values, read_descriptions(files))
     scale_names, scale_problems = find_scales(files.tensors, wanted, parsed.block, said)
-    scales = ScaleMap(scale_names, parsed.block)
+    scales = ScaleMap(scale_names, parsed.block or (0, 0))
     if said and not (packed or scale_names or scale_problems):
-        log.warning("%s says that weights are quantized, but the tensors are not: they are read as they are", said)
-    # Sort the remaining tensors: other parts of a multimodal model, tensors without effect, and unknown ones.
+        log.warning(
+            "%s says that weights are quantized, but the tensors are not: they are read without dequantization", said
+        )
+    # The remaining tensors: other parts of a multimodal model, tensors that are not needed, and unknown ones.
     known = wanted.keys() | tied.keys() | set(scale_names.values())
     known |= {f"{name}{end}" for name in tied for end in SCALE_ENDS if files.tensors[name].dtype == E4M3}
     other, extra = [], []
@@ -171,7 +151,21 @@ def inspect_files(
         if name.endswith(IGNORED_SUFFIXES):
             log.info("ignored: %s", name)
         (other if name.startswith(OTHER_PARTS) or name.endswith(IGNORED_SUFFIXES) else extra).append(name)
-    plan = LoadPlan(
+    missing, mixed = wanted.keys() - files.tensors.keys(), ""
+    dtypes: dict[str, np.dtype] = {path: FLOAT32 for path in specs}
+    # The problems in the order in which loading raises them.
+    problems = [packed] if packed else [*_find_shape_problems(config, layout, files, wanted), *scale_problems]
+    if packed:
+        missing, extra = set(), []
+    else:
+        for path in [path for path, spec in specs.items() if not any(each.name in missing for each in spec.slices)]:
+            try:
+                dtypes[path] = param_dtype(path, specs[path], files, scales, dtype)
+            except CheckpointFileError as error:
+                problems.append(str(error))
+        mixed = describe_mixed(specs, files)
+        problems += [] if is_copied else _find_extra_problems(extra, layout, files, allow_extra)
+    return LoadPlan(
         model_type=parsed.model_type,
         config=config,
         layout=layout,
@@ -179,24 +173,33 @@ def inspect_files(
         scales=scales,
         tied=tied,
         other=tuple(other),
-        missing=tuple(sorted(wanted.keys() - files.tensors.keys())),
+        missing=tuple(sorted(missing)),
         extra=tuple(extra),
-        dtypes=dict.fromkeys(specs, FLOAT32),
-        mixed="",
-        problems=(packed,) if packed else (),
+        dtypes=dtypes,
+        mixed=mixed,
+        problems=tuple(problems),
     )
-    if packed:
-        return dataclasses.replace(plan, missing=(), extra=())
-    problems = [*_find_shape_problems(plan, files, wanted), *scale_problems]
-    return _with_dtypes(plan, files, dtype, problems, _find_extra_problems(plan, files, allow_extra, is_copied))
+
+
+def _parse_config(values: Any, model_type: str | None, packed: str | None) -> hf_config.ParsedConfig:
+    """Parses `config.json` and logs its warnings. A packed format explains an unsupported configuration."""
+    try:
+        parsed = hf_config.parse_config(values, model_type)
+    except ConfigError as error:
+        if packed:
+            raise CheckpointFileError(packed) from error
+        raise
+    if "auto_map" in values:
+        log.warning("config.json has auto_map; remote code is not run")
+    if parsed.unknown:
+        log.warning("unknown keys of config.json are ignored: %s", ", ".join(parsed.unknown))
+    for note in parsed.notes:
+        log.warning("config.json: %s", note)
+    return parsed
 
 
 def find_packing(files: TensorSource, values: Any) -> str | None:
-    """Finds out whether the weights are packed in an unsupported format.
-
-    Returns:
-        One sentence that names the format and what to do; None for other checkpoints.
-    """
+    """Returns which unsupported format the weights are packed in, and what to do; None if they are not packed."""
     tensors = {name: tensor for name, tensor in files.tensors.items() if not name.startswith(OTHER_PARTS)}
     found = find_packed_format(tensors, values, read_descriptions(files), SUPPORTED)
     return found and f"{files.path}: {found}"
@@ -209,15 +212,16 @@ def read_descriptions(files: TensorSource) -> dict[str, Any]:
     return {name: files.json(name) for name in DESCRIPTIONS if (files.path / name).is_file()}
 
 
-def _find_shape_problems(plan: LoadPlan, files: CheckpointFiles, wanted: dict[str, tuple[int, ...]]) -> list[str]:
-    """Lists missing tensors, and those whose shape is not the one that the configuration implies."""
+def _find_shape_problems(
+    config: ModelConfig, layout: Layout, files: CheckpointFiles, wanted: dict[str, tuple[int, ...]]
+) -> list[str]:
+    """Describes missing tensors, and those whose shapes differ from the configuration's."""
     problems = []
-    if plan.missing:
-        found, named = count_stored_modules(plan.config, plan.layout, files), plan.config.num_mtp_modules
-        modules = f"; config.json names {named} MTP modules, the files hold {found}" if found < named else ""
+    if missing := sorted(wanted.keys() - files.tensors.keys()):
+        found, named = count_stored_modules(config, layout, files), config.num_mtp_modules
+        modules = f"; config.json states {named} MTP modules, the files have {found}" if found < named else ""
         problems.append(
-            f"{files.path} lacks {count_of(len(plan.missing), 'tensor')}{modules}; missing: "
-            f"{', '.join(plan.missing[:5])}"
+            f"{files.path} lacks {count_of(len(missing), 'tensor')}{modules}; missing: {', '.join(missing[:5])}"
         )
     for name, shape in wanted.items():
         if name in files.tensors and files.tensors[name].shape != shape:
@@ -225,21 +229,19 @@ def _find_shape_problems(plan: LoadPlan, files: CheckpointFiles, wanted: dict[st
     return problems
 
 
-def _find_extra_problems(plan: LoadPlan, files: CheckpointFiles, allow_extra: bool, is_copied: bool) -> list[str]:
-    """Lists unknown tensors: those inside the language model change what it computes, so they are never ignored."""
-    if is_copied or not plan.extra:
-        return []
-    inside = [name for name in plan.extra if _is_inside(name, plan.layout)]
+def _find_extra_problems(extra: list[str], layout: Layout, files: CheckpointFiles, allow_extra: bool) -> list[str]:
+    """Describes unknown tensors. Those inside the language model would change its output, so they are never ignored."""
+    inside = [name for name in extra if _is_inside(name, layout)]
     if inside:
         return [
-            f"{files.path} has {count_of(len(inside), 'tensor')} that the model of config.json does not compute: "
-            f"{', '.join(inside[:5])}; without them its results would be wrong"
+            f"{files.path} has {count_of(len(inside), 'tensor')} that the model of config.json does not use: "
+            f"{', '.join(inside[:5])}; without them its output would be wrong"
         ]
-    if allow_extra:
+    if allow_extra or not extra:
         return []
     return [
-        f"{files.path} has {len(plan.extra)} unknown tensors: {', '.join(plan.extra[:5])}; "
-        "allow_extra (--allow-extra) skips them"
+        f"{files.path} has {len(extra)} unknown tensors: {', '.join(extra[:5])}; "
+        "allow_extra (--allow-extra) ignores them"
     ]
 
 
@@ -248,19 +250,3 @@ def _is_inside(name: str, layout: Layout) -> bool:
     parts = [f"{layout.trunk}{part}" for part in ("layers.", "norm.", "embed_tokens")]
     modules = layout.modules if layout.is_under_mtp else f"{layout.modules}mtp"
     return name.startswith((*parts, modules, layout.head.removesuffix("weight")))
-
-
-def _with_dtypes(plan: LoadPlan, files: CheckpointFiles, dtype, problems: list[str], last: list[str]) -> LoadPlan:
-    """Adds the dtypes of the parameters, and the problems in the order in which loading raises them."""
-    dtypes = dict(plan.dtypes)
-    missing = set(plan.missing)
-    for path, spec in plan.specs.items():
-        names = {piece.name for piece in spec.slices}
-        if names & missing:
-            continue
-        try:
-            dtypes[path] = param_dtype(path, spec, files, plan.scales, dtype)
-        except CheckpointFileError as error:
-            problems.append(str(error))
-    mixed = describe_mixed(plan.specs, files)
-    return dataclasses.replace(plan, dtypes=dtypes, mixed=mixed, problems=(*problems, *last))

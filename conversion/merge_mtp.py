@@ -1,7 +1,7 @@
 """Merges MTP modules back into a full Hugging Face checkpoint: the inverse of `export_mtp`.
 
-Tensors that have not changed keep their bytes. A changed tensor takes the dtype of the one that it replaces: it is
-cast, or quantized to block-scaled fp8.
+Unchanged tensors keep their bytes. A changed tensor is cast, or quantized to block-scaled fp8, to the dtype of the
+tensor that it replaces.
 """
 
 import dataclasses
@@ -15,19 +15,16 @@ import numpy as np
 from conversion.array_checks import streams_equal
 from conversion.files import CheckpointFiles
 from conversion.fp8_blocks import dequantized_blocks, quantized_blocks
-from conversion.gguf_files import open_checkpoint
 from conversion.hf_config_write import edit_config
-from conversion.load_plan import LoadPlan, make_plan
-from conversion.merge_sources import ModuleTensors, read_modules
+from conversion.load_plan import LoadPlan
+from conversion.merge_sources import ModuleTensors
 from conversion.safetensors_header import parse_header
 from conversion.shards import Shard, TensorEntry, copy_files, entry_of, make_shard, write_index, write_shards
 from conversion.weight_files import INDEX
 from mtpjax.atomic import atomic_folder
 from mtpjax.errors import CheckpointFileError
-from mtpjax.hub import resolve
-from mtpjax.safe_open import is_gguf
 
-ADDED = "model-mtp.safetensors"  # the file of modules that the base does not have
+ADDED = "model-mtp.safetensors"  # the file of modules that the base lacks
 
 
 @dataclasses.dataclass
@@ -37,41 +34,6 @@ class MergeReport:
     equal: int = 0
     replaced: int = 0
     added: int = 0
-
-
-def merge_export(
-    base,
-    modules,
-    target,
-    *,
-    model_type: str | None = None,
-    progress: Callable[[int], Any] | None = None,
-) -> MergeReport:
-    """Writes the checkpoint `base` with the MTP modules of an export or of another full checkpoint.
-
-    Args:
-        base: a full Hugging Face checkpoint or a GGUF file, with or without MTP modules. Modules that it lacks go into
-            a new file.
-        modules: a folder that `export_mtp` wrote, or a full checkpoint or GGUF file, such as the original release.
-        target: the folder to write. It appears only when it is complete.
-        model_type: the family of `base` to use instead of the one that its `config.json` names.
-
-    Returns:
-        The numbers of tensors that were equal, replaced and added.
-
-    Raises:
-        CheckpointFileError: one of the checkpoints is damaged, or the two do not fit.
-    """
-    modules = resolve(modules)
-    with open_checkpoint(base) as files:
-        plan = make_plan(files, model_type=model_type, is_copied=True)
-        if not is_gguf(modules) and not (pathlib.Path(modules) / "config.json").is_file():
-            raise CheckpointFileError(
-                f"{modules} is neither an export of MTP modules nor a checkpoint: it has no config.json"
-            )
-        with open_checkpoint(modules) as source:
-            found = read_modules(source, files, plan)
-            return merge_tensors(files, plan, found, target, progress=progress)
 
 
 def merge_tensors(
@@ -87,11 +49,8 @@ def merge_tensors(
     Args:
         target: the folder to write. It appears only when it is complete.
 
-    Returns:
-        The numbers of tensors that were equal, replaced and added.
-
     Raises:
-        CheckpointFileError: the shape of a tensor differs from that of the one it replaces.
+        CheckpointFileError: the shape of a tensor differs from that of the tensor that it replaces.
     """
     report, changed = _compare(files, plan, modules)
     # A changed fp8 tensor gets new scales, so the tensor of its scales changes with it.
@@ -113,7 +72,7 @@ def merge_tensors(
         # Changed, and fp8 in the base: quantize, and yield the values or the scales, whichever the entry is.
         elif name in plan.scales.names:
             kind = files.tensors[plan.scales.names[name]].dtype
-            for values, scales in quantized_blocks(modules.blocks(name), (plan.scales.rows, plan.scales.columns), kind):
+            for values, scales in quantized_blocks(modules.blocks(name), plan.scales.block, kind):
                 yield values if entry.name == name else scales
         # Changed or added: cast.
         else:
@@ -154,7 +113,7 @@ def _compare(files: CheckpointFiles, plan: LoadPlan, modules: ModuleTensors) -> 
 
 
 def _is_equal(files: CheckpointFiles, plan: LoadPlan, modules: ModuleTensors, name: str) -> bool:
-    """Returns whether exporting the base's tensor would give the module's tensor, in its dtype."""
+    """Returns whether an export of the base would have this tensor of the modules."""
     # An export of an fp8 checkpoint holds bfloat16: dequantize the base in the same way before comparing.
     dtype = modules.entries[name].dtype
     ours = (block.astype(dtype) for block in dequantized_blocks(files, plan.scales, name, dtype))

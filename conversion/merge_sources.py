@@ -8,15 +8,25 @@ from collections.abc import Callable, Iterator
 import numpy as np
 
 from conversion.array_checks import streams_equal
-from conversion.export_mtp import WEIGHTS, exported_name, original_name
 from conversion.families import FAMILIES
 from conversion.files import CheckpointFiles
 from conversion.fp8_blocks import dequantized_blocks
 from conversion.load_plan import LoadPlan, inspect_files
-from conversion.names import HEADS, TRUNK_PREFIXES, mtp_names, param_specs
+from conversion.names import (
+    EXPORT_FILE,
+    HEADS,
+    TRUNK_PREFIXES,
+    exported_name,
+    mtp_names,
+    original_name,
+    param_specs,
+)
 from conversion.norm_storage import find_norm_storage
-from conversion.read_params import BF16
+from conversion.quantized_formats import SCALE_ENDS
+from conversion.read_params import ScaleMap
+from conversion.safetensors_header import BF16
 from conversion.shards import TensorEntry, entry_of
+from conversion.tensor_slice import slices_under
 from mtpjax.errors import CheckpointFileError
 from mtpjax.messages import count_of
 from mtpjax.models.config import ModelConfig
@@ -31,29 +41,29 @@ class ModuleTensors:
     count: int  # of modules
     entries: dict[str, TensorEntry]
     blocks: Callable[[str], Iterator[np.ndarray]]  # name -> the rows of the tensor, block by block
-    plan: LoadPlan  # of the base, with the layout of the modules' names
-    own_embedding: bool = False  # the modules do not share the trunk's embedding
+    plan: LoadPlan  # the base's plan, with the naming of the modules
+    own_embedding: bool = False  # the modules have a separate embedding
 
 
 def read_modules(source: CheckpointFiles, base: CheckpointFiles, plan: LoadPlan) -> ModuleTensors:
     """Reads the modules of an export, or of a full checkpoint such as the original release of a fine-tuned model.
 
-    Leaves out copies of the trunk's embedding and head: the modules use those of the base, as in inference engines.
+    Copies of the trunk's embedding and head are omitted: the modules use those of the base, as in inference engines.
 
     Returns:
-        The modules, under the names that they have in `base`.
+        The modules, under their names in `base`.
 
     Raises:
         CheckpointFileError: the source has no modules, or they do not fit the base.
     """
-    is_export = (pathlib.Path(source.path) / WEIGHTS).is_file()
+    is_export = (pathlib.Path(source.path) / EXPORT_FILE).is_file()
     modules = _from_export(source, base, plan) if is_export else _from_full(source, base, plan)
     _check_tensors(modules, f"{'the export' if is_export else source.path}")
     return modules
 
 
 def _from_export(exported: CheckpointFiles, base: CheckpointFiles, plan: LoadPlan) -> ModuleTensors:
-    """Lists the tensors of an export, without those that it shares with the trunk."""
+    """Lists the tensors of an export, except those shared with the trunk."""
     # The export's configuration counts the modules; a base that has modules must have as many.
     values = exported.json("config.json")
     count = values.get("num_nextn_predict_layers") if isinstance(values, dict) else None
@@ -65,19 +75,18 @@ def _from_export(exported: CheckpointFiles, base: CheckpointFiles, plan: LoadPla
     has_mtp = any(".mtp." in f".{name}" for name in exported.tensors)
     plan = _with_modules(plan, count, "layers" if plan.layout.mtp == "mtp_each" and not has_mtp else plan.layout.mtp)
     config = plan.config
-    # Qwen's exports hold the trunk's embedding and head, under whichever prefix the original had. They belong to the
-    # trunk, which a merge does not change.
+    # Exports of Qwen have the trunk's embedding and head under the original's prefix. A merge keeps those of the base.
     names = {}
     for name in exported.tensors:
         trunk = next((each for each in TRUNK_PREFIXES if name == f"{each}embed_tokens.weight"), None)
         if plan.layout.is_under_mtp and (trunk or name in HEADS):
             kept = plan.layout.embedding if trunk else plan.layout.head
             if kept in base.tensors and not streams_equal(base.blocks(kept), exported.blocks(name)):
-                log.warning("%s of the export differs from the checkpoint's, which is kept", name)
+                log.warning("%s of the export differs from that of the checkpoint, which is kept", name)
         else:
-            # From here on tensors have the names of the full checkpoint.
+            # From here on, tensors have their names in the full checkpoint.
             names[original_name(name, config, plan.layout)] = name
-    # Copies in the modules: an export does not show whether they equalled the trunk's, so mtpjax's exports state it.
+    # An export does not show whether copies equalled the trunk's tensors, so mtpjax's exports state it.
     own_embedding = values.get("mtp_use_dedicated_embeddings") is True
     own = {"embedding": own_embedding, "head": values.get("mtp_use_dedicated_head") is True}
     originals = {"embedding": plan.layout.embedding, "head": plan.layout.head}
@@ -86,19 +95,18 @@ def _from_export(exported: CheckpointFiles, base: CheckpointFiles, plan: LoadPla
             old = names.pop(copy)
             tied = originals["embedding" if config.tie_word_embeddings else part]
             if tied in base.tensors and not streams_equal(base.blocks(tied), exported.blocks(old)):
-                log.warning("%s of the export differs from the checkpoint's %s, which is used instead", old, tied)
+                log.warning("%s of the export differs from %s of the checkpoint, which is used instead", old, tied)
     _check_norms_of_export(exported, names, base, plan)
     entries = {name: entry_of(exported.tensors[old])._replace(name=name) for name, old in names.items()}
     return ModuleTensors(count, entries, lambda name: exported.blocks(names[name]), plan, own_embedding)
 
 
 def _from_full(source: CheckpointFiles, base: CheckpointFiles, plan: LoadPlan) -> ModuleTensors:
-    """Lists the tensors of the modules of a full checkpoint, such as the original release, or only of its modules."""
+    """Lists the tensors of modules of a full checkpoint, or of a folder with only its modules."""
     given = inspect_files(source, is_copied=True)
-    needed = {piece.name for path, spec in given.specs.items() if path.startswith("mtp_") for piece in spec.slices}
-    # A folder with only the file of the modules, under their original names, has no trunk.
-    has_modules_alone = bool(needed) and needed <= source.tensors.keys()
-    has_modules_alone &= not any(name in source.tensors for name in _trunk_names(given))
+    needed, trunk = slices_under("mtp_", given.specs).keys(), slices_under("trunk/", given.specs).keys()
+    # A folder with only the modules' file, under the original names, has no trunk.
+    has_modules_alone = bool(needed) and needed <= source.tensors.keys() and not trunk & source.tensors.keys()
     if given.problems and not has_modules_alone:
         raise CheckpointFileError(given.problems[0])
     count = given.config.num_mtp_modules
@@ -110,40 +118,37 @@ def _from_full(source: CheckpointFiles, base: CheckpointFiles, plan: LoadPlan) -
     plan = _with_modules(plan, count, given.layout.mtp)
     # fp8 modules stay fp8 if they are added to a checkpoint with the same block size; otherwise they become bfloat16.
     has_modules = any(path.startswith("mtp_") for path in plan.specs)
-    blocks = [(each.scales.rows, each.scales.columns) for each in (given, plan) if each.scales.names]
+    blocks = [each.scales.block for each in (given, plan) if each.scales.names]
     keeps_fp8 = len(blocks) == 2 and blocks[0] == blocks[1] and not has_modules
     scale_names = set(given.scales.names.values())
     names = {}
     for name in source.tensors:
         new = exported_name(name, given.config, given.layout)
-        # The merged modules use the base's embedding and head, so leave out copies that equal the source's.
-        if new is None or name in given.tied or f"{name}".removesuffix("_scale_inv") in given.tied:
+        # The merged modules use the base's embedding and head, so omit copies of the source's.
+        if new is None or name in given.tied or name.removesuffix("_scale_inv") in given.tied:
             continue
         if keeps_fp8 or name not in scale_names:
             names[original_name(new, plan.config, plan.layout)] = name
+    # Without scales, tensors are read unchanged.
+    scales = ScaleMap({}) if keeps_fp8 else given.scales
     entries = {}
     for name, old in names.items():
-        dtype = BF16 if old in given.scales.names and not keeps_fp8 else source.tensors[old].dtype
+        dtype = BF16 if old in scales.names else source.tensors[old].dtype
         entries[name] = TensorEntry(name, dtype, source.tensors[old].shape)
-
-    def read(name: str) -> Iterator[np.ndarray]:
-        if keeps_fp8:
-            return source.blocks(names[name])
-        return dequantized_blocks(source, given.scales, names[name])
-
+    read = lambda name: dequantized_blocks(source, scales, names[name])
     return ModuleTensors(count, entries, read, plan, given.config.mtp_own_embedding)
 
 
 def require_same_norms(path, is_centred: bool, base_path, base: ModelConfig) -> None:
-    """Rejects modules whose norm weights differ in convention from those of the base.
+    """Rejects modules whose norm weights are stored differently from those of the base.
 
     Args:
-        is_centred: whether it stores `w` of `1 + w`.
+        is_centred: the modules store `w`, which is applied as `1 + w`.
 
     Raises:
         CheckpointFileError: one stores `w` and the other `1 + w`.
     """
-    kinds = {True: "w, applied as 1 + w", False: "the full scale, 1 + w"}
+    kinds = {True: "w (applied as 1 + w)", False: "1 + w"}
     expected = base.of_modules.zero_centred_norm
     if is_centred != expected:
         raise CheckpointFileError(
@@ -153,8 +158,8 @@ def require_same_norms(path, is_centred: bool, base_path, base: ModelConfig) -> 
 
 
 def _check_norms_of_export(exported: CheckpointFiles, names: dict[str, str], base: CheckpointFiles, plan: LoadPlan):
-    """Compares how the norms of an export are stored with those of the base. `names` are by name in the base."""
-    if not dict(FAMILIES[plan.model_type].fixed).get("zero_centred_norm"):
+    """Checks that an export stores norms as the base does. `names` maps names in the base to those of the export."""
+    if not FAMILIES[plan.model_type].fixed.get("zero_centred_norm"):
         return
     specs = param_specs(plan.config, plan.layout, names.__contains__)
     norms = [spec.slices[0].name for path, spec in specs.items() if path.startswith("mtp_") and path.endswith("/scale")]
@@ -164,30 +169,25 @@ def _check_norms_of_export(exported: CheckpointFiles, names: dict[str, str], bas
     require_same_norms(exported.path, is_centred, base.path, plan.config)
 
 
-def _trunk_names(plan: LoadPlan) -> set[str]:
-    """Names the tensors of the trunk's layers."""
-    return {piece.name for path, spec in plan.specs.items() if path.startswith("trunk/") for piece in spec.slices}
-
-
 def _with_modules(plan: LoadPlan, count: int, mtp: str) -> LoadPlan:
-    """Returns the base's plan with the number of modules after the merge, and the layout of their names."""
+    """Returns the base's plan with the number and the naming of the merged modules."""
     layout = plan.layout if plan.config.num_mtp_modules else dataclasses.replace(plan.layout, mtp=mtp)
     return dataclasses.replace(plan, config=dataclasses.replace(plan.config, num_mtp_modules=count), layout=layout)
 
 
 def _copies(config: ModelConfig, plan: LoadPlan) -> dict[str, set[str]]:
-    """Names the copies of embedding and head that modules may have."""
+    """Returns the names of the copies of embedding and head that modules may have."""
     around = [mtp_names(config, plan.layout, number)[1] for number in range(config.num_mtp_modules)]
     return {part: {names[part] for names in around if part in names} for part in ("embedding", "head")}
 
 
 def _check_tensors(modules: ModuleTensors, where: str) -> None:
-    """Checks that the modules have all tensors, no others, and the shapes that the base's configuration implies."""
+    """Checks that the modules have exactly the tensors and shapes that the base's configuration implies."""
     config, plan = modules.plan.config, modules.plan
     specs = param_specs(config, plan.layout, modules.entries.__contains__)
-    wanted = {piece.name: piece for path, spec in specs.items() if path.startswith("mtp_") for piece in spec.slices}
+    wanted = slices_under("mtp_", specs)
     names, copies = set(modules.entries), set().union(*_copies(config, plan).values())
-    scales = {f"{name}{end}" for name in names for end in ("_scale_inv", "_scale")}
+    scales = {f"{name}{end}" for name in names for end in SCALE_ENDS}
     unknown = names - wanted.keys() - copies - scales - {"rot.weight"}
     for problem, found in (("lacks", wanted.keys() - names - copies), ("has unknown", unknown)):
         if found:
@@ -197,5 +197,5 @@ def _check_tensors(modules: ModuleTensors, where: str) -> None:
     for name, piece in wanted.items():
         if name in names and modules.entries[name].shape != piece.shape:
             raise CheckpointFileError(
-                f"tensor {name} of {where} has shape {modules.entries[name].shape}; the checkpoint needs {piece.shape}"
+                f"tensor {name} of {where} has shape {modules.entries[name].shape}; the base requires {piece.shape}"
             )

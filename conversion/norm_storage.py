@@ -1,7 +1,7 @@
-"""Finds out how a checkpoint stores its norm weights: as `w` (zero-centred) or as `1 + w`.
+"""Determines whether a checkpoint stores norm weights as `w` (zero-centred) or as `1 + w`.
 
-Norm weights are trained from 0 or 1 and stay close to it, so their means show the convention. Programs that convert
-checkpoints add 1 to some or all norms, often to those of the trunk but not of the MTP modules.
+Norm weights start training at 0 or 1 and stay close to it, so their means show the convention. Conversion programs add
+1 to some or all norms, often to those of the trunk but not of the MTP modules.
 """
 
 import collections
@@ -12,23 +12,20 @@ from collections.abc import Iterable
 import numpy as np
 
 from conversion.files import CheckpointFiles
+from conversion.safetensors_header import FLOATS
 from conversion.tensor_slice import ParamSpec
-from conversion.tensor_types import FLOATS
 from mtpjax.errors import CheckpointFileError
 from mtpjax.models.config import ModelConfig
 
 log = logging.getLogger("mtpjax.conversion")
 
-CENTRED, SHIFTED = 0.4, 0.6  # stored weights with a mean below the first are w, above the second 1 + w
+CENTRED, SHIFTED = 0.4, 0.6  # weights with a mean below the first are w, above the second 1 + w
 
 
 def with_norm_storage(config: ModelConfig, specs: dict[str, ParamSpec], files: CheckpointFiles) -> ModelConfig:
-    """Decides for the trunk and for its MTP modules how norm weights are stored.
+    """Sets `zero_centred_norm` and `mtp_norm_differs` as the files store norm weights.
 
-    Only families whose norms are `1 + w` need this.
-
-    Returns:
-        The configuration with `zero_centred_norm` and `mtp_norm_differs` as the files have it.
+    Only families whose norms scale by `1 + w` need this.
 
     Raises:
         CheckpointFileError: some modules store `w` and others `1 + w`.
@@ -37,12 +34,12 @@ def with_norm_storage(config: ModelConfig, specs: dict[str, ParamSpec], files: C
         return config
     means = _norm_means(specs, files)
     trunk = {name: found for name, found in means.items() if not name.startswith("mtp_")}
-    # The final norm and those of queries and keys may move far from 1; the norms before attention do not.
+    # The final norm and those of queries and keys may drift far from 1; the norms before attention do not.
     first = [found for name, found in trunk.items() if name.endswith("norm_attention/scale")]
     is_centred = find_norm_storage("the trunk", [mean for _, mean, _ in first], default=True)
     if not is_centred:
         log.warning(
-            "norm weights have a mean of %.2f: the files store 1 + w, so 1 is not added to them",
+            "norm weights have a mean of %.2f: the files store 1 + w, so 1 is not added",
             np.median([mean for _, mean, _ in first]),
         )
     _warn_of_mixture("the trunk", trunk.values(), is_centred)
@@ -55,13 +52,13 @@ def with_norm_storage(config: ModelConfig, specs: dict[str, ParamSpec], files: C
         _warn_of_mixture(f"MTP module {number}", own, found[number])
     if len(set(found.values())) > 1:
         raise CheckpointFileError(
-            f"{files.path}: the norms of some MTP modules are stored as w and those of others as 1 + w: "
+            f"{files.path}: some MTP modules store norms as w and others as 1 + w: "
             + ", ".join(f"module {number}: {'w' if value else '1 + w'}" for number, value in found.items())
         )
     modules = found.get(0, is_centred)
     if modules != is_centred:
         log.warning(
-            "norm weights are stored as %s in the trunk and as %s in the MTP modules: each is read as it is stored",
+            "norm weights are stored as %s in the trunk and as %s in the MTP modules; both are handled",
             *("w", "1 + w") if is_centred else ("1 + w", "w"),
         )
     return dataclasses.replace(config, zero_centred_norm=is_centred, mtp_norm_differs=modules != is_centred)
@@ -82,10 +79,10 @@ def _norm_means(specs: dict[str, ParamSpec], files: CheckpointFiles) -> dict[str
 
 
 def find_norm_storage(what: str, means: list[float], *, default: bool) -> bool:
-    """Decides how norms are stored, by the median of their means.
+    """Returns whether norms are stored as `w`, by the median of their means.
 
     Args:
-        default: the result without norms, and, with a warning, if they show no convention.
+        default: the result without norms and, with a warning, for means that fit neither convention.
     """
     if not means:
         return default
@@ -94,14 +91,14 @@ def find_norm_storage(what: str, means: list[float], *, default: bool) -> bool:
         return typical <= CENTRED
     log.warning(
         "norm weights of %s have a mean of %.2f, which is neither near 0 nor near 1: they are read as %s; if the "
-        "logits are wrong, a program that converted the checkpoint has changed them",
-        *(what, typical, "w of 1 + w" if default else "1 + w"),
+        "logits are wrong, a conversion program has changed them",
+        *(what, typical, "w, applied as 1 + w" if default else "1 + w"),
     )
     return default
 
 
 def _warn_of_mixture(what: str, norms: Iterable[tuple[str, float, float]], is_centred: bool) -> None:
-    """Warns if one kind of norm looks like the other convention."""
+    """Warns if some kind of norm seems to be stored in the other way."""
     kinds: dict[str, list[tuple[str, float, float]]] = collections.defaultdict(list)
     for name, mean, least in norms:
         kinds[".".join(part for part in name.split(".") if not part.isdecimal())].append((name, mean, least))
@@ -112,7 +109,7 @@ def _warn_of_mixture(what: str, norms: Iterable[tuple[str, float, float]], is_ce
         looks_centred = abs(mean) < 0.2 and least < 0
         if looks_shifted if is_centred else looks_centred:
             log.warning(
-                "norm weights of %s are stored as %s, but %s has a mean of %.2f: if a program has added 1 to some "
-                "norms only, the logits are wrong",
-                *(what, "w of 1 + w" if is_centred else "1 + w", found[0][0], mean),
+                "norm weights of %s are stored as %s, but %s has a mean of %.2f: if a program has added 1 to only some "
+                "norms, the logits are wrong",
+                *(what, "w, applied as 1 + w" if is_centred else "1 + w", found[0][0], mean),
             )

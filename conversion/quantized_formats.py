@@ -1,7 +1,6 @@
-"""Recognizes unsupported quantized formats from the names and dtypes of tensors, so that errors can name them.
+"""Recognizes unsupported quantized formats by the names and dtypes of tensors, for error messages.
 
-The tensors decide whether a checkpoint is packed, since configurations may be wrong or left over. The configuration is
-only quoted in the message.
+The tensors decide, since configurations may be wrong or out of date. Messages only quote the configuration.
 """
 
 import json
@@ -14,6 +13,7 @@ from conversion.safetensors_header import DTYPES, TensorInfo
 Tensors = Mapping[str, TensorInfo]
 FP8 = (DTYPES["F8_E4M3"], DTYPES["F8_E5M2"])
 DESCRIPTIONS = ("hf_quant_config.json", "quantize_config.json", "quant_model_description.json")
+SCALE_ENDS = ("_scale_inv", "_scale")  # ends of names of scales: DeepSeek's, and those of some other programs
 ORIGINAL = "load the original release in bfloat16"
 
 
@@ -21,8 +21,8 @@ class PackedFormat(NamedTuple):
     """An unsupported quantized format."""
 
     name: str
-    ends: str  # pattern of the end of a tensor's name, which only this format has
-    fits: Callable[[Tensors, str, str], bool]  # (tensors, a tensor that has this end, its name without the end)
+    ends: str  # pattern of the end of a tensor's name, specific to this format
+    fits: Callable[[Tensors, str, str], bool]  # arguments: all tensors, the tensor's name, the name without the end
     way: str = ORIGINAL
 
 
@@ -36,7 +36,7 @@ def _is(*kinds: str) -> Callable[[Tensors, str, str], bool]:
 
 
 def _is_beside(*ends: str, kinds: tuple[str, ...] = tuple(DTYPES)) -> Callable[[Tensors, str, str], bool]:
-    """Accepts a tensor of one of these dtypes with all these companion tensors."""
+    """Accepts a tensor of one of these dtypes if all these companion tensors exist."""
     has_dtype = _is(*kinds)
     return lambda tensors, name, stem: has_dtype(tensors, name, stem) and all(f"{stem}{end}" in tensors for end in ends)
 
@@ -52,7 +52,7 @@ def _is_awq(tensors: Tensors, name: str, stem: str) -> bool:
 TORCH = "load it with transformers and call model.dequantize() and save_pretrained, or "
 OWN_NAMES = (".weight_packed", ".qweight", ".codes", ".W_q", ".trellis", "._data")
 INTEGERS = ("I8", "U8", "I16", "U16", "I32", "U32", "I64", "U64")
-# The first one that fits is named, so special ones come first.
+# The first match wins, so specific formats come first.
 FORMATS = (
     PackedFormat("compressed-tensors NVFP4", r"\.weight_packed", _is_beside(".weight_global_scale", kinds=("U8",))),
     PackedFormat("compressed-tensors MXFP4", r"\.weight_packed", _is("U8")),
@@ -69,7 +69,7 @@ FORMATS = (
         "MLX",
         r"\.weight",
         _is_beside(".scales", kinds=("U32",)),
-        "mlx_lm.convert --dequantize writes it without quantization; or load the original release in bfloat16",
+        "dequantize it with mlx_lm.convert --dequantize, or load the original release in bfloat16",
     ),
     PackedFormat(
         "MXFP4 (gpt-oss)",
@@ -95,12 +95,8 @@ FORMATS = (
 
 
 def find_packed_format(tensors: Tensors, values: Any, descriptions: Mapping[str, Any], supported: str) -> str | None:
-    """Finds out whether a checkpoint is packed in an unsupported format.
-
-    Returns:
-        One sentence with the format, a tensor that shows it, and what to do; None for other checkpoints.
-    """
-    # Every packed format has tensors of integers, fp8 values that are not a plain weight, or a name of its own.
+    """Returns the unsupported format of a packed checkpoint, a tensor that shows it, and what to do; else None."""
+    # Every packed format has integer tensors, fp8 tensors other than plain weights, or specific names.
     odd = [name for name in tensors if tensors[name].dtype.kind in "iu" or name.endswith(OWN_NAMES)]
     odd += [name for name in tensors if tensors[name].dtype in FP8 and not name.endswith((".weight", "_proj"))]
     for name in sorted(odd):
@@ -119,11 +115,7 @@ def find_packed_format(tensors: Tensors, values: Any, descriptions: Mapping[str,
 
 
 def described_quantization(values: Any, descriptions: Mapping[str, Any]) -> str:
-    """Quotes what a checkpoint's files say about its quantization.
-
-    Returns:
-        Such as "config.json: quant_method awq, bits 4"; empty if they say nothing.
-    """
+    """Quotes a checkpoint's quantization settings, such as "config.json: quant_method awq, bits 4"; may be empty."""
     levels = [values, values.get("text_config")] if isinstance(values, dict) else []
     sections = [
         ("config.json", level.get(key))
@@ -137,7 +129,7 @@ def described_quantization(values: Any, descriptions: Mapping[str, Any]) -> str:
     for name, section in sections:
         if not isinstance(section, dict) or not section:
             continue
-        # Lists of modules are long; the plain values name the format.
+        # Lists of modules are long; short values identify the format.
         words = [f"{key} {json.dumps(value)}" for key, value in section.items() if _is_short(value)]
         return f"{name}: {', '.join(words[:6])}" if words else name
     return ""

@@ -1,9 +1,8 @@
 """Reads parameters, or parts of them, from the tensors of a checkpoint, and dequantizes block-scaled fp8.
 
-fp8 checkpoints (DeepSeek-V3) store `[out, in]` weights as float8_e4m3fn, with one scale per block, usually of
-128 x 128. Scales are floats, or powers of two that are stored as exponents (e8m0). A parameter keeps the scales along
-its input axis per block, and repeats them along the rows, so that any transposition of the weight applies to its scales
-too.
+fp8 checkpoints (DeepSeek-V3) store `[out, in]` weights as float8_e4m3fn, with one scale per block of usually 128 x 128.
+Scales are floats, or powers of two stored as exponents (e8m0). A parameter has one scale per block along its input axis
+and repeats the scales along the rows, so that any transposition of the weight also applies to its scales.
 """
 
 import dataclasses
@@ -11,16 +10,13 @@ import math
 from collections.abc import Callable
 from typing import Any
 
-import ml_dtypes
 import numpy as np
 
 from conversion.files import TensorSource
+from conversion.safetensors_header import E4M3, E8M0, FLOAT32
 from conversion.tensor_slice import ParamSpec, TensorSlice, copy_into
 from mtpjax.errors import CheckpointFileError
 
-BF16 = np.dtype(ml_dtypes.bfloat16)
-E4M3 = np.dtype(ml_dtypes.float8_e4m3fn)
-E8M0 = np.dtype(ml_dtypes.float8_e8m0fnu)
 _E4M3_VALUES = np.arange(256, dtype=np.uint8).view(E4M3).astype(np.float32)  # looking values up is faster than casting
 
 Index = tuple[tuple[int, int], ...]  # begin, end of each axis of a parameter
@@ -33,19 +29,7 @@ class ScaleMap:
     """The location of the scales of fp8 tensors."""
 
     names: dict[str, str]  # fp8 tensor -> the tensor of its scales
-    block: tuple[int, int] | None  # rows, columns of a tensor that share a scale; `None` without fp8
-
-    @property
-    def rows(self) -> int:
-        """Rows of a block."""
-        assert self.block is not None
-        return self.block[0]
-
-    @property
-    def columns(self) -> int:
-        """Columns of a block."""
-        assert self.block is not None
-        return self.block[1]
+    block: tuple[int, int] = (0, 0)  # rows and columns of a tensor that share a scale; unused without fp8
 
 
 def scale_spec(spec: ParamSpec, scales: ScaleMap) -> ParamSpec:
@@ -56,19 +40,19 @@ def scale_spec(spec: ParamSpec, scales: ScaleMap) -> ParamSpec:
     """
     # Along the input axis one scale serves a whole block; along the other axes scales are repeated.
     shape = list(spec.shape)
-    shape[spec.in_axis] = -(-shape[spec.in_axis] // scales.columns)
+    shape[spec.in_axis] = -(-shape[spec.in_axis] // scales.block[1])
     return dataclasses.replace(spec, shape=tuple(shape))
 
 
 def read_as(files: TensorSource, scales: ScaleMap, spec: ParamSpec, index: Index, dtype: np.dtype) -> np.ndarray:
-    """Reads a part of a parameter and casts it; fp8 with scales is multiplied in float32 and rounded once."""
+    """Reads a part of a parameter and casts it. fp8 values are scaled in float32 and rounded once."""
 
     def rows(piece: TensorSlice, begin: int, end: int) -> np.ndarray:
         values = files.read_checked(piece.name, begin, end)
         if piece.name not in scales.names:
             return values
         # The rows of a tensor have all of its columns, so the scales need no cutting.
-        return dequantize(values, _read_scale_rows(files, scales, piece.name, begin, end), 1, scales.columns, 0)
+        return dequantize(values, _read_scale_rows(files, scales, piece.name, begin, end), 1, scales.block[1], 0)
 
     return _assemble(spec, index, dtype, rows)
 
@@ -78,10 +62,9 @@ def dequantize(values: np.ndarray, scales: np.ndarray, axis: int, block: int, be
 
     Args:
         values: float8_e4m3fn, any shape; a part of an array along `axis`.
-        scales: float32, with the axes of `values`, and one entry per block along `axis`, from the start of the array
-            on.
+        scales: float32, with the axes of `values`, and one entry per block along `axis` of the whole array.
         axis: the axis along which `block` elements share a scale.
-        begin: the place of `values` along `axis` in the whole array.
+        begin: the position of `values` along `axis` in the whole array.
     """
     # Repeat each scale for the elements of its block, and cut out the part that `values` covers.
     part = (slice(None),) * axis + (slice(begin, begin + values.shape[axis]),)
@@ -89,42 +72,28 @@ def dequantize(values: np.ndarray, scales: np.ndarray, axis: int, block: int, be
 
 
 def read_values(files: TensorSource, spec: ParamSpec, index: Index) -> np.ndarray:
-    """Reads a part of a parameter in the dtype of its tensors, without applying scales.
-
-    Returns:
-        The part. Only the rows that it needs are read.
-    """
+    """Reads a part of a parameter in the dtype of its tensors, without applying scales."""
     dtype = files.tensors[spec.slices[0].name].dtype
     return _assemble(spec, index, dtype, lambda piece, begin, end: files.read_checked(piece.name, begin, end))
 
 
 def read_scales(files: TensorSource, scales: ScaleMap, spec: ParamSpec, index: Index) -> np.ndarray:
-    """Reads the scales of a part of a parameter.
-
-    Args:
-        scales: where its scales are.
-
-    Returns:
-        float32 scales, repeated along the tensors' rows.
-    """
-
-    def rows(piece: TensorSlice, begin: int, end: int) -> np.ndarray:
-        return _read_scale_rows(files, scales, piece.name, begin, end)
-
-    return _assemble(scale_spec(spec, scales), index, np.dtype(np.float32), rows)
+    """Reads the float32 scales of a part of a parameter, repeated along the tensors' rows."""
+    rows = lambda piece, begin, end: _read_scale_rows(files, scales, piece.name, begin, end)
+    return _assemble(scale_spec(spec, scales), index, FLOAT32, rows)
 
 
 def _read_scale_rows(files: TensorSource, scales: ScaleMap, name: str, begin: int, end: int) -> np.ndarray:
     """Reads the scales of rows of an fp8 tensor, one row of scales for each row of the tensor."""
     # Repeat each row of scales for the rows of its block, then cut out the requested rows.
-    side = scales.rows
+    side = scales.block[0]
     first = begin // side
     blocks = read_scale_blocks(files, scales.names[name], first, -(-end // side))
     return np.repeat(blocks, side, axis=0)[begin - first * side : end - first * side]
 
 
 def read_scale_blocks(files: TensorSource, name: str, begin: int, end: int) -> np.ndarray:
-    """Reads rows of a tensor of scales as numbers.
+    """Reads rows of a tensor of scales as float32.
 
     Raises:
         CheckpointFileError: an exponent is 255, which is NaN.
@@ -136,7 +105,7 @@ def read_scale_blocks(files: TensorSource, name: str, begin: int, end: int) -> n
 
 
 def decode_scales(stored: np.ndarray) -> np.ndarray:
-    """Converts scales as stored in files to numbers.
+    """Converts stored scales to float32.
 
     Args:
         stored: floats, or exponents (e8m0) as float8_e8m0fnu or as bytes: 2^(x - 127).
@@ -161,7 +130,7 @@ def _assemble(
     out = _aligned([end - begin for begin, end in index], dtype)
     for piece in spec.slices:
         for block in piece.blocks(dtype.itemsize):
-            # Blocks that the part does not need are not read.
+            # Only the blocks that overlap the part are read.
             overlap = _overlap(block, spec, index)
             if overlap is not None:
                 narrow, local, target = overlap
@@ -170,7 +139,7 @@ def _assemble(
 
 
 def _aligned(shape: list[int], dtype: np.dtype) -> np.ndarray:
-    """Allocates an array aligned to 64 bytes, which JAX's CPU backend takes over without a copy."""
+    """Allocates an array aligned to 64 bytes, which JAX's CPU backend uses without a copy."""
     size = math.prod(shape) * dtype.itemsize
     # Allocate slightly more, and start at the first aligned byte.
     buffer = np.empty(size + 64, np.uint8)
@@ -181,25 +150,25 @@ def _aligned(shape: list[int], dtype: np.dtype) -> np.ndarray:
 def _overlap(piece: TensorSlice, spec: ParamSpec, index: Index):
     """Intersects a slice with a part of the parameter.
 
-    Returns the slice with only the rows that are needed, an index into what it reads, and an index into the part; or
-    `None` if the two do not overlap.
+    Returns the slice with only the needed rows, an index into the values that it reads, and an index into the part;
+    None if the two do not overlap.
     """
     local, target = [], []
     narrow = piece
     for axis, (place, size, (begin, end)) in enumerate(zip(piece.target, spec.shape, index, strict=True)):
-        # An axis where the slice has one place, such as the expert's number: inside the part or not.
+        # The slice has one position along this axis, such as the expert's number: inside the part or not.
         if not isinstance(place, slice):
             if not begin <= place < end:
                 return None
             target.append(place - begin)
             continue
-        # An axis where the slice has a range: intersect the two ranges.
+        # The slice has a range along this axis: intersect the two ranges.
         first, last, _ = place.indices(size)
         low, high = max(first, begin), min(last, end)
         if low >= high:
             return None
         target.append(slice(low - begin, high - begin))
-        # Along the tensor's rows only these are read; along other axes the rest is cut off after reading.
+        # Along the tensor's rows, only the intersection is read; along other axes, the rest is cut off after reading.
         if axis == piece.rows_axis:
             narrow = piece.narrowed(low - first, high - first)
             local.append(slice(None))

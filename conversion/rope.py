@@ -1,7 +1,7 @@
 """Rotary embeddings in `config.json`: `rope_parameters` (transformers 5), or `rope_scaling` and `rope_theta` (before).
 
-Every value has its meaning in transformers. A value that transformers rejects, or whose frequencies depend on the
-length of the text, is an error.
+Values mean the same as in transformers. A value that transformers rejects, or whose frequencies depend on the length
+of the text, is an error.
 """
 
 import dataclasses
@@ -12,23 +12,19 @@ from mtpjax.errors import ConfigError
 from mtpjax.models.rope_scaling import LinearScaling, Llama3Scaling, RopeScaling, Yarn
 
 FULL, SLIDING = "full_attention", "sliding_attention"
-# On text alone, mrope's three sections have the same positions, so it equals the default. "dynamic" rescales only texts
-# above `max_position_embeddings`, which decoding rejects.
+# For text, mrope's three sections have the same positions, so it equals the default. "dynamic" rescales only texts
+# longer than `max_position_embeddings`, which decoding rejects.
 SUPPORTED = ("default", "linear", "dynamic", "yarn", "llama3", "mrope")
 
-
-# The older keys of MiMo-V2, whose two types of layers differ; giving only some of them has no known meaning.
+# MiMo-V2's older keys, one for each type of layer. Files with only some of them have no defined meaning.
 OLDER_KEYS = ("rope_theta", "swa_rope_theta", "partial_rotary_factor")
 
 
 def with_defaults(stated: dict[str, Any], defaults: dict[str, Any], model_type: str) -> dict[str, Any]:
-    """Adds a family's defaults, but its section about rotary embeddings only where transformers uses it.
-
-    Args:
-        defaults: the family's default values.
+    """Adds a family's default values; those of rotary embeddings only where transformers uses them.
 
     Raises:
-        ConfigError: the family has a section for each type of layer, and the file has only some of the older keys.
+        ConfigError: the family needs rotary settings for each type of layer, and the file has only some older keys.
     """
     is_stated = stated.get("rope_parameters") is not None
     stated = {key: value for key, value in stated.items() if key != "rope_parameters" or is_stated}
@@ -48,17 +44,17 @@ def with_defaults(stated: dict[str, Any], defaults: dict[str, Any], model_type: 
         return defaults | stated
     if missing := [key for key in OLDER_KEYS if key not in found]:
         raise ConfigError(
-            f"config.json lacks {', '.join(missing)}: rotary embeddings of {model_type} need {', '.join(OLDER_KEYS)}, "
-            f"or rope_parameters with {FULL} and {SLIDING}"
+            f"config.json lacks {', '.join(missing)}: {model_type} needs {', '.join(OLDER_KEYS)}, or rope_parameters "
+            f"with {FULL} and {SLIDING}"
         )
     return without
 
 
 def read_rope(reader: ConfigReader, *, rotates_part: bool) -> dict[str, Any]:
-    """Reads the fields of `ModelConfig` about rotary embeddings.
+    """Reads the fields of `ModelConfig` for rotary embeddings.
 
     Args:
-        rotates_part: the family's class in transformers can rotate a part of each head.
+        rotates_part: the transformers class can rotate a part of each head.
 
     Raises:
         ConfigError: the values are damaged or not supported.
@@ -77,20 +73,15 @@ def read_rope(reader: ConfigReader, *, rotates_part: bool) -> dict[str, Any]:
     )
     own = sliding.pop("rope_scaling")
     if own not in (None, full["rope_scaling"]):
-        raise ConfigError(f"config.json: rope_parameters is not supported if {SLIDING} scales differently from {FULL}")
+        raise ConfigError(
+            f"config.json: rope_parameters with different scalings in {SLIDING} and {FULL} is not supported"
+        )
     full["sliding_rope_scaling"] = own == full["rope_scaling"]
     return full | {f"sliding_{name}": value for name, value in sliding.items()}
 
 
 def describe_scaling(scaling: RopeScaling | None) -> dict[str, Any]:
-    """Writes a rotary scaling as `config.json` has it.
-
-    Args:
-        scaling: the scaling; None: no scaling.
-
-    Returns:
-        The keys and values of a section. Optional keys that are not set are left out.
-    """
+    """Returns the section of `config.json` for a rotary scaling, without optional keys that are not set."""
     kinds = {Yarn: "yarn", Llama3Scaling: "llama3", LinearScaling: "linear", type(None): "default"}
     values = {} if scaling is None else dataclasses.asdict(scaling)
     is_set = {name: value for name, value in values.items() if value not in (None, 0.0) or value is False}
@@ -98,7 +89,7 @@ def describe_scaling(scaling: RopeScaling | None) -> dict[str, Any]:
 
 
 def _section(reader: ConfigReader) -> ConfigReader:
-    """Returns the section about rotary embeddings; if a file has both, they must agree."""
+    """Returns the section for rotary embeddings. If a file has both sections, they must agree."""
     new, old = reader.section("rope_parameters"), reader.section("rope_scaling")
     if not new.values or not old.values:
         return new if new.values else old
@@ -110,7 +101,7 @@ def _section(reader: ConfigReader) -> ConfigReader:
         differing += [key] if mine != other and not is_beside else []
     if differing:
         raise ConfigError(
-            f"config.json: rope_parameters and rope_scaling differ in {', '.join(differing)}: keep one of them"
+            f"config.json: rope_parameters and rope_scaling differ in {', '.join(differing)}: keep only one of them"
         )
     return new
 
@@ -120,10 +111,10 @@ def _kind(section: ConfigReader) -> str:
     names = [section.get(key) for key in ("rope_type", "type")]
     given = [name for name in names if name is not None]
     if not given and (section.get("factor") is not None or section.values.keys() & {"rope_type", "type"}):
-        raise ConfigError('config.json: the section about rotary embeddings lacks rope_type (such as "yarn")')
+        raise ConfigError('config.json: rope_parameters or rope_scaling lacks rope_type (such as "yarn")')
     kind = given[0] if given else "default"
     if len(set(given) - {"mrope", "default"}) + (len(set(given) & {"mrope", "default"}) > 0) > 1:
-        raise ConfigError(f"config.json: rope_type is {names[0]!r}, and type is {names[1]!r}: keep one of them")
+        raise ConfigError(f"config.json: rope_type is {names[0]!r}, but type is {names[1]!r}: keep only one of them")
     if kind == "longrope":
         raise ConfigError(
             "config.json: rope_type 'longrope' is not supported: its frequencies change with the length of the text"
@@ -143,10 +134,10 @@ def _read_section(
     theta = section.number("rope_theta", reader.number("rope_theta", 10000.0))
     partial = section.number("partial_rotary_factor", reader.number("partial_rotary_factor", 1.0))
     if partial > 1 or (partial < 1 and not rotates_part):
-        allowed = "a number up to 1" if rotates_part else "1.0 in this family"
+        allowed = "at most 1" if rotates_part else "1.0 in this family"
         raise ConfigError(f"config.json: partial_rotary_factor is {partial}; supported: {allowed}")
     scaling = _read_scaling(section, reader, is_nested)
-    # Settings of mrope for images do not matter for text.
+    # mrope's settings for images do not affect text.
     ignored = {"mrope_section", "mrope_interleaved"}
     reader.unknown_within |= {f"rope_parameters.{key}" for key in section.values.keys() - section.seen - ignored}
     return {"rope_theta": theta, "partial_rotary_factor": partial, "rope_scaling": scaling}
@@ -162,7 +153,7 @@ def _read_scaling(section: ConfigReader, reader: ConfigReader, is_nested: bool) 
     def needed(key: str) -> float:
         if section.get(key) is None:
             state = "null" if key in section.values else "missing"
-            raise ConfigError(f"config.json: {key} is {state}, which rotary scaling of type {kind!r} needs")
+            raise ConfigError(f"config.json: {key} is {state}, but rope_type {kind!r} needs it")
         return section.number(key, 1.0)
 
     if kind == "dynamic":
@@ -176,14 +167,9 @@ def _read_scaling(section: ConfigReader, reader: ConfigReader, is_nested: bool) 
     original = _original_length(section, reader, is_nested)
     if kind == "llama3":
         # Llama 3 scales low frequencies only, with a smooth transition.
-        low, high = needed("low_freq_factor"), needed("high_freq_factor")
-        return Llama3Scaling(
-            factor=needed("factor"),
-            original_max_position_embeddings=original,
-            low_freq_factor=low,
-            high_freq_factor=high,
-        )
-    # YaRN. A factor of null is the ratio of the lengths; null and 0 of some optional keys mean that they are not set.
+        factors = {key: needed(key) for key in ("low_freq_factor", "high_freq_factor", "factor")}
+        return Llama3Scaling(original_max_position_embeddings=original, **factors)
+    # YaRN. A null factor means the ratio of the lengths; some optional keys are unset if they are null or 0.
     is_null = "factor" in section.values and section.get("factor") is None
     factor = reader.integer("max_position_embeddings") / original if is_null else needed("factor")
     if "truncate" in section.values and section.get("truncate") is None:
@@ -200,7 +186,7 @@ def _read_scaling(section: ConfigReader, reader: ConfigReader, is_nested: bool) 
 
 
 def _original_length(section: ConfigReader, reader: ConfigReader, is_nested: bool) -> int:
-    """Reads the positions before scaling: outside the section, in it, or else `max_position_embeddings`."""
+    """Reads the context length before scaling: outside or inside the section, else `max_position_embeddings`."""
     key = "original_max_position_embeddings"
     inside = section.get(key)
     if not is_nested and reader.get(key) is not None:

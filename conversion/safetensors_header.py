@@ -1,8 +1,7 @@
 """Parses safetensors headers, with every number checked before anything is allocated.
 
-The safetensors package is not used here. Its numpy interface cannot return fp8 tensors, and it accepts a header that
-names a tensor twice. `convert` also repeats headers byte for byte, so it parses headers without a file. A test compares
-the results with the package's.
+The safetensors package is not used: its NumPy interface cannot return fp8 tensors, it accepts a header that lists a
+tensor twice, and `convert` parses headers without a file. A test compares the results with those of the package.
 """
 
 import dataclasses
@@ -30,9 +29,11 @@ DTYPES = {
     "BOOL": np.dtype(bool),
 }
 DTYPE_NAMES = {dtype: name for name, dtype in DTYPES.items()}
+FLOAT32, BF16, E4M3, E8M0 = (DTYPES[name] for name in ("F32", "BF16", "F8_E4M3", "F8_E8M0"))
+FLOATS = (FLOAT32, DTYPES["F16"], BF16)
 
 # Limits far above any real checkpoint, so that a damaged one cannot exhaust the memory.
-MAX_HEADER_BYTES = 32 << 20  # the headers of DeepSeek-V3's 91,991 tensors are a tenth of it, over all shards
+MAX_HEADER_BYTES = 32 << 20  # all headers of DeepSeek-V3, with 91,991 tensors, have a tenth of it
 MAX_TENSORS = 500_000
 
 
@@ -69,13 +70,13 @@ def parse_header(content: bytes, file: str, path) -> tuple[list[TensorInfo], dic
     expected = len(content)
     for tensor in tensors:
         if tensor.begin != expected:
-            raise CheckpointFileError(f"{path}: tensor {tensor.name} begins at byte {tensor.begin}, not {expected}")
+            raise CheckpointFileError(f"{path}: tensor {tensor.name} starts at byte {tensor.begin}, not {expected}")
         expected = tensor.end
     return tensors, metadata
 
 
 def parse_json(content: bytes, path) -> Any:
-    """Parses JSON of a checkpoint, and rejects keys that occur twice: parsers differ in which one they keep.
+    """Parses JSON of a checkpoint, and rejects duplicate keys: parsers differ in which one they keep.
 
     Raises:
         CheckpointFileError: the content is not JSON, or an object has a key twice.
@@ -87,7 +88,7 @@ def parse_json(content: bytes, path) -> Any:
         if len(result) < len(pairs):
             seen: set[str] = set()
             twice = next(name for name, _ in pairs if name in seen or seen.add(name))
-            raise CheckpointFileError(f"{path} names {printable(twice, 200)!r} twice")
+            raise CheckpointFileError(f"{path} has the key {printable(twice, 200)!r} twice")
         return result
 
     try:
@@ -109,13 +110,13 @@ def _tensor(name: str, entry: Any, file: str, path, data_begin: int) -> TensorIn
     except (KeyError, TypeError, ValueError) as error:
         kind = entry.get("dtype") if isinstance(entry, dict) else None
         raise CheckpointFileError(
-            f"{problem} has no valid shape and offsets or an unsupported dtype ({printable(kind, 40)}); supported: "
+            f"{problem} has invalid shape or offsets, or an unsupported dtype ({printable(kind, 40)}); supported: "
             f"{', '.join(DTYPES)}"
         ) from error
     # Check every number before using it in arithmetic or an allocation.
     numbers = (*shape, begin, end)
     if not all(isinstance(number, int) and not isinstance(number, bool) and 0 <= number < 2**63 for number in numbers):
-        raise CheckpointFileError(f"{problem} has shape {shape} at {begin}..{end}")
+        raise CheckpointFileError(f"{problem} has invalid shape {shape} or byte range {begin}..{end}")
     # Shape, dtype and byte range must agree, so that reading can trust each of them.
     if begin > end or math.prod(shape) * dtype.itemsize != end - begin:
         raise CheckpointFileError(f"{problem} of shape {shape} and {dtype} does not fit its {end - begin} bytes")

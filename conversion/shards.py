@@ -1,7 +1,7 @@
 """Writes safetensors files block by block, so that a tensor is never in memory as a whole.
 
-The safetensors package is not used for writing: `save_file` takes whole arrays, reorders tensors and writes its own
-header, but a converted checkpoint must repeat the original header byte for byte.
+The safetensors package is not used: `save_file` takes whole arrays, reorders tensors and writes a new header, but a
+converted checkpoint must repeat the original header byte for byte.
 """
 
 import json
@@ -17,7 +17,7 @@ from conversion.safetensors_header import DTYPE_NAMES, TensorInfo
 from conversion.weight_files import INDEX, SINGLE
 from mtpjax.errors import CheckpointFileError
 
-SHARD_BYTES = 5 << 30  # of a new shard, as Hugging Face has it
+SHARD_BYTES = 5 << 30  # the maximum size of a shard, as on Hugging Face
 
 
 class TensorEntry(NamedTuple):
@@ -29,7 +29,7 @@ class TensorEntry(NamedTuple):
 
     @property
     def nbytes(self) -> int:
-        """Its size in bytes."""
+        """The size in bytes."""
         return int(np.prod(self.shape, dtype=np.int64)) * self.dtype.itemsize
 
 
@@ -37,21 +37,17 @@ class Shard(NamedTuple):
     """A safetensors file to write."""
 
     file: str
-    header: bytes  # with its 8 length bytes
+    header: bytes  # including the 8 bytes of its length
     entries: tuple[TensorEntry, ...]  # in the order of their bytes
 
 
 def entry_of(tensor: TensorInfo) -> TensorEntry:
-    """Makes the entry that writes a tensor as it was read.
-
-    Returns:
-        The entry, with the same name, dtype and shape.
-    """
+    """Returns the entry of a tensor that is written with the same name, dtype and shape."""
     return TensorEntry(tensor.name, tensor.dtype, tensor.shape)
 
 
 def make_shard(file: str, entries: Iterable[TensorEntry], metadata: dict[str, str] | None) -> Shard:
-    """Makes a file of tensors under a new header.
+    """Describes a file of tensors with a new header.
 
     Args:
         metadata: the `__metadata__` of the header; transformers expects `{"format": "pt"}`.
@@ -71,13 +67,10 @@ def make_shard(file: str, entries: Iterable[TensorEntry], metadata: dict[str, st
 
 
 def split_into_shards(entries: Iterable[TensorEntry], max_bytes: int = SHARD_BYTES) -> list[Shard]:
-    """Distributes tensors over files, named as Hugging Face names them.
+    """Distributes tensors over files with the names that Hugging Face uses.
 
     Args:
-        max_bytes: the largest size of a file in bytes; a larger tensor gets a separate file.
-
-    Returns:
-        The shards; a single one is called `model.safetensors`.
+        max_bytes: the maximum size of a file; a larger tensor gets a separate file.
     """
     # Fill files in order: a tensor that does not fit starts the next file.
     groups: list[list[TensorEntry]] = [[]]
@@ -93,16 +86,6 @@ def split_into_shards(entries: Iterable[TensorEntry], max_bytes: int = SHARD_BYT
     return [make_shard(name, group, {"format": "pt"}) for name, group in zip(names, groups, strict=True)]
 
 
-def index_bytes(shards: Iterable[Shard]) -> bytes:
-    """Makes the content of `model.safetensors.index.json`."""
-    shards = list(shards)
-    # Hugging Face's loaders read `weight_map`; `total_size` counts tensors without headers.
-    total = sum(entry.nbytes for shard in shards for entry in shard.entries)
-    places = {entry.name: shard.file for shard in shards for entry in shard.entries}
-    index = {"metadata": {"total_size": total}, "weight_map": dict(sorted(places.items()))}
-    return (json.dumps(index, indent=2) + "\n").encode()
-
-
 def write_shards(
     folder: pathlib.Path,
     shards: Iterable[Shard],
@@ -112,10 +95,10 @@ def write_shards(
     """Writes safetensors files.
 
     Args:
-        folder: an existing folder, which must not contain the files yet.
+        folder: an existing folder that does not contain the files.
 
     Raises:
-        CheckpointFileError: `blocks` gave more or fewer bytes than the entry has.
+        CheckpointFileError: `blocks` yields more or fewer bytes than the entry has.
     """
     for shard in shards:
         # "x" fails for a file that exists, so a shard never overwrites another file.
@@ -136,7 +119,7 @@ def write_shards(
 
 
 def _prefetched(blocks: Iterator[np.ndarray]) -> Iterator[np.ndarray]:
-    """Yields the same blocks, and makes each one in a thread while the previous one is used."""
+    """Yields the same blocks, each computed in a thread while the previous one is used."""
     with ThreadPoolExecutor(1) as pool:
         coming = pool.submit(next, blocks, None)
         while (block := coming.result()) is not None:
@@ -145,11 +128,7 @@ def _prefetched(blocks: Iterator[np.ndarray]) -> Iterator[np.ndarray]:
 
 
 def copy_files(folder: pathlib.Path, content: Callable[[str], Iterator[memoryview]], names: Iterable[str]) -> None:
-    """Writes files block by block.
-
-    Args:
-        folder: an existing folder, which must not contain the files yet.
-    """
+    """Writes files block by block into an existing folder that does not contain them."""
     for name in names:
         (folder / name).parent.mkdir(exist_ok=True)
         with open(folder / name, "xb") as file:
@@ -158,5 +137,10 @@ def copy_files(folder: pathlib.Path, content: Callable[[str], Iterator[memoryvie
 
 def write_index(folder: pathlib.Path, shards: list[Shard]) -> None:
     """Writes `model.safetensors.index.json`, unless the only shard is `model.safetensors`."""
-    if len(shards) > 1 or shards[0].file != SINGLE:
-        (folder / INDEX).write_bytes(index_bytes(shards))
+    if len(shards) == 1 and shards[0].file == SINGLE:
+        return
+    # Hugging Face's loaders read `weight_map`; `total_size` counts tensors without headers.
+    total = sum(entry.nbytes for shard in shards for entry in shard.entries)
+    places = {entry.name: shard.file for shard in shards for entry in shard.entries}
+    index = {"metadata": {"total_size": total}, "weight_map": dict(sorted(places.items()))}
+    (folder / INDEX).write_text(json.dumps(index, indent=2) + "\n")

@@ -1,4 +1,4 @@
-"""The `config.json` of Step-3.5 and Step-3.7, whose lists have an entry per layer and then per MTP module."""
+"""Translates the `config.json` of Step-3.5 and Step-3.7, whose lists have an entry per layer and per MTP module."""
 
 from typing import Any
 
@@ -6,7 +6,7 @@ from conversion.config_reader import ConfigReader
 from mtpjax.errors import ConfigError
 
 STEP = ("step3p5", "step3p7")  # model types
-# Keys that `expand_step` replaces by those of other families.
+# Keys that `expand_step` replaces with those of other families.
 TRANSLATED = (
     *("rope_theta", "partial_rotary_factors", "rope_scaling", "yarn_only_types", "use_rope_layers"),
     *("moe_layers_enum", "attention_other_setting"),
@@ -14,21 +14,21 @@ TRANSLATED = (
 
 
 def expand_step(values: dict[str, Any]) -> dict[str, Any]:
-    """Translates Step-3.5's lists, with an entry per layer, to the keys of other families.
+    """Translates Step-3.5's lists to the keys of other families.
 
     Returns:
         The values with `rope_parameters` per type of layer, `layer_types` and limits of only the trunk's layers,
         `mlp_layer_types` and `mtp_layer_type`. Other keys are kept.
 
     Raises:
-        ConfigError: a list has the wrong length or type, layers of one type differ, or a module is clamped.
+        ConfigError: a list has the wrong length or type, layers of one type differ, or an MTP module is clamped.
     """
     reader = ConfigReader(values)
     layers, modules = reader.integer("num_hidden_layers"), reader.integer("num_nextn_predict_layers", 0, low=0)
     if values.get("rope_parameters") is not None:
         raise ConfigError(
-            "config.json: rope_parameters, as transformers writes them for this family, are not supported: take the "
-            "config.json of the release, with rope_theta for each layer"
+            "config.json: rope_parameters, which transformers writes for this family, is not supported: use the "
+            "config.json of the release, which has rope_theta for each layer"
         )
     # transformers saves the modules' kinds under separate keys.
     for key in ("layer_types", "mlp_layer_types"):
@@ -37,20 +37,20 @@ def expand_step(values: dict[str, Any]) -> dict[str, Any]:
         values = {name: value for name, value in values.items() if name != f"mtp_{key}"}
     types = _listed(values, "layer_types", str, layers, modules)
     if not types or (modules and len(types) == layers):
-        raise ConfigError(f"config.json: layer_types must name the type of {layers} layers and {modules} modules")
+        raise ConfigError(f"config.json: layer_types must list the types of {layers} layers and {modules} MTP modules")
     if len(set(types[layers:])) > 1:
-        raise ConfigError(f"config.json: modules of several types, {types[layers:]}, are not supported")
+        raise ConfigError(f"config.json: MTP modules of different types, {types[layers:]}, are not supported")
     made: dict[str, Any] = {"layer_types": types[:layers]}
     if modules:
         made["mtp_layer_type"] = types[layers]
     made["rope_parameters"] = _rope_by_type(values, types, layers, modules)
     if not all(_listed(values, "use_rope_layers", bool, layers, modules)):
-        raise ConfigError("config.json: use_rope_layers with layers without rotary embedding is not supported")
+        raise ConfigError("config.json: use_rope_layers with false entries (no rotary embedding) is not supported")
     made["mlp_layer_types"] = _feed_forward_types(values, layers)
     for key in ("swiglu_limits", "swiglu_limits_shared"):
         limits = [entry or 0.0 for entry in _listed(values, key, (int, float, type(None)), layers, modules)]
         if any(limits[layers:]):
-            raise ConfigError(f"config.json: {key} with clamped modules is not supported")
+            raise ConfigError(f"config.json: {key} with bounds for MTP modules is not supported")
         made[key] = limits[:layers]
     # Settings that differ in layers with a window.
     other = reader.section("attention_other_setting")
@@ -66,18 +66,20 @@ def expand_step(values: dict[str, Any]) -> dict[str, Any]:
 
 
 def _listed(values: dict[str, Any], key: str, kind: type | tuple[type, ...], layers: int, modules: int) -> list[Any]:
-    """Reads one entry per layer and module. A single value counts for all; a missing key gives an empty list."""
+    """Reads one entry per layer and module. A single value applies to all; without the key the list is empty."""
     value = values.get(key)
     if value is None or value == []:
         return []
     value = value if isinstance(value, list) else [value] * (layers + modules)
     if len(value) not in (layers, layers + modules) or not all(isinstance(entry, kind) for entry in value):
-        raise ConfigError(f"config.json: {key} is not a list of {layers} layers and {modules} modules: {value!r}")
+        raise ConfigError(
+            f"config.json: {key} must have entries for {layers} layers and {modules} MTP modules, got {value!r}"
+        )
     return value
 
 
 def _rope_by_type(values: dict[str, Any], types: list[str], layers: int, modules: int) -> dict[str, Any]:
-    """Reads rotary embeddings: base and rotated share by layer, scaling for the types that `yarn_only_types` names."""
+    """Reads rotary embeddings: base and rotated share by layer, scaling for the types in `yarn_only_types`."""
     kinds, made = ("full_attention", "sliding_attention"), {}
     scaling, scaled = values.get("rope_scaling") or {}, values.get("yarn_only_types") or kinds
     for kind in kinds:
@@ -93,14 +95,14 @@ def _rope_by_type(values: dict[str, Any], types: list[str], layers: int, modules
 
 
 def _feed_forward_types(values: dict[str, Any], layers: int) -> list[str]:
-    """Reads which layers have experts: by their numbers, or their types; by default all but the first three."""
+    """Reads which layers have experts, by number or by type; by default all but the first three."""
     sparse = values.get("moe_layers_enum")
     if sparse is None:
         return values.get("mlp_layer_types") or ["dense" if layer < 3 else "sparse" for layer in range(layers)]
     sparse = sparse.split(",") if isinstance(sparse, str) else sparse
     if not isinstance(sparse, list) or not all(str(layer).strip().isdigit() for layer in sparse):
-        raise ConfigError(f"config.json: moe_layers_enum is {sparse!r}, not a list of layers")
+        raise ConfigError(f"config.json: moe_layers_enum is {sparse!r}, not a list of layer numbers")
     numbers = {int(layer) for layer in sparse}
     if any(layer >= layers for layer in numbers):
-        raise ConfigError("config.json: moe_layers_enum lists layers of MTP modules, which is not supported")
+        raise ConfigError("config.json: moe_layers_enum with MTP modules is not supported")
     return ["sparse" if layer in numbers else "dense" for layer in range(layers)]

@@ -1,30 +1,30 @@
 """Maps tensors of a Hugging Face checkpoint to parameters.
 
-A parameter (`ParamSpec`) is assembled from `TensorSlice`s. A slice is a rectangle common to one tensor and one
-parameter: some rows of the tensor, reshaped, indexed and transposed. Nothing is added or rounded, so the same slices
-also write the parameter back to the tensor, with the same bytes.
+A parameter (`ParamSpec`) is assembled from `TensorSlice`s. A slice maps some rows of a tensor, reshaped, indexed and
+transposed, to a part of a parameter. No arithmetic is involved, so the same slices write the parameter back to the
+tensor with the same bytes.
 """
 
 import dataclasses
 import functools
 import math
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from typing import NamedTuple
 
 import jax
 import numpy as np
 
-from conversion.files import BLOCK_BYTES
+from mtpjax.safe_open import BLOCK_BYTES
 
 ALL = slice(None)
-TILE_BYTES = 1 << 20  # that XLA transposes at once
+TILE_BYTES = 1 << 20  # of a tile that XLA transposes at once
 
 
 class TensorSlice(NamedTuple):
     """`param[target] = tensor[begin:end].reshape(split)[select].transpose(axes)`.
 
-    Rows along the first axis of the tensor are contiguous in its file, so a slice is read and written by row ranges.
-    The first factor of `split` divides the rows into units; a unit is the smallest part that is read at once.
+    Rows along the tensor's first axis are contiguous in the file, so slices are read and written by row ranges. The
+    first factor of `split` divides the rows into units, the smallest parts that are read at once.
     """
 
     name: str  # of the tensor
@@ -133,7 +133,7 @@ def tensor_slice(name: str, shape, target, *, rows=None, split=None, select=(), 
     Args:
         target: one index per axis of the parameter.
         rows: begin and end along the tensor's first axis; by default all rows.
-        split: the factored shape of these rows; by default their own.
+        split: the factored shape of these rows; by default their shape, not factored.
         select: indices into the factors; those left out are `slice(None)`.
         axes: the transposition; by default none.
     """
@@ -147,6 +147,16 @@ def tensor_slice(name: str, shape, target, *, rows=None, split=None, select=(), 
     return TensorSlice(
         name, tuple(shape), (begin, end), tuple(split), select, tuple(axes or range(left)), tuple(target)
     )
+
+
+def prefixed(prefix: str, specs: dict[str, ParamSpec]) -> dict[str, ParamSpec]:
+    """Prepends a prefix, such as "trunk/layer_0/", to parameter names."""
+    return {f"{prefix}{path}": spec for path, spec in specs.items()}
+
+
+def slices_under(prefix: str, specs: Mapping[str, ParamSpec]) -> dict[str, TensorSlice]:
+    """Lists the tensors of the parameters whose names start with a prefix: one slice of each tensor, by its name."""
+    return {piece.name: piece for path, spec in specs.items() if path.startswith(prefix) for piece in spec.slices}
 
 
 def copied(name: str, *shape: int) -> ParamSpec:
@@ -173,7 +183,7 @@ def even_step(size: int, largest: int) -> int:
 
     Args:
         size: length of the axis.
-        largest: the longest part that is allowed; at least 1 is used.
+        largest: the maximum length of a part; values below 1 count as 1.
     """
     # First the number of parts, rounded up, then their length: 10 in steps of at most 6 gives 5 and 5, not 6 and 4.
     count = -(-size // max(1, largest))

@@ -1,30 +1,27 @@
-"""Checks the dtypes of tensors: the supported dtypes of weights and scales, and the resulting dtype of a parameter."""
+"""Checks the dtypes and scales of tensors, and chooses the dtypes of parameters."""
 
 from collections.abc import Mapping
 
 import numpy as np
 
 from conversion.files import TensorSource
-from conversion.quantized_formats import ORIGINAL
-from conversion.read_params import BF16, E4M3, ScaleMap
-from conversion.safetensors_header import DTYPES, TensorInfo
+from conversion.quantized_formats import ORIGINAL, SCALE_ENDS
+from conversion.read_params import ScaleMap
+from conversion.safetensors_header import DTYPES, E4M3, E8M0, FLOAT32, FLOATS, TensorInfo
 from conversion.tensor_slice import ParamSpec
 from mtpjax.errors import CheckpointFileError
+from mtpjax.messages import count_of
 
-FLOAT32 = np.dtype(np.float32)
-FLOATS = (FLOAT32, np.dtype(np.float16), BF16)
 # Scales: numbers, or exponents (e8m0: 2^(x - 127)), which some programs store as plain bytes.
-EXPONENTS = (DTYPES["F8_E8M0"], DTYPES["U8"])
-SCALES = (*FLOATS, *EXPONENTS)
+SCALES = (*FLOATS, E8M0, DTYPES["U8"])
 SUPPORTED = "float32, float16, bfloat16, and float8_e4m3fn with a scale for each block"
-SCALE_ENDS = ("_scale_inv", "_scale")  # of the names of scales: DeepSeek's, and those of some other programs
 
 
 def param_dtype(path: str, spec: ParamSpec, files: TensorSource, scales: ScaleMap, dtype) -> np.dtype:
     """Chooses a parameter's dtype, and rejects tensors of unsupported dtypes.
 
     A parameter that is assembled from tensors of several dtypes, such as q in bfloat16 and k in float32, becomes
-    float32, which represents all values. This is the only check of dtypes, for trunks, modules and drafters.
+    float32, which represents all values.
 
     Args:
         dtype: the dtype to cast to; None keeps the files' dtype.
@@ -45,11 +42,8 @@ def param_dtype(path: str, spec: ParamSpec, files: TensorSource, scales: ScaleMa
 def describe_mixed(specs: Mapping[str, ParamSpec], files: TensorSource) -> str:
     """Describes the parameters that are assembled from tensors of several dtypes.
 
-    Args:
-        files: the checkpoint. Tensors that it lacks are left out.
-
     Returns:
-        A clause with their number and one example with its tensors; empty if there are none.
+        A clause with their number and an example; empty if there are none. Missing tensors are ignored.
     """
     mixed = {}
     for path, spec in specs.items():
@@ -60,7 +54,7 @@ def describe_mixed(specs: Mapping[str, ParamSpec], files: TensorSource) -> str:
         return ""
     path, named = next(iter(mixed.items()))
     return (
-        f"{len(mixed)} parameters have tensors of several dtypes, and become float32, which holds them all: {path} "
+        f"{count_of(len(mixed), 'parameter')} with tensors of several dtypes, read as float32: {path} "
         f"from {', '.join(named[:3])}{', …' if len(named) > 3 else ''}"
     )
 
@@ -74,7 +68,7 @@ def _find_problem(name: str, tensor: TensorInfo, scales: ScaleMap, is_cast: bool
         # The only wider dtype: casting it changes values, so the user decides.
         return None if is_cast else f"{what}; cast it: mtpjax convert --dtype float32 (mtpjax.load: dtype)"
     if tensor.dtype == E4M3:
-        return f"{what}, which is read for matrices that have scales"
+        return f"{what}; it is supported only for matrices with scales"
     # Integers and other 8-bit floats need scales whose meaning is not known.
     return f"{what}; supported: {SUPPORTED}"
 
@@ -88,7 +82,7 @@ def find_scales(
         block: rows and columns that share a scale; None: the configuration does not describe fp8.
 
     Returns:
-        The names of the scales by those of the tensors, and the problems found.
+        `(scales, problems)`: the name of the scales by tensor name, and messages.
     """
     scales, problems = {}, []
     for name, shape in wanted.items():

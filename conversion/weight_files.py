@@ -19,10 +19,10 @@ def choose_weight_files(folder: pathlib.Path, index: Any) -> tuple[list[str], di
     """Chooses the files to read.
 
     Args:
-        index: the content of its index; None: it has none.
+        index: the parsed index of the directory; None if it has none.
 
     Returns:
-        The names of the files, and the index that belongs to them.
+        `(files, index)`: the names of the files to read, and their index or None.
 
     Raises:
         CheckpointFileError: files are missing, the index is damaged, or it is not clear which files are the checkpoint.
@@ -73,24 +73,26 @@ def _indexed_files(folder: pathlib.Path, index: Any) -> list[str]:
     # A name such as "../other.safetensors" would leave the directory.
     for file in weight_map.values():
         if not isinstance(file, str) or file != os.path.basename(file) or not file or "\0" in file:
-            raise CheckpointFileError(f"{folder / INDEX} names {file!r}, which is not a file of the directory")
+            raise CheckpointFileError(
+                f"{folder / INDEX} lists {file!r}, which is not the name of a file in the directory"
+            )
     return sorted(set(weight_map.values()))
 
 
 def _choose_single(folder: pathlib.Path, shards: list[str], missing: list[str]) -> list[str]:
     """Decides between `model.safetensors` and an index that does not list it.
 
-    One of the two is left over from another checkpoint, and programs differ in which one they read: transformers takes
-    the single file, vLLM the index.
+    One of the two is left over from a different checkpoint. Programs read different ones: transformers the single file,
+    vLLM the index.
     """
     if len(missing) == len(shards):
         log.warning(
-            "%s: %s names %d shards, and none of them is there: the index is left over, %s is read",
+            "%s: %s lists %d shards, none of which exists: the index is ignored, and %s is read",
             *(folder, INDEX, len(shards), SINGLE),
         )
         return [SINGLE]
     raise CheckpointFileError(
-        f"{folder} has {SINGLE} and also {INDEX}, which names {len(shards)} other files ({shards[0]}"
+        f"{folder} has {SINGLE} and also {INDEX}, which lists {len(shards)} other files ({shards[0]}"
         f"{f', {len(missing)} of them missing' if missing else ''}): only one of the two is the checkpoint. Delete "
         f"{INDEX} and its files to read {SINGLE}, or delete {SINGLE} to read the files of the index"
     )

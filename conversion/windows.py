@@ -1,4 +1,4 @@
-"""Parses the keys of `config.json` about layers that attend to a window; each family names them differently."""
+"""Parses the keys of `config.json` about sliding-window attention, which differ between families."""
 
 import math
 from typing import Any
@@ -8,10 +8,10 @@ from mtpjax.errors import ConfigError
 
 
 def read_windows(reader: ConfigReader, fields: dict[str, Any], model_type: str) -> dict[str, Any]:
-    """Reads which layers attend to a window, and how they differ from layers with full attention.
+    """Reads which layers have sliding-window attention, and how they differ from layers with full attention.
 
     Raises:
-        ConfigError: the keys contradict each other, or need arithmetic that the model does not implement.
+        ConfigError: the keys contradict each other, or need unsupported arithmetic.
     """
     sizes = fields["num_hidden_layers"], fields["num_mtp_modules"]
     types, of_modules = reader.per_layer("layer_types", str, *sizes)
@@ -26,11 +26,11 @@ def read_windows(reader: ConfigReader, fields: dict[str, Any], model_type: str) 
     made: dict[str, Any] = {"layer_types": types, "sliding_window": _window(reader)}
     if of_modules is not None:
         made["mtp_layer_type"] = of_modules
-    # Files written by transformers do not state that MiMo-V2 has twice the key/value heads there.
+    # transformers does not write that MiMo-V2's layers with a window have twice as many key/value heads.
     kv_heads = fields["num_key_value_heads"] * (2 if model_type == "mimo_v2_flash" else 1)
     made["sliding_num_attention_heads"] = reader.integer("swa_num_attention_heads", fields["num_attention_heads"])
     made["sliding_num_key_value_heads"] = reader.integer("swa_num_key_value_heads", kv_heads)
-    # Widths of heads are the same in all layers.
+    # Head widths are the same in all layers.
     made["v_head_dim"] = reader.integer("v_head_dim", fields["head_dim"])
     reader.require("swa_head_dim", fields["head_dim"])
     reader.require("swa_v_head_dim", made["v_head_dim"])
@@ -49,23 +49,21 @@ def read_windows(reader: ConfigReader, fields: dict[str, Any], model_type: str) 
         made["swiglu_alpha"] = reader.number("swiglu_alpha", 0.0)
     method = reader.section("quantization_config").get("quant_method")
     if method == "mxfp4":
-        raise ConfigError(
-            "config.json: quantization_config names mxfp4, which is not supported: save the model in bfloat16 first"
-        )
+        raise ConfigError("config.json: quant_method mxfp4 is not supported: save the model in bfloat16 first")
     return made
 
 
 def _limits(reader: ConfigReader, key: str) -> tuple[float, ...]:
-    """Reads a bound for each layer; empty if none is clamped."""
+    """Reads the bound of each layer; empty if no layer is clamped."""
     limits = tuple(float(limit) for limit in reader.items(key, (int, float)))
     if any(not 0 <= limit < math.inf for limit in limits):
-        raise ConfigError(f"config.json: {key} is {list(limits)}, not a list of bounds")
+        raise ConfigError(f"config.json: {key} is {list(limits)}, not a list of finite, non-negative bounds")
     return limits if any(limits) else ()
 
 
 def _window(reader: ConfigReader) -> int:
-    """Reads the positions of a window, the query's own included."""
-    # The key of MiMo-V2 counts those before the query, as SGLang and transformers read it.
+    """Reads the size of a window, including the query's position."""
+    # MiMo-V2's key excludes the query, as in SGLang and transformers.
     if reader.get("sliding_window_size") is None:
         return reader.integer("sliding_window")
     reader.seen.add("sliding_window")
@@ -73,9 +71,9 @@ def _window(reader: ConfigReader) -> int:
 
 
 def _sinks(reader: ConfigReader) -> str:
-    """Reads which layers have learned sinks: by default those with a window."""
+    """Reads which layers have learned attention sinks: by default those with a sliding window."""
     in_full = reader.flag("add_full_attention_sink_bias", False)
     in_sliding = reader.flag("add_swa_attention_sink_bias", True)
     if in_full and not in_sliding:
-        raise ConfigError("config.json: attention sinks in layers with full attention only are not supported")
+        raise ConfigError("config.json: attention sinks only in layers with full attention are not supported")
     return "all" if in_full else "sliding" if in_sliding else "none"

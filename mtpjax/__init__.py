@@ -1,11 +1,11 @@
-"""Multi-token prediction in JAX: train MTP modules, and decode with them faster without changing the text."""
+"""Multi-token prediction in JAX: train MTP modules, and decode faster with them without changing the text."""
 
 import importlib
 from typing import TYPE_CHECKING
 
 from mtpjax.version import __version__
 
-# Type checkers and editors follow these imports; at run time `__getattr__` imports the names.
+# For type checkers and editors; at run time `__getattr__` imports the names.
 if TYPE_CHECKING:
     from mtpjax.data.tokenizer import load_tokenizer
     from mtpjax.decoding.config import DecodeConfig, SamplingParams
@@ -49,8 +49,8 @@ __all__ = [
     "train",
 ]
 
-# The module that defines each public name. `__getattr__` imports it on first use, since importing JAX takes seconds
-# and `mtpjax --help` must answer at once.
+# The modules that define the public names. `__getattr__` imports them on first use: importing JAX takes seconds, and
+# `mtpjax --help` must be fast.
 _HOMES = {
     "data.tokenizer": ("load_tokenizer",),
     "decoding.config": ("DecodeConfig", "SamplingParams"),

@@ -10,8 +10,8 @@ import time
 import uuid
 from collections.abc import Callable, Iterator
 
-REMOVAL_ATTEMPTS = 50  # with 0.1 s between two
-STABLE_CHECKS = 3  # consecutive attempts that must find nothing
+REMOVAL_ATTEMPTS = 50  # 0.1 s apart
+STABLE_CHECKS = 3  # consecutive attempts that must find no folder
 
 
 @contextlib.contextmanager
@@ -20,17 +20,16 @@ def atomic_folder(
 ) -> Iterator[pathlib.Path]:
     """Yields an empty folder to write into, and renames it to `path` at the end of the block.
 
-    An exception in the block leaves `path` unchanged. A killed process leaves its folder under a hidden name beside
-    `path`; the next call for the same `path` removes it. If the process was killed between the two renames, the next
-    call first puts the old folder back.
+    An exception in the block leaves `path` unchanged. A killed process leaves a hidden folder next to `path`, which the
+    next call for the same `path` removes. If the process was killed between the two renames, the next call first
+    restores the old folder.
 
     Args:
-        path: the folder to make; missing parents are made.
-        may_replace: returns whether an existing folder at `path` may be replaced. Empty folders always may; None allows
-            no others.
+        path: the folder to create; missing parents are created too.
+        may_replace: returns whether a folder that exists at `path` may be replaced. None: only an empty one.
 
     Yields:
-        A hidden folder beside `path`, so that the rename stays on one file system.
+        A hidden folder next to `path`, so that the rename stays on one file system.
 
     Raises:
         FileExistsError: `path` exists, is not empty and may not be replaced.
@@ -39,9 +38,9 @@ def atomic_folder(
     # Refuse before anything is written, not after hours of work in the block.
     is_empty = not path.exists() or (path.is_dir() and not any(path.iterdir()))
     if not is_empty and not (may_replace is not None and may_replace(path)):
-        raise FileExistsError(f"{path} exists and is not replaced: remove it, or write elsewhere")
+        raise FileExistsError(f"{path} already exists and is not overwritten: remove it, or choose a different path")
     path.parent.mkdir(parents=True, exist_ok=True)
-    # Names unique to this process and call: several processes may write at the same time.
+    # Several processes may write at the same time, so names are unique to this process and call.
     unique = f"{path.name}-{os.getpid()}-{uuid.uuid4().hex[:8]}"
     unfinished, old = path.with_name(f".tmp-{unique}"), path.with_name(f".old-{unique}")
     with contextlib.ExitStack() as locks:
@@ -49,26 +48,26 @@ def atomic_folder(
             unfinished.mkdir()
             locks.enter_context(_lock(unfinished))
             yield unfinished
-            # A folder cannot be renamed onto another that has files, so the old one is moved away first.
+            # A folder cannot be renamed onto one with files, so the old folder is moved away first.
             if path.exists():
                 locks.enter_context(_lock(path))
                 path.rename(old)
             try:
                 unfinished.rename(path)
-            # The new folder could not take its place: put the old one back, even after Ctrl-C.
+            # The rename failed: restore the old folder, even after Ctrl-C.
             except BaseException:
                 if old.exists():
                     old.rename(path)
                 raise
             shutil.rmtree(old, ignore_errors=True)
         finally:
-            # Only a failure leaves something here.
+            # After success the folder no longer exists.
             _remove(unfinished)
 
 
 @contextlib.contextmanager
 def _lock(folder: pathlib.Path) -> Iterator[bool]:
-    """Locks a folder, and yields whether it worked. The system releases the lock when the process ends."""
+    """Locks a folder, and yields whether that succeeded. The system releases the lock when the process ends."""
     descriptor = os.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
     try:
         fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
@@ -82,10 +81,10 @@ def _lock(folder: pathlib.Path) -> Iterator[bool]:
 
 
 def _clear_leftovers(path: pathlib.Path) -> None:
-    """Removes leftovers of killed processes beside `path`, and puts back an old folder that has no successor."""
+    """Removes leftovers of killed processes next to `path`, and restores an old folder that was not replaced."""
     name = re.compile(rf"\.(tmp|old)-{re.escape(path.name)}-\d+-[0-9a-f]{{8}}")
     found = [each for each in path.parent.glob(".*") if name.fullmatch(each.name)] if path.parent.is_dir() else []
-    # A process that lives has its folder locked.
+    # A running process holds the lock of its folder.
     for folder in sorted(found):
         with contextlib.suppress(OSError), _lock(folder) as is_dead:
             if is_dead and folder.name.startswith(".old-") and not path.exists():
@@ -98,7 +97,7 @@ def _remove(folder: pathlib.Path) -> None:
     """Removes an unfinished folder. After a full disk, Orbax's threads may continue writing into it for a moment."""
     if not folder.exists():
         return
-    # A thread can make the folder again after it was removed, so it must stay away for a moment.
+    # A thread can recreate the folder after it was removed, so several checks in a row must find none.
     absent = 0
     for _ in range(REMOVAL_ATTEMPTS):
         shutil.rmtree(folder, ignore_errors=True)
@@ -113,12 +112,12 @@ def atomic_file(path: pathlib.Path) -> Iterator[pathlib.Path]:
     """Yields a path to write a file at, and renames it to `path` at the end of the block.
 
     Args:
-        path: the file to make or replace; its folder exists.
+        path: the file to create or replace; its folder must exist.
 
     Yields:
-        A hidden path beside `path`, where no file is yet. An exception removes it and leaves `path` unchanged.
+        A hidden path next to `path`. An exception removes the file there and leaves `path` unchanged.
     """
-    # Beside the target: `os.replace` is atomic only within one file system.
+    # Next to the target, because `os.replace` is atomic only within one file system.
     unfinished = path.with_name(f".tmp-{path.name}-{os.getpid()}")
     try:
         yield unfinished
@@ -128,19 +127,19 @@ def atomic_file(path: pathlib.Path) -> Iterator[pathlib.Path]:
 
 
 def check_output_file(path) -> None:
-    """Checks that a file can be written, before the work whose result it gets.
+    """Checks that a file can be written, before the work that produces its content.
 
     Args:
         path: the file; it and its folder need not exist.
 
     Raises:
-        ValueError: it is a folder, or its folder cannot be made or written.
+        ValueError: it is a folder, or its folder cannot be created or written.
     """
     path = pathlib.Path(path)
-    # `os.path` answers False where a folder may not be searched; `pathlib` raises.
+    # In a folder without search permission, `os.path` returns False; `pathlib` raises an error.
     if os.path.isdir(path):
-        raise ValueError(f"{path} is a folder: name the file to write")
-    # Missing folders are made in the nearest one that exists.
+        raise ValueError(f"{path} is a folder, not a file to write")
+    # Missing folders are created in the nearest existing one.
     folder = next(parent for parent in path.absolute().parents if os.path.exists(parent))
     if not os.path.isdir(folder):
         raise ValueError(f"{path} cannot be written: {folder} is not a folder")
@@ -152,7 +151,7 @@ def write_text(path, content: str) -> None:
     """Writes a text file atomically.
 
     Args:
-        path: the file to make or replace; missing folders are made.
+        path: the file to create or replace; missing folders are created.
     """
     path = pathlib.Path(path)
     path.parent.mkdir(parents=True, exist_ok=True)

@@ -1,6 +1,6 @@
-"""GPT-2's letters for the 256 bytes, in which byte-level tokenizers write their tokens."""
+"""GPT-2's mapping of the 256 bytes to letters, which byte-level tokenizers use in their vocabularies."""
 
-# Printable bytes stand for themselves; the others have the letters from U+0100 on.
+# Printable bytes map to themselves; the others to the letters from U+0100 on.
 _PRINTABLE = (*range(ord("!"), ord("~") + 1), *range(ord("¡"), ord("¬") + 1), *range(ord("®"), ord("ÿ") + 1))
 _OTHERS = tuple(byte for byte in range(256) if byte not in _PRINTABLE)
 

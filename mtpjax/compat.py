@@ -1,4 +1,4 @@
-"""Code that depends on the version of JAX, so that no other file does."""
+"""All code that depends on the version of JAX."""
 
 import contextlib
 import dataclasses
@@ -11,13 +11,13 @@ import jax
 from jax.experimental import topologies
 from jax.sharding import AbstractDevice, AbstractMesh, AxisType, Mesh, use_abstract_mesh
 
-# Since jax 0.11 a Triton kernel lowers without a GPU only under a mesh that names the device; 0.10 accepts it too.
+# Since jax 0.11, lowering a Triton kernel without a GPU needs a mesh that specifies the device; 0.10 accepts one.
 _GPUS = {
     "cuda": AbstractDevice(device_kind="NVIDIA H100 80GB HBM3", num_cores=132, platform="gpu"),
     "rocm": AbstractDevice(device_kind="gfx942", num_cores=304, platform="gpu"),  # the name of an MI300X
 }
 
-# XLA's description of an H100 (SXM), which compiling ahead of time takes instead of a device.
+# XLA's description of an H100 (SXM), used instead of a device to compile ahead of time.
 _H100 = """
 gpu_device_info {
   threads_per_block_limit: 1024  threads_per_warp: 32  shared_memory_per_block: 49152  shared_memory_per_core: 233472
@@ -37,8 +37,8 @@ device_description_str: "NVIDIA H100 80GB HBM3"
 def library_settings() -> Iterator[None]:
     """Sets the JAX settings that the library's functions need, regardless of the caller's.
 
-    The programs rely on standard dtype promotion, and a call moves its request to the device. Callers set
-    `jax_numpy_dtype_promotion="strict"` and `transfer_guard("disallow")` to find mistakes in their own code. Usable as
+    The programs rely on standard dtype promotion, and calls transfer their arguments to the device. Callers may set
+    `jax_numpy_dtype_promotion="strict"` and `transfer_guard("disallow")` to find mistakes in other code. Also usable as
     a decorator.
     """
     with jax.numpy_dtype_promotion("standard"), jax.transfer_guard("allow"):
@@ -53,7 +53,7 @@ def make_mesh(shape, devices=None) -> Mesh:
         devices: the devices to use, in order; None: the first of `jax.devices()`.
 
     Raises:
-        ValueError: there are fewer devices than that product.
+        ValueError: there are fewer devices than the product of the sizes.
     """
     # `jax.make_mesh` makes axes explicit by default, and Flax linen modules fail under explicit axes.
     types = (AxisType.Auto,) * len(shape)
@@ -64,23 +64,23 @@ def make_mesh(shape, devices=None) -> Mesh:
 
 def is_one_node(devices: Iterable[Any]) -> bool:
     """Returns whether devices are GPUs of one node."""
-    # XLA exchanges the hosts' boot IDs, and gives the processes of one host the same slice. Described devices have no
-    # host; there a process stands for one.
+    # XLA exchanges the hosts' boot IDs, and assigns processes of one host the same slice. Devices of a description have
+    # no host; each of their processes counts as one.
     name = "process_index" if jax.process_count() == 1 else "slice_index"
     return len({getattr(device, name, device.process_index) for device in devices}) == 1
 
 
 def has_graph_flags() -> bool:
-    """Returns whether XLA_FLAGS say what CUDA graphs hold: such a setting of the user decides."""
+    """Returns whether the user's XLA_FLAGS determine what CUDA graphs record."""
     return "xla_gpu_enable_command_buffer" in os.environ.get("XLA_FLAGS", "")
 
 
 def allow_recorded_collectives(devices: Iterable[Any]) -> None:
-    """Lets CUDA graphs hold loops with collectives between GPUs of one node. A value of the user stays.
+    """Lets CUDA graphs record loops with collectives between GPUs of one node, unless the user has set the variable.
 
-    For each collective that a graph records, NCCL adds event nodes, which order it with collectives outside graphs.
-    CUDA allows no event nodes in a loop, and a decoding call has no collectives outside its graph. NCCL reads the
-    variable when its first communicator starts, so this comes before the first program on several GPUs.
+    For each recorded collective, NCCL adds event nodes that order it with collectives outside graphs. CUDA allows no
+    event nodes in loops, and a decoding call has no collectives outside its graph. NCCL reads the variable when its
+    first communicator starts, so call this before the first program on several GPUs.
     """
     devices = list(devices)
     if len(devices) > 1 and devices[0].platform != "cpu" and is_one_node(devices) and not has_graph_flags():
@@ -96,7 +96,7 @@ def is_cuda() -> bool:
 def lower_for(function, *arguments, platforms=("cuda", "rocm")) -> dict[str, jax.stages.Lowered]:
     """Lowers a function, jitted or not, for an H100 ("cuda") or an MI300X ("rocm") on a machine without a GPU.
 
-    The result can be read but not compiled.
+    The result can be inspected but not compiled.
 
     Returns:
         The lowered function per platform; its `as_text()` is the StableHLO module.
@@ -110,7 +110,7 @@ def lower_for(function, *arguments, platforms=("cuda", "rocm")) -> dict[str, jax
     jitted = function if isinstance(function, jax.stages.Wrapped) else jax.jit(function)
     lowered = {}
     for platform in platforms:
-        # The mesh names the device for the Triton lowering; both platforms lower from the same trace.
+        # The mesh specifies the device for the Triton lowering; both platforms lower from the same trace.
         mesh = AbstractMesh((1,), ("device",), axis_types=(AxisType.Auto,), abstract_device=_GPUS[platform])
         with use_abstract_mesh(mesh):
             lowered[platform] = jitted.trace(*arguments).lower(lowering_platforms=(platform,))
@@ -129,7 +129,7 @@ class TritonKernel:
 
 def triton_kernels(lowered: jax.stages.Lowered) -> list[TritonKernel]:
     """Collects the Triton kernels of a lowered function."""
-    # JAX has no public module for these; keep the private import inside the function that needs it.
+    # JAX has no public module for these, so the private import stays inside the function.
     from jax._src.lib.triton import dialect  # pyright: ignore[reportPrivateImportUsage]
     from jaxlib.mlir import ir
 
@@ -138,19 +138,13 @@ def triton_kernels(lowered: jax.stages.Lowered) -> list[TritonKernel]:
     def visit(operation: Any):
         if operation.name == "stablehlo.custom_call" and "triton" in operation.attributes["call_target_name"].value:
             call = operation.attributes["mhlo.backend_config"]
-            # The call carries the kernel as MLIR bytecode. JAX's own context does not know Triton's dialect, so
-            # parse it in a new one.
+            # The call contains the kernel as MLIR bytecode. JAX's context does not have Triton's dialect, so parse
+            # it in a new context.
             with ir.Context() as context, ir.Location.unknown():
                 dialect.register_dialect(context)
                 text = ir.Module.parse(call["ir"].value_bytes).operation.get_asm()
-            kernels.append(
-                TritonKernel(
-                    name=call["name"].value,
-                    ir=str(text),
-                    num_warps=call["num_warps"].value,
-                    num_stages=call["num_stages"].value,
-                )
-            )
+            sizes = {name: call[name].value for name in ("num_warps", "num_stages")}
+            kernels.append(TritonKernel(call["name"].value, str(text), **sizes))
         return ir.WalkResult.ADVANCE
 
     # Kernels can be nested in loops and called functions, so walk every operation.
@@ -159,7 +153,7 @@ def triton_kernels(lowered: jax.stages.Lowered) -> list[TritonKernel]:
     return kernels
 
 
-@functools.cache  # one device is one object, so that meshes made in two places are equal
+@functools.cache  # devices compare by identity, and equal meshes need the same objects
 def h100_devices(topology: str = "1x1x1") -> tuple:
     """Describes H100 devices to compile for ahead of time on a machine without a GPU. Nothing runs on them.
 
@@ -178,6 +172,6 @@ def h100_devices(topology: str = "1x1x1") -> tuple:
         return tuple(topologies.get_topology_desc("", "cuda", target_config=_H100, topology=topology).devices)
     except RuntimeError as error:
         raise RuntimeError(
-            "no CUDA plug-in to compile for an H100 with: install jax-cuda13-plugin and jax-cuda13-pjrt in the version "
+            "compiling for an H100 needs a CUDA plug-in: install jax-cuda13-plugin and jax-cuda13-pjrt in the version "
             f"of jax, {jax.__version__}, and set JAX_SKIP_CUDA_CONSTRAINTS_CHECK=1 before jax starts"
         ) from error

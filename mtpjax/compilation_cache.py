@@ -1,10 +1,9 @@
-"""The folder in which the commands keep compiled programs between runs. Imports no JAX: JAX reads the settings once.
+"""The folder of compiled programs that commands keep between runs. Imports no JAX, which reads these settings once.
 
     $XDG_CACHE_HOME/mtpjax/compiled/KEY/    ~/.cache without XDG_CACHE_HOME
 
-JAX's key of a program covers its versions and flags, but neither the processor's features nor the number of threads,
-for which XLA compiles a program on a CPU. KEY covers these. Only the commands call `enable`; importing mtpjax changes
-nothing.
+JAX's key of a program covers versions and flags, but not the processor's features and the number of threads, on which
+programs for CPUs depend. KEY covers these. Only the commands call `enable`; importing mtpjax changes no setting.
 """
 
 import hashlib
@@ -17,22 +16,22 @@ import warnings
 
 from mtpjax.host import num_threads
 
-# JAX's own settings. The user's values win.
+# JAX's environment variables. The user's values take precedence.
 FOLDER_VARIABLE = "JAX_COMPILATION_CACHE_DIR"
 SWITCH_VARIABLE = "JAX_ENABLE_COMPILATION_CACHE"
 MIN_SECONDS_VARIABLE = "JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS"
 MIN_COMPILE_SECONDS = 0.1  # programs that compile faster are not kept
-MAX_BYTES = 2 << 30  # of all programs; beyond it the oldest are removed
+MAX_BYTES = 2 << 30  # of all programs; the oldest are removed above this
 
 
 def enable() -> pathlib.Path | None:
     """Lets JAX keep compiled programs in the user's cache folder. Call it after the number of threads is set.
 
-    It does nothing if JAX is imported already, if `JAX_COMPILATION_CACHE_DIR` names a folder, or if
-    `JAX_ENABLE_COMPILATION_CACHE` is off. A folder that cannot be written, or that others can write, is not used.
+    It does nothing if JAX is already imported, `JAX_COMPILATION_CACHE_DIR` is set, or `JAX_ENABLE_COMPILATION_CACHE` is
+    off. A folder that is not writable, or that other users can write, is not used.
 
     Returns:
-        The folder; None where this call has enabled nothing.
+        The folder; None if the cache was not enabled.
     """
     is_off = os.environ.get(SWITCH_VARIABLE, "").lower() in ("0", "false", "no", "off", "n", "f")
     if is_off or FOLDER_VARIABLE in os.environ or "jax" in sys.modules:
@@ -43,10 +42,10 @@ def enable() -> pathlib.Path | None:
         if not _is_private(folder):
             return None
         prune(root(), MAX_BYTES)
-    # Without a home folder, or if it cannot be written, compile without a cache.
+    # Compile without a cache if there is no home folder or it is not writable.
     except (OSError, RuntimeError):
         return None
-    # A full disk or a damaged file costs only the time to compile, so JAX need not warn of it.
+    # With a full disk or a damaged file, programs are only compiled again, so suppress JAX's warnings.
     warnings.filterwarnings("ignore", message="Error (reading|writing) persistent compilation cache entry")
     os.environ[FOLDER_VARIABLE] = str(folder)
     os.environ.setdefault(MIN_SECONDS_VARIABLE, str(MIN_COMPILE_SECONDS))
@@ -54,9 +53,9 @@ def enable() -> pathlib.Path | None:
 
 
 def follow_threads() -> None:
-    """Switches a command's child process to the folder for the child's own number of threads."""
+    """Switches a command's child process to the folder for its number of threads."""
     inherited = os.environ.get(FOLDER_VARIABLE)
-    # A folder of the user's choice stays.
+    # Keep a folder that the user has chosen.
     if inherited and pathlib.Path(inherited).parent == root():
         del os.environ[FOLDER_VARIABLE]
         enable()
@@ -75,7 +74,7 @@ def root() -> pathlib.Path:
 
 
 def machine_key() -> str:
-    """Returns a digest of what XLA compiles for on a CPU: the processor's features and the number of threads."""
+    """Returns a digest of what CPU programs depend on: the processor's features and the number of threads."""
     try:
         lines = pathlib.Path("/proc/cpuinfo").read_text().splitlines()
     except OSError:
@@ -87,11 +86,7 @@ def machine_key() -> str:
 
 
 def prune(folder: pathlib.Path, max_bytes: int) -> None:
-    """Removes the oldest programs until the rest fits.
-
-    Args:
-        max_bytes: bytes to keep, at most.
-    """
+    """Removes the oldest programs until the others have at most `max_bytes`."""
     found = []
     for path in folder.glob("*/*"):
         # Another process may remove files at the same time.

@@ -1,13 +1,13 @@
 """Exceptions that users see. Imports nothing, so that every layer and the command line can use it.
 
-There is one base class per exit code of `mtpjax`:
+The base classes determine the exit code of `mtpjax`:
 
-    UsageError        2   the request is wrong: a flag, a setting, a path, the content of a data file CheckpointError
-    3   a checkpoint is missing, damaged, unsupported or does not fit MemoryTooSmall    5   the model, or the requested
-    sizes, do not fit into memory ResumableError    75  the run was interrupted and saved its state; run the command
-    again to continue
+    UsageError        2   the request is wrong: a flag, a setting, a path, the content of a data file
+    CheckpointError   3   a checkpoint is missing, damaged, unsupported or does not fit the request
+    MemoryTooSmall    5   the model or the requested sizes do not fit into memory
+    ResumableError    75  the run was interrupted and saved its state; run the command again to continue
 
-Every other `ValueError` or `OSError` exits with 2 too.
+Every other `ValueError` or `OSError` also exits with 2.
 """
 
 MAX_MESSAGE_CHARACTERS = 2000
@@ -17,13 +17,13 @@ INTERRUPTED = 130  # the exit code of a shell's command that SIGINT ended
 def printable(text: object, max_characters: int = MAX_MESSAGE_CHARACTERS) -> str:
     """Converts text from untrusted files to one printable line of bounded length, for messages.
 
-    Control characters could send escape sequences to the terminal, and a string of a damaged file may have megabytes.
+    Control characters could send escape sequences to the terminal, and strings of damaged files may have megabytes.
 
     Returns:
-        The text, with escapes such as `\\n` and `\\x1b` in place of characters that cannot be printed.
+        The text, with escapes such as `\\n` and `\\x1b` instead of characters that cannot be printed.
     """
     text = str(text)
-    # Cut before escaping, so that 30 MB are not escaped first; cut again after it, because escapes are longer.
+    # Cut before escaping, which would be slow for a long text; cut again afterwards, because escapes are longer.
     text = "".join(char if char.isprintable() else ascii(char)[1:-1] for char in _without_middle(text, max_characters))
     return _without_middle(text, max_characters)
 
@@ -35,12 +35,13 @@ def _without_middle(text: str, max_characters: int) -> str:
     return f"{text[:half]} [{len(text) - 2 * half} characters] {text[-half:]}"
 
 
-def install_extra(name: str) -> str:
-    """Returns how to install an extra of mtpjax, for messages about missing packages.
+def one_line(error: Exception) -> str:
+    """Shortens an exception of a different library to one line."""
+    return f"{type(error).__name__}: {str(error).strip().partition(chr(10))[0][:300]}"
 
-    Args:
-        name: the extra, such as "serve".
-    """
+
+def install_extra(name: str) -> str:
+    """Returns how to install an extra of mtpjax, such as "serve", for messages about missing packages."""
     return f"run pip install -e '.[{name}]' in the clone of mtpjax"
 
 
@@ -61,15 +62,15 @@ class CheckpointError(ValueError):
 
 # Checkpoints: the part that is missing, damaged or unsupported.
 class CheckpointFileError(CheckpointError):
-    """A Hugging Face checkpoint directory is damaged, incomplete or not supported. One line that names the file."""
+    """A Hugging Face checkpoint directory is damaged, incomplete or not supported. The message is one line."""
 
 
 class ConfigError(CheckpointError):
-    """A `config.json` is damaged, or describes an architecture that is not supported. One line that names the key."""
+    """A `config.json` is damaged or describes an unsupported architecture. The message is one line with the key."""
 
 
-class UnsafeFileError(CheckpointError):
-    """A file is missing, not a regular file, too large, or a symlink that leaves its directory. One line."""
+class UnsafeFileError(CheckpointFileError):
+    """A file is missing, not a regular file, too large, or a symlink out of its directory. The message is one line."""
 
 
 class TokenizerError(CheckpointError):
@@ -77,18 +78,18 @@ class TokenizerError(CheckpointError):
 
 
 class AnswerLocationError(TokenizerError):
-    """The answers of a conversation cannot be located in the text that the chat template writes, or in its tokens."""
+    """The answers of a conversation cannot be located in the chat template's output or its tokens."""
 
 
 class ConversationError(TokenizerError, UsageError):
-    """A chat template rejects a conversation or fails on it: the request is at fault, not the checkpoint."""
+    """A chat template rejects a conversation or fails on it. The request is wrong, not the checkpoint."""
 
 
 class DroppedTextError(ConversationError):
-    """A chat template would write a conversation without the text of a message, a tool call or the tools.
+    """A chat template would omit the text of a message, a tool call or the tools of a conversation.
 
     Attributes:
-        index: place of the message, from 0; -1: the tools.
+        index: index of the message; -1: the tools.
     """
 
     def __init__(self, message: str, index: int):
@@ -100,16 +101,16 @@ class MemoryTooSmall(ValueError):
     """The model, or the requested sizes, do not fit into memory. The command line exits with 5."""
 
 
-# Parts of messages with which the system, XLA and native libraries report full memory in general exceptions.
+# Parts of the messages with which the system, XLA and native libraries report a lack of memory.
 _MEMORY_MESSAGES = ("RESOURCE_EXHAUSTED", "can't start new thread", "bad_alloc", "Cannot allocate memory")
 _MEMORY_MESSAGES += ("failed to map segment", "error while initializing the extension")
 
 
 def is_memory_error(error: BaseException) -> bool:
-    """Returns whether an exception, or one that it was raised from, says that memory is full."""
+    """Returns whether an exception, or one of its causes, reports a lack of memory."""
     cause: BaseException | None = error
     while cause is not None:
-        # Errors about input quote it, so their text says nothing.
+        # Errors about input quote it, so their text proves nothing.
         quotes_input = isinstance(cause, UsageError | CheckpointError)
         says_so = not quotes_input and any(text in str(cause) for text in _MEMORY_MESSAGES)
         if says_so or isinstance(cause, MemoryError | MemoryTooSmall):

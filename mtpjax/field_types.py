@@ -1,4 +1,4 @@
-"""Checks the fields of a settings dataclass when it is made, so that a wrong one does not fail a run later."""
+"""Checks the fields of a settings dataclass when it is created, so that a wrong one does not fail later in a run."""
 
 import dataclasses
 import functools
@@ -21,10 +21,10 @@ NAMES = {bool: "True or False", int: "an integer", float: "a number", str: "a st
 def check_scalar_fields(config: Any) -> None:
     """Checks the fields whose annotation is `bool`, `int`, `float`, `str`, or a `Literal`, or one of them and None.
 
-    NumPy numbers and paths become Python numbers and strings, which JSON can hold.
+    NumPy numbers and paths become Python numbers and strings, which JSON supports.
 
     Raises:
-        ValueError: a value has another type, or is not among the choices. The message names the field.
+        ValueError: a value has a wrong type or is not one of the choices. The message has the field's name.
     """
     for name, (kind, is_optional) in _scalar_fields(type(config)).items():
         value = getattr(config, name)
@@ -53,8 +53,8 @@ def _scalar_fields(kind: type) -> dict[str, tuple[type | tuple[str, ...], bool]]
 
 
 def _convert(name: str, value: Any, kind: type, is_optional: bool) -> Any:
-    """Returns a value as its field's type; an integer may stand for a float, and stays one."""
-    # By name: this file does not import NumPy.
+    """Converts a value to its field's type. Integers in float fields stay integers."""
+    # Compare names, because this file does not import NumPy.
     is_bool = type(value).__name__ in ("bool", "bool_")
     if kind is bool and is_bool:
         return bool(value)
@@ -71,11 +71,7 @@ def _convert(name: str, value: Any, kind: type, is_optional: bool) -> Any:
 
 
 def check_mapping(name: str, value: Any) -> dict[Any, Any]:
-    """Reads a field that is a mapping or pairs.
-
-    Raises:
-        ValueError: it is something else.
-    """
+    """Converts a field that is a mapping or pairs to a dict. Raises `ValueError` for other values."""
     try:
         return dict(value)
     except (TypeError, ValueError) as error:

@@ -1,17 +1,17 @@
-"""The process's threads, memory and sockets on the host. Imports no JAX: the first two are set before JAX starts."""
+"""Threads, memory and sockets of the process. Imports no JAX: threads and memory are set before JAX starts."""
 
 import contextlib
 import os
 import socket
 import sys
 
-# XLA's CPU client takes its number of threads from the first of these that holds a number, once, when it starts.
+# When it starts, XLA's CPU client takes its number of threads from the first of these variables that is a number.
 _THREAD_VARIABLES = ("PJRT_NPROC", "NPROC")
 _SMALL_MODEL_BYTES = 16 << 20  # bytes
 
 
 def limit_threads(count: int) -> None:
-    """Sets the number of XLA's CPU threads. Call it before JAX makes its devices.
+    """Sets the number of XLA's CPU threads. Call it before JAX creates its devices.
 
     Args:
         count: number of threads; 0 leaves the environment unchanged.
@@ -21,14 +21,14 @@ def limit_threads(count: int) -> None:
 
 
 def num_threads() -> int:
-    """Returns the number of CPU threads that XLA uses: the environment's, else one per core of this process."""
+    """Returns the number of CPU threads that XLA uses: that of the environment, or one per core of this process."""
     # A container may give the process fewer cores than the machine has; macOS does not report it.
     cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()
     return _env_num_threads() or cores or 1
 
 
 def _env_num_threads() -> int:
-    """Returns 0 if the environment does not set the number."""
+    """Returns the number of threads of the environment; 0 if it is not set."""
     values = (os.environ.get(name, "") for name in _THREAD_VARIABLES)
     return next((int(value) for value in values if value.isdecimal()), 0)
 
@@ -36,13 +36,13 @@ def _env_num_threads() -> int:
 def choose_num_threads(checkpoint_bytes: int) -> int:
     """Chooses the number of XLA threads for decoding with a model of this size.
 
-    A small matrix product takes less time than handing it to a second thread.
+    A small matrix product takes less time than starting it on a second thread.
 
     Args:
-        checkpoint_bytes: size of the checkpoint's files, as `mtpjax.io.checkpoint_format.checkpoint_bytes` adds it up.
+        checkpoint_bytes: size of the checkpoint's files (`mtpjax.io.checkpoint_format.checkpoint_bytes`).
 
     Returns:
-        1 below 16 MiB, otherwise 0, which leaves XLA's default; 0 also if the environment sets the number.
+        1 below 16 MiB; otherwise, and if the environment sets the number, 0 (no change).
     """
     if _env_num_threads():
         return 0
@@ -50,23 +50,22 @@ def choose_num_threads(checkpoint_bytes: int) -> int:
 
 
 def raise_descriptor_limit() -> None:
-    """Raises this process's limit of open files and connections as far as the system allows.
+    """Raises this process's limit of open files and connections to the maximum that the system allows.
 
-    A server needs one per connection. Many systems start programs with a soft limit of 1024, for those that cannot
-    handle more, and a hard limit of many thousands.
+    A server needs a descriptor per connection. Many systems have a soft limit of 1024 and a much higher hard limit.
     """
     try:
         import resource  # not on Windows
     except ImportError:
         return
     _, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
-    # Some systems do not allow what they report.
+    # Some systems reject the hard limit that they report.
     with contextlib.suppress(ValueError, OSError):
         resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))
 
 
 def describe_address_limit() -> str:
-    """Returns how much address space this process may have and what to do about it; "" without a limit."""
+    """Describes the limit of this process's address space and how to raise it; "" without a limit."""
     try:
         import resource
     except ImportError:
@@ -77,20 +76,18 @@ def describe_address_limit() -> str:
     return f"`ulimit -v` allows {soft >> 20} MiB of address space, which counts reserved memory too: raise it"
 
 
-# glibc reads these when a process starts: blocks of up to 4 GB come from the heap, the heap shrinks only where 8 GB are
-# free at its end, and its pages are huge ones.
+# glibc reads these when a process starts: blocks of up to 4 GB come from the heap, the heap shrinks only if 8 GB are
+# free at its end, and it uses huge pages.
 _GLIBC_TUNABLES = {"mmap_threshold": 4_000_000_000, "trim_threshold": 8_000_000_000, "hugetlb": 1}
 
 
 def keep_freed_memory() -> None:
-    """Restarts this program with a glibc that keeps freed memory for later allocations. Call it first in a program.
+    """Restarts this program so that glibc keeps freed memory for later allocations. Call it first in a program.
 
     On a CPU, XLA frees the temporaries of a training step after the step. By default glibc returns such large blocks to
-    the system, and the next step causes a page fault for every page. The price is that the process hardly shrinks, so
-    this suits programs that run one training loop.
-
-    Returns:
-        None, without a restart, in the restarted program, where the user has set GLIBC_TUNABLES, and outside Linux.
+    the system, and the next step causes a page fault for every page. The process hardly shrinks then, so this is for
+    programs that run one training loop. It does nothing after the restart, if GLIBC_TUNABLES is set, and on other
+    systems than Linux.
     """
     if sys.platform != "linux" or "GLIBC_TUNABLES" in os.environ:
         return
@@ -107,7 +104,7 @@ def keepalive_options(**more: int) -> list[tuple[int, int, int]]:
     Args:
         **more: further options of TCP.
     """
-    # Names of Linux; other systems keep their own times.
+    # Linux names; other systems keep their default times.
     times = {"TCP_KEEPIDLE": 10, "TCP_KEEPINTVL": 5, "TCP_KEEPCNT": 3, **more}
     known = [(getattr(socket, name), value) for name, value in times.items() if hasattr(socket, name)]
     return [(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1), *((socket.IPPROTO_TCP, *each) for each in known)]

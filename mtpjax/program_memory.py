@@ -1,7 +1,7 @@
-"""Frees compiled programs before they use up the memory mappings of the process.
+"""Frees compiled programs before the process runs out of memory mappings.
 
-On a CPU every compiled program takes tens of memory mappings, and Linux allows a process 65,530 (`vm.max_map_count`).
-Beyond them XLA fails with "LLVM compilation error: Cannot allocate memory".
+On a CPU, every compiled program uses tens of memory mappings, and Linux allows 65,530 per process (`vm.max_map_count`).
+Above this limit, XLA fails with "LLVM compilation error: Cannot allocate memory".
 """
 
 import gc
@@ -15,16 +15,16 @@ log = logging.getLogger("mtpjax")
 
 
 def free_programs_if_full(max_share: float = 0.5) -> bool:
-    """Drops all compiled programs once the process has used a share of its memory mappings.
+    """Frees all compiled programs once the process uses a given share of its memory mappings.
 
     Call it between requests in a long-running process, such as a server: it takes about a millisecond per thousand
     mappings. Programs that are needed again are compiled again, or read from the compilation cache.
 
     Args:
-        max_share: share of the mappings, 0..1, from which programs are dropped.
+        max_share: the share of the mappings, 0..1, above which programs are freed.
 
     Returns:
-        True if programs were dropped. False below the share, and where the system does not count mappings.
+        True if programs were freed. False below the share, and on systems that do not count mappings.
 
     Raises:
         ValueError: `max_share` is not within 0..1.
@@ -44,7 +44,7 @@ def free_programs_if_full(max_share: float = 0.5) -> bool:
         return False
     if used <= max_share * limit:
         return False
-    log.info("%d of %d memory mappings are in use: dropping compiled programs", used, limit)
+    log.info("%d of %d memory mappings are in use: freeing compiled programs", used, limit)
     jax.clear_caches()
     gc.collect()  # programs in reference cycles keep their mappings
     return True

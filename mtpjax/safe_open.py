@@ -1,8 +1,8 @@
 """Opens files of a checkpoint safely, and parses untrusted JSON.
 
-Checkpoints are downloaded, so their file names and symlinks are untrusted. A file is opened only if it is a regular
-file that lies inside the checkpoint directory once symlinks are resolved. The Hugging Face cache keeps the files of a
-snapshot as symlinks to a sibling folder of blobs; those are accepted.
+Checkpoints are downloaded, so their file names and symlinks are untrusted. A file is opened only if, with symlinks
+resolved, it is a regular file inside the checkpoint directory. In the Hugging Face cache, the files of a snapshot are
+symlinks to a sibling folder of blobs, which are accepted.
 """
 
 import io
@@ -13,20 +13,17 @@ import re
 import stat
 from typing import Any
 
-from mtpjax.errors import UnsafeFileError, printable
+from mtpjax.errors import CheckpointFileError, UnsafeFileError, printable
 
-MAX_JSON_DEPTH = 64  # numpy arrays have at most 64 dimensions; configurations and records nest less than ten deep
-ADDITIONAL_TEMPLATES = "additional_chat_templates"  # the folder of a Hugging Face directory's named chat templates
-# Strings, whose brackets do not count, or single brackets.
+BLOCK_BYTES = 4 << 20  # of a tensor or file that is read, reordered or written at once
+MAX_JSON_DEPTH = 64  # NumPy arrays have at most 64 dimensions; configurations and records nest less than ten levels
+ADDITIONAL_TEMPLATES = "additional_chat_templates"  # folder of additional chat templates in a Hugging Face directory
+# A string, whose brackets do not count, or a bracket.
 _BRACKETS = re.compile(rb'"(?:[^"\\]|\\.)*+"?|[\[\]{}]', re.DOTALL)
 
 
 def is_gguf(path) -> bool:
-    """Returns whether a path names a GGUF file by its suffix.
-
-    Returns:
-        True for a name that ends in .gguf and is not a directory.
-    """
+    """Returns whether a path ends in .gguf and is not a directory."""
     path = pathlib.Path(path)
     return path.suffix.lower() == ".gguf" and not path.is_dir()
 
@@ -45,18 +42,18 @@ def allowed_root(path: pathlib.Path) -> pathlib.Path:
 
 
 def open_inside(path: pathlib.Path, root: pathlib.Path) -> int:
-    """Opens a regular file that lies under `root` once symlinks are resolved.
+    """Opens a regular file that is inside `root` once symlinks are resolved.
 
     Args:
-        root: the folder that it must lie in, as `allowed_root` returns it.
+        root: the folder that must contain it (`allowed_root`).
 
     Returns:
-        A file descriptor, open for reading. The caller closes it.
+        A file descriptor for reading, which the caller closes.
 
     Raises:
         UnsafeFileError: the file is missing, unreadable, not a regular file, or outside `root`.
     """
-    # Resolve symlinks first: the checks below hold for the file that is opened, not for the name that was given.
+    # Resolve symlinks first, so that the checks are of the file that is opened.
     try:
         real = path.resolve(strict=True)
         kind = os.lstat(real).st_mode
@@ -83,32 +80,50 @@ def read_inside(folder: pathlib.Path, name: str, *, max_bytes: int) -> bytes | N
         UnsafeFileError: `open_inside` rejects the file, or it is larger than `max_bytes`.
     """
     path = folder / name
-    # `lexists` is true for a broken symlink, which `open_inside` then reports.
+    # `lexists` is true for a broken symlink, which `open_inside` reports.
     if not os.path.lexists(path):
         return None
-    # Read one byte more than allowed: the size that the file system reports can change while the file is read. A read
-    # reserves memory for all that it may return, so a small file must not ask for the largest size.
     with open(open_inside(path, allowed_root(folder)), "rb") as stream:
-        content = stream.read(min(os.fstat(stream.fileno()).st_size, max_bytes) + 1)
+        return _read_bounded(stream, path, max_bytes)
+
+
+def _read_bounded(stream: io.BufferedReader, path, max_bytes: int) -> bytes:
+    # Read one byte more than allowed: the size that the file system reports can change while the file is read. A read
+    # reserves memory for all that it may return, so the limit of a small file is its size.
+    content = stream.read(min(os.fstat(stream.fileno()).st_size, max_bytes) + 1)
     if len(content) > max_bytes:
         raise UnsafeFileError(f"{path} is larger than {max_bytes} bytes")
     return content
 
 
-def list_chat_templates(folder: pathlib.Path) -> list[str]:
-    """Lists the chat templates that a Hugging Face directory keeps beside its default one.
+def pread(descriptor: int, count: int, offset: int, path) -> bytearray:
+    """Reads bytes at an offset of an open file. `path` is its name in the error about a truncated file."""
+    content = bytearray(count)
+    pread_into(descriptor, memoryview(content), offset, path)
+    return content
 
-    Returns:
-        Names relative to the directory, such as "additional_chat_templates/tool_use.jinja", sorted.
-    """
+
+def pread_into(descriptor: int, view: memoryview, offset: int, path) -> None:
+    """Fills `view` with bytes at an offset of an open file, at most 1 GiB per call: Linux's limit is 2 GiB."""
+    done = 0
+    while done < len(view):
+        # `preadv` reads at an offset without moving a shared position, so threads can read one file at once.
+        count = os.preadv(descriptor, [view[done : done + (1 << 30)]], offset + done)
+        if not count:
+            raise CheckpointFileError(f"{path} is truncated: it ended at byte {offset + done} while it was read")
+        done += count
+
+
+def list_chat_templates(folder: pathlib.Path) -> list[str]:
+    """Lists a directory's additional chat templates, such as "additional_chat_templates/tool_use.jinja"."""
     files = sorted((folder / ADDITIONAL_TEMPLATES).glob("*.jinja"))
     return [f"{ADDITIONAL_TEMPLATES}/{file.name}" for file in files]
 
 
 def open_regular(path: str | os.PathLike) -> io.BufferedReader:
-    """Opens a user's file at any location, if it is a regular file.
+    """Opens a user's file at any location if it is a regular file.
 
-    A named pipe without a writer would block, and a device such as `/dev/zero` never ends.
+    Reading a named pipe could block, and a device such as `/dev/zero` never ends.
 
     Args:
         path: the file; symlinks are followed.
@@ -117,7 +132,7 @@ def open_regular(path: str | os.PathLike) -> io.BufferedReader:
         OSError: the file is missing or cannot be read.
         UnsafeFileError: it is not a regular file.
     """
-    # O_NONBLOCK: opening a named pipe must not wait for its writer. The check is on what was opened, not on its name.
+    # O_NONBLOCK: opening a named pipe must not wait for its writer. Check the open file, which the name may not match.
     descriptor = os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC)
     kind = os.fstat(descriptor).st_mode
     if stat.S_ISREG(kind):
@@ -132,7 +147,7 @@ def parse_json(content: bytes | str, *, max_depth: int = MAX_JSON_DEPTH) -> Any:
     """Parses JSON from an untrusted file.
 
     Raises:
-        ValueError: the content is not JSON, or nests deeper. One printable line, without the place.
+        ValueError: the content is not JSON or nests too deeply. The message is one printable line without the path.
     """
     check_json_depth(content.encode("utf-8", "surrogatepass") if isinstance(content, str) else content, max_depth)
     try:
@@ -142,13 +157,9 @@ def parse_json(content: bytes | str, *, max_depth: int = MAX_JSON_DEPTH) -> Any:
 
 
 def check_json_depth(raw: bytes, max_depth: int = MAX_JSON_DEPTH) -> None:
-    """Checks how deeply JSON nests, before it is parsed.
-
-    Raises:
-        ValueError: the content nests deeper.
-    """
-    # Count the depth before parsing: the parser recurses, and what uses the value may be slower still. Less than
-    # `max_depth` brackets cannot nest too deeply, so most files need no scan.
+    """Raises `ValueError` if JSON nests deeper than `max_depth`, before it is parsed."""
+    # The parser and users of the value recurse. Without more brackets than `max_depth` it cannot nest too
+    # deeply, so most files need no scan.
     if raw.count(b"[") + raw.count(b"{") > max_depth:
         depth = 0
         for match in _BRACKETS.finditer(raw):
@@ -165,7 +176,4 @@ def read_json_file(path: str | os.PathLike, *, max_bytes: int) -> Any:
         ValueError: the file is not a regular file, too large, not JSON, or nests too deeply.
     """
     with open_regular(path) as stream:
-        content = stream.read(max_bytes + 1)
-    if len(content) > max_bytes:
-        raise UnsafeFileError(f"{path} is larger than {max_bytes} bytes")
-    return parse_json(content)
+        return parse_json(_read_bounded(stream, path, max_bytes))

@@ -90,7 +90,7 @@ def test_yaml_aliases_that_expand_without_bound_are_refused(tmp_path):
 def test_keys_that_occur_twice_are_found_in_linear_time():
     pairs = [f"{json.dumps(f'{number}')}: 0" for number in range(60_000)]
     begin = time.perf_counter()
-    with pytest.raises(CheckpointFileError, match="names '59999' twice"):
+    with pytest.raises(CheckpointFileError, match="has the key '59999' twice"):
         parse_json(f"{{{', '.join(pairs)}, {pairs[-1]}}}".encode(), "config.json")
     assert time.perf_counter() - begin < 10  # the square of the number takes more than a minute
 

@@ -38,7 +38,7 @@ def add_commands(commands) -> None:
         "--dtype",
         choices=("float32", "float16", "bfloat16"),
         metavar="DTYPE",
-        help="convert all weights to float32, float16 or bfloat16 (default: keep all dtypes, including fp8)",
+        help="convert all weights to float32, float16 or bfloat16 (default: keep the dtypes, including fp8)",
     )
     commands.add_subcommand("convert", convert, help="convert between Hugging Face and mtpjax checkpoints")
     _add_mtp_commands(commands)
@@ -80,7 +80,7 @@ def _add_mtp_commands(commands) -> None:
     group.add_argument(
         "--check",
         metavar="PROMPTS",
-        help="file of prompts, as for eval: decode them before and after the merge, and print both accept lengths",
+        help="file of prompts, as in eval: decode them before and after the merge, and print both accept lengths",
     )
     group.add_argument("--max-new-tokens", type=int, default=64, help="new tokens per prompt of --check")
     commands.add_subcommand("merge-mtp", merge, help="merge trained MTP modules into a full checkpoint")
@@ -118,7 +118,7 @@ def _convert(options) -> int:
 
 def _export_mtp(options) -> int:
     from mtpjax.io.checkpoint_format import find_checkpoint
-    from mtpjax.io.export import export_mtp
+    from mtpjax.io.convert import export_mtp
 
     source = find_checkpoint(options.input_dir)
     with show_bytes_read(source, options.output_dir) as progress:

@@ -1,1 +1,1 @@
-"""Checkpoints on disk: mtpjax's format, and conversion from and to Hugging Face's."""
+"""Reads and writes mtpjax checkpoints, and converts them from and to Hugging Face's format."""

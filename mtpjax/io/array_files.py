@@ -1,28 +1,31 @@
-"""Arrays of a checkpoint on disk: written and read with Orbax, or streamed in chunks with TensorStore.
+"""Arrays of a checkpoint on disk: written whole with Orbax, or streamed in chunks with TensorStore.
 
-Both write uncompressed zarr. Arrays that fit in memory are written by Orbax. A converted checkpoint can be larger than
-memory, so its arrays are streamed: a few chunks are in memory at once, and one file holds the bytes of one chunk. An
-array that a mesh splits is streamed too: its chunks are the shards, and each process writes those that it holds.
+Both write uncompressed zarr, which TensorStore reads. Orbax writes arrays that fit in memory. A converted checkpoint
+can be larger than memory, so its arrays are streamed: a few chunks are in memory at once, and one file holds the bytes
+of one chunk. An array that a mesh shards is streamed too: its chunks are the shards, and each process writes those that
+it holds.
 """
 
 import dataclasses
 import hashlib
 import itertools
+import math
 import os
 import pathlib
 import shutil
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 from flax import traverse_util
 
 from mtpjax import distributed
 from mtpjax.errors import CheckpointError
-from mtpjax.io.checkpoint_format import DIGESTS_FILE, one_line
 from mtpjax.io.disk_failures import check_space, one_line_failures
+from mtpjax.models.quantized import BlockScaled, is_scaled
 
 Index = tuple[slice, ...]
 
@@ -34,9 +37,9 @@ class StreamedArray:
     Attributes:
         shape: its shape.
         dtype: its dtype.
-        chunks: the shape of a chunk. Those at the edge are smaller.
+        chunks: the shape of a chunk. Chunks at the edges are smaller.
         read: returns one chunk.
-        begins: first positions of the chunks that this process writes; None: the first process writes all of them.
+        begins: the first positions of the chunks that this process writes. None: the main process writes all chunks.
     """
 
     shape: tuple[int, ...]
@@ -46,17 +49,13 @@ class StreamedArray:
     begins: frozenset[tuple[int, ...]] | None = None
 
     def is_written_here(self, index: Index) -> bool:
-        """Returns whether this process writes the chunk."""
+        """Returns whether this process writes a chunk."""
         return distributed.is_main_process() if self.begins is None else _begins(index) in self.begins
 
 
 def stream_parts(array: jax.Array) -> StreamedArray:
-    """Describes an array that a mesh splits: its chunks are the shards, each of which one process writes.
-
-    Args:
-        array: the array; all processes that hold shards of it must write it together.
-    """
-    # Among the devices with the same shard, one has replica number 0.
+    """Describes a sharded array: its chunks are the shards, each of which one process writes."""
+    # Of the devices with the same shard, one has replica id 0.
     parts = {
         tuple(cut.start or 0 for cut in shard.index): shard.data
         for shard in array.addressable_shards
@@ -71,11 +70,79 @@ def _begins(index: Index) -> tuple[int, ...]:
     return tuple(cut.start for cut in index)
 
 
+def nest(leaves: Mapping[str, Any], scaled: Mapping[str, Sequence[int]] | None = None) -> dict[str, Any]:
+    """Nests leaves by flat name, such as `{"a/b": leaf}`, and joins the arrays of quantized parameters.
+
+    Args:
+        scaled: `[axis, block]` of each `BlockScaled` whose leaves are `name/values` and `name/scales`.
+    """
+    leaves = dict(leaves)
+    for name, (axis, block) in (scaled or {}).items():
+        values, scales = leaves.pop(f"{name}/values"), leaves.pop(f"{name}/scales")
+        leaves[name] = BlockScaled(values, scales, axis=axis, block=block)
+    return traverse_util.unflatten_dict(leaves, sep="/")
+
+
+def flatten_arrays(params: Any) -> tuple[dict[str, np.ndarray | jax.Array | StreamedArray], dict[str, list[int]]]:
+    """Flattens parameters to save, and rejects leaves that would not restore to the same bits.
+
+    Args:
+        params: nested dicts of jax or numpy arrays, `StreamedArray` or `BlockScaled`; the keys are non-empty strings
+            without "/" and ".".
+
+    Returns:
+        `(arrays, scaled)`: arrays of this process and streamed arrays by flat name, and `scaled` of `nest`. Arrays that
+        a mesh shards are streamed.
+    """
+    arrays, scaled = {}, {}
+    for name, leaf in _flatten(params).items():
+        if is_scaled(leaf):
+            scaled[name] = [leaf.axis, leaf.block]
+            parts = {f"{name}/values": leaf.values, f"{name}/scales": leaf.scales}
+        else:
+            parts = {name: leaf}
+        arrays |= {part: _array_to_save(part, array) for part, array in parts.items()}
+    if not arrays:
+        raise ValueError("params hold no array")
+    return arrays, scaled
+
+
+def _flatten(tree: Any, prefix: str = "") -> dict[str, Any]:
+    """Lists the leaves of nested dicts by flat name. An empty dict below the root is a leaf."""
+    if not isinstance(tree, Mapping):
+        raise ValueError(f"params must be nested dicts of arrays, not {type(tree).__name__}")
+    leaves = {}
+    for key, value in tree.items():
+        # Keys become names of folders and files.
+        if not isinstance(key, str) or not key or "/" in key or "." in key:  # Orbax joins names with "."
+            raise ValueError(f"params key {key!r} under {prefix!r} must be a non-empty string without '/' and '.'")
+        is_leaf = not isinstance(value, Mapping) or not value
+        leaves |= {f"{prefix}{key}": value} if is_leaf else _flatten(value, f"{prefix}{key}/")
+    return leaves
+
+
+def _array_to_save(name: str, leaf: Any) -> np.ndarray | jax.Array | StreamedArray:
+    # PRNG keys are arrays too, but their bits are meaningless without their implementation.
+    is_array = isinstance(leaf, (jax.Array, np.ndarray, StreamedArray))
+    if not is_array or jnp.issubdtype(leaf.dtype, jax.dtypes.prng_key):
+        raise ValueError(f"params[{name!r}] is a {type(leaf).__name__}; a checkpoint holds jax or numpy arrays")
+    if not math.prod(leaf.shape):
+        raise ValueError(f"params[{name!r}] has shape {leaf.shape}; Orbax cannot store an array without elements")
+    # JAX converts foreign byte orders and, by default, 64-bit types, so these would not restore to the same bits.
+    dtype = np.dtype(leaf.dtype)
+    if not dtype.isnative or not _is_jax_dtype(dtype):
+        raise ValueError(f"params[{name!r}] has dtype {dtype.str} ({dtype}); JAX would not restore it")
+    # Arrays stay on their devices until they are written. Only one of several copies is written.
+    if isinstance(leaf, jax.Array):
+        return leaf.addressable_data(0) if leaf.is_fully_replicated else stream_parts(leaf)
+    return leaf
+
+
 def write_arrays(folder: pathlib.Path, arrays: Mapping[str, Any]) -> tuple[dict[str, dict], dict[str, str]]:
     """Writes arrays into a new folder. All processes of a run must call it.
 
-    Returns `(records, digests)`: the entry of each array in `digests.json`, and the sha256 of the files for which it is
-    already known, by file name relative to the parent of `folder`.
+    Returns `(records, digests)`: the entry of each array in `digests.json`, and known sha256 digests by file name
+    relative to the parent of `folder`.
     """
     streams = {name: array for name, array in arrays.items() if isinstance(array, StreamedArray)}
     failed = OSError(f"{folder.parent.parent} cannot be written by another process")
@@ -88,8 +155,8 @@ def write_arrays(folder: pathlib.Path, arrays: Mapping[str, Any]) -> tuple[dict[
                 _make_stores(folder, streams)
     with distributed.raise_together(failed), one_line_failures(folder):
         digests = _write_streams(folder, streams)
-    # An array's digest is the digest of its chunks' digests, in C order. A file that holds a whole chunk has exactly
-    # the chunk's bytes, and so its digest; chunks at the edge are padded in their files.
+    # A streamed array's digest covers the digests of its chunks, in C order. The file of a full chunk has exactly the
+    # chunk's bytes, and so its digest; files of chunks at the edges are padded.
     written = {file: digest for each in distributed.gather_values(digests) for file, digest in each.items()}
     known = {}
     for name, stream in streams.items():
@@ -104,16 +171,22 @@ def write_arrays(folder: pathlib.Path, arrays: Mapping[str, Any]) -> tuple[dict[
 
 
 def _write_whole(folder: pathlib.Path, arrays: Mapping[str, Any]) -> dict[str, dict]:
-    """Writes the arrays that are not streamed, and Orbax's description of all arrays; returns their records."""
+    """Writes the arrays that are not streamed, and Orbax's metadata of all arrays. Returns their records."""
     import orbax.checkpoint as ocp  # slow to import, so only where it is used
 
-    checkpointer, handler = _make_checkpointer()
+    # For this process only: the other processes of a run do not wait.
+    index = jax.process_index()
+    alone = ocp.options.MultiprocessingOptions(
+        primary_host=index, active_processes={index}, barrier_sync_key_prefix=f"process_{index}"
+    )
+    # OCDBT would mix the bytes of several arrays in shared files, and a digest could no longer identify the array.
+    handler = ocp.PyTreeCheckpointHandler(use_ocdbt=False, multiprocessing_options=alone)
     # Otherwise Orbax would try to merge OCDBT files of several processes, and warn that there are none.
     handler.finalize = lambda directory: None
     whole = {name: np.asarray(array) for name, array in arrays.items() if not isinstance(array, StreamedArray)}
-    # Streamed arrays are one element for Orbax.
+    # Orbax writes one element in place of each streamed array.
     stand_ins = {name: np.zeros(1, arrays[name].dtype) for name in arrays.keys() - whole.keys()}
-    with checkpointer:
+    with ocp.Checkpointer(handler, multiprocessing_options=alone) as checkpointer:
         checkpointer.save(folder, args=ocp.args.PyTreeSave(traverse_util.unflatten_dict(whole | stand_ins, sep="/")))
     # Hashing releases the interpreter lock, so threads hash several arrays at once.
     with ThreadPoolExecutor() as pool:
@@ -121,7 +194,7 @@ def _write_whole(folder: pathlib.Path, arrays: Mapping[str, Any]) -> dict[str, d
 
 
 def _make_stores(folder: pathlib.Path, streams: Mapping[str, StreamedArray]) -> None:
-    """Replaces Orbax's one-element arrays by empty ones of the right shape and chunks."""
+    """Replaces Orbax's one-element arrays with empty ones of the right shape and chunks."""
     import tensorstore
 
     for name, stream in streams.items():
@@ -134,10 +207,10 @@ def _make_stores(folder: pathlib.Path, streams: Mapping[str, StreamedArray]) -> 
 
 
 def _write_streams(folder: pathlib.Path, streams: Mapping[str, StreamedArray]) -> dict[str, str]:
-    """Writes the chunks of this process; returns their sha256 by file name relative to `folder`."""
+    """Writes the chunks of this process. Returns their sha256 by file name relative to `folder`."""
     import tensorstore
 
-    # zarr would omit files of chunks that are all zeros; if all files are written, a missing one means damage.
+    # By default zarr omits files of all-zero chunks. Write them too, so that a missing file means damage.
     options, context = {"store_data_equal_to_fill_value": True}, single_thread_context()
     stores = {
         name: tensorstore.open(array_spec(folder, name) | options, open=True, context=context).result()
@@ -150,7 +223,7 @@ def _write_streams(folder: pathlib.Path, streams: Mapping[str, StreamedArray]) -
         stores[name][index].write(array, can_reference_source_data_indefinitely=True).result()
         return _chunk_file(name, index, streams[name].chunks), _sha256(array).hex()
 
-    # One chunk per thread is in memory. Chunks are hashed while in memory, so that files need not be read again.
+    # One chunk per thread is in memory, and is hashed there, so that files need not be read again.
     parts = [
         (name, index)
         for name, stream in streams.items()
@@ -162,38 +235,13 @@ def _write_streams(folder: pathlib.Path, streams: Mapping[str, StreamedArray]) -
 
 
 def _chunk_file(name: str, index: Index, chunks: tuple[int, ...]) -> str:
-    """Returns a chunk's file, relative to the folder of the arrays: zarr numbers chunks along each axis."""
+    """Returns a chunk's file relative to the folder of the arrays. zarr numbers chunks along each axis."""
     place = ".".join(str(cut.start // size) for cut, size in zip(index, chunks, strict=True))
     return f"{name.replace('/', '.')}/{place}"
 
 
-def read_arrays(folder: pathlib.Path, records: Mapping[str, Any]) -> dict[str, np.ndarray]:
-    """Reads all arrays of a checkpoint into memory, without placing them on a device."""
-    import orbax.checkpoint as ocp
-
-    try:
-        with _make_checkpointer()[0] as checkpointer:
-            # Compare names first: Orbax would skip an array that the request does not name.
-            stored = traverse_util.flatten_dict(checkpointer.metadata(folder).item_metadata.tree, sep="/")
-            for name in sorted(records.keys() ^ stored.keys()):
-                absent = folder if name in records else folder.with_name(DIGESTS_FILE)
-                raise CheckpointError(f"array {name!r} is missing from {absent}")
-            item = traverse_util.unflatten_dict(dict.fromkeys(records, 0), sep="/")
-            # Request numpy arrays: Orbax would otherwise look for the devices of the saving process.
-            restore_args = {name: ocp.RestoreArgs(restore_type=np.ndarray) for name in records}
-            request = ocp.args.PyTreeRestore(
-                item=item, restore_args=traverse_util.unflatten_dict(restore_args, sep="/")
-            )
-            arrays: Any = traverse_util.flatten_dict(checkpointer.restore(folder, args=request), sep="/")
-            return arrays
-    except CheckpointError:
-        raise
-    except Exception as error:  # Orbax and TensorStore raise arbitrary errors of their parsers
-        raise CheckpointError(f"{folder} cannot be read: {one_line(error)}") from error
-
-
 def check_record(folder: pathlib.Path, name: str, found: Mapping[str, Any], recorded: Mapping[str, Any]) -> None:
-    """Compares an array that was read with the record that was made when it was saved."""
+    """Compares what was read of an array with its record."""
     for key, value in found.items():
         if value != recorded.get(key):
             raise CheckpointError(f"array {name!r} in {folder} has {key} {value}; saved was {recorded.get(key)}")
@@ -202,7 +250,7 @@ def check_record(folder: pathlib.Path, name: str, found: Mapping[str, Any], reco
 def array_record(array: np.ndarray, chunks: list[int] | None = None) -> dict[str, Any]:
     """Describes an array for `digests.json`.
 
-    Returns `{"shape", "dtype", "sha256"}`, where the digest covers the elements in C order; for a streamed array it
+    Returns `{"shape", "dtype", "sha256"}`, where the digest covers the elements in C order. For a streamed array, it
     covers the digests of the chunks, and "chunks" is added.
     """
     if chunks is None:
@@ -225,8 +273,7 @@ def _sha256(array: np.ndarray) -> bytes:
 
 
 def chunk_grid(shape, chunks) -> Iterator[Index]:
-    """Lists the chunks of an array in C order."""
-    # Chunks in C order: the digest of an array depends on it.
+    """Yields the chunks of an array in C order, on which the array's digest depends."""
     axes = [range(0, size, step) for size, step in zip(shape, chunks, strict=True)]
     for begins in itertools.product(*axes):
         yield tuple(
@@ -235,28 +282,19 @@ def chunk_grid(shape, chunks) -> Iterator[Index]:
 
 
 def array_spec(folder: pathlib.Path, name: str) -> dict[str, Any]:
-    """Builds the TensorStore spec of an array in Orbax's layout.
-
-    Returns the spec: a zarr array in the folder `a.b` for the name `a/b`.
-    """
+    """Builds the TensorStore spec of an array in Orbax's layout: the zarr array `a/b` is in the folder `a.b`."""
     return {"driver": "zarr", "kvstore": {"driver": "file", "path": str(folder / name.replace("/", "."))}}
 
 
 def single_thread_context():
-    """Makes a TensorStore context with one copy thread and one file thread, since each thread keeps its own memory."""
+    """Makes a TensorStore context with one thread for copies and one for files, since each thread holds memory."""
     import tensorstore
 
     return tensorstore.Context({"data_copy_concurrency": {"limit": 1}, "file_io_concurrency": {"limit": 1}})
 
 
-def _make_checkpointer():
-    """Makes an Orbax checkpointer and its handler for this process only: other processes of a run do not wait."""
-    import orbax.checkpoint as ocp
-
-    index = jax.process_index()
-    alone = ocp.options.MultiprocessingOptions(
-        primary_host=index, active_processes={index}, barrier_sync_key_prefix=f"process_{index}"
-    )
-    # OCDBT would mix the bytes of several arrays in shared files, and a digest could no longer identify the array.
-    handler = ocp.PyTreeCheckpointHandler(use_ocdbt=False, multiprocessing_options=alone)
-    return ocp.Checkpointer(handler, multiprocessing_options=alone), handler
+def _is_jax_dtype(dtype) -> bool:
+    """Returns whether JAX supports the dtype; it supports float64 only under jax_enable_x64."""
+    # `canonicalize_dtype` returns the dtype that JAX would use instead.
+    is_number = jnp.issubdtype(dtype, np.number) or dtype == np.bool_
+    return is_number and jax.dtypes.canonicalize_dtype(dtype) == dtype

@@ -14,7 +14,7 @@ from jax.sharding import Mesh
 from mtpjax import distributed
 from mtpjax.atomic import atomic_folder
 from mtpjax.errors import CheckpointError
-from mtpjax.io.array_files import write_arrays
+from mtpjax.io.array_files import flatten_arrays, write_arrays
 from mtpjax.io.checkpoint_format import (
     ARRAYS_FOLDER,
     CONFIG_FILE,
@@ -28,7 +28,6 @@ from mtpjax.io.checkpoint_format import (
 )
 from mtpjax.io.checkpoint_reader import model_config, restore
 from mtpjax.io.huggingface_files import HUGGINGFACE_FOLDER, count_token_ids, read_kept_config
-from mtpjax.io.param_tree import flatten_arrays, split_scaled
 from mtpjax.models.config import Implementation, ModelConfig
 from mtpjax.models.model import MTPModel
 from mtpjax.models.params import is_of_modules
@@ -49,29 +48,27 @@ def save(
 ) -> None:
     """Writes a checkpoint folder, and replaces an older one only once the new one is complete.
 
-    An exception leaves `path` unchanged. All processes of a run must call it. Each writes its devices' shards of arrays
-    that a mesh splits, and the first one writes everything else.
+    An exception leaves `path` unchanged. All processes of a run must call this function. Each writes its devices'
+    shards of sharded arrays, and the main process writes everything else.
 
     Args:
-        config_dict: the configuration, anything that JSON can hold. It is restored as JSON returns it: tuples become
-            lists, and keys become strings.
-        params: nested dicts of jax or numpy arrays, `BlockScaled` or `StreamedArray`, of any dtype that JAX holds. Keys
-            are strings without "/" and ".".
+        config_dict: the configuration as JSON values. Restoring it gives lists instead of tuples, and string keys.
+        params: nested dicts of jax or numpy arrays, `BlockScaled` or `StreamedArray`, of any dtype that JAX supports.
+            Keys are strings without "/" and ".".
         write_extra_files: called with the unfinished folder, to add files to it.
 
     Raises:
         FileExistsError: `path` is neither a checkpoint nor an empty folder, so it is not replaced.
     """
     path = pathlib.Path(path).resolve()
-    # Check everything that can be checked before the first byte is written.
-    params, scaled = split_scaled(params)
+    # Check as much as possible before the first byte is written.
+    arrays, scaled = flatten_arrays(params)
     config = {"format": FORMAT, "version": VERSION, "config": config_dict, "metadata": metadata or {}}
     config_bytes = json_bytes(config | ({"block_scaled": scaled} if scaled else {}))
-    arrays = flatten_arrays(params)
-    # The folder gets its name once it is complete, so readers never see a partial checkpoint. If the first process
-    # cannot rename it at the end, all processes raise.
+    # The folder is renamed to `path` once it is complete, so readers never see a partial checkpoint. If the main
+    # process cannot rename it, all processes raise an error.
     with (
-        distributed.raise_together(OSError(f"the first process could not write {path}")),
+        distributed.raise_together(OSError(f"the main process could not write {path}")),
         distributed.in_main_process(_unfinished_folder, path) as name,
     ):
         unfinished = pathlib.Path(name)
@@ -83,7 +80,7 @@ def save(
             write_extra_files(unfinished)
         # Hash what is on disk. Hashing releases the interpreter lock, so threads hash several files at once.
         found = {str(file.relative_to(unfinished)) for file in unfinished.rglob("*") if file.is_file()}
-        files = sorted(found | known.keys())  # a network file system may list files of other processes later
+        files = sorted(found | known.keys())  # a network file system may list other processes' files later
         with ThreadPoolExecutor() as pool:
             digests = pool.map(lambda file: known.get(file) or file_digest(unfinished / file, unfinished), files)
             sums = dict(zip(files, digests, strict=True))
@@ -93,7 +90,7 @@ def save(
 
 @contextlib.contextmanager
 def _unfinished_folder(path: pathlib.Path) -> Iterator[str]:
-    """Yields the name of the folder to write into (`atomic_folder`), as text that other processes can receive."""
+    """Yields the name of the unfinished folder (`atomic_folder`) as text, which can be sent to other processes."""
     with atomic_folder(path, is_checkpoint) as folder:
         yield str(folder)
 
@@ -116,16 +113,16 @@ def save_model(
         params: its parameters, with unrolled layers.
         metadata: further JSON values.
         tokenizer: saved into the checkpoint, so that `load_tokenizer` finds it there.
-        init_from: the checkpoint that training started from. Its Hugging Face `config.json` is kept, so that exporting
-            the new weights keeps its family.
-        model_type: the family that `init_from` was read as, if it differs from its own; written to the kept file.
+        init_from: the checkpoint that training started from. Its Hugging Face `config.json` is kept, so that an export
+            of the new weights has the same family.
+        model_type: the family that `init_from` was loaded as, if it was overridden; written to the kept file.
 
     Raises:
         ValueError, FileExistsError: as for `save`.
     """
 
     def write_small_files(folder: pathlib.Path) -> None:
-        # Where a converted checkpoint keeps the original's files, so loading and exporting look in one place.
+        # The same folder as in a converted checkpoint, so that loading and exporting look in one place.
         kept = folder / HUGGINGFACE_FOLDER
         content = None if init_from is None else read_kept_config(init_from)
         if content is not None and model_type is not None:
@@ -152,8 +149,8 @@ def load(
 ) -> tuple[MTPModel, dict]:
     """Loads a model from an mtpjax checkpoint, a run folder, a Hugging Face directory, or a GGUF file.
 
-    If the checkpoint has a tokenizer with fewer tokens than the vocabulary has rows, `model.config.num_tokens` is set,
-    and decoding never samples the padding rows.
+    If the tokenizer has fewer tokens than the embedding has rows, `model.config.num_tokens` is set, and decoding never
+    samples the padding rows.
 
     Args:
         path: an mtpjax checkpoint, a run folder of `mtpjax train`, a Hugging Face directory with safetensors files
@@ -162,20 +159,20 @@ def load(
         dtype: dtype to cast the parameters to. `None` keeps the dtypes of the files; block-quantized fp8 weights stay
             fp8 with their scales (`BlockScaled`).
         mesh: shards the parameters over this mesh; all processes of a run must load together. Each reads only the
-            shards of its devices. Exception: arrays of an mtpjax checkpoint that were saved without a mesh are read
-            whole, one at a time.
-        allow_copies: let devices hold copies of sizes that an axis of the mesh does not divide.
-        layout: the layout for decoding, or the one for training.
-        model_type: the family of a Hugging Face directory, instead of the one that its `config.json` names.
-        implementation: what runs the model's kernels (`pallas_kernels.dispatch`).
+            shards of its devices, except for arrays of an mtpjax checkpoint that were saved without a mesh: these are
+            read whole, one at a time.
+        allow_copies: replicate dimensions that an axis of the mesh does not divide.
+        layout: the sharding for decoding or for training.
+        model_type: the family of a Hugging Face directory, instead of that of its `config.json`.
+        implementation: the implementation of the model's kernels (`pallas_kernels.dispatch`).
 
     Returns:
         `(model, params)`: the model, and its parameters as nested dicts of jax arrays.
 
     Raises:
-        CheckpointError: the checkpoint is missing, damaged, or of an unsupported architecture. Its subclasses
-            `CheckpointFileError` and `ConfigError` say so for Hugging Face directories.
-        ValueError: the mesh does not divide the model, or `dtype` is not a floating-point type.
+        CheckpointError: the checkpoint is missing, damaged, or of an unsupported architecture; for Hugging Face
+            directories its subclasses `CheckpointFileError` and `ConfigError`.
+        ValueError: the model cannot be sharded over the mesh, or `dtype` is not a floating-point type.
 
     Example:
         >>> import tempfile
@@ -191,10 +188,10 @@ def load(
         (32, 16)
     """
     if dtype is not None and not jnp.issubdtype(dtype, jnp.floating):
-        raise ValueError(f"dtype must be a floating-point type, got {jnp.dtype(dtype).name}: weights are not integers")
+        raise ValueError(f"dtype must be a floating-point type, got {jnp.dtype(dtype).name}")
     path = find_checkpoint(path)
     onto: dict[str, Any] = {"mesh": mesh, "allow_copies": allow_copies, "layout": layout}
-    # A Hugging Face directory or GGUF file: `conversion` reads it in place, without an mtpjax copy on disk.
+    # A Hugging Face directory or GGUF file is read directly, without an mtpjax copy on disk.
     if is_gguf(path) or (not is_checkpoint(path) and (path / CONFIG_FILE).is_file()):
         from conversion.load import load as load_hugging_face
 
@@ -210,23 +207,18 @@ def load(
 
 
 def _checked_config(values: Any, params: dict, path) -> ModelConfig:
-    """Returns the configuration; raises `CheckpointError` if it does not fit the arrays."""
+    """Returns the configuration. Raises `CheckpointError` if it does not fit the arrays."""
     config = model_config(values, path)
-    # The numbers that determine how much is built. Flax compares every other shape while it traces.
+    # Check the numbers that determine how much is built. Flax checks all other shapes when it traces.
     embedding = tuple(getattr(params.get("embedding"), "shape", ()))
-    found = {
-        "vocab_size, hidden_size": embedding,
-        "num_hidden_layers": len(params.get("trunk", ())),
-        "num_mtp_modules": sum(is_of_modules(name) and name.partition("_")[2].isdecimal() for name in params),
-    }
-    named = {
-        "vocab_size, hidden_size": (config.vocab_size, config.hidden_size),
-        "num_hidden_layers": config.num_hidden_layers,
-        "num_mtp_modules": config.num_mtp_modules,
-    }
-    for name, value in named.items():
-        if found[name] != value:
-            raise CheckpointError(f"{path / CONFIG_FILE} has {name} {value}, but the arrays have {found[name]}")
+    modules = sum(is_of_modules(name) and name.partition("_")[2].isdecimal() for name in params)
+    for name, value, found in (
+        ("vocab_size, hidden_size", (config.vocab_size, config.hidden_size), embedding),
+        ("num_hidden_layers", config.num_hidden_layers, len(params.get("trunk", ()))),
+        ("num_mtp_modules", config.num_mtp_modules, modules),
+    ):
+        if found != value:
+            raise CheckpointError(f"{path / CONFIG_FILE} has {name} {value}, but the arrays have {found}")
     return config
 
 

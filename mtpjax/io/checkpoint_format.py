@@ -1,12 +1,13 @@
-"""Layout of mtpjax's checkpoint folders. Imports no JAX: commands look at checkpoints before JAX starts.
+"""The layout of mtpjax's checkpoint folders. Imports no JAX: commands inspect checkpoints before JAX starts.
 
     config.json    format name and version, the model configuration, metadata
     digests.json   the sha256 of every other file; for each array its shape, dtype and the sha256 of its elements
     params/        the arrays, written by Orbax, one folder each
     huggingface*   the rest of the Hugging Face directory that the checkpoint was converted from (`huggingface_files`)
 
-Orbax restores flipped bits without an error, so every checkpoint carries digests. File digests are checked first, so
-that parsers never get damaged data. Array digests then prove that the arrays in memory are those that were saved.
+zarr arrays with flipped bits are read without an error, so every checkpoint has digests. File digests are checked
+first, so that parsers never read damaged data. Array digests then prove that the arrays in memory are those that were
+saved.
 """
 
 import hashlib
@@ -14,16 +15,16 @@ import json
 import pathlib
 from typing import Any
 
-from mtpjax.errors import CheckpointError, UnsafeFileError
+from mtpjax.errors import CheckpointError, UnsafeFileError, one_line
 from mtpjax.folder_kinds import reject_other_folder
 from mtpjax.hub import resolve
 from mtpjax.safe_open import allowed_root, open_inside, parse_json, read_inside
 
 FORMAT = "mtpjax-checkpoint"
 VERSION = 1
-GGUF_DIGEST_BYTES = 16 << 20  # of a GGUF file, read to identify it
+GGUF_DIGEST_BYTES = 16 << 20  # read of a GGUF file to identify it
 CONFIG_FILE, DIGESTS_FILE, ARRAYS_FOLDER = "config.json", "digests.json", "params"
-MAX_JSON_BYTES = 512 << 20  # of a file that is parsed as a whole; headers of the largest models have about 20 MB
+MAX_JSON_BYTES = 512 << 20  # maximum size of a JSON file; those of the largest models have about 20 MB
 
 
 def is_checkpoint(path) -> bool:
@@ -32,15 +33,15 @@ def is_checkpoint(path) -> bool:
 
 
 def find_checkpoint(path, *, is_model: bool = True) -> pathlib.Path:
-    """Finds the checkpoint that a user means by `path`.
+    """Resolves a path that a user gives for a checkpoint.
 
     Args:
-        path: a run folder of `mtpjax train`, a checkpoint, a Hugging Face directory, a GGUF file, or the name of a
-            repository on the Hugging Face Hub (`mtpjax.hub`), which is downloaded.
-        is_model: a folder that is not a model, such as an adapter, is an error that says what it is.
+        path: a run folder of `mtpjax train`, a checkpoint, a Hugging Face directory, a GGUF file, or a repository of
+            the Hugging Face Hub (`mtpjax.hub`), which is downloaded.
+        is_model: reject folders that are not models, such as adapters.
 
     Returns:
-        The `checkpoint/` folder inside a run folder, the downloaded snapshot of a repository, otherwise `path` itself.
+        The `checkpoint/` folder of a run folder, the downloaded snapshot of a repository, otherwise `path`.
     """
     path = checkpoint_of_run(resolve(path))
     if is_model and not is_checkpoint(path):
@@ -49,25 +50,23 @@ def find_checkpoint(path, *, is_model: bool = True) -> pathlib.Path:
 
 
 def checkpoint_of_run(path: pathlib.Path) -> pathlib.Path:
-    """Returns the `checkpoint/` folder inside a run folder of `mtpjax train`, and any other path unchanged."""
-    # A run folder also holds training states; decoding needs only the model.
+    """Returns the `checkpoint/` folder of a run folder of `mtpjax train`; other paths unchanged."""
     return path / "checkpoint" if is_checkpoint(path / "checkpoint") else path
 
 
 def checkpoint_bytes(path) -> int:
-    """Adds up the sizes of the files of the checkpoint that `find_checkpoint` finds."""
+    """Returns the total size of the files of a checkpoint."""
     found = find_checkpoint(path)
-    # `rglob` of a file yields nothing, so this holds for a GGUF file too.
+    # `rglob` of a GGUF file yields nothing.
     return sum(file.stat().st_size for file in (found, *found.rglob("*")) if file.is_file())
 
 
 def checkpoint_digest(path: pathlib.Path) -> str:
     """Identifies a checkpoint without reading its weights.
 
-    Returns a hexadecimal sha256: over the digests of an mtpjax checkpoint, or over the configuration, the index and the
-    file sizes of a Hugging Face directory.
+    Returns a hexadecimal sha256 of the digests of an mtpjax checkpoint, or of the configuration, the index and the file
+    sizes of a Hugging Face directory.
     """
-    # Digests of an mtpjax checkpoint cover its weights. A Hugging Face directory has file sizes instead.
     described = [path / name for name in (DIGESTS_FILE, CONFIG_FILE, "model.safetensors.index.json")]
     whole = hashlib.sha256(b"".join(file.read_bytes() for file in described if file.is_file()))
     # A GGUF file starts with its metadata: hash that, and the size.
@@ -81,15 +80,12 @@ def checkpoint_digest(path: pathlib.Path) -> str:
 
 
 def read_config(path: pathlib.Path) -> dict[str, Any] | None:
-    """Reads `config.json` of a checkpoint folder.
-
-    Returns the content, or `None` if the file is missing, unreadable or of another format.
-    """
+    """Returns `config.json` of a checkpoint folder; None if it is missing, unreadable or of a different format."""
     try:
         config = parse_json(read_inside(path, CONFIG_FILE, max_bytes=MAX_JSON_BYTES) or b"null")
-    except (OSError, UnsafeFileError, ValueError, RecursionError):  # ValueError: the file is not JSON, or not UTF-8
+    except (OSError, ValueError):  # ValueError: the file is unsafe, not JSON, or not UTF-8
         return None
-    # Hugging Face directories have a `config.json` too; only this format names itself.
+    # Hugging Face directories have a `config.json` too, without a format.
     return config if isinstance(config, dict) and config.get("format") == FORMAT else None
 
 
@@ -101,11 +97,11 @@ def read_digests(path: pathlib.Path) -> tuple[dict[str, str], dict[str, dict[str
     """
     file = path / DIGESTS_FILE
     try:
-        # The file may be damaged in any way: check the structure before anything uses it.
+        # The file may be damaged: check its structure before it is used.
         digests = parse_json(read_kept(path, DIGESTS_FILE))
         files, arrays = dict(digests["files"]), dict(digests["arrays"])
         is_complete = CONFIG_FILE in files and all(_is_record(record) for record in arrays.values())
-    except (OSError, UnsafeFileError, ValueError, KeyError, TypeError, RecursionError) as error:
+    except (OSError, ValueError, KeyError, TypeError) as error:
         raise CheckpointError(f"{file} is missing or damaged: {one_line(error)}") from error
     # Without the digest of `config.json` a changed configuration would go unnoticed.
     if not is_complete:
@@ -121,11 +117,7 @@ def _is_record(record: Any) -> bool:
 
 
 def read_kept(path: pathlib.Path, name: str) -> bytes:
-    """Reads a small file of a checkpoint folder safely.
-
-    Args:
-        name: the file's name, relative to it.
-    """
+    """Reads a small file of a checkpoint folder safely. `name` is relative to the folder."""
     content = read_inside(path, name, max_bytes=MAX_JSON_BYTES)
     if content is None:
         raise UnsafeFileError(f"{path / name} is missing")
@@ -136,10 +128,10 @@ def file_digest(file: pathlib.Path, root: pathlib.Path) -> str | None:
     """Computes the sha256 of a file.
 
     Args:
-        root: the checkpoint folder, which the file must lie in.
+        root: the checkpoint folder, which must contain the file.
 
     Returns:
-        The hexadecimal digest, or `None` if the file cannot be read, is not a regular file, or leads out of `root`.
+        The hexadecimal digest; None if the file cannot be read, is not a regular file, or is a link out of `root`.
     """
     try:
         with open(open_inside(file, allowed_root(root)), "rb") as stream:
@@ -150,10 +142,5 @@ def file_digest(file: pathlib.Path, root: pathlib.Path) -> str | None:
 
 def json_bytes(value: Any) -> bytes:
     """Encodes a value as JSON."""
-    # NaN is not JSON: other parsers reject files that contain it.
+    # NaN is not valid JSON: other parsers reject it.
     return (json.dumps(value, indent=1, allow_nan=False) + "\n").encode()
-
-
-def one_line(error: Exception) -> str:
-    """Shortens an exception of another library to one line."""
-    return f"{type(error).__name__}: {str(error).strip().partition(chr(10))[0][:300]}"

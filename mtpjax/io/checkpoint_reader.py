@@ -15,19 +15,18 @@ import numpy as np
 from jax.sharding import Mesh
 
 from mtpjax import distributed
-from mtpjax.errors import CheckpointError
-from mtpjax.io.array_files import Index, array_record, array_spec, check_record, read_arrays, single_thread_context
+from mtpjax.errors import CheckpointError, one_line
+from mtpjax.io.array_files import Index, array_record, array_spec, check_record, nest, single_thread_context
 from mtpjax.io.checkpoint_format import (
     ARRAYS_FOLDER,
     CONFIG_FILE,
+    DIGESTS_FILE,
     FORMAT,
     VERSION,
     file_digest,
-    one_line,
     read_config,
     read_digests,
 )
-from mtpjax.io.param_tree import join_scaled, unflatten
 from mtpjax.models.config import ModelConfig
 from mtpjax.models.decoding_layout import choose_layout
 from mtpjax.models.sharding import read_parts
@@ -44,13 +43,13 @@ def restore(
     """Reads a whole checkpoint and verifies every digest.
 
     Args:
-        mesh: shards the parameters of a model over this mesh, one array at a time. All processes of the run must read
-            it together, and each verifies its share of the files. None: the default device.
-        layout: the layout for decoding, or the one for training.
+        mesh: shards the parameters of a model over this mesh, one array at a time. All processes of the run must call
+            this together, and each verifies a part of the files. None: the default device.
+        layout: the sharding for decoding or for training.
 
     Returns:
-        `(config_dict, params, metadata)`. The params are nested dicts of jax arrays, with the shapes, dtypes and bits
-        that were saved, regardless of the saving process's devices.
+        `(config_dict, params, metadata)`. The params are nested dicts of jax arrays with the saved shapes, dtypes and
+        bits, regardless of the devices that saved them.
     """
     # The reader checks the digests of files before an array is opened.
     if mesh is not None:
@@ -58,18 +57,13 @@ def restore(
             reader = CheckpointReader(path, verify=own_share())
             sharding_of = choose_layout(reader.model_config(), mesh, layout, allow_copies=allow_copies)
             placed = {name: reader.place(name, functools.partial(sharding_of, name)) for name in reader.records}
-        return reader.config, join_scaled(unflatten(placed), reader.scaled), reader.metadata
-    reader = CheckpointReader(path)
-    folder = reader.path / ARRAYS_FOLDER
-    arrays = read_arrays(folder, reader.records)
-    # The arrays in memory must be the ones that were in memory when they were saved.
-    with ThreadPoolExecutor() as pool:
-        chunks = [reader.records[name].get("chunks") for name in arrays]
-        for name, found in zip(arrays, pool.map(array_record, arrays.values(), chunks), strict=True):
-            check_record(folder, name, found, reader.records[name])
+    else:
+        reader = CheckpointReader(path, is_threaded=True)
+        with ThreadPoolExecutor() as pool:
+            arrays = pool.map(reader.read_checked, reader.records)
+            placed = {name: jnp.asarray(array) for name, array in zip(reader.records, arrays, strict=True)}
     # Nest the arrays by name, and put values and scales of quantized parameters together again.
-    params = unflatten({name: jnp.asarray(array) for name, array in arrays.items()})
-    return reader.config, join_scaled(params, reader.scaled), reader.metadata
+    return reader.config, nest(placed, reader.scaled), reader.metadata
 
 
 class CheckpointReader:
@@ -84,12 +78,13 @@ class CheckpointReader:
         scaled: `[axis, block]` of quantized parameters by flat name.
     """
 
-    def __init__(self, path, *, verify: bool | slice = True):
+    def __init__(self, path, *, verify: bool | slice = True, is_threaded: bool = False):
         """Opens a checkpoint and checks the digests of its files.
 
         Args:
-            verify: check the digest of every file, or only of these, if others check the rest (`own_share`). False
-                reads only descriptions, for `mtpjax inspect`.
+            verify: check the digests of all files, or of a slice if other processes check the rest (`own_share`).
+                False reads only metadata, as in `mtpjax inspect`.
+            is_threaded: use several threads. Each holds memory, so conversion uses one.
         """
         self.path = pathlib.Path(path).resolve()
         config = read_config(self.path)
@@ -97,26 +92,25 @@ class CheckpointReader:
             raise CheckpointError(
                 f"no mtpjax checkpoint at {self.path}: looked for a config.json with format {FORMAT!r}"
             )
-        # Formats of other versions are rejected, not guessed at.
         if config.get("version") != VERSION:
             raise CheckpointError(
                 f"{self.path / CONFIG_FILE} has version {config.get('version')!r}, not {VERSION}: it was written by "
-                "another version of mtpjax"
+                "a different version of mtpjax"
             )
         self.files, self.records = read_digests(self.path)
         if verify:
             self._verify_files(verify if isinstance(verify, slice) else slice(None))
-        # Valid digests do not prove that `save` wrote the content.
+        # Valid digests do not prove that the content has the right structure.
         if "config" not in config:
             raise CheckpointError(f"{self.path / CONFIG_FILE} is damaged: it has no 'config'")
         self.config: Any = config["config"]
-        self.metadata: dict[str, Any] = config.get("metadata", [])  # anything but an object is an error
+        self.metadata: dict[str, Any] = config.get("metadata", [])  # a missing one is an error, as it is not an object
         self.scaled: dict[str, Any] = config.get("block_scaled", {})
         for name, value in (("metadata", self.metadata), ("block_scaled", self.scaled)):
             if not isinstance(value, dict):
                 raise CheckpointError(f"{self.path / CONFIG_FILE} is damaged: {name!r} is not an object")
-        # Arrays are opened when they are first read, since a converter reads them one at a time.
-        self._open, self._context = {}, None
+        # Arrays are opened when they are first read.
+        self._open, self._context, self._is_threaded = {}, None, is_threaded
 
     def model_config(self) -> ModelConfig:
         """Reads the configuration as a `ModelConfig`."""
@@ -140,11 +134,11 @@ class CheckpointReader:
 
     def place(self, name: str, sharding_of: Callable[[tuple[int, ...]], jax.sharding.Sharding]) -> jax.Array:
         """Reads the shards of an array that this process's devices hold."""
-        # An unchunked array is one file, which is read whole: its digest covers all elements.
+        # An unchunked array is one file, which must be read whole: its digest covers all elements.
         if "chunks" not in self.records[name]:
             array = self.read_checked(name)
             return read_parts(array.shape, sharding_of(array.shape), lambda cut: array[_slices(cut)])
-        # Read only the chunks of these shards of a chunked array; each chunk's file has a digest.
+        # Of a chunked array, read only the chunks of these shards; each chunk's file has a digest.
         with self._reading(name):
             store = self._store(name)
         shape = tuple(store.shape)
@@ -158,18 +152,19 @@ class CheckpointReader:
         return read_parts(shape, sharding_of(shape), read)
 
     def _store(self, name: str) -> Any:
-        """Opens an array with TensorStore. Opening reads its description, so each is opened once."""
+        """Opens an array with TensorStore, once."""
         import tensorstore
 
         if name not in self._open:
-            self._context = self._context or single_thread_context()
+            if self._context is None and not self._is_threaded:
+                self._context = single_thread_context()
             spec = array_spec(self.path / ARRAYS_FOLDER, name)
             self._open[name] = tensorstore.open(spec, read=True, context=self._context).result()
         return self._open[name]
 
     @contextlib.contextmanager
     def _reading(self, name: str) -> Iterator[None]:
-        """Converts TensorStore's errors, of any kind, to `CheckpointError`."""
+        """Converts any error of TensorStore to `CheckpointError`."""
         try:
             yield
         except Exception as error:
@@ -177,7 +172,7 @@ class CheckpointReader:
             raise CheckpointError(f"array {name!r} in {folder} cannot be read: {one_line(error)}") from error
 
     def _check_place(self, entry: pathlib.Path) -> None:
-        """Raises `CheckpointError` unless a file is a regular one inside the checkpoint."""
+        """Raises `CheckpointError` unless this is a regular file inside the checkpoint."""
         # Files of a repository of the Hugging Face Hub are links into its cache.
         real, root = entry.resolve(), allowed_root(self.path)
         if not real.is_relative_to(root) or not stat.S_ISREG(os.stat(entry).st_mode if real.exists() else 0):
@@ -185,7 +180,7 @@ class CheckpointReader:
 
     def _verify_files(self, which: slice) -> None:
         """Compares files with their digests, several at once."""
-        # A link or device that no digest covers could still be opened as a part of an array.
+        # A link or device without a digest could still be opened as a part of an array.
         for entry in self.path.rglob("*"):
             if not entry.is_dir() or entry.is_symlink():
                 self._check_place(entry)
@@ -196,10 +191,16 @@ class CheckpointReader:
                 if digest != self.files[file]:
                     problem = "is missing or unreadable" if digest is None else "differs from what was saved"
                     raise CheckpointError(f"{self.path / file}{_array_suffix(file, self.records)} {problem}")
+        # An array without a record would go unnoticed, and a record without an array belongs to a different checkpoint.
+        metadata = [file.split("/") for file in self.files if file.endswith("/.zarray")]
+        stored = {parts[1].replace(".", "/") for parts in metadata if parts[0] == ARRAYS_FOLDER}
+        for name in sorted(self.records.keys() ^ stored):
+            absent = ARRAYS_FOLDER if name in self.records else DIGESTS_FILE
+            raise CheckpointError(f"array {name!r} is missing from {self.path / absent}")
 
 
 def own_share() -> slice:
-    """Returns which files of a checkpoint this process verifies, if all processes of the run read it together."""
+    """Returns the files that this process verifies if all processes of the run read a checkpoint together."""
     return slice(jax.process_index(), None, jax.process_count())
 
 
@@ -208,7 +209,7 @@ def model_config(values: Any, path) -> ModelConfig:
     try:
         return ModelConfig.from_dict(values)
     except (TypeError, ValueError) as error:
-        raise CheckpointError(f"{path} holds no model configuration: {error}") from error
+        raise CheckpointError(f"{path} has no valid model configuration: {error}") from error
 
 
 def _slices(cut: tuple[tuple[int, int], ...]) -> Index:

@@ -1,4 +1,4 @@
-"""Converts whole checkpoints between Hugging Face's layout and mtpjax's, with only a few blocks in memory at once.
+"""Converts checkpoints between Hugging Face's format and mtpjax's, with only a few blocks in memory at once.
 
 Converting a Hugging Face directory and back gives the same bytes in every file: the mtpjax checkpoint keeps the small
 files, the headers of the safetensors files, and the tensors that are not parameters.
@@ -8,11 +8,13 @@ import contextlib
 import functools
 import json
 import pathlib
+import tempfile
 from collections.abc import Callable, Iterator
 from typing import Any
 
 import numpy as np
 
+from conversion import export_mtp as hugging_face_export
 from conversion.export import TensorAssembler
 from conversion.families import Layout
 from conversion.files import CheckpointFiles
@@ -21,8 +23,9 @@ from conversion.hf_config import parse_config
 from conversion.hf_config_write import edit_config
 from conversion.load_plan import make_plan
 from conversion.names import param_specs, stored_layout, tied_copies
-from conversion.read_params import E4M3, ReadPart, ScaleMap
-from conversion.safetensors_header import TensorInfo, parse_header
+from conversion.quantized_formats import SCALE_ENDS
+from conversion.read_params import ReadPart, ScaleMap
+from conversion.safetensors_header import E4M3, TensorInfo, parse_header
 from conversion.shards import (
     Shard,
     TensorEntry,
@@ -38,19 +41,17 @@ from conversion.weight_files import INDEX
 from mtpjax.atomic import atomic_folder
 from mtpjax.errors import CheckpointFileError, ConfigError
 from mtpjax.io import checkpoint
-from mtpjax.io.array_files import StreamedArray
-from mtpjax.io.checkpoint_format import find_checkpoint
+from mtpjax.io.array_files import StreamedArray, nest
+from mtpjax.io.checkpoint_format import find_checkpoint, is_checkpoint
 from mtpjax.io.checkpoint_reader import CheckpointReader
 from mtpjax.io.huggingface_files import HEADERS_FILE, HUGGINGFACE_FOLDER, OTHER_TENSORS_FILE, SELF_CHECK_FILE
 from mtpjax.io.new_directory import (
-    OriginalDirectory,
     copy_kept_files,
     describe_directory,
     module_layout,
     read_original,
     write_generation_config,
 )
-from mtpjax.io.param_tree import unflatten
 
 Progress = Callable[[int], Any]
 
@@ -65,13 +66,13 @@ def to_mtpjax(
     strict: bool = False,
     progress: Progress | None = None,
 ) -> None:
-    """Converts a Hugging Face directory to an mtpjax checkpoint, which keeps everything else in the directory too.
+    """Converts a Hugging Face directory to an mtpjax checkpoint, which also keeps the directory's other content.
 
     Args:
         source: the Hugging Face directory.
         target: the checkpoint folder to write. It appears only when it is complete; an older checkpoint is replaced.
-        dtype: dtype to cast the parameters to. `None` keeps those of the files; block-quantized fp8 stays fp8.
-        model_type: the family to use instead of the one that `config.json` names.
+        dtype: dtype to cast the parameters to. None keeps those of the files; block-quantized fp8 stays fp8.
+        model_type: the family to use instead of that of `config.json`.
         allow_extra: keep unknown tensors outside the language model, instead of raising an error.
         strict: raise an error for infinite or NaN weights instead of a warning.
         progress: called with the number of bytes of each chunk that is converted.
@@ -82,7 +83,7 @@ def to_mtpjax(
         FileExistsError: `target` is neither empty nor a checkpoint.
     """
     with open_checkpoint(source, strict=strict) as files:
-        # Only headers are read here. Weights are read while the checkpoint is saved, a chunk at a time.
+        # This reads only headers. Weights are read chunk by chunk while the checkpoint is saved.
         plan = make_plan(files, dtype=dtype, model_type=model_type, allow_extra=allow_extra)
 
         def stream(path: str, spec: ParamSpec, dtype: np.dtype, read: ReadPart) -> StreamedArray:
@@ -94,10 +95,10 @@ def to_mtpjax(
 
             return StreamedArray(spec.shape, dtype, spec.chunks(dtype.itemsize), part)
 
-        params = unflatten({path: plan.make_param(files, path, stream) for path in plan.specs})
+        params = nest({path: plan.make_param(files, path, stream) for path in plan.specs})
 
         def write_rest(folder: pathlib.Path) -> None:
-            # Keep everything needed to export the same bytes: small files, headers, and tensors of other parts.
+            # Keep what is needed to export the same bytes: small files, headers, and other tensors.
             (folder / HUGGINGFACE_FOLDER).mkdir()
             copy_files(folder / HUGGINGFACE_FOLDER, files.bytes_of, files.other_files())
             headers = {file: header[8:].decode() for file, header in files.headers.items()}
@@ -118,14 +119,14 @@ def to_hugging_face(
     """Converts an mtpjax checkpoint to a Hugging Face directory.
 
     A checkpoint that was converted from such a directory gets its files, names and order back, and the same bytes
-    unless `dtype` casts the weights. Another model is written as the first family that can describe it.
+    unless `dtype` casts the weights. Other models are written as the first family that can describe them.
 
     Args:
         source: the checkpoint, or a run folder that holds one.
         target: the folder to write, which must be empty or missing. It appears only when it is complete.
         dtype: dtype to cast the weights to. `None` keeps those of the checkpoint.
         model_type: the family to write, for a model that was not converted from a Hugging Face directory. None: the
-            family of the checkpoint that training began from, else the first that can describe the model.
+            family of the checkpoint that training started from, or the first that can describe the model.
         progress: called with the number of bytes of each block that is written.
 
     Raises:
@@ -133,20 +134,18 @@ def to_hugging_face(
         ConfigError: no supported family can describe the model, or `model_type` is not that of the original.
         FileExistsError: `target` is not empty.
     """
-    # Read the description of the checkpoint, and of the directory that it was converted from.
+    # Read the metadata of the checkpoint, and of the directory that it was converted from.
     reader = CheckpointReader(find_checkpoint(source))
-    config = reader.model_config()
-    converted = read_original(reader)
+    config, converted = reader.model_config(), read_original(reader)
     if converted is not None and model_type not in (None, converted.model_type):
         raise ConfigError(
-            f"{reader.path} was converted from model_type {converted.model_type} and is written back as that, not as "
-            f"{model_type!r}"
+            f"{reader.path} was converted from model_type {converted.model_type}, not from {model_type!r}"
         )
     original = converted or describe_directory(reader, config, model_type)
     # Name the tensors as the original did: its layout, experts stacked or separate, copies of embedding and head.
     parsed = {file: parse_header(header, file, source) for file, header in original.headers.items()}
     before = {tensor.name: tensor for found, _ in parsed.values() for tensor in found}
-    # New files have the family's own names, and stack experts where transformers expects it.
+    # New files have the family's names, and stack experts where transformers expects it.
     if converted is not None:
         layout, has = stored_layout(original.layout, config, before.__contains__), before.__contains__
     else:
@@ -155,22 +154,25 @@ def to_hugging_face(
     tied = {copy: name for copy, name in tied_copies(config, layout) if copy in before}
     entries = _tensor_entries(reader, specs, dtype, before if original.keeps_dtypes else {})
     entries |= {copy: entries[name]._replace(name=copy) for copy, name in tied.items()}
-    scales = _original_scales(original, before, entries)
+    scale_names = {name: f"{name}{end}" for name in entries for end in SCALE_ENDS if f"{name}{end}" in before}
+    scales = ScaleMap(scale_names, parse_config(original.content, original.model_type).block or (0, 0))
     # Tensors that are cast from fp8 lose their scales.
     dropped = {scale for name, scale in scales.names.items() if entries[name].dtype != E4M3}
-    # Repeat the original files, or make new ones.
-    shards = [
-        _rebuild_shard(file, original.headers[file], found, metadata, entries, dropped)
-        for file, (found, metadata) in parsed.items()
-    ]
-    if converted is None:
-        shards = split_into_shards(entries.values())
+    # Repeat the original files, with their headers unless a tensor has changed, or make new ones. Tensors that are not
+    # parameters have no entry and do not change.
+    shards = [] if converted else split_into_shards(entries.values())
+    for file, (found, metadata) in parsed.items():
+        wanted = tuple(entries.get(tensor.name, entry_of(tensor)) for tensor in found if tensor.name not in dropped)
+        is_same = wanted == tuple(map(entry_of, found))
+        shards.append(Shard(file, original.headers[file], wanted) if is_same else make_shard(file, wanted, metadata))
     assembler = TensorAssembler(specs, reader.read, scaled=reader.scaled, scales=scales, tied=tied)
     with atomic_folder(pathlib.Path(target).resolve()) as folder:
-        with _other_tensors(reader) as other:
+        # Tensors of the original that are not parameters were kept in a separate file.
+        has_others = OTHER_TENSORS_FILE in reader.files
+        kept = CheckpointFiles(reader.path, only=OTHER_TENSORS_FILE) if has_others else contextlib.nullcontext()
+        with kept as other:
 
             def blocks(entry: TensorEntry) -> Iterator[np.ndarray]:
-                # Tensors that are not parameters were kept in a separate file.
                 if other is not None and entry.name in other.tensors:
                     return other.blocks(entry.name)
                 return assembler.blocks(entry)
@@ -188,48 +190,38 @@ def to_hugging_face(
             write_index(folder, shards)
             if converted is None:
                 write_generation_config(folder, content)
-        # Include training's acceptance record, so that `check_acceptance` works on the export.
+        # Include the acceptance that training measured, for `check_acceptance` on the export.
         if (record := reader.metadata.get("self_check")) is not None:
             (folder / SELF_CHECK_FILE).write_text(json.dumps(record) + "\n")
 
 
+def export_mtp(source, target, *, model_type: str | None = None, progress: Progress | None = None) -> int:
+    """Writes the MTP modules of a checkpoint as a separate checkpoint.
+
+    An mtpjax checkpoint is first written as a temporary Hugging Face directory next to the target, which needs as much
+    disk space as the whole model.
+
+    Args:
+        source: a full Hugging Face checkpoint, an mtpjax checkpoint, or a run folder that holds one.
+        target: the folder to write. It appears only when it is complete; an older export is replaced.
+        model_type: the family to use instead of that of the checkpoint.
+
+    Raises:
+        FileExistsError: `target` is neither empty nor an export.
+    """
+    path, target = find_checkpoint(source), pathlib.Path(target).resolve()
+    if not is_checkpoint(path):
+        return hugging_face_export.export_mtp(source, target, model_type=model_type, progress=progress)
+    # Name the tensors as the family does, then extract the modules.
+    target.parent.mkdir(parents=True, exist_ok=True)
+    with tempfile.TemporaryDirectory(dir=target.parent, prefix=".tmp-") as folder:
+        to_hugging_face(path, pathlib.Path(folder) / "full", model_type=model_type, progress=progress)
+        return hugging_face_export.export_mtp(pathlib.Path(folder) / "full", target, progress=progress)
+
+
 def _is_stacked(layout: Layout, name: str) -> bool:
-    """Returns whether new files hold this tensor of stacked experts, as Qwen3.5's trunk does."""
+    """Returns whether new files have this tensor of stacked experts, as in Qwen3.5's trunk."""
     return layout.fused_experts and name.startswith(f"{layout.trunk}layers.") and name.endswith("experts.gate_up_proj")
-
-
-def _original_scales(
-    original: OriginalDirectory, before: dict[str, TensorInfo], entries: dict[str, TensorEntry]
-) -> ScaleMap:
-    """Finds the scale tensors that the original had, and its block size."""
-    names = {name: f"{name}{end}" for name in entries for end in ("_scale_inv", "_scale") if f"{name}{end}" in before}
-    return ScaleMap(names, parse_config(original.content, original.model_type).block)
-
-
-def _rebuild_shard(
-    file: str,
-    header: bytes,
-    found: list[TensorInfo],
-    metadata: dict[str, str] | None,
-    entries: dict[str, TensorEntry],
-    dropped: set[str],
-) -> Shard:
-    """Rebuilds a file, with the same header if its tensors have not changed, otherwise with a new one."""
-    # Tensors of other parts have no entry and stay as they were.
-    wanted = [entries.get(tensor.name, entry_of(tensor)) for tensor in found if tensor.name not in dropped]
-    if wanted == [entry_of(tensor) for tensor in found]:
-        return Shard(file, header, tuple(wanted))
-    return make_shard(file, wanted, metadata)
-
-
-@contextlib.contextmanager
-def _other_tensors(reader: CheckpointReader) -> Iterator[CheckpointFiles | None]:
-    """Opens the tensors of the original that are not parameters, if it had any."""
-    if OTHER_TENSORS_FILE not in reader.files:
-        yield None
-        return
-    with CheckpointFiles(reader.path, only=OTHER_TENSORS_FILE) as files:
-        yield files
 
 
 def _tensor_entries(
@@ -238,14 +230,14 @@ def _tensor_entries(
     """Lists the tensors of all parameters, in `dtype`, or that of the original tensor, or of the stored array."""
     entries = {}
     for path, spec in specs.items():
-        # A quantized parameter is stored as two arrays, of which the values have its shape.
+        # A quantized parameter is stored as two arrays; the values have its shape.
         record = reader.records.get(f"{path}/values" if path in reader.scaled else path)
         if record is None or tuple(record["shape"]) != spec.shape:
             raise CheckpointFileError(f"{reader.path} has no array {path} of shape {spec.shape}")
         kind = np.dtype(record["dtype"] if dtype is None else dtype)
         entries |= {piece.name: TensorEntry(piece.name, kind, piece.shape) for piece in spec.slices}
-    # A parameter of several dtypes has become float32, which represents all values: each tensor gets its dtype back,
-    # but fp8 only if the checkpoint keeps its scales.
+    # Tensors of several dtypes have become one float32 parameter: each gets its dtype back, fp8 only if the checkpoint
+    # keeps its scales.
     if dtype is None:
         kept = {piece.name for path in reader.scaled for piece in specs[path].slices}
         names = [name for name in entries if name in before and (before[name].dtype != E4M3 or name in kept)]

@@ -1,4 +1,4 @@
-"""Reports a full or failing disk while arrays are written as one `OSError`, before the first byte if possible."""
+"""Reports a full or failing disk as one `OSError`, if possible before arrays are written."""
 
 import contextlib
 import errno
@@ -12,14 +12,13 @@ import time
 from collections.abc import Iterator, Mapping
 from typing import Any
 
-from mtpjax.errors import CheckpointError
-from mtpjax.io.checkpoint_format import one_line
+from mtpjax.errors import CheckpointError, one_line
 
-QUIET_ATTEMPTS = 25  # with 0.2 s between two
+QUIET_ATTEMPTS = 25  # 0.2 s apart
 
 
 def check_space(folder: pathlib.Path, arrays: Mapping[str, Any]) -> None:
-    """Checks that arrays fit on the disk, before the first of them is written."""
+    """Checks that arrays fit on the disk."""
     space = os.statvfs(folder)
     blocks = 0
     for array in arrays.values():
@@ -36,7 +35,7 @@ def check_space(folder: pathlib.Path, arrays: Mapping[str, Any]) -> None:
 def one_line_failures(folder: pathlib.Path) -> Iterator[None]:
     """Converts write failures of Orbax and TensorStore to one `OSError`.
 
-    Both also report failures from their threads and event loops, as tracebacks on stderr, until these have ended.
+    Until their threads and event loops have ended, both also print tracebacks to stderr; these are suppressed.
     """
     log, hook = logging.getLogger("absl"), sys.unraisablehook
     level = log.level
@@ -56,7 +55,7 @@ def one_line_failures(folder: pathlib.Path) -> Iterator[None]:
 
 
 def _wait_until_quiet(folder: pathlib.Path) -> None:
-    """Waits until running writes have ended: until two checks in a row find the same files."""
+    """Waits until running writes have ended: two checks in a row find the same files."""
     before: set[pathlib.Path] | None = None
     for _ in range(QUIET_ATTEMPTS):
         found = set(folder.parent.rglob("*"))

@@ -1,4 +1,4 @@
-"""Files of a Hugging Face directory that an mtpjax checkpoint keeps. Imports no JAX.
+"""The files of a Hugging Face directory that an mtpjax checkpoint keeps. Imports no JAX.
 
 huggingface/              config.json, tokenizer and other small files, byte for byte
 huggingface.json          model type and the headers of the safetensors files, so that export can repeat them
@@ -13,8 +13,8 @@ from mtpjax.io.tiktoken_files import TIKTOKEN_FILE, tokenizer_json
 from mtpjax.safe_open import is_gguf, parse_json, read_inside
 
 HUGGINGFACE_FOLDER, HEADERS_FILE, OTHER_TENSORS_FILE = "huggingface", "huggingface.json", "huggingface.safetensors"
-SELF_CHECK_FILE = "mtpjax_self_check.json"  # acceptance that training measured, in a directory that was exported
-MAX_TOKENIZER_BYTES = 64 << 20  # of a tokenizer.json; the published ones have 7 to 20 MB
+SELF_CHECK_FILE = "mtpjax_self_check.json"  # acceptance that training measured, in an exported directory
+MAX_TOKENIZER_BYTES = 64 << 20  # maximum size of a tokenizer.json; published ones have 7 to 20 MB
 
 
 def read_small_file(path, name: str, *, max_bytes: int = MAX_TOKENIZER_BYTES) -> bytes | None:
@@ -23,10 +23,10 @@ def read_small_file(path, name: str, *, max_bytes: int = MAX_TOKENIZER_BYTES) ->
     A directory whose tokenizer is a `tiktoken.model` has the equivalent `tokenizer.json`.
 
     Args:
-        max_bytes: the largest size in bytes that is accepted.
+        max_bytes: the maximum size in bytes.
 
     Returns:
-        The content, or `None` if there is no such file.
+        The content; None if there is no such file.
     """
     path = pathlib.Path(path)
     if not is_gguf(path):
@@ -47,17 +47,16 @@ def has_tokenizer(path) -> bool:
 
 
 def huggingface_folder(path) -> pathlib.Path:
-    """Finds the Hugging Face files, such as the tokenizer, of a checkpoint.
+    """Finds the folder of a checkpoint's Hugging Face files, such as the tokenizer.
 
     Args:
-        path: an mtpjax checkpoint, a run folder that holds one, a Hugging Face directory, or the name of a repository
-            on the Hugging Face Hub, of which only the tokenizer's files are downloaded.
+        path: an mtpjax checkpoint, a run folder, a Hugging Face directory, or a repository of the Hugging Face Hub, of
+            which only the tokenizer's files are downloaded.
 
     Returns:
-        The `huggingface/` folder of an mtpjax checkpoint, if it has one; otherwise `path` itself.
+        The `huggingface/` folder of an mtpjax checkpoint, if it has one; otherwise `path`.
     """
     path = checkpoint_of_run(resolve(path, weights=False))
-    # Converting keeps the original's small files in this folder.
     kept = path / HUGGINGFACE_FOLDER
     return kept if kept.is_dir() else path
 
@@ -69,21 +68,18 @@ def read_kept_config(path) -> bytes | None:
         path: a Hugging Face directory, a GGUF file, an mtpjax checkpoint, or a run folder that holds one.
 
     Returns:
-        The content; None for an mtpjax checkpoint that keeps none, since it was made from a preset.
+        The content; None for an mtpjax checkpoint without one, such as a model from a preset.
     """
     found = find_checkpoint(path)
     folder = huggingface_folder(found)
-    # Without a folder of kept files, the `config.json` of an mtpjax checkpoint is its own.
+    # Without that folder, the `config.json` of an mtpjax checkpoint is not a Hugging Face one.
     if folder == found and is_checkpoint(found):
         return None
     return read_small_file(folder, "config.json")
 
 
 def read_vocab_size(path) -> int | None:
-    """Reads the size of a model's vocabulary.
-
-    Returns V; None if no `config.json` has it.
-    """
+    """Returns the size of a model's vocabulary; None if no `config.json` states it."""
     found = checkpoint_of_run(resolve(path, weights=False))
     own = read_config(found)
     try:
@@ -98,7 +94,7 @@ def read_vocab_size(path) -> int | None:
 def count_token_ids(path) -> int | None:
     """Counts the token ids that a checkpoint's tokenizer defines.
 
-    Embedding tables are often padded to a round size. Rows from this count on belong to no token.
+    Embedding tables are often padded. Rows from this count on belong to no token.
 
     Args:
         path: an mtpjax checkpoint, or a Hugging Face directory.

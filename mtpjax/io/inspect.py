@@ -1,11 +1,11 @@
-"""Describes a checkpoint from its headers and its configuration, without loading weights."""
+"""Describes a checkpoint by its headers and configuration, without loading weights."""
 
 import collections
 import json
 import math
 import pathlib
 import textwrap
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from typing import Any
 
 import jax
@@ -15,22 +15,21 @@ from conversion.families import Layout
 from conversion.gguf_files import GGUFFiles, open_checkpoint
 from conversion.load_plan import LoadPlan, inspect_files
 from conversion.names import param_specs
-from conversion.read_params import E4M3, scale_spec
-from conversion.safetensors_header import DTYPE_NAMES
+from conversion.read_params import scale_spec
+from conversion.safetensors_header import DTYPE_NAMES, E4M3, FLOAT32
 from mtpjax.errors import CheckpointFileError
+from mtpjax.io.array_files import nest
 from mtpjax.io.checkpoint_format import find_checkpoint, is_checkpoint
 from mtpjax.io.checkpoint_reader import CheckpointReader
-from mtpjax.io.param_tree import unflatten
 from mtpjax.messages import count_of
 from mtpjax.models.config import ModelConfig
 from mtpjax.models.decoding_layout import find_copies, param_part_spec
-from mtpjax.models.quantized import BlockScaled
 from mtpjax.models.sharding import mesh_text, num_shards
 from mtpjax.safe_open import is_gguf
 
-LINE_WIDTH, NAME_WIDTH = 80, 14  # columns of a printed line, and of the names at its beginning
+LINE_WIDTH, NAME_WIDTH = 80, 14  # columns of a printed line, and of the names at its start
 UNQUANTIZED = ("F64", "F32", "F16", "BF16")  # llama.cpp's types of plain numbers
-# `inspect`'s names of `LayerKind.attention`: Hugging Face's layer_types, which have no name for latent attention.
+# The reported names of `LayerKind.attention`: Hugging Face's layer_types, which have no name for latent attention.
 ATTENTION_NAMES = {"grouped": "full_attention", "delta": "linear_attention", "latent": "latent_attention"}
 
 
@@ -38,30 +37,31 @@ def inspect(path, *, mesh: dict[str, int] | None = None, model_type: str | None 
     """Describes a Hugging Face directory or an mtpjax checkpoint.
 
     Args:
-        path: the checkpoint, or a run folder that holds one.
-        mesh: axis sizes by name, such as `{"tensor": 8}`, for "bytes_per_device"; `None` is one device.
+        path: the checkpoint, or a run folder.
+        mesh: axis sizes by name, such as `{"tensor": 8}`, for "bytes_per_device"; None: one device.
         model_type: the family to use instead of the one that `config.json` names.
 
     Returns:
-        Values that JSON can hold: format, family, dtypes of the tensors as they are read ("dtypes") and llama.cpp's
-        types in a GGUF file ("stored_types"), files, missing and unknown tensors, the configuration, the
-        number of trunk layers by kind of attention, and numbers and bytes of the parameters. Also the sizes that the
-        mesh does not divide, of which devices hold copies; "problems", the first of which loading raises; and "notes",
-        what loading warns of.
+        JSON values: format, family, dtypes of the tensors after reading ("dtypes") and llama.cpp's types in a GGUF file
+        ("stored_types"), files, missing and unknown tensors, the configuration, the number of trunk layers by kind of
+        attention, and the number and bytes of parameters; "copies", the dimensions that are replicated because the mesh
+        does not divide them; "problems", the first of which loading raises; and "notes", about which loading warns.
     """
     found = find_checkpoint(path)
-    # Read the description of either format; `config` and `sizes` are intermediate values, the rest is reported.
+    # `config`, `sizes` and `scaled` are intermediate values; the rest is reported.
     facts = _inspect_mtpjax(found) if is_checkpoint(found) else _inspect_hugging_face(path, model_type)
     config, sizes = facts.pop("config"), facts.pop("sizes")
     facts.pop("scaled")
-    # The same numbers for both formats: they follow from the configuration and the shapes.
+    # These numbers follow from the configuration and the shapes, for both formats.
+    facts["bytes"] = sum(facts["shards"].values())
     facts["parameters"] = count_parameters(config)
     facts["bytes_of_parameters"] = sum(math.prod(shape) * dtype.itemsize for shape, dtype in sizes.values())
-    # Sharded as `mtpjax.load(mesh=...)` lays parameters out; axes that an array does not use hold copies.
+    # Sharding is that of `mtpjax.load(mesh=...)`; arrays are replicated along axes that they do not use.
     mesh = mesh or {}
     facts["mesh"] = mesh
     facts["bytes_per_device"] = sum(
-        _elements_per_device(name, shape, config, mesh) * dtype.itemsize for name, (shape, dtype) in sizes.items()
+        math.prod(shape) // num_shards(param_part_spec(name, shape, config, mesh), mesh) * dtype.itemsize
+        for name, (shape, dtype) in sizes.items()
     )
     facts["copies"] = find_copies(config, mesh)
     facts["attention"] = count_attention_kinds(config)
@@ -70,7 +70,7 @@ def inspect(path, *, mesh: dict[str, int] | None = None, model_type: str | None 
 
 
 def stored_params(path, *, model_type: str | None = None) -> tuple[ModelConfig, dict]:
-    """Describes the parameters of a checkpoint as they are stored, without reading weights.
+    """Returns configuration and abstract parameters (shapes and dtypes) of a checkpoint, without reading weights.
 
     Args:
         path: the checkpoint, or a run folder that holds one.
@@ -80,13 +80,8 @@ def stored_params(path, *, model_type: str | None = None) -> tuple[ModelConfig, 
     facts = _inspect_mtpjax(found) if is_checkpoint(found) else _inspect_hugging_face(path, model_type)
     if facts["problems"]:
         raise CheckpointFileError(facts["problems"][0])
-    leaves: dict[str, Any] = {
-        name: jax.ShapeDtypeStruct(shape, dtype) for name, (shape, dtype) in facts["sizes"].items()
-    }
-    for name, (axis, block) in facts["scaled"].items():
-        values, scales = leaves.pop(name, None) or leaves.pop(f"{name}/values"), leaves.pop(f"{name}/scales")
-        leaves[name] = BlockScaled(values, scales, axis=axis, block=block)
-    return facts["config"], unflatten(leaves)
+    leaves = {name: jax.ShapeDtypeStruct(shape, dtype) for name, (shape, dtype) in facts["sizes"].items()}
+    return facts["config"], nest(leaves, facts["scaled"])
 
 
 def count_attention_kinds(config: ModelConfig) -> dict[str, int]:
@@ -108,17 +103,17 @@ def count_attention_kinds(config: ModelConfig) -> dict[str, int]:
 def count_parameters(config: ModelConfig) -> dict[str, int]:
     """Counts a model's parameters.
 
-    Returns "trunk" (with embedding and head) and "mtp" (the MTP modules); "active" and "mtp_active" are those that take
-    part in a matrix product for each token: `num_experts_per_tok` of the routed experts, and the embedding only if it
-    is the head too.
+    Returns "trunk" (including embedding and head) and "mtp" (the MTP modules), and as "active" and "mtp_active" the
+    parameters in matrix products of one token: `num_experts_per_tok` of the routed experts, and the embedding only if
+    it is also the head.
     """
     counts = collections.Counter(trunk=0, mtp=0, active=0, mtp_active=0)
-    # Any family's layout gives the same parameters, so the plain one serves for all.
+    # All layouts have the same parameters, so use the default one.
     for path, spec in param_specs(config, Layout(), lambda name: False).items():
         part = "mtp" if path.startswith("mtp_") else "trunk"
         number = math.prod(spec.shape)
         counts[part] += number
-        # A token runs through a few of the routed experts.
+        # A token uses some of the routed experts.
         if path.endswith(("experts/gate_up", "experts/down")):
             number = number // config.n_routed_experts * config.num_experts_per_tok
         # The embedding is a table look-up, unless it is also the head.
@@ -129,55 +124,51 @@ def count_parameters(config: ModelConfig) -> dict[str, int]:
 
 
 def format_lines(facts: dict[str, Any]) -> list[str]:
-    """Formats what `inspect` returned as a table of 80 columns. Paths and names stay whole, even if they are longer."""
-    config, parameters = facts["configuration"], facts["parameters"]
-    # Summarize attention kinds and experts.
-    experts = (
-        f"{config['n_routed_experts']} experts, {config['num_experts_per_tok']} per token, "
-        f"from layer {config['first_k_dense_replace']} on"
-        if config["n_routed_experts"]
-        else "dense"
+    """Formats the result of `inspect` as a table of 80 columns. Long paths and names are not broken."""
+    config, parameters, quantization = facts["configuration"], facts["parameters"], facts["quantization"]
+    experts = "dense"
+    if config["n_routed_experts"]:
+        experts = f"{config['n_routed_experts']} experts, {config['num_experts_per_tok']} per token, "
+        experts += f"from layer {config['first_k_dense_replace']} on"
+    types = [("dtypes", _format_types(facts["dtypes"]))]
+    quantized = json.dumps(quantization or "none").strip('"')
+    # GGUF files are dequantized when they are loaded.
+    if facts["stored_types"]:
+        types = [("stored as", _format_types(facts["stored_types"])), ("loaded as", types[0][1])]
+        if quantization:
+            quantized = f"{', '.join(quantization['types'])}, dequantized when the file is loaded"
+    layers = ", ".join(f"{count} {kind}" for kind, count in facts["attention"].items())
+    sizes = (
+        f"vocabulary {config['vocab_size']}, width {config['hidden_size']}, context {config['max_position_embeddings']}"
     )
-    dtypes = _format_types(facts["dtypes"])
-    stored_types, quantization = facts["stored_types"], json.dumps(facts["quantization"] or "none").strip('"')
-    if stored_types and facts["quantization"]:
-        quantization = f"{', '.join(facts['quantization']['types'])}, dequantized when the file is loaded"
-    num_shards, size = len(facts["shards"]), format_bytes(facts["bytes"])
+    files = f"{count_of(len(facts['shards']), 'shard')}, {count_of(facts['tensors'], 'tensor')}"
     rows = [
         ("checkpoint", f"{facts['path']} ({facts['format']})"),
         ("family", facts["model_type"]),
-        ("layers", ", ".join(f"{count} {kind}" for kind, count in facts["attention"].items()) + f"; {experts}"),
-        (
-            "sizes",
-            f"vocabulary {config['vocab_size']}, width {config['hidden_size']}, context "
-            f"{config['max_position_embeddings']}",
-        ),
+        ("layers", f"{layers}; {experts}"),
+        ("sizes", sizes),
         ("MTP modules", str(config["num_mtp_modules"])),
         (
             "parameters",
             f"{parameters['trunk']:,} in the trunk, {parameters['active']:,} of them active; "
             f"{parameters['mtp']:,} in MTP modules, {parameters['mtp_active']:,} active",
         ),
-        *(
-            [("stored as", _format_types(stored_types)), ("loaded as", dtypes)]
-            if stored_types
-            else [("dtypes", dtypes)]
-        ),
-        ("quantization", quantization),
-        ("files", f"{count_of(num_shards, 'shard')}, {count_of(facts['tensors'], 'tensor')}, {size}"),
+        *types,
+        ("quantization", quantized),
+        ("files", f"{files}, {format_bytes(facts['bytes'])}"),
         ("memory", f"{format_bytes(facts['bytes_per_device'])} of parameters per device on {mesh_text(facts['mesh'])}"),
     ]
     rows += [("copies", problem) for problem in facts["copies"]]
     rows += [("note", note) for note in facts["notes"]]
     rows += [("not loadable", problem) for problem in facts["problems"][:4]]
-    # List differences from a plain, complete checkpoint, with a few names of each.
+    # List tied, other, missing and unknown tensors, with a few names of each.
     for name in ("tied", "other", "missing", "extra"):
         found = facts[name]
         if found:
             rows.append((f"{name} tensors", f"{len(found)}: {', '.join(found[:4])}{', …' if len(found) > 4 else ''}"))
     if not facts["problems"]:
-        rows.append(("complete", "no tensor is missing, none is unknown"))
-    # Continue long values below their start.
+        rows.append(("complete", "no missing or unknown tensors"))
+    # Indent continuation lines to the start of the value.
     fill = textwrap.TextWrapper(
         width=LINE_WIDTH, subsequent_indent=" " * (NAME_WIDTH + 1), break_long_words=False, break_on_hyphens=False
     )
@@ -197,11 +188,9 @@ def format_bytes(count: float) -> str:
 
 def _inspect_hugging_face(path, model_type: str | None) -> dict[str, Any]:
     with open_checkpoint(path) as files:
-        # Unlike `make_plan`, this lists missing and unknown tensors instead of raising an error.
         plan = inspect_files(files, model_type=model_type)
         stored_types = files.stored_types() if isinstance(files, GGUFFiles) else {}
         quantized = [name for name in stored_types if name not in UNQUANTIZED]
-        # List unusual properties of a checkpoint that loads.
         notes = [plan.mixed] if plan.mixed else []
         notes += [f"files that are not read: {', '.join(files.unread)}"] if files.unread else []
         quantization = {"quant_method": "gguf", "types": quantized} if quantized else None
@@ -214,26 +203,26 @@ def _inspect_hugging_face(path, model_type: str | None) -> dict[str, Any]:
             "dtypes": _count_by_dtype((tensor.shape, tensor.dtype) for tensor in files.tensors.values()),
             "shards": dict(files.sizes),
             "tensors": len(files.tensors),
-            "bytes": sum(files.sizes.values()),
             **{name: list(getattr(plan, name)) for name in ("missing", "extra", "tied", "other", "problems")},
             "unread": list(files.unread),
             "notes": notes,
             "config": plan.config,
             "sizes": dict(_param_sizes(plan)),
             "scaled": {
-                path: (spec.in_axis, plan.scales.columns)
-                for path, spec in plan.specs.items()
-                if plan.dtypes[path] == E4M3
+                path: (plan.specs[path].in_axis, plan.scales.block[1])
+                for path, dtype in plan.dtypes.items()
+                if dtype == E4M3
             },
         }
 
 
-def _param_sizes(plan: LoadPlan):
-    """Yields `(path, (shape, dtype))` of each parameter as it would be in memory."""
+def _param_sizes(plan: LoadPlan) -> Iterator[tuple[str, tuple[tuple[int, ...], np.dtype]]]:
+    """Yields `(path, (shape, dtype))` of each array of the loaded parameters."""
     for path, spec in plan.specs.items():
-        yield path, (spec.shape, plan.dtypes[path])
-        if plan.dtypes[path] == E4M3:
-            yield f"{path}/scales", (scale_spec(spec, plan.scales).shape, np.dtype(np.float32))
+        dtype = plan.dtypes[path]
+        yield f"{path}/values" if dtype == E4M3 else path, (spec.shape, dtype)
+        if dtype == E4M3:
+            yield f"{path}/scales", (scale_spec(spec, plan.scales).shape, FLOAT32)
 
 
 def _inspect_mtpjax(path: pathlib.Path) -> dict[str, Any]:
@@ -250,7 +239,6 @@ def _inspect_mtpjax(path: pathlib.Path) -> dict[str, Any]:
         "dtypes": _count_by_dtype(sizes.values()),
         "shards": {name: (path / name).stat().st_size for name in stored.files},
         "tensors": len(sizes),
-        "bytes": sum((path / name).stat().st_size for name in stored.files),
         **{name: [] for name in ("missing", "extra", "tied", "other", "unread", "notes", "problems")},
         "config": config,
         "sizes": sizes,
@@ -266,8 +254,3 @@ def _count_by_dtype(arrays: Iterable[tuple[tuple[int, ...], np.dtype]]) -> dict[
         kind["tensors"] += 1
         kind["bytes"] += math.prod(shape) * dtype.itemsize
     return kinds
-
-
-def _elements_per_device(name: str, shape: tuple[int, ...], config: ModelConfig, mesh: dict[str, int]) -> int:
-    """Returns the number of elements of an array that one device holds."""
-    return math.prod(shape) // num_shards(param_part_spec(name, shape, config, mesh), mesh)

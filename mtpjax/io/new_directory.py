@@ -1,4 +1,4 @@
-"""The files other than weights of a Hugging Face directory that is written from a checkpoint."""
+"""The files other than weights of an exported Hugging Face directory."""
 
 import dataclasses
 import json
@@ -19,11 +19,12 @@ from mtpjax.safe_open import ADDITIONAL_TEMPLATES, parse_json
 
 log = logging.getLogger("mtpjax.conversion")
 
-GENERATION_CONFIG = "generation_config.json"
+KEPT_CONFIG, GENERATION_CONFIG = f"{HUGGINGFACE_FOLDER}/config.json", "generation_config.json"
+TOKEN_IDS = ("bos_token_id", "eos_token_id", "pad_token_id")
 
 
 class OriginalDirectory(NamedTuple):
-    """The Hugging Face directory that a checkpoint was converted from, or the one that describes its model."""
+    """The Hugging Face directory that a checkpoint was converted from, or one that describes its model."""
 
     model_type: str
     content: dict[str, Any]  # of config.json
@@ -37,27 +38,24 @@ class OriginalDirectory(NamedTuple):
 
 
 def read_original(reader: CheckpointReader) -> OriginalDirectory | None:
-    """Reads the kept parts of the Hugging Face directory that a checkpoint was converted from.
-
-    Returns the directory; None if the checkpoint was not converted from one.
-    """
+    """Reads what a converted checkpoint keeps of the original Hugging Face directory; None if it was not converted."""
     if HEADERS_FILE not in reader.files:
         return None
-    kept = _parse(read_kept(reader.path, HEADERS_FILE), reader.path / HEADERS_FILE)
+    kept = _read_object(reader, HEADERS_FILE)
     headers, model_type = kept.get("headers"), kept.get("model_type")
     if not isinstance(headers, dict) or model_type not in FAMILIES:
-        raise CheckpointFileError(f"{reader.path / HEADERS_FILE} is damaged: it has no headers, or no known model_type")
-    # The names are those of files to write: a path would lead out of the target.
+        raise CheckpointFileError(
+            f"{reader.path / HEADERS_FILE} is damaged: it lacks headers or a supported model_type"
+        )
+    # Files with these names are written: a path could lead out of the target.
     for file, text in headers.items():
         if pathlib.PurePath(file).name != file or not file.endswith(".safetensors") or not isinstance(text, str):
             raise CheckpointFileError(
-                f"{reader.path / HEADERS_FILE} names {file!r}, which is not a safetensors file of one folder"
+                f"{reader.path / HEADERS_FILE} lists {file!r}, which is not the name of a safetensors file"
             )
     # A header starts with its length, 8 bytes little-endian.
     encoded = {file: text.encode() for file, text in headers.items()}
-    content = _parse(
-        read_kept(reader.path, f"{HUGGINGFACE_FOLDER}/config.json"), reader.path / HUGGINGFACE_FOLDER / "config.json"
-    )
+    content = _read_object(reader, KEPT_CONFIG)
     headers = {file: len(text).to_bytes(8, "little") + text for file, text in encoded.items()}
     return OriginalDirectory(model_type, content, headers, kept.get("keeps_dtypes") is True)
 
@@ -65,15 +63,14 @@ def read_original(reader: CheckpointReader) -> OriginalDirectory | None:
 def describe_directory(reader: CheckpointReader, config: ModelConfig, model_type: str | None) -> OriginalDirectory:
     """Describes the directory of a model that was not converted: its family and `config.json`.
 
-    A model that was trained from a Hugging Face checkpoint keeps its family and its configuration's other keys.
+    A model that was trained from a Hugging Face checkpoint keeps the family and other keys of its configuration.
 
     Args:
-        model_type: the family to use; None: that of the checkpoint that training started from, else the first that
-            fits.
+        model_type: the family to use; None: that of the checkpoint that training started from, or the first that fits.
     """
     initial = _initial_config(reader)
     if initial is not None and model_type in (None, initial["model_type"]):
-        # The original's keys hold for the new weights if they describe the same trunk.
+        # The original's keys are valid for the new weights if the trunk is the same.
         if not set(differing_fields(parse_config(initial).model, config)) - {"num_mtp_modules"}:
             initial = edit_config(
                 initial, FAMILIES[initial["model_type"]].layout, num_mtp_modules=config.num_mtp_modules
@@ -82,13 +79,13 @@ def describe_directory(reader: CheckpointReader, config: ModelConfig, model_type
         try:
             return OriginalDirectory(*describe_config(config, initial["model_type"]), {})
         except ConfigError as error:
-            log.warning("the model is no longer of model_type %s: %s", initial["model_type"], error)
+            log.warning("the model can no longer be written as model_type %s: %s", initial["model_type"], error)
     made, values = describe_config(config, model_type)
     return OriginalDirectory(made, values | _token_ids(reader), {})
 
 
 def module_layout(layout: Layout, config: ModelConfig) -> Layout:
-    """Returns the layout of a new directory: several modules that share nothing need separate names."""
+    """Returns the layout of a new directory, with separate names for modules that share nothing."""
     is_shared = layout.mtp == "mtp" and config.num_mtp_modules > 1
     return dataclasses.replace(layout, mtp="mtp_each") if is_shared else layout
 
@@ -97,10 +94,10 @@ def copy_kept_files(reader: CheckpointReader, folder: pathlib.Path, without: set
     """Copies the small files that a checkpoint keeps: tokenizer, chat template, generation settings.
 
     Args:
-        without: names of files to leave out.
+        without: names of files to omit.
     """
     for file in sorted(reader.files):
-        # Only files whose digests were verified, and only those directly in the folder, or chat templates.
+        # Only files with verified digests that are directly in the folder or are chat templates.
         place = pathlib.PurePosixPath(file)
         if not place.is_relative_to(HUGGINGFACE_FOLDER) or place.name in without:
             continue
@@ -115,18 +112,16 @@ def write_generation_config(folder: pathlib.Path, content: dict[str, Any]) -> No
     """Writes `generation_config.json` from the special tokens of `config.json`, unless the file is there."""
     if (folder / GENERATION_CONFIG).exists():
         return
-    names = ("bos_token_id", "eos_token_id", "pad_token_id")
-    values = {name: content[name] for name in names if content.get(name) is not None}
+    values = {name: content[name] for name in TOKEN_IDS if content.get(name) is not None}
     (folder / GENERATION_CONFIG).write_text(json.dumps({"_from_model_config": True, **values}, indent=2) + "\n")
 
 
 def _initial_config(reader: CheckpointReader) -> dict[str, Any] | None:
-    """Returns the `config.json` of the checkpoint that training started from, as that of a text model."""
-    if f"{HUGGINGFACE_FOLDER}/config.json" not in reader.files:
+    """Returns the `config.json` of the checkpoint that training started from, converted to a text model's."""
+    if KEPT_CONFIG not in reader.files:
         return None
-    file = f"{HUGGINGFACE_FOLDER}/config.json"
-    values = _parse(read_kept(reader.path, file), reader.path / file)
-    # A multimodal model was trained as a text model, so only its text section applies.
+    values = _read_object(reader, KEPT_CONFIG)
+    # Of a multimodal model, only the text model was trained.
     if isinstance(values.get("text_config"), dict):
         model_type = f"{values.get('model_type')}_text"
         outer = {key: values[key] for key in ("dtype", "torch_dtype") if key in values}
@@ -134,22 +129,22 @@ def _initial_config(reader: CheckpointReader) -> dict[str, Any] | None:
         values = {**outer, **values["text_config"], **tied, "model_type": model_type}
     if values.get("model_type") not in FAMILIES:
         return None
-    # Training's weights are not quantized.
+    # Trained weights are not quantized.
     values.pop("quantization_config", None)
     return {**values, "architectures": [FAMILIES[values["model_type"]].architecture]}
 
 
 def _token_ids(reader: CheckpointReader) -> dict[str, Any]:
-    """Returns the end token of the checkpoint's tokenizer: byte 0 of the byte tokenizer, or that in its files."""
+    """Returns the special token ids of the checkpoint's tokenizer files, or of the byte tokenizer."""
     file = f"{HUGGINGFACE_FOLDER}/{GENERATION_CONFIG}"
     if file in reader.files:
-        values = _parse(read_kept(reader.path, file), reader.path / file)
-        return {key: value for key, value in values.items() if key in ("bos_token_id", "eos_token_id", "pad_token_id")}
+        return {key: value for key, value in _read_object(reader, file).items() if key in TOKEN_IDS}
     return {"eos_token_id": 0} if reader.metadata.get("tokenizer") == "bytes" else {}
 
 
-def _parse(content: bytes, path: pathlib.Path) -> dict[str, Any]:
-    """Parses a kept JSON object."""
+def _read_object(reader: CheckpointReader, file: str) -> dict[str, Any]:
+    """Reads a JSON object of the checkpoint."""
+    path, content = reader.path / file, read_kept(reader.path, file)
     try:
         values = parse_json(content)
     except ValueError as error:

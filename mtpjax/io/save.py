@@ -12,38 +12,38 @@ from mtpjax.models.params import check_params
 from mtpjax.models.trunk import unstack_layers
 from mtpjax.safe_open import list_chat_templates
 
-# Files that decide the tokens of a text and of a conversation, and the end tokens.
+# Files that determine tokens, chat templates and end tokens.
 TOKENIZER_FILES = (
     *("tokenizer.json", "tokenizer_config.json", "generation_config.json"),
     *("chat_template.jinja", "chat_template.json"),
 )
-NUM_BYTES = 256  # vocabulary of the models that read bytes
+NUM_BYTES = 256  # vocabulary of the byte tokenizer
 
 
 def save(
     path, model: MTPModel, params: dict, *, tokenizer: Any = None, metadata: Mapping[str, Any] | None = None
 ) -> None:
-    """Saves a model as a checkpoint, which `mtpjax.load` and every command read.
+    """Saves a model as a checkpoint that `mtpjax.load` and all commands read.
 
-    The folder appears only once it is complete, and then replaces an older checkpoint at `path`. All processes of a run
-    must call it; each writes its devices' shards of sharded parameters.
+    The folder appears only when it is complete, and then replaces an older checkpoint at `path`. All processes of a run
+    must call this function; each writes its devices' shards of sharded parameters.
 
     Args:
-        path: the folder to write; missing parents are made.
+        path: the folder to write; missing parents are created.
         model: the model; its `config` is saved.
-        params: its parameters: those of `init_params`, `load`, or a `TrainState`. Stacked trunk layers of a model with
+        params: the parameters, as from `init_params`, `load`, or a `TrainState`. Stacked trunk layers of a model with
             `scan_layers` are saved unstacked, as decoding needs them.
-        tokenizer: a folder with a `tokenizer.json`, or a tokenizer that can write one: of this package, or of
-            transformers. None: a model with 256 tokens reads bytes; others have no tokenizer.
-        metadata: further JSON values to keep, such as the number of steps.
+        tokenizer: a folder with a `tokenizer.json`, or a tokenizer of mtpjax, transformers or tokenizers. None: a model
+            with `vocab_size` 256 uses the byte tokenizer; others have no tokenizer.
+        metadata: additional JSON values to store, such as the number of steps.
 
     Returns:
         None.
 
     Raises:
-        ValueError: the parameters are not those of the model (the message names the first difference), the metadata
-            contain NaN, or the tokenizer has no `tokenizer.json` or more tokens than the model.
-        TypeError: JSON cannot hold the metadata.
+        ValueError: the parameters do not match the model, the metadata contain NaN, or the tokenizer has no
+            `tokenizer.json` or more tokens than the model.
+        TypeError: the metadata are not JSON values.
         FileExistsError: `path` is neither a checkpoint nor an empty folder, so it is not replaced.
 
     Example:
@@ -59,11 +59,11 @@ def save(
         True
     """
     check_params(params, model)
-    # Checkpoints hold one entry per layer, which is what decoding reads.
+    # Checkpoints have one entry per layer, as decoding needs it.
     if model.scan_layers:
         model, params = model.clone(scan_layers=False), unstack_layers(params, model.config)
     writer = None if tokenizer is None else _TokenizerWriter(tokenizer, model.config.vocab_size)
-    # Exports need to know that token 0 ends a text of bytes.
+    # Exports need to know the byte tokenizer, whose token 0 ends a text.
     kind = {"tokenizer": "huggingface"} if writer else {"tokenizer": "bytes"}
     if not writer and model.config.vocab_size != NUM_BYTES:
         kind = {}
@@ -75,13 +75,15 @@ class _TokenizerWriter:
 
     def __init__(self, tokenizer: Any, vocab_size: int):
         self.tokenizer, self.vocab_size, self.folder = tokenizer, vocab_size, None
-        # A missing file is an error before anything is written.
+        # Report a missing file before anything is written.
         if isinstance(tokenizer, str | pathlib.Path):
             self.folder = huggingface_folder(tokenizer)
             if not has_tokenizer(self.folder):
                 raise UsageError(f"{self.folder} has no tokenizer.json")
         elif not hasattr(tokenizer, "save_pretrained") and not hasattr(tokenizer, "save"):
-            raise UsageError(f"tokenizer must be a folder or a tokenizer that can be saved, not {tokenizer!r}")
+            raise UsageError(
+                f"tokenizer must be a folder or a tokenizer with save_pretrained or save, got {tokenizer!r}"
+            )
 
     def save(self, folder: pathlib.Path) -> None:
         """Writes the files into an existing folder."""
@@ -99,9 +101,9 @@ class _TokenizerWriter:
             (folder / "tokenizer.json").write_text(self.tokenizer.to_str())
         else:
             self.tokenizer.save(folder)
-        # A tokenizer that the model cannot hold would only fail when the checkpoint is used.
+        # A tokenizer with too many tokens would otherwise fail only when the checkpoint is used.
         count = count_token_ids(folder)
         if count is None:
-            raise UsageError(f"the tokenizer {type(self.tokenizer).__name__} wrote no tokenizer.json that can be read")
+            raise UsageError(f"the tokenizer {type(self.tokenizer).__name__} wrote no readable tokenizer.json")
         if count > self.vocab_size:
-            raise UsageError(f"the tokenizer has {count} tokens, and the model's vocab_size is {self.vocab_size}")
+            raise UsageError(f"the tokenizer has {count} tokens, but the model's vocab_size is {self.vocab_size}")

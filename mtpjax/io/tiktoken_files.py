@@ -1,7 +1,7 @@
-"""Writes a `tiktoken.model` as the `tokenizer.json` of the tokenizers package.
+"""Converts a `tiktoken.model` to a `tokenizer.json` of the tokenizers package.
 
-A `tiktoken.model` lists only tokens and their ranks. The pattern that splits a text into words is in separate Python
-code, which is not run; the patterns of known classes are here.
+A `tiktoken.model` lists only tokens and their ranks. The pattern that splits text into words is in Python code of the
+checkpoint, which is not run; this module has the patterns of known classes.
 """
 
 import base64
@@ -16,7 +16,7 @@ from mtpjax.errors import TokenizerError, printable
 from mtpjax.safe_open import parse_json, read_inside
 
 TIKTOKEN_FILE = "tiktoken.model"
-MAX_BYTES, MAX_TOKEN_BYTES = 16 << 20, 1024  # Kimi-K2's file has 3 MB, its longest token 128 bytes
+MAX_BYTES, MAX_TOKEN_BYTES = 16 << 20, 1024  # Kimi-K2: 3 MB, and 128 bytes
 _UPPER = r"[\p{Lu}\p{Lt}\p{Lm}\p{Lo}\p{M}&&[^\p{Han}]]"
 _LOWER = r"[\p{Ll}\p{Lm}\p{Lo}\p{M}&&[^\p{Han}]]"
 _CONTRACTION = r"(?i:'s|'t|'re|'ve|'m|'ll|'d)?"
@@ -36,28 +36,25 @@ PATTERNS = {"TikTokenTokenizer": _KIMI}  # by `tokenizer_class`; Kimi-K2 and lat
 
 
 def tokenizer_json(folder: pathlib.Path) -> bytes | None:
-    """Writes the tokenizer of a directory that has a `tiktoken.model`.
-
-    Returns the content of a `tokenizer.json`; None if there is no `tiktoken.model`.
-    """
+    """Returns the `tokenizer.json` of a directory with a `tiktoken.model`; None if there is no such file."""
     ranks = read_inside(folder, TIKTOKEN_FILE, max_bytes=MAX_BYTES)
     if ranks is None:
         return None
     return _convert(ranks, read_inside(folder, "tokenizer_config.json", max_bytes=MAX_BYTES) or b"{}", str(folder))
 
 
-@functools.lru_cache(maxsize=1)  # a checkpoint's tokenizer is read several times, and converting takes seconds
+@functools.lru_cache(maxsize=1)  # a tokenizer is read several times, and converting it takes seconds
 def _convert(content: bytes, settings_content: bytes, folder: str) -> bytes:
     settings = _parse_settings(settings_content, folder)
     pattern = PATTERNS[settings["tokenizer_class"]]
     ranks = _parse_ranks(content, f"{folder}/{TIKTOKEN_FILE}")
     special = _added_tokens(settings["added_tokens_decoder"], ranks, f"{folder}/tokenizer_config.json")
     names = {token: "".join(map(LETTER_OF_BYTE.__getitem__, token)) for token in ranks}
-    # The package gives an added token the next free id, unless the vocabulary has it: special tokens leave gaps.
+    # The package assigns an added token the next free id unless the vocabulary has it, but special tokens leave gaps.
     vocabulary = {names[token]: rank for token, rank in ranks.items()}
     vocabulary |= {each["content"]: each["id"] for each in special}
     if len(vocabulary) < len(ranks) + len(special):
-        raise TokenizerError(f"{folder}/tokenizer_config.json: added_tokens_decoder has a name that is another token's")
+        raise TokenizerError(f"{folder}/tokenizer_config.json: added_tokens_decoder has a duplicate token")
     byte_level = {"type": "ByteLevel", "add_prefix_space": False, "trim_offsets": True, "use_regex": False}
     split = {"type": "Split", "pattern": {"Regex": pattern}, "behavior": "Isolated", "invert": False}
     tokenizer = {
@@ -69,14 +66,14 @@ def _convert(content: bytes, settings_content: bytes, folder: str) -> bytes:
             "type": "BPE",
             "vocab": vocabulary,
             "merges": [f"{names[left]} {names[right]}" for left, right in _merges(ranks)],
-            "ignore_merges": True,  # a word that is a token is that token, as in tiktoken
+            "ignore_merges": True,  # as in tiktoken, a word that is a token is not split
         },
     }
     return json.dumps(tokenizer, ensure_ascii=False).encode()
 
 
 def _parse_settings(content: bytes, folder: str) -> dict[str, Any]:
-    """Returns the content of a `tokenizer_config.json` that names a known class and its special tokens."""
+    """Parses a `tokenizer_config.json`, which must have a known class and list the special tokens."""
     try:
         settings = parse_json(content)
     except ValueError as error:
@@ -86,18 +83,18 @@ def _parse_settings(content: bytes, folder: str) -> dict[str, Any]:
         raise TokenizerError(
             f"{folder} has a {TIKTOKEN_FILE} and no tokenizer.json. Its tokenizer_class is "
             f"{printable(repr(settings.get('tokenizer_class')), 60)}, whose pattern of words is in code that is not "
-            f"run; known: {', '.join(PATTERNS)}. Write a tokenizer.json, for example with "
-            "transformers.convert_slow_tokenizer.TikTokenConverter, and put it beside"
+            f"run; supported: {', '.join(PATTERNS)}. Add a tokenizer.json to the folder, for example with "
+            "transformers.convert_slow_tokenizer.TikTokenConverter"
         )
     if not isinstance(settings.get("added_tokens_decoder"), dict):
         raise TokenizerError(
-            f"{folder}/tokenizer_config.json has no added_tokens_decoder, which names the special tokens"
+            f"{folder}/tokenizer_config.json has no added_tokens_decoder, which lists the special tokens"
         )
     return settings
 
 
 def _parse_ranks(content: bytes, path: str) -> dict[bytes, int]:
-    """Parses lines of a token in base64 and its rank, which is its id."""
+    """Parses lines with a token in base64 and its rank, which is its id."""
     ranks: dict[bytes, int] = {}
     for number, line in enumerate(content.splitlines(), start=1):
         if not line.strip():
@@ -106,27 +103,27 @@ def _parse_ranks(content: bytes, path: str) -> dict[bytes, int]:
             token, rank = line.split()
             token, rank = base64.b64decode(token, validate=True), int(rank)
         except (ValueError, binascii.Error) as error:
-            raise TokenizerError(f"{path}, line {number}: not a token in base64 and its rank") from error
+            raise TokenizerError(f"{path}, line {number}: expected a token in base64 and its rank") from error
         if not 0 < len(token) <= MAX_TOKEN_BYTES or not 0 <= rank < 1 << 31 or token in ranks:
             raise TokenizerError(
-                f"{path}, line {number}: a token of {len(token)} bytes with rank {rank}; accepted are tokens of 1 to "
-                f"{MAX_TOKEN_BYTES} bytes, each once, with ranks from 0"
+                f"{path}, line {number}: a token of {len(token)} bytes with rank {rank}; tokens must have 1 to "
+                f"{MAX_TOKEN_BYTES} bytes, be unique, and have ranks from 0"
             )
         ranks[token] = rank
     if len(set(ranks.values())) < len(ranks):
         raise TokenizerError(f"{path}: {len(ranks)} tokens share {len(set(ranks.values()))} ranks")
-    # A text with a byte that is not a token could not be encoded.
+    # Text with a byte that is not a token could not be encoded.
     missing = [byte for byte in range(256) if bytes([byte]) not in ranks]
     if missing:
-        raise TokenizerError(f"{path}: {len(missing)} of the 256 bytes are no tokens, the first is {missing[0]:#04x}")
+        raise TokenizerError(f"{path}: {len(missing)} of the 256 bytes are not tokens, the first is {missing[0]:#04x}")
     return ranks
 
 
 def _merges(ranks: dict[bytes, int]) -> list[tuple[bytes, bytes]]:
     """Lists pairs of tokens that merge into a token, in the order of that token's rank.
 
-    tiktoken merges the neighbours whose joint bytes have the lowest rank, regardless of their split. So every split of
-    a token into two tokens is a merge.
+    tiktoken merges the neighbours whose joined bytes have the lowest rank, regardless of how they are split. So every
+    split of a token into two tokens is a merge.
     """
     merges = []
     for token in sorted(ranks, key=ranks.__getitem__):

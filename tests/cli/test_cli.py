@@ -381,7 +381,7 @@ def test_profile_stands_beside_the_model_or_where_it_is_told(checkpoint, tmp_pat
         (["--repeats", "-1"], "repeats must be at least 1, got -1"),
         (["--num-steps", "127"], "num_steps must be at most 32, got 127"),
         (["--output", "/dev/null/profile.json"], "/dev/null is not a folder"),
-        (["--output", "/dev"], "/dev is a folder: name the file to write"),
+        (["--output", "/dev"], "/dev is a folder, not a file to write"),
     ],
 )
 def test_profile_refuses_what_it_cannot_do_before_it_loads_the_model(extra, said, capsys, monkeypatch):
@@ -403,7 +403,7 @@ def test_other_outputs_are_checked_first_too(checkpoint, tmp_path, capsys):
     data = ["vocabulary", "--model", str(checkpoint), "--data", str(tmp_path), "--size", "9"]
     for command in (prompts, data):
         assert exit_code([*command, "--output", str(tmp_path)]) == 2
-        assert f"{tmp_path} is a folder: name the file to write" in capsys.readouterr().err
+        assert f"{tmp_path} is a folder, not a file to write" in capsys.readouterr().err
 
 
 def test_ctrl_c_prints_one_line(monkeypatch, capsys):
@@ -417,7 +417,7 @@ def test_ctrl_c_prints_one_line(monkeypatch, capsys):
 
 def test_compare_refuses_a_folder_as_its_picture(tmp_path, capsys):
     assert exit_code(["compare", "run", "--output", str(tmp_path)]) == 2
-    assert f"{tmp_path} is a folder: name the file to write" in capsys.readouterr().err
+    assert f"{tmp_path} is a folder, not a file to write" in capsys.readouterr().err
 
 
 @pytest.mark.skipif(not pathlib.Path("/dev/full").exists(), reason="needs /dev/full")

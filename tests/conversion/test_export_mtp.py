@@ -15,11 +15,12 @@ import pytest
 from safetensors.numpy import load_file, save_file
 
 import mtpjax
-from conversion.export_mtp import WEIGHTS, export_mtp
+from conversion.export_mtp import export_mtp
 from conversion.files import CheckpointFiles
 from conversion.fp8_blocks import quantized_blocks
 from conversion.load_plan import make_plan
 from conversion.merge_mtp import MergeReport
+from conversion.names import EXPORT_FILE
 from mtpjax import ModelConfig, MTPModel, add_mtp_modules, init_params
 from mtpjax.errors import CheckpointFileError
 from mtpjax.io import checkpoint, convert
@@ -61,7 +62,12 @@ def test_an_export_holds_only_files_of_a_checkpoint(tmp_path):
     (source / "additional_chat_templates" / "tool_use.jinja").write_text("x")
     export_mtp(source, tmp_path / "export")
     names = {file.name for file in (tmp_path / "export").iterdir()}
-    assert names == kept | {"config.json", "model.safetensors.index.json", WEIGHTS, "additional_chat_templates"}
+    assert names == kept | {
+        "config.json",
+        "model.safetensors.index.json",
+        EXPORT_FILE,
+        "additional_chat_templates",
+    }
     assert (tmp_path / "export" / "additional_chat_templates" / "tool_use.jinja").read_text() == "x"
 
 
@@ -91,9 +97,12 @@ def test_files_names_and_configuration_are_those_of_xllm(name, model_type, archi
     folder, source = exported(name), path(name)
     with CheckpointFiles(folder) as files, CheckpointFiles(source) as original:
         found, before = set(files.tensors), set(original.tensors)
-        assert {tensor.file for tensor in files.tensors.values()} == {WEIGHTS}
+        assert {tensor.file for tensor in files.tensors.values()} == {EXPORT_FILE}
         total = sum(tensor.end - tensor.begin for tensor in files.tensors.values())
-        assert files.index == {"metadata": {"total_size": total}, "weight_map": dict.fromkeys(sorted(found), WEIGHTS)}
+        assert files.index == {
+            "metadata": {"total_size": total},
+            "weight_map": dict.fromkeys(sorted(found), EXPORT_FILE),
+        }
     old, new = config_of(source), config_of(folder)
     if name.startswith("qwen"):
         trunk = "model.language_model." if "qwen3_5" in name else "model."
@@ -114,7 +123,7 @@ def test_files_names_and_configuration_are_those_of_xllm(name, model_type, archi
     if name == "glm_moe_dsa" and old.get("index_share_for_mtp_iteration"):
         assert new["indexer_types"] == ["full"]
     others = {file.name for file in source.iterdir() if file.suffix not in (".safetensors", ".npz")}
-    assert {file.name for file in folder.iterdir()} == others | {WEIGHTS}
+    assert {file.name for file in folder.iterdir()} == others | {EXPORT_FILE}
 
 
 @pytest.mark.parametrize("name", ["deepseek_v3_mtp2_bf16"])
@@ -150,13 +159,13 @@ def test_a_trained_module_is_put_back_and_nothing_else_changes(name, form, expor
         checkpoint.save_model(tmp_path / "modules", model, params)
     else:
         shutil.copytree(exported(name), tmp_path / "modules")
-        tensors = load_file(tmp_path / "modules" / WEIGHTS)
+        tensors = load_file(tmp_path / "modules" / EXPORT_FILE)
         for key, tensor in tensors.items():
             if key.endswith(("eh_proj.weight", "mtp.fc.weight")):
                 tensors[key] = tensor + tensor.dtype.type(1)
             if key.endswith("self_attn.o_proj.weight"):
                 tensors[key] = (tensor.astype(np.float32) * 1.25).astype(tensor.dtype)
-        save_file(tensors, tmp_path / "modules" / WEIGHTS)
+        save_file(tensors, tmp_path / "modules" / EXPORT_FILE)
     report = merge_mtp(source, tmp_path / "modules", tmp_path / "merged")
     assert report.replaced == 2 and not report.added
     with CheckpointFiles(source) as before, CheckpointFiles(tmp_path / "merged") as after:
@@ -203,16 +212,16 @@ def test_what_does_not_fit_is_refused(exported, tmp_path, key):
     with pytest.raises(CheckpointFileError, match="neither an export"):
         merge_mtp(source, tmp_path, tmp_path / "merged")
     shutil.copytree(exported("deepseek_v3_fp8"), tmp_path / "modules")
-    tensors = load_file(tmp_path / "modules" / WEIGHTS)
+    tensors = load_file(tmp_path / "modules" / EXPORT_FILE)
     del tensors["model.eh_proj.weight"]
-    save_file(tensors, tmp_path / "modules" / WEIGHTS)
-    index = {"weight_map": dict.fromkeys(tensors, WEIGHTS)}
+    save_file(tensors, tmp_path / "modules" / EXPORT_FILE)
+    index = {"weight_map": dict.fromkeys(tensors, EXPORT_FILE)}
     (tmp_path / "modules" / "model.safetensors.index.json").write_text(json.dumps(index))
     with pytest.raises(CheckpointFileError, match=r"lacks 1 tensor: model.layers.4.eh_proj.weight"):
         merge_mtp(source, tmp_path / "modules", tmp_path / "merged")
     model, params = mtpjax.load(path("qwen3_5_tied_bf16"))
     checkpoint.save_model(tmp_path / "other", model, params)
-    with pytest.raises(CheckpointFileError, match="is another model: it differs in"):
+    with pytest.raises(CheckpointFileError, match=r"is a different model from .*: it differs in"):
         merge_mtp(source, tmp_path / "other", tmp_path / "merged")
     config = dataclasses.replace(model.config, num_mtp_modules=0)
     params = {name: value for name, value in params.items() if not name.startswith("mtp")}
@@ -250,5 +259,5 @@ def test_the_module_is_a_drop_in_script(tmp_path):
     source, target = str(path("deepseek_v3_fp8")), str(tmp_path / "exported")
     command = [sys.executable, "-m", "conversion.export_mtp", "--input-dir", source, "--output-dir", target]
     subprocess.run(command, check=True)
-    assert (tmp_path / "exported" / WEIGHTS).is_file()
+    assert (tmp_path / "exported" / EXPORT_FILE).is_file()
     assert subprocess.run([*command, "--model-type", "gpt2"], capture_output=True).returncode == 3

@@ -233,7 +233,7 @@ def test_experts_are_rejected(tmp_path):
 
 def test_a_count_of_layers_beyond_the_tensors_is_rejected(tmp_path):
     write_gguf(tmp_path / "model.gguf", layers=1 << 30)
-    with pytest.raises(CheckpointError, match=r"block_count is 1073741824, and the file has 20 tensors"):
+    with pytest.raises(CheckpointError, match=r"block_count is 1073741824, but the file has 20 tensors"):
         mtpjax.load(tmp_path / "model.gguf")
 
 
@@ -247,7 +247,7 @@ def test_values_of_the_wrong_kind_are_rejected():
 
 def test_rotary_factors_of_llama3_are_recognized(tmp_path):
     write_gguf(tmp_path / "model.gguf", factors=np.linspace(1, 8, H // 2, dtype=np.float32), base=1e6)
-    with pytest.raises(CheckpointError, match="other factors"):
+    with pytest.raises(CheckpointError, match="differs from Llama"):
         mtpjax.load(tmp_path / "model.gguf")
     # As llama.cpp writes them: 1 for short waves, the factor for long ones, and a smooth change between.
     waves = 2 * np.pi * 1e6 ** (np.arange(0, H, 2) / H)
@@ -294,7 +294,7 @@ def test_flipped_header_bytes_never_end_in_another_exception(tmp_path, caplog):
 @pytest.mark.parametrize(
     "content, message",
     [
-        (struct.pack("<4sIQQ", b"GGUF", 3, 1 << 60, 0), "claims"),
+        (struct.pack("<4sIQQ", b"GGUF", 3, 1 << 60, 0), "tensors and 0 keys in its header"),
         (struct.pack("<4sIQQ", b"GGUF", 9, 0, 0), "version 9"),
         (struct.pack("<4sIQQQ", b"GGUF", 3, 0, 1, 1 << 62), "a string of"),
         (struct.pack("<4sIQQQ1sIIQ", b"GGUF", 3, 0, 1, 1, b"k", 9, 8, 1 << 40), "does not fit"),
@@ -318,7 +318,7 @@ def test_other_tokenizers_are_rejected():
     with pytest.raises(TokenizerError, match="'llama'"):
         tokenizer_files({"tokenizer.ggml.model": "llama"})
     broken = {"tokenizer.ggml.model": "gpt2", "tokenizer.ggml.tokens": ["a", "a"], "tokenizer.ggml.merges": []}
-    with pytest.raises(TokenizerError, match="1 token twice"):
+    with pytest.raises(TokenizerError, match="1 duplicate token"):
         tokenizer_files(broken)
 
 

@@ -181,7 +181,7 @@ def test_a_tensor_twice_absent_or_elsewhere_is_named(copy):
 def test_a_key_that_comes_again_after_many_others_is_found():
     """A search that compares every key with all others would take hours here."""
     keys = ",".join(f'"{number}":0' for number in range(300_000))
-    with pytest.raises(CheckpointFileError, match="names '299999' twice"):
+    with pytest.raises(CheckpointFileError, match="has the key '299999' twice"):
         parse_json(f'{{{keys},"299999":0}}'.encode(), "x.json")
 
 
@@ -252,11 +252,11 @@ def test_fp8_needs_scales_of_the_right_shape(copy):
 def test_configuration_and_files_must_agree_on_modules(copy, caplog):
     path = copy("deepseek_v3")
     edit_config(path, num_nextn_predict_layers=2)
-    refuses(path, "names 2 MTP modules", "hold 1")
+    refuses(path, "states 2 MTP modules", "have 1")
     edit_config(path, num_nextn_predict_layers=0)
     with caplog.at_level(logging.WARNING):
         model, _ = mtpjax.load(path)
-    assert model.config.num_mtp_modules == 1 and "names 0 MTP modules" in caplog.text
+    assert model.config.num_mtp_modules == 1 and "states 0 MTP modules" in caplog.text
     model, _ = mtpjax.load(GOLDEN / "qwen3_next")  # whose configuration says nothing
     assert model.config.num_mtp_modules == 1
 
@@ -270,7 +270,7 @@ def test_copies_of_embedding_and_head_are_tied_or_kept_apart(copy, caplog):
     rewrite(path, lambda tensors: tensors.update({head: tensors[head] + 1}) if head in tensors else None)
     with caplog.at_level(logging.INFO):
         model, params = mtpjax.load(path)
-    assert model.config.mtp_own_head and "kept beside" in caplog.text
+    assert model.config.mtp_own_head and "loaded in addition to" in caplog.text
     np.testing.assert_array_equal(params["mtp_head_0"], params["head"] + 1)
 
 

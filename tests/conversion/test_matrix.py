@@ -124,8 +124,8 @@ def test_the_originals_modules_come_back_bit_for_bit_and_the_tuned_trunk_stays(n
 def test_missing_modules_are_a_warning_with_count_and_remedy(name, dropped, caplog):
     with caplog.at_level(logging.WARNING):
         model, params = mtpjax.load(dropped(name))
-    assert "names 1 MTP module, but the files hold none of their tensors" in caplog.text
-    assert "0 modules" in caplog.text and "mtpjax merge-mtp --input-dir" in caplog.text
+    assert "states 1 MTP module, but the files have none of their tensors" in caplog.text
+    assert "without modules" in caplog.text and "mtpjax merge-mtp --input-dir" in caplog.text
     assert model.config.num_mtp_modules == 0 and not any(key.startswith("mtp_") for key in params)
 
 

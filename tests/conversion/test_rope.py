@@ -60,8 +60,8 @@ def test_a_written_section_gives_the_same_numbers():
     [
         ({"rope_scaling": {"factor": 4.0}}, "lacks rope_type"),
         ({"rope_scaling": {"type": None, "factor": 4.0}}, "lacks rope_type"),
-        ({"rope_scaling": {**YARN, "type": "linear"}}, "rope_type is 'yarn', and type is 'linear'"),
-        ({"rope_scaling": YARN, "rope_parameters": {**YARN, "factor": 4.0}}, "differ in factor: keep one"),
+        ({"rope_scaling": {**YARN, "type": "linear"}}, "rope_type is 'yarn', but type is 'linear'"),
+        ({"rope_scaling": YARN, "rope_parameters": {**YARN, "factor": 4.0}}, "differ in factor: keep only one"),
         ({"rope_scaling": YARN, "rope_parameters": {"rope_theta": 1e4}}, "differ in rope_type, factor, original"),
         ({"rope_scaling": {**YARN, "truncate": None}}, "truncate is null"),
         ({"rope_scaling": {**YARN, "factor": "8"}}, "factor is '8', not a positive number"),
@@ -115,7 +115,7 @@ def test_mimo_v2_needs_all_of_its_older_rotary_keys():
     section = {"rope_type": "default", "rope_theta": 7e6, "partial_rotary_factor": 0.5}
     assert parse_config(mimo(rope_parameters=section, swa_rope_theta=3e4)).model == model
     for key in MIMO_KEYS:
-        with pytest.raises(ConfigError, match=f"config.json lacks {key}: rotary embeddings of mimo_v2_flash need"):
+        with pytest.raises(ConfigError, match=f"config.json lacks {key}: mimo_v2_flash needs"):
             parse_config(mimo(**{name: value for name, value in older.items() if name != key}))
     with pytest.raises(ConfigError, match="rope_parameters has full_attention and lacks sliding_attention"):
         parse_config(mimo(rope_parameters={"full_attention": {"rope_theta": 7e6}}))
@@ -125,5 +125,5 @@ def test_step_with_rotary_sections_of_transformers_is_refused():
     """Their values would not be read: the release has lists with an entry per layer."""
     values = json.loads((golden_path("step3p5") / "config.json").read_text())
     sections = {"full_attention": {"rope_theta": 5e6}, "sliding_attention": {"rope_theta": 1e4}}
-    with pytest.raises(ConfigError, match="rope_parameters, as transformers writes them"):
+    with pytest.raises(ConfigError, match="rope_parameters, which transformers writes"):
         parse_config(values | {"rope_parameters": sections})

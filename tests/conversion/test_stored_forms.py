@@ -11,11 +11,13 @@ import numpy as np
 import pytest
 
 import mtpjax
-from conversion.export_mtp import WEIGHTS, export_mtp
+from conversion.export_mtp import export_mtp
 from conversion.files import CheckpointFiles
 from conversion.fp8_blocks import quantized_blocks
 from conversion.load_plan import make_plan
-from conversion.read_params import E8M0, decode_scales, read_scale_blocks
+from conversion.names import EXPORT_FILE
+from conversion.read_params import decode_scales, read_scale_blocks
+from conversion.safetensors_header import E8M0
 from mtpjax.errors import CheckpointFileError
 from mtpjax.io import convert
 from mtpjax.io.inspect import format_lines, inspect
@@ -116,7 +118,7 @@ def test_trunk_and_modules_may_store_their_norms_differently(part, tmp_path, cap
     shifted = rewrite(path(TIED), tmp_path / "shifted", change)
     original = mtpjax.load(path(TIED), dtype=jnp.float32)
     found = mtpjax.load(shifted)
-    assert found[0].config.mtp_norm_differs and "each is read as it is stored" in caplog.text
+    assert found[0].config.mtp_norm_differs and "both are handled" in caplog.text
     assert not inspect(shifted)["problems"]
     mine, wanted = (mtpjax.forward(params, jnp.arange(12)[None], model=model) for model, params in (found, original))
     np.testing.assert_allclose(mine.logits, wanted.logits, rtol=1e-4, atol=1e-3)
@@ -149,7 +151,7 @@ def test_modules_of_the_other_convention_are_not_merged(tmp_path):
     convert.to_mtpjax(shifted, tmp_path / "ours")
     export_mtp(shifted, tmp_path / "export")
     for modules in (shifted, tmp_path / "ours", tmp_path / "export"):
-        with pytest.raises(CheckpointFileError, match=r"store norm weights as the full scale, 1 \+ w, but those of"):
+        with pytest.raises(CheckpointFileError, match=r"store norm weights as 1 \+ w, but those of"):
             merge_mtp(base, modules, tmp_path / "merged")
 
 
@@ -206,7 +208,7 @@ def test_new_scales_are_those_that_the_file_can_hold(dtype):
     ("name", "dtype", "word"),
     [
         ("model.norm.weight", np.int32, "int32"),
-        ("model.layers.0.self_attn.q_norm.weight", ml_dtypes.float8_e4m3fn, "for matrices that have scales"),
+        ("model.layers.0.self_attn.q_norm.weight", ml_dtypes.float8_e4m3fn, "for matrices with scales"),
         ("lm_head.weight", ml_dtypes.float8_e5m2, "float8_e5m2"),
         ("model.layers.1.mlp.up_proj.weight", np.float64, "--dtype float32"),
         ("model.layers.1.mlp.up_proj.weight", bool, "bool"),
@@ -225,7 +227,7 @@ def test_q_k_and_v_of_several_dtypes_become_float32(tmp_path, caplog):
     change = lambda name, array: array.astype(next((kinds[k] for k in kinds if k in name), array.dtype))
     source = rewrite(path("qwen3"), tmp_path / "source", change)
     _, params = mtpjax.load(source)
-    assert "become float32, which holds them all" in caplog.text
+    assert "of several dtypes, read as float32" in caplog.text
     with CheckpointFiles(source) as files:
         name = "model.layers.0.self_attn.{}_proj.weight"
         stored = [files.read(name.format(each)).astype(np.float32) for each in "qkv"]
@@ -271,7 +273,7 @@ def test_a_single_file_beside_another_index_is_not_chosen_silently(tmp_path, cap
     for file in source.glob("model-*"):
         file.unlink()
     _, params = mtpjax.load(source)
-    assert "the index is left over" in caplog.text
+    assert "the index is ignored" in caplog.text
     assert_same(params, mtpjax.load(new)[1])
 
 
@@ -290,7 +292,7 @@ def test_modules_may_lie_in_a_file_that_the_index_lacks(name, file, tmp_path, ca
     prefix = "mtp." if name == "qwen3_next" else "model.layers.4."
     source = split(path(name), tmp_path / "source", lambda tensor: tensor.startswith(prefix), file)
     model, params = mtpjax.load(source)
-    assert model.config.num_mtp_modules == 1 and f"{file} is not named by the index" in caplog.text
+    assert model.config.num_mtp_modules == 1 and f"{file} is not in the index" in caplog.text
     assert_same(params, mtpjax.load(path(name))[1])
     assert not inspect(source)["problems"] and file in inspect(source)["shards"]
     assert_round_trip(source, tmp_path)
@@ -303,13 +305,13 @@ def test_a_further_file_may_repeat_tensors_but_not_change_them(tmp_path, caplog)
     """An export of Qwen's modules holds embedding and head too."""
     source = rewrite(path("qwen3_next"), tmp_path / "source", lambda n, a: None if n.startswith("mtp.") else a)
     export_mtp(path("qwen3_next"), tmp_path / "mtp")
-    shutil.copy(tmp_path / "mtp" / WEIGHTS, source / WEIGHTS)
+    shutil.copy(tmp_path / "mtp" / EXPORT_FILE, source / EXPORT_FILE)
     assert_same(mtpjax.load(source)[1], mtpjax.load(path("qwen3_next"))[1])
     assert_round_trip(source, tmp_path)
     changed = rewrite(source, tmp_path / "changed", lambda n, a: a * 2 if n == HEAD else a)
-    shutil.copy(tmp_path / "mtp" / WEIGHTS, changed / WEIGHTS)
+    shutil.copy(tmp_path / "mtp" / EXPORT_FILE, changed / EXPORT_FILE)
     assert mtpjax.load(changed)[0].config.num_mtp_modules == 0
-    assert f"but {HEAD} differs from that of model.safetensors" in caplog.text
+    assert f"but its {HEAD} differs from that in model.safetensors" in caplog.text
 
 
 def test_the_file_of_the_modules_alone_can_be_merged(tmp_path):
@@ -337,7 +339,7 @@ def test_tensors_that_the_index_lacks_are_read(tmp_path, caplog):
         names = {name: "model.safetensors" for name in files.tensors if not name.startswith("mtp.")}
     (source / "model.safetensors.index.json").write_text(json.dumps({"weight_map": names}))
     assert mtpjax.load(source)[0].config.num_mtp_modules == 1
-    assert "but not in it, and are read: mtp." in caplog.text
+    assert "they are read: mtp." in caplog.text
     assert_round_trip(source, tmp_path)
 
 
@@ -369,7 +371,7 @@ def test_no_flag_leaves_out_tensors_of_the_model(name, tmp_path):
     source = rewrite(path("qwen3"), tmp_path / "s", lambda n, a: {n: a, name: a} if n == "model.norm.weight" else a)
     for options in ({}, {"allow_extra": True}):
         message = problem_of(source, **options)
-        assert name in message and "does not compute" in message and "allow" not in message
+        assert name in message and "does not use" in message and "allow" not in message
 
 
 def test_unrelated_tensors_are_kept_on_request(tmp_path):

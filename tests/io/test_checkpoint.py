@@ -284,7 +284,7 @@ def test_a_failed_save_leaves_what_was_there(copy, params, monkeypatch, moment, 
 
 def test_a_folder_that_is_not_ours_is_not_replaced(tmp_path, params):
     (tmp_path / "thesis.tex").write_text("years of work")
-    with pytest.raises(FileExistsError, match="is not replaced"):
+    with pytest.raises(FileExistsError, match="is not overwritten"):
         checkpoint.save(tmp_path, CONFIG, params)
     assert (tmp_path / "thesis.tex").read_text() == "years of work"
 

@@ -190,12 +190,12 @@ def test_a_full_disk_leaves_nothing(converted, tmp_path):
 
 def test_what_is_there_is_not_replaced(converted, tmp_path):
     original = shutil.copytree(path("deepseek_v3_fp8"), tmp_path / "original")
-    with pytest.raises(FileExistsError, match="is not replaced"):
+    with pytest.raises(FileExistsError, match="is not overwritten"):
         convert.to_hugging_face(converted("deepseek_v3_fp8"), original)
     assert content(original) == content(path("deepseek_v3_fp8"))
     (tmp_path / "thesis.tex").write_text("years of work")
     for function, source in ((convert.to_mtpjax, path), (convert.to_hugging_face, converted)):
-        with pytest.raises(FileExistsError, match="remove it, or write elsewhere"):
+        with pytest.raises(FileExistsError, match="remove it, or choose a different path"):
             function(source("deepseek_v3_fp8"), tmp_path)
     assert (tmp_path / "thesis.tex").read_text() == "years of work"
 

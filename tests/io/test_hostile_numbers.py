@@ -64,7 +64,7 @@ def test_records_of_a_header_without_shape_or_known_dtype(record, tmp_path):
     header[next(name for name in header if name != "__metadata__")] = record
     changed = json.dumps(header).encode()
     shard.write_bytes(len(changed).to_bytes(8, "little") + changed + content[8 + size :])
-    assert "has no valid shape and offsets or an unsupported dtype" in refused(folder)
+    assert "has invalid shape or offsets, or an unsupported dtype" in refused(folder)
 
 
 @pytest.mark.parametrize("index", [[], 3, {"weight_map": []}, {"weight_map": {"a": 3}}])

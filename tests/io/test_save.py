@@ -105,7 +105,7 @@ def test_a_tokenizer_that_does_not_fit_is_refused_and_nothing_is_written(params,
     for said, model, tokenizer in (
         ("has no tokenizer.json", CONFIG, tmp_path / "empty"),
         ("tokenizer must be a folder or a tokenizer", CONFIG, 3),
-        ("the tokenizer has 256 tokens, and the model's vocab_size is 100", small, tokenizer_folder),
+        ("the tokenizer has 256 tokens, but the model's vocab_size is 100", small, tokenizer_folder),
     ):
         values = params if model is CONFIG else init_params(MTPModel(small), jax.random.key(0))
         with pytest.raises(ValueError, match=said):

@@ -107,12 +107,12 @@ def test_special_tokens_and_the_template_are_those_of_the_settings(folder, tmp_p
 @pytest.mark.parametrize(
     "change, problem",
     [
-        (lambda ranks: b"no base64 1", "line 1: not a token in base64 and its rank"),
+        (lambda ranks: b"no base64 1", "line 1: expected a token in base64 and its rank"),
         (lambda ranks: b"YQ== -1", "a token of 1 bytes with rank -1"),
         (lambda ranks: b"YQ== 1\nYg== 1", "2 tokens share 1 ranks"),
         (lambda ranks: b"YQ== 1\nYQ== 2", "line 2: a token of 1 bytes"),
         (lambda ranks: base64.b64encode(b"a" * 2000) + b" 1", "a token of 2000 bytes"),
-        (lambda ranks: b"YQ== 1", "255 of the 256 bytes are no tokens, the first is 0x00"),
+        (lambda ranks: b"YQ== 1", "255 of the 256 bytes are not tokens, the first is 0x00"),
         (lambda ranks: b"", "256 of the 256 bytes"),
     ],
 )
@@ -125,7 +125,10 @@ def test_a_damaged_file_is_refused(change, problem, folder, ranks):
 @pytest.mark.parametrize(
     "settings, problem",
     [
-        ({"tokenizer_class": "HYTokenizer"}, "tokenizer_class is 'HYTokenizer', .* known: TikTokenTokenizer. Write a"),
+        (
+            {"tokenizer_class": "HYTokenizer"},
+            "tokenizer_class is 'HYTokenizer', .* supported: TikTokenTokenizer. Add a",
+        ),
         ({}, "tokenizer_class is None"),
         ({"tokenizer_class": [KIMI]}, "tokenizer_class is "),
         ({"tokenizer_class": KIMI}, "no added_tokens_decoder"),
@@ -134,7 +137,7 @@ def test_a_damaged_file_is_refused(change, problem, folder, ranks):
         ({"tokenizer_class": KIMI, "added_tokens_decoder": {"660": "x"}}, "an object with content"),
         (
             {"tokenizer_class": KIMI, "added_tokens_decoder": {"660": {"content": "a"}}},
-            "another token's",
+            "duplicate token",
         ),
     ],
 )

@@ -14,8 +14,7 @@ from conversion.attention_names import grouped_names
 from conversion.describe_config import describe_config
 from conversion.families import Layout
 from conversion.hf_config import parse_config
-from conversion.layer_names import prefixed
-from conversion.tensor_slice import ParamSpec, copied, gate_up, linear
+from conversion.tensor_slice import ParamSpec, copied, gate_up, linear, prefixed
 from mtpjax.drafters.architecture import LayersConfig
 from mtpjax.errors import ConfigError
 from mtpjax.models.config import ModelConfig

@@ -30,7 +30,7 @@ log = logging.getLogger("mtpjax.conversion")
 CONFIG = "config.json"
 # Names of weight files that only Medusa's authors use.
 MEDUSA_SAFETENSORS, MEDUSA_TORCH = "medusa_lm_head.safetensors", "medusa_lm_head.pt"
-NO_SCALES = ScaleMap({}, None)
+NO_SCALES = ScaleMap({})
 
 
 @dataclasses.dataclass(frozen=True)

@@ -1,51 +1,22 @@
-"""Names of the tensors of one decoder layer: norms, attention, and dense or expert feed-forward layers.
+"""Names of the tensors of feed-forward layers: dense ones, and mixtures of experts.
 
 Axes in comments and names: D model width, F inner width of a feed-forward layer, E experts.
 """
 
 from collections.abc import Callable
 
-from conversion.attention_names import ATTENTION_NAMES
 from conversion.families import Layout
 from conversion.tensor_slice import ALL, ParamSpec, TensorSlice, copied, gate_up, linear, tensor_slice
-from mtpjax.models.attention_kinds import ATTENTION_KINDS
-from mtpjax.models.config import LayerKind, ModelConfig
+from mtpjax.models.config import ModelConfig
 
 
-def prefixed(prefix: str, specs: dict[str, ParamSpec]) -> dict[str, ParamSpec]:
-    """Puts a prefix in front of parameter names.
-
-    Args:
-        prefix: the prefix, such as "trunk/layer_0/".
-    """
-    return {f"{prefix}{path}": spec for path, spec in specs.items()}
+def dense_names(config: ModelConfig, prefix: str) -> dict[str, ParamSpec]:
+    """Maps a dense SwiGLU layer."""
+    D, F = config.hidden_size, config.intermediate_size
+    return {"gate_up": gate_up(f"{prefix}mlp.", D, F), "down": linear(f"{prefix}mlp.down_proj.weight", F, D)}
 
 
-def decoder_layer(
-    config: ModelConfig, kind: LayerKind, prefix: str, layout: Layout, has: Callable[[str], bool]
-) -> dict[str, ParamSpec]:
-    """Lists the parameters of a decoder layer.
-
-    Args:
-        prefix: prefix of the layer's tensor names, such as "model.layers.0.".
-    """
-    D = config.hidden_size
-    specs = {
-        "norm_attention/scale": copied(f"{prefix}input_layernorm.weight", D),
-        "norm_feed_forward/scale": copied(f"{prefix}{layout.feed_forward_norm}.weight", D),
-    }
-    attention = ATTENTION_NAMES[kind.attention](config, kind, prefix, layout)
-    specs |= prefixed(f"{ATTENTION_KINDS[kind.attention].scope}/", attention)
-    # Feed-forward: experts, or one dense SwiGLU.
-    if kind.is_moe:
-        return specs | prefixed("experts/", _experts(config, prefix, layout, has))
-    F = config.intermediate_size
-    specs["dense/gate_up"] = gate_up(f"{prefix}mlp.", D, F)
-    specs["dense/down"] = linear(f"{prefix}mlp.down_proj.weight", F, D)
-    return specs
-
-
-def _experts(config: ModelConfig, prefix: str, layout: Layout, has: Callable[[str], bool]) -> dict[str, ParamSpec]:
+def expert_names(config: ModelConfig, prefix: str, layout: Layout, has: Callable[[str], bool]) -> dict[str, ParamSpec]:
     """Maps a mixture of experts: router, routed experts `gate_up [E, D, 2, F]` and `down [E, F, D]`, shared experts."""
     D, E, F = config.hidden_size, config.n_routed_experts, config.moe_intermediate_size
     within = f"{prefix}{layout.experts}."
