@@ -19,8 +19,8 @@ def add_prediction_flags(profile) -> None:
     predict.add_argument(
         "--predict",
         action="store_true",
-        help="measure nothing: predict the time of rounds on GPUs from bytes, operations and launches. --model-path "
-        "may be a preset, such as deepseek-v3, or a folder with nothing but config.json",
+        help="predict the time of rounds on GPUs from bytes, operations and kernel launches instead of measuring it. "
+        "--model-path may be a preset, such as deepseek-v3, or a folder that has only a config.json",
     )
     predict.add_argument(
         "--device",
