@@ -174,10 +174,9 @@ def _merge_mtp(options) -> int:
     # The counts show at once whether the modules were trained or are those that the checkpoint already had.
     print(f"tensors of MTP modules: {report.equal} equal, {report.replaced} replaced, {report.added} added")
     if options.check is not None:
-        from mtpjax.evaluation.merge_check import check_merge, format_check
+        from mtpjax.evaluation.merge_check import check_merge
 
-        lengths = check_merge(base, options.output_dir, prompts, max_new_tokens=options.max_new_tokens, **choice)
-        print(format_check(*lengths))
+        print(check_merge(base, options.output_dir, prompts, max_new_tokens=options.max_new_tokens, **choice))
     return 0
 
 

@@ -13,7 +13,7 @@ from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
 from mtpjax.models.attention_kinds import ATTENTION_KINDS
 from mtpjax.models.config import ModelConfig
 from mtpjax.models.model import MTPModel
-from mtpjax.models.parallel import axes_that_divide
+from mtpjax.models.parallel import axes_that_divide, decoding_layout
 from mtpjax.models.quantized import is_scaled
 from mtpjax.models.sharding import CACHE_AXES, MESH_AXES, mesh_text, param_axes, param_sharding, path_name
 
@@ -223,7 +223,12 @@ def run_on_shards(
     whole = (PartitionSpec(),) * len(rest)
     rows = PartitionSpec("data" if "data" in sizes else None)
     out_specs = (specs[2], rows) if has_row_outputs else specs[2]
-    in_parts = jax.shard_map(function, in_specs=(*specs, *whole), out_specs=out_specs, check_vma=False)
+
+    def on_shard(*arguments: Any) -> Any:
+        with decoding_layout(True):
+            return function(*arguments)
+
+    in_parts = jax.shard_map(on_shard, in_specs=(*specs, *whole), out_specs=out_specs, check_vma=False)
     return in_parts(params, draft_params, state, *rest)
 
 
