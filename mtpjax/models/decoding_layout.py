@@ -83,7 +83,7 @@ def check_divisible(config: ModelConfig, sizes: Mapping[str, int], num_slots: in
 
 
 def refuse_uneven_layers(config: ModelConfig, sizes: Mapping[str, int]) -> None:
-    """Checks that heads of all layers are split alike, and that experts with biases are not split by columns.
+    """Checks that the heads of all layers are split alike.
 
     Models with sliding attention get no copies of key/value heads, so `tensor` must divide their heads.
 
@@ -91,8 +91,6 @@ def refuse_uneven_layers(config: ModelConfig, sizes: Mapping[str, int]) -> None:
         ValueError: they are not. The message names the axis and the size.
     """
     tensor = sizes.get("tensor", 1)
-    if config.expert_bias and tensor > 1:
-        raise ValueError(f"tensor={tensor} of the mesh would split experts with biases, which is not supported")
     for name in ("num_key_value_heads", "sliding_num_key_value_heads"):
         heads = getattr(config, name)
         if config.has_sliding_layers and heads % tensor:

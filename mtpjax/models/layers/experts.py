@@ -134,10 +134,11 @@ class Experts(nn.Module):
         biases = None
         if config.expert_bias:
             zeros = nn.initializers.zeros
-            biases = (
-                self.param("gate_up_bias", zeros, (own_experts, 2, own_width)),
-                self.param("down_bias", zeros, (own_experts, D)),
-            )
+            down_bias = self.param("down_bias", zeros, (own_experts, D))
+            if is_split(F, "tensor"):
+                # The devices add their products, so only one of them adds the bias of the output.
+                down_bias = jnp.where(jax.lax.axis_index("tensor") == 0, down_bias, 0)
+            biases = self.param("gate_up_bias", zeros, (own_experts, 2, own_width)), down_bias
         bias = None
         if config.router_correction_bias:
             bias = jax.lax.stop_gradient(self.param("correction_bias", nn.initializers.zeros, (E,)))
