@@ -8,9 +8,8 @@ import jax
 import numpy as np
 
 from mtpjax.compat import library_settings
-from mtpjax.decoding.device import data_size
 from mtpjax.distributed import gather_processes
-from mtpjax.models.sharding import mesh_of
+from mtpjax.models.sharding import data_size, mesh_of
 
 
 @library_settings()
