@@ -14,8 +14,8 @@ from typing import Any
 import jax
 import numpy as np
 
+from mtpjax.ablation.cells import Cell, Settings
 from mtpjax.ablation.drafters import MTP, AblatedDrafter
-from mtpjax.ablation.grid import Cell, Settings
 from mtpjax.ablation.workload import Workload
 from mtpjax.decoding.acceptance.rules import find_rule
 from mtpjax.decoding.capacity import choose_prefill_chunk, min_rows_per_pass
@@ -25,8 +25,9 @@ from mtpjax.decoding.spec import DecodeSpec
 from mtpjax.evaluation.intervals import Estimate, estimate_from, resample
 from mtpjax.evaluation.machine import Stopwatch
 from mtpjax.evaluation.metrics import decoded_rates, to_json
-from mtpjax.evaluation.round_costs import CostMeter, RoundCosts
-from mtpjax.evaluation.round_loops import PLAIN_STEP, RoundShape, TimingConditions
+from mtpjax.evaluation.round_costs import CostMeter
+from mtpjax.evaluation.round_loops import TimingConditions
+from mtpjax.evaluation.round_shapes import PLAIN_STEP, RoundCosts, RoundShape
 from mtpjax.evaluation.same_text import equals_plain_decoding, sampling_arguments
 from mtpjax.evaluation.trust import seconds_beyond, speed_up_problem, time_calls, waiting_problem
 from mtpjax.inference.generate import speculative_generate
@@ -38,7 +39,7 @@ from mtpjax.models.model import MTPModel
 class Bench:
     """Measures `cells`, and caches results that cells share: the faster plain form and the costs of parts.
 
-    `methods` are the drafters that the cells name.
+    `methods` are the drafters of the cells.
     """
 
     model: MTPModel
@@ -138,9 +139,9 @@ class Bench:
     def _rates_by_category(
         self, cell: Cell, costs: RoundCosts, waited: float, steps, accepted, seconds, tokens
     ) -> dict[str, Any]:
-        """Computes rates and ratios per category of prompts; nothing for a single category.
+        """Computes rates and ratios per category of prompts; {} if all prompts are of one category.
 
-        A ratio needs batches of one category each, which batches of one prompt are.
+        A ratio needs batches whose prompts are of one category, so only batches of one prompt have ratios.
         """
         categories = np.array(self.workload.categories)
         result = {}
@@ -179,7 +180,7 @@ class Bench:
 
     def _time_calls(self, batch, config: DecodeConfig, sampling: dict[str, Any], draft_params: Any = None):
         """Returns the seconds of a one-token call and of the whole call, and the result."""
-        # Plain decoding has no drafter, and so no parameters of one.
+        # Plain decoding has no drafter, so it takes no drafter parameters.
         own = {"draft_params": draft_params} if config.num_steps else {}
 
         def decode(config: DecodeConfig):
@@ -216,7 +217,7 @@ class Bench:
         # Disturbed costs must not affect later cells, so they are measured again.
         if key not in self._costs_cache or waiting_problem(self._costs_cache[key][1]):
             # One meter measures every shape of the batch size in turns. A second one measures plain steps in the faster
-            # form if decoding's own form is the other.
+            # form if decoding uses the slower one.
             alike = (other for other in (*self.cells, cell) if (other.batch_size, other.drafter) == key)
             shapes = tuple(dict.fromkeys(other.shape for other in alike))
             default_rows = min_rows_per_pass(self.model, batch_size, jax.default_backend())
@@ -242,20 +243,15 @@ class Bench:
         rounds = [DecodeSpec(*shape, prefill_chunk=spec.prefill_chunk, min_rows=2) for shape in shapes] or [spec]
         drafter = make_drafter(method.config(DecodeConfig()))
         capacity = max(Decoder(self.model, drafter, each).capacity(self._max_length, longest) for each in rounds)
-        return CostMeter(
-            self.params,
-            model=self.model,
-            shapes=shapes,
-            conditions=TimingConditions(batch_size, context, capacity, min_rows),
-            drafter=method.drafter,
-            draft_params=method.params,
-        )
+        conditions = TimingConditions(batch_size, context, capacity, min_rows)
+        drafts = {"drafter": method.drafter, "draft_params": method.params}
+        return CostMeter(self.params, model=self.model, shapes=shapes, conditions=conditions, **drafts)
 
 
 def lossless_status(cell: Cell, differing: int) -> str:
-    """Describes a cell's texts, of which a number differ from plain decoding's.
+    """Describes how a cell's texts compare with plain decoding's, from which `differing` of them differ.
 
-    They are "exact by rule" where texts may differ although their distribution is the same.
+    "exact by rule": the texts may differ, but have the same distribution.
     """
     rule = find_rule(cell.acceptance)
     if not rule.is_exact:

@@ -1,4 +1,4 @@
-"""The drafters of an ablation: MTP modules, n-gram lookup, and drafters with their own files."""
+"""The drafters of an ablation: MTP modules, n-gram lookup, and drafters that are read from files."""
 
 import dataclasses
 import hashlib
@@ -74,18 +74,14 @@ MTP = AblatedDrafter("mtp", find_method("mtp"), "mtp")
 
 
 def load_methods(
-    values: Sequence[str],
-    *,
-    model: MTPModel,
-    model_path: Any = None,
-    **reading: Unpack[Reading],
+    values: Sequence[str], *, model: MTPModel, model_path: Any = None, **reading: Unpack[Reading]
 ) -> tuple[AblatedDrafter, ...]:
     """Loads the drafters of `--drafters`.
 
     Args:
         values: names of methods without files, such as "mtp", "lookup" or `package.module:RECORD`; and what
             `mtpjax.load_drafter` reads: a folder, a training run, a repository. `package.module:RECORD=FOLDER` reads a
-            folder with a method of a user.
+            folder with a user-defined method.
         model: the trunk that all of them draft for.
         model_path: where the model was read from: the training cost of its MTP modules is read there.
         **reading: choices that the files leave open, as in `load_drafter`.
@@ -94,8 +90,8 @@ def load_methods(
         One drafter per value, without duplicates.
 
     Raises:
-        ValueError: `values` is empty, "mtp" is named for a model without MTP modules, or a drafter is for another
-            trunk.
+        ValueError: `values` is empty, "mtp" is requested for a model without MTP modules, or a drafter is for a
+            different trunk.
         CheckpointError: the files of a drafter are damaged, missing or not supported.
     """
     # Load all of them before the first measurement, and reject drafters that cannot run under any setting.
@@ -113,7 +109,7 @@ def load_methods(
             loaded.append(AblatedDrafter(name, method, name, training=training))
             continue
         drafter, params = load_drafter(path, model=model, method=method, **reading)
-        # Any drafter can draft one token, unless it is for another trunk.
+        # Any drafter can draft one token, unless it is for a different trunk.
         drafter.check(model, DecodeConfig(num_steps=1, drafter=drafter))
         found = method or method_of(drafter)
         assert found is not None
@@ -133,7 +129,7 @@ def _parse(value: str) -> tuple[str, DraftMethod | None, str | None]:
 
 
 def short_names(paths: Sequence[str]) -> dict[str, str]:
-    """Shortens paths to the fewest last parts by which they differ from each other, and from names of methods."""
+    """Shortens paths to as few last parts as make them differ from each other and from the names of methods."""
     # "runs/a/drafter" and "runs/b/drafter" need two parts each.
     parts = {path: pathlib.PurePath(path).parts for path in paths}
     for count in range(1, max(map(len, parts.values()), default=0) + 1):

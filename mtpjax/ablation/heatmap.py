@@ -6,8 +6,9 @@ import textwrap
 from collections.abc import Sequence
 from typing import Any, NamedTuple
 
-from mtpjax.ablation.panels import Row, group_by_batch_and_temperature, list_drafters, panel_rows, panels
-from mtpjax.ablation.report import advise
+from mtpjax.ablation.advice import advise
+from mtpjax.ablation.cells import Row, list_drafters
+from mtpjax.ablation.panels import Panels
 from mtpjax.evaluation.plot_style import DEFAULT_FORMATS, GREY, draw_picture, plain_text, shorten
 from mtpjax.evaluation.trust import mark as problem_mark
 
@@ -26,23 +27,18 @@ class Line(NamedTuple):
 
 def plot_heatmap(path, rows: list[Row], formats: Sequence[str] = DEFAULT_FORMATS, *, title: str = "") -> None:
     """Plots the speed-up over plain decoding by depth, drafter, tree and rule; panels by batch size and temperature."""
-    groups = group_by_batch_and_temperature(rows)
+    panels, drafters = Panels.of(rows), list_drafters(rows)
     depths = sorted({row["cell"]["num_steps"] for row in rows})
-    drafters = list_drafters(rows)
-    trees = {key: sorted({_line(row, drafters) for row in group}) for key, group in groups.items()}
-    layout = panel_rows(groups)
-    # A panel grows with its numbers of depths and lines, and with the names of the drafters beside it.
+    trees = {key: sorted({_line(row, drafters) for row in group}) for key, group in panels.groups.items()}
+    # A panel grows with its numbers of depths and lines, and with the names of the drafters next to it.
     longest = max(len(shorten(name)) for name in drafters) if len(drafters) > 1 else 0
     width = max(2.8, 1.15 * len(depths) + max(1.2, 0.3 + 0.085 * longest))
-    height = max(2.0, 0.7 * max(map(len, trees.values())) + 1.0)
-    size = (max(6.0, width * len(layout[0]) + 1.2), height * len(layout) + 0.4)
-    draw = functools.partial(
-        _draw, rows=rows, groups=groups, layout=layout, depths=depths, trees=trees, drafters=drafters
-    )
-    draw_picture(path, size, draw, formats, title=title)
+    width, height = panels.size(width, max(2.0, 0.7 * max(map(len, trees.values())) + 1.0))
+    draw = functools.partial(_draw, rows=rows, panels=panels, depths=depths, trees=trees, drafters=drafters)
+    draw_picture(path, (max(6.0, width + 1.2), height), draw, formats, title=title)
 
 
-def _draw(figure, rows: list[Row], groups, layout, *, depths, trees, drafters) -> None:
+def _draw(figure, rows: list[Row], panels: Panels, *, depths, trees, drafters) -> None:
     import matplotlib
     import matplotlib.colors
 
@@ -52,13 +48,11 @@ def _draw(figure, rows: list[Row], groups, layout, *, depths, trees, drafters) -
     max_ratio = max([1.5, *ratios, *(1 / ratio for ratio in ratios)])
     norm = matplotlib.colors.LogNorm(1 / max_ratio, max_ratio)
     colours = matplotlib.colormaps["RdBu"].with_extremes(bad="#eeeeee")
-    axes = figure.subplots(len(layout), len(layout[0]), squeeze=False)
-    for axis, key, group in panels(axes, layout, groups):
-        style = {"depths": depths, "trees": trees[key], "drafters": drafters, "colours": colours, "norm": norm}
-        _draw_panel(axis, f"batch {key[0]}, temperature {key[1]:g}", group, **style)
+    for axis, key, group in panels.draw(figure):
+        _draw_panel(axis, group, depths=depths, trees=trees[key], drafters=drafters, colours=colours, norm=norm)
     # Label the colour bar with the round ratios inside its range.
     bar = figure.colorbar(
-        figure.axes[0].images[0], ax=figure.axes, shrink=min(0.8, 2.4 / len(layout)), aspect=25, pad=0.02
+        figure.axes[0].images[0], ax=figure.axes, shrink=min(0.8, 2.4 / len(panels.layout)), aspect=25, pad=0.02
     )
     ticks = [tick for tick in TICKS if 1 / max_ratio <= tick <= max_ratio]
     bar.set_ticks(ticks, labels=[f"{tick:g}" for tick in ticks])
@@ -70,7 +64,7 @@ def _draw(figure, rows: list[Row], groups, layout, *, depths, trees, drafters) -
     figure.supxlabel("\n".join(textwrap.wrap(note, int(14 * figure.get_figwidth()))), fontsize=9)
 
 
-def _draw_panel(axis, title: str, rows, *, depths, trees, drafters, colours, norm) -> None:
+def _draw_panel(axis, rows, *, depths, trees, drafters, colours, norm) -> None:
     import matplotlib.patches
 
     grid = {(_line(row, drafters), row["cell"]["num_steps"]): row for row in rows}
@@ -99,7 +93,6 @@ def _draw_panel(axis, title: str, rows, *, depths, trees, drafters, colours, nor
                 frame = matplotlib.patches.Rectangle((x - 0.465, y - 0.44), 0.93, 0.88, fill=False)
                 frame.set(edgecolor=colour, linewidth=width)
                 axis.add_patch(frame)
-    axis.set_title(title)
     axis.set_xticks(range(len(depths)), [str(depth) for depth in depths])
     axis.set_yticks(range(len(trees)), [_line_label(tree, drafters) for tree in trees])
     axis.set_xlabel("draft levels per round")

@@ -1,29 +1,10 @@
-"""The layout of the panels in an ablation's pictures: one per batch size and temperature."""
+"""The layout of the panels in an ablation's plots: one per batch size and temperature."""
 
 import itertools
-from collections.abc import Iterable, Iterator
-from typing import Any
+from collections.abc import Iterator
+from typing import Any, NamedTuple
 
-Row = dict[str, Any]  # a line of cells.jsonl
-Group = tuple[int, float]  # batch size and temperature
-
-
-def group_by_batch_and_temperature(rows: Iterable[Row]) -> dict[Group, list[Row]]:
-    """Groups rows by (batch size, temperature) in ascending order; the rows of a group keep their order."""
-    groups: dict[Group, list[Row]] = {}
-    for row in rows:
-        groups.setdefault((row["cell"]["batch_size"], row["cell"]["temperature"]), []).append(row)
-    return dict(sorted(groups.items()))
-
-
-def by_speed(row: Row) -> tuple[bool, float]:
-    """Sorts rows: those that can be trusted first, each kind from fast to slow."""
-    return bool(row["problem"]), -row["ratio"]["value"]
-
-
-def list_drafters(rows: list[Row]) -> list[str]:
-    """Lists the names of the drafters, in the order of the rows."""
-    return list(dict.fromkeys(row["cell"]["drafter"] for row in rows))
+from mtpjax.ablation.cells import Group, Row, group_by_batch_and_temperature
 
 
 def panel_rows(groups: dict[Group, list[Row]]) -> list[list[Group]]:
@@ -38,10 +19,27 @@ def panel_rows(groups: dict[Group, list[Row]]) -> list[list[Group]]:
     return [[(batch_size, temperature) for temperature in temperatures] for batch_size in batch_sizes]
 
 
-def panels(axes, layout: list[list[Group]], groups: dict[Group, list[Row]]) -> Iterator[tuple[Any, Group, list[Row]]]:
-    """Yields the axis, the group and the rows of each panel of `panel_rows`, and removes unused axes."""
-    for axis, key in itertools.zip_longest(axes.flat, itertools.chain(*layout)):
-        if key in groups:
-            yield axis, key, groups[key]
-        else:
-            axis.remove()
+class Panels(NamedTuple):
+    """The panels of a plot."""
+
+    groups: dict[Group, list[Row]]  # the rows of each panel
+    layout: list[list[Group]]  # `panel_rows`
+
+    @classmethod
+    def of(cls, rows: list[Row]) -> "Panels":
+        groups = group_by_batch_and_temperature(rows)
+        return cls(groups, panel_rows(groups))
+
+    def size(self, width: float, height: float) -> tuple[float, float]:
+        """Returns the size of the figure in inches, from that of a panel."""
+        return width * len(self.layout[0]), height * len(self.layout) + 0.4
+
+    def draw(self, figure) -> Iterator[tuple[Any, Group, list[Row]]]:
+        """Adds the panels to a figure, and yields the axis, the group and the rows of each. Removes unused axes."""
+        axes = figure.subplots(len(self.layout), len(self.layout[0]), squeeze=False)
+        for axis, key in itertools.zip_longest(axes.flat, itertools.chain(*self.layout)):
+            if key in self.groups:
+                axis.set_title(f"batch {key[0]}, temperature {key[1]:g}")
+                yield axis, key, self.groups[key]
+            else:
+                axis.remove()

@@ -4,11 +4,13 @@ import math
 from collections.abc import Sequence
 from typing import Any
 
-from mtpjax.ablation.panels import Row, group_by_batch_and_temperature, list_drafters, panel_rows, panels
+from mtpjax.ablation.cells import Row, list_drafters, round_cost
+from mtpjax.ablation.panels import Panels
 from mtpjax.evaluation.plot_style import (
     COLOURS,
     DEFAULT_FORMATS,
     GREY,
+    UNTRUSTED,
     draw_picture,
     legend_columns,
     legend_key,
@@ -28,17 +30,20 @@ def plot_pareto(path, rows: list[Row], formats: Sequence[str] = DEFAULT_FORMATS,
     Each batch size and temperature has a panel with lines of equal speed-up. Labels mark the Pareto frontier: settings
     that no other setting beats in both cost and accept length.
     """
-    groups = group_by_batch_and_temperature(rows)
-    layout = panel_rows(groups)
+    panels = Panels.of(rows)
     # An impossible ratio gives a cost that no round has, so such rows have no point.
     rows = [row for row in rows if not is_impossible(row["problem"])]
-    groups = {key: [row for row in of if not is_impossible(row["problem"])] for key, of in groups.items()}
-    size = 5.2 * len(layout[0]), 4.2 * len(layout) + 0.4
-    draw_picture(path, size, lambda figure: _draw(figure, rows, groups, layout), formats, title=title)
+    shown = {key: [row for row in of if not is_impossible(row["problem"])] for key, of in panels.groups.items()}
+    draw_picture(
+        path,
+        panels.size(5.2, 4.2),
+        lambda figure: _draw(figure, rows, panels._replace(groups=shown)),
+        formats,
+        title=title,
+    )
 
 
-def _draw(figure, rows: list[Row], groups, layout) -> None:
-    axes = figure.subplots(len(layout), len(layout[0]), squeeze=False)
+def _draw(figure, rows: list[Row], panels: Panels) -> None:
     axis_of_group = {}
     # All panels share their limits, so that they can be compared. The cost follows from the measured ratio.
     costs = [_cost_and_length(row)[0] for row in rows]
@@ -56,9 +61,9 @@ def _draw(figure, rows: list[Row], groups, layout) -> None:
         edge = "black" if many and own >= len(COLOURS) else style["color"]
         return {"color": style["color"], "marker": marker, "markeredgecolor": edge, "markersize": 7, "linestyle": ""}
 
-    for axis, key, group in panels(axes, layout, groups):
+    for axis, key, group in panels.draw(figure):
         # 1. The background: lines of equal speed-up, and plain decoding at cost 1 and accept length 1.
-        (batch_size, temperature), axis_of_group[key] = key, axis
+        axis_of_group[key] = axis
         axis.set(xscale="log", yscale="log", xlim=xlim, ylim=ylim)
         _draw_speed_up_lines(axis, xlim, ylim)
         axis.plot(1, 1, "*", color="black", markersize=11, zorder=3)
@@ -66,7 +71,7 @@ def _draw(figure, rows: list[Row], groups, layout) -> None:
         # are grey question marks, and not on the frontier.
         for row in group:
             if row["problem"]:
-                axis.plot(*_cost_and_length(row), marker="$?$", linestyle="", color=GREY, markersize=9, zorder=3)
+                axis.plot(*_cost_and_length(row), **UNTRUSTED, zorder=3)
                 continue
             (cost, length), spread, look = _cost_and_length(row), row["accept_length"], look_of(row["cell"])
             face = "white" if row["lossless"] == "lossy" else look["color"]
@@ -75,7 +80,7 @@ def _draw(figure, rows: list[Row], groups, layout) -> None:
         # 3. The frontier, from plain decoding on.
         frontier = [(1.0, 1.0)] + [_cost_and_length(row) for row in _frontier(group)]
         axis.plot(*zip(*frontier, strict=True), color=GREY, linewidth=1, linestyle="--", zorder=2)
-        axis.set_title(f"batch {batch_size}, temperature {temperature:g}", pad=16)
+        axis.set_title(axis.get_title(), pad=16)
         axis.set_xlabel("cost of a round, in plain rounds")
         axis.set_ylabel("accept length (tokens per round)")
         ticks = (0.5, 0.75, 1, 1.5, 2, 3, 4, 6, 8, 12, 16, 24, 32)
@@ -93,13 +98,13 @@ def _draw(figure, rows: list[Row], groups, layout) -> None:
     if any(row["lossless"] == "lossy" for row in rows):
         keys.append(legend_key("lossy", marker="o", markerfacecolor="white", linestyle=""))
     if any(row["problem"] for row in rows):
-        keys.append(legend_key("cannot be trusted", marker="$?$", linestyle="", markersize=9))
+        keys.append(legend_key("cannot be trusted", **UNTRUSTED))
     keys += [legend_key("Pareto frontier", linestyle="--"), legend_key("equal speed-up", color=LINE, linewidth=0.8)]
     num_columns = legend_columns([str(each.get_label()) for each in keys], figure.get_figwidth())
     figure.legend(handles=keys, loc="outside lower center", ncols=num_columns)
     # Labels avoid each other in pixels, so they come last, when the layout is final.
     figure.draw_without_rendering()
-    for key, group in groups.items():
+    for key, group in panels.groups.items():
         _label_frontier(axis_of_group[key], group, has_names=many)
 
 
@@ -118,22 +123,18 @@ def _draw_speed_up_lines(axis, xlim, ylim) -> None:
             continue
         grey, width = ("black", 1.2) if speed == 1 else (LINE, 0.8)
         axis.plot([xlim[0], end[0]], [speed * xlim[0], end[1]], color=grey, linewidth=width, zorder=0)
-        axis.annotate(
-            f"{speed:g}x",
-            end,
-            xytext=(0, 2) if at_top else (3, 0),
-            textcoords="offset points",
-            ha="center" if at_top else "left",
-            va="bottom" if at_top else "center",
-            fontsize=8,
-            color="black" if speed == 1 else GREY,
-        )
+        place = {"xytext": (0, 2), "ha": "center", "va": "bottom"}
+        place = place if at_top else {"xytext": (3, 0), "ha": "left", "va": "center"}
+        look = {"textcoords": "offset points", "fontsize": 8, "color": "black" if speed == 1 else GREY}
+        axis.annotate(f"{speed:g}x", end, **place, **look)
 
 
 def _label_frontier(axis, group: list[dict[str, Any]], *, has_names: bool) -> None:
-    """Labels the frontier's points, longest accept length first, where no label covers a point or another label."""
+    """Labels the frontier's points, longest accept length first, where the label covers no point and no other label."""
     points = [axis.transData.transform(_cost_and_length(row)) for row in group]
     label_boxes: list[Any] = []
+    look = {"textcoords": "offset points", "fontsize": 8, "zorder": 4}
+    look |= {"bbox": {"facecolor": "white", "alpha": 0.75, "linewidth": 0, "pad": 1}}
     for row in reversed(_frontier(group)):
         cell = row["cell"]
         text = plain_text(f"{shorten(cell['drafter'], 16)}, ") if has_names else ""
@@ -143,17 +144,8 @@ def _label_frontier(axis, group: list[dict[str, Any]], *, has_names: bool) -> No
         text += f", {cell['acceptance']}" if len(same_shape) > 1 else ""
         # Try six places around the point, and keep the first that covers nothing and stays inside the panel.
         for x, y in ((-7, 4), (7, -4), (-7, -4), (7, 4), (-9, 16), (9, -16)):
-            label = axis.annotate(
-                text,
-                _cost_and_length(row),
-                xytext=(x, y),
-                textcoords="offset points",
-                ha="right" if x < 0 else "left",
-                va="bottom" if y > 0 else "top",
-                fontsize=8,
-                zorder=4,
-                bbox={"facecolor": "white", "alpha": 0.75, "linewidth": 0, "pad": 1},
-            )
+            place = {"xytext": (x, y), "ha": "right" if x < 0 else "left", "va": "bottom" if y > 0 else "top"}
+            label = axis.annotate(text, _cost_and_length(row), **place, **look)
             label.set_in_layout(False)
             box = label.get_window_extent()
             covers = any(box.overlaps(other) for other in label_boxes) or any(box.contains(*point) for point in points)
@@ -169,8 +161,7 @@ def _round_shape(row: dict[str, Any]) -> tuple[str, int, int, int]:
 
 def _cost_and_length(row: dict[str, Any]) -> tuple[float, float]:
     """Returns a round's cost in plain rounds, and its accept length."""
-    length = row["accept_length"]["value"]
-    return length / row["ratio"]["value"], length
+    return round_cost(row), row["accept_length"]["value"]
 
 
 def _frontier(group: list[dict[str, Any]]) -> list[dict[str, Any]]:

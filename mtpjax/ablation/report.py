@@ -1,110 +1,23 @@
-"""The report of an ablation: advice, tables, `cells.csv` and `recommendation.md`.
-
-A row is a line of `cells.jsonl`.
-"""
+"""The report of an ablation: tables, `cells.csv` and `recommendation.md`."""
 
 import csv
-import dataclasses
 import io
 from collections.abc import Iterable, Sequence
 from typing import Any
 
-from mtpjax.ablation.comparison import format_comparison, format_rates, format_ratio, parts_cost, round_cost
+from mtpjax.ablation.advice import advise, group_rows
+from mtpjax.ablation.cells import Row, Settings, cell_of, format_rates, format_ratio, parts_cost, round_cost
+from mtpjax.ablation.comparison import format_comparison
 from mtpjax.ablation.drafters import MTP, AblatedDrafter
-from mtpjax.ablation.grid import Cell, Settings
-from mtpjax.ablation.panels import Group, Row, by_speed, group_by_batch_and_temperature
 from mtpjax.ablation.workload import Workload
 from mtpjax.console import narrow_table, print_parts
 from mtpjax.evaluation.trust import mark, verdict
 from mtpjax.messages import count_of
 
 
-def cell_of(row: Row) -> Cell:
-    return Cell(**row["cell"])
-
-
-def group_rows(rows: Iterable[Row]) -> dict[Group, list[Row]]:
-    """Groups rows; a group starts with the trusted rows, and both parts are sorted fastest first."""
-    return group_by_batch_and_temperature(sorted(rows, key=by_speed))
-
-
-@dataclasses.dataclass(frozen=True)
-class Advice:
-    """The advice for one batch size and temperature.
-
-    Attributes:
-        batch_size: the batch size.
-        temperature: the temperature.
-        best: the row of the setting to use; None where plain decoding is best, or nothing is known.
-        text: the advice in words.
-        certainty: how certain it is, in words.
-        is_known: at least one exact setting has a measurement that can be trusted.
-    """
-
-    batch_size: int
-    temperature: float
-    best: Row | None
-    text: str
-    certainty: str
-    is_known: bool = True
-
-
-def advise(rows: Iterable[Row]) -> list[Advice]:
-    """Chooses the fastest exact setting of each batch size and temperature.
-
-    A setting is advised only if its measurement can be trusted, the interval of its ratio is above 1, and its texts
-    passed their check.
-    """
-    result = []
-    for (batch_size, temperature), group in group_rows(rows).items():
-        # Lossy rules change the distribution, so they are reported but never advised.
-        exact = [row for row in group if row["lossless"] not in ("lossy", "DIFFERS")]
-        if not exact:
-            result.append(Advice(batch_size, temperature, None, "no exact setting was measured", "", is_known=False))
-            continue
-        fastest, trusted = exact[0], [row for row in exact if not row["problem"]]
-        if not trusted:
-            text = "not known: no measurement can be trusted; measure again"
-            why = f"the fastest, {cell_of(fastest).setting}, has ratio to plain {format_ratio(fastest)}: "
-            why += fastest["problem"]
-            result.append(Advice(batch_size, temperature, None, text, why, is_known=False))
-            continue
-        # Speculation pays only if the lower end of the ratio's interval is above 1.
-        paying = [row for row in trusted if row["ratio"]["low"] > 1]
-        left_out = len(exact) - len(trusted)
-        also = f"; not compared, because they cannot be trusted: {left_out}" if left_out else ""
-        if not paying:
-            is_slower = fastest["ratio"]["value"] <= 1
-            text = "do not speculate" if is_slower else "speculation is not shown to pay: decode plainly"
-            why = f"the fastest, {cell_of(fastest).setting}, has ratio to plain {format_ratio(fastest)}"
-            result.append(Advice(batch_size, temperature, None, text, why + also))
-            continue
-        best = paying[0]
-        length, ratio = best["accept_length"]["value"], format_ratio(best)
-        text = f"{cell_of(best).setting}: accept length {length:.2f}, ratio to plain {ratio}"
-        others = [row for row in trusted if row is not best]
-        result.append(Advice(batch_size, temperature, best, text, _certainty(best, others) + also))
-    return result
-
-
 def rows_verdict(rows: Sequence[Row]) -> str:
-    """Returns one line about which rows can be trusted."""
+    """Returns a line that says how many rows can be trusted, and why the others cannot."""
     return verdict([row["problem"] for row in rows], max(row["waited"] for row in rows))
-
-
-def _certainty(best: Row, others: list[Row]) -> str:
-    """Compares the best setting with the runner-up by their intervals."""
-    if not others:
-        return "no other setting to compare with"
-    # Intervals that do not overlap are clear. A best interval above the runner-up's value is probable.
-    second = others[0]
-    measured = f"{cell_of(second).setting}: {format_ratio(second)}"
-    if best["ratio"]["low"] > second["ratio"]["high"]:
-        return f"clearly faster than {measured}"
-    if best["ratio"]["low"] > second["ratio"]["value"]:
-        return f"probably faster than {measured}"
-    alike = [row for row in others if row["ratio"]["value"] >= best["ratio"]["low"]]
-    return f"not distinguishable from {measured}" + (f", nor from {len(alike) - 1} more" if len(alike) > 1 else "")
 
 
 def format_recommendation(

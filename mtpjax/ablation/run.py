@@ -19,8 +19,9 @@ from typing import Any, NamedTuple
 import jax
 
 from mtpjax.ablation.bench import Bench
+from mtpjax.ablation.cells import Cell, Settings
 from mtpjax.ablation.drafters import MTP, AblatedDrafter, load_methods
-from mtpjax.ablation.grid import Cell, Settings, list_cells
+from mtpjax.ablation.grid import list_cells
 from mtpjax.ablation.heatmap import plot_heatmap
 from mtpjax.ablation.pareto import plot_pareto
 from mtpjax.ablation.positions import plot_positions
@@ -41,7 +42,7 @@ from mtpjax.models.config import Implementation
 from mtpjax.models.model import MTPModel
 from mtpjax.program_memory import free_programs_if_full
 
-CELL_VERSION = 8  # format of a cell's line; lines of another version are measured again
+CELL_VERSION = 8  # format of a cell's line; lines with a different version are measured again
 
 
 def fingerprint(
@@ -51,15 +52,11 @@ def fingerprint(
     content = {
         "version": CELL_VERSION,
         "cell": dataclasses.asdict(cell),
-        "max_new_tokens": settings.max_new_tokens,
-        "repeats": settings.repeats,
-        "seed": settings.seed,
-        "prompts": workload.prompts,
-        "stop_token_ids": workload.stop_token_ids,
-        "categories": workload.categories,
         "drafter": method.digest,
         "about": environment,
     }
+    content |= {name: getattr(settings, name) for name in ("max_new_tokens", "repeats", "seed")}
+    content |= {name: getattr(workload, name) for name in ("prompts", "stop_token_ids", "categories")}
     return _digest(content)
 
 
@@ -68,7 +65,7 @@ def _digest(content: dict[str, Any]) -> str:
 
 
 def seal(row: dict[str, Any]) -> dict[str, Any]:
-    """Returns a row with a digest of it, which tells later whether somebody edited or damaged its line."""
+    """Returns a row with its digest, with which a later run detects a line that was edited or damaged."""
     # A row that is read back has a digest already, which does not count.
     content = {name: value for name, value in row.items() if name != "digest"}
     return content | {"digest": _digest(content)}
@@ -158,10 +155,10 @@ def load_subject(
     implementation: Implementation = "auto",
     reading: Reading | None = None,
 ) -> Subject:
-    """Loads a model and all drafters before anything is measured: one that cannot be read is an error now.
+    """Loads a model and all drafters, so that one that cannot be read is an error before anything is measured.
 
     Raises:
-        ValueError: a drafter is for another model.
+        ValueError: a drafter is for a different model.
         CheckpointError: files are damaged, missing or not supported.
     """
     path = find_checkpoint(model_path)
@@ -221,7 +218,7 @@ def run(
 
 
 def _report(output: pathlib.Path, rows: list[dict[str, Any]], text: str, plot_formats, *, title: str, console):
-    """Prints the measured cells, and writes the table, the recommendation and the pictures under a title."""
+    """Prints the measured cells, and writes the table, the recommendation and the plots, whose title is `title`."""
     print_cells(console, rows)
     write_text(output / "cells.csv", to_csv(rows))
     write_text(output / "recommendation.md", text)

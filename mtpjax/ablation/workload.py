@@ -1,9 +1,9 @@
-"""The prompts of an ablation: those of a file, or places in the held-out files of a byte-level model."""
+"""The prompts of an ablation: those of a file, or pieces of the files that a byte-level model held out."""
 
 import dataclasses
 import pathlib
 
-from mtpjax.ablation.grid import Settings
+from mtpjax.ablation.cells import Settings
 from mtpjax.data import packing
 from mtpjax.data.config import Source
 from mtpjax.data.sources import read_source
@@ -51,7 +51,7 @@ def find_workload(
     """Reads the prompts from a file. Without a file, a byte-level model gets line starts of held-out files.
 
     Raises:
-        ValueError: the prompts do not fit the model, or no file is named and the model is not byte-level.
+        ValueError: the prompts do not fit the model, or no file is given and the model is not byte-level.
     """
     tokenizer = load_tokenizer(path, model.config.vocab_size)
     limit = choice.limit(model.config, settings.max_new_tokens)

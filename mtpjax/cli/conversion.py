@@ -145,10 +145,10 @@ def _merge_mtp(options) -> int:
     # The counts show whether the modules were trained, or equal those that the checkpoint already had.
     print(f"tensors of MTP modules: {report.equal} equal, {report.replaced} replaced, {report.added} added")
     if options.check is not None:
-        from mtpjax.evaluation.merge_check import check_merge, format_check
+        from mtpjax.evaluation.merge_check import check_merge
 
         choice = {"max_new_tokens": options.max_new_tokens, "model_type": options.model_type}
-        print(format_check(*check_merge(base, options.output_dir, prompts, **choice)))
+        print(check_merge(base, options.output_dir, prompts, **choice))
     return 0
 
 

@@ -223,7 +223,8 @@ def _eval_acceptance_on(mesh, options) -> int:
     from mtpjax.data.tokenizer import load_tokenizer
     from mtpjax.decoding.config import DecodeConfig
     from mtpjax.distributed import is_main_process
-    from mtpjax.evaluation.acceptance import AcceptanceCounts, measure_acceptance
+    from mtpjax.evaluation.acceptance import measure_acceptance
+    from mtpjax.evaluation.counts import AcceptanceCounts
     from mtpjax.evaluation.machine import describe_device
     from mtpjax.evaluation.metrics import print_report, report, to_json
     from mtpjax.evaluation.plot_style import picture_paths

@@ -6,47 +6,18 @@ for the counts of `mtpjax ablate` and `merge-mtp --check`.
 
 import dataclasses
 from collections.abc import Sequence
-from typing import Any, NamedTuple
+from typing import Any
 
-import jax
 import numpy as np
 
 from mtpjax.decoding.config import DecodeConfig
 from mtpjax.drafters.trained import DraftParams
+from mtpjax.evaluation.counts import AcceptanceCounts, Predicted, TeacherForcedSums
 from mtpjax.evaluation.same_text import equals_plain_decoding, sampling_arguments
-from mtpjax.evaluation.teacher_forced import Predicted, TeacherForcedSums, count_teacher_forced, count_without_pass
+from mtpjax.evaluation.teacher_forced import count_teacher_forced
 from mtpjax.inference.generate import generate, speculative_generate
 from mtpjax.models.model import MTPModel
 from mtpjax.program_memory import free_programs_if_full
-
-
-class AcceptanceCounts(NamedTuple):
-    """Counts for P prompts and K draft levels.
-
-    Attributes:
-        teacher_forced: sums of the teacher-forced pass.
-        predicted: predicted counts of decoding.
-        rounds: `[P]` verification passes of decoding.
-        accepted: `[P, K]` accepted drafts of decoding per level.
-        is_identical: `[P]` bool, True if decoding with drafts returned plain decoding's text (`equals_plain_decoding`).
-        texts: `[P]` lists of the new tokens of plain decoding.
-    """
-
-    teacher_forced: TeacherForcedSums
-    predicted: Predicted
-    rounds: np.ndarray
-    accepted: np.ndarray
-    is_identical: np.ndarray
-    texts: np.ndarray
-
-    def select(self, mask: np.ndarray) -> "AcceptanceCounts":
-        """Returns the counts of the prompts in `mask [P]` bool."""
-        return jax.tree.map(lambda counts: counts[mask], self)
-
-    @classmethod
-    def concatenate(cls, batches: "Sequence[AcceptanceCounts]") -> "AcceptanceCounts":
-        """Returns the counts of the prompts of all batches."""
-        return jax.tree.map(lambda *counts: np.concatenate(counts), *batches)
 
 
 def measure_acceptance(
@@ -68,7 +39,6 @@ def measure_acceptance(
     Args:
         params: parameters of `model` with unrolled layers.
         prompts: P token lists.
-        model: the model.
         config: decoding settings with `num_steps` of at least 1.
         temperature: one temperature for all prompts, or one per prompt.
         seed: seed of the first prompt; each further prompt's seed is one higher.
@@ -93,8 +63,12 @@ def measure_acceptance(
     batches = []
     for begin in range(0, len(prompts), batch_size):
         batch = slice(begin, begin + batch_size)
-        arguments: dict[str, Any] = {"model": model, "config": config, "draft_params": draft_params}
-        batches.append(_measure_batch(params, prompts[batch], temperatures[batch], seed + begin, **arguments))
+        seeds = [seed + number for number in range(begin, begin + len(prompts[batch]))]
+        sampling = sampling_arguments(temperatures[batch], seeds)
+        counts = _measure_batch(
+            params, prompts[batch], temperatures[batch], sampling, model=model, config=config, draft_params=draft_params
+        )
+        batches.append(counts)
         free_programs_if_full()
     return AcceptanceCounts.concatenate(batches)
 
@@ -103,7 +77,7 @@ def _measure_batch(
     params: dict,
     prompts: Sequence[list[int]],
     temperatures: np.ndarray,
-    seed: int,
+    sampling: dict[str, Any],
     *,
     model: MTPModel,
     config: DecodeConfig,
@@ -121,19 +95,19 @@ def _measure_batch(
     )
     # 1. Decode plainly, and cut the text where the user's limits and stop sequences end it.
     rows = list(prompts)
-    sampling = sampling_arguments(temperatures, [seed + number for number in range(len(rows))])
     extended = generate(params, rows, model=model, config=extended_config, **sampling).rows()
     plain = [_cut_at_end(text, config, len(row), model) for row, text in zip(rows, extended, strict=True)]
     # 2. Decode with drafts and the same seeds, and check that the text is the same.
-    result = speculative_generate(params, rows, model=model, config=config, draft_params=draft_params, **sampling)
+    drafted: dict[str, Any] = {"model": model, "config": config, "draft_params": draft_params}
+    result = speculative_generate(params, rows, **drafted, **sampling)
     is_identical = equals_plain_decoding(params, rows, result.rows(), plain, model=model, config=config, **sampling)
     # 3. One teacher-forced pass over the plain text gives rates at every position, and the predictions.
     if draft_params is None or isinstance(draft_params, DraftParams):
-        arguments: dict[str, Any] = {"model": model, "config": config, "draft_params": draft_params}
         num_new = np.array([len(text) for text in plain])
-        forced = count_teacher_forced(params, rows, num_new, extended, temperatures=temperatures, **arguments)
+        forced = count_teacher_forced(params, rows, num_new, extended, temperatures=temperatures, **drafted)
     else:
-        forced = count_without_pass(len(rows), config.num_steps)
+        shape = len(rows), config.num_steps
+        forced = TeacherForcedSums(*np.zeros((7, *shape))), Predicted(*np.full((3, *shape), np.nan))
     # An array of lists, so that it is indexed and concatenated as the counts are.
     texts = np.empty(len(plain), object)
     texts[:] = plain

@@ -1,6 +1,11 @@
 """Compiles a model's decoding call for a mesh of H100s, from shapes only: memory, collectives and kernels.
 
 Nothing runs, and no GPU is needed; `mtpjax.compat.h100_devices` lists the required packages.
+
+Arguments of several functions here and in `mtpjax.evaluation.plan`: `params` are shapes, as from `stored_shapes`;
+`sizes` are the sizes of the mesh axes by name; `rows` is the batch size, `slots` the number of cache slots of each row,
+and `num_steps` the number of draft levels. `prefill_chunk` is the number of tokens of a prefill pass; None: the number
+that `speculative_generate` chooses for prompts of half the slots.
 """
 
 import collections
@@ -9,7 +14,7 @@ import functools
 import math
 import re
 import time
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from typing import Any
 
 import jax
@@ -28,7 +33,7 @@ from mtpjax.models.decoding_layout import align_blocks, copy_key_value_heads, fi
 from mtpjax.models.model import MTPModel
 from mtpjax.models.params import param_shapes
 from mtpjax.models.quantized import BlockScaled
-from mtpjax.models.sharding import path_name
+from mtpjax.models.sharding import num_shards, path_name
 
 FP8_PLACES = re.compile(r"(query|query_down|query_up|latent_down|qkv|output|gate_up|down)$")
 COLLECTIVE = re.compile(
@@ -86,13 +91,6 @@ def call_shapes(
 ) -> tuple[ModelConfig, dict, Any]:
     """Returns the shapes of a decoding call's arguments, with the copies that a mesh needs.
 
-    Args:
-        params: shapes of its parameters, as from `stored_shapes`.
-        sizes: sizes of the mesh axes by name.
-        rows: rows of the batch.
-        slots: cache slots of each row.
-        num_steps: draft levels.
-
     Returns:
         The config to decode with, the parameters, and the state. Shapes are those of whole arrays.
     """
@@ -110,6 +108,16 @@ def call_shapes(
 
     # Shapes only: `eval_shape` allocates nothing.
     return fitted, *jax.eval_shape(make, params)
+
+
+def bytes_of_shards(
+    tree: Any, config: ModelConfig, sizes: Mapping[str, int], *, is_state: bool = False
+) -> Iterator[tuple[str, tuple, float]]:
+    """Yields path, whole shape and bytes on one device of each parameter, or of each array of a decoding state."""
+    specs = part_specs(tree, config, sizes, is_state=is_state)
+    leaves, _ = jax.tree_util.tree_flatten_with_path(tree)
+    for (path, leaf), spec in zip(leaves, jax.tree.leaves(specs), strict=True):
+        yield path_name(path), leaf.shape, math.prod(leaf.shape) * leaf.dtype.itemsize / num_shards(spec, sizes)
 
 
 def h100_mesh(sizes: Mapping[str, int]) -> Mesh:
@@ -130,18 +138,7 @@ def compile_call(
 ) -> Compiled:
     """Compiles the decoding call of a model for a mesh, such as `h100_mesh`.
 
-    Args:
-        config: the model's config.
-        mesh: the mesh.
-        rows: rows of the batch.
-        slots: cache slots of each row.
-        params: shapes of the parameters, as from `stored_shapes`.
-        num_steps: draft levels.
-        implementation: what runs the kernels.
-        prefill_chunk: tokens of a prefill pass; None: as `speculative_generate` chooses for prompts of half the slots.
-
-    Returns:
-        Memory, collectives and kernels of the compiled module.
+    `implementation` runs the kernels.
     """
     # 1. Shapes of the arguments, and the static settings that decoding would choose for this batch.
     sizes = dict(mesh.shape)

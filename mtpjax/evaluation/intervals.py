@@ -25,20 +25,16 @@ class Estimate:
 
 
 def resample(*num_units: int) -> tuple[np.ndarray, ...]:
-    """Draws bootstrap samples of several kinds of units, independently of each other.
+    """Draws bootstrap samples of several kinds of units, such as prompts and repeats, independently of each other.
 
-    Args:
-        num_units: number of units P of each kind, such as prompts and repeats.
-
-    Returns:
-        `[NUM_RESAMPLES, P]` unit numbers of each kind, drawn with replacement.
+    Returns `[NUM_RESAMPLES, P]` unit numbers for each of the `num_units` P, drawn with replacement.
     """
     rng = np.random.default_rng(0)
     return tuple(rng.integers(count, size=(NUM_RESAMPLES, count)) for count in num_units)
 
 
 def resampled_weights(num_units: int) -> np.ndarray:
-    """Returns how often each of P units is in each bootstrap sample, `[NUM_RESAMPLES, P]`: sums become products."""
+    """Returns how often each of P units is in each bootstrap sample, `[NUM_RESAMPLES, P]`."""
     (units,) = resample(num_units)
     weights = np.zeros(units.shape)
     np.add.at(weights, (np.arange(NUM_RESAMPLES)[:, None], units), 1)
@@ -56,6 +52,7 @@ def estimate_from(value: float, resampled: np.ndarray) -> Estimate:
     Returns:
         The value, and the 2.5 % and 97.5 % quantiles of the samples.
     """
+    # A bootstrap sample of prompts without rounds has no rate.
     defined = resampled[~np.isnan(resampled)]
     low, high = np.quantile(defined, (0.025, 0.975)) if defined.size else (np.nan, np.nan)
     return Estimate(float(value), float(low), float(high))

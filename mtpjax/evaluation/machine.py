@@ -76,8 +76,8 @@ class Stopwatch:
     def read(self) -> dict[str, float]:
         """Returns `seconds`, `cpu_seconds` and `waited_seconds` since the start.
 
-        A thread also waits for other threads of its process, which is no disturbance. So the time that other programs
-        ran on these cores limits the waiting time.
+        A thread also waits for other threads of its process, which is not a disturbance. Its waiting time
+        is therefore capped at the time that other programs ran on these cores.
         """
         seconds, cpu, waited, busy = (now - begin for begin, now in zip(self.begin, self._now(), strict=True))
         # The waiting time of ended threads is lost.

@@ -11,9 +11,8 @@ from typing import Any
 
 import numpy as np
 
-from mtpjax.evaluation.acceptance import AcceptanceCounts
+from mtpjax.evaluation.counts import AcceptanceCounts, TeacherForcedSums
 from mtpjax.evaluation.intervals import Estimate, estimate_from, resample, resampled_weights
-from mtpjax.evaluation.teacher_forced import TeacherForcedSums
 
 
 def estimate(numerator: np.ndarray, denominator: np.ndarray, *, offset: float = 0.0) -> list[Estimate]:
@@ -27,6 +26,7 @@ def estimate(numerator: np.ndarray, denominator: np.ndarray, *, offset: float = 
     Returns:
         K estimates.
     """
+    # A resampled sum is a product with the number of times that each prompt was drawn.
     numerator, denominator = np.broadcast_arrays(np.asarray(numerator, float), np.asarray(denominator, float))
     weights = resampled_weights(len(numerator))
     values = _ratio(numerator.sum(axis=0), denominator.sum(axis=0)) + offset
@@ -54,7 +54,7 @@ def decoded_rates(rounds: np.ndarray, accepted: np.ndarray) -> dict[str, Any]:
     # Level k is reached in every step that accepted level k-1.
     reached = np.concatenate([rounds[:, None], accepted[:, :-1]], axis=1)
     (micro,) = estimate(accepted.sum(axis=1, keepdims=True), rounds[:, None], offset=1.0)
-    # Prompts without rounds have no accept length of their own and do not count.
+    # Prompts without rounds have no accept length and do not count.
     has_rounds = rounds > 0
     accepted_per_round = accepted.sum(axis=1) / np.maximum(rounds, 1)
     (macro,) = estimate(np.where(has_rounds, accepted_per_round, 0)[:, None], has_rounds[:, None], offset=1.0)
@@ -75,6 +75,7 @@ def teacher_forced_rates(sums: TeacherForcedSums) -> dict[str, Any]:
         0); "overlap", "overlap_conditional" and "overlap_survival" use 1 - TV (the rule "token" at the temperature of
         the pass). "accept_length" and "overlap_accept_length" are 1 plus the sum of the survival rates.
     """
+    # The expected tokens of a round are the bonus token and one token for each level that survives.
     survival = estimate(sums.survives, sums.positions)
     overlap_survival = estimate(sums.overlap_survives, sums.positions)
     return {
@@ -115,7 +116,7 @@ def report(acceptance: AcceptanceCounts, categories: Sequence[str]) -> dict[str,
 
     Returns:
         Metrics by category, "overall" first: counts ("prompts", "rounds", "identical") and the groups "decoded",
-        "predicted" and "teacher_forced". A single category has no entry besides "overall". A category named "overall"
+        "predicted" and "teacher_forced". If there is one category, "overall" is the only entry. A category "overall"
         becomes "category overall".
     """
     names, distinct = np.array(categories), dict.fromkeys(categories)
@@ -156,14 +157,7 @@ def print_report(console, metrics: dict[str, dict[str, Any]]) -> None:
     """Prints two tables of 80 columns: accept lengths by category, and rates by category and level."""
     from rich.markup import escape
 
-    from mtpjax.console import narrow_table
-
-    def table(title: str, *headings: str):
-        result = narrow_table(title)
-        result.add_column("category", overflow="fold")
-        for heading in headings:
-            result.add_column(heading, justify="right", no_wrap=True)
-        return result
+    from mtpjax.evaluation.tables import number_table
 
     def number(value: float, digits: int) -> str:
         return "-" if np.isnan(value) else f"{value:.{digits}f}"
@@ -174,25 +168,19 @@ def print_report(console, metrics: dict[str, dict[str, Any]]) -> None:
     # 1. Accept lengths, a row per category: measured in decoding, predicted, and teacher-forced. One interval leaves
     # room for the names of the categories; the JSON file has all of them.
     headings = ("prom-\npts", "micro", "macro", "no\nbonus", "pre-\ndicted", "teacher-\nforced", "1-TV")
-    lengths = table("accept length: tokens per round, bonus token included (95 %)", *headings)
+    lengths = number_table("accept length: tokens per round, bonus token included (95 %)", headings, "category")
     for name, row in metrics.items():
         decoded, teacher_forced = row["decoded"], row["teacher_forced"]
-        predicted = row["predicted"]["accept_length"].value
-        lengths.add_row(
-            escape(name),
-            str(row["prompts"]),
-            spread(decoded["accept_length"], 2),
-            f"{decoded['accept_length_macro'].value:.2f}",
-            f"{decoded['accept_length_without_bonus'].value:.2f}",
-            number(predicted, 2),
-            number(teacher_forced["accept_length"], 2),
-            number(teacher_forced["overlap_accept_length"], 2),
-        )
+        micro = spread(decoded["accept_length"], 2)
+        others = (f"{decoded[f'accept_length_{kind}'].value:.2f}" for kind in ("macro", "without_bonus"))
+        computed = row["predicted"]["accept_length"].value, teacher_forced["accept_length"]
+        computed += (teacher_forced["overlap_accept_length"],)
+        lengths.add_row(escape(name), str(row["prompts"]), micro, *others, *(number(each, 2) for each in computed))
     console.print(lengths)
 
     # 2. Rates, a row per category and level.
     headings = ("level", "agree", "of\nreached", "1-TV", "decoded,\nof reached", "decoded,\nsurvival")
-    rates = table("rates by level: teacher-forced on plain text, and decoded (95 %)", *headings)
+    rates = number_table("rates by level: teacher-forced on plain text, and decoded (95 %)", headings, "category")
     for name, row in metrics.items():
         decoded, teacher_forced = row["decoded"], row["teacher_forced"]
         for level in range(len(decoded["survival"])):

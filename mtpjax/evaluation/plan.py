@@ -1,4 +1,4 @@
-"""Plans how a model runs on many GPUs, for `mtpjax plan`: which meshes it fits on.
+"""Computes the memory that a model needs on a mesh of GPUs, for `mtpjax plan`.
 
 Bytes of weights, caches and state are arithmetic: the shapes of the decoding call's arguments, divided over the mesh.
 Temporary memory is an estimate; `mtpjax.evaluation.compiled_call` compiles the call for the exact temporary
@@ -8,15 +8,14 @@ memory.
 import dataclasses
 import math
 from collections.abc import Iterator, Mapping
-from typing import Any
 
 import jax
 
 from mtpjax.decoding.capacity import choose_prefill_chunk
-from mtpjax.evaluation.compiled_call import call_shapes
-from mtpjax.evaluation.roofline import Device
+from mtpjax.evaluation.compiled_call import bytes_of_shards, call_shapes
+from mtpjax.evaluation.roofline import Device, check_numbers
 from mtpjax.models.config import ModelConfig
-from mtpjax.models.decoding_layout import find_copies, part_specs
+from mtpjax.models.decoding_layout import find_copies
 from mtpjax.models.layers.latent_attention import is_expanded_cheaper
 from mtpjax.models.model import MTPModel
 from mtpjax.models.params import is_of_modules
@@ -69,7 +68,7 @@ class Plan:
 
     @property
     def temp(self) -> int:
-        """Estimated bytes per device besides weights and state: those of the widest kind of layer."""
+        """Estimated bytes of temporary memory per device: those of the widest kind of layer."""
         return round(max(temp.nbytes for temp in self.temps))
 
     @property
@@ -102,7 +101,7 @@ class Plan:
 def list_meshes(count: int) -> list[dict[str, int]]:
     """Lists the meshes `data x tensor` of a number of GPUs, the largest `tensor` first.
 
-    Experts need no axis of their own: `data` splits them too.
+    `data` splits experts as well as rows.
     """
     return [{"data": count // tensor, "tensor": tensor} for tensor in range(count, 0, -1) if count % tensor == 0]
 
@@ -117,30 +116,14 @@ def plan_layout(
     num_steps: int,
     prefill_chunk: int | None = None,
 ) -> Plan:
-    """Computes what a decoding call needs on a mesh.
-
-    Args:
-        config: the model's config.
-        params: shapes of its parameters, as from `mtpjax.evaluation.compiled_call.stored_shapes`.
-        sizes: sizes of the mesh axes by name.
-        rows: rows of the batch.
-        slots: cache slots of each row.
-        num_steps: draft levels.
-        prefill_chunk: tokens of a prefill pass; None: as `speculative_generate` chooses for prompts of half the slots.
-
-    Returns:
-        The plan.
+    """Computes the memory that a decoding call needs on a mesh.
 
     Raises:
         ValueError: a number is out of range, there are draft levels without MTP modules, or the mesh does not divide
             the model.
     """
     # 1. Check the numbers, and that the mesh divides the model.
-    for name, value, least in (("batch", rows, 1), ("context", slots, 2), ("num_steps", num_steps, 0)):
-        if value < least:
-            raise ValueError(f"{name} must be at least {least}, got {value}")
-    if num_steps and not config.num_mtp_modules:
-        raise ValueError(f"{num_steps} draft levels need at least one MTP module, and the model has none")
+    check_numbers(config, num_steps, {"batch": (rows, 1), "context": (slots, 2), "num_steps": (num_steps, 0)})
     for problem in find_copies(config, sizes):
         raise ValueError(problem)
     data = sizes.get("data", 1)
@@ -150,8 +133,10 @@ def plan_layout(
     _, _, more_rows = call_shapes(config, {}, sizes, rows=rows + data, slots=slots, num_steps=num_steps)
     _, _, more_slots = call_shapes(config, {}, sizes, rows=rows, slots=slots + 128, num_steps=num_steps)
     # 3. Bytes on one device. The differences of the states give the bytes of a row and of a slot.
-    nbytes = sum(amount for _, _, amount in bytes_of_shards(params, fitted, sizes))
-    states = [_state_bytes(each, fitted, sizes) for each in (state, more_rows, more_slots)]
+    weights, *states = (
+        round(sum(nbytes for _, _, nbytes in bytes_of_shards(tree, fitted, sizes, is_state=tree is not params)))
+        for tree in (params, state, more_rows, more_slots)
+    )
     if prefill_chunk is None:
         model = MTPModel(fitted, implementation="triton")
         prefill_chunk = choose_prefill_chunk(model, rows, "cuda", longest_prompt=slots // 2, max_length=slots)
@@ -159,7 +144,7 @@ def plan_layout(
         mesh=dict(sizes),
         rows=rows,
         slots=slots,
-        weights=round(nbytes),
+        weights=weights,
         state=states[0],
         temps=tuple(estimate_temps(fitted, params, sizes, rows=rows, slots=slots, prefill_chunk=prefill_chunk)),
         bytes_per_row=states[1] - states[0],
@@ -173,7 +158,7 @@ def estimate_temps(
 ) -> Iterator[Temp]:
     """Estimates the temporary memory of a decoding call with kernels: the widest arrays of a prefill pass, in bfloat16.
 
-    Yields the memory by kind of layer. Arguments as in `plan_layout`.
+    Yields the memory by kind of layer.
     """
     tensor, data = sizes.get("tensor", 1), sizes.get("data", 1)
     local_rows, width = rows // data, config.hidden_size
@@ -214,25 +199,6 @@ def estimate_temps(
     if config.index_topk and slots > config.index_topk:
         per_slot = 2 * 4 * tokens * config.index_n_heads
         yield Temp("indexer", shared + slots * per_slot, per_slot)
-
-
-def bytes_of_shards(tree: Any, config: ModelConfig, sizes: Mapping[str, int]) -> Iterator[tuple[str, tuple, float]]:
-    """Yields path, whole shape and bytes on one device of each parameter."""
-    specs = part_specs(tree, config, sizes)
-    leaves, _ = jax.tree_util.tree_flatten_with_path(tree)
-    for (path, leaf), spec in zip(leaves, jax.tree.leaves(specs), strict=True):
-        yield path_name(path), leaf.shape, _share(leaf, spec, sizes)
-
-
-def _state_bytes(state: Any, config: ModelConfig, sizes: Mapping[str, int]) -> int:
-    specs = part_specs(state, config, sizes, is_state=True)
-    pairs = zip(jax.tree.leaves(state), jax.tree.leaves(specs), strict=True)
-    return round(sum(_share(leaf, spec, sizes) for leaf, spec in pairs))
-
-
-def _share(leaf, spec, sizes: Mapping[str, int]) -> float:
-    """Returns the bytes of an array that one device holds."""
-    return math.prod(leaf.shape) * leaf.dtype.itemsize / num_shards(spec, sizes)
 
 
 def train_bytes(params: dict, sizes: Mapping[str, int], *, trains: str = "all") -> int:

@@ -1,4 +1,4 @@
-"""The picture of a plan: memory and time of every mesh."""
+"""The plot of a plan: memory and time of every mesh."""
 
 from collections.abc import Sequence
 
@@ -12,12 +12,7 @@ from mtpjax.models.sharding import mesh_text
 def plot_plan(
     path, result: Comparison, device: Device, formats: Sequence[str] = DEFAULT_FORMATS, *, title: str = ""
 ) -> None:
-    """Plots memory and time of every mesh of a plan; nothing if no mesh divides the model.
-
-    Args:
-        result: the comparison.
-        device: the GPU.
-    """
+    """Plots memory and time of every mesh of a plan; draws nothing if no mesh divides the model."""
     if result.candidates:
         size = 9, 2.2 + 0.4 * len(result.candidates)
         draw_picture(path, size, lambda figure: _draw_plan(figure, result, device), formats, title=title)

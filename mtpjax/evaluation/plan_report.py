@@ -7,8 +7,8 @@ from typing import Any
 from mtpjax.decoding.capacity import round_down_capacity, round_up_capacity
 from mtpjax.evaluation import plan
 from mtpjax.evaluation.plan import Plan
-from mtpjax.evaluation.plan_rounds import Round, estimate_round
-from mtpjax.evaluation.roofline import Device
+from mtpjax.evaluation.plan_rounds import estimate_round
+from mtpjax.evaluation.roofline import Device, Round
 from mtpjax.messages import count_of
 from mtpjax.models.config import ModelConfig
 from mtpjax.models.sharding import mesh_text
@@ -38,7 +38,7 @@ class Load:
         context: tokens of a row, prompt and new ones.
         num_steps: draft levels.
         accept_length: assumed tokens per round, with drafts.
-        prefill_chunk: as in `mtpjax.evaluation.plan.plan_layout`.
+        prefill_chunk: as in `mtpjax.evaluation.compiled_call`.
     """
 
     rows: int
@@ -95,12 +95,8 @@ class Comparison:
             **{name: value for name, value in vars(self.load).items() if name != "prefill_chunk"},
             "candidates": [
                 dataclasses.asdict(each)
-                | {
-                    "temp": each.plan.temp,
-                    "total": each.plan.total,
-                    "speedup": self.speedup(each),
-                    "is_best": each is self.best,
-                }
+                | {"temp": each.plan.temp, "total": each.plan.total, "speedup": self.speedup(each)}
+                | {"is_best": each is self.best}
                 | {"seconds_plain": each.plain.seconds, "seconds_drafted": each.drafted.seconds}
                 for each in self.candidates
             ],
@@ -130,11 +126,13 @@ def compare_meshes(
                 raise
             excluded.append((dict(sizes), str(error)))
             continue
+        # Time a round without drafts too, for the speed-up.
         estimate = [
             estimate_round(config, params, device, sizes, rows=layout.rows, context=load.context, num_steps=steps)
             for steps in (0, load.num_steps)
         ]
         candidates.append(Candidate(layout, *estimate))
+    # The best mesh is the fastest with drafts among those that fit.
     fitting = [each for each in candidates if each.plan.free(device) >= 0]
     best = min(fitting, key=lambda each: each.drafted.seconds, default=None)
     return Comparison(load, candidates, excluded, best)
@@ -159,12 +157,9 @@ def describe(result: Comparison, device: Device, count: int) -> Iterator[Any]:
 
 def _mesh_table(result: Comparison, title: str, headings: Sequence[str], lines: Iterable[Sequence[str]]):
     """Makes a table with a line per mesh, in which the best one is bold."""
-    from mtpjax.console import narrow_table
+    from mtpjax.evaluation.tables import number_table
 
-    table = narrow_table(title)
-    table.add_column("mesh", overflow="fold")
-    for heading in headings:
-        table.add_column(heading, justify="right", no_wrap=True)
+    table = number_table(title, headings, "mesh")
     for each, cells in zip(result.candidates, lines, strict=True):
         table.add_row(mesh_text(each.plan.mesh), *cells, style="bold" if each is result.best else "")
     return table
@@ -198,11 +193,8 @@ def _parts_table(result: Comparison):
     lines = []
     for each in result.candidates:
         own = each.drafted
-        seconds = {part.name: time for part, time in zip(own.parts, own.seconds_of_parts, strict=True)}
-        # The head counts as dense weights.
-        seconds["weights"] += seconds.pop("head")
-        shown = [seconds.get(name, 0.0) for name in ("weights", "experts", "cache", "MTP modules")]
-        shown += [own.seconds_of_launches, sum(travel.seconds for travel in own.collectives), own.seconds]
+        shown = [own.seconds_by_column.get(name, 0.0) for name in ("weights", "experts", "cache", "MTP modules")]
+        shown += [own.seconds_of_launches, own.seconds_of_collectives, own.seconds]
         lines.append([_milliseconds(time) for time in shown])
     return _mesh_table(result, f"a round {result.load.drafts_text}, estimated milliseconds", headings, lines)
 
@@ -254,16 +246,13 @@ def train_rows(config: ModelConfig, params: dict, device: Device, *, count: int,
 
 def train_table(rows: Sequence[Mapping[str, Any]], device: Device, count: int):
     """Returns the rows of `train_rows` as a table to print."""
-    from mtpjax.console import narrow_table
+    from mtpjax.evaluation.tables import number_table
 
-    table = narrow_table(f"{device.name} x {count}: training, GB per GPU")
+    table = number_table(f"{device.name} x {count}: training, GB per GPU", ("mesh", "arguments", "left"))
     table.caption = "parameters and AdamW's moments: arithmetic. Gradients and activations come on top: "
     table.caption += "docs/guides/meshes.md has compiled figures."
-    for heading in ("mesh", "arguments", "left"):
-        table.add_column(heading, justify="right")
     for row in rows:
         left = plan.USABLE_SHARE * device.memory - row["bytes"]
-        table.add_row(
-            mesh_text(row["mesh"]), f"{row['bytes'] / 1e9:.2f}", f"{left / 1e9:.1f}" if left > 0 else "no room"
-        )
+        cells = f"{row['bytes'] / 1e9:.2f}", f"{left / 1e9:.1f}" if left > 0 else "no room"
+        table.add_row(mesh_text(row["mesh"]), *cells)
     return table

@@ -1,7 +1,7 @@
-"""The style of all pictures of measurements, and how they are written.
+"""The common style of the plots of measurements, and the functions that draw and write them.
 
-`draw_picture` makes every picture: a figure with the style, written as PNG, SVG or PDF. matplotlib is imported inside,
-since it takes long to load. Without it nothing is drawn, and a warning is logged once.
+`draw_picture` draws every plot in this style and writes it as PNG, SVG or PDF. Importing this module does not import
+matplotlib, which loads slowly. Without matplotlib nothing is drawn, and a warning is logged once.
 
 The functions `plot_*` of the library take `path`, `formats` and `title` as `draw_picture` does.
 """
@@ -20,15 +20,16 @@ from mtpjax.errors import UsageError, install_extra
 
 log = logging.getLogger(__name__)
 FORMATS = ("png", "svg", "pdf")
-DEFAULT_FORMATS = ("png", "svg")  # one that opens anywhere, one that scales
+DEFAULT_FORMATS = ("png", "svg")  # PNG opens anywhere, SVG scales
 # The palette of Okabe and Ito, whose colours colour-blind readers can distinguish. Draft levels use it from the start,
-# other series of the same picture from the end, so that no colour has two meanings.
+# other series of the same plot from the end, so that no colour has two meanings.
 COLOURS = ("#0072b2", "#d55e00", "#009e73", "#56b4e9", "#cc79a7", "#e69f00")
 GREY = "#777777"
+UNTRUSTED: dict[str, Any] = {"marker": "$?$", "linestyle": "", "color": GREY, "markersize": 9}  # measurements
 # Markers differ too, for print in grey, and after the sixth series the lines.
 MARKERS, LINES = "os^DvP", ("-", "--", ":", "-.")
-# matplotlib's settings for every picture. Type 42 embeds fonts in PDF files as journals ask for; the salt makes the
-# same picture the same SVG file.
+# matplotlib's settings for every plot. Type 42 embeds fonts in PDF files, as journals require; with the salt, the same
+# plot gives the same SVG file.
 STYLE: dict[Any, Any] = {
     "font.size": 10,
     "axes.titlesize": 10,
@@ -49,17 +50,17 @@ STYLE: dict[Any, Any] = {
     "pdf.fonttype": 42,
     "svg.hashsalt": "mtpjax",
 }
-# Files without a date: the same figure gives the same bytes.
+# No date in the files, so that the same figure gives the same bytes.
 _METADATA: dict[str, dict[str, Any]] = {"svg": {"Date": None}, "pdf": {"CreationDate": None}}
 
 
 def picture_paths(path, formats: Sequence[str] = DEFAULT_FORMATS) -> list[pathlib.Path]:
-    """Lists the files of a picture, none without matplotlib. Arguments and errors as in `draw_picture`."""
+    """Lists the files of a plot; empty without matplotlib. Arguments and errors as in `draw_picture`."""
     path = pathlib.Path(path)
     wanted = [path.suffix[1:]] if path.suffix else list(dict.fromkeys(formats))
     for each in wanted:
         if each not in FORMATS:
-            name = f"the suffix of {path}" if path.suffix else "a picture's format"
+            name = f"the suffix of {path}" if path.suffix else "the format of a plot"
             raise ValueError(f"{name} must be {', '.join(FORMATS)}, not '{each}'")
     if wanted and not _has_matplotlib():
         return []
@@ -72,13 +73,13 @@ def _has_matplotlib() -> bool:
     try:
         require_matplotlib()
     except UsageError as error:
-        log.warning("no pictures are drawn: %s", error)
+        log.warning("no plots are drawn: %s", error)
         return False
     return True
 
 
 def require_matplotlib() -> None:
-    """Raises `UsageError` if matplotlib is missing, for commands whose user requested a picture."""
+    """Raises `UsageError` if matplotlib is missing, for commands whose user requested a plot."""
     if importlib.util.find_spec("matplotlib") is None:
         raise UsageError(f"matplotlib is missing: {install_extra('plots')}")
 
@@ -91,10 +92,10 @@ def draw_picture(
     *,
     title: str = "",
 ) -> None:
-    """Draws a picture and writes it; does nothing without matplotlib or formats.
+    """Draws a plot and writes it; does nothing without matplotlib or formats.
 
     Args:
-        path: the picture. A suffix decides its only format; without one, there is a file per format.
+        path: the file. Its suffix sets the format; without a suffix, each format gets a file.
         size: width and height of the panels in inches; the title adds its height.
         draw: draws into a `matplotlib.figure.Figure`.
         formats: of "png", "svg" and "pdf".
@@ -112,7 +113,7 @@ def draw_picture(
 def picture(
     path, size: tuple[float, float], formats: Sequence[str] = DEFAULT_FORMATS, *, title: str = ""
 ) -> Iterator[Any]:
-    """Gives a figure in the common style, and writes it when the block ends. Arguments as in `draw_picture`.
+    """Yields a figure in the common style, and writes it when the block ends. Arguments as in `draw_picture`.
 
     Raises:
         UsageError: matplotlib is missing.
@@ -162,7 +163,7 @@ def colour(number: int) -> str:
 
 
 def line_style(number: int) -> dict[str, Any]:
-    """Returns colour, marker and line of series `number`; 24 series differ."""
+    """Returns colour, marker and line of series `number`. They repeat after 24 series."""
     cycle = number // len(COLOURS)
     # The marker of a colour changes too, for points without lines.
     marker = MARKERS[(number + cycle) % len(MARKERS)]
@@ -196,7 +197,7 @@ def plot_estimates(
         axis: the axis.
         places: the x coordinates.
         estimates: value, lower and upper end of each interval. A value outside has no bar on that side.
-        is_flat: places are y coordinates, and the values lie along x.
+        is_flat: `places` are y coordinates and values x coordinates.
         **look: of `matplotlib.axes.Axes.plot`, with color and marker.
     """
     rows = list(estimates)

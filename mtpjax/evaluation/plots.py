@@ -1,4 +1,4 @@
-"""Pictures of measurements, in the style of `plot_style`."""
+"""Plots of measurements, in the style of `plot_style`."""
 
 from collections.abc import Sequence
 from typing import Any
@@ -7,6 +7,7 @@ from mtpjax.evaluation.intervals import Estimate
 from mtpjax.evaluation.plot_style import (
     DEFAULT_FORMATS,
     GREY,
+    UNTRUSTED,
     colour,
     draw_picture,
     legend_below,
@@ -55,7 +56,7 @@ def _draw_quickstart(figure, history: list[dict[str, Any]], rows) -> None:
     for axis in (losses, agreement):
         axis.set(xlabel="seconds of training", xlim=(0, 1.03 * max(row["seconds"] for row in history)))
 
-    # 3. Measured speed-up with intervals, beside the ideal from measured costs and the limit of free drafts.
+    # 3. Measured speed-up with intervals, the ideal from measured costs, and the limit of free drafts.
     num_steps, lengths = [row.num_steps for row in rows], [row.accept_length for row in rows]
     speed.plot(num_steps, lengths, "^:", color=GREY, label="accept length: limit of free drafts")
     speed.plot(num_steps, [row.ideal for row in rows], "s--", color=GREY, label="ideal, from costs of a round's parts")
@@ -84,18 +85,13 @@ def plot_speed_ups(axis, points: Sequence[tuple[float, Estimate, str | None]], *
         plot_estimates(axis, [place for place, _ in trusted], estimates, marker="o", **look)
     doubtful = [(place, ratio.value) for place, ratio, problem in points if problem and not is_impossible(problem)]
     if doubtful:
-        style = {"marker": "$?$", "linestyle": "", "color": GREY, "markersize": 9}
-        axis.plot(*zip(*doubtful, strict=True), **style, label="measured, cannot be trusted")
+        axis.plot(*zip(*doubtful, strict=True), **UNTRUSTED, label="measured, cannot be trusted")
 
 
 def plot_acceptance(
     path, metrics: dict[str, dict[str, Any]], formats: Sequence[str] = DEFAULT_FORMATS, *, title: str = ""
 ) -> None:
-    """Plots the results of `mtpjax eval acceptance`: accept lengths by category, and survival by level.
-
-    Args:
-        metrics: the result of `mtpjax.evaluation.metrics.report`.
-    """
+    """Plots the result of `mtpjax.evaluation.metrics.report`: accept lengths by category, and survival by level."""
     size = 9, max(3.6, 0.3 * len(metrics) + 1.8)
     draw_picture(path, size, lambda figure: _draw_acceptance(figure, metrics), formats, title=title)
 

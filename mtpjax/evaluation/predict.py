@@ -2,11 +2,11 @@
 
 An anchor is a position where a round starts: the first is the end of the prompt, and a round that accepts n drafts
 moves it by n + 1. A mean over all positions differs from the mean over anchors: after a rejection the next anchor is
-more likely in a part of the text that is hard to draft.
+more likely to be in text that is hard to draft.
 
-Let the text y be the trunk's own continuation, p the trunk's distributions and q the modules', teacher-forced along
+Let the text y be the trunk's continuation, p the trunk's distributions and q the modules', teacher-forced along
 y. Speculative decoding under an exact rule draws y from the same distribution as plain decoding, so its rounds may be
-conditioned on y. At an anchor the accepted drafts are then y's own next tokens. With R_i the product of
+conditioned on y. At an anchor the accepted drafts are then the next tokens of y. With R_i the product of
 q_j(y_j) / p_j(y_j) over j <= i:
 
     P(at least i drafts accepted | y) = [the arg-max of every level 1..i is y's token]    greedy, sample
@@ -45,7 +45,7 @@ def acceptance_probabilities(
         `[B, T, K]` float64.
 
     Raises:
-        ValueError: for any other rule.
+        ValueError: `rule` is a different one.
     """
     # Drafts that are an arg-max are accepted while all of them match the text.
     matches = np.cumprod(matches_text, axis=-1).astype(np.float64)

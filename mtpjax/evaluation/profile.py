@@ -14,7 +14,8 @@ from mtpjax.drafters.methods import uses_mtp_modules
 from mtpjax.evaluation.machine import Stopwatch
 from mtpjax.evaluation.profile_file import FORMAT, VERSION, config_digest, describe_drafter, device_properties
 from mtpjax.evaluation.round_costs import MAX_MEASURED_STEPS, CostMeter
-from mtpjax.evaluation.round_loops import RoundShape, TimingConditions, max_slots_written
+from mtpjax.evaluation.round_loops import TimingConditions, max_slots_written
+from mtpjax.evaluation.round_shapes import RoundShape
 from mtpjax.evaluation.trust import waiting_problem
 from mtpjax.inference.requests import check_settings, make_drafter
 from mtpjax.models.model import MTPModel
@@ -116,18 +117,10 @@ def measure(
 
     # Each batch size has its own caches and compiled loops.
     for batch in sorted(set(conditions.batches)):
-        meter = CostMeter(
-            params,
-            model=model,
-            shapes=shapes,
-            conditions=TimingConditions(
-                batch, context, capacity, min_rows_per_pass(model, batch, jax.default_backend()), conditions.temperature
-            ),
-            seconds=conditions.seconds,
-            time_full_rounds=True,
-            drafter=config.drafter,
-            draft_params=draft_params,
-        )
+        min_rows = min_rows_per_pass(model, batch, jax.default_backend())
+        timing = TimingConditions(batch, context, capacity, min_rows, conditions.temperature)
+        drafts = {"drafter": config.drafter, "draft_params": draft_params, "time_full_rounds": True}
+        meter = CostMeter(params, model=model, shapes=shapes, conditions=timing, seconds=conditions.seconds, **drafts)
         meter.compile(advance)
         # Compiling is over, so the stopwatch measures only disturbances of the timings.
         stopwatch = Stopwatch()

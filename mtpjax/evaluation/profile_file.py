@@ -1,4 +1,4 @@
-"""The file `profile.json`: costs of rounds, the device and model that they are for, and settings of adaptive depth."""
+"""The file `profile.json`: costs of rounds, their device and model, and settings of adaptive depth."""
 
 import hashlib
 import json
@@ -14,8 +14,7 @@ import jax
 from mtpjax.atomic import write_text
 from mtpjax.decoding.acceptance.rules import RULES
 from mtpjax.decoding.decoder import Drafter
-from mtpjax.evaluation.round_costs import RoundCosts
-from mtpjax.evaluation.round_loops import PLAIN_STEP
+from mtpjax.evaluation.round_shapes import PLAIN_STEP, RoundCosts
 from mtpjax.host import num_threads
 from mtpjax.models.config import ModelConfig
 from mtpjax.safe_open import read_json_file
@@ -54,7 +53,7 @@ def default_path(folder) -> pathlib.Path:
     folder = pathlib.Path(folder)
     # A GGUF file and a repository of the Hub have no model folder.
     if not folder.is_dir() or not os.access(folder, os.W_OK):
-        raise ValueError(f"{folder} is not a writable folder: choose another place with --output FILE")
+        raise ValueError(f"{folder} is not a writable folder: choose a different file with --output FILE")
     return folder / FILE_NAME
 
 
@@ -67,7 +66,7 @@ def read(path) -> tuple[dict[str, Any], tuple[RoundCosts, ...]]:
     """Reads and checks a profile, or that of a folder. Returns it, and its costs per batch size.
 
     Raises:
-        ValueError: if the file is missing, has another format, or is damaged.
+        ValueError: the file is missing or damaged, or has a different format.
     """
     # 1. Parse the file, and recognise its format and version.
     path = pathlib.Path(path)
@@ -105,7 +104,7 @@ def load_depth_settings(
 ) -> dict[str, Any]:
     """Reads the settings of adaptive depth from a profile: `DecodeConfig(depth_policy="adaptive", …, **settings)`.
 
-    Logs a warning if the profile cannot be trusted, or was measured with another device, JAX version or number of
+    Logs a warning if the profile cannot be trusted, or was measured with a different device, JAX version or number of
     threads.
 
     Args:
@@ -119,18 +118,20 @@ def load_depth_settings(
         `depth_costs` and `depth_rates`; see `depth_settings`.
 
     Raises:
-        ValueError: if the profile is missing or damaged, belongs to another model or drafter, or has no costs of chains
+        ValueError: the profile is missing or damaged, is for a different model or drafter, or has no costs of chains
             of this depth.
     """
+    # 1. Costs of a different model or drafter are useless.
     profile, measured = read(path)
     if config is not None and profile.get("model_config_sha256") != config_digest(config):
-        raise ValueError(f"{path} was measured on another model: run `mtpjax profile` for this one")
+        raise ValueError(f"{path} was measured on a different model: run `mtpjax profile` for this one")
     found, wanted = profile.get("drafter"), describe_drafter(drafter)
     if found != wanted:
         raise ValueError(
             f"{path} was measured with {found or 'MTP modules'}, not with {wanted or 'MTP modules'}: run `mtpjax "
             "profile` for this drafter, with --speculative-draft-model-path if it has its own checkpoint"
         )
+    # 2. Disturbed costs, and those of a different device, may still help, so they only cause a warning.
     if profile.get("problem"):
         log.warning(
             "%s cannot be trusted: it was %s; run `mtpjax profile` on an idle machine", path, profile["problem"]
@@ -161,6 +162,7 @@ def depth_settings(
     """
     # The nearest batch size by ratio; of two equally near ones, the larger.
     nearest = min(measured, key=lambda costs: (abs(math.log(costs.batch / batch)), -costs.batch))
+    # Adaptive depth drafts chains, so the costs of trees do not count.
     rounds = {shape.num_steps: seconds for shape, seconds in nearest.round.items() if shape.topk == 1}
     missing = [depth for depth in range(1, num_steps + 1) if depth not in rounds]
     if missing:
@@ -214,6 +216,7 @@ def read_acceptance(path) -> dict[str, list[float]]:
         ValueError: for other files, and for trees or lossy rules: adaptive depth drafts chains under an exact rule,
             which accept fewer tokens.
     """
+    # Any file that lacks a value was written by something else.
     try:
         content = read_json_file(path, max_bytes=MAX_FILE_BYTES)
         acceptance, settings = usable_acceptance(content["figures"]["overall"]), content["settings"]

@@ -1,9 +1,9 @@
-"""Tables of a profile, and the acceptance rate from which drafts pay."""
+"""Tables of a profile, and the acceptance rate at which drafts break even."""
 
 from typing import Any
 
-from mtpjax.evaluation.round_costs import RoundCosts
-from mtpjax.evaluation.round_loops import PLAIN_STEP
+from mtpjax.evaluation.roofline import tokens_per_round
+from mtpjax.evaluation.round_shapes import PLAIN_STEP, RoundCosts
 from mtpjax.evaluation.trust import mark, verdict
 
 
@@ -19,13 +19,13 @@ def break_even_rate(relative_cost: float, num_steps: int) -> float | None:
     low, high = 0.0, 1.0
     for _ in range(40):
         rate = (low + high) / 2
-        low, high = (low, rate) if sum(rate**level for level in range(num_steps + 1)) > relative_cost else (rate, high)
+        low, high = (low, rate) if tokens_per_round(rate, num_steps) > relative_cost else (rate, high)
     return high
 
 
 def tables(profile: dict[str, Any]):
     """Yields a line that says whether the times can be trusted, and a `rich` table of 80 columns per batch size."""
-    from mtpjax.console import narrow_table
+    from mtpjax.evaluation.tables import number_table
 
     problem = profile["problem"]
     yield verdict([problem] * len(profile["batches"]), profile["waited"])
@@ -35,16 +35,12 @@ def tables(profile: dict[str, Any]):
         title += f", temperature {profile['temperature']}" if profile["temperature"] else ""
         title += f", {profile['drafter'].partition(' ')[0]}" if profile.get("drafter") else ""
         title += f"; a change of depth takes {1e3 * costs.change:.2g} ms" if costs.change else ""
-        table = narrow_table(title)
         # The column of drafting takes the width of the last two.
-        last = ("plain rounds =\nbreak-even length", "rate per level\nto break even")
+        draft, last = [], ("plain rounds =\nbreak-even length", "rate per level\nto break even")
         if costs.draft:
-            last = ("draft's\nshare", "plain rounds\n= break-even\nlength", "rate per\nlevel to\nbreak even")
-        headings = ["drafts", "nodes", "round\nms", "parts'\nshare", "verify's\nshare", *last[-2:]]
-        if costs.draft:
-            headings.insert(4, last[0])
-        for heading in headings:
-            table.add_column(heading, justify="right", no_wrap=True)
+            draft, last = ["draft's\nshare"], ("plain rounds\n= break-even\nlength", "rate per\nlevel to\nbreak even")
+        headings = ("drafts", "nodes", "round\nms", "parts'\nshare", *draft, "verify's\nshare", *last)
+        table = number_table(title, headings)
         # A round breaks even if its accept length equals its cost in plain rounds.
         for shape, seconds in costs.round.items():
             relative_cost = seconds / costs.round[PLAIN_STEP]

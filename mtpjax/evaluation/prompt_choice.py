@@ -2,18 +2,10 @@
 
 import dataclasses
 from collections.abc import Sequence
-from typing import Any, NamedTuple
+from typing import Any
 
 from mtpjax.data.prompts import Prompt, choose_prompts, encode_prompts, max_prompt_length, read_prompts
 from mtpjax.models.config import ModelConfig
-
-
-class EncodedPrompts(NamedTuple):
-    """Prompts as token ids."""
-
-    rows: list[list[int]]
-    max_tokens: int  # longer prompts were cut to this many
-    num_cut: int
 
 
 @dataclasses.dataclass(frozen=True)
@@ -44,8 +36,12 @@ class PromptChoice:
 
     def encode(
         self, prompts: Sequence[Prompt], tokenizer: Any, config: ModelConfig, max_new_tokens: int
-    ) -> EncodedPrompts:
-        """Encodes prompts for a model that generates `max_new_tokens` after each."""
+    ) -> tuple[list[list[int]], int, int]:
+        """Encodes prompts for a model that generates `max_new_tokens` after each.
+
+        Returns:
+            Token ids, the length that longer prompts were cut to, and the number of those.
+        """
         limit = self.limit(config, max_new_tokens)
         rows, num_cut = encode_prompts(prompts, tokenizer, max_tokens=limit, chat=self.chat)
-        return EncodedPrompts(rows, limit, num_cut)
+        return rows, limit, num_cut

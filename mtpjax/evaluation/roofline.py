@@ -79,32 +79,69 @@ class Part:
 
 
 @dataclasses.dataclass(frozen=True)
-class Prediction:
-    """One round of a batch on a device.
+class Collective:
+    """Collectives of one kind in a round.
 
     Attributes:
-        parts: bytes and operations by part.
-        launches: kernels.
-        seconds_of_parts: seconds of each part: its bytes or its operations, whichever takes longer.
-        seconds_of_launches: seconds of all launches.
+        name: what is sent.
+        axis: the mesh axis.
+        count: how many there are.
+        nbytes: bytes that a device sends in all of them.
+        seconds: estimated time.
     """
 
+    name: str
+    axis: str
+    count: int
+    nbytes: float
+    seconds: float
+
+
+@dataclasses.dataclass(frozen=True)
+class Round:
+    """One round of a batch on a device, or on the devices of a mesh.
+
+    Attributes:
+        num_steps: draft levels.
+        parts: bytes and operations by part.
+        seconds_of_parts: seconds of each part: its bytes or its operations, whichever takes longer.
+        launches: kernels.
+        seconds_of_launches: seconds of all launches.
+        collectives: its collectives.
+    """
+
+    num_steps: int
     parts: tuple[Part, ...]
-    launches: int
     seconds_of_parts: tuple[float, ...]
+    launches: int
     seconds_of_launches: float
+    collectives: tuple[Collective, ...] = ()
+
+    @property
+    def seconds_of_collectives(self) -> float:
+        return sum(collective.seconds for collective in self.collectives)
 
     @property
     def seconds(self) -> float:
-        """Seconds of the round."""
-        return sum(self.seconds_of_parts) + self.seconds_of_launches
+        """Seconds of the round: nothing overlaps."""
+        return sum(self.seconds_of_parts) + self.seconds_of_launches + self.seconds_of_collectives
+
+    @property
+    def seconds_by_part(self) -> dict[str, float]:
+        return {part.name: time for part, time in zip(self.parts, self.seconds_of_parts, strict=True)}
+
+    @property
+    def seconds_by_column(self) -> dict[str, float]:
+        """Seconds of the parts by the columns of tables: the head counts as dense weights."""
+        seconds = self.seconds_by_part
+        seconds["weights"] += seconds.pop("head")
+        return seconds
 
     @property
     def limit(self) -> str:
         """The name of the slowest part, or "launches"."""
-        names = [*(part.name for part in self.parts), "launches"]
-        times = [*self.seconds_of_parts, self.seconds_of_launches]
-        return names[times.index(max(times))]
+        seconds = {**self.seconds_by_part, "launches": self.seconds_of_launches}
+        return max(seconds, key=lambda name: seconds[name])
 
 
 def predict_round(
@@ -116,61 +153,79 @@ def predict_round(
     num_steps: int,
     weight_bytes: float = 2.0,
     num_devices: int = 1,
-) -> Prediction:
+) -> Round:
     """Predicts one round: a trunk pass over the drafts of each row, and the draft levels.
 
     Experts are assumed to be chosen uniformly. Weights, caches and work are split evenly over several devices, whose
     communication is not counted.
 
     Args:
-        config: the model's config.
-        device: a GPU.
         batch: rows.
         context: tokens in each row's KV cache.
         num_steps: draft levels; 0 is plain decoding.
         weight_bytes: bytes of a weight; 1 for fp8.
         num_devices: GPUs that share the model.
 
-    Returns:
-        The prediction.
-
     Raises:
         ValueError: a number is out of range, or there are draft levels without MTP modules.
     """
     least = {"batch": (batch, 1), "context": (context, 1), "num_steps": (num_steps, 0), "num_devices": (num_devices, 1)}
-    for name, (value, lowest) in least.items():
-        if value < lowest:
-            raise ValueError(f"{name} must be at least {lowest}, got {value}")
-    if num_steps and not config.num_mtp_modules:
-        raise ValueError(f"{num_steps} draft levels need at least one MTP module, and the model has none")
+    check_numbers(config, num_steps, least)
     if not weight_bytes > 0:
         raise ValueError(f"weight_bytes must be above 0, got {weight_bytes}")
-    # Count the weights by group, from shapes alone.
+    # 1. Count the weights by group, from shapes alone.
     leaves, _ = jax.tree_util.tree_flatten_with_path(param_shapes(config))
     shapes = [(path_name(path), leaf.shape) for path, leaf in leaves]
     elements = count_weights(config, ((name, shape, math.prod(shape)) for name, shape in shapes))
     nbytes = {name: weight_bytes * count for name, count in elements.items()}
-    # Devices share the time of the parts evenly. Each launches all kernels, so launches are not divided.
+    # 2. One device does all the work; several devices divide the time.
     work = Work(elements, nbytes, rows=batch, expert_rows=batch)
-    parts = tuple(parts_of_round(config, work, context, num_steps))
-    seconds = tuple(time / num_devices for time in seconds_of_parts(parts, device, has_fp8=weight_bytes < 1.5))
-    launches = count_launches(config, num_steps)
-    return Prediction(parts, launches, seconds, launches * device.seconds_per_launch)
+    return make_round(config, device, work, context, num_steps, has_fp8=weight_bytes < 1.5, num_devices=num_devices)
 
 
-def seconds_of_parts(parts: Sequence[Part], device: Device, *, has_fp8: bool) -> tuple[float, ...]:
-    """Returns the seconds of each part: its bytes or its operations, whichever takes longer.
+def check_numbers(config: ModelConfig, num_steps: int, least: Mapping[str, tuple[int, int]]) -> None:
+    """Checks that numbers are not below their minima, `(number, minimum)` by name, and that the model can draft.
 
-    With `has_fp8` weights are fp8. Caches stay bfloat16; all other parts are mostly weights.
+    Raises:
+        ValueError: a number is out of range, or there are draft levels without MTP modules.
     """
-    share = device.fp8_bandwidth_share if has_fp8 else device.bandwidth_share
-    return tuple(
-        max(
-            part.nbytes / (device.bandwidth * (device.bandwidth_share if part.name == "cache" else share)),
-            part.flops / (device.flops * device.flops_share),
-        )
-        for part in parts
-    )
+    for name, (value, minimum) in least.items():
+        if value < minimum:
+            raise ValueError(f"{name} must be at least {minimum}, got {value}")
+    if num_steps and not config.num_mtp_modules:
+        raise ValueError(f"{num_steps} draft levels need at least one MTP module, and the model has none")
+
+
+def make_round(
+    config: ModelConfig,
+    device: Device,
+    work: "Work",
+    context: int,
+    num_steps: int,
+    *,
+    has_fp8: bool,
+    num_devices: int = 1,
+    collectives: tuple[Collective, ...] = (),
+) -> Round:
+    """Estimates the seconds of the parts and launches of a round.
+
+    Args:
+        work: a device's share of the model and the batch.
+        context: tokens in each row's KV cache.
+        has_fp8: the weights are fp8. Caches stay bfloat16; all other parts are mostly weights.
+        num_devices: devices that share the time of the parts evenly. Each launches all kernels, so launches are not
+            divided.
+    """
+    parts, launches = tuple(parts_of_round(config, work, context, num_steps)), count_launches(config, num_steps)
+
+    # Each part takes the time of its bytes or of its operations, whichever is longer.
+    def seconds(part: Part) -> float:
+        is_converted = has_fp8 and part.name != "cache"
+        share = device.fp8_bandwidth_share if is_converted else device.bandwidth_share
+        return max(part.nbytes / (device.bandwidth * share), part.flops / (device.flops * device.flops_share))
+
+    seconds_of_parts = tuple(seconds(part) / num_devices for part in parts)
+    return Round(num_steps, parts, seconds_of_parts, launches, launches * device.seconds_per_launch, collectives)
 
 
 def count_launches(config: ModelConfig, num_steps: int) -> int:
@@ -220,6 +275,7 @@ def parts_of_round(config: ModelConfig, work: Work, context: int, num_steps: int
     # Each draft level runs one module: the first over the round's new tokens, the others over one.
     elements, nbytes, nodes = work.elements, work.nbytes, num_steps + 1
     tokens = work.rows * nodes
+    # 1. The trunk verifies all nodes in one pass.
     yield Part("weights", nbytes["trunk"], 2 * tokens * elements["trunk"])
     if elements["trunk experts"]:
         yield _experts("experts", config, work, "trunk experts", [nodes])
@@ -227,6 +283,7 @@ def parts_of_round(config: ModelConfig, work: Work, context: int, num_steps: int
     yield _cache(config, config.trunk_kinds, work, context, tokens)
     if not num_steps:
         return
+    # 2. The draft levels. Every level reads a module and the head again.
     passes, modules = [nodes] + [1] * (num_steps - 1), config.num_mtp_modules
     read = num_steps * (nbytes["module"] / modules + nbytes["head"])
     flops = 2 * work.rows * (sum(passes) * elements["module"] / modules + num_steps * elements["head"])
@@ -243,6 +300,7 @@ def count_weights(config: ModelConfig, leaves: Iterable[tuple[str, Any, float]])
     `leaves` are path, whole shape and amount (numbers, or bytes) of each array. Embeddings are looked up, not read
     whole; a tied one is the head.
     """
+    # A pass reads every weight of the trunk and of the modules, but only the chosen experts, which are counted apart.
     counts = {name: 0.0 for name in ("trunk", "trunk experts", "module", "module experts", "head")}
     for name, shape, amount in leaves:
         is_stack = "/experts/" in name and len(shape) > 2 and shape[0] == config.n_routed_experts

@@ -4,14 +4,7 @@ import dataclasses
 from collections.abc import Sequence
 from typing import Any
 
-from mtpjax.evaluation.roofline import (
-    DEVICES,
-    Prediction,
-    count_launches,
-    predict_round,
-    tokens_per_round,
-    weights_of,
-)
+from mtpjax.evaluation.roofline import DEVICES, Round, count_launches, predict_round, tokens_per_round, weights_of
 from mtpjax.models.config import ModelConfig
 
 HEADINGS = ("rows", "levels", "GB", "dense", "experts", "cache", "MTP", "launch", "round", "token", "gain")
@@ -39,7 +32,7 @@ def tables(
     Raises:
         ValueError: a device is unknown, or a number is out of range.
     """
-    from mtpjax.console import narrow_table
+    from mtpjax.evaluation.tables import number_table
 
     unknown = [name for name in devices if name not in DEVICES]
     if unknown:
@@ -51,13 +44,10 @@ def tables(
     rows, printed = [], []
     for device in (DEVICES[name] for name in devices):
         # A table per device, which says if the weights do not fit into its memory.
-        table = narrow_table()
-        table.title = f"{device.name} x {num_devices}: predicted, not measured; microseconds, context {context}"
-        if needed > num_devices * device.memory:
-            table.title += f" (the weights, {needed / 1e9:.0f} GB, do not fit)"
+        title = f"{device.name} x {num_devices}: predicted, not measured; microseconds, context {context}"
+        title += f" (the weights, {needed / 1e9:.0f} GB, do not fit)" * (needed > num_devices * device.memory)
+        table = number_table(title, HEADINGS)
         table.caption = _caption(config, num_steps, acceptance_rate)
-        for heading in HEADINGS:
-            table.add_column(heading, justify="right")
         # Depth 0 comes first: speed-ups are over plain decoding at the same batch size.
         for batch in batches:
             plain = None
@@ -65,16 +55,17 @@ def tables(
                 found = predict_round(config, device, batch=batch, num_steps=steps, **settings)
                 plain = found.seconds if plain is None else plain
                 tokens = tokens_per_round(acceptance_rate, steps)
-                row = {"device": device.name, "num_devices": num_devices, "batch": batch, "num_steps": steps}
-                rows.append(row | _to_json(found, tokens, tokens * plain / found.seconds))
-                table.add_row(str(batch), str(steps), *_cells(rows[-1]))
+                setting = {"device": device.name, "num_devices": num_devices, "batch": batch, "num_steps": steps}
+                row = _to_json(found, tokens, tokens * plain / found.seconds)
+                rows.append(setting | row)
+                table.add_row(str(batch), str(steps), *_cells(found, row))
         printed.append(table)
     return rows, printed
 
 
 def _caption(config: ModelConfig, num_steps: int, acceptance_rate: float) -> str:
     launches = count_launches(config, 0)
-    caption = "GB: bytes that a round reads at least once. dense: weights outside of experts. "
+    caption = "GB: bytes that a round reads at least once. dense: weights outside experts. "
     caption += "token: time per token of a row. gain: speed-up over plain decoding. "
     if num_steps:
         caption += f"Both assume that a draft level is accepted with probability {acceptance_rate:g}. "
@@ -84,13 +75,12 @@ def _caption(config: ModelConfig, num_steps: int, acceptance_rate: float) -> str
     return caption + "."
 
 
-def _to_json(found: Prediction, tokens: float, speedup: float) -> dict[str, Any]:
-    seconds = {part.name: time for part, time in zip(found.parts, found.seconds_of_parts, strict=True)}
+def _to_json(found: Round, tokens: float, speedup: float) -> dict[str, Any]:
     return {
         "bytes": sum(part.nbytes for part in found.parts),
         "seconds_per_token": found.seconds / tokens,
         "parts": [dataclasses.asdict(part) for part in found.parts],
-        "seconds_of_parts": seconds,
+        "seconds_of_parts": found.seconds_by_part,
         "launches": found.launches,
         "seconds_of_launches": found.seconds_of_launches,
         "seconds": found.seconds,
@@ -99,12 +89,9 @@ def _to_json(found: Prediction, tokens: float, speedup: float) -> dict[str, Any]
     }
 
 
-def _cells(row: dict[str, Any]) -> list[str]:
-    """Formats a prediction; the head counts as dense weights."""
-    seconds = row["seconds_of_parts"]
-    shown = {**seconds, "weights": seconds["weights"] + seconds["head"]}
-    parts = (
-        f"{1e6 * shown[name]:.0f}" if name in shown else "-" for name in ("weights", "experts", "cache", "MTP modules")
-    )
+def _cells(found: Round, row: dict[str, Any]) -> list[str]:
+    seconds = found.seconds_by_column
+    names = ("weights", "experts", "cache", "MTP modules")
+    parts = (f"{1e6 * seconds[name]:.0f}" if name in seconds else "-" for name in names)
     times = (f"{1e6 * row[name]:.0f}" for name in ("seconds_of_launches", "seconds", "seconds_per_token"))
     return [f"{row['bytes'] / 1e9:.1f}", *parts, *times, f"{row['speedup']:.2f}"]

@@ -1,10 +1,5 @@
-"""Measures the costs of a round and of its parts, and the speed-up that they allow.
+"""Measures the costs of a round and of its parts, which run as they do in decoding."""
 
-The ideal speed-up is `accept length / cost`, where the cost of a round is that of verification and drafting in units of
-a plain decoding step. All parts run as they do in decoding.
-"""
-
-import dataclasses
 import functools
 from collections.abc import Callable
 from typing import Any
@@ -17,82 +12,13 @@ from mtpjax.decoding.config import DecodeConfig
 from mtpjax.decoding.decoder import Drafter
 from mtpjax.decoding.gpu_graph import one_graph
 from mtpjax.drafters.methods import uses_mtp_modules
-from mtpjax.evaluation.round_loops import (
-    PLAIN_STEP,
-    RoundLoop,
-    RoundShape,
-    TimingConditions,
-    full_round_loop,
-    passes_loop,
-)
+from mtpjax.evaluation.round_loops import RoundLoop, TimingConditions, full_round_loop, passes_loop
+from mtpjax.evaluation.round_shapes import PLAIN_STEP, RoundCosts, RoundShape
 from mtpjax.evaluation.trust import seconds_beyond, time_calls
 from mtpjax.models.model import MTPModel
 
 MAX_ROUNDS_PER_TIMING = 512  # limit on the rounds of one timing
 MAX_MEASURED_STEPS = 32  # deepest draft to measure; each depth compiles several programs, longer ones with each level
-
-
-@dataclasses.dataclass(frozen=True)
-class RoundCosts:
-    """Seconds per round of a batch, by shape.
-
-    Attributes:
-        batch: rows, B.
-        verify: the trunk's pass over the nodes alone.
-        parts: drafting, with extending over the tokens that the last round committed, and verification. They are timed
-            together, since differences of timings are mostly noise.
-        round: the whole round of `speculative_generate`, including acceptance and commit; empty if not measured.
-        change: additional time of a round after a change of depth.
-        draft: drafting alone, of drafters other than MTP modules; empty if not measured.
-    """
-
-    batch: int
-    verify: dict[RoundShape, float]
-    parts: dict[RoundShape, float]
-    round: dict[RoundShape, float] = dataclasses.field(default_factory=dict)
-    change: float = 0.0
-    draft: dict[RoundShape, float] = dataclasses.field(default_factory=dict)
-
-    @property
-    def plain(self) -> float:
-        """Seconds of the parts of a plain round."""
-        return self.parts[PLAIN_STEP]
-
-    def ideal_ratio(self, accept_length: float, shape: RoundShape) -> float:
-        """Computes the speed-up over plain decoding if a round cost only its parts: `accept_length / parts`.
-
-        `accept_length` includes the bonus token; parts are in units of a plain round.
-        """
-        return accept_length * self.plain / self.parts[shape]
-
-    def to_json(self) -> dict[str, Any]:
-        """Returns the costs for JSON, with a row per shape, since keys in JSON are strings."""
-        rows = [
-            {**shape._asdict(), **{f"{kind}_seconds": of[shape] for kind, of in self._kinds() if shape in of}}
-            for shape in self.parts
-        ]
-        return {"batch": self.batch, "change_seconds": self.change, "rounds": rows}
-
-    def _kinds(self) -> list[tuple[str, dict[RoundShape, float]]]:
-        return [("verify", self.verify), ("draft", self.draft), ("parts", self.parts), ("round", self.round)]
-
-    @classmethod
-    def from_json(cls, stored: dict[str, Any]) -> "RoundCosts":
-        """Restores costs from `to_json`.
-
-        Args:
-            stored: the JSON object.
-
-        Raises:
-            KeyError, TypeError, ValueError: for any other object.
-        """
-        costs = cls(int(stored["batch"]), {}, {}, {}, float(stored["change_seconds"]))
-        for row in stored["rounds"]:
-            shape = RoundShape(row["num_steps"], row["topk"], row["num_nodes"])
-            for kind, of in costs._kinds():
-                if f"{kind}_seconds" in row:
-                    of[shape] = float(row[f"{kind}_seconds"])
-        return costs
 
 
 class CostMeter:
@@ -195,14 +121,9 @@ class CostMeter:
         if medians["cycle"]:
             chains = [seconds for shape, seconds in rounds.items() if shape.topk == 1]
             change = max(medians["cycle"][PLAIN_STEP] - sum(chains), 0.0) / len(chains)
-        return RoundCosts(
-            self.batch,
-            {PLAIN_STEP: medians["parts"][PLAIN_STEP], **medians["verify"]},
-            medians["parts"],
-            rounds,
-            change,
-            medians["draft"],
-        )
+        # Verification is the only part of a plain round.
+        verify = {PLAIN_STEP: medians["parts"][PLAIN_STEP], **medians["verify"]}
+        return RoundCosts(self.batch, verify, medians["parts"], rounds, change, medians["draft"])
 
 
 def _timer(arguments: tuple[Any, Any], timed: RoundLoop, *, seconds: float) -> Callable[[], float]:

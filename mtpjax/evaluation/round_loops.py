@@ -17,26 +17,11 @@ from mtpjax.decoding.sampling import SamplingArrays
 from mtpjax.decoding.spec import DecodeSpec
 from mtpjax.decoding.state import Acceptance, DecodeState, Draft, NewRows, StateShape, start_rows
 from mtpjax.decoding.verify import verify
+from mtpjax.evaluation.round_shapes import RoundShape
 from mtpjax.inference.requests import make_drafter
 from mtpjax.models.cache import commit
 from mtpjax.models.model import MTPModel
 from mtpjax.models.view import read_rows, write_rows
-
-
-class RoundShape(NamedTuple):
-    """Depth, width and verified nodes of a round; `chain_shape` makes that of a chain, `PLAIN_STEP` has no drafts."""
-
-    num_steps: int  # draft levels, K
-    topk: int  # children per tree node; 1 for a chain
-    num_nodes: int  # nodes verified, W, including the pending token
-
-
-def chain_shape(num_steps: int) -> RoundShape:
-    """Returns the shape of a chain of `num_steps` drafts; 0 is a plain step."""
-    return RoundShape(num_steps, 1, num_steps + 1)
-
-
-PLAIN_STEP = chain_shape(0)
 
 
 class TimingConditions(NamedTuple):
@@ -163,6 +148,7 @@ def _running_rows(
     dtype: Any, model: MTPModel, config: DecodeConfig, conditions: TimingConditions
 ) -> tuple[Decoder, DecodeState]:
     """Makes a state of running rows with random text, which end only at the capacity."""
+    # The texts fill the caches, so that no row ends while a loop is timed.
     batch, context, capacity, min_rows, temperature = conditions
     spec = make_spec(config, is_greedy=not temperature, min_rows=min_rows)
     decoder = Decoder(model, make_drafter(config), spec)

@@ -39,32 +39,33 @@ def first_divergences(
         A `Divergence` per prompt, None for equal texts. If one text is a prefix of the other, they differ at its end,
         with an infinite gap. Logits are the trunk's unmodified ones.
     """
-    # The first differing token of each pair of texts.
-    positions: dict[int, int] = {}
-    for number, texts in enumerate(zip(rows, other_rows, strict=True)):
-        differing = [
-            position for position, (token, other) in enumerate(itertools.zip_longest(*texts)) if token != other
-        ]
-        if differing:
-            positions[number] = differing[0]
-    # Only pairs in which both texts have a token there have two logits to compare.
-    compared = [
-        number for number, position in positions.items() if position < min(len(rows[number]), len(other_rows[number]))
+    # 1. The first differing token of each pair of texts.
+    positions = [
+        next((place for place, (token, other) in enumerate(itertools.zip_longest(*texts)) if token != other), None)
+        for texts in zip(rows, other_rows, strict=True)
     ]
-    gaps = dict.fromkeys(positions, math.inf)
+    # 2. Only pairs in which both texts have a token there have two logits to compare.
+    shortest = [min(map(len, texts)) for texts in zip(rows, other_rows, strict=True)]
+    compared = {
+        number: place for number, place in enumerate(positions) if place is not None and place < shortest[number]
+    }
+    gaps: dict[int, float] = {}
     if compared:
         config = DecodeConfig(num_steps=0, max_new_tokens=1, logprobs=True)
         # Decode one token after the common prefix, once with each token as the only allowed one. The reported
         # log-probabilities are those of the unmodified logits, so the normaliser cancels in the difference.
-        shared = [[*prompts[number], *rows[number][: positions[number]]] for number in compared]
+        shared = [[*prompts[number], *rows[number][:place]] for number, place in compared.items()]
         logprobs = []
         for texts in (rows, other_rows):
-            sampling = SamplingParams(allowed_tokens=[[texts[number][positions[number]]] for number in compared])
+            sampling = SamplingParams(allowed_tokens=[[texts[number][place]] for number, place in compared.items()])
             result = generate(params, shared, model=model, config=config, sampling=sampling)
             assert result.logprobs is not None
             logprobs.append(result.logprobs[:, 0])
-        gaps |= dict(zip(compared, np.abs(logprobs[0] - logprobs[1]).tolist(), strict=True))
-    return [Divergence(positions[number], gaps[number]) if number in positions else None for number in range(len(rows))]
+        gaps = dict(zip(compared, np.abs(logprobs[0] - logprobs[1]).tolist(), strict=True))
+    return [
+        None if place is None else Divergence(place, gaps.get(number, math.inf))
+        for number, place in enumerate(positions)
+    ]
 
 
 def equals_plain_decoding(

@@ -12,9 +12,8 @@ from typing import Any
 
 import numpy as np
 
-from mtpjax.distributed import gather_processes
 from mtpjax.errors import printable
-from mtpjax.evaluation.teacher_forced import compare_levels
+from mtpjax.evaluation.teacher_forced import PaddedTexts, compare_levels
 from mtpjax.io.checkpoint_format import find_checkpoint, is_checkpoint
 from mtpjax.io.checkpoint_reader import CheckpointReader
 from mtpjax.io.huggingface_files import SELF_CHECK_FILE
@@ -139,9 +138,7 @@ def _measure(params: dict, tokens: np.ndarray, *, model: MTPModel, num_depths: i
     # Training scores all columns of the head, padding ids included; so does the check.
     model = model.clone(config=dataclasses.replace(model.config, num_tokens=0))
     B, T = tokens.shape
-    lengths, temperatures = np.full(B, T, np.int32), np.ones(B, np.float32)
-    comparison = gather_processes(
-        compare_levels(params, tokens, lengths, temperatures, model=model, num_depths=num_depths)
-    )
+    rows = PaddedTexts(tokens, np.full(B, T, np.int32), np.ones(B, np.float32))
+    comparison = compare_levels(params, rows, model=model, num_depths=num_depths)
     fields = {"agreement": comparison.agrees, "overlap": comparison.overlap}
-    return {name: np.asarray(field)[:, : T - num_depths].mean((0, 1)).tolist() for name, field in fields.items()}
+    return {name: field[:, : T - num_depths].mean((0, 1)).tolist() for name, field in fields.items()}

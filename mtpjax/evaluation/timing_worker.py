@@ -84,9 +84,9 @@ class _RequestHandler:
         """Decodes the prompts one by one.
 
         Returns:
-            "rows", with the tokens and counts of each prompt, "seconds", the decoding time of each without prefill and
-            first token, and the inputs of `mtpjax.evaluation.trust`: "waited", the share of the time that threads
-            waited for a core, and "is_negative".
+            "rows", the tokens and counts of each prompt; "seconds", the decoding time of each without prefill and first
+            token; and the inputs of `mtpjax.evaluation.trust`: "waited", the share of the time that threads waited for
+            a core, and "is_negative".
         """
         from mtpjax.decoding.config import DecodeConfig
         from mtpjax.decoding.sampling_params import SamplingParams
@@ -122,7 +122,8 @@ class _RequestHandler:
             The medians so far (`RoundCosts.to_json`), and "waited" as in `decode`, of these measurements.
         """
         from mtpjax.evaluation.round_costs import CostMeter
-        from mtpjax.evaluation.round_loops import TimingConditions, chain_shape
+        from mtpjax.evaluation.round_loops import TimingConditions
+        from mtpjax.evaluation.round_shapes import chain_shape
 
         # The first request compiles the timing loops. Later ones repeat them, regardless of their arguments.
         if self.meter is None:
@@ -147,11 +148,12 @@ def main() -> None:
 
     from mtpjax.io.checkpoint import load
 
+    # Serve requests until the parent closes standard input.
     handler = _RequestHandler(*load(options.checkpoint))
-    handlers = {"decode": handler.decode, "costs": handler.costs}
     for line in sys.stdin:
         request = json.loads(line)
-        print(json.dumps(handlers[request.pop("method")](**request)), flush=True)
+        answer = getattr(handler, request.pop("method"))
+        print(json.dumps(answer(**request)), flush=True)
 
 
 if __name__ == "__main__":

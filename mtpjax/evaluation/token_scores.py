@@ -8,9 +8,9 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from mtpjax.compat import library_settings
 from mtpjax.decoding.capacity import round_up_capacity
-from mtpjax.distributed import gather_processes
+from mtpjax.evaluation.row_pass import run_on_rows
+from mtpjax.models.decoding_layout import run_on_shards
 from mtpjax.models.forward import shift_left, trunk_states
 from mtpjax.models.model import MTPModel, bind
 
@@ -22,7 +22,7 @@ class TokenScores(NamedTuple):
 
     Attributes:
         logprobs: of each of n tokens.
-        top_ids: per token, the most likely ids in its place, the most likely first.
+        top_ids: per token, the most likely ids at its position, the most likely first.
         top_logprobs: their log-probabilities.
     """
 
@@ -31,44 +31,47 @@ class TokenScores(NamedTuple):
     top_logprobs: list[list[float]]
 
 
-@library_settings()
 def score_tokens(
     params: dict, prompts: Sequence[list[int]], texts: Sequence[list[int]], *, model: MTPModel, num_top: int
 ) -> list[TokenScores]:
     """Scores the tokens of texts that continue prompts.
 
-    A prompt has at least one token. `num_top` is the number of most likely tokens to report in each place.
+    A prompt has at least one token. `num_top` most likely tokens are returned for each position.
     """
-    # All rows have one shape and share a compiled program. One at a time bounds the memory.
+    # One row at a time on each device bounds the memory.
     columns = round_up_capacity(max(len(prompt) + len(text) for prompt, text in zip(prompts, texts, strict=True)))
     assert columns % PIECE == 0
     num_top = min(num_top, model.config.num_tokens or model.config.vocab_size)
-    scores = []
-    for prompt, text in zip(prompts, texts, strict=True):
-        tokens = np.zeros((1, columns), np.int32)
-        tokens[0, : len(prompt) + len(text)] = [*prompt, *text]
-        found = jax.device_get(gather_processes(_score(params, tokens, model=model, num_top=num_top)))
-        # The logits after a token score the next one.
-        place = slice(len(prompt) - 1, len(prompt) + len(text) - 1)
-        scores.append(TokenScores(*(array[0, place].tolist() for array in found)))
-    return scores
+    tokens = np.zeros((len(prompts), columns), np.int32)
+    for row, prompt, text in zip(tokens, prompts, texts, strict=True):
+        row[: len(prompt) + len(text)] = [*prompt, *text]
+    found = run_on_rows(_score, params, {}, tokens, batch_size=1, model=model, num_top=num_top)
+    # The logits after a token score the next one.
+    places = [slice(len(prompt) - 1, len(prompt) + len(text) - 1) for prompt, text in zip(prompts, texts, strict=True)]
+    return [TokenScores(*(array[row, place].tolist() for array in found)) for row, place in enumerate(places)]
 
 
 @functools.partial(jax.jit, static_argnames=("model", "num_top"))
-def _score(params: dict, tokens: Any, *, model: MTPModel, num_top: int) -> tuple[jax.Array, jax.Array, jax.Array]:
+def _score(params: dict, draft_params: Any, tokens: Any, *, model: MTPModel, num_top: int) -> tuple[jax.Array, ...]:
     """Returns per place the log-probability of the next token, the best ids, and their log-probabilities."""
-    apply = bind(model, params)
-    hidden = trunk_states(params, tokens, jnp.ones_like(tokens), model=model)
-    hidden, targets = apply(hidden, method="head_input_hidden"), shift_left(tokens, 1)
-    # Ids that only pad the embedding table are never decoded.
-    is_token = jnp.arange(model.config.vocab_size) < (model.config.num_tokens or model.config.vocab_size)
 
-    def score_piece(begin):
-        part, given = (jax.lax.dynamic_slice_in_dim(each, begin, PIECE, axis=1) for each in (hidden, targets))
-        logits = jax.nn.log_softmax(apply(part, method="logits").astype(jnp.float32))
-        own = jnp.take_along_axis(logits, given[..., None], axis=-1)[..., 0]
-        best, ids = jax.lax.top_k(jnp.where(is_token, logits, -jnp.inf), num_top)
-        return own, ids, best
+    def score_shard(params: dict, _: Any, tokens: jax.Array):
+        B, T = tokens.shape
+        apply = bind(model, params)
+        hidden = trunk_states(params, tokens, jnp.ones_like(tokens), model=model)
+        hidden, targets = apply(hidden, method="head_input_hidden"), shift_left(tokens, 1)
+        # Ids that only pad the embedding table are never decoded.
+        is_token = jnp.arange(model.config.vocab_size) < (model.config.num_tokens or model.config.vocab_size)
 
-    pieces = jax.lax.map(score_piece, jnp.arange(0, tokens.shape[1], PIECE))  # each [T / PIECE, 1, PIECE, ...]
-    return jax.tree.map(lambda piece: jnp.moveaxis(piece, 0, 1).reshape(1, tokens.shape[1], *piece.shape[3:]), pieces)
+        def score_piece(begin):
+            part, given = (jax.lax.dynamic_slice_in_dim(each, begin, PIECE, axis=1) for each in (hidden, targets))
+            logits = jax.nn.log_softmax(apply(part, method="logits").astype(jnp.float32))
+            own = jnp.take_along_axis(logits, given[..., None], axis=-1)[..., 0]
+            best, ids = jax.lax.top_k(jnp.where(is_token, logits, -jnp.inf), num_top)
+            return own, ids, best
+
+        pieces = jax.lax.map(score_piece, jnp.arange(0, T, PIECE))  # each [T / PIECE, B, PIECE, ...]
+        join = lambda piece: jnp.moveaxis(piece, 0, 1).reshape(B, T, *piece.shape[3:])
+        return tokens, jax.tree.map(join, pieces)
+
+    return run_on_shards(score_shard, model.config, params, draft_params, tokens, has_row_outputs=True)[1]

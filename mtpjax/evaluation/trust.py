@@ -1,9 +1,10 @@
-"""Decides whether a measured speed-up can be trusted. All tables, pictures and recommendations use it.
+"""Decides whether a measured speed-up can be trusted. All tables, plots and recommendations use it.
 
 A measurement that cannot be trusted has a *problem*, a text that starts with its kind:
 
-    impossible  no machine can reach the number, so one of the times was disturbed disturbed   other programs used the
-    cores during the measurement uncertain   the 95 % interval is too wide
+- "impossible": no machine can reach the number, so one of the times was disturbed;
+- "disturbed": other programs used the cores during the measurement;
+- "uncertain": the 95 % interval is too wide.
 
 Imports no JAX.
 """
@@ -53,6 +54,7 @@ def speed_up_problem(
     Returns:
         The reason, which starts with one of `KINDS`; None if the speed-up can be trusted.
     """
+    # 1. Times that no machine can reach: one of them was disturbed.
     busy = f"waited {waited:.0%} of the time for a core" if waited > MAX_WAITING_SHARE else ""
     impossible = None
     if is_negative:  # the time of a one-token call is subtracted from every call
@@ -65,6 +67,7 @@ def speed_up_problem(
         impossible = f"above the ideal {ideal:.2f}"
     if impossible is not None:
         return f"impossible: {impossible}" + (f"; {busy}" if busy else "")
+    # 2. Times that may be right, but were disturbed, or vary too much.
     if busy:
         return f"disturbed: {busy}"
     if math.isnan(ratio.low):
@@ -80,12 +83,12 @@ def waiting_problem(waited: float) -> str | None:
 
 
 def mark(problem: str | None) -> str:
-    """Returns the suffix of a number in tables and pictures: " ?" if it cannot be trusted."""
+    """Returns the suffix of a number in tables and plots: " ?" if it cannot be trusted."""
     return " ?" if problem else ""
 
 
 def is_impossible(problem: str | None) -> bool:
-    """Returns whether no machine can reach the number, so that a picture must not have a point for it."""
+    """Returns whether no machine can reach the number, so that a plot has no point for it."""
     return bool(problem) and str(problem).startswith("impossible")
 
 
@@ -123,6 +126,7 @@ def time_calls(short: Callable[[], Any], long: Callable[[], T]) -> tuple[float, 
     Returns the seconds of the short and of the long call, and the long call's result.
     """
 
+    # Both calls are timed in one go, so that a slow phase of the machine affects both.
     def once() -> tuple[float, float, T]:
         begin = time.perf_counter()
         short()

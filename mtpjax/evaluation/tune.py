@@ -30,7 +30,7 @@ LEAST_SECONDS = 0.02  # of one measurement; shorter calls are repeated
 def find_questions(
     params: dict, *, model: MTPModel, config: DecodeConfig, batches: Sequence[int], context: int, prefill_chunk: int
 ) -> list[Question]:
-    """Finds the ops and shapes that choose a kernel when the model decodes: traces the decoding call, and runs nothing.
+    """Finds the ops and shapes for which decoding chooses a kernel. Traces the decoding call, and runs nothing.
 
     Args:
         params: model parameters; shapes suffice.
@@ -126,11 +126,6 @@ def measure(
         yield (op, shape), medians, failure
 
 
-def is_measured(question: Question) -> bool:
-    """Returns whether the user's file has times of exactly this question."""
-    return not not_measured([question])
-
-
 def not_measured(questions: Sequence[Question]) -> list[Question]:
     """Returns the questions without times in the user's file."""
     table = measurements.read()
@@ -138,7 +133,7 @@ def not_measured(questions: Sequence[Question]) -> list[Question]:
 
 
 def seconds_per_call(call: Callable[[], Any], least: float = LEAST_SECONDS) -> float:
-    """Times one call, among as many in a row as take `least` seconds. It was called once before."""
+    """Times one call: repeats it until all repeats take `least` seconds. It must have run once before."""
     jax.block_until_ready(call())
     count = 1
     while True:

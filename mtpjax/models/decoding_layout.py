@@ -12,7 +12,7 @@ from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
 
 from mtpjax.models.attention_kinds import ATTENTION_KINDS
 from mtpjax.models.config import ModelConfig
-from mtpjax.models.parallel import axes_that_divide
+from mtpjax.models.parallel import axes_that_divide, decoding_layout
 from mtpjax.models.quantized import is_scaled
 from mtpjax.models.sharding import CACHE_AXES, MESH_AXES, mesh_text, param_axes, param_sharding, path_name
 
@@ -34,7 +34,7 @@ def check_divisible(config: ModelConfig, sizes: Mapping[str, int], num_slots: in
 
 
 def refuse_uneven_layers(config: ModelConfig, sizes: Mapping[str, int]) -> None:
-    """Checks that a mesh splits the heads of all layers in the same way, and no columns of experts with biases.
+    """Checks that the heads of all layers are split alike.
 
     Models with sliding attention get no copies of key/value heads, so `tensor` must divide their heads.
 
@@ -42,8 +42,6 @@ def refuse_uneven_layers(config: ModelConfig, sizes: Mapping[str, int]) -> None:
         ValueError: they are not. The message names the axis and the size.
     """
     tensor = sizes.get("tensor", 1)
-    if config.expert_bias and tensor > 1:
-        raise ValueError(f"tensor={tensor} of the mesh would split experts with biases, which is not supported")
     for name in ("num_key_value_heads", "sliding_num_key_value_heads"):
         heads = getattr(config, name)
         if config.has_sliding_layers and heads % tensor:
@@ -160,7 +158,12 @@ def run_on_shards(
     whole = (PartitionSpec(),) * len(rest)
     rows = PartitionSpec("data" if "data" in sizes else None)
     out_specs = (specs[2], rows) if has_row_outputs else specs[2]
-    in_parts = jax.shard_map(function, in_specs=(*specs, *whole), out_specs=out_specs, check_vma=False)
+
+    def on_shard(*arguments: Any) -> Any:
+        with decoding_layout(True):
+            return function(*arguments)
+
+    in_parts = jax.shard_map(on_shard, in_specs=(*specs, *whole), out_specs=out_specs, check_vma=False)
     return in_parts(params, draft_params, state, *rest)
 
 

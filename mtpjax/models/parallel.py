@@ -13,6 +13,13 @@ from jax.sharding import AxisType
 from pallas_kernels.partial_sums import PartialSums
 
 EXPERT_AXES = (("data", "expert"), ("data",), ("expert",))  # tried in this order
+# Whether the weights have the layout of decoding; part of the key of JAX's caches.
+decoding_layout = jax.make_user_context(False)
+
+
+def has_decoding_layout() -> bool:
+    """Returns whether the code that is traced runs in `run_on_shards`, which shards experts as decoding does."""
+    return decoding_layout.value
 
 
 def num_shards(axis: str) -> int:

@@ -40,7 +40,9 @@ def expected(small):
         model, params = small(attention, "mixed", num_mtp_modules=2, **sizes(attention))
         return generate(params, PROMPTS, model=model, config=CONFIG).rows()
 
-    return {attention: decode(attention) for attention in ("grouped", "latent", "sparse", "hybrid", "sliding")}
+    return {
+        attention: decode(attention) for attention in ("grouped", "latent", "sparse", "hybrid", "sliding", "clamped")
+    }
 
 
 @pytest.mark.parametrize(
@@ -59,6 +61,8 @@ def expected(small):
         ("hybrid", ALL, speculative_generate),
         pytest.param("hybrid", {"data": 4, "tensor": 2}, speculative_generate, marks=slow),
         pytest.param("sliding", {"data": 2, "tensor": 2}, speculative_generate, marks=slow),
+        pytest.param("clamped", {"data": 2, "tensor": 2}, speculative_generate, marks=slow),
+        pytest.param("clamped", ALL, speculative_generate, marks=slow),
     ],
 )
 def test_a_mesh_gives_the_tokens_of_a_single_device(attention, axes, decoder, small, expected):

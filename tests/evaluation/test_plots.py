@@ -28,10 +28,9 @@ from mtpjax.evaluation.intervals import Estimate
 from mtpjax.evaluation.plan import Plan, Temp, list_meshes
 from mtpjax.evaluation.plan_plots import plot_plan
 from mtpjax.evaluation.plan_report import Candidate, Comparison, Load
-from mtpjax.evaluation.plan_rounds import Round
 from mtpjax.evaluation.plot_style import STYLE, line_style, picture, picture_paths, share_limits, shorten
 from mtpjax.evaluation.plots import plot_acceptance, plot_quickstart
-from mtpjax.evaluation.roofline import DEVICES
+from mtpjax.evaluation.roofline import DEVICES, Round
 from mtpjax.training.plots import plot_comparison, plot_run
 from tests.helpers.ablation_rows import cell_row
 
@@ -274,7 +273,7 @@ def test_a_suffix_decides_and_a_wrong_one_is_told():
     assert picture_paths("picture", []) == []
     with pytest.raises(ValueError, match=r"the suffix of picture.jpg must be png, svg, pdf, not 'jpg'"):
         picture_paths("picture.jpg")
-    with pytest.raises(ValueError, match="a picture's format must be png, svg, pdf, not 'gif'"):
+    with pytest.raises(ValueError, match="the format of a plot must be png, svg, pdf, not 'gif'"):
         picture_paths("picture", ["gif"])
 
 
@@ -310,7 +309,7 @@ def test_without_matplotlib_nothing_is_drawn_and_one_warning_says_so(tmp_path, m
         assert picture_paths("run/panel") == [] == picture_paths("panel.pdf")
         advice = r"matplotlib is missing: run pip install -e '\.\[plots\]' in the clone of mtpjax"
         assert [record.levelname for record in caplog.records] == ["WARNING"]
-        assert re.search(f"no pictures are drawn: {advice}", caplog.text)
+        assert re.search(f"no plots are drawn: {advice}", caplog.text)
         with pytest.raises(UsageError, match=advice), picture(tmp_path / "picture", (3, 2)):
             pass
         # No picture is wanted, or a picture is all that is wanted.

@@ -12,8 +12,9 @@ import pytest
 from mtpjax import DecodeConfig
 from mtpjax.evaluation import profile, profile_file, profile_report, round_costs, trust
 from mtpjax.evaluation.profile_file import load_depth_settings, read_acceptance
-from mtpjax.evaluation.round_costs import CostMeter, RoundCosts
-from mtpjax.evaluation.round_loops import PLAIN_STEP, RoundLoop, RoundShape, TimingConditions, chain_shape
+from mtpjax.evaluation.round_costs import CostMeter
+from mtpjax.evaluation.round_loops import RoundLoop, TimingConditions
+from mtpjax.evaluation.round_shapes import PLAIN_STEP, RoundCosts, RoundShape, chain_shape
 from mtpjax.host import num_threads
 from tests.helpers.small_models import constructed_drafter
 
@@ -296,5 +297,5 @@ def test_a_drafter_refuses_what_it_cannot_do_before_anything_is_compiled(small):
 
 def test_a_file_has_no_folder_for_its_profile(tmp_path):
     (tmp_path / "model.gguf").touch()
-    with pytest.raises(ValueError, match="not a writable folder: choose another place with --output"):
+    with pytest.raises(ValueError, match="not a writable folder: choose a different file with --output"):
         profile_file.default_path(tmp_path / "model.gguf")

@@ -18,7 +18,6 @@ from mtpjax.models.model import bind
     [
         ("sliding", {"num_key_value_heads": 1}, "does not divide num_key_value_heads 1"),
         ("sliding", {"sliding_num_key_value_heads": 1}, "does not divide sliding_num_key_value_heads 1"),
-        ("clamped", {}, "would split experts with biases"),
     ],
 )
 def test_meshes_that_split_layers_unevenly_are_refused(attention, changes, named, small):

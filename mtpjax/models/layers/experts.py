@@ -10,7 +10,15 @@ import jax.numpy as jnp
 
 from mtpjax.models.config import ModelConfig
 from mtpjax.models.layers.clamped_experts import activate, mix_clamped_experts
-from mtpjax.models.parallel import add_parts, all_rows, expert_axes, is_split, num_shards, own_size
+from mtpjax.models.parallel import (
+    add_parts,
+    all_rows,
+    expert_axes,
+    has_decoding_layout,
+    is_split,
+    num_shards,
+    own_size,
+)
 from mtpjax.models.quantized import gated_product, is_scaled, partial_product
 from pallas_kernels.grouped_matmul import grouped_matmul
 from pallas_kernels.partial_sums import PartialSums
@@ -115,7 +123,9 @@ class Experts(nn.Module):
         num_slots = E if placement is None else placement["expert_of_slot"].shape[0]
         router = self.param("router", nn.initializers.lecun_normal(), (D, E))
         initial = nn.initializers.variance_scaling(1.0, "fan_in", "normal", in_axis=1, out_axis=(2, 3), batch_axis=0)
-        (over, over_rows), own_width = expert_axes(num_slots, decodes=cached), own_size(F, "tensor")
+        # A pass over whole rows is one of training, or scores texts in the layout of decoding.
+        decodes = cached or has_decoding_layout()
+        (over, over_rows), own_width = expert_axes(num_slots, decodes=decodes), own_size(F, "tensor")
         own_experts = num_slots // math.prod(map(num_shards, over))
         gate_up = self.param("gate_up", initial, (own_experts, D, 2, own_width))
         initial = nn.initializers.variance_scaling(1.0, "fan_in", "normal", in_axis=1, out_axis=2, batch_axis=0)
@@ -124,10 +134,11 @@ class Experts(nn.Module):
         biases = None
         if config.expert_bias:
             zeros = nn.initializers.zeros
-            biases = (
-                self.param("gate_up_bias", zeros, (own_experts, 2, own_width)),
-                self.param("down_bias", zeros, (own_experts, D)),
-            )
+            down_bias = self.param("down_bias", zeros, (own_experts, D))
+            if is_split(F, "tensor"):
+                # The devices add their products, so only one of them adds the bias of the output.
+                down_bias = jnp.where(jax.lax.axis_index("tensor") == 0, down_bias, 0)
+            biases = self.param("gate_up_bias", zeros, (own_experts, 2, own_width)), down_bias
         bias = None
         if config.router_correction_bias:
             bias = jax.lax.stop_gradient(self.param("correction_bias", nn.initializers.zeros, (E,)))

@@ -1,0 +1,197 @@
+"""The cells of an ablation: the settings that it combines, and the rows of measured cells.
+
+A row is a line of `cells.jsonl`. Its estimates are objects with "value", "low" and "high".
+"""
+
+import dataclasses
+import math
+from collections.abc import Iterable
+from typing import Any
+
+from mtpjax.decoding.acceptance.rules import RULES, find_rule
+from mtpjax.decoding.config import DecodeConfig
+from mtpjax.decoding.decoder import make_spec
+from mtpjax.evaluation.round_costs import MAX_MEASURED_STEPS
+from mtpjax.evaluation.round_shapes import RoundShape
+from mtpjax.evaluation.trust import mark
+
+Row = dict[str, Any]  # a line of cells.jsonl
+Group = tuple[int, float]  # batch size and temperature
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Settings:
+    """The settings of an ablation, which measures every combination of the tuples.
+
+    Attributes:
+        depths: draft depths, `num_steps`.
+        topk: branching factors; 1 is a chain.
+        num_draft_tokens: tree nodes to verify per round; 0: as many as depth and topk give. Chains ignore it.
+        rules: acceptance rules; "auto" is the default rule of each temperature and tree, "exact" every exact rule.
+        temperatures: sampling temperatures; 0 is greedy.
+        batch_sizes: rows per call.
+        max_new_tokens: tokens per text.
+        repeats: how often plain and speculative decoding take turns on each batch.
+        seed: seed of prompts and samples.
+
+    Raises:
+        ValueError: a tuple is empty, a value is out of range, or a rule is unknown.
+    """
+
+    depths: tuple[int, ...] = (1, 2, 3)
+    topk: tuple[int, ...] = (1, 2)
+    num_draft_tokens: tuple[int, ...] = (0,)
+    rules: tuple[str, ...] = ("auto",)
+    temperatures: tuple[float, ...] = (0.0, 1.0)
+    batch_sizes: tuple[int, ...] = (1, 4)
+    max_new_tokens: int = 96
+    repeats: int = 5
+    seed: int = 0
+
+    def __post_init__(self):
+        # Lists become tuples without duplicates, so that every combination is one cell.
+        for field in dataclasses.fields(self):
+            value = getattr(self, field.name)
+            if isinstance(value, (list, tuple)):
+                if not value:
+                    raise ValueError(f"{field.name} is empty")
+                object.__setattr__(self, field.name, tuple(dict.fromkeys(value)))
+        # Reject bad values here, before any model is loaded.
+        for name, values, minimum in (
+            ("num_steps", self.depths, 1),
+            ("topk", self.topk, 1),
+            ("batch_size", self.batch_sizes, 1),
+            ("num_draft_tokens", self.num_draft_tokens, 0),
+            ("max_new_tokens", (self.max_new_tokens,), 2),
+            ("repeats", (self.repeats,), 1),
+            ("seed", (self.seed,), 0),
+        ):
+            if min(values) < minimum:
+                raise ValueError(f"{name} must be at least {minimum}, not {min(values)}")
+        if max(self.depths) > MAX_MEASURED_STEPS:
+            raise ValueError(f"num_steps must be at most {MAX_MEASURED_STEPS}, not {max(self.depths)}")
+        for temperature in self.temperatures:
+            if not (math.isfinite(temperature) and temperature >= 0):
+                raise ValueError(f"temperature {temperature} must be finite and not negative")
+        for rule in self.rules:
+            if rule not in ("auto", "exact"):
+                find_rule(rule)
+
+
+@dataclasses.dataclass(frozen=True, order=True)
+class Cell:
+    """One combination of settings.
+
+    `acceptance` is the name of a rule, as for `find_rule`; `drafter` is the name of an `AblatedDrafter`.
+    """
+
+    batch_size: int
+    num_steps: int
+    topk: int
+    num_nodes: int
+    acceptance: str
+    temperature: float
+    drafter: str = "mtp"
+
+    def config(self, common: DecodeConfig) -> DecodeConfig:
+        """Returns `common` with this cell's draft settings; `AblatedDrafter.config` sets the drafter."""
+        return dataclasses.replace(
+            common,
+            num_steps=self.num_steps,
+            topk=self.topk,
+            num_draft_tokens=self.num_nodes,
+            acceptance=self.acceptance,
+        )
+
+    @property
+    def shape(self) -> RoundShape:
+        """The shape of a round, by which costs are measured."""
+        return RoundShape(self.num_steps, self.topk, self.num_nodes)
+
+    @property
+    def setting(self) -> str:
+        """The draft setting in words, such as "mtp, depth 3, topk 2, 11 nodes, recursive"."""
+        return f"{self.drafter}, {self.shape_text}, {self.acceptance}"
+
+    @property
+    def shape_text(self) -> str:
+        """The shape of a round in words, such as "depth 3, topk 2, 11 nodes"."""
+        tree = f", topk {self.topk}, {self.num_nodes} nodes" if self.topk > 1 else ""
+        return f"depth {self.num_steps}{tree}"
+
+    @property
+    def name(self) -> str:
+        """The cell in words, such as "batch 4, temperature 0, mtp, depth 3, greedy"."""
+        return f"batch {self.batch_size}, temperature {self.temperature:g}, {self.setting}"
+
+    @property
+    def flags(self) -> str:
+        """The shape as SGLang's command-line flags, with the rule if it is not the default one."""
+        is_default = self.acceptance in resolve_rules("auto", self.topk, self.temperature)
+        return (
+            f"--speculative-num-steps {self.num_steps} --speculative-eagle-topk {self.topk} "
+            f"--speculative-num-draft-tokens {self.num_nodes}{'' if is_default else f' --acceptance {self.acceptance}'}"
+        )
+
+
+def resolve_rules(name: str, topk: int, temperature: float) -> tuple[str, ...]:
+    """Returns the rules that "auto" and "exact" mean for a cell; any other name means itself."""
+    if name not in ("auto", "exact"):
+        return (name,)
+    # At temperature 0 every exact rule equals greedy. Above, "auto" is decoding's own default.
+    if not temperature:
+        return ("greedy",)
+    if name == "auto":
+        return (make_spec(DecodeConfig(topk=topk), is_greedy=False).rule.name,)
+    # "exact": every exact rule that supports this shape.
+    unsuitable = "fixed tree" if topk == 1 else "chain"
+    return tuple(
+        name for name, rule in RULES.items() if rule.is_exact and name != "greedy" and rule.drafts != unsuitable
+    )
+
+
+def cell_of(row: Row) -> Cell:
+    return Cell(**row["cell"])
+
+
+def group_by_batch_and_temperature(rows: Iterable[Row]) -> dict[Group, list[Row]]:
+    """Groups rows by (batch size, temperature) in ascending order; the rows of a group keep their order."""
+    groups: dict[Group, list[Row]] = {}
+    for row in rows:
+        groups.setdefault((row["cell"]["batch_size"], row["cell"]["temperature"]), []).append(row)
+    return dict(sorted(groups.items()))
+
+
+def by_speed(row: Row) -> tuple[bool, float]:
+    """Returns the sort key of a row: trusted rows come first, and fast rows come before slow ones."""
+    return bool(row["problem"]), -row["ratio"]["value"]
+
+
+def list_drafters(rows: list[Row]) -> list[str]:
+    """Lists the names of the drafters, in the order of the rows."""
+    return list(dict.fromkeys(row["cell"]["drafter"] for row in rows))
+
+
+def round_cost(row: Row) -> float:
+    """Returns the measured cost of a round, in plain rounds: accept length over ratio."""
+    return row["accept_length"]["value"] / row["ratio"]["value"]
+
+
+def parts_cost(row: Row) -> float:
+    """Returns the cost of a round's passes alone, in plain rounds."""
+    return row["costs"]["parts"] / row["costs"]["plain"]
+
+
+def format_interval(estimate: dict[str, float]) -> str:
+    """Formats an estimate with its 95 % interval, such as "1.50 (1.45-1.55)"."""
+    return f"{estimate['value']:.2f} ({estimate['low']:.2f}-{estimate['high']:.2f})"
+
+
+def format_ratio(row: dict[str, Any]) -> str:
+    """Formats the ratio of a row, or of one of its categories, with its interval, marked if it cannot be trusted."""
+    return format_interval(row["ratio"]) + mark(row["problem"])
+
+
+def format_rates(rates: Iterable[dict[str, float | None]]) -> str:
+    """Formats rates by draft position, such as ".80 .64"; a dash for positions without one."""
+    return " ".join("-" if rate["value"] is None else f"{rate['value']:.2f}".removeprefix("0") for rate in rates)

@@ -1,0 +1,79 @@
+"""Counts of drafts per prompt, from which `mtpjax.evaluation.metrics` computes rates and accept lengths."""
+
+from collections.abc import Sequence
+from typing import NamedTuple
+
+import jax
+import numpy as np
+
+
+class TeacherForcedSums(NamedTuple):
+    """Sums over the positions of each prompt's continuation, `[P, K]`, from one teacher-forced pass.
+
+    A position counts at level k if its k-1 draft inputs are tokens of the text and the trunk's own choice is known.
+
+    Attributes:
+        positions: positions that count.
+        agrees: positions where level k's arg-max equals the trunk's.
+        reached: positions where levels 1..k-1 agree.
+        survives: positions where levels 1..k agree.
+        overlap: sum of 1 - TV between level k's distribution and the trunk's.
+        overlap_reached: sum of the product of the overlaps of levels 1..k-1.
+        overlap_survives: sum of the product of the overlaps of levels 1..k.
+    """
+
+    positions: np.ndarray
+    agrees: np.ndarray
+    reached: np.ndarray
+    survives: np.ndarray
+    overlap: np.ndarray
+    overlap_reached: np.ndarray
+    overlap_survives: np.ndarray
+
+
+class Predicted(NamedTuple):
+    """Predicted counts of decoding, `[P, K]` float64; nan unless `is_predictable`.
+
+    Attributes:
+        accepted: accepted drafts per level.
+        rounds_at_depth: rounds if rounds had 1..K levels.
+        accepted_at_depth: accepted drafts of all levels if rounds had 1..K levels.
+    """
+
+    accepted: np.ndarray
+    rounds_at_depth: np.ndarray
+    accepted_at_depth: np.ndarray
+
+    @property
+    def rounds(self) -> np.ndarray:
+        """`[P]` rounds at the depth of the call."""
+        return self.rounds_at_depth[:, -1]
+
+
+class AcceptanceCounts(NamedTuple):
+    """Counts for P prompts and K draft levels.
+
+    Attributes:
+        teacher_forced: sums of the teacher-forced pass.
+        predicted: predicted counts of decoding.
+        rounds: `[P]` verification passes of decoding.
+        accepted: `[P, K]` accepted drafts of decoding per level.
+        is_identical: `[P]` bool, True if decoding with drafts returned plain decoding's text (`equals_plain_decoding`).
+        texts: `[P]` lists of the new tokens of plain decoding.
+    """
+
+    teacher_forced: TeacherForcedSums
+    predicted: Predicted
+    rounds: np.ndarray
+    accepted: np.ndarray
+    is_identical: np.ndarray
+    texts: np.ndarray
+
+    def select(self, mask: np.ndarray) -> "AcceptanceCounts":
+        """Returns the counts of the prompts in `mask [P]` bool."""
+        return jax.tree.map(lambda counts: counts[mask], self)
+
+    @classmethod
+    def concatenate(cls, batches: "Sequence[AcceptanceCounts]") -> "AcceptanceCounts":
+        """Returns the counts of the prompts of all batches."""
+        return jax.tree.map(lambda *counts: np.concatenate(counts), *batches)
