@@ -11,19 +11,14 @@ import jax.numpy as jnp
 from jax.experimental import pallas as pl
 
 from pallas_kernels.backend import triton as plt
-from pallas_kernels.block_scaled_matmul.choice import check_matrix, choose_for_few_rows, make_matrix_case
-from pallas_kernels.block_scaled_matmul.kernel import (
-    TILE_BYTES,
-    elements,
-    load_inputs,
-    multiply_tile,
-    tile_rows,
-)
+from pallas_kernels.block_scaled_matmul import check_matrix, choose_for_few_rows, make_matrix_case
+from pallas_kernels.block_scaled_matmul.kernel import TILE_BYTES, elements, load_inputs, multiply_tile, tile_rows
 from pallas_kernels.block_scaled_matmul.reference import block_scaled_matmul_reference, block_scaled_matmul_xla
 from pallas_kernels.case import Case, Shape
 from pallas_kernels.cost import loads_from_l2
 from pallas_kernels.device import call_by_platform, num_processors
 from pallas_kernels.fp8 import FP8_DIVISOR, is_converted_by_integers
+from pallas_kernels.gradients import differentiated_by
 
 
 def gated_matmul(x, weights, scales=None, *, block=128, implementation="auto") -> jax.Array:
@@ -66,7 +61,7 @@ def _gated_matmul_xla(x, weights, scales, block):
     return jax.nn.silu(gate) * up
 
 
-@functools.partial(jax.custom_vjp, nondiff_argnums=(3, 4))
+@differentiated_by(_gated_matmul_xla, 3)
 def _gated_matmul_triton(x, weights, scales, block, interpret):
     """Calls `_run_kernel` with the conversion of fp8 of the platform that the computation is lowered for."""
     run = functools.partial(_run_kernel, block=block, interpret=interpret)
@@ -153,17 +148,3 @@ def _gated_matmul_kernel(x_ref, weights_ref, *refs, padded, tile, block, has_row
     is_inside = (row < n)[:, None] & (column < F)[None, :]
     gated = gate * jax.nn.sigmoid(gate) * up
     plt.store(elements(out_ref, row, column), gated.astype(out_ref.dtype), mask=is_inside)
-
-
-def _forward(x, weights, scales, block, interpret):
-    return _gated_matmul_triton(x, weights, scales, block, interpret), (x, weights, scales)
-
-
-def _backward(block, interpret, residuals, gradient):
-    # Differentiate the XLA form, as `block_scaled_matmul` does.
-    del interpret
-    _, pull = jax.vjp(functools.partial(_gated_matmul_xla, block=block), *residuals)
-    return pull(gradient)
-
-
-_gated_matmul_triton.defvjp(_forward, _backward)

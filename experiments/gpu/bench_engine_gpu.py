@@ -41,13 +41,13 @@ from experiments.gpu import gpu_models
 from experiments.serving.bench_engine import Trace, host_times, measure_single, measure_throughput, run_load
 from mtpjax import DecodeConfig
 from mtpjax.console import narrow_table
+from mtpjax.evaluation.op_cases import CASES
 from mtpjax.models.config import IMPLEMENTATIONS, Implementation
 from mtpjax.serving.bench.speedup import PUBLISHED
 from mtpjax.serving.engine import Engine
 from mtpjax.serving.request import Request
 from mtpjax.serving.sizes import EngineSettings, bucket
 from pallas_kernels import dispatch
-from pallas_kernels.op_cases import CASES
 
 RESULT = RESULTS / "bench_engine_gpu.json"
 

@@ -155,10 +155,10 @@ def matmul_in_last_program(x, weights, counters, *, interpret: bool) -> tuple[Pa
     num_parts = products.count_parts(pl.cdiv(D, inputs), num_columns, inputs, padded, is_one_byte=False)
 
     def kernel(x_ref, weights_ref, _, parts_ref, out_ref, counters_ref):
-        program, part = pl.program_id(0), pl.program_id(1)
-        products._multiply_column(
-            x_ref, weights_ref, out_ref=parts_ref, column_of_tiles=program, first_row=0, part=part,
-            num_parts=num_parts, padded=padded, tile=(inputs, columns), block=128, dtype=x.dtype, is_integer_fp8=False,
+        program = pl.program_id(0)
+        products._multiply_kernel(
+            x_ref, weights_ref, parts_ref, padded=padded, tile=(inputs, columns), block=128, dtype=x.dtype,
+            num_columns=[num_columns], has_row_blocks=False, has_scales=False, is_integer_fp8=False,
         )  # fmt: skip
         # All stores of this program come before its count, and the count before the last program's loads.
         if not interpret:
