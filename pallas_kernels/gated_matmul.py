@@ -76,8 +76,8 @@ def _run_kernel(x, weights, scales, *, block, interpret, platform):
     padded, num_row_blocks = tile_rows(n)
     itemsize, is_float32 = weights.dtype.itemsize, x.dtype.itemsize == 4
     columns = _num_columns(F, is_float32=is_float32)
-    # One tile of gate and one of up are 16 KB together, or less with few columns, because 64 rows of x must fit beside
-    # them. See `block_scaled_matmul` for float32, scales and stages.
+    # One tile of gate and one of up are 16 KB together, or less with few columns, because 64 rows of x must also
+    # fit. See `block_scaled_matmul` for float32, scales and stages.
     inputs = 32 if is_float32 else min(128, TILE_BYTES // (2 * columns * itemsize))
     inputs = inputs if scales is None else min(inputs, block)
     inputs = min(inputs, max(16, pl.next_power_of_2(D)))
@@ -110,7 +110,7 @@ def _run_kernel(x, weights, scales, *, block, interpret, platform):
 
 
 def _num_columns(F: int, *, is_float32: bool) -> int:
-    """Returns the columns of a program: the most that still give about every processor one program.
+    """Returns the columns of a program: the largest number that still gives nearly every processor a program.
 
     Gate times up needs whole sums, so the inputs cannot be split over programs if there are few columns.
     """

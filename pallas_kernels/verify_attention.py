@@ -235,7 +235,7 @@ def _run_kernel(
     """Runs the kernel over [row blocks, splits, K, B] and combines the splits.
 
     A program takes a block of a key head's T * G query rows, and one of `num_splits` equal shares of the slots that the
-    row attends to. So programs of a short row do little work and read nothing else. The row blocks of one share are
+    row attends to. So programs of a short row do little work and read no other slots. The row blocks of one share are
     neighbours in the grid: they run at the same time, and all but the first find the share in the L2 cache.
     """
     B, K, T, G, H = q.shape

