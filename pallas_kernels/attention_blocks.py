@@ -11,6 +11,7 @@ from collections.abc import Mapping
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jax.experimental import pallas as pl
 
 from pallas_kernels.backend import triton as plt
@@ -52,7 +53,7 @@ def check(q, keys, values, value_width, others: Mapping[str, tuple], *, num_entr
     if (values is None) == (value_width is None):
         raise ValueError("pass either values or value_width, the columns of the keys that hold them")
     sizes = num_entries, q.shape[1], keys.shape[2]
-    expected = {"keys": (keys, (*sizes, q.shape[-1])), "values": (values, (*sizes, *jnp.shape(values)[3:])), **others}
+    expected = {"keys": (keys, (*sizes, q.shape[-1])), "values": (values, (*sizes, *np.shape(values)[-1:])), **others}
     expected = {name: pair for name, pair in expected.items() if pair[0] is not None}
     if any(array.shape != shape for array, shape in expected.values()) or not 0 < (value_width or 1) <= q.shape[-1]:
         found = ", ".join(f"{name} {array.shape}" for name, (array, _) in expected.items())

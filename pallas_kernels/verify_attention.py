@@ -9,6 +9,7 @@ import functools
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jax.experimental import pallas as pl
 
 from pallas_kernels import attention_blocks as blocks
@@ -88,8 +89,8 @@ def verify_attention(
         "num_committed": (num_committed, (B,)),
         "ancestor_mask": (ancestor_mask, (B, T, ancestor_mask.shape[2])),
         "window_start": (window_start, (B, T)),
-        "value_up": (value_up, (G, value_width, *jnp.shape(value_up)[2:])),
-        "page_table": (page_table, (B, *jnp.shape(page_table)[1:])),
+        "value_up": (value_up, (G, value_width, *np.shape(value_up)[-1:])),
+        "page_table": (page_table, (B, *np.shape(page_table)[-1:])),
     }
     num_entries = B if page_table is None else len(keys)
     blocks.check(q, keys, values, value_width, others, num_entries=num_entries)
