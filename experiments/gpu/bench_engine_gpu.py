@@ -322,7 +322,9 @@ def main(argv: list[str] | None = None) -> int:
                     engine = make_engine(served, options.counts, options.new_tokens, rounds_per_call=rounds)
                     measure_engine(engine, served, cell, options, console=console, keep=keep)
                     for parser, interval in server_forms(options):
-                        form = "server" if (parser, interval) == ("auto", None) else f"server_{parser}_{interval}"
+                        form = "server"
+                        if (parser, interval) != ("auto", None):
+                            form += f"_{parser}_{interval or 0:g}ms".replace(".", "_")  # else it would be a suffix
                         files = folder / form if output is None else output.with_name(f"{output.stem}_{form}")
                         console.print(f"HTTP by {parser}, switch interval {interval or 'by default'}")
                         with http_form(parser, interval):
