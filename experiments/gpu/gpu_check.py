@@ -141,7 +141,9 @@ FIRST_STEPS = (
             "--switch-interval", "5", "0.5",
         ),
         2.0,
-        quick=_module("gpu.bench_engine_gpu", "--quick", "--no-single", "--server", "--http", "h11", "--switch-interval", "0.5"),
+        quick=_module(
+            "gpu.bench_engine_gpu", "--quick", "--no-single", "--server", "--http", "h11", "--switch-interval", "0.5"
+        ),
     ),
     Step(
         "xla-products",
