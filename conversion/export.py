@@ -4,7 +4,8 @@ from collections.abc import Callable, Iterator, Mapping
 
 import numpy as np
 
-from conversion.read_params import E4M3, ScaleMap, dequantize, encode_scales, scale_spec
+from conversion.read_params import ScaleMap, dequantize, encode_scales, scale_spec
+from conversion.safetensors_header import E4M3
 from conversion.shards import TensorEntry
 from conversion.tensor_slice import ParamSpec, TensorSlice
 

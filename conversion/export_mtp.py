@@ -22,7 +22,7 @@ from conversion.files import CheckpointFiles
 from conversion.fp8_blocks import dequantized_blocks
 from conversion.gguf_files import open_checkpoint
 from conversion.load_plan import LoadPlan, make_plan
-from conversion.read_params import BF16
+from conversion.safetensors_header import BF16
 from conversion.shards import TensorEntry, copy_files, entry_of, index_bytes, make_shard, write_shards
 from conversion.weight_files import INDEX
 from mtpjax.atomic import atomic_folder

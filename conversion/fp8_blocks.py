@@ -4,17 +4,10 @@ from collections.abc import Iterator
 
 import numpy as np
 
-from conversion.files import BLOCK_BYTES, CheckpointFiles
-from conversion.read_params import (
-    BF16,
-    E4M3,
-    E8M0,
-    ScaleMap,
-    decode_scales,
-    dequantize,
-    encode_scales,
-    read_scale_blocks,
-)
+from conversion.files import CheckpointFiles
+from conversion.read_params import ScaleMap, decode_scales, dequantize, encode_scales, read_scale_blocks
+from conversion.safetensors_header import BF16, E4M3, E8M0
+from mtpjax.safe_open import BLOCK_BYTES
 
 FLOAT32 = np.dtype(np.float32)
 FP8_MAX = 448.0  # the largest finite float8_e4m3fn

@@ -14,17 +14,16 @@ from typing import Any
 
 import numpy as np
 
-from conversion.files import CheckpointFiles, pread_into
+from conversion.files import CheckpointFiles
 from conversion.gguf_config import ROPE_FACTORS, describe_config
 from conversion.gguf_header import GGUFHeader, parse_header
 from conversion.gguf_names import named_tensors, read_rows
 from conversion.gguf_tokenizer import tokenizer_files
-from conversion.read_params import BF16
-from conversion.safetensors_header import TensorInfo
+from conversion.safetensors_header import BF16, TensorInfo
 from conversion.shards import TensorEntry, make_shard
 from mtpjax.errors import CheckpointFileError, UnsafeFileError, install_extra
 from mtpjax.hub import resolve
-from mtpjax.safe_open import is_gguf, open_inside
+from mtpjax.safe_open import is_gguf, open_inside, pread_into
 
 WEIGHTS_FILE = "model.safetensors"  # the file that the tensors would be in
 ROUTER, CORRECTION_BIAS = ".ffn_gate_inp.weight", ".exp_probs_b.bias"  # ends of names

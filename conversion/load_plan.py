@@ -14,16 +14,9 @@ from conversion.families import Layout
 from conversion.files import CheckpointFiles, TensorSource
 from conversion.names import param_specs, stored_layout, tied_copies
 from conversion.norm_storage import with_norm_storage
-from conversion.quantized_formats import DESCRIPTIONS, described_quantization, find_packed_format
-from conversion.read_params import (
-    E4M3,
-    MakeArray,
-    ScaleMap,
-    read_as,
-    read_scales,
-    read_values,
-    scale_spec,
-)
+from conversion.quantized_formats import DESCRIPTIONS, SCALE_ENDS, described_quantization, find_packed_format
+from conversion.read_params import MakeArray, ScaleMap, read_as, read_scales, read_values, scale_spec
+from conversion.safetensors_header import E4M3, FLOAT32
 from conversion.stored_modules import (
     count_stored_modules,
     read_module_files,
@@ -32,7 +25,7 @@ from conversion.stored_modules import (
     with_stored_modules,
 )
 from conversion.tensor_slice import ParamSpec
-from conversion.tensor_types import FLOAT32, SCALE_ENDS, SUPPORTED, describe_mixed, find_scales, param_dtype
+from conversion.tensor_types import SUPPORTED, describe_mixed, find_scales, param_dtype
 from mtpjax.errors import CheckpointFileError, ConfigError
 from mtpjax.messages import count_of
 from mtpjax.models.config import ModelConfig

@@ -8,14 +8,14 @@ from collections.abc import Callable, Iterator
 import numpy as np
 
 from conversion.array_checks import streams_equal
-from conversion.export_mtp import WEIGHTS, exported_name, original_name
+from conversion.export_mtp import WEIGHTS
 from conversion.families import FAMILIES
 from conversion.files import CheckpointFiles
 from conversion.fp8_blocks import dequantized_blocks
 from conversion.load_plan import LoadPlan, inspect_files
-from conversion.names import HEADS, TRUNK_PREFIXES, mtp_names, param_specs
+from conversion.names import HEADS, TRUNK_PREFIXES, exported_name, mtp_names, original_name, param_specs
 from conversion.norm_storage import find_norm_storage
-from conversion.read_params import BF16
+from conversion.safetensors_header import BF16
 from conversion.shards import TensorEntry, entry_of
 from mtpjax.errors import CheckpointFileError
 from mtpjax.messages import count_of

@@ -8,8 +8,8 @@ import dataclasses
 from collections.abc import Callable, Iterator
 
 from conversion.families import Layout
-from conversion.layer_names import decoder_layer, prefixed
-from conversion.tensor_slice import ParamSpec, copied, linear
+from conversion.layer_names import decoder_layer
+from conversion.tensor_slice import ParamSpec, copied, linear, prefixed
 from mtpjax.models.config import ModelConfig
 
 HEADS = ("lm_head.weight", "language_model.lm_head.weight")

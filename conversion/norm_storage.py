@@ -12,8 +12,8 @@ from collections.abc import Iterable
 import numpy as np
 
 from conversion.files import CheckpointFiles
+from conversion.safetensors_header import FLOATS
 from conversion.tensor_slice import ParamSpec
-from conversion.tensor_types import FLOATS
 from mtpjax.errors import CheckpointFileError
 from mtpjax.models.config import ModelConfig
 

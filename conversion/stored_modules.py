@@ -8,7 +8,7 @@ from conversion.array_checks import streams_equal
 from conversion.families import Layout
 from conversion.files import CheckpointFiles
 from conversion.names import module_prefixes, mtp_names, stored_layout, tied_copies
-from conversion.tensor_types import SCALE_ENDS
+from conversion.quantized_formats import SCALE_ENDS
 from mtpjax.errors import CheckpointFileError
 from mtpjax.models.config import ModelConfig
 

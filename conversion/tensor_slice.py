@@ -14,7 +14,7 @@ from typing import NamedTuple
 import jax
 import numpy as np
 
-from conversion.files import BLOCK_BYTES
+from mtpjax.safe_open import BLOCK_BYTES
 
 ALL = slice(None)
 TILE_BYTES = 1 << 20  # that XLA transposes at once

@@ -6,8 +6,8 @@ import numpy as np
 
 from conversion.files import TensorSource
 from conversion.quantized_formats import ORIGINAL
-from conversion.read_params import BF16, E4M3, ScaleMap
-from conversion.safetensors_header import DTYPES, TensorInfo
+from conversion.read_params import ScaleMap
+from conversion.safetensors_header import BF16, DTYPES, E4M3, TensorInfo
 from conversion.tensor_slice import ParamSpec
 from mtpjax.errors import CheckpointFileError
 

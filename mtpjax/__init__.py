@@ -10,16 +10,15 @@ if TYPE_CHECKING:
     from mtpjax.data.tokenizer import load_tokenizer
     from mtpjax.decoding.config import DecodeConfig, SamplingParams
     from mtpjax.decoding.result import GenerationResult
-    from mtpjax.drafters.load import load_drafter, save_drafter
+    from mtpjax.drafters.methods import load_drafter, save_drafter
     from mtpjax.evaluation.self_check import check_acceptance
     from mtpjax.inference.generate import generate, speculative_generate
     from mtpjax.io.checkpoint import load
     from mtpjax.io.save import save
     from mtpjax.models.config import ModelConfig
-    from mtpjax.models.decoding_layout import shard_for_decoding
     from mtpjax.models.forward import forward
     from mtpjax.models.model import MTPModel
-    from mtpjax.models.params import add_mtp_modules, init_params
+    from mtpjax.models.params import add_mtp_modules, init_params, shard_for_decoding
     from mtpjax.models.presets import presets
     from mtpjax.training.config import TrainConfig
     from mtpjax.training.objective import Objective

@@ -13,7 +13,7 @@ from mtpjax.evaluation import profile_file
 from mtpjax.io.huggingface_files import count_token_ids
 from mtpjax.training import compare, hidden_state_cache, run_settings
 from mtpjax.training.log import MetricsLog, read_metrics
-from mtpjax.training.model_yaml import read_yaml
+from mtpjax.training.yaml_config import read_yaml
 
 # How each file is read, given its folder and name.
 READERS = {

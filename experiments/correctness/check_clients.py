@@ -21,10 +21,10 @@ import zipfile
 import jax
 import numpy as np
 import tokenizers
+from mtpjax.serving.api.settings import ApiSettings
 
 from mtpjax import DecodeConfig, MTPModel, forward
 from mtpjax.data.tokenizer import load_tokenizer
-from mtpjax.serving.api.server import ApiSettings
 from mtpjax.serving.app import make_app
 from mtpjax.serving.engine import Engine
 from mtpjax.serving.http_server import serve_in_thread

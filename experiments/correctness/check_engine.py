@@ -26,16 +26,17 @@ from typing import Any
 
 import jax
 import numpy as np
+from mtpjax.serving.status import EngineStatus
 from rich.console import Console
 
 from experiments.common.results import about, write
 from mtpjax import DecodeConfig, MTPModel, SamplingParams, speculative_generate
 from mtpjax.compat import make_mesh
 from mtpjax.console import narrow_table
-from mtpjax.models.decoding_layout import shard_for_decoding
 from mtpjax.models.expert_placement import place_all_layers
+from mtpjax.models.params import shard_for_decoding
 from mtpjax.serving.engine import Engine
-from mtpjax.serving.request import Delta, EngineStatus, Finish, Request
+from mtpjax.serving.request import Delta, Finish, Request
 from mtpjax.serving.sizes import EngineSettings
 from tests.helpers.small_models import constructed_drafter, constructed_params, small_config
 

@@ -25,10 +25,11 @@ from typing import Any
 
 import jax
 import numpy as np
+from mtpjax.training.train_state import TrainState, init_train_state
 
 from mtpjax import MTPModel, TrainConfig, init_params, presets
 from mtpjax.training import run_dir
-from mtpjax.training.step import TrainState, init_train_state, make_optimizer
+from mtpjax.training.step import make_optimizer
 from tests.helpers.training_runs import SETTINGS, environment, read_losses, train_command, write_corpus
 
 STEPS_PER_KILL = 10  # that a run needs to outlive its kills: each falls at most 4 steps, or a saved state, further on

@@ -19,10 +19,10 @@ import time
 
 import httpx
 import numpy as np
+from mtpjax.serving.api.settings import ApiSettings
 
 from mtpjax import DecodeConfig, MTPModel
 from mtpjax.data.tokenizer import ByteTokenizer
-from mtpjax.serving.api.server import ApiSettings
 from mtpjax.serving.app import make_app
 from mtpjax.serving.engine import Engine
 from mtpjax.serving.http_server import serve_in_thread

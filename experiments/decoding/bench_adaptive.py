@@ -20,11 +20,12 @@ import time
 
 import jax
 import numpy as np
+from mtpjax.ablation.cells import Settings
+from mtpjax.evaluation.round_shapes import RoundCosts
 from rich.console import Console
 
 from experiments.common.results import about, write
 from mtpjax import DecodeConfig, load, speculative_generate
-from mtpjax.ablation.grid import Settings
 from mtpjax.ablation.workload import PROMPT_TOKENS, find_workload
 from mtpjax.console import narrow_table
 from mtpjax.evaluation import profile, profile_file
@@ -32,7 +33,6 @@ from mtpjax.evaluation.acceptance import measure_acceptance
 from mtpjax.evaluation.intervals import estimate_from, resample
 from mtpjax.evaluation.metrics import report, to_json
 from mtpjax.evaluation.prompt_choice import PromptChoice
-from mtpjax.evaluation.round_costs import RoundCosts
 from mtpjax.host import choose_num_threads, limit_threads, num_threads
 from mtpjax.io.checkpoint_format import checkpoint_bytes
 

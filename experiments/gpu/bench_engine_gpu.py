@@ -180,7 +180,8 @@ def measure_server(
     engine: Engine, subject: gpu_models.Subject, options: argparse.Namespace, output: pathlib.Path
 ) -> None:
     """Serves the engine over HTTP and sends it requests from another process, which writes `output`'s files."""
-    from mtpjax.serving.api.server import ApiSettings
+    from mtpjax.serving.api.settings import ApiSettings
+
     from mtpjax.serving.app import make_app
     from mtpjax.serving.http_server import serve_in_thread
     from mtpjax.serving.metrics import Metrics

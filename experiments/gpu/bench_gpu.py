@@ -26,6 +26,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
+from mtpjax.evaluation.round_shapes import PLAIN_STEP, RoundCosts, chain_shape
 from rich.console import Console
 
 from experiments.common import RESULTS
@@ -36,8 +37,8 @@ from mtpjax import DecodeConfig, ModelConfig, MTPModel, generate, presets
 from mtpjax.console import narrow_table
 from mtpjax.decoding.capacity import min_rows_per_pass
 from mtpjax.decoding.gpu_graph import OneGraph
-from mtpjax.evaluation.round_costs import CostMeter, RoundCosts
-from mtpjax.evaluation.round_loops import PLAIN_STEP, TimingConditions, chain_shape
+from mtpjax.evaluation.round_costs import CostMeter
+from mtpjax.evaluation.round_loops import TimingConditions
 from mtpjax.models.params import param_shapes
 
 RESULT = RESULTS / "bench_gpu.json"

@@ -40,8 +40,8 @@ from experiments.common.results import about, write
 from experiments.gpu import gpu_models
 from experiments.gpu.bench_engine_gpu import compile_plain, make_engine, make_requests
 from experiments.serving.bench_engine import Trace, TracedCall, host_times, run_load
-from mtpjax.serving.calls import PendingCall
 from mtpjax.serving.engine import Engine
+from mtpjax.serving.program_set import PendingCall
 from mtpjax.serving.request import Request
 
 RESULT = RESULTS / "trace_host.json"

@@ -42,9 +42,10 @@ from experiments.kernels.kernel_bytes import Declared, declared_calls
 from mtpjax import ModelConfig, MTPModel, compat
 from mtpjax.decoding.capacity import min_rows_per_pass
 from mtpjax.decoding.config import DecodeConfig
-from mtpjax.decoding.decoder import Decoder, StateShape
+from mtpjax.decoding.decoder import Decoder
 from mtpjax.decoding.loop import run_round
 from mtpjax.decoding.spec import DecodeSpec
+from mtpjax.decoding.state import StateShape
 from mtpjax.evaluation.plot_style import COLOURS, GREY, picture
 from mtpjax.inference.requests import make_drafter
 from mtpjax.models.config import Implementation

@@ -19,10 +19,9 @@ from jax.experimental import multihost_utils
 from mtpjax import distributed
 from mtpjax.decoding import session
 from mtpjax.decoding.session import Batch
-from mtpjax.serving.calls import PendingCall
 from mtpjax.serving.multihost import plan
 from mtpjax.serving.multihost.connection import Followers, connect_processes
-from mtpjax.serving.program_set import ProgramKey
+from mtpjax.serving.program_set import PendingCall, ProgramKey
 
 SHAPES = ((8, 16), (64, 256))  # rows, pages of each
 

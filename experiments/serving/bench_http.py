@@ -21,12 +21,13 @@ import time
 from typing import Any
 
 import numpy as np
+from mtpjax.serving.status import EngineStatus
 from rich.console import Console
 
 from experiments.common.results import about, write
 from experiments.gpu.gpu_models import NumberTokenizer
 from mtpjax.console import narrow_table
-from mtpjax.serving.request import Deliver, Delta, EngineStatus, Finish, Request
+from mtpjax.serving.request import Deliver, Delta, Finish, Request
 
 VOCAB_SIZE = 1000
 
@@ -87,7 +88,8 @@ class SteadyEngine:
 
 def serve(tick: float, busy: float, num_tokens: int, connection) -> None:
     """Serves a stand-in in this process: sends its URL, and at each request what was measured since the last."""
-    from mtpjax.serving.api.server import ApiSettings
+    from mtpjax.serving.api.settings import ApiSettings
+
     from mtpjax.serving.app import make_app
     from mtpjax.serving.http_server import serve_in_thread
 

@@ -83,7 +83,8 @@ class CallbackTimes:
 def serve(folder: str, num_readers: int | None, connection: Any) -> None:
     """Serves in this process: sends its URL, and when asked the CPU time of the longest callback since then."""
     sys.modules["uvloop"] = None  # type: ignore[assignment] # its callbacks cannot be measured
-    from mtpjax.serving.api.server import ApiSettings
+    from mtpjax.serving.api.settings import ApiSettings
+
     from mtpjax.serving.app import make_app
     from mtpjax.serving.http_server import serve_in_thread
 

@@ -26,6 +26,7 @@ from collections.abc import Iterator
 import httpx
 import jax.numpy as jnp
 import numpy as np
+from mtpjax.ablation.cells import Settings
 from rich.console import Console
 
 from experiments.common import RESULTS
@@ -34,7 +35,6 @@ from experiments.common.smollm2_modules import attach_modules
 from experiments.common.smollm2_settings import OWN_PROMPTS, find_gguf
 from experiments.serving.bench_engine import median_ratio
 from mtpjax import MTPModel
-from mtpjax.ablation.grid import Settings
 from mtpjax.ablation.workload import find_workload
 from mtpjax.console import narrow_table
 from mtpjax.data.draft_vocabulary import save_vocabulary

@@ -88,9 +88,10 @@ class Mtpjax:
     def _begin(self, num_depths: int) -> tuple[Any, Any]:
         import jax
         import jax.numpy as jnp
+        from mtpjax.training.train_state import init_train_state
 
-        from mtpjax.training.spec import TrainSpec
-        from mtpjax.training.step import init_train_state, make_optimizer, train_step
+        from mtpjax.training.gradients import TrainSpec
+        from mtpjax.training.step import make_optimizer, train_step
 
         optimizer = make_optimizer(SETTINGS)
         spec = TrainSpec(model=self.model, num_depths=num_depths)
@@ -317,11 +318,12 @@ def loss_memory(
     """Bytes that a compiled step takes beside its arguments and results, by XLA's own account. Nothing runs."""
     import jax
     import jax.numpy as jnp
+    from mtpjax.training.train_state import init_train_state
 
     from mtpjax import MTPModel, Objective, init_params
     from mtpjax.data.packing import Batch
-    from mtpjax.training.spec import TrainSpec
-    from mtpjax.training.step import init_train_state, make_optimizer, train_step
+    from mtpjax.training.gradients import TrainSpec
+    from mtpjax.training.step import make_optimizer, train_step
 
     model = MTPModel(dataclasses.replace(SHAPES[shape], vocab_size=vocab_size), scan_layers=True)
     optimizer = make_optimizer(SETTINGS)

@@ -21,6 +21,7 @@ import jax
 import jax.numpy as jnp
 import optax
 from jax.sharding import NamedSharding, PartitionSpec, use_abstract_mesh
+from mtpjax.training.train_state import init_train_state, trainable_params
 from rich.console import Console
 
 from experiments.common import RESULTS
@@ -35,9 +36,8 @@ from mtpjax.models.params import is_of_modules, param_shapes
 from mtpjax.models.quantized import is_scaled
 from mtpjax.models.sharding import mesh_text, param_shardings
 from mtpjax.models.trunk import stack_layers
-from mtpjax.training.gradients import trainable_params
-from mtpjax.training.spec import TrainSpec
-from mtpjax.training.step import init_train_state, make_optimizer, train_step
+from mtpjax.training.gradients import TrainSpec
+from mtpjax.training.step import make_optimizer, train_step
 
 RESULT = RESULTS / "train_table.json"
 TOKENS, VOCAB_CHUNK = 4096, 8192

@@ -14,8 +14,8 @@ from typing import Any
 import jax
 import numpy as np
 
+from mtpjax.ablation.cells import Cell, Settings
 from mtpjax.ablation.drafters import MTP, AblatedDrafter
-from mtpjax.ablation.grid import Cell, Settings
 from mtpjax.ablation.workload import Workload
 from mtpjax.decoding.acceptance.rules import find_rule
 from mtpjax.decoding.capacity import choose_prefill_chunk, min_rows_per_pass
@@ -25,8 +25,9 @@ from mtpjax.decoding.spec import DecodeSpec
 from mtpjax.evaluation.intervals import Estimate, estimate_from, resample
 from mtpjax.evaluation.machine import Stopwatch
 from mtpjax.evaluation.metrics import decoded_rates, to_json
-from mtpjax.evaluation.round_costs import CostMeter, RoundCosts
-from mtpjax.evaluation.round_loops import PLAIN_STEP, RoundShape, TimingConditions
+from mtpjax.evaluation.round_costs import CostMeter
+from mtpjax.evaluation.round_loops import TimingConditions
+from mtpjax.evaluation.round_shapes import PLAIN_STEP, RoundCosts, RoundShape
 from mtpjax.evaluation.same_text import equals_plain_decoding, sampling_arguments
 from mtpjax.evaluation.trust import seconds_beyond, speed_up_problem, time_calls, waiting_problem
 from mtpjax.inference.generate import speculative_generate

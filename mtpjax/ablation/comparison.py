@@ -6,9 +6,8 @@ A row is a line of `cells.jsonl`.
 from collections.abc import Iterable, Iterator, Sequence
 from typing import Any
 
+from mtpjax.ablation.cells import Cell, Group, Row, by_speed, group_by_batch_and_temperature
 from mtpjax.ablation.drafters import AblatedDrafter
-from mtpjax.ablation.grid import Cell
-from mtpjax.ablation.panels import Group, Row, by_speed, group_by_batch_and_temperature
 from mtpjax.evaluation.trust import mark
 
 HEADING = "The fastest setting of each drafter, an exact one where there is one."

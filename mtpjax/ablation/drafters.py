@@ -12,10 +12,9 @@ import jax
 import numpy as np
 
 from mtpjax.decoding.config import DecodeConfig
-from mtpjax.decoding.drafter import Drafter
-from mtpjax.drafters.load import load_drafter
+from mtpjax.decoding.decoder import Drafter
 from mtpjax.drafters.method import DraftMethod, Reading
-from mtpjax.drafters.methods import METHODS, find_method, method_of
+from mtpjax.drafters.methods import METHODS, find_method, load_drafter, method_of
 from mtpjax.models.model import MTPModel
 from mtpjax.training.cost import TrainingCost, read_training_cost
 

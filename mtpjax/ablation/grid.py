@@ -10,7 +10,7 @@ from mtpjax.decoding.acceptance.rules import RULES, find_rule
 from mtpjax.decoding.config import DecodeConfig
 from mtpjax.decoding.spec import DecodeSpec
 from mtpjax.evaluation.round_costs import MAX_MEASURED_STEPS
-from mtpjax.evaluation.round_loops import RoundShape
+from mtpjax.evaluation.round_shapes import RoundShape
 from mtpjax.inference.requests import check_settings, make_drafter
 from mtpjax.models.model import MTPModel
 

@@ -6,8 +6,9 @@ import textwrap
 from collections.abc import Sequence
 from typing import Any, NamedTuple
 
-from mtpjax.ablation.panels import Row, group_by_batch_and_temperature, list_drafters, panel_rows, panels
-from mtpjax.ablation.report import advise
+from mtpjax.ablation.advice import advise
+from mtpjax.ablation.cells import Row, group_by_batch_and_temperature, list_drafters
+from mtpjax.ablation.panels import panel_rows, panels
 from mtpjax.evaluation.plot_style import DEFAULT_FORMATS, GREY, draw_picture, plain_text, shorten
 from mtpjax.evaluation.trust import mark as problem_mark
 

@@ -4,7 +4,8 @@ import math
 from collections.abc import Sequence
 from typing import Any
 
-from mtpjax.ablation.panels import Row, group_by_batch_and_temperature, list_drafters, panel_rows, panels
+from mtpjax.ablation.cells import Row, group_by_batch_and_temperature, list_drafters
+from mtpjax.ablation.panels import panel_rows, panels
 from mtpjax.evaluation.plot_style import (
     COLOURS,
     DEFAULT_FORMATS,

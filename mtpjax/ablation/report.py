@@ -9,10 +9,20 @@ import io
 from collections.abc import Iterable, Sequence
 from typing import Any
 
-from mtpjax.ablation.comparison import format_comparison, format_rates, format_ratio, parts_cost, round_cost
+from mtpjax.ablation.cells import (
+    Cell,
+    Group,
+    Row,
+    Settings,
+    by_speed,
+    format_rates,
+    format_ratio,
+    group_by_batch_and_temperature,
+    parts_cost,
+    round_cost,
+)
+from mtpjax.ablation.comparison import format_comparison
 from mtpjax.ablation.drafters import MTP, AblatedDrafter
-from mtpjax.ablation.grid import Cell, Settings
-from mtpjax.ablation.panels import Group, Row, by_speed, group_by_batch_and_temperature
 from mtpjax.ablation.workload import Workload
 from mtpjax.console import narrow_table, print_parts
 from mtpjax.evaluation.trust import mark, verdict

@@ -19,8 +19,9 @@ from typing import Any, NamedTuple
 import jax
 
 from mtpjax.ablation.bench import Bench
+from mtpjax.ablation.cells import Cell, Settings
 from mtpjax.ablation.drafters import MTP, AblatedDrafter, load_methods
-from mtpjax.ablation.grid import Cell, Settings, list_cells
+from mtpjax.ablation.grid import list_cells
 from mtpjax.ablation.heatmap import plot_heatmap
 from mtpjax.ablation.pareto import plot_pareto
 from mtpjax.ablation.positions import plot_positions

@@ -3,7 +3,7 @@
 import dataclasses
 import pathlib
 
-from mtpjax.ablation.grid import Settings
+from mtpjax.ablation.cells import Settings
 from mtpjax.data import packing
 from mtpjax.data.config import Source
 from mtpjax.data.sources import read_source

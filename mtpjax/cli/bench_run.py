@@ -13,11 +13,10 @@ from collections.abc import Mapping
 import rich.console
 
 from mtpjax.atomic import check_output_file
-from mtpjax.cli.common import check_minimums, progress_bar
-from mtpjax.cli.interrupts import INTERRUPTED
-from mtpjax.console import print_parts
+from mtpjax.cli.common import check_minimums
+from mtpjax.console import print_parts, progress_bar
 from mtpjax.data.jsonl_writer import JsonlWriter
-from mtpjax.errors import UsageError, printable
+from mtpjax.errors import INTERRUPTED, UsageError, printable
 from mtpjax.evaluation.machine import describe_machine
 from mtpjax.evaluation.plot_style import picture_paths
 from mtpjax.messages import count_of

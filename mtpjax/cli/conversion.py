@@ -145,7 +145,7 @@ def _convert(options) -> int:
 
 def _export_mtp(options) -> int:
     from mtpjax.io.checkpoint_format import find_checkpoint
-    from mtpjax.io.export import export_mtp
+    from mtpjax.io.convert import export_mtp
 
     source = find_checkpoint(options.input_dir)
     with show_bytes_read(source, options.output_dir) as progress:

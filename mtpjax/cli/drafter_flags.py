@@ -124,8 +124,7 @@ def load_drafter_of(options, settings: dict[str, Any], model) -> tuple[dict[str,
         if method is None:
             return settings | {"num_steps": 0, "topk": 1, "num_draft_tokens": None}, None
         return settings | {"drafter": wanted if ":" in wanted else method.name}, None
-    from mtpjax.drafters.load import load_drafter
-    from mtpjax.drafters.methods import METHODS, method_of
+    from mtpjax.drafters.methods import METHODS, load_drafter, method_of
 
     # 2. Load the drafter, and check that it is of the requested kind.
     is_users = method is not None and method not in METHODS

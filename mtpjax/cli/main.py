@@ -10,9 +10,10 @@ from typing import NoReturn
 from mtpjax.cli import conversion, decoding, measuring, serving, training
 from mtpjax.cli.flag_checks import check_command_line
 from mtpjax.cli.help import CommandParser, HelpFormatter
-from mtpjax.cli.interrupts import INTERRUPTED, defer_interrupts
+from mtpjax.cli.interrupts import defer_interrupts
 from mtpjax.cli.supervisor import LOST_PROCESS, continue_in_child
 from mtpjax.errors import (
+    INTERRUPTED,
     CheckpointError,
     LostProcess,
     MemoryTooSmall,

@@ -10,7 +10,6 @@ from mtpjax.cli.common import (
     add_model_path_flag,
     add_plot_formats_flag,
     model_type,
-    progress_bar,
     set_threads,
 )
 from mtpjax.cli.config_flags import (
@@ -28,6 +27,7 @@ from mtpjax.cli.planning import add_plan, run_plan
 from mtpjax.cli.prediction import add_prediction_flags, run_prediction
 from mtpjax.cli.tuning import add_tune, run_tune
 from mtpjax.cli.vocabulary import add_vocabulary, run_vocabulary
+from mtpjax.console import progress_bar
 from mtpjax.errors import printable
 from mtpjax.messages import count_of
 
@@ -275,7 +275,8 @@ def _eval_acceptance_on(mesh, options) -> int:
     from mtpjax.data.tokenizer import load_tokenizer
     from mtpjax.decoding.config import DecodeConfig
     from mtpjax.distributed import is_main_process
-    from mtpjax.evaluation.acceptance import AcceptanceCounts, measure_acceptance
+    from mtpjax.evaluation.acceptance import measure_acceptance
+    from mtpjax.evaluation.counts import AcceptanceCounts
     from mtpjax.evaluation.machine import describe_device
     from mtpjax.evaluation.metrics import print_report, report, to_json
     from mtpjax.evaluation.plot_style import picture_paths

@@ -61,7 +61,7 @@ def load_on_mesh(path, options, mesh, *, rearrange=lambda params: params):
         The model and its parameters, sharded for decoding, and the config of the checkpoint.
     """
     from mtpjax.io.checkpoint import load
-    from mtpjax.models.decoding_layout import shard_for_decoding
+    from mtpjax.models.params import shard_for_decoding
 
     # Load only each process's shards, then move them to the layout for decoding.
     settings = {"model_type": model_type(options), "implementation": options.implementation}

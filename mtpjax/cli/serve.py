@@ -7,7 +7,6 @@ from typing import Any
 
 from mtpjax.cli.common import check_minimums, set_threads
 from mtpjax.cli.config_flags import decode_settings, with_num_steps
-from mtpjax.cli.disaggregation_flags import disaggregation_settings
 from mtpjax.cli.drafter_flags import chosen_method, load_drafter_of
 from mtpjax.cli.expert_flags import check_expert_devices, place_experts_by_flags
 from mtpjax.cli.mesh_flags import load_on_mesh, open_mesh
@@ -15,6 +14,7 @@ from mtpjax.cli.serve_processes import check_process_flags, check_same_start, co
 from mtpjax.cli.serve_settings import (
     api_settings,
     check_used,
+    disaggregation_settings,
     engine_sizes,
     load_grammars,
     server_settings,

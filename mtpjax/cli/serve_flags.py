@@ -7,7 +7,7 @@ from mtpjax.cli.drafter_flags import add_drafter_flags
 from mtpjax.cli.expert_flags import add_expert_flags
 from mtpjax.cli.help import command_parser, flag_group
 from mtpjax.cli.mesh_flags import add_mesh_flags
-from mtpjax.cli.serve_settings import ADMIN_KEY_VARIABLE, DEFAULT_HOST_GB, KEY_VARIABLE
+from mtpjax.cli.serve_flags import ADMIN_KEY_VARIABLE, DEFAULT_HOST_GB, KEY_VARIABLE
 
 
 def make_parser():

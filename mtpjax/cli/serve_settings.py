@@ -77,7 +77,7 @@ def server_settings(options):
 
 def api_settings(options, path, config, settings):
     """Makes the `ApiSettings`; `settings` are the engine's. Warns on stderr if the server is open to everybody."""
-    from mtpjax.serving.api.server import ApiSettings
+    from mtpjax.serving.api.settings import ApiSettings
 
     folder = path.parent.name if path.name == "checkpoint" else path.name
     keys = _read_keys(options.api_key, KEY_VARIABLE)

@@ -2,7 +2,8 @@
 
 import sys
 
-from mtpjax.cli.interrupts import INTERRUPTED, defer_interrupts
+from mtpjax.cli.interrupts import defer_interrupts
+from mtpjax.errors import INTERRUPTED
 
 
 def main() -> None:

@@ -131,11 +131,10 @@ def _train(options) -> int:
     from mtpjax import distributed
     from mtpjax.errors import Preempted
     from mtpjax.evaluation.plot_style import picture_paths
-    from mtpjax.training.model_yaml import model_to_yaml
     from mtpjax.training.panel import print_panel
     from mtpjax.training.run_sizes import compute_run_sizes
     from mtpjax.training.trainer import train
-    from mtpjax.training.yaml_config import read_train_config, to_yaml
+    from mtpjax.training.yaml_config import model_to_yaml, read_train_config, to_yaml
 
     # Settings come from the file, then from `key=value` arguments, which win.
     flags: dict[str, Any] = {"model_type": model_type(options), "mesh": parse_mesh(options.mesh)}

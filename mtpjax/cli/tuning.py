@@ -2,9 +2,10 @@
 
 import sys
 
-from mtpjax.cli.common import add_model_path_flag, model_type, progress_bar, set_threads
+from mtpjax.cli.common import add_model_path_flag, model_type, set_threads
 from mtpjax.cli.config_flags import SHAPE_FIELDS, add_config_flags, decode_settings
 from mtpjax.cli.help import command_parser, flag_group
+from mtpjax.console import progress_bar
 from mtpjax.errors import printable
 from mtpjax.messages import count_of
 

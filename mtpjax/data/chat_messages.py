@@ -10,8 +10,8 @@ import json
 from collections.abc import Sequence
 from typing import Any
 
-from mtpjax.data.jsonl import json_type_name
 from mtpjax.errors import ConversationError, printable
+from mtpjax.messages import json_type_name
 from mtpjax.safe_open import parse_json
 
 REASONING_FIELDS = ("reasoning_content", "thinking", "reasoning")  # the first is the one that most templates read

@@ -11,10 +11,10 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from mtpjax.data.chat_messages import clean_messages, clean_tools, in_forms
+from mtpjax.data.chat_template import choose_forms
 from mtpjax.data.hidden_text import HiddenText, Spans
-from mtpjax.data.template_probe import choose_forms
 from mtpjax.data.template_worker import WORKER, Rendered, TemplateFailure
-from mtpjax.data.tokenizer_checks import read_json_object
+from mtpjax.data.tokenizer_files import read_json_object
 from mtpjax.errors import ConversationError, TokenizerError, printable
 from mtpjax.io.huggingface_files import read_small_file
 from mtpjax.safe_open import list_chat_templates

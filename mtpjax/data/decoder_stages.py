@@ -4,7 +4,7 @@ import codecs
 from collections.abc import Callable, Iterable
 from typing import Any
 
-from mtpjax.data.tokenizer_checks import rust_errors
+from mtpjax.data.tokenizer_files import rust_errors
 
 Piece = Any  # str; before the first stage with a state also the result of its function of one token: bytes, a pair
 

@@ -23,7 +23,7 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 from mtpjax.byte_letters import BYTE_OF_LETTER
-from mtpjax.data.decoder_stages import (
+from mtpjax.data.incremental_decoder import (
     ByteFallbackStage,
     ChangedTokenStage,
     FirstTokenStage,
@@ -36,7 +36,7 @@ from mtpjax.data.decoder_stages import (
     Utf8Stage,
     WholeTextStage,
 )
-from mtpjax.data.tokenizer_checks import rust_errors
+from mtpjax.data.tokenizer_files import rust_errors
 
 CONTEXT_TOKENS = 16  # of a prompt; a token joins with its neighbours at most
 _BYTE_TOKEN = re.compile(r"<0x([0-9A-Fa-f]{2}|\+[0-9A-Fa-f])>")  # Rust's from_str_radix allows the sign

@@ -8,8 +8,9 @@ from typing import Any
 
 import numpy as np
 
-from mtpjax.data.jsonl import SkippedRecordError, json_type_name, read_json_objects
+from mtpjax.data.jsonl import SkippedRecordError, read_json_objects
 from mtpjax.data.tokenizer import Tokenizer
+from mtpjax.messages import json_type_name
 from mtpjax.safe_open import open_regular
 
 TEXT_KEYS = ("prompt", "text", "question")  # the first one that a record has is its text

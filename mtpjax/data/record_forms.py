@@ -10,8 +10,9 @@ Names and roles are those documented by LLaMA-Factory (data/README.md) and used 
 from typing import Any
 
 from mtpjax.data.chat_messages import drop_nulls
-from mtpjax.data.jsonl import SkippedRecordError, json_type_name
+from mtpjax.data.jsonl import SkippedRecordError
 from mtpjax.errors import printable
+from mtpjax.messages import json_type_name
 from mtpjax.safe_open import parse_json
 
 ALPACA_FIELDS = ("instruction", "input", "output", "system", "history")

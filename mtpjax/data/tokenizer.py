@@ -9,11 +9,16 @@ from collections.abc import Callable, Iterable, Sequence
 from typing import Any, Protocol
 
 from mtpjax.data.chat_messages import clean_messages, clean_tools, text_of
-from mtpjax.data.chat_template import DEFAULT, ChatTemplates, RenderedChat, read_chat_templates
-from mtpjax.data.decoder_stages import Utf8Stage
-from mtpjax.data.end_tokens import find_end_tokens
-from mtpjax.data.incremental_decoder import IncrementalDecoder, TokenizerDecoder
-from mtpjax.data.tokenizer_checks import check_expansion, read_json_object, rust_errors
+from mtpjax.data.chat_template import DEFAULT, ChatTemplates
+from mtpjax.data.hidden_text import RenderedChat
+from mtpjax.data.incremental_decoder import IncrementalDecoder, TokenizerDecoder, Utf8Stage
+from mtpjax.data.tokenizer_files import (
+    check_expansion,
+    find_end_tokens,
+    read_chat_templates,
+    read_json_object,
+    rust_errors,
+)
 from mtpjax.errors import ConversationError, TokenizerError
 from mtpjax.io.huggingface_files import (
     MAX_TOKENIZER_BYTES,

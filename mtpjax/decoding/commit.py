@@ -9,13 +9,11 @@ import jax.numpy as jnp
 
 from mtpjax.decoding.decoder import Decoder
 from mtpjax.decoding.depth_policy import update_policy
-from mtpjax.decoding.drafter import Draft
-from mtpjax.decoding.state import DecodeState, running_pages
-from mtpjax.decoding.verify import Acceptance, VerifyOutput
+from mtpjax.decoding.state import Acceptance, DecodeState, Draft, VerifyOutput, running_pages
 from mtpjax.models.cache import commit as commit_cache
 from mtpjax.models.cache import gather_path
-from mtpjax.models.layers.entries import write_rows
 from mtpjax.models.parallel import all_rows, over_rows
+from mtpjax.models.view import write_rows
 from mtpjax.models.vocabulary import Vocabulary
 
 Carry = TypeVar("Carry")

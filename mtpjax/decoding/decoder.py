@@ -13,16 +13,17 @@ from jax.sharding import Mesh
 from mtpjax.decoding.acceptance.rules import RULES
 from mtpjax.decoding.capacity import MIN_PREFILL_CHUNK, choose_min_rows, choose_prefill_chunk, round_up_capacity
 from mtpjax.decoding.config import DecodeConfig
+from mtpjax.decoding.decoder import Drafter
 from mtpjax.decoding.depth_policy import can_speed_up, init_policy
-from mtpjax.decoding.device import platform_of
-from mtpjax.decoding.drafter import Drafter
 from mtpjax.decoding.sampling import SamplingArrays, SamplingFeatures, TokenHistory
 from mtpjax.decoding.spec import DecodeSpec
 from mtpjax.decoding.state import DecodeState, NewRows, RowSettings, start_rows
 from mtpjax.models.cache import empty_cache
 from mtpjax.models.decoding_layout import constrain_state
 from mtpjax.models.model import MTPModel
-from mtpjax.models.pages import NO_PAGE, Pages
+from mtpjax.models.pages import NO_PAGE
+from mtpjax.models.sharding import platform_of
+from mtpjax.models.view import Pages
 
 
 class Weights(flax.struct.PyTreeNode):

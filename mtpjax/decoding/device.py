@@ -9,8 +9,8 @@ from jax.sharding import Mesh
 
 from mtpjax.compat import library_settings
 from mtpjax.decoding.config import DecodeConfig
-from mtpjax.models.decoding_layout import fit_to_mesh, shard_for_decoding
 from mtpjax.models.model import MTPModel
+from mtpjax.models.params import fit_to_mesh, shard_for_decoding
 from mtpjax.models.sharding import mesh_of
 from pallas_kernels.batch_invariance import batch_invariant
 

@@ -9,12 +9,12 @@ import jax.numpy as jnp
 
 from mtpjax.decoding.config import DecodeConfig
 from mtpjax.decoding.state import DecodeState
-from mtpjax.models.layers.entries import read_rows
 from mtpjax.models.model import MTPModel, TrunkOutput
+from mtpjax.models.view import read_rows
 
 if TYPE_CHECKING:
     from mtpjax.decoding.decoder import Decoder, Weights
-    from mtpjax.decoding.verify import Acceptance
+    from mtpjax.decoding.state import Acceptance
 
 
 class Draft(flax.struct.PyTreeNode):

@@ -9,10 +9,9 @@ import jax.numpy as jnp
 
 from mtpjax.decoding.commit import commit
 from mtpjax.decoding.decoder import Decoder, Weights
-from mtpjax.decoding.drafter import Draft
 from mtpjax.decoding.gpu_graph import one_graph
 from mtpjax.decoding.prefill import prefill
-from mtpjax.decoding.state import DecodeState
+from mtpjax.decoding.state import DecodeState, Draft
 from mtpjax.decoding.verify import accept, end_failed_rows, verify
 from mtpjax.models.decoding_layout import run_on_shards
 from mtpjax.models.parallel import over_rows, own_size

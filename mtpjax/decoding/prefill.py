@@ -5,13 +5,13 @@ import jax.numpy as jnp
 
 from mtpjax.decoding.commit import append_tokens
 from mtpjax.decoding.decoder import Decoder, Weights
-from mtpjax.decoding.logits import adjust_logits
-from mtpjax.decoding.sampling import distribution, draw_target
+from mtpjax.decoding.logits import adjust_logits, draw_target
+from mtpjax.decoding.sampling import distribution
 from mtpjax.decoding.state import DecodeState, view_pass
 from mtpjax.models.cache import commit
-from mtpjax.models.layers.entries import read_rows
 from mtpjax.models.model import bind
 from mtpjax.models.parallel import over_rows
+from mtpjax.models.view import read_rows
 from mtpjax.models.vocabulary import Vocabulary
 
 

@@ -6,7 +6,8 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from mtpjax.decoding.sampling import SamplingArrays, TokenHistory, apply_penalties_and_bias, distribution, draw_target
+from mtpjax.decoding.logits import draw_target
+from mtpjax.decoding.sampling import SamplingArrays, TokenHistory, apply_penalties_and_bias, distribution
 from mtpjax.models.cache import Cache, commit, empty_cache
 from mtpjax.models.masks import cached_view
 from mtpjax.models.model import MTPModel, bind

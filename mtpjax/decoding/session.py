@@ -26,15 +26,14 @@ from jax.sharding import Mesh, PartitionSpec
 
 from mtpjax.decoding.commit import cond_as_while_loop
 from mtpjax.decoding.config import DecodeConfig
-from mtpjax.decoding.decoder import Decoder, StateShape, Weights
+from mtpjax.decoding.decoder import Decoder, Weights
 from mtpjax.decoding.device import device_settings
-from mtpjax.decoding.drafter import Draft
 from mtpjax.decoding.gpu_graph import OneGraph, one_graph
 from mtpjax.decoding.loop import finish_round, run_rounds
 from mtpjax.decoding.prefill import prefill
 from mtpjax.decoding.report import PackedReport, Report
 from mtpjax.decoding.sampling import SamplingFeatures
-from mtpjax.decoding.state import DecodeState, NewRows, gather_rows, scatter_rows, start_rows
+from mtpjax.decoding.state import DecodeState, Draft, NewRows, StateShape, gather_rows, scatter_rows, start_rows
 from mtpjax.models.cache import Cache, reset_rows
 from mtpjax.models.cache import clear_pages as clear_cache_pages
 from mtpjax.models.decoding_layout import run_on_shards

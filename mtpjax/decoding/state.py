@@ -10,8 +10,9 @@ from mtpjax.decoding.depth_policy import DepthPolicy
 from mtpjax.decoding.sampling import SamplingArrays, TokenHistory
 from mtpjax.models.cache import Cache, put_rows, take_rows
 from mtpjax.models.config import ModelConfig
-from mtpjax.models.masks import TreeSlots, View, cached_view
-from mtpjax.models.pages import NO_PAGE, Pages
+from mtpjax.models.masks import cached_view
+from mtpjax.models.pages import NO_PAGE
+from mtpjax.models.view import Pages, TreeSlots, View
 
 
 class RowSettings(flax.struct.PyTreeNode):

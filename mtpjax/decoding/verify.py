@@ -10,14 +10,13 @@ from mtpjax.decoding import rng
 from mtpjax.decoding.acceptance.chain import match_chain
 from mtpjax.decoding.acceptance.walk import match_tree
 from mtpjax.decoding.decoder import Decoder, Weights
-from mtpjax.decoding.drafter import Draft
-from mtpjax.decoding.logits import adjust_logits
-from mtpjax.decoding.sampling import PathTokens, distribution, draw, draw_target
+from mtpjax.decoding.logits import adjust_logits, draw_target
+from mtpjax.decoding.sampling import PathTokens, distribution, draw
 from mtpjax.decoding.spec import DecodeSpec
-from mtpjax.decoding.state import DecodeState, view_pass
+from mtpjax.decoding.state import DecodeState, Draft, view_pass
 from mtpjax.models.cache import Cache
-from mtpjax.models.masks import TreeSlots
 from mtpjax.models.model import bind
+from mtpjax.models.view import TreeSlots
 from mtpjax.models.vocabulary import Vocabulary
 
 

@@ -1,6 +1,7 @@
 """Draft methods: a folder for each, their shared code, and the classes for a user-defined method."""
 
-from mtpjax.decoding.drafter import Draft, Drafter
+from mtpjax.decoding.decoder import Drafter
+from mtpjax.decoding.state import Draft
 from mtpjax.drafters.architecture import TrunkSizes
 from mtpjax.drafters.method import DrafterFiles, DraftMethod, DraftTraining
 from mtpjax.drafters.trained import DraftLevels, DraftParams, TextRows, TrainedDrafter

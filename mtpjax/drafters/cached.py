@@ -6,27 +6,25 @@ from typing import TYPE_CHECKING, Any
 import jax
 import jax.numpy as jnp
 
-from mtpjax.decoding.decoder import Decoder, Weights
-from mtpjax.decoding.drafter import Draft, Drafter
-from mtpjax.decoding.state import DecodeState
-from mtpjax.drafters.chain import draft_chain
+from mtpjax.decoding.decoder import Decoder, Drafter, Weights
+from mtpjax.decoding.state import DecodeState, Draft
+from mtpjax.drafters.cached import draft_chain, draft_tree
 from mtpjax.drafters.modules import (
     EXTEND_CHUNK,
     HIDDEN_BUFFER,
+    DraftNetwork,
     ModulesState,
     extend_backlog,
     extend_modules,
     num_pending,
 )
-from mtpjax.drafters.network import DraftNetwork
-from mtpjax.drafters.tree import draft_tree
 from mtpjax.models.cache import Cache, commit
-from mtpjax.models.layers.entries import write_rows
 from mtpjax.models.model import MTPModel
 from mtpjax.models.parallel import over_rows
+from mtpjax.models.view import write_rows
 
 if TYPE_CHECKING:
-    from mtpjax.decoding.verify import Acceptance
+    from mtpjax.decoding.state import Acceptance
 
 
 @dataclasses.dataclass(frozen=True)

@@ -5,13 +5,11 @@ import jax.numpy as jnp
 
 from mtpjax.decoding import rng
 from mtpjax.decoding.decoder import Decoder
-from mtpjax.decoding.drafter import Draft
 from mtpjax.decoding.sampling import PathTokens, distribution, draw
-from mtpjax.decoding.state import DecodeState, view_pass
-from mtpjax.drafters.modules import extend_and_read, num_pending, run_over_drafts
-from mtpjax.drafters.network import DraftNetwork
+from mtpjax.decoding.state import DecodeState, Draft, view_pass
+from mtpjax.drafters.modules import DraftNetwork, extend_and_read, num_pending, run_over_drafts
 from mtpjax.models.cache import Cache
-from mtpjax.models.layers.entries import read_rows, write_rows
+from mtpjax.models.view import read_rows, write_rows
 
 
 def draft_chain(decoder: Decoder, network: DraftNetwork, state: DecodeState) -> tuple[Draft, list[Cache], jax.Array]:

@@ -8,11 +8,10 @@ import jax.numpy as jnp
 
 from mtpjax.decoding import rng
 from mtpjax.decoding.decoder import Decoder
-from mtpjax.decoding.drafter import Draft
 from mtpjax.decoding.sampling import PathTokens, distribution, draw
-from mtpjax.decoding.state import DecodeState
+from mtpjax.decoding.state import DecodeState, Draft
 from mtpjax.drafters.scoring import DraftScores
-from mtpjax.models.layers.entries import read_rows
+from mtpjax.models.view import read_rows
 
 # (level, the token before it [B, 1], drafted tokens for penalties, the carry of the level before) -> scores, carry.
 ScoreLevel = Callable[[int, jax.Array, PathTokens | None, Any], tuple[DraftScores, Any]]

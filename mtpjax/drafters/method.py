@@ -9,7 +9,7 @@ import numpy as np
 
 from conversion.tensor_slice import ParamSpec
 from mtpjax.decoding.config import DecodeConfig
-from mtpjax.decoding.drafter import Drafter
+from mtpjax.decoding.decoder import Drafter
 from mtpjax.drafters.architecture import DraftArchitecture, TrunkSizes
 from mtpjax.drafters.files.draft_ids import OFFSETS_AND_MARKS, IdsTensors
 from mtpjax.drafters.files.trunk_layers import LastLayerState

@@ -1,6 +1,6 @@
 """All draft methods, and their lookup by name or drafter."""
 
-from mtpjax.decoding.drafter import Drafter
+from mtpjax.decoding.decoder import Drafter
 from mtpjax.drafters.dflash.method import DFLASH
 from mtpjax.drafters.dspark.method import DSPARK
 from mtpjax.drafters.eagle3.method import EAGLE3

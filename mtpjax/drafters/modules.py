@@ -12,11 +12,10 @@ import jax.numpy as jnp
 
 from mtpjax.decoding.decoder import Decoder
 from mtpjax.decoding.state import DecodeState, view_pass
-from mtpjax.drafters.network import DraftNetwork
+from mtpjax.drafters.modules import DraftNetwork
 from mtpjax.drafters.scoring import pad_rows
 from mtpjax.models.cache import Cache
-from mtpjax.models.layers.entries import read_rows
-from mtpjax.models.masks import View
+from mtpjax.models.view import View, read_rows
 
 # Rounds of depth 0 in an adaptive call do not run the modules: they store up to this many hidden states per row.
 HIDDEN_BUFFER = 32

@@ -12,7 +12,7 @@ from mtpjax.decoding.sampling import PathTokens
 from mtpjax.decoding.state import DecodeState
 from mtpjax.drafters.scoring import DraftScores
 from mtpjax.models.config import ModelConfig
-from mtpjax.models.masks import Entries, View
+from mtpjax.models.view import Entries, View
 
 
 class DraftNetwork(Protocol):

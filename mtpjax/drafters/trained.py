@@ -12,8 +12,8 @@ import flax.struct
 import jax
 
 from mtpjax.decoding.config import DecodeConfig
-from mtpjax.decoding.drafter import Drafter
-from mtpjax.drafters.trunk_states import inner_layers
+from mtpjax.decoding.decoder import Drafter
+from mtpjax.drafters.trained import inner_layers
 from mtpjax.models.model import MTPModel
 from mtpjax.models.parallel import num_shards
 from mtpjax.models.params import DRAFT_IDS, DRAFTER

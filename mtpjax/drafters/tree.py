@@ -7,16 +7,13 @@ import numpy as np
 from mtpjax.decoding import rng
 from mtpjax.decoding.decoder import Decoder
 from mtpjax.decoding.draft_tree import Candidates, depths_and_ancestor_mask
-from mtpjax.decoding.drafter import Draft
 from mtpjax.decoding.sampling import PathTokens, apply_temperature, distribution
 from mtpjax.decoding.spec import DecodeSpec
-from mtpjax.decoding.state import DecodeState, view_pass
-from mtpjax.drafters.modules import extend_and_read, num_pending, run_over_drafts
-from mtpjax.drafters.network import DraftNetwork
+from mtpjax.decoding.state import DecodeState, Draft, view_pass
+from mtpjax.drafters.modules import DraftNetwork, extend_and_read, num_pending, run_over_drafts
 from mtpjax.drafters.scoring import DraftScores
 from mtpjax.models.cache import Cache
-from mtpjax.models.layers.entries import read_rows
-from mtpjax.models.masks import TreeSlots
+from mtpjax.models.view import TreeSlots, read_rows
 from mtpjax.models.vocabulary import Vocabulary
 
 

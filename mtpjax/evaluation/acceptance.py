@@ -13,8 +13,9 @@ import numpy as np
 
 from mtpjax.decoding.config import DecodeConfig
 from mtpjax.drafters.trained import DraftParams
+from mtpjax.evaluation.counts import Predicted, TeacherForcedSums
 from mtpjax.evaluation.same_text import equals_plain_decoding, sampling_arguments
-from mtpjax.evaluation.teacher_forced import Predicted, TeacherForcedSums, count_teacher_forced, count_without_pass
+from mtpjax.evaluation.teacher_forced import count_teacher_forced, count_without_pass
 from mtpjax.inference.generate import generate, speculative_generate
 from mtpjax.models.model import MTPModel
 from mtpjax.program_memory import free_programs_if_full

@@ -19,9 +19,10 @@ from jax.sharding import Mesh, NamedSharding, use_abstract_mesh
 from mtpjax import compat
 from mtpjax.decoding.capacity import choose_prefill_chunk
 from mtpjax.decoding.config import DecodeConfig
-from mtpjax.decoding.decoder import Decoder, StateShape
+from mtpjax.decoding.decoder import Decoder
 from mtpjax.decoding.loop import decode
 from mtpjax.decoding.spec import DecodeSpec
+from mtpjax.decoding.state import StateShape
 from mtpjax.inference.requests import make_drafter
 from mtpjax.models.config import Implementation, ModelConfig
 from mtpjax.models.decoding_layout import align_blocks, copy_key_value_heads, fit_config, part_specs

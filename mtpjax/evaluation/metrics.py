@@ -11,9 +11,8 @@ from typing import Any
 
 import numpy as np
 
-from mtpjax.evaluation.acceptance import AcceptanceCounts
+from mtpjax.evaluation.counts import AcceptanceCounts, TeacherForcedSums
 from mtpjax.evaluation.intervals import Estimate, estimate_from, resample, resampled_weights
-from mtpjax.evaluation.teacher_forced import TeacherForcedSums
 
 
 def estimate(numerator: np.ndarray, denominator: np.ndarray, *, offset: float = 0.0) -> list[Estimate]:

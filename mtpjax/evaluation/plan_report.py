@@ -7,8 +7,8 @@ from typing import Any
 from mtpjax.decoding.capacity import round_down_capacity, round_up_capacity
 from mtpjax.evaluation import plan
 from mtpjax.evaluation.plan import Plan
-from mtpjax.evaluation.plan_rounds import Round, estimate_round
-from mtpjax.evaluation.roofline import Device
+from mtpjax.evaluation.plan_rounds import estimate_round
+from mtpjax.evaluation.roofline import Device, Round
 from mtpjax.messages import count_of
 from mtpjax.models.config import ModelConfig
 from mtpjax.models.sharding import mesh_text

@@ -5,7 +5,7 @@ from collections.abc import Iterator, Mapping
 
 import jax
 
-from mtpjax.evaluation.plan import bytes_of_shards
+from mtpjax.evaluation.compiled_call import bytes_of_shards
 from mtpjax.evaluation.roofline import (
     Device,
     Part,

@@ -14,7 +14,8 @@ from mtpjax.drafters.methods import uses_mtp_modules
 from mtpjax.evaluation.machine import Stopwatch
 from mtpjax.evaluation.profile_file import FORMAT, VERSION, config_digest, describe_drafter, device_properties
 from mtpjax.evaluation.round_costs import MAX_MEASURED_STEPS, CostMeter
-from mtpjax.evaluation.round_loops import RoundShape, TimingConditions, max_slots_written
+from mtpjax.evaluation.round_loops import TimingConditions, max_slots_written
+from mtpjax.evaluation.round_shapes import RoundShape
 from mtpjax.evaluation.trust import waiting_problem
 from mtpjax.inference.requests import check_settings, make_drafter
 from mtpjax.models.model import MTPModel

@@ -13,9 +13,8 @@ import jax
 
 from mtpjax.atomic import write_text
 from mtpjax.decoding.acceptance.rules import RULES
-from mtpjax.decoding.drafter import Drafter
-from mtpjax.evaluation.round_costs import RoundCosts
-from mtpjax.evaluation.round_loops import PLAIN_STEP
+from mtpjax.decoding.decoder import Drafter
+from mtpjax.evaluation.round_shapes import PLAIN_STEP, RoundCosts
 from mtpjax.host import num_threads
 from mtpjax.models.config import ModelConfig
 from mtpjax.safe_open import read_json_file

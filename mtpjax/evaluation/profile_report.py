@@ -2,8 +2,7 @@
 
 from typing import Any
 
-from mtpjax.evaluation.round_costs import RoundCosts
-from mtpjax.evaluation.round_loops import PLAIN_STEP
+from mtpjax.evaluation.round_shapes import PLAIN_STEP, RoundCosts
 from mtpjax.evaluation.trust import mark, verdict
 
 

@@ -14,17 +14,11 @@ import jax.numpy as jnp
 import numpy as np
 
 from mtpjax.decoding.config import DecodeConfig
-from mtpjax.decoding.drafter import Drafter
+from mtpjax.decoding.decoder import Drafter
 from mtpjax.decoding.gpu_graph import one_graph
 from mtpjax.drafters.methods import uses_mtp_modules
-from mtpjax.evaluation.round_loops import (
-    PLAIN_STEP,
-    RoundLoop,
-    RoundShape,
-    TimingConditions,
-    full_round_loop,
-    passes_loop,
-)
+from mtpjax.evaluation.round_loops import RoundLoop, TimingConditions, full_round_loop, passes_loop
+from mtpjax.evaluation.round_shapes import PLAIN_STEP, RoundShape
 from mtpjax.evaluation.trust import seconds_beyond, time_calls
 from mtpjax.models.model import MTPModel
 

@@ -10,18 +10,17 @@ import numpy as np
 from mtpjax.decoding.acceptance.rules import RULES
 from mtpjax.decoding.commit import cond_as_while_loop
 from mtpjax.decoding.config import DecodeConfig
-from mtpjax.decoding.decoder import Decoder, StateShape, Weights
+from mtpjax.decoding.decoder import Decoder, Drafter, Weights
 from mtpjax.decoding.draft_tree import choose_tree_shape, depths_and_ancestor_mask
-from mtpjax.decoding.drafter import Draft, Drafter
 from mtpjax.decoding.loop import run_round
 from mtpjax.decoding.sampling import SamplingArrays
 from mtpjax.decoding.spec import DecodeSpec
-from mtpjax.decoding.state import DecodeState, NewRows, start_rows
-from mtpjax.decoding.verify import Acceptance, verify
+from mtpjax.decoding.state import Acceptance, DecodeState, Draft, NewRows, StateShape, start_rows
+from mtpjax.decoding.verify import verify
 from mtpjax.inference.requests import make_drafter
 from mtpjax.models.cache import commit
-from mtpjax.models.layers.entries import read_rows, write_rows
 from mtpjax.models.model import MTPModel
+from mtpjax.models.view import read_rows, write_rows
 
 
 class RoundShape(NamedTuple):

@@ -122,7 +122,8 @@ class _RequestHandler:
             The medians so far (`RoundCosts.to_json`), and "waited" as in `decode`, of these measurements.
         """
         from mtpjax.evaluation.round_costs import CostMeter
-        from mtpjax.evaluation.round_loops import TimingConditions, chain_shape
+        from mtpjax.evaluation.round_loops import TimingConditions
+        from mtpjax.evaluation.round_shapes import chain_shape
 
         # The first request compiles the timing loops. Later ones repeat them, regardless of their arguments.
         if self.meter is None:

@@ -13,11 +13,11 @@ import jax.numpy as jnp
 
 from mtpjax.decoding.capacity import min_rows_per_pass
 from mtpjax.decoding.config import DecodeConfig
-from mtpjax.decoding.decoder import Decoder, StateShape
+from mtpjax.decoding.decoder import Decoder
 from mtpjax.decoding.loop import decode
 from mtpjax.decoding.sampling import SamplingArrays
 from mtpjax.decoding.spec import DecodeSpec
-from mtpjax.decoding.state import NewRows, start_rows
+from mtpjax.decoding.state import NewRows, StateShape, start_rows
 from mtpjax.evaluation.op_cases import CASES, implementations_of
 from mtpjax.inference.requests import make_drafter
 from mtpjax.models.model import MTPModel

@@ -11,7 +11,7 @@ from mtpjax.compat import library_settings
 from mtpjax.decoding import gpu_graph
 from mtpjax.decoding.config import DecodeConfig, SamplingParams
 from mtpjax.decoding.decoder import Decoder
-from mtpjax.decoding.device import data_size, device_settings, fit_params, with_implementation
+from mtpjax.decoding.device import device_settings, fit_params, with_implementation
 from mtpjax.decoding.loop import decode
 from mtpjax.decoding.result import GenerationResult, collect
 from mtpjax.decoding.sampling_params import temperatures
@@ -27,6 +27,7 @@ from mtpjax.inference.requests import (
     repeat_first_row,
 )
 from mtpjax.models.model import MTPModel
+from mtpjax.models.sharding import data_size
 
 
 def generate(

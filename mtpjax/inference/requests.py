@@ -12,10 +12,9 @@ from jax.core import Tracer
 
 from mtpjax.decoding.acceptance.rules import MAX_PARAMETERS
 from mtpjax.decoding.config import DecodeConfig, SamplingParams
-from mtpjax.decoding.decoder import StateShape
-from mtpjax.decoding.drafter import Drafter
+from mtpjax.decoding.decoder import Drafter
 from mtpjax.decoding.sampling_params import make_sampling_arrays
-from mtpjax.decoding.state import NewRows, RowSettings
+from mtpjax.decoding.state import NewRows, RowSettings, StateShape
 from mtpjax.decoding.unused_settings import warn_of_unused_settings
 from mtpjax.drafters.methods import find_method
 from mtpjax.messages import count_of

@@ -20,8 +20,8 @@ import numpy as np
 from flax import traverse_util
 
 from mtpjax import distributed
-from mtpjax.errors import CheckpointError
-from mtpjax.io.checkpoint_format import DIGESTS_FILE, one_line
+from mtpjax.errors import CheckpointError, one_line
+from mtpjax.io.checkpoint_format import DIGESTS_FILE
 from mtpjax.io.disk_failures import check_space, one_line_failures
 
 Index = tuple[slice, ...]

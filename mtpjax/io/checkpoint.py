@@ -14,7 +14,7 @@ from jax.sharding import Mesh
 from mtpjax import distributed
 from mtpjax.atomic import atomic_folder
 from mtpjax.errors import CheckpointError
-from mtpjax.io.array_files import write_arrays
+from mtpjax.io.array_files import flatten_arrays, write_arrays
 from mtpjax.io.checkpoint_format import (
     ARRAYS_FOLDER,
     CONFIG_FILE,
@@ -28,7 +28,7 @@ from mtpjax.io.checkpoint_format import (
 )
 from mtpjax.io.checkpoint_reader import model_config, restore
 from mtpjax.io.huggingface_files import HUGGINGFACE_FOLDER, count_token_ids, read_kept_config
-from mtpjax.io.param_tree import flatten_arrays, split_scaled
+from mtpjax.io.param_tree import split_scaled
 from mtpjax.models.config import Implementation, ModelConfig
 from mtpjax.models.model import MTPModel
 from mtpjax.models.params import is_of_modules

@@ -15,7 +15,7 @@ import numpy as np
 from jax.sharding import Mesh
 
 from mtpjax import distributed
-from mtpjax.errors import CheckpointError
+from mtpjax.errors import CheckpointError, one_line
 from mtpjax.io.array_files import Index, array_record, array_spec, check_record, read_arrays, single_thread_context
 from mtpjax.io.checkpoint_format import (
     ARRAYS_FOLDER,
@@ -23,7 +23,6 @@ from mtpjax.io.checkpoint_format import (
     FORMAT,
     VERSION,
     file_digest,
-    one_line,
     read_config,
     read_digests,
 )

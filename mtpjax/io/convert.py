@@ -21,8 +21,8 @@ from conversion.hf_config import parse_config
 from conversion.hf_config_write import edit_config
 from conversion.load_plan import make_plan
 from conversion.names import param_specs, stored_layout, tied_copies
-from conversion.read_params import E4M3, ReadPart, ScaleMap
-from conversion.safetensors_header import TensorInfo, parse_header
+from conversion.read_params import ReadPart, ScaleMap
+from conversion.safetensors_header import E4M3, TensorInfo, parse_header
 from conversion.shards import (
     Shard,
     TensorEntry,

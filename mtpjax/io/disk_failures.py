@@ -12,8 +12,7 @@ import time
 from collections.abc import Iterator, Mapping
 from typing import Any
 
-from mtpjax.errors import CheckpointError
-from mtpjax.io.checkpoint_format import one_line
+from mtpjax.errors import CheckpointError, one_line
 
 QUIET_ATTEMPTS = 25  # with 0.2 s between two
 

@@ -15,8 +15,8 @@ from conversion.families import Layout
 from conversion.gguf_files import GGUFFiles, open_checkpoint
 from conversion.load_plan import LoadPlan, inspect_files
 from conversion.names import param_specs
-from conversion.read_params import E4M3, scale_spec
-from conversion.safetensors_header import DTYPE_NAMES
+from conversion.read_params import scale_spec
+from conversion.safetensors_header import DTYPE_NAMES, E4M3
 from mtpjax.errors import CheckpointFileError
 from mtpjax.io.checkpoint_format import find_checkpoint, is_checkpoint
 from mtpjax.io.checkpoint_reader import CheckpointReader

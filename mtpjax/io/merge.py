@@ -12,7 +12,8 @@ from conversion.load_plan import LoadPlan, make_plan
 from conversion.merge_mtp import MergeReport, merge_export, merge_tensors
 from conversion.merge_sources import ModuleTensors, require_same_norms
 from conversion.names import param_specs
-from conversion.read_params import BF16, ScaleMap
+from conversion.read_params import ScaleMap
+from conversion.safetensors_header import BF16
 from conversion.shards import TensorEntry
 from mtpjax.errors import CheckpointFileError
 from mtpjax.io.checkpoint_format import find_checkpoint, is_checkpoint

@@ -16,8 +16,7 @@ import jax.numpy as jnp
 from mtpjax.models.attention_kinds import ATTENTION_KINDS
 from mtpjax.models.config import LayerKind, ModelConfig
 from mtpjax.models.layers.entries import read_slots, write_slots
-from mtpjax.models.masks import Entries
-from mtpjax.models.pages import Pages
+from mtpjax.models.view import Entries, Pages
 
 
 class Cache(flax.struct.PyTreeNode):

@@ -17,7 +17,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from mtpjax.models.decoding_layout import num_expert_slots
+from mtpjax.models.expert_placement import num_expert_slots
 from mtpjax.models.parallel import axes_that_divide
 
 STACKS = ("gate_up", "gate_up_bias", "down", "down_bias")  # parameters with a first axis of experts

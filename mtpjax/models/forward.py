@@ -9,9 +9,10 @@ import numpy as np
 from jax.core import Tracer
 
 from mtpjax.compat import library_settings
-from mtpjax.models.masks import Entries, Recycled, full_view
+from mtpjax.models.masks import full_view
 from mtpjax.models.model import MTPModel, bind
 from mtpjax.models.params import detach_trunk
+from mtpjax.models.view import Entries, Recycled
 
 
 class DepthsOutput(flax.struct.PyTreeNode):

@@ -6,8 +6,8 @@ import jax.numpy as jnp
 
 from mtpjax.models.config import LayerKind, ModelConfig
 from mtpjax.models.layers.rotary import rotary_angles
-from mtpjax.models.pages import Pages
 from mtpjax.models.parallel import all_rows
+from mtpjax.models.view import Pages
 
 Entries = dict[str, jax.Array]  # what an attention layer stores per position; also one layer of a cache
 SLIDING = LayerKind("grouped", False, is_sliding=True)  # its heads and angles do not depend on the feed-forward layer

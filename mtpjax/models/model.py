@@ -12,11 +12,11 @@ import jax.numpy as jnp
 from mtpjax.models.cache import Cache
 from mtpjax.models.config import Implementation, ModelConfig
 from mtpjax.models.layers.norm import RMSNorm
-from mtpjax.models.masks import Entries, Recycled, View, full_view
-from mtpjax.models.mtp import MTPModule
+from mtpjax.models.masks import full_view
+from mtpjax.models.model import MTPModule, Trunk
 from mtpjax.models.parallel import own_size
 from mtpjax.models.quantized import is_scaled
-from mtpjax.models.trunk import Trunk
+from mtpjax.models.view import Entries, Recycled, View
 from mtpjax.models.vocabulary import Vocabulary
 from pallas_kernels.batch_invariance import is_batch_invariant, map_row_blocks
 from pallas_kernels.head_top_k import head_top_k

@@ -7,8 +7,8 @@ import jax.numpy as jnp
 from mtpjax.models.config import ModelConfig
 from mtpjax.models.layers.block import Block
 from mtpjax.models.layers.norm import AddRMSNorm, RMSNorm
-from mtpjax.models.masks import Entries, Recycled, View
 from mtpjax.models.quantized import partial_product
+from mtpjax.models.view import Entries, Recycled, View
 
 
 class MTPModule(nn.Module):

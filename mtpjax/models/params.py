@@ -12,8 +12,7 @@ from mtpjax.compat import library_settings
 from mtpjax.errors import UsageError
 from mtpjax.models.config import ModelConfig
 from mtpjax.models.masks import full_view
-from mtpjax.models.model import MTPModel
-from mtpjax.models.mtp import MTPModule
+from mtpjax.models.model import MTPModel, MTPModule
 from mtpjax.models.quantized import is_scaled
 from mtpjax.models.sharding import param_shardings, path_name
 from mtpjax.models.trunk import unstack_layers

@@ -10,10 +10,10 @@ import jax.numpy as jnp
 from mtpjax.models.cache import Cache
 from mtpjax.models.config import ModelConfig
 from mtpjax.models.layers.block import Block
-from mtpjax.models.masks import Masks, View
 from mtpjax.models.parallel import gather_axis, num_shards
 from mtpjax.models.quantized import is_scaled
 from mtpjax.models.sharding import param_axes, path_name
+from mtpjax.models.view import Masks, View
 
 
 class Trunk(nn.Module):

@@ -7,6 +7,7 @@ from starlette.responses import Response
 from mtpjax.data.tokenizer import ByteTokenizer, HuggingFaceTokenizer, Tokenizer
 from mtpjax.serving.api import schemas
 from mtpjax.serving.api.admin_routes import admin_router
+from mtpjax.serving.api.engine_client import Engine
 from mtpjax.serving.api.errors import ApiError
 from mtpjax.serving.api.health_routes import health_router
 from mtpjax.serving.api.http import FaultHandler, FramingCheck, KeyCheck, error_handler
@@ -14,7 +15,8 @@ from mtpjax.serving.api.openai_routes import openai_router
 from mtpjax.serving.api.page_routes import page_router
 from mtpjax.serving.api.readers import Readers
 from mtpjax.serving.api.reading import BodyReader
-from mtpjax.serving.api.server import ApiServer, ApiSettings, Engine
+from mtpjax.serving.api.server import ApiServer
+from mtpjax.serving.api.settings import ApiSettings
 from mtpjax.serving.api.sglang_routes import generate_router
 from mtpjax.serving.metrics import Metrics
 from mtpjax.serving.request import QueueFull

@@ -9,8 +9,8 @@ import numpy as np
 from mtpjax.decoding.session import NO_START, Batch, PromptChunk
 from mtpjax.decoding.state import NewRows
 from mtpjax.models.pages import NO_PAGE
-from mtpjax.serving.grammar import num_words
-from mtpjax.serving.scheduler import Sequence
+from mtpjax.serving.matcher import num_words
+from mtpjax.serving.request import Sequence
 from mtpjax.serving.sizes import EngineSizes
 
 Grid = list[list[Sequence | None]]  # the rows of each shard; None for padding

@@ -6,12 +6,12 @@ from typing import Any, NamedTuple
 import jax
 import numpy as np
 
-from mtpjax.decoding.drafter import Draft
 from mtpjax.decoding.gpu_graph import OneGraph
 from mtpjax.decoding.report import PackedReport, Report
 from mtpjax.decoding.session import Batch
+from mtpjax.decoding.state import Draft
 from mtpjax.serving.program_set import ProgramKey
-from mtpjax.serving.scheduler import Sequence
+from mtpjax.serving.request import Sequence
 from mtpjax.serving.scoring import ScoredChunk
 
 

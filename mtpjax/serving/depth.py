@@ -14,9 +14,7 @@ import numpy as np
 
 from mtpjax.decoding.depth_policy import ASSUMED_PRIOR_COUNT, DECAY_ROUNDS, MIN_SPEEDUP, PRIOR_RATE, PROBE_INTERVAL
 from mtpjax.serving.executor import Executor
-from mtpjax.serving.page_pool import Lease
-from mtpjax.serving.request import Request, RequestTimes
-from mtpjax.serving.scheduler import Sequence
+from mtpjax.serving.request import Lease, Request, RequestTimes, Sequence
 from mtpjax.serving.sizes import bucket
 
 NUM_MEASURED = 5  # timed rounds per batch size and depth

@@ -18,24 +18,25 @@ from typing import Literal
 from mtpjax.decoding.config import SamplingParams
 from mtpjax.messages import count_of
 from mtpjax.serving.background import BackgroundCompiler
-from mtpjax.serving.depth import measure_costs
-from mtpjax.serving.engine_delivery import TOTALS
+from mtpjax.serving.delivery import TOTALS
+from mtpjax.serving.depth_costs import measure_costs
 from mtpjax.serving.engine_loop import EngineLoop
 from mtpjax.serving.host_pages import Entries, Outgoing
 from mtpjax.serving.model_digest import model_digest
 from mtpjax.serving.page_pool import PagePool
 from mtpjax.serving.request import (
     Deliver,
-    EngineStatus,
     Finish,
     FinishReason,
     QueueFull,
     Request,
     RequestTimes,
+    ScoredText,
     Scores,
+    Sequence,
 )
-from mtpjax.serving.scheduler import Sequence
-from mtpjax.serving.scoring import ScoredText, check_text
+from mtpjax.serving.scoring import check_text
+from mtpjax.serving.status import EngineStatus
 
 WarmUp = Literal["all", "first", "none"]
 _log = logging.getLogger(__name__)

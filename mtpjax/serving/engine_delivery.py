@@ -30,8 +30,9 @@ from mtpjax.serving.request import (
     Finish,
     FinishReason,
     RequestTimes,
+    Sequence,
 )
-from mtpjax.serving.scheduler import Scheduler, Sequence
+from mtpjax.serving.scheduler import Scheduler
 from mtpjax.serving.sizes import EngineSettings
 
 _log = logging.getLogger(__name__)

@@ -17,8 +17,9 @@ from mtpjax.serving.page_pool import PagePool
 from mtpjax.serving.program_set import ProgramKey, split_rows
 from mtpjax.serving.request import (
     QueueFull,
+    Sequence,
 )
-from mtpjax.serving.scheduler import Scheduler, SchedulerSettings, Sequence
+from mtpjax.serving.scheduler import Scheduler, SchedulerSettings
 from mtpjax.serving.snapshots import SnapshotRows
 
 RETRY_SECONDS = 1.0  # between two attempts to rebuild the state

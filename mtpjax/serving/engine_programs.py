@@ -22,11 +22,10 @@ from mtpjax.inference.requests import check_request, make_new_rows
 from mtpjax.models.pages import NO_PAGE
 from mtpjax.serving import host_pages
 from mtpjax.serving.batches import all_allowed, empty_batch, no_chunk, no_targets
-from mtpjax.serving.calls import DraftCall, PendingCall
+from mtpjax.serving.calls import DraftCall
 from mtpjax.serving.engine_session import EngineSession
-from mtpjax.serving.program_set import ProgramKey, all_programs, first_programs
-from mtpjax.serving.request import Request
-from mtpjax.serving.scheduler import Sequence
+from mtpjax.serving.program_set import PendingCall, ProgramKey, all_programs, first_programs
+from mtpjax.serving.request import Request, Sequence
 from mtpjax.serving.scoring import score_chunk
 from mtpjax.serving.sizes import bucket
 from mtpjax.serving.snapshots import NO_ROW

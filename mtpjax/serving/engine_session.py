@@ -12,22 +12,22 @@ from jax.sharding import NamedSharding, PartitionSpec
 from mtpjax.compat import library_settings
 from mtpjax.decoding.capacity import round_up_capacity
 from mtpjax.decoding.config import DecodeConfig
-from mtpjax.decoding.decoder import StateShape
-from mtpjax.decoding.device import fit_params, platform_of, with_implementation
+from mtpjax.decoding.device import fit_params, with_implementation
 from mtpjax.decoding.sampling import SamplingFeatures
 from mtpjax.decoding.session import Session
+from mtpjax.decoding.state import StateShape
 from mtpjax.drafters.trained import require_whole_trunk
 from mtpjax.inference.requests import check_settings, explain_param_errors, make_drafter, params_to_device
 from mtpjax.models.cache import recurrent_entries, replace_recurrent_entries
 from mtpjax.models.expert_counts import expert_layers
 from mtpjax.models.expert_placement import STACKS, num_expert_devices, placement_tables
 from mtpjax.models.model import MTPModel
+from mtpjax.models.sharding import platform_of
 from mtpjax.serving import host_pages
-from mtpjax.serving.calls import PendingCall
-from mtpjax.serving.expert_programs import count_experts, move_experts
+from mtpjax.serving.engine_session import SMALL_VOCABULARY, count_experts, move_experts
 from mtpjax.serving.host_pages import Outgoing, copy_in, copy_out
 from mtpjax.serving.page_pool import PagePool
-from mtpjax.serving.program_set import SMALL_VOCABULARY, ProgramKey, ProgramSet
+from mtpjax.serving.program_set import PendingCall, ProgramKey, ProgramSet
 from mtpjax.serving.sizes import EngineSettings, check_changing_depth, engine_decoder, resolve_sizes
 from mtpjax.serving.snapshots import States, copy_rows, make_snapshots
 

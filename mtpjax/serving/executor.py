@@ -7,10 +7,13 @@ import jax
 import numpy as np
 
 from mtpjax.decoding import session
-from mtpjax.serving.batches import Grid, admitted_rows, all_allowed, cells, make_batch, make_grid, no_chunk, no_targets
-from mtpjax.serving.calls import DraftCall, InFlightCall, PendingCall, ScoreCall
-from mtpjax.serving.engine_programs import NUM_CLEARED, EnginePrograms, draft_call, verify_call
-from mtpjax.serving.scheduler import Sequence
+from mtpjax.serving.batches import admitted_rows, all_allowed, cells, make_batch, make_grid, no_chunk, no_targets
+from mtpjax.serving.calls import DraftCall, InFlightCall, ScoreCall
+from mtpjax.serving.engine_programs import EnginePrograms
+from mtpjax.serving.executor import Grid
+from mtpjax.serving.program_set import PendingCall
+from mtpjax.serving.programs import NUM_CLEARED, draft_call, verify_call
+from mtpjax.serving.request import Sequence
 from mtpjax.serving.scoring import score_chunk
 from mtpjax.serving.snapshots import NO_ROW
 

@@ -12,8 +12,9 @@ import numpy as np
 
 from mtpjax.data.tokenizer import Tokenizer
 from mtpjax.errors import install_extra
-from mtpjax.serving.grammar_checks import GrammarError, checked_schema, explain
+from mtpjax.serving.grammar_checks import checked_schema
 from mtpjax.serving.grammar_vocabulary import llguidance_tokenizer
+from mtpjax.serving.matcher import GrammarError, explain
 from mtpjax.serving.trial_compile import MAX_MEMORY, MAX_WALL_SECONDS, TRIAL_COMPILE
 from mtpjax.worker_process import WorkerEnded
 

@@ -13,7 +13,8 @@ from typing import Any
 import jax
 
 from mtpjax.decoding.config import DecodeConfig
-from mtpjax.decoding.decoder import Decoder, StateShape
+from mtpjax.decoding.decoder import Decoder
+from mtpjax.decoding.state import StateShape
 from mtpjax.distributed import gather_values
 from mtpjax.errors import MemoryTooSmall, is_memory_error, printable
 from mtpjax.host import describe_address_limit
@@ -24,11 +25,12 @@ from mtpjax.models.config import ModelConfig
 from mtpjax.models.model import MTPModel
 from mtpjax.models.sharding import mesh_of
 from mtpjax.serving import host_pages
-from mtpjax.serving.api.server import ApiSettings
+from mtpjax.serving.api.settings import ApiSettings
 from mtpjax.serving.app import make_app
+from mtpjax.serving.compilation import WarmUp
 from mtpjax.serving.disaggregation.protocol import PATH
 from mtpjax.serving.disaggregation.setup import DisaggregationSettings, set_up
-from mtpjax.serving.engine import Engine, WarmUp
+from mtpjax.serving.engine import Engine
 from mtpjax.serving.http_server import address_of, run_app, tell
 from mtpjax.serving.metric_names import WATCHDOG
 from mtpjax.serving.metrics import Metrics

@@ -15,7 +15,8 @@ from typing import TYPE_CHECKING
 
 from mtpjax.serving import metric_names
 from mtpjax.serving.metric_names import ALIASES, Names
-from mtpjax.serving.request import EngineStatus, Finish, RequestTimes
+from mtpjax.serving.request import Finish, RequestTimes
+from mtpjax.serving.status import EngineStatus
 
 # The extra `serve` has prometheus-client; this module can be imported without it.
 if TYPE_CHECKING:

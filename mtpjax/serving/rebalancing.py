@@ -16,7 +16,7 @@ import numpy as np
 
 from mtpjax.models.expert_placement import Placement, place_experts
 from mtpjax.serving.executor import Executor
-from mtpjax.serving.scheduler import Sequence
+from mtpjax.serving.request import Sequence
 
 BLOCKS_PER_PLACEMENT = 8  # blocks of tokens that are counted between two placements
 # A layer keeps its placement unless the busiest device's load falls by this share: counts are of a sample of the

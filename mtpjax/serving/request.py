@@ -6,7 +6,7 @@ from collections.abc import Callable
 from typing import Literal
 
 from mtpjax.decoding.config import SamplingParams
-from mtpjax.serving.grammar import Grammar
+from mtpjax.serving.matcher import Grammar
 
 FinishReason = Literal["stop", "length", "abort", "timeout", "error", "invalid"]
 

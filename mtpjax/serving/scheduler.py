@@ -10,10 +10,9 @@ import dataclasses
 from collections.abc import Callable
 from typing import Any
 
-from mtpjax.serving.grammar import Matcher
-from mtpjax.serving.page_pool import Lease, PagePool
-from mtpjax.serving.request import Deliver, Request, RequestTimes
-from mtpjax.serving.scoring import ScoredText
+from mtpjax.serving.matcher import Matcher
+from mtpjax.serving.page_pool import PagePool
+from mtpjax.serving.request import Deliver, Lease, Request, RequestTimes, ScoredText
 
 
 @dataclasses.dataclass(eq=False)

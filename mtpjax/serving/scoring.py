@@ -18,9 +18,9 @@ from mtpjax.decoding.session import Batch, in_every_process, of_shard, put, take
 from mtpjax.decoding.state import DecodeState, view_pass
 from mtpjax.models.cache import commit
 from mtpjax.models.decoding_layout import run_on_shards
-from mtpjax.models.layers.entries import read_rows
 from mtpjax.models.model import bind
 from mtpjax.models.parallel import over_rows
+from mtpjax.models.view import read_rows
 from mtpjax.models.vocabulary import Vocabulary
 from mtpjax.serving.request import Scores
 

@@ -6,12 +6,11 @@ from jax.sharding import Mesh
 
 from mtpjax.decoding.capacity import choose_min_rows
 from mtpjax.decoding.config import DecodeConfig
-from mtpjax.decoding.decoder import Decoder
-from mtpjax.decoding.device import data_size, platform_of
-from mtpjax.decoding.drafter import Drafter
+from mtpjax.decoding.decoder import Decoder, Drafter
 from mtpjax.models.attention_kinds import has_recurrent_layers
 from mtpjax.models.config import ModelConfig
 from mtpjax.models.model import MTPModel
+from mtpjax.models.sharding import data_size, platform_of
 from mtpjax.serving.grammar import Grammars
 
 

@@ -19,8 +19,8 @@ from mtpjax.decoding.gpu_graph import one_graph
 from mtpjax.models.cache import recurrent_entries
 from mtpjax.models.config import ModelConfig
 from mtpjax.models.decoding_layout import constrain_state, run_on_shards
-from mtpjax.models.masks import Entries
 from mtpjax.models.parallel import first_row
+from mtpjax.models.view import Entries
 
 NO_ROW = 2**30  # of a shard without a copy: reads any row, writes none
 States = tuple[Entries, ...]  # of each recurrent layer: [rows, ...] per array

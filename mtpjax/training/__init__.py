@@ -11,13 +11,13 @@ if TYPE_CHECKING:
     from mtpjax.data.packing import Batch, Document, pack, shuffled_batches
     from mtpjax.training.callbacks import Callback, TrainEvent
     from mtpjax.training.corpus import Corpus, load_corpus
-    from mtpjax.training.loss_inputs import LossInputs
-    from mtpjax.training.losses import mtp_scale_at, multi_depth_loss
-    from mtpjax.training.model_yaml import model_to_yaml, read_model_config
+    from mtpjax.training.gradients import TrainSpec
+    from mtpjax.training.losses import LossInputs, mtp_scale_at, multi_depth_loss
     from mtpjax.training.panel import Panel, acceptance_panel
     from mtpjax.training.progress import learning_rate_at
-    from mtpjax.training.spec import TrainSpec
-    from mtpjax.training.step import TrainState, init_train_state, make_optimizer, train_step
+    from mtpjax.training.step import make_optimizer, train_step
+    from mtpjax.training.train_state import TrainState, init_train_state
+    from mtpjax.training.yaml_config import model_to_yaml, read_model_config
 
 __all__ = [
     "Batch",

@@ -5,7 +5,7 @@ import pathlib
 from collections.abc import Mapping, Sequence
 from typing import Any, Literal
 
-from mtpjax.training.step import TrainState
+from mtpjax.training.train_state import TrainState
 
 Moment = Literal["after_update", "after_evaluation", "after_save"]
 

@@ -9,9 +9,9 @@ from typing import Any
 from mtpjax.console import narrow_table, split_columns
 from mtpjax.evaluation.trust import mark, verdict
 from mtpjax.safe_open import read_json_file
-from mtpjax.training.log import METRICS_FILE, read_metrics
-from mtpjax.training.model_yaml import flatten_settings
-from mtpjax.training.run_dir import MAX_SETTINGS_BYTES, SETTINGS_FILE, RunError
+from mtpjax.training.log import read_metrics
+from mtpjax.training.run_dir import MAX_SETTINGS_BYTES, METRICS_FILE, SETTINGS_FILE, RunError
+from mtpjax.training.yaml_config import flatten_settings
 
 
 @dataclasses.dataclass(frozen=True)

@@ -7,10 +7,10 @@ from typing import Any
 
 import numpy as np
 
-from mtpjax.drafters.load import DRAFTER_FOLDER
+from mtpjax.drafters.methods import DRAFTER_FOLDER
 from mtpjax.safe_open import read_json_file
-from mtpjax.training.log import METRICS_FILE, read_metrics
-from mtpjax.training.run_dir import CHECKPOINT_FOLDER, MAX_SETTINGS_BYTES, SETTINGS_FILE
+from mtpjax.training.log import read_metrics
+from mtpjax.training.run_dir import CHECKPOINT_FOLDER, MAX_SETTINGS_BYTES, METRICS_FILE, SETTINGS_FILE
 
 
 @dataclasses.dataclass(frozen=True)

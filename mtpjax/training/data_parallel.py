@@ -1,7 +1,7 @@
 """Training on a mesh: rows are split over all devices, parameters and optimiser state over the axis "fsdp".
 
 A layer of the trunk is gathered when it runs, and again for its backward pass, so that no device holds the whole trunk
-(`mtpjax.models.trunk.gather_layers`); its gradients are summed and scattered there. Embedding, head and MTP modules are
+(`mtpjax.models.sharding.gather_layers`); its gradients are summed and scattered there. Embedding, head and MTP modules are
 gathered once per update. Experts are also split over the axis "expert": rows are sent to the experts, and experts are
 not gathered.
 """
@@ -18,7 +18,7 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 from mtpjax import compat, distributed
 from mtpjax.models.sharding import param_shardings, shard_params
 from mtpjax.training.config import TrainConfig
-from mtpjax.training.gradients import trainable_params
+from mtpjax.training.train_state import trainable_params
 
 
 def make_run_mesh(config: TrainConfig) -> Mesh | None:

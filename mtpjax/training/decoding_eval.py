@@ -20,10 +20,11 @@ from mtpjax.evaluation.acceptance import measure_acceptance
 from mtpjax.evaluation.machine import Stopwatch
 from mtpjax.evaluation.metrics import estimate_speed_up, report
 from mtpjax.evaluation.round_costs import CostMeter
-from mtpjax.evaluation.round_loops import TimingConditions, chain_shape
+from mtpjax.evaluation.round_loops import TimingConditions
+from mtpjax.evaluation.round_shapes import chain_shape
 from mtpjax.evaluation.trust import speed_up_problem
-from mtpjax.models.decoding_layout import shard_for_decoding
 from mtpjax.models.model import MTPModel
+from mtpjax.models.params import shard_for_decoding
 from mtpjax.models.sharding import mesh_of
 from mtpjax.models.trunk import unstack_layers
 from mtpjax.training.corpus import Corpus

@@ -12,10 +12,9 @@ from mtpjax.models.forward import DepthsOutput, forward_depths, trunk_states
 from mtpjax.models.model import bind
 from mtpjax.models.params import is_of_modules
 from mtpjax.training.anchors import anchor_terms, keep_anchors, to_rows
-from mtpjax.training.loss_inputs import LossInputs, call_objective
-from mtpjax.training.losses import BatchTotals, all_targets, objective_loss, valid_mean
+from mtpjax.training.gradients import TrainSpec
+from mtpjax.training.losses import BatchTotals, LossInputs, all_targets, call_objective, objective_loss, valid_mean
 from mtpjax.training.position_losses import PositionTerms, chunked_terms, plain_terms
-from mtpjax.training.spec import TrainSpec
 
 
 class Rows(NamedTuple):

@@ -7,15 +7,14 @@ import jax
 import jax.numpy as jnp
 
 from mtpjax.drafters.files.write import find_form
-from mtpjax.drafters.load import load_drafter
 from mtpjax.drafters.method import DraftMethod
-from mtpjax.drafters.methods import METHODS, find_method, method_of
+from mtpjax.drafters.methods import METHODS, find_method, load_drafter, method_of
 from mtpjax.drafters.trained import DraftParams, TrainedDrafter
 from mtpjax.errors import UsageError
 from mtpjax.models.model import MTPModel
 from mtpjax.training.config import TrainConfig
 from mtpjax.training.corpus import Corpus
-from mtpjax.training.new_drafter import add_new_drafter, fit_to_data, new_drafter
+from mtpjax.training.initial_drafter import add_new_drafter, fit_to_data, new_drafter
 
 
 class InitialDrafter(NamedTuple):

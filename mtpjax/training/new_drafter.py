@@ -10,9 +10,8 @@ import numpy as np
 from mtpjax.data.draft_vocabulary import choose_vocabulary
 from mtpjax.drafters.files.write import find_form
 from mtpjax.drafters.forward import draft_heads
-from mtpjax.drafters.load import DRAFTER_FOLDER, save_drafter
 from mtpjax.drafters.method import DraftMethod
-from mtpjax.drafters.methods import find_method
+from mtpjax.drafters.methods import DRAFTER_FOLDER, find_method, save_drafter
 from mtpjax.drafters.trained import DraftParams, TrainedDrafter
 from mtpjax.models.config import ModelConfig
 from mtpjax.models.model import MTPModel

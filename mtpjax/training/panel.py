@@ -16,8 +16,8 @@ from mtpjax.drafters.trained import TrainedDrafter
 from mtpjax.evaluation.trust import mark, verdict
 from mtpjax.models.forward import forward, shift_left
 from mtpjax.models.model import MTPModel
-from mtpjax.training.decoding_eval import JSON_KEYS, KIND_TEMPERATURES, DecodedMetrics
 from mtpjax.training.losses import all_targets, valid_mean
+from mtpjax.training.panel import JSON_KEYS, KIND_TEMPERATURES, DecodedMetrics
 from mtpjax.training.position_losses import plain_terms
 
 

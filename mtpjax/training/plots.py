@@ -16,7 +16,7 @@ from mtpjax.evaluation.plot_style import (
     share_limits,
     shorten,
 )
-from mtpjax.training.decoding_eval import KIND_TEMPERATURES
+from mtpjax.training.panel import KIND_TEMPERATURES
 
 History = Sequence[Mapping[str, Any]]  # rows of metrics.jsonl
 

@@ -15,8 +15,7 @@ from mtpjax.evaluation.intervals import estimate_from, resample
 from mtpjax.evaluation.machine import describe_device
 from mtpjax.evaluation.plot_style import picture_paths
 from mtpjax.evaluation.plots import plot_quickstart
-from mtpjax.evaluation.round_costs import RoundCosts
-from mtpjax.evaluation.round_loops import chain_shape
+from mtpjax.evaluation.round_shapes import RoundCosts, chain_shape
 from mtpjax.evaluation.timing_worker import TimingWorker
 from mtpjax.evaluation.trust import mark, speed_up_problem, verdict
 from mtpjax.host import num_threads

@@ -33,21 +33,20 @@ from mtpjax.training.config import TrainConfig
 from mtpjax.training.corpus import load_corpus
 from mtpjax.training.data_parallel import make_run_mesh, shard_batch, shard_train_state
 from mtpjax.training.decoding_eval import PanelDecoder
+from mtpjax.training.gradients import TrainSpec
 from mtpjax.training.hidden_state_cache import HiddenStateCache, open_hidden_state_cache
-from mtpjax.training.initial_drafter import add_drafter, initial_drafter
+from mtpjax.training.initial_drafter import add_drafter, initial_drafter, save_trained_drafter
 from mtpjax.training.initial_model import init_model, num_trained_depths
 from mtpjax.training.log import MetricsLog, peak_memory_bytes, trace_window
-from mtpjax.training.loss_inputs import ObjectiveFunction
-from mtpjax.training.losses import mtp_scale_at
-from mtpjax.training.model_yaml import model_to_yaml
-from mtpjax.training.new_drafter import save_trained_drafter
+from mtpjax.training.losses import ObjectiveFunction, mtp_scale_at
 from mtpjax.training.panel import Panel, acceptance_panel
 from mtpjax.training.plots import plot_run
 from mtpjax.training.progress import ProgressClock, learning_rate_at
 from mtpjax.training.run_settings import check_settings, settings_to_json
-from mtpjax.training.spec import TrainSpec
-from mtpjax.training.step import TrainState, init_train_state, make_optimizer, train_step
+from mtpjax.training.step import make_optimizer, train_step
 from mtpjax.training.trackers import open_trackers, require_trackers
+from mtpjax.training.train_state import TrainState, init_train_state
+from mtpjax.training.yaml_config import model_to_yaml
 
 logger = logging.getLogger("mtpjax.train")
 

@@ -27,13 +27,12 @@ import numpy as np
 
 from mtpjax import distributed
 from mtpjax.atomic import write_text
-from mtpjax.drafters.load import DRAFTER_FOLDER
+from mtpjax.drafters.methods import DRAFTER_FOLDER
 from mtpjax.errors import CheckpointError, UsageError
 from mtpjax.evaluation.plot_style import FORMATS
 from mtpjax.io import checkpoint
 from mtpjax.io.checkpoint_reader import CheckpointReader, own_share
-from mtpjax.training.log import METRICS_FILE, PROFILE_FOLDER
-from mtpjax.training.trackers import TENSORBOARD_FOLDER, WANDB_ID_FILE
+from mtpjax.training.run_dir import METRICS_FILE, PROFILE_FOLDER, TENSORBOARD_FOLDER, WANDB_ID_FILE
 
 SETTINGS_FILE, STATES_FOLDER, LOCK_FILE = "run.json", "states", ".lock"
 # The plot's name is without the suffix of its format.

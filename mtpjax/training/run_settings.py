@@ -9,7 +9,7 @@ from typing import Any
 
 from mtpjax.safe_open import read_json_file
 from mtpjax.training.config import TrainConfig
-from mtpjax.training.loss_inputs import ObjectiveFunction, describe_objective
+from mtpjax.training.losses import ObjectiveFunction, describe_objective
 from mtpjax.training.run_dir import MAX_SETTINGS_BYTES, SETTINGS_FILE, RunError
 
 # Settings that may differ when a run resumes, because they do not change an update. Accumulation, remat and mesh are

@@ -7,11 +7,11 @@ import jax
 from mtpjax.drafters.forward import read_layers
 from mtpjax.training.config import TrainConfig
 from mtpjax.training.corpus import load_corpus
-from mtpjax.training.gradients import trainable_params
 from mtpjax.training.hidden_state_cache import bytes_per_token
 from mtpjax.training.initial_drafter import add_drafter, initial_drafter
 from mtpjax.training.initial_model import init_model, num_trained_depths
 from mtpjax.training.step import make_optimizer
+from mtpjax.training.train_state import trainable_params
 
 
 def compute_run_sizes(config: TrainConfig) -> dict[str, int]:

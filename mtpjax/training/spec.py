@@ -7,7 +7,7 @@ from jax.sharding import Mesh
 from mtpjax.drafters.trained import TrainedDrafter
 from mtpjax.models.model import MTPModel
 from mtpjax.training.anchors import MAX_ANCHORS
-from mtpjax.training.loss_inputs import ObjectiveFunction
+from mtpjax.training.losses import ObjectiveFunction
 from mtpjax.training.objective import Objective
 
 

@@ -16,9 +16,9 @@ from mtpjax.models.params import is_of_modules
 from mtpjax.training.anchors import draw_anchors, keep_anchors
 from mtpjax.training.config import TrainConfig
 from mtpjax.training.data_parallel import sharded_loss_and_gradients
-from mtpjax.training.gradients import Rows, loss_and_gradients, trainable_params
+from mtpjax.training.gradients import Rows, TrainSpec, loss_and_gradients
 from mtpjax.training.losses import all_targets, batch_totals
-from mtpjax.training.spec import TrainSpec
+from mtpjax.training.train_state import trainable_params
 
 
 class TrainState(flax.struct.PyTreeNode):
@@ -76,7 +76,7 @@ def make_optimizer(config: TrainConfig) -> optax.GradientTransformation:
         config: optimizer, weight decay and clipping.
 
     Returns:
-        The optimiser, for the parameters that `mtpjax.training.gradients.trainable_params` selects.
+        The optimiser, for the parameters that `mtpjax.training.train_state.trainable_params` selects.
 
     Example:
         >>> from mtpjax import TrainConfig

@@ -6,13 +6,13 @@ from collections.abc import Sequence
 from typing import Any
 
 from mtpjax.data.packing import Document
-from mtpjax.decoding.drafter import Drafter
+from mtpjax.decoding.decoder import Drafter
 from mtpjax.drafters.trained import DraftParams
 from mtpjax.models.model import MTPModel
 from mtpjax.models.params import DRAFT_IDS, DRAFTER
 from mtpjax.training.callbacks import Callback
 from mtpjax.training.config import TrainConfig
-from mtpjax.training.loss_inputs import ObjectiveFunction
+from mtpjax.training.losses import ObjectiveFunction
 from mtpjax.training.panel import Panel
 from mtpjax.training.run import Run
 

@@ -10,7 +10,7 @@ import yaml
 
 from mtpjax.messages import did_you_mean
 from mtpjax.training.config import TrainConfig
-from mtpjax.training.model_yaml import (
+from mtpjax.training.yaml_config import (
     describe_type_error,
     flatten_settings,
     read_model_setting,

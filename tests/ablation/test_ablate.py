@@ -15,16 +15,19 @@ import matplotlib
 import numpy as np
 import pytest
 import rich.console
+from mtpjax.ablation.advice import advise
+from mtpjax.ablation.cells import Cell, Settings, cell_of
+from mtpjax.evaluation.round_shapes import PLAIN_STEP, RoundCosts
 
 from mtpjax import generate, program_memory
 from mtpjax.ablation import bench as bench_module
 from mtpjax.ablation import run
 from mtpjax.ablation.bench import Bench, paired_ratio
 from mtpjax.ablation.drafters import MTP
-from mtpjax.ablation.grid import Cell, Settings, list_cells
+from mtpjax.ablation.grid import list_cells
 from mtpjax.ablation.heatmap import cell_texts, plot_heatmap
 from mtpjax.ablation.pareto import plot_pareto
-from mtpjax.ablation.report import advise, cell_of, format_recommendation, format_summary, print_cells, to_csv
+from mtpjax.ablation.report import format_recommendation, format_summary, print_cells, to_csv
 from mtpjax.ablation.run import fingerprint
 from mtpjax.ablation.workload import find_workload
 from mtpjax.cli.main import main
@@ -32,8 +35,6 @@ from mtpjax.data.jsonl_writer import JsonlWriter
 from mtpjax.data.packing import split_held_out
 from mtpjax.decoding.config import DecodeConfig
 from mtpjax.evaluation.prompt_choice import PromptChoice
-from mtpjax.evaluation.round_costs import RoundCosts
-from mtpjax.evaluation.round_loops import PLAIN_STEP
 from mtpjax.io.checkpoint import save_model
 from mtpjax.training.decoding_eval import is_looping
 from tests.helpers import training_runs

@@ -9,6 +9,7 @@ import jax
 import jax.numpy as jnp
 import pytest
 import rich.console
+from mtpjax.ablation.cells import Cell, Settings
 
 from mtpjax import save_drafter
 from mtpjax.ablation import bench as bench_module
@@ -21,7 +22,7 @@ from mtpjax.ablation.drafters import (
     load_methods,
     short_names,
 )
-from mtpjax.ablation.grid import Cell, Settings, list_cells
+from mtpjax.ablation.grid import list_cells
 from mtpjax.ablation.heatmap import plot_heatmap
 from mtpjax.ablation.pareto import plot_pareto
 from mtpjax.ablation.positions import deepest, plot_positions

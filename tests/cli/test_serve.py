@@ -30,7 +30,7 @@ from mtpjax.cli.expert_flags import read_expert_counts
 from mtpjax.cli.main import main
 from mtpjax.cli.serve_settings import engine_sizes
 from mtpjax.decoding.config import DecodeConfig
-from mtpjax.drafters.load import save_drafter
+from mtpjax.drafters.methods import save_drafter
 from mtpjax.errors import UsageError
 from mtpjax.serving.sizes import longest_text
 from tests.helpers.small_models import constructed_drafter

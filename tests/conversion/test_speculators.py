@@ -16,9 +16,9 @@ import pytest
 import mtpjax
 from conversion.hf_config import parse_config
 from mtpjax import MTPModel
-from mtpjax.drafters.dflash.forward import block_states
+from mtpjax.drafters.dflash.network import block_states
 from mtpjax.drafters.dspark.network import DSpark, DSparkConfig
-from mtpjax.drafters.eagle3.forward import eagle3_levels
+from mtpjax.drafters.eagle3.network import eagle3_levels
 from mtpjax.models.forward import trunk_states
 from mtpjax.models.model import multiply_head
 from tests.golden import drafter_path, has_trunk

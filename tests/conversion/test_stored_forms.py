@@ -15,7 +15,8 @@ from conversion.export_mtp import WEIGHTS, export_mtp
 from conversion.files import CheckpointFiles
 from conversion.fp8_blocks import quantized_blocks
 from conversion.load_plan import make_plan
-from conversion.read_params import E8M0, decode_scales, read_scale_blocks
+from conversion.read_params import decode_scales, read_scale_blocks
+from conversion.safetensors_header import E8M0
 from mtpjax.errors import CheckpointFileError
 from mtpjax.io import convert
 from mtpjax.io.inspect import format_lines, inspect

@@ -3,9 +3,10 @@
 import json
 
 import pytest
+from mtpjax.data.tokenizer_files import read_chat_templates
 
 from mtpjax.data import chat_messages, template_probe
-from mtpjax.data.chat_template import ChatTemplates, read_chat_templates
+from mtpjax.data.chat_template import ChatTemplates
 from mtpjax.data.config import Source
 from mtpjax.data.record_forms import find_messages
 from mtpjax.data.regeneration_tasks import make_task
@@ -360,7 +361,8 @@ TEMPLATES = PUBLISHED | {"chatml": chatml.CHATML, "parts": chat_templates.PARTS,
 @pytest.mark.parametrize("name", TEMPLATES)
 def test_three_doors_give_the_same_prompt(name, tmp_path):
     pytest.importorskip("fastapi")
-    from mtpjax.serving.api.fields import Limits
+    from mtpjax.serving.api.settings import Limits
+
     from mtpjax.serving.api.prompts import read_chat
 
     tokenizer = chatml.save_tokenizer(tmp_path, TEMPLATES[name])

@@ -10,15 +10,14 @@ import pytest
 
 from mtpjax import DecodeConfig, SamplingParams, generate, speculative_generate
 from mtpjax.decoding import rng
-from mtpjax.decoding.decoder import Decoder, StateShape
+from mtpjax.decoding.decoder import Decoder
 from mtpjax.decoding.prefill import prefill
 from mtpjax.decoding.sampling import SamplingArrays
 from mtpjax.decoding.spec import DecodeSpec
-from mtpjax.decoding.state import NewRows, start_rows
+from mtpjax.decoding.state import NewRows, StateShape, start_rows
 from mtpjax.drafters import levels
 from mtpjax.drafters.dflash.drafting import DFlashDrafter
-from mtpjax.drafters.dflash.forward import block_states
-from mtpjax.drafters.dflash.network import DFlash, DFlashConfig
+from mtpjax.drafters.dflash.network import DFlash, DFlashConfig, block_states
 from mtpjax.drafters.dspark.drafting import DSparkDrafter
 from mtpjax.drafters.dspark.network import DSpark, DSparkConfig
 from mtpjax.drafters.trained import DraftParams

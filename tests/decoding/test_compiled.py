@@ -15,12 +15,11 @@ from jax.sharding import NamedSharding, PartitionSpec, use_abstract_mesh
 
 from mtpjax import DecodeConfig, ModelConfig, MTPModel, compat, generate, speculative_generate
 from mtpjax.decoding.capacity import min_rows_per_pass
-from mtpjax.decoding.decoder import Decoder, StateShape
-from mtpjax.decoding.drafter import Drafter
+from mtpjax.decoding.decoder import Decoder, Drafter
 from mtpjax.decoding.loop import decode
 from mtpjax.decoding.sampling import SamplingArrays, SamplingFeatures
 from mtpjax.decoding.spec import DecodeSpec
-from mtpjax.decoding.state import NewRows, start_rows
+from mtpjax.decoding.state import NewRows, StateShape, start_rows
 from mtpjax.drafters.mtp.drafting import MTPDrafter
 from mtpjax.evaluation.compiled_call import find_collectives
 from mtpjax.models.decoding_layout import part_specs

@@ -8,14 +8,15 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from mtpjax.models.view import read_rows
 
 from mtpjax import DecodeConfig, SamplingParams, generate, speculative_generate
 from mtpjax.decoding.acceptance.rules import AcceptanceRule
 from mtpjax.decoding.acceptance.walk import AcceptedPath
-from mtpjax.decoding.drafter import Draft, Drafter
+from mtpjax.decoding.decoder import Drafter
 from mtpjax.decoding.reference import plain_generate
+from mtpjax.decoding.state import Draft
 from mtpjax.drafters.lookup.drafting import find_ngram
-from mtpjax.models.layers.entries import read_rows
 from tests.helpers.laws import first_token_law, second_token_law, second_tokens
 
 CASES = json.loads((Path(__file__).parents[1] / "golden" / "lookup" / "cases.json").read_text())

@@ -6,11 +6,12 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from mtpjax.models.view import write_rows
 
 from mtpjax import DecodeConfig, speculative_generate
-from mtpjax.decoding.decoder import Decoder, StateShape
+from mtpjax.decoding.decoder import Decoder
+from mtpjax.decoding.state import StateShape
 from mtpjax.inference.requests import make_drafter
-from mtpjax.models.layers.entries import write_rows
 from pallas_kernels.fp8 import as_stored
 
 PROMPTS = [[1, 2, 3], [4], [5, 6, 7, 8, 9, 10, 11], [12, 13]]

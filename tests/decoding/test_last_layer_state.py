@@ -6,14 +6,13 @@ import numpy as np
 import pytest
 
 from mtpjax import DecodeConfig
-from mtpjax.drafters.trained import DraftParams
-from mtpjax.drafters.trunk_states import inner_layers, join_states
+from mtpjax.drafters.trained import DraftParams, inner_layers, join_states
 from mtpjax.evaluation.acceptance import measure_acceptance
 from mtpjax.models.forward import trunk_states
 from mtpjax.models.masks import full_view
 from mtpjax.models.model import bind
 from mtpjax.models.params import DRAFTER
-from mtpjax.training.new_drafter import add_new_drafter, new_drafter
+from mtpjax.training.initial_drafter import add_new_drafter, new_drafter
 from tests.helpers.new_drafters import settings
 
 L = 2  # layers of the trunk

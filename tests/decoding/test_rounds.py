@@ -8,12 +8,12 @@ import numpy as np
 import pytest
 
 from mtpjax import DecodeConfig
-from mtpjax.decoding.decoder import Decoder, StateShape
+from mtpjax.decoding.decoder import Decoder
 from mtpjax.decoding.loop import decode, run_round
 from mtpjax.decoding.prefill import prefill
 from mtpjax.decoding.sampling import SamplingArrays
 from mtpjax.decoding.spec import DecodeSpec
-from mtpjax.decoding.state import NewRows, start_rows
+from mtpjax.decoding.state import NewRows, StateShape, start_rows
 from mtpjax.drafters.modules import extend_backlog, num_pending
 from mtpjax.drafters.mtp.drafting import MTPDrafter
 from mtpjax.models.cache import empty_cache

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 from mtpjax import DecodeConfig, SamplingParams, speculative_generate
-from mtpjax.decoding.decoder import StateShape
+from mtpjax.decoding.state import StateShape
 from mtpjax.inference.requests import make_new_rows
 from tests.helpers.running import Running
 

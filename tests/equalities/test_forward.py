@@ -7,12 +7,13 @@ import jax.flatten_util
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from mtpjax.models.view import Recycled
 
 from mtpjax import MTPModel, forward
 from mtpjax.models.cache import commit, empty_cache
 from mtpjax.models.forward import shift_left
 from mtpjax.models.layers.latent_attention import LatentAttention
-from mtpjax.models.masks import Recycled, cached_view, full_view
+from mtpjax.models.masks import cached_view, full_view
 from mtpjax.models.model import bind
 from mtpjax.models.trunk import stack_layers, unstack_layers
 

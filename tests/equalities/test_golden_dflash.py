@@ -12,11 +12,11 @@ import pytest
 import mtpjax
 from conversion.hf_config import parse_config
 from mtpjax import DecodeConfig, MTPModel, generate, speculative_generate
-from mtpjax.decoding.decoder import Decoder, StateShape
+from mtpjax.decoding.decoder import Decoder
 from mtpjax.decoding.sampling import SamplingArrays
 from mtpjax.decoding.spec import DecodeSpec
-from mtpjax.decoding.verify import Acceptance
-from mtpjax.drafters.dflash.forward import block_states
+from mtpjax.decoding.state import Acceptance, StateShape
+from mtpjax.drafters.dflash.network import block_states
 from mtpjax.drafters.dspark.drafting import DSparkDrafter
 from mtpjax.drafters.dspark.network import DSpark
 from mtpjax.models.masks import full_view

@@ -13,13 +13,13 @@ import mtpjax
 from conversion.hf_config import parse_config
 from mtpjax import DecodeConfig, MTPModel, speculative_generate
 from mtpjax.decoding.acceptance.lossy import typical_tree
-from mtpjax.decoding.decoder import Decoder, StateShape
+from mtpjax.decoding.decoder import Decoder
 from mtpjax.decoding.loop import finish_round
 from mtpjax.decoding.prefill import prefill
 from mtpjax.decoding.sampling import SamplingArrays
 from mtpjax.decoding.spec import DecodeSpec
-from mtpjax.decoding.state import NewRows, start_rows
-from mtpjax.drafters.eagle3.forward import eagle3_levels
+from mtpjax.decoding.state import NewRows, StateShape, start_rows
+from mtpjax.drafters.eagle3.network import eagle3_levels
 from mtpjax.drafters.medusa.drafting import MedusaState
 from mtpjax.drafters.medusa.network import Medusa
 from mtpjax.models.masks import full_view

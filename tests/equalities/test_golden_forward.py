@@ -9,11 +9,11 @@ import pytest
 
 import mtpjax
 from mtpjax import DecodeConfig, ModelConfig, MTPModel, forward, generate, speculative_generate
-from mtpjax.decoding.decoder import Decoder, StateShape
+from mtpjax.decoding.decoder import Decoder
 from mtpjax.decoding.prefill import prefill
 from mtpjax.decoding.sampling import SamplingArrays
 from mtpjax.decoding.spec import DecodeSpec
-from mtpjax.decoding.state import NewRows, start_rows
+from mtpjax.decoding.state import NewRows, StateShape, start_rows
 from mtpjax.drafters.mtp.drafting import MTPDrafter
 from mtpjax.models.params import param_shapes
 from tests.golden import MTP_SETS, RECYCLING, RENAMED, SETS, SEVERAL, WINDOWS, path

@@ -14,6 +14,7 @@ from mtpjax.decoding.acceptance.chain import block_chain, token_chain
 from mtpjax.decoding.acceptance.lossy import relaxed_tree, threshold_tree, typical_tree
 from mtpjax.decoding.acceptance.tree import recursive_tree, traversal_tree
 from mtpjax.decoding.draft_tree import choose_tree_shape
+from mtpjax.decoding.logits import draw_target
 from mtpjax.decoding.sampling import (
     PathTokens,
     SamplingArrays,
@@ -21,7 +22,6 @@ from mtpjax.decoding.sampling import (
     TokenHistory,
     apply_penalties_and_bias,
     distribution,
-    draw_target,
 )
 from mtpjax.models.vocabulary import WHOLE, Vocabulary
 

@@ -11,7 +11,7 @@ import rich.console
 
 from mtpjax import DecodeConfig, forward, generate
 from mtpjax.cli.main import main
-from mtpjax.drafters.load import save_drafter
+from mtpjax.drafters.methods import save_drafter
 from mtpjax.evaluation import teacher_forced
 from mtpjax.evaluation.acceptance import measure_acceptance
 from mtpjax.evaluation.metrics import estimate, print_report, report, to_json

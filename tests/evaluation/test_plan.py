@@ -12,13 +12,14 @@ from mtpjax import DecodeConfig, compat, load, shard_for_decoding
 from mtpjax.cli.main import main
 from mtpjax.cli.mesh_flags import parse_mesh
 from mtpjax.decoding.capacity import round_up_capacity
-from mtpjax.decoding.decoder import Decoder, StateShape
+from mtpjax.decoding.decoder import Decoder
 from mtpjax.decoding.sampling import SamplingFeatures
+from mtpjax.decoding.state import StateShape
 from mtpjax.evaluation.compiled_call import stored_shapes
 from mtpjax.evaluation.plan import Plan, Temp, list_meshes, plan_layout, train_bytes
 from mtpjax.evaluation.plan_report import Candidate, Comparison, Load, compare_meshes, describe
-from mtpjax.evaluation.plan_rounds import Round, estimate_round
-from mtpjax.evaluation.roofline import DEVICES, Part
+from mtpjax.evaluation.plan_rounds import estimate_round
+from mtpjax.evaluation.roofline import DEVICES, Part, Round
 from mtpjax.inference.requests import make_drafter
 from mtpjax.io.inspect import stored_params
 from mtpjax.models.presets import presets

@@ -28,10 +28,9 @@ from mtpjax.evaluation.intervals import Estimate
 from mtpjax.evaluation.plan import Plan, Temp, list_meshes
 from mtpjax.evaluation.plan_plots import plot_plan
 from mtpjax.evaluation.plan_report import Candidate, Comparison, Load
-from mtpjax.evaluation.plan_rounds import Round
 from mtpjax.evaluation.plot_style import STYLE, line_style, picture, picture_paths, share_limits, shorten
 from mtpjax.evaluation.plots import plot_acceptance, plot_quickstart
-from mtpjax.evaluation.roofline import DEVICES
+from mtpjax.evaluation.roofline import DEVICES, Round
 from mtpjax.training.plots import plot_comparison, plot_run
 from tests.helpers.ablation_rows import cell_row
 

@@ -8,12 +8,13 @@ import types
 import jax
 import numpy as np
 import pytest
+from mtpjax.evaluation.round_shapes import PLAIN_STEP, RoundCosts, RoundShape, chain_shape
 
 from mtpjax import DecodeConfig
 from mtpjax.evaluation import profile, profile_file, profile_report, round_costs, trust
 from mtpjax.evaluation.profile_file import load_depth_settings, read_acceptance
-from mtpjax.evaluation.round_costs import CostMeter, RoundCosts
-from mtpjax.evaluation.round_loops import PLAIN_STEP, RoundLoop, RoundShape, TimingConditions, chain_shape
+from mtpjax.evaluation.round_costs import CostMeter
+from mtpjax.evaluation.round_loops import RoundLoop, TimingConditions
 from mtpjax.host import num_threads
 from tests.helpers.small_models import constructed_drafter
 

@@ -5,9 +5,10 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from experiments.kernels.kernel_cases_attention import attention_case
 
 from experiments.kernels import bench_kernels
-from experiments.kernels.kernel_cases import Case, attention_case
+from experiments.kernels.kernel_cases import Case
 from pallas_kernels import dispatch
 from pallas_kernels.rms_norm import rms_norm
 

@@ -8,12 +8,13 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from experiments.kernels.kernel_cases_attention import attention_case
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import triton as plt
 from jax.sharding import NamedSharding, PartitionSpec, use_abstract_mesh
 
 from experiments.kernels.bench_kernels import fastest_table
-from experiments.kernels.kernel_cases import attention_case, cases
+from experiments.kernels.kernel_cases import cases
 from mtpjax import compat
 from pallas_kernels import dispatch
 

@@ -2,7 +2,8 @@
 
 import dataclasses
 
-from mtpjax.ablation.grid import Cell, Settings
+from mtpjax.ablation.cells import Cell, Settings
+
 from mtpjax.ablation.workload import Workload
 from mtpjax.decoding.config import DecodeConfig
 from mtpjax.evaluation.intervals import Estimate

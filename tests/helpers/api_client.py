@@ -3,10 +3,10 @@
 import contextlib
 import json
 
+from mtpjax.serving.api.settings import ApiSettings
 from starlette.testclient import TestClient
 
 from mtpjax.data.tokenizer import ByteTokenizer
-from mtpjax.serving.api.server import ApiSettings
 from mtpjax.serving.app import make_app
 from tests.helpers.fake_engine import FakeEngine
 

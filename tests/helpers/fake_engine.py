@@ -4,7 +4,9 @@ import itertools
 import threading
 import time
 
-from mtpjax.serving.request import Delta, EngineStatus, Finish, QueueFull, Scores
+from mtpjax.serving.status import EngineStatus
+
+from mtpjax.serving.request import Delta, Finish, QueueFull, Scores
 
 REPLY = "Prüfung: the naïve café 🙂 costs 5 € — ok?"
 

@@ -7,10 +7,11 @@ import json
 import time
 
 import httpx
+from mtpjax.serving.api.settings import ApiSettings
 
 from mtpjax import DecodeConfig
 from mtpjax.data.tokenizer import ByteTokenizer
-from mtpjax.serving.api.server import ApiServer, ApiSettings
+from mtpjax.serving.api.server import ApiServer
 from mtpjax.serving.app import make_app
 from mtpjax.serving.engine import Engine
 from mtpjax.serving.http_server import serve_in_thread

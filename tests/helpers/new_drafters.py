@@ -5,14 +5,15 @@ import functools
 import jax
 import jax.numpy as jnp
 import numpy as np
+from mtpjax.training.train_state import init_train_state
 
 from mtpjax import TrainConfig
 from mtpjax.data.packing import Batch
 from mtpjax.models.forward import forward
 from mtpjax.models.params import DRAFTER
 from mtpjax.training import new_drafter as training
-from mtpjax.training.spec import TrainSpec
-from mtpjax.training.step import init_train_state, make_optimizer, train_step
+from mtpjax.training.gradients import TrainSpec
+from mtpjax.training.step import make_optimizer, train_step
 
 V, D, LEVELS = 61, 32, 3
 DRAFT_IDS_OF_TESTS = jnp.arange(0, V, 2, dtype=jnp.int32)

@@ -5,7 +5,7 @@ import sys
 import time
 import zlib
 
-from mtpjax.serving.api.read_messages import Reading
+from mtpjax.serving.api.reading_result import Reading
 
 
 class OddReader:

@@ -4,13 +4,15 @@ import jax
 import numpy as np
 
 from mtpjax import SamplingParams
-from mtpjax.decoding.decoder import Decoder, StateShape
-from mtpjax.decoding.device import data_size, fit_params, with_implementation
+from mtpjax.decoding.decoder import Decoder
+from mtpjax.decoding.device import fit_params, with_implementation
 from mtpjax.decoding.result import collect
 from mtpjax.decoding.sampling import SamplingFeatures
 from mtpjax.decoding.session import Batch, PromptChunk, Session, admit, advance, prefill_chunk
+from mtpjax.decoding.state import StateShape
 from mtpjax.inference.requests import make_drafter, make_new_rows
 from mtpjax.models.pages import NO_PAGE
+from mtpjax.models.sharding import data_size
 
 MAX_ROUNDS = 8  # per call
 

@@ -7,7 +7,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from mtpjax.decoding.drafter import Drafter
+from mtpjax.decoding.decoder import Drafter
 from mtpjax.drafters.eagle3.drafting import Eagle3Drafter
 from mtpjax.drafters.eagle3.network import Eagle3Config
 from mtpjax.drafters.medusa.drafting import MedusaDrafter

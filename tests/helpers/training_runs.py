@@ -6,7 +6,8 @@ import sys
 from collections.abc import Iterable
 from typing import Any
 
-from mtpjax.training.log import METRICS_FILE, read_metrics
+from mtpjax.training.log import read_metrics
+from mtpjax.training.run_dir import METRICS_FILE
 
 SETTINGS = {"batch_size": 2, "row_length": 32, "log_every": 1, "num_depths": 1, "panel_prompts": 0}
 

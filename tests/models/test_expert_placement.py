@@ -5,7 +5,6 @@ import numpy as np
 import pytest
 
 from mtpjax import DecodeConfig, compat, load, speculative_generate
-from mtpjax.models.decoding_layout import shard_for_decoding
 from mtpjax.models.expert_counts import count_expert_tokens, count_on_shards
 from mtpjax.models.expert_moves import move_experts
 from mtpjax.models.expert_placement import (
@@ -17,6 +16,7 @@ from mtpjax.models.expert_placement import (
     placement_tables,
 )
 from mtpjax.models.masks import full_view
+from mtpjax.models.params import shard_for_decoding
 from tests.golden import path
 
 PROMPTS = [[1, 2, 3], [4], [5, 6, 7, 8, 9, 10, 11], [12, 13]]

@@ -4,9 +4,9 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from mtpjax.models.view import Pages, read_rows, write_rows
 
-from mtpjax.models.layers.entries import read_rows, write_rows
-from mtpjax.models.pages import NO_PAGE, Pages, gather_pages, read_pages, write_pages
+from mtpjax.models.pages import NO_PAGE, gather_pages, read_pages, write_pages
 
 B, SIZE, NUM_PAGES = 3, 4, 20
 

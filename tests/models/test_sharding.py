@@ -7,8 +7,9 @@ import pytest
 from jax.sharding import PartitionSpec
 
 from mtpjax import compat, forward, presets
-from mtpjax.decoding.decoder import Decoder, StateShape
+from mtpjax.decoding.decoder import Decoder
 from mtpjax.decoding.spec import DecodeSpec
+from mtpjax.decoding.state import StateShape
 from mtpjax.drafters.mtp.drafting import MTPDrafter
 from mtpjax.models.attention_kinds import has_recurrent_layers
 from mtpjax.models.decoding_layout import (
@@ -18,9 +19,8 @@ from mtpjax.models.decoding_layout import (
     find_copies,
     fit_config,
     part_specs,
-    shard_for_decoding,
 )
-from mtpjax.models.params import param_shapes
+from mtpjax.models.params import param_shapes, shard_for_decoding
 from mtpjax.models.quantized import BlockScaled
 from mtpjax.models.sharding import MESH_AXES, PARAMETER_AXES, param_sharding, shard_params
 from tests.helpers.small_models import small_config

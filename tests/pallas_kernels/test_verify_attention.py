@@ -5,10 +5,11 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from mtpjax.models.view import TreeSlots
 
 from mtpjax import DecodeConfig, generate, speculative_generate
 from mtpjax.models.cache import empty_cache
-from mtpjax.models.masks import TreeSlots, cached_view
+from mtpjax.models.masks import cached_view
 from mtpjax.models.model import bind
 from pallas_kernels.verify_attention import _run_kernel, verify_attention, verify_attention_reference
 

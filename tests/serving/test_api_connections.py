@@ -18,11 +18,11 @@ pytest.importorskip("httpx")
 pytest.importorskip("uvicorn")
 
 import httpx
+from mtpjax.serving.api.settings import ApiSettings
 
 from mtpjax.data import template_worker
 from mtpjax.data.tokenizer import ByteTokenizer
 from mtpjax.serving import header_limits
-from mtpjax.serving.api.server import ApiSettings
 from mtpjax.serving.app import make_app
 from tests.helpers import chatml
 from tests.helpers.api_server import serve

@@ -12,10 +12,12 @@ pytest.importorskip("fastapi")
 pytest.importorskip("httpx")
 pytest.importorskip("llguidance")
 
+from mtpjax.serving.matcher import num_words
+
 from mtpjax.data.tokenizer import ByteTokenizer
 from mtpjax.serving.api import server as api_server
 from mtpjax.serving.api.turns import Turns
-from mtpjax.serving.grammar import Grammars, GrammarTooSlow, num_words
+from mtpjax.serving.grammar import Grammars, GrammarTooSlow
 from mtpjax.serving.request import Finish
 from tests.helpers.api_client import api_client, chat, completion, events
 from tests.helpers.fake_engine import FakeEngine

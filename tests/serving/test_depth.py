@@ -4,10 +4,11 @@ import dataclasses
 
 import numpy as np
 import pytest
+from mtpjax.serving.depth_costs import measure_costs
 
 from mtpjax import DecodeConfig, SamplingParams
 from mtpjax.decoding.depth_policy import PROBE_INTERVAL
-from mtpjax.serving.depth import AdaptiveDepth, best_depth, estimate_rates, measure_costs, probe_depth
+from mtpjax.serving.depth import AdaptiveDepth, best_depth, estimate_rates, probe_depth
 from mtpjax.serving.engine import Engine
 from mtpjax.serving.executor import Executor
 from mtpjax.serving.request import Request

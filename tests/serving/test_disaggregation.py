@@ -14,10 +14,10 @@ import pytest
 pytest.importorskip("fastapi")
 pytest.importorskip("msgpack")
 
+from mtpjax.serving.api.settings import ApiSettings
 from starlette.testclient import TestClient
 
 from mtpjax.data.tokenizer import ByteTokenizer
-from mtpjax.serving.api.server import ApiSettings
 from mtpjax.serving.app import make_app
 from mtpjax.serving.disaggregation import protocol, remote_prefill
 from mtpjax.serving.disaggregation.protocol import PATH, Forged, Signer

@@ -5,7 +5,7 @@ import dataclasses
 import pytest
 
 from mtpjax import DecodeConfig, compat
-from mtpjax.models.decoding_layout import shard_for_decoding
+from mtpjax.models.params import shard_for_decoding
 from mtpjax.serving.engine import Engine
 from mtpjax.serving.sizes import EngineSettings
 from tests.serving.test_engine import Client, alone, check_idle, random_requests

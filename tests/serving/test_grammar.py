@@ -12,13 +12,15 @@ import pytest
 
 pytest.importorskip("llguidance")
 import tokenizers
+from mtpjax.serving.matcher import Matcher, num_words
 
 from mtpjax import DecodeConfig, SamplingParams, compat, forward, shard_for_decoding
 from mtpjax.data.tokenizer import ByteTokenizer, load_tokenizer
 from mtpjax.decoding import session as programs
-from mtpjax.decoding.sampling import SamplingArrays, SamplingFeatures, distribution, draw_target
+from mtpjax.decoding.logits import draw_target
+from mtpjax.decoding.sampling import SamplingArrays, SamplingFeatures, distribution
 from mtpjax.serving.engine import Engine
-from mtpjax.serving.grammar import MAX_GRAMMAR_BYTES, GrammarError, Grammars, GrammarTooSlow, Matcher, num_words
+from mtpjax.serving.grammar import MAX_GRAMMAR_BYTES, GrammarError, Grammars, GrammarTooSlow
 from mtpjax.serving.request import Finish, Request
 from mtpjax.serving.sizes import EngineSettings
 from tests.helpers.engine_client import Client, check_idle

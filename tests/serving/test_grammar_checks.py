@@ -7,9 +7,11 @@ import pytest
 
 pytest.importorskip("llguidance")
 
+from mtpjax.serving.matcher import explain
+
 from mtpjax.data.tokenizer import ByteTokenizer
 from mtpjax.serving.grammar import GrammarError, Grammars
-from mtpjax.serving.grammar_checks import checked_schema, explain, find_ref_loop
+from mtpjax.serving.grammar_checks import checked_schema, find_ref_loop
 
 GRAMMARS = Grammars(ByteTokenizer(), 256)
 TO_A, TO_B = {"$ref": "#/$defs/a"}, {"$ref": "#/$defs/b"}

@@ -8,10 +8,11 @@ import pytest
 
 pytest.importorskip("llguidance")
 import tokenizers
+from mtpjax.serving.matcher import num_words
 from tokenizers import decoders, models, normalizers, pre_tokenizers
 
 from mtpjax.data.tokenizer import load_tokenizer
-from mtpjax.serving.grammar import Grammars, num_words
+from mtpjax.serving.grammar import Grammars
 from mtpjax.serving.grammar_vocabulary import MAX_FORCED_BYTES
 
 SPECIAL, TEXT = ["<|im_end|>", "</s>", "<|pad|>"], ["<think>", "</think>", "<|User|>"]

@@ -9,7 +9,7 @@ import pytest
 
 from mtpjax import compat
 from mtpjax.models.cache import Cache, pool_arrays
-from mtpjax.models.decoding_layout import shard_for_decoding
+from mtpjax.models.params import shard_for_decoding
 from mtpjax.serving.engine import Engine
 from mtpjax.serving.host_pages import HostPages
 from mtpjax.serving.page_pool import PagePool, _extend_hash

@@ -4,8 +4,7 @@ import asyncio
 import threading
 
 import pytest
-
-from mtpjax.serving.api.server import Mailbox
+from mtpjax.serving.api.engine_client import Mailbox
 
 
 class CountingLoop:

@@ -10,12 +10,13 @@ import time
 import pytest
 
 pytest.importorskip("prometheus_client")
+from mtpjax.serving.status import EngineStatus
 from prometheus_client.parser import text_string_to_metric_families
 
 from mtpjax.serving import metric_names
 from mtpjax.serving import metrics as metrics_module
 from mtpjax.serving.metrics import Metrics, RequestTimes
-from mtpjax.serving.request import EngineStatus, Finish
+from mtpjax.serving.request import Finish
 from mtpjax.serving.watchdog import Watchdog
 
 STATUS = EngineStatus(

@@ -9,15 +9,14 @@ import pytest
 
 from mtpjax import DecodeConfig, SamplingParams
 from mtpjax.decoding import session
-from mtpjax.decoding.drafter import Draft
 from mtpjax.decoding.session import Batch
-from mtpjax.serving.calls import PendingCall
+from mtpjax.decoding.state import Draft
 from mtpjax.serving.disaggregation.protocol import Signer
 from mtpjax.serving.engine import Engine
 from mtpjax.serving.multihost import connection, plan
 from mtpjax.serving.multihost.connection import Followers, Leader
 from mtpjax.serving.multihost.follower import FollowerExecutor, follow
-from mtpjax.serving.program_set import ProgramKey
+from mtpjax.serving.program_set import PendingCall, ProgramKey
 from mtpjax.serving.request import Finish, Request
 from mtpjax.serving.sizes import EngineSettings
 from tests.helpers.engine_client import Client

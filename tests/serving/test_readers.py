@@ -18,10 +18,10 @@ pytest.importorskip("fastapi")
 from mtpjax.data.tokenizer import ByteTokenizer
 from mtpjax.serving.api import read_queue
 from mtpjax.serving.api.errors import ApiError
-from mtpjax.serving.api.read_queue import ReadQueue
 from mtpjax.serving.api.readers import SMALL_BODY_BYTES, Readers, ReadLimits
 from mtpjax.serving.api.reading import BodyReader
 from mtpjax.serving.api.server import ApiServer
+from mtpjax.serving.api.turns import ReadQueue
 from tests.helpers import chatml
 from tests.helpers.api_client import api_client, api_settings, chat, completion
 from tests.helpers.fake_engine import FakeEngine

@@ -8,9 +8,9 @@ import numpy as np
 import pytest
 
 from mtpjax import DecodeConfig, compat
-from mtpjax.models.decoding_layout import shard_for_decoding
 from mtpjax.models.expert_counts import count_expert_tokens
 from mtpjax.models.expert_placement import Placement, place_all_layers
+from mtpjax.models.params import shard_for_decoding
 from mtpjax.serving.engine import Engine
 from mtpjax.serving.rebalancing import ExpertRebalancer
 from mtpjax.serving.sizes import EngineSettings

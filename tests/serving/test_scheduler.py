@@ -5,8 +5,8 @@ import random
 import pytest
 
 from mtpjax.serving.page_pool import PagePool
-from mtpjax.serving.request import Request, RequestTimes
-from mtpjax.serving.scheduler import Scheduler, SchedulerSettings, Sequence
+from mtpjax.serving.request import Request, RequestTimes, Sequence
+from mtpjax.serving.scheduler import Scheduler, SchedulerSettings
 
 PAGE = 4
 

@@ -9,10 +9,11 @@ from jax.sharding import NamedSharding, PartitionSpec, use_abstract_mesh
 
 from mtpjax import DecodeConfig, MTPModel, compat
 from mtpjax.decoding.capacity import choose_prefill_chunk
-from mtpjax.decoding.decoder import Decoder, StateShape
+from mtpjax.decoding.decoder import Decoder
 from mtpjax.decoding.sampling import SamplingFeatures
 from mtpjax.decoding.session import Batch
 from mtpjax.decoding.spec import DecodeSpec
+from mtpjax.decoding.state import StateShape
 from mtpjax.evaluation.compiled_call import stored_shapes
 from mtpjax.inference.requests import make_drafter
 from mtpjax.models.presets import presets

@@ -6,10 +6,11 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from mtpjax.models.view import Pages
 
 from mtpjax import DecodeConfig
 from mtpjax.models.cache import pool_arrays, recurrent_entries
-from mtpjax.models.pages import Pages, gather_pages
+from mtpjax.models.pages import gather_pages
 from mtpjax.serving.engine import Engine
 from mtpjax.serving.page_pool import PagePool, page_digests
 from mtpjax.serving.request import Finish, Request

@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 
 from mtpjax import DecodeConfig, MTPModel, SamplingParams, compat
-from mtpjax.models.decoding_layout import shard_for_decoding
+from mtpjax.models.params import shard_for_decoding
 from mtpjax.serving.engine import Engine
 from mtpjax.serving.host_pages import page_bytes
 from mtpjax.serving.launch import page_bytes as expected_page_bytes

@@ -15,8 +15,7 @@ from mtpjax.drafters.trained import DraftParams
 from mtpjax.errors import CheckpointError, UsageError
 from mtpjax.models.params import DRAFT_IDS, DRAFTER
 from mtpjax.training.cost import read_training_cost
-from mtpjax.training.initial_drafter import add_drafter, initial_drafter
-from mtpjax.training.new_drafter import save_trained_drafter
+from mtpjax.training.initial_drafter import add_drafter, initial_drafter, save_trained_drafter
 from mtpjax.training.run_sizes import compute_run_sizes
 from mtpjax.training.yaml_config import read_train_config
 from tests.helpers import training_runs

@@ -14,8 +14,8 @@ import pytest
 from mtpjax import TrainConfig, check_acceptance, compat, distributed, load, train
 from mtpjax.data import packing
 from mtpjax.training.data_parallel import shard_batch
-from mtpjax.training.log import METRICS_FILE, read_metrics
-from mtpjax.training.run_dir import RunError
+from mtpjax.training.log import read_metrics
+from mtpjax.training.run_dir import METRICS_FILE, RunError
 from mtpjax.training.yaml_config import read_train_config, to_yaml
 from tests.helpers import training_runs
 

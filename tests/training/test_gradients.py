@@ -9,14 +9,14 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
+from mtpjax.training.train_state import init_train_state
 
 from mtpjax import MTPModel, Objective, TrainConfig, compat, init_params, presets
 from mtpjax.data.packing import Batch
 from mtpjax.training.data_parallel import shard_batch, shard_train_state
-from mtpjax.training.gradients import sum_over_parts
+from mtpjax.training.gradients import TrainSpec, sum_over_parts
 from mtpjax.training.objective import OBJECTIVES
-from mtpjax.training.spec import TrainSpec
-from mtpjax.training.step import init_train_state, make_optimizer, train_step
+from mtpjax.training.step import make_optimizer, train_step
 
 NARROW = {"hidden_size": 32, "num_hidden_layers": 2, "intermediate_size": 48, "head_dim": 0, "num_key_value_heads": 0}
 CONFIG = dataclasses.replace(presets["tiny"], **NARROW)

@@ -11,6 +11,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from mtpjax.training.train_state import TrainState, init_train_state
 
 from mtpjax import MTPModel, Objective, TrainConfig, forward
 from mtpjax.data import packing
@@ -20,10 +21,10 @@ from mtpjax.io import checkpoint
 from mtpjax.models.forward import trunk_states
 from mtpjax.models.trunk import stack_layers
 from mtpjax.training import hidden_state_cache, run_dir
+from mtpjax.training.gradients import TrainSpec
 from mtpjax.training.hidden_state_cache import HiddenStateCacheError, open_hidden_state_cache
 from mtpjax.training.run_sizes import compute_run_sizes
-from mtpjax.training.spec import TrainSpec
-from mtpjax.training.step import TrainState, init_train_state, make_optimizer, train_step
+from mtpjax.training.step import make_optimizer, train_step
 from mtpjax.training.trainer import train
 
 ROWS, LENGTH = 11, 16

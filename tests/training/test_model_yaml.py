@@ -3,8 +3,7 @@
 import pytest
 
 from mtpjax import presets
-from mtpjax.training.model_yaml import model_to_yaml, read_model_config
-from mtpjax.training.yaml_config import read_train_config, to_yaml
+from mtpjax.training.yaml_config import model_to_yaml, read_model_config, read_train_config, to_yaml
 
 REQUIRED = "vocab_size: 256\nhidden_size: 32\nnum_hidden_layers: 2\nnum_attention_heads: 2\nintermediate_size: 48\n"
 

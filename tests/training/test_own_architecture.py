@@ -12,9 +12,8 @@ from mtpjax import MTPModel, TrainConfig, init_params, load, presets, save, trai
 from mtpjax.cli.main import main
 from mtpjax.training import run_dir, run_settings
 from mtpjax.training.initial_model import init_model
-from mtpjax.training.model_yaml import model_to_yaml, read_model_config
 from mtpjax.training.run_dir import RunError
-from mtpjax.training.yaml_config import read_train_config
+from mtpjax.training.yaml_config import model_to_yaml, read_model_config, read_train_config
 from tests.helpers import training_runs
 
 PAIRS = ["model.hidden_size=16", "model.num_hidden_layers=2", "model.intermediate_size=24"]

@@ -16,8 +16,8 @@ from mtpjax.evaluation.round_costs import CostMeter
 from mtpjax.evaluation.trust import speed_up_problem
 from mtpjax.models.forward import forward
 from mtpjax.training.corpus import Corpus
-from mtpjax.training.decoding_eval import DecodedMetrics, PanelDecoder, choose_panel_prompts
-from mtpjax.training.panel import Panel, acceptance_panel, print_panel
+from mtpjax.training.decoding_eval import PanelDecoder, choose_panel_prompts
+from mtpjax.training.panel import DecodedMetrics, Panel, acceptance_panel, print_panel
 
 
 @pytest.mark.parametrize("num_depths", [0, 3])

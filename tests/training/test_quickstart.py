@@ -6,10 +6,9 @@ import io
 import numpy as np
 import pytest
 import rich.console
+from mtpjax.evaluation.round_shapes import PLAIN_STEP, RoundCosts, chain_shape
 
 from mtpjax import TrainConfig
-from mtpjax.evaluation.round_costs import RoundCosts
-from mtpjax.evaluation.round_loops import PLAIN_STEP, chain_shape
 from mtpjax.evaluation.timing_worker import TimingWorker
 from mtpjax.training import quickstart
 from mtpjax.training.decoding_eval import is_looping, repeated_share

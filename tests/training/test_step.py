@@ -8,13 +8,14 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
+from mtpjax.training.train_state import init_train_state
 
 from mtpjax import MTPModel, Objective, TrainConfig, forward, init_params, presets
 from mtpjax.data.packing import Batch
+from mtpjax.training.gradients import TrainSpec
 from mtpjax.training.losses import multi_depth_loss
 from mtpjax.training.progress import learning_rate_at
-from mtpjax.training.spec import TrainSpec
-from mtpjax.training.step import init_train_state, make_optimizer, train_step
+from mtpjax.training.step import make_optimizer, train_step
 
 
 def make(optimizer_name, config):

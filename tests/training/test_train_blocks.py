@@ -8,12 +8,11 @@ import numpy as np
 import pytest
 
 from mtpjax import Objective
-from mtpjax.decoding.decoder import Decoder, StateShape
-from mtpjax.decoding.drafter import Draft
+from mtpjax.decoding.decoder import Decoder
 from mtpjax.decoding.prefill import prefill
 from mtpjax.decoding.sampling import SamplingArrays
 from mtpjax.decoding.spec import DecodeSpec
-from mtpjax.decoding.state import NewRows, start_rows
+from mtpjax.decoding.state import Draft, NewRows, StateShape, start_rows
 from mtpjax.drafters.dflash import forward as dflash_forward
 from mtpjax.drafters.dflash.drafting import DFlashDrafter
 from mtpjax.drafters.dspark.drafting import DSparkDrafter

@@ -8,6 +8,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from mtpjax.training.train_state import init_train_state
 
 from mtpjax import DecodeConfig, Objective, TrainConfig, load_drafter, speculative_generate, train
 from mtpjax.data.packing import Batch
@@ -19,10 +20,10 @@ from mtpjax.io.checkpoint import save_model
 from mtpjax.models.forward import trunk_states
 from mtpjax.models.params import DRAFT_IDS, DRAFTER
 from mtpjax.training import Callback, hidden_state_cache
-from mtpjax.training.new_drafter import fit_to_data
-from mtpjax.training.new_drafter import new_drafter as make_drafter
+from mtpjax.training.initial_drafter import fit_to_data
+from mtpjax.training.initial_drafter import new_drafter as make_drafter
 from mtpjax.training.run_sizes import compute_run_sizes
-from mtpjax.training.step import init_train_state, make_optimizer
+from mtpjax.training.step import make_optimizer
 from tests.helpers import training_runs
 from tests.helpers.new_drafters import (
     DRAFT_IDS_OF_TESTS,
@@ -383,7 +384,7 @@ def test_the_command_trains_and_decodes(kind, trunk, corpus, tmp_path, capsys):
 
 def test_a_trained_drafter_drafts_for_a_saved_trunk(small, tmp_path):
     """The files of a run, without the run."""
-    from mtpjax.training.new_drafter import save_trained_drafter
+    from mtpjax.training.initial_drafter import save_trained_drafter
 
     model, params, drafter = new_drafter(small, "medusa")
     save_model(tmp_path / "trunk", model, {n: leaf for n, leaf in params.items() if not n.startswith("draft")})

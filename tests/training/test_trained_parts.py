@@ -9,14 +9,15 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
+from mtpjax.training.train_state import init_train_state
 from safetensors.numpy import load_file
 
 from mtpjax import DecodeConfig, Objective, TrainConfig, forward, generate, load, speculative_generate, train
 from mtpjax.data.packing import Batch
 from mtpjax.models.params import is_of_modules
+from mtpjax.training.gradients import TrainSpec
 from mtpjax.training.losses import multi_depth_loss
-from mtpjax.training.spec import TrainSpec
-from mtpjax.training.step import init_train_state, make_optimizer, train_step
+from mtpjax.training.step import make_optimizer, train_step
 from tests import golden
 from tests.helpers import training_runs
 

@@ -14,12 +14,10 @@ import jax.numpy as jnp
 
 from mtpjax.decoding.config import DecodeConfig
 from mtpjax.decoding.decoder import Decoder, Weights
-from mtpjax.decoding.drafter import Draft
 from mtpjax.decoding.sampling import PathTokens
 from mtpjax.decoding.spec import DecodeSpec
-from mtpjax.decoding.state import DecodeState, view_pass
-from mtpjax.drafters.dflash.forward import block_states
-from mtpjax.drafters.dflash.network import DFlash, DFlashConfig, context_entries
+from mtpjax.decoding.state import DecodeState, Draft, view_pass
+from mtpjax.drafters.dflash.network import DFlash, DFlashConfig, block_states, context_entries
 from mtpjax.drafters.levels import draft_levels
 from mtpjax.drafters.modules import HIDDEN_BUFFER, num_pending, of_drafter
 from mtpjax.drafters.scoring import DraftScores, ReducedHead, own_head
@@ -29,19 +27,19 @@ from mtpjax.drafters.trained import (
     TextRows,
     TrainedDrafter,
     embedding_table,
+    join_states,
     require_whole_trunk,
 )
-from mtpjax.drafters.trunk_states import join_states
 from mtpjax.models.cache import Cache, commit, empty_cache
-from mtpjax.models.layers.entries import append, read_rows, write_rows
+from mtpjax.models.layers.entries import append
 from mtpjax.models.layers.rotary import rotary_angles
-from mtpjax.models.masks import TreeSlots, View
 from mtpjax.models.model import MTPModel, TrunkOutput, bind, multiply_head
 from mtpjax.models.parallel import over_rows
 from mtpjax.models.params import DRAFTER
+from mtpjax.models.view import TreeSlots, View, read_rows, write_rows
 
 if TYPE_CHECKING:
-    from mtpjax.decoding.verify import Acceptance
+    from mtpjax.decoding.state import Acceptance
 
 
 class PreparedDFlash(flax.struct.PyTreeNode):

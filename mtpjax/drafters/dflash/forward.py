@@ -11,7 +11,8 @@ import jax.numpy as jnp
 
 from mtpjax.drafters.dflash.network import DFlash, DFlashConfig, context_entries
 from mtpjax.models.layers.rotary import rotary_angles, softmax_scale
-from mtpjax.models.masks import Entries, segment_positions
+from mtpjax.models.masks import segment_positions
+from mtpjax.models.view import Entries
 from pallas_kernels.rms_norm import rms_norm_reference
 from pallas_kernels.rotation import rotate
 

@@ -10,9 +10,8 @@ import numpy as np
 
 from mtpjax.drafters.architecture import dense_layers
 from mtpjax.drafters.dflash.drafting import DFlashDrafter
-from mtpjax.drafters.dflash.hf_config import DFLASH_FORMAT, describe_blocks, parse_blocks
+from mtpjax.drafters.dflash.hf_config import DFLASH_FORMAT, describe_blocks, dflash_specs, parse_blocks
 from mtpjax.drafters.dflash.network import DFlash, DFlashConfig
-from mtpjax.drafters.dflash.tensor_names import dflash_specs
 from mtpjax.drafters.method import DrafterFiles, DraftMethod, DraftTraining
 from mtpjax.models.config import ModelConfig
 from mtpjax.models.masks import full_view

@@ -18,8 +18,8 @@ from mtpjax.models.config import LayerKind, ModelConfig
 from mtpjax.models.layers.experts import SwiGLU
 from mtpjax.models.layers.grouped_attention import GroupedAttention
 from mtpjax.models.layers.norm import AddRMSNorm, RMSNorm
-from mtpjax.models.masks import Entries, View
 from mtpjax.models.quantized import matrix_product
+from mtpjax.models.view import Entries, View
 from pallas_kernels.rms_norm import rms_norm_reference
 from pallas_kernels.rotation import rotate
 

@@ -5,8 +5,7 @@ Axes: D width, V vocabulary, R draft vocabulary.
 
 from conversion.attention_names import grouped_names
 from conversion.families import Layout
-from conversion.layer_names import prefixed
-from conversion.tensor_slice import ParamSpec, copied, gate_up, linear
+from conversion.tensor_slice import ParamSpec, copied, gate_up, linear, prefixed
 from mtpjax.drafters.dflash.network import DFlashConfig
 
 

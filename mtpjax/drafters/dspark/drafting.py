@@ -9,9 +9,8 @@ import jax.numpy as jnp
 
 from mtpjax.decoding.config import DecodeConfig
 from mtpjax.decoding.decoder import Decoder, Weights
-from mtpjax.decoding.drafter import Draft
 from mtpjax.decoding.sampling import PathTokens
-from mtpjax.decoding.state import DecodeState
+from mtpjax.decoding.state import DecodeState, Draft
 from mtpjax.drafters.dflash.drafting import DFlashDrafter
 from mtpjax.drafters.dspark.network import DSpark, DSparkConfig
 from mtpjax.drafters.levels import draft_levels

@@ -9,8 +9,7 @@ from typing import Any, get_args
 
 from conversion.config_reader import ConfigReader
 from conversion.tensor_slice import ParamSpec, copied, linear
-from mtpjax.drafters.dflash.hf_config import BlockFormat, describe_layer_ids
-from mtpjax.drafters.dflash.tensor_names import dflash_specs
+from mtpjax.drafters.dflash.hf_config import BlockFormat, describe_layer_ids, dflash_specs
 from mtpjax.drafters.dspark.network import DSparkConfig, MarkovHead
 from mtpjax.errors import ConfigError
 

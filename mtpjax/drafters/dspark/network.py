@@ -9,7 +9,7 @@ import jax.numpy as jnp
 
 from mtpjax.drafters.dflash.network import DFlash, DFlashConfig
 from mtpjax.messages import require, require_choice
-from mtpjax.models.masks import View
+from mtpjax.models.view import View
 
 MarkovHead = Literal["none", "vanilla", "gated", "rnn"]
 

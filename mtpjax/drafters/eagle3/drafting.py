@@ -10,8 +10,7 @@ from mtpjax.decoding.decoder import Decoder, Weights
 from mtpjax.decoding.sampling import PathTokens
 from mtpjax.decoding.state import DecodeState
 from mtpjax.drafters.cached import CachedDrafter
-from mtpjax.drafters.eagle3.forward import eagle3_levels
-from mtpjax.drafters.eagle3.network import Eagle3, Eagle3Config
+from mtpjax.drafters.eagle3.network import Eagle3, Eagle3Config, eagle3_levels
 from mtpjax.drafters.scoring import DraftScores, ReducedHead, own_head
 from mtpjax.drafters.trained import (
     DraftLevels,
@@ -19,14 +18,14 @@ from mtpjax.drafters.trained import (
     TextRows,
     TrainedDrafter,
     embedding_table,
+    join_states,
     require_whole_trunk,
 )
-from mtpjax.drafters.trunk_states import join_states
 from mtpjax.models.cache import Cache, empty_cache
 from mtpjax.models.config import ModelConfig
-from mtpjax.models.masks import Entries, View
 from mtpjax.models.model import MTPModel, TrunkOutput, bind
 from mtpjax.models.params import DRAFTER
+from mtpjax.models.view import Entries, View
 
 
 class PreparedEagle3(flax.struct.PyTreeNode):

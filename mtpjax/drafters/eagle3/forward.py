@@ -8,8 +8,9 @@ import jax.numpy as jnp
 from mtpjax.drafters.eagle3.network import Eagle3, Eagle3Config
 from mtpjax.drafters.trained import DraftLevels
 from mtpjax.models.forward import shift_left
-from mtpjax.models.masks import Entries, Recycled, full_view
+from mtpjax.models.masks import full_view
 from mtpjax.models.model import multiply_head
+from mtpjax.models.view import Entries, Recycled
 
 
 class Eagle3Levels(DraftLevels):

@@ -7,9 +7,8 @@ import jax.numpy as jnp
 
 from mtpjax.drafters.architecture import dense_layers
 from mtpjax.drafters.eagle3.drafting import Eagle3Drafter
-from mtpjax.drafters.eagle3.hf_config import describe_eagle3, parse_eagle3
+from mtpjax.drafters.eagle3.hf_config import describe_eagle3, eagle3_specs, parse_eagle3
 from mtpjax.drafters.eagle3.network import Eagle3, Eagle3Config
-from mtpjax.drafters.eagle3.tensor_names import eagle3_specs
 from mtpjax.drafters.files.tensor_names import ALIASES, MIDLAYER
 from mtpjax.drafters.method import DrafterFiles, DraftMethod, DraftTraining
 from mtpjax.models.config import ModelConfig

@@ -16,9 +16,9 @@ from mtpjax.models.config import LayerKind, ModelConfig
 from mtpjax.models.layers.experts import SwiGLU
 from mtpjax.models.layers.grouped_attention import GroupedAttention
 from mtpjax.models.layers.norm import AddRMSNorm, RMSNorm
-from mtpjax.models.masks import Entries, Recycled, View
 from mtpjax.models.model import multiply_head
 from mtpjax.models.quantized import matrix_product
+from mtpjax.models.view import Entries, Recycled, View
 from pallas_kernels.partial_sums import PartialSums
 
 

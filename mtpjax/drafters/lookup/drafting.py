@@ -6,12 +6,11 @@ import jax
 import jax.numpy as jnp
 
 from mtpjax.decoding.config import DecodeConfig
-from mtpjax.decoding.decoder import Decoder, Weights
-from mtpjax.decoding.drafter import Draft, Drafter
-from mtpjax.decoding.state import DecodeState
-from mtpjax.models.layers.entries import read_rows
+from mtpjax.decoding.decoder import Decoder, Drafter, Weights
+from mtpjax.decoding.state import DecodeState, Draft
 from mtpjax.models.model import MTPModel
 from mtpjax.models.parallel import own_size
+from mtpjax.models.view import read_rows
 from mtpjax.models.vocabulary import Vocabulary
 
 

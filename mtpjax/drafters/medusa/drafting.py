@@ -11,21 +11,20 @@ import jax.numpy as jnp
 from mtpjax.decoding.config import DecodeConfig
 from mtpjax.decoding.decoder import Decoder, Weights
 from mtpjax.decoding.draft_tree import depths_and_ancestor_mask
-from mtpjax.decoding.drafter import Draft
 from mtpjax.decoding.sampling import PathTokens
 from mtpjax.decoding.spec import DecodeSpec
-from mtpjax.decoding.state import DecodeState
+from mtpjax.decoding.state import DecodeState, Draft
 from mtpjax.drafters.levels import draft_levels
 from mtpjax.drafters.medusa.network import Medusa, MedusaConfig
 from mtpjax.drafters.scoring import DraftScores, ReducedHead, own_head
 from mtpjax.drafters.trained import DraftLevels, DraftParams, TextRows, TrainedDrafter, require_whole_trunk
 from mtpjax.drafters.tree import DynamicTreeBuilder, FixedTreeBuilder, extend_ancestor_mask
-from mtpjax.models.layers.entries import read_rows
 from mtpjax.models.model import MTPModel, TrunkOutput, multiply_head
 from mtpjax.models.params import DRAFTER
+from mtpjax.models.view import read_rows
 
 if TYPE_CHECKING:
-    from mtpjax.decoding.verify import Acceptance
+    from mtpjax.decoding.state import Acceptance
 
 Choices = tuple[tuple[int, ...], ...]
 

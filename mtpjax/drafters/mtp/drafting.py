@@ -17,9 +17,9 @@ from mtpjax.drafters.scoring import DraftScores, ReducedHead, reduce_head
 from mtpjax.models.attention_kinds import has_recurrent_layers
 from mtpjax.models.cache import Cache, empty_cache
 from mtpjax.models.config import ModelConfig
-from mtpjax.models.masks import Entries, View
 from mtpjax.models.model import MTPModel, TrunkOutput, bind
 from mtpjax.models.params import is_of_modules
+from mtpjax.models.view import Entries, View
 
 
 class MTPParams(flax.struct.PyTreeNode):

@@ -3,8 +3,8 @@
 import jax
 import jax.numpy as jnp
 
-from mtpjax.models.masks import Masks, View
 from mtpjax.models.pages import gather_pages
+from mtpjax.models.view import Masks, View
 from pallas_kernels.batch_invariance import is_batch_invariant
 from pallas_kernels.prefill_attention import choose_implementation as prefill_implementation
 from pallas_kernels.prefill_attention import prefill_attention

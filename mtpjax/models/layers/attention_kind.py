@@ -8,7 +8,7 @@ import flax.linen as nn
 import jax
 
 from mtpjax.models.config import LayerKind, ModelConfig
-from mtpjax.models.masks import Entries
+from mtpjax.models.view import Entries
 
 Axes = tuple[str | None, ...]  # one axis name of `mtpjax.models.sharding.MESH_AXES` per array axis; None: not split
 

@@ -7,7 +7,7 @@ from mtpjax.models.attention_kinds import ATTENTION_KINDS
 from mtpjax.models.config import LayerKind, ModelConfig
 from mtpjax.models.layers.experts import Experts, SwiGLU
 from mtpjax.models.layers.norm import AddRMSNorm
-from mtpjax.models.masks import Entries, Masks, Recycled, View
+from mtpjax.models.view import Entries, Masks, Recycled, View
 from pallas_kernels.partial_sums import PartialSums
 
 

@@ -8,10 +8,9 @@ import jax.numpy as jnp
 
 from mtpjax.models.config import LayerKind, ModelConfig
 from mtpjax.models.layers.attention_kind import AttentionKind
-from mtpjax.models.layers.entries import read_rows
-from mtpjax.models.masks import Entries, Masks, View
 from mtpjax.models.parallel import add_parts, own_size
 from mtpjax.models.quantized import matrix_product, partial_product
+from mtpjax.models.view import Entries, Masks, View, read_rows
 from pallas_kernels.gated_delta import gated_delta, gated_delta_replay, gated_delta_steps, gated_delta_verify
 from pallas_kernels.partial_sums import PartialSums
 from pallas_kernels.rms_norm import rms_norm

@@ -4,8 +4,8 @@ import jax
 import jax.numpy as jnp
 from jax.experimental.layout import Layout, with_layout_constraint
 
-from mtpjax.models.masks import Entries, Masks, Recycled, View
-from mtpjax.models.pages import Pages, gather_pages, read_pages, write_pages
+from mtpjax.models.pages import gather_pages, read_pages, write_pages
+from mtpjax.models.view import Entries, Masks, Pages, Recycled, View
 from pallas_kernels.fp8 import as_stored
 
 

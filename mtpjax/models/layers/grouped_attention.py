@@ -12,9 +12,9 @@ from mtpjax.models.layers.attention_kind import AttentionKind
 from mtpjax.models.layers.entries import append_and_select, select
 from mtpjax.models.layers.norm import NormScale
 from mtpjax.models.layers.rotary import softmax_scale
-from mtpjax.models.masks import Entries, Masks, Recycled, View
 from mtpjax.models.parallel import add_parts, own_size
 from mtpjax.models.quantized import partial_product
+from mtpjax.models.view import Entries, Masks, Recycled, View
 from pallas_kernels.append_heads import Heads, append_heads, split_heads
 from pallas_kernels.append_heads import choose_implementation as choose_append
 from pallas_kernels.partial_sums import PartialSums

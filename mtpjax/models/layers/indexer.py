@@ -5,8 +5,8 @@ import jax
 import jax.numpy as jnp
 
 from mtpjax.models.config import ModelConfig
-from mtpjax.models.masks import Masks, View
 from mtpjax.models.quantized import matrix_product
+from mtpjax.models.view import Masks, View
 from pallas_kernels.rotation import rotate
 
 

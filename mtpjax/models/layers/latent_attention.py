@@ -10,12 +10,12 @@ from mtpjax.models.config import LayerKind, ModelConfig
 from mtpjax.models.layers.attend import attend, attend_cache
 from mtpjax.models.layers.attention_kind import AttentionKind
 from mtpjax.models.layers.entries import append_and_select, select, side_by_side
-from mtpjax.models.layers.indexer import Indexer
+from mtpjax.models.layers.latent_attention import Indexer
 from mtpjax.models.layers.norm import AddRMSNorm, NormScale, fused_norm
 from mtpjax.models.layers.rotary import softmax_scale
-from mtpjax.models.masks import Entries, Masks, Recycled, View
 from mtpjax.models.parallel import add_parts, own_size
 from mtpjax.models.quantized import partial_product, partial_products
+from mtpjax.models.view import Entries, Masks, Recycled, View
 from pallas_kernels.append_latents import append_latents
 from pallas_kernels.append_latents import choose_implementation as choose_append
 from pallas_kernels.batch_invariance import is_batch_invariant, map_row_blocks

@@ -8,10 +8,10 @@ from fastapi.responses import Response
 
 from mtpjax.serving.api import schemas
 from mtpjax.serving.api.errors import ApiError
-from mtpjax.serving.api.http import check_admin, check_origin
+from mtpjax.serving.api.http import check_admin, check_origin, owner_of
 from mtpjax.serving.api.option_tables import ABORT, DETOKENIZE, TOKENIZE
-from mtpjax.serving.api.read_messages import Reading
-from mtpjax.serving.api.route_steps import owner_of, read_body
+from mtpjax.serving.api.reading_result import Reading
+from mtpjax.serving.api.route_steps import read_body
 from mtpjax.serving.api.server import ApiServer
 from mtpjax.version import __version__
 

@@ -4,8 +4,7 @@ import dataclasses
 import json
 from typing import Any
 
-from mtpjax.serving.api.errors import ApiError
-from mtpjax.serving.api.fields import Body, check_text
+from mtpjax.serving.api.errors import ApiError, Body, check_text
 from mtpjax.serving.grammar import MAX_GRAMMAR_BYTES, GrammarKind
 
 ANY_JSON = "$$ANY$$"  # SGLang's schema of any JSON value

@@ -16,9 +16,8 @@ from starlette.requests import ClientDisconnect, Request
 from starlette.responses import JSONResponse, Response
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
-from mtpjax.serving.api.errors import ApiError, queue_full
-from mtpjax.serving.api.generation import log_fault
-from mtpjax.serving.api.server import ApiSettings
+from mtpjax.serving.api.errors import ApiError, log_fault, queue_full
+from mtpjax.serving.api.settings import ApiSettings
 from mtpjax.serving.request import QueueFull
 
 PART_BYTES = 1 << 16  # of a body that is kept in parts

@@ -12,8 +12,8 @@ from mtpjax.serving.api.errors import ApiError
 from mtpjax.serving.api.generation import Choice, Generation, Job, Update
 from mtpjax.serving.api.logprobs import TextOffsets, TokenScores, chat_logprobs, completion_logprobs, score_choice
 from mtpjax.serving.api.options import read_openai
-from mtpjax.serving.api.route_steps import Reply, check_model, make_jobs, read_body
-from mtpjax.serving.api.server import ApiServer
+from mtpjax.serving.api.route_steps import check_model, make_jobs, read_body
+from mtpjax.serving.api.server import ApiServer, Reply
 from mtpjax.serving.api.usage import speculation, usage
 
 

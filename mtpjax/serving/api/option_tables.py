@@ -3,7 +3,7 @@
 import dataclasses
 from typing import Any
 
-from mtpjax.serving.api.fields import FLAG, NAME, Field
+from mtpjax.serving.api.errors import FLAG, NAME, Field
 
 MAX_CHOICES = 16
 MAX_PROMPTS = 1024

@@ -8,12 +8,11 @@ from typing import Any
 from mtpjax.decoding.config import SamplingParams
 from mtpjax.messages import count_of
 from mtpjax.serving.api import option_tables as tables
-from mtpjax.serving.api.errors import ApiError
-from mtpjax.serving.api.fields import (
+from mtpjax.serving.api.errors import (
     MAX_INTEGER,
+    ApiError,
     Body,
     Field,
-    Limits,
     check_list,
     check_text,
     check_token,
@@ -22,7 +21,8 @@ from mtpjax.serving.api.fields import (
 )
 from mtpjax.serving.api.generation import Job
 from mtpjax.serving.api.grammars import GrammarField, read_grammar
-from mtpjax.serving.grammar import Grammar
+from mtpjax.serving.api.settings import Limits
+from mtpjax.serving.matcher import Grammar
 from mtpjax.serving.request import Request
 
 

@@ -5,9 +5,9 @@ from typing import Any
 from mtpjax.data.chat_messages import REASONING_FIELDS
 from mtpjax.data.tokenizer import Tokenizer
 from mtpjax.messages import count_of
-from mtpjax.serving.api.errors import ApiError
-from mtpjax.serving.api.fields import MAX_NAME_CHARACTERS, Body, Limits, check_list, check_text, check_tokens
-from mtpjax.serving.api.option_tables import MAX_PROMPTS
+from mtpjax.serving.api.errors import MAX_NAME_CHARACTERS, ApiError, Body, check_list, check_text, check_tokens
+from mtpjax.serving.api.prompts import MAX_PROMPTS
+from mtpjax.serving.api.settings import Limits
 
 MAX_MESSAGES = 2048
 MAX_TOOLS = 128  # as OpenAI's API

@@ -62,7 +62,8 @@ def _limit_memory(num_bytes: int) -> None:
 
 
 def _read(reader: Any, kind: str, raw: bytes, memory: int) -> dict[str, Any]:
-    from mtpjax.serving.api.read_messages import out_of_memory, to_answer
+    from mtpjax.serving.api.errors import out_of_memory
+    from mtpjax.serving.api.read_messages import to_answer
 
     def read() -> Any:
         try:

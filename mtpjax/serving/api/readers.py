@@ -19,9 +19,10 @@ import weakref
 from collections.abc import Callable, Hashable, Sequence
 from typing import Any
 
-from mtpjax.serving.api.errors import ApiError, server_busy, shutting_down
-from mtpjax.serving.api.read_messages import Reading, from_answer, out_of_memory, to_request
-from mtpjax.serving.api.read_queue import ReadQueue
+from mtpjax.serving.api.errors import ApiError, out_of_memory, server_busy, shutting_down
+from mtpjax.serving.api.read_messages import from_answer, to_request
+from mtpjax.serving.api.reading_result import Reading
+from mtpjax.serving.api.turns import ReadQueue
 from mtpjax.worker_process import WorkerEnded, WorkerProcess
 
 SMALL_BODY_BYTES = 1 << 14

@@ -9,11 +9,20 @@ from collections.abc import Callable, Mapping
 
 from mtpjax.data.tokenizer import Tokenizer
 from mtpjax.serving.api import option_tables as tables
-from mtpjax.serving.api.errors import ApiError
-from mtpjax.serving.api.fields import Body, Field, Limits, check_list, check_text, check_tokens, parse_body, read_fields
+from mtpjax.serving.api.errors import (
+    ApiError,
+    Body,
+    Field,
+    check_list,
+    check_text,
+    check_tokens,
+    parse_body,
+    read_fields,
+)
 from mtpjax.serving.api.options import Options, read_generate, read_openai, reject_unknown, reject_unsupported
 from mtpjax.serving.api.prompts import encode_text, read_chat, read_prompts
-from mtpjax.serving.api.read_messages import Reading
+from mtpjax.serving.api.reading_result import Reading
+from mtpjax.serving.api.settings import Limits
 
 MAX_VALUES = 1 << 17  # of JSON in a body, besides the ids of prompts
 MAX_OPTION_BYTES = 1 << 18  # of a body's JSON without prompts, messages and tools: a grammar may have 64 kB

@@ -11,8 +11,8 @@ from mtpjax.serving.api.errors import ApiError, shutting_down
 from mtpjax.serving.api.generation import Generation, Job, new_id
 from mtpjax.serving.api.http import EventStream, read_json, run_while_connected
 from mtpjax.serving.api.options import Options
-from mtpjax.serving.api.read_messages import Reading
 from mtpjax.serving.api.readers import SMALL_BODY_BYTES
+from mtpjax.serving.api.reading_result import Reading
 from mtpjax.serving.api.server import ApiServer
 
 

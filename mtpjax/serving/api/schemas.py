@@ -4,7 +4,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from mtpjax.serving.api import option_tables as tables
-from mtpjax.serving.api.fields import MAX_INTEGER, Field
+from mtpjax.serving.api.errors import MAX_INTEGER, Field
 from mtpjax.serving.api.grammars import RESPONSE_FORMATS
 from mtpjax.serving.api.prompts import MAX_MESSAGES, ROLES
 

@@ -13,12 +13,14 @@ from typing import Any, Protocol, TypeVar
 from mtpjax.data.template_worker import WORKER
 from mtpjax.data.tokenizer import Tokenizer
 from mtpjax.serving.api.errors import ApiError, server_busy, shutting_down
-from mtpjax.serving.api.fields import Limits
 from mtpjax.serving.api.grammars import GrammarField
 from mtpjax.serving.api.readers import Readers
+from mtpjax.serving.api.settings import Limits
 from mtpjax.serving.api.turns import Turns
-from mtpjax.serving.grammar import MAX_COMPILE_SECONDS, Grammar, Grammars, GrammarTooSlow
-from mtpjax.serving.request import Deliver, EngineStatus, FinishReason, Request, Scores
+from mtpjax.serving.grammar import MAX_COMPILE_SECONDS, Grammars, GrammarTooSlow
+from mtpjax.serving.matcher import Grammar
+from mtpjax.serving.request import Deliver, FinishReason, Request, Scores
+from mtpjax.serving.status import EngineStatus
 from mtpjax.serving.trial_compile import TRIAL_COMPILE
 from mtpjax.version import __version__
 

@@ -10,8 +10,8 @@ from fastapi.responses import Response
 from mtpjax.serving.api import schemas
 from mtpjax.serving.api.generation import Choice, Generation, Job
 from mtpjax.serving.api.options import read_generate
-from mtpjax.serving.api.route_steps import Reply, make_jobs, read_body
-from mtpjax.serving.api.server import ApiServer
+from mtpjax.serving.api.route_steps import make_jobs, read_body
+from mtpjax.serving.api.server import ApiServer, Reply
 from mtpjax.serving.api.usage import meta_info
 
 

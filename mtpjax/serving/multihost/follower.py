@@ -6,7 +6,7 @@ import threading
 from types import FrameType
 from typing import Any
 
-from mtpjax.decoding.drafter import Draft
+from mtpjax.decoding.state import Draft
 from mtpjax.serving.executor import Executor
 from mtpjax.serving.multihost.connection import Leader
 from mtpjax.serving.multihost.plan import decode, decode_call

@@ -6,10 +6,10 @@ from typing import Any
 import jax
 import numpy as np
 
-from mtpjax.serving.calls import PendingCall
 from mtpjax.serving.executor import Executor
 from mtpjax.serving.multihost.connection import Followers
 from mtpjax.serving.multihost.plan import encode, encode_call
+from mtpjax.serving.program_set import PendingCall
 
 
 class LeaderExecutor(Executor):

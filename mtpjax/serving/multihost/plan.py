@@ -12,15 +12,13 @@ import jax.numpy as jnp
 import numpy as np
 
 from mtpjax.decoding import session as programs
-from mtpjax.decoding.drafter import Draft
 from mtpjax.decoding.gpu_graph import OneGraph
 from mtpjax.decoding.sampling import SamplingArrays, SamplingFeatures
 from mtpjax.decoding.session import Batch, PromptChunk
-from mtpjax.decoding.state import NewRows, RowSettings
+from mtpjax.decoding.state import Draft, NewRows, RowSettings
 from mtpjax.serving import scoring
-from mtpjax.serving.calls import PendingCall
 from mtpjax.serving.disaggregation import protocol
-from mtpjax.serving.program_set import ProgramKey
+from mtpjax.serving.program_set import PendingCall, ProgramKey
 
 FIELDS = {"name": str, "arguments": list, "key": list}
 TYPES = {each.__name__: each for each in (Batch, PromptChunk, NewRows, RowSettings, SamplingArrays, SamplingFeatures)}

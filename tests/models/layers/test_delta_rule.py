@@ -8,9 +8,9 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from mtpjax.models.view import View
 
 from mtpjax.models.layers.delta_rule import DELTA, MAX_STEPWISE_TOKENS, DeltaRule
-from mtpjax.models.masks import View
 from tests.helpers.small_models import small_config
 
 CONFIG = small_config("hybrid")
