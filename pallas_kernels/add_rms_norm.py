@@ -14,6 +14,7 @@ from jax.experimental import pallas as pl
 from pallas_kernels.backend import triton as plt
 from pallas_kernels.case import Case, Shape, random_keys, random_normal, random_parts
 from pallas_kernels.dispatch import choose
+from pallas_kernels.gradients import differentiated_by
 from pallas_kernels.partial_sums import PartialSums, load_sum
 from pallas_kernels.rms_norm import rms_norm_reference
 
@@ -60,7 +61,7 @@ def add_rms_norm_reference(x, update: PartialSums, scale, *, eps=1e-6, zero_cent
     return total, rms_norm_reference(total, scale, eps=eps, zero_centred=zero_centred)
 
 
-@functools.partial(jax.custom_vjp, nondiff_argnums=(3, 4, 5))
+@differentiated_by(add_rms_norm_reference, 3)
 def _add_rms_norm_triton(x, update, scale, eps, zero_centred, interpret):
     """Runs the kernel over rows [R, D]: each program takes one block of whole rows."""
     *outer, width = update.shape
@@ -72,12 +73,7 @@ def _add_rms_norm_triton(x, update, scale, eps, zero_centred, interpret):
     parts = update.parts.reshape(-1, num_rows, width)
     total, normed = pl.pallas_call(
         functools.partial(
-            _add_rms_norm_kernel,
-            dtype=update.dtype,
-            num_rows=num_rows,
-            width=width,
-            eps=eps,
-            zero_centred=zero_centred,
+            _add_rms_norm_kernel, dtype=update.dtype, num_rows=num_rows, width=width, eps=eps, zero_centred=zero_centred
         ),
         out_shape=[jax.ShapeDtypeStruct((num_rows, width), dtype)] * 2,
         grid=(pl.cdiv(num_rows, block),),
@@ -119,17 +115,3 @@ def _add_rms_norm_kernel(*refs, dtype, num_rows, width, eps, zero_centred):
     scale = plt.load(scale_ref, mask=column < width, other=0.0).astype(jnp.float32) + (1.0 if zero_centred else 0.0)
     inverse = jax.lax.rsqrt(jnp.sum(total * total, axis=1, keepdims=True) / width + eps)
     plt.store(normed_ref, (total * inverse * scale[None, :]).astype(normed_ref.dtype), mask=mask)
-
-
-def _forward(x, update, scale, eps, zero_centred, interpret):
-    return _add_rms_norm_triton(x, update, scale, eps, zero_centred, interpret), (x, update, scale)
-
-
-def _backward(eps, zero_centred, interpret, residuals, gradients):
-    del interpret
-    # Differentiates the reference.
-    _, pull = jax.vjp(functools.partial(add_rms_norm_reference, eps=eps, zero_centred=zero_centred), *residuals)
-    return pull(gradients)
-
-
-_add_rms_norm_triton.defvjp(_forward, _backward)

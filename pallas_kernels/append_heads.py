@@ -17,7 +17,7 @@ from pallas_kernels.case import Case, Shape, random_keys, random_normal, random_
 from pallas_kernels.cost import loads_from_l2
 from pallas_kernels.dispatch import choose
 from pallas_kernels.fp8 import as_stored
-from pallas_kernels.paged import write_places
+from pallas_kernels.paged import append_entries, find_entry
 from pallas_kernels.partial_sums import PartialSums, load_sum
 from pallas_kernels.rms_norm import rms_norm_reference
 from pallas_kernels.rotation import rotate, rotate_pairs
@@ -26,9 +26,7 @@ MAX_ROWS = 64  # with more rows, XLA's fusions cost less than the products aroun
 
 
 @functools.partial(
-    jax.tree_util.register_dataclass,
-    data_fields=["bias", "norms"],
-    meta_fields=["eps", "zero_centred", "interleaved"],
+    jax.tree_util.register_dataclass, data_fields=["bias", "norms"], meta_fields=["eps", "zero_centred", "interleaved"]
 )
 @dataclasses.dataclass(frozen=True)
 class Heads:
@@ -133,14 +131,7 @@ def append_heads_reference(
 ):
     """Computes `append_heads` in plain JAX, which defines its meaning."""
     q, k, v = split_heads(projected.total(), angles, heads, group_size=group_size)
-
-    def append(cache, new):
-        if places is not None:
-            return write_places(cache, new, *places)
-        write = functools.partial(jax.lax.dynamic_update_slice_in_dim, axis=1)
-        return jax.vmap(write)(cache, as_stored(new.swapaxes(1, 2), cache.dtype), start)
-
-    return q.swapaxes(1, 2), append(keys, k), append(values, v)
+    return q.swapaxes(1, 2), append_entries(keys, k, start, places), append_entries(values, v, start, places)
 
 
 def _append_heads_triton(projected, angles, keys, values, start, heads, places, group_size, *, interpret):
@@ -198,17 +189,7 @@ def _append_heads_triton(projected, angles, keys, values, start, heads, places, 
 
 
 def _append_heads_kernel(
-    *refs,
-    has_bias,
-    has_norms,
-    eps,
-    zero_centred,
-    interleaved,
-    dtype,
-    group_size,
-    per_key,
-    num_tokens,
-    is_paged,
+    *refs, has_bias, has_norms, eps, zero_centred, interleaved, dtype, group_size, per_key, num_tokens, is_paged
 ):
     """Handles the heads of one key head at one token.
 
@@ -269,12 +250,7 @@ def _append_heads_kernel(
     store(q_ref, (row, key_head, place), head, head < G, q, rotated_groups)
     # 2. Key and value go to the token's slot of the cache; a value is written unchanged.
     one = jnp.arange(1)
-    if is_paged:
-        page, slot = (plt.load(ref.at[row, place]) for ref in place_refs)
-        # An entry whose page is outside the pool is dropped: clamp its address, and mask its store.
-        is_kept, page = page < keys_ref.shape[0], jnp.minimum(page, keys_ref.shape[0] - 1)
-    else:
-        page, slot, is_kept = row, plt.load(place_refs[0].at[row]) + place, True
+    page, slot, is_kept = find_entry(place_refs, keys_ref, row, place)
     key = normalise_and_rotate(load(one + G, one == 0), norm_refs[1])
     store(keys_ref, (page, key_head), slot + one, (one == 0) & is_kept, key, rotated_groups)
     store(values_ref, (page, key_head), slot + one, (one == 0) & is_kept, load(one + (G + 1), one == 0), groups)

@@ -16,7 +16,7 @@ from pallas_kernels.case import Case, Shape, random_keys, random_normal, random_
 from pallas_kernels.cost import loads_from_l2
 from pallas_kernels.dispatch import choose
 from pallas_kernels.fp8 import as_stored
-from pallas_kernels.paged import write_places
+from pallas_kernels.paged import append_entries, find_entry
 from pallas_kernels.partial_sums import PartialSums, load_sum
 from pallas_kernels.rms_norm import rms_norm_reference
 from pallas_kernels.rotation import rotate, rotate_pairs
@@ -108,11 +108,7 @@ def append_latents_reference(
     q_rope = rotate(q_rope, angles, interleaved=interleaved)
     k_rope = rotate(k_rope[:, :, None], angles, interleaved=interleaved)[:, :, 0]
     new = jnp.concatenate([rms_norm_reference(latent, norm, eps=eps), k_rope], axis=-1)
-    if places is None:
-        write = functools.partial(jax.lax.dynamic_update_slice_in_dim, axis=0)
-        cache = jax.vmap(write)(cache, as_stored(new, cache.dtype), start)
-    else:
-        cache = write_places(cache, new, *places)
+    cache = append_entries(cache, new, start, places)
     absorbed = jnp.einsum("BTNC,NCR->BTNR", q_content, key_up)
     return jnp.concatenate([absorbed, q_rope], axis=-1), cache
 
@@ -149,7 +145,6 @@ def _append_latents_triton(
             dtypes=(dtype, latents.dtype),
             eps=eps,
             interleaved=interleaved,
-            is_paged=places is not None,
         ),
         out_shape=[jax.ShapeDtypeStruct((n, N, R + P), dtype), jax.ShapeDtypeStruct(cache.shape, cache.dtype)],
         # Grid: first the programs that absorb, then one for each token that appends its entry.
@@ -178,16 +173,7 @@ def _append_latents_triton(
     return absorbed.reshape(B, T, N, R + P), cache
 
 
-def _append_latents_kernel(
-    *refs,
-    tile,
-    slices,
-    num_tokens,
-    dtypes,
-    eps,
-    interleaved,
-    is_paged,
-):
+def _append_latents_kernel(*refs, tile, slices, num_tokens, dtypes, eps, interleaved):
     """Absorbs a slice of one head's queries, or appends one token's entry."""
     *place_refs, cos_ref, sin_ref, queries_ref, latents_ref, norm_ref, key_up_ref, _, absorbed_ref, cache_ref = refs
     program = pl.program_id(0)
@@ -247,12 +233,7 @@ def _append_latents_kernel(
     def append():
         token = program - num_absorbing
         batch, place = jax.lax.div(token, num_tokens), jax.lax.rem(token, num_tokens)
-        if is_paged:
-            page, slot = (plt.load(ref.at[batch, place]) for ref in place_refs)
-            # An entry whose page is outside the pool is dropped: clamp its address, and mask its store.
-            is_kept, page = page < cache_ref.shape[0], jnp.minimum(page, cache_ref.shape[0] - 1)
-        else:
-            page, slot, is_kept = batch, plt.load(place_refs[0].at[batch]) + place, True
+        page, slot, is_kept = find_entry(place_refs, cache_ref, batch, place)
         one = jnp.arange(1)
         is_one, is_kept, column = one == 0, (one == 0) & is_kept, jnp.arange(pl.next_power_of_2(R))
         is_column = column < R

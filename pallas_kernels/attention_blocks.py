@@ -6,15 +6,65 @@ Triton arrays have power-of-two sizes, so columns of any other number are cut in
 
 import dataclasses
 import functools
+import math
+from collections.abc import Mapping
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jax.experimental import pallas as pl
 
 from pallas_kernels.backend import triton as plt
 from pallas_kernels.fp8 import FP8_DIVISOR, convert_fp8
 
 MASKED_SCORE = -1e30  # score of a masked slot; unlike -inf, differences of it stay finite
+
+
+def reference(q, keys, values, mask, scale) -> jax.Array:
+    """Computes softmax attention under a mask in plain JAX, with all scores at once.
+
+    Args:
+        q: [B, K, T, G, H].
+        keys: [B, K, S, H].
+        values: [B, K, S, Hv].
+        mask: [B, T, S] bool. A token that attends to nothing gets zeros.
+
+    Returns:
+        [B, K, T, G, Hv] in q's dtype.
+    """
+    # Zero the slots that no token attends to: their weight is 0, but 0 times NaN is NaN.
+    values = jnp.where(mask.any(axis=1)[:, None, :, None], values.astype(q.dtype), 0)
+    scores = jnp.einsum("BKTGH,BKSH->BKTGS", q, keys.astype(q.dtype), preferred_element_type=jnp.float32) * scale
+    # A second `where` after the softmax gives zeros to tokens that attend to nothing.
+    mask = mask[:, None, :, None]
+    weights = jnp.where(mask, jax.nn.softmax(jnp.where(mask, scores, MASKED_SCORE), axis=-1), 0)
+    return jnp.einsum("BKTGS,BKSH->BKTGH", weights.astype(q.dtype), values)
+
+
+def check(q, keys, values, value_width, others: Mapping[str, tuple], *, num_entries: int) -> None:
+    """Raises ValueError for arrays that do not follow from the shape of q [B, K, T, G, H].
+
+    Args:
+        keys: [num_entries, K, S, H].
+        values: [num_entries, K, S, Hv]; None: the first `value_width` columns of the keys.
+        others: By name an array or None, and the shape that it must have.
+        num_entries: Rows of the cache, or pages of a pool.
+    """
+    if (values is None) == (value_width is None):
+        raise ValueError("pass either values or value_width, the columns of the keys that hold them")
+    sizes = num_entries, q.shape[1], keys.shape[2]
+    expected = {"keys": (keys, (*sizes, q.shape[-1])), "values": (values, (*sizes, *np.shape(values)[-1:])), **others}
+    expected = {name: pair for name, pair in expected.items() if pair[0] is not None}
+    if any(array.shape != shape for array, shape in expected.values()) or not 0 < (value_width or 1) <= q.shape[-1]:
+        found = ", ".join(f"{name} {array.shape}" for name, (array, _) in expected.items())
+        raise ValueError(f"q {q.shape} does not fit {found}, {value_width=}")
+
+
+def describe(q, keys, *, is_windowed: bool) -> dict[str, int | str]:
+    """Describes a call over a contiguous cache, as `dispatch.choose` takes it."""
+    B, K, T, G, H = q.shape
+    shape = {"batch": B, "heads": K, "queries": T * G, "width": H, "slots": keys.shape[2]}
+    return shape | {"dtype": str(q.dtype), "cache": str(keys.dtype), "reads": "a window" if is_windowed else "all"}
 
 
 @dataclasses.dataclass(frozen=True)
@@ -26,6 +76,25 @@ class Tiles:
     num_warps: int
     num_stages: int
     is_column_split: bool = False  # a latent's value columns are split between two programs
+
+
+@dataclasses.dataclass(frozen=True)
+class Program:
+    """What the programs of an attention kernel have in common.
+
+    Attributes:
+        tiles: Their sizes.
+        key_slices: Slices of the keys' columns.
+        value_slices: Slices of the values' columns.
+        scale: Factor of the scores.
+        is_integer_fp8: Integer arithmetic converts the caches (`is_converted_by_integers`).
+    """
+
+    tiles: Tiles
+    key_slices: list[tuple[int, int, int]]
+    value_slices: list[tuple[int, int, int]]
+    scale: float
+    is_integer_fp8: bool
 
 
 def column_slices(*ends: int) -> list[tuple[int, int, int]]:
@@ -66,7 +135,7 @@ def load_slice(ref, rows, row_mask, column_slice, dtype, *, is_integer_fp8=False
     return (loaded.astype(jnp.float32) if ref.dtype.itemsize == 1 else loaded).astype(dtype)
 
 
-def attend_blocks(blocks, find_slots, q, cache_refs, *, num_rows, scale, key_slices, value_slices, is_integer_fp8):
+def attend_blocks(blocks, find_slots, q, cache_refs, program: Program):
     """Attends from a block of query rows to blocks of slots in order, inside a kernel.
 
     Args:
@@ -76,19 +145,16 @@ def attend_blocks(blocks, find_slots, q, cache_refs, *, num_rows, scale, key_sli
         q: Slices [rows, columns] of the queries.
         cache_refs: Keys [S, H] and values [S, Hv], or only a latent, whose values are the first slices of its keys;
             pools of pages [P, size, H].
-        num_rows: Query rows.
-        scale: Factor of the scores, with log2(e), because exp2 is one instruction.
-        key_slices: Slices of the keys' columns.
-        value_slices: Slices of the values' columns.
-        is_integer_fp8: Integer arithmetic converts the caches (`is_converted_by_integers`).
 
     Returns:
         For each slice of values the weighted sum [rows, columns], the highest score [rows], to which the weights are
         relative, and the sum of the weights [rows]. A row that attends to nothing gets zeros and a sum of 1.
     """
     dtype = q[0].dtype
+    num_rows, is_integer_fp8 = program.tiles.rows, program.is_integer_fp8
     load = functools.partial(load_slice, dtype=dtype, is_integer_fp8=is_integer_fp8)
-    scale = scale * FP8_DIVISOR if is_integer_fp8 else scale
+    # In base 2, because exp2 is one instruction.
+    scale = program.scale * math.log2(math.e) * (FP8_DIVISOR if is_integer_fp8 else 1)
     dot = functools.partial(
         jnp.dot,
         preferred_element_type=jnp.float32,
@@ -99,7 +165,7 @@ def attend_blocks(blocks, find_slots, q, cache_refs, *, num_rows, scale, key_sli
         outputs, highest, total = carry
         slots, is_loaded, is_visible = find_slots(index)
         # Scores in float32, base 2. Slots that are not loaded may hold NaN and become 0.
-        keys = [load(cache_refs[0], slots, is_loaded, part) for part in key_slices]
+        keys = [load(cache_refs[0], slots, is_loaded, part) for part in program.key_slices]
         scores = scale * sum(dot(one, key.T) for one, key in zip(q, keys, strict=True))
         # When the highest score rises, older sums fade by the same factor.
         new_highest = jnp.maximum(highest, jnp.max(jnp.where(is_visible, scores, MASKED_SCORE), axis=1))
@@ -108,7 +174,7 @@ def attend_blocks(blocks, find_slots, q, cache_refs, *, num_rows, scale, key_sli
         # A latent's values are the first slices of its keys, which are already loaded.
         values = keys
         if len(cache_refs) == 2:
-            values = [load(cache_refs[1], slots, is_loaded, part) for part in value_slices]
+            values = [load(cache_refs[1], slots, is_loaded, part) for part in program.value_slices]
         outputs = [
             rescale[:, None] * output + dot(weights.astype(value.dtype), value)
             for output, value in zip(outputs, values, strict=False)  # a latent has more key slices than value slices
@@ -116,7 +182,7 @@ def attend_blocks(blocks, find_slots, q, cache_refs, *, num_rows, scale, key_sli
         return outputs, new_highest, rescale * total + jnp.sum(weights, axis=1)
 
     # Float32 sums stay in registers over all blocks.
-    outputs = [jnp.zeros((num_rows, padded), jnp.float32) for _, _, padded in value_slices]
+    outputs = [jnp.zeros((num_rows, padded), jnp.float32) for _, _, padded in program.value_slices]
     highest = jnp.full(num_rows, MASKED_SCORE, jnp.float32)
     begin, end = blocks
     outputs, highest, total = jax.lax.fori_loop(begin, end, body, (outputs, highest, jnp.zeros_like(highest)))

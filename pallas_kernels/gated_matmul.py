@@ -11,19 +11,14 @@ import jax.numpy as jnp
 from jax.experimental import pallas as pl
 
 from pallas_kernels.backend import triton as plt
-from pallas_kernels.block_scaled_matmul.choice import check_matrix, choose_for_few_rows, make_matrix_case
-from pallas_kernels.block_scaled_matmul.kernel import (
-    TILE_BYTES,
-    elements,
-    load_inputs,
-    multiply_tile,
-    tile_rows,
-)
+from pallas_kernels.block_scaled_matmul import check_matrix, choose_for_few_rows, make_matrix_case
+from pallas_kernels.block_scaled_matmul.kernel import TILE_BYTES, elements, load_inputs, multiply_tile, tile_rows
 from pallas_kernels.block_scaled_matmul.reference import block_scaled_matmul_reference, block_scaled_matmul_xla
 from pallas_kernels.case import Case, Shape
 from pallas_kernels.cost import loads_from_l2
 from pallas_kernels.device import call_by_platform, num_processors
 from pallas_kernels.fp8 import FP8_DIVISOR, is_converted_by_integers
+from pallas_kernels.gradients import differentiated_by
 
 
 def gated_matmul(x, weights, scales=None, *, block=128, implementation="auto") -> jax.Array:
@@ -66,7 +61,7 @@ def _gated_matmul_xla(x, weights, scales, block):
     return jax.nn.silu(gate) * up
 
 
-@functools.partial(jax.custom_vjp, nondiff_argnums=(3, 4))
+@differentiated_by(_gated_matmul_xla, 3)
 def _gated_matmul_triton(x, weights, scales, block, interpret):
     """Calls `_run_kernel` with the conversion of fp8 of the platform that the computation is lowered for."""
     run = functools.partial(_run_kernel, block=block, interpret=interpret)
@@ -81,8 +76,8 @@ def _run_kernel(x, weights, scales, *, block, interpret, platform):
     padded, num_row_blocks = tile_rows(n)
     itemsize, is_float32 = weights.dtype.itemsize, x.dtype.itemsize == 4
     columns = _num_columns(F, is_float32=is_float32)
-    # One tile of gate and one of up are 16 KB together, or less with few columns, because 64 rows of x must fit beside
-    # them. See `block_scaled_matmul` for float32, scales and stages.
+    # One tile of gate and one of up are 16 KB together, or less with few columns, because 64 rows of x must also
+    # fit. See `block_scaled_matmul` for float32, scales and stages.
     inputs = 32 if is_float32 else min(128, TILE_BYTES // (2 * columns * itemsize))
     inputs = inputs if scales is None else min(inputs, block)
     inputs = min(inputs, max(16, pl.next_power_of_2(D)))
@@ -115,7 +110,7 @@ def _run_kernel(x, weights, scales, *, block, interpret, platform):
 
 
 def _num_columns(F: int, *, is_float32: bool) -> int:
-    """Returns the columns of a program: the most that still give about every processor one program.
+    """Returns the columns of a program: the largest number that still gives nearly every processor a program.
 
     Gate times up needs whole sums, so the inputs cannot be split over programs if there are few columns.
     """
@@ -153,17 +148,3 @@ def _gated_matmul_kernel(x_ref, weights_ref, *refs, padded, tile, block, has_row
     is_inside = (row < n)[:, None] & (column < F)[None, :]
     gated = gate * jax.nn.sigmoid(gate) * up
     plt.store(elements(out_ref, row, column), gated.astype(out_ref.dtype), mask=is_inside)
-
-
-def _forward(x, weights, scales, block, interpret):
-    return _gated_matmul_triton(x, weights, scales, block, interpret), (x, weights, scales)
-
-
-def _backward(block, interpret, residuals, gradient):
-    # Differentiate the XLA form, as `block_scaled_matmul` does.
-    del interpret
-    _, pull = jax.vjp(functools.partial(_gated_matmul_xla, block=block), *residuals)
-    return pull(gradient)
-
-
-_gated_matmul_triton.defvjp(_forward, _backward)

@@ -59,9 +59,10 @@ def head_top_k(
     chosen = choose("head_top_k", implementation, ("xla", "triton"), shape, make_case=make_case)
     if chosen == "xla" or rows == 0:
         return head_top_k_reference(hidden, head, k=k, num_tokens=num_tokens, is_transposed=is_transposed)
-    values, indices, logsumexp = _head_top_k_triton(
-        hidden.reshape(rows, width), head, k, num_tokens, is_transposed, chosen == "interpreted"
-    )
+    interpret, has_several_blocks = chosen == "interpreted", _num_block_rows(rows) < rows
+    options = {"k": k, "num_tokens": num_tokens, "is_transposed": is_transposed, "interpret": interpret}
+    run, flat = functools.partial(_run_kernel, **options), hidden.reshape(rows, width)
+    values, indices, logsumexp = call_by_platform(run, flat, head, interpret=interpret, differs=has_several_blocks)
     leading = hidden.shape[:-1]
     return values.reshape(*leading, k), indices.reshape(*leading, k), logsumexp.reshape(leading)
 
@@ -84,15 +85,6 @@ def head_top_k_reference(hidden, head, *, k=1, num_tokens=None, is_transposed=Fa
     else:
         values, indices = top_k(logits, k)
     return values, indices.astype(jnp.int32), jax.nn.logsumexp(logits, axis=-1)
-
-
-def _head_top_k_triton(hidden, head, k, num_tokens, is_transposed, interpret):
-    """Calls `_run_kernel` with the order of programs of the platform that the computation is lowered for."""
-    options = {"k": k, "num_tokens": num_tokens, "is_transposed": is_transposed, "interpret": interpret}
-    has_several_blocks = _num_block_rows(len(hidden)) < len(hidden)
-    return call_by_platform(
-        functools.partial(_run_kernel, **options), hidden, head, interpret=interpret, differs=has_several_blocks
-    )
 
 
 def _num_block_rows(num_rows: int) -> int:

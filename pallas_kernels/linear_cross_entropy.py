@@ -420,7 +420,7 @@ class _Tiles:
 
 
 def _traced_index(index: int) -> jax.Array:
-    """Makes an index traced: the interpreter rejects constants beside slices. The compiler folds it to a constant."""
+    """Makes an index traced: the interpreter rejects constants next to slices. The compiler folds it to a constant."""
     return pl.program_id(0) * 0 + index
 
 

@@ -1,8 +1,11 @@
 """Caches in pages, as kernels see them: a pool of pages, and a table of each row's pages."""
 
+import functools
+
 import jax
 import jax.numpy as jnp
 
+from pallas_kernels.backend import triton as plt
 from pallas_kernels.fp8 import as_stored
 
 NO_PAGE = 2**31 - 1  # in a table: reads are masked, and writes are dropped
@@ -16,6 +19,38 @@ def index_places(pool, page, place) -> tuple:
 def write_places(pool, entries, page, place) -> jax.Array:
     """Writes entries [B, T, ..., H] to their pages and places there; those of a page outside the pool are dropped."""
     return pool.at[index_places(pool, page, place)].set(as_stored(entries, pool.dtype), mode="drop")
+
+
+def append_entries(cache, entries, start, places) -> jax.Array:
+    """Writes the entries [B, T, ..., H] of new tokens to a cache.
+
+    Args:
+        cache: [B, ..., S, H], or pages as in `write_places`.
+        start: [B] slot of each row's first token; not read for pages.
+        places: Page and place of each token, [B, T] each; None: the cache is contiguous.
+    """
+    if places is not None:
+        return write_places(cache, entries, *places)
+    write = functools.partial(jax.lax.dynamic_update_slice_in_dim, axis=cache.ndim - 3)
+    entries = entries if cache.ndim == 3 else entries.swapaxes(1, 2)
+    return jax.vmap(write)(cache, as_stored(entries, cache.dtype), start)
+
+
+def find_entry(place_refs, cache_ref, row, place) -> tuple:
+    """Finds the entry of a token inside a kernel: its row or page, its slot there, and whether it is stored.
+
+    Args:
+        place_refs: Refs of `places` in `append_entries`, or of its `start` alone.
+        cache_ref: The cache or the pool.
+        row: Row of the batch.
+        place: Number of the token in its row.
+    """
+    if len(place_refs) == 1:
+        return row, plt.load(place_refs[0].at[row]) + place, True
+    page, slot = (plt.load(ref.at[row, place]) for ref in place_refs)
+    # An entry whose page is outside the pool is dropped: clamp its address, and mask its store.
+    is_kept = page < cache_ref.shape[0]
+    return jnp.minimum(page, cache_ref.shape[0] - 1), slot, is_kept
 
 
 def gather_pages(pool, table, *, shift: int = 0, num_slots: int | None = None) -> jax.Array:

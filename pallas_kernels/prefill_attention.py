@@ -6,14 +6,13 @@ scores `[B, heads, T, S]`, which XLA writes and reads several times, never leave
 """
 
 import functools
-import math
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 from jax.experimental import pallas as pl
 
-from pallas_kernels.attention_blocks import MASKED_SCORE, Tiles, attend_blocks, column_slices, load_slice, slice_mask
+from pallas_kernels import attention_blocks as blocks
 from pallas_kernels.backend import triton as plt
 from pallas_kernels.case import Case, Shape, random_attention, random_keys
 from pallas_kernels.cost import loads_from_l2
@@ -51,18 +50,9 @@ def prefill_attention(
         ValueError: The kernel was requested for a cache of 2^31 or more one-byte elements, which exceed its 32-bit
             offsets.
     """
-    B, K, T, _, H = q.shape
-    S = keys.shape[2]
-    if (values is None) == (value_width is None):
-        raise ValueError("pass either values or value_width, the columns of the keys that hold them")
-    # All shapes must follow from those of q and the cache.
-    expected = [(keys, (B, K, S, H)), (start, (B,))]
-    expected += [] if values is None else [(values, (B, K, S, values.shape[-1]))]
-    expected += [] if window_start is None else [(window_start, (B, T))]
-    expected += [] if mask is None else [(mask, (B, T, S))]
-    if any(array.shape != shape for array, shape in expected) or not 0 < (value_width or 1) <= H:
-        found = ", ".join(str(array.shape) for array, _ in expected)
-        raise ValueError(f"q {q.shape} does not fit keys, start, values, window_start, mask of {found}, {value_width=}")
+    B, _, T, _, _ = q.shape
+    others = {"start": (start, (B,)), "window_start": (window_start, (B, T)), "mask": (mask, (B, T, keys.shape[2]))}
+    blocks.check(q, keys, values, value_width, others, num_entries=B)
     chosen = choose_implementation(q, keys, implementation, is_windowed=window_start is not None)
     operands = (q, keys, values, start, window_start, mask)
     settings: dict[str, Any] = {"scale": scale, "sinks": sinks, "value_width": value_width}
@@ -75,20 +65,11 @@ def prefill_attention(
 
 def choose_implementation(q, keys, implementation: str, *, is_windowed: bool) -> str:
     """Returns the implementation that `prefill_attention` runs for arrays of these shapes."""
-    B, K, T, G, H = q.shape
-    unsupported_reason = None
+    reason = None
     if keys.dtype.itemsize == 1 and keys.size >= 2**31:
-        unsupported_reason = f"a cache {keys.shape} of {keys.dtype} has 2^31 elements or more: split it"
-    shape = {"batch": B, "heads": K, "queries": T * G, "width": H, "slots": keys.shape[2]}
-    shape |= {"dtype": str(q.dtype), "cache": str(keys.dtype), "reads": "a window" if is_windowed else "all"}
-    return choose(
-        "prefill_attention",
-        implementation,
-        ("xla", "triton"),
-        shape,
-        unsupported_reason=unsupported_reason,
-        make_case=make_case,
-    )
+        reason = f"a cache {keys.shape} of {keys.dtype} has 2^31 elements or more: split it"
+    offered, shape = ("xla", "triton"), blocks.describe(q, keys, is_windowed=is_windowed)
+    return choose("prefill_attention", implementation, offered, shape, unsupported_reason=reason, make_case=make_case)
 
 
 def make_case(shape: Shape) -> Case:
@@ -108,24 +89,19 @@ def prefill_attention_reference(
         is_visible &= (slot >= window_start[:, :, None]) | (slot < sinks)
     if mask is not None:
         is_visible &= mask
-    # Zero the slots that no token attends to: their weight is 0, but 0 times NaN is NaN.
-    values = jnp.where(is_visible.any(axis=1)[:, None, :, None], values.astype(q.dtype), 0)
-    scores = jnp.einsum("BKTGH,BKSH->BKTGS", q, keys.astype(q.dtype), preferred_element_type=jnp.float32) * scale
-    is_visible = is_visible[:, None, :, None]
-    weights = jnp.where(is_visible, jax.nn.softmax(jnp.where(is_visible, scores, MASKED_SCORE), axis=-1), 0)
-    return jnp.einsum("BKTGS,BKSH->BKTGH", weights.astype(q.dtype), values)
+    return blocks.reference(q, keys, values, is_visible, scale)
 
 
-def _choose_tiles(width: int, is_latent: bool, itemsize: int, platform: str) -> Tiles:
+def _choose_tiles(width: int, is_latent: bool, itemsize: int, platform: str) -> blocks.Tiles:
     """Chooses the largest tiles that spill no registers, found by compiling for sm_90 and gfx942."""
     is_cuda = platform == "cuda"
     if itemsize == 4:
-        return Tiles(16, 16, 4, 2)
+        return blocks.Tiles(16, 16, 4, 2)
     if is_latent:
-        return Tiles(32, 32 if is_cuda else 16, 8 if is_cuda else 4, 2)
+        return blocks.Tiles(32, 32 if is_cuda else 16, 8 if is_cuda else 4, 2)
     if width <= 128:
-        return Tiles(64, 64 if is_cuda else 32, 4, 2)
-    return Tiles(64 if is_cuda else 32, 32 if is_cuda else 16, 4, 2)
+        return blocks.Tiles(64, 64 if is_cuda else 32, 4, 2)
+    return blocks.Tiles(64 if is_cuda else 32, 32 if is_cuda else 16, 4, 2)
 
 
 def _run_kernel(
@@ -139,8 +115,8 @@ def _run_kernel(
     tiles = _choose_tiles(width, is_latent, q.dtype.itemsize, platform)
     # Triton arrays have power-of-two sizes, so columns are cut into slices: a latent's keys into value columns and the
     # rest.
-    value_slices = column_slices(width)
-    key_slices = column_slices(*((width,) if is_latent else ()), H)
+    value_slices = blocks.column_slices(width)
+    key_slices = blocks.column_slices(*((width,) if is_latent else ()), H)
     num_blocks = pl.cdiv(R, tiles.rows)
     # Widths of blocks, which exceed the array where its last slice is padded; masks cover the excess.
     output_width, *cache_widths = [
@@ -153,19 +129,16 @@ def _run_kernel(
     # Windows and the mask, as bytes, are optional inputs.
     options = [] if window_start is None else [window_start.astype(jnp.int32)]
     options += [] if mask is None else [mask.astype(jnp.int8)]
+    is_integer_fp8 = is_converted_by_integers(keys.dtype, platform)
     output = pl.pallas_call(
         functools.partial(
             _prefill_attention_kernel,
-            tiles=tiles,
+            program=blocks.Program(tiles, key_slices, value_slices, scale, is_integer_fp8),
             group_size=G,
             num_rows=R,
             has_window=window_start is not None,
             has_mask=mask is not None,
             sinks=sinks,
-            scale=scale * math.log2(math.e),
-            key_slices=key_slices,
-            value_slices=value_slices,
-            is_integer_fp8=is_converted_by_integers(keys.dtype, platform),
         ),
         out_shape=jax.ShapeDtypeStruct((B, K, R, width), q.dtype),
         grid=(num_blocks, K, B),
@@ -191,22 +164,9 @@ def _run_kernel(
     return output.reshape(B, K, T, G, width)
 
 
-def _prefill_attention_kernel(
-    start_ref,
-    *refs,
-    tiles,
-    group_size,
-    num_rows,
-    has_window,
-    has_mask,
-    sinks,
-    scale,
-    key_slices,
-    value_slices,
-    is_integer_fp8,
-):
+def _prefill_attention_kernel(start_ref, *refs, program, group_size, num_rows, has_window, has_mask, sinks):
     """Attends from one block of query rows (token t, head g, numbered t * G + g) to all their visible slots."""
-    refs = list(refs)
+    refs, tiles = list(refs), program.tiles
     window_ref = refs.pop(0) if has_window else None
     mask_ref = refs.pop(0) if has_mask else None
     q_ref, *cache_refs, output_ref = refs
@@ -218,7 +178,7 @@ def _prefill_attention_kernel(
     start = plt.load(start_ref.at[batch])
     last_slot = start + token  # of each query row
     # Load the queries once, in their own dtype.
-    q = [load_slice(q_ref, slice(None), is_row, part, q_ref.dtype) for part in key_slices]
+    q = [blocks.load_slice(q_ref, slice(None), is_row, part, q_ref.dtype) for part in program.key_slices]
 
     # The blocks of slots that some query attends to: those of the sinks, then from the first window to the last query.
     end_slot = jnp.minimum(jnp.max(last_slot, axis=0) + 1, num_slots)
@@ -247,18 +207,10 @@ def _prefill_attention_kernel(
             is_visible &= plt.load(mask_ref.at[batch, *where], mask=is_visible, other=0) != 0
         return pl.ds(begin, tiles.slots), is_loaded, is_visible
 
-    outputs, _, total = attend_blocks(
-        (jnp.int32(0), num_blocks.astype(jnp.int32)),
-        find_slots,
-        q,
-        cache_refs,
-        num_rows=tiles.rows,
-        scale=scale,
-        key_slices=key_slices,
-        value_slices=value_slices,
-        is_integer_fp8=is_integer_fp8,
+    outputs, _, total = blocks.attend_blocks(
+        (jnp.int32(0), num_blocks.astype(jnp.int32)), find_slots, q, cache_refs, program
     )
     # Divide by the sums of the weights, and store without padded rows and columns.
-    for output, part in zip(outputs, value_slices, strict=True):
+    for output, part in zip(outputs, program.value_slices, strict=True):
         target = output_ref.at[:, pl.ds(part[0], output.shape[1])]
-        plt.store(target, (output / total[:, None]).astype(output_ref.dtype), mask=slice_mask(is_row, part))
+        plt.store(target, (output / total[:, None]).astype(output_ref.dtype), mask=blocks.slice_mask(is_row, part))

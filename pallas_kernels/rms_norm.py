@@ -12,6 +12,7 @@ from jax.experimental import pallas as pl
 
 from pallas_kernels.backend import triton as plt
 from pallas_kernels.dispatch import choose
+from pallas_kernels.gradients import differentiated_by
 
 
 def rms_norm(x, scale, *, eps=1e-6, zero_centred=False, implementation="auto") -> jax.Array:
@@ -48,7 +49,7 @@ def rms_norm_reference(x, scale, *, eps=1e-6, zero_centred=False):
     return (normed * scale32.reshape((1,) * (x.ndim - 1) + scale.shape)).astype(x.dtype)
 
 
-@functools.partial(jax.custom_vjp, nondiff_argnums=(2, 3, 4))
+@differentiated_by(rms_norm_reference, 2)
 def _rms_norm_triton(x, scale, eps, zero_centred, interpret):
     """Runs the kernel over x as rows [R, D]: each program normalises one block of whole rows."""
     num_rows, width = x.size // x.shape[-1], x.shape[-1]
@@ -92,17 +93,3 @@ def _rms_norm_kernel(x_ref, scale_ref, out_ref, *, num_rows, width, eps, zero_ce
     # the true width, not by the padded one.
     inverse = jax.lax.rsqrt(jnp.sum(x * x, axis=1, keepdims=True) / width + eps)
     plt.store(out_ref, (x * inverse * scale[None, :]).astype(out_ref.dtype), mask=mask)
-
-
-def _forward(x, scale, eps, zero_centred, interpret):
-    return _rms_norm_triton(x, scale, eps, zero_centred, interpret), (x, scale)
-
-
-def _backward(eps, zero_centred, interpret, residuals, gradient):
-    del interpret
-    # Differentiates the reference: XLA fuses it, and only x and scale are kept from the forward pass.
-    _, pull = jax.vjp(functools.partial(rms_norm_reference, eps=eps, zero_centred=zero_centred), *residuals)
-    return pull(gradient)
-
-
-_rms_norm_triton.defvjp(_forward, _backward)

@@ -13,8 +13,7 @@ from jax.experimental import pallas as pl
 
 from pallas_kernels.backend import triton as plt
 from pallas_kernels.batch_invariance import is_batch_invariant
-from pallas_kernels.block_scaled_matmul.choice import MAX_ROWS
-from pallas_kernels.block_scaled_matmul.op import partial_matmul
+from pallas_kernels.block_scaled_matmul import MAX_ROWS, partial_matmul
 from pallas_kernels.case import Case, Shape, random_keys, random_normal
 from pallas_kernels.dispatch import choose
 from pallas_kernels.partial_sums import PartialSums, load_sum
@@ -69,13 +68,8 @@ def route_tokens(
         raise ValueError(f"{routing} does not fit {E} experts" + ("" if bias is None else f" and a bias {bias.shape}"))
     shape = {"rows": n, "inputs": D, "experts": E, "chosen": routing.k, "dtype": str(x.dtype)}
     shape["scoring"] = routing.scoring + " in groups" * (routing.num_groups > 1)
-    chosen = choose(
-        "route_tokens",
-        implementation,
-        ("xla", "triton"),
-        shape,
-        check=functools.partial(difference_from_reference, dtype=x.dtype, routing=routing, has_bias=bias is not None),
-    )
+    check = functools.partial(difference_from_reference, dtype=x.dtype, routing=routing, has_bias=bias is not None)
+    chosen = choose("route_tokens", implementation, ("xla", "triton"), shape, check=check)
     if chosen == "xla" or not 0 < n <= (n if is_batch_invariant() else MAX_ROWS):
         logits = x.astype(jnp.float32) @ router.astype(jnp.float32)
         ids, weights = select_experts_reference(logits, bias, routing)

@@ -6,18 +6,16 @@ them, so there multiplications are the limit.
 
 import dataclasses
 import functools
-import math
 
 import jax
 import jax.numpy as jnp
 from jax.experimental import pallas as pl
 
-from pallas_kernels import combine_latents
-from pallas_kernels.attention_blocks import MASKED_SCORE, Tiles, attend_blocks, column_slices, load_slice, slice_mask
+from pallas_kernels import attention_blocks as blocks
 from pallas_kernels.backend import triton as plt
 from pallas_kernels.batch_invariance import SHARE_SLOTS, is_batch_invariant, map_row_blocks
 from pallas_kernels.case import Case, Shape, random_attention, random_keys
-from pallas_kernels.combine_shares import combine_shares
+from pallas_kernels.combine_shares import MAX_LATENT_ROWS, combine_latents, combine_shares
 from pallas_kernels.cost import loads_from_l2
 from pallas_kernels.device import call_by_platform, die_order, num_processors
 from pallas_kernels.dispatch import choose
@@ -85,23 +83,17 @@ def verify_attention(
         ValueError: The kernel was requested for pages whose size is not a power of two of at least 16, or for a cache
             of 2^31 or more one-byte elements, or a pool of 2^31 or more elements, which exceed its 32-bit offsets.
     """
-    B, K, T, _, H = q.shape
-    S, X = keys.shape[2], ancestor_mask.shape[2]
-    entries = B if page_table is None else keys.shape[0]
-    if (values is None) == (value_width is None):
-        raise ValueError("pass either values or value_width, the columns of the keys that hold them")
-    # All shapes must follow from those of q and the cache. A pool has pages where a cache has rows.
-    expected = [(keys, (entries, K, S, H)), (num_committed, (B,)), (ancestor_mask, (B, T, X))]
-    expected += [] if values is None else [(values, (entries, K, S, values.shape[-1]))]
-    expected += [] if window_start is None else [(window_start, (B, T))]
-    expected += [] if value_up is None else [(value_up, (q.shape[3], value_width, value_up.shape[-1]))]
-    expected += [] if page_table is None else [(page_table, (B, page_table.shape[-1]))]
-    if any(array.shape != shape for array, shape in expected) or not 0 < (value_width or 1) <= H:
-        found = ", ".join(str(array.shape) for array, _ in expected)
-        raise ValueError(
-            f"q {q.shape} does not fit keys, num_committed, ancestor_mask, values, window_start, value_up, page_table"
-            f" of {found}, {value_width=}"
-        )
+    B, _, T, G, _ = q.shape
+    tail = lambda array: () if array is None else array.shape[-1:]
+    others = {
+        "num_committed": (num_committed, (B,)),
+        "ancestor_mask": (ancestor_mask, (B, T, ancestor_mask.shape[2])),
+        "window_start": (window_start, (B, T)),
+        "value_up": (value_up, (G, value_width, *tail(value_up))),
+        "page_table": (page_table, (B, *tail(page_table))),
+    }
+    num_entries = B if page_table is None else len(keys)
+    blocks.check(q, keys, values, value_width, others, num_entries=num_entries)
     shape = {
         "is_windowed": window_start is not None,
         "pages_per_row": None if page_table is None else page_table.shape[1],
@@ -124,22 +116,21 @@ def choose_implementation(
 
     `pages_per_row` is N of `page_table`; None: contiguous.
     """
-    B, K, T, G, H = q.shape
-    fits_kernel = T <= MAX_QUERY_TOKENS and ancestor_mask.shape[2] <= MAX_DRAFT_SLOTS
-    unsupported_reason = None
+    fits_kernel = q.shape[2] <= MAX_QUERY_TOKENS and ancestor_mask.shape[2] <= MAX_DRAFT_SLOTS
+    reason = None
     if fits_kernel and keys.dtype.itemsize == 1 and keys.size >= 2**31:
-        unsupported_reason = f"a cache {keys.shape} of {keys.dtype} has 2^31 elements or more: split it"
+        reason = f"a cache {keys.shape} of {keys.dtype} has 2^31 elements or more: split it"
     size = keys.shape[2]
     if fits_kernel and pages_per_row is not None:
         if size < MIN_PAGE or size & (size - 1):
-            unsupported_reason = f"pages have {size} positions: use a power of two of at least {MIN_PAGE}"
+            reason = f"pages have {size} positions: use a power of two of at least {MIN_PAGE}"
         elif keys.size >= 2**31:
-            unsupported_reason = f"a pool {keys.shape} has 2^31 elements or more: use fewer pages"
-    shape = {"batch": B, "heads": K, "queries": T * G, "width": H, "slots": size * (pages_per_row or 1)}
-    shape |= {"dtype": str(q.dtype), "cache": str(keys.dtype), "reads": "a window" if is_windowed else "all"}
-    shape |= {"layout": "rows" if pages_per_row is None else "pages"}
-    offered, reason = ("xla", "triton"), unsupported_reason
-    chosen = choose("verify_attention", implementation, offered, shape, unsupported_reason=reason, make_case=make_case)
+            reason = f"a pool {keys.shape} has 2^31 elements or more: use fewer pages"
+    shape = blocks.describe(q, keys, is_windowed=is_windowed)
+    shape |= {"slots": size * (pages_per_row or 1), "layout": "rows" if pages_per_row is None else "pages"}
+    chosen = choose(
+        "verify_attention", implementation, ("xla", "triton"), shape, unsupported_reason=reason, make_case=make_case
+    )
     return chosen if fits_kernel else "xla"
 
 
@@ -194,17 +185,11 @@ def verify_attention_reference(
         & (draft_slot < num_draft_slots)
     )
     mask = jnp.broadcast_to(is_committed, is_draft.shape) | is_draft  # [B, T, S]
-    # Zero the slots that no token attends to: their weight is 0, but 0 times NaN is NaN.
-    values = jnp.where(mask.any(axis=1)[:, None, :, None], values.astype(q.dtype), 0)
-    scores = jnp.einsum("BKTGH,BKSH->BKTGS", q, keys.astype(q.dtype), preferred_element_type=jnp.float32) * scale
-    # A second `where` after the softmax gives zeros to tokens that attend to nothing.
-    mask = mask[:, None, :, None]
-    weights = jnp.where(mask, jax.nn.softmax(jnp.where(mask, scores, MASKED_SCORE), axis=-1), 0)
-    outputs = jnp.einsum("BKTGS,BKSH->BKTGH", weights.astype(q.dtype), values)
+    outputs = blocks.reference(q, keys, values, mask, scale)
     return outputs if value_up is None else jnp.einsum("BKTGR,GRV->BKTGV", outputs, value_up)
 
 
-def _choose_tiles(num_rows: int, width: int, is_latent: bool, itemsize: int, platform: str) -> Tiles:
+def _choose_tiles(num_rows: int, width: int, is_latent: bool, itemsize: int, platform: str) -> blocks.Tiles:
     """Chooses the largest tiles that spill no registers, found by compiling for sm_90 and gfx942.
 
     On sm_90 two or three stages of loads are in flight, 32 KB or more per program. On gfx942 q stays in registers, and
@@ -219,15 +204,17 @@ def _choose_tiles(num_rows: int, width: int, is_latent: bool, itemsize: int, pla
     is_cuda = platform == "cuda"
     rows = min(max(16, pl.next_power_of_2(num_rows)), 128)
     if itemsize == 4:
-        return Tiles(16, 16, 8 if is_cuda else 4, 2)
+        return blocks.Tiles(16, 16, 8 if is_cuda else 4, 2)
     if not is_latent:
-        return Tiles(rows, 64 if width <= (192 if is_cuda else 128) else 32, max(4, rows // 16), 3 if is_cuda else 2)
+        return blocks.Tiles(
+            rows, 64 if width <= (192 if is_cuda else 128) else 32, max(4, rows // 16), 3 if is_cuda else 2
+        )
     if not is_cuda:
-        return Tiles(min(rows, 32), 16, 4, 2)
+        return blocks.Tiles(min(rows, 32), 16, 4, 2)
     # The float32 outputs of this many rows and columns exceed the registers: split the columns between two programs.
     if rows * width > 2**14 and width % 32 == 0:
-        return Tiles(rows, 32, max(4, rows // 16), 2, is_column_split=True)
-    return Tiles(rows, 32, 8, 3)
+        return blocks.Tiles(rows, 32, max(4, rows // 16), 2, is_column_split=True)
+    return blocks.Tiles(rows, 32, 8, 3)
 
 
 def _run_kernel(
@@ -249,7 +236,7 @@ def _run_kernel(
     """Runs the kernel over [row blocks, splits, K, B] and combines the splits.
 
     A program takes a block of a key head's T * G query rows, and one of `num_splits` equal shares of the slots that the
-    row attends to. So programs of a short row do little work and read nothing else. The row blocks of one share are
+    row attends to. So programs of a short row do little work and read no other slots. The row blocks of one share are
     neighbours in the grid: they run at the same time, and all but the first find the share in the L2 cache.
     """
     B, K, T, G, H = q.shape
@@ -284,13 +271,13 @@ def _run_kernel(
     # Triton arrays have power-of-two sizes, so columns are cut into slices. A latent's keys are cut into its value
     # columns (in `num_parts` parts) and the rest.
     columns_per_part = width // num_parts
-    value_slices = column_slices(columns_per_part)
+    value_slices = blocks.column_slices(columns_per_part)
     key_ends = range(columns_per_part, width + 1, columns_per_part) if is_latent else ()
-    key_slices = column_slices(*key_ends, H)
+    key_slices = blocks.column_slices(*key_ends, H)
     # Block widths. They exceed the array if its last slice is padded; masks cover the excess.
     output_width, *cache_widths = [
         max(start + padded for start, _, padded in slices)
-        for slices in (column_slices(width), key_slices, *([] if is_latent else [value_slices]))
+        for slices in (blocks.column_slices(width), key_slices, *([] if is_latent else [value_slices]))
     ]
     # Bytes for the cost estimate: the cache once per row block, the partial results, and small operands from L2.
     bytes_moved = num_row_blocks * B * S * sum(cache.nbytes // (cache.shape[0] * cache.shape[2]) for cache in caches)
@@ -312,11 +299,11 @@ def _run_kernel(
         )
         for size in cache_widths
     ]
-
+    is_integer_fp8 = is_converted_by_integers(caches[0].dtype, platform)
     outputs, log_sums = pl.pallas_call(
         functools.partial(
             _verify_attention_kernel,
-            tiles=tiles,
+            program=blocks.Program(tiles, key_slices, value_slices, scale, is_integer_fp8),
             group_size=G,
             num_rows=R,
             num_splits=num_splits,
@@ -324,11 +311,7 @@ def _run_kernel(
             is_windowed=window_start is not None,
             sinks=sinks + page_shift if sinks else 0,
             num_draft_slots=ancestor_mask.shape[2],
-            scale=scale * math.log2(math.e),
             width=width,
-            key_slices=key_slices,
-            value_slices=value_slices,
-            is_integer_fp8=is_converted_by_integers(caches[0].dtype, platform),
             place=place,
             num_slots=S,
             is_paged=page_table is not None,
@@ -370,8 +353,8 @@ def _run_kernel(
     # Combine the shares. The kernel writes tokens before heads, as the caller's next product reads them, so that XLA
     # cancels this transposition against the caller's.
     outputs = outputs.reshape(B, K, num_splits, T, G, width)
-    if value_up is not None and B * T <= combine_latents.MAX_ROWS and not is_invariant:
-        combined = combine_latents.combine_latents(outputs, log_sums, value_up, dtype=q.dtype, interpret=interpret)
+    if value_up is not None and B * T <= MAX_LATENT_ROWS and not is_invariant:
+        combined = combine_latents(outputs, log_sums, value_up, dtype=q.dtype, interpret=interpret)
         return combined[:, None]
     combined = combine_shares(outputs, log_sums, dtype=q.dtype, interpret=interpret).swapaxes(1, 2)
     return combined if value_up is None else project_values(combined, value_up)
@@ -411,7 +394,7 @@ def _verify_attention_kernel(
     token_ref,
     q_ref,
     *refs,
-    tiles,
+    program,
     group_size,
     num_rows,
     num_splits,
@@ -419,11 +402,7 @@ def _verify_attention_kernel(
     is_windowed,
     sinks,
     num_draft_slots,
-    scale,
     width,
-    key_slices,
-    value_slices,
-    is_integer_fp8,
     place,
     num_slots,
     is_paged,
@@ -431,6 +410,7 @@ def _verify_attention_kernel(
 ):
     """Attends from a block of query rows to one share of a row's slots; `_pack_masks` describes the first two refs."""
     *cache_refs, output_ref, log_sum_ref = refs
+    tiles, key_slices, value_slices = program.tiles, program.key_slices, program.value_slices
     table_ref = cache_refs.pop(0) if is_paged else None
     # The row's table, and per query row (token t, head g, numbered t * G + g) the table of its token.
     num_committed, first_visible, *row_words = [row_ref[index] for index in range(4)]
@@ -448,7 +428,7 @@ def _verify_attention_kernel(
         offsets = [own_half if start < half else -own_half if start < width else 0 for start, *_ in key_slices]
         key_slices = [(start + offset, *sizes) for (start, *sizes), offset in zip(key_slices, offsets, strict=True)]
     # Queries stay in registers or shared memory for the whole loop, in their own dtype.
-    q = [load_slice(q_ref, slice(None), is_row, part, q_ref.dtype) for part in key_slices]
+    q = [blocks.load_slice(q_ref, slice(None), is_row, part, q_ref.dtype) for part in key_slices]
 
     # The row's blocks of slots: those of the sinks, then those from the first slot that a token attends to. This
     # program takes an equal share of them.
@@ -496,21 +476,13 @@ def _verify_attention_kernel(
             slots = page, pl.ds(start % page_size, tiles.slots)
         return slots, is_loaded, mask
 
-    outputs, highest, total = attend_blocks(
-        (begin_block, end_block),
-        find_slots,
-        q,
-        cache_refs,
-        num_rows=tiles.rows,
-        scale=scale,
-        key_slices=key_slices,
-        value_slices=value_slices,
-        is_integer_fp8=is_integer_fp8,
+    outputs, highest, total = blocks.attend_blocks(
+        (begin_block, end_block), find_slots, q, cache_refs, dataclasses.replace(program, key_slices=key_slices)
     )
     # Store the average over this share and the logarithm of its weight.
     if len(cache_refs) == 1:
         value_slices = key_slices[: len(outputs)]
     for output, column_slice in zip(outputs, value_slices, strict=True):
         columns = pl.ds(column_slice[0], output.shape[1])
-        plt.store(output_ref.at[:, columns], output / total[:, None], mask=slice_mask(is_row, column_slice))
+        plt.store(output_ref.at[:, columns], output / total[:, None], mask=blocks.slice_mask(is_row, column_slice))
     plt.store(log_sum_ref, highest + jnp.log2(total), mask=is_row)

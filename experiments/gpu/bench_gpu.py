@@ -1,4 +1,4 @@
-"""Times decoding on this GPU beside the memory limit, and the cost of verifying drafts.
+"""Times decoding on this GPU, compares it with the memory's limit, and times the verification of drafts.
 
     python -m experiments.gpu.bench_gpu
     python -m experiments.gpu.bench_gpu --models 8B --implementation triton
@@ -6,9 +6,10 @@
 
 Random bfloat16 weights, one row. Plain decoding is the public call, `generate()`: (time for all tokens - time for 1) /
 (all - 1). All implementations take turns. The memory's limit is the least bytes of a round
-(`experiments/kernels/bytes_moved.py`) at the bandwidth of a large copy, measured here. What verifying four tokens costs
-is that pass over the cheapest plain one, and "beside passes" is the share of a round that no pass takes. PyTorch on the
-same shapes is `experiments.gpu.bench_torch`. The results are written after every turn.
+(`experiments/kernels/bytes_moved.py`) at the bandwidth of a large copy, measured here. The cost of verifying four
+tokens is the time of that pass over the time of the cheapest plain one, and "outside passes" is the share of a round in
+which no pass runs. PyTorch on the same shapes is `experiments.gpu.bench_torch`. The results are written after every
+turn.
 """
 
 import argparse
@@ -85,7 +86,7 @@ def _random_array(key: jax.Array, shape: tuple[int, ...], dtype) -> jax.Array:
 
 
 def seconds_per_token(call, new_tokens: int) -> float:
-    """By `call(count)`, which takes what it takes to make so many tokens."""
+    """Returns the seconds per token of `call(count)`, which generates `count` tokens."""
     took = []
     for count in (1, new_tokens):
         begin = time.perf_counter()
@@ -155,7 +156,7 @@ def measure(config: ModelConfig, bandwidth: float, options: argparse.Namespace) 
 
 
 def _compared(costs: Mapping[str, RoundCosts]) -> dict[str, dict[str, float]]:
-    """Returns by implementation: a verify pass over the cheapest plain one, and the share of a round beside passes."""
+    """Returns by implementation: a verify pass over the cheapest plain one, and the share of a round outside passes."""
     cheapest = min((of.plain for of in costs.values()), default=0.0)
     return {
         "verify": {name: of.verify[DRAFTS] / cheapest for name, of in costs.items()},
@@ -168,7 +169,7 @@ def _compared(costs: Mapping[str, RoundCosts]) -> dict[str, dict[str, float]]:
 def print_table(console: Console, rows: list[dict[str, Any]]) -> None:
     """Prints a line for each model and implementation."""
     table = narrow_table()
-    for heading in ("model", "kernels", "us / token", "of the limit", "verify 4", "beside passes"):
+    for heading in ("model", "kernels", "us / token", "of the limit", "verify 4", "outside passes"):
         table.add_column(heading, justify="right")
     for row in rows:
         for kernels, seconds in row["seconds"].items():

@@ -127,7 +127,7 @@ def make_functions(config: ModelConfig) -> tuple[Callable, Callable]:
 
 
 def compile_functions(functions: tuple[Callable, Callable], form: str) -> tuple[Callable, ...]:
-    """Compiles the functions as the form asks."""
+    """Compiles the functions that the form needs."""
     import torch
 
     if form == "eager":
@@ -176,7 +176,7 @@ def measure(
 
     run = step
     if on_gpu:
-        # Compile and warm up on another stream, as CUDA's capture asks, then record one step.
+        # Compile and warm up on another stream, as CUDA's capture requires, then record one step.
         stream = torch.cuda.Stream()
         stream.wait_stream(torch.cuda.current_stream())
         with torch.cuda.stream(stream):

@@ -1,4 +1,4 @@
-"""Runs first on a GPU what matters most, in order, each step in a process of its own with a time limit.
+"""Runs steps on a GPU in the order of their importance, each in its own process with a time limit.
 
     python -m experiments.gpu.gpu_check                      # the first steps; results/gpu_check/ keeps what is done
     python -m experiments.gpu.gpu_check --minutes 9          # within this time
@@ -54,7 +54,7 @@ class Step:
 
     Attributes:
         name: what `--steps` calls it.
-        asks: the question that it answers.
+        question: what it answers.
         command: arguments; "{python}" is this interpreter and "{output}" the step's JSON file.
         minutes: planned time, and the time limit without `--minutes`.
         needs: programs that must be installed, else the step is skipped.
@@ -64,7 +64,7 @@ class Step:
     """
 
     name: str
-    asks: str
+    question: str
     command: tuple[str, ...]
     minutes: float
     needs: tuple[str, ...] = ()
@@ -143,7 +143,9 @@ FIRST_STEPS = (
             "--switch-interval", "5", "0.5",
         ),
         2.0,
-        quick=_module("gpu.bench_engine_gpu", "--quick", "--no-single", "--server", "--http", "h11", "auto"),
+        quick=_module(
+            "gpu.bench_engine_gpu", "--quick", "--no-single", "--server", "--http", "h11", "--switch-interval", "0.5"
+        ),
     ),
     Step(
         "xla-products",
@@ -468,7 +470,7 @@ def main(argv: list[str] | None = None) -> int:
     options = parser.parse_args(argv)
     if options.list:
         for step in STEPS:
-            print(f"{step.name:20} {step.minutes:4.1f} min  {step.asks}")
+            print(f"{step.name:20} {step.minutes:4.1f} min  {step.question}")
         return 0
     options.output.mkdir(parents=True, exist_ok=True)
     # Quick results do not count for the real run.
@@ -482,7 +484,7 @@ def main(argv: list[str] | None = None) -> int:
             continue
         left = None if options.minutes is None else 60 * options.minutes - (time.monotonic() - begin)
         seconds = time_limit(step, left, is_quick=options.quick)
-        print(f"{step.name}: {step.asks}", flush=True)
+        print(f"{step.name}: {step.question}", flush=True)
         if seconds is None:
             result: dict[str, Any] = {"skipped": "not enough time left"}
         else:

@@ -8,18 +8,18 @@
 A layer is that of Llama-3.2-1B without attention: the products qkv, o, gate and up, and down, and two `add_rms_norm`.
 The layers have different weights, so they come from memory, and run in turns inside one CUDA graph. The variants:
 
-- as is: the kernels of the library.
+- unchanged: the kernels of the library.
 - trigger: each kernel lets the next one start early (`griddepcontrol.launch_dependents`). Every kernel that XLA
   compiles waits for the end of the one before it first (`griddepcontrol.wait`), so results stay the same.
-- 2 parts, 4 parts: qkv, o and down split their sums into at most so many parts.
+- 2 parts, 4 parts: qkv, o and down split their sums into at most this many parts.
 - narrow tiles: 256 inputs x 32 columns, which need fewer parts for the same number of programs.
 - last program: of the programs that share columns of o and down, the last one adds their parts.
 - prefetch: while one program of `add_rms_norm` adds and normalises, others read the next weights into the L2 cache.
 - one row: one row instead of two.
 
-Every variant's result is compared with that of the kernels as they are. Alone, each product is timed with different
-weights, from memory, and with the same weights again, which stay in the L2 cache if they fit: the most that a prefetch
-could gain. Results are written after every figure.
+Every variant's result is compared with that of the unchanged kernels. Alone, each product is timed with different
+weights, from memory, and with the same weights again, which stay in the L2 cache if they fit: the maximum that a
+prefetch could gain. Results are written after every figure.
 """
 
 import argparse
@@ -54,7 +54,7 @@ from pallas_kernels.partial_sums import PartialSums, load_sum
 
 RESULT = RESULTS / "kernel_variants.json"
 NUM_PREFETCHING = 128  # programs
-PREFETCH_TILE = 8, 1024  # inputs and at most so many columns that a program reads at a time
+PREFETCH_TILE = 8, 1024  # inputs, and the maximum number of columns, that a program reads at a time
 MAX_PREFETCHED = 2**23  # elements
 TILE = 256, 32  # "narrow tiles": inputs and columns
 
@@ -96,7 +96,7 @@ class Variant:
 
 
 def start_next_early() -> list[Any]:
-    """Makes every kernel launch its dependents where it asks for its first index."""
+    """Makes every kernel launch its dependents where it reads its first program index."""
     program_id = pl.program_id
 
     def trigger(axis: int):
@@ -124,7 +124,7 @@ def use_narrow_tiles() -> list[Any]:
 
 
 VARIANTS = {
-    "as is": Variant(),
+    "unchanged": Variant(),
     "trigger": Variant(start_next_early),
     "2 parts": Variant(functools.partial(split_into, 2)),
     "4 parts": Variant(functools.partial(split_into, 4)),
@@ -155,10 +155,10 @@ def matmul_in_last_program(x, weights, counters, *, interpret: bool) -> tuple[Pa
     num_parts = products.count_parts(pl.cdiv(D, inputs), num_columns, inputs, padded, is_one_byte=False)
 
     def kernel(x_ref, weights_ref, _, parts_ref, out_ref, counters_ref):
-        program, part = pl.program_id(0), pl.program_id(1)
-        products._multiply_column(
-            x_ref, weights_ref, out_ref=parts_ref, column_of_tiles=program, first_row=0, part=part,
-            num_parts=num_parts, padded=padded, tile=(inputs, columns), block=128, dtype=x.dtype, is_integer_fp8=False,
+        program = pl.program_id(0)
+        products._multiply_kernel(
+            x_ref, weights_ref, parts_ref, padded=padded, tile=(inputs, columns), block=128, dtype=x.dtype,
+            num_columns=[num_columns], has_row_blocks=False, has_scales=False, is_integer_fp8=False,
         )  # fmt: skip
         # All stores of this program come before its count, and the count before the last program's loads.
         if not interpret:
@@ -191,7 +191,7 @@ def matmul_in_last_program(x, weights, counters, *, interpret: bool) -> tuple[Pa
 
 
 def norm_with_prefetch(x, update: PartialSums, scale, weights, *, interpret: bool) -> tuple[jax.Array, jax.Array]:
-    """Runs `add_rms_norm` in one program, beside programs that read `weights` [D, F] into the L2 cache."""
+    """Runs `add_rms_norm` in one program, while other programs read `weights` [D, F] into the L2 cache."""
     rows, width = x.shape
     D, F = weights.shape
     inputs, columns = PREFETCH_TILE[0], min(F & -F, PREFETCH_TILE[1])
@@ -387,12 +387,12 @@ def main(argv: list[str] | None = None) -> int:
     sizes, implementation, dtype = Sizes(), "triton", jnp.bfloat16
     if options.quick:
         sizes, implementation = Sizes(D=512, qkv=640, F=512, num_layers=1, repeats=1), "interpreted"
-        options.variants = ["as is", "2 parts", "last program", "prefetch"]
+        options.variants = ["unchanged", "2 parts", "last program", "prefetch"]
     if options.only == "once":
         sizes = dataclasses.replace(sizes, num_layers=1)
         stream = jnp.ones((2, sizes.D), dtype)
         args = stream, make_layers(sizes, dtype), jnp.zeros(sizes.D, jnp.int32)
-        run = functools.partial(run_layers, variant=VARIANTS["as is"], implementation=implementation)
+        run = functools.partial(run_layers, variant=VARIANTS["unchanged"], implementation=implementation)
         jax.block_until_ready(jax.jit(run)(*args))
         return 0
     console = Console(highlight=False)

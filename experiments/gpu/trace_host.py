@@ -10,7 +10,7 @@
     python -m experiments.gpu.trace_host --requests 64           # what the calls of arriving requests wait for
 
 One request of a model with constructed weights, or several at once, with drafts and without. The calls are measured in
-two forms: as they are, and with host arrays replaced by arrays that stay on the device, so that a call transfers
+two forms: unchanged, and with host arrays replaced by arrays that stay on the device, so that a call transfers
 nothing and these addresses never change. Each form runs three times: to compile and record graphs, for the times of
 `experiments.serving.bench_engine`, and under `jax.profiler`, whose events are summed by name. A profile slows the calls
 down, so its sums show shares, not times. Results are written after every form.
@@ -47,7 +47,7 @@ from mtpjax.serving.request import Request
 RESULT = RESULTS / "trace_host.json"
 KEPT_NAMES = 60  # of events and of lines of XLA's log
 KEPT_CALLS = 60  # of a load
-KEPT_LINES = 40  # of XLA's log, as they are
+KEPT_LINES = 40  # of XLA's log, without changes
 MAX_LINE = 400  # characters
 
 
@@ -93,7 +93,7 @@ def stderr_lines() -> Iterator[list[str]]:
 
 
 def summarize_log(lines: list[str]) -> dict[str, Any]:
-    """Counts lines that differ only in numbers and addresses, and keeps the last ones as they are."""
+    """Counts lines that differ only in numbers and addresses, and keeps the last ones unchanged."""
     kinds = collections.Counter(re.sub(r"0x[0-9a-f]+|\d+", "N", line)[:MAX_LINE] for line in lines)
     return {
         "lines": len(lines),
@@ -232,7 +232,7 @@ def main(argv: list[str] | None = None) -> int:
     engine.start()
     requests = make_requests(subject, options.requests, options.new_tokens)
     console = Console(highlight=False)
-    for form, context in {"as it is": contextlib.nullcontext, "inputs on the device": inputs_on_device}.items():
+    for form, context in {"unchanged": contextlib.nullcontext, "inputs on the device": inputs_on_device}.items():
         for speculative in (True, False):
             with context(engine):
                 cell = measure(engine, [dataclasses.replace(each, speculative=speculative) for each in requests])

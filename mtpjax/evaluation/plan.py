@@ -20,7 +20,7 @@ from mtpjax.models.layers.latent_attention import is_expanded_cheaper
 from mtpjax.models.model import MTPModel
 from mtpjax.models.params import is_of_modules
 from mtpjax.models.sharding import num_shards, param_spec, path_name
-from pallas_kernels.block_scaled_matmul.choice import MAX_ROWS
+from pallas_kernels.block_scaled_matmul import MAX_ROWS
 
 USABLE_SHARE = 0.9  # of a GPU's memory; the rest is for the driver, the allocator and collectives
 

@@ -17,11 +17,11 @@ from mtpjax.decoding.decoder import Decoder, make_spec
 from mtpjax.decoding.loop import decode
 from mtpjax.decoding.sampling import SamplingArrays
 from mtpjax.decoding.state import NewRows, StateShape, start_rows
+from mtpjax.evaluation.op_cases import CASES, implementations_of
 from mtpjax.inference.requests import make_drafter
 from mtpjax.models.model import MTPModel
 from pallas_kernels import dispatch, measurements
 from pallas_kernels.case import difference_from_xla
-from pallas_kernels.op_cases import CASES, implementations_of
 
 Question = tuple[str, dict[str, Any]]  # an op and the shape of its call
 LEAST_SECONDS = 0.02  # of one measurement; shorter calls are repeated

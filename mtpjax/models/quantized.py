@@ -4,7 +4,7 @@ import flax.struct
 import jax
 import jax.numpy as jnp
 
-from pallas_kernels.block_scaled_matmul.op import partial_matmul, partial_matmuls
+from pallas_kernels.block_scaled_matmul import partial_matmul, partial_matmuls
 from pallas_kernels.dequantise import dequantise
 from pallas_kernels.gated_matmul import gated_matmul
 from pallas_kernels.partial_sums import PartialSums

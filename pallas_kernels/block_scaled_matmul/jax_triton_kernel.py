@@ -12,20 +12,16 @@ import triton
 import triton.language as tl
 from jax.experimental import pallas as pl
 
-from pallas_kernels.block_scaled_matmul.kernel import choose_tile, count_parts, tile_rows
 from pallas_kernels.fp8 import FP8_DIVISOR
 
 
-def multiply_few_rows(x, weights, scales, *, block, dtype, platform) -> jax.Array:
+def multiply_few_rows(x, weights, scales, *, tiles, block, dtype, platform) -> jax.Array:
     """Multiplies rows x [n, D] by weights [D, F], of the fp8 dtypes only float8_e4m3fn, with float32 scales or None.
 
-    Returns the parts [P, n, F]: float32, or `dtype` if there is one part.
+    `tiles` are those of `kernel.choose_tiles`. Returns the parts [P, n, F]: float32, or `dtype` if there is one part.
     """
     (n, D), F = x.shape, weights.shape[1]
-    rows, num_row_blocks = tile_rows(n)
-    inputs, columns = choose_tile(F, weights.dtype, dtype, None if scales is None else block)
-    num_columns = pl.cdiv(F, columns)
-    num_parts = count_parts(pl.cdiv(D, inputs), num_columns, inputs, rows, is_one_byte=weights.dtype.itemsize == 1)
+    rows, num_row_blocks, inputs, columns, num_parts = tiles
     # fp8 goes in as bytes, because Triton's frontend rejects float8_e4m3fn for an MI300X.
     is_fp8 = weights.dtype == jnp.float8_e4m3fn
     operands = [x, jax.lax.bitcast_convert_type(weights, jnp.uint8) if is_fp8 else weights]
@@ -34,7 +30,7 @@ def multiply_few_rows(x, weights, scales, *, block, dtype, platform) -> jax.Arra
         *operands,
         kernel=kernel,
         out_type=jax.ShapeDtypeStruct((num_parts, n, F), dtype if num_parts == 1 else jnp.float32),
-        grid=(num_columns, num_parts, num_row_blocks),
+        grid=(pl.cdiv(F, columns), num_parts, num_row_blocks),
         num_warps=4,
         num_stages=1 if weights.dtype.itemsize == 1 else 4 if rows < 64 else 3,
         name="block_scaled_matmul_jax_triton",

@@ -32,13 +32,10 @@ def multiply_few_rows(x, matrices, *, block, dtype, interpret, platform) -> list
         For each matrix the parts [P, n, F]: float32, or `dtype` if there is one part.
     """
     (n, D), (first_weights, first_scales) = x.shape, matrices[0]
-    padded, num_row_blocks = tile_rows(n)
     is_one_byte = first_weights.dtype.itemsize == 1
     widths = [weights.shape[1] for weights, _ in matrices]
-    inputs, columns = choose_tile(max(widths), first_weights.dtype, dtype, None if first_scales is None else block)
+    padded, num_row_blocks, inputs, columns, num_parts = choose_tiles(x, matrices, block=block, dtype=dtype)
     num_tiles, num_columns = pl.cdiv(D, inputs), [pl.cdiv(F, columns) for F in widths]
-    # Split D into parts if the columns alone give too few programs. They stay float32; `PartialSums` adds them.
-    num_parts = count_parts(num_tiles, sum(num_columns), inputs, padded, is_one_byte=is_one_byte)
     out_dtype = dtype if num_parts == 1 else jnp.dtype(jnp.float32)
 
     # Grid: (blocks of rows if several, columns of tiles of one matrix after the other, parts of D). The arrays are
@@ -73,6 +70,21 @@ def multiply_few_rows(x, matrices, *, block, dtype, interpret, platform) -> list
         interpret=interpret,
         name="block_scaled_matmul",
     )(x, *operands)
+
+
+def choose_tiles(x, matrices, *, block, dtype) -> tuple[int, int, int, int, int]:
+    """Returns a tile's rows, the number of such blocks of rows, a tile's inputs and columns, and the number of parts.
+
+    The arguments are those of `multiply_few_rows`. The parts stay float32; `PartialSums` adds them.
+    """
+    (n, D), (weights, scales) = x.shape, matrices[0]
+    rows, num_row_blocks = tile_rows(n)
+    widths = [weights.shape[1] for weights, _ in matrices]
+    inputs, columns = choose_tile(max(widths), weights.dtype, dtype, None if scales is None else block)
+    # Split D into parts if the columns alone give too few programs.
+    num_columns, is_one_byte = sum(pl.cdiv(F, columns) for F in widths), weights.dtype.itemsize == 1
+    num_parts = count_parts(pl.cdiv(D, inputs), num_columns, inputs, rows, is_one_byte=is_one_byte)
+    return rows, num_row_blocks, inputs, columns, num_parts
 
 
 def tile_rows(n: int) -> tuple[int, int]:
@@ -124,71 +136,41 @@ def _multiply_kernel(x_ref, *refs, padded, tile, block, dtype, num_columns, has_
     axis = 1 if has_row_blocks else 0
     program, part, num_parts, begin = pl.program_id(axis), pl.program_id(axis + 1), pl.num_programs(axis + 1), 0
     first_row = pl.program_id(0) * padded if has_row_blocks else 0
+    inputs, columns = tile
+    n, D = x_ref.shape
+
+    def multiply(weights_ref, *scales_refs, out_ref, column_of_tiles):
+        """Computes part of a column of tiles of one matrix."""
+        F = weights_ref.shape[1]
+        # This program's rows and its output columns.
+        row = first_row + jnp.arange(padded)
+        column = column_of_tiles * columns + jnp.arange(columns)
+        is_column = column < F if F % columns else None
+
+        def add_tile(index, total):
+            x, first = load_inputs(x_ref, row, index * inputs, inputs).astype(dtype), index * inputs
+            sizes = {"block": block, "is_integer_fp8": is_integer_fp8}
+            return total + multiply_tile(x, weights_ref, scales_refs, first, column, is_column, **sizes)
+
+        # Sum the tiles of this part in float32. The bounds are int32 because Triton requires both of one type.
+        num_tiles = pl.cdiv(D, inputs)
+        first, last = (jnp.int32(edge * num_tiles // num_parts) for edge in (part, part + 1))
+        total = jax.lax.fori_loop(first, last, add_tile, jnp.zeros((padded, columns), jnp.float32))
+        total = total * FP8_DIVISOR if is_integer_fp8 else total
+        # Store once, without the padded rows and columns.
+        is_inside = (row < n)[:, None] & (column < F)[None, :]
+        index = jnp.broadcast_arrays(row[:, None], column[None, :])
+        plt.store(out_ref.at[part, *index], total.astype(out_ref.dtype), mask=is_inside)
+
     # The program's column selects its matrix. A single matrix needs no branch.
     for index, count in enumerate(num_columns):
-        multiply = functools.partial(
-            _multiply_column,
-            x_ref,
-            *matrix_refs[index * arrays : (index + 1) * arrays],
-            out_ref=out_refs[index],
-            column_of_tiles=program - begin,
-            first_row=first_row,
-            part=part,
-            num_parts=num_parts,
-            padded=padded,
-            tile=tile,
-            block=block,
-            dtype=dtype,
-            is_integer_fp8=is_integer_fp8,
-        )
+        of_matrix = matrix_refs[index * arrays : (index + 1) * arrays]
+        run = functools.partial(multiply, *of_matrix, out_ref=out_refs[index], column_of_tiles=program - begin)
         if num_matrices == 1:
-            multiply()
+            run()
         else:
-            pl.when((program >= begin) & (program < begin + count))(multiply)
+            pl.when((program >= begin) & (program < begin + count))(run)
         begin += count
-
-
-def _multiply_column(
-    x_ref,
-    weights_ref,
-    *scales_refs,
-    out_ref,
-    column_of_tiles,
-    first_row,
-    part,
-    num_parts,
-    padded,
-    tile,
-    block,
-    dtype,
-    is_integer_fp8,
-):
-    """Computes part of a column of tiles of one matrix."""
-    inputs, columns = tile
-    (n, D), F = x_ref.shape, weights_ref.shape[1]
-    # This program's rows and its output columns.
-    row = first_row + jnp.arange(padded)
-    column = column_of_tiles * columns + jnp.arange(columns)
-    is_column = column < F if F % columns else None
-
-    multiply = functools.partial(multiply_tile, block=block, is_integer_fp8=is_integer_fp8)
-
-    def add_tile(index, total):
-        x = load_inputs(x_ref, row, index * inputs, inputs).astype(dtype)
-        return total + multiply(x, weights_ref, scales_refs, index * inputs, column, is_column)
-
-    # Sum the tiles of this part in float32. The bounds are int32 because Triton requires both of one type.
-    num_tiles = pl.cdiv(D, inputs)
-    begin, end = (jnp.int32(edge * num_tiles // num_parts) for edge in (part, part + 1))
-    total = jax.lax.fori_loop(begin, end, add_tile, jnp.zeros((padded, columns), jnp.float32))
-    total = total * FP8_DIVISOR if is_integer_fp8 else total
-    # Store once, without the padded rows and columns.
-    is_inside = (row < n)[:, None] & (column < F)[None, :]
-    plt.store(
-        out_ref.at[part, *jnp.broadcast_arrays(row[:, None], column[None, :])],
-        total.astype(out_ref.dtype),
-        mask=is_inside,
-    )
 
 
 def load_inputs(x_ref, row, first, inputs):

@@ -10,11 +10,12 @@ from pallas_kernels.backend import triton as plt
 from pallas_kernels.device import num_processors
 from pallas_kernels.gated_delta.masked_load import bounds_mask, load_in_bounds, num_bytes
 from pallas_kernels.gated_delta.reference import CHUNK, gated_delta_reference
+from pallas_kernels.gradients import differentiated_by
 
 BLOCK = 16  # tokens per block of a chunk's triangular system; the fewest that a tensor core multiplies
 
 
-@functools.partial(jax.custom_vjp, nondiff_argnums=(7,))
+@differentiated_by(gated_delta_reference, 7)  # recomputes the forward pass over all chunks at once
 def gated_delta_triton(q, k, v, log_decay, beta, state, segment_ids, interpret):
     """Runs the three chunk kernels: scores and solve for all chunks at once, then the state through all chunks."""
     (B, T, K, P), (J, Q) = q.shape, v.shape[2:]
@@ -264,19 +265,3 @@ def _chunks_kernel(
     state = load_in_bounds(state_ref, (padded, columns), limits)
     state = jax.lax.fori_loop(jnp.int32(0), jnp.int32(num_chunks), step, state)
     plt.store(last_state_ref, state, mask=bounds_mask((padded, columns), limits))
-
-
-def _forward(q, k, v, log_decay, beta, state, segment_ids, interpret):
-    residuals = (q, k, v, log_decay, beta, state, segment_ids)
-    return gated_delta_triton(*residuals, interpret), residuals
-
-
-def _backward(interpret, residuals, gradient):
-    # Differentiate the reference, which recomputes the forward pass with XLA's matmuls over all chunks at once.
-    del interpret
-    *inputs, segment_ids = residuals
-    _, pull = jax.vjp(functools.partial(gated_delta_reference, segment_ids=segment_ids), *inputs)
-    return *pull(gradient), None
-
-
-gated_delta_triton.defvjp(_forward, _backward)

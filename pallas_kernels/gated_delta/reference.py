@@ -30,7 +30,7 @@ def gated_delta_steps_reference(q, k, v, log_decay, beta, state):
     return *(x.swapaxes(0, 1) for x in outputs), state
 
 
-def gated_delta_reference(q, k, v, log_decay, beta, state, *, segment_ids=None):
+def gated_delta_reference(q, k, v, log_decay, beta, state, segment_ids=None):
     """Computes `gated_delta` by chunks in plain JAX: outputs and the last state.
 
     Within a chunk the corrections `u_i = beta_i (v_i - S_i^T k_i)` solve a unit lower triangular system (the WY form of

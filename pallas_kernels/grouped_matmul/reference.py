@@ -1,4 +1,4 @@
-"""Five plain JAX forms of `grouped_matmul`.
+"""Four plain JAX forms of `grouped_matmul`.
 
 `grouped_matmul_reference` defines the meaning of the others and of the kernels.
 """
@@ -11,10 +11,13 @@ from pallas_kernels.row_product import row_times_matrix
 
 
 def grouped_matmul_reference(x, ids, weights, gate_up, down):
-    """Computes every token through every expert and combines by weight; this defines the meaning."""
-    combine = _combine_weights(ids, weights, gate_up.shape[0]).astype(x.dtype)
-    all_outputs = jax.vmap(_swiglu, in_axes=(None, 0, 0))(x, gate_up, down)
-    return jnp.einsum("En,EnD->nD", combine, all_outputs)
+    """Runs every token through every expert and combines by weight, which defines the meaning."""
+    E = gate_up.shape[0]
+    combine = _combine_weights(ids, weights, E).astype(x.dtype)
+    # With x repeated, each product is one batched matmul over E, which a GPU does without a copy. Without it XLA
+    # transposes the stacks first.
+    outputs = jax.vmap(_swiglu)(jnp.broadcast_to(x, (E, *x.shape)), gate_up, down)
+    return jnp.einsum("En,EnD->nD", combine, outputs)
 
 
 def grouped_matmul_by_expert(x, ids, weights, gate_up, down, gate_up_scales=None, down_scales=None, block=128):
@@ -70,15 +73,6 @@ def _read_expert(stack, scales, expert, block, dtype):
     if scales is None:
         return stack[expert].astype(dtype)
     return dequantise(stack[expert], scales[expert], block, axis=0).astype(dtype)
-
-
-def grouped_matmul_by_all_experts(x, ids, weights, gate_up, down):
-    """Runs all tokens through all experts: `grouped_matmul_reference` as products that a GPU does without a copy."""
-    E = gate_up.shape[0]
-    combine = _combine_weights(ids, weights, E).astype(x.dtype)
-    # With x repeated, each product is one batched matmul over E. Without it XLA transposes the stacks first.
-    outputs = jax.vmap(_swiglu)(jnp.broadcast_to(x, (E, *x.shape)), gate_up, down)
-    return jnp.einsum("En,EnD->nD", combine, outputs)
 
 
 def grouped_matmul_many_tokens(x, ids, weights, gate_up, down):

@@ -4,9 +4,9 @@ import pytest
 from mtpjax import DecodeConfig
 from mtpjax.cli.main import main
 from mtpjax.evaluation import tune
+from mtpjax.evaluation.op_cases import CASES
 from pallas_kernels import dispatch, measurements
 from pallas_kernels.case import difference_from_xla
-from pallas_kernels.op_cases import CASES
 
 
 @pytest.fixture

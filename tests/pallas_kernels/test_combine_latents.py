@@ -3,7 +3,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from pallas_kernels.combine_latents import combine_latents, combine_latents_reference
+from pallas_kernels.combine_shares import combine_latents, combine_latents_reference
 
 
 # B, T, Z, N, R, V, parts: one share, sizes that fill no block, halves of the latent, many rows

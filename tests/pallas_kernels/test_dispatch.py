@@ -9,15 +9,15 @@ import jax.numpy as jnp
 import pytest
 
 from mtpjax.compat import make_mesh
+from mtpjax.evaluation.op_cases import CASES
 from pallas_kernels import dispatch, measurements
 from pallas_kernels.case import difference_from_xla
 from pallas_kernels.dispatch import choose
-from pallas_kernels.op_cases import CASES
 from pallas_kernels.partial_sums import PartialSums
 from pallas_kernels.verify_attention import choose_implementation as choose_attention
 
 OFFERED = ("xla", "triton")
-experts = importlib.import_module("pallas_kernels.grouped_matmul.op")
+experts = importlib.import_module("pallas_kernels.grouped_matmul")
 add_rms_norm_module = importlib.import_module("pallas_kernels.add_rms_norm")
 
 

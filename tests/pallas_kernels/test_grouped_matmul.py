@@ -217,7 +217,7 @@ def test_layer_runs_the_kernel(block, monkeypatch):
     params = as_block_scaled(params, block) if is_fp8 else params
     expected = make("xla").apply({"params": params}, x, cached=True).total()
     calls = []
-    module = sys.modules["pallas_kernels.grouped_matmul.op"]
+    module = sys.modules["pallas_kernels.grouped_matmul"]
     recorded = lambda *a, **k: calls.append(a) or grouped_matmul_kernel(*a, **k)
     monkeypatch.setattr(module, "grouped_matmul_kernel", recorded)
     out = jax.jit(lambda params, x: make("interpreted").apply({"params": params}, x, cached=True).total())(params, x)

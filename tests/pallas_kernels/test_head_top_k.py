@@ -137,8 +137,8 @@ def test_a_head_of_one_byte_is_refused(key):
 def calls(monkeypatch):
     """The `k` of each kernel that is traced."""
     module, found = sys.modules["pallas_kernels.head_top_k"], []
-    kernel = module._head_top_k_triton
-    monkeypatch.setattr(module, "_head_top_k_triton", lambda *given: found.append(given[2]) or kernel(*given))
+    kernel = module._run_kernel
+    monkeypatch.setattr(module, "_run_kernel", lambda *arrays, k, **how: found.append(k) or kernel(*arrays, k=k, **how))
     return found
 
 

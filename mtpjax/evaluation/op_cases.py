@@ -6,21 +6,21 @@ from pallas_kernels import (
     add_rms_norm,
     append_heads,
     append_latents,
+    block_scaled_matmul,
+    gated_matmul,
+    grouped_matmul,
     head_top_k,
     prefill_attention,
     router,
     verify_attention,
 )
-from pallas_kernels import gated_matmul as gated
 from pallas_kernels.backend import HAS_JAX_TRITON
-from pallas_kernels.block_scaled_matmul import op as block_scaled
 from pallas_kernels.case import Case, Shape
-from pallas_kernels.grouped_matmul import op as grouped
 
 CASES: dict[str, Callable[[Shape], Case]] = {
-    "block_scaled_matmul": block_scaled.make_case,
-    "gated_matmul": gated.make_case,
-    "grouped_matmul": grouped.make_case,
+    "block_scaled_matmul": block_scaled_matmul.make_case,
+    "gated_matmul": gated_matmul.make_case,
+    "grouped_matmul": grouped_matmul.make_case,
     "verify_attention": verify_attention.make_case,
     "prefill_attention": prefill_attention.make_case,
     "head_top_k": head_top_k.make_case,

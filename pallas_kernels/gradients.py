@@ -1,0 +1,35 @@
+"""Gradients of kernels by differentiating plain JAX."""
+
+import functools
+import inspect
+from collections.abc import Callable
+from typing import Any
+
+import jax
+
+
+def differentiated_by(plain: Callable[..., Any], num_arrays: int) -> Callable[[Callable[..., Any]], Any]:
+    """Decorates a function that runs a kernel, whose gradients in reverse mode are then those of `plain`.
+
+    The decorated function takes `num_arrays` arrays, settings, and `interpret`; `plain` takes the same arrays, and the
+    settings by their names.
+    """
+
+    def decorate(run):
+        names = list(inspect.signature(run).parameters)[num_arrays:]
+        differentiable = jax.custom_vjp(run, nondiff_argnums=tuple(range(num_arrays, num_arrays + len(names))))
+
+        def forward(*arguments):
+            return differentiable(*arguments), arguments[:num_arrays]
+
+        # XLA fuses the plain form, and only the arrays are kept from the forward pass.
+        def backward(*arguments):
+            *settings, _interpret, arrays, gradients = arguments
+            settings = dict(zip(names, settings, strict=False))
+            _, pull = jax.vjp(functools.partial(plain, **settings), *arrays)
+            return pull(gradients)
+
+        differentiable.defvjp(forward, backward)
+        return differentiable
+
+    return decorate
