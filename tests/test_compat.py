@@ -8,6 +8,7 @@ from jax.sharding import AxisType, NamedSharding, PartitionSpec, use_abstract_me
 
 from mtpjax import compat
 from pallas_kernels.rms_norm import rms_norm
+from tests.helpers.lowering import lower_for, triton_kernels
 
 
 def test_every_axis_of_a_mesh_is_automatic():
@@ -79,14 +80,14 @@ def test_a_mesh_of_gpus_prepares_nccl(topology, after, monkeypatch):
 
 def test_a_plain_function_and_a_jitted_one_lower_alike():
     x = jnp.ones((4, 8))
-    plain, jitted = compat.lower_for(jnp.sin, x), compat.lower_for(jax.jit(jnp.sin), x)
+    plain, jitted = lower_for(jnp.sin, x), lower_for(jax.jit(jnp.sin), x)
     assert set(plain) == {"cuda", "rocm"}
     assert "stablehlo.sine" in plain["rocm"].as_text() and plain["rocm"].as_text() == jitted["rocm"].as_text()
 
 
 def test_an_unknown_platform_is_refused():
     with pytest.raises(ValueError, match="tpu"):
-        compat.lower_for(jnp.sin, jnp.ones(4), platforms=("tpu",))
+        lower_for(jnp.sin, jnp.ones(4), platforms=("tpu",))
 
 
 @pytest.mark.parametrize("platform", ["cuda", "rocm"])
@@ -94,15 +95,15 @@ def test_the_triton_kernels_of_a_module_come_in_order_as_text(platform):
     def function(x, scale):
         return rms_norm(x[:3] + rms_norm(x, scale, implementation="triton")[:3], scale, implementation="triton")
 
-    lowered = compat.lower_for(function, jnp.ones((40, 64)), jnp.ones(64), platforms=(platform,))[platform]
-    first, second = compat.triton_kernels(lowered)
+    lowered = lower_for(function, jnp.ones((40, 64)), jnp.ones(64), platforms=(platform,))[platform]
+    first, second = triton_kernels(lowered)
     assert (first.name, first.num_warps, first.num_stages) == ("rms_norm", 4, 1)
     assert "tt.func public @rms_norm" in first.ir and "arith.constant 40 : i32" in first.ir
     assert "arith.constant 40 : i32" not in second.ir
 
 
 def test_a_module_without_kernels_has_none():
-    assert compat.triton_kernels(compat.lower_for(jnp.sin, jnp.ones(4))["cuda"]) == []
+    assert triton_kernels(lower_for(jnp.sin, jnp.ones(4))["cuda"]) == []
 
 
 @pytest.mark.h100

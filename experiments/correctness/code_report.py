@@ -144,9 +144,11 @@ def assigned_values(tree: ast.Module) -> dict[str, ast.expr]:
 
 
 def public_homes(tree: ast.Module) -> dict[str, str]:
-    """Returns the module that defines each public name of `mtpjax` or `mtpjax.training`."""
-    tables = ast.literal_eval(assigned_values(tree)["_HOMES"])
-    return {name: f"mtpjax.{home}" for home, names in tables.items() for name in names}
+    """Returns the module that defines each public name of `mtpjax` or `mtpjax.training`: its table's, or the imported."""
+    table = assigned_values(tree).get("_HOMES")
+    if table is None:
+        return {name: home for home, name in imported_names(tree)}
+    return {name: f"mtpjax.{home}" for home, names in ast.literal_eval(table).items() for name in names}
 
 
 def public_docstrings(modules: dict[str, pathlib.Path]) -> dict[str, list[str]]:

@@ -142,7 +142,7 @@ def measure(config: ModelConfig, bandwidth: float, options: argparse.Namespace) 
                 1,
                 options.prompt_length,
                 options.prompt_length + 2 * options.new_tokens,
-                min_rows_per_pass(model, 1, jax.default_backend()),
+                min_rows_per_pass(model.config, 1, jax.default_backend()),
             ),
             time_full_rounds=not options.only_parts,
         )

@@ -102,7 +102,7 @@ def round_of(
     model = MTPModel(subject.config, implementation=implementation)
     config = DecodeConfig(num_steps=num_steps)
     drafter = make_drafter(config)
-    spec = make_spec(config, is_greedy=True, min_rows=min_rows_per_pass(model, batch, "cuda"))
+    spec = make_spec(config, is_greedy=True, min_rows=min_rows_per_pass(model.config, batch, "cuda"))
     if page_size is not None:
         spec = dataclasses.replace(spec, pool=(batch * subject.slots // page_size, page_size))
     decoder = Decoder(model, drafter, spec)

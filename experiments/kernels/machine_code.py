@@ -26,7 +26,7 @@ from rich.console import Console
 from rich.table import Table
 
 from experiments.kernels.kernel_cases import cases
-from mtpjax import compat
+from tests.helpers.lowering import lower_for, triton_kernels
 
 ARCHITECTURES = {"cuda": "sm_90", "rocm": "gfx942"}
 MOST_SHARED = {"cuda": 227 * 1024, "rocm": 64 * 1024}
@@ -80,8 +80,8 @@ def compile_calls(calls: Iterable[tuple[str, Callable[..., Any], Sequence]], pyt
     # Collect the kernels of each call by lowering it for each platform.
     reports = []
     for name, function, arguments in calls:
-        for platform, lowered in compat.lower_for(function, *arguments).items():
-            for kernel in dict.fromkeys(compat.triton_kernels(lowered)):
+        for platform, lowered in lower_for(function, *arguments).items():
+            for kernel in dict.fromkeys(triton_kernels(lowered)):
                 reports.append((name, platform, kernel))
     jobs = [{"platform": platform, **dataclasses.asdict(kernel)} for _, platform, kernel in reports]
     answers = run_jobs(jobs, [python, str(COMPILER)])

@@ -22,13 +22,13 @@ from mtpjax.decoding.capacity import choose_prefill_chunk, min_rows_per_pass
 from mtpjax.decoding.config import DecodeConfig
 from mtpjax.decoding.decoder import Decoder
 from mtpjax.decoding.spec import DecodeSpec
+from mtpjax.evaluation.acceptance import equals_plain_decoding, sampling_arguments
 from mtpjax.evaluation.intervals import Estimate, estimate_from, resample
 from mtpjax.evaluation.machine import Stopwatch
 from mtpjax.evaluation.metrics import decoded_rates, to_json
 from mtpjax.evaluation.round_costs import CostMeter
 from mtpjax.evaluation.round_loops import TimingConditions
 from mtpjax.evaluation.round_shapes import PLAIN_STEP, RoundCosts, RoundShape
-from mtpjax.evaluation.same_text import equals_plain_decoding, sampling_arguments
 from mtpjax.evaluation.trust import seconds_beyond, speed_up_problem, time_calls, waiting_problem
 from mtpjax.inference.generate import speculative_generate
 from mtpjax.inference.requests import make_drafter
@@ -220,7 +220,7 @@ class Bench:
             # form if decoding uses the slower one.
             alike = (other for other in (*self.cells, cell) if (other.batch_size, other.drafter) == key)
             shapes = tuple(dict.fromkeys(other.shape for other in alike))
-            default_rows = min_rows_per_pass(self.model, batch_size, jax.default_backend())
+            default_rows = min_rows_per_pass(self.model.config, batch_size, jax.default_backend())
             meters = [self._make_meter(method, batch_size, shapes, default_rows)]
             if (fastest_rows := self._fastest_min_rows(batch_size) or default_rows) != default_rows:
                 meters.append(self._make_meter(method, batch_size, (), fastest_rows))
@@ -239,7 +239,12 @@ class Bench:
         lengths, platform = [len(row) for row in self.workload.prompts], jax.default_backend()
         context, longest = int(np.mean(lengths)) + self.settings.max_new_tokens // 2, max(lengths)
         sizes = {"longest_prompt": longest, "max_length": self._max_length}
-        spec = DecodeSpec(0, prefill_chunk=choose_prefill_chunk(self.model, batch_size, platform, **sizes))
+        spec = DecodeSpec(
+            0,
+            prefill_chunk=choose_prefill_chunk(
+                self.model.config, batch_size, platform, implementation=self.model.implementation, **sizes
+            ),
+        )
         rounds = [DecodeSpec(*shape, prefill_chunk=spec.prefill_chunk, min_rows=2) for shape in shapes] or [spec]
         drafter = make_drafter(method.config(DecodeConfig()))
         capacity = max(Decoder(self.model, drafter, each).capacity(self._max_length, longest) for each in rounds)

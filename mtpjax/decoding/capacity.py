@@ -1,6 +1,6 @@
 """Cache capacity and pass width: the shapes for which a decoding call is compiled."""
 
-from mtpjax.models.model import MTPModel
+from mtpjax.models.config import Implementation, ModelConfig
 
 MIN_PREFILL_CHUNK, MAX_PREFILL_CHUNK = 64, 2048  # tokens
 MAX_ACTIVATION_BYTES = 2**30  # of the widest array of a prefill pass
@@ -30,7 +30,15 @@ def _capacity_step(size: int) -> int:
     return max(128, 2 ** (size.bit_length() - 3))
 
 
-def choose_prefill_chunk(model: MTPModel, batch: int, platform: str, *, longest_prompt: int, max_length: int) -> int:
+def choose_prefill_chunk(
+    config: ModelConfig,
+    batch: int,
+    platform: str,
+    *,
+    implementation: Implementation,
+    longest_prompt: int,
+    max_length: int,
+) -> int:
     """Chooses the number of tokens per row in one prefill pass.
 
     Each pass reads all weights, so on a GPU chunks are as long as the prompts need. The widest array of a pass stays
@@ -40,6 +48,7 @@ def choose_prefill_chunk(model: MTPModel, batch: int, platform: str, *, longest_
     Args:
         batch: number of rows of the call, B.
         platform: "cpu", "cuda" or "rocm".
+        implementation: the model's.
         longest_prompt: tokens of the longest prompt.
         max_length: tokens of the longest sequence, prompt included.
 
@@ -49,16 +58,15 @@ def choose_prefill_chunk(model: MTPModel, batch: int, platform: str, *, longest_
     chunk = MIN_PREFILL_CHUNK
     if platform == "cpu":
         return chunk
-    config = model.config
     widest = 2 * max(config.intermediate_size, config.num_experts_per_tok * config.moe_intermediate_size)
-    if model.implementation == "xla" or config.index_topk:
+    if implementation == "xla" or config.index_topk:
         widest = max(widest, config.num_attention_heads * max_length)
     while chunk < min(MAX_PREFILL_CHUNK, longest_prompt) and 2 * chunk * 4 * batch * widest <= MAX_ACTIVATION_BYTES:
         chunk *= 2
     return chunk
 
 
-def min_rows_per_pass(model: MTPModel, batch: int, platform: str) -> int:
+def min_rows_per_pass(config: ModelConfig, batch: int, platform: str) -> int:
     """Computes the minimum number of token rows with which a forward pass is fast.
 
     On a GPU a single row needs more launches than two: XLA does not multiply it on the tensor cores, and fuses less
@@ -71,4 +79,4 @@ def min_rows_per_pass(model: MTPModel, batch: int, platform: str) -> int:
     Returns:
         1 or 2.
     """
-    return 2 if batch == 1 and platform != "cpu" and not model.config.is_moe else 1
+    return 2 if batch == 1 and platform != "cpu" and not config.is_moe else 1

@@ -147,7 +147,9 @@ def compile_call(
     settings = DecodeConfig(num_steps=num_steps)
     drafter = make_drafter(settings)
     if prefill_chunk is None:
-        prefill_chunk = choose_prefill_chunk(model, rows, "cuda", longest_prompt=slots // 2, max_length=slots)
+        prefill_chunk = choose_prefill_chunk(
+            model.config, rows, "cuda", implementation=model.implementation, longest_prompt=slots // 2, max_length=slots
+        )
     spec = make_spec(settings, is_greedy=True, prefill_chunk=prefill_chunk)
     # 2. Shard the shapes over the mesh, as decoding shards the arrays.
     placed = _place(shapes, part_specs(shapes, config, sizes), mesh)

@@ -139,7 +139,9 @@ def plan_layout(
     )
     if prefill_chunk is None:
         model = MTPModel(fitted, implementation="triton")
-        prefill_chunk = choose_prefill_chunk(model, rows, "cuda", longest_prompt=slots // 2, max_length=slots)
+        prefill_chunk = choose_prefill_chunk(
+            model.config, rows, "cuda", implementation=model.implementation, longest_prompt=slots // 2, max_length=slots
+        )
     return Plan(
         mesh=dict(sizes),
         rows=rows,

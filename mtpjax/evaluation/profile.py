@@ -117,7 +117,7 @@ def measure(
 
     # Each batch size has its own caches and compiled loops.
     for batch in sorted(set(conditions.batches)):
-        min_rows = min_rows_per_pass(model, batch, jax.default_backend())
+        min_rows = min_rows_per_pass(model.config, batch, jax.default_backend())
         timing = TimingConditions(batch, context, capacity, min_rows, conditions.temperature)
         drafts = {"drafter": config.drafter, "draft_params": draft_params, "time_full_rounds": True}
         meter = CostMeter(params, model=model, shapes=shapes, conditions=timing, seconds=conditions.seconds, **drafts)

@@ -61,7 +61,7 @@ def _trace(shapes, model, config, batch, num_steps, context, prefill_chunk) -> l
     if not num_steps:
         config = dataclasses.replace(config, num_steps=0, topk=1, num_draft_tokens=None)
     drafter = make_drafter(config)
-    min_rows = min_rows_per_pass(model, batch, "cuda")
+    min_rows = min_rows_per_pass(model.config, batch, "cuda")
     spec = make_spec(config, is_greedy=True, min_rows=min_rows, prefill_chunk=prefill_chunk)
     decoder = Decoder(model, drafter, spec)
 

@@ -12,7 +12,7 @@ from mtpjax.decoding.report import RowReport
 from mtpjax.serving.batches import all_allowed
 from mtpjax.serving.calls import DraftCall, InFlightCall, ScoreCall
 from mtpjax.serving.depth import AdaptiveDepth
-from mtpjax.serving.executor import Executor
+from mtpjax.serving.engine_session import EngineSession
 from mtpjax.serving.matcher import GrammarError
 from mtpjax.serving.rebalancing import ExpertRebalancer
 from mtpjax.serving.request import Delta, Finish, FinishReason, RequestTimes, Sequence
@@ -41,18 +41,19 @@ class Delivery:
 
     def __init__(
         self,
-        executor: Executor,
+        session: EngineSession,
         scheduler: Scheduler,
+        clear_pages: Callable[[int, list[int]], None],
         observe: Callable[[Finish, RequestTimes], None],
         held: dict[int, Sequence],
     ):
-        self._executor, self._scheduler, self._observe, self._held = executor, scheduler, observe, held
+        self._session, self._scheduler, self._clear_pages = session, scheduler, clear_pages
+        self._observe, self._held = observe, held
         self.sequences: dict[int, Sequence] = {}
         self.totals: collections.Counter[str] = collections.Counter()
-        session, settings = executor.session, executor.session.settings
         self._no_counts = [0] * (1 + 2 * session.decoder.spec.num_steps)
         self.drafts = self._no_counts
-        costs, every = settings.depth_costs, settings.rebalance_experts_every
+        costs, every = session.settings.depth_costs, session.settings.rebalance_experts_every
         self.depth = None if costs is None else AdaptiveDepth(costs, session.sizes.batch_sizes)
         self.rebalancer = None if every is None else ExpertRebalancer(session, every)
         self.progress_at = time.monotonic()
@@ -70,7 +71,7 @@ class Delivery:
     def allowed(self, call: DraftCall) -> np.ndarray:
         """Computes the tokens `[R, W, ceil(V/32)]` that may follow each node; ends rows whose grammar fails."""
         tokens, parents = call.read()
-        allowed = all_allowed(self._executor.session.sizes, tokens.shape)
+        allowed = all_allowed(self._session.sizes, tokens.shape)
         for row, sequence in enumerate(call.rows):
             if sequence is None or sequence.matcher is None or sequence.has_ended:
                 continue
@@ -159,7 +160,7 @@ class Delivery:
         # Cache entries of a failed row may be NaN: drop them from the prefix cache, and clear their pages.
         pages = self._scheduler.end(sequence, forget=has_failed)
         if has_failed and pages:
-            self._executor.clear_pages(shard, pages)
+            self._clear_pages(shard, pages)
         if self.rebalancer is not None and sequence.num_new:
             self.rebalancer.add(sequence)
         del self.sequences[sequence.id]
@@ -187,7 +188,7 @@ class Delivery:
 
     def end_late(self) -> None:
         """Ends requests that have waited or run for too long."""
-        now, settings = time.monotonic(), self._executor.session.settings
+        now, settings = time.monotonic(), self._session.settings
         if settings.max_queue_seconds is not None:
             for sequence in [*self._scheduler.waiting, *self._held.values()]:
                 if now - sequence.times.arrived > settings.max_queue_seconds and not sequence.num_new:

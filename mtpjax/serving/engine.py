@@ -25,9 +25,8 @@ from mtpjax.serving.calls import InFlightCall, ScoreCall
 from mtpjax.serving.compilation import Compilation, WarmUp
 from mtpjax.serving.delivery import TOTALS, Delivery, draft_counts
 from mtpjax.serving.depth import AdaptiveDepth
-from mtpjax.serving.depth_costs import measure_costs
 from mtpjax.serving.engine_session import EngineSession
-from mtpjax.serving.executor import Executor
+from mtpjax.serving.executor import Executor, measure_costs
 from mtpjax.serving.grammar import Grammars
 from mtpjax.serving.inbox import Inbox
 from mtpjax.serving.multihost.connection import Followers
@@ -112,7 +111,7 @@ class Engine:
         self._compilation = Compilation(self._executor.programs, self._inbox, self._enter)
         of_scheduler = scheduler_settings(session, self._choose_depth)
         self._scheduler = Scheduler(of_scheduler, make_pools(session.sizes, settings))
-        self._delivery = Delivery(self._executor, self._scheduler, observe, self._compilation.held)
+        self._delivery = Delivery(session, self._scheduler, self._executor.clear_pages, observe, self._compilation.held)
         self.pages = PageExchange(session, self._scheduler, self._inbox)
         self._num_warm_up_programs = 0
 

@@ -1,6 +1,11 @@
-"""Runs the calls of a tick: turns requests and page tables into arrays, and dispatches calls on the session."""
+"""Runs the calls of a tick: turns requests and page tables into arrays, and dispatches calls on the session.
+
+`measure_costs` times rounds with it, from which the engine chooses its depth.
+"""
 
 import itertools
+import statistics
+import time
 from collections.abc import Iterator
 from typing import Any
 
@@ -12,15 +17,19 @@ from mtpjax.decoding.session import Batch
 from mtpjax.decoding.state import NewRows
 from mtpjax.serving.batches import all_allowed, empty_batch, no_chunk, no_targets
 from mtpjax.serving.calls import DraftCall, InFlightCall, ScoreCall
+from mtpjax.serving.depth import Costs
 from mtpjax.serving.engine_session import EngineSession
 from mtpjax.serving.grammar import Grammars
 from mtpjax.serving.host_pages import HostPages, Outgoing
 from mtpjax.serving.page_pool import PagePool
 from mtpjax.serving.program_set import PendingCall, ProgramKey
 from mtpjax.serving.programs import NUM_CLEARED, Programs, draft_call, verify_call
-from mtpjax.serving.request import Sequence
+from mtpjax.serving.request import Lease, Request, Sequence
 from mtpjax.serving.scoring import score_chunk
 from mtpjax.serving.snapshots import NO_ROW
+
+NUM_MEASURED = 5  # timed rounds per batch size and depth
+PROMPT_LENGTH = 16  # of the rows whose rounds are timed
 
 Grid = list[list[Sequence | None]]  # the rows of each shard; None for padding
 
@@ -160,3 +169,47 @@ def _text_rows(sequence: Sequence) -> NewRows:
     tokens[0, :size] = sequence.text[:size]
     first_token = sequence.text[-1] if sequence.is_resumed else -1
     return rows.replace(tokens=tokens, length=np.full(1, size, np.int32), first_token=np.full(1, first_token, np.int32))
+
+
+def measure_costs(executor: Executor) -> Costs:
+    """Times rounds of the engine's own programs, for each batch size and depth, in seconds.
+
+    All slots must be free; the state is reset afterwards. A deeper round never counts as faster than a shallower one.
+    """
+    depths = range(executor.session.decoder.spec.num_steps + 1)
+    costs = [[_measure(executor, size, depth) for depth in depths] for size in executor.session.sizes.batch_sizes]
+    executor.session.reset()
+    return tuple(tuple(np.maximum.accumulate(durations).tolist()) for durations in costs)
+
+
+def _measure(executor: Executor, size: int, depth: int) -> float:
+    """Returns the duration of a round of `depth` draft levels on `size` rows per shard, in seconds."""
+    sizes, decoder = executor.session.sizes, executor.session.decoder
+    # 1. Rows with a short text and room for the timed rounds, if the longest text has that room. Rows may share pages:
+    #    their results are not used.
+    num_tokens = min(sizes.max_length, decoder.max_length_of(sizes.shard_pages))
+    prompt_length = max(min(PROMPT_LENGTH, decoder.spec.prefill_chunk, num_tokens - depth - 1), 1)
+    num_rounds = max(min((num_tokens - prompt_length - 1) // (depth + 1), NUM_MEASURED + 1), 1)
+    num_new = min(1 + num_rounds * (depth + 1), num_tokens - prompt_length)
+    request = Request(prompt=(0,) * prompt_length, max_new_tokens=max(num_new, 1))
+    rows = executor.programs.make_rows(request)
+    num_pages = decoder.num_pages_of(int(rows.settings.limit[0]))
+    sequences = []
+    for shard, slot in itertools.product(range(sizes.num_shards), range(size)):
+        sequence = Sequence.new(-1, request, rows, lambda event: None)
+        sequence.shard, sequence.slot, sequence.num_to_prefill = shard, slot, prompt_length
+        pages = [(slot * num_pages + page) % sizes.shard_pages for page in range(num_pages)]
+        sequence.lease = Lease(pages, 0, 0, b"")
+        sequences.append(sequence)
+    executor.admit(sequences)
+    max_rows = sizes.prefill_sizes[-1]
+    for begin in range(0, size, max_rows):
+        some = [sequence for sequence in sequences if begin <= (sequence.slot or 0) < begin + max_rows]
+        executor.prefill([(sequence, 0, prompt_length) for sequence in some]).read()
+    # 2. The first round prepares the dispatch of later ones.
+    durations = []
+    for _ in range(num_rounds):
+        begin = time.perf_counter()
+        executor.advance(sequences, depth, 1).read()
+        durations.append(time.perf_counter() - begin)
+    return statistics.median(durations[1:] or durations)

@@ -132,7 +132,7 @@ def resolve_sizes(
     if batch_sizes[-1] < shard_slots or list(batch_sizes) != sorted(set(batch_sizes)):
         raise ValueError(f"batch_sizes must be ascending and reach {shard_slots}, got {batch_sizes}")
     platform = platform_of(mesh)
-    min_rows = tuple(config.min_rows or min_rows_per_pass(model, size, platform) for size in batch_sizes)
+    min_rows = tuple(config.min_rows or min_rows_per_pass(model.config, size, platform) for size in batch_sizes)
     decoder = _make_decoder(settings, config, drafter, model, mesh, min_rows=max(min_rows))
     _check_changing_depth(settings, config, decoder)
     # 2. The pool.

@@ -173,7 +173,9 @@ class PanelDecoder:
             params,
             model=model,
             shapes=(shape,),
-            conditions=TimingConditions(1, context, capacity, min_rows_per_pass(model, 1, jax.default_backend())),
+            conditions=TimingConditions(
+                1, context, capacity, min_rows_per_pass(model.config, 1, jax.default_backend())
+            ),
         )
         meter.compile()
         # Compilation is done, so the stopwatch measures only disturbances of the timings.

@@ -4,7 +4,7 @@ import dataclasses
 
 import pytest
 
-from mtpjax import ModelConfig, MTPModel, presets
+from mtpjax import ModelConfig, presets
 from mtpjax.decoding.capacity import choose_prefill_chunk, min_rows_per_pass
 
 SIZES = {"vocab_size": 64, "hidden_size": 32, "num_hidden_layers": 1, "intermediate_size": 32}
@@ -27,18 +27,18 @@ def test_a_prefill_chunk_grows_with_the_prompts_up_to_the_memory_of_scores(
     platform, batch, longest_prompt, max_length, chunk
 ):
     sizes = {"longest_prompt": longest_prompt, "max_length": max_length}
-    assert choose_prefill_chunk(MTPModel(DENSE, implementation="xla"), batch, platform, **sizes) == chunk
+    assert choose_prefill_chunk(DENSE, batch, platform, implementation="xla", **sizes) == chunk
 
 
 def test_without_scores_in_memory_a_prefill_chunk_does_not_shrink_with_the_context():
     sizes = {"longest_prompt": 30000, "max_length": 32768}
-    assert choose_prefill_chunk(MTPModel(DENSE), 4, "cuda", **sizes) == 2048
+    assert choose_prefill_chunk(DENSE, 4, "cuda", implementation="auto", **sizes) == 2048
     # The feed-forward layer's widest array is 1 GiB.
     wide = dataclasses.replace(DENSE, intermediate_size=2**15)
-    assert choose_prefill_chunk(MTPModel(wide), 4, "cuda", **sizes) == 1024
+    assert choose_prefill_chunk(wide, 4, "cuda", implementation="auto", **sizes) == 1024
     # An indexer keeps scores of its own.
     sparse = dataclasses.replace(presets["deepseek-v3.2"], num_hidden_layers=4)
-    assert choose_prefill_chunk(MTPModel(sparse), 4, "cuda", **sizes) == 64
+    assert choose_prefill_chunk(sparse, 4, "cuda", implementation="auto", **sizes) == 64
 
 
 def test_only_a_dense_model_on_a_gpu_takes_two_rows():
@@ -48,4 +48,4 @@ def test_only_a_dense_model_on_a_gpu_takes_two_rows():
         ("cuda", DENSE, 4, 1),
         ("cuda", EXPERTS, 1, 1),
     ):
-        assert min_rows_per_pass(MTPModel(config), batch, platform) == rows
+        assert min_rows_per_pass(config, batch, platform) == rows

@@ -28,6 +28,7 @@ from mtpjax.models.presets import presets
 from mtpjax.models.quantized import BlockScaled
 from mtpjax.models.vocabulary import Vocabulary
 from tests.helpers.hlo import NO_RESULT, loop_instructions, parse, updates_in
+from tests.helpers.lowering import lower_for, triton_kernels
 
 NUM_PAGES = 977  # of a pool; likewise no other size here
 SLOTS = 1536  # what `round_up_capacity` gives, and no other size here
@@ -140,7 +141,7 @@ def call_of(
 ):
     """`decode` of everything but the arrays, and their shapes."""
     model = MTPModel(config, implementation=implementation)
-    spec = dataclasses.replace(spec, min_rows=min_rows_per_pass(model, batch, platform), prefill_chunk=4)
+    spec = dataclasses.replace(spec, min_rows=min_rows_per_pass(model.config, batch, platform), prefill_chunk=4)
     drafter = MTPDrafter() if spec.num_steps else Drafter()
     decoder = Decoder(model, drafter, spec)
 
@@ -304,8 +305,8 @@ def test_on_an_h100_only_kernels_meet_fp8_caches(kind):
 )
 def test_the_call_with_its_kernels_lowers_for_both_platforms(config, how):
     call, shapes = call_of(config, 4, chain(1), platform="cuda", implementation="triton", **how)
-    for platform, lowered in compat.lower_for(call, *shapes).items():
-        names = {kernel.name for kernel in compat.triton_kernels(lowered)}
+    for platform, lowered in lower_for(call, *shapes).items():
+        names = {kernel.name for kernel in triton_kernels(lowered)}
         assert names >= {"block_scaled_matmul", "grouped_gate_up", "grouped_product", "head_top_k"}
         assert f"verify_attention_{platform}" in names
 

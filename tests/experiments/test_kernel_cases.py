@@ -17,6 +17,7 @@ from experiments.kernels.kernel_cases import cases
 from experiments.kernels.kernel_cases_attention import attention_case
 from mtpjax import compat
 from pallas_kernels import dispatch
+from tests.helpers.lowering import lower_for, triton_kernels
 
 CASES = cases()
 ONE_OF_EACH = list({case.op: case for case in reversed(CASES)}.values())  # `machine_code.py` has all
@@ -39,7 +40,7 @@ def test_kernel_lowers_without_a_gpu_where_it_was_measured_to_be_fastest(case, m
     monkeypatch.setattr(dispatch, "_agrees", lambda *args: True)  # no GPU to compare numbers on
     monkeypatch.setattr(dispatch._process, "measured", cells)
     shapes = jax.eval_shape(case.make, jax.random.key(0))
-    lowered = compat.lower_for(functools.partial(case.run, implementation="auto"), *shapes)
+    lowered = lower_for(functools.partial(case.run, implementation="auto"), *shapes)
     for platform in ("cuda", "rocm"):
         assert "custom_call @__gpu$xla.gpu.triton" in lowered[platform].as_text()
 
@@ -67,8 +68,8 @@ def test_what_verify_attention_is_timed_against_computes_the_same(tokens, key):
 def test_each_platform_gets_its_own_kernel_alone():
     case = next(case for case in CASES if case.op == "verify_attention")
     shapes = jax.eval_shape(case.make, jax.random.key(0))
-    for platform, lowered in compat.lower_for(functools.partial(case.run, implementation="triton"), *shapes).items():
-        assert [kernel.name for kernel in compat.triton_kernels(lowered)] == [
+    for platform, lowered in lower_for(functools.partial(case.run, implementation="triton"), *shapes).items():
+        assert [kernel.name for kernel in triton_kernels(lowered)] == [
             f"verify_attention_{platform}",
             "combine_shares",
         ]
@@ -81,9 +82,9 @@ def test_offsets_into_stacks_do_not_overflow(case):
     The arrays of a kernel are the operands of its call, and offsets are what the Triton IR adds to their pointers.
     """
     shapes = jax.eval_shape(case.make, jax.random.key(0))
-    lowered = compat.lower_for(functools.partial(case.run, implementation="triton"), *shapes, platforms=("cuda",))
+    lowered = lower_for(functools.partial(case.run, implementation="triton"), *shapes, platforms=("cuda",))
     calls = re.findall(r"custom_call @__gpu\$xla.gpu.triton\(.*: \((.*)\) -> (.*)", lowered["cuda"].as_text())
-    kernels = compat.triton_kernels(lowered["cuda"])
+    kernels = triton_kernels(lowered["cuda"])
     assert len(calls) == len(kernels) >= 2
     wide = 0
     for call, made in zip(calls, kernels, strict=True):
@@ -110,9 +111,9 @@ def test_offsets_into_stacks_do_not_overflow(case):
 def test_fp8_takes_the_fast_conversion_of_each_platform(case):
     """On CUDA to float32, since a conversion to bfloat16 runs at 1/16 of the rate; on ROCm none, but bit arithmetic."""
     shapes = jax.eval_shape(case.make, jax.random.key(0))
-    lowered = compat.lower_for(functools.partial(case.run, implementation="triton"), *shapes)
+    lowered = lower_for(functools.partial(case.run, implementation="triton"), *shapes)
     for platform, one in lowered.items():
-        ir = "".join(kernel.ir for kernel in compat.triton_kernels(one))
+        ir = "".join(kernel.ir for kernel in triton_kernels(one))
         found = re.findall(r"tt.fp_to_fp .*: tensor<\w+xf8E4M3FN> -> tensor<(?:\d+x)+(\w+)>", ir)
         assert set(found) <= ({"f32"} if platform == "cuda" else set())
 
@@ -128,7 +129,7 @@ def test_bytes_would_be_addressed_with_too_few_bits():
     call = pl.pallas_call(kernel, out_shape=out, grid=(256,), compiler_params=params)
     stack = jax.ShapeDtypeStruct((256, 2048, 7168), jnp.float8_e4m3fn)
     assert stack.size >= 2**31
-    (made,) = compat.triton_kernels(compat.lower_for(call, stack, platforms=("cuda",))["cuda"])
+    (made,) = triton_kernels(lower_for(call, stack, platforms=("cuda",))["cuda"])
     assert offsets_added(made.ir, "%arg0") == {"i32"}
 
 

@@ -5,9 +5,9 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from mtpjax import compat
 from pallas_kernels.add_rms_norm import add_rms_norm, add_rms_norm_reference
 from pallas_kernels.partial_sums import PartialSums
+from tests.helpers.lowering import lower_for
 
 interpreted = functools.partial(add_rms_norm, implementation="interpreted")
 
@@ -60,7 +60,5 @@ def test_wrong_shapes_are_an_error(key):
 @pytest.mark.parametrize("platform", ["cuda", "rocm"])
 def test_kernel_lowers_without_a_gpu(platform):
     arguments = jax.eval_shape(lambda key: problem(key, (4, 7168), 4, jnp.bfloat16), jax.random.key(0))
-    lowered = compat.lower_for(
-        functools.partial(add_rms_norm, implementation="triton"), *arguments, platforms=(platform,)
-    )
+    lowered = lower_for(functools.partial(add_rms_norm, implementation="triton"), *arguments, platforms=(platform,))
     assert lowered[platform].as_text().count("custom_call @__gpu$xla.gpu.triton") == 1

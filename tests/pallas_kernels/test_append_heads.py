@@ -5,9 +5,9 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from mtpjax import compat
 from pallas_kernels.append_heads import Heads, append_heads, append_heads_reference
 from pallas_kernels.partial_sums import PartialSums
+from tests.helpers.lowering import lower_for
 
 # B, T, K, G, H, P: a single row, groups and widths that fill no block, a part of the channels rotated, all of them
 SHAPES = [(1, 1, 2, 2, 64, 32), (3, 4, 2, 3, 48, 24), (2, 5, 3, 1, 80, 16), (2, 16, 1, 7, 32, 12)]
@@ -76,6 +76,6 @@ def test_kernel_lowers_without_a_gpu_and_updates_the_cache_in_place(platform):
     def call(arrays, bias, norms):
         return append_heads(*arrays, Heads(bias, norms), group_size=2, implementation="triton")
 
-    text = compat.lower_for(call, arrays, heads.bias, heads.norms, platforms=(platform,))[platform].as_text()
+    text = lower_for(call, arrays, heads.bias, heads.norms, platforms=(platform,))[platform].as_text()
     assert text.count("custom_call @__gpu$xla.gpu.triton") == 1
     assert text.count("output_operand_alias<") == 2

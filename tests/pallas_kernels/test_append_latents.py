@@ -5,9 +5,9 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from mtpjax import compat
 from pallas_kernels.append_latents import append_latents, append_latents_reference
 from pallas_kernels.partial_sums import PartialSums
+from tests.helpers.lowering import lower_for
 
 # B, T, N, C, R, P: sizes that fill no block, several slices of the latent, many rows
 SHAPES = [(1, 1, 2, 16, 32, 8), (3, 4, 3, 24, 80, 12), (2, 16, 2, 40, 144, 16)]
@@ -70,6 +70,6 @@ def test_kernel_lowers_without_a_gpu_and_updates_the_cache_in_place(platform):
     make = functools.partial(problem, shape=(4, 4, 16, 128, 512, 64), dtype=jnp.bfloat16)
     arrays = jax.eval_shape(make, jax.random.key(0))
     call = functools.partial(append_latents, implementation="triton")
-    text = compat.lower_for(call, *arrays, platforms=(platform,))[platform].as_text()
+    text = lower_for(call, *arrays, platforms=(platform,))[platform].as_text()
     assert text.count("custom_call @__gpu$xla.gpu.triton") == 1
     assert text.count("output_operand_alias<") == 1

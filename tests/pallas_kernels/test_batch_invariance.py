@@ -7,7 +7,6 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from mtpjax import compat
 from pallas_kernels.add_rms_norm import add_rms_norm
 from pallas_kernels.batch_invariance import batch_invariant, is_batch_invariant, map_row_blocks
 from pallas_kernels.block_scaled_matmul import partial_matmul
@@ -19,6 +18,7 @@ from pallas_kernels.prefill_attention import prefill_attention
 from pallas_kernels.rms_norm import rms_norm
 from pallas_kernels.router import Routing, route_tokens
 from pallas_kernels.verify_attention import verify_attention
+from tests.helpers.lowering import lower_for, triton_kernels
 
 NUM_ROWS = (1, 5, 17, 70)  # one row, less than a block, more than one, and more than the kernels take otherwise
 FORM = {"implementation": "interpreted"}
@@ -66,8 +66,8 @@ def test_a_row_has_the_same_bits_beside_any_number_of_others(op):
 @pytest.mark.parametrize("op", [op for op in OPS if "XLA" not in op])
 def test_the_kernels_lower_for_both_platforms(op):
     with batch_invariant():
-        for lowered in compat.lower_for(functools.partial(OPS[op], implementation="triton"), X).values():
-            assert compat.triton_kernels(lowered)
+        for lowered in lower_for(functools.partial(OPS[op], implementation="triton"), X).values():
+            assert triton_kernels(lowered)
 
 
 def attend(batch, capacity, *, window=False, latent=False, tokens=3):

@@ -6,11 +6,12 @@ import numpy as np
 import pytest
 
 import mtpjax
-from mtpjax import DecodeConfig, compat, forward, speculative_generate
+from mtpjax import DecodeConfig, forward, speculative_generate
 from mtpjax.models.quantized import BlockScaled, is_scaled, matrix_product
 from pallas_kernels.block_scaled_matmul import block_scaled_matmul, block_scaled_matmul_reference, partial_matmuls
 from pallas_kernels.block_scaled_matmul.kernel import multiply_few_rows
 from tests.golden import path
+from tests.helpers.lowering import lower_for, triton_kernels
 
 FP8 = jnp.float8_e4m3fn
 kernel = functools.partial(block_scaled_matmul, implementation="triton")
@@ -109,13 +110,13 @@ def test_kernel_and_its_gradient_lower_without_a_gpu(platform):
     x = jax.ShapeDtypeStruct((2, 3, 300), jnp.bfloat16)
     weights, scales = jax.ShapeDtypeStruct((300, 200), FP8), jax.ShapeDtypeStruct((3, 200), jnp.float32)
     step = jax.value_and_grad(lambda x, weights, scales: jnp.sum(kernel(x, weights, scales).astype(jnp.float32)))
-    text = compat.lower_for(step, x, weights, scales, platforms=(platform,))[platform].as_text()
+    text = lower_for(step, x, weights, scales, platforms=(platform,))[platform].as_text()
     assert text.count("custom_call @__gpu$xla.gpu.triton") == 1
 
 
 def test_many_rows_and_none_are_left_to_xla(key):
     x, weights, scales = inputs(key, 65, 144, 28, 128, jnp.float32, FP8)
-    assert "triton" not in compat.lower_for(kernel, x, weights, scales)["cuda"].as_text()
+    assert "triton" not in lower_for(kernel, x, weights, scales)["cuda"].as_text()
     assert interpreted(x[:0], weights, scales).shape == (0, 28)
 
 
@@ -194,4 +195,4 @@ def test_several_matrices_run_in_one_launch(weights_dtype, key):
     mixed = [matrices[0], (matrices[1][0].astype(jnp.bfloat16), None)]
     for some, launches in ((matrices, 1), (mixed, 2)):
         compiled = functools.partial(partial_matmuls, matrices=some, block=64, implementation="triton")
-        assert len(compat.triton_kernels(compat.lower_for(compiled, x, platforms=("cuda",))["cuda"])) == launches
+        assert len(triton_kernels(lower_for(compiled, x, platforms=("cuda",))["cuda"])) == launches

@@ -7,10 +7,11 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from mtpjax import DecodeConfig, MTPModel, compat, generate, speculative_generate
+from mtpjax import DecodeConfig, MTPModel, generate, speculative_generate
 from pallas_kernels.gated_delta import gated_delta, gated_delta_replay, gated_delta_steps, gated_delta_verify
 from pallas_kernels.gated_delta.reference import CHUNK, gated_delta_reference, gated_delta_steps_reference
 from tests.helpers import small_models
+from tests.helpers.lowering import lower_for
 
 # rows, tokens, key heads, value heads, and the widths of keys and values
 FEW = [
@@ -181,7 +182,7 @@ def test_kernels_and_the_gradient_lower_without_a_gpu(dtype, platform, key):
         return jnp.sum(output) + jnp.sum(state)
 
     def count(function, *arguments):
-        lowered = compat.lower_for(function, *arguments, platforms=(platform,))
+        lowered = lower_for(function, *arguments, platforms=(platform,))
         return lowered[platform].as_text().count("custom_call @__gpu$xla.gpu.triton")
 
     assert count(jax.value_and_grad(step, argnums=tuple(range(1, 7))), segment_ids, *rule) == 3

@@ -5,8 +5,8 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from mtpjax import compat
 from pallas_kernels.gated_matmul import _run_kernel, gated_matmul, gated_matmul_reference
+from tests.helpers.lowering import lower_for
 
 FP8 = jnp.float8_e4m3fn
 interpreted = functools.partial(gated_matmul, implementation="interpreted")
@@ -74,5 +74,5 @@ def test_kernel_lowers_without_a_gpu(weights_dtype, platform):
     make = functools.partial(problem, rows=4, D=512, F=384, block=128, dtype=jnp.bfloat16, weights_dtype=weights_dtype)
     x, weights, scales = jax.eval_shape(make, jax.random.key(0))
     call = functools.partial(gated_matmul, implementation="triton")
-    text = compat.lower_for(call, x, weights, scales, platforms=(platform,))[platform].as_text()
+    text = lower_for(call, x, weights, scales, platforms=(platform,))[platform].as_text()
     assert text.count("custom_call @__gpu$xla.gpu.triton") == 1

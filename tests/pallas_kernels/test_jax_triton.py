@@ -10,12 +10,12 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from mtpjax import compat
 from pallas_kernels.backend import HAS_JAX_TRITON
 from pallas_kernels.batch_invariance import batch_invariant
 from pallas_kernels.block_scaled_matmul import block_scaled_matmul, partial_matmul
 from pallas_kernels.block_scaled_matmul.reference import block_scaled_matmul_reference
 from pallas_kernels.fp8 import FP8_DIVISOR
+from tests.helpers.lowering import lower_for
 
 FP8 = jnp.float8_e4m3fn
 needs_jax_triton = pytest.mark.skipif(not HAS_JAX_TRITON, reason="jax_triton and triton are not installed")
@@ -102,7 +102,7 @@ def test_the_call_lowers_for_both_platforms(weights_dtype, key, monkeypatch):
     monkeypatch.setattr(triton_lib.triton_kernel_call_lib, "get_arch_details", lambda device: "gfx942")
     x, weights, scales = inputs(key, 4, 256, 512, 128 if weights_dtype == FP8 else 0, weights_dtype)
     call = functools.partial(block_scaled_matmul, implementation="jax_triton")
-    for lowered in compat.lower_for(call, x.astype(jnp.bfloat16), weights, scales).values():
+    for lowered in lower_for(call, x.astype(jnp.bfloat16), weights, scales).values():
         assert "triton_kernel_call" in lowered.as_text()
 
 

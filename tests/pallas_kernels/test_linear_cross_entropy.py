@@ -7,13 +7,13 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from mtpjax import compat
 from pallas_kernels.linear_cross_entropy import (
     linear_cross_entropy,
     linear_cross_entropy_reference,
     linear_total_variation,
     linear_total_variation_reference,
 )
+from tests.helpers.lowering import lower_for
 
 # (rows, width, vocabulary), chunk. Interpreted, what lies beyond an array is NaN. No size of the first and third fills
 # its blocks (64 x 64 logits, 32 of the width; in bfloat16 128 x 256 or 128 x 128, and 64): 2 x 3 and 2 x 3 or 2 x 5 of
@@ -154,7 +154,7 @@ def test_logits_are_in_no_array_of_the_lowered_program(dtype):
     hidden, targets = jax.ShapeDtypeStruct((2, N, D), dtype), jax.ShapeDtypeStruct((2, N), jnp.int32)
     weights = jax.ShapeDtypeStruct((3, 2, N), jnp.float32)
     run = functools.partial(of_drafts, function=linear_total_variation, how=how(chunk, "triton"))
-    for lowered in compat.lower_for(run, hidden, [head], targets, weights).values():
+    for lowered in lower_for(run, hidden, [head], targets, weights).values():
         text = lowered.as_text()
         assert text.count("custom_call @__gpu$xla.gpu.triton") == 4  # two forward, and a last part of the columns
         assert f"{N}x{V}x" not in text

@@ -7,12 +7,12 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from mtpjax import compat
 from pallas_kernels.append_heads import Heads, append_heads
 from pallas_kernels.append_latents import append_latents
 from pallas_kernels.paged import NO_PAGE, gather_pages
 from pallas_kernels.partial_sums import PartialSums
 from pallas_kernels.verify_attention import verify_attention, verify_attention_reference
+from tests.helpers.lowering import lower_for
 
 SIZE, NUM_PAGES = 16, 24
 
@@ -160,7 +160,7 @@ def test_kernels_over_pages_lower_without_a_gpu(platform):
         ]
     ]
     angle = jax.ShapeDtypeStruct((2, 1, 16), jnp.float32)
-    text = compat.lower_for(calls, *shapes, (angle, angle), platforms=(platform,))[platform].as_text()
+    text = lower_for(calls, *shapes, (angle, angle), platforms=(platform,))[platform].as_text()
     assert text.count("custom_call @__gpu$xla.gpu.triton") == 3  # append, attend, combine
 
 

@@ -5,8 +5,8 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from mtpjax import compat
 from pallas_kernels.prefill_attention import prefill_attention, prefill_attention_reference
+from tests.helpers.lowering import lower_for
 
 # B, K, T, G, H, S: tokens, slots and widths that fill no block; a latent's width; one token
 SHAPES = [(2, 2, 19, 2, 40, 70), (3, 1, 33, 3, 16, 53), (1, 2, 1, 4, 64, 20)]
@@ -69,5 +69,5 @@ def test_kernel_lowers_without_a_gpu(latent, platform):
     make = lambda key: problem(key, (2, 1, 256, 4, H, 1024), dtype=jnp.bfloat16, latent=latent)[0]
     shapes = jax.eval_shape(make, jax.random.key(0))
     call = functools.partial(prefill_attention, scale=0.1, value_width=latent or None, implementation="triton")
-    text = compat.lower_for(call, *shapes, platforms=(platform,))[platform].as_text()
+    text = lower_for(call, *shapes, platforms=(platform,))[platform].as_text()
     assert text.count("custom_call @__gpu$xla.gpu.triton") == 1

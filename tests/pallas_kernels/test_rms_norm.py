@@ -6,8 +6,8 @@ import numpy as np
 import pytest
 from jax.test_util import check_grads
 
-from mtpjax import compat
 from pallas_kernels.rms_norm import rms_norm, rms_norm_reference
+from tests.helpers.lowering import lower_for
 
 # 13 rows do not fill the last block, 96 and 5000 are no powers of two, 5000 is longer than a block of several rows
 SHAPES = [(8, 64), (13, 256), (5, 96), (2, 3, 128), (64,), (100, 96), (3, 5000)]
@@ -69,7 +69,7 @@ def test_kernel_and_its_gradient_lower_without_a_gpu(width, platform):
     x = jax.ShapeDtypeStruct((2, 3, width), jnp.bfloat16)
     scale = jax.ShapeDtypeStruct((width,), jnp.float32)
     step = jax.value_and_grad(lambda x, scale: jnp.sum(kernel(x, scale, zero_centred=True)), argnums=(0, 1))
-    text = compat.lower_for(step, x, scale, platforms=(platform,))[platform].as_text()
+    text = lower_for(step, x, scale, platforms=(platform,))[platform].as_text()
     assert text.count("custom_call @__gpu$xla.gpu.triton") == 1
 
 

@@ -5,8 +5,8 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from mtpjax import compat
 from pallas_kernels.router import Routing, difference_from_reference, route_tokens
+from tests.helpers.lowering import lower_for
 
 # experts; numbers of experts and of groups that are no powers of two, all experts chosen, groups of one expert
 CASES = {
@@ -88,5 +88,5 @@ def test_kernels_lower_without_a_gpu(platform):
     arrays = jax.eval_shape(make, jax.random.key(0))
     is_used = np.array([True, True, False, True])
     call = functools.partial(route_tokens, routing=CASES["groups"][1], is_used=is_used, implementation="triton")
-    text = compat.lower_for(call, *arrays, platforms=(platform,))[platform].as_text()
+    text = lower_for(call, *arrays, platforms=(platform,))[platform].as_text()
     assert text.count("custom_call @__gpu$xla.gpu.triton") == 2

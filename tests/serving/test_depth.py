@@ -8,10 +8,9 @@ import pytest
 from mtpjax import DecodeConfig, SamplingParams
 from mtpjax.decoding.depth_policy import PROBE_INTERVAL
 from mtpjax.serving.depth import AdaptiveDepth, best_depth, estimate_rates, probe_depth
-from mtpjax.serving.depth_costs import measure_costs
 from mtpjax.serving.engine import Engine
 from mtpjax.serving.engine_session import EngineSession
-from mtpjax.serving.executor import Executor
+from mtpjax.serving.executor import Executor, measure_costs
 from mtpjax.serving.request import Request
 from mtpjax.serving.sizes import EngineSettings
 from tests.helpers.engine_client import Client

@@ -35,7 +35,9 @@ CONFIG = dataclasses.replace(
 def temporary_bytes(platform, dtype, sharding=None):
     """Compiles the program that scores a chunk from shapes alone; returns its temporary and its new memory."""
     model, settings = MTPModel(CONFIG), DecodeConfig(num_steps=1)
-    chunk = choose_prefill_chunk(model, SLOTS, platform, longest_prompt=T, max_length=T)
+    chunk = choose_prefill_chunk(
+        model.config, SLOTS, platform, implementation=model.implementation, longest_prompt=T, max_length=T
+    )
     num_pages = SLOTS * T // PAGE
     spec = make_spec(settings, is_greedy=False, prefill_chunk=chunk)
     spec = dataclasses.replace(spec, pool=(num_pages, PAGE), logprobs=True)
