@@ -144,10 +144,10 @@ def assigned_values(tree: ast.Module) -> dict[str, ast.expr]:
 
 
 def public_homes(tree: ast.Module) -> dict[str, str]:
-    """Returns the module that defines each public name of `mtpjax` or `mtpjax.training`: its table's, or the imported."""
+    """Returns the module that defines each public name of `mtpjax` or `mtpjax.training`: from its table or imports."""
     table = assigned_values(tree).get("_HOMES")
     if table is None:
-        return {name: home for home, name in imported_names(tree)}
+        return {name: home for home, name in imported_names(tree) if name is not None}
     return {name: f"mtpjax.{home}" for home, names in ast.literal_eval(table).items() for name in names}
 
 

@@ -177,10 +177,10 @@ class Decoder:
         Raises:
             ValueError: rule "greedy" with rows at a temperature above 0.
         """
-        lengths = {"longest_prompt": longest_prompt or max_length, "max_length": max_length}
-        how = {"implementation": model.implementation, **lengths}
-        chunk = choose_prefill_chunk(model.config, batch, platform_of(mesh), **how)
-        min_rows = config.min_rows or min_rows_per_pass(model.config, batch, platform_of(mesh))
+        sizes = {"longest_prompt": longest_prompt or max_length, "max_length": max_length}
+        implementation, platform = model.implementation, platform_of(mesh)
+        chunk = choose_prefill_chunk(model.config, batch, platform, implementation=implementation, **sizes)
+        min_rows = config.min_rows or min_rows_per_pass(model.config, batch, platform)
         spec = make_spec(config, is_greedy=is_greedy, min_rows=min_rows, prefill_chunk=chunk)
         # No prompt is longer than the model's positions, and caches hold a whole chunk, so a wider one only wastes
         # memory.
