@@ -123,9 +123,13 @@ def count_parts(num_tiles, num_columns, inputs, padded, *, is_one_byte):
     A part has at least 16 inputs per row. Below that, writing and reading the partial sums moves more than half as many
     bytes as the fp8 weights do. Only the padded number of rows counts, so a row gets the same bits with 0 or 15 other
     rows.
+
+    The next kernel adds the parts in one program per row, which takes longer than more than four parts gain, unless
+    fewer than half of the processors would have a program (bfloat16 weights on an H100; docs/results/gpu.md).
     """
     max_programs = (3 if is_one_byte else 2) * num_processors()
-    return max(1, min(max_programs // num_columns, num_tiles * inputs // (16 * padded)))
+    num_parts = max(1, min(max_programs // num_columns, num_tiles * inputs // (16 * padded)))
+    return num_parts if is_one_byte else min(num_parts, max(4, num_processors() // (2 * num_columns)))
 
 
 def _multiply_kernel(x_ref, *refs, padded, tile, block, dtype, num_columns, has_row_blocks, has_scales, is_integer_fp8):
