@@ -10,7 +10,7 @@ def add_disaggregation_flags(parser) -> None:
         metavar="MODE",
         choices=("null", "prefill", "decode"),
         help="prefill: also compute prompts for decode servers; decode: fetch the KV cache of prompts from a prefill "
-        "server; null: neither (default)",
+        "server (default: one server does both)",
     )
     group.add_argument("--disaggregation-prefill-url", help="for a decode server: address of the prefill server")
     group.add_argument(

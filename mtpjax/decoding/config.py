@@ -129,7 +129,7 @@ class DecodeConfig:
             the same way at every batch size, which is slower (docs/guides/kernels.md). Needs the kernels: a GPU, or
             implementation "interpreted".
         allow_copies: on a mesh, replicate heads, columns, experts or the vocabulary where an axis does not divide their
-            number. False: raise an error.
+            number, which is otherwise an error.
         min_rows: minimum number of token rows per forward pass; narrower passes are padded. None: 2 for a batch of one
             on a GPU if the model has no experts, else 1.
 

@@ -6,9 +6,7 @@ import jax
 import jax.numpy as jnp
 
 from mtpjax.decoding import rng
-from mtpjax.decoding.acceptance.chain import block_chain, match_chain, token_chain
-from mtpjax.decoding.acceptance.lossy import relaxed_tree, threshold_tree, typical_tree
-from mtpjax.decoding.acceptance.tree import recursive_tree, traversal_tree
+from mtpjax.decoding.acceptance.chain import match_chain
 from mtpjax.decoding.acceptance.walk import match_tree
 from mtpjax.decoding.decoder import Decoder, Weights
 from mtpjax.decoding.logits import adjust_logits, draw_target
@@ -18,17 +16,6 @@ from mtpjax.decoding.state import Acceptance, DecodeState, Draft, VerifyOutput, 
 from mtpjax.models.model import bind
 from mtpjax.models.view import TreeSlots
 from mtpjax.models.vocabulary import Vocabulary
-
-# The functions of the library's acceptance rules, by name (`mtpjax.decoding.acceptance.rules`).
-FUNCTIONS = {
-    "token": token_chain,
-    "block": block_chain,
-    "recursive": recursive_tree,
-    "traversal": traversal_tree,
-    "threshold": threshold_tree,
-    "typical": typical_tree,
-    "relaxed": relaxed_tree,
-}
 
 
 def verify(decoder: Decoder, weights: Weights, state: DecodeState, draft: Draft) -> VerifyOutput:
@@ -168,7 +155,7 @@ def _apply_rule(
 ) -> tuple[jax.Array | None, jax.Array, jax.Array]:
     """Maps the rule over the rows. Returns the fields of `AcceptedPath`, `[B, ...]`; a chain rule's path is None."""
     rule, ends = spec.rule, ()
-    function = rule.function or FUNCTIONS[rule.name]
+    function = rule.load()
     static: dict[str, Any] = {}
     assert q is not None or not rule.needs_q
     if rule.drafts == "chain":

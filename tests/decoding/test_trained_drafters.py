@@ -256,7 +256,7 @@ def test_another_trunk_or_missing_parameters_are_refused(trunk, small):
     model, params = trunk
     for make in DRAFTERS.values():
         config = DecodeConfig(drafter=make()[0])
-        with pytest.raises(ValueError, match="pass draft_params"):
+        with pytest.raises(ValueError, match="needs draft_params"):
             speculative_generate(params, PROMPTS, model=model, config=config)
         other, others = small("grouped", "random", vocab_size=13, num_mtp_modules=0)
         with pytest.raises(ValueError, match="vocabulary 11; this one has 32 and 13"):

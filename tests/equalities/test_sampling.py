@@ -157,7 +157,7 @@ def by_absolute_position(monkeypatch):
 def with_the_bonus_from_p(monkeypatch):
     rule = chain.block_chain
 
-    def mutant(drafts, p, q, u, num_drafted, *, vocabulary):
+    def mutant(drafts, p, q, u, num_drafted=None, *, vocabulary):
         count, _ = rule(drafts, p, q, u)
         return count, p[count]
 
@@ -167,7 +167,7 @@ def with_the_bonus_from_p(monkeypatch):
 def with_q_at_another_temperature(monkeypatch):
     rule = chain.block_chain
 
-    def mutant(drafts, p, q, u, num_drafted, *, vocabulary):
+    def mutant(drafts, p, q, u, num_drafted=None, *, vocabulary):
         colder = q**2
         return rule(drafts, p, colder / colder.sum(axis=-1, keepdims=True), u)
 

@@ -210,7 +210,7 @@ def test_what_is_missing_is_told(tmp_path, small):
         ValueError, match=r"holds chains of 1\.\.3 levels; depth 4 needs `mtpjax profile --num-steps 5`"
     ):
         load_depth_settings(file, batch=1, num_steps=5)
-    with pytest.raises(ValueError, match="measured on another model"):
+    with pytest.raises(ValueError, match="measured on a different model"):
         load_depth_settings(file, batch=1, num_steps=1, config=small()[0].config)
     for text in ("", "[]", '{"format": "mtpjax-profile", "version": 2}', "[" * 10**5):
         file.write_text(text)

@@ -135,12 +135,12 @@ def test_layers_with_linear_attention_have_their_limits():
 @pytest.mark.parametrize(
     ("kind", "changes", "words"),
     [
-        ("latent", {"use_qk_norm": True}, "latent attention has no use_qk_norm: it must be False, not True"),
-        ("latent", {"attn_output_gate": True}, "no attn_output_gate"),
-        ("latent", {"attn_head_gate": True}, "no attn_head_gate"),
-        ("sparse", {"attention_sinks": "all"}, "no attention_sinks: it must be 'none', not 'all'"),
-        ("latent", {"attention_value_scale": 0.5}, "no attention_value_scale: it must be 1.0, not 0.5"),
-        ("latent", {"partial_rotary_factor": 0.5}, "no partial_rotary_factor"),
+        ("latent", {"use_qk_norm": True}, "latent attention does not support use_qk_norm True: it must be False"),
+        ("latent", {"attn_output_gate": True}, "not support attn_output_gate"),
+        ("latent", {"attn_head_gate": True}, "not support attn_head_gate"),
+        ("sparse", {"attention_sinks": "all"}, "not support attention_sinks 'all': it must be 'none'"),
+        ("latent", {"attention_value_scale": 0.5}, "not support attention_value_scale 0.5: it must be 1.0"),
+        ("latent", {"partial_rotary_factor": 0.5}, "not support partial_rotary_factor"),
         ("hybrid", {"shared_expert_intermediate_size": 0}, "shared_expert_gate needs n_shared_experts"),
     ],
 )

@@ -57,5 +57,5 @@ def test_wrong_fields_are_refused(model, said):
 
 def test_a_checkpoint_keeps_its_architecture_except_for_more_modules():
     assert model_changes(TrainConfig(init_from="DIR", model={"num_mtp_modules": 3}).model) == {"num_mtp_modules": 3}
-    with pytest.raises(ValueError, match=r"set only model\.num_mtp_modules with it, not model\.hidden_size"):
+    with pytest.raises(ValueError, match=r"only model\.num_mtp_modules can be set, not model\.hidden_size"):
         TrainConfig(init_from="DIR", model={"hidden_size": 96})

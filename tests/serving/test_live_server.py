@@ -49,12 +49,13 @@ def server(running):
 @contextlib.contextmanager
 def engine_settings(server, **changes):
     """Changes limits of the running engine."""
-    settings = server.engine.settings
-    server.engine.settings = dataclasses.replace(settings, **changes)
+    session = server.engine._executor.session
+    settings = session.settings
+    session.settings = dataclasses.replace(settings, **changes)
     try:
         yield
     finally:
-        server.engine.settings = settings
+        session.settings = settings
 
 
 @contextlib.contextmanager

@@ -122,7 +122,7 @@ def test_the_command_prints_the_architecture_as_a_file_that_it_takes(tmp_path, c
 def test_the_help_tells_depths_from_modules(capsys):
     assert exit_code(["train", "--help"]) == 0
     said = " ".join(capsys.readouterr().out.split())
-    assert "set model.num_mtp_modules and num_depths to the same number: depth k uses module k" in said
+    assert "set model.num_mtp_modules and num_depths to the same number: depth k trains module k" in said
 
 
 def test_sizes_of_a_dry_run_follow_the_model(pairs, capsys):

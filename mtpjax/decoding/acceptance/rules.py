@@ -1,20 +1,18 @@
 """The acceptance rules: one record each. Imports no JAX, so that `--help` can list them.
 
-To add a rule, write its function in the file of its kind (`chain`, `tree`, `lossy`), list the function in
-`mtpjax.decoding.verify.FUNCTIONS`, and write a record here. All other code reads the record. A user-defined rule is a
-record in the user's module: pass it as `DecodeConfig(acceptance=...)`, or as `--acceptance package.module:RECORD` on
-the command line.
+To add a rule, write its function in the file of its kind (`chain`, `tree`, `lossy`) and a record here. All other code
+reads the record. A user-defined rule is a record in the user's module: pass it as `DecodeConfig(acceptance=...)`, or as
+`--acceptance package.module:RECORD` on the command line.
 """
 
 import dataclasses
+import importlib
 from collections.abc import Callable, Mapping
 from typing import Any, Literal
 
 from mtpjax.records import import_record
 
 MAX_PARAMETERS = 2  # columns of `RowSettings.rule_params`
-# Rules whose functions are `mtpjax.decoding.verify.FUNCTIONS`.
-LIBRARY_RULES = ("token", "block", "recursive", "traversal", "threshold", "typical", "relaxed")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -31,8 +29,8 @@ class AcceptanceRule:
 
     Attributes:
         name: the rule's name in settings, tables and messages.
-        function: the rule. None for rules that follow the target's own tokens, and for the library's, whose functions
-            import JAX (`mtpjax.decoding.verify.FUNCTIONS`).
+        function: the rule, or `package.module:function`, which is imported when a call is traced. None for rules that
+            follow the target's own tokens.
         is_exact: whether the rule keeps the target's distribution.
         drafts: the drafts that it supports: "chain"; "fixed tree", a tree whose shape does not depend on the drafted
             tokens; or "any", chains and trees of any shape.
@@ -59,7 +57,7 @@ class AcceptanceRule:
     """
 
     name: str
-    function: Callable[..., Any] | None = None
+    function: Callable[..., Any] | str | None = None
     is_exact: bool = False
     drafts: Literal["chain", "fixed tree", "any"] = "any"
     needs_q: bool = False
@@ -69,8 +67,7 @@ class AcceptanceRule:
     reads_shard: bool = False
 
     def __post_init__(self):
-        is_of_library = self.name in LIBRARY_RULES and self.follows is None
-        if not is_of_library and (self.function is None) == (self.follows is None):
+        if (self.function is None) == (self.follows is None):
             raise ValueError(f"acceptance rule '{self.name}' must set exactly one of 'function' and 'follows'")
         # The nodes of a dynamic tree are chosen by their drafted tokens, so a test against q would not be exact.
         if self.needs_q and self.drafts == "any":
@@ -83,6 +80,14 @@ class AcceptanceRule:
     def __str__(self) -> str:
         return self.name
 
+    def load(self) -> Callable[..., Any]:
+        """Returns the function."""
+        assert self.function is not None, f"acceptance rule '{self.name}' follows the target's tokens"
+        if not isinstance(self.function, str):
+            return self.function
+        module, _, name = self.function.partition(":")
+        return getattr(importlib.import_module(module), name)
+
 
 _EXACT: Any = {"is_exact": True, "needs_q": True, "reads_shard": True}
 _RULES = (
@@ -90,15 +95,34 @@ _RULES = (
     AcceptanceRule("greedy", follows="arg-max", is_exact=True),
     AcceptanceRule("sample", follows="sample", is_exact=True),
     # Ratio rules compare p with q. For chains:
-    AcceptanceRule("token", drafts="chain", **_EXACT),
-    AcceptanceRule("block", drafts="chain", **_EXACT),
+    AcceptanceRule("token", "mtpjax.decoding.acceptance.chain:token_chain", drafts="chain", **_EXACT),
+    AcceptanceRule("block", "mtpjax.decoding.acceptance.chain:block_chain", drafts="chain", **_EXACT),
     # For trees whose shape is fixed; on a chain they equal the rules above.
-    AcceptanceRule("recursive", drafts="fixed tree", on_chain="token", **_EXACT),
-    AcceptanceRule("traversal", drafts="fixed tree", on_chain="block", **_EXACT),
+    AcceptanceRule(
+        "recursive", "mtpjax.decoding.acceptance.tree:recursive_tree", drafts="fixed tree", on_chain="token", **_EXACT
+    ),
+    AcceptanceRule(
+        "traversal", "mtpjax.decoding.acceptance.tree:traversal_tree", drafts="fixed tree", on_chain="block", **_EXACT
+    ),
     # Lossy rules for chains and any tree. Their parameters are fields of `DecodeConfig`.
-    AcceptanceRule("threshold", parameters={"threshold_single": 1.0, "threshold_acc": 1.0}, reads_shard=True),
-    AcceptanceRule("typical", parameters={"typical_epsilon": 0.09, "typical_delta": 0.3}, reads_shard=True),
-    AcceptanceRule("relaxed", parameters={"relaxed_topk": 10, "relaxed_delta": 0.6}, reads_shard=True),
+    AcceptanceRule(
+        "threshold",
+        "mtpjax.decoding.acceptance.lossy:threshold_tree",
+        parameters={"threshold_single": 1.0, "threshold_acc": 1.0},
+        reads_shard=True,
+    ),
+    AcceptanceRule(
+        "typical",
+        "mtpjax.decoding.acceptance.lossy:typical_tree",
+        parameters={"typical_epsilon": 0.09, "typical_delta": 0.3},
+        reads_shard=True,
+    ),
+    AcceptanceRule(
+        "relaxed",
+        "mtpjax.decoding.acceptance.lossy:relaxed_tree",
+        parameters={"relaxed_topk": 10, "relaxed_delta": 0.6},
+        reads_shard=True,
+    ),
 )
 RULES = {rule.name: rule for rule in _RULES}  # by name, exact rules first
 EXACT_NAMES = tuple(name for name, rule in RULES.items() if rule.is_exact)
