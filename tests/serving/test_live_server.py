@@ -49,13 +49,14 @@ def server(running):
 @contextlib.contextmanager
 def engine_settings(server, **changes):
     """Changes limits of the running engine."""
-    session = server.engine._executor.session
-    settings = session.settings
-    session.settings = dataclasses.replace(settings, **changes)
+    holders, settings = (server.engine, server.engine._executor.session), server.engine.settings
+    for holder in holders:
+        holder.settings = dataclasses.replace(settings, **changes)
     try:
         yield
     finally:
-        session.settings = settings
+        for holder in holders:
+            holder.settings = settings
 
 
 @contextlib.contextmanager
