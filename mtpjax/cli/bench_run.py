@@ -115,7 +115,8 @@ async def _run_once(options, client, requests) -> int:
 def _check_concurrencies(concurrencies: list[int], num_requests: int) -> None:
     if max(concurrencies) > num_requests or min(concurrencies) < 1:
         given = " ".join(map(str, concurrencies))
-        raise UsageError(f"--concurrencies must be within 1..{num_requests}, the number of requests (--num-prompts), got {given}")
+        limit = f"1..{num_requests}, the number of requests (--num-prompts)"
+        raise UsageError(f"--concurrencies must be within {limit}, got {given}")
 
 
 async def _compare(options, client, requests) -> int:
