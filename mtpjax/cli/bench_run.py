@@ -60,7 +60,7 @@ async def _connect_and_run(options, lengths) -> int:
         if len(requests) < options.num_prompts:
             print(f"{options.dataset_path} has only {count_of(len(requests), 'prompt')}", file=sys.stderr)
         if options.with_and_without_mtp:
-            picture_paths("comparison", options.plot_formats)  # warns early if plots are impossible
+            picture_paths(options.output, options.plot_formats)  # an error or a warning comes early
             _check_concurrencies(options.concurrencies, len(requests))
         # Warm up the connections and the server's programs.
         for request in requests[: options.warmup_requests]:

@@ -286,6 +286,7 @@ def test_a_run_without_success_has_a_table_and_exit_code_1(server, capsys):
         (("--header", "x"), "KEY=VALUE"),
         (("--backend", "openai-chat"), "token ids"),
         (("--with-and-without-mtp", "--concurrencies", "65"), "--num-prompts"),
+        (("--with-and-without-mtp", "--concurrencies", "1", "--output", "run_0.5"), "the suffix of run_0.5"),
     ],
 )
 def test_wrong_settings_are_one_line(server, flags, message, capsys):
