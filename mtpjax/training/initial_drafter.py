@@ -71,7 +71,8 @@ def _check_settings(config: TrainConfig, method: DraftMethod, drafter: TrainedDr
     found, path = method_of(drafter) or method, config.draft_init_from
     if found is not method:
         raise UsageError(
-            f"draft_init_from {path} holds a drafter of method '{found.name}': set drafter={found.name}, not {config.drafter}"
+            f"draft_init_from {path} holds a drafter of method '{found.name}': set drafter={found.name}, not "
+            f"{config.drafter}"
         )
     assert method.training is not None
     own = method.training.settings_of(drafter.architecture)

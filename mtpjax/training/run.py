@@ -163,8 +163,7 @@ class Run:
             yield
 
     def _open_trunk_states(self) -> HiddenStateCache | None:
-        """Opens the cache of the frozen trunk's states for all packed rows; returns None if `trunk_states` is not set.
-        """
+        """Opens the cache of trunk states for all packed rows; returns None if `trunk_states` is not set."""
         if self.config.trunk_states is None:
             return None
         return open_hidden_state_cache(

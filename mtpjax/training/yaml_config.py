@@ -83,8 +83,7 @@ def _check_pair(pair: str, known: Mapping[str, Any]) -> None:
 
 
 def _remove_parent(values: dict[str, Any], key: str, known: Mapping[str, Any]) -> None:
-    """Removes the mapping that a key belongs to from the file's values, such as `objective.mix` for `objective.mix.kl`.
-    """
+    """Removes a key's parent mapping from the values of a file, such as `objective.mix` for `objective.mix.kl`."""
     parent = next((name for name in known if name != "model" and key.startswith(f"{name}.")), None)
     if parent is not None:
         *groups, name = parent.split(".")
