@@ -241,13 +241,10 @@ class Bench:
         lengths, platform = [len(row) for row in self.workload.prompts], jax.default_backend()
         context, longest = int(np.mean(lengths)) + self.settings.max_new_tokens // 2, max(lengths)
         sizes = {"longest_prompt": longest, "max_length": self._max_length}
-        spec = DecodeSpec(
-            0,
-            prefill_chunk=choose_prefill_chunk(
-                self.model.config, batch_size, platform, implementation=self.model.implementation, **sizes
-            ),
-        )
-        rounds = [DecodeSpec(*shape, prefill_chunk=spec.prefill_chunk, min_rows=2) for shape in shapes] or [spec]
+        sizes["implementation"] = self.model.implementation
+        chunk = choose_prefill_chunk(self.model.config, batch_size, platform, **sizes)
+        rounds = [DecodeSpec(*shape, prefill_chunk=chunk, min_rows=2) for shape in shapes]
+        rounds = rounds or [DecodeSpec(0, prefill_chunk=chunk)]
         drafter = make_drafter(method.config(DecodeConfig()))
         capacity = max(Decoder(self.model, drafter, each).capacity(self._max_length, longest) for each in rounds)
         conditions = TimingConditions(batch_size, context, capacity, min_rows)

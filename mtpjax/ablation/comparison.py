@@ -74,15 +74,8 @@ def _category_cells(group: list[Row]) -> Iterator[Sequence[str]]:
             rates = row["categories"][category]
             lengths = (format_interval(rates["accept_length"]), format_rates(rates["survival"]))
             # Batches of several prompts mix categories, so the time of a category is unknown.
-            ratio = "-" if rates["ratio"] is None else format_ratio(rates)
-            yield (
-                category,
-                str(rates["prompts"]),
-                row["cell"]["drafter"],
-                *lengths,
-                ratio,
-                f"{rates['ideal_ratio']:.2f}",
-            )
+            speed = ("-" if rates["ratio"] is None else format_ratio(rates), f"{rates['ideal_ratio']:.2f}")
+            yield category, str(rates["prompts"]), row["cell"]["drafter"], *lengths, *speed
 
 
 def _training_table(methods: Sequence[AblatedDrafter]) -> Iterator[str]:

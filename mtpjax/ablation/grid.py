@@ -24,14 +24,11 @@ def list_cells(
     for method, batch_size, num_steps, topk, num_draft_tokens, name, temperature in combinations:
         # `DecodeConfig`, `check_settings` and `_check_combination` reject a cell that cannot run (such as a depth
         # beyond a drafter's heads) or that duplicates another cell. Their messages are the reasons in the report.
+        nodes = num_draft_tokens or None if topk > 1 and num_steps else None
         for rule in resolve_rules(name, topk, temperature):
             try:
                 config = DecodeConfig(
-                    num_steps=num_steps,
-                    topk=topk,
-                    num_draft_tokens=num_draft_tokens or None if topk > 1 and num_steps else None,
-                    acceptance=rule,
-                    drafter=method.drafter,
+                    num_steps=num_steps, topk=topk, num_draft_tokens=nodes, acceptance=rule, drafter=method.drafter
                 )
                 check_settings(model, config, make_drafter(config))
                 _check_combination(rule, topk, temperature)

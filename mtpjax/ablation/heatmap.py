@@ -26,7 +26,7 @@ class Line(NamedTuple):
 
 
 def plot_heatmap(path, rows: list[Row], formats: Sequence[str] = DEFAULT_FORMATS, *, title: str = "") -> None:
-    """Plots speed-ups over plain decoding by depth, drafter, tree and rule; panels are by batch size and temperature."""
+    """Plots speed-ups over plain decoding by depth, drafter, tree and rule; panels by batch size and temperature."""
     panels, drafters = Panels.of(rows), list_drafters(rows)
     depths = sorted({row["cell"]["num_steps"] for row in rows})
     trees = {key: sorted({_line(row, drafters) for row in group}) for key, group in panels.groups.items()}

@@ -34,13 +34,8 @@ def plot_pareto(path, rows: list[Row], formats: Sequence[str] = DEFAULT_FORMATS,
     # An impossible ratio gives an impossible cost, so such rows have no point.
     rows = [row for row in rows if not is_impossible(row["problem"])]
     shown = {key: [row for row in of if not is_impossible(row["problem"])] for key, of in panels.groups.items()}
-    draw_picture(
-        path,
-        panels.size(5.2, 4.2),
-        lambda figure: _draw(figure, rows, panels._replace(groups=shown)),
-        formats,
-        title=title,
-    )
+    draw = lambda figure: _draw(figure, rows, panels._replace(groups=shown))
+    draw_picture(path, panels.size(5.2, 4.2), draw, formats, title=title)
 
 
 def _draw(figure, rows: list[Row], panels: Panels) -> None:

@@ -67,11 +67,7 @@ def format_recommendation(
         f"{count_of(settings.max_new_tokens, 'new token')}; {workload.source}",
         f"- {environment['device']}, {environment['processor']}",
         f"- jax {environment['jax']}, model {environment['model']}",
-        *(
-            f"- drafter {method.name}: {method.kind}, {method.digest}, {method.path}"
-            for method in methods
-            if method.path
-        ),
+        *(f"- drafter {each.name}: {each.kind}, {each.digest}, {each.path}" for each in methods if each.path),
         "- ratio: tokens/s relative to plain decoding with the same prompts, batch and temperature, measured "
         "alternately; 95 % intervals",
         "- ideal: accept length over the cost of a round's passes (verifying and drafting) in plain rounds, without "

@@ -49,12 +49,8 @@ def fingerprint(
     cell: Cell, settings: Settings, workload: Workload, environment: dict[str, Any], method: AblatedDrafter = MTP
 ) -> str:
     """Computes a digest of everything that a cell's results depend on, except chance."""
-    content = {
-        "version": CELL_VERSION,
-        "cell": dataclasses.asdict(cell),
-        "drafter": method.digest,
-        "about": environment,
-    }
+    content = {"version": CELL_VERSION, "cell": dataclasses.asdict(cell)}
+    content |= {"drafter": method.digest, "about": environment}
     content |= {name: getattr(settings, name) for name in ("max_new_tokens", "repeats", "seed")}
     content |= {name: getattr(workload, name) for name in ("prompts", "stop_token_ids", "categories")}
     return _digest(content)

@@ -36,13 +36,8 @@ def estimate_round(
     ]
     # Rows are split over `data`, but experts process the rows of all devices.
     tensor, data = sizes.get("tensor", 1), sizes.get("data", 1)
-    work = Work(
-        count_weights(config, numbers),
-        count_weights(config, leaves),
-        rows=rows // data,
-        expert_rows=rows,
-        tensor=tensor,
-    )
+    elements, nbytes = count_weights(config, numbers), count_weights(config, leaves)
+    work = Work(elements, nbytes, rows=rows // data, expert_rows=rows, tensor=tensor)
     has_fp8 = any(leaf.dtype.itemsize == 1 for leaf in jax.tree.leaves(params))
     collectives = tuple(_collectives(config, device, sizes, rows, num_steps))
     return make_round(config, device, work, context, num_steps, has_fp8=has_fp8, collectives=collectives)

@@ -85,9 +85,8 @@ def expected_rounds(acceptance: np.ndarray, starts: np.ndarray, ends: np.ndarray
     for position in range(starts.min() - 1, ends.max() - 2):
         # A round starts here unless the text is already complete.
         starts_here = np.where(position < ends - 2, is_anchor[:, position], 0)
-        at_least = np.pad(
-            acceptance[:, position], ((0, 0), (1, 1)), constant_values=((0, 0), (1, 0))
-        )  # of 0..K+1 drafts
+        # The probabilities of at least 0..K+1 accepted drafts.
+        at_least = np.pad(acceptance[:, position], ((0, 0), (1, 1)), constant_values=((0, 0), (1, 0)))
         rounds += starts_here
         accepted += starts_here[:, None] * acceptance[:, position]
         # P(exactly n drafts) = P(at least n) - P(at least n + 1) moves the anchor by n + 1 positions.

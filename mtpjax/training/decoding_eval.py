@@ -171,14 +171,9 @@ class PanelDecoder:
         shape = chain_shape(self.config.num_steps)
         context = min(PROMPT_TOKENS + NEW_TOKENS // 2, model.config.max_position_embeddings // 2)
         capacity = round_up_capacity(2 * context + shape.num_nodes)
-        meter = CostMeter(
-            params,
-            model=model,
-            shapes=(shape,),
-            conditions=TimingConditions(
-                1, context, capacity, min_rows_per_pass(model.config, 1, jax.default_backend())
-            ),
-        )
+        min_rows = min_rows_per_pass(model.config, 1, jax.default_backend())
+        conditions = TimingConditions(1, context, capacity, min_rows)
+        meter = CostMeter(params, model=model, shapes=(shape,), conditions=conditions)
         meter.compile()
         # Compilation is done, so the stopwatch measures only disturbances of the timings.
         stopwatch = Stopwatch()

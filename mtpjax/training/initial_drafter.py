@@ -78,11 +78,10 @@ def _check_settings(config: TrainConfig, method: DraftMethod, drafter: TrainedDr
     own = method.training.settings_of(drafter.architecture)
     own["draft_vocab_size"] = drafter.architecture.draft_vocab_size
     # Omitted settings are taken from the files, except for the number of depths.
-    defaults = {name: getattr(TrainConfig, name) for name in own if name != "num_depths"}
     wrong = [
         f"{name} is {value}, not {given}"
         for name, value in own.items()
-        if (given := getattr(config, name)) != value and (name not in defaults or given != defaults[name])
+        if (given := getattr(config, name)) != value and (name == "num_depths" or given != getattr(TrainConfig, name))
     ]
     if wrong:
         raise UsageError(

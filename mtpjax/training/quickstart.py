@@ -121,9 +121,8 @@ def run(config: TrainConfig, *, depths: tuple[int, ...] = (1, 2, 3), rounds: int
     console.print("\n[bold]2[/] decoding held-out prompts, plain and speculative, with 1 thread and with all threads")
     threads = (1, 0) if num_threads() > 1 else (1,)
     settings = [DecoderSetting(0, thread, 1) for thread in threads] + [DecoderSetting(0, 1, 2)]
-    settings += [DecoderSetting(depth, 1, 1) for depth in depths] + [
-        DecoderSetting(min(2, max(depths)), thread, 1) for thread in threads[1:]
-    ]
+    settings += [DecoderSetting(depth, 1, 1) for depth in depths]
+    settings += [DecoderSetting(min(2, max(depths)), thread, 1) for thread in threads[1:]]
     with contextlib.ExitStack() as stack:
         workers = {thread: stack.enter_context(TimingWorker(trained.path, threads=thread)) for thread in threads}
         with console.status("compiling each setting"):

@@ -141,7 +141,10 @@ class Run:
                 self.run_id = run_dir.begin(self.output, self.settings, self.corpus.fingerprint, overwrite=overwrite)
                 write_text(self.output / run_dir.MODEL_FILE, model_to_yaml(self.model.config))
             self.trunk_states = self._open_trunk_states()
-            self.clock = self._restore() if resume else ProgressClock(config)
+            # Restore the newest training state, if there is one. The clock continues from its step and seconds.
+            restored = run_dir.restore_state(self.output, self.state, run_id=self.run_id) if resume else None
+            self.state, metadata = restored or (self.state, {"step": 0, "seconds": 0.0})
+            self.clock = ProgressClock(config, step=metadata["step"], seconds=metadata["seconds"])
             if self.is_main_process:
                 began = f"resuming at update {self.clock.step}" if self.clock.step else "starting at update 0"
                 end = f"of {config.steps}" if math.isinf(config.seconds) else f"for {config.seconds:g} s"
@@ -154,12 +157,8 @@ class Run:
             self.log = stack.enter_context(MetricsLog(folder, step=self.clock.step, send=send))
             window = {"start": config.profile_start, "steps": config.profile_steps}
             self.trace = stack.enter_context(trace_window(self.output, **window))
-            self.decoder = PanelDecoder(
-                self.corpus,
-                max_prompts=config.panel_prompts,
-                acceptance=config.panel_acceptance,
-                **self.panel_settings,
-            )
+            prompts = {"max_prompts": config.panel_prompts, "acceptance": config.panel_acceptance}
+            self.decoder = PanelDecoder(self.corpus, **prompts, **self.panel_settings)
             yield
 
     def _open_trunk_states(self) -> HiddenStateCache | None:
@@ -176,14 +175,6 @@ class Run:
             layer_ids=read_layers(self.drafter),
             should_stop=self.should_stop,
         )
-
-    def _restore(self) -> ProgressClock:
-        """Restores the newest training state, if there is one. The returned clock continues from its step and time."""
-        restored = run_dir.restore_state(self.output, self.state, run_id=self.run_id)
-        if restored is None:
-            return ProgressClock(self.config)
-        self.state, metadata = restored
-        return ProgressClock(self.config, step=metadata["step"], seconds=metadata["seconds"])
 
     def update_until_done(self) -> None:
         """Updates, evaluates and saves until the run reaches its limit of steps or seconds, or a callback stops it.
@@ -369,12 +360,8 @@ class Run:
                 self._plot_or_warn()
             further: dict[str, Any] = {"panel": panel.to_json()}
             if self.drafter is None:
-                further["self_check"] = self_check.make_record(
-                    params,
-                    self.corpus.panel_rows.tokens,
-                    model=MTPModel(self.model.config),
-                    num_depths=self.panel_settings["num_depths"],
-                )
+                settings = {"model": MTPModel(self.model.config), "num_depths": self.panel_settings["num_depths"]}
+                further["self_check"] = self_check.make_record(params, self.corpus.panel_rows.tokens, **settings)
             self.should_stop.is_immediate = False
             return panel, further
         except KeyboardInterrupt:

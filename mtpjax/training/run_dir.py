@@ -46,17 +46,8 @@ CHECKPOINT_FOLDER, PLOT_NAME, MODEL_FILE = "checkpoint", "panel", "model.yaml"
 # run.
 REPLACED_FILE = ".replaced-run.json"
 MAX_SETTINGS_BYTES = 64 << 20  # of run.json
-OWN_NAMES = (
-    STATES_FOLDER,
-    TENSORBOARD_FOLDER,
-    PROFILE_FOLDER,
-    METRICS_FILE,
-    WANDB_ID_FILE,
-    CHECKPOINT_FOLDER,
-    DRAFTER_FOLDER,
-    *(f"{PLOT_NAME}.{each}" for each in FORMATS),
-    MODEL_FILE,
-)
+OWN_NAMES = (STATES_FOLDER, TENSORBOARD_FOLDER, PROFILE_FOLDER, METRICS_FILE, WANDB_ID_FILE, CHECKPOINT_FOLDER)
+OWN_NAMES += (DRAFTER_FOLDER, *(f"{PLOT_NAME}.{each}" for each in FORMATS), MODEL_FILE)
 log = logging.getLogger("mtpjax.train")
 Tree = TypeVar("Tree")
 

@@ -76,15 +76,9 @@ def _muon_axes(params: Any) -> Any:
     }
     # Matrices `[in, out]`.
     plain = ("output", "down", "project", "query", "query_down", "query_up", "latent_down", "value_up")
-
-    def of(path, leaf):
-        del leaf
-        name = path[-1].key
-        if name in axes or name in plain:
-            return optax.contrib.MuonDimensionNumbers(*axes.get(name, ((-2,), (-1,))))
-        return None
-
-    return jax.tree_util.tree_map_with_path(of, params)
+    axes |= dict.fromkeys(plain, ((-2,), (-1,)))
+    numbers = {name: optax.contrib.MuonDimensionNumbers(*sides) for name, sides in axes.items()}
+    return jax.tree_util.tree_map_with_path(lambda path, leaf: numbers.get(path[-1].key), params)
 
 
 def train_step(
