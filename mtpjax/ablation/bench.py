@@ -240,7 +240,7 @@ class Bench:
         # Measure at the mean text length, with caches as large as decoding allocates.
         lengths, platform = [len(row) for row in self.workload.prompts], jax.default_backend()
         context, longest = int(np.mean(lengths)) + self.settings.max_new_tokens // 2, max(lengths)
-        sizes = {"longest_prompt": longest, "max_length": self._max_length}
+        sizes: dict[str, Any] = {"longest_prompt": longest, "max_length": self._max_length}
         sizes["implementation"] = self.model.implementation
         chunk = choose_prefill_chunk(self.model.config, batch_size, platform, **sizes)
         rounds = [DecodeSpec(*shape, prefill_chunk=chunk, min_rows=2) for shape in shapes]

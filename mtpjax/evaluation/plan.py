@@ -16,7 +16,6 @@ from mtpjax.evaluation.roofline import Device, check_numbers
 from mtpjax.models.config import ModelConfig
 from mtpjax.models.decoding_layout import find_copies
 from mtpjax.models.layers.latent_attention import is_expanded_cheaper
-from mtpjax.models.model import MTPModel
 from mtpjax.models.params import is_of_modules
 from mtpjax.models.sharding import num_shards, param_spec, path_name
 from pallas_kernels.block_scaled_matmul import MAX_ROWS
@@ -137,9 +136,8 @@ def plan_layout(
         for tree in (params, state, more_rows, more_slots)
     )
     if prefill_chunk is None:
-        model = MTPModel(fitted, implementation="triton")
         prefill_chunk = choose_prefill_chunk(
-            model.config, rows, "cuda", implementation=model.implementation, longest_prompt=slots // 2, max_length=slots
+            fitted, rows, "cuda", implementation="triton", longest_prompt=slots // 2, max_length=slots
         )
     return Plan(
         mesh=dict(sizes),

@@ -143,8 +143,10 @@ class Run:
             self.trunk_states = self._open_trunk_states()
             # Restore the newest training state, if there is one. The clock continues from its step and seconds.
             restored = run_dir.restore_state(self.output, self.state, run_id=self.run_id) if resume else None
-            self.state, metadata = restored or (self.state, {"step": 0, "seconds": 0.0})
-            self.clock = ProgressClock(config, step=metadata["step"], seconds=metadata["seconds"])
+            self.clock = ProgressClock(config)
+            if restored is not None:
+                self.state, metadata = restored
+                self.clock = ProgressClock(config, step=metadata["step"], seconds=metadata["seconds"])
             if self.is_main_process:
                 began = f"resuming at update {self.clock.step}" if self.clock.step else "starting at update 0"
                 end = f"of {config.steps}" if math.isinf(config.seconds) else f"for {config.seconds:g} s"
@@ -157,7 +159,7 @@ class Run:
             self.log = stack.enter_context(MetricsLog(folder, step=self.clock.step, send=send))
             window = {"start": config.profile_start, "steps": config.profile_steps}
             self.trace = stack.enter_context(trace_window(self.output, **window))
-            prompts = {"max_prompts": config.panel_prompts, "acceptance": config.panel_acceptance}
+            prompts: dict[str, Any] = {"max_prompts": config.panel_prompts, "acceptance": config.panel_acceptance}
             self.decoder = PanelDecoder(self.corpus, **prompts, **self.panel_settings)
             yield
 
@@ -360,8 +362,9 @@ class Run:
                 self._plot_or_warn()
             further: dict[str, Any] = {"panel": panel.to_json()}
             if self.drafter is None:
-                settings = {"model": MTPModel(self.model.config), "num_depths": self.panel_settings["num_depths"]}
-                further["self_check"] = self_check.make_record(params, self.corpus.panel_rows.tokens, **settings)
+                model, num_depths = MTPModel(self.model.config), self.panel_settings["num_depths"]
+                tokens = self.corpus.panel_rows.tokens
+                further["self_check"] = self_check.make_record(params, tokens, model=model, num_depths=num_depths)
             self.should_stop.is_immediate = False
             return panel, further
         except KeyboardInterrupt:

@@ -67,7 +67,7 @@ def _muon_axes(params: Any) -> Any:
     sides.
     """
     # Axes count from the end, because layers and experts are stacked in front.
-    axes = {
+    axes: dict[str, tuple[tuple[int, ...], tuple[int, ...]]] = {
         "qkv": ((-4,), (-3, -2, -1)),
         "gate_up": ((-3,), (-2, -1)),
         "qkvz": ((-3,), (-2, -1)),
