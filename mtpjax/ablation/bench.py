@@ -253,7 +253,7 @@ class Bench:
 
 
 def lossless_status(cell: Cell, differing: int) -> str:
-    """Describes how a cell's texts compare with those of plain decoding, from which `differing` of them differ.
+    """Describes how a cell's texts compare with the texts of plain decoding, from which `differing` texts differ.
 
     "exact by rule" means that the texts may differ, but have the same distribution.
     """

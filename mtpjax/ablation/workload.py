@@ -62,7 +62,7 @@ def find_workload(
         chosen = choice.read(settings.seed)
         rows, limit, num_cut = choice.encode(chosen, tokenizer, model.config, settings.max_new_tokens)
         cut = f", {num_cut} of them cut to {limit} tokens" if num_cut else ""
-        source = f"{count_of(len(rows), 'prompt')} of {choice.path}{cut}"
+        source = f"{count_of(len(rows), 'prompt')} from {choice.path}{cut}"
         return Workload(rows, source, tuple(tokenizer.eos_token_ids), tuple(prompt.category for prompt in chosen))
     # Without a file, only byte-level models have prompts, from the files that their training held out.
     if not isinstance(tokenizer, ByteTokenizer):

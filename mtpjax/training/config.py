@@ -139,7 +139,7 @@ class TrainConfig:
         wandb: Weights & Biases project to which the metrics are also sent. None: do not use Weights & Biases.
         profile_start: number of updates before profiling starts.
         profile_steps: number of updates to profile; the traces are written to `profile/`. 0: do not profile.
-        seed: seed of the initial parameters and of the row order.
+        seed: random seed for the initial parameters and the row order.
 
     Raises:
         ValueError: a value is out of range, or settings contradict each other.
@@ -221,7 +221,7 @@ class TrainConfig:
         for name in ("learning_rate", "gradient_clip", "seconds"):
             require(getattr(self, name) > 0, f"{name} must be positive, not {getattr(self, name)}")
         check_range("min_steps", self.min_steps, 0, self.steps)
-        require(0 <= self.held_out_fraction < 1, f"held_out_fraction {self.held_out_fraction} is not within 0..1")
+        require(0 <= self.held_out_fraction < 1, f"held_out_fraction {self.held_out_fraction} is not in [0, 1)")
         require(
             isinstance(self.objective, Objective),
             f"objective must be an Objective, not {printable(repr(self.objective), 80)}",
@@ -233,7 +233,7 @@ class TrainConfig:
         is_used = self.num_depths > 0 or self.objective == Objective(mix=mix)
         require(is_used, "objective is unused: it needs num_depths above 0")
         # Settings that need others.
-        require(self.num_depths > 0 or self.trains == "all", f"trains '{self.trains}' needs num_depths of at least 1")
+        require(self.num_depths > 0 or self.trains == "all", f"trains={self.trains!r} needs num_depths of at least 1")
         object.__setattr__(self, "plot_formats", tuple(self.plot_formats))
         for name in self.plot_formats:
             require_choice("plot_formats", name, ("png", "svg", "pdf"))
@@ -278,7 +278,7 @@ class TrainConfig:
         method = self.draft_method
         require(
             _trains(method),
-            f"drafter '{self.drafter}' does not train; these do: "
+            f"drafter '{self.drafter}' cannot be trained; choose one of "
             + ", ".join(each.name for each in METHODS if _trains(each)),
         )
         require(not isinstance(self.draft_layers, int), f"draft_layers must be a sequence, got {self.draft_layers!r}")
@@ -318,7 +318,7 @@ class TrainConfig:
             ("preset", self.init_from is None, "new weights: leave out init_from, which fixes the architecture"),
             ("model_type", self.init_from is not None, "init_from: it says how a checkpoint is read"),
             ("draft_reading", self.draft_init_from is not None, "draft_init_from: it says how its files are read"),
-            ("trunk_states_dtype", self.trunk_states is not None, "trunk_states, the folder of the states"),
+            ("trunk_states_dtype", self.trunk_states is not None, "trunk_states, the folder for the states"),
             ("pattern", self.data is not None, "data, which is a folder; each source has a separate pattern"),
             ("panel_prompts", self.held_out_fraction > 0 or not self.panel_prompts, "held_out_fraction above 0"),
             ("mtp_loss_scale_final", self.mtp_loss_switch < 1, "mtp_loss_switch below 1"),

@@ -82,7 +82,7 @@ class MetricsLog:
 
 
 def peak_memory_bytes() -> int:
-    """Returns the peak memory so far in bytes: of the first device if JAX reports it, else of this process."""
+    """Returns the peak memory so far in bytes, for the first device if JAX reports it, else for this process."""
     stats = jax.local_devices()[0].memory_stats() or {}
     if "peak_bytes_in_use" in stats:
         return int(stats["peak_bytes_in_use"])

@@ -148,7 +148,7 @@ def regenerate(
 
 
 def answer_seed(seed: int, number: int, turn: int) -> int:
-    """Returns the sampling seed of one answer."""
+    """Returns the sampling seed for one answer."""
     return int(np.random.SeedSequence([seed, number, turn]).generate_state(1, np.uint64)[0])
 
 

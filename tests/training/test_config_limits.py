@@ -135,7 +135,7 @@ ON_TRUNK = {"init_from": "runs/joint", "trains": "modules"}
             {"num_depths": 0, "objective": Objective(mix={"kl": 1.0})},
             "objective is unused: it needs num_depths",
         ),
-        ({"num_depths": 0, "trains": "detached"}, "trains 'detached' needs num_depths of at least 1"),
+        ({"num_depths": 0, "trains": "detached"}, "trains='detached' needs num_depths of at least 1"),
     ],
     ids=lambda value: " ".join(value) if isinstance(value, dict) else "",
 )
