@@ -1,4 +1,4 @@
-"""The shapes that the kernels are for, with the least that each must move: what is lowered, compiled and timed."""
+"""The shapes that the kernels are made for, with the minimum that each must move. Scripts lower, compile and time them."""
 
 import functools
 import itertools

@@ -18,7 +18,7 @@ from mtpjax.drafters.methods import METHODS, find_method, load_drafter, method_o
 from mtpjax.models.model import MTPModel
 from mtpjax.training.cost import TrainingCost, read_training_cost
 
-# Values that name no files: our names, and SGLang's in lower case.
+# Values that select a drafter without files: our names, and SGLang's in lower case.
 NAMES = {
     name: method
     for method in METHODS

@@ -17,7 +17,7 @@ NUM_STEPS = 3  # draft levels, the default of inference engines for one module
 def check_merge(
     before, after, prompts: Sequence[Prompt], *, max_new_tokens: int = 64, model_type: str | None = None
 ) -> str:
-    """Decodes prompts greedily with drafts of the checkpoint before and after a merge.
+    """Decodes prompts greedily with drafts, using the checkpoints before and after a merge.
 
     Returns:
         A line with both accept lengths: tokens per round, including the bonus token.

@@ -122,7 +122,7 @@ def measure(
         drafts = {"drafter": config.drafter, "draft_params": draft_params, "time_full_rounds": True}
         meter = CostMeter(params, model=model, shapes=shapes, conditions=timing, seconds=conditions.seconds, **drafts)
         meter.compile(advance)
-        # Compiling is over, so the stopwatch measures only disturbances of the timings.
+        # Compilation is done, so the stopwatch measures only disturbances during the timings.
         stopwatch = Stopwatch()
         _measure_within_time_limit(meter, conditions.repeats, advance)
         waited = max(waited, stopwatch.waited_share())

@@ -331,7 +331,7 @@ def _cache(config: ModelConfig, kinds, work: Work, context: int, tokens: int) ->
             math.prod(leaf.shape) * leaf.dtype.itemsize / (work.tensor if "heads" in CACHE_AXES[name] else 1)
             for name, leaf in made.layers[0].items()
         )
-        # A score takes as many products as a key has elements; weighting a value takes as many as the value has.
+        # A score costs one product per element of the key; weighting a value costs one per element of the value.
         if kind.attention == "grouped":
             heads, widths = config.of_layer(kind).num_attention_heads, config.head_dim + config.value_dim
             flops += 2 * tokens * heads * widths * read

@@ -175,7 +175,7 @@ class PanelDecoder:
         conditions = TimingConditions(1, context, capacity, min_rows)
         meter = CostMeter(params, model=model, shapes=(shape,), conditions=conditions)
         meter.compile()
-        # Compilation is done, so the stopwatch measures only disturbances of the timings.
+        # Compilation is done, so the stopwatch measures only disturbances during the timings.
         stopwatch = Stopwatch()
         meter.measure(COST_TIMINGS)
         waited, plain_steps = stopwatch.waited_share(), meter.plain_steps(shape)
