@@ -1,4 +1,4 @@
-"""The shapes that the kernels are made for, with the minimum that each must move. Scripts lower, compile and time them."""
+"""The shapes that the kernels are made for, to lower, compile and time, with the minimum that each must move."""
 
 import functools
 import itertools
