@@ -1,1 +1,1 @@
-"""One script per question, each with its command and what it measured."""
+"""One script per question, each with its command and a description of what it measures."""

@@ -1,10 +1,10 @@
-"""Times reading and converting checkpoints beside `cat`, and measures the memory that it takes.
+"""Times reading and converting checkpoints compared with `cat`, and measures the memory that this takes.
 
-Makes checkpoints of random weights (stacked experts in bfloat16; block-fp8 with an expert per tensor), then runs every
-way in processes of their own that take turns: ours, `cat` of the same files (to /dev/null, and to a copy), Orbax's
-safetensors reader and the safetensors package. Speeds count the bytes of the whole checkpoint, also those of
-`export-mtp`, which reads the modules only. Files come from the page cache. Peak memory is the process's largest
-resident size less what its imports took.
+Makes checkpoints with random weights (stacked experts in bfloat16; block-fp8 with one expert per tensor), then runs
+every method in rotation, each in its own process: ours, `cat` of the same files (to /dev/null, and to a copy), Orbax's
+safetensors reader and the safetensors package. Speeds count the bytes of the whole checkpoint, even for `export-mtp`,
+which reads only the modules. Files come from the page cache. Peak memory is the process's maximum resident size minus
+what its imports took.
 """
 
 import argparse
@@ -42,7 +42,7 @@ WAYS = ("cat", "cat copy", "load", "orbax", "safetensors", "to mtpjax", "to hugg
 
 
 def make_checkpoint(shape: str, folder: pathlib.Path, *, shard_bytes: int, changes: dict) -> None:
-    """A checkpoint directory of random weights."""
+    """Makes a checkpoint directory with random weights."""
     import ml_dtypes
 
     from conversion.describe_config import describe_config
@@ -83,7 +83,7 @@ def make_checkpoint(shape: str, folder: pathlib.Path, *, shard_bytes: int, chang
 
 
 def run_one(way: str, source: pathlib.Path, ours: pathlib.Path, target: pathlib.Path) -> dict[str, float]:
-    """One way once, in this process: seconds, and peak memory above that of the imports."""
+    """Runs one method once in this process: seconds, and peak memory beyond what the imports took."""
     import jax
     import orbax.checkpoint
     import tensorstore  # noqa: F401 (its memory is an import's)
@@ -130,7 +130,7 @@ def resident() -> int:
 
 
 def ask(way: str, source: pathlib.Path, ours: pathlib.Path, target: pathlib.Path) -> dict[str, float]:
-    """`run_one` in a process of its own, or `cat`."""
+    """Runs `run_one` in its own process, or `cat`."""
     files = sorted(str(file) for file in source.glob("*.safetensors"))
     shutil.rmtree(target, ignore_errors=True)
     if way.startswith("cat"):
@@ -145,7 +145,7 @@ def ask(way: str, source: pathlib.Path, ours: pathlib.Path, target: pathlib.Path
 
 
 def measure(shape: str, options, folder: pathlib.Path) -> dict[str, Any]:
-    """Every way in turn, `repeats` times over; medians, and the ratio to `cat` within each round."""
+    """Runs all methods in rotation, `repeats` times; returns medians, and the ratio to `cat` within each round."""
     source, ours, target = folder / shape, folder / f"{shape}-ours", folder / "target"
     shard_bytes = (4 if options.quick else options.shard_mb) << 20
     make_checkpoint(shape, source, shard_bytes=shard_bytes, changes=QUICK if options.quick else {})
@@ -190,9 +190,11 @@ def main() -> None:
     parser.add_argument("--shapes", nargs="+", choices=SHAPES, default=list(SHAPES), help="checkpoints to make")
     parser.add_argument("--shard-mb", type=int, default=512, help="largest shard (default: %(default)s)")
     parser.add_argument("--repeats", type=int, default=5, help="rounds (default: %(default)s)")
-    parser.add_argument("--folder", default=None, help="where to write 4 times the checkpoint (default: temporary)")
+    parser.add_argument(
+        "--folder", default=None, help="folder with room for 4 times the checkpoint (default: temporary)"
+    )
     parser.add_argument("--output", default=None, help="JSON file to write")
-    parser.add_argument("--quick", action="store_true", help="small shards and two rounds, to see that it runs")
+    parser.add_argument("--quick", action="store_true", help="small shards and two rounds, as a smoke test")
     parser.add_argument("--child", nargs=4, help=argparse.SUPPRESS)
     options = parser.parse_args()
     if options.child:

@@ -1,11 +1,11 @@
-"""Compares the logits and tokens of a GGUF file with those of transformers on one machine.
+"""Compares logits and tokens for a GGUF file with transformers on the same machine.
 
     python -m experiments.checkpoints.check_gguf FILE.gguf --texts FOLDER [--digits]
 
-Needs the extras `gguf` and `bench`, and accelerate. Compares the logits of 8 prompts, and the tokens of 1,000 lines of
-the text files in FOLDER. transformers 5 reads the byte-level tokenizer of a llama file with GPT-2's pre-tokenizer and
-ignores `tokenizer.ggml.pre`; `--digits` makes every digit a token, as `smollm` says there.
-Prints one JSON object; exit code 1 if something differs.
+Needs the extras `gguf` and `bench`, and accelerate. Compares the logits for 8 prompts, and the tokens of 1,000 lines
+from the text files in FOLDER. transformers 5 reads the byte-level tokenizer of a llama file with GPT-2's pre-tokenizer
+and ignores `tokenizer.ggml.pre`; `--digits` makes every digit a token, which is what `smollm` means there.
+Prints one JSON object. The exit code is 1 if anything differs.
 """
 
 import argparse
@@ -63,13 +63,13 @@ def main() -> int:
 
 
 def read_lines(folder: pathlib.Path) -> list[str]:
-    """Reads lines of text, evenly from all files of a folder.
+    """Reads lines of text, evenly from all files in a folder.
 
     Args:
         folder: the folder.
 
     Returns:
-        `NUM_LINES` lines that are not empty.
+        `NUM_LINES` non-empty lines.
     """
     files = [file.read_text().splitlines() for file in sorted(folder.iterdir()) if file.suffix in (".txt", ".jsonl")]
     full = [[line for line in lines if line.strip()] for lines in files]
@@ -82,7 +82,7 @@ def read_lines(folder: pathlib.Path) -> list[str]:
 
 
 def compare_tokens(ours, theirs, lines: list[str]) -> dict[str, int]:
-    """Counts lines whose tokens are equal, and lines that decode to themselves.
+    """Counts lines whose tokens are identical, and lines that decode to themselves.
 
     Args:
         ours: mtpjax's tokenizer.
@@ -115,7 +115,7 @@ def compare_logits(file: pathlib.Path, model, params, tokenizer) -> dict[str, fl
         tokenizer: mtpjax's tokenizer.
 
     Returns:
-        Largest difference and largest logit, by name.
+        The largest difference and the largest logit, by name.
     """
     import jax.numpy as jnp
     import torch

@@ -1,4 +1,4 @@
-"""Parts that scripts of several subjects share."""
+"""Code that several groups of scripts share."""
 
 import pathlib
 

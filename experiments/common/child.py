@@ -11,15 +11,15 @@ from typing import Any
 
 
 class Child:
-    """The parent's handle of an engine's process. `ask` sends a request and waits for the answer."""
+    """The parent's handle for an engine's process. `ask` sends a request and waits for the answer."""
 
     def __init__(self, name: str, *, command: list[str], environment: dict[str, str] | None = None):
         """Starts the process.
 
         Args:
-            name: what errors call it.
+            name: the name to use in errors.
             command: the program and its arguments.
-            environment: its environment variables; None: those of this process.
+            environment: its environment variables; None: the same as in this process.
         """
         self.name, self.log = name, tempfile.TemporaryFile("w+")  # noqa: SIM115 (closed with the child)
         self.process = subprocess.Popen(
@@ -29,7 +29,7 @@ class Child:
 
     @classmethod
     def of_engine(cls, name: str, threads: int, shape: str, folder: pathlib.Path, module: str) -> "Child":
-        """Starts the process of an engine in `module`, which calls `serve`."""
+        """Starts the process of an engine. `module` must call `serve`."""
         return cls(name, command=[sys.executable, "-m", module, name, str(threads), shape, str(folder)])
 
     def ask(self, **request) -> dict:
@@ -58,7 +58,7 @@ def version_of(name: str) -> str:
 
 
 def serve(make: Callable[[str, int, str, pathlib.Path], Any]) -> None:
-    """Runs an engine's process: makes the engine of the command line and answers each request with its `run`.
+    """Runs an engine's process: makes the engine that the command line selects, and answers requests with its `run`.
 
     Args:
         make: makes the engine from name, threads, shape and folder, which are the command-line arguments.

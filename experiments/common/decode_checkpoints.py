@@ -1,8 +1,8 @@
 """Writes the models that `bench_decode` measures, as small Hugging Face checkpoints that every engine reads.
 
 There are two checkpoints per shape. In `random` the weights are seeded noise, and all engines must give the same
-tokens. In `rigged` the shapes and the work per token are the same, but every block adds zero and every MTP module
-passes on its input embedding, so every draft is right: the next token is a fixed permutation of the last token (with a
+tokens. In `rigged`, the shapes and the work per token are the same, but every block adds zero and every MTP module
+returns its input embedding. So every draft is right: the next token is a fixed permutation of the last token (with a
 tied head, the last token again), and the accept length is `num_steps + 1`.
 """
 
@@ -87,7 +87,7 @@ FAMILY = {"grouped": ("llama", "LlamaForCausalLM"), "latent": ("deepseek_v3", "D
 
 
 def config_json(config: ModelConfig) -> dict[str, Any]:
-    """Returns the values of `config.json`, without tokens that end a text."""
+    """Returns the values of `config.json`, without end-of-text tokens."""
     model_type, architecture = FAMILY[config.attention]
     _, values = describe_config(config, model_type)
     ends = {"bos_token_id": None, "eos_token_id": None, "torch_dtype": "float32", "hidden_act": "silu"}
@@ -102,7 +102,7 @@ def tensor_shapes(config: ModelConfig) -> dict[str, tuple[int, ...]]:
 
 
 def bytes_per_round(config: ModelConfig, batch: int, num_steps: int, length: float) -> float:
-    """Returns the bytes of float32 weights and caches that one verify pass and its drafts must read.
+    """Returns the bytes of float32 weights and caches that one verify pass and its draft passes must read.
 
     Args:
         config: the model.
@@ -157,7 +157,7 @@ def write_checkpoint(folder: pathlib.Path, config: ModelConfig, *, rigged: bool,
 
 
 def _rig(tensors: dict[str, np.ndarray], config: ModelConfig, rng: np.random.Generator) -> None:
-    """Makes MTP modules pass on the embedding, and the head predict a permutation of the last token."""
+    """Makes MTP modules return the embedding, and the head predict a permutation of the last token."""
     D = config.hidden_size
     for layer in range(config.num_mtp_modules):
         name = f"model.layers.{config.num_hidden_layers + layer}.eh_proj.weight"

@@ -1,8 +1,8 @@
-"""The bytes that each instruction of a compiled module reads and writes, counted from its text.
+"""Counts the bytes that each instruction in a compiled module reads and writes, from the module's text.
 
-An instruction reads its operands and writes its results once: what a later one finds in the L2 cache is counted all the
-same, and what a kernel of XLA's reads twice is not. Of an operand that is sliced or gathered only that part is read, an
-update in place writes the update alone, and views cost nothing.
+An instruction reads its operands and writes its results once. Data that a later instruction finds in the L2 cache still
+counts, and data that an XLA kernel reads twice counts once. If an operand is sliced or gathered, only that part is
+read; an update in place writes only the update; views cost nothing.
 """
 
 import dataclasses
@@ -52,14 +52,14 @@ class Instruction:
 
     @property
     def aliases(self) -> dict[int, int]:
-        """The results that are written into operands: their places."""
+        """The indices of results that are written into operands."""
         found = re.findall(r"output_to_operand_aliasing=\{(.*?)\)\}", self.attributes)
         pairs = re.findall(r"\{(\d*)\}: \((\d+)", found[0]) if found else []
         return {int(result or 0): int(operand) for result, operand in pairs}
 
     @property
     def source(self) -> str:
-        """Where it stands in the Python program."""
+        """Its location in the Python program."""
         return (re.findall(r'op_name="([^"]*)"', self.attributes) or [""])[0]
 
 
@@ -76,7 +76,7 @@ class Computation:
 
 @dataclasses.dataclass(frozen=True)
 class Moved:
-    """The bytes that one instruction moves each time it runs."""
+    """The bytes that one instruction moves per execution."""
 
     instruction: Instruction
     times: int  # how often it runs
@@ -91,7 +91,7 @@ class Moved:
 
 
 def parse(text: str) -> tuple[dict[str, Computation], str]:
-    """The computations of a compiled module, and the name of the one it starts with."""
+    """Returns the computations of a compiled module, and the name of its entry computation."""
     computations: dict[str, Computation] = {}
     entry, name, body, root = "", None, {}, ""
     for line in text.splitlines():
@@ -130,7 +130,7 @@ def _arrays(kind: str) -> list[Array]:
 
 
 def _cut(text: str) -> tuple[str, str]:
-    """Splits a text after the parenthesis that closes its first one."""
+    """Splits a text after the parenthesis that closes the first one."""
     depth = 0
     for place, sign in enumerate(text):
         depth += (sign == "(") - (sign == ")")
@@ -140,10 +140,10 @@ def _cut(text: str) -> tuple[str, str]:
 
 
 class Counter:
-    """Counts what runs below one computation.
+    """Counts everything that one computation runs.
 
-    `declared(instruction, operands)` is what a Triton kernel says that it reads and writes, `turns(instruction)` how
-    often a loop goes round for which XLA does not know it.
+    `declared(instruction, operands)` returns what a Triton kernel declares that it reads and writes;
+    `turns(instruction)` returns the trip count of a loop if XLA does not know it.
     """
 
     def __init__(
@@ -157,7 +157,7 @@ class Counter:
     def moved(
         self, name: str, origins: list[int | None], times: int = 1, loops: tuple[str, ...] = ()
     ) -> Iterator[Moved]:
-        """Everything in computation `name`, in order. `origins` are those of its parameters, a tuple's one by one."""
+        """Yields everything in computation `name`, in order. `origins` are of its parameters, one per tuple element."""
         computation = self.computations[name]
         known: dict[str, list[int | None]] = {}  # instruction -> where each of its results comes from
         rest = list(origins)
@@ -221,7 +221,7 @@ class Counter:
         return [None] * len(one.results)
 
     def _unchanging(self, body: str, origins: list[int | None]) -> list[int | None]:
-        """A loop's `origins`, but None for what a turn of it replaces by something else."""
+        """Returns a loop's `origins`, with None for values that an iteration replaces."""
         computation = self.computations[body]
         parameter, root = computation.parameters[0], computation.instructions[computation.root]
         if root.opcode != "tuple":
@@ -279,7 +279,7 @@ class Counter:
         return roots
 
     def _updated(self, computation: Computation, root: str) -> tuple[int | None, int]:
-        """The parameter that a fusion's result is an update of, in its place, else None; and the bytes written."""
+        """Returns the parameter that a fusion updates in place, or None, and the bytes written."""
         made = computation.instructions[root]
         one = self._behind_views(computation, root)
         if one.opcode in ("dynamic-update-slice", "scatter"):
@@ -296,7 +296,7 @@ class Counter:
         return one
 
     def _needed(self, computation: Computation, wanted: float = math.inf) -> dict[str, int]:
-        """Returns how many elements of each instruction a fusion computes; of its root `wanted`, by default all."""
+        """Returns how many elements of each instruction a fusion computes for `wanted` elements of its root."""
         need = dict.fromkeys(computation.instructions, 0)
 
         def ask(name: str, count: float) -> None:

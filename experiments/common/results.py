@@ -1,4 +1,4 @@
-"""The fields of every file of results, and how it is written."""
+"""The fields that every results file has, and a function that writes it."""
 
 import datetime
 import json
@@ -15,7 +15,7 @@ from mtpjax.evaluation.machine import describe_machine
 
 
 def about(argv: Sequence[str] | None = None, **more: Any) -> dict[str, Any]:
-    """Returns date, machine, versions and arguments of a measurement, and `more`."""
+    """Returns the date, machine, versions and arguments of a measurement, plus the fields in `more`."""
     return {
         "date": datetime.date.today().isoformat(),
         "machine": describe_machine(),
@@ -26,6 +26,6 @@ def about(argv: Sequence[str] | None = None, **more: Any) -> dict[str, Any]:
 
 
 def write(path: pathlib.Path | None, content: Any) -> None:
-    """Writes JSON at once, so that a run that is cut off leaves the last complete file; nothing without a path."""
+    """Writes JSON atomically, so that an interrupted run leaves the last complete file. Does nothing without a path."""
     if path is not None:
         write_text(path, json.dumps(content, indent=1) + "\n")

@@ -1,4 +1,4 @@
-"""Measurements in rounds: all cells take turns, and the rounds that other programs disturbed least are kept."""
+"""Measurements in rounds: all cells run in rotation, and the rounds that other programs disturbed least are kept."""
 
 import argparse
 import statistics
@@ -16,13 +16,13 @@ def measure_rounds(
     """Measures rounds until `repeats` are quiet, or `max_rounds` are measured, and keeps the quietest.
 
     Args:
-        sample: measures a cell in a round; "waited" is the share of its time that it waited for a core.
-        cells: what takes turns.
-        repeats: rounds to keep.
-        max_rounds: rounds to measure at most.
+        sample: measures a cell once; "waited" is the share of the time that it waited for a core.
+        cells: the cells to measure in rotation.
+        repeats: number of rounds to keep.
+        max_rounds: maximum number of rounds to measure.
 
     Returns:
-        Per cell its samples.
+        The samples of each cell.
     """
     rounds: list[dict[Cell, dict[str, Any]]] = []
     quiet = 0
@@ -43,7 +43,7 @@ def spread(values: list[float]) -> dict[str, float]:
 
 
 def spread_text(values: dict[str, float] | None, form: str) -> str:
-    """Returns `median (lowest..highest)`; nothing for no values."""
+    """Returns `median (lowest..highest)`, or an empty string without values."""
     if values is None:
         return ""
     return f"{form.format(values['median'])} ({form.format(values['min'])}..{form.format(values['max'])})"

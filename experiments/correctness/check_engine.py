@@ -1,17 +1,19 @@
-"""Does the engine change a text? Random requests that join, leave and displace each other, each compared with itself.
+"""Does the engine change a text? Runs random requests that join, leave and preempt each other, and compares each with
+the same request decoded alone.
 
     python -m experiments.correctness.check_engine --requests 1000 --seed 0 [--quick] [--output FILE]
 
-A family is one small model in float32, one shape of drafts and one engine. Several threads submit its requests at
-random times; a tenth is aborted at a random time. The pool of pages is small, so requests are preempted, and half of
-them begin with a common text, so they share pages. Requests differ in length, sampling options, penalties, stop
-sequences, log-probabilities and speculation.
+A family is one small model in float32, one draft shape and one engine. Several threads submit its requests at random
+times; one in ten is aborted at a random time. The page pool is small, so requests are preempted, and half of them start
+with a common text, so they share pages. Requests differ in length, sampling options, penalties, stop sequences,
+log-probabilities and speculation.
 
-The twin is `speculative_generate` on contiguous caches. A request that ends by itself must have the same tokens,
-log-probabilities (1e-4) and end; an aborted one must have a prefix. Where the depth of a chain is fixed, its passes and
-accepted drafts must be the same too, which shows a wrong entry in a cache of the drafter even if the text is right.
-Afterwards no page may be in use, no request may wait, and no program may have been compiled since the start. Exit code
-4 on a difference. Families whose experts move between devices run only where there are several: JAX_NUM_CPU_DEVICES=4.
+The reference is `speculative_generate` with contiguous caches. A request that ends by itself must have the same tokens,
+log-probabilities (to 1e-4) and finish reason; an aborted request must have a prefix. If the depth of a chain is fixed,
+its passes and accepted drafts must be the same too, which reveals wrong entries in the drafter's cache even if the text
+is right. Afterwards no page may be in use, no request may wait, and no program may have been compiled since the start.
+The exit code is 4 if anything differs. Families whose experts move between devices need several devices:
+JAX_NUM_CPU_DEVICES=4.
 """
 
 import argparse
@@ -89,19 +91,19 @@ FILLER = SamplingParams(
 
 @dataclasses.dataclass(frozen=True)
 class Family:
-    """One model, one shape of drafts, one engine.
+    """One model, one draft shape, one engine.
 
     Attributes:
-        name: for the table.
-        attention: kind of the small model.
+        name: its name in the table.
+        attention: attention kind of the small model.
         draft: fields of `DecodeConfig`.
-        num_mtp_modules: modules of the model.
-        drafter: kind of a drafter with parameters of its own, as for `constructed_drafter`; None: there is none.
+        num_mtp_modules: number of MTP modules in the model.
+        drafter: kind of a drafter with its own parameters, as for `constructed_drafter`; None: MTP modules or lookup.
         disable_drafts_at: as in `EngineSettings`.
         is_quick: part of the quick run.
-        drafter_changes: fields of `drafter` to set otherwise.
-        expert_devices: devices that share the experts, with copies, which are placed anew while the engine runs; 1:
-            the engine has one device.
+        drafter_changes: fields of `drafter` to change.
+        expert_devices: number of devices that share the experts, with copies, which are rebalanced while the engine
+            runs; 1: the engine has one device.
     """
 
     name: str
@@ -116,13 +118,13 @@ class Family:
 
     @property
     def config(self) -> DecodeConfig:
-        """Settings of the engine and of the twin."""
+        """The settings of the engine and of the reference."""
         return DecodeConfig(**{"num_steps": 2, "prefill_chunk": 8, "max_length": MAX_LENGTH, **self.draft})
 
     @property
     def has_fixed_rounds(self) -> bool:
-        """True if a request takes the same rounds whatever runs beside it: a tree has another shape beside sampled
-        rows, and the load may disable drafts.
+        """Whether a request takes the same rounds regardless of other requests: a tree has a different shape next to
+        sampled rows, and the load may disable drafts.
         """
         return self.config.topk == 1 and self.disable_drafts_at is None
 
@@ -181,7 +183,7 @@ class Receiver:
 
 
 def random_requests(rng: np.random.Generator, count: int, vocab_size: int, *, is_greedy: bool) -> Iterator[Request]:
-    """Draws requests of all kinds; half of them begin with one of three texts."""
+    """Draws requests of all kinds; half of them start with one of three texts."""
     beginnings = [rng.integers(0, vocab_size, size).tolist() for size in (9, 16, 27)]
     for number in range(count):
         prompt = rng.integers(0, vocab_size, rng.integers(1, 24)).tolist()
@@ -199,7 +201,7 @@ def random_requests(rng: np.random.Generator, count: int, vocab_size: int, *, is
 
 
 def run_requests(engine: Engine, requests: Sequence[Request], seed: int) -> list[Receiver]:
-    """Submits all requests from several threads, aborts some, and waits for all ends."""
+    """Submits all requests from several threads, aborts some, and waits until all have ended."""
     receivers = [Receiver() for _ in requests]
     failures: list[Exception] = []
 
@@ -231,7 +233,7 @@ def run_requests(engine: Engine, requests: Sequence[Request], seed: int) -> list
 
 @dataclasses.dataclass(frozen=True)
 class Expected:
-    """A request's text by the twin, with its passes and accepted drafts per level."""
+    """A request's text from the reference, with its passes and accepted drafts per level."""
 
     tokens: list[int]
     logprobs: list[float]
@@ -249,9 +251,9 @@ def run_alone(
     is_greedy: bool,
     draft_params: Any = None,
 ) -> list[Expected]:
-    """Decodes every request with `speculative_generate`; those with equal static settings share a call.
+    """Decodes every request with `speculative_generate`; requests with equal static settings share a call.
 
-    Rows of a call do not depend on each other, because the depth is fixed.
+    The rows in a call do not affect each other, because the depth is fixed.
     """
     groups: dict[tuple, list[int]] = collections.defaultdict(list)
     for number, request in enumerate(requests):
@@ -303,7 +305,7 @@ def _per_row(rows: Sequence[SamplingParams]) -> SamplingParams:
 
 
 def find_difference(request: Request, receiver: Receiver, expected: Expected, *, compare_rounds: bool) -> str | None:
-    """Compares a request in the engine with the twin; returns the first difference, in one line."""
+    """Compares a request in the engine with the reference; returns the first difference, in one line."""
     finish, tokens = receiver.finish, receiver.tokens
     assert finish is not None
     if finish.num_new_tokens != len(tokens):
@@ -327,13 +329,13 @@ def find_difference(request: Request, receiver: Receiver, expected: Expected, *,
 
 
 def check_idle(status: EngineStatus) -> list[str]:
-    """Returns what an engine without requests should not have."""
+    """Returns problems that an idle engine should not have."""
     zeros = ("num_running", "num_waiting", "num_used_pages", "num_compilations", "num_failed")
     return [f"{name} is {getattr(status, name)}, not 0" for name in zeros if getattr(status, name)]
 
 
 def check_family(family: Family, num_requests: int, seed: int, settings: EngineSettings) -> dict:
-    """Runs the requests of a family in an engine and alone; returns the row of the result file."""
+    """Runs a family's requests in an engine and alone; returns the row for the results file."""
     began = time.monotonic()
     model = MTPModel(small_config(family.attention, num_mtp_modules=family.num_mtp_modules))
     params = constructed_params(model, family.attention, "mixed")
@@ -387,7 +389,7 @@ def check_family(family: Family, num_requests: int, seed: int, settings: EngineS
 
 def main(argv: list[str] | None = None) -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--requests", type=int, default=1000, help="per family (default: %(default)s)")
+    parser.add_argument("--requests", type=int, default=1000, help="requests per family (default: %(default)s)")
     parser.add_argument("--seed", type=int, default=0)
     names = [family.name for family in FAMILIES]
     help_text = f"only these, of: {'; '.join(names)}"

@@ -2,10 +2,10 @@
 
     python -m experiments.correctness.check_equality [--quick] [--trees]
 
-A cell is one model shape and one shape of drafts. Its tokens must be those of `generate`, of `plain.py` and the arg-max
-of the full uncached pass: for 64 prompts of ragged lengths, with weights whose drafts are right by chance, sometimes,
-always and never, with a stop token at every place of a run, and with every limit up to two rounds. One line per cell;
-exit code 4 on a difference.
+A cell is one model shape and one draft shape. Its tokens must equal the tokens of `generate`, of `plain.py`, and the
+arg-max of the full uncached pass. This is checked for 64 prompts of ragged lengths, with weights whose drafts are right
+by chance, sometimes, always and never, with a stop token at every position of a run, and with every limit up to two
+rounds. Prints one line per cell; the exit code is 4 if anything differs.
 """
 
 import argparse
@@ -80,13 +80,13 @@ COVERING = [  # each pair of values of the grid's four axes, or nearly
 
 @dataclasses.dataclass(frozen=True)
 class Reference:
-    """Prompts and how they go on: `rows[i]` has NEW_TOKENS tokens."""
+    """Prompts and their continuations: `rows[i]` has NEW_TOKENS tokens."""
 
     prompts: list[list[int]]
     rows: list[list[int]]
 
     def until(self, max_new_tokens: int, stop_token_ids: tuple[int, ...] = ()) -> list[list[int]]:
-        """The rows, ended by a limit and stop tokens."""
+        """Returns the rows, cut at a limit and at stop tokens."""
         ends = ([i + 1 for i, token in enumerate(row) if token in stop_token_ids] + [len(row)] for row in self.rows)
         return [row[: min(end[0], max_new_tokens)] for row, end in zip(self.rows, ends, strict=True)]
 
@@ -100,9 +100,10 @@ def make_reference(
     num_plain: int = NUM_PROMPTS,
     seed: int = 0,
 ) -> Reference:
-    """Prompts of the given lengths, in turn, decoded by `generate`; raises if another plain way disagrees.
+    """Decodes prompts of the given lengths, in rotation, with `generate`; raises if another plain way disagrees.
 
-    Checked against the full pass and, for `num_plain` prompts, `plain.py`. Prompts with a near tie are left out.
+    The texts are checked against the full pass and, for `num_plain` prompts, against `plain.py`. Prompts with a near
+    tie are left out.
     """
     model = MTPModel(small_config(attention, num_mtp_modules=3))
     params = constructed_params(model, attention, draft_quality, seed)
@@ -143,7 +144,7 @@ def _require_equal(name: str, found: list[int], wanted: list[int]) -> None:
 def check_cell(
     cell: Cell, draft_quality: str, reference: Reference, seed: int = 0
 ) -> tuple[list[str], int, DecodeStats]:
-    """Differences (one line each), the number of calls compared, and the statistics of the call that is not cut."""
+    """Returns differences (one line each), the number of calls compared, and the statistics of the uncut call."""
     model = MTPModel(small_config(cell.attention, num_mtp_modules=cell.num_mtp_modules, mtp_chaining=cell.mtp_chaining))
     params = constructed_params(model, cell.attention, draft_quality, seed)
     max_tokens = 2 * (cell.num_steps + 1)
@@ -175,7 +176,7 @@ def check_cell(
 
 def main(argv: list[str] | None = None) -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--quick", action="store_true", help="the covering subset of the grid, fewer prompt lengths")
+    parser.add_argument("--quick", action="store_true", help="a covering subset of the grid, with fewer prompt lengths")
     parser.add_argument("--trees", action="store_true", help="trees instead of chains")
     parser.add_argument("--seed", type=int, default=0)
     options = parser.parse_args(argv)

@@ -1,11 +1,11 @@
-"""Does a run that is killed anywhere go on bit for bit, and is every flipped bit of its states found?
+"""Does a run that is killed at any point resume bit for bit, and is every flipped bit in its states found?
 
     python -m experiments.correctness.check_resume [--kills 50] [--bits 200]
 
-A small run of `mtpjax train` is killed (SIGKILL) at random moments, some of them chosen while a state is being written,
-and gone on with after each; its losses must be those of a run that nothing happened to, bit for bit. Then single bits
-of its newest state are flipped, one at a time: restoring must fall back to the state before, or give what was saved.
-One line per kill; exit code 1 on a difference.
+A small run of `mtpjax train` is killed (SIGKILL) at random moments, some of them while a state is being written, and
+resumed after each kill. Its losses must equal the losses of an undisturbed run, bit for bit. Then single bits of its
+newest state are flipped, one at a time: restoring must fall back to the previous state, or return what was saved.
+Prints one line per kill; the exit code is 1 if anything differs.
 """
 
 import argparse
@@ -47,9 +47,9 @@ def kill_and_go_on(
     env: dict[str, str],
     say: Callable[[str], Any] = lambda line: None,
 ) -> Counter[str]:
-    """Kills the run so many times, then lets it end. Returns how many kills fell while starting, stepping, saving.
+    """Kills the run this many times, then lets it end. Returns how many kills came during start, steps and saves.
 
-    Raises `RuntimeError`, with what it printed, where the run ends of itself before or with an error.
+    Raises `RuntimeError`, with the output of the run, if it ends by itself too early or with an error.
     """
     draw, fell = random.Random(seed), Counter()
     for number in range(kills):
@@ -76,9 +76,9 @@ def kill_and_go_on(
 
 
 def flip_bits(folder: pathlib.Path, like: Any, *, bits: int, seed: int) -> Counter[str]:
-    """Flips so many single bits of the newest state, one at a time, over all its files in turn.
+    """Flips this many single bits in the newest state, one at a time, going through its files in rotation.
 
-    Returns how many were `found` (the state before was restored), `harmless` (what was saved came back) or `silent`.
+    Returns how many were `found` (the previous state was restored), `harmless` (what was saved came back) or `silent`.
     """
     saved, metadata = _restored(folder, like)
     newest = max(_states(folder))
@@ -108,13 +108,13 @@ def _states(folder: pathlib.Path) -> list[pathlib.Path]:
 
 
 def _left_behind(folder: pathlib.Path) -> set[pathlib.Path]:
-    """States that were not complete."""
+    """Returns the states that are incomplete."""
     return set((folder / run_dir.STATES_FOLDER).glob(".tmp-*"))
 
 
 @contextlib.contextmanager
 def _started(command: list[str], folder: pathlib.Path, env: dict[str, str]):
-    """The run as a process of its own, gone on with where there is one; it does not outlive the block."""
+    """Runs the training in its own process, resuming it if it exists; the process does not outlive the block."""
     command = [*command, "--resume"] if (folder / run_dir.SETTINGS_FILE).exists() else command
     process = subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, env=env, text=True)
     try:
@@ -125,7 +125,7 @@ def _started(command: list[str], folder: pathlib.Path, env: dict[str, str]):
 
 
 def _moment(draw: random.Random, folder: pathlib.Path, steps: int) -> Callable[[], bool]:
-    """Returns a test for a random moment: during the start, after some steps, or while a state is written."""
+    """Returns a condition for a random moment: during the start, after some steps, or while a state is written."""
     kind = draw.choices(["starting", "stepping", "saving"], [1, 2, 2])[0]
     if kind == "starting":
         begin, wait = time.monotonic(), draw.random() * LONGEST_START
@@ -150,7 +150,7 @@ def main(argv: list[str] | None = None) -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--kills", type=int, default=50, help="(default: %(default)s)")
     parser.add_argument("--bits", type=int, default=200, help="(default: %(default)s)")
-    parser.add_argument("--seed", type=int, default=0, help="of the moments and the bits (default: %(default)s)")
+    parser.add_argument("--seed", type=int, default=0, help="seed for the moments and bits (default: %(default)s)")
     options = parser.parse_args(argv)
     logging.getLogger("mtpjax").setLevel(logging.ERROR)  # of the states that are skipped
     begin = time.monotonic()
@@ -178,7 +178,7 @@ def main(argv: list[str] | None = None) -> int:
 
 
 def _state_like(settings: dict[str, Any]) -> TrainState:
-    """Shapes and dtypes of the run's state."""
+    """Returns the shapes and dtypes of the run's state."""
     config = TrainConfig(**settings)
     model = MTPModel(presets[config.preset], scan_layers=True)
 

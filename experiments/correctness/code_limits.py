@@ -1,7 +1,7 @@
-"""Rows of `code_report` about draft methods, sizes of functions and files, and the number of lines.
+"""The rows of `code_report` about draft methods, sizes of functions and files, and numbers of lines.
 
-A draft method is a folder of `mtpjax/drafters` with its network, its drafting and its files. Elsewhere nothing asks
-which method it has, and one table lists them.
+A draft method is a folder in `mtpjax/drafters` with its network, its drafting and its files. No other code checks which
+method it has, and one table lists the methods.
 """
 
 import ast
@@ -29,7 +29,7 @@ def method_of(module: str) -> str | None:
 
 
 def find_questions(modules: Modules) -> list[str]:
-    """Returns the places outside a method's folder that ask whether an object is of one of its classes."""
+    """Returns the places outside a method's folder that check whether an object has one of the method's classes."""
     homes = {
         node.name: method
         for module, file in modules.items()
@@ -46,7 +46,7 @@ def find_questions(modules: Modules) -> list[str]:
 
 
 def _questions(tree: ast.AST) -> Iterator[tuple[int, str]]:
-    """Yields line and class of each `isinstance`, `issubclass`, `type(x) is C` and `case C()`."""
+    """Yields the line and class of each `isinstance`, `issubclass`, `type(x) is C` and `case C()`."""
     for node in ast.walk(tree):
         classes: list[ast.expr] = []
         if isinstance(node, ast.Call) and getattr(node.func, "id", "") in ("isinstance", "issubclass"):
@@ -61,7 +61,7 @@ def _questions(tree: ast.AST) -> Iterator[tuple[int, str]]:
 
 
 def find_tables(modules: Modules) -> list[str]:
-    """Returns the literal tables that name three draft methods or more, by string or by what their folders define."""
+    """Returns the literal tables that list three or more draft methods, as strings or names from their folders."""
     methods = {method for module in modules if (method := method_of(module))}
     found = []
     for file in modules.values():
@@ -88,9 +88,9 @@ def find_tables(modules: Modules) -> list[str]:
 
 
 def with_imports_by_string(graph: dict[str, set[str]], modules: Modules) -> dict[str, set[str]]:
-    """Adds to the graph the modules that strings name, as "mtpjax.module" or "mtpjax.module:NAME".
+    """Adds the modules that appear in strings to the graph, as "mtpjax.module" or "mtpjax.module:NAME".
 
-    A name after "-m" is a process of its own.
+    A name after "-m" does not count, because it runs in its own process.
     """
     found = {module: set(targets) for module, targets in graph.items()}
     for module, file in modules.items():
@@ -113,7 +113,7 @@ def num_parameters(function: Functions) -> int:
 
 
 def count_lines(file: pathlib.Path) -> tuple[int, int]:
-    """Returns the lines of code, without docstrings, comments and blank lines, and those of docstrings."""
+    """Returns the numbers of code lines (no docstrings, comments or blank lines) and of docstring lines."""
     documented: set[int] = set()
     for node in ast.walk(parse(file)):
         if isinstance(node, ast.Module | ast.ClassDef | Functions) and ast.get_docstring(node, clean=False) is not None:
@@ -124,14 +124,14 @@ def count_lines(file: pathlib.Path) -> tuple[int, int]:
 
 
 def loaded_modules(module: str) -> list[str]:
-    """Returns the modules of the library that importing `module` loads, in a process of its own."""
+    """Returns the library modules that importing `module` loads, determined in a separate process."""
     program = f"import sys, {module}; print(*sys.modules)"
     names = subprocess.run([sys.executable, "-c", program], cwd=ROOT, capture_output=True, text=True).stdout.split()
     return sorted(name for name in names if name.split(".")[0] in PACKAGES)
 
 
 def measure(modules: Modules) -> list[Figure]:
-    """Returns the figures, each with its bar."""
+    """Returns the figures, each with its limit."""
     own = {module: file for module, file in modules.items() if module.split(".")[0] != "pallas_kernels"}
     functions = [
         (f"{file.relative_to(ROOT)}: {node.name}", node)

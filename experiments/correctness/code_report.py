@@ -1,9 +1,9 @@
-"""Counts comments, docstrings, sizes, imports and draft methods of the code, with a bar beside each figure.
+"""Counts comments, docstrings, sizes, imports and draft methods in the code, and prints a limit next to each figure.
 
     python -m experiments.correctness.code_report [--json]
 
-Reads the source with the standard library, and imports one module in another process. Exit code 1 if a figure misses
-its bar.
+Reads the source with the standard library, and imports one module in a separate process. The exit code is 1 if a figure
+misses its limit.
 """
 
 import argparse
@@ -41,13 +41,13 @@ Graph = dict[str, set[str]]
 
 
 def own_line_comments(text: str) -> int:
-    """Counts lines that hold only a comment. Tokens are counted, so that a "#" inside a string is not."""
+    """Counts lines that hold only a comment. Works on tokens, so a "#" inside a string does not count."""
     tokens = tokenize.generate_tokens(io.StringIO(text).readline)
     return sum(token.type == tokenize.COMMENT and not token.line[: token.start[1]].strip() for token in tokens)
 
 
 def import_graph(modules: dict[str, pathlib.Path]) -> Graph:
-    """Returns the modules of the library that each module imports."""
+    """Returns the library modules that each module imports."""
     graph: Graph = {}
     for module, file in modules.items():
         targets = {
@@ -82,7 +82,7 @@ def _reachable(graph: Graph, start: str) -> set[str]:
 
 
 def find_arrows_up(graph: Graph) -> list[str]:
-    """Returns the imports of a package that does not lie below the importing one."""
+    """Returns the imports of packages that are not below the importing package."""
     pairs = [(a, b) for a, targets in graph.items() for b in targets if package_of(a) != package_of(b)]
     return sorted(f"{a} -> {b}" for a, b in pairs if RANK[package_of(a)] <= RANK[package_of(b)])
 
@@ -95,7 +95,7 @@ def package_graph(graph: Graph) -> Graph:
 
 
 def longest_chain(graph: Graph) -> list[str]:
-    """Returns the longest path along imports; none if there are circles."""
+    """Returns the longest chain of imports; empty if there are cycles."""
     if find_circles(graph):
         return []
 
@@ -107,7 +107,7 @@ def longest_chain(graph: Graph) -> list[str]:
 
 
 def experiment_imports() -> list[str]:
-    """Returns the files that import experiments and may not: the library, and tests of anything else."""
+    """Returns the files that import experiments but may not: library files, and tests of anything else."""
     files = [file for folder in (*PACKAGES, "tests") for file in sorted((ROOT / folder).rglob("*.py"))]
     allowed = ROOT / "tests" / "experiments"
     files = [file for file in files if allowed not in file.parents]
@@ -116,9 +116,9 @@ def experiment_imports() -> list[str]:
 
 
 def call_path(modules: dict[str, pathlib.Path], start: str, function: str, goal: str) -> list[str]:
-    """Returns the files on the shortest way from `function` in module `start` to a function named `goal`.
+    """Returns the files on the shortest path from `function` in module `start` to a function called `goal`.
 
-    Follows each name that the body of a function or class mentions: those of its file, and those that it imports.
+    Follows each name in the body of a function or class that is defined in its file or imported there.
     """
     waiting, seen = deque([(start, function, [start])]), set()
     while waiting:
@@ -144,7 +144,7 @@ def assigned_values(tree: ast.Module) -> dict[str, ast.expr]:
 
 
 def public_homes(tree: ast.Module) -> dict[str, str]:
-    """Returns the module that defines each public name of `mtpjax` or `mtpjax.training`: from its table or imports."""
+    """Returns the module that defines each public name in `mtpjax` or `mtpjax.training`, from its table or imports."""
     table = assigned_values(tree).get("_HOMES")
     if table is None:
         return {name: home for home, name in imported_names(tree) if name is not None}
@@ -152,7 +152,7 @@ def public_homes(tree: ast.Module) -> dict[str, str]:
 
 
 def public_docstrings(modules: dict[str, pathlib.Path]) -> dict[str, list[str]]:
-    """Returns the sections that the docstring of each public name of mtpjax and mtpjax.training lacks."""
+    """Returns the sections that are missing in the docstrings of public names in mtpjax and mtpjax.training."""
     lacking = {}
     for package in ("mtpjax", "mtpjax.training"):
         tree = parse(modules[package])
@@ -185,7 +185,7 @@ def _lacking_sections(modules: dict[str, pathlib.Path], home: str, name: str) ->
 
 
 def measure() -> list[Figure]:
-    """Returns all figures, each with its bar."""
+    """Returns all figures, each with its limit."""
     modules = read_modules()
     texts = {module: file.read_text() for module, file in modules.items()}
     commented = [text for module, text in texts.items() if module.split(".")[0] in COMMENTED]

@@ -1,27 +1,27 @@
-"""Compares the StableHLO that two checkouts lower the same calls to: did a change of the code change the programs?
+"""Compares the StableHLO to which two checkouts lower the same calls: did a code change alter the programs?
 
     JAX_DUMP_IR_TO=OLD pytest -q -n 0 FILES     # in the old checkout
     JAX_DUMP_IR_TO=NEW pytest -q -n 0 FILES     # in the new one, with the same version of JAX
     python -m experiments.correctness.compare_lowered OLD NEW [--functions REGEX]
 
-JAX writes every module that it compiles into the folder. With FILES =
+JAX writes every module that it compiles to the folder. With FILES =
 
     tests/decoding/test_{generate,rounds,drafters,block_drafters,trained_drafters,depth_policy,acceptance}.py
     tests/equalities/test_mesh.py tests/training/test_{step,train_drafters,train_blocks,trained_parts}.py
     tests/equalities/test_golden_{forward,drafters,dflash}.py tests/conversion/test_matrix.py
     tests/decoding/test_{last_layer_state,kv_cache_dtype,reused_slots}.py tests/training/test_trainer.py
 
-these are `decode` for every kind of attention, drafter and acceptance rule of the tests, and `train_step` for every
-objective and draft architecture. One process writes a folder (`-n 0`), because JAX numbers the files; folders inside
-are read too.
+the modules are `decode` for every kind of attention, drafter and acceptance rule in the tests, and `train_step` for
+every objective and draft architecture. Only one process may write to a folder (`-n 0`), because JAX numbers the files.
+Subfolders are read too.
 
 Modules are compared as graphs, not as text. Two modules are the same if each result is the same expression of the
 arguments and both have the same number of each operation. So names, source locations, functions that are called
 instead of inlined, and the order of independent operations and of loop variables do not count. Arguments are told
 apart by type and by their order among those of that type. If only that order differs, a module counts as reordered.
 
-Prints a row for each jitted function, then what differs. Exit code 1 if a program of one folder is missing in the
-other; how often a program was compiled does not count.
+Prints a row for each jitted function, then what differs. The exit code is 1 if a program in one folder is missing in
+the other; how often a program was compiled does not count.
 """
 
 import argparse
@@ -60,7 +60,7 @@ class Program:
 
 @dataclasses.dataclass(frozen=True)
 class Operation:
-    """An operation without its names. Values are numbers, one for each value of its function."""
+    """An operation without names. Values are numbers, one for each value in its function."""
 
     name: str
     attributes: str  # a hash
@@ -82,7 +82,7 @@ def _hash(*parts: Any) -> str:
 
 
 def read_block(block: ir.Block, numbers: dict[Any, int]) -> Block:
-    """Reads a block and those in it. `numbers` has the values of the blocks around it, and gets those of this one."""
+    """Reads a block and its inner blocks. `numbers` has the values of the outer blocks, and gets its values."""
     number = lambda values: [numbers.setdefault(value, len(numbers)) for value in values]
     arguments, types = number(block.arguments), [str(each.type) for each in block.arguments]
     operations = []
@@ -132,7 +132,7 @@ class Graph:
         return _hash(sorted(self.others), sorted(labels), sorted(self._call("main", labels)))
 
     def count_operations(self, function: str = "main") -> Counts:
-        """Counts the operations by name, those of called functions at each call."""
+        """Counts the operations by name, including those of called functions at each call."""
         if function not in self.counted:
             counts: Counts = collections.Counter()
             waiting = [self.functions[function]]
@@ -153,7 +153,7 @@ class Graph:
         return self.called[key]
 
     def _run(self, block: Block, labels: list[str], values: dict[int, str]) -> list[str]:
-        """Labels the values of a block; returns the labels of what it returns."""
+        """Labels the values in a block; returns the labels of its results."""
         values.update(zip(block.arguments, labels, strict=True))
         for operation in block.operations:
             operands = [values[each] for each in operation.operands]
@@ -199,7 +199,7 @@ def _argument_types(function: ir.Operation, block: Block) -> list[str]:
 
 
 def read_programs(folder: pathlib.Path, functions: str) -> list[Program]:
-    """Returns the programs of a folder whose function's name matches `functions` from its start to its end."""
+    """Returns the programs in a folder whose function name fully matches `functions`."""
     programs = []
     for file in sorted(folder.rglob("*.mlir")):
         name = FILE_NAME.fullmatch(file.name)
@@ -222,7 +222,7 @@ def fingerprint(text: str) -> tuple[str, str, Counts]:
 
 @dataclasses.dataclass
 class Row:
-    """The distinct programs of one function that are in both folders, or in one."""
+    """The distinct programs of one function that are in both folders, or only in one."""
 
     function: str
     num_old: int
@@ -252,7 +252,7 @@ def _row(function: str, old: list[Program], new: list[Program]) -> Row:
 
 
 def describe_difference(program: Program, others: list[Program]) -> list[str]:
-    """Returns lines about a program and the most similar one of the other folder, if any."""
+    """Returns lines about a program and the most similar program in the other folder, if any."""
     lines = [f"{program.function}: {program.file}"]
     if not others:
         return [*lines, "  the other folder has no such program"]
@@ -270,7 +270,7 @@ def describe_difference(program: Program, others: list[Program]) -> list[str]:
 
 
 def _plain_lines(file: pathlib.Path) -> list[str]:
-    """Returns a module's lines without locations and names."""
+    """Returns a module's lines without locations or names."""
     text = re.sub(r" ?loc\((?:[^()\"]|\"[^\"]*\"|\((?:[^()]|\([^()]*\))*\))*\)", "", file.read_text())
     text = re.sub(r"%[\w#]+|@\w+|jax\.result_info = \"[^\"]*\"", "%", text)
     return [line for line in text.splitlines() if line.strip() and not line.startswith("#loc")]

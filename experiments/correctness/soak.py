@@ -1,10 +1,11 @@
-"""Soaks a real server in mixed traffic: nothing may be lost, leak, or change a text.
+"""Soaks a real server in mixed traffic: nothing may get lost, leak or change a text.
 
     python -m experiments.correctness.soak [--minutes 30] [--quick] [--seed 0]
 
-A tiny model serves over HTTP. Clients send plain and streamed requests, leave at random, abort by id, send bad requests
-and read slowly. Each request must end in exactly one way; a whole text must equal what the same request gave on the
-idle server, and an aborted one must begin like it. Prints a line per minute, and exits with 1 if a check fails.
+A server with a tiny model answers over HTTP. Clients send plain and streamed requests, disconnect at random, abort by
+id, send bad requests and read slowly. Each request must end in exactly one way. A complete text must equal the text
+that the same request got from the idle server, and an aborted text must be a prefix of it. Prints a line per minute,
+and exits with 1 if a check fails.
 """
 
 import argparse
@@ -65,9 +66,9 @@ class Soak:
     """The clients, and how each of their requests ended.
 
     Args:
-        address: of the server.
-        requests: what they send.
-        seed: of their behaviour.
+        address: address of the server.
+        requests: the requests to send.
+        seed: random seed for the clients' behaviour.
     """
 
     def __init__(self, address: str, requests: list[dict], seed: int):
@@ -99,7 +100,7 @@ class Soak:
         await asyncio.gather(*(client() for _ in range(NUM_CLIENTS)))
 
     def check(self, index: int, text: str, reason: str) -> str:
-        """Compares a text with the one of the idle server; returns how the request ended."""
+        """Compares a text with the one from the idle server; returns how the request ended."""
         expected = self.expected[index]
         # The last character of an aborted text may be incomplete.
         is_right = expected.startswith(text.rstrip("\ufffd")) if reason == "abort" else text == expected
@@ -132,11 +133,11 @@ class Soak:
         return self.check(index, text, reason)
 
     async def slow(self, index: int) -> str:
-        """Reads an event per 20 ms."""
+        """Reads one event per 20 ms."""
         return await self.stream(index, delay=0.02)
 
     async def leave(self, index: int) -> str:
-        """Leaves before the answer, mostly."""
+        """Disconnects, mostly before the answer."""
         try:
             await asyncio.wait_for(self.plain(index), self.rng.random() * 0.2)
         except TimeoutError:
@@ -144,7 +145,7 @@ class Soak:
         return "stayed"
 
     async def leave_stream(self, index: int) -> str:
-        """Leaves after some events."""
+        """Disconnects after some events."""
         body, left = {**self.requests[index], "stream": True}, self.rng.randrange(1, 20)
         async with self._client.stream("POST", "/v1/completions", json=body) as response:
             async for _ in response.aiter_lines():
@@ -174,7 +175,7 @@ class Soak:
 
 @contextlib.contextmanager
 def running_server():
-    """Yields the address of a server of a tiny model in a thread, and its engine."""
+    """Yields the address of a server with a tiny model in a thread, and its engine."""
     model = MTPModel(small_models.small_config(vocab_size=256, max_position_embeddings=512))
     params = small_models.constructed_params(model, "grouped", "mixed")
     # A pool with room for half of the slots' longest texts, so that requests are preempted.
@@ -189,7 +190,7 @@ def running_server():
 
 
 def resident_bytes() -> int:
-    """Returns the memory that this process holds."""
+    """Returns the memory that this process uses."""
     with open("/proc/self/statm") as file:
         return int(file.read().split()[1]) * os.sysconf("SC_PAGE_SIZE")
 

@@ -37,7 +37,7 @@ def parse(file: pathlib.Path) -> ast.Module:
 
 
 def imported_names(tree: ast.AST) -> Iterator[tuple[str, str | None]]:
-    """Yields (module, name) of each import, those inside functions included and those for type checkers left out."""
+    """Yields (module, name) of each import, including imports in functions but not imports for type checkers."""
     for node in ast.iter_child_nodes(tree):
         if isinstance(node, ast.If) and "TYPE_CHECKING" in ast.unparse(node.test):
             continue

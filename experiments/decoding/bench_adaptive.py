@@ -3,13 +3,13 @@
     python -m experiments.decoding.bench_adaptive --model runs/quickstart [--quick]
 
 Held-out prompts whose texts do not loop are sorted by accept length: the first half is the easy set, the second half
-the hard set, and alternating prompts of both are the mixed set. For each batch size, the costs of rounds are profiled
-first, and acceptance rates are measured on prompts outside of the three sets. Then plain decoding, every fixed depth
-and the adaptive depth take turns on the same prompts, in one process.
+the hard set, and alternating prompts from both are the mixed set. For each batch size, the costs of rounds are profiled
+first, and acceptance rates are measured on prompts that are in none of the three sets. Then plain decoding, every fixed
+depth and the adaptive depth run in rotation on the same prompts, in one process.
 
-Each cell has two ratios of the best fixed depth's time (0 included) to the adaptive depth's time; 1.0 means equal. One
-is measured, with a 95 % interval over rounds. The other is computed from the rounds that each took and the profiled
-cost of a round, so it holds no timing noise.
+Each cell has two ratios of the best fixed depth's time (depth 0 included) to the adaptive depth's time; 1.0 means
+equal. One is measured, with a 95 % interval over rounds. The other is computed from the rounds that each one took and
+the profiled cost of a round, so it has no timing noise.
 """
 
 import argparse
@@ -68,7 +68,7 @@ def prompt_sets(path: str, params, model, count: int, num_steps: int):
 
 
 def modelled_time(results, costs: tuple[float, ...]) -> float:
-    """Adds up the cost of the batches' rounds. The longest row of a batch says how many rounds it took at each depth.
+    """Adds up the costs of the batches' rounds. The longest row in a batch shows how many rounds it took at each depth.
 
     Args:
         results: one result per batch.
@@ -84,7 +84,7 @@ def modelled_time(results, costs: tuple[float, ...]) -> float:
 
 
 def measure_cell(params, model, batches, depths: dict, rounds: int) -> dict:
-    """Measures one prompt set: the adaptive depth and all fixed depths in turns.
+    """Measures one prompt set: the adaptive depth and all fixed depths in rotation.
 
     Args:
         params: parameters of `model`.

@@ -1,15 +1,16 @@
-"""Times plain and speculative decoding beside Hugging Face transformers on the same weights.
+"""Times plain and speculative decoding, compared with Hugging Face transformers on the same weights.
 
     python -m experiments.decoding.bench_decode --quick                 # a minute, a toy, mtpjax alone
     python -m experiments.decoding.bench_decode                         # everything; needs the extra `bench`
 
-Every engine runs in a process of its own, once pinned to one core and once on all. They take turns, one at a time: a
-round asks each for 1 new token and for all, and (time for all - time for 1) / (all - 1) is its time per token. Ratios
-are taken within rounds. Both calls are the public ones, `generate()` on either side. Timed is the rigged checkpoint,
-whose drafts are always right; on the random one the engines must give the same tokens (`decode_checkpoints`).
+Every engine runs in its own process, once pinned to one core and once on all cores. They run in rotation, one at a
+time: in each round, every engine generates 1 new token and then all tokens, and its time per token is
+(time for all - time for 1) / (all - 1). Ratios are taken within rounds. The calls are the public `generate()` of each
+library. The rigged checkpoint, whose drafts are always right, is timed; on the random checkpoint, the engines must give
+the same tokens (`decode_checkpoints`).
 
-The memory limit is the time to read what a token needs once: the weights of every layer and expert that it passes
-through and its rows' caches, at the bandwidth that the same threads reach beside the other measurements.
+The memory limit is the time to read once what a token needs: the weights of every layer and expert that it passes
+through, and its rows' caches, at the bandwidth that the same threads reach during the other measurements.
 """
 
 import argparse
@@ -37,14 +38,14 @@ ENGINES = "experiments.decoding.decode_engines"
 
 @dataclasses.dataclass(frozen=True)
 class Cell:
-    """One thing measured: an engine at a number of draft levels, 0 for plain decoding."""
+    """One cell: an engine at a number of draft levels, 0 for plain decoding."""
 
     engine: str
     num_steps: int
 
 
 def cells_of(shape: str, batch: int, engines: list[str], depths: list[int]) -> list[Cell]:
-    """Everything measured side by side for one shape and batch."""
+    """All cells that are measured side by side for one shape and batch size."""
     cells = [Cell(engine, 0) for engine in engines]
     if "transformers" in engines and SHAPES[shape].attention == "latent" and batch == 1:
         cells.append(Cell("transformers", 1))  # `use_mtp`: DeepSeek's classes, one row, as many drafts as modules
@@ -52,7 +53,7 @@ def cells_of(shape: str, batch: int, engines: list[str], depths: list[int]) -> l
 
 
 def differing(children: dict[str, Child], cells: list[Cell], prompts: list, weights: str, new_tokens: int) -> set[Cell]:
-    """The cells whose tokens are not the first cell's. Also the warm-up: it compiles."""
+    """Returns the cells whose tokens differ from the first cell's tokens. This also warms up, because it compiles."""
     request = {"weights": weights, "prompts": prompts, "new_tokens": new_tokens}
     tokens = {cell: children[cell.engine].ask(num_steps=cell.num_steps, **request)["tokens"] for cell in cells}
     return {cell for cell in cells if tokens[cell] != tokens[cells[0]]}
@@ -71,7 +72,7 @@ def _sample(children: dict[str, Child], cell: Cell, prompts: list, new_tokens: i
 def report(
     shape: str, batch: int, threads: int, samples: dict[Cell, list[dict]], wrong: set[Cell], length: float
 ) -> list[dict]:
-    """One row of the result per cell; every ratio is of the two samples of one round."""
+    """Returns one result row per cell; every ratio compares two samples of the same round."""
     config = SHAPES[shape]
 
     def ratio(cell: Cell, other: Cell, clock: str = "seconds") -> dict[str, float] | None:
@@ -172,7 +173,7 @@ def parse(arguments: list[str] | None) -> argparse.Namespace:
 
 
 def run(options: argparse.Namespace, command: str, console: Console) -> list[dict]:
-    """Measures everything asked for. The result file grows with every batch size measured."""
+    """Measures all requested cells. The results file grows with every batch size."""
     rows: list[dict] = []
     content = about(command=command, rows=rows)
     settings = {"1": 1, "all": len(os.sched_getaffinity(0))}

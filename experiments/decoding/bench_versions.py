@@ -1,15 +1,15 @@
-"""Compares decoding of this checkout with another one, such as the commit before a change.
+"""Compares decoding in this checkout with decoding in another one, such as the commit before a change.
 
     git worktree add ../other COMMIT
     python -m experiments.decoding.bench_versions --other ../other [--model runs/quickstart] [--starts 8] [--quick]
 
-Each checkout decodes in its own process. The two take turns, and the ratio is taken within each pair of calls, so
-slow drifts of the machine cancel. The same program can be 10 % slower in one process than in the next, because its
-buffers lie elsewhere in memory, so both processes are started several times. The process that is started first is
-about 2 % slower (seen with the same commit in both), so each start is done twice, once in each order, and its ratio is
-the geometric mean of both. The result is the median over the starts of the median of (other's seconds / own seconds),
-with a 95 % bootstrap interval that resamples starts: above 1, this checkout is faster. The texts must be identical.
-The optimised HLO of the decoding loop is counted as well: instructions, copies, and bytes of one round.
+Each checkout decodes in its own process. The two alternate, and the ratio is taken within each pair of calls, so slow
+drifts of the machine cancel. The same program can be 10 % slower in one process than in the next, because its buffers
+are at different addresses, so both processes are started several times. The process that is started first is about 2 %
+slower (seen with the same commit in both), so each start is done twice, once in each order, and its ratio is the
+geometric mean of both. The result is the median over starts of the median of (seconds of the other checkout / seconds
+of this one), with a 95 % bootstrap interval that resamples starts: above 1, this checkout is faster. The texts must be
+identical. The optimised HLO of the decoding loop is also counted: instructions, copies, and bytes per round.
 """
 
 import argparse
@@ -58,7 +58,7 @@ def start(checkout: pathlib.Path, dump: pathlib.Path) -> Child:
 
 
 def count_loop(files: list[str]) -> dict[str, int]:
-    """Counts instructions, copies and bytes of one round: the body of the last loop, after prefill's."""
+    """Counts the instructions, copies and bytes of one round: the body of the last loop, after the prefill loop."""
     text = max((pathlib.Path(file).read_text() for file in files), key=len)
     computations, entry = parse(text)
     loop = [one for one in computations[entry].instructions.values() if one.opcode == "while"][-1]
@@ -73,7 +73,7 @@ def count_loop(files: list[str]) -> dict[str, int]:
 
 
 def _reachable(computations: Mapping[str, Computation], name: str) -> list[Instruction]:
-    """Lists the instructions of a computation and of all that it calls."""
+    """Lists the instructions of a computation and of everything that it calls."""
     found, waiting = set(), [name]
     while waiting:
         if (name := waiting.pop()) not in found and name in computations:
@@ -86,10 +86,10 @@ def _reachable(computations: Mapping[str, Computation], name: str) -> list[Instr
 def compare(
     children: Mapping[int, Child], folder: pathlib.Path, case: str, batch: int, repeats: int, tokens: int, vocab: int
 ) -> dict[str, Any]:
-    """Measures one case in both processes, turn by turn: 0 is this checkout, 1 the other, in the order of their start.
+    """Measures one case alternately in both processes: 0 is this checkout, 1 the other, in the order of their start.
 
     Returns:
-        The median ratio, equality of the texts, and the counts of both loops.
+        The median ratio, whether the texts are identical, and the counts of both loops.
     """
     num_steps, options = CASES[case]
     prompts = np.random.default_rng(0).integers(1, vocab, (batch, 32)).tolist()
@@ -110,7 +110,7 @@ def compare(
 
 
 def summarise(starts: list[dict[str, Any]]) -> dict[str, Any]:
-    """Joins the measurements of all starts of one case. Two neighbours differ in the order of their processes."""
+    """Joins one case's measurements over all starts. Neighbours differ in the order in which the processes started."""
     ratios = np.exp(np.log([start["ratio"] for start in starts]).reshape(-1, 2).mean(axis=1))
     (drawn,) = resample(len(ratios))
     ratio = estimate_from(float(np.median(ratios)), np.median(ratios[drawn], axis=1))

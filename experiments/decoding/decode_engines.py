@@ -80,7 +80,7 @@ class Memory:
         self.versions = {"numpy": np.__version__}
 
     def run(self) -> dict[str, Any]:
-        """Returns the bytes per second of the fastest of three passes over 512 MB."""
+        """Returns the bytes per second in the fastest of three passes over 512 MB."""
 
         def measure() -> float:
             begin = time.perf_counter()

@@ -5,8 +5,8 @@
     python -m experiments.decoding.mesh_table --layers 4 --prefill-chunk 0 --output FILE
 
 The whole call, prefill and loop, is compiled ahead of time from shapes (`compat.h100_devices` says what that needs).
-Arguments are weights, caches and the rest of the state. Weights are bfloat16, or fp8 with block scales as DeepSeek-V3
-stores them.
+The arguments are weights, caches and the rest of the state. Weights are bfloat16, or fp8 with block scales as
+DeepSeek-V3 stores them.
 """
 
 import argparse
@@ -51,7 +51,7 @@ CELLS = (
 def measure(
     name: str, has_fp8: bool, sizes: Mapping[str, int], rows: int, *, layers: int | None, slots: int, prefill_chunk: int
 ) -> dict[str, Any]:
-    """Compiles one cell and returns what JSON holds of it."""
+    """Compiles one cell and returns its JSON values."""
     config = presets[name]
     if layers is not None:
         config = dataclasses.replace(
@@ -84,7 +84,7 @@ def measure(
 
 
 def measure_alone(*cell, **settings) -> dict[str, Any]:
-    """Runs `measure` in a process of its own, whose memory is that of this cell."""
+    """Runs `measure` in a separate process, so that its memory is that of this cell alone."""
     with concurrent.futures.ProcessPoolExecutor(1, mp_context=multiprocessing.get_context("spawn")) as pool:
         return pool.submit(measure, *cell, **settings).result()
 

@@ -1,9 +1,9 @@
 """Measures the regret of the adaptive depth policy against the best fixed depth, on simulated rows.
 
 `python -m experiments.decoding.policy_regret [--measured] [--output FILE]` prints one cell for each
-acceptance process, cost curve, batch size and length. Regret is the additional time per token of the policy, compared
-with the fixed depth (0 included) that is best for the process. The policy knows the costs, and with `--measured` also
-the acceptance rates of other rows of the process.
+acceptance process, cost curve, batch size and length. Regret is the policy's additional time per token, compared with
+the fixed depth (0 included) that is best for the process. The policy knows the costs, and with `--measured` also the
+acceptance rates measured on other rows from the process.
 
 There are two modes. In "batch", all rows end at `length` tokens, and time counts until the last row has ended. In
 "stream", a new row replaces each row that ends, and time counts until the batch has made the same number of tokens.
@@ -64,7 +64,7 @@ class Cell(NamedTuple):
 
 
 def cost_curves(batch: int) -> dict[str, np.ndarray]:
-    """Returns the cost of a round at depths 0..LEVELS, in plain rounds, by kind of hardware."""
+    """Returns the cost of a round at depths 0..LEVELS in units of plain rounds, by kind of hardware."""
     depth = np.arange(LEVELS + 1)
 
     def bytes_read(tokens):  # DeepSeek-V3: 8 of 256 experts per token
@@ -79,14 +79,14 @@ def cost_curves(batch: int) -> dict[str, np.ndarray]:
 
 
 def draw(process: str, batch: int, length: int, seeds: int, *, seed: int = 0) -> tuple[np.ndarray, np.ndarray]:
-    """Draws rows of a process.
+    """Draws rows from a process.
 
     Args:
         process: a name in `PROCESSES`.
         batch: number of rows B.
         length: tokens per row.
         seeds: number of batches.
-        seed: seed of the random numbers.
+        seed: random seed.
 
     Returns:
         `margin [seeds, B, positions]` and `fall [LEVELS]`. A draft is accepted if their product is above 1.
@@ -114,7 +114,7 @@ def draw(process: str, batch: int, length: int, seeds: int, *, seed: int = 0) ->
 
 
 def _accepted(margin, fall, position, depth):
-    """Counts `[B]` drafts accepted in a round of `depth` levels from `position [B]` on; texts wrap at their end."""
+    """Counts the drafts `[B]` that a round of `depth` levels at `position [B]` accepts; texts wrap around."""
     place = (position[:, None] + jnp.arange(LEVELS)[None, :]) % margin.shape[1]
     is_good = jnp.take_along_axis(margin, place, axis=1) * fall[None, :] > 1
     return jnp.cumprod(is_good & (jnp.arange(LEVELS) < depth)[None, :], axis=1).sum(axis=1)
@@ -174,7 +174,7 @@ def rounds_at_fixed(margin, fall, *, length: int, mode: str):
 
 @functools.partial(jax.jit, static_argnames="length")
 def acceptance(margin, fall, *, length: int) -> tuple[jax.Array, jax.Array]:
-    """Measures acceptance on rows of a process.
+    """Measures acceptance on rows from a process.
 
     Returns:
         The acceptance rate of each level `[LEVELS]`, given the levels before it, in rounds of all levels; and the

@@ -1,10 +1,10 @@
-"""Fits a simple serving model to a published row of MTP speed-ups, beside the row of an engine at the memory roofline.
+"""Fits a simple serving model to published MTP speed-ups, and compares them with an engine at the memory roofline.
 
     python -m experiments.decoding.published_speedup
 
-The row: DeepSeek-V3 with one MTP module on eight MI300X, by number of concurrent requests. Nothing runs on a GPU. The
-bytes and operations of a step are those of `mtpjax plan`. Writes `experiments/results/published_speedup.json` and
-draws `docs/images/published_speedup.png`.
+The published row is DeepSeek-V3 with one MTP module on eight MI300X, by number of concurrent requests. Nothing runs on
+a GPU. The bytes and operations per step come from `mtpjax plan`. Writes `experiments/results/published_speedup.json`
+and draws `docs/images/published_speedup.png`.
 """
 
 import argparse
@@ -42,9 +42,9 @@ class Fit:
     """The three free parameters.
 
     Attributes:
-        accept_length: tokens of a round with drafts.
-        prefill_share: prefill's share of the time of a request that runs alone, without drafts.
-        fixed_cost: seconds of every step, with and without drafts, besides the roofline.
+        accept_length: tokens per round with drafts.
+        prefill_share: share of prefill in the time of a request that runs alone, without drafts.
+        fixed_cost: seconds per step in addition to the roofline, the same with and without drafts.
     """
 
     accept_length: float
@@ -62,7 +62,7 @@ class Steps:
 
 
 def roofline_steps(num_steps: int, context: int) -> Steps:
-    """Returns the seconds that the bytes and operations of each step take at least."""
+    """Returns the minimum seconds that the bytes and operations of each step take."""
     config = presets[MODEL]
     params = stored_shapes(config, has_fp8=True)
 
@@ -77,8 +77,8 @@ def roofline_steps(num_steps: int, context: int) -> Steps:
 def speedups(steps: Steps, fit: Fit) -> np.ndarray:
     """Returns the speed-up of a request's time at each concurrency.
 
-    While a request decodes, each of the others is prefilled once, and decoding waits: per token a request takes a step
-    (or its part of a round) and the prefill time of all requests, which drafts do not change.
+    While a request decodes, each of the others is prefilled once, and decoding waits: per token, a request takes a step
+    (or its part of a round) plus the prefill time of all requests, which drafts do not change.
     """
     plain, drafted = steps.plain + fit.fixed_cost, (steps.drafted + fit.fixed_cost) / fit.accept_length
     # Seconds of one request's prefill for each token that it generates.
@@ -94,9 +94,9 @@ def fit_row(
 
     Args:
         steps: seconds at the roofline.
-        published: the row.
+        published: the published row.
         num_steps: draft levels, which bound the accept length.
-        fixed_cost: keeps this parameter; None: all three are free.
+        fixed_cost: value at which to fix this parameter; None: all three are free.
 
     Returns:
         The fit, and the root of the mean squared relative error.
@@ -117,7 +117,7 @@ def fit_row(
 
 
 def measure(num_steps: int, context: int) -> dict[str, Any]:
-    """Fits the row and returns what JSON holds of it."""
+    """Fits the row and returns the JSON values."""
     steps = roofline_steps(num_steps, context)
     row = list(PUBLISHED.values())
     fit, error = fit_row(steps, row, num_steps)
@@ -145,7 +145,7 @@ def measure(num_steps: int, context: int) -> dict[str, Any]:
 
 
 def draw(result: dict[str, Any], path: pathlib.Path) -> None:
-    """Draws the published, the fitted and the roofline's row."""
+    """Draws the published row, the fitted row and the roofline row."""
     points = result["points"]
     places = range(len(points))
     with picture(path, (5.5, 3.2)) as figure:
@@ -164,7 +164,7 @@ def draw(result: dict[str, Any], path: pathlib.Path) -> None:
 
 
 def tables(result: dict[str, Any]) -> list:
-    """Returns the points, and the fits with a given fixed cost, as tables to print."""
+    """Returns tables of the points, and of the fits with a given fixed cost."""
     fit = result["fit"]
     points = narrow_table(f"DeepSeek-V3, one MTP module, 8 x MI300X; fitted with {result['num_steps']} draft levels")
     points.caption = f"fit: accept length {fit['accept_length']:.2f}, prefill {fit['prefill_share']:.1%} of a lone "
@@ -191,7 +191,7 @@ def tables(result: dict[str, Any]) -> list:
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Fits the row, prints it, and writes JSON and the picture."""
+    """Fits the row, prints it, and writes the JSON file and the plot."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--num-steps", type=int, default=2, help="draft levels of the published row (%(default)s)")
     parser.add_argument("--context", type=int, default=2048, help="tokens in each KV cache (default: %(default)s)")

@@ -1,8 +1,9 @@
-"""Compares the drafts that traversal verification (2505.12398) and recursive rejection accept, enumerated exactly.
+"""Compares how many drafts traversal verification (2505.12398) and recursive rejection accept, by exact enumeration.
 
-Traversal verification judges a tree's paths from leaf to root: with w down a path as in block verification, a leaf is
-accepted with its whole path with probability w; otherwise it is removed, its parent's p becomes norm(max(w p - q, 0)),
-its q loses the leaf, its w becomes r / (r + 1 - w), r the sum of max(w p - q, 0), and the next path is tried.
+Traversal verification tries a tree's paths from leaf to root. With w along a path as in block verification, a leaf and
+its whole path are accepted with probability w. Otherwise the leaf is removed: its parent's p becomes
+norm(max(w p - q, 0)), the parent's q loses the leaf, the parent's w becomes r / (r + 1 - w) with r the sum of
+max(w p - q, 0), and the next path is tried.
 
     python -m experiments.decoding.traversal
 """
@@ -30,7 +31,7 @@ SHAPES = {  # children of each node, level by level
 
 
 class Pair:
-    """Tables `[V^level, V]` over V tokens: a target, and a drafter that mixes `mixing` of something else into it."""
+    """Tables `[V^level, V]` over V tokens: a target, and a drafter that mixes a share `mixing` of noise into it."""
 
     def __init__(self, rng, *, V, depth, alpha, mixing):
         self.V = V
@@ -90,10 +91,11 @@ def by_recursion(pair, shape, level=0):
 
 
 def by_traversal(pair, shape, prefix=ROOT, w=CERTAIN, level=0):
-    """For nodes at `prefix [N]` reached with `w [N]`: chance that a path through each is accepted, expected depth.
+    """For nodes at `prefix [N]` reached with `w [N]`: probability that a path through each is accepted, expected depth.
 
-    Both over the drafts below; the depth counts from the node, times the chance. Removing a child changes its parent
-    by the child's token alone, so the drafts below different children may be summed over one child at a time.
+    Both are averaged over the drafts below. The depth counts from the node and is weighted by the probability. Removing
+    a child changes its parent only through the child's token, so the drafts below different children may be summed one
+    child at a time.
     """
     V = pair.V
     if level == len(shape):
@@ -123,7 +125,7 @@ def by_traversal(pair, shape, prefix=ROOT, w=CERTAIN, level=0):
 
 
 def text_law(pair, shape):
-    """Law of the text under traversal verification, drafts summed one by one: what the bookkeeping above rests on."""
+    """Distribution of the text under traversal verification, summed draft by draft, to check the sums above."""
     V, p, q = pair.V, pair.p, pair.q
     parents, levels = [-1], [0]
     for level, width in enumerate(shape):

@@ -25,7 +25,7 @@ def decode(
         prompts: token lists of one length.
         num_steps: draft levels; 0 for plain decoding.
         new_tokens: tokens per row.
-        options: further fields of `DecodeConfig`.
+        options: other fields of `DecodeConfig`.
 
     Returns:
         Seconds, tokens, and the dumped HLO files that the call added.

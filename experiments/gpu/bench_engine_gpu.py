@@ -1,19 +1,19 @@
-"""Measures the tokens per second of the engine on this GPU for 1 .. 64 simultaneous requests, with and without MTP.
+"""Measures the engine's tokens per second on this GPU for 1 to 64 simultaneous requests, with and without MTP.
 
     python -m experiments.gpu.bench_engine_gpu [--models 1B] [--server] [--output FILE]
     python -m experiments.gpu.bench_engine_gpu --checkpoint DIR [--prompts FILE] --server
     python -m experiments.gpu.bench_engine_gpu --smollm2 --server
     python -m experiments.gpu.bench_engine_gpu --quick     # a toy, on any machine: shows that it runs
 
-The model is one with constructed weights (`experiments.gpu.gpu_models`), a trained checkpoint, or SmolLM2 with the
-module of this repository, all in bfloat16. The accept length of constructed weights is by default the one that fits the
-published row of speed-ups (`experiments.decoding.published_speedup`), which is printed next to the measured one. Each
-cell is the median over turns, with and without drafts in turns.
+The model has constructed weights (`experiments.gpu.gpu_models`), or it is a trained checkpoint, or SmolLM2 with the
+module from this repository, all in bfloat16. By default, the accept length of constructed weights is the one that fits
+the published speed-ups (`experiments.decoding.published_speedup`), which are printed next to the measured ones. Each
+cell is a median over repeats that alternate between decoding with and without drafts.
 
-One request is also compared with `speculative_generate`, and the host's time per tick is noted at every count
+One request is also compared with `speculative_generate`, and the host's time per tick is recorded at every count
 (`experiments.serving.bench_engine` explains both). Numbers of rounds per call, implementations and draft vocabularies
-are measured one after the other, and results are written after every figure. `--server` then sends such requests over
-HTTP, by `mtpjax bench-serving --with-and-without-mtp` in a process of its own.
+are measured one after the other, and results are written after every figure. `--server` then sends the same kind of
+requests over HTTP, with `mtpjax bench-serving --with-and-without-mtp` in a separate process.
 """
 
 import argparse
@@ -93,10 +93,10 @@ def compile_plain(engine: Engine, counts: list[int]) -> int:
 
 @contextlib.contextmanager
 def kernels_of(name: str) -> Iterator[Implementation]:
-    """Yields the implementation that a name of `--implementation` means.
+    """Yields the implementation that a value of `--implementation` means.
 
     Args:
-        name: "auto", "xla" or "triton"; or an op, whose kernel "auto" then runs wherever nothing was measured.
+        name: "auto", "xla" or "triton"; or an op, whose kernel "auto" then runs if there are no measurements for it.
     """
     if name in IMPLEMENTATIONS:
         yield cast(Implementation, name)
@@ -110,7 +110,7 @@ def kernels_of(name: str) -> Iterator[Implementation]:
 
 
 def set_rounds(engine: Engine, rounds: int) -> None:
-    """Sets the rounds per call of an engine without running requests; its settings are the maximum."""
+    """Sets an engine's rounds per call while no requests run; the engine's settings are the maximum."""
     scheduler = engine._scheduler
     scheduler.settings = dataclasses.replace(scheduler.settings, rounds_per_call=rounds)
 
@@ -148,7 +148,7 @@ def http_form(parser: str, switch_interval: float | None) -> Iterator[None]:
     """Sets how this process serves HTTP.
 
     Args:
-        parser: uvicorn's protocol: "h11", "httptools", or "auto" for httptools where it is installed.
+        parser: uvicorn's HTTP parser: "h11", "httptools", or "auto" for httptools if it is installed.
         switch_interval: milliseconds after which a thread gives up the interpreter's lock; None: Python's default.
     """
     from uvicorn.protocols.http import auto
@@ -180,7 +180,7 @@ def http_form(parser: str, switch_interval: float | None) -> Iterator[None]:
 def measure_server(
     engine: Engine, subject: gpu_models.Subject, options: argparse.Namespace, output: pathlib.Path
 ) -> None:
-    """Serves the engine over HTTP and sends it requests from another process, which writes `output`'s files."""
+    """Serves the engine over HTTP, and sends it requests from another process, which writes the files at `output`."""
     from mtpjax.serving.api.settings import ApiSettings
     from mtpjax.serving.app import make_app
     from mtpjax.serving.http_server import serve_in_thread
@@ -218,13 +218,13 @@ def print_table(console: Console, rows: list[dict]) -> None:
 
 
 def server_forms(options: argparse.Namespace) -> Iterator[tuple[str, float | None]]:
-    """Yields what `http_form` takes, for each measurement over HTTP."""
+    """Yields the arguments of `http_form` for each measurement over HTTP."""
     if options.server:
         yield from itertools.product(options.http, options.switch_interval)
 
 
 def find_subjects(options: argparse.Namespace, folder: pathlib.Path) -> Iterator[gpu_models.Subject]:
-    """Makes or loads the models that the flags name, one after the other."""
+    """Makes or loads the models that the flags select, one after the other."""
     if options.smollm2:
         yield gpu_models.smollm2(options.gguf, folder)
     elif options.checkpoint is not None:
@@ -346,14 +346,14 @@ def measure_engine(
     console: Console,
     keep: Callable[[], None],
 ) -> None:
-    """Compiles and starts an engine, and measures all that the flags name.
+    """Compiles and starts an engine, and measures everything that the flags select.
 
     Args:
         engine: the engine.
         subject: its model.
         cell: receives the figures.
         options: the command's flags.
-        console: shows them.
+        console: shows the figures.
         keep: writes the results; called after every figure.
     """
     begin = time.perf_counter()

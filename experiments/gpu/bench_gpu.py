@@ -4,12 +4,12 @@
     python -m experiments.gpu.bench_gpu --models 8B --implementation triton
     python -m experiments.gpu.bench_gpu --quick               # a toy, on any machine: to see that it runs
 
-Random bfloat16 weights, one row. Plain decoding is the public call, `generate()`: (time for all tokens - time for 1) /
-(all - 1). All implementations take turns. The memory's limit is the least bytes of a round
-(`experiments/kernels/bytes_moved.py`) at the bandwidth of a large copy, measured here. The cost of verifying four
-tokens is the time of that pass over the time of the cheapest plain one, and "outside passes" is the share of a round in
-which no pass runs. PyTorch on the same shapes is `experiments.gpu.bench_torch`. The results are written after every
-turn.
+The weights are random bfloat16, and the batch has one row. Plain decoding is the public call `generate()`, whose time
+per token is (time for all tokens - time for 1) / (all - 1). All implementations run in rotation. The memory limit is
+the minimum number of bytes per round (`experiments/kernels/bytes_moved.py`) at the bandwidth of a large copy, measured
+here. The cost of verifying four tokens is the time of that pass divided by the time of the cheapest plain pass, and
+"outside passes" is the share of a round in which no pass runs. `experiments.gpu.bench_torch` times PyTorch with the
+same shapes. The results are written after every rotation.
 """
 
 import argparse
@@ -69,7 +69,7 @@ DRAFTS = chain_shape(3)
 
 
 def random_params(model: MTPModel, dtype) -> dict:
-    """Made on the device, array by array; the sums of a product are about as large as its input."""
+    """Makes weights on the device, array by array; the outputs of a matmul are about as large as its inputs."""
     shapes = param_shapes(model.config, model.scan_layers)
     leaves, tree = jax.tree.flatten(shapes)
     keys = jax.random.split(jax.random.key(0), len(leaves))
@@ -104,7 +104,7 @@ def measure(config: ModelConfig, bandwidth: float, options: argparse.Namespace) 
         options: the command's flags.
 
     Yields:
-        The model's row after every turn of measurements, with all turns so far.
+        The model's row after every rotation, with all measurements so far.
     """
     dtype = jnp.float32 if options.quick else jnp.bfloat16
     params = random_params(MTPModel(config), dtype)
@@ -156,7 +156,7 @@ def measure(config: ModelConfig, bandwidth: float, options: argparse.Namespace) 
 
 
 def _compared(costs: Mapping[str, RoundCosts]) -> dict[str, dict[str, float]]:
-    """Returns by implementation: a verify pass over the cheapest plain one, and the share of a round outside passes."""
+    """Returns by implementation a verify pass over the cheapest plain one, and the share of a round outside passes."""
     cheapest = min((of.plain for of in costs.values()), default=0.0)
     return {
         "verify": {name: of.verify[DRAFTS] / cheapest for name, of in costs.items()},

@@ -1,16 +1,17 @@
-"""Times PyTorch per token of one row, on the shapes of `bench_gpu`.
+"""Times PyTorch per token for one row, with the shapes of `bench_gpu`.
 
     python -m experiments.gpu.bench_torch [--models 1B 8B] [--forms eager compiled tuned] [--output FILE]
     python -m experiments.gpu.bench_torch --quick        # a toy, on any machine: shows that it runs
 
-The recipe is that of gpt-fast: random bfloat16 weights, fused query-key-value and gate-up matrices, a static KV cache,
-and one decoding step, arg-max included, as one CUDA graph. Three forms:
+The recipe follows gpt-fast: random bfloat16 weights, fused query-key-value and gate-up matrices, a static KV cache, and
+one decoding step, including the arg-max, as one CUDA graph. There are three forms:
 
 - eager: the graph holds PyTorch's own kernels.
 - compiled: one decoder layer and the head are compiled by Inductor. All layers share the layer's code.
 - tuned: the same with coordinate descent over the tile sizes.
 
-There is no prefill: the cache holds zeros, whose number decides the time. Results are written after every cell.
+There is no prefill: the cache holds zeros, because only its length affects the time. Results are written after every
+cell.
 """
 
 import argparse
@@ -50,13 +51,13 @@ class Layer:
 
     @property
     def tensors(self) -> tuple:
-        """All of them, in the order of the layer's arguments."""
+        """All tensors, in the order of the layer's arguments."""
         return tuple(getattr(self, field.name) for field in dataclasses.fields(self))
 
 
 @dataclasses.dataclass(frozen=True)
 class Decoder:
-    """A Llama-like decoder of one row."""
+    """A Llama-like decoder for one row."""
 
     layers: list[Layer]
     embedding: Any  # [V, D]
@@ -140,15 +141,15 @@ def compile_functions(functions: tuple[Callable, Callable], form: str) -> tuple[
 def measure(
     decoder: Decoder, config: ModelConfig, form: str, *, context: int, new_tokens: int, repeats: int
 ) -> dict[str, Any]:
-    """Measures the time of a token.
+    """Measures the time per token.
 
     Args:
         decoder: the weights.
         config: their shapes.
         form: one of `FORMS`.
         context: tokens in the cache before the first step.
-        new_tokens: steps of one measurement.
-        repeats: measurements.
+        new_tokens: steps per measurement.
+        repeats: number of measurements.
 
     Returns:
         Seconds until the form was ready, and seconds per token of each measurement.

@@ -1,4 +1,4 @@
-"""Runs steps on a GPU in the order of their importance, each in its own process with a time limit.
+"""Runs steps on a GPU in order of importance, each in its own process with a time limit.
 
     python -m experiments.gpu.gpu_check                      # the first steps; results/gpu_check/ keeps what is done
     python -m experiments.gpu.gpu_check --minutes 9          # within this time
@@ -6,15 +6,15 @@
     python -m experiments.gpu.gpu_check --list
     python -m experiments.gpu.gpu_check --quick              # on any machine: shows that the steps start
 
-A step that has a result is not run again, so a call that was cut off continues where it stopped; `--again` runs it
-anew. After each step its exit code and time are in `summary.json`, with versions and device. STEP.json has its figures
-and STEP.log its output, both also of a step that was cut off. The page of predictions is compared with what was
-measured. Compiled programs, and the kernels that XLA's trials chose, are kept between steps.
+A step that has a result is not run again, so a call that was interrupted continues where it stopped; `--again` runs it
+again. After each step, `summary.json` has its exit code and time, the versions and the device. STEP.json has its
+figures and STEP.log its output, even if the step was interrupted. The predictions in the docs are compared with the
+measurements. Compiled programs, and the kernels that XLA's autotuning chose, are kept between steps.
 
-With `--minutes`, a step starts only if its planned time is left, and may take half as long again. The steps are in the
-order of their importance, so an early one may take time from the last ones.
+With `--minutes`, a step starts only if its planned time is left, and it may take 50 % longer. The steps are in order of
+importance, so an early step may take time from the last ones.
 
-This process leaves the GPU to its steps: JAX would take three quarters of its memory.
+This process does not use the GPU, because JAX would take three quarters of its memory.
 """
 
 import argparse
@@ -53,14 +53,14 @@ class Step:
     """One command.
 
     Attributes:
-        name: what `--steps` calls it.
-        question: what it answers.
+        name: its name for `--steps`.
+        question: the question that it answers.
         command: arguments; "{python}" is this interpreter and "{output}" the step's JSON file.
         minutes: planned time, and the time limit without `--minutes`.
         needs: programs that must be installed, else the step is skipped.
         quick: the command with `--quick`; None: the step needs a GPU.
-        environment: variables of the process.
-        quick_minutes: time limit with `--quick`. A busy machine needs much more than an idle one.
+        environment: environment variables of the process.
+        quick_minutes: time limit with `--quick`. A busy machine needs much more time than an idle one.
     """
 
     name: str
@@ -348,7 +348,7 @@ def run_step(
     Args:
         step: the step.
         is_quick: run the quick form.
-        folder: where its output goes.
+        folder: folder for its output.
         seconds: time limit.
         platform: "cuda" or "rocm".
 
@@ -399,7 +399,7 @@ def time_limit(step: Step, seconds_left: float | None, *, is_quick: bool) -> flo
 
     Args:
         step: the step.
-        seconds_left: of the budget of `--minutes`; None: there is none.
+        seconds_left: seconds left of `--minutes`; None: no limit.
         is_quick: run the quick form.
     """
     planned = 60 * step.minutes
@@ -423,7 +423,7 @@ def describe_device() -> dict[str, Any]:
 
 
 def compare_with_prediction(file: pathlib.Path) -> list[str]:
-    """Compares what `bench_gpu` measured with the prediction for the same device.
+    """Compares the measurements of `bench_gpu` with the predictions for the same device.
 
     Args:
         file: its JSON file.

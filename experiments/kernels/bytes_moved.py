@@ -1,4 +1,4 @@
-"""Counts the bytes that a decoding round moves on an H100, beside the fewest possible, with kernels and without.
+"""Counts the bytes that a decoding round moves on an H100, with and without kernels, and the minimum possible.
 
     PYTHONPATH=DIRECTORY_OF_THE_PLUGIN JAX_SKIP_CUDA_CONSTRAINTS_CHECK=1 python -m experiments.kernels.bytes_moved
     python -m experiments.kernels.bytes_moved --models S --output result.json
@@ -8,12 +8,13 @@ Nothing runs: the round is compiled ahead of time for an H100 (`compat.h100_devi
 alone, and its bytes are counted in the compiled loop (`experiments/common/hlo_bytes.py`); a Triton kernel moves what it
 declares. The minimum is every weight that a pass needs once, and every cache once.
 
-Bytes are those that memory is asked for: of XLA's kernels each operand once, and of ours all that their programs load,
-but once what they share and find in the L2 cache, a few MB of activations at most (`pallas_kernels/cost.py`). What
-they load from there is in a column of its own; caches and weights that are loaded twice count twice everywhere.
+Bytes are what is requested from memory. For XLA's kernels, each operand counts once. For our kernels, everything that
+their programs load counts, except that data which programs share through the L2 cache counts once: at most a few MB of
+activations (`pallas_kernels/cost.py`). Loads from the L2 cache have a separate column. Caches and weights that are
+loaded twice always count twice.
 
-The count assumes the maximum: every row is as long as its cache, and each token of a pass chose experts that no
-other chose while there are such. The weights are bfloat16, and as the model says fp8 with scales in the experts.
+The count assumes the maximum: every row is as long as its cache, and the tokens of a pass choose different experts as
+long as there are any. The weights are bfloat16, or fp8 with scales in the experts if the model has them.
 """
 
 import argparse

@@ -1,10 +1,10 @@
-"""Counts the kernels that one layer launches in a decoding round on an H100, with our kernels and without.
+"""Counts the kernels that one layer launches in a decoding round on an H100, with and without our kernels.
 
     PYTHONPATH=DIRECTORY_OF_THE_PLUGIN JAX_SKIP_CUDA_CONSTRAINTS_CHECK=1 python -m experiments.kernels.gpu_launches
     python -m experiments.kernels.gpu_launches --models M --drafts 3
 
-Nothing runs: a round is compiled ahead of time for an H100 from shapes alone, with two layers of a kind and with three.
-The difference is what a layer launches; copies between device buffers count too.
+Nothing runs: a round is compiled ahead of time for an H100 from shapes alone, with two and with three layers of a kind.
+The difference is what one layer launches; copies between device buffers count too.
 """
 
 import argparse
@@ -28,7 +28,7 @@ MOST = {"dense": 9, "experts": 14}  # launches per layer at batch 1, with kernel
 
 
 def kinds_of(subject: Subject) -> list[str]:
-    """Returns the kinds of feed-forward layers that the model has, of "dense" and "experts"."""
+    """Returns the kinds of feed-forward layers in the model: "dense", "experts" or both."""
     config = subject.config
     if not config.n_routed_experts:
         return ["dense"]
@@ -38,7 +38,7 @@ def kinds_of(subject: Subject) -> list[str]:
 def launches_per_layer(
     subject: Subject, kind: str, implementation: Implementation, *, batch: int = 1, num_steps: int = 0
 ) -> list[str]:
-    """Compiles a round and returns what one more layer of the trunk launches.
+    """Compiles a round and returns what one more trunk layer launches.
 
     Args:
         subject: the model; its vocabulary is reduced, which saves compile time.
@@ -57,7 +57,7 @@ def launches_per_layer(
 
 
 def _with_layers(subject: Subject, kind: str, layers: int) -> Subject:
-    """Returns the model with so many layers, all of them dense, or all but the first with experts."""
+    """Returns the model with this many layers, either all dense, or all with experts except the first."""
     changes = {"num_hidden_layers": layers, "vocab_size": 4096}
     if subject.config.n_routed_experts:
         changes["first_k_dense_replace"] = layers if kind == "dense" else min(1, subject.config.first_k_dense_replace)
@@ -65,7 +65,7 @@ def _with_layers(subject: Subject, kind: str, layers: int) -> Subject:
 
 
 def _launches(subject: Subject, implementation: Implementation, batch: int, num_steps: int) -> list[str]:
-    """Compiles a round and returns the names of all that it launches."""
+    """Compiles a round and returns the names of all kernels that it launches."""
     function, shapes = round_of(subject, batch, num_steps, implementation)
     mesh = compat.make_mesh({"data": 1}, compat.h100_devices())
     sharding = NamedSharding(mesh, PartitionSpec())

@@ -1,6 +1,6 @@
-"""Reads what XLA runs of a module that is compiled for a GPU: its kernels, copies, loops and CUDA graphs.
+"""Reads what XLA runs for a module that was compiled for a GPU: its kernels, copies, loops and CUDA graphs.
 
-XLA has no interface for this, but writes it to a file when it is asked to dump a module.
+XLA has no interface for this, but writes it to a file when it dumps a module.
 """
 
 import dataclasses
@@ -29,7 +29,7 @@ class Thunk:
     inner: "tuple[Thunk, ...]" = ()
 
     def walk(self) -> "Iterator[Thunk]":
-        """Yields this step and all steps inside of it."""
+        """Yields this step and all steps inside it."""
         yield self
         for thunk in self.inner:
             yield from thunk.walk()
@@ -39,7 +39,7 @@ def compile_thunks(lowered: jax.stages.Lowered, options: Mapping[str, str] | Non
     """Compiles a lowered function and returns its steps.
 
     Args:
-        lowered: a function that is lowered for a GPU, such as one of `compat.h100_devices`.
+        lowered: a function that was lowered for a GPU, such as a device from `compat.h100_devices`.
         options: compiler options.
 
     Returns:
@@ -58,7 +58,7 @@ def compile_and_read(
 
     Args:
         lowered: as for `compile_thunks`.
-        options: compiler options beside those of the function.
+        options: compiler options in addition to those of the function.
 
     Returns:
         The steps of the module, and the values of each option that is not XLA's default.
@@ -88,7 +88,7 @@ def parse(text: str) -> tuple[Thunk, ...]:
     """Parses XLA's text of a thunk sequence.
 
     Args:
-        text: the text; steps inside of others are indented.
+        text: the text, in which inner steps are indented.
 
     Returns:
         The steps at the top level.

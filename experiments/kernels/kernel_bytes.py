@@ -1,8 +1,8 @@
-"""The bytes that Pallas kernels declare (`pl.CostEstimate`), and those that they load and store when they are run.
+"""The bytes that Pallas kernels declare (`pl.CostEstimate`), and the bytes that they load and store when they run.
 
-Running means interpreting a kernel's own jaxpr, program by program, on concrete arrays: of every load and store the
-distinct elements under its mask are counted. Slow, for small shapes alone. An access outside of its array is an error,
-where Pallas's own interpreter pads.
+To run a kernel, its jaxpr is interpreted program by program on concrete arrays, and the distinct elements under the
+mask of every load and store are counted. This is slow and only for small shapes. An access outside its array raises an
+error, where Pallas's interpreter pads.
 """
 
 import collections

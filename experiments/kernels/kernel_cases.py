@@ -1,4 +1,4 @@
-"""The shapes that the kernels are for, with the least that each must move: what is lowered, compiled and timed."""
+"""The shapes that the kernels are made for, to lower, compile and time, with the minimum that each must move."""
 
 import functools
 import itertools

@@ -3,9 +3,9 @@
     python -m experiments.kernels.machine_code --python PATH      # an interpreter that has triton; it needs no jax
     python -m experiments.kernels.machine_code --op rms_norm --json result.json
 
-No GPU is needed and nothing runs. This process lowers every case of `experiments/kernels/kernel_cases.py`, and a second
-process compiles it with the triton wheel (3.9). XLA contains its own Triton, which is close to this one but not the
-same. The exit code is 1 if a kernel does not compile, spills registers, or needs more shared memory than a block has.
+No GPU is needed and nothing runs. This process lowers every case in `experiments/kernels/kernel_cases.py`, and a second
+process compiles it with the triton wheel (3.9). XLA contains its own Triton, which is similar but not identical. The
+exit code is 1 if a kernel does not compile, spills registers, or needs more shared memory than a block has.
 """
 
 import argparse

@@ -1,16 +1,17 @@
-"""Do requests that are large or hostile hold up the event loop, and with it everybody else?
+"""Do large or hostile requests block the event loop, and with it all other clients?
 
     python -m experiments.serving.bench_loop [--pairs 5] [--seconds 6] [--num-readers 0]
     python -m experiments.serving.bench_loop --quick
 
-The server is real and runs in a process of its own; a stand-in for the engine delivers tokens at fixed times. A client
-asks for `/health` all the time and reads streams. In half of the turns others send the attacks, one after the other
-without a pause: a megabyte of special tokens in one message, bodies of ten megabytes (reasoning, names, arguments),
-tool calls with millions of values, a million unknown keys. Turns alternate, since the machine changes with time.
+The server is real and runs in its own process; a stand-in for the engine delivers tokens at fixed times. A client
+requests `/health` continuously and reads streams. In every second run, other clients send the attacks, one after the
+other without a pause: a megabyte of special tokens in one message, bodies of ten megabytes (reasoning, names,
+arguments), tool calls with millions of values, a million unknown keys. Runs with and without attacks alternate, since
+the speed of the machine changes over time.
 
-Shown are the latencies of `/health`, the gaps between the events of streams, and the CPU time of the longest callback
-of the event loop, which a debug hook of this process measures; a callback may include a garbage collection, whose
-longest is shown beside it.
+The results are the latencies of `/health`, the gaps between the events of streams, and the CPU time of the longest
+callback in the event loop, which a debug hook in the server's process measures. A callback may include a garbage
+collection, so the longest collection is shown too.
 """
 
 import argparse

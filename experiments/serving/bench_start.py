@@ -1,11 +1,10 @@
-"""Times a first and a second start of `mtpjax serve` up to the first answer, and counts the compiled programs.
+"""Times the first and second start of `mtpjax serve` up to the first answer, and counts the compiled programs.
 
     python -m experiments.serving.bench_start --model runs/quickstart [--starts 2] [--output FILE]
 
-All starts share a new, empty folder of compiled programs, so the first one fills it. Each start is a process of its
-own. CPU seconds are those of the whole process, user and system, when the first completion of 40 tokens has arrived,
-and when every program is there. XLA's own events say how long it compiled and how often it found a program in the
-folder.
+All starts share a new, empty compilation cache, which the first start fills. Each start is a separate process. CPU
+seconds (user and system) of the whole process are read when the first completion of 40 tokens has arrived, and when
+every program is compiled. XLA's events show how long it compiled and how often it found a program in the cache.
 """
 
 import argparse

@@ -1,17 +1,18 @@
-"""Times a training step beside the same step in PyTorch, the cost of draft depths, and what chunked losses save.
+"""Times a training step against the same step in PyTorch, and measures the cost of draft depths and the memory that
+chunked losses save.
 
     python -m experiments.training.bench_train --quick       # a minute, a toy, mtpjax alone
     python -m experiments.training.bench_train               # everything; needs the extra `bench`
 
-Every engine runs in a process of its own, once pinned to one core and once on all; they take turns, a few steps each
-per round, and ratios are taken within rounds. PyTorch runs eagerly and through torch.compile. Before anything is timed
-the engines make their first updates from the same parameters over the same batches: losses that differ by more than
-1e-4 are an error.
+Every engine runs in its own process, once pinned to one core and once on all cores. They run in rotation, a few steps
+each per round, and ratios are taken within rounds. PyTorch runs eagerly and with torch.compile. Before anything is
+timed, the engines make their first updates from the same parameters on the same batches; losses that differ by more
+than 1e-4 raise an error.
 
-What D depths cost is held against their share of arithmetic: the FLOPs of all matrix products, counted in the traced
-forward pass and taken three times (the embedding table is only read). The limit is that arithmetic at the rate at
-which XLA multiplies two matrices with the same threads, in the same round. Memory is what XLA's compiled step takes
-beside its arguments, with all logits and with `vocab_chunk` columns at a time.
+The cost of D depths is compared with their share of the arithmetic: the FLOPs of all matmuls, counted in the traced
+forward pass and multiplied by three (the embedding table is only read). The limit is this arithmetic at the rate at
+which XLA multiplies two matrices with the same threads, in the same round. Memory is what XLA's compiled step needs in
+addition to its arguments, with all logits and with `vocab_chunk` columns at a time.
 """
 
 import argparse

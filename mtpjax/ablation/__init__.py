@@ -1,1 +1,1 @@
-"""`mtpjax ablate`: a grid of draft settings, each timed in turns with plain decoding."""
+"""`mtpjax ablate`: times a grid of draft settings, alternating each with plain decoding."""

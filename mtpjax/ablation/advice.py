@@ -1,4 +1,4 @@
-"""The advice of an ablation: the setting to use for each batch size and temperature."""
+"""The advice from an ablation: the setting to use for each batch size and temperature."""
 
 import dataclasses
 from collections.abc import Iterable
@@ -7,7 +7,7 @@ from mtpjax.ablation.cells import Group, Row, by_speed, cell_of, format_ratio, g
 
 
 def group_rows(rows: Iterable[Row]) -> dict[Group, list[Row]]:
-    """Groups rows and sorts each group: trusted rows first, and fast rows before slow ones."""
+    """Groups rows by batch size and temperature, and sorts each group: trusted rows first, then by speed."""
     return group_by_batch_and_temperature(sorted(rows, key=by_speed))
 
 
@@ -18,10 +18,10 @@ class Advice:
     Attributes:
         batch_size: the batch size.
         temperature: the temperature.
-        best: the row of the setting to use; None where plain decoding is best, or nothing is known.
+        best: the row of the setting to use; None if plain decoding is best or nothing is known.
         text: the advice in words.
-        certainty: how certain it is, in words.
-        is_known: at least one exact setting has a measurement that can be trusted.
+        certainty: how certain the advice is, in words.
+        is_known: whether at least one exact setting has a measurement that can be trusted.
     """
 
     batch_size: int
@@ -33,16 +33,16 @@ class Advice:
 
 
 def advise(rows: Iterable[Row]) -> list[Advice]:
-    """Chooses the fastest exact setting of each batch size and temperature.
+    """Chooses the fastest exact setting for each batch size and temperature.
 
     A setting is advised only if its measurement can be trusted, the interval of its ratio is above 1, and its texts
-    passed their check.
+    passed the check against plain decoding.
     """
     return [Advice(*key, *_choose(group)) for key, group in group_rows(rows).items()]
 
 
 def _choose(group: list[Row]) -> tuple[Row | None, str, str, bool]:
-    """Returns the last four fields of the advice for the rows of a group, fastest first."""
+    """Returns the last four fields of the advice for a group of rows, sorted by `group_rows`."""
     # Lossy rules change the distribution, so they are reported but never advised.
     exact = [row for row in group if row["lossless"] not in ("lossy", "DIFFERS")]
     if not exact:
@@ -69,7 +69,8 @@ def _certainty(best: Row, others: list[Row]) -> str:
     """Compares the best setting with the runner-up by their intervals."""
     if not others:
         return "no other setting to compare with"
-    # Intervals that do not overlap are clear. A best interval above the runner-up's value is probable.
+    # The difference is clear if the intervals do not overlap, and probable if the best interval is above the
+    # runner-up's value.
     second = others[0]
     measured = f"{cell_of(second).setting}: {format_ratio(second)}"
     if best["ratio"]["low"] > second["ratio"]["high"]:

@@ -1,6 +1,6 @@
-"""Measures one cell of an ablation: each batch of prompts is decoded plainly and with drafts, in turns.
+"""Measures one cell of an ablation: each batch of prompts is decoded plainly and with drafts, alternately.
 
-Ratios to plain decoding are medians over the repeats. The shortest time of a one-token call, which is the prefill, is
+Ratios to plain decoding are medians over the repeats. The prefill time, measured as the shortest one-token call, is
 subtracted from each call. Plain decoding runs in its faster form: one row per pass, or two rows of which one is
 discarded.
 """
@@ -37,7 +37,7 @@ from mtpjax.models.model import MTPModel
 
 @dataclasses.dataclass
 class Bench:
-    """Measures `cells`, and caches results that cells share: the faster plain form and the costs of parts.
+    """Measures `cells`, and caches results that cells share: the faster form of plain decoding and the costs of parts.
 
     `methods` are the drafters of the cells.
     """
@@ -65,11 +65,11 @@ class Bench:
         """Measures a cell.
 
         Returns:
-            Its results as JSON values: rates and ratios with their intervals, seconds of parts, and the comparison of
-                texts.
+            The results as JSON values: rates and ratios with their intervals, costs of parts in seconds, and the
+            comparison of the texts.
 
         Raises:
-            ValueError: every prompt ends with its first new token.
+            ValueError: generation stopped after the first new token for every prompt.
         """
         begin = time.perf_counter()
         batches = self.workload.batches(cell.batch_size)
@@ -87,11 +87,11 @@ class Bench:
         for repeat, number in np.ndindex(*shape):
             rows, batch = [[], []], batches[number]
             sampling = self._sampling_params(batch, cell.temperature, repeat, number)
-            # Alternate which form goes first, so that drift of the machine's speed affects both alike.
+            # Alternate which form goes first, so that changes in the machine's speed affect both alike.
             for form in (0, 1) if (repeat + number) % 2 == 0 else (1, 0):
                 timed = self._time_calls(batch, (plain, drafted)[form], sampling, method.params)
                 one_token_seconds[form, repeat, number], call_seconds[form, repeat, number], result = timed
-                # Tokens after the first, which the prefill makes and whose time is subtracted.
+                # Count the tokens after the first, which prefill makes and whose time is subtracted.
                 tokens[form, repeat, number] = np.maximum(result.lengths - 1, 0).sum()
                 rows[form] = result.rows()
                 # Acceptance: greedy repeats give the same tokens, so only the first counts.
@@ -100,14 +100,16 @@ class Bench:
                     accepted[number] += result.stats.accepted
             decoded[repeat, number] = rows
         if not steps.any():
-            raise ValueError("every prompt ends with its first new token: there is nothing to measure")
+            raise ValueError(
+                "generation stopped after the first new token for every prompt: there is nothing to measure"
+            )
         # Check the texts against plain decoding, then compute the rates per prompt.
         waited = stopwatch.waited_share()
         compared, differing = self._count_differing(decoded, batches, drafted, cell)
         num_prompts = len(self.workload.prompts)  # the last batch repeats some
         steps, accepted = steps.reshape(-1)[:num_prompts], accepted.reshape(-1, cell.num_steps)[:num_prompts]
         rates = decoded_rates(steps, accepted)
-        # Subtract the prefill: the shortest one-token call of each batch and form. Texts of one token have no more.
+        # Subtract the prefill: the shortest one-token call of each batch and form. One-token texts take no more time.
         prefill = np.broadcast_to(one_token_seconds.min(axis=1, keepdims=True), call_seconds.shape)
         seconds = np.where(tokens > 0, seconds_beyond(prefill, call_seconds), 0.0)
         is_negative = bool(((call_seconds <= prefill) & (tokens > 0)).any())
@@ -128,7 +130,7 @@ class Bench:
             "lossless": lossless_status(cell, differing),
             "differing_rows": differing,
             "compared_rows": compared,
-            "waited": waited,  # share of the time, for a core
+            "waited": waited,  # share of the time that threads waited for a core
             "problem": problem,
             "seconds": time.perf_counter() - begin,
         }
@@ -139,9 +141,9 @@ class Bench:
     def _rates_by_category(
         self, cell: Cell, costs: RoundCosts, waited: float, steps, accepted, seconds, tokens
     ) -> dict[str, Any]:
-        """Computes rates and ratios per category of prompts; {} if all prompts are of one category.
+        """Computes rates and ratios per prompt category; returns {} if all prompts have the same category.
 
-        A ratio needs batches whose prompts are of one category, so only batches of one prompt have ratios.
+        A ratio needs batches without mixed categories, so there are ratios only at batch size 1.
         """
         categories = np.array(self.workload.categories)
         result = {}
@@ -150,7 +152,7 @@ class Bench:
             if not steps[is_in].any():
                 continue
             rates = decoded_rates(steps[is_in], accepted[is_in])
-            # Batches of one prompt are the prompts in their order, so the mask picks a category's batches.
+            # At batch size 1, batches are in the order of the prompts, so the mask selects a category's batches.
             ratio = paired_ratio(seconds[..., is_in], tokens[..., is_in]) if cell.batch_size == 1 else None
             length = rates["accept_length"].value
             result[category] = {
@@ -164,7 +166,7 @@ class Bench:
         return result
 
     def _count_differing(self, decoded, batches, config: DecodeConfig, cell: Cell) -> tuple[int, int]:
-        """Counts the texts that can be compared under the rule, and those that differ from plain decoding's."""
+        """Counts the texts that can be compared under the rule, and how many of them differ from plain decoding."""
         compared = differing = 0
         for (repeat, number), (plain, drafted) in decoded.items() if find_rule(cell.acceptance).follows else ():
             sampling = self._sampling_params(batches[number], cell.temperature, repeat, number)
@@ -174,12 +176,12 @@ class Bench:
         return compared, differing
 
     def _sampling_params(self, batch, temperature: float, repeat: int, number: int) -> dict[str, Any]:
-        """Returns the sampling parameters of a batch: one seed per row and repeat, the same for plain and drafted."""
+        """Returns a batch's sampling parameters: one seed per row and repeat, the same with and without drafts."""
         seeds = [self.settings.seed + 1_000_003 * repeat + number * len(batch) + row for row in range(len(batch))]
         return sampling_arguments(temperature, seeds)
 
     def _time_calls(self, batch, config: DecodeConfig, sampling: dict[str, Any], draft_params: Any = None):
-        """Returns the seconds of a one-token call and of the whole call, and the result."""
+        """Returns the seconds of a one-token call and of the whole call, and the whole call's result."""
         # Plain decoding has no drafter, so it takes no drafter parameters.
         own = {"draft_params": draft_params} if config.num_steps else {}
 
@@ -192,15 +194,15 @@ class Bench:
         return timed
 
     def _fastest_min_rows(self, batch_size: int) -> int | None:
-        """Returns the `min_rows` of the faster plain form: a single row runs alone or with one that is discarded.
+        """Returns the `min_rows` that is faster in plain decoding: a single row runs alone or with a discarded one.
 
-        On a CPU XLA compiles a pass over one row differently, so either form may be faster.
+        On a CPU, XLA compiles a pass over one row differently, so either form may be faster.
         """
         if batch_size > 1 or jax.default_backend() != "cpu":
             return None
         if batch_size not in self._min_rows_cache:
             batch, times = self.workload.batches(1)[0], {}
-            # Alternate the forms and keep each one's shortest time; the first of each compiles.
+            # Alternate the forms and keep each one's shortest time; the first call of each compiles.
             for rows in (1, 2) * 4:
                 config = dataclasses.replace(self._plain_config, min_rows=rows)
                 times.setdefault(rows, []).append(self._time_calls(batch, config, {})[1])
@@ -210,14 +212,14 @@ class Bench:
     def _part_costs(self, cell: Cell) -> tuple[RoundCosts, float]:
         """Measures the costs of the parts for all cells of a batch size and drafter at once.
 
-        Plain steps are measured in their faster form. Returns the costs with the share of the time that threads waited
-        for a core meanwhile.
+        Plain steps are measured in their faster form. Returns the costs, and the share of the time that threads waited
+        for a core during these measurements.
         """
         batch_size, method, key = cell.batch_size, self.method(cell), (cell.batch_size, cell.drafter)
         # Disturbed costs must not affect later cells, so they are measured again.
         if key not in self._costs_cache or waiting_problem(self._costs_cache[key][1]):
-            # One meter measures every shape of the batch size in turns. A second one measures plain steps in the faster
-            # form if decoding uses the slower one.
+            # One meter measures all shapes at this batch size in rotation. If decoding by default uses the slower plain
+            # form, a second meter measures plain steps in the faster one.
             alike = (other for other in (*self.cells, cell) if (other.batch_size, other.drafter) == key)
             shapes = tuple(dict.fromkeys(other.shape for other in alike))
             default_rows = min_rows_per_pass(self.model.config, batch_size, jax.default_backend())
@@ -235,17 +237,14 @@ class Bench:
     def _make_meter(
         self, method: AblatedDrafter, batch_size: int, shapes: tuple[RoundShape, ...], min_rows: int
     ) -> CostMeter:
-        # Measure at the mean length of the texts, with caches as large as decoding allocates.
+        # Measure at the mean text length, with caches as large as decoding allocates.
         lengths, platform = [len(row) for row in self.workload.prompts], jax.default_backend()
         context, longest = int(np.mean(lengths)) + self.settings.max_new_tokens // 2, max(lengths)
-        sizes = {"longest_prompt": longest, "max_length": self._max_length}
-        spec = DecodeSpec(
-            0,
-            prefill_chunk=choose_prefill_chunk(
-                self.model.config, batch_size, platform, implementation=self.model.implementation, **sizes
-            ),
-        )
-        rounds = [DecodeSpec(*shape, prefill_chunk=spec.prefill_chunk, min_rows=2) for shape in shapes] or [spec]
+        sizes: dict[str, Any] = {"longest_prompt": longest, "max_length": self._max_length}
+        sizes["implementation"] = self.model.implementation
+        chunk = choose_prefill_chunk(self.model.config, batch_size, platform, **sizes)
+        rounds = [DecodeSpec(*shape, prefill_chunk=chunk, min_rows=2) for shape in shapes]
+        rounds = rounds or [DecodeSpec(0, prefill_chunk=chunk)]
         drafter = make_drafter(method.config(DecodeConfig()))
         capacity = max(Decoder(self.model, drafter, each).capacity(self._max_length, longest) for each in rounds)
         conditions = TimingConditions(batch_size, context, capacity, min_rows)
@@ -254,9 +253,9 @@ class Bench:
 
 
 def lossless_status(cell: Cell, differing: int) -> str:
-    """Describes how a cell's texts compare with plain decoding's, from which `differing` of them differ.
+    """Describes how a cell's texts compare with the texts of plain decoding, from which `differing` texts differ.
 
-    "exact by rule": the texts may differ, but have the same distribution.
+    "exact by rule" means that the texts may differ, but have the same distribution.
     """
     rule = find_rule(cell.acceptance)
     if not rule.is_exact:
@@ -270,8 +269,8 @@ def paired_ratio(seconds: np.ndarray, tokens: np.ndarray) -> Estimate:
     """Estimates the speed relative to plain decoding.
 
     Args:
-        seconds: `[2, R, N]` seconds of plain and speculative decoding, R repeats of N batches.
-        tokens: `[2, R, N]` tokens made.
+        seconds: `[2, R, N]` seconds of plain and speculative decoding, for R repeats of N batches.
+        tokens: `[2, R, N]` number of generated tokens.
 
     Returns:
         The median over repeats of the ratio of tokens per second, with a 95 % bootstrap interval that resamples whole
@@ -280,8 +279,8 @@ def paired_ratio(seconds: np.ndarray, tokens: np.ndarray) -> Estimate:
     repeats, count = seconds.shape[1:]
 
     def ratio(chosen_repeats, chosen):
-        # Sum over batches within a repeat, divide within the repeat, and take the median: a pause hits few repeats.
-        # A sample whose texts all ended with their first token has no rounds, and counts as 1.
+        # Sum over batches and divide within each repeat, then take the median, because a pause affects few repeats. A
+        # bootstrap sample whose texts all end with their first token has no rounds, and its ratio counts as 1.
         total_seconds = seconds[:, chosen_repeats[..., :, None], chosen[..., None, :]].sum(axis=-1)
         total_tokens = tokens[:, chosen_repeats[..., :, None], chosen[..., None, :]].sum(axis=-1)
         speed = np.maximum(total_tokens, 1) / np.maximum(total_seconds, 1e-9)

@@ -1,6 +1,6 @@
 """The cells of an ablation: the settings that it combines, and the rows of measured cells.
 
-A row is a line of `cells.jsonl`. Its estimates are objects with "value", "low" and "high".
+A row is a line in `cells.jsonl`. Its estimates are objects with "value", "low" and "high".
 """
 
 import dataclasses
@@ -15,7 +15,7 @@ from mtpjax.evaluation.round_costs import MAX_MEASURED_STEPS
 from mtpjax.evaluation.round_shapes import RoundShape
 from mtpjax.evaluation.trust import mark
 
-Row = dict[str, Any]  # a line of cells.jsonl
+Row = dict[str, Any]  # a line in cells.jsonl
 Group = tuple[int, float]  # batch size and temperature
 
 
@@ -26,13 +26,14 @@ class Settings:
     Attributes:
         depths: draft depths, `num_steps`.
         topk: branching factors; 1 is a chain.
-        num_draft_tokens: tree nodes to verify per round; 0: as many as depth and topk give. Chains ignore it.
-        rules: acceptance rules; "auto" is the default rule of each temperature and tree, "exact" every exact rule.
+        num_draft_tokens: tree nodes to verify per round; 0: the number that follows from depth and topk. Chains ignore
+            it.
+        rules: acceptance rules; "auto" is the default rule for each temperature and tree, "exact" every exact rule.
         temperatures: sampling temperatures; 0 is greedy.
         batch_sizes: rows per call.
         max_new_tokens: tokens per text.
-        repeats: how often plain and speculative decoding take turns on each batch.
-        seed: seed of prompts and samples.
+        repeats: how often each batch is decoded both plainly and with drafts.
+        seed: random seed for prompts and sampling.
 
     Raises:
         ValueError: a tuple is empty, a value is out of range, or a rule is unknown.
@@ -94,7 +95,7 @@ class Cell:
     drafter: str = "mtp"
 
     def config(self, common: DecodeConfig) -> DecodeConfig:
-        """Returns `common` with this cell's draft settings; `AblatedDrafter.config` sets the drafter."""
+        """Returns `common` with the draft settings of this cell; `AblatedDrafter.config` sets the drafter."""
         return dataclasses.replace(
             common,
             num_steps=self.num_steps,
@@ -105,7 +106,7 @@ class Cell:
 
     @property
     def shape(self) -> RoundShape:
-        """The shape of a round, by which costs are measured."""
+        """The shape of a round, which determines its cost."""
         return RoundShape(self.num_steps, self.topk, self.num_nodes)
 
     @property
@@ -126,7 +127,7 @@ class Cell:
 
     @property
     def flags(self) -> str:
-        """The shape as SGLang's command-line flags, with the rule if it is not the default one."""
+        """The shape as SGLang's command-line flags, plus the rule if it is not the default."""
         is_default = self.acceptance in resolve_rules("auto", self.topk, self.temperature)
         return (
             f"--speculative-num-steps {self.num_steps} --speculative-eagle-topk {self.topk} "
@@ -138,7 +139,7 @@ def resolve_rules(name: str, topk: int, temperature: float) -> tuple[str, ...]:
     """Returns the rules that "auto" and "exact" mean for a cell; any other name means itself."""
     if name not in ("auto", "exact"):
         return (name,)
-    # At temperature 0 every exact rule equals greedy. Above, "auto" is decoding's own default.
+    # At temperature 0, every exact rule equals greedy. Above 0, "auto" is the default rule of decoding.
     if not temperature:
         return ("greedy",)
     if name == "auto":
@@ -155,7 +156,7 @@ def cell_of(row: Row) -> Cell:
 
 
 def group_by_batch_and_temperature(rows: Iterable[Row]) -> dict[Group, list[Row]]:
-    """Groups rows by (batch size, temperature) in ascending order; the rows of a group keep their order."""
+    """Groups rows by (batch size, temperature) in ascending order; the rows in a group keep their order."""
     groups: dict[Group, list[Row]] = {}
     for row in rows:
         groups.setdefault((row["cell"]["batch_size"], row["cell"]["temperature"]), []).append(row)
@@ -163,7 +164,7 @@ def group_by_batch_and_temperature(rows: Iterable[Row]) -> dict[Group, list[Row]
 
 
 def by_speed(row: Row) -> tuple[bool, float]:
-    """Returns the sort key of a row: trusted rows come first, and fast rows come before slow ones."""
+    """Returns the sort key of a row: trusted rows come first, then fast rows before slow ones."""
     return bool(row["problem"]), -row["ratio"]["value"]
 
 
@@ -173,12 +174,12 @@ def list_drafters(rows: list[Row]) -> list[str]:
 
 
 def round_cost(row: Row) -> float:
-    """Returns the measured cost of a round, in plain rounds: accept length over ratio."""
+    """Returns the measured cost of a round in units of plain rounds: accept length over ratio."""
     return row["accept_length"]["value"] / row["ratio"]["value"]
 
 
 def parts_cost(row: Row) -> float:
-    """Returns the cost of a round's passes alone, in plain rounds."""
+    """Returns the cost of only a round's passes, in units of plain rounds."""
     return row["costs"]["parts"] / row["costs"]["plain"]
 
 
@@ -188,10 +189,10 @@ def format_interval(estimate: dict[str, float]) -> str:
 
 
 def format_ratio(row: dict[str, Any]) -> str:
-    """Formats the ratio of a row, or of one of its categories, with its interval, marked if it cannot be trusted."""
+    """Formats the ratio of a row, or of one of its categories, with its interval and a mark if it cannot be trusted."""
     return format_interval(row["ratio"]) + mark(row["problem"])
 
 
 def format_rates(rates: Iterable[dict[str, float | None]]) -> str:
-    """Formats rates by draft position, such as ".80 .64"; a dash for positions without one."""
+    """Formats rates by draft position, such as ".80 .64", with a dash for positions that have no rate."""
     return " ".join("-" if rate["value"] is None else f"{rate['value']:.2f}".removeprefix("0") for rate in rates)

@@ -1,4 +1,4 @@
-"""The sections of an ablation's report that compare drafters: rates, categories of prompts, and cost of training."""
+"""The sections in an ablation's report that compare drafters: rates, prompt categories and training cost."""
 
 from collections.abc import Iterable, Iterator, Sequence
 
@@ -24,14 +24,14 @@ CATEGORY_COLUMNS += ("ratio to plain (95 %)", "ideal")
 
 
 def best_of_each_drafter(rows: Iterable[Row]) -> dict[Group, list[Row]]:
-    """Picks the fastest setting of each drafter, among its exact settings and trusted measurements if it has any.
+    """Picks the fastest setting of each drafter, preferring exact settings, then trusted measurements.
 
-    Returns a row per drafter, fastest first, for each batch size and temperature.
+    Returns one row per drafter, sorted by speed, for each batch size and temperature.
     """
     best: dict[Group, list[Row]] = {}
     for group, of_group in group_by_batch_and_temperature(rows).items():
-        # Exact settings before lossy ones, among them trusted measurements before others, and then the fastest first.
-        # Each drafter keeps its first row.
+        # Sort exact settings before lossy ones, then trusted measurements before others, then by speed. Each drafter
+        # keeps its first row.
         ordered = sorted(of_group, key=lambda row: (row["lossless"] in ("lossy", "DIFFERS"), *by_speed(row)))
         firsts = {row["cell"]["drafter"]: row for row in reversed(ordered)}
         best[group] = sorted(firsts.values(), key=by_speed)
@@ -40,7 +40,7 @@ def best_of_each_drafter(rows: Iterable[Row]) -> dict[Group, list[Row]]:
 
 def format_comparison(rows: list[Row], methods: Sequence[AblatedDrafter]) -> list[str]:
     """Writes the sections "Drafters", "Categories of prompts" and "Training" of `recommendation.md`, if not empty."""
-    # Every setting is in `cells.csv`. The tables compare drafters, so each drafter has one row in them.
+    # `cells.csv` has every setting. These tables compare drafters, with one row for each.
     best = best_of_each_drafter(rows)
     lines: list[str] = []
     if len(methods) > 1:
@@ -61,32 +61,25 @@ def _drafter_cells(group: list[Row]) -> Iterator[Sequence[str]]:
     for row in group:
         cell = cell_of(row)
         lengths = (format_interval(row["accept_length"]), format_rates(row["survival"]))
-        # The difference of the two costs is what acceptance, commit and the loop itself take.
+        # The difference between the two costs is the cost of acceptance, commit and the loop itself.
         costs = (f"{round_cost(row):.2f}", f"{parts_cost(row):.2f}")
         speed = (format_ratio(row), f"{row['ideal_ratio']:.2f}", row["lossless"])
         yield cell.drafter, f"{cell.shape_text}, {cell.acceptance}", *lengths, *costs, *speed
 
 
 def _category_cells(group: list[Row]) -> Iterator[Sequence[str]]:
-    # The rows of a category follow each other, one per drafter.
+    # List the rows by category, with one row per drafter.
     for category in dict.fromkeys(name for row in group for name in row["categories"]):
         for row in (row for row in group if category in row["categories"]):
             rates = row["categories"][category]
             lengths = (format_interval(rates["accept_length"]), format_rates(rates["survival"]))
-            # Batches of several prompts mix the categories, so a category has no time.
-            ratio = "-" if rates["ratio"] is None else format_ratio(rates)
-            yield (
-                category,
-                str(rates["prompts"]),
-                row["cell"]["drafter"],
-                *lengths,
-                ratio,
-                f"{rates['ideal_ratio']:.2f}",
-            )
+            # Batches of several prompts mix categories, so the time of a category is unknown.
+            speed = ("-" if rates["ratio"] is None else format_ratio(rates), f"{rates['ideal_ratio']:.2f}")
+            yield category, str(rates["prompts"]), row["cell"]["drafter"], *lengths, *speed
 
 
 def _training_table(methods: Sequence[AblatedDrafter]) -> Iterator[str]:
-    # The cells of drafters that are not training runs are empty.
+    # The cells of drafters whose training cost is unknown are empty.
     body = []
     for method in methods:
         cost = method.training
@@ -96,7 +89,7 @@ def _training_table(methods: Sequence[AblatedDrafter]) -> Iterator[str]:
             numbers = (str(cost.updates), str(cost.tokens), *seconds)
         body.append((method.name, method.kind, *numbers))
     yield from _table(("drafter", "kind", "updates", "tokens", "seconds per update", "seconds of the run"), body)
-    # Longer training alone makes a drafter better, so a comparison needs equal tokens.
+    # Longer training alone makes a drafter better, so a fair comparison needs equally many tokens.
     if len({method.training.tokens for method in methods if method.training}) > 1:
         yield from ("", "The drafters were not trained on equally many tokens.")
 

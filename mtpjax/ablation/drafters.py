@@ -1,4 +1,4 @@
-"""The drafters of an ablation: MTP modules, n-gram lookup, and drafters that are read from files."""
+"""The drafters in an ablation: MTP modules, n-gram lookup, and drafters that are read from files."""
 
 import dataclasses
 import hashlib
@@ -18,7 +18,7 @@ from mtpjax.drafters.methods import METHODS, find_method, load_drafter, method_o
 from mtpjax.models.model import MTPModel
 from mtpjax.training.cost import TrainingCost, read_training_cost
 
-# Values that name no files: our names, and SGLang's in lower case.
+# Values that select a drafter without files: our names, and SGLang's in lower case.
 NAMES = {
     name: method
     for method in METHODS
@@ -30,16 +30,16 @@ RECORD = re.compile(r"([\w.]+:\w+)(?:=(.+))?")
 
 @dataclasses.dataclass(frozen=True)
 class AblatedDrafter:
-    """A drafter of an ablation.
+    """A drafter in an ablation.
 
     Attributes:
-        name: its name in tables: that of its folder, if it has one.
+        name: its name in tables: the name of its folder, or of its method if it has no files.
         method: its draft method.
         drafter: the drafter, as in `DecodeConfig`.
-        params: its parameters, if it has its own.
+        params: the drafter's own parameters; None: it has none.
         path: the folder or repository that it was read from; None: it has no files.
-        digest: of its architecture and parameters; "": it has no parameters of its own.
-        training: what training it cost, if its files are a training run.
+        digest: digest of its architecture and parameters; "" if it has no parameters of its own.
+        training: its training cost, if its files belong to a training run.
         record: `package.module:RECORD` of a user-defined method with files.
     """
 
@@ -59,7 +59,7 @@ class AblatedDrafter:
 
     @property
     def flags(self) -> str:
-        """The flags of `mtpjax generate` that choose the drafter; "" for MTP modules, the default."""
+        """The flags of `mtpjax generate` that choose the drafter; "" for MTP modules, which are the default."""
         if self.path is None:
             return "" if self.method.is_of_model else f"--drafter {self.drafter}"
         method = "" if self.record is None else f"--speculative-algorithm {self.record} "
@@ -79,11 +79,11 @@ def load_methods(
     """Loads the drafters of `--drafters`.
 
     Args:
-        values: names of methods without files, such as "mtp", "lookup" or `package.module:RECORD`; and what
+        values: names of methods without files, such as "mtp", "lookup" or `package.module:RECORD`, or anything that
             `mtpjax.load_drafter` reads: a folder, a training run, a repository. `package.module:RECORD=FOLDER` reads a
             folder with a user-defined method.
-        model: the trunk that all of them draft for.
-        model_path: where the model was read from: the training cost of its MTP modules is read there.
+        model: the trunk that all drafters draft for.
+        model_path: the path of the model, from which the training cost of its MTP modules is read.
         **reading: choices that the files leave open, as in `load_drafter`.
 
     Returns:
@@ -94,7 +94,7 @@ def load_methods(
             different trunk.
         CheckpointError: the files of a drafter are damaged, missing or not supported.
     """
-    # Load all of them before the first measurement, and reject drafters that cannot run under any setting.
+    # Load all drafters before the first measurement, and reject those that cannot run with any setting.
     chosen = tuple(dict.fromkeys(map(_parse, values)))
     if not chosen:
         raise ValueError("drafters is empty")
@@ -109,7 +109,7 @@ def load_methods(
             loaded.append(AblatedDrafter(name, method, name, training=training))
             continue
         drafter, params = load_drafter(path, model=model, method=method, **reading)
-        # Any drafter can draft one token, unless it is for a different trunk.
+        # Every drafter can draft one token, unless it is for a different trunk.
         drafter.check(model, DecodeConfig(num_steps=1, drafter=drafter))
         found = method or method_of(drafter)
         assert found is not None
@@ -120,7 +120,7 @@ def load_methods(
 
 
 def _parse(value: str) -> tuple[str, DraftMethod | None, str | None]:
-    """Returns the name of a method, its record (None: as the files say), and its files (None: it has none)."""
+    """Returns a method's name, the method (None: the files decide), and the path of its files (None: no files)."""
     if found := RECORD.fullmatch(value):
         return found[1], find_method(found[1]), found[2]
     if (method := NAMES.get(value)) is not None:
@@ -129,7 +129,7 @@ def _parse(value: str) -> tuple[str, DraftMethod | None, str | None]:
 
 
 def short_names(paths: Sequence[str]) -> dict[str, str]:
-    """Shortens paths to as few last parts as make them differ from each other and from the names of methods."""
+    """Shortens paths to the fewest trailing parts that differ from each other and from the names of methods."""
     # "runs/a/drafter" and "runs/b/drafter" need two parts each.
     parts = {path: pathlib.PurePath(path).parts for path in paths}
     for count in range(1, max(map(len, parts.values()), default=0) + 1):
@@ -143,7 +143,7 @@ def drafter_digest(drafter: Drafter, params: Any) -> str:
     """Computes a digest of a drafter's architecture and parameters: 16 hexadecimal digits."""
     # The drafter is a frozen dataclass of plain values, so its text holds all of them.
     digest = hashlib.sha256(repr(drafter).encode())
-    # The bytes alone would not tell a bfloat16 array from a float32 one of half the size.
+    # The bytes alone would not distinguish a bfloat16 array from a float32 array with half as many elements.
     for path, leaf in jax.tree_util.tree_leaves_with_path(params):
         array = np.asarray(leaf)
         digest.update(f"{jax.tree_util.keystr(path)} {array.dtype} {array.shape} ".encode())

@@ -14,7 +14,7 @@ from mtpjax.models.model import MTPModel
 def list_cells(
     settings: Settings, *, model: MTPModel, methods: Sequence[AblatedDrafter] = (MTP,)
 ) -> tuple[list[Cell], dict[str, int]]:
-    """Lists the cells to measure, and for each reason the number of combinations left out."""
+    """Lists the cells to measure, and counts the combinations left out, by reason."""
     cells: dict[Cell, None] = {}
     reasons: dict[str, int] = {}
     combinations = itertools.product(
@@ -22,16 +22,13 @@ def list_cells(
         settings.temperatures,
     )  # fmt: skip
     for method, batch_size, num_steps, topk, num_draft_tokens, name, temperature in combinations:
-        # `DecodeConfig`, `check_settings` and `_check_combination` reject what cannot run, such as a depth beyond a
-        # drafter's heads, or repeats a different cell. Their messages are the reasons that the report lists.
+        # `DecodeConfig`, `check_settings` and `_check_combination` reject a cell that cannot run (such as a depth
+        # beyond a drafter's heads) or that duplicates another cell. Their messages are the reasons in the report.
+        nodes = num_draft_tokens or None if topk > 1 and num_steps else None
         for rule in resolve_rules(name, topk, temperature):
             try:
                 config = DecodeConfig(
-                    num_steps=num_steps,
-                    topk=topk,
-                    num_draft_tokens=num_draft_tokens or None if topk > 1 and num_steps else None,
-                    acceptance=rule,
-                    drafter=method.drafter,
+                    num_steps=num_steps, topk=topk, num_draft_tokens=nodes, acceptance=rule, drafter=method.drafter
                 )
                 check_settings(model, config, make_drafter(config))
                 _check_combination(rule, topk, temperature)
@@ -45,11 +42,11 @@ def list_cells(
 
 
 def _check_combination(name: str, topk: int, temperature: float) -> None:
-    """Raises `ValueError` for combinations that decoding rejects or that repeat a different cell."""
+    """Raises `ValueError` for combinations that decoding rejects or that duplicate another cell."""
     rule, is_greedy = find_rule(name), name == "greedy"
     if is_greedy and temperature:
         raise ValueError("greedy supports only temperature 0")
     if rule.is_exact and not is_greedy and not temperature:
-        raise ValueError("at temperature 0 every exact rule equals greedy")
+        raise ValueError("at temperature 0, every exact rule equals greedy")
     if rule.drafts == "fixed tree" and topk == 1:
         raise ValueError(f"{rule} supports only trees: on a chain it equals another rule")

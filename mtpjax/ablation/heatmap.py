@@ -1,4 +1,4 @@
-"""The heat map of an ablation: the speed-up over plain decoding by depth, drafter, tree and rule, with its interval."""
+"""The heat map of an ablation: speed-ups over plain decoding by depth, drafter, tree and rule, with intervals."""
 
 import functools
 import itertools
@@ -12,25 +12,25 @@ from mtpjax.ablation.panels import Panels
 from mtpjax.evaluation.plot_style import DEFAULT_FORMATS, GREY, draw_picture, plain_text, shorten
 from mtpjax.evaluation.trust import mark as problem_mark
 
-# Round ratios that the colour bar labels, as far as they are in its range.
+# Round ratios to label on the colour bar, if they are in its range.
 TICKS = (0.25, 0.33, 0.5, 0.67, 0.8, 1, 1.25, 1.5, 2, 3, 4)
 
 
 class Line(NamedTuple):
-    """The settings of a line of a panel."""
+    """The settings that a line in a panel stands for."""
 
-    drafter: int  # its number in `list_drafters`
+    drafter: int  # index in `list_drafters`
     topk: int
     num_nodes: int  # 0 for chains and complete trees, whose size follows from the depth
     rule: str
 
 
 def plot_heatmap(path, rows: list[Row], formats: Sequence[str] = DEFAULT_FORMATS, *, title: str = "") -> None:
-    """Plots the speed-up over plain decoding by depth, drafter, tree and rule; panels by batch size and temperature."""
+    """Plots speed-ups over plain decoding by depth, drafter, tree and rule; panels by batch size and temperature."""
     panels, drafters = Panels.of(rows), list_drafters(rows)
     depths = sorted({row["cell"]["num_steps"] for row in rows})
     trees = {key: sorted({_line(row, drafters) for row in group}) for key, group in panels.groups.items()}
-    # A panel grows with its numbers of depths and lines, and with the names of the drafters next to it.
+    # The size of a panel depends on the numbers of depths and lines, and on the drafter names next to it.
     longest = max(len(shorten(name)) for name in drafters) if len(drafters) > 1 else 0
     width = max(2.8, 1.15 * len(depths) + max(1.2, 0.3 + 0.085 * longest))
     width, height = panels.size(width, max(2.0, 0.7 * max(map(len, trees.values())) + 1.0))
@@ -43,7 +43,7 @@ def _draw(figure, rows: list[Row], panels: Panels, *, depths, trees, drafters) -
     import matplotlib.colors
 
     # All panels share one logarithmic colour scale, symmetric about 1, so that white means as fast as plain decoding.
-    # Only measurements that can be trusted have a colour.
+    # Only trusted measurements have a colour.
     ratios = [row["ratio"]["value"] for row in rows if not row["problem"]]
     max_ratio = max([1.5, *ratios, *(1 / ratio for ratio in ratios)])
     norm = matplotlib.colors.LogNorm(1 / max_ratio, max_ratio)
@@ -58,7 +58,7 @@ def _draw(figure, rows: list[Row], panels: Panels, *, depths, trees, drafters) -
     bar.set_ticks(ticks, labels=[f"{tick:g}" for tick in ticks])
     bar.ax.minorticks_off()
     bar.set_label("speed-up")
-    # Below the panels: what the cells show.
+    # Explain the cells below the panels.
     note = "cells: speed-up over plain decoding with its 95 % interval, and accept length; frame: the recommended one"
     note += "; a question mark on grey cannot be trusted" * any(row["problem"] for row in rows)
     figure.supxlabel("\n".join(textwrap.wrap(note, int(14 * figure.get_figwidth()))), fontsize=9)
@@ -69,8 +69,7 @@ def _draw_panel(axis, rows, *, depths, trees, drafters, colours, norm) -> None:
 
     grid = {(_line(row, drafters), row["cell"]["num_steps"]): row for row in rows}
     [advice] = advise(rows)
-    # Combinations that were not measured, or not so that they can be trusted, are nan, which the colour map shows in
-    # grey.
+    # Combinations without a trusted measurement are nan, which the colour map shows in grey.
     trusted = {place: row["ratio"]["value"] for place, row in grid.items() if not row["problem"]}
     values = [[trusted.get((tree, depth), float("nan")) for depth in depths] for tree in trees]
     axis.imshow(values, cmap=colours, norm=norm, aspect="auto")
@@ -80,8 +79,7 @@ def _draw_panel(axis, rows, *, depths, trees, drafters, colours, norm) -> None:
         if row is None:
             axis.text(x, y, "–", ha="center", va="center", color=GREY)
             continue
-        # Each cell shows its ratio, the interval and the accept length, in white or black, whichever contrasts with the
-        # cell's luminance.
+        # Each cell shows its ratio, interval and accept length, in white or black depending on the cell's luminance.
         red, green, blue, _ = colours(norm(trusted.get((tree, depth), float("nan"))))
         style = {"ha": "center", "color": "white" if 0.3 * red + 0.59 * green + 0.11 * blue < 0.5 else "black"}
         for text, height, size in zip(cell_texts(row), (-0.16, 0.1, 0.31), (12, 8, 8), strict=True):
@@ -101,7 +99,7 @@ def _draw_panel(axis, rows, *, depths, trees, drafters, colours, norm) -> None:
 
 
 def cell_texts(row: Row) -> tuple[str, str, str]:
-    """Returns the lines of a cell: ratio to plain decoding (? if it cannot be trusted), interval, accept length."""
+    """Returns the lines of text in a cell: ratio to plain decoding (? if not trusted), interval, accept length."""
     ratio, length = row["ratio"], row["accept_length"]["value"]
     mark = ", DIFFERS" if row["lossless"] == "DIFFERS" else ""
     return (
@@ -121,7 +119,7 @@ def _line(row: dict[str, Any], drafters: list[str]) -> Line:
 
 
 def _line_label(line: Line, drafters: list[str]) -> str:
-    """Names a line of the heat map; names the drafter only if there are several."""
+    """Returns the label of a line in the heat map, with the drafter if there are several."""
     tree = "chain" if line.topk == 1 else f"topk {line.topk}"
     tree += f", {line.num_nodes} nodes" if line.num_nodes else ""
     return (f"{plain_text(shorten(drafters[line.drafter]))}\n" if len(drafters) > 1 else "") + f"{tree}\n{line.rule}"

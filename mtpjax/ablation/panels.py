@@ -1,4 +1,4 @@
-"""The layout of the panels in an ablation's plots: one per batch size and temperature."""
+"""The panel layout of an ablation's plots: one panel per batch size and temperature."""
 
 import itertools
 from collections.abc import Iterator
@@ -8,9 +8,8 @@ from mtpjax.ablation.cells import Group, Row, group_by_batch_and_temperature
 
 
 def panel_rows(groups: dict[Group, list[Row]]) -> list[list[Group]]:
-    """Lays out panels: a line per batch size and a column per temperature; with one temperature, up to three per line.
-
-    A group that was not measured leaves its place empty.
+    """Lays out panels with a line per batch size and a column per temperature, or up to three per line if there is only
+    one temperature. A group that was not measured leaves a gap.
     """
     batch_sizes, temperatures = sorted({key[0] for key in groups}), sorted({key[1] for key in groups})
     if len(temperatures) == 1:
@@ -31,11 +30,11 @@ class Panels(NamedTuple):
         return cls(groups, panel_rows(groups))
 
     def size(self, width: float, height: float) -> tuple[float, float]:
-        """Returns the size of the figure in inches, from that of a panel."""
+        """Returns the figure size in inches, from the panel size."""
         return width * len(self.layout[0]), height * len(self.layout) + 0.4
 
     def draw(self, figure) -> Iterator[tuple[Any, Group, list[Row]]]:
-        """Adds the panels to a figure, and yields the axis, the group and the rows of each. Removes unused axes."""
+        """Adds the panels to a figure, and yields each panel's axis, group and rows. Removes unused axes."""
         axes = figure.subplots(len(self.layout), len(self.layout[0]), squeeze=False)
         for axis, key in itertools.zip_longest(axes.flat, itertools.chain(*self.layout)):
             if key in self.groups:

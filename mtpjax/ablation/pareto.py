@@ -21,31 +21,26 @@ from mtpjax.evaluation.plot_style import (
 )
 from mtpjax.evaluation.trust import is_impossible
 
-LINE = "#bbbbbb"  # of equal speed-up
+LINE = "#bbbbbb"  # colour of the lines of equal speed-up
 
 
 def plot_pareto(path, rows: list[Row], formats: Sequence[str] = DEFAULT_FORMATS, *, title: str = "") -> None:
-    """Plots accept length against the measured cost of a round in plain rounds; their quotient is the speed-up.
+    """Plots accept length against the measured cost of a round in plain rounds. Their quotient is the speed-up.
 
     Each batch size and temperature has a panel with lines of equal speed-up. Labels mark the Pareto frontier: settings
     that no other setting beats in both cost and accept length.
     """
     panels = Panels.of(rows)
-    # An impossible ratio gives a cost that no round has, so such rows have no point.
+    # An impossible ratio gives an impossible cost, so such rows have no point.
     rows = [row for row in rows if not is_impossible(row["problem"])]
     shown = {key: [row for row in of if not is_impossible(row["problem"])] for key, of in panels.groups.items()}
-    draw_picture(
-        path,
-        panels.size(5.2, 4.2),
-        lambda figure: _draw(figure, rows, panels._replace(groups=shown)),
-        formats,
-        title=title,
-    )
+    draw = lambda figure: _draw(figure, rows, panels._replace(groups=shown))
+    draw_picture(path, panels.size(5.2, 4.2), draw, formats, title=title)
 
 
 def _draw(figure, rows: list[Row], panels: Panels) -> None:
     axis_of_group = {}
-    # All panels share their limits, so that they can be compared. The cost follows from the measured ratio.
+    # All panels share the same limits, so that they can be compared. The cost follows from the measured ratio.
     costs = [_cost_and_length(row)[0] for row in rows]
     xlim = 0.72 * min((1.0, *costs)), 1.15 * max((1.2, *costs))
     ylim = 0.9, 1.1 * max((1.2, *(row["accept_length"]["high"] for row in rows)))
@@ -53,8 +48,8 @@ def _draw(figure, rows: list[Row], panels: Panels) -> None:
     many = len(drafters) > 1
 
     def look_of(cell: dict[str, Any]) -> dict[str, Any]:
-        # One drafter: colour and marker show topk. Several: they show the drafter, and with several topk the marker
-        # shows topk. Drafters after the sixth have a black edge.
+        # With one drafter, colour and marker show topk. With several drafters they show the drafter, but the marker
+        # shows topk if there are several values. Drafters after the sixth have a black edge.
         own, tree = drafters.index(cell["drafter"]), topks.index(cell["topk"])
         style = line_style(own if many else tree)
         marker = line_style(tree)["marker"] if len(topks) > 1 else style["marker"]
@@ -67,8 +62,8 @@ def _draw(figure, rows: list[Row], panels: Panels) -> None:
         axis.set(xscale="log", yscale="log", xlim=xlim, ylim=ylim)
         _draw_speed_up_lines(axis, xlim, ylim)
         axis.plot(1, 1, "*", color="black", markersize=11, zorder=3)
-        # 2. A point per setting with its interval; hollow markers are lossy rules. Measurements that cannot be trusted
-        # are grey question marks, and not on the frontier.
+        # 2. A point with an interval per setting; hollow markers are lossy rules. Measurements that cannot be trusted
+        # are grey question marks, and not part of the frontier.
         for row in group:
             if row["problem"]:
                 axis.plot(*_cost_and_length(row), **UNTRUSTED, zorder=3)
@@ -77,7 +72,7 @@ def _draw(figure, rows: list[Row], panels: Panels) -> None:
             face = "white" if row["lossless"] == "lossy" else look["color"]
             estimate = (length, spread["low"], spread["high"])
             plot_estimates(axis, [cost], [estimate], markerfacecolor=face, zorder=3, **look)
-        # 3. The frontier, from plain decoding on.
+        # 3. The frontier, starting at plain decoding.
         frontier = [(1.0, 1.0)] + [_cost_and_length(row) for row in _frontier(group)]
         axis.plot(*zip(*frontier, strict=True), color=GREY, linewidth=1, linestyle="--", zorder=2)
         axis.set_title(axis.get_title(), pad=16)
@@ -102,7 +97,7 @@ def _draw(figure, rows: list[Row], panels: Panels) -> None:
     keys += [legend_key("Pareto frontier", linestyle="--"), legend_key("equal speed-up", color=LINE, linewidth=0.8)]
     num_columns = legend_columns([str(each.get_label()) for each in keys], figure.get_figwidth())
     figure.legend(handles=keys, loc="outside lower center", ncols=num_columns)
-    # Labels avoid each other in pixels, so they come last, when the layout is final.
+    # Labels avoid each other in pixels, so place them last, when the layout is final.
     figure.draw_without_rendering()
     for key, group in panels.groups.items():
         _label_frontier(axis_of_group[key], group, has_names=many)
@@ -110,7 +105,7 @@ def _draw(figure, rows: list[Row], panels: Panels) -> None:
 
 def _draw_speed_up_lines(axis, xlim, ylim) -> None:
     """Draws lines of equal speed-up, each labelled where it leaves the panel."""
-    # Leave out lines that are too close to those before: labels must not touch.
+    # Leave out lines that are too close to earlier ones, because labels must not touch.
     speeds: list[float] = []
     for speed in (1, 2, 0.5, 4, 0.25, 3, 1.5, 0.75, 1.25):
         gaps = [abs(math.log(speed / other)) / math.log(xlim[1] / xlim[0]) for other in speeds]
@@ -130,7 +125,7 @@ def _draw_speed_up_lines(axis, xlim, ylim) -> None:
 
 
 def _label_frontier(axis, group: list[dict[str, Any]], *, has_names: bool) -> None:
-    """Labels the frontier's points, longest accept length first, where the label covers no point and no other label."""
+    """Labels the frontier's points, longest accept length first, if the label covers no point or other label."""
     points = [axis.transData.transform(_cost_and_length(row)) for row in group]
     label_boxes: list[Any] = []
     look = {"textcoords": "offset points", "fontsize": 8, "zorder": 4}
@@ -139,10 +134,10 @@ def _label_frontier(axis, group: list[dict[str, Any]], *, has_names: bool) -> No
         cell = row["cell"]
         text = plain_text(f"{shorten(cell['drafter'], 16)}, ") if has_names else ""
         text += f"depth {cell['num_steps']}" + (f", {cell['num_nodes']} nodes" if cell["topk"] > 1 else "")
-        # Name the rule only where several settings differ in nothing else.
+        # Add the rule only if settings differ in nothing else.
         same_shape = [other for other in group if _round_shape(other) == _round_shape(row)]
         text += f", {cell['acceptance']}" if len(same_shape) > 1 else ""
-        # Try six places around the point, and keep the first that covers nothing and stays inside the panel.
+        # Try six positions around the point, and keep the first where the label covers nothing and stays in the panel.
         for x, y in ((-7, 4), (7, -4), (-7, -4), (7, 4), (-9, 16), (9, -16)):
             place = {"xytext": (x, y), "ha": "right" if x < 0 else "left", "va": "bottom" if y > 0 else "top"}
             label = axis.annotate(text, _cost_and_length(row), **place, **look)

@@ -20,13 +20,13 @@ from mtpjax.evaluation.plot_style import (
 def plot_positions(path, rows: list[Row], formats: Sequence[str] = DEFAULT_FORMATS, *, title: str = "") -> None:
     """Plots the share of rounds that accept at least k drafts, by k, for the deepest chain of each drafter."""
     panels, drafters = Panels.of(rows), list_drafters(rows)
-    # All panels share their limits, so that they can be compared.
+    # All panels share the same limits, so that they can be compared.
     depth = max(row["cell"]["num_steps"] for row in rows)
     limits = share_limits(rate["value"] for row in rows for rate in row["survival"] if rate["value"] is not None)
 
     def draw(figure):
         for axis, _, group in panels.draw(figure):
-            # A drafter keeps its colour in all panels, also where it has no cell.
+            # A drafter has the same colour in all panels, even if some panels have no cell for it.
             for number, drafter in enumerate(drafters):
                 row = deepest(row for row in group if row["cell"]["drafter"] == drafter)
                 if row is not None:
@@ -39,14 +39,14 @@ def plot_positions(path, rows: list[Row], formats: Sequence[str] = DEFAULT_FORMA
 
 
 def deepest(rows) -> Row | None:
-    """Picks the deepest chain of an exact rule, else the deepest tree; None if no row is exact."""
-    # A lossy rule accepts drafts that the trunk would not have written, so its rates are no measure of the drafter.
+    """Picks the deepest chain under an exact rule, else the deepest tree; None if no row is exact."""
+    # A lossy rule accepts drafts that the trunk would not have written, so its rates do not measure the drafter.
     exact = [row for row in rows if row["lossless"] != "lossy"]
     return max(exact, key=lambda row: (row["cell"]["topk"] == 1, row["cell"]["num_steps"]), default=None)
 
 
 def _draw_survival(axis, row: dict[str, Any], number: int, shift: float) -> None:
-    """Draws the survival rates of a row with their intervals, shifted sideways, so that bars do not overlap."""
+    """Draws a row's survival rates with their intervals, shifted sideways so that bars do not overlap."""
     known = [(k, rate) for k, rate in enumerate(row["survival"], start=1) if rate["value"] is not None]
     cell = row["cell"]
     tree = "" if cell["topk"] == 1 else f", topk {cell['topk']}"

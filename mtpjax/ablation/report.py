@@ -1,4 +1,4 @@
-"""The report of an ablation: tables, `cells.csv` and `recommendation.md`."""
+"""The report on an ablation: tables, `cells.csv` and `recommendation.md`."""
 
 import csv
 import io
@@ -28,9 +28,9 @@ def format_recommendation(
     environment: dict[str, Any],
     methods: Sequence[AblatedDrafter] = (MTP,),
 ) -> str:
-    """Writes `recommendation.md`. `reasons` are numbers of combinations left out, by reason."""
-    # First whether the measurements can be trusted. Then the advice: what to use where, how certain it is, and the
-    # flags.
+    """Formats `recommendation.md`. `reasons` counts the combinations left out, by reason."""
+    # First say whether the measurements can be trusted. Then give the advice: what to use where, how certain it is, and
+    # the flags.
     lines, advices = ["# Which draft settings to use", "", rows_verdict(rows), ""], advise(rows)
     drafter_flags = {method.name: method.flags for method in methods}
     for advice in advices:
@@ -47,10 +47,10 @@ def format_recommendation(
     ]
     if any(advice.is_known for advice in advices):
         lines += ["", "When not to speculate: " + (", ".join(plain_cases) or "in none of the known cases") + "."]
-    # Then what the advice leaves out: lossy rules, and settings whose texts differ from plain decoding.
+    # Then list what the advice leaves out: lossy rules, and settings whose texts differ from plain decoding.
     lossy = [row for row in rows if row["lossless"] == "lossy"]
     if lossy:
-        lines += ["", "## Lossy settings, which change the text's distribution and are never advised", ""]
+        lines += ["", "## Lossy settings, which change the distribution of the text and are never advised", ""]
         lines += [f"- {cell_of(row).name}: {format_summary(row)}" for row in lossy]
     differing = [row for row in rows if row["lossless"] == "DIFFERS"]
     if differing:
@@ -58,22 +58,19 @@ def format_recommendation(
         lines += [
             f"- {cell_of(row).name}: {row['differing_rows']} of {row['compared_rows']} texts" for row in differing
         ]
-    # Then the comparison of the drafters.
+    # Then compare the drafters.
     lines += format_comparison(rows, methods)
-    # Last how it was measured, with everything that limits what the numbers mean.
+    # Last, say how it was measured, with everything that limits what the numbers mean.
     lines += ["", "## Measured", ""]
     lines += [
         f"- {count_of(len(rows), 'cell')}, {count_of(settings.repeats, 'repeat')}, "
         f"{count_of(settings.max_new_tokens, 'new token')}; {workload.source}",
         f"- {environment['device']}, {environment['processor']}",
         f"- jax {environment['jax']}, model {environment['model']}",
-        *(
-            f"- drafter {method.name}: {method.kind}, {method.digest}, {method.path}"
-            for method in methods
-            if method.path
-        ),
-        "- ratio: tokens/s over plain decoding of the same prompts, batch and temperature, in turns; 95 % intervals",
-        "- ideal: accept length over the cost of a round's passes (verifying and drafting) in plain rounds; without "
+        *(f"- drafter {each.name}: {each.kind}, {each.digest}, {each.path}" for each in methods if each.path),
+        "- ratio: tokens/s relative to plain decoding with the same prompts, batch and temperature, measured "
+        "alternately; 95 % intervals",
+        "- ideal: accept length over the cost of a round's passes (verifying and drafting) in plain rounds, without "
         "the cost of acceptance and sampling",
     ]
     # A single batch of prompts cannot be resampled, so its interval does not cover other prompts.
@@ -90,7 +87,7 @@ CELL_COLUMNS = ("drafter", "batch_size", "temperature", "num_steps", "topk", "nu
 
 
 def to_csv(rows: Iterable[Row]) -> str:
-    """Formats `cells.csv`, a line per cell; rates by level are separated by spaces, and costs are milliseconds."""
+    """Formats `cells.csv`, a line per cell; rates by level are separated by spaces, and costs are in milliseconds."""
 
     def estimate(row: Row, name: str) -> Row:
         return {name: row[name]["value"], f"{name}_low": row[name]["low"], f"{name}_high": row[name]["high"]}
@@ -98,7 +95,7 @@ def to_csv(rows: Iterable[Row]) -> str:
     def numbers(values: Row) -> Row:
         return {name: "" if value is None else f"{value:.5g}" for name, value in values.items()}
 
-    # The order of the entries is that of the columns.
+    # The entries are in the order of the columns.
     lines = []
     for row in rows:
         lengths = {**estimate(row, "accept_length"), "accept_length_macro": row["accept_length_macro"]["value"]}
@@ -125,19 +122,19 @@ def _format_rate(rate: dict[str, float | None]) -> str:
 
 
 def print_cells(console, rows: list[Row]) -> None:
-    """Prints whether the cells can be trusted, and a table of 80 columns per batch size and temperature."""
+    """Prints whether the cells can be trusted, and a table 80 columns wide per batch size and temperature."""
     from rich.markup import escape
 
     print_parts(console, [rows_verdict(rows)])
-    # A column names the drafter where there are others than MTP modules; it takes the place of the tokens/s.
+    # If there are drafters other than MTP modules, a column for the drafter replaces the tokens/s.
     has_drafters = any(row["cell"]["drafter"] != MTP.name for row in rows)
     for (batch_size, temperature), group in group_rows(rows).items():
-        # Every cell has measured plain decoding; the group's first one is trusted if any is.
+        # Every cell has measured plain decoding; the group's first cell is trusted if any is.
         plain = f"plain {group[0]['plain_tokens_per_second']:.0f} tokens/s{mark(group[0]['problem'])}"
         table = narrow_table(f"batch {batch_size}, temperature {temperature:g}: {plain}")
         headings = ["depth", "topk/\nnodes", "rule", "accept\nlength", "survival", "ratio (95 %)", "ideal"]
         headings.insert(*((0, "drafter") if has_drafters else (5, "tokens/s")))
-        # Only the survival rates may wrap, because their number grows with the depth, and the names of drafters.
+        # Only survival rates, whose number grows with the depth, and drafter names may wrap.
         for heading in headings:
             fixed = heading not in ("survival", "drafter")
             justify = "left" if heading == "drafter" else "right"
@@ -157,7 +154,7 @@ def print_cells(console, rows: list[Row]) -> None:
             values.insert(*((0, escape(cell.drafter)) if has_drafters else (5, f"{row['tokens_per_second']:.0f}")))
             table.add_row(*values)
         console.print(table)
-    # Explain the marks of the columns for rule; the verdict above explains the question mark.
+    # Explain the marks in the rule columns; the verdict above explains the question mark.
     kinds = {row["lossless"] for row in rows}
     if "lossy" in kinds:
         console.print("* lossy: changes the distribution of the text")
@@ -166,5 +163,5 @@ def print_cells(console, rows: list[Row]) -> None:
 
 
 def format_summary(row: Row) -> str:
-    """Formats a row in a line: accept length, ratio with its interval, and the check of its texts."""
+    """Formats a row as one line: accept length, ratio with its interval, and the result of comparing its texts."""
     return f"accept length {row['accept_length']['value']:.2f}, ratio {format_ratio(row)}, {row['lossless']}"

@@ -1,9 +1,9 @@
-"""Runs an ablation: a grid of cells, each measured in turns with plain decoding of the same batch.
+"""Runs an ablation: a grid of cells, each measured alternately with plain decoding of the same batch.
 
 A cell is one drafter, draft depth, tree, rule, temperature and batch size. `drafters` loads the drafters, `grid` lists
-the cells, `bench` measures them, `report` writes the advice. The line of a cell in `cells.jsonl` carries a fingerprint
-of everything that its results depend on, the drafter's parameters included. So a run that was stopped continues after
-its last cell, and changed settings and drafters are measured again.
+the cells, `bench` measures them, `report` writes the advice. A cell's line in `cells.jsonl` carries a fingerprint of
+everything that its results depend on, including the drafter's parameters. So a run that was stopped continues after its
+last cell, and cells whose settings or drafters changed are measured again.
 """
 
 import dataclasses
@@ -49,12 +49,8 @@ def fingerprint(
     cell: Cell, settings: Settings, workload: Workload, environment: dict[str, Any], method: AblatedDrafter = MTP
 ) -> str:
     """Computes a digest of everything that a cell's results depend on, except chance."""
-    content = {
-        "version": CELL_VERSION,
-        "cell": dataclasses.asdict(cell),
-        "drafter": method.digest,
-        "about": environment,
-    }
+    content = {"version": CELL_VERSION, "cell": dataclasses.asdict(cell)}
+    content |= {"drafter": method.digest, "about": environment}
     content |= {name: getattr(settings, name) for name in ("max_new_tokens", "repeats", "seed")}
     content |= {name: getattr(workload, name) for name in ("prompts", "stop_token_ids", "categories")}
     return _digest(content)
@@ -65,8 +61,8 @@ def _digest(content: dict[str, Any]) -> str:
 
 
 def seal(row: dict[str, Any]) -> dict[str, Any]:
-    """Returns a row with its digest, with which a later run detects a line that was edited or damaged."""
-    # A row that is read back has a digest already, which does not count.
+    """Returns a row with its digest, which shows a later run whether the line was edited or damaged."""
+    # A row that was read back already has a digest, which is not part of the content.
     content = {name: value for name, value in row.items() if name != "digest"}
     return content | {"digest": _digest(content)}
 
@@ -74,7 +70,7 @@ def seal(row: dict[str, Any]) -> dict[str, Any]:
 def describe_environment(
     path: pathlib.Path, model_type: str | None = None, implementation: Implementation = "auto"
 ) -> dict[str, Any]:
-    """Describes model, machine and versions, on which the results depend."""
+    """Describes the model, machine and versions that the results depend on."""
     device = jax.devices()[0]
     return {
         "model": checkpoint_digest(path)[:16] + (f" as {model_type}" if model_type else ""),
@@ -94,27 +90,27 @@ def run_cells(
     *,
     log: Callable[[str], Any] = print,
 ) -> tuple[list[dict[str, Any]], bool]:
-    """Measures the cells that `cells.jsonl`, which `writer` has open, does not contain yet.
+    """Measures the cells that are not yet in `cells.jsonl`, which `writer` has open.
 
     Returns:
-        The rows that exist, in the order of `cells`, and whether they are complete; Ctrl-C ends the run early.
+        The existing rows, in the order of `cells`, and whether all are measured; Ctrl-C ends the run early.
     """
     # If two lines have the same fingerprint, the newer one counts.
     known_rows = {row["fingerprint"]: row for row in writer.resume(required=("fingerprint",))}
     about = (bench.settings, bench.workload, environment)
     fingerprints = {cell: fingerprint(cell, *about, bench.method(cell)) for cell in cells}
     rows = {cell: known_rows[fingerprints[cell]] for cell in cells if fingerprints[cell] in known_rows}
-    # A fingerprint covers the settings, but not the rest of a line, which somebody may have edited.
+    # A fingerprint covers the settings, but not the rest of the line, which may have been edited.
     for cell in [cell for cell, row in rows.items() if row != seal(row)]:
-        log(f"{cell.name}: its line in {writer.path} is damaged and measured again")
+        log(f"{cell.name}: its line in {writer.path} is damaged; measuring again")
         del rows[cell]
     if rows:
         log(f"already measured: {len(rows)} of {count_of(len(cells), 'cell')}")
-    # Measure the others. Each row is on disk before the next cell starts.
-    # Cells that other programs disturbed are measured again, after those that have no row yet.
+    # Measure the other cells. Each row is on disk before the next cell starts.
+    # Cells that other programs disturbed are measured again, after the cells that have no row yet.
     disturbed = [cell for cell, row in rows.items() if can_pass(row["problem"])]
     if disturbed:
-        log(f"measured again, because they could not be trusted: {len(disturbed)}")
+        log(f"measuring again, because they could not be trusted: {count_of(len(disturbed), 'cell')}")
     remaining = bench.cells = [*(cell for cell in cells if cell not in rows), *disturbed]
     begin, num_measured = time.perf_counter(), 0
     try:
@@ -122,7 +118,7 @@ def run_cells(
             row = seal({"fingerprint": fingerprints[cell], "about": environment, **bench.measure(cell)})
             writer.append([row])
             rows[cell] = row
-            # The time left assumes that the cells to come take as long as the measured ones.
+            # Estimate the time left by assuming that the remaining cells take as long as the measured ones.
             left = (time.perf_counter() - begin) / number * (len(remaining) - number)
             num_measured, done = number, len(cells) - len(remaining) + number
             log(f"{done}/{len(cells)} {cell.name}: {format_summary(row)}; {_format_duration(left)} left")
@@ -137,14 +133,14 @@ def _format_duration(seconds: float) -> str:
 
 
 class Subject(NamedTuple):
-    """A model and the drafters that an ablation compares, loaded."""
+    """A loaded model, and the drafters that an ablation compares on it."""
 
-    name: str  # of its folder, for titles
+    name: str  # name of the model's folder, for titles
     path: pathlib.Path
     model: MTPModel
     params: dict
     methods: tuple[AblatedDrafter, ...]
-    environment: dict[str, Any]  # of `describe_environment`
+    environment: dict[str, Any]  # from `describe_environment`
 
 
 def load_subject(
@@ -155,7 +151,7 @@ def load_subject(
     implementation: Implementation = "auto",
     reading: Reading | None = None,
 ) -> Subject:
-    """Loads a model and all drafters, so that one that cannot be read is an error before anything is measured.
+    """Loads a model and all drafters. Errors in their files are raised here, before anything is measured.
 
     Raises:
         ValueError: a drafter is for a different model.
@@ -177,13 +173,13 @@ def run(
     console,
     plot_formats: Sequence[str] = DEFAULT_FORMATS,
 ) -> int:
-    """Measures the grid, writes the results into the folder `output` and prints them.
+    """Measures the grid, writes the results to the folder `output` and prints them.
 
     Returns:
         The exit status: 0, 4 if a text differs from plain decoding, or 75 if the run was stopped early.
 
     Raises:
-        ValueError: no combination of the settings is possible, or model and prompts do not fit.
+        ValueError: no combination of the settings is possible, or the prompts do not fit the model.
     """
 
     def log(line: str) -> None:
@@ -201,7 +197,7 @@ def run(
     output.mkdir(parents=True, exist_ok=True)
     log(f"{count_of(len(cells), 'cell')}; {workload.source}")
     bench = Bench(model, params, settings, workload, methods=methods)
-    # Every finished cell is a line that is on the disk before the next cell starts.
+    # Every finished cell is a line on the disk before the next cell starts.
     with JsonlWriter(output / "cells.jsonl", allow_nan=False) as writer:
         rows, is_complete = run_cells(cells, bench, writer, environment, log=log)
     # Report what was measured, even if the run was stopped early.
@@ -218,7 +214,7 @@ def run(
 
 
 def _report(output: pathlib.Path, rows: list[dict[str, Any]], text: str, plot_formats, *, title: str, console):
-    """Prints the measured cells, and writes the table, the recommendation and the plots, whose title is `title`."""
+    """Prints the measured cells, and writes the table, the recommendation, and the plots with this title."""
     print_cells(console, rows)
     write_text(output / "cells.csv", to_csv(rows))
     write_text(output / "recommendation.md", text)
@@ -227,7 +223,7 @@ def _report(output: pathlib.Path, rows: list[dict[str, Any]], text: str, plot_fo
         plots["positions"] = plot_positions
     for name, plot in plots.items():
         plot(output / name, rows, plot_formats, title=title)
-    # The wide tables of the drafters are in the file only.
+    # The wide drafter tables are only in the file.
     printed = re.split(r"\n## (?:Drafters|Categories|Training|Measured)", text)[0]
     console.print(printed, highlight=False, soft_wrap=True, markup=False)
     files = ["cells.jsonl", "cells.csv", "recommendation.md"]

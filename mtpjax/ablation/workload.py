@@ -1,4 +1,4 @@
-"""The prompts of an ablation: those of a file, or pieces of the files that a byte-level model held out."""
+"""The prompts for an ablation, from a file, or from files that were held out when a byte-level model was trained."""
 
 import dataclasses
 import pathlib
@@ -23,13 +23,13 @@ CANDIDATES_PER_PROMPT = 16  # maximum number of held-out candidates per prompt
 
 @dataclasses.dataclass(frozen=True)
 class Workload:
-    """The prompts of an ablation.
+    """The prompts for an ablation.
 
     Attributes:
         prompts: token lists.
-        source: where they come from, in words.
+        source: where the prompts come from, in words.
         stop_token_ids: tokens that end a text.
-        categories: the category of each prompt; empty: the prompts have no categories.
+        categories: the category of each prompt; empty if the prompts have no categories.
     """
 
     prompts: list[list[int]]
@@ -38,7 +38,9 @@ class Workload:
     categories: tuple[str, ...] = ()
 
     def batches(self, size: int) -> list[list[list[int]]]:
-        """Splits the prompts into batches of `size`; the last one repeats the first prompts, so all have one shape."""
+        """Splits the prompts into batches of `size`. The last one is filled with the first prompts, so all are equal in
+        size.
+        """
         count = -(-len(self.prompts) // size)
         return [
             [self.prompts[(begin * size + row) % len(self.prompts)] for row in range(size)] for begin in range(count)
@@ -48,7 +50,7 @@ class Workload:
 def find_workload(
     path: pathlib.Path, model: MTPModel, params: dict, settings: Settings, choice: PromptChoice
 ) -> Workload:
-    """Reads the prompts from a file. Without a file, a byte-level model gets line starts of held-out files.
+    """Reads the prompts from a file. Without a file, takes them from held-out files, for byte-level models only.
 
     Raises:
         ValueError: the prompts do not fit the model, or no file is given and the model is not byte-level.
@@ -56,13 +58,13 @@ def find_workload(
     tokenizer = load_tokenizer(path, model.config.vocab_size)
     limit = choice.limit(model.config, settings.max_new_tokens)
     if choice.path is not None:
-        # Prompts of a file, drawn evenly over its categories.
+        # Draw the prompts evenly from the categories in the file.
         chosen = choice.read(settings.seed)
         rows, limit, num_cut = choice.encode(chosen, tokenizer, model.config, settings.max_new_tokens)
         cut = f", {num_cut} of them cut to {limit} tokens" if num_cut else ""
-        source = f"{count_of(len(rows), 'prompt')} of {choice.path}{cut}"
+        source = f"{count_of(len(rows), 'prompt')} from {choice.path}{cut}"
         return Workload(rows, source, tuple(tokenizer.eos_token_ids), tuple(prompt.category for prompt in chosen))
-    # Without a file, only byte-level models have prompts: the files that their training held out.
+    # Without a file, only byte-level models have prompts, from the files that their training held out.
     if not isinstance(tokenizer, ByteTokenizer):
         raise ValueError("pass a prompt file with --prompts: only byte-level models have default prompts")
     if choice.count < 1:
@@ -76,7 +78,7 @@ def find_workload(
 
 def _non_looping_prompts(path, model: MTPModel, params, settings: Settings, *, num_prompts: int, length: int):
     """Picks held-out prompts whose plain continuation does not loop, because loops are too easy to draft."""
-    # The checkpoint records what it was trained on. The same split gives the documents that training held out.
+    # The checkpoint records its training data. The same split gives the documents that training held out.
     train_metadata = {}
     if is_checkpoint(path):
         train_metadata = CheckpointReader(path, verify=False).metadata.get("train", {})

@@ -1,1 +1,1 @@
-"""Measurements of a model: acceptance, round costs, self-check."""
+"""Measures models: acceptance, round costs, self-check."""

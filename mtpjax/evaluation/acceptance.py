@@ -1,7 +1,7 @@
 """Measures acceptance on given prompts: decodes them plainly and with drafts, and runs a teacher-forced pass.
 
-This module returns counts per prompt; `mtpjax.evaluation.metrics` turns them into rates and accept lengths, as it does
-for the counts of `mtpjax ablate` and `merge-mtp --check`.
+This module returns counts per prompt. `mtpjax.evaluation.metrics` turns them into rates and accept lengths, as it does
+for the counts from `mtpjax ablate` and `merge-mtp --check`.
 """
 
 import dataclasses
@@ -33,7 +33,7 @@ def measure_acceptance(
 ) -> AcceptanceCounts:
     """Decodes prompts plainly and with drafts, and runs a teacher-forced pass over the plain texts.
 
-    A drafter with parameters that is not a `TrainedDrafter` has no teacher-forced pass: its sums are 0, and its
+    A drafter with its own parameters that is not a `TrainedDrafter` has no teacher-forced pass: its sums are 0 and its
     predictions are nan.
 
     Args:
@@ -41,16 +41,16 @@ def measure_acceptance(
         prompts: P token lists.
         config: decoding settings with `num_steps` of at least 1.
         temperature: one temperature for all prompts, or one per prompt.
-        seed: seed of the first prompt; each further prompt's seed is one higher.
-        batch_size: prompts decoded together.
+        seed: random seed for the first prompt; the seed increases by 1 per prompt.
+        batch_size: number of prompts decoded together.
         draft_params: parameters of `config.drafter`, if it has its own (`mtpjax.load_drafter`).
 
     Returns:
         The counts of every prompt.
 
     Raises:
-        ValueError: for a config without draft levels, a batch size or temperature out of range, and settings that
-            decoding rejects.
+        ValueError: the config has no draft levels, the batch size or a temperature is out of range, or decoding rejects
+            the settings.
     """
     # Check before decoding, which may take minutes.
     if not config.num_steps:
@@ -83,8 +83,8 @@ def _measure_batch(
     config: DecodeConfig,
     draft_params: Any,
 ) -> AcceptanceCounts:
-    # Drafts of the last round may reach up to K tokens past the text's end. Plain decoding continues that far, so that
-    # the prediction can compare them. If the model has no positions left, predicted drafts end with the text.
+    # The last round's drafts may extend up to K tokens past the end of the text. Plain decoding continues that far, so
+    # that the prediction can compare them. At the model's maximum length, predicted drafts end with the text.
     longest = model.config.max_position_embeddings
     extended_config = dataclasses.replace(
         config,
@@ -93,7 +93,7 @@ def _measure_batch(
         stop_token_ids=(),
         stop_sequences=(),
     )
-    # 1. Decode plainly, and cut the text where the user's limits and stop sequences end it.
+    # 1. Decode plainly, and cut each text where the user's limits and stop sequences end it.
     rows = list(prompts)
     extended = generate(params, rows, model=model, config=extended_config, **sampling).rows()
     plain = [_cut_at_end(text, config, len(row), model) for row, text in zip(rows, extended, strict=True)]
@@ -101,14 +101,14 @@ def _measure_batch(
     drafted: dict[str, Any] = {"model": model, "config": config, "draft_params": draft_params}
     result = speculative_generate(params, rows, **drafted, **sampling)
     is_identical = equals_plain_decoding(params, rows, result.rows(), plain, model=model, config=config, **sampling)
-    # 3. One teacher-forced pass over the plain text gives rates at every position, and the predictions.
+    # 3. Run one teacher-forced pass over the plain texts, for the rates at every position and the predictions.
     if draft_params is None or isinstance(draft_params, DraftParams):
         num_new = np.array([len(text) for text in plain])
         forced = count_teacher_forced(params, rows, num_new, extended, temperatures=temperatures, **drafted)
     else:
         shape = len(rows), config.num_steps
         forced = TeacherForcedSums(*np.zeros((7, *shape))), Predicted(*np.full((3, *shape), np.nan))
-    # An array of lists, so that it is indexed and concatenated as the counts are.
+    # Use an array of lists, so that it can be indexed and concatenated like the counts.
     texts = np.empty(len(plain), object)
     texts[:] = plain
     return AcceptanceCounts(*forced, result.stats.rounds, result.stats.accepted, is_identical, texts)
@@ -133,20 +133,20 @@ def equals_plain_decoding(
     config: DecodeConfig,
     **sampling_kwargs,
 ) -> np.ndarray:
-    """Checks that texts decoded with drafts equal plain decoding's.
+    """Checks whether texts decoded with drafts equal the texts of plain decoding.
 
-    Below float32, matmuls round differently at different batch widths, so near-tied logits can flip. A text that
-    differs from `plain` is therefore compared again, with plain decoding in passes as wide as verification. This second
-    comparison is reliable for a fixed depth; rounds of an adaptive depth have several widths, unless `config.min_rows`
-    is the width of the deepest. The states that linear attention replays may also differ in the last bit.
+    Below float32, matmuls round differently at different batch widths, so near-tied logits can flip. If texts differ,
+    they are compared again with plain decoding in passes that are as wide as verification. This second comparison is
+    reliable for a fixed depth; with an adaptive depth, rounds have several widths, unless `config.min_rows` is the
+    width of the deepest. The states that linear attention replays may also differ in the last bit.
 
     Args:
-        rows: new tokens of decoding with `config`.
-        plain: new tokens of plain decoding.
-        **sampling_kwargs: from `sampling_arguments` for these calls.
+        rows: new tokens from decoding with `config`.
+        plain: new tokens from plain decoding.
+        **sampling_kwargs: the result of `sampling_arguments` for these calls.
 
     Returns:
-        `[P]` bool.
+        `[P]` bool, True for equal texts.
     """
     is_equal = np.array([row == other for row, other in zip(rows, plain, strict=True)])
     if is_equal.all() or jnp.finfo(params["embedding"].dtype).bits >= 32:
@@ -158,5 +158,5 @@ def equals_plain_decoding(
 
 
 def sampling_arguments(temperature, seeds: list[int]) -> dict[str, Any]:
-    """Returns `{"sampling": SamplingParams}` for a decoding call; an empty dict if every row is at temperature 0."""
+    """Returns `{"sampling": SamplingParams}` for a decoding call, or an empty dict if every row is at temperature 0."""
     return {"sampling": SamplingParams(temperature=temperature, seed=seeds)} if np.any(temperature) else {}

@@ -2,10 +2,10 @@
 
 Nothing runs, and no GPU is needed; `mtpjax.compat.h100_devices` lists the required packages.
 
-Arguments of several functions here and in `mtpjax.evaluation.plan`: `params` are shapes, as from `stored_shapes`;
-`sizes` are the sizes of the mesh axes by name; `rows` is the batch size, `slots` the number of cache slots of each row,
-and `num_steps` the number of draft levels. `prefill_chunk` is the number of tokens of a prefill pass; None: the number
-that `speculative_generate` chooses for prompts of half the slots.
+Several functions here and in `mtpjax.evaluation.plan` share these arguments: `params` are shapes, as returned by
+`stored_shapes`; `sizes` are the sizes of the mesh axes by name; `rows` is the batch size, `slots` the number of cache
+slots per row, and `num_steps` the number of draft levels. `prefill_chunk` is the number of tokens per row in a prefill
+pass; None: the number that `speculative_generate` chooses for prompts that fill half the slots.
 """
 
 import collections
@@ -46,11 +46,11 @@ class Compiled:
     """One compiled call.
 
     Attributes:
-        arguments: bytes per device of weights and state.
-        temp: bytes per device of temporary memory.
-        collectives: number of occurrences of each (operation, shapes, place in the program).
-        kernels: Triton calls in the module.
-        seconds: CPU seconds of the compilation.
+        arguments: bytes of weights and state per device.
+        temp: bytes of temporary memory per device.
+        collectives: number of occurrences of each (operation, shapes, location in the program).
+        kernels: number of Triton calls in the module.
+        seconds: CPU seconds that compilation took.
     """
 
     arguments: int
@@ -64,11 +64,11 @@ def stored_shapes(config: ModelConfig, *, has_fp8: bool) -> dict:
     """Returns the shapes and dtypes of a model's parameters in a published checkpoint.
 
     Args:
-        has_fp8: the matrices are fp8 with a scale for each 128 x 128 block, as DeepSeek-V3 stores them; embedding, head
-            and the rest are bfloat16 either way.
+        has_fp8: the matrices are fp8 with a scale for each 128 x 128 block, as DeepSeek-V3 stores them. Embedding, head
+            and the rest are bfloat16 in any case.
 
     Returns:
-        A tree of `jax.ShapeDtypeStruct`, and of `BlockScaled`.
+        A tree of `jax.ShapeDtypeStruct` and `BlockScaled`.
     """
     store = functools.partial(_as_stored, has_fp8=has_fp8)
     return jax.eval_shape(lambda params: jax.tree_util.tree_map_with_path(store, params), param_shapes(config))
@@ -78,7 +78,7 @@ def _as_stored(path, leaf, *, has_fp8: bool):
     name = path_name(path)
     if not has_fp8 or leaf.ndim < 2 or not FP8_PLACES.search(name):
         return leaf.astype(jnp.bfloat16)
-    # The input axis: after that of the experts, and else the first.
+    # The input axis is the first one, or the one after the expert axis.
     is_stack = re.search(r"experts/(gate_up|down)$", name) is not None
     axis = (1 if is_stack else 0) - leaf.ndim
     shape = list(leaf.shape)
@@ -89,10 +89,10 @@ def _as_stored(path, leaf, *, has_fp8: bool):
 def call_shapes(
     config: ModelConfig, params: dict, sizes: Mapping[str, int], *, rows: int, slots: int, num_steps: int
 ) -> tuple[ModelConfig, dict, Any]:
-    """Returns the shapes of a decoding call's arguments, with the copies that a mesh needs.
+    """Returns the shapes of a decoding call's arguments, including the copies of key and value heads that a mesh needs.
 
     Returns:
-        The config to decode with, the parameters, and the state. Shapes are those of whole arrays.
+        The config to decode with, the parameters, and the state. The shapes are global, not per device.
     """
     fitted = fit_config(config, sizes)
 
@@ -113,7 +113,7 @@ def call_shapes(
 def bytes_of_shards(
     tree: Any, config: ModelConfig, sizes: Mapping[str, int], *, is_state: bool = False
 ) -> Iterator[tuple[str, tuple, float]]:
-    """Yields path, whole shape and bytes on one device of each parameter, or of each array of a decoding state."""
+    """Yields path, global shape and bytes per device of each parameter, or of each array in a decoding state."""
     specs = part_specs(tree, config, sizes, is_state=is_state)
     leaves, _ = jax.tree_util.tree_flatten_with_path(tree)
     for (path, leaf), spec in zip(leaves, jax.tree.leaves(specs), strict=True):
@@ -121,7 +121,7 @@ def bytes_of_shards(
 
 
 def h100_mesh(sizes: Mapping[str, int]) -> Mesh:
-    """Makes a mesh of H100s without needing any; raises `RuntimeError` if the CUDA plug-in is missing."""
+    """Makes a mesh of H100s on a machine that needs none; raises `RuntimeError` if the CUDA plug-in is missing."""
     return compat.make_mesh(sizes, compat.h100_devices(f"1x1x{math.prod(sizes.values())}"))
 
 
@@ -136,11 +136,8 @@ def compile_call(
     implementation: Implementation = "triton",
     prefill_chunk: int | None = None,
 ) -> Compiled:
-    """Compiles the decoding call of a model for a mesh, such as `h100_mesh`.
-
-    `implementation` runs the kernels.
-    """
-    # 1. Shapes of the arguments, and the static settings that decoding would choose for this batch.
+    """Compiles a model's decoding call for a mesh such as `h100_mesh`, with the kernels of `implementation`."""
+    # 1. Get the shapes of the arguments, and the static settings that decoding would choose for this batch.
     sizes = dict(mesh.shape)
     config, shapes, state = call_shapes(config, params, sizes, rows=rows, slots=slots, num_steps=num_steps)
     model = MTPModel(config, implementation=implementation)
@@ -180,7 +177,7 @@ def _place(tree, specs, mesh: Mesh):
 
 
 def find_collectives(text: str) -> dict[tuple[str, str, str], int]:
-    """Counts the collectives of a compiled module by (operation, shapes, place); layers count as one place."""
+    """Counts a compiled module's collectives by (operation, shapes, location); all layers count as one location."""
     found: collections.Counter[tuple[str, str, str]] = collections.Counter()
     for line in text.splitlines():
         match = COLLECTIVE.search(line)

@@ -10,13 +10,14 @@ import numpy as np
 class TeacherForcedSums(NamedTuple):
     """Sums over the positions of each prompt's continuation, `[P, K]`, from one teacher-forced pass.
 
-    A position counts at level k if its k-1 draft inputs are tokens of the text and the trunk's own choice is known.
+    A position counts at level k if its k-1 draft inputs are tokens of the text and the trunk's choice for the drafted
+    token is known.
 
     Attributes:
-        positions: positions that count.
-        agrees: positions where level k's arg-max equals the trunk's.
-        reached: positions where levels 1..k-1 agree.
-        survives: positions where levels 1..k agree.
+        positions: number of positions that count.
+        agrees: number of positions where level k's arg-max equals the trunk's.
+        reached: number of positions where levels 1..k-1 agree.
+        survives: number of positions where levels 1..k agree.
         overlap: sum of 1 - TV between level k's distribution and the trunk's.
         overlap_reached: sum of the product of the overlaps of levels 1..k-1.
         overlap_survives: sum of the product of the overlaps of levels 1..k.
@@ -36,8 +37,8 @@ class Predicted(NamedTuple):
 
     Attributes:
         accepted: accepted drafts per level.
-        rounds_at_depth: rounds if rounds had 1..K levels.
-        accepted_at_depth: accepted drafts of all levels if rounds had 1..K levels.
+        rounds_at_depth: number of rounds for each draft depth 1..K.
+        accepted_at_depth: accepted drafts of all levels, for each draft depth 1..K.
     """
 
     accepted: np.ndarray
@@ -46,7 +47,7 @@ class Predicted(NamedTuple):
 
     @property
     def rounds(self) -> np.ndarray:
-        """`[P]` rounds at the depth of the call."""
+        """`[P]` predicted rounds at the depth of the call."""
         return self.rounds_at_depth[:, -1]
 
 
@@ -57,9 +58,10 @@ class AcceptanceCounts(NamedTuple):
         teacher_forced: sums of the teacher-forced pass.
         predicted: predicted counts of decoding.
         rounds: `[P]` verification passes of decoding.
-        accepted: `[P, K]` accepted drafts of decoding per level.
-        is_identical: `[P]` bool, True if decoding with drafts returned plain decoding's text (`equals_plain_decoding`).
-        texts: `[P]` lists of the new tokens of plain decoding.
+        accepted: `[P, K]` drafts that decoding accepted, per level.
+        is_identical: `[P]` bool, True if decoding with drafts returned the same text as plain decoding
+            (`equals_plain_decoding`).
+        texts: `[P]` lists of the new tokens from plain decoding.
     """
 
     teacher_forced: TeacherForcedSums

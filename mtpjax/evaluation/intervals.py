@@ -1,7 +1,7 @@
-"""95 % bootstrap intervals, which state the uncertainty of every measurement of this project.
+"""95 % bootstrap intervals, which state the uncertainty of every measurement in this project.
 
-The resampled units are whole prompts, batches or repeats, because the steps of one of them are correlated. The
-random numbers are fixed, so that a report is reproducible.
+The resampled units are whole prompts, batches or repeats, because the steps within a unit are correlated. The random
+seed is fixed, so that a report is reproducible.
 """
 
 import dataclasses
@@ -13,7 +13,7 @@ NUM_RESAMPLES = 2000  # bootstrap samples per interval
 
 @dataclasses.dataclass(frozen=True)
 class Estimate:
-    """A measurement with its 95 % interval; nan if it is undefined."""
+    """A measurement with its 95 % interval; undefined numbers are nan."""
 
     value: float
     low: float
@@ -25,16 +25,16 @@ class Estimate:
 
 
 def resample(*num_units: int) -> tuple[np.ndarray, ...]:
-    """Draws bootstrap samples of several kinds of units, such as prompts and repeats, independently of each other.
+    """Draws bootstrap samples for several kinds of units, such as prompts and repeats, independently of each other.
 
-    Returns `[NUM_RESAMPLES, P]` unit numbers for each of the `num_units` P, drawn with replacement.
+    Returns for each P in `num_units` the indices `[NUM_RESAMPLES, P]` of units, drawn with replacement.
     """
     rng = np.random.default_rng(0)
     return tuple(rng.integers(count, size=(NUM_RESAMPLES, count)) for count in num_units)
 
 
 def resampled_weights(num_units: int) -> np.ndarray:
-    """Returns how often each of P units is in each bootstrap sample, `[NUM_RESAMPLES, P]`."""
+    """Returns how often each of P units occurs in each bootstrap sample, `[NUM_RESAMPLES, P]`."""
     (units,) = resample(num_units)
     weights = np.zeros(units.shape)
     np.add.at(weights, (np.arange(NUM_RESAMPLES)[:, None], units), 1)
@@ -45,9 +45,8 @@ def estimate_from(value: float, resampled: np.ndarray) -> Estimate:
     """Makes an estimate from a measurement and its values in the bootstrap samples.
 
     Args:
-        value: the statistic of all units.
-        resampled: `[NUM_RESAMPLES]` the statistic of each bootstrap sample; nan where it is undefined, which is left
-            out.
+        value: the statistic over all units.
+        resampled: `[NUM_RESAMPLES]` the statistic of each bootstrap sample; undefined ones are nan and left out.
 
     Returns:
         The value, and the 2.5 % and 97.5 % quantiles of the samples.

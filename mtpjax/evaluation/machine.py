@@ -1,4 +1,4 @@
-"""Describes the machine of a measurement, and measures how much other programs disturbed it.
+"""Describes the machine that runs a measurement, and measures how much other programs disturbed it.
 
 Only `describe_device` imports JAX.
 """
@@ -23,7 +23,7 @@ def describe_machine() -> dict[str, str | int]:
 
 
 def describe_device(count: int = 1) -> str:
-    """Returns the names of JAX's `count` devices: "NVIDIA H100 80GB HBM3 x 8" or "AMD EPYC 7B13, 2 cores"."""
+    """Describes the `count` devices that JAX uses: "NVIDIA H100 80GB HBM3 x 8" or "AMD EPYC 7B13, 2 cores"."""
     import jax
 
     device = jax.devices()[0]
@@ -39,7 +39,7 @@ def has_waiting_times() -> bool:
 
 
 def busy_seconds() -> float:
-    """Returns how long the cores that this process may use were not idle since the system started.
+    """Returns how long the cores that this process may use were busy since the system started, in core-seconds.
 
     Time that a hypervisor gave to other machines counts as busy. nan if the system does not report it.
     """
@@ -48,8 +48,8 @@ def busy_seconds() -> float:
         own = {f"cpu{number}" for number in os.sched_getaffinity(0)}
     except (OSError, AttributeError):
         return float("nan")
-    # Columns: user, nice, system, idle, iowait, irq, softirq, steal. The kernel measures idle time exactly and samples
-    # the others, so what is busy follows from the clock.
+    # Columns: user, nice, system, idle, iowait, irq, softirq, steal. The kernel measures idle time exactly but samples
+    # the others, so subtract the idle time from the wall-clock time.
     idle = [sum(map(int, line.split()[4:6])) for line in lines if line.split()[0] in own]
     return len(idle) * time.perf_counter() - sum(idle) * _TICK
 
@@ -57,18 +57,18 @@ def busy_seconds() -> float:
 class Stopwatch:
     """Measures wall time, CPU time, and the time that this process's threads waited for a core.
 
-    Threads wait while other programs run on the cores, so a long wait means a disturbed measurement.
+    Threads wait while other programs run on the cores, so long waits mean that the measurement was disturbed.
     """
 
     def __init__(self):
         self.begin = self._now()
 
     def _now(self) -> tuple[float, float, float, float]:
-        """Returns wall, CPU, waiting and busy time in seconds. Where the kernel has no schedstat, waiting time is 0."""
+        """Returns wall, CPU, waiting and busy time in seconds. If the kernel has no schedstat, waiting time is 0."""
         # The second number of Linux's schedstat counts the nanoseconds that a thread was ready but not running.
         waited = 0
         for task in pathlib.Path("/proc/self/task").glob("*/schedstat"):
-            # A thread may end between the listing and the reading.
+            # A thread may end after it was listed and before its file is read.
             with contextlib.suppress(OSError):
                 waited += int(task.read_text().split()[1])
         return time.perf_counter(), time.process_time(), waited * 1e-9, busy_seconds()
@@ -76,19 +76,19 @@ class Stopwatch:
     def read(self) -> dict[str, float]:
         """Returns `seconds`, `cpu_seconds` and `waited_seconds` since the start.
 
-        A thread also waits for other threads of its process, which is not a disturbance. Its waiting time
-        is therefore capped at the time that other programs ran on these cores.
+        Threads also wait for other threads of this process, which is not a disturbance. The waiting time is therefore
+        capped at the time that other programs ran on these cores.
         """
         seconds, cpu, waited, busy = (now - begin for begin, now in zip(self.begin, self._now(), strict=True))
         # The waiting time of ended threads is lost.
         waited = max(waited, 0.0)
         if not math.isnan(busy):
-            # Each core's idle time is known up to a tick.
+            # Each core's idle time is only known to within one tick.
             others = busy - cpu - len(os.sched_getaffinity(0)) * _TICK
             waited = min(waited, max(others, 0.0))
         return {"seconds": seconds, "cpu_seconds": cpu, "waited_seconds": waited}
 
     def waited_share(self) -> float:
-        """Returns the share of the time since the start that threads waited for a core, added up over the threads."""
+        """Returns how long threads waited for a core, summed over threads, as a share of the time since the start."""
         elapsed = self.read()
         return elapsed["waited_seconds"] / max(elapsed["seconds"], 1e-9)

@@ -1,9 +1,9 @@
 """Computes acceptance rates and accept lengths from the counts of `mtpjax.evaluation.acceptance`.
 
-Rates have the names of `mtpjax.decoding.result`: a level's *conditional* rate is the share of accepted drafts among the
-positions where all levels before it were accepted, its *survival* the share among all positions. Accept lengths include
-the bonus token unless their name says otherwise. *Micro* averages over all rounds, *macro* over the prompts' own accept
-lengths. Intervals resample whole prompts (`mtpjax.evaluation.intervals`).
+Rates are named as in `mtpjax.decoding.result`: a level's *conditional* rate is the share of accepted drafts among the
+positions where all earlier levels were accepted, its *survival* the share among all positions. Accept lengths include
+the bonus token unless their name says otherwise. A *micro* average is over all rounds, a *macro* average over the
+accept lengths of the prompts. Intervals resample whole prompts (`mtpjax.evaluation.intervals`).
 """
 
 from collections.abc import Sequence
@@ -26,7 +26,7 @@ def estimate(numerator: np.ndarray, denominator: np.ndarray, *, offset: float = 
     Returns:
         K estimates.
     """
-    # A resampled sum is a product with the number of times that each prompt was drawn.
+    # The sum over a bootstrap sample is a product with the number of times that each prompt was drawn.
     numerator, denominator = np.broadcast_arrays(np.asarray(numerator, float), np.asarray(denominator, float))
     weights = resampled_weights(len(numerator))
     values = _ratio(numerator.sum(axis=0), denominator.sum(axis=0)) + offset
@@ -40,18 +40,18 @@ def _ratio(numerator: np.ndarray, denominator: np.ndarray) -> np.ndarray:
 
 
 def decoded_rates(rounds: np.ndarray, accepted: np.ndarray) -> dict[str, Any]:
-    """Computes accept lengths and rates of decoding.
+    """Computes the accept lengths and rates that decoding reached.
 
     Args:
         rounds: `[P]` verification passes per prompt.
         accepted: `[P, K]` accepted drafts per prompt and level.
 
     Returns:
-        Estimates: "accept_length" (micro), "accept_length_macro", "accept_length_without_bonus" (micro), and lists over
-        levels, "conditional" and "survival".
+        Estimates "accept_length" (micro), "accept_length_macro" and "accept_length_without_bonus" (micro), and lists of
+        estimates by level, "conditional" and "survival".
     """
     rounds, accepted = np.asarray(rounds), np.asarray(accepted)
-    # Level k is reached in every step that accepted level k-1.
+    # Level k is reached in every round that accepted level k-1.
     reached = np.concatenate([rounds[:, None], accepted[:, :-1]], axis=1)
     (micro,) = estimate(accepted.sum(axis=1, keepdims=True), rounds[:, None], offset=1.0)
     # Prompts without rounds have no accept length and do not count.
@@ -71,9 +71,9 @@ def teacher_forced_rates(sums: TeacherForcedSums) -> dict[str, Any]:
     """Computes the rates of a teacher-forced pass.
 
     Returns:
-        Lists of estimates over levels. "agreement", "conditional" and "survival" compare arg-max tokens (temperature
-        0); "overlap", "overlap_conditional" and "overlap_survival" use 1 - TV (the rule "token" at the temperature of
-        the pass). "accept_length" and "overlap_accept_length" are 1 plus the sum of the survival rates.
+        Lists of estimates by level: "agreement", "conditional" and "survival" compare arg-max tokens (temperature 0);
+        "overlap", "overlap_conditional" and "overlap_survival" use 1 - TV (the rule "token" at the temperature of the
+        pass). The numbers "accept_length" and "overlap_accept_length" are 1 plus the sum of the survival rates.
     """
     # The expected tokens of a round are the bonus token and one token for each level that survives.
     survival = estimate(sums.survives, sums.positions)
@@ -96,7 +96,7 @@ def estimate_speed_up(steps: np.ndarray, accepted: np.ndarray, plain_steps: np.n
     Args:
         steps: `[P]` verification passes per prompt.
         accepted: `[P, K]` accepted drafts per prompt and level.
-        plain_steps: `[R]` the measured costs of a round, in plain steps.
+        plain_steps: `[R]` measurements of the cost of a round, in units of a plain step.
 
     Returns:
         The accept length of all prompts over the median cost, with a 95 % interval that resamples the prompts and,
@@ -104,7 +104,7 @@ def estimate_speed_up(steps: np.ndarray, accepted: np.ndarray, plain_steps: np.n
     """
     prompts, timings = resample(len(steps), len(plain_steps))
     per_prompt = accepted.sum(axis=1)
-    # Samples of prompts without a step have no accept length, and are left out.
+    # A bootstrap sample whose prompts have no steps has no accept length and is left out.
     sampled_steps = steps[prompts].sum(axis=1)
     lengths = 1 + per_prompt[prompts].sum(axis=1) / np.where(sampled_steps > 0, sampled_steps, np.nan)
     value = (1 + per_prompt.sum() / steps.sum()) / np.median(plain_steps)
@@ -116,14 +116,14 @@ def report(acceptance: AcceptanceCounts, categories: Sequence[str]) -> dict[str,
 
     Returns:
         Metrics by category, "overall" first: counts ("prompts", "rounds", "identical") and the groups "decoded",
-        "predicted" and "teacher_forced". If there is one category, "overall" is the only entry. A category "overall"
-        becomes "category overall".
+        "predicted" and "teacher_forced". If there is only one category, "overall" is the only entry. A category that is
+        called "overall" becomes "category overall".
     """
     names, distinct = np.array(categories), dict.fromkeys(categories)
     groups = {"overall": np.ones(len(names), bool)}
     if len(distinct) > 1:
         groups |= {f"category {name}" if name in groups else name: names == name for name in distinct}
-    # Every group gets the same metrics, from the counts of its own prompts.
+    # Compute the same metrics for every group, from the counts of its prompts.
     result = {}
     for name, mask in groups.items():
         part = acceptance.select(mask)
@@ -143,7 +143,7 @@ def report(acceptance: AcceptanceCounts, categories: Sequence[str]) -> dict[str,
 
 
 def to_json(value: Any) -> Any:
-    """Converts a report, or a part of it, for JSON: estimates become objects, and nan becomes None."""
+    """Converts a report, or a part of one, to JSON values: estimates become objects, and nan becomes None."""
     if isinstance(value, Estimate):
         return value.to_dict()
     if isinstance(value, dict):
@@ -154,7 +154,7 @@ def to_json(value: Any) -> Any:
 
 
 def print_report(console, metrics: dict[str, dict[str, Any]]) -> None:
-    """Prints two tables of 80 columns: accept lengths by category, and rates by category and level."""
+    """Prints two tables 80 columns wide: accept lengths by category, and rates by category and level."""
     from rich.markup import escape
 
     from mtpjax.evaluation.tables import number_table
@@ -165,8 +165,8 @@ def print_report(console, metrics: dict[str, dict[str, Any]]) -> None:
     def spread(rate: Estimate, digits: int = 3) -> str:
         return f"{rate.value:.{digits}f} {rate.low:.{digits}f}-{rate.high:.{digits}f}"
 
-    # 1. Accept lengths, a row per category: measured in decoding, predicted, and teacher-forced. One interval leaves
-    # room for the names of the categories; the JSON file has all of them.
+    # 1. Accept lengths, a row per category: measured by decoding, predicted, and teacher-forced. Only one interval is
+    # shown, to leave room for the category names; the JSON file has all intervals.
     headings = ("prom-\npts", "micro", "macro", "no\nbonus", "pre-\ndicted", "teacher-\nforced", "1-TV")
     lengths = number_table("accept length: tokens per round, bonus token included (95 %)", headings, "category")
     for name, row in metrics.items():
@@ -192,7 +192,7 @@ def print_report(console, metrics: dict[str, dict[str, Any]]) -> None:
                 spread(decoded["survival"][level], 2),
             )
     console.print(rates)
-    # 3. Predicted accept lengths of shallower rounds, which help to choose a depth.
+    # 3. Predicted accept lengths at smaller depths, which help to choose a depth.
     at_depth = [length.value for length in metrics["overall"]["predicted"]["accept_length_at_depth"]]
     if not np.isnan(at_depth[0]):
         values = ", ".join(f"{value:.2f}" for value in at_depth)

@@ -1,4 +1,4 @@
-"""The ops that can be timed separately, at any shape that `dispatch.choose` takes: op -> maker of its case."""
+"""The ops that can be timed separately, with functions that make a case of any shape that `dispatch.choose` takes."""
 
 from collections.abc import Callable
 
@@ -32,5 +32,5 @@ CASES: dict[str, Callable[[Shape], Case]] = {
 
 
 def implementations_of(op: str) -> tuple[str, ...]:
-    """Returns the implementations of an op that can be timed here, on a GPU."""
+    """Returns the implementations of an op that can be timed on this GPU."""
     return ("xla", "triton", *(["jax_triton"] if op == "block_scaled_matmul" and HAS_JAX_TRITON else []))

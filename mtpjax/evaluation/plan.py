@@ -1,8 +1,7 @@
 """Computes the memory that a model needs on a mesh of GPUs, for `mtpjax plan`.
 
-Bytes of weights, caches and state are arithmetic: the shapes of the decoding call's arguments, divided over the mesh.
-Temporary memory is an estimate; `mtpjax.evaluation.compiled_call` compiles the call for the exact temporary
-memory.
+The bytes of weights, caches and state are computed exactly, from the shapes of the decoding call's arguments and their
+sharding. Temporary memory is an estimate; `mtpjax.evaluation.compiled_call` compiles the call to get the exact size.
 """
 
 import dataclasses
@@ -17,7 +16,6 @@ from mtpjax.evaluation.roofline import Device, check_numbers
 from mtpjax.models.config import ModelConfig
 from mtpjax.models.decoding_layout import find_copies
 from mtpjax.models.layers.latent_attention import is_expanded_cheaper
-from mtpjax.models.model import MTPModel
 from mtpjax.models.params import is_of_modules
 from mtpjax.models.sharding import num_shards, param_spec, path_name
 from pallas_kernels.block_scaled_matmul import MAX_ROWS
@@ -32,7 +30,7 @@ class Temp:
     Attributes:
         name: "experts", "matrices", "attention" or "indexer".
         nbytes: bytes per device.
-        bytes_per_slot: bytes of one more slot in each row.
+        bytes_per_slot: additional bytes if each row has one more slot.
     """
 
     name: str
@@ -46,14 +44,14 @@ class Plan:
 
     Attributes:
         mesh: sizes of the axes.
-        rows: rows of the batch, filled up to a multiple of `data`.
-        slots: cache slots of each row.
-        weights: bytes of the parameters per device.
-        state: bytes of the caches and of the rest of the decoding state per device.
-        temps: estimated bytes of temporary memory, by the kind of layer that runs. They do not add up.
-        bytes_per_row: bytes of the state of one more row on a device.
-        bytes_per_slot: bytes of one more slot in each row of a device.
-        prefill_chunk: tokens of a prefill pass.
+        rows: rows in the batch, padded to a multiple of `data`.
+        slots: cache slots per row.
+        weights: bytes of parameters per device.
+        state: bytes of decoding state per device, including the caches.
+        temps: estimated temporary memory, by the kind of layer that runs. The largest one counts, not the sum.
+        bytes_per_row: additional bytes of state per device if each device has one more row.
+        bytes_per_slot: additional bytes of state per device if each row has one more slot.
+        prefill_chunk: tokens per row in a prefill pass.
     """
 
     mesh: dict[str, int]
@@ -68,7 +66,7 @@ class Plan:
 
     @property
     def temp(self) -> int:
-        """Estimated bytes of temporary memory per device: those of the widest kind of layer."""
+        """Estimated bytes of temporary memory per device, for the kind of layer that needs most."""
         return round(max(temp.nbytes for temp in self.temps))
 
     @property
@@ -78,30 +76,30 @@ class Plan:
 
     @property
     def total(self) -> int:
-        """Bytes per device, with the estimated temporary memory."""
+        """Bytes per device, including the estimated temporary memory."""
         return self.arguments + self.temp
 
     def free(self, device: Device) -> float:
-        """Remaining bytes of a device's usable memory."""
+        """Unused bytes of a device's usable memory."""
         return USABLE_SHARE * device.memory - self.total
 
     def largest_batch(self, device: Device) -> int:
-        """Rows that fit with these slots; temporary memory grows with them."""
+        """Maximum number of rows that fit with this number of slots; temporary memory grows with the rows."""
         data = self.mesh.get("data", 1)
         per_row = self.bytes_per_row + self.temp * data / self.rows
         return max(0, self.rows // data + math.floor(self.free(device) / per_row)) * data
 
     def largest_slots(self, device: Device) -> int:
-        """Cache slots of each row that fit with these rows."""
+        """Maximum number of cache slots per row that fit with this number of rows."""
         usable = USABLE_SHARE * device.memory - self.arguments
         more = min((usable - temp.nbytes) / max(self.bytes_per_slot + temp.bytes_per_slot, 1) for temp in self.temps)
         return max(0, self.slots + math.floor(more))
 
 
 def list_meshes(count: int) -> list[dict[str, int]]:
-    """Lists the meshes `data x tensor` of a number of GPUs, the largest `tensor` first.
+    """Lists the meshes `data x tensor` for a number of GPUs, with the largest `tensor` first.
 
-    `data` splits experts as well as rows.
+    The axis `data` shards both experts and rows.
     """
     return [{"data": count // tensor, "tensor": tensor} for tensor in range(count, 0, -1) if count % tensor == 0]
 
@@ -128,19 +126,18 @@ def plan_layout(
         raise ValueError(problem)
     data = sizes.get("data", 1)
     rows = -(-rows // data) * data
-    # 2. Shapes of the state at this size, with one more row per device, and with 128 more slots per row.
+    # 2. Get the shapes of the state at this size, with one more row per device, and with 128 more slots per row.
     fitted, params, state = call_shapes(config, params, sizes, rows=rows, slots=slots, num_steps=num_steps)
     _, _, more_rows = call_shapes(config, {}, sizes, rows=rows + data, slots=slots, num_steps=num_steps)
     _, _, more_slots = call_shapes(config, {}, sizes, rows=rows, slots=slots + 128, num_steps=num_steps)
-    # 3. Bytes on one device. The differences of the states give the bytes of a row and of a slot.
+    # 3. Count the bytes on one device. The differences between the states give the bytes per row and per slot.
     weights, *states = (
         round(sum(nbytes for _, _, nbytes in bytes_of_shards(tree, fitted, sizes, is_state=tree is not params)))
         for tree in (params, state, more_rows, more_slots)
     )
     if prefill_chunk is None:
-        model = MTPModel(fitted, implementation="triton")
         prefill_chunk = choose_prefill_chunk(
-            model.config, rows, "cuda", implementation=model.implementation, longest_prompt=slots // 2, max_length=slots
+            fitted, rows, "cuda", implementation="triton", longest_prompt=slots // 2, max_length=slots
         )
     return Plan(
         mesh=dict(sizes),
@@ -158,28 +155,28 @@ def plan_layout(
 def estimate_temps(
     config: ModelConfig, params: dict, sizes: Mapping[str, int], *, rows: int, slots: int, prefill_chunk: int
 ) -> Iterator[Temp]:
-    """Estimates the temporary memory of a decoding call with kernels: the widest arrays of a prefill pass, in bfloat16.
+    """Estimates the temporary memory of a decoding call that uses kernels, by kind of layer.
 
-    Yields the memory by kind of layer.
+    It consists of the largest arrays in a prefill pass, in bfloat16.
     """
     tensor, data = sizes.get("tensor", 1), sizes.get("data", 1)
     local_rows, width = rows // data, config.hidden_size
     tokens = local_rows * prefill_chunk
     # In every layer: the residual stream, the layer's input and its output.
     shared = 2.0 * 3 * tokens * width
-    # Linear attention: XLA keeps the inputs of all convolutions to the end of the pass.
+    # Linear attention: XLA keeps the inputs of all convolutions until the end of the pass.
     channels = 2 * config.linear_num_key_heads * config.linear_key_head_dim
     channels += config.linear_num_value_heads * config.linear_value_head_dim
     inputs = local_rows * (prefill_chunk + config.linear_conv_kernel_dim - 1) * channels / tensor
     shared += 2 * inputs * sum(kind.attention == "delta" for kind in config.trunk_kinds)
-    # 1. Experts: for the rows of all `data` devices the outputs of each token's experts, together with first their
-    # activations, then the sums.
+    # 1. Experts, for the rows of all `data` devices: the outputs of each token's experts, together first with their
+    # activations and then with the sums.
     if config.is_moe:
         all_tokens = rows * prefill_chunk
         chosen = all_tokens * config.num_experts_per_tok
         activations = chosen * config.moe_intermediate_size / tensor
         yield Temp("experts", shared + 2 * chosen * width + 2 * max(activations, all_tokens * width))
-    # 2. Matrices: with many tokens XLA writes fp8 ones out in bfloat16. Dense layers have the widest product.
+    # 2. Matrices: with many tokens, XLA writes out fp8 matrices in bfloat16. Dense layers have the widest product.
     written = 0.0
     if tokens > MAX_ROWS:
         for (name, _, nbytes), leaf in zip(
@@ -190,23 +187,23 @@ def estimate_temps(
     is_dense = any(not kind.is_moe for kind in config.trunk_kinds)
     product = tokens * 2 * config.intermediate_size / tensor if is_dense else 0
     yield Temp("matrices", shared + written + 2 * product)
-    # 3. Latent attention in its expanded form: keys and values of every slot, a part of the keys twice; and queries.
+    # 3. Latent attention in its expanded form: keys and values of every slot, with part of the keys twice, and queries.
     if config.attention == "latent" and is_expanded_cheaper(config, prefill_chunk):
         local_heads = config.num_attention_heads / tensor
         content, value = config.qk_nope_head_dim, config.v_head_dim
         key = content + config.qk_rope_head_dim
         per_slot = 2 * local_rows * local_heads * (key + content + value)
         yield Temp("attention", shared + slots * per_slot + 2 * tokens * local_heads * (2 * key + value), per_slot)
-    # 4. A sparse indexer: the float32 products of every head, token and slot, and their transpose.
+    # 4. A sparse indexer: float32 products for every head, token and slot, and their transpose.
     if config.index_topk and slots > config.index_topk:
         per_slot = 2 * 4 * tokens * config.index_n_heads
         yield Temp("indexer", shared + slots * per_slot, per_slot)
 
 
 def train_bytes(params: dict, sizes: Mapping[str, int], *, trains: str = "all") -> int:
-    """Computes the bytes of parameters and optimiser per device in training.
+    """Computes the bytes of parameters and optimiser state per device in training.
 
-    The trained part is float32 with AdamW's two moments; a frozen trunk keeps the stored dtypes.
+    The trained part is float32 and has AdamW's two moments; a frozen trunk keeps its stored dtypes.
     """
     total = 0.0
     for path, leaf in jax.tree_util.tree_leaves_with_path(params):

@@ -1,4 +1,4 @@
-"""Compares the meshes of a plan: tables and JSON."""
+"""Compares the meshes in a plan, as tables and JSON."""
 
 import dataclasses
 from collections.abc import Iterable, Iterator, Mapping, Sequence
@@ -16,10 +16,10 @@ from mtpjax.models.sharding import mesh_text
 
 @dataclasses.dataclass(frozen=True)
 class Candidate:
-    """A mesh, with its memory and the time of its rounds.
+    """A mesh, with the memory it needs and the time of its rounds.
 
     Attributes:
-        plan: its memory.
+        plan: the mesh and its memory.
         plain: a round without drafts.
         drafted: a round with drafts.
     """
@@ -31,13 +31,13 @@ class Candidate:
 
 @dataclasses.dataclass(frozen=True)
 class Load:
-    """The workload of the GPUs.
+    """The workload to plan for.
 
     Attributes:
-        rows: rows of the batch.
-        context: tokens of a row, prompt and new ones.
+        rows: rows in the batch.
+        context: tokens per row, prompt and new tokens together.
         num_steps: draft levels.
-        accept_length: assumed tokens per round, with drafts.
+        accept_length: assumed number of tokens per round with drafts.
         prefill_chunk: as in `mtpjax.evaluation.compiled_call`.
     """
 
@@ -49,12 +49,12 @@ class Load:
 
     @property
     def num_scratch_slots(self) -> int:
-        """Slots after a row's text that a round of a chain writes: its tokens to verify, and one more."""
+        """Number of slots that a chain's round writes after a row's text: the tokens to verify, and one more."""
         return self.num_steps + 2
 
     @property
     def drafts_text(self) -> str:
-        """The draft levels in words."""
+        """The number of draft levels in words."""
         if not self.num_steps:
             return "without drafts"
         return f"with {count_of(self.num_steps, 'draft level')}"
@@ -62,14 +62,14 @@ class Load:
 
 @dataclasses.dataclass
 class Comparison:
-    """The meshes of a plan.
+    """The meshes in a plan.
 
     Attributes:
-        load: what was planned.
+        load: the planned workload.
         candidates: the meshes that divide the model.
-        excluded: the others, with the reason.
-        best: the fastest of those that fit; None if none fits.
-        compiled: the compiled call of the best mesh; None if it was not compiled.
+        excluded: the other meshes, with the reasons.
+        best: the fastest candidate that fits; None if none fits.
+        compiled: figures of the compiled call for the best mesh; None if it was not compiled.
     """
 
     load: Load
@@ -83,11 +83,11 @@ class Comparison:
         return self.load.accept_length * candidate.plain.seconds / candidate.drafted.seconds
 
     def tokens_per_second(self, candidate: Candidate) -> float:
-        """Returns the predicted tokens per second of all requested rows, with drafts."""
+        """Returns the predicted tokens per second, summed over all requested rows, with drafts."""
         return self.load.rows * self.load.accept_length / candidate.drafted.seconds
 
     def longest_context(self, candidate: Candidate, device: Device) -> int:
-        """Returns the tokens of a row that fit with these rows."""
+        """Returns the maximum number of tokens per row that fit with this batch size."""
         return max(0, round_down_capacity(candidate.plan.largest_slots(device)) - self.load.num_scratch_slots)
 
     def to_json(self) -> dict[str, Any]:
@@ -108,20 +108,20 @@ class Comparison:
 def compare_meshes(
     config: ModelConfig, params: dict, device: Device, meshes: Sequence[Mapping[str, int]], load: Load
 ) -> Comparison:
-    """Plans a model, whose `params` are shapes, on several meshes.
+    """Plans a model on several meshes; `params` are shapes.
 
     Raises:
         ValueError: a number is out of range, or a single mesh does not divide the model.
     """
     candidates, excluded = [], []
-    # A call's caches hold the longest row and the slots that its last round writes after it, rounded up.
+    # A call's caches hold the longest row and the slots that the last round writes after it, rounded up.
     slots = round_up_capacity(load.context + load.num_scratch_slots)
     shape = {"rows": load.rows, "slots": slots, "num_steps": load.num_steps, "prefill_chunk": load.prefill_chunk}
     for sizes in meshes:
         try:
             layout = plan.plan_layout(config, params, sizes, **shape)
         except ValueError as error:
-            # Leave out only meshes that do not divide the model. Other errors hold for every mesh.
+            # Leave out only meshes that do not divide the model. Other errors apply to every mesh.
             if len(meshes) == 1 or "does not divide" not in str(error):
                 raise
             excluded.append((dict(sizes), str(error)))
@@ -139,12 +139,12 @@ def compare_meshes(
 
 
 def describe(result: Comparison, device: Device, count: int) -> Iterator[Any]:
-    """Yields tables and lines of 80 columns that describe a comparison for `count` GPUs."""
+    """Yields tables and lines, 80 columns wide, that describe a comparison for `count` GPUs."""
     if result.candidates:
         yield _memory_table(result, device, count)
         yield _parts_table(result)
         yield _speed_table(result)
-    # The meshes that do not divide the model, and the advice.
+    # Then list the meshes that do not divide the model, and give advice.
     for mesh, reason in result.excluded:
         yield f"{mesh_text(mesh)}: {reason}"
     if result.best is None:
@@ -156,7 +156,7 @@ def describe(result: Comparison, device: Device, count: int) -> Iterator[Any]:
 
 
 def _mesh_table(result: Comparison, title: str, headings: Sequence[str], lines: Iterable[Sequence[str]]):
-    """Makes a table with a line per mesh, in which the best one is bold."""
+    """Makes a table with one line per mesh, with the best mesh in bold."""
     from mtpjax.evaluation.tables import number_table
 
     table = number_table(title, headings, "mesh")
@@ -166,7 +166,7 @@ def _mesh_table(result: Comparison, title: str, headings: Sequence[str], lines: 
 
 
 def _memory_table(result: Comparison, device: Device, count: int):
-    """Memory: weights and state by arithmetic, temporary memory by estimate, and the largest sizes that fit."""
+    """Memory: exact weights and state, estimated temporary memory, and the largest sizes that fit."""
     first = result.candidates[0].plan
     headings = ("weights", "state", "temp", "total", "fits", "largest\nbatch", "longest\ncontext")
     lines = []
@@ -179,16 +179,16 @@ def _memory_table(result: Comparison, device: Device, count: int):
     table = _mesh_table(result, title, headings, lines)
     reserved = first.slots - result.load.context
     table.caption = (
-        f"A row has {first.slots} cache slots, {result.load.context} for its tokens and {reserved} for the drafts of "
-        "its last round and for rounding up, as in decoding. weights, state: arithmetic. temp: "
+        f"A row has {first.slots} cache slots, {result.load.context} for its tokens and {reserved} for the drafts in "
+        "its last round and for rounding up, as in decoding. weights, state: exact. temp: "
         f"estimated, for prefill passes of {first.prefill_chunk} tokens. fits: in {plan.USABLE_SHARE:.0%} of "
-        f"{device.memory / 1e9:.0f} GB. batch, context: the largest that fits, the other unchanged."
+        f"{device.memory / 1e9:.0f} GB. batch, context: the largest that fits if the other is unchanged."
     )
     return table
 
 
 def _parts_table(result: Comparison):
-    """Time of the parts of a round with drafts."""
+    """Times of the parts of a round with drafts."""
     headings = ("dense", "experts", "cache", "MTP", "launches", "links", "sum")
     lines = []
     for each in result.candidates:
@@ -216,12 +216,12 @@ def _speed_table(result: Comparison):
 
 
 def _milliseconds(seconds: float) -> str:
-    """Formats a time in four digits, so that columns stay narrow."""
+    """Formats a time in milliseconds with about four digits, so that columns stay narrow."""
     return f"{1e3 * seconds:.{2 if seconds < 0.1 else 1 if seconds < 1 else 0}f}"
 
 
 def compiled_line(result: Comparison) -> str:
-    """Compares the compiled call with its plan."""
+    """Compares the compiled call with the plan."""
     assert result.best is not None and result.compiled is not None
     best, found = result.best.plan, result.compiled
     total = found["arguments"] + found["temp"]
@@ -233,7 +233,7 @@ def compiled_line(result: Comparison) -> str:
 
 
 def train_rows(config: ModelConfig, params: dict, device: Device, *, count: int, trains: str) -> list[dict[str, Any]]:
-    """Computes the bytes of training on every mesh of `fsdp` and `expert`, a row for JSON per mesh."""
+    """Computes the bytes that training needs on every mesh of `fsdp` and `expert`, as a JSON object per mesh."""
     rows = []
     for expert in (size for size in range(1, count + 1) if count % size == 0):
         if expert > 1 and (not config.n_routed_experts or config.n_routed_experts % expert):
@@ -249,7 +249,7 @@ def train_table(rows: Sequence[Mapping[str, Any]], device: Device, count: int):
     from mtpjax.evaluation.tables import number_table
 
     table = number_table(f"{device.name} x {count}: training, GB per GPU", ("mesh", "arguments", "left"))
-    table.caption = "parameters and AdamW's moments: arithmetic. Gradients and activations come on top: "
+    table.caption = "arguments: parameters and AdamW's moments, exact. Gradients and activations are not included: "
     table.caption += "docs/guides/meshes.md has compiled figures."
     for row in rows:
         left = plan.USABLE_SHARE * device.memory - row["bytes"]

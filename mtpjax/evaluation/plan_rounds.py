@@ -1,4 +1,4 @@
-"""Estimates how long a round takes on a mesh: its parts, launches and collectives."""
+"""Estimates the time of a round on a mesh: its parts, launches and collectives."""
 
 from collections.abc import Iterator, Mapping
 
@@ -22,13 +22,13 @@ def estimate_round(
     context: int,
     num_steps: int,
 ) -> Round:
-    """Estimates the time of a round on a mesh with `sizes` by axis.
+    """Estimates the time of a round on a mesh with the axis `sizes`.
 
-    `params` are shapes, `rows` is a multiple of the axis `data`, and `context` is the number of tokens in each row's KV
-    cache.
+    `params` are shapes, `rows` is a multiple of the size of `data`, and `context` is the number of tokens in each row's
+    KV cache.
     """
     leaves = list(bytes_of_shards(params, config, sizes))
-    # Quantisation scales add to the bytes that are read, but not to the weights that are multiplied.
+    # Quantisation scales count as bytes to read, but not as weights to multiply.
     numbers = [
         (name.removesuffix("/values"), shape, amount / leaf.dtype.itemsize)
         for (name, shape, amount), leaf in zip(leaves, jax.tree.leaves(params), strict=True)
@@ -36,13 +36,8 @@ def estimate_round(
     ]
     # Rows are split over `data`, but experts process the rows of all devices.
     tensor, data = sizes.get("tensor", 1), sizes.get("data", 1)
-    work = Work(
-        count_weights(config, numbers),
-        count_weights(config, leaves),
-        rows=rows // data,
-        expert_rows=rows,
-        tensor=tensor,
-    )
+    elements, nbytes = count_weights(config, numbers), count_weights(config, leaves)
+    work = Work(elements, nbytes, rows=rows // data, expert_rows=rows, tensor=tensor)
     has_fp8 = any(leaf.dtype.itemsize == 1 for leaf in jax.tree.leaves(params))
     collectives = tuple(_collectives(config, device, sizes, rows, num_steps))
     return make_round(config, device, work, context, num_steps, has_fp8=has_fp8, collectives=collectives)
@@ -51,9 +46,9 @@ def estimate_round(
 def _collectives(
     config: ModelConfig, device: Device, sizes: Mapping[str, int], rows: int, num_steps: int
 ) -> Iterator[Collective]:
-    """Yields the collectives of a round. In a ring of n devices each sends `2 (n-1)/n` of a sum's bytes."""
+    """Yields the collectives in a round. To sum in a ring of n devices, each sends `2 (n-1)/n` of the array's bytes."""
     tensor, data = sizes.get("tensor", 1), sizes.get("data", 1)
-    # 1. The layers of each pass with its tokens per row: verification, the first draft level, and the other levels.
+    # 1. The layers and tokens per row of each pass: verification, the first draft level, and the other levels.
     passes = [(config.trunk_kinds, num_steps + 1)] + [((config.mtp_kind,), num_steps + 1)] * bool(num_steps)
     passes += [((config.mtp_kind,), 1)] * max(num_steps - 1, 0)
     moe = sum(nodes * sum(kind.is_moe for kind in kinds) for kinds, nodes in passes)  # layers x tokens of a row
@@ -62,14 +57,14 @@ def _collectives(
     row_bytes, local_rows = 2 * config.hidden_size, rows // data
 
     def travel(name: str, axis: str, count: int, nbytes: float) -> Collective:
-        # `tensor` is the innermost axis. Traffic that leaves a node has the speed of the network.
+        # `tensor` is the innermost axis. Traffic between nodes has the speed of the network.
         place = "link" if (tensor if axis == "tensor" else tensor * data) <= GPUS_PER_NODE else "network"
         seconds = count * SECONDS_PER_COLLECTIVE[place] + nbytes / getattr(device, place)
         return Collective(name, axis, count, nbytes, seconds)
 
-    # 2. Heads and columns are split over `tensor`, rows and experts over `data`.
+    # 2. Heads and columns are sharded over `tensor`, rows and experts over `data`.
     if tensor > 1:
-        # One sum of attention and one of the feed-forward layer; where rows are gathered, experts sum those of all.
+        # One sum after attention and one after the feed-forward layer; experts sum all rows if rows are gathered.
         share = 2 * (tensor - 1) / tensor
         sums = layers * local_rows + (layers - moe) * local_rows + moe * (rows if data > 1 else local_rows)
         yield travel("sums of layers", "tensor", 2 * count, share * row_bytes * sums)

@@ -21,15 +21,15 @@ from mtpjax.errors import UsageError, install_extra
 log = logging.getLogger(__name__)
 FORMATS = ("png", "svg", "pdf")
 DEFAULT_FORMATS = ("png", "svg")  # PNG opens anywhere, SVG scales
-# The palette of Okabe and Ito, whose colours colour-blind readers can distinguish. Draft levels use it from the start,
-# other series of the same plot from the end, so that no colour has two meanings.
+# The palette of Okabe and Ito, which colour-blind readers can distinguish. Draft levels take its colours from the start
+# and other series in the same plot from the end, so that no colour has two meanings.
 COLOURS = ("#0072b2", "#d55e00", "#009e73", "#56b4e9", "#cc79a7", "#e69f00")
 GREY = "#777777"
 UNTRUSTED: dict[str, Any] = {"marker": "$?$", "linestyle": "", "color": GREY, "markersize": 9}  # measurements
-# Markers differ too, for print in grey, and after the sixth series the lines.
+# Markers differ too, for printing in grey, and line styles change after every sixth series.
 MARKERS, LINES = "os^DvP", ("-", "--", ":", "-.")
-# matplotlib's settings for every plot. Type 42 embeds fonts in PDF files, as journals require; with the salt, the same
-# plot gives the same SVG file.
+# matplotlib's settings for every plot. Type 42 embeds fonts in PDF files, as journals require. With a fixed salt, the
+# same plot gives the same SVG file.
 STYLE: dict[Any, Any] = {
     "font.size": 10,
     "axes.titlesize": 10,
@@ -55,12 +55,12 @@ _METADATA: dict[str, dict[str, Any]] = {"svg": {"Date": None}, "pdf": {"Creation
 
 
 def picture_paths(path, formats: Sequence[str] = DEFAULT_FORMATS) -> list[pathlib.Path]:
-    """Lists the files of a plot; empty without matplotlib. Arguments and errors as in `draw_picture`."""
+    """Lists the files of a plot; empty without matplotlib. Arguments and errors are as in `draw_picture`."""
     path = pathlib.Path(path)
     wanted = [path.suffix[1:]] if path.suffix else list(dict.fromkeys(formats))
     for each in wanted:
         if each not in FORMATS:
-            name = f"the suffix of {path}" if path.suffix else "the format of a plot"
+            name = f"the suffix of {path}" if path.suffix else "a plot's format"
             raise ValueError(f"{name} must be {', '.join(FORMATS)}, not '{each}'")
     if wanted and not _has_matplotlib():
         return []
@@ -79,7 +79,7 @@ def _has_matplotlib() -> bool:
 
 
 def require_matplotlib() -> None:
-    """Raises `UsageError` if matplotlib is missing, for commands whose user requested a plot."""
+    """Raises `UsageError` if matplotlib is missing, for commands whose main result is a plot."""
     if importlib.util.find_spec("matplotlib") is None:
         raise UsageError(f"matplotlib is missing: {install_extra('plots')}")
 
@@ -96,10 +96,10 @@ def draw_picture(
 
     Args:
         path: the file. Its suffix sets the format; without a suffix, each format gets a file.
-        size: width and height of the panels in inches; the title adds its height.
+        size: width and height of the panels in inches; the height of the title is added.
         draw: draws into a `matplotlib.figure.Figure`.
-        formats: of "png", "svg" and "pdf".
-        title: what was measured, and on which device.
+        formats: any of "png", "svg" and "pdf".
+        title: says what was measured, and on which device.
 
     Raises:
         ValueError: a format or suffix is not supported.
@@ -113,7 +113,7 @@ def draw_picture(
 def picture(
     path, size: tuple[float, float], formats: Sequence[str] = DEFAULT_FORMATS, *, title: str = ""
 ) -> Iterator[Any]:
-    """Yields a figure in the common style, and writes it when the block ends. Arguments as in `draw_picture`.
+    """Yields a figure in the common style, and writes it when the block ends. Arguments are as in `draw_picture`.
 
     Raises:
         UsageError: matplotlib is missing.
@@ -123,7 +123,7 @@ def picture(
     import matplotlib
     import matplotlib.figure
 
-    # At 11 points an inch holds about 12 characters.
+    # At 11 points, an inch fits about 12 characters.
     lines = [part for line in title.splitlines() for part in textwrap.wrap(line, int(12 * size[0]))]
     with matplotlib.rc_context(STYLE):
         figure = matplotlib.figure.Figure(figsize=(size[0], size[1] + 0.25 * len(lines)), layout="constrained")
@@ -135,10 +135,10 @@ def picture(
 
 
 def plain_log_ticks(axis: Any, values: Sequence[float]) -> None:
-    """Labels a logarithmic axis of `values` with plain numbers: 400 instead of 4 x 10^2."""
+    """Labels the logarithmic axis for `values` with plain numbers: 400 instead of 4 x 10^2."""
     import matplotlib.ticker as ticker
 
-    # Over a narrow range, powers of ten and their multiples would leave the axis nearly without ticks.
+    # Over a narrow range, ticks at 1, 2 and 5 times powers of ten would be too few.
     is_wide = max(values) > 8 * min(values)
     axis.set_major_locator(ticker.LogLocator(subs=(1, 2, 5)) if is_wide else ticker.MaxNLocator(6, steps=[1, 2, 5, 10]))
     axis.set_major_formatter(ticker.StrMethodFormatter("{x:,.10g}"))
@@ -146,32 +146,32 @@ def plain_log_ticks(axis: Any, values: Sequence[float]) -> None:
 
 
 def level_colour(level: int, num_levels: int) -> Any:
-    """Returns the colour of a draft level of `num_levels`; level 0 is the trunk, which is black."""
+    """Returns the colour of one of `num_levels` draft levels; level 0 is the trunk, which is black."""
     if not level:
         return "black"
     if num_levels <= len(COLOURS):
         return colour(level - 1)
     import matplotlib
 
-    # More levels than colours: from dark to light.
+    # There are more levels than colours: use a scale from dark to light.
     return matplotlib.colormaps["viridis"](0.9 * (level - 1) / (num_levels - 1))
 
 
 def colour(number: int) -> str:
-    """Returns the colour of series `number`, from 0; they repeat after the sixth. -1 is the palette's last."""
+    """Returns the colour of series `number`, from 0; colours repeat after six series. -1 is the palette's last."""
     return COLOURS[number % len(COLOURS)]
 
 
 def line_style(number: int) -> dict[str, Any]:
-    """Returns colour, marker and line of series `number`. They repeat after 24 series."""
+    """Returns colour, marker and line style of series `number`. They repeat after 24 series."""
     cycle = number // len(COLOURS)
-    # The marker of a colour changes too, for points without lines.
+    # Change a colour's marker in each cycle too, for points without lines.
     marker = MARKERS[(number + cycle) % len(MARKERS)]
     return {"color": colour(number), "marker": marker, "linestyle": LINES[cycle % len(LINES)]}
 
 
 def shorten(name: str, limit: int = 28) -> str:
-    """Shortens a name in the middle: paths differ at their ends, and categories at their starts."""
+    """Shortens a name in the middle, because paths differ at the end and categories at the start."""
     if len(name) <= limit:
         return name
     end = (limit - 1) // 2
@@ -179,7 +179,7 @@ def shorten(name: str, limit: int = 28) -> str:
 
 
 def plain_text(text: str) -> str:
-    """Returns text that matplotlib does not read as a formula."""
+    """Escapes text so that matplotlib does not read it as a formula."""
     return text.replace("$", r"\$")
 
 
@@ -196,21 +196,22 @@ def plot_estimates(
     Args:
         axis: the axis.
         places: the x coordinates.
-        estimates: value, lower and upper end of each interval. A value outside has no bar on that side.
-        is_flat: `places` are y coordinates and values x coordinates.
-        **look: of `matplotlib.axes.Axes.plot`, with color and marker.
+        estimates: value, lower end and upper end of each interval. If the value is outside its interval, the bar on
+            that side is left out.
+        is_flat: plot horizontally: `places` are y coordinates and values x coordinates.
+        **look: arguments of `matplotlib.axes.Axes.plot`, including color and marker.
     """
     rows = list(estimates)
     values = [value for value, _, _ in rows]
     sides = [[max(value - low, 0) for value, low, _ in rows], [max(high - value, 0) for value, _, high in rows]]
     x, y = (values, places) if is_flat else (places, values)
-    # The line alone has the label, so that legends keep the order of the calls.
+    # Only the line has the label, so that legends keep the order of the calls.
     axis.plot(x, y, **look)
     axis.errorbar(x, y, fmt="none", ecolor=look["color"], zorder=1.9, **{"xerr" if is_flat else "yerr": sides})
 
 
 def share_limits(values: Iterable[float]) -> tuple[float, float]:
-    """Returns the limits of an axis of shares: whole tenths around the values (not nan), within 0..1, and a margin."""
+    """Returns axis limits for shares: whole tenths around the values that are not nan, within 0..1, plus a margin."""
     known = [value for value in values if not math.isnan(value)] or [0.0, 1.0]
     low = max(math.floor(10 * min(known) - 0.3), 0) / 10
     high = min(math.ceil(10 * max(known) + 0.3), 10) / 10
@@ -219,7 +220,7 @@ def share_limits(values: Iterable[float]) -> tuple[float, float]:
 
 
 def legend_key(label: str, **look: Any) -> Any:
-    """Makes an entry of a legend with the look of a `Line2D`; grey where it explains the line or the marker alone."""
+    """Makes a legend entry that looks like a `Line2D`; grey by default, for an entry that explains a line or marker."""
     from matplotlib.lines import Line2D
 
     look.setdefault("color", GREY)
@@ -227,15 +228,15 @@ def legend_key(label: str, **look: Any) -> Any:
 
 
 def legend_columns(labels: Sequence[str], width: float) -> int:
-    """Returns the number of columns of a legend with these labels, if it may be `width` inches wide."""
+    """Returns the number of columns with which a legend with these labels fits into `width` inches."""
     return max(1, min(len(labels), int(width / (0.6 + 0.075 * max(map(len, labels))))))
 
 
 def legend_below(axis, **settings: Any) -> None:
-    """Puts the legend, if there is one, below the label of the x axis. Settings of `Axes.legend`."""
+    """Puts the legend, if there is one, below the label of the x axis; `settings` are arguments of `Axes.legend`."""
     from matplotlib.transforms import ScaledTranslation
 
     if settings.get("handles") or axis.get_legend_handles_labels()[0]:
-        # A fixed distance, in inches, for the tick labels and the axis label.
+        # Leave a fixed distance, in inches, for the tick labels and the axis label.
         place = axis.transAxes + ScaledTranslation(0, -0.55, axis.figure.dpi_scale_trans)
         axis.legend(loc="upper center", bbox_to_anchor=(0.5, 0), bbox_transform=place, borderaxespad=0, **settings)

@@ -27,8 +27,8 @@ def plot_quickstart(
     """Plots the results of `mtpjax quickstart`: loss and agreement against time, and speed-up against depth.
 
     Args:
-        history: the records of the training log, of steps and of evaluations.
-        rows: a `DepthResult` of `mtpjax.training.quickstart` per depth.
+        history: the rows of the training log, both steps and evaluations.
+        rows: a `mtpjax.training.quickstart.DepthResult` per depth.
     """
     draw_picture(path, (11, 4.4), lambda figure: _draw_quickstart(figure, history, rows), formats, title=title)
 
@@ -36,7 +36,7 @@ def plot_quickstart(
 def _draw_quickstart(figure, history: list[dict[str, Any]], rows) -> None:
     losses, agreement, speed = figure.subplots(1, 3)
 
-    # 1. Loss of the trunk and of each draft level: pale lines for training, points for held-out text.
+    # 1. Loss of the trunk and each draft level: pale lines for training, points for held-out text.
     steps = [row for row in history if "bits" in row]
     evaluations = [row for row in history if "eval" in row]
     evaluated = [row["seconds"] for row in evaluations]
@@ -56,7 +56,7 @@ def _draw_quickstart(figure, history: list[dict[str, Any]], rows) -> None:
     for axis in (losses, agreement):
         axis.set(xlabel="seconds of training", xlim=(0, 1.03 * max(row["seconds"] for row in history)))
 
-    # 3. Measured speed-up with intervals, the ideal from measured costs, and the limit of free drafts.
+    # 3. Measured speed-up with intervals, the ideal from measured costs, and the limit if drafts were free.
     num_steps, lengths = [row.num_steps for row in rows], [row.accept_length for row in rows]
     speed.plot(num_steps, lengths, "^:", color=GREY, label="accept length: limit of free drafts")
     speed.plot(num_steps, [row.ideal for row in rows], "s--", color=GREY, label="ideal, from costs of a round's parts")
@@ -72,12 +72,12 @@ def _draw_quickstart(figure, history: list[dict[str, Any]], rows) -> None:
 def plot_speed_ups(axis, points: Sequence[tuple[float, Estimate, str | None]], **look: Any) -> None:
     """Plots measured speed-ups with their intervals, if they can be trusted.
 
-    Untrusted ones are grey question marks without an interval, and impossible ones have no point.
+    Untrusted speed-ups are grey question marks without an interval, and impossible ones are left out.
 
     Args:
         axis: the panel.
-        points: the place on the x axis, the speed-up, and its problem (`mtpjax.evaluation.trust`).
-        **look: as in `plot_style.plot_estimates`, with color and label.
+        points: x coordinate, speed-up and problem (`mtpjax.evaluation.trust`) of each point.
+        **look: as in `plot_style.plot_estimates`, including color and label.
     """
     trusted = [(place, ratio) for place, ratio, problem in points if not problem]
     if trusted:
@@ -91,14 +91,14 @@ def plot_speed_ups(axis, points: Sequence[tuple[float, Estimate, str | None]], *
 def plot_acceptance(
     path, metrics: dict[str, dict[str, Any]], formats: Sequence[str] = DEFAULT_FORMATS, *, title: str = ""
 ) -> None:
-    """Plots the result of `mtpjax.evaluation.metrics.report`: accept lengths by category, and survival by level."""
+    """Plots a report of `mtpjax.evaluation.metrics.report`: accept lengths by category, and survival by level."""
     size = 9, max(3.6, 0.3 * len(metrics) + 1.8)
     draw_picture(path, size, lambda figure: _draw_acceptance(figure, metrics), formats, title=title)
 
 
 def _draw_acceptance(figure, metrics: dict[str, dict[str, Any]]) -> None:
     lengths, survival = figure.subplots(1, 2)
-    # Left: decoded accept lengths with their intervals, the one over all prompts at the top; crosses are predicted.
+    # Left: decoded accept lengths with their intervals, with all prompts at the top; crosses are predicted lengths.
     decoded, places = [row["decoded"]["accept_length"] for row in metrics.values()], range(len(metrics))
     look: dict[str, Any] = {"color": colour(0), "marker": "o", "linestyle": "", "label": "decoded (95 % over prompts)"}
     plot_estimates(lengths, places, ((each.value, each.low, each.high) for each in decoded), is_flat=True, **look)
@@ -106,7 +106,7 @@ def _draw_acceptance(figure, metrics: dict[str, dict[str, Any]]) -> None:
     lengths.plot(predicted, places, "x", color=colour(1), markersize=8, label="predicted")
     names = [f"{plain_text(shorten(name))} ({row['prompts']})" for name, row in metrics.items()]
     lengths.set_yticks(places, names)
-    # Without an accepted draft the length is 1, where the axis starts. There is room for markers and a margin.
+    # If no draft is accepted, the length is 1: start the axis there, with room for markers and a margin.
     longest = max(1.5, *(length.high for length in decoded))
     lengths.set(xlim=(0.97, 1 + 1.05 * (longest - 1)), ylim=(len(metrics) - 0.5, -0.5))
     lengths.set(title="accept length by category (prompts)", xlabel="tokens per round, bonus token included")

@@ -1,28 +1,28 @@
 """Predicts accept lengths along a text without decoding, at the anchors that decoding would have.
 
 An anchor is a position where a round starts: the first is the end of the prompt, and a round that accepts n drafts
-moves it by n + 1. A mean over all positions differs from the mean over anchors: after a rejection the next anchor is
+moves it by n + 1. A mean over all positions differs from the mean over anchors: after a rejection, the next anchor is
 more likely to be in text that is hard to draft.
 
-Let the text y be the trunk's continuation, p the trunk's distributions and q the modules', teacher-forced along
-y. Speculative decoding under an exact rule draws y from the same distribution as plain decoding, so its rounds may be
-conditioned on y. At an anchor the accepted drafts are then the next tokens of y. With R_i the product of
+Let y be the trunk's continuation, p the trunk's distributions and q the modules' distributions, teacher-forced along y.
+Under an exact rule, speculative decoding draws y from the same distribution as plain decoding, so its rounds may be
+conditioned on y. The drafts accepted at an anchor are then the next tokens of y. With R_i the product of
 q_j(y_j) / p_j(y_j) over j <= i:
 
     P(at least i drafts accepted | y) = [the arg-max of every level 1..i is y's token]    greedy, sample
                                       = prod over j <= i of min(1, q_j(y_j) / p_j(y_j))   token
                                       = min over j <= i of R_j, R_0 = 1                   block
 
-For `token`: a level commits y_j with probability p(y_j), of which min(p, q)(y_j) is the share of an accepted draft
+For `token`: a level commits y_j with probability p(y_j), of which min(p, q)(y_j) comes from an accepted draft
 (Leviathan et al., 2211.17192, section 2.3). For `block`, in the notation of `acceptance.block_chain` (Sun et al.,
 2403.10444): given drafts 1..i, the rule accepts at least i of them with probability w_i. This follows by induction from
 the last level down, since E[w_{i+1}] = w_i - r_i and 1 - (1 - E[w_{i+1}]) (1 - h_i) = w_i. The drafts equal y with
 probability prod of q_j(y_j), so given y the probability is R_i w_i, and w_i = min(1, w_{i-1} p_i / q_i) turns it into
 min(R_i, R_{i-1} w_{i-1}).
 
-Given y the anchors are a Markov chain, whose expected numbers of rounds and accepted drafts follow position by
-position. At temperature 0 nothing is random, and the predicted rounds and drafts equal those of decoding. Above
-temperature 0, the expectations, averaged over texts from the trunk's distribution, equal those of decoding.
+Given y, the anchors are a Markov chain, whose expected numbers of rounds and accepted drafts follow position by
+position. At temperature 0 nothing is random, and the predicted counts equal decoding's counts. Above temperature 0, the
+predicted counts, averaged over texts from the trunk's distribution, equal the expected counts of decoding.
 """
 
 import numpy as np
@@ -33,7 +33,7 @@ PREDICTABLE_RULES = ("greedy", "sample", "token", "block")
 def acceptance_probabilities(
     matches_text: np.ndarray, log_ratio: np.ndarray, is_greedy: np.ndarray, *, rule: str
 ) -> np.ndarray:
-    """Computes the probability, given the text, that a round accepts at least k drafts at each position.
+    """Computes the probability that a round at each position accepts at least k drafts, given the text.
 
     Args:
         matches_text: `[B, T, K]` bool, True where level k's arg-max is the text's token.
@@ -45,13 +45,13 @@ def acceptance_probabilities(
         `[B, T, K]` float64.
 
     Raises:
-        ValueError: `rule` is a different one.
+        ValueError: `rule` is not in `PREDICTABLE_RULES`.
     """
-    # Drafts that are an arg-max are accepted while all of them match the text.
+    # Arg-max drafts are accepted as far as all of them match the text.
     matches = np.cumprod(matches_text, axis=-1).astype(np.float64)
     if rule in ("greedy", "sample"):
         return matches
-    # Sampled drafts: the product of min(1, q/p), or the running minimum of the products, in logarithms.
+    # Sampled drafts: the product of min(1, q/p), or the running minimum of the products; both as logarithms.
     log_ratio = log_ratio.astype(np.float64)
     if rule == "token":
         log = np.cumsum(np.minimum(log_ratio, 0), axis=-1)
@@ -66,13 +66,13 @@ def acceptance_probabilities(
 def expected_rounds(acceptance: np.ndarray, starts: np.ndarray, ends: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
     """Computes the expected numbers of rounds and accepted drafts along texts.
 
-    The token at `starts` comes from prefill, and rounds continue until `ends`. Drafts of the last round past `ends`
-    count, as in `DecodeStats.accepted`.
+    The token at `starts` comes from prefill, and rounds continue until `ends`. Drafts that the last round accepts past
+    `ends` count, as in `DecodeStats.accepted`.
 
     Args:
         acceptance: `[B, T, K]` from `acceptance_probabilities`.
         starts: `[B]` prompt lengths.
-        ends: `[B]` lengths of the texts, prompt included.
+        ends: `[B]` text lengths, including the prompt.
 
     Returns:
         Rounds `[B]` and accepted drafts per level `[B, K]`, float64.
@@ -85,9 +85,8 @@ def expected_rounds(acceptance: np.ndarray, starts: np.ndarray, ends: np.ndarray
     for position in range(starts.min() - 1, ends.max() - 2):
         # A round starts here unless the text is already complete.
         starts_here = np.where(position < ends - 2, is_anchor[:, position], 0)
-        at_least = np.pad(
-            acceptance[:, position], ((0, 0), (1, 1)), constant_values=((0, 0), (1, 0))
-        )  # of 0..K+1 drafts
+        # The probabilities of at least 0..K+1 accepted drafts.
+        at_least = np.pad(acceptance[:, position], ((0, 0), (1, 1)), constant_values=((0, 0), (1, 0)))
         rounds += starts_here
         accepted += starts_here[:, None] * acceptance[:, position]
         # P(exactly n drafts) = P(at least n) - P(at least n + 1) moves the anchor by n + 1 positions.

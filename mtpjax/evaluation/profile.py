@@ -1,4 +1,4 @@
-"""Profiles a device: measures the cost of rounds per depth and batch size, which `profile_file` stores."""
+"""Profiles a device: measures the cost of a round for each depth and batch size. `profile_file` stores the result."""
 
 import dataclasses
 import datetime
@@ -30,10 +30,10 @@ class Conditions:
 
     Attributes:
         batches: batch sizes.
-        context: tokens in the caches; reduced if the model has fewer positions.
+        context: tokens per row in the caches; reduced if the model's maximum length is smaller.
         temperature: above 0, rounds sample their tokens.
-        repeats: measurements per batch size. Slow models get fewer: after the first four, measuring stops once the time
-            limit of a batch size is reached.
+        repeats: measurements per batch size. Slow models get fewer: after the first four, measuring stops when the time
+            limit for a batch size is reached.
         seconds: approximate duration of one timing.
 
     Raises:
@@ -56,10 +56,10 @@ class Conditions:
 
 
 def shapes_up_to(num_steps: int, topk: int = 1, num_draft_tokens: int | None = None) -> tuple[RoundShape, ...]:
-    """Lists the round shape of every depth from 1 to `num_steps`; shallow trees have fewer nodes.
+    """Lists the round shape of every depth from 1 to `num_steps`; shallower trees have fewer nodes.
 
     Raises:
-        ValueError: for no levels, or values that `DecodeConfig` rejects.
+        ValueError: `num_steps` is out of range, or `DecodeConfig` rejects a value.
     """
     if not 1 <= num_steps <= MAX_MEASURED_STEPS:
         limit = f"at least 1, got {num_steps}" if num_steps < 1 else f"at most {MAX_MEASURED_STEPS}, got {num_steps}"
@@ -83,20 +83,20 @@ def measure(
     draft_params: Any = None,
     progress: Callable[[int, int], Any] = lambda done, total: None,
 ) -> dict[str, Any]:
-    """Times rounds of every depth from 0 to `config.num_steps`, per batch size.
+    """Times rounds of every depth from 0 to `config.num_steps`, for each batch size.
 
-    Of `config` only the draft settings count: drafter, depth and tree. `progress` is called with the numbers of steps
-    done and of all steps.
+    Only the draft settings in `config` count: drafter, depth and tree. `progress` is called with the number of steps
+    done and the total number of steps.
 
     Returns:
-        The profile, a JSON object. Its "acceptance" is None: rates of other texts may be stored there
+        The profile, a JSON object. Its "acceptance" is None; rates measured separately may be stored there
         (`profile_file.usable_acceptance`).
 
     Raises:
-        ValueError: for a model without modules, or for settings that are out of range or that the model or the drafter
-            cannot run.
+        ValueError: the model has no MTP modules to draft with, or settings are out of range or not supported by the
+            model or drafter.
     """
-    # Check before compiling, which takes long.
+    # Check before compiling, which is slow.
     shapes = shapes_up_to(config.num_steps, config.topk, config.num_draft_tokens)
     _check_modules(model, config)
     drafter = make_drafter(config)
@@ -105,8 +105,8 @@ def measure(
     context, capacity = _fit_context(
         model, max(max_slots_written(model, shape, drafter) for shape in shapes), conditions
     )
-    # Steps of the progress: compiled loops (3 per shape, 4 with a drafter other than MTP modules, 2 for plain rounds, 1
-    # for chains in turn), then measurements.
+    # Steps for `progress`: compiled loops (3 per shape, or 4 with a drafter other than MTP modules, 2 for plain rounds,
+    # 1 for a cycle of chains), then measurements.
     per_batch = (3 + (not uses_mtp_modules(config.drafter))) * len(shapes) + 2 + (config.topk == 1) + conditions.repeats
     total, done, costs, waited = per_batch * len(conditions.batches), 0, [], 0.0
 
@@ -122,7 +122,7 @@ def measure(
         drafts = {"drafter": config.drafter, "draft_params": draft_params, "time_full_rounds": True}
         meter = CostMeter(params, model=model, shapes=shapes, conditions=timing, seconds=conditions.seconds, **drafts)
         meter.compile(advance)
-        # Compiling is over, so the stopwatch measures only disturbances of the timings.
+        # Compilation is done, so the stopwatch measures only disturbances during the timings.
         stopwatch = Stopwatch()
         _measure_within_time_limit(meter, conditions.repeats, advance)
         waited = max(waited, stopwatch.waited_share())
@@ -140,24 +140,26 @@ def measure(
         "temperature": conditions.temperature,
         "capacity": capacity,
         "acceptance": None,
-        "waited": waited,  # largest share of a batch size's time, for a core
+        "waited": waited,  # share of the time that threads waited for a core, the maximum over batch sizes
         "problem": waiting_problem(waited),
         "batches": costs,
     }
 
 
 def _fit_context(model: MTPModel, num_slots: int, conditions: Conditions) -> tuple[int, int]:
-    """Returns the context and the capacity of the caches, for rounds that write this number of slots."""
+    """Returns the context and cache capacity for rounds that write `num_slots` slots."""
     # The context must leave room for the widest round, and the caches for a second one, since rounds move forward.
     max_slots, max_positions = num_slots + 2, model.config.max_position_embeddings
     if conditions.context < 1 or max_positions < 2 * max_slots:
-        raise ValueError(f"context {conditions.context} leaves no room for a round in {max_positions} positions")
+        raise ValueError(
+            f"context {conditions.context} leaves no room for a round: the model's maximum length is {max_positions}"
+        )
     context = min(conditions.context, max_positions - max_slots)
     return context, -(-(context + 2 * max_slots) // CAPACITY_STEP) * CAPACITY_STEP
 
 
 def _check_modules(model: MTPModel, config: DecodeConfig) -> None:
-    """Raises `ValueError` if MTP modules must draft and the model has none, or several for a tree."""
+    """Raises `ValueError` if MTP modules must draft, but the model has no modules, or several for a tree."""
     num_modules, has_modules = model.config.num_mtp_modules, uses_mtp_modules(config.drafter)
     if has_modules and not num_modules:
         raise ValueError("the model has no MTP modules, so no drafts can be measured")

@@ -1,4 +1,4 @@
-"""The file `profile.json`: costs of rounds, their device and model, and settings of adaptive depth."""
+"""The file `profile.json`: the costs of rounds on a device, from which adaptive depth gets its settings."""
 
 import hashlib
 import json
@@ -34,7 +34,7 @@ def config_digest(config: ModelConfig) -> str:
 def describe_drafter(drafter: Any) -> str | None:
     """Returns the class of a drafter and a digest of its architecture, on which costs depend.
 
-    None for drafters by name: the configuration of MTP modules is the model's.
+    Returns None for drafters that are given by name: the architecture of MTP modules is in the model's configuration.
     """
     if not isinstance(drafter, Drafter):
         return None
@@ -51,9 +51,9 @@ def device_properties() -> dict[str, Any]:
 def default_path(folder) -> pathlib.Path:
     """Returns the path of the profile in a model's folder; raises `ValueError` if the folder is not writable."""
     folder = pathlib.Path(folder)
-    # A GGUF file and a repository of the Hub have no model folder.
+    # GGUF files and Hub repositories have no model folder.
     if not folder.is_dir() or not os.access(folder, os.W_OK):
-        raise ValueError(f"{folder} is not a writable folder: choose a different file with --output FILE")
+        raise ValueError(f"{folder} is not a writable folder: choose a file with --output FILE")
     return folder / FILE_NAME
 
 
@@ -63,7 +63,7 @@ def save(path, profile: dict[str, Any]) -> None:
 
 
 def read(path) -> tuple[dict[str, Any], tuple[RoundCosts, ...]]:
-    """Reads and checks a profile, or that of a folder. Returns it, and its costs per batch size.
+    """Reads and checks a profile file, or the one in a folder. Returns the profile, and its costs per batch size.
 
     Raises:
         ValueError: the file is missing or damaged, or has a different format.
@@ -74,7 +74,7 @@ def read(path) -> tuple[dict[str, Any], tuple[RoundCosts, ...]]:
     try:
         profile = read_json_file(path, max_bytes=MAX_FILE_BYTES)
     except FileNotFoundError:
-        raise ValueError(f"no profile at {path}: `mtpjax profile` measures one") from None
+        raise ValueError(f"no profile at {path}: run `mtpjax profile` to measure one") from None
     except (OSError, ValueError, RecursionError) as error:
         raise ValueError(f"{path} is not a profile: {error}") from error
     if not isinstance(profile, dict) or (profile.get("format"), profile.get("version")) != (FORMAT, VERSION):
@@ -102,26 +102,26 @@ def read(path) -> tuple[dict[str, Any], tuple[RoundCosts, ...]]:
 def load_depth_settings(
     path, *, batch: int, num_steps: int, config: ModelConfig | None = None, drafter: Any = "mtp"
 ) -> dict[str, Any]:
-    """Reads the settings of adaptive depth from a profile: `DecodeConfig(depth_policy="adaptive", …, **settings)`.
+    """Reads the settings for adaptive depth from a profile: `DecodeConfig(depth_policy="adaptive", …, **settings)`.
 
     Logs a warning if the profile cannot be trusted, or was measured with a different device, JAX version or number of
     threads.
 
     Args:
         path: a profile, or a folder that contains `profile.json`.
-        batch: rows that will be decoded; the costs of the nearest measured batch size are used.
-        num_steps: the deepest draft.
-        config: the model's configuration; None skips the comparison with the profile's.
+        batch: number of rows that will be decoded; the costs for the nearest measured batch size are used.
+        num_steps: maximum draft depth.
+        config: the model's configuration, which is compared with the profile; None: do not compare.
         drafter: the drafter, as in `DecodeConfig`.
 
     Returns:
         `depth_costs` and `depth_rates`; see `depth_settings`.
 
     Raises:
-        ValueError: the profile is missing or damaged, is for a different model or drafter, or has no costs of chains
-            of this depth.
+        ValueError: the profile is missing or damaged, is for a different model or drafter, or has no costs for chains
+            up to this depth.
     """
-    # 1. Costs of a different model or drafter are useless.
+    # 1. Costs for a different model or drafter are useless.
     profile, measured = read(path)
     if config is not None and profile.get("model_config_sha256") != config_digest(config):
         raise ValueError(f"{path} was measured on a different model: run `mtpjax profile` for this one")
@@ -131,7 +131,7 @@ def load_depth_settings(
             f"{path} was measured with {found or 'MTP modules'}, not with {wanted or 'MTP modules'}: run `mtpjax "
             "profile` for this drafter, with --speculative-draft-model-path if it has its own checkpoint"
         )
-    # 2. Disturbed costs, and those of a different device, may still help, so they only cause a warning.
+    # 2. Disturbed costs, or costs for a different device, may still help, so they only cause a warning.
     if profile.get("problem"):
         log.warning(
             "%s cannot be trusted: it was %s; run `mtpjax profile` on an idle machine", path, profile["problem"]
@@ -148,14 +148,14 @@ def depth_settings(
     """Makes the fields of `DecodeConfig` that adaptive depth needs.
 
     Args:
-        measured: round costs, per batch size; those of the size nearest to `batch` are used.
-        acceptance: rates of similar prompts, see `usable_acceptance`, if they were measured.
-        origin: the file or model that an error names.
-        batch: rows that will be decoded.
-        num_steps: the deepest draft.
+        measured: round costs per batch size; the costs for the size nearest to `batch` are used.
+        acceptance: acceptance rates measured on similar prompts (`usable_acceptance`); None: not measured.
+        origin: the file or model to name in errors.
+        batch: number of rows that will be decoded.
+        num_steps: maximum draft depth.
 
     Returns:
-        `depth_costs`, relative to a round without drafts, and `depth_rates`, which are None without `acceptance`.
+        `depth_costs`, relative to a round without drafts, and `depth_rates`, which is None without `acceptance`.
 
     Raises:
         ValueError: chains of `num_steps` levels were not measured.
@@ -167,7 +167,7 @@ def depth_settings(
     missing = [depth for depth in range(1, num_steps + 1) if depth not in rounds]
     if missing:
         deepest = f"chains of 1..{max(rounds)} levels" if max(rounds) else "no chains"
-        raise ValueError(f"{origin} holds {deepest}; depth {missing[0]} needs `mtpjax profile --num-steps {num_steps}`")
+        raise ValueError(f"{origin} has {deepest}; depth {missing[0]} needs `mtpjax profile --num-steps {num_steps}`")
     plain = rounds[0]
     return {
         "depth_costs": tuple(rounds[depth] / plain for depth in range(num_steps + 1)),
@@ -181,17 +181,17 @@ def _rates_to_depth(rates: list[float], num_steps: int) -> tuple[float, ...]:
 
 
 def usable_acceptance(metrics: dict[str, Any]) -> dict[str, list[float]]:
-    """Extracts from a report the rates and lengths that adaptive depth starts from.
+    """Extracts the rates and lengths that adaptive depth starts from.
 
     Args:
-        metrics: the metrics of one category, as JSON (`mtpjax.evaluation.metrics.report` and `to_json`).
+        metrics: the metrics of one category in a report, as JSON (`mtpjax.evaluation.metrics.report` and `to_json`).
 
     Returns:
         "rates", the conditional acceptance rate per level, at least `MIN_RATE`; levels that were never reached are
         left out. "lengths", the predicted accept length per depth; empty if none was predicted.
 
     Raises:
-        ValueError: if a value is out of range, or no rate is present.
+        ValueError: a value is out of range, or there is no rate.
     """
     rates, lengths = (
         [level["value"] for level in levels if level["value"] is not None]
@@ -210,13 +210,13 @@ def _is_usable(rates: list[float], lengths: list[float]) -> bool:
 
 
 def read_acceptance(path) -> dict[str, list[float]]:
-    """Reads `usable_acceptance` of all prompts from the output of `mtpjax eval acceptance --output`.
+    """Reads `usable_acceptance` over all prompts from a file that `mtpjax eval acceptance --output` wrote.
 
     Raises:
-        ValueError: for other files, and for trees or lossy rules: adaptive depth drafts chains under an exact rule,
-            which accept fewer tokens.
+        ValueError: it is a different file, or it measured trees or a lossy rule, which accept more tokens than the
+            chains under an exact rule that adaptive depth drafts.
     """
-    # Any file that lacks a value was written by something else.
+    # A file that lacks a value was written by something else.
     try:
         content = read_json_file(path, max_bytes=MAX_FILE_BYTES)
         acceptance, settings = usable_acceptance(content["figures"]["overall"]), content["settings"]
@@ -226,9 +226,9 @@ def read_acceptance(path) -> dict[str, list[float]]:
         is_exact = rule == "auto" or (rule in RULES and RULES[rule].is_exact)
         is_lossy = not is_exact or min(thresholds) < 1
     except (OSError, ValueError, KeyError, TypeError, RecursionError) as error:
-        raise ValueError(f"{path} is not what `mtpjax eval acceptance --output` wrote: {error!r}") from error
+        raise ValueError(f"{path} was not written by `mtpjax eval acceptance --output`: {error!r}") from error
     if is_lossy or not is_chain:
         raise ValueError(
-            f"{path} measured {'a lossy rule' if is_chain else 'trees'}: adaptive depth needs exact chains"
+            f"{path} measured {'a lossy rule' if is_chain else 'trees'}: adaptive depth needs chains and an exact rule"
         )
     return acceptance

@@ -1,4 +1,4 @@
-"""Tables of a profile, and the acceptance rate at which drafts break even."""
+"""Tables for a profile, and the acceptance rate at which drafts break even."""
 
 from typing import Any
 
@@ -8,10 +8,10 @@ from mtpjax.evaluation.trust import mark, verdict
 
 
 def break_even_rate(relative_cost: float, num_steps: int) -> float | None:
-    """Computes the acceptance rate from which a round with drafts is faster than plain decoding.
+    """Computes the acceptance rate above which rounds with drafts are faster than plain decoding.
 
     Returns:
-        The rate a, equal at every level, with 1 + a + ... + a^K = `relative_cost`; None if even a = 1 is too little.
+        The rate a, the same at every level, with 1 + a + ... + a^K = `relative_cost`; None if even a = 1 is too low.
     """
     if relative_cost > num_steps + 1:
         return None
@@ -24,7 +24,7 @@ def break_even_rate(relative_cost: float, num_steps: int) -> float | None:
 
 
 def tables(profile: dict[str, Any]):
-    """Yields a line that says whether the times can be trusted, and a `rich` table of 80 columns per batch size."""
+    """Yields a line that says whether the times can be trusted, and per batch size a `rich` table 80 columns wide."""
     from mtpjax.evaluation.tables import number_table
 
     problem = profile["problem"]
@@ -35,13 +35,13 @@ def tables(profile: dict[str, Any]):
         title += f", temperature {profile['temperature']}" if profile["temperature"] else ""
         title += f", {profile['drafter'].partition(' ')[0]}" if profile.get("drafter") else ""
         title += f"; a change of depth takes {1e3 * costs.change:.2g} ms" if costs.change else ""
-        # The column of drafting takes the width of the last two.
+        # If there is a column for drafting, the last two are narrower.
         draft, last = [], ("plain rounds =\nbreak-even length", "rate per level\nto break even")
         if costs.draft:
             draft, last = ["draft's\nshare"], ("plain rounds\n= break-even\nlength", "rate per\nlevel to\nbreak even")
         headings = ("drafts", "nodes", "round\nms", "parts'\nshare", *draft, "verify's\nshare", *last)
         table = number_table(title, headings)
-        # A round breaks even if its accept length equals its cost in plain rounds.
+        # A round breaks even if its accept length equals its cost, in units of plain rounds.
         for shape, seconds in costs.round.items():
             relative_cost = seconds / costs.round[PLAIN_STEP]
             rate = break_even_rate(relative_cost, shape.num_steps) if shape.num_steps else 0.0

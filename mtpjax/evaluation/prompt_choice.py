@@ -14,10 +14,10 @@ class PromptChoice:
 
     Attributes:
         path: a prompt file; None: not given.
-        count: number of prompts, drawn evenly over the categories.
+        count: number of prompts, drawn evenly from the categories.
         categories: categories to draw from; empty: all.
-        max_tokens: prompts are cut to this many tokens; None: to as many as the model has room for.
-        chat: each prompt is a user message of the model's chat template.
+        max_tokens: maximum prompt length; longer prompts are cut. None: as many tokens as the model has room for.
+        chat: treat each prompt as a user message and apply the model's chat template.
     """
 
     path: str | None = None
@@ -27,11 +27,11 @@ class PromptChoice:
     chat: bool = False
 
     def read(self, seed: int) -> list[Prompt]:
-        """Reads the file, and draws the prompts."""
+        """Reads the file and draws the prompts."""
         return choose_prompts(read_prompts(self.path), self.count, categories=self.categories, seed=seed)
 
     def limit(self, config: ModelConfig, max_new_tokens: int) -> int:
-        """Returns the maximum number of tokens of a prompt: with its new tokens it must fit the model's positions."""
+        """Returns the maximum prompt length: prompt and new tokens together must fit the model's maximum length."""
         return max_prompt_length(config.max_position_embeddings, max_new_tokens, self.max_tokens)
 
     def encode(
@@ -40,7 +40,7 @@ class PromptChoice:
         """Encodes prompts for a model that generates `max_new_tokens` after each.
 
         Returns:
-            Token ids, the length that longer prompts were cut to, and the number of those.
+            Token ids, the maximum prompt length, and the number of prompts that were cut to it.
         """
         limit = self.limit(config, max_new_tokens)
         rows, num_cut = encode_prompts(prompts, tokenizer, max_tokens=limit, chat=self.chat)

@@ -1,7 +1,7 @@
 """Predicts the time of a decoding round on a GPU from bytes, operations and launches: `mtpjax profile --predict`.
 
-Nothing runs and no weights are read: the configuration gives all counts. A prediction is what the device could do with
-the kernels of this package, not a measurement; the assumptions are constants of this file.
+Nothing runs and no weights are read: all counts come from the configuration. A prediction is an estimate for the
+kernels in this package, not a measurement; its assumptions are the constants in this file.
 """
 
 import dataclasses
@@ -20,19 +20,19 @@ from mtpjax.models.sharding import CACHE_AXES, path_name
 
 @dataclasses.dataclass(frozen=True)
 class Device:
-    """A GPU, by its data sheet, and assumptions about kernels on it.
+    """A GPU according to its data sheet, with assumptions about kernels on it.
 
     Attributes:
         name: its name.
         memory: bytes.
-        bandwidth: bytes a second.
-        flops: dense bfloat16 operations a second.
+        bandwidth: bytes per second.
+        flops: dense bfloat16 operations per second.
         bandwidth_share: share of the bandwidth that bfloat16 kernels are assumed to reach.
-        fp8_bandwidth_share: share for kernels that read fp8 weights, which they must convert.
-        flops_share: share of the operations that kernels are assumed to reach.
-        seconds_per_launch: assumed time from the end of a kernel to the work of the next one within a graph.
-        link: bytes a second that a GPU sends to those of its node, one direction.
-        network: bytes a second that a GPU sends to those of other nodes.
+        fp8_bandwidth_share: the same share for kernels that read fp8 weights, which they must convert.
+        flops_share: share of `flops` that kernels are assumed to reach.
+        seconds_per_launch: assumed time from the end of a kernel to the start of the next one in a graph.
+        link: bytes per second that a GPU can send to GPUs in its node, in one direction.
+        network: bytes per second that a GPU can send to GPUs in other nodes.
     """
 
     name: str
@@ -47,20 +47,20 @@ class Device:
     network: float
 
 
-# Shares of bandwidth are estimates from the kernels' machine code: loads in flight, and instructions per tile.
+# Bandwidth shares are estimated from the kernels' machine code: loads in flight, and instructions per tile.
 DEVICES = {
     "h100": Device("H100 SXM", 80e9, 3.35e12, 989e12, 0.8, 0.65, 0.5, 2e-6, 450e9, 50e9),
     "h200": Device("H200", 141e9, 4.8e12, 989e12, 0.8, 0.55, 0.5, 2e-6, 450e9, 50e9),
     "mi300x": Device("MI300X", 192e9, 5.3e12, 1307e12, 0.65, 0.23, 0.35, 3e-6, 448e9, 50e9),
 }
-# Launches with kernels, counted by `python -m experiments.kernels.gpu_launches` in modules compiled for an H100.
+# Numbers of launches, counted by `python -m experiments.kernels.gpu_launches` in modules compiled for an H100.
 LAUNCHES_PER_DENSE_LAYER = 9
-LAUNCHES_OF_LINEAR_ATTENTION = 8  # more than softmax attention: convolution, decay and gates are XLA's
-LAUNCHES_OF_EXPERTS = 5  # more than a dense layer's
-LAUNCHES_OF_QUERY_LATENT = 2  # of latent attention whose queries go through a latent
-LAUNCHES_OF_INDEXER = 12  # not counted, but estimated: the indexer is XLA's
+LAUNCHES_OF_LINEAR_ATTENTION = 8  # more than softmax attention has: XLA runs convolution, decay and gates
+LAUNCHES_OF_EXPERTS = 5  # more than a dense layer has
+LAUNCHES_OF_QUERY_LATENT = 2  # more if the queries of latent attention go through a latent
+LAUNCHES_OF_INDEXER = 12  # estimated, not counted: XLA runs the indexer
 LAUNCHES_PER_ROUND = 27  # outside layers: embedding, masks, head, sampling, commit
-LAUNCHES_PER_LEVEL = 14  # of a draft level, in addition to the module's layer
+LAUNCHES_PER_LEVEL = 14  # per draft level, in addition to the module's layer
 
 
 @dataclasses.dataclass(frozen=True)
@@ -68,9 +68,9 @@ class Part:
     """The bytes and operations of one part of a round.
 
     Attributes:
-        name: "weights" (of the trunk, without experts and head), "experts", "head", "cache" or "MTP modules".
-        nbytes: bytes read at least once.
-        flops: operations.
+        name: "weights" (the trunk without experts or head), "experts", "head", "cache" or "MTP modules".
+        nbytes: bytes that are read at least once.
+        flops: number of operations.
     """
 
     name: str
@@ -80,14 +80,14 @@ class Part:
 
 @dataclasses.dataclass(frozen=True)
 class Collective:
-    """Collectives of one kind in a round.
+    """All collectives of one kind in a round.
 
     Attributes:
         name: what is sent.
         axis: the mesh axis.
-        count: how many there are.
-        nbytes: bytes that a device sends in all of them.
-        seconds: estimated time.
+        count: number of collectives.
+        nbytes: bytes that each device sends in all of them.
+        seconds: estimated time of all of them.
     """
 
     name: str
@@ -104,10 +104,10 @@ class Round:
     Attributes:
         num_steps: draft levels.
         parts: bytes and operations by part.
-        seconds_of_parts: seconds of each part: its bytes or its operations, whichever takes longer.
-        launches: kernels.
-        seconds_of_launches: seconds of all launches.
-        collectives: its collectives.
+        seconds_of_parts: seconds for each part's bytes or its operations, whichever takes longer.
+        launches: number of kernel launches.
+        seconds_of_launches: seconds for all launches.
+        collectives: the collectives in the round.
     """
 
     num_steps: int
@@ -123,7 +123,7 @@ class Round:
 
     @property
     def seconds(self) -> float:
-        """Seconds of the round: nothing overlaps."""
+        """Seconds per round, assuming that nothing overlaps."""
         return sum(self.seconds_of_parts) + self.seconds_of_launches + self.seconds_of_collectives
 
     @property
@@ -132,7 +132,7 @@ class Round:
 
     @property
     def seconds_by_column(self) -> dict[str, float]:
-        """Seconds of the parts by the columns of tables: the head counts as dense weights."""
+        """Seconds by table column: as by part, but the head counts as dense weights."""
         seconds = self.seconds_by_part
         seconds["weights"] += seconds.pop("head")
         return seconds
@@ -154,17 +154,17 @@ def predict_round(
     weight_bytes: float = 2.0,
     num_devices: int = 1,
 ) -> Round:
-    """Predicts one round: a trunk pass over the drafts of each row, and the draft levels.
+    """Predicts one round: a trunk pass over each row's drafts, and the draft levels.
 
     Experts are assumed to be chosen uniformly. Weights, caches and work are split evenly over several devices, whose
     communication is not counted.
 
     Args:
-        batch: rows.
+        batch: number of rows.
         context: tokens in each row's KV cache.
         num_steps: draft levels; 0 is plain decoding.
-        weight_bytes: bytes of a weight; 1 for fp8.
-        num_devices: GPUs that share the model.
+        weight_bytes: bytes per weight; 1 for fp8.
+        num_devices: number of GPUs that share the model.
 
     Raises:
         ValueError: a number is out of range, or there are draft levels without MTP modules.
@@ -184,7 +184,7 @@ def predict_round(
 
 
 def check_numbers(config: ModelConfig, num_steps: int, least: Mapping[str, tuple[int, int]]) -> None:
-    """Checks that numbers are not below their minima, `(number, minimum)` by name, and that the model can draft.
+    """Checks the numbers in `least`, `(number, minimum)` by name, and that the model can draft `num_steps` levels.
 
     Raises:
         ValueError: a number is out of range, or there are draft levels without MTP modules.
@@ -207,18 +207,18 @@ def make_round(
     num_devices: int = 1,
     collectives: tuple[Collective, ...] = (),
 ) -> Round:
-    """Estimates the seconds of the parts and launches of a round.
+    """Estimates how many seconds a round's parts and launches take.
 
     Args:
-        work: a device's share of the model and the batch.
+        work: a device's share of the model and batch.
         context: tokens in each row's KV cache.
         has_fp8: the weights are fp8. Caches stay bfloat16; all other parts are mostly weights.
-        num_devices: devices that share the time of the parts evenly. Each launches all kernels, so launches are not
-            divided.
+        num_devices: number of devices that share the parts' time evenly. Each device launches all kernels, so the time
+            of launches is not divided.
     """
     parts, launches = tuple(parts_of_round(config, work, context, num_steps)), count_launches(config, num_steps)
 
-    # Each part takes the time of its bytes or of its operations, whichever is longer.
+    # Each part takes the time for its bytes or for its operations, whichever is longer.
     def seconds(part: Part) -> float:
         is_converted = has_fp8 and part.name != "cache"
         share = device.fp8_bandwidth_share if is_converted else device.bandwidth_share
@@ -229,7 +229,7 @@ def make_round(
 
 
 def count_launches(config: ModelConfig, num_steps: int) -> int:
-    """Counts the kernels that a round at batch 1 launches."""
+    """Counts the kernel launches in a round at batch 1."""
 
     def of_layer(kind) -> int:
         is_latent = kind.attention == "latent"
@@ -255,12 +255,12 @@ class Work:
     """A device's share of a model and a batch.
 
     Attributes:
-        elements: numbers in its weights, by group: "trunk" and "module" (layers without routed experts), "trunk
-            experts", "module experts", and "head".
-        nbytes: bytes of the same.
-        rows: its rows.
-        expert_rows: rows for whose tokens it computes its experts.
-        tensor: devices among which heads are split.
+        elements: number of weights by group: "trunk" and "module" (layers without routed experts), "trunk experts",
+            "module experts", and "head".
+        nbytes: bytes of these weights.
+        rows: number of rows on the device.
+        expert_rows: number of rows whose tokens the device's experts process.
+        tensor: number of devices over which heads are sharded.
     """
 
     elements: Mapping[str, float]
@@ -271,8 +271,8 @@ class Work:
 
 
 def parts_of_round(config: ModelConfig, work: Work, context: int, num_steps: int) -> Iterator[Part]:
-    """Yields bytes and operations of one device in a round; `context` is the number of tokens in each row's cache."""
-    # Each draft level runs one module: the first over the round's new tokens, the others over one.
+    """Yields one device's bytes and operations in a round; `context` is the number of tokens in each row's cache."""
+    # Each draft level runs one module: the first level over the round's new tokens, the others over one token.
     elements, nbytes, nodes = work.elements, work.nbytes, num_steps + 1
     tokens = work.rows * nodes
     # 1. The trunk verifies all nodes in one pass.
@@ -297,10 +297,10 @@ def parts_of_round(config: ModelConfig, work: Work, context: int, num_steps: int
 def count_weights(config: ModelConfig, leaves: Iterable[tuple[str, Any, float]]) -> dict[str, float]:
     """Adds up what a pass reads, by the groups of `Work`.
 
-    `leaves` are path, whole shape and amount (numbers, or bytes) of each array. Embeddings are looked up, not read
-    whole; a tied one is the head.
+    `leaves` are the path, global shape and amount (elements or bytes) of each array. Embeddings do not count, because
+    only a few rows are looked up, but a tied embedding counts as the head.
     """
-    # A pass reads every weight of the trunk and of the modules, but only the chosen experts, which are counted apart.
+    # A pass reads all weights of the trunk and the modules, but only the chosen experts, which are counted separately.
     counts = {name: 0.0 for name in ("trunk", "trunk experts", "module", "module experts", "head")}
     for name, shape, amount in leaves:
         is_stack = "/experts/" in name and len(shape) > 2 and shape[0] == config.n_routed_experts
@@ -313,7 +313,7 @@ def count_weights(config: ModelConfig, leaves: Iterable[tuple[str, Any, float]])
 
 
 def _experts(name: str, config: ModelConfig, work: Work, group: str, passes: Sequence[int]) -> Part:
-    """Returns the chosen experts' bytes: those that at least one of a pass's tokens is expected to choose."""
+    """Returns bytes and operations of the experts that at least one token in a pass is expected to choose."""
     share = config.num_experts_per_tok / config.n_routed_experts
     tokens = [work.expert_rows * nodes for nodes in passes]
     chosen = sum(1 - (1 - share) ** count for count in tokens)
@@ -321,17 +321,17 @@ def _experts(name: str, config: ModelConfig, work: Work, group: str, passes: Seq
 
 
 def _cache(config: ModelConfig, kinds, work: Work, context: int, tokens: int) -> Part:
-    """Returns the caches' bytes, and the operations of attention: each query with every key and value."""
+    """Returns the caches' bytes, and the operations of attention, in which each query meets every key and value."""
     nbytes = flops = 0.0
     for kind in kinds:
-        # A layer with a window reads the slots within it.
+        # A layer with a sliding window reads only the slots in the window.
         read = min(context, config.sliding_window) if kind.is_sliding else context
         made = jax.eval_shape(lambda kind=kind, read=read: empty_cache(config, (kind,), 1, read, jnp.bfloat16))
         nbytes += sum(
             math.prod(leaf.shape) * leaf.dtype.itemsize / (work.tensor if "heads" in CACHE_AXES[name] else 1)
             for name, leaf in made.layers[0].items()
         )
-        # Scores take the width of a key, their sum over values that of a value.
+        # A score costs one product per element of the key; weighting a value costs one per element of the value.
         if kind.attention == "grouped":
             heads, widths = config.of_layer(kind).num_attention_heads, config.head_dim + config.value_dim
             flops += 2 * tokens * heads * widths * read
@@ -342,5 +342,5 @@ def _cache(config: ModelConfig, kinds, work: Work, context: int, tokens: int) ->
 
 
 def tokens_per_round(acceptance_rate: float, num_steps: int) -> float:
-    """Returns the expected tokens of a round of a chain whose levels are each accepted with this probability."""
+    """Returns the expected number of tokens per round, for a chain whose levels have this acceptance rate."""
     return sum(acceptance_rate**level for level in range(num_steps + 1))

@@ -1,4 +1,4 @@
-"""Tables of predicted rounds: `mtpjax profile --predict`."""
+"""Tables of predicted rounds, for `mtpjax profile --predict`."""
 
 import dataclasses
 from collections.abc import Sequence
@@ -23,11 +23,11 @@ def tables(
 ) -> tuple[list[dict[str, Any]], list]:
     """Predicts plain and speculative rounds for several devices and batch sizes.
 
-    Each of 0..num_steps draft levels is predicted; a level is accepted with probability `acceptance_rate`, given the
-    levels before it. The other arguments are those of `predict_round`.
+    Rounds with 0..num_steps draft levels are predicted. Each level is accepted with probability `acceptance_rate`, if
+    all levels before it are accepted. The other arguments are as in `predict_round`.
 
     Returns:
-        The predictions as values that JSON can hold, and tables to print.
+        The predictions as JSON values, and tables to print.
 
     Raises:
         ValueError: a device is unknown, or a number is out of range.
@@ -38,17 +38,17 @@ def tables(
     if unknown:
         raise ValueError(f"device {unknown[0]!r} is not one of {', '.join(DEVICES)}")
     if not 0 <= acceptance_rate <= 1:
-        raise ValueError(f"the assumed acceptance must be within 0..1, got {acceptance_rate}")
+        raise ValueError(f"the assumed acceptance rate must be within 0..1, got {acceptance_rate}")
     settings: dict[str, Any] = {"context": context, "weight_bytes": weight_bytes, "num_devices": num_devices}
     needed = weights_of(config, weight_bytes=weight_bytes)
     rows, printed = [], []
     for device in (DEVICES[name] for name in devices):
-        # A table per device, which says if the weights do not fit into its memory.
+        # Make a table per device; its title says if the weights do not fit into the memory.
         title = f"{device.name} x {num_devices}: predicted, not measured; microseconds, context {context}"
         title += f" (the weights, {needed / 1e9:.0f} GB, do not fit)" * (needed > num_devices * device.memory)
         table = number_table(title, HEADINGS)
         table.caption = _caption(config, num_steps, acceptance_rate)
-        # Depth 0 comes first: speed-ups are over plain decoding at the same batch size.
+        # Depth 0 comes first, because speed-ups are over plain decoding at the same batch size.
         for batch in batches:
             plain = None
             for steps in range(num_steps + 1):

@@ -1,4 +1,4 @@
-"""Measures the costs of a round and of its parts, which run as they do in decoding."""
+"""Measures the costs of a round and of its parts, run as in decoding."""
 
 import functools
 from collections.abc import Callable
@@ -17,14 +17,15 @@ from mtpjax.evaluation.round_shapes import PLAIN_STEP, RoundCosts, RoundShape
 from mtpjax.evaluation.trust import seconds_beyond, time_calls
 from mtpjax.models.model import MTPModel
 
-MAX_ROUNDS_PER_TIMING = 512  # limit on the rounds of one timing
-MAX_MEASURED_STEPS = 32  # deepest draft to measure; each depth compiles several programs, longer ones with each level
+MAX_ROUNDS_PER_TIMING = 512  # maximum number of rounds in one timing
+MAX_MEASURED_STEPS = 32  # maximum depth to measure: each depth compiles several programs, which grow with the depth
 
 
 class CostMeter:
     """Times rounds of several shapes, and plain rounds, each in its own compiled `while_loop`.
 
-    The loops run on caches that hold a context. A loop that reaches the end of its caches restarts after the context.
+    The loops run on caches that already hold a context. A loop that reaches the end of its caches restarts right after
+    the context.
     """
 
     def __init__(
@@ -43,10 +44,10 @@ class CostMeter:
 
         Args:
             params: parameters of `model` with unrolled layers.
-            shapes: the rounds to time; plain rounds are always added.
+            shapes: shapes of the rounds to time; plain rounds are always timed too.
             seconds: approximate duration of one timing, which covers at least four rounds.
-            time_full_rounds: also time whole rounds as the decoding loop runs them, for chains a cycle through all
-                depths, and for drafters other than MTP modules drafting alone.
+            time_full_rounds: also time whole rounds as the decoding loop runs them. For chains, this includes a cycle
+                through all depths; for drafters other than MTP modules, it includes drafting alone.
             drafter: the draft method, as in `DecodeConfig`.
             draft_params: its parameters, if it has its own.
         """
@@ -78,7 +79,7 @@ class CostMeter:
                     add_passes("draft", shape, verifies=False)
             if time_full_rounds:
                 add_rounds("round", (shape,))
-        # 2. A cycle of one round per depth shows what a change of depth costs.
+        # 2. A cycle with one round per depth shows what a change of depth costs.
         chains = tuple(dict.fromkeys((PLAIN_STEP, *(shape for shape in shapes if shape.topk == 1))))
         if time_full_rounds and len(chains) > 1:
             add_rounds("cycle", chains)
@@ -94,7 +95,7 @@ class CostMeter:
     def measure(self, repeats: int = 3) -> None:
         """Adds `repeats` timings of every loop."""
         self.compile()
-        # All loops take turns, so that other programs disturb them equally. The first turn only warms up.
+        # The loops run in rotation, so that other programs disturb them equally. The first rotation only warms up.
         for number in range(repeats + 1):
             for timed, run in self._timers.items():
                 seconds = run()
@@ -102,14 +103,15 @@ class CostMeter:
                     self._seconds[timed].append(seconds)
 
     def plain_steps(self, shape: RoundShape) -> np.ndarray:
-        """Returns the cost of a round's parts in plain rounds, `[R]`: one per measurement, from timings of its turn."""
+        """Returns the cost of a round's parts in units of plain rounds, `[R]`: one value per measurement."""
         return np.array(self._seconds["parts", shape]) / np.array(self._seconds["parts", PLAIN_STEP])
 
     def costs(self) -> RoundCosts:
         """Summarises all timings so far.
 
-        Other programs slow down all loops of a turn equally, so ratios within a turn vary less than times. Each cost is
-        the median time of a plain round multiplied by the median of the ratio to the plain round of the same turn.
+        Other programs slow down all loops of one rotation equally, so ratios within a rotation vary less than times.
+        Each cost is the median time of a plain round, multiplied by the median ratio to the plain round in the same
+        rotation.
         """
         plain = np.array(self._seconds.get(("round", PLAIN_STEP), self._seconds["parts", PLAIN_STEP]))
         kinds = ("verify", "draft", "parts", "round", "cycle")
@@ -117,7 +119,7 @@ class CostMeter:
         for (kind, shape), times in self._seconds.items():
             medians[kind][shape] = float(np.median(plain) * np.median(np.array(times) / plain))
         rounds, change = medians["round"], 0.0
-        # The cost of a change of depth is the excess of the cycle over its rounds, per round of the cycle.
+        # A change of depth costs what the cycle takes beyond its rounds, divided by their number.
         if medians["cycle"]:
             chains = [seconds for shape, seconds in rounds.items() if shape.topk == 1]
             change = max(medians["cycle"][PLAIN_STEP] - sum(chains), 0.0) / len(chains)
@@ -127,16 +129,16 @@ class CostMeter:
 
 
 def _timer(arguments: tuple[Any, Any], timed: RoundLoop, *, seconds: float) -> Callable[[], float]:
-    """Makes a function that times one round of a loop, averaged over many.
+    """Makes a function that times one round of a loop, averaged over many rounds.
 
-    The fixed cost of a call is subtracted. Every timing copies the inputs to other memory, as successive decoding calls
-    do, since the speed of a loop depends on the addresses of its caches.
+    The fixed cost of a call is subtracted. Each timing first copies the inputs to new memory, as successive decoding
+    calls do, because the speed of a loop depends on the addresses of its caches.
     """
 
     inputs = timed.inputs
 
-    # The parameters are arguments, as in decoding: XLA would fold constants and store them in the program. On CUDA the
-    # loop is one graph, as there.
+    # The parameters are arguments, as in decoding: XLA would fold constants and store them in the program. On CUDA, the
+    # loop is one graph, also as in decoding.
     @one_graph(donate_argnums=2)
     def loop(limit, arguments, inputs):
         prepared = timed.prepare(*arguments)
@@ -150,7 +152,7 @@ def _timer(arguments: tuple[Any, Any], timed: RoundLoop, *, seconds: float) -> C
         nonlocal inputs
         inputs = jax.block_until_ready(loop(rounds, arguments, inputs))
 
-    # Choose the number of rounds for the wanted time: the difference between calls of 9 rounds and of 1 is 8 rounds.
+    # Choose the number of rounds that takes the wanted time: a call of 9 rounds and a call of 1 differ by 8 rounds.
     call(1)  # compiles
     one, nine = np.min([time_calls(lambda: call(1), lambda: call(9))[:2] for _ in range(3)], axis=0)
     num_rounds = round(min(max(8 * seconds / max(nine - one, 1e-9), 4), MAX_ROUNDS_PER_TIMING))
@@ -158,8 +160,8 @@ def _timer(arguments: tuple[Any, Any], timed: RoundLoop, *, seconds: float) -> C
     def run() -> float:
         nonlocal inputs
         inputs = jax.tree.map(jnp.copy, inputs)
-        # This call only warms up the copied inputs. The difference between calls of count + 1 rounds and of 1 is free
-        # of the fixed cost.
+        # This call only warms up the copied inputs. The fixed cost cancels in the difference between the call of
+        # num_rounds + 1 rounds and the call of 1.
         call(1)
         short, long, _ = time_calls(lambda: call(1), lambda: call(num_rounds + 1))
         return float(seconds_beyond(np.array(short), np.array(long))) / num_rounds

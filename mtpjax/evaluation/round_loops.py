@@ -1,4 +1,4 @@
-"""The loops that `round_costs` times: the passes of a round, and whole rounds, as decoding runs them."""
+"""The loops that `round_costs` times: the passes of a round alone, and whole rounds as decoding runs them."""
 
 from collections.abc import Callable
 from typing import Any, NamedTuple
@@ -25,7 +25,7 @@ from mtpjax.models.view import read_rows, write_rows
 
 
 class TimingConditions(NamedTuple):
-    """The conditions that all rounds share."""
+    """The conditions under which all rounds are timed."""
 
     batch: int  # rows, B
     context: int  # tokens per row in the caches
@@ -35,7 +35,7 @@ class TimingConditions(NamedTuple):
 
     @property
     def sampling(self) -> SamplingArrays:
-        """Sampling parameters of all rows."""
+        """The sampling parameters of all rows."""
         return SamplingArrays.greedy(self.batch).replace(temperature=jnp.full(self.batch, self.temperature))
 
 
@@ -43,13 +43,13 @@ class RoundLoop(NamedTuple):
     """A loop to time, with the parameters of the model and of the drafter as its arguments."""
 
     prepare: Callable[[Any, Any], Any]  # prepared = prepare(params, draft_params), before the loop
-    body: Callable[[Any, jax.Array, Any], Any]  # inputs = body(prepared, number of the round, inputs)
-    inputs: Any  # of the first round
+    body: Callable[[Any, jax.Array, Any], Any]  # inputs = body(prepared, index of the round, inputs)
+    inputs: Any  # inputs of the first round
 
 
 def max_slots_written(model: MTPModel, shape: RoundShape, drafter: Drafter) -> int:
     """Returns an upper bound on the cache slots that a round of this shape writes after the committed text."""
-    # Trees of a fixed shape and those of the best nodes differ in the nodes that are expanded.
+    # Trees with a fixed shape and trees of the best nodes expand different nodes.
     rules = ("greedy", "recursive") if shape.topk > 1 else ("greedy",)
     specs = [DecodeSpec(*shape, rule=RULES[rule], min_rows=2) for rule in rules]
     return max(Decoder(model, drafter, spec).slots_per_round for spec in specs)
@@ -60,13 +60,13 @@ def passes_loop(
 ) -> RoundLoop:
     """Makes a loop over the passes of a round: drafting, verification, or both.
 
-    The drafter extends over the tokens of the last round and drafts, the trunk's pass verifies the nodes, both as in
-    decoding. Nothing is accepted: every round starts at a different length, and lengths are not constant, because XLA
-    would move the work that depends on a constant length out of the loop.
+    As in decoding, the drafter extends over the last round's tokens and drafts, and a trunk pass verifies the nodes.
+    Nothing is accepted. Every round starts at a different length, because XLA would move work that depends on a
+    constant length out of the loop.
 
     Args:
         config: the drafter and the shape of the round.
-        drafts: run the drafter; without it, verification reads tokens of the text as nodes.
+        drafts: run the drafter; otherwise verification takes tokens of the text as nodes.
         verifies: run the trunk's pass, and pass its states to the drafter.
     """
     decoder, inputs = _running_rows(dtype, model, config, conditions)
@@ -90,7 +90,7 @@ def passes_loop(
                 tokens = jnp.argmax(verified.logits, axis=-1).astype(jnp.int32)
             state = state.replace(trunk=trunk)
         if drafts and verifies:
-            # The drafter keeps the states of a path; their number varies, so that all of them must be computed.
+            # The drafter keeps the states of a path. Vary how many it keeps, so that XLA must compute all of them.
             path, num_accepted = slice(spec.num_steps + 1), jnp.full_like(state.length, index % (spec.num_steps + 1))
             accepted = Acceptance(None, num_accepted, tokens[:, path])
             states = jax.tree.map(lambda kept: kept[:, path], verified.states)
@@ -104,18 +104,21 @@ def passes_loop(
 def full_round_loop(
     dtype: Any, model: MTPModel, configs: tuple[DecodeConfig, ...], conditions: TimingConditions
 ) -> RoundLoop:
-    """Makes a loop over whole decoding rounds under the default rule, one of each config; several must be chains."""
-    # 1. The rows of the deepest shape; shallower chains are the same call at another depth.
+    """Makes a loop whose body runs one whole decoding round per config, under the default rule.
+
+    If there are several configs, all must be chains.
+    """
+    # 1. Make the rows for the deepest shape; shallower chains are the same call at a different depth.
     config = max(configs, key=lambda config: config.num_steps)
     deepest, inputs = _running_rows(dtype, model, config, conditions)
     decoders = [deepest.at_depth(each.num_steps) for each in configs] if len(configs) > 1 else [deepest]
     num_starts = _num_start_positions(deepest, conditions)
 
-    # 2. Every round starts from a length within the room.
+    # 2. Start every round at a length that leaves room for its writes.
     def body(weights: Weights, index: jax.Array, state: DecodeState) -> DecodeState:
         for decoder in decoders:
             state = _at_length(state, conditions.context + 1 + index % num_starts)
-            # An adaptive call runs each depth in its own loop, so a cycle does the same.
+            # An adaptive call runs each depth in a loop of its own, so a cycle does the same.
             run = lambda state, decoder=decoder: run_round(decoder, weights, state)
             state = cond_as_while_loop(run, index >= 0, state) if len(decoders) > 1 else run(state)
         return state
@@ -135,7 +138,7 @@ def _prepare(decoder: Decoder, config: DecodeConfig) -> Callable[[Any, Any], Wei
 
 
 def _nodes_of_text(state: DecodeState, spec: DecodeSpec) -> Draft:
-    """Makes a draft of tokens of the text, in a tree of the right shape."""
+    """Makes a draft from tokens of the text, in a tree of the right shape."""
     tokens = read_rows(state.tokens, state.length - 1, spec.num_nodes)
     if spec.topk == 1:
         return Draft(tokens)
@@ -147,8 +150,7 @@ def _nodes_of_text(state: DecodeState, spec: DecodeSpec) -> Draft:
 def _running_rows(
     dtype: Any, model: MTPModel, config: DecodeConfig, conditions: TimingConditions
 ) -> tuple[Decoder, DecodeState]:
-    """Makes a state of running rows with random text, which end only at the capacity."""
-    # The texts fill the caches, so that no row ends while a loop is timed.
+    """Makes a state of running rows with random texts that fill the caches, so that no row ends during a timing."""
     batch, context, capacity, min_rows, temperature = conditions
     spec = make_spec(config, is_greedy=not temperature, min_rows=min_rows)
     decoder = Decoder(model, make_drafter(config), spec)
@@ -168,7 +170,8 @@ def _at_length(state: DecodeState, length: jax.Array) -> DecodeState:
     length = jnp.full_like(state.length, length)
     draft_state = state.drafter
     if hasattr(draft_state, "hidden_start"):
-        # The drafter's buffer starts at the oldest position that it must process: one, or one per MTP module.
+        # The drafter's buffer starts at the oldest position that it must still process: one position back, or one per
+        # MTP module.
         num_caches = len(getattr(draft_state, "caches", (None,)))
         start = jnp.maximum(length - 1 - max(num_caches, 1), 0)
         draft_state = draft_state.replace(hidden_start=start)
@@ -181,5 +184,5 @@ def _at_length(state: DecodeState, length: jax.Array) -> DecodeState:
 
 
 def _num_start_positions(decoder: Decoder, conditions: TimingConditions) -> int:
-    """Returns the number of slots after the context at which a round may start, at least 1, so that its writes fit."""
+    """Returns the number of slots after the context at which a round can start so that its writes fit, at least 1."""
     return max(1, conditions.capacity - conditions.context - decoder.slots_per_round - conditions.min_rows)

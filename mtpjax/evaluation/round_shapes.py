@@ -1,11 +1,11 @@
-"""The shapes of rounds, and their measured costs."""
+"""The shapes of rounds and their measured costs."""
 
 import dataclasses
 from typing import Any, NamedTuple
 
 
 class RoundShape(NamedTuple):
-    """The size of a round: draft levels, width of the tree, and verified nodes.
+    """The size of a round: draft levels, tree width, and verified nodes.
 
     `chain_shape` makes the shape of a chain. `PLAIN_STEP` is a round without drafts.
     """
@@ -29,12 +29,12 @@ class RoundCosts:
 
     Attributes:
         batch: rows, B.
-        verify: the trunk's pass over the nodes alone.
-        parts: drafting, with extending over the tokens that the last round committed, and verification. They are timed
-            together, since differences of timings are mostly noise.
-        round: the whole round of `speculative_generate`, including acceptance and commit; empty if not measured.
+        verify: only the trunk's pass over the nodes.
+        parts: drafting, including the extension over the tokens that the last round committed, and verification. They
+            are timed together, since differences between timings are mostly noise.
+        round: a whole round of `speculative_generate`, including acceptance and commit; empty if not measured.
         change: additional time of a round after a change of depth.
-        draft: drafting alone, of drafters other than MTP modules; empty if not measured.
+        draft: drafting alone, for drafters other than MTP modules; empty if not measured.
     """
 
     batch: int
@@ -46,7 +46,7 @@ class RoundCosts:
 
     @property
     def plain(self) -> float:
-        """Seconds of the parts of a plain round."""
+        """Seconds that the parts of a plain round take."""
         return self.parts[PLAIN_STEP]
 
     def ideal_ratio(self, accept_length: float, shape: RoundShape) -> float:
@@ -57,7 +57,7 @@ class RoundCosts:
         return accept_length * self.plain / self.parts[shape]
 
     def to_json(self) -> dict[str, Any]:
-        """Returns the costs for JSON, with a row per shape, since keys in JSON are strings."""
+        """Returns the costs as JSON values, with a row per shape, since JSON keys are strings."""
         rows = [
             {**shape._asdict(), **{f"{kind}_seconds": of[shape] for kind, of in self._kinds().items() if shape in of}}
             for shape in self.parts
@@ -75,7 +75,7 @@ class RoundCosts:
             stored: the JSON object.
 
         Raises:
-            KeyError, TypeError, ValueError: for any other object.
+            KeyError, TypeError, ValueError: `stored` is not such an object.
         """
         costs = cls(int(stored["batch"]), {}, {}, {}, float(stored["change_seconds"]))
         for row in stored["rounds"]:

@@ -1,4 +1,4 @@
-"""Runs a compiled pass over whole rows of text on the devices of the parameters, and copies its scores to the host."""
+"""Runs a compiled pass over whole rows of text on the devices that hold the parameters, and returns its scores."""
 
 import contextlib
 from collections.abc import Callable
@@ -20,23 +20,23 @@ def run_on_rows(
 
     Args:
         score: `score(params, draft_params, rows, **settings)` returns arrays `[B, ...]`.
-        params: parameters of the model. They decide the mesh.
-        draft_params: parameters of a drafter; {}: it has none.
+        params: the model's parameters, whose sharding decides the mesh.
+        draft_params: the drafter's parameters; {} if it has no parameters.
         rows: tree of arrays `[P, ...]` on the host.
-        batch_size: maximum rows of a pass on each device.
+        batch_size: maximum number of rows per pass on each device.
         **settings: static arguments.
 
     Returns:
-        The arrays of all rows, on the host of every process.
+        The arrays for all rows, on the host of every process.
     """
     embedding, count = params["embedding"], len(jax.tree.leaves(rows)[0])
     mesh = mesh_of(embedding) if isinstance(embedding, jax.Array) else None
-    # All batches have the same size and share one compiled program. Every shard of `data` has equally many rows.
+    # All batches have the same size and share one compiled program. Every shard over `data` has equally many rows.
     size = data_size(mesh) * min(batch_size, -(-count // data_size(mesh)))
     parts = []
     with jax.set_mesh(mesh) if mesh is not None else contextlib.nullcontext():
         for begin in range(0, count, size):
-            # Copies of the first row fill the last batch.
+            # Fill the last batch with copies of the first row.
             chosen = [row if row < count else 0 for row in range(begin, begin + size)]
             batch = jax.tree.map(lambda leaf, chosen=chosen: leaf[chosen], rows)
             parts.append(jax.device_get(gather_processes(score(params, draft_params, batch, **settings))))

@@ -1,4 +1,4 @@
-"""Compares texts with those of plain decoding, and finds how close the logits were where they differ."""
+"""Compares two texts of the same prompt, and finds how close the logits are where the texts differ."""
 
 import itertools
 import math
@@ -15,8 +15,8 @@ from mtpjax.models.model import MTPModel
 class Divergence(NamedTuple):
     """The first difference between two texts."""
 
-    position: int  # number of new tokens that both share
-    gap: float  # distance between the trunk's logits of the two different tokens; inf where one text ends
+    position: int  # number of new tokens that the texts share
+    gap: float  # distance between the trunk's logits for the two tokens there; inf if one text ends there
 
 
 def first_divergences(
@@ -27,22 +27,22 @@ def first_divergences(
     *,
     model: MTPModel,
 ) -> list[Divergence | None]:
-    """Finds where two texts of each prompt first differ, and how close the trunk's logits of the two tokens are.
+    """Finds where the two texts of each prompt first differ, and how close the trunk's logits for the two tokens are.
 
     A small gap means a near tie, which rounding can decide either way; a large gap means an error.
 
-    `rows` and `other_rows` are the new tokens of both texts of each prompt.
+    `rows` and `other_rows` are the new tokens of each prompt's two texts.
 
     Returns:
-        A `Divergence` per prompt, None for equal texts. If one text is a prefix of the other, they differ at its end,
-        with an infinite gap. Logits are the trunk's unmodified ones.
+        A `Divergence` per prompt; None for identical texts. If one text is a prefix of the other, they differ at its
+        end, with an infinite gap. The gaps are between the trunk's unmodified logits.
     """
-    # 1. The first differing token of each pair of texts.
+    # 1. Find the first differing token in each pair of texts.
     positions = [
         next((place for place, (token, other) in enumerate(itertools.zip_longest(*texts)) if token != other), None)
         for texts in zip(rows, other_rows, strict=True)
     ]
-    # 2. Only pairs in which both texts have a token there have two logits to compare.
+    # 2. Compare logits only for pairs in which both texts have a token there.
     shortest = [min(map(len, texts)) for texts in zip(rows, other_rows, strict=True)]
     compared = {
         number: place for number, place in enumerate(positions) if place is not None and place < shortest[number]
@@ -50,8 +50,8 @@ def first_divergences(
     gaps: dict[int, float] = {}
     if compared:
         config = DecodeConfig(num_steps=0, max_new_tokens=1, logprobs=True)
-        # Decode one token after the common prefix, once with each token as the only allowed one. The reported
-        # log-probabilities are those of the unmodified logits, so the normaliser cancels in the difference.
+        # Decode one token after the common prefix, once for each of the two tokens, as the only allowed token. The
+        # reported log-probabilities come from the unmodified logits, so the normaliser cancels in the difference.
         shared = [[*prompts[number], *rows[number][:place]] for number, place in compared.items()]
         logprobs = []
         for texts in (rows, other_rows):

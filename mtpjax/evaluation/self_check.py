@@ -1,8 +1,8 @@
 """Checks that the MTP modules of a loaded model draft as well as they did in training.
 
-Wrong norms, swapped inputs or modules of a different checkpoint raise no error and do not change texts: they only lower
-the acceptance rate. Training therefore saves a few held-out rows in the checkpoint's metadata, with the model's
-agreement on them, and `check_acceptance` measures it again.
+Wrong norms, swapped inputs or modules from a different checkpoint raise no error and do not change texts: they only
+lower the acceptance rate. Training therefore saves a few held-out rows in the checkpoint's metadata, with the model's
+agreement on them, and `check_acceptance` measures the agreement again.
 """
 
 import dataclasses
@@ -20,9 +20,9 @@ from mtpjax.io.huggingface_files import SELF_CHECK_FILE
 from mtpjax.models.model import MTPModel
 from mtpjax.safe_open import read_json_file
 
-MAX_ROWS, MAX_COLUMNS = 4, 128  # held-out tokens that are saved, at most
+MAX_ROWS, MAX_COLUMNS = 4, 128  # maximum number of held-out rows to save, and of tokens per row
 MAX_RECORD_BYTES = 1 << 20
-# Differences that count as rounding: loading in bfloat16 changes the means by less than this.
+# Maximum differences that count as rounding: loading in bfloat16 changes the means by less.
 TOLERANCE = {"agreement": 0.05, "overlap": 0.02}
 log = logging.getLogger("mtpjax.decode")
 
@@ -30,10 +30,10 @@ log = logging.getLogger("mtpjax.decode")
 def make_record(params: dict, tokens: np.ndarray, *, model: MTPModel, num_depths: int) -> dict[str, list]:
     """Measures the record that training saves in the checkpoint's metadata.
 
-    The first 4 x 128 of the held-out `tokens [R, T]` int32 are used.
+    It uses the first 4 rows and 128 columns of the held-out `tokens [R, T]` int32.
 
     Returns:
-        "tokens" (the rows), and for each level "agreement" (the share of positions where the draft's arg-max is the
+        "tokens" (the rows), and for each level "agreement" (the share of positions where the draft's arg-max equals the
         trunk's) and "overlap" (the mean of 1 - TV between their distributions).
     """
     rows = tokens[:MAX_ROWS, :MAX_COLUMNS]
@@ -43,7 +43,7 @@ def make_record(params: dict, tokens: np.ndarray, *, model: MTPModel, num_depths
 
 
 def check_acceptance(path, model: MTPModel, params: dict) -> list[str]:
-    """Compares a loaded model's drafts with those that training measured, in one pass over at most 512 tokens.
+    """Compares how well a loaded model drafts with what training measured, in one pass over at most 512 tokens.
 
     Args:
         path: the checkpoint, run folder or Hugging Face directory that the model was loaded from.
@@ -51,11 +51,11 @@ def check_acceptance(path, model: MTPModel, params: dict) -> list[str]:
         params: its parameters.
 
     Returns:
-        A line per draft level and metric that differs by more than rounding, which are also logged as a warning. Empty
-        if nothing differs, or if the checkpoint has no record.
+        A line per draft level and metric that differs by more than rounding. The lines are also logged as a warning.
+        Empty if nothing differs, or if the checkpoint has no record.
 
     Raises:
-        ValueError: for a damaged record.
+        ValueError: the record is damaged.
 
     Example:
         >>> import tempfile
@@ -81,7 +81,7 @@ def check_acceptance(path, model: MTPModel, params: dict) -> list[str]:
         return []
     levels = len(stored["agreement"])
     if not model.config.num_mtp_modules:
-        differences = [f"the model has no MTP modules; {levels} draft levels were measured"]
+        differences = [f"the model has no MTP modules, but training measured {levels} draft levels"]
     else:
         # Measure the same rows with the loaded model. `not ... <=` also catches nan.
         measured = _measure(params, np.array(stored["tokens"], np.int32), model=model, num_depths=levels)
@@ -98,8 +98,8 @@ def check_acceptance(path, model: MTPModel, params: dict) -> list[str]:
 
 def _read_record(path: pathlib.Path) -> dict[str, list] | None:
     """Reads the record of an mtpjax checkpoint or a Hugging Face directory; None if it has no record."""
-    # A checkpoint that training wrote has the record in its metadata. A converted one has it in the Hugging Face files
-    # that the conversion keeps.
+    # A checkpoint that training wrote has the record in its metadata. A converted checkpoint has it among the Hugging
+    # Face files that the conversion keeps.
     if is_checkpoint(path):
         record = CheckpointReader(path, verify=False).metadata.get("self_check")
         if record is not None:
@@ -116,12 +116,12 @@ def _read_record(path: pathlib.Path) -> dict[str, list] | None:
 
 
 def _checked_record(record: Any, place: pathlib.Path) -> dict[str, list]:
-    """Returns the record. Raises ValueError if its form is wrong, or it is larger than training writes."""
+    """Returns the record. Raises `ValueError` if it has the wrong form or is larger than training writes."""
     try:
         rows, levels = record["tokens"], len(record["agreement"])
         # Bound the sizes first: the rows decide how much memory the check takes.
         if not 0 < len(rows) <= MAX_ROWS or not all(len(row) <= MAX_COLUMNS for row in rows) or levels > MAX_COLUMNS:
-            raise ValueError(f"it has more than {MAX_ROWS} rows of {MAX_COLUMNS} tokens, or none")
+            raise ValueError(f"it has no rows, or more than {MAX_ROWS} rows of {MAX_COLUMNS} tokens")
         metrics = np.array([record["agreement"], record["overlap"]], np.float32)
         tokens = np.array(rows, np.int32)
     except (ValueError, KeyError, TypeError, AttributeError, OverflowError) as error:
@@ -135,7 +135,7 @@ def _measure(params: dict, tokens: np.ndarray, *, model: MTPModel, num_depths: i
     """Averages agreement and overlap over the positions where every level has a trunk token to compare with."""
     if not num_depths:
         return {"agreement": [], "overlap": []}
-    # Training scores all columns of the head, padding ids included; so does the check.
+    # Training scores all columns of the head, including padding ids, so the check does too.
     model = model.clone(config=dataclasses.replace(model.config, num_tokens=0))
     B, T = tokens.shape
     rows = PaddedTexts(tokens, np.full(B, T, np.int32), np.ones(B, np.float32))

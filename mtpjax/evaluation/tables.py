@@ -8,12 +8,12 @@ from mtpjax.console import narrow_table
 
 
 def number_table(title: str, headings: Sequence[str], name: str | None = None) -> rich.table.Table:
-    """Makes a table of 80 columns with right-aligned numbers.
+    """Makes a table 80 columns wide with right-aligned numbers.
 
     Args:
         title: the title.
-        headings: the columns of numbers, whose cells do not break.
-        name: the heading of a first column of names, which may break; None: the table has no such column.
+        headings: the headings of the number columns, whose cells do not wrap.
+        name: the heading of a first column with names, which may wrap; None: no such column.
     """
     table = narrow_table(title)
     if name is not None:

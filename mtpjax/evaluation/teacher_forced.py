@@ -1,6 +1,6 @@
 """Counts along a text in one teacher-forced pass: where drafts agree with the trunk, and what decoding would accept.
 
-*Predicted* counts are those of decoding, computed from the pass (`mtpjax.evaluation.predict`).
+*Predicted* counts are the counts that decoding would have, computed from the pass (`mtpjax.evaluation.predict`).
 """
 
 import functools
@@ -23,14 +23,14 @@ from mtpjax.models.decoding_layout import run_on_shards
 from mtpjax.models.forward import forward, shift_left
 from mtpjax.models.model import MTPModel
 
-MAX_LOGITS_PER_PASS = 1 << 28  # maximum number of float32 logits of one teacher-forced pass: 1 GiB
+MAX_LOGITS_PER_PASS = 1 << 28  # maximum number of float32 logits in one teacher-forced pass: 1 GiB
 
 
 def is_predictable(config: DecodeConfig, rule: str) -> bool:
     """Returns whether `mtpjax.evaluation.predict` covers these settings.
 
-    It covers chains of a fixed depth under an exact rule. The teacher-forced pass has no draft window and no reduced
-    draft vocabulary, and does not end drafts early, so it does not cover drafts made with them.
+    It covers chains with a fixed depth under an exact rule. It does not cover a draft window, a reduced draft
+    vocabulary or drafts that end early, which the teacher-forced pass does not have.
 
     Args:
         config: decoding settings.
@@ -55,10 +55,9 @@ def count_teacher_forced(
 ) -> tuple[TeacherForcedSums, Predicted]:
     """Runs one pass over prompts and texts, and predicts decoding from it.
 
-    The first `num_new [B]` tokens of each text count; the last drafts are compared with the others.
+    The first `num_new [B]` tokens of each text count. The tokens after them are only compared with the last drafts.
     """
-    # 1. Pad the texts to one shape, and compare the levels. Rows at temperature 0 are
-    # compared at temperature 1.
+    # 1. Pad the texts to one shape and compare the levels. Rows at temperature 0 are compared at temperature 1.
     rows = [[*prompt, *text] for prompt, text in zip(prompts, texts, strict=True)]
     tokens = np.zeros((len(rows), round_up_capacity(max(map(len, rows)))), np.int32)
     for number, row in enumerate(rows):
@@ -77,7 +76,7 @@ def count_teacher_forced(
     ends = starts + num_new
     is_greedy = temperatures == 0
     rule = make_spec(config, is_greedy=bool(is_greedy.all())).rule.name
-    # Expected counts for every depth 1..K; `accepted` keeps those of the deepest, the depth of the call.
+    # Compute the expected counts for every depth 1..K. `accepted` ends up with the counts for K, the depth of the call.
     accepted, rounds_at_depth, accepted_at_depth = np.full((3, len(prompts), config.num_steps), np.nan)
     if is_predictable(config, rule):
         probabilities = acceptance_probabilities(comparison.matches_text, comparison.log_ratio, is_greedy, rule=rule)
@@ -115,7 +114,7 @@ def compare_levels(
 ) -> LevelComparison:
     """Compares draft levels 1..num_depths with the trunk at every position of texts.
 
-    On a mesh each device compares its shard of the texts, with the weights in the layout of decoding.
+    On a mesh, each device compares its shard of the texts, with the weights sharded as in decoding.
 
     Args:
         params: model parameters with unrolled layers.
@@ -151,7 +150,7 @@ def _compare_on_shards(
         else:
             is_text = (jnp.arange(tokens.shape[1])[None, :] < lengths[:, None]).astype(jnp.int32)
             output = forward_with_drafter(params, tokens, is_text, model=model, drafter=drafter, num_depths=num_depths)
-        # Decoding never picks ids that only pad the embedding table.
+        # Decoding never picks ids that are only padding in the embedding table.
         is_token = jnp.arange(model.config.vocab_size) < (model.config.num_tokens or model.config.vocab_size)
 
         def log_probabilities(logits):
@@ -171,7 +170,7 @@ def _compare_on_shards(
             levels.append(
                 LevelComparison(
                     choice == jnp.argmax(trunk, axis=-1),
-                    # The sum of min(p, q) is 1 - TV: the rate at which the rule "token" accepts a sampled draft.
+                    # The sum of min(p, q) is 1 - TV, the probability that the rule "token" accepts a sampled draft.
                     jnp.exp(jnp.minimum(draft, trunk)).sum(axis=-1),
                     is_known & (choice == text),
                     jnp.where(is_known, log_q - log_p, -jnp.inf),
@@ -183,13 +182,13 @@ def _compare_on_shards(
 
 
 def _sum_over_positions(comparison: LevelComparison, starts: np.ndarray, ends: np.ndarray) -> TeacherForcedSums:
-    """Sums over the continuations, tokens `starts [B]` to `ends [B]` of each text."""
-    # Place i counts from the last prompt token on, while the trunk's choice at i + k is inside the text.
+    """Sums over the continuations: tokens `starts [B]` to `ends [B]` of each text."""
+    # Position i counts from the last prompt token on, as long as the token that position i + k predicts is in the text.
     _, T, K = comparison.agrees.shape
     column, level = np.arange(T)[None, :, None], np.arange(1, K + 1)[None, None, :]
     is_counted = (column >= starts[:, None, None] - 1) & (column + level < ends[:, None, None])
 
-    # Products over levels 1..k-1 are those over 1..k, one level later.
+    # The products over levels 1..k-1 are the products over 1..k, shifted by one level.
     def before(products: np.ndarray) -> np.ndarray:
         return np.concatenate([np.ones_like(products[..., :1]), products[..., :-1]], axis=-1)
 

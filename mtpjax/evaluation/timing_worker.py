@@ -1,7 +1,7 @@
 """Times decoding in child processes, since thread settings take effect only before JAX starts.
 
 The parent uses `TimingWorker`; the child runs `python -m mtpjax.evaluation.timing_worker`, which reads one JSON request
-per line and writes one JSON result per line. While it measures, the parent must let only one child work at a time,
+per line and writes one JSON result per line. During measurements, the parent must let only one child work at a time,
 since children compete for cores.
 """
 
@@ -32,7 +32,7 @@ class TimingWorker:
 
         Args:
             checkpoint: path of the model to load.
-            threads: threads of the child; 0 leaves JAX's default, one per core.
+            threads: number of threads in the child; 0: JAX's default, one per core.
         """
         command = [sys.executable, "-m", "mtpjax.evaluation.timing_worker", str(checkpoint), "--threads", str(threads)]
         self.threads = threads
@@ -51,7 +51,7 @@ class TimingWorker:
         """Sends a request without waiting; `receive` returns its result.
 
         Args:
-            request: `{"method": "decode" | "costs", …}` and the arguments of this method of `_RequestHandler`.
+            request: `{"method": "decode" | "costs", …}`, with the arguments of that `_RequestHandler` method.
         """
         try:
             self._requests.write(json.dumps(request) + "\n")
@@ -73,7 +73,7 @@ class TimingWorker:
 
 
 class _RequestHandler:
-    """Serves the requests of the parent, about one loaded model."""
+    """Serves the parent's requests with one loaded model."""
 
     def __init__(self, model, params):
         self.model, self.params, self.meter = model, params, None
@@ -84,9 +84,9 @@ class _RequestHandler:
         """Decodes the prompts one by one.
 
         Returns:
-            "rows", the tokens and counts of each prompt; "seconds", the decoding time of each without prefill and first
-            token; and the inputs of `mtpjax.evaluation.trust`: "waited", the share of the time that threads waited for
-            a core, and "is_negative".
+            "rows", the tokens and counts of each prompt; "seconds", the decoding time of each, excluding prefill and
+            the first token; "waited", the share of the time that threads waited for a core; and "is_negative", whether
+            any call took no longer than its one-token call. `mtpjax.evaluation.trust` uses the last two.
         """
         from mtpjax.decoding.config import DecodeConfig
         from mtpjax.decoding.sampling_params import SamplingParams
@@ -102,7 +102,7 @@ class _RequestHandler:
             first_call = functools.partial(decode, [prompt], config=first_only)
             short, long, result = time_calls(first_call, functools.partial(decode, [prompt], config=config))
             times.append((short, long))
-            # Check the counts and keep the tokens, so that the parent can compare texts between settings.
+            # Check the counts, and keep the tokens so that the parent can compare the texts of different settings.
             stats = result.stats
             stats.check()
             tokens, accepted = result.rows()[0], stats.accepted[0].tolist()
@@ -119,7 +119,7 @@ class _RequestHandler:
         """Adds measurements of the costs of chains.
 
         Returns:
-            The medians so far (`RoundCosts.to_json`), and "waited" as in `decode`, of these measurements.
+            The medians so far (`RoundCosts.to_json`), and "waited" as in `decode`, for the new measurements.
         """
         from mtpjax.evaluation.round_costs import CostMeter
         from mtpjax.evaluation.round_loops import TimingConditions

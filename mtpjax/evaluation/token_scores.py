@@ -1,4 +1,4 @@
-"""Log-probabilities of a text's tokens, and the most likely tokens at their positions, from one teacher-forced pass."""
+"""Log-probabilities of a text's tokens and of the most likely tokens there, from one teacher-forced pass."""
 
 import functools
 from collections.abc import Sequence
@@ -21,9 +21,9 @@ class TokenScores(NamedTuple):
     """Log-probabilities under the trunk's unmodified logits, as Python numbers.
 
     Attributes:
-        logprobs: of each of n tokens.
-        top_ids: per token, the most likely ids at its position, the most likely first.
-        top_logprobs: their log-probabilities.
+        logprobs: the log-probability of each token.
+        top_ids: per token, the most likely ids at its position, most likely first.
+        top_logprobs: the log-probabilities of `top_ids`.
     """
 
     logprobs: list[float]
@@ -36,9 +36,9 @@ def score_tokens(
 ) -> list[TokenScores]:
     """Scores the tokens of texts that continue prompts.
 
-    A prompt has at least one token. `num_top` most likely tokens are returned for each position.
+    A prompt has at least one token. The `num_top` most likely tokens are returned for each position.
     """
-    # One row at a time on each device bounds the memory.
+    # Each device scores one row at a time, to bound the memory.
     columns = round_up_capacity(max(len(prompt) + len(text) for prompt, text in zip(prompts, texts, strict=True)))
     assert columns % PIECE == 0
     num_top = min(num_top, model.config.num_tokens or model.config.vocab_size)
@@ -53,14 +53,14 @@ def score_tokens(
 
 @functools.partial(jax.jit, static_argnames=("model", "num_top"))
 def _score(params: dict, draft_params: Any, tokens: Any, *, model: MTPModel, num_top: int) -> tuple[jax.Array, ...]:
-    """Returns per place the log-probability of the next token, the best ids, and their log-probabilities."""
+    """Returns per position the log-probability of the next token, the best ids, and their log-probabilities."""
 
     def score_shard(params: dict, _: Any, tokens: jax.Array):
         B, T = tokens.shape
         apply = bind(model, params)
         hidden = trunk_states(params, tokens, jnp.ones_like(tokens), model=model)
         hidden, targets = apply(hidden, method="head_input_hidden"), shift_left(tokens, 1)
-        # Ids that only pad the embedding table are never decoded.
+        # Ids that are only padding in the embedding table are never decoded.
         is_token = jnp.arange(model.config.vocab_size) < (model.config.num_tokens or model.config.vocab_size)
 
         def score_piece(begin):

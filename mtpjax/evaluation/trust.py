@@ -22,14 +22,14 @@ from mtpjax.evaluation.machine import has_waiting_times
 
 T = TypeVar("T")
 KINDS = ("impossible", "disturbed", "uncertain")
-# Threads of an undisturbed measurement wait at most this share of the time for a core. On idle machines it was up to
-# 0.035: a core that falls asleep and wakes up again between two threads does not count as idle.
+# In an undisturbed measurement, threads wait for a core at most this share of the time. On idle machines the share was
+# up to 0.035: the time in which a core sleeps and wakes up between two threads does not count as idle.
 MAX_WAITING_SHARE = 0.05
-# Largest ratio of the upper to the lower end of an interval: above it, the speed is not known to a factor of two.
+# Maximum ratio of an interval's upper end to its lower end. Above it, the speed is not even known to a factor of two.
 MAX_INTERVAL_FACTOR = 2.0
-# A round costs at least its passes, whose costs are themselves measured to a few percent.
+# A round costs at least its passes, whose costs are themselves measured to within a few percent.
 MAX_SHARE_OF_IDEAL = 1.1
-MAX_TIMING_TRIES = 10  # of two times whose difference is not positive
+MAX_TIMING_TRIES = 10  # tries to get two times with a positive difference
 
 
 def speed_up_problem(
@@ -43,12 +43,12 @@ def speed_up_problem(
     """Returns why a measured speed-up over plain decoding cannot be trusted.
 
     Args:
-        ratio: the measured speed-up with its interval; the interval's ends are nan if there is none.
-        accept_length: tokens per round, bonus token included. A round costs at least one plain round, so no speed-up
-            exceeds it. None: unknown.
+        ratio: the measured speed-up with its interval, whose ends are nan if there is no interval.
+        accept_length: tokens per round, including the bonus token. A round costs at least one plain round, so no
+            speed-up exceeds it. None: unknown.
         waited: share of the measurement's time that threads waited for a core.
-        ideal: the speed-up if a round cost only its passes, from costs that were measured in the same process; None:
-            not measured.
+        ideal: the speed-up if a round cost only its passes, whose costs were measured in the same process; None: not
+            measured.
         is_negative: a difference of two times was not positive (`seconds_beyond`).
 
     Returns:
@@ -78,36 +78,35 @@ def speed_up_problem(
 
 
 def waiting_problem(waited: float) -> str | None:
-    """Returns why times other than speed-ups cannot be trusted: "disturbed", or None. `waited` as above."""
+    """Returns why times other than speed-ups cannot be trusted, "disturbed: …", or None. `waited` is as above."""
     return speed_up_problem(Estimate(1.0, 1.0, 1.0), None, waited=waited)
 
 
 def mark(problem: str | None) -> str:
-    """Returns the suffix of a number in tables and plots: " ?" if it cannot be trusted."""
+    """Returns the suffix for a number in tables and plots: " ?" if it cannot be trusted, else empty."""
     return " ?" if problem else ""
 
 
 def is_impossible(problem: str | None) -> bool:
-    """Returns whether no machine can reach the number, so that a plot has no point for it."""
+    """Returns whether no machine can reach the number, so that plots leave it out."""
     return bool(problem) and str(problem).startswith("impossible")
 
 
 def can_pass(problem: str | None) -> bool:
-    """Returns whether the same measurement may succeed on an idle machine: it was disturbed, not uncertain."""
+    """Returns whether the measurement may succeed on an idle machine: it was disturbed or impossible, not uncertain."""
     return bool(problem) and not str(problem).startswith("uncertain")
 
 
 def verdict(problems: Sequence[str | None], waited: float) -> str:
-    """Returns the line before a table: whether its measurements can be trusted, and why not.
+    """Returns the line before a table that says whether its measurements can be trusted, and if not, why.
 
-    Returns:
-        A line such as "trust in the timings: yes; threads waited up to 0.4% of the time for a core".
+    For example, "trust in the timings: yes; threads waited up to 0.4% of the time for a core".
     """
     kinds = Counter(problem.partition(":")[0] for problem in problems if problem)
     num_trusted = len(problems) - sum(kinds.values())
-    waiting = f"threads waited up to {waited:.1%} of the time for a core" + " (their sum)" * (waited > 1)
+    waiting = f"threads waited up to {waited:.1%} of the time for a core" + " (summed over threads)" * (waited > 1)
     if not has_waiting_times():
-        waiting = "this system does not say how long threads waited for a core"
+        waiting = "this system does not report how long threads waited for a core"
     if not kinds:
         return f"trust in the timings: yes; {waiting}"
     reasons = ", ".join(f"{kinds[kind]} {kind}" for kind in KINDS if kinds[kind])
@@ -118,15 +117,15 @@ def verdict(problems: Sequence[str | None], waited: float) -> str:
 
 
 def time_calls(short: Callable[[], Any], long: Callable[[], T]) -> tuple[float, float, T]:
-    """Times a short call, whose time is subtracted from that of a long one, and the long one.
+    """Times a short call and a long one, for a caller that subtracts the short time from the long time.
 
-    A pause of the process in the short call can make the difference negative. Then both are timed again, at most
-    `MAX_TIMING_TRIES` times.
+    If the process pauses during the short call, the difference can be negative. Both calls are then timed again, with
+    at most `MAX_TIMING_TRIES` tries in total.
 
-    Returns the seconds of the short and of the long call, and the long call's result.
+    Returns the seconds of the short call and of the long call, and the long call's result.
     """
 
-    # Both calls are timed in one go, so that a slow phase of the machine affects both.
+    # Time both calls in one go, so that a slow phase of the machine affects both.
     def once() -> tuple[float, float, T]:
         begin = time.perf_counter()
         short()
@@ -143,9 +142,9 @@ def time_calls(short: Callable[[], Any], long: Callable[[], T]) -> tuple[float, 
 
 
 def seconds_beyond(short: np.ndarray, long: np.ndarray) -> np.ndarray:
-    """Subtracts the seconds of a short call from those of a long one that includes its work.
+    """Subtracts the seconds of a short call from the seconds of a long call that includes the short call's work.
 
-    Where a difference is not positive, other programs disturbed the times; `long` is then returned, an upper bound, so
-    that no speed is negative. Pass this on to `speed_up_problem` (`is_negative`).
+    If a difference is not positive, other programs disturbed the times. The result is then `long`, an upper bound, so
+    that no speed is negative. Report such cases to `speed_up_problem` (`is_negative`).
     """
     return np.where(long > short, long - short, long)

@@ -1,4 +1,4 @@
-"""Measures which implementation of each kernel is fastest for one model on this device: `mtpjax tune`."""
+"""Measures which implementation of each kernel is fastest for a model on this device, for `mtpjax tune`."""
 
 import dataclasses
 import functools
@@ -24,23 +24,23 @@ from pallas_kernels import dispatch, measurements
 from pallas_kernels.case import difference_from_xla
 
 Question = tuple[str, dict[str, Any]]  # an op and the shape of its call
-LEAST_SECONDS = 0.02  # of one measurement; shorter calls are repeated
+LEAST_SECONDS = 0.02  # minimum duration of a measurement; shorter calls are repeated
 
 
 def find_questions(
     params: dict, *, model: MTPModel, config: DecodeConfig, batches: Sequence[int], context: int, prefill_chunk: int
 ) -> list[Question]:
-    """Finds the ops and shapes for which decoding chooses a kernel. Traces the decoding call, and runs nothing.
+    """Finds the ops and shapes for which decoding chooses a kernel. Traces the decoding call but runs nothing.
 
     Args:
         params: model parameters; shapes suffice.
-        config: decoding settings; their draft levels and plain decoding are traced.
+        config: decoding settings, which are traced with their draft levels and without drafts.
         batches: batch sizes.
-        context: slots of the KV caches.
-        prefill_chunk: tokens per row of a prefill pass.
+        context: number of slots in the KV caches.
+        prefill_chunk: tokens per row in a prefill pass.
 
     Returns:
-        Each op and shape once, in order of first use.
+        The ops and shapes without duplicates, in order of first use.
     """
     shapes = jax.eval_shape(lambda: params)
     found: list[Question] = []
@@ -50,7 +50,7 @@ def find_questions(
             for implementation in ("xla", "triton"):
                 traced = model.clone(implementation=implementation)
                 for question in _trace(shapes, traced, config, batch, num_steps, context, prefill_chunk):
-                    # Models run `rms_norm` in XLA, which fuses it with adjacent operations.
+                    # Models leave `rms_norm` to XLA, which fuses it with adjacent operations.
                     if question not in found and question[0] != "rms_norm":
                         found.append(question)
     return found
@@ -82,22 +82,22 @@ def _trace(shapes, model, config, batch, num_steps, context, prefill_chunk) -> l
 def measure(
     questions: Sequence[Question], *, rounds: int = 5, implementations: tuple[str, ...] | None = None
 ) -> Iterator[tuple[Question, dict[str, float], str | None]]:
-    """Times every implementation of each question on this device, and stores the times in the user's file at once.
+    """Times all implementations for each question on this device, and stores the times in the user's file right away.
 
-    First compares an implementation with XLA, on small arrays; if the numbers differ, its times are not kept.
+    Each implementation is first compared with XLA on small arrays; if the numbers differ, it is not timed.
 
     Args:
         questions: what to measure, from `find_questions`.
-        rounds: measurements of each implementation, which take turns; the median counts.
+        rounds: measurements per implementation, taken in rotation; the median counts.
         implementations: implementations to time; None: all that the op has here.
 
     Yields:
-        After each question: the question, milliseconds per call of each implementation that ran, and the reason why
-        nothing was kept, or None.
+        For each question: the question, the milliseconds per call of each implementation that ran, and why an
+        implementation or the op was not timed, or None.
     """
     for op, shape in questions:
         if op not in CASES:
-            yield (op, shape), {}, "this op cannot be timed by itself"
+            yield (op, shape), {}, "this op cannot be timed separately"
             continue
         run, arrays = CASES[op](shape)
         calls: dict[str, Callable[[], Any]] = {}
@@ -111,9 +111,9 @@ def measure(
             except Exception as error:
                 failure = f"{name} fails: {str(error).partition(chr(10))[0][:200]}"
                 continue
-            # Times of wrong results are not kept.
+            # Do not time wrong results.
             if not difference <= 1:
-                failure = f"{name} gives other numbers than xla: {difference:.3g} times the bound"
+                failure = f"{name} gives different numbers than xla: {difference:.3g} times the tolerance"
                 continue
             calls[name] = call
         times: dict[str, list[float]] = {name: [] for name in calls}
@@ -133,7 +133,7 @@ def not_measured(questions: Sequence[Question]) -> list[Question]:
 
 
 def seconds_per_call(call: Callable[[], Any], least: float = LEAST_SECONDS) -> float:
-    """Times one call: repeats it until all repeats take `least` seconds. It must have run once before."""
+    """Times one call by repeating it until all repeats take `least` seconds. It must have run once before."""
     jax.block_until_ready(call())
     count = 1
     while True:

@@ -17,7 +17,7 @@ MAX_ANCHORS = 512  # per row, by default (DFlash, 2602.06036)
 
 
 def draw_anchors(key: jax.Array, is_valid: jax.Array, count: int) -> jax.Array:
-    """Draws anchors of each row, uniformly and without replacement, among those whose first draft has a valid target.
+    """Draws anchors in each row uniformly, without replacement, from the columns whose first draft has a valid target.
 
     Args:
         is_valid: `[B, T]` bool, valid targets of depth 1.
@@ -25,29 +25,29 @@ def draw_anchors(key: jax.Array, is_valid: jax.Array, count: int) -> jax.Array:
     Returns:
         `[B, A]` int32 columns, A = min(count, T - 1), ascending; 0 means no anchor.
     """
-    # Choose the rows with the largest noise; those without a valid target come last.
+    # Choose the positions with the largest noise; those without a valid target come last.
     noise = jnp.where(is_valid, jax.random.uniform(key, is_valid.shape), -1.0)
     drawn, rows = jax.lax.top_k(noise, min(count, is_valid.shape[1] - 1))
     return jnp.sort(jnp.where(drawn >= 0, rows + 1, 0), axis=1)
 
 
 def to_rows(values: jax.Array, anchors: jax.Array, num_columns: int) -> jax.Array:
-    """Scatters the values of anchors into rows of zeros: `[K, B, A]` to `[K, B, T]`."""
+    """Scatters one value per anchor into rows of zeros: `[K, B, A]` to `[K, B, T]`."""
     batch = jnp.arange(len(anchors))[:, None]
-    rows = jnp.where(anchors > 0, anchors - 1, num_columns)  # without an anchor: outside, and dropped
+    rows = jnp.where(anchors > 0, anchors - 1, num_columns)  # no anchor (0): out of bounds, so dropped
     zeros = jnp.zeros((len(values), len(anchors), num_columns), values.dtype)
     return zeros.at[:, batch, rows].set(values, mode="drop")
 
 
 def keep_anchors(is_valid: jax.Array, anchors: jax.Array | None) -> jax.Array:
-    """Restricts the valid targets of the depths to the positions of anchors.
+    """Restricts the valid targets of the depths to the anchors' positions.
 
     Args:
         is_valid: `[1 + depths, B, T]` bool.
-        anchors: `[B, A]` from `draw_anchors`; None: all positions.
+        anchors: `[B, A]` from `draw_anchors`; None keeps all positions.
 
     Returns:
-        `[1 + depths, B, T]` bool; the trunk's are unchanged.
+        `[1 + depths, B, T]` bool; the trunk's targets (index 0) are unchanged.
     """
     if anchors is None:
         return is_valid
@@ -61,11 +61,11 @@ def anchor_terms(
     targets: jax.Array,
     anchors: jax.Array,
 ) -> PositionTerms:
-    """Computes the terms of blocks. They are 0 at positions without an anchor.
+    """Computes the loss terms of a block drafter. They are 0 at positions without an anchor.
 
     Args:
-        compute: computes terms from the output of an MTP pass, with arrays `[B, T, ...]`, and its targets.
-        output: the trunk's arrays `[B, T, ...]`, and the levels' `[B, A, ...]`.
+        compute: computes terms from the output of an MTP pass, whose arrays are `[B, T, ...]`, and from its targets.
+        output: the trunk's arrays are `[B, T, ...]`, the levels' arrays `[B, A, ...]`.
         targets: `[1 + K, B, T]` int32.
         anchors: `[B, A]` from `draw_anchors`.
 
@@ -73,10 +73,10 @@ def anchor_terms(
         The terms, `[1 + K, B, T]` and `[K, B, T]`.
     """
     (B, A), T, K = anchors.shape, targets.shape[2], len(output.mtp_logits)
-    # 1. The trunk, in all rows.
+    # 1. The trunk, at all positions.
     trunk = compute(DepthsOutput(output.logits, output.hidden, (), ()), targets[:1])
-    # 2. All drafts of a row become the rows of one depth, whose row r `compute` compares with row r + 1 of the trunk.
-    # The trunk predicts token a + k in column a + k - 1.
+    # 2. All drafts of a row become the positions of one depth: `compute` compares its position r with position r + 1
+    # of the trunk. The trunk predicts token a + k in column a + k - 1.
     columns = jnp.clip(anchors[:, :, None] + jnp.arange(K)[None, None], 0, T - 1).reshape(B, A * K)
 
     def of_trunk(array: jax.Array) -> jax.Array:
@@ -91,13 +91,13 @@ def anchor_terms(
         (of_levels(output.mtp_logits),),
         (of_levels(output.mtp_hidden),),
     )
-    # Their targets are those of the depths in row a - 1.
+    # The depths' targets at position a - 1.
     rows = jnp.broadcast_to(jnp.maximum(anchors - 1, 0)[None], (K, B, A))
     drafted = jnp.moveaxis(jnp.take_along_axis(targets[1:], rows, axis=2), 0, 2).reshape(B, A * K)
     drafted = jnp.pad(drafted, ((0, 0), (0, 1)))
     terms = compute(flat, jnp.stack([jnp.zeros_like(drafted), drafted]))
 
-    # 3. Back to the rows of the anchors.
+    # 3. Scatter the terms back to the anchors' positions.
     def back(values: jax.Array) -> jax.Array:
         return to_rows(jnp.moveaxis(values[:, : A * K].reshape(B, A, K), 2, 0), anchors, T)
 

@@ -23,8 +23,8 @@ class TrainEvent:
             panel, as in `metrics.jsonl`. After a save the metrics of the last update, if there was one.
         state: parameters, with stacked trunk layers, and optimiser state. Valid only during the call: the next update
             reuses its memory, so copy what you keep.
-        path: after a save, the folder that was written: a training state, or at the end `checkpoint/`. None otherwise,
-            and in processes that write nothing.
+        path: after a save, the folder that was written: a training state, or at the end `checkpoint/` or `drafter/`.
+            None after other events, and in processes that write nothing.
 
     Example:
         >>> from mtpjax.training import TrainEvent
@@ -46,7 +46,7 @@ class Callback:
 
     A method that returns True requests a stop. The run then ends as if it had reached `steps`: it saves the model,
     evaluates, and returns its result. `--resume` continues it. An exception ends the run after its state is saved. In a
-    run of several processes, every process calls its callbacks, and a request to stop from one stops all.
+    run with several processes, every process calls its callbacks, and a stop request in one process stops all of them.
 
     Example:
         >>> from mtpjax.training import Callback
@@ -58,13 +58,13 @@ class Callback:
     """
 
     def after_update(self, event: TrainEvent) -> bool | None:
-        """Runs after each update, including those that were skipped because they were not finite."""
+        """Runs after each update, including updates that were skipped because they were not finite."""
 
     def after_evaluation(self, event: TrainEvent) -> bool | None:
-        """Runs after each evaluation, including the last one, when a request to stop has no effect."""
+        """Runs after each evaluation. After the last one, a stop request has no effect."""
 
     def after_save(self, event: TrainEvent) -> bool | None:
-        """Runs after a training state was saved, and at the end after the trained model was saved."""
+        """Runs after each saved training state, and at the end after the trained model is saved."""
 
 
 def check_callbacks(callbacks: Sequence[Callback]) -> None:

@@ -1,4 +1,4 @@
-"""Compares runs side by side: settings that differ, final losses and acceptance. Reads only the run folders."""
+"""Compares runs side by side: differing settings, final losses and acceptance. Reads only the run folders."""
 
 import dataclasses
 import json
@@ -36,10 +36,10 @@ class RunRecord:
 
 
 def read_run(folder) -> RunRecord:
-    """Reads `run.json` and `metrics.jsonl` of a run folder.
+    """Reads `run.json` and `metrics.jsonl` from a run folder.
 
     Raises:
-        RunError: the folder is not a run folder, is damaged, or has no evaluation yet. One line.
+        RunError: the folder is not a run folder, is damaged, or has no evaluation yet.
     """
     folder = pathlib.Path(folder)
     settings, fingerprint = read_run_file(folder, "fingerprint")
@@ -60,9 +60,9 @@ def tables(runs: Sequence[RunRecord], width: int = 80) -> Iterator[Any]:
         runs: the runs; the first one is the baseline.
 
     Yields:
-        A `rich` table of the settings that differ, or a sentence if none does. Then lines that say which speed-ups can
-        be trusted and why others cannot, and a table of the metrics at each run's last evaluation, with their
-        difference from the first run.
+        A `rich` table of the settings that differ, or a sentence if none differ. Then lines that say which speed-ups
+        can be trusted and why others cannot, and a table of the metrics at each run's last evaluation, with their
+        differences from the first run.
     """
     names = short_names(runs)
     # Settings: one row per key whose value is not the same in all runs.
@@ -96,7 +96,7 @@ def tables(runs: Sequence[RunRecord], width: int = 80) -> Iterator[Any]:
 
 
 def _timed(run: RunRecord) -> dict[str, dict[str, Any]]:
-    """Returns the metrics of a run's last evaluation over all prompts, by kind, of kinds with a speed-up."""
+    """Returns the decoded metrics over all prompts of a run's last evaluation, by kind; only kinds with a speed-up."""
     kinds = run.last_evaluation["eval"].get("decoded", {}).get("overall", {})
     return {kind: row for kind, row in kinds.items() if row["speed_up"] is not None}
 
@@ -110,7 +110,7 @@ def _metrics(run: RunRecord) -> dict[str, float]:
         found["bits per token, " + (f"draft {level}" if level else "trunk")] = bits
     for name, title in (("agreement", "agreement"), ("survival", "survival"), ("overlap", "1 - TV")):
         found |= {f"{title}, level {level}": value for level, value in enumerate(panel.get(name, ()), start=1)}
-    # Decoded: accept lengths per category of prompts, greedy and sampled.
+    # Decoded: accept lengths per prompt category, greedy and sampled.
     for category, kinds in panel.get("decoded", {}).items():
         for kind, row in kinds.items():
             place = kind if category == "overall" else f"{category}, {kind}"
@@ -122,7 +122,7 @@ def _metrics(run: RunRecord) -> dict[str, float]:
 def _format_cells(values: Sequence[float | None], problems: Sequence[str | None] = ()) -> Iterator[str]:
     first = values[0]
     # Counts need no fraction; rates and lengths also show their difference from the first run. A number that cannot be
-    # trusted has a mark, and no difference.
+    # trusted has a mark and no difference.
     for number, value in enumerate(values):
         if value is None:
             yield "-"
@@ -141,12 +141,12 @@ def _different_settings(runs: Sequence[RunRecord]) -> Iterator[tuple[str, ...]]:
         values = [json.dumps(run.settings[key]) if key in run.settings else "-" for run in runs]
         if key != "output" and len(set(values)) > 1:
             yield key, *values
-    # Equal settings can read different data, for example after files of the folder changed.
+    # Equal settings can read different data, for example after files in the data folder changed.
     if len({run.fingerprint for run in runs}) > 1:
         yield "data (fingerprint)", *(run.fingerprint[:8] for run in runs)
 
 
 def short_names(runs: Sequence[RunRecord]) -> list[str]:
-    """Returns the names of runs for tables and plots: of their folders, or the paths if those are not unique."""
+    """Returns the runs' names for tables and plots: the folder names, or the full paths if those are not unique."""
     last = [pathlib.Path(run.name).name for run in runs]
     return last if len(set(last)) == len(last) else [run.name for run in runs]

@@ -19,7 +19,7 @@ from mtpjax.training.objective import Objective
 MAX_LEARNING_RATE = 100.0  # far above any real value: a larger one is a typo
 MAX_DEPTHS = 64  # each depth is compiled; many more would take hours
 READING = tuple(Reading.__annotations__)  # arguments of `load_drafter`
-# Settings of every drafter with separate files; a method has further ones (`DraftTraining.settings`).
+# Settings of every drafter with separate files; a method may add more (`DraftTraining.settings`).
 DRAFTER_SETTINGS = ("draft_init_from", "draft_reading", "draft_vocab_size")
 # Smallest and largest values of settings.
 LIMITS = (
@@ -34,7 +34,7 @@ LIMITS = (
     (1, 2**20, ("batch_size",)),
     (2, 2**20, ("row_length",)),
 )
-# Settings of the draft losses, which are unused without draft depths.
+# Settings that have no effect without draft depths.
 DEPTH_SETTINGS = ("attention_layout", "mtp_loss_scale", "mtp_loss_scale_final", "mtp_loss_switch")
 
 
@@ -61,16 +61,16 @@ class TrainConfig:
         draft_init_from: drafter to continue training, instead of a new one: a folder or a Hugging Face Hub repository
             that `mtpjax.load_drafter` reads, or the run folder that trained it. It keeps its architecture and draft
             vocabulary, so leave out the other `draft_*` settings or set them to the drafter's values. `num_depths` must
-            be the number of its Medusa heads, or of the drafts in its block.
+            equal the number of Medusa heads, or the number of drafts in a block.
         draft_reading: arguments of `load_drafter` that say how to read `draft_init_from`, such as
             `{"aux_layers": "output"}`, as a dict or as pairs. On the command line: `draft_reading.aux_layers=output`.
         draft_vocab_size: size of a new drafter's vocabulary: the most frequent tokens of the training rows. 0: all
             tokens.
         draft_layers: trunk layers whose input states EAGLE-3, DFlash and DSpark read. With L layers, L means the output
-            of the last layer, and L + 1 that of the final norm. (): for EAGLE-3 layers 2, L / 2 and L - 3, or thirds of
-            a trunk with fewer than 7 layers; for the others five layers from 2 to L - 2, or from 1 to L in a trunk with
-            fewer than 8 layers.
-        draft_num_layers: number of layers of DFlash and DSpark. None: 5.
+            of the last layer, and L + 1 the output of the final norm. (): for EAGLE-3 layers 2, L / 2 and L - 3, or
+            thirds of a trunk with fewer than 7 layers; for the others five layers from 2 to L - 2, or from 1 to L in a
+            trunk with fewer than 8 layers.
+        draft_num_layers: number of layers in a DFlash or DSpark drafter. None: 5.
         draft_anchors: maximum number of blocks per row for DFlash and DSpark. Every update draws new anchors. None:
             512.
         draft_mask_token: token id in the slots after an anchor. None: the rarest token of the training rows.
@@ -86,7 +86,7 @@ class TrainConfig:
         trunk_states_dtype: dtype of the cached states: "float32", or "bfloat16", which halves the disk space.
         output: run folder to write (`mtpjax.training.run_dir`).
         data: file or folder to train on. None: the standard library of the running Python. The suffix of a file
-            decides whether it is read as text or as records of texts or conversations (`mtpjax.data.config.Source`).
+            decides whether it is read as text or as records with texts or conversations (`mtpjax.data.config.Source`).
         pattern: glob pattern that selects files in the folder `data`, such as `*.md`. The default reads all files
             except hidden and binary ones.
         sources: data sources, mixed by their weights, instead of `data`.
@@ -108,8 +108,8 @@ class TrainConfig:
         mtp_loss_scale_final: lambda after the fraction `mtp_loss_switch` of the run.
         mtp_loss_switch: fraction of the run at which lambda changes, 0..1.
         objective: losses of the draft depths and their weights.
-        attention_layout: keys that a recycled depth attends to: "ttt" (those of training-time test, as in decoding), or
-            "stream" (only those of the same depth).
+        attention_layout: keys that a recycled depth attends to: "ttt" (as in training-time test and in decoding), or
+            "stream" (only keys of the same depth).
         optimizer: "adamw", or "muon", which uses Muon for the matrices inside the layers and AdamW for the rest.
         learning_rate: peak learning rate.
         weight_decay: decoupled weight decay, applied to matrices only.
@@ -125,8 +125,8 @@ class TrainConfig:
         panel_prompts: number of held-out prompts to decode at the end of the run. A part of them is also decoded during
             the run. 0: decode none.
         panel_acceptance: acceptance rule for the decoded prompts, as in `DecodeConfig`. It must allow temperature 1.
-        accumulation: number of microbatches per update, which run one after the other. This reduces memory without
-            changing the update, up to rounding.
+        accumulation: number of microbatches per update, which run one after the other. This saves memory and changes
+            the update only by rounding.
         remat: "none" stores each layer's matmul outputs for the backward pass and recomputes norms, activations and
             attention. "layers" stores only each layer's input.
         implementation: how kernels run: "xla" (plain JAX), "triton" (GPU kernels), "interpreted" (the GPU kernels in an
@@ -139,7 +139,7 @@ class TrainConfig:
         wandb: Weights & Biases project to which the metrics are also sent. None: do not use Weights & Biases.
         profile_start: number of updates before profiling starts.
         profile_steps: number of updates to profile; the traces are written to `profile/`. 0: do not profile.
-        seed: seed of the initial parameters and of the row order.
+        seed: random seed for the initial parameters and the row order.
 
     Raises:
         ValueError: a value is out of range, or settings contradict each other.
@@ -221,7 +221,7 @@ class TrainConfig:
         for name in ("learning_rate", "gradient_clip", "seconds"):
             require(getattr(self, name) > 0, f"{name} must be positive, not {getattr(self, name)}")
         check_range("min_steps", self.min_steps, 0, self.steps)
-        require(0 <= self.held_out_fraction < 1, f"held_out_fraction {self.held_out_fraction} is not within 0..1")
+        require(0 <= self.held_out_fraction < 1, f"held_out_fraction {self.held_out_fraction} is not in [0, 1)")
         require(
             isinstance(self.objective, Objective),
             f"objective must be an Objective, not {printable(repr(self.objective), 80)}",
@@ -233,7 +233,7 @@ class TrainConfig:
         is_used = self.num_depths > 0 or self.objective == Objective(mix=mix)
         require(is_used, "objective is unused: it needs num_depths above 0")
         # Settings that need others.
-        require(self.num_depths > 0 or self.trains == "all", f"trains '{self.trains}' needs num_depths of at least 1")
+        require(self.num_depths > 0 or self.trains == "all", f"trains={self.trains!r} needs num_depths of at least 1")
         object.__setattr__(self, "plot_formats", tuple(self.plot_formats))
         for name in self.plot_formats:
             require_choice("plot_formats", name, ("png", "svg", "pdf"))
@@ -250,18 +250,18 @@ class TrainConfig:
 
     @property
     def draft_method(self) -> DraftMethod:
-        """Returns the record of the method `drafter`."""
+        """Returns the `DraftMethod` that `drafter` selects."""
         return find_method(self.drafter)
 
     @property
     def model_config(self) -> ModelConfig:
-        """Returns the architecture of new weights: the preset's, with the fields of `model` changed."""
+        """Returns the architecture of new weights: the preset, overridden by the fields in `model`."""
         return override_config(presets[self.preset], model_changes(self.model))
 
     def _check_model(self):
-        """Checks the architecture. A checkpoint has its own, to which only modules can be added."""
+        """Checks the architecture. A checkpoint fixes it: only MTP modules can be added."""
         if isinstance(self.model, ModelConfig):
-            require(self._is_default("preset"), f"preset '{self.preset}' is unused: `model` is a whole architecture")
+            require(self._is_default("preset"), f"preset '{self.preset}' is unused: `model` is a complete architecture")
         changes = model_changes(self.model)
         object.__setattr__(self, "model", tuple(changes.items()))
         if self.init_from is None:
@@ -278,7 +278,7 @@ class TrainConfig:
         method = self.draft_method
         require(
             _trains(method),
-            f"drafter '{self.drafter}' does not train; these do: "
+            f"drafter '{self.drafter}' cannot be trained; choose one of "
             + ", ".join(each.name for each in METHODS if _trains(each)),
         )
         require(not isinstance(self.draft_layers, int), f"draft_layers must be a sequence, got {self.draft_layers!r}")
@@ -287,7 +287,7 @@ class TrainConfig:
         object.__setattr__(self, "draft_reading", tuple(reading.items()))
         for name, _ in self.draft_reading:
             require_choice("draft_reading", name, READING)
-        # A setting that the drafter would ignore is an error.
+        # Reject settings that the drafter would ignore.
         for name in (field.name for field in dataclasses.fields(self) if field.name.startswith("draft_")):
             is_used = _uses(method, name) or self._is_default(name)
             choices = ", ".join(repr(each.name) for each in METHODS if _uses(each, name))
@@ -308,7 +308,7 @@ class TrainConfig:
         object.__setattr__(self, "trains", "modules")
 
     def _check_unused(self):
-        """Rejects settings that have no effect because of others, since the user expects one."""
+        """Rejects settings that other settings make ineffective, since the user expects an effect."""
         # Sources replace `data`. A list becomes a tuple, so that the config is hashable.
         is_sources = not isinstance(self.sources, str) and all(isinstance(each, Source) for each in self.sources)
         require(is_sources, f"sources must be a sequence of Source, got {self.sources!r:.80}")
@@ -318,7 +318,7 @@ class TrainConfig:
             ("preset", self.init_from is None, "new weights: leave out init_from, which fixes the architecture"),
             ("model_type", self.init_from is not None, "init_from: it says how a checkpoint is read"),
             ("draft_reading", self.draft_init_from is not None, "draft_init_from: it says how its files are read"),
-            ("trunk_states_dtype", self.trunk_states is not None, "trunk_states, the folder of the states"),
+            ("trunk_states_dtype", self.trunk_states is not None, "trunk_states, the folder for the states"),
             ("pattern", self.data is not None, "data, which is a folder; each source has a separate pattern"),
             ("panel_prompts", self.held_out_fraction > 0 or not self.panel_prompts, "held_out_fraction above 0"),
             ("mtp_loss_scale_final", self.mtp_loss_switch < 1, "mtp_loss_switch below 1"),
@@ -336,7 +336,7 @@ class TrainConfig:
         return getattr(self, name) == getattr(type(self), name)
 
     def _check_mesh(self):
-        """Checks the mesh, and that every device gets the same number of rows of each part of a batch."""
+        """Checks the mesh, and that every device gets equally many rows of each microbatch."""
         sizes = check_mapping("mesh", self.mesh)
         for name, size in sizes.items():
             require_choice("mesh axis", name, ("data", "fsdp", "expert"))

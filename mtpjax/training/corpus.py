@@ -1,4 +1,4 @@
-"""Reads the training data of a run: sources become packed rows, and some of their documents are held out."""
+"""Reads a run's training data: packs the documents of its sources into rows, and holds some documents out."""
 
 import dataclasses
 import pathlib
@@ -32,8 +32,8 @@ class Corpus(NamedTuple):
     Attributes:
         source_rows: packed training rows `[R, T]` of each source.
         source_weights: sampling weight of each source.
-        panel_rows: one batch of packed held-out rows, at most 32, for the acceptance panel.
-        held_out: the held-out documents. Their category is the one in their record, else the path of their source if
+        panel_rows: one batch of at most 32 packed held-out rows, for the acceptance panel.
+        held_out: the held-out documents. A document's category comes from its record, or is the path of its source if
             there are several sources.
         file_tokenizer: the tokenizer read from a file; None: bytes.
         summary: fingerprint and skipped documents, stored in the checkpoint.
@@ -61,7 +61,7 @@ class Corpus(NamedTuple):
 
     @property
     def fingerprint(self) -> str:
-        """Returns the digest of everything that determines the rows."""
+        """Returns a digest of everything that determines the rows."""
         return self.summary["fingerprint"]
 
     def batches(self, batch_size: int, *, seed: int = 0, start: int = 0) -> Iterator[Batch]:
@@ -72,7 +72,7 @@ class Corpus(NamedTuple):
 
         Args:
             batch_size: rows per batch, B.
-            seed: seed of the order of the rows.
+            seed: random seed for the order of the rows.
             start: number of batches to skip.
 
         Returns:
@@ -91,8 +91,8 @@ def load_corpus(config: TrainConfig, vocab_size: int, *, num_depths: int = 0) ->
 
     Args:
         config: the settings.
-        vocab_size: vocabulary size of the model; the tokenizer must fit in it.
-        num_depths: draft depths, each of which needs targets.
+        vocab_size: the model's vocabulary size, which must cover the tokenizer's ids.
+        num_depths: number of draft depths, each of which needs targets.
 
     Returns:
         The corpus.
@@ -100,7 +100,7 @@ def load_corpus(config: TrainConfig, vocab_size: int, *, num_depths: int = 0) ->
     Raises:
         ValueError: too many documents of a source are unusable, there are too few to hold any out, or the trunk or a
             depth has no target.
-        FileNotFoundError: the sources have no text.
+        FileNotFoundError: the sources contain no text.
 
     Example:
         >>> import pathlib, tempfile
@@ -114,7 +114,7 @@ def load_corpus(config: TrainConfig, vocab_size: int, *, num_depths: int = 0) ->
         >>> next(corpus.batches(4)).tokens.shape
         (4, 32)
     """
-    # The tokenizer: the one in the settings, else that of the initial checkpoint, else bytes.
+    # The tokenizer: from the settings, else from the initial checkpoint, else bytes.
     folder = None if config.tokenizer is None else str(huggingface_folder(config.tokenizer))
     if folder is None and config.init_from is not None:
         # A converted checkpoint keeps the tokenizer of the original in a separate folder.
@@ -124,11 +124,11 @@ def load_corpus(config: TrainConfig, vocab_size: int, *, num_depths: int = 0) ->
     file_tokenizer = None if folder is None else HuggingFaceTokenizer(pathlib.Path(folder), vocab_size)
     tokenizer: Tokenizer = file_tokenizer or ByteTokenizer()
     sources = config.sources or (Source(path=config.data, pattern=config.pattern),)
-    # The packing seed is fixed: runs of all seeds then have the same rows and can share cached trunk states.
+    # The packing seed is fixed: runs with different seeds then have the same rows and can share cached trunk states.
     packing = {"eos_token_id": end_token_id(tokenizer), "seed": 0}
     source_rows, held_out, readings = [], [], []
     for source in sources:
-        # Hold out whole documents, by a digest of their content, so that the training rows contain none of their text.
+        # Hold out whole documents, chosen by a digest of their content, so that no training row contains their text.
         reading = read_source(source, tokenizer, vocab_size=vocab_size, output=config.output)
         training, reserved = split_held_out(reading.documents, config.held_out_fraction)
         name = (source.path or "standard library") if config.sources[1:] else ""
@@ -145,8 +145,8 @@ def load_corpus(config: TrainConfig, vocab_size: int, *, num_depths: int = 0) ->
         source_rows.append(pack(training, config.row_length, extra_tokens=config.extra_tokens, **packing))
         readings.append(reading)
         _print_reading(source, reading, reserved)
-    # One fixed batch of held-out rows serves every evaluation. Its seed is fixed too, so that `mtpjax compare` compares
-    # runs of different seeds on the same rows.
+    # Every evaluation uses the same batch of held-out rows. Its seed is fixed too, so that `mtpjax compare` compares
+    # runs with different seeds on the same rows.
     # If nothing is held out, the panel uses training rows, and a message says so.
     if held_out:
         held_out_rows = pack(held_out, config.row_length, **packing)
@@ -166,7 +166,7 @@ def load_corpus(config: TrainConfig, vocab_size: int, *, num_depths: int = 0) ->
 
 
 def _print_reading(source: Source, reading: SourceContents, reserved: Sequence[Document]) -> None:
-    """Prints what was read and what was left out, one line each, to stderr."""
+    """Prints to stderr what was read and what was left out, one line each."""
     if source.path is None:
         return
     name, counts = printable(source.path), ", ".join(f"{n} {reason}" for reason, n in reading.skipped.items() if n)
@@ -187,7 +187,7 @@ def _print_reading(source: Source, reading: SourceContents, reserved: Sequence[D
 
 
 def _check_targets(row_sets: Sequence[Batch], num_depths: int, what: str) -> None:
-    """Raises `ValueError` for a depth without a target, whose loss would always be 0."""
+    """Raises `ValueError` if a depth has no target: its loss would always be 0."""
     counts = np.sum([count_targets(rows, num_depths) for rows in row_sets], axis=0)
     if counts.all():
         return

@@ -1,4 +1,4 @@
-"""Reads the cost of training from the files of a run."""
+"""Reads the training cost of a drafter from the files of its run."""
 
 import dataclasses
 import pathlib
@@ -18,9 +18,9 @@ class TrainingCost:
 
     Attributes:
         updates: number of updates.
-        tokens: tokens of all updates.
-        seconds: wall-clock time, compilation and evaluations included.
-        seconds_per_update: median over the logged stretches of updates.
+        tokens: number of tokens in all updates.
+        seconds: wall-clock time, including compilation and evaluations.
+        seconds_per_update: median over the intervals between logged updates.
     """
 
     updates: int
@@ -36,7 +36,7 @@ def read_training_cost(folder) -> TrainingCost | None:
         folder: a run folder, its `drafter/` or `checkpoint/`, or any other path.
 
     Returns:
-        The cost; None if the folder is not a run that trained only a drafter, or has logged too little.
+        The cost; None if the folder is not a run that trained only a drafter, or has too few logged updates.
     """
     folder = pathlib.Path(folder)
     folder = folder.parent if folder.name in (DRAFTER_FOLDER, CHECKPOINT_FOLDER) else folder
@@ -58,13 +58,13 @@ def read_training_cost(folder) -> TrainingCost | None:
 
 
 def seconds_per_update(history: Sequence[Mapping[str, Any]]) -> float | None:
-    """Computes the median duration of an update over the logged stretches of a run.
+    """Computes the median duration of an update over the intervals between a run's logged updates.
 
     Returns seconds; None with fewer than two logged updates.
     """
     # Rows with losses are the logged updates; the other rows are evaluations.
     logged = np.array([(row["step"], row["seconds"]) for row in history if "bits" in row], float)
-    # Two rows make a stretch; the time before the first row is mostly compilation.
+    # Two rows make an interval; the time before the first row is mostly compilation.
     if len(logged) < 2:
         return None
     steps, durations = np.diff(logged, axis=0).T

@@ -1,9 +1,9 @@
-"""Training on a mesh: rows are split over all devices, parameters and optimiser state over the axis "fsdp".
+"""Training on a mesh: rows are sharded over all devices, parameters and optimiser state over the axis "fsdp".
 
-A layer of the trunk is gathered when it runs, and again for its backward pass, so that no device holds the whole trunk
-(`mtpjax.models.sharding.gather_layers`); its gradients are summed and scattered there. Embedding, head and MTP modules
-are gathered once per update. Experts are also split over the axis "expert": rows are sent to the experts, and experts
-are not gathered.
+A trunk layer is gathered when it runs, and again for its backward pass, so that no device holds the whole trunk
+(`mtpjax.models.sharding.gather_layers`). The backward pass also reduce-scatters its gradients. Embedding, head and MTP
+modules are gathered once per update. Experts are also sharded over the axis "expert": rows are sent to the experts, and
+experts are not gathered.
 """
 
 import functools
@@ -22,10 +22,7 @@ from mtpjax.training.train_state import trainable_params
 
 
 def make_run_mesh(config: TrainConfig) -> Mesh | None:
-    """Makes the mesh of a run.
-
-    Returns the mesh; None for one device.
-    """
+    """Makes the mesh for a run; returns None for a single device."""
     sizes, is_multiprocess = dict(config.mesh), distributed.is_multiprocess()
     devices = distributed.mesh_devices(sizes)
     # Clocks differ between processes, which would then end after different numbers of updates.
@@ -37,7 +34,7 @@ def make_run_mesh(config: TrainConfig) -> Mesh | None:
 
 
 def shard_batch(arrays: Any, mesh: Mesh) -> Any:
-    """Splits the rows of arrays over the mesh.
+    """Shards the rows of arrays over the mesh.
 
     Args:
         arrays: tree of arrays `[B, ...]`; every process has the whole batch.
@@ -67,10 +64,10 @@ def shard_train_state(state: Any, mesh: Mesh, *, optimizer: optax.GradientTransf
 
 
 def sharded_loss_and_gradients(compute_gradients: Callable[..., Any], mesh: Mesh, *, trains: str) -> Callable[..., Any]:
-    """Converts a function of one device's rows to a function of a batch that is split over the mesh.
+    """Turns a gradient function for one device's rows into one for a batch that is sharded over the mesh.
 
-    Returns a function with the arguments of `compute_gradients` that returns the loss and losses of the whole batch,
-    and gradients sharded like their parameters.
+    The returned function takes the arguments of `compute_gradients`. It returns the loss and losses of the whole batch,
+    and gradients that are sharded like their parameters.
     """
     sum_over_devices = functools.partial(jax.lax.psum, axis_name=mesh.axis_names)
 
@@ -80,9 +77,9 @@ def sharded_loss_and_gradients(compute_gradients: Callable[..., Any], mesh: Mesh
             return shard
         return jax.lax.all_gather(shard, "fsdp", axis=spec.index("fsdp"), tiled=True)
 
-    # Each device has the gradient of its local rows. Sum them over the devices that hold the same shard. Over fsdp, one
-    # reduce-scatter sums and splits; for the trunk's layers their scan has done it. Experts already have the sum over
-    # the expert axis, because rows were sent to them.
+    # Each device has the gradients for its local rows. Sum them over the devices that hold the same shard. Over fsdp,
+    # one reduce-scatter sums and splits; the trunk's scan has already done this for its layers. Experts already have
+    # the sum over the expert axis, because rows were sent to them.
     def scatter(path, gradient, spec):
         if "fsdp" in spec and not _is_gathered_by_layer(path):
             gradient = jax.lax.psum_scatter(gradient, "fsdp", scatter_dimension=spec.index("fsdp"), tiled=True)
@@ -93,8 +90,8 @@ def sharded_loss_and_gradients(compute_gradients: Callable[..., Any], mesh: Mesh
         specs = jax.tree.map(lambda sharding: sharding.spec, param_shardings(params, mesh))
         trainable = trainable_params(specs, trains)
 
-        # The losses of a device's rows are shares of the batch's losses (they use the batch's target counts), so the
-        # sum over devices is the batch's value.
+        # Each device's losses are shares of the batch's losses (they use the batch's target counts), so their sum over
+        # the devices is the loss of the batch.
         def on_device(shards, batch, *numbers):
             (loss, losses), gradients = compute_gradients(
                 jax.tree_util.tree_map_with_path(gather, shards, specs),
@@ -115,5 +112,5 @@ def sharded_loss_and_gradients(compute_gradients: Callable[..., Any], mesh: Mesh
 
 
 def _is_gathered_by_layer(path) -> bool:
-    """Returns whether a parameter is of a layer that the trunk's scan gathers."""
+    """Returns whether a parameter belongs to a layer that the trunk's scan gathers."""
     return path[0].key == "trunk"

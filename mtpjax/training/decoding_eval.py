@@ -30,7 +30,7 @@ from mtpjax.training.corpus import Corpus
 from mtpjax.training.panel import KIND_TEMPERATURES, DecodedMetrics
 
 PROMPT_TOKENS, NEW_TOKENS = 64, 64
-PROMPTS_PER_BATCH = 32  # prompts in a batch, each at both temperatures
+PROMPTS_PER_BATCH = 32  # prompts per batch, each at both temperatures
 COST_TIMINGS = 7  # timings of a round's parts at the end of a run
 MAX_TIME_SHARE = 0.05  # largest fraction of the run's time for decoding during training
 FIRST_DECODING_SECONDS = 30.0  # assumed duration of the first decoding, which also compiles
@@ -45,7 +45,7 @@ class PanelDecoder:
 
     Args:
         corpus: the data of the run.
-        model: the model in its form for training.
+        model: the model as it trains, with stacked layers for MTP modules.
         num_depths: draft levels; 0: nothing is decoded.
         max_prompts: maximum number of prompts.
         acceptance: the acceptance rule, as in `DecodeConfig`.
@@ -65,7 +65,7 @@ class PanelDecoder:
         acceptance: str | AcceptanceRule = "auto",
         drafter: TrainedDrafter | None = None,
     ):
-        # Prompt, continuation and drafts together must fit into the model's positions.
+        # Prompt, continuation and drafts together must fit into the model's maximum length.
         max_positions = model.config.max_position_embeddings
         new_tokens = min(NEW_TOKENS, max_positions // 2)
         length = max(1, min(PROMPT_TOKENS, max_positions - new_tokens - num_depths))
@@ -83,23 +83,24 @@ class PanelDecoder:
             drafter=drafter or "mtp",
             stop_token_ids=corpus.tokenizer.eos_token_ids,
         )
-        make_spec(self.config, is_greedy=False)  # rejects a rule before training, not afterwards
+        make_spec(self.config, is_greedy=False)  # rejects an unsupported rule before training, not after it
         self.is_stacked, self.drafter = model.scan_layers, drafter
         self.seconds_spent, self.expected_seconds = 0.0, FIRST_DECODING_SECONDS
 
     def is_within_time_share(self, seconds: float) -> bool:
-        """Returns whether one more decoding stays within its share of the run's `seconds` so far."""
+        """Returns whether decoding once more keeps its total within the allowed share of the run's `seconds` so far."""
         return self.seconds_spent + self.expected_seconds <= MAX_TIME_SHARE * seconds
 
     def measure(self, params: dict, *, is_last: bool) -> dict[str, dict[str, DecodedMetrics]]:
-        """Decodes prompts and returns the acceptance.
+        """Decodes prompts and measures their acceptance.
 
         Args:
             is_last: decode all prompts and measure the speed-up, instead of one batch.
 
         Returns:
-            Metrics by category ("overall" first) and kind ("greedy", "sampled"). Empty without prompts or draft levels,
-            and, with a warning, if the device runs out of memory, so that a failed evaluation does not end the run.
+            Metrics by category ("overall" first) and kind ("greedy", "sampled"). Empty if there are no prompts or draft
+            levels. Also empty, with a warning, if the device runs out of memory: a failed evaluation must not end the
+            run.
         """
         batch_prompts = min(PROMPTS_PER_BATCH, len(self.prompts))
         if not batch_prompts:
@@ -107,7 +108,8 @@ class PanelDecoder:
         begin = time.perf_counter()
         # Training stacks the trunk's layers for a scan; decoding runs them unrolled.
         model, params = self.model, unstack_layers(params, self.model.config) if self.is_stacked else params
-        # Decoding would replicate what training shards over "fsdp", so these devices shard heads and columns instead.
+        # Decoding does not shard over "fsdp" and would replicate the parameters. Use this axis as "tensor" instead,
+        # which shards heads and columns.
         if (mesh := mesh_of(params["embedding"])) is not None:
             sizes = {"tensor" if axis == "fsdp" else axis: size for axis, size in mesh.shape.items()}
             decoding_mesh = make_mesh(sizes, list(mesh.devices.flat))
@@ -128,7 +130,7 @@ class PanelDecoder:
         return decoded
 
     def _decode(self, model: MTPModel, params: dict, chosen, batch_size: int):
-        """Returns the metrics by category and kind, and the steps `[P]` and accepted drafts `[P, K]` of each."""
+        """Returns the metrics by category and kind, and for each its rounds `[P]` and accepted drafts `[P, K]`."""
         # Every prompt appears once per temperature: greedy and sampled rows share the batches.
         rows = [prompt for prompt, _ in chosen for _ in KIND_TEMPERATURES]
         temperatures = np.tile(list(KIND_TEMPERATURES.values()), len(chosen))
@@ -169,16 +171,11 @@ class PanelDecoder:
         shape = chain_shape(self.config.num_steps)
         context = min(PROMPT_TOKENS + NEW_TOKENS // 2, model.config.max_position_embeddings // 2)
         capacity = round_up_capacity(2 * context + shape.num_nodes)
-        meter = CostMeter(
-            params,
-            model=model,
-            shapes=(shape,),
-            conditions=TimingConditions(
-                1, context, capacity, min_rows_per_pass(model.config, 1, jax.default_backend())
-            ),
-        )
+        min_rows = min_rows_per_pass(model.config, 1, jax.default_backend())
+        conditions = TimingConditions(1, context, capacity, min_rows)
+        meter = CostMeter(params, model=model, shapes=(shape,), conditions=conditions)
         meter.compile()
-        # Compilation is done, so the stopwatch measures only disturbances of the timings.
+        # Compilation is done, so the stopwatch measures only disturbances during the timings.
         stopwatch = Stopwatch()
         meter.measure(COST_TIMINGS)
         waited, plain_steps = stopwatch.waited_share(), meter.plain_steps(shape)
@@ -222,7 +219,7 @@ def is_looping(tokens, *, longest_period: int = 48) -> bool:
 
     Greedy text of small models often falls into loops. Drafting is easy there, so loops inflate accept lengths.
 
-    Returns True if for some period at least 90 % of the tokens in the second half equal the token one period before.
+    Returns True if, for some period, at least 90 % of the tokens in the second half equal the token one period earlier.
     """
     tokens = np.asarray(tokens)
     half = len(tokens) // 2
@@ -233,7 +230,7 @@ def is_looping(tokens, *, longest_period: int = 48) -> bool:
 def repeated_share(tokens, *, window: int = 8) -> float:
     """Measures how much of a text repeats earlier text; stricter than `is_looping`, which looks for one exact loop.
 
-    Returns the share of the windows that are equal to an earlier one.
+    Returns the fraction of windows of `window` tokens that equal an earlier window.
     """
     windows = [tuple(tokens[begin : begin + window]) for begin in range(len(tokens) - window + 1)]
     return 1 - len(set(windows)) / len(windows) if windows else 0.0

@@ -1,4 +1,4 @@
-"""Loss and gradients of some rows of a batch. Those of all its rows add up to the loss and gradients of the batch."""
+"""Loss and gradients for part of a batch, as shares that add up to the loss and gradients of the whole batch."""
 
 import dataclasses
 import functools
@@ -33,18 +33,18 @@ class TrainSpec:
     """The static settings of `train_step`: what it trains and how. Hashable.
 
     Attributes:
-        model: the model, with stacked layers; the unrolled trunk of a drafter.
+        model: the model with stacked layers; for a drafter, its unrolled trunk.
         num_depths: draft depths with a loss.
         trains: the trained part, as in `TrainConfig`. For "modules" the frozen parameters have no backward pass.
         objective: the draft losses.
         objective_function: computes the loss from `LossInputs`, instead of `objective`.
         attention_layout: "ttt" or "stream", as in `TrainConfig`.
-        accumulation: number of parts of the batch that run one after the other. The gradients are the same up to
-            rounding; the LK hybrid needs an additional forward pass.
-        mesh: splits the rows over its devices (`mtpjax.training.data_parallel`); None: one device.
+        accumulation: number of microbatches that run one after the other. The gradients are the same up to rounding;
+            the LK hybrid needs an additional forward pass.
+        mesh: shards the rows over its devices (`mtpjax.training.data_parallel`); None: one device.
         drafter: the drafter that trains instead of MTP modules (`mtpjax.drafters.trained`); None: MTP modules.
-        num_anchors: maximum number of anchors in a row, for a drafter that draws them.
-        seed: seed of the anchors, which depend only on it and on the number of the update.
+        num_anchors: maximum number of anchors per row, for a drafter that draws them.
+        seed: random seed for the anchors, which depend only on it and on the step.
 
     Example:
         >>> from mtpjax import MTPModel, presets
@@ -66,14 +66,14 @@ class TrainSpec:
 
 
 class Rows(NamedTuple):
-    """Rows `[b, T]` of a `Batch`, with the trunk states and anchors that an update adds.
+    """Rows `[b, T]` from a `Batch`, with the trunk states and anchors that an update adds.
 
     Attributes:
         tokens: int32.
         segment_ids: int32.
         loss_mask: bool.
         states: `[b, T, D]` the trunk's cached hidden states; None: the trunk runs.
-        anchors: `[b, A]` anchors of a block drafter; None for others.
+        anchors: `[b, A]` anchors of a block drafter; None for other drafters.
     """
 
     tokens: jax.Array
@@ -84,7 +84,7 @@ class Rows(NamedTuple):
 
 
 class _Forward(NamedTuple):
-    """The results of a forward pass over rows that losses read."""
+    """The results of a forward pass that the losses read."""
 
     terms: PositionTerms
     is_valid: jax.Array
@@ -103,7 +103,7 @@ def loss_and_gradients(
     spec: TrainSpec,
     sum_over_devices: Callable[[jax.Array], jax.Array] = lambda share: share,
 ) -> tuple[tuple[jax.Array, jax.Array], dict]:
-    """Computes loss and gradients of rows `[b, T]`, as shares of those of their batch.
+    """Computes the shares that rows `[b, T]` contribute to the loss and gradients of their batch.
 
     Args:
         params: all parameters.
@@ -111,13 +111,13 @@ def loss_and_gradients(
         totals: target counts of the whole batch; `overlap` is ignored.
         mtp_scale: `[]` lambda, the weight of the draft losses.
         progress: `[]` fraction of the run that is done, 0..1.
-        spec: what is trained and how; the rows are split into `accumulation` parts that run one after the other.
-        sum_over_devices: sums a value over the devices that hold the batch's other rows.
+        spec: what is trained and how; the rows are split into `accumulation` microbatches that run one after the other.
+        sum_over_devices: sums a value over all devices that hold rows of the batch.
 
     Returns:
         `((loss, losses), gradients)`: the loss `[]` and the cross-entropy of each depth `[1 + num_depths]`, as in
-        `mtpjax.training.losses.objective_loss`, and the gradients of the trained parameters. Their sums over all rows
-        of the batch are the batch's.
+        `mtpjax.training.losses.objective_loss`, and the gradients of the trained parameters. Summed over all rows of
+        the batch, they are the values of the batch.
     """
     objective, trainable = spec.objective, trainable_params(params, spec.trains)
 
@@ -147,8 +147,8 @@ def loss_and_gradients(
     differentiate = jax.value_and_grad(loss_of, has_aux=True)
     if spec.accumulation == 1:
         return differentiate(trainable, batch)
-    # A part does not know the batch's overlap, so the LK hybrid takes an extra forward pass over all parts.
-    # The alternative, two gradients per depth until w is known, would cost the memory that accumulation saves.
+    # A microbatch does not know the batch's overlap, so the LK hybrid takes an extra forward pass over all of them.
+    # The alternative, keeping two gradients per depth until w is known, would cost the memory that accumulation saves.
     parts, overlap = split_rows(batch, spec.accumulation), jnp.zeros(spec.num_depths)
     if "lk_hybrid" in objective.names:
         overlap = sum_over_devices(sum_over_parts(lambda rows: overlap_of(forward_of(trainable, rows)), parts))
@@ -156,7 +156,7 @@ def loss_and_gradients(
 
 
 def _forward(params: dict, rows: Rows, spec: TrainSpec) -> _Forward:
-    """Runs trunk (or reads its cached states) and every depth, then cross-entropy, KL and overlap per position."""
+    """Runs the trunk (or reads its cached states) and every depth, then computes the loss terms per position."""
     tokens, segment_ids, loss_mask, states, anchors = rows
     model, num_depths, drafter = spec.model, spec.num_depths, spec.drafter
     if states is None:
@@ -171,7 +171,7 @@ def _forward(params: dict, rows: Rows, spec: TrainSpec) -> _Forward:
     else:
         shape = {"num_depths": num_depths, "drafter": drafter, "anchors": anchors}
         output = forward_drafter(params, states, tokens, segment_ids, model=model, **shape)
-        # Targets are columns of the drafter's head. Tokens without one are masked (`mask_undraftable`).
+        # Targets are columns of the drafter's head. Tokens that have no column are masked (`mask_undraftable`).
         if (column := draft_columns(params, model.config.vocab_size)) is not None:
             targets = jnp.maximum(column[targets], 0)
         if anchors is not None and output.confidence is not None:
@@ -192,7 +192,7 @@ def sum_over_parts(function: Callable[[Any], Any], parts: Any) -> Any:
     Args:
         parts: pytree of arrays `[parts, ...]`.
     """
-    # The shapes of the sum, without computing anything.
+    # Only the shapes of the sum; nothing is computed.
     first = jax.tree.map(lambda array: array[0], parts)
     zeros = jax.tree.map(lambda leaf: jnp.zeros(leaf.shape, leaf.dtype), jax.eval_shape(function, first))
 
@@ -208,8 +208,8 @@ def _output_terms(params: dict, output: DepthsOutput, targets: jax.Array, *, spe
     In the second case nothing reads the logits in `output`, and jit removes their computation.
     """
     model, drafter, vocab_chunk = spec.model, spec.drafter, spec.objective.vocab_chunk
-    # A custom objective may read KL and overlap even if the configured one does not. A confidence head learns the
-    # overlap.
+    # A custom objective may read KL and overlap even if the configured one does not. A confidence head learns to
+    # predict the overlap.
     has_confidence = drafter is not None and drafter.has_confidence
     compares_with_trunk = spec.objective.compares_with_trunk or spec.objective_function is not None or has_confidence
     if not vocab_chunk:
@@ -219,16 +219,16 @@ def _output_terms(params: dict, output: DepthsOutput, targets: jax.Array, *, spe
     apply, modules, num_depths = bind(model, params), model.config.num_mtp_modules, len(output.mtp_hidden)
     heads, head_of = [apply(method="head_matrix")], [0] * (1 + num_depths)
     if drafter is not None:
-        # The loss reads a head that the levels share once.
+        # If the levels share a head, the loss reads it once.
         heads = list(draft_heads(params, model=model, drafter=drafter, num_depths=num_depths))
         head_of = [min(depth, len(heads) - 1) for depth in range(1 + num_depths)]
     elif model.config.mtp_own_head:
         heads += [apply(index=index, method="head_matrix") for index in range(min(modules, num_depths))]
         head_of = [0, *(min(depth, modules) for depth in range(1, num_depths + 1))]
-    # A shared head gets gradients only from the trunk's loss: the depths read a copy without gradient.
+    # A shared head gets gradients only from the trunk's loss: the depths read it through `stop_gradient`.
     elif spec.trains == "detached":
         heads, head_of = [heads[0], jax.lax.stop_gradient(heads[0])], [0, *[1] * num_depths]
-    # The kernels take heads of one width; a Markov head makes the drafter's wider than the trunk's.
+    # The kernels need heads of equal width; a Markov head makes the drafter's head wider than the trunk's.
     is_one_width = len({len(head) for head in heads}) == 1
     return chunked_terms(
         (output.hidden, *output.mtp_hidden),

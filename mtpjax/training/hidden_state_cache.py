@@ -1,13 +1,13 @@
-"""Caches the hidden states of a frozen trunk on disk, so that drafters train without passes of the trunk.
+"""Caches the hidden states of a frozen trunk on disk, so that drafters train without running the trunk.
 
     manifest.json          identity of trunk and rows, and the sha256 of every complete file
-    000000.npy …           blocks of final hidden states `[rows, T, D]`; bfloat16 is stored by its bits, as uint16
-    000000.layer2.npy …    of the same rows, the states that enter a layer
+    000000.npy …           blocks of final hidden states `[rows, T, D]`; bfloat16 is stored as its bits, in uint16
+    000000.layer2.npy …    the states of the same rows that enter layer 2
     .lock                  held while a process checks or computes blocks
 
-Files are written atomically, so a killed process continues after its last complete block. Runs on the same trunk and
-rows can share a folder, also with different drafters, objectives, depths, batch sizes and seeds. A run adds the missing
-layers that it reads.
+Files are written atomically, so a run that was killed continues after its last complete block. Runs with the same trunk
+and rows can share a folder, even if drafters, objectives, depths, batch sizes and seeds differ. A run computes the
+layers that it reads and that are missing.
 """
 
 import contextlib
@@ -41,8 +41,8 @@ from mtpjax.training.log import progress_display
 MANIFEST_FILE = "manifest.json"
 MAX_MANIFEST_BYTES = 64 << 20
 BLOCK_BYTES = 1 << 26
-PROGRESS_INTERVAL = 5.0  # seconds between two progress lines
-# Key of the manifest -> how messages name a difference.
+PROGRESS_INTERVAL = 5.0  # seconds between progress lines
+# Manifest key -> how messages describe a difference.
 MISMATCH_MESSAGES = {
     "trunk": "of a trunk with different parameters",
     "config": "of a trunk with a different configuration",
@@ -53,7 +53,7 @@ log = logging.getLogger("mtpjax.train")
 
 
 class HiddenStateCacheError(UsageError):
-    """A folder holds hidden states of a different trunk or different rows, or is not such a cache."""
+    """A folder holds hidden states for a different trunk or different rows, or is not such a cache."""
 
 
 class HiddenStateCache:
@@ -62,7 +62,7 @@ class HiddenStateCache:
     Args:
         files: for each block, in order, one file per kind of state. They are memory-mapped.
         dtype: dtype of the states.
-        rows_per_block: number of rows in each block but the last.
+        rows_per_block: number of rows in every block except the last.
     """
 
     def __init__(self, files: list[list[pathlib.Path]], dtype: str, rows_per_block: int):
@@ -70,9 +70,9 @@ class HiddenStateCache:
         self.rows_per_block = rows_per_block
 
     def take(self, row_indices: np.ndarray) -> np.ndarray:
-        """Returns the states of the rows with the indices `row_indices [B]`.
+        """Returns the states for `row_indices [B]`, laid out as in `trunk_states`.
 
-        Returns `[B, T, (n + 1) * D]`: those of the n layers, and the final ones, as `trunk_states` returns them.
+        The shape is `[B, T, (n + 1) * D]`: the states of the n layers, then the final ones.
         """
         size = self.rows_per_block
         return np.stack(
@@ -81,7 +81,7 @@ class HiddenStateCache:
 
 
 def bytes_per_token(model: MTPModel, dtype: str, layer_ids: tuple[int, ...] = ()) -> int:
-    """Returns the disk space of one token's states, in bytes."""
+    """Returns the disk space that the states of one token take, in bytes."""
     return (len(layer_ids) + 1) * model.config.hidden_size * jnp.dtype(dtype).itemsize
 
 
@@ -98,17 +98,17 @@ def open_hidden_state_cache(
 ) -> HiddenStateCache:
     """Opens the cache in a folder: checks its blocks against their digests, and computes missing or damaged ones.
 
-    Training steps of the same batch size, in float32 on a CPU, give the same bits as without the cache, if a run that
-    reads the same layers computed it. Other batch sizes round differently, and so do stacked layers, which MTP modules
-    train with. If another process is working on the folder, this one waits.
+    In float32 on a CPU, training steps give the same bits as without the cache, if the cache was computed with the same
+    batch size by a run that reads the same layers. Other batch sizes round differently, and so do stacked layers, which
+    runs of MTP modules use. If another process is working on the folder, this one waits.
 
     Args:
-        folder: the folder; missing ones are made.
+        folder: the folder, which is made if it does not exist.
         rows: packed rows `[R, T]`.
         should_stop: returns whether a stop signal has arrived; called before each block.
 
     Raises:
-        HiddenStateCacheError: the folder holds something else; the message names the difference.
+        HiddenStateCacheError: the folder holds something else; the message says what differs.
         Preempted: a stop signal arrived. Complete blocks are kept.
     """
     identity = _cache_identity(params, rows, model, dtype)
@@ -142,7 +142,7 @@ def open_hidden_state_cache(
 
 
 def _file_names(manifest: Mapping[str, Any], rows: Batch, layer_ids: tuple[int, ...]) -> list[list[str]]:
-    """Names the files of every block: one per layer, and last the one of the final states."""
+    """Returns the names of each block's files: one per layer, then one for the final states."""
     kinds = [*(f".layer{layer}" for layer in layer_ids), ""]
     num_blocks = -(-len(rows.tokens) // manifest["rows_per_block"])
     return [[f"{number:06d}{kind}.npy" for kind in kinds] for number in range(num_blocks)]
@@ -152,9 +152,9 @@ def _file_names(manifest: Mapping[str, Any], rows: Batch, layer_ids: tuple[int, 
 def _lock_and_check(
     folder, identity: dict[str, Any], rows_per_block: int, rows: Batch, layer_ids: tuple[int, ...]
 ) -> Iterator[tuple[str, dict[str, Any]]]:
-    """Locks a folder, and yields its path and its manifest, without the damaged ones of the files to read."""
+    """Locks a folder, and yields its path and manifest, from which damaged files that this run reads are removed."""
     with run_dir.lock_folder(folder, wait=True) as folder:
-        # Files that a killed process did not complete.
+        # Remove files that a killed process left incomplete.
         for file in folder.glob(".tmp-*"):
             file.unlink()
         manifest = _open_manifest(folder, identity, rows_per_block)
@@ -165,7 +165,7 @@ def _lock_and_check(
 
 
 class _StackedLayers:
-    """A stacked parameter. Its layers are functions that return them, so that one layer at a time is copied."""
+    """A stacked parameter. Indexing it returns a function that copies out one layer."""
 
     def __init__(self, stacked: jax.Array):
         self.stacked = stacked
@@ -177,17 +177,17 @@ class _StackedLayers:
 def _cache_identity(params: dict, rows: Batch, model: MTPModel, dtype: str) -> dict[str, Any]:
     """Returns everything that determines the states: trunk, configuration, rows and dtype."""
     trunk = {name: leaf for name, leaf in params.items() if not is_of_modules(name) and name != DRAFT_IDS}
-    # MTP modules train with stacked layers, other drafters with unrolled ones: both use the names of the latter.
+    # MTP modules train with stacked layers, other drafters with unrolled ones: use the unrolled names for both.
     if model.scan_layers:
         stacked = jax.tree.map(_StackedLayers, trunk["trunk"])
         trunk = unstack_layers({**trunk, "trunk": stacked}, model.config)
-    # Settings of the modules do not change the trunk. `mtp_hidden_post_norm` selects which hidden state they read.
+    # Module settings do not change the trunk, but `mtp_hidden_post_norm` selects which hidden state the modules read.
     config = {
         name: value
         for name, value in model.config.to_dict().items()
         if "mtp" not in name or name == "mtp_hidden_post_norm"
     }
-    # The loss mask is not part of it: runs with different targets have the same states.
+    # The loss mask is left out: runs with different targets have the same states.
     leaves = jax.tree_util.tree_leaves_with_path(trunk)
     identity = {
         "trunk": _digest({jax.tree_util.keystr(path): leaf for path, leaf in leaves}),
@@ -200,7 +200,7 @@ def _cache_identity(params: dict, rows: Batch, model: MTPModel, dtype: str) -> d
 
 
 def _digest(arrays: Mapping[str, Any]) -> str:
-    """Returns the sha256 over names, shapes, dtypes and bytes of arrays, or of what functions return."""
+    """Returns the sha256 over the names, shapes, dtypes and bytes of arrays, or of the arrays that functions return."""
     records = {}
     for name, array in arrays.items():
         whole = distributed.gather_processes(array() if callable(array) else array)
@@ -211,7 +211,7 @@ def _digest(arrays: Mapping[str, Any]) -> str:
 def _open_manifest(folder: pathlib.Path, identity: dict[str, Any], rows_per_block: int) -> dict[str, Any]:
     """Reads the manifest and checks that it matches `identity`; makes one in an empty folder."""
     path = folder / MANIFEST_FILE
-    # A new folder must be empty, so that blocks never mix with files of the user.
+    # A new folder must be empty, so that blocks never mix with the user's files.
     if not path.exists():
         if others := [file.name for file in folder.iterdir() if file.name != run_dir.LOCK_FILE]:
             raise HiddenStateCacheError(
@@ -220,7 +220,7 @@ def _open_manifest(folder: pathlib.Path, identity: dict[str, Any], rows_per_bloc
         manifest = {"of": identity, "rows_per_block": rows_per_block, "blocks": {}}
         write_text(path, json.dumps(manifest, indent=1) + "\n")
         return manifest
-    # An existing one must have the expected form and the identity of this run.
+    # An existing manifest must have the expected form and the identity of this run.
     try:
         manifest = read_json_file(path, max_bytes=MAX_MANIFEST_BYTES)
         found, _, _ = dict(manifest["of"]), dict(manifest["blocks"]), int(manifest["rows_per_block"])
@@ -253,7 +253,7 @@ def _drop_damaged_files(
 def _compute_block(
     params: dict, rows: Batch, model: MTPModel, batch_size: int, dtype: str, layer_ids: tuple[int, ...]
 ) -> np.ndarray:
-    """Computes the states of a block `[rows, T, (n + 1) * D]`, in passes of `batch_size` rows."""
+    """Computes the states `[rows, T, (n + 1) * D]` of a block, in passes over `batch_size` rows."""
     passes, last = [], len(rows.tokens) - 1
     for first in range(0, last + 1, batch_size):
         # The last pass repeats the last row, so that all passes have one shape.
@@ -290,7 +290,7 @@ def _block_progress(task: str, total: int, tokens_per_block: int) -> Iterator[Ca
     def tick() -> None:
         nonlocal done, shown
         done, now = done + 1, time.perf_counter()
-        # At most one line every PROGRESS_INTERVAL seconds, and one after the last block.
+        # Print at most one line every PROGRESS_INTERVAL seconds, and one after the last block.
         if done == total or now - shown >= PROGRESS_INTERVAL:
             shown, rate = now, done * tokens_per_block / (now - begin)
             show(done / total, f"{task}: block {done} of {total} tokens/s={rate:.0f}", now - begin)

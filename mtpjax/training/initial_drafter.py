@@ -1,4 +1,4 @@
-"""Makes the initial drafter of a run, a new one or one from files, and saves the trained one."""
+"""Makes or loads the drafter that a run trains, and saves the trained one."""
 
 import pathlib
 import shutil
@@ -30,23 +30,23 @@ class InitialDrafter(NamedTuple):
 
 
 def initial_drafter(config: TrainConfig, model: MTPModel) -> InitialDrafter | None:
-    """Makes a run's drafter, or loads the one to continue training; None for MTP modules.
+    """Makes a new drafter, or loads the one to continue training; returns None for MTP modules.
 
     Raises:
-        ValueError: the settings do not fit the trunk, or contradict the files of `draft_init_from`.
-        CheckpointError: these files cannot be read, or no format can express the drafter.
+        ValueError: the settings do not fit the trunk, or contradict the files in `draft_init_from`.
+        CheckpointError: these files cannot be read, or no file format can represent the drafter.
     """
     method = config.draft_method
     if method.is_of_model:
         return None
     if config.draft_init_from is None:
         return InitialDrafter(new_drafter(config, model.config), None)
-    # A run replaces the drafter in its folder, and a resumed run reads its original drafter again.
+    # A run replaces the drafter in its own folder, but reads its initial drafter again when it resumes.
     path, output = (pathlib.Path(each).resolve() for each in (config.draft_init_from, config.output))
     if path.is_relative_to(output):
         raise UsageError(f"draft_init_from {path} is in output {output}: choose a different output")
     reading: dict[str, Any] = dict(config.draft_reading)
-    # Only files of the methods in `METHODS` can be detected.
+    # The files of user-defined methods cannot be detected, so name the method.
     chosen = None if method in METHODS else method
     drafter, params = load_drafter(config.draft_init_from, model=model, dtype=jnp.float32, method=chosen, **reading)
     _check_settings(config, method, drafter)
@@ -58,7 +58,7 @@ def initial_drafter(config: TrainConfig, model: MTPModel) -> InitialDrafter | No
 def add_drafter(
     params: dict, initial: InitialDrafter, *, config: TrainConfig, corpus: Corpus, model: MTPModel
 ) -> tuple[dict, TrainedDrafter]:
-    """Adds a drafter to its trunk's parameters, as `DRAFTER` (float32) and `DRAFT_IDS`; fits a new one to the data."""
+    """Adds a drafter to its trunk's parameters, under `DRAFTER` (float32) and `DRAFT_IDS`. Fits a new one first."""
     if initial.params is not None:
         return params | initial.params.beside_trunk(), initial.drafter
     drafter, ids = fit_to_data(initial.drafter, config, corpus)
@@ -67,31 +67,31 @@ def add_drafter(
 
 
 def _check_settings(config: TrainConfig, method: DraftMethod, drafter: TrainedDrafter) -> None:
-    """Raises `UsageError` if settings differ from the files."""
+    """Raises `UsageError` if the settings contradict the drafter's files."""
     found, path = method_of(drafter) or method, config.draft_init_from
     if found is not method:
         raise UsageError(
-            f"draft_init_from {path} is of kind '{found.name}': set drafter={found.name}, not {config.drafter}"
+            f"draft_init_from {path} holds a drafter of method '{found.name}': set drafter={found.name}, not "
+            f"{config.drafter}"
         )
     assert method.training is not None
     own = method.training.settings_of(drafter.architecture)
     own["draft_vocab_size"] = drafter.architecture.draft_vocab_size
-    # Settings left out are taken from the files, except the number of depths.
-    defaults = {name: getattr(TrainConfig, name) for name in own if name != "num_depths"}
+    # Omitted settings are taken from the files, except for the number of depths.
     wrong = [
         f"{name} is {value}, not {given}"
         for name, value in own.items()
-        if (given := getattr(config, name)) != value and (name not in defaults or given != defaults[name])
+        if (given := getattr(config, name)) != value and (name == "num_depths" or given != getattr(TrainConfig, name))
     ]
     if wrong:
         raise UsageError(
-            f"settings differ from the drafter of draft_init_from {path}, whose {'; '.join(wrong)}: set these values, "
+            f"settings differ from the drafter in draft_init_from {path}, whose {'; '.join(wrong)}: set these values, "
             "or leave out the draft_* settings; a different architecture needs a new drafter"
         )
 
 
 def new_drafter(config: TrainConfig, trunk: ModelConfig) -> TrainedDrafter:
-    """Makes the drafter of a run that trains one from scratch; `fit_to_data` completes it.
+    """Makes the drafter for a run that trains one from scratch; `fit_to_data` completes it.
 
     Raises:
         ValueError: the settings do not fit the trunk.
@@ -99,7 +99,7 @@ def new_drafter(config: TrainConfig, trunk: ModelConfig) -> TrainedDrafter:
     method, V = config.draft_method, trunk.vocab_size
     assert method.training is not None
     if config.draft_vocab_size > V:
-        raise ValueError(f"draft_vocab_size {config.draft_vocab_size} exceeds the vocabulary of {V}")
+        raise ValueError(f"draft_vocab_size {config.draft_vocab_size} exceeds the vocabulary size {V}")
     # 0: the full vocabulary.
     return method.for_architecture(method.training.architecture(config, trunk, config.draft_vocab_size or V))
 
@@ -110,8 +110,8 @@ def fit_to_data(
     """Completes a new drafter's architecture from the training rows, and chooses its draft vocabulary from them.
 
     Returns:
-        The drafter, and the `[R]` int32 ids, ascending, of the most frequent targets and the ends of a text; None if
-        all tokens can be drafted.
+        The drafter and its draft vocabulary: the ids of the most frequent targets and of the end-of-text tokens, `[R]`
+        int32 in ascending order; None if all tokens can be drafted.
     """
     method, own = config.draft_method, drafter.architecture
     assert method.training is not None
@@ -137,18 +137,18 @@ def add_new_drafter(
     draft_ids: jax.Array | None,
     key: jax.Array,
 ) -> dict:
-    """Adds a new drafter to its trunk's parameters. Its heads start as the trunk's columns of the draft ids.
+    """Adds a new drafter to its trunk's parameters. Its heads start as the trunk head's columns for the draft ids.
 
     Args:
         params: the trunk's parameters.
         model: the trunk.
         method: the drafter's method.
         drafter: the drafter.
-        draft_ids: `[R]` int32 token of each column of its head; None: column j is token j.
+        draft_ids: `[R]` int32 token id of each column of its head; None: column j is token j.
         key: a `jax.random` key.
 
     Returns:
-        The parameters with `DRAFTER` (float32), and `DRAFT_IDS` if there are any.
+        The parameters with `DRAFTER` (float32), and with `DRAFT_IDS` if `draft_ids` are given.
     """
     assert method.training is not None
     network = method.training.init(drafter.architecture, key)
@@ -163,7 +163,7 @@ def add_new_drafter(
 def save_trained_drafter(
     output: pathlib.Path, params: dict, drafter: TrainedDrafter, method: DraftMethod
 ) -> pathlib.Path:
-    """Saves a trained drafter in the run folder in the format of `find_form`, replacing an older one."""
+    """Saves a trained drafter in the run folder, in the format that `find_form` chooses; replaces an older one."""
     path, unfinished = output / DRAFTER_FOLDER, output / f".{DRAFTER_FOLDER}-new"
     shutil.rmtree(unfinished, ignore_errors=True)
     form = find_form(method, drafter.architecture, has_draft_ids=DRAFT_IDS in params)

@@ -1,4 +1,4 @@
-"""Makes the initial model of a run: new weights of an architecture, or those of a checkpoint."""
+"""Makes the initial model of a run: new weights for an architecture, or the weights of a checkpoint."""
 
 import dataclasses
 import functools
@@ -24,10 +24,10 @@ def init_model(config: TrainConfig, mesh: Mesh | None = None) -> tuple[MTPModel,
     """Makes the model of a run, with stacked trunk layers; for a separate drafter, only the unrolled trunk.
 
     Args:
-        mesh: draws and reads parameters in the shards that the devices of this mesh hold; None: one device.
+        mesh: draws and reads the parameters as shards on the devices of this mesh; None: one device.
 
     Returns:
-        The model, and a function that makes its initial parameters, float32 except for a frozen trunk's.
+        The model, and a function that makes its initial parameters: float32, except for a frozen trunk.
     """
     key = jax.random.key(config.seed)
     if config.init_from is None:
@@ -43,7 +43,7 @@ def init_model(config: TrainConfig, mesh: Mesh | None = None) -> tuple[MTPModel,
         layout="training",
         model_type=config.model_type,
     )
-    # A separate drafter: only the trunk. Its layers stay unrolled, because only unrolled layers return their states.
+    # A separate drafter needs only the trunk. Its layers stay unrolled: stacked layers cannot return their states.
     if not config.draft_method.is_of_model:
         trunk = {name: leaf for name, leaf in params.items() if not is_of_modules(name)}
         if config.trunk_dtype == "bfloat16":
@@ -54,7 +54,7 @@ def init_model(config: TrainConfig, mesh: Mesh | None = None) -> tuple[MTPModel,
     wanted = model_changes(config.model).get("num_mtp_modules", existing or int(config.num_depths > 0))
     if wanted < existing:
         raise ValueError(
-            f"model.num_mtp_modules {wanted} is below the {existing} MTP modules of {config.init_from}: modules can be"
+            f"model.num_mtp_modules {wanted} is below the {existing} MTP modules in {config.init_from}: modules can be"
             " added, not removed"
         )
     if wanted > existing:
@@ -70,29 +70,29 @@ def init_model(config: TrainConfig, mesh: Mesh | None = None) -> tuple[MTPModel,
 
 
 def num_trained_depths(config: TrainConfig, model: MTPModel) -> int:
-    """Returns the number of draft depths to train: none for a model without MTP modules."""
+    """Returns the number of draft depths to train: 0 if the model has no MTP modules and no separate drafter trains."""
     return config.num_depths if model.config.num_mtp_modules or not config.draft_method.is_of_model else 0
 
 
 def _check_modules_and_experts(config: TrainConfig, model: MTPModel) -> None:
     """Raises `ValueError` if nothing would be trained, a setting is unused, or the mesh does not divide the experts.
 
-    Warns of modules without a loss.
+    Warns about modules that have no loss.
     """
     parts, experts = dict(config.mesh).get("expert", 1), model.config.n_routed_experts
     if experts % parts or (parts > 1 and not experts):
         raise ValueError(f"mesh axis expert = {parts} does not divide the model's n_routed_experts {experts}")
     modules = model.config.num_mtp_modules
     if config.trains == "modules" and not modules:
-        raise ValueError("trains 'modules' needs a model with MTP modules, and this one has 0 (model.num_mtp_modules)")
+        raise ValueError("trains='modules' needs a model with MTP modules, and this one has 0 (model.num_mtp_modules)")
     if not modules and config.num_depths not in (0, TrainConfig.num_depths):
         raise ValueError(
             f"num_depths {config.num_depths} is unused: the model has 0 MTP modules (model.num_mtp_modules)"
         )
     if config.attention_layout != "ttt" and config.num_depths <= modules:
         raise ValueError(
-            f"attention_layout '{config.attention_layout}' is unused: it needs a recycled depth, num_depths above the "
-            f"{modules} MTP modules of the model"
+            f"attention_layout '{config.attention_layout}' is unused: it needs a recycled depth, so num_depths must "
+            f"exceed the model's {modules} MTP modules"
         )
     # num_depths 0 trains only the trunk, so it needs no warning.
     if 0 < config.num_depths < modules:

@@ -1,4 +1,4 @@
-"""Logs a run: rows in `metrics.jsonl`, and a live bar or lines on stderr."""
+"""Logs a run: rows in `metrics.jsonl`, and a live progress bar or plain lines on stderr."""
 
 import contextlib
 import json
@@ -24,7 +24,7 @@ class MetricsLog:
     `history` holds every row of the run, including those from before a restart.
 
     Args:
-        folder: run folder; None neither writes nor shows rows.
+        folder: run folder; None: rows are neither written nor shown.
         step: number of updates that the run continues from; later rows in the file are dropped.
         send: called with every row, for trackers.
 
@@ -40,7 +40,7 @@ class MetricsLog:
         self.writer, self.show = None, None
         with contextlib.ExitStack() as stack:
             if self.path:
-                # Without a sync per row: a row that a power failure loses costs a point of a curve.
+                # Do not sync each row: a row lost in a power failure costs only one point of a curve.
                 self.writer = stack.enter_context(JsonlWriter(self.path, sync=False))
                 # Steps after the state that the run continues from are trained and logged again.
                 is_kept = lambda row: not _has_step(row) or row["step"] <= self.step
@@ -82,7 +82,7 @@ class MetricsLog:
 
 
 def peak_memory_bytes() -> int:
-    """Returns the peak memory so far: of the first device if JAX reports it, else of this process."""
+    """Returns the peak memory so far in bytes, for the first device if JAX reports it, else for this process."""
     stats = jax.local_devices()[0].memory_stats() or {}
     if "peak_bytes_in_use" in stats:
         return int(stats["peak_bytes_in_use"])
@@ -94,16 +94,16 @@ def read_metrics(path: pathlib.Path) -> list[dict[str, Any]]:
     """Reads the rows of a `metrics.jsonl`.
 
     Args:
-        path: the file; a missing one has no rows.
+        path: the file; if it does not exist, there are no rows.
 
     Returns:
-        The rows in order, without damaged lines and without a last line that is still being written.
+        The rows in order, without damaged lines or a last line that is still being written.
     """
     return [row for _, row in read_resumable_records(path, skip_damaged=True) if _has_step(row)]
 
 
 def _has_step(row: Mapping[str, Any]) -> bool:
-    """Returns whether a row has the number of its update, as every row of a run does."""
+    """Returns whether a row has a valid `step`, as every row of a run does."""
     return isinstance(row.get("step"), (int, float)) and math.isfinite(row["step"])
 
 
@@ -115,7 +115,7 @@ def trace_window(folder: pathlib.Path, *, start: int, steps: int) -> Iterator[Ca
         steps: number of updates to trace; 0: none.
 
     Yields:
-        A function to call before each update with the number of updates done.
+        A function to call before each update, with the number of updates done so far.
     """
     # The stack also ends a trace when the run ends before its last traced update.
     with contextlib.ExitStack() as trace:
@@ -136,7 +136,7 @@ def progress_display() -> Iterator[Callable[[float, str, float], None]]:
     Yields `show(progress, text, seconds)` with the fraction done 0..1, a description, and the seconds since the start.
     """
     console = rich.console.Console(stderr=True)
-    # Log files and pipes get plain lines, with the time left extrapolated from the progress so far.
+    # Log files and pipes get plain lines; the remaining time is extrapolated from the progress so far.
     if not console.is_terminal:
 
         def show_line(progress, text, seconds):

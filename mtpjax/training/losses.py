@@ -1,10 +1,10 @@
-"""Losses of trunk and draft depths: pure functions of logits, or of terms per position, and tokens.
+"""Losses of trunk and draft depths: pure functions of tokens and of logits, or of terms per position.
 
-A draft depth minimises a mix of objectives (`mtpjax.training.config.Objective`). Let p be the trunk's distribution of
-the token that a depth predicts, q the draft's, and `alpha = sum min(p, q) = 1 - TV(p, q)` the probability that the
-rule "token" accepts a draft drawn from q:
+A draft depth minimises a mix of objectives (`mtpjax.training.config.Objective`). Let p be the trunk's distribution for
+the token that a depth predicts, q the draft's distribution, and `alpha = sum min(p, q) = 1 - TV(p, q)` the probability
+that the rule "token" accepts a draft drawn from q:
 
-- `cross_entropy`: `-log q[target]` of the data;
+- `cross_entropy`: `-log q[target]`, with targets from the data;
 - `kl`: `KL(p||q)`;
 - `total_variation`: `TV(p, q) = 1 - alpha`, half of the L1 distance (DSpark, 2607.05147);
 - `lk_hybrid`: `w KL + (1 - w) (1 - alpha)` with `w = exp(-eta alpha)` (2602.23881), where KL and alpha are means over
@@ -13,8 +13,8 @@ rule "token" accepts a draft drawn from q:
 
 p gets no gradient, and neither does alpha in w.
 
-DSpark's confidence head predicts alpha of each draft. It minimises the binary cross-entropy to it, with the weights of
-the depths; alpha gets no gradient here, but the drafter's states do (DeepSpec's `loss.py`).
+DSpark's confidence head predicts alpha for each draft. It minimises the binary cross-entropy with alpha as the target,
+weighted by depth; alpha gets no gradient here, but the drafter's states do (DeepSpec's `loss.py`).
 """
 
 from collections.abc import Callable
@@ -54,7 +54,7 @@ def depth_targets(
 def all_targets(
     tokens: jax.Array, segment_ids: jax.Array, loss_mask: jax.Array, num_depths: int
 ) -> tuple[jax.Array, jax.Array]:
-    """Stacks `depth_targets` of the trunk and `num_depths` depths: targets and is_valid, `[1 + num_depths, B, T]`."""
+    """Stacks `depth_targets` for the trunk and `num_depths` depths: targets and is_valid, `[1 + num_depths, B, T]`."""
     targets = [depth_targets(tokens, segment_ids, loss_mask, depth) for depth in range(num_depths + 1)]
     return jnp.stack([target for target, _ in targets]), jnp.stack([is_valid for _, is_valid in targets])
 
@@ -65,23 +65,23 @@ def valid_mean(values: jax.Array, is_valid: jax.Array, count: jax.Array | None =
     Args:
         values: `[..., B, T]`.
         is_valid: bool, same shape.
-        count: `[...]` number to divide by; None: the number of valid positions. With the count of a whole batch, the
-            results of its parts add up to the batch's mean.
+        count: `[...]` number to divide by; None: the number of valid positions. With the count for a whole batch, the
+            results for its parts add up to the batch's mean.
 
     Returns:
-        `[...]`; 0 without valid positions.
+        `[...]` the means; 0 without valid positions.
     """
     count = is_valid.sum((-2, -1)) if count is None else count
     return jnp.where(is_valid, values, 0).sum((-2, -1)) / jnp.maximum(count, 1)
 
 
 class BatchTotals(NamedTuple):
-    """Sums over a whole batch. With them, the losses of its parts add up to the loss of the batch.
+    """Totals over a whole batch. With them, the losses of its parts add up to the loss of the batch.
 
     Attributes:
         num_valid: `[1 + depths]` number of valid targets.
-        num_reached: `[]` number of drafts in all chains of end-to-end total variation.
-        overlap: `[depths]` mean over valid targets, for the LK hybrid's w; gets no gradient.
+        num_reached: `[]` number of drafts in all chains that end-to-end total variation counts.
+        overlap: `[depths]` mean overlap over valid targets, for the LK hybrid's w; gets no gradient.
     """
 
     num_valid: jax.Array
@@ -109,8 +109,8 @@ def lk_hybrid(
     Returns:
         `[depths]`; 0 for a depth without valid targets.
     """
-    # One w per depth, from its mean overlap in the batch, as in SpecForge's `lk_loss.py` (vLLM's speculators: one per
-    # position). While drafts are poor, w is near 1 and KL dominates; later total variation does.
+    # One w per depth, from its mean overlap in the batch, as in SpecForge's `lk_loss.py` (vLLM's speculators has one
+    # per position). While drafts are poor, w is near 1 and KL dominates; later, total variation dominates.
     count, alpha = (None, valid_mean(overlap, is_valid)) if totals is None else (totals.num_valid[1:], totals.overlap)
     w = jnp.exp(-decay * jax.lax.stop_gradient(alpha))
     return w * valid_mean(kl, is_valid, count) + (1 - w) * valid_mean(1 - overlap, is_valid, count)
@@ -141,7 +141,7 @@ def end_to_end_tv(overlap: jax.Array, is_valid: jax.Array, totals: BatchTotals |
 
 
 def binary_cross_entropy(logits: jax.Array, chances: jax.Array) -> jax.Array:
-    """Computes `-c log s - (1 - c) log(1 - s)` in nats: s is the sigmoid of the logits, c the target probability."""
+    """Computes `-c log s - (1 - c) log(1 - s)` in nats, where s is the sigmoid of the logits and c is `chances`."""
     return (1 - chances) * logits + jax.nn.softplus(-logits)
 
 
@@ -183,7 +183,7 @@ def objective_loss(
 ) -> tuple[jax.Array, jax.Array]:
     """Computes the training loss `L_main + mtp_scale * sum over objectives of weight * L_objective`.
 
-    Each loss is a mean over its valid targets (Megatron's normalisation; DeepSeek-V3 divides by T).
+    Each loss is a mean over its valid targets (as in Megatron; DeepSeek-V3 divides by T).
 
     Args:
         terms: cross-entropy, KL and overlap per position.
@@ -191,8 +191,8 @@ def objective_loss(
         mtp_scale: `[]` lambda.
         objective: the draft losses.
         progress: `[]` fraction of the run that is done, 0..1.
-        totals: totals of the batch if the rows are a part of it; both results are then shares of the batch's.
-        confidence: `[depths, B, T]` logits of the predicted acceptance, whose loss is added with weight 1.
+        totals: totals of the batch if the rows are a part of it; both results are then shares of the batch's values.
+        confidence: `[depths, B, T]` logits of the predicted acceptance; their loss is added with weight 1.
 
     Returns:
         The loss `[]`, and the cross-entropies `[1 + depths]` in nats.
@@ -202,8 +202,8 @@ def objective_loss(
     # Without depths only the trunk's loss remains.
     if len(losses) == 1:
         return losses[0], losses
-    # Cross-entropy, KL, total variation and the LK hybrid are weighed by depth. End-to-end total variation couples the
-    # depths, and its formula already weighs them.
+    # Cross-entropy, KL, total variation and the LK hybrid are weighted by depth. End-to-end total variation couples the
+    # depths, and its formula already weights them.
     weights = depth_weights(len(losses) - 1, objective)
     drafts = is_valid[1:]
     total = jnp.zeros(())
@@ -219,7 +219,7 @@ def objective_loss(
         else:
             value = end_to_end_tv(terms.overlap, drafts, totals)
         total += share * value
-    # The confidence learns the overlap without changing it.
+    # The confidence head learns to predict the overlap without changing it.
     if confidence is not None:
         surprise = binary_cross_entropy(confidence, jax.lax.stop_gradient(terms.overlap))
         total += weights @ valid_mean(surprise, drafts, totals.num_valid[1:])
@@ -238,7 +238,7 @@ def multi_depth_loss(
 ) -> tuple[jax.Array, jax.Array]:
     """Computes the loss of a forward pass from its logits: `objective_loss` with `plain_terms`.
 
-    By default `L_main + mtp_scale / D * sum L_k` (DeepSeek-V3, equation 25).
+    By default, this is `L_main + mtp_scale / D * sum L_k` with D depths (DeepSeek-V3, equation 25).
 
     Args:
         output: the forward pass over `tokens`.
@@ -276,7 +276,7 @@ def mtp_scale_at(progress: float, *, scale: float, final: float, switch: float) 
         progress: fraction of the run that is done, 0..1.
         scale: lambda before the switch.
         final: lambda after the switch.
-        switch: fraction at which it changes.
+        switch: fraction of the run at which it changes.
 
     Returns:
         Lambda.
@@ -290,7 +290,7 @@ def mtp_scale_at(progress: float, *, scale: float, final: float, switch: float) 
 
 
 class LossInputs(NamedTuple):
-    """The arguments of an objective, for the rows of one device or of one step of accumulation.
+    """The arguments of an objective, for the rows on one device or in one microbatch.
 
     Values that an objective does not read are not computed.
 
@@ -299,8 +299,8 @@ class LossInputs(NamedTuple):
         terms: cross-entropy of trunk and depths, and the depths' KL and overlap with the trunk, at each position.
         targets: `[1 + num_depths, B, T]` int32, the token that trunk (0) and depth k predict at each position.
         is_valid: `[1 + num_depths, B, T]` bool, which targets count.
-        output: logits and hidden states of trunk and depths; a block drafter's levels have those of its anchors,
-            `[B, A, ...]`. Reading logits stores them, also with `vocab_chunk`.
+        output: logits and hidden states of trunk and depths; for a block drafter, the levels' arrays hold only the
+            anchors, `[B, A, ...]`. Reading logits stores them, even with `vocab_chunk`.
         totals: counts of valid targets in the whole batch; `mean` uses them.
         mtp_scale: `[]` lambda, the weight of the draft losses.
         progress: `[]` fraction of the run that is done, 0..1.
@@ -326,15 +326,16 @@ class LossInputs(NamedTuple):
     def mean(self, values: jax.Array, *, depth: int) -> jax.Array:
         """Averages values over the valid positions of a depth in the whole batch.
 
-        With accumulation or a mesh an objective gets a part of the batch at a time. The means of the parts add up to
-        the batch's, because all of them divide by the batch's number of targets. Sum such means; do not multiply them.
+        With accumulation or a mesh, an objective gets only a part of the batch at a time. The results for the parts add
+        up to the batch's mean, because each is divided by the batch's number of targets. Such means may be summed, but
+        not multiplied.
 
         Args:
             values: `[B, T]` a value for each position.
             depth: draft depth; 0 is the trunk.
 
         Returns:
-            `[]` the part's share of the mean; 0 without valid targets.
+            `[]` this part's share of the mean; 0 without valid targets.
         """
         return valid_mean(values, self.is_valid[depth], self.totals.num_valid[depth])
 
@@ -343,10 +344,7 @@ ObjectiveFunction = Callable[[LossInputs], jax.Array]
 
 
 def call_objective(objective_function: ObjectiveFunction, inputs: LossInputs) -> jax.Array:
-    """Calls an objective and checks its result.
-
-    Returns `[]` float32 loss.
-    """
+    """Calls an objective, checks its result, and returns it as a float32 scalar."""
     loss = jnp.asarray(objective_function(inputs))
     if loss.shape or not jnp.issubdtype(loss.dtype, jnp.floating):
         raise ValueError(

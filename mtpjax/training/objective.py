@@ -20,14 +20,14 @@ class Objective:
 
     Args:
         mix: weight of each objective by name, as a dict or as pairs; kept as pairs. (): `TrainConfig` sets it to
-            cross-entropy if it trains everything, and to KL if the draft losses do not reach the trunk.
+            cross-entropy if `trains` is "all", and to KL if the draft losses do not reach the trunk.
         start: mix at update 0, interpolated linearly to `mix` over the first `warmup` of the run. (): `mix` from the
             beginning.
         warmup: fraction of the run over which `start` becomes `mix`, 0..1. Set together with `start`.
         lk_decay: eta of the LK hybrid (2602.23881).
         depth_weights: weights of the depths in a loss: "mean" (equal, DeepSeek-V3), or "decayed" (FastMTP,
-            2509.18362). Both sum to 1; the run's lambda multiplies them. "end_to_end_tv" ignores them, because it
-            weighs the depths by its formula.
+            2509.18362). Both sum to 1; the run's lambda multiplies them. "end_to_end_tv" ignores them, because its
+            formula already weights the depths.
         depth_decay: beta of "decayed": depth k has weight `beta^(k-1)` before normalisation.
         vocab_chunk: compute losses over this many columns of the vocabulary at a time and never store `[B, T, V]`
             logits; 0: store the logits.
@@ -82,5 +82,5 @@ class Objective:
 
     @property
     def compares_with_trunk(self) -> bool:
-        """Returns whether any objective needs the trunk's distribution in addition to the data."""
+        """Returns whether any objective needs the trunk's distribution, not only the data."""
         return self.names != {"cross_entropy"}

@@ -34,16 +34,16 @@ class DecodedMetrics:
         accept_length: accept length measured by decoding.
         accept_length_low: lower end of its 95 % interval over prompts.
         accept_length_high: upper end of the interval.
-        predicted: accept length predicted from the trunk's plain text (`mtpjax.evaluation.predict`).
-        teacher_forced: `1 + sum of survival` over all positions of that text, also those where decoding does not draft.
-        survival: per draft level, fraction of rounds of decoding that accepted it.
-        agreement: per draft level, fraction of positions where its arg-max is the trunk's.
+        predicted: accept length predicted along the trunk's plain text (`mtpjax.evaluation.predict`).
+        teacher_forced: `1 + sum of survival` over all positions of that text, even where decoding would not draft.
+        survival: per draft level, fraction of decoding rounds that accepted it.
+        agreement: per draft level, fraction of positions where its arg-max equals the trunk's.
         overlap: per draft level, mean of `1 - TV(p, q)` over positions.
         speed_up: ideal speed-up at batch 1, from `accept_length` and the measured costs of a round's passes; None: not
             measured.
         speed_up_low: lower end of its 95 % interval over prompts and timings.
         speed_up_high: upper end of the interval.
-        waited: fraction of the timed duration in which threads waited for a CPU core.
+        waited: fraction of the timed duration that threads spent waiting for a CPU core.
         problem: why the speed-up cannot be trusted (`mtpjax.evaluation.trust`); None: it can be trusted.
     """
 
@@ -69,12 +69,12 @@ class Panel:
     """Teacher-forced acceptance metrics on held-out rows, over all positions; index k-1 is draft level k.
 
     Decoding drafts at other positions (after its last rejection, on its own text), so its accept lengths differ from
-    these estimates; `decoded` has the actual acceptance of decoding.
+    these estimates; `decoded` has the acceptance measured by decoding.
 
     Attributes:
-        bits_per_token: cross-entropy against the data, of the trunk and then of each level.
-        agreement: fraction of positions where level k's arg-max is the trunk's.
-        survival: fraction of positions where the arg-max of all levels 1..k is the trunk's.
+        bits_per_token: cross-entropy against the data, for the trunk and then for each level.
+        agreement: fraction of positions where level k's arg-max equals the trunk's.
+        survival: fraction of positions where the arg-max of every level 1..k equals the trunk's.
         overlap: mean of `1 - TV(p, q)`, the acceptance rate of the rule "token" at temperature 1.
         sampled_survival: mean of the product of the overlaps of levels 1..k.
         decoded: metrics of decoded prompts by category and kind ("greedy", "sampled"); empty if not measured.
@@ -94,7 +94,7 @@ class Panel:
     decoded: Mapping[str, Mapping[str, DecodedMetrics]] = dataclasses.field(default_factory=dict)
 
     def to_json(self) -> dict[str, Any]:
-        """Returns the panel as `metrics.jsonl` and checkpoints store it, with accept lengths of decoding as "real"."""
+        """Returns the panel as `metrics.jsonl` and checkpoints store it: decoded accept lengths are called "real"."""
         panel = dataclasses.asdict(self)
         for row in (row for kinds in panel["decoded"].values() for row in kinds.values()):
             row |= {key: row.pop(name) for name, key in JSON_KEYS.items()}
@@ -121,8 +121,8 @@ def acceptance_panel(
         batch: packed held-out rows `[B, T]`.
         model: the model.
         num_depths: draft levels.
-        drafter: the separate drafter; None: MTP modules. The bits of levels that cannot draft all tokens are means over
-            the targets that they can draft.
+        drafter: the separate drafter; None: MTP modules. If it cannot draft all tokens, the bits of its levels are
+            means over the targets that it can draft.
 
     Returns:
         The panel, without decoded metrics.
@@ -147,7 +147,7 @@ def acceptance_panel(
 
 @functools.partial(jax.jit, static_argnames=("model", "num_depths", "drafter"))
 def _panel_metrics(params, batch: Batch, *, model: MTPModel, num_depths: int, drafter: TrainedDrafter | None):
-    # One teacher-forced pass gives trunk and draft logits at every position.
+    # One teacher-forced pass gives the trunk's and the drafts' logits at every position.
     tokens, segment_ids, loss_mask = (jnp.asarray(array) for array in batch)
     if drafter is None:
         output = forward(params, tokens, model=model, segment_ids=segment_ids, num_depths=num_depths)
@@ -170,7 +170,7 @@ def _panel_metrics(params, batch: Batch, *, model: MTPModel, num_depths: int, dr
 
 
 def print_panel(console, panel: Panel) -> None:
-    """Prints the panel as tables of at most 80 columns.
+    """Prints the panel as tables at most 80 columns wide.
 
     They show rates by level, then accept lengths and the speed-up by category and temperature.
     """
@@ -185,7 +185,7 @@ def print_panel(console, panel: Panel) -> None:
     columns += tuple(row.survival for row in overall.values())
     for level, (bits, *shares) in enumerate(zip(panel.bits_per_token[1:], *columns, strict=True), 1):
         rates.add_row(str(level), f"{bits:.2f}", *(f"{share:.3f}" for share in shares))
-    # The last row turns survival into accept lengths, under the columns they are computed from.
+    # The last row has the accept lengths, each under the column of survival rates that it is computed from.
     if panel.agreement:
         lengths = (panel.accept_length, panel.sampled_accept_length, *(row.accept_length for row in overall.values()))
         greedy, sampled, *decoded = (f"{length:.2f}" for length in lengths)
@@ -217,7 +217,7 @@ def _lengths_table(decoded: Mapping[str, Mapping[str, DecodedMetrics]]):
 def _speed_up_table(decoded: Mapping[str, Mapping[str, DecodedMetrics]]):
     title = "speed-up over plain decoding at batch 1\nthat the measured costs of a round allow"
     table = _category_table(title, ("T", "accept\nlength", "speed-up (95 %)"))
-    # The row of an untrusted measurement gives the reason.
+    # For an untrusted measurement, the row says why.
     table.add_column("problem")
     for names, row in _category_rows(decoded):
         if row.speed_up is not None:
@@ -237,7 +237,7 @@ def _category_table(title: str, headings: Sequence[str]):
 def _category_rows(
     decoded: Mapping[str, Mapping[str, DecodedMetrics]],
 ) -> Iterator[tuple[tuple[str, str], DecodedMetrics]]:
-    """Yields category, temperature and metrics of each row. The category's name is in its first row only."""
+    """Yields category, temperature and metrics for each row. Only the first row of a category has its name."""
     for category, kinds in decoded.items():
         for number, (kind, row) in enumerate(kinds.items()):
             yield ("" if number else category, f"{KIND_TEMPERATURES[kind]:g}"), row

@@ -1,4 +1,4 @@
-"""Plots of training runs: losses and acceptance over the updates, for one run or for several side by side."""
+"""Plots of training runs: losses and acceptance over the updates, for one run or several runs side by side."""
 
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
@@ -25,7 +25,7 @@ def plot_run(path, history: History, formats: Sequence[str] = DEFAULT_FORMATS, *
     """Plots losses, agreement and survival by level, and accept lengths over the updates of a run.
 
     Args:
-        history: rows of `metrics.jsonl`, with at least one evaluation. Without draft levels there is one panel.
+        history: rows of `metrics.jsonl`, with at least one evaluation. Without draft levels, only losses are plotted.
     """
     evaluations = [row for row in history if "eval" in row]
     num_levels = len(evaluations[-1]["eval"]["agreement"])
@@ -44,8 +44,8 @@ def plot_run(path, history: History, formats: Sequence[str] = DEFAULT_FORMATS, *
 
 
 def _draw_losses(axis, history: History, evaluations: History) -> None:
-    """Draws the training loss (pale) and the held-out loss of the trunk and each draft level."""
-    # Evaluations may have more levels than training, which then have no pale line.
+    """Draws the training loss (pale) and the held-out loss for the trunk and each draft level."""
+    # Levels that are evaluated but not trained have no pale line.
     num_levels = len(evaluations[-1]["eval"]["bits_per_token"]) - 1
     for depth in range(num_levels + 1):
         name, look = f"draft {depth}" if depth else "trunk", {"color": level_colour(depth, num_levels)}
@@ -70,7 +70,7 @@ def _draw_rates(axis, evaluations: History, num_levels: int) -> None:
             shown += values
     axis.set(title="drafts that agree with the trunk", ylabel="share of positions, held-out text")
     axis.set_ylim(share_limits(shown))
-    # Survival: this level and all before it agree.
+    # Survival means that this level and all levels before it agree.
     keys = [legend_key(name, color=color, linewidth=4) for name, color in levels.items()]
     keys += [legend_key(name, **look) for name, look in lines.items()][: min(num_levels, 2)]
     legend_below(axis, handles=keys, ncols=_num_columns(len(keys)))
@@ -105,10 +105,10 @@ def _num_columns(num_keys: int) -> int:
 def plot_comparison(
     path, runs: Mapping[str, History], formats: Sequence[str] = DEFAULT_FORMATS, *, title: str = ""
 ) -> None:
-    """Plots runs side by side: the trunk's loss over the updates, survival and accept lengths at the last evaluation.
+    """Plots runs side by side: the trunk's loss over the updates, and acceptance at the last evaluation.
 
     Args:
-        runs: history of each run by name; each has at least one evaluation. Panels without data are left out.
+        runs: each run's history by name, with at least one evaluation. Panels without data are left out.
     """
     draws = [_compare_losses]
     last = [[row for row in history if "eval" in row][-1] for history in runs.values()]
@@ -164,20 +164,20 @@ def _compare_lengths(axis, histories: Sequence[History]) -> None:
 
 
 def _shift(number: int, count: int) -> float:
-    """Returns the offset of the points of run `number` from their tick, so that runs do not overlap."""
+    """Returns how far to shift the points of run `number` from their tick, so that runs do not overlap."""
     return 0.6 * (number + 0.5) / count - 0.3
 
 
 def _overall_decoded(row: Mapping[str, Any]) -> Mapping[str, Any]:
-    """Returns the decoded metrics of an evaluation over all prompts, by kind; empty if nothing was decoded."""
+    """Returns an evaluation's decoded metrics over all prompts, by kind; empty if nothing was decoded."""
     return row["eval"].get("decoded", {}).get("overall", {})
 
 
 def _accept_lengths(decoded: Iterable[Mapping[str, float]]) -> list[tuple[float, float, float]]:
-    """Returns accept lengths with the lower and upper end of their intervals."""
+    """Returns accept lengths with the lower and upper ends of their intervals."""
     return [(row["real"], row["real_low"], row["real_high"]) for row in decoded]
 
 
 def _length_limits(longest: float) -> tuple[float, float]:
-    """Returns the limits of an axis of accept lengths: from 1, the length without an accepted draft."""
+    """Returns axis limits for accept lengths, starting at 1: the length if no draft is accepted."""
     return 1 - 0.05 * (longest - 1), 1 + 1.05 * (longest - 1)

@@ -1,7 +1,7 @@
-"""Terms of the losses at each position: cross-entropy, and the distance between draft and trunk distribution.
+"""Loss terms at each position: cross-entropy, and the distance between draft and trunk distributions.
 
-`plain_terms` is the reference: it takes all logits. `chunked_terms` takes hidden states and heads, runs over the
-vocabulary in chunks in the forward and the backward pass, and never stores `[B, T, V]`; it can also call a kernel.
+`plain_terms` is the reference: it takes all logits. `chunked_terms` takes hidden states and heads, processes the
+vocabulary in chunks in the forward and backward pass, and never stores `[B, T, V]`; it can also call a kernel.
 
 The softmax runs over every column of the head, including padding ids from `num_tokens` on. Padding ids are never
 targets, so training lowers their logits, which helps engines that do not mask them.
@@ -21,11 +21,11 @@ from pallas_kernels.linear_cross_entropy import choose_implementation, linear_cr
 class PositionTerms(NamedTuple):
     """Terms per position. Positions without a valid target hold arbitrary finite values.
 
-    q is the draft distribution of depth k at position i. p is the trunk's distribution of the same token, which the
-    trunk predicts at position i+k; it gets no gradient.
+    q is depth k's distribution at position i. p is the trunk's distribution for the same token, which the trunk
+    predicts at position i+k; it gets no gradient.
 
     Attributes:
-        cross_entropy: `[1 + depths, B, T]` nats against the data; the trunk first.
+        cross_entropy: `[1 + depths, B, T]` in nats, against the data; the trunk comes first.
         kl: `[depths, B, T]` KL(p||q) in nats.
         overlap: `[depths, B, T]` sum over the vocabulary of min(p, q), which is 1 - TV(p, q).
     """
@@ -36,22 +36,23 @@ class PositionTerms(NamedTuple):
 
 
 def plain_terms(logits: Sequence[jax.Array], targets: jax.Array) -> PositionTerms:
-    """Computes the terms from logits: the reference of `chunked_terms`.
+    """Computes the terms from logits: the reference for `chunked_terms`.
 
     Args:
-        logits: `[B, T, V]` float32 of the trunk and every depth.
+        logits: `[B, T, V]` float32, for the trunk and every depth.
         targets: `[1 + depths, B, T]` int32.
 
     Returns:
         The terms.
     """
-    # Cross-entropy is log-sum-exp minus the logit of the target.
+    # Cross-entropy is log-sum-exp minus the target's logit.
     normalisers = [jax.nn.logsumexp(array, axis=-1) for array in logits]
     target_logits = [
         jnp.take_along_axis(row, of[:, :, None], axis=-1)[:, :, 0] for row, of in zip(logits, targets, strict=True)
     ]
     logs = [array - normaliser[:, :, None] for array, normaliser in zip(logits, normalisers, strict=True)]
-    # Compare each depth with the trunk k positions later. The empty arrays give the right shape without depths.
+    # Compare each depth k with the trunk k positions later. The empty arrays give the right shape if there are no
+    # depths.
     kl, overlap = [jnp.zeros((0, *targets.shape[1:]))], [jnp.zeros((0, *targets.shape[1:]))]
     for depth, log_q in enumerate(logs[1:], start=1):
         log_p = shift_left(jax.lax.stop_gradient(logs[0]), depth)
@@ -73,18 +74,18 @@ def chunked_terms(
     compares_with_trunk: bool,
     implementation: str = "auto",
 ) -> PositionTerms:
-    """Computes `plain_terms` of the logits `hidden[n] @ heads[head_of[n]]`, `vocab_chunk` columns at a time.
+    """Computes `plain_terms` for the logits `hidden[n] @ heads[head_of[n]]`, `vocab_chunk` columns at a time.
 
     The backward pass recomputes the logits. Matmuls run in the dtype of `hidden` and accumulate in float32.
 
     Args:
-        hidden: `[B, T, D]` of the trunk and every depth, as the head reads them.
+        hidden: `[B, T, D]` for the trunk and every depth, as the head reads them.
         heads: the distinct heads `[D, V]`.
         targets: `[1 + depths, B, T]` int32.
-        head_of: for the trunk and every depth, the index of its head.
+        head_of: the index of its head, for the trunk and every depth.
         vocab_chunk: columns per chunk, at least 1.
-        compares_with_trunk: compute KL and overlap, in a second pass over the chunks; else both are 0.
-        implementation: "xla" runs the loop of this module; others choose a kernel
+        compares_with_trunk: compute KL and overlap, in a second pass over the chunks; otherwise both are 0.
+        implementation: "xla" runs the loop in this module; other values choose a kernel
             (`pallas_kernels.linear_cross_entropy`).
 
     Returns:
@@ -107,8 +108,8 @@ def chunked_terms(
 
 def _resolve_implementation(hidden, heads, head_of, implementation: str, compares_with_trunk: bool) -> str:
     """Chooses an implementation by the shape that a kernel would get."""
-    # Comparing takes the rows `[1 + depths, B * T]` of all depths together. Cross-entropy alone is one call per head,
-    # and the head with the most rows decides.
+    # A comparison with the trunk is one call over the rows `[1 + depths, B * T]` of all depths. Cross-entropy alone is
+    # one call per head, and the head with the most rows decides.
     of_head = [head_of.count(which) for which in range(len(heads))]
     rows = (len(hidden), hidden[0].size // hidden[0].shape[-1])
     if not compares_with_trunk:
@@ -124,7 +125,8 @@ def _kernel_terms(hidden, heads, targets, head_of, compares_with_trunk, **kernel
     groups = {which: [depth for depth in range(depths) if head_of[depth] == which] for which in head_of}
     order = [depth for group in groups.values() for depth in group]
 
-    # Shift depth k right by k positions, to the row of its p. `restore_order` undoes the shift and the grouping.
+    # Shift depth k right by k positions, so that its q and p are in the same row. `restore_order` undoes the shift and
+    # the grouping.
     def stack(arrays, group):
         return jnp.stack([_shift_right(arrays[depth], depth).reshape(B * T, -1) for depth in group])
 
@@ -159,8 +161,8 @@ def _xla_terms_forward(hidden, heads, targets, head_of, chunk, compares_with_tru
     V = heads[0].shape[1]
     steps = -(-V // chunk)
 
-    # First pass, online log-sum-exp: per position the highest logit so far, the sum of exponentials relative to it, and
-    # the target's logit.
+    # First pass, online log-sum-exp: keep per position the highest logit so far, the sum of exponentials relative to
+    # it, and the target's logit.
     def normalise(step, carry):
         start, columns, is_new = _chunk_columns(step, chunk, V)
         after = []
@@ -179,8 +181,8 @@ def _xla_terms_forward(hidden, heads, targets, head_of, chunk, compares_with_tru
     normaliser = jnp.stack([top + jnp.log(total) for top, total, _ in carry])
     cross_entropy = normaliser - jnp.stack([target_logits for _, _, target_logits in carry])
 
-    # Second pass, with the known log-sum-exp: sums over the vocabulary of KL and min(p, q). `below` sums q where q < p;
-    # the backward pass needs it.
+    # Second pass, with the known log-sum-exp: sum KL and min(p, q) over the vocabulary. `below` sums q where q < p; the
+    # backward pass needs it.
     def compare(step, carry):
         start, _, is_new = _chunk_columns(step, chunk, V)
         logs = _chunk_log_probabilities(hidden, heads, head_of, start, chunk, normaliser)
@@ -213,8 +215,8 @@ def _xla_terms_backward(head_of, chunk, compares_with_trunk, residuals, cotangen
     of_cross_entropy, of_kl, of_overlap = (array[:, :, :, None] for array in cotangents)
     V = heads[0].shape[1]
 
-    # Per chunk: recompute the probabilities, form the gradient of the logits, and multiply it with the head (for the
-    # hidden states) and with the hidden states (for this chunk's columns of the head).
+    # Per chunk: recompute the probabilities, form the gradient of the logits, and multiply it by the head (for the
+    # hidden states) and by the hidden states (for this chunk's columns of the head).
     def accumulate(step, carry):
         hidden_gradients, head_gradients = carry
         start, columns, is_new = _chunk_columns(step, chunk, V)
@@ -260,7 +262,7 @@ def _shift_right(rows, count):
 
 def _chunk_columns(step, chunk, V):
     """Returns the start of a chunk, its columns `[1, 1, chunk]`, and which of them are new."""
-    # All chunks have one width, so the last one starts early and repeats columns, which must not count twice.
+    # All chunks have the same width, so the last one starts early and repeats columns, which must not count twice.
     start = jnp.minimum(step * chunk, V - chunk)
     columns = (start + jnp.arange(chunk))[None, None]
     return start, columns, columns >= step * chunk
@@ -271,7 +273,7 @@ def _slice_columns(head, start, chunk):
 
 
 def _chunk_logits(hidden, heads, head_of, start, chunk):
-    """Returns a chunk of the logits of the trunk and every depth, `[B, T, chunk]` float32."""
+    """Returns a chunk of the logits for the trunk and every depth, `[B, T, chunk]` float32."""
     return [
         jnp.matmul(
             state, _slice_columns(heads[which], start, chunk).astype(state.dtype), preferred_element_type=jnp.float32

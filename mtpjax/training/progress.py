@@ -1,4 +1,4 @@
-"""Progress of a run, and the learning rate that depends on it."""
+"""The progress of a run, and the learning rate, which depends on it."""
 
 import math
 import time
@@ -29,14 +29,15 @@ def learning_rate_at(progress: float, config: TrainConfig) -> float:
 
 
 class ProgressClock:
-    """Progress of a run by updates or by wall-clock time, whichever is further; by time only with enough updates.
+    """Progress of a run by updates or by wall-clock time, whichever is further along.
 
-    `progress` changes only at a tick, so that everything within one update sees the same value.
+    Progress by time is capped at the progress towards `min_steps`. `progress` changes only at a tick, so that
+    everything within one update sees the same value.
 
     Args:
         config: `steps`, `seconds` and `min_steps`.
         step: number of updates that the run continues from.
-        seconds: seconds that they took.
+        seconds: seconds that these updates took.
     """
 
     def __init__(self, config: TrainConfig, *, step: int = 0, seconds: float = 0.0):

@@ -25,17 +25,17 @@ from mtpjax.training.decoding_eval import is_looping, repeated_share
 from mtpjax.training.panel import print_panel
 from mtpjax.training.trainer import TrainResult, train
 
-# Prompt and continuation together have the length of a training row; CAPACITY is the cache bucket that holds them.
+# Prompt and continuation together are as long as a training row; CAPACITY is the cache bucket that holds them.
 PROMPT_TOKENS, NEW_TOKENS, CAPACITY = 64, 128, 256
-# Starts of statements, one of which is the prompt in the command that the quickstart prints last.
+# Beginnings of statements: one of them is the prompt in the command that the quickstart prints at the end.
 STATEMENTS = ("def ", "class ", "import ", "from ", "for ", "if ")
 EXAMPLE_TEMPERATURES = (0.0, 0.8)
-MAX_REPEATED_SHARE = 0.2  # of such a continuation
+MAX_REPEATED_SHARE = 0.2  # largest `repeated_share` of an example's continuation
 
 
 @dataclasses.dataclass(frozen=True)
 class DecoderSetting:
-    """A configuration of the decoder to time.
+    """A decoder configuration to time.
 
     Attributes:
         num_steps: draft levels; 0 is plain decoding.
@@ -57,12 +57,12 @@ class DepthResult:
         setting: the fastest setting with this depth.
         accept_length: tokens per round, including the bonus token.
         survival: per level, fraction of rounds that accepted it.
-        tokens_per_second: speed without the token that prefill gives.
-        ratio: speed-up over the fastest plain setting, the median over prompts and rounds.
+        tokens_per_second: decoding speed, not counting the first token, which prefill produces.
+        ratio: speed-up over the fastest plain setting; the median over prompts and rounds.
         interval: 95 % interval of `ratio`, from resampled prompts.
         ideal: maximum speed-up for this accept length and the measured costs of a round's passes.
-        waited: largest fraction of time in which threads waited for a CPU core, of this setting, the plain one and the
-            cost measurement.
+        waited: fraction of the time that threads waited for a CPU core: the largest of this setting, the plain setting
+            and the cost measurement.
         problem: why the speed-up cannot be trusted (`mtpjax.evaluation.trust`); None: it can be trusted.
     """
 
@@ -83,12 +83,12 @@ class Measured:
     """The measurements of the workers.
 
     Attributes:
-        seconds: `[rounds, prompts]` of each setting, without prefill.
+        seconds: `[rounds, prompts]` decoding times of each setting, excluding prefill.
         answers: the texts and counts of each setting.
-        waited: fraction of a setting's time in which threads waited for a CPU core, the mean over rounds.
+        waited: fraction of each setting's time that threads waited for a CPU core; the mean over rounds.
         negative: settings with a call that took no longer than its prefill.
-        costs: costs of a round's passes, in the process of the fastest plain setting.
-        waited_for_costs: the same fraction while costs were measured.
+        costs: costs of a round's passes, measured in the process of the fastest plain setting.
+        waited_for_costs: the fraction as in `waited`, while the costs were measured.
     """
 
     seconds: dict[DecoderSetting, np.ndarray]
@@ -107,7 +107,7 @@ def run(config: TrainConfig, *, depths: tuple[int, ...] = (1, 2, 3), rounds: int
     # The first round finds the fastest plain setting; the others measure the costs in its process.
     if rounds < 2:
         raise ValueError(f"rounds must be at least 2, not {rounds}")
-    # 1. Train, with as many levels in the panel as decoding will use.
+    # 1. Train, and evaluate as many draft levels as decoding will use.
     console = rich.console.Console()
     console.print(
         f"[bold]1[/] training '{config.preset}' on the standard library of this Python, {_training_length(config)}"
@@ -115,21 +115,20 @@ def run(config: TrainConfig, *, depths: tuple[int, ...] = (1, 2, 3), rounds: int
     trained = train(config, panel_depths=max(depths), overwrite=True)
     print_panel(console, trained.panel)
 
-    # 2. Decode. A process cannot change its number of threads, so there is one worker process per number. A small model
+    # 2. Decode. A process cannot change its number of threads, so each thread count has a worker process. A small model
     # may be fastest on one thread, or with passes padded to two rows. Plain decoding tries each of these, so that the
     # speed-up is over the best baseline. Only one of the depths also runs on all threads.
-    console.print("\n[bold]2[/] decoding held-out prompts, plain and speculative, in processes of 1 and of all threads")
+    console.print("\n[bold]2[/] decoding held-out prompts, plain and speculative, with 1 thread and with all threads")
     threads = (1, 0) if num_threads() > 1 else (1,)
     settings = [DecoderSetting(0, thread, 1) for thread in threads] + [DecoderSetting(0, 1, 2)]
-    settings += [DecoderSetting(depth, 1, 1) for depth in depths] + [
-        DecoderSetting(min(2, max(depths)), thread, 1) for thread in threads[1:]
-    ]
+    settings += [DecoderSetting(depth, 1, 1) for depth in depths]
+    settings += [DecoderSetting(min(2, max(depths)), thread, 1) for thread in threads[1:]]
     with contextlib.ExitStack() as stack:
         workers = {thread: stack.enter_context(TimingWorker(trained.path, threads=thread)) for thread in threads}
         with console.status("compiling each setting"):
             prompts, num_lively, num_decoded = _find_prompts(workers, settings, trained, num_prompts)
         measured = _measure_settings(console, workers, settings, prompts, rounds, depths)
-        # Greedy speculation must give token for token the text of plain decoding, in every setting.
+        # Greedy speculation must give the same text as plain decoding, token for token, in every setting.
         texts = [[row["tokens"] for row in measured.answers[setting]] for setting in settings]
         identical = all(of_setting == texts[0] for of_setting in texts)
         # 3. Compare each depth with the fastest plain setting.
@@ -174,8 +173,8 @@ def _find_prompts(
 ) -> tuple[list[list[int]], int, int]:
     """Compiles every setting, and chooses held-out prompts whose plain continuation does not loop.
 
-    Also returns the number of continuations that do not loop, and the number of all. If all of them loop, this
-    criterion is ignored.
+    Also returns the number of continuations that do not loop, and the number of all continuations. If all of them loop,
+    the first prompts are used anyway.
     """
     lengths = {"prompt_length": PROMPT_TOKENS, "continuation_length": NEW_TOKENS}
     candidates = held_out_prompts(trained.held_out, count=4 * count, seed=0, **lengths)
@@ -192,9 +191,9 @@ def _find_prompts(
 
 
 def _choose_example(worker: TimingWorker, num_steps: int) -> str:
-    """Returns flags of `mtpjax generate` for a text of this model that does not repeat itself.
+    """Returns flags for `mtpjax generate` with which this model's text hardly repeats itself.
 
-    The greedy text of a small model often repeats itself. Then the flags sample.
+    The greedy text of a small model often repeats itself. If so, the flags set a temperature.
     """
     prompts = [list(text.encode()) for text in STATEMENTS]
     shares = []
@@ -279,15 +278,15 @@ def _depth_result(depth: int, plain: DecoderSetting, settings, measured: Measure
     num_rounds = sum(row["rounds"] for row in rows)
     accepted = np.sum([row["accepted"] for row in rows], axis=0)
     accept_length = float(1 + accepted.sum() / num_rounds)
-    # Pair the times of the same prompt and round, and bootstrap the median ratio by drawing whole prompts, because the
-    # rounds of one prompt are not independent.
+    # Pair the times by prompt and round, and bootstrap the median ratio by drawing whole prompts, because the rounds of
+    # one prompt are not independent.
     pairs = seconds[plain] / seconds[setting]  # [rounds, prompts]
     (drawn,) = resample(pairs.shape[1])
     ratio = estimate_from(float(np.median(pairs)), np.median(pairs[:, drawn], axis=(0, 2)))
     # The first token of a text comes from prefill, not from a round.
     tokens = sum(len(row["tokens"]) - 1 for row in rows)
-    # The costs are those of a plain step of one row in the process of the plain setting: only there do they limit the
-    # ratio.
+    # The costs are relative to an unpadded plain step in the process of the plain setting. They limit the ratio only if
+    # both settings ran like that.
     ideal = measured.costs.ideal_ratio(accept_length, chain_shape(depth))
     has_own_costs = (setting.threads, 1) == (plain.threads, plain.min_rows)
     waited = max(measured.waited[setting], measured.waited[plain], measured.waited_for_costs)
@@ -349,7 +348,7 @@ def _print_result(
     console.print(table)
     console.print(f"identical: {'yes' if identical else 'NO'}", style="bold green" if identical else "bold red")
     low, high = best.interval
-    # An untrusted ratio shows the reason instead of its share of the ideal.
+    # For an untrusted ratio, print the reason instead of its share of the ideal.
     rest = best.problem or f"{best.ratio / best.ideal:.2f} of the ideal {best.ideal:.2f}"
     ratio = f"{best.ratio:.2f} ({low:.2f}-{high:.2f}){mark(best.problem)}"
     console.print(f"speculative/plain: {ratio} with {count_of(best.num_steps, 'draft')}; {rest}", soft_wrap=True)

@@ -1,9 +1,9 @@
-"""Regenerates a data set: replaces its answers with the model's, to train drafters on.
+"""Regenerates a data set: replaces its answers with the model's own, to train drafters on.
 
 Drafts are accepted more often if the drafter is trained on text that the model would write. Records are processed in
-windows. The prompts of a window are decoded in batches of similar length, turn by turn, and its records are then
-appended in the order of the input. Windows, batches and seeds depend only on the settings and the records' numbers,
-so an interrupted run continues after its last complete window and writes the same bytes as an uninterrupted one.
+windows. The prompts in a window are decoded in batches of similar length, turn by turn, and its records are then
+appended in input order. Windows, batches and seeds depend only on the settings and on the records' positions in the
+input, so an interrupted run continues after its last complete window and writes the same bytes as an uninterrupted one.
 """
 
 import contextlib
@@ -31,7 +31,7 @@ from mtpjax.inference.generate import speculative_generate
 from mtpjax.models.model import MTPModel
 from mtpjax.program_memory import free_programs_if_full
 
-# Increase it when the same settings give different output: runs of other versions are not resumed.
+# Increase this when the same settings give different output: runs with other versions are not resumed.
 OUTPUT_VERSION = 2
 BATCHES_PER_WINDOW = 8
 
@@ -45,9 +45,9 @@ class RegenerationRequest:
         config: decoding settings, with a fixed depth.
         sampling: sampling parameters, without seeds.
         chat: treat prompts as user messages and apply the chat template.
-        prompt_tokens: number of tokens that are kept of each text; None: all of a prompt, 64 of a document.
+        prompt_tokens: number of tokens to keep from each text; None: all tokens of a prompt, 64 of a document.
         batch_size: maximum number of records decoded together.
-        seed: seed of the run. The random numbers of an answer depend on it, the record's number and the turn.
+        seed: random seed. The random numbers for an answer depend on it, on the record's index and on the turn.
 
     Raises:
         ValueError: the files have several kinds of content, or a setting is out of range or unsupported.
@@ -66,7 +66,7 @@ class RegenerationRequest:
         for name, least in (("batch_size", 1), ("seed", 0), ("prompt_tokens", 1)):
             check_range(name, getattr(self, name), least)
         if self.config.depth_policy != "fixed":
-            raise ValueError("depth_policy must be 'fixed': an adaptive depth makes texts depend on other records")
+            raise ValueError("depth_policy must be 'fixed': with an adaptive depth, texts depend on other records")
         # The first record decides what the files contain.
         object.__setattr__(self, "kind", detect_record_kind(self.paths))
         if self.chat and self.kind == "documents":
@@ -81,7 +81,7 @@ class RegenerationRequest:
 
     def describe(self, files: Sequence[FileDigest]) -> dict[str, Any]:
         """Returns everything that determines the output, except the model and its tokenizer."""
-        # The names of the files are relative to their common folder, so that a moved data set still matches.
+        # File names are relative to their common folder, so that a moved data set still matches.
         data = hashlib.sha256(json.dumps([(name, digest) for name, _, digest in files]).encode()).hexdigest()
         settings = {name: getattr(self, name) for name in ("chat", "prompt_tokens", "batch_size", "seed")}
         return (
@@ -110,7 +110,7 @@ def regenerate(
     # A prompt must leave room for its answer.
     max_length = request.config.max_length or model.config.max_position_embeddings
     max_prompt_tokens = max_prompt_length(max_length, request.config.max_new_tokens)
-    # Count the records first, for the progress: compressed ones do not show how many there are.
+    # Count the records first, to show progress: the size of a compressed file does not reveal how many it has.
     files: list[FileDigest] = []
     num_records = sum(1 for _ in read_file_records(request.paths, files=files))
     records = enumerate(read_file_records(request.paths))
@@ -123,12 +123,12 @@ def regenerate(
         with open_output(path, settings, request.output_kind) as output:
             yield dataclasses.asdict(output.tally)
 
-    # Every process decodes every record, since each has a part of the model; the first one writes.
+    # Every process decodes every record, since each holds a part of the model; only the first one writes.
     with distributed.in_main_process(open_here) as counts:
         tally, done = Tally(**counts), 0
         if output is not None:
             output.tally = tally
-        # Windows already in the output are read again, to keep the records' numbers, but not decoded.
+        # Windows already in the output are read again, so that records keep their numbers, but not decoded.
         while window := list(itertools.islice(records, request.batch_size * BATCHES_PER_WINDOW)):
             done += len(window)
             if window[0][0] >= tally.read:
@@ -148,14 +148,14 @@ def regenerate(
 
 
 def answer_seed(seed: int, number: int, turn: int) -> int:
-    """Returns the sampling seed of one answer."""
+    """Returns the sampling seed for one answer."""
     return int(np.random.SeedSequence([seed, number, turn]).generate_state(1, np.uint64)[0])
 
 
 def _make_tasks(
     window, request: RegenerationRequest, tokenizer: Tokenizer, max_prompt_tokens: int, tally: Tally
 ) -> list[tuple[int, Task]]:
-    """Returns the tasks of a window's usable records with their numbers, and counts the other records."""
+    """Returns the tasks for a window's usable records with their numbers, and counts the other records."""
     settings = {"kind": request.kind, "chat": request.chat, "prompt_tokens": request.prompt_tokens}
     settings |= {"max_prompt_tokens": max_prompt_tokens}
     tasks = []
@@ -176,19 +176,19 @@ def _answer_tasks(
     """Generates the answers of a window's tasks, turn by turn."""
     config, stops = request.config, request.config.stop_token_ids
     while waiting := [(number, task, task.prompt) for number, task in tasks if task.prompt is not None]:
-        # One turn of every conversation with a turn left. Sorting by length keeps padding within a batch small.
+        # Answer one turn of every conversation that has turns left. Sorting by length reduces padding within a batch.
         waiting.sort(key=lambda entry: len(entry[2]))
         for begin in range(0, len(waiting), request.batch_size):
             group = waiting[begin : begin + request.batch_size]
             # Pad the batch to a power of two with copies of its last row, so that decoding compiles for few sizes. A
-            # copy ends in the same round as its original and costs no extra round.
+            # copy ends in the same round as its original, so it adds no rounds.
             count, size = len(group), min(1 << (len(group) - 1).bit_length(), request.batch_size)
             rows = group + group[-1:] * (size - count)
             seeds = [answer_seed(request.seed, number, len(task.finish_reasons)) for number, task, _ in rows]
             sampling = dataclasses.replace(request.sampling, seed=seeds)
             prompts = [prompt for _, _, prompt in rows]
             result = speculative_generate(params, prompts, model=model, config=config, sampling=sampling)
-            # Give each task its answer without the stop token. The next turn's prompt depends on it.
+            # Give each task its answer, without the stop token. The next turn's prompt depends on the answer.
             for (_, task, _), tokens, reason in zip(group, result.rows(), result.finish_reasons, strict=False):
                 ends = tokens[-1:] if reason == "stop" and tokens[-1] in stops else []
                 tally.changed += not task.add_answer(tokens[: len(tokens) - len(ends)], reason)
@@ -199,7 +199,7 @@ def _answer_tasks(
 
 
 def _finished_records(tasks: list[tuple[int, Task]], tally: Tally) -> list[dict[str, Any]]:
-    """Returns the finished records, and counts those that training could not read."""
+    """Returns the finished records, and counts records that training could not read."""
     records = []
     for _, task in tasks:
         try:

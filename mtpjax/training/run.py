@@ -52,9 +52,9 @@ logger = logging.getLogger("mtpjax.train")
 
 
 class Run:
-    """A training run. `mtpjax.train` calls its stages in order, and describes the arguments.
+    """A training run. `mtpjax.train` calls its stages in order and documents the arguments.
 
-    Every process of a run calls every stage, because each has shards of the parameters. Only the first one writes.
+    Every process calls every stage, because each has shards of the parameters. Only the first one writes.
     """
 
     def __init__(
@@ -78,7 +78,7 @@ class Run:
         self.model, make_params = init_model(config, self.mesh)
         initial = initial_drafter(config, self.model)
         num_depths = num_trained_depths(config, self.model)
-        # A network with a fixed number of levels drafts only the trained ones.
+        # A drafter with a fixed number of levels has only the trained ones.
         has_fixed_levels = initial is not None and initial.drafter.max_levels is not None
         panel_depths = num_depths if has_fixed_levels else max(num_depths, panel_depths)
         self.corpus = load_corpus(config, self.model.config.vocab_size, num_depths=num_depths)
@@ -106,7 +106,7 @@ class Run:
             state = shard_train_state(state, self.mesh, optimizer=optimizer, trains=config.trains)
             shardings = jax.tree.map(lambda leaf: leaf.sharding, state)
             out_shardings = (shardings, NamedSharding(self.mesh, PartitionSpec()))
-        # None is the embedding's dtype, which is float32 unless the frozen trunk has a different one.
+        # None means the embedding's dtype, which is float32 unless the frozen trunk has a different dtype.
         dtype = None if config.dtype == config.trunk_dtype == "float32" else config.dtype
         spec = TrainSpec(
             model=self.model.clone(remat=config.remat == "layers", dtype=dtype),
@@ -141,7 +141,12 @@ class Run:
                 self.run_id = run_dir.begin(self.output, self.settings, self.corpus.fingerprint, overwrite=overwrite)
                 write_text(self.output / run_dir.MODEL_FILE, model_to_yaml(self.model.config))
             self.trunk_states = self._open_trunk_states()
-            self.clock = self._restore() if resume else ProgressClock(config)
+            # Restore the newest training state, if there is one. The clock continues from its step and seconds.
+            restored = run_dir.restore_state(self.output, self.state, run_id=self.run_id) if resume else None
+            self.clock = ProgressClock(config)
+            if restored is not None:
+                self.state, metadata = restored
+                self.clock = ProgressClock(config, step=metadata["step"], seconds=metadata["seconds"])
             if self.is_main_process:
                 began = f"resuming at update {self.clock.step}" if self.clock.step else "starting at update 0"
                 end = f"of {config.steps}" if math.isinf(config.seconds) else f"for {config.seconds:g} s"
@@ -154,16 +159,12 @@ class Run:
             self.log = stack.enter_context(MetricsLog(folder, step=self.clock.step, send=send))
             window = {"start": config.profile_start, "steps": config.profile_steps}
             self.trace = stack.enter_context(trace_window(self.output, **window))
-            self.decoder = PanelDecoder(
-                self.corpus,
-                max_prompts=config.panel_prompts,
-                acceptance=config.panel_acceptance,
-                **self.panel_settings,
-            )
+            prompts: dict[str, Any] = {"max_prompts": config.panel_prompts, "acceptance": config.panel_acceptance}
+            self.decoder = PanelDecoder(self.corpus, **prompts, **self.panel_settings)
             yield
 
     def _open_trunk_states(self) -> HiddenStateCache | None:
-        """Opens the cache of the frozen trunk's states for all packed rows; None without one."""
+        """Opens the cache of trunk states for all packed rows; returns None if `trunk_states` is not set."""
         if self.config.trunk_states is None:
             return None
         return open_hidden_state_cache(
@@ -177,19 +178,11 @@ class Run:
             should_stop=self.should_stop,
         )
 
-    def _restore(self) -> ProgressClock:
-        """Restores the newest training state, if there is one; the clock continues with its updates and seconds."""
-        restored = run_dir.restore_state(self.output, self.state, run_id=self.run_id)
-        if restored is None:
-            return ProgressClock(self.config)
-        self.state, metadata = restored
-        return ProgressClock(self.config, step=metadata["step"], seconds=metadata["seconds"])
-
     def update_until_done(self) -> None:
         """Updates, evaluates and saves until the run reaches its limit of steps or seconds, or a callback stops it.
 
-        The batches depend only on the seed and the number of the update, so a resumed run reads those that an
-        uninterrupted one would read.
+        The batches depend only on the seed and the step, so a resumed run reads the same batches as an uninterrupted
+        one.
         """
         config, corpus, clock = self.config, self.corpus, self.clock
         stream = packing.mixed_batches(
@@ -201,7 +194,7 @@ class Run:
             progress = clock.progress
             self.trace(clock.step)
             self.update(*next(stream))
-            # The end has its own evaluation. Others come when the progress passes a multiple of 1 / evaluations.
+            # `finish` does the last evaluation. The others happen when progress passes a multiple of 1 / evaluations.
             if clock.progress >= 1 or self.is_stopped:
                 break
             if math.floor(clock.progress * self.evaluations) > math.floor(progress * self.evaluations):
@@ -247,7 +240,7 @@ class Run:
             self._call_or_save(self._notify, "after_update", self.last_metrics)
 
     def _check_finite(self, metrics: Mapping[str, jax.Array]) -> None:
-        """Counts updates that were skipped because they were not finite; many in a row mean divergence."""
+        """Counts consecutive updates that were skipped because they were not finite; too many end the run."""
         if metrics["is_finite"]:
             self.num_bad_steps = 0
             return
@@ -261,7 +254,7 @@ class Run:
             )
 
     def _stop_if_requested(self) -> None:
-        """Saves the state and ends the run after a signal. A signal to one process stops all at the same update."""
+        """Saves the state and ends the run after a stop signal, which stops all processes at the same update."""
         if not distributed.any_process(self.should_stop()):
             return
         if not self.save_state():
@@ -272,9 +265,10 @@ class Run:
         )
 
     def evaluate(self, *, is_last: bool = False) -> Panel:
-        """Measures the acceptance panel, and logs it."""
+        """Measures the acceptance panel and logs it."""
         clock, panel = self.clock, acceptance_panel(self.state.params, self.corpus.panel_rows, **self.panel_settings)
-        # During the run, prompts are decoded only while that stays a small fraction of the first process's time.
+        # Before the end, decode prompts only while this takes a small fraction of the time, as the first process
+        # measures it.
         if is_last or distributed.from_main_process(self.decoder.is_within_time_share(clock.seconds)):
             panel = dataclasses.replace(panel, decoded=self.decoder.measure(self.state.params, is_last=is_last))
         self.log.record({"step": clock.step, "seconds": clock.seconds, "eval": panel.to_json()})
@@ -283,7 +277,7 @@ class Run:
         return panel
 
     def save_state(self) -> bool:
-        """Saves the training state. Returns False after an error such as a full disk, which is logged."""
+        """Saves the training state. Returns False if saving failed, for example on a full disk; the error is logged."""
         metadata = {"seconds": self.clock.seconds, "run": self.run_id}
         keep, step = self.config.keep_states, self.clock.step
         is_saved = run_dir.save_state(self.output, self.state, step=step, keep=keep, metadata=metadata)
@@ -303,7 +297,7 @@ class Run:
         self._notify("after_save", self.last_metrics, path if self.is_main_process else None)
 
     def _call_or_save(self, function: Callable[..., Any], *args: Any) -> None:
-        """Calls a function; if it fails, the updates since the last saved state are saved."""
+        """Calls a function. If it fails, saves the training state before raising the error."""
         try:
             function(*args)
         except Exception:
@@ -315,21 +309,21 @@ class Run:
 
         Returns the parameters with unrolled layers, the folder of the model or drafter, and the panel.
         """
-        # Save before anything else can fail: the state, from which a resumed run repeats only the evaluation, and the
-        # model in its form for decoding.
+        # Save before anything else can fail: first the state, from which a resumed run repeats only the evaluation,
+        # then the model in its form for decoding.
         is_state_saved = self.save_state()
         params = self.state.params
         if self.model.scan_layers:
             params = unstack_layers(params, self.model.config)
         path = self._save_model(params, {})
         panel, further = self._evaluate_saved(params, path, is_state_saved)
-        # A drafter's files cannot store them; `metrics.jsonl` has the panel.
+        # A drafter's files cannot store the panel; it is in `metrics.jsonl`.
         if self.drafter is None:
             self._save_model(params, further)
         if is_state_saved:
             self._notify_saved(run_dir.state_path(self.output, self.clock.step))
         self._notify_saved(path)
-        # No process may end while the first still writes: that would count as a lost process.
+        # No process may end while the first one still writes: that would count as a lost process.
         distributed.barrier("saved")
         return params, path, panel
 
@@ -352,10 +346,11 @@ class Run:
         return path
 
     def _evaluate_saved(self, params: dict, path: pathlib.Path, is_state_saved: bool) -> tuple[Panel, dict[str, Any]]:
-        """Evaluates and plots the saved model. Returns the panel, and what the checkpoint stores.
+        """Evaluates and plots the saved model. Returns the panel, and further metadata for the checkpoint.
 
-        The latter is the panel, and held-out rows with the modules' output on them, with which a loader can check its
-        drafts. Everything trained is already saved, so a signal ends the run at once here.
+        The metadata are the panel, and for MTP modules the record with which a loader checks its drafts
+        (`mtpjax.evaluation.self_check`). Everything trained is already saved, so a stop signal here ends the run at
+        once.
         """
         next_step = "continue with --resume" if is_state_saved else "the run is complete except for its panel"
         try:
@@ -367,12 +362,9 @@ class Run:
                 self._plot_or_warn()
             further: dict[str, Any] = {"panel": panel.to_json()}
             if self.drafter is None:
-                further["self_check"] = self_check.make_record(
-                    params,
-                    self.corpus.panel_rows.tokens,
-                    model=MTPModel(self.model.config),
-                    num_depths=self.panel_settings["num_depths"],
-                )
+                model, num_depths = MTPModel(self.model.config), self.panel_settings["num_depths"]
+                tokens = self.corpus.panel_rows.tokens
+                further["self_check"] = self_check.make_record(params, tokens, model=model, num_depths=num_depths)
             self.should_stop.is_immediate = False
             return panel, further
         except KeyboardInterrupt:

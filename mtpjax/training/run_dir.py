@@ -1,11 +1,11 @@
 """The run folder: a lock for its single writer, the settings, and training states to resume from.
 
-run.json            settings, fingerprint of the data, and identifier of the run
+run.json            settings, data fingerprint and run identifier
 model.yaml          the architecture, for use in other runs (`model=FOLDER/model.yaml`)
 metrics.jsonl       one row per logged step and evaluation
-tensorboard/        the same for TensorBoard
+tensorboard/        the same rows for TensorBoard
 wandb-id            id of the run at Weights & Biases
-profile/            trace of JAX's profiler
+profile/            traces from JAX's profiler
 states/00000120/    parameters and optimiser state after 120 updates (`mtpjax.io.checkpoint`, with digests)
 checkpoint/         the trained model, for decoding
 drafter/            instead of `checkpoint/`: a drafter trained on a frozen trunk (`mtpjax.load_drafter`)
@@ -40,22 +40,14 @@ from mtpjax.safe_open import read_json_file
 
 SETTINGS_FILE, STATES_FOLDER, LOCK_FILE = "run.json", "states", ".lock"
 METRICS_FILE, PROFILE_FOLDER, TENSORBOARD_FOLDER, WANDB_ID_FILE = "metrics.jsonl", "profile", "tensorboard", "wandb-id"
-# The plot's name is without the suffix of its format.
+# The name of the plot has no suffix; each format adds its own.
 CHECKPOINT_FOLDER, PLOT_NAME, MODEL_FILE = "checkpoint", "panel", "model.yaml"
-# Old settings while a run is being replaced. It shows that the other files belong to a run if the process dies.
+# Holds the old settings while a run is being replaced. If the process dies, it shows that the other files belong to a
+# run.
 REPLACED_FILE = ".replaced-run.json"
 MAX_SETTINGS_BYTES = 64 << 20  # of run.json
-OWN_NAMES = (
-    STATES_FOLDER,
-    TENSORBOARD_FOLDER,
-    PROFILE_FOLDER,
-    METRICS_FILE,
-    WANDB_ID_FILE,
-    CHECKPOINT_FOLDER,
-    DRAFTER_FOLDER,
-    *(f"{PLOT_NAME}.{each}" for each in FORMATS),
-    MODEL_FILE,
-)
+OWN_NAMES = (STATES_FOLDER, TENSORBOARD_FOLDER, PROFILE_FOLDER, METRICS_FILE, WANDB_ID_FILE, CHECKPOINT_FOLDER)
+OWN_NAMES += (DRAFTER_FOLDER, *(f"{PLOT_NAME}.{each}" for each in FORMATS), MODEL_FILE)
 log = logging.getLogger("mtpjax.train")
 Tree = TypeVar("Tree")
 
@@ -87,7 +79,7 @@ def lock_folder(folder, *, wait: bool = False) -> Iterator[pathlib.Path]:
                 raise RunError(problem) from None
             log.warning("%s: waiting", problem)
             fcntl.flock(file, fcntl.LOCK_EX)
-        # Tells other processes who holds the lock.
+        # Tell other processes who holds the lock.
         file.truncate(0)
         file.write(f"process {os.getpid()} on {socket.gethostname()}\n")
         file.flush()
@@ -103,8 +95,8 @@ def begin(folder: pathlib.Path, settings: Mapping[str, Any], fingerprint: str, *
         The identifier of the new run, which its states carry.
 
     Raises:
-        RunError: `overwrite` is not set and the folder holds a run, or foreign files that a run would replace; or its
-            `checkpoint` is not a checkpoint.
+        RunError: `overwrite` is not set and the folder holds a run, or foreign files that a run would replace; or
+            `check_outputs` rejects the folder.
     """
     check_outputs(folder)
     if (folder / SETTINGS_FILE).exists() and not overwrite:
@@ -118,8 +110,8 @@ def begin(folder: pathlib.Path, settings: Mapping[str, Any], fingerprint: str, *
             f"{folder} holds {', '.join(foreign)} but no {SETTINGS_FILE}, so it is not a run of mtpjax: choose a"
             " different output, or replace these files (overwrite)"
         )
-    # Old states must not be resumed under new settings, nor old settings without their states. So remove the settings
-    # first and write the new ones last: in between the folder holds no run.
+    # Old states must not be resumed with new settings, nor old settings without their states. So move the old settings
+    # away first and write the new ones last: in between, the folder holds no run.
     if (folder / SETTINGS_FILE).exists():
         (folder / SETTINGS_FILE).replace(folder / REPLACED_FILE)
     for name in (STATES_FOLDER, TENSORBOARD_FOLDER, PROFILE_FOLDER, DRAFTER_FOLDER):
@@ -137,7 +129,7 @@ def read_run_file(folder: pathlib.Path, *names: str) -> tuple[Any, ...]:
     """Reads `run.json`.
 
     Returns:
-        The settings of the run, and the values with these names: "fingerprint" (of its data), "run" (its identifier).
+        The settings of the run, and the values for `names`: "fingerprint" (of its data), "run" (its identifier).
 
     Raises:
         RunError: there is no such file, or it is damaged.
@@ -168,8 +160,8 @@ def check_outputs(folder: pathlib.Path) -> None:
 def save_state(folder: pathlib.Path, state: Any, *, step: int, keep: int, metadata: Mapping[str, Any]) -> bool:
     """Saves a training state, then deletes all but the newest `keep` states. All processes of a run must call it.
 
-    Returns True if the state was saved. False after an error such as a full disk: older states stay, and training may
-    continue.
+    Returns True if the state was saved, and False after an error such as a full disk: older states are kept, and
+    training may continue.
     """
     leaves = {f"{number:06d}": leaf for number, leaf in enumerate(jax.tree.leaves(state))}
     path = state_path(folder, step)
@@ -182,7 +174,7 @@ def save_state(folder: pathlib.Path, state: Any, *, step: int, keep: int, metada
     except OSError as error:
         log.error("the state after update %d could not be saved; the run continues without it: %s", step, error)
         return False
-    # Only now remove old states, and hidden leftovers of a killed process; the lock makes sure no other process writes.
+    # Only now remove old states and hidden leftovers of a killed process. Because of the lock, no other process writes.
     if is_main_process:
         for old in [*_state_folders(folder)[keep:], *(folder / STATES_FOLDER).glob(".*")]:
             shutil.rmtree(old, ignore_errors=True)
@@ -198,15 +190,15 @@ def restore_state(folder: pathlib.Path, like: Tree, *, run_id: str | None = None
     """Restores the newest complete state. Skips damaged ones with a warning that names the array.
 
     Args:
-        like: a state with the structure, shapes, dtypes and shardings to restore. Arrays without a sharding, as from
-            `jax.eval_shape`, go to the first device.
-        run_id: identifier of the run; None does not check it.
+        like: a state with the structure, shapes, dtypes and shardings to restore. Leaves that have no sharding, such as
+            those of `jax.eval_shape`, are placed on the first device.
+        run_id: identifier of the run; None: do not check it.
 
     Returns:
         The state and its metadata; None if there is no complete state.
 
     Raises:
-        RunError: a complete state belongs to a different run, or its arrays differ from those of `like`.
+        RunError: a complete state belongs to a different run, or its arrays do not match `like`.
     """
     for path in _state_folders(folder):
         try:
@@ -229,7 +221,8 @@ def _restore_from(path: pathlib.Path, like: Tree, run_id: str | None) -> tuple[T
         raise RunError(f"{path} belongs to a different run: remove it, or restore the states of this run")
     # Leaves are stored by number, so names, shapes and dtypes must match before they are assigned.
     _check_tree(path, config.get("tree") if isinstance(config, dict) else None, _describe_tree(like))
-    # Each array gets the sharding of `like`'s, since a restored run may have a different mesh. Plain shapes have none.
+    # Each array gets the sharding of its leaf in `like`, since a resumed run may have a different mesh. Plain shapes
+    # have no sharding.
     leaves, default = jax.tree.leaves(like), jax.sharding.SingleDeviceSharding(jax.local_devices()[0])
     arrays = [
         reader.place(name, lambda shape, leaf=leaf: leaf.sharding or default)
@@ -239,7 +232,7 @@ def _restore_from(path: pathlib.Path, like: Tree, run_id: str | None) -> tuple[T
 
 
 class StopSignals:
-    """Records stop signals. Calling it returns whether one has arrived.
+    """Records stop signals. Call the object to find out whether one has arrived.
 
     Attributes:
         received: numbers of the signals so far.
@@ -266,7 +259,7 @@ class StopSignals:
 
 @contextlib.contextmanager
 def catch_stop_signals() -> Iterator[StopSignals]:
-    """Catches SIGINT (Ctrl-C), and SIGTERM and SIGUSR1, with which schedulers announce the end of a job."""
+    """Catches SIGINT (Ctrl-C), and the signals SIGTERM and SIGUSR1, which schedulers send before they end a job."""
     stop = StopSignals()
     if threading.current_thread() is not threading.main_thread():
         yield stop
@@ -286,7 +279,7 @@ def _state_folders(folder: pathlib.Path) -> list[pathlib.Path]:
 
 
 def _describe_tree(tree: Any) -> list[list[Any]]:
-    """Returns name, shape and dtype of every leaf."""
+    """Returns the name, shape and dtype of every leaf."""
     return [
         [jax.tree_util.keystr(path), list(np.shape(leaf)), np.dtype(leaf.dtype).name]
         for path, leaf in jax.tree_util.tree_leaves_with_path(tree)
@@ -301,5 +294,5 @@ def _check_tree(path: pathlib.Path, found: Any, wanted: list[list[Any]]) -> None
     for name, shape, dtype in wanted:
         if found.get(name) != (shape, dtype):
             had = "nothing" if name not in found else "{1}{0}".format(*found[name])
-            raise RunError(f"{path} holds {had} instead of {dtype}{shape} at {name}")
+            raise RunError(f"{path} holds {had} instead of {dtype}{shape} for {name}")
     raise RunError(f"{path} holds unexpected arrays: {sorted(set(found) - {row[0] for row in wanted})}")

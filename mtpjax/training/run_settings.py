@@ -1,4 +1,4 @@
-"""The settings of a run in its folder: what is stored, and what may differ when the run resumes."""
+"""The settings that a run folder stores, and which of them may differ when the run resumes."""
 
 import dataclasses
 import json
@@ -12,7 +12,7 @@ from mtpjax.training.losses import ObjectiveFunction, describe_objective
 from mtpjax.training.run_dir import RunError, read_run_file
 
 # Settings that may differ when a run resumes, because they do not change an update. Accumulation, remat and mesh are
-# not among them: they change its rounding.
+# not among them, because they change its rounding.
 CHANGEABLE_SETTINGS = ("output", "log_every", "save_every", "keep_states", "max_consecutive_bad_steps", "panel_prompts")
 CHANGEABLE_SETTINGS += ("tensorboard", "wandb", "profile_start", "profile_steps", "plot_formats")
 
@@ -21,14 +21,14 @@ def settings_to_json(config: TrainConfig, objective: ObjectiveFunction | None) -
     """Converts the settings to JSON values; infinity becomes None."""
     values = dataclasses.asdict(config)
     settings = {name: None if value == math.inf else value for name, value in values.items()}
-    # The whole architecture, so that a run resumes with it regardless of its source, and `mtpjax compare` shows the
-    # fields that differ. A checkpoint has its own, and the settings change only its number of modules.
+    # Store the complete architecture, so that a run resumes with it wherever it came from, and `mtpjax compare` shows
+    # the fields that differ. A checkpoint fixes the architecture; the settings change only its number of modules.
     settings["model"] = config.model_config.to_dict() if config.init_from is None else dict(values["model"])
     settings["draft_reading"] = dict(config.draft_reading) or None
-    # Runs of MTP modules have no settings of drafters.
+    # Runs that train MTP modules have no drafter settings.
     if config.draft_method.is_of_model:
         settings = {name: value for name, value in settings.items() if not name.startswith("draft")}
-    # Code is not stored: a resumed run is checked to have an objective of the same name.
+    # Code is not stored: resuming only checks that the objective has the same name.
     return settings | {"objective_function": None if objective is None else describe_objective(objective)}
 
 
@@ -43,7 +43,8 @@ def check_settings(
         allowed_changes: settings that may differ, in addition to `CHANGEABLE_SETTINGS`; "data" allows different data.
 
     Raises:
-        RunError: the folder holds no run, the run is damaged, or something else differs; the message names both values.
+        RunError: the folder holds no run, the run is damaged, or another setting or the data differ; for settings, the
+            message shows both values.
     """
     before, data_before, run_id = read_run_file(folder, "fingerprint", "run")
     # Compare as JSON, in which tuples are lists. A setting missing on one side counts as None.
@@ -59,12 +60,12 @@ def check_settings(
     if changed:
         raise RunError(f"{folder} was started with different settings: {'; '.join(changed)}")
     if fingerprint != data_before and "data" not in free:
-        raise RunError(f"{folder} was started with different data: files, their order or content have changed")
+        raise RunError(f"{folder} was started with different data: files, their order or their content have changed")
     return run_id
 
 
 def _with_model_fields(settings: dict[str, Any]) -> dict[str, Any]:
-    """Replaces `model` by an entry per field, so that errors list the fields that differ, and drops the preset."""
+    """Replaces `model` with one entry per field, so that errors list the fields that differ, and drops the preset."""
     # The preset does not matter: `model` has all its fields.
     others = {name: value for name, value in settings.items() if name not in ("model", "preset")}
     return others | {f"model.{name}": value for name, value in settings["model"].items()}

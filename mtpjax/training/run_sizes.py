@@ -1,4 +1,4 @@
-"""Sizes of a run, computed from its settings and data without training."""
+"""The sizes of a run, computed from its settings and data without training."""
 
 import math
 
@@ -15,7 +15,7 @@ from mtpjax.training.train_state import trainable_params
 
 
 def compute_run_sizes(config: TrainConfig) -> dict[str, int]:
-    """Computes rows and tokens, parameters, memory and disk space of a run without training."""
+    """Computes a run's numbers of rows, tokens and parameters, its memory and its disk space, without training."""
     # Shapes only: neither parameters nor optimiser state are allocated.
     model, make_params = init_model(config)
     initial = initial_drafter(config, model)

@@ -1,4 +1,4 @@
-"""One update of a training run: losses, gradients, optimiser."""
+"""One update of a training run: losses, gradients and optimiser."""
 
 import functools
 from typing import Any
@@ -23,8 +23,8 @@ from mtpjax.training.train_state import TrainState, trainable_params
 def make_optimizer(config: TrainConfig) -> optax.GradientTransformation:
     """Makes the optimiser: AdamW, or Muon for the matrices inside the layers and AdamW for the rest, with clipping.
 
-    Its learning rate is 1. `train_step` multiplies the update by the learning rate, which depends on the run's progress
-    and thus on the clock.
+    Its learning rate is 1. `train_step` multiplies the update by the actual learning rate, which depends on the run's
+    progress and so on the clock.
 
     Args:
         config: optimizer, weight decay and clipping.
@@ -43,12 +43,12 @@ def make_optimizer(config: TrainConfig) -> optax.GradientTransformation:
             1.0,
             adam_b2=0.95,
             muon_weight_dimension_numbers=_muon_axes,
-            # The RMS of Adam's updates, so that both parts can use one learning rate (2502.16982).
+            # Match the RMS of Adam's updates, so that both parts can use one learning rate (2502.16982).
             consistent_rms=0.2,
         )
     # Decoupled decay, added after the core. The updates already point downhill, so the sign is negative.
     decay = optax.add_decayed_weights(-config.weight_decay, mask=_is_matrix)
-    # Detached modules are clipped by a separate norm, so that large draft gradients do not shrink the trunk's update.
+    # Detached modules are clipped by their own norm, so that large draft gradients do not shrink the trunk's update.
     clip = optax.clip_by_global_norm(config.gradient_clip)
     if config.trains == "detached":
         clip = optax.partition({True: clip, False: clip}, lambda params: {name: is_of_modules(name) for name in params})
@@ -56,17 +56,18 @@ def make_optimizer(config: TrainConfig) -> optax.GradientTransformation:
 
 
 def _is_matrix(params: dict) -> dict:
-    """Selects the leaves with weight decay: matrices, not norms and biases. Leaves of the trunk have a layer axis."""
+    """Selects the leaves with weight decay: matrices, but not norms or biases. The trunk's leaves have a layer axis."""
     return jax.tree_util.tree_map_with_path(lambda path, leaf: leaf.ndim - (path[0].key == "trunk") > 1, params)
 
 
 def _muon_axes(params: Any) -> Any:
     """Returns input and output axes of each matrix inside a layer; None (AdamW) for embedding, head, norms and routers.
 
-    Muon orthogonalises a matrix, so arrays such as `qkv [D, K, G + 2, H]` need to know which axes form its two sides.
+    Muon orthogonalises matrices, so for arrays such as `qkv [D, K, G + 2, H]` it must know which axes form its two
+    sides.
     """
     # Axes count from the end, because layers and experts are stacked in front.
-    axes = {
+    axes: dict[str, tuple[tuple[int, ...], tuple[int, ...]]] = {
         "qkv": ((-4,), (-3, -2, -1)),
         "gate_up": ((-3,), (-2, -1)),
         "qkvz": ((-3,), (-2, -1)),
@@ -75,15 +76,9 @@ def _muon_axes(params: Any) -> Any:
     }
     # Matrices `[in, out]`.
     plain = ("output", "down", "project", "query", "query_down", "query_up", "latent_down", "value_up")
-
-    def of(path, leaf):
-        del leaf
-        name = path[-1].key
-        if name in axes or name in plain:
-            return optax.contrib.MuonDimensionNumbers(*axes.get(name, ((-2,), (-1,))))
-        return None
-
-    return jax.tree_util.tree_map_with_path(of, params)
+    axes |= dict.fromkeys(plain, ((-2,), (-1,)))
+    numbers = {name: optax.contrib.MuonDimensionNumbers(*sides) for name, sides in axes.items()}
+    return jax.tree_util.tree_map_with_path(lambda path, leaf: numbers.get(path[-1].key), params)
 
 
 def train_step(
@@ -97,7 +92,7 @@ def train_step(
     spec: TrainSpec,
     optimizer: optax.GradientTransformation,
 ) -> tuple[TrainState, dict[str, jax.Array]]:
-    """Runs one update: losses, gradients, optimiser. Skips it if the loss or the gradient norm is not finite.
+    """Runs one update: losses, gradients, optimiser. Skips it if the loss or gradient norm is not finite.
 
     Args:
         state: the state before the update.
@@ -105,8 +100,8 @@ def train_step(
         learning_rate: `[]`.
         mtp_scale: `[]` lambda, the weight of the draft losses.
         progress: `[]` fraction of the run that is done, 0..1, for the objective's warm-up.
-        states: `[B, T, D]` cached hidden states of a frozen trunk (`mtpjax.models.forward.trunk_states`), with those of
-            the layers that the drafter reads; None: the trunk runs.
+        states: `[B, T, D]` cached hidden states of a frozen trunk, or `[B, T, (n + 1) * D]` with the states of the n
+            layers that the drafter reads (`mtpjax.models.forward.trunk_states`); None: the trunk runs.
         spec: what is trained and how.
         optimizer: from `make_optimizer`.
 
@@ -115,7 +110,7 @@ def train_step(
         `gradient_norm []` and `is_finite []`.
 
     Raises:
-        ValueError: `states` are given, but the trunk is trained; or the objective does not return one number.
+        ValueError: `states` are given but the trunk is trained, or the objective does not return one number.
 
     Example:
         >>> import functools
@@ -136,31 +131,31 @@ def train_step(
     """
     num_depths, drafter = spec.num_depths, spec.drafter
     if states is not None and spec.trains != "modules":
-        raise ValueError(f"cached trunk states need a frozen trunk: trains '{spec.trains}' changes it")
-    # Count the targets of the whole batch first: with them, losses of its shards are shares that add up. The overlap,
+        raise ValueError(f"cached trunk states need a frozen trunk, but trains={spec.trains!r} updates the trunk")
+    # Count the targets of the whole batch first, so that the losses of its shards are shares that add up. The overlap,
     # which the LK hybrid also needs, is only known after a forward pass.
     tokens, segment_ids, loss_mask, cached = jax.tree.map(jnp.asarray, (*batch, states))
     if drafter is not None:
         loss_mask = mask_undraftable(state.params, tokens, loss_mask, spec.model.config.vocab_size)
     _, is_valid = all_targets(tokens, segment_ids, loss_mask, num_depths)
-    # The anchors depend only on the seed and the update's number, so a resumed run draws the same ones.
+    # The anchors depend only on the seed and the step, so a resumed run draws the same ones.
     anchors = None
     if drafter is not None and drafter.draws_anchors:
         key = jax.random.fold_in(jax.random.key(spec.seed), state.step)
         anchors = draw_anchors(key, is_valid[1], spec.num_anchors)
     rows = Rows(tokens, segment_ids, loss_mask, cached, anchors)
     totals = batch_totals(keep_anchors(is_valid, anchors), jnp.zeros(num_depths))
-    # Loss and gradients, on a mesh summed over devices.
+    # Loss and gradients; on a mesh, they are summed over the devices.
     compute_gradients = functools.partial(loss_and_gradients, spec=spec)
     if spec.mesh is not None:
         compute_gradients = sharded_loss_and_gradients(compute_gradients, spec.mesh, trains=spec.trains)
     (loss, losses), gradients = compute_gradients(state.params, rows, totals, mtp_scale, progress)
-    # The optimiser gets only the trained parameters. Its update is at learning rate 1 and is scaled here.
+    # The optimiser gets only the trained parameters. Its learning rate is 1, so scale its update here.
     trainable = trainable_params(state.params, spec.trains)
     norm = optax.tree.norm(gradients)
     updates, new_optimizer = optimizer.update(gradients, state.optimizer, trainable)
     new: Any = optax.apply_updates(trainable, jax.tree.map(lambda update: learning_rate * update, updates))
-    # A non-finite loss or gradient would destroy parameters and moments: keep the old ones, and only count the step.
+    # A non-finite loss or gradient would destroy parameters and moments: keep the old ones and only count the step.
     is_finite = jnp.isfinite(norm) & jnp.isfinite(loss)
     new = TrainState({**state.params, **new}, new_optimizer, state.step)
     kept = jax.tree.map(lambda after, before: jnp.where(is_finite, after, before), new, state)

@@ -1,4 +1,4 @@
-"""Sends the rows of a run to TensorBoard and Weights & Biases. Their failures never stop training."""
+"""Sends a run's logged rows to TensorBoard and Weights & Biases. Their failures never stop training."""
 
 import contextlib
 import importlib
@@ -15,17 +15,17 @@ from mtpjax.training.config import TrainConfig
 from mtpjax.training.run_dir import TENSORBOARD_FOLDER, WANDB_ID_FILE
 
 log = logging.getLogger("mtpjax.train")
-Write = Callable[[int, Mapping[str, float]], None]  # writes the numbers of a step by name
+Write = Callable[[int, Mapping[str, float]], None]  # write(step, numbers by name)
 
 
 def flatten(row: Any, name: str = "") -> dict[str, float]:
-    """Flattens a row of any structure to its numbers.
+    """Flattens a nested row to the numbers in it.
 
     Args:
         row: a mapping, list or value. Text and None are left out.
 
     Returns:
-        Numbers by path. Elements of lists are numbered from 1, as draft levels are. Lists of bits start with the trunk:
+        Numbers by path. List elements are numbered from 1, like draft levels. Lists of bits start with the trunk:
         `bits/main`, `bits/mtp1`.
     """
     if isinstance(row, Mapping):
@@ -47,8 +47,8 @@ def flatten(row: Any, name: str = "") -> dict[str, float]:
 def _tensorboard(folder: pathlib.Path, step: int) -> Iterator[Write]:
     """Opens TensorBoard event files. `step` is the number of updates that the run continues from.
 
-    Events are written in the thread of the run. The usual `SummaryWriter` passes them to a separate thread, which ends
-    silently when the disk is full, and then blocks.
+    Events are written in the run's own thread. The usual `SummaryWriter` passes them to a separate thread, which dies
+    silently when the disk is full; the writer then blocks.
     """
     from tensorboardX.event_file_writer import EventsWriter
 
@@ -86,7 +86,7 @@ def _wandb(folder: pathlib.Path, project: str, settings: Mapping[str, Any]) -> I
 
 
 def require_trackers(config: TrainConfig) -> None:
-    """Raises `ValueError` if a package is missing that a tracker of `config` needs."""
+    """Raises `ValueError` if a tracker in `config` needs a package that is missing."""
     for wanted, name, install in (
         (config.tensorboard, "tensorboardX", f"{install_extra('train')}, or leave out tensorboard"),
         (config.wandb is not None, "wandb", f"run pip install wandb, or leave out wandb={config.wandb}"),
@@ -102,7 +102,7 @@ def require_trackers(config: TrainConfig) -> None:
 def open_trackers(
     folder: pathlib.Path, step: int, config: TrainConfig, settings: Mapping[str, Any]
 ) -> Iterator[Callable[[Mapping[str, Any]], None]]:
-    """Opens the trackers of a run. A tracker that fails is logged once and disabled.
+    """Opens the trackers of a run. The first error of a tracker is logged and disables it.
 
     Yields a function that sends a row of `metrics.jsonl` to every tracker.
     """

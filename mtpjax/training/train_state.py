@@ -9,11 +9,11 @@ from mtpjax.models.params import is_of_modules
 
 
 class TrainState(flax.struct.PyTreeNode):
-    """The state that an update changes. A pytree; `init_train_state` makes it, `train_step` returns a new one.
+    """The state that an update changes. A pytree; `init_train_state` makes one, `train_step` returns a new one.
 
     Attributes:
         params: all parameters, with stacked trunk layers.
-        optimizer: optimiser state of the trained parameters.
+        optimizer: optimiser state for the trained parameters.
         step: `[]` int32 number of updates, including skipped ones.
 
     Example:
@@ -60,6 +60,6 @@ def trainable_params(params: dict, trains: str) -> dict:
         params: parameters by top-level name, or a tree of the same structure, such as their shardings.
 
     Returns:
-        The parameters of the MTP modules, or of the drafter, for "modules"; else all.
+        For "modules", the parameters of the MTP modules or of the drafter; otherwise all parameters.
     """
     return {name: leaf for name, leaf in params.items() if trains != "modules" or is_of_modules(name)}

@@ -1,4 +1,4 @@
-"""`train`: runs the stages of a `Run`, and returns what was trained."""
+"""`train`: runs the stages of a `Run` and returns what was trained."""
 
 import dataclasses
 import pathlib
@@ -22,9 +22,9 @@ class TrainResult:
     """Result of a training run.
 
     Attributes:
-        model: the trained model in its form for decoding, with unrolled layers; the trunk of a drafter.
-        params: its parameters.
-        path: folder of its checkpoint, or of the drafter.
+        model: the trained model in its form for decoding, with unrolled layers; for a drafter, its trunk.
+        params: the model's parameters.
+        path: folder of the model's checkpoint, or of the drafter.
         held_out: the held-out documents.
         panel: the last evaluation.
         history: every logged row of `metrics.jsonl`.
@@ -56,21 +56,21 @@ def train(
     """Trains a model from scratch or from a checkpoint, and writes the run folder `config.output`.
 
     `metrics.jsonl` gets a row every `log_every` updates (losses per depth in bits) and one per evaluation (the
-    acceptance panel on held-out documents). The plots `panel.png` and `panel.svg` show both;
-    `checkpoint/` holds the model and its tokenizer, `drafter/` a drafter that is trained instead. Progress goes to
-    stderr, as a live bar on a terminal, else as lines.
+    acceptance panel on held-out documents). The plots `panel.png` and `panel.svg` show both. `checkpoint/` holds the
+    model and its tokenizer; if a separate drafter is trained, `drafter/` holds it instead. Progress goes to stderr, as
+    a live bar on a terminal and as lines elsewhere.
 
     Args:
         config: the settings.
         callbacks: called after each update, evaluation and save; may request a stop (`mtpjax.training.Callback`).
         objective: computes the training loss from `mtpjax.training.LossInputs`, instead of `config.objective`, whose
-            loss it may add to. A JAX function: it is traced once. To resume, pass one of the same name.
-        panel_depths: minimum number of draft levels in the panel, which always has the trained ones.
+            loss it may add to. A JAX function: it is traced once. To resume, pass one with the same name.
+        panel_depths: minimum number of draft levels in the panel, which always includes the trained ones.
         evaluations: number of evaluations, including the one at the end.
-        resume: continue the run in the folder from its newest complete state, or from the beginning if it has none. On
-            a CPU the losses are then those of an uninterrupted run, bit for bit. Settings and data must be the same,
-            except `mtpjax.training.run_settings.CHANGEABLE_SETTINGS`.
-        overwrite: replace a run that is in the folder.
+        resume: continue the run in the folder from its newest complete state, or from the start if there is no state.
+            On a CPU, the losses then equal those of an uninterrupted run, bit for bit. Settings and data must be the
+            same, except for `mtpjax.training.run_settings.CHANGEABLE_SETTINGS`.
+        overwrite: replace an existing run in the folder.
         allowed_changes: further settings that may differ when resuming; "data" allows different data.
 
     Returns:
@@ -78,9 +78,9 @@ def train(
 
     Raises:
         ValueError: settings do not fit the model, the data or the devices, too many documents are unusable, or the
-            folder is in use or holds a run. Also for a callback that is not a `Callback`, and an objective that
-            does not return one number.
-        FileNotFoundError: the sources have no text.
+            folder is in use or holds a run; a callback is not a `Callback`, or the objective does not return one
+            number.
+        FileNotFoundError: the sources contain no text.
         FloatingPointError: the loss or gradient was not finite in `max_consecutive_bad_steps` consecutive updates.
         Preempted: SIGINT, SIGTERM or SIGUSR1 arrived; the state is saved.
         LostProcess: another process of the run has ended or cannot be reached.

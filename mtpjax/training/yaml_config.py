@@ -1,4 +1,4 @@
-"""Reads and writes training settings and architectures as YAML, with `key=value` pairs of the command line."""
+"""Reads and writes training settings and architectures as YAML, and applies `key=value` pairs from the command line."""
 
 import argparse
 import dataclasses
@@ -19,25 +19,25 @@ from mtpjax.training.config import TrainConfig
 
 MAX_YAML_BYTES = 1 << 20  # of a file, and of its text with aliases expanded
 REQUIRED = tuple(field.name for field in dataclasses.fields(ModelConfig) if field.default is dataclasses.MISSING)
-# Settings that the command line sets by flags that all commands share, not by pairs.
+# Settings that the command line sets with flags that all commands share, not with pairs.
 FLAGS = {"mesh": "--mesh data=2,fsdp=4", "model_type": "--model-type FAMILY"}
 
 
 def read_train_config(
     path=None, overrides: Sequence[str] = (), *, flags: Mapping[str, Any] | None = None
 ) -> TrainConfig:
-    """Reads settings from a YAML file, then applies flags and `key=value` pairs over them.
+    """Reads settings from a YAML file, which flags and `key=value` pairs override.
 
     Args:
         path: the file; None: the defaults.
-        overrides: pairs such as "steps=100", "objective.mix.kl=1.0", "model.num_mtp_modules=3", or "model=FILE.yaml",
-            which names a whole architecture (`mtpjax.training.yaml_config`). Dots name nested settings; pairs of a
-            mapping such as `objective.mix` replace the one in the file.
+        overrides: pairs such as "steps=100", "objective.mix.kl=1.0", "model.num_mtp_modules=3", or "model=FILE.yaml"
+            for a complete architecture. Dots separate the names of nested settings; pairs for a mapping such as
+            `objective.mix` replace the whole mapping in the file.
     """
     parser = jsonargparse.ArgumentParser(exit_on_error=False)
     parser.add_class_arguments(TrainConfig, skip={"model"})
     known = {**dict(parser.get_defaults().items()), "model": None}
-    # Check the keys of both first, so that the message for an unknown key can name the nearest one.
+    # Check the keys in the file and the pairs first, so that the error for an unknown key can suggest a similar one.
     values = {} if path is None else read_yaml(path)
     for key in flatten_settings(values):
         _check_key(key, known)
@@ -45,12 +45,12 @@ def read_train_config(
         _check_pair(pair, known)
         _remove_parent(values, pair.partition("=")[0], known)
     values |= flags or {}
-    # The architecture has its own types. The settings hold the content of its file, not the name, so that a run always
-    # resumes with its original architecture.
+    # The architecture has its own types. The settings store the content of its file, not the file name, so that a run
+    # always resumes with its original architecture.
     others, fields, file = split_model_pairs(overrides)
     in_file = values.pop("model", None)
     model = read_model_setting(in_file if file is None else file, fields)
-    # jsonargparse converts and checks types, `TrainConfig` checks ranges. The former's errors may span several lines.
+    # jsonargparse converts and checks types, and its errors may span several lines. `TrainConfig` checks ranges.
     try:
         parsed = parser.parse_args([f"--{pair}" for pair in others], parser.parse_object(values))
         return TrainConfig(**parser.instantiate(parsed).as_dict(), model=model)
@@ -61,14 +61,14 @@ def read_train_config(
 def to_yaml(config: TrainConfig) -> str:
     """Formats all settings as YAML that `read_train_config` reads."""
     settings = dataclasses.asdict(config)
-    # Mappings are kept as pairs.
+    # `TrainConfig` stores mappings as pairs.
     for values, names in ((settings, ("model", "draft_reading", "mesh")), (settings["objective"], ("mix", "start"))):
         values |= {name: dict(values[name]) for name in names}
     return yaml.safe_dump(settings, sort_keys=False)
 
 
 def _check_pair(pair: str, known: Mapping[str, Any]) -> None:
-    """Raises `ValueError` for a pair that is not `key=value`, or must be written in a different form."""
+    """Raises `ValueError` for a pair that is not `key=value` or must be written in a different form."""
     key, found, value = pair.partition("=")
     if not value:
         raise ValueError(f"{pair!r} has no value" if found else f"{pair!r} is not a key=value pair")
@@ -77,13 +77,13 @@ def _check_pair(pair: str, known: Mapping[str, Any]) -> None:
     if flag := FLAGS.get(key.partition(".")[0]):
         raise ValueError(f"{pair!r} must be given as a flag: {flag}")
     if key == "sources":
-        raise ValueError("sources can only be set in the file of --config; data= takes one folder or file")
+        raise ValueError("sources can only be set in the --config file; data= takes one folder or file")
     if value.startswith("{") and not isinstance(known.get(key), str):
         raise ValueError(f"{pair!r} must be given with dots: {key}.NAME=VALUE for each value")
 
 
 def _remove_parent(values: dict[str, Any], key: str, known: Mapping[str, Any]) -> None:
-    """Removes the mapping of a file that a key belongs to, such as `objective.mix` of `objective.mix.kl`."""
+    """Removes a key's parent mapping from the values of a file, such as `objective.mix` for `objective.mix.kl`."""
     parent = next((name for name in known if name != "model" and key.startswith(f"{name}.")), None)
     if parent is not None:
         *groups, name = parent.split(".")
@@ -94,16 +94,16 @@ def _remove_parent(values: dict[str, Any], key: str, known: Mapping[str, Any]) -
 
 def _check_key(key: str, known: Mapping[str, Any]) -> None:
     """Raises `ValueError` for an unknown key; `known` has the defaults of all settings."""
-    # A setting such as `mesh` has its own keys, so a key may also start with a known one that is not a single value.
+    # A setting such as `mesh` has nested keys, so a key may also start with the name of a setting that is a mapping.
     parents = [name for name, default in known.items() if not isinstance(default, str | int | float)]
     if key not in known and not any(key.startswith(f"{name}.") for name in parents):
         raise ValueError(f"unknown setting {key}{did_you_mean(key, known) or ': the settings are ' + ', '.join(known)}")
 
 
 def read_model_config(path) -> ModelConfig:
-    """Reads an architecture from a YAML file, a mapping of fields of `ModelConfig`.
+    """Reads an architecture from a YAML file: a mapping with the fields of `ModelConfig`.
 
-    Fields missing in the file have the defaults of `ModelConfig`.
+    Fields that are not in the file have the defaults of `ModelConfig`.
 
     Args:
         path: the file.
@@ -113,7 +113,7 @@ def read_model_config(path) -> ModelConfig:
 
     Raises:
         ValueError: the file cannot be read, a field is unknown (the message names the nearest ones) or missing, or a
-            value has the wrong type or does not fit the others. One line.
+            value has the wrong type or does not fit the others. The message is one line.
 
     Example:
         >>> import pathlib, tempfile
@@ -153,29 +153,29 @@ def model_to_yaml(config: ModelConfig) -> str:
 
 
 def read_model_setting(value: Any, overrides: Sequence[str]) -> ModelConfig | dict[str, Any]:
-    """Reads the setting `model` of a run: a file or fields, and `model.*` pairs over them.
+    """Reads a run's setting `model`: a file or fields, which `model.*` pairs override.
 
     Args:
-        value: the path of a YAML file with a whole architecture; a mapping of fields; None: no field.
-        overrides: pairs without the "model.", such as "num_mtp_modules=3".
+        value: the path of a YAML file with a complete architecture; a mapping of fields; None: no field.
+        overrides: pairs without the prefix "model.", such as "num_mtp_modules=3".
 
     Returns:
-        The whole architecture if there is a file, otherwise the fields that are set.
+        The complete architecture if there is a file, otherwise the fields that are set.
     """
     if isinstance(value, str):
         return override_config(read_model_config(value), model_changes(typed_fields({}, overrides)))
     if not isinstance(value or {}, Mapping):
-        raise ValueError(f"model must be the name of a YAML file or a mapping of fields, not {value!r}")
+        raise ValueError(f"model must be the path of a YAML file or a mapping of fields, not {value!r}")
     return typed_fields(dict(value or {}), overrides)
 
 
 def typed_fields(values: Mapping[str, Any], overrides: Sequence[str] = ()) -> dict[str, Any]:
-    """Checks names and types of fields of `ModelConfig`, and parses pairs by the types.
+    """Checks the names and types of `ModelConfig` fields, and parses pairs by these types.
 
     Args:
-        overrides: pairs such as "hidden_size=96", which win over `values`.
+        overrides: pairs such as "hidden_size=96", which override `values`.
     """
-    # Only the given fields become arguments: those that are required in a whole architecture are not required here.
+    # Only the given fields become arguments: fields that a complete architecture requires may be missing here.
     names = dict.fromkeys([*map(str, values), *(pair.partition("=")[0].partition(".")[0] for pair in overrides)])
     parser = jsonargparse.ArgumentParser(exit_on_error=False)
     for name in names:
@@ -192,16 +192,15 @@ def typed_fields(values: Mapping[str, Any], overrides: Sequence[str] = ()) -> di
 
 
 def describe_type_error(error: argparse.ArgumentError) -> str:
-    """Describes in one plain line which value has the wrong type.
+    """Describes in one plain line which value has the wrong type, such as "steps must be an integer, not 'abc'".
 
-    Returns:
-        Such as "steps must be an integer, not 'abc'"; other errors unchanged, in one line.
+    Other errors keep their text, in one line.
     """
     return printable(_in_plain_words(" ".join(str(error).split())), 400)
 
 
 def _in_plain_words(text: str) -> str:
-    # A setting with nested fields, such as a source.
+    # Settings with nested fields, such as sources.
     if nested := re.fullmatch(r'Parser key "([^"]+)": Problem with given class_path \S+: (.*)', text):
         return f"{nested[1]}: {_in_plain_words(nested[2])}"
     if option := re.fullmatch(r"Option '([^']+)' is not accepted", text):
@@ -223,7 +222,7 @@ def read_yaml(path) -> dict[str, Any]:
     """Reads a YAML mapping.
 
     Args:
-        path: the file; an empty one gives no settings.
+        path: the file; an empty file has no settings.
     """
     try:
         with open_regular(path) as stream:
@@ -249,10 +248,10 @@ def _check_expanded_size(values: Any) -> None:
 
 
 def split_model_pairs(overrides: Sequence[str]) -> tuple[list[str], list[str], str | None]:
-    """Separates the settings of the model from the others.
+    """Separates the model's settings from the others.
 
     Returns:
-        The other pairs, the pairs `model.key=value` without "model.", and the file of the last `model=FILE`, or None.
+        The other pairs, the pairs `model.key=value` without "model.", and the file in the last `model=FILE`, or None.
     """
     files = [pair.removeprefix("model=") for pair in overrides if pair.startswith("model=")]
     others = [pair for pair in overrides if not pair.startswith(("model=", "model."))]

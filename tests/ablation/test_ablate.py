@@ -275,7 +275,7 @@ def test_a_spoilt_row_is_measured_again(change, tmp_path, small):
     with JsonlWriter(path) as writer:
         rows, is_complete = run.run_cells(cells, again, writer, ENVIRONMENT, log=said.append)
     assert is_complete and again.measured == [cells[1]] and [cell_of(row) for row in rows] == cells
-    assert f"its line in {path} is damaged and measured again" in said[0]
+    assert f"its line in {path} is damaged; measuring again" in said[0]
     # The newer line counts from now on.
     third = FakeBench()
     run_cells(tmp_path, third, cells)
@@ -392,7 +392,7 @@ def test_disturbed_cells_are_measured_again_last(tmp_path, small):
     with JsonlWriter(path) as writer:
         rows, is_complete = run.run_cells(cells, again, writer, ENVIRONMENT, log=said.append)
     assert is_complete and again.measured == [cells[3], cells[0]] and rows[0]["problem"] is None
-    assert "measured again, because they could not be trusted: 1" in said
+    assert "measuring again, because they could not be trusted: 1 cell" in said
 
 
 def test_tables_csv_and_pictures_show_every_cell(tmp_path):

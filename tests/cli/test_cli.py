@@ -182,7 +182,7 @@ def test_generate_chooses_the_depth_by_a_profile(checkpoint, tmp_path, capsys):
     arguments += ["--depth-policy", "adaptive", "--speculative-num-steps", "1"]
     assert exit_code(arguments) == 2
     error = capsys.readouterr().err
-    assert "no profile at" in error and "`mtpjax profile` measures one" in error and error.count("\n") == 1
+    assert "no profile at" in error and "run `mtpjax profile` to measure one" in error and error.count("\n") == 1
     assert exit_code(["profile", "--model", str(model), "--num-steps", "1", "--context", "40", "--repeats", "1"]) == 0
     assert exit_code(arguments) == 0
     assert "identical to plain decoding: yes" in capsys.readouterr().err

@@ -273,7 +273,7 @@ def test_a_suffix_decides_and_a_wrong_one_is_told():
     assert picture_paths("picture", []) == []
     with pytest.raises(ValueError, match=r"the suffix of picture.jpg must be png, svg, pdf, not 'jpg'"):
         picture_paths("picture.jpg")
-    with pytest.raises(ValueError, match="the format of a plot must be png, svg, pdf, not 'gif'"):
+    with pytest.raises(ValueError, match="a plot's format must be png, svg, pdf, not 'gif'"):
         picture_paths("picture", ["gif"])
 
 

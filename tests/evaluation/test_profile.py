@@ -183,7 +183,7 @@ def test_rates_and_lengths_are_those_that_acceptance_was_measured_at(tmp_path):
     assert load_depth_settings(unpredicted, batch=1, num_steps=2)["depth_rates"] == (0.8, 0.5)
     for damaged in (figures([1.5], [1.5]), figures([None], [None]), figures([0.5], [2.5]), {}, [1]):
         file.write_text(json.dumps({"settings": ASKED, "figures": {"overall": damaged}}))
-        with pytest.raises(ValueError, match=r"is not what `mtpjax eval acceptance --output` wrote"):
+        with pytest.raises(ValueError, match=r"was not written by `mtpjax eval acceptance --output`"):
             read_acceptance(file)
 
 
@@ -198,17 +198,15 @@ def test_rates_and_lengths_are_those_that_acceptance_was_measured_at(tmp_path):
 def test_acceptance_of_trees_and_lossy_rules_is_no_chains(asked, said, tmp_path):
     file = tmp_path / "rates.json"
     file.write_text(json.dumps({"settings": ASKED | asked, "figures": {"overall": figures([0.5], [1.5])}}))
-    with pytest.raises(ValueError, match=f"{said}: adaptive depth needs exact chains"):
+    with pytest.raises(ValueError, match=f"{said}: adaptive depth needs chains and an exact rule"):
         read_acceptance(file)
 
 
 def test_what_is_missing_is_told(tmp_path, small):
-    with pytest.raises(ValueError, match=r"no profile at .*profile.json: `mtpjax profile` measures one"):
+    with pytest.raises(ValueError, match=r"no profile at .*profile.json: run `mtpjax profile` to measure one"):
         load_depth_settings(tmp_path, batch=1, num_steps=1)
     file = stored(tmp_path, 1)
-    with pytest.raises(
-        ValueError, match=r"holds chains of 1\.\.3 levels; depth 4 needs `mtpjax profile --num-steps 5`"
-    ):
+    with pytest.raises(ValueError, match=r"has chains of 1\.\.3 levels; depth 4 needs `mtpjax profile --num-steps 5`"):
         load_depth_settings(file, batch=1, num_steps=5)
     with pytest.raises(ValueError, match="measured on a different model"):
         load_depth_settings(file, batch=1, num_steps=1, config=small()[0].config)
@@ -273,7 +271,7 @@ def test_what_cannot_be_measured_is_refused(small):
     for changes, said in (
         ({"num_mtp_modules": 0}, "no MTP modules"),
         ({"num_mtp_modules": 2}, "trees need exactly one MTP module; the model has 2"),
-        ({"max_position_embeddings": 8}, "leaves no room for a round in 8 positions"),
+        ({"max_position_embeddings": 8}, "leaves no room for a round: the model's maximum length is 8"),
     ):
         other = model.clone(config=dataclasses.replace(model.config, **changes))
         with pytest.raises(ValueError, match=said):

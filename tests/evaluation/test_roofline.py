@@ -71,7 +71,7 @@ def test_the_command_takes_a_preset_or_a_bare_configuration(tmp_path, capsys):
         (["--num-devices", "0"], "num_devices must be at least 1, got 0"),
         (["--weight-bytes", "-1"], "weight_bytes must be above 0, got -1.0"),
         (["--num-steps", "-1"], "--predict needs --num-steps 0 or more and --topk 1, got -1, 1"),
-        (["--assumed-acceptance", "2"], "the assumed acceptance must be within 0..1, got 2.0"),
+        (["--assumed-acceptance", "2"], "the assumed acceptance rate must be within 0..1, got 2.0"),
     ],
 )
 def test_wrong_settings_are_one_line(flags, named, capsys):

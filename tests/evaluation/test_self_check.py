@@ -159,7 +159,7 @@ def test_modules_of_another_checkpoint_are_told(trained, tmp_path, caplog):
     assert len(found) == 4 and found[0].startswith("agreement of draft level 1 with the trunk is ")
     bare = MTPModel(dataclasses.replace(model.config, num_mtp_modules=0))
     assert differences(trained[0], bare, params, caplog) == [
-        "the model has no MTP modules; 2 draft levels were measured"
+        "the model has no MTP modules, but training measured 2 draft levels"
     ]
     save_model(tmp_path / "plain", model, merged)
     assert not differences(tmp_path / "plain", model, merged, caplog)  # nothing was measured

@@ -57,7 +57,7 @@ def test_the_verdict_counts_kinds_and_says_what_to_do(monkeypatch):
     )
     monkeypatch.setattr(trust, "has_waiting_times", lambda: False)
     assert verdict([None], 0.0) == (
-        "trust in the timings: yes; this system does not say how long threads waited for a core"
+        "trust in the timings: yes; this system does not report how long threads waited for a core"
     )
 
 

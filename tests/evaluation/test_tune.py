@@ -60,7 +60,7 @@ def test_wrong_numbers_are_not_kept(cache, small, monkeypatch):
 
     monkeypatch.setitem(CASES, "head_top_k", lambda shape: (wrong, arrays))
     [(_, times, failure)] = tune.measure([question], rounds=1, implementations=("xla", "interpreted"))
-    assert set(times) == {"xla"} and "interpreted gives other numbers than xla" in failure
+    assert set(times) == {"xla"} and "interpreted gives different numbers than xla" in failure
 
 
 def test_measured_times_are_kept_one_by_one_and_used(cache, small, monkeypatch):
@@ -70,7 +70,7 @@ def test_measured_times_are_kept_one_by_one_and_used(cache, small, monkeypatch):
     assert (measured, set(times), failure) == (question, {"xla", "interpreted"}, None)
     assert tune.not_measured([question, other]) == [other]
     assert next(found)[0] == other
-    assert next(found)[2] == "this op cannot be timed by itself"
+    assert next(found)[2] == "this op cannot be timed separately"
     # What is in the file decides.
     op, shape = question
     measurements.add(op, shape, {"xla": 2.0, "triton": 1.0})

@@ -110,7 +110,7 @@ ON_TRUNK = {"init_from": "runs/joint", "trains": "modules"}
     ("settings", "message"),
     [
         ({"preset": "small", "init_from": "runs/joint"}, "preset 'small' is unused: it needs new weights"),
-        ({"preset": "small", "model": presets["tiny"]}, "preset 'small' is unused: `model` is a whole architecture"),
+        ({"preset": "small", "model": presets["tiny"]}, "preset 'small' is unused: `model` is a complete architecture"),
         ({"model_type": "llama"}, "model_type 'llama' is unused: it needs init_from"),
         (
             {"drafter": "eagle3", "init_from": "x", "draft_reading": {"aux_layers": "output"}},
@@ -135,7 +135,7 @@ ON_TRUNK = {"init_from": "runs/joint", "trains": "modules"}
             {"num_depths": 0, "objective": Objective(mix={"kl": 1.0})},
             "objective is unused: it needs num_depths",
         ),
-        ({"num_depths": 0, "trains": "detached"}, "trains 'detached' needs num_depths of at least 1"),
+        ({"num_depths": 0, "trains": "detached"}, "trains='detached' needs num_depths of at least 1"),
     ],
     ids=lambda value: " ".join(value) if isinstance(value, dict) else "",
 )
@@ -185,7 +185,7 @@ def test_nested_settings_have_one_spelling():
     for pair, advice in {
         "objective={mix: {kl: 1.0}}": r"unknown setting objective: did you mean objective\.mix",
         "objective.mix={kl: 1.0}": r"must be given with dots: objective\.mix\.NAME=VALUE",
-        "sources=[{path: a}]": "sources can only be set in the file of --config; data= takes one folder or file",
+        "sources=[{path: a}]": "sources can only be set in the --config file; data= takes one folder or file",
         "mesh.data=2": "must be given as a flag: --mesh data=2,fsdp=4",
         "mesh={data: 2}": "must be given as a flag: --mesh data=2,fsdp=4",
         "model_type=llama": "must be given as a flag: --model-type FAMILY",

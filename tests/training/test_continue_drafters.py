@@ -78,7 +78,7 @@ def test_what_was_continued_loads_again(small, tmp_path):
     [
         ("eagle3", {"draft_vocab_size": 8}, "whose draft_vocab_size is 31, not 8"),
         ("eagle3", {"draft_layers": (0, 1)}, r"draft_layers is \(0, 1, 2\), not \(0, 1\)"),
-        ("eagle3", {"drafter": "medusa"}, "is of kind 'eagle3': set drafter=eagle3, not medusa"),
+        ("eagle3", {"drafter": "medusa"}, "holds a drafter of method 'eagle3': set drafter=eagle3, not medusa"),
         ("medusa", {"num_depths": 2}, "num_depths is 3, not 2: set"),
         ("dflash", {"num_depths": 4}, "num_depths is 3, not 4"),
         (
@@ -87,7 +87,7 @@ def test_what_was_continued_loads_again(small, tmp_path):
             "num_layers is 2, not 1; .*_token is 1, not 5",
         ),
         ("dspark", {"draft_markov_rank": 4}, "draft_markov_rank is 8, not 4"),
-        ("dflash", {"drafter": "dspark"}, "is of kind 'dflash'"),
+        ("dflash", {"drafter": "dspark"}, "holds a drafter of method 'dflash'"),
     ],
 )
 def test_settings_that_contradict_the_files_are_refused(kind, changes, message, small, tmp_path):

@@ -111,7 +111,7 @@ def test_a_trained_trunk_has_no_states(rows, small):
     with pytest.raises(ValueError, match=r"trunk_states need a frozen trunk: .* not 'detached'"):
         TrainConfig(trains="detached", trunk_states="folder")
     model, params = small()
-    with pytest.raises(ValueError, match="cached trunk states need a frozen trunk: trains 'all' changes it"):
+    with pytest.raises(ValueError, match="cached trunk states need a frozen trunk, but trains='all' updates the trunk"):
         train_step(
             TrainState(params, (), jnp.int32(0)), rows, 0.0, 0.0, 1.0, np.zeros((ROWS, LENGTH, 32)),
             spec=TrainSpec(model=model, num_depths=1), optimizer=make_optimizer(TrainConfig()),

@@ -100,7 +100,7 @@ def test_a_checkpoint_gets_modules_up_to_the_number(existing, tmp_path):
     # Without the setting a trunk gets one module, as before.
     assert init_model(TrainConfig(**settings))[0].config.num_mtp_modules == 1
     if existing:
-        with pytest.raises(ValueError, match="num_mtp_modules 0 is below the 1 MTP modules of"):
+        with pytest.raises(ValueError, match="num_mtp_modules 0 is below the 1 MTP modules in"):
             init_model(TrainConfig(**settings, model={"num_mtp_modules": 0}))
 
 

@@ -124,7 +124,7 @@ def test_another_shape_dtype_or_tree_is_refused(tmp_path):
     for other, said in (
         (like | {"weights": {"a": jnp.zeros((3, 2))}}, had + r" float32\[3, 2\] at \['weights'\]"),
         (like | {"weights": {"a": jnp.zeros((2, 3), jnp.bfloat16)}}, had + r" bfloat16\[2, 3\] at "),
-        (like | {"more": jnp.zeros(1)}, r"holds nothing instead of float32\[1\] at \['more'\]"),
+        (like | {"more": jnp.zeros(1)}, r"holds nothing instead of float32\[1\] for \['more'\]"),
         ({"weights": like["weights"]}, "holds unexpected arrays"),
     ):
         with pytest.raises(RunError, match=said):

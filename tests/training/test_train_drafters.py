@@ -234,7 +234,7 @@ def test_wrong_settings_are_refused(changes, message):
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
-        ({"draft_vocab_size": 99}, "exceeds the vocabulary of 61"),
+        ({"draft_vocab_size": 99}, "exceeds the vocabulary size 61"),
         ({"draft_layers": (0, 9)}, "within 0..3"),
         ({"draft_mask_token": 61}, "not within the vocabulary of 61"),
     ],

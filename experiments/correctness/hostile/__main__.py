@@ -1,16 +1,16 @@
-"""Attacks mtpjax with hostile and malformed input, drawn from a seed, and reports what is answered wrongly.
+"""Attacks mtpjax with hostile and malformed input, drawn from a seed, and reports wrong answers.
 
     python -m experiments.correctness.hostile [--cases 300] [--kinds config header command] [--output FILE]
 
-Each case changes one thing of a valid request: a value of a configuration, of a safetensors header, of a tokenizer file
-or chat template, of a record, of a command line, or of a Python argument. Cases on a full disk run in a small tmpfs,
-where one can be mounted; signals hit a conversion and a short training run at random moments.
+Each case changes one thing in a valid request: a value in a configuration, a safetensors header, a tokenizer file or
+chat template, a record, a command line, or a Python argument. Full-disk cases run in a small tmpfs, if one can be
+mounted. Signals arrive at random moments of a conversion and a short training run.
 
-A case passes if it succeeds, or fails with one printable line and a documented exit code; within 20 s (60 s for
-training, loading and signals), not counting the time in which other programs had the core; with at most 256 MB more
-memory (512 MB for training, which compiles); with nothing outside its own output folder changed; and, for full disks
-and signals, with what was there before still complete. Cases of the kinds "rewritten", "rendered" and "streamed" have a
-known answer, and another one without an error fails. The cases of a seed are always the same.
+A case passes if it succeeds, or fails with one printable line and a documented exit code. It must take at most 20 s
+(60 s for training, loading and signals), not counting the time that other programs had the core, and at most 256 MB of
+additional memory (512 MB for training, which compiles). It must change nothing outside its output folder, and after
+full disks and signals, what existed before must still be complete. Cases of the kinds "rewritten", "rendered" and
+"streamed" have a known answer; a different answer without an error fails. A seed always gives the same cases.
 """
 
 import argparse
@@ -34,7 +34,7 @@ SLOW_LIMIT_SECONDS, SLOW_LIMIT_BYTES = 60, 512 << 20  # of cases that train, or 
 
 
 class Attacker:
-    """Runs cases in a process that is replaced when it hangs or dies.
+    """Runs cases in a child process, which is replaced when it hangs or dies.
 
     Args:
         sandbox: the folder that all cases share, from `hostile_cases.make_sandbox`.
@@ -52,7 +52,7 @@ class Attacker:
             case: as `hostile_cases.draw` makes it.
 
         Returns:
-            None if it was answered as it should be, else what was wrong.
+            None if the answer was right, else what was wrong.
         """
         limit = SLOW_LIMIT_SECONDS if case.get("is_slow") else LIMIT_SECONDS
         before = worker.fingerprint(self._sandbox, without=hostile_cases.OUTPUT)
@@ -85,7 +85,7 @@ class Attacker:
         return None
 
     def _start(self) -> None:
-        """Starts the process, if none runs, and waits until it has imported what the cases use."""
+        """Starts the process if it is not running, and waits until it has imported what the cases use."""
         if self._process is not None:
             return
         context = multiprocessing.get_context("spawn")
@@ -96,7 +96,7 @@ class Attacker:
         self._pipe.recv()
 
     def close(self) -> None:
-        """Ends the process by force."""
+        """Kills the process."""
         if self._process is not None:
             self._process.kill()
             self._process.join()

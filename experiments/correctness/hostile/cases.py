@@ -125,7 +125,7 @@ PYTHON_VALUES = (
 
 
 def make_sandbox(folder: pathlib.Path) -> pathlib.Path:
-    """Makes the folder that all cases share: two valid checkpoints, a text, a named pipe, and an output folder.
+    """Makes the folder that all cases share, with two valid checkpoints, a text, a named pipe and an output folder.
 
     Args:
         folder: an empty folder.

@@ -1,8 +1,9 @@
-"""Cases for chat templates: everything that a conversation says reaches the prompt.
+"""Cases for chat templates: everything in a conversation must reach the prompt.
 
-A case draws a template that reads messages in one of the forms that published templates read, and a conversation in one
-of the forms that data sets and clients write. The prompt must hold every text, name and value of the conversation, in
-order, with no null and no JSON inside of JSON; a refusal passes too. What training reads must begin with that prompt.
+A case draws a template that reads messages in a form that published templates read, and a conversation in a form that
+data sets and clients write. The prompt must contain every text, name and value in the conversation, in order, without
+nulls and without JSON inside JSON; rejecting the conversation passes too. The text for training must start with that
+prompt.
 """
 
 import json
@@ -138,10 +139,10 @@ def rendered(case: dict[str, Any], folder: pathlib.Path) -> str | None:
         folder: an empty folder.
 
     Returns:
-        What is wrong with the prompt, or with what training reads; None: nothing.
+        What is wrong with the prompt, or with the text for training; None if nothing is wrong.
 
     Raises:
-        ConversationError: the conversation is refused.
+        ConversationError: the conversation is rejected.
     """
     from mtpjax.data.chat import encode_answers
 

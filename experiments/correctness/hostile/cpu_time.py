@@ -1,4 +1,4 @@
-"""Time of a process that a busy machine does not lengthen."""
+"""Measures the time of a process in a way that does not depend on the load of the machine."""
 
 import os
 import pathlib
@@ -8,11 +8,11 @@ TICKS = os.sysconf("SC_CLK_TCK") if hasattr(os, "sysconf") else 100
 
 
 class Stopwatch:
-    """Measures the time that a process and its children needed, without their waiting for a core.
+    """Measures the time that a process and its children needed, not counting time that they waited for a core.
 
-    This is the smaller of the wall-clock time, and CPU time plus the time in which one of the allowed cores was idle. A
-    process that hangs asleep leaves a core idle, so that its time goes on; one that other programs keep from running
-    does not. Without `/proc`, it is the wall-clock time.
+    This is the smaller of two times: the wall-clock time, and the CPU time plus the time that at least one of the
+    allowed cores was idle. If a process hangs asleep, a core is idle and its time goes on; if other programs keep it
+    from running, no core is idle. Without `/proc`, it is the wall-clock time.
 
     Args:
         pid: the process.
@@ -35,7 +35,7 @@ class Stopwatch:
         return min(wall, cpu - self._cpu + waited)
 
     def _cpu_seconds(self) -> float | None:
-        """Returns the CPU time of the process and all below it; None where it cannot be read."""
+        """Returns the CPU time of the process and its descendants; None if it cannot be read."""
         waiting = [self._pid]
         try:
             while waiting:
@@ -52,7 +52,7 @@ class Stopwatch:
 
 
 def _idle_seconds(pid: int) -> dict[int, float]:
-    """Returns the idle time of each core that the process may use; empty where it cannot be read."""
+    """Returns the idle time of each core that the process may use; empty if it cannot be read."""
     try:
         cores = os.sched_getaffinity(pid)
         lines = pathlib.Path("/proc/stat").read_text().splitlines()

@@ -1,4 +1,4 @@
-"""Cases with one file alone: GGUF, a draft vocabulary, settings of a training run."""
+"""Cases with a single file: GGUF, a draft vocabulary, or the settings of a training run."""
 
 import base64
 import json

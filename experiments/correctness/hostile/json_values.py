@@ -30,7 +30,7 @@ JSON_VALUES = (
 
 
 def change_json(text: str, rng: random.Random) -> tuple[str, str]:
-    """Replaces, removes or repeats one value of a JSON text.
+    """Replaces, removes or repeats one value in a JSON text.
 
     Args:
         text: an object or list.

@@ -1,8 +1,8 @@
-"""Cases whose right answer is known: a golden checkpoint, written in another form.
+"""Cases whose right answer is known: a golden checkpoint, written in a different form.
 
-Each form is one that other tools write, and means the same model: the loaded parameters must be the same, or the
-logits where norms are stored otherwise. An error of the library's own passes too, because it is not a wrong result.
-Forms in `CHANGED` mean another model, or one that mtpjax does not compute: only an error passes.
+Other tools write these forms, and each means the same model: the loaded parameters must be the same, or the logits, if
+norms are stored differently. An error that the library raises passes too, because it is not a wrong result. The forms
+in `CHANGED` mean a different model, or one that mtpjax does not support: only an error passes.
 """
 
 import dataclasses
@@ -43,7 +43,7 @@ class Form:
     Attributes:
         files: the tensors of each file.
         config: content of `config.json`.
-        index: file of each tensor that the index names; None: no index is written.
+        index: file of each tensor in the index; None: no index is written.
     """
 
     files: dict[str, dict[str, np.ndarray]]
@@ -63,7 +63,7 @@ def read_form(folder: pathlib.Path) -> Form:
 
 
 def write_form(form: Form, source: pathlib.Path, target: pathlib.Path) -> None:
-    """Writes a checkpoint: the files of `source` beside the weights, and the weights of `form`."""
+    """Writes a checkpoint: the weights of `form`, and all other files of `source`."""
     shutil.copytree(source, target, ignore=shutil.ignore_patterns("*.safetensors", INDEX, "expected*"))
     (target / "config.json").write_text(json.dumps(form.config))
     for file, tensors in form.files.items():
@@ -77,7 +77,7 @@ def _norms(form: Form) -> list[str]:
 
 
 def _is_of_module(name: str, form: Form) -> bool:
-    """Returns whether a tensor is an MTP module's: `mtp.*`, or of a layer after the trunk's last one."""
+    """Returns whether a tensor belongs to an MTP module: `mtp.*`, or a layer after the trunk's last layer."""
     num_layers = form.config.get("text_config", form.config)["num_hidden_layers"]
     parts = name.split(".")
     numbers = [int(part) for before, part in itertools.pairwise(parts) if before == "layers"]
@@ -85,7 +85,7 @@ def _is_of_module(name: str, form: Form) -> bool:
 
 
 def _as_new_file(form: Form, rng: random.Random) -> None:
-    """A new `model.safetensors` beside the index and the shards of older weights."""
+    """A new `model.safetensors` next to the index and shards of older weights."""
     older = {name: array.copy() for name, array in form.tensors.items()}
     name = rng.choice(_norms(form))
     older[name] = (older[name].astype(np.float32) + 0.5).astype(older[name].dtype)
@@ -94,7 +94,7 @@ def _as_new_file(form: Form, rng: random.Random) -> None:
 
 
 def _as_sidecar(form: Form, rng: random.Random) -> None:
-    """The modules' tensors in a file that the index does not name."""
+    """The modules' tensors in a file that is not in the index."""
     modules = [name for name in form.tensors if _is_of_module(name, form)]
     file = rng.choice(["mtp.safetensors", "model-mtp.safetensors", "model.mtp.safetensors", "nextn.safetensors"])
     form.index = {name: SINGLE for name in form.tensors if name not in modules}
@@ -103,14 +103,14 @@ def _as_sidecar(form: Form, rng: random.Random) -> None:
 
 
 def _with_a_prefix(form: Form, rng: random.Random) -> None:
-    """All names, or those of the modules, under the prefix of a multimodal model."""
+    """All names, or only the modules' names, with the prefix of a multimodal model."""
     prefix, of_modules = rng.choice(["language_model.", "model.", "model.language_model."]), rng.random() < 0.5
     chosen = [name for name in form.tensors if not of_modules or _is_of_module(name, form)]
     form.files[SINGLE] = {(prefix + name if name in chosen else name): array for name, array in form.tensors.items()}
 
 
 def _in_other_floats(form: Form, rng: random.Random) -> None:
-    """Some tensors in another type of floats, which holds their values exactly."""
+    """Some tensors in a different float type, which holds their values exactly."""
     for name in rng.sample(sorted(form.tensors), min(len(form.tensors), rng.choice([1, 3, 1000]))):
         array, dtype = form.tensors[name], rng.choice(FLOATS)
         if array.dtype in FLOATS and (array.astype(dtype).astype(array.dtype) == array).all():
@@ -126,7 +126,7 @@ def _with_powers_of_two(form: Form) -> dict[str, np.ndarray]:
 
 
 def _with_exponents(form: Form, rng: random.Random) -> Form:
-    """Scales as the bytes of their exponents. Returns the form that means the same, with float32 scales."""
+    """Scales as the bytes of their exponents. Returns the equivalent form with float32 scales."""
     scales = _with_powers_of_two(form)
     same = dataclasses.replace(form, files={SINGLE: dict(form.tensors)})
     kind = rng.choice([np.uint8, ml_dtypes.float8_e8m0fnu, ml_dtypes.bfloat16])
@@ -137,7 +137,7 @@ def _with_exponents(form: Form, rng: random.Random) -> Form:
 
 
 def _with_other_norms(form: Form, rng: random.Random) -> None:
-    """The norms of the trunk or of the modules as `1 + w` in the place of w, where the model's are zero-centred."""
+    """The norms of the trunk or of the modules as `1 + w` instead of w, if the model's norms are zero-centred."""
     of_modules = rng.random() < 0.7
     shifted = ("norm.weight", "layernorm.weight", "pre_fc_norm_embedding.weight", "pre_fc_norm_hidden.weight")
     if not form.config["model_type"].startswith(("qwen3_5", "qwen3_next")):
@@ -149,7 +149,7 @@ def _with_other_norms(form: Form, rng: random.Random) -> None:
 
 
 def _with_a_repeating_sidecar(form: Form, rng: random.Random) -> None:
-    """Modules in a further file that repeats embedding and head, as exports do."""
+    """Modules in an additional file that repeats embedding and head, as exports do."""
     _as_sidecar(form, rng)
     for file, tensors in form.files.items():
         if file != SINGLE:
@@ -158,7 +158,7 @@ def _with_a_repeating_sidecar(form: Form, rng: random.Random) -> None:
 
 
 def _with_modules_twice(form: Form, rng: random.Random) -> None:
-    """The modules in the checkpoint and again, equal, in a further file."""
+    """The modules in the checkpoint, and identical copies in an additional file."""
     modules = {name: array.copy() for name, array in form.tensors.items() if _is_of_module(name, form)}
     form.index = dict.fromkeys(form.tensors, SINGLE)
     if modules:
@@ -166,7 +166,7 @@ def _with_modules_twice(form: Form, rng: random.Random) -> None:
 
 
 def _with_other_scales(form: Form, rng: random.Random) -> Form:
-    """Scales in another type that holds them exactly, or under the other name."""
+    """Scales in a different type that holds them exactly, or with the other name."""
     scales = _with_powers_of_two(form)
     same = dataclasses.replace(form, files={SINGLE: dict(form.tensors)})
     kind, end = rng.choice([ml_dtypes.bfloat16, np.float32]), rng.choice(["_scale", "_scale_inv"])
@@ -177,7 +177,7 @@ def _with_other_scales(form: Form, rng: random.Random) -> Form:
 
 
 def _with_another_tie(form: Form, rng: random.Random) -> None:
-    """A tied head: under its own name alone, under both names, or said at the other level of the configuration."""
+    """A tied head: only under its own name, under both names, or declared at the other level of the configuration."""
     text = form.config.get("text_config", form.config)
     if not text.get("tie_word_embeddings", form.config.get("tie_word_embeddings")):
         return
@@ -211,7 +211,7 @@ def _with_integer_weights(form: Form, rng: random.Random) -> None:
 
 
 def _with_a_bias(form: Form, rng: random.Random) -> None:
-    """A bias that the configuration does not name."""
+    """A bias that the configuration does not mention."""
     names = [name for name in form.tensors if name.endswith(("o_proj.weight", "down_proj.weight", "gate_proj.weight"))]
     names = [name for name in names if name.removesuffix("weight") + "bias" not in form.tensors]
     name = rng.choice(names or _norms(form))
@@ -219,7 +219,7 @@ def _with_a_bias(form: Form, rng: random.Random) -> None:
 
 
 def _packed(form: Form, rng: random.Random) -> None:
-    """The products of one layer in a packed format, with or without a configuration that names it."""
+    """One layer's matrices in a packed format, with or without a configuration that declares it."""
     method = rng.choice(sorted(PACKED))
     settings, parts = PACKED[method]
     for name in [name for name in form.tensors if name.endswith(("o_proj.weight", "down_proj.weight"))]:
@@ -254,7 +254,7 @@ CHANGED: dict[str, Callable[[Form, random.Random], None]] = {
 
 
 def draw(rng: random.Random, sandbox: pathlib.Path) -> dict[str, Any]:
-    """Draws a case: a base, a form, and the seed of the form's own choices."""
+    """Draws a case: a base, a form, and the seed for the form's random choices."""
     base, how = rng.choice(BASES), rng.choice([*SAME, *CHANGED])
     case = {"action": "rewritten", "what": f"{base}: {how}", "base": base, "how": how, "is_slow": True}
     return {**case, "seed": rng.randrange(2**31)}
@@ -268,10 +268,10 @@ def rewritten(case: dict[str, Any], folder: pathlib.Path) -> str | None:
         folder: an empty folder.
 
     Returns:
-        What is wrong with the answer; None: nothing.
+        What is wrong with the answer; None if nothing is wrong.
 
     Raises:
-        ValueError: the checkpoint is refused.
+        ValueError: the checkpoint is rejected.
     """
     import mtpjax
 
@@ -288,7 +288,7 @@ def rewritten(case: dict[str, Any], folder: pathlib.Path) -> str | None:
 
 
 def _convert_and_back(folder: pathlib.Path) -> str | None:
-    """Converts the rewritten checkpoint there and back, which must give the same files, but for those not read."""
+    """Converts the rewritten checkpoint and back, which must give the same files, except for unread files."""
     from mtpjax.io import convert
     from mtpjax.io.inspect import inspect
 
@@ -303,7 +303,7 @@ def _convert_and_back(folder: pathlib.Path) -> str | None:
 
 
 def _compare(found: tuple[Any, Any], expected: tuple[Any, Any]) -> str | None:
-    """Compares parameters, or logits where the configurations differ."""
+    """Compares parameters, or logits if the configurations differ."""
     import jax
     import jax.numpy as jnp
 

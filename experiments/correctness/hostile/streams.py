@@ -1,7 +1,7 @@
-"""Cases for tokenizers: a text that is streamed token by token equals the text of all tokens.
+"""Cases for tokenizers: a text that is streamed token by token must equal the text of all tokens.
 
-A case draws a small tokenizer of one kind and a sequence of ids: whole characters, halves of characters, runs of broken
-bytes, special tokens in the middle, ids without a token.
+A case draws a small tokenizer of one kind and a sequence of ids: whole characters, halves of characters, runs of
+invalid bytes, special tokens in the middle, and ids that have no token.
 """
 
 import json
@@ -52,7 +52,7 @@ def streamed(case: dict[str, Any], folder: pathlib.Path) -> str | None:
         folder: an empty folder.
 
     Returns:
-        What is wrong with the text; None: nothing.
+        What is wrong with the text; None if nothing is wrong.
     """
     (folder / "tokenizer.json").write_text(case["tokenizer"])
     tokenizer = HuggingFaceTokenizer(folder, case["size"])
@@ -63,7 +63,7 @@ def streamed(case: dict[str, Any], folder: pathlib.Path) -> str | None:
 
 
 def vocabulary(kind: str) -> list[str]:
-    """Returns the tokens of a kind in `DECODERS`: bytes, where it has them, and some words in its spelling."""
+    """Returns the tokens for a kind in `DECODERS`: bytes, if it has them, and some words in its spelling."""
     if kind == "byte-level":
         # GPT-2's characters for bytes: printable ones stand for themselves, the others are counted from 256 on.
         kept = [*range(33, 127), *range(161, 173), *range(174, 256)]
@@ -81,7 +81,7 @@ def vocabulary(kind: str) -> list[str]:
 
 
 def make_tokenizer(tokens: list[str], decoder: dict[str, Any] | None) -> dict[str, Any]:
-    """Returns a `tokenizer.json` of BPE without merges, with an end token and another added token."""
+    """Returns a BPE `tokenizer.json` without merges, with an end token and one more added token."""
     has_bytes = tokens[0] == "<0x00>"
     is_byte_level = decoder is not None and decoder["type"] == "ByteLevel"
     vocabulary = {token: index for index, token in enumerate(tokens)}
@@ -98,7 +98,7 @@ def make_tokenizer(tokens: list[str], decoder: dict[str, Any] | None) -> dict[st
 
 
 def save_tokenizer(folder: pathlib.Path, template: str) -> HuggingFaceTokenizer:
-    """Writes a byte-level tokenizer with a chat template into a folder, and loads it."""
+    """Writes a byte-level tokenizer with a chat template to a folder, and loads it."""
     tokens = vocabulary("byte-level")
     (folder / "tokenizer.json").write_text(json.dumps(make_tokenizer(tokens, DECODERS["byte-level"])))
     settings = {"eos_token": SPECIAL, "chat_template": template}

@@ -1,4 +1,4 @@
-"""Carries out one case and judges its answer. Runs in a process of its own."""
+"""Runs one case and judges its answer, in a separate process."""
 
 import contextlib
 import hashlib
@@ -26,7 +26,7 @@ MAX_LINES = 3  # of an error; warnings may stand before it
 
 
 def fingerprint(folder: pathlib.Path, *, without: str) -> str:
-    """Digests names and contents of all files under a folder, but for one subfolder.
+    """Computes a digest of the names and contents of all files under a folder, except for one subfolder.
 
     Args:
         folder: the folder.
@@ -46,7 +46,7 @@ def fingerprint(folder: pathlib.Path, *, without: str) -> str:
 
 
 def warm_up(sandbox: str) -> None:
-    """Imports and compiles what ordinary requests use, so that a case's time and memory are its own."""
+    """Imports and compiles what ordinary requests use, so that it does not count as time and memory of a case."""
     import mtpjax
     from mtpjax.cli.main import main
     from mtpjax.data.tokenizer import load_tokenizer
@@ -78,7 +78,7 @@ def run_case(case: dict[str, Any], sandbox: str) -> dict[str, Any]:
         sandbox: the folder of the cases.
 
     Returns:
-        What was wrong (None: nothing), seconds, and bytes by which the process grew.
+        What was wrong (None if nothing), seconds, and bytes by which the process grew.
     """
     os.chdir(pathlib.Path(sandbox) / "out")
     before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
@@ -120,7 +120,7 @@ def _judge_exit(code: Any, err: str) -> str | None:
 
 
 def _judge_error(error: Exception) -> str | None:
-    """Judges an exception of the Python API: one line, raised by our own code."""
+    """Judges an exception from the Python API: it must be one line, raised by our code."""
     frames = traceback.extract_tb(error.__traceback__)
     ours = [frame for frame in frames if "mtpjax/" in frame.filename or "conversion/" in frame.filename]
     if len(str(error).strip().splitlines()) > MAX_LINES:
@@ -171,7 +171,7 @@ def write_changed(case: dict[str, Any], sandbox: pathlib.Path) -> pathlib.Path:
 
 
 def read_file(case: dict[str, Any], sandbox: pathlib.Path) -> None:
-    """Reads one file by its suffix: a model in GGUF, a draft vocabulary, settings of a training run."""
+    """Reads one file by its suffix: a GGUF model, a draft vocabulary, or the settings of a training run."""
     import base64
 
     import mtpjax
@@ -221,7 +221,7 @@ def python(case: dict[str, Any], sandbox: pathlib.Path) -> None:
 
 
 def _value(text: str) -> Any:
-    """Evaluates one of our own expressions, such as `np.int64(3)`."""
+    """Evaluates one of the cases' expressions, such as `np.int64(3)`."""
     import numpy as np
 
     return eval(text, {"np": np, "object": object, "iter": iter})
@@ -230,7 +230,7 @@ def _value(text: str) -> Any:
 def in_new_folder(
     action: Callable[[dict[str, Any], pathlib.Path], str | None],
 ) -> Callable[[dict[str, Any], pathlib.Path], str | None]:
-    """Makes an action of one that writes its files into an empty folder."""
+    """Wraps an action so that it writes its files to an empty folder."""
 
     def run(case: dict[str, Any], sandbox: pathlib.Path) -> str | None:
         with tempfile.TemporaryDirectory(dir=sandbox / "out") as folder:
@@ -240,7 +240,7 @@ def in_new_folder(
 
 
 def full_disk(case: dict[str, Any], sandbox: pathlib.Path) -> str | None:
-    """Replaces a checkpoint on a disk that has not room for it: what was there must stay complete."""
+    """Replaces a checkpoint on a disk without enough room: the old checkpoint must stay complete."""
     disk = sandbox / "out" / "disk"
     disk.mkdir(exist_ok=True)
     mounted = subprocess.run(["mount", "-t", "tmpfs", "-o", f"size={case['kilobytes']}k", "tmpfs", str(disk)])
@@ -271,7 +271,7 @@ def full_disk(case: dict[str, Any], sandbox: pathlib.Path) -> str | None:
 
 
 def signalled(case: dict[str, Any], sandbox: pathlib.Path) -> str | None:
-    """Ends a conversion over an existing checkpoint at a random moment: the old or the new one must be complete."""
+    """Ends a conversion over an existing checkpoint at a random moment: the old or new one must be complete."""
     import mtpjax
 
     folder = pathlib.Path(tempfile.mkdtemp(dir=sandbox / "out"))
@@ -291,7 +291,7 @@ def signalled(case: dict[str, Any], sandbox: pathlib.Path) -> str | None:
 def _run(
     arguments: list[str], sandbox: pathlib.Path, *, seconds: float, signal_at: float | None = None, number: int = 0
 ) -> subprocess.CompletedProcess[str] | None:
-    """Runs `mtpjax` in a process of its own; None if it does not end."""
+    """Runs `mtpjax` in a separate process; returns None if it does not end."""
     command = [sys.executable, "-c", "from mtpjax.cli.main import main; main()", *arguments]
     environment = {**os.environ, "PYTHONPATH": str(ROOT), "JAX_PLATFORMS": "cpu"}
     process = subprocess.Popen(
