@@ -44,7 +44,7 @@ def test_an_adapter_names_its_base_in_every_command(command, adapter, tmp_path, 
     with pytest.raises(SystemExit) as stop:
         main(command)
     said = capsys.readouterr().err
-    assert stop.value.code == 3 and "is an adapter of org/base" in said and "merge_and_unload" in said
+    assert stop.value.code == 3 and "is an adapter for org/base" in said and "merge_and_unload" in said
 
 
 def test_python_callers_are_told_too(adapter):
@@ -58,7 +58,7 @@ def test_python_callers_are_told_too(adapter):
 @pytest.mark.parametrize(
     ("files", "words"),
     [
-        (["model_index.json", "unet/config.json"], "a pipeline of diffusers"),
+        (["model_index.json", "unet/config.json"], "a diffusers pipeline"),
         (["pytorch_model_fsdp_0/__0_0.distcp", "pytorch_model_fsdp_0/.metadata"], "accelerate merge-weights"),
         (["zero_to_fp32.py", "global_step10/x.pt"], "zero_to_fp32.py"),
         (["optimizer.pt", "scheduler.pt"], "optimizer's state"),

@@ -247,7 +247,7 @@ def test_gated_and_private_repositories_need_a_token(repository, hub, monkeypatc
         mtpjax.load("org/small")
     hub.add("org/secret", repository)
     hub.private.add("org/secret")
-    with pytest.raises(CheckpointError, match="it is private: then set HF_TOKEN"):
+    with pytest.raises(CheckpointError, match="it is private: if so, set HF_TOKEN"):
         mtpjax.load("org/secret")
     monkeypatch.setenv("HF_TOKEN", TOKEN)
     for name in ("org/small", "org/secret"):
