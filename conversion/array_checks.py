@@ -38,10 +38,9 @@ def streams_equal(ours: Iterator[np.ndarray], theirs: Iterator[np.ndarray]) -> b
         True if both streams have the same dtype and the same bytes.
     """
     left: list[np.ndarray] = [np.empty(0), np.empty(0)]
-    streams = (ours, theirs)
     while True:
         # Refill the side that has run out of elements.
-        for side, stream in enumerate(streams):
+        for side, stream in enumerate((ours, theirs)):
             if not left[side].size:
                 block = next(stream, None)
                 left[side] = np.empty(0) if block is None else block.reshape(-1)

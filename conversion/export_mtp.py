@@ -92,11 +92,8 @@ def export_mtp(source, target, *, model_type: str | None = None, progress: Calla
         content = _edit_config(files.json("config.json"), plan)
 
         # Write the tensors, copy the checkpoint's small files, and replace the files that describe the weights.
+        blocks = lambda entry: dequantized_blocks(files, plan.scales, sources[entry.name])
         with atomic_folder(pathlib.Path(target).resolve(), is_export) as folder:
-
-            def blocks(entry: TensorEntry):
-                return dequantized_blocks(files, plan.scales, sources[entry.name])
-
             write_shards(folder, shards, blocks, progress)
             copy_files(folder, files.bytes_of, filter(belongs_to_checkpoint, files.other_files()))
             write_index(folder, shards)

@@ -60,7 +60,6 @@ class GGUFFiles(CheckpointFiles):
         self._file = self._open[""] = open_inside(self.path, pathlib.Path("/"))
         try:
             blocks = {int(kind): sizes for kind, sizes in self._quants.GGML_QUANT_SIZES.items()}
-            self._blocks = blocks
             self._header = parse_header(self._file, self.path, blocks)
             # This checks the architecture, so it must come before the tensors are named.
             self._json = self._describe(self._header)

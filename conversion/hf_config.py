@@ -220,11 +220,8 @@ def _linear(reader: ConfigReader, fields: dict[str, Any]) -> dict[str, Any]:
 
 def _experts(reader: ConfigReader, fields: dict[str, Any]) -> dict[str, Any]:
     """Reads the mixture of experts, and the dense layers."""
-    aliases = (
-        "n_routed_experts",
-        "num_experts",
-        "num_local_experts",
-    )  # transformers 5 writes the last one for Qwen3-MoE
+    # transformers 5 writes the last key for Qwen3-MoE.
+    aliases = ("n_routed_experts", "num_experts", "num_local_experts")
     names = [name for name in aliases if reader.get(name) is not None]
     for name in names[1:]:
         reader.require(name, reader.get(names[0]))

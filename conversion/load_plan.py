@@ -9,7 +9,7 @@ from typing import Any
 
 import numpy as np
 
-from conversion import hf_config
+from conversion import hf_config, stored_modules
 from conversion.families import Layout
 from conversion.files import CheckpointFiles, TensorSource
 from conversion.names import param_specs, stored_layout, tied_copies
@@ -17,13 +17,6 @@ from conversion.norm_storage import with_norm_storage
 from conversion.quantized_formats import DESCRIPTIONS, SCALE_ENDS, described_quantization, find_packed_format
 from conversion.read_params import MakeArray, ScaleMap, read_as, read_scales, read_values, scale_spec
 from conversion.safetensors_header import E4M3, FLOAT32
-from conversion.stored_modules import (
-    count_stored_modules,
-    read_module_files,
-    with_own_copies,
-    with_own_head,
-    with_stored_modules,
-)
 from conversion.tensor_slice import ParamSpec
 from conversion.tensor_types import SUPPORTED, describe_mixed, find_scales, param_dtype
 from mtpjax.errors import CheckpointFileError, ConfigError
@@ -128,10 +121,10 @@ def inspect_files(
     parsed = _parse_config(values, model_type, packed)
     # The files determine what the configuration leaves open: the number of modules, whether the modules have a separate
     # embedding and head, and how norms are stored.
-    read_module_files(files, parsed)
+    stored_modules.read_module_files(files, parsed)
     layout = stored_layout(parsed.layout, parsed.model, files.tensors.__contains__)
-    config = with_stored_modules(parsed, layout, files)
-    config = with_own_copies(with_own_head(config, layout, files), layout, files)
+    config = stored_modules.with_own_head(stored_modules.with_stored_modules(parsed, layout, files), layout, files)
+    config = stored_modules.with_own_copies(config, layout, files)
     specs = param_specs(config, layout, files.tensors.__contains__)
     # This reads the norms, so it needs their tensor names.
     config = with_norm_storage(config, specs, files)
@@ -219,7 +212,7 @@ def _find_shape_problems(
     """Describes missing tensors, and tensors whose shapes do not match the configuration."""
     problems = []
     if missing := sorted(wanted.keys() - files.tensors.keys()):
-        found, named = count_stored_modules(config, layout, files), config.num_mtp_modules
+        found, named = stored_modules.count_stored_modules(config, layout, files), config.num_mtp_modules
         modules = f"; config.json states {named} MTP modules, the files have {found}" if found < named else ""
         problems.append(
             f"{files.path} lacks {count_of(len(missing), 'tensor')}{modules}; missing: {', '.join(missing[:5])}"
@@ -232,7 +225,11 @@ def _find_shape_problems(
 
 def _find_extra_problems(extra: list[str], layout: Layout, files: CheckpointFiles, allow_extra: bool) -> list[str]:
     """Describes unknown tensors. Tensors in the language model would change its output, so they are never ignored."""
-    inside = [name for name in extra if _is_inside(name, layout)]
+    # The language model: trunk, head and MTP modules.
+    parts = [f"{layout.trunk}{part}" for part in ("layers.", "norm.", "embed_tokens")]
+    modules = layout.modules if layout.is_under_mtp else f"{layout.modules}mtp"
+    prefixes = (*parts, modules, layout.head.removesuffix("weight"))
+    inside = [name for name in extra if name.startswith(prefixes)]
     if inside:
         return [
             f"{files.path} has {count_of(len(inside), 'tensor')} that the model of config.json does not use: "
@@ -244,10 +241,3 @@ def _find_extra_problems(extra: list[str], layout: Layout, files: CheckpointFile
         f"{files.path} has {len(extra)} unknown tensors: {', '.join(extra[:5])}; "
         "allow_extra (--allow-extra) ignores them"
     ]
-
-
-def _is_inside(name: str, layout: Layout) -> bool:
-    """Returns whether a tensor belongs to the language model: trunk, head or MTP modules."""
-    parts = [f"{layout.trunk}{part}" for part in ("layers.", "norm.", "embed_tokens")]
-    modules = layout.modules if layout.is_under_mtp else f"{layout.modules}mtp"
-    return name.startswith((*parts, modules, layout.head.removesuffix("weight")))

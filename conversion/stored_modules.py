@@ -126,12 +126,8 @@ def with_own_copies(config: ModelConfig, layout: Layout, files: CheckpointFiles)
             log.info("%s is shared: the files contain no copy", copy)
             continue
         same = _same_bytes(files, copy, original)
-        log.info(
-            "%s %s %s",
-            copy,
-            "equals and is tied to" if same else "differs from, and is loaded in addition to,",
-            original,
-        )
+        relation = "equals and is tied to" if same else "differs from, and is loaded in addition to,"
+        log.info("%s %s %s", copy, relation, original)
         own["embedding" if "embed_tokens" in copy else "head"].append(not same)
     # The model has a separate embedding or head for all modules or for none.
     changes = {}

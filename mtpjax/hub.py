@@ -94,12 +94,11 @@ def _download(repository: str, revision: str | None, file: str, weights: bool) -
             raise CheckpointError(f"the repository {name} has no file {file}")
         return path
     folder = _fetch(repository, revision, _DESCRIPTION if weights else TOKENIZER_FILES, name)
-    if not weights:
-        return folder
+    has_config = (folder / "config.json").exists()
     # Stop at an adapter: `mtpjax.folder_kinds` says what to do with it.
-    if (folder / "adapter_config.json").exists() and not (folder / "config.json").exists():
+    if not weights or (not has_config and (folder / "adapter_config.json").exists()):
         return folder
-    if not (folder / "config.json").exists():
+    if not has_config:
         raise CheckpointError(f"the repository {name} has no config.json; use {repository}/FILE.gguf for a GGUF file")
     # The small files say which weights belong to the checkpoint; other files, such as copies in a different format, are
     # not downloaded. The folder's name is its commit, so both downloads come from the same commit.
@@ -149,12 +148,11 @@ def _fetch(repository: str, revision: str | None, patterns: tuple[str, ...], nam
     import huggingface_hub
 
     try:
-        return pathlib.Path(
-            huggingface_hub.snapshot_download(repository, revision=revision, allow_patterns=list(patterns))
-        )
+        folder = huggingface_hub.snapshot_download(repository, revision=revision, allow_patterns=list(patterns))
     # The package does not catch the exceptions of its HTTP library, whose classes differ between versions.
     except Exception as error:
         raise CheckpointError(_explain(error, repository, revision, name)) from error
+    return pathlib.Path(folder)
 
 
 def _explain(error: Exception, repository: str, revision: str | None, name: str) -> str:

@@ -16,17 +16,9 @@ import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
+from mtpjax.data import probe_messages
 from mtpjax.data.chat_messages import Forms, clean_messages, clean_tools, in_forms, text_of
 from mtpjax.data.hidden_text import HiddenText, RenderedChat
-from mtpjax.data.probe_messages import (
-    CALL_ID,
-    message_shape,
-    probe_message,
-    probe_tool,
-    tool_kind,
-    unique_word,
-    without_repetitions,
-)
 from mtpjax.data.template_worker import WORKER, Rendered, TemplateFailure
 from mtpjax.data.tokenizer_files import DEFAULT_TEMPLATE, MAX_TEMPLATE_CHARACTERS
 from mtpjax.errors import ConversationError, DroppedTextError, TokenizerError, printable
@@ -231,16 +223,16 @@ def choose_forms(
     Raises:
         DroppedTextError: in every form, the template omits the text of a message, a tool call, or the tools.
     """
-    kept = without_repetitions(list(map(message_shape, messages)))
-    probe = [probe_message(messages[index], number) for number, index in enumerate(kept)]
+    kept = probe_messages.without_repetitions(list(map(probe_messages.message_shape, messages)))
+    probe = [probe_messages.probe_message(messages[index], number) for number, index in enumerate(kept)]
     probe_tools = None
     if tools is not None:
-        kinds = {tool_kind(tool): tool for tool in tools}
-        probe_tools = [probe_tool(kinds[kind], number) for number, kind in enumerate(sorted(kinds))]
+        kinds = {probe_messages.tool_kind(tool): tool for tool in tools}
+        probe_tools = [probe_messages.probe_tool(kinds[kind], number) for number, kind in enumerate(sorted(kinds))]
     forms, problem = _choose(template, json.dumps([probe, probe_tools, variables], sort_keys=True))
     if problem.rank == FAILED or problem.what == "tool call":
         # Some templates inspect tool call ids, so try again with the conversation's ids.
-        probe = [probe_message(messages[index], number, own_ids=True) for number, index in enumerate(kept)]
+        probe = [probe_messages.probe_message(messages[index], n, own_ids=True) for n, index in enumerate(kept)]
         forms, problem = _choose(template, json.dumps([probe, probe_tools, variables], sort_keys=True))
     if problem.rank == FAILED:
         # The template will fail on the messages too, or it depends on their text. Fewer templates fail on an empty text
@@ -343,7 +335,7 @@ def _judge(result: Rendered, probe: _Probe, shaped: list[dict[str, Any]]) -> _Pr
     `shaped` are the messages as the template got them.
     """
     text = result.text.casefold()
-    if any(unique_word("tool", number) not in text for number in range(len(probe.tools or ()))):
+    if any(probe_messages.unique_word("tool", number) not in text for number in range(len(probe.tools or ()))):
         return _Problem(MISSING, -1, "tools")
     words = []
     for index, message in enumerate(probe.messages):
@@ -354,7 +346,8 @@ def _judge(result: Rendered, probe: _Probe, shaped: list[dict[str, Any]]) -> _Pr
             arguments = json.loads(arguments) if isinstance(arguments, str) else arguments
             words += arguments
             # Some templates write only the id, which contains the name (Kimi's).
-            is_named = name in text or ("id" in call and (call["id"] != CALL_ID or CALL_ID in text))
+            call_id = probe_messages.CALL_ID
+            is_named = name in text or ("id" in call and (call["id"] != call_id or call_id in text))
             if not is_named or any(word not in text for word in (*arguments, *arguments.values())):
                 return _Problem(MISSING, index, "tool call")
     nulls = [index for index, each in enumerate(shaped) if each.get("content", "") is None]

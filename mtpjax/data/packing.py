@@ -272,13 +272,11 @@ def mixed_batches(
         raise ValueError(f"there are {len(source_rows)} sources and {len(weights)} weights")
     if not all(0 < weight < np.inf for weight in weights):
         raise ValueError(f"weights must be positive, not {', '.join(map(str, weights))}")
-    rows = concatenate_rows(source_rows)
-    if len(source_rows) == 1:
-        stream = _row_numbers(len(rows.tokens), batch_size, seed=seed, start=start)
+    rows, sizes = concatenate_rows(source_rows), [len(part.tokens) for part in source_rows]
+    if len(sizes) == 1:
+        stream = _row_numbers(sizes[0], batch_size, seed=seed, start=start)
     else:
-        stream = _mixed_row_numbers(
-            [len(part.tokens) for part in source_rows], weights, batch_size, seed=seed, start=start
-        )
+        stream = _mixed_row_numbers(sizes, weights, batch_size, seed=seed, start=start)
     return ((numbers, select_rows(rows, numbers)) for numbers in stream)
 
 

@@ -64,10 +64,9 @@ def as_object(content: bytes | dict[str, Any]) -> dict[str, Any]:
 def _read_gzip(path: pathlib.Path) -> Iterator[tuple[str, bytes]]:
     try:
         with open_regular(path) as raw, gzip.open(raw) as stream:
-            number = 0
             # Limit the length of a line, because a few compressed kilobytes can expand to a line of gigabytes.
-            while line := stream.readline(MAX_LINE_BYTES + 1):
-                number += 1
+            lines = iter(lambda: stream.readline(MAX_LINE_BYTES + 1), b"")
+            for number, line in enumerate(lines, start=1):
                 if len(line) > MAX_LINE_BYTES:
                     raise ValueError(f"{path} line {number} is longer than {MAX_LINE_BYTES} bytes")
                 if line.strip():
@@ -96,14 +95,12 @@ def _read_parquet(path: pathlib.Path) -> Iterator[tuple[str, dict[str, Any]]]:
         import pyarrow.parquet
     except ImportError as error:
         raise UsageError(f"{path}: pyarrow, which reads Parquet, is missing: {install_extra('parquet')}") from error
-    number = 0
     try:
         with open_regular(path) as raw, pyarrow.parquet.ParquetFile(raw) as file:
             # Read small batches, so that memory does not grow with the size of the row groups' texts.
-            for batch in file.iter_batches(batch_size=256):
-                for record in batch.to_pylist():
-                    number += 1
-                    # A row has every column of the file; null columns are missing fields.
-                    yield f"{path} row {number}", {name: v for name, v in record.items() if v is not None}
+            records = (record for batch in file.iter_batches(batch_size=256) for record in batch.to_pylist())
+            for number, record in enumerate(records, start=1):
+                # A row has every column of the file; null columns are missing fields.
+                yield f"{path} row {number}", {name: v for name, v in record.items() if v is not None}
     except (pyarrow.ArrowException, UnicodeDecodeError) as error:
         raise ValueError(f"{path} is not a whole Parquet file: {printable(error, 200)}") from error

@@ -87,14 +87,15 @@ def make_task(
     Raises:
         SkippedRecordError: the record has no usable text or conversation.
     """
-    if kind == "documents" and isinstance(content, bytes):
-        record = {"text": decode_utf8(content)}
-    else:
-        record = as_object(content)
+    is_text = kind == "documents"
+    record = {"text": decode_utf8(content)} if is_text and isinstance(content, bytes) else as_object(content)
     if kind == "conversations":
+        messages = find_messages(record)
+        # Calls with weight 0 are part of the prompt.
+        if any(message.get("tool_calls") and message.get("weight") != 0 for message in messages):
+            raise SkippedRecordError("unreadable", "contains tool calls, which regenerated answers do not make")
         # The output has the conversation only in OpenAI's format, and the record's other fields.
-        messages, extra_fields = _checked_messages(record), without_conversation(record)
-        return ConversationTask(messages, tokenizer, max_prompt_tokens, extra_fields)
+        return ConversationTask(messages, tokenizer, max_prompt_tokens, without_conversation(record))
     # Prompts keep their category and id. With `chat`, each turn becomes a user message that the model answers.
     extra_fields = {name: record[name] for name in ("category", *ID_KEYS) if name in record}
     turns = list(read_turns(record))
@@ -196,14 +197,6 @@ class ConversationTask(Task):
         return self.tokenizer.apply_chat_template(
             self.messages, add_generation_prompt=add_generation_prompt, **template_variables
         )
-
-
-def _checked_messages(record: dict[str, Any]) -> list[dict[str, Any]]:
-    messages = find_messages(record)
-    # Calls with weight 0 are part of the prompt.
-    if any(message.get("tool_calls") and message.get("weight") != 0 for message in messages):
-        raise SkippedRecordError("unreadable", "contains tool calls, which regenerated answers do not make")
-    return messages
 
 
 def _encode(text: str, tokenizer: Tokenizer) -> list[int]:

@@ -147,8 +147,11 @@ def _encode_record(
         is_chat = isinstance(record.get(source.field), list) if source.field else has_conversation(record)
     if is_chat:
         messages = find_messages(record, source.field or "messages")
-        documents, problems = _encode_messages(messages, record, tokenizer)
-        return documents, category, problems
+        try:
+            documents, problems = encode_answers(messages, tokenizer, tools=record.get("tools"))
+        except (AnswerLocationError, ConversationError) as error:
+            raise SkippedRecordError("corrupt", f"is skipped: {error}") from error
+        return [_with_answers(*document) for document in documents], category, problems
     field = source.field or "text"
     text = record.get(field)
     if not isinstance(text, str):
@@ -172,16 +175,6 @@ def _encode_text(text: str, tokenizer: Tokenizer) -> np.ndarray:
         # Some tokenizers end each text themselves; here packing adds the end token.
         tokens = tokens[:-1]
     return np.array(tokens, np.int64)
-
-
-def _encode_messages(
-    messages: list[dict[str, Any]], record: dict[str, Any], tokenizer: Tokenizer
-) -> tuple[list[Encoded], list[str]]:
-    try:
-        documents, problems = encode_answers(messages, tokenizer, tools=record.get("tools"))
-    except (AnswerLocationError, ConversationError) as error:
-        raise SkippedRecordError("corrupt", f"is skipped: {error}") from error
-    return [_with_answers(*document) for document in documents], problems
 
 
 def _with_answers(tokens: list[int], is_target: np.ndarray) -> tuple[np.ndarray, np.ndarray]:

@@ -200,8 +200,7 @@ def _make_stores(folder: pathlib.Path, streams: Mapping[str, StreamedArray]) -> 
     for name, stream in streams.items():
         spec = array_spec(folder, name)
         shutil.rmtree(spec["kvstore"]["path"])
-        dtype = "bool" if stream.dtype == np.bool_ else stream.dtype.name
-        spec |= {"dtype": dtype}
+        spec["dtype"] = "bool" if stream.dtype == np.bool_ else stream.dtype.name
         spec["metadata"] = {"shape": stream.shape, "chunks": stream.chunks, "compressor": None}
         tensorstore.open(spec, create=True, context=single_thread_context()).result()
 

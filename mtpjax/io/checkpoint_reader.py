@@ -89,9 +89,7 @@ class CheckpointReader:
         self.path = pathlib.Path(path).resolve()
         config = read_config(self.path)
         if config is None:
-            raise CheckpointError(
-                f"no mtpjax checkpoint at {self.path}: it has no config.json with format {FORMAT!r}"
-            )
+            raise CheckpointError(f"no mtpjax checkpoint at {self.path}: it has no config.json with format {FORMAT!r}")
         if config.get("version") != VERSION:
             raise CheckpointError(
                 f"{self.path / CONFIG_FILE} has version {config.get('version')!r}, not {VERSION}: it was written by "
@@ -167,19 +165,17 @@ class CheckpointReader:
             folder = self.path / ARRAYS_FOLDER
             raise CheckpointError(f"array {name!r} in {folder} cannot be read: {one_line(error)}") from error
 
-    def _check_place(self, entry: pathlib.Path) -> None:
-        """Raises `CheckpointError` unless the entry is a regular file inside the checkpoint."""
-        # In the Hugging Face cache, a snapshot's files are links to the repository's blobs.
-        real, root = entry.resolve(), allowed_root(self.path)
-        if not real.is_relative_to(root) or not stat.S_ISREG(os.stat(entry).st_mode if real.exists() else 0):
-            raise CheckpointError(f"{entry} is not a regular file inside the checkpoint: not opened")
-
     def _verify_files(self, which: slice) -> None:
         """Compares files with their digests, several at once."""
-        # TensorStore could open a link or device as a part of an array even if it has no digest.
+        # Reject links and devices: TensorStore could open them as parts of arrays even if they have no digest. In the
+        # Hugging Face cache, a snapshot's files are links to the repository's blobs.
+        root = allowed_root(self.path)
         for entry in self.path.rglob("*"):
-            if not entry.is_dir() or entry.is_symlink():
-                self._check_place(entry)
+            if entry.is_dir() and not entry.is_symlink():
+                continue
+            real = entry.resolve()
+            if not real.is_relative_to(root) or not stat.S_ISREG(os.stat(entry).st_mode if real.exists() else 0):
+                raise CheckpointError(f"{entry} is not a regular file inside the checkpoint: not opened")
         files = list(self.files)[which]
         with ThreadPoolExecutor() as pool:
             found = pool.map(lambda file: file_digest(self.path / file, self.path), files)

@@ -40,18 +40,11 @@ from conversion.tensor_slice import ParamSpec
 from conversion.weight_files import INDEX
 from mtpjax.atomic import atomic_folder
 from mtpjax.errors import CheckpointFileError, ConfigError
-from mtpjax.io import checkpoint
+from mtpjax.io import checkpoint, new_directory
 from mtpjax.io.array_files import StreamedArray, nest
 from mtpjax.io.checkpoint_format import find_checkpoint, is_checkpoint
 from mtpjax.io.checkpoint_reader import CheckpointReader
 from mtpjax.io.huggingface_files import HEADERS_FILE, HUGGINGFACE_FOLDER, OTHER_TENSORS_FILE, SELF_CHECK_FILE
-from mtpjax.io.new_directory import (
-    copy_kept_files,
-    describe_directory,
-    module_layout,
-    read_original,
-    write_generation_config,
-)
 
 Progress = Callable[[int], Any]
 
@@ -136,12 +129,10 @@ def to_hugging_face(
     """
     # Read the metadata of the checkpoint, and of the directory from which it was converted.
     reader = CheckpointReader(find_checkpoint(source))
-    config, converted = reader.model_config(), read_original(reader)
+    config, converted = reader.model_config(), new_directory.read_original(reader)
     if converted is not None and model_type not in (None, converted.model_type):
-        raise ConfigError(
-            f"{reader.path} was converted from model_type {converted.model_type!r}, not from {model_type!r}"
-        )
-    original = converted or describe_directory(reader, config, model_type)
+        raise ConfigError(f"{reader.path} was converted from model_type {converted.model_type!r}, not {model_type!r}")
+    original = converted or new_directory.describe_directory(reader, config, model_type)
     # Name the tensors as in the original: its layout, experts stacked or separate, copies of embedding and head.
     parsed = {file: parse_header(header, file, source) for file, header in original.headers.items()}
     before = {tensor.name: tensor for found, _ in parsed.values() for tensor in found}
@@ -149,7 +140,8 @@ def to_hugging_face(
     if converted is not None:
         layout, has = stored_layout(original.layout, config, before.__contains__), before.__contains__
     else:
-        layout, has = module_layout(original.layout, config), functools.partial(_is_stacked, original.layout)
+        layout = new_directory.module_layout(original.layout, config)
+        has = functools.partial(_is_stacked, original.layout)
     specs = param_specs(config, layout, has)
     tied = {copy: name for copy, name in tied_copies(config, layout) if copy in before}
     entries = _tensor_entries(reader, specs, dtype, before if original.keeps_dtypes else {})
@@ -184,12 +176,12 @@ def to_hugging_face(
             dtypes = {str(entry.dtype) for entry in entries.values()}
             is_dropped = bool(dropped) and all(entries[name].dtype != E4M3 for name in scales.names)
             content = edit_config(original.content, layout, dtypes=dtypes, drop_quantization=is_dropped)
-        copy_kept_files(reader, folder, {"config.json", INDEX} if content else set())
+        new_directory.copy_kept_files(reader, folder, {"config.json", INDEX} if content else set())
         if content:
             (folder / "config.json").write_text(json.dumps(content, indent=2) + "\n")
             write_index(folder, shards)
             if converted is None:
-                write_generation_config(folder, content)
+                new_directory.write_generation_config(folder, content)
         # Include the acceptance measured in training, for `check_acceptance` on the export.
         if (record := reader.metadata.get("self_check")) is not None:
             (folder / SELF_CHECK_FILE).write_text(json.dumps(record) + "\n")

@@ -139,9 +139,8 @@ def format_lines(facts: dict[str, Any]) -> list[str]:
         if quantization:
             quantized = f"{', '.join(quantization['types'])}, dequantized when the file is loaded"
     layers = ", ".join(f"{count} {kind}" for kind, count in facts["attention"].items())
-    sizes = (
-        f"vocabulary {config['vocab_size']}, width {config['hidden_size']}, context {config['max_position_embeddings']}"
-    )
+    sizes = f"vocabulary {config['vocab_size']}, width {config['hidden_size']}, "
+    sizes += f"context {config['max_position_embeddings']}"
     files = f"{count_of(len(facts['shards']), 'shard')}, {count_of(facts['tensors'], 'tensor')}"
     rows = [
         ("checkpoint", f"{facts['path']} ({facts['format']})"),

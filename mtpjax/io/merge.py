@@ -57,9 +57,7 @@ def merge_mtp(
         elif is_gguf(path) or (path / "config.json").is_file():
             found = read_modules(opened.enter_context(open_checkpoint(path)), files, plan)
         else:
-            raise CheckpointFileError(
-                f"{modules} is neither an MTP export nor a checkpoint: it has no config.json"
-            )
+            raise CheckpointFileError(f"{modules} is neither an MTP export nor a checkpoint: it has no config.json")
         return merge_tensors(files, plan, found, target, progress=progress)
 
 

@@ -97,16 +97,14 @@ def copy_kept_files(reader: CheckpointReader, folder: pathlib.Path, without: set
     Args:
         without: names of files to omit.
     """
+    # Copy only files with verified digests that are directly in the folder or are additional chat templates.
+    sources = (HUGGINGFACE_FOLDER, f"{HUGGINGFACE_FOLDER}/{ADDITIONAL_TEMPLATES}")
     for file in sorted(reader.files):
-        # Copy only files with verified digests that are directly in the folder or are additional chat templates.
-        place = pathlib.PurePosixPath(file)
-        if not place.is_relative_to(HUGGINGFACE_FOLDER) or place.name in without:
-            continue
-        kept = folder / place.relative_to(HUGGINGFACE_FOLDER)
-        if kept.parent not in (folder, folder / ADDITIONAL_TEMPLATES):
-            continue
-        kept.parent.mkdir(exist_ok=True)
-        kept.write_bytes(read_kept(reader.path, file))
+        path = pathlib.PurePosixPath(file)
+        if str(path.parent) in sources and path.name not in without:
+            kept = folder / path.relative_to(HUGGINGFACE_FOLDER)
+            kept.parent.mkdir(exist_ok=True)
+            kept.write_bytes(read_kept(reader.path, file))
 
 
 def write_generation_config(folder: pathlib.Path, content: dict[str, Any]) -> None:
