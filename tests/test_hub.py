@@ -231,7 +231,7 @@ def test_what_is_missing_is_one_plain_line(repository, hub, monkeypatch):
         assert "\n" not in str(error.value)
     # Offline, and nothing of it in the cache; then without anyone at the endpoint.
     monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", True)
-    with pytest.raises(CheckpointError, match=r"HF_HUB_OFFLINE is set, and the cache .* does not hold"):
+    with pytest.raises(CheckpointError, match=r"HF_HUB_OFFLINE is set, and the cache .* does not contain"):
         mtpjax.load("org/small")
     monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", False)
     monkeypatch.setattr("huggingface_hub.constants.ENDPOINT", "http://127.0.0.1:9")

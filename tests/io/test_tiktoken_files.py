@@ -127,7 +127,7 @@ def test_a_damaged_file_is_refused(change, problem, folder, ranks):
     [
         (
             {"tokenizer_class": "HYTokenizer"},
-            "tokenizer_class is 'HYTokenizer', .* supported: TikTokenTokenizer. Add a",
+            "tokenizer_class is 'HYTokenizer'; .* supported: TikTokenTokenizer. Add a",
         ),
         ({}, "tokenizer_class is None"),
         ({"tokenizer_class": [KIMI]}, "tokenizer_class is "),
