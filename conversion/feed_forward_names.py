@@ -46,7 +46,7 @@ def expert_names(config: ModelConfig, prefix: str, layout: Layout, has: Callable
 def _routed_experts(
     within: str, layout: Layout, has: Callable[[str], bool], sizes: tuple[int, int, int]
 ) -> tuple[list[TensorSlice], list[TensorSlice]]:
-    """Lists the routed experts' slices: those of gate and up, and those of down. `sizes` is (E, D, F)."""
+    """Lists the routed experts' slices for gate and up, and for down. `sizes` is (E, D, F)."""
     E, D, F = sizes
     # Step-3.5 stacks the experts of each matrix: `[E, F, D]` gate and up, `[E, D, F]` down.
     if layout.stacks_matrices:

@@ -72,7 +72,7 @@ def named_tensors(header: GGUFHeader, config: dict[str, Any]) -> dict[str, Named
 
 
 def _name(tensor: GGUFTensor, header: GGUFHeader, config: dict[str, Any]) -> Iterator[NamedTensor]:
-    """Names one tensor of the file; a stack of experts gives one tensor per expert."""
+    """Yields a tensor of the file under its Hugging Face name; a stack of experts gives one tensor per expert."""
     stem, _, kind = tensor.name.rpartition(".")
     layer = re.fullmatch(r"blk\.(\d+)\.([\w.]+)", stem, re.ASCII)
     prefix, part = (f"model.layers.{layer[1]}.", layer[2]) if layer else ("", stem)

@@ -108,7 +108,7 @@ def mtp_names(config: ModelConfig, layout: Layout, number: int) -> tuple[str, di
         shared = prefix if layout.mtp == "mtp_each" and config.num_mtp_modules > 1 else layout.modules
         norms = "pre_fc_norm_embedding", "pre_fc_norm_hidden", "norm"
         return prefix, _around(shared, "fc", *norms, "embed_tokens", "lm_head")
-    # MiMo: a separate list of layers, without copies of embedding and head.
+    # MiMo: a separate list of layers, with no copies of embedding or head.
     if layout.mtp in MIMO:
         layers, *names = MIMO[layout.mtp]
         prefix = f"{layout.modules}{layers}.{number}."
@@ -218,7 +218,7 @@ def original_name(name: str, config: ModelConfig, layout: Layout) -> str:
         return layout.modules + name.removeprefix("model.")
     if name == "model.rot.weight":
         return "rot.weight"
-    # Tensors of a single module have no layer number, except those of its decoder layer.
+    # If there is a single module, only the tensors of its decoder layer have a layer number.
     found = re.fullmatch(r"model\.(?:layers\.(\d+)\.)?(.+)", name)
     if found is None:
         raise CheckpointFileError(f"tensor {name} does not belong to an MTP module")

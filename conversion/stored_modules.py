@@ -99,7 +99,7 @@ def with_stored_modules(parsed: hf_config.ParsedConfig, layout: Layout, files: C
 
 
 def with_own_head(config: ModelConfig, layout: Layout, files: CheckpointFiles) -> ModelConfig:
-    """Returns the configuration without tying if the head and the embedding in the files differ, as in transformers."""
+    """Unties the configuration's head if the head and the embedding in the files differ, as transformers does."""
     both = {layout.head, layout.embedding} <= files.tensors.keys() and layout.head != layout.embedding
     if not config.tie_word_embeddings or not both or _same_bytes(files, layout.head, layout.embedding):
         return config

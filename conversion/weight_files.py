@@ -19,7 +19,7 @@ def choose_weight_files(folder: pathlib.Path, index: Any) -> tuple[list[str], di
     """Chooses the files to read.
 
     Args:
-        index: the parsed index of the directory; None if it has none.
+        index: the directory's parsed index; None if there is no index file.
 
     Returns:
         `(files, index)`: the names of the files to read, and their index or None.

@@ -53,9 +53,8 @@ def resolve(name, *, weights: bool = True) -> pathlib.Path:
         The path itself if it exists, else the snapshot's folder or the file in it.
 
     Raises:
-        CheckpointError: nothing exists at the path, and it does not name a repository, or the package is missing, the
-            repository, revision or file does not exist, access is refused, or the Hub cannot be reached and the cache
-            lacks the files.
+        CheckpointError: nothing exists at the path and it does not name a repository; or the repository, revision or
+            file does not exist; or access is refused; or the Hub cannot be reached and the cache lacks the files.
     """
     text = os.fspath(name)
     # `lexists`: a broken link is a local problem, not a name.

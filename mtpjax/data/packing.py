@@ -91,7 +91,7 @@ def _divide(numbered: Sequence[tuple[int, Document]], limit: float) -> tuple[lis
 
 
 def _digest(document: Document) -> bytes:
-    """Returns the digest that decides a document's side: that of its tokens, or of the record that it is part of."""
+    """Returns the digest that decides a document's side, of its tokens or of the record that it is part of."""
     return hashlib.sha256(document.origin.encode() or np.ascontiguousarray(document.tokens).data).digest()
 
 
@@ -262,7 +262,7 @@ def mixed_batches(
 
     The sources are interleaved, so every stretch of rows has their shares to within a row or two. A source whose rows
     are used up starts again in a new order, so small sources with a large weight repeat. The n-th batch depends only on
-    the rows, weights, `seed` and n, and a late `start` costs no time. With one source, the batches are those of
+    the rows, weights, `seed` and n, and a late `start` costs no time. With one source, the batches equal those from
     `shuffled_batches`; several sources need grain, from the `train` extra.
 
     Returns an iterator of `(indices, batch)`: the rows' indices `[batch_size]` in `concatenate_rows(source_rows)`, and

@@ -149,7 +149,7 @@ def open_output(path, settings: Mapping[str, Any], kind: str) -> Iterator[Regene
     path.parent.mkdir(parents=True, exist_ok=True)
     with JsonlWriter(path) as writer:
         output = RegenerationOutput(writer, settings, kind)
-        # With a manifest, continue; reject records without one; otherwise start a new file.
+        # Continue if there is a manifest; reject records without a manifest; otherwise start a new file.
         if output.manifest_path.exists():
             output.resume()
         elif writer.size:

@@ -50,7 +50,7 @@ def _convert(content: bytes, settings_content: bytes, folder: str) -> bytes:
     ranks = _parse_ranks(content, f"{folder}/{TIKTOKEN_FILE}")
     special = _added_tokens(settings["added_tokens_decoder"], ranks, f"{folder}/tokenizer_config.json")
     names = {token: "".join(map(LETTER_OF_BYTE.__getitem__, token)) for token in ranks}
-    # Special token ids have gaps, but the package gives an added token the next free id unless it is in the vocabulary.
+    # Special token ids have gaps. The package gives an added token the next free id unless the vocabulary has it.
     vocabulary = {names[token]: rank for token, rank in ranks.items()}
     vocabulary |= {each["content"]: each["id"] for each in special}
     if len(vocabulary) < len(ranks) + len(special):
