@@ -1,4 +1,4 @@
-"""Imports user-defined acceptance rules and draft methods, given as `package.module:NAME`."""
+"""Imports user-defined acceptance rules and draft methods, given as `package.module:RECORD`."""
 
 import importlib
 import os
@@ -14,7 +14,7 @@ def import_record(name: str, kind: type[T]) -> T:
     """Imports an acceptance rule or a draft method.
 
     Args:
-        name: `package.module:NAME`; the module is installed, on `PYTHONPATH`, or a file in the current folder.
+        name: `package.module:RECORD`; the module is installed, on `PYTHONPATH`, or a file in the current folder.
         kind: the class that the object must be an instance of.
 
     Raises:
